@@ -1,0 +1,65 @@
+# The two commands to know: `make run` and `make test`. All that they need is python3.
+#
+#   FLWR=1.26.1 make test    the tests on that version of Flower
+#   RAY=0 make test          the tests without Flower's simulation extra (Ray)
+#   ARGS="-m 'not slow'"     more arguments for pytest or, in `make run`, for flwr-perdl
+
+NEWEST := $(shell cat .ci/flwr-newest)
+FLWR   ?= $(NEWEST)
+RAY    ?= 1
+OUT    ?= runs/digits
+
+empty :=
+comma := ,
+extras = $(subst $(empty) ,$(comma),$(strip $(1)))
+
+# mypy and Flower 1.26.1 need different versions of pathspec: lint only beside the newest.
+ray    := $(if $(filter 1,$(RAY)),simulation)
+venv   := .venv-test-$(FLWR)$(if $(ray),-ray)
+target := .[$(call extras,test $(ray) $(if $(filter $(FLWR),$(NEWEST)),dev))]
+python := $(venv)/bin/python
+
+export FLWR_TELEMETRY_ENABLED = 0
+export OPENBLAS_NUM_THREADS = 1
+
+.PHONY: run test lint bench docs-figures clean
+.DEFAULT_GOAL := run
+
+run: .venv/.installed
+	.venv/bin/flwr-perdl run digits --out $(OUT) $(ARGS)
+
+test: $(venv)/.installed
+	$(python) -m pytest $(ARGS)
+
+lint: $(venv)/.installed
+	$(python) -m ruff check .
+	$(python) -m ruff format --check .
+	$(python) -m mypy
+
+# On another Python, as in `make smoke-3.13`: does it install and run?
+smoke-%: .venv-smoke-%/.installed
+	.venv-smoke-$*/bin/flwr-perdl run digits --clients 3 --rounds 2 --out runs/smoke-$*
+
+bench: .venv/.installed
+	.venv/bin/flwr-perdl bench $(ARGS)
+
+# The measured figures in README.md and docs/.
+docs-figures: .venv/.installed
+	.venv/bin/python docs/figures.py
+
+clean:
+	rm -rf .venv .venv-* dist .pytest_cache .mypy_cache .ruff_cache .coverage
+
+.venv/.installed: pyproject.toml .ci/flwr-newest
+	.ci/venv .venv --editable '.[simulation,experiments]' flwr==$(NEWEST)
+	@touch $@
+
+$(venv)/.installed: pyproject.toml .ci/flwr-newest
+	.ci/venv $(venv) --editable '$(target)' flwr==$(FLWR)
+	@touch $@
+
+.venv-smoke-%/.installed: pyproject.toml .ci/flwr-newest
+	python=$$(.ci/python $*) && \
+	    PYTHON=$$python .ci/venv .venv-smoke-$* --editable '.[experiments]' flwr==$(NEWEST)
+	@touch $@
+.PRECIOUS: .venv-smoke-%/.installed

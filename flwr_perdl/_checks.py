@@ -1,0 +1,96 @@
+"""Checks of what callers hand in: each failure is one sentence naming argument, rule and value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from numbers import Integral, Real
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Matrix = NDArray[np.floating[Any]]
+
+
+def check_array(
+    name: str,
+    value: object,
+    *,
+    ndim: int = 2,
+    min_rows: int = 0,
+    columns: int | None = None,
+) -> Matrix:
+    """Return ``value`` as a C-contiguous float array, or say which rule it breaks.
+
+    Parameters
+    ----------
+    name : str
+        The argument's name, for the message.
+    value : array_like
+        The array to check; never modified.
+    ndim : int
+        Required number of dimensions.
+    min_rows : int
+        Least length of the first axis.
+    columns : int or None
+        Required length of the last axis; None accepts any.
+
+    Returns
+    -------
+    ndarray
+        float64, or float32 where float32 was given.
+
+    Raises
+    ------
+    ValueError
+        If dtype, number of dimensions, shape or a value is not as required.
+    """
+    array = np.asarray(value)
+    if array.dtype not in (np.float64, np.float32):
+        raise ValueError(f"{name} must be float64 or float32, got {array.dtype}.")
+    if array.ndim != ndim:
+        raise ValueError(f"{name} must have {ndim} dimensions, got shape {array.shape}.")
+    if array.shape[0] < min_rows:
+        raise ValueError(f"{name} must have at least {min_rows} row(s), got shape {array.shape}.")
+    if columns is not None and array.shape[-1] != columns:
+        raise ValueError(f"{name} must have {columns} columns, got shape {array.shape}.")
+    if not np.isfinite(array).all():
+        bad = int(array.size - np.isfinite(array).sum())
+        raise ValueError(f"{name} must be finite, got {bad} NaN or infinite value(s).")
+    return np.ascontiguousarray(array)
+
+
+def check_count(name: str, value: object, low: int = 0, high: int | None = None) -> int:
+    """Return ``value`` as an int within ``[low, high]``, or raise a ValueError that says so."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ValueError(f"{name} must be an integer, got {value!r}.")
+    count = int(value)
+    if count < low or (high is not None and count > high):
+        bounds = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise ValueError(f"{name} must be {bounds}, got {count}.")
+    return count
+
+
+def check_real(
+    name: str, value: object, low: float, high: float = np.inf, *, open_low: bool = False
+) -> float:
+    """Return ``value`` as a float within ``[low, high]``, or raise a ValueError that says so.
+
+    With ``open_low`` the lower end itself is refused too.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ValueError(f"{name} must be a number, got {value!r}.")
+    number = float(value)
+    inside = low < number <= high if open_low else low <= number <= high
+    if not inside:
+        left = "(" if open_low else "["
+        raise ValueError(f"{name} must be in {left}{low:g}, {high:g}], got {number:g}.")
+    return number
+
+
+def check_choice(name: str, value: object, choices: Iterable[str]) -> str:
+    """Return ``value`` if it is one of ``choices``, or raise a ValueError that lists them."""
+    names = tuple(choices)
+    if not isinstance(value, str) or value not in names:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, names))}, got {value!r}.")
+    return value

@@ -1,0 +1,41 @@
+"""What differs between the supported versions of Flower, in one place (flwr >= 1.26.1, < 2)."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from flwr.app import Message
+
+
+def _first(*candidates: str) -> Any:
+    """Return the first ``module:name`` that exists, or None."""
+    for candidate in candidates:
+        module, name = candidate.split(":")
+        try:
+            return getattr(import_module(module), name)
+        except (ImportError, AttributeError):
+            continue
+    return None
+
+
+def empty_run(run_id: int) -> Any:
+    """Return a Flower ``Run`` with nothing in it but its id."""
+    run = _first("flwr.supercore.run:Run", "flwr.common.typing:Run")
+    return run.create_empty(run_id)
+
+
+def become_server(run_id: int) -> None:
+    """Let this process create messages outside a Flower run.
+
+    Since 1.38 a message takes its origin from the process-wide TaskIdentity; inside a real run
+    that is set already and is left alone.
+    """
+    identity = _first("flwr.supercore.task_identity:TaskIdentity")
+    if identity is not None and identity._run_id is None:
+        identity.run_id, identity.node_id, identity.task_id = run_id, 1, 1
+
+
+def stamp(message: Message, run_id: int, message_id: str) -> None:
+    """Give ``message`` what Flower's link gives it when it is pushed."""
+    message.metadata.__dict__.update(_run_id=run_id, _message_id=message_id, _src_node_id=1)

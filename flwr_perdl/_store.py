@@ -1,0 +1,97 @@
+"""Arrays on disk that survive a crash: atomic, versioned ``.npz`` files without pickle."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+FORMAT = 1
+_META = "meta"
+_NAME = re.compile(r"round-(\d{6})\.npz")
+
+
+class Saved(NamedTuple):
+    """What a file holds: named arrays and a JSON-like record."""
+
+    arrays: dict[str, NDArray[Any]]
+    meta: dict[str, Any]
+
+
+def save(path: Path, arrays: Mapping[str, NDArray[Any]], meta: Mapping[str, Any]) -> None:
+    """Write ``arrays`` and ``meta`` to ``path``: afterwards it holds all of them, or what it held.
+
+    Parameters
+    ----------
+    path : Path
+        The file; its folder is made when missing.
+    arrays : mapping of str to ndarray
+        Arrays of numbers.
+    meta : mapping
+        Anything that JSON can say.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record = np.array(json.dumps({"format": FORMAT, **meta}))
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            named: dict[str, Any] = {f"a/{name}": array for name, array in arrays.items()}
+            named[_META] = record
+            np.savez(stream, **named)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def load(path: Path) -> Saved:
+    """Read what `save` wrote.
+
+    Raises
+    ------
+    ValueError
+        If the file cannot be read, is not ours, or has another version.
+    """
+    try:
+        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as stored:
+            meta = json.loads(str(stored[_META]))
+            arrays = {name[2:]: stored[name] for name in stored.files if name.startswith("a/")}
+        version = meta["format"]
+    except Exception as error:
+        raise ValueError(f"{path} is not a readable file of this library: {error}") from error
+    if version != FORMAT:
+        raise ValueError(f"{path} must have format {FORMAT}, got {version!r}.")
+    return Saved(arrays, meta)
+
+
+def rounds_in(folder: Path) -> list[int]:
+    """Return the rounds that `folder` holds files of, ascending."""
+    if not folder.is_dir():
+        return []
+    found = (_NAME.fullmatch(entry.name) for entry in folder.iterdir())
+    return sorted(int(match[1]) for match in found if match)
+
+
+def round_path(folder: Path, round_: int) -> Path:
+    """Return the file of ``round_`` in ``folder``."""
+    return folder / f"round-{round_:06d}.npz"
+
+
+def save_round(
+    folder: Path, round_: int, arrays: Mapping[str, NDArray[Any]], meta: Mapping[str, Any]
+) -> None:
+    """Save one round; keep it and the round before it, and nothing of an abandoned future."""
+    save(round_path(folder, round_), arrays, meta)
+    rounds = rounds_in(folder)
+    kept = [r for r in rounds if r <= round_][-2:]
+    for stale in set(rounds) - set(kept):
+        round_path(folder, stale).unlink(missing_ok=True)

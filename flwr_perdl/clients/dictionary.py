@@ -1,0 +1,305 @@
+"""The client of the dictionary protocols: PerMA's client side (P0, Algorithm 1 and Algorithm 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from flwr.app import Context
+from flwr.client import NumPyClient
+
+from flwr_perdl._checks import Matrix, check_array, check_count
+from flwr_perdl._random import spawn
+from flwr_perdl._records import PARTITION_ID, ROUND, RUN, SEED, STEP, Scalar
+from flwr_perdl._threads import one_blas_thread
+from flwr_perdl.clients._state import PrivateState
+from flwr_perdl.clients.app import identify
+from flwr_perdl.dictionary import (
+    Learner,
+    WarmStart,
+    align_to_global,
+    atom_support,
+    local_statistics,
+    reconstruct,
+    refine_local,
+    sparse_code,
+    warm_start,
+)
+
+#: The protocol's steps and the keys of its requests' config.
+START = "start"
+UPDATE = "update"
+SENDS = "perdl.sends"
+ATOMS = "atoms"
+STATISTICS = "statistics"
+ORTHOGONAL = "perdl.orthogonal"
+LOCAL_STEPS = "perdl.local-steps"
+REFINE_STEPS = "perdl.refine-steps"
+#: Evaluation: numbers of atoms per sample, such as "5,10,20" (orthogonal matching pursuit).
+N_NONZERO = "perdl.n-nonzero"
+
+_DICTIONARY = "dictionary"
+_LOCAL_ATOMS = "local_atoms"
+
+
+class Start(Protocol):
+    """How a client makes its first dictionary."""
+
+    def __call__(self, X: Matrix, learner: Learner, *, rng: np.random.Generator) -> WarmStart:
+        """Return a dictionary learned from ``X`` alone."""
+
+
+class _Asked(NamedTuple):
+    """What the config of a request says."""
+
+    step: str
+    round: int
+    seed: int
+    run: str
+
+
+class DictionaryClient(NumPyClient):
+    """A client that learns a dictionary of which the *global* atoms are everybody's.
+
+    What leaves the client: in the ``"start"`` round its whole dictionary (without atoms that fewer
+    than ``min_support`` samples stand behind); afterwards, per global atom, either the updated atom
+    or a row of the update's statistics, and never for an atom that fewer than ``min_support``
+    samples stand behind. Samples, codes and local atoms stay: the latter in ``context.state`` and,
+    with ``state_dir``, on this client's disk. Metrics are means over samples.
+
+    Parameters
+    ----------
+    X : ndarray of shape (n_samples, n_features)
+        The client's samples, float64 or float32.
+    learner : Learner
+        The local algorithm A_i (P0, Algorithm 4 or 5, or any other).
+    context : Context
+        What Flower hands to the client's factory; says who the client is and keeps its state.
+    evaluation : mapping of str to ndarray, optional
+        Named sets of samples for `evaluate`; by default ``X`` under the name ``""``.
+    start : callable, default `warm_start`
+        ``(X, learner, rng=rng) -> WarmStart``: makes the client's first dictionary.
+    min_support : int, default 5
+        See above; 0 or 1 sends everything.
+    state_dir : str or Path, optional
+        Folder for the private state; by default ``state-dir`` of the node config, then of the run
+        config, and nothing is kept on disk where both are missing.
+
+    Raises
+    ------
+    ValueError
+        If ``X`` is empty, has another dtype, or is not finite, or who the client is is not known.
+    """
+
+    def __init__(
+        self,
+        X: Matrix,
+        learner: Learner,
+        context: Context,
+        *,
+        evaluation: Mapping[str, Matrix] | None = None,
+        start: Start = warm_start,
+        min_support: int = 5,
+        state_dir: str | Path | None = None,
+    ) -> None:
+        self.X = check_array("X", X, min_rows=1)
+        self.learner = learner
+        self.context = context
+        self.evaluation = {
+            name: check_array(f"evaluation[{name!r}]", samples, columns=self.X.shape[1])
+            for name, samples in (evaluation or {"": self.X}).items()
+        }
+        self.start = start
+        self.min_support = check_count("min_support", min_support)
+        self.properties = identify(context)
+        self.partition = int(self.properties[PARTITION_ID])
+        given = state_dir or context.node_config.get("state-dir")
+        given = given or context.run_config.get("state-dir")
+        self._folder = Path(str(given)) / f"client-{self.partition}" if given else None
+
+    def get_properties(self, config: dict[str, Scalar]) -> dict[str, Scalar]:
+        """Return who this client is: ``"partition-id"`` and, where it has one, ``"name"``."""
+        return dict(self.properties)
+
+    # Training --------------------------------------------------------------------------------
+
+    @one_blas_thread()
+    def fit(
+        self, parameters: list[Matrix], config: dict[str, Scalar]
+    ) -> tuple[list[Matrix], int, dict[str, Scalar]]:
+        """Take the step that ``config`` asks for.
+
+        Parameters
+        ----------
+        parameters : list of ndarray
+            Nothing for ``"start"``; ``[global atoms (n_global, n_features)]`` for ``"update"``.
+        config : dict
+            The request's config.
+
+        Returns
+        -------
+        parameters : list of ndarray
+            One array: the dictionary's supported atoms; or the updated global atoms; or their
+            statistics. Withheld rows are zero.
+        num_examples : int
+            Number of samples.
+        metrics : dict
+            ``"mse"`` of the client's dictionary on its own samples with its learner's codes,
+            ``"n_atoms"``, and ``"orthogonal"`` (1 or 0).
+        """
+        asked = _read(config)
+        state = PrivateState(self.context, asked.run, self._folder)
+        if asked.step == START:
+            sent, D = self._start(asked, state)
+        elif asked.step == UPDATE:
+            sent, D = self._update(self._global_atoms(parameters), asked, state, config)
+        else:
+            raise ValueError(f"step must be {START!r} or {UPDATE!r}, got {asked.step!r}.")
+        codes = self.learner.code(self.X, D)
+        metrics: dict[str, Scalar] = {
+            "mse": _mse(self.X, reconstruct(codes, D)),
+            "n_atoms": len(D),
+            "orthogonal": int(self.learner.orthogonal),
+        }
+        return [sent], len(self.X), metrics
+
+    def _start(self, asked: _Asked, state: PrivateState) -> tuple[Matrix, Matrix]:
+        """Local initialisation (P0, Algorithm 1, lines 2-5)."""
+        D = self._warm_start(asked)
+        state.save(asked.round, {_DICTIONARY: D})
+        return D[self._supported(D)], D
+
+    def _update(
+        self, G: Matrix, asked: _Asked, state: PrivateState, config: Mapping[str, Scalar]
+    ) -> tuple[Matrix, Matrix]:
+        """Local update (P0, Algorithm 3), after local refinement (Algorithm 6) where asked for."""
+        n_global = len(G)
+        D = np.vstack([G, self._local_atoms(G, asked, state)])
+        refine_steps = int(config.get(REFINE_STEPS, 0))
+        if refine_steps:
+            D = refine_local(self.X, D, n_global, self.learner, n_iter=refine_steps)
+        for _ in range(int(config.get(LOCAL_STEPS, 1))):
+            before, codes = D, self.learner.code(self.X, D)
+            aligned = align_to_global(self.learner.update(self.X, codes, D), G)
+            D = np.vstack([aligned.global_atoms, aligned.local_atoms])
+        state.save(asked.round, {_LOCAL_ATOMS: D[n_global:]})
+        if config.get(SENDS) == STATISTICS:
+            sent = local_statistics(
+                self.X,
+                codes,
+                before,
+                n_global,
+                orthogonal=bool(config.get(ORTHOGONAL)),
+                min_support=self.min_support,
+            )
+        else:
+            sent = np.where(self._supported(D)[:n_global, None], D[:n_global], 0)
+        return sent, D
+
+    def _local_atoms(self, G: Matrix, asked: _Asked, state: PrivateState) -> Matrix:
+        """Return the local atoms before this round.
+
+        After the start round they are what the global atoms leave of the dictionary. A client that
+        joins late, or has lost its state, makes its own start and aligns it in the same way.
+        """
+        saved = state.before(asked.round)
+        if saved is not None and _LOCAL_ATOMS in saved:
+            return saved[_LOCAL_ATOMS]
+        D = self._warm_start(asked) if saved is None else saved[_DICTIONARY]
+        return align_to_global(D, G).local_atoms
+
+    def _warm_start(self, asked: _Asked) -> Matrix:
+        rng = spawn(asked.seed, self.partition)
+        return self.start(self.X, self.learner, rng=rng).dictionary
+
+    def _supported(self, D: Matrix) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        """Return which atoms may leave the client: enough samples stand behind them."""
+        if self.min_support == 0:
+            return np.ones(len(D), dtype=bool)
+        return atom_support(self.learner.code(self.X, D)) >= self.min_support
+
+    def _global_atoms(self, parameters: list[Matrix]) -> Matrix:
+        if len(parameters) != 1:
+            raise ValueError(f"parameters must be [global atoms], got {len(parameters)} arrays.")
+        return check_array("global atoms", parameters[0], columns=self.X.shape[1])
+
+    # Evaluation ------------------------------------------------------------------------------
+
+    @one_blas_thread()
+    def evaluate(
+        self, parameters: list[Matrix], config: dict[str, Scalar]
+    ) -> tuple[float, int, dict[str, Scalar]]:
+        """Measure the reconstruction with the global atoms alone and with global + local atoms.
+
+        Parameters
+        ----------
+        parameters : list of ndarray
+            ``[global atoms]``.
+        config : dict
+            With ``"perdl.n-nonzero"`` such as ``"5,10,20"``, samples are coded by orthogonal
+            matching pursuit with so many atoms; without it by the learner's own coder.
+
+        Returns
+        -------
+        loss : float
+            The first set's mean squared error with global + local atoms (the last number of atoms).
+        num_examples : int
+            Number of samples in that set.
+        metrics : dict
+            ``mse_global[_k][_set]`` and ``mse_full[_k][_set]``, and what `extra_metrics` adds.
+        """
+        G = self._global_atoms(parameters)
+        asked = _read(config)
+        state = PrivateState(self.context, asked.run, self._folder)
+        saved = state.after(asked.round)
+        if saved is not None and _LOCAL_ATOMS in saved:
+            local_atoms = saved[_LOCAL_ATOMS]
+        else:
+            local_atoms = self._local_atoms(G, asked._replace(round=asked.round + 1), state)
+        D = np.vstack([G, local_atoms])
+        metrics: dict[str, Scalar] = {}
+        loss: float | None = None
+        wanted = str(config.get(N_NONZERO, ""))
+        for name, samples in self.evaluation.items():
+            for k in wanted.split(",") if wanted else [""]:
+                tail = "".join(f"_{part}" for part in (k, name) if part)
+                metrics[f"mse_global{tail}"] = self._error(samples, G, k)
+                metrics[f"mse_full{tail}"] = error = self._error(samples, D, k)
+            loss = error if loss is None else loss
+        metrics.update(self.extra_metrics(G, local_atoms))
+        return float(loss or 0.0), len(next(iter(self.evaluation.values()))), metrics
+
+    def extra_metrics(self, global_atoms: Matrix, local_atoms: Matrix) -> dict[str, float]:
+        """Return further metrics of an evaluation; a subclass's to add.
+
+        Parameters
+        ----------
+        global_atoms : ndarray of shape (n_global, n_features)
+            The server's atoms.
+        local_atoms : ndarray of shape (n_local, n_features)
+            This client's own.
+        """
+        return {}
+
+    def _error(self, samples: Matrix, D: Matrix, k: str) -> float:
+        """Return the mean squared error of ``samples`` coded with ``k`` atoms of ``D``."""
+        if not len(D):
+            return _mse(samples, np.zeros_like(samples))
+        codes = sparse_code(samples, D, n_nonzero=int(k)) if k else self.learner.code(samples, D)
+        return _mse(samples, reconstruct(codes, D))
+
+
+def _read(config: Mapping[str, Scalar]) -> _Asked:
+    """Return what the request's config says; a missing key is named."""
+    try:
+        return _Asked(
+            str(config[STEP]), int(config[ROUND]), int(config[SEED]), str(config.get(RUN, ""))
+        )
+    except KeyError as error:
+        raise ValueError(f"config must have {error}, got {sorted(config)}.") from None
+
+
+def _mse(X: Matrix, approximation: Matrix) -> float:
+    return float(np.mean((X - approximation) ** 2))

@@ -1,0 +1,73 @@
+"""Personalized dictionary learning: the maths of PerMA, NumPy and SciPy only."""
+
+from __future__ import annotations
+
+from flwr_perdl.dictionary.aggregation import (
+    Aggregation,
+    aggregate_atoms,
+    aggregate_statistics,
+    local_statistics,
+)
+from flwr_perdl.dictionary.atoms import (
+    AtomMatch,
+    atom_distances,
+    dictionary_distance,
+    match_atoms,
+    normalize_atoms,
+    polar_factor,
+)
+from flwr_perdl.dictionary.coding import (
+    Lasso,
+    hard_threshold,
+    lasso,
+    omp,
+    reconstruct,
+    soft_threshold,
+    sparse_code,
+    top_k,
+)
+from flwr_perdl.dictionary.learners import (
+    GradientLearner,
+    KSVDLearner,
+    Learner,
+    MODLearner,
+    OrthogonalLearner,
+    atom_support,
+)
+from flwr_perdl.dictionary.matching import Alignment, Matching, align_to_global, global_matching
+from flwr_perdl.dictionary.refinement import refine_local
+from flwr_perdl.dictionary.warm_start import WarmStart, warm_start
+
+__all__ = [
+    "Aggregation",
+    "Alignment",
+    "AtomMatch",
+    "GradientLearner",
+    "KSVDLearner",
+    "Lasso",
+    "Learner",
+    "MODLearner",
+    "Matching",
+    "OrthogonalLearner",
+    "WarmStart",
+    "aggregate_atoms",
+    "aggregate_statistics",
+    "align_to_global",
+    "atom_distances",
+    "atom_support",
+    "dictionary_distance",
+    "global_matching",
+    "hard_threshold",
+    "lasso",
+    "local_statistics",
+    "match_atoms",
+    "normalize_atoms",
+    "omp",
+    "polar_factor",
+    "reconstruct",
+    "refine_local",
+    "soft_threshold",
+    "sparse_code",
+    "top_k",
+    "warm_start",
+]

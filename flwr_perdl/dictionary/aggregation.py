@@ -1,0 +1,252 @@
+"""What the server makes of the clients' contributions (Algorithm 1 line 13, and better).
+
+======================================= ====================================================
+paper (Liang et al., NeurIPS 2023)      here
+======================================= ====================================================
+``D_i^g``                               ``stack[i]`` of :func:`aggregate_atoms`
+``D^g = (1/N) sum_i D_i^g`` (line 13)   ``method="mean"``
+``(Y - D^l X^l) (X^g)'`` (not there)    ``stack[i]`` of :func:`aggregate_statistics`
+======================================= ====================================================
+
+Deviations: averages are not unit vectors; they are brought to the nearest orthonormal rows for
+orthogonal learners, and to unit norm for others. Statistics are not in the paper: instead of its
+updated atoms a client sends what the update is computed from, as many numbers, and the server
+solves for the atoms once, from all clients' sums. The truth is a fixed point of this, clients
+count by what they know, and a client that is wrong altogether is left out.
+
+A zero row in a stack means that the client withholds this atom.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flwr_perdl._checks import Matrix, check_array, check_choice, check_count
+from flwr_perdl.dictionary.atoms import least_squares_atoms, normalize_atoms, polar_factor
+from flwr_perdl.dictionary.learners import atom_support
+
+METHODS = ("mean", "weighted", "median", "geometric-median", "trimmed")
+#: Share of the clients that the trimmed mean leaves out at either end.
+TRIM = 0.2
+#: A client this many median distances from the geometric median of all is left out.
+OUTLIER = 5.0
+#: Distances below this are rounding, not disagreement.
+_SAME = 1e-9
+
+
+class Aggregation(NamedTuple):
+    """The new global atoms, and whose contributions they are made of."""
+
+    #: Unit atoms (orthonormal for orthogonal learners), (n_global, n_features).
+    global_atoms: Matrix
+    #: Per client: whether it sent anything that was used.
+    kept: NDArray[np.bool_]
+
+
+def aggregate_atoms(
+    stack: Matrix,
+    current: Matrix,
+    *,
+    method: str = "mean",
+    weights: Matrix | None = None,
+    orthogonal: bool,
+) -> Aggregation:
+    """Average the clients' global atoms.
+
+    Parameters
+    ----------
+    stack : ndarray of shape (n_clients, n_global, n_features)
+        Aligned global atoms; zero rows are withheld.
+    current : ndarray of shape (n_global, n_features)
+        The current global atoms; one that all clients withhold stays as it is.
+    method : {"mean", "weighted", "median", "geometric-median", "trimmed"}, default "mean"
+        "mean": the paper's. "weighted": by ``weights``. "median": per coordinate. "trimmed":
+        mean per coordinate without a fifth of the clients at either end.
+    weights : ndarray of shape (n_clients,), optional
+        Positive; needed by "weighted", and used by no other method.
+    orthogonal : bool
+        Whether to return orthonormal atoms.
+
+    Returns
+    -------
+    Aggregation
+        Global atoms, and which clients sent at least one atom.
+
+    Raises
+    ------
+    ValueError
+        If shapes do not fit, ``method`` is unknown, or weights are missing or not positive.
+    """
+    check_choice("method", method, METHODS)
+    current = check_array("current", current)
+    stack = check_array("stack", stack, ndim=3, columns=current.shape[1])
+    if method != "weighted":
+        weights = np.ones(len(stack))
+    elif weights is None:
+        raise ValueError('weights must be given for method="weighted", got None.')
+    weights = check_array("weights", weights, ndim=1, columns=len(stack))
+    if weights.min(initial=np.inf) <= 0:
+        raise ValueError(f"weights must be positive, got {weights.min()}.")
+    sent = np.any(stack != 0, axis=2)
+    average = np.zeros_like(current)
+    for j in range(len(current)):
+        if sent[:, j].any():
+            average[j] = _average(stack[sent[:, j], j], method, weights[sent[:, j]])
+    atoms = _finish(average, current, sent.any(axis=0), orthogonal)
+    return Aggregation(atoms, sent.any(axis=1))
+
+
+def _average(points: Matrix, method: str, weights: Matrix) -> Matrix:
+    if method == "geometric-median":
+        return geometric_median(points)
+    if method == "median":
+        return np.median(points, axis=0)
+    if method == "trimmed":
+        cut = int(TRIM * len(points))
+        mean: Matrix = np.sort(points, axis=0)[cut : len(points) - cut].mean(axis=0)
+        return mean
+    return np.average(points, axis=0, weights=weights)
+
+
+def geometric_median(points: Matrix, *, tol: float = 1e-10, max_iter: int = 200) -> Matrix:
+    """Return the point with the least sum of distances to ``points``.
+
+    Weiszfeld's iteration, with Vardi and Zhang's step where it meets one of the points.
+
+    Parameters
+    ----------
+    points : ndarray of shape (n, ...)
+        Points, at least one; all further axes together are their coordinates.
+    tol : float, default 1e-10
+        Step at which to stop, relative to the largest coordinate.
+    max_iter : int, default 200
+        Largest number of iterations.
+
+    Returns
+    -------
+    ndarray of shape (...)
+    """
+    flat = points.reshape(len(points), -1)
+    scale = float(np.abs(flat).max(initial=0))
+    median = np.median(flat, axis=0)
+    for _ in range(max_iter if scale else 0):
+        distances = np.linalg.norm(flat - median, axis=1)
+        away = distances > np.finfo(flat.dtype).eps * scale
+        weights = np.where(away, 1 / np.where(away, distances, 1), 0)
+        pull = np.linalg.norm(weights @ (flat - median))
+        here = len(flat) - int(away.sum())
+        if pull <= here:
+            break
+        step = (1 - here / pull) * (weights @ flat / weights.sum() - median)
+        median = median + step
+        if np.linalg.norm(step) <= tol * scale:
+            break
+    return median.reshape(points.shape[1:])
+
+
+def _finish(S: Matrix, current: Matrix, seen: NDArray[np.bool_], orthogonal: bool) -> Matrix:
+    """Make unit (or orthonormal) atoms of ``S``; those not ``seen`` stay exactly as they are."""
+    atoms = current.copy()
+    if orthogonal:
+        fixed = current[~seen]
+        S = S[seen] - (S[seen] @ fixed.T) @ fixed
+        atoms[seen] = polar_factor(S, current[seen])
+    else:
+        atoms[seen] = normalize_atoms(S[seen], current[seen])
+    return atoms
+
+
+def local_statistics(
+    X: Matrix,
+    C: Matrix,
+    D: Matrix,
+    n_global: int,
+    *,
+    orthogonal: bool,
+    min_support: float = 5,
+) -> Matrix:
+    """Return what a client sends instead of its global atoms.
+
+    Parameters
+    ----------
+    X : ndarray of shape (n_samples, n_features)
+        Data.
+    C : ndarray of shape (n_samples, n_atoms)
+        Codes of ``X`` with ``D``.
+    D : ndarray of shape (n_atoms, n_features)
+        The current global atoms, then the client's local ones.
+    n_global : int
+        Number of global atoms.
+    orthogonal : bool
+        Whether the learner's atoms are orthonormal.
+    min_support : float, default 5
+        Global atoms with fewer samples behind them (:func:`atom_support`) are withheld: their
+        rows are zero, and they count as local.
+
+    Returns
+    -------
+    ndarray of shape (n_global, n_features) or (n_global, n_global + n_features)
+        ``C_g.T @ (X - C_l @ D_l)``; unless orthogonal, ``C_g.T @ C_g`` comes before it.
+    """
+    D = check_array("D", D)
+    X = check_array("X", X, columns=D.shape[1])
+    C = check_array("C", C, columns=len(D))
+    check_count("n_global", n_global, 0, len(D))
+    shared = np.zeros(len(D), dtype=bool)
+    shared[:n_global] = (atom_support(C) >= min_support)[:n_global]
+    G = np.where(shared, C, 0)
+    moment = (G.T @ (X - (C - G) @ D))[:n_global]
+    if orthogonal:
+        return moment
+    return np.hstack([(G.T @ G)[:n_global, :n_global], moment])
+
+
+def aggregate_statistics(stack: Matrix, current: Matrix, *, orthogonal: bool) -> Aggregation:
+    """Solve for the global atoms from the sum of the clients' statistics.
+
+    Parameters
+    ----------
+    stack : ndarray of shape (n_clients, n_global, m)
+        From :func:`local_statistics`; ``m`` is ``n_features`` if orthogonal, otherwise
+        ``n_global + n_features``.
+    current : ndarray of shape (n_global, n_features)
+        The current global atoms; one that all clients withhold stays as it is.
+    orthogonal : bool
+        Whether the learner's atoms are orthonormal.
+
+    Returns
+    -------
+    Aggregation
+        Global atoms, and which clients were used. A client is left out if the atoms that its own
+        statistics give lie more than ``OUTLIER`` median distances from the geometric median of
+        all clients'.
+    """
+    current = check_array("current", current)
+    r, d = current.shape
+    stack = check_array("stack", stack, ndim=3, columns=d if orthogonal else r + d)
+    sent = np.any(stack != 0, axis=2)
+    own = np.stack([_solve(S, current, orthogonal) for S in stack]) if len(stack) else stack
+    kept = sent.any(axis=1) & ~_outliers(own, sent)
+    return Aggregation(_solve(stack[kept].sum(axis=0), current, orthogonal), kept)
+
+
+def _solve(S: Matrix, current: Matrix, orthogonal: bool) -> Matrix:
+    """Return the atoms that (a sum of) statistics give; rows without any stay as they are."""
+    if orthogonal:
+        return _finish(S, current, np.any(S != 0, axis=1), True)
+    r = len(current)
+    return least_squares_atoms(S[:, :r], S[:, r:], current)
+
+
+def _outliers(own: Matrix, sent: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Tell who is far from the others, by the root mean square distance of the atoms sent."""
+    present: NDArray[np.bool_] = np.any(sent, axis=1)
+    if not present.any():
+        return present
+    squares = ((own - geometric_median(own[present])) ** 2).sum(axis=2) * sent
+    distances = np.sqrt(squares.sum(axis=1) / np.maximum(sent.sum(axis=1), 1))
+    outliers: NDArray[np.bool_] = distances > OUTLIER * max(np.median(distances[present]), _SAME)
+    return outliers

@@ -1,0 +1,301 @@
+"""Atoms: unit norm, orthonormality, and the distances of PerMA's Definition 1.
+
+======================================= ====================================================
+paper (Liang et al., NeurIPS 2023)      here
+======================================= ====================================================
+``D`` (d x r), an atom is a column      ``D`` (n_atoms, n_features), an atom is a row
+signed permutation ``Pi``               ``AtomMatch.indices`` and ``AtomMatch.signs``
+``d_2(a, b)`` of two atoms              :func:`atom_distances`, ``min(|a - b|, |a + b|)``
+``d_{1,2}``, eq. 3; ``d_2``, eq. 4      :func:`dictionary_distance`, norms "1,2" and "2"
+``Polar(A) = U V'`` (Algorithm 4)       :func:`polar_factor`
+======================================= ====================================================
+
+Deviations: distances come from differences of atoms, never from ``sqrt(2 - 2|c|)``, whose floor
+is 1.5e-8; the polar factor of a rank-deficient matrix, which the paper leaves open, is completed
+as near as possible to a given dictionary; ``sign(0) = 1``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import linear_sum_assignment
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import maximum_bipartite_matching
+
+from flwr_perdl._checks import Matrix, check_array, check_choice
+
+#: Squared distances below this are recomputed from the differences of the atoms.
+_CLOSE = 1e-2
+#: Least ratio of the Gram matrix' extreme eigenvalues at which it stands in for an SVD.
+_SAFE_GRAM = 1e-6
+
+
+class AtomMatch(NamedTuple):
+    """Each atom's partner in another dictionary."""
+
+    #: ``indices[j]``: the row of ``B`` that atom ``j`` of ``A`` is matched with.
+    indices: NDArray[np.intp]
+    #: ``signs[j]`` is 1 or -1: ``A[j]`` is near ``signs[j] * B[indices[j]]``.
+    signs: Matrix
+    #: The distances of the pairs.
+    distances: Matrix
+
+
+def normalize_atoms(D: Matrix, fallback: Matrix | None = None) -> Matrix:
+    """Scale every atom to unit norm.
+
+    Parameters
+    ----------
+    D : ndarray of shape (n_atoms, n_features)
+        Rows of any length.
+    fallback : ndarray of shape (n_atoms, n_features) or None, default None
+        Unit atoms to put where a row of ``D`` is zero.
+
+    Returns
+    -------
+    ndarray of shape (n_atoms, n_features)
+
+    Raises
+    ------
+    ValueError
+        If a row is zero and there is no ``fallback``.
+    """
+    D = check_array("D", D)
+    norms = np.linalg.norm(D, axis=1, keepdims=True)
+    zero = norms[:, 0] == 0
+    if zero.any() and fallback is None:
+        raise ValueError(f"D must have no zero row, got one at {int(np.flatnonzero(zero)[0])}.")
+    unit = D / np.where(norms == 0, 1, norms)
+    if fallback is not None:
+        unit[zero] = fallback[zero]
+    return unit
+
+
+def signs_of(values: Matrix) -> Matrix:
+    """Return the signs of ``values``, with ``sign(0) = 1``."""
+    return np.where(values < 0, -1, 1).astype(values.dtype)
+
+
+def polar_factor(S: Matrix, fallback: Matrix) -> Matrix:
+    """Return the matrix with orthonormal rows that is nearest to ``S``.
+
+    With ``S = U diag(s) V'`` this is ``U V'``. Directions in which ``S`` is zero are filled in
+    as near as possible to ``fallback``; if ``S`` is zero altogether, that is ``fallback``.
+
+    Parameters
+    ----------
+    S : ndarray of shape (n_atoms, n_features)
+        Any matrix that is not taller than wide.
+    fallback : ndarray of shape (n_atoms, n_features)
+        A dictionary with orthonormal rows.
+
+    Returns
+    -------
+    ndarray of shape (n_atoms, n_features)
+        Orthonormal rows, in the dtype of ``S``; computed in float64.
+
+    Raises
+    ------
+    ValueError
+        If the shapes differ or there are more rows than columns.
+
+    Notes
+    -----
+    Where the Gram matrix is well conditioned its eigenvalues and one Newton-Schulz step do the
+    work of the SVD at a fraction of the time. The filled-in part minimises the distance to
+    ``fallback`` among all that make the rows orthonormal.
+    """
+    S = check_array("S", S)
+    if S.shape[0] > S.shape[1]:
+        raise ValueError(f"S must not have more rows than columns, got shape {S.shape}.")
+    if fallback.shape != S.shape:
+        raise ValueError(f"fallback must have S's shape {S.shape}, got {fallback.shape}.")
+    if not S.any():
+        return fallback.astype(S.dtype)
+    M = (S / np.abs(S).max()).astype(np.float64)
+    used = M.any(axis=1)
+    V = _gram_polar(M[used])
+    if V is not None:
+        rest = np.eye(len(M))[:, ~used]
+        Q = np.zeros_like(M)
+        Q[used] = V
+    else:
+        U, s, Vt = np.linalg.svd(M, full_matrices=False)
+        rank = int((s > s[0] * max(M.shape) * np.finfo(np.float64).eps).sum())
+        V, rest = Vt[:rank], U[:, rank:]
+        Q = U[:, :rank] @ V
+    if rest.shape[1]:
+        Q += rest @ _polar_in_complement(rest.T @ fallback.astype(np.float64), V)
+    nearest: Matrix = (1.5 * Q - 0.5 * (Q @ Q.T) @ Q).astype(S.dtype)
+    return nearest
+
+
+def _gram_polar(M: Matrix) -> Matrix | None:
+    """Polar factor by the eigenvalues of the Gram matrix, None if these are too small for it."""
+    w, U = np.linalg.eigh(M @ M.T)
+    if w[0] <= _SAFE_GRAM * max(w[-1], 1):
+        return None
+    Q: Matrix = (U / np.sqrt(w)) @ U.T @ M
+    return Q
+
+
+def _polar_in_complement(M: Matrix, V: Matrix) -> Matrix:
+    """Rows orthonormal and orthogonal to those of ``V``, as near as possible to ``M``."""
+    M = M - (M @ V.T) @ V
+    Q = _gram_polar(M)
+    if Q is not None:
+        return Q
+    basis = np.linalg.svd(V, full_matrices=True)[2][len(V) :]
+    U, _, Wt = np.linalg.svd(M @ basis.T, full_matrices=False)
+    filled: Matrix = U @ Wt @ basis
+    return filled
+
+
+def least_squares_atoms(gram: Matrix, moment: Matrix, current: Matrix) -> Matrix:
+    """Solve ``gram @ D = moment`` for unit atoms, moving ``current`` no more than needed.
+
+    Parameters
+    ----------
+    gram : ndarray of shape (n_atoms, n_atoms)
+        ``C.T @ C``, or a sum of such.
+    moment : ndarray of shape (n_atoms, n_features)
+        ``C.T @ X``, or a sum of such.
+    current : ndarray of shape (n_atoms, n_features)
+        The dictionary to start from: what the equations leave open (an atom that no sample
+        uses, a combination that none needs) stays as it is here, an unused atom exactly.
+
+    Returns
+    -------
+    ndarray of shape (n_atoms, n_features)
+        Unit atoms.
+    """
+    used = gram.any(axis=1)
+    inverse = np.linalg.pinv(gram[np.ix_(used, used)], rcond=1e-10, hermitian=True)
+    atoms = current.copy()
+    step = inverse @ (moment - gram @ current)[used]
+    atoms[used] = normalize_atoms((current[used] + step).astype(current.dtype), current[used])
+    return atoms
+
+
+def atom_distances(A: Matrix, B: Matrix) -> Matrix:
+    """Return ``min(|a - b|, |a + b|)`` for every atom ``a`` of ``A`` and ``b`` of ``B``.
+
+    Parameters
+    ----------
+    A : ndarray of shape (n_a, n_features)
+        A dictionary.
+    B : ndarray of shape (n_b, n_features)
+        Another.
+
+    Returns
+    -------
+    ndarray of shape (n_a, n_b)
+        float64; small distances are exact to rounding of the atoms, not of their products.
+    """
+    A = check_array("A", A).astype(np.float64)
+    B = check_array("B", B, columns=A.shape[1]).astype(np.float64)
+    products = A @ B.T
+    squares = (A**2).sum(1)[:, None] + (B**2).sum(1) - 2 * np.abs(products)
+    rows, columns = np.nonzero(squares < _CLOSE)
+    signs = signs_of(products[rows, columns])
+    for at in np.array_split(np.arange(rows.size), rows.size * A.shape[1] // 2**24 + 1):
+        difference = A[rows[at]] - signs[at, None] * B[columns[at]]
+        squares[rows[at], columns[at]] = (difference**2).sum(1)
+    distances: Matrix = np.sqrt(squares)
+    return distances
+
+
+def match_atoms(A: Matrix, B: Matrix) -> AtomMatch:
+    """Give every atom of ``A`` its own atom of ``B``, with the least sum of distances.
+
+    Parameters
+    ----------
+    A : ndarray of shape (n_a, n_features)
+        The atoms that choose.
+    B : ndarray of shape (n_b, n_features)
+        The atoms to choose from, ``n_b >= n_a``.
+
+    Returns
+    -------
+    AtomMatch
+        Indices, signs and distances, each of shape (n_a,).
+
+    Raises
+    ------
+    ValueError
+        If ``A`` has more atoms than ``B``.
+    """
+    distances = _distances_of_fewer_to_more(A, B)
+    return _match(A, B, linear_sum_assignment(distances)[1])
+
+
+def dictionary_distance(A: Matrix, B: Matrix, norm: str = "1,2") -> float:
+    """Return the distance of two dictionaries up to order and signs of their atoms.
+
+    Parameters
+    ----------
+    A : ndarray of shape (n_a, n_features)
+        A dictionary; each of its atoms takes an atom of ``B`` of its own.
+    B : ndarray of shape (n_b, n_features)
+        Another, ``n_b >= n_a``; Definition 1 has ``n_b = n_a``.
+    norm : {"1,2", "2"}, default "1,2"
+        "1,2": the largest distance within a pair, least over all ways to pair (eq. 3; exact, a
+        bottleneck assignment). "2": the largest singular value of the difference, at the
+        pairing that "1,2" chooses (of several, the one with the least sum of distances); the
+        paper's eq. 4 minimises over pairings, which is out of reach, so this bounds it from
+        above.
+
+    Returns
+    -------
+    float
+
+    Raises
+    ------
+    ValueError
+        If ``A`` has more atoms than ``B`` or ``norm`` is neither.
+    """
+    check_choice("norm", norm, ("1,2", "2"))
+    distances = _distances_of_fewer_to_more(A, B)
+    if not distances.size:
+        return 0.0
+    match = _match(A, B, _bottleneck_assignment(distances))
+    if norm == "1,2":
+        return float(match.distances.max())
+    return float(np.linalg.norm(A - match.signs[:, None] * B[match.indices], 2))
+
+
+def _distances_of_fewer_to_more(A: Matrix, B: Matrix) -> Matrix:
+    distances = atom_distances(A, B)
+    if distances.shape[0] > distances.shape[1]:
+        raise ValueError(f"A must not have more atoms than B, got {len(A)} and {len(B)}.")
+    return distances
+
+
+def _match(A: Matrix, B: Matrix, indices: NDArray[np.intp]) -> AtomMatch:
+    signs = signs_of(np.einsum("ij,ij->i", A, B[indices]))
+    distances = np.linalg.norm(A - signs[:, None] * B[indices], axis=1)
+    return AtomMatch(indices, signs, distances)
+
+
+def _bottleneck_assignment(costs: Matrix) -> NDArray[np.intp]:
+    """Columns for all rows with the least largest cost, and of these the least sum."""
+    indices = linear_sum_assignment(costs)[1]
+    high = costs[np.arange(len(costs)), indices].max()
+    low = costs.min(axis=1).max()
+    levels = np.unique(costs[(costs >= low) & (costs <= high)])
+    first, last = 0, levels.size - 1
+    while first < last:
+        middle = (first + last) // 2
+        allowed = csr_array(costs <= levels[middle])
+        if (maximum_bipartite_matching(allowed, perm_type="column") >= 0).all():
+            last = middle
+        else:
+            first = middle + 1
+    forbidden = 2 * len(costs) * levels[-1] + 1
+    best: NDArray[np.intp] = linear_sum_assignment(
+        np.where(costs <= levels[first], costs, forbidden)
+    )[1]
+    return best

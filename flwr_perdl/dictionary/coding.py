@@ -1,0 +1,248 @@
+"""Sparse coding: codes ``C`` with ``X ≈ C @ D``.
+
+======================================= ====================================================
+paper (Liang et al., NeurIPS 2023)      here
+======================================= ====================================================
+data ``Y`` (d x n), codes ``X`` (r x n) ``X`` (n_samples, n_features), ``C`` (n_samples, n_atoms)
+``HT_zeta(D' Y)`` (Algorithms 4 and 5)  ``hard_threshold(X @ D.T, zeta)``
+"top k" of A.2                          :func:`top_k`
+======================================= ====================================================
+
+Orthogonal matching pursuit (:func:`omp`) and the lasso (:func:`lasso`) are not in the paper; for
+orthonormal atoms they are :func:`top_k` and :func:`soft_threshold` of ``X @ D.T``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from flwr_perdl._checks import Matrix, check_array, check_count, check_real
+
+#: Numbers held at once by :func:`omp`.
+_WORKSPACE = 2**24
+
+
+class Lasso(NamedTuple):
+    """What :func:`lasso` found."""
+
+    #: Codes, (n_samples, n_atoms).
+    codes: Matrix
+    #: Sweeps over the atoms.
+    n_iter: int
+    #: The largest violation of the optimality conditions, relative to ``max |X @ D.T|``.
+    violation: float
+    #: Whether ``violation`` is within the tolerance.
+    converged: bool
+
+
+def hard_threshold(A: Matrix, threshold: float) -> Matrix:
+    """Keep the entries with ``|a| >= threshold``, set the others to zero."""
+    return np.where(np.abs(A) >= threshold, A, 0).astype(A.dtype)
+
+
+def soft_threshold(A: Matrix, threshold: float) -> Matrix:
+    """Move every entry towards zero by ``threshold``, and no further than zero."""
+    shrunk: Matrix = A - np.clip(A, -threshold, threshold)
+    return shrunk
+
+
+def top_k(A: Matrix, k: int) -> Matrix:
+    """Keep the ``k`` largest magnitudes of each row, set the others to zero."""
+    if k >= A.shape[1]:
+        return A.copy()
+    out = np.zeros_like(A)
+    if k > 0:
+        largest = np.argpartition(np.abs(A), -k, axis=1)[:, -k:]
+        np.put_along_axis(out, largest, np.take_along_axis(A, largest, axis=1), axis=1)
+    return out
+
+
+def omp(X: Matrix, D: Matrix, n_nonzero: int) -> Matrix:
+    """Code by orthogonal matching pursuit, all samples at once.
+
+    Each sample repeatedly takes the atom that correlates most with what is left of it, and fits
+    the atoms that it has taken by least squares.
+
+    Parameters
+    ----------
+    X : ndarray of shape (n_samples, n_features)
+        Data.
+    D : ndarray of shape (n_atoms, n_features)
+        Unit atoms.
+    n_nonzero : int
+        Atoms per sample, at most; a sample that is fitted exactly takes no more.
+
+    Returns
+    -------
+    ndarray of shape (n_samples, n_atoms)
+        Codes.
+    """
+    X = check_array("X", X)
+    D = check_array("D", D, columns=X.shape[1])
+    k = min(check_count("n_nonzero", n_nonzero), *D.shape)
+    gram = D @ D.T
+    C = np.zeros((len(X), len(D)), dtype=np.result_type(X, D))
+    if k and len(X):
+        pieces = len(X) * k * len(D) // _WORKSPACE + 1
+        for rows in np.array_split(np.arange(len(X)), pieces):
+            C[rows] = _pursue(X[rows] @ D.T, gram, k)
+    return C
+
+
+def _pursue(correlation: Matrix, gram: Matrix, k: int) -> Matrix:
+    """OMP from the products ``X @ D.T`` and ``D @ D.T``.
+
+    The atoms that a sample has taken are orthonormalised one by one (Gram-Schmidt); ``basis[s]``
+    holds the products of the ``s``-th orthonormal direction with all atoms, ``R`` the triangular
+    factor that leads back from these directions to the atoms.
+    """
+    n, r = correlation.shape
+    rows = np.arange(n)
+    tiny = 100 * np.finfo(correlation.dtype).eps
+    done = np.abs(correlation).max(axis=1) * tiny
+    basis = np.zeros((k, n, r), dtype=correlation.dtype)
+    R = np.tile(np.eye(k, dtype=correlation.dtype), (n, 1, 1))
+    along = np.zeros((n, k), dtype=correlation.dtype)
+    taken = np.zeros((n, k), dtype=np.intp)
+    free = np.ones((n, r), dtype=bool)
+    for s in range(k):
+        choice = np.where(free, np.abs(correlation), -1).argmax(axis=1)
+        free[rows, choice] = False
+        taken[:, s] = choice
+        before = basis[:s, rows, choice]
+        norm2 = gram[choice, choice] - (before**2).sum(axis=0)
+        live = (np.abs(correlation[rows, choice]) > done) & (norm2 > tiny)
+        norm = np.sqrt(np.where(live, norm2, 1))
+        direction = gram[choice] - np.einsum("sn,snr->nr", before, basis[:s])
+        basis[s] = np.where(live[:, None], direction / norm[:, None], 0)
+        along[:, s] = np.where(live, correlation[rows, choice] / norm, 0)
+        R[:, :s, s] = np.where(live, before, 0).T
+        R[:, s, s] = norm
+        correlation = correlation - along[:, s, None] * basis[s]
+    C = np.zeros((n, r), dtype=correlation.dtype)
+    np.put_along_axis(C, taken, np.linalg.solve(R, along[..., None])[..., 0], axis=1)
+    return C
+
+
+def lasso(X: Matrix, D: Matrix, alpha: float, *, tol: float = 1e-8, max_iter: int = 1000) -> Lasso:
+    """Minimise ``0.5 * ||x - c @ D||^2 + alpha * ||c||_1`` for every sample ``x``.
+
+    Coordinate descent in Gram form, one atom at a time for all samples at once.
+
+    Parameters
+    ----------
+    X : ndarray of shape (n_samples, n_features)
+        Data.
+    D : ndarray of shape (n_atoms, n_features)
+        Atoms.
+    alpha : float
+        Weight of the penalty, positive (scikit-learn's ``Lasso`` divides the first term by the
+        number of features: its ``alpha`` is this one over ``n_features``).
+    tol : float, default 1e-8
+        Largest violation of the optimality conditions, relative to ``max |X @ D.T|``.
+    max_iter : int, default 1000
+        Largest number of sweeps over the atoms.
+
+    Returns
+    -------
+    Lasso
+        Codes, sweeps, violation, and whether ``tol`` was reached.
+    """
+    X = check_array("X", X)
+    D = check_array("D", D, columns=X.shape[1])
+    alpha = check_real("alpha", alpha, 0, open_low=True)
+    gram = D @ D.T
+    rest = D @ X.T  # (n_atoms, n_samples): products of the atoms with what is left of the samples
+    C = np.zeros_like(rest)
+    scale = max(float(np.abs(rest).max(initial=0)), float(np.finfo(rest.dtype).tiny))
+    tol = max(tol, 10 * float(np.finfo(rest.dtype).eps))
+    violation, n_iter = _violation(C, rest, alpha) / scale, 0
+    while violation > tol and n_iter < max_iter:
+        for j in np.flatnonzero(np.diag(gram) > 0):
+            new = soft_threshold(rest[j] + gram[j, j] * C[j], alpha) / gram[j, j]
+            step = new - C[j]
+            if step.any():
+                C[j] = new
+                rest -= gram[j][:, None] * step
+        violation, n_iter = _violation(C, rest, alpha) / scale, n_iter + 1
+    return Lasso(np.ascontiguousarray(C.T), n_iter, violation, bool(violation <= tol))
+
+
+def _violation(C: Matrix, rest: Matrix, alpha: float) -> float:
+    """How far ``rest`` is from ``alpha * sign(C)`` (where ``C = 0``: from ``[-alpha, alpha]``)."""
+    gap = np.where(C == 0, np.maximum(np.abs(rest) - alpha, 0), np.abs(rest - alpha * np.sign(C)))
+    return float(gap.max(initial=0))
+
+
+def sparse_code(
+    X: Matrix,
+    D: Matrix,
+    *,
+    n_nonzero: int | None = None,
+    threshold: float | None = None,
+    alpha: float | None = None,
+) -> Matrix:
+    """Code ``X`` with the atoms of ``D``, by exactly one of three methods.
+
+    Parameters
+    ----------
+    X : ndarray of shape (n_samples, n_features)
+        Data.
+    D : ndarray of shape (n_atoms, n_features)
+        Unit atoms.
+    n_nonzero : int, optional
+        Orthogonal matching pursuit with this many atoms per sample, see :func:`omp`.
+    threshold : float, optional
+        Hard thresholding of ``X @ D.T`` (Algorithms 4 and 5).
+    alpha : float, optional
+        The lasso with this penalty, see :func:`lasso`.
+
+    Returns
+    -------
+    ndarray of shape (n_samples, n_atoms)
+        Codes.
+
+    Raises
+    ------
+    ValueError
+        If not exactly one of ``n_nonzero``, ``threshold`` and ``alpha`` is given.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> sparse_code(np.array([[3.0, 1.0]]), np.eye(2), n_nonzero=1)
+    array([[3., 0.]])
+    """
+    given = sum(option is not None for option in (n_nonzero, threshold, alpha))
+    if given != 1:
+        raise ValueError(
+            f"Exactly one of n_nonzero, threshold and alpha must be given, got {given}."
+        )
+    if n_nonzero is not None:
+        return omp(X, D, n_nonzero)
+    if alpha is not None:
+        return lasso(X, D, alpha).codes
+    X = check_array("X", X)
+    D = check_array("D", D, columns=X.shape[1])
+    return hard_threshold(X @ D.T, check_real("threshold", threshold, 0))
+
+
+def reconstruct(C: Matrix, D: Matrix) -> Matrix:
+    """Return ``C @ D``, the samples that the codes stand for.
+
+    Parameters
+    ----------
+    C : ndarray of shape (n_samples, n_atoms)
+        Codes.
+    D : ndarray of shape (n_atoms, n_features)
+        Atoms.
+
+    Returns
+    -------
+    ndarray of shape (n_samples, n_features)
+    """
+    D = check_array("D", D)
+    samples: Matrix = check_array("C", C, columns=len(D)) @ D
+    return samples

@@ -1,0 +1,326 @@
+"""Local learners: the algorithms ``A_i`` that a client runs on its own data.
+
+All alternate between coding with the current dictionary and updating the dictionary from the
+codes; they differ in the update.
+
+======================================= ====================================================
+paper (Liang et al., NeurIPS 2023)      here
+======================================= ====================================================
+``A_i(Y, D)``, one iteration            ``learner.step(X, D)``
+``HT_zeta(D' Y)``, Alg. 4 and 5 line 2  ``learner.code(X, D)``; ``zeta`` is ``threshold``
+``Polar(Y X')``, Alg. 4 line 3          :class:`OrthogonalLearner`
+gradient step ``eta``, Alg. 5 line 3    :class:`GradientLearner`
+======================================= ====================================================
+
+Deviations: Algorithm 4 also learns thin dictionaries (fewer atoms than features); Algorithm 5's
+step is scaled, ``eta = 0.5 / ||C' C||_2``, and its atoms are brought back to unit norm, without
+which it stalls; any learner can code by orthogonal matching pursuit instead of a threshold. MOD
+and approximate K-SVD are not in the paper.
+
+No start and no update puts a raw sample into a dictionary: starts are random rotations of the
+data's principal directions, and where each atom has an update of its own, it moves only if at
+least two samples stand behind it (:func:`atom_support`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol
+
+import numpy as np
+
+from flwr_perdl._checks import Matrix, check_array, check_count, check_real
+from flwr_perdl.dictionary.atoms import least_squares_atoms, normalize_atoms, polar_factor
+from flwr_perdl.dictionary.coding import hard_threshold, omp
+
+#: ``threshold="auto"`` is this multiple of the root mean square norm of the samples.
+AUTO_THRESHOLD = 0.115
+#: Samples that must stand behind an atom before a learner moves it.
+_LEAST_SUPPORT = 2 * (1 - 1e-9)
+
+
+class Learner(Protocol):
+    """What PerMA asks of a local learner; `D` may have any number of atoms."""
+
+    @property
+    def n_atoms(self) -> int:
+        """Atoms of the dictionary that :meth:`start` makes."""
+
+    @property
+    def orthogonal(self) -> bool:
+        """Whether the atoms are orthonormal."""
+
+    def start(self, X: Matrix, rng: np.random.Generator) -> Matrix:
+        """Return a dictionary to start from."""
+
+    def code(self, X: Matrix, D: Matrix, scale: float = 1.0) -> Matrix:
+        """Return the codes of ``X``; ``scale`` above 1 asks for sparser ones (warm start)."""
+
+    def update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
+        """Return the dictionary that ``C`` calls for, from the current one, ``D``."""
+
+    def step(self, X: Matrix, D: Matrix) -> Matrix:
+        """Return ``update(X, code(X, D), D)``: one iteration of ``A_i``."""
+
+    def loss(self, X: Matrix, C: Matrix, D: Matrix) -> float:
+        """Return the objective that the iterations bring down, to compare starts by."""
+
+
+def atom_support(C: Matrix) -> Matrix:
+    """Return the effective number of samples behind each atom, ``(sum |c|)^2 / sum c^2``.
+
+    An atom's update, and its row of the statistics, is a sum of samples with weights ``c``; this
+    is Kish's effective sample size for these weights. ``m`` samples that use an atom alike count
+    ``m``; where one code dwarfs all others it is 1; a support of ``m`` means that no sample has
+    more than ``1 / sqrt(m)`` of the weight.
+
+    Parameters
+    ----------
+    C : ndarray of shape (n_samples, n_atoms)
+        Codes.
+
+    Returns
+    -------
+    ndarray of shape (n_atoms,)
+        0 for an atom that no sample uses.
+    """
+    sizes = np.abs(check_array("C", C))
+    largest = sizes.max(axis=0, initial=0)
+    shares = sizes / np.where(largest == 0, 1, largest)
+    total = (shares**2).sum(axis=0)
+    support: Matrix = shares.sum(axis=0) ** 2 / np.where(total == 0, 1, total)
+    return support
+
+
+@dataclass(frozen=True)
+class _AlternatingLearner:
+    """Coding, start and objective, which all learners share.
+
+    Parameters
+    ----------
+    n_atoms : int
+        Atoms of the dictionary.
+    threshold : float or "auto", default "auto"
+        Codes are ``X @ D.T`` without the entries below this; "auto" is ``AUTO_THRESHOLD`` times
+        the root mean square norm of the samples, so that the data's scale does not matter.
+    n_nonzero : int or None, default None
+        If given, codes come from orthogonal matching pursuit with this many atoms per sample,
+        and ``threshold`` is not used.
+    """
+
+    n_atoms: int
+    threshold: float | Literal["auto"] = "auto"
+    n_nonzero: int | None = None
+
+    orthogonal: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        check_count("n_atoms", self.n_atoms, 1)
+        if self.threshold != "auto":
+            check_real("threshold", self.threshold, 0)
+        if self.n_nonzero is not None:
+            check_count("n_nonzero", self.n_nonzero, 1)
+
+    def start(self, X: Matrix, rng: np.random.Generator) -> Matrix:
+        """Return a random rotation of the data's principal directions.
+
+        Parameters
+        ----------
+        X : ndarray of shape (n_samples, n_features)
+            Data.
+        rng : numpy.random.Generator
+            Source of the rotation, and of directions where the data has too few.
+
+        Returns
+        -------
+        ndarray of shape (n_atoms, n_features)
+            Orthonormal atoms; beyond ``n_features`` of them, random unit vectors are added.
+        """
+        X = check_array("X", X, min_rows=1)
+        d = X.shape[1]
+        k = min(self.n_atoms, d)
+        _, s, Vt = np.linalg.svd(X, full_matrices=False)
+        spanned = Vt[:k][s[:k] > s[0] * max(X.shape) * np.finfo(X.dtype).eps]
+        filled = np.vstack([spanned, rng.standard_normal((k - len(spanned), d))])
+        basis = np.linalg.qr(filled.T)[0].T
+        rotation = np.linalg.qr(rng.standard_normal((k, k)))[0]
+        more = normalize_atoms(rng.standard_normal((self.n_atoms - k, k)))
+        return np.vstack([rotation, more]).astype(X.dtype) @ basis.astype(X.dtype)
+
+    def level(self, X: Matrix) -> float:
+        """Return the threshold that applies to ``X``."""
+        if self.threshold == "auto":
+            return AUTO_THRESHOLD * float(np.sqrt((X**2).sum() / max(len(X), 1)))
+        return self.threshold
+
+    def code(self, X: Matrix, D: Matrix, scale: float = 1.0) -> Matrix:
+        """Return the codes of ``X``, ``C`` with ``X ≈ C @ D``.
+
+        Parameters
+        ----------
+        X : ndarray of shape (n_samples, n_features)
+            Data.
+        D : ndarray of shape (n_atoms, n_features)
+            Unit atoms.
+        scale : float, default 1
+            Multiplies the threshold (or divides ``n_nonzero``).
+
+        Returns
+        -------
+        ndarray of shape (n_samples, n_atoms)
+        """
+        X = check_array("X", X)
+        D = check_array("D", D, columns=X.shape[1])
+        if self.n_nonzero is not None:
+            return omp(X, D, max(1, round(self.n_nonzero / scale)))
+        return hard_threshold(X @ D.T, scale * self.level(X))
+
+    def update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
+        """Return the next dictionary.
+
+        Parameters
+        ----------
+        X : ndarray of shape (n_samples, n_features)
+            Data.
+        C : ndarray of shape (n_samples, n_atoms)
+            Its codes.
+        D : ndarray of shape (n_atoms, n_features)
+            The current dictionary, kept in whatever the codes leave open.
+
+        Returns
+        -------
+        ndarray of shape (n_atoms, n_features)
+            Unit atoms.
+        """
+        D = check_array("D", D)
+        X = check_array("X", X, columns=D.shape[1])
+        C = check_array("C", C, columns=len(D))
+        if len(C) != len(X):
+            raise ValueError(f"C must have a row for each of {len(X)} samples, got {len(C)}.")
+        return self._update(X, C, D)
+
+    def _update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
+        raise NotImplementedError
+
+    def step(self, X: Matrix, D: Matrix) -> Matrix:
+        """Return ``update(X, code(X, D), D)``: one iteration."""
+        return self.update(X, self.code(X, D), D)
+
+    def loss(self, X: Matrix, C: Matrix, D: Matrix) -> float:
+        """Return ``||X - C @ D||^2``, plus ``threshold^2`` per non-zero code if thresholding."""
+        error = float(((X - C @ D) ** 2).sum())
+        if self.n_nonzero is not None:
+            return error
+        return error + self.level(X) ** 2 * int(np.count_nonzero(C))
+
+
+@dataclass(frozen=True)
+class OrthogonalLearner(_AlternatingLearner):
+    """Algorithm 4: orthonormal atoms, as many as features or fewer.
+
+    The update is the orthonormal dictionary that minimises ``||X - C @ D||``, the polar factor of
+    ``C.T @ X``.
+
+    Parameters
+    ----------
+    n_atoms : int
+        Atoms of the dictionary, at most the number of features.
+    threshold : float or "auto", default "auto"
+        Codes are ``X @ D.T`` without the entries below this; "auto" is ``AUTO_THRESHOLD`` times
+        the root mean square norm of the samples.
+    n_nonzero : int or None, default None
+        If given, this many codes per sample are kept instead.
+    """
+
+    orthogonal: ClassVar[bool] = True
+
+    def start(self, X: Matrix, rng: np.random.Generator) -> Matrix:
+        """Return a random rotation of the data's principal directions, orthonormal."""
+        X = check_array("X", X, min_rows=1)
+        check_count("n_atoms", self.n_atoms, 1, X.shape[1])
+        return super().start(X, rng)
+
+    def _update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
+        return polar_factor(C.T @ X, D)
+
+
+@dataclass(frozen=True)
+class GradientLearner(_AlternatingLearner):
+    """Algorithm 5: one gradient step on ``||X - C @ D||^2``, then unit atoms.
+
+    The step's length is ``0.5 / ||C.T @ C||_2``.
+
+    Parameters
+    ----------
+    n_atoms : int
+        Atoms of the dictionary; may exceed the number of features.
+    threshold : float or "auto", default "auto"
+        Codes are ``X @ D.T`` without the entries below this; "auto" is ``AUTO_THRESHOLD`` times
+        the root mean square norm of the samples.
+    n_nonzero : int or None, default None
+        If given, orthogonal matching pursuit with this many atoms per sample codes instead.
+    """
+
+    def _update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
+        kept = _well_supported(C)
+        curvature = np.linalg.norm(kept.T @ kept, 2)
+        if curvature == 0:
+            return D.copy()
+        return normalize_atoms(D + kept.T @ (X - C @ D) / curvature, D)
+
+
+@dataclass(frozen=True)
+class MODLearner(_AlternatingLearner):
+    """Method of optimal directions: the least-squares dictionary, then unit atoms.
+
+    What the codes leave open, atoms that no sample uses for one, stays as it is.
+
+    Parameters
+    ----------
+    n_atoms : int
+        Atoms of the dictionary; may exceed the number of features.
+    threshold : float or "auto", default "auto"
+        Codes are ``X @ D.T`` without the entries below this; "auto" is ``AUTO_THRESHOLD`` times
+        the root mean square norm of the samples.
+    n_nonzero : int or None, default None
+        If given, orthogonal matching pursuit with this many atoms per sample codes instead.
+    """
+
+    def _update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
+        kept = _well_supported(C)
+        rest = X - (C - kept) @ D
+        return least_squares_atoms(kept.T @ kept, kept.T @ rest, D)
+
+
+@dataclass(frozen=True)
+class KSVDLearner(_AlternatingLearner):
+    """Approximate K-SVD: each atom in turn is fitted, with its codes, to what the others leave.
+
+    One power iteration per atom stands in for the singular value decomposition.
+
+    Parameters
+    ----------
+    n_atoms : int
+        Atoms of the dictionary; may exceed the number of features.
+    threshold : float or "auto", default "auto"
+        Codes are ``X @ D.T`` without the entries below this; "auto" is ``AUTO_THRESHOLD`` times
+        the root mean square norm of the samples.
+    n_nonzero : int or None, default None
+        If given, orthogonal matching pursuit with this many atoms per sample codes instead.
+    """
+
+    def _update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
+        D = D.copy()
+        rest = X - C @ D
+        for j in np.flatnonzero(atom_support(C) >= _LEAST_SUPPORT):
+            users = np.flatnonzero(C[:, j])
+            own = rest[users] + C[users, j, None] * D[j]
+            D[j] = normalize_atoms((C[users, j] @ own)[None], D[j, None])[0]
+            rest[users] = own - (own @ D[j])[:, None] * D[j]
+        return D
+
+
+def _well_supported(C: Matrix) -> Matrix:
+    """Codes without those of the atoms that fewer than two samples stand behind."""
+    return np.where(atom_support(C) >= _LEAST_SUPPORT, C, 0).astype(C.dtype)

@@ -1,0 +1,338 @@
+"""Global matching (Algorithm 2) and alignment to the global atoms (Algorithm 3, lines 3-9).
+
+======================================= ====================================================
+paper (Liang et al., NeurIPS 2023)      here
+======================================= ====================================================
+``D_1 ... D_N``, client by client       ``dictionaries``, a sequence of (r_i, n_features)
+``r^g``                                 ``n_global``
+``D^g``                                 ``Matching.global_atoms``
+``index_i`` (line 7)                    ``Matching.indices[i]``, in the order of ``global_atoms``
+``sign(<., .>)`` (line 6)               ``Matching.signs[i]``
+length of the j-th shortest path (B.2)  ``Matching.path_lengths[j]``
+``S``, ``P`` (Algorithm 3)              ``Alignment.indices``, ``Alignment.signs``
+======================================= ====================================================
+
+Deviations: averages are brought to unit norm; Algorithm 3's nearest atom is found for all global
+atoms at once by optimal assignment, so that no two of them take the same local one; B.2's
+"predefined threshold" is replaced by a rule without one (:func:`count_shared`).
+
+The paper's chain of shortest paths (``method="paths"``) needs every client to be close to its
+neighbours in the chain, ``4 sum_i eps_i <= ...`` (Theorem 1), so it fails with many clients, or
+with one bad one. ``method="consensus"``, the default, compares every client with one candidate
+at a time and takes medians over clients: its error does not grow with their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import linear_sum_assignment
+from scipy.special import betaincinv
+
+from flwr_perdl._checks import Matrix, check_array, check_choice, check_count
+from flwr_perdl.dictionary.atoms import match_atoms, normalize_atoms, signs_of
+
+#: Clients whose atoms are candidates in the consensus.
+_CANDIDATE_CLIENTS = 16
+#: Candidates as similar as this stand for the same atom.
+_SAME = 0.6
+#: Rounds of assignment and averaging in the consensus.
+_ROUNDS = 5
+#: Edge lengths held by the shortest paths; if there are more, they are computed when needed.
+_STORED_EDGES = 2**26
+
+
+Count = int | NDArray[np.int_]
+
+
+class Matching(NamedTuple):
+    """Which atoms the clients share."""
+
+    #: Unit atoms, (n_global, n_features).
+    global_atoms: Matrix
+    #: Row of each client's dictionary that each global atom is, (n_clients, n_global); -1: none.
+    indices: NDArray[np.intp]
+    #: 1 or -1, (n_clients, n_global): ``signs * dictionary[indices]`` is near ``global_atoms``.
+    signs: Matrix
+    #: How far apart the clients are in each atom, comparable to the length of a path.
+    path_lengths: Matrix
+
+
+class Alignment(NamedTuple):
+    """A dictionary parted into global and local atoms."""
+
+    #: The atoms that stand for the global ones, in their order and with their signs.
+    global_atoms: Matrix
+    #: All others, in their order.
+    local_atoms: Matrix
+    #: Their rows in the dictionary, (n_global,).
+    indices: NDArray[np.intp]
+    #: 1 or -1, (n_global,).
+    signs: Matrix
+
+
+def global_matching(
+    dictionaries: Sequence[Matrix],
+    n_global: int | Literal["auto"],
+    *,
+    method: str = "consensus",
+) -> Matching:
+    """Find the atoms that the clients' dictionaries share, and average them.
+
+    Parameters
+    ----------
+    dictionaries : sequence of ndarray of shape (n_atoms_i, n_features)
+        One per client; unit atoms, the number of which may differ.
+    n_global : int or "auto"
+        Number of atoms to find; "auto" counts those on which the clients agree, see
+        :func:`count_shared`.
+    method : {"consensus", "paths"}, default "consensus"
+        "paths": Algorithm 2; a client with fewer atoms than ``n_global`` is left out of the
+        chain. "consensus": medians over clients; such a client takes part with what it has.
+
+    Returns
+    -------
+    Matching
+        Global atoms, indices, signs and path lengths, best first. For "consensus" the path
+        length is ``n_clients - 1`` times the distance of two clients' versions of the atom, its
+        median over one client and then over the other.
+
+    Raises
+    ------
+    ValueError
+        If no client (for "consensus": not all clients together) has ``n_global`` atoms.
+    """
+    check_choice("method", method, ("consensus", "paths"))
+    if not len(dictionaries):
+        raise ValueError("dictionaries must hold at least one dictionary, got none.")
+    checked = [check_array("dictionaries[0]", dictionaries[0])]
+    for i, D in enumerate(dictionaries[1:], start=1):
+        checked.append(check_array(f"dictionaries[{i}]", D, columns=checked[0].shape[1]))
+    sizes = [len(D) for D in checked]
+    match = _shortest_paths if method == "paths" else _consensus
+    if isinstance(n_global, str):
+        check_choice("n_global", n_global, ("auto",))
+        most = int(np.median(sizes))
+        found = match(checked, most)
+        edges = found.path_lengths / max(len(checked) - 1, 1)
+        count = count_shared(edges, checked[0].shape[1], most)
+        return found if count == most else match(checked, count)
+    check_count("n_global", n_global, 0)
+    most = max(sizes) if method == "paths" else sum(sizes)
+    if n_global > most:
+        raise ValueError(
+            f"n_global must be at most {most}, as many atoms as "
+            f"{'one client has' if method == 'paths' else 'all clients have'}, got {n_global}."
+        )
+    return match(checked, n_global)
+
+
+def count_shared(edges: Matrix, n_features: int, n_atoms: int) -> int:
+    """Count the atoms on which the clients agree (B.2).
+
+    Parameters
+    ----------
+    edges : ndarray of shape (n,)
+        Mean or median distance between the clients' versions of each matched atom, best first.
+    n_features : int
+        Dimension of the atoms.
+    n_atoms : int
+        Atoms per dictionary.
+
+    Returns
+    -------
+    int
+        Atoms before the largest gap.
+
+    Notes
+    -----
+    Each distance is divided by what chance gives: the median distance of a random direction to
+    the nearest of the atoms left, in the dimensions left. An atom on which the clients agree no
+    better than half of that is not shared; among the others, and that bound, the largest gap
+    decides. Hence the count can also be 0, and all of them.
+    """
+    left = np.arange(len(edges))
+    chance = _chance(n_features - left, n_atoms - left)
+    scale = np.minimum(np.maximum.accumulate(edges / chance), 0.5)
+    if not len(edges) or scale[0] == 0.5:
+        return 0
+    return int(np.diff(scale, append=0.5).argmax()) + 1
+
+
+def _chance(n_features: Count, n_atoms: Count) -> Matrix:
+    """Median distance of a random direction to the nearest of so many atoms, up to sign."""
+    dims, atoms = np.maximum(n_features, 2), np.maximum(n_atoms, 1)
+    cosine = np.sqrt(betaincinv(0.5, (dims - 1) / 2, 0.5 ** (1 / atoms)))
+    distance: Matrix = np.sqrt(2 - 2 * cosine)
+    return distance
+
+
+def align_to_global(D: Matrix, global_atoms: Matrix) -> Alignment:
+    """Part a dictionary into the atoms that stand for the global ones, and the others.
+
+    Parameters
+    ----------
+    D : ndarray of shape (n_atoms, n_features)
+        A client's dictionary.
+    global_atoms : ndarray of shape (n_global, n_features)
+        The current global atoms, ``n_global <= n_atoms``.
+
+    Returns
+    -------
+    Alignment
+        Global atoms (order and signs as in ``global_atoms``), local atoms, indices and signs.
+
+    Raises
+    ------
+    ValueError
+        If there are more global atoms than atoms.
+    """
+    D = check_array("D", D)
+    global_atoms = check_array("global_atoms", global_atoms, columns=D.shape[1])
+    if len(global_atoms) > len(D):
+        raise ValueError(f"D must have at least {len(global_atoms)} atoms, got {len(D)}.")
+    match = match_atoms(global_atoms, D)
+    local = np.delete(D, match.indices, axis=0)
+    return Alignment(match.signs[:, None] * D[match.indices], local, match.indices, match.signs)
+
+
+# Algorithm 2: shortest paths
+
+
+def _shortest_paths(dictionaries: list[Matrix], n_global: int) -> Matching:
+    """Algorithm 2: ``n_global`` times the shortest path through the layers, then its removal.
+
+    ``costs[i]`` holds the length of the shortest path from the source to each node of layer
+    ``i``, infinite for the nodes that are gone. Going forward only minima are taken; the path is
+    found going back.
+    """
+    indices = np.full((len(dictionaries), n_global), -1, dtype=np.intp)
+    chain = [i for i, D in enumerate(dictionaries) if len(D) >= n_global]
+    dictionaries = [dictionaries[i] for i in chain]
+    n = len(dictionaries)
+    edges = _Edges(dictionaries)
+    penalties = [np.zeros(len(D)) for D in dictionaries]
+    lengths = np.zeros(n_global)
+    for j in range(n_global):
+        costs = penalties[:1]
+        for i in range(n - 1):
+            costs.append((costs[i][:, None] + edges(i)).min(axis=0) + penalties[i + 1])
+        path = np.zeros(n, dtype=np.intp)
+        path[-1] = costs[-1].argmin()
+        lengths[j] = costs[-1][path[-1]]
+        for i in range(n - 2, -1, -1):
+            path[i] = (costs[i] + edges(i)[:, path[i + 1]]).argmin()
+        for penalty, node in zip(penalties, path, strict=True):
+            penalty[node] = np.inf
+        indices[chain, j] = path
+    atoms = np.stack([D[rows] for D, rows in zip(dictionaries, indices[chain], strict=True)])
+    signs = np.ones(indices.shape, dtype=atoms.dtype)
+    signs[chain] = signs_of(np.einsum("ijk,jk->ij", atoms, atoms[0]))
+    mean = (signs[chain][..., None] * atoms).mean(axis=0)
+    return Matching(normalize_atoms(mean, atoms[0]), indices, signs, lengths)
+
+
+class _Edges:
+    """Lengths of the edges between neighbouring layers, ``d_2`` of unit atoms."""
+
+    def __init__(self, dictionaries: list[Matrix]) -> None:
+        """Compute all of them, unless they are too many to hold."""
+        self._dictionaries = dictionaries
+        self._stored: list[Matrix] = []
+        if sum(len(A) * len(B) for A, B in pairwise(dictionaries)) <= _STORED_EDGES:
+            self._stored = [self._between(i) for i in range(len(dictionaries) - 1)]
+
+    def __call__(self, i: int) -> Matrix:
+        """Return the lengths from layer ``i`` (rows) to the next (columns)."""
+        return self._stored[i] if self._stored else self._between(i)
+
+    def _between(self, i: int) -> Matrix:
+        products = np.abs(self._dictionaries[i] @ self._dictionaries[i + 1].T)
+        lengths: Matrix = np.sqrt(2 - 2 * np.minimum(products, 1))
+        return lengths
+
+
+# Consensus
+
+
+def _consensus(dictionaries: list[Matrix], n_global: int) -> Matching:
+    """Pick candidates near which most clients have an atom, then assign and average."""
+    n, d = len(dictionaries), dictionaries[0].shape[1]
+    dtype = dictionaries[0].dtype
+    chosen = np.unique(np.linspace(0, n - 1, min(n, _CANDIDATE_CLIENTS)).round().astype(int))
+    candidates = np.vstack([dictionaries[i] for i in chosen])
+    owner = np.repeat(chosen, [len(dictionaries[i]) for i in chosen])
+    picks = candidates[_spread_best(candidates, _scores(candidates, owner, dictionaries), n_global)]
+    for _ in range(_ROUNDS):
+        indices, cosines = _assign(dictionaries, picks)
+        distances = np.sqrt(2 - 2 * np.minimum(np.abs(cosines), 1))
+        typical = np.median(distances, axis=0)
+        ratio = distances / np.maximum(typical, np.sqrt(np.finfo(dtype).eps))
+        weights = np.where(indices < 0, 0, signs_of(cosines) / (1 + ratio**2) ** 2)
+        total = np.zeros((n_global, d))
+        for D, rows, w in zip(dictionaries, indices, weights, strict=True):
+            has = rows >= 0
+            total[has] += w[has, None] * D[rows[has]]
+        picks = normalize_atoms(total.astype(dtype), picks)
+    lengths = (n - 1) * _disagreement(dictionaries, indices)
+    order = np.argsort(lengths, kind="stable")
+    signs = signs_of(cosines).astype(dtype)
+    return Matching(picks[order], indices[:, order], signs[:, order], lengths[order])
+
+
+def _disagreement(dictionaries: list[Matrix], indices: NDArray[np.intp]) -> Matrix:
+    """Distance between two clients' versions of each atom: median over both of them."""
+    disagreement = np.zeros(indices.shape[1])
+    for j, rows in enumerate(indices.T):
+        has = np.flatnonzero(rows >= 0)
+        atoms = np.stack([dictionaries[i][rows[i]] for i in has])
+        cosines = np.minimum(np.abs(atoms @ atoms.T), 1)
+        np.fill_diagonal(cosines, np.nan)
+        if len(has) > 1:
+            disagreement[j] = np.median(np.nanmedian(np.sqrt(2 - 2 * cosines), axis=1))
+    return disagreement
+
+
+def _scores(candidates: Matrix, owner: NDArray[np.intp], dictionaries: list[Matrix]) -> Matrix:
+    """Disagreement with a candidate: how far, at most by chance, other clients' nearest atoms are.
+
+    The mean, over clients, of ``1 - exp(-(2 x)^2)``, ``x`` being the distance relative to chance:
+    clients that have no such atom count 1 each, however far they are.
+    """
+    total, count = np.zeros(len(candidates)), np.zeros(len(candidates))
+    for i, D in enumerate(dictionaries):
+        other = owner != i if len(dictionaries) > 1 else np.full(len(owner), True)
+        count += other
+        if len(D):
+            cosines = np.minimum(np.abs(candidates @ D.T).max(axis=1), 1)
+            squares = (2 - 2 * cosines) / _chance(D.shape[1], len(D)) ** 2
+            total += other * np.exp(-4 * squares)
+    disagreement: Matrix = 1 - total / count
+    return disagreement
+
+
+def _spread_best(candidates: Matrix, scores: Matrix, count: int) -> NDArray[np.intp]:
+    """Pick the best-scored candidates, no two of them alike as long as there are others."""
+    picks = np.zeros(count, dtype=np.intp)
+    likeness = np.zeros(len(candidates))
+    for j in range(count):
+        free = likeness < _SAME
+        picks[j] = np.where(free, scores, np.inf).argmin() if free.any() else likeness.argmin()
+        likeness = np.maximum(likeness, np.abs(candidates @ candidates[picks[j]]))
+    return picks
+
+
+def _assign(dictionaries: list[Matrix], picks: Matrix) -> tuple[NDArray[np.intp], Matrix]:
+    """Each client's atoms for the picks, by optimal assignment, and their cosines (-1, 0: none)."""
+    indices = np.full((len(dictionaries), len(picks)), -1, dtype=np.intp)
+    cosines = np.zeros(indices.shape)
+    for i, D in enumerate(dictionaries):
+        products = picks @ D.T
+        rows, columns = linear_sum_assignment(np.abs(products), maximize=True)
+        indices[i, rows] = columns
+        cosines[i, rows] = products[rows, columns]
+    return indices, cosines

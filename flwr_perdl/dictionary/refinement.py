@@ -1,0 +1,57 @@
+"""Local refinement (Algorithm 6): local atoms learned from what the global ones leave.
+
+======================================= ====================================================
+paper (Liang et al., NeurIPS 2023)      here
+======================================= ====================================================
+``D = [D^g D^l]``                       ``D``, its first ``n_global`` rows global
+``Y^l = Y - D^g X^g`` (line 3)          ``X - C[:, :n_global] @ D[:n_global]``
+``T_refine`` (line 5)                   ``n_iter``
+======================================= ====================================================
+
+Line 2 does not say how ``X^g`` is found. For general learners it is the learner's own code; for
+orthonormal ones the projection ``X @ D_g.T``, so that the refined atoms stay orthogonal to the
+global ones.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flwr_perdl._checks import Matrix, check_array, check_count
+from flwr_perdl.dictionary.learners import Learner
+
+
+def refine_local(
+    X: Matrix, D: Matrix, n_global: int, learner: Learner, *, n_iter: int = 5
+) -> Matrix:
+    """Run a few iterations of the learner on the local atoms alone.
+
+    Parameters
+    ----------
+    X : ndarray of shape (n_samples, n_features)
+        Data.
+    D : ndarray of shape (n_atoms, n_features)
+        The global atoms, then the local ones.
+    n_global : int
+        Number of global atoms.
+    learner : Learner
+        The local algorithm.
+    n_iter : int, default 5
+        Iterations.
+
+    Returns
+    -------
+    ndarray of shape (n_atoms, n_features)
+        The same global atoms, then the refined local ones.
+    """
+    X = check_array("X", X)
+    D = check_array("D", D, columns=X.shape[1])
+    check_count("n_global", n_global, 0, len(D))
+    check_count("n_iter", n_iter)
+    shared, local = D[:n_global], D[n_global:]
+    C = X @ shared.T if learner.orthogonal else learner.code(X, D)[:, :n_global]
+    rest = X - C @ shared
+    if len(local):
+        for _ in range(n_iter):
+            local = learner.step(rest, local)
+    return np.vstack([shared, local])

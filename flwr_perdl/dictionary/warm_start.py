@@ -1,0 +1,82 @@
+"""Warm start: a learner run from random starts with shrinking thresholds.
+
+======================================= ====================================================
+paper (Liang et al., NeurIPS 2023)      here
+======================================= ====================================================
+``D_i^(0)`` (Algorithm 1 line 3)        ``WarmStart.dictionary``
+shrinking ``zeta`` (A.1)                ``scale``, multiplying the learner's own threshold
+======================================= ====================================================
+
+The paper refers to another paper for the schedule and gives none. Here iteration ``t`` codes with
+the learner's threshold times ``max(1, boost * decay**t)``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from flwr_perdl._checks import Matrix, check_array, check_count, check_real
+from flwr_perdl.dictionary.learners import Learner
+
+
+class WarmStart(NamedTuple):
+    """A dictionary learned from scratch."""
+
+    #: Unit atoms, (n_atoms, n_features).
+    dictionary: Matrix
+    #: The learner's loss, the least of all restarts.
+    objective: float
+    #: The losses of all restarts.
+    objectives: tuple[float, ...]
+
+
+def warm_start(
+    X: Matrix,
+    learner: Learner,
+    *,
+    rng: np.random.Generator,
+    n_iter: int = 100,
+    restarts: int = 1,
+    boost: float = 8.0,
+    decay: float = 0.97,
+) -> WarmStart:
+    """Learn a dictionary from ``X`` alone, and keep the best of several starts.
+
+    Parameters
+    ----------
+    X : ndarray of shape (n_samples, n_features)
+        Data.
+    learner : Learner
+        The local algorithm.
+    rng : numpy.random.Generator
+        Source of the starts.
+    n_iter : int, default 100
+        Iterations per start.
+    restarts : int, default 1
+        Starts; the one with the least loss wins.
+    boost : float, default 8
+        The first threshold, as a multiple of the learner's own.
+    decay : float, default 0.97
+        The threshold's factor from one iteration to the next, until it is the learner's own.
+
+    Returns
+    -------
+    WarmStart
+        Dictionary, its loss, and the losses of all starts.
+    """
+    X = check_array("X", X, min_rows=1)
+    check_count("n_iter", n_iter)
+    check_count("restarts", restarts, 1)
+    check_real("boost", boost, 1)
+    check_real("decay", decay, 0, 1)
+    runs = []
+    for _ in range(restarts):
+        D = learner.start(X, rng)
+        for t in range(n_iter):
+            D = learner.update(X, learner.code(X, D, max(1.0, boost * decay**t)), D)
+        runs.append((learner.loss(X, learner.code(X, D), D), D))
+    objectives = tuple(objective for objective, _ in runs)
+    objective, dictionary = runs[int(np.argmin(objectives))]
+    return WarmStart(dictionary, objective, objectives)

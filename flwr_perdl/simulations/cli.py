@@ -1,0 +1,164 @@
+"""The command line: ``flwr-perdl list``, ``run``, ``report`` and ``bench``."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from flwr_perdl.simulations.experiments import EXPERIMENTS
+from flwr_perdl.simulations.report import read_results, write_report
+from flwr_perdl.simulations.runner import Progress, run_experiment
+from flwr_perdl.strategies import TooFewReplies
+
+app = typer.Typer(
+    help="Federated dictionary learning experiments.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+_WIDTH = 110
+
+
+def main() -> None:
+    """Run the command line."""
+    app(prog_name="flwr-perdl")
+
+
+@app.command("list")
+def list_experiments() -> None:
+    """List the experiments."""
+    table = Table(box=box.SIMPLE_HEAD)
+    for head in ("experiment", "what it shows", "after"):
+        table.add_column(head, no_wrap=head == "experiment")
+    for name, experiment in EXPERIMENTS.items():
+        table.add_row(name, experiment.ABOUT, experiment.SOURCE)
+    _console().print(table)
+
+
+@app.command()
+def run(
+    experiment: Annotated[str, typer.Argument(help="Its name; see `flwr-perdl list`.")],
+    engine: Annotated[str, typer.Option(help="in-process or ray.")] = "in-process",
+    clients: Annotated[int | None, typer.Option(help="Number of clients.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Communication rounds.")] = None,
+    seed: Annotated[int, typer.Option(help="The run's one seed.")] = 0,
+    data: Annotated[Path | None, typer.Option(help="Your own data, an .npz file.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the results.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
+    option: Annotated[
+        list[str] | None, typer.Option("--option", "-o", help="key=value; may be repeated.")
+    ] = None,
+) -> None:
+    """Run an experiment; write results.json, arrays.npz, figures and report.html."""
+    logging.getLogger("flwr").setLevel(logging.WARNING)
+    console, folder = _console(), out or Path("runs") / experiment
+    with _errors_in_a_sentence(), _bar(console) as progress:
+        results = run_experiment(
+            experiment,
+            engine=engine,
+            clients=clients,
+            rounds=rounds,
+            seed=seed,
+            data=data,
+            out=folder,
+            resume=resume,
+            options=dict(_pair(text) for text in option or []),
+            progress=progress,
+        )
+    _show(console, results, folder)
+
+
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(help="Folder of a finished run.")],
+) -> None:
+    """Write report.html again from a run's files, and print its tables."""
+    with _errors_in_a_sentence():
+        write_report(folder)
+        _show(_console(), read_results(folder), folder)
+
+
+@app.command()
+def bench() -> None:
+    """Run the scripts in the folder benchmarks/."""
+    scripts = sorted(Path("benchmarks").glob("[!_]*.py"))
+    with _errors_in_a_sentence():
+        if not scripts:
+            raise ValueError("benchmarks must be a folder with scripts here: there is none.")
+    for script in scripts:
+        print(script, flush=True)
+        status = subprocess.run([sys.executable, str(script)]).returncode
+        if status:
+            raise typer.Exit(status)
+
+
+def _console() -> Console:
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=_WIDTH)
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise ValueError(f"option must be key=value, got {text!r}.")
+    return name, value
+
+
+@contextmanager
+def _errors_in_a_sentence() -> Iterator[None]:
+    """Say what is wrong on stderr, without a traceback, and exit with status 2."""
+    try:
+        yield
+    except (ValueError, OSError, TooFewReplies) as error:
+        print(f"flwr-perdl: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+
+
+@contextmanager
+def _bar(console: Console) -> Iterator[Callable[[Progress], None]]:
+    """Show rounds, error and time left; yield what takes a `Progress`."""
+    columns = (
+        TextColumn("round"),
+        MofNCompleteColumn(),
+        BarColumn(),
+        TextColumn("error {task.fields[error]}"),
+        TimeRemainingColumn(),
+    )
+    with Bar(*columns, console=console) as bar:
+        task = bar.add_task("rounds", total=None, error="-")
+
+        def update(progress: Progress) -> None:
+            error = "-" if progress.error is None else f"{progress.error:.3g}"
+            bar.update(task, completed=progress.done, total=progress.total, error=error)
+
+        yield update
+
+
+def _show(console: Console, results: dict[str, Any], folder: Path) -> None:
+    """Print a run's tables and notes, and where its page is."""
+    for entry in results["tables"]:
+        table = Table(title=entry["title"], box=box.SIMPLE_HEAD, title_justify="left")
+        for column in entry["columns"]:
+            table.add_column(column, justify="right" if table.columns else "left")
+        for row in entry["rows"]:
+            table.add_row(*row)
+        console.print(table)
+    for note in results["notes"]:
+        console.print(note)
+    console.print(
+        f"{results['rounds']} rounds; per client {results['floats_up']:,.0f} floats up, "
+        f"{results['floats_down']:,.0f} down; {results['seconds']:.1f} s in all."
+    )
+    console.print(f"Report: {(folder / 'report.html').resolve()}", soft_wrap=True)

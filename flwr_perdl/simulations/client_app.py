@@ -1,0 +1,23 @@
+"""The Flower app's ClientApp: the client of whichever experiment the run config names."""
+
+from __future__ import annotations
+
+from flwr.app import Context
+from flwr.client import NumPyClient
+
+from flwr_perdl.clients import client_app
+from flwr_perdl.simulations._run_config import read_run_config
+from flwr_perdl.simulations.experiments import configure, find
+
+
+def make_client(context: Context) -> NumPyClient:
+    """Return the experiment's client of this partition; there are as many clients as nodes."""
+    name, options = read_run_config(context.run_config)
+    clients = int(context.node_config["num-partitions"])
+    experiment = find(name)
+    return experiment.client(
+        context, configure(experiment, options={**options, "clients": clients})
+    )
+
+
+app = client_app(make_client)

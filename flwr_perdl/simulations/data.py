@@ -1,0 +1,276 @@
+"""The experiments' data: handwritten digits, the user's own images, and planted dictionaries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import isqrt
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import ortho_group
+
+from flwr_perdl._checks import Matrix
+from flwr_perdl._random import SERVER
+
+#: The "partition" whose draws make and split the data.
+DATA = SERVER - 2
+
+MAX_TEST = 1000
+_GIVEN = 0.9  # at most this share of all images, and of each label, goes to the clients
+
+
+class Images(NamedTuple):
+    """Labelled images.
+
+    Attributes
+    ----------
+    X : ndarray of shape (n_images, height * width)
+        Pixels in [0, 1].
+    y : ndarray of shape (n_images,)
+        Integer labels.
+    shape : tuple of int
+        Height and width.
+    """
+
+    X: Matrix
+    y: NDArray[np.integer[Any]]
+    shape: tuple[int, int]
+
+
+class Partition(NamedTuple):
+    """Clients with one label each in the majority, and a held-out part with all labels.
+
+    Attributes
+    ----------
+    clients : list of ndarray
+        Indices of each client's images.
+    labels : list of int
+        Each client's own label.
+    test : ndarray
+        Indices of the held-out images.
+    """
+
+    clients: list[NDArray[np.intp]]
+    labels: list[int]
+    test: NDArray[np.intp]
+
+
+class Planted(NamedTuple):
+    """Clients' data made from known dictionaries (equation 1 of the paper).
+
+    Attributes
+    ----------
+    global_atoms : ndarray of shape (n_global, n_features)
+        The planted atoms that all clients share.
+    local_atoms : list of ndarray
+        Each client's planted atoms of its own.
+    samples : list of ndarray
+        Each client's data.
+    """
+
+    global_atoms: Matrix
+    local_atoms: list[Matrix]
+    samples: list[Matrix]
+
+
+@lru_cache(maxsize=2)
+def load_images(path: str) -> Images:
+    """Load labelled images and bring them to [0, 1].
+
+    Bytes are divided by 255; other values outside [0, 1] are divided by the greatest one, after a
+    shift of the least one to 0 where it is negative.
+
+    Parameters
+    ----------
+    path : str
+        An ``.npz`` file with ``X`` (n, height, width) or (n, n_features), n_features a square
+        number, and ``y`` (n,) integer labels; ``""`` for scikit-learn's handwritten digits.
+
+    Returns
+    -------
+    Images
+        The images as rows; float32 stays float32.
+
+    Raises
+    ------
+    ValueError
+        If the file cannot be read, a key is missing, or an array is not as described.
+    """
+    X, y = _bundled_digits() if not path else _read(path, "X", "y")
+    if X.ndim not in (2, 3) or not len(X):
+        raise ValueError(f"X in {path} must be (n, h, w) or (n, n_features), got shape {X.shape}.")
+    if X.dtype.kind not in "biu" and X.dtype not in (np.float64, np.float32):
+        raise ValueError(f"X in {path} must be integers, float64 or float32, got {X.dtype}.")
+    if not np.isfinite(X).all():
+        raise ValueError(f"X in {path} must be finite, got NaN or infinite values.")
+    if y.shape != X.shape[:1] or not np.issubdtype(y.dtype, np.integer):
+        raise ValueError(
+            f"y in {path} must be {len(X)} integer labels, got shape {y.shape} of {y.dtype}."
+        )
+    side = isqrt(X[0].size)
+    if X.ndim == 2 and side * side != X.shape[1]:
+        raise ValueError(
+            f"X in {path} must have a square number of features or be (n, h, w), got {X.shape}."
+        )
+    shape = (side, side) if X.ndim == 2 else (X.shape[1], X.shape[2])
+    if min(shape) < 3:
+        raise ValueError(f"X in {path} must be images of at least 3x3 pixels, got {shape}.")
+    return Images(_to_unit_range(X).reshape(len(X), -1), y, shape)
+
+
+def _bundled_digits() -> tuple[NDArray[Any], NDArray[Any]]:
+    from sklearn.datasets import load_digits  # an extra: not needed to import this module
+
+    digits = load_digits()
+    return digits.images / 16, digits.target
+
+
+def _read(path: str, *keys: str) -> list[NDArray[Any]]:
+    """Return the arrays named ``keys`` of an ``.npz`` file."""
+    if not Path(path).is_file():
+        raise ValueError(f"data must be a file, got {path!r}.")
+    try:
+        with Path(path).open("rb") as stream, np.load(stream, allow_pickle=False) as stored:
+            arrays = {key: stored[key] for key in stored.files if key in keys}
+    except Exception as error:
+        raise ValueError(f"data must be a readable .npz file, got {path!r}: {error}") from error
+    missing = [key for key in keys if key not in arrays]
+    if missing:
+        raise ValueError(
+            f"data must hold arrays named {', '.join(keys)}: {path!r} lacks {missing}."
+        )
+    return [arrays[key] for key in keys]
+
+
+def _to_unit_range(X: NDArray[Any]) -> Matrix:
+    values = X if X.dtype in (np.float64, np.float32) else X.astype(np.float64)
+    if X.dtype == np.uint8:
+        return values / 255
+    low, high = min(0.0, float(values.min())), float(values.max())
+    if low == 0 and high <= 1:
+        return values
+    scaled: Matrix = (values - values.dtype.type(low)) / values.dtype.type(high - low or 1)
+    return scaled
+
+
+def imbalanced_partition(
+    y: NDArray[np.integer[Any]],
+    n_clients: int,
+    n_samples: int,
+    rng: np.random.Generator,
+    *,
+    share: float = 0.9,
+) -> Partition:
+    """Give every client images that mostly carry one label (Section 5.2), no image twice.
+
+    At most nine tenths of the images, and of each label, go to the clients: where ``n_samples`` is
+    more than that, every client gets fewer. Of the rest, up to 1,000 are held out for the test.
+
+    Parameters
+    ----------
+    y : ndarray of shape (n_images,)
+        Labels; client i's own is the (i mod number of labels)-th.
+    n_clients : int
+        Number of clients.
+    n_samples : int
+        Images per client.
+    rng : Generator
+        Draws the split.
+    share : float, default 0.9
+        Share of a client's own label.
+
+    Returns
+    -------
+    Partition
+        Indices per client, own labels, held-out indices.
+
+    Raises
+    ------
+    ValueError
+        If a client would have no image of its own label.
+    """
+    labels, counts = np.unique(y, return_counts=True)
+    own = [i % len(labels) for i in range(n_clients)]
+    holders = np.bincount(own, minlength=len(labels))
+    room = [_GIVEN * len(y) / n_clients]
+    room += [_GIVEN * c / (share * h) for c, h in zip(counts, holders, strict=True) if h]
+    size = min(n_samples, int(min(room)))
+    n_own = round(share * size)
+    if n_own < 1:
+        raise ValueError(
+            f"data must have more images: {len(y)}, the rarest label {counts.min()} times, are too "
+            f"few for {n_clients} clients."
+        )
+    order = rng.permutation(len(y))
+    free = np.ones(len(y), dtype=bool)
+
+    def take(candidates: NDArray[np.bool_], count: int) -> NDArray[np.intp]:
+        taken = order[(candidates & free)[order]][:count]
+        free[taken] = False
+        return taken
+
+    majority = [take(y == labels[i], n_own) for i in own]
+    minority = [take(y != labels[i], size - n_own) for i in own]
+    clients = [np.concatenate(parts) for parts in zip(majority, minority, strict=True)]
+    test = take(free, MAX_TEST)
+    return Partition(clients, [int(labels[i]) for i in own], test)
+
+
+def planted_clients(
+    rng: np.random.Generator,
+    n_atoms: Sequence[int],
+    n_samples: Sequence[int],
+    n_global: int,
+    *,
+    n_features: int,
+    density: float = 0.2,
+    floor: float = 0.3,
+    noise: float = 0.0,
+) -> Planted:
+    """Make clients' data from orthonormal dictionaries that share atoms (Appendix A.1).
+
+    A code is 0 with probability 1 - ``density``, else standard normal with its size raised to at
+    least ``floor`` ("truncated" in the paper: a floor on the non-zeros).
+
+    Parameters
+    ----------
+    rng : Generator
+        Draws everything.
+    n_atoms, n_samples : sequence of int
+        Atoms and samples of each client.
+    n_global : int
+        Atoms shared by all clients: the first rows of every planted dictionary.
+    n_features : int
+        Dimension, at least the greatest number of atoms.
+    density, floor : float
+        The codes' share of non-zeros and their least size.
+    noise : float, default 0
+        Standard deviation of normal noise on the data.
+
+    Returns
+    -------
+    Planted
+        The atoms and the data.
+    """
+    basis = ortho_group.rvs(n_features, random_state=rng)
+    shared, rest = basis[:n_global], basis[n_global:]
+    local_atoms, samples = [], []
+    for r, n in zip(n_atoms, n_samples, strict=True):
+        local = _random_rotation(rest.shape[0], rng)[: r - n_global] @ rest
+        atoms = np.vstack([shared, local])
+        values = rng.standard_normal((n, r))
+        floored = np.where(np.abs(values) < floor, np.copysign(floor, values), values)
+        codes = floored * (rng.random((n, r)) < density)
+        samples.append(codes @ atoms + noise * rng.standard_normal((n, n_features)))
+        local_atoms.append(local)
+    return Planted(shared, local_atoms, samples)
+
+
+def _random_rotation(size: int, rng: np.random.Generator) -> Matrix:
+    if size < 2:  # scipy's ortho_group starts at 2
+        return np.full((size, size), rng.choice([-1.0, 1.0]))
+    rotation: Matrix = ortho_group.rvs(size, random_state=rng)
+    return rotation

@@ -1,0 +1,183 @@
+"""Running one federation of an experiment on an engine: the same apps, the same results.
+
+======================  ============================================================
+engine                  what it is
+======================  ============================================================
+``"in-process"``        `InProcessGrid`: this process, no Ray
+``"ray"``               Flower's simulation engine, started from this process
+a Flower ``Grid``       inside a ServerApp: ``flwr run .`` or ``flower-simulation --app .``
+======================  ============================================================
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib.util import find_spec
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
+from flwr.client import NumPyClient
+from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import Result
+
+from flwr_perdl._checks import Matrix, check_choice
+from flwr_perdl.clients import client_app
+from flwr_perdl.simulations.grid import InProcessGrid
+from flwr_perdl.strategies import ProtocolStrategy, RoundReport
+
+ENGINES = ("in-process", "ray")
+
+Config = Mapping[str, Any]
+EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
+
+
+class Federation(Protocol):
+    """What an engine needs of an experiment (a module with these two functions)."""
+
+    def client(self, context: Context, config: Config) -> NumPyClient:
+        """Return the client of ``context``'s partition."""
+
+    def strategy(self, config: Config, **options: Any) -> ProtocolStrategy:
+        """Return the strategy; ``options`` are the server's."""
+
+
+class Federated(NamedTuple):
+    """What one federation came to.
+
+    Attributes
+    ----------
+    arrays : list of ndarray
+        The final model.
+    history : list of RoundReport
+        Every training round and every evaluation.
+    result : Result
+        Flower's own result.
+    rounds : int
+        Communication rounds: one request and one reply per participating client.
+    floats_up, floats_down : float
+        Floats that a client sent and received in all training rounds; the mean over clients.
+    seconds : float
+        Time of this run.
+    """
+
+    arrays: list[Matrix]
+    history: list[RoundReport]
+    result: Result
+    rounds: int
+    floats_up: float
+    floats_down: float
+    seconds: float
+
+
+def federate(
+    experiment: Federation,
+    config: Config,
+    *,
+    engine: str | Grid = "in-process",
+    evaluate_fn: EvaluateFn | None = None,
+    evaluate_config: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Federated:
+    """Run one federation of ``experiment`` and return what it came to.
+
+    Parameters
+    ----------
+    experiment : Federation
+        Makes the clients and the strategy.
+    config : mapping
+        At least ``clients``, ``rounds`` and ``seed``; ``state_dir`` is where clients keep their
+        private state on disk.
+    engine : str or Grid
+        See the module's table.
+    evaluate_fn : callable, optional
+        ``(round, model) -> metrics``, before the first round and after every round, as Flower's.
+    evaluate_config : mapping, optional
+        Config of the clients' evaluations.
+    **options
+        Further server options, such as ``checkpoint_dir``, ``resume`` and ``on_round``.
+    """
+    run = partial(
+        _run_on,
+        experiment=experiment,
+        config=config,
+        evaluate_fn=evaluate_fn,
+        evaluate_config=evaluate_config,
+        options=options,
+    )
+    if isinstance(engine, Grid):
+        return run(engine)
+    check_choice("engine", engine, ENGINES)
+    app = client_app(partial(experiment.client, config=config))
+    clients = int(config["clients"])
+    if engine == "in-process":
+        return run(InProcessGrid(app, clients))
+    return _run_on_ray(run, app, clients)
+
+
+def _run_on(
+    grid: Grid,
+    experiment: Federation,
+    config: Config,
+    evaluate_fn: EvaluateFn | None,
+    evaluate_config: Mapping[str, Any] | None,
+    options: Mapping[str, Any],
+) -> Federated:
+    """Run the strategy to its end on any grid."""
+    server: dict[str, Any] = {
+        "seed": int(config["seed"]),
+        "num_clients": int(config["clients"]),
+        "min_clients": min(2, int(config["clients"])),
+    }
+    strategy = experiment.strategy(config, **{**server, **options})
+    started = time.perf_counter()
+    result = strategy.start(
+        grid,
+        num_rounds=int(config["rounds"]),
+        evaluate_config=ConfigRecord(dict(evaluate_config or {})),
+        evaluate_fn=evaluate_fn,
+    )
+    seconds = time.perf_counter() - started
+    training = [report for report in strategy.history if report.step != "evaluate"]
+    return Federated(
+        arrays=result.arrays.to_numpy_ndarrays(),
+        history=list(strategy.history),
+        result=result,
+        rounds=len(training),
+        floats_up=float(np.sum([report.floats_up for report in training])),
+        floats_down=float(np.sum([report.floats_down for report in training])),
+        seconds=seconds,
+    )
+
+
+def _run_on_ray(run: Callable[[Grid], Federated], app: Any, clients: int) -> Federated:
+    """Run on Flower's simulation engine; what the server raises is raised here."""
+    if find_spec("ray") is None:
+        raise ValueError(
+            "engine must be 'in-process' where Ray is not installed (the extra 'simulation' "
+            "brings it), got 'ray'."
+        )
+    from flwr.simulation import run_simulation
+
+    server = ServerApp()
+    federated: list[Federated] = []
+    failures: list[Exception] = []
+
+    @server.main()
+    def main(grid: Grid, context: Context) -> None:
+        try:
+            federated.append(run(grid))
+        except Exception as error:
+            failures.append(error)
+
+    run_simulation(
+        server_app=server,
+        client_app=app,
+        num_supernodes=clients,
+        backend_config={"client_resources": {"num_cpus": 1}, "init_args": {"log_to_driver": False}},
+    )
+    if failures:
+        raise failures[0]
+    return federated[0]

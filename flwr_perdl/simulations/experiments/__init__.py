@@ -1,0 +1,21 @@
+"""The experiments by name: one module each."""
+
+from __future__ import annotations
+
+from flwr_perdl._checks import check_choice
+from flwr_perdl.simulations.experiments import digits, global_atoms, images, synthetic
+from flwr_perdl.simulations.experiments._experiment import Experiment, Value, configure
+
+__all__ = ["EXPERIMENTS", "Experiment", "Value", "configure", "find"]
+
+EXPERIMENTS: dict[str, Experiment] = {
+    digits.NAME: digits,
+    images.NAME: images,
+    synthetic.NAME: synthetic,
+    global_atoms.NAME: global_atoms,
+}
+
+
+def find(name: str) -> Experiment:
+    """Return the experiment called ``name``; ValueError with all names if there is none."""
+    return EXPERIMENTS[check_choice("experiment", name, EXPERIMENTS)]

@@ -1,0 +1,166 @@
+"""What an experiment is, and how its options are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, Protocol
+
+from flwr.app import Context
+from numpy.typing import NDArray
+
+from flwr_perdl._checks import check_choice, check_count
+from flwr_perdl.clients import DictionaryClient
+from flwr_perdl.dictionary import (
+    GradientLearner,
+    KSVDLearner,
+    Learner,
+    MODLearner,
+    OrthogonalLearner,
+)
+from flwr_perdl.simulations.engine import Config, EvaluateFn, Federated
+from flwr_perdl.simulations.outcome import Outcome
+from flwr_perdl.strategies import PerMA
+
+Value = int | float | str | bool
+
+#: ``keep(name, compute)`` returns what ``compute()`` does; a resumed run finds it on disk.
+Keep = Callable[[str, Callable[[], dict[str, NDArray[Any]]]], dict[str, NDArray[Any]]]
+
+LEARNERS: dict[str, Callable[[int], Learner]] = {
+    "orthogonal": OrthogonalLearner,
+    "gradient": GradientLearner,
+    "mod": MODLearner,
+    "ksvd": KSVDLearner,
+}
+
+
+class Federate(Protocol):
+    """Run one federation on the chosen engine."""
+
+    def __call__(self, config: Config, evaluate_fn: EvaluateFn | None = None) -> Federated:
+        """Return what the federation of ``config`` ends with."""
+
+
+class Experiment(Protocol):
+    """A module of this package that runs with ``flwr-perdl run NAME``.
+
+    Attributes
+    ----------
+    NAME, ABOUT, SOURCE : str
+        Its name, one line about it, the place in the paper.
+    DEFAULTS : dict
+        Every option with its default, ``clients``, ``rounds``, ``seed`` and ``data`` included;
+        only an experiment with ``data`` among them reads a user's file.
+    ERROR : str
+        The metric to show while it runs.
+    """
+
+    NAME: str
+    ABOUT: str
+    SOURCE: str
+    DEFAULTS: dict[str, Value]
+    ERROR: str
+
+    def client(self, context: Context, config: Config) -> DictionaryClient:
+        """Return the client of partition ``context.node_config["partition-id"]``."""
+
+    def strategy(self, config: Config, **options: Any) -> PerMA:
+        """Return the strategy; ``options`` are the server's own."""
+
+    def federations(self, config: Config) -> list[Config]:
+        """Return the config of every federation that `run` asks for, in order."""
+
+    def run(self, config: Config, federate: Federate, keep: Keep) -> Outcome:
+        """Run the federations and everything that they are compared with."""
+
+
+def configure(
+    experiment: Experiment,
+    *,
+    clients: int | None = None,
+    rounds: int | None = None,
+    seed: int | None = None,
+    data: str | None = None,
+    options: Mapping[str, Value] | None = None,
+) -> dict[str, Value]:
+    """Return an experiment's complete config.
+
+    Parameters
+    ----------
+    experiment : Experiment
+        Its defaults apply where nothing is given.
+    clients, rounds, seed : int, optional
+        At least 2 clients, at least 1 round, a seed from 0.
+    data : str, optional
+        The user's file.
+    options : mapping of str to int, float, str or bool, optional
+        Options by name, the four above among them; strings are read as the default's type.
+
+    Returns
+    -------
+    dict
+        A new one, with ``"experiment"`` and every option.
+
+    Raises
+    ------
+    ValueError
+        If an option is unknown, or its value is not as it must be.
+    """
+    config: dict[str, Value] = {"experiment": experiment.NAME, **experiment.DEFAULTS}
+    named = {"clients": clients, "rounds": rounds, "seed": seed, "data": data}
+    given = {name: value for name, value in named.items() if value is not None}
+    for name, value in {**given, **(options or {})}.items():
+        if name == "data" and "data" not in experiment.DEFAULTS:
+            raise ValueError(f"{experiment.NAME} makes its own data: data must not be given.")
+        check_choice(f"option of {experiment.NAME}", name, experiment.DEFAULTS)
+        config[name] = _read(name, value, experiment.DEFAULTS[name])
+    check_count("clients", config["clients"], 2)
+    check_count("rounds", config["rounds"], 1)
+    check_count("seed", config["seed"])
+    return config
+
+
+def _read(name: str, value: Value, default: Value) -> Value:
+    """Return ``value`` as the type of ``default``."""
+    kind = type(default)
+    try:
+        if kind is int and isinstance(value, float):
+            raise ValueError
+        read: Value = kind(value)
+    except ValueError:
+        raise ValueError(f"{name} must be {_WORDS[kind]}, got {value!r}.") from None
+    return read
+
+
+_WORDS: dict[type, str] = {int: "an integer", float: "a number", str: "text"}
+
+
+def numbers(name: str, text: Value, low: int, high: int) -> list[int]:
+    """Return the integers of a list such as "4,6,8", each within ``[low, high]``."""
+    try:
+        values = [int(part) for part in str(text).split(",")]
+    except ValueError:
+        raise ValueError(f"{name} must be integers such as '4,6,8', got {text!r}.") from None
+    return [check_count(name, value, low, high) for value in values]
+
+
+def make_learner(config: Config, n_atoms: int) -> Learner:
+    """Return the learner that ``config["learner"]`` names."""
+    return LEARNERS[check_choice("learner", config["learner"], LEARNERS)](n_atoms)
+
+
+def make_strategy(
+    config: Config, n_global: int | Literal["auto"], options: Mapping[str, Any]
+) -> PerMA:
+    """Return PerMA as ``config`` describes it, with the server's own ``options``."""
+    return PerMA(
+        n_global,
+        matching=str(config["matching"]),
+        aggregation=str(config["aggregation"]),
+        **options,
+    )
+
+
+def state_dir(config: Config) -> str | None:
+    """Return the folder of the clients' private state that the engine chose, if it did."""
+    return str(config["state_dir"]) if "state_dir" in config else None

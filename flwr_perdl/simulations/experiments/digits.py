@@ -1,0 +1,33 @@
+"""Training with imbalanced data: Section 5.2 and Fig. 3, on scikit-learn's handwritten digits."""
+
+from __future__ import annotations
+
+from flwr_perdl.simulations.experiments import images
+from flwr_perdl.simulations.experiments._experiment import Value
+from flwr_perdl.simulations.experiments.images import (
+    ERROR,
+    SOURCE,
+    client,
+    federations,
+    run,
+    strategy,
+)
+
+__all__ = [
+    "ABOUT",
+    "DEFAULTS",
+    "ERROR",
+    "NAME",
+    "SOURCE",
+    "client",
+    "federations",
+    "run",
+    "strategy",
+]
+
+NAME = "digits"
+ABOUT = "PerMA on handwritten digits, every client with one digit in the majority"
+_OWN: dict[str, Value] = {"samples_per_client": 100, "n_atoms": 48, "n_global": 24}
+DEFAULTS: dict[str, Value] = {
+    name: _OWN.get(name, value) for name, value in images.DEFAULTS.items() if name != "data"
+}

@@ -1,0 +1,353 @@
+"""Training with imbalanced data: Section 5.2 and Fig. 3, on the user's own images.
+
+Nine tenths of a client's images carry one label. The error is measured on held-out images of all
+labels, coded by orthogonal matching pursuit with k atoms of each dictionary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from flwr.app import ArrayRecord, Context, MetricRecord
+from numpy.typing import NDArray
+
+from flwr_perdl._checks import Matrix, check_count
+from flwr_perdl._random import SERVER, spawn
+from flwr_perdl._records import PARTITION_ID, ROUND, Scalar, to_arrays
+from flwr_perdl.clients import DictionaryClient
+from flwr_perdl.dictionary import reconstruct, sparse_code
+from flwr_perdl.simulations.baselines import GENEROSITY, learn_each, plain_average
+from flwr_perdl.simulations.data import DATA, imbalanced_partition, load_images
+from flwr_perdl.simulations.engine import Config, EvaluateFn
+from flwr_perdl.simulations.experiments._experiment import (
+    Federate,
+    Keep,
+    Value,
+    make_learner,
+    make_strategy,
+    state_dir,
+)
+from flwr_perdl.simulations.measures import Quality, quality
+from flwr_perdl.simulations.outcome import Outcome, Picture, Table
+from flwr_perdl.strategies import PerMA
+
+NAME = "images"
+ABOUT = "PerMA on your own images and labels (--data), every client with one label in the majority"
+SOURCE = "Liang et al., NeurIPS 2023, Section 5.2 and Fig. 3"
+DEFAULTS: dict[str, Value] = {
+    "clients": 10,
+    "rounds": 20,
+    "seed": 0,
+    "data": "",
+    "samples_per_client": 500,
+    "n_atoms": 100,
+    "n_global": 100,
+    "aggregation": "statistics",
+    "matching": "consensus",
+    "learner": "orthogonal",
+}
+ERROR = "mse_global_10"
+
+#: Numbers of atoms per image at which reconstructions are measured; the one in curves; in Fig. 3.
+N_NONZERO = (5, 10, 20)
+CURVE_N_NONZERO = 10
+PICTURE_N_NONZERO = 5
+
+
+class Task(NamedTuple):
+    """What a config makes of the images: clients' and held-out ones."""
+
+    shape: tuple[int, int]
+    clients: list[Matrix]
+    labels: list[int]
+    test: Matrix
+    test_labels: NDArray[Any]
+
+    def own_test(self, partition: int) -> Matrix:
+        """Return the held-out images with this client's own label."""
+        own: Matrix = self.test[self.test_labels == self.labels[partition]]
+        return own
+
+
+def client(context: Context, config: Config) -> ImageClient:
+    """Return the client of partition ``context.node_config["partition-id"]``."""
+    task, partition = _task(config), int(context.node_config[PARTITION_ID])
+    return ImageClient(
+        task.clients[partition],
+        make_learner(config, int(config["n_atoms"])),
+        context,
+        task=task,
+        rounds=int(config["rounds"]),
+        state_dir=state_dir(config),
+    )
+
+
+def strategy(config: Config, **options: Any) -> PerMA:
+    """Return the strategy; ``options`` are the server's own."""
+    return make_strategy(config, _n_global(config), options)
+
+
+def federations(config: Config) -> list[Config]:
+    """Return the config of the one federation."""
+    return [config]
+
+
+class ImageClient(DictionaryClient):
+    """A client that, after the last round, measures held-out images with its whole dictionary."""
+
+    def __init__(self, *args: Any, task: Task, rounds: int, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.task = task
+        self.rounds = rounds
+        self.finished = False
+
+    def evaluate(
+        self, parameters: list[Matrix], config: dict[str, Scalar]
+    ) -> tuple[float, int, dict[str, Scalar]]:
+        """Evaluate as any `DictionaryClient`, and note whether it is the last time."""
+        self.finished = int(config[ROUND]) >= self.rounds
+        return super().evaluate(parameters, config)
+
+    def extra_metrics(self, global_atoms: Matrix, local_atoms: Matrix) -> dict[str, float]:
+        """Return the quality with global + local atoms: all labels, and the client's own."""
+        if not self.finished:
+            return {}
+        D = np.vstack([global_atoms, local_atoms])
+        own = self.task.own_test(self.partition)
+        return {
+            **_metrics("full", self.task.test, [D], self.task.shape),
+            **_metrics("own_full", own, [D], self.task.shape),
+        }
+
+
+def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
+    """Run the federation, and what it is compared with, and measure all of them alike."""
+    task = _task(config)
+    n_atoms, n_global = int(config["n_atoms"]), _n_global(config)
+    seed, rounds = int(config["seed"]), int(config["rounds"])
+    local_learner, pooled_learner = make_learner(config, n_atoms), make_learner(config, n_global)
+
+    federated = federate(config, evaluate_fn=_on_held_out(task))
+    global_atoms = federated.arrays[0]
+    pooled, *alone = learn_each(
+        [np.vstack(task.clients), *task.clients],
+        [pooled_learner] + [local_learner] * len(task.clients),
+        [spawn(seed, SERVER, 1), *(spawn(seed, i) for i in range(len(task.clients)))],
+        rounds,
+    )
+    average = plain_average(alone)
+
+    metrics = {"perma_seconds": federated.seconds, "samples_per_client": len(task.clients[0])}
+    for name, dictionaries in {
+        "global": [global_atoms],
+        "local": alone,
+        "average": [average],
+        "pooled": [pooled],
+    }.items():
+        metrics |= _metrics(name, task.test, dictionaries, task.shape)
+    own = [task.own_test(i) for i in range(len(task.clients))]
+    for name, dictionaries in {"global": [global_atoms] * len(own), "local": alone}.items():
+        metrics |= _means(
+            [
+                _metrics(f"own_{name}", X, [D], task.shape)
+                for X, D in zip(own, dictionaries, strict=True)
+            ]
+        )
+    last = federated.history[-1].metrics.values()
+    metrics |= _means([{n: v for n, v in m.items() if "full_" in n} for m in last])
+
+    evaluations = federated.result.evaluate_metrics_serverapp
+    curve = [float(str(evaluations[r][ERROR])) for r in sorted(evaluations)]
+    evaluated = [report.aggregate for report in federated.history if report.step == "evaluate"]
+    return Outcome(
+        metrics=metrics,
+        curves={ERROR: curve, "mse_full_training": [m["mse_full"] for m in evaluated]},
+        arrays={
+            "global_atoms": global_atoms,
+            "pooled_atoms": pooled,
+            "average_atoms": average,
+            "alone_atoms": np.stack(alone),
+            "image_shape": np.array(task.shape),
+        },
+        tables=_tables(metrics, n_atoms, n_global),
+        pictures=_pictures(task, global_atoms, alone[0], pooled, curve, metrics),
+        notes=list(_notes(config, task)),
+        rounds=federated.rounds,
+        floats_up=federated.floats_up,
+        floats_down=federated.floats_down,
+    )
+
+
+def _n_global(config: Config) -> int:
+    return check_count("n_global", config["n_global"], 1, int(config["n_atoms"]))
+
+
+def _task(config: Config) -> Task:
+    if config["experiment"] == NAME and not config["data"]:
+        raise ValueError("images must be given data: an .npz file with X and y (--data FILE.npz).")
+    samples = check_count("samples_per_client", config["samples_per_client"], 1)
+    seed, clients = int(config["seed"]), int(config["clients"])
+    return _load_task(str(config.get("data", "")), clients, samples, seed)
+
+
+@lru_cache(maxsize=2)
+def _load_task(data: str, n_clients: int, n_samples: int, seed: int) -> Task:
+    images = load_images(data)
+    parts = imbalanced_partition(images.y, n_clients, n_samples, spawn(seed, DATA))
+    return Task(
+        images.shape,
+        [images.X[indices] for indices in parts.clients],
+        parts.labels,
+        images.X[parts.test],
+        images.y[parts.test],
+    )
+
+
+def _rebuild(X: Matrix, D: Matrix, k: int) -> Matrix:
+    return reconstruct(sparse_code(X, D, n_nonzero=min(k, len(D))), D)
+
+
+def _metrics(
+    name: str, X: Matrix, dictionaries: Sequence[Matrix], shape: tuple[int, int]
+) -> dict[str, float]:
+    """Return MSE, PSNR and SSIM for every k; means over dictionaries."""
+
+    def measure(D: Matrix) -> list[Quality]:
+        return [quality(X, _rebuild(X, D, k), shape) for k in N_NONZERO]
+
+    with ThreadPoolExecutor() as pool:
+        means = np.mean(list(pool.map(measure, dictionaries)), axis=0)
+    return {
+        f"{field}_{name}_{k}": float(value)
+        for k, row in zip(N_NONZERO, means, strict=True)
+        for field, value in zip(Quality._fields, row, strict=True)
+    }
+
+
+def _means(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {name: float(np.mean([m[name] for m in metrics])) for name in metrics[0]}
+
+
+def _on_held_out(task: Task) -> EvaluateFn:
+    """Return the server's evaluation: held-out images with the global atoms alone."""
+
+    def evaluate(round_: int, arrays: ArrayRecord) -> MetricRecord | None:
+        atoms = to_arrays(arrays)
+        if round_ == 0 or not atoms:
+            return None
+        rebuilt = _rebuild(task.test, atoms[0], CURVE_N_NONZERO)
+        return MetricRecord({ERROR: float(np.mean((task.test - rebuilt) ** 2))})
+
+    return evaluate
+
+
+def _tables(metrics: dict[str, float], n_atoms: int, n_global: int) -> list[Table]:
+    """Return the two tables: all labels, and each client's own."""
+    methods = {
+        "global": f"PerMA, global ({n_global})",
+        "full": f"PerMA, global + local ({n_atoms})",
+        "local": f"Clients alone ({n_atoms})",
+        "average": f"Plain average ({n_atoms})",
+        "pooled": f"Pooled data ({n_global})",
+    }
+    digits = {"mse": 4, "psnr": 2, "ssim": 3}
+    columns = [f"{field.upper()} {k}" for field in digits for k in N_NONZERO]
+
+    def row(name: str, title: str, fields: Sequence[str]) -> list[str]:
+        cells = [f"{metrics[f'{f}_{name}_{k}']:.{digits[f]}f}" for f in fields for k in N_NONZERO]
+        return [title, *cells]
+
+    everything = Table(
+        "Held-out images of all labels",
+        "Mean squared error per pixel, PSNR (dB) and SSIM with k = 5, 10, 20 atoms per image, out "
+        "of as many as the brackets say. Global + local and clients alone: means over clients. "
+        "Plain average: of the clients' own dictionaries, atom by atom, without matching. Pooled "
+        "data: one dictionary of all clients' images, the ceiling.",
+        ["", *columns],
+        [row(name, title, list(digits)) for name, title in methods.items()],
+    )
+    own = Table(
+        "Held-out images of each client's own label",
+        "Mean squared error, means over clients. A client alone is best on the label that it has "
+        "nine tenths of; the table above shows what that costs on all others.",
+        ["", *(f"MSE {k}" for k in N_NONZERO)],
+        [row(f"own_{name}", methods[name], ["mse"]) for name in ("global", "full", "local")],
+    )
+    return [everything, own]
+
+
+def _pictures(
+    task: Task,
+    global_atoms: Matrix,
+    alone: Matrix,
+    pooled: Matrix,
+    curve: list[float],
+    metrics: dict[str, float],
+) -> list[Picture]:
+    from flwr_perdl.simulations import plots  # an extra: clients must not need it
+
+    one_each = [int(np.argmax(task.test_labels == label)) for label in np.unique(task.test_labels)]
+    shown = task.test[one_each[:10]]
+    k = PICTURE_N_NONZERO
+    rows = {
+        "original": shown,
+        f"client 0 alone\n(mostly label {task.labels[0]})": _rebuild(shown, alone, k),
+        "PerMA,\nglobal atoms": _rebuild(shown, global_atoms, k),
+        "pooled data": _rebuild(shown, pooled, k),
+    }
+    levels = {
+        name: metrics[f"mse_{key}_{CURVE_N_NONZERO}"]
+        for name, key in {"clients alone": "local", "pooled data": "pooled"}.items()
+    }
+    atoms = {"PerMA's global atoms": global_atoms, "Client 0 alone": alone, "Pooled data": pooled}
+    return [
+        Picture(
+            "reconstructions",
+            f"Held-out images rebuilt from {k} atoms",
+            "One image per label. A client alone knows its own label and draws the others with its "
+            "strokes; the global atoms draw all of them (the paper's Fig. 3).",
+            plots.images(rows, task.shape),
+        ),
+        Picture(
+            "error",
+            "Error against rounds",
+            f"Held-out images of all labels, {CURVE_N_NONZERO} of the global atoms per image. "
+            "Round 1 is the matching round.",
+            plots.lines(
+                {"PerMA, global atoms": curve},
+                x="communication round",
+                y="mean squared error",
+                levels=levels,
+            ),
+        ),
+        Picture(
+            "atoms",
+            "The atoms",
+            "Each to its own scale; the middle grey is zero.",
+            plots.atoms(atoms, task.shape),
+        ),
+    ]
+
+
+def _notes(config: Config, task: Task) -> Iterator[str]:
+    given, wanted = len(task.clients[0]), int(config["samples_per_client"])
+    if given < wanted:
+        yield (
+            f"Every client has {given} images instead of {wanted}: the data, a tenth of it and of "
+            "each label held out, has no more."
+        )
+    yield (
+        f"{len(task.clients)} clients with {given} images each, {len(task.test)} held-out images "
+        f"of {task.shape[0]}x{task.shape[1]} pixels in [0, 1]. Codes: orthogonal matching pursuit "
+        "for every dictionary. PSNR is the mean over images; SSIM has a Gaussian window (sigma "
+        "1.5) and is taken of images clipped to [0, 1]."
+    )
+    yield (
+        f"Clients alone and the pooled dictionary have the same learner and start as PerMA and "
+        f"{GENEROSITY} times its iterations. The plain average is of the clients' own "
+        "dictionaries, once, atom by atom in whatever order they are in."
+    )

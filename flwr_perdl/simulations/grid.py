@@ -1,0 +1,172 @@
+"""A Flower Grid in this process: it calls the ClientApp directly, without Ray or a SuperLink."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+from flwr.app import ArrayRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.common.constant import ErrorCode
+from flwr.serverapp import Grid
+
+from flwr_perdl import _compat
+from flwr_perdl._checks import check_count
+from flwr_perdl._records import PARTITION_ID
+
+RUN_ID = 1
+
+#: What may go wrong with one message: ``(partition, message) -> fault or None``.
+Faults = Callable[[int, Message], str | None]
+FAULTS = ("error", "silence", "nan", "shape", "empty")
+
+
+class InProcessGrid(Grid):
+    """Virtual nodes that are called one after the other, in this process.
+
+    Records are copied both ways, as on a wire: what one side changes, the other does not see. An
+    exception in the ClientApp becomes an error reply, and the client's state is what it was before.
+
+    Parameters
+    ----------
+    app : ClientApp
+        What every node runs.
+    num_nodes : int
+        Number of nodes; node i has ``partition-id`` i.
+    run_config : mapping, optional
+        Every node's ``context.run_config``.
+    node_config : callable, optional
+        ``partition -> mapping``: further node config, such as ``state-dir``.
+    faults : callable, optional
+        For tests: ``(partition, message) -> None`` or one of ``FAULTS``: the node answers with an
+        error ("error"), not at all ("silence"), with NaN ("nan"), an array too short by a row
+        ("shape"), or without records ("empty").
+    """
+
+    #: All nodes are there from the start: strategies need not wait for registrations.
+    nodes_are_fixed = True
+
+    def __init__(
+        self,
+        app: ClientApp,
+        num_nodes: int,
+        *,
+        run_config: Mapping[str, Any] | None = None,
+        node_config: Callable[[int], Mapping[str, Any]] | None = None,
+        faults: Faults | None = None,
+    ) -> None:
+        check_count("num_nodes", num_nodes, 1)
+        self.app = app
+        self.faults = faults
+        self.contexts = {
+            self._node_id(partition): Context(
+                run_id=RUN_ID,
+                node_id=self._node_id(partition),
+                node_config={
+                    PARTITION_ID: partition,
+                    "num-partitions": num_nodes,
+                    **(node_config(partition) if node_config else {}),
+                },
+                state=RecordDict(),
+                run_config=dict(run_config or {}),
+            )
+            for partition in range(num_nodes)
+        }
+        self._run = _compat.empty_run(RUN_ID)
+        self._replies: dict[str, Message] = {}
+        self._count = 0
+        _compat.become_server(RUN_ID)
+
+    @staticmethod
+    def _node_id(partition: int) -> int:
+        return partition + 1000
+
+    def set_run(self, run: Any) -> None:
+        """Set the run; ids and runs are both taken, as Flower's versions hand in either."""
+        self._run = _compat.empty_run(run) if isinstance(run, int) else run
+
+    @property
+    def run(self) -> Any:
+        """The run that this grid operates in."""
+        return self._run
+
+    def create_message(
+        self,
+        content: RecordDict,
+        message_type: str,
+        dst_node_id: int,
+        group_id: str,
+        ttl: float | None = None,
+    ) -> Message:
+        """Return a message to a node."""
+        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Return the ids of all nodes."""
+        return list(self.contexts)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Call the ClientApp once per message; the replies wait to be pulled."""
+        ids = []
+        for message in messages:
+            self._count += 1
+            identifier = f"message-{self._count}"
+            _compat.stamp(message, RUN_ID, identifier)
+            reply = self._call(message)
+            if reply is not None:
+                self._replies[identifier] = reply
+            ids.append(identifier)
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Return the replies to these messages, each once."""
+        wanted = (self._replies.pop(identifier, None) for identifier in message_ids)
+        return [reply for reply in wanted if reply is not None]
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        """Push the messages and return the replies; a silent node is not waited for."""
+        return self.pull_messages(self.push_messages(messages))
+
+    def _call(self, message: Message) -> Message | None:
+        """Return the reply of the node that ``message`` is for."""
+        context = self.contexts[message.metadata.dst_node_id]
+        fault = self.faults and self.faults(int(context.node_config[PARTITION_ID]), message)
+        if fault is not None and fault not in FAULTS:
+            raise ValueError(f"a fault must be one of {FAULTS}, got {fault!r}.")
+        if fault == "silence":
+            return None
+        kept = deepcopy(context.state)
+        try:
+            if fault == "error":
+                raise RuntimeError("a fault was injected")
+            received = Message(deepcopy(message.content), 0, message.metadata.message_type)
+            received.__dict__["_metadata"] = message.metadata
+            reply = self.app(received, context)
+            reply.content = _spoilt(deepcopy(reply.content), fault)
+        except Exception as error:
+            context.state = kept
+            code = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
+            reason = f"{type(error).__name__}: {error}"
+            reply = Message(Error(code=code, reason=reason), reply_to=message)
+        return reply
+
+
+def _spoilt(content: RecordDict, fault: str | None) -> RecordDict:
+    """Return a reply's content with an injected fault in it."""
+    if fault is None:
+        return content
+    if fault == "empty":
+        return RecordDict({"metrics": MetricRecord()})
+    for name, record in content.items():
+        if isinstance(record, ArrayRecord):
+            arrays = record.to_numpy_ndarrays()
+            if fault == "nan":
+                arrays = [np.full_like(array, np.nan) for array in arrays]
+            else:
+                arrays = [array[1:] for array in arrays]
+            content[name] = ArrayRecord(arrays)
+    return content

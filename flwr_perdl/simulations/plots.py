@@ -1,0 +1,167 @@
+"""Drawings for the reports; no global state, no display."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import ceil
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from flwr_perdl._checks import Matrix
+
+COLORS = ("#0b6e99", "#d9730d", "#4d7c0f", "#9333ea", "#6b7280")
+
+
+def _figure(width: float, height: float) -> Figure:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _plain(axes: Axes) -> Axes:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    return axes
+
+
+def atoms(groups: Mapping[str, Matrix], shape: tuple[int, int], *, columns: int = 12) -> Figure:
+    """Draw groups of atoms as small pictures, each to its own scale with zero in the middle grey.
+
+    Parameters
+    ----------
+    groups : mapping of str to ndarray of shape (n_atoms, height * width)
+        Title -> atoms.
+    shape : tuple of int
+        Height and width of an atom.
+    columns : int
+        Atoms side by side.
+    """
+    sheets = {title: _sheet(_scaled(D), shape, columns) for title, D in groups.items()}
+    heights = [sheet.shape[0] for sheet in sheets.values()]
+    width = next(iter(sheets.values())).shape[1]
+    figure = _figure(7, 7 * sum(heights) / width + 0.4 * len(heights))
+    rows = figure.subplots(len(sheets), 1, squeeze=False, height_ratios=heights)
+    for axes, (title, sheet) in zip(rows[:, 0], sheets.items(), strict=True):
+        _show(axes, sheet, title)
+    return figure
+
+
+def images(rows: Mapping[str, Matrix], shape: tuple[int, int]) -> Figure:
+    """Draw rows of images in [0, 1], the row's title on its left (Fig. 3).
+
+    Parameters
+    ----------
+    rows : mapping of str to ndarray of shape (n_images, height * width)
+        Title -> images.
+    shape : tuple of int
+        Height and width of an image.
+    """
+    count = len(next(iter(rows.values())))
+    figure = _figure(8, 6.2 * len(rows) / count * shape[0] / shape[1])
+    grid = figure.subplots(len(rows), 1, squeeze=False)
+    for axes, (title, values) in zip(grid[:, 0], rows.items(), strict=True):
+        _show(axes, _sheet(np.clip(values, 0, 1), shape, count), "")
+        axes.set_ylabel(title, rotation=0, ha="right", va="center", labelpad=8)
+    return figure
+
+
+def lines(
+    curves: Mapping[str, Sequence[float]],
+    *,
+    x: str,
+    y: str,
+    levels: Mapping[str, float] | None = None,
+    log: bool = False,
+    start: int = 1,
+) -> Figure:
+    """Draw curves over 1, 2, … (or from ``start``), and constant levels as dashes.
+
+    Parameters
+    ----------
+    curves : mapping of str to sequence of float
+        Label -> values.
+    x, y : str
+        What the axes show.
+    levels : mapping of str to float, optional
+        Label -> constant.
+    log : bool
+        Logarithmic y axis, values floored at 1e-16.
+    start : int
+        Where x starts.
+    """
+    figure = _figure(7, 3.8)
+    axes = _plain(figure.add_subplot())
+    for index, (label, values) in enumerate(curves.items()):
+        steps = np.arange(start, start + len(values))
+        shown = np.maximum(values, 1e-16) if log else np.asarray(values)
+        axes.plot(steps, shown, "o-", ms=3.5, color=COLORS[index % len(COLORS)], label=label)
+    for index, (label, level) in enumerate((levels or {}).items()):
+        axes.axhline(level, ls="--", lw=1.2, color=COLORS[-1 - index % len(COLORS)], label=label)
+    if log:
+        axes.set_yscale("log")
+    axes.set(xlabel=x, ylabel=y)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _legend(axes)
+    return figure
+
+
+def boxes(groups: Mapping[str, Sequence[Sequence[float]]], *, x: str, y: str) -> Figure:
+    """Draw side by side, per position, the spread of each group on a logarithmic axis (Fig. 2).
+
+    Parameters
+    ----------
+    groups : mapping of str to sequence of sequence of float
+        Label -> for every position its values; floored at 1e-16.
+    x, y : str
+        What the axes show.
+    """
+    count = len(next(iter(groups.values())))
+    figure = _figure(min(max(7.0, 0.45 * count), 14.0), 3.8)
+    axes = _plain(figure.add_subplot())
+    width = 0.7 / len(groups)
+    for index, (label, values) in enumerate(groups.items()):
+        color = COLORS[index % len(COLORS)]
+        centre = np.arange(count) + (index - (len(groups) - 1) / 2) * width
+        for position, sample in zip(centre, values, strict=True):
+            shown = np.maximum(np.asarray(sample), 1e-16)
+            low, median, high = np.quantile(shown, [0.0, 0.5, 1.0])
+            axes.plot([position, position], [low, high], color=color, alpha=0.35, lw=4)
+            axes.plot(position, median, "o", ms=4, color=color)
+        axes.plot([], [], "o", color=color, label=label)
+    axes.set_yscale("log")
+    axes.set(xlabel=x, ylabel=y)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _legend(axes)
+    return figure
+
+
+def _legend(axes: Axes) -> None:
+    """Put the legend above the axes, where it hides nothing."""
+    axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=4)
+
+
+def _scaled(D: Matrix) -> Matrix:
+    """Return atoms with their greatest entry positive and all entries in [0, 1], 0 at one half."""
+    peak = np.take_along_axis(D, np.abs(D).argmax(axis=1, keepdims=True), axis=1)
+    return 0.5 + 0.5 * D / np.where(peak == 0, 1, peak)
+
+
+def _sheet(values: Matrix, shape: tuple[int, int], columns: int) -> Matrix:
+    """Return small pictures side by side, a margin of one pixel around each."""
+    height, width = shape
+    count = ceil(len(values) / columns) * columns
+    tiles = np.full((count, height + 1, width + 1), np.nan)
+    tiles[: len(values), :height, :width] = values.reshape(-1, height, width)
+    grid = tiles.reshape(-1, columns, height + 1, width + 1).swapaxes(1, 2)
+    return grid.reshape(-1, columns * (width + 1))
+
+
+def _show(axes: Axes, sheet: Matrix, title: str) -> None:
+    axes.imshow(sheet, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.set(xticks=[], yticks=[])
+    axes.spines[:].set_visible(False)

@@ -1,0 +1,171 @@
+"""A run's results as one self-contained page, and as lines for a terminal."""
+
+from __future__ import annotations
+
+import json
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from flwr_perdl.simulations.outcome import RESULTS, replacing
+
+REPORT = "report.html"
+
+_PAGE = Template("""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>$title</title>
+<style>
+:root { --ink: #1c2733; --soft: #5b6875; --line: #dce2e8; --paper: #fff; --band: #f5f7f9;
+  --accent: #0b6e99 }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6ebf0; --soft: #a3afbb; --line: #34404c; --paper: #12181e; --band: #1a222a;
+    --accent: #62b6dc } }
+* { box-sizing: border-box }
+body { margin: 0; background: var(--paper); color: var(--ink);
+  font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif }
+main { max-width: 60rem; margin: 0 auto; padding: 2rem 1rem 4rem }
+h1 { font-size: 1.7rem; line-height: 1.2; margin: 0 0 .3rem }
+h2 { font-size: 1.15rem; margin: 2.4rem 0 .3rem }
+p { margin: .3rem 0 .8rem }
+.soft, figcaption, .caption { color: var(--soft); font-size: .93rem }
+.facts { display: flex; flex-wrap: wrap; gap: .5rem; margin: 1.2rem 0; padding: 0;
+  list-style: none }
+.facts li { background: var(--band); border: 1px solid var(--line); border-radius: .5rem;
+  padding: .4rem .8rem }
+.facts b { display: block; color: var(--accent); font-size: 1.1rem }
+.facts span { color: var(--soft); font-size: .85rem }
+.scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: .5rem }
+table { border-collapse: collapse; width: 100%; font-size: .93rem }
+th, td { padding: .4rem .6rem; text-align: right; white-space: nowrap;
+  font-variant-numeric: tabular-nums }
+th { background: var(--band); font-weight: 600 }
+th:first-child, td:first-child { text-align: left; white-space: normal; min-width: 8rem }
+tbody tr + tr td { border-top: 1px solid var(--line) }
+figure { margin: 0 }
+img { display: block; width: 100%; height: auto; background: #fff; border: 1px solid var(--line);
+  border-radius: .5rem; padding: .5rem }
+figcaption { margin-top: .4rem }
+details { margin-top: 2.4rem }
+summary { cursor: pointer; font-weight: 600 }
+code { overflow-wrap: anywhere }
+</style>
+</head>
+<body>
+<main>
+<h1>$title</h1>
+<p class="soft">$about</p>
+<ul class="facts">$facts</ul>
+$body
+<details><summary>Settings and versions</summary><p><code>$settings</code></p>
+<p><code>$versions</code></p></details>
+</main>
+</body>
+</html>
+""")
+
+
+def write_report(out: Path) -> Path:
+    """Write report.html from a run folder's results.json and figures.
+
+    Parameters
+    ----------
+    out : Path
+        A folder that a finished run wrote.
+
+    Returns
+    -------
+    Path
+        The page.
+
+    Raises
+    ------
+    ValueError
+        If the folder holds no finished run.
+    """
+    page = render(read_results(out), out)
+    with replacing(out / REPORT) as stream:
+        stream.write(page.encode())
+    return out / REPORT
+
+
+def read_results(out: Path) -> dict[str, Any]:
+    """Return what results.json in ``out`` says.
+
+    Raises
+    ------
+    ValueError
+        If there is none, or it cannot be read.
+    """
+    path = out / RESULTS
+    try:
+        results: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{str(out)!r} must be the folder of a finished run: {error}.") from error
+    if not isinstance(results, dict) or "experiment" not in results:
+        raise ValueError(f"{str(path)!r} must be a run's results, but names no experiment.")
+    return results
+
+
+def render(results: Mapping[str, Any], out: Path) -> str:
+    """Return the page of ``results``, whose figures lie in ``out``."""
+    facts = {
+        "clients": results["config"]["clients"],
+        "rounds": results["rounds"],
+        "floats sent per client": f"{results['floats_up']:,.0f}",
+        "floats received per client": f"{results['floats_down']:,.0f}",
+        "seconds in all": f"{results['seconds']:.1f}",
+        "engine": results["engine"],
+        "seed": results["seed"],
+    }
+    body = [*map(_table, results["tables"]), *(_figure(f, out) for f in results["figures"])]
+    if results["notes"]:
+        notes = "".join(f"<p>{escape(note)}</p>" for note in results["notes"])
+        body.append(f"<h2>Notes</h2>{notes}")
+    return _PAGE.substitute(
+        title=escape(results["experiment"]),
+        about=escape(f"{results['about']} (after {results['source']})."),
+        facts="".join(
+            f"<li><b>{escape(str(v))}</b><span>{k}</span></li>" for k, v in facts.items()
+        ),
+        body="\n".join(body),
+        settings=escape(_listing(results["config"])),
+        versions=escape(_listing(results["versions"])),
+    )
+
+
+def _listing(items: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in items.items() if value != "")
+
+
+def _fact(value: str, name: str) -> str:
+    return f"<li><b>{value}</b><span>{name}</span></li>"
+
+
+def _table(table: Mapping[str, Any]) -> str:
+    head = "".join(f"<th>{escape(column)}</th>" for column in table["columns"])
+    rows = "".join(_row(row) for row in table["rows"])
+    return (
+        f"<h2>{escape(table['title'])}</h2><div class='scroll'><table>"
+        f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
+        f"<p class='caption'>{escape(table['caption'])}</p>"
+    )
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
+
+
+def _figure(figure: Mapping[str, str], out: Path) -> str:
+    picture = b64encode((out / figure["file"]).read_bytes()).decode()
+    title = escape(figure["title"])
+    return (
+        f"<h2>{title}</h2><figure><img alt='{title}' src='data:image/png;base64,{picture}'>"
+        f"<figcaption>{escape(figure['caption'])}</figcaption></figure>"
+    )

@@ -1,0 +1,227 @@
+"""Running an experiment from its options to its files: what the command line is a shell over."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from flwr.app import ArrayRecord, MetricRecord
+from flwr.serverapp import Grid
+from numpy.typing import NDArray
+
+from flwr_perdl import _store
+from flwr_perdl._checks import check_choice
+from flwr_perdl._threads import one_blas_thread
+from flwr_perdl.simulations.engine import ENGINES, Config, EvaluateFn, Federated
+from flwr_perdl.simulations.engine import federate as run_federation
+from flwr_perdl.simulations.experiments import Experiment, Value, configure, find
+from flwr_perdl.simulations.outcome import replacing, to_results, write
+from flwr_perdl.simulations.report import write_report
+from flwr_perdl.strategies import RoundReport
+
+_RUN = "run.json"
+_CHECKPOINTS, _STATE, _KEPT = "checkpoints", "state", "kept"
+
+
+class Progress(NamedTuple):
+    """How far a run is.
+
+    Attributes
+    ----------
+    done, total : int
+        Communication rounds, over all federations of the run.
+    error : float or None
+        The experiment's error so far.
+    """
+
+    done: int
+    total: int
+    error: float | None
+
+
+def run_experiment(
+    name: str,
+    *,
+    engine: str | Grid = "in-process",
+    clients: int | None = None,
+    rounds: int | None = None,
+    seed: int | None = None,
+    data: str | Path | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    options: Mapping[str, Value] | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> dict[str, Any]:
+    """Run an experiment and write what it found.
+
+    Parameters
+    ----------
+    name : str
+        ``"digits"``, ``"images"``, ``"synthetic"`` or ``"global-atoms"``.
+    engine : str or Grid, default "in-process"
+        ``"in-process"``, ``"ray"``, or the Grid of a running ServerApp, whose clients have their
+        config already: then the experiment must need no more than one federation.
+    clients, rounds, seed : int, optional
+        By default the experiment's own.
+    data : str or Path, optional
+        The user's file, for experiments that take one.
+    out : str or Path, optional
+        Folder for results.json, arrays.npz, figures, report.html and checkpoints; by default
+        nothing is written.
+    resume : bool, default False
+        Continue the run that was begun in ``out``; what it has finished is not run again.
+    options : mapping, optional
+        The experiment's further options by name.
+    progress : callable, optional
+        Called with a `Progress` after every round.
+
+    Returns
+    -------
+    dict
+        What results.json says.
+
+    Raises
+    ------
+    ValueError
+        If a name, an option or the data is not as it must be, or ``out`` holds another run.
+    """
+    missing = [extra for extra in ("matplotlib", "sklearn") if find_spec(extra) is None]
+    if missing:
+        raise ValueError(
+            f"{' and '.join(missing)} must be installed to run experiments: "
+            "pip install 'flwr-perdl[experiments]'."
+        )
+    experiment = find(name)
+    if not isinstance(engine, Grid):
+        check_choice("engine", engine, ENGINES)
+    config = configure(
+        experiment,
+        clients=clients,
+        rounds=rounds,
+        seed=seed,
+        data=None if data is None else str(data),
+        options=options,
+    )
+    folder = None if out is None else Path(out)
+    if folder is not None:
+        _open(folder, config, resume=resume)
+    elif resume:
+        raise ValueError("resume must come with the folder of the run to continue (out).")
+    session = _Session(experiment, config, engine, folder, resume, progress)
+    started = time.perf_counter()
+    with one_blas_thread():
+        outcome = experiment.run(config, session.federate, session.keep)
+    results = to_results(
+        outcome,
+        experiment=experiment.NAME,
+        about=experiment.ABOUT,
+        source=experiment.SOURCE,
+        config={name: value for name, value in config.items() if name != "experiment"},
+        seed=config["seed"],
+        engine=engine if isinstance(engine, str) else "flower",
+        seconds=time.perf_counter() - started,
+    )
+    if folder is not None:
+        write(folder, outcome, results)
+        write_report(folder)
+    return results
+
+
+def _open(folder: Path, config: Config, *, resume: bool) -> None:
+    """Begin a run in ``folder``, or make sure that the one to resume is the same."""
+    path = folder / _RUN
+    if resume and path.is_file():
+        begun = json.loads(path.read_text())
+        if begun != config:
+            raise ValueError(f"out must hold the run to resume, {config}, got one of {begun}.")
+        return
+    for stale in (_CHECKPOINTS, _STATE, _KEPT):
+        if (folder / stale).is_dir():
+            shutil.rmtree(folder / stale)
+    folder.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as stream:
+        stream.write(json.dumps(config).encode())
+
+
+class _Session:
+    """One run: where its federations' files go, and how far it is."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        config: Config,
+        engine: str | Grid,
+        folder: Path | None,
+        resume: bool,
+        progress: Callable[[Progress], None] | None,
+    ) -> None:
+        self._experiment = experiment
+        self._federations = experiment.federations(config)
+        self._engine = engine
+        self._folder = folder
+        self._resume = resume
+        self._progress = progress
+        self._total = sum(int(one["rounds"]) for one in self._federations)
+        self._error: float | None = None
+        if not isinstance(engine, str) and len(self._federations) > 1:
+            raise ValueError(
+                f"inside a Flower run {experiment.NAME} must be one federation, got "
+                f"{len(self._federations)}: choose one seed (seeds=1) and one setting."
+            )
+
+    def federate(self, config: Config, evaluate_fn: EvaluateFn | None = None) -> Federated:
+        """Run the federation of ``config``, one of the experiment's.
+
+        A run of one federation has checkpoints and continues in the middle of it; a run of many
+        short ones keeps what each came to (`keep`), and continues with the first unfinished one.
+        """
+        number = self._federations.index(config)
+        before = sum(int(one["rounds"]) for one in self._federations[:number])
+        options: dict[str, Any] = {"on_round": lambda report: self._tell(before, report)}
+        if self._folder is not None and len(self._federations) == 1:
+            options["checkpoint_dir"] = self._folder / _CHECKPOINTS
+            options["resume"] = self._resume
+            config = {**config, "state_dir": str((self._folder / _STATE).absolute())}
+        return run_federation(
+            self._experiment,
+            config,
+            engine=self._engine,
+            evaluate_fn=None if evaluate_fn is None else self._noting(evaluate_fn),
+            **options,
+        )
+
+    def keep(
+        self, name: str, compute: Callable[[], dict[str, NDArray[Any]]]
+    ) -> dict[str, NDArray[Any]]:
+        """Return what ``compute()`` returns, from disk where a resumed run has it already."""
+        if self._folder is None:
+            return compute()
+        path = self._folder / _KEPT / f"{name}.npz"
+        if self._resume and path.is_file():
+            return _store.load(path).arrays
+        arrays = compute()
+        _store.save(path, arrays, {})
+        return arrays
+
+    def _noting(self, evaluate_fn: EvaluateFn) -> EvaluateFn:
+        def evaluate(round_: int, arrays: ArrayRecord) -> MetricRecord | None:
+            record = evaluate_fn(round_, arrays)
+            if record is not None:
+                self._note(dict(record))
+            return record
+
+        return evaluate
+
+    def _tell(self, before: int, report: RoundReport) -> None:
+        self._note(report.aggregate)
+        if self._progress is not None:
+            self._progress(Progress(before + report.round, self._total, self._error))
+
+    def _note(self, metrics: Mapping[str, Any]) -> None:
+        if self._experiment.ERROR in metrics:
+            self._error = float(metrics[self._experiment.ERROR])

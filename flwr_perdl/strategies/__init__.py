@@ -1,0 +1,20 @@
+"""Flower Strategies, one file per protocol."""
+
+from flwr_perdl.strategies._conversation import Options, ServerOptions, TooFewReplies
+from flwr_perdl.strategies._protocol import Protocol, Request, RoundReport
+from flwr_perdl.strategies._strategy import ProtocolStrategy, await_nodes
+from flwr_perdl.strategies.legacy import as_legacy
+from flwr_perdl.strategies.perma import PerMA
+
+__all__ = [
+    "Options",
+    "PerMA",
+    "Protocol",
+    "ProtocolStrategy",
+    "Request",
+    "RoundReport",
+    "ServerOptions",
+    "TooFewReplies",
+    "as_legacy",
+    "await_nodes",
+]

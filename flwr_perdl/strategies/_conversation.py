@@ -1,0 +1,471 @@
+"""Driving a protocol: sampling, checking replies, reports, checkpoints; no messages here.
+
+The adapters to Flower's two strategy interfaces only translate between their messages and this.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from logging import INFO, WARNING
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypedDict, TypeVar
+
+import numpy as np
+from flwr.common import log
+from numpy.typing import NDArray
+
+from flwr_perdl import _store
+from flwr_perdl._checks import Matrix, check_count, check_real
+from flwr_perdl._random import SERVER, spawn
+from flwr_perdl._records import (
+    NAME,
+    NUM_EXAMPLES,
+    PARTITION_ID,
+    ROUND,
+    RUN,
+    SEED,
+    STEP,
+    Reply,
+    Scalar,
+)
+from flwr_perdl._threads import one_blas_thread
+from flwr_perdl.strategies._protocol import Protocol, Request, RoundReport, State
+
+EVALUATE = "evaluate"
+_EVALUATION_DRAWS = SERVER - 1
+
+
+class TooFewReplies(RuntimeError):
+    """A round had fewer good replies than ``min_clients``."""
+
+
+class ServerOptions(TypedDict, total=False):
+    """The options that every strategy of this library takes, all by keyword.
+
+    fraction_train, fraction_evaluate : float, default 1.0
+        Share of the clients asked in a training round and in the evaluation after it (0: never).
+    min_clients : int, default 2
+        Fewest good replies with which a round goes on; also the fewest clients sampled.
+    num_clients : int or None, default None
+        Number of clients to wait for before round one; None waits until ``min_clients`` are there
+        and no further one has come for a few seconds.
+    node_timeout : float, default 60.0
+        Seconds to wait for them.
+    seed : int, default 0
+        The run's one seed.
+    checkpoint_dir : str, Path or None, default None
+        Folder for a checkpoint after every round.
+    resume : bool, default False
+        Continue from the newest checkpoint in that folder, if there is one.
+    on_round : callable or None, default None
+        Called with each `RoundReport`.
+    """
+
+    fraction_train: float
+    fraction_evaluate: float
+    min_clients: int
+    num_clients: int | None
+    node_timeout: float
+    seed: int
+    checkpoint_dir: str | Path | None
+    resume: bool
+    on_round: Callable[[RoundReport], None] | None
+
+
+class Options(NamedTuple):
+    """`ServerOptions`, complete and checked."""
+
+    fraction_train: float = 1.0
+    fraction_evaluate: float = 1.0
+    min_clients: int = 2
+    num_clients: int | None = None
+    node_timeout: float = 60.0
+    seed: int = 0
+    checkpoint_dir: str | Path | None = None
+    resume: bool = False
+    on_round: Callable[[RoundReport], None] | None = None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Options:
+        """Return the options with defaults filled in; ValueError or TypeError if one is wrong."""
+        unknown = set(given) - set(cls._fields)
+        if unknown:
+            raise TypeError(f"unknown option {sorted(unknown)[0]!r}; there are {cls._fields}.")
+        options = cls(**given)
+        check_real("fraction_train", options.fraction_train, 0, 1, open_low=True)
+        check_real("fraction_evaluate", options.fraction_evaluate, 0, 1)
+        check_count("min_clients", options.min_clients, 1)
+        if options.num_clients is not None:
+            check_count("num_clients", options.num_clients, 1)
+        check_real("node_timeout", options.node_timeout, 0)
+        check_count("seed", options.seed)
+        if options.resume and options.checkpoint_dir is None:
+            raise ValueError("resume must come with a checkpoint_dir, got checkpoint_dir=None.")
+        return options
+
+
+class Plan(NamedTuple):
+    """Who is asked what in one exchange."""
+
+    partitions: list[int]
+    arrays: list[Matrix]
+    config: dict[str, Scalar]
+
+
+Node = TypeVar("Node", bound=Hashable)
+
+
+class Roster(Generic[Node]):
+    """Which node is which client: Flower's node ids are random, partitions are not."""
+
+    def __init__(self) -> None:
+        self._partitions: dict[Node, int] = {}
+        self.names: dict[int, str] = {}
+
+    def unknown(self, nodes: Iterable[Node]) -> list[Node]:
+        """Return the nodes that have not said yet who they are."""
+        return [node for node in nodes if node not in self._partitions]
+
+    def enrol(self, node: Node, properties: Mapping[str, Any]) -> None:
+        """Note who ``node`` says it is.
+
+        Raises
+        ------
+        ValueError
+            If it does not say its partition-id.
+        """
+        partition = properties.get(PARTITION_ID)
+        if isinstance(partition, bool) or not isinstance(partition, int) or partition < 0:
+            raise ValueError(f"{PARTITION_ID} is {partition!r}")
+        self._partitions[node] = partition
+        self.names[partition] = str(properties.get(NAME) or partition)
+
+    def present(self, nodes: Collection[Node]) -> dict[int, Node]:
+        """Return the present clients' nodes by partition, ascending; the last enrolled wins."""
+        here = set(nodes)
+        latest = {part: node for node, part in self._partitions.items() if node in here}
+        return dict(sorted(latest.items()))
+
+    def label(self, partition: int) -> str:
+        """Return how logs and reports call a client."""
+        name = self.names.get(partition, str(partition))
+        return f"client {partition}" if name == str(partition) else f"client {partition} ({name})"
+
+
+def settle(
+    count: Callable[[], int], options: Options, *, fixed: bool = False, poll: float = 0.5
+) -> int:
+    """Wait until the clients of a run have registered, and return how many there are.
+
+    In a simulation the ServerApp starts while virtual nodes still register, so that a strategy
+    that begins at once trains on a few of them.
+
+    Parameters
+    ----------
+    count : callable
+        Returns the number of nodes registered so far.
+    options : Options
+        ``num_clients``, ``min_clients`` and ``node_timeout`` apply.
+    fixed : bool
+        True where all nodes are known to be there from the start.
+    poll : float
+        Seconds between two looks; without ``num_clients``, six looks alike end the wait.
+
+    Raises
+    ------
+    TooFewReplies
+        If fewer than ``min_clients`` nodes are there in time.
+    """
+    wanted = options.num_clients or options.min_clients
+    deadline = time.monotonic() + options.node_timeout
+    seen, same = count(), 0
+    while time.monotonic() < deadline:
+        if seen >= wanted and (fixed or options.num_clients is not None or same >= 6):
+            return seen
+        time.sleep(poll)
+        before, seen = seen, count()
+        same = same + 1 if seen == before else 0
+    waited = f"{options.node_timeout:g} s"
+    if seen < options.min_clients:
+        raise TooFewReplies(
+            f"{seen} client(s) registered within {waited}, fewer than the "
+            f"{options.min_clients} that a round needs (min_clients)."
+        )
+    if seen < wanted:
+        log(WARNING, "Starting with %d of %d clients after %s.", seen, wanted, waited)
+    return seen
+
+
+class Conversation:
+    """One run of a protocol: asks its questions, takes the replies, remembers what happened.
+
+    Parameters
+    ----------
+    protocol : callable
+        ``(initial arrays, state or None) -> generator`` as in `_protocol`.
+    options : Options
+        The server's options.
+    identity : mapping
+        What makes two runs the same run; a checkpoint of another one is refused.
+    initial : list of ndarray
+        The user's initial arrays, possibly none.
+    """
+
+    def __init__(
+        self,
+        protocol: Callable[[list[Matrix], State | None], Protocol],
+        options: Options,
+        identity: Mapping[str, Any],
+        initial: list[Matrix],
+    ) -> None:
+        self.options = options
+        self.identity = dict(identity)
+        self.history: list[RoundReport] = []
+        self.server_metrics: dict[int, dict[str, Any]] = {}
+        self.model: list[Matrix] = initial
+        self.done = 0
+        self._run = uuid.uuid4().hex
+        self._evaluated = 0
+        self._request: Request | None = None
+        saved = self._load() if options.resume else None
+        if saved is not None and saved.meta["finished"]:
+            return
+        state = None if saved is None else _part(saved.arrays, "state")
+        self._steps = protocol(initial, state)
+        self._advance(lambda: next(self._steps))
+
+    # Training ------------------------------------------------------------------------------
+
+    def plan(self, round_: int, partitions: Collection[int]) -> Plan | None:
+        """Return who is asked what in ``round_``; None if there is nothing to ask."""
+        if self._request is None or round_ <= self.done:
+            return None
+        if len(partitions) < self.options.min_clients:
+            raise TooFewReplies(
+                f"Round {round_} has {len(partitions)} client(s) to ask, fewer than "
+                f"min_clients={self.options.min_clients}; {self._where_saved()}."
+            )
+        chosen = self._sample(partitions, self.options.fraction_train, SERVER, round_)
+        return self._plan(round_, chosen, self._request.step, self._request.config)
+
+    def conclude(
+        self,
+        round_: int,
+        replies: Mapping[int, Reply],
+        dropped: Mapping[str, str],
+        roster: Roster[Any],
+    ) -> RoundReport:
+        """Check the replies to the last plan, move the protocol on, and save the new state.
+
+        Parameters
+        ----------
+        round_ : int
+            The round they belong to.
+        replies : mapping of int to Reply
+            Readable replies by partition.
+        dropped : mapping of str to str
+            Who has no readable reply, and why.
+        roster : Roster
+            For the clients' names.
+
+        Raises
+        ------
+        TooFewReplies
+            If fewer than ``min_clients`` good replies remain.
+        """
+        request = self._request
+        if request is None:
+            raise RuntimeError("conclude must follow a plan.")
+        good: dict[int, Reply] = {}
+        bad = dict(dropped)
+        for partition in sorted(replies):
+            try:
+                request.check(replies[partition])
+            except ValueError as error:
+                bad[roster.label(partition)] = str(error)
+            else:
+                good[partition] = replies[partition]
+        report = self._report(round_, request.step, request.arrays, good, bad)
+        if len(good) < self.options.min_clients:
+            raise TooFewReplies(
+                f"Round {round_} has {len(good)} good replies, fewer than "
+                f"min_clients={self.options.min_clients}; {self._where_saved()}."
+            )
+        with one_blas_thread():
+            self._advance(lambda: self._steps.send(good))
+        self.done = round_
+        self._remember(report)
+        return report
+
+    # Evaluation ----------------------------------------------------------------------------
+
+    def plan_evaluation(
+        self, round_: int, partitions: Collection[int], config: Mapping[str, Scalar]
+    ) -> Plan | None:
+        """Return who evaluates the model after ``round_``; None if nobody does."""
+        fraction = self.options.fraction_evaluate
+        if fraction == 0 or round_ != self.done or round_ <= self._evaluated:
+            return None
+        chosen = self._sample(partitions, fraction, _EVALUATION_DRAWS, round_)
+        return self._plan(round_, chosen, EVALUATE, config)
+
+    def conclude_evaluation(
+        self, round_: int, replies: Mapping[int, Reply], dropped: Mapping[str, str]
+    ) -> RoundReport:
+        """Note the replies to the last evaluation."""
+        report = self._report(round_, EVALUATE, self.model, replies, dropped)
+        self._evaluated = round_
+        self._remember(report)
+        return report
+
+    # What both share -------------------------------------------------------------------------
+
+    def past(self, round_: int, *, evaluation: bool) -> RoundReport | None:
+        """Return the report of an exchange of ``round_``, None if there was none."""
+        for report in self.history:
+            if report.round == round_ and (report.step == EVALUATE) == evaluation:
+                return report
+        return None
+
+    def _sample(
+        self, partitions: Collection[int], fraction: float, draws: int, round_: int
+    ) -> list[int]:
+        """Return the partitions that take part, ascending."""
+        size = max(round(fraction * len(partitions)), self.options.min_clients)
+        if size >= len(partitions):
+            return sorted(partitions)
+        rng = spawn(self.options.seed, draws, round_)
+        return sorted(rng.choice(sorted(partitions), size=size, replace=False).tolist())
+
+    def _plan(
+        self, round_: int, chosen: list[int], step: str, config: Mapping[str, Scalar]
+    ) -> Plan:
+        """Return the plan that asks ``chosen`` to take ``step`` from the current model."""
+        common: dict[str, Scalar] = {
+            STEP: step,
+            ROUND: round_,
+            SEED: self.options.seed,
+            RUN: self._run,
+        }
+        return Plan(chosen, self.model, {**config, **common})
+
+    def _advance(self, move: Callable[[], Request]) -> None:
+        """Move the protocol to its next request, or to its end."""
+        try:
+            self._request = move()
+            self.model = list(self._request.arrays)
+        except StopIteration as end:
+            self._request = None
+            self.model = list(end.value)
+
+    def _report(
+        self,
+        round_: int,
+        step: str,
+        sent: Iterable[Matrix],
+        good: Mapping[int, Reply],
+        dropped: Mapping[str, str],
+    ) -> RoundReport:
+        """Return the report of an exchange, and log who was left out."""
+        for label, reason in dropped.items():
+            log(WARNING, "Round %d (%s): left out %s: %s", round_, step, label, reason)
+        aggregate = weighted_means(good)
+        aggregate |= {"clients": float(len(good)), "dropped": float(len(dropped))}
+        ups = [sum(array.size for array in reply.arrays) for reply in good.values()]
+        return RoundReport(
+            round=round_,
+            step=step,
+            metrics={
+                p: {NUM_EXAMPLES: reply.num_examples, **reply.metrics} for p, reply in good.items()
+            },
+            aggregate=aggregate,
+            dropped=dict(dropped),
+            floats_down=float(sum(array.size for array in sent)),
+            floats_up=float(np.mean(ups)) if ups else 0.0,
+        )
+
+    def _remember(self, report: RoundReport) -> None:
+        """Append ``report`` to the history, save, and tell who wants to know."""
+        self.history.append(report)
+        self.save()
+        if self.options.on_round is not None:
+            self.options.on_round(report)
+
+    # Checkpoints -----------------------------------------------------------------------------
+
+    def _where_saved(self) -> str:
+        """Return the clause that says where the last good state is."""
+        if self.options.checkpoint_dir is None:
+            return "nothing is saved, since there is no checkpoint_dir"
+        return f"the state after round {self.done} is saved in {self.options.checkpoint_dir}"
+
+    def save(self) -> None:
+        """Write a checkpoint of the state after the last finished round."""
+        if self.options.checkpoint_dir is None:
+            return
+        request = self._request
+        state = request.state if request is not None and request.state is not None else {}
+        arrays: dict[str, NDArray[Any]] = {
+            f"state/{name}": np.asarray(a) for name, a in state.items()
+        }
+        arrays |= {f"model/{i:04d}": array for i, array in enumerate(self.model)}
+        meta = {
+            "identity": self.identity,
+            "run": self._run,
+            "round": self.done,
+            "evaluated": self._evaluated,
+            "finished": request is None,
+            "history": [report._asdict() for report in self.history],
+            "server_metrics": self.server_metrics,
+        }
+        _store.save_round(Path(self.options.checkpoint_dir), self.done, arrays, meta)
+
+    def _load(self) -> _store.Saved | None:
+        """Take up the newest readable checkpoint; None if there is none."""
+        folder = Path(str(self.options.checkpoint_dir))
+        for round_ in reversed(_store.rounds_in(folder)):
+            try:
+                saved = _store.load(_store.round_path(folder, round_))
+            except ValueError as error:
+                log(WARNING, "%s The checkpoint before it is used.", error)
+                continue
+            if saved.meta["identity"] != self.identity:
+                raise ValueError(
+                    f"checkpoint_dir must hold a run with the same options, got one of "
+                    f"{saved.meta['identity']}; this is {self.identity}."
+                )
+            self._run = saved.meta["run"]
+            self.done = saved.meta["round"]
+            self._evaluated = saved.meta["evaluated"]
+            self.history = [_report_from(entry) for entry in saved.meta["history"]]
+            self.server_metrics = {int(r): m for r, m in saved.meta["server_metrics"].items()}
+            model = _part(saved.arrays, "model")
+            self.model = [model[name] for name in sorted(model)]
+            log(INFO, "Resuming after round %d from %s.", self.done, folder)
+            return saved
+        return None
+
+
+def weighted_means(replies: Mapping[int, Reply]) -> dict[str, float]:
+    """Return each metric's mean over the replies that have it, weighted by their examples."""
+    names = {name: None for reply in replies.values() for name in reply.metrics}
+    means = {}
+    for name in names:
+        having = [reply for reply in replies.values() if name in reply.metrics]
+        total = sum(reply.num_examples for reply in having)
+        means[name] = sum(reply.num_examples * reply.metrics[name] for reply in having) / total
+    return means
+
+
+def _part(arrays: Mapping[str, NDArray[Any]], kind: str) -> dict[str, NDArray[Any]]:
+    """Return the arrays saved under ``kind/``."""
+    start = f"{kind}/"
+    return {name.removeprefix(start): a for name, a in arrays.items() if name.startswith(start)}
+
+
+def _report_from(entry: Mapping[str, Any]) -> RoundReport:
+    """Return a report as it was before it was saved (JSON's keys are strings)."""
+    metrics = {int(partition): metrics for partition, metrics in entry["metrics"].items()}
+    return RoundReport(**{**entry, "metrics": metrics})

@@ -1,0 +1,305 @@
+"""The base of every strategy: Flower's Message API on one side, a protocol on the other."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from logging import INFO, WARNING
+from typing import Any, Unpack
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.common import log
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+
+from flwr_perdl._checks import Matrix
+from flwr_perdl._records import ARRAYS, CONFIG, Reply, Scalar, read_reply, to_arrays, to_record
+from flwr_perdl.strategies._conversation import (
+    Conversation,
+    Options,
+    Plan,
+    Roster,
+    ServerOptions,
+    settle,
+)
+from flwr_perdl.strategies._protocol import Protocol, RoundReport, State
+
+
+class ProtocolStrategy(Strategy):
+    """A Flower Strategy that drives the generator of its ``protocol`` method.
+
+    A subclass sets its own options as public attributes, passes the rest on, and writes
+    ``protocol``; there is nothing else to do.
+
+    Parameters
+    ----------
+    **options
+        See `ServerOptions`.
+    """
+
+    def __init__(self, **options: Unpack[ServerOptions]) -> None:
+        self._options = Options.of(options)
+        self._conversation: Conversation | None = None
+        self._roster: Roster[int] = Roster()
+        self._sent: list[tuple[int, Message]] | None = None
+        self._timeout = 3600.0
+
+    @abstractmethod
+    def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
+        """Return the protocol's generator (see `flwr_perdl.strategies._protocol`).
+
+        Parameters
+        ----------
+        initial : list of ndarray
+            The arrays that the user started the strategy with, possibly none.
+        state : mapping of str to ndarray, or None
+            The state of the request to begin with; None for a fresh start.
+        """
+
+    @property
+    def options(self) -> Options:
+        """The server's options, complete."""
+        return self._options
+
+    @property
+    def history(self) -> list[RoundReport]:
+        """What happened so far: one report per training round and per evaluation."""
+        return [] if self._conversation is None else self._conversation.history
+
+    def settings(self) -> dict[str, Any]:
+        """Return the strategy's own options by name."""
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
+
+    def open(self, initial: list[Matrix]) -> Conversation:
+        """Begin a run (or take it up from its checkpoint) and return its conversation."""
+        identity = {
+            "protocol": type(self).__name__,
+            "settings": self.settings(),
+            "seed": self._options.seed,
+            "fraction_train": self._options.fraction_train,
+        }
+        self._roster = Roster()
+        self._conversation = Conversation(self.protocol, self._options, identity, initial)
+        return self._conversation
+
+    # Flower's interface --------------------------------------------------------------------
+
+    def summary(self) -> None:
+        """Log the strategy's options."""
+        for name, value in {**self.settings(), **self._options._asdict()}.items():
+            log(INFO, "\t├──> %s: %s", name, value)
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord | None = None,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+    ) -> Result:
+        """Run the protocol for ``num_rounds`` communication rounds.
+
+        As `flwr.serverapp.strategy.Strategy.start`; ``initial_arrays`` may be left out, and a
+        resumed run does not ask for its finished rounds again.
+        """
+        initial = ArrayRecord() if initial_arrays is None else initial_arrays
+        self._timeout = timeout
+        conversation = self.open(to_arrays(initial))
+        result = super().start(
+            grid,
+            initial,
+            num_rounds,
+            timeout,
+            train_config,
+            evaluate_config,
+            None if evaluate_fn is None else _remembering(evaluate_fn, conversation),
+        )
+        if conversation.done:
+            result.arrays = to_record(conversation.model)
+        return result
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> list[Message]:
+        """Ask this round's question of the sampled clients."""
+        conversation = self._conversation or self.open(to_arrays(arrays))
+        self._sent = None
+        if server_round <= conversation.done:
+            return []
+        nodes = self._present(grid)
+        plan = conversation.plan(server_round, list(nodes))
+        return [] if plan is None else self._ask(plan, nodes, MessageType.TRAIN, config)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Hand the good replies to the protocol and return its new model."""
+        conversation = self._running()
+        if self._sent is not None:
+            good, dropped = self._read(replies, with_arrays=True)
+            report: RoundReport | None = conversation.conclude(
+                server_round, good, dropped, self._roster
+            )
+        else:
+            report = conversation.past(server_round, evaluation=False)
+        if report is None:
+            return None, None
+        return to_record(conversation.model), MetricRecord(dict(report.aggregate))
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> list[Message]:
+        """Ask the sampled clients to evaluate the model."""
+        conversation = self._running()
+        self._sent = None
+        if self._options.fraction_evaluate == 0 or server_round != conversation.done:
+            return []
+        nodes = self._present(grid)
+        plan = conversation.plan_evaluation(server_round, list(nodes), _scalars(config))
+        return [] if plan is None else self._ask(plan, nodes, MessageType.EVALUATE, config)
+
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        """Return the means of the clients' evaluation metrics."""
+        conversation = self._running()
+        if self._sent is not None:
+            good, dropped = self._read(replies, with_arrays=False)
+            report: RoundReport | None = conversation.conclude_evaluation(
+                server_round, good, dropped
+            )
+        else:
+            report = conversation.past(server_round, evaluation=True)
+        return None if report is None else MetricRecord(dict(report.aggregate))
+
+    # Messages ------------------------------------------------------------------------------
+
+    def _running(self) -> Conversation:
+        """Return the conversation of the run that is on."""
+        if self._conversation is None:
+            raise RuntimeError("a strategy must be started before it can aggregate.")
+        return self._conversation
+
+    def _present(self, grid: Grid) -> dict[int, int]:
+        """Return the present clients' node ids by partition; new nodes are asked who they are."""
+        if not self._roster.names:
+            await_nodes(grid, self._options)
+        ids = sorted(grid.get_node_ids())
+        new = self._roster.unknown(ids)
+        if new:
+            questions = [
+                (node, _message(RecordDict({CONFIG: ConfigRecord()}), node, MessageType.QUERY))
+                for node in new
+            ]
+            answers = _answers(
+                questions,
+                grid.send_and_receive([message for _, message in questions], timeout=self._timeout),
+            )
+            for node in new:
+                try:
+                    self._roster.enrol(node, _properties(answers.get(node)))
+                except ValueError as error:
+                    log(WARNING, "Left out node %d, which does not say who it is: %s", node, error)
+        return self._roster.present(ids)
+
+    def _ask(
+        self, plan: Plan, nodes: Mapping[int, int], message_type: str, config: ConfigRecord
+    ) -> list[Message]:
+        """Return one message of its own per client (mods change records in place)."""
+        self._sent = [
+            (
+                partition,
+                _message(
+                    RecordDict(
+                        {
+                            ARRAYS: to_record(plan.arrays),
+                            CONFIG: ConfigRecord({**config, **plan.config}),
+                        }
+                    ),
+                    nodes[partition],
+                    message_type,
+                ),
+            )
+            for partition in plan.partitions
+        ]
+        return [message for _, message in self._sent]
+
+    def _read(
+        self, replies: Iterable[Message], *, with_arrays: bool
+    ) -> tuple[dict[int, Reply], dict[str, str]]:
+        """Return the readable replies by partition, and why the other clients have none."""
+        sent = self._sent or []
+        answers = _answers(sent, replies)
+        good: dict[int, Reply] = {}
+        dropped: dict[str, str] = {}
+        for partition, _ in sent:
+            try:
+                good[partition] = read_reply(answers[partition], with_arrays=with_arrays)
+            except KeyError:
+                dropped[self._roster.label(partition)] = "no reply in time"
+            except Exception as error:
+                dropped[self._roster.label(partition)] = str(error)
+        return good, dropped
+
+
+def await_nodes(grid: Grid, options: Options) -> int:
+    """Wait until the nodes of a run have registered (see `settle`), and return their number."""
+    fixed = bool(getattr(grid, "nodes_are_fixed", False))
+    return settle(lambda: len(list(grid.get_node_ids())), options, fixed=fixed)
+
+
+def _message(content: RecordDict, node: int, message_type: str) -> Message:
+    return Message(content, dst_node_id=node, message_type=message_type)
+
+
+def _answers(sent: list[tuple[int, Message]], replies: Iterable[Message]) -> dict[int, Message]:
+    """Return the replies by who was asked: an error's source may be the server's own id."""
+    asked = {message.metadata.message_id: who for who, message in sent}
+    answers: dict[int, Message] = {}
+    for reply in replies:
+        who = asked.get(reply.metadata.reply_to_message_id)
+        if who is None or who in answers:
+            log(WARNING, "Left out a reply that nobody asked for, or a second one.")
+            continue
+        answers[who] = reply
+    return answers
+
+
+def _properties(answer: Message | None) -> Mapping[str, Any]:
+    """Return what a node said of itself.
+
+    Raises
+    ------
+    ValueError
+        If it did not answer, or answered with an error.
+    """
+    if answer is None:
+        raise ValueError("no reply in time")
+    if answer.has_error():
+        raise ValueError(f"error {answer.error.code}: {answer.error.reason}")
+    record = answer.content.get(CONFIG)
+    if not isinstance(record, ConfigRecord):
+        raise ValueError(f"no ConfigRecord {CONFIG!r}")
+    return record
+
+
+def _scalars(config: ConfigRecord) -> dict[str, Scalar]:
+    return {key: value for key, value in config.items() if not isinstance(value, list)}
+
+
+def _remembering(
+    evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None], conversation: Conversation
+) -> Callable[[int, ArrayRecord], MetricRecord | None]:
+    """Return ``evaluate_fn`` that answers for rounds before the resumed one from memory."""
+
+    def evaluate(round_: int, arrays: ArrayRecord) -> MetricRecord | None:
+        if round_ in conversation.server_metrics:
+            return MetricRecord(conversation.server_metrics[round_])
+        record = evaluate_fn(round_, arrays)
+        if record is not None:
+            conversation.server_metrics[round_] = dict(record)
+        return record
+
+    return evaluate

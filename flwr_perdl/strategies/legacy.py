@@ -1,0 +1,191 @@
+"""The same protocols on Flower's older interface, ``ServerAppComponents(strategy=…)``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from logging import WARNING
+from typing import Any
+
+from flwr.common import (
+    Code,
+    EvaluateIns,
+    EvaluateRes,
+    FitIns,
+    FitRes,
+    GetPropertiesIns,
+    Parameters,
+    log,
+    ndarrays_to_parameters,
+    parameters_to_ndarrays,
+)
+from flwr.server.client_manager import ClientManager
+from flwr.server.client_proxy import ClientProxy
+from flwr.server.strategy import Strategy
+
+from flwr_perdl._checks import Matrix
+from flwr_perdl._records import Reply, Scalar, check_reply
+from flwr_perdl.strategies._conversation import Conversation, Plan, Roster, settle
+from flwr_perdl.strategies._strategy import ProtocolStrategy
+
+EvaluateFn = Callable[[int, list[Matrix]], tuple[float, dict[str, Scalar]] | None]
+
+
+def as_legacy(
+    strategy: ProtocolStrategy,
+    *,
+    initial: Sequence[Matrix] = (),
+    evaluate_fn: EvaluateFn | None = None,
+    evaluate_config: Mapping[str, Scalar] | None = None,
+) -> LegacyStrategy:
+    """Return ``strategy`` behind Flower's older strategy interface.
+
+    The clients are the same NumPyClients, through ``.to_client()``; the results are the same bits.
+
+    Parameters
+    ----------
+    strategy : ProtocolStrategy
+        Any strategy of this library.
+    initial : sequence of ndarray
+        Initial arrays, possibly none.
+    evaluate_fn : callable, optional
+        ``(round, model arrays) -> (loss, metrics) or None``: evaluation at the server.
+    evaluate_config : mapping, optional
+        Config of the clients' evaluations.
+    """
+    return LegacyStrategy(strategy, list(initial), evaluate_fn, dict(evaluate_config or {}))
+
+
+class LegacyStrategy(Strategy):
+    """See `as_legacy`."""
+
+    def __init__(
+        self,
+        strategy: ProtocolStrategy,
+        initial: list[Matrix],
+        evaluate_fn: EvaluateFn | None,
+        evaluate_config: dict[str, Scalar],
+    ) -> None:
+        self.strategy = strategy
+        self._initial = initial
+        self._evaluate_fn = evaluate_fn
+        self._evaluate_config = evaluate_config
+        self._roster: Roster[str] = Roster()
+        self._asked: dict[str, int] = {}
+
+    @property
+    def conversation(self) -> Conversation:
+        """The run that is on."""
+        conversation = self.strategy._conversation
+        return self.strategy.open(self._initial) if conversation is None else conversation
+
+    def initialize_parameters(self, client_manager: ClientManager) -> Parameters:
+        """Begin the run (or take it up from its checkpoint) and return its model."""
+        self._roster = Roster()
+        return ndarrays_to_parameters(self.strategy.open(self._initial).model)
+
+    def configure_fit(
+        self, server_round: int, parameters: Parameters, client_manager: ClientManager
+    ) -> list[tuple[ClientProxy, FitIns]]:
+        """Ask this round's question of the sampled clients."""
+        if server_round == self.conversation.done + 1:
+            proxies = self._present(client_manager)
+            plan = self.conversation.plan(server_round, list(proxies))
+            return [(p, FitIns(a, c)) for p, a, c in self._ask(plan, proxies)]
+        return []
+
+    def aggregate_fit(
+        self,
+        server_round: int,
+        results: list[tuple[ClientProxy, FitRes]],
+        failures: list[Any],
+    ) -> tuple[Parameters | None, dict[str, Scalar]]:
+        """Hand the good replies to the protocol and return its new model."""
+        replies = {
+            proxy.cid: (result.num_examples, result.parameters, result.metrics)
+            for proxy, result in results
+        }
+        good, dropped = self._read(replies, failures)
+        report = self.conversation.conclude(server_round, good, dropped, self._roster)
+        return ndarrays_to_parameters(self.conversation.model), dict(report.aggregate)
+
+    def configure_evaluate(
+        self, server_round: int, parameters: Parameters, client_manager: ClientManager
+    ) -> list[tuple[ClientProxy, EvaluateIns]]:
+        """Ask the sampled clients to evaluate the model."""
+        if server_round != self.conversation.done:
+            return []
+        proxies = self._present(client_manager)
+        plan = self.conversation.plan_evaluation(server_round, list(proxies), self._evaluate_config)
+        return [(p, EvaluateIns(a, c)) for p, a, c in self._ask(plan, proxies)]
+
+    def aggregate_evaluate(
+        self,
+        server_round: int,
+        results: list[tuple[ClientProxy, EvaluateRes]],
+        failures: list[Any],
+    ) -> tuple[float | None, dict[str, Scalar]]:
+        """Return the means of the clients' losses and evaluation metrics."""
+        none = ndarrays_to_parameters([])
+        replies = {
+            proxy.cid: (result.num_examples, none, {"loss": result.loss, **result.metrics})
+            for proxy, result in results
+        }
+        good, dropped = self._read(replies, failures)
+        report = self.conversation.conclude_evaluation(server_round, good, dropped)
+        return report.aggregate.get("loss"), dict(report.aggregate)
+
+    def evaluate(
+        self, server_round: int, parameters: Parameters
+    ) -> tuple[float, dict[str, Scalar]] | None:
+        """Evaluate the model at the server."""
+        if self._evaluate_fn is None:
+            return None
+        return self._evaluate_fn(server_round, parameters_to_ndarrays(parameters))
+
+    def _present(self, client_manager: ClientManager) -> dict[int, ClientProxy]:
+        """Return the present clients by partition; new ones are asked who they are."""
+        if not self._roster.names:
+            settle(client_manager.num_available, self.strategy.options)
+        proxies = client_manager.all()
+        for cid in sorted(self._roster.unknown(list(proxies))):
+            try:
+                answer = proxies[cid].get_properties(
+                    GetPropertiesIns(config={}), timeout=None, group_id=None
+                )
+                if answer.status.code != Code.OK:
+                    raise ValueError(answer.status.message)
+                self._roster.enrol(cid, answer.properties)
+            except Exception as error:
+                log(WARNING, "Left out node %s, which does not say who it is: %s", cid, error)
+        return {part: proxies[cid] for part, cid in self._roster.present(list(proxies)).items()}
+
+    def _ask(
+        self, plan: Plan | None, proxies: Mapping[int, ClientProxy]
+    ) -> list[tuple[ClientProxy, Parameters, dict[str, Scalar]]]:
+        """Return proxy, parameters and config of everyone who is asked."""
+        if plan is None:
+            return []
+        self._asked = {proxies[partition].cid: partition for partition in plan.partitions}
+        parameters = ndarrays_to_parameters(plan.arrays)
+        return [(proxies[p], parameters, dict(plan.config)) for p in plan.partitions]
+
+    def _read(
+        self,
+        replies: Mapping[str, tuple[int, Parameters, Mapping[str, Scalar]]],
+        failures: Sequence[Any],
+    ) -> tuple[dict[int, Reply], dict[str, str]]:
+        """Return the readable replies by partition, and why the other clients have none."""
+        good: dict[int, Reply] = {}
+        dropped: dict[str, str] = {}
+        causes = "; ".join(sorted({str(f) for f in failures if isinstance(f, BaseException)}))
+        for cid, partition in self._asked.items():
+            if cid not in replies:
+                dropped[self._roster.label(partition)] = causes or "no reply in time"
+                continue
+            num_examples, parameters, metrics = replies[cid]
+            try:
+                arrays = parameters_to_ndarrays(parameters)
+                good[partition] = check_reply(arrays, num_examples, metrics)
+            except Exception as error:
+                dropped[self._roster.label(partition)] = str(error)
+        return good, dropped

@@ -1,0 +1,221 @@
+"""PerMA: personalized matching and averaging (P0, Algorithm 1).
+
+P0 = Liang, Shi, Al Kontar, Fattahi, "Personalized Dictionary Learning for Heterogeneous Datasets",
+NeurIPS 2023. The paper stores atoms as columns; here rows are atoms.
+
+=============================  ==================================================================
+paper                          here
+=============================  ==================================================================
+N clients, Y_i                 clients by partition; ``DictionaryClient(X)``, rows are samples
+D_i^(0)                        reply to ``"start"``: the client's warm-started dictionary
+global_matching (Alg. 2)       `flwr_perdl.dictionary.global_matching`
+D^g,(t)                        ``global_atoms`` (n_global, n_features), request of ``"update"``
+D_i^l,(t)                      the client's private local atoms
+local_update (Alg. 3)          the client's reply to ``"update"``
+1/N sum_i D_i^g,(t+1)          ``aggregation="mean"``
+r^g                            ``n_global``
+=============================  ==================================================================
+
+Deviations from the paper, and why:
+
+- Line 7 broadcasts every client's local atoms; here each client keeps what the global atoms leave
+  of its own dictionary, so that the server sends nothing private and a client that joins late does
+  the same.
+- Averages of unit vectors are not unit vectors: global atoms are brought back to the set that the
+  clients' learners work in (the nearest matrix with orthonormal rows, or unit rows).
+- ``aggregation="statistics"`` (the default) sums what the clients' update is computed from instead
+  of averaging its result; ``"mean"`` is the paper's.
+- ``matching="consensus"`` (the default) has an error that does not grow with the number of
+  clients; ``"paths"`` is the paper's.
+- Atoms that few samples stand behind are withheld by the client (``min_support``), in every round.
+
+What each party receives:
+
+- *The server*, in round one: every client's dictionary, without withheld atoms. Later: per client
+  and global atom, the updated atom, or (statistics) the row of C_g' (X - C_l D_l), a sum over the
+  samples that use the atom. In every round: numbers of samples and atoms, and mean errors. Never:
+  samples, codes, or, after round one, local atoms.
+- *A client*: the global atoms, the seed and the options above; nothing of any other client.
+- *Evaluations* return mean errors only.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Unpack
+
+import numpy as np
+
+from flwr_perdl._checks import Matrix, check_array, check_choice, check_count
+from flwr_perdl._records import Reply
+from flwr_perdl.clients.dictionary import (
+    ATOMS,
+    LOCAL_STEPS,
+    ORTHOGONAL,
+    REFINE_STEPS,
+    SENDS,
+    START,
+    STATISTICS,
+    UPDATE,
+)
+from flwr_perdl.dictionary import (
+    aggregate_atoms,
+    aggregate_statistics,
+    global_matching,
+    normalize_atoms,
+    polar_factor,
+)
+from flwr_perdl.strategies._conversation import ServerOptions
+from flwr_perdl.strategies._protocol import Protocol, Replies, Request, State
+from flwr_perdl.strategies._strategy import ProtocolStrategy
+
+AGGREGATIONS = ("statistics", "mean", "weighted", "median", "geometric-median", "trimmed")
+MATCHINGS = ("consensus", "paths")
+
+
+class PerMA(ProtocolStrategy):
+    """Learn a global dictionary that all clients share, and each client's own local atoms.
+
+    Round one is the matching round, every further one an update round; ``num_rounds`` of `start`
+    counts both. Started with ``[global atoms]`` as initial arrays it skips the matching round.
+
+    Parameters
+    ----------
+    n_global : int or "auto", default "auto"
+        Number of global atoms; "auto" finds it in the matching round (P0, B.2).
+    matching : {"consensus", "paths"}, default "consensus"
+        How the server finds the global atoms among the clients' dictionaries.
+    aggregation : str, default "statistics"
+        "statistics", "mean" (the paper's), "weighted" (by examples), "median" (coordinate-wise),
+        "geometric-median" or "trimmed".
+    local_steps : int, default 1
+        Iterations of the client's learner per round.
+    refine_steps : int, default 0
+        Iterations of local refinement (Algorithm 6) before each update.
+    **options
+        See `ServerOptions`: ``fraction_train``, ``min_clients``, ``seed``, ``checkpoint_dir``, …
+
+    Raises
+    ------
+    ValueError
+        If an option breaks its rule; in round one, if a client has fewer atoms than ``n_global``.
+
+    Notes
+    -----
+    Result: ``strategy.start(...).arrays.to_numpy_ndarrays()`` is ``[global atoms]`` of shape
+    (n_global, n_features). Floats per client: its dictionary up once; then n_global x n_features
+    down, and as much up (learners that are not orthogonal send n_global x n_global more with
+    "statistics").
+    """
+
+    def __init__(
+        self,
+        n_global: int | Literal["auto"] = "auto",
+        *,
+        matching: str = "consensus",
+        aggregation: str = "statistics",
+        local_steps: int = 1,
+        refine_steps: int = 0,
+        **options: Unpack[ServerOptions],
+    ) -> None:
+        super().__init__(**options)
+        self.n_global = n_global if n_global == "auto" else check_count("n_global", n_global)
+        self.matching = check_choice("matching", matching, MATCHINGS)
+        self.aggregation = check_choice("aggregation", aggregation, AGGREGATIONS)
+        self.local_steps = check_count("local_steps", local_steps, 1)
+        self.refine_steps = check_count("refine_steps", refine_steps, 0)
+
+    def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
+        """P0, Algorithm 1: one request per communication round."""
+        if state is None and initial:
+            state = _given(initial)
+        if state is None:
+            replies = yield Request(START, check=_check_dictionary)
+            state = self._match(replies)
+        while True:
+            global_atoms, orthogonal = state["global_atoms"], bool(state["orthogonal"])
+            statistics = self.aggregation == "statistics"
+            columns = global_atoms.shape[1] + (statistics and not orthogonal) * len(global_atoms)
+            replies = yield Request(
+                UPDATE,
+                [global_atoms],
+                {
+                    SENDS: STATISTICS if statistics else ATOMS,
+                    ORTHOGONAL: int(orthogonal),
+                    LOCAL_STEPS: self.local_steps,
+                    REFINE_STEPS: self.refine_steps,
+                },
+                state,
+                _shape_check((len(global_atoms), columns)),
+            )
+            state = {**state, "global_atoms": self._aggregate(replies, global_atoms, orthogonal)}
+
+    def _match(self, replies: Replies) -> State:
+        """Find the global atoms in the clients' dictionaries (line 6)."""
+        orthogonal = all(reply.metrics.get("orthogonal") == 1 for reply in replies.values())
+        if self.n_global != "auto":
+            for partition, reply in replies.items():
+                n_atoms = int(reply.metrics.get("n_atoms", len(reply.arrays[0])))
+                if n_atoms < self.n_global:
+                    raise ValueError(
+                        f"n_global must be at most every client's number of atoms, got "
+                        f"n_global={self.n_global} with {n_atoms} atoms at client {partition}."
+                    )
+        features = {reply.arrays[0].shape[1] for reply in replies.values()}
+        if len(features) != 1:
+            raise ValueError(f"all clients must have as many features, got {sorted(features)}.")
+        dictionaries = [reply.arrays[0] for reply in replies.values() if len(reply.arrays[0])]
+        matching = global_matching(dictionaries, self.n_global, method=self.matching)
+        atoms = matching.global_atoms
+        if orthogonal and len(atoms):
+            atoms = polar_factor(atoms, atoms)
+        return {
+            "global_atoms": atoms,
+            "orthogonal": np.array(orthogonal),
+            "path_lengths": matching.path_lengths,
+        }
+
+    def _aggregate(self, replies: Replies, current: Matrix, orthogonal: bool) -> Matrix:
+        """Return the new global atoms (line 13)."""
+        if not len(current):
+            return current
+        stack = np.stack([reply.arrays[0] for reply in replies.values()])
+        if self.aggregation == "statistics":
+            return aggregate_statistics(stack, current, orthogonal=orthogonal).global_atoms
+        return aggregate_atoms(
+            stack,
+            current,
+            method=self.aggregation,
+            weights=np.array([float(reply.num_examples) for reply in replies.values()]),
+            orthogonal=orthogonal,
+        ).global_atoms
+
+
+def _given(initial: list[Matrix]) -> State:
+    """Return the state that starts from the user's global atoms."""
+    if len(initial) != 1:
+        raise ValueError(f"initial_arrays must be [global atoms], got {len(initial)} arrays.")
+    atoms = normalize_atoms(check_array("initial_arrays", initial[0], min_rows=1))
+    gram = atoms @ atoms.T
+    orthogonal = bool(np.allclose(gram, np.eye(len(atoms)), atol=1e-5))
+    return {"global_atoms": atoms, "orthogonal": np.array(orthogonal)}
+
+
+def _check_dictionary(reply: Reply) -> None:
+    """Accept one matrix of unit atoms."""
+    shapes: list[Any] = [array.shape for array in reply.arrays]
+    if len(shapes) != 1 or len(shapes[0]) != 2:
+        raise ValueError(f"wrong shape: one matrix of atoms is asked for, got {shapes}")
+    norms = np.linalg.norm(reply.arrays[0], axis=1)
+    if not np.allclose(norms, 1, atol=1e-3):
+        raise ValueError("atoms must have norm 1")
+
+
+def _shape_check(shape: tuple[int, int]) -> Any:
+    """Return the check that a reply is one matrix of this shape."""
+
+    def check(reply: Reply) -> None:
+        shapes: list[Any] = [array.shape for array in reply.arrays]
+        if shapes != [shape]:
+            raise ValueError(f"wrong shape: {shape} is asked for, got {shapes}")
+
+    return check

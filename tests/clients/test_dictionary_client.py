@@ -1,0 +1,170 @@
+"""The client alone: what it is asked, what it replies, what it keeps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Context, RecordDict
+
+from flwr_perdl.clients import DictionaryClient
+from flwr_perdl.dictionary import OrthogonalLearner, align_to_global, warm_start
+
+LEARNER = OrthogonalLearner(4)
+
+
+def samples(n: int = 120, seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    basis = np.linalg.qr(rng.standard_normal((5, 5)))[0][:4]
+    return np.asarray((rng.standard_normal((n, 4)) * (rng.random((n, 4)) < 0.4)) @ basis)
+
+
+def context(partition: int = 3, **node_config: Any) -> Context:
+    config = {"partition-id": partition, **node_config}
+    return Context(run_id=1, node_id=2, node_config=config, state=RecordDict(), run_config={})
+
+
+def asks(step: str, round_: int, **more: Any) -> dict[str, Any]:
+    return {"perdl.step": step, "server-round": round_, "perdl.seed": 0, "perdl.run": "r", **more}
+
+
+def test_the_start_is_the_warm_start_of_seed_and_partition() -> None:
+    from flwr_perdl._random import spawn
+
+    X = samples()
+    (sent,), n, metrics = DictionaryClient(X, LEARNER, context()).fit([], asks("start", 1))
+    expected = warm_start(X, LEARNER, rng=spawn(0, 3)).dictionary
+    np.testing.assert_array_equal(sent, expected)
+    assert (n, metrics["n_atoms"], metrics["orthogonal"]) == (120, 4, 1)
+
+
+def test_an_update_is_algorithm_3_by_hand() -> None:
+    X, node = samples(), context()
+    (D,), _, _ = DictionaryClient(X, LEARNER, node).fit([], asks("start", 1))
+    G = D[[2, 0]]
+    client = DictionaryClient(X, LEARNER, node)
+    (sent,), _, metrics = client.fit([G], asks("update", 2, **{"perdl.sends": "atoms"}))
+    whole = np.vstack([G, align_to_global(D, G).local_atoms])
+    aligned = align_to_global(LEARNER.step(X, whole), G)
+    np.testing.assert_array_equal(sent, aligned.global_atoms)
+    np.testing.assert_array_equal(
+        node.state.array_records["perdl.private.2"]["local_atoms"].numpy(), aligned.local_atoms
+    )
+    after = np.vstack([aligned.global_atoms, aligned.local_atoms])
+    residual = X - LEARNER.code(X, after) @ after
+    assert metrics["mse"] == pytest.approx(np.mean(residual**2))
+
+
+def test_the_statistics_are_those_of_the_codes_by_hand() -> None:
+    X, node = samples(), context()
+    (D,), _, _ = DictionaryClient(X, LEARNER, node).fit([], asks("start", 1))
+    G = D[:2]
+    config = asks("update", 2, **{"perdl.sends": "statistics", "perdl.orthogonal": 1})
+    (sent,), _, _ = DictionaryClient(X, LEARNER, node).fit([G], config)
+    whole = np.vstack([G, align_to_global(D, G).local_atoms])
+    C = LEARNER.code(X, whole)
+    np.testing.assert_allclose(sent, C[:, :2].T @ (X - C[:, 2:] @ whole[2:]), atol=1e-12)
+
+
+def test_a_request_asked_twice_has_the_same_reply() -> None:
+    node = context()
+    client = DictionaryClient(samples(), LEARNER, node)
+    (D,), _, _ = client.fit([], asks("start", 1))
+    client.fit([D[:2]], asks("update", 2))
+    (first,), _, _ = client.fit([D[1:3]], asks("update", 3))
+    (second,), _, _ = client.fit([D[1:3]], asks("update", 3))
+    np.testing.assert_array_equal(first, second)
+
+
+def test_atoms_with_too_few_samples_behind_them_are_withheld() -> None:
+    X = samples(3)
+    client = DictionaryClient(X, LEARNER, context(), min_support=5)
+    (sent,), _, _ = client.fit([], asks("start", 1))
+    assert sent.shape == (0, 5)
+    open_client = DictionaryClient(X, LEARNER, context(), min_support=0)
+    (everything,), _, _ = open_client.fit([], asks("start", 1))
+    for sends in ("atoms", "statistics"):
+        config = asks("update", 2, **{"perdl.sends": sends, "perdl.orthogonal": 1})
+        (rows,), _, _ = client.fit([everything[:2]], config)
+        np.testing.assert_array_equal(rows, np.zeros((2, 5)))
+
+
+def test_evaluation_measures_global_and_full() -> None:
+    X, node = samples(), context()
+    held_out = samples(50, seed=1)
+    client = DictionaryClient(X, LEARNER, node, evaluation={"test": held_out, "own": X})
+    (D,), _, _ = client.fit([], asks("start", 1))
+    G = D[:2]
+    client.fit([G], asks("update", 2))
+    loss, n, metrics = client.evaluate([G], asks("evaluate", 2, **{"perdl.n-nonzero": "1,2"}))
+    assert n == 50
+    assert set(metrics) == {
+        f"mse_{part}_{k}_{name}"
+        for part in ("global", "full")
+        for k in (1, 2)
+        for name in ("test", "own")
+    }
+    # Two orthonormal atoms, both allowed: the projection on their span.
+    expected = np.mean((held_out - held_out @ G.T @ G) ** 2)
+    assert metrics["mse_global_2_test"] == pytest.approx(expected)
+    assert loss == metrics["mse_full_2_test"] < metrics["mse_full_1_test"]
+
+
+def test_the_private_state_survives_on_disk(tmp_path: Path) -> None:
+    X = samples()
+    node = context(**{"state-dir": str(tmp_path)})
+    (D,), _, _ = DictionaryClient(X, LEARNER, node).fit([], asks("start", 1))
+    (kept,), _, _ = DictionaryClient(X, LEARNER, node).fit([D[:2]], asks("update", 2))
+    restarted = context(**{"state-dir": str(tmp_path)})
+    (again,), _, _ = DictionaryClient(X, LEARNER, restarted).fit([D[:2]], asks("update", 2))
+    np.testing.assert_array_equal(again, kept)
+    assert sorted(p.name for p in (tmp_path / "client-3").iterdir()) == [
+        "round-000001.npz",
+        "round-000002.npz",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("X", "message"),
+    [
+        (np.ones((3, 2), dtype=np.float16), "X must be float64 or float32, got float16"),
+        (np.empty((0, 2)), r"X must have at least 1 row\(s\)"),
+        (np.array([[np.nan, 1.0]]), "X must be finite"),
+        (np.ones(3), "X must have 2 dimensions"),
+    ],
+)
+def test_bad_samples_are_named(X: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DictionaryClient(X, LEARNER, context())
+
+
+def test_a_client_must_know_who_it_is() -> None:
+    nobody = Context(run_id=1, node_id=2, node_config={}, state=RecordDict(), run_config={})
+    with pytest.raises(ValueError, match="node_config must have 'partition-id' or 'name'"):
+        DictionaryClient(samples(), LEARNER, nobody)
+    named = Context(
+        run_id=1, node_id=2, node_config={"name": "north"}, state=RecordDict(), run_config={}
+    )
+    properties = DictionaryClient(samples(), LEARNER, named).get_properties({})
+    assert properties["name"] == "north"
+    again = Context(
+        run_id=9, node_id=8, node_config={"name": "north"}, state=RecordDict(), run_config={}
+    )
+    assert DictionaryClient(samples(), LEARNER, again).get_properties({}) == properties
+
+
+@pytest.mark.parametrize(
+    ("parameters", "config", "message"),
+    [
+        ([], asks("dance", 1), "step must be 'start' or 'update', got 'dance'"),
+        ([], {}, "config must have 'perdl.step'"),
+        ([], asks("update", 2), r"parameters must be \[global atoms\], got 0 arrays"),
+        ([np.ones((2, 7))], asks("update", 2), "global atoms must have 5 columns"),
+        ([np.full((2, 5), np.nan)], asks("update", 2), "global atoms must be finite"),
+    ],
+)
+def test_a_bad_request_is_named(parameters: Any, config: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DictionaryClient(samples(), LEARNER, context()).fit(parameters, config)

@@ -1,0 +1,89 @@
+"""What all tests share: a quiet private Flower, and small planted federations."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from flwr.app import Context
+
+from flwr_perdl.clients import DictionaryClient, client_app
+from flwr_perdl.dictionary import Learner, OrthogonalLearner
+from flwr_perdl.simulations import InProcessGrid
+from flwr_perdl.simulations.data import Planted, planted_clients
+from flwr_perdl.strategies import PerMA
+
+os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
+os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
+os.environ.setdefault("FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION", "1")
+
+HAS_RAY = find_spec("ray") is not None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip, and count, what needs Ray where Ray is not installed."""
+    for item in items:
+        if item.get_closest_marker("ray") and not HAS_RAY:
+            item.add_marker(pytest.mark.skip(reason="Flower's simulation extra is not installed"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _private_flower(tmp_path_factory: pytest.TempPathFactory) -> None:
+    os.environ["FLWR_HOME"] = str(tmp_path_factory.mktemp("flwr"))
+    logging.getLogger("flwr").setLevel(logging.WARNING)
+
+
+class Federation(NamedTuple):
+    """A small federation with planted dictionaries."""
+
+    planted: Planted
+    make_client: Callable[[Context], DictionaryClient]
+
+    def grid(self, **options: Any) -> InProcessGrid:
+        """Return an in-process grid of all its clients."""
+        return InProcessGrid(
+            client_app(self.make_client), len(self.planted.samples), **options
+        )
+
+    def learn(self, strategy: PerMA, rounds: int = 4, **options: Any) -> np.ndarray:
+        """Run the strategy in process and return the global atoms."""
+        result = strategy.start(self.grid(**options), num_rounds=rounds)
+        return result.arrays.to_numpy_ndarrays()[0]
+
+
+@pytest.fixture
+def federation() -> Callable[..., Federation]:
+    """Return a maker of federations: ``federation(n_clients=…, noise=…)``."""
+
+    def make(
+        n_clients: int = 5,
+        *,
+        seed: int = 0,
+        n_global: int = 3,
+        learner: Learner | None = None,
+        n_samples: int = 200,
+        min_support: int = 5,
+        **options: Any,
+    ) -> Federation:
+        planted = planted_clients(
+            np.random.default_rng(seed),
+            [6] * n_clients,
+            [n_samples] * n_clients,
+            n_global,
+            n_features=6,
+            **options,
+        )
+        local = learner or OrthogonalLearner(6)
+
+        def make_client(context: Context) -> DictionaryClient:
+            X = planted.samples[int(context.node_config["partition-id"])]
+            return DictionaryClient(X, local, context, min_support=min_support)
+
+        return Federation(planted, make_client)
+
+    return make

@@ -1,0 +1,257 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from scipy.optimize import minimize
+
+from flwr_perdl.dictionary import (
+    OrthogonalLearner,
+    aggregate_atoms,
+    aggregate_statistics,
+    align_to_global,
+    dictionary_distance,
+    global_matching,
+    local_statistics,
+    normalize_atoms,
+    polar_factor,
+    warm_start,
+)
+from flwr_perdl.dictionary.aggregation import METHODS, geometric_median
+from flwr_perdl.simulations.data import planted_clients
+
+ROBUST = ["median", "geometric-median", "trimmed"]
+
+
+def aggregate(stack, current, method, orthogonal=False, weights=None):
+    weights = np.ones(len(stack)) if method == "weighted" and weights is None else weights
+    return aggregate_atoms(stack, current, method=method, weights=weights, orthogonal=orthogonal)
+
+
+@pytest.fixture(params=METHODS)
+def method(request):
+    return request.param
+
+
+@pytest.fixture(params=[True, False], ids=["orthogonal", "general"])
+def orthogonal(request):
+    return request.param
+
+
+# Averages of atoms
+
+
+def test_averages_by_hand():
+    current = np.array([[1.0, 0.0]])
+    stack = np.array([[[1.0, 0.0]], [[1.0, 0.0]], [[0.0, 1.0]], [[1.0, 0.0]], [[0.6, 0.8]]])
+    for method, expected in {
+        "mean": [3.6, 1.8],
+        "median": [1.0, 0.0],
+        "trimmed": [2.6, 0.8],
+    }.items():
+        found = aggregate(stack, current, method).global_atoms
+        assert np.allclose(found, normalize_atoms(np.array([expected]))), method
+    weights = np.array([1.0, 1.0, 6.0, 1.0, 2.0])
+    found = aggregate(stack, current, "weighted", weights=weights).global_atoms
+    assert np.allclose(found, normalize_atoms(np.array([[4.2, 7.6]])))
+
+
+def test_agreement_is_kept(method, orthogonal, orthonormal):
+    D = orthonormal(3, 5)
+    found = aggregate(np.stack([D] * 4), orthonormal(3, 5), method, orthogonal)
+    assert np.allclose(found.global_atoms, D, atol=1e-12)
+    assert found.kept.all()
+
+
+def test_unit_atoms_come_out(method, orthogonal, rng, orthonormal, unit):
+    stack = np.stack([unit(3, 5) for _ in range(6)])
+    D = aggregate(stack, orthonormal(3, 5), method, orthogonal).global_atoms
+    assert np.allclose(np.linalg.norm(D, axis=1), 1)
+    if orthogonal:
+        assert np.allclose(D @ D.T, np.eye(3), atol=1e-12)
+
+
+@pytest.mark.parametrize("method", ROBUST)
+def test_robust_averages_survive_a_bad_client(rng, orthonormal, unit, method):
+    D = orthonormal(3, 5)
+    stack = np.stack([D] * 5 + [unit(3, 5)])
+    assert np.allclose(aggregate(stack, D, method).global_atoms, D, atol=1e-6)
+    assert not np.allclose(aggregate(stack, D, "mean").global_atoms, D, atol=1e-2)
+
+
+def test_withheld_atoms_take_no_part(method, orthogonal, orthonormal, unit):
+    D, current = orthonormal(3, 5), orthonormal(3, 5)
+    current[2] = D[2]  # withheld by all: orthogonal to what comes in
+    stack = np.stack([D] * 4)
+    stack[0] = 0
+    stack[1, 0] = 0
+    stack[:, 2] = 0
+    found = aggregate(stack, current, method, orthogonal)
+    assert np.allclose(found.global_atoms[:2], D[:2], atol=1e-12)
+    assert np.array_equal(found.global_atoms[2], current[2])
+    assert list(found.kept) == [False, True, True, True]
+    everyone = aggregate(np.zeros_like(stack), current, method, orthogonal)
+    assert np.array_equal(everyone.global_atoms, current)
+    assert not everyone.kept.any()
+
+
+def test_a_withheld_atom_stays_exactly_and_the_others_make_room(orthonormal, unit):
+    current = orthonormal(3, 5)
+    stack = np.stack([unit(3, 5) for _ in range(4)])
+    stack[:, 1] = 0
+    D = aggregate(stack, current, "mean", orthogonal=True).global_atoms
+    assert np.array_equal(D[1], current[1])
+    assert np.allclose(D @ D.T, np.eye(3), atol=1e-12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(arrays(float, (5, 3), elements=st.floats(-3, 3).map(lambda x: round(x, 2))))
+def test_the_geometric_median_minimises_the_sum_of_distances(points):
+    def total(x):
+        return np.linalg.norm(points - x, axis=1).sum()
+
+    ours = total(geometric_median(points))
+    best = min(
+        [total(p) for p in points]
+        + [minimize(total, points.mean(axis=0), method="Nelder-Mead").fun]
+    )
+    assert ours <= best + 1e-3
+
+
+def test_weights_are_needed_and_inputs_checked():
+    stack, current = np.zeros((2, 1, 3)), np.eye(3)[:1]
+
+    def weighted(weights):
+        aggregate_atoms(stack, current, method="weighted", weights=weights, orthogonal=True)
+
+    for call, message in (
+        (lambda: weighted(None), "weights must be given"),
+        (lambda: weighted(np.ones(3)), "weights must have 2 columns"),
+        (lambda: weighted(np.array([1.0, 0.0])), "weights must be positive, got 0.0"),
+        (lambda: aggregate_atoms(stack, current, method="mode", orthogonal=True), "method must"),
+        (lambda: aggregate_atoms(stack[:, :, :2], current, orthogonal=True), "3 columns"),
+        (lambda: aggregate_atoms(stack[0], current, orthogonal=True), "3 dimensions"),
+        (lambda: aggregate_atoms(stack * np.nan, current, orthogonal=True), "finite"),
+        (lambda: aggregate_statistics(stack, current, orthogonal=False), "4 columns"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+# Statistics
+
+
+def federation(rng, orthonormal, sparse, orthogonal, n_clients=6):
+    """Return codes and dictionaries of clients who share three of five atoms, and the shared."""
+    shared = orthonormal(3, 8)
+    clients = []
+    for _ in range(n_clients):
+        local = rng.standard_normal((2, 8))
+        if orthogonal:
+            local = polar_factor(local - local @ shared.T @ shared, orthonormal(2, 8))
+        clients.append((sparse(150, 5), np.vstack([shared, normalize_atoms(local)])))
+    return clients, shared
+
+
+def test_the_truth_is_a_fixed_point_with_rows_withheld(rng, orthonormal, sparse, orthogonal):
+    clients, shared = federation(rng, orthonormal, sparse, orthogonal)
+    stack = np.stack(
+        [
+            local_statistics(C @ D, C, D, 3, orthogonal=orthogonal, min_support=support)
+            for (C, D), support in zip(clients, [0, 5, 20, 12, 15, 18], strict=True)
+        ]
+    )
+    assert (stack == 0).all(axis=2).any()
+    found = aggregate_statistics(stack, shared, orthogonal=orthogonal)
+    assert found.kept.sum() >= 5
+    assert np.allclose(found.global_atoms, shared, atol=1e-12)
+
+
+def test_statistics_by_hand():
+    C = np.array([[2.0, 0.0, 1.0], [0.0, 1.0, 1.0]])
+    X = np.array([[3.0, 1.0, 0.0], [0.0, 2.0, 1.0]])
+    D = np.eye(3)
+    rest = [[3.0, 1.0, -1.0], [0.0, 2.0, 0.0]]  # X without the local atom
+    moment = np.array([[6.0, 2.0, -2.0], [0.0, 2.0, 0.0]])
+    assert np.array_equal(C[:, :2].T @ rest, moment)
+    found = local_statistics(X, C, D, 2, orthogonal=True, min_support=0)
+    assert np.array_equal(found, moment)
+    found = local_statistics(X, C, D, 2, orthogonal=False, min_support=0)
+    assert np.array_equal(found, np.hstack([[[4.0, 0.0], [0.0, 1.0]], moment]))
+
+
+def test_a_withheld_atom_counts_as_local():
+    C = np.array([[1.0, 1.0, 0.0]] * 3 + [[1.0, 0.0, 1.0]] * 3)
+    D = np.eye(3)
+    X = C @ D + 0.5
+    S = local_statistics(X, C, D, 2, orthogonal=False, min_support=5)
+    kept = C * [1, 0, 0]
+    assert np.array_equal(S[1], np.zeros(5))
+    assert np.array_equal(S[:, 1], np.zeros(2))
+    assert np.allclose(S[0, 2:], (kept.T @ (X - (C - kept) @ D))[0])
+
+
+def test_one_general_client_alone_gets_the_least_squares_dictionary(rng, unit):
+    C, X, D = rng.standard_normal((60, 4)), rng.standard_normal((60, 6)), unit(4, 6)
+    S = local_statistics(X, C, D, 3, orthogonal=False)
+    rest = X - C[:, 3:] @ D[3:]
+    expected = normalize_atoms(np.linalg.lstsq(C[:, :3], rest, rcond=None)[0])
+    found = aggregate_statistics(S[None], D[:3], orthogonal=False)
+    assert np.allclose(found.global_atoms, expected, atol=1e-10)
+
+
+def test_a_wrong_client_is_left_out(rng, orthonormal, sparse, orthogonal):
+    clients, shared = federation(rng, orthonormal, sparse, orthogonal)
+    stack = [
+        local_statistics(
+            C @ D + 0.01 * rng.standard_normal((150, 8)), C, D, 3, orthogonal=orthogonal
+        )
+        for C, D in clients
+    ]
+    wrong = 100 * rng.standard_normal(stack[0].shape)
+    found = aggregate_statistics(np.stack([*stack, wrong]), shared, orthogonal=orthogonal)
+    assert list(found.kept) == [True] * 6 + [False]
+    assert dictionary_distance(found.global_atoms, shared) < 0.02
+
+
+def test_nothing_sent_changes_nothing(orthonormal, orthogonal):
+    D = orthonormal(3, 8)
+    width = 8 if orthogonal else 11
+    for n in (0, 2):
+        found = aggregate_statistics(np.zeros((n, 3, width)), D, orthogonal=orthogonal)
+        assert np.array_equal(found.global_atoms, D)
+        assert list(found.kept) == [False] * n
+
+
+# The protocol's arithmetic from end to end (Algorithm 1), without Flower
+
+
+def learn(X, start, rng):
+    """The library's warm start, or a poor one: Fig. 2's regime."""
+    learner = OrthogonalLearner(6)
+    if start == "poor":
+        return warm_start(X, learner, rng=rng, boost=3.5).dictionary
+    return warm_start(X, learner, rng=rng).dictionary
+
+
+@pytest.mark.parametrize(("start", "weak"), [("good", 0), ("poor", 0), ("good", 3)])
+def test_the_default_aggregation_recovers_the_global_atoms(start, weak):
+    learner = OrthogonalLearner(6)
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        sizes = [20] * weak + [200] * (10 - weak)
+        planted = planted_clients(rng, [6] * 10, sizes, 3, n_features=6)
+        dictionaries = [learn(X, start, rng) for X in planted.samples]
+        G = polar_factor(global_matching(dictionaries, 3).global_atoms, np.eye(6)[:3])
+        local = [align_to_global(D, G).local_atoms for D in dictionaries]
+        for _ in range(20):
+            stack = []
+            for i, X in enumerate(planted.samples):
+                stepped = learner.step(X, np.vstack([G, local[i]]))
+                local[i] = align_to_global(stepped, G).local_atoms
+                D = np.vstack([G, local[i]])
+                stack.append(local_statistics(X, learner.code(X, D), D, 3, orthogonal=True))
+            G = aggregate_statistics(np.stack(stack), G, orthogonal=True).global_atoms
+        assert dictionary_distance(G, planted.global_atoms) < 1e-6

@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+from itertools import permutations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from scipy.linalg import polar
+
+from flwr_perdl.dictionary import (
+    atom_distances,
+    dictionary_distance,
+    match_atoms,
+    normalize_atoms,
+    polar_factor,
+)
+from flwr_perdl.dictionary.atoms import least_squares_atoms
+
+numbers = st.floats(-10, 10).map(lambda x: round(x, 3))
+
+
+def test_normalize_by_hand():
+    D = normalize_atoms(np.array([[3.0, 4.0], [0.0, -2.0]]))
+    assert np.array_equal(D, [[0.6, 0.8], [0.0, -1.0]])
+
+
+def test_normalize_puts_the_fallback_where_a_row_is_zero():
+    D = np.array([[0.0, 0.0], [2.0, 0.0]])
+    assert np.array_equal(normalize_atoms(D, np.eye(2)[::-1]), [[0.0, 1.0], [1.0, 0.0]])
+    with pytest.raises(ValueError, match="no zero row, got one at 0"):
+        normalize_atoms(D)
+
+
+def test_distances_by_hand():
+    A = np.array([[1.0, 0.0]])
+    B = np.array([[0.6, 0.8], [-1.0, 0.0], [0.0, 1.0]])
+    expected = [[np.hypot(0.4, 0.8), 0.0, np.sqrt(2)]]
+    assert np.allclose(atom_distances(A, B), expected, rtol=1e-15)
+
+
+def test_tiny_distances_have_no_floor():
+    A = np.array([[1.0, 0.0]])
+    for tiny in (1e-4, 1e-9, 1e-13):
+        assert atom_distances(A, np.array([[-1.0, tiny]]))[0, 0] == pytest.approx(tiny, rel=1e-12)
+
+
+def test_match_finds_a_signed_permutation(rng, unit):
+    B = unit(7, 4)
+    order, signs = rng.permutation(7)[:5], np.array([1.0, -1.0, -1.0, 1.0, -1.0])
+    match = match_atoms(signs[:, None] * B[order], B)
+    assert np.array_equal(match.indices, order)
+    assert np.array_equal(match.signs, signs)
+    assert np.array_equal(match.distances, np.zeros(5))
+
+
+def test_match_needs_as_many_atoms():
+    with pytest.raises(ValueError, match="A must not have more atoms than B, got 3 and 2"):
+        match_atoms(np.eye(3), np.eye(3)[:2])
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (3, 5), (1, 1), (5, 5)])
+def test_the_distance_is_the_least_largest_of_all_signed_permutations(rng, unit, shape):
+    for _ in range(20):
+        A, B = unit(shape[0], 3), unit(shape[1], 3)
+        costs = np.minimum(
+            np.linalg.norm(A[:, None] - B, axis=2), np.linalg.norm(A[:, None] + B, axis=2)
+        )
+        rows = np.arange(shape[0])
+        brute = min(costs[rows, list(p)].max() for p in permutations(range(shape[1]), shape[0]))
+        assert dictionary_distance(A, B) == pytest.approx(brute, rel=1e-12)
+
+
+def test_the_least_sum_is_not_the_least_largest():
+    angle = np.deg2rad(20)
+    A = np.array([[10.0, 0.0], [10.3 + 0.7 * np.cos(angle), 0.7 * np.sin(angle)]])
+    B = np.array([[10.3, 0.0], [10.0, 0.7]])
+    assert match_atoms(A, B).distances == pytest.approx([0.3, 1.0628], abs=1e-4)  # sum 1.363
+    assert dictionary_distance(A, B) == pytest.approx(0.7)  # the exchange: sum 1.4
+
+
+def test_spectral_norm_at_the_chosen_pairing(unit):
+    A = unit(4, 6)
+    B = -A[[2, 0, 3, 1]] + 1e-3
+    expected = np.linalg.norm(np.full((4, 6), 1e-3), 2)
+    assert dictionary_distance(A, B, norm="2") == pytest.approx(expected, rel=1e-9)
+    with pytest.raises(ValueError, match="norm must be one of"):
+        dictionary_distance(A, B, norm="fro")
+
+
+def test_empty_dictionaries_are_at_distance_zero():
+    assert dictionary_distance(np.zeros((0, 3)), np.zeros((0, 3))) == 0
+
+
+@settings(max_examples=50, deadline=None)
+@given(arrays(float, (4, 3), elements=numbers), arrays(float, (4, 3), elements=numbers), st.data())
+def test_the_distance_is_a_metric_on_classes_of_dictionaries(A, B, data):
+    order = data.draw(st.permutations(range(4)))
+    signs = np.array(data.draw(st.lists(st.sampled_from([-1.0, 1.0]), min_size=4, max_size=4)))
+    d = dictionary_distance(A, B)
+    assert d == pytest.approx(dictionary_distance(B, A), abs=1e-12)
+    assert d == pytest.approx(dictionary_distance((signs[:, None] * A)[order], B), abs=1e-12)
+    C = np.roll(A, 1, axis=1) + 0.5
+    assert d <= dictionary_distance(A, C) + dictionary_distance(C, B) + 1e-9
+
+
+@pytest.mark.parametrize("shape", [(3, 3), (3, 8), (1, 4), (12, 40)])
+def test_polar_factor_is_scipys(rng, orthonormal, shape):
+    S = rng.standard_normal(shape)
+    assert np.allclose(polar_factor(S, orthonormal(*shape)), polar(S)[0], atol=1e-12)
+
+
+def test_polar_factor_of_an_ill_conditioned_matrix(rng, orthonormal):
+    for power in (2, 4, 8):
+        s = np.logspace(0, -power, 5)
+        U, V = orthonormal(5, 5), orthonormal(5, 9)
+        Q = polar_factor((U * s) @ V, orthonormal(5, 9))
+        assert np.allclose(Q, U @ V, atol=1e-15 * 10**power * 100)
+        assert np.allclose(Q @ Q.T, np.eye(5), atol=1e-12)
+
+
+@pytest.mark.parametrize("zero_rows", [False, True])
+@pytest.mark.parametrize("rank", [1, 2, 3])
+@pytest.mark.parametrize("n_features", [4, 7])
+def test_the_null_space_is_filled_in_nearest_to_the_fallback(
+    rng, orthonormal, n_features, rank, zero_rows
+):
+    fallback = orthonormal(4, n_features)
+    S = rng.standard_normal((4, rank)) @ rng.standard_normal((rank, n_features))
+    if zero_rows:
+        S[rank:] = 0
+    Q = polar_factor(S, fallback)
+    assert np.allclose(Q @ Q.T, np.eye(4), atol=1e-13)
+    assert np.sum(Q * S) == pytest.approx(np.linalg.svd(S, compute_uv=False).sum(), rel=1e-12)
+    # Any other filling, W @ (what Q has in the null space), is further from the fallback.
+    U = np.linalg.svd(S)[0][:, rank:]
+    distance = np.linalg.norm(Q - fallback)
+    for _ in range(20):
+        turn = np.linalg.qr(np.eye(4 - rank) + 0.1 * rng.standard_normal((4 - rank, 4 - rank)))[0]
+        other = Q + U @ (turn - np.eye(4 - rank)) @ U.T @ Q
+        assert np.allclose(other @ other.T, np.eye(4), atol=1e-12)
+        assert np.linalg.norm(other - fallback) >= distance - 1e-12
+
+
+def test_a_fallback_that_misses_the_null_space_still_gives_orthonormal_rows(orthonormal):
+    fallback = orthonormal(3, 3)
+    S = np.zeros((3, 3))
+    S[0] = fallback[1]  # row 1 of the fallback is taken
+    Q = polar_factor(S, fallback)
+    assert np.allclose(Q[0], fallback[1])
+    assert np.allclose(Q[2], fallback[2])
+    assert np.allclose(Q @ Q.T, np.eye(3), atol=1e-14)
+
+
+def test_polar_factor_of_nothing_is_the_fallback(orthonormal):
+    fallback = orthonormal(2, 5)
+    assert np.array_equal(polar_factor(np.zeros((2, 5)), fallback), fallback)
+
+
+def test_polar_factor_does_not_depend_on_scale_and_keeps_float32(rng, orthonormal):
+    S, fallback = rng.standard_normal((3, 5)), orthonormal(3, 5)
+    for scale in (1e-150, 1e150):
+        assert np.allclose(polar_factor(scale * S, fallback), polar_factor(S, fallback))
+    single = polar_factor(S.astype(np.float32), fallback.astype(np.float32))
+    assert single.dtype == np.float32
+    assert np.allclose(single, polar_factor(S, fallback), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("S", "fallback", "message"),
+    [
+        (np.zeros((3, 2)), np.zeros((3, 2)), "S must not have more rows than columns"),
+        (np.zeros((2, 3)), np.zeros((3, 3)), r"fallback must have S's shape \(2, 3\)"),
+        (np.full((2, 3), np.nan), np.zeros((2, 3)), "S must be finite"),
+        (np.zeros((2, 3), np.float16), np.zeros((2, 3)), "S must be float64 or float32"),
+    ],
+)
+def test_polar_factor_says_what_is_wrong(S, fallback, message):
+    with pytest.raises(ValueError, match=message):
+        polar_factor(S, fallback)
+
+
+def test_least_squares_atoms_against_lstsq(rng, unit):
+    C, X = rng.standard_normal((30, 4)), rng.standard_normal((30, 6))
+    expected = normalize_atoms(np.linalg.lstsq(C, X, rcond=None)[0])
+    assert np.allclose(least_squares_atoms(C.T @ C, C.T @ X, unit(4, 6)), expected, atol=1e-10)
+
+
+def test_least_squares_leaves_open_what_the_equations_leave_open(rng, unit):
+    current = unit(4, 6)
+    C = rng.standard_normal((30, 4))
+    C[:, 2] = 0
+    X = rng.standard_normal((30, 6))
+    D = least_squares_atoms(C.T @ C, C.T @ X, current)
+    assert np.array_equal(D[2], current[2])
+    others = np.delete(C, 2, axis=1)
+    expected = normalize_atoms(np.linalg.lstsq(others, X, rcond=None)[0])
+    assert np.allclose(np.delete(D, 2, axis=0), expected, atol=1e-10)

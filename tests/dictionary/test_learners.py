@@ -1,0 +1,282 @@
+"""One table of checks that every learner passes, then what is particular to each."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from flwr_perdl.dictionary import (
+    GradientLearner,
+    KSVDLearner,
+    MODLearner,
+    OrthogonalLearner,
+    atom_support,
+    dictionary_distance,
+    normalize_atoms,
+    polar_factor,
+    sparse_code,
+    warm_start,
+)
+
+CLASSES = [OrthogonalLearner, GradientLearner, MODLearner, KSVDLearner]
+GENERAL = CLASSES[1:]
+
+
+@pytest.fixture(params=CLASSES, ids=lambda cls: cls.__name__)
+def cls(request):
+    return request.param
+
+
+@pytest.fixture(params=[{}, {"threshold": 0.2}, {"n_nonzero": 2}], ids=str)
+def coder(request):
+    return request.param
+
+
+def run(learner, X, rng, n_iter=10):
+    D = learner.start(X, rng)
+    for _ in range(n_iter):
+        D = learner.step(X, D)
+    return D
+
+
+def awkward(rng):
+    """Return data of every awkward kind, 8 features each."""
+    return {
+        "plain": rng.standard_normal((60, 8)),
+        "rank two": rng.standard_normal((60, 2)) @ rng.standard_normal((2, 8)),
+        "all zero": np.zeros((20, 8)),
+        "few samples": rng.standard_normal((3, 8)),
+        "one sample": rng.standard_normal((1, 8)),
+        "sparse": rng.standard_normal((60, 8)) * (rng.random((60, 8)) < 0.1),
+        "tiny": 1e-12 * rng.standard_normal((60, 8)),
+        "huge": 1e12 * rng.standard_normal((60, 8)),
+        "one outlier": np.vstack([np.full((1, 8), 1e6), rng.standard_normal((30, 8))]),
+    }
+
+
+def test_every_dictionary_has_unit_atoms_and_no_sample(cls, coder, rng):
+    for name, X in awkward(rng).items():
+        D = run(cls(5, **coder), X, rng)
+        assert D.shape == (5, 8), name
+        assert np.allclose(np.linalg.norm(D, axis=1), 1, atol=1e-12), name
+        if cls.orthogonal:
+            assert np.allclose(D @ D.T, np.eye(5), atol=1e-12), name
+        if name in {"plain", "few samples", "one sample"}:
+            samples = normalize_atoms(X)
+            assert np.abs(D @ samples.T).max() < 0.999, name
+
+
+def test_float32_is_kept_and_inputs_are_not_modified(cls, coder, rng):
+    X = rng.standard_normal((40, 6)).astype(np.float32)
+    learner, before = cls(4, **coder), X.copy()
+    D = learner.start(X, rng)
+    old = D.copy()
+    C = learner.code(X, D)
+    codes = C.copy()
+    for result in (D, C, learner.update(X, C, D), learner.step(X, D)):
+        assert result.dtype == np.float32
+    assert np.array_equal(X, before)
+    assert np.array_equal(D, old)
+    assert np.array_equal(C, codes)
+
+
+def test_a_step_is_coding_and_updating(cls, coder, rng):
+    X, learner = rng.standard_normal((40, 6)), cls(4, **coder)
+    D = learner.start(X, rng)
+    assert np.array_equal(learner.step(X, D), learner.update(X, learner.code(X, D), D))
+
+
+def test_the_planted_dictionary_is_a_fixed_point(cls, coder, rng, orthonormal, sparse):
+    D = orthonormal(5, 7)
+    X = sparse(300, 5) @ D
+    if "n_nonzero" in coder:
+        X = X[np.count_nonzero(np.abs(X @ D.T) > 1e-9, axis=1) <= 2]
+    assert np.allclose(cls(5, **coder).step(X, D), D, atol=1e-13)
+
+
+def test_steps_converge_to_the_planted_dictionary(cls, rng, orthonormal, sparse):
+    truth = orthonormal(5, 7)
+    X = sparse(300, 5) @ truth
+    D = normalize_atoms(truth + 0.05 * rng.standard_normal((5, 7)))
+    if cls.orthogonal:
+        D = polar_factor(D, truth)
+    learner = cls(5, threshold=0.15)
+    for _ in range(150):
+        D = learner.step(X, D)
+    assert dictionary_distance(D, truth) < 1e-8
+
+
+def test_the_data_s_scale_does_not_matter(cls, rng):
+    X = rng.standard_normal((60, 6))
+    small, large = (run(cls(4), s * X, np.random.default_rng(1)) for s in (1e-3, 1e3))
+    assert np.allclose(small, large, atol=1e-9)
+
+
+def test_steps_bring_the_loss_down(cls, rng, orthonormal, sparse):
+    X = sparse(200, 6) @ orthonormal(6, 6)
+    learner = cls(6)
+    D = learner.start(X, rng)
+    losses = []
+    for _ in range(10):
+        losses.append(learner.loss(X, learner.code(X, D), D))
+        D = learner.step(X, D)
+    assert losses[-1] < losses[0]
+
+
+def test_an_update_does_not_raise_the_error_of_its_codes(rng, orthonormal):
+    X = rng.standard_normal((50, 6))
+    for learner in (OrthogonalLearner(4), KSVDLearner(4)):
+        D = orthonormal(4, 6)
+        C = learner.code(X, D)
+        new = learner.update(X, C, D)
+        refitted = sparse_code(X, new, n_nonzero=4) if learner.orthogonal is False else C
+        assert ((X - refitted @ new) ** 2).sum() <= ((X - C @ D) ** 2).sum() + 1e-9
+
+
+@pytest.mark.parametrize("cls", GENERAL)
+def test_general_learners_take_more_atoms_than_features(cls, rng):
+    D = run(cls(12, n_nonzero=2), rng.standard_normal((80, 6)), rng)
+    assert D.shape == (12, 6)
+    assert np.allclose(np.linalg.norm(D, axis=1), 1)
+
+
+@pytest.mark.parametrize("cls", GENERAL)
+def test_an_atom_of_one_sample_stays_where_it_is(cls, rng, orthonormal):
+    D = orthonormal(4, 6)
+    X = rng.standard_normal((20, 6))
+    C = np.zeros((20, 4))
+    C[:10, 0], C[10:, 1], C[3, 2] = 1.0, 0.5, 2.0  # atom 2 has one sample, atom 3 none
+    new = cls(4).update(X, C, D)
+    assert np.allclose(new[2:], D[2:], atol=1e-15)
+    assert not np.allclose(new[:2], D[:2])
+
+
+def test_mod_is_the_least_squares_dictionary(rng, orthonormal):
+    X, C = rng.standard_normal((50, 6)), rng.standard_normal((50, 4))
+    expected = normalize_atoms(np.linalg.lstsq(C, X, rcond=None)[0])
+    assert np.allclose(MODLearner(4).update(X, C, orthonormal(4, 6)), expected, atol=1e-10)
+
+
+def test_the_gradient_step_by_hand():
+    # C'C = diag(2, 1/2), so the step is half of C'(X - CD) = C'X - C'C D:
+    # [[4, 0], [0, 2]] - [[0, 2], [1/2, 0]].
+    C = np.array([[1.0, 0.0], [1.0, 0.0], [0.0, 0.5], [0.0, 0.5]])
+    X = np.array([[2.0, 0.0], [2.0, 0.0], [0.0, 2.0], [0.0, 2.0]])
+    D = np.array([[0.0, 1.0], [1.0, 0.0]])
+    new = GradientLearner(2).update(X, C, D)
+    assert np.allclose(new, normalize_atoms(np.array([[2.0, 0.0], [0.75, 1.0]])))
+
+
+def test_ksvd_by_hand():
+    # One atom: a power iteration, X' c, from its codes c.
+    X = np.array([[2.0, 1.0], [1.0, 1.0], [1.0, 0.0]])
+    C = np.array([[2.0], [1.0], [1.0]])
+    new = KSVDLearner(1).update(X, C, np.array([[1.0, 0.0]]))
+    assert np.allclose(new, normalize_atoms(np.array([[6.0, 3.0]])))
+
+
+def test_support_counts_effective_samples():
+    C = np.array([[1.0, 0.0, 3.0, 2.0], [-1.0, 0.0, 0.0, 1.0], [1.0, 0.0, 0.0, 1.0]])
+    assert np.allclose(atom_support(C), [3, 0, 1, 16 / 6])
+    assert np.allclose(atom_support(1e-200 * C), [3, 0, 1, 16 / 6])
+    assert np.array_equal(atom_support(np.zeros((0, 2))), [0, 0])
+
+
+def test_the_start_spans_the_principal_directions(rng):
+    X = rng.standard_normal((100, 8)) * [9, 8, 7, 1, 1, 1, 1, 1]
+    D = OrthogonalLearner(3).start(X, rng)
+    top = np.linalg.svd(X)[2][:3]
+    assert np.allclose(D.T @ D, top.T @ top, atol=1e-12)
+    assert not np.allclose(np.abs(D @ top.T).max(axis=1), 1, atol=1e-3)  # rotated
+
+
+def test_a_scale_asks_for_sparser_codes(rng, unit):
+    X, D = rng.standard_normal((50, 8)), unit(6, 8)
+    by_threshold, by_count = MODLearner(6, threshold=0.2), MODLearner(6, n_nonzero=4)
+    assert np.array_equal(by_threshold.code(X, D, 3.0), sparse_code(X, D, threshold=0.2 * 3.0))
+    assert np.array_equal(by_count.code(X, D, 2.0), sparse_code(X, D, n_nonzero=2))
+    assert np.array_equal(by_count.code(X, D, 99.0), sparse_code(X, D, n_nonzero=1))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n_atoms": 0}, "n_atoms must be at least 1"),
+        ({"n_atoms": 3, "threshold": -1.0}, "threshold must be in"),
+        ({"n_atoms": 3, "threshold": "high"}, "threshold must be a number"),
+        ({"n_atoms": 3, "n_nonzero": 0}, "n_nonzero must be at least 1"),
+    ],
+)
+def test_options_are_checked(cls, options, message):
+    with pytest.raises(ValueError, match=message):
+        cls(**options)
+
+
+def test_bad_arrays_are_named(cls, rng):
+    X, learner = rng.standard_normal((10, 4)), cls(3)
+    D = learner.start(X, rng)
+    for call, message in (
+        (lambda: learner.start(X[:0], rng), "X must have at least 1 row"),
+        (lambda: learner.code(X[:, :3], D), "D must have 3 columns"),
+        (lambda: learner.step(np.where(X > 1, np.nan, X), D), "X must be finite"),
+        (lambda: learner.update(X, np.zeros((10, 2)), D), "C must have 3 columns"),
+        (lambda: learner.update(X, np.zeros((9, 3)), D), "C must have a row for each of 10"),
+        (lambda: learner.step(X.astype(np.float16), D), "X must be float64 or float32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_orthonormal_atoms_cannot_outnumber_the_features(rng):
+    with pytest.raises(ValueError, match="n_atoms must be between 1 and 4, got 5"):
+        OrthogonalLearner(5).start(np.ones((3, 4)), rng)
+
+
+# Warm start
+
+
+def test_the_warm_start_finds_the_planted_dictionary(cls, rng, orthonormal, sparse):
+    truth = orthonormal(6, 6)
+    X = sparse(200, 6) @ truth
+    found = warm_start(X, cls(6), rng=rng)
+    assert dictionary_distance(found.dictionary, truth) < 1e-6
+
+
+def test_a_fixed_threshold_does_not(rng, orthonormal, sparse):
+    """Shrinking thresholds are what finds it: NOTES of the paper's warm start."""
+    failures = 0
+    for _ in range(5):
+        truth = orthonormal(6, 6)
+        found = warm_start(sparse(200, 6) @ truth, OrthogonalLearner(6), rng=rng, boost=1)
+        failures += dictionary_distance(found.dictionary, truth) > 1e-2
+    assert failures >= 3
+
+
+def test_the_best_of_the_restarts_is_kept(rng, orthonormal, sparse):
+    X = sparse(100, 6) @ orthonormal(6, 6)
+    learner = OrthogonalLearner(6)
+    found = warm_start(X, learner, rng=rng, restarts=4, boost=1, n_iter=20)
+    assert len(found.objectives) == 4
+    assert found.objective == min(found.objectives) < max(found.objectives)
+    C = learner.code(X, found.dictionary)
+    assert found.objective == learner.loss(X, C, found.dictionary)
+
+
+def test_the_same_generator_gives_the_same_start(cls, rng):
+    X = rng.standard_normal((30, 5))
+    a, b = (warm_start(X, cls(4), rng=np.random.default_rng(3), n_iter=10).dictionary for _ in "ab")
+    assert np.array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n_iter": -1}, "n_iter must be at least 0"),
+        ({"restarts": 0}, "restarts must be at least 1"),
+        ({"boost": 0.5}, "boost must be in"),
+        ({"decay": 1.5}, "decay must be in"),
+    ],
+)
+def test_warm_start_options_are_checked(rng, options, message):
+    with pytest.raises(ValueError, match=message):
+        warm_start(np.ones((3, 3)), OrthogonalLearner(2), rng=rng, **options)

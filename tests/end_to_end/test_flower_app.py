@@ -1,0 +1,109 @@
+"""The repository as a Flower app, on Ray, through the command of the installed Flower version."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flwr_perdl.simulations import run_experiment
+from flwr_perdl.simulations.experiments import EXPERIMENTS
+
+ROOT = Path(__file__).parents[2]
+
+
+def free_port() -> str:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return str(listener.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Return an environment with its own Flower home; the SuperLink started in it is ended."""
+    home = tmp_path_factory.mktemp("flower-home")
+    yield {
+        **os.environ,
+        "FLWR_HOME": str(home),
+        "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": free_port(),
+        "FLWR_LOCAL_CONTROL_API_PORT": free_port(),
+        "FLWR_LOCAL_SUPERLINK_PORT": free_port(),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }
+    subprocess.run(["pkill", "-f", str(home)], check=False)
+
+
+def run_app(environment: dict[str, str], nodes: int, run_config: str) -> None:
+    """Run the app on Ray with ``nodes`` virtual nodes."""
+    simulation = Path(sys.executable).with_name("flower-simulation")
+    if simulation.exists():
+        backend = json.dumps({"client_resources": {"num_cpus": 1}})
+        command = [str(simulation), "--app", ".", "--num-supernodes", str(nodes)]
+        command += ["--run-config", run_config, "--backend-config", backend]
+    else:
+        federation = f"num-supernodes={nodes} client-resources-num-cpus=1"
+        command = [str(Path(sys.executable).with_name("flwr")), "run", ".", "--stream"]
+        command += ["--run-config", run_config, "--federation-config", federation]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=540
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.parametrize(
+    ("name", "nodes", "rounds"), [("digits", 10, 20), ("synthetic", 500, 3)]
+)
+def test_the_app_learns_what_the_in_process_run_learns(
+    environment: dict[str, str], tmp_path: Path, name: str, nodes: int, rounds: int
+) -> None:
+    app, here = tmp_path / "app", tmp_path / "here"
+    run_app(environment, nodes, f'experiment="{name}" rounds={rounds} out="{app}"')
+    options = {"seeds": 1} if name == "synthetic" else {}
+    run_experiment(name, clients=nodes, rounds=rounds, out=here, options=options)
+    with np.load(app / "arrays.npz") as flower, np.load(here / "arrays.npz") as in_process:
+        np.testing.assert_array_equal(flower["global_atoms"], in_process["global_atoms"])
+    assert (app / "report.html").exists()
+
+
+def test_every_option_may_be_set_in_the_run_config() -> None:
+    """Flower refuses keys that the app's config does not list."""
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+    options = {name for experiment in EXPERIMENTS.values() for name in experiment.DEFAULTS}
+    assert set(listed) == options | {"experiment", "out", "resume", "state-dir"}
+    assert all(listed[name] == "" for name in options)
+
+
+def test_the_app_bundle_carries_the_library(environment: dict[str, str], tmp_path: Path) -> None:
+    """What Flower ships to SuperNodes has every module of the package."""
+    app = tmp_path / "flwr-perdl"
+    shutil.copytree(
+        ROOT,
+        app,
+        ignore=shutil.ignore_patterns(".git", ".venv*", "runs", "__pycache__", "tests", ".*_cache"),
+    )
+    flwr = Path(sys.executable).with_name("flwr")
+    built = subprocess.run(
+        [str(flwr), "build"], cwd=app, env=environment, capture_output=True, text=True, check=False
+    )
+    assert built.returncode == 0, built.stdout + built.stderr
+    (bundle,) = app.glob("*.fab")
+    import zipfile
+
+    with zipfile.ZipFile(bundle) as archive:
+        names = set(archive.namelist())
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "flwr_perdl").rglob("*.py")}
+    assert modules <= names

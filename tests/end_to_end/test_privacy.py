@@ -1,0 +1,124 @@
+"""What leaves a party: every message of a run is recorded and held against what is private."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, Context, RecordDict
+from sklearn.datasets import load_digits
+
+from flwr_perdl.clients import DictionaryClient, client_app
+from flwr_perdl.dictionary import (
+    GradientLearner,
+    KSVDLearner,
+    Learner,
+    MODLearner,
+    OrthogonalLearner,
+)
+from flwr_perdl.simulations import InProcessGrid
+from flwr_perdl.strategies import PerMA
+
+ROWS = 64  # as many atoms as pixels: rows of codes and rows of pixels are comparable
+LEARNERS: dict[str, Learner] = {
+    "orthogonal": OrthogonalLearner(ROWS),
+    "gradient": GradientLearner(ROWS),
+    "mod": MODLearner(ROWS),
+    "ksvd": KSVDLearner(ROWS),
+}
+
+
+class Tap(InProcessGrid):
+    """A grid that notes every array that crosses it, in both directions, with its round."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.rows: dict[str, list[np.ndarray]] = {}
+        self.kinds: set[type] = set()
+
+    def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
+        asked = list(messages)
+        replies = list(super().send_and_receive(asked, timeout=timeout))
+        for question, reply in zip(asked, replies, strict=True):
+            step = str(question.content["config"].get("perdl.step", "query"))
+            for content in (question.content, reply.content):
+                self._note(step, content)
+        return replies
+
+    def _note(self, step: str, content: RecordDict) -> None:
+        for record in content.values():
+            self.kinds.add(type(record))
+            if isinstance(record, ArrayRecord):
+                for array in record.to_numpy_ndarrays():
+                    self.rows.setdefault(step, []).append(array.reshape(-1, array.shape[-1]))
+            else:
+                lists = [value for value in record.values() if isinstance(value, list)]
+                assert not lists, "scalars only outside the array records"
+
+
+def closest(rows: np.ndarray, private: np.ndarray) -> float:
+    """Return the greatest |cosine| between a row sent and a private row."""
+    width = private.shape[1]
+
+    def unit(matrix: np.ndarray) -> np.ndarray:
+        norms = np.linalg.norm(matrix, axis=1, keepdims=True)
+        return np.asarray(np.divide(matrix, norms, out=np.zeros_like(matrix), where=norms > 0))
+
+    # A row of general learners' statistics has two parts, either of which could give away.
+    parts = [rows[:, -width:]] + ([rows[:, : rows.shape[1] - width]] if rows.shape[1] > width else [])
+    comparable = [part for part in parts if part.shape[1] == width]
+    return float(max(np.abs(unit(part) @ unit(private).T).max(initial=0) for part in comparable))
+
+
+def run(learner: Learner, aggregation: str, min_support: int = 5) -> tuple[Any, ...]:
+    digits = load_digits()
+    X = digits.images.reshape(-1, 64) / 16
+    own = [X[digits.target == label][:100] for label in range(4)]
+
+    def make_client(context: Context) -> DictionaryClient:
+        samples = own[int(context.node_config["partition-id"])]
+        return DictionaryClient(samples, learner, context, min_support=min_support)
+
+    grid = Tap(client_app(make_client), len(own))
+    local_atoms: list[np.ndarray] = []
+    codes: list[np.ndarray] = []
+
+    def note(report: Any) -> None:
+        for context in grid.contexts.values():
+            last = max(context.state.array_records)
+            kept = context.state.array_records[last]
+            partition = int(context.node_config["partition-id"])
+            if "local_atoms" in kept:
+                local_atoms.append(kept["local_atoms"].numpy())
+            else:
+                codes.append(learner.code(own[partition], kept["dictionary"].numpy()))
+
+    PerMA(24, aggregation=aggregation, on_round=note).start(grid, num_rounds=4)
+    return grid, np.vstack(own), np.vstack(codes), np.vstack(local_atoms)
+
+
+@pytest.mark.parametrize("name", LEARNERS)
+@pytest.mark.parametrize("aggregation", ["statistics", "mean"])
+def test_samples_codes_and_local_atoms_stay_at_home(name: str, aggregation: str) -> None:
+    grid, samples, codes, local_atoms = run(LEARNERS[name], aggregation)
+    for step, arrays in grid.rows.items():
+        for rows in arrays:
+            assert closest(rows, samples) <= 0.999, step
+            assert closest(rows, codes) <= 0.999, step
+            if step != "start":
+                assert closest(rows, local_atoms) <= 0.999, step
+    assert set(grid.rows) == {"start", "update", "evaluate"}
+
+
+def test_the_test_would_see_a_leak() -> None:
+    """One sample per atom, nothing withheld: the statistics are samples, and the test sees it."""
+    rng = np.random.default_rng(0)
+    sample = rng.standard_normal((1, 64))
+
+    def make_client(context: Context) -> DictionaryClient:
+        return DictionaryClient(sample, OrthogonalLearner(2), context, min_support=0)
+
+    grid = Tap(client_app(make_client), 2)
+    PerMA(1).start(grid, num_rounds=2)
+    assert max(closest(rows, sample) for rows in grid.rows["update"]) > 0.999

@@ -1,0 +1,138 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flwr_perdl.simulations.data import (
+    MAX_TEST,
+    imbalanced_partition,
+    load_images,
+    planted_clients,
+)
+
+
+def test_bundled_digits_are_brought_to_the_unit_range():
+    images = load_images("")
+    assert images.X.shape == (1797, 64)
+    assert images.shape == (8, 8)
+    assert (images.X.min(), images.X.max()) == (0, 1)
+    np.testing.assert_array_equal(np.unique(images.y), np.arange(10))
+
+
+@pytest.mark.parametrize(
+    ("X", "first"),
+    [
+        (np.full((4, 3, 3), 51, dtype=np.uint8), 0.2),
+        (np.full((4, 9), 0.25), 0.25),
+        (np.full((4, 9), 0.25, dtype=np.float32), 0.25),
+        (np.arange(36.0).reshape(4, 9) - 35, 0.0),
+        (np.arange(36).reshape(4, 9), 0.0),
+        (np.zeros((4, 9)), 0.0),
+    ],
+)
+def test_values_are_brought_to_the_unit_range(tmp_path, X, first):
+    path = tmp_path / "images.npz"
+    np.savez(path, X=X, y=np.arange(4))
+    images = load_images(str(path))
+    assert images.X.shape == (4, 9)
+    assert images.X[0, 0] == pytest.approx(first)
+    assert images.X.min() >= 0
+    assert images.X.max() <= 1
+    assert images.X.dtype == (np.float32 if X.dtype == np.float32 else np.float64)
+
+
+GOOD = {"X": np.zeros((4, 3, 3)), "y": np.arange(4)}
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"X": GOOD["X"]}, r"must hold arrays named X, y: .* lacks \['y'\]"),
+        ({"y": GOOD["y"]}, r"lacks \['X'\]"),
+        (GOOD | {"X": np.zeros(4)}, r"X in .* must be \(n, h, w\)"),
+        (GOOD | {"X": np.zeros((0, 3, 3)), "y": np.arange(0)}, r"X in .* must be \(n, h, w\)"),
+        (GOOD | {"X": np.zeros((4, 10))}, "square number of features"),
+        (GOOD | {"X": np.zeros((4, 2, 9))}, "at least 3x3"),
+        (GOOD | {"X": np.full((4, 3, 3), np.nan)}, "finite"),
+        (GOOD | {"X": np.zeros((4, 3, 3), np.float16)}, "float16"),
+        (GOOD | {"X": np.zeros((4, 3, 3), complex)}, "complex128"),
+        (GOOD | {"y": np.arange(3)}, "must be 4 integer labels"),
+        (GOOD | {"y": np.linspace(0, 1, 4)}, "must be 4 integer labels"),
+        (GOOD | {"y": np.array([None] * 4)}, "readable .npz file"),
+    ],
+)
+def test_bad_image_files_get_one_sentence(tmp_path, arrays, message):
+    path = tmp_path / "images.npz"
+    np.savez(path, **arrays)
+    with pytest.raises(ValueError, match=message) as caught:
+        load_images(str(path))
+    assert "\n" not in str(caught.value)
+
+
+def test_unreadable_image_files_get_one_sentence(tmp_path):
+    path = tmp_path / "images.npz"
+    with pytest.raises(ValueError, match="must be a file"):
+        load_images(str(path))
+    path.write_bytes(b"PK\x03\x04 not really a zip")
+    with pytest.raises(ValueError, match=r"must be a readable \.npz file"):
+        load_images(str(path))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sizes=st.lists(st.integers(10, 60), min_size=1, max_size=5),
+    n_clients=st.integers(1, 8),
+    n_samples=st.integers(1, 40),
+    seed=st.integers(0, 1000),
+)
+def test_partition_properties(sizes, n_clients, n_samples, seed):
+    y = np.repeat(np.arange(len(sizes)), sizes)
+    parts = imbalanced_partition(y, n_clients, n_samples, np.random.default_rng(seed))
+    everything = np.concatenate([*parts.clients, parts.test])
+    assert len(np.unique(everything)) == len(everything)  # no image twice
+    assert len(parts.test) >= 1
+    for indices, label in zip(parts.clients, parts.labels, strict=True):
+        assert 1 <= len(indices) <= n_samples
+        assert np.sum(y[indices] == label) >= 0.9 * len(indices) - 0.5
+
+
+def test_partition_of_the_papers_shape():
+    y = np.repeat(np.arange(10), 700)
+    parts = imbalanced_partition(y, 10, 500, np.random.default_rng(0))
+    assert [len(indices) for indices in parts.clients] == [500] * 10
+    assert [np.sum(y[indices] == i) for i, indices in enumerate(parts.clients)] == [450] * 10
+    assert len(parts.test) == MAX_TEST
+    assert set(y[parts.test]) == set(range(10))
+
+
+def test_partition_gives_less_where_there_is_less():
+    y = np.repeat(np.arange(10), 100)
+    parts = imbalanced_partition(y, 10, 500, np.random.default_rng(0))
+    assert [len(indices) for indices in parts.clients] == [90] * 10
+    assert len(parts.test) == 100
+    with pytest.raises(ValueError, match="must have more images"):
+        imbalanced_partition(np.arange(10), 20, 100, np.random.default_rng(0))
+
+
+def test_planted_data():
+    planted = planted_clients(
+        np.random.default_rng(0), [5, 6, 7], [40, 50, 60], 3, n_features=7, noise=0.0
+    )
+    assert [X.shape for X in planted.samples] == [(40, 7), (50, 7), (60, 7)]
+    for X, local in zip(planted.samples, planted.local_atoms, strict=True):
+        D = np.vstack([planted.global_atoms, local])
+        np.testing.assert_allclose(D @ D.T, np.eye(len(D)), atol=1e-12)
+        codes = X @ D.T
+        np.testing.assert_allclose(codes @ D, X, atol=1e-12)
+        used = np.abs(codes[np.abs(codes) > 1e-9])
+        assert used.min() >= 0.3 - 1e-9
+        assert 0.1 < len(used) / codes.size < 0.35
+
+
+@pytest.mark.parametrize("n_global", [0, 5, 6])
+def test_planted_data_where_nothing_or_everything_is_shared(n_global):
+    planted = planted_clients(
+        np.random.default_rng(0), [6, 6], [20, 20], n_global, n_features=6, noise=0.1
+    )
+    assert planted.global_atoms.shape == (n_global, 6)
+    assert [local.shape for local in planted.local_atoms] == [(6 - n_global, 6)] * 2

@@ -1,0 +1,240 @@
+import json
+from functools import partial
+
+import numpy as np
+import pytest
+
+from flwr_perdl.clients import client_app
+from flwr_perdl.dictionary import reconstruct, sparse_code
+from flwr_perdl.simulations import InProcessGrid, run_experiment
+from flwr_perdl.simulations.experiments import EXPERIMENTS, configure, find
+
+COMMON = {"clients", "rounds", "seed", "aggregation", "matching"}
+OPTIONS = {
+    "digits": {"samples_per_client", "n_atoms", "n_global", "learner"},
+    "images": {"samples_per_client", "n_atoms", "n_global", "learner", "data"},
+    "synthetic": {"seeds", "start", "weak", "weak_samples", "samples", "atoms"},
+    "global-atoms": {"seeds", "noise", "weak", "weak_samples", "samples", "n_global"},
+}
+
+
+def test_the_registry_names_every_experiment_and_its_options():
+    assert set(EXPERIMENTS) == set(OPTIONS)
+    for name, experiment in EXPERIMENTS.items():
+        assert find(name) is experiment
+        assert set(experiment.DEFAULTS) == COMMON | OPTIONS[name]
+        assert configure(experiment) == {"experiment": name, **experiment.DEFAULTS}
+
+
+def test_options_are_read_as_their_defaults_type():
+    options = {"n_atoms": "12", "aggregation": "mean", "rounds": 3}
+    config = configure(find("digits"), clients=4, seed=7, options=options)
+    assert config["n_atoms"] == 12
+    assert (config["clients"], config["rounds"], config["seed"]) == (4, 3, 7)
+    assert configure(find("global-atoms"), options={"noise": "0.05"})["noise"] == 0.05
+    assert configure(find("synthetic"), options={"atoms": 6})["atoms"] == "6"
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "message"),
+    [
+        ("digits", {"options": {"n_atom": 3}}, "option of digits must be one of .*'n_atoms'"),
+        ("digits", {"options": {"n_atoms": "many"}}, "n_atoms must be an integer, got 'many'"),
+        ("digits", {"options": {"n_atoms": 2.5}}, "n_atoms must be an integer, got 2.5"),
+        ("global-atoms", {"options": {"noise": "loud"}}, "noise must be a number, got 'loud'"),
+        ("digits", {"clients": 1}, "clients must be at least 2"),
+        ("digits", {"rounds": 0}, "rounds must be at least 1"),
+        ("digits", {"seed": -1}, "seed must be at least 0"),
+        ("digits", {"data": "x.npz"}, "digits makes its own data"),
+    ],
+)
+def test_bad_options_get_one_sentence(name, given, message):
+    with pytest.raises(ValueError, match=message):
+        configure(find(name), **given)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "message"),
+    [
+        ("digit", {}, "experiment must be one of 'digits', 'images'"),
+        ("digits", {"engine": "spark"}, "engine must be one of 'in-process', 'ray'"),
+        ("digits", {"options": {"n_global": 49}}, "n_global must be between 1 and 48, got 49"),
+        ("digits", {"options": {"learner": "lucky"}}, "learner must be one of 'orthogonal'"),
+        ("digits", {"options": {"matching": "dice"}}, "matching must be one of"),
+        ("digits", {"options": {"aggregation": "max"}}, "aggregation must be one of"),
+        ("digits", {"options": {"samples_per_client": 0}}, "samples_per_client must be at least"),
+        ("digits", {"resume": True}, "resume must come with the folder"),
+        ("images", {}, "images must be given data"),
+        ("images", {"data": "nowhere.npz"}, "data must be a file, got 'nowhere.npz'"),
+        ("synthetic", {"options": {"start": "late"}}, "start must be one of 'good', 'poor'"),
+        ("synthetic", {"options": {"weak": 11}}, "weak must be between 0 and 10"),
+        ("synthetic", {"options": {"atoms": "6,x"}}, "atoms must be integers such as"),
+        ("synthetic", {"options": {"atoms": "2"}}, "atoms must be between 3 and"),
+        ("synthetic", {"options": {"seeds": 0}}, "seeds must be at least 1"),
+        ("global-atoms", {"options": {"n_global": "11"}}, "n_global must be between 0 and 10"),
+        ("global-atoms", {"options": {"noise": -1.0}}, "noise must be in"),
+    ],
+)
+def test_bad_runs_get_one_sentence(name, given, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        run_experiment(name, **given)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    out = tmp_path_factory.mktemp("digits")
+    return run_experiment("digits", out=out), out
+
+
+def test_digits_has_the_papers_figures(digits):
+    results, out = digits
+    metrics = results["metrics"]
+    names = ("global", "full", "local", "average", "pooled")
+    expected = {f"{f}_{n}_{k}" for f in ("mse", "psnr", "ssim") for n in names for k in (5, 10, 20)}
+    assert expected | {"perma_seconds"} <= set(metrics)
+    assert results["rounds"] == len(results["curves"]["mse_global_10"]) == 20
+    assert results["curves"]["mse_global_10"][-1] == pytest.approx(metrics["mse_global_10"])
+    assert json.loads((out / "results.json").read_text()) == results
+    for figure in results["figures"]:
+        assert (out / figure["file"]).stat().st_size > 5_000
+    assert "PerMA, global + local" in (out / "report.html").read_text(encoding="utf-8")
+
+
+def test_digits_collaboration_pays(digits):
+    metrics = digits[0]["metrics"]
+    for k in (5, 10):
+        assert metrics[f"mse_global_{k}"] < metrics[f"mse_local_{k}"]
+        assert metrics[f"mse_global_{k}"] < 1.15 * metrics[f"mse_pooled_{k}"]
+        assert metrics[f"mse_global_{k}"] < metrics[f"mse_average_{k}"]
+    for k in (5, 10, 20):
+        own = {name: metrics[f"mse_own_{name}_{k}"] for name in ("global", "full", "local")}
+        assert own["local"] < own["full"] < own["global"]
+
+
+def test_what_digits_learned_is_easy_to_use_again(digits):
+    results, out = digits
+    X = np.random.default_rng(0).random((5, 64))
+    D = np.load(out / "arrays.npz")["global_atoms"]
+    C = sparse_code(X, D, n_nonzero=10)
+    assert np.mean((X - reconstruct(C, D)) ** 2) < np.mean(X**2)
+    np.testing.assert_allclose(np.linalg.norm(D, axis=1), 1)
+    assert D.shape == (results["config"]["n_global"], 64)
+
+
+def test_images_takes_any_size_and_says_when_there_are_few(tmp_path):
+    rng = np.random.default_rng(0)
+    y = np.repeat([3, 5, 8], 60)
+    X = rng.integers(0, 255, (180, 9, 7)).astype(np.uint8)
+    np.savez(tmp_path / "mine.npz", X=X, y=y)
+    options = {"n_atoms": 8, "n_global": 4, "samples_per_client": 1000}
+    results = run_experiment(
+        "images",
+        data=tmp_path / "mine.npz",
+        clients=3,
+        rounds=3,
+        out=tmp_path / "out",
+        options=options,
+    )
+    assert results["metrics"]["samples_per_client"] == 54
+    assert any("54 images instead of 1000" in note for note in results["notes"])
+    with np.load(tmp_path / "out" / "arrays.npz") as arrays:
+        assert arrays["global_atoms"].shape == (4, 63)
+        np.testing.assert_array_equal(arrays["image_shape"], [9, 7])
+
+
+def test_synthetic_good_start_is_exact_for_all_clients():
+    results = run_experiment("synthetic", options={"seeds": 2, "atoms": "5,6,7"}, rounds=5)
+    metrics = results["metrics"]
+    assert metrics["share_below_1e_6"] == 1
+    assert metrics["error_local_max"] < 1e-6
+    assert metrics["error_start_max"] < 1e-6
+    assert len(results["curves"]["error_global_median"]) == 5
+
+
+@pytest.mark.parametrize("options", [{"start": "poor"}, {"weak": 3}])
+def test_synthetic_strong_clients_carry_weak_ones(options):
+    metrics = run_experiment("synthetic", options={"seeds": 4, **options})["metrics"]
+    assert metrics["share_below_1e_6"] == 1
+    assert metrics["error_independent_max"] > 1e-2
+
+
+def test_global_atoms_are_counted_none_and_all_included():
+    results = run_experiment("global-atoms", options={"seeds": 2, "n_global": "0,4,10"})
+    metrics = results["metrics"]
+    assert metrics == {"correct_0": 1, "correct_4": 1, "correct_10": 1}
+    lengths = results["curves"]["path_lengths_4"]
+    assert len(lengths) == 10
+    assert lengths[4] > 100 * lengths[3]
+
+
+class Killed(BaseException):
+    """What a test raises in the middle of a run."""
+
+
+def kill_after(rounds):
+    def progress(state):
+        if state.done == rounds:
+            raise Killed
+
+    return progress
+
+
+@pytest.mark.parametrize(
+    ("name", "rounds", "options", "killed_after"),
+    [
+        ("digits", 5, {"n_atoms": 12, "n_global": 6}, 3),
+        ("synthetic", 4, {"seeds": 1, "start": "poor"}, 2),
+        ("synthetic", 4, {"seeds": 3, "start": "poor"}, 6),
+    ],
+)
+def test_a_killed_run_continues_to_the_same_bits(tmp_path, name, rounds, options, killed_after):
+    given = {"clients": 4, "rounds": rounds, "options": options}
+    whole = run_experiment(name, out=tmp_path / "whole", **given)
+    with pytest.raises(Killed):
+        run_experiment(name, out=tmp_path / "cut", progress=kill_after(killed_after), **given)
+    assert not (tmp_path / "cut" / "results.json").exists()
+    seen = []
+    resumed = run_experiment(name, out=tmp_path / "cut", resume=True, progress=seen.append, **given)
+    assert seen[0].done > (killed_after - 1) // rounds * rounds  # finished ones are not run again
+    assert seen[-1].done == seen[-1].total
+    timeless = [
+        {key: value for key, value in run["metrics"].items() if key != "perma_seconds"}
+        for run in (whole, resumed)
+    ]
+    assert timeless[0] == timeless[1]
+    assert whole["curves"] == resumed["curves"]
+    with (
+        np.load(tmp_path / "whole" / "arrays.npz") as expected,
+        np.load(tmp_path / "cut" / "arrays.npz") as found,
+    ):
+        for key in expected.files:
+            np.testing.assert_array_equal(expected[key], found[key])
+
+
+def test_resume_refuses_another_run(tmp_path):
+    given = {"clients": 3, "rounds": 2, "out": tmp_path}
+    run_experiment("synthetic", options={"seeds": 1}, **given)
+    with pytest.raises(ValueError, match="out must hold the run to resume"):
+        run_experiment("synthetic", options={"seeds": 2}, resume=True, **given)
+
+
+def test_a_fresh_run_takes_nothing_up_from_its_folder(tmp_path):
+    given = {"clients": 3, "rounds": 2, "out": tmp_path, "options": {"seeds": 1}}
+    run_experiment("synthetic", **given)
+    seen = []
+    run_experiment("synthetic", progress=seen.append, **given)
+    assert seen[0].done == 1
+
+
+def test_inside_a_flower_run_there_is_one_federation():
+    given = {"clients": 4, "rounds": 4, "options": {"seeds": 1, "samples": 100}}
+    experiment = find("synthetic")
+    config = configure(experiment, **given)
+    grid = InProcessGrid(client_app(partial(experiment.client, config=config)), 4)
+    inside = run_experiment("synthetic", engine=grid, **given)
+    outside = run_experiment("synthetic", **given)
+    assert inside["engine"] == "flower"
+    assert inside["metrics"] == outside["metrics"]
+    with pytest.raises(ValueError, match="must be one federation, got 10"):
+        run_experiment("synthetic", engine=grid, clients=4)

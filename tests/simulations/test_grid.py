@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+from flwr_perdl.simulations import InProcessGrid
+
+
+def echo() -> ClientApp:
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        calls = int(context.state.get("calls", ConfigRecord({"n": 0}))["n"]) + 1
+        context.state["calls"] = ConfigRecord({"n": calls})
+        if message.content["config"].get("fail") == context.node_config["partition-id"]:
+            raise RuntimeError("as asked")
+        message.content["config"]["changed"] = True
+        reply = RecordDict(
+            {
+                "arrays": message.content["arrays"],
+                "metrics": MetricRecord({"calls": calls, "run": int(context.run_config["x"])}),
+            }
+        )
+        return Message(reply, reply_to=message)
+
+    return app
+
+
+def ask(grid: InProcessGrid, **config: Any) -> list[Message]:
+    content = RecordDict({"arrays": ArrayRecord([np.eye(2)]), "config": ConfigRecord(config)})
+    messages = [grid.create_message(content, "train", node, "") for node in grid.get_node_ids()]
+    replies = list(grid.send_and_receive(messages))
+    assert "changed" not in content["config"]  # the client changed its own copy
+    return replies
+
+
+def test_every_node_keeps_its_own_state() -> None:
+    grid = InProcessGrid(echo(), 3, run_config={"x": 5})
+    ask(grid)
+    replies = ask(grid)
+    assert [reply.content["metrics"]["calls"] for reply in replies] == [2, 2, 2]
+    assert replies[0].content["metrics"]["run"] == 5
+    assert [reply.metadata.src_node_id for reply in replies] == list(grid.get_node_ids())
+    np.testing.assert_array_equal(replies[1].content["arrays"].to_numpy_ndarrays()[0], np.eye(2))
+
+
+def test_an_exception_is_an_error_reply_and_the_state_is_as_before() -> None:
+    grid = InProcessGrid(echo(), 2, run_config={"x": 0})
+    replies = ask(grid, fail=1)
+    assert [reply.has_error() for reply in replies] == [False, True]
+    assert replies[1].error.code == 2
+    assert replies[1].error.reason == "RuntimeError: as asked"
+    assert [reply.content["metrics"]["calls"] for reply in ask(grid)] == [2, 1]
+
+
+def test_replies_are_pulled_once() -> None:
+    grid = InProcessGrid(echo(), 1, run_config={"x": 0})
+    content = RecordDict({"arrays": ArrayRecord(), "config": ConfigRecord()})
+    ids = list(grid.push_messages([grid.create_message(content, "train", 1000, "")]))
+    assert len(list(grid.pull_messages(ids))) == 1
+    assert list(grid.pull_messages(ids)) == []
+
+
+def test_unknown_faults_and_empty_grids_are_refused() -> None:
+    with pytest.raises(ValueError, match="num_nodes must be at least 1, got 0"):
+        InProcessGrid(echo(), 0)
+    grid = InProcessGrid(echo(), 1, run_config={"x": 0}, faults=lambda partition, message: "boom")
+    with pytest.raises(ValueError, match="a fault must be one of"):
+        ask(grid)
+
+
+def test_a_run_can_be_set_by_id() -> None:
+    grid = InProcessGrid(echo(), 1)
+    grid.set_run(7)
+    assert grid.run.run_id == 7

@@ -1,0 +1,234 @@
+"""The driver of protocols, on protocols small enough to follow by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord
+from flwr.client import NumPyClient
+
+from flwr_perdl.clients import client_app
+from flwr_perdl.simulations import InProcessGrid
+from flwr_perdl.strategies import Options, ProtocolStrategy, Request, TooFewReplies
+from flwr_perdl.strategies._conversation import Roster, settle
+
+
+class Adder(NumPyClient):
+    """Adds its partition id to what it receives."""
+
+    def __init__(self, context: Context) -> None:
+        self.partition = int(context.node_config["partition-id"])
+
+    def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
+        return {"partition-id": self.partition}
+
+    def fit(self, parameters: list[Any], config: dict[str, Any]) -> Any:
+        return [parameters[0] + self.partition], self.partition + 1, {"seen": config["n"]}
+
+    def evaluate(self, parameters: list[Any], config: dict[str, Any]) -> Any:
+        return float(parameters[0].sum()), 1, {}
+
+
+class Sum(ProtocolStrategy):
+    """Adds up what the clients send; stops by itself after ``stop`` rounds."""
+
+    def __init__(self, stop: int = 100, **options: Any) -> None:
+        super().__init__(**options)
+        self.stop = stop
+
+    def protocol(self, initial: Any, state: Any) -> Any:
+        state = state or {"total": np.zeros(1), "n": np.array(0)}
+        while int(state["n"]) < self.stop:
+            replies = yield Request("add", [state["total"]], {"n": int(state["n"])}, state)
+            total = sum(reply.arrays[0] for reply in replies.values())
+            state = {"total": np.asarray(total), "n": state["n"] + 1}
+        return [state["total"]]
+
+
+def grid(n: int = 3, **options: Any) -> InProcessGrid:
+    return InProcessGrid(client_app(Adder), n, **options)
+
+
+def test_a_protocol_is_driven_round_by_round() -> None:
+    strategy = Sum()
+    result = strategy.start(grid(), num_rounds=2)
+    # Round 1: 0 + 1 + 2 = 3; round 2: 3 + 4 + 5 = 12.
+    np.testing.assert_array_equal(result.arrays.to_numpy_ndarrays()[0], [12.0])
+    training = [report for report in strategy.history if report.step == "add"]
+    assert [report.round for report in training] == [1, 2]
+    assert training[1].metrics[2] == {"num-examples": 3, "seen": 1.0}
+    assert training[1].aggregate == {"seen": 1.0, "clients": 3.0, "dropped": 0.0}
+    assert (training[0].floats_down, training[0].floats_up) == (1.0, 1.0)
+    assert [report.aggregate["loss"] for report in strategy.history if report.step != "add"] == [3, 12]
+
+
+def test_a_protocol_may_end_before_the_rounds_do() -> None:
+    strategy = Sum(stop=1)
+    result = strategy.start(grid(), num_rounds=5)
+    np.testing.assert_array_equal(result.arrays.to_numpy_ndarrays()[0], [3.0])
+    assert len([report for report in strategy.history if report.step == "add"]) == 1
+
+
+def test_means_are_weighted_by_examples() -> None:
+    class Named(Adder):
+        def fit(self, parameters: list[Any], config: dict[str, Any]) -> Any:
+            return parameters, self.partition + 1, {"value": float(self.partition)}
+
+    strategy = Sum()
+    strategy.start(InProcessGrid(client_app(Named), 3), num_rounds=1)
+    assert strategy.history[0].aggregate["value"] == pytest.approx((1 * 0 + 2 * 1 + 3 * 2) / 6)
+
+
+def test_sampling_depends_on_seed_and_round_only() -> None:
+    def asked(seed: int) -> list[list[int]]:
+        strategy = Sum(fraction_train=0.3, fraction_evaluate=0.0, seed=seed)
+        strategy.start(grid(20), num_rounds=4)
+        return [list(report.metrics) for report in strategy.history]
+
+    first = asked(0)
+    assert first == asked(0)
+    assert first != asked(1)
+    assert all(len(partitions) == 6 and partitions == sorted(partitions) for partitions in first)
+    assert len({tuple(partitions) for partitions in first}) > 1
+
+
+@pytest.mark.parametrize("fault", ["error", "silence", "nan", "empty"])
+def test_a_bad_reply_is_left_out_counted_and_named(fault: str) -> None:
+    def faults(partition: int, message: Message) -> str | None:
+        return fault if partition == 1 and message.metadata.message_type == "train" else None
+
+    strategy = Sum(fraction_evaluate=0.0)
+    result = strategy.start(grid(faults=faults), num_rounds=1)
+    np.testing.assert_array_equal(result.arrays.to_numpy_ndarrays()[0], [2.0])
+    report = strategy.history[0]
+    assert list(report.metrics) == [0, 2]
+    assert list(report.dropped) == ["client 1"]
+    assert report.aggregate["dropped"] == 1
+
+
+def test_a_node_that_does_not_say_who_it_is_takes_no_part() -> None:
+    def faults(partition: int, message: Message) -> str | None:
+        return "error" if partition == 1 and message.metadata.message_type == "query" else None
+
+    strategy = Sum(fraction_evaluate=0.0)
+    strategy.start(grid(faults=faults), num_rounds=2)
+    assert [list(report.metrics) for report in strategy.history] == [[0, 2], [0, 2]]
+
+
+def test_too_few_good_replies_stop_the_run_with_the_last_state_saved(tmp_path: Path) -> None:
+    def faults(partition: int, message: Message) -> str | None:
+        config = message.content.get("config", {})
+        return "error" if partition and config.get("server-round") == 2 else None
+
+    strategy = Sum(checkpoint_dir=tmp_path, fraction_evaluate=0.0)
+    with pytest.raises(TooFewReplies, match=r"Round 2 has 1 good replies, fewer than min_clients=2"):
+        strategy.start(grid(faults=faults), num_rounds=3)
+    resumed = Sum(checkpoint_dir=tmp_path, fraction_evaluate=0.0, resume=True)
+    result = resumed.start(grid(), num_rounds=3)
+    np.testing.assert_array_equal(result.arrays.to_numpy_ndarrays()[0], [39.0])
+    assert [report.round for report in resumed.history] == [1, 2, 3]
+
+
+def test_too_few_clients_stop_the_run_at_once() -> None:
+    strategy = Sum(min_clients=4, node_timeout=0.0)
+    with pytest.raises(TooFewReplies, match="3 client.s. registered within 0 s, fewer than the 4"):
+        strategy.start(grid(), num_rounds=1)
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
+    def measured(round_: int, arrays: ArrayRecord) -> MetricRecord:
+        asked.append(round_)
+        return MetricRecord({"total": float(sum(a.sum() for a in arrays.to_numpy_ndarrays()))})
+
+    asked: list[int] = []
+    whole = Sum().start(grid(), num_rounds=4, evaluate_fn=measured)
+    asked.clear()
+    Sum(checkpoint_dir=tmp_path).start(grid(), num_rounds=2, evaluate_fn=measured)
+    again = Sum(checkpoint_dir=tmp_path, resume=True)
+    result = again.start(grid(), num_rounds=4, evaluate_fn=measured)
+    np.testing.assert_array_equal(
+        result.arrays.to_numpy_ndarrays()[0], whole.arrays.to_numpy_ndarrays()[0]
+    )
+    assert result.evaluate_metrics_serverapp == whole.evaluate_metrics_serverapp
+    assert result.train_metrics_clientapp == whole.train_metrics_clientapp
+    assert result.evaluate_metrics_clientapp == whole.evaluate_metrics_clientapp
+    assert [report.round for report in again.history] == [1, 1, 2, 2, 3, 3, 4, 4]
+
+
+def test_a_run_that_had_ended_stays_ended(tmp_path: Path) -> None:
+    Sum(stop=1, checkpoint_dir=tmp_path).start(grid(), num_rounds=3)
+    again = Sum(stop=1, checkpoint_dir=tmp_path, resume=True)
+    result = again.start(grid(), num_rounds=3)
+    np.testing.assert_array_equal(result.arrays.to_numpy_ndarrays()[0], [3.0])
+
+
+def test_a_broken_checkpoint_falls_back_to_the_one_before(tmp_path: Path) -> None:
+    Sum(checkpoint_dir=tmp_path).start(grid(), num_rounds=3)
+    (tmp_path / "round-000003.npz").write_bytes(b"half a file")
+    again = Sum(checkpoint_dir=tmp_path, resume=True)
+    result = again.start(grid(), num_rounds=3)
+    np.testing.assert_array_equal(result.arrays.to_numpy_ndarrays()[0], [39.0])
+
+
+def test_a_checkpoint_of_other_options_is_refused(tmp_path: Path) -> None:
+    Sum(checkpoint_dir=tmp_path).start(grid(), num_rounds=1)
+    with pytest.raises(ValueError, match="checkpoint_dir must hold a run with the same options"):
+        Sum(checkpoint_dir=tmp_path, resume=True, seed=1).start(grid(), num_rounds=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fraction_train": 0.0}, r"fraction_train must be in \(0, 1\], got 0"),
+        ({"min_clients": 0}, "min_clients must be at least 1, got 0"),
+        ({"seed": -1}, "seed must be at least 0, got -1"),
+        ({"resume": True}, "resume must come with a checkpoint_dir"),
+    ],
+)
+def test_a_bad_option_is_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Sum(**options)
+
+
+def test_an_unknown_option_is_named() -> None:
+    with pytest.raises(TypeError, match="unknown option 'sed'"):
+        Sum(sed=1)
+
+
+def test_every_message_is_its_own() -> None:
+    strategy = Sum()
+    strategy.open([])
+    messages = strategy.configure_train(1, ArrayRecord(), ConfigRecord(), grid())
+    assert isinstance(messages, list)
+    records = {id(message.content["arrays"]) for message in messages}
+    assert len(records) == len(messages) == 3
+
+
+def test_the_last_enrolled_node_of_a_partition_wins() -> None:
+    roster: Roster[int] = Roster()
+    roster.enrol(11, {"partition-id": 4, "name": "north"})
+    roster.enrol(12, {"partition-id": 0})
+    roster.enrol(13, {"partition-id": 4, "name": "north"})
+    assert roster.present([11, 12, 13]) == {0: 12, 4: 13}
+    assert list(roster.present([11, 12, 13])) == [0, 4]
+    assert roster.present([11, 12]) == {0: 12, 4: 11}
+    assert roster.unknown([13, 14]) == [14]
+    assert roster.label(4) == "client 4 (north)"
+    assert roster.label(0) == "client 0"
+    with pytest.raises(ValueError, match="partition-id is None"):
+        roster.enrol(15, {})
+
+
+def test_registrations_are_awaited() -> None:
+    def counter(*counts: int) -> Callable[[], int]:
+        left = list(counts)
+        return lambda: left.pop(0) if len(left) > 1 else left[0]
+
+    assert settle(counter(1, 5, 9, 10, 10), Options(num_clients=10), poll=0) == 10
+    assert settle(counter(0, 2, 4, 4, 7), Options(), poll=0) == 7
+    assert settle(counter(3), Options(), fixed=True, poll=0) == 3
+    assert settle(counter(3), Options(num_clients=5, node_timeout=0.01), poll=0) == 3

@@ -1,0 +1,128 @@
+"""The older strategy interface, driven as Flower's older server drives it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.common import (
+    Code,
+    EvaluateIns,
+    FitIns,
+    FitRes,
+    GetPropertiesIns,
+    Parameters,
+    Status,
+    parameters_to_ndarrays,
+)
+from flwr.server import Server, SimpleClientManager
+from flwr.server.client_proxy import ClientProxy
+
+from flwr_perdl.strategies import PerMA, TooFewReplies, as_legacy
+
+MakeFederation = Callable[..., Any]
+
+
+class LocalProxy(ClientProxy):
+    """A proxy that calls the client in this process."""
+
+    def __init__(self, cid: str, make_client: Callable[[Any], Any], context: Any) -> None:
+        super().__init__(cid)
+        self.make_client, self.context = make_client, context
+
+    def get_properties(self, ins: GetPropertiesIns, timeout: Any, group_id: Any) -> Any:
+        return self.make_client(self.context).to_client().get_properties(ins)
+
+    def get_parameters(self, ins: Any, timeout: Any, group_id: Any) -> Any:
+        raise AssertionError("the strategy gives the initial parameters")
+
+    def fit(self, ins: FitIns, timeout: Any, group_id: Any) -> Any:
+        return self.make_client(self.context).to_client().fit(ins)
+
+    def evaluate(self, ins: EvaluateIns, timeout: Any, group_id: Any) -> Any:
+        return self.make_client(self.context).to_client().evaluate(ins)
+
+    def reconnect(self, ins: Any, timeout: Any, group_id: Any) -> Any:
+        raise AssertionError("nobody is sent away")
+
+
+def serve(planted: Any, strategy: Any, rounds: int, proxies: list[LocalProxy] | None = None) -> Any:
+    manager = SimpleClientManager()
+    contexts = planted.grid().contexts.values()
+    made = [LocalProxy(f"{7919 * (i + 3) % 101}", planted.make_client, c) for i, c in enumerate(contexts)]
+    for proxy in proxies or made:
+        manager.register(proxy)
+    server = Server(client_manager=manager, strategy=strategy)
+    history, _ = server.fit(rounds, timeout=None)
+    return parameters_to_ndarrays(server.parameters)[0], history
+
+
+def test_the_bits_are_those_of_the_new_interface(federation: MakeFederation) -> None:
+    new = federation(noise=0.05).learn(PerMA(3, fraction_train=0.6))
+    options = {"fraction_train": 0.6, "num_clients": 5}
+    old, history = serve(federation(noise=0.05), as_legacy(PerMA(3, **options)), 4)
+    np.testing.assert_array_equal(old, new)
+    assert [round_ for round_, _ in history.losses_distributed] == [1, 2, 3, 4]
+    assert history.metrics_distributed["mse_full"][-1][1] < 2 * 0.05**2
+
+
+def test_the_server_may_evaluate(federation: MakeFederation) -> None:
+    def evaluate(round_: int, arrays: list[Any]) -> tuple[float, dict[str, Any]]:
+        return float(round_), {"arrays": len(arrays)}
+
+    strategy = as_legacy(PerMA(3, num_clients=5), evaluate_fn=evaluate)
+    _, history = serve(federation(), strategy, 2)
+    assert history.losses_centralized == [(0, 0.0), (1, 1.0), (2, 2.0)]
+    assert history.metrics_centralized["arrays"] == [(0, 0), (1, 1), (2, 1)]
+
+
+class Liar(LocalProxy):
+    """Replies with bytes that are no array."""
+
+    def fit(self, ins: FitIns, timeout: Any, group_id: Any) -> FitRes:
+        garbage = Parameters([b"garbage"], "numpy.ndarray")
+        return FitRes(Status(Code.OK, ""), garbage, num_examples=10, metrics={})
+
+
+class Dead(LocalProxy):
+    """Never replies."""
+
+    def fit(self, ins: FitIns, timeout: Any, group_id: Any) -> Any:
+        raise RuntimeError("the node is gone")
+
+
+@pytest.mark.parametrize("kind", [Liar, Dead])
+def test_a_bad_client_is_left_out(federation: MakeFederation, kind: type[LocalProxy]) -> None:
+    planted = federation()
+    contexts = list(planted.grid().contexts.values())
+    proxies = [LocalProxy(str(i), planted.make_client, c) for i, c in enumerate(contexts)]
+    proxies[3] = kind("3", planted.make_client, contexts[3])
+    strategy = PerMA(3, num_clients=5)
+    serve(planted, as_legacy(strategy), 3, proxies)
+    training = [report for report in strategy.history if report.step != "evaluate"]
+    assert [list(report.dropped) for report in training] == [["client 3"]] * 3
+
+
+def test_too_few_replies_stop_the_run(federation: MakeFederation) -> None:
+    planted = federation(2)
+    contexts = list(planted.grid().contexts.values())
+    proxies = [Dead(str(i), planted.make_client, c) for i, c in enumerate(contexts)]
+    with pytest.raises(TooFewReplies, match="Round 1 has 0 good replies"):
+        serve(planted, as_legacy(PerMA(3, num_clients=2)), 2, proxies)
+
+
+def test_a_run_is_resumed(federation: MakeFederation, tmp_path: Path) -> None:
+    def client(context: Any) -> Any:
+        context.node_config["state-dir"] = str(tmp_path / "state")
+        return federation(noise=0.05).make_client(context)
+
+    planted = federation(noise=0.05)
+    whole = planted.learn(PerMA(3), 5)
+    saved = planted._replace(make_client=client)
+    options = {"num_clients": 5, "checkpoint_dir": tmp_path / "server"}
+    serve(saved, as_legacy(PerMA(3, **options)), 2)
+    resumed, _ = serve(saved, as_legacy(PerMA(3, **options, resume=True)), 5)
+    np.testing.assert_array_equal(resumed, whole)

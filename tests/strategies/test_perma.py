@@ -1,0 +1,195 @@
+"""PerMA end to end, in process: planted truth, faults, late clients, resumption, bad input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, Message
+
+from flwr_perdl.dictionary import (
+    GradientLearner,
+    KSVDLearner,
+    MODLearner,
+    OrthogonalLearner,
+    dictionary_distance,
+)
+from flwr_perdl.strategies import PerMA, TooFewReplies
+from flwr_perdl.strategies.perma import AGGREGATIONS, MATCHINGS
+
+MakeFederation = Callable[..., Any]
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("matching", MATCHINGS)
+def test_the_planted_atoms_are_found(
+    federation: MakeFederation, aggregation: str, matching: str
+) -> None:
+    planted = federation()
+    strategy = PerMA(3, aggregation=aggregation, matching=matching)
+    atoms = planted.learn(strategy)
+    assert dictionary_distance(atoms, planted.planted.global_atoms) < 1e-6
+    assert strategy.history[-1].aggregate["mse_full"] < 1e-12
+
+
+def test_the_number_of_global_atoms_is_found(federation: MakeFederation) -> None:
+    planted = federation(n_global=2)
+    assert planted.learn(PerMA()).shape == (2, 6)
+
+
+@pytest.mark.parametrize(
+    "learner",
+    [
+        OrthogonalLearner(6, threshold=0.15),
+        GradientLearner(6),
+        MODLearner(6),
+        KSVDLearner(6),
+    ],
+)
+@pytest.mark.parametrize("aggregation", ["statistics", "mean"])
+def test_any_learner_works_with_any_aggregation(
+    federation: MakeFederation, learner: Any, aggregation: str
+) -> None:
+    planted = federation(learner=learner, noise=0.01)
+    atoms = planted.learn(PerMA(3, aggregation=aggregation, local_steps=2, refine_steps=1), 6)
+    np.testing.assert_allclose(np.linalg.norm(atoms, axis=1), 1, rtol=1e-12)
+    assert dictionary_distance(atoms, planted.planted.global_atoms) < 0.2
+
+
+def test_float32_stays_float32(federation: MakeFederation) -> None:
+    planted = federation()
+    samples = [X.astype(np.float32) for X in planted.planted.samples]
+    planted.planted.samples[:] = samples
+    atoms = planted.learn(PerMA(3))
+    assert atoms.dtype == np.float32
+    assert dictionary_distance(atoms, planted.planted.global_atoms.astype(np.float32)) < 1e-3
+
+
+def test_a_rerun_gives_the_same_bits(federation: MakeFederation) -> None:
+    runs = [federation(noise=0.05).learn(PerMA(3, fraction_train=0.6, seed=3)) for _ in range(2)]
+    np.testing.assert_array_equal(*runs)
+
+
+def test_a_run_may_start_from_global_atoms(federation: MakeFederation) -> None:
+    planted = federation(noise=0.05)
+    truth = planted.planted.global_atoms
+    strategy = PerMA(aggregation="mean")
+    strategy.start(planted.grid(), ArrayRecord([truth]), num_rounds=2)
+    assert [report.step for report in strategy.history if report.step != "evaluate"] == [
+        "update",
+        "update",
+    ]
+    assert strategy.history[-1].aggregate["mse_full"] < 2 * 0.05**2
+
+
+@pytest.mark.parametrize("fault", ["error", "silence", "nan", "shape", "empty"])
+@pytest.mark.parametrize("round_", [1, 2, 3])
+def test_a_client_that_fails_in_any_round_does_no_harm(
+    federation: MakeFederation, fault: str, round_: int
+) -> None:
+    def faults(partition: int, message: Message) -> str | None:
+        config = message.content.get("config", {})
+        trains = message.metadata.message_type == "train"
+        return fault if partition == 2 and trains and config["server-round"] == round_ else None
+
+    planted = federation()
+    strategy = PerMA(3, fraction_evaluate=0.0)
+    atoms = planted.learn(strategy, faults=faults)
+    assert dictionary_distance(atoms, planted.planted.global_atoms) < 1e-6
+    dropped = {report.round: list(report.dropped) for report in strategy.history}
+    if fault == "shape" and round_ == 1:  # a dictionary with an atom less is a good reply
+        assert dropped[1] == []
+    else:
+        assert dropped.pop(round_) == ["client 2"]
+        assert not any(dropped.values())
+
+
+def test_a_client_with_a_new_node_id_and_no_state_carries_on(federation: MakeFederation) -> None:
+    planted = federation()
+    grid = planted.grid()
+
+    def replace(report: Any) -> None:
+        if report.round == 2 and report.step == "evaluate":
+            old = next(iter(grid.contexts))
+            context = grid.contexts.pop(old)
+            context.node_id = 4711
+            context.state.clear()
+            grid.contexts[4711] = context
+
+    strategy = PerMA(3, on_round=replace)
+    result = strategy.start(grid, num_rounds=5)
+    atoms = result.arrays.to_numpy_ndarrays()[0]
+    assert dictionary_distance(atoms, planted.planted.global_atoms) < 1e-6
+    assert all(list(report.metrics) == [0, 1, 2, 3, 4] for report in strategy.history)
+    assert strategy.history[-1].metrics[0]["mse_full"] < 1e-12
+
+
+def test_a_client_that_joins_late_carries_on(federation: MakeFederation) -> None:
+    planted = federation()
+    grid = planted.grid()
+    late = grid.contexts.pop(next(iter(grid.contexts)))
+
+    def join(report: Any) -> None:
+        if report.round == 2:
+            grid.contexts[late.node_id] = late
+
+    strategy = PerMA(3, on_round=join)
+    strategy.start(grid, num_rounds=4)
+    assert 0 not in strategy.history[0].metrics
+    assert strategy.history[-1].metrics[0]["mse_full"] < 1e-12
+
+
+@pytest.mark.parametrize("aggregation", ["statistics", "mean"])
+def test_a_resumed_run_has_the_same_bits(
+    federation: MakeFederation, tmp_path: Path, aggregation: str
+) -> None:
+    def node_config(partition: int) -> dict[str, str]:
+        return {"state-dir": str(tmp_path / "state")}
+
+    options: dict[str, Any] = {"aggregation": aggregation, "fraction_train": 0.6}
+    planted = federation(noise=0.05)
+    whole = planted.learn(PerMA(3, **options), 6)
+    saving = {**options, "checkpoint_dir": tmp_path / "server"}
+    planted.learn(PerMA(3, **saving), 3, node_config=node_config)
+    resumed = planted.learn(PerMA(3, **saving, resume=True), 6, node_config=node_config)
+    np.testing.assert_array_equal(resumed, whole)
+
+
+def test_everybody_failing_stops_with_one_sentence(federation: MakeFederation) -> None:
+    def faults(partition: int, message: Message) -> str | None:
+        return "error" if message.metadata.message_type == "train" else None
+
+    with pytest.raises(TooFewReplies, match=r"^Round 1 has 0 good replies, fewer than min_clients=2"):
+        federation().learn(PerMA(3), faults=faults)
+
+
+def test_more_global_atoms_than_atoms_are_refused(federation: MakeFederation) -> None:
+    message = "n_global must be at most every client's number of atoms, got n_global=7 with 6 atoms"
+    with pytest.raises(ValueError, match=message):
+        federation().learn(PerMA(7))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n_global": -1}, "n_global must be at least 0, got -1"),
+        ({"n_global": "many"}, "n_global must be an integer, got 'many'"),
+        ({"matching": "chain"}, "matching must be one of 'consensus', 'paths', got 'chain'"),
+        ({"aggregation": "max"}, "aggregation must be one of 'statistics'"),
+        ({"local_steps": 0}, "local_steps must be at least 1, got 0"),
+        ({"refine_steps": -1}, "refine_steps must be at least 0, got -1"),
+    ],
+)
+def test_a_bad_option_is_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PerMA(**options)
+
+
+def test_nothing_shared_leaves_the_clients_to_themselves(federation: MakeFederation) -> None:
+    planted = federation(n_global=3)
+    strategy = PerMA(0)
+    assert planted.learn(strategy).shape == (0, 6)
+    assert strategy.history[-1].aggregate["mse_full"] < 1e-12

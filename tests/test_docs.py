@@ -1,0 +1,53 @@
+"""The Python blocks of README.md and of the guides run as they stand, page by page."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from flwr_perdl.simulations import run_experiment
+from flwr_perdl.simulations.experiments import EXPERIMENTS
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [
+    page
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    if "```python\n" in page.read_text()
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working directory with what `make run` leaves, from a smaller run."""
+    folder = tmp_path_factory.mktemp("reader")
+    run_experiment("digits", clients=3, rounds=2, out=folder / "runs" / "digits")
+    return folder
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_blocks_run(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    namespace: dict[str, object] = {"__name__": page.stem}
+    for block in re.finditer(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
+        line = page.read_text().count("\n", 0, block.start(1))
+        exec(compile("\n" * line + block[1], page.name, "exec"), namespace)
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name} points to {target}"
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_the_manual_has_every_option_and_its_default(name: str) -> None:
+    manual = (ROOT / "docs" / "cli.md").read_text()
+    section = re.split(r"^##+ ", manual.partition(f"### {name}\n")[2], flags=re.MULTILINE)[0]
+    listed = dict(re.findall(r"^\| `(\w+)` \| `([^`]*)` \|", section, re.MULTILINE))
+    options = dict(EXPERIMENTS[name].DEFAULTS)
+    for common in ("clients", "rounds", "seed", "data"):
+        options.pop(common, None)
+    assert listed == {option: str(default) for option, default in options.items()}

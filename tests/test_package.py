@@ -1,0 +1,150 @@
+"""The package as a whole: versions that agree, floors, public names, the Flower app bundle."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+import flwr_perdl
+from flwr_perdl.simulations._run_config import read_run_config
+from flwr_perdl.simulations.experiments import EXPERIMENTS
+
+ROOT = Path(__file__).resolve().parent.parent
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+# An import only ever points down: what each package may import of the others.
+FLOORS = {
+    "dictionary": set(),
+    "clients": {"dictionary"},
+    "strategies": {"dictionary", "clients"},
+    "simulations": {"dictionary", "clients", "strategies"},
+}
+
+PUBLIC = {
+    "dictionary": {
+        "GradientLearner",
+        "KSVDLearner",
+        "MODLearner",
+        "OrthogonalLearner",
+        "align_to_global",
+        "dictionary_distance",
+        "global_matching",
+        "reconstruct",
+        "refine_local",
+        "sparse_code",
+        "warm_start",
+    },
+    "clients": {"DictionaryClient", "client_app"},
+    "strategies": {"PerMA", "as_legacy"},
+    "simulations": {"InProcessGrid", "run_experiment"},
+}
+
+
+def imported_modules(file: Path) -> set[str]:
+    """Return the modules that a file imports anywhere, by their full names."""
+    package = file.relative_to(ROOT).with_suffix("").parts[:-1]
+    modules: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            modules.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            module = ".".join(filter(None, (above, node.module)))
+            modules.update({module, *(f"{module}.{alias.name}" for alias in node.names)})
+    return modules
+
+
+def test_one_version_everywhere() -> None:
+    assert PYPROJECT["project"]["version"] == flwr_perdl.__version__
+    assert f"version: {flwr_perdl.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    headings = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[0] == flwr_perdl.__version__
+
+
+def test_flower_pins_are_within_the_supported_range() -> None:
+    flwr = next(
+        requirement
+        for requirement in map(Requirement, PYPROJECT["project"]["dependencies"])
+        if requirement.name == "flwr"
+    )
+    assert (ROOT / ".ci" / "flwr-newest").read_text().strip() in flwr.specifier
+    assert "1.26.1" in flwr.specifier
+    assert "1.26.0" not in flwr.specifier
+    assert version("flwr") in flwr.specifier
+
+
+def test_every_python_of_the_metadata_is_declared() -> None:
+    declared = {
+        entry.rpartition(" ")[2]
+        for entry in PYPROJECT["project"]["classifiers"]
+        if re.fullmatch(r"Programming Language :: Python :: 3\.\d+", entry)
+    }
+    assert declared == {"3.11", "3.12", "3.13"}
+    assert PYPROJECT["project"]["requires-python"] == ">=3.11,<3.14"
+
+
+@pytest.mark.parametrize("floor", sorted(FLOORS))
+def test_imports_point_down(floor: str) -> None:
+    above = {f"flwr_perdl.{name}" for name in FLOORS if name not in FLOORS[floor] | {floor}}
+    files = sorted((ROOT / "flwr_perdl" / floor).rglob("*.py"))
+    assert files
+    for file in files:
+        for module in imported_modules(file):
+            assert ".".join(module.split(".")[:2]) not in above, f"{file.name} imports {module}"
+
+
+def test_the_maths_needs_neither_flower_nor_files() -> None:
+    allowed = {"numpy", "scipy", "flwr_perdl"} | set(sys.stdlib_module_names) - {"os", "pathlib"}
+    for file in sorted((ROOT / "flwr_perdl" / "dictionary").rglob("*.py")):
+        for module in imported_modules(file):
+            assert module.split(".")[0] in allowed, f"{file.name} imports {module}"
+
+
+@pytest.mark.parametrize("package", sorted(PUBLIC))
+def test_stable_names_are_exported(package: str) -> None:
+    module = import_module(f"flwr_perdl.{package}")
+    assert PUBLIC[package] <= set(module.__all__)
+    assert all(hasattr(module, name) for name in module.__all__)
+
+
+def test_every_option_of_every_experiment_is_a_run_config_key() -> None:
+    listed = PYPROJECT["tool"]["flwr"]["app"]["config"]
+    options = set().union(*(experiment.DEFAULTS for experiment in EXPERIMENTS.values()))
+    assert set(listed) == options | {"experiment", "out", "resume", "state-dir"}
+    assert read_run_config(listed) == ("digits", {})
+
+
+def test_the_app_bundle_carries_the_library_and_nothing_else(tmp_path: Path) -> None:
+    app = tmp_path / "app"
+    tracked = ("flwr_perdl", "tests", "pyproject.toml", "README.md", "LICENSE", ".gitignore")
+    app.mkdir()
+    for name in tracked:
+        source = ROOT / name
+        copy = shutil.copytree if source.is_dir() else shutil.copy
+        copy(source, app / name)
+    (app / ".venv" / "lib").mkdir(parents=True)
+    (app / ".venv" / "lib" / "stray.py").write_text("")
+    subprocess.run(
+        [Path(sys.executable).with_name("flwr"), "build", "--app", app],
+        cwd=tmp_path,
+        env=os.environ | {"FLWR_HOME": str(tmp_path / "flwr")},
+        check=True,
+        capture_output=True,
+    )
+    (bundle,) = tmp_path.glob("*.fab")
+    carried = set(zipfile.ZipFile(bundle).namelist())
+    library = {str(file.relative_to(ROOT)) for file in (ROOT / "flwr_perdl").rglob("*.py")}
+    assert library <= carried
+    assert not {name for name in carried if name.startswith(".venv")}

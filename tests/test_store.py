@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flwr_perdl import _store
+
+
+def test_arrays_and_meta_come_back(tmp_path: Path) -> None:
+    arrays = {"D": np.arange(6.0).reshape(2, 3), "flag": np.array(True)}
+    _store.save(tmp_path / "new" / "file.npz", arrays, {"round": 3})
+    saved = _store.load(tmp_path / "new" / "file.npz")
+    assert saved.meta == {"format": 1, "round": 3}
+    assert set(saved.arrays) == {"D", "flag"}
+    np.testing.assert_array_equal(saved.arrays["D"], arrays["D"])
+
+
+def test_a_failed_save_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "file.npz"
+    _store.save(path, {"x": np.ones(2)}, {})
+    with pytest.raises(TypeError):
+        _store.save(path, {"x": np.zeros(2)}, {"bad": object()})
+    np.testing.assert_array_equal(_store.load(path).arrays["x"], np.ones(2))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file.npz"]
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", b"PK\x03\x04 not a zip"])
+def test_an_unreadable_file_is_named(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "broken.npz"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"broken\.npz is not a readable file"):
+        _store.load(path)
+
+
+def test_pickled_objects_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "pickled.npz"
+    np.savez(path, meta=np.array({"format": 1}, dtype=object))
+    with pytest.raises(ValueError, match="not a readable file"):
+        _store.load(path)
+
+
+def test_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file.npz"
+    monkeypatch.setattr(_store, "FORMAT", 2)
+    _store.save(path, {}, {})
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="must have format 1, got 2"):
+        _store.load(path)
+
+
+def test_two_rounds_are_kept_and_an_abandoned_future_goes(tmp_path: Path) -> None:
+    for round_ in (1, 2, 3, 4):
+        _store.save_round(tmp_path, round_, {}, {})
+    assert _store.rounds_in(tmp_path) == [3, 4]
+    _store.save_round(tmp_path, 3, {}, {})
+    assert _store.rounds_in(tmp_path) == [3]
+    (tmp_path / "other.txt").write_text("not ours")
+    assert _store.rounds_in(tmp_path / "nowhere") == []
+    assert _store.rounds_in(tmp_path) == [3]
