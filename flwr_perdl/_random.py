@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-#: The "partition" whose draws are the server's own.
+#: "Partitions" whose draws are not a client's: the protocol's at the server, the choice of the
+#: clients that train and that evaluate, and the making and splitting of experiments' data.
 SERVER = 2**32 - 1
+SAMPLING = 2**32 - 2
+DATA = 2**32 - 3
+EVALUATION = 2**32 - 4
 
 
 def spawn(seed: int, partition: int = SERVER, round_: int = 0) -> np.random.Generator:

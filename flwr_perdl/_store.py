@@ -6,9 +6,10 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,14 +38,20 @@ def save(path: Path, arrays: Mapping[str, NDArray[Any]], meta: Mapping[str, Any]
     meta : mapping
         Anything that JSON can say.
     """
+    named: dict[str, Any] = {f"a/{name}": array for name, array in arrays.items()}
+    named[_META] = np.array(json.dumps({"format": FORMAT, **meta}))
+    with replacing(path) as stream:
+        np.savez(stream, **named)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Let the block write a file; afterwards ``path`` holds all of it, or what it held."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    record = np.array(json.dumps({"format": FORMAT, **meta}))
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as stream:
-            named: dict[str, Any] = {f"a/{name}": array for name, array in arrays.items()}
-            named[_META] = record
-            np.savez(stream, **named)
+            yield stream
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(temporary, path)

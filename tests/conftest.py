@@ -46,9 +46,7 @@ class Federation(NamedTuple):
 
     def grid(self, **options: Any) -> InProcessGrid:
         """Return an in-process grid of all its clients."""
-        return InProcessGrid(
-            client_app(self.make_client), len(self.planted.samples), **options
-        )
+        return InProcessGrid(client_app(self.make_client), len(self.planted.samples), **options)
 
     def learn(self, strategy: PerMA, rounds: int = 4, **options: Any) -> np.ndarray:
         """Run the strategy in process and return the global atoms."""
@@ -67,7 +65,7 @@ def federation() -> Callable[..., Federation]:
         n_global: int = 3,
         learner: Learner | None = None,
         n_samples: int = 200,
-        min_support: int = 5,
+        min_support: int = 3,
         **options: Any,
     ) -> Federation:
         planted = planted_clients(

@@ -81,8 +81,9 @@ class DictionaryClient(NumPyClient):
         Named sets of samples for `evaluate`; by default ``X`` under the name ``""``.
     start : callable, default `warm_start`
         ``(X, learner, rng=rng) -> WarmStart``: makes the client's first dictionary.
-    min_support : int, default 5
-        See above; 0 or 1 sends everything.
+    min_support : int, default 3
+        See above; 0 or 1 sends everything. More hides better what single samples look like, and
+        costs accuracy where clients have few samples.
     state_dir : str or Path, optional
         Folder for the private state; by default ``state-dir`` of the node config, then of the run
         config, and nothing is kept on disk where both are missing.
@@ -101,7 +102,7 @@ class DictionaryClient(NumPyClient):
         *,
         evaluation: Mapping[str, Matrix] | None = None,
         start: Start = warm_start,
-        min_support: int = 5,
+        min_support: int = 3,
         state_dir: str | Path | None = None,
     ) -> None:
         self.X = check_array("X", X, min_rows=1)

@@ -25,12 +25,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_perdl._checks import Matrix, check_array, check_choice, check_count
+from flwr_perdl._robust import average_of, geometric_median
 from flwr_perdl.dictionary.atoms import least_squares_atoms, normalize_atoms, polar_factor
 from flwr_perdl.dictionary.learners import atom_support
 
 METHODS = ("mean", "weighted", "median", "geometric-median", "trimmed")
-#: Share of the clients that the trimmed mean leaves out at either end.
-TRIM = 0.2
 #: A client this many median distances from the geometric median of all is left out.
 OUTLIER = 5.0
 #: Distances below this are rounding, not disagreement.
@@ -94,57 +93,9 @@ def aggregate_atoms(
     average = np.zeros_like(current)
     for j in range(len(current)):
         if sent[:, j].any():
-            average[j] = _average(stack[sent[:, j], j], method, weights[sent[:, j]])
+            average[j] = average_of(stack[sent[:, j], j], method, weights[sent[:, j]])
     atoms = _finish(average, current, sent.any(axis=0), orthogonal)
     return Aggregation(atoms, sent.any(axis=1))
-
-
-def _average(points: Matrix, method: str, weights: Matrix) -> Matrix:
-    if method == "geometric-median":
-        return geometric_median(points)
-    if method == "median":
-        return np.median(points, axis=0)
-    if method == "trimmed":
-        cut = int(TRIM * len(points))
-        mean: Matrix = np.sort(points, axis=0)[cut : len(points) - cut].mean(axis=0)
-        return mean
-    return np.average(points, axis=0, weights=weights)
-
-
-def geometric_median(points: Matrix, *, tol: float = 1e-10, max_iter: int = 200) -> Matrix:
-    """Return the point with the least sum of distances to ``points``.
-
-    Weiszfeld's iteration, with Vardi and Zhang's step where it meets one of the points.
-
-    Parameters
-    ----------
-    points : ndarray of shape (n, ...)
-        Points, at least one; all further axes together are their coordinates.
-    tol : float, default 1e-10
-        Step at which to stop, relative to the largest coordinate.
-    max_iter : int, default 200
-        Largest number of iterations.
-
-    Returns
-    -------
-    ndarray of shape (...)
-    """
-    flat = points.reshape(len(points), -1)
-    scale = float(np.abs(flat).max(initial=0))
-    median = np.median(flat, axis=0)
-    for _ in range(max_iter if scale else 0):
-        distances = np.linalg.norm(flat - median, axis=1)
-        away = distances > np.finfo(flat.dtype).eps * scale
-        weights = np.where(away, 1 / np.where(away, distances, 1), 0)
-        pull = np.linalg.norm(weights @ (flat - median))
-        here = len(flat) - int(away.sum())
-        if pull <= here:
-            break
-        step = (1 - here / pull) * (weights @ flat / weights.sum() - median)
-        median = median + step
-        if np.linalg.norm(step) <= tol * scale:
-            break
-    return median.reshape(points.shape[1:])
 
 
 def _finish(S: Matrix, current: Matrix, seen: NDArray[np.bool_], orthogonal: bool) -> Matrix:
@@ -166,7 +117,7 @@ def local_statistics(
     n_global: int,
     *,
     orthogonal: bool,
-    min_support: float = 5,
+    min_support: float = 3,
 ) -> Matrix:
     """Return what a client sends instead of its global atoms.
 
@@ -182,7 +133,7 @@ def local_statistics(
         Number of global atoms.
     orthogonal : bool
         Whether the learner's atoms are orthonormal.
-    min_support : float, default 5
+    min_support : float, default 3
         Global atoms with fewer samples behind them (:func:`atom_support`) are withheld: their
         rows are zero, and they count as local.
 
@@ -246,7 +197,9 @@ def _outliers(own: Matrix, sent: NDArray[np.bool_]) -> NDArray[np.bool_]:
     present: NDArray[np.bool_] = np.any(sent, axis=1)
     if not present.any():
         return present
-    squares = ((own - geometric_median(own[present])) ** 2).sum(axis=2) * sent
+    squares = ((own - geometric_median(own[present], tol=1e-4, max_iter=50)) ** 2).sum(
+        axis=2
+    ) * sent
     distances = np.sqrt(squares.sum(axis=1) / np.maximum(sent.sum(axis=1), 1))
     outliers: NDArray[np.bool_] = distances > OUTLIER * max(np.median(distances[present]), _SAME)
     return outliers

@@ -29,8 +29,9 @@ from flwr_perdl._checks import Matrix, check_array, check_choice
 
 #: Squared distances below this are recomputed from the differences of the atoms.
 _CLOSE = 1e-2
-#: Least ratio of the Gram matrix' extreme eigenvalues at which it stands in for an SVD.
-_SAFE_GRAM = 1e-6
+#: Least ratio of the Gram matrix' extreme eigenvalues at which it stands in for an SVD; right
+#: there the factor is off by less than 1e-9, at 1e-4 by 1e-13.
+_SAFE_GRAM = 1e-8
 
 
 class AtomMatch(NamedTuple):

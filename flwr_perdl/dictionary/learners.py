@@ -34,7 +34,7 @@ from flwr_perdl.dictionary.atoms import least_squares_atoms, normalize_atoms, po
 from flwr_perdl.dictionary.coding import hard_threshold, omp
 
 #: ``threshold="auto"`` is this multiple of the root mean square norm of the samples.
-AUTO_THRESHOLD = 0.115
+AUTO_THRESHOLD = 0.11
 #: Samples that must stand behind an atom before a learner moves it.
 _LEAST_SUPPORT = 2 * (1 - 1e-9)
 
@@ -151,7 +151,7 @@ class _AlternatingLearner:
     def level(self, X: Matrix) -> float:
         """Return the threshold that applies to ``X``."""
         if self.threshold == "auto":
-            return AUTO_THRESHOLD * float(np.sqrt((X**2).sum() / max(len(X), 1)))
+            return AUTO_THRESHOLD * float(np.sqrt(np.vdot(X, X) / max(len(X), 1)))
         return self.threshold
 
     def code(self, X: Matrix, D: Matrix, scale: float = 1.0) -> Matrix:
@@ -171,7 +171,9 @@ class _AlternatingLearner:
         ndarray of shape (n_samples, n_atoms)
         """
         X = check_array("X", X)
-        D = check_array("D", D, columns=X.shape[1])
+        return self._code(X, check_array("D", D, columns=X.shape[1]), scale)
+
+    def _code(self, X: Matrix, D: Matrix, scale: float = 1.0) -> Matrix:
         if self.n_nonzero is not None:
             return omp(X, D, max(1, round(self.n_nonzero / scale)))
         return hard_threshold(X @ D.T, scale * self.level(X))
@@ -205,7 +207,9 @@ class _AlternatingLearner:
 
     def step(self, X: Matrix, D: Matrix) -> Matrix:
         """Return ``update(X, code(X, D), D)``: one iteration."""
-        return self.update(X, self.code(X, D), D)
+        X = check_array("X", X)
+        D = check_array("D", D, columns=X.shape[1])
+        return self._update(X, self._code(X, D), D)
 
     def loss(self, X: Matrix, C: Matrix, D: Matrix) -> float:
         """Return ``||X - C @ D||^2``, plus ``threshold^2`` per non-zero code if thresholding."""

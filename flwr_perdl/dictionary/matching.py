@@ -18,8 +18,9 @@ atoms at once by optimal assignment, so that no two of them take the same local 
 
 The paper's chain of shortest paths (``method="paths"``) needs every client to be close to its
 neighbours in the chain, ``4 sum_i eps_i <= ...`` (Theorem 1), so it fails with many clients, or
-with one bad one. ``method="consensus"``, the default, compares every client with one candidate
-at a time and takes medians over clients: its error does not grow with their number.
+with one bad one. ``method="consensus"``, the default, takes a few clients' atoms as candidates,
+keeps those that most other clients have too, assigns every client's atoms to them optimally and
+averages, with little weight on what fits badly: its error does not grow with the clients' number.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def global_matching(
         :func:`count_shared`.
     method : {"consensus", "paths"}, default "consensus"
         "paths": Algorithm 2; a client with fewer atoms than ``n_global`` is left out of the
-        chain. "consensus": medians over clients; such a client takes part with what it has.
+        chain. "consensus": such a client takes part with what it has.
 
     Returns
     -------

@@ -9,17 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 
 from flwr_perdl._checks import Matrix
+from flwr_perdl.clients.dictionary import Start
 from flwr_perdl.dictionary import Learner, normalize_atoms, warm_start
 
 #: Iterations of a baseline per iteration of PerMA.
 GENEROSITY = 5
 
 
-def learn(X: Matrix, learner: Learner, rng: np.random.Generator, n_rounds: int) -> Matrix:
+def learn(
+    X: Matrix,
+    learner: Learner,
+    rng: np.random.Generator,
+    n_rounds: int,
+    start: Start = warm_start,
+) -> Matrix:
     """Learn a dictionary from ``X`` alone.
 
     Parameters
@@ -32,13 +40,15 @@ def learn(X: Matrix, learner: Learner, rng: np.random.Generator, n_rounds: int) 
         The start's draws.
     n_rounds : int
         Rounds of the federation that it is compared with.
+    start : callable, default `warm_start`
+        What its clients start with.
 
     Returns
     -------
     ndarray of shape (n_atoms, n_features)
         Unit atoms.
     """
-    D = warm_start(X, learner, rng=rng).dictionary
+    D = start(X, learner, rng=rng).dictionary
     for _ in range(GENEROSITY * n_rounds):
         D = learner.step(X, D)
     return D
@@ -49,11 +59,13 @@ def learn_each(
     learners: Sequence[Learner],
     rngs: Sequence[np.random.Generator],
     n_rounds: int,
+    start: Start = warm_start,
 ) -> list[Matrix]:
     """Return what `learn` does for every set of samples; they share the cores of the machine."""
     with ThreadPoolExecutor() as pool:
-        rounds = [n_rounds] * len(samples)
-        return list(pool.map(learn, samples, learners, rngs, rounds))
+        return list(
+            pool.map(partial(learn, n_rounds=n_rounds, start=start), samples, learners, rngs)
+        )
 
 
 def plain_average(dictionaries: Sequence[Matrix]) -> Matrix:

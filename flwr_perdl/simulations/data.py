@@ -13,10 +13,6 @@ from numpy.typing import NDArray
 from scipy.stats import ortho_group
 
 from flwr_perdl._checks import Matrix
-from flwr_perdl._random import SERVER
-
-#: The "partition" whose draws make and split the data.
-DATA = SERVER - 2
 
 MAX_TEST = 1000
 _GIVEN = 0.9  # at most this share of all images, and of each label, goes to the clients
@@ -196,7 +192,8 @@ def imbalanced_partition(
     own = [i % len(labels) for i in range(n_clients)]
     holders = np.bincount(own, minlength=len(labels))
     room = [_GIVEN * len(y) / n_clients]
-    room += [_GIVEN * c / (share * h) for c, h in zip(counts, holders, strict=True) if h]
+    given = np.minimum(_GIVEN * counts, counts - 1)
+    room += [g / (share * h) for g, h in zip(given, holders, strict=True) if h]
     size = min(n_samples, int(min(room)))
     n_own = round(share * size)
     if n_own < 1:
@@ -212,10 +209,11 @@ def imbalanced_partition(
         free[taken] = False
         return taken
 
+    seen = [take(y == label, 1) for label in labels]  # every label is in the test
     majority = [take(y == labels[i], n_own) for i in own]
     minority = [take(y != labels[i], size - n_own) for i in own]
     clients = [np.concatenate(parts) for parts in zip(majority, minority, strict=True)]
-    test = take(free, MAX_TEST)
+    test = np.concatenate([*seen, take(free, MAX_TEST - len(labels))])
     return Partition(clients, [int(labels[i]) for i in own], test)
 
 

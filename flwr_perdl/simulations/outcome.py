@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
-from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_perdl import __version__
+from flwr_perdl._store import replacing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -163,13 +161,3 @@ def write(out: Path, outcome: Outcome, results: Mapping[str, Any]) -> None:
         np.savez_compressed(stream, **named)
     with replacing(out / RESULTS) as stream:
         stream.write(json.dumps(results, indent=1, allow_nan=False).encode())
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[BytesIO]:
-    """Collect what the block writes; afterwards ``path`` holds all of it, or what it held."""
-    stream = BytesIO()
-    yield stream
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_bytes(stream.getvalue())
-    os.replace(temporary, path)

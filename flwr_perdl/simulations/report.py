@@ -10,7 +10,8 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from flwr_perdl.simulations.outcome import RESULTS, replacing
+from flwr_perdl._store import replacing
+from flwr_perdl.simulations.outcome import RESULTS
 
 REPORT = "report.html"
 

@@ -20,7 +20,7 @@ from flwr_perdl._threads import one_blas_thread
 from flwr_perdl.simulations.engine import ENGINES, Config, EvaluateFn, Federated
 from flwr_perdl.simulations.engine import federate as run_federation
 from flwr_perdl.simulations.experiments import Experiment, Value, configure, find
-from flwr_perdl.simulations.outcome import replacing, to_results, write
+from flwr_perdl.simulations.outcome import to_results, write
 from flwr_perdl.simulations.report import write_report
 from flwr_perdl.strategies import RoundReport
 
@@ -144,7 +144,7 @@ def _open(folder: Path, config: Config, *, resume: bool) -> None:
         if (folder / stale).is_dir():
             shutil.rmtree(folder / stale)
     folder.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as stream:
+    with _store.replacing(path) as stream:
         stream.write(json.dumps(config).encode())
 
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from flwr_perdl import _store
 from flwr_perdl._checks import Matrix, check_count, check_real
-from flwr_perdl._random import SERVER, spawn
+from flwr_perdl._random import EVALUATION, SAMPLING, spawn
 from flwr_perdl._records import (
     NAME,
     NUM_EXAMPLES,
@@ -34,7 +34,6 @@ from flwr_perdl._threads import one_blas_thread
 from flwr_perdl.strategies._protocol import Protocol, Request, RoundReport, State
 
 EVALUATE = "evaluate"
-_EVALUATION_DRAWS = SERVER - 1
 
 
 class TooFewReplies(RuntimeError):
@@ -45,7 +44,9 @@ class ServerOptions(TypedDict, total=False):
     """The options that every strategy of this library takes, all by keyword.
 
     fraction_train, fraction_evaluate : float, default 1.0
-        Share of the clients asked in a training round and in the evaluation after it (0: never).
+        Share of the clients asked in a training round and in an evaluation after it (0: never).
+    evaluate_every : int, default 1
+        Rounds from one evaluation by the clients to the next.
     min_clients : int, default 2
         Fewest good replies with which a round goes on; also the fewest clients sampled.
     num_clients : int or None, default None
@@ -65,6 +66,7 @@ class ServerOptions(TypedDict, total=False):
 
     fraction_train: float
     fraction_evaluate: float
+    evaluate_every: int
     min_clients: int
     num_clients: int | None
     node_timeout: float
@@ -79,6 +81,7 @@ class Options(NamedTuple):
 
     fraction_train: float = 1.0
     fraction_evaluate: float = 1.0
+    evaluate_every: int = 1
     min_clients: int = 2
     num_clients: int | None = None
     node_timeout: float = 60.0
@@ -96,6 +99,7 @@ class Options(NamedTuple):
         options = cls(**given)
         check_real("fraction_train", options.fraction_train, 0, 1, open_low=True)
         check_real("fraction_evaluate", options.fraction_evaluate, 0, 1)
+        check_count("evaluate_every", options.evaluate_every, 1)
         check_count("min_clients", options.min_clients, 1)
         if options.num_clients is not None:
             check_count("num_clients", options.num_clients, 1)
@@ -107,10 +111,9 @@ class Options(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Who is asked what in one exchange."""
+    """Who is asked what in one exchange: arrays by partition, ascending, and the config of all."""
 
-    partitions: list[int]
-    arrays: list[Matrix]
+    arrays: dict[int, list[Matrix]]
     config: dict[str, Scalar]
 
 
@@ -229,6 +232,7 @@ class Conversation:
         self._run = uuid.uuid4().hex
         self._evaluated = 0
         self._request: Request | None = None
+        self._asked: dict[int, list[Matrix]] = {}
         saved = self._load() if options.resume else None
         if saved is not None and saved.meta["finished"]:
             return
@@ -247,8 +251,10 @@ class Conversation:
                 f"Round {round_} has {len(partitions)} client(s) to ask, fewer than "
                 f"min_clients={self.options.min_clients}; {self._where_saved()}."
             )
-        chosen = self._sample(partitions, self.options.fraction_train, SERVER, round_)
-        return self._plan(round_, chosen, self._request.step, self._request.config)
+        chosen = self._sample(partitions, self.options.fraction_train, SAMPLING, round_)
+        request, own = self._request, self._request.own
+        arrays = {p: list(request.arrays if own is None else own(p)) for p in chosen}
+        return self._plan(round_, arrays, request.step, request.config)
 
     def conclude(
         self,
@@ -287,7 +293,7 @@ class Conversation:
                 bad[roster.label(partition)] = str(error)
             else:
                 good[partition] = replies[partition]
-        report = self._report(round_, request.step, request.arrays, good, bad)
+        report = self._report(round_, request.step, good, bad)
         if len(good) < self.options.min_clients:
             raise TooFewReplies(
                 f"Round {round_} has {len(good)} good replies, fewer than "
@@ -301,21 +307,24 @@ class Conversation:
 
     # Evaluation ----------------------------------------------------------------------------
 
+    def evaluates(self, round_: int) -> bool:
+        """Return whether clients evaluate the model after ``round_``."""
+        due = self.options.fraction_evaluate > 0 and round_ % self.options.evaluate_every == 0
+        return due and bool(self.model) and round_ == self.done and round_ > self._evaluated
+
     def plan_evaluation(
         self, round_: int, partitions: Collection[int], config: Mapping[str, Scalar]
-    ) -> Plan | None:
-        """Return who evaluates the model after ``round_``; None if nobody does."""
+    ) -> Plan:
+        """Return who evaluates the model after ``round_``."""
         fraction = self.options.fraction_evaluate
-        if fraction == 0 or round_ != self.done or round_ <= self._evaluated:
-            return None
-        chosen = self._sample(partitions, fraction, _EVALUATION_DRAWS, round_)
-        return self._plan(round_, chosen, EVALUATE, config)
+        chosen = self._sample(partitions, fraction, EVALUATION, round_)
+        return self._plan(round_, dict.fromkeys(chosen, self.model), EVALUATE, config)
 
     def conclude_evaluation(
         self, round_: int, replies: Mapping[int, Reply], dropped: Mapping[str, str]
     ) -> RoundReport:
         """Note the replies to the last evaluation."""
-        report = self._report(round_, EVALUATE, self.model, replies, dropped)
+        report = self._report(round_, EVALUATE, replies, dropped)
         self._evaluated = round_
         self._remember(report)
         return report
@@ -340,22 +349,24 @@ class Conversation:
         return sorted(rng.choice(sorted(partitions), size=size, replace=False).tolist())
 
     def _plan(
-        self, round_: int, chosen: list[int], step: str, config: Mapping[str, Scalar]
+        self,
+        round_: int,
+        arrays: dict[int, list[Matrix]],
+        step: str,
+        config: Mapping[str, Scalar],
     ) -> Plan:
-        """Return the plan that asks ``chosen`` to take ``step`` from the current model."""
-        common: dict[str, Scalar] = {
-            STEP: step,
-            ROUND: round_,
-            SEED: self.options.seed,
-            RUN: self._run,
-        }
-        return Plan(chosen, self.model, {**config, **common})
+        """Return the plan that asks these clients to take ``step``."""
+        seed = self.options.seed
+        common: dict[str, Scalar] = {STEP: step, ROUND: round_, SEED: seed, RUN: self._run}
+        self._asked = arrays
+        return Plan(arrays, {**config, **common})
 
     def _advance(self, move: Callable[[], Request]) -> None:
         """Move the protocol to its next request, or to its end."""
         try:
             self._request = move()
-            self.model = list(self._request.arrays)
+            model = self._request.model
+            self.model = list(self._request.arrays if model is None else model)
         except StopIteration as end:
             self._request = None
             self.model = list(end.value)
@@ -364,7 +375,6 @@ class Conversation:
         self,
         round_: int,
         step: str,
-        sent: Iterable[Matrix],
         good: Mapping[int, Reply],
         dropped: Mapping[str, str],
     ) -> RoundReport:
@@ -374,6 +384,7 @@ class Conversation:
         aggregate = weighted_means(good)
         aggregate |= {"clients": float(len(good)), "dropped": float(len(dropped))}
         ups = [sum(array.size for array in reply.arrays) for reply in good.values()]
+        downs = [sum(array.size for array in self._asked[partition]) for partition in good]
         return RoundReport(
             round=round_,
             step=step,
@@ -382,7 +393,7 @@ class Conversation:
             },
             aggregate=aggregate,
             dropped=dict(dropped),
-            floats_down=float(sum(array.size for array in sent)),
+            floats_down=float(np.mean(downs)) if downs else 0.0,
             floats_up=float(np.mean(ups)) if ups else 0.0,
         )
 

@@ -45,13 +45,17 @@ class Request(NamedTuple):
     step : str
         Which step of the protocol the client is to take.
     arrays : sequence of ndarray
-        What every client receives; also the model that evaluations and the result see.
+        What every client receives.
     config : mapping
         Further scalars for the client.
     state : mapping of str to ndarray, or None
         The state from which the protocol asks this request again; None for a fresh start.
     check : callable
         Raises a ValueError that says what is wrong with a reply, which is then left out.
+    own : callable, optional
+        ``partition -> arrays``: what each client receives instead of ``arrays``.
+    model : sequence of ndarray, optional
+        The model that evaluations and the result see; by default ``arrays``.
     """
 
     step: str
@@ -59,6 +63,8 @@ class Request(NamedTuple):
     config: Mapping[str, Scalar] = {}
     state: State | None = None
     check: Callable[[Reply], None] = accept
+    own: Callable[[int], Sequence[Matrix]] | None = None
+    model: Sequence[Matrix] | None = None
 
 
 Protocol = Generator[Request, Replies, list[Matrix]]

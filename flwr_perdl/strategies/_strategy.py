@@ -154,11 +154,11 @@ class ProtocolStrategy(Strategy):
         """Ask the sampled clients to evaluate the model."""
         conversation = self._running()
         self._sent = None
-        if self._options.fraction_evaluate == 0 or server_round != conversation.done:
+        if not conversation.evaluates(server_round):
             return []
         nodes = self._present(grid)
         plan = conversation.plan_evaluation(server_round, list(nodes), _scalars(config))
-        return [] if plan is None else self._ask(plan, nodes, MessageType.EVALUATE, config)
+        return self._ask(plan, nodes, MessageType.EVALUATE, config)
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
@@ -214,7 +214,7 @@ class ProtocolStrategy(Strategy):
                 _message(
                     RecordDict(
                         {
-                            ARRAYS: to_record(plan.arrays),
+                            ARRAYS: to_record(arrays),
                             CONFIG: ConfigRecord({**config, **plan.config}),
                         }
                     ),
@@ -222,7 +222,7 @@ class ProtocolStrategy(Strategy):
                     message_type,
                 ),
             )
-            for partition in plan.partitions
+            for partition, arrays in plan.arrays.items()
         ]
         return [message for _, message in self._sent]
 

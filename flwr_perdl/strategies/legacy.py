@@ -112,7 +112,7 @@ class LegacyStrategy(Strategy):
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
     ) -> list[tuple[ClientProxy, EvaluateIns]]:
         """Ask the sampled clients to evaluate the model."""
-        if server_round != self.conversation.done:
+        if not self.conversation.evaluates(server_round):
             return []
         proxies = self._present(client_manager)
         plan = self.conversation.plan_evaluation(server_round, list(proxies), self._evaluate_config)
@@ -165,9 +165,11 @@ class LegacyStrategy(Strategy):
         """Return proxy, parameters and config of everyone who is asked."""
         if plan is None:
             return []
-        self._asked = {proxies[partition].cid: partition for partition in plan.partitions}
-        parameters = ndarrays_to_parameters(plan.arrays)
-        return [(proxies[p], parameters, dict(plan.config)) for p in plan.partitions]
+        self._asked = {proxies[partition].cid: partition for partition in plan.arrays}
+        return [
+            (proxies[partition], ndarrays_to_parameters(arrays), dict(plan.config))
+            for partition, arrays in plan.arrays.items()
+        ]
 
     def _read(
         self,

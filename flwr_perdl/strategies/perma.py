@@ -41,9 +41,11 @@ What each party receives:
 
 from __future__ import annotations
 
+from logging import WARNING
 from typing import Any, Literal, Unpack
 
 import numpy as np
+from flwr.common import log
 
 from flwr_perdl._checks import Matrix, check_array, check_choice, check_count
 from flwr_perdl._records import Reply
@@ -164,7 +166,17 @@ class PerMA(ProtocolStrategy):
         if len(features) != 1:
             raise ValueError(f"all clients must have as many features, got {sorted(features)}.")
         dictionaries = [reply.arrays[0] for reply in replies.values() if len(reply.arrays[0])]
-        matching = global_matching(dictionaries, self.n_global, method=self.matching)
+        if not dictionaries:
+            raise ValueError(
+                "min_support must leave atoms to match, got none from any client: the clients "
+                "have too few samples."
+            )
+        n_global, sizes = self.n_global, [len(D) for D in dictionaries]
+        most = sum(sizes) if self.matching == "consensus" else max(sizes)
+        if n_global != "auto" and n_global > most:
+            log(WARNING, "The clients sent %d atoms to match: n_global is %d.", most, most)
+            n_global = most
+        matching = global_matching(dictionaries, n_global, method=self.matching)
         atoms = matching.global_atoms
         if orthogonal and len(atoms):
             atoms = polar_factor(atoms, atoms)

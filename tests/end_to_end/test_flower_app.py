@@ -64,9 +64,7 @@ def run_app(environment: dict[str, str], nodes: int, run_config: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.ray
-@pytest.mark.parametrize(
-    ("name", "nodes", "rounds"), [("digits", 10, 20), ("synthetic", 500, 3)]
-)
+@pytest.mark.parametrize(("name", "nodes", "rounds"), [("digits", 10, 20), ("synthetic", 500, 3)])
 def test_the_app_learns_what_the_in_process_run_learns(
     environment: dict[str, str], tmp_path: Path, name: str, nodes: int, rounds: int
 ) -> None:

@@ -66,12 +66,14 @@ def closest(rows: np.ndarray, private: np.ndarray) -> float:
         return np.asarray(np.divide(matrix, norms, out=np.zeros_like(matrix), where=norms > 0))
 
     # A row of general learners' statistics has two parts, either of which could give away.
-    parts = [rows[:, -width:]] + ([rows[:, : rows.shape[1] - width]] if rows.shape[1] > width else [])
+    parts = [rows[:, -width:]] + (
+        [rows[:, : rows.shape[1] - width]] if rows.shape[1] > width else []
+    )
     comparable = [part for part in parts if part.shape[1] == width]
     return float(max(np.abs(unit(part) @ unit(private).T).max(initial=0) for part in comparable))
 
 
-def run(learner: Learner, aggregation: str, min_support: int = 5) -> tuple[Any, ...]:
+def run(learner: Learner, aggregation: str, min_support: int = 3) -> tuple[Any, ...]:
     digits = load_digits()
     X = digits.images.reshape(-1, 64) / 16
     own = [X[digits.target == label][:100] for label in range(4)]

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from flwr_perdl.simulations.data import (
@@ -80,17 +80,18 @@ def test_unreadable_image_files_get_one_sentence(tmp_path):
 
 @settings(max_examples=40, deadline=None)
 @given(
-    sizes=st.lists(st.integers(10, 60), min_size=1, max_size=5),
+    sizes=st.lists(st.integers(2, 60), min_size=1, max_size=5),
     n_clients=st.integers(1, 8),
     n_samples=st.integers(1, 40),
     seed=st.integers(0, 1000),
 )
 def test_partition_properties(sizes, n_clients, n_samples, seed):
     y = np.repeat(np.arange(len(sizes)), sizes)
+    assume(0.9 * len(y) >= n_clients and min(sizes) > -(-n_clients // len(sizes)))
     parts = imbalanced_partition(y, n_clients, n_samples, np.random.default_rng(seed))
     everything = np.concatenate([*parts.clients, parts.test])
     assert len(np.unique(everything)) == len(everything)  # no image twice
-    assert len(parts.test) >= 1
+    assert set(y[parts.test]) == set(y)
     for indices, label in zip(parts.clients, parts.labels, strict=True):
         assert 1 <= len(indices) <= n_samples
         assert np.sum(y[indices] == label) >= 0.9 * len(indices) - 0.5

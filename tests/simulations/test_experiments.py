@@ -7,6 +7,7 @@ import pytest
 from flwr_perdl.clients import client_app
 from flwr_perdl.dictionary import reconstruct, sparse_code
 from flwr_perdl.simulations import InProcessGrid, run_experiment
+from flwr_perdl.simulations.data import load_images
 from flwr_perdl.simulations.experiments import EXPERIMENTS, configure, find
 
 COMMON = {"clients", "rounds", "seed", "aggregation", "matching"}
@@ -93,7 +94,7 @@ def test_digits_has_the_papers_figures(digits):
     names = ("global", "full", "local", "average", "pooled")
     expected = {f"{f}_{n}_{k}" for f in ("mse", "psnr", "ssim") for n in names for k in (5, 10, 20)}
     assert expected | {"perma_seconds"} <= set(metrics)
-    assert results["rounds"] == len(results["curves"]["mse_global_10"]) == 20
+    assert results["rounds"] == len(results["curves"]["mse_global_10"]) == 40
     assert results["curves"]["mse_global_10"][-1] == pytest.approx(metrics["mse_global_10"])
     assert json.loads((out / "results.json").read_text()) == results
     for figure in results["figures"]:
@@ -238,3 +239,16 @@ def test_inside_a_flower_run_there_is_one_federation():
     assert inside["metrics"] == outside["metrics"]
     with pytest.raises(ValueError, match="must be one federation, got 10"):
         run_experiment("synthetic", engine=grid, clients=4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"learner": name} for name in ("gradient", "mod", "ksvd")] + [{"aggregation": "mean"}],
+)
+def test_digits_runs_with_every_learner_and_improves_on_the_matching_round(options):
+    small = {"n_atoms": 16, "n_global": 4, **options}
+    results = run_experiment("digits", clients=3, rounds=4, options=small)
+    curve = results["curves"]["mse_global_10"]
+    assert min(curve[1:]) < curve[0]
+    zero_code = np.mean(load_images("").X ** 2)
+    assert curve[-1] < zero_code

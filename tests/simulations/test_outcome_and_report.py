@@ -6,7 +6,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from flwr_perdl.simulations import plots
-from flwr_perdl.simulations.outcome import Outcome, Picture, Table, replacing, to_results, write
+from flwr_perdl.simulations.outcome import Outcome, Picture, Table, to_results, write
 from flwr_perdl.simulations.report import read_results, render, write_report
 
 RUN = {
@@ -67,21 +67,6 @@ def test_results_have_every_key_of_the_schema(tmp_path):
 def test_results_refuse_what_is_not_finite(changes):
     with pytest.raises(ValueError, match="a must be finite"):
         to_results(make_outcome(**changes), **RUN)
-
-
-def test_a_failed_write_leaves_the_file_as_it_was(tmp_path):
-    path = tmp_path / "results.json"
-    path.write_text("before")
-
-    def fail():
-        with replacing(path) as stream:
-            stream.write(b"half")
-            raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        fail()
-    assert path.read_text() == "before"
-    assert list(tmp_path.iterdir()) == [path]
 
 
 class Page(HTMLParser):

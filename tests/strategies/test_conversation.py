@@ -63,7 +63,10 @@ def test_a_protocol_is_driven_round_by_round() -> None:
     assert training[1].metrics[2] == {"num-examples": 3, "seen": 1.0}
     assert training[1].aggregate == {"seen": 1.0, "clients": 3.0, "dropped": 0.0}
     assert (training[0].floats_down, training[0].floats_up) == (1.0, 1.0)
-    assert [report.aggregate["loss"] for report in strategy.history if report.step != "add"] == [3, 12]
+    assert [report.aggregate["loss"] for report in strategy.history if report.step != "add"] == [
+        3,
+        12,
+    ]
 
 
 def test_a_protocol_may_end_before_the_rounds_do() -> None:
@@ -125,7 +128,9 @@ def test_too_few_good_replies_stop_the_run_with_the_last_state_saved(tmp_path: P
         return "error" if partition and config.get("server-round") == 2 else None
 
     strategy = Sum(checkpoint_dir=tmp_path, fraction_evaluate=0.0)
-    with pytest.raises(TooFewReplies, match=r"Round 2 has 1 good replies, fewer than min_clients=2"):
+    with pytest.raises(
+        TooFewReplies, match=r"Round 2 has 1 good replies, fewer than min_clients=2"
+    ):
         strategy.start(grid(faults=faults), num_rounds=3)
     resumed = Sum(checkpoint_dir=tmp_path, fraction_evaluate=0.0, resume=True)
     result = resumed.start(grid(), num_rounds=3)
@@ -135,7 +140,7 @@ def test_too_few_good_replies_stop_the_run_with_the_last_state_saved(tmp_path: P
 
 def test_too_few_clients_stop_the_run_at_once() -> None:
     strategy = Sum(min_clients=4, node_timeout=0.0)
-    with pytest.raises(TooFewReplies, match="3 client.s. registered within 0 s, fewer than the 4"):
+    with pytest.raises(TooFewReplies, match=r"3 client\(s\) registered within 0 s, fewer than"):
         strategy.start(grid(), num_rounds=1)
 
 

@@ -52,7 +52,10 @@ class LocalProxy(ClientProxy):
 def serve(planted: Any, strategy: Any, rounds: int, proxies: list[LocalProxy] | None = None) -> Any:
     manager = SimpleClientManager()
     contexts = planted.grid().contexts.values()
-    made = [LocalProxy(f"{7919 * (i + 3) % 101}", planted.make_client, c) for i, c in enumerate(contexts)]
+    made = [
+        LocalProxy(f"{7919 * (i + 3) % 101}", planted.make_client, c)
+        for i, c in enumerate(contexts)
+    ]
     for proxy in proxies or made:
         manager.register(proxy)
     server = Server(client_manager=manager, strategy=strategy)

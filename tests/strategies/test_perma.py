@@ -162,7 +162,9 @@ def test_everybody_failing_stops_with_one_sentence(federation: MakeFederation) -
     def faults(partition: int, message: Message) -> str | None:
         return "error" if message.metadata.message_type == "train" else None
 
-    with pytest.raises(TooFewReplies, match=r"^Round 1 has 0 good replies, fewer than min_clients=2"):
+    with pytest.raises(
+        TooFewReplies, match=r"^Round 1 has 0 good replies, fewer than min_clients=2"
+    ):
         federation().learn(PerMA(3), faults=faults)
 
 
@@ -193,3 +195,14 @@ def test_nothing_shared_leaves_the_clients_to_themselves(federation: MakeFederat
     strategy = PerMA(0)
     assert planted.learn(strategy).shape == (0, 6)
     assert strategy.history[-1].aggregate["mse_full"] < 1e-12
+
+
+def test_withheld_atoms_lower_the_number_of_global_ones(federation: MakeFederation) -> None:
+    """With 30 samples not every atom has the support of 5; the run goes on with those that do."""
+    atoms = federation(2, n_samples=30, min_support=5).learn(PerMA(6, matching="paths"))
+    assert 0 < len(atoms) < 6
+
+
+def test_clients_with_nothing_to_send_are_told_so(federation: MakeFederation) -> None:
+    with pytest.raises(ValueError, match="min_support must leave atoms to match, got none"):
+        federation(2, n_samples=2).learn(PerMA(2))

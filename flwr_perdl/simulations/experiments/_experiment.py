@@ -26,12 +26,10 @@ Value = int | float | str | bool
 #: ``keep(name, compute)`` returns what ``compute()`` does; a resumed run finds it on disk.
 Keep = Callable[[str, Callable[[], dict[str, NDArray[Any]]]], dict[str, NDArray[Any]]]
 
-LEARNERS: dict[str, Callable[[int], Learner]] = {
-    "orthogonal": OrthogonalLearner,
-    "gradient": GradientLearner,
-    "mod": MODLearner,
-    "ksvd": KSVDLearner,
-}
+#: Learners whose atoms need not be orthogonal; thresholds serve them badly where atoms are alike,
+#: as on images, so that they code by orthogonal matching pursuit with so many atoms.
+GENERAL = {"gradient": GradientLearner, "mod": MODLearner, "ksvd": KSVDLearner}
+GENERAL_N_NONZERO = 5
 
 
 class Federate(Protocol):
@@ -146,7 +144,10 @@ def numbers(name: str, text: Value, low: int, high: int) -> list[int]:
 
 def make_learner(config: Config, n_atoms: int) -> Learner:
     """Return the learner that ``config["learner"]`` names."""
-    return LEARNERS[check_choice("learner", config["learner"], LEARNERS)](n_atoms)
+    name = check_choice("learner", config["learner"], ("orthogonal", *GENERAL))
+    if name == "orthogonal":
+        return OrthogonalLearner(n_atoms)
+    return GENERAL[name](n_atoms, n_nonzero=min(GENERAL_N_NONZERO, n_atoms))
 
 
 def make_strategy(

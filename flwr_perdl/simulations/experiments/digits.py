@@ -27,7 +27,12 @@ __all__ = [
 
 NAME = "digits"
 ABOUT = "PerMA on handwritten digits, every client with one digit in the majority"
-_OWN: dict[str, Value] = {"samples_per_client": 100, "n_atoms": 48, "n_global": 24}
+_OWN: dict[str, Value] = {
+    "rounds": 40,
+    "samples_per_client": 100,
+    "n_atoms": 48,
+    "n_global": 24,
+}
 DEFAULTS: dict[str, Value] = {
     name: _OWN.get(name, value) for name, value in images.DEFAULTS.items() if name != "data"
 }

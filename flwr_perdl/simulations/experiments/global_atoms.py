@@ -14,11 +14,11 @@ from flwr.app import Context
 from numpy.typing import NDArray
 
 from flwr_perdl._checks import check_count, check_real
-from flwr_perdl._random import spawn
+from flwr_perdl._random import DATA, spawn
 from flwr_perdl._records import PARTITION_ID
 from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.dictionary import OrthogonalLearner, global_matching, warm_start
-from flwr_perdl.simulations.data import DATA, Planted, planted_clients
+from flwr_perdl.simulations.data import Planted, planted_clients
 from flwr_perdl.simulations.engine import Config
 from flwr_perdl.simulations.experiments._experiment import (
     Federate,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,12 +16,12 @@ from flwr.app import ArrayRecord, Context, MetricRecord
 from numpy.typing import NDArray
 
 from flwr_perdl._checks import Matrix, check_count
-from flwr_perdl._random import SERVER, spawn
-from flwr_perdl._records import PARTITION_ID, ROUND, Scalar, to_arrays
+from flwr_perdl._random import DATA, SERVER, spawn
+from flwr_perdl._records import PARTITION_ID, to_arrays
 from flwr_perdl.clients import DictionaryClient
-from flwr_perdl.dictionary import reconstruct, sparse_code
+from flwr_perdl.dictionary import reconstruct, sparse_code, warm_start
 from flwr_perdl.simulations.baselines import GENEROSITY, learn_each, plain_average
-from flwr_perdl.simulations.data import DATA, imbalanced_partition, load_images
+from flwr_perdl.simulations.data import imbalanced_partition, load_images
 from flwr_perdl.simulations.engine import Config, EvaluateFn
 from flwr_perdl.simulations.experiments._experiment import (
     Federate,
@@ -40,7 +40,7 @@ ABOUT = "PerMA on your own images and labels (--data), every client with one lab
 SOURCE = "Liang et al., NeurIPS 2023, Section 5.2 and Fig. 3"
 DEFAULTS: dict[str, Value] = {
     "clients": 10,
-    "rounds": 20,
+    "rounds": 25,
     "seed": 0,
     "data": "",
     "samples_per_client": 500,
@@ -51,6 +51,10 @@ DEFAULTS: dict[str, Value] = {
     "learner": "orthogonal",
 }
 ERROR = "mse_global_10"
+
+#: Everybody's warm start. A threshold that shrinks faster than by default does as well on images:
+#: PerMA's error (k = 10) on digits enlarged to 28x28 is 0.0062 after 60 iterations and after 100.
+START = partial(warm_start, n_iter=60, decay=0.93)
 
 #: Numbers of atoms per image at which reconstructions are measured; the one in curves; in Fig. 3.
 N_NONZERO = (5, 10, 20)
@@ -81,14 +85,15 @@ def client(context: Context, config: Config) -> ImageClient:
         make_learner(config, int(config["n_atoms"])),
         context,
         task=task,
-        rounds=int(config["rounds"]),
+        start=START,
         state_dir=state_dir(config),
     )
 
 
 def strategy(config: Config, **options: Any) -> PerMA:
     """Return the strategy; ``options`` are the server's own."""
-    return make_strategy(config, _n_global(config), options)
+    last_only = {"evaluate_every": int(config["rounds"])}
+    return make_strategy(config, _n_global(config), {**last_only, **options})
 
 
 def federations(config: Config) -> list[Config]:
@@ -97,25 +102,14 @@ def federations(config: Config) -> list[Config]:
 
 
 class ImageClient(DictionaryClient):
-    """A client that, after the last round, measures held-out images with its whole dictionary."""
+    """A client that measures held-out images with its whole dictionary."""
 
-    def __init__(self, *args: Any, task: Task, rounds: int, **options: Any) -> None:
+    def __init__(self, *args: Any, task: Task, **options: Any) -> None:
         super().__init__(*args, **options)
         self.task = task
-        self.rounds = rounds
-        self.finished = False
-
-    def evaluate(
-        self, parameters: list[Matrix], config: dict[str, Scalar]
-    ) -> tuple[float, int, dict[str, Scalar]]:
-        """Evaluate as any `DictionaryClient`, and note whether it is the last time."""
-        self.finished = int(config[ROUND]) >= self.rounds
-        return super().evaluate(parameters, config)
 
     def extra_metrics(self, global_atoms: Matrix, local_atoms: Matrix) -> dict[str, float]:
         """Return the quality with global + local atoms: all labels, and the client's own."""
-        if not self.finished:
-            return {}
         D = np.vstack([global_atoms, local_atoms])
         own = self.task.own_test(self.partition)
         return {
@@ -138,6 +132,7 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
         [pooled_learner] + [local_learner] * len(task.clients),
         [spawn(seed, SERVER, 1), *(spawn(seed, i) for i in range(len(task.clients)))],
         rounds,
+        START,
     )
     average = plain_average(alone)
 
@@ -162,10 +157,10 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
 
     evaluations = federated.result.evaluate_metrics_serverapp
     curve = [float(str(evaluations[r][ERROR])) for r in sorted(evaluations)]
-    evaluated = [report.aggregate for report in federated.history if report.step == "evaluate"]
+    training = [report.aggregate for report in federated.history if report.step != "evaluate"]
     return Outcome(
         metrics=metrics,
-        curves={ERROR: curve, "mse_full_training": [m["mse_full"] for m in evaluated]},
+        curves={ERROR: curve, "mse_full_training": [m["mse"] for m in training]},
         arrays={
             "global_atoms": global_atoms,
             "pooled_atoms": pooled,
@@ -266,7 +261,7 @@ def _tables(metrics: dict[str, float], n_atoms: int, n_global: int) -> list[Tabl
         "Mean squared error per pixel, PSNR (dB) and SSIM with k = 5, 10, 20 atoms per image, out "
         "of as many as the brackets say. Global + local and clients alone: means over clients. "
         "Plain average: of the clients' own dictionaries, atom by atom, without matching. Pooled "
-        "data: one dictionary of all clients' images, the ceiling.",
+        "data: one dictionary of all clients' images, the mark to reach.",
         ["", *columns],
         [row(name, title, list(digits)) for name, title in methods.items()],
     )
@@ -303,7 +298,14 @@ def _pictures(
         name: metrics[f"mse_{key}_{CURVE_N_NONZERO}"]
         for name, key in {"clients alone": "local", "pooled data": "pooled"}.items()
     }
-    atoms = {"PerMA's global atoms": global_atoms, "Client 0 alone": alone, "Pooled data": pooled}
+    atoms = {
+        title: D[np.argsort(-np.sum((task.test @ D.T) ** 2, axis=0))]
+        for title, D in {
+            "PerMA's global atoms": global_atoms,
+            "Client 0 alone": alone,
+            "Pooled data": pooled,
+        }.items()
+    }
     return [
         Picture(
             "reconstructions",
@@ -327,7 +329,7 @@ def _pictures(
         Picture(
             "atoms",
             "The atoms",
-            "Each to its own scale; the middle grey is zero.",
+            "Most used on held-out images first; each to its own scale, zero in the middle grey.",
             plots.atoms(atoms, task.shape),
         ),
     ]

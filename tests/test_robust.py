@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from scipy.optimize import minimize
+from scipy.stats import trim_mean
+
+from flwr_perdl._robust import average_of, geometric_median
+
+
+@settings(max_examples=40, deadline=None)
+@given(arrays(float, (5, 3), elements=st.floats(-3, 3).map(lambda x: round(x, 2))))
+def test_the_geometric_median_minimises_the_sum_of_distances(points):
+    def total(x):
+        return np.linalg.norm(points - x, axis=1).sum()
+
+    ours = total(geometric_median(points))
+    best = min(
+        [total(p) for p in points]
+        + [minimize(total, points.mean(axis=0), method="Nelder-Mead").fun]
+    )
+    assert ours <= best + 1e-3
+
+
+def test_averages_are_those_of_numpy_and_scipy():
+    points = np.random.default_rng(0).standard_normal((11, 4))
+    weights = np.arange(1.0, 12.0)
+    expected = {
+        "mean": np.average(points, axis=0, weights=weights),
+        "median": np.median(points, axis=0),
+        "trimmed": trim_mean(points, 0.2, axis=0),
+    }
+    for method, value in expected.items():
+        np.testing.assert_allclose(average_of(points, method, weights), value, atol=1e-14)
+
+
+@pytest.mark.parametrize("method", ["median", "trimmed", "geometric-median"])
+def test_a_few_wild_points_do_not_move_a_robust_average(method):
+    points = np.random.default_rng(1).standard_normal((20, 3)) * 0.1
+    points[:3] = 1e9
+    assert np.abs(average_of(points, method, np.ones(20))).max() < 0.5
+    assert np.abs(average_of(points, "mean", np.ones(20))).max() > 1e7
