@@ -1,0 +1,72 @@
+"""Clustered mixed regression: the maths of FedMD and FedX + clustering, NumPy and SciPy only."""
+
+from __future__ import annotations
+
+from flwr_perdl.regression.anchors import AnchorClusters, cluster_anchors
+from flwr_perdl.regression.answers import Answers, Ask, answer
+from flwr_perdl.regression.batched import Clients, Run, simulate
+from flwr_perdl.regression.clustering import (
+    Average,
+    aggregate,
+    assign,
+    lemma1_filter,
+    local_change,
+    model_error,
+)
+from flwr_perdl.regression.features import FeatureMap, Polynomial, apply_features
+from flwr_perdl.regression.losses import SQUARED, LogisticLoss, Loss, SquaredLoss
+from flwr_perdl.regression.moments import (
+    Subspace,
+    left_subspace,
+    moment_step,
+    orthonormal,
+    residual_moment,
+    sketch,
+    symmetric_subspace,
+)
+from flwr_perdl.regression.statistics import (
+    Choice,
+    Mixture,
+    choose_mixture,
+    fit_mixture,
+    sufficient_statistics,
+)
+from flwr_perdl.regression.two_phase import State, TwoPhase
+
+__all__ = [
+    "SQUARED",
+    "AnchorClusters",
+    "Answers",
+    "Ask",
+    "Average",
+    "Choice",
+    "Clients",
+    "FeatureMap",
+    "LogisticLoss",
+    "Loss",
+    "Mixture",
+    "Polynomial",
+    "Run",
+    "SquaredLoss",
+    "State",
+    "Subspace",
+    "TwoPhase",
+    "aggregate",
+    "answer",
+    "apply_features",
+    "assign",
+    "choose_mixture",
+    "cluster_anchors",
+    "fit_mixture",
+    "left_subspace",
+    "lemma1_filter",
+    "local_change",
+    "model_error",
+    "moment_step",
+    "orthonormal",
+    "residual_moment",
+    "simulate",
+    "sketch",
+    "sufficient_statistics",
+    "symmetric_subspace",
+]

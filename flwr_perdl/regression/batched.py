@@ -1,0 +1,263 @@
+"""All clients' answers at once: the same numbers as one by one, for studies of parameters.
+
+Clients of like size are stacked, shorter ones filled up with zero rows, which contribute nothing
+to any sum. Local gradient steps and proximal steps are Lemma 1's closed form (P2): a rotation of
+each client's rows, which changes no squared error, makes its Gram matrix and ``P_i`` diagonal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flwr_perdl._checks import Matrix, check_array, check_count
+from flwr_perdl._random import SERVER, spawn
+from flwr_perdl.regression.anchors import nearest_group
+from flwr_perdl.regression.answers import (
+    DESCRIBE,
+    MOMENT,
+    UPDATE,
+    Answers,
+    Ask,
+    answer,
+    misfit_bound,
+)
+from flwr_perdl.regression.clustering import assign, spectral_filter
+from flwr_perdl.regression.losses import SQUARED, Loss, SquaredLoss
+from flwr_perdl.regression.moments import moment_step
+from flwr_perdl.regression.two_phase import State, TwoPhase
+
+#: Clients are stacked with others at most this much larger.
+_WASTE = 1.25
+
+
+class _Group(NamedTuple):
+    """Clients of like size."""
+
+    clients: NDArray[np.intp]
+    X: Matrix  # (m, n, d)
+    y: Matrix  # (m, n)
+    n: Matrix  # (m,)
+    own: Matrix  # (m, d), what each estimates alone; (0, 0) until it is asked for
+    rotated: Matrix  # (m, r, d), orthogonal rows, r = min(n, d)
+    target: Matrix  # (m, r), the responses rotated alike
+    rest: Matrix  # (m,), squares of the responses that no model can reach
+    values: Matrix  # (m, r), the rotated rows' squares over n
+
+
+class Clients:
+    """Many clients' data, and their answers to what a server asks.
+
+    Parameters
+    ----------
+    X : sequence of ndarray of shape (n_i, d)
+        Each client's features.
+    y : sequence of ndarray of shape (n_i,)
+        Each client's responses.
+    loss : Loss, default SQUARED
+        The loss of Phase 2; others than the squared loss are computed client by client.
+
+    Raises
+    ------
+    ValueError
+        If there is no client, or one has no points or another number of features.
+    """
+
+    def __init__(self, X: Sequence[Matrix], y: Sequence[Matrix], loss: Loss = SQUARED) -> None:
+        if not len(X) or len(X) != len(y):
+            raise ValueError(f"X and y must have one entry per client, got {len(X)} and {len(y)}.")
+        d = np.shape(X[0])[-1]
+        self.X = [check_array(f"X[{i}]", A, min_rows=1, columns=d) for i, A in enumerate(X)]
+        self.y = [check_array(f"y[{i}]", b, ndim=1) for i, b in enumerate(y)]
+        self.loss = loss
+        self.n_samples = np.array([float(len(b)) for b in self.y])
+        self._groups = self._stack() if isinstance(loss, SquaredLoss) else []
+
+    def _stack(self) -> list[_Group]:
+        order = np.argsort(self.n_samples, kind="stable")
+        groups, start = [], 0
+        sizes = self.n_samples[order]
+        while start < len(order):
+            stop = int(np.searchsorted(sizes, _WASTE * sizes[start], side="right"))
+            groups.append(self._group(np.sort(order[start:stop])))
+            start = stop
+        return groups
+
+    def _group(self, clients: NDArray[np.intp]) -> _Group:
+        n = self.n_samples[clients]
+        m, longest, d = len(clients), int(n.max()), self.X[0].shape[1]
+        X, y = np.zeros((m, longest, d)), np.zeros((m, longest))
+        for row, i in enumerate(clients):
+            X[row, : len(self.y[i])], y[row, : len(self.y[i])] = self.X[i], self.y[i]
+        A, b, rest = X, y, np.zeros(m)
+        if longest > d:
+            Q, A = np.linalg.qr(X)
+            b = (y[:, None] @ Q)[:, 0]
+            rest = np.maximum((y**2).sum(axis=1) - (b**2).sum(axis=1), 0)
+        values, vectors = np.linalg.eigh(A @ A.swapaxes(1, 2) / n[:, None, None])
+        b = (b[:, None] @ vectors)[:, 0]
+        A = np.ascontiguousarray(vectors.swapaxes(1, 2) @ A)
+        return _Group(clients, X, y, n, np.zeros((0, 0)), A, b, rest, np.maximum(values, 0))
+
+    def _own_estimates(self) -> Matrix:
+        d = self.X[0].shape[1]
+        start, whole = np.zeros(d), np.eye(d)
+        return np.stack(
+            [moment_step(X, y, start, whole) for X, y in zip(self.X, self.y, strict=True)]
+        )
+
+    def __len__(self) -> int:
+        """Return the number of clients."""
+        return len(self.X)
+
+    def answer(self, ask: Ask, present: NDArray[np.bool_] | None = None) -> Answers:
+        """Return the answers of the clients that are present (by default all).
+
+        Parameters
+        ----------
+        ask : Ask
+            What is asked.
+        present : ndarray of shape (n_clients,), optional
+            Who answers.
+        """
+        here = np.arange(len(self)) if present is None else np.flatnonzero(present)
+        together: dict[str, Callable[[_Group, Ask], Matrix]] = {
+            DESCRIBE: _describe,
+            MOMENT: _moment,
+            UPDATE: _update,
+        }
+        batched = ask.step in together and not ask.own and not ask.noise
+        special = {ask.options.get("local"), ask.options.get("estimate")}
+        if self._groups and batched and not special & {"exact", "halves", "pair"}:
+            if ask.step == UPDATE and len(ask.arrays[1]) and not len(self._groups[0].own):
+                own = self._own_estimates()
+                self._groups = [group._replace(own=own[group.clients]) for group in self._groups]
+            parts = [together[ask.step](group, ask) for group in self._groups]
+            stack = np.empty((len(self), *parts[0].shape[1:]))
+            for group, part in zip(self._groups, parts, strict=True):
+                stack[group.clients] = part
+            stack = stack[here] if present is not None else stack
+        else:
+            stack = np.stack(
+                [answer(self.X[i], self.y[i], ask.to(int(i)), self.loss) for i in here]
+            )
+        return Answers(here, self.n_samples[here], stack)
+
+
+def _describe(group: _Group, ask: Ask) -> Matrix:
+    squares = np.einsum("mnd,mnd->md", group.X, group.X) / group.n[:, None]
+    return np.column_stack([group.values[:, -1], squares])
+
+
+def _moment(group: _Group, ask: Ask) -> Matrix:
+    thetas, Q, centers = ask.arrays
+    weight = np.where(group.n > 1, 1 / np.maximum(group.n - 1, 1), 0)
+    if len(centers):
+        squares = _residuals(group, centers)[0].min(axis=1) / group.n
+        weight[squares <= misfit_bound(group.n) * float(ask.options["variance"])] = 0
+    m, n, d = group.X.shape
+    flat = group.X.reshape(m * n, d)
+    parts = np.empty((m, *Q.shape))
+    for h in range(len(Q)):
+        first, second = (group.y - (flat @ theta[h]).reshape(m, n) for theta in thetas[[0, -1]])
+        a, b = ((r[:, None] @ group.X)[:, 0] for r in (first, second))
+        scaled = (first * second)[:, :, None] * (flat @ Q[h]).reshape(m, n, -1)
+        pairs = a[:, :, None] * (b @ Q[h])[:, None] + b[:, :, None] * (a @ Q[h])[:, None]
+        parts[:, h] = pairs / 2 - group.X.swapaxes(1, 2) @ scaled
+    parts *= weight[:, None, None, None]
+    return parts
+
+
+def _residuals(group: _Group, centers: Matrix) -> tuple[Matrix, Matrix]:
+    """Return every model's sums of squared residuals (m, k), and rotated residuals (k, m, r)."""
+    m, r, d = group.rotated.shape
+    rows = group.rotated.reshape(m * r, d)
+    residuals = np.stack([group.target - (rows @ theta).reshape(m, r) for theta in centers])
+    return np.einsum("kmr,kmr->mk", residuals, residuals) + group.rest[:, None], residuals
+
+
+def _update(group: _Group, ask: Ask) -> Matrix:
+    centers, groups = ask.arrays
+    squares, residuals = _residuals(group, centers)
+    losses = squares / (2 * group.n[:, None])
+    if len(groups):
+        weights = nearest_group(group.own, groups)
+    else:
+        weights = assign(losses, group.n, float(ask.options["temperature"]))
+    k, (m, d) = len(centers), (len(group.n), centers.shape[1])
+    answers = np.empty((m, k if ask.options["soft"] else 1, d + 2))
+    answers[:, :, 0] = np.einsum("mk,mk->m", weights, losses)[:, None]
+    if ask.options["soft"]:
+        answers[:, :, 1] = weights
+        for j in range(k):
+            answers[:, j, 2:] = _changes(group, residuals[j], weights[:, j, None], ask)
+    else:
+        labels = weights.argmax(axis=1)
+        answers[:, 0, 1] = labels
+        answers[:, 0, 2:] = _changes(group, residuals[labels, np.arange(m)], np.ones((m, 1)), ask)
+    return answers
+
+
+def _changes(group: _Group, residuals: Matrix, weights: Matrix, ask: Ask) -> Matrix:
+    """Lemma 1: every client's change of one model."""
+    step = float(ask.options["step_size"]) * weights
+    filtered = spectral_filter(
+        step * group.values, int(ask.options["n_steps"]), str(ask.options["local"])
+    )
+    pulls = step / group.n[:, None] * filtered * residuals
+    changes: Matrix = (pulls[:, None] @ group.rotated)[:, 0]
+    return changes
+
+
+class Run(NamedTuple):
+    """What a simulated run came to."""
+
+    #: The server's last state.
+    state: State
+    #: The models after every round in which there were any, as (round, centers).
+    history: list[tuple[int, Matrix]]
+
+
+def simulate(
+    clients: Clients,
+    settings: TwoPhase,
+    n_rounds: int,
+    *,
+    centers: Matrix | None = None,
+    seed: int = 0,
+    dropout: float = 0.0,
+) -> Run:
+    """Run both phases, or the second from given models, for a number of exchanges.
+
+    Parameters
+    ----------
+    clients : Clients
+        Who answers.
+    settings : TwoPhase
+        What is asked.
+    n_rounds : int
+        Exchanges in all.
+    centers : ndarray of shape (k, d), optional
+        Models to start Phase 2 from.
+    seed : int, default 0
+        The run's one seed.
+    dropout : float, default 0
+        Probability that a client does not answer, per client and round.
+
+    Returns
+    -------
+    Run
+    """
+    check_count("n_rounds", n_rounds)
+    state, history = settings.begin(centers), []
+    for round_ in range(1, n_rounds + 1):
+        rng = spawn(seed, SERVER, round_)
+        present = rng.random(len(clients)) >= dropout if dropout else None
+        answers = clients.answer(settings.ask(state, rng), present)
+        state = settings.advance(state, answers, rng)
+        if len(state.centers):
+            history.append((round_, state.centers))
+    return Run(state, history)

@@ -1,0 +1,326 @@
+"""Phase 2, FedX + clustering: a client's assignment and local update, the server's average.
+
+======================================= ====================================================
+paper (Su, Xu, Yang, NeurIPS 2022)      here
+======================================= ====================================================
+``theta_{t-1}`` (k models)              ``centers`` (k, d)
+``lambda_{i,t}`` (equation 7)           :func:`assign`
+``z_{i,t}`` (equation 8)                ``assign(...).argmax()``
+``theta_{i.,t} - theta_{t-1}``          :func:`local_change`, rows as the centers
+``eta``, ``s``                          ``step``, ``n_steps``
+``P_i`` (Lemma 1)                       :func:`lemma1_filter`
+``theta_t = sum_i w_i theta_{i.,t}``    :func:`aggregate`
+======================================= ====================================================
+
+Deviations, and why:
+
+- ``normalise="cluster"`` (the default) divides a cluster's sum by the cluster's number of points;
+  the paper's ``w_i = n_i / N`` (``"all"``) makes a cluster's step as small as its share of them.
+- ``temperature > 0`` is soft clustering: ``L`` of (7) plus an entropy, whose minimum is
+  ``lambda_j ~ exp(-n_i loss_j / temperature)``; at the noise's variance it is the posterior of a
+  Gaussian mixture.
+- The average can be made robust; the paper's is a mean.
+
+What each party learns: the server each client's label (or weights), its number of points, its loss
+and its update of its own cluster's model; a client the k models.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from scipy.optimize import linear_sum_assignment, minimize
+from scipy.special import softmax
+
+from flwr_perdl._checks import Matrix, check_array, check_choice
+from flwr_perdl._robust import average_of
+from flwr_perdl.regression.losses import SQUARED, Loss, SquaredLoss
+
+LOCALS = ("fedavg", "fedprox")
+ROBUST = ("mean", "clip", "trimmed", "median", "geometric-median")
+#: With "clip", updates longer than this many times the median are shortened, and sizes capped.
+CLIP = 3.0
+
+
+def assign(losses: Matrix, n_samples: Matrix, temperature: float = 0.0) -> Matrix:
+    """Return how likely each client is in each cluster (equation 7).
+
+    Parameters
+    ----------
+    losses : ndarray of shape (n_clients, k)
+        Mean loss of every model at every client.
+    n_samples : ndarray of shape (n_clients,)
+        Points behind each mean.
+    temperature : float, default 0
+        0: all weight on the least loss, the first of equals.
+
+    Returns
+    -------
+    ndarray of shape (n_clients, k)
+        Weights that sum to one.
+    """
+    if temperature == 0:
+        hard: Matrix = np.eye(losses.shape[1])[losses.argmin(axis=1)]
+        return hard
+    weights: Matrix = softmax(-losses * n_samples[:, None] / temperature, axis=1)
+    return weights
+
+
+def local_change(
+    X: Matrix,
+    y: Matrix,
+    theta: Matrix,
+    *,
+    step: float,
+    n_steps: int = 5,
+    local: str = "fedavg",
+    weight: float = 1.0,
+    loss: Loss = SQUARED,
+) -> Matrix:
+    """Return how a client's local work moves one model (Phase 2, line 7).
+
+    Parameters
+    ----------
+    X : ndarray of shape (n_samples, d)
+        Features.
+    y : ndarray of shape (n_samples,)
+        Responses.
+    theta : ndarray of shape (d,)
+        The model.
+    step : float
+        The step ``eta``.
+    n_steps : int, default 5
+        Gradient steps ``s`` of ``local="fedavg"``.
+    local : {"fedavg", "fedprox"}, default "fedavg"
+        Gradient steps, or the minimum of ``loss + ||. - theta||^2 / (2 step)``.
+    weight : float, default 1
+        The weight ``lambda_ij`` of the client's loss.
+    loss : Loss, default SQUARED
+        The loss.
+
+    Returns
+    -------
+    ndarray of shape (d,)
+        New model minus old model.
+    """
+    check_choice("local", local, LOCALS)
+    step = step * weight
+    if local == "fedavg":
+        moved = theta
+        for _ in range(n_steps):
+            moved = moved - step * loss.gradient(X, y, moved)
+        return moved - theta
+    if isinstance(loss, SquaredLoss):
+        n, d = X.shape
+        if n <= d:
+            kernel = np.eye(n) + step / n * (X @ X.T)
+            change: Matrix = step / n * (X.T @ np.linalg.solve(kernel, y - X @ theta))
+            return change
+        return np.linalg.solve(np.eye(d) + step / n * (X.T @ X), -step * loss.gradient(X, y, theta))
+    return _proximal(X, y, theta, step, loss)
+
+
+def _proximal(X: Matrix, y: Matrix, theta: Matrix, step: float, loss: Loss) -> Matrix:
+    """FedProx for a loss without a closed form."""
+
+    def objective(change: Matrix) -> tuple[float, Matrix]:
+        moved = theta + change
+        value = step * float(loss.values(X, y, moved[None])[0]) + float(change @ change) / 2
+        return value, step * loss.gradient(X, y, moved) + change
+
+    options = {"ftol": 0.0, "gtol": 1e-10, "maxiter": 500}
+    solved = minimize(objective, np.zeros_like(theta), jac=True, method="L-BFGS-B", options=options)
+    change: Matrix = solved.x
+    return change
+
+
+def lemma1_filter(gram: Matrix, step: float, n_steps: int = 5, local: str = "fedavg") -> Matrix:
+    """Return Lemma 1's ``P_i`` for stacks of Gram matrices.
+
+    Parameters
+    ----------
+    gram : ndarray of shape (..., m, m)
+        ``X @ X.T / n``; then the local change is ``step / n * X.T @ P @ (y - X @ theta)``. Or
+        ``X.T @ X / n``; then it is ``step / n * P @ X.T @ (y - X @ theta)``.
+    step : float
+        The step ``eta``.
+    n_steps : int, default 5
+        Gradient steps.
+    local : {"fedavg", "fedprox"}, default "fedavg"
+        As in :func:`local_change`.
+
+    Returns
+    -------
+    ndarray of shape (..., m, m)
+        ``sum_{l < s} (I - eta gram)^l``, or ``(I + eta gram)^{-1}``.
+    """
+    check_choice("local", local, LOCALS)
+    values, vectors = np.linalg.eigh(gram)
+    filtered = spectral_filter(step * np.maximum(values, 0), n_steps, local)
+    product: Matrix = (vectors * filtered[..., None, :]) @ vectors.swapaxes(-1, -2)
+    return product
+
+
+def spectral_filter(x: Matrix, n_steps: int = 5, local: str = "fedavg") -> Matrix:
+    """Return what Lemma 1's ``P_i`` does to an eigenvector of the Gram matrix.
+
+    Parameters
+    ----------
+    x : ndarray
+        Step times eigenvalues.
+    n_steps, local
+        As in :func:`local_change`.
+
+    Returns
+    -------
+    ndarray of the same shape
+        ``sum_{l < s} (1 - x)^l``, or ``1 / (1 + x)``.
+    """
+    if local == "fedprox":
+        return 1 / (1 + x)
+    filtered = np.ones_like(x)
+    for _ in range(n_steps - 1):
+        filtered = 1 + (1 - x) * filtered
+    return filtered
+
+
+def pack(change: Matrix, weights: Matrix, *, soft: bool = False) -> Matrix:
+    """Return what a client sends of its update.
+
+    Parameters
+    ----------
+    change : ndarray of shape (k, d)
+        Per model.
+    weights : ndarray of shape (k,)
+        The client's assignment.
+    soft : bool, default False
+        Whether to send all models' changes.
+
+    Returns
+    -------
+    ndarray of shape (1, d + 1) or (k, d + 1)
+        Its cluster's index and change, ``d + 1`` numbers; soft: per model, weight and change.
+    """
+    if soft:
+        return np.column_stack([weights, change]).astype(change.dtype, copy=False)
+    j = weights.argmax()
+    return np.concatenate([[j], change[j]])[None].astype(change.dtype, copy=False)
+
+
+class Average(NamedTuple):
+    """What the clients' updates come to."""
+
+    #: Change of every model, zero for one without clients, (k, d).
+    change: Matrix
+    #: Points in every cluster, (k,).
+    counts: Matrix
+
+
+def aggregate(
+    packed: Matrix,
+    n_samples: Matrix,
+    n_clusters: int,
+    *,
+    soft: bool = False,
+    normalise: str = "cluster",
+    robust: str = "mean",
+) -> Average:
+    """Average the clients' updates, in the order given (Phase 2, line 8).
+
+    Parameters
+    ----------
+    packed : ndarray of shape (n_clients, 1 or k, d + 1)
+        From :func:`pack`.
+    n_samples : ndarray of shape (n_clients,)
+        Number of points of each client.
+    n_clusters : int
+        Number of models.
+    soft : bool, default False
+        Whether the updates are of all models.
+    normalise : {"cluster", "all"}, default "cluster"
+        Divide by the cluster's points, or (the paper) by all points.
+    robust : {"mean", "clip", "trimmed", "median", "geometric-median"}, default "mean"
+        "clip": the mean of updates no longer than three times the median length in the cluster, of
+        clients that count for no more than three times the median size. The others count clients
+        alike; on clients with fewer points than features they are biased.
+
+    Returns
+    -------
+    Average
+
+    Raises
+    ------
+    ValueError
+        If an update names a cluster that there is not.
+    """
+    check_choice("normalise", normalise, ("cluster", "all"))
+    check_choice("robust", robust, ROBUST)
+    packed = check_array("packed", packed, ndim=3)
+    width = packed.shape[2]
+    n_samples = np.asarray(n_samples, dtype=float)
+    change, counts = np.zeros((n_clusters, width - 1), packed.dtype), np.zeros(n_clusters)
+    if not soft:
+        labels = packed[:, 0, 0]
+        if not np.isin(labels, np.arange(n_clusters)).all():
+            raise ValueError(f"packed must name clusters below {n_clusters}, got {labels.max()}.")
+    for j in range(n_clusters):
+        chosen = slice(None) if soft else labels == j
+        row = packed[chosen, j if soft else 0]
+        sizes = n_samples[chosen] * (row[:, 0] if soft else 1.0)
+        if robust == "clip" and len(sizes):
+            sizes = np.minimum(sizes, CLIP * np.median(sizes))
+        counts[j] = sizes.sum()
+        if counts[j] > 0:
+            updates = clip_lengths(row[:, 1:]) if robust == "clip" else row[:, 1:]
+            change[j] = average_of(updates, robust, sizes)
+    if normalise == "all":
+        change *= (counts / max(counts.sum(), 1e-300))[:, None]
+    return Average(change, counts)
+
+
+def clip_lengths(stack: Matrix) -> Matrix:
+    """Return the contributions, those longer than three times the median length shortened to it.
+
+    Parameters
+    ----------
+    stack : ndarray of shape (n_clients, ...)
+        One contribution per client; its length is the norm over all further axes.
+
+    Returns
+    -------
+    ndarray of the same shape
+    """
+    flat = stack.reshape(len(stack), -1)
+    scale = np.abs(flat).max(axis=1, initial=0, keepdims=True)
+    unit = flat / np.where(scale > 0, scale, 1)
+    lengths = scale[:, 0] * np.linalg.norm(unit, axis=1)
+    bound = CLIP * np.median(lengths[lengths > 0]) if lengths.any() else 0.0
+    factor = np.minimum(1, bound / np.where(lengths > 0, lengths, 1))
+    return (flat * factor[:, None]).reshape(stack.shape)
+
+
+def model_error(centers: Matrix, theta: Matrix) -> float:
+    """Return ``max_j ||centers_j - theta_j||`` after the best matching (equation 6).
+
+    Parameters
+    ----------
+    centers : ndarray of shape (k', d)
+        Models found.
+    theta : ndarray of shape (k, d)
+        True models; where they are more than those found, several share one.
+
+    Returns
+    -------
+    float
+    """
+    centers = check_array("centers", centers, min_rows=1)
+    theta = check_array("theta", theta, columns=centers.shape[1])
+    distances = np.linalg.norm(theta[:, None] - centers, axis=2)
+    if len(centers) < len(theta):
+        return float(distances.min(axis=1).max())
+    for bound in np.unique(distances):
+        rows, columns = linear_sum_assignment(distances > bound)
+        if not (distances[rows, columns] > bound).any():
+            return float(bound)
+    raise AssertionError("the largest distance bounds every matching.")

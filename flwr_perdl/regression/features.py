@@ -1,0 +1,94 @@
+"""Feature maps phi: what a client's inputs become before any model sees them.
+
+======================================= ====================================================
+paper (Su, Xu, Yang, NeurIPS 2022)      here
+======================================= ====================================================
+``phi(x)`` (equation 1)                 any callable from (n, p) to (n, d)
+======================================= ====================================================
+
+The identity is ``None`` wherever a feature map is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import combinations_with_replacement
+
+import numpy as np
+
+from flwr_perdl._checks import Matrix, check_array, check_count
+
+#: Takes inputs (n, p) to features (n, d), row by row.
+FeatureMap = Callable[[Matrix], Matrix]
+
+
+@dataclass(frozen=True)
+class Polynomial:
+    """All monomials of the inputs up to a degree.
+
+    Parameters
+    ----------
+    degree : int, default 2
+        Largest total degree, at least 1.
+    intercept : bool, default True
+        Whether the first feature is the constant 1.
+
+    Raises
+    ------
+    ValueError
+        If ``degree`` is not a positive integer.
+    """
+
+    degree: int = 2
+    intercept: bool = True
+
+    def __post_init__(self) -> None:
+        """Check the degree."""
+        check_count("degree", self.degree, 1)
+
+    def __call__(self, X: Matrix) -> Matrix:
+        """Return the monomials, by degree and then in the order of the inputs.
+
+        Parameters
+        ----------
+        X : ndarray of shape (n_samples, n_inputs)
+
+        Returns
+        -------
+        ndarray of shape (n_samples, n_features)
+        """
+        X = check_array("X", X)
+        columns = [np.ones(len(X), X.dtype)] if self.intercept else []
+        for degree in range(1, self.degree + 1):
+            for chosen in combinations_with_replacement(range(X.shape[1]), degree):
+                columns.append(X[:, chosen].prod(axis=1))
+        return np.stack(columns, axis=1)
+
+
+def apply_features(X: Matrix, features: FeatureMap | None = None) -> Matrix:
+    """Return the features of ``X``, checked.
+
+    Parameters
+    ----------
+    X : ndarray of shape (n_samples, n_inputs)
+        Inputs.
+    features : callable, optional
+        The feature map; the identity by default.
+
+    Returns
+    -------
+    ndarray of shape (n_samples, n_features)
+
+    Raises
+    ------
+    ValueError
+        If the map returns anything but one finite row per sample.
+    """
+    X = check_array("X", X)
+    if features is None:
+        return X
+    mapped = check_array("features(X)", features(X))
+    if len(mapped) != len(X):
+        raise ValueError(f"features(X) must have {len(X)} rows, got shape {mapped.shape}.")
+    return mapped

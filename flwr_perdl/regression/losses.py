@@ -1,0 +1,73 @@
+"""Losses of Phase 2: anything with values, a gradient and a bound on its curvature.
+
+======================================= ====================================================
+paper (Su, Xu, Yang, NeurIPS 2022)      here
+======================================= ====================================================
+``L(theta, lambda; D_i)`` (equation 7)  ``weights @ loss.values(X, y, centers)``
+``1/(2 n_i) ||y - phi theta_j||^2``     :class:`SquaredLoss`
+======================================= ====================================================
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+from scipy.special import expit
+
+from flwr_perdl._checks import Matrix
+
+
+class Loss(Protocol):
+    """A client's mean loss of a linear predictor."""
+
+    def values(self, X: Matrix, y: Matrix, centers: Matrix) -> Matrix:
+        """Return the mean loss of every model: (n, d), (n,), (k, d) -> (k,)."""
+
+    def gradient(self, X: Matrix, y: Matrix, theta: Matrix) -> Matrix:
+        """Return the gradient of the mean loss of one model: (n, d), (n,), (d,) -> (d,)."""
+
+    def curvature(self, X: Matrix) -> float:
+        """Return a bound on the largest eigenvalue of the mean loss's Hessian."""
+
+
+class SquaredLoss:
+    """Half the mean squared residual: ``||y - X @ theta||^2 / (2 n)``."""
+
+    def values(self, X: Matrix, y: Matrix, centers: Matrix) -> Matrix:
+        """Return half the mean squared residual of every model."""
+        residuals = y[:, None] - X @ centers.T
+        loss: Matrix = np.einsum("nk,nk->k", residuals, residuals) / (2 * len(X))
+        return loss
+
+    def gradient(self, X: Matrix, y: Matrix, theta: Matrix) -> Matrix:
+        """Return ``X.T @ (X @ theta - y) / n``."""
+        slope: Matrix = X.T @ (X @ theta - y) / len(X)
+        return slope
+
+    def curvature(self, X: Matrix) -> float:
+        """Return the largest eigenvalue of ``X.T @ X / n``."""
+        gram = X @ X.T if len(X) <= X.shape[1] else X.T @ X
+        return max(float(np.linalg.eigvalsh(gram)[-1]), 0.0) / len(X)
+
+
+class LogisticLoss:
+    """Mean logistic loss ``log(1 + exp(-y * (X @ theta)))`` of labels -1 and 1."""
+
+    def values(self, X: Matrix, y: Matrix, centers: Matrix) -> Matrix:
+        """Return the mean logistic loss of every model."""
+        loss: Matrix = np.logaddexp(0, -y[:, None] * (X @ centers.T)).mean(axis=0)
+        return loss
+
+    def gradient(self, X: Matrix, y: Matrix, theta: Matrix) -> Matrix:
+        """Return the gradient of the mean logistic loss."""
+        slope: Matrix = X.T @ (-y * expit(-y * (X @ theta))) / len(X)
+        return slope
+
+    def curvature(self, X: Matrix) -> float:
+        """Return a quarter of the largest eigenvalue of ``X.T @ X / n``."""
+        return SquaredLoss().curvature(X) / 4
+
+
+#: The paper's loss.
+SQUARED = SquaredLoss()

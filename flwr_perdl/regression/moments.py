@@ -1,0 +1,217 @@
+"""Phase 1, federated moment descent: the residuals' moments, their subspace, the anchors' step.
+
+======================================= ====================================================
+paper (Su, Xu, Yang, NeurIPS 2022)      here
+======================================= ====================================================
+``eps(x, y, theta)`` (conversion lost)  ``(y - x @ theta) * x``
+``theta_{i,t}``, i in H                 ``thetas[h]``, rows of (n_anchors, d)
+``Y_{i,t}``                             the sum of :func:`residual_moment` over the clients
+``Q_t`` (Algorithm 3)                   ``Q[h]`` (d, width)
+``U_{i,t}``                             ``U[h]`` (d, k), orthonormal columns
+``A_{i,t}`` (equation 2), ``beta``      inside :func:`moment_step`
+``eta_{i,t} = alpha sigma / (2 beta^2)`` ``step="paper"`` with ``alpha = beta = 1``
+======================================= ====================================================
+
+Deviations, and why:
+
+- The moment never travels: clients send its products with a few columns (Algorithm 3). With more
+  columns than k, two exchanges are as good as an eigendecomposition (randomised subspace
+  iteration), where the paper's form needs T_1.
+- ``estimate="u-statistic"`` (the default) averages over all pairs of a client's points,
+  ``[(sum eps)(sum eps)' - sum eps eps'] / (n - 1)``: as unbiased as the paper's one pair per client
+  (``"pair"``) or two halves per client (``"halves"``), with the least variance.
+- ``step="least-squares"`` (the default) fits the residuals inside the subspace, which is what
+  moment descent converges to. The sign of the paper's direction is undetermined; here it is the
+  one along which the anchor's mean ``eps`` points. Its stopping rule needs the separation Delta and
+  is left out. ``"line-search"`` takes the paper's direction with the best step for the anchor.
+- Points are reused in every iteration, as in the paper's experiments.
+
+What each party learns: the server d x width sums of a client's residual moments, and an anchor's
+estimate; a client the common columns, and (unless there is one common start) the estimates of
+anchors it cannot name.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from flwr_perdl._checks import Matrix, check_array, check_choice, check_count
+
+ESTIMATES = ("u-statistic", "halves", "pair")
+STEPS = ("least-squares", "line-search", "paper")
+
+
+def residual_moment(
+    X: Matrix,
+    y: Matrix,
+    thetas: Matrix,
+    Q: Matrix,
+    *,
+    estimate: str = "u-statistic",
+    transpose: bool = False,
+) -> Matrix:
+    """Return a client's part of ``Y_h @ Q_h`` for every estimate ``h``, times its weight.
+
+    Parameters
+    ----------
+    X : ndarray of shape (n_samples, d)
+        Features.
+    y : ndarray of shape (n_samples,)
+        Responses.
+    thetas : ndarray of shape (n_copies, n_estimates, d)
+        The estimates; one copy, or two independently perturbed ones (Remark 2), of which each
+        factor of the moment uses its own.
+    Q : ndarray of shape (n_estimates, d, width)
+        Columns to multiply with.
+    estimate : {"u-statistic", "halves", "pair"}, default "u-statistic"
+        How pairs of points are used.
+    transpose : bool, default False
+        Multiply with the transpose of the moment (odd half steps of Algorithm 3); of no
+        consequence for the U-statistic, which is symmetric.
+
+    Returns
+    -------
+    ndarray of shape (n_estimates, d, width)
+        Weighted by the number of points (``"pair"``: by 1); zero with fewer than two points.
+    """
+    check_choice("estimate", estimate, ESTIMATES)
+    X = check_array("X", X, min_rows=1)
+    y = check_array("y", y, ndim=1)
+    thetas = check_array("thetas", thetas, ndim=3, min_rows=1, columns=X.shape[1])
+    Q = check_array("Q", Q, ndim=3)
+    n = len(X)
+    if n < 2:
+        return np.zeros_like(Q)
+    first = y - thetas[0] @ X.T
+    second = y - thetas[-1] @ X.T
+    if estimate == "u-statistic":
+        return _all_pairs(X, first, second, Q) / (n - 1)
+    half, weight = (1, 1) if estimate == "pair" else (n // 2, n)
+    a = first[:, :half] @ X[:half] / half
+    b = second[:, half : 2 * half] @ X[half : 2 * half] / half
+    if transpose:
+        a, b = b, a
+    product: Matrix = weight * a[:, :, None] * (b[:, None] @ Q)
+    return product
+
+
+def _all_pairs(X: Matrix, first: Matrix, second: Matrix, Q: Matrix) -> Matrix:
+    """Sum of ``eps_i eps_j'`` over all ordered pairs of different points, symmetrised, times Q."""
+    a, b = first @ X, second @ X
+    pairs = a[:, :, None] * (b[:, None] @ Q) + b[:, :, None] * (a[:, None] @ Q)
+    same: Matrix = X.T @ ((first * second)[:, :, None] * (X @ Q))
+    return pairs / 2 - same
+
+
+def orthonormal(Q: Matrix) -> Matrix:
+    """Return orthonormal columns that span those of each ``Q[h]`` (n, d, width)."""
+    return np.linalg.qr(Q)[0]
+
+
+class Subspace(NamedTuple):
+    """Where the residual moment is large."""
+
+    #: Orthonormal columns, (n_estimates, d, n_dimensions).
+    U: Matrix
+    #: What the moment is on them in every direction that was looked at, (n_estimates, width).
+    values: Matrix
+
+
+def symmetric_subspace(Q: Matrix, product: Matrix, n_dimensions: int | None = None) -> Subspace:
+    """Return the leading eigenspaces of symmetric matrices known by their products.
+
+    Parameters
+    ----------
+    Q : ndarray of shape (n_estimates, d, width)
+        Orthonormal columns.
+    product : ndarray of shape (n_estimates, d, width)
+        ``Y_h @ Q_h``.
+    n_dimensions : int, optional
+        How many; by default as many as have eigenvalues above 1.25 times the size of the most
+        negative one (noise is as likely to be negative, and an over-estimate does no harm), and
+        the same number for all estimates.
+
+    Returns
+    -------
+    Subspace
+        Rayleigh-Ritz on ``Q``, then one more multiplication; eigenvalues in descending order.
+    """
+    B = Q.swapaxes(1, 2) @ product
+    values, vectors = np.linalg.eigh((B + B.swapaxes(1, 2)) / 2)
+    values, vectors = values[:, ::-1], vectors[:, :, ::-1]
+    if n_dimensions is None:
+        noise = 1.25 * np.maximum(-values[:, -1:], 0)
+        n_dimensions = max(int((values > noise).sum(axis=1).max()), 1)
+    return Subspace(orthonormal(product @ vectors[:, :, :n_dimensions]), values)
+
+
+def left_subspace(Q: Matrix, product: Matrix, n_dimensions: int) -> Subspace:
+    """Return the leading left singular spaces of matrices known by their transposes' products.
+
+    Parameters
+    ----------
+    Q : ndarray of shape (n_estimates, d, width)
+        Orthonormal columns.
+    product : ndarray of shape (n_estimates, d, width)
+        ``Y_h.T @ Q_h``.
+    n_dimensions : int
+        How many.
+
+    Returns
+    -------
+    Subspace
+    """
+    _, values, rotations = np.linalg.svd(product, full_matrices=False)
+    return Subspace(Q @ rotations[:, :n_dimensions].swapaxes(1, 2), values)
+
+
+def moment_step(
+    X: Matrix, y: Matrix, theta: Matrix, U: Matrix, *, step: str = "least-squares"
+) -> Matrix:
+    """Return an anchor's next estimate of its own model (Phase 1, lines 11-15).
+
+    Parameters
+    ----------
+    X : ndarray of shape (n_samples, d)
+        The anchor's features.
+    y : ndarray of shape (n_samples,)
+        Responses.
+    theta : ndarray of shape (d,)
+        Its current estimate.
+    U : ndarray of shape (d, n_dimensions)
+        Orthonormal columns of the subspace for this estimate.
+    step : {"least-squares", "line-search", "paper"}, default "least-squares"
+        See above. For features of covariance other than the identity the paper's step needs bounds
+        on it; the other two do not.
+
+    Returns
+    -------
+    ndarray of shape (d,)
+    """
+    check_choice("step", step, STEPS)
+    residual = y - X @ theta
+    projected = X @ U
+    if step == "least-squares":
+        coefficients: Matrix = np.linalg.lstsq(projected, residual, rcond=None)[0]
+        fitted: Matrix = theta + U @ coefficients
+        return fitted
+    eps = projected * residual[:, None]
+    half = max(len(X) // 2, 1)
+    A = eps[:half].T @ eps[-half:] / half
+    left, sigma, _ = np.linalg.svd(A)
+    beta = left[:, 0] * (1 if left[:, 0] @ eps.sum(axis=0) >= 0 else -1)
+    if step == "paper":
+        length = np.sqrt(sigma[0]) / 2
+    else:
+        along = projected @ beta
+        length = along @ residual / max(along @ along, np.finfo(float).tiny)
+    moved: Matrix = theta + length * (U @ beta)
+    return moved
+
+
+def sketch(n_estimates: int, d: int, width: int, rng: np.random.Generator) -> Matrix:
+    """Return random orthonormal columns, (n_estimates, d, min(width, d))."""
+    check_count("width", width, 1)
+    return orthonormal(rng.standard_normal((n_estimates, d, min(width, d))))

@@ -1,0 +1,609 @@
+"""The two phases as a conversation: what the server asks, and what it makes of the answers.
+
+======================================= ====================================================
+paper (Su, Xu, Yang, NeurIPS 2022)      here
+======================================= ====================================================
+Phase 1, lines 6-16                     steps "moment" and "anchors" of `TwoPhase.advance`
+Phase 2, lines 4-8                      step "update" of `TwoPhase.advance`
+``T``, ``T_1``                          ``n_iterations``, ``n_products``
+``n_H``, ``Delta``                      ``n_anchors``, ``separation``
+``eta``, ``s``                          ``step_size``, ``n_steps``
+======================================= ====================================================
+
+One `State` holds all that the server knows. ``settings.ask(state)`` is the next request, the same
+for every client, and ``settings.advance(state, answers, rng)`` what follows from the answers; a
+client's answer is :func:`flwr_perdl.regression.answer`. Who carries the messages is no business of
+this module: a Strategy, or :class:`flwr_perdl.regression.Clients`, which answers for all clients
+at once.
+
+`TwoPhase()` deviates from the paper where it was measured to be better; ``TwoPhase.paper(...)``
+does not:
+
+- a first exchange (``"describe"``) finds the dimension and the step size, of which all local steps
+  together come to ``work`` over the largest eigenvalue of ``X' X / n`` (of any client but those
+  that hold the last tenth of the points, mostly clients of very few);
+- Phase 1 starts from zero, so that all anchors share one subspace and nobody's estimate is
+  broadcast, and takes one least-squares step at every client with enough points; where no merge of
+  their estimates stands out, it begins with too many models rather than too few;
+- Phase 2 divides by the cluster's points and has Nesterov's momentum with gradient restart;
+- whenever the models have settled, and every ``check_every`` rounds, models without clients are
+  dropped, models closer than four standard errors merge, and if more than 2 % of the clients fit
+  none, Phase 1 is run on those to find what they need. This is for the squared loss, and takes the
+  features to be alike in scale.
+
+What each party learns: see ``answers.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import chi2
+
+from flwr_perdl._checks import Matrix, check_array, check_choice, check_count, check_real
+from flwr_perdl.regression.anchors import cluster_anchors, kmeans
+from flwr_perdl.regression.answers import (
+    ANCHORS,
+    DESCRIBE,
+    MOMENT,
+    UPDATE,
+    Answers,
+    Ask,
+    misfit_bound,
+)
+from flwr_perdl.regression.clustering import CLIP, LOCALS, ROBUST, aggregate, clip_lengths
+from flwr_perdl.regression.moments import (
+    ESTIMATES,
+    STEPS,
+    left_subspace,
+    orthonormal,
+    sketch,
+    symmetric_subspace,
+)
+
+#: Columns of a sketch beyond twice the number of models.
+_OVERSAMPLING = 4
+#: An anchor has at least this many points per dimension of the subspace.
+_POINTS_PER_DIMENSION = 4
+#: Share of the points whose clients decide about the step size.
+_TYPICAL = 0.9
+#: Relative movement in a round below which the models have settled.
+_SETTLED = 0.01
+#: Share of clients that fit no model above which models are added.
+_MISFITS = 0.02
+#: Models closer than this many standard errors are one.
+_SAME = 4.0
+#: Rounds before an early check.
+_LEAST_WAIT = 5
+#: Where fewer clients than this have enough points, anchors have fewer points.
+_ANCHORS_PER_DIMENSION = 3
+#: Most anchors: the distances of all pairs are looked at.
+_MOST_ANCHORS = 1000
+
+
+class State(NamedTuple):
+    """All that the server knows; the fields that a step does not need are empty."""
+
+    #: The step to take next.
+    step: str
+    #: Models, (k, d), and those of the round before.
+    centers: Matrix
+    previous: Matrix
+    #: Rounds since the restart of each model's momentum, and its cluster's points, (k,).
+    tempo: Matrix
+    counts: Matrix
+    #: Phase 1: estimates (h, d), columns or subspaces (h, d, width), the anchors' partitions.
+    thetas: Matrix
+    columns: Matrix
+    anchors: NDArray[np.intp]
+    #: Phase 1: products and iterations done, fewest points of an anchor.
+    products: int
+    iteration: int
+    min_points: int
+    #: Step size, mean square of the features, noise variance.
+    step_size: float
+    power: float
+    variance: float
+    #: Rounds since the last check of the models, and checks left that need not wait.
+    since: int
+    patience: int
+
+    def pack(self) -> dict[str, NDArray[Any]]:
+        """Return the state as named arrays, such as a checkpoint holds."""
+        return {name: np.asarray(value) for name, value in self._asdict().items()}
+
+    @classmethod
+    def unpack(cls, arrays: Mapping[str, NDArray[Any]]) -> State:
+        """Return the state that was packed."""
+        values: dict[str, Any] = {name: arrays[name] for name in cls._fields}
+        return cls(**{name: v if v.ndim else v.item() for name, v in values.items()})
+
+
+@dataclass(frozen=True)
+class TwoPhase:
+    """FedMD and FedX + clustering, and how they are done.
+
+    Parameters
+    ----------
+    n_clusters : int or "auto", default "auto"
+        Number of models k.
+    max_clusters : int, default 8
+        Most models, with "auto".
+    estimate : {"u-statistic", "halves", "pair"}, default "u-statistic"
+        Phase 1: how the residual moment is estimated.
+    anchor_step : {"least-squares", "line-search", "paper"}, default "least-squares"
+        Phase 1: how an anchor moves.
+    n_anchors : int, optional
+        Phase 1: anchors drawn at random among the clients with enough points; by default all.
+    n_iterations : int, default 1
+        Phase 1: moment-descent iterations T.
+    n_products : int, default 2
+        Phase 1: products with the moment per iteration, T_1; even unless "u-statistic".
+    separation : float, optional
+        Phase 1: the paper's Delta.
+    random_start : bool, default False
+        Phase 1: start from ``N(0, I) / sqrt(d)`` instead of zero.
+    perturbation : float, default 0
+        Phase 1: standard deviation of the noise in the two copies of the anchors' estimates that
+        every client receives (Remark 2); 0 sends the estimates as they are.
+    one_shot : bool, default False
+        Instead of Phase 1, and of every later assignment: k-means of what the clients estimate
+        from their own points (Ghosh et al., 2019).
+    local : {"fedavg", "fedprox", "exact"}, default "fedavg"
+        Phase 2: local work. "exact": clients send their Gram matrix, and the server solves.
+    n_steps : int, default 5
+        Phase 2: local gradient steps s.
+    step_size : float, optional
+        Phase 2: eta; by default ``work / n_steps`` ("fedprox": ``work``) over the largest
+        curvature of the clients that hold 90 % of the points, and stable at all of them.
+    work : float, default 1
+        See ``step_size``. With more local work the models converge in fewer rounds, but to what
+        is further from least squares: at 3, up to 7 % further from the truth in setting C.1.
+    softness : float, default 0
+        Phase 2: 0 for hard assignment; otherwise the temperature of `assign` in units of twice the
+        mean loss, which is the noise's variance.
+    normalise : {"cluster", "all"}, default "cluster"
+        Phase 2: divide by the cluster's points or by all.
+    momentum : bool, default True
+        Phase 2: Nesterov's, with gradient restart.
+    check_every : int, default 60
+        Phase 2: rounds between checks of the models; 0: never. Needs the squared loss.
+    robust : {"mean", "clip", "trimmed", "median", "geometric-median"}, default "mean"
+        Phase 2: average. All but "mean" also bound what a client can do to Phase 1 and to the step
+        size.
+
+    Raises
+    ------
+    ValueError
+        If an option breaks its rule.
+
+    Notes
+    -----
+    Floats per client: Phase 1 takes d + 1 up, ``n_products`` times ``width * d`` down and up, with
+    ``width`` = 2 k + 4 (k: ``max_clusters`` with "auto"), and d + 1 up; Phase 2 takes k d down and
+    d + 2 up per round (soft: k (d + 2) up).
+    """
+
+    n_clusters: int | str = "auto"
+    max_clusters: int = 8
+    estimate: str = "u-statistic"
+    anchor_step: str = "least-squares"
+    n_anchors: int | None = None
+    n_iterations: int = 1
+    n_products: int = 2
+    separation: float | None = None
+    random_start: bool = False
+    perturbation: float = 0.0
+    one_shot: bool = False
+    local: str = "fedavg"
+    n_steps: int = 5
+    step_size: float | None = None
+    work: float = 1.0
+    softness: float = 0.0
+    normalise: str = "cluster"
+    momentum: bool = True
+    check_every: int = 60
+    robust: str = "mean"
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        if self.n_clusters != "auto":
+            check_count("n_clusters", self.n_clusters, 1)
+        check_count("max_clusters", self.max_clusters, 1)
+        check_choice("estimate", self.estimate, ESTIMATES)
+        check_choice("anchor_step", self.anchor_step, STEPS)
+        if self.n_anchors is not None:
+            check_count("n_anchors", self.n_anchors, 1)
+        check_count("n_iterations", self.n_iterations, 1)
+        check_count("n_products", self.n_products, 1)
+        if self.estimate != "u-statistic" and self.n_products % 2:
+            raise ValueError(f"n_products must be even, got {self.n_products}.")
+        if self.estimate != "u-statistic" and self.n_clusters == "auto":
+            raise ValueError('n_clusters must be given unless estimate="u-statistic", got "auto".')
+        if self.separation is not None:
+            check_real("separation", self.separation, 0, open_low=True)
+        check_real("perturbation", self.perturbation, 0)
+        check_choice("local", self.local, (*LOCALS, "exact"))
+        check_count("n_steps", self.n_steps, 1)
+        if self.step_size is not None:
+            check_real("step_size", self.step_size, 0, open_low=True)
+        check_real("work", self.work, 0, open_low=True)
+        check_real("softness", self.softness, 0)
+        check_choice("normalise", self.normalise, ("cluster", "all"))
+        check_count("check_every", self.check_every)
+        check_choice("robust", self.robust, ROBUST)
+        if self.one_shot and (self.n_clusters == "auto" or self.softness):
+            raise ValueError("one_shot must come with n_clusters given and softness=0.")
+        if self.local == "exact" and (self.softness or self.robust != "mean"):
+            raise ValueError('local="exact" must come with softness=0 and robust="mean".')
+
+    @classmethod
+    def paper(cls, n_clusters: int, separation: float | None = None) -> TwoPhase:
+        """Return the paper's own variant, as its Appendix C runs it (without its oversights).
+
+        Parameters
+        ----------
+        n_clusters : int
+            Number of models k.
+        separation : float, optional
+            Delta; without it anchors are joined until k groups are left.
+        """
+        return cls(
+            n_clusters=n_clusters,
+            estimate="halves",
+            anchor_step="paper",
+            n_anchors=max(round(3 * n_clusters * float(np.log(n_clusters))), 1),
+            n_iterations=5,
+            n_products=10,
+            separation=separation,
+            random_start=True,
+            work=3.0,
+            normalise="all",
+            momentum=False,
+            check_every=0,
+        )
+
+    # Where to begin ---------------------------------------------------------------------------
+
+    def begin(self, centers: Matrix | None = None) -> State:
+        """Return the state before the first request.
+
+        Parameters
+        ----------
+        centers : ndarray of shape (k, d), optional
+            Models to start Phase 2 from; without them Phase 1 comes first.
+        """
+        start = np.zeros((0, 0)) if centers is None else check_array("centers", centers, min_rows=1)
+        state = _with_centers(_EMPTY, start)
+        if centers is not None and self.step_size is not None and not self._adapts(len(centers)):
+            return state._replace(step_size=self.step_size)
+        return state._replace(step=DESCRIBE)
+
+    def _adapts(self, n_clusters: int) -> bool:
+        """Whether models may be dropped, merged and added."""
+        alone = self.n_clusters != "auto" and n_clusters == 1
+        return self.check_every > 0 and not alone and not self.one_shot
+
+    # What to ask ------------------------------------------------------------------------------
+
+    def ask(self, state: State, rng: np.random.Generator) -> Ask:
+        """Return the request that comes next.
+
+        Parameters
+        ----------
+        state : State
+            The server's state.
+        rng : numpy.random.Generator
+            Source of the perturbations; not used without them.
+        """
+        options: dict[str, float | int | str] = {}
+        if state.step == MOMENT:
+            options |= {"estimate": self.estimate, "transpose": state.products % 2}
+            options["variance"] = state.variance
+            arrays = (state.thetas[None], state.columns, state.centers)
+            if not self.perturbation or not len(state.anchors):
+                return Ask(MOMENT, arrays, options)
+            return Ask(MOMENT, arrays, options, {}, self.perturbation, int(rng.integers(2**31)))
+        if state.step == ANCHORS:
+            options |= {"anchor_step": self.anchor_step, "min_points": state.min_points}
+            options["variance"] = state.variance
+            if not len(state.anchors):
+                return Ask(ANCHORS, (state.thetas, state.columns, state.centers), options)
+            last = len(state.thetas) - 1
+            own = {}
+            for h, partition in enumerate(state.anchors):
+                row = [min(h, last)]
+                own[int(partition)] = (state.thetas[row], state.columns[row], state.centers)
+            return Ask(ANCHORS, (), options, own)
+        if state.step == UPDATE:
+            options |= {"local": self.local, "n_steps": self.n_steps}
+            options |= {"step_size": state.step_size, "soft": int(self.softness > 0)}
+            options["temperature"] = self.softness * state.variance
+            return Ask(UPDATE, (self._ahead(state), state.thetas), options)
+        return Ask(DESCRIBE)
+
+    def _ahead(self, state: State) -> Matrix:
+        """Nesterov's point: the models, carried on along their last movement."""
+        if not self.momentum:
+            return state.centers
+        beta = state.tempo / (state.tempo + 3)
+        return state.centers + beta[:, None] * (state.centers - state.previous)
+
+    # What follows -----------------------------------------------------------------------------
+
+    def advance(self, state: State, answers: Answers, rng: np.random.Generator) -> State:
+        """Return the state after these answers to ``ask(state)``.
+
+        Parameters
+        ----------
+        state : State
+            The state in which was asked.
+        answers : Answers
+            At least one.
+        rng : numpy.random.Generator
+            Source of sketches, random starts and the choice of anchors.
+        """
+        follow = {
+            DESCRIBE: self._described,
+            MOMENT: self._moment,
+            ANCHORS: self._anchors,
+            UPDATE: self._update,
+        }
+        return follow[state.step](state, answers, rng)
+
+    def check(self, state: State, given: Matrix) -> None:
+        """Raise a ValueError that says what is wrong with a client's answer, if anything is.
+
+        Parameters
+        ----------
+        state : State
+            The state in which was asked.
+        given : ndarray
+            The answer.
+        """
+        k, d = state.centers.shape
+        wanted: tuple[int, ...] = {
+            DESCRIBE: (d + 1 if k else given.size,),
+            MOMENT: state.columns.shape,
+            ANCHORS: (d + 1,),
+            UPDATE: (k if self.softness else 1, d + 2 + (d * d if self.local == "exact" else 0)),
+        }[state.step]
+        if given.shape != wanted:
+            raise ValueError(f"wrong shape: {wanted} is asked for, got {given.shape}")
+        if not np.isfinite(given).all():
+            raise ValueError("the answer is not finite")
+        if state.step == UPDATE and not self.softness and given[0, 1] not in range(k):
+            raise ValueError(f"the answer names cluster {given[0, 1]:g} of {k}")
+
+    def _described(self, state: State, answers: Answers, rng: np.random.Generator) -> State:
+        stack, n = answers.stack, answers.n_samples
+        curvature, squares = stack[:, 0], stack[:, 1:].mean(axis=1)
+        power = float(n @ squares / n.sum())
+        if self.robust != "mean":
+            power = float(np.median(squares))
+            likely = curvature <= 10 * np.median(curvature)
+            curvature, n = curvature[likely], np.minimum(n, CLIP * np.median(n))[likely]
+        automatic = self._automatic_step(curvature, n)
+        state = state._replace(step_size=self.step_size or automatic, power=max(power, 1e-300))
+        if len(state.centers):
+            return _with_centers(state, state.centers)
+        d = stack.shape[1] - 1
+        state = _with_centers(state, np.zeros((0, d)))
+        if self.one_shot:
+            thetas, whole = np.zeros((1, d)), np.eye(d)[None]
+            return state._replace(step=ANCHORS, thetas=thetas, columns=whole, min_points=1)
+        return self._begin_moments(state, rng)
+
+    def _automatic_step(self, curvature: Matrix, n_samples: Matrix) -> float:
+        order = np.argsort(curvature, kind="stable")
+        held = np.cumsum(n_samples[order]) / n_samples.sum()
+        typical = float(curvature[order][np.argmax(held >= _TYPICAL)])
+        if typical <= 0:
+            return 1.0
+        if self.local != "fedavg":
+            return self.work / typical
+        return min(self.work / (self.n_steps * typical), 1 / float(curvature.max()))
+
+    def _begin_moments(self, state: State, rng: np.random.Generator) -> State:
+        """Start Phase 1 for the clients that no model fits."""
+        d = state.centers.shape[1]
+        width = 2 * self._most() + _OVERSAMPLING
+        theta = rng.standard_normal((1, d)) / np.sqrt(d) if self.random_start else np.zeros((1, d))
+        return state._replace(
+            step=MOMENT,
+            thetas=theta,
+            columns=sketch(1, d, width, rng),
+            anchors=np.zeros(0, dtype=np.intp),
+            products=0,
+            iteration=0,
+        )
+
+    def _moment(self, state: State, answers: Answers, rng: np.random.Generator) -> State:
+        stack = answers.stack if self.robust == "mean" else clip_lengths(answers.stack)
+        product = stack.sum(axis=0) / answers.n_samples.sum()
+        products = state.products + 1
+        if products < self.n_products:
+            return state._replace(columns=orthonormal(product), products=products)
+        auto = self.n_clusters == "auto"
+        if self.estimate == "u-statistic":
+            k = None if auto else int(self.n_clusters)
+            space = symmetric_subspace(state.columns, product, k)
+        else:
+            space = left_subspace(state.columns, product, int(self.n_clusters))
+        involved = answers.n_samples[answers.stack.any(axis=(1, 2, 3))]
+        points = np.sort(involved if len(involved) else answers.n_samples)[::-1]
+        dimensions = space.U.shape[2]
+        enough = points[min(_ANCHORS_PER_DIMENSION * dimensions, len(points)) - 1]
+        min_points = int(min(_POINTS_PER_DIMENSION * dimensions, enough))
+        anchors = state.anchors
+        if self.n_anchors is not None and state.iteration == 0:
+            able = answers.partitions[answers.n_samples >= min_points]
+            anchors = rng.choice(able, min(self.n_anchors, len(able)), replace=False)
+        return state._replace(step=ANCHORS, columns=space.U, anchors=anchors, min_points=min_points)
+
+    def _anchors(self, state: State, answers: Answers, rng: np.random.Generator) -> State:
+        moved = np.flatnonzero(answers.stack[:, 0] > 0)
+        most = np.argsort(-answers.n_samples[moved], kind="stable")[:_MOST_ANCHORS]
+        chosen = moved if self.one_shot else moved[np.sort(most)]
+        estimates = answers.stack[chosen, 1:]
+        if not len(chosen):
+            if len(state.centers):
+                return _with_centers(state, state.centers)
+            raise ValueError("Phase 1 has no anchors: no client with enough points answered.")
+        if state.iteration + 1 < self.n_iterations and not self.one_shot:
+            d, width = estimates.shape[1], state.columns.shape[2] + _OVERSAMPLING
+            return state._replace(
+                step=MOMENT,
+                thetas=estimates,
+                anchors=answers.partitions[chosen],
+                columns=sketch(len(estimates), d, width, rng),
+                products=0,
+                iteration=state.iteration + 1,
+            )
+        if self.robust != "mean":
+            lengths = np.linalg.norm(estimates, axis=1)
+            estimates = estimates[lengths <= 10 * np.median(lengths)]
+        if self.one_shot:
+            groups = kmeans(estimates, int(self.n_clusters), rng)
+            return _with_centers(state, groups)._replace(thetas=groups)
+        k = None if self.n_clusters == "auto" or len(state.centers) else int(self.n_clusters)
+        found = cluster_anchors(
+            estimates, k, separation=self.separation, max_clusters=self.max_clusters
+        ).centers
+        if self.n_clusters == "auto" and not len(state.centers) and len(found) == 1:
+            dimensions = min(state.columns.shape[2], self.max_clusters)
+            found = kmeans(estimates, dimensions, rng)
+        room = self._most() - len(state.centers)
+        return _with_centers(state, np.vstack([state.centers, found[:room]]))
+
+    def _most(self) -> int:
+        """Most models there may be."""
+        return self.max_clusters if self.n_clusters == "auto" else int(self.n_clusters)
+
+    def _update(self, state: State, answers: Answers, rng: np.random.Generator) -> State:
+        ahead, k = self._ahead(state), len(state.centers)
+        loss, packed = answers.stack[:, 0, 0], answers.stack[:, :, 1:]
+        if self.local == "exact":
+            change, counts = _solve(packed[:, 0], answers.n_samples, k)
+        else:
+            change, counts = aggregate(
+                packed,
+                answers.n_samples,
+                k,
+                soft=self.softness > 0,
+                normalise=self.normalise,
+                robust=self.robust,
+            )
+        centers = np.where(counts[:, None] > 0, ahead + change, state.centers)
+        moved = centers - state.centers
+        tempo = np.where(np.einsum("kd,kd->k", change, moved) < 0, 0, state.tempo + 1)
+        after = state._replace(
+            centers=centers,
+            previous=state.centers,
+            tempo=tempo if self.local != "exact" else state.tempo,
+            counts=counts,
+            since=state.since + 1,
+        )
+        if self.softness:
+            n = answers.n_samples
+            after = after._replace(variance=float(2 * (n @ loss) / n.sum()))
+        return self._adapt(after, loss, answers, rng)
+
+    def _adapt(
+        self, state: State, loss: Matrix, answers: Answers, rng: np.random.Generator
+    ) -> State:
+        """Drop, merge and add models as the clients need them."""
+        k = len(state.centers)
+        if not self._adapts(k):
+            return state
+        moved = np.linalg.norm(state.centers - state.previous, axis=1)
+        settled = moved.max() <= _SETTLED * np.linalg.norm(state.centers, axis=1).max()
+        early = settled and state.patience > 0 and state.since >= _LEAST_WAIT
+        if state.since < self.check_every and not early:
+            return state
+        n, squares = answers.n_samples, 2 * loss
+        variance = float(np.quantile(n * squares / chi2.ppf(0.2, n), 0.2))
+        state = state._replace(variance=variance, since=0, patience=max(state.patience - 1, 0))
+        misfits = bool((squares > variance * misfit_bound(n)).mean() > _MISFITS)
+        centers = state.centers
+        if misfits or self.n_clusters == "auto":
+            keep = state.counts > 0
+            centers = _merge(centers[keep], state.counts[keep], variance / state.power)
+        if misfits and len(centers) < self._most():
+            return self._begin_moments(_with_centers(state, centers), rng)
+        if len(centers) < k and self.n_clusters == "auto":
+            return _with_centers(state, centers)
+        return state
+
+
+#: Before anything is known.
+_EMPTY = State(
+    step=DESCRIBE,
+    centers=np.zeros((0, 0)),
+    previous=np.zeros((0, 0)),
+    tempo=np.zeros(0),
+    counts=np.zeros(0),
+    thetas=np.zeros((0, 0)),
+    columns=np.zeros((0, 0, 0)),
+    anchors=np.zeros(0, dtype=np.intp),
+    products=0,
+    iteration=0,
+    min_points=0,
+    step_size=0.0,
+    power=1.0,
+    variance=0.0,
+    since=0,
+    patience=5,
+)
+
+
+def _with_centers(state: State, centers: Matrix) -> State:
+    """Return the state in which Phase 2 starts from these models."""
+    k, d = centers.shape
+    return state._replace(
+        step=UPDATE,
+        centers=centers,
+        previous=centers,
+        tempo=np.zeros(k),
+        counts=np.zeros(k),
+        thetas=np.zeros((0, d)),
+        columns=np.zeros((0, d, 0)),
+        anchors=np.zeros(0, dtype=np.intp),
+        since=0,
+    )
+
+
+def _merge(centers: Matrix, counts: Matrix, ratio: float) -> Matrix:
+    """Join models that are closer than their standard errors allow to tell."""
+    centers, counts = centers.copy(), counts.copy()
+    d = centers.shape[1]
+    while len(centers) > 1:
+        distance = np.linalg.norm(centers[:, None] - centers, axis=2)
+        error = np.sqrt(ratio * d * (1 / counts[:, None] + 1 / counts))
+        excess = distance / np.maximum(error, 1e-300)
+        np.fill_diagonal(excess, np.inf)
+        a, b = sorted(np.unravel_index(int(excess.argmin()), excess.shape))
+        if excess[a, b] >= _SAME:
+            break
+        total = counts[a] + counts[b]
+        centers[a] = (counts[a] * centers[a] + counts[b] * centers[b]) / total
+        counts[a] = total
+        centers, counts = np.delete(centers, b, axis=0), np.delete(counts, b)
+    return centers
+
+
+def _solve(packed: Matrix, n_samples: Matrix, n_clusters: int) -> tuple[Matrix, Matrix]:
+    """Exact least squares of every cluster from its clients' sums."""
+    d = int(np.sqrt(packed.shape[1] - 0.75) - 0.5)
+    change, counts = np.zeros((n_clusters, d)), np.zeros(n_clusters)
+    for j in range(n_clusters):
+        mine = packed[:, 0] == j
+        counts[j] = n_samples[mine].sum()
+        if counts[j]:
+            sums = n_samples[mine] @ packed[mine, 1:]
+            change[j] = np.linalg.lstsq(sums[d:].reshape(d, d), sums[:d], rcond=None)[0]
+    return change, counts

@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+from itertools import permutations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.optimize import minimize
+
+from flwr_perdl.regression import (
+    SQUARED,
+    LogisticLoss,
+    aggregate,
+    assign,
+    lemma1_filter,
+    local_change,
+    model_error,
+)
+from flwr_perdl.regression.clustering import clip_lengths, pack
+
+
+def client(n: int, d: int = 6) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(n)
+    return rng.standard_normal((n, d)), rng.standard_normal(n), rng.standard_normal(d)
+
+
+def test_hard_assignment_takes_the_least_loss() -> None:
+    losses = np.array([[3.0, 1.0, 2.0], [0.5, 0.5, 4.0]])
+    np.testing.assert_array_equal(assign(losses, np.ones(2)), [[0, 1, 0], [1, 0, 0]])
+
+
+def test_soft_assignment_is_the_posterior_of_a_gaussian_mixture() -> None:
+    X, y, _ = client(5)
+    centers = np.random.default_rng(0).standard_normal((3, 6))
+    variance = 0.7
+    likelihood = np.exp([-np.sum((y - X @ t) ** 2) / (2 * variance) for t in centers])
+    weights = assign(SQUARED.values(X, y, centers)[None], np.array([5]), variance)[0]
+    np.testing.assert_allclose(weights, likelihood / likelihood.sum())
+
+
+def test_soft_assignment_minimises_loss_plus_entropy() -> None:
+    losses, n, temperature = np.array([0.3, 0.5, 0.4]), 4.0, 0.6
+    weights = assign(losses[None], np.array([n]), temperature)[0]
+    gradient = n * losses + temperature * np.log(weights)
+    np.testing.assert_allclose(gradient, gradient[0])
+    assert weights.sum() == pytest.approx(1)
+
+
+@pytest.mark.parametrize("n", [1, 4, 6, 15])
+@pytest.mark.parametrize("s", [1, 5])
+@pytest.mark.parametrize("local", ["fedavg", "fedprox"])
+def test_local_work_is_lemma_1(n: int, s: int, local: str) -> None:
+    X, y, theta = client(n)
+    change = local_change(X, y, theta, step=0.1, n_steps=s, local=local)
+    P = lemma1_filter(X @ X.T / n, 0.1, s, local)
+    np.testing.assert_allclose(change, 0.1 / n * X.T @ P @ (y - X @ theta), atol=1e-12)
+    F = lemma1_filter(X.T @ X / n, 0.1, s, local)
+    np.testing.assert_allclose(change, 0.1 / n * F @ X.T @ (y - X @ theta), atol=1e-12)
+
+
+@pytest.mark.parametrize("n", [1, 4, 15])
+def test_fedprox_is_scipys_minimum(n: int) -> None:
+    X, y, theta = client(n)
+
+    def objective(t: np.ndarray) -> tuple[float, np.ndarray]:
+        value = np.sum((y - X @ t) ** 2) / (2 * n) + np.sum((t - theta) ** 2) / (2 * 0.3)
+        return float(value), X.T @ (X @ t - y) / n + (t - theta) / 0.3
+
+    options = {"gtol": 1e-12, "ftol": 0.0}
+    best = minimize(objective, theta, jac=True, method="L-BFGS-B", options=options).x
+    change = local_change(X, y, theta, step=0.3, local="fedprox")
+    np.testing.assert_allclose(theta + change, best, atol=1e-8)
+
+
+def test_fedprox_of_another_loss_is_stationary() -> None:
+    X, y, theta = client(9)
+    y, loss = np.sign(y), LogisticLoss()
+    moved = theta + local_change(X, y, theta, step=0.4, local="fedprox", loss=loss)
+    np.testing.assert_allclose(loss.gradient(X, y, moved) + (moved - theta) / 0.4, 0, atol=1e-8)
+
+
+def test_fedavg_of_another_loss_is_gradient_steps() -> None:
+    X, y, theta = client(9)
+    y, loss = np.sign(y), LogisticLoss()
+    expected = theta.copy()
+    for _ in range(3):
+        expected -= 0.2 * X.T @ (-y / (1 + np.exp(y * (X @ expected)))) / 9
+    change = local_change(X, y, theta, step=0.2, n_steps=3, loss=loss)
+    np.testing.assert_allclose(theta + change, expected, atol=1e-12)
+
+
+def test_a_weight_scales_the_clients_loss() -> None:
+    X, y, theta = client(9)
+    half = local_change(X, y, theta, step=0.2, weight=0.5)
+    np.testing.assert_allclose(half, local_change(X, y, theta, step=0.1))
+
+
+def test_averages_by_hand() -> None:
+    packed = np.array([[[0.0, 1.0, 1.0]], [[0.0, 4.0, 1.0]], [[2.0, 5.0, 0.0]]])
+    n = np.array([1.0, 2.0, 7.0])
+    by_cluster = aggregate(packed, n, 3)
+    np.testing.assert_allclose(by_cluster.change, [[3, 1], [0, 0], [5, 0]])
+    np.testing.assert_array_equal(by_cluster.counts, [3, 0, 7])
+    by_all = aggregate(packed, n, 3, normalise="all")
+    np.testing.assert_allclose(by_all.change, [[0.9, 0.3], [0, 0], [3.5, 0]])
+
+
+def test_soft_averages_count_by_weight() -> None:
+    packed = np.array([[[1.0, 2.0], [0.0, 0.0]], [[0.5, 5.0], [0.5, 3.0]]])
+    found = aggregate(packed, np.array([1.0, 2.0]), 2, soft=True)
+    np.testing.assert_allclose(found.change, [[3.5], [3.0]])
+    np.testing.assert_allclose(found.counts, [2, 1])
+
+
+def test_hard_is_soft_with_unit_weights() -> None:
+    rng = np.random.default_rng(3)
+    changes, labels = rng.standard_normal((8, 4)), rng.integers(3, size=8)
+    n, weights = rng.integers(1, 9, 8).astype(float), np.eye(3)[labels]
+    spread = weights[:, :, None] * changes[:, None]
+    rows = list(zip(spread, weights, strict=True))
+    hard = np.stack([pack(change, weight) for change, weight in rows])
+    soft = np.stack([pack(change, weight, soft=True) for change, weight in rows])
+    assert hard.shape == (8, 1, 5)
+    assert soft.shape == (8, 3, 5)
+    one, other = aggregate(hard, n, 3), aggregate(soft, n, 3, soft=True)
+    np.testing.assert_allclose(one.change, other.change, atol=1e-14)
+    np.testing.assert_array_equal(one.counts, other.counts)
+
+
+@pytest.mark.parametrize("robust", ["clip", "trimmed", "median", "geometric-median"])
+def test_robust_averages_withstand_one_huge_update(robust: str) -> None:
+    rng = np.random.default_rng(0)
+    packed = np.column_stack([np.zeros(20), 1 + 0.1 * rng.standard_normal((20, 3))])[:, None]
+    clean = aggregate(packed, np.ones(20), 1, robust=robust).change
+    packed[7, 0, 1:] = -1e100
+    n = np.ones(20)
+    n[7] = 1e9
+    dirty = aggregate(packed, n, 1, robust=robust).change
+    assert np.abs(dirty - clean).max() < 1.2
+    assert (dirty > 0).all()
+
+
+def test_clipping_keeps_directions() -> None:
+    stack = np.array([[3.0, 4.0], [0.3, 0.4], [0.0, 0.5], [0.0, 0.0]])
+    np.testing.assert_allclose(clip_lengths(stack)[0], [0.9, 1.2])
+    np.testing.assert_array_equal(clip_lengths(stack)[1:], stack[1:])
+    np.testing.assert_array_equal(clip_lengths(np.zeros((2, 3))), 0)
+
+
+def test_an_unknown_cluster_is_refused() -> None:
+    with pytest.raises(ValueError, match="packed must name clusters below 2, got 2"):
+        aggregate(np.array([[[2.0, 1.0]]]), np.ones(1), 2)
+
+
+@given(st.integers(0, 10**6), st.integers(1, 4), st.integers(0, 2))
+def test_model_error_is_the_best_of_all_matchings(seed: int, k: int, more: int) -> None:
+    rng = np.random.default_rng(seed)
+    centers, theta = rng.standard_normal((k + more, 2)), rng.standard_normal((k, 2))
+    distance = np.linalg.norm(theta[:, None] - centers, axis=2)
+    worst = [max(distance[j, p[j]] for j in range(k)) for p in permutations(range(k + more), k)]
+    assert model_error(centers, theta) == pytest.approx(min(worst))
+
+
+def test_models_are_shared_where_there_are_too_few() -> None:
+    assert model_error(np.zeros((1, 2)), np.array([[3.0, 4.0], [0.0, 1.0]])) == 5

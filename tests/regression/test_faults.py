@@ -1,0 +1,150 @@
+"""What may go wrong at clients: the run ends well, and nothing becomes NaN."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from flwr_perdl._random import SERVER, spawn
+from flwr_perdl.regression import Answers, Clients, State, TwoPhase, model_error, simulate
+from flwr_perdl.simulations.mixed_regression_data import Mixed, mixed_regression
+
+THIRDS = np.full(3, 1 / 3)
+
+
+def planted(seed: int = 0) -> Mixed:
+    rng = np.random.default_rng(seed)
+    return mixed_regression(np.where(np.arange(90) < 60, 10, 40), THIRDS, rng, d=20)
+
+
+def run_on(X: list[np.ndarray], y: list[np.ndarray], rounds: int = 90) -> State:
+    for settings in (TwoPhase(), TwoPhase(n_clusters=3, robust="clip"), TwoPhase.paper(3)):
+        state = simulate(Clients(X, y), settings, rounds).state
+        assert len(state.centers)
+        assert np.isfinite(state.centers).all()
+    return simulate(Clients(X, y), TwoPhase(n_clusters=3), rounds).state
+
+
+def test_without_faults() -> None:
+    data = planted()
+    assert model_error(run_on(data.X, data.y).centers, data.theta) < 0.1
+
+
+def test_duplicated_rows() -> None:
+    data = planted()
+    X, y = [np.vstack([A, A]) for A in data.X], [np.concatenate([b, b]) for b in data.y]
+    assert model_error(run_on(X, y).centers, data.theta) < 0.1
+
+
+def test_collinear_features() -> None:
+    data = planted()
+    X = [np.hstack([A, A[:, :3]]) for A in data.X]
+    found = run_on(X, data.y).centers
+    folded = found[:, :20].copy()
+    folded[:, :3] += found[:, 20:]
+    assert model_error(folded, data.theta) < 0.1
+
+
+def test_clients_of_one_point() -> None:
+    data = planted()
+    X = [A[:1] if i % 2 else A for i, A in enumerate(data.X)]
+    y = [b[:1] if i % 2 else b for i, b in enumerate(data.y)]
+    assert model_error(run_on(X, y, 150).centers, data.theta) < 0.2
+
+
+def test_only_clients_of_one_point() -> None:
+    data = planted()
+    run_on([A[:1] for A in data.X], [b[:1] for b in data.y])
+
+
+@pytest.mark.parametrize("value", [0.0, 3.0])
+def test_constant_responses(value: float) -> None:
+    data = planted()
+    run_on(data.X, [np.full_like(b, value) for b in data.y])
+
+
+def test_zero_features() -> None:
+    data = planted()
+    run_on([np.zeros_like(A) for A in data.X], data.y)
+
+
+def test_a_single_client() -> None:
+    data = planted()
+    run_on(data.X[-1:], data.y[-1:])
+
+
+def test_clients_drop_out_at_random() -> None:
+    data = planted()
+    state = simulate(Clients(data.X, data.y), TwoPhase(), 90, dropout=0.2).state
+    assert state.centers.shape == data.theta.shape
+    assert model_error(state.centers, data.theta) < 0.1
+
+
+@pytest.mark.parametrize("n_clusters", [3, "auto"])
+def test_all_clients_of_a_cluster_vanish_and_return(n_clusters: int | str) -> None:
+    data, settings = planted(), TwoPhase(n_clusters=n_clusters, check_every=20)
+    clients, state = Clients(data.X, data.y), settings.begin()
+    for round_ in range(1, 161):
+        rng = spawn(0, SERVER, round_)
+        gone = 30 <= round_ < 80
+        present = data.labels != 1 if gone else np.full(len(clients), True)
+        state = settings.advance(state, clients.answer(settings.ask(state, rng), present), rng)
+        assert np.isfinite(state.centers).all()
+        if round_ == 79:
+            others = np.delete(data.theta, 1, axis=0)
+            assert model_error(state.centers, others) < 0.1
+            assert len(state.centers) == (2 if n_clusters == "auto" else 3)
+    assert state.centers.shape == data.theta.shape
+    assert model_error(state.centers, data.theta) < 0.1
+
+
+def test_an_anchor_that_dies_is_left_out() -> None:
+    data, settings = planted(), TwoPhase.paper(3)
+    clients, state, lost = Clients(data.X, data.y), settings.begin(), None
+    for round_ in range(1, 80):
+        rng = spawn(0, SERVER, round_)
+        present = np.full(len(clients), True)
+        if lost is None and len(state.anchors):
+            lost = int(state.anchors[0])
+        if lost is not None:
+            present[lost] = False
+        state = settings.advance(state, clients.answer(settings.ask(state, rng), present), rng)
+        assert lost is None or state.step != "moment" or lost not in state.anchors
+    assert state.step == "update"
+    assert np.isfinite(state.centers).all()
+
+
+def test_without_any_anchor_phase_1_says_so() -> None:
+    data, settings = planted(), TwoPhase.paper(3)
+    clients, state, rng = Clients(data.X, data.y), settings.begin(), spawn(0)
+    while not len(state.anchors):
+        state = settings.advance(state, clients.answer(settings.ask(state, rng)), rng)
+    present = np.full(len(clients), True)
+    present[state.anchors] = False
+    answers = clients.answer(settings.ask(state, rng), present)
+    with pytest.raises(ValueError, match="Phase 1 has no anchors"):
+        settings.advance(state, answers, rng)
+
+
+@pytest.mark.parametrize("n_clusters", [3, "auto"])
+@pytest.mark.parametrize("size", [1e6, 1e100])
+def test_one_adversary_with_huge_values(n_clusters: int | str, size: float) -> None:
+    data, settings = planted(), TwoPhase(n_clusters=n_clusters, robust="clip")
+    clients, state = Clients(data.X, data.y), settings.begin()
+    coarse = None
+    for round_ in range(1, 121):
+        rng = spawn(0, SERVER, round_)
+        partitions, n, stack = clients.answer(settings.ask(state, rng))
+        stack, n = stack.copy(), n.copy()
+        n[-1] = 1e9
+        first = 2 if state.step == "update" else 0
+        stack[-1, ..., first:] = size * rng.standard_normal(stack[-1, ..., first:].shape)
+        if state.step == "describe":
+            stack[-1] = np.abs(stack[-1])
+        state = settings.advance(state, Answers(partitions, n, stack), rng)
+        if coarse is None and state.step == "update":
+            coarse = model_error(state.centers, data.theta)
+            assert state.step_size > 0.01
+    assert coarse is not None
+    assert coarse < 0.6
+    assert model_error(state.centers, data.theta) < 0.2

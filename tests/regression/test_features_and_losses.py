@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy.optimize import approx_fprime
+from sklearn.preprocessing import PolynomialFeatures
+
+from flwr_perdl.regression import SQUARED, LogisticLoss, Polynomial, apply_features
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3])
+@pytest.mark.parametrize("intercept", [True, False])
+def test_polynomial_features_are_scikit_learns(degree: int, intercept: bool) -> None:
+    X = np.random.default_rng(0).standard_normal((5, 3))
+    ours = apply_features(X, Polynomial(degree, intercept))
+    theirs = PolynomialFeatures(degree, include_bias=intercept).fit_transform(X)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-14)
+
+
+def test_any_callable_is_a_feature_map_and_none_is_the_identity() -> None:
+    X = np.arange(6.0).reshape(3, 2)
+    np.testing.assert_array_equal(apply_features(X, np.cos), np.cos(X))
+    np.testing.assert_array_equal(apply_features(X), X)
+
+
+def test_a_feature_map_that_loses_rows_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"features\(X\) must have 3 rows"):
+        apply_features(np.ones((3, 2)), lambda X: X[:2])
+
+
+def test_degree_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="degree must be at least 1, got 0"):
+        Polynomial(0)
+
+
+@pytest.mark.parametrize("loss", [SQUARED, LogisticLoss()])
+def test_gradients_are_those_of_the_values(loss: LogisticLoss) -> None:
+    rng = np.random.default_rng(1)
+    X, theta = rng.standard_normal((7, 4)), rng.standard_normal(4)
+    y = np.sign(rng.standard_normal(7))
+    numeric = approx_fprime(theta, lambda t: float(loss.values(X, y, t[None])[0]))
+    np.testing.assert_allclose(loss.gradient(X, y, theta), numeric, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(3, 6), (9, 4), (1, 2)])
+def test_curvature_of_the_squared_loss_is_the_largest_eigenvalue(shape: tuple[int, int]) -> None:
+    X = np.random.default_rng(2).standard_normal(shape)
+    largest = np.linalg.norm(X, 2) ** 2 / len(X)
+    assert SQUARED.curvature(X) == pytest.approx(largest, rel=1e-12)
+    assert LogisticLoss().curvature(X) == pytest.approx(largest / 4, rel=1e-12)
+
+
+def test_squared_loss_by_hand() -> None:
+    X, y = np.array([[1.0, 0.0], [0.0, 2.0]]), np.array([1.0, 4.0])
+    centers = np.array([[1.0, 2.0], [0.0, 0.0]])
+    np.testing.assert_allclose(SQUARED.values(X, y, centers), [0.0, (1 + 16) / 4])

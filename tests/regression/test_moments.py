@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+from itertools import permutations
+
+import numpy as np
+import pytest
+
+from flwr_perdl.regression import (
+    left_subspace,
+    moment_step,
+    orthonormal,
+    residual_moment,
+    sketch,
+    symmetric_subspace,
+)
+
+
+def client(n: int = 6, d: int = 4) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(n)
+    return rng.standard_normal((n, d)), rng.standard_normal(n), rng.standard_normal((2, 3, d))
+
+
+def test_u_statistic_is_the_sum_over_all_pairs() -> None:
+    X, y, thetas = client()
+    found = residual_moment(X, y, thetas, np.tile(np.eye(4), (3, 1, 1)))
+    for h in range(3):
+        a, b = ((y - X @ copy[h])[:, None] * X for copy in thetas)
+        pairs = sum(np.outer(a[i], b[j]) for i, j in permutations(range(6), 2))
+        np.testing.assert_allclose(found[h], (pairs + pairs.T) / 2 / 5, atol=1e-12)
+
+
+@pytest.mark.parametrize("n", [6, 7])
+def test_halves_are_the_outer_product_of_two_means(n: int) -> None:
+    X, y, thetas = client(n)
+    Q = np.random.default_rng(0).standard_normal((3, 4, 2))
+    straight = residual_moment(X, y, thetas, Q, estimate="halves")
+    across = residual_moment(X, y, thetas, Q, estimate="halves", transpose=True)
+    for h in range(3):
+        a, b = ((y - X @ copy[h])[:, None] * X for copy in thetas)
+        Y = n * np.outer(a[:3].mean(axis=0), b[3:6].mean(axis=0))
+        np.testing.assert_allclose(straight[h], Y @ Q[h], atol=1e-12)
+        np.testing.assert_allclose(across[h], Y.T @ Q[h], atol=1e-12)
+
+
+def test_a_pair_is_the_first_two_points() -> None:
+    X, y, thetas = client()
+    Q = np.eye(4)[None]
+    found = residual_moment(X, y, thetas[:1, :1], Q, estimate="pair")
+    eps = (y - X @ thetas[0, 0])[:, None] * X
+    np.testing.assert_allclose(found[0], np.outer(eps[0], eps[1]), atol=1e-12)
+
+
+@pytest.mark.parametrize("estimate", ["u-statistic", "halves", "pair"])
+def test_one_point_says_nothing(estimate: str) -> None:
+    X, y, thetas = client(1)
+    Q = np.ones((3, 4, 2))
+    assert not residual_moment(X, y, thetas, Q, estimate=estimate).any()
+
+
+def test_the_u_statistic_is_unbiased() -> None:
+    """Its mean is delta delta' for standard normal features, whatever the noise."""
+    rng = np.random.default_rng(3)
+    delta, total, n_clients = np.array([1.0, -0.5]), np.zeros((2, 2)), 20000
+    for X in rng.standard_normal((n_clients, 2, 2)):
+        y = X @ delta + rng.standard_normal(2)
+        total += residual_moment(X, y, np.zeros((1, 1, 2)), np.eye(2)[None])[0] / 2
+    np.testing.assert_allclose(total / n_clients, np.outer(delta, delta), atol=0.1)
+
+
+def planted(d: int = 30, k: int = 3) -> tuple[np.ndarray, np.ndarray]:
+    """A matrix of rank k and symmetric noise of either sign a tenth its size."""
+    rng = np.random.default_rng(5)
+    signal = rng.standard_normal((d, k))
+    noise = rng.standard_normal((d, d))
+    noise = (noise + noise.T) / np.linalg.norm(noise + noise.T, 2)
+    Y = signal @ signal.T
+    return Y + 0.1 * np.linalg.eigvalsh(Y)[-k] * noise, signal
+
+
+def angle(A: np.ndarray, B: np.ndarray) -> float:
+    """The sine of the largest angle between two subspaces of one dimension."""
+    return float(np.linalg.norm(A @ A.T - B @ B.T, 2))
+
+
+def test_two_products_of_a_sketch_come_close_to_the_eigenspace() -> None:
+    Y, _ = planted()
+    exact = np.linalg.eigh(Y)[1][:, -3:]
+    Q = sketch(1, 30, 10, np.random.default_rng(0))
+    Q = orthonormal(Y @ Q)
+    found = symmetric_subspace(Q, Y @ Q, 3)
+    assert angle(found.U[0], exact) < 1e-2
+    np.testing.assert_allclose(found.values[0, :3], np.linalg.eigvalsh(Y)[:-4:-1], rtol=1e-2)
+
+
+def test_many_products_are_the_eigenspace() -> None:
+    Y, _ = planted()
+    Q = sketch(1, 30, 10, np.random.default_rng(0))
+    for _ in range(15):
+        Q = orthonormal(Y @ Q)
+    exact = np.linalg.eigh(Y)[1][:, -3:]
+    assert angle(symmetric_subspace(Q, Y @ Q, 3).U[0], exact) < 1e-10
+
+
+def test_federated_orthogonal_iteration_finds_left_singular_vectors() -> None:
+    """Algorithm 3: products with Y and its transpose take turns."""
+    rng = np.random.default_rng(6)
+    Y = rng.standard_normal((12, 2)) @ rng.standard_normal((2, 12))
+    Y += 0.01 * rng.standard_normal((12, 12))
+    Q = sketch(1, 12, 2, rng)
+    for _ in range(10):
+        Q = orthonormal(Y @ Q)
+        product = Y.T @ Q
+        U = left_subspace(Q, product, 2).U[0]
+        Q = orthonormal(product)
+    assert angle(U, np.linalg.svd(Y)[0][:, :2]) < 1e-8
+
+
+def test_the_number_of_dimensions_is_found() -> None:
+    Y, _ = planted()
+    Q = np.eye(30)[None]
+    assert symmetric_subspace(Q, Y @ Q).U.shape == (1, 30, 3)
+    assert symmetric_subspace(Q, np.zeros((1, 30, 30))).U.shape == (1, 30, 1)
+
+
+def test_least_squares_in_the_subspace() -> None:
+    X, y, thetas = client(20)
+    U = orthonormal(np.random.default_rng(1).standard_normal((4, 2)))
+    moved = moment_step(X, y, thetas[0, 0], U)
+    residual = y - X @ moved
+    np.testing.assert_allclose(U.T @ X.T @ residual, 0, atol=1e-12)
+    step = moved - thetas[0, 0]
+    np.testing.assert_allclose(U @ U.T @ step, step, atol=1e-12)
+
+
+def test_the_line_search_is_exact_and_no_step_of_this_direction_is_better() -> None:
+    X, y, thetas = client(20)
+    U = orthonormal(np.random.default_rng(1).standard_normal((4, 2)))
+    theta = thetas[0, 0]
+    searched = moment_step(X, y, theta, U, step="line-search") - theta
+    paper = moment_step(X, y, theta, U, step="paper") - theta
+    cosine = searched @ paper / np.linalg.norm(searched) / np.linalg.norm(paper)
+    assert abs(cosine) == pytest.approx(1)
+    assert (X @ searched) @ (y - X @ (theta + searched)) == pytest.approx(0, abs=1e-12)
+
+
+def test_the_papers_step_halves_the_error() -> None:
+    """eta = sigma / 2 with sigma = ||delta||, for standard normal features in plenty."""
+    rng = np.random.default_rng(8)
+    delta = np.array([2.0, -1.0, 0.5])
+    X = rng.standard_normal((40000, 3))
+    moved = moment_step(X, X @ delta, np.zeros(3), np.eye(3), step="paper")
+    np.testing.assert_allclose(moved, delta / 2, atol=0.05)
+
+
+@pytest.mark.parametrize("step", ["least-squares", "line-search", "paper"])
+def test_steps_without_information_stay_finite(step: str) -> None:
+    U = np.eye(3)[:, :2]
+    X = np.array([[1.0, 1.0, 1.0]])
+    assert np.isfinite(moment_step(X, np.ones(1), np.zeros(3), U, step=step)).all()
+    zero = moment_step(np.zeros((4, 3)), np.ones(4), np.ones(3), U, step=step)
+    np.testing.assert_array_equal(zero, np.ones(3))

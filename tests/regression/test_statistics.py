@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from sklearn.linear_model import LinearRegression, Ridge
+
+from flwr_perdl.regression import (
+    choose_mixture,
+    fit_mixture,
+    model_error,
+    sufficient_statistics,
+)
+from flwr_perdl.simulations.mixed_regression_data import Mixed, mixed_regression
+
+
+def planted(noise: float = 0.3, clusters: int = 3) -> Mixed:
+    rng = np.random.default_rng(4)
+    shares = np.full(clusters, 1 / clusters)
+    return mixed_regression(rng.integers(8, 30, 60), shares, rng, d=5, noise=noise)
+
+
+def by_client(data: Mixed, n_folds: int = 1) -> np.ndarray:
+    rng = np.random.default_rng(0)
+    return np.stack(
+        [sufficient_statistics(X, y, n_folds, rng=rng) for X, y in zip(data.X, data.y, strict=True)]
+    )
+
+
+def test_folds_add_up_to_the_second_moments() -> None:
+    X, y = planted().X[0], planted().y[0]
+    found = sufficient_statistics(X, y, 3, rng=np.random.default_rng(1)).sum(axis=0)
+    joined = np.column_stack([X, y])
+    np.testing.assert_allclose(found[1:].reshape(6, 6), joined.T @ joined, atol=1e-12)
+    assert found[0] == len(X)
+
+
+def test_one_cluster_is_ridge_towards_the_pooled_model() -> None:
+    data = planted()
+    X, y = np.vstack(data.X), np.concatenate(data.y)
+    found = fit_mixture(by_client(data)[:, 0], 1, rng=np.random.default_rng(0), shrinkage=0)
+    np.testing.assert_allclose(
+        found.centers[0], LinearRegression(fit_intercept=False).fit(X, y).coef_, atol=1e-6
+    )
+    assert found.variance == pytest.approx(np.mean((y - X @ found.centers[0]) ** 2))
+
+
+def test_shrinkage_is_ridge_in_the_features_own_units() -> None:
+    data = planted()
+    statistics = by_client(data)[:, 0]
+    X, y = np.vstack(data.X), np.concatenate(data.y)
+    rms = np.sqrt(np.mean(X**2, axis=0))
+    pooled = Ridge(1.0, fit_intercept=False).fit(X / rms, y).coef_ / rms
+    expected = pooled + Ridge(50.0, fit_intercept=False).fit(X / rms, y - X @ pooled).coef_ / rms
+    found = fit_mixture(statistics, 1, rng=np.random.default_rng(0), shrinkage=50).centers[0]
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_planted_models_and_labels_are_found() -> None:
+    data = planted()
+    found = fit_mixture(
+        by_client(data)[:, 0], 3, rng=np.random.default_rng(0), softness=1, shrinkage=0, restarts=8
+    )
+    assert model_error(found.centers, data.theta) < 0.15
+    assert found.variance == pytest.approx(0.09, rel=0.15)
+    labels = found.weights.argmax(axis=1)
+    for j in range(3):
+        assert len(np.unique(labels[data.labels == j])) == 1
+    assert (np.diff(found.weights.sum(axis=0)) <= 0).all()
+
+
+@pytest.mark.parametrize("clusters", [1, 3])
+def test_the_number_of_clusters_is_chosen(clusters: int) -> None:
+    data = planted(clusters=clusters)
+    choice = choose_mixture(
+        by_client(data, 4), rng=np.random.default_rng(0), softness=1, shrinkage=10, restarts=8
+    )
+    assert len(choice.mixture.centers) >= clusters
+    best = choice.errors[choice.candidates.index(clusters)]
+    assert min(choice.errors) > 0.98 * best
+    assert clusters == 1 or choice.errors[0] > 2 * best
+
+
+def test_no_scale_of_a_feature_matters() -> None:
+    data = planted()
+    scale = np.array([1.0, 1e3, 1e-3, 10.0, 1.0])
+    scaled = Mixed([X * scale for X in data.X], data.y, data.labels, data.theta)
+    one, other = (
+        fit_mixture(by_client(d)[:, 0], 2, rng=np.random.default_rng(0)) for d in (data, scaled)
+    )
+    np.testing.assert_allclose(one.centers, other.centers * scale, rtol=1e-5)
+
+
+@pytest.mark.parametrize("fault", ["collinear", "constant", "zero"])
+def test_degenerate_data_stay_finite(fault: str) -> None:
+    data = planted()
+    X = [np.hstack([A, A[:, :1]]) if fault == "collinear" else A for A in data.X]
+    X = [np.zeros_like(A) if fault == "zero" else A for A in X]
+    y = [np.ones_like(b) if fault == "constant" else b for b in data.y]
+    statistics = by_client(Mixed(X, y, data.labels, data.theta), 2)
+    choice = choose_mixture(statistics, (1, 3), rng=np.random.default_rng(0))
+    assert np.isfinite(choice.mixture.centers).all()
+    assert np.isfinite(choice.errors).all()
+
+
+def test_folds_need_a_generator() -> None:
+    with pytest.raises(ValueError, match="rng must be given"):
+        sufficient_statistics(np.ones((4, 2)), np.ones(4), 2)
+    with pytest.raises(ValueError, match="at least 2 folds, got 1"):
+        choose_mixture(by_client(planted()), rng=np.random.default_rng(0))

@@ -1,0 +1,354 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from flwr_perdl._random import SERVER, spawn
+from flwr_perdl.regression import (
+    Answers,
+    Clients,
+    LogisticLoss,
+    State,
+    TwoPhase,
+    answer,
+    model_error,
+    simulate,
+)
+from flwr_perdl.simulations.mixed_regression_data import Mixed, mixed_regression, setting
+
+THIRDS = np.full(3, 1 / 3)
+
+
+def small(seed: int = 0, n_clients: int = 60, d: int = 20) -> Mixed:
+    """Clients of 1 to 59 points, fewer and more than there are features."""
+    rng = np.random.default_rng(seed)
+    return mixed_regression(rng.integers(1, 60, n_clients), THIRDS, rng, d=d)
+
+
+def oracle(data: Mixed) -> np.ndarray:
+    """Least squares per true cluster."""
+    models = []
+    for j in range(len(data.theta)):
+        mine = np.flatnonzero(data.labels == j)
+        X, y = np.vstack([data.X[i] for i in mine]), np.concatenate([data.y[i] for i in mine])
+        models.append(np.linalg.lstsq(X, y, rcond=None)[0])
+    return np.stack(models)
+
+
+def one_by_one(
+    data: Mixed, settings: TwoPhase, n_rounds: int, centers: np.ndarray | None = None
+) -> tuple[State, float]:
+    """Run as simulate does, client by client; also how far the batched answers ever are."""
+    state, clients, apart = settings.begin(centers), Clients(data.X, data.y), 0.0
+    n = np.array([float(len(y)) for y in data.y])
+    for round_ in range(1, n_rounds + 1):
+        rng = spawn(0, SERVER, round_)
+        ask = settings.ask(state, rng)
+        replies = [answer(data.X[i], data.y[i], ask.to(i)) for i in range(len(n))]
+        for reply in replies:
+            settings.check(state, reply)
+        apart = max(apart, float(np.abs(clients.answer(ask).stack - np.stack(replies)).max()))
+        state = settings.advance(state, Answers(np.arange(len(n)), n, np.stack(replies)), rng)
+    return state, apart
+
+
+def plain_round(
+    X: Sequence[np.ndarray],
+    y: Sequence[np.ndarray],
+    centers: np.ndarray,
+    step: float,
+    n_steps: int,
+    *,
+    by_cluster: bool,
+) -> np.ndarray:
+    """One round of Phase 2 as the paper writes it, client by client."""
+    total, counts = np.zeros_like(centers), np.zeros(len(centers))
+    for A, b in zip(X, y, strict=True):
+        j = int(np.argmin([np.sum((b - A @ theta) ** 2) for theta in centers]))
+        theta = centers[j]
+        for _ in range(n_steps):
+            theta = theta - step * A.T @ (A @ theta - b) / len(b)
+        total[j] += len(b) * (theta - centers[j])
+        counts[j] += len(b)
+    weights = np.maximum(counts, 1)[:, None] if by_cluster else counts.sum()
+    return centers + total / weights
+
+
+VARIANTS = {
+    "default": TwoPhase(),
+    "given k": TwoPhase(n_clusters=3),
+    "soft": TwoPhase(n_clusters=3, softness=1.0),
+    "fedprox": TwoPhase(n_clusters=3, local="fedprox"),
+    "exact": TwoPhase(n_clusters=3, local="exact"),
+    "one-shot": TwoPhase(n_clusters=3, one_shot=True),
+    "clip": TwoPhase(n_clusters=3, robust="clip"),
+    "line search": TwoPhase(n_clusters=3, anchor_step="line-search", n_iterations=3),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_batched_is_one_by_one(name: str) -> None:
+    data, settings = small(), VARIANTS[name]
+    state, apart = one_by_one(data, settings, 20)
+    assert apart < 1e-10
+    batched = simulate(Clients(data.X, data.y), settings, 20).state
+    np.testing.assert_allclose(batched.centers, state.centers, atol=1e-10)
+
+
+def test_batched_is_one_by_one_when_models_are_added() -> None:
+    data, settings = small(), TwoPhase()
+    state, apart = one_by_one(data, settings, 40, data.theta[:2])
+    assert len(state.centers) == 3
+    assert apart < 1e-10
+    batched = simulate(Clients(data.X, data.y), settings, 40, centers=data.theta[:2]).state
+    np.testing.assert_allclose(batched.centers, state.centers, atol=1e-10)
+
+
+def test_the_papers_variant_is_one_by_one_too() -> None:
+    data = small()
+    settings = replace(TwoPhase.paper(3), n_iterations=2, n_products=2, perturbation=0.1)
+    state, apart = one_by_one(data, settings, 12)
+    assert apart < 1e-10
+    batched = simulate(Clients(data.X, data.y), settings, 12).state
+    np.testing.assert_allclose(batched.centers, state.centers, atol=1e-10)
+
+
+@pytest.mark.parametrize("n_steps", [1, 5])
+@pytest.mark.parametrize("normalise", ["cluster", "all"])
+def test_phase_2_is_the_plain_loop(n_steps: int, normalise: str) -> None:
+    data = small()
+    start = np.random.default_rng(1).standard_normal((3, 20)) / 4
+    settings = TwoPhase(
+        n_clusters=3,
+        n_steps=n_steps,
+        step_size=0.02,
+        normalise=normalise,
+        momentum=False,
+        check_every=0,
+    )
+    centers = start
+    for _ in range(30):
+        centers = plain_round(
+            data.X, data.y, centers, 0.02, n_steps, by_cluster=normalise == "cluster"
+        )
+    found = simulate(Clients(data.X, data.y), settings, 30, centers=start).state.centers
+    np.testing.assert_allclose(found, centers, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["C1", "C2", "C3"])
+@pytest.mark.parametrize("n_clusters", [3, "auto"])
+def test_the_defaults_reach_the_oracle(name: str, n_clusters: int | str) -> None:
+    for seed in (8, 33):
+        data = setting(name, np.random.default_rng(seed))
+        run = simulate(Clients(data.X, data.y), TwoPhase(n_clusters=n_clusters), 60, seed=seed)
+        assert run.state.centers.shape == (3, 100)
+        bound = 1.05 * model_error(oracle(data), data.theta)
+        assert model_error(run.state.centers, data.theta) <= bound
+
+
+def test_a_cluster_without_anchors_is_found_later() -> None:
+    data = setting("C3", np.random.default_rng(8))
+    assert 0 not in data.labels[900:]
+    run = simulate(Clients(data.X, data.y), TwoPhase(), 60, seed=8)
+    numbers = [len(centers) for _, centers in run.history]
+    assert numbers[0] == 2
+    assert numbers[-1] == 3
+
+
+@pytest.mark.parametrize("n_clusters", ["auto", "given"])
+@pytest.mark.parametrize(
+    ("sizes", "shares", "noise"),
+    [
+        ([50] * 60, [1.0], 0.2),
+        ([50] * 80, [0.5, 0.5], 0.2),
+        ([50] * 150, [0.2] * 5, 0.2),
+        ([10] * 300, [1 / 3] * 3, 0.2),
+        ([50] * 200, [1 / 3] * 3, 1.0),
+        ([50] * 200, [0.05, 0.35, 0.6], 0.2),
+    ],
+    ids=["one", "two", "five", "no anchors", "noise", "a rare one"],
+)
+def test_other_mixtures(
+    sizes: list[int], shares: list[float], noise: float, n_clusters: str
+) -> None:
+    rng = np.random.default_rng(0)
+    data = mixed_regression(np.array(sizes), np.array(shares), rng, d=40, noise=noise)
+    settings = TwoPhase() if n_clusters == "auto" else TwoPhase(n_clusters=len(shares))
+    run = simulate(Clients(data.X, data.y), settings, 100)
+    assert len(run.state.centers) == len(shares)
+    assert model_error(run.state.centers, data.theta) <= 1.08 * model_error(
+        oracle(data), data.theta
+    )
+
+
+def test_ifca_from_a_random_start_fails_where_two_phases_do_not() -> None:
+    good = []
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        data = mixed_regression(np.full(90, 30), THIRDS, rng, d=40)
+        clients, bound = Clients(data.X, data.y), 1.3 * model_error(oracle(data), data.theta)
+        ifca = replace(TwoPhase.paper(3), work=1.0)
+        start = rng.standard_normal((3, 40)) / np.sqrt(40)
+        runs = (simulate(clients, ifca, 200, centers=start), simulate(clients, TwoPhase(), 60))
+        good.append([model_error(run.state.centers, data.theta) <= bound for run in runs])
+    ifca_good, two_phase_good = np.sum(good, axis=0)
+    assert two_phase_good == 6
+    assert ifca_good <= 2
+
+
+def test_the_papers_variant_works_where_every_cluster_has_an_anchor() -> None:
+    data = setting("C1", np.random.default_rng(0))
+    run = simulate(Clients(data.X, data.y), replace(TwoPhase.paper(3), work=1.0), 160)
+    assert model_error(run.state.centers, data.theta) < 1.1 * model_error(oracle(data), data.theta)
+
+
+def test_one_cluster_is_fedavg_with_least_squares_as_its_limit() -> None:
+    data = small()
+    run = simulate(Clients(data.X, data.y), TwoPhase(n_clusters=1, n_steps=1), 150)
+    X, y = np.vstack(data.X), np.concatenate(data.y)
+    pooled = np.linalg.lstsq(X, y, rcond=None)[0]
+    np.testing.assert_allclose(run.state.centers[0], pooled, atol=1e-6)
+
+
+def test_the_exact_solve_is_the_oracle_in_a_few_rounds() -> None:
+    data = setting("C2", np.random.default_rng(0))
+    run = simulate(Clients(data.X, data.y), TwoPhase(n_clusters=3, local="exact"), 12)
+    best = oracle(data)
+    assert model_error(run.state.centers, best) < 1e-8
+
+
+def test_logistic_models_are_clustered() -> None:
+    rng = np.random.default_rng(0)
+    theta = np.array([[3.0, 0.0], [-3.0, 1.0]])
+    labels = np.repeat([0, 1], 15)
+    X = [rng.standard_normal((40, 2)) for _ in labels]
+    y = [
+        np.where(rng.random(40) < 1 / (1 + np.exp(-A @ theta[j])), 1.0, -1.0)
+        for A, j in zip(X, labels, strict=True)
+    ]
+    settings = TwoPhase(n_clusters=2, check_every=0)
+    clients = Clients(X, y, LogisticLoss())
+    state = simulate(clients, settings, 80, centers=np.array([[1.0, 0.0], [0.0, 1.0]])).state
+    found = clients.answer(settings.ask(state, rng)).stack[:, 0, 1]
+    assert np.array_equal(found, labels) or np.array_equal(found, 1 - labels)
+    assert model_error(state.centers, theta) < 0.8
+
+
+def test_the_request_holds_nothing_of_an_anchor_by_default() -> None:
+    """All start from zero, so that estimates go up and only cluster means come down."""
+    data, settings = small(), TwoPhase(n_clusters=3)
+    state, clients = settings.begin(), Clients(data.X, data.y)
+    for round_ in range(1, 5):
+        ask = settings.ask(state, spawn(0, SERVER, round_))
+        assert not ask.own
+        assert ask.step in ("describe", "moment", "anchors")
+        if ask.step != "describe":
+            assert not ask.arrays[0].any()
+        state = settings.advance(state, clients.answer(ask), spawn(0, SERVER, round_))
+    assert state.step == "update"
+
+
+def test_perturbed_copies_are_independent_and_each_clients_own() -> None:
+    settings = replace(TwoPhase.paper(3), perturbation=0.5)
+    data = small()
+    state, clients = settings.begin(), Clients(data.X, data.y)
+    for round_ in range(1, 13):
+        state = settings.advance(
+            state, clients.answer(settings.ask(state, spawn(0, 0, round_))), spawn(0, 1, round_)
+        )
+    assert state.step == "moment"
+    ask = settings.ask(state, spawn(0, 0, 13))
+    copies = np.stack([ask.to(i).arrays[0] for i in range(60)])
+    noise = (copies - state.thetas).reshape(120, -1)
+    assert noise.std() == pytest.approx(0.5, rel=0.05)
+    correlation = np.corrcoef(noise)
+    np.fill_diagonal(correlation, 0)
+    assert np.abs(correlation).max() < 0.5
+
+
+def test_floats_per_client() -> None:
+    data, settings = setting("C1", np.random.default_rng(0)), TwoPhase(n_clusters=3)
+    clients, state, sizes = Clients(data.X, data.y), settings.begin(), []
+    for round_ in range(1, 6):
+        rng = spawn(0, SERVER, round_)
+        answers = clients.answer(settings.ask(state, rng))
+        sizes.append(answers.stack[0].size)
+        state = settings.advance(state, answers, rng)
+    assert sizes == [101, 1000, 1000, 101, 102]
+
+
+def test_a_state_survives_packing() -> None:
+    data, settings = small(), TwoPhase()
+    clients, state = Clients(data.X, data.y), settings.begin()
+    for round_ in range(1, 9):
+        rng = spawn(0, SERVER, round_)
+        arrays = state.pack()
+        assert all(isinstance(array, np.ndarray) for array in arrays.values())
+        again = State.unpack(arrays)
+        one, other = (settings.ask(s, spawn(0, 0, round_)) for s in (state, again))
+        assert one.step == other.step
+        assert one.options == other.options
+        for a, b in zip(one.arrays, other.arrays, strict=True):
+            np.testing.assert_array_equal(a, b)
+        state = settings.advance(again, clients.answer(other), rng)
+    assert state.step == "update"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n_clusters": 0}, "n_clusters must be at least 1, got 0"),
+        ({"estimate": "some"}, "estimate must be one of"),
+        ({"estimate": "halves", "n_clusters": 2, "n_products": 3}, "n_products must be even"),
+        ({"estimate": "halves"}, "n_clusters must be given"),
+        ({"one_shot": True}, "one_shot must come with n_clusters given"),
+        ({"local": "exact", "robust": "clip"}, 'local="exact" must come with'),
+        ({"work": 0.0}, "work must be in"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TwoPhase(**options)
+
+
+def test_answers_are_collected_in_order_of_partition() -> None:
+    found = Answers.collect({7: (np.ones(2), 3), 2: (np.zeros(2), 5)})
+    np.testing.assert_array_equal(found.partitions, [2, 7])
+    np.testing.assert_array_equal(found.n_samples, [5, 3])
+    np.testing.assert_array_equal(found.stack, [[0, 0], [1, 1]])
+    with pytest.raises(ValueError, match="all answers must have one shape"):
+        Answers.collect({0: (np.ones(2), 3), 1: (np.ones(3), 3)})
+
+
+def test_float32_clients_answer_in_float32() -> None:
+    data, settings = small(), TwoPhase(n_clusters=3)
+    state, clients = settings.begin(), Clients(data.X, data.y)
+    for round_ in range(1, 7):
+        rng = spawn(0, SERVER, round_)
+        ask = settings.ask(state, rng)
+        X, y = data.X[-1].astype(np.float32), data.y[-1].astype(np.float32)
+        assert answer(X, y, ask).dtype == np.float32
+        state = settings.advance(state, clients.answer(ask), rng)
+    assert state.step == "update"
+
+
+def test_bad_answers_are_refused() -> None:
+    settings = TwoPhase(n_clusters=3, step_size=0.1, check_every=0)
+    state = settings.begin(np.zeros((3, 2)))
+    settings.check(state, np.array([[0.5, 2.0, 1.0, 1.0]]))
+    with pytest.raises(ValueError, match="wrong shape"):
+        settings.check(state, np.zeros((1, 3)))
+    with pytest.raises(ValueError, match="names cluster 3 of 3"):
+        settings.check(state, np.array([[0.5, 3.0, 1.0, 1.0]]))
+    with pytest.raises(ValueError, match="not finite"):
+        settings.check(state, np.array([[0.5, 1.0, np.nan, 1.0]]))
+
+
+def test_bad_data_are_refused() -> None:
+    with pytest.raises(ValueError, match="y must have 3 entries, got 2"):
+        answer(np.ones((3, 2)), np.ones(2), TwoPhase().ask(TwoPhase().begin(), spawn(0)))
+    with pytest.raises(ValueError, match="one entry per client"):
+        Clients([np.ones((3, 2))], [])
