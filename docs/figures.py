@@ -21,7 +21,7 @@ PAGES = (ROOT / "README.md", ROOT / "docs" / "perma.md")
 PICTURES = {"digits": "reconstructions.png"}
 REGION = re.compile(r"(<!-- begin (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
-PAPER = {"matching": "paths", "aggregation": "mean"}
+PAPER = {"matching": "paths", "aggregation": "mean", "min_support": 0}
 AGGREGATIONS = ("statistics", "mean", "weighted", "median", "geometric-median", "trimmed")
 
 

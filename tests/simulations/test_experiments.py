@@ -10,7 +10,7 @@ from flwr_perdl.simulations import InProcessGrid, run_experiment
 from flwr_perdl.simulations.data import load_images
 from flwr_perdl.simulations.experiments import EXPERIMENTS, configure, find
 
-COMMON = {"clients", "rounds", "seed", "aggregation", "matching"}
+COMMON = {"clients", "rounds", "seed", "aggregation", "matching", "min_support"}
 OPTIONS = {
     "digits": {"samples_per_client", "n_atoms", "n_global", "learner"},
     "images": {"samples_per_client", "n_atoms", "n_global", "learner", "data"},

@@ -23,6 +23,9 @@ from flwr_perdl.strategies import PerMA
 
 Value = int | float | str | bool
 
+#: Samples that must stand behind what a client sends, unless ``min_support`` says otherwise.
+MIN_SUPPORT = 3
+
 #: ``keep(name, compute)`` returns what ``compute()`` does; a resumed run finds it on disk.
 Keep = Callable[[str, Callable[[], dict[str, NDArray[Any]]]], dict[str, NDArray[Any]]]
 
@@ -162,6 +165,7 @@ def make_strategy(
     )
 
 
-def state_dir(config: Config) -> str | None:
-    """Return the folder of the clients' private state that the engine chose, if it did."""
-    return str(config["state_dir"]) if "state_dir" in config else None
+def private(config: Config) -> dict[str, Any]:
+    """Return what a client is told of its privacy: its least support, and where it keeps state."""
+    least = check_count("min_support", config["min_support"])
+    return {"min_support": least, "state_dir": config.get("state_dir")}

@@ -21,12 +21,13 @@ from flwr_perdl.dictionary import OrthogonalLearner, global_matching, warm_start
 from flwr_perdl.simulations.data import Planted, planted_clients
 from flwr_perdl.simulations.engine import Config
 from flwr_perdl.simulations.experiments._experiment import (
+    MIN_SUPPORT,
     Federate,
     Keep,
     Value,
     make_strategy,
     numbers,
-    state_dir,
+    private,
 )
 from flwr_perdl.simulations.outcome import Outcome, Picture, Table
 from flwr_perdl.strategies import PerMA
@@ -46,6 +47,7 @@ DEFAULTS: dict[str, Value] = {
     "weak_samples": 60,
     "aggregation": "statistics",
     "matching": "consensus",
+    "min_support": MIN_SUPPORT,
 }
 ERROR = "mse"
 
@@ -55,7 +57,7 @@ N_ATOMS = 10
 def client(context: Context, config: Config) -> DictionaryClient:
     """Return the client of partition ``context.node_config["partition-id"]``."""
     X = _planted(config).samples[int(context.node_config[PARTITION_ID])]
-    return DictionaryClient(X, OrthogonalLearner(N_ATOMS), context, state_dir=state_dir(config))
+    return DictionaryClient(X, OrthogonalLearner(N_ATOMS), context, **private(config))
 
 
 def strategy(config: Config, **options: Any) -> PerMA:

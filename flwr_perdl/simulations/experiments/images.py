@@ -24,12 +24,13 @@ from flwr_perdl.simulations.baselines import GENEROSITY, learn_each, plain_avera
 from flwr_perdl.simulations.data import imbalanced_partition, load_images
 from flwr_perdl.simulations.engine import Config, EvaluateFn
 from flwr_perdl.simulations.experiments._experiment import (
+    MIN_SUPPORT,
     Federate,
     Keep,
     Value,
     make_learner,
     make_strategy,
-    state_dir,
+    private,
 )
 from flwr_perdl.simulations.measures import Quality, quality
 from flwr_perdl.simulations.outcome import Outcome, Picture, Table
@@ -49,6 +50,7 @@ DEFAULTS: dict[str, Value] = {
     "aggregation": "statistics",
     "matching": "consensus",
     "learner": "orthogonal",
+    "min_support": MIN_SUPPORT,
 }
 ERROR = "mse_global_10"
 
@@ -86,7 +88,7 @@ def client(context: Context, config: Config) -> ImageClient:
         context,
         task=task,
         start=START,
-        state_dir=state_dir(config),
+        **private(config),
     )
 
 

@@ -27,12 +27,13 @@ from flwr_perdl.dictionary import (
 from flwr_perdl.simulations.data import Planted, planted_clients
 from flwr_perdl.simulations.engine import Config
 from flwr_perdl.simulations.experiments._experiment import (
+    MIN_SUPPORT,
     Federate,
     Keep,
     Value,
     make_strategy,
     numbers,
-    state_dir,
+    private,
 )
 from flwr_perdl.simulations.outcome import Outcome, Picture, Table
 from flwr_perdl.strategies import PerMA
@@ -52,6 +53,7 @@ DEFAULTS: dict[str, Value] = {
     "weak_samples": 20,
     "aggregation": "statistics",
     "matching": "consensus",
+    "min_support": MIN_SUPPORT,
 }
 ERROR = "error_global"
 
@@ -90,7 +92,7 @@ def client(context: Context, config: Config) -> DictionaryClient:
         context,
         planted=planted,
         start=_start(config),
-        state_dir=state_dir(config),
+        **private(config),
     )
 
 
