@@ -24,6 +24,7 @@ least two samples stand behind it (:func:`atom_support`).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
 
@@ -93,7 +94,7 @@ def atom_support(C: Matrix) -> Matrix:
 
 
 @dataclass(frozen=True)
-class _AlternatingLearner:
+class _AlternatingLearner(ABC):
     """Coding, start and objective, which all learners share.
 
     Parameters
@@ -202,8 +203,9 @@ class _AlternatingLearner:
             raise ValueError(f"C must have a row for each of {len(X)} samples, got {len(C)}.")
         return self._update(X, C, D)
 
+    @abstractmethod
     def _update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
-        raise NotImplementedError
+        """Return the next dictionary of arguments that are as they should be."""
 
     def step(self, X: Matrix, D: Matrix) -> Matrix:
         """Return ``update(X, code(X, D), D)``: one iteration."""
