@@ -17,7 +17,7 @@ from typing import NamedTuple
 from flwr_perdl.simulations import run_experiment
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = (ROOT / "README.md", ROOT / "docs" / "perma.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "perma.md", ROOT / "docs" / "regression.md")
 PICTURES = {"digits": "reconstructions.png"}
 REGION = re.compile(r"(<!-- begin (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

@@ -11,7 +11,7 @@ from math import isfinite
 from typing import NamedTuple
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
 from flwr_perdl._checks import Matrix
 
@@ -57,6 +57,18 @@ class Reply(NamedTuple):
 def to_record(arrays: Iterable[Matrix]) -> ArrayRecord:
     """Return the ArrayRecord of a list of arrays (names "0", "1", …, as Flower gives them)."""
     return ArrayRecord([np.ascontiguousarray(array) for array in arrays])
+
+
+def to_records(lists: Mapping[int, Sequence[Matrix]]) -> dict[int, ArrayRecord]:
+    """Return an ArrayRecord per list; an array that several share is serialised once."""
+    serialised: dict[int, Array] = {}
+    for array in (array for arrays in lists.values() for array in arrays):
+        if id(array) not in serialised:
+            serialised[id(array)] = Array(np.ascontiguousarray(array))
+    return {
+        key: ArrayRecord({str(i): serialised[id(array)] for i, array in enumerate(arrays)})
+        for key, arrays in lists.items()
+    }
 
 
 def to_arrays(record: ArrayRecord) -> list[Matrix]:

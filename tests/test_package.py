@@ -47,8 +47,8 @@ PUBLIC = {
         "sparse_code",
         "warm_start",
     },
-    "clients": {"DictionaryClient", "client_app"},
-    "strategies": {"PerMA", "as_legacy"},
+    "clients": {"DictionaryClient", "RegressionClient", "client_app"},
+    "strategies": {"FedMD", "FedX", "OneShotClustering", "PerMA", "as_legacy"},
     "simulations": {"InProcessGrid", "run_experiment"},
 }
 

@@ -139,20 +139,26 @@ class InProcessGrid(Grid):
             raise ValueError(f"a fault must be one of {FAULTS}, got {fault!r}.")
         if fault == "silence":
             return None
-        kept = deepcopy(context.state)
+        kept = _twin(context.state) if context.state else RecordDict()
         try:
             if fault == "error":
                 raise RuntimeError("a fault was injected")
-            received = Message(deepcopy(message.content), 0, message.metadata.message_type)
+            received = Message(_twin(message.content), 0, message.metadata.message_type)
             received.__dict__["_metadata"] = message.metadata
             reply = self.app(received, context)
-            reply.content = _spoilt(deepcopy(reply.content), fault)
+            reply.content = _spoilt(_twin(reply.content), fault)
         except Exception as error:
             context.state = kept
             code = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
             reason = f"{type(error).__name__}: {error}"
             reply = Message(Error(code=code, reason=reason), reply_to=message)
         return reply
+
+
+def _twin(content: RecordDict) -> RecordDict:
+    """Return a copy of all records; serialised arrays, which nobody changes, are shared."""
+    arrays = (array for record in content.array_records.values() for array in record.values())
+    return deepcopy(content, {id(array): array for array in arrays})
 
 
 def _spoilt(content: RecordDict, fault: str | None) -> RecordDict:

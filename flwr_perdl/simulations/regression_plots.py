@@ -26,7 +26,7 @@ def panels(
         What the axes show.
     """
     figure = _figure(11, 4.2)
-    grid = figure.subplots(1, len(groups), sharey=True, squeeze=False)[0]
+    grid = figure.subplots(1, len(groups), sharex=True, sharey=True, squeeze=False)[0]
     for axes, (title, curves) in zip(grid, groups.items(), strict=True):
         _plain(axes)
         for index, (label, values) in enumerate(curves.items()):
@@ -40,7 +40,7 @@ def panels(
         axes.set(xscale="log", yscale="log", xlabel=x)
         axes.set_title(title, fontsize=10, loc="left", pad=40)
         axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3)
-    grid[0].set_ylabel(y)
+    grid[0].set(ylabel=y, ylim=(level[1] / 2, None))
     return figure
 
 

@@ -62,7 +62,8 @@ def run_experiment(
     Parameters
     ----------
     name : str
-        ``"digits"``, ``"images"``, ``"synthetic"`` or ``"global-atoms"``.
+        ``"digits"``, ``"images"``, ``"synthetic"``, ``"global-atoms"``,
+        ``"mixed-regression"`` or ``"regression"``.
     engine : str or Grid, default "in-process"
         ``"in-process"``, ``"ray"``, or the Grid of a running ServerApp, whose clients have their
         config already: then the experiment must need no more than one federation.

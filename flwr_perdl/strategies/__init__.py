@@ -4,9 +4,13 @@ from flwr_perdl.strategies._conversation import Options, ServerOptions, TooFewRe
 from flwr_perdl.strategies._protocol import Protocol, Request, RoundReport
 from flwr_perdl.strategies._strategy import ProtocolStrategy, await_nodes
 from flwr_perdl.strategies.legacy import as_legacy
+from flwr_perdl.strategies.mixed_regression import FedMD, FedX, OneShotClustering
 from flwr_perdl.strategies.perma import PerMA
 
 __all__ = [
+    "FedMD",
+    "FedX",
+    "OneShotClustering",
     "Options",
     "PerMA",
     "Protocol",

@@ -13,7 +13,16 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from flwr_perdl._checks import Matrix
-from flwr_perdl._records import ARRAYS, CONFIG, Reply, Scalar, read_reply, to_arrays, to_record
+from flwr_perdl._records import (
+    ARRAYS,
+    CONFIG,
+    Reply,
+    Scalar,
+    read_reply,
+    to_arrays,
+    to_record,
+    to_records,
+)
 from flwr_perdl.strategies._conversation import (
     Conversation,
     Options,
@@ -214,7 +223,7 @@ class ProtocolStrategy(Strategy):
                 _message(
                     RecordDict(
                         {
-                            ARRAYS: to_record(arrays),
+                            ARRAYS: record,
                             CONFIG: ConfigRecord({**config, **plan.config}),
                         }
                     ),
@@ -222,7 +231,7 @@ class ProtocolStrategy(Strategy):
                     message_type,
                 ),
             )
-            for partition, arrays in plan.arrays.items()
+            for partition, record in to_records(plan.arrays).items()
         ]
         return [message for _, message in self._sent]
 

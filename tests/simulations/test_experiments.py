@@ -10,12 +10,15 @@ from flwr_perdl.simulations import InProcessGrid, run_experiment
 from flwr_perdl.simulations.data import load_images
 from flwr_perdl.simulations.experiments import EXPERIMENTS, configure, find
 
-COMMON = {"clients", "rounds", "seed", "aggregation", "matching", "min_support"}
+COMMON = {"clients", "rounds", "seed"}
+PERMA = {"aggregation", "matching", "min_support"}
 OPTIONS = {
-    "digits": {"samples_per_client", "n_atoms", "n_global", "learner"},
-    "images": {"samples_per_client", "n_atoms", "n_global", "learner", "data"},
-    "synthetic": {"seeds", "start", "weak", "weak_samples", "samples", "atoms"},
-    "global-atoms": {"seeds", "noise", "weak", "weak_samples", "samples", "n_global"},
+    "digits": PERMA | {"samples_per_client", "n_atoms", "n_global", "learner"},
+    "images": PERMA | {"samples_per_client", "n_atoms", "n_global", "learner", "data"},
+    "synthetic": PERMA | {"seeds", "start", "weak", "weak_samples", "samples", "atoms"},
+    "global-atoms": PERMA | {"seeds", "noise", "weak", "weak_samples", "samples", "n_global"},
+    "mixed-regression": {"setting", "seeds", "k", "variant"},
+    "regression": {"data", "k", "splits"},
 }
 
 

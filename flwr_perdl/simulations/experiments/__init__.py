@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from flwr_perdl._checks import check_choice
-from flwr_perdl.simulations.experiments import digits, global_atoms, images, synthetic
+from flwr_perdl.simulations.experiments import (
+    digits,
+    global_atoms,
+    images,
+    mixed_regression,
+    regression,
+    synthetic,
+)
 from flwr_perdl.simulations.experiments._experiment import Experiment, Value, configure
 
 __all__ = ["EXPERIMENTS", "Experiment", "Value", "configure", "find"]
@@ -13,6 +20,8 @@ EXPERIMENTS: dict[str, Experiment] = {
     images.NAME: images,
     synthetic.NAME: synthetic,
     global_atoms.NAME: global_atoms,
+    mixed_regression.NAME: mixed_regression,
+    regression.NAME: regression,
 }
 
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol
 
 from flwr.app import Context
+from flwr.client import NumPyClient
 from numpy.typing import NDArray
 
 from flwr_perdl._checks import check_choice, check_count
-from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.dictionary import (
     GradientLearner,
     KSVDLearner,
@@ -19,7 +19,7 @@ from flwr_perdl.dictionary import (
 )
 from flwr_perdl.simulations.engine import Config, EvaluateFn, Federated
 from flwr_perdl.simulations.outcome import Outcome
-from flwr_perdl.strategies import PerMA
+from flwr_perdl.strategies import PerMA, ProtocolStrategy
 
 Value = int | float | str | bool
 
@@ -31,7 +31,11 @@ Keep = Callable[[str, Callable[[], dict[str, NDArray[Any]]]], dict[str, NDArray[
 
 #: Learners whose atoms need not be orthogonal; thresholds serve them badly where atoms are alike,
 #: as on images, so that they code by orthogonal matching pursuit with so many atoms.
-GENERAL = {"gradient": GradientLearner, "mod": MODLearner, "ksvd": KSVDLearner}
+GENERAL: dict[str, Callable[..., Learner]] = {
+    "gradient": GradientLearner,
+    "mod": MODLearner,
+    "ksvd": KSVDLearner,
+}
 GENERAL_N_NONZERO = 5
 
 
@@ -62,10 +66,10 @@ class Experiment(Protocol):
     DEFAULTS: dict[str, Value]
     ERROR: str
 
-    def client(self, context: Context, config: Config) -> DictionaryClient:
+    def client(self, context: Context, config: Config) -> NumPyClient:
         """Return the client of partition ``context.node_config["partition-id"]``."""
 
-    def strategy(self, config: Config, **options: Any) -> PerMA:
+    def strategy(self, config: Config, **options: Any) -> ProtocolStrategy:
         """Return the strategy; ``options`` are the server's own."""
 
     def federations(self, config: Config) -> list[Config]:
@@ -115,7 +119,8 @@ def configure(
             raise ValueError(f"{experiment.NAME} makes its own data: data must not be given.")
         check_choice(f"option of {experiment.NAME}", name, experiment.DEFAULTS)
         config[name] = _read(name, value, experiment.DEFAULTS[name])
-    check_count("clients", config["clients"], 2)
+    if config["clients"] or experiment.DEFAULTS["clients"]:  # 0: as many as the data have
+        check_count("clients", config["clients"], 2)
     check_count("rounds", config["rounds"], 1)
     check_count("seed", config["seed"])
     return config

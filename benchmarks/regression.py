@@ -1,0 +1,294 @@
+"""Mixed regression: what each change to the paper is worth, where it ends, and how fast it is.
+
+Run from the repository's root: ``python benchmarks/regression.py``; it writes
+``benchmarks/results/regression.json`` and the tables of it, ``regression.md``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import scipy
+from flwr.app import ArrayRecord, Context
+from threadpoolctl import threadpool_limits
+
+from flwr_perdl.clients import client_app
+from flwr_perdl.clients.regression import RegressionClient
+from flwr_perdl.regression import Clients, TwoPhase, model_error, simulate
+from flwr_perdl.simulations import InProcessGrid
+from flwr_perdl.simulations.mixed_regression_data import SETTINGS, Mixed, mixed_regression, setting
+from flwr_perdl.strategies.mixed_regression import FedX
+
+RESULTS = Path(__file__).parent / "results"
+SEEDS = 6
+ROUNDS = 400
+#: Within so much of the oracle's error a run counts as good.
+CLOSE = 1.05
+PAPER = TwoPhase.paper(3)
+#: One change to the paper's variant each, then all of them.
+CHANGES: dict[str, TwoPhase] = {
+    "the paper's": PAPER,
+    "exact line search": replace(PAPER, anchor_step="line-search"),
+    "U-statistic": replace(PAPER, estimate="u-statistic"),
+    "U-statistic, least squares, one iteration": replace(
+        PAPER, estimate="u-statistic", anchor_step="least-squares", n_iterations=1
+    ),
+    "all able clients are anchors": TwoPhase(
+        3, work=3.0, normalise="all", momentum=False, check_every=0
+    ),
+    "… and division by the cluster's points": TwoPhase(3, work=3.0, momentum=False, check_every=0),
+    "… and momentum": TwoPhase(3, work=3.0, check_every=0),
+    "… and a third of the step": TwoPhase(3, check_every=0),
+    "defaults (… and checks)": TwoPhase(3),
+    "defaults, k unknown": TwoPhase(),
+    "defaults, the server solves": TwoPhase(3, local="exact"),
+}
+NOISES = (0.2, 0.5, 1.0, 2.0)
+SIZES = (50, 20, 10, 5)
+PERTURBATIONS = (0.0, 0.03, 0.1, 0.3)
+
+
+def oracle(data: Mixed) -> np.ndarray:
+    """Return least squares per cluster with the true labels."""
+    models = []
+    for j in range(len(data.theta)):
+        mine = np.flatnonzero(data.labels == j)
+        X, y = np.vstack([data.X[i] for i in mine]), np.concatenate([data.y[i] for i in mine])
+        models.append(np.linalg.lstsq(X, y, rcond=None)[0])
+    return np.stack(models)
+
+
+def ratios(data: Mixed, settings: TwoPhase, n_rounds: int, seed: int = 0) -> np.ndarray:
+    """Return the errors over the oracle's, per round, infinite before there are models."""
+    ran = simulate(Clients(data.X, data.y), settings, n_rounds, seed=seed)
+    best, found = model_error(oracle(data), data.theta), np.full(n_rounds, np.inf)
+    for round_, centers in ran.history:
+        if len(centers) == len(data.theta):
+            found[round_ - 1] = model_error(centers, data.theta) / best
+    return found
+
+
+def settled(found: np.ndarray) -> float:
+    """Return the round from which a run stays close to the oracle; infinite: never."""
+    far = np.flatnonzero(found > CLOSE)
+    last = int(far[-1]) + 1 if len(far) else 0
+    return float(last + 1) if last < len(found) else np.inf
+
+
+def changes() -> list[dict[str, Any]]:
+    """Measure every change in every setting."""
+    rows = []
+    for name, settings in CHANGES.items():
+        row: dict[str, Any] = {"change": name}
+        for where in SETTINGS:
+            runs = [
+                ratios(setting(where, np.random.default_rng(s)), settings, ROUNDS, s)
+                for s in range(SEEDS)
+            ]
+            rounds = [settled(found) for found in runs]
+            row[where] = {
+                "good": int(np.isfinite(rounds).sum()),
+                "rounds": _number(float(np.median(rounds))),
+                "ratio": _number(float(np.median([found[-1] for found in runs]))),
+            }
+        rows.append(row)
+    return rows
+
+
+def limits() -> list[dict[str, Any]]:
+    """Measure the defaults with k unknown: 10,000 points, more noise, smaller clients."""
+    rows = []
+    for size in SIZES:
+        row: dict[str, Any] = {"points": size}
+        for noise in NOISES:
+            good = 0
+            for seed in range(SEEDS):
+                rng = np.random.default_rng(seed)
+                sizes, shares = np.full(10_000 // size, size), np.full(3, 1 / 3)
+                data = mixed_regression(sizes, shares, rng, noise=noise)
+                good += bool(ratios(data, TwoPhase(), 200, seed)[-1] <= CLOSE)
+            row[str(noise)] = good
+        rows.append(row)
+    return rows
+
+
+def perturbations() -> list[dict[str, Any]]:
+    """Measure Remark 2's noise on the anchors' estimates: the error when Phase 1 ends, in C.1."""
+    rows = []
+    for noise in PERTURBATIONS:
+        settings, errors = replace(PAPER, n_products=6, perturbation=noise), []
+        for seed in range(3):
+            data = setting("C1", np.random.default_rng(seed))
+            ran = simulate(Clients(data.X, data.y), settings, 1 + 5 * 7, seed=seed)
+            errors.append(model_error(ran.history[-1][1], data.theta))
+        rows.append({"noise": noise, "error": float(np.median(errors))})
+    return rows
+
+
+def plain_rounds(data: Mixed, centers: np.ndarray, step: float, n_rounds: int) -> np.ndarray:
+    """Run Phase 2 as the paper writes it, client by client, five local steps."""
+    for _ in range(n_rounds):
+        total, counts = np.zeros_like(centers), np.zeros(len(centers))
+        for X, y in zip(data.X, data.y, strict=True):
+            j = int(np.argmin([np.sum((y - X @ theta) ** 2) for theta in centers]))
+            theta = centers[j]
+            for _ in range(5):
+                theta = theta - step * X.T @ (X @ theta - y) / len(y)
+            total[j] += len(y) * (theta - centers[j])
+            counts[j] += len(y)
+        centers = centers + total / np.maximum(counts, 1)[:, None]
+    return centers
+
+
+def speed() -> dict[str, Any]:
+    """Time rounds of Phase 2: batched, plain per-client loops, and 400 of them through Flower."""
+    logging.getLogger("flwr").setLevel(logging.WARNING)
+    found: dict[str, Any] = {}
+    settings = TwoPhase(3, step_size=0.01, momentum=False, check_every=0)
+    for where in ("C1", "C2"):
+        data = setting(where, np.random.default_rng(0))
+        clients = Clients(data.X, data.y)
+        start = data.theta + 0.1 * np.random.default_rng(1).standard_normal(data.theta.shape)
+        slow, plain = timed(lambda d=data, s=start: plain_rounds(d, s, 0.01, 20))
+        fast, batched = timed(lambda c=clients, s=start: simulate(c, settings, 400, centers=s))
+        after = simulate(clients, settings, 20, centers=start).state.centers
+        found[where] = {
+            "ms_plain": 1000 * slow / 20,
+            "ms_batched": 1000 * fast / 400,
+            "ratio": 20 * slow / fast,
+            "largest_difference": float(np.abs(after - plain).max()),
+        }
+
+    def make_client(context: Context) -> RegressionClient:
+        i = int(context.node_config["partition-id"])
+        return RegressionClient(data.X[i], data.y[i], context)
+
+    options = {k: v for k, v in vars(settings).items() if k not in ("n_clusters", "one_shot")}
+    strategy = FedX(3, fraction_evaluate=0.0, **options)
+    grid = InProcessGrid(client_app(make_client), len(data.X))
+    took, result = timed(lambda: strategy.start(grid, ArrayRecord([start]), num_rounds=400))
+    difference = result.arrays.to_numpy_ndarrays()[0] - batched.state.centers
+    found["messages"] = {
+        "clients": len(data.X),
+        "rounds": 400,
+        "seconds": took,
+        "over_batched": 1000 * took / 400 / found["C2"]["ms_batched"],
+        "over_plain": 1000 * took / 400 / found["C2"]["ms_plain"],
+        "largest_difference": float(np.abs(difference).max()),
+    }
+    return found
+
+
+def timed(function: Callable[[], Any]) -> tuple[float, Any]:
+    """Return the seconds that ``function`` took, and what it returned."""
+    start = time.perf_counter()
+    result = function()
+    return time.perf_counter() - start, result
+
+
+def _number(value: float) -> float | None:
+    """Return what JSON can say of a number: null where it is infinite."""
+    return value if np.isfinite(value) else None
+
+
+def _cell(cell: dict[str, Any]) -> str:
+    rounds = "-" if cell["rounds"] is None else f"{cell['rounds']:.0f}"
+    ratio = "wrong k" if cell["ratio"] is None else f"{cell['ratio']:.2f}"
+    return f"{cell['good']} of {SEEDS}, {rounds}, {ratio}"
+
+
+def _lines(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *rows)]
+
+
+def tables(results: dict[str, Any]) -> str:
+    """Return the results as Markdown."""
+    took, sent = results["speed"], results["speed"]["messages"]
+    lines = [
+        f"Seeds within 5 % of the oracle after {ROUNDS} rounds, the median round from which they "
+        "stay there, the median final error over the oracle's:",
+        "",
+        *_lines(
+            ["", *SETTINGS],
+            [[row["change"], *(_cell(row[s]) for s in SETTINGS)] for row in results["changes"]],
+        ),
+        "",
+        f"Defaults, k unknown, 10,000 points in all: seeds of {SEEDS} within 5 % of the oracle and "
+        "with k = 3 after 200 rounds, by points per client and the noise's standard deviation (the "
+        "models are √2 apart):",
+        "",
+        *_lines(
+            ["points", *map(str, NOISES)],
+            [[str(r["points"]), *(str(r[str(n)]) for n in NOISES)] for r in results["limits"]],
+        ),
+        "",
+        "Remark 2's noise on the anchors' estimates, the paper's variant with 6 products, C.1: "
+        "error when Phase 1 ends (median of 3 seeds):",
+        "",
+        *_lines(
+            ["noise", "error"],
+            [[str(r["noise"]), f"{r['error']:.2f}"] for r in results["perturbations"]],
+        ),
+        "",
+        "A round of Phase 2, s = 5:",
+        "",
+        *_lines(
+            ["", "plain loops (ms)", "batched (ms)", "ratio", "largest difference"],
+            [
+                [
+                    where,
+                    f"{took[where]['ms_plain']:.1f}",
+                    f"{took[where]['ms_batched']:.2f}",
+                    f"{took[where]['ratio']:.0f}",
+                    f"{took[where]['largest_difference']:.0e}",
+                ]
+                for where in ("C1", "C2")
+            ],
+        ),
+        "",
+        f"{sent['clients']} clients x {sent['rounds']} rounds through Flower's messages, in "
+        f"process, one core: {sent['seconds']:.0f} s, {sent['over_plain']:.1f} times the plain "
+        f"loops, {sent['over_batched']:.0f} times the batched path; the results differ by at most "
+        f"{sent['largest_difference']:.0e}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measure, print and write."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    with threadpool_limits(1):
+        results = {
+            "command": "python benchmarks/regression.py",
+            "commit": commit or None,
+            "versions": {
+                "python": platform.python_version(),
+                "numpy": np.__version__,
+                "scipy": scipy.__version__,
+            },
+            "seeds": SEEDS,
+            "changes": changes(),
+            "limits": limits(),
+            "perturbations": perturbations(),
+            "speed": speed(),
+        }
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "regression.json").write_text(json.dumps(results, indent=2) + "\n")
+    (RESULTS / "regression.md").write_text(tables(results))
+    sys.stdout.write(tables(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""The client of clustered mixed regression (P2, Phase 1 and Phase 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from flwr.app import Context
+from flwr.client import NumPyClient
+
+from flwr_perdl._checks import Matrix, check_array
+from flwr_perdl._records import PARTITION_ID, STEP, Scalar
+from flwr_perdl._threads import one_blas_thread
+from flwr_perdl.clients.app import identify
+from flwr_perdl.regression import (
+    SQUARED,
+    Ask,
+    FeatureMap,
+    Loss,
+    SquaredLoss,
+    answer,
+    apply_features,
+)
+
+#: Options of a request travel in its config under this prefix.
+OPTION = "perdl.option."
+
+
+class RegressionClient(NumPyClient):
+    """A client whose data come from one of k unknown regression models.
+
+    It keeps no state. What leaves it: in Phase 1 its part of the residual moment, a d x w matrix
+    that sums over its pairs of points, and, where it has enough points, its own estimate; in
+    Phase 2 its cluster, its loss and its update of its own cluster's model. What it receives: the
+    models of all clusters and, where anchors have estimates of their own, those without names.
+
+    Parameters
+    ----------
+    X : ndarray of shape (n_samples, n_inputs)
+        The client's inputs, float64 or float32.
+    y : ndarray of shape (n_samples,)
+        Responses; -1 and 1 for the logistic loss.
+    context : Context
+        What Flower hands to the client's factory; says who the client is.
+    features : callable, optional
+        Feature map phi from inputs to (n_samples, d); the identity by default.
+    loss : Loss, default squared
+        The loss of Phase 2.
+    evaluation : tuple of ndarray, optional
+        Held-out inputs and responses for `evaluate`; by default the client's own data.
+
+    Raises
+    ------
+    ValueError
+        If the data are empty, not finite, or of different lengths, or who the client is is not
+        known.
+    """
+
+    def __init__(
+        self,
+        X: Matrix,
+        y: Matrix,
+        context: Context,
+        *,
+        features: FeatureMap | None = None,
+        loss: Loss = SQUARED,
+        evaluation: tuple[Matrix, Matrix] | None = None,
+    ) -> None:
+        self.features = features
+        self.loss = loss
+        self.X, self.y = _checked(X, y, features)
+        self.held_out = (self.X, self.y) if evaluation is None else _checked(*evaluation, features)
+        self.properties = identify(context)
+        self.partition = int(self.properties[PARTITION_ID])
+
+    def get_properties(self, config: dict[str, Scalar]) -> dict[str, Scalar]:
+        """Return who this client is: ``"partition-id"`` and, where it has one, ``"name"``."""
+        return dict(self.properties)
+
+    @one_blas_thread()
+    def fit(
+        self, parameters: list[Matrix], config: dict[str, Scalar]
+    ) -> tuple[list[Matrix], int, dict[str, Scalar]]:
+        """Answer what the server asks (see `flwr_perdl.regression.answer`).
+
+        Parameters
+        ----------
+        parameters : list of ndarray
+            The request's arrays.
+        config : dict
+            The step and its options.
+
+        Returns
+        -------
+        parameters : list of ndarray
+            One array: the answer.
+        num_examples : int
+            Number of samples.
+        metrics : dict
+            Nothing.
+        """
+        return [answer(self.X, self.y, _asked(parameters, config), self.loss)], len(self.y), {}
+
+    @one_blas_thread()
+    def evaluate(
+        self, parameters: list[Matrix], config: dict[str, Scalar]
+    ) -> tuple[float, int, dict[str, Scalar]]:
+        """Find the cluster by the client's own data, and measure its model on the held-out data.
+
+        Parameters
+        ----------
+        parameters : list of ndarray
+            ``[models (k, d)]``.
+        config : dict
+            Not used.
+
+        Returns
+        -------
+        loss : float
+            Mean loss of the cluster's model on the held-out data.
+        num_examples : int
+            Number of held-out samples.
+        metrics : dict
+            ``"cluster"`` and, with the squared loss, ``"mse"``.
+        """
+        if len(parameters) != 1:
+            raise ValueError(f"parameters must be [models], got {len(parameters)} arrays.")
+        centers = check_array("parameters", parameters[0], min_rows=1, columns=self.X.shape[1])
+        cluster = self.cluster(centers)
+        X, y = self.held_out
+        loss = float(self.loss.values(X, y, centers[cluster : cluster + 1])[0])
+        metrics: dict[str, Scalar] = {"cluster": cluster}
+        if isinstance(self.loss, SquaredLoss):
+            metrics["mse"] = 2 * loss
+        return loss, len(y), metrics
+
+    def cluster(self, centers: Matrix) -> int:
+        """Return the cluster whose model fits this client's data best, the first of equals."""
+        return int(self.loss.values(self.X, self.y, centers).argmin())
+
+    def predict(self, centers: Matrix, X: Matrix) -> Matrix:
+        """Return the linear predictions of this client's model at inputs ``X`` (n, n_inputs)."""
+        predictions: Matrix = apply_features(X, self.features) @ centers[self.cluster(centers)]
+        return predictions
+
+
+def _checked(X: Matrix, y: Matrix, features: FeatureMap | None) -> tuple[Matrix, Matrix]:
+    """Return features and responses."""
+    X = apply_features(check_array("X", X, min_rows=1), features)
+    y = check_array("y", y, ndim=1)
+    if len(y) != len(X):
+        raise ValueError(f"y must have {len(X)} entries, got {len(y)}.")
+    return X, y.astype(X.dtype)
+
+
+def _asked(parameters: list[Matrix], config: Mapping[str, Scalar]) -> Ask:
+    """Return the request in the maths' own terms."""
+    if STEP not in config:
+        raise ValueError(f"config must have {STEP!r}, got {sorted(config)}.")
+    options: dict[str, float | int | str] = {
+        key.removeprefix(OPTION): value
+        for key, value in config.items()
+        if key.startswith(OPTION) and not isinstance(value, bytes)
+    }
+    return Ask(str(config[STEP]), tuple(np.asarray(array) for array in parameters), options)

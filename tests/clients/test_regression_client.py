@@ -1,0 +1,133 @@
+"""The client of mixed regression alone: what it is asked, what it replies, what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Context, RecordDict
+
+from flwr_perdl.clients.regression import OPTION, RegressionClient
+from flwr_perdl.regression import LogisticLoss, Polynomial
+
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((15, 4))
+THETA = RNG.standard_normal((3, 4))
+Y = X @ THETA[1] + 0.1 * RNG.standard_normal(15)
+
+
+def context(**node_config: Any) -> Context:
+    config = node_config or {"partition-id": 3}
+    return Context(run_id=1, node_id=2, node_config=config, state=RecordDict(), run_config={})
+
+
+def asks(step: str, **options: Any) -> dict[str, Any]:
+    return {"perdl.step": step, **{OPTION + name: value for name, value in options.items()}}
+
+
+UPDATE: dict[str, Any] = {
+    "local": "fedavg",
+    "n_steps": 1,
+    "step_size": 0.1,
+    "soft": 0,
+    "temperature": 0.0,
+}
+
+
+def client(**options: Any) -> RegressionClient:
+    return RegressionClient(X, Y, context(), **options)
+
+
+def test_a_description_is_its_curvature_and_mean_squares() -> None:
+    (sent,), n, metrics = client().fit([], asks("describe"))
+    values = np.linalg.eigvalsh(X.T @ X / 15)
+    np.testing.assert_allclose(sent, [values[-1], *np.mean(X**2, axis=0)])
+    assert (n, metrics) == (15, {})
+
+
+def test_an_update_is_its_cluster_its_loss_and_one_gradient_step() -> None:
+    (sent,), n, _ = client().fit([THETA, np.zeros((0, 4))], asks("update", **UPDATE))
+    residual = Y - X @ THETA[1]
+    np.testing.assert_allclose(sent[0, :2], [residual @ residual / 30, 1])
+    np.testing.assert_allclose(sent[0, 2:], 0.1 * X.T @ residual / 15)
+    assert (sent.shape, n) == ((1, 6), 15)
+
+
+def test_it_keeps_nothing_and_changes_nothing() -> None:
+    node, arrays = context(), [THETA.copy(), np.zeros((0, 4))]
+    before = X.copy(), Y.copy()
+    replies = [
+        RegressionClient(X, Y, node).fit(arrays, asks("update", **UPDATE))[0][0] for _ in range(2)
+    ]
+    np.testing.assert_array_equal(*replies)
+    assert not node.state
+    for now, then in zip((X, Y, arrays[0]), (*before, THETA), strict=True):
+        np.testing.assert_array_equal(now, then)
+
+
+def test_it_evaluates_its_clusters_model_on_held_out_data() -> None:
+    held_out = X[:5], Y[:5] + 1
+    loss, n, metrics = client(evaluation=held_out).evaluate([THETA], {})
+    mse = np.mean((Y[:5] + 1 - X[:5] @ THETA[1]) ** 2)
+    assert (n, metrics["cluster"]) == (5, 1)
+    assert metrics["mse"] == pytest.approx(mse)
+    assert loss == pytest.approx(mse / 2)
+
+
+def test_it_predicts_with_its_clusters_model() -> None:
+    new = RNG.standard_normal((6, 4))
+    np.testing.assert_allclose(client().predict(THETA, new), new @ THETA[1])
+
+
+def test_a_feature_map_comes_first() -> None:
+    features = Polynomial(2)
+    mapped = features(X)
+    with_map = client(features=features, evaluation=(X, Y))
+    plain = RegressionClient(mapped, Y, context(), evaluation=(mapped, Y))
+    models = RNG.standard_normal((2, mapped.shape[1]))
+    asked = [models, np.zeros((0, mapped.shape[1]))], asks("update", **UPDATE)
+    np.testing.assert_array_equal(with_map.fit(*asked)[0][0], plain.fit(*asked)[0][0])
+    assert with_map.evaluate([models], {}) == plain.evaluate([models], {})
+    np.testing.assert_array_equal(with_map.predict(models, X), plain.predict(models, mapped))
+
+
+def test_another_loss_has_no_mean_squared_error() -> None:
+    signs = np.where(Y > 0, 1.0, -1.0)
+    logistic = RegressionClient(X, signs, context(), loss=LogisticLoss())
+    loss, _, metrics = logistic.evaluate([THETA[1:2]], {})
+    assert loss == pytest.approx(np.mean(np.log1p(np.exp(-signs * (X @ THETA[1])))))
+    assert set(metrics) == {"cluster"}
+
+
+def test_float32_stays_float32() -> None:
+    narrow = RegressionClient(X.astype(np.float32), Y.astype(np.float32), context())
+    (sent,), _, _ = narrow.fit([THETA, np.zeros((0, 4))], asks("update", **UPDATE))
+    assert sent.dtype == np.float32
+
+
+def test_it_says_who_it_is() -> None:
+    assert client().get_properties({}) == {"partition-id": 3}
+    named = RegressionClient(X, Y, context(**{"partition-id": 1, "name": "north"}))
+    assert named.get_properties({}) == {"partition-id": 1, "name": "north"}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: RegressionClient(X, Y[:4], context()), "y must have 15 entries, got 4"),
+        (lambda: RegressionClient(X[:0], Y[:0], context()), "X must have at least 1 row"),
+        (lambda: RegressionClient(X, Y * np.nan, context()), "y must be finite"),
+        (lambda: RegressionClient(X.astype(int), Y, context()), "X must be float64 or float32"),
+        (lambda: client(evaluation=(X, Y[:3])), "y must have 15 entries, got 3"),
+        (lambda: client(features=lambda A: A[:2]), r"features\(X\) must have 15 rows"),
+        (lambda: RegressionClient(X, Y, context(other=1)), "node_config must have 'partition-id'"),
+        (lambda: client().fit([THETA], {}), "config must have 'perdl.step', got"),
+        (lambda: client().fit([], asks("dance")), "step must be one of 'describe', 'moment'"),
+        (lambda: client().evaluate([np.ones((2, 3))], {}), "parameters must have 4 columns"),
+        (lambda: client().evaluate([], {}), "parameters must be .models., got 0 arrays"),
+    ],
+)
+def test_what_is_wrong_gets_one_sentence(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -1,0 +1,475 @@
+"""Clustered mixed regression through Flower's messages: the batched path's results, and faults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, Context, Message
+from flwr.common import parameters_to_ndarrays
+from flwr.server import Server, SimpleClientManager
+from flwr.server.client_proxy import ClientProxy
+
+from flwr_perdl._random import SERVER, spawn
+from flwr_perdl.clients import client_app
+from flwr_perdl.clients.regression import RegressionClient
+from flwr_perdl.regression import Clients, LogisticLoss, TwoPhase, model_error, simulate
+from flwr_perdl.simulations import InProcessGrid
+from flwr_perdl.simulations.mixed_regression_data import Mixed, mixed_regression
+from flwr_perdl.strategies import ProtocolStrategy, TooFewReplies, as_legacy
+from flwr_perdl.strategies.mixed_regression import (
+    FedMD,
+    FedX,
+    OneShotClustering,
+    random_models,
+)
+
+D = 8
+PHASE_1 = 4  # describe, two products, anchors
+
+
+def planted(seed: int = 0, n_clients: int = 24) -> Mixed:
+    """Clients of 8 to 40 points in three clusters."""
+    rng = np.random.default_rng(seed)
+    return mixed_regression(rng.integers(8, 41, n_clients), np.full(3, 1 / 3), rng, d=D)
+
+
+def grid(data: Mixed, make: Callable[..., RegressionClient] = RegressionClient, **options: Any):
+    """Return an in-process grid of these clients."""
+
+    def client(context: Context) -> RegressionClient:
+        i = int(context.node_config["partition-id"])
+        return make(data.X[i], data.y[i], context)
+
+    return InProcessGrid(client_app(client), len(data.X), **options)
+
+
+def learn(
+    data: Mixed, strategy: ProtocolStrategy, rounds: int, initial: Any = None, **options: Any
+) -> np.ndarray:
+    """Run the strategy in process and return the models."""
+    start = None if initial is None else ArrayRecord([initial])
+    result = strategy.start(grid(data, **options), start, num_rounds=rounds)
+    return result.arrays.to_numpy_ndarrays()[0]
+
+
+def asked(message: Message) -> tuple[str, int]:
+    """Return the step and the round of a request, ("", 0) of an evaluation or a query."""
+    if message.metadata.message_type != "train":
+        return "", 0
+    config = message.content["config"]
+    return config["perdl.step"], config["server-round"]
+
+
+QUIET: dict[str, Any] = {"fraction_evaluate": 0.0}
+PAPER: dict[str, Any] = {
+    name: value
+    for name, value in vars(replace(TwoPhase.paper(3), n_products=2, n_iterations=2)).items()
+    if name not in ("n_clusters", "one_shot")
+}
+NEAR = np.random.default_rng(1).standard_normal((3, D)) / 4
+
+#: Options of `FedX`, and the models it starts from.
+CASES: dict[str, tuple[int | str, dict[str, Any], Any]] = {
+    "both phases": (3, {}, None),
+    "k unknown": ("auto", {"check_every": 5}, None),
+    "s = 1": (3, {"n_steps": 1}, None),
+    "fedprox": (3, {"local": "fedprox"}, None),
+    "exact": (3, {"local": "exact"}, None),
+    "soft": (3, {"softness": 1.0}, None),
+    "clip": (3, {"robust": "clip"}, None),
+    "the paper's": (3, PAPER, None),
+    "perturbed anchors": (3, {**PAPER, "perturbation": 0.1}, None),
+    "given models": (3, {"check_every": 0}, NEAR),
+    "given models and step": (3, {"check_every": 0, "step_size": 0.02}, NEAR),
+    "one model: FedAvg": (1, {"momentum": False}, np.zeros((1, D))),
+    "one model: FedProx": (1, {"momentum": False, "local": "fedprox"}, np.zeros((1, D))),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_fedx_is_the_batched_path(name: str) -> None:
+    n_clusters, options, initial = CASES[name]
+    data = planted()
+    found = learn(data, FedX(n_clusters, seed=5, **options, **QUIET), 14, initial)
+    settings = TwoPhase(n_clusters, **options)
+    batched = simulate(Clients(data.X, data.y), settings, 14, centers=initial, seed=5)
+    np.testing.assert_allclose(found, batched.state.centers, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("options", [{}, {"check_every": 0, "momentum": False, "step_size": 0.05}])
+def test_a_random_start_is_the_batched_path_from_the_same_models(options: dict[str, Any]) -> None:
+    data, settings = planted(), TwoPhase(3, **options)
+    start = random_models(3, D, spawn(7, SERVER, 1))
+    found = learn(data, FedX(3, start="random", seed=7, **options, **QUIET), 12, None)
+    skipped = int("step_size" in options)  # round one only finds the dimension
+    batched = simulate(Clients(data.X, data.y), settings, 12 - skipped, centers=start, seed=7)
+    np.testing.assert_allclose(found, batched.state.centers, rtol=0, atol=1e-10)
+
+
+def test_fedmd_is_phase_1_and_ends_by_itself() -> None:
+    data = planted()
+    strategy = FedMD(3, **QUIET)
+    found = learn(data, strategy, 20)
+    assert [r.step for r in strategy.history] == ["describe", "moment", "moment", "anchors"]
+    batched = simulate(Clients(data.X, data.y), TwoPhase(3), PHASE_1).state.centers
+    np.testing.assert_allclose(found, batched, rtol=0, atol=1e-10)
+    refined = learn(data, FedX(3, **QUIET), 20, found)
+    assert model_error(refined, data.theta) < 0.1 < model_error(found, data.theta)
+
+
+def test_one_shot_clustering_is_the_batched_path() -> None:
+    data = planted()
+    strategy = OneShotClustering(3, **QUIET)
+    found = learn(data, strategy, 12)
+    assert [r.step for r in strategy.history[:3]] == ["describe", "anchors", "update"]
+    batched = simulate(Clients(data.X, data.y), TwoPhase(3, one_shot=True), 12).state.centers
+    np.testing.assert_allclose(found, batched, rtol=0, atol=1e-10)
+
+
+def test_from_the_true_models_it_is_the_oracle() -> None:
+    data = planted()
+    found = learn(data, FedX(3, check_every=0, local="exact", **QUIET), 3, data.theta)
+    for j, theta in enumerate(found):
+        X, y = (
+            np.concatenate([own[i] for i in np.flatnonzero(data.labels == j)]) for own in data[:2]
+        )
+        np.testing.assert_allclose(theta, np.linalg.lstsq(X, y, rcond=None)[0], atol=1e-10)
+
+
+def test_evaluations_say_who_is_in_which_cluster() -> None:
+    data = planted()
+    strategy = FedX(3)
+    models = learn(data, strategy, 25)
+    report = strategy.history[-1]
+    assert report.step == "evaluate"
+    found = np.array([report.metrics[i]["cluster"] for i in range(len(data.X))], dtype=int)
+    nearest = [int(np.linalg.norm(models - theta, axis=1).argmin()) for theta in data.theta]
+    np.testing.assert_array_equal(found, np.array(nearest)[data.labels])
+    assert report.aggregate["mse"] == pytest.approx(2 * report.aggregate["loss"])
+    assert report.aggregate["mse"] < 1.1 * 0.2**2
+
+
+def test_floats_are_counted_as_the_docstring_says() -> None:
+    data = planted()
+    strategy = FedX(3, **QUIET)
+    learn(data, strategy, 6)
+    width = min(2 * 3 + 4, D)
+    floats = [(report.floats_down, report.floats_up) for report in strategy.history]
+    moment = (width * D + D, width * D)
+    assert floats[0] == (0, D + 1)
+    assert floats[1:3] == [moment, moment]
+    assert D + 3 * D <= floats[3][0] <= D + width * D
+    assert floats[3][1] == D + 1
+    assert floats[4:] == [(3 * D, D + 2)] * 2
+
+
+@pytest.mark.parametrize("name", ["both phases", "k unknown", "perturbed anchors", "random"])
+def test_a_resumed_run_has_the_same_bits(name: str, tmp_path: Path) -> None:
+    n_clusters, options, _ = CASES.get(name, (3, {"start": "random"}, None))
+    data = planted()
+    options = {**options, "fraction_train": 0.8}
+    whole = learn(data, FedX(n_clusters, **options), 16)
+    for stop in (1, 3, 6, 16):
+        saving = FedX(n_clusters, **options, checkpoint_dir=tmp_path, resume=True)
+        result = saving.start(grid(data), num_rounds=stop)
+    np.testing.assert_array_equal(result.arrays.to_numpy_ndarrays()[0], whole)
+
+
+class LocalProxy(ClientProxy):
+    """A proxy of Flower's older server that calls the client in this process."""
+
+    def __init__(self, data: Mixed, partition: int) -> None:
+        super().__init__(str(97 - partition))
+        config = {"partition-id": partition}
+        context = Context(run_id=1, node_id=1, node_config=config, state=None, run_config={})
+        self.client = RegressionClient(data.X[partition], data.y[partition], context).to_client()
+
+    def get_properties(self, ins: Any, timeout: Any, group_id: Any) -> Any:
+        return self.client.get_properties(ins)
+
+    def get_parameters(self, ins: Any, timeout: Any, group_id: Any) -> Any:
+        return self.client.get_parameters(ins)
+
+    def fit(self, ins: Any, timeout: Any, group_id: Any) -> Any:
+        return self.client.fit(ins)
+
+    def evaluate(self, ins: Any, timeout: Any, group_id: Any) -> Any:
+        return self.client.evaluate(ins)
+
+    def reconnect(self, ins: Any, timeout: Any, group_id: Any) -> Any:
+        return self.client.reconnect(ins)
+
+
+@pytest.mark.parametrize("options", [{}, PAPER])
+def test_the_older_interface_gives_the_same_bits(options: dict[str, Any]) -> None:
+    data, manager = planted(), SimpleClientManager()
+    for partition in range(len(data.X)):
+        manager.register(LocalProxy(data, partition))
+    old = as_legacy(FedX(3, num_clients=len(data.X), **options))
+    server = Server(client_manager=manager, strategy=old)
+    server.fit(12, timeout=None)
+    found = parameters_to_ndarrays(server.parameters)[0]
+    np.testing.assert_array_equal(found, learn(data, FedX(3, **options), 12))
+
+
+# Faults -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("n_clusters", "fault"),
+    [(3, "error"), ("auto", "silence"), (3, "nan"), ("auto", "shape"), (3, "empty")],
+)
+def test_clients_fail_at_random(n_clusters: int | str, fault: str) -> None:
+    data = planted()
+
+    def faults(partition: int, message: Message) -> str | None:
+        step, round_ = asked(message)
+        return fault if step and spawn(9, partition, round_).random() < 0.2 else None
+
+    strategy = FedX(n_clusters, **QUIET)
+    models = learn(data, strategy, 40, faults=faults)
+    assert models.shape == data.theta.shape
+    assert model_error(models, data.theta) < 0.12
+    dropped = sum(len(report.dropped) for report in strategy.history)
+    assert 0.15 < dropped / (40 * len(data.X)) < 0.25
+
+
+def test_a_cluster_that_vanishes_is_found_again() -> None:
+    data = planted()
+
+    def faults(partition: int, message: Message) -> str | None:
+        round_ = asked(message)[1]
+        return "silence" if data.labels[partition] == 1 and 8 < round_ <= 30 else None
+
+    numbers: dict[int, int] = {}
+    strategy = FedX(check_every=10, on_round=lambda report: seen(report.round), **QUIET)
+
+    def seen(round_: int) -> None:
+        models = strategy._running().model
+        numbers[round_] = len(models[0]) if models else 0
+
+    models = learn(data, strategy, 70, faults=faults)
+    assert numbers[30] == 2
+    assert model_error(models, data.theta) < 0.12
+    assert models.shape == data.theta.shape
+
+
+def test_an_anchor_that_dies_is_left_out() -> None:
+    data, dead = planted(), set[int]()
+
+    def faults(partition: int, message: Message) -> str | None:
+        if asked(message)[0] == "anchors" and len(message.content["arrays"]) and not dead:
+            dead.add(partition)
+        return "silence" if partition in dead else None
+
+    options = {**PAPER, "n_anchors": 12, "n_iterations": 3}
+    strategy = FedX(3, **options, **QUIET)
+    models = learn(data, strategy, 30, faults=faults)
+    assert dead
+    assert strategy.history[-1].step == "update"
+    assert np.isfinite(models).all()
+    assert models.shape == data.theta.shape
+
+
+def test_without_any_anchor_it_says_so() -> None:
+    def faults(partition: int, message: Message) -> str | None:
+        return (
+            "silence"
+            if len(message.content.get("arrays", ())) and asked(message)[0] == "anchors"
+            else None
+        )
+
+    with pytest.raises(ValueError, match=r"^Phase 1 has no anchors: no client with enough points"):
+        learn(planted(), FedX(3, **PAPER), 30, faults=faults)
+
+
+def test_everybody_failing_stops_with_one_sentence() -> None:
+    def faults(partition: int, message: Message) -> str | None:
+        return "error" if asked(message)[1] == 6 else None
+
+    with pytest.raises(TooFewReplies, match=r"^Round 6 has 0 good replies, fewer than min_client"):
+        learn(planted(), FedX(3, **QUIET), 30, faults=faults)
+
+
+def doubled(data: Mixed) -> Mixed:
+    X, y = [np.vstack([A, A]) for A in data.X], [np.concatenate([b, b]) for b in data.y]
+    return data._replace(X=X, y=y)
+
+
+def collinear(data: Mixed) -> Mixed:
+    X = [np.hstack([A, A[:, :2]]) for A in data.X]
+    theta = data.theta.copy()
+    theta[:, :2] /= 2
+    return data._replace(X=X, theta=np.hstack([theta, theta[:, :2]]))
+
+
+def one_point_each_second(data: Mixed) -> Mixed:
+    keep = [1 if i % 2 else len(b) for i, b in enumerate(data.y)]
+    X = [A[:n] for A, n in zip(data.X, keep, strict=True)]
+    return data._replace(X=X, y=[b[:n] for b, n in zip(data.y, keep, strict=True)])
+
+
+@pytest.mark.parametrize("change", [doubled, collinear, one_point_each_second])
+def test_odd_data_are_learned(change: Callable[[Mixed], Mixed]) -> None:
+    data = change(planted(n_clients=36))
+    models = learn(data, FedX(3, **QUIET), 40)
+    assert model_error(models, data.theta) < 0.15
+
+
+@pytest.mark.parametrize("n_clusters", [3, "auto"])
+def test_constant_responses_and_single_points_end_well(n_clusters: int | str) -> None:
+    data = planted()
+    constant = data._replace(y=[np.full_like(b, 2.0) for b in data.y])
+    single = data._replace(X=[A[:1] for A in data.X], y=[b[:1] for b in data.y])
+    zero = data._replace(y=[np.zeros_like(b) for b in data.y])
+    for odd in (constant, single, zero):
+        models = learn(odd, FedX(n_clusters, check_every=10, **QUIET), 25)
+        assert models.shape[1] == D
+        assert np.isfinite(models).all()
+
+
+@pytest.mark.parametrize("robust", ["trimmed", "geometric-median"])
+@pytest.mark.parametrize(("n_clusters", "size"), [(3, 1e6), ("auto", 1e100)])
+def test_one_adversary_does_no_harm_to_a_robust_average(
+    n_clusters: int | str, size: float, robust: str
+) -> None:
+    data = planted()
+
+    class Adversary(RegressionClient):
+        def fit(self, parameters: Any, config: Any) -> Any:
+            (sent,), n, metrics = super().fit(parameters, config)
+            if self.partition == 0:
+                first = 2 if config["perdl.step"] == "update" else 0
+                sent[..., first:] = size * np.abs(sent[..., first:] + 1)
+                n = 10**6
+            return [sent], n, metrics
+
+    models = learn(data, FedX(n_clusters, robust=robust, **QUIET), 40, make=Adversary)
+    assert model_error(models, data.theta) < 0.12
+
+
+def test_a_client_that_lies_about_its_cluster_is_left_out() -> None:
+    class Liar(RegressionClient):
+        def fit(self, parameters: Any, config: Any) -> Any:
+            (sent,), n, metrics = super().fit(parameters, config)
+            if self.partition == 0 and config["perdl.step"] == "update":
+                sent[0, 1] = 3
+            return [sent] * (1 + (self.partition == 1)), n, metrics
+
+    strategy = FedX(3, **QUIET)
+    learn(planted(), strategy, 6, make=Liar)
+    assert strategy.history[-1].dropped == {
+        "client 0": "the answer names cluster 3 of 3",
+        "client 1": "wrong number of arrays: 1 is asked for, got 2",
+    }
+
+
+def test_float32_clients_are_served() -> None:
+    data = planted()
+    narrow = data._replace(
+        X=[A.astype(np.float32) for A in data.X], y=[b.astype(np.float32) for b in data.y]
+    )
+    assert model_error(learn(narrow, FedX(3, **QUIET), 25), data.theta) < 0.12
+
+
+def test_another_loss_goes_through_phase_2() -> None:
+    data = planted()
+    signs = data._replace(y=[np.where(b > 0, 1.0, -1.0) for b in data.y])
+
+    def make(X: Any, y: Any, context: Context) -> RegressionClient:
+        return RegressionClient(X, y, context, loss=LogisticLoss())
+
+    options: dict[str, Any] = {"check_every": 0, "n_steps": 2}
+    found = learn(signs, FedX(3, **options, **QUIET), 6, NEAR, make=make)
+    clients = Clients(signs.X, signs.y, LogisticLoss())
+    batched = simulate(clients, TwoPhase(3, **options), 6, centers=NEAR).state.centers
+    np.testing.assert_allclose(found, batched, rtol=0, atol=1e-10)
+
+
+# Privacy ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, PAPER, {"softness": 1.0}])
+def test_no_message_carries_a_sample(options: dict[str, Any]) -> None:
+    data, messages = planted(), []
+
+    class Recorded(InProcessGrid):
+        def send_and_receive(self, *args: Any, **more: Any) -> Any:
+            replies = list(super().send_and_receive(*args, **more))
+            messages.extend(replies)
+            return replies
+
+    app = grid(data)
+    recorded = Recorded(app.app, len(data.X))
+    FedX(3, **options).start(recorded, num_rounds=14)
+    rows = np.vstack([np.column_stack([A, b]) for A, b in zip(data.X, data.y, strict=True)])
+    values = set(np.round(rows, 12).ravel().tolist())
+    carried = 0
+    for message in messages:
+        for array in message.content.array_records.get("arrays", {}).values():
+            sent = array.numpy()
+            carried += sent.size
+            assert values.isdisjoint(np.round(sent, 12).ravel().tolist())
+    assert carried > 14 * len(data.X) * D
+
+
+def test_only_an_anchor_receives_an_estimate_of_its_own() -> None:
+    data, given = planted(), {}
+
+    def spy(partition: int, message: Message) -> str | None:
+        step, round_ = asked(message)
+        if step == "anchors":
+            arrays = message.content["arrays"].to_numpy_ndarrays()
+            given.setdefault(round_, {})[partition] = arrays[0] if arrays else None
+        return None
+
+    learn(data, FedX(3, **{**PAPER, "n_anchors": 5}, **QUIET), 12, faults=spy)
+    for estimates in given.values():
+        assert sum(estimate is not None for estimate in estimates.values()) == 5
+        assert {e.shape for e in estimates.values() if e is not None} == {(1, D)}
+
+
+# Bad input ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: FedX(0), "n_clusters must be at least 1, got 0"),
+        (lambda: FedX(3, start="warm"), "start must be one of 'fedmd', 'random', got 'warm'"),
+        (lambda: FedX(start="random"), 'n_clusters must be given with start="random"'),
+        (lambda: FedX(3, local="sgd"), "local must be one of 'fedavg', 'fedprox', 'exact'"),
+        (lambda: FedX(3, robust="max"), "robust must be one of"),
+        (lambda: FedMD(3, n_products=0), "n_products must be at least 1, got 0"),
+        (lambda: OneShotClustering("auto"), "one_shot must come with n_clusters given"),
+    ],
+)
+def test_a_bad_option_is_named(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_an_unknown_option_is_named() -> None:
+    with pytest.raises(TypeError, match="unknown option 'temperature'"):
+        FedX(3, temperature=1.0)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "wanted"), [(FedMD(3), "left out"), (OneShotClustering(3), "left out")]
+)
+def test_models_to_start_from_are_refused_where_they_are_not_used(
+    strategy: ProtocolStrategy, wanted: str
+) -> None:
+    with pytest.raises(ValueError, match=f"initial_arrays must be {wanted}, got 1 arrays"):
+        learn(planted(), strategy, 2, NEAR)
+
+
+def test_initial_models_of_another_width_are_answered_with_errors() -> None:
+    strategy = FedX(3, check_every=0, step_size=0.1)
+    with pytest.raises(TooFewReplies, match="Round 1 has 0 good replies"):
+        learn(planted(), strategy, 3, np.ones((3, D + 1)))
