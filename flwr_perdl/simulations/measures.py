@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from scipy.ndimage import gaussian_filter
+from scipy.ndimage import gaussian_filter1d
 
 from flwr_perdl._checks import Matrix
 
@@ -78,8 +78,10 @@ def structural_similarity(images: Matrix, reconstructions: Matrix) -> Matrix:
     reach = min(_REACH, (min(x.shape[1:]) - 1) // 2)
     pixels = (2 * reach + 1) ** 2
 
+    rows, columns = (_window(size)[reach:-reach] for size in x.shape[1:])
+
     def mean(values: Matrix) -> Matrix:
-        smooth: Matrix = gaussian_filter(values, SIGMA, radius=_REACH, axes=(1, 2))
+        smooth: Matrix = rows @ values @ columns.T
         return smooth
 
     mean_x, mean_y = mean(x), mean(y)
@@ -91,5 +93,11 @@ def structural_similarity(images: Matrix, reconstructions: Matrix) -> Matrix:
     similarity = ((2 * mean_x * mean_y + c1) * (2 * cov + c2)) / (
         (mean_x**2 + mean_y**2 + c1) * (var_x + var_y + c2)
     )
-    inner: Matrix = similarity[:, reach:-reach, reach:-reach].mean(axis=(1, 2))
-    return inner
+    averages: Matrix = similarity.mean(axis=(1, 2))
+    return averages
+
+
+def _window(size: int) -> Matrix:
+    """Return the matrix that smooths ``size`` pixels in a row, reflected at the ends."""
+    smooth: Matrix = gaussian_filter1d(np.eye(size), SIGMA, axis=0, radius=_REACH)
+    return smooth

@@ -41,7 +41,7 @@ ABOUT = "PerMA on your own images and labels (--data), every client with one lab
 SOURCE = "Liang et al., NeurIPS 2023, Section 5.2 and Fig. 3"
 DEFAULTS: dict[str, Value] = {
     "clients": 10,
-    "rounds": 25,
+    "rounds": 20,
     "seed": 0,
     "data": "",
     "samples_per_client": 500,
