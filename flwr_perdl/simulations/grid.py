@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from copy import deepcopy
+from copy import copy, deepcopy
 from typing import Any
 
 import numpy as np
@@ -156,9 +156,9 @@ class InProcessGrid(Grid):
 
 
 def _twin(content: RecordDict) -> RecordDict:
-    """Return a copy of all records; serialised arrays, which nobody changes, are shared."""
+    """Return a copy of all records; only the arrays' bytes, which cannot change, are shared."""
     arrays = (array for record in content.array_records.values() for array in record.values())
-    return deepcopy(content, {id(array): array for array in arrays})
+    return deepcopy(content, {id(array): copy(array) for array in arrays})
 
 
 def _spoilt(content: RecordDict, fault: str | None) -> RecordDict:

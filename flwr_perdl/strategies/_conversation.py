@@ -252,8 +252,8 @@ class Conversation:
                 f"min_clients={self.options.min_clients}; {self._where_saved()}."
             )
         chosen = self._sample(partitions, self.options.fraction_train, SAMPLING, round_)
-        request, own = self._request, self._request.own
-        arrays = {p: list(request.arrays if own is None else own(p)) for p in chosen}
+        request, own, same = self._request, self._request.own, list(self._request.arrays)
+        arrays = {p: same if own is None else list(own(p)) for p in chosen}
         return self._plan(round_, arrays, request.step, request.config)
 
     def conclude(

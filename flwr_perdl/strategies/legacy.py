@@ -166,8 +166,10 @@ class LegacyStrategy(Strategy):
         if plan is None:
             return []
         self._asked = {proxies[partition].cid: partition for partition in plan.arrays}
+        different = {id(arrays): arrays for arrays in plan.arrays.values()}
+        parameters = {key: ndarrays_to_parameters(arrays) for key, arrays in different.items()}
         return [
-            (proxies[partition], ndarrays_to_parameters(arrays), dict(plan.config))
+            (proxies[partition], parameters[id(arrays)], dict(plan.config))
             for partition, arrays in plan.arrays.items()
         ]
 
