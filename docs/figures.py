@@ -2,7 +2,8 @@
 
 A page names its source between markers, ``<!-- begin SOURCE -->`` and ``<!-- end -->``. A source is
 ``runs/NAME``, the tables of the experiment NAME with its defaults; ``comparisons/NAME``, metrics of
-that experiment with several options, see ``COMPARISONS``; or a Markdown file. All are run here.
+that experiment with several options, see ``COMPARISONS``; ``topologies``, see there; or a Markdown
+file. All are run here.
 """
 
 from __future__ import annotations
@@ -14,11 +15,28 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
+from flwr_perdl.diffusion import Topology, metropolis_weights
 from flwr_perdl.simulations import run_experiment
+from flwr_perdl.simulations.network_plots import networks
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = (ROOT / "README.md", ROOT / "docs" / "perma.md", ROOT / "docs" / "regression.md")
-PICTURES = {"digits": "reconstructions.png"}
+PAGES = (
+    ROOT / "README.md",
+    ROOT / "docs" / "perma.md",
+    ROOT / "docs" / "regression.md",
+    ROOT / "docs" / "topologies.md",
+    ROOT / "docs" / "inference.md",
+    ROOT / "docs" / "biclustering-and-denoising.md",
+    ROOT / "docs" / "data-diffusion.md",
+)
+PICTURES = {
+    "digits": "reconstructions.png",
+    "denoise": "images.png",
+    "patches": "recovery.png",
+    "unmixing": "spectra.png",
+}
 REGION = re.compile(r"(<!-- begin (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 PAPER = {"matching": "paths", "aggregation": "mean", "min_support": 0}
@@ -28,7 +46,7 @@ AGGREGATIONS = ("statistics", "mean", "weighted", "median", "geometric-median", 
 class Comparison(NamedTuple):
     """The same experiment with several options: a row per setting, a column per metric."""
 
-    settings: Mapping[str, Mapping[str, str | int]]
+    settings: Mapping[str, Mapping[str, str | int | float]]
     metrics: Mapping[str, str]
 
 
@@ -54,6 +72,23 @@ COMPARISONS = {
         {aggregation: {"aggregation": aggregation} for aggregation in AGGREGATIONS},
         {f"mse_global_{k}": f"MSE {k}" for k in (5, 10, 20)},
     ),
+    "biclustering": Comparison(
+        {
+            f"{genes} genes, noise {noise}, {rule}": {
+                "informative": genes,
+                "noise": noise,
+                "thresholds": rule,
+            }
+            for genes, noise in ((160, 1.3), (160, 1.8), (80, 1.35))
+            for rule in ("sure", "bic")
+        },
+        {
+            "ari_svd": "plain SVD",
+            "ari_ssvd": "Algorithm 3",
+            "ari_diffusion": "Algorithm 4",
+            "genes_per_layer": "genes per layer",
+        },
+    ),
 }
 
 
@@ -69,7 +104,50 @@ def content(source: str) -> str:
             measured = run_experiment(name, options=options)["metrics"]
             rows.append([words, *(f"{measured[metric]:.3g}" for metric in metrics)])
         return markdown(["", *metrics.values()], rows)
+    if kind == "topologies":
+        return topologies()
     return (ROOT / source).read_text()
+
+
+def topologies(n_nodes: int = 64, accuracy: float = 1e-3) -> str:
+    """Compare the constructors: how far, how fast, at what price; keep a picture of some."""
+    made = {
+        "ring": Topology.ring(n_nodes),
+        "grid, 8 x 8": Topology.grid(8, n_nodes // 8),
+        "small world (4, .2)": Topology.small_world(n_nodes, 4, 0.2),
+        "4-regular": Topology.k_regular(n_nodes, 4),
+        "8-regular": Topology.k_regular(n_nodes, 8),
+        "Erdos-Renyi (.15)": Topology.erdos_renyi(n_nodes, 0.15),
+        "star": Topology.star(n_nodes),
+        "complete": Topology.complete(n_nodes),
+    }
+    rows = []
+    for name, topology in made.items():
+        weights = metropolis_weights(topology)
+        rest = np.eye(n_nodes) - 1 / n_nodes  # disagreement, whatever the nodes start with
+        rounds = 0
+        while np.linalg.norm(rest, 2) > accuracy:
+            rest = weights.matrix @ rest
+            rounds += 1
+        rows.append(
+            [
+                name,
+                str(topology.n_edges),
+                str(topology.diameter),
+                f"{weights.spectral_gap:.3f}",
+                str(rounds),
+                f"{2 * topology.n_edges * rounds:,}",
+            ]
+        )
+    networks(
+        {
+            name: metropolis_weights(made[name])
+            for name in ("ring", "grid, 8 x 8", "small world (4, .2)", "4-regular")
+        }
+    ).savefig(ROOT / "docs" / "images" / "topologies.png", dpi=100)
+    return markdown(
+        ["", "edges", "diameter", "spectral gap", f"rounds to {accuracy:g}", "messages"], rows
+    )
 
 
 def tables(name: str) -> list[str]:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from logging import WARNING
+from threading import Lock
 from typing import Any
 
 import numpy.linalg
@@ -37,12 +38,39 @@ def _controller() -> Any:
     return ThreadpoolController()
 
 
+class _Limit:
+    """The limit and how many blocks are inside it: BLAS has one number of threads per process."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._inside = 0
+        self._held = ExitStack()
+
+    def enter(self) -> None:
+        with self._lock:
+            self._inside += 1
+            controller = _controller() if self._inside == 1 else None
+            if controller is not None:
+                self._held.enter_context(controller.limit(limits=1, user_api="blas"))
+
+    def leave(self) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                self._held.close()
+
+
+_LIMIT = _Limit()
+
+
 @contextmanager
 def one_blas_thread() -> Iterator[None]:
-    """Run the block (or, as a decorator, the function) with one BLAS thread."""
-    controller = _controller()
-    if controller is None:
+    """Run the block (or, as a decorator, the function) with one BLAS thread.
+
+    A block inside another costs nothing: the limit is set by the first and lifted by the last.
+    """
+    _LIMIT.enter()
+    try:
         yield
-        return
-    with controller.limit(limits=1, user_api="blas"):
-        yield
+    finally:
+        _LIMIT.leave()

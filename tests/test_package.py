@@ -18,8 +18,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import flwr_perdl
-from flwr_perdl.simulations._run_config import read_run_config
-from flwr_perdl.simulations.experiments import EXPERIMENTS
+from flwr_perdl.simulations._run_config import all_keys, read_run_config
 
 ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -28,9 +27,11 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 FLOORS = {
     "dictionary": set(),
     "regression": set(),
-    "clients": {"dictionary", "regression"},
-    "strategies": {"dictionary", "regression", "clients"},
-    "simulations": {"dictionary", "regression", "clients", "strategies"},
+    "diffusion": {"dictionary"},
+    "network": {"diffusion"},
+    "clients": {"dictionary", "regression", "diffusion", "network"},
+    "strategies": {"dictionary", "regression", "diffusion", "network", "clients"},
+    "simulations": {"dictionary", "regression", "diffusion", "network", "clients", "strategies"},
 }
 
 PUBLIC = {
@@ -47,8 +48,21 @@ PUBLIC = {
         "sparse_code",
         "warm_start",
     },
-    "clients": {"DictionaryClient", "RegressionClient", "client_app"},
-    "strategies": {"FedMD", "FedX", "OneShotClustering", "PerMA", "as_legacy"},
+    "diffusion": {
+        "Biclustering",
+        "DataDiffusion",
+        "HuberNMF",
+        "ModelDiffusion",
+        "NonnegativeMF",
+        "SparseSVD",
+        "Topology",
+        "infer",
+        "metropolis_weights",
+        "relative_degree_variance_weights",
+    },
+    "network": {"FlowerNetwork", "InMemoryNetwork", "RayNetwork"},
+    "clients": {"DictionaryClient", "DiffusionClient", "RegressionClient", "client_app"},
+    "strategies": {"FedMD", "FedX", "NeighborRelay", "OneShotClustering", "PerMA", "as_legacy"},
     "simulations": {"InProcessGrid", "run_experiment"},
 }
 
@@ -121,10 +135,9 @@ def test_stable_names_are_exported(package: str) -> None:
     assert all(hasattr(module, name) for name in module.__all__)
 
 
-def test_every_option_of_every_experiment_is_a_run_config_key() -> None:
+def test_every_option_of_every_federated_experiment_is_a_run_config_key() -> None:
     listed = PYPROJECT["tool"]["flwr"]["app"]["config"]
-    options = set().union(*(experiment.DEFAULTS for experiment in EXPERIMENTS.values()))
-    assert set(listed) == options | {"experiment", "out", "resume", "state-dir"}
+    assert listed == all_keys()
     assert read_run_config(listed) == ("digits", {})
 
 

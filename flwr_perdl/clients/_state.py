@@ -11,19 +11,37 @@ import re
 from collections.abc import Mapping
 from logging import WARNING
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context
+from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.common import log
 from numpy.typing import NDArray
 
 from flwr_perdl import _store
+from flwr_perdl._records import decode, encode
 
 PrivateArrays = dict[str, NDArray[Any]]
 
 _RUN = "perdl.private.run"
 _RECORD = re.compile(r"perdl\.private\.(\d+)")
+
+
+def private_folder(
+    context: Context, partition: int, state_dir: str | Path | None = None
+) -> Path | None:
+    """Return where a client keeps its private state on disk, None where it does not.
+
+    Parameters
+    ----------
+    context : Context
+        The client's Flower context.
+    partition : int
+        Its partition id.
+    state_dir : str or Path, optional
+        Folder of all clients; by default ``state-dir`` of the node config, then of the run config.
+    """
+    given = state_dir or context.node_config.get("state-dir") or context.run_config.get("state-dir")
+    return Path(str(given)) / f"client-{partition}" if given else None
 
 
 class PrivateState:
@@ -70,8 +88,8 @@ class PrivateState:
                     return saved.arrays
         if in_memory < 0:
             return None
-        record = self._records.array_records[f"perdl.private.{in_memory}"]
-        return {name: array.numpy() for name, array in record.items()}
+        record = cast(ArrayRecord, self._records[f"perdl.private.{in_memory}"])
+        return {name: decode(array) for name, array in record.items()}
 
     def save(self, round_: int, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Keep ``arrays`` as the state after ``round_``, and the state before it."""
@@ -82,8 +100,10 @@ class PrivateState:
         for stale in set(rounds) - set(kept):
             del self._records[f"perdl.private.{stale}"]
         self._records[_RUN] = ConfigRecord({"run": self._run})
-        named = {name: Array(np.ascontiguousarray(array)) for name, array in arrays.items()}
-        self._records[f"perdl.private.{round_}"] = ArrayRecord(named)
+        record = ArrayRecord()
+        for name, array in arrays.items():
+            record[name] = encode(array)
+        self._records[f"perdl.private.{round_}"] = record
 
     def _rounds(self) -> list[int]:
         """Return the rounds that ``context.state`` holds arrays of this run for, ascending."""

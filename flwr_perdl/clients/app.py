@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from flwr.app import ConfigRecord, Context, Message, RecordDict
@@ -11,6 +11,8 @@ from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 
 from flwr_perdl._records import CONFIG, NAME, PARTITION_ID, Scalar, read_request, reply_to
+from flwr_perdl._threads import one_blas_thread
+from flwr_perdl.clients._cohort import cohort_of
 
 Factory = Callable[[Context], NumPyClient]
 
@@ -38,26 +40,80 @@ def client_app(
         Training replies carry ``"arrays"`` and ``"metrics"``, evaluation replies ``"metrics"``
         with the loss as ``"loss"``; a query is answered with the client's properties.
     """
-    app = ClientApp()
+    return NumPyClientApp(factory, train_mods, evaluate_mods)
 
-    @app.train(mods=list(train_mods))
-    def train(message: Message, context: Context) -> Message:
-        arrays, config = read_request(message)
-        updated, num_examples, metrics = factory(context).fit(arrays, config)
-        return reply_to(message, updated, num_examples, metrics)
 
-    @app.evaluate(mods=list(evaluate_mods))
-    def evaluate(message: Message, context: Context) -> Message:
-        arrays, config = read_request(message)
-        loss, num_examples, metrics = factory(context).evaluate(arrays, config)
-        return reply_to(message, None, num_examples, {"loss": loss, **metrics})
+class NumPyClientApp(ClientApp):
+    """See `client_app`; in process it can also answer for many clients at once."""
 
-    @app.query()
-    def query(message: Message, context: Context) -> Message:
-        properties = factory(context).get_properties({})
-        return Message(RecordDict({CONFIG: ConfigRecord(dict(properties))}), reply_to=message)
+    def __init__(
+        self, factory: Factory, train_mods: Sequence[Any], evaluate_mods: Sequence[Any]
+    ) -> None:
+        super().__init__()
+        self._factory = factory
+        self._one_by_one = bool(train_mods)
 
-    return app
+        @self.train(mods=list(train_mods))
+        def train(message: Message, context: Context) -> Message:
+            arrays, config = read_request(message)
+            updated, num_examples, metrics = factory(context).fit(arrays, config)
+            return reply_to(message, updated, num_examples, metrics)
+
+        @self.evaluate(mods=list(evaluate_mods))
+        def evaluate(message: Message, context: Context) -> Message:
+            arrays, config = read_request(message)
+            loss, num_examples, metrics = factory(context).evaluate(arrays, config)
+            return reply_to(message, None, num_examples, {"loss": loss, **metrics})
+
+        @self.query()
+        def query(message: Message, context: Context) -> Message:
+            properties = factory(context).get_properties({})
+            return Message(RecordDict({CONFIG: ConfigRecord(dict(properties))}), reply_to=message)
+
+    def lifespan(self) -> Any:
+        """Register a lifespan, as `ClientApp.lifespan`; every client then has its own."""
+        self._one_by_one = True
+        return super().lifespan()
+
+    def train_together(
+        self, messages: Sequence[Message], contexts: Sequence[Context]
+    ) -> list[Message] | None:
+        """Return the replies to training messages that ask the same of several clients.
+
+        Parameters
+        ----------
+        messages : sequence of Message
+            One per client, alike in content.
+        contexts : sequence of Context
+            The clients' own.
+
+        Returns
+        -------
+        list of Message or None
+            None where the clients have to be called one by one: their type has no ``fit_cohort``,
+            or there are mods or a lifespan.
+        """
+        if self._one_by_one:
+            return None
+        first = self._factory(contexts[0])
+        together = cohort_of(first)
+        if together is None:
+            self._one_by_one = True
+            return None
+        arrays, config = read_request(messages[0])
+        for array in arrays:
+            array.flags.writeable = False
+        with one_blas_thread():
+            fitted = list(together(self._like(first, contexts[1:]), arrays, config))
+        return [reply_to(message, *one) for message, one in zip(messages, fitted, strict=True)]
+
+    def _like(self, first: NumPyClient, contexts: Sequence[Context]) -> Iterator[NumPyClient]:
+        """Yield ``first`` and the clients of these contexts."""
+        yield first
+        for client in map(self._factory, contexts):
+            if type(client) is not type(first) or "fit" in vars(client):
+                raise TypeError("a cohort must be of one type.")
+            yield client
 
 
 def identify(context: Context) -> dict[str, Scalar]:
@@ -82,3 +138,26 @@ def identify(context: Context) -> dict[str, Scalar]:
         partition = zlib.crc32(name.encode())
     properties: dict[str, Scalar] = {PARTITION_ID: int(partition)}
     return {**properties, NAME: name} if name else properties
+
+
+class Member(NumPyClient):
+    """A client that knows, and says, who it is.
+
+    Parameters
+    ----------
+    context : Context
+        What Flower hands to the client's factory.
+
+    Raises
+    ------
+    ValueError
+        If it does not say who the client is.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self.properties = identify(context)
+        self.partition = int(self.properties[PARTITION_ID])
+
+    def get_properties(self, config: dict[str, Scalar]) -> dict[str, Scalar]:
+        """Return who this client is: ``"partition-id"`` and, where it has one, ``"name"``."""
+        return dict(self.properties)

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 from flwr.app import Context
-from flwr.client import NumPyClient
 
 from flwr_perdl._checks import Matrix, check_array, check_count
 from flwr_perdl._random import spawn
-from flwr_perdl._records import PARTITION_ID, ROUND, RUN, SEED, STEP, Scalar
+from flwr_perdl._records import ROUND, RUN, SEED, STEP, Scalar
 from flwr_perdl._threads import one_blas_thread
-from flwr_perdl.clients._state import PrivateState
-from flwr_perdl.clients.app import identify
+from flwr_perdl.clients._cohort import Fitted, alike, windows
+from flwr_perdl.clients._state import PrivateState, private_folder
+from flwr_perdl.clients.app import Member
 from flwr_perdl.dictionary import (
     Learner,
+    OrthogonalLearner,
     WarmStart,
     align_to_global,
     atom_support,
@@ -27,6 +28,7 @@ from flwr_perdl.dictionary import (
     sparse_code,
     warm_start,
 )
+from flwr_perdl.dictionary.stacks import update_stack
 
 #: The protocol's steps and the keys of its requests' config.
 START = "start"
@@ -39,6 +41,9 @@ LOCAL_STEPS = "perdl.local-steps"
 REFINE_STEPS = "perdl.refine-steps"
 #: Evaluation: numbers of atoms per sample, such as "5,10,20" (orthogonal matching pursuit).
 N_NONZERO = "perdl.n-nonzero"
+
+#: Numbers of samples' features that a cohort holds at once, eight megabytes.
+_WINDOW = 2**20
 
 _DICTIONARY = "dictionary"
 _LOCAL_ATOMS = "local_atoms"
@@ -60,7 +65,7 @@ class _Asked(NamedTuple):
     run: str
 
 
-class DictionaryClient(NumPyClient):
+class DictionaryClient(Member):
     """A client that learns a dictionary of which the *global* atoms are everybody's.
 
     What leaves the client: in the ``"start"`` round its whole dictionary (without atoms that fewer
@@ -105,6 +110,7 @@ class DictionaryClient(NumPyClient):
         min_support: int = 3,
         state_dir: str | Path | None = None,
     ) -> None:
+        super().__init__(context)
         self.X = check_array("X", X, min_rows=1)
         self.learner = learner
         self.context = context
@@ -114,15 +120,7 @@ class DictionaryClient(NumPyClient):
         }
         self.start = start
         self.min_support = check_count("min_support", min_support)
-        self.properties = identify(context)
-        self.partition = int(self.properties[PARTITION_ID])
-        given = state_dir or context.node_config.get("state-dir")
-        given = given or context.run_config.get("state-dir")
-        self._folder = Path(str(given)) / f"client-{self.partition}" if given else None
-
-    def get_properties(self, config: dict[str, Scalar]) -> dict[str, Scalar]:
-        """Return who this client is: ``"partition-id"`` and, where it has one, ``"name"``."""
-        return dict(self.properties)
+        self._folder = private_folder(context, self.partition, state_dir)
 
     # Training --------------------------------------------------------------------------------
 
@@ -165,6 +163,33 @@ class DictionaryClient(NumPyClient):
             "orthogonal": int(self.learner.orthogonal),
         }
         return [sent], len(self.X), metrics
+
+    @classmethod
+    def fit_cohort(
+        cls,
+        clients: Iterable[DictionaryClient],
+        parameters: list[Matrix],
+        config: dict[str, Scalar],
+    ) -> Iterator[Fitted]:
+        """Yield what `fit` of each client returns.
+
+        Updates of orthogonal learners with a threshold are computed at once for clients of one
+        size; everything else is done one by one.
+        """
+        at_once = _read(config).step == UPDATE and not int(config.get(REFINE_STEPS, 0))
+        for window in windows(clients, lambda client: client.X.size, _WINDOW):
+            if not at_once or not len(parameters[0]):
+                yield from (client.fit(parameters, config) for client in window)
+                continue
+            fitted: dict[int, Fitted] = {}
+            for same in alike(window, _kind):
+                members = [window[i] for i in same]
+                if _kind(members[0]) is not None and len(members) > 1:
+                    found = _update_together(members, parameters, config)
+                else:
+                    found = [client.fit(parameters, config) for client in members]
+                fitted.update(zip(same, found, strict=True))
+            yield from (fitted[i] for i in range(len(window)))
 
     def _start(self, asked: _Asked, state: PrivateState) -> tuple[Matrix, Matrix]:
         """Local initialisation (P0, Algorithm 1, lines 2-5)."""
@@ -290,6 +315,42 @@ class DictionaryClient(NumPyClient):
             return _mse(samples, np.zeros_like(samples))
         codes = sparse_code(samples, D, n_nonzero=int(k)) if k else self.learner.code(samples, D)
         return _mse(samples, reconstruct(codes, D))
+
+
+def _kind(client: DictionaryClient) -> Hashable:
+    """Return what clients must share to be updated at once, None if they cannot be."""
+    learner = client.learner
+    if type(learner) is not OrthogonalLearner or learner.n_nonzero is not None:
+        return None
+    return client.X.shape, client.X.dtype, learner, client.min_support
+
+
+def _update_together(
+    clients: list[DictionaryClient], parameters: list[Matrix], config: Mapping[str, Scalar]
+) -> list[Fitted]:
+    """Return what ``fit`` of these clients returns, of one kind and for an update."""
+    first, asked = clients[0], _read(config)
+    G = first._global_atoms(parameters)
+    states = [PrivateState(one.context, asked.run, one._folder) for one in clients]
+    local = [one._local_atoms(G, asked, state) for one, state in zip(clients, states, strict=True)]
+    fitted: dict[int, Fitted] = {}
+    for same in alike(local, lambda atoms: (atoms.shape, atoms.dtype)):
+        D = np.stack([np.vstack([G, local[i]]) for i in same])
+        updates = update_stack(
+            np.stack([clients[i].X for i in same]),
+            D,
+            G,
+            cast(OrthogonalLearner, first.learner),
+            n_steps=int(config.get(LOCAL_STEPS, 1)),
+            statistics=config.get(SENDS) == STATISTICS,
+            orthogonal=bool(config.get(ORTHOGONAL)),
+            min_support=first.min_support,
+        )
+        for i, D, sent, error in zip(same, *updates, strict=True):
+            states[i].save(asked.round, {_LOCAL_ATOMS: D[len(G) :]})
+            metrics: dict[str, Scalar] = {"mse": float(error), "n_atoms": len(D), "orthogonal": 1}
+            fitted[i] = [sent], len(clients[i].X), metrics
+    return [fitted[i] for i in range(len(clients))]
 
 
 def _read(config: Mapping[str, Scalar]) -> _Asked:

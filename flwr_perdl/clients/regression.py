@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 from flwr.app import Context
-from flwr.client import NumPyClient
 
 from flwr_perdl._checks import Matrix, check_array
-from flwr_perdl._records import PARTITION_ID, STEP, Scalar
+from flwr_perdl._records import STEP, Scalar
 from flwr_perdl._threads import one_blas_thread
-from flwr_perdl.clients.app import identify
+from flwr_perdl.clients._cohort import Fitted, alike, windows
+from flwr_perdl.clients.app import Member
 from flwr_perdl.regression import (
     SQUARED,
     Ask,
@@ -19,14 +19,17 @@ from flwr_perdl.regression import (
     Loss,
     SquaredLoss,
     answer,
+    answer_stack,
     apply_features,
 )
 
 #: Options of a request travel in its config under this prefix.
 OPTION = "perdl.option."
+#: Numbers of features that a cohort holds at once, a megabyte.
+_WINDOW = 2**17
 
 
-class RegressionClient(NumPyClient):
+class RegressionClient(Member):
     """A client whose data come from one of k unknown regression models.
 
     It keeps no state. What leaves it: in Phase 1 its part of the residual moment, a d x w matrix
@@ -66,16 +69,11 @@ class RegressionClient(NumPyClient):
         loss: Loss = SQUARED,
         evaluation: tuple[Matrix, Matrix] | None = None,
     ) -> None:
+        super().__init__(context)
         self.features = features
         self.loss = loss
         self.X, self.y = _checked(X, y, features)
         self.held_out = (self.X, self.y) if evaluation is None else _checked(*evaluation, features)
-        self.properties = identify(context)
-        self.partition = int(self.properties[PARTITION_ID])
-
-    def get_properties(self, config: dict[str, Scalar]) -> dict[str, Scalar]:
-        """Return who this client is: ``"partition-id"`` and, where it has one, ``"name"``."""
-        return dict(self.properties)
 
     @one_blas_thread()
     def fit(
@@ -100,6 +98,25 @@ class RegressionClient(NumPyClient):
             Nothing.
         """
         return [answer(self.X, self.y, _asked(parameters, config), self.loss)], len(self.y), {}
+
+    @classmethod
+    def fit_cohort(
+        cls,
+        clients: Iterable[RegressionClient],
+        parameters: list[Matrix],
+        config: dict[str, Scalar],
+    ) -> Iterator[Fitted]:
+        """Yield what `fit` of each client returns; those of one size are computed at once."""
+        ask = _asked(parameters, config)
+        for window in windows(clients, lambda client: client.X.size, _WINDOW):
+            answers: dict[int, Matrix] = {}
+            for same in alike(window, lambda one: (one.X.shape, one.X.dtype, id(one.loss))):
+                X = np.stack([window[i].X for i in same])
+                y = np.stack([window[i].y for i in same])
+                stack = answer_stack(X, y, ask, window[same[0]].loss)
+                answers.update(zip(same, stack, strict=True))
+            for i, client in enumerate(window):
+                yield [answers[i]], len(client.y), {}
 
     @one_blas_thread()
     def evaluate(
@@ -146,7 +163,9 @@ class RegressionClient(NumPyClient):
 
 def _checked(X: Matrix, y: Matrix, features: FeatureMap | None) -> tuple[Matrix, Matrix]:
     """Return features and responses."""
-    X = apply_features(check_array("X", X, min_rows=1), features)
+    X = check_array("X", X, min_rows=1)
+    if features is not None:
+        X = apply_features(X, features)
     y = check_array("y", y, ndim=1)
     if len(y) != len(X):
         raise ValueError(f"y must have {len(X)} entries, got {len(y)}.")

@@ -26,7 +26,12 @@ from numpy.typing import NDArray
 
 from flwr_perdl._checks import Matrix, check_array, check_choice, check_count
 from flwr_perdl._robust import average_of, geometric_median
-from flwr_perdl.dictionary.atoms import least_squares_atoms, normalize_atoms, polar_factor
+from flwr_perdl.dictionary.atoms import (
+    least_squares_atoms,
+    normalize_atoms,
+    polar_factor,
+    polar_factors,
+)
 from flwr_perdl.dictionary.learners import atom_support
 
 METHODS = ("mean", "weighted", "median", "geometric-median", "trimmed")
@@ -179,9 +184,21 @@ def aggregate_statistics(stack: Matrix, current: Matrix, *, orthogonal: bool) ->
     r, d = current.shape
     stack = check_array("stack", stack, ndim=3, columns=d if orthogonal else r + d)
     sent = np.any(stack != 0, axis=2)
-    own = np.stack([_solve(S, current, orthogonal) for S in stack]) if len(stack) else stack
+    own = _solve_each(stack, current, orthogonal)
     kept = sent.any(axis=1) & ~_outliers(own, sent)
     return Aggregation(_solve(stack[kept].sum(axis=0), current, orthogonal), kept)
+
+
+def _solve_each(stack: Matrix, current: Matrix, orthogonal: bool) -> Matrix:
+    """Return the atoms that each client's statistics give; all at once where it sends all rows."""
+    own = np.empty((len(stack), *current.shape), current.dtype)
+    at_once = np.any(stack != 0, axis=2).all(axis=1) & orthogonal
+    if at_once.any():
+        S = stack[at_once].astype(np.result_type(stack, current))
+        own[at_once] = polar_factors(S, np.broadcast_to(current, S.shape))
+    for i in np.flatnonzero(~at_once):
+        own[i] = _solve(stack[i], current, orthogonal)
+    return own
 
 
 def _solve(S: Matrix, current: Matrix, orthogonal: bool) -> Matrix:

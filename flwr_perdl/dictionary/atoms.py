@@ -134,6 +134,35 @@ def polar_factor(S: Matrix, fallback: Matrix) -> Matrix:
     return nearest
 
 
+def polar_factors(S: Matrix, fallback: Matrix) -> Matrix:
+    """Return :func:`polar_factor` of every matrix of a stack, the same bits.
+
+    Parameters
+    ----------
+    S : ndarray of shape (n, n_atoms, n_features)
+        Finite matrices.
+    fallback : ndarray of shape (n, n_atoms, n_features)
+        A dictionary with orthonormal rows for each.
+
+    Returns
+    -------
+    ndarray of shape (n, n_atoms, n_features)
+        Those of matrices with a zero row, or too badly conditioned for the Gram matrix, are
+        computed one by one.
+    """
+    factors, easy = np.empty_like(S), np.flatnonzero(np.all(np.any(S, axis=2), axis=1))
+    largest = np.abs(S[easy]).max(axis=(1, 2), keepdims=True)
+    M = (S[easy] / largest).astype(np.float64)
+    w, U = np.linalg.eigh(M @ M.swapaxes(1, 2))
+    safe = w[:, 0] > _SAFE_GRAM * np.maximum(w[:, -1], 1)
+    w, U, M = w[safe], U[safe], M[safe]
+    Q = (U / np.sqrt(w)[:, None]) @ U.swapaxes(1, 2) @ M
+    factors[easy[safe]] = 1.5 * Q - 0.5 * (Q @ Q.swapaxes(1, 2)) @ Q
+    for i in np.setdiff1d(np.arange(len(S)), easy[safe]):
+        factors[i] = polar_factor(S[i], fallback[i])
+    return factors
+
+
 def _gram_polar(M: Matrix) -> Matrix | None:
     """Polar factor by the eigenvalues of the Gram matrix, None if these are too small for it."""
     w, U = np.linalg.eigh(M @ M.T)
@@ -196,17 +225,42 @@ def atom_distances(A: Matrix, B: Matrix) -> Matrix:
     ndarray of shape (n_a, n_b)
         float64; small distances are exact to rounding of the atoms, not of their products.
     """
-    A = check_array("A", A).astype(np.float64)
-    B = check_array("B", B, columns=A.shape[1]).astype(np.float64)
-    products = A @ B.T
-    squares = (A**2).sum(1)[:, None] + (B**2).sum(1) - 2 * np.abs(products)
-    rows, columns = np.nonzero(squares < _CLOSE)
-    signs = signs_of(products[rows, columns])
-    for at in np.array_split(np.arange(rows.size), rows.size * A.shape[1] // 2**24 + 1):
-        difference = A[rows[at]] - signs[at, None] * B[columns[at]]
-        squares[rows[at], columns[at]] = (difference**2).sum(1)
+    A = check_array("A", A)
+    return _distances(A, check_array("B", B, columns=A.shape[1]))
+
+
+def _distances(A: Matrix, B: Matrix) -> Matrix:
+    """Distances of the atoms of ``A`` and of ``B``, which may be a stack of dictionaries."""
+    A, B = A.astype(np.float64), B.astype(np.float64)
+    products = A @ B.swapaxes(-1, -2)
+    squares = (A**2).sum(-1)[:, None] + (B**2).sum(-1)[..., None, :] - 2 * np.abs(products)
+    close = np.argwhere(squares < _CLOSE)
+    for some in np.array_split(close, len(close) * A.shape[1] // 2**24 + 1):
+        *which, row, column = some.T
+        signs = signs_of(products[(*which, row, column)])
+        difference = A[row] - signs[:, None] * B[(*which, column)]
+        squares[(*which, row, column)] = (difference**2).sum(-1)
     distances: Matrix = np.sqrt(squares)
     return distances
+
+
+def match_stack(A: Matrix, B: Matrix) -> tuple[NDArray[np.intp], Matrix]:
+    """Return the indices and signs of :func:`match_atoms` for a stack of ``B``, the same bits.
+
+    Parameters
+    ----------
+    A : ndarray of shape (n_a, n_features)
+        The atoms that choose.
+    B : ndarray of shape (n, n_b, n_features)
+        The dictionaries to choose from, ``n_b >= n_a``.
+
+    Returns
+    -------
+    indices, signs : ndarray of shape (n, n_a)
+    """
+    indices = np.stack([linear_sum_assignment(costs)[1] for costs in _distances(A, B)])
+    chosen = np.take_along_axis(B, indices[..., None], axis=1)
+    return indices, signs_of(np.einsum("ij,...ij->...i", A, chosen))
 
 
 def match_atoms(A: Matrix, B: Matrix) -> AtomMatch:

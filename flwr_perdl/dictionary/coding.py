@@ -9,19 +9,25 @@ data ``Y`` (d x n), codes ``X`` (r x n) ``X`` (n_samples, n_features), ``C`` (n_
 ======================================= ====================================================
 
 Orthogonal matching pursuit (:func:`omp`) and the lasso (:func:`lasso`) are not in the paper; for
-orthonormal atoms they are :func:`top_k` and :func:`soft_threshold` of ``X @ D.T``.
+orthonormal atoms they are :func:`top_k` and :func:`soft_threshold` of ``X @ D.T``. Nor are FOCUSS
+(:func:`focuss`), which penalises less than the lasso does what is not zero, and non-negative least
+squares (:func:`nonnegative_least_squares`), which has no penalty at all.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flwr_perdl._checks import Matrix, check_array, check_count, check_real
 
-#: Numbers held at once by :func:`omp`.
+#: Numbers held at once by :func:`omp` and :func:`focuss`.
 _WORKSPACE = 2**24
+#: Exchanges of many variables in a row that :func:`nonnegative_least_squares` allows without gain.
+_PATIENCE = 3
 
 
 class Lasso(NamedTuple):
@@ -34,6 +40,19 @@ class Lasso(NamedTuple):
     #: The largest violation of the optimality conditions, relative to ``max |X @ D.T|``.
     violation: float
     #: Whether ``violation`` is within the tolerance.
+    converged: bool
+
+
+class Focuss(NamedTuple):
+    """What :func:`focuss` found."""
+
+    #: Codes, (n_samples, n_atoms).
+    codes: Matrix
+    #: Iterations of the sample that took longest.
+    n_iter: int
+    #: The largest last change of a code, relative to the sample's largest code.
+    change: float
+    #: Whether ``change`` is within the tolerance.
     converged: bool
 
 
@@ -174,6 +193,168 @@ def _violation(C: Matrix, rest: Matrix, alpha: float) -> float:
     """How far ``rest`` is from ``alpha * sign(C)`` (where ``C = 0``: from ``[-alpha, alpha]``)."""
     gap = np.where(C == 0, np.maximum(np.abs(rest) - alpha, 0), np.abs(rest - alpha * np.sign(C)))
     return float(gap.max(initial=0))
+
+
+def focuss(
+    X: Matrix,
+    D: Matrix,
+    alpha: float,
+    *,
+    power: float = 0.5,
+    tol: float = 1e-6,
+    max_iter: int = 200,
+) -> Focuss:
+    """Lower ``0.5 * ||x - c @ D||^2 + alpha / power * sum |c|^power`` for every sample ``x``.
+
+    Regularised FOCUSS (Gorodnitsky and Rao 1997; Rao, Engan, Cotter, Palmer and Kreutz-Delgado
+    2003): every iteration is a ridge regression, its penalty on a code divided by
+    ``|c|^(2 - power)`` of the iteration before, and lowers the objective. It starts from plain
+    ridge regression. With ``power=1`` the objective is the lasso's, and so is the result; below 1
+    there are many local minima, one of which it finds.
+
+    Parameters
+    ----------
+    X : ndarray of shape (n_samples, n_features)
+        Data.
+    D : ndarray of shape (n_atoms, n_features)
+        Atoms.
+    alpha : float
+        Weight of the penalty, positive.
+    power : float, default 0.5
+        Within (0, 1]; the smaller, the sparser and the less shrunk are the codes.
+    tol : float, default 1e-6
+        A sample is done when no code changes by more than this share of its largest one. Codes
+        smaller than that share end up as zeros.
+    max_iter : int, default 200
+        Largest number of iterations.
+
+    Returns
+    -------
+    Focuss
+        Codes, iterations, last change, and whether ``tol`` was reached.
+    """
+    X = check_array("X", X)
+    D = check_array("D", D, columns=X.shape[1])
+    alpha = check_real("alpha", alpha, 0, open_low=True)
+    power = check_real("power", power, 0, 1, open_low=True)
+    tol = max(check_real("tol", tol, 0), 10 * float(np.finfo(X.dtype).eps))
+    C = np.zeros((len(X), len(D)), dtype=np.result_type(X, D))
+    n_iter, change = 0, 0.0
+    if len(X) and len(D):
+        held = len(D) * (X.shape[1] + len(D)) if len(D) < X.shape[1] else X.shape[1] ** 2
+        for rows in np.array_split(np.arange(len(X)), len(X) * held // _WORKSPACE + 1):
+            C[rows], took, last = _reweighted(X[rows], D, alpha, power, tol, max_iter)
+            n_iter, change = max(n_iter, took), max(change, last)
+    return Focuss(C, n_iter, change, change <= tol)
+
+
+def _reweighted(
+    X: Matrix, D: Matrix, alpha: float, power: float, tol: float, max_iter: int
+) -> tuple[Matrix, int, float]:
+    """Codes, iterations, and the largest last change of :func:`focuss`."""
+    C = _ridge(X, D, np.ones((len(X), len(D)), dtype=X.dtype), alpha)
+    todo, n_iter, changes = np.arange(len(X)), 0, np.zeros(len(X))
+    while len(todo) and n_iter < max_iter:
+        old = C[todo]
+        new = _ridge(X[todo], D, np.abs(old) ** (2 - power), alpha)
+        largest = np.abs(new).max(axis=1)
+        changes[todo] = np.abs(new - old).max(axis=1) / np.where(largest > 0, largest, 1)
+        C[todo] = new
+        todo, n_iter = todo[changes[todo] > tol], n_iter + 1
+    C[np.abs(C) <= tol * np.abs(C).max(axis=1, keepdims=True)] = 0
+    return C, n_iter, float(changes.max())
+
+
+def _ridge(X: Matrix, D: Matrix, weights: Matrix, alpha: float) -> Matrix:
+    """Minimise ``||x - c @ D||^2 + alpha * sum c^2 / weight``, with weights per sample and atom."""
+    r, d = D.shape
+    if r < d:  # c = s * ((s D) (s D)' + alpha I)^-1 (s D) x with s^2 = weights
+        scale = np.sqrt(weights)
+        gram = scale[:, :, None] * (D @ D.T) * scale[:, None] + alpha * np.eye(r, dtype=D.dtype)
+        small = np.linalg.solve(gram, (scale * (X @ D.T))[..., None])[..., 0]
+        return np.asarray(scale * small)
+    outer = (D[:, :, None] * D[:, None, :]).reshape(r, d * d)
+    system = (weights @ outer).reshape(-1, d, d) + alpha * np.eye(d, dtype=D.dtype)
+    return np.asarray(weights * (np.linalg.solve(system, X[..., None])[..., 0] @ D.T))
+
+
+def nonnegative_least_squares(X: Matrix, D: Matrix) -> Matrix:
+    """Minimise ``||x - c @ D||`` over ``c >= 0`` for every sample ``x``.
+
+    Block principal pivoting (Kim and Park 2011): guess which codes are positive, solve for them,
+    move every code that turns out on the wrong side, all samples with the same guess at once.
+    The result is exact up to rounding.
+
+    Parameters
+    ----------
+    X : ndarray of shape (n_samples, n_features)
+        Data.
+    D : ndarray of shape (n_atoms, n_features)
+        Linearly independent atoms.
+
+    Returns
+    -------
+    ndarray of shape (n_samples, n_atoms)
+        Codes, zero or positive.
+
+    Raises
+    ------
+    ValueError
+        If the atoms are linearly dependent: the codes would not be determined.
+    """
+    X = check_array("X", X)
+    D = check_array("D", D, columns=X.shape[1])
+    if len(D) and np.linalg.matrix_rank(D) < len(D):
+        raise ValueError(f"D must have linearly independent rows, got shape {D.shape}, dependent.")
+    return nonnegative_from_gram(X @ D.T, D @ D.T)
+
+
+def nonnegative_from_gram(products: Matrix, gram: Matrix) -> Matrix:
+    """Return the codes of :func:`nonnegative_least_squares` from ``X @ D.T`` and ``D @ D.T``.
+
+    Parameters
+    ----------
+    products : ndarray of shape (n_samples, n_atoms)
+        Products of samples and atoms.
+    gram : ndarray of shape (n_atoms, n_atoms)
+        Products of the atoms, positive definite.
+
+    Returns
+    -------
+    ndarray of shape (n_samples, n_atoms)
+    """
+    n, r = products.shape
+    C = np.zeros_like(products)
+    if not n or not r:
+        return C
+    slack = 100 * np.finfo(products.dtype).eps * np.abs(products).max(axis=1, keepdims=True)
+    positive = products > 0
+    fewest, patience = np.full(n, r + 1), np.full(n, _PATIENCE)
+    todo = np.arange(n)
+    while len(todo):
+        for own, rows in _alike(positive[todo]):
+            at = todo[rows]
+            C[at] = 0
+            C[np.ix_(at, own)] = np.linalg.solve(gram[np.ix_(own, own)], products[at][:, own].T).T
+        slope = C[todo] @ gram - products[todo]
+        wrong = np.where(positive[todo], C[todo], slope) < -slack[todo]
+        count = wrong.sum(axis=1)
+        todo, wrong, count = todo[count > 0], wrong[count > 0], count[count > 0]
+        gained = count < fewest[todo]
+        fewest[todo] = np.minimum(count, fewest[todo])
+        patience[todo] = np.where(gained, _PATIENCE, patience[todo] - 1)
+        # Out of patience, only the last wrong code moves: slow, but sure to end.
+        last = r - 1 - wrong[:, ::-1].argmax(axis=1)
+        moving = wrong & ((patience[todo] >= 0)[:, None] | (np.arange(r) == last[:, None]))
+        positive[todo] ^= moving
+    return np.maximum(C, 0)
+
+
+def _alike(sets: NDArray[np.bool_]) -> Iterator[tuple[NDArray[np.intp], NDArray[np.intp]]]:
+    """Yield every different row, as indices, with the numbers of the rows that are the same."""
+    different, of = np.unique(sets, axis=0, return_inverse=True)
+    for number, members in enumerate(different):
+        yield np.flatnonzero(members), np.flatnonzero(of.ravel() == number)
 
 
 def sparse_code(

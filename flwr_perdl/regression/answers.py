@@ -18,7 +18,7 @@ the server learns the curvature of a client's loss and its features' mean square
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from flwr_perdl._checks import Matrix, check_array, check_choice
 from flwr_perdl._random import spawn
 from flwr_perdl.regression.anchors import nearest_group
-from flwr_perdl.regression.clustering import assign, local_change, pack
-from flwr_perdl.regression.losses import SQUARED, Loss
+from flwr_perdl.regression.clustering import assign, local_change
+from flwr_perdl.regression.losses import SQUARED, Loss, SquaredLoss
 from flwr_perdl.regression.moments import moment_step, residual_moment
 
 DESCRIBE = "describe"
@@ -137,8 +137,36 @@ def answer(X: Matrix, y: Matrix, ask: Ask, loss: Loss = SQUARED) -> Matrix:
         raise ValueError(f"y must have {len(X)} entries, got {len(y)}.")
     steps = {DESCRIBE: _describe, MOMENT: _moment, ANCHORS: _anchor, UPDATE: _update}
     check_choice("step", ask.step, steps)
-    ask = ask._replace(arrays=tuple(array.astype(X.dtype) for array in ask.arrays))
-    return steps[ask.step](X, y, ask, loss).astype(X.dtype, copy=False)
+    return steps[ask.step](X, y, _in(X.dtype, ask), loss).astype(X.dtype, copy=False)
+
+
+def answer_stack(X: Matrix, y: Matrix, ask: Ask, loss: Loss = SQUARED) -> Matrix:
+    """Return the answers of clients that have as many points each, and are asked the same.
+
+    They are the same bits as one by one. Updates with the squared loss are computed all at once,
+    everything else client by client.
+
+    Parameters
+    ----------
+    X : ndarray of shape (n_clients, n_samples, d)
+        Features, finite.
+    y : ndarray of shape (n_clients, n_samples)
+        Responses, finite.
+    ask, loss
+        As in :func:`answer`.
+
+    Returns
+    -------
+    ndarray of shape (n_clients, ...)
+    """
+    if ask.step == UPDATE and type(loss) is SquaredLoss:
+        return _update(X, y, _in(X.dtype, ask), loss).astype(X.dtype, copy=False)
+    return np.stack([answer(A, b, ask, loss) for A, b in zip(X, y, strict=True)])
+
+
+def _in(dtype: np.dtype[Any], ask: Ask) -> Ask:
+    """Return the request in the clients' precision."""
+    return ask._replace(arrays=tuple(array.astype(dtype, copy=False) for array in ask.arrays))
 
 
 def _describe(X: Matrix, y: Matrix, ask: Ask, loss: Loss) -> Matrix:
@@ -185,31 +213,53 @@ def _anchor(X: Matrix, y: Matrix, ask: Ask, loss: Loss) -> Matrix:
 
 
 def _update(X: Matrix, y: Matrix, ask: Ask, loss: Loss) -> Matrix:
-    centers, groups = ask.arrays
-    centers = check_array("centers", centers, min_rows=1, columns=X.shape[1])
-    temperature = float(ask.options["temperature"])
+    """Phase 2 at one client, or, with one more axis in front, at many of one size."""
+    n, d = X.shape[-2:]
+    centers = check_array("centers", ask.arrays[0], min_rows=1, columns=d)
     losses = loss.values(X, y, centers)
+    groups = groups_of(ask)
     if len(groups):
-        own = moment_step(X, y, np.zeros_like(centers[0]), np.eye(len(groups[0])))
-        weights = nearest_group(own[None], groups)[0]
+        own = [alone(A, b) for A, b in zip(X.reshape(-1, n, d), y.reshape(-1, n), strict=True)]
+        weights = nearest_group(np.stack(own), groups).reshape(losses.shape)
     else:
-        weights = assign(losses[None], np.array([len(X)]), temperature)[0]
+        weights = assign(losses, n, float(ask.options["temperature"]))
+    if ask.options["soft"]:
+        expected = np.einsum("...k,...k->...", weights, losses)
+        heads = np.stack([np.broadcast_to(expected[..., None], losses.shape), weights], axis=-1)
+        moves = (_change(X, y, t, weights[..., j], ask, loss) for j, t in enumerate(centers))
+        return np.concatenate([heads, np.stack(list(moves), axis=-2)], axis=-1)
+    labels = weights.argmax(axis=-1)
+    least = np.take_along_axis(losses, labels[..., None], axis=-1)[..., 0]
+    heads = np.stack([least, labels], axis=-1)
+    theta = centers[labels]
     if ask.options["local"] == "exact":
-        j = int(weights.argmax())
-        residual = y - X @ centers[j]
-        head, slope = [losses[j], j], X.T @ residual / len(X)
-        return np.concatenate([head, slope, (X.T @ X / len(X)).ravel()])[None]
-    change = np.zeros_like(centers)
-    for j in map(int, np.flatnonzero(weights)):
-        change[j] = local_change(
-            X,
-            y,
-            centers[j],
-            step=float(ask.options["step_size"]),
-            n_steps=int(ask.options["n_steps"]),
-            local=str(ask.options["local"]),
-            weight=float(weights[j]),
-            loss=loss,
-        )
-    packed = pack(change, weights, soft=bool(ask.options["soft"]))
-    return np.column_stack([np.full(len(packed), weights @ losses), packed])
+        across = X.swapaxes(-1, -2)
+        gram = (across @ X / n).reshape(*labels.shape, d * d)
+        tail = np.concatenate([-loss.gradient(X, y, theta), gram], axis=-1)
+    else:
+        tail = _change(X, y, theta, np.ones(labels.shape), ask, loss)
+    return np.concatenate([heads, tail], axis=-1)[..., None, :]
+
+
+def groups_of(ask: Ask) -> Matrix:
+    """Return the groups that clients of an "update" belong to for good, as rows; mostly none."""
+    return ask.arrays[1] if len(ask.arrays) > 1 else ask.arrays[0][:0]
+
+
+def alone(X: Matrix, y: Matrix) -> Matrix:
+    """Return what a client estimates from its own points."""
+    return moment_step(X, y, np.zeros(X.shape[1], X.dtype), np.eye(X.shape[1], dtype=X.dtype))
+
+
+def _change(X: Matrix, y: Matrix, theta: Matrix, weight: Matrix, ask: Ask, loss: Loss) -> Matrix:
+    """Return how the local work that is asked for moves one model."""
+    return local_change(
+        X,
+        y,
+        np.broadcast_to(theta, (*weight.shape, theta.shape[-1])),
+        step=float(ask.options["step_size"]),
+        n_steps=int(ask.options["n_steps"]),
+        local=str(ask.options["local"]),
+        weight=weight,
+        loss=loss,
+    )

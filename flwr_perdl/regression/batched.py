@@ -22,12 +22,13 @@ from flwr_perdl.regression.answers import (
     UPDATE,
     Answers,
     Ask,
+    alone,
     answer,
+    groups_of,
     misfit_bound,
 )
 from flwr_perdl.regression.clustering import assign, spectral_filter
 from flwr_perdl.regression.losses import SQUARED, Loss, SquaredLoss
-from flwr_perdl.regression.moments import moment_step
 from flwr_perdl.regression.two_phase import State, TwoPhase
 
 #: Clients are stacked with others at most this much larger.
@@ -103,11 +104,7 @@ class Clients:
         return _Group(clients, X, y, n, np.zeros((0, 0)), A, b, rest, np.maximum(values, 0))
 
     def _own_estimates(self) -> Matrix:
-        d = self.X[0].shape[1]
-        start, whole = np.zeros(d), np.eye(d)
-        return np.stack(
-            [moment_step(X, y, start, whole) for X, y in zip(self.X, self.y, strict=True)]
-        )
+        return np.stack([alone(X, y) for X, y in zip(self.X, self.y, strict=True)])
 
     def __len__(self) -> int:
         """Return the number of clients."""
@@ -132,7 +129,7 @@ class Clients:
         batched = ask.step in together and not ask.own and not ask.noise
         special = {ask.options.get("local"), ask.options.get("estimate")}
         if self._groups and batched and not special & {"exact", "halves", "pair"}:
-            if ask.step == UPDATE and len(ask.arrays[1]) and not len(self._groups[0].own):
+            if ask.step == UPDATE and len(groups_of(ask)) and not len(self._groups[0].own):
                 own = self._own_estimates()
                 self._groups = [group._replace(own=own[group.clients]) for group in self._groups]
             parts = [together[ask.step](group, ask) for group in self._groups]
@@ -180,7 +177,7 @@ def _residuals(group: _Group, centers: Matrix) -> tuple[Matrix, Matrix]:
 
 
 def _update(group: _Group, ask: Ask) -> Matrix:
-    centers, groups = ask.arrays
+    centers, groups = ask.arrays[0], groups_of(ask)
     squares, residuals = _residuals(group, centers)
     losses = squares / (2 * group.n[:, None])
     if len(groups):

@@ -43,14 +43,14 @@ ROBUST = ("mean", "clip", "trimmed", "median", "geometric-median")
 CLIP = 3.0
 
 
-def assign(losses: Matrix, n_samples: Matrix, temperature: float = 0.0) -> Matrix:
+def assign(losses: Matrix, n_samples: Matrix | int, temperature: float = 0.0) -> Matrix:
     """Return how likely each client is in each cluster (equation 7).
 
     Parameters
     ----------
     losses : ndarray of shape (n_clients, k)
         Mean loss of every model at every client.
-    n_samples : ndarray of shape (n_clients,)
+    n_samples : ndarray of shape (n_clients,), or int
         Points behind each mean.
     temperature : float, default 0
         0: all weight on the least loss, the first of equals.
@@ -61,9 +61,10 @@ def assign(losses: Matrix, n_samples: Matrix, temperature: float = 0.0) -> Matri
         Weights that sum to one.
     """
     if temperature == 0:
-        hard: Matrix = np.eye(losses.shape[1])[losses.argmin(axis=1)]
+        hard: Matrix = np.eye(losses.shape[-1])[losses.argmin(axis=-1)]
         return hard
-    weights: Matrix = softmax(-losses * n_samples[:, None] / temperature, axis=1)
+    n = np.asarray(n_samples)[..., None]
+    weights: Matrix = softmax(-losses * n / temperature, axis=-1)
     return weights
 
 
@@ -75,10 +76,13 @@ def local_change(
     step: float,
     n_steps: int = 5,
     local: str = "fedavg",
-    weight: float = 1.0,
+    weight: float | Matrix = 1.0,
     loss: Loss = SQUARED,
 ) -> Matrix:
     """Return how a client's local work moves one model (Phase 2, line 7).
+
+    With the squared loss ``X``, ``y``, ``theta`` and ``weight`` may have a further axis in front:
+    many clients of one size at once, with the same bits as one by one.
 
     Parameters
     ----------
@@ -105,20 +109,24 @@ def local_change(
         New model minus old model.
     """
     check_choice("local", local, LOCALS)
-    step = step * weight
+    steps = np.asarray(step * weight, X.dtype)[..., None]
     if local == "fedavg":
         moved = theta
         for _ in range(n_steps):
-            moved = moved - step * loss.gradient(X, y, moved)
+            moved = moved - steps * loss.gradient(X, y, moved)
         return moved - theta
     if isinstance(loss, SquaredLoss):
-        n, d = X.shape
+        n, d = X.shape[-2:]
+        across, scale = X.swapaxes(-1, -2), steps[..., None] / n
         if n <= d:
-            kernel = np.eye(n) + step / n * (X @ X.T)
-            change: Matrix = step / n * (X.T @ np.linalg.solve(kernel, y - X @ theta))
+            kernel = np.eye(n, dtype=X.dtype) + scale * (X @ across)
+            residual = y[..., None] - X @ theta[..., None]
+            change: Matrix = (scale * (across @ np.linalg.solve(kernel, residual)))[..., 0]
             return change
-        return np.linalg.solve(np.eye(d) + step / n * (X.T @ X), -step * loss.gradient(X, y, theta))
-    return _proximal(X, y, theta, step, loss)
+        slope = -steps * loss.gradient(X, y, theta)
+        kernel = np.eye(d, dtype=X.dtype) + scale * (across @ X)
+        return np.linalg.solve(kernel, slope[..., None])[..., 0]
+    return _proximal(X, y, theta, float(steps[0]), loss)
 
 
 def _proximal(X: Matrix, y: Matrix, theta: Matrix, step: float, loss: Loss) -> Matrix:
@@ -185,29 +193,6 @@ def spectral_filter(x: Matrix, n_steps: int = 5, local: str = "fedavg") -> Matri
     return filtered
 
 
-def pack(change: Matrix, weights: Matrix, *, soft: bool = False) -> Matrix:
-    """Return what a client sends of its update.
-
-    Parameters
-    ----------
-    change : ndarray of shape (k, d)
-        Per model.
-    weights : ndarray of shape (k,)
-        The client's assignment.
-    soft : bool, default False
-        Whether to send all models' changes.
-
-    Returns
-    -------
-    ndarray of shape (1, d + 1) or (k, d + 1)
-        Its cluster's index and change, ``d + 1`` numbers; soft: per model, weight and change.
-    """
-    if soft:
-        return np.column_stack([weights, change]).astype(change.dtype, copy=False)
-    j = weights.argmax()
-    return np.concatenate([[j], change[j]])[None].astype(change.dtype, copy=False)
-
-
 class Average(NamedTuple):
     """What the clients' updates come to."""
 
@@ -231,7 +216,7 @@ def aggregate(
     Parameters
     ----------
     packed : ndarray of shape (n_clients, 1 or k, d + 1)
-        From :func:`pack`.
+        Each client's cluster and its change of that model; soft: per model, weight and change.
     n_samples : ndarray of shape (n_clients,)
         Number of points of each client.
     n_clusters : int

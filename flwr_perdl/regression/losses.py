@@ -32,21 +32,25 @@ class Loss(Protocol):
 
 
 class SquaredLoss:
-    """Half the mean squared residual: ``||y - X @ theta||^2 / (2 n)``."""
+    """Half the mean squared residual: ``||y - X @ theta||^2 / (2 n)``.
+
+    ``X``, ``y`` and ``theta`` may have further axes in front: many clients of one size at once.
+    """
 
     def values(self, X: Matrix, y: Matrix, centers: Matrix) -> Matrix:
         """Return half the mean squared residual of every model."""
-        residuals = y[:, None] - X @ centers.T
-        loss: Matrix = np.einsum("nk,nk->k", residuals, residuals) / (2 * len(X))
+        residuals = y[..., None] - X @ centers.T
+        loss: Matrix = np.einsum("...nk,...nk->...k", residuals, residuals) / (2 * X.shape[-2])
         return loss
 
     def gradient(self, X: Matrix, y: Matrix, theta: Matrix) -> Matrix:
         """Return ``X.T @ (X @ theta - y) / n``."""
-        slope: Matrix = X.T @ (X @ theta - y) / len(X)
+        residual = X @ theta[..., None] - y[..., None]
+        slope: Matrix = (X.swapaxes(-1, -2) @ residual)[..., 0] / X.shape[-2]
         return slope
 
     def curvature(self, X: Matrix) -> float:
-        """Return the largest eigenvalue of ``X.T @ X / n``."""
+        """Return the largest eigenvalue of ``X.T @ X / n``, of one client."""
         gram = X @ X.T if len(X) <= X.shape[1] else X.T @ X
         return max(float(np.linalg.eigvalsh(gram)[-1]), 0.0) / len(X)
 

@@ -21,9 +21,11 @@ Deviations, and why:
   ``[(sum eps)(sum eps)' - sum eps eps'] / (n - 1)``: as unbiased as the paper's one pair per client
   (``"pair"``) or two halves per client (``"halves"``), with the least variance.
 - ``step="least-squares"`` (the default) fits the residuals inside the subspace, which is what
-  moment descent converges to. The sign of the paper's direction is undetermined; here it is the
-  one along which the anchor's mean ``eps`` points. Its stopping rule needs the separation Delta and
-  is left out. ``"line-search"`` takes the paper's direction with the best step for the anchor.
+  moment descent converges to, along the directions in which the client's points vary: few points
+  whose features are nearly collinear would send the estimate anywhere. The sign of the paper's
+  direction is undetermined; here it is the one along which the anchor's mean ``eps`` points. Its
+  stopping rule needs the separation Delta and is left out. ``"line-search"`` takes the paper's
+  direction with the best step for the anchor.
 - Points are reused in every iteration, as in the paper's experiments.
 
 What each party learns: the server d x width sums of a client's residual moments, and an anchor's
@@ -38,6 +40,9 @@ from typing import NamedTuple
 import numpy as np
 
 from flwr_perdl._checks import Matrix, check_array, check_choice, check_count
+
+#: Along directions in which a client's points vary less than this, over the most, nothing moves.
+_VARIES = 0.1
 
 ESTIMATES = ("u-statistic", "halves", "pair")
 STEPS = ("least-squares", "line-search", "paper")
@@ -194,7 +199,7 @@ def moment_step(
     residual = y - X @ theta
     projected = X @ U
     if step == "least-squares":
-        coefficients: Matrix = np.linalg.lstsq(projected, residual, rcond=None)[0]
+        coefficients: Matrix = np.linalg.lstsq(projected, residual, rcond=_VARIES)[0]
         fitted: Matrix = theta + U @ coefficients
         return fitted
     eps = projected * residual[:, None]

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.special import logsumexp, softmax
 
 from flwr_perdl._checks import Matrix, check_array, check_count, check_real
@@ -47,7 +48,7 @@ class Mixture(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The mixture with the number of clusters that predicts best."""
+    """The mixture with the fewest clusters that predicts as well as any."""
 
     mixture: Mixture
     #: Numbers of clusters tried.
@@ -142,16 +143,12 @@ def _alternate(statistics: Matrix, weights: Matrix, softness: float, shrinkage: 
     total = moments.sum(axis=0)
     tiny = np.finfo(float).tiny
     prior = np.diag(np.maximum(np.diag(total)[:d], tiny)) / max(n.sum(), 1)
-    pooled = _solve(total[:d, :d] + prior, total[:d, d])
+    pooled = _solve((total[:d, :d] + prior)[None], total[None, :d, d])[0]
     for _ in range(_MOST_ITERATIONS):
         sums = np.tensordot(weights, moments, axes=(0, 0))
-        centers = np.stack(
-            [
-                _solve(
-                    S[:d, :d] + (shrinkage + 1e-9) * prior, S[:d, d] + shrinkage * prior @ pooled
-                )
-                for S in sums
-            ]
+        centers = _solve(
+            sums[:, :d, :d] + (shrinkage + 1e-9) * prior,
+            sums[:, :d, d] + shrinkage * prior @ pooled,
         )
         squares = _squares(moments, centers)
         variance = max(float((weights * squares).sum() / max(n.sum(), 1)), tiny)
@@ -165,8 +162,11 @@ def _alternate(statistics: Matrix, weights: Matrix, softness: float, shrinkage: 
 
 
 def _solve(A: Matrix, b: Matrix) -> Matrix:
-    """Least squares by normal equations of any rank."""
-    return np.asarray(np.linalg.lstsq(A, b, rcond=None)[0])
+    """Least squares by normal equations, (k, d, d) and (k, d), of any rank."""
+    try:
+        return np.linalg.solve(A, b[..., None])[..., 0]
+    except np.linalg.LinAlgError:
+        return np.stack([np.linalg.lstsq(S, c, rcond=None)[0] for S, c in zip(A, b, strict=True)])
 
 
 def _squares(moments: Matrix, centers: Matrix) -> Matrix:
@@ -186,7 +186,10 @@ def choose_mixture(
     shrinkage: float = 100.0,
     restarts: int = 4,
 ) -> Choice:
-    """Fit mixtures of every candidate size, and keep the one that predicts best.
+    """Fit mixtures of every candidate size, and keep the smallest that predicts as well as any.
+
+    That is the smallest whose error exceeds the least by no more than one standard error; the error
+    is of the difference between the two, over the clients.
 
     Parameters
     ----------
@@ -210,16 +213,23 @@ def choose_mixture(
     options = {"softness": softness, "shrinkage": shrinkage}
     whole = statistics.sum(axis=1)
     d = round(np.sqrt(whole.shape[1] - 1)) - 1
-    errors = []
-    for k in candidates:
-        error = 0.0
+    squares = np.zeros((len(candidates), len(whole)))
+    for own_squares, k in zip(squares, candidates, strict=True):
         for fold in np.moveaxis(statistics, 1, 0):
             mixture = fit_mixture(whole - fold, k, rng=rng, restarts=restarts, **options)
             own = mixture.weights @ mixture.centers
             moments = fold[:, 1:].reshape(len(fold), d + 1, d + 1)
             signed = np.column_stack([-own, np.ones(len(own))])
-            error += float(np.einsum("id,ide,ie->", signed, moments, signed))
-        errors.append(error / max(float(whole[:, 0].sum()), 1))
-    best = candidates[int(np.argmin(errors))]
+            own_squares += np.einsum("id,ide,ie->i", signed, moments, signed)
+    errors = squares.sum(axis=1) / max(float(whole[:, 0].sum()), 1)
+    best = min(k for k, good in zip(candidates, _as_good(squares), strict=True) if good)
     mixture = fit_mixture(whole, best, rng=rng, restarts=restarts, **options)
-    return Choice(mixture, tuple(candidates), tuple(errors))
+    return Choice(mixture, tuple(candidates), tuple(errors.tolist()))
+
+
+def _as_good(squares: Matrix) -> NDArray[np.bool_]:
+    """Tell which rows of sums per client exceed the least by a standard error at most."""
+    excess = squares - squares[squares.sum(axis=1).argmin()]
+    error = np.sqrt(squares.shape[1] * excess.var(axis=1))
+    good: NDArray[np.bool_] = excess.sum(axis=1) <= error
+    return good

@@ -323,7 +323,8 @@ class TwoPhase:
             options |= {"local": self.local, "n_steps": self.n_steps}
             options |= {"step_size": state.step_size, "soft": int(self.softness > 0)}
             options["temperature"] = self.softness * state.variance
-            return Ask(UPDATE, (self._ahead(state), state.thetas), options)
+            groups = (state.thetas,) if len(state.thetas) else ()
+            return Ask(UPDATE, (self._ahead(state), *groups), options)
         return Ask(DESCRIBE)
 
     def _ahead(self, state: State) -> Matrix:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from flwr_perdl.simulations.experiments import EXPERIMENTS, FederatedExperiment
+
 #: Keys that say how to run, not what.
 _HOW = ("experiment", "out", "resume", "state-dir")
 
@@ -24,3 +26,11 @@ def read_run_config(run_config: Mapping[str, Any]) -> Asked:
     """Return the experiment's name and the options that are set."""
     options = {key: value for key, value in run_config.items() if key not in _HOW and value != ""}
     return Asked(str(run_config.get("experiment", "digits")), options)
+
+
+def all_keys() -> dict[str, Any]:
+    """Return every key that a run config may have, with its empty value."""
+    how: dict[str, Any] = {"experiment": "digits", "out": "", "resume": False, "state-dir": ""}
+    federated = [one for one in EXPERIMENTS.values() if isinstance(one, FederatedExperiment)]
+    options = {key: "" for experiment in federated for key in experiment.DEFAULTS}
+    return {**how, **options}

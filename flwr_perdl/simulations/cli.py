@@ -1,4 +1,4 @@
-"""The command line: ``flwr-perdl list``, ``run``, ``report`` and ``bench``."""
+"""The command line: ``flwr-perdl list``, ``run``, ``up``, ``report`` and ``bench``."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 from rich.table import Table
 
+from flwr_perdl._checks import check_choice
+from flwr_perdl.simulations.deployment import Deployment
 from flwr_perdl.simulations.experiments import EXPERIMENTS
 from flwr_perdl.simulations.report import read_results, write_report
 from flwr_perdl.simulations.runner import Progress, run_experiment
-from flwr_perdl.strategies import TooFewReplies
 
 app = typer.Typer(
-    help="Federated dictionary learning experiments.",
+    help="Federated dictionary learning, clustered regression, learning between neighbours.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -91,6 +92,45 @@ def report(
 
 
 @app.command()
+def up(
+    experiment: Annotated[str, typer.Argument(help="Its name; see `flwr-perdl list`.")] = "digits",
+    nodes: Annotated[int, typer.Option(help="Number of SuperNodes.")] = 3,
+    tls: Annotated[
+        bool, typer.Option("--tls", help="Encrypt, and admit registered SuperNodes only.")
+    ] = False,
+    rounds: Annotated[int | None, typer.Option(help="Communication rounds.")] = None,
+    seed: Annotated[int, typer.Option(help="The run's one seed.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Folder for results and logs.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
+    keep_state: Annotated[
+        bool, typer.Option("--keep-state", help="Keep the nodes' private state on disk.")
+    ] = False,
+    option: Annotated[
+        list[str] | None, typer.Option("--option", "-o", help="key=value; may be repeated.")
+    ] = None,
+) -> None:
+    """Run an experiment on a real SuperLink and real SuperNodes on this machine.
+
+    Everything is a process of its own and ends with the run. Logs, keys and certificates lie in
+    the folder `deployment` beside the results.
+    """
+    console = _console()
+    folder = (out or Path("runs") / f"{experiment}-deployed").absolute()
+    config = {"experiment": experiment, "out": str(folder), "seed": seed, "resume": resume}
+    if rounds is not None:
+        config["rounds"] = rounds
+    with _errors_in_a_sentence():
+        check_choice("experiment", experiment, EXPERIMENTS)
+        config.update(_pair(text) for text in option or [])
+        states = (lambda k: {"state-dir": str(folder / "state")}) if keep_state else None
+        with Deployment(
+            folder / "deployment", nodes, tls=tls, node_config=states, tell=console.print
+        ) as deployment:
+            deployment.run(config)
+        _show(console, read_results(folder), folder)
+
+
+@app.command()
 def bench() -> None:
     """Run the scripts in the folder benchmarks/."""
     scripts = sorted(Path("benchmarks").glob("[!_]*.py"))
@@ -121,16 +161,16 @@ def _errors_in_a_sentence() -> Iterator[None]:
     """Say what is wrong on stderr, without a traceback, and exit with status 2."""
     try:
         yield
-    except (ValueError, OSError, TooFewReplies) as error:
+    except (ValueError, OSError, RuntimeError) as error:
         print(f"flwr-perdl: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
 
 
 @contextmanager
 def _bar(console: Console) -> Iterator[Callable[[Progress], None]]:
-    """Show rounds, error and time left; yield what takes a `Progress`."""
+    """Show rounds (or parts of a run), error and time left; yield what takes a `Progress`."""
     columns = (
-        TextColumn("round"),
+        TextColumn("step"),
         MofNCompleteColumn(),
         BarColumn(),
         TextColumn("error {task.fields[error]}"),

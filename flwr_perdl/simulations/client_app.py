@@ -7,7 +7,7 @@ from flwr.client import NumPyClient
 
 from flwr_perdl.clients import client_app
 from flwr_perdl.simulations._run_config import read_run_config
-from flwr_perdl.simulations.experiments import configure, find
+from flwr_perdl.simulations.experiments import FederatedExperiment, configure, find
 
 
 def make_client(context: Context) -> NumPyClient:
@@ -15,6 +15,8 @@ def make_client(context: Context) -> NumPyClient:
     name, options = read_run_config(context.run_config)
     clients = int(context.node_config["num-partitions"])
     experiment = find(name)
+    if not isinstance(experiment, FederatedExperiment):
+        raise ValueError(f"{name} must run in process: it has no Flower clients.")
     return experiment.client(
         context, configure(experiment, options={**options, "clients": clients})
     )

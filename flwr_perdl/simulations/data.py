@@ -95,7 +95,7 @@ def load_images(path: str) -> Images:
     ValueError
         If the file cannot be read, a key is missing, or an array is not as described.
     """
-    X, y = _bundled_digits() if not path else _read(path, "X", "y")
+    X, y = _bundled_digits() if not path else read_arrays(path, "X", "y")
     if X.ndim not in (2, 3) or not len(X):
         raise ValueError(f"X in {path} must be (n, h, w) or (n, n_features), got shape {X.shape}.")
     if X.dtype.kind not in "biu" and X.dtype not in (np.float64, np.float32):
@@ -124,8 +124,14 @@ def _bundled_digits() -> tuple[NDArray[Any], NDArray[Any]]:
     return digits.images / 16, digits.target
 
 
-def _read(path: str, *keys: str) -> list[NDArray[Any]]:
-    """Return the arrays named ``keys`` of an ``.npz`` file."""
+def read_arrays(path: str, *keys: str) -> list[NDArray[Any]]:
+    """Return the arrays named ``keys`` of an ``.npz`` file, in this order.
+
+    Raises
+    ------
+    ValueError
+        If the file is not there or cannot be read, or a key is missing.
+    """
     if not Path(path).is_file():
         raise ValueError(f"data must be a file, got {path!r}.")
     try:

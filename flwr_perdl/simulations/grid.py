@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from copy import copy, deepcopy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
+from logging import DEBUG
 from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    Context,
+    Error,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.clientapp import ClientApp
+from flwr.common import log
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 from flwr_perdl import _compat
 from flwr_perdl._checks import check_count
-from flwr_perdl._records import PARTITION_ID
+from flwr_perdl._records import PARTITION_ID, same_request
+from flwr_perdl.clients.app import NumPyClientApp
 
 RUN_ID = 1
 
@@ -24,7 +36,7 @@ FAULTS = ("error", "silence", "nan", "shape", "empty")
 
 
 class InProcessGrid(Grid):
-    """Virtual nodes that are called one after the other, in this process.
+    """Virtual nodes that are called in this process, one after the other or many at once.
 
     Records are copied both ways, as on a wire: what one side changes, the other does not see. An
     exception in the ClientApp becomes an error reply, and the client's state is what it was before.
@@ -108,16 +120,30 @@ class InProcessGrid(Grid):
         return list(self.contexts)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Call the ClientApp once per message; the replies wait to be pulled."""
-        ids = []
+        """Call the ClientApp, and return the messages' ids; the replies wait to be pulled.
+
+        Training messages that follow each other and ask the same are handed over together where
+        the clients' type can take the step in one go; the replies are the same bits.
+        """
+        ids: list[str] = []
+        cohort: list[Message] = []
+        asked: set[int] = set()
         for message in messages:
             self._count += 1
             identifier = f"message-{self._count}"
             _compat.stamp(message, RUN_ID, identifier)
-            reply = self._call(message)
-            if reply is not None:
-                self._replies[identifier] = reply
             ids.append(identifier)
+            fault = self._fault(message)
+            node = message.metadata.dst_node_id
+            if cohort and (fault or node in asked or not same_request(cohort[0], message)):
+                self._call_together(cohort)
+                cohort, asked = [], set()
+            if fault is None and message.metadata.message_type == MessageType.TRAIN:
+                cohort.append(message)
+                asked.add(node)
+            else:
+                self._keep(message, self._call(message, fault))
+        self._call_together(cohort)
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
@@ -131,12 +157,42 @@ class InProcessGrid(Grid):
         """Push the messages and return the replies; a silent node is not waited for."""
         return self.pull_messages(self.push_messages(messages))
 
-    def _call(self, message: Message) -> Message | None:
-        """Return the reply of the node that ``message`` is for."""
-        context = self.contexts[message.metadata.dst_node_id]
-        fault = self.faults and self.faults(int(context.node_config[PARTITION_ID]), message)
+    def _fault(self, message: Message) -> str | None:
+        """Return what is to go wrong with this message."""
+        if self.faults is None:
+            return None
+        fault = self.faults(int(self._context(message).node_config[PARTITION_ID]), message)
         if fault is not None and fault not in FAULTS:
             raise ValueError(f"a fault must be one of {FAULTS}, got {fault!r}.")
+        return fault
+
+    def _context(self, message: Message) -> Context:
+        return self.contexts[message.metadata.dst_node_id]
+
+    def _keep(self, message: Message, reply: Message | None) -> None:
+        if reply is not None:
+            self._replies[message.metadata.message_id] = reply
+
+    def _call_together(self, cohort: list[Message]) -> None:
+        """Let the app reply to messages that ask the same; one by one if it cannot or errs."""
+        replies: Sequence[Message | None] | None = None
+        if len(cohort) > 1 and isinstance(self.app, NumPyClientApp):
+            contexts = [self._context(message) for message in cohort]
+            states = [dict(context.state) for context in contexts]
+            try:
+                replies = self.app.train_together(cohort, contexts)
+            except Exception as error:
+                log(DEBUG, "A cohort of %d clients erred: %s", len(cohort), error)
+                for context, state in zip(contexts, states, strict=True):
+                    context.state = RecordDict(state)
+        if replies is None:
+            replies = [self._call(message, None) for message in cohort]
+        for message, reply in zip(cohort, replies, strict=True):
+            self._keep(message, reply)
+
+    def _call(self, message: Message, fault: str | None) -> Message | None:
+        """Return the reply of the node that ``message`` is for."""
+        context = self._context(message)
         if fault == "silence":
             return None
         kept = _twin(context.state) if context.state else RecordDict()
@@ -157,8 +213,14 @@ class InProcessGrid(Grid):
 
 def _twin(content: RecordDict) -> RecordDict:
     """Return a copy of all records; only the arrays' bytes, which cannot change, are shared."""
-    arrays = (array for record in content.array_records.values() for array in record.values())
-    return deepcopy(content, {id(array): copy(array) for array in arrays})
+    twin = RecordDict()
+    for name, record in content.items():
+        own: Any = record.copy()
+        for key, value in record.items():
+            if isinstance(value, Array | list):
+                own[key] = copy(value)
+        twin[name] = own
+    return twin
 
 
 def _spoilt(content: RecordDict, fault: str | None) -> RecordDict:

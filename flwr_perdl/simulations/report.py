@@ -15,6 +15,9 @@ from flwr_perdl.simulations.outcome import RESULTS
 
 REPORT = "report.html"
 
+#: A cell of more characters is a text and wraps.
+LONG = 40
+
 _PAGE = Template("""<!doctype html>
 <html lang="en">
 <head>
@@ -48,6 +51,7 @@ th, td { padding: .4rem .6rem; text-align: right; white-space: nowrap;
   font-variant-numeric: tabular-nums }
 th { background: var(--band); font-weight: 600 }
 th:first-child, td:first-child { text-align: left; white-space: normal; min-width: 8rem }
+td.long { text-align: left; white-space: normal; min-width: 20rem }
 tbody tr + tr td { border-top: 1px solid var(--line) }
 figure { margin: 0 }
 img { display: block; width: 100%; height: auto; background: #fff; border: 1px solid var(--line);
@@ -116,9 +120,9 @@ def read_results(out: Path) -> dict[str, Any]:
 
 def render(results: Mapping[str, Any], out: Path) -> str:
     """Return the page of ``results``, whose figures lie in ``out``."""
-    facts = {
-        "clients": results["config"]["clients"],
-        "rounds": results["rounds"],
+    facts = {  # "0" stands for what does not apply
+        "clients": str(results["config"]["clients"]),
+        "rounds": str(results["rounds"]),
         "floats sent per client": f"{results['floats_up']:,.0f}",
         "floats received per client": f"{results['floats_down']:,.0f}",
         "seconds in all": f"{results['seconds']:.1f}",
@@ -133,7 +137,7 @@ def render(results: Mapping[str, Any], out: Path) -> str:
         title=escape(results["experiment"]),
         about=escape(f"{results['about']} (after {results['source']})."),
         facts="".join(
-            f"<li><b>{escape(str(v))}</b><span>{k}</span></li>" for k, v in facts.items()
+            _fact(escape(str(value)), name) for name, value in facts.items() if value != "0"
         ),
         body="\n".join(body),
         settings=escape(_listing(results["config"])),
@@ -160,7 +164,12 @@ def _table(table: Mapping[str, Any]) -> str:
 
 
 def _row(cells: Sequence[str]) -> str:
-    return "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
+    return "<tr>" + "".join(map(_cell, cells)) + "</tr>"
+
+
+def _cell(cell: str) -> str:
+    long = " class='long'" if len(cell) > LONG else ""
+    return f"<td{long}>{escape(cell)}</td>"
 
 
 def _figure(figure: Mapping[str, str], out: Path) -> str:

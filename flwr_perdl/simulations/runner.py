@@ -6,6 +6,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,13 @@ from flwr_perdl._checks import check_choice
 from flwr_perdl._threads import one_blas_thread
 from flwr_perdl.simulations.engine import ENGINES, Config, EvaluateFn, Federated
 from flwr_perdl.simulations.engine import federate as run_federation
-from flwr_perdl.simulations.experiments import Experiment, Value, configure, find
+from flwr_perdl.simulations.experiments import (
+    Experiment,
+    FederatedExperiment,
+    Value,
+    configure,
+    find,
+)
 from flwr_perdl.simulations.outcome import to_results, write
 from flwr_perdl.simulations.report import write_report
 from flwr_perdl.strategies import RoundReport
@@ -34,7 +41,7 @@ class Progress(NamedTuple):
     Attributes
     ----------
     done, total : int
-        Communication rounds, over all federations of the run.
+        Communication rounds, over all federations of the run; parts of a run without any.
     error : float or None
         The experiment's error so far.
     """
@@ -79,7 +86,7 @@ def run_experiment(
     options : mapping, optional
         The experiment's further options by name.
     progress : callable, optional
-        Called with a `Progress` after every round.
+        Called with a `Progress` after every round, or part of a run without federations.
 
     Returns
     -------
@@ -100,6 +107,10 @@ def run_experiment(
     experiment = find(name)
     if not isinstance(engine, Grid):
         check_choice("engine", engine, ENGINES)
+    if engine != "in-process" and not isinstance(experiment, FederatedExperiment):
+        raise ValueError(
+            f"{name} must run in process: its nodes talk to their neighbours, without a server."
+        )
     config = configure(
         experiment,
         clients=clients,
@@ -116,7 +127,10 @@ def run_experiment(
     session = _Session(experiment, config, engine, folder, resume, progress)
     started = time.perf_counter()
     with one_blas_thread():
-        outcome = experiment.run(config, session.federate, session.keep)
+        if isinstance(experiment, FederatedExperiment):
+            outcome = experiment.run(config, partial(session.federate, experiment), session.keep)
+        else:
+            outcome = experiment.run(config, session.keep)
     results = to_results(
         outcome,
         experiment=experiment.NAME,
@@ -161,21 +175,29 @@ class _Session:
         resume: bool,
         progress: Callable[[Progress], None] | None,
     ) -> None:
-        self._experiment = experiment
-        self._federations = experiment.federations(config)
+        self._federations: list[Config] = []
+        if isinstance(experiment, FederatedExperiment):
+            self._federations = experiment.federations(config)
+        self._shown = experiment.ERROR
         self._engine = engine
         self._folder = folder
         self._resume = resume
         self._progress = progress
         self._total = sum(int(one["rounds"]) for one in self._federations)
         self._error: float | None = None
+        self._kept = 0
         if not isinstance(engine, str) and len(self._federations) > 1:
             raise ValueError(
                 f"inside a Flower run {experiment.NAME} must be one federation, got "
                 f"{len(self._federations)}: choose one seed (seeds=1) and one setting."
             )
 
-    def federate(self, config: Config, evaluate_fn: EvaluateFn | None = None) -> Federated:
+    def federate(
+        self,
+        experiment: FederatedExperiment,
+        config: Config,
+        evaluate_fn: EvaluateFn | None = None,
+    ) -> Federated:
         """Run the federation of ``config``, one of the experiment's.
 
         A run of one federation has checkpoints and continues in the middle of it; a run of many
@@ -189,7 +211,7 @@ class _Session:
             options["resume"] = self._resume
             config = {**config, "state_dir": str((self._folder / _STATE).absolute())}
         return run_federation(
-            self._experiment,
+            experiment,
             config,
             engine=self._engine,
             evaluate_fn=None if evaluate_fn is None else self._noting(evaluate_fn),
@@ -197,17 +219,25 @@ class _Session:
         )
 
     def keep(
-        self, name: str, compute: Callable[[], dict[str, NDArray[Any]]]
+        self, name: str, compute: Callable[[], dict[str, NDArray[Any]]], *, of: int = 0
     ) -> dict[str, NDArray[Any]]:
         """Return what ``compute()`` returns, from disk where a resumed run has it already."""
-        if self._folder is None:
-            return compute()
-        path = self._folder / _KEPT / f"{name}.npz"
-        if self._resume and path.is_file():
-            return _store.load(path).arrays
-        arrays = compute()
-        _store.save(path, arrays, {})
+        self._tell_parts(of)
+        path = None if self._folder is None else self._folder / _KEPT / f"{name}.npz"
+        if path is not None and self._resume and path.is_file():
+            arrays: dict[str, NDArray[Any]] = _store.load(path).arrays
+        else:
+            arrays = compute()
+            if path is not None:
+                _store.save(path, arrays, {})
+        self._kept += 1
+        self._tell_parts(of)
         return arrays
+
+    def _tell_parts(self, of: int) -> None:
+        """Report how many parts of a run without federations are done."""
+        if self._progress is not None and of and not self._total:
+            self._progress(Progress(self._kept, of, self._error))
 
     def _noting(self, evaluate_fn: EvaluateFn) -> EvaluateFn:
         def evaluate(round_: int, arrays: ArrayRecord) -> MetricRecord | None:
@@ -224,5 +254,5 @@ class _Session:
             self._progress(Progress(before + report.round, self._total, self._error))
 
     def _note(self, metrics: Mapping[str, Any]) -> None:
-        if self._experiment.ERROR in metrics:
-            self._error = float(metrics[self._experiment.ERROR])
+        if self._shown in metrics:
+            self._error = float(metrics[self._shown])

@@ -5,11 +5,14 @@ from flwr_perdl.strategies._protocol import Protocol, Request, RoundReport
 from flwr_perdl.strategies._strategy import ProtocolStrategy, await_nodes
 from flwr_perdl.strategies.legacy import as_legacy
 from flwr_perdl.strategies.mixed_regression import FedMD, FedX, OneShotClustering
+from flwr_perdl.strategies.neighbor_relay import FlowerNetwork, NeighborRelay
 from flwr_perdl.strategies.perma import PerMA
 
 __all__ = [
     "FedMD",
     "FedX",
+    "FlowerNetwork",
+    "NeighborRelay",
     "OneShotClustering",
     "Options",
     "PerMA",

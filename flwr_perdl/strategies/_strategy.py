@@ -217,22 +217,11 @@ class ProtocolStrategy(Strategy):
         self, plan: Plan, nodes: Mapping[int, int], message_type: str, config: ConfigRecord
     ) -> list[Message]:
         """Return one message of its own per client (mods change records in place)."""
-        self._sent = [
-            (
-                partition,
-                _message(
-                    RecordDict(
-                        {
-                            ARRAYS: record,
-                            CONFIG: ConfigRecord({**config, **plan.config}),
-                        }
-                    ),
-                    nodes[partition],
-                    message_type,
-                ),
-            )
-            for partition, record in to_records(plan.arrays).items()
-        ]
+        shared = ConfigRecord({**config, **plan.config})
+        self._sent = []
+        for partition, record in to_records(plan.arrays).items():
+            content = RecordDict({ARRAYS: record, CONFIG: shared.copy()})
+            self._sent.append((partition, _message(content, nodes[partition], message_type)))
         return [message for _, message in self._sent]
 
     def _read(

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from scipy.optimize import nnls
 from sklearn.linear_model import Lasso as SklearnLasso
 from sklearn.linear_model import orthogonal_mp
 
@@ -17,6 +18,7 @@ from flwr_perdl.dictionary import (
     sparse_code,
     top_k,
 )
+from flwr_perdl.dictionary.coding import focuss, nonnegative_least_squares
 
 matrices = arrays(float, (3, 5), elements=st.floats(-5, 5))
 
@@ -172,3 +174,101 @@ def test_more_atoms_never_fit_worse(X, k):
 def test_reconstruct_checks_shapes():
     with pytest.raises(ValueError, match="C must have 3 columns"):
         reconstruct(np.ones((2, 4)), np.eye(3))
+
+
+def focuss_objective(X, D, C, alpha, power):
+    fit = 0.5 * ((X - C @ D) ** 2).sum(axis=1)
+    return fit + alpha / power * (np.abs(C) ** power).sum(axis=1)
+
+
+@pytest.mark.parametrize(("r", "d"), [(8, 12), (12, 8)])
+def test_focuss_with_power_one_is_the_lasso(rng, unit, r, d):
+    X, D = rng.standard_normal((20, d)), unit(r, d)
+    ours = focuss(X, D, 0.3, power=1.0, tol=1e-8, max_iter=20000)
+    expected = lasso(X, D, 0.3, tol=1e-12, max_iter=20000).codes
+    assert np.abs(ours.codes - expected).max() < 1e-4
+
+
+@pytest.mark.parametrize("power", [0.3, 0.5, 1.0])
+@pytest.mark.parametrize(("r", "d"), [(8, 12), (30, 8)])
+def test_focuss_lowers_its_objective_in_every_iteration(rng, unit, r, d, power):
+    X, D = rng.standard_normal((20, d)), unit(r, d)
+    runs = [focuss(X, D, 0.1, power=power, tol=0.0, max_iter=n).codes for n in range(12)]
+    values = np.array([focuss_objective(X, D, C, 0.1, power) for C in runs])
+    assert (np.diff(values, axis=0) <= 1e-9).all()
+
+
+def test_focuss_is_stationary_where_codes_are_not_zero(rng, unit):
+    X, D = rng.standard_normal((30, 8)), unit(20, 8)
+    codes, n_iter, change, converged = focuss(X, D, 0.05, tol=1e-9, max_iter=2000)
+    assert converged
+    assert change <= 1e-9
+    assert 1 < n_iter <= 2000
+    used = codes != 0
+    assert 0 < used.sum() < codes.size
+    slope = (X - codes @ D) @ D.T
+    expected = 0.05 * np.sign(codes[used]) * np.abs(codes[used]) ** -0.5
+    assert np.allclose(slope[used], expected, atol=1e-5)
+
+
+def test_focuss_finds_planted_codes_and_shrinks_large_ones_less_than_the_lasso(rng, unit):
+    D = unit(20, 12)
+    C = np.zeros((40, 20))
+    C[np.arange(40), rng.integers(0, 10, 40)] = 4.0
+    C[np.arange(40), rng.integers(10, 20, 40)] = -9.0
+    ours, theirs = focuss(C @ D, D, 0.05).codes, lasso(C @ D, D, 0.05).codes
+    right = ((ours != 0) == (C != 0)).all(axis=1)
+    assert right.mean() > 0.7
+    assert np.abs(ours - C)[right].max() < 0.6 * np.abs(theirs - C)[right].max()
+
+
+def test_focuss_in_pieces_is_focuss(rng, unit, monkeypatch):
+    X, D = rng.standard_normal((50, 8)), unit(12, 8)
+    whole = focuss(X, D, 0.1).codes
+    monkeypatch.setattr("flwr_perdl.dictionary.coding._WORKSPACE", 100)
+    assert np.allclose(focuss(X, D, 0.1).codes, whole, atol=1e-10)
+
+
+def test_focuss_says_when_it_has_not_converged_and_copes_with_nothing(rng, unit):
+    X, D = rng.standard_normal((5, 8)), unit(12, 8)
+    hurried = focuss(X, D, 0.1, max_iter=2)
+    assert hurried.n_iter == 2
+    assert not hurried.converged
+    assert np.array_equal(focuss(np.zeros((2, 8)), D, 0.1).codes, np.zeros((2, 12)))
+    assert focuss(X[:0], D, 0.1).codes.shape == (0, 12)
+    assert focuss(X.astype(np.float32), D.astype(np.float32), 0.1).codes.dtype == np.float32
+
+
+@pytest.mark.parametrize(("r", "d"), [(1, 5), (6, 20), (30, 30)])
+def test_nonnegative_least_squares_is_scipys(rng, r, d):
+    D, X = rng.random((r, d)), rng.standard_normal((200, d)) + 0.5
+    expected = np.stack([nnls(D.T, x)[0] for x in X])
+    assert np.abs(nonnegative_least_squares(X, D) - expected).max() < 1e-9
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    arrays(float, (4, 5), elements=st.floats(-5, 5)),
+    arrays(float, (3, 5), elements=st.floats(0, 1)),
+)
+def test_nonnegative_least_squares_is_optimal(X, spectra):
+    D = np.vstack([spectra + np.eye(3, 5)])
+    if np.linalg.cond(D) > 1e6:
+        return
+    C = nonnegative_least_squares(X, D)
+    slope = (C @ D - X) @ D.T
+    assert (C >= 0).all()
+    assert (slope >= -1e-7).all()
+    assert np.abs(C * slope).max() < 1e-6
+
+
+def test_nonnegative_least_squares_copes_with_atoms_that_are_nearly_alike(rng):
+    D = np.ones((3, 10)) + 1e-3 * rng.standard_normal((3, 10))
+    X = rng.random((50, 3)) @ D + 0.01 * rng.standard_normal((50, 10))
+    expected = np.stack([nnls(D.T, x)[0] for x in X])
+    assert np.allclose(nonnegative_least_squares(X, D), expected, atol=1e-6)
+
+
+def test_nonnegative_least_squares_refuses_dependent_atoms():
+    with pytest.raises(ValueError, match="D must have linearly independent rows"):
+        nonnegative_least_squares(np.ones((2, 3)), np.ones((2, 3)))

@@ -17,7 +17,7 @@ from flwr_perdl.regression import (
     local_change,
     model_error,
 )
-from flwr_perdl.regression.clustering import clip_lengths, pack
+from flwr_perdl.regression.clustering import clip_lengths
 
 
 def client(n: int, d: int = 6) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -96,6 +96,18 @@ def test_a_weight_scales_the_clients_loss() -> None:
     np.testing.assert_allclose(half, local_change(X, y, theta, step=0.1))
 
 
+@pytest.mark.parametrize("local", ["fedavg", "fedprox"])
+@pytest.mark.parametrize("n", [1, 4, 15])
+def test_many_clients_at_once_have_the_bits_of_one_by_one(n: int, local: str) -> None:
+    rng = np.random.default_rng(n)
+    X, y, theta = (rng.standard_normal(shape) for shape in ((5, n, 6), (5, n), (5, 6)))
+    weight = rng.random(5)
+    together = local_change(X, y, theta, step=0.2, local=local, weight=weight)
+    for i in range(5):
+        alone = local_change(X[i], y[i], theta[i], step=0.2, local=local, weight=weight[i])
+        np.testing.assert_array_equal(together[i], alone)
+
+
 def test_averages_by_hand() -> None:
     packed = np.array([[[0.0, 1.0, 1.0]], [[0.0, 4.0, 1.0]], [[2.0, 5.0, 0.0]]])
     n = np.array([1.0, 2.0, 7.0])
@@ -117,12 +129,8 @@ def test_hard_is_soft_with_unit_weights() -> None:
     rng = np.random.default_rng(3)
     changes, labels = rng.standard_normal((8, 4)), rng.integers(3, size=8)
     n, weights = rng.integers(1, 9, 8).astype(float), np.eye(3)[labels]
-    spread = weights[:, :, None] * changes[:, None]
-    rows = list(zip(spread, weights, strict=True))
-    hard = np.stack([pack(change, weight) for change, weight in rows])
-    soft = np.stack([pack(change, weight, soft=True) for change, weight in rows])
-    assert hard.shape == (8, 1, 5)
-    assert soft.shape == (8, 3, 5)
+    hard = np.column_stack([labels, changes])[:, None]
+    soft = np.concatenate([weights[..., None], weights[..., None] * changes[:, None]], axis=2)
     one, other = aggregate(hard, n, 3), aggregate(soft, n, 3, soft=True)
     np.testing.assert_allclose(one.change, other.change, atol=1e-14)
     np.testing.assert_array_equal(one.counts, other.counts)

@@ -45,6 +45,23 @@ def test_collinear_features() -> None:
     assert model_error(folded, data.theta) < 0.1
 
 
+def test_nearly_collinear_features_at_some_clients_make_no_wild_models() -> None:
+    """Every client has a model of its own, so that the subspace is the whole space."""
+    rng = np.random.default_rng(1)
+    thetas = rng.standard_normal((60, 5))
+    X = [rng.standard_normal((40, 5)) for _ in thetas]
+    for A in X[:10]:
+        A[:, 0] = A[:, 1] + 1e-3 * rng.standard_normal(40)
+    y = [A @ theta + rng.standard_normal(40) for A, theta in zip(X, thetas, strict=True)]
+    clients, settings, state = Clients(X, y), TwoPhase(), TwoPhase().begin()
+    longest = np.linalg.norm(thetas, axis=1).max()
+    for round_ in range(1, 41):
+        answers = clients.answer(settings.ask(state, spawn(0, SERVER, round_)))
+        state = settings.advance(state, answers, spawn(0, SERVER, round_))
+        assert np.linalg.norm(state.centers, axis=1).max(initial=0) < longest
+    assert len(state.centers) > 1
+
+
 def test_clients_of_one_point() -> None:
     data = planted()
     X = [A[:1] if i % 2 else A for i, A in enumerate(data.X)]

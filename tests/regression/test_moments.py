@@ -132,6 +132,19 @@ def test_least_squares_in_the_subspace() -> None:
     np.testing.assert_allclose(U @ U.T @ step, step, atol=1e-12)
 
 
+def test_nothing_moves_along_directions_in_which_the_points_hardly_vary() -> None:
+    rng = np.random.default_rng(3)
+    a, b, noise = rng.standard_normal((3, 12))
+    X = np.column_stack([a, a + 1e-3 * b])
+    y = X @ [1.0, 1.0] + noise
+    alone = np.linalg.lstsq(X, y, rcond=None)[0]
+    assert np.abs(alone).max() > 50  # noise over 1e-3 sqrt(12)
+    moved = moment_step(X, y, np.array([0.3, 0.1]), np.eye(2))
+    assert moved[0] - moved[1] == pytest.approx(0.2, abs=1e-2)
+    best = a @ y / (a @ a)  # of models of the sum alone
+    assert moved.sum() == pytest.approx(best, abs=1e-2)
+
+
 def test_the_line_search_is_exact_and_no_step_of_this_direction_is_better() -> None:
     X, y, thetas = client(20)
     U = orthonormal(np.random.default_rng(1).standard_normal((4, 2)))

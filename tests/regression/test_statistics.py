@@ -68,16 +68,24 @@ def test_planted_models_and_labels_are_found() -> None:
     assert (np.diff(found.weights.sum(axis=0)) <= 0).all()
 
 
-@pytest.mark.parametrize("clusters", [1, 3])
+@pytest.mark.parametrize("clusters", [1, 2, 3])
 def test_the_number_of_clusters_is_chosen(clusters: int) -> None:
     data = planted(clusters=clusters)
     choice = choose_mixture(
         by_client(data, 4), rng=np.random.default_rng(0), softness=1, shrinkage=10, restarts=8
     )
-    assert len(choice.mixture.centers) >= clusters
+    assert len(choice.mixture.centers) == clusters
     best = choice.errors[choice.candidates.index(clusters)]
     assert min(choice.errors) > 0.98 * best
     assert clusters == 1 or choice.errors[0] > 2 * best
+
+
+def test_of_numbers_that_predict_alike_the_smallest_is_chosen() -> None:
+    statistics = by_client(planted(noise=3.0), 4)
+    choice = choose_mixture(statistics, (4, 2, 1), rng=np.random.default_rng(0))
+    assert choice.candidates == (4, 2, 1)
+    assert min(choice.errors) < choice.errors[2] < 1.02 * min(choice.errors)
+    assert len(choice.mixture.centers) == 1
 
 
 def test_no_scale_of_a_feature_matters() -> None:

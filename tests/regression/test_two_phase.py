@@ -17,7 +17,7 @@ from flwr_perdl.regression import (
     model_error,
     simulate,
 )
-from flwr_perdl.simulations.mixed_regression_data import Mixed, mixed_regression, setting
+from flwr_perdl.simulations.mixed_regression_data import Mixed, mixed_regression, oracle, setting
 
 THIRDS = np.full(3, 1 / 3)
 
@@ -26,16 +26,6 @@ def small(seed: int = 0, n_clients: int = 60, d: int = 20) -> Mixed:
     """Clients of 1 to 59 points, fewer and more than there are features."""
     rng = np.random.default_rng(seed)
     return mixed_regression(rng.integers(1, 60, n_clients), THIRDS, rng, d=d)
-
-
-def oracle(data: Mixed) -> np.ndarray:
-    """Least squares per true cluster."""
-    models = []
-    for j in range(len(data.theta)):
-        mine = np.flatnonzero(data.labels == j)
-        X, y = np.vstack([data.X[i] for i in mine]), np.concatenate([data.y[i] for i in mine])
-        models.append(np.linalg.lstsq(X, y, rcond=None)[0])
-    return np.stack(models)
 
 
 def one_by_one(

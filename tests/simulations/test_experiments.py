@@ -8,7 +8,7 @@ from flwr_perdl.clients import client_app
 from flwr_perdl.dictionary import reconstruct, sparse_code
 from flwr_perdl.simulations import InProcessGrid, run_experiment
 from flwr_perdl.simulations.data import load_images
-from flwr_perdl.simulations.experiments import EXPERIMENTS, configure, find
+from flwr_perdl.simulations.experiments import EXPERIMENTS, FederatedExperiment, configure, find
 
 COMMON = {"clients", "rounds", "seed"}
 PERMA = {"aggregation", "matching", "min_support"}
@@ -19,6 +19,12 @@ OPTIONS = {
     "global-atoms": PERMA | {"seeds", "noise", "weak", "weak_samples", "samples", "n_global"},
     "mixed-regression": {"setting", "seeds", "k", "variant"},
     "regression": {"data", "k", "splits"},
+    "inference": {"seeds", "agents", "dimension", "connectivity", "loss", "informed", "impulses"},
+    "novel-documents": {"data", "score", "connectivity", "terms", "block"},
+    "biclustering": {"data", "seeds", "atoms", "k", "thresholds", "noise", "informative"},
+    "denoise": {"data", "sigma", "atoms", "delta", "connectivity", "size", "images"},
+    "patches": {"seeds", "update", "replacement", "samples", "noise"},
+    "unmixing": {"data", "tiles", "n_endmembers"},
 }
 
 
@@ -255,3 +261,18 @@ def test_digits_runs_with_every_learner_and_improves_on_the_matching_round(optio
     assert min(curve[1:]) < curve[0]
     zero_code = np.mean(load_images("").X ** 2)
     assert curve[-1] < zero_code
+
+
+NETWORKS = ("inference", "novel-documents", "biclustering", "denoise", "patches", "unmixing")
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_an_experiment_without_a_server_runs_in_process_only(name: str):
+    assert not isinstance(find(name), FederatedExperiment)
+    with pytest.raises(ValueError, match=f"{name} must run in process"):
+        run_experiment(name, engine="ray")
+
+
+def test_all_other_experiments_run_on_every_engine():
+    others = set(EXPERIMENTS) - set(NETWORKS)
+    assert all(isinstance(find(name), FederatedExperiment) for name in others)

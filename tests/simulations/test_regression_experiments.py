@@ -12,9 +12,12 @@ import numpy as np
 import pytest
 from sklearn.linear_model import LinearRegression
 
+from flwr_perdl.regression import model_error
+from flwr_perdl.simulations import run_experiment
 from flwr_perdl.simulations.engine import federate
 from flwr_perdl.simulations.experiments import mixed_regression, regression
 from flwr_perdl.simulations.mixed_regression_data import mixed_regression as draw
+from flwr_perdl.simulations.mixed_regression_data import oracle
 from flwr_perdl.simulations.outcome import Outcome
 
 
@@ -27,7 +30,7 @@ def run(experiment: Any, keep: Any = None, **options: Any) -> Outcome:
     outcome: Outcome = experiment.run(
         config(experiment, **options),
         partial(federate, experiment),
-        keep or (lambda name, compute: compute()),
+        keep or (lambda name, compute, of: compute()),
     )
     return outcome
 
@@ -59,7 +62,18 @@ def test_the_oracle_is_least_squares_with_the_true_labels() -> None:
         model = LinearRegression(fit_intercept=False)
         model.fit(np.vstack([data.X[i] for i in mine]), np.concatenate([data.y[i] for i in mine]))
         errors.append(np.linalg.norm(model.coef_ - theta))
-    assert mixed_regression._oracle(data) == pytest.approx(max(errors))
+    assert model_error(oracle(data), data.theta) == pytest.approx(max(errors))
+
+
+def test_a_batched_run_tells_how_far_it_is() -> None:
+    seen: list[Any] = []
+    run_experiment("regression", rounds=9, options={"splits": 2, "k": "2"}, progress=seen.append)
+    assert [(state.done, state.total) for state in seen] == [(n, 3) for n in (0, 1, 1, 2, 2, 3)]
+
+
+def test_too_few_rounds_for_phase_1_are_refused() -> None:
+    with pytest.raises(ValueError, match="rounds must be more than Phase 1 takes, got 2"):
+        run(regression, splits=1, k="2", rounds=2)
 
 
 def test_one_federation_runs_through_flower_and_is_the_batched_path() -> None:
@@ -89,7 +103,7 @@ def test_the_papers_variant_sends_what_the_batched_path_counts() -> None:
 def test_a_study_has_the_stable_figures_and_both_panels() -> None:
     kept: dict[str, Any] = {}
 
-    def keep(name: str, compute: Callable[[], Any]) -> Any:
+    def keep(name: str, compute: Callable[[], Any], of: int) -> Any:
         kept[name] = compute()
         return kept[name]
 
@@ -113,7 +127,7 @@ def test_a_study_has_the_stable_figures_and_both_panels() -> None:
     def refuse() -> Any:
         raise AssertionError("a resumed run computes nothing again")
 
-    again = run(mixed_regression, lambda name, compute: kept.get(name) or refuse(), **options)
+    again = run(mixed_regression, lambda name, compute, of: kept.get(name) or refuse(), **options)
     assert again.metrics == metrics
 
 

@@ -101,6 +101,33 @@ def test_fedx_is_the_batched_path(name: str) -> None:
     np.testing.assert_allclose(found, batched.state.centers, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_a_cohort_has_the_bits_of_one_by_one(name: str, dtype: type) -> None:
+    n_clusters, options, initial = CASES[name]
+    data, calls = planted(n_clients=9), []
+
+    def client(context: Context) -> RegressionClient:
+        i = int(context.node_config["partition-id"]) % 9  # three clients of every size
+        return RegressionClient(data.X[i].astype(dtype), data.y[i].astype(dtype), context)
+
+    def noting(message: Message, context: Context, call: Any) -> Message:
+        calls.append(context.node_id)
+        return call(message, context)
+
+    found = []
+    for mods in ([], [noting]):
+        strategy = FedX(n_clusters, seed=5, min_clients=1, **options, **QUIET)
+        nodes = InProcessGrid(client_app(client, train_mods=mods), 27)
+        start = None if initial is None else ArrayRecord([initial])
+        arrays = strategy.start(nodes, start, num_rounds=10).arrays.to_numpy_ndarrays()
+        found.append((arrays, strategy.history))
+    assert len(calls) == 270
+    (together, history), (alone, other_history) = found
+    np.testing.assert_array_equal(together[0], alone[0])
+    assert history == other_history
+
+
 @pytest.mark.parametrize("options", [{}, {"check_every": 0, "momentum": False, "step_size": 0.05}])
 def test_a_random_start_is_the_batched_path_from_the_same_models(options: dict[str, Any]) -> None:
     data, settings = planted(), TwoPhase(3, **options)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flwr.app import ArrayRecord, Message
 
+from flwr_perdl.clients import client_app
 from flwr_perdl.dictionary import (
     GradientLearner,
     KSVDLearner,
@@ -17,6 +18,7 @@ from flwr_perdl.dictionary import (
     OrthogonalLearner,
     dictionary_distance,
 )
+from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import PerMA, TooFewReplies
 from flwr_perdl.strategies.perma import AGGREGATIONS, MATCHINGS
 
@@ -33,6 +35,59 @@ def test_the_planted_atoms_are_found(
     atoms = planted.learn(strategy)
     assert dictionary_distance(atoms, planted.planted.global_atoms) < 1e-6
     assert strategy.history[-1].aggregate["mse_full"] < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        ({}, {}),
+        ({"noise": 0.05}, {"aggregation": "mean", "local_steps": 3}),
+        ({"noise": 0.05, "min_support": 0}, {"aggregation": "median"}),
+        ({"noise": 0.05, "min_support": 25}, {"aggregation": "mean"}),
+        ({"n_samples": 8, "noise": 0.1, "min_support": 1}, {}),
+        ({}, {"refine_steps": 1}),
+        ({"learner": OrthogonalLearner(6, n_nonzero=2)}, {}),
+        ({"learner": MODLearner(6)}, {"local_steps": 2}),
+    ],
+    ids=["defaults", "mean", "all sent", "withheld", "few samples", "refined", "omp", "mod"],
+)
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_a_cohort_has_the_bits_of_one_by_one(
+    federation: MakeFederation, make: dict[str, Any], options: dict[str, Any], dtype: type
+) -> None:
+    planted, called = federation(6, **make), []
+    sizes = [1.0, 1.0, 0.7, 1.0, 0.7, 1.0]
+    for X, share in zip(list(planted.planted.samples), sizes, strict=True):
+        planted.planted.samples.append(X[: round(share * len(X))].astype(dtype))
+    del planted.planted.samples[:6]
+
+    def noting(message: Message, context: Any, call: Any) -> Message:
+        called.append(context.node_id)
+        return call(message, context)
+
+    found = []
+    for mods in ([], [noting]):
+        grid = InProcessGrid(client_app(planted.make_client, train_mods=mods), 6)
+        strategy = PerMA(3, evaluate_every=4, **options)
+        arrays = strategy.start(grid, num_rounds=4).arrays.to_numpy_ndarrays()
+        found.append((arrays[0], strategy.history, states(grid)))
+    assert len(called) == 24
+    (atoms, history, kept), (other_atoms, other_history, other_kept) = found
+    np.testing.assert_array_equal(atoms, other_atoms)
+    assert history == other_history
+    assert kept == other_kept
+
+
+def states(grid: InProcessGrid) -> list[dict[str, bytes]]:
+    """Return the bytes of all that the clients keep."""
+    return [
+        {
+            f"{name}/{key}": array.data
+            for name, record in context.state.array_records.items()
+            for key, array in record.items()
+        }
+        for context in grid.contexts.values()
+    ]
 
 
 def test_the_number_of_global_atoms_is_found(federation: MakeFederation) -> None:

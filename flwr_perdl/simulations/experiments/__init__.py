@@ -4,16 +4,27 @@ from __future__ import annotations
 
 from flwr_perdl._checks import check_choice
 from flwr_perdl.simulations.experiments import (
+    biclustering,
+    denoise,
     digits,
     global_atoms,
     images,
+    inference,
     mixed_regression,
+    novel_documents,
+    patches,
     regression,
     synthetic,
+    unmixing,
 )
-from flwr_perdl.simulations.experiments._experiment import Experiment, Value, configure
+from flwr_perdl.simulations.experiments._experiment import (
+    Experiment,
+    FederatedExperiment,
+    Value,
+    configure,
+)
 
-__all__ = ["EXPERIMENTS", "Experiment", "Value", "configure", "find"]
+__all__ = ["EXPERIMENTS", "Experiment", "FederatedExperiment", "Value", "configure", "find"]
 
 EXPERIMENTS: dict[str, Experiment] = {
     digits.NAME: digits,
@@ -22,6 +33,12 @@ EXPERIMENTS: dict[str, Experiment] = {
     global_atoms.NAME: global_atoms,
     mixed_regression.NAME: mixed_regression,
     regression.NAME: regression,
+    inference.NAME: inference,
+    novel_documents.NAME: novel_documents,
+    biclustering.NAME: biclustering,
+    denoise.NAME: denoise,
+    patches.NAME: patches,
+    unmixing.NAME: unmixing,
 }
 
 

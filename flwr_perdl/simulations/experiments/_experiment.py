@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
-from flwr.app import Context
-from flwr.client import NumPyClient
 from numpy.typing import NDArray
 
 from flwr_perdl._checks import check_choice, check_count
@@ -17,17 +15,14 @@ from flwr_perdl.dictionary import (
     MODLearner,
     OrthogonalLearner,
 )
-from flwr_perdl.simulations.engine import Config, EvaluateFn, Federated
+from flwr_perdl.simulations.engine import Config, EvaluateFn, Federated, Federation
 from flwr_perdl.simulations.outcome import Outcome
-from flwr_perdl.strategies import PerMA, ProtocolStrategy
+from flwr_perdl.strategies import PerMA
 
 Value = int | float | str | bool
 
 #: Samples that must stand behind what a client sends, unless ``min_support`` says otherwise.
 MIN_SUPPORT = 3
-
-#: ``keep(name, compute)`` returns what ``compute()`` does; a resumed run finds it on disk.
-Keep = Callable[[str, Callable[[], dict[str, NDArray[Any]]]], dict[str, NDArray[Any]]]
 
 #: Learners whose atoms need not be orthogonal; thresholds serve them badly where atoms are alike,
 #: as on images, so that they code by orthogonal matching pursuit with so many atoms.
@@ -46,7 +41,19 @@ class Federate(Protocol):
         """Return what the federation of ``config`` ends with."""
 
 
-class Experiment(Protocol):
+class Keep(Protocol):
+    """Keep what a part of a run comes to."""
+
+    def __call__(
+        self, name: str, compute: Callable[[], dict[str, NDArray[Any]]], *, of: int = 0
+    ) -> dict[str, NDArray[Any]]:
+        """Return what ``compute()`` does; a resumed run finds it on disk.
+
+        ``of`` says, for the progress of a run without federations, how many parts there are.
+        """
+
+
+class Described(Protocol):
     """A module of this package that runs with ``flwr-perdl run NAME``.
 
     Attributes
@@ -66,17 +73,26 @@ class Experiment(Protocol):
     DEFAULTS: dict[str, Value]
     ERROR: str
 
-    def client(self, context: Context, config: Config) -> NumPyClient:
-        """Return the client of partition ``context.node_config["partition-id"]``."""
 
-    def strategy(self, config: Config, **options: Any) -> ProtocolStrategy:
-        """Return the strategy; ``options`` are the server's own."""
+@runtime_checkable
+class FederatedExperiment(Described, Federation, Protocol):
+    """An experiment with a server and clients: it runs on every engine."""
 
     def federations(self, config: Config) -> list[Config]:
         """Return the config of every federation that `run` asks for, in order."""
 
     def run(self, config: Config, federate: Federate, keep: Keep) -> Outcome:
         """Run the federations and everything that they are compared with."""
+
+
+class NetworkExperiment(Described, Protocol):
+    """An experiment on neighbours without a server: it runs in process."""
+
+    def run(self, config: Config, keep: Keep) -> Outcome:
+        """Run the networks and everything that they are compared with."""
+
+
+Experiment = FederatedExperiment | NetworkExperiment
 
 
 def configure(
@@ -174,3 +190,9 @@ def private(config: Config) -> dict[str, Any]:
     """Return what a client is told of its privacy: its least support, and where it keeps state."""
     least = check_count("min_support", config["min_support"])
     return {"min_support": least, "state_dir": config.get("state_dir")}
+
+
+def check_nodes(config: Config, n_nodes: int, each: str) -> None:
+    """Refuse a number of clients that is not the number of nodes that the options make."""
+    if config["clients"] not in (0, n_nodes):
+        raise ValueError(f"clients must be {n_nodes}, one per {each}, got {config['clients']}.")

@@ -24,7 +24,7 @@ from flwr_perdl.clients.regression import RegressionClient
 from flwr_perdl.regression import Answers, Ask, Clients, TwoPhase, model_error, simulate
 from flwr_perdl.simulations.engine import Config
 from flwr_perdl.simulations.experiments._experiment import Federate, Keep, Value
-from flwr_perdl.simulations.mixed_regression_data import SETTINGS, Mixed, setting
+from flwr_perdl.simulations.mixed_regression_data import SETTINGS, Mixed, oracle, setting
 from flwr_perdl.simulations.outcome import Outcome, Picture, Table
 from flwr_perdl.strategies.mixed_regression import FedX, random_models
 
@@ -128,10 +128,10 @@ def federations(config: Config) -> list[Config]:
 def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
     """Run all methods in every setting and with every seed, and compare them with the oracle."""
     single = federations(config)
-    studies = []
+    studies, runs = [], len(_names(config)) * len(_seeds(config))
     for name in _names(config):
         kept = [
-            keep(f"{name}-seed-{seed}", partial(_one_seed, name, seed, config))
+            keep(f"{name}-seed-{seed}", partial(_one_seed, name, seed, config), of=runs)
             for seed in _seeds(config)
         ]
         studies.append(_study(name, kept))
@@ -181,7 +181,7 @@ class _Counted(Clients):
 def _one_seed(name: str, seed: int, config: Config) -> dict[str, NDArray[Any]]:
     """Return all methods' errors and costs with one seed."""
     data, n_rounds = _data(name, seed), int(config["rounds"])
-    clients, kept = _Counted(data), {"oracle": np.array(_oracle(data))}
+    clients, kept = _Counted(data), {"oracle": np.array(model_error(oracle(data), data.theta))}
     for method, settings, start in _methods(config, data, seed):
         clients.floats = []
         ran = simulate(clients, settings, n_rounds, centers=start, seed=seed)
@@ -247,16 +247,6 @@ def _federated(config: Config, federate: Federate) -> tuple[Matrix, int]:
 
     federated = federate(config, evaluate_fn=evaluate)
     return errors, len(federated.arrays[0]) if federated.arrays else 0
-
-
-def _oracle(data: Mixed) -> float:
-    """Return the error of least squares per cluster with the true labels."""
-    models = []
-    for j in range(len(data.theta)):
-        mine = np.flatnonzero(data.labels == j)
-        X, y = np.vstack([data.X[i] for i in mine]), np.concatenate([data.y[i] for i in mine])
-        models.append(np.linalg.lstsq(X, y, rcond=None)[0])
-    return model_error(np.stack(models), data.theta)
 
 
 @lru_cache(maxsize=2)

@@ -29,7 +29,7 @@ from flwr_perdl.regression import (
     simulate,
     sufficient_statistics,
 )
-from flwr_perdl.simulations.data import _read
+from flwr_perdl.simulations.data import read_arrays
 from flwr_perdl.simulations.engine import Config
 from flwr_perdl.simulations.experiments._experiment import Federate, Keep, Value
 from flwr_perdl.simulations.outcome import Outcome, Picture, Table
@@ -37,7 +37,7 @@ from flwr_perdl.strategies.mixed_regression import FedX
 
 NAME = "regression"
 ABOUT = "Cluster your own clients' regressions (--data), against one model and a model per client"
-SOURCE = "after Su, Xu, Yang, NeurIPS 2022"
+SOURCE = "Su, Xu, Yang, NeurIPS 2022"
 DEFAULTS: dict[str, Value] = {
     "clients": 0,
     "rounds": 100,
@@ -106,11 +106,15 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
     table, seed = _load(str(config["data"])), int(config["seed"])
     count, k = check_count("splits", config["splits"], 1), _k(config)
     splits = [
-        keep(f"split-{i}", partial(_one_split, table, seed + i, k, int(config["rounds"])))
+        keep(
+            f"split-{i}",
+            partial(_one_split, table, seed + i, k, int(config["rounds"])),
+            of=count + 1,
+        )
         for i in range(count)
     ]
     everything = Split([np.arange(len(y)) for y in table.y], [])
-    final = keep("all", partial(_fitted, table, everything, seed, k))
+    final = keep("all", partial(_fitted, table, everything, seed, k), of=count + 1)
     explained = {name: [float(one[f"ev_{name}"]) for one in splits] for name in METHODS}
     d, chosen = final["models"].shape[1], len(final["models"])
     return Outcome(
@@ -119,7 +123,7 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
             "k": float(chosen),
         },
         curves={
-            "cv_error": final["errors"].tolist(),
+            **({"cv_error": final["errors"].tolist()} if k is None else {}),
             **{f"ev_{n}": v for n, v in explained.items()},
         },
         arrays={
@@ -209,6 +213,8 @@ def _two_phases(
     trained = [A[train] for A, train in zip(X, split.train, strict=True)]
     values = [b[train] for b, train in zip(y, split.train, strict=True)]
     models = simulate(Clients(trained, values), TwoPhase(k), rounds, seed=seed).state.centers
+    if not len(models):
+        raise ValueError(f"rounds must be more than Phase 1 takes, got {rounds}.")
     errors = [
         np.sum((b[:, None] - A @ models.T) ** 2, axis=0)
         for A, b in zip(trained, values, strict=True)
@@ -244,7 +250,7 @@ def _load(path: str) -> Data:
     """
     features = []
     if path:
-        X, y, client = _read(path, "X", "y", "client")
+        X, y, client = read_arrays(path, "X", "y", "client")
     else:
         from sklearn.datasets import load_diabetes  # an extra: not needed to import this module
 
@@ -356,7 +362,8 @@ def _members(table: Data, final: Mapping[str, NDArray[Any]]) -> Table:
 def _choices(final: Mapping[str, NDArray[Any]], k: int | None) -> Table:
     return Table(
         "The number of models",
-        "Mean squared error of what each of five folds holds out, all points; the least is chosen."
+        "Mean squared error of what each of five folds holds out, all points; the smallest number "
+        "is chosen whose error is within a standard error of the least."
         if k is None
         else "Given.",
         ["k", "error"],

@@ -1,0 +1,69 @@
+"""Cohorts: clients of one type that take the same step in one go, where they are in one process.
+
+A client type opts in with a second form of ``fit``, a class method::
+
+    @classmethod
+    def fit_cohort(cls, clients, parameters, config):
+        ...
+
+that yields, in their order, what ``fit(parameters, config)`` of each client would return, to the
+bit. ``clients`` is an iterable that makes them one after the other: those whose results are out
+need not be kept. ``parameters`` are shared and read-only.
+
+It stands for the ``fit`` of the same class: a subclass with a ``fit`` of its own is called one by
+one again, unless it has a ``fit_cohort`` too. If it raises, the clients' states are put back (they
+are to be written by replacing records, not by changing what is in them), and the clients are called
+one by one, so that the fault is laid at the right door.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any, TypeVar
+
+from flwr.client import NumPyClient
+
+from flwr_perdl._checks import Matrix
+from flwr_perdl._records import Scalar
+
+#: What a client's ``fit`` returns.
+Fitted = tuple[list[Matrix], int, dict[str, Scalar]]
+FitCohort = Callable[[Iterable[Any], list[Matrix], dict[str, Scalar]], Iterator[Fitted]]
+
+T = TypeVar("T")
+
+
+def cohort_of(client: NumPyClient) -> FitCohort | None:
+    """Return the ``fit_cohort`` that stands for this client's ``fit``, if there is one."""
+    of_fit, of_cohort = (
+        next((base for base in type(client).__mro__ if name in vars(base)), None)
+        for name in ("fit", "fit_cohort")
+    )
+    if of_cohort is None or of_cohort is not of_fit or "fit" in vars(client):
+        return None
+    kind: Any = type(client)
+    together: FitCohort = kind.fit_cohort
+    return together
+
+
+def windows(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Yield the items in lists whose sizes add up to no more than ``most``, or of one item."""
+    window: list[T] = []
+    total = 0
+    for item in items:
+        own = size(item)
+        if window and total + own > most:
+            yield window
+            window, total = [], 0
+        window.append(item)
+        total += own
+    if window:
+        yield window
+
+
+def alike(items: Iterable[T], key: Callable[[T], Hashable]) -> list[list[int]]:
+    """Return the positions of the items with the same key, key by key."""
+    positions: dict[Hashable, list[int]] = {}
+    for position, item in enumerate(items):
+        positions.setdefault(key(item), []).append(position)
+    return list(positions.values())

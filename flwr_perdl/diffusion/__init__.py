@@ -1,0 +1,41 @@
+"""Learning by talking to neighbours only: topologies, dual inference, both diffusion learners."""
+
+from flwr_perdl.diffusion.combine import Inbox, Program
+from flwr_perdl.diffusion.data_diffusion import DataDiffusion
+from flwr_perdl.diffusion.inference import exact_dual, infer
+from flwr_perdl.diffusion.model_diffusion import ModelDiffusion
+from flwr_perdl.diffusion.novelty import novelty_scores
+from flwr_perdl.diffusion.objectives import (
+    Biclustering,
+    HuberNMF,
+    NonnegativeMF,
+    Objective,
+    SparseSVD,
+)
+from flwr_perdl.diffusion.topology import (
+    CombinationMatrix,
+    Topology,
+    averaging_weights,
+    metropolis_weights,
+    relative_degree_variance_weights,
+)
+
+__all__ = [
+    "Biclustering",
+    "CombinationMatrix",
+    "DataDiffusion",
+    "HuberNMF",
+    "Inbox",
+    "ModelDiffusion",
+    "NonnegativeMF",
+    "Objective",
+    "Program",
+    "SparseSVD",
+    "Topology",
+    "averaging_weights",
+    "exact_dual",
+    "infer",
+    "metropolis_weights",
+    "novelty_scores",
+    "relative_degree_variance_weights",
+]

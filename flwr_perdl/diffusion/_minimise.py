@@ -1,0 +1,208 @@
+"""The exact minimum of an agent's cost plus a quadratic: what ADMM solves, and a lone agent's dual.
+
+For atoms W, any number of right-hand sides b, and curvature a > 0:
+
+    nu = argmin over V_f of  a / 2 ||nu||^2 - b'nu + h*(W nu)
+    y  = argmin of  h(y) + phi_a(b - y W),   nu = clip((b - y W) / a),   y = code(W nu)
+
+where ``phi_a`` is the conjugate of ``a / 2 ||nu||^2`` on V_f: half a square over a, or Huber's loss
+that turns linear at a. With all atoms in one place, b = x and a = ``strong_convexity`` this is the
+inference problem (7) itself and its dual (28).
+
+The codes are an elastic net in as many unknowns as there are atoms, found by Newton steps with a
+line search; under Huber's loss, a few such elastic nets in turn. Both are piecewise quadratic: the
+steps end at the minimum, but for rounding, after finitely many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flwr_perdl._checks import Matrix
+from flwr_perdl.diffusion.objectives import Objective
+
+Rows = NDArray[np.intp]
+
+#: Newton steps, and halvings of a step, at most.
+_STEPS, _HALVINGS = 200, 40
+#: Violations of the optimality conditions that count as rounding, in units of the dtype's eps.
+_ROUNDING = 32
+
+
+class Minimum(NamedTuple):
+    """Where the cost is least.
+
+    Attributes
+    ----------
+    nu : ndarray of shape (m, n_samples, n_features)
+    codes : ndarray of shape (m, n_samples, n_atoms)
+    """
+
+    nu: Matrix
+    codes: Matrix
+
+
+def minimise(
+    objective: Objective, atoms: Matrix, b: Matrix, a: Matrix, codes: Matrix | None = None
+) -> Minimum:
+    """Return the minima of ``m`` agents and ``n_samples`` right-hand sides each.
+
+    Parameters
+    ----------
+    objective : Objective
+        Gives h and V_f.
+    atoms : ndarray of shape (m, n_atoms, n_features)
+        Each agent's atoms.
+    b : ndarray of shape (m, n_samples, n_features)
+        Right-hand sides.
+    a : ndarray of shape (m,)
+        Each agent's curvature, positive.
+    codes : ndarray of shape (m, n_samples, n_atoms), optional
+        A guess of the codes; zeros by default. It matters for the time only.
+    """
+    m, n_samples, n_atoms = len(atoms), b.shape[1], atoms.shape[1]
+    if codes is None:
+        codes = np.zeros((m, n_samples, n_atoms), dtype=b.dtype)
+    scale = (1 / a).astype(b.dtype)[:, None, None]
+    hessian = (scale * (atoms @ atoms.swapaxes(1, 2)))[:, None]
+    codes = _elastic_net(objective, hessian, correlate(b, atoms) * scale, codes)
+    nu = reconstruct(codes, atoms)
+    np.subtract(b, nu, out=nu)
+    nu *= scale
+    if np.isfinite(objective.bound):
+        outside = np.abs(nu).max(axis=2, initial=0) > objective.bound
+        if outside.any():
+            k, i = np.nonzero(outside)
+            codes = codes.copy()
+            codes[k, i] = _newton(objective, atoms, b[k, i], scale[k, 0], k, codes[k, i])
+            rest = b[k, i] - reconstruct(codes[k, i][:, None], atoms[k])[:, 0]
+            nu[k, i] = objective.project(rest * scale[k, 0])
+    return Minimum(nu, codes)
+
+
+def correlate(nu: Matrix, atoms: Matrix) -> Matrix:
+    """Return ``W nu``: (m, n_samples, n_atoms)."""
+    correlations: Matrix = np.matmul(nu, atoms.swapaxes(1, 2))
+    return correlations
+
+
+def reconstruct(codes: Matrix, atoms: Matrix) -> Matrix:
+    """Return ``y W``: (m, n_samples, n_features)."""
+    combined: Matrix = codes * atoms if atoms.shape[1] == 1 else np.matmul(codes, atoms)
+    return combined
+
+
+def _elastic_net(objective: Objective, hessian: Matrix, r: Matrix, codes: Matrix) -> Matrix:
+    """Return the y that minimise ``y H y' / 2 - r'y + h(y)``.
+
+    They are ``code(s)`` at ``s = r - H y``, found by Newton's method on the smooth convex function
+    ``y H y' / 2 + h*(r - H y)``, whose gradient is ``H (y - code(s))``: each step solves a linear
+    system for the codes that are not zero, and the last one knows which.
+
+    ``hessian`` (..., n_atoms, n_atoms) may have fewer leading axes than ``r`` (..., n_atoms).
+    """
+    n_atoms = r.shape[-1]
+    if n_atoms == 1:
+        return objective.code(r) * (objective.delta / (objective.delta + hessian[..., 0]))
+    H = np.broadcast_to(hessian, (*r.shape, n_atoms)).reshape(-1, n_atoms, n_atoms)
+    r, y = r.reshape(-1, n_atoms), codes.reshape(-1, n_atoms).copy()
+    identity = objective.delta * np.eye(n_atoms, dtype=r.dtype)
+    tolerance = _ROUNDING * np.finfo(r.dtype).eps * np.abs(r).max(axis=1) / objective.delta
+    open_ = np.arange(len(y))
+    for _ in range(_STEPS):
+        h, start = H[open_], y[open_]
+        s = r[open_] - _times(h, start)
+        target = objective.code(s)
+        wrong = np.abs(target - start).max(axis=1) > tolerance[open_]
+        y[open_] = np.where(wrong[:, None], start, target)
+        open_, h, s, start, target = (x[wrong] for x in (open_, h, s, start, target))
+        if not len(open_):
+            break
+        active = target != 0
+        system = np.where(active[:, :, None] & active[:, None, :], h, 0) + identity
+        wanted = np.where(active, r[open_] - objective.gamma * np.sign(target), 0)
+        step = np.linalg.solve(system, wanted[..., None])[..., 0] - start
+        bend = _times(h, step)
+        slope = np.einsum("ni,ni->n", bend, start - target)
+
+        height = partial(_dual_height, objective, h, s, start, step, bend)
+        y[open_] = start + _line_search(height, slope)[:, None] * step
+    return y.reshape(codes.shape)
+
+
+def _dual_height(
+    objective: Objective, H: Matrix, s: Matrix, y: Matrix, step: Matrix, bend: Matrix, t: Matrix
+) -> Matrix:
+    """Return ``y H y' / 2 + h*(r - H y)`` after steps of length t; ``bend`` is ``H step``."""
+    ahead = y + t[:, None] * step
+    value: Matrix = np.einsum("ni,ni->n", ahead, _times(H, ahead)) / 2
+    return value + objective.regulariser_conjugate(s - t[:, None] * bend)
+
+
+def _primal_height(
+    objective: Objective, W: Matrix, b: Matrix, scale: Matrix, y: Matrix, step: Matrix, t: Matrix
+) -> Matrix:
+    """Return ``h(y) + phi_a(b - y W)`` after steps of length t; ``scale`` is 1 / a."""
+    ahead = y + t[:, None] * step
+    v = np.abs(b - reconstruct(ahead[:, None], W)[:, 0]) * scale
+    inner = np.minimum(v, objective.bound)
+    value: Matrix = ((v - inner / 2) * inner).sum(axis=1) / scale[:, 0]
+    return value + objective.regulariser(ahead)
+
+
+def _times(H: Matrix, y: Matrix) -> Matrix:
+    product: Matrix = np.matmul(H, y[..., None])[..., 0]
+    return product
+
+
+def _line_search(height: Callable[[Matrix], Matrix], slope: Matrix) -> Matrix:
+    """Return steps, halved from 1 until each descends a tenth of what its slope promises."""
+    t = np.ones_like(slope)
+    start = height(np.zeros_like(slope))
+    noise = _ROUNDING * np.finfo(slope.dtype).eps * np.abs(start)
+    for _ in range(_HALVINGS):
+        short = height(t) > start + 0.1 * t * slope + noise
+        if not short.any():
+            break
+        t = np.where(short, t / 2, t)
+    return t
+
+
+def _newton(
+    objective: Objective, atoms: Matrix, b: Matrix, scale: Matrix, agent: Rows, codes: Matrix
+) -> Matrix:
+    """Return the codes of single right-hand sides whose nu meets a bound.
+
+    ``b`` (n, n_features), ``scale`` = 1/a (n, 1), ``agent`` (n,): whose atoms, ``codes``
+    (n, n_atoms): a guess.
+    """
+    y = codes.copy()
+    tolerance = _ROUNDING * np.finfo(y.dtype).eps
+    open_ = np.arange(len(y))
+    for _ in range(_STEPS):
+        W, inverse, start, right = atoms[agent[open_]], scale[open_], y[open_], b[open_]
+        v = (right - reconstruct(start[:, None], W)[:, 0]) * inverse
+        S = correlate(objective.project(v)[:, None], W)[:, 0]
+        gap = np.abs(start - objective.code(S)).max(axis=1)
+        size = np.linalg.norm(objective.project(v), axis=1) / objective.delta
+        wrong = gap > tolerance * size
+        open_, W, inverse, start, right, v, S = (
+            x[wrong] for x in (open_, W, inverse, start, right, v, S)
+        )
+        if not len(open_):
+            break
+        curved = np.where((np.abs(v) < objective.bound)[:, None], W, 0)
+        H = np.matmul(curved, W.swapaxes(1, 2)) * inverse[..., None]
+        step = _elastic_net(objective, H, S + _times(H, start), start) - start
+        slope = -np.einsum("ni,ni->n", step, S) + (
+            objective.regulariser(start + step) - objective.regulariser(start)
+        )
+
+        height = partial(_primal_height, objective, W, right, inverse, start, step)
+        y[open_] = start + _line_search(height, slope)[:, None] * step
+    return y

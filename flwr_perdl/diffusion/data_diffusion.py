@@ -1,0 +1,701 @@
+"""Diffusion over data: nodes with data of their own learn one dictionary, by talking to neighbours.
+
+P3 = Chainais and Richard, "A diffusion strategy for distributed dictionary learning", iTWIST 2014.
+
+==========================================  =====================================================
+paper, Algorithm 1 (columns)                here (rows)
+==========================================  =====================================================
+data ``Y_n`` of node n (d x q_n)            ``data[n]``, (n_samples, n_features)
+dictionary ``D_{n,i}`` (d x K)              ``state.dictionaries``, (m, n_atoms, n_features)
+1) ``X_{n,i}``: BP, OMP, FOCUSS             ``coder``: "lasso" (eq. 4), "omp", "focuss"
+2) ``psi = D + mu (Y - D X) X'``            ``update="gradient"``; or "mod", "ksvd"
+``D_{i+1} = sum_l a_{l,n} psi_l``           ``Inbox.mean()``; weights ``a_{l,n}`` are the network's
+eq. (5), relative degree-variance           `relative_degree_variance_weights`
+``d_k <- d_k / ||d_k||``                    :func:`flwr_perdl.dictionary.normalize_atoms`
+==========================================  =====================================================
+
+Deviations. The combination takes the psi of the same round (printed: of the last). MOD and K-SVD
+send unit atoms. Atoms that fewer than two samples stand behind do not move
+(`flwr_perdl.dictionary.atom_support`), so that no update shows a raw sample. Dead and double atoms
+are replaced, which the paper does not do, and without which some atoms are rarely found; see
+:class:`DataDiffusion`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import linear_sum_assignment
+from scipy.sparse.csgraph import shortest_path
+
+from flwr_perdl._checks import Matrix, check_array, check_choice, check_count, check_real
+from flwr_perdl._random import spawn
+from flwr_perdl.dictionary import (
+    KSVDLearner,
+    MODLearner,
+    atom_support,
+    dictionary_distance,
+    lasso,
+    normalize_atoms,
+    omp,
+)
+from flwr_perdl.dictionary.coding import focuss, nonnegative_least_squares
+from flwr_perdl.diffusion.combine import Inbox, Program, hear_all
+from flwr_perdl.diffusion.topology import CombinationMatrix, Topology, metropolis_weights
+
+#: A node's data: all of it, or a function of the round that returns a batch.
+Data = Matrix | Callable[[int], Matrix]
+#: ``coder(X, D)`` returns codes (n_samples, n_atoms).
+Coder = Callable[[Matrix, Matrix], Matrix]
+#: One dictionary for all, one per node (stacked, or by id), or ``start(X, rng)`` for each node.
+Start = str | Matrix | Mapping[int, Matrix] | Callable[[Matrix, np.random.Generator], Matrix]
+
+CODERS = ("omp", "lasso", "focuss", "nonnegative")
+UPDATES = ("mod", "ksvd", "gradient")
+ALIGNMENTS = ("none", "sign", "assignment")
+REPLACEMENTS = ("private", "samples")
+STARTS = ("samples", "common")
+
+#: Atoms that can be replaced at a time.
+SLOTS = 8
+#: Two atoms with a cosine above this count as one.
+COHERENT = 0.95
+#: Members of a group whose common direction may become an atom.
+LEAST_GROUP = 5
+#: Makes equal scores of different nodes unequal.
+_TIE = 1e-9
+
+
+class DictionaryState(NamedTuple):
+    """The state of the nodes hosted here; all but the dictionaries is there for replacement.
+
+    Attributes
+    ----------
+    nodes : ndarray of shape (m,)
+        Their ids.
+    dictionaries : ndarray of shape (m, n_atoms, n_features)
+        Unit atoms; after ``adapt`` what is sent (psi).
+    error : ndarray of shape (m,)
+        Share of the last batch's energy that its codes left.
+    use : ndarray of shape (m, n_atoms)
+        An atom's share of a sample's code, mean over samples, summed over ``counted`` rounds.
+    counted : ndarray of shape (m,)
+        Rounds since the last replacement.
+    worth : ndarray of shape (m, n_atoms)
+        The most that an atom is used anywhere, as far as is known here (see `_key`).
+    score : ndarray of shape (m, n_slots)
+        How badly the best candidate known here is needed (see `_key`).
+    candidates : ndarray of shape (m, n_slots, n_features)
+        These candidates, unit vectors.
+    """
+
+    nodes: NDArray[np.intp]
+    dictionaries: Matrix
+    error: Matrix
+    use: Matrix
+    counted: Matrix
+    worth: Matrix
+    score: Matrix
+    candidates: Matrix
+
+
+class Diffused(NamedTuple):
+    """What the nodes have learned.
+
+    Attributes
+    ----------
+    dictionaries : ndarray of shape (n_nodes, n_atoms, n_features)
+        Every node's dictionary, unit atoms.
+    error : ndarray of shape (n_nodes,)
+        Share of the energy of a node's last batch that its codes left, in the last round.
+    disagreement : float
+        The largest distance of an atom from the same atom of node 0, over atoms and nodes.
+    rounds : int
+        Communication rounds.
+    floats_sent : float
+        Floats that reached a neighbour, counted once per link, all nodes and rounds.
+    """
+
+    dictionaries: Matrix
+    error: Matrix
+    disagreement: float
+    rounds: int
+    floats_sent: float
+
+
+@dataclass(frozen=True)
+class DataDiffusion:
+    """Learn one dictionary at many nodes, each with data of its own (P3 Algorithm 1).
+
+    In every round a node codes its data with its dictionary, updates the dictionary from the
+    codes, sends it to its neighbours, and takes the weighted mean of what it hears, atoms brought
+    back to unit norm.
+
+    **What a neighbour receives**: the updated dictionary; with ``replacement``, how much each atom
+    is used (the most of all nodes) and up to eight candidates, which travel on from node to node.
+    Never codes. With ``start="common"`` and ``replacement="private"``, the defaults, all that
+    leaves a node is made from sums over at least two of its samples. Two choices do show samples:
+    with ``start="samples"``, the paper's, a node's first dictionary is ``n_atoms`` of its samples,
+    normalised, and an atom stays one until at least two samples stand behind it; with
+    ``replacement="samples"`` the worst represented samples go to everyone in the network.
+
+    Parameters
+    ----------
+    n_atoms : int
+        Atoms of the dictionary.
+    coder : str or callable, default "omp"
+        "omp" with ``n_nonzero`` atoms per sample; "lasso" or "focuss" with penalty ``alpha``;
+        "nonnegative", least squares without penalty; or ``coder(X, D)`` that returns codes.
+    n_nonzero : int, default 3
+        Atoms per sample of "omp".
+    alpha : float, default 0.1
+        Penalty of "lasso" and "focuss", in units of the data.
+    update : {"mod", "ksvd", "gradient"}, default "mod"
+        Least squares, approximate K-SVD, or the paper's gradient steps.
+    step : float or None, default None
+        Length of a gradient step; None is one over the largest eigenvalue of ``C.T @ C``.
+    inner_steps : int, default 1
+        Updates with the same codes before the exchange.
+    nonnegative : bool, default False
+        Set negative entries of updated atoms to zero.
+    alignment : {"none", "sign", "assignment"}, default "none"
+        What happens to a neighbour's atoms before they are combined. "none": atom j is combined
+        with atom j, right where nodes start alike and also where each starts at random: they agree
+        before they have learned. "sign": the neighbour's atom is turned where it points the other
+        way, for nodes that start from the same atoms up to signs; harmful where starts are random.
+        "assignment": the neighbour's atoms are matched one to one, for nodes that have learned
+        already and whose atoms come in any order.
+    replacement : {"private", "samples", None}, default "private"
+        What takes the place of an atom that nobody uses much or that is nearly another one.
+        "samples": the worst represented samples. "private": where an atom's users are represented
+        badly, as if it stood for two, the leading direction of the larger half of them. None:
+        nothing.
+    replace_every : int, default 10
+        Rounds between replacements; never fewer than news takes to reach every node.
+    least_use : float, default 0.5
+        An atom is dead if at no node its share of the codes is more than this times what an atom's
+        is on average.
+
+    Raises
+    ------
+    ValueError
+        If a parameter is not as described, or ``replacement`` comes with
+        ``alignment="assignment"``, where atom j is not the same atom everywhere.
+
+    Notes
+    -----
+    *How replacement stays decentralised.* Every ``replace_every`` rounds each node notes what it
+    finds an atom worth (its mean share ``|c_j| / sum |c|`` of a sample's code; 0 if another atom
+    before it is nearly the same) and what it would rather have (candidates, each with a score).
+    These travel with the dictionaries, the largest value winning at every node, for as many rounds
+    as the network's diameter. Then all nodes hold the same numbers. What no node finds worth
+    keeping is replaced, the least used first, by the candidates in order: at all nodes in the same
+    round by the same vectors. Where messages are lost, some nodes may miss a replacement; the
+    combination averages it in. Scores compare with what the same node leaves elsewhere, so that a
+    noisy node's candidates do not always win.
+    """
+
+    n_atoms: int
+    coder: str | Coder = "omp"
+    n_nonzero: int = 3
+    alpha: float = 0.1
+    update: str = "mod"
+    step: float | None = None
+    inner_steps: int = 1
+    nonnegative: bool = False
+    alignment: str = "none"
+    replacement: str | None = "private"
+    replace_every: int = 10
+    least_use: float = 0.5
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        check_count("n_atoms", self.n_atoms, 1)
+        if not callable(self.coder):
+            check_choice("coder", self.coder, CODERS)
+        check_count("n_nonzero", self.n_nonzero, 1)
+        check_real("alpha", self.alpha, 0, open_low=True)
+        check_choice("update", self.update, UPDATES)
+        if self.step is not None:
+            check_real("step", self.step, 0, open_low=True)
+        check_count("inner_steps", self.inner_steps, 1)
+        check_choice("alignment", self.alignment, ALIGNMENTS)
+        if self.replacement is not None:
+            check_choice("replacement", self.replacement, REPLACEMENTS)
+            if self.alignment == "assignment":
+                raise ValueError(
+                    "replacement must be None with alignment='assignment', "
+                    f"got {self.replacement!r}."
+                )
+        check_count("replace_every", self.replace_every, 1)
+        check_real("least_use", self.least_use, 0, 1)
+
+    def fit(
+        self,
+        data: Sequence[Data],
+        network: Any,
+        n_rounds: int = 100,
+        *,
+        start: Start = "common",
+        seed: int = 0,
+        callback: Callable[[int, DictionaryState], Any] | None = None,
+    ) -> Diffused:
+        """Learn over a network.
+
+        Parameters
+        ----------
+        data : sequence of ndarray of shape (n_samples, n_features), or of callables
+            Every node's data, as many or few samples as it has; or a function of the round (from
+            1) that returns a new batch, the same whenever it is asked for the same round.
+        network : Topology, CombinationMatrix, or a network of `flwr_perdl.network`
+            Who hears whom. A topology stands for Metropolis weights in memory, without faults.
+        n_rounds : int, default 100
+            Communication rounds.
+        start : str, ndarray, mapping or callable, default "common"
+            "common": random atoms from the seed, the same at all nodes. "samples": a random subset
+            of each node's own data (the paper's). An array (n_atoms, n_features), or
+            (n_nodes, n_atoms, n_features); a mapping from node to its array; or ``start(X, rng)``,
+            called with each node's own data.
+        seed : int, default 0
+            Seed of all draws.
+        callback : callable, optional
+            Called with round and state after every round, in memory only.
+
+        Returns
+        -------
+        Diffused
+            Every node's dictionary, and what it cost.
+
+        Raises
+        ------
+        ValueError
+            If the data do not fit the network or each other.
+        """
+        check_count("n_rounds", n_rounds)
+        if isinstance(network, Topology):
+            network = metropolis_weights(network)
+        topology = network.topology
+        if len(data) != topology.n_nodes:
+            raise ValueError(f"data must be of {topology.n_nodes} nodes, got {len(data)}.")
+        program = self.program(
+            dict(enumerate(data)), agreement=news_takes(topology), start=start, seed=seed
+        )
+        ran = carry(program, network, n_rounds, callback)
+        dictionaries = ran.observed["dictionaries"]
+        apart = self._disagreement(dictionaries)
+        return Diffused(dictionaries, ran.observed["error"], apart, ran.rounds, ran.floats_sent)
+
+    def program(
+        self,
+        data: Mapping[int, Data],
+        *,
+        agreement: int,
+        start: Start = "common",
+        seed: int = 0,
+    ) -> DictionaryProgram:
+        """Return the program that a network runs.
+
+        Parameters
+        ----------
+        data : mapping of int to ndarray or callable
+            Node -> its data, of the nodes that may be hosted here; see :meth:`fit`.
+        agreement : int
+            Rounds that news takes to reach every node: the diameter of the network.
+        start : str, ndarray, mapping or callable, default "common"
+            See :meth:`fit`.
+        seed : int, default 0
+            Seed of all draws.
+        """
+        return DictionaryProgram(self, data, agreement, start, seed)
+
+    def code(self, X: Matrix, D: Matrix) -> Matrix:
+        """Return the codes of ``X``."""
+        if callable(self.coder):
+            return self.coder(X, D)
+        if self.coder == "omp":
+            return omp(X, D, self.n_nonzero)
+        if self.coder == "lasso":
+            return lasso(X, D, self.alpha, tol=1e-2, max_iter=100).codes
+        if self.coder == "focuss":
+            return focuss(X, D, self.alpha, tol=1e-3).codes
+        return nonnegative_least_squares(X, D)
+
+    def adapted(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
+        """Return the dictionary that a node sends (psi), from its data, codes and dictionary."""
+        if self.update == "gradient":
+            psi = _gradient_steps(X, C, D, self.step, self.inner_steps)
+        else:
+            learner = MODLearner if self.update == "mod" else KSVDLearner
+            psi = D
+            for _ in range(self.inner_steps):
+                psi = learner(self.n_atoms).update(X, C, psi)
+        return _clipped(psi, D) if self.nonnegative else psi
+
+    def _disagreement(self, dictionaries: Matrix) -> float:
+        first = dictionaries[0]
+        if self.alignment == "assignment":
+            return max(dictionary_distance(D, first) for D in dictionaries)
+        apart = np.minimum(
+            np.linalg.norm(dictionaries - first, axis=2),
+            np.linalg.norm(dictionaries + first, axis=2),
+        )
+        return float(apart.max())
+
+
+class DictionaryProgram:
+    """`DataDiffusion` as a `flwr_perdl.diffusion.Program`; made by :meth:`DataDiffusion.program`.
+
+    Parameters
+    ----------
+    learner : DataDiffusion
+        The options.
+    data : mapping of int to ndarray or callable
+        Node -> its data.
+    agreement : int
+        Rounds that news takes to reach every node.
+    start : str, ndarray, mapping or callable
+        The first dictionaries.
+    seed : int
+        Seed of all draws.
+    """
+
+    def __init__(
+        self,
+        learner: DataDiffusion,
+        data: Mapping[int, Data],
+        agreement: int,
+        start: Start,
+        seed: int,
+    ) -> None:
+        if isinstance(start, str):
+            check_choice("start", start, STARTS)
+        self.learner = learner
+        self.data = {
+            node: own if callable(own) else check_array(f"data of node {node}", own)
+            for node, own in data.items()
+        }
+        self.agreement = max(check_count("agreement", agreement), 1)
+        self.every = max(learner.replace_every, self.agreement)
+        self.first = start
+        self.seed = check_count("seed", seed)
+
+    def hosted(self, nodes: NDArray[np.intp]) -> DictionaryProgram:
+        """Return the program with the data of ``nodes`` only."""
+        own = {int(node): self.data[int(node)] for node in nodes}
+        return DictionaryProgram(self.learner, own, self.agreement, self.first, self.seed)
+
+    def start(self, nodes: NDArray[np.intp]) -> DictionaryState:
+        """Return the state before the first round."""
+        first = [self._first(int(node)) for node in nodes]
+        for node, own in zip(nodes, first, strict=True):
+            if own.shape != first[0].shape:
+                raise ValueError(
+                    f"data of node {node} must have {first[0].shape[1]} columns, as others have, "
+                    f"got {own.shape[1]}."
+                )
+        D = np.stack(first)
+        m, r, d = D.shape
+        replacing = self.learner.replacement is not None
+        atoms, slots = (r, min(SLOTS, r)) if replacing else (0, 0)
+        return DictionaryState(
+            nodes,
+            D,
+            error=np.ones(m),
+            use=np.zeros((m, atoms)),
+            counted=np.zeros(m),
+            worth=np.zeros((m, atoms)),
+            score=np.zeros((m, slots)),
+            candidates=np.zeros((m, slots, d), dtype=D.dtype),
+        )
+
+    def adapt(self, state: DictionaryState, round_: int) -> DictionaryState:
+        """Code and update at every node; every so often, say what should be replaced."""
+        learner = self.learner
+        after = _copy(state)
+        for i, node in enumerate(state.nodes):
+            X, D = self._batch(int(node), round_), state.dictionaries[i]
+            if X.shape[1] != D.shape[1]:
+                raise ValueError(
+                    f"data of node {node} must have {D.shape[1]} columns, got shape {X.shape}."
+                )
+            if not len(X):
+                continue
+            C = learner.code(X, D)
+            energy = float(np.sum(X * X))
+            after.error[i] = float(np.sum((X - C @ D) ** 2)) / energy if energy else 0.0
+            after.dictionaries[i] = learner.adapted(X, C, D)
+            if learner.replacement is None:
+                continue
+            after.use[i] += _shares(C)
+            after.counted[i] += 1
+            if round_ % self.every == 0:
+                epoch = round_ // self.every
+                worth = np.where(_doubled(D), 0, after.use[i] / after.counted[i])
+                propose = _bad_halves if learner.replacement == "private" else _worst_samples
+                score, vectors = propose(X, C, D, len(after.score[i]))
+                if learner.nonnegative:
+                    turned = np.where(vectors.sum(axis=1, keepdims=True) < 0, -vectors, vectors)
+                    vectors = _unit(np.maximum(turned, 0))
+                after.worth[i] = _key(epoch, worth)
+                after.score[i] = _key(epoch, score * (1 - _TIE * int(node)))
+                after.candidates[i] = vectors
+        return after
+
+    def message(self, state: DictionaryState) -> tuple[Matrix, ...]:
+        """Return the dictionary, and what is known about atoms to replace."""
+        if self.learner.replacement is None:
+            return (state.dictionaries,)
+        return state.dictionaries, state.worth, state.score, state.candidates
+
+    def combine(self, state: DictionaryState, inbox: Inbox) -> DictionaryState:
+        """Average the dictionaries heard; replace atoms when everyone knows which."""
+        sent = state.dictionaries
+        mean = inbox.mean() if self.learner.alignment == "none" else self._aligned_mean(inbox)
+        combined = np.stack(
+            [normalize_atoms(*pair) for pair in zip(mean, _unit(sent), strict=True)]
+        )
+        state = state._replace(dictionaries=combined)
+        if self.learner.replacement is None:
+            return state
+        news = inbox.round % self.every
+        if inbox.round < self.every or news >= self.agreement:
+            return state
+        most, best = inbox.argmax(inbox.arrays[1]), inbox.argmax(inbox.arrays[2])
+        state = state._replace(
+            worth=np.take_along_axis(inbox.arrays[1], most, axis=0),
+            score=np.take_along_axis(inbox.arrays[2], best, axis=0),
+            candidates=inbox.arrays[3][best, np.arange(best.shape[1])],
+        )
+        return self._replaced(state, inbox.round) if news == self.agreement - 1 else state
+
+    def observe(self, state: DictionaryState) -> dict[str, Matrix]:
+        """Return dictionaries and errors."""
+        return {"dictionaries": state.dictionaries, "error": state.error}
+
+    def _replaced(self, state: DictionaryState, round_: int) -> DictionaryState:
+        """Put the candidates in the place of the atoms that no node finds worth keeping."""
+        D, epoch = state.dictionaries.copy(), round_ // self.every
+        for i in range(len(D)):
+            worth, score = _value(epoch, state.worth[i]), _value(epoch, state.score[i])
+            if np.isnan(worth).any():  # the news did not get through
+                continue
+            dead = np.flatnonzero(worth < self.learner.least_use * worth.mean())
+            dead = dead[np.argsort(worth[dead], kind="stable")]
+            offered = np.flatnonzero(score > 0)
+            n = min(len(dead), len(offered))
+            D[i, dead[:n]] = state.candidates[i, offered[:n]]
+        zeros = np.zeros_like
+        return state._replace(dictionaries=D, use=zeros(state.use), counted=zeros(state.counted))
+
+    def _aligned_mean(self, inbox: Inbox) -> Matrix:
+        sent = inbox.arrays[0]
+        mean = np.zeros((len(inbox.nodes), *sent.shape[1:]), dtype=sent.dtype)
+        for k, own in enumerate(inbox.own):
+            row = slice(inbox.weights.indptr[k], inbox.weights.indptr[k + 1])
+            senders, weights = inbox.weights.indices[row], inbox.weights.data[row]
+            order = np.argsort(senders)  # the same sums on every transport
+            for j, weight in zip(senders[order], weights[order], strict=True):
+                other = sent[j]
+                if j != own:
+                    other = aligned(other, sent[own], order=self.learner.alignment != "sign")
+                mean[k] += sent.dtype.type(weight) * other
+        return mean
+
+    def _batch(self, node: int, round_: int) -> Matrix:
+        own = self.data[node]
+        return check_array(f"data of node {node}", own(round_)) if callable(own) else own
+
+    def _first(self, node: int) -> Matrix:
+        """Return a node's first dictionary."""
+        X, r = self._batch(node, 1), self.learner.n_atoms
+        given = self.first
+        if callable(given):
+            D = given(X, spawn(self.seed, node))
+        elif isinstance(given, Mapping):
+            D = given[node]
+        elif not isinstance(given, str):
+            D = given if np.ndim(given) == 2 else given[node]
+        else:
+            D = normalize_atoms(spawn(self.seed).standard_normal((r, X.shape[1]))).astype(X.dtype)
+            if given == "samples":
+                chosen = X[spawn(self.seed, node).permutation(len(X))[:r]]
+                D[: len(chosen)] = normalize_atoms(chosen, D[: len(chosen)])
+        D = check_array(f"start of node {node}", D, columns=X.shape[1])
+        if len(D) != r:
+            raise ValueError(f"start of node {node} must have {r} rows, got {len(D)}.")
+        return normalize_atoms(D).astype(X.dtype)
+
+
+def news_takes(topology: Topology) -> int:
+    """Return the rounds that news takes to reach whom it can: the diameter, if connected."""
+    if topology.is_connected:
+        return topology.diameter
+    distances = shortest_path(topology.adjacency, unweighted=True)
+    return int(distances[np.isfinite(distances)].max())
+
+
+def aligned(D: Matrix, reference: Matrix, *, order: bool = True) -> Matrix:
+    """Return the atoms of ``D`` in the order and with the signs of ``reference``.
+
+    Parameters
+    ----------
+    D : ndarray of shape (n_atoms, n_features)
+        Atoms, of any length.
+    reference : ndarray of shape (n_atoms, n_features)
+        What to be like.
+    order : bool, default True
+        Whether the order may change (the assignment with the largest sum of cosines), or signs
+        only.
+
+    Returns
+    -------
+    ndarray of shape (n_atoms, n_features)
+    """
+    if order:
+        cosines = np.abs(_unit(reference) @ _unit(D).T)
+        D = D[linear_sum_assignment(cosines, maximize=True)[1]]
+    return np.where(np.sum(D * reference, axis=1, keepdims=True) < 0, -D, D)
+
+
+class Carried(NamedTuple):
+    """What :func:`carry` came to."""
+
+    #: What the nodes showed at the end, (n_nodes, ...).
+    observed: dict[str, Matrix]
+    #: Communication rounds.
+    rounds: int
+    #: Floats that reached a neighbour, counted once per link.
+    floats_sent: float
+
+
+def carry(
+    program: Program[Any],
+    network: Any,
+    n_rounds: int,
+    callback: Callable[[int, Any], Any] | None = None,
+) -> Carried:
+    """Run a program.
+
+    Parameters
+    ----------
+    program : Program
+        With the data of all nodes.
+    network : CombinationMatrix, or a network of `flwr_perdl.network`
+        A matrix stands for all nodes in this process, without faults.
+    n_rounds : int
+        Communication rounds.
+    callback : callable, optional
+        Called with round and state after every round.
+    """
+    if not isinstance(network, CombinationMatrix):
+        told = {} if callback is None else {"callback": callback}
+        ran = network.run(program, n_rounds, **told)
+        return Carried(ran.observed, ran.rounds, ran.floats_sent)
+    links = network.topology.adjacency
+    state, floats = program.start(np.arange(network.topology.n_nodes)), 0.0
+    for round_ in range(1, n_rounds + 1):
+        state, sent = hear_all(program, state, round_, network.matrix, links)
+        floats += float(links.nnz * sum(array[0].size for array in sent))
+        if callback is not None:
+            callback(round_, state)
+    return Carried(program.observe(state), n_rounds, floats)
+
+
+def _copy(state: DictionaryState) -> DictionaryState:
+    arrays: Any = (array.copy() for array in state)
+    return DictionaryState(*arrays)
+
+
+def _clipped(D: Matrix, fallback: Matrix) -> Matrix:
+    """Set what is negative to zero; an atom of which nothing would be left stays as it was."""
+    clipped = np.maximum(D, 0)
+    return np.where(clipped.any(axis=1, keepdims=True), clipped, fallback)
+
+
+def _gradient_steps(X: Matrix, C: Matrix, D: Matrix, step: float | None, n_steps: int) -> Matrix:
+    """Step 2 of Algorithm 1, for the atoms that at least two samples stand behind."""
+    kept = np.where(atom_support(C) >= 2 * (1 - 1e-9), C, 0).astype(C.dtype)
+    if step is None:
+        curvature = float(np.linalg.norm(kept.T @ kept, 2))
+        step = 1 / curvature if curvature else 0.0
+    gram, moment = kept.T @ C, kept.T @ X
+    for _ in range(n_steps):
+        D = D + D.dtype.type(step) * (moment - gram @ D)
+    return D
+
+
+def _shares(C: Matrix) -> Matrix:
+    """Return every atom's share ``|c_j| / sum |c|`` of a sample's code, mean over samples."""
+    sizes = np.abs(C).astype(np.float64)
+    total = sizes.sum(axis=1, keepdims=True)
+    shares: Matrix = (sizes / np.where(total == 0, 1, total)).mean(axis=0)
+    return shares
+
+
+def _doubled(D: Matrix) -> NDArray[np.bool_]:
+    """Return which atoms are nearly one of those before them."""
+    doubled: NDArray[np.bool_] = np.tril(np.abs(D @ D.T), -1).max(axis=1) > COHERENT
+    return doubled
+
+
+def _worst_samples(X: Matrix, C: Matrix, D: Matrix, n: int) -> tuple[Matrix, Matrix]:
+    """Return scores and directions of the ``n`` samples that are represented worst."""
+    score, vectors = np.zeros(n), np.zeros((n, X.shape[1]), dtype=X.dtype)
+    rest = _energies(X - C @ D)
+    worst = np.argsort(-rest, kind="stable")[:n]
+    worst = worst[rest[worst] > 0]
+    score[: len(worst)] = rest[worst] / (rest[worst] + rest.mean())
+    vectors[: len(worst)] = _unit(X[worst])
+    return score, vectors
+
+
+def _bad_halves(X: Matrix, C: Matrix, D: Matrix, n: int) -> tuple[Matrix, Matrix]:
+    """Return scores and directions for the ``n`` atoms whose users are represented worst.
+
+    An atom that stands for two true ones leaves their difference in its users' residuals, with
+    opposite signs. Where the residuals' leading direction is positive the users belong to one of
+    the two, else to the other; what an atom's users would have in its place (their residual and
+    their part of the atom) has in the larger group the true atom as its leading direction.
+    """
+    score, vectors = np.zeros(n), np.zeros((n, X.shape[1]), dtype=X.dtype)
+    rest = X - C @ D
+    left = (C != 0).T.astype(np.float64) @ _energies(rest)
+    for slot, j in enumerate(np.argsort(-left, kind="stable")[:n]):
+        users = np.flatnonzero(C[:, j])
+        residuals = np.sign(C[users, j])[:, None] * rest[users]
+        wanted = residuals + np.abs(C[users, j])[:, None] * D[j]
+        if not residuals.any():
+            break
+        side = wanted @ np.linalg.svd(residuals, full_matrices=False)[2][0] > 0
+        group = wanted[side if 2 * side.sum() >= len(side) else ~side]
+        if len(group) >= LEAST_GROUP:
+            score[slot] = left[j] / left.sum()
+            vectors[slot] = np.linalg.svd(group, full_matrices=False)[2][0]
+    return score, vectors
+
+
+def _key(epoch: int, values: Matrix) -> Matrix:
+    """Return numbers that a later decision's outrank, whatever the values in [0, 1] are."""
+    keys: Matrix = epoch + np.asarray(values, dtype=np.float64) / 2
+    return keys
+
+
+def _value(epoch: int, keys: Matrix) -> Matrix:
+    """Return the values of a decision, NaN where a key is from an earlier one."""
+    values: Matrix = np.where(keys >= epoch, 2 * (keys - epoch), np.nan)
+    return values
+
+
+def _energies(X: Matrix) -> Matrix:
+    energies: Matrix = np.einsum("ij,ij->i", X, X).astype(np.float64)
+    return energies
+
+
+def _unit(D: Matrix) -> Matrix:
+    norms = np.linalg.norm(D, axis=-1, keepdims=True)
+    unit: Matrix = D / np.where(norms == 0, 1, norms)
+    return unit

@@ -1,0 +1,568 @@
+r"""Learning over distributed models: Sections III-F, III-G and Algorithm 1.
+
+P1 = Chen, Towfic, Sayed, "Dictionary Learning over Distributed Models", IEEE TSP 2015. Every agent
+keeps some atoms of one large dictionary. For each sample of a stream the agents find its dual
+variables together (`flwr_perdl.diffusion.inference`); these are the gradient of the loss at the
+residual (55), and all that an agent needs to update its own atoms.
+
+============================================ =====================================================
+paper (columns)                              here (rows)
+============================================ =====================================================
+sub-dictionary ``W_k`` (M, N_k)              ``model.dictionaries[k]``, (n_atoms, n_features)
+``nu_t^o``, ``y_{k,t}^o`` (42)               ``Inference.nu[k]``, ``Inference.codes[k]``
+update (56), then (50) or (52)               :func:`update_dictionary`
+``mu_w``                                     ``step``, falling as ``t**-decay``
+Algorithm 1                                  `ModelDiffusion.partial_fit` in memory,
+                                             :class:`Learning` on any network
+"add nodes to network" (Algorithm 2)         `ModelDiffusion.grow`, then another topology
+============================================ =====================================================
+
+Deviations. The duals of a batch travel together; a batch of B samples takes one step B times as
+long, the sum of the samples' own, where the paper takes B steps. Inference is by the consensus
+ADMM unless told otherwise (the paper's is ``method="atc"``).
+
+**What each party receives.** Neighbours hear an agent's estimates of the samples' dual variables,
+in every round, and nothing else: no atom and no code leaves an agent. But the dual variables *are*
+the samples' residuals (58): whoever hears an agent learns each sample up to what the atoms explain,
+which early on is the sample itself, informed or not. Whoever runs the
+network sees estimates of the duals' errors, and the dictionary only if ``show`` asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flwr_perdl._checks import Matrix, check_array, check_choice, check_count, check_real
+from flwr_perdl._random import spawn
+from flwr_perdl.diffusion._compress import infer_bounded
+from flwr_perdl.diffusion.combine import Array, Inbox, step_back
+from flwr_perdl.diffusion.inference import (
+    METHODS,
+    DualInference,
+    DualState,
+    Inference,
+    Network,
+    exact_dual,
+    infer,
+)
+from flwr_perdl.diffusion.objectives import Objective
+from flwr_perdl.diffusion.topology import CombinationMatrix, Topology, metropolis_weights
+
+#: The method that needs all atoms in one place.
+EXACT = "exact"
+#: Relative error of the dual variables that the default number of iterations aims at: 40 dB.
+_ACCURACY = 1e-2
+
+
+class Model(NamedTuple):
+    """What the agents have learned so far.
+
+    Attributes
+    ----------
+    dictionaries : ndarray of shape (n_agents, n_atoms, n_features)
+        Every agent's atoms, of norm at most 1; agent k keeps the k-th to itself.
+    n_samples : int
+        Samples seen.
+    n_updates : int
+        Updates of the dictionary: batches seen.
+    rounds : int
+        Communication rounds.
+    residual : float
+        The largest of the agents' own estimates of their duals' relative error, over the batches
+        of the last call; 0 before the first.
+    """
+
+    dictionaries: Matrix
+    n_samples: int = 0
+    n_updates: int = 0
+    rounds: int = 0
+    residual: float = 0.0
+
+
+@dataclass(frozen=True)
+class ModelDiffusion:
+    r"""The learner (Algorithm 1): what to minimise, and how.
+
+    Parameters
+    ----------
+    objective : Objective
+        A row of Table I.
+    n_atoms_per_agent : int, default 1
+        Atoms of each agent.
+    step : float, default 0.1
+        ``mu_w`` of (56), per sample.
+    decay : float, default 0.0
+        The step of the t-th batch is ``step / t**decay``; 0: constant, for streams that change.
+    batch_size : int, default 10
+        Samples whose duals travel together.
+    method : {"admm", "atc", "exact_diffusion", "jacobian_admm", "exact"}, default "admm"
+        How the duals are found, see `infer`; ``"exact"``: in one place by `exact_dual`, the limit
+        of the others but for ATC, in memory only.
+    n_iterations : int, optional
+        Communication rounds per batch; by default as many as the method needs for a relative error
+        of ``tolerance``, or of 1e-2 (40 dB), on the topology at hand.
+    tolerance : float, default 0.0
+        In memory, where all agents' residuals can be seen, a batch ends when they are within this;
+        0: never, as on a network.
+    informed : sequence of int, optional
+        The agents N_I that see the samples; all by default.
+    compress : bool, optional
+        Whether to iterate in fewer coordinates in memory. By default where that changes nothing but
+        rounding (`infer`). With a bounded V_f, True keeps only those entries of nu that meet
+        their bounds as they are; the same for ``"atc"`` and ``"exact_diffusion"`` unless an entry
+        meets a bound and leaves it again.
+    seed : int, default 0
+        Of the agents' first atoms.
+    options : mapping of str to float, optional
+        Options of the method, see `infer`: ``step`` is the paper's mu.
+
+    Raises
+    ------
+    ValueError
+        If an argument is out of range.
+    """
+
+    objective: Objective
+    n_atoms_per_agent: int = 1
+    step: float = 0.1
+    decay: float = 0.0
+    batch_size: int = 10
+    method: str = "admm"
+    n_iterations: int | None = None
+    tolerance: float = 0.0
+    informed: Sequence[int] | None = None
+    compress: bool | None = None
+    seed: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check the arguments."""
+        check_count("n_atoms_per_agent", self.n_atoms_per_agent, 1)
+        check_real("step", self.step, 0)
+        check_real("decay", self.decay, 0)
+        check_count("batch_size", self.batch_size, 1)
+        check_choice("method", self.method, (*METHODS, EXACT))
+        if self.n_iterations is not None:
+            check_count("n_iterations", self.n_iterations, 1)
+        check_real("tolerance", self.tolerance, 0)
+        check_count("seed", self.seed)
+
+    def start(self, n_agents: int, n_features: int, dtype: Any = np.float64) -> Model:
+        """Return random atoms of norm 1: what agents 0, 1, ... draw on their own.
+
+        Parameters
+        ----------
+        n_agents, n_features : int
+            At least 1 each.
+        dtype : data-type, default float64
+            float64 or float32.
+        """
+        ids = range(check_count("n_agents", n_agents, 1))
+        check_count("n_features", n_features, 1)
+        return Model(np.stack([self._first_atoms(k, n_features) for k in ids]).astype(dtype))
+
+    def grow(self, model: Model, n_agents: int) -> Model:
+        """Return the model with ``n_agents`` more agents, whose atoms are random.
+
+        Parameters
+        ----------
+        model : Model
+            Its agents keep their atoms and their numbers.
+        n_agents : int
+            How many join.
+        """
+        have, _, n_features = model.dictionaries.shape
+        ids = range(have, have + check_count("n_agents", n_agents, 1))
+        new = np.stack([self._first_atoms(k, n_features) for k in ids])
+        joined = np.concatenate([model.dictionaries, new.astype(model.dictionaries.dtype)])
+        return model._replace(dictionaries=joined)
+
+    def fit(
+        self,
+        X: Matrix,
+        topology: Topology,
+        *,
+        weights: CombinationMatrix | None = None,
+        network: Network | None = None,
+    ) -> Model:
+        """Learn from random atoms: `start`, then `partial_fit`.
+
+        Parameters
+        ----------
+        X, topology, weights, network
+            See `partial_fit`.
+        """
+        X = check_array("X", X)
+        first = self.start(topology.n_nodes, X.shape[1], X.dtype)
+        return self.partial_fit(first, X, topology, weights=weights, network=network)
+
+    def partial_fit(
+        self,
+        model: Model,
+        X: Matrix,
+        topology: Topology,
+        *,
+        weights: CombinationMatrix | None = None,
+        network: Network | None = None,
+    ) -> Model:
+        """Go on learning: every sample is seen once, in order.
+
+        Parameters
+        ----------
+        model : Model
+            Where to go on from; not modified.
+        X : ndarray of shape (n_samples, n_features)
+            The next samples, of the model's dtype.
+        topology : Topology
+            Who hears whom: as many nodes as the model has agents.
+        weights : CombinationMatrix, optional
+            Of the diffusions; symmetric; Metropolis weights by default.
+        network : Network, optional
+            Carries the messages of each batch's inference; in memory by default. To have the
+            updates at the agents too, run `program` on the network instead.
+
+        Returns
+        -------
+        Model
+
+        Raises
+        ------
+        ValueError
+            If shapes do not fit, or the topology is directed or not connected.
+        """
+        X = check_array("X", X, columns=model.dictionaries.shape[2])
+        W, given = model.dictionaries, self._given(model, X, topology, weights)
+        rounds, worst, t = model.rounds, 0.0, model.n_updates
+        for at in range(0, len(X), self.batch_size):
+            batch = X[at : at + self.batch_size]
+            found = self._infer(W, batch, topology, network, given)
+            assert found.nu is not None
+            t += 1
+            W = update_dictionary(
+                self.objective, W, found.nu, np.stack(found.codes), self.step / t**self.decay
+            )
+            rounds += found.rounds
+            worst = max(worst, float(found.residual.max()))
+        return Model(W, model.n_samples + len(X), t, rounds, worst)
+
+    def infer(
+        self,
+        model: Model,
+        X: Matrix,
+        topology: Topology,
+        *,
+        weights: CombinationMatrix | None = None,
+        network: Network | None = None,
+    ) -> Inference:
+        """Find the duals and codes of samples as in learning, without learning from them.
+
+        Parameters
+        ----------
+        model, X, topology, weights, network
+            See `partial_fit`.
+
+        Returns
+        -------
+        Inference
+            With ``nu``, (n_agents, n_samples, n_features): mind its size.
+        """
+        X = check_array("X", X, columns=model.dictionaries.shape[2])
+        given = self._given(model, X, topology, weights)
+        return self._infer(model.dictionaries, X, topology, network, given)
+
+    def program(
+        self,
+        X: Matrix | Mapping[int, Matrix],
+        topology: Topology,
+        *,
+        model: Model | None = None,
+        shape: tuple[int, int] | None = None,
+        show: bool = False,
+    ) -> Learning:
+        """Return the learner as a `Program`, for any network: see `Learning`.
+
+        Parameters
+        ----------
+        X, topology, model, shape, show
+            See `Learning`.
+        """
+        return Learning(self, X, topology, model=model, shape=shape, show=show)
+
+    def _first_atoms(self, agent: int, n_features: int) -> Matrix:
+        atoms = spawn(self.seed, agent).standard_normal((self.n_atoms_per_agent, n_features))
+        if self.objective.nonnegative:
+            atoms = np.abs(atoms)
+        unit: Matrix = atoms / np.linalg.norm(atoms, axis=1, keepdims=True)
+        return unit
+
+    def _given(
+        self, model: Model, X: Matrix, topology: Topology, weights: CombinationMatrix | None
+    ) -> dict[str, Any]:
+        """Return what all batches have in common, checked: the arguments of `infer`."""
+        if len(model.dictionaries) != topology.n_nodes:
+            raise ValueError(
+                f"topology must have {len(model.dictionaries)} nodes, one per agent, got "
+                f"{topology.n_nodes}."
+            )
+        if self.method == EXACT:
+            return {}
+        probe = METHODS[self.method](
+            self.objective, topology, list(model.dictionaries), X, self.informed, **self.options
+        )
+        options = dict(self.options)
+        if hasattr(probe, "strength"):
+            options["penalty"] = probe.strength
+        return {
+            "method": self.method,
+            "n_rounds": self.n_iterations or probe.rounds(self.tolerance or _ACCURACY),
+            "tolerance": self.tolerance,
+            "informed": self.informed,
+            "weights": metropolis_weights(topology) if weights is None else weights,
+            **options,
+        }
+
+    def _infer(
+        self,
+        W: Matrix,
+        X: Matrix,
+        topology: Topology,
+        network: Network | None,
+        given: Mapping[str, Any],
+    ) -> Inference:
+        if self.method == EXACT:
+            if network is not None:
+                raise ValueError("network must be None with method='exact', got one.")
+            exact = exact_dual(self.objective, X, list(W))
+            nu = np.broadcast_to(exact.nu, (len(W), *X.shape))
+            none = np.zeros((len(W), len(X)), dtype=X.dtype)
+            return Inference(exact.codes, nu, 0, none, True)
+        bounded = bool(np.isfinite(self.objective.bound))
+        if self.compress and bounded and network is None and self.method in _DIFFUSIONS:
+            return infer_bounded(self.objective, X, list(W), topology, **given)
+        return infer(
+            self.objective,
+            X,
+            list(W),
+            topology,
+            network=network,
+            compress=self.compress,
+            **given,
+        )
+
+
+_DIFFUSIONS = ("atc", "exact_diffusion")
+
+
+def update_dictionary(
+    objective: Objective, dictionaries: Matrix, nu: Matrix, codes: Matrix, step: float
+) -> Matrix:
+    """Return the atoms after a proximal gradient step (56) and the projection (50) or (52).
+
+    Parameters
+    ----------
+    objective : Objective
+        h_W and the set that atoms must be in.
+    dictionaries : ndarray of shape (m, n_atoms, n_features)
+        Agents' atoms.
+    nu : ndarray of shape (m, n_samples, n_features)
+        Their estimates of the samples' dual variables.
+    codes : ndarray of shape (m, n_samples, n_atoms)
+        Their codes.
+    step : float
+        ``mu_w`` per sample: the proximal point is taken with ``n_samples`` times that.
+
+    Returns
+    -------
+    ndarray of shape (m, n_atoms, n_features)
+    """
+    moved = dictionaries + step * np.matmul(codes.swapaxes(1, 2), nu)
+    return objective.project_dictionary(objective.prox_dictionary(moved, step * nu.shape[1]))
+
+
+class LearningState(NamedTuple):
+    """State of `Learning`: the number of the batch in hand, and that of its inference.
+
+    Attributes
+    ----------
+    nodes : ndarray of shape (m,)
+        Ids.
+    batch : ndarray of shape (m,)
+        Which batch each agent works on, from 1; 0 before the first.
+    atoms, linear, memory, excess, nu, sent, codes, change, residual
+        As in `DualState`; ``atoms`` are what is learned.
+    """
+
+    nodes: NDArray[np.intp]
+    batch: NDArray[np.intp]
+    atoms: Matrix
+    linear: Matrix
+    memory: Matrix
+    excess: Matrix
+    nu: Matrix
+    sent: Matrix
+    codes: Matrix
+    change: Matrix
+    residual: Matrix
+
+    @property
+    def dual(self) -> DualState:
+        """The inference's part."""
+        return DualState(self.nodes, *self[2:])
+
+    def with_dual(self, dual: DualState) -> LearningState:
+        """Return the state with another inference's part."""
+        return LearningState(self.nodes, self.batch, *dual[1:])
+
+
+class Learning:
+    """Algorithm 1 as a `Program`: the agents infer, then update, batch after batch.
+
+    Every batch takes `n_iterations` rounds; at the end of the last each agent updates its atoms, by
+    itself. Which batch it is follows from the round, so that an agent that has slept goes on with
+    the others' batch; what it has missed it does not learn from.
+
+    Parameters
+    ----------
+    learner : ModelDiffusion
+        What to learn, and how. Its ``tolerance`` and ``compress`` do not matter here.
+    X : ndarray of shape (n_samples, n_features), or mapping of int to such
+        The stream; in a mapping, as the informed agents that are hosted here see it.
+    topology : Topology
+        Who hears whom.
+    model : Model, optional
+        Where to go on from; by default each agent draws its own atoms. Of its dictionaries only
+        those of hosted agents are looked at.
+    shape : tuple of int, optional
+        ``(n_samples, n_features)``; needed where X is a mapping and may be empty.
+    show : bool, default False
+        Whether `observe` shows the dictionaries to whoever runs the network.
+
+    Attributes
+    ----------
+    n_iterations, n_rounds : int
+        Communication rounds per batch, and in all.
+
+    Raises
+    ------
+    ValueError
+        If shapes do not fit, or the topology is directed or not connected.
+    """
+
+    def __init__(
+        self,
+        learner: ModelDiffusion,
+        X: Matrix | Mapping[int, Matrix],
+        topology: Topology,
+        *,
+        model: Model | None = None,
+        shape: tuple[int, int] | None = None,
+        show: bool = False,
+    ) -> None:
+        check_choice("method", learner.method, METHODS)
+        streams = X if isinstance(X, Mapping) else dict.fromkeys(range(topology.n_nodes), X)
+        self.streams = {k: check_array("X", stream) for k, stream in streams.items()}
+        shapes = {stream.shape for stream in self.streams.values()} | ({shape} if shape else set())
+        if len(shapes) != 1:
+            raise ValueError(f"X must be one stream of a known shape, got {sorted(shapes)}.")
+        self.learner, self.model, self.show = learner, model, show
+        self.n_samples: int
+        self.n_features: int
+        self.n_samples, self.n_features = shapes.pop()
+        dtypes = {stream.dtype for stream in self.streams.values()}
+        self.dtype = dtypes.pop() if dtypes else np.dtype(np.float64)
+        blank = np.zeros((learner.n_atoms_per_agent, self.n_features), dtype=self.dtype)
+        self.inference: DualInference = METHODS[learner.method](
+            learner.objective,
+            topology,
+            {0: blank},
+            np.zeros((1, self.n_features), dtype=self.dtype),
+            learner.informed,
+            **learner.options,
+        )
+        accuracy = learner.tolerance or _ACCURACY
+        self.n_iterations = learner.n_iterations or self.inference.rounds(accuracy)
+        self.n_batches = -(-self.n_samples // learner.batch_size)
+        self.n_rounds = self.n_batches * self.n_iterations
+
+    def start(self, nodes: NDArray[np.intp]) -> LearningState:
+        """Return the state before the first round."""
+        first = self.model
+        atoms = np.stack(
+            [
+                self.learner._first_atoms(int(k), self.n_features)
+                if first is None
+                else first.dictionaries[k]
+                for k in nodes
+            ]
+        ).astype(self.dtype)
+        batch = np.zeros(len(nodes), dtype=np.intp)
+        return LearningState(nodes, batch, *self._begin(nodes, atoms, 0)[1:])
+
+    def adapt(self, state: LearningState, round_: int) -> LearningState:
+        """Begin the round's batch where it is a new one, and do the inference's local work."""
+        batch, within = self._place(round_)
+        if batch >= self.n_batches:
+            return state
+        new = state.batch != batch + 1
+        if new.any():
+            fresh = self._begin(state.nodes, state.atoms, batch)
+            begun = LearningState(state.nodes, np.full_like(state.batch, batch + 1), *fresh[1:])
+            state = step_back(begun, state, ~new)
+        return state.with_dual(self.inference.adapt(state.dual, within))
+
+    def message(self, state: LearningState) -> tuple[Array, ...]:
+        """Return the inference's message."""
+        return self.inference.message(state.dual)
+
+    def combine(self, state: LearningState, inbox: Inbox) -> LearningState:
+        """Take in what was heard; at the end of a batch, update the atoms (56)."""
+        batch, within = self._place(inbox.round)
+        if batch >= self.n_batches:
+            return state
+        state = state.with_dual(self.inference.combine(state.dual, replace(inbox, round=within)))
+        if within < self.n_iterations:
+            return state
+        learner, count = self.learner, self._count(batch)
+        codes = learner.objective.code(np.matmul(state.nu, state.atoms.swapaxes(1, 2)))
+        t = batch + 1 + (self.model.n_updates if self.model else 0)
+        atoms = update_dictionary(
+            learner.objective,
+            state.atoms,
+            state.nu[:, :count],
+            codes[:, :count],
+            learner.step / t**learner.decay,
+        )
+        return state._replace(atoms=atoms, codes=codes)
+
+    def observe(self, state: LearningState) -> dict[str, Array]:
+        """Return how far the agents are, and the dictionaries if they are to be shown."""
+        seen: dict[str, Array] = {"batch": state.batch, "residual": state.residual}
+        return {**seen, "dictionary": state.atoms} if self.show else seen
+
+    def _place(self, round_: int) -> tuple[int, int]:
+        """Return which batch a round belongs to, from 0, and which of its rounds it is, from 1."""
+        batch, before = divmod(round_ - 1, self.n_iterations)
+        return batch, before + 1
+
+    def _count(self, batch: int) -> int:
+        size = self.learner.batch_size
+        return min(size, self.n_samples - batch * size)
+
+    def _begin(self, nodes: NDArray[np.intp], atoms: Matrix, batch: int) -> DualState:
+        """Return the inference's start on a batch; a short last one is filled up with zeros."""
+        size = self.learner.batch_size
+        X = np.zeros((size, self.n_features), dtype=self.dtype)
+        informed = set(self.inference.informed or ())
+        seen = [k for k in nodes.tolist() if k in informed]
+        if seen:
+            unseen = [k for k in seen if k not in self.streams]
+            if unseen:
+                raise ValueError(f"X must have the stream of informed agent {unseen[0]}.")
+            count = self._count(batch)
+            X[:count] = self.streams[seen[0]][batch * size :][:count]
+        return self.inference.begin(nodes, atoms, X)

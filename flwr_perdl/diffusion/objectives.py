@@ -1,0 +1,276 @@
+r"""The objectives of dictionary learning over distributed models: Tables I, II and III.
+
+P1 = Chen, Towfic, Sayed, "Dictionary Learning over Distributed Models", IEEE TSP 2015. A sample
+``x`` is coded by the atoms of all agents together, problem (7), and inferred through its dual (28):
+
+    min_y  f(x - sum_k y_k W_k) + sum_k h(y_k)
+    min_nu f*(nu) - nu'x + sum_k h*(W_k nu)  over nu in V_f
+
+========================================== ====================================================
+paper (columns)                            here (rows)
+========================================== ====================================================
+sample ``x_t``, dual ``nu`` (M)            rows of ``X`` and ``NU``, (..., n_features)
+agent k's sub-dictionary ``W_k`` (M, N_k)  ``W``, (n_atoms, n_features)
+coefficients ``y_k``                       rows of ``Y``, (..., n_atoms)
+``W_k' nu``                                correlations ``S = NU @ W.T``, (..., n_atoms)
+``f(u)``, ``f*(nu)``, ``V_f``              ``loss``, ``conjugate``, the box ``|nu_m| <= bound``
+``h_y(y)``, ``h_y*(s)`` (Table II)         ``regulariser``, ``regulariser_conjugate``
+(42): argmax over y of ``s'y - h_y(y)``    ``code``
+(41): argmax over u of ``nu'u - f(u)``     ``residual``
+``h_W``, its prox (48); W's set (50), (52) ``prox_dictionary``; ``project_dictionary``
+``T_lambda``, its one-sided form           :func:`soft_threshold`, :func:`positive_threshold`
+========================================== ====================================================
+
+All four objectives of Table I share ``f*(nu) = strong_convexity / 2 ||nu||^2`` on a box, and an
+elastic net ``h``; they differ in three properties (``strong_convexity``, ``bound``,
+``nonnegative``) and in what they ask of the atoms. (71) of Appendix A should read
+``eta / 2 ||nu||^2``, as Table II has it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+
+from flwr_perdl._checks import Matrix, check_count, check_real
+from flwr_perdl.dictionary.coding import soft_threshold
+
+
+def positive_threshold(A: Matrix, threshold: float) -> Matrix:
+    """Lower every entry by ``threshold``, and no further than zero: the paper's one-sided T."""
+    lowered: Matrix = np.maximum(A - threshold, 0)
+    return lowered
+
+
+@dataclass(frozen=True)
+class Objective(ABC):
+    r"""A residual loss f, an elastic net h, and a constraint set for the atoms.
+
+    All methods take any number of leading axes and keep the dtype.
+
+    Parameters
+    ----------
+    gamma : float
+        Weight of the codes' l1 norm in ``h(y) = gamma ||y||_1 + delta / 2 ||y||^2``, at least 0.
+    delta : float
+        Weight of their squared l2 norm, positive: it makes h strongly convex (Assumption 1).
+
+    Raises
+    ------
+    ValueError
+        If a parameter is out of its range.
+    """
+
+    gamma: float
+    delta: float
+
+    def __post_init__(self) -> None:
+        """Check the parameters."""
+        check_real("gamma", self.gamma, 0)
+        check_real("delta", self.delta, 0, open_low=True)
+
+    @property
+    @abstractmethod
+    def strong_convexity(self) -> float:
+        """Modulus of f*: ``f*(nu) = strong_convexity / 2 ||nu||^2`` on its domain."""
+
+    @property
+    @abstractmethod
+    def bound(self) -> float:
+        """V_f is ``|nu_m| <= bound`` for every m; infinite: all of the space."""
+
+    @property
+    @abstractmethod
+    def nonnegative(self) -> bool:
+        """Whether codes and atoms must be nonnegative."""
+
+    @abstractmethod
+    def loss(self, U: Matrix) -> Matrix:
+        """Return f of every row, (...,)."""
+
+    def conjugate(self, NU: Matrix) -> Matrix:
+        """Return f* of every row, (...,): infinite where a row leaves V_f (Table II)."""
+        values: Matrix = self.strong_convexity / 2 * np.square(NU).sum(axis=-1)
+        if np.isfinite(self.bound):
+            values = np.where((np.abs(NU) <= self.bound).all(axis=-1), values, np.inf)
+        return values.astype(NU.dtype, copy=False)
+
+    def conjugate_gradient(self, NU: Matrix) -> Matrix:
+        """Return the gradient of f* at rows of V_f, (..., n_features)."""
+        return self.strong_convexity * NU
+
+    def project(self, NU: Matrix) -> Matrix:
+        """Return the nearest points of V_f (36), (..., n_features)."""
+        return np.clip(NU, -self.bound, self.bound) if np.isfinite(self.bound) else NU
+
+    def residual(self, NU: Matrix) -> Matrix:
+        """Return the u that maximises ``nu'u - f(u)`` (41), (..., n_features).
+
+        What the atoms explain of a sample x is then ``z = x - u``. For the squared loss u is nu
+        itself. For the Huber loss u is unique only where ``|nu_m| < 1``: at a bound any
+        ``|u_m| >= eta`` of nu's sign is a maximiser, and the least, ``eta * nu_m``, is returned
+        (Table II: "nothing"); take ``z = sum_k y_k W_k`` there.
+        """
+        return self.conjugate_gradient(NU)
+
+    def regulariser(self, Y: Matrix) -> Matrix:
+        """Return h of every row, (...,): infinite where a code may not be negative but is."""
+        penalty = self.gamma * np.abs(Y) + self.delta / 2 * np.square(Y)
+        values: Matrix = penalty.sum(axis=-1)
+        if self.nonnegative:
+            values = np.where((Y >= 0).all(axis=-1), values, np.inf)
+        return values.astype(Y.dtype, copy=False)
+
+    def regulariser_conjugate(self, S: Matrix) -> Matrix:
+        """Return h* of every row of correlations, (...,).
+
+        Table II's ``S(s / delta)``, (77) and (82), is ``||T_gamma(s)||^2 / (2 delta)``.
+        """
+        values: Matrix = np.square(self._threshold(S)).sum(axis=-1) / (2 * self.delta)
+        return values
+
+    def code(self, S: Matrix) -> Matrix:
+        """Return the codes (42) of correlations, ``T_gamma(s) / delta``, (..., n_atoms).
+
+        They are the gradient of h*.
+        """
+        return self._threshold(S) / self.delta
+
+    def _threshold(self, S: Matrix) -> Matrix:
+        return (positive_threshold if self.nonnegative else soft_threshold)(S, self.gamma)
+
+    def prox_dictionary(self, W: Matrix, step: float) -> Matrix:
+        """Return the proximal point of ``step * h_W``: the atoms themselves where h_W is 0 (47)."""
+        check_real("step", step, 0)
+        return W
+
+    def project_dictionary(self, W: Matrix) -> Matrix:
+        """Return the nearest atoms of norm at most 1 (50), where asked nonnegative ones (52)."""
+        if self.nonnegative:
+            W = np.maximum(W, 0)
+        projected: Matrix = W / np.maximum(np.linalg.norm(W, axis=-1, keepdims=True), 1)
+        return projected
+
+    def step_bound(self, n_atoms: int, n_agents: int = 1) -> float:
+        r"""Return the bound below which ATC's step must stay (33).
+
+        Parameters
+        ----------
+        n_atoms : int
+            The most atoms of an agent, each of norm at most 1.
+        n_agents : int, default 1
+            1 gives Table III's ``1 / (eta + n_atoms / delta)``. The number of agents gives the
+            somewhat greater bound of (33) itself, ``1 / (eta / n_agents + n_atoms / delta)``: an
+            agent's cost (29) has only its share of f*.
+        """
+        n_atoms, n_agents = check_count("n_atoms", n_atoms, 1), check_count("n_agents", n_agents, 1)
+        return 1 / (self.strong_convexity / n_agents + n_atoms / self.delta)
+
+
+@dataclass(frozen=True)
+class SparseSVD(Objective):
+    """Sparse SVD: squared loss ``||u||^2 / 2``, elastic net, atoms in the unit ball."""
+
+    @property
+    def strong_convexity(self) -> float:
+        """Modulus of f*: 1."""
+        return 1.0
+
+    @property
+    def bound(self) -> float:
+        """Infinite: V_f is all of the space."""
+        return np.inf
+
+    @property
+    def nonnegative(self) -> bool:
+        """False."""
+        return False
+
+    def loss(self, U: Matrix) -> Matrix:
+        """Return ``||u||^2 / 2`` of every row, (...,)."""
+        values: Matrix = np.square(U).sum(axis=-1) / 2
+        return values
+
+
+@dataclass(frozen=True)
+class Biclustering(SparseSVD):
+    """Bi-clustering: `SparseSVD` with ``h_W = beta * (sum of |atoms' entries|)``.
+
+    Parameters
+    ----------
+    gamma, delta : float
+        As in `Objective`.
+    beta : float
+        Weight of h_W, at least 0.
+    """
+
+    beta: float
+
+    def __post_init__(self) -> None:
+        """Check the parameters."""
+        super().__post_init__()
+        check_real("beta", self.beta, 0)
+
+    def prox_dictionary(self, W: Matrix, step: float) -> Matrix:
+        """Return the atoms, soft-thresholded by ``step * beta`` (48).
+
+        Algorithm 4 prints ``beta`` for the threshold; it must be ``step * beta``.
+        """
+        return soft_threshold(W, check_real("step", step, 0) * self.beta)
+
+
+@dataclass(frozen=True)
+class NonnegativeMF(SparseSVD):
+    """Nonnegative matrix factorisation: squared loss, codes and atoms nonnegative."""
+
+    @property
+    def nonnegative(self) -> bool:
+        """True."""
+        return True
+
+
+@dataclass(frozen=True)
+class HuberNMF(Objective):
+    r"""Nonnegative factorisation under Huber's loss, which is linear in large residuals.
+
+    ``L(u) = u^2 / (2 eta)`` where ``|u| < eta``, else ``|u| - eta / 2``.
+
+    Parameters
+    ----------
+    gamma, delta : float
+        As in `Objective`.
+    eta : float
+        Where the loss turns linear, positive; in the units of the data.
+    """
+
+    eta: float
+
+    def __post_init__(self) -> None:
+        """Check the parameters."""
+        super().__post_init__()
+        check_real("eta", self.eta, 0, open_low=True)
+
+    @property
+    def strong_convexity(self) -> float:
+        """Modulus of f*: eta."""
+        return self.eta
+
+    @property
+    def bound(self) -> float:
+        """V_f is ``|nu_m| <= 1`` (35)."""
+        return 1.0
+
+    @property
+    def nonnegative(self) -> bool:
+        """True."""
+        return True
+
+    def loss(self, U: Matrix) -> Matrix:
+        """Return the sum of Huber's losses of every row, (...,)."""
+        size = np.abs(U)
+        values: Matrix = np.where(
+            size < self.eta, np.square(U) / (2 * self.eta), size - self.eta / 2
+        ).sum(axis=-1)
+        return values.astype(U.dtype, copy=False)

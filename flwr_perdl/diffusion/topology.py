@@ -1,0 +1,463 @@
+"""Who hears whom, and with which weight: graphs over nodes and combination matrices.
+
+A topology says which node hears which; a combination matrix W gives the weights with which a node
+combines its own estimate with those of the nodes it hears (the "combine" step of P1 eq. 31b, P3
+Algorithm 1).
+
+===========================  ==========================================================
+paper                        here
+===========================  ==========================================================
+neighbourhood N_k (with k)   ``topology.neighbours(k)`` (without k)
+a_{lk} (k combines from l)   ``W[k, l]``: the papers' A, transposed, so that rows are nodes
+A' 1 = 1 (left-stochastic)   rows of W sum to one; required of every combination matrix
+A 1 = 1 as well              ``CombinationMatrix.doubly_stochastic``; required for a plain average
+degree nu_l (P3 eq. 5)       ``topology.degrees[l] + 1``: the neighbourhood counts the node itself
+===========================  ==========================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy import sparse
+from scipy.sparse.csgraph import connected_components, shortest_path
+from scipy.sparse.linalg import ArpackNoConvergence, eigs, eigsh
+
+from flwr_perdl._checks import check_count, check_real
+from flwr_perdl._random import spawn
+
+#: Up to this many nodes spectra come from dense LAPACK routines, beyond it from Lanczos iterations.
+DENSE = 600
+#: How often a random graph is drawn again until it is connected.
+DRAWS = 1000
+
+Csr = Any  # scipy.sparse.csr_array; SciPy ships no types
+
+
+@dataclass(frozen=True, eq=False)
+class Topology:
+    """A graph over nodes ``0 .. n - 1``, sparse, undirected or directed.
+
+    Parameters
+    ----------
+    adjacency : sparse array or array_like of shape (n_nodes, n_nodes)
+        Non-zero at ``[k, l]`` where node k hears node l. The diagonal must be empty: every node
+        knows itself.
+
+    Raises
+    ------
+    ValueError
+        If the matrix is not square, has fewer than one row, or a non-zero diagonal.
+    """
+
+    adjacency: Csr
+
+    def __post_init__(self) -> None:
+        """Check the matrix and keep it as ones in CSR form."""
+        links = sparse.csr_array(self.adjacency)
+        if links.ndim != 2 or links.shape[0] != links.shape[1] or links.shape[0] < 1:
+            raise ValueError(f"adjacency must be square, at least 1 x 1, got {links.shape}.")
+        links = sparse.csr_array(links != 0, dtype=np.float64)
+        if links.diagonal().any():
+            node = int(np.flatnonzero(links.diagonal())[0])
+            raise ValueError(f"adjacency must have an empty diagonal, got a link {node} - {node}.")
+        links.sort_indices()
+        object.__setattr__(self, "adjacency", links)
+
+    @classmethod
+    def from_edges(
+        cls, n_nodes: int, edges: Iterable[tuple[int, int]], *, directed: bool = False
+    ) -> Topology:
+        """Return the graph of the given edges; a directed edge ``(k, l)`` says that k hears l.
+
+        Raises
+        ------
+        ValueError
+            If an edge names a node that is not there, or joins a node to itself.
+        """
+        check_count("n_nodes", n_nodes, 1)
+        pairs = np.array([tuple(edge) for edge in edges], dtype=np.intp).reshape(-1, 2)
+        outside = (pairs < 0) | (pairs >= n_nodes)
+        if outside.any():
+            edge = tuple(map(int, pairs[outside.any(axis=1)][0]))
+            raise ValueError(f"edges must join nodes 0 to {n_nodes - 1}, got {edge}.")
+        if not directed:
+            pairs = np.vstack([pairs, pairs[:, ::-1]])
+        ones = np.ones(len(pairs))
+        return cls(sparse.csr_array((ones, (pairs[:, 0], pairs[:, 1])), shape=(n_nodes, n_nodes)))
+
+    @classmethod
+    def from_networkx(cls, graph: Any) -> Topology:
+        """Return the topology of a networkx graph, its nodes in the graph's order.
+
+        An edge ``u -> v`` of a directed graph lets v hear u.
+        """
+        index = {node: i for i, node in enumerate(graph.nodes())}
+        heard = [(index[v], index[u]) for u, v in graph.edges() if u != v]
+        return cls.from_edges(len(index), heard, directed=bool(graph.is_directed()))
+
+    @classmethod
+    def ring(cls, n_nodes: int) -> Topology:
+        """Return a ring: every node hears the one before and the one after."""
+        check_count("n_nodes", n_nodes, 1)
+        return cls.from_edges(
+            n_nodes, [(k, (k + 1) % n_nodes) for k in range(n_nodes) if n_nodes > 1]
+        )
+
+    @classmethod
+    def grid(cls, rows: int, columns: int) -> Topology:
+        """Return a grid, row by row: every node hears those above, below, left and right."""
+        check_count("rows", rows, 1)
+        check_count("columns", columns, 1)
+        node = np.arange(rows * columns).reshape(rows, columns)
+        across = np.stack([node[:, :-1].ravel(), node[:, 1:].ravel()], axis=1)
+        down = np.stack([node[:-1].ravel(), node[1:].ravel()], axis=1)
+        return cls.from_edges(rows * columns, map(tuple, np.vstack([across, down]).tolist()))
+
+    @classmethod
+    def k_regular(cls, n_nodes: int, degree: int, *, seed: int = 0) -> Topology:
+        """Return a random connected graph in which every node hears ``degree`` others.
+
+        Drawn by pairing half-edges at random and swapping the ends of loops and of double edges
+        with those of random edges until none is left; drawn again until connected.
+
+        Raises
+        ------
+        ValueError
+            If no such graph exists (``n_nodes * degree`` is odd, ``degree >= n_nodes``), or none
+            was connected.
+        """
+        check_count("n_nodes", n_nodes, 2)
+        check_count("degree", degree, 1, n_nodes - 1)
+        if n_nodes * degree % 2:
+            raise ValueError(f"n_nodes * degree must be even, got {n_nodes} * {degree}.")
+        return _until_connected(
+            lambda rng: _pair_half_edges(n_nodes, degree, rng),
+            f"k_regular({n_nodes}, {degree})",
+            seed,
+        )
+
+    @classmethod
+    def erdos_renyi(cls, n_nodes: int, p: float, *, seed: int = 0) -> Topology:
+        """Return a random graph whose every edge is there with probability ``p``.
+
+        Redrawn until connected.
+
+        Raises
+        ------
+        ValueError
+            If none of many draws was connected: p is too small.
+        """
+        check_count("n_nodes", n_nodes, 1)
+        check_real("p", p, 0.0, 1.0)
+
+        def draw(rng: np.random.Generator) -> Topology:
+            upper = []
+            for k in range(n_nodes - 1):  # row by row: memory in proportion to the edges
+                heard = np.flatnonzero(rng.random(n_nodes - 1 - k) < p) + k + 1
+                upper.append(np.stack([np.full_like(heard, k), heard], axis=1))
+            return cls.from_edges(n_nodes, np.vstack(upper) if upper else [])
+
+        return _until_connected(draw, f"erdos_renyi({n_nodes}, {p:g})", seed)
+
+    @classmethod
+    def small_world(cls, n_nodes: int, degree: int, p: float, *, seed: int = 0) -> Topology:
+        """Return a small world (Watts and Strogatz): a ring whose edges are rewired at random.
+
+        Every node starts with ``degree`` (even) nearest neighbours; one end of each edge moves
+        with probability ``p`` to a random node. Redrawn until connected.
+        """
+        check_count("n_nodes", n_nodes, 3)
+        check_count("degree", degree, 2, n_nodes - 1)
+        if degree % 2:
+            raise ValueError(f"degree must be even, got {degree}.")
+        check_real("p", p, 0.0, 1.0)
+
+        def draw(rng: np.random.Generator) -> Topology:
+            edges = {
+                (k, (k + step) % n_nodes)
+                for step in range(1, degree // 2 + 1)
+                for k in range(n_nodes)
+            }
+            edges = {(min(edge), max(edge)) for edge in edges}
+            for k, far in sorted(edges):
+                if rng.random() >= p:
+                    continue
+                other = int(rng.integers(n_nodes))
+                moved = (min(k, other), max(k, other))
+                if other != k and moved not in edges:
+                    edges.remove((k, far))
+                    edges.add(moved)
+            return cls.from_edges(n_nodes, sorted(edges))
+
+        return _until_connected(draw, f"small_world({n_nodes}, {degree}, {p:g})", seed)
+
+    @classmethod
+    def star(cls, n_nodes: int) -> Topology:
+        """Return a star: node 0 hears all, and all hear node 0."""
+        check_count("n_nodes", n_nodes, 1)
+        return cls.from_edges(n_nodes, [(0, k) for k in range(1, n_nodes)])
+
+    @classmethod
+    def complete(cls, n_nodes: int) -> Topology:
+        """Return the graph in which everyone hears everyone."""
+        check_count("n_nodes", n_nodes, 1)
+        return cls(np.ones((n_nodes, n_nodes)) - np.eye(n_nodes))
+
+    @property
+    def n_nodes(self) -> int:
+        """Number of nodes."""
+        return int(self.adjacency.shape[0])
+
+    @cached_property
+    def directed(self) -> bool:
+        """Whether some node hears one that does not hear it."""
+        return bool((self.adjacency != self.adjacency.T).nnz)
+
+    @property
+    def n_edges(self) -> int:
+        """Number of edges; in a directed graph each direction counts."""
+        return int(self.adjacency.nnz) if self.directed else int(self.adjacency.nnz) // 2
+
+    @property
+    def degrees(self) -> NDArray[np.intp]:
+        """How many others each node hears, shape (n_nodes,)."""
+        degrees: NDArray[np.intp] = np.diff(self.adjacency.indptr).astype(np.intp)
+        return degrees
+
+    def neighbours(self, node: int) -> NDArray[np.intp]:
+        """Return the ids of the nodes that ``node`` hears, ascending."""
+        row = slice(self.adjacency.indptr[node], self.adjacency.indptr[node + 1])
+        ids: NDArray[np.intp] = self.adjacency.indices[row].astype(np.intp)
+        return ids
+
+    @cached_property
+    def is_connected(self) -> bool:
+        """Whether news of any node reaches every other."""
+        count, _ = connected_components(self.adjacency, connection="strong")
+        return bool(count == 1)
+
+    @cached_property
+    def diameter(self) -> int:
+        """Most rounds that news of a node need to reach another.
+
+        Raises
+        ------
+        ValueError
+            If the graph is not connected.
+        """
+        if not self.is_connected:
+            raise ValueError(f"diameter needs a connected topology, got {self}.")
+        return int(shortest_path(self.adjacency, unweighted=True).max())
+
+    @cached_property
+    def laplacian(self) -> Csr:
+        """Degrees on the diagonal, -1 where k hears l: sparse, shape (n_nodes, n_nodes)."""
+        return sparse.csr_array(
+            sparse.diags_array(self.degrees.astype(np.float64)) - self.adjacency
+        )
+
+    @cached_property
+    def algebraic_connectivity(self) -> float:
+        """The second smallest eigenvalue of an undirected graph's Laplacian; 0 if disconnected.
+
+        Raises
+        ------
+        ValueError
+            If the graph is directed.
+        """
+        if self.directed:
+            raise ValueError(f"algebraic_connectivity needs an undirected topology, got {self}.")
+        if self.n_nodes == 1 or not self.is_connected:
+            return 0.0
+        if self.n_nodes <= DENSE:
+            return float(np.linalg.eigvalsh(self.laplacian.toarray())[1])
+        # The constant vector is moved to the top of the spectrum, the rest is turned over, so
+        # that the wanted eigenvalue is the largest: Lanczos finds it without a factorisation.
+        top = 2.0 * float(self.degrees.max())
+        n = self.n_nodes
+
+        def turn(x: NDArray[Any]) -> NDArray[Any]:
+            turned: NDArray[Any] = top * x - self.laplacian @ x - top * x.mean()
+            return turned
+
+        operator = sparse.linalg.LinearOperator((n, n), matvec=turn, dtype=np.float64)
+        start = spawn(0).standard_normal(n)
+        return float(top - eigsh(operator, k=1, which="LA", v0=start, return_eigenvectors=False)[0])
+
+    def __repr__(self) -> str:
+        """Say how many nodes and edges there are."""
+        kind = "directed" if self.directed else "undirected"
+        return f"Topology({self.n_nodes} nodes, {self.n_edges} edges, {kind})"
+
+
+def _pair_half_edges(n_nodes: int, degree: int, rng: np.random.Generator) -> Topology:
+    if degree > (n_nodes - 1) // 2:  # crowded: draw who does *not* hear whom
+        others = _pair_half_edges(n_nodes, n_nodes - 1 - degree, rng).adjacency.toarray()
+        return Topology(1.0 - others - np.eye(n_nodes))
+    while True:
+        ends = rng.permutation(np.repeat(np.arange(n_nodes), degree)).reshape(-1, 2)
+        for _ in range(DRAWS):
+            low, high = ends.min(axis=1), ends.max(axis=1)
+            _, first = np.unique(low * n_nodes + high, return_index=True)
+            bad = low == high
+            bad[np.setdiff1d(np.arange(len(ends)), first)] = True
+            if not bad.any():
+                return Topology.from_edges(n_nodes, map(tuple, ends.tolist()))
+            for edge in np.flatnonzero(bad):
+                other = rng.integers(len(ends))
+                ends[edge, 1], ends[other, 1] = ends[other, 1], ends[edge, 1]
+
+
+def _until_connected(draw: Any, what: str, seed: int) -> Topology:
+    check_count("seed", seed, 0)
+    for attempt in range(DRAWS):
+        topology: Topology = draw(spawn(seed, round_=attempt))
+        if topology.is_connected:
+            return topology
+    raise ValueError(f"{what} must be connected, but none of {DRAWS} draws was.")
+
+
+@dataclass(frozen=True, eq=False)
+class CombinationMatrix:
+    """Weights with which nodes combine what they hear.
+
+    Parameters
+    ----------
+    matrix : sparse array or array_like of shape (n_nodes, n_nodes)
+        ``[k, l]``: the weight that node k gives to node l, its own on the diagonal.
+    topology : Topology
+        A weight is allowed only where k hears l, and on the diagonal.
+
+    Raises
+    ------
+    ValueError
+        If a weight is negative or not finite, a row does not sum to one, or a weight has no link.
+    """
+
+    matrix: Csr
+    topology: Topology
+
+    def __post_init__(self) -> None:
+        """Check the weights and keep them in CSR form."""
+        weights = sparse.csr_array(self.matrix, dtype=np.float64)
+        n = self.topology.n_nodes
+        if weights.shape != (n, n):
+            raise ValueError(f"weights must have shape {(n, n)}, got {weights.shape}.")
+        if not np.isfinite(weights.data).all() or (weights.data < 0).any():
+            raise ValueError("weights must be finite and at least 0, got one that is not.")
+        sums = np.asarray(weights.sum(axis=1)).ravel()
+        if np.abs(sums - 1).max() > 1e-10:
+            worst = int(np.abs(sums - 1).argmax())
+            raise ValueError(
+                f"weights must sum to one in every row, got {sums[worst]:g} in {worst}."
+            )
+        weights.eliminate_zeros()
+        allowed = self.topology.adjacency + sparse.eye_array(n)
+        alone = sparse.coo_array(weights - weights.multiply(allowed))
+        alone.eliminate_zeros()
+        if alone.nnz:
+            k, j = int(alone.coords[0][0]), int(alone.coords[1][0])
+            raise ValueError(f"weights must follow the topology, but node {k} does not hear {j}.")
+        weights.sort_indices()
+        object.__setattr__(self, "matrix", weights)
+
+    @cached_property
+    def doubly_stochastic(self) -> bool:
+        """Whether columns sum to one as well: repeated combination then leads to the plain mean."""
+        sums = np.asarray(self.matrix.sum(axis=0)).ravel()
+        return bool(np.abs(sums - 1).max() <= 1e-10)
+
+    @cached_property
+    def spectral_gap(self) -> float:
+        """One minus the second largest eigenvalue in absolute value.
+
+        The distance to consensus shrinks by about ``1 - spectral_gap`` in every combination; 0
+        means that consensus is never reached.
+        """
+        n = self.topology.n_nodes
+        if n == 1:
+            return 1.0
+        symmetric = (self.matrix != self.matrix.T).nnz == 0
+        if n <= DENSE:
+            dense = self.matrix.toarray()
+            values = np.linalg.eigvalsh(dense) if symmetric else np.linalg.eigvals(dense)
+        else:
+            start = spawn(0).standard_normal(n)
+            solve = eigsh if symmetric else eigs
+            try:
+                values = solve(self.matrix, k=2, which="LM", v0=start, return_eigenvectors=False)
+            except ArpackNoConvergence as none:
+                values = np.concatenate([none.eigenvalues, np.ones(2)])
+        second = float(np.sort(np.abs(values))[-2])
+        return max(0.0, 1.0 - second)
+
+    def __repr__(self) -> str:
+        """Say what the weights are like."""
+        kind = "doubly stochastic" if self.doubly_stochastic else "row stochastic"
+        return f"CombinationMatrix({self.topology!r}, {kind}, spectral gap {self.spectral_gap:.3g})"
+
+
+def metropolis_weights(topology: Topology) -> CombinationMatrix:
+    """Return Metropolis weights: 1 / (1 + max(degree_k, degree_l)) for neighbours k, l.
+
+    Symmetric, hence doubly stochastic: the right choice where the nodes' plain mean is wanted.
+
+    Raises
+    ------
+    ValueError
+        If the topology is directed.
+    """
+    if topology.directed:
+        raise ValueError(f"metropolis_weights needs an undirected topology, got {topology!r}.")
+    links = sparse.coo_array(topology.adjacency)
+    k, j = links.coords
+    degrees = topology.degrees
+    weights = 1.0 / (1.0 + np.maximum(degrees[k], degrees[j]))
+    return _with_diagonal(sparse.csr_array((weights, (k, j)), shape=links.shape), topology)
+
+
+def averaging_weights(topology: Topology) -> CombinationMatrix:
+    """Return uniform weights: a node gives the same to itself and to everyone whom it hears.
+
+    Rows sum to one; columns only where all degrees are equal.
+    """
+    scale = sparse.diags_array(1.0 / (1.0 + topology.degrees))
+    return CombinationMatrix(
+        scale @ (topology.adjacency + sparse.eye_array(topology.n_nodes)), topology
+    )
+
+
+def relative_degree_variance_weights(topology: Topology, variances: ArrayLike) -> CombinationMatrix:
+    """Return weights by relative degree and noise: degree_l / variance_l, normalised (P3 eq. 5).
+
+    As printed the equation multiplies by the variance, so that the noisiest node counts most: with
+    one noisy node nothing is recovered. The inverse, as in the adaptive-networks literature, is
+    meant.
+
+    Parameters
+    ----------
+    topology : Topology
+        The graph.
+    variances : array_like of shape (n_nodes,)
+        Every node's noise variance, above 0.
+    """
+    variance = np.asarray(variances, dtype=np.float64)
+    if variance.shape != (topology.n_nodes,):
+        raise ValueError(f"variances must have shape ({topology.n_nodes},), got {variance.shape}.")
+    if not np.isfinite(variance).all() or (variance <= 0).any():
+        raise ValueError(f"variances must be finite and above 0, got {variance.min():g}.")
+    merit = (1.0 + topology.degrees) / variance
+    weights = (topology.adjacency + sparse.eye_array(topology.n_nodes)) @ sparse.diags_array(merit)
+    sums = np.asarray(weights.sum(axis=1)).ravel()
+    return CombinationMatrix(sparse.diags_array(1.0 / sums) @ weights, topology)
+
+
+def _with_diagonal(weights: Csr, topology: Topology) -> CombinationMatrix:
+    own = 1.0 - np.asarray(weights.sum(axis=1)).ravel()
+    return CombinationMatrix(weights + sparse.diags_array(own), topology)

@@ -1,0 +1,117 @@
+"""What can go wrong between nodes, drawn from a seed so that every transport sees the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import sparse
+
+from flwr_perdl._checks import check_count, check_real
+from flwr_perdl._random import spawn
+from flwr_perdl.diffusion.topology import Topology
+
+Csr = Any
+
+
+@dataclass(frozen=True)
+class Faults:
+    """Links that drop, nodes that sleep or die, messages that come late or broken.
+
+    Parameters
+    ----------
+    drop : float, default 0.0
+        Probability that a link is down in a round, in both directions at once.
+    sleep : float, default 0.0
+        Probability that a node sleeps through a round: it neither works nor sends nor hears.
+    dead : mapping of int to int
+        Node -> the round from which it is silent for good.
+    corrupt : mapping of int to int
+        Node -> the round from which all that it sends is NaN.
+    max_delay : int, default 0
+        A message arrives 0 to ``max_delay`` rounds late, each with the same probability.
+    seed : int, default 0
+        Seed of all draws; round and link decide, not the order of events.
+
+    Raises
+    ------
+    ValueError
+        If a probability is not within [0, 1], or a number is negative.
+    """
+
+    drop: float = 0.0
+    sleep: float = 0.0
+    dead: Mapping[int, int] = field(default_factory=dict)
+    corrupt: Mapping[int, int] = field(default_factory=dict)
+    max_delay: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the rules of the parameters."""
+        check_real("drop", self.drop, 0.0, 1.0)
+        check_real("sleep", self.sleep, 0.0, 1.0)
+        check_count("max_delay", self.max_delay)
+        check_count("seed", self.seed)
+        for name, rounds in (("dead", self.dead), ("corrupt", self.corrupt)):
+            for node, round_ in rounds.items():
+                check_count(f"{name}: node", node)
+                check_count(f"{name}: round", round_, 1)
+
+    @property
+    def any(self) -> bool:
+        """Whether anything can go wrong at all."""
+        return bool(self.drop or self.sleep or self.dead or self.corrupt or self.max_delay)
+
+    def awake(self, n_nodes: int, round_: int) -> NDArray[np.bool_]:
+        """Return which nodes take part in a round, shape (n_nodes,)."""
+        awake = np.ones(n_nodes, dtype=bool)
+        if self.sleep:
+            awake = spawn(self.seed, _SLEEP, round_).random(n_nodes) >= self.sleep
+        for node, last in self.dead.items():
+            if node < n_nodes and round_ >= last:
+                awake[node] = False
+        return awake
+
+    def broken(self, n_nodes: int, round_: int) -> NDArray[np.bool_]:
+        """Return which nodes send NaN in a round, shape (n_nodes,)."""
+        broken = np.zeros(n_nodes, dtype=bool)
+        for node, first in self.corrupt.items():
+            if node < n_nodes and round_ >= first:
+                broken[node] = True
+        return broken
+
+    def links(self, topology: Topology, round_: int) -> Csr:
+        """Return who is heard in a round: one at ``[k, j]`` where k hears j."""
+        if not self.any:
+            return topology.adjacency
+        heard = sparse.coo_array(topology.adjacency)
+        k, j = heard.coords
+        up = _per_link(k, j, spawn(self.seed, _DROP, round_)) >= self.drop
+        awake = self.awake(topology.n_nodes, round_)
+        up &= awake[k] & awake[j]
+        return sparse.csr_array((np.ones(int(up.sum())), (k[up], j[up])), shape=heard.shape)
+
+    def delays(self, links: Csr, round_: int) -> NDArray[np.intp]:
+        """Return how many rounds late the message on each link of ``links`` is, in CSR order."""
+        if not self.max_delay:
+            return np.zeros(links.nnz, dtype=np.intp)
+        k, j = sparse.coo_array(links).coords
+        late = _per_link(k, j, spawn(self.seed, _DELAY, round_)) * (self.max_delay + 1)
+        return late.astype(np.intp)
+
+
+# "Partitions" of the draws: what happens to links and nodes is no node's own randomness.
+_DROP, _SLEEP, _DELAY = 2**31, 2**31 + 1, 2**31 + 2
+
+
+def _per_link(
+    k: NDArray[np.intp], j: NDArray[np.intp], rng: np.random.Generator
+) -> NDArray[np.float64]:
+    """Draw one uniform number per undirected link, the same for both directions."""
+    low, high = np.minimum(k, j).astype(np.int64), np.maximum(k, j).astype(np.int64)
+    _, link = np.unique(low * (2**31) + high, return_inverse=True)
+    draws: NDArray[np.float64] = rng.random(int(link.max(initial=-1)) + 1)
+    return draws[link]

@@ -1,0 +1,351 @@
+"""Nodes in Ray actors: messages go from actor to actor, and not through the driver.
+
+Every actor hosts some nodes, next to each other by id. In a round it puts its nodes' messages into
+Ray's object store and gives the driver a reference; the driver hands references on to the actors
+that host neighbours, which fetch the messages themselves. The driver waits for rounds to be done
+(which tells it when an actor is lost), and sees states only where a callback or a stopping rule
+asks for them. Every actor computes with one BLAS thread: there are as many actors as processors.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from logging import getLogger
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import sparse
+
+from flwr_perdl._checks import check_count
+from flwr_perdl.diffusion.combine import Array, Csr, Program, State, step_back
+from flwr_perdl.diffusion.topology import CombinationMatrix, Topology
+from flwr_perdl.network._exchange import Mailbox, Plan, Run, spread
+from flwr_perdl.network.faults import Faults
+from flwr_perdl.network.memory import broken_on_the_way
+
+#: How many rounds the driver asks for ahead of the slowest actor.
+AHEAD = 16
+
+_LOG = getLogger(__name__)
+
+
+class RayNetwork:
+    """Nodes in Ray actors that talk to their neighbours only.
+
+    Runs on the Ray cluster that this process is connected to; where there is none, one is started
+    on this machine and ended afterwards. An actor that is lost takes its nodes with it: they are
+    silent from then on, the others go on without them, and the log says so.
+
+    Parameters
+    ----------
+    topology : Topology
+        Who hears whom.
+    weights : CombinationMatrix, or sequence of them, optional
+        Combination weights; Metropolis weights by default. A sequence is cycled through.
+    faults : Faults, optional
+        What goes wrong; nothing by default.
+    agents_per_actor : int, optional
+        Nodes per actor; by default there is one actor per processor of the cluster.
+
+    Raises
+    ------
+    ValueError
+        If weights and topology have different numbers of nodes, or ``agents_per_actor`` is less
+        than one.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        weights: CombinationMatrix | Sequence[CombinationMatrix] | None = None,
+        faults: Faults | None = None,
+        *,
+        agents_per_actor: int | None = None,
+    ) -> None:
+        self.topology = topology
+        self.plan = Plan.make(topology, weights, faults)
+        if agents_per_actor is not None:
+            check_count("agents_per_actor", agents_per_actor, 1)
+        self.agents_per_actor = agents_per_actor
+
+    def run(
+        self,
+        program: Program[State],
+        n_rounds: int,
+        *,
+        state: State | None = None,
+        callback: Callable[[int, State], Any] | None = None,
+        stop: Callable[[State], bool] | None = None,
+    ) -> Run:
+        """Run a distributed algorithm for some rounds.
+
+        Parameters
+        ----------
+        program : Program
+            The algorithm, with the data of all nodes. Where it has a method ``hosted(nodes)`` that
+            returns it with these nodes' data only, an actor receives no more than that.
+        n_rounds : int
+            Rounds at most, at least 0; one exchange with all neighbours each.
+        state : NamedTuple of arrays, optional
+            Where to go on from; the program's start by default.
+        callback : callable, optional
+            Called with round and state after every round; makes the driver fetch the states and
+            wait for every round.
+        stop : callable, optional
+            Ends the run when it returns True for the state; costs what a callback costs.
+
+        Returns
+        -------
+        Run
+            With the state of all nodes. Of nodes that were lost there is no state (the field
+            ``nodes`` says whose there is), what they observed is NaN, and ``alive`` is False.
+
+        Raises
+        ------
+        ModuleNotFoundError
+            If Ray is not installed.
+        RuntimeError
+            If all actors are lost.
+        """
+        check_count("n_rounds", n_rounds)
+        with _ray() as ray:
+            crew = _Crew(ray, self.plan, self._groups(ray))
+            try:
+                done = crew.go(program, n_rounds, state, callback, stop)
+                ends = crew.ask("end")
+            finally:
+                crew.dismiss()
+        faults, n = self.plan.faults, self.plan.n_nodes
+        there = np.zeros(n, dtype=bool)
+        there[np.concatenate([end.nodes for end in ends])] = True
+        traffic = sum((end.traffic for end in ends), sparse.csr_array((n, n)))
+        return Run(
+            state=_joined([end.state for end in ends]),
+            observed={
+                name: spread(np.concatenate([end.observed[name] for end in ends]), there)
+                for name in ends[0].observed
+            },
+            rounds=done,
+            floats_sent=float(traffic.sum()),
+            traffic=traffic,
+            unheard=dict(sorted(item for end in ends for item in end.unheard.items())),
+            alive=faults.awake(n, max(done, 1)) & there,
+        )
+
+    def _groups(self, ray: Any) -> list[NDArray[np.intp]]:
+        """Return the nodes of every actor."""
+        n, size = self.plan.n_nodes, self.agents_per_actor
+        if size is None:
+            size = -(-n // max(int(ray.cluster_resources().get("CPU", 1)), 1))
+        return [np.arange(first, min(first + size, n)) for first in range(0, n, size)]
+
+
+class _End(NamedTuple):
+    """What an actor says at the end."""
+
+    nodes: NDArray[np.intp]
+    state: Any
+    observed: dict[str, Array]
+    traffic: Csr
+    unheard: dict[int, int]
+
+
+class _Host:
+    """The nodes of one actor."""
+
+    def begin(
+        self, program: Any, plan: Plan, groups: list[NDArray[np.intp]], me: int, state: Any
+    ) -> None:
+        """Take up the program and a state, or the program's start.
+
+        Parameters
+        ----------
+        program : Program
+            The algorithm, with at least these nodes' data.
+        plan : Plan
+            Who hears whom.
+        groups : list of ndarray
+            The nodes of all actors, ascending.
+        me : int
+            Which of them these are.
+        state : NamedTuple of arrays, or None
+            Where to go on from.
+        """
+        self._ray: Any = import_module("ray")
+        if find_spec("threadpoolctl"):  # without it OMP_NUM_THREADS counts, which Ray sets to one
+            import_module("threadpoolctl").threadpool_limits(1, "blas")
+        self._program, self._plan, self._me, self._nodes = program, plan, me, groups[me]
+        heard = plan.heard_by(self._nodes)
+        self._mailbox = Mailbox(plan, self._nodes, heard)
+        # The rows of every actor's messages that matter here; together, the mailbox's senders.
+        self._rows = {i: np.flatnonzero(np.isin(nodes, heard)) for i, nodes in enumerate(groups)}
+        self._state = program.start(self._nodes) if state is None else state
+
+    def send(self, round_: int) -> list[Any]:
+        """Do the work before the exchange of a round; return a reference to the messages."""
+        self._adapted = self._program.adapt(self._state, round_)
+        message = self._program.message(self._adapted)
+        self._sent, self._own = broken_on_the_way(message, self._mailbox, round_)
+        return [self._ray.put(self._sent)]
+
+    def step(self, round_: int, messages: Mapping[int, Any], last: bool) -> tuple[list[Any], int]:
+        """Take in the messages of a round, and send those of the next one; say that it is done."""
+        blocks, there = [], []
+        for host, rows in self._rows.items():
+            block = self._sent if host == self._me else self._fetch(messages.get(host))
+            there.append(np.full(len(rows), block is not None))
+            if block is None:
+                blocks.append([np.zeros((len(rows), *a.shape[1:]), a.dtype) for a in self._sent])
+            else:
+                blocks.append([array[rows] for array in block])
+        arrays = tuple(np.concatenate(parts) for parts in zip(*blocks, strict=True))
+        inbox = self._mailbox.inbox(round_, arrays, self._own, np.concatenate(there))
+        after = self._program.combine(self._adapted, inbox)
+        awake = self._plan.faults.awake(self._plan.n_nodes, round_)[self._nodes]
+        self._state = step_back(after, self._state, ~awake)
+        return ([] if last else self.send(round_ + 1)), round_
+
+    def _fetch(self, sent: Any) -> tuple[Array, ...] | None:
+        """Return what another actor has sent; None if it is lost."""
+        if sent is None:
+            return None
+        try:
+            (reference,) = self._ray.get(sent)
+            messages: tuple[Array, ...] = self._ray.get(reference)
+        except _lost(self._ray):
+            return None
+        return messages
+
+    def state(self) -> Any:
+        """Return the state after the last round."""
+        return self._state
+
+    def end(self) -> _End:
+        """Return all that there is to know at the end."""
+        mine = set(self._nodes.tolist())
+        unheard = {node: n for node, n in self._mailbox.unheard.items() if node in mine}
+        observed = self._program.observe(self._state)
+        return _End(self._nodes, self._state, observed, self._mailbox.traffic, unheard)
+
+
+class _Crew:
+    """The actors of a run as the driver sees them: references in, references out."""
+
+    def __init__(self, ray: Any, plan: Plan, groups: list[NDArray[np.intp]]) -> None:
+        self._ray, self._plan, self._groups = ray, plan, groups
+        home = np.repeat(np.arange(len(groups)), [len(nodes) for nodes in groups])
+        self._hears = [set(home[plan.heard_by(nodes)].tolist()) for nodes in groups]
+        make = ray.remote(_Host).options(scheduling_strategy="SPREAD")
+        self._actors: dict[int, Any] = {host: make.remote() for host in range(len(groups))}
+
+    def go(
+        self,
+        program: Program[State],
+        n_rounds: int,
+        state: State | None,
+        callback: Callable[[int, Any], Any] | None,
+        stop: Callable[[Any], bool] | None,
+    ) -> int:
+        """Run up to ``n_rounds`` rounds and return how many were run."""
+        hosted: Callable[[NDArray[np.intp]], Any] | None = getattr(program, "hosted", None)
+        whole = None if hosted else self._ray.put(program)
+        plan, groups = self._ray.put(self._plan), self._ray.put(self._groups)
+        begun = {}
+        for host, actor in self._actors.items():
+            nodes = self._groups[host]
+            start = None if state is None else _rows(state, nodes)
+            own = hosted(nodes) if hosted else whole
+            begun[host] = actor.begin.remote(own, plan, groups, host, start)
+        self._collect(begun)
+        sent = {h: actor.send.remote(1) for h, actor in self._actors.items() if n_rounds}
+        self._collect(sent)
+        ahead: deque[dict[int, Any]] = deque()
+        round_ = 0
+        for round_ in range(1, n_rounds + 1):
+            here, sent, done = sent, {}, {}
+            for host, actor in self._actors.items():
+                messages = {h: here[h] for h in here if h in self._hears[host] and h != host}
+                step = actor.step.options(num_returns=2)
+                sent[host], done[host] = step.remote(round_, messages, round_ == n_rounds)
+            ahead.append(done)
+            if len(ahead) > AHEAD:
+                self._collect(ahead.popleft())
+            if callback is not None or stop is not None:
+                now = _joined(self.ask("state"))
+                if callback is not None:
+                    callback(round_, now)
+                if stop is not None and stop(now):
+                    break
+        for done in ahead:
+            self._collect(done)
+        return round_
+
+    def ask(self, method: str) -> list[Any]:
+        """Return what every actor that is there answers."""
+        answers = {host: getattr(actor, method).remote() for host, actor in self._actors.items()}
+        return list(self._collect(answers).values())
+
+    def _collect(self, answers: Mapping[int, Any]) -> dict[int, Any]:
+        """Return the answers; an actor that has none is lost.
+
+        Raises
+        ------
+        RuntimeError
+            If no actor is left.
+        """
+        collected = {}
+        for host, answer in answers.items():
+            try:
+                collected[host] = self._ray.get(answer)
+            except _lost(self._ray) as error:
+                if self._actors.pop(host, None) is not None:
+                    nodes, why = self._groups[host], str(error).splitlines()[0]
+                    _LOG.warning("Nodes %d to %d are lost: %s", nodes[0], nodes[-1], why)
+                if not self._actors:
+                    raise RuntimeError(
+                        f"a run on Ray must keep one actor, but all {len(self._groups)} are lost."
+                    ) from error
+        return collected
+
+    def dismiss(self) -> None:
+        """End the actors."""
+        for actor in self._actors.values():
+            self._ray.kill(actor)
+
+
+@contextmanager
+def _ray() -> Iterator[Any]:
+    """Import Ray and connect to it; end what was started here."""
+    if find_spec("ray") is None:
+        raise ModuleNotFoundError(
+            "RayNetwork needs Ray, which is not installed (the extra 'simulation' brings it)."
+        )
+    ray: Any = import_module("ray")
+    started = not ray.is_initialized()
+    if started:
+        ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False)
+    try:
+        yield ray
+    finally:
+        if started:
+            ray.shutdown()
+
+
+def _lost(ray: Any) -> tuple[type[Exception], ...]:
+    """Return the exceptions that say that an actor, or what it held, is no more."""
+    return ray.exceptions.RayActorError, ray.exceptions.ObjectLostError
+
+
+def _rows(state: Any, nodes: NDArray[np.intp]) -> Any:
+    """Return the state of some nodes."""
+    return type(state)(*(leaf[nodes] for leaf in state))
+
+
+def _joined(states: Sequence[Any]) -> Any:
+    """Return the state of all nodes of states that follow each other."""
+    return type(states[0])(*(np.concatenate(leaves) for leaves in zip(*states, strict=True)))

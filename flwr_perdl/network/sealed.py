@@ -1,0 +1,268 @@
+"""Letters that only the neighbour they are addressed to can read.
+
+Every node draws an X25519 key pair for every run, and may have a lasting one besides, in a key
+file. What it announces, its *card*, is the public halves of both. A letter from one node to another
+is encrypted and authenticated with ChaCha20-Poly1305 under a key that only these two can compute,
+
+    HKDF-SHA256( e_a·e_b || s_a·e_b || e_a·s_b,  salt = run,  info = sender, receiver, both cards )
+
+where e are the run's keys and s the lasting ones (a < b; without lasting keys on both sides the
+first product alone counts: this is the triple Diffie-Hellman of the Signal protocol). Run, sender,
+receiver and round are authenticated with the letter, so that a letter of another round, edge or
+run does not open. Nonces are random.
+
+Cards pass through the server. A server that hands on its own cards instead of the nodes' could
+read and write letters, unless the nodes *pin* their neighbours' lasting public keys: then such a
+card is rejected, or the letter does not open. Without pinned keys letters are safe from an
+honest-but-curious server only. How long letters are, and who writes to whom, is seen in any case.
+
+Flower's replies carry floats: bytes travel as float64 arrays, seven in each number.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Mapping
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from numpy.typing import NDArray
+
+from flwr_perdl.diffusion.combine import Array
+from flwr_perdl.network._packing import pack, unpack
+
+_KEY, _NONCE = 32, 12
+_CARD = 2 * _KEY
+_NONE = bytes(_KEY)  # stands for the lasting key of a node that has none
+
+
+class Rejected(ValueError):
+    """A letter, or a card, that is not what it says it is."""
+
+
+class Keys:
+    """The keys of one node in one run.
+
+    Parameters
+    ----------
+    node : int
+        The node's id.
+    run : str
+        Token of the run.
+    own_key : X25519PrivateKey, optional
+        The node's lasting key.
+    pinned : mapping of int to bytes, optional
+        The lasting public keys of the nodes that this one may talk to; it rejects any other.
+    run_key : bytes, optional
+        The private key of this run, as `run_key` gave it; a new one by default.
+
+    Raises
+    ------
+    ValueError
+        If there are pinned keys, but no key of its own.
+    """
+
+    def __init__(
+        self,
+        node: int,
+        run: str,
+        *,
+        own_key: X25519PrivateKey | None = None,
+        pinned: Mapping[int, bytes] | None = None,
+        run_key: bytes | None = None,
+    ) -> None:
+        if pinned is not None and own_key is None:
+            raise ValueError("pinned keys must come with a key of this node's own, got none.")
+        self.node, self.run, self._own, self._pinned = node, run, own_key, pinned
+        if run_key is None:
+            self._run = X25519PrivateKey.generate()
+        else:
+            self._run = X25519PrivateKey.from_private_bytes(run_key)
+        lasting = _NONE if own_key is None else own_key.public_key().public_bytes_raw()
+        self._card = lasting + self._run.public_key().public_bytes_raw()
+
+    @property
+    def run_key(self) -> bytes:
+        """The private key of this run: for the node's private state."""
+        return self._run.private_bytes_raw()
+
+    @property
+    def card(self) -> NDArray[np.float64]:
+        """What this node announces."""
+        return pack(self._card)
+
+    def seal(
+        self, arrays: tuple[Array, ...], receiver: int, round_: int, card: Array
+    ) -> NDArray[np.float64]:
+        """Return the letter that takes ``arrays`` to a neighbour.
+
+        Parameters
+        ----------
+        arrays : tuple of ndarray
+            The message.
+        receiver : int
+            The neighbour.
+        round_ : int
+            The round of the message.
+        card : ndarray
+            The neighbour's card.
+
+        Raises
+        ------
+        Rejected
+            If the card is not the neighbour's.
+        """
+        key = self._key(self.node, receiver, _bytes(card))
+        nonce = os.urandom(_NONCE)
+        text = BytesIO()
+        for array in arrays:
+            np.save(text, array, allow_pickle=False)
+        bound = self._bound(self.node, receiver, round_)
+        sealed = ChaCha20Poly1305(key).encrypt(nonce, text.getvalue(), bound)
+        return pack(self._card + nonce + sealed)
+
+    def open(self, letter: Array, sender: int, round_: int) -> tuple[Array, ...]:
+        """Return the message of a letter.
+
+        Parameters
+        ----------
+        letter : ndarray
+            What `seal` of the sender returned.
+        sender : int
+            Who is said to have sent it.
+        round_ : int
+            The round that it is said to be of.
+
+        Raises
+        ------
+        Rejected
+            If it does not come from there, is not for this node, this run or that round, or was
+            changed.
+        """
+        data = _bytes(letter)
+        if len(data) < _CARD + _NONCE:
+            raise Rejected(f"{len(data)} bytes are no letter")
+        card, nonce, sealed = data[:_CARD], data[_CARD : _CARD + _NONCE], data[_CARD + _NONCE :]
+        key = self._key(sender, self.node, card)
+        try:
+            bound = self._bound(sender, self.node, round_)
+            text = BytesIO(ChaCha20Poly1305(key).decrypt(nonce, sealed, bound))
+        except InvalidTag:
+            raise Rejected("it was changed, or is of another sender, round or run") from None
+        arrays = []
+        try:
+            while text.tell() < len(text.getbuffer()):
+                arrays.append(np.load(text, allow_pickle=False))
+        except (EOFError, ValueError):
+            raise Rejected("it holds no arrays") from None
+        return tuple(arrays)
+
+    def _bound(self, sender: int, receiver: int, round_: int) -> bytes:
+        """Return what is authenticated with a letter."""
+        return struct.pack("<QQQ", sender, receiver, round_) + self.run.encode()
+
+    def _key(self, sender: int, receiver: int, card: bytes) -> bytes:
+        """Return the key of the letters from one node to another, one of which is this one."""
+        other = receiver if sender == self.node else sender
+        if len(card) != _CARD:
+            raise Rejected(f"{len(card)} bytes are no card")
+        lasting, fresh = card[:_KEY], X25519PublicKey.from_public_bytes(card[_KEY:])
+        if self._pinned is not None and self._pinned.get(other) != lasting:
+            known = "the pinned one" if other in self._pinned else "pinned"
+            raise Rejected(f"its key is not {known}")
+        try:
+            secret = self._run.exchange(fresh)
+            if self._own is not None and lasting != _NONE:
+                parts = (
+                    self._own.exchange(fresh),
+                    self._run.exchange(X25519PublicKey.from_public_bytes(lasting)),
+                )
+                secret += b"".join(parts if self.node < other else parts[::-1])
+        except ValueError:  # a point of small order, which no key pair has
+            raise Rejected("its card is no public key") from None
+        cards = (self._card, card) if sender == self.node else (card, self._card)
+        info = b"flwr-perdl letter" + struct.pack("<QQ", sender, receiver) + b"".join(cards)
+        return HKDF(hashes.SHA256(), _KEY, salt=self.run.encode(), info=info).derive(secret)
+
+
+def make_key(path: str | Path) -> str:
+    """Write a new lasting private key to a file that its owner alone can read.
+
+    Parameters
+    ----------
+    path : str or Path
+        The file (PEM, as ``openssl genpkey -algorithm x25519`` writes it); there must be none.
+
+    Returns
+    -------
+    str
+        The public key, in hexadecimal digits: what neighbours pin.
+    """
+    key = X25519PrivateKey.generate()
+    pem = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as stream:
+        stream.write(pem)
+    return key.public_key().public_bytes_raw().hex()
+
+
+def public_key(path: str | Path) -> str:
+    """Return the public key, in hexadecimal digits, of the private key in a file."""
+    return read_key(path).public_key().public_bytes_raw().hex()
+
+
+def read_key(path: str | Path) -> X25519PrivateKey:
+    """Return the lasting private key in a file.
+
+    Raises
+    ------
+    ValueError
+        If there is no X25519 key in it.
+    """
+    try:
+        key = serialization.load_pem_private_key(Path(path).read_bytes(), password=None)
+    except (OSError, TypeError, ValueError) as error:
+        raise ValueError(f"key-file must hold a private key in PEM form, got {error}.") from error
+    if not isinstance(key, X25519PrivateKey):
+        raise ValueError(f"key-file must hold an X25519 key, got {type(key).__name__}.")
+    return key
+
+
+def read_pinned(path: str | Path) -> dict[int, bytes]:
+    """Return the public keys of a node's neighbours from a JSON file: node -> hexadecimal digits.
+
+    Raises
+    ------
+    ValueError
+        If it is not that.
+    """
+    try:
+        pinned = {int(k): bytes.fromhex(v) for k, v in json.loads(Path(path).read_text()).items()}
+    except (AttributeError, OSError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"neighbour-keys must be a JSON file of nodes and keys, got {error}."
+        ) from error
+    for node, key in pinned.items():
+        if len(key) != _KEY or key == _NONE:
+            raise ValueError(
+                f"neighbour-keys must be of {_KEY} bytes, not all zero, got {key.hex()} for {node}."
+            )
+    return pinned
+
+
+def _bytes(array: Array) -> bytes:
+    try:
+        return unpack(array)
+    except ValueError as error:
+        raise Rejected(str(error)) from None

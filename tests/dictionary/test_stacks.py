@@ -1,0 +1,84 @@
+"""Many matrices at once: the bits of one by one, whatever their shapes and ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flwr_perdl.dictionary import match_atoms, polar_factor
+from flwr_perdl.dictionary.atoms import match_stack, polar_factors
+
+DTYPES = st.sampled_from([np.float64, np.float32])
+
+
+def orthonormal(m: int, r: int, d: int, rng: np.random.Generator) -> np.ndarray:
+    """Return a stack of dictionaries with orthonormal rows."""
+    return np.linalg.qr(rng.standard_normal((m, d, r)))[0].swapaxes(1, 2).copy()
+
+
+@given(
+    m=st.integers(1, 6),
+    r=st.integers(1, 9),
+    more=st.integers(0, 20),
+    dtype=DTYPES,
+    fault=st.sampled_from(["none", "zero rows", "zero", "rank", "ill"]),
+    seed=st.integers(0, 2**16),
+)
+def test_polar_factors_are_those_of_one_by_one(
+    m: int, r: int, more: int, dtype: type, fault: str, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    S = rng.standard_normal((m, r, r + more)) * 10.0 ** rng.integers(-3, 4, (m, 1, 1))
+    some = S[: m // 2 + 1]
+    if fault == "zero rows":
+        some[:, : r // 2 + 1] = 0
+    if fault == "zero":
+        some[:] = 0
+    if fault == "rank":
+        some[:] = some[:, :, :1] * some[:, :1]
+    if fault == "ill":
+        some *= 10.0 ** -np.linspace(0, 9, r)[:, None]
+    S, D = S.astype(dtype), orthonormal(m, r, r + more, rng).astype(dtype)
+    for found, one, fallback in zip(polar_factors(S, D), S, D, strict=True):
+        np.testing.assert_array_equal(found, polar_factor(one.copy(), fallback))
+        np.testing.assert_allclose(found @ found.T, np.eye(r), atol=2e-6)
+
+
+@given(
+    m=st.integers(1, 5),
+    a=st.integers(1, 6),
+    more=st.integers(0, 5),
+    d=st.integers(1, 40),
+    dtype=DTYPES,
+    close=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_matches_are_those_of_one_by_one(
+    m: int, a: int, more: int, d: int, dtype: type, close: bool, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    A, B = rng.standard_normal((a, d)), rng.standard_normal((m, a + more, d))
+    if close:
+        B[:, rng.permutation(a + more)[:a]] = -A + 1e-3 * rng.standard_normal((m, a, d))
+    A, B = (X / np.linalg.norm(X, axis=-1, keepdims=True) for X in (A, B))
+    A, B = A.astype(dtype), B.astype(dtype)
+    indices, signs = match_stack(A, B)
+    for i in range(m):
+        alone = match_atoms(A, B[i])
+        np.testing.assert_array_equal(indices[i], alone.indices)
+        np.testing.assert_array_equal(signs[i], alone.signs)
+        assert signs.dtype == alone.signs.dtype
+
+
+def test_an_empty_stack_has_no_factors() -> None:
+    assert polar_factors(np.zeros((0, 2, 3)), np.zeros((0, 2, 3))).shape == (0, 2, 3)
+
+
+@pytest.mark.parametrize("size", [1, 40])
+def test_large_dictionaries(size: int) -> None:
+    rng = np.random.default_rng(size)
+    S, D = rng.standard_normal((2, size, 130)), orthonormal(2, size, 130, rng)
+    for found, one, fallback in zip(polar_factors(S, D), S, D, strict=True):
+        np.testing.assert_array_equal(found, polar_factor(one, fallback))

@@ -1,0 +1,193 @@
+"""Sparse rank-one layers: fixed points, the plain SVD, brute force, planted biclusters, lungs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from sklearn.cluster import KMeans
+from sklearn.datasets import make_biclusters
+from sklearn.metrics import adjusted_rand_score
+
+from flwr_perdl.dictionary.coding import soft_threshold
+from flwr_perdl.diffusion.biclustering import choose_threshold, profiles, ssvd
+
+LUNG = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "lung200.npz"
+
+
+def planted(seed: int, *, noise: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+    """Return 60 subjects of four types in 80 of 400 genes, centred: (genes, subjects), types."""
+    X, rows, _ = make_biclusters((60, 80), 4, minval=1, maxval=2, random_state=seed)
+    X = np.hstack([X, np.zeros((60, 320))])
+    X += noise * np.random.default_rng(seed).standard_normal(X.shape)
+    return (X - X.mean(axis=0)).T, rows.argmax(axis=0)
+
+
+def rand_index(atoms: np.ndarray, strengths: np.ndarray, truth: np.ndarray) -> float:
+    k = len(np.unique(truth))
+    found = KMeans(k, n_init=10, random_state=0).fit_predict(profiles(atoms, strengths))
+    return float(adjusted_rand_score(truth, found))
+
+
+def plain_svd(X: np.ndarray, r: int) -> tuple[np.ndarray, np.ndarray]:
+    _, s, Vt = np.linalg.svd(X, full_matrices=False)
+    return Vt[:r], s[:r]
+
+
+def test_a_sparse_rank_one_matrix_is_found_exactly() -> None:
+    u, v = np.array([3.0, 0, 0, -1, 0]), np.array([0.6, 0, 0.8, 0])
+    layers = ssvd(np.outer(u, v), 2)
+    np.testing.assert_allclose(layers.codes @ layers.atoms, np.outer(u, v), atol=1e-14)
+    np.testing.assert_array_equal(layers.thresholds, np.zeros((2, 2)))
+    np.testing.assert_allclose(np.linalg.norm(layers.codes, axis=0), [np.sqrt(10), 0])
+    np.testing.assert_array_equal(layers.atoms[1], np.zeros(4))
+
+
+def test_without_thresholds_layers_are_singular_vectors() -> None:
+    X = np.random.default_rng(0).standard_normal((20, 7))
+    layers = ssvd(X, 4, thresholds=(0, 0), max_iter=10_000)
+    atoms, strengths = plain_svd(X, 4)
+    assert layers.converged.all()
+    np.testing.assert_allclose(np.linalg.norm(layers.codes, axis=0), strengths, rtol=1e-9)
+    np.testing.assert_allclose(np.abs((layers.atoms * atoms).sum(axis=1)), 1, atol=1e-12)
+
+
+@pytest.mark.parametrize("thresholds", ["sure", "bic", (1.0, 2.0)])
+def test_every_layer_is_a_fixed_point_of_algorithm_3(thresholds: Any) -> None:
+    left, _ = planted(1)
+    layers = ssvd(left, 3, thresholds=thresholds)
+    assert layers.converged.all()
+    for atom, code, (lam, beta) in zip(
+        layers.atoms, layers.codes.T, layers.thresholds, strict=True
+    ):
+        y = soft_threshold(left @ atom, lam)
+        w = soft_threshold(y / np.linalg.norm(y) @ left, beta)
+        np.testing.assert_allclose(w / np.linalg.norm(w), atom, atol=1e-8)
+        unit = y / np.linalg.norm(y)
+        np.testing.assert_allclose((unit @ left @ atom) * unit, code, atol=1e-7)
+        left = left - np.outer(code, atom)
+    if not isinstance(thresholds, str):
+        np.testing.assert_array_equal(layers.thresholds, [thresholds] * 3)
+
+
+@given(
+    arrays(np.float64, st.integers(1, 12), elements=st.floats(-5, 5)),
+    st.floats(0.5, 20),
+    st.sampled_from(["sure", "bic"]),
+)
+def test_no_threshold_has_a_lower_criterion(a: np.ndarray, residual: float, rule: str) -> None:
+    size = 5 * len(a)
+    variance = residual / (size - len(a))
+    penalty = 2 if rule == "sure" else np.log(size)
+
+    def criterion(threshold: float) -> float:
+        v = soft_threshold(a, threshold)
+        return float(np.square(v - a).sum() / variance + penalty * np.count_nonzero(v))
+
+    chosen = choose_threshold(a, residual, size, rule)
+    top = np.abs(a).max()
+    if top > 0:
+        assert soft_threshold(a, chosen).any()
+        tried = np.linspace(0, top, 200, endpoint=False)
+        assert criterion(chosen) <= min(map(criterion, tried)) + 1e-9
+
+
+@pytest.mark.parametrize("n_large", [20, 40, 200])
+def test_stein_keeps_the_risk_near_the_best_of_all_thresholds(n_large: int) -> None:
+    rng, size, tried = np.random.default_rng(0), 400 * 60, np.linspace(0, 5, 101)
+    mean = np.append(np.full(n_large, 4.0), np.zeros(400 - n_large))
+    chosen, fixed = [], []
+    for _ in range(20):
+        a = mean + rng.standard_normal(400)
+        own = choose_threshold(a, float(size - 400), size)
+        chosen.append(np.square(soft_threshold(a, own) - mean).sum())
+        fixed.append([np.square(soft_threshold(a, t) - mean).sum() for t in tried])
+    assert np.mean(chosen) < 1.1 * np.mean(fixed, axis=0).min()
+
+
+def test_units_do_not_matter() -> None:
+    X, _ = planted(2)
+    one, other = ssvd(X, 3), ssvd(-40 * X, 3)
+    np.testing.assert_allclose(40 * one.thresholds, other.thresholds, rtol=1e-6)
+    np.testing.assert_allclose(np.abs(one.atoms), np.abs(other.atoms), atol=1e-8)
+
+
+def test_inputs_stay_and_float32_is_kept() -> None:
+    X = planted(0)[0].astype(np.float32)
+    before = X.copy()
+    layers = ssvd(X, 2, tol=1e-5)
+    np.testing.assert_array_equal(X, before)
+    assert layers.atoms.dtype == layers.codes.dtype == np.float32
+    assert layers.converged.all()
+    double = ssvd(X.astype(float), 2)
+    np.testing.assert_allclose(np.abs(layers.atoms), np.abs(double.atoms), atol=1e-3)
+
+
+def test_planted_types_are_found_and_their_genes() -> None:
+    for seed in range(4):
+        X, types = planted(seed)
+        layers = ssvd(X, 3)
+        assert rand_index(layers.atoms, np.linalg.norm(layers.codes, axis=0), types) > 0.95
+        plain = X @ plain_svd(X, 3)[0].T
+        sparse_share, plain_share = (
+            np.square(codes[:80]).sum() / np.square(codes).sum() for codes in (layers.codes, plain)
+        )
+        assert 1 - sparse_share < 0.8 * (1 - plain_share)  # less goes to genes that say nothing
+
+
+def test_sparse_layers_beat_the_plain_svd_where_few_genes_matter() -> None:
+    scores = []
+    for seed in range(4):
+        X, types = planted(seed, noise=1.35)
+        layers = ssvd(X, 3)
+        sparse = rand_index(layers.atoms, np.linalg.norm(layers.codes, axis=0), types)
+        scores.append((sparse, rand_index(*plain_svd(X, 3), types)))
+    sparse, plain = np.mean(scores, axis=0)
+    assert sparse > plain + 0.02, scores
+
+
+@pytest.mark.skipif(not LUNG.is_file(), reason="../shared/data/lung200.npz is not here")
+@pytest.mark.parametrize("thresholds", ["sure", "bic"])
+def test_lungs_are_told_apart_at_least_as_well_as_by_the_plain_svd(thresholds: str) -> None:
+    with np.load(LUNG) as stored:
+        X, types = stored["X"].astype(float).T, stored["y"]
+    layers = ssvd(X, 3, thresholds=thresholds)
+    score = rand_index(layers.atoms, np.linalg.norm(layers.codes, axis=0), types)
+    assert score >= rand_index(*plain_svd(X, 3), types)
+    assert score > 0.9
+
+
+def test_profiles_by_hand() -> None:
+    atoms = np.array([[0.6, 0.8, 0.0], [1.0, 0.0, 0.0]])
+    found = profiles(atoms, np.array([5.0, 4.0]))
+    np.testing.assert_allclose(found, [[0.6, 0.8], [1, 0], [0, 0]])
+
+
+def test_profiles_of_a_full_svd_compare_features_by_their_correlation() -> None:
+    X = np.random.default_rng(0).standard_normal((30, 6))
+    X -= X.mean(axis=0)
+    found = profiles(*plain_svd(X, 6))
+    np.testing.assert_allclose(found @ found.T, np.corrcoef(X.T), atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"X": np.ones((3, 2), dtype=int)}, "X must be float64 or float32, got int64"),
+        ({"n_layers": 4}, "n_layers must be between 1 and 3, got 4"),
+        ({"thresholds": "aic"}, "thresholds must be one of 'sure', 'bic', got 'aic'"),
+        ({"thresholds": (1.0, -1.0)}, r"thresholds must be in \[0, inf\], got -1"),
+        ({"thresholds": (99.0, 0.0)}, "thresholds must leave something of every layer, got lambda"),
+        ({"thresholds": (0.0, 99.0)}, "thresholds must leave something of every layer, got beta"),
+        ({"tol": -1.0}, r"tol must be in \[0, inf\], got -1"),
+    ],
+)
+def test_bad_input_gets_one_sentence(options: dict[str, Any], message: str) -> None:
+    good: dict[str, Any] = {"X": np.random.default_rng(0).standard_normal((5, 3)), "n_layers": 1}
+    with pytest.raises(ValueError, match=message):
+        ssvd(**{**good, **options})

@@ -1,0 +1,647 @@
+"""Diffusion over data: one round by hand, planted atoms, replacement by neighbours' messages."""
+
+from __future__ import annotations
+
+import pickle
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flwr_perdl._random import spawn
+from flwr_perdl.dictionary import (
+    KSVDLearner,
+    MODLearner,
+    dictionary_distance,
+    normalize_atoms,
+    omp,
+)
+from flwr_perdl.diffusion import (
+    CombinationMatrix,
+    Inbox,
+    Topology,
+    averaging_weights,
+    metropolis_weights,
+    relative_degree_variance_weights,
+)
+from flwr_perdl.diffusion.data_diffusion import (
+    DataDiffusion,
+    DictionaryProgram,
+    DictionaryState,
+    aligned,
+    news_takes,
+)
+from flwr_perdl.network import Faults, InMemoryNetwork
+
+
+def draw(
+    seed: int = 5,
+    nodes: int = 4,
+    samples: int = 200,
+    n_atoms: int = 12,
+    n_features: int = 8,
+    n_nonzero: int = 2,
+    noise: float = 0.0,
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Return planted atoms, cosines up to 0.67 by default, and every node's samples."""
+    rng = np.random.default_rng(seed)
+    atoms = normalize_atoms(rng.standard_normal((n_atoms, n_features)))
+    codes = np.zeros((nodes * samples, n_atoms))
+    used = rng.random(codes.shape).argsort(axis=1)[:, :n_nonzero]
+    np.put_along_axis(codes, used, rng.uniform(-1, 1, used.shape), axis=1)
+    X = codes @ atoms
+    X = X + noise * rng.standard_normal(X.shape)
+    return atoms, np.split(X, nodes)
+
+
+def found(dictionaries: np.ndarray, atoms: np.ndarray) -> list[int]:
+    """Return how many atoms each node has found."""
+    return [int((np.abs(atoms @ D.T).max(axis=1) > 0.99).sum()) for D in dictionaries]
+
+
+def states(
+    learner: DataDiffusion, data: list[Any], network: Any, rounds: int, **options: Any
+) -> list[DictionaryState]:
+    """Return the state after every round."""
+    after: list[DictionaryState] = []
+    learner.fit(data, network, rounds, callback=lambda _, state: after.append(state), **options)
+    return after
+
+
+# Algorithm 1 ----------------------------------------------------------------------------------
+
+
+def test_two_rounds_of_algorithm_1_by_hand() -> None:
+    _, data = draw(nodes=3)
+    rng = np.random.default_rng(1)
+    start = normalize_atoms(rng.standard_normal((12, 8)))
+    weights = averaging_weights(Topology.from_edges(3, [(0, 1), (1, 2)]))
+    learner = DataDiffusion(12, n_nonzero=2, update="gradient", step=0.01, replacement=None)
+    A = weights.matrix.toarray()
+    assert A[0].tolist() == [0.5, 0.5, 0.0]
+    D = [start] * 3
+    for state in states(learner, data, weights, 2, start=start):
+        psi = []
+        for X, own in zip(data, D, strict=True):
+            C = omp(X, own, 2)
+            psi.append(own + 0.01 * C.T @ (X - C @ own))
+        D = [sum(A[k, j] * psi[j] for j in range(3)) for k in range(3)]
+        D = [own / np.linalg.norm(own, axis=1, keepdims=True) for own in D]
+        np.testing.assert_allclose(state.dictionaries, D, atol=1e-14)
+
+
+def test_the_step_is_one_over_the_largest_eigenvalue_and_inner_steps_repeat_it() -> None:
+    _, (X,) = draw(nodes=1, samples=60)
+    D = normalize_atoms(np.random.default_rng(1).standard_normal((12, 8)))
+    C = omp(X, D, 2)
+    step = 1 / np.linalg.eigvalsh(C.T @ C)[-1]
+    expected = D
+    for _ in range(3):
+        expected = expected + step * C.T @ (X - C @ expected)
+    learner = DataDiffusion(12, update="gradient", inner_steps=3)
+    np.testing.assert_allclose(learner.adapted(X, C, D), expected, atol=1e-13)
+
+
+@pytest.mark.parametrize(("update", "local"), [("mod", MODLearner), ("ksvd", KSVDLearner)])
+def test_one_node_alone_is_the_local_learner(update: str, local: Any) -> None:
+    _, (X,) = draw(nodes=1)
+    D = normalize_atoms(np.random.default_rng(1).standard_normal((12, 8)))
+    learner = DataDiffusion(12, n_nonzero=2, update=update, replacement=None)
+    ended = learner.fit([X], Topology.complete(1), 5, start=D)
+    for _ in range(5):
+        D = local(12, n_nonzero=2).step(X, D)
+    np.testing.assert_allclose(ended.dictionaries[0], D, atol=1e-12)
+    assert ended.disagreement == 0
+    assert ended.floats_sent == 0
+
+
+@pytest.mark.parametrize("update", ["mod", "ksvd", "gradient"])
+def test_nodes_find_planted_atoms_together_but_not_alone(update: str) -> None:
+    atoms, data = draw(samples=100)
+    learner = DataDiffusion(12, n_nonzero=2, update=update)
+    together = learner.fit(data, Topology.ring(4), 100)
+    alone = learner.fit([X[:25] for X in data], Topology.from_edges(4, []), 100)
+    assert min(found(together.dictionaries, atoms)) >= 11
+    assert max(found(alone.dictionaries, atoms)) < 11
+    assert together.disagreement < 0.1 < alone.disagreement
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"coder": "lasso", "alpha": 0.1}, {"coder": "focuss", "alpha": 0.02}],
+    ids=["lasso", "focuss"],
+)
+def test_the_other_coders_find_planted_atoms_too(options: dict[str, Any]) -> None:
+    atoms, data = draw(nodes=2, samples=150)
+    ended = DataDiffusion(12, **options).fit(data, Topology.ring(2), 60)
+    assert min(found(ended.dictionaries, atoms)) >= 11
+
+
+def test_a_coder_of_ones_own_and_atoms_without_negative_entries() -> None:
+    rng = np.random.default_rng(0)
+    D = normalize_atoms(rng.random((3, 10)) ** 6)
+    X = rng.dirichlet([0.3] * 3, 300) @ D
+
+    def coder(X: np.ndarray, D: np.ndarray) -> np.ndarray:
+        return np.maximum(X @ D.T, 0)
+
+    learner = DataDiffusion(3, coder=coder, update="gradient", nonnegative=True)
+    for state in states(learner, np.split(X, 3), Topology.ring(3), 25, start="samples"):
+        assert (state.dictionaries >= 0).all()
+        np.testing.assert_allclose(np.linalg.norm(state.dictionaries, axis=2), 1)
+    own = DataDiffusion(3, coder="nonnegative", update="gradient", nonnegative=True)
+    ended = own.fit(np.split(X, 3), Topology.ring(3), 200, start="samples")
+    assert ended.error.max() < 0.02
+
+
+def test_nothing_of_an_atom_that_would_be_all_negative_is_lost() -> None:
+    X, D = -np.eye(3)[:2], np.eye(3)
+    C = np.array([[1.0, 0, 0], [1.0, 0, 0]])
+    learner = DataDiffusion(3, update="gradient", step=10.0, nonnegative=True)
+    np.testing.assert_array_equal(learner.adapted(X, C, D)[0], D[0])
+
+
+def test_a_good_weight_keeps_one_noisy_node_from_spoiling_all() -> None:
+    atoms, data = draw(samples=150)
+    rng = np.random.default_rng(1)
+    data[3] = data[3] + rng.standard_normal(data[3].shape)
+    ring, learner, noise = Topology.ring(4), DataDiffusion(12, n_nonzero=2), [1e-4, 1e-4, 1e-4, 1.0]
+
+    def at_worst(network: Topology | CombinationMatrix) -> int:
+        return min(found(learner.fit(data, network, 50).dictionaries, atoms))
+
+    good = relative_degree_variance_weights(ring, noise)
+    printed = relative_degree_variance_weights(
+        ring, 1 / np.array(noise)
+    )  # eq. (5) as it is printed
+    assert at_worst(printed) < at_worst(ring) < at_worst(good) == 12
+
+
+# Data -----------------------------------------------------------------------------------------
+
+
+def test_nodes_may_have_few_samples_or_none_at_all() -> None:
+    atoms, data = draw(samples=120)
+    data = [data[0], data[1][:5], data[2][:0], np.concatenate(data[1:])]
+    before = [X.copy() for X in data]
+    ended = DataDiffusion(12, n_nonzero=2).fit(data, Topology.complete(4), 60)
+    assert min(found(ended.dictionaries, atoms)) >= 11
+    for X, same in zip(data, before, strict=True):
+        np.testing.assert_array_equal(X, same)
+
+
+def test_batches_that_stream_in() -> None:
+    atoms, _ = draw()
+
+    def stream(node: int) -> Any:
+        def batch(round_: int) -> np.ndarray:
+            rng = spawn(7, node, round_)
+            codes = rng.uniform(-1, 1, (60, 12)) * (rng.random((60, 12)) < 1 / 6)
+            return codes @ atoms
+
+        return batch
+
+    learner = DataDiffusion(12, n_nonzero=2, update="gradient")
+    ended = learner.fit([stream(k) for k in range(4)], Topology.ring(4), 200)
+    assert min(found(ended.dictionaries, atoms)) >= 10
+    fixed = [stream(k)(1) for k in range(4)]
+    steady = [lambda _, X=X: X for X in fixed]
+    np.testing.assert_array_equal(
+        learner.fit(steady, Topology.ring(4), 15).dictionaries,
+        learner.fit(fixed, Topology.ring(4), 15).dictionaries,
+    )
+
+
+@pytest.mark.parametrize("update", ["mod", "ksvd", "gradient"])
+@pytest.mark.parametrize("replacement", ["private", "samples", None])
+def test_float32_stays_float32(update: str, replacement: str | None) -> None:
+    data = [X.astype(np.float32) for X in draw(samples=60)[1]]
+    learner = DataDiffusion(14, n_nonzero=2, update=update, replacement=replacement)
+    after = states(learner, data, Topology.ring(4), 25)[-1]
+    assert after.dictionaries.dtype == after.candidates.dtype == np.float32
+
+
+def test_starts() -> None:
+    _, data = draw(samples=30)
+    learner = DataDiffusion(6, n_nonzero=2)
+
+    def first(start: Any, seed: int = 3) -> np.ndarray:
+        program = learner.program(dict(enumerate(data)), agreement=2, start=start, seed=seed)
+        return program.start(np.arange(4)).dictionaries
+
+    common, samples = first("common"), first("samples")
+    np.testing.assert_array_equal(common, np.tile(common[0], (4, 1, 1)))
+    assert not np.array_equal(common, first("common", seed=4))
+    for X, D in zip(data, samples, strict=True):
+        closest = np.abs(normalize_atoms(X) @ D.T)
+        np.testing.assert_allclose(closest.max(axis=0), 1)
+        assert len(set(closest.argmax(axis=0))) == 6
+    np.testing.assert_array_equal(first(samples), samples)
+    np.testing.assert_array_equal(first(dict(enumerate(samples))), samples)
+    np.testing.assert_array_equal(first(samples[2])[1], samples[2])
+    np.testing.assert_allclose(first(lambda X, rng: 3 * X[:6])[1], normalize_atoms(data[1][:6]))
+    few = DataDiffusion(40).program({0: data[0]}, agreement=1, start="samples")
+    np.testing.assert_allclose(np.linalg.norm(few.start(np.array([0])).dictionaries, axis=2), 1)
+
+
+def test_different_starts_come_together() -> None:
+    atoms, data = draw()
+    ended = DataDiffusion(12, n_nonzero=2).fit(data, Topology.ring(4), 60, start="samples")
+    assert min(found(ended.dictionaries, atoms)) >= 11
+    assert ended.disagreement < 0.05
+
+
+# Replacement ------------------------------------------------------------------------------------
+
+FLAT = 6  # data of these tests have no energy beyond this many features
+
+
+def flat_data(nodes: int, seed: int = 0) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Return a dictionary whose last two atoms nobody can use, and data."""
+    rng = np.random.default_rng(seed)
+    atoms = np.zeros((8, 8))
+    atoms[:FLAT, :FLAT] = np.linalg.qr(rng.standard_normal((FLAT, FLAT)))[0]
+    atoms[FLAT:, FLAT:] = np.eye(2)
+    data = []
+    for _ in range(nodes):
+        X = np.zeros((50, 8))
+        X[:, :FLAT] = rng.standard_normal((50, FLAT))
+        data.append(X)
+    return atoms, data
+
+
+@pytest.mark.parametrize("topology", [Topology.ring(7), Topology.star(5), Topology.grid(3, 3)])
+@pytest.mark.parametrize("replacement", ["private", "samples"])
+def test_all_nodes_replace_the_same_atoms_by_the_same_vectors_in_the_same_round(
+    topology: Topology, replacement: str
+) -> None:
+    atoms, data = flat_data(topology.n_nodes)
+    learner = DataDiffusion(8, n_nonzero=2, replacement=replacement, replace_every=5)
+    after = states(learner, data, topology, 5 + topology.diameter - 1, start=atoms)
+    unmoved, replaced = after[-2].dictionaries, after[-1].dictionaries
+    np.testing.assert_array_equal(unmoved[:, FLAT:, FLAT:], np.tile(np.eye(2), (len(data), 1, 1)))
+    assert not replaced[:, FLAT:, FLAT:].any()
+    for D in replaced:
+        np.testing.assert_array_equal(D[FLAT:], replaced[0, FLAT:])
+    np.testing.assert_allclose(np.linalg.norm(replaced, axis=2), 1)
+    assert not after[-1].use.any()
+
+
+def test_the_worst_samples_of_the_whole_network_come_in() -> None:
+    atoms, data = flat_data(6)
+    topology = Topology.ring(6)
+    learner = DataDiffusion(
+        8, n_nonzero=1, update="gradient", step=1e-12, replacement="samples", replace_every=4
+    )
+    after = states(learner, data, topology, 6, start=atoms)[-1]
+    scores = []
+    for X in data:
+        left = ((X - omp(X, atoms, 1) @ atoms) ** 2).sum(axis=1)
+        scores.append(left / (left + left.mean()))
+    ranked = [np.argsort(-own) for own in scores]
+    for slot in range(2):
+        node = int(np.argmax([own[rank[slot]] for own, rank in zip(scores, ranked, strict=True)]))
+        worst = normalize_atoms(data[node][ranked[node][slot]][None])[0]
+        np.testing.assert_allclose(after.dictionaries[:, FLAT + slot], np.tile(worst, (6, 1)))
+
+
+def test_news_moves_one_hop_a_round() -> None:
+    atoms, data = flat_data(5)
+    line = Topology.grid(1, 5)
+    data[0] = 3 * data[0]
+    data[0][7, :FLAT] = 100.0  # the worst sample of all
+    learner = DataDiffusion(8, n_nonzero=1, replacement="samples", replace_every=6)
+    after = states(learner, data, line, 9, start=atoms)
+    worst = normalize_atoms(data[0][7][None])[0]
+    for hops, state in enumerate(after[5:], start=1):
+        knows = [bool(np.allclose(own[0], worst)) for own in state.candidates]
+        assert knows == [node <= hops for node in range(5)]
+
+
+def test_nodes_agree_even_on_candidates_of_equal_score() -> None:
+    """A line whose ends have data of opposite signs: the middle hears both at once."""
+    atoms, (X, _) = flat_data(2)
+    line = Topology.grid(1, 4)
+    X = X - X.mean(axis=0)
+    data = [X, X[:10] * 1e-3, X[:10] * 1e-3, np.roll(X, 1, axis=1) * ([1.0] * 6 + [0.0] * 2)]
+    data[3][:, 0] = -X[:, 5]
+    data[3] = np.where(np.arange(8) < FLAT, -X, 0)
+    learner = DataDiffusion(8, n_nonzero=1, replacement="samples", replace_every=3)
+    after = states(learner, data, line, 5, start=atoms)[-1]
+    assert after.score[0, 0] > 1
+    for D in after.dictionaries:
+        np.testing.assert_array_equal(D[FLAT:], after.dictionaries[0, FLAT:])
+
+
+def test_an_atom_that_one_node_needs_stays() -> None:
+    atoms, data = flat_data(3)
+    data[2][:10, FLAT] = 5.0
+    learner = DataDiffusion(8, n_nonzero=2, replace_every=4)
+    after = states(learner, data, Topology.ring(3), 4, start=atoms)[-1]
+    assert np.abs(after.dictionaries[:, FLAT] @ np.eye(8)[FLAT]).min() > 0.5
+    assert not after.dictionaries[:, FLAT + 1, FLAT + 1].any()
+
+
+def test_of_two_atoms_that_are_alike_one_goes() -> None:
+    atoms, data = draw(samples=100)
+    start = atoms.copy()
+    start[5] = normalize_atoms((atoms[2] + 0.05 * atoms[5])[None])[0]
+    assert abs(start[2] @ start[5]) > 0.95
+    learner = DataDiffusion(12, n_nonzero=2, replace_every=3)
+    still = DataDiffusion(12, n_nonzero=2, replacement=None)
+    assert (
+        min(found(learner.fit(data, Topology.ring(4), 40, start=start).dictionaries, atoms)) == 12
+    )
+    assert max(found(still.fit(data, Topology.ring(4), 4, start=start).dictionaries, atoms)) < 12
+
+
+def test_the_private_candidate_parts_an_atom_that_stands_for_two() -> None:
+    """Two true atoms with a cosine of 0.7, and one learned atom between them."""
+    rng = np.random.default_rng(0)
+    a, b = np.zeros((2, 6))
+    a[0], b[0], b[1] = 1.0, 0.7, np.sqrt(1 - 0.49)
+    between = normalize_atoms((a + b)[None])[0]
+    values = rng.uniform(0.5, 1, 60) * rng.choice([-1.0, 1.0], 60)
+    X = values[:, None] * np.where(np.arange(60) < 40, 1.0, 0.0)[:, None] * a
+    X += values[:, None] * np.where(np.arange(60) < 40, 0.0, 1.0)[:, None] * b
+    start = np.stack([between, np.eye(6)[5]])
+    learner = DataDiffusion(2, n_nonzero=1, update="gradient", step=1e-12, replace_every=2)
+    after = states(learner, [X], Topology.complete(1), 2, start=start)[-1]
+    assert abs(after.dictionaries[0, 1] @ a) > 1 - 1e-6  # the larger group's
+
+
+def test_only_lost_news_keeps_a_node_from_replacing() -> None:
+    atoms, data = flat_data(4)
+    learner = DataDiffusion(8, n_nonzero=2, replace_every=3)
+    network = InMemoryNetwork(Topology.grid(1, 4), faults=Faults(drop=0.4, seed=1))
+    ended = learner.fit(data, network, 60, start=atoms)
+    assert not ended.dictionaries[:, :, FLAT:].any()
+    np.testing.assert_allclose(np.linalg.norm(ended.dictionaries, axis=2), 1)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 1000), st.integers(2, 9), st.integers(1, 12))
+def test_agreement_on_random_graphs(seed: int, nodes: int, every: int) -> None:
+    atoms, data = flat_data(nodes, seed)
+    topology = Topology.erdos_renyi(nodes, 0.4, seed=seed)
+    learner = DataDiffusion(8, n_nonzero=2, replacement="private", replace_every=every)
+    last = max(every, topology.diameter) + topology.diameter - 1
+    after = states(learner, data, topology, last, start=atoms)[-1]
+    for own in after:
+        if own.ndim > 1 and own is not after.dictionaries and own is not after.use:
+            np.testing.assert_array_equal(own, np.broadcast_to(own[0], own.shape))
+    for D in after.dictionaries:
+        np.testing.assert_array_equal(D[FLAT:], after.dictionaries[0, FLAT:])
+
+
+# Privacy --------------------------------------------------------------------------------------
+
+
+class Recording(DictionaryProgram):
+    """A program that keeps what it sends."""
+
+    sent: list[tuple[np.ndarray, ...]]
+
+    def message(self, state: DictionaryState) -> tuple[np.ndarray, ...]:
+        message = super().message(state)
+        self.sent.append(tuple(array.copy() for array in message))
+        return message
+
+
+def closeness(sent: list[tuple[np.ndarray, ...]], data: list[np.ndarray]) -> float:
+    """Return the largest |cosine| of a sample with a vector that some node has sent."""
+    X = normalize_atoms(np.concatenate(data))
+    vectors = [
+        array.reshape(-1, X.shape[1])
+        for message in sent
+        for array in message
+        if array.ndim == 3 and array.size
+    ]
+    V = np.concatenate(vectors)
+    V = V[np.linalg.norm(V, axis=1) > 0]
+    return float(np.abs(X @ normalize_atoms(V).T).max())
+
+
+@pytest.mark.parametrize("update", ["mod", "ksvd", "gradient"])
+def test_by_default_no_message_shows_a_sample(update: str) -> None:
+    _, data = draw(n_features=30, n_atoms=20, samples=40, noise=0.1)
+
+    def shown(start: str, replacement: str, rounds: int) -> float:
+        learner = DataDiffusion(20, n_nonzero=2, update=update, replacement=replacement)
+        program = Recording(learner, dict(enumerate(data)), 2, start, 0)
+        program.sent = []
+        InMemoryNetwork(Topology.ring(4)).run(program, rounds)
+        return closeness(program.sent, data)
+
+    assert shown("common", "private", 40) < 0.995
+    assert shown("common", "samples", 12) > 1 - 1e-12
+    assert shown("samples", "private", 1) > 1 - 1e-12
+
+
+def test_messages_are_dictionaries_use_and_candidates_and_are_counted() -> None:
+    _, data = draw(samples=30)
+    ring = Topology.ring(4)
+    with_news = DataDiffusion(12).fit(data, ring, 7)
+    assert with_news.floats_sent == 8 * 7 * (12 * 8 + 12 + 8 + 8 * 8)
+    bare = DataDiffusion(12, replacement=None).fit(data, ring, 7)
+    assert bare.floats_sent == 8 * 7 * 12 * 8
+    program = DataDiffusion(12).program(dict(enumerate(data)), agreement=2)
+    shown = program.observe(program.start(np.arange(4)))
+    assert set(shown) == {"dictionaries", "error"}
+
+
+# Alignment ------------------------------------------------------------------------------------
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 1000))
+def test_aligned_undoes_order_and_signs(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    D = normalize_atoms(rng.standard_normal((6, 9)))
+    order, signs = rng.permutation(6), rng.choice([-1.0, 1.0], 6)[:, None]
+    np.testing.assert_array_equal(aligned(signs * D[order], D), D)
+    np.testing.assert_array_equal(aligned(signs * D, D, order=False), D)
+
+
+def test_assignment_combines_what_is_the_same_whatever_the_order() -> None:
+    atoms, data = draw(samples=100, noise=0.02)
+    rng = np.random.default_rng(3)
+    rough = normalize_atoms(atoms + 0.1 * rng.standard_normal(atoms.shape))
+    shuffled = np.stack([rough[rng.permutation(12)] for _ in range(4)])
+    ring = Topology.ring(4)
+    plain = DataDiffusion(12, n_nonzero=2, replacement=None)
+    matched = DataDiffusion(12, n_nonzero=2, replacement=None, alignment="assignment")
+    together = plain.fit(data, ring, 10, start=rough)
+    apart = matched.fit(data, ring, 10, start=shuffled)
+    np.testing.assert_allclose(
+        [
+            dictionary_distance(*pair)
+            for pair in zip(*(e.dictionaries for e in (together, apart)), strict=True)
+        ],
+        0,
+        atol=1e-10,
+    )
+    assert apart.disagreement == pytest.approx(together.disagreement, rel=1e-6)
+    assert min(found(plain.fit(data, ring, 10, start=shuffled).dictionaries, atoms)) < 12
+
+
+def test_signs_are_aligned_where_asked() -> None:
+    atoms, data = draw(samples=100)
+    rng = np.random.default_rng(3)
+    rough = normalize_atoms(atoms + 0.1 * rng.standard_normal(atoms.shape))
+    turned = rng.choice([-1.0, 1.0], (4, 12, 1)) * rough
+    ring = Topology.ring(4)
+    learner = DataDiffusion(12, n_nonzero=2, replacement=None, alignment="sign")
+    expected = DataDiffusion(12, n_nonzero=2, replacement=None).fit(data, ring, 5, start=rough)
+    ended = learner.fit(data, ring, 5, start=turned)
+    np.testing.assert_allclose(
+        np.abs(ended.dictionaries), np.abs(expected.dictionaries), atol=1e-10
+    )
+    assert ended.disagreement == pytest.approx(expected.disagreement, rel=1e-6)
+
+
+# Networks -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("update", ["mod", "gradient"])
+def test_the_network_in_memory_gives_the_same_bits(update: str) -> None:
+    _, data = draw(samples=60)
+    learner, ring = DataDiffusion(14, n_nonzero=2, update=update), Topology.ring(4)
+    direct = learner.fit(data, ring, 25)
+    through = learner.fit(data, InMemoryNetwork(ring), 25)
+    np.testing.assert_array_equal(direct.dictionaries, through.dictionaries)
+    np.testing.assert_array_equal(direct.error, through.error)
+    assert direct[2:] == through[2:]
+
+
+def test_nodes_that_are_hosted_one_by_one_come_to_the_same() -> None:
+    _, data = draw(nodes=5, samples=50)
+    topology = Topology.grid(1, 5)
+    whole = DataDiffusion(14, n_nonzero=2, replace_every=4).program(
+        dict(enumerate(data)), agreement=4, start="samples", seed=2
+    )
+    weights = metropolis_weights(topology)
+    single = [pickle.loads(pickle.dumps(whole.hosted(np.array([k])))) for k in range(5)]
+    assert [list(program.data) for program in single] == [[k] for k in range(5)]
+    parts = [program.start(np.array([k])) for k, program in enumerate(single)]
+    for round_ in range(1, 14):
+        parts = [p.adapt(s, round_) for p, s in zip(single, parts, strict=True)]
+        sent = [p.message(s) for p, s in zip(single, parts, strict=True)]
+        after = []
+        for k, program in enumerate(single):
+            heard = np.sort(np.append(topology.neighbours(k), k))
+            arrays = tuple(np.concatenate([sent[j][i] for j in heard]) for i in range(4))
+            inbox = Inbox(
+                round_,
+                np.array([k]),
+                heard,
+                arrays,
+                weights.matrix[[k]][:, heard],
+                topology.adjacency[[k]][:, heard],
+                np.flatnonzero(heard == k),
+            )
+            after.append(program.combine(parts[k], inbox))
+        parts = after
+    together = InMemoryNetwork(topology).run(whole, 13).state
+    for name, field in together._asdict().items():
+        stacked = np.concatenate([getattr(part, name) for part in parts])
+        np.testing.assert_allclose(stacked, field, atol=1e-12, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        Faults(drop=0.2),
+        Faults(sleep=0.2),
+        Faults(dead={1: 20}),
+        Faults(corrupt={2: 15}),
+        Faults(max_delay=2),
+    ],
+    ids=["drop", "sleep", "dead", "corrupt", "late"],
+)
+def test_what_goes_wrong_on_the_way_costs_little(faults: Faults) -> None:
+    atoms, data = draw()
+    learner = DataDiffusion(12, n_nonzero=2)
+    ended = learner.fit(data, InMemoryNetwork(Topology.complete(4), faults=faults), 100)
+    alive = [D for k, D in enumerate(ended.dictionaries) if k not in faults.dead]
+    assert min(found(np.stack(alive), atoms)) >= 11
+    assert np.isfinite(ended.dictionaries).all()
+
+
+def test_weights_that_change_from_round_to_round() -> None:
+    atoms, data = draw()
+    lines = [Topology.from_edges(4, [(0, 1), (2, 3)]), Topology.from_edges(4, [(1, 2), (3, 0)])]
+    network = InMemoryNetwork(Topology.ring(4), [metropolis_weights(line) for line in lines])
+    ended = DataDiffusion(12, n_nonzero=2).fit(data, network, 80)
+    assert min(found(ended.dictionaries, atoms)) >= 11
+
+
+def test_parts_of_a_network_learn_apart() -> None:
+    _, data = draw()
+    islands = Topology.from_edges(4, [(0, 1), (2, 3)])
+    assert news_takes(islands) == 1
+    ended = DataDiffusion(12, n_nonzero=2).fit(data, islands, 40, start="samples")
+    assert ended.disagreement > 0.3
+    for a, b in pairwise(ended.dictionaries[[0, 1]]):
+        assert np.linalg.norm(a - b, axis=1).max() < 0.2
+
+
+# What is wrong ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n_atoms": 0}, "n_atoms must be at least 1, got 0"),
+        ({"coder": "magic"}, "coder must be one of 'omp', 'lasso', 'focuss', 'nonnegative'"),
+        ({"n_nonzero": 0}, "n_nonzero must be at least 1, got 0"),
+        ({"alpha": 0.0}, "alpha must be in"),
+        ({"update": "svd"}, "update must be one of 'mod', 'ksvd', 'gradient', got 'svd'"),
+        ({"step": 0.0}, "step must be in"),
+        ({"inner_steps": 0}, "inner_steps must be at least 1"),
+        ({"alignment": "order"}, "alignment must be one of"),
+        ({"replacement": "all"}, "replacement must be one of 'private', 'samples', got 'all'"),
+        ({"replace_every": 0}, "replace_every must be at least 1"),
+        ({"least_use": 2.0}, "least_use must be in"),
+        (
+            {"alignment": "assignment"},
+            "replacement must be None with alignment='assignment', got 'private'",
+        ),
+    ],
+)
+def test_bad_options_get_one_sentence(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DataDiffusion(**{"n_atoms": 5, **options})
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "message"),
+    [
+        ([np.ones((3, 4))] * 3, {}, "data must be of 4 nodes, got 3"),
+        ([np.ones((3, 4))] * 3 + [np.ones((3, 5))], {}, "data of node 3 must have 4 columns"),
+        ([np.ones((3, 4))] * 3 + [np.full((3, 4), np.nan)], {}, "data of node 3 must be finite"),
+        ([np.ones((3, 4), dtype=int)] * 4, {}, "data of node 0 must be float64 or float32"),
+        ([np.ones((3, 4))] * 4, {"start": "nothing"}, "start must be one of 'samples', 'common'"),
+        ([np.ones((3, 4))] * 4, {"start": np.ones((3, 4))}, "start of node 0 must have 5 rows"),
+        ([np.ones((3, 4))] * 4, {"start": np.ones((5, 3))}, "start of node 0 must have 4 columns"),
+        ([np.ones((3, 4))] * 4, {"n_rounds": -1}, "n_rounds must be at least 0"),
+        ([np.ones((3, 4))] * 4, {"seed": -1}, "seed must be at least 0"),
+    ],
+)
+def test_bad_data_get_one_sentence(data: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DataDiffusion(5).fit(data, Topology.ring(4), **options)
+
+
+def test_an_asymmetric_matrix_is_as_good_as_any() -> None:
+    atoms, data = draw()
+    ring = Topology.ring(4)
+    rng = np.random.default_rng(0)
+    raw = (ring.adjacency.toarray() + np.eye(4)) * rng.uniform(0.5, 1.5, (4, 4))
+    weights = CombinationMatrix(raw / raw.sum(axis=1, keepdims=True), ring)
+    assert not weights.doubly_stochastic
+    ended = DataDiffusion(12, n_nonzero=2).fit(data, weights, 80)
+    assert min(found(ended.dictionaries, atoms)) >= 11

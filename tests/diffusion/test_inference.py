@@ -1,0 +1,482 @@
+from __future__ import annotations
+
+import pickle
+import tracemalloc
+from typing import Any
+
+import cvxpy as cp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flwr_perdl.diffusion import CombinationMatrix, Topology, metropolis_weights
+from flwr_perdl.diffusion import inference as module
+from flwr_perdl.diffusion._minimise import minimise
+from flwr_perdl.diffusion.inference import (
+    ATC,
+    METHODS,
+    ConsensusADMM,
+    DualInference,
+    ExactDiffusion,
+    JacobianADMM,
+    exact_dual,
+    infer,
+)
+from flwr_perdl.diffusion.objectives import (
+    Biclustering,
+    HuberNMF,
+    NonnegativeMF,
+    Objective,
+    SparseSVD,
+)
+from flwr_perdl.network import InMemoryNetwork
+from flwr_perdl.network.faults import Faults
+from flwr_perdl.simulations.experiments.inference import draw, reached, trace
+
+OBJECTIVES: list[Objective] = [
+    SparseSVD(0.2, 0.5),
+    Biclustering(0.2, 0.5, 0.1),
+    NonnegativeMF(0.2, 0.5),
+    HuberNMF(0.2, 0.5, 0.3),
+]
+#: Biclustering infers as SparseSVD does.
+LOSSES = [OBJECTIVES[0], *OBJECTIVES[2:]]
+each = pytest.mark.parametrize("objective", LOSSES, ids=lambda o: type(o).__name__)
+every = pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda o: type(o).__name__)
+every_method = pytest.mark.parametrize("method", METHODS)
+
+
+def problem(
+    objective: Objective,
+    n_agents: int = 8,
+    n_atoms: int = 1,
+    n_features: int = 12,
+    n_samples: int = 3,
+    seed: int = 0,
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Draw samples with some large entries (Huber's bounds are met), and unit atoms."""
+    rng = np.random.default_rng(seed)
+    W = rng.standard_normal((n_agents, n_atoms, n_features))
+    X = rng.standard_normal((n_samples, n_features))
+    X += 5 * (rng.random(X.shape) < 0.2) * rng.random(X.shape)
+    if objective.nonnegative:
+        W, X = np.abs(W), np.abs(X)
+    return X, list(W / np.linalg.norm(W, axis=2, keepdims=True))
+
+
+def by_cvxpy(objective: Objective, x: np.ndarray, W: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return codes and dual variables from a general convex solver, by (21) as it stands."""
+    y, z = cp.Variable(len(W)), cp.Variable(W.shape[1])
+    if np.isfinite(objective.bound):
+        eta = objective.strong_convexity
+        loss = cp.sum(cp.huber(x - z, eta)) / (2 * eta)
+    else:
+        loss = cp.sum_squares(x - z) / 2
+    penalty = objective.gamma * cp.norm1(y) + objective.delta / 2 * cp.sum_squares(y)
+    limits = [z == W.T @ y, *([y >= 0] if objective.nonnegative else [])]
+    tight = dict.fromkeys(("tol_gap_abs", "tol_gap_rel", "tol_feas"), 1e-11)
+    cp.Problem(cp.Minimize(loss + penalty), limits).solve(solver=cp.CLARABEL, **tight)
+    u = x - z.value
+    nu = np.clip(u / objective.strong_convexity, -objective.bound, objective.bound)  # (55)
+    return y.value, nu
+
+
+def decibels(found: np.ndarray, truth: np.ndarray) -> float:
+    """Return the paper's signal-to-noise ratio of Section IV-A, of the worst sample and agent."""
+    noise = ((found - truth) ** 2).sum(axis=-1)
+    with np.errstate(divide="ignore"):
+        return float((10 * np.log10((truth**2).sum(axis=-1) / noise)).min())
+
+
+@every
+@pytest.mark.parametrize("n_atoms", [1, 3])
+def test_the_exact_dual_agrees_with_cvxpy(objective: Objective, n_atoms: int) -> None:
+    X, D = problem(objective, n_atoms=n_atoms)
+    exact = exact_dual(objective, X, D)
+    for i, x in enumerate(X):
+        codes, nu = by_cvxpy(objective, x, np.concatenate(D))
+        assert decibels(np.concatenate([C[i] for C in exact.codes]), codes) >= 100
+        assert decibels(exact.nu[i], nu) >= 100
+    assert (np.abs(exact.gap) <= 1e-12 * exact.cost).all()
+    if isinstance(objective, HuberNMF):
+        assert (np.abs(exact.nu) == 1).any()
+
+
+@every
+@pytest.mark.parametrize(
+    ("method", "n_atoms"),
+    [
+        ("admm", 1),
+        ("admm", 3),
+        ("exact_diffusion", 1),
+        ("exact_diffusion", 3),
+        ("jacobian_admm", 1),
+    ],
+)
+def test_bias_free_methods_agree_with_cvxpy(
+    objective: Objective, method: str, n_atoms: int
+) -> None:
+    X, D = problem(objective, n_atoms=n_atoms, n_samples=2)
+    topology = Topology.erdos_renyi(8, 0.4, seed=n_atoms)
+    found = infer(objective, X, D, topology, method=method, n_rounds=4000, tolerance=1e-8)
+    assert found.converged
+    assert found.nu is not None
+    for i, x in enumerate(X):
+        codes, nu = by_cvxpy(objective, x, np.concatenate(D))
+        assert decibels(np.concatenate([C[i] for C in found.codes]), codes) >= 100
+        assert decibels(found.nu[:, i], nu) >= 100
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 10**6), n_atoms=st.integers(1, 6), scale=st.floats(0.01, 100))
+@each
+def test_the_minimum_of_an_agents_cost_meets_the_optimality_conditions(
+    objective: Objective, seed: int, n_atoms: int, scale: float
+) -> None:
+    rng = np.random.default_rng(seed)
+    W = rng.standard_normal((2, n_atoms, 5))
+    b, a = scale * rng.standard_normal((2, 3, 5)), rng.uniform(0.01, 3, 2)
+    nu, codes = minimise(objective, W, b, a)
+    np.testing.assert_allclose(
+        codes, objective.code(np.matmul(nu, W.swapaxes(1, 2))), rtol=1e-9, atol=1e-9 * scale
+    )
+    free = (b - np.matmul(codes, W)) / a[:, None, None]
+    np.testing.assert_allclose(nu, objective.project(free), rtol=1e-9, atol=1e-9 * scale)
+
+
+def program(kind: type[DualInference], objective: Objective, **options: Any) -> DualInference:
+    X, D = problem(objective, n_agents=6, n_atoms=options.pop("atoms", 1))
+    topology = Topology.erdos_renyi(6, 0.5, seed=3)
+    return kind(objective, topology, D, X, **options)
+
+
+def estimates(found: DualInference, n_rounds: int, **network: Any) -> np.ndarray:
+    run = InMemoryNetwork(found.topology, **network).run(found, n_rounds)
+    nu: np.ndarray = run.observed["nu"]
+    return nu
+
+
+@each
+def test_atc_is_the_papers_recursion(objective: Objective) -> None:
+    atc = program(ATC, objective, step=0.1, informed=[1, 4], atoms=2)
+    A, N = metropolis_weights(atc.topology).matrix.toarray(), 6
+    for i, x in enumerate(atc.X):
+        nu = [np.zeros(12) for _ in range(N)]
+        for _ in range(15):
+            psi = []
+            for k, W in enumerate(atc.dictionaries):
+                gradient = objective.conjugate_gradient(nu[k]) / N + objective.code(W @ nu[k]) @ W
+                psi.append(nu[k] - 0.1 * (gradient - (x / 2 if k in (1, 4) else 0)))
+            nu = [objective.project(sum(A[k, j] * psi[j] for j in range(N))) for k in range(N)]
+        np.testing.assert_allclose(estimates(atc, 15)[:, i], nu, atol=1e-12)
+
+
+def quadratic_minimum(W: np.ndarray, b: np.ndarray, a: float, o: Objective) -> np.ndarray:
+    """Return the minimiser of ``a/2 |nu|^2 - b'nu + h*(W nu)`` by a general solver."""
+    y = cp.Variable(len(W))
+    free = (b - W.T @ y) / np.sqrt(a)
+    penalty = o.gamma * cp.norm1(y) + o.delta / 2 * cp.sum_squares(y)
+    tight = dict.fromkeys(("tol_gap_abs", "tol_gap_rel", "tol_feas"), 1e-11)
+    problem = cp.Problem(cp.Minimize(cp.sum_squares(free) / 2 + penalty))
+    problem.solve(solver=cp.CLARABEL, **tight)
+    nu: np.ndarray = (b - W.T @ y.value) / a
+    return nu
+
+
+def test_consensus_admm_is_the_edge_by_edge_recursion() -> None:
+    objective = SparseSVD(0.2, 0.5)
+    admm = program(ConsensusADMM, objective, relaxation=0.5, penalty=0.3)
+    assert isinstance(admm, ConsensusADMM)
+    A, N, x = admm.topology.adjacency.toarray(), 6, admm.X[0]
+    degrees = A.sum(axis=1)
+    c = A / np.sqrt(np.outer(degrees, degrees))
+    c *= 0.15 / c.sum(axis=1).mean()  # a square of a distance has twice the curvature
+    alpha, nu = np.zeros((N, 12)), np.zeros((N, 12))
+    for _ in range(6):
+        last = nu.copy()
+        for k, W in enumerate(admm.dictionaries):
+            b = x / N - alpha[k] + sum(c[k, j] * (last[k] + last[j]) for j in range(N))
+            nu[k] = quadratic_minimum(W, b, 1 / N + 2 * c[k].sum(), objective)
+        for k in range(N):
+            alpha[k] += sum(c[k, j] * (nu[k] - nu[j]) for j in range(N))
+    np.testing.assert_allclose(estimates(admm, 6)[:, 0], nu, atol=1e-7)
+
+
+def test_jacobian_admm_is_the_papers_recursion_with_one_sign() -> None:
+    objective = SparseSVD(0.2, 0.5)
+    jacobian = program(JacobianADMM, objective, penalty=0.3, step=0.4)
+    assert isinstance(jacobian, JacobianADMM)
+    B, N, x = jacobian.topology.adjacency.toarray(), 6, jacobian.X[0]
+    c = 0.3 / B.sum(axis=1).mean()
+    multiplier, nu = np.zeros((N, N, 12)), np.zeros((N, 12))
+    for _ in range(6):
+        last = nu.copy()
+        for k, W in enumerate(jacobian.dictionaries):
+            b = x / N + multiplier[k].sum(axis=0) + 2 * c * B[k] @ last
+            nu[k] = quadratic_minimum(W, b, 1 / N + 2 * c * B[k].sum(), objective)
+        multiplier -= 0.4 * c * B[..., None] * (nu[:, None] - nu)
+    np.testing.assert_allclose(estimates(jacobian, 6)[:, 0], nu, atol=1e-7)
+
+
+@each
+def test_exact_diffusion_has_no_bias_and_atc_has(objective: Objective) -> None:
+    X, D = problem(objective, n_agents=4)
+    topology, exact = Topology.ring(4), exact_dual(objective, X, D).nu
+    far = {}
+    for method in ("atc", "exact_diffusion"):
+        for step in (0.02, 0.1):
+            found = infer(
+                objective, X, D, topology, method=method, step=step, n_rounds=9000, tolerance=0
+            )
+            assert found.nu is not None
+            far[method, step] = decibels(found.nu, exact)
+    assert far["exact_diffusion", 0.1] >= 100
+    assert far["exact_diffusion", 0.02] >= 100
+    assert far["atc", 0.1] <= 40
+    assert far["atc", 0.1] < far["atc", 0.02] <= 60  # the bias shrinks with the step
+
+
+@each
+@every_method
+def test_whoever_is_informed_the_answer_is_the_same(objective: Objective, method: str) -> None:
+    X, D = problem(objective)
+    topology = Topology.small_world(8, 4, 0.3, seed=1)
+    tight: dict[str, Any] = {"n_rounds": 6000, "tolerance": 1e-10, "method": method}
+    answers = [
+        infer(objective, X, D, topology, informed=informed, **tight).nu
+        for informed in (None, [5], [2, 3])
+    ]
+    bias = 0.6 if method == "atc" else 1e-7  # ATC ends where its bias says
+    for one in answers[1:]:
+        np.testing.assert_allclose(one, answers[0], atol=bias)
+
+
+def test_an_agent_that_is_not_informed_never_looks_at_the_sample() -> None:
+    objective = SparseSVD(0.2, 0.5)
+    X, D = problem(objective)
+    admm = ConsensusADMM(objective, Topology.ring(8), D, X, informed=[2])
+    other = ConsensusADMM(objective, Topology.ring(8), D, -X, informed=[2])
+    blind = np.array([0, 1, 3, 4, 5, 6, 7])
+    for mine, theirs in zip(admm.start(blind), other.start(blind), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.parametrize("objective", LOSSES[:2], ids=lambda o: type(o).__name__)
+@every_method
+def test_the_span_of_sample_and_atoms_holds_it_all(objective: Objective, method: str) -> None:
+    X, D = problem(objective, n_atoms=2, n_features=60)
+    topology = Topology.erdos_renyi(8, 0.4, seed=0)
+    plain, short, chosen = (
+        infer(objective, X, D, topology, method=method, n_rounds=80, tolerance=0, compress=how)
+        for how in (False, True, None)
+    )
+    assert plain.nu is not None
+    np.testing.assert_allclose(short.nu, plain.nu, atol=1e-10)
+    np.testing.assert_allclose(np.hstack(short.codes), np.hstack(plain.codes), atol=1e-10)
+    np.testing.assert_array_equal(chosen.nu, short.nu)
+
+
+def test_samples_travel_together_as_they_do_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for objective in LOSSES:
+        X, D = problem(objective, n_atoms=2, n_samples=7)
+        topology = Topology.ring(8)
+        together = infer(objective, X, D, topology, n_rounds=20, tolerance=0)
+        alone = [infer(objective, x[None], D, topology, n_rounds=20, tolerance=0).nu for x in X]
+        np.testing.assert_allclose(together.nu, np.concatenate(alone, axis=1), atol=1e-12)
+        monkeypatch.setattr(module, "_BLOCK", 8 * 12 * 8 * 2)  # two samples a block
+        blocks = infer(objective, X, D, topology, n_rounds=20, tolerance=0)
+        monkeypatch.undo()
+        np.testing.assert_allclose(blocks.nu, together.nu, atol=1e-12)
+        assert blocks.codes[0].shape == (7, 2)
+
+
+@each
+@every_method
+def test_a_network_gives_the_same_bits(objective: Objective, method: str) -> None:
+    X, D = problem(objective, n_atoms=2)
+    topology = Topology.erdos_renyi(8, 0.4, seed=2)
+    options: dict[str, Any] = {"method": method, "n_rounds": 23, "tolerance": 0}
+    memory = infer(objective, X, D, topology, compress=False, **options)
+    network = infer(objective, X, D, topology, network=InMemoryNetwork(topology), **options)
+    np.testing.assert_array_equal(network.nu, memory.nu)
+    np.testing.assert_array_equal(network.residual, memory.residual)
+    assert network.rounds == memory.rounds == 23
+
+
+def test_agents_may_have_different_numbers_of_atoms() -> None:
+    objective = NonnegativeMF(0.1, 0.5)
+    X, D = problem(objective, n_agents=4, n_atoms=3)
+    D = [D[0][:1], D[1], D[2][:2], D[3]]
+    exact = exact_dual(objective, X, D)
+    found = infer(objective, X, D, Topology.ring(4), tolerance=1e-9)
+    assert found.converged
+    assert [C.shape[1] for C in found.codes] == [1, 3, 2, 3]
+    for mine, theirs in zip(found.codes, exact.codes, strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-7)
+
+
+@each
+def test_the_residual_bounds_the_error(objective: Objective) -> None:
+    """What an agent knows by itself says how far it is from the answer."""
+    for seed, topology in enumerate(
+        (Topology.ring(12), Topology.star(12), Topology.erdos_renyi(12, 0.3, seed=1))
+    ):
+        X, D = problem(objective, n_agents=12, n_features=30, seed=seed)
+        exact = exact_dual(objective, X, D).nu
+        for tolerance in (1e-2, 1e-4):
+            found = infer(objective, X, D, topology, tolerance=tolerance)
+            assert found.converged
+            assert found.nu is not None
+            errors = np.linalg.norm(found.nu - exact, axis=2) / np.linalg.norm(found.nu, axis=2)
+            assert (errors <= 2 * found.residual.max()).all()
+
+
+def test_atc_says_that_it_has_not_converged() -> None:
+    objective = SparseSVD(0.2, 0.5)
+    X, D = problem(objective)
+    found = infer(objective, X, D, Topology.ring(8), method="atc", n_rounds=5000)
+    assert not found.converged
+    assert found.rounds == 5000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("p", [0.5, 0.15])
+@pytest.mark.parametrize(("loss", "impulses"), [("squared", 0), ("huber", 0), ("huber", 0.05)])
+def test_the_default_reaches_40_db_within_200_rounds(loss: str, impulses: float, p: float) -> None:
+    rounds = []
+    for seed in range(10):
+        case = draw(loss, 50, 300, p, np.random.default_rng(seed), impulses)
+        assert bool((np.abs(case.nu) == 1).any()) == (impulses > 0)
+        admm = ConsensusADMM(case.objective, case.topology, list(case.atoms), case.X)
+        rounds.append(reached(trace(case, admm, 450, top=50)[1]))
+    assert np.median(rounds) <= 200
+    assert max(rounds) <= 450
+
+
+@every_method
+def test_float32_stays_float32(method: str) -> None:
+    for objective in LOSSES:
+        X, D = problem(objective, n_atoms=2)
+        X, D = X.astype(np.float32), [W.astype(np.float32) for W in D]
+        kept = X.copy(), [W.copy() for W in D]
+        found = infer(objective, X, D, Topology.ring(8), method=method, n_rounds=30)
+        assert found.nu is not None
+        assert {a.dtype for a in (found.nu, found.residual, *found.codes)} == {np.dtype(np.float32)}
+        exact = exact_dual(objective, X, D)
+        assert exact.nu.dtype == np.float32
+        wide = exact_dual(objective, X.astype(float), [W.astype(float) for W in D]).nu
+        np.testing.assert_allclose(exact.nu, wide, atol=1e-4)
+        np.testing.assert_array_equal(X, kept[0])
+        np.testing.assert_array_equal(D, kept[1])
+
+
+def test_links_that_drop_delay_the_answer_but_do_not_change_it() -> None:
+    objective = HuberNMF(0.2, 0.5, 0.3)
+    X, D = problem(objective)
+    topology = Topology.erdos_renyi(8, 0.6, seed=0)
+    network = InMemoryNetwork(topology, faults=Faults(drop=0.2, seed=1))
+    found = infer(objective, X, D, topology, network=network, n_rounds=300)
+    exact = exact_dual(objective, X, D).nu
+    np.testing.assert_allclose(found.nu, np.broadcast_to(exact, (8, *exact.shape)), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "faults", [Faults(dead={3: 20}), Faults(corrupt={3: 5}), Faults(sleep=0.1)]
+)
+def test_a_node_that_dies_sleeps_or_raves_does_not_end_the_run(faults: Faults) -> None:
+    objective = SparseSVD(0.2, 0.5)
+    X, D = problem(objective)
+    topology = Topology.erdos_renyi(8, 0.6, seed=0)
+    for method in METHODS:
+        network = InMemoryNetwork(topology, faults=faults)
+        found = infer(objective, X, D, topology, network=network, method=method, n_rounds=60)
+        assert found.nu is not None
+        assert np.isfinite(found.nu).all()
+        assert found.rounds == 60
+
+
+@every_method
+def test_programs_can_be_sent_to_other_processes(method: str) -> None:
+    original = program(METHODS[method], OBJECTIVES[3])
+    copy = pickle.loads(pickle.dumps(original))
+    np.testing.assert_array_equal(estimates(copy, 12), estimates(original, 12))
+
+
+@every_method
+def test_nodes_hosted_apart_start_as_they_do_together(method: str) -> None:
+    kind = program(METHODS[method], OBJECTIVES[0], atoms=2)
+    parts = [kind.start(np.array(nodes)) for nodes in ([0, 1], [2], [3, 4, 5])]
+    whole = kind.start(np.arange(6))
+    for i, leaf in enumerate(whole):
+        np.testing.assert_array_equal(leaf, np.concatenate([part[i] for part in parts]))
+
+
+def test_a_mapping_holds_the_atoms_of_the_nodes_hosted_here() -> None:
+    objective = SparseSVD(0.2, 0.5)
+    X, D = problem(objective, n_agents=6, n_atoms=2)
+    here = ConsensusADMM(objective, Topology.ring(6), {4: D[4][:1]}, X, n_atoms=2)
+    everywhere = ConsensusADMM(objective, Topology.ring(6), [*D[:4], D[4][:1], D[5]], X)
+    for mine, theirs in zip(
+        here.start(np.array([4])), everywhere.start(np.array([4])), strict=True
+    ):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_thousands_of_agents_take_memory_in_proportion_to_the_edges() -> None:
+    objective, n = SparseSVD(0.1, 0.5), 2000
+    X, D = problem(objective, n_agents=n, n_features=8, n_samples=1)
+    topology = Topology.small_world(n, 6, 0.2, seed=0)
+    tracemalloc.start()
+    found = infer(objective, X, D, topology, n_rounds=20, return_nu=False)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert found.rounds == 20
+    assert peak < n * n  # bytes; a dense matrix would take eight times that
+
+
+def test_a_lone_agent_is_the_exact_dual() -> None:
+    objective = HuberNMF(0.2, 0.5, 0.3)
+    X, D = problem(objective, n_agents=1, n_atoms=4)
+    found = infer(objective, X, D, Topology.from_edges(1, []))
+    assert found.nu is not None
+    np.testing.assert_allclose(found.nu[0], exact_dual(objective, X, D).nu, atol=1e-10)
+
+
+def test_what_is_wrong_is_said_in_a_sentence() -> None:
+    objective = SparseSVD(0.2, 0.5)
+    X, D = problem(objective, n_agents=4)
+    ring, apart = Topology.ring(4), Topology.from_edges(4, [(0, 1), (2, 3)])
+    one_way = Topology.from_edges(4, [(0, 1), (1, 2), (2, 3), (3, 0)], directed=True)
+
+    def refuse(message: str, *args: Any, **options: Any) -> None:
+        with pytest.raises(ValueError, match=message):
+            infer(objective, *(args or (X, D, ring)), **options)
+
+    for graph in (apart, one_way):
+        refuse(r"^topology must be connected and undirected, got Topology\(4", X, D, graph)
+    refuse(r"^dictionaries must be one per node, 4, got 3\.$", X, D[:3], ring)
+    refuse(r"^dictionaries must have 12 columns", X, [W[:, :5] for W in D], ring)
+    refuse(
+        r"^dictionaries must be float64 as X is, got float32\.$",
+        X,
+        [np.float32(W) for W in D],
+        ring,
+    )
+    refuse(r"^X must be finite", np.full_like(X, np.nan), D, ring)
+    refuse(r"^method must be one of 'admm'", method="magic")
+    refuse(r"^informed must name at least one agent", informed=[])
+    refuse(r"^informed must be between 0 and 3, got 4\.$", informed=[4])
+    refuse(r"^relaxation must be in \[0\.5, 1\), got 1\.$", relaxation=1.0)
+    refuse(r"^penalty must be in \(0, inf\], got 0\.$", penalty=0.0)
+    refuse(r"^step must be in \(0, inf\], got 0\.$", method="atc", step=0.0)
+    refuse(r"^tolerance must be in \[0, inf\], got -1\.$", tolerance=-1)
+    refuse(r"^compress must be False with", compress=True, network=InMemoryNetwork(ring))
+    lopsided = np.full((4, 4), 0.25)
+    lopsided[0], everyone = [0.7, 0.1, 0.1, 0.1], Topology.complete(4)
+    refuse(
+        r"^weights must be symmetric", X, D, everyone, weights=CombinationMatrix(lopsided, everyone)
+    )
+    with pytest.raises(ValueError, match=r"^dictionaries must have at least one, got none\.$"):
+        exact_dual(objective, X, [])
+    assert issubclass(ExactDiffusion, ATC)

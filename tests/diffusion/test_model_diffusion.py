@@ -1,0 +1,359 @@
+"""Learning over distributed models: its gradient, its limit, and the same numbers on a network."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flwr_perdl.diffusion.inference import exact_dual, infer
+from flwr_perdl.diffusion.model_diffusion import Learning, Model, ModelDiffusion, update_dictionary
+from flwr_perdl.diffusion.objectives import (
+    Biclustering,
+    HuberNMF,
+    NonnegativeMF,
+    Objective,
+    SparseSVD,
+)
+from flwr_perdl.diffusion.topology import Topology
+from flwr_perdl.network import Faults, InMemoryNetwork
+
+OBJECTIVES: list[Objective] = [
+    SparseSVD(0.05, 0.1),
+    Biclustering(0.05, 0.1, 0.01),
+    NonnegativeMF(0.05, 0.1),
+    HuberNMF(0.05, 0.1, 0.1),
+]
+METHODS = ("admm", "atc", "exact_diffusion", "jacobian_admm")
+NETWORK = Topology.erdos_renyi(6, 0.5, seed=1)
+
+
+def name(value: Any) -> str:
+    return type(value).__name__ if isinstance(value, Objective) else str(value)
+
+
+def samples(n: int = 13, n_features: int = 20, seed: int = 0) -> Any:
+    X = np.random.default_rng(seed).random((n, n_features)) ** 3
+    return X / np.linalg.norm(X, axis=1, keepdims=True)
+
+
+# The update ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=name)
+def test_the_update_descends_the_loss_at_the_optimal_codes(objective: Objective) -> None:
+    """(53)-(56): nu' y is minus the gradient of f(x - y W) in W."""
+    rng = np.random.default_rng(3)
+    X, W = samples(4, 7), 0.3 * rng.random((3, 2, 7)) + 0.05
+    found = exact_dual(objective, X, list(W))
+    codes, nu = np.stack(found.codes), np.broadcast_to(found.nu, (3, *X.shape))
+
+    def loss(atoms: Any) -> float:
+        return float(objective.loss(X - np.einsum("kia,kam->im", codes, atoms)).sum())
+
+    gradient = np.zeros_like(W)
+    for index in np.ndindex(W.shape):
+        shift = np.zeros_like(W)
+        shift[index] = 1e-6
+        gradient[index] = (loss(W + shift) - loss(W - shift)) / 2e-6
+    step = 1e-2
+    moved = objective.prox_dictionary(W - step * gradient, step * len(X))
+    assert (np.linalg.norm(moved, axis=2) < 1).all()
+    assert (moved > 0).all()
+    updated = update_dictionary(objective, W, nu, codes, step)
+    np.testing.assert_allclose(updated, moved, atol=1e-9)
+    assert np.abs(updated - W).max() > 1e-4
+
+
+def test_the_update_by_hand() -> None:
+    W = np.array([[[0.6, 0.0]]])
+    nu, codes = np.array([[[1.0, -2.0], [0.0, 1.0]]]), np.array([[[0.5], [1.0]]])
+    # 0.6 + 0.4 * 0.5 = 0.8; 0 + 0.4 * (-1 + 1) = 0
+    plain = update_dictionary(SparseSVD(0.1, 0.1), W, nu, codes, 0.4)
+    np.testing.assert_allclose(plain, [[[0.8, 0.0]]])
+    # two samples, step 0.4, beta 0.5: 0.8 - 2 * 0.4 * 0.5
+    sparse = update_dictionary(Biclustering(0.1, 0.1, 0.5), W, nu, codes, 0.4)
+    np.testing.assert_allclose(sparse, [[[0.4, 0.0]]])
+    # with the first sample alone: (0.6 + 2, -4) has norm > 1; nonnegative: (1, 0)
+    alone = update_dictionary(NonnegativeMF(0.1, 0.1), W, nu[:, :1], codes[:, :1], 4.0)
+    np.testing.assert_allclose(alone, [[[1.0, 0.0]]])
+
+
+# In memory ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_atoms", [1, 3])
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=name)
+def test_the_network_learns_what_one_place_would(objective: Objective, n_atoms: int) -> None:
+    X = samples(7)
+    learner = ModelDiffusion(
+        objective, n_atoms, step=0.3, decay=0.5, batch_size=4, n_iterations=2000, tolerance=1e-9
+    )
+    model = learner.fit(X, NETWORK)
+    W = learner.start(6, 20).dictionaries
+    for t, batch in enumerate((X[:4], X[4:]), 1):
+        found = exact_dual(objective, batch, list(W))
+        nu = np.broadcast_to(found.nu, (6, *found.nu.shape))
+        W = update_dictionary(objective, W, nu, np.stack(found.codes), 0.3 / np.sqrt(t))
+    np.testing.assert_allclose(model.dictionaries, W, atol=1e-7)
+    exact = replace(learner, method="exact").fit(X, NETWORK)
+    np.testing.assert_allclose(exact.dictionaries, W, atol=1e-13)
+    assert (exact.rounds, exact.residual) == (0, 0.0)
+    assert (model.n_samples, model.n_updates) == (7, 2)
+    assert 0 < model.residual <= 1e-9
+    assert 20 < model.rounds < 2 * 2000
+
+
+def test_who_sees_the_samples_does_not_matter() -> None:
+    X, options = samples(6), {"batch_size": 6, "n_iterations": 3000, "tolerance": 1e-9}
+    learned = [
+        ModelDiffusion(OBJECTIVES[3], informed=informed, **options).fit(X, NETWORK).dictionaries
+        for informed in ([4], [0, 2, 5], None)
+    ]
+    np.testing.assert_allclose(learned[0], learned[2], atol=1e-7)
+    np.testing.assert_allclose(learned[1], learned[2], atol=1e-7)
+
+
+def test_planted_parts_are_found() -> None:
+    """Samples are sums of two of six parts that do not overlap: each becomes an agent's atom."""
+    rng = np.random.default_rng(0)
+    parts = np.kron(np.eye(6), np.ones(5)) / np.sqrt(5)
+    which = np.argsort(rng.random((400, 6)), axis=1)[:, :2]
+    codes = np.zeros((400, 6))
+    np.put_along_axis(codes, which, rng.uniform(0.5, 1.5, (400, 2)), axis=1)
+    X = codes @ parts + 0.01 * rng.random((400, 30))
+    learner = ModelDiffusion(NonnegativeMF(0.02, 0.05), step=0.5, decay=0.3, n_iterations=60)
+    model = learner.fit(X, NETWORK)
+    atoms = model.dictionaries[:, 0]
+    likeness = (atoms / np.linalg.norm(atoms, axis=1, keepdims=True)) @ parts.T
+    assert sorted(likeness.argmax(axis=1)) == list(range(6))
+    assert likeness.max(axis=1).min() > 0.99
+    start = learner.start(6, 30).dictionaries[:, 0]
+    assert (start @ parts.T).max() < 0.8
+
+
+def test_learning_goes_on_where_it_was_left() -> None:
+    X = samples(20)
+    learner = ModelDiffusion(OBJECTIVES[0], 2, decay=0.7, batch_size=5, n_iterations=30)
+    at_once = learner.fit(X, NETWORK)
+    first = learner.fit(X[:10], NETWORK)
+    kept = first.dictionaries.copy()
+    second = learner.partial_fit(first, X[10:], NETWORK)
+    np.testing.assert_allclose(second.dictionaries, at_once.dictionaries, atol=1e-13)
+    assert second[1:4] == at_once[1:4]
+    np.testing.assert_array_equal(first.dictionaries, kept)
+
+
+def test_a_network_that_grows_keeps_its_atoms() -> None:
+    learner = ModelDiffusion(OBJECTIVES[2], 2, n_iterations=20, seed=5)
+    small = learner.fit(samples(), NETWORK)
+    grown = learner.grow(small, 3)
+    np.testing.assert_array_equal(grown.dictionaries[:6], small.dictionaries)
+    np.testing.assert_array_equal(grown.dictionaries[6:], learner.start(9, 20).dictionaries[6:])
+    np.testing.assert_allclose(np.linalg.norm(grown.dictionaries[6:], axis=2), 1)
+    assert (grown.dictionaries[6:] >= 0).all()
+    later = learner.partial_fit(grown, samples(), Topology.ring(9))
+    assert np.abs(later.dictionaries[6:] - grown.dictionaries[6:]).max() > 1e-3
+    with pytest.raises(ValueError, match="topology must have 9 nodes, one per agent, got 6"):
+        learner.partial_fit(grown, samples(), NETWORK)
+
+
+def test_the_default_rounds_reach_40_db() -> None:
+    X, learner = samples(8), ModelDiffusion(OBJECTIVES[2])
+    model = learner.start(6, 20)
+    found = learner.infer(model, X, NETWORK)
+    exact = exact_dual(OBJECTIVES[2], X, list(model.dictionaries))
+    error = np.linalg.norm(found.nu - exact.nu, axis=2) / np.linalg.norm(exact.nu, axis=1)
+    assert error.max() < 1e-2
+
+
+def test_float32_stays_float32() -> None:
+    X = samples().astype(np.float32)
+    for method in METHODS:
+        learner = ModelDiffusion(OBJECTIVES[0], method=method, n_iterations=10)
+        model = learner.fit(X, NETWORK)
+        assert model.dictionaries.dtype == np.float32
+        program = learner.program(X, NETWORK, show=True)
+        assert InMemoryNetwork(NETWORK).run(program, 20).observed["dictionary"].dtype == np.float32
+
+
+# Bounded dual variables in fewer coordinates ------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["atc", "exact_diffusion"])
+@pytest.mark.parametrize("informed", [None, [1, 3]])
+def test_fewer_coordinates_change_nothing(method: str, informed: list[int] | None) -> None:
+    X = samples(12, 60)
+    assert (X > 0.2).any()  # some residuals exceed eta
+
+    def learned(compress: bool | None) -> Model:
+        return ModelDiffusion(
+            HuberNMF(0.05, 0.1, 0.1),
+            2,
+            method=method,
+            n_iterations=60,
+            informed=informed,
+            compress=compress,
+            options={"step": 0.04},
+        ).fit(X, NETWORK)
+
+    np.testing.assert_allclose(learned(True).dictionaries, learned(None).dictionaries, atol=1e-12)
+
+
+def test_an_entry_that_leaves_its_bounds_comes_back() -> None:
+    """An atom with much where the sample has nothing drives nu below -1 there."""
+    atoms = np.zeros((4, 1, 30))
+    atoms[0, 0, :2] = 0.8, 0.6
+    atoms[1:, 0, 5:] = 0.2
+    X = np.zeros((2, 30))
+    X[0, 0], X[1, 7] = 1.0, 0.5
+    objective, network = HuberNMF(0.01, 0.02, 0.1), Topology.ring(4)
+    learner = ModelDiffusion(
+        objective, method="exact_diffusion", n_iterations=40_000, tolerance=1e-9, compress=True
+    )
+    found = learner.infer(Model(atoms), X, network)
+    exact = exact_dual(objective, X, list(atoms))
+    assert exact.nu[0, 1] == -1
+    np.testing.assert_allclose(found.nu, np.broadcast_to(exact.nu, found.nu.shape), atol=1e-5)
+    np.testing.assert_allclose(found.codes, exact.codes, atol=1e-4)
+
+
+# On a network -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_atoms", [1, 3])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=name)
+def test_a_network_learns_the_same_as_memory(
+    objective: Objective, method: str, n_atoms: int
+) -> None:
+    X = samples()
+    learner = ModelDiffusion(
+        objective,
+        n_atoms,
+        step=0.3,
+        decay=0.5,
+        batch_size=5,
+        method=method,
+        n_iterations=25,
+        informed=[0, 2],
+    )
+    model = learner.fit(X, NETWORK)
+    program = learner.program({0: X, 2: X}, NETWORK, show=True)
+    assert (program.n_iterations, program.n_rounds) == (25, 75)
+    run = InMemoryNetwork(NETWORK).run(program, program.n_rounds)
+    np.testing.assert_allclose(run.observed["dictionary"], model.dictionaries, atol=1e-10)
+    assert np.abs(model.dictionaries - learner.start(6, 20).dictionaries).max() > 1e-3
+    np.testing.assert_array_equal(run.observed["batch"], 3)
+
+
+def test_a_program_goes_on_from_a_model_and_on_other_transports_of_inference() -> None:
+    X = samples(20)
+    learner = ModelDiffusion(OBJECTIVES[2], decay=0.4, batch_size=5, n_iterations=20)
+    first = learner.fit(X[:10], NETWORK)
+    model = learner.partial_fit(first, X[10:], NETWORK)
+    program = learner.program(X[10:], NETWORK, model=first, show=True)
+    copy = pickle.loads(pickle.dumps(program))
+    run = InMemoryNetwork(NETWORK).run(copy, copy.n_rounds + 3)  # idle rounds change nothing
+    np.testing.assert_allclose(run.observed["dictionary"], model.dictionaries, atol=1e-12)
+    carried = learner.partial_fit(first, X[10:], NETWORK, network=InMemoryNetwork(NETWORK))
+    np.testing.assert_allclose(carried.dictionaries, model.dictionaries, atol=1e-12)
+    assert carried.rounds == model.rounds
+
+
+def test_only_dual_variables_travel_and_nothing_private_is_shown() -> None:
+    X = samples(10)
+    learner = ModelDiffusion(OBJECTIVES[0], 2, batch_size=5, n_iterations=7, informed=[0])
+    heard: list[Any] = []
+
+    class Spied(Learning):
+        def message(self, state: Any) -> Any:
+            heard.append(super().message(state))
+            return heard[-1]
+
+    program = Spied(learner, {0: X}, NETWORK)
+    run = InMemoryNetwork(NETWORK).run(program, program.n_rounds)
+    assert len(heard) == 14
+    assert all(len(arrays) == 1 and arrays[0].shape == (6, 5, 20) for arrays in heard)
+    assert set(run.observed) == {"batch", "residual"}
+    # A host of agents that are not informed needs no samples, only their shape.
+    alone = learner.program({}, NETWORK, shape=X.shape)
+    state = alone.adapt(alone.start(np.array([3, 5])), 1)
+    np.testing.assert_array_equal(state.linear, 0)
+    with pytest.raises(ValueError, match="X must have the stream of informed agent 0"):
+        alone.start(np.array([0, 3]))
+
+
+def test_losses_sleep_and_a_late_riser_do_no_lasting_harm() -> None:
+    X = samples(15)
+    learner = ModelDiffusion(OBJECTIVES[2], batch_size=5, n_iterations=80)
+    program = learner.program(X, NETWORK, show=True)
+    clean = InMemoryNetwork(NETWORK).run(program, program.n_rounds)
+    faults = Faults(drop=0.1, sleep=0.05, seed=2)
+    rough = InMemoryNetwork(NETWORK, faults=faults).run(program, program.n_rounds)
+    learned, wanted = rough.observed["dictionary"], clean.observed["dictionary"]
+    assert np.isfinite(learned).all()
+    assert (np.linalg.norm(learned, axis=2) <= 1 + 1e-12).all()
+    moved = np.abs(wanted - learner.start(6, 20).dictionaries).max()
+    assert np.abs(learned - wanted).max() < 0.5 * moved
+    np.testing.assert_array_equal(rough.observed["batch"], 3)
+
+    # An agent that wakes up in the second batch begins with it.
+    state = program.start(np.arange(6))
+    for round_ in (1, 81):
+        state = program.adapt(state, round_)
+    late = state._replace(batch=np.array([2, 2, 1, 2, 2, 2]))
+    awake = program.adapt(late, 85)
+    np.testing.assert_array_equal(awake.batch, 2)
+    np.testing.assert_allclose(awake.nu[2], program.adapt(program.start(np.arange(6)), 81).nu[2])
+
+
+# Bad input ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n_atoms_per_agent": 0}, "n_atoms_per_agent must be at least 1, got 0"),
+        ({"step": -1.0}, r"step must be in \[0, inf\], got -1"),
+        ({"decay": np.nan}, "decay must be in"),
+        ({"batch_size": 0}, "batch_size must be at least 1"),
+        ({"method": "magic"}, "method must be one of 'admm'"),
+        ({"n_iterations": 0}, "n_iterations must be at least 1"),
+        ({"tolerance": -1.0}, "tolerance must be in"),
+        ({"seed": -1}, "seed must be at least 0"),
+    ],
+)
+def test_bad_options_get_one_sentence(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ModelDiffusion(OBJECTIVES[0], **options)
+
+
+def test_bad_arguments_get_one_sentence() -> None:
+    learner, X = ModelDiffusion(OBJECTIVES[0]), samples()
+    with pytest.raises(ValueError, match="X must have 20 columns"):
+        learner.partial_fit(learner.start(6, 20), X[:, 1:], NETWORK)
+    with pytest.raises(ValueError, match="topology must be connected"):
+        learner.fit(X, Topology.from_edges(6, [(0, 1)]))
+    with pytest.raises(ValueError, match="X must be one stream of a known shape, got"):
+        learner.program({}, NETWORK)
+    with pytest.raises(ValueError, match="X must be one stream of a known shape, got"):
+        learner.program({0: X, 1: X[1:]}, NETWORK)
+    exact = replace(learner, method="exact")
+    with pytest.raises(ValueError, match="network must be None with method='exact', got one"):
+        exact.fit(X, NETWORK, network=InMemoryNetwork(NETWORK))
+    with pytest.raises(ValueError, match=r"method must be one of 'admm', .* got 'exact'"):
+        exact.program(X, NETWORK)
+    with pytest.raises(ValueError, match="informed"):
+        ModelDiffusion(OBJECTIVES[0], informed=[7]).fit(X, NETWORK)
+
+
+def test_inference_is_that_of_infer() -> None:
+    X, learner = samples(), ModelDiffusion(OBJECTIVES[1], 2, n_iterations=30)
+    model = learner.start(6, 20)
+    ours = learner.infer(model, X, NETWORK)
+    theirs = infer(OBJECTIVES[1], X, list(model.dictionaries), NETWORK, n_rounds=30, tolerance=0.0)
+    np.testing.assert_allclose(ours.nu, theirs.nu, atol=1e-14)

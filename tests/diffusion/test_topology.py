@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import networkx as nx
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from scipy import sparse
+
+from flwr_perdl.diffusion import (
+    CombinationMatrix,
+    Topology,
+    averaging_weights,
+    metropolis_weights,
+    relative_degree_variance_weights,
+)
+
+
+def as_networkx(topology: Topology) -> nx.Graph:
+    return nx.from_scipy_sparse_array(topology.adjacency)
+
+
+MADE = {
+    "ring": Topology.ring(7),
+    "grid": Topology.grid(3, 4),
+    "k_regular": Topology.k_regular(12, 5, seed=1),
+    "erdos_renyi": Topology.erdos_renyi(20, 0.2, seed=2),
+    "small_world": Topology.small_world(16, 4, 0.3, seed=3),
+    "star": Topology.star(6),
+    "complete": Topology.complete(5),
+}
+
+
+@pytest.mark.parametrize("name", sorted(MADE))
+def test_every_constructor_gives_a_connected_undirected_graph(name: str) -> None:
+    topology = MADE[name]
+    graph = as_networkx(topology)
+    assert nx.is_connected(graph)
+    assert topology.is_connected
+    assert not topology.directed
+    assert topology.n_edges == graph.number_of_edges()
+    assert topology.diameter == nx.diameter(graph)
+    assert topology.degrees.tolist() == [d for _, d in graph.degree()]
+    np.testing.assert_array_equal(topology.neighbours(2), sorted(graph.neighbors(2)))
+    np.testing.assert_allclose(topology.laplacian.toarray(), nx.laplacian_matrix(graph).toarray())
+    assert topology.algebraic_connectivity == pytest.approx(
+        np.sort(np.linalg.eigvalsh(nx.laplacian_matrix(graph).toarray().astype(float)))[1]
+    )
+
+
+def test_the_regular_constructors_match_networkx() -> None:
+    for ours, theirs in [
+        (Topology.ring(7), nx.cycle_graph(7)),
+        (Topology.grid(3, 4), nx.convert_node_labels_to_integers(nx.grid_2d_graph(3, 4))),
+        (Topology.star(6), nx.star_graph(5)),
+        (Topology.complete(5), nx.complete_graph(5)),
+    ]:
+        np.testing.assert_array_equal(
+            ours.adjacency.toarray(), nx.to_numpy_array(theirs, nodelist=range(ours.n_nodes))
+        )
+
+
+def test_rings_of_one_and_two_nodes_have_no_loop_and_no_double_edge() -> None:
+    assert Topology.ring(1).n_edges == 0
+    assert Topology.ring(1).is_connected
+    assert Topology.ring(2).n_edges == 1
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(3, 20), st.integers(2, 19), st.integers(0, 1000))
+def test_k_regular_gives_every_node_the_degree(n: int, degree: int, seed: int) -> None:
+    assume(degree < n and n * degree % 2 == 0)
+    assert (Topology.k_regular(n, degree, seed=seed).degrees == degree).all()
+
+
+def test_random_graphs_are_the_same_for_the_same_seed_and_differ_between_seeds() -> None:
+    draw = [Topology.erdos_renyi(30, 0.2, seed=s).adjacency.toarray() for s in (0, 0, 1)]
+    np.testing.assert_array_equal(draw[0], draw[1])
+    assert (draw[0] != draw[2]).any()
+
+
+def test_erdos_renyi_has_about_the_share_of_edges() -> None:
+    topology = Topology.erdos_renyi(200, 0.1, seed=0)
+    # 19,900 possible edges: the standard deviation is 42
+    assert abs(topology.n_edges - 1990) < 5 * 43
+
+
+def test_small_world_without_rewiring_is_the_ring_of_nearest_neighbours() -> None:
+    np.testing.assert_array_equal(
+        Topology.small_world(10, 4, 0.0).adjacency.toarray(),
+        nx.to_numpy_array(nx.watts_strogatz_graph(10, 4, 0.0)),
+    )
+
+
+def test_a_directed_graph_of_networkx_keeps_who_hears_whom() -> None:
+    topology = Topology.from_networkx(nx.DiGraph([("a", "b"), ("b", "c"), ("c", "a"), ("a", "a")]))
+    assert topology.directed
+    assert topology.n_edges == 3
+    assert topology.neighbours(1).tolist() == [0]  # b hears a
+    assert topology.is_connected
+    with pytest.raises(ValueError, match="undirected"):
+        metropolis_weights(topology)
+    with pytest.raises(ValueError, match="undirected"):
+        _ = topology.algebraic_connectivity
+
+
+def test_a_graph_in_two_parts_is_not_connected() -> None:
+    topology = Topology.from_edges(4, [(0, 1), (2, 3)])
+    assert not topology.is_connected
+    assert topology.algebraic_connectivity == 0.0
+    assert metropolis_weights(topology).spectral_gap == pytest.approx(0.0, abs=1e-12)
+    with pytest.raises(ValueError, match="connected"):
+        _ = topology.diameter
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Topology(np.ones((2, 3))), "square"),
+        (lambda: Topology(np.eye(3)), "empty diagonal, got a link 0 - 0"),
+        (lambda: Topology.from_edges(3, [(0, 3)]), r"join nodes 0 to 2, got \(0, 3\)"),
+        (lambda: Topology.from_edges(3, [(1, 1)]), "empty diagonal, got a link 1 - 1"),
+        (lambda: Topology.erdos_renyi(60, 0.001), "connected"),
+        (lambda: Topology.erdos_renyi(6, 1.5), r"p must be in \[0, 1\], got 1.5"),
+        (lambda: Topology.k_regular(5, 3), r"even, got 5 \* 3"),
+        (lambda: Topology.small_world(8, 3, 0.1), "degree must be even, got 3"),
+        (lambda: Topology.k_regular(4, 1), "connected"),
+        (lambda: Topology.k_regular(4, 4), "degree must be between 1 and 3, got 4"),
+        (lambda: Topology.ring(0), "n_nodes must be at least 1, got 0"),
+    ],
+)
+def test_a_bad_graph_is_refused_in_one_sentence(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_metropolis_weights_by_hand() -> None:
+    # A path 0 - 1 - 2: degrees 1, 2, 1.
+    weights = metropolis_weights(Topology.from_edges(3, [(0, 1), (1, 2)]))
+    expected = np.array([[2, 1, 0], [1, 1, 1], [0, 1, 2]]) / 3
+    np.testing.assert_allclose(weights.matrix.toarray(), expected)
+    assert weights.doubly_stochastic
+    assert weights.spectral_gap == pytest.approx(1 / 3)  # eigenvalues 1, 2/3, 0
+
+
+def test_averaging_weights_by_hand() -> None:
+    weights = averaging_weights(Topology.from_edges(3, [(0, 1), (1, 2)]))
+    np.testing.assert_allclose(
+        weights.matrix.toarray(), [[1 / 2, 1 / 2, 0], [1 / 3, 1 / 3, 1 / 3], [0, 1 / 2, 1 / 2]]
+    )
+    assert not weights.doubly_stochastic
+
+
+def test_relative_degree_variance_weights_trust_the_quiet_and_well_connected() -> None:
+    # Neighbourhood sizes 2, 3, 2; node 2 has four times the variance.
+    weights = relative_degree_variance_weights(
+        Topology.from_edges(3, [(0, 1), (1, 2)]), [1.0, 1.0, 4.0]
+    )
+    np.testing.assert_allclose(
+        weights.matrix.toarray(),
+        [[2 / 5, 3 / 5, 0], [2 / 5.5, 3 / 5.5, 0.5 / 5.5], [0, 3 / 3.5, 0.5 / 3.5]],
+    )
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(2, 25), st.floats(0.3, 1.0), st.integers(0, 1000))
+def test_metropolis_weights_are_doubly_stochastic_and_lead_to_the_mean(
+    n: int, p: float, seed: int
+) -> None:
+    weights = metropolis_weights(Topology.erdos_renyi(n, p, seed=seed))
+    dense = weights.matrix.toarray()
+    assert weights.doubly_stochastic
+    np.testing.assert_allclose(dense, dense.T)
+    second = np.sort(np.abs(np.linalg.eigvals(dense)))[-2]
+    assert weights.spectral_gap == pytest.approx(1 - second, abs=1e-9)
+    values = np.random.default_rng(seed).standard_normal(n)
+    start = np.linalg.norm(values - values.mean())
+    for _ in range(30):
+        values = weights.matrix @ values
+    assert np.linalg.norm(values - values.mean()) <= start * second**30 + 1e-12
+
+
+def test_spectra_of_large_sparse_graphs_agree_with_dense_ones() -> None:
+    topology = Topology.k_regular(700, 6, seed=0)
+    assert topology.algebraic_connectivity == pytest.approx(
+        np.linalg.eigvalsh(topology.laplacian.toarray())[1], rel=1e-6
+    )
+    for weights in (metropolis_weights(topology), averaging_weights(topology)):
+        second = np.sort(np.abs(np.linalg.eigvals(weights.matrix.toarray())))[-2]
+        assert weights.spectral_gap == pytest.approx(1 - second, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w[:2], "shape"),
+        (lambda w: w * 0.5, "sum to one in every row"),
+        (lambda w: np.array([[1.5, -0.5, 0], [0, 1, 0], [0, 0, 1]]), "at least 0"),
+        (lambda w: np.array([[0.5, 0, 0.5], [0, 1, 0], [0, 0, 1]]), "node 0 does not hear 2"),
+        (lambda w: w * np.nan, "finite"),
+    ],
+)
+def test_a_bad_combination_matrix_is_refused_in_one_sentence(
+    change: Callable[[np.ndarray], np.ndarray], message: str
+) -> None:
+    topology = Topology.from_edges(3, [(0, 1), (1, 2)])
+    weights = metropolis_weights(topology).matrix.toarray()
+    with pytest.raises(ValueError, match=message):
+        CombinationMatrix(change(weights), topology)
+
+
+def test_bad_variances_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"shape \(3,\)"):
+        relative_degree_variance_weights(Topology.ring(3), [1.0])
+    with pytest.raises(ValueError, match="above 0, got 0"):
+        relative_degree_variance_weights(Topology.ring(3), [1.0, 0.0, 1.0])
+
+
+def test_inputs_are_not_modified() -> None:
+    adjacency = sparse.csr_array(np.array([[0, 2.0], [2.0, 0]]))
+    assert Topology(adjacency).adjacency.toarray().max() == 1.0
+    assert adjacency.toarray().max() == 2.0

@@ -1,0 +1,312 @@
+"""Unmixing: pure pixels, constrained least squares against solvers, angles and tiles by hand."""
+
+from __future__ import annotations
+
+import pickle
+
+import cvxpy as cp
+import networkx as nx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import nnls
+
+from flwr_perdl._random import spawn
+from flwr_perdl.diffusion import Topology
+from flwr_perdl.diffusion.unmixing import (
+    SharedCandidates,
+    abundances,
+    match_spectra,
+    own_start,
+    spectral_angles,
+    start_from_own,
+    tile_pixels,
+    tile_topology,
+    unmix,
+    unmixing_learner,
+    vca,
+)
+from flwr_perdl.network import Faults, InMemoryNetwork
+
+
+def scene(
+    seed: int = 0, side: int = 16, bands: int = 30, p: int = 3, noise: float = 0.0
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return spectra, shares, and pixels row by row; the corners' shares are pure."""
+    rng = np.random.default_rng(seed)
+    spectra = rng.random((p, bands)) + 0.05
+    i, j = np.indices((side, side)).reshape(2, -1) / (side - 1)
+    centres = np.array([[0, 0], [0, 1], [1, 0], [1, 1]])[:p]
+    near = np.exp(-8 * ((i[:, None] - centres[:, 0]) ** 2 + (j[:, None] - centres[:, 1]) ** 2))
+    near[near < 0.05] = 0
+    shares = (near + 1e-12) / (near + 1e-12).sum(axis=1, keepdims=True)
+    X = shares @ spectra
+    return spectra, shares, np.maximum(X + noise * rng.standard_normal(X.shape), 0)
+
+
+# Vertex component analysis --------------------------------------------------------------------
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 1000), st.integers(2, 6))
+def test_vca_finds_the_pure_pixels_of_clean_mixtures(seed: int, p: int) -> None:
+    rng = np.random.default_rng(seed)
+    spectra = rng.random((p, 20)) + 0.1
+    shares = rng.dirichlet(np.ones(p), 100)
+    pure = rng.permutation(100)[:p]
+    shares[pure] = np.eye(p)
+    light = rng.uniform(0.5, 2, (100, 1))  # brightness of each pixel: divided out
+    found = vca(light * (shares @ spectra), p, rng=rng)
+    assert sorted(found.pixels) == sorted(pure)
+    assert found.snr > 100
+    np.testing.assert_allclose(match_spectra(spectra, found.spectra).angles, 0, atol=1e-6)
+
+
+def test_vca_in_much_noise_projects_on_one_direction_less() -> None:
+    rng = np.random.default_rng(0)
+    spectra = rng.random((3, 200))
+    shares = rng.dirichlet(np.ones(3) / 2, 2000)
+    clean = shares @ spectra
+    level = np.sqrt(np.mean(clean**2)) / 10**0.9
+    X = clean + level * rng.standard_normal(clean.shape)
+    found = vca(X, 3, rng=rng)
+    assert found.snr == pytest.approx(18, abs=0.5)
+    assert found.snr < 15 + 10 * np.log10(3)
+    assert np.linalg.matrix_rank(found.spectra - X.mean(axis=0), tol=1e-8) == 2
+    assert match_spectra(spectra, found.spectra).angles.max() < 0.12
+    raw = match_spectra(spectra, X[found.pixels]).angles.mean()
+    assert match_spectra(spectra, found.spectra).angles.mean() < raw  # less noise than a raw pixel
+
+
+@pytest.mark.parametrize("snr", [18, 23, 30, 40])
+def test_vca_estimates_the_signal_to_noise_ratio(snr: float) -> None:
+    rng = np.random.default_rng(1)
+    clean = rng.dirichlet(np.ones(4), 3000) @ rng.random((4, 100))
+    noise = np.sqrt(np.mean(clean**2)) * 10 ** (-snr / 20)
+    found = vca(clean + noise * rng.standard_normal(clean.shape), 4, rng=rng)
+    assert found.snr == pytest.approx(snr, abs=0.5)
+
+
+def test_a_nearly_black_pixel_is_no_endmember() -> None:
+    spectra, _, X = scene()
+    X = np.vstack([X, 1e-6 * np.linspace(1, 0, 30)])
+    for seed in range(10):
+        found = vca(X, 3, rng=np.random.default_rng(seed))
+        assert len(X) - 1 not in found.pixels
+        assert match_spectra(spectra, found.spectra).angles.max() < 0.01
+
+
+def test_vca_keeps_float32_and_its_input_and_copes_with_too_few_materials() -> None:
+    _, _, X = scene()
+    X = X.astype(np.float32)
+    before = X.copy()
+    assert vca(X, 3, rng=np.random.default_rng(0)).spectra.dtype == np.float32
+    np.testing.assert_array_equal(X, before)
+    alike = np.tile(X[:1], (20, 1))
+    assert np.isfinite(vca(alike, 3, rng=np.random.default_rng(0)).spectra).all()
+
+
+@pytest.mark.parametrize(
+    ("X", "p", "message"),
+    [
+        (np.ones((5, 4)), 5, "n_endmembers must be between 2 and 4, got 5"),
+        (np.ones((5, 4)), 1, "n_endmembers must be between 2 and 4, got 1"),
+        (np.zeros((5, 4)), 2, "X must have a pixel that is not zero"),
+        (np.ones((0, 4)), 2, "X must have at least 1 row"),
+        (np.full((5, 4), np.inf), 2, "X must be finite"),
+    ],
+)
+def test_vca_says_what_is_wrong(X: np.ndarray, p: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        vca(X, p, rng=np.random.default_rng(0))
+
+
+# Abundances -----------------------------------------------------------------------------------
+
+
+def test_abundances_are_non_negative_least_squares() -> None:
+    rng = np.random.default_rng(0)
+    spectra, X = rng.random((4, 12)), rng.random((50, 12))
+    expected = np.stack([nnls(spectra.T, x)[0] for x in X])
+    np.testing.assert_allclose(abundances(X, spectra), expected, atol=1e-10)
+
+
+@pytest.mark.parametrize("p", [2, 4])
+def test_abundances_that_sum_to_one_are_a_convex_solvers(p: int) -> None:
+    rng = np.random.default_rng(p)
+    spectra, X = rng.random((p, 12)), rng.random((25, 12)) * rng.uniform(0.2, 2, (25, 1))
+    A = cp.Variable((25, p), nonneg=True)
+    problem = cp.Problem(
+        cp.Minimize(cp.sum_squares(X - A @ spectra)), [cp.sum(A, axis=1) == np.ones(25)]
+    )
+    problem.solve(solver="CLARABEL", tol_gap_abs=1e-12, tol_gap_rel=1e-12, tol_feas=1e-12)
+    ours = abundances(X, spectra, sum_to_one=True)
+    np.testing.assert_allclose(ours.sum(axis=1), 1, atol=1e-12)
+    assert (ours >= 0).all()
+    assert (ours == 0).any()
+    np.testing.assert_allclose(ours, A.value, atol=1e-6)
+
+
+def test_planted_shares_come_back() -> None:
+    spectra, shares, X = scene()
+    np.testing.assert_allclose(abundances(X, spectra), shares, atol=1e-10)
+    np.testing.assert_allclose(abundances(X, spectra, sum_to_one=True), shares, atol=1e-10)
+
+
+# Angles ---------------------------------------------------------------------------------------
+
+
+def test_angles_by_hand() -> None:
+    A = np.array([[1.0, 0.0], [2.0, 2.0]])
+    B = np.array([[3.0, 0.0], [0.0, 0.1], [-1.0, 0.0], [np.cos(1e-9), np.sin(1e-9)]])
+    expected = np.pi * np.array([[0, 1 / 2, 1, 0], [1 / 4, 1 / 4, 3 / 4, 1 / 4]])
+    expected[:, 3] += [1e-9, -1e-9]
+    np.testing.assert_allclose(spectral_angles(A, B), expected, atol=1e-15)
+
+
+def test_matching_by_hand() -> None:
+    truth = np.eye(3)[:2]
+    estimate = np.array([[0.0, 2.0, 0.0], [0.0, 0.0, 1.0], [1.0, 1.0, 0.0]])
+    match = match_spectra(truth, estimate)
+    assert match.indices.tolist() == [2, 0]
+    np.testing.assert_allclose(match.angles, [np.pi / 4, 0])
+    with pytest.raises(ValueError, match="estimate must have at least 2 spectra, got 1"):
+        match_spectra(truth, estimate[:1])
+    with pytest.raises(ValueError, match="D must have no zero row"):
+        spectral_angles(truth, np.zeros((1, 3)))
+
+
+# Tiles ----------------------------------------------------------------------------------------
+
+
+def test_tiles_by_hand() -> None:
+    tiles = tile_pixels((3, 4), 2)
+    assert [tile.tolist() for tile in tiles] == [[0, 1, 4, 5], [2, 3, 6, 7], [8, 9], [10, 11]]
+    with pytest.raises(ValueError, match="tiles must be between 1 and 3, got 4"):
+        tile_pixels((3, 4), 4)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(3, 20), st.integers(3, 20), st.integers(1, 3))
+def test_every_pixel_is_in_one_tile(height: int, width: int, tiles: int) -> None:
+    parts = tile_pixels((height, width), tiles)
+    assert len(parts) == tiles**2
+    assert sorted(np.concatenate(parts)) == list(range(height * width))
+
+
+def test_the_graph_has_spatial_and_spectral_edges() -> None:
+    means = np.eye(9) + 0.01
+    means[0] += np.eye(9)[8]  # tiles 0 and 8, opposite corners, look alike
+    means[8] += np.eye(9)[0]
+    topology = tile_topology(means, 3, n_spectral=1)
+    assert not topology.directed
+    assert 8 in topology.neighbours(0)
+    grid = {tuple(sorted(3 * a + b for a, b in edge)) for edge in nx.grid_2d_graph(3, 3).edges()}
+    edges = {(k, int(j)) for k in range(9) for j in topology.neighbours(k) if j > k}
+    assert grid <= edges
+    assert tile_topology(means, 3, n_spectral=0).n_edges == len(grid) == 12
+    assert tile_topology(np.vstack([means[:8], np.zeros((1, 9))]), 3).is_connected
+    assert tile_topology(means[:1], 1).n_nodes == 1
+    with pytest.raises(ValueError, match="means must have 9 rows, got 8"):
+        tile_topology(means[:8], 3)
+
+
+# Together ---------------------------------------------------------------------------------------
+
+
+def tiled(seed: int = 0) -> tuple[np.ndarray, list[np.ndarray], Topology]:
+    """Return spectra and four tiles of their scene, none of which has all materials."""
+    spectra, _, X = scene(seed, noise=0.005)
+    parts = [X[pixels] for pixels in tile_pixels((16, 16), 2)]
+    return spectra, parts, tile_topology(np.stack([part.mean(axis=0) for part in parts]), 2)
+
+
+@pytest.mark.parametrize("start", ["pooled", "own"])
+def test_tiles_find_together_what_none_of_them_sees_alone(start: str) -> None:
+    spectra, parts, topology = tiled()
+
+    def worst(network: Topology) -> float:
+        ended = unmix(parts, network, 3, 150, start=start)
+        assert (ended.dictionaries >= 0).all()
+        return max(match_spectra(spectra, D).angles.mean() for D in ended.dictionaries)
+
+    assert worst(topology) < 0.06
+    assert worst(Topology.from_edges(4, [])) > 0.2
+
+
+def test_everyone_chooses_alike_from_what_all_have_found() -> None:
+    spectra, parts, _ = tiled()
+    line = Topology.grid(1, 4)
+    program = SharedCandidates(dict(enumerate(parts)), 4, 3)
+    known = []
+    ran = InMemoryNetwork(line).run(
+        program, 3, callback=lambda _, state: known.append(state.known.sum(axis=1).tolist())
+    )
+    assert known == [[2, 3, 3, 2], [3, 4, 4, 3], [4, 4, 4, 4]]
+    chosen = ran.observed["spectra"]
+    np.testing.assert_array_equal(chosen, np.tile(chosen[0], (4, 1, 1)))
+    assert match_spectra(spectra, chosen[0]).angles.max() < 0.1
+    assert ran.floats_sent == line.adjacency.nnz * 3 * (4 + 4 * 3 * 30)
+    each = [program.hosted(np.array([k])) for k in range(4)]
+    assert [list(one.data) for one in each] == [[0], [1], [2], [3]]
+    own = np.concatenate([one.start(np.array([k])).spectra[:, k] for k, one in enumerate(each)])
+    np.testing.assert_array_equal(ran.state.spectra, np.tile(own, (4, 1, 1, 1)))
+
+
+def test_candidates_are_means_of_pixels_that_are_alike() -> None:
+    _, (X, *_), _ = tiled()
+    state = SharedCandidates({0: X}, 1, 3, seed=4).start(np.array([0]))
+    pixels = vca(X, 3, rng=spawn(4, 0)).pixels
+    for pixel, candidate in zip(pixels, state.spectra[0, 0], strict=True):
+        angles = spectral_angles(X[[pixel]], X)[0]
+        nearest = np.argsort(angles)[:6]  # a tenth of 64
+        np.testing.assert_allclose(candidate, X[nearest].mean(axis=0), atol=1e-12)
+        assert np.linalg.norm(candidate - X, axis=1).min() > 1e-3
+
+
+def test_rounds_and_floats_of_the_start_count() -> None:
+    _, parts, topology = tiled()
+    learned = unmix(parts, topology, 3, 5, start="own")
+    pooled = unmix(parts, InMemoryNetwork(topology), 3, 5)
+    assert (learned.rounds, pooled.rounds) == (5, 5 + topology.diameter)
+    first = topology.adjacency.nnz * topology.diameter * (4 + 4 * 3 * 30)
+    assert pooled.floats_sent == learned.floats_sent + first
+    same = unmix(parts, topology, 3, 5)
+    np.testing.assert_array_equal(same.dictionaries, pooled.dictionaries)
+
+
+def test_black_tiles_and_lost_messages_do_no_harm() -> None:
+    spectra, parts, topology = tiled()
+    parts[3] = np.zeros_like(parts[3])
+    ended = unmix(parts, InMemoryNetwork(topology, faults=Faults(drop=0.3)), 3, 100)
+    angles = [match_spectra(spectra, D).angles.mean() for D in ended.dictionaries]
+    assert max(angles) < 0.1
+    nothing = unmix([np.zeros((9, 4))] * 4, topology, 3, 2)
+    np.testing.assert_allclose(nothing.dictionaries, 0.5)
+
+
+def test_unmix_says_what_is_wrong() -> None:
+    _, parts, topology = tiled()
+    with pytest.raises(ValueError, match="start must be one of 'pooled', 'own', got 'mine'"):
+        unmix(parts, topology, 3, start="mine")
+    with pytest.raises(ValueError, match="data must be of 4 nodes, got 3"):
+        unmix(parts[:3], topology, 3)
+    with pytest.raises(ValueError, match="data of node 3 must have 30 columns, as others have"):
+        unmix([*parts[:3], parts[3][:, :9]], topology, 3)
+    with pytest.raises(ValueError, match="n_endmembers must be at least 2, got 1"):
+        unmix(parts, topology, 1)
+
+
+def test_the_start_is_the_nodes_own_and_travels_to_other_processes() -> None:
+    spectra, _, X = scene()
+    start = pickle.loads(pickle.dumps(start_from_own(3)))
+    D = start(X, np.random.default_rng(0))
+    np.testing.assert_array_equal(D, own_start(X, np.random.default_rng(0), 3))
+    np.testing.assert_allclose(np.linalg.norm(D, axis=1), 1)
+    np.testing.assert_allclose(match_spectra(spectra, D).angles, 0, atol=0.01)
+    flat = start(np.zeros((9, 4)), np.random.default_rng(0))
+    np.testing.assert_array_equal(flat, np.full((3, 4), 0.5))
+    learner = pickle.loads(pickle.dumps(unmixing_learner(3)))
+    alike = learner.fit([np.ones((9, 4))], Topology.complete(1), 5, start=start)
+    assert np.isfinite(alike.dictionaries).all()

@@ -1,0 +1,188 @@
+"""The library's own algorithms give the same numbers in memory, on Ray actors and on Flower."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+
+from flwr_perdl._random import spawn
+from flwr_perdl.clients import DiffusionClient, client_app
+from flwr_perdl.dictionary import normalize_atoms
+from flwr_perdl.diffusion import Topology
+from flwr_perdl.diffusion.data_diffusion import DataDiffusion, news_takes
+from flwr_perdl.diffusion.inference import METHODS, exact_dual, infer
+from flwr_perdl.diffusion.model_diffusion import ModelDiffusion
+from flwr_perdl.diffusion.objectives import HuberNMF, SparseSVD
+from flwr_perdl.network import Faults, FlowerNetwork, InMemoryNetwork, RayNetwork, Run
+from flwr_perdl.simulations import InProcessGrid
+
+N, FEATURES = 20, 6
+TOPOLOGY = Topology.k_regular(N, 4, seed=2)
+SMALL = Topology.erdos_renyi(5, 0.6, seed=1)
+FAULTS = Faults(0.1, 0.1, {1: 9}, {3: 7}, 1, seed=2)
+
+
+def atoms(k: int, n: int = 2) -> np.ndarray:
+    return np.abs(normalize_atoms(spawn(1, k).standard_normal((n, FEATURES))))
+
+
+def stream(n_samples: int = 5) -> np.ndarray:
+    return np.abs(spawn(4).standard_normal((n_samples, FEATURES)))
+
+
+# A program for the nodes that are hosted at one place, and how many rounds to run it.
+Maker = Callable[[Topology, list[int]], Any]
+
+
+def inference(method: str, objective: Any) -> Maker:
+    def make(topology: Topology, hosted: list[int]) -> Any:
+        # Nodes 0 and 3 see the samples; the others have the number of samples only.
+        own = {k: atoms(k) for k in hosted}
+        seen = {0, 3} & set(hosted)
+        X = stream() if seen else np.zeros((5, FEATURES))
+        return METHODS[method](objective, topology, own, X, (0, 3))
+
+    return make
+
+
+def data_diffusion(**options: Any) -> Maker:
+    def make(topology: Topology, hosted: list[int]) -> Any:
+        data = {}
+        for k in hosted:
+            codes = spawn(2, k).standard_normal((40, 8)) * (spawn(3, k).random((40, 8)) < 0.3)
+            data[k] = codes @ normalize_atoms(spawn(5).standard_normal((8, FEATURES)))
+        learner = DataDiffusion(8, n_nonzero=2, replace_every=4, **options)
+        return learner.program(data, agreement=news_takes(topology))
+
+    return make
+
+
+def model_diffusion(objective: Any) -> Maker:
+    def make(topology: Topology, hosted: list[int]) -> Any:
+        learner = ModelDiffusion(
+            objective, n_atoms_per_agent=2, n_iterations=6, batch_size=2, informed=(0, 3)
+        )
+        streams = {k: stream() for k in hosted if k in (0, 3)}
+        return learner.program(streams, topology, shape=stream().shape, show=True)
+
+    return make
+
+
+PROGRAMS: dict[str, Maker] = {
+    "admm": inference("admm", SparseSVD(0.1, 0.2)),
+    "admm-huber": inference("admm", HuberNMF(0.1, 0.2, 0.3)),
+    "atc-huber": inference("atc", HuberNMF(0.1, 0.2, 0.3)),
+    "exact_diffusion": inference("exact_diffusion", SparseSVD(0.1, 0.2)),
+    "jacobian_admm": inference("jacobian_admm", SparseSVD(0.1, 0.2)),
+    "data-mod": data_diffusion(),
+    "data-gradient": data_diffusion(update="gradient", alignment="sign", replacement=None),
+    "model": model_diffusion(SparseSVD(0.1, 0.2)),
+    "model-huber": model_diffusion(HuberNMF(0.1, 0.2, 0.3)),
+}
+BOTH = ["admm", "data-mod", "model"]  # inference and both learners
+ROUNDS = 18
+
+
+def here(make: Maker, topology: Topology, faults: Faults | None) -> Run:
+    program = make(topology, list(range(topology.n_nodes)))
+    return InMemoryNetwork(topology, faults=faults).run(program, ROUNDS)
+
+
+def client_of(make: Maker, topology: Topology) -> Callable[[Context], DiffusionClient]:
+    def make_client(context: Context) -> DiffusionClient:
+        node = int(context.node_config["partition-id"])
+        return DiffusionClient(make(topology, [node]), context, shows="state", max_delay=1)
+
+    return make_client
+
+
+def assert_same(run: Run, expected: Run) -> None:
+    assert run.state._fields == expected.state._fields
+    for name, rows, wanted in zip(run.state._fields, run.state, expected.state, strict=True):
+        assert rows.dtype == wanted.dtype
+        np.testing.assert_allclose(rows, wanted, rtol=1e-12, atol=1e-12, err_msg=name)
+    for name, rows in expected.observed.items():
+        np.testing.assert_allclose(run.observed[name], rows, rtol=1e-12, atol=1e-12, err_msg=name)
+    np.testing.assert_array_equal(run.traffic.toarray(), expected.traffic.toarray())
+    assert run.unheard == expected.unheard
+    assert run.alive.tolist() == expected.alive.tolist()
+
+
+@pytest.mark.parametrize("faults", [None, FAULTS], ids=["no faults", "faults"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_flower_in_process(name: str, faults: Faults | None) -> None:
+    make = PROGRAMS[name]
+    grid = InProcessGrid(client_app(client_of(make, SMALL)), SMALL.n_nodes)
+    run = FlowerNetwork(grid, SMALL, faults=faults, sealed=faults is not None).run(None, ROUNDS)
+    assert_same(run, here(make, SMALL, faults))
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Any:
+    import sys
+
+    import ray
+
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors have no tests
+    yield ray
+    ray.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.parametrize("name", [*PROGRAMS, *(f"{name} without faults" for name in BOTH)])
+def test_ray_actors(cluster: Any, name: str) -> None:
+    name, _, without = name.partition(" ")
+    make, faults = PROGRAMS[name], None if without else FAULTS
+    program = make(TOPOLOGY, list(range(N)))
+    run = RayNetwork(TOPOLOGY, faults=faults, agents_per_actor=7).run(program, ROUNDS)
+    assert_same(run, here(make, TOPOLOGY, faults))
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.parametrize("name", BOTH)
+def test_flowers_simulation_with_twenty_nodes(name: str) -> None:
+    import sys
+
+    import ray
+    from flwr.simulation import run_simulation
+
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    make = PROGRAMS[name]
+    server, runs = ServerApp(), []
+
+    @server.main()
+    def main(grid: Grid, context: Context) -> None:
+        runs.append(FlowerNetwork(grid, TOPOLOGY).run(None, ROUNDS))
+
+    run_simulation(
+        server_app=server,
+        client_app=client_app(client_of(make, TOPOLOGY)),
+        num_supernodes=N,
+        backend_config={"client_resources": {"num_cpus": 1}, "init_args": {"log_to_driver": False}},
+    )
+    assert_same(*runs, here(make, TOPOLOGY, None))
+
+
+def test_fit_and_infer_take_a_network_of_flower() -> None:
+    """The server says what it knows, which is shapes: samples and dictionaries are the nodes'."""
+    grid = InProcessGrid(client_app(client_of(PROGRAMS["data-mod"], SMALL)), SMALL.n_nodes)
+    none = [np.zeros((0, FEATURES))] * SMALL.n_nodes
+    learned = DataDiffusion(8).fit(none, FlowerNetwork(grid, SMALL), ROUNDS)
+    wanted = here(PROGRAMS["data-mod"], SMALL, None).observed["dictionaries"]
+    np.testing.assert_allclose(learned.dictionaries, wanted, rtol=0, atol=1e-12)
+
+    grid = InProcessGrid(client_app(client_of(PROGRAMS["admm"], SMALL)), SMALL.n_nodes)
+    blank, blanks = np.zeros((5, FEATURES)), [np.zeros((2, FEATURES))] * SMALL.n_nodes
+    network = FlowerNetwork(grid, SMALL)
+    found = infer(SparseSVD(0.1, 0.2), blank, blanks, SMALL, n_rounds=200, network=network)
+    exact = exact_dual(SparseSVD(0.1, 0.2), stream(), [atoms(k) for k in range(SMALL.n_nodes)])
+    np.testing.assert_allclose(found.nu, np.tile(exact.nu, (SMALL.n_nodes, 1, 1)), atol=1e-6)
+    np.testing.assert_allclose(np.stack(found.codes), np.stack(exact.codes), atol=1e-6)

@@ -1,0 +1,177 @@
+"""What becomes of the algorithms when links, nodes and messages fail."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flwr_perdl._random import spawn
+from flwr_perdl.dictionary import normalize_atoms
+from flwr_perdl.diffusion import Topology, averaging_weights
+from flwr_perdl.diffusion.data_diffusion import DataDiffusion, Diffused
+from flwr_perdl.diffusion.inference import METHODS, exact_dual, infer
+from flwr_perdl.diffusion.model_diffusion import ModelDiffusion
+from flwr_perdl.diffusion.objectives import HuberNMF, Objective, SparseSVD
+from flwr_perdl.network import Faults, InMemoryNetwork
+
+N, BAD = 12, 4
+TOPOLOGY = Topology.erdos_renyi(N, 0.4, seed=1)
+PARTS = Topology.from_edges(4, [(0, 1), (2, 3)])
+OTHERS = np.arange(N) != BAD
+OBJECTIVES = [SparseSVD(0.1, 0.3), HuberNMF(0.1, 0.3, 0.5)]
+X = spawn(0).standard_normal((4, 10))
+ATOMS = [normalize_atoms(spawn(1, k).standard_normal((2, 10))) for k in range(N)]
+
+# Inference ---------------------------------------------------------------------------------------
+
+
+def inferred(objective: Objective, method: str, faults: Faults) -> tuple[Any, np.ndarray]:
+    """Return what 300 rounds come to, and every agent's largest relative error of nu."""
+    network = InMemoryNetwork(TOPOLOGY, faults=faults)
+    found = infer(objective, X, ATOMS, TOPOLOGY, method=method, n_rounds=300, network=network)
+    exact = exact_dual(objective, X, ATOMS).nu
+    errors = np.linalg.norm(found.nu - exact, axis=2) / np.linalg.norm(exact, axis=1)
+    return found, errors.max(axis=1)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("faults", [Faults(drop=0.2, seed=3), Faults(sleep=0.1, seed=1)])
+def test_the_default_inference_is_exact_although_links_drop_and_nodes_sleep(
+    objective: Objective, faults: Faults
+) -> None:
+    found, errors = inferred(objective, "admm", faults)
+    assert errors.max() < 1e-5
+    assert found.converged
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("method", METHODS)
+def test_every_inference_survives_dropping_links(objective: Objective, method: str) -> None:
+    found, errors = inferred(objective, method, Faults(drop=0.2, seed=3))
+    assert np.isfinite(found.nu).all()
+    assert errors.max() < 0.3
+    # What the agents report is honest: within a factor of ten, or larger than the error.
+    assert found.residual.max() > errors.max() / 10
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("faults", [Faults(dead={BAD: 30}), Faults(corrupt={BAD: 10})])
+def test_without_one_agent_the_others_end_well(
+    objective: Objective, method: str, faults: Faults
+) -> None:
+    found, errors = inferred(objective, method, faults)
+    assert np.isfinite(found.nu).all()
+    assert errors[OTHERS].max() < 1  # its atoms are gone: another problem; nu = 0 has 1
+    agreed = found.nu[OTHERS]
+    spread = np.ptp(agreed, axis=0).max() / np.abs(agreed).max()
+    if method == "admm":
+        assert spread < 1e-5
+        assert found.residual[OTHERS].max() < 1e-5
+    if faults.dead:
+        assert not found.converged  # the dead agent's own residual says so
+
+
+def test_an_inference_that_delays_throw_off_says_so() -> None:
+    found, errors = inferred(OBJECTIVES[0], "admm", Faults(max_delay=2, seed=1))
+    assert errors.max() > 0.1
+    assert not found.converged
+    assert np.isfinite(found.nu).all()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_inference_refuses_a_network_in_parts_and_uneven_weights(method: str) -> None:
+    with pytest.raises(ValueError, match="connected and undirected"):
+        infer(OBJECTIVES[0], X, ATOMS[:4], PARTS, method=method)
+    directed = Topology.from_edges(3, [(0, 1), (1, 2), (2, 0)], directed=True)
+    with pytest.raises(ValueError, match="connected and undirected"):
+        infer(OBJECTIVES[0], X, ATOMS[:3], directed, method=method)
+    with pytest.raises(ValueError, match="symmetric"):
+        infer(OBJECTIVES[0], X, ATOMS, TOPOLOGY, weights=averaging_weights(TOPOLOGY))
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize(
+    "faults",
+    [Faults(drop=0.2, seed=1), Faults(dead={BAD: 25}), Faults(corrupt={BAD: 25})],
+    ids=["drop", "dead", "corrupt"],
+)
+def test_the_learner_over_models_keeps_unit_atoms(objective: Objective, faults: Faults) -> None:
+    stream = np.abs(spawn(2).standard_normal((12, 10)))
+    learner = ModelDiffusion(objective, n_atoms_per_agent=2, n_iterations=15, batch_size=3)
+    program = learner.program(
+        dict.fromkeys(range(N), stream), TOPOLOGY, shape=stream.shape, show=True
+    )
+    run = InMemoryNetwork(TOPOLOGY, faults=faults).run(program, 60)
+    norms = np.linalg.norm(run.observed["dictionary"], axis=-1)
+    assert np.isfinite(norms).all()
+    assert norms.max() <= 1 + 1e-12
+
+
+# Learning over data ------------------------------------------------------------------------------
+
+D = normalize_atoms(spawn(5).standard_normal((8, 6)))
+
+
+def samples(node: int, n: int = 80) -> np.ndarray:
+    codes = np.zeros((n, 8))
+    rng = spawn(6, node)
+    for row in codes:
+        row[rng.choice(8, 2, replace=False)] = rng.uniform(-1, 1, 2)
+    return codes @ D
+
+
+def learned_with(faults: Faults | None, replacement: str | None) -> Diffused:
+    if faults is not None:
+        return learned_over(InMemoryNetwork(TOPOLOGY, faults=faults), replacement)
+    return without_faults(replacement)
+
+
+@cache
+def without_faults(replacement: str | None) -> Diffused:
+    return learned_over(InMemoryNetwork(TOPOLOGY), replacement)
+
+
+def learned_over(network: InMemoryNetwork, replacement: str | None) -> Diffused:
+    learner = DataDiffusion(8, n_nonzero=2, replacement=replacement)
+    return learner.fit([samples(k) for k in range(N)], network, 40)
+
+
+@pytest.mark.parametrize("replacement", ["private", "samples", None])
+@pytest.mark.parametrize(
+    "faults",
+    [
+        Faults(drop=0.2, seed=2),
+        Faults(sleep=0.2, seed=2),
+        Faults(dead={BAD: 20}),
+        Faults(corrupt={BAD: 20}),
+        Faults(max_delay=2, seed=2),
+    ],
+    ids=["drop", "sleep", "dead", "corrupt", "delay"],
+)
+def test_the_learner_over_data_ends_well(faults: Faults, replacement: str | None) -> None:
+    clean, learned = learned_with(None, replacement), learned_with(faults, replacement)
+    np.testing.assert_allclose(np.linalg.norm(learned.dictionaries, axis=2), 1)
+    well = OTHERS if faults.dead else np.ones(N, dtype=bool)
+    assert learned.error[well].max() < clean.error.max() + 0.05
+
+
+@pytest.mark.parametrize("replacement", ["private", None])
+def test_nodes_in_two_parts_agree_part_by_part(replacement: str | None) -> None:
+    data = [samples(k) for k in range(4)]
+    learned = DataDiffusion(8, n_nonzero=2, replacement=replacement).fit(data, PARTS, 60)
+    assert learned.error.max() < 0.5
+    one, two = learned.dictionaries[:2], learned.dictionaries[2:]
+    within = max(np.abs(one[0] - one[1]).max(), np.abs(two[0] - two[1]).max())
+    assert within < np.abs(one[0] - two[0]).max()
+    assert learned.disagreement > within  # which is how a user sees it
+
+
+def test_uneven_weights_learn_as_well() -> None:
+    data = [samples(k) for k in range(N)]
+    learned = DataDiffusion(8, n_nonzero=2).fit(data, averaging_weights(TOPOLOGY), 60)
+    even = DataDiffusion(8, n_nonzero=2).fit(data, TOPOLOGY, 60)
+    assert learned.error.max() < even.error.max() + 0.05

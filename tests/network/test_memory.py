@@ -1,0 +1,245 @@
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from flwr_perdl.diffusion import CombinationMatrix, Topology, averaging_weights, metropolis_weights
+from flwr_perdl.network import Faults, InMemoryNetwork
+
+_spec = importlib.util.spec_from_file_location("programs", Path(__file__).parent / "programs.py")
+programs = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(programs)
+
+
+def draw(n: int, columns: int = 3, seed: int = 0) -> NDArray[np.float64]:
+    return np.random.default_rng(seed).standard_normal((n, columns))
+
+
+def by_mailboxes(
+    topology: Topology,
+    weights: CombinationMatrix,
+    faults: Faults,
+    values: NDArray[np.float64],
+    n_rounds: int,
+) -> NDArray[np.float64]:
+    """The reference: one node after the other, one letter per link, everything by hand."""
+    dense = weights.matrix.toarray()
+    n = topology.n_nodes
+    letters: list[dict[int, NDArray[np.float64]]] = [{}]
+    for round_ in range(1, n_rounds + 1):
+        awake = faults.awake(n, round_)
+        broken = faults.broken(n, round_)
+        letters.append({j: values[j] * np.nan if broken[j] else values[j] for j in range(n)})
+        links = faults.links(topology, round_)
+        late = dict(
+            zip(
+                zip(*(ids.tolist() for ids in links.tocoo().coords), strict=True),
+                faults.delays(links, round_).tolist(),
+                strict=True,
+            )
+        )
+        new = values.copy()
+        for k in range(n):
+            if not awake[k]:
+                continue
+            total, own = np.zeros(values.shape[1]), 1.0
+            for j in range(n):
+                sent_in = round_ - late.get((k, j), 0)
+                if (k, j) not in late or sent_in < 1 or not faults.awake(n, sent_in)[j]:
+                    continue
+                if not np.isfinite(letters[sent_in][j]).all():
+                    continue
+                total = total + dense[k, j] * letters[sent_in][j]
+                own -= dense[k, j]
+            new[k] = total + own * values[k]
+        values = new
+    return values
+
+
+def test_one_round_by_hand() -> None:
+    # A path 0 - 1 - 2 with Metropolis weights of 1/3 per link.
+    topology = Topology.from_edges(3, [(0, 1), (1, 2)])
+    run = InMemoryNetwork(topology).run(programs.Consensus(np.array([[3.0], [0.0], [6.0]])), 1)
+    np.testing.assert_allclose(run.state.value.ravel(), [2.0, 3.0, 4.0])
+    assert run.rounds == 1
+    assert run.floats_sent == 4.0
+    np.testing.assert_array_equal(run.traffic.toarray(), topology.adjacency.toarray())
+
+
+def test_consensus_reaches_the_mean_at_the_rate_of_the_spectral_gap() -> None:
+    topology = Topology.erdos_renyi(20, 0.3, seed=1)
+    weights = metropolis_weights(topology)
+    values = draw(20)
+    run = InMemoryNetwork(topology, weights).run(programs.Consensus(values), 80)
+    error = np.linalg.norm(run.state.value - values.mean(axis=0))
+    start = np.linalg.norm(values - values.mean(axis=0))
+    assert error <= start * (1 - weights.spectral_gap) ** 80 + 1e-12
+    assert run.floats_sent == 80 * 3 * 2 * topology.n_edges
+
+
+def test_the_largest_value_reaches_everyone_within_the_diameter() -> None:
+    topology = Topology.ring(9)
+    values = draw(9, 5)
+    network = InMemoryNetwork(topology)
+    after = network.run(programs.Flood(values), topology.diameter).state.value
+    np.testing.assert_array_equal(after, np.tile(values.max(axis=0), (9, 1)))
+    before = network.run(programs.Flood(values), topology.diameter - 1).state.value
+    assert (before != values.max(axis=0)).any()
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(2, 9),
+    st.sampled_from([0.0, 0.4]),
+    st.sampled_from([0.0, 0.3]),
+    st.integers(0, 3),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 99),
+)
+def test_stacked_products_equal_mailboxes_under_every_fault(
+    n: int, drop: float, sleep: float, max_delay: int, dead: bool, corrupt: bool, seed: int
+) -> None:
+    topology = Topology.erdos_renyi(n, 0.6, seed=seed)
+    weights = averaging_weights(topology)
+    faults = Faults(
+        drop=drop,
+        sleep=sleep,
+        dead={0: 3} if dead else {},
+        corrupt={n - 1: 2} if corrupt else {},
+        max_delay=max_delay,
+        seed=seed,
+    )
+    values = draw(n, 2, seed)
+    run = InMemoryNetwork(topology, weights, faults).run(programs.Consensus(values), 6)
+    expected = by_mailboxes(topology, weights, faults, values, 6)
+    np.testing.assert_allclose(run.state.value, expected, atol=1e-13)
+
+
+def test_lost_links_keep_the_mean() -> None:
+    values = draw(12)
+    network = InMemoryNetwork(Topology.erdos_renyi(12, 0.5), faults=Faults(drop=0.2, seed=3))
+    run = network.run(programs.Consensus(values), 60)
+    np.testing.assert_allclose(run.state.value.mean(axis=0), values.mean(axis=0), atol=1e-13)
+    np.testing.assert_allclose(run.state.value, np.tile(values.mean(axis=0), (12, 1)), atol=1e-6)
+    full = 60 * 3 * 2 * network.topology.n_edges
+    assert 0.75 * full < run.floats_sent < 0.85 * full
+
+
+def test_a_dead_node_keeps_its_state_and_the_others_agree_among_themselves() -> None:
+    values = draw(6)
+    run = InMemoryNetwork(Topology.complete(6), faults=Faults(dead={2: 4})).run(
+        programs.Consensus(values), 100
+    )
+    others = np.arange(6) != 2
+    assert run.alive.tolist() == others.tolist()
+    spread = np.ptp(run.state.value[others], axis=0)
+    np.testing.assert_allclose(spread, 0, atol=1e-12)
+    assert np.isfinite(run.state.value).all()
+
+
+def test_a_node_that_sends_nan_is_not_heard_and_is_named() -> None:
+    values = draw(5)
+    run = InMemoryNetwork(Topology.complete(5), faults=Faults(corrupt={1: 3})).run(
+        programs.Consensus(values), 10
+    )
+    assert run.unheard == {1: 8}
+    assert np.isfinite(run.state.value).all()
+
+
+def test_a_node_whose_own_estimate_is_nan_recovers_from_its_neighbours() -> None:
+    values = draw(5)
+    values[3] = np.nan
+    run = InMemoryNetwork(Topology.complete(5)).run(programs.Consensus(values), 50)
+    np.testing.assert_allclose(run.state.value, np.tile(run.state.value[0], (5, 1)), atol=1e-9)
+    assert run.unheard == {3: 1}
+
+
+def test_a_node_alone_with_nan_ends_with_zeros_not_nan() -> None:
+    run = InMemoryNetwork(Topology.ring(1)).run(programs.Consensus(np.array([[np.nan]])), 2)
+    assert run.state.value.tolist() == [[0.0]]
+    assert run.unheard == {0: 1}
+
+
+def test_a_disconnected_network_agrees_part_by_part() -> None:
+    topology = Topology.from_edges(4, [(0, 1), (2, 3)])
+    run = InMemoryNetwork(topology).run(programs.Consensus(np.array([[1.0], [3], [10], [20]])), 60)
+    np.testing.assert_allclose(run.state.value.ravel(), [2, 2, 15, 15])
+
+
+def test_a_sequence_of_matrices_is_cycled_through() -> None:
+    # Neither of two networks is connected; together they are.
+    first = metropolis_weights(Topology.from_edges(4, [(0, 1), (2, 3)]))
+    second = metropolis_weights(Topology.from_edges(4, [(1, 2), (3, 0)]))
+    network = InMemoryNetwork(first.topology, [first, second])
+    values = draw(4)
+    one = network.run(programs.Consensus(values), 1).state.value
+    np.testing.assert_allclose(one, first.matrix @ values)
+    two = network.run(programs.Consensus(values), 2)
+    np.testing.assert_allclose(two.state.value, second.matrix @ (first.matrix @ values))
+    assert two.traffic.toarray().astype(bool).sum() == 8
+
+
+def test_float32_stays_float32_and_inputs_are_not_modified() -> None:
+    values = draw(4).astype(np.float32)
+    before = values.copy()
+    run = InMemoryNetwork(Topology.complete(4)).run(programs.Consensus(values), 3)
+    assert run.state.value.dtype == np.float32
+    np.testing.assert_array_equal(values, before)
+
+
+def test_callback_stop_and_going_on() -> None:
+    values = draw(6)
+    network = InMemoryNetwork(Topology.ring(6))
+    seen: list[int] = []
+    program = programs.Consensus(values)
+    run = network.run(
+        program,
+        100,
+        callback=lambda round_, _: seen.append(round_),
+        stop=lambda state: float(np.ptp(state.value, axis=0).max()) < 1e-3,
+    )
+    assert seen == list(range(1, run.rounds + 1))
+    assert run.rounds < 100
+    halfway = network.run(program, 4).state
+    whole = network.run(program, 10).state
+    np.testing.assert_array_equal(network.run(program, 6, state=halfway).state.value, whole.value)
+
+
+def test_memory_grows_with_edges_not_with_nodes_squared() -> None:
+    import tracemalloc
+
+    topology = Topology.ring(20_000)
+    network = InMemoryNetwork(topology, metropolis_weights(topology))
+    program = programs.Consensus(np.ones((20_000, 1)))
+    tracemalloc.start()
+    network.run(program, 2)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 100e6  # one dense 20,000 x 20,000 matrix would take 3.2 GB
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"drop": 1.2}, r"drop must be in \[0, 1\], got 1.2"),
+        ({"dead": {1: 0}}, "dead: round must be at least 1, got 0"),
+        ({"max_delay": -1}, "max_delay must be at least 0, got -1"),
+    ],
+)
+def test_bad_faults_are_refused_in_one_sentence(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Faults(**arguments)
+
+
+def test_weights_of_another_size_are_refused() -> None:
+    with pytest.raises(ValueError, match="for 4 nodes"):
+        InMemoryNetwork(Topology.ring(4), metropolis_weights(Topology.ring(5)))
+    with pytest.raises(ValueError, match="at least one matrix"):
+        InMemoryNetwork(Topology.ring(4), [])

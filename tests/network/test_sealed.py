@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import stat
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+)
+
+from flwr_perdl.network._packing import pack, unpack
+from flwr_perdl.network.sealed import (
+    Keys,
+    Rejected,
+    make_key,
+    public_key,
+    read_key,
+    read_pinned,
+)
+
+MESSAGE = (np.arange(6.0).reshape(1, 3, 2), np.array([7.5], dtype=np.float32))
+
+
+def lasting() -> tuple[X25519PrivateKey, bytes]:
+    key = X25519PrivateKey.generate()
+    return key, key.public_key().public_bytes_raw()
+
+
+def pinned_pair() -> tuple[Keys, Keys, dict[str, X25519PrivateKey]]:
+    """Nodes 3 and 8, who have pinned each other's keys."""
+    (a, a_public), (b, b_public) = lasting(), lasting()
+    low = Keys(3, "run", own_key=a, pinned={8: b_public})
+    high = Keys(8, "run", own_key=b, pinned={3: a_public})
+    return low, high, {"low": a, "high": b}
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_letter_arrives_as_it_was_written(pinned: bool) -> None:
+    a, b = pinned_pair()[:2] if pinned else (Keys(3, "run"), Keys(8, "run"))
+    for sender, receiver in ((a, b), (b, a)):
+        letter = sender.seal(MESSAGE, receiver.node, 5, receiver.card)
+        opened = receiver.open(letter, sender.node, 5)
+        assert [array.dtype for array in opened] == [np.float64, np.float32]
+        for one, other in zip(opened, MESSAGE, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_the_key_is_the_one_of_the_docstring() -> None:
+    """RFC 5869's HKDF and the three products by hand open a letter."""
+    low, high, own = pinned_pair()
+    e_low = X25519PrivateKey.from_private_bytes(low.run_key)
+    e_high = X25519PrivateKey.from_private_bytes(high.run_key)
+
+    def times(private: X25519PrivateKey, public: X25519PrivateKey) -> bytes:
+        raw = public.public_key().public_bytes_raw()
+        return private.exchange(X25519PublicKey.from_public_bytes(raw))
+
+    secret = times(e_low, e_high) + times(own["low"], e_high) + times(e_low, own["high"])
+    for sender, receiver in ((low, high), (high, low)):
+        ids = struct.pack("<QQ", sender.node, receiver.node)
+        cards = unpack(sender.card) + unpack(receiver.card)
+        extracted = hmac.digest(b"run", secret, hashlib.sha256)
+        info = b"flwr-perdl letter" + ids + cards
+        key = hmac.digest(extracted, info + b"\x01", hashlib.sha256)
+        data = unpack(sender.seal(MESSAGE, receiver.node, 5, receiver.card))
+        assert data[:64] == unpack(sender.card)
+        bound = ids + struct.pack("<Q", 5) + b"run"
+        text = ChaCha20Poly1305(key).decrypt(data[64:76], data[76:], bound)
+        assert MESSAGE[0].tobytes() in text
+        assert MESSAGE[0].tobytes() not in data
+
+
+def test_two_letters_of_one_message_have_nothing_in_common() -> None:
+    a, b, c = Keys(0, "run"), Keys(1, "run"), Keys(2, "run")
+    letters = [unpack(a.seal(MESSAGE, k.node, 1, k.card)) for k in (b, b, c)]
+    for i in range(3):
+        assert letters[i][:64] == unpack(a.card)
+        assert letters[i][64:80] != letters[i - 1][64:80]
+        assert letters[i][80:96] != letters[i - 1][80:96]
+
+
+@pytest.mark.parametrize("position", [0, 40, 64, 70, 80, -1])
+def test_a_changed_byte_is_noticed(position: int) -> None:
+    a, b = Keys(0, "run"), Keys(1, "run")
+    data = bytearray(unpack(a.seal(MESSAGE, 1, 5, b.card)))
+    data[position] ^= 1
+    with pytest.raises(Rejected):
+        b.open(pack(bytes(data)), 0, 5)
+
+
+def test_a_letter_opens_in_its_round_run_and_on_its_edge_only() -> None:
+    a, b, c = Keys(0, "run"), Keys(1, "run"), Keys(2, "run")
+    letter = a.seal(MESSAGE, 1, 5, b.card)
+    b.open(letter, 0, 5)
+    later_run = Keys(1, "another run", run_key=b.run_key)
+    for who, sender, round_ in [(b, 0, 6), (b, 0, 4), (b, 2, 5), (c, 0, 5), (later_run, 0, 5)]:
+        with pytest.raises(Rejected):
+            who.open(letter, sender, round_)
+    with pytest.raises(Rejected):  # a letter that comes back to its sender
+        a.open(letter, 1, 5)
+    with pytest.raises(Rejected):  # a letter of another run under the same token: fresh keys
+        Keys(1, "run").open(letter, 0, 5)
+
+
+def test_without_pinned_keys_a_server_that_hands_on_its_own_card_reads_everything() -> None:
+    a, b = Keys(0, "run"), Keys(1, "run")
+    as_b, as_a = Keys(1, "run"), Keys(0, "run")  # the server in the middle
+    read = as_b.open(a.seal(MESSAGE, 1, 5, as_b.card), 0, 5)
+    passed_on = b.open(as_a.seal(read, 1, 5, b.card), 0, 5)
+    np.testing.assert_array_equal(passed_on[0], MESSAGE[0])
+
+
+def test_with_pinned_keys_it_does_not() -> None:
+    low, high, _ = pinned_pair()
+    with pytest.raises(Rejected, match="not the pinned one"):
+        low.seal(MESSAGE, 8, 5, Keys(8, "run").card)
+    impostor = Keys(8, "run", own_key=lasting()[0], pinned={})
+    with pytest.raises(Rejected, match="not the pinned one"):
+        low.seal(MESSAGE, 8, 5, impostor.card)
+    # The pinned lasting key beside a run key of the server's own: it cannot read the letter, …
+    server = Keys(8, "run")
+    mixed = pack(unpack(high.card)[:32] + unpack(server.card)[32:])
+    letter = low.seal(MESSAGE, 8, 5, mixed)
+    with pytest.raises(Rejected):
+        server.open(letter, 3, 5)
+    with pytest.raises(Rejected):
+        high.open(letter, 3, 5)
+    # … nor write one.
+    server = Keys(3, "run")
+    forged = unpack(server.seal(MESSAGE, 8, 5, high.card))
+    with pytest.raises(Rejected):
+        high.open(pack(unpack(low.card)[:32] + forged[32:]), 3, 5)
+
+
+def test_a_node_whose_key_is_not_pinned_is_rejected() -> None:
+    low, _, _ = pinned_pair()
+    stranger = Keys(9, "run", own_key=lasting()[0], pinned={})
+    with pytest.raises(Rejected, match="its key is not pinned"):
+        low.seal(MESSAGE, 9, 5, stranger.card)
+
+
+@pytest.mark.parametrize("card", [b"", bytes(63), bytes(64)])
+def test_what_is_no_card_is_rejected(card: bytes) -> None:
+    with pytest.raises(Rejected, match=r"no card|no public key"):
+        Keys(0, "run").seal(MESSAGE, 1, 5, pack(card))
+
+
+def test_a_letter_that_holds_no_arrays_is_rejected() -> None:
+    a, b = Keys(0, "run"), Keys(1, "run")
+    nonce, bound = bytes(12), a._bound(0, 1, 5)
+    key = a._key(0, 1, unpack(b.card))
+    for text in (b"abc", pack(b"abc").tobytes()):
+        sealed = ChaCha20Poly1305(key).encrypt(nonce, text, bound)
+        with pytest.raises(Rejected, match="no arrays"):
+            b.open(pack(unpack(a.card) + nonce + sealed), 0, 5)
+    with pytest.raises(Rejected, match="are no letter"):
+        b.open(pack(b"short"), 0, 5)
+    with pytest.raises(Rejected, match="hold no bytes"):
+        b.open(np.zeros(5), 0, 5)
+
+
+def test_the_key_of_a_run_is_taken_up_again() -> None:
+    low, high, own = pinned_pair()
+    again = Keys(3, "run", own_key=own["low"], run_key=low.run_key)
+    np.testing.assert_array_equal(again.card, low.card)
+    again.open(high.seal(MESSAGE, 3, 2, low.card), 8, 2)
+
+
+def test_pinned_keys_need_a_key_of_ones_own() -> None:
+    with pytest.raises(ValueError, match="must come with a key of this node's own"):
+        Keys(0, "run", pinned={})
+
+
+def test_key_files(tmp_path: Path) -> None:
+    path = tmp_path / "node.pem"
+    public = make_key(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert public == public_key(path) == read_key(path).public_key().public_bytes_raw().hex()
+    with pytest.raises(FileExistsError):
+        make_key(path)
+    (tmp_path / "pinned.json").write_text(json.dumps({"4": public}))
+    assert read_pinned(tmp_path / "pinned.json") == {4: bytes.fromhex(public)}
+
+
+def test_bad_key_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="key-file must hold a private key in PEM form"):
+        read_key(tmp_path / "missing.pem")
+    (tmp_path / "empty.pem").write_text("")
+    with pytest.raises(ValueError, match="key-file must hold a private key in PEM form"):
+        read_key(tmp_path / "empty.pem")
+    other = generate_private_key(SECP256R1())
+    pem = other.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    (tmp_path / "other.pem").write_bytes(pem)
+    with pytest.raises(ValueError, match="key-file must hold an X25519 key"):
+        read_key(tmp_path / "other.pem")
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"a": "00"}', '{"1": "xy"}', '{"1": 5}'])
+def test_bad_files_of_neighbours_keys_are_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "pinned.json").write_text(text)
+    with pytest.raises(ValueError, match="neighbour-keys must be a JSON file of nodes and keys"):
+        read_pinned(tmp_path / "pinned.json")
+
+
+@pytest.mark.parametrize("key", ["00", "00" * 32])
+def test_bad_keys_of_neighbours_are_named(tmp_path: Path, key: str) -> None:
+    (tmp_path / "pinned.json").write_text(json.dumps({"1": key}))
+    with pytest.raises(
+        ValueError, match="neighbour-keys must be of 32 bytes, not all zero, got 00"
+    ):
+        read_pinned(tmp_path / "pinned.json")

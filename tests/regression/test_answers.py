@@ -1,0 +1,71 @@
+"""Many clients' answers at once: the bits of one by one, whatever the shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flwr_perdl.regression import SQUARED, Ask, LogisticLoss, answer, answer_stack
+
+UPDATE: dict[str, Any] = {
+    "local": "fedavg",
+    "n_steps": 5,
+    "step_size": 0.1,
+    "soft": 0,
+    "temperature": 0.0,
+}
+SOFT = {"soft": 1, "temperature": 0.5}
+
+
+@given(
+    m=st.integers(1, 6),
+    n=st.integers(1, 40),
+    d=st.integers(1, 40),
+    k=st.integers(1, 5),
+    dtype=st.sampled_from([np.float64, np.float32]),
+    options=st.sampled_from(
+        [{}, {"n_steps": 1}, {"local": "fedprox"}, {"local": "exact"}, SOFT, {**SOFT, "n_steps": 2}]
+    ),
+    grouped=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_updates_of_many_are_those_of_one(
+    m: int,
+    n: int,
+    d: int,
+    k: int,
+    dtype: type,
+    options: dict[str, Any],
+    grouped: bool,
+    seed: int,
+) -> None:
+    rng = np.random.default_rng(seed)
+    X, y = rng.standard_normal((m, n, d)).astype(dtype), rng.standard_normal((m, n)).astype(dtype)
+    centers = rng.standard_normal((k, d))
+    ask = Ask("update", (centers, centers[::-1]) if grouped else (centers,), UPDATE | options)
+    together = answer_stack(X, y, ask)
+    assert together.dtype == dtype
+    for A, b, found in zip(X, y, together, strict=True):
+        np.testing.assert_array_equal(found, answer(A.copy(), b.copy(), ask))
+
+
+@pytest.mark.parametrize("loss", [SQUARED, LogisticLoss()])
+@pytest.mark.parametrize("step", ["describe", "update"])
+def test_what_is_not_computed_at_once_is_computed_one_by_one(step: str, loss: Any) -> None:
+    rng = np.random.default_rng(0)
+    X, y = rng.standard_normal((3, 7, 4)), np.sign(rng.standard_normal((3, 7)))
+    ask = Ask(step, (rng.standard_normal((2, 4)),), UPDATE)
+    together = answer_stack(X, y, ask, loss)
+    for A, b, found in zip(X, y, together, strict=True):
+        np.testing.assert_array_equal(found, answer(A, b, ask, loss))
+
+
+def test_no_groups_and_empty_groups_ask_the_same() -> None:
+    rng = np.random.default_rng(0)
+    X, y, centers = rng.standard_normal((5, 3)), rng.standard_normal(5), rng.standard_normal((2, 3))
+    one, other = (answer(X, y, Ask("update", (centers, *g), UPDATE)) for g in ((), (centers[:0],)))
+    np.testing.assert_array_equal(one, other)

@@ -1,0 +1,553 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from flwr.app import Context, Message, RecordDict
+from flwr.server import Server, SimpleClientManager
+from flwr.server.client_proxy import ClientProxy
+from numpy.typing import NDArray
+
+from flwr_perdl._random import spawn
+from flwr_perdl.clients import DiffusionClient, client_app
+from flwr_perdl.diffusion import (
+    CombinationMatrix,
+    Inbox,
+    Topology,
+    averaging_weights,
+    metropolis_weights,
+)
+from flwr_perdl.network import Faults, FlowerNetwork, InMemoryNetwork, Run
+from flwr_perdl.simulations import InProcessGrid
+from flwr_perdl.strategies import NeighborRelay, TooFewReplies, as_legacy
+
+Array = NDArray[Any]
+
+
+class Held(NamedTuple):
+    nodes: NDArray[np.intp]
+    value: Array
+    count: NDArray[np.int64]
+
+
+class Drift:
+    """Uses all that an inbox has, two arrays per message, and draws of the node and the round."""
+
+    def __init__(self, data: dict[int, Array]) -> None:
+        self.data = data
+
+    def start(self, nodes: NDArray[np.intp]) -> Held:
+        return Held(nodes, np.stack([self.data[int(k)] for k in nodes]), np.zeros(len(nodes), int))
+
+    def adapt(self, state: Held, round_: int) -> Held:
+        noise = [spawn(7, int(k), round_).standard_normal(2) for k in state.nodes]
+        return state._replace(value=state.value + 0.01 * np.stack(noise))
+
+    def message(self, state: Held) -> tuple[Array, ...]:
+        return state.value, np.abs(state.value).sum(axis=1)
+
+    def combine(self, state: Held, inbox: Inbox) -> Held:
+        best = inbox.argmax(inbox.arrays[1][:, None])[:, 0]
+        value = inbox.mean() + 0.1 * inbox.total() + 0.01 * inbox.arrays[0][best]
+        value = value / (1 + inbox.degrees[:, None])
+        return state._replace(value=value, count=state.count + inbox.degrees)
+
+    def observe(self, state: Held) -> dict[str, Array]:
+        return {"norm": np.linalg.norm(state.value, axis=1), "count": state.count}
+
+
+class Consensus(Drift):
+    """Every node replaces its value by the weighted mean of its neighbourhood's."""
+
+    def adapt(self, state: Held, round_: int) -> Held:
+        return state
+
+    def message(self, state: Held) -> tuple[Array, ...]:
+        return (state.value,)
+
+    def combine(self, state: Held, inbox: Inbox) -> Held:
+        return state._replace(value=inbox.mean())
+
+
+def values(n: int, seed: int = 3) -> dict[int, Array]:
+    return {k: spawn(seed, k).standard_normal(2) for k in range(n)}
+
+
+def grid(
+    data: dict[int, Array],
+    *,
+    program: Callable[[dict[int, Array]], Any] = Drift,
+    kind: type[InProcessGrid] = InProcessGrid,
+    client: dict[str, Any] | None = None,
+    **options: Any,
+) -> InProcessGrid:
+    def make_client(context: Context) -> DiffusionClient:
+        node = int(context.node_config["partition-id"])
+        return DiffusionClient(
+            program({node: data[node]}), context, **{"shows": "state", **(client or {})}
+        )
+
+    return kind(client_app(make_client), len(data), **options)
+
+
+def assert_same(run: Run, here: Run) -> None:
+    assert run.state._fields == here.state._fields
+    for rows, expected in zip(run.state, here.state, strict=True):
+        assert rows.dtype == expected.dtype
+        np.testing.assert_allclose(rows, expected, rtol=0, atol=1e-12)
+    assert run.observed.keys() == here.observed.keys()
+    for name, rows in here.observed.items():
+        assert run.observed[name].dtype == rows.dtype
+        np.testing.assert_allclose(run.observed[name], rows, rtol=0, atol=1e-12)
+    np.testing.assert_array_equal(run.traffic.toarray(), here.traffic.toarray())
+    assert run.floats_sent == here.floats_sent
+    assert run.unheard == here.unheard
+    assert run.alive.tolist() == here.alive.tolist()
+    assert run.rounds == here.rounds
+
+
+# The same numbers ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sealed", [False, True], ids=["open", "sealed"])
+@pytest.mark.parametrize(
+    "faults",
+    [
+        Faults(),
+        Faults(drop=0.3, seed=1),
+        Faults(sleep=0.3, seed=2),
+        Faults(max_delay=2, seed=3),
+        Faults(corrupt={0: 2, 5: 4}),
+        Faults(dead={3: 4, 1: 1}),
+        Faults(0.2, 0.2, {3: 4}, {0: 2, 5: 5}, 2, seed=4),
+    ],
+    ids=["none", "drop", "sleep", "delay", "corrupt", "dead", "all"],
+)
+def test_the_same_numbers_as_in_memory(faults: Faults, sealed: bool) -> None:
+    topology = Topology.erdos_renyi(6, 0.5, seed=5)
+    weights = averaging_weights(topology)
+    data = values(6)
+    network = FlowerNetwork(
+        grid(data, client={"max_delay": 2}), topology, weights, faults, sealed=sealed
+    )
+    assert_same(
+        network.run(None, 7), InMemoryNetwork(topology, weights, faults).run(Drift(data), 7)
+    )
+
+
+def test_a_directed_network_that_changes_in_time() -> None:
+    first = averaging_weights(Topology.from_edges(4, [(0, 1), (2, 3), (1, 2)], directed=True))
+    second = averaging_weights(Topology.from_edges(4, [(3, 0), (1, 0)], directed=True))
+    data = values(4)
+    run = FlowerNetwork(grid(data), first.topology, [first, second], sealed=True).run(None, 5)
+    here = InMemoryNetwork(first.topology, [first, second]).run(Drift(data), 5)
+    assert_same(run, here)
+
+
+@pytest.mark.parametrize("rounds", [0, 1])
+def test_few_rounds(rounds: int) -> None:
+    data = values(3)
+    run = FlowerNetwork(grid(data), Topology.ring(3)).run(None, rounds)
+    assert_same(run, InMemoryNetwork(Topology.ring(3)).run(Drift(data), rounds))
+
+
+def test_float32_messages_stay_float32() -> None:
+    data = {k: value.astype(np.float32) for k, value in values(4).items()}
+    run = FlowerNetwork(grid(data, program=Consensus), Topology.ring(4)).run(None, 3)
+    here = InMemoryNetwork(Topology.ring(4)).run(Consensus(data), 3)
+    assert run.state.value.dtype == here.state.value.dtype == np.float32
+    np.testing.assert_allclose(run.state.value, here.state.value, atol=1e-6)
+
+
+def test_a_node_whose_own_estimate_is_nan_recovers_from_its_neighbours() -> None:
+    data = values(5)
+    data[3] = np.full(2, np.nan)
+    run = FlowerNetwork(grid(data, program=Consensus), Topology.complete(5)).run(None, 4)
+    assert_same(run, InMemoryNetwork(Topology.complete(5)).run(Consensus(data), 4))
+    assert run.unheard == {3: 1}
+
+
+# What a run takes ------------------------------------------------------------------------------
+
+
+def test_rounds_and_floats_are_counted() -> None:
+    relay = NeighborRelay(Topology.ring(4), 6)
+    relay.start(grid(values(4), program=Consensus))
+    steps = [report.step for report in relay.history]
+    assert steps == ["exchange"] * 6 + ["show"]
+    assert len(steps) == relay.exchanges == 7
+    # Up: the node's two numbers. Down: two letters of two numbers, and four on each letter.
+    assert [report.floats_up for report in relay.history[:6]] == [2.0] * 6
+    assert [report.floats_down for report in relay.history] == [0.0] + [12.0] * 6
+    assert relay.outcome.floats_sent == 6 * 4 * 2 * 2
+
+
+def test_sealed_runs_take_a_round_for_the_keys() -> None:
+    relay = NeighborRelay(Topology.ring(4), 2, sealed=True)
+    relay.start(grid(values(4)))
+    assert [report.step for report in relay.history] == ["announce", "exchange", "exchange", "show"]
+    assert relay.exchanges == 4
+
+
+def test_the_callback_is_told_every_round() -> None:
+    for sealed in (False, True):
+        seen: list[tuple[int, Any]] = []
+        reports: list[int] = []
+        network = FlowerNetwork(
+            grid(values(3)),
+            Topology.ring(3),
+            sealed=sealed,
+            on_round=lambda report, reports=reports: reports.append(report.round),
+        )
+        network.run(None, 3, callback=lambda *told, seen=seen: seen.append(told))
+        assert seen == [(1, None), (2, None), (3, None)]
+        assert reports == list(range(1, 5 + sealed))
+
+
+def test_what_a_node_shows_is_its_own_choice() -> None:
+    data = values(3)
+    topology = Topology.ring(3)
+    here = InMemoryNetwork(topology).run(Drift(data), 2)
+    observed = FlowerNetwork(grid(data, client={"shows": "observed"}), topology).run(None, 2)
+    assert observed.state is None
+    np.testing.assert_allclose(observed.observed["norm"], here.observed["norm"], atol=1e-12)
+    nothing = FlowerNetwork(grid(data, client={"shows": "nothing"}), topology).run(None, 2)
+    assert nothing.state is None
+    assert nothing.observed == {}
+    np.testing.assert_array_equal(nothing.traffic.toarray(), here.traffic.toarray())
+
+    def make_client(context: Context) -> DiffusionClient:
+        node = int(context.node_config["partition-id"])
+        shows = "nothing" if node == 1 else "state"
+        return DiffusionClient(Drift({node: data[node]}), context, shows=shows)
+
+    run = FlowerNetwork(InProcessGrid(client_app(make_client), 3), topology).run(None, 2)
+    assert run.state is None
+    assert np.isnan(run.observed["norm"]).tolist() == [False, True, False]
+    assert run.alive.all()
+
+
+# Nodes that fail -------------------------------------------------------------------------------
+
+
+def failing(fault: str, node: int, first: int, last: int) -> Callable[[int, Message], str | None]:
+    def faults(partition: int, message: Message) -> str | None:
+        round_ = message.content.get("config", {}).get("server-round", 0)
+        return fault if partition == node and first <= round_ <= last else None
+
+    return faults
+
+
+@pytest.mark.parametrize("fault", ["silence", "error", "nan", "shape", "empty"])
+def test_a_node_that_fails_in_a_round_is_silent_in_it(fault: str) -> None:
+    # Exchange 2 fails at node 2: it neither hears round 1 nor sends in round 2.
+    data = {0: np.array([0.0, 1]), 1: np.array([3.0, 1]), 2: np.array([6.0, 1])}
+    topology = Topology.complete(3)
+    faulty = grid(data, program=Consensus, faults=failing(fault, 2, 2, 2))
+    run = FlowerNetwork(faulty, topology).run(None, 2)
+    # Round 1: nodes 0 and 1 get the mean 3. Round 2: their two thirds of 3, and 3 for node 2.
+    state = run.state.value[:, 0]
+    np.testing.assert_allclose(state[:2], [3.0, 3.0])
+    heard = run.traffic.toarray()
+    assert heard[0].tolist() == [0, 4, 2]
+    if fault == "shape":  # readable, but of another form: the others leave it out
+        assert state[2] == pytest.approx(3.0)
+        assert heard[2].tolist() == [4, 4, 0]
+        assert run.unheard == {2: 1}
+        assert run.alive.all()
+        return
+    # Of round 2 the node has heard nothing; of round 1 only where it got its letters and the
+    # reply was lost or spoilt on the way.
+    assert state[2] == pytest.approx(3.0 if fault in ("nan", "empty") else 6.0)
+    assert heard[2].tolist() == [0, 0, 0]
+    assert run.unheard == {}
+    assert run.alive.tolist() == [True, True, False]
+
+
+def test_garbage_is_named_in_the_history() -> None:
+    relay = NeighborRelay(Topology.complete(3), 3)
+    relay.start(grid(values(3), faults=failing("nan", 1, 2, 3)))
+    dropped = [report.dropped for report in relay.history]
+    assert [list(entry) for entry in dropped] == [[], ["client 1"], ["client 1"], []]
+    assert "NaN" in dropped[1]["client 1"]
+    assert relay.outcome.alive.tolist() == [True, False, True]
+
+
+def test_a_message_of_another_form_is_left_out_by_those_who_receive_it() -> None:
+    data = values(4)
+    data[2] = np.ones(5)
+    relay = NeighborRelay(Topology.ring(4), 3)
+    relay.start(grid(data, program=Consensus, client={"shows": "observed"}))
+    assert [report.metrics[1].get("rejected-2") for report in relay.history] == [None, 1, 1, 1]
+    assert "rejected-2" not in relay.history[1].metrics[0]
+    assert relay.outcome.unheard == {1: 3, 2: 3, 3: 3}
+    assert relay.outcome.traffic.toarray()[1].tolist() == [6, 0, 0, 0]
+    # The three others agree without it: a path 3 - 0 - 1.
+    path = InMemoryNetwork(Topology.ring(4), faults=Faults(dead={2: 1}))
+    here = path.run(Consensus({**data, 2: np.ones(2)}), 3).observed["norm"]
+    np.testing.assert_allclose(relay.outcome.observed["norm"][[0, 1, 3]], here[[0, 1, 3]])
+
+
+def test_a_dead_node_is_unknown_at_the_end() -> None:
+    data = values(4)
+    topology = Topology.complete(4)
+    faulty = grid(data, program=Consensus, faults=failing("silence", 3, 4, 99))
+    run = FlowerNetwork(faulty, topology).run(None, 8)
+    assert run.state is None
+    assert run.alive.tolist() == [True, True, True, False]
+    assert np.isnan(run.observed["norm"]).tolist() == [False, False, False, True]
+    # It was heard in rounds 1 to 3, after which all four agree already.
+    mean = np.mean(list(data.values()), axis=0)
+    np.testing.assert_allclose(run.observed["norm"][:3], np.linalg.norm(mean), atol=1e-9)
+
+
+def test_too_few_answers_end_the_run_with_one_sentence() -> None:
+    faulty = grid(values(3), faults=lambda *_: None if _[0] == 0 else "silence")
+    with pytest.raises(TooFewReplies, match="fewer than"):
+        FlowerNetwork(faulty, Topology.ring(3), node_timeout=0.0).run(None, 3)
+
+
+def test_a_client_that_is_no_node_of_the_network_is_left_out() -> None:
+    run = FlowerNetwork(grid(values(5)), Topology.ring(3)).run(None, 3)
+    assert_same(run, InMemoryNetwork(Topology.ring(3)).run(Drift(values(5)), 3))
+
+
+class Moving(InProcessGrid):
+    """Node 1 is restarted under another node id, and has lost its state, before exchange 4."""
+
+    keeps_state = False
+
+    def get_node_ids(self) -> Iterable[int]:
+        return [node for node in super().get_node_ids() if node != getattr(self, "gone", None)]
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        asked = list(messages)
+        rounds = {m.content["config"].get("server-round") for m in asked}
+        ids = super().push_messages(asked)
+        if rounds == {3}:
+            old = self.contexts.pop(1001)
+            state = old.state if self.keeps_state else RecordDict()
+            self.contexts[77] = Context(
+                run_id=old.run_id,
+                node_id=77,
+                node_config=old.node_config,
+                state=state,
+                run_config=old.run_config,
+            )
+        return ids
+
+
+class MovingWithState(Moving):
+    keeps_state = True
+
+
+@pytest.mark.parametrize("sealed", [False, True], ids=["open", "sealed"])
+def test_a_node_that_comes_back_under_another_id_is_the_same_node(sealed: bool) -> None:
+    data, topology = values(4), Topology.ring(4)
+    here = InMemoryNetwork(topology).run(Drift(data), 6)
+    moved = grid(data, kind=MovingWithState)
+    assert_same(FlowerNetwork(moved, topology, sealed=sealed).run(None, 6), here)
+
+
+@pytest.mark.parametrize("sealed", [False, True], ids=["open", "sealed"])
+def test_state_on_disk_survives_a_restart(tmp_path: Path, sealed: bool) -> None:
+    data, topology = values(4), Topology.ring(4)
+    here = InMemoryNetwork(topology).run(Drift(data), 6)
+    moved = grid(data, kind=Moving, run_config={"state-dir": str(tmp_path)})
+    assert_same(FlowerNetwork(moved, topology, sealed=sealed).run(None, 6), here)
+
+
+@pytest.mark.parametrize("sealed", [False, True], ids=["open", "sealed"])
+def test_a_node_that_has_lost_its_state_starts_again(sealed: bool) -> None:
+    data, topology = values(4), Topology.complete(4)
+    moved = grid(data, program=Consensus, kind=Moving)
+    run = FlowerNetwork(moved, topology, sealed=sealed).run(None, 60)
+    # All have the mean when node 1 comes back with its first value, and is heard in round 4.
+    mean, first = np.mean(list(data.values()), axis=0), data[1]
+    heard = 0.75 * mean + 0.25 * first
+    # Sealed, it has lost its key too, and cannot read what the others wrote to it in round 4.
+    agreed = 0.75 * heard + 0.25 * first if sealed else heard
+    np.testing.assert_allclose(run.state.value, np.tile(agreed, (4, 1)), atol=1e-9)
+    assert run.alive.all()
+    assert run.unheard == ({0: 1, 2: 1, 3: 1} if sealed else {})
+
+
+class Late(InProcessGrid):
+    """Node 1 is there from exchange 4 on (server round 4, or 5 where keys come first)."""
+
+    joins = 4
+    _round = 0
+
+    def get_node_ids(self) -> Iterable[int]:
+        self._round += 1  # asked for once in every round, and once to wait for the nodes
+        here = list(super().get_node_ids())
+        return here if self._round > self.joins else [node for node in here if node != 1001]
+
+
+class LateSealed(Late):
+    joins = 5
+
+
+@pytest.mark.parametrize("sealed", [False, True], ids=["open", "sealed"])
+def test_a_node_that_comes_late_joins_in(sealed: bool) -> None:
+    data, topology = values(4), Topology.complete(4)
+    late = grid(data, program=Consensus, kind=LateSealed if sealed else Late)
+    relay = NeighborRelay(topology, 60, sealed=sealed, num_clients=3)
+    relay.start(late)
+    asked = [len(report.metrics) for report in relay.history]
+    assert asked == [3] * (3 + sealed) + [4] * 58
+    # Three nodes have agreed, a quarter of their weights kept for node 1 falling to themselves.
+    three = np.mean([data[k] for k in (0, 2, 3)], axis=0)
+    W = np.full((3, 3), 0.25) + 0.25 * np.eye(3)
+    rows = np.linalg.matrix_power(W, 3) @ np.stack([data[k] for k in (0, 2, 3)])
+    np.testing.assert_allclose(rows.mean(axis=0), three)
+    heard = 0.25 * (rows.sum(axis=0) + data[1])
+    # Sealed, nobody could write to it in round 4: its public key comes with its first reply.
+    agreed = 0.75 * heard + 0.25 * data[1] if sealed else heard
+    np.testing.assert_allclose(relay.outcome.state.value, np.tile(agreed, (4, 1)), atol=1e-9)
+    assert relay.outcome.unheard == {}
+    assert relay.outcome.alive.all()
+
+
+# Checkpoints -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sealed", [False, True], ids=["open", "sealed"])
+@pytest.mark.parametrize("cut", [1, 2, 4, 6])
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, cut: int, sealed: bool) -> None:
+    data, topology = values(5), Topology.erdos_renyi(5, 0.6, seed=2)
+    faults = Faults(0.2, 0.2, {}, {0: 2}, 2, seed=4)
+    options: dict[str, Any] = {"faults": faults, "sealed": sealed, "checkpoint_dir": tmp_path}
+    client = {"max_delay": 2}
+    nodes = grid(data, client=client)
+    NeighborRelay(topology, 6, **options).start(nodes, num_rounds=cut)
+    again = NeighborRelay(topology, 6, resume=True, **options)
+    again.start(nodes)
+    here = InMemoryNetwork(topology, faults=faults).run(Drift(data), 6)
+    assert_same(again.outcome, here)
+    assert [report.round for report in again.history] == list(range(1, again.exchanges + 1))
+    whole = NeighborRelay(topology, 6, faults=faults, sealed=sealed)
+    whole.start(grid(data, client=client))
+    np.testing.assert_array_equal(again.outcome.state.value, whole.outcome.state.value)
+
+
+def test_a_round_that_is_asked_again_has_the_same_answer(tmp_path: Path) -> None:
+    """The server died after the nodes' answers to round 4, before it saved them."""
+    data, topology = values(4), Topology.ring(4)
+    nodes = grid(data)
+    NeighborRelay(topology, 6, checkpoint_dir=tmp_path).start(nodes, num_rounds=4)
+    (tmp_path / "round-000004.npz").unlink()
+    again = NeighborRelay(topology, 6, checkpoint_dir=tmp_path, resume=True)
+    again.start(nodes)
+    assert_same(again.outcome, InMemoryNetwork(topology).run(Drift(data), 6))
+
+
+def test_a_run_that_is_over_stays_over(tmp_path: Path) -> None:
+    data, topology = values(4), Topology.ring(4)
+    network = FlowerNetwork(grid(data), topology, checkpoint_dir=tmp_path)
+    run = network.run(None, 4)
+    again = FlowerNetwork(grid(values(4, seed=9)), topology, checkpoint_dir=tmp_path, resume=True)
+    assert_same(again.run(None, 4), run)
+
+
+RING = metropolis_weights(Topology.ring(4))
+LAZY = CombinationMatrix(0.5 * RING.matrix.toarray() + 0.5 * np.eye(4), RING.topology)
+
+
+@pytest.mark.parametrize(
+    ("topology", "n_rounds", "options"),
+    [
+        (Topology.complete(4), 2, {}),
+        (Topology.ring(4), 3, {}),
+        (Topology.ring(4), 2, {"weights": LAZY}),
+        (Topology.ring(4), 2, {"faults": Faults(drop=0.1)}),
+        (Topology.ring(4), 2, {"sealed": True}),
+    ],
+    ids=["topology", "rounds", "weights", "faults", "sealed"],
+)
+def test_a_checkpoint_of_another_run_is_refused(
+    tmp_path: Path, topology: Topology, n_rounds: int, options: dict[str, Any]
+) -> None:
+    NeighborRelay(Topology.ring(4), 2, checkpoint_dir=tmp_path).start(grid(values(4)))
+    other = NeighborRelay(topology, n_rounds, checkpoint_dir=tmp_path, resume=True, **options)
+    with pytest.raises(ValueError, match="must hold a run with the same options"):
+        other.start(grid(values(4)))
+
+
+# Older projects --------------------------------------------------------------------------------
+
+
+class LocalProxy(ClientProxy):
+    """A node as Flower's older server sees it, in this process."""
+
+    def __init__(self, cid: str, make_client: Any, context: Context) -> None:
+        super().__init__(cid)
+        self.client = lambda: make_client(context).to_client()
+
+    def get_properties(self, ins: Any, timeout: Any, group_id: Any) -> Any:
+        return self.client().get_properties(ins)
+
+    def get_parameters(self, ins: Any, timeout: Any, group_id: Any) -> Any:
+        raise AssertionError("there are no parameters")
+
+    def fit(self, ins: Any, timeout: Any, group_id: Any) -> Any:
+        return self.client().fit(ins)
+
+    def evaluate(self, ins: Any, timeout: Any, group_id: Any) -> Any:
+        raise AssertionError("there is nothing to evaluate")
+
+    def reconnect(self, ins: Any, timeout: Any, group_id: Any) -> Any:
+        raise AssertionError("nobody is sent away")
+
+
+@pytest.mark.parametrize("sealed", [False, True], ids=["open", "sealed"])
+def test_the_older_interface_gives_the_same_bits(sealed: bool) -> None:
+    data, topology, faults = values(4), Topology.ring(4), Faults(sleep=0.3, seed=2)
+
+    def make_client(context: Context) -> DiffusionClient:
+        node = int(context.node_config["partition-id"])
+        return DiffusionClient(Drift({node: data[node]}), context, shows="state")
+
+    def relay() -> NeighborRelay:
+        return NeighborRelay(topology, 5, faults=faults, sealed=sealed)
+
+    manager, old, new = SimpleClientManager(), relay(), relay()
+    for i, context in enumerate(grid(data).contexts.values()):
+        manager.register(LocalProxy(f"{37 * (i + 2) % 11}", make_client, context))
+    Server(client_manager=manager, strategy=as_legacy(old)).fit(old.exchanges, timeout=None)
+    new.start(InProcessGrid(client_app(make_client), 4))
+    assert_same(old.outcome, new.outcome)
+    np.testing.assert_array_equal(old.outcome.state.value, new.outcome.state.value)
+
+
+# Arguments -------------------------------------------------------------------------------------
+
+
+def test_bad_arguments_are_refused() -> None:
+    topology = Topology.ring(3)
+    with pytest.raises(ValueError, match="weights must be for 3 nodes"):
+        FlowerNetwork(grid(values(3)), topology, metropolis_weights(Topology.ring(4)))
+    with pytest.raises(ValueError, match="n_rounds must be at least 0, got -1"):
+        NeighborRelay(topology, -1)
+    network = FlowerNetwork(grid(values(3)), topology)
+    with pytest.raises(ValueError, match="stop must be None on Flower"):
+        network.run(None, 1, stop=lambda state: True)
+    with pytest.raises(ValueError, match="state must be None on Flower"):
+        network.run(None, 1, state=Drift(values(3)).start(np.arange(3)))
+    relay = NeighborRelay(topology, 3)
+    with pytest.raises(RuntimeError, match="must be over, which takes 4 exchanges"):
+        _ = relay.outcome
+    relay.start(grid(values(3)), num_rounds=2)
+    with pytest.raises(RuntimeError, match="must be over, which takes 4 exchanges"):
+        _ = relay.outcome
+
+
+def test_the_name_is_to_be_found_among_the_networks() -> None:
+    import flwr_perdl.network
+
+    assert flwr_perdl.network.FlowerNetwork is FlowerNetwork
+    with pytest.raises(AttributeError, match="no attribute 'FloverNetwork'"):
+        _ = flwr_perdl.network.FloverNetwork

@@ -1,0 +1,126 @@
+"""Records: the bytes are Flower's own, and what is read belongs to the reader."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from flwr_perdl import _compat
+from flwr_perdl._records import (
+    check_reply,
+    decode,
+    encode,
+    read_reply,
+    reply_to,
+    same_request,
+    to_arrays,
+    to_records,
+)
+
+FLOATS = arrays.arrays(
+    st.sampled_from([np.float64, np.float32]),
+    arrays.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4),
+)
+
+
+@given(FLOATS)
+def test_arrays_have_flowers_own_bytes(array: np.ndarray) -> None:
+    ours, theirs = encode(array), Array(np.ascontiguousarray(array))
+    assert (ours.dtype, ours.shape, ours.stype) == (theirs.dtype, theirs.shape, theirs.stype)
+    assert ours.data == theirs.data
+    np.testing.assert_array_equal(decode(ours), theirs.numpy())
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        np.arange(12.0).reshape(3, 4)[:, ::2],
+        np.arange(3),
+        np.array([True, False]),
+        np.arange(3.0).astype(">f8"),
+        np.array(["a", "bc"]),
+        np.zeros((0, 4)),
+        np.float32(2.5),
+    ],
+)
+def test_any_array_is_read_as_numpy_would(array: np.ndarray) -> None:
+    sent = Array(np.asarray(array))
+    read, expected = decode(sent), sent.numpy()
+    np.testing.assert_array_equal(read, expected)
+    assert read.dtype == expected.dtype
+    assert read.flags.f_contiguous == expected.flags.f_contiguous
+
+
+def test_what_is_read_is_the_readers_own() -> None:
+    sent = encode(np.ones(3))
+    first, second = decode(sent), decode(sent)
+    first += 1
+    np.testing.assert_array_equal(second, 1)
+    np.testing.assert_array_equal(decode(sent), 1)
+
+
+def test_broken_bytes_are_refused() -> None:
+    whole = encode(np.ones(3))
+    for data in (whole.data[:-1], b"", whole.data[:9], b"\x93NUMPY\x01\x00\x05\x00what?"):
+        with pytest.raises((ValueError, EOFError)):
+            decode(Array("float64", (3,), "numpy.ndarray", data))
+    with pytest.raises(TypeError, match="Unsupported serialization type"):
+        decode(Array("float64", (3,), "torch", whole.data))
+
+
+def test_objects_are_neither_sent_nor_read() -> None:
+    with pytest.raises(ValueError, match="allow_pickle"):
+        encode(np.array([object()]))
+    header = b"{'descr': '|O', 'fortran_order': False, 'shape': (1,), }"
+    data = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + bytes(8)
+    with pytest.raises(ValueError, match="allow_pickle"):
+        decode(Array("object", (1,), "numpy.ndarray", data))
+
+
+def test_an_array_that_several_share_is_serialised_once() -> None:
+    one, other = np.ones(2), np.zeros(2)
+    records = to_records({0: [one, other], 1: [one]})
+    assert records[0]["0"].data is records[1]["0"].data
+    np.testing.assert_array_equal(to_arrays(records[0])[1], other)
+    same = [one]
+    records = to_records({0: same, 1: same})
+    del records[0]["0"]
+    assert len(records[1]) == 1  # a record of its own
+
+
+def request(value: float = 1.0, step: str = "go", kind: str = "train") -> Message:
+    _compat.become_server(1)
+    content = RecordDict(
+        {"arrays": ArrayRecord([np.full(2, value)]), "config": ConfigRecord({"step": step})}
+    )
+    return Message(content, dst_node_id=3, message_type=kind)
+
+
+def test_requests_are_the_same_if_all_of_them_is() -> None:
+    assert same_request(request(), request())
+    assert not same_request(request(), request(value=2.0))
+    assert not same_request(request(), request(step="stop"))
+    assert not same_request(request(), request(kind="evaluate"))
+
+
+def test_a_reply_is_read_as_it_was_sent() -> None:
+    reply = reply_to(request(), [np.arange(3.0)], 7, {"loss": 0.5, "hit": True})
+    read = read_reply(reply, with_arrays=True)
+    np.testing.assert_array_equal(read.arrays[0], np.arange(3.0))
+    assert (read.num_examples, read.metrics) == (7, {"loss": 0.5, "hit": 1.0})
+    assert isinstance(reply.content["metrics"], MetricRecord)
+
+
+def test_large_numbers_are_finite_and_infinite_ones_are_not() -> None:
+    check_reply([np.array([1e300, -1e300])], 1, {})
+    check_reply([np.array([1e38], np.float32)], 1, {})
+    for bad in (np.inf, -np.inf, np.nan):
+        with pytest.raises(ValueError, match="array 1 has NaN or infinite values"):
+            check_reply([np.ones(1), np.array([1.0, bad])], 1, {})
+    with pytest.raises(ValueError, match="array 0 has dtype int64"):
+        check_reply([np.arange(2)], 1, {})
