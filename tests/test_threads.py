@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import pytest
+from threadpoolctl import ThreadpoolController, threadpool_limits
+
+from flwr_perdl._threads import one_blas_thread
+
+
+def threads() -> set[int]:
+    """Return the numbers of threads that the loaded BLAS libraries would use.
+
+    A library built without threads, such as the one that a solver of cvxpy brings, always has one.
+    """
+    return {
+        library["num_threads"]
+        for library in ThreadpoolController().info()
+        if library["user_api"] == "blas" and library.get("threading_layer") != "disabled"
+    }
+
+
+def test_the_limit_holds_inside_and_is_lifted_by_the_last_to_leave() -> None:
+    with threadpool_limits(2, user_api="blas"):
+        assert threads() == {2}
+        with one_blas_thread():
+            with one_blas_thread():
+                assert threads() == {1}
+            assert threads() == {1}
+        assert threads() == {2}
+
+
+def test_an_error_lifts_it_too() -> None:
+    with threadpool_limits(2, user_api="blas"):
+        with pytest.raises(RuntimeError, match="as asked"), one_blas_thread():
+            raise RuntimeError("as asked")
+        assert threads() == {2}
+
+
+def test_it_decorates() -> None:
+    with threadpool_limits(2, user_api="blas"):
+        assert one_blas_thread()(threads)() == {1}
+        assert threads() == {2}
