@@ -63,7 +63,7 @@ Dictionaries = Sequence[Matrix] | Mapping[int, Matrix]
 #: Up to the tenth, every round's residual is measured; then every tenth round's.
 _EVERY = 10
 #: Bytes of a stacked array of one block of samples: a few of them fit into a processor's cache.
-_BLOCK = 2**21
+_BLOCK = 2**20
 #: Arrays of fewer bytes are never given back to the system.
 _SMALL = 2**18
 #: Up to this many nodes the gap comes from a dense eigenvalue routine.
@@ -494,7 +494,8 @@ class ConsensusADMM(_ADMM):
     @cached_property
     def edges(self) -> Csr:
         """``2 r c_kl`` where k hears l: sparse, (n_nodes, n_nodes)."""
-        return _scaled(self.topology.adjacency, 2 * self.relaxation * self.roots, self.roots)
+        edges = _scaled(self.topology.adjacency, 2 * self.relaxation * self.roots, self.roots)
+        return edges.astype(self.X.dtype, copy=False)
 
     def begin(self, nodes: Nodes, atoms: Matrix, X: Matrix) -> DualState:
         """Return the state before the first round."""
@@ -739,7 +740,7 @@ def infer(
         raise ValueError(f"weights must be symmetric, for {topology.n_nodes} nodes, got {matrix}.")
     span = Span(np.concatenate(atoms)) if compress else None
     inner = atoms if span is None else [span.atoms(D) for D in atoms]
-    size = max(1, _BLOCK // (topology.n_nodes * inner[0].shape[1]))
+    size = max(1, _BLOCK // (topology.n_nodes * inner[0].shape[1] * X.itemsize))
     parts = []
     for at in range(0, max(1, len(X)), size):
         Y = X[at : at + size]
@@ -817,8 +818,9 @@ def _in_memory(
     if state.nu.nbytes > _SMALL:
         _keep_freed_memory()
     links = program.topology.adjacency
+    means = weights.matrix.astype(program.X.dtype, copy=False)
     for round_ in range(1, n_rounds + 1):
-        state, _ = hear_all(program, state, round_, weights.matrix, links)
+        state, _ = hear_all(program, state, round_, means, links)
         if _due(round_) and state.residual.max(initial=0) <= tolerance:
             break
     return round_, program.observe(state)
