@@ -61,6 +61,9 @@ class Deployment:
         join.
     node_config : callable, optional
         ``partition -> mapping``: further entries of a node's config, such as its own data file.
+    app : str, optional
+        Source of the app that is run, with a ClientApp ``client`` and a ServerApp ``server``; by
+        default the project's own, which takes an experiment.
     tell : callable, optional
         Called with a line about what happens.
 
@@ -77,12 +80,14 @@ class Deployment:
         *,
         tls: bool = False,
         node_config: Callable[[int], Mapping[str, Any]] | None = None,
+        app: str = _APP,
         tell: Callable[[str], Any] | None = None,
     ) -> None:
         self.folder = Path(folder).absolute()
         self.n_nodes = check_count("n_nodes", n_nodes, 1)
         self.tls = tls
         self.node_config = node_config or (lambda partition: {})
+        self.app = app
         self.tell = tell or (lambda line: None)
         self.nodes: list[subprocess.Popen[bytes]] = []
         self._link: subprocess.Popen[bytes] | None = None
@@ -288,7 +293,7 @@ class Deployment:
         """Write the app that is submitted, and tell Flower's commands where the SuperLink is."""
         app = self.folder / "app"
         app.mkdir(parents=True, exist_ok=True)
-        (app / "perdl_deployment.py").write_text(_APP)
+        (app / "perdl_deployment.py").write_text(self.app)
         keys = "\n".join(f"{key} = {json.dumps(value)}" for key, value in all_keys().items())
         link = [f'address = "{HOST}:{self._control_port}"']
         if self.tls:

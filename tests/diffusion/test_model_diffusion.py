@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import tracemalloc
 from dataclasses import replace
 from typing import Any
 
@@ -357,3 +358,25 @@ def test_inference_is_that_of_infer() -> None:
     ours = learner.infer(model, X, NETWORK)
     theirs = infer(OBJECTIVES[1], X, list(model.dictionaries), NETWORK, n_rounds=30, tolerance=0.0)
     np.testing.assert_allclose(ours.nu, theirs.nu, atol=1e-14)
+
+
+# Size ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on_a_network", [False, True])
+def test_two_thousand_agents_learn_in_memory_in_proportion_to_the_edges(on_a_network: bool) -> None:
+    """Per edge the same at 1,000 agents and at 2,000, and far from a number per pair of agents."""
+    learner = ModelDiffusion(SparseSVD(0.1, 0.5), batch_size=2, n_iterations=10)
+    X = samples(4, 8)
+    peaks = {}
+    for n in (1000, 2000):
+        topology = Topology.small_world(n, 6, 0.2, seed=0)
+        network = InMemoryNetwork(topology) if on_a_network else None
+        tracemalloc.start()
+        model = learner.fit(X, topology, network=network)
+        peaks[n] = tracemalloc.get_traced_memory()[1] / topology.n_edges
+        tracemalloc.stop()
+        assert model.n_updates == 2
+        assert not np.array_equal(model.dictionaries, learner.start(n, 8).dictionaries)
+    assert peaks[2000] < 1.2 * peaks[1000]
+    assert peaks[2000] * 6000 < 8 * 2000**2 / 2
