@@ -122,7 +122,7 @@ def test_imports_point_down(floor: str) -> None:
 
 def test_the_maths_needs_neither_flower_nor_files() -> None:
     allowed = {"numpy", "scipy", "flwr_perdl"} | set(sys.stdlib_module_names) - {"os", "pathlib"}
-    for maths in ("dictionary", "regression"):
+    for maths in ("dictionary", "diffusion", "regression"):
         for file in sorted((ROOT / "flwr_perdl" / maths).rglob("*.py")):
             for module in imported_modules(file):
                 assert module.split(".")[0] in allowed, f"{file.name} imports {module}"

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -62,16 +63,30 @@ def run_app(environment: dict[str, str], nodes: int, run_config: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.ray
-@pytest.mark.parametrize(("name", "nodes", "rounds"), [("digits", 10, 20), ("synthetic", 500, 3)])
+@pytest.mark.parametrize(
+    ("name", "nodes", "rounds", "options", "learned"),
+    [
+        ("digits", 10, 20, {}, "global_atoms"),
+        ("synthetic", 500, 3, {"seeds": 1}, "global_atoms"),
+        ("mixed-regression", 200, 30, {"seeds": 1, "setting": "C1"}, "models"),
+    ],
+)
 def test_the_app_learns_what_the_in_process_run_learns(
-    environment: dict[str, str], tmp_path: Path, name: str, nodes: int, rounds: int
+    environment: dict[str, str],
+    tmp_path: Path,
+    name: str,
+    nodes: int,
+    rounds: int,
+    options: dict[str, Any],
+    learned: str,
 ) -> None:
     app, here = tmp_path / "app", tmp_path / "here"
-    run_app(environment, nodes, f'experiment="{name}" rounds={rounds} out="{app}"')
-    options = {"seeds": 1} if name == "synthetic" else {}
+    config = {"experiment": name, "rounds": rounds, "out": str(app), **options}
+    pairs = " ".join(f"{key}={json.dumps(value)}" for key, value in config.items())
+    run_app(environment, nodes, pairs)
     run_experiment(name, clients=nodes, rounds=rounds, out=here, options=options)
     with np.load(app / "arrays.npz") as flower, np.load(here / "arrays.npz") as in_process:
-        np.testing.assert_array_equal(flower["global_atoms"], in_process["global_atoms"])
+        np.testing.assert_array_equal(flower[learned], in_process[learned])
     assert (app / "report.html").exists()
 
 

@@ -135,9 +135,11 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
             for seed in _seeds(config)
         ]
         studies.append(_study(name, kept))
+    learned: dict[str, Matrix] = {}
     if single:
-        errors, found = _federated(single[0], federate)
-        studies[0].errors[HEADLINE][0], studies[0].found[HEADLINE][0] = errors, found
+        errors, models = _federated(single[0], federate)
+        studies[0].errors[HEADLINE][0], studies[0].found[HEADLINE][0] = errors, len(models)
+        learned["models"] = models
     if any(np.isnan(study.errors[HEADLINE][:, -1]).any() for study in studies):
         raise ValueError(f"rounds must be more than Phase 1 takes, got {config['rounds']}.")
     ends = [study.floats[HEADLINE][:, -1] for study in studies]
@@ -148,7 +150,8 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
             for study in studies
             for method in METHODS
         },
-        arrays={
+        arrays=learned
+        | {
             f"{study.name}_{_key(method)}": study.errors[method]
             for study in studies
             for method in METHODS
@@ -233,8 +236,8 @@ def _paper(data: Mixed) -> TwoPhase:
     return TwoPhase.paper(K, float(apart[np.triu_indices(K, 1)].min()))
 
 
-def _federated(config: Config, federate: Federate) -> tuple[Matrix, int]:
-    """Return the two-phase method's errors through Flower's messages, and how many models."""
+def _federated(config: Config, federate: Federate) -> tuple[Matrix, Matrix]:
+    """Return the two-phase method's errors through Flower's messages, and its models."""
     theta = _data(_names(config)[0], int(config["seed"])).theta
     errors = np.full(int(config["rounds"]), np.nan)
 
@@ -246,7 +249,7 @@ def _federated(config: Config, federate: Federate) -> tuple[Matrix, int]:
         return MetricRecord({ERROR: float(errors[round_ - 1])})
 
     federated = federate(config, evaluate_fn=evaluate)
-    return errors, len(federated.arrays[0]) if federated.arrays else 0
+    return errors, federated.arrays[0] if federated.arrays else np.empty((0, theta.shape[1]))
 
 
 @lru_cache(maxsize=2)
