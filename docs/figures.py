@@ -1,5 +1,7 @@
 """Bring measured figures into README.md and the guides: ``make docs-figures``.
 
+``python docs/figures.py PAGE…`` does some of the pages.
+
 A page names its source between markers, ``<!-- begin SOURCE -->`` and ``<!-- end -->``. A source is
 ``runs/NAME``, the tables of the experiment NAME with its defaults; ``comparisons/NAME``, metrics of
 that experiment with several options, see ``COMPARISONS``; ``topologies``, see there; or a Markdown
@@ -11,6 +13,7 @@ from __future__ import annotations
 import logging
 import re
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -170,7 +173,7 @@ def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 if __name__ == "__main__":
     logging.getLogger("flwr").setLevel(logging.WARNING)
-    for page in PAGES:
+    for page in [Path(given).resolve() for given in sys.argv[1:]] or PAGES:
         text = page.read_text()
         page.write_text(REGION.sub(lambda m: m[1] + content(m[2]) + m[3], text))
         print(f"{page.relative_to(ROOT)}: {len(REGION.findall(text))} regions")
