@@ -354,7 +354,8 @@ def _pictures(
         for color, (name, by_step) in zip(COLORS, scores.items(), strict=False):
             false, true, _ = roc_curve(stream.novel[t], by_step[t][0])
             area = np.mean(areas[name][t])
-            axes.plot(false, true, color=color, label=f"{METHODS[name]}: {area:.2f}")
+            line = "--" if name == "full" else "-"  # it often lies on the network's
+            axes.plot(false, true, line, color=color, label=f"{METHODS[name]}: {area:.2f}")
         axes.plot([0, 1], [0, 1], ls=":", lw=1, color="black")
         axes.set_title(f"time step {t}", fontsize=10, loc="left")
         axes.legend(frameon=False, loc="lower right", fontsize=8)
