@@ -42,8 +42,9 @@ REFINE_STEPS = "perdl.refine-steps"
 #: Evaluation: numbers of atoms per sample, such as "5,10,20" (orthogonal matching pursuit).
 N_NONZERO = "perdl.n-nonzero"
 
-#: Numbers of samples' features that a cohort holds at once, eight megabytes.
-_WINDOW = 2**20
+#: Numbers of samples' features that a cohort holds at once: two megabytes, which a processor's
+#: cache has room for.
+_WINDOW = 2**18
 
 _DICTIONARY = "dictionary"
 _LOCAL_ATOMS = "local_atoms"

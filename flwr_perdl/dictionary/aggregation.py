@@ -151,13 +151,15 @@ def local_statistics(
     X = check_array("X", X, columns=D.shape[1])
     C = check_array("C", C, columns=len(D))
     check_count("n_global", n_global, 0, len(D))
-    shared = np.zeros(len(D), dtype=bool)
-    shared[:n_global] = (atom_support(C) >= min_support)[:n_global]
-    G = np.where(shared, C, 0)
-    moment = (G.T @ (X - (C - G) @ D))[:n_global]
-    if orthogonal:
-        return moment
-    return np.hstack([(G.T @ G)[:n_global, :n_global], moment])
+    own = C[:, :n_global]
+    shared = atom_support(own) >= min_support
+    across = own.T @ C  # C_g.T (X - C_l D_l) = C_g.T X - (C_g.T C_l) D_l
+    gram = across[:, :n_global] * shared
+    across[:, :n_global] -= gram
+    sent = (C.T @ X)[:n_global] - across @ D
+    if not orthogonal:
+        sent = np.hstack([gram, sent])
+    return np.where(shared[:, None], sent, 0)
 
 
 def aggregate_statistics(stack: Matrix, current: Matrix, *, orthogonal: bool) -> Aggregation:

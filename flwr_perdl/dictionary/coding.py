@@ -58,7 +58,7 @@ class Focuss(NamedTuple):
 
 def hard_threshold(A: Matrix, threshold: float) -> Matrix:
     """Keep the entries with ``|a| >= threshold``, set the others to zero."""
-    return np.where(np.abs(A) >= threshold, A, 0).astype(A.dtype)
+    return A * (np.abs(A) >= threshold)
 
 
 def soft_threshold(A: Matrix, threshold: float) -> Matrix:

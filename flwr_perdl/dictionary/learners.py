@@ -85,11 +85,11 @@ def atom_support(C: Matrix) -> Matrix:
     ndarray of shape (n_atoms,)
         0 for an atom that no sample uses.
     """
-    sizes = np.abs(check_array("C", C))
-    largest = sizes.max(axis=0, initial=0)
-    shares = sizes / np.where(largest == 0, 1, largest)
-    total = (shares**2).sum(axis=0)
-    support: Matrix = shares.sum(axis=0) ** 2 / np.where(total == 0, 1, total)
+    shares, ones = np.abs(check_array("C", C)), np.ones((1, len(C)), C.dtype)
+    shares /= shares.max(initial=0) or 1
+    first = (ones @ shares)[0]  # a product sums faster than sum() over so few columns
+    total = (ones @ np.square(shares, out=shares))[0]
+    support: Matrix = first**2 / np.where(total == 0, 1, total)
     return support
 
 

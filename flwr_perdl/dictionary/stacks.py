@@ -18,6 +18,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flwr_perdl._checks import Matrix
 from flwr_perdl.dictionary.atoms import match_stack, polar_factors
@@ -76,20 +77,24 @@ def update_stack(
     codes = _code(X, D, levels)
     for _ in range(n_steps):
         before, used = D, codes
-        D = _align(polar_factors(codes.swapaxes(1, 2) @ X, D), G)
+        moments = codes.swapaxes(1, 2) @ X
+        D = _align(polar_factors(moments, D), G)
         codes = _code(X, D, levels)
     if statistics:
-        sent = _statistics(X, used, before, r, orthogonal, min_support)
+        sent = _statistics(moments, used, before, r, orthogonal, min_support)
     else:
-        visible = _supported(codes, min_support)[:, :r] if min_support else True
-        sent = np.where(np.asarray(visible)[..., None], D[:, :r], 0)
-    squares = (X - codes @ D) ** 2
-    return Updates(D, sent, squares.reshape(len(X), -1).mean(axis=1))
+        visible = _supported(codes[..., :r], min_support)
+        sent = np.where(visible[..., None], D[:, :r], 0)
+    rest = codes @ D
+    np.subtract(X, rest, out=rest)
+    np.square(rest, out=rest)
+    return Updates(D, sent, rest.reshape(len(X), -1).mean(axis=1))
 
 
 def _code(X: Matrix, D: Matrix, levels: Matrix) -> Matrix:
     A = X @ D.swapaxes(1, 2)
-    return np.where(np.abs(A) >= levels, A, 0).astype(A.dtype)
+    A *= np.abs(A) >= levels
+    return A
 
 
 def _align(D: Matrix, G: Matrix) -> Matrix:
@@ -101,24 +106,26 @@ def _align(D: Matrix, G: Matrix) -> Matrix:
     return np.concatenate([shared, D[own].reshape(len(D), -1, D.shape[2])], axis=1)
 
 
-def _supported(C: Matrix, least: float) -> Matrix:
+def _supported(C: Matrix, least: float) -> NDArray[np.bool_]:
     """Tell which atoms have enough samples behind them, as `atom_support` counts."""
-    sizes = np.abs(C)
-    largest = sizes.max(axis=1, initial=0, keepdims=True)
-    shares = sizes / np.where(largest == 0, 1, largest)
-    total = (shares**2).sum(axis=1)
-    enough: Matrix = shares.sum(axis=1) ** 2 / np.where(total == 0, 1, total) >= least
+    shares, ones = np.abs(C), np.ones((1, C.shape[1]), C.dtype)
+    largest = shares.max(axis=(1, 2), initial=0)
+    shares /= np.where(largest == 0, 1, largest)[:, None, None]
+    first = (ones @ shares)[:, 0]
+    total = (ones @ np.square(shares, out=shares))[:, 0]
+    enough: NDArray[np.bool_] = first**2 / np.where(total == 0, 1, total) >= least
     return enough
 
 
 def _statistics(
-    X: Matrix, C: Matrix, D: Matrix, n_global: int, orthogonal: bool, min_support: float
+    moments: Matrix, C: Matrix, D: Matrix, n_global: int, orthogonal: bool, min_support: float
 ) -> Matrix:
-    shared = _supported(C, min_support)
-    shared[:, n_global:] = False
-    G = np.where(shared[:, None], C, 0)
-    across = G.swapaxes(1, 2)
-    moment = (across @ (X - (C - G) @ D))[:, :n_global]
-    if orthogonal:
-        return moment
-    return np.concatenate([(across @ G)[:, :n_global, :n_global], moment], axis=2)
+    own = C[..., :n_global]
+    shared = _supported(own, min_support)
+    across = own.swapaxes(1, 2) @ C
+    gram = across[..., :n_global] * shared[:, None]
+    across[..., :n_global] -= gram
+    sent = moments[:, :n_global] - across @ D
+    if not orthogonal:
+        sent = np.concatenate([gram, sent], axis=2)
+    return np.where(shared[..., None], sent, 0)
