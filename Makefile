@@ -22,7 +22,7 @@ python := $(venv)/bin/python
 export FLWR_TELEMETRY_ENABLED = 0
 export OPENBLAS_NUM_THREADS = 1
 
-.PHONY: run test lint bench docs-figures clean
+.PHONY: run test lint bench bench-check docs-figures clean
 .DEFAULT_GOAL := run
 
 run: .venv/.installed
@@ -39,6 +39,9 @@ lint: $(venv)/.installed
 # On another Python, as in `make smoke-3.13`: does it install and run?
 smoke-%: .venv-smoke-%/.installed
 	.venv-smoke-$*/bin/flwr-perdl run digits --clients 3 --rounds 2 --out runs/smoke-$*
+
+bench-check: .venv/.installed
+	.venv/bin/python benchmarks/_check.py $(ARGS)
 
 bench: .venv/.installed
 	.venv/bin/flwr-perdl bench $(ARGS)

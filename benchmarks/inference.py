@@ -7,27 +7,17 @@ another folder). Under three minutes.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
-import subprocess
-import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import scipy
-from threadpoolctl import threadpool_limits
+from _measure import fastest, main
 
 from flwr_perdl.diffusion import Topology, metropolis_weights
 from flwr_perdl.diffusion.inference import ConsensusADMM, Inference, infer
 from flwr_perdl.diffusion.objectives import SparseSVD
 from flwr_perdl.simulations.experiments.inference import FOUND, METHODS, draw, reached, trace
 
-RESULTS = Path(__file__).parent / "results"
 GRAPHS, LIMIT = 10, 1200
 #: Loss, share of impulses, connectivity.
 CASES = [
@@ -106,17 +96,6 @@ def admm_loop(x: np.ndarray, W: np.ndarray, admm: ConsensusADMM, n_rounds: int) 
     return nu
 
 
-def fastest(runs: dict[Any, Callable[[], Any]]) -> dict[Any, float]:
-    """Return the least processor time of each run in seconds, all of them timed in turn."""
-    seconds = dict.fromkeys(runs, np.inf)
-    for _ in range(TIMES):
-        for name, run in runs.items():
-            start = time.process_time()
-            run()
-            seconds[name] = min(seconds[name], time.process_time() - start)
-    return seconds
-
-
 def speed() -> list[dict[str, Any]]:
     """Time the loop and `infer`, per round and sample, and the set-up of all samples."""
     rng = np.random.default_rng(0)
@@ -168,7 +147,7 @@ def speed() -> list[dict[str, Any]]:
             for name, kind in kinds.items():
                 runs[name, 0] = lambda run=stacked, kind=kind: run(SHORT, *kind)
                 runs[name, 1] = lambda run=stacked, kind=kind: run(LONG, *kind)
-            least = fastest(runs)
+            least = fastest(runs, TIMES)
             scale = dict.fromkeys(kinds, 1000 / (LONG - SHORT) / SAMPLES) | {"loop": 1000.0}
             ms = {name: (least[name, 1] - least[name, 0]) * scale[name] for name in scale}
             rows.append(
@@ -225,32 +204,19 @@ def tables(results: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
-    out: Path = parser.parse_args().out
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    with threadpool_limits(1):
-        results = {
-            "command": "python benchmarks/inference.py",
-            "commit": commit or None,
-            "machine": {"platform": platform.platform(), "cores": os.cpu_count()},
-            "versions": {
-                "python": platform.python_version(),
-                "numpy": np.__version__,
-                "scipy": scipy.__version__,
-            },
-            "speed": speed(),
-            "rounds": rounds(),
-        }
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "inference.json").write_text(json.dumps(results, indent=2) + "\n")
-    (out / "inference.md").write_text(tables(results))
-    sys.stdout.write(tables(results))
+def ratios() -> dict[str, Any]:
+    """Measure times."""
+    found = speed()
+    return {
+        "ratios": {
+            f"loop / {kind}, {row['method']}, p = {row['connectivity']}": ratio
+            for row in found
+            for kind, ratio in row["times_faster"].items()
+        },
+        "speed": found,
+    }
 
 
 if __name__ == "__main__":
-    main()
+    about = (__doc__ or "").splitlines()[0]
+    main("inference", about, ratios, lambda: {"rounds": rounds()}, tables)

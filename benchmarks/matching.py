@@ -6,26 +6,17 @@ Run from the repository's root: ``python benchmarks/matching.py``; it writes
 
 from __future__ import annotations
 
-import json
-import platform
 import statistics
-import subprocess
-import sys
-import time
-from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import networkx as nx
 import numpy as np
-import scipy
-from threadpoolctl import threadpool_limits
+from _measure import main, timed
 
 from flwr_perdl.dictionary import dictionary_distance, global_matching, normalize_atoms
 from flwr_perdl.dictionary.atoms import atom_distances
 
-RESULTS = Path(__file__).parent / "results"
 DRAWS = 10
 #: Clients, error per atom, share of clients whose dictionaries are random.
 CASES = [
@@ -101,13 +92,6 @@ def networkx_paths(dictionaries: list[np.ndarray], n_global: int) -> np.ndarray:
     return np.array(found)
 
 
-def timed(function: Callable[[], Any]) -> tuple[float, Any]:
-    """Return the seconds that ``function`` took, and what it returned."""
-    start = time.perf_counter()
-    result = function()
-    return time.perf_counter() - start, result
-
-
 def robustness() -> list[dict[str, Any]]:
     """Measure the share of draws with a final error below 0.2, per case and method."""
     rows = []
@@ -167,30 +151,16 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    """Measure, print and write."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    with threadpool_limits(1):
-        results = {
-            "command": "python benchmarks/matching.py",
-            "commit": commit or None,
-            "versions": {
-                "python": platform.python_version(),
-                "numpy": np.__version__,
-                "scipy": scipy.__version__,
-                "networkx": nx.__version__,
-            },
-            "draws": DRAWS,
-            "robustness": robustness(),
-            "speed": speed(),
-        }
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "matching.json").write_text(json.dumps(results, indent=2) + "\n")
-    (RESULTS / "matching.md").write_text(table(results))
-    sys.stdout.write(table(results))
+def ratios() -> dict[str, Any]:
+    """Measure times."""
+    found = speed()
+    return {"ratios": {"networkx / chain": found["ratio"]}, "speed": found}
+
+
+def rest() -> dict[str, Any]:
+    """Measure errors."""
+    return {"draws": DRAWS, "robustness": robustness()}
 
 
 if __name__ == "__main__":
-    main()
+    main("matching", (__doc__ or "").splitlines()[0], ratios, rest, table)

@@ -6,21 +6,14 @@ Run from the repository's root: ``python benchmarks/regression.py``; it writes
 
 from __future__ import annotations
 
-import json
 import logging
-import platform
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import scipy
+from _measure import main, timed
 from flwr.app import ArrayRecord, Context, Message
-from threadpoolctl import threadpool_limits
 
 from flwr_perdl.clients import client_app
 from flwr_perdl.clients.regression import RegressionClient
@@ -35,7 +28,6 @@ from flwr_perdl.simulations.mixed_regression_data import (
 )
 from flwr_perdl.strategies.mixed_regression import FedX
 
-RESULTS = Path(__file__).parent / "results"
 SEEDS = 4
 #: Rounds of the paper's Phase 2, of one that divides by the cluster's points, of exact solves.
 ROUNDS, FEWER, FEWEST = 400, 100, 20
@@ -65,7 +57,7 @@ SIZES = (50, 20, 10, 5)
 PERTURBATIONS = (0.0, 0.03, 0.1, 0.3)
 
 
-def ratios(
+def over_oracle(
     data: Mixed, clients: Clients, settings: TwoPhase, n_rounds: int, seed: int
 ) -> np.ndarray:
     """Return the errors over the oracle's, per round, infinite before there are models."""
@@ -94,7 +86,7 @@ def changes() -> list[dict[str, Any]]:
             n_rounds = ROUNDS if settings.normalise == "all" else FEWER
             n_rounds = FEWEST if settings.local == "exact" else n_rounds
             runs = [
-                ratios(data, own, settings, n_rounds, seed)
+                over_oracle(data, own, settings, n_rounds, seed)
                 for seed, (data, own) in enumerate(zip(drawn, clients, strict=True))
             ]
             rounds = [settled(found) for found in runs]
@@ -118,7 +110,7 @@ def limits() -> list[dict[str, Any]]:
                 sizes, shares = np.full(10_000 // size, size), np.full(3, 1 / 3)
                 data = mixed_regression(sizes, shares, rng, noise=noise)
                 clients = Clients(data.X, data.y)
-                good += bool(ratios(data, clients, TwoPhase(), FEWER, seed)[-1] <= CLOSE)
+                good += bool(over_oracle(data, clients, TwoPhase(), FEWER, seed)[-1] <= CLOSE)
             row[str(noise)] = good
         rows.append(row)
     return rows
@@ -212,13 +204,6 @@ def messages(
     }
 
 
-def timed(function: Callable[[], Any]) -> tuple[float, Any]:
-    """Return the seconds that ``function`` took, and what it returned."""
-    start = time.perf_counter()
-    result = function()
-    return time.perf_counter() - start, result
-
-
 def _number(value: float) -> float | None:
     """Return what JSON can say of a number: null where it is infinite."""
     return value if np.isfinite(value) else None
@@ -292,31 +277,28 @@ def tables(results: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    """Measure, print and write."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    with threadpool_limits(1):
-        results = {
-            "command": "python benchmarks/regression.py",
-            "commit": commit or None,
-            "versions": {
-                "python": platform.python_version(),
-                "numpy": np.__version__,
-                "scipy": scipy.__version__,
-            },
-            "seeds": SEEDS,
-            "changes": changes(),
-            "limits": limits(),
-            "perturbations": perturbations(),
-            "speed": speed(),
-        }
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "regression.json").write_text(json.dumps(results, indent=2) + "\n")
-    (RESULTS / "regression.md").write_text(tables(results))
-    sys.stdout.write(tables(results))
+def ratios() -> dict[str, Any]:
+    """Measure times."""
+    found = speed()
+    return {
+        "ratios": {
+            "plain loops / batched, C1": found["C1"]["ratio"],
+            "plain loops / batched, C2": found["C2"]["ratio"],
+            "plain loops / through messages, C2": 1 / found["messages"]["over_plain"],
+        },
+        "speed": found,
+    }
+
+
+def rest() -> dict[str, Any]:
+    """Measure errors and rounds."""
+    return {
+        "seeds": SEEDS,
+        "changes": changes(),
+        "limits": limits(),
+        "perturbations": perturbations(),
+    }
 
 
 if __name__ == "__main__":
-    main()
+    main("regression", (__doc__ or "").splitlines()[0], ratios, rest, tables)

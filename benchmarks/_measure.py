@@ -1,0 +1,95 @@
+"""What the benchmarks share: timing in turn, and results with where they came from."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Hashable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from threadpoolctl import threadpool_limits
+
+RESULTS = Path(__file__).parent / "results"
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+def timed(function: Callable[[], Any]) -> tuple[float, Any]:
+    """Return the seconds that ``function`` took, and what it returned."""
+    start = time.perf_counter()
+    result = function()
+    return time.perf_counter() - start, result
+
+
+def fastest(runs: Mapping[Key, Callable[[], Any]], times: int) -> dict[Key, float]:
+    """Return the least processor time of each run in seconds, all of them run in turn.
+
+    The processor's time of the one thread is what other work on the machine disturbs least.
+    """
+    seconds = dict.fromkeys(runs, np.inf)
+    for _ in range(times):
+        for name, run in runs.items():
+            start = time.process_time()
+            run()
+            seconds[name] = min(seconds[name], time.process_time() - start)
+    return seconds
+
+
+def main(
+    name: str,
+    about: str,
+    ratios: Callable[[], dict[str, Any]],
+    rest: Callable[[], dict[str, Any]],
+    tables: Callable[[dict[str, Any]], str],
+) -> None:
+    """Measure with one BLAS thread, print, and write ``NAME.json`` and ``NAME.md``.
+
+    Parameters
+    ----------
+    name : str
+        The script's, without its ending.
+    about : str
+        What ``--help`` says.
+    ratios : callable
+        Measures times; its entry ``"ratios"`` has names and numbers, larger is better. These are
+        what `benchmarks/_check.py` compares.
+    rest : callable
+        Measures everything else; left out with ``--ratios``.
+    tables : callable
+        Results to Markdown.
+    """
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
+    parser.add_argument("--ratios", action="store_true", help="the ratios of times only")
+    given = parser.parse_args()
+    with threadpool_limits(1):
+        results = {
+            "command": f"python benchmarks/{name}.py",
+            "commit": _commit(),
+            "machine": {"platform": platform.platform(), "cores": os.cpu_count()},
+            "versions": {
+                "python": platform.python_version(),
+                **{package: version(package) for package in ("flwr", "numpy", "scipy")},
+            },
+            **ratios(),
+            **({} if given.ratios else rest()),
+        }
+    given.out.mkdir(parents=True, exist_ok=True)
+    (given.out / f"{name}.json").write_text(json.dumps(results, indent=2) + "\n")
+    if not given.ratios:
+        (given.out / f"{name}.md").write_text(tables(results))
+        sys.stdout.write(tables(results))
+
+
+def _commit() -> str | None:
+    asked = ["git", "rev-parse", "HEAD"]
+    said = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+    return said or None

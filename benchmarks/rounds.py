@@ -1,0 +1,187 @@
+"""What a round costs in process: PerMA against its arithmetic alone, and a message.
+
+Run from the repository's root: ``python benchmarks/rounds.py``; it writes
+``benchmarks/results/rounds.json`` and the tables of it, ``rounds.md``. Under two minutes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from _measure import fastest, main
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, RecordDict
+from flwr.client import NumPyClient
+
+from flwr_perdl._records import ARRAYS, CONFIG, read_reply, to_records
+from flwr_perdl.clients import DictionaryClient, client_app
+from flwr_perdl.dictionary.atoms import polar_factor, polar_factors
+from flwr_perdl.dictionary.learners import OrthogonalLearner
+from flwr_perdl.dictionary.stacks import update_stack
+from flwr_perdl.simulations import InProcessGrid
+from flwr_perdl.strategies import PerMA
+
+CLIENTS = 1000
+#: Features, atoms, samples of a client.
+SIZES = [(64, 32, 200), (6, 6, 200)]
+#: A round's time is the difference of a long and a short run, each the fastest of so many.
+SHORT, LONG, TIMES = 1, 3, 2
+#: Clients whose arrays are in the processor's cache at once.
+BLOCK = 16
+
+
+class Echo(NumPyClient):
+    """Returns what it is sent."""
+
+    def fit(self, parameters: Any, config: Any) -> Any:
+        """Return the request's arrays."""
+        return parameters, 1, {}
+
+
+class Together(Echo):
+    """The same, of many at once."""
+
+    def fit(self, parameters: Any, config: Any) -> Any:
+        """Return the request's arrays."""
+        return super().fit(parameters, config)
+
+    @classmethod
+    def fit_cohort(cls, clients: Any, parameters: Any, config: Any) -> Any:
+        """Return the request's arrays, for each client."""
+        return ((parameters, 1, {}) for _ in clients)
+
+
+def unchanged(message: Message, context: Context, call: Any) -> Message:
+    """Return the reply as it is: a mod, so that clients are called one by one."""
+    return call(message, context)
+
+
+def draw(d: int, r: int, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return samples of all clients, and orthonormal atoms."""
+    rng = np.random.default_rng(0)
+    atoms = np.linalg.qr(rng.standard_normal((d, d)))[0][:r]
+    codes = rng.standard_normal((CLIENTS, n, r)) * (rng.random((CLIENTS, n, r)) < 0.2)
+    return codes @ atoms, atoms
+
+
+def arithmetic(X: np.ndarray, D: np.ndarray) -> dict[str, Callable[[], Any]]:
+    """Return the two products and the polar factors of a round, client by client and stacked."""
+
+    def looped() -> None:
+        for samples, atoms in zip(X, D, strict=True):
+            codes = samples @ atoms.T
+            polar_factor(codes.T @ samples, atoms)
+
+    def stacked() -> None:
+        for at in range(0, CLIENTS, BLOCK):
+            samples, atoms = X[at : at + BLOCK], D[at : at + BLOCK]
+            codes = samples @ atoms.swapaxes(1, 2)
+            polar_factors(codes.swapaxes(1, 2) @ samples, atoms)
+
+    return {"looped": looped, "stacked": stacked}
+
+
+def perma() -> list[dict[str, Any]]:
+    """Time a round of PerMA, the clients' updates alone, and their arithmetic alone."""
+    rows = []
+    for d, r, n in SIZES:
+        X, atoms = draw(d, r, n)
+        D, G, learner = np.broadcast_to(atoms, (CLIENTS, r, d)).copy(), atoms[: r // 2], None
+        learner = OrthogonalLearner(r)
+
+        def make_client(
+            context: Context, X: np.ndarray = X, learner: OrthogonalLearner = learner
+        ) -> DictionaryClient:
+            return DictionaryClient(X[int(context.node_config["partition-id"])], learner, context)
+
+        def federation(
+            n_rounds: int, mods: Sequence[Any], make: Any = make_client, G: Any = G
+        ) -> None:
+            grid = InProcessGrid(client_app(make, train_mods=mods), CLIENTS)
+            PerMA(fraction_evaluate=0.0).start(grid, ArrayRecord([G]), num_rounds=n_rounds)
+
+        def updates(X: Any = X, D: Any = D, G: Any = G, learner: Any = learner) -> None:
+            for at in range(0, CLIENTS, BLOCK):
+                update_stack(X[at : at + BLOCK], D[at : at + BLOCK], G, learner)
+
+        runs: dict[Any, Callable[[], Any]] = {**arithmetic(X, D), "updates": updates}
+        for way, mods in {"round": [], "one_by_one": [unchanged]}.items():
+            for length in (SHORT, LONG):
+                runs[way, length] = lambda f=federation, n=length, m=mods: f(n, m)
+        least = fastest(runs, TIMES)
+        floor = min(least["looped"], least["stacked"])
+        seconds = {
+            way: (least[way, LONG] - least[way, SHORT]) / (LONG - SHORT)
+            for way in ("round", "one_by_one")
+        }
+        seconds |= {"arithmetic": floor, "updates": least["updates"]}
+        rows.append({"features": d, "atoms": r, "samples": n, "seconds": seconds})
+    return rows
+
+
+def messages() -> dict[str, float]:
+    """Time a message there and back, of clients that only answer: milliseconds per client."""
+    sent = [np.zeros((16, 64))]
+
+    def exchange(grid: InProcessGrid) -> None:
+        """Ask every node the same, and read and check all replies."""
+        asked = to_records(dict.fromkeys(grid.get_node_ids(), sent))
+        contents = [
+            (node, RecordDict({ARRAYS: record, CONFIG: ConfigRecord({"server-round": 1})}))
+            for node, record in asked.items()
+        ]
+        requests = [Message(content, node, MessageType.TRAIN) for node, content in contents]
+        for reply in grid.send_and_receive(requests):
+            read_reply(reply, with_arrays=True)
+
+    kinds: dict[str, type[NumPyClient]] = {"cohort": Together, "one_by_one": Echo}
+    runs = {}
+    for name, kind in kinds.items():
+        grid = InProcessGrid(client_app(lambda context, kind=kind: kind()), CLIENTS)
+        runs[name] = lambda grid=grid: exchange(grid)
+    least = fastest(runs, 5 * TIMES)
+    return {name: 1000 * seconds / CLIENTS for name, seconds in least.items()}
+
+
+def tables(results: dict[str, Any]) -> str:
+    """Return the results as Markdown."""
+    lines = [
+        f"A round of PerMA, {CLIENTS:,} clients in process, one core (times the arithmetic: two "
+        "products and the polar factor per client, looped or stacked, whichever is faster):",
+        "",
+        "| features, atoms, samples | arithmetic (ms) | clients' updates | round | one by one |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for row in results["perma"]:
+        took = row["seconds"]
+        cells = [
+            f"{1000 * took[way]:.0f} ({took[way] / took['arithmetic']:.1f})"
+            for way in ("updates", "round", "one_by_one")
+        ]
+        sizes = ", ".join(str(row[key]) for key in ("features", "atoms", "samples"))
+        lines.append(f"| {sizes} | {1000 * took['arithmetic']:.1f} | {' | '.join(cells)} |")
+    sent = results["messages"]
+    lines += [
+        "",
+        f"A message there and back, of 16 x 64 numbers: {sent['cohort']:.3f} ms per client; "
+        f"{sent['one_by_one']:.3f} ms where clients are called one by one.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def ratios() -> dict[str, Any]:
+    """Measure times."""
+    logging.getLogger("flwr").setLevel(logging.WARNING)
+    found = perma()
+    compared = {}
+    for row in found:
+        took, name = row["seconds"], f"d = {row['features']}, r = {row['atoms']}"
+        compared[f"arithmetic / round, {name}"] = took["arithmetic"] / took["round"]
+        compared[f"one by one / round, {name}"] = took["one_by_one"] / took["round"]
+    return {"ratios": compared, "perma": found, "messages": messages()}
+
+
+if __name__ == "__main__":
+    main("rounds", (__doc__ or "").splitlines()[0], ratios, dict, tables)
