@@ -356,6 +356,17 @@ class TwoPhase:
         }
         return follow[state.step](state, answers, rng)
 
+    def answer_shape(self, state: State) -> tuple[int, ...] | None:
+        """Return the shape of a client's answer; None in the exchange that finds the dimension."""
+        k, d = state.centers.shape
+        shapes: dict[str, tuple[int, ...] | None] = {
+            DESCRIBE: (d + 1,) if k else None,
+            MOMENT: state.columns.shape,
+            ANCHORS: (d + 1,),
+            UPDATE: (k if self.softness else 1, d + 2 + (d * d if self.local == "exact" else 0)),
+        }
+        return shapes[state.step]
+
     def check(self, state: State, given: Matrix) -> None:
         """Raise a ValueError that says what is wrong with a client's answer, if anything is.
 
@@ -366,13 +377,8 @@ class TwoPhase:
         given : ndarray
             The answer.
         """
-        k, d = state.centers.shape
-        wanted: tuple[int, ...] = {
-            DESCRIBE: (d + 1 if k else given.size,),
-            MOMENT: state.columns.shape,
-            ANCHORS: (d + 1,),
-            UPDATE: (k if self.softness else 1, d + 2 + (d * d if self.local == "exact" else 0)),
-        }[state.step]
+        k = len(state.centers)
+        wanted = self.answer_shape(state) or (given.size,)
         if given.shape != wanted:
             raise ValueError(f"wrong shape: {wanted} is asked for, got {given.shape}")
         if not np.isfinite(given).all():

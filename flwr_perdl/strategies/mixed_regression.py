@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from logging import WARNING
+from math import prod
 from typing import Any, Unpack, cast
 
 import numpy as np
@@ -94,7 +95,7 @@ class _MixedRegression(ProtocolStrategy):
         count = 0 if state is None else int(state[_COUNT])
         while not (self._phase_1_only and now.step == "update"):
             rng = spawn(self._options.seed, SERVER, count + 1)
-            ask = phases.ask(now, rng)
+            ask, shape = phases.ask(now, rng), phases.answer_shape(now)
             replies = yield Request(
                 ask.step,
                 ask.arrays,
@@ -103,6 +104,7 @@ class _MixedRegression(ProtocolStrategy):
                 _check(phases, now),
                 own=_own(ask),
                 model=[now.centers] if now.centers.size else (),
+                most=None if shape is None else prod(shape),
             )
             count += 1
             answers = _collect(replies)

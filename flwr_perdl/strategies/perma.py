@@ -137,6 +137,7 @@ class PerMA(ProtocolStrategy):
             global_atoms, orthogonal = state["global_atoms"], bool(state["orthogonal"])
             statistics = self.aggregation == "statistics"
             columns = global_atoms.shape[1] + (statistics and not orthogonal) * len(global_atoms)
+            shape = (len(global_atoms), columns)
             replies = yield Request(
                 UPDATE,
                 [global_atoms],
@@ -147,7 +148,8 @@ class PerMA(ProtocolStrategy):
                     REFINE_STEPS: self.refine_steps,
                 },
                 state,
-                _shape_check((len(global_atoms), columns)),
+                _shape_check(shape),
+                most=shape[0] * shape[1],
             )
             state = {**state, "global_atoms": self._aggregate(replies, global_atoms, orthogonal)}
 

@@ -392,7 +392,7 @@ def test_a_client_that_lies_about_its_cluster_is_left_out() -> None:
     learn(planted(), strategy, 6, make=Liar)
     assert strategy.history[-1].dropped == {
         "client 0": "the answer names cluster 3 of 3",
-        "client 1": "wrong number of arrays: 1 is asked for, got 2",
+        "client 1": "too many numbers: 10 are asked for, 20 came",
     }
 
 
