@@ -31,6 +31,7 @@ from flwr.common import log
 from flwr_perdl._checks import Matrix, check_array, check_choice
 from flwr_perdl._random import SERVER, spawn
 from flwr_perdl._records import Reply
+from flwr_perdl._robust import DEEDS
 from flwr_perdl.clients.regression import OPTION
 from flwr_perdl.regression import Answers, Ask, State, TwoPhase
 from flwr_perdl.strategies import _protocol
@@ -112,6 +113,7 @@ class _MixedRegression(ProtocolStrategy):
                 now = phases.begin(random_models(self._n_models(), answers.stack.shape[1] - 1, rng))
             if now.step == ask.step:
                 now = phases.advance(now, answers, rng)
+                replies.note(DEEDS[phases.robust], {int(who): odd for who, odd in now.odd})
         return [now.centers]
 
     def _given(self, initial: list[Matrix]) -> Matrix | None:

@@ -41,6 +41,8 @@ What each party receives:
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Collection
 from logging import WARNING
 from typing import Any, Literal, Unpack
 
@@ -49,6 +51,7 @@ from flwr.common import log
 
 from flwr_perdl._checks import Matrix, check_array, check_choice, check_count
 from flwr_perdl._records import Reply
+from flwr_perdl._robust import DEEDS
 from flwr_perdl.clients.dictionary import (
     ATOMS,
     LOCAL_STEPS,
@@ -99,7 +102,9 @@ class PerMA(ProtocolStrategy):
     Raises
     ------
     ValueError
-        If an option breaks its rule; in round one, if a client has fewer atoms than ``n_global``.
+        If an option breaks its rule; in round one, if half of the clients or more have fewer
+        atoms than ``n_global``. (Fewer such clients, and those that differ from most in features
+        or in whether their learner is orthogonal, are left out and noted.)
 
     Notes
     -----
@@ -155,26 +160,28 @@ class PerMA(ProtocolStrategy):
 
     def _match(self, replies: Replies) -> State:
         """Find the global atoms in the clients' dictionaries (line 6)."""
-        orthogonal = all(reply.metrics.get("orthogonal") == 1 for reply in replies.values())
+        replies = _alike(replies, lambda reply: reply.arrays[0].shape[1], "features")
+        replies = _alike(replies, lambda reply: reply.metrics.get("orthogonal"), "orthogonal")
+        orthogonal = next(iter(replies.values())).metrics.get("orthogonal") == 1
         if self.n_global != "auto":
-            for partition, reply in replies.items():
-                n_atoms = int(reply.metrics.get("n_atoms", len(reply.arrays[0])))
-                if n_atoms < self.n_global:
+            sizes = {p: int(r.metrics.get("n_atoms", len(r.arrays[0]))) for p, r in replies.items()}
+            few = {p: n for p, n in sizes.items() if n < self.n_global}
+            for partition, n_atoms in few.items():
+                if 2 * len(few) >= len(sizes):
                     raise ValueError(
                         f"n_global must be at most every client's number of atoms, got "
                         f"n_global={self.n_global} with {n_atoms} atoms at client {partition}."
                     )
-        features = {reply.arrays[0].shape[1] for reply in replies.values()}
-        if len(features) != 1:
-            raise ValueError(f"all clients must have as many features, got {sorted(features)}.")
+                log(WARNING, "Client %d has %d atoms only: left out.", partition, n_atoms)
+            replies = _leave_out(replies, few)
         dictionaries = [reply.arrays[0] for reply in replies.values() if len(reply.arrays[0])]
         if not dictionaries:
             raise ValueError(
                 "min_support must leave atoms to match, got none from any client: the clients "
                 "have too few samples."
             )
-        n_global, sizes = self.n_global, [len(D) for D in dictionaries]
-        most = sum(sizes) if self.matching == "consensus" else max(sizes)
+        n_global, lengths = self.n_global, [len(D) for D in dictionaries]
+        most = sum(lengths) if self.matching == "consensus" else max(lengths)
         if n_global != "auto" and n_global > most:
             log(WARNING, "The clients sent %d atoms to match: n_global is %d.", most, most)
             n_global = most
@@ -194,14 +201,35 @@ class PerMA(ProtocolStrategy):
             return current
         stack = np.stack([reply.arrays[0] for reply in replies.values()])
         if self.aggregation == "statistics":
-            return aggregate_statistics(stack, current, orthogonal=orthogonal).global_atoms
-        return aggregate_atoms(
-            stack,
-            current,
-            method=self.aggregation,
-            weights=np.array([float(reply.num_examples) for reply in replies.values()]),
-            orthogonal=orthogonal,
-        ).global_atoms
+            found = aggregate_statistics(stack, current, orthogonal=orthogonal)
+        else:
+            found = aggregate_atoms(
+                stack,
+                current,
+                method=self.aggregation,
+                weights=np.array([float(reply.num_examples) for reply in replies.values()]),
+                orthogonal=orthogonal,
+            )
+        for deed, shares in found.odd.items():
+            replies.note(deed, dict(zip(replies, shares, strict=True)))
+        return found.global_atoms
+
+
+def _alike(replies: Replies, trait: Callable[[Reply], Any], name: str) -> Replies:
+    """Return the replies that have the trait that most have; the others are left out."""
+    most = Counter(trait(reply) for reply in replies.values()).most_common(1)[0][0]
+    others = [p for p, reply in replies.items() if trait(reply) != most]
+    if others:
+        log(WARNING, "Left out clients %s: of %s, the others have %s.", others, name, most)
+    return _leave_out(replies, others)
+
+
+def _leave_out(replies: Replies, partitions: Collection[int]) -> Replies:
+    """Note that these clients are left out, and return the others' replies."""
+    replies.note(DEEDS["filtered"], dict.fromkeys(partitions, 1.0))
+    others = Replies({p: reply for p, reply in replies.items() if p not in partitions})
+    others.noted = replies.noted
+    return others
 
 
 def _given(initial: list[Matrix]) -> State:

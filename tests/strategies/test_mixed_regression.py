@@ -82,6 +82,7 @@ CASES: dict[str, tuple[int | str, dict[str, Any], Any]] = {
     "exact": (3, {"local": "exact"}, None),
     "soft": (3, {"softness": 1.0}, None),
     "clip": (3, {"robust": "clip"}, None),
+    "filtered": (3, {"robust": "filtered"}, None),
     "the paper's": (3, PAPER, None),
     "perturbed anchors": (3, {**PAPER, "perturbation": 0.1}, None),
     "given models": (3, {"check_every": 0}, NEAR),
