@@ -63,6 +63,7 @@ from flwr_perdl.clients.dictionary import (
     UPDATE,
 )
 from flwr_perdl.dictionary import (
+    Aggregation,
     aggregate_atoms,
     aggregate_statistics,
     global_matching,
@@ -75,6 +76,8 @@ from flwr_perdl.strategies._strategy import ProtocolStrategy
 
 AGGREGATIONS = ("statistics", "mean", "weighted", "median", "geometric-median", "trimmed")
 MATCHINGS = ("consensus", "paths")
+#: What the report says of a client that counted with its last contribution.
+REMEMBERED = "remembered"
 
 
 class PerMA(ProtocolStrategy):
@@ -96,6 +99,10 @@ class PerMA(ProtocolStrategy):
         Iterations of the client's learner per round.
     refine_steps : int, default 0
         Iterations of local refinement (Algorithm 6) before each update.
+    remember : int, default 0
+        Update rounds for which a client that gives no good reply counts with its last one, so
+        that its absence does not cost what its data say. The server, and its checkpoints, then
+        hold a contribution per client; 0, the paper's, holds none.
     **options
         See `ServerOptions`: ``fraction_train``, ``min_clients``, ``seed``, ``checkpoint_dir``, …
 
@@ -122,6 +129,7 @@ class PerMA(ProtocolStrategy):
         aggregation: str = "statistics",
         local_steps: int = 1,
         refine_steps: int = 0,
+        remember: int = 0,
         **options: Unpack[ServerOptions],
     ) -> None:
         super().__init__(**options)
@@ -130,6 +138,7 @@ class PerMA(ProtocolStrategy):
         self.aggregation = check_choice("aggregation", aggregation, AGGREGATIONS)
         self.local_steps = check_count("local_steps", local_steps, 1)
         self.refine_steps = check_count("refine_steps", refine_steps, 0)
+        self.remember = check_count("remember", remember)
 
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """P0, Algorithm 1: one request per communication round."""
@@ -156,7 +165,12 @@ class PerMA(ProtocolStrategy):
                 _shape_check(shape),
                 most=shape[0] * shape[1],
             )
-            state = {**state, "global_atoms": self._aggregate(replies, global_atoms, orthogonal)}
+            told, heard = self._recall(state, replies)
+            replies.note(REMEMBERED, {who: 1.0 for who in heard if who not in replies})
+            found = self._aggregate(heard, global_atoms, orthogonal)
+            for deed, shares in found.odd.items():
+                replies.note(deed, dict(zip(heard, shares, strict=True)))
+            state = {**state, **told, "global_atoms": found.global_atoms}
 
     def _match(self, replies: Replies) -> State:
         """Find the global atoms in the clients' dictionaries (line 6)."""
@@ -195,24 +209,36 @@ class PerMA(ProtocolStrategy):
             "path_lengths": matching.path_lengths,
         }
 
-    def _aggregate(self, replies: Replies, current: Matrix, orthogonal: bool) -> Matrix:
+    def _recall(self, state: State, replies: Replies) -> tuple[State, Replies]:
+        """Return what is to be remembered, and the replies with those of absent clients."""
+        if not self.remember:
+            return {}, replies
+        update, heard = int(state.get("update", np.array(0))) + 1, dict(replies)
+        since = dict.fromkeys(replies, update)
+        if "told" in state:
+            for (who, when, n_samples), array in zip(state["who"], state["told"], strict=True):
+                if who not in heard and when >= update - self.remember:
+                    heard[int(who)] = Reply([array], int(n_samples), {})
+                    since[int(who)] = int(when)
+        kept = Replies(heard)
+        who = [[p, since[p], reply.num_examples] for p, reply in kept.items()]
+        told = np.stack([reply.arrays[0] for reply in kept.values()])
+        return {"update": np.array(update), "who": np.array(who), "told": told}, kept
+
+    def _aggregate(self, replies: Replies, current: Matrix, orthogonal: bool) -> Aggregation:
         """Return the new global atoms (line 13)."""
         if not len(current):
-            return current
+            return Aggregation(current, np.ones(len(replies), dtype=bool), {})
         stack = np.stack([reply.arrays[0] for reply in replies.values()])
         if self.aggregation == "statistics":
-            found = aggregate_statistics(stack, current, orthogonal=orthogonal)
-        else:
-            found = aggregate_atoms(
-                stack,
-                current,
-                method=self.aggregation,
-                weights=np.array([float(reply.num_examples) for reply in replies.values()]),
-                orthogonal=orthogonal,
-            )
-        for deed, shares in found.odd.items():
-            replies.note(deed, dict(zip(replies, shares, strict=True)))
-        return found.global_atoms
+            return aggregate_statistics(stack, current, orthogonal=orthogonal)
+        return aggregate_atoms(
+            stack,
+            current,
+            method=self.aggregation,
+            weights=np.array([float(reply.num_examples) for reply in replies.values()]),
+            orthogonal=orthogonal,
+        )
 
 
 def _alike(replies: Replies, trait: Callable[[Reply], Any], name: str) -> Replies:
