@@ -42,6 +42,12 @@ RUN = "perdl.run"
 PARTITION_ID = "partition-id"
 NAME = "name"
 
+#: A reply with more examples than a float can count, or more metrics than this, is refused.
+_MOST_EXAMPLES = 2**53
+_MOST_METRICS = 10_000
+#: Characters of a client's words that logs and reports show.
+_LONGEST_REASON = 300
+
 #: The dtypes of arrays in replies.
 _FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
 #: How an ``.npy`` file of version 1.0 begins; two bytes with the header's length come next.
@@ -49,6 +55,34 @@ _MAGIC = npy.magic(1, 0)
 _PREFIX = len(_MAGIC) + 2
 #: What Flower calls an array that is in this format.
 _STYPE = "numpy.ndarray"
+
+
+class Limits(NamedTuple):
+    """What a reply may be at most; checked before its arrays are read.
+
+    Attributes
+    ----------
+    n_bytes : int
+        Bytes of all its arrays.
+    most : int or None
+        Numbers in all its arrays, as their headers say.
+    magnitude : float
+        Size of a number in an array or a metric.
+    """
+
+    n_bytes: int = 2**28
+    most: int | None = None
+    magnitude: float = np.inf
+
+    def check(self, files: Iterable[bytes]) -> None:
+        """Raise a ValueError if these ``.npy`` files together are too large."""
+        files = list(files)
+        size = sum(map(len, files))
+        if size > self.n_bytes:
+            raise ValueError(f"too large: {size} bytes of arrays, at most {self.n_bytes} are read")
+        numbers = sum(prod(npy_layout(data)[1]) for data in files) if self.most is not None else 0
+        if self.most is not None and numbers > self.most:
+            raise ValueError(f"too many numbers: {self.most} are asked for, {numbers} came")
 
 
 class Reply(NamedTuple):
@@ -67,6 +101,10 @@ class Reply(NamedTuple):
     arrays: list[Matrix]
     num_examples: int
     metrics: dict[str, float]
+
+
+#: No limits but what a message can be.
+_ANY = Limits(n_bytes=2**63)
 
 
 def to_record(arrays: Iterable[Matrix]) -> ArrayRecord:
@@ -109,15 +147,45 @@ def encode(array: Matrix) -> Array:
 
 
 def decode(array: Array) -> Matrix:
-    """Return what ``array.numpy()`` is: an array of the caller's own."""
-    data = array.data
-    if array.stype == _STYPE and data.startswith(_MAGIC):
-        start = _PREFIX + int.from_bytes(data[len(_MAGIC) : _PREFIX], "little")
+    """Return what ``array.numpy()`` is: an array of the caller's own.
+
+    Raises
+    ------
+    ValueError
+        If the bytes are no ``.npy`` file, or fewer than its header says: nothing is allocated.
+    """
+    if array.stype != _STYPE:
+        return array.numpy()
+    return from_npy(array.data)
+
+
+def from_npy(data: bytes) -> Matrix:
+    """Return the array of an ``.npy`` file; never allocates more than the bytes that are there."""
+    dtype, shape, order, start = npy_layout(data)
+    view: Matrix = np.ndarray(shape, dtype, data, start, order=order)
+    return view.copy("A")
+
+
+def npy_layout(data: bytes) -> tuple[np.dtype[Any], tuple[int, ...], Literal["C", "F"], int]:
+    """Return dtype, shape and order of the array in an ``.npy`` file, and where its bytes begin.
+
+    Raises
+    ------
+    ValueError
+        If it cannot be read, holds objects, or is shorter than its header says.
+    """
+    if not data.startswith(_MAGIC):
+        raise ValueError("an array is no .npy file of version 1.0")
+    start = _PREFIX + int.from_bytes(data[len(_MAGIC) : _PREFIX], "little")
+    try:
         dtype, shape, order = _layout(data[:start])
-        if not dtype.hasobject and len(data) - start >= dtype.itemsize * prod(shape):
-            view: Matrix = np.ndarray(shape, dtype, data, start, order=order)
-            return view.copy("A")
-    return array.numpy()
+    except (MemoryError, RecursionError, TypeError) as error:
+        raise ValueError(f"an array has an unreadable header: {error}") from None
+    if dtype.hasobject:
+        raise ValueError("an array holds objects: they need allow_pickle, which is never given")
+    if min(shape, default=0) < 0 or len(data) - start < max(dtype.itemsize, 1) * prod(shape):
+        raise ValueError(f"an array has fewer bytes than its shape {shape} says")
+    return dtype, shape, order, start
 
 
 @lru_cache(maxsize=256)
@@ -154,17 +222,31 @@ def reply_to(
     return Message(RecordDict(records), reply_to=message)
 
 
-def read_reply(message: Message, *, with_arrays: bool) -> Reply:
+def error_of(message: Message) -> str | None:
+    """Return the error that a message is, in one short line; None if it is none."""
+    if not message.has_error():
+        return None
+    lines = (message.error.reason or "").strip().splitlines()
+    return f"error {message.error.code}: {brief(lines[-1] if lines else 'no reason given')}"
+
+
+def brief(text: str) -> str:
+    """Return a client's words as a log can show them: printable, and not too many."""
+    return "".join(filter(str.isprintable, text[:_LONGEST_REASON]))
+
+
+def read_reply(message: Message, *, with_arrays: bool, limits: Limits = _ANY) -> Reply:
     """Return what a reply says.
 
     Raises
     ------
     ValueError
-        If it is an error, or a record is missing; the message says which.
+        If it is an error, a record is missing, or it is more than ``limits`` allow; the message
+        says which.
     """
-    if message.has_error():
-        reason = (message.error.reason or "no reason given").strip().splitlines()[-1]
-        raise ValueError(f"error {message.error.code}: {reason}")
+    error = error_of(message)
+    if error is not None:
+        raise ValueError(error)
     content = message.content
     metrics = content.get(METRICS)
     if not isinstance(metrics, MetricRecord) or NUM_EXAMPLES not in metrics:
@@ -174,20 +256,25 @@ def read_reply(message: Message, *, with_arrays: bool) -> Reply:
         record = content.get(ARRAYS)
         if not isinstance(record, ArrayRecord):
             raise ValueError(f"no ArrayRecord {ARRAYS!r}")
+        limits.check(array.data for array in record.values())
         arrays = to_arrays(record)
     numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
-    return check_reply(arrays, numbers.pop(NUM_EXAMPLES, float("nan")), numbers)
+    return check_reply(arrays, numbers.pop(NUM_EXAMPLES, float("nan")), numbers, limits)
 
 
 def check_reply(
-    arrays: Sequence[Matrix], num_examples: float, metrics: Mapping[str, Scalar]
+    arrays: Sequence[Matrix],
+    num_examples: float,
+    metrics: Mapping[str, Scalar],
+    limits: Limits = _ANY,
 ) -> Reply:
     """Return the reply made of these parts.
 
     Raises
     ------
     ValueError
-        If an array is not float32 or float64, a number is not finite, or there are no examples.
+        If an array is not float32 or float64, a number is not finite or too large, there are no
+        examples, or more of them or of metrics than can be counted.
     """
     for position, array in enumerate(arrays):
         if array.dtype not in _FLOATS:
@@ -195,12 +282,16 @@ def check_reply(
         # The sum of squares is finite only if all are; one that overflows is looked at one by one.
         if not isfinite(np.vdot(array, array)) and not np.isfinite(array).all():
             raise ValueError(f"array {position} has NaN or infinite values")
-    if not isfinite(num_examples) or num_examples < 1:
+        if array.size and max(-float(array.min()), float(array.max())) > limits.magnitude:
+            raise ValueError(f"array {position} has numbers beyond {limits.magnitude:g}")
+    if not isfinite(num_examples) or not 1 <= num_examples <= _MOST_EXAMPLES:
         raise ValueError(f"{NUM_EXAMPLES} is {num_examples}")
+    if len(metrics) > _MOST_METRICS:
+        raise ValueError(f"there are {len(metrics)} metrics, more than {_MOST_METRICS}")
     numbers = {name: float(v) for name, v in metrics.items() if isinstance(v, int | float)}
     for name, value in numbers.items():
-        if not isfinite(value):
-            raise ValueError(f"metric {name} is {value}")
+        if not isfinite(value) or abs(value) > limits.magnitude:
+            raise ValueError(f"metric {brief(name)} is {value}")
     return Reply(list(arrays), int(num_examples), numbers)
 
 

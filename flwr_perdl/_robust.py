@@ -3,11 +3,118 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flwr_perdl._checks import Matrix
 
 #: Share of the clients that the trimmed mean leaves out at either end.
 TRIM = 0.2
+#: A client counts for at most this many times the median.
+CAP = 3.0
+#: Points this many median distances from the geometric median are outliers.
+FAR = 5.0
+#: Points this many standard deviations from the median, in the direction of most spread, are too.
+SPREAD = 4.0
+#: Fewer points than this have no direction of most spread.
+_FEWEST = 6
+#: Distances below this are rounding, not disagreement.
+SAME = 1e-9
+
+
+def consistent(points: Matrix) -> NDArray[np.bool_]:
+    """Return which points are consistent with the others, as long as most of them are.
+
+    First, points far from the geometric median of all are outliers. Then, again and again, those
+    that lie apart in the direction in which the rest spreads most: many dimensions hide a group
+    of points that pull together, each of them no farther out than the others, but not along their
+    common direction (the filter of Diakonikolas et al., "Being Robust (in High Dimensions) Can Be
+    Practical", ICML 2017, with robust scales in place of known ones).
+
+    Parameters
+    ----------
+    points : ndarray of shape (n, ...)
+        Points; all further axes together are their coordinates.
+
+    Returns
+    -------
+    ndarray of bool, of shape (n,)
+        At least half are kept.
+    """
+    n = len(points)
+    flat = points.reshape(n, -1)
+    distances = np.linalg.norm(flat - geometric_median(flat, tol=1e-4, max_iter=50), axis=1)
+    kept: NDArray[np.bool_] = distances <= FAR * max(float(np.median(distances)), SAME)
+    while kept.sum() > max(_FEWEST, n / 2):
+        rest = flat[kept] - flat[kept].mean(axis=0)
+        along = rest @ _widest(rest)
+        apart = np.abs(along - np.median(along))
+        outlying = apart > SPREAD * max(1.4826 * float(np.median(apart)), SAME)
+        if not outlying.any() or (kept.sum() - outlying.sum()) < n / 2:
+            break
+        kept[np.flatnonzero(kept)[outlying]] = False
+    return kept
+
+
+def _widest(centred: Matrix, n_iter: int = 30) -> Matrix:
+    """Return the direction in which centred points spread most, by power iteration."""
+    lengths = np.linalg.norm(centred, axis=1)
+    centred = centred / (lengths.max() or 1)
+    direction: Matrix = centred[lengths.argmax()]
+    for _ in range(n_iter):
+        moved = (centred @ direction) @ centred
+        length = np.linalg.norm(moved)
+        if not length:
+            break
+        direction = moved / length
+    return direction
+
+
+def capped(sizes: Matrix, bound: float = CAP) -> Matrix:
+    """Return the sizes, those above ``bound`` times the median brought down to it."""
+    return np.minimum(sizes, bound * np.median(sizes)) if len(sizes) else sizes
+
+
+#: What a rule does to contributions that stand out, in reports.
+DEEDS = {
+    "filtered": "left out",
+    "clip": "clipped",
+    "trimmed": "trimmed",
+    "median": "down-weighted",
+    "geometric-median": "down-weighted",
+    "mean": "far",
+    "weighted": "far",
+}
+
+
+def far(points: Matrix, average: Matrix) -> Matrix:
+    """Return 1.0 for points farther than ``FAR`` median distances from their average, else 0.0."""
+    flat = (points - average).reshape(len(points), -1)
+    distances = np.linalg.norm(flat, axis=1)
+    beyond: Matrix = distances > FAR * max(float(np.median(distances)), SAME)
+    return beyond.astype(float)
+
+
+def shortening(stack: Matrix) -> Matrix:
+    """Return the factors that bring contributions down to ``CAP`` times the median length.
+
+    Parameters
+    ----------
+    stack : ndarray of shape (n, ...)
+        One contribution per client; its length is the norm over all further axes, the median that
+        of those that are not zero.
+
+    Returns
+    -------
+    ndarray of shape (n,)
+        At most 1.
+    """
+    flat = stack.reshape(len(stack), -1)
+    scale = np.abs(flat).max(axis=1, initial=0, keepdims=True)
+    unit = flat / np.where(scale > 0, scale, 1)
+    lengths = scale[:, 0] * np.linalg.norm(unit, axis=1)
+    bound = CAP * np.median(lengths[lengths > 0]) if lengths.any() else 0.0
+    factors: Matrix = np.where(lengths > 0, np.minimum(1, bound / np.maximum(lengths, 1e-300)), 1)
+    return factors
 
 
 def average_of(points: Matrix, method: str, weights: Matrix) -> Matrix:

@@ -8,7 +8,7 @@ from hypothesis.extra.numpy import arrays
 from scipy.optimize import minimize
 from scipy.stats import trim_mean
 
-from flwr_perdl._robust import average_of, geometric_median
+from flwr_perdl._robust import average_of, capped, consistent, far, geometric_median
 
 
 @settings(max_examples=40, deadline=None)
@@ -43,3 +43,38 @@ def test_a_few_wild_points_do_not_move_a_robust_average(method):
     points[:3] = 1e9
     assert np.abs(average_of(points, method, np.ones(20))).max() < 0.5
     assert np.abs(average_of(points, "mean", np.ones(20))).max() > 1e7
+
+
+def test_points_that_pull_together_are_found_though_none_is_farther_out():
+    """Fifty honest points in a hundred dimensions, twenty on one spot, at the honest distance."""
+    rng = np.random.default_rng(0)
+    points = rng.standard_normal((70, 100)) / 10
+    points[:20] = 0
+    points[:20, 0] = 1.0
+    distances = np.linalg.norm(points - geometric_median(points), axis=1)
+    assert distances[:20].max() < 1.1 * np.median(distances)
+    np.testing.assert_array_equal(np.flatnonzero(~consistent(points)), np.arange(20))
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 40, 200])
+def test_honest_points_are_kept(n):
+    kept = [consistent(np.random.default_rng(s).standard_normal((n, 30))).mean() for s in range(10)]
+    assert np.mean(kept) > 0.95
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    arrays(
+        float,
+        st.tuples(st.integers(1, 12), st.integers(1, 4)),
+        elements=st.floats(-1e100, 1e100),
+    )
+)
+def test_whatever_comes_at_least_half_are_kept(points):
+    assert 2 * consistent(points).sum() >= len(points)
+    assert len(far(points, points.mean(axis=0))) == len(points)
+
+
+def test_sizes_are_capped_at_three_medians():
+    np.testing.assert_array_equal(capped(np.array([1.0, 2.0, 9.0])), [1, 2, 6])
+    assert len(capped(np.zeros(0))) == 0

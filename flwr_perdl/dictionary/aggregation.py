@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_perdl._checks import Matrix, check_array, check_choice, check_count
-from flwr_perdl._robust import average_of, geometric_median
+from flwr_perdl._robust import DEEDS, FAR, SAME, average_of, far, geometric_median, shortening
 from flwr_perdl.dictionary.atoms import (
     least_squares_atoms,
     normalize_atoms,
@@ -35,19 +35,20 @@ from flwr_perdl.dictionary.atoms import (
 from flwr_perdl.dictionary.learners import atom_support
 
 METHODS = ("mean", "weighted", "median", "geometric-median", "trimmed")
-#: A client this many median distances from the geometric median of all is left out.
-OUTLIER = 5.0
-#: Distances below this are rounding, not disagreement.
-_SAME = 1e-9
+#: A second moment's least eigenvalue may be this much of the largest below zero.
+_NOISE = 0.1
 
 
 class Aggregation(NamedTuple):
-    """The new global atoms, and whose contributions they are made of."""
+    """The new global atoms, whose contributions they are made of, and which of them stood out."""
 
     #: Unit atoms (orthonormal for orthogonal learners), (n_global, n_features).
     global_atoms: Matrix
     #: Per client: whether it sent anything that was used.
     kept: NDArray[np.bool_]
+    #: By what was done to them ("left out", "clipped", … as in ``_robust.DEEDS``): to which share
+    #: of each client's contribution, (n_clients,).
+    odd: dict[str, Matrix]
 
 
 def aggregate_atoms(
@@ -95,12 +96,15 @@ def aggregate_atoms(
     if weights.min(initial=np.inf) <= 0:
         raise ValueError(f"weights must be positive, got {weights.min()}.")
     sent = np.any(stack != 0, axis=2)
-    average = np.zeros_like(current)
+    average, odd = np.zeros_like(current), np.zeros(len(stack))
     for j in range(len(current)):
-        if sent[:, j].any():
-            average[j] = average_of(stack[sent[:, j], j], method, weights[sent[:, j]])
+        mine = sent[:, j]
+        if mine.any():
+            average[j] = average_of(stack[mine, j], method, weights[mine])
+            odd[mine] += far(stack[mine, j], average[j])
     atoms = _finish(average, current, sent.any(axis=0), orthogonal)
-    return Aggregation(atoms, sent.any(axis=1))
+    odd /= np.maximum(sent.sum(axis=1), 1)
+    return Aggregation(atoms, sent.any(axis=1), {DEEDS[method]: odd})
 
 
 def _finish(S: Matrix, current: Matrix, seen: NDArray[np.bool_], orthogonal: bool) -> Matrix:
@@ -179,16 +183,34 @@ def aggregate_statistics(stack: Matrix, current: Matrix, *, orthogonal: bool) ->
     -------
     Aggregation
         Global atoms, and which clients were used. A client is left out if the atoms that its own
-        statistics give lie more than ``OUTLIER`` median distances from the geometric median of
-        all clients'.
+        statistics give lie more than ``FAR`` median distances from the geometric median of all
+        clients', or if what it says of its codes is no second moment; one whose statistics are
+        larger than ``CAP`` times the median is scaled down to that.
     """
     current = check_array("current", current)
     r, d = current.shape
     stack = check_array("stack", stack, ndim=3, columns=d if orthogonal else r + d)
     sent = np.any(stack != 0, axis=2)
+    present = sent.any(axis=1)
+    possible = present if orthogonal else present & _moments(stack[:, :, :r])
     own = _solve_each(stack, current, orthogonal)
-    kept = sent.any(axis=1) & ~_outliers(own, sent)
-    return Aggregation(_solve(stack[kept].sum(axis=0), current, orthogonal), kept)
+    kept = possible & ~_outliers(own, sent & possible[:, None])
+    factors = np.zeros(len(stack), stack.dtype)
+    if kept.any():
+        factors[kept] = shortening(stack[kept])
+    total = (factors[kept, None, None] * stack[kept]).sum(axis=0)
+    odd = {
+        "left out": (present & ~kept).astype(float),
+        "clipped": np.where(kept, 1 - factors, 0),
+    }
+    return Aggregation(_solve(total, current, orthogonal), kept, odd)
+
+
+def _moments(grams: Matrix) -> NDArray[np.bool_]:
+    """Tell which matrices can be second moments, but for some noise."""
+    values = np.linalg.eigvalsh((grams + grams.swapaxes(1, 2)) / 2)
+    possible: NDArray[np.bool_] = values[:, 0] >= -_NOISE * values[:, -1]
+    return possible & (values[:, -1] > 0)
 
 
 def _solve_each(stack: Matrix, current: Matrix, orthogonal: bool) -> Matrix:
@@ -220,5 +242,5 @@ def _outliers(own: Matrix, sent: NDArray[np.bool_]) -> NDArray[np.bool_]:
         axis=2
     ) * sent
     distances = np.sqrt(squares.sum(axis=1) / np.maximum(sent.sum(axis=1), 1))
-    outliers: NDArray[np.bool_] = distances > OUTLIER * max(np.median(distances[present]), _SAME)
+    outliers: NDArray[np.bool_] = distances > FAR * max(np.median(distances[present]), SAME)
     return outliers

@@ -34,13 +34,11 @@ from scipy.optimize import linear_sum_assignment, minimize
 from scipy.special import softmax
 
 from flwr_perdl._checks import Matrix, check_array, check_choice
-from flwr_perdl._robust import average_of
+from flwr_perdl._robust import average_of, capped, consistent, far, shortening
 from flwr_perdl.regression.losses import SQUARED, Loss, SquaredLoss
 
 LOCALS = ("fedavg", "fedprox")
-ROBUST = ("mean", "clip", "trimmed", "median", "geometric-median")
-#: With "clip", updates longer than this many times the median are shortened, and sizes capped.
-CLIP = 3.0
+ROBUST = ("mean", "filtered", "clip", "trimmed", "median", "geometric-median")
 
 
 def assign(losses: Matrix, n_samples: Matrix | int, temperature: float = 0.0) -> Matrix:
@@ -200,6 +198,9 @@ class Average(NamedTuple):
     change: Matrix
     #: Points in every cluster, (k,).
     counts: Matrix
+    #: Share of each client's update to which the rule did what ``_robust.DEEDS`` says,
+    #: (n_clients,).
+    odd: Matrix
 
 
 def aggregate(
@@ -225,10 +226,12 @@ def aggregate(
         Whether the updates are of all models.
     normalise : {"cluster", "all"}, default "cluster"
         Divide by the cluster's points, or (the paper) by all points.
-    robust : {"mean", "clip", "trimmed", "median", "geometric-median"}, default "mean"
-        "clip": the mean of updates no longer than three times the median length in the cluster, of
-        clients that count for no more than three times the median size. The others count clients
-        alike; on clients with fewer points than features they are biased.
+    robust : str, default "mean"
+        "filtered": the mean of the cluster's updates that are consistent with the others
+        (`flwr_perdl._robust.consistent`), of clients that count for no more than three times the
+        median size. "clip": of all updates, those longer than three times the median length
+        shortened to it. "trimmed", "median" and "geometric-median" count clients alike; on clients
+        with fewer points than features they are biased.
 
     Returns
     -------
@@ -245,44 +248,51 @@ def aggregate(
     width = packed.shape[2]
     n_samples = np.asarray(n_samples, dtype=float)
     change, counts = np.zeros((n_clusters, width - 1), packed.dtype), np.zeros(n_clusters)
+    odd = np.zeros(len(packed))
     if not soft:
         labels = packed[:, 0, 0]
         if not np.isin(labels, np.arange(n_clusters)).all():
             raise ValueError(f"packed must name clusters below {n_clusters}, got {labels.max()}.")
     for j in range(n_clusters):
-        chosen = slice(None) if soft else labels == j
+        chosen = np.arange(len(packed)) if soft else np.flatnonzero(labels == j)
         row = packed[chosen, j if soft else 0]
         sizes = n_samples[chosen] * (row[:, 0] if soft else 1.0)
-        if robust == "clip" and len(sizes):
-            sizes = np.minimum(sizes, CLIP * np.median(sizes))
+        if robust in ("filtered", "clip"):
+            sizes = capped(sizes)
+        if not sizes.sum() > 0:
+            continue
+        factors = factors_of(row[:, 1:], robust)
+        sizes *= factors > 0
         counts[j] = sizes.sum()
         if counts[j] > 0:
-            updates = clip_lengths(row[:, 1:]) if robust == "clip" else row[:, 1:]
-            change[j] = average_of(updates, robust, sizes)
+            change[j] = average_of(row[:, 1:] * factors[:, None], robust, sizes)
+        share = 1 - factors if robust in ("filtered", "clip") else far(row[:, 1:], change[j])
+        odd[chosen] = np.maximum(odd[chosen], share)
     if normalise == "all":
         change *= (counts / max(counts.sum(), 1e-300))[:, None]
-    return Average(change, counts)
+    return Average(change, counts, odd)
 
 
-def clip_lengths(stack: Matrix) -> Matrix:
-    """Return the contributions, those longer than three times the median length shortened to it.
+def factors_of(stack: Matrix, robust: str) -> Matrix:
+    """Return by how much the robust rule multiplies each contribution.
 
     Parameters
     ----------
     stack : ndarray of shape (n_clients, ...)
-        One contribution per client; its length is the norm over all further axes.
+        One contribution per client.
+    robust : str
+        "filtered": 0 for one that is not consistent with the others, else 1. "clip": what brings
+        it down to three times the median length. Any other rule multiplies by 1.
 
     Returns
     -------
-    ndarray of the same shape
+    ndarray of shape (n_clients,)
     """
-    flat = stack.reshape(len(stack), -1)
-    scale = np.abs(flat).max(axis=1, initial=0, keepdims=True)
-    unit = flat / np.where(scale > 0, scale, 1)
-    lengths = scale[:, 0] * np.linalg.norm(unit, axis=1)
-    bound = CLIP * np.median(lengths[lengths > 0]) if lengths.any() else 0.0
-    factor = np.minimum(1, bound / np.where(lengths > 0, lengths, 1))
-    return (flat * factor[:, None]).reshape(stack.shape)
+    if robust == "filtered":
+        return consistent(stack).astype(stack.dtype)
+    if robust == "clip":
+        return shortening(stack)
+    return np.ones(len(stack), stack.dtype)
 
 
 def model_error(centers: Matrix, theta: Matrix) -> float:

@@ -38,6 +38,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,6 +46,7 @@ from numpy.typing import NDArray
 from scipy.stats import chi2
 
 from flwr_perdl._checks import Matrix, check_array, check_choice, check_count, check_real
+from flwr_perdl._robust import capped
 from flwr_perdl.regression.anchors import cluster_anchors, kmeans
 from flwr_perdl.regression.answers import (
     ANCHORS,
@@ -55,7 +57,7 @@ from flwr_perdl.regression.answers import (
     Ask,
     misfit_bound,
 )
-from flwr_perdl.regression.clustering import CLIP, LOCALS, ROBUST, aggregate, clip_lengths
+from flwr_perdl.regression.clustering import LOCALS, ROBUST, aggregate, factors_of
 from flwr_perdl.regression.moments import (
     ESTIMATES,
     STEPS,
@@ -81,6 +83,8 @@ _SAME = 4.0
 _LEAST_WAIT = 5
 #: Where fewer clients than this have enough points, anchors have fewer points.
 _ANCHORS_PER_DIMENSION = 3
+#: Movement of a model, relative to its length, from which on it tells how clients follow it.
+_TELLING = 1e-4
 #: Most anchors: the distances of all pairs are looked at.
 _MOST_ANCHORS = 1000
 
@@ -111,6 +115,14 @@ class State(NamedTuple):
     #: Rounds since the last check of the models, and checks left that need not wait.
     since: int
     patience: int
+    #: "filtered": whose last updates these are (m,), of which cluster and change (m, d + 1), at
+    #: which models (k, d), and how they have changed with the models so far (m,).
+    who: NDArray[np.intp]
+    said: Matrix
+    asked: Matrix
+    slopes: Matrix
+    #: Whose answers to the last exchange stood out: partition and share, (m, 2).
+    odd: Matrix
 
     def pack(self) -> dict[str, NDArray[Any]]:
         """Return the state as named arrays, such as a checkpoint holds."""
@@ -172,9 +184,14 @@ class TwoPhase:
         Phase 2: Nesterov's, with gradient restart.
     check_every : int, default 60
         Phase 2: rounds between checks of the models; 0: never. Needs the squared loss.
-    robust : {"mean", "clip", "trimmed", "median", "geometric-median"}, default "mean"
-        Phase 2: average. All but "mean" also bound what a client can do to Phase 1 and to the step
-        size.
+    robust : str, default "mean"
+        Against clients that lie: "filtered", the one to take, withstands three in ten of them
+        (docs/faults.md). Both phases then leave out answers that are not consistent with the
+        others (`flwr_perdl._robust.consistent`); Phase 1 looks for liars' groups too, in sketches
+        as wide as with "auto", and takes the largest k; Phase 2 leaves out clients whose steps do
+        not follow the models as those down a convex loss do. "clip", "trimmed", "median" and
+        "geometric-median": Phase 2's average (see `aggregate`); they bound what a client can do
+        to Phase 1 and to the step size.
 
     Raises
     ------
@@ -354,7 +371,18 @@ class TwoPhase:
             ANCHORS: self._anchors,
             UPDATE: self._update,
         }
-        return follow[state.step](state, answers, rng)
+        return follow[state.step](state._replace(odd=_EMPTY.odd), answers, rng)
+
+    def answer_shape(self, state: State) -> tuple[int, ...] | None:
+        """Return the shape of a client's answer; None in the exchange that finds the dimension."""
+        k, d = state.centers.shape
+        shapes: dict[str, tuple[int, ...] | None] = {
+            DESCRIBE: (d + 1,) if k else None,
+            MOMENT: state.columns.shape,
+            ANCHORS: (d + 1,),
+            UPDATE: (k if self.softness else 1, d + 2 + (d * d if self.local == "exact" else 0)),
+        }
+        return shapes[state.step]
 
     def check(self, state: State, given: Matrix) -> None:
         """Raise a ValueError that says what is wrong with a client's answer, if anything is.
@@ -366,13 +394,8 @@ class TwoPhase:
         given : ndarray
             The answer.
         """
-        k, d = state.centers.shape
-        wanted: tuple[int, ...] = {
-            DESCRIBE: (d + 1 if k else given.size,),
-            MOMENT: state.columns.shape,
-            ANCHORS: (d + 1,),
-            UPDATE: (k if self.softness else 1, d + 2 + (d * d if self.local == "exact" else 0)),
-        }[state.step]
+        k = len(state.centers)
+        wanted = self.answer_shape(state) or (given.size,)
         if given.shape != wanted:
             raise ValueError(f"wrong shape: {wanted} is asked for, got {given.shape}")
         if not np.isfinite(given).all():
@@ -387,7 +410,7 @@ class TwoPhase:
         if self.robust != "mean":
             power = float(np.median(squares))
             likely = curvature <= 10 * np.median(curvature)
-            curvature, n = curvature[likely], np.minimum(n, CLIP * np.median(n))[likely]
+            curvature, n = curvature[likely], capped(n)[likely]
         automatic = self._automatic_step(curvature, n)
         state = state._replace(step_size=self.step_size or automatic, power=max(power, 1e-300))
         if len(state.centers):
@@ -412,7 +435,10 @@ class TwoPhase:
     def _begin_moments(self, state: State, rng: np.random.Generator) -> State:
         """Start Phase 1 for the clients that no model fits."""
         d = state.centers.shape[1]
-        width = 2 * self._most() + _OVERSAMPLING
+        groups = self._most()
+        if self.robust == "filtered":  # liars' groups too are to be told apart
+            groups = max(groups, self.max_clusters)
+        width = 2 * groups + _OVERSAMPLING
         theta = rng.standard_normal((1, d)) / np.sqrt(d) if self.random_start else np.zeros((1, d))
         return state._replace(
             step=MOMENT,
@@ -424,14 +450,19 @@ class TwoPhase:
         )
 
     def _moment(self, state: State, answers: Answers, rng: np.random.Generator) -> State:
-        stack = answers.stack if self.robust == "mean" else clip_lengths(answers.stack)
+        stack = answers.stack
+        if self.robust != "mean":
+            rule = "filtered" if self.robust == "filtered" else "clip"
+            factors = factors_of(stack, rule)
+            stack = stack * factors[:, None, None, None]
+            state = state._replace(odd=_odd(answers, 1 - factors))
         product = stack.sum(axis=0) / answers.n_samples.sum()
         products = state.products + 1
         if products < self.n_products:
             return state._replace(columns=orthonormal(product), products=products)
         auto = self.n_clusters == "auto"
         if self.estimate == "u-statistic":
-            k = None if auto else int(self.n_clusters)
+            k = None if auto or self.robust == "filtered" else int(self.n_clusters)
             space = symmetric_subspace(state.columns, product, k)
         else:
             space = left_subspace(state.columns, product, int(self.n_clusters))
@@ -472,14 +503,27 @@ class TwoPhase:
             groups = kmeans(estimates, int(self.n_clusters), rng)
             return _with_centers(state, groups)._replace(thetas=groups)
         k = None if self.n_clusters == "auto" or len(state.centers) else int(self.n_clusters)
-        found = cluster_anchors(
-            estimates, k, separation=self.separation, max_clusters=self.max_clusters
-        ).centers
+        found = self._groups(estimates, k)
         if self.n_clusters == "auto" and not len(state.centers) and len(found) == 1:
             dimensions = min(state.columns.shape[2], self.max_clusters)
             found = kmeans(estimates, dimensions, rng)
         room = self._most() - len(state.centers)
         return _with_centers(state, np.vstack([state.centers, found[:room]]))
+
+    def _groups(self, estimates: Matrix, k: int | None) -> Matrix:
+        """Return the means of the groups of like estimates, the largest k first.
+
+        A robust run looks for more groups than k, so that those of liars are not joined with
+        those of honest clients.
+        """
+        grouped = partial(
+            cluster_anchors, separation=self.separation, max_clusters=self.max_clusters
+        )
+        if self.robust == "filtered" and k is not None:
+            groups = grouped(estimates).centers
+            if len(groups) >= k:
+                return groups[:k]
+        return grouped(estimates, k).centers
 
     def _most(self) -> int:
         """Most models there may be."""
@@ -491,14 +535,20 @@ class TwoPhase:
         if self.local == "exact":
             change, counts = _solve(packed[:, 0], answers.n_samples, k)
         else:
-            change, counts = aggregate(
-                packed,
-                answers.n_samples,
+            trusted = np.ones(len(loss), dtype=bool)
+            if self.robust == "filtered" and not self.softness:
+                state = _listened(state, answers.partitions, packed[:, 0], ahead)
+                trusted = state.slopes <= 0
+            odd = np.ones(len(loss))
+            change, counts, odd[trusted] = aggregate(
+                packed[trusted],
+                answers.n_samples[trusted],
                 k,
                 soft=self.softness > 0,
                 normalise=self.normalise,
                 robust=self.robust,
             )
+            state = state._replace(odd=_odd(answers, odd))
         centers = np.where(counts[:, None] > 0, ahead + change, state.centers)
         moved = centers - state.centers
         tempo = np.where(np.einsum("kd,kd->k", change, moved) < 0, 0, state.tempo + 1)
@@ -526,7 +576,10 @@ class TwoPhase:
         early = settled and state.patience > 0 and state.since >= _LEAST_WAIT
         if state.since < self.check_every and not early:
             return state
-        n, squares = answers.n_samples, 2 * loss
+        honest = np.ones(len(loss), dtype=bool)
+        if self.robust == "filtered":
+            honest = ~np.isin(answers.partitions, state.odd[state.odd[:, 1] == 1, 0])
+        n, squares = answers.n_samples[honest], 2 * loss[honest]
         variance = float(np.quantile(n * squares / chi2.ppf(0.2, n), 0.2))
         state = state._replace(variance=variance, since=0, patience=max(state.patience - 1, 0))
         misfits = bool((squares > variance * misfit_bound(n)).mean() > _MISFITS)
@@ -559,6 +612,11 @@ _EMPTY = State(
     variance=0.0,
     since=0,
     patience=5,
+    who=np.zeros(0, dtype=np.intp),
+    said=np.zeros((0, 1)),
+    asked=np.zeros((0, 0)),
+    slopes=np.zeros(0),
+    odd=np.zeros((0, 2)),
 )
 
 
@@ -576,6 +634,37 @@ def _with_centers(state: State, centers: Matrix) -> State:
         anchors=np.zeros(0, dtype=np.intp),
         since=0,
     )
+
+
+def _odd(answers: Answers, shares: Matrix) -> Matrix:
+    """Return who stands out, and to which share of the answer, as rows."""
+    rows: Matrix = np.column_stack([answers.partitions, shares])[shares > 0]
+    return rows
+
+
+def _listened(state: State, partitions: NDArray[np.intp], packed: Matrix, asked: Matrix) -> State:
+    """Note who said what, and how it changed with the models since the client's last update.
+
+    Between two models a client's step down a convex loss changes against the way from one to the
+    other, whatever its data and their noise; one that turns its steps round, or always sends the
+    same, shows by this where no distance would. Absent clients are forgotten.
+    """
+    order = np.argsort(state.who)
+    position = np.searchsorted(state.who, partitions, sorter=order)
+    known = np.isin(partitions, state.who) & (state.asked.shape == asked.shape)
+    slopes = np.full(len(partitions), -np.inf)
+    if known.any():
+        before = order[np.minimum(position, max(len(order) - 1, 0))]
+        known &= state.said[before, 0] == packed[:, 0]
+        mine, then = packed[known], before[known]
+        labels = mine[:, 0].astype(int)
+        way = (asked - state.asked)[labels]
+        squares = (way**2).sum(axis=1)
+        now = ((mine[:, 1:] - state.said[then, 1:]) * way).sum(axis=1) / np.maximum(squares, 1e-300)
+        old = np.where(np.isfinite(state.slopes[then]), state.slopes[then] / 2, 0)
+        telling = squares > (_TELLING * np.linalg.norm(asked, axis=1)[labels]) ** 2
+        slopes[known] = np.where(telling, old + now, state.slopes[then])
+    return state._replace(who=partitions, said=packed, asked=asked, slopes=slopes)
 
 
 def _merge(centers: Matrix, counts: Matrix, ratio: float) -> Matrix:

@@ -1,4 +1,4 @@
-"""The command line: ``flwr-perdl list``, ``run``, ``up``, ``report`` and ``bench``."""
+"""The command line: ``flwr-perdl list``, ``run``, ``up``, ``watch``, ``report``, ``bench``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,8 +20,9 @@ from rich.table import Table
 from flwr_perdl._checks import check_choice
 from flwr_perdl.simulations.deployment import Deployment
 from flwr_perdl.simulations.experiments import EXPERIMENTS
-from flwr_perdl.simulations.report import read_results, write_report
+from flwr_perdl.simulations.report import odd_clients, read_results, write_report
 from flwr_perdl.simulations.runner import Progress, run_experiment
+from flwr_perdl.simulations.watch import watch as watch_run
 
 app = typer.Typer(
     help="Federated dictionary learning, clustered regression, learning between neighbours.",
@@ -89,6 +90,16 @@ def report(
     with _errors_in_a_sentence():
         write_report(folder)
         _show(_console(), read_results(folder), folder)
+
+
+@app.command()
+def watch(
+    folder: Annotated[Path, typer.Argument(help="Folder of a run, also one about to begin.")],
+    once: Annotated[bool, typer.Option("--once", help="Print what there is, and exit.")] = False,
+) -> None:
+    """Show a run as it goes, from the events in its folder."""
+    with _errors_in_a_sentence(), suppress(KeyboardInterrupt):
+        watch_run(folder, _console(), once=once)
 
 
 @app.command()
@@ -188,7 +199,8 @@ def _bar(console: Console) -> Iterator[Callable[[Progress], None]]:
 
 def _show(console: Console, results: dict[str, Any], folder: Path) -> None:
     """Print a run's tables and notes, and where its page is."""
-    for entry in results["tables"]:
+    odd = odd_clients(results)
+    for entry in [*results["tables"], *([] if odd is None else [odd])]:
         table = Table(title=entry["title"], box=box.SIMPLE_HEAD, title_justify="left")
         for column in entry["columns"]:
             table.add_column(column, justify="right" if table.columns else "left")

@@ -100,7 +100,8 @@ def to_results(outcome: Outcome, **run: Any) -> dict[str, Any]:
     outcome : Outcome
         What the experiment found.
     **run
-        ``experiment``, ``about``, ``source``, ``config``, ``seed``, ``engine``, ``seconds``.
+        ``experiment``, ``about``, ``source``, ``config``, ``seed``, ``engine``, ``seconds``,
+        ``clients`` (what happened to each client's replies, by partition).
 
     Returns
     -------

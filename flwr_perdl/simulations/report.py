@@ -18,6 +18,9 @@ REPORT = "report.html"
 #: A cell of more characters is a text and wraps.
 LONG = 40
 
+#: Clients with odd replies that the page shows.
+MOST_CLIENTS = 20
+
 _PAGE = Template("""<!doctype html>
 <html lang="en">
 <head>
@@ -130,6 +133,9 @@ def render(results: Mapping[str, Any], out: Path) -> str:
         "seed": results["seed"],
     }
     body = [*map(_table, results["tables"]), *(_figure(f, out) for f in results["figures"])]
+    odd = odd_clients(results)
+    if odd is not None:
+        body.append(_table(odd))
     if results["notes"]:
         notes = "".join(f"<p>{escape(note)}</p>" for note in results["notes"])
         body.append(f"<h2>Notes</h2>{notes}")
@@ -143,6 +149,37 @@ def render(results: Mapping[str, Any], out: Path) -> str:
         settings=escape(_listing(results["config"])),
         versions=escape(_listing(results["versions"])),
     )
+
+
+def odd_clients(results: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the table of clients whose replies were odd, the oddest first; None: there are none.
+
+    Parameters
+    ----------
+    results : mapping
+        What results.json says.
+    """
+    clients = {
+        name: {what: n for what, n in counts.items() if what != "asked"}
+        for name, counts in results.get("clients", {}).items()
+    }
+    odd = sorted((n for n in clients if clients[n]), key=lambda n: -sum(clients[n].values()))
+    kinds = sorted({what for counts in clients.values() for what in counts})
+    if not odd:
+        return None
+    rows = [
+        [name, *(f"{results['clients'][name].get(kind, 0):.4g}" for kind in ("asked", *kinds))]
+        for name in odd[:MOST_CLIENTS]
+    ]
+    return {
+        "title": "Clients whose replies were odd",
+        "caption": f"{len(odd)} of {len(clients)} clients, by partition: exchanges in which each "
+        "was asked; failed: errors and silence; refused: replies that broke a rule; the others: "
+        "what the aggregation did, to which share of the reply, summed over exchanges."
+        + (f" The first {MOST_CLIENTS} are shown." if len(odd) > MOST_CLIENTS else ""),
+        "columns": ["client", "asked", *kinds],
+        "rows": rows,
+    }
 
 
 def _listing(items: Mapping[str, Any]) -> str:

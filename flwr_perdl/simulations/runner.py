@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,7 +30,8 @@ from flwr_perdl.simulations.experiments import (
 )
 from flwr_perdl.simulations.outcome import to_results, write
 from flwr_perdl.simulations.report import write_report
-from flwr_perdl.strategies import RoundReport
+from flwr_perdl.strategies import RoundReport, client_report
+from flwr_perdl.strategies._events import EVENTS, EventLog
 
 _RUN = "run.json"
 _CHECKPOINTS, _STATE, _KEPT = "checkpoints", "state", "kept"
@@ -126,7 +128,7 @@ def run_experiment(
         raise ValueError("resume must come with the folder of the run to continue (out).")
     session = _Session(experiment, config, engine, folder, resume, progress)
     started = time.perf_counter()
-    with one_blas_thread():
+    with one_blas_thread(), session.told():
         if isinstance(experiment, FederatedExperiment):
             outcome = experiment.run(config, partial(session.federate, experiment), session.keep)
         else:
@@ -140,6 +142,7 @@ def run_experiment(
         seed=config["seed"],
         engine=engine if isinstance(engine, str) else "flower",
         seconds=time.perf_counter() - started,
+        clients=session.clients,
     )
     if folder is not None:
         write(folder, outcome, results)
@@ -158,6 +161,7 @@ def _open(folder: Path, config: Config, *, resume: bool) -> None:
     for stale in (_CHECKPOINTS, _STATE, _KEPT):
         if (folder / stale).is_dir():
             shutil.rmtree(folder / stale)
+    (folder / EVENTS).unlink(missing_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
     with _store.replacing(path) as stream:
         stream.write(json.dumps(config).encode())
@@ -186,11 +190,31 @@ class _Session:
         self._total = sum(int(one["rounds"]) for one in self._federations)
         self._error: float | None = None
         self._kept = 0
+        self._events = EventLog(None if folder is None else folder / EVENTS)
+        self._about = {"experiment": experiment.NAME, "config": config, "resumed": resume}
+        #: What happened to each client's replies, over all federations (`client_report`).
+        self.clients: dict[str, dict[str, float]] = {}
         if not isinstance(engine, str) and len(self._federations) > 1:
             raise ValueError(
                 f"inside a Flower run {experiment.NAME} must be one federation, got "
                 f"{len(self._federations)}: choose one seed (seeds=1) and one setting."
             )
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Note in the run's events that it begins, and how it ends."""
+        self._events.write("run", rounds=self._total, **self._about)
+        started = time.perf_counter()
+        try:
+            yield
+        except BaseException as error:
+            self._done(started, str(error) or type(error).__name__)
+            raise
+        self._done(started, None)
+
+    def _done(self, started: float, stopped: str | None) -> None:
+        seconds = round(time.perf_counter() - started, 3)
+        self._events.write("done", seconds=seconds, stopped=stopped, clients=self.clients)
 
     def federate(
         self,
@@ -206,17 +230,22 @@ class _Session:
         number = self._federations.index(config)
         before = sum(int(one["rounds"]) for one in self._federations[:number])
         options: dict[str, Any] = {"on_round": lambda report: self._tell(before, report)}
+        if self._folder is not None:
+            options["events"] = self._folder / EVENTS
         if self._folder is not None and len(self._federations) == 1:
             options["checkpoint_dir"] = self._folder / _CHECKPOINTS
             options["resume"] = self._resume
             config = {**config, "state_dir": str((self._folder / _STATE).absolute())}
-        return run_federation(
+        federated = run_federation(
             experiment,
             config,
             engine=self._engine,
             evaluate_fn=None if evaluate_fn is None else self._noting(evaluate_fn),
             **options,
         )
+        found = client_report(federated.history)
+        _add(self.clients, {str(partition): counts for partition, counts in found.items()})
+        return federated
 
     def keep(
         self, name: str, compute: Callable[[], dict[str, NDArray[Any]]], *, of: int = 0
@@ -224,13 +253,17 @@ class _Session:
         """Return what ``compute()`` returns, from disk where a resumed run has it already."""
         self._tell_parts(of)
         path = None if self._folder is None else self._folder / _KEPT / f"{name}.npz"
+        others, self.clients = self.clients, {}
         if path is not None and self._resume and path.is_file():
-            arrays: dict[str, NDArray[Any]] = _store.load(path).arrays
+            arrays, meta = _store.load(path)
+            self.clients = meta["clients"]
         else:
             arrays = compute()
             if path is not None:
-                _store.save(path, arrays, {})
+                _store.save(path, arrays, {"clients": self.clients})
+        _add(self.clients, others)
         self._kept += 1
+        self._events.write("part", name=name, done=self._kept, of=of)
         self._tell_parts(of)
         return arrays
 
@@ -256,3 +289,11 @@ class _Session:
     def _note(self, metrics: Mapping[str, Any]) -> None:
         if self._shown in metrics:
             self._error = float(metrics[self._shown])
+
+
+def _add(totals: dict[str, dict[str, float]], more: Mapping[str, Mapping[str, float]]) -> None:
+    """Add further counts of clients to ``totals``."""
+    for client, counts in more.items():
+        total = totals.setdefault(client, {})
+        for what, count in counts.items():
+            total[what] = total.get(what, 0.0) + count

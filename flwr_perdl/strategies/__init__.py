@@ -1,7 +1,13 @@
 """Flower Strategies, one file per protocol."""
 
 from flwr_perdl.strategies._conversation import Options, ServerOptions, TooFewReplies
-from flwr_perdl.strategies._protocol import Protocol, Request, RoundReport
+from flwr_perdl.strategies._protocol import (
+    Protocol,
+    Replies,
+    Request,
+    RoundReport,
+    client_report,
+)
 from flwr_perdl.strategies._strategy import ProtocolStrategy, await_nodes
 from flwr_perdl.strategies.legacy import as_legacy
 from flwr_perdl.strategies.mixed_regression import FedMD, FedX, OneShotClustering
@@ -18,10 +24,12 @@ __all__ = [
     "PerMA",
     "Protocol",
     "ProtocolStrategy",
+    "Replies",
     "Request",
     "RoundReport",
     "ServerOptions",
     "TooFewReplies",
     "as_legacy",
     "await_nodes",
+    "client_report",
 ]

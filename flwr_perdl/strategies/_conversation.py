@@ -27,13 +27,26 @@ from flwr_perdl._records import (
     RUN,
     SEED,
     STEP,
+    Limits,
     Reply,
     Scalar,
 )
 from flwr_perdl._threads import one_blas_thread
-from flwr_perdl.strategies._protocol import Protocol, Request, RoundReport, State
+from flwr_perdl.strategies._events import EventLog
+from flwr_perdl.strategies._protocol import (
+    REFUSED,
+    Lost,
+    Protocol,
+    Replies,
+    Request,
+    RoundReport,
+    State,
+)
 
 EVALUATE = "evaluate"
+
+#: Characters of a client's name in logs and reports.
+_LONGEST_NAME = 80
 
 
 class TooFewReplies(RuntimeError):
@@ -62,6 +75,12 @@ class ServerOptions(TypedDict, total=False):
         Continue from the newest checkpoint in that folder, if there is one.
     on_round : callable or None, default None
         Called with each `RoundReport`.
+    events : str, Path or None, default None
+        File to which every event of the run is appended as a line of JSON (docs/faults.md).
+    max_reply_bytes : int, default 2**28
+        Most bytes of arrays in a reply; a larger one is refused before its arrays are read.
+    max_magnitude : float, default 1e100
+        Largest size of a number in a reply, of metrics too; a reply with a larger one is refused.
     """
 
     fraction_train: float
@@ -74,6 +93,9 @@ class ServerOptions(TypedDict, total=False):
     checkpoint_dir: str | Path | None
     resume: bool
     on_round: Callable[[RoundReport], None] | None
+    events: str | Path | None
+    max_reply_bytes: int
+    max_magnitude: float
 
 
 class Options(NamedTuple):
@@ -89,6 +111,9 @@ class Options(NamedTuple):
     checkpoint_dir: str | Path | None = None
     resume: bool = False
     on_round: Callable[[RoundReport], None] | None = None
+    events: str | Path | None = None
+    max_reply_bytes: int = 2**28
+    max_magnitude: float = 1e100
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Options:
@@ -105,6 +130,8 @@ class Options(NamedTuple):
             check_count("num_clients", options.num_clients, 1)
         check_real("node_timeout", options.node_timeout, 0)
         check_count("seed", options.seed)
+        check_count("max_reply_bytes", options.max_reply_bytes, 1)
+        check_real("max_magnitude", options.max_magnitude, 0, open_low=True)
         if options.resume and options.checkpoint_dir is None:
             raise ValueError("resume must come with a checkpoint_dir, got checkpoint_dir=None.")
         return options
@@ -143,7 +170,8 @@ class Roster(Generic[Node]):
         if isinstance(partition, bool) or not isinstance(partition, int) or partition < 0:
             raise ValueError(f"{PARTITION_ID} is {partition!r}")
         self._partitions[node] = partition
-        self.names[partition] = str(properties.get(NAME) or partition)
+        name = "".join(filter(str.isprintable, str(properties.get(NAME) or partition)))
+        self.names[partition] = name[:_LONGEST_NAME]
 
     def present(self, nodes: Collection[Node]) -> dict[int, Node]:
         """Return the present clients' nodes by partition, ascending; the last enrolled wins."""
@@ -233,6 +261,8 @@ class Conversation:
         self._evaluated = 0
         self._request: Request | None = None
         self._asked: dict[int, list[Matrix]] = {}
+        self._asked_at = 0.0
+        self._events = EventLog(options.events)
         saved = self._load() if options.resume else None
         if saved is not None and saved.meta["finished"]:
             return
@@ -240,7 +270,33 @@ class Conversation:
         self._steps = protocol(initial, state)
         self._advance(lambda: next(self._steps))
 
+    # Events --------------------------------------------------------------------------------
+
+    def begin(self, rounds: int | None) -> None:
+        """Note that the run begins or goes on; ``rounds`` of it in all, None where not known."""
+        name, seed = self.identity.get("protocol"), self.options.seed
+        least = self.options.min_clients
+        self._events.write(
+            "begin", protocol=name, seed=seed, rounds=rounds, done=self.done, min_clients=least
+        )
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Note that the run is over, and what stopped it."""
+        stopped = None if error is None else str(error) or type(error).__name__
+        self._events.write("end", done=self.done, stopped=stopped)
+
+    def measured(self, round_: int, metrics: Mapping[str, Any]) -> None:
+        """Remember the server's own evaluation of the model after ``round_``."""
+        self.server_metrics[round_] = dict(metrics)
+        self._events.write("server", round=round_, metrics=metrics)
+
     # Training ------------------------------------------------------------------------------
+
+    @property
+    def limits(self) -> Limits:
+        """What a reply to the last plan may be, decided before its arrays are read."""
+        most = None if self._request is None else self._request.most
+        return Limits(self.options.max_reply_bytes, most, self.options.max_magnitude)
 
     def plan(self, round_: int, partitions: Collection[int]) -> Plan | None:
         """Return who is asked what in ``round_``; None if there is nothing to ask."""
@@ -260,7 +316,7 @@ class Conversation:
         self,
         round_: int,
         replies: Mapping[int, Reply],
-        dropped: Mapping[str, str],
+        lost: Mapping[int, Lost],
         roster: Roster[Any],
     ) -> RoundReport:
         """Check the replies to the last plan, move the protocol on, and save the new state.
@@ -271,8 +327,8 @@ class Conversation:
             The round they belong to.
         replies : mapping of int to Reply
             Readable replies by partition.
-        dropped : mapping of str to str
-            Who has no readable reply, and why.
+        lost : mapping of int to Lost
+            Who has no readable reply, and why, by partition.
         roster : Roster
             For the clients' names.
 
@@ -285,22 +341,26 @@ class Conversation:
         if request is None:
             raise RuntimeError("conclude must follow a plan.")
         good: dict[int, Reply] = {}
-        bad = dict(dropped)
+        bad = dict(lost)
         for partition in sorted(replies):
             try:
                 request.check(replies[partition])
             except ValueError as error:
-                bad[roster.label(partition)] = str(error)
+                bad[partition] = Lost(REFUSED, str(error))
             else:
                 good[partition] = replies[partition]
-        report = self._report(round_, request.step, good, bad)
+        report = self._report(round_, request.step, good, bad, roster)
         if len(good) < self.options.min_clients:
+            self._tell(report)
             raise TooFewReplies(
                 f"Round {round_} has {len(good)} good replies, fewer than "
                 f"min_clients={self.options.min_clients}; {self._where_saved()}."
             )
         with one_blas_thread():
-            self._advance(lambda: self._steps.send(good))
+            heard = Replies(good)
+            self._advance(lambda: self._steps.send(heard))
+        for partition, what in heard.noted.items():
+            report.anomalies.setdefault(partition, {}).update(what)
         self.done = round_
         self._remember(report)
         return report
@@ -321,10 +381,14 @@ class Conversation:
         return self._plan(round_, dict.fromkeys(chosen, self.model), EVALUATE, config)
 
     def conclude_evaluation(
-        self, round_: int, replies: Mapping[int, Reply], dropped: Mapping[str, str]
+        self,
+        round_: int,
+        replies: Mapping[int, Reply],
+        lost: Mapping[int, Lost],
+        roster: Roster[Any],
     ) -> RoundReport:
         """Note the replies to the last evaluation."""
-        report = self._report(round_, EVALUATE, replies, dropped)
+        report = self._report(round_, EVALUATE, replies, lost, roster)
         self._evaluated = round_
         self._remember(report)
         return report
@@ -358,7 +422,8 @@ class Conversation:
         """Return the plan that asks these clients to take ``step``."""
         seed = self.options.seed
         common: dict[str, Scalar] = {STEP: step, ROUND: round_, SEED: seed, RUN: self._run}
-        self._asked = arrays
+        self._asked, self._asked_at = arrays, time.monotonic()
+        self._events.write("ask", round=round_, step=step, asked=len(arrays))
         return Plan(arrays, {**config, **common})
 
     def _advance(self, move: Callable[[], Request]) -> None:
@@ -376,9 +441,11 @@ class Conversation:
         round_: int,
         step: str,
         good: Mapping[int, Reply],
-        dropped: Mapping[str, str],
+        lost: Mapping[int, Lost],
+        roster: Roster[Any],
     ) -> RoundReport:
         """Return the report of an exchange, and log who was left out."""
+        dropped = {roster.label(p): why.reason for p, why in sorted(lost.items())}
         for label, reason in dropped.items():
             log(WARNING, "Round %d (%s): left out %s: %s", round_, step, label, reason)
         aggregate = weighted_means(good)
@@ -392,17 +459,33 @@ class Conversation:
                 p: {NUM_EXAMPLES: reply.num_examples, **reply.metrics} for p, reply in good.items()
             },
             aggregate=aggregate,
-            dropped=dict(dropped),
+            dropped=dropped,
             floats_down=float(np.mean(downs)) if downs else 0.0,
             floats_up=float(np.mean(ups)) if ups else 0.0,
+            anomalies={partition: {why.kind: 1.0} for partition, why in sorted(lost.items())},
         )
 
     def _remember(self, report: RoundReport) -> None:
         """Append ``report`` to the history, save, and tell who wants to know."""
         self.history.append(report)
+        self._tell(report)
         self.save()
         if self.options.on_round is not None:
             self.options.on_round(report)
+
+    def _tell(self, report: RoundReport) -> None:
+        """Write an exchange's event."""
+        fields = report._asdict()
+        self._events.write(
+            "round",
+            asked=len(self._asked),
+            good=len(report.metrics),
+            seconds=round(time.monotonic() - self._asked_at, 3),
+            clients=fields.pop("metrics"),
+            metrics=fields.pop("aggregate"),
+            failed=fields.pop("dropped"),
+            **fields,
+        )
 
     # Checkpoints -----------------------------------------------------------------------------
 
@@ -478,5 +561,8 @@ def _part(arrays: Mapping[str, NDArray[Any]], kind: str) -> dict[str, NDArray[An
 
 def _report_from(entry: Mapping[str, Any]) -> RoundReport:
     """Return a report as it was before it was saved (JSON's keys are strings)."""
-    metrics = {int(partition): metrics for partition, metrics in entry["metrics"].items()}
-    return RoundReport(**{**entry, "metrics": metrics})
+    by_partition = {
+        name: {int(partition): values for partition, values in entry.get(name, {}).items()}
+        for name in ("metrics", "anomalies")
+    }
+    return RoundReport(**{**entry, **by_partition})

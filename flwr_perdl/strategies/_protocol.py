@@ -18,7 +18,7 @@ started afresh, yields that same request again. That is all a checkpoint needs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
@@ -29,12 +29,55 @@ from flwr_perdl._records import Reply, Scalar
 #: Named arrays from which a protocol continues.
 State = Mapping[str, NDArray[Any]]
 
-#: The good replies of a round, by partition, in ascending order.
-Replies = dict[int, Reply]
+#: Kinds of anomaly that the driver itself notes: an error or no reply; a reply that broke a rule.
+FAILED, REFUSED = "failed", "refused"
+
+
+class Replies(dict[int, Reply]):
+    """The good replies of a round, by partition, in ascending order.
+
+    Attributes
+    ----------
+    noted : dict of int to dict
+        What the protocol noted of each client, see `note`.
+    """
+
+    def __init__(self, replies: Mapping[int, Reply]) -> None:
+        super().__init__(sorted(replies.items()))
+        self.noted: dict[int, dict[str, float]] = {}
+
+    def note(self, what: str, shares: Mapping[int, float]) -> None:
+        """Note for the report what the aggregation did to clients' replies.
+
+        Parameters
+        ----------
+        what : str
+            Such as "left out", "clipped" or "trimmed".
+        shares : mapping of int to float
+            By partition, to which share of the reply; 0 is not noted.
+        """
+        for partition, share in shares.items():
+            if share > 0:
+                self.noted.setdefault(partition, {})[what] = float(share)
 
 
 def accept(reply: Reply) -> None:
     """Accept every reply (the default check of a request)."""
+
+
+class Lost(NamedTuple):
+    """Why a client that was asked has no good reply.
+
+    Attributes
+    ----------
+    kind : str
+        ``FAILED`` or ``REFUSED``.
+    reason : str
+        A sentence.
+    """
+
+    kind: str
+    reason: str
 
 
 class Request(NamedTuple):
@@ -56,6 +99,8 @@ class Request(NamedTuple):
         ``partition -> arrays``: what each client receives instead of ``arrays``.
     model : sequence of ndarray, optional
         The model that evaluations and the result see; by default ``arrays``.
+    most : int, optional
+        Most numbers in a reply; one that says it has more is refused before they are read.
     """
 
     step: str
@@ -65,6 +110,7 @@ class Request(NamedTuple):
     check: Callable[[Reply], None] = accept
     own: Callable[[int], Sequence[Matrix]] | None = None
     model: Sequence[Matrix] | None = None
+    most: int | None = None
 
 
 Protocol = Generator[Request, Replies, list[Matrix]]
@@ -87,6 +133,10 @@ class RoundReport(NamedTuple):
         Who was left out, and why.
     floats_down, floats_up : float
         Floats sent to, and received from, a client; the mean over the good replies.
+    anomalies : dict of int to dict
+        By partition, what was odd: ``"failed"`` (an error, or no reply), ``"refused"`` (a reply
+        that broke a rule), and to which share of the reply the aggregation did what, such as
+        ``"left out"`` or ``"clipped"``.
     """
 
     round: int
@@ -96,3 +146,27 @@ class RoundReport(NamedTuple):
     dropped: dict[str, str]
     floats_down: float
     floats_up: float
+    anomalies: dict[int, dict[str, float]]
+
+
+def client_report(history: Iterable[RoundReport]) -> dict[int, dict[str, float]]:
+    """Return what happened to each client's replies, over all exchanges.
+
+    Parameters
+    ----------
+    history : iterable of RoundReport
+        A strategy's history.
+
+    Returns
+    -------
+    dict of int to dict
+        By partition: ``"asked"``, the exchanges that it was asked in, and sums over them of what
+        `RoundReport.anomalies` says. A client that is never left out has ``"asked"`` alone.
+    """
+    totals: dict[int, dict[str, float]] = {}
+    for report in history:
+        for partition in {*report.metrics, *report.anomalies}:
+            total = totals.setdefault(partition, {})
+            for what, share in {"asked": 1.0, **report.anomalies.get(partition, {})}.items():
+                total[what] = total.get(what, 0.0) + share
+    return dict(sorted(totals.items()))

@@ -16,8 +16,11 @@ from flwr_perdl._checks import Matrix
 from flwr_perdl._records import (
     ARRAYS,
     CONFIG,
+    Limits,
     Reply,
     Scalar,
+    brief,
+    error_of,
     read_reply,
     to_arrays,
     to_record,
@@ -31,7 +34,14 @@ from flwr_perdl.strategies._conversation import (
     ServerOptions,
     settle,
 )
-from flwr_perdl.strategies._protocol import Protocol, RoundReport, State
+from flwr_perdl.strategies._protocol import (
+    FAILED,
+    REFUSED,
+    Lost,
+    Protocol,
+    RoundReport,
+    State,
+)
 
 
 class ProtocolStrategy(Strategy):
@@ -116,15 +126,21 @@ class ProtocolStrategy(Strategy):
         initial = ArrayRecord() if initial_arrays is None else initial_arrays
         self._timeout = timeout
         conversation = self.open(to_arrays(initial))
-        result = super().start(
-            grid,
-            initial,
-            num_rounds,
-            timeout,
-            train_config,
-            evaluate_config,
-            None if evaluate_fn is None else _remembering(evaluate_fn, conversation),
-        )
+        conversation.begin(num_rounds)
+        try:
+            result = super().start(
+                grid,
+                initial,
+                num_rounds,
+                timeout,
+                train_config,
+                evaluate_config,
+                None if evaluate_fn is None else _remembering(evaluate_fn, conversation),
+            )
+        except BaseException as error:
+            conversation.end(error)
+            raise
+        conversation.end()
         if conversation.done:
             result.arrays = to_record(conversation.model)
         return result
@@ -147,9 +163,9 @@ class ProtocolStrategy(Strategy):
         """Hand the good replies to the protocol and return its new model."""
         conversation = self._running()
         if self._sent is not None:
-            good, dropped = self._read(replies, with_arrays=True)
+            good, lost = self._read(replies, conversation.limits, with_arrays=True)
             report: RoundReport | None = conversation.conclude(
-                server_round, good, dropped, self._roster
+                server_round, good, lost, self._roster
             )
         else:
             report = conversation.past(server_round, evaluation=False)
@@ -175,9 +191,9 @@ class ProtocolStrategy(Strategy):
         """Return the means of the clients' evaluation metrics."""
         conversation = self._running()
         if self._sent is not None:
-            good, dropped = self._read(replies, with_arrays=False)
+            good, lost = self._read(replies, conversation.limits, with_arrays=False)
             report: RoundReport | None = conversation.conclude_evaluation(
-                server_round, good, dropped
+                server_round, good, lost, self._roster
             )
         else:
             report = conversation.past(server_round, evaluation=True)
@@ -225,21 +241,24 @@ class ProtocolStrategy(Strategy):
         return [message for _, message in self._sent]
 
     def _read(
-        self, replies: Iterable[Message], *, with_arrays: bool
-    ) -> tuple[dict[int, Reply], dict[str, str]]:
+        self, replies: Iterable[Message], limits: Limits, *, with_arrays: bool
+    ) -> tuple[dict[int, Reply], dict[int, Lost]]:
         """Return the readable replies by partition, and why the other clients have none."""
         sent = self._sent or []
         answers = _answers(sent, replies)
         good: dict[int, Reply] = {}
-        dropped: dict[str, str] = {}
+        lost: dict[int, Lost] = {}
         for partition, _ in sent:
+            answer = answers.get(partition)
+            failure = "no reply in time" if answer is None else error_of(answer)
+            if answer is None or failure is not None:
+                lost[partition] = Lost(FAILED, str(failure))
+                continue
             try:
-                good[partition] = read_reply(answers[partition], with_arrays=with_arrays)
-            except KeyError:
-                dropped[self._roster.label(partition)] = "no reply in time"
+                good[partition] = read_reply(answer, with_arrays=with_arrays, limits=limits)
             except Exception as error:
-                dropped[self._roster.label(partition)] = str(error)
-        return good, dropped
+                lost[partition] = Lost(REFUSED, brief(str(error)))
+        return good, lost
 
 
 def await_nodes(grid: Grid, options: Options) -> int:
@@ -276,7 +295,7 @@ def _properties(answer: Message | None) -> Mapping[str, Any]:
     if answer is None:
         raise ValueError("no reply in time")
     if answer.has_error():
-        raise ValueError(f"error {answer.error.code}: {answer.error.reason}")
+        raise ValueError(error_of(answer))
     record = answer.content.get(CONFIG)
     if not isinstance(record, ConfigRecord):
         raise ValueError(f"no ConfigRecord {CONFIG!r}")
@@ -297,7 +316,7 @@ def _remembering(
             return MetricRecord(conversation.server_metrics[round_])
         record = evaluate_fn(round_, arrays)
         if record is not None:
-            conversation.server_metrics[round_] = dict(record)
+            conversation.measured(round_, dict(record))
         return record
 
     return evaluate

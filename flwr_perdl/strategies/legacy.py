@@ -23,8 +23,9 @@ from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import Strategy
 
 from flwr_perdl._checks import Matrix
-from flwr_perdl._records import Reply, Scalar, check_reply
+from flwr_perdl._records import Reply, Scalar, brief, check_reply, from_npy
 from flwr_perdl.strategies._conversation import Conversation, Plan, Roster, settle
+from flwr_perdl.strategies._protocol import FAILED, REFUSED, Lost
 from flwr_perdl.strategies._strategy import ProtocolStrategy
 
 EvaluateFn = Callable[[int, list[Matrix]], tuple[float, dict[str, Scalar]] | None]
@@ -81,7 +82,9 @@ class LegacyStrategy(Strategy):
     def initialize_parameters(self, client_manager: ClientManager) -> Parameters:
         """Begin the run (or take it up from its checkpoint) and return its model."""
         self._roster = Roster()
-        return ndarrays_to_parameters(self.strategy.open(self._initial).model)
+        conversation = self.strategy.open(self._initial)
+        conversation.begin(None)
+        return ndarrays_to_parameters(conversation.model)
 
     def configure_fit(
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
@@ -104,8 +107,8 @@ class LegacyStrategy(Strategy):
             proxy.cid: (result.num_examples, result.parameters, result.metrics)
             for proxy, result in results
         }
-        good, dropped = self._read(replies, failures)
-        report = self.conversation.conclude(server_round, good, dropped, self._roster)
+        good, lost = self._read(replies, failures)
+        report = self.conversation.conclude(server_round, good, lost, self._roster)
         return ndarrays_to_parameters(self.conversation.model), dict(report.aggregate)
 
     def configure_evaluate(
@@ -130,8 +133,8 @@ class LegacyStrategy(Strategy):
             proxy.cid: (result.num_examples, none, {"loss": result.loss, **result.metrics})
             for proxy, result in results
         }
-        good, dropped = self._read(replies, failures)
-        report = self.conversation.conclude_evaluation(server_round, good, dropped)
+        good, lost = self._read(replies, failures)
+        report = self.conversation.conclude_evaluation(server_round, good, lost, self._roster)
         return report.aggregate.get("loss"), dict(report.aggregate)
 
     def evaluate(
@@ -177,19 +180,21 @@ class LegacyStrategy(Strategy):
         self,
         replies: Mapping[str, tuple[int, Parameters, Mapping[str, Scalar]]],
         failures: Sequence[Any],
-    ) -> tuple[dict[int, Reply], dict[str, str]]:
+    ) -> tuple[dict[int, Reply], dict[int, Lost]]:
         """Return the readable replies by partition, and why the other clients have none."""
         good: dict[int, Reply] = {}
-        dropped: dict[str, str] = {}
+        lost: dict[int, Lost] = {}
         causes = "; ".join(sorted({str(f) for f in failures if isinstance(f, BaseException)}))
         for cid, partition in self._asked.items():
             if cid not in replies:
-                dropped[self._roster.label(partition)] = causes or "no reply in time"
+                lost[partition] = Lost(FAILED, brief(causes) or "no reply in time")
                 continue
             num_examples, parameters, metrics = replies[cid]
             try:
-                arrays = parameters_to_ndarrays(parameters)
-                good[partition] = check_reply(arrays, num_examples, metrics)
+                limits = self.conversation.limits
+                limits.check(parameters.tensors)
+                arrays = [from_npy(data) for data in parameters.tensors]
+                good[partition] = check_reply(arrays, num_examples, metrics, limits)
             except Exception as error:
-                dropped[self._roster.label(partition)] = str(error)
-        return good, dropped
+                lost[partition] = Lost(REFUSED, brief(str(error)))
+        return good, lost

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from logging import WARNING
+from math import prod
 from typing import Any, Unpack, cast
 
 import numpy as np
@@ -30,6 +31,7 @@ from flwr.common import log
 from flwr_perdl._checks import Matrix, check_array, check_choice
 from flwr_perdl._random import SERVER, spawn
 from flwr_perdl._records import Reply
+from flwr_perdl._robust import DEEDS
 from flwr_perdl.clients.regression import OPTION
 from flwr_perdl.regression import Answers, Ask, State, TwoPhase
 from flwr_perdl.strategies import _protocol
@@ -94,7 +96,7 @@ class _MixedRegression(ProtocolStrategy):
         count = 0 if state is None else int(state[_COUNT])
         while not (self._phase_1_only and now.step == "update"):
             rng = spawn(self._options.seed, SERVER, count + 1)
-            ask = phases.ask(now, rng)
+            ask, shape = phases.ask(now, rng), phases.answer_shape(now)
             replies = yield Request(
                 ask.step,
                 ask.arrays,
@@ -103,6 +105,7 @@ class _MixedRegression(ProtocolStrategy):
                 _check(phases, now),
                 own=_own(ask),
                 model=[now.centers] if now.centers.size else (),
+                most=None if shape is None else prod(shape),
             )
             count += 1
             answers = _collect(replies)
@@ -110,6 +113,7 @@ class _MixedRegression(ProtocolStrategy):
                 now = phases.begin(random_models(self._n_models(), answers.stack.shape[1] - 1, rng))
             if now.step == ask.step:
                 now = phases.advance(now, answers, rng)
+                replies.note(DEEDS[phases.robust], {int(who): odd for who, odd in now.odd})
         return [now.centers]
 
     def _given(self, initial: list[Matrix]) -> Matrix | None:

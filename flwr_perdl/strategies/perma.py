@@ -41,6 +41,8 @@ What each party receives:
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Collection
 from logging import WARNING
 from typing import Any, Literal, Unpack
 
@@ -49,6 +51,7 @@ from flwr.common import log
 
 from flwr_perdl._checks import Matrix, check_array, check_choice, check_count
 from flwr_perdl._records import Reply
+from flwr_perdl._robust import DEEDS
 from flwr_perdl.clients.dictionary import (
     ATOMS,
     LOCAL_STEPS,
@@ -60,6 +63,7 @@ from flwr_perdl.clients.dictionary import (
     UPDATE,
 )
 from flwr_perdl.dictionary import (
+    Aggregation,
     aggregate_atoms,
     aggregate_statistics,
     global_matching,
@@ -72,6 +76,8 @@ from flwr_perdl.strategies._strategy import ProtocolStrategy
 
 AGGREGATIONS = ("statistics", "mean", "weighted", "median", "geometric-median", "trimmed")
 MATCHINGS = ("consensus", "paths")
+#: What the report says of a client that counted with its last contribution.
+REMEMBERED = "remembered"
 
 
 class PerMA(ProtocolStrategy):
@@ -93,13 +99,19 @@ class PerMA(ProtocolStrategy):
         Iterations of the client's learner per round.
     refine_steps : int, default 0
         Iterations of local refinement (Algorithm 6) before each update.
+    remember : int, default 0
+        Update rounds for which a client that gives no good reply counts with its last one, so
+        that its absence does not cost what its data say. The server, and its checkpoints, then
+        hold a contribution per client; 0, the paper's, holds none.
     **options
         See `ServerOptions`: ``fraction_train``, ``min_clients``, ``seed``, ``checkpoint_dir``, …
 
     Raises
     ------
     ValueError
-        If an option breaks its rule; in round one, if a client has fewer atoms than ``n_global``.
+        If an option breaks its rule; in round one, if half of the clients or more have fewer
+        atoms than ``n_global``. (Fewer such clients, and those that differ from most in features
+        or in whether their learner is orthogonal, are left out and noted.)
 
     Notes
     -----
@@ -117,6 +129,7 @@ class PerMA(ProtocolStrategy):
         aggregation: str = "statistics",
         local_steps: int = 1,
         refine_steps: int = 0,
+        remember: int = 0,
         **options: Unpack[ServerOptions],
     ) -> None:
         super().__init__(**options)
@@ -125,6 +138,7 @@ class PerMA(ProtocolStrategy):
         self.aggregation = check_choice("aggregation", aggregation, AGGREGATIONS)
         self.local_steps = check_count("local_steps", local_steps, 1)
         self.refine_steps = check_count("refine_steps", refine_steps, 0)
+        self.remember = check_count("remember", remember)
 
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """P0, Algorithm 1: one request per communication round."""
@@ -137,6 +151,7 @@ class PerMA(ProtocolStrategy):
             global_atoms, orthogonal = state["global_atoms"], bool(state["orthogonal"])
             statistics = self.aggregation == "statistics"
             columns = global_atoms.shape[1] + (statistics and not orthogonal) * len(global_atoms)
+            shape = (len(global_atoms), columns)
             replies = yield Request(
                 UPDATE,
                 [global_atoms],
@@ -147,32 +162,40 @@ class PerMA(ProtocolStrategy):
                     REFINE_STEPS: self.refine_steps,
                 },
                 state,
-                _shape_check((len(global_atoms), columns)),
+                _shape_check(shape),
+                most=shape[0] * shape[1],
             )
-            state = {**state, "global_atoms": self._aggregate(replies, global_atoms, orthogonal)}
+            told, heard = self._recall(state, replies)
+            replies.note(REMEMBERED, {who: 1.0 for who in heard if who not in replies})
+            found = self._aggregate(heard, global_atoms, orthogonal)
+            for deed, shares in found.odd.items():
+                replies.note(deed, dict(zip(heard, shares, strict=True)))
+            state = {**state, **told, "global_atoms": found.global_atoms}
 
     def _match(self, replies: Replies) -> State:
         """Find the global atoms in the clients' dictionaries (line 6)."""
-        orthogonal = all(reply.metrics.get("orthogonal") == 1 for reply in replies.values())
+        replies = _alike(replies, lambda reply: reply.arrays[0].shape[1], "features")
+        replies = _alike(replies, lambda reply: reply.metrics.get("orthogonal"), "orthogonal")
+        orthogonal = next(iter(replies.values())).metrics.get("orthogonal") == 1
         if self.n_global != "auto":
-            for partition, reply in replies.items():
-                n_atoms = int(reply.metrics.get("n_atoms", len(reply.arrays[0])))
-                if n_atoms < self.n_global:
+            sizes = {p: int(r.metrics.get("n_atoms", len(r.arrays[0]))) for p, r in replies.items()}
+            few = {p: n for p, n in sizes.items() if n < self.n_global}
+            for partition, n_atoms in few.items():
+                if 2 * len(few) >= len(sizes):
                     raise ValueError(
                         f"n_global must be at most every client's number of atoms, got "
                         f"n_global={self.n_global} with {n_atoms} atoms at client {partition}."
                     )
-        features = {reply.arrays[0].shape[1] for reply in replies.values()}
-        if len(features) != 1:
-            raise ValueError(f"all clients must have as many features, got {sorted(features)}.")
+                log(WARNING, "Client %d has %d atoms only: left out.", partition, n_atoms)
+            replies = _leave_out(replies, few)
         dictionaries = [reply.arrays[0] for reply in replies.values() if len(reply.arrays[0])]
         if not dictionaries:
             raise ValueError(
                 "min_support must leave atoms to match, got none from any client: the clients "
                 "have too few samples."
             )
-        n_global, sizes = self.n_global, [len(D) for D in dictionaries]
-        most = sum(sizes) if self.matching == "consensus" else max(sizes)
+        n_global, lengths = self.n_global, [len(D) for D in dictionaries]
+        most = sum(lengths) if self.matching == "consensus" else max(lengths)
         if n_global != "auto" and n_global > most:
             log(WARNING, "The clients sent %d atoms to match: n_global is %d.", most, most)
             n_global = most
@@ -186,20 +209,53 @@ class PerMA(ProtocolStrategy):
             "path_lengths": matching.path_lengths,
         }
 
-    def _aggregate(self, replies: Replies, current: Matrix, orthogonal: bool) -> Matrix:
+    def _recall(self, state: State, replies: Replies) -> tuple[State, Replies]:
+        """Return what is to be remembered, and the replies with those of absent clients."""
+        if not self.remember:
+            return {}, replies
+        update, heard = int(state.get("update", np.array(0))) + 1, dict(replies)
+        since = dict.fromkeys(replies, update)
+        if "told" in state:
+            for (who, when, n_samples), array in zip(state["who"], state["told"], strict=True):
+                if who not in heard and when >= update - self.remember:
+                    heard[int(who)] = Reply([array], int(n_samples), {})
+                    since[int(who)] = int(when)
+        kept = Replies(heard)
+        who = [[p, since[p], reply.num_examples] for p, reply in kept.items()]
+        told = np.stack([reply.arrays[0] for reply in kept.values()])
+        return {"update": np.array(update), "who": np.array(who), "told": told}, kept
+
+    def _aggregate(self, replies: Replies, current: Matrix, orthogonal: bool) -> Aggregation:
         """Return the new global atoms (line 13)."""
         if not len(current):
-            return current
+            return Aggregation(current, np.ones(len(replies), dtype=bool), {})
         stack = np.stack([reply.arrays[0] for reply in replies.values()])
         if self.aggregation == "statistics":
-            return aggregate_statistics(stack, current, orthogonal=orthogonal).global_atoms
+            return aggregate_statistics(stack, current, orthogonal=orthogonal)
         return aggregate_atoms(
             stack,
             current,
             method=self.aggregation,
             weights=np.array([float(reply.num_examples) for reply in replies.values()]),
             orthogonal=orthogonal,
-        ).global_atoms
+        )
+
+
+def _alike(replies: Replies, trait: Callable[[Reply], Any], name: str) -> Replies:
+    """Return the replies that have the trait that most have; the others are left out."""
+    most = Counter(trait(reply) for reply in replies.values()).most_common(1)[0][0]
+    others = [p for p, reply in replies.items() if trait(reply) != most]
+    if others:
+        log(WARNING, "Left out clients %s: of %s, the others have %s.", others, name, most)
+    return _leave_out(replies, others)
+
+
+def _leave_out(replies: Replies, partitions: Collection[int]) -> Replies:
+    """Note that these clients are left out, and return the others' replies."""
+    replies.note(DEEDS["filtered"], dict.fromkeys(partitions, 1.0))
+    others = Replies({p: reply for p, reply in replies.items() if p not in partitions})
+    others.noted = replies.noted
+    return others
 
 
 def _given(initial: list[Matrix]) -> State:

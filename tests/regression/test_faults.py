@@ -18,7 +18,8 @@ def planted(seed: int = 0) -> Mixed:
 
 
 def run_on(X: list[np.ndarray], y: list[np.ndarray], rounds: int = 90) -> State:
-    for settings in (TwoPhase(), TwoPhase(n_clusters=3, robust="clip"), TwoPhase.paper(3)):
+    robust = [TwoPhase(n_clusters=3, robust=rule) for rule in ("clip", "filtered")]
+    for settings in (TwoPhase(), *robust, TwoPhase.paper(3)):
         state = simulate(Clients(X, y), settings, rounds).state
         assert len(state.centers)
         assert np.isfinite(state.centers).all()
@@ -90,9 +91,10 @@ def test_a_single_client() -> None:
     run_on(data.X[-1:], data.y[-1:])
 
 
-def test_clients_drop_out_at_random() -> None:
+@pytest.mark.parametrize("robust", ["mean", "filtered"])
+def test_clients_drop_out_at_random(robust: str) -> None:
     data = planted()
-    state = simulate(Clients(data.X, data.y), TwoPhase(), 90, dropout=0.2).state
+    state = simulate(Clients(data.X, data.y), TwoPhase(robust=robust), 90, dropout=0.2).state
     assert state.centers.shape == data.theta.shape
     assert model_error(state.centers, data.theta) < 0.1
 
@@ -143,10 +145,11 @@ def test_without_any_anchor_phase_1_says_so() -> None:
         settings.advance(state, answers, rng)
 
 
+@pytest.mark.parametrize("robust", ["clip", "filtered"])
 @pytest.mark.parametrize("n_clusters", [3, "auto"])
 @pytest.mark.parametrize("size", [1e6, 1e100])
-def test_one_adversary_with_huge_values(n_clusters: int | str, size: float) -> None:
-    data, settings = planted(), TwoPhase(n_clusters=n_clusters, robust="clip")
+def test_one_adversary_with_huge_values(n_clusters: int | str, size: float, robust: str) -> None:
+    data, settings = planted(), TwoPhase(n_clusters=n_clusters, robust=robust)
     clients, state = Clients(data.X, data.y), settings.begin()
     coarse = None
     for round_ in range(1, 121):

@@ -82,6 +82,7 @@ CASES: dict[str, tuple[int | str, dict[str, Any], Any]] = {
     "exact": (3, {"local": "exact"}, None),
     "soft": (3, {"softness": 1.0}, None),
     "clip": (3, {"robust": "clip"}, None),
+    "filtered": (3, {"robust": "filtered"}, None),
     "the paper's": (3, PAPER, None),
     "perturbed anchors": (3, {**PAPER, "perturbation": 0.1}, None),
     "given models": (3, {"check_every": 0}, NEAR),
@@ -392,7 +393,7 @@ def test_a_client_that_lies_about_its_cluster_is_left_out() -> None:
     learn(planted(), strategy, 6, make=Liar)
     assert strategy.history[-1].dropped == {
         "client 0": "the answer names cluster 3 of 3",
-        "client 1": "wrong number of arrays: 1 is asked for, got 2",
+        "client 1": "too many numbers: 10 are asked for, 20 came",
     }
 
 

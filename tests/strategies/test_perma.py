@@ -197,7 +197,35 @@ def test_a_client_that_joins_late_carries_on(federation: MakeFederation) -> None
     assert strategy.history[-1].metrics[0]["mse_full"] < 1e-12
 
 
-@pytest.mark.parametrize("aggregation", ["statistics", "mean"])
+@pytest.mark.parametrize("remember", [1, 3])
+def test_an_absent_client_counts_with_its_last_contribution(
+    federation: MakeFederation, remember: int
+) -> None:
+    """Client 2 is silent from round 4 on; who is remembered for long enough is as good as there."""
+
+    def faults(partition: int, message: Message) -> str | None:
+        config = message.content.get("config", {})
+        gone = message.metadata.message_type == "train" and config["server-round"] > 3
+        return "silence" if partition == 2 and gone else None
+
+    def learn(**options: Any) -> tuple[np.ndarray, PerMA]:
+        strategy = PerMA(3, fraction_evaluate=0.0, remember=remember)
+        return federation(noise=0.05).learn(strategy, 6, **options), strategy
+
+    whole, _ = learn()
+    atoms, strategy = learn(faults=faults)
+    without = federation(noise=0.05).learn(PerMA(3, fraction_evaluate=0.0), 6, faults=faults)
+    lost = dictionary_distance(without, whole)
+    if remember == 3:
+        assert dictionary_distance(atoms, whole) < 0.2 * lost
+    noted = [report.anomalies.get(2, {}).get("remembered", 0) for report in strategy.history]
+    assert noted == [0, 0, 0] + [1] * remember + [0] * (3 - remember)
+
+
+@pytest.mark.parametrize(
+    "aggregation",
+    ["statistics", "mean", "remembered"],
+)
 def test_a_resumed_run_has_the_same_bits(
     federation: MakeFederation, tmp_path: Path, aggregation: str
 ) -> None:
@@ -205,6 +233,8 @@ def test_a_resumed_run_has_the_same_bits(
         return {"state-dir": str(tmp_path / "state")}
 
     options: dict[str, Any] = {"aggregation": aggregation, "fraction_train": 0.6}
+    if aggregation == "remembered":
+        options = {"remember": 2, "fraction_train": 0.6}
     planted = federation(noise=0.05)
     whole = planted.learn(PerMA(3, **options), 6)
     saving = {**options, "checkpoint_dir": tmp_path / "server"}
@@ -238,6 +268,7 @@ def test_more_global_atoms_than_atoms_are_refused(federation: MakeFederation) ->
         ({"aggregation": "max"}, "aggregation must be one of 'statistics'"),
         ({"local_steps": 0}, "local_steps must be at least 1, got 0"),
         ({"refine_steps": -1}, "refine_steps must be at least 0, got -1"),
+        ({"remember": -1}, "remember must be at least 0, got -1"),
     ],
 )
 def test_a_bad_option_is_named(options: dict[str, Any], message: str) -> None:

@@ -1,0 +1,184 @@
+"""A live view of a run from its events: ``flwr-perdl watch DIR``."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+
+from flwr_perdl.strategies._events import EVENTS, Event, read_events
+
+#: Exchanges, clients and reasons that are shown.
+_EXCHANGES, _CLIENTS, _REASONS = 10, 8, 4
+
+
+class View:
+    """What a run's events say so far."""
+
+    def __init__(self) -> None:
+        self.run: Event = {}
+        self.federation: Event = {}
+        self.asked: Event | None = None
+        self.over: Event | None = None
+        self.part: Event = {}
+        self.round = 0
+        self.server: dict[int, Mapping[str, Any]] = {}
+        self.exchanges: deque[Event] = deque(maxlen=_EXCHANGES)
+        self.clients: dict[str, dict[str, float]] = {}
+        self.reasons: deque[str] = deque(maxlen=_REASONS)
+
+    def take(self, events: Iterable[Event]) -> None:
+        """Take in further events; one of a kind that is not known here is passed over."""
+        for event in events:
+            take = getattr(self, f"_{event['event']}", None)
+            if take is not None:
+                take(event)
+
+    def _run(self, event: Event) -> None:
+        self.run, self.over = event, None
+
+    def _begin(self, event: Event) -> None:
+        self.federation, self.asked, self.over = event, None, None
+        self.round = event.get("done", 0)
+        self.server.clear()
+
+    def _ask(self, event: Event) -> None:
+        self.asked = event
+
+    def _round(self, event: Event) -> None:
+        self.asked, self.round = None, event.get("round", 0)
+        self.exchanges.append(event)
+        for client, odd in event.get("anomalies", {}).items():
+            total = self.clients.setdefault(client, {})
+            for what, share in odd.items():
+                total[what] = total.get(what, 0.0) + share
+        for client, reason in event.get("failed", {}).items():
+            self.reasons.append(f"round {event.get('round')}, {client}: {reason}")
+
+    def _server(self, event: Event) -> None:
+        self.server[event.get("round", 0)] = event.get("metrics", {})
+
+    def _part(self, event: Event) -> None:
+        self.part = event
+
+    def _end(self, event: Event) -> None:
+        self.asked = None
+        if not self.run or event.get("stopped"):
+            self.over = event
+
+    def _done(self, event: Event) -> None:
+        self.over = event
+
+    # As text ---------------------------------------------------------------------------------
+
+    def headline(self) -> str:
+        """Return how far the run is, in a line."""
+        parts = [str(self.run.get("experiment") or self.federation.get("protocol") or "run")]
+        if self.federation:
+            parts.append(f"seed {self.federation.get('seed')}")
+            parts.append(f"round {self.round} of {self.federation.get('rounds') or '?'}")
+        if self.part.get("of"):
+            parts.append(f"part {self.part.get('done')} of {self.part['of']}")
+        if self.over is not None:
+            stopped = self.over.get("stopped")
+            parts.append(f"stopped: {stopped}" if stopped else "finished")
+        elif self.asked is not None:
+            words = f"waiting for {self.asked.get('asked')} client(s) since {self.asked['time']}"
+            parts.append(f"{self.asked.get('step')} of round {self.asked.get('round')}: {words}")
+        return ", ".join(parts)
+
+    def render(self) -> Group:
+        """Return headline and tables."""
+        parts: list[Any] = [escape(self.headline())]
+        if self.exchanges:
+            parts.append(self._exchange_table())
+        odd = sorted(self.clients.items(), key=lambda item: -sum(item[1].values()))[:_CLIENTS]
+        if odd:
+            parts.append(_client_table(dict(odd)))
+        parts += [escape(reason) for reason in self.reasons]
+        return Group(*parts)
+
+    def _exchange_table(self) -> Table:
+        table = Table(box=box.SIMPLE_HEAD)
+        for head in ("round", "step", "asked", "good", "seconds", "floats up", "down", "metrics"):
+            table.add_column(head, justify="left" if head in ("step", "metrics") else "right")
+        for event in self.exchanges:
+            known = {**self.server.get(event.get("round", -1), {}), **event.get("metrics", {})}
+            numbers = {
+                name: value
+                for name, value in known.items()
+                if name not in ("clients", "dropped") and isinstance(value, int | float)
+            }
+            table.add_row(
+                *(escape(str(event.get(key, "-"))) for key in ("round", "step", "asked", "good")),
+                f"{event.get('seconds') or 0:.2f}",
+                *(f"{event.get(key) or 0:,.0f}" for key in ("floats_up", "floats_down")),
+                escape(", ".join(f"{k} {v:.4g}" for k, v in list(numbers.items())[:4])),
+            )
+        return table
+
+
+def _client_table(clients: Mapping[str, Mapping[str, float]]) -> Table:
+    """Return the table of clients whose replies were odd, the oddest first."""
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("client")
+    table.add_column("exchanges in which it")
+    for client, odd in clients.items():
+        words = ", ".join(f"{what} {share:.3g}" for what, share in odd.items())
+        table.add_row(escape(client), escape(words))
+    return table
+
+
+def watch(
+    folder: Path,
+    console: Console,
+    *,
+    once: bool = False,
+    poll: float = 0.5,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Show a run's events until it is over.
+
+    Parameters
+    ----------
+    folder : Path
+        The run's folder; its events may not be there yet.
+    console : Console
+        Where to show them.
+    once : bool, default False
+        Show what there is now, as plain text, and return.
+    poll : float, default 0.5
+        Seconds between two looks at the file.
+    sleep : callable
+        How to wait.
+
+    Raises
+    ------
+    ValueError
+        If ``once`` and there are no events.
+    """
+    path, view, read = folder / EVENTS, View(), 0
+    if once:
+        if not path.is_file():
+            raise ValueError(f"{str(folder)!r} must be a run's folder, but has no {EVENTS}.")
+        view.take(read_events(path)[0])
+        console.print(view.render())
+        return
+    with Live(console=console, auto_refresh=False) as live:
+        while view.over is None:
+            if path.is_file():
+                if path.stat().st_size < read:  # a new run was begun in the folder
+                    view, read = View(), 0
+                events, read = read_events(path, read)
+                view.take(events)
+            live.update(view.render() if read else f"Waiting for {path} …", refresh=True)
+            if view.over is None:
+                sleep(poll)

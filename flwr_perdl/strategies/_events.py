@@ -1,0 +1,83 @@
+"""What happens in a run, as it happens: one JSON object per line (format: docs/faults.md)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from logging import WARNING
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from flwr.common import log
+
+#: A run's events, in its folder.
+EVENTS = "events.jsonl"
+
+Event = dict[str, Any]
+
+
+class EventLog:
+    """Appends events to a file; every line is on its way to the disk before the run goes on.
+
+    A run that was killed in the middle of a line loses that line, and no other: what follows an
+    incomplete line begins a new one, and `read_events` leaves out what is no JSON.
+
+    Parameters
+    ----------
+    path : str, Path or None
+        The file, made with its folder when missing; None writes nothing.
+    """
+
+    def __init__(self, path: str | Path | None) -> None:
+        self._path = None if path is None else Path(path)
+
+    def write(self, event: str, **fields: Any) -> None:
+        """Append one event; a disk that is full is logged, and does not stop the run."""
+        if self._path is None:
+            return
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        line = json.dumps(_plain({"time": now, "event": event, **fields}), allow_nan=False)
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("ab+") as stream:
+                if stream.tell():
+                    stream.seek(-1, 2)
+                    if stream.read(1) != b"\n":
+                        stream.write(b"\n")
+                stream.write(line.encode() + b"\n")
+        except OSError as error:
+            log(WARNING, "The event %r could not be written to %s: %s", event, self._path, error)
+
+
+def read_events(path: Path, start: int = 0) -> tuple[list[Event], int]:
+    """Return the events of a file from byte ``start`` on, and where the next one begins.
+
+    A last line without an end is still being written, and is left for the next call; a line that
+    is no event is left out.
+    """
+    with path.open("rb") as stream:
+        stream.seek(start)
+        data = stream.read()
+    whole = data[: data.rfind(b"\n") + 1]
+    return [event for line in whole.splitlines() if (event := _parsed(line))], start + len(whole)
+
+
+def _parsed(line: bytes) -> Event | None:
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
+
+
+def _plain(value: Any) -> Any:
+    """Return what JSON can say: numbers that are not finite become null."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, float) and not isfinite(value):
+        return None
+    return value if isinstance(value, bool | int | float | str | None) else str(value)

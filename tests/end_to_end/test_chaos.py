@@ -1,0 +1,143 @@
+"""A hundred runs in which everything goes wrong (chaos.py): nearly all end as if nothing had."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flwr_perdl import _store
+from flwr_perdl.strategies._events import read_events
+
+_spec = importlib.util.spec_from_file_location("chaos", Path(__file__).parent / "chaos.py")
+assert _spec is not None
+assert _spec.loader is not None
+chaos: Any = importlib.util.module_from_spec(_spec)
+sys.modules["chaos"] = chaos  # its annotations are looked up there
+_spec.loader.exec_module(chaos)
+
+N_RUNS, SECONDS = 100, 30
+#: Runs in a process of their own, which is killed.
+REAL = (12, 38, 71)
+CLOSE = 1.1
+NOTHING = chaos.Schedule({r: set() for r in range(1, chaos.N_ROUNDS + 1)}, {}, {}, [], False)
+
+
+class Hung(BaseException):
+    """A run takes longer than any of them may."""
+
+
+@contextmanager
+def limit(seconds: int) -> Iterator[None]:
+    """Let the block take so long and no longer."""
+
+    def alarm(*_: Any) -> None:
+        raise Hung
+
+    before = signal.signal(signal.SIGALRM, alarm)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def killed_for_real(seed: int, out: Path) -> int:
+    """Start a server in a process of its own, kill it at a random moment, return its status."""
+    rng = np.random.default_rng(seed)
+    events, wanted = out / "events.jsonl", int(rng.integers(1, chaos.N_ROUNDS - 1))
+    command = [sys.executable, chaos.__file__, str(seed), str(out)]
+    server = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    while server.poll() is None:
+        asked = read_events(events)[0] if events.is_file() else []
+        if sum(event["event"] == "ask" for event in asked) >= wanted:
+            time.sleep(rng.random() * 0.02)
+            server.send_signal(signal.SIGKILL)
+            break
+        time.sleep(0.002)
+    return server.wait(timeout=SECONDS)
+
+
+def check_private_atoms(ended: Any, folder: Path) -> None:
+    """Every client's newest state is still on disk, and can be read."""
+    for client, newest in ended.grid.on_disk.items():
+        own = folder / f"client-{client}"
+        assert _store.rounds_in(own)[-1] >= newest
+        for round_ in _store.rounds_in(own):
+            assert _store.load(_store.round_path(own, round_)).arrays
+
+
+def check_stopped(seed: int, ended: Any, out: Path, clean: float) -> None:
+    """It stopped for want of clients, in a sentence; with all of them back it goes on."""
+    assert ended.stopped is not None
+    assert ended.stopped.count(". ") == 0
+    stopped = ended.grid.round
+    sentence = f"Round {stopped} has "
+    assert ended.stopped.startswith(sentence)
+    assert f"fewer than min_clients={chaos.MIN_CLIENTS}" in ended.stopped
+    plan = ended.grid.plan
+    bad = {client for (round_, client), what in plan.bad.items() if round_ == stopped and what}
+    assert chaos.N_CLIENTS - len(plan.absent[stopped] | bad) < chaos.MIN_CLIENTS
+    again = chaos.run(seed, out, plan=NOTHING, resume=True)
+    assert again.error is not None
+    assert again.error < CLOSE * clean
+
+
+@pytest.mark.slow
+def test_a_hundred_runs_through_chaos(tmp_path: Path, capsys: Any) -> None:
+    logging.disable(logging.CRITICAL)
+    counts: Counter[str] = Counter()
+    try:
+        clean = chaos.undisturbed(tmp_path / "clean")
+        for seed in range(N_RUNS):
+            out, really = tmp_path / str(seed), seed in REAL
+            if really:
+                counts["killed (SIGKILL)"] += killed_for_real(seed, out) == -signal.SIGKILL
+            with limit(SECONDS):
+                ended = chaos.run(seed, out, resume=really)
+            counts["killed"] += ended.kills
+            check_private_atoms(ended, out / "state")
+            if ended.error is None:
+                check_stopped(seed, ended, out, clean)
+                counts["stopped, and resumable"] += 1
+            else:
+                counts["close" if ended.error < CLOSE * clean else "far"] += 1
+    finally:
+        logging.disable(logging.NOTSET)
+    with capsys.disabled():
+        print(f"\nchaos, {N_RUNS} runs: {dict(counts)}")
+    assert counts["close"] >= 95
+    assert counts["far"] == 0
+    assert counts["stopped, and resumable"] >= 1
+    assert counts["killed"] > 50
+    assert counts["killed (SIGKILL)"] == len(REAL)
+
+
+def test_a_few_runs_through_chaos(tmp_path: Path) -> None:
+    clean = chaos.undisturbed(tmp_path / "clean")
+    for seed in (0, 1):
+        ended = chaos.run(seed, tmp_path / str(seed))
+        check_private_atoms(ended, tmp_path / str(seed) / "state")
+        assert ended.error is not None
+        assert ended.error < CLOSE * clean
+
+
+def test_the_schedules_have_everything_in_them() -> None:
+    plans = [chaos.schedule(seed) for seed in range(N_RUNS)]
+    assert {bad for plan in plans for bad in plan.bad.values()} == set(chaos.BAD)
+    assert {moment for plan in plans for _, moment in plan.kills} == set(chaos.MOMENTS)
+    assert any(forgets for plan in plans for _, forgets in plan.rejoins.values())
+    assert all(chaos.schedule(7) == plan for plan in [plans[7]])

@@ -1,0 +1,133 @@
+"""Three clients in ten lie: a robust run stays within twice the clean error, a mean does not."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flwr_perdl._random import DATA as DRAWS
+from flwr_perdl._random import spawn
+from flwr_perdl.clients import DictionaryClient, client_app
+from flwr_perdl.dictionary import GradientLearner, OrthogonalLearner, dictionary_distance
+from flwr_perdl.regression import TwoPhase, model_error
+from flwr_perdl.simulations import InProcessGrid
+from flwr_perdl.simulations.data import planted_clients
+from flwr_perdl.simulations.liars import MESSAGES, LyingDictionaryClient, liars, lie, regress
+from flwr_perdl.simulations.mixed_regression_data import Mixed, setting
+from flwr_perdl.strategies import PerMA, client_report
+
+BOUND = 2.0
+
+
+def perma(
+    attack: str | None, aggregation: str = "statistics", learner: Any = None, n: int = 10
+) -> tuple[float, dict[int, dict[str, float]]]:
+    """Return the error of the global atoms, and the report on the clients."""
+    planted = planted_clients(
+        np.random.default_rng(0), [6] * n, [200] * n, 3, n_features=6, noise=0.05
+    )
+    local = learner or OrthogonalLearner(6, threshold=0.15)
+
+    def make_client(context: Any) -> DictionaryClient:
+        partition = int(context.node_config["partition-id"])
+        X = planted.samples[partition]
+        if attack is not None and partition < 0.3 * n:
+            return LyingDictionaryClient(X, local, context, attack=attack)
+        return DictionaryClient(X, local, context)
+
+    strategy = PerMA(3, aggregation=aggregation, fraction_evaluate=0.0)
+    result = strategy.start(InProcessGrid(client_app(make_client), n), num_rounds=12)
+    atoms = result.arrays.to_numpy_ndarrays()[0]
+    return dictionary_distance(atoms, planted.global_atoms), client_report(strategy.history)
+
+
+@pytest.mark.parametrize("attack", MESSAGES)
+def test_perma_withstands_three_liars_in_ten(attack: str) -> None:
+    clean, quiet = perma(None)
+    error, report = perma(attack)
+    assert error < BOUND * clean
+    assert all(set(counts) == {"asked"} for counts in quiet.values())
+    assert [p for p, counts in report.items() if len(counts) > 1] == [0, 1, 2]
+    deed = "clipped" if attack == "scaled" else "left out"
+    assert min(report[p][deed] for p in range(3)) > 9
+
+
+@pytest.mark.parametrize("attack", ["sign-scaled", "collude"])
+def test_perma_withstands_them_with_atoms_that_are_not_orthogonal(attack: str) -> None:
+    learner = GradientLearner(6)
+    assert perma(attack, learner=learner)[0] < BOUND * perma(None, learner=learner)[0]
+
+
+@pytest.mark.parametrize("attack", ["collude", "collude-scaled"])
+def test_perma_with_the_mean_does_not(attack: str) -> None:
+    assert perma(attack, "mean")[0] > 20 * perma(None, "mean")[0]
+
+
+def test_one_client_cannot_stop_the_matching_round() -> None:
+    """A client may say that it has no atoms, another learner, or other features: it is alone."""
+    planted = planted_clients(np.random.default_rng(0), [6] * 5, [200] * 5, 3, n_features=6)
+
+    class Odd(DictionaryClient):
+        def fit(self, parameters: Any, config: Any) -> Any:
+            (sent,), n, metrics = super().fit(parameters, config)
+            if config["perdl.step"] == "start":
+                metrics |= {0: {"n_atoms": 0}, 1: {"orthogonal": 0}}.get(self.partition, {})
+                sent = np.eye(4) if self.partition == 2 else sent
+            return [sent], n, metrics
+
+    def make_client(context: Any) -> Odd:
+        partition = int(context.node_config["partition-id"])
+        return Odd(planted.samples[partition], OrthogonalLearner(6), context)
+
+    strategy = PerMA(3, fraction_evaluate=0.0)
+    result = strategy.start(InProcessGrid(client_app(make_client), 5), num_rounds=3)
+    atoms = result.arrays.to_numpy_ndarrays()[0]
+    assert dictionary_distance(atoms, planted.global_atoms) < 1e-6
+    assert [sorted(odd) for odd in strategy.history[0].anomalies.values()] == [["left out"]] * 3
+
+
+@lru_cache
+def c1() -> Mixed:
+    return setting("C1", spawn(0, DRAWS))
+
+
+def fedx(attack: str | None, **options: Any) -> float:
+    """Return the error of the models in setting C.1, its full size."""
+    with np.errstate(all="ignore"):
+        centers = regress(c1(), TwoPhase(**options), 40, attack=attack)
+    return model_error(centers, c1().theta)
+
+
+@lru_cache
+def clean() -> float:
+    return fedx(None, n_clusters=3)
+
+
+@pytest.mark.parametrize("attack", [None, *MESSAGES, "false model"])
+def test_fedx_withstands_three_liars_in_ten(attack: str | None) -> None:
+    assert fedx(attack, n_clusters=3, robust="filtered") < BOUND * clean()
+
+
+def test_a_false_cluster_is_one_more_model() -> None:
+    """With k known there is no room for it: nothing tells liars that agree from a cluster."""
+    assert fedx("false cluster", robust="filtered") < BOUND * clean()
+
+
+@pytest.mark.parametrize("attack", [*MESSAGES, "false model"])
+def test_fedx_with_the_mean_does_not(attack: str) -> None:
+    assert not fedx(attack, n_clusters=3) <= BOUND * clean()
+
+
+def test_liars_are_spread_evenly_and_agree() -> None:
+    labels = np.repeat([0, 1, 2], [10, 20, 30])
+    who = liars(labels, 0.3, np.random.default_rng(0))
+    np.testing.assert_array_equal(np.bincount(labels[who]), [3, 6, 9])
+    one, other = np.array([[3.0, 4.0]]), np.array([[0.0, 10.0]])
+    np.testing.assert_array_equal(lie(one, "sign-scaled"), -1e6 * one)
+    agreed = lie(one, "collude", 1)
+    np.testing.assert_allclose(lie(other, "collude", 1), 2 * agreed)
+    np.testing.assert_allclose(np.linalg.norm(agreed), 5)
+    assert not np.allclose(agreed, lie(one, "collude", 2))

@@ -1,0 +1,148 @@
+"""The events of a run: written as it goes, whole after a crash, and continued by a resumed run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Message
+
+from flwr_perdl.clients import client_app
+from flwr_perdl.simulations import InProcessGrid
+from flwr_perdl.strategies import PerMA, TooFewReplies, client_report
+from flwr_perdl.strategies._events import EventLog, read_events
+
+
+def kinds(path: Path) -> list[str]:
+    return [event["event"] for event in read_events(path)[0]]
+
+
+def test_every_exchange_is_an_event_with_its_figures(federation: Any, tmp_path: Path) -> None:
+    def faults(partition: int, message: Message) -> str | None:
+        config = message.content.get("config", {})
+        if message.metadata.message_type == "train" and config["server-round"] == 2:
+            return {1: "nan", 3: "silence"}.get(partition)
+        return None
+
+    path = tmp_path / "events.jsonl"
+    strategy = PerMA(3, events=path, evaluate_every=2)
+    federation().learn(strategy, 2, faults=faults)
+    events, end = read_events(path)
+    assert end == path.stat().st_size
+    assert kinds(path) == ["begin", "ask", "round", "ask", "round", "ask", "round", "end"]
+    assert events[0]["rounds"] == 2
+    assert events[-1] == {**events[-1], "done": 2, "stopped": None}
+    update = events[4]
+    assert (update["step"], update["asked"], update["good"]) == ("update", 5, 3)
+    assert update["failed"] == {
+        "client 1": "array 0 has NaN or infinite values",
+        "client 3": "no reply in time",
+    }
+    assert update["anomalies"] == {"1": {"refused": 1.0}, "3": {"failed": 1.0}}
+    assert (update["floats_down"], update["floats_up"]) == (18.0, 18.0)
+    report = next(r for r in strategy.history if r.step == "update")
+    assert update["metrics"] == report.aggregate
+    assert update["clients"] == {str(p): metrics for p, metrics in report.metrics.items()}
+    assert update["seconds"] >= 0
+    assert client_report(strategy.history)[1] == {"asked": 3.0, "refused": 1.0}
+    assert client_report(strategy.history)[0] == {"asked": 3.0}
+
+
+def test_what_stops_a_run_is_its_last_event(federation: Any, tmp_path: Path) -> None:
+    def faults(partition: int, message: Message) -> str | None:
+        return "error" if message.metadata.message_type == "train" else None
+
+    path = tmp_path / "events.jsonl"
+    with pytest.raises(TooFewReplies):
+        federation().learn(PerMA(3, events=path), faults=faults)
+    *_, last, end = read_events(path)[0]
+    assert (last["event"], last["good"], len(last["failed"])) == ("round", 0, 5)
+    assert end["stopped"].startswith("Round 1 has 0 good replies, fewer than min_clients=2")
+
+
+def test_a_resumed_run_appends(federation: Any, tmp_path: Path) -> None:
+    planted, path = federation(), tmp_path / "events.jsonl"
+    options: dict[str, Any] = {"events": path, "checkpoint_dir": tmp_path, "fraction_evaluate": 0.0}
+    planted.learn(PerMA(3, **options), 2)
+    with path.open("ab") as stream:
+        stream.write(b'{"event": "round", "rou')  # killed in the middle of a line
+    planted.learn(PerMA(3, resume=True, **options), 3)
+    events = read_events(path)[0]
+    assert [e["round"] for e in events if e["event"] == "round"] == [1, 2, 3]
+    assert [e["done"] for e in events if e["event"] == "begin"] == [0, 2]
+
+
+def test_history_with_anomalies_survives_a_checkpoint(federation: Any, tmp_path: Path) -> None:
+    def faults(partition: int, message: Message) -> str | None:
+        return "nan" if partition == 2 and message.metadata.message_type == "train" else None
+
+    planted, first = federation(), PerMA(3, checkpoint_dir=tmp_path)
+    planted.learn(first, 2, faults=faults)
+    again = PerMA(3, checkpoint_dir=tmp_path, resume=True)
+    planted.learn(again, 2, faults=faults)
+    assert again.history == first.history
+    assert client_report(again.history)[2]["refused"] == 2
+
+
+def test_a_line_in_the_making_is_left_for_later(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b'no json\n[1]\n{"event": 3}\n{"event": "a"}\n{"event": "b"')
+    events, read = read_events(path)
+    assert [event["event"] for event in events] == ["a"]
+    with path.open("ab") as stream:
+        stream.write(b"}\n")
+    assert [event["event"] for event in read_events(path, read)[0]] == ["b"]
+
+
+def test_what_json_cannot_say_is_null_and_a_full_disk_stops_nothing(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "new" / "events.jsonl")
+    log.write("x", value=float("inf"), path=tmp_path, pair=(1, None))
+    event = json.loads((tmp_path / "new" / "events.jsonl").read_text())
+    assert (event["value"], event["path"], event["pair"]) == (None, str(tmp_path), [1, None])
+    EventLog(tmp_path).write("x")  # a folder: it cannot be written
+
+
+class Sender:
+    """Makes clients that send arrays of their own in one round."""
+
+    def __init__(self, planted: Any, round_: int, *arrays: np.ndarray) -> None:
+        self.planted, self.round, self.arrays = planted, round_, list(arrays)
+
+    def __call__(self, context: Any) -> Any:
+        client = self.planted.make_client(context)
+        fit = client.fit
+        if client.partition == 0:
+            client.fit = lambda arrays, config: (
+                (self.arrays, 200, {})
+                if config["server-round"] == self.round
+                else fit(arrays, config)
+            )
+        return client
+
+
+@pytest.mark.parametrize(
+    ("round_", "arrays", "options", "reason"),
+    [
+        (1, [np.eye(9)], {"max_reply_bytes": 500}, "too large: 776 bytes of arrays, at most 500"),
+        (2, [np.ones((1000, 1000))], {}, "too many numbers: 18 are asked for, 1000000 came"),
+        (2, [np.full((3, 6), 1e101)], {}, "array 0 has numbers beyond 1e+100"),
+        (2, [np.full((3, 6), 9.0)], {"max_magnitude": 8.0}, "array 0 has numbers beyond 8"),
+    ],
+    ids=["bytes", "shape", "magnitude", "own limit"],
+)
+def test_the_server_says_what_a_reply_may_be(
+    federation: Any, round_: int, arrays: list[Any], options: Any, reason: str
+) -> None:
+    planted = federation()
+    strategy = PerMA(3, fraction_evaluate=0.0, **options)
+    grid = InProcessGrid(client_app(Sender(planted, round_, *arrays)), 5)
+    if "max_magnitude" in options:
+        for X in planted.planted.samples:
+            X /= 100  # so that the honest ones are within the limit
+    strategy.start(grid, num_rounds=2)
+    report = strategy.history[round_ - 1]
+    assert report.anomalies[0] == {"refused": 1.0}
+    assert reason in report.dropped["client 0"]
