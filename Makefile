@@ -8,6 +8,7 @@ NEWEST := $(shell cat .ci/flwr-newest)
 FLWR   ?= $(NEWEST)
 RAY    ?= 1
 OUT    ?= runs/digits
+SECONDS ?= 600
 
 empty :=
 comma := ,
@@ -22,7 +23,7 @@ python := $(venv)/bin/python
 export FLWR_TELEMETRY_ENABLED = 0
 export OPENBLAS_NUM_THREADS = 1
 
-.PHONY: run test lint bench docs-figures clean
+.PHONY: run test lint bench docs-figures fuzz clean
 .DEFAULT_GOAL := run
 
 run: .venv/.installed
@@ -47,6 +48,16 @@ bench: .venv/.installed
 docs-figures: .venv/.installed
 	.venv/bin/python docs/figures.py
 
+# Coverage-guided fuzzing of everything that parses, each target for SECONDS.
+FUZZ := reply data checkpoint state run-config events
+fuzz: .venv-fuzz/.installed
+	@for target in $(FUZZ); do \
+	    echo "== $$target"; \
+	    .venv-fuzz/bin/python tests/fuzz/fuzz.py $$target -max_total_time=$(SECONDS) \
+	        -rss_limit_mb=1024 -max_len=4096 -print_final_stats=1 \
+	        -artifact_prefix=runs/fuzz/$$target- runs/fuzz/$$target || exit 1; \
+	done
+
 clean:
 	rm -rf .venv .venv-* dist .pytest_cache .mypy_cache .ruff_cache .coverage
 
@@ -56,6 +67,10 @@ clean:
 
 $(venv)/.installed: pyproject.toml .ci/flwr-newest
 	.ci/venv $(venv) --editable '$(target)' flwr==$(FLWR)
+	@touch $@
+
+.venv-fuzz/.installed: pyproject.toml .ci/flwr-newest
+	.ci/venv .venv-fuzz --editable '.[experiments]' flwr==$(NEWEST) atheris
 	@touch $@
 
 .venv-smoke-%/.installed: pyproject.toml .ci/flwr-newest
