@@ -130,7 +130,7 @@ def test_a_hundred_runs_through_chaos(tmp_path: Path, capsys: Any) -> None:
 def test_without_memory_absence_costs(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clean, n_runs = chaos.undisturbed(tmp_path / "clean"), 30
+    clean, n_runs = chaos.undisturbed(tmp_path / "clean"), 20
     monkeypatch.setattr(chaos, "REMEMBER", 0)
     errors = [chaos.run(seed, tmp_path / str(seed)).error for seed in range(n_runs)]
     close = sum(error is not None and error < CLOSE * clean for error in errors)

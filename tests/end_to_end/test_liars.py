@@ -97,7 +97,7 @@ def c1() -> Mixed:
 def fedx(attack: str | None, **options: Any) -> float:
     """Return the error of the models in setting C.1, its full size."""
     with np.errstate(all="ignore"):
-        centers = regress(c1(), TwoPhase(**options), 40, attack=attack)
+        centers = regress(c1(), TwoPhase(**options), 30, attack=attack)
     return model_error(centers, c1().theta)
 
 
@@ -117,7 +117,7 @@ def test_false_data_are_further_models(attack: str) -> None:
     assert fedx(attack, robust="filtered") < BOUND * clean()
 
 
-@pytest.mark.parametrize("attack", [*MESSAGES, "false model"])
+@pytest.mark.parametrize("attack", ["sign", "sign-scaled", "collude"])
 def test_fedx_with_the_mean_does_not(attack: str) -> None:
     assert not fedx(attack, n_clusters=3) <= BOUND * clean()
 
