@@ -8,6 +8,7 @@ NEWEST := $(shell cat .ci/flwr-newest)
 FLWR   ?= $(NEWEST)
 RAY    ?= 1
 OUT    ?= runs/digits
+SECONDS ?= 600
 
 empty :=
 comma := ,
@@ -22,7 +23,7 @@ python := $(venv)/bin/python
 export FLWR_TELEMETRY_ENABLED = 0
 export OPENBLAS_NUM_THREADS = 1
 
-.PHONY: run test lint bench bench-check docs-figures clean
+.PHONY: run test lint bench bench-check docs-figures fuzz clean
 .DEFAULT_GOAL := run
 
 run: .venv/.installed
@@ -40,15 +41,26 @@ lint: $(venv)/.installed
 smoke-%: .venv-smoke-%/.installed
 	.venv-smoke-$*/bin/flwr-perdl run digits --clients 3 --rounds 2 --out runs/smoke-$*
 
-bench-check: .venv/.installed
-	.venv/bin/python benchmarks/_check.py $(ARGS)
-
 bench: .venv/.installed
 	.venv/bin/flwr-perdl bench $(ARGS)
+
+# No ratio of times a fifth worse than the stored one; ARGS names benchmarks.
+bench-check: .venv/.installed
+	.venv/bin/python benchmarks/_check.py $(ARGS)
 
 # The measured figures in README.md and docs/.
 docs-figures: .venv/.installed
 	.venv/bin/python docs/figures.py
+
+# Coverage-guided fuzzing of everything that parses, each target for SECONDS.
+FUZZ := reply data checkpoint state run-config events
+fuzz: .venv-fuzz/.installed
+	@for target in $(FUZZ); do \
+	    echo "== $$target"; \
+	    .venv-fuzz/bin/python tests/fuzz/fuzz.py $$target -max_total_time=$(SECONDS) \
+	        -rss_limit_mb=1024 -max_len=4096 -print_final_stats=1 \
+	        -artifact_prefix=runs/fuzz/$$target- runs/fuzz/$$target || exit 1; \
+	done
 
 clean:
 	rm -rf .venv .venv-* dist .pytest_cache .mypy_cache .ruff_cache .coverage
@@ -59,6 +71,10 @@ clean:
 
 $(venv)/.installed: pyproject.toml .ci/flwr-newest
 	.ci/venv $(venv) --editable '$(target)' flwr==$(FLWR)
+	@touch $@
+
+.venv-fuzz/.installed: pyproject.toml .ci/flwr-newest
+	.ci/venv .venv-fuzz --editable '.[experiments]' flwr==$(NEWEST) atheris
 	@touch $@
 
 .venv-smoke-%/.installed: pyproject.toml .ci/flwr-newest

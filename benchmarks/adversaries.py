@@ -21,11 +21,12 @@ from flwr_perdl.dictionary import OrthogonalLearner, dictionary_distance
 from flwr_perdl.regression import TwoPhase, model_error
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.simulations.data import planted_clients
-from flwr_perdl.simulations.liars import DATA, MESSAGES, LyingDictionaryClient, regress
+from flwr_perdl.simulations.liars import DATA, MESSAGES, NUDGE, LyingDictionaryClient, regress
 from flwr_perdl.simulations.mixed_regression_data import setting
 from flwr_perdl.strategies import PerMA
 
 SHARE = 0.3
+ATTACKS = (*MESSAGES, NUDGE)
 N_CLIENTS, N_ROUNDS = 10, 15
 AGGREGATIONS = ("statistics", "geometric-median", "median", "trimmed", "mean")
 RULES: Mapping[str, Mapping[str, Any]] = {
@@ -77,22 +78,22 @@ def row(name: str, clean: Sequence[float], errors: Mapping[str, Sequence[float]]
 def table() -> str:
     """Return all tables."""
     lines = ["PerMA, noise 0.05, 10 clients, 3 seeds (nobody lies, `statistics`: 1):", ""]
-    lines += [f"| aggregation | nobody lies | {' | '.join(MESSAGES)} |"]
-    lines += ["|" + " --- |" * (2 + len(MESSAGES))]
+    lines += [f"| aggregation | nobody lies | {' | '.join(ATTACKS)} |"]
+    lines += ["|" + " --- |" * (2 + len(ATTACKS))]
     seeds = range(3)
     clean = [perma("statistics", None, seed) for seed in seeds]
     for rule in AGGREGATIONS:
-        found = {str(a): [perma(rule, a, seed) for seed in seeds] for a in (None, *MESSAGES)}
+        found = {str(a): [perma(rule, a, seed) for seed in seeds] for a in (None, *ATTACKS)}
         lines.append(row(rule, clean, found))
     for name, n_rounds, seeds in (("C1", 60, range(3)), ("C2", 80, range(2))):
         lines += ["", f"FedX, setting {name}, {len(seeds)} seeds (nobody lies, mean: 1):", ""]
-        lines += [f"| robust | nobody lies | {' | '.join((*MESSAGES, *DATA))} |"]
-        lines += ["|" + " --- |" * (2 + len(MESSAGES) + len(DATA))]
+        lines += [f"| robust | nobody lies | {' | '.join((*ATTACKS, *DATA))} |"]
+        lines += ["|" + " --- |" * (2 + len(ATTACKS) + len(DATA))]
         clean = [fedx(name, "mean", None, seed, n_rounds) for seed in seeds]
         for rule in RULES:
             found = {
                 str(attack): [fedx(name, rule, attack, seed, n_rounds) for seed in seeds]
-                for attack in (None, *MESSAGES, *DATA)
+                for attack in (None, *ATTACKS, *DATA)
             }
             lines.append(row(rule, clean, found))
     return "\n".join(lines) + "\n"

@@ -29,6 +29,7 @@ PAGES = (
     ROOT / "README.md",
     ROOT / "docs" / "perma.md",
     ROOT / "docs" / "regression.md",
+    ROOT / "docs" / "faults.md",
     ROOT / "docs" / "topologies.md",
     ROOT / "docs" / "inference.md",
     ROOT / "docs" / "biclustering-and-denoising.md",

@@ -189,7 +189,8 @@ class TwoPhase:
         (docs/faults.md). Both phases then leave out answers that are not consistent with the
         others (`flwr_perdl._robust.consistent`); Phase 1 looks for liars' groups too, in sketches
         as wide as with "auto", and takes the largest k; Phase 2 leaves out clients whose steps do
-        not follow the models as those down a convex loss do. "clip", "trimmed", "median" and
+        not follow the models as those down a convex loss do, for which the server, and its
+        checkpoints, hold every client's last update. "clip", "trimmed", "median" and
         "geometric-median": Phase 2's average (see `aggregate`); they bound what a client can do
         to Phase 1 and to the step size.
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from math import isqrt
+from math import isqrt, prod
 from pathlib import Path
 from typing import Any, NamedTuple
+from zipfile import ZipFile, ZipInfo
 
 import numpy as np
+from numpy.lib import format as npy
 from numpy.typing import NDArray
 from scipy.stats import ortho_group
 
@@ -124,6 +126,49 @@ def _bundled_digits() -> tuple[NDArray[Any], NDArray[Any]]:
     return digits.images / 16, digits.target
 
 
+def read_npz(path: str, *keys: str) -> dict[str, NDArray[Any]]:
+    """Return the arrays of an ``.npz`` file by name: those named ``keys``, or all.
+
+    An array is read only where its header says as many bytes as the file has for it, so that no
+    header makes room for what is not there.
+
+    Raises
+    ------
+    ValueError
+        If the file is not there, or cannot be read.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"data must be a file, got {path!r}.")
+    try:
+        with ZipFile(path) as archive:
+            entries = {entry.filename.removesuffix(".npy"): entry for entry in archive.infolist()}
+            wanted = {key: entries[key] for key in keys if key in entries} if keys else entries
+            return {key: _entry(archive, entry) for key, entry in wanted.items()}
+    except Exception as error:
+        raise ValueError(f"data must be a readable .npz file, got {path!r}: {error}") from error
+
+
+def names_in(path: str) -> list[str]:
+    """Return the names of the arrays in an ``.npz`` file that `read_npz` could open."""
+    with ZipFile(path) as archive:
+        return [name.removesuffix(".npy") for name in archive.namelist()]
+
+
+def _entry(archive: ZipFile, entry: ZipInfo) -> NDArray[Any]:
+    """Return one array of an ``.npz`` file."""
+    with archive.open(entry) as stream:
+        if npy.read_magic(stream) != (1, 0):
+            raise ValueError(f"{entry.filename} is no .npy file of version 1.0")
+        shape, _, dtype = npy.read_array_header_1_0(stream)
+        if min(shape, default=0) < 0 or not dtype.itemsize:
+            raise ValueError(f"{entry.filename} has the shape {shape} and dtype {dtype}")
+        if stream.tell() + dtype.itemsize * prod(shape) != entry.file_size:
+            raise ValueError(f"{entry.filename} has not as many bytes as its shape {shape} says")
+    with archive.open(entry) as stream:
+        array: NDArray[Any] = npy.read_array(stream, allow_pickle=False)
+    return array
+
+
 def read_arrays(path: str, *keys: str) -> list[NDArray[Any]]:
     """Return the arrays named ``keys`` of an ``.npz`` file, in this order.
 
@@ -132,13 +177,7 @@ def read_arrays(path: str, *keys: str) -> list[NDArray[Any]]:
     ValueError
         If the file is not there or cannot be read, or a key is missing.
     """
-    if not Path(path).is_file():
-        raise ValueError(f"data must be a file, got {path!r}.")
-    try:
-        with Path(path).open("rb") as stream, np.load(stream, allow_pickle=False) as stored:
-            arrays = {key: stored[key] for key in stored.files if key in keys}
-    except Exception as error:
-        raise ValueError(f"data must be a readable .npz file, got {path!r}: {error}") from error
+    arrays = read_npz(path, *keys)
     missing = [key for key in keys if key not in arrays]
     if missing:
         raise ValueError(

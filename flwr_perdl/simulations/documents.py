@@ -16,6 +16,7 @@ from scipy import sparse
 
 from flwr_perdl._checks import Matrix, check_count, check_real
 from flwr_perdl._random import DATA, spawn
+from flwr_perdl.simulations.data import read_npz
 
 Csr = Any  # scipy.sparse.csr_array; SciPy ships no types
 
@@ -86,11 +87,7 @@ def read_documents(path: str) -> Documents:
     """
     if not Path(path).is_file():
         raise ValueError(f"data must be a file or {NEWSGROUPS!r}, got {path!r}.")
-    try:
-        with np.load(path, allow_pickle=False) as stored:
-            arrays = {key: stored[key] for key in stored.files}
-    except Exception as error:
-        raise ValueError(f"data must be a readable .npz file, got {path!r}: {error}") from error
+    arrays = read_npz(path)
     missing = [key for key in (*_CSR, "y") if key not in arrays]
     if missing:
         raise ValueError(

@@ -8,6 +8,7 @@ attack                 what a liar sends instead of its honest answer
 ``"sign-scaled"``      minus a million times it
 ``"collude"``          what its group has agreed on, in rows as long as the honest ones
 ``"collude-scaled"``   a million times that
+``"nudge"``            the honest answer and a tenth of that
 ``"false model"``      honest answers about false data, a false model per cluster
 ``"false cluster"``    the same, one model for all liars together
 =====================  ===========================================================================
@@ -26,10 +27,12 @@ from flwr_perdl._checks import Matrix, check_choice
 from flwr_perdl._random import SERVER, spawn
 from flwr_perdl._records import STEP, Scalar
 from flwr_perdl.clients import DictionaryClient
+from flwr_perdl.clients.dictionary import START
 from flwr_perdl.regression import Answers, Clients, TwoPhase
 from flwr_perdl.simulations.mixed_regression_data import Mixed
 
 MESSAGES = ("sign", "scaled", "sign-scaled", "collude", "collude-scaled")
+NUDGE = "nudge"
 DATA = ("false model", "false cluster")
 SCALE = 1e6
 
@@ -42,7 +45,7 @@ def lie(honest: Matrix, attack: str, group: int = 0) -> Matrix:
     honest : ndarray of shape (..., n)
         The answer.
     attack : str
-        One of ``MESSAGES``.
+        One of ``MESSAGES``, or ``NUDGE``.
     group : int, default 0
         Liars of one group agree on the same.
 
@@ -50,12 +53,14 @@ def lie(honest: Matrix, attack: str, group: int = 0) -> Matrix:
     -------
     ndarray of the same shape
     """
-    check_choice("attack", attack, MESSAGES)
+    check_choice("attack", attack, (*MESSAGES, NUDGE))
     lied = honest
-    if attack.startswith("collude"):
+    if attack.startswith("collude") or attack == NUDGE:
         agreed = np.random.default_rng(group).standard_normal(honest.shape[-2:])
         agreed /= np.linalg.norm(agreed, axis=-1, keepdims=True)
         lied = agreed * np.linalg.norm(honest, axis=-1, keepdims=True)
+    if attack == NUDGE:
+        return honest + lied / 10
     if attack.startswith("sign"):
         lied = -lied
     return SCALE * lied if attack.endswith("scaled") else lied
@@ -99,7 +104,9 @@ class LyingDictionaryClient(DictionaryClient):
         """Return a lie in place of the honest answer."""
         (honest,), n_samples, metrics = super().fit(parameters, config)
         attack = self.attack
-        if config[STEP] == "start" and attack.startswith("collude"):
+        if config[STEP] == START and attack == NUDGE:  # refused: no unit atoms
+            return [honest], n_samples, metrics
+        if config[STEP] == START and attack.startswith("collude"):
             attack = "collude"
         return [lie(honest, attack)], n_samples, metrics
 
@@ -124,7 +131,7 @@ def regress(
     n_rounds : int
         Exchanges in all.
     attack : str, optional
-        One of ``MESSAGES`` or ``DATA``; by default nobody lies.
+        One of ``MESSAGES`` or ``DATA``, or ``NUDGE``; by default nobody lies.
     share : float, default 0.3
         Share of liars in every cluster.
     seed : int, default 0
@@ -147,7 +154,7 @@ def regress(
         draws = spawn(seed, SERVER, round_)
         ask = settings.ask(state, draws)
         partitions, n_samples, stack = clients.answer(ask)
-        if attack in MESSAGES:
+        if attack in (*MESSAGES, NUDGE):
             stack = stack.copy()
             first = {"update": 2, "anchors": 1}.get(ask.step, 0)
             for i in who:

@@ -18,6 +18,10 @@ from flwr_perdl.strategies._events import EVENTS, Event, read_events
 
 #: Exchanges, clients and reasons that are shown.
 _EXCHANGES, _CLIENTS, _REASONS = 10, 8, 4
+#: Fields that are numbers or null, no larger than this, and fields that are tables.
+_NUMBERS = ("round", "rounds", "done", "of", "asked", "good", "seconds", "floats_up", "floats_down")
+_TABLES = ("metrics", "failed", "anomalies")
+_LARGEST = 1e300
 
 
 class View:
@@ -36,11 +40,20 @@ class View:
         self.reasons: deque[str] = deque(maxlen=_REASONS)
 
     def take(self, events: Iterable[Event]) -> None:
-        """Take in further events; one of a kind that is not known here is passed over."""
+        """Take in further events; one of a kind or form that is not known here is passed over."""
+        take = {
+            "run": self._run,
+            "begin": self._begin,
+            "ask": self._ask,
+            "round": self._round,
+            "server": self._server,
+            "part": self._part,
+            "end": self._end,
+            "done": self._done,
+        }
         for event in events:
-            take = getattr(self, f"_{event['event']}", None)
-            if take is not None:
-                take(event)
+            if event["event"] in take and _well_formed(event):
+                take[event["event"]](event)
 
     def _run(self, event: Event) -> None:
         self.run, self.over = event, None
@@ -64,7 +77,7 @@ class View:
             self.reasons.append(f"round {event.get('round')}, {client}: {reason}")
 
     def _server(self, event: Event) -> None:
-        self.server[event.get("round", 0)] = event.get("metrics", {})
+        self.server[event.get("round") or 0] = event.get("metrics", {})
 
     def _part(self, event: Event) -> None:
         self.part = event
@@ -91,7 +104,9 @@ class View:
             stopped = self.over.get("stopped")
             parts.append(f"stopped: {stopped}" if stopped else "finished")
         elif self.asked is not None:
-            words = f"waiting for {self.asked.get('asked')} client(s) since {self.asked['time']}"
+            words = (
+                f"waiting for {self.asked.get('asked')} client(s) since {self.asked.get('time')}"
+            )
             parts.append(f"{self.asked.get('step')} of round {self.asked.get('round')}: {words}")
         return ", ".join(parts)
 
@@ -111,11 +126,11 @@ class View:
         for head in ("round", "step", "asked", "good", "seconds", "floats up", "down", "metrics"):
             table.add_column(head, justify="left" if head in ("step", "metrics") else "right")
         for event in self.exchanges:
-            known = {**self.server.get(event.get("round", -1), {}), **event.get("metrics", {})}
+            known = {**self.server.get(event.get("round") or -1, {}), **event.get("metrics", {})}
             numbers = {
                 name: value
                 for name, value in known.items()
-                if name not in ("clients", "dropped") and isinstance(value, int | float)
+                if name not in ("clients", "dropped") and _is_number(value)
             }
             table.add_row(
                 *(escape(str(event.get(key, "-"))) for key in ("round", "step", "asked", "good")),
@@ -124,6 +139,24 @@ class View:
                 escape(", ".join(f"{k} {v:.4g}" for k, v in list(numbers.items())[:4])),
             )
         return table
+
+
+def _well_formed(event: Event) -> bool:
+    """Whether what is shown of an event has the types that it should have."""
+    numbers = (event[name] for name in _NUMBERS if event.get(name) is not None)
+    tables = [event[name] for name in _TABLES if name in event]
+    return (
+        all(map(_is_number, numbers))
+        and all(isinstance(table, dict) for table in tables)
+        and all(
+            isinstance(odd, dict) and all(map(_is_number, odd.values()))
+            for odd in event.get("anomalies", {}).values()
+        )
+    )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and abs(value) < _LARGEST
 
 
 def _client_table(clients: Mapping[str, Mapping[str, float]]) -> Table:

@@ -268,7 +268,15 @@ class Conversation:
             return
         state = None if saved is None else _part(saved.arrays, "state")
         self._steps = protocol(initial, state)
-        self._advance(lambda: next(self._steps))
+        try:
+            self._advance(lambda: next(self._steps))
+        except (KeyError, TypeError, IndexError) as error:
+            if saved is None:
+                raise
+            raise ValueError(
+                f"checkpoint_dir must hold this protocol's state, got one that it cannot go on "
+                f"from in {options.checkpoint_dir}: {error!r}."
+            ) from error
 
     # Events --------------------------------------------------------------------------------
 
@@ -520,21 +528,22 @@ class Conversation:
         """Take up the newest readable checkpoint; None if there is none."""
         folder = Path(str(self.options.checkpoint_dir))
         for round_ in reversed(_store.rounds_in(folder)):
+            path = _store.round_path(folder, round_)
             try:
-                saved = _store.load(_store.round_path(folder, round_))
+                saved = _store.load(path)
+                meta = _meta_from(saved.meta)
             except ValueError as error:
                 log(WARNING, "%s The checkpoint before it is used.", error)
+                continue
+            except (KeyError, TypeError, AttributeError) as error:
+                log(WARNING, "%s is no checkpoint (%r). The one before it is used.", path, error)
                 continue
             if saved.meta["identity"] != self.identity:
                 raise ValueError(
                     f"checkpoint_dir must hold a run with the same options, got one of "
                     f"{saved.meta['identity']}; this is {self.identity}."
                 )
-            self._run = saved.meta["run"]
-            self.done = saved.meta["round"]
-            self._evaluated = saved.meta["evaluated"]
-            self.history = [_report_from(entry) for entry in saved.meta["history"]]
-            self.server_metrics = {int(r): m for r, m in saved.meta["server_metrics"].items()}
+            self._run, self.done, self._evaluated, self.history, self.server_metrics = meta
             model = _part(saved.arrays, "model")
             self.model = [model[name] for name in sorted(model)]
             log(INFO, "Resuming after round %d from %s.", self.done, folder)
@@ -557,6 +566,18 @@ def _part(arrays: Mapping[str, NDArray[Any]], kind: str) -> dict[str, NDArray[An
     """Return the arrays saved under ``kind/``."""
     start = f"{kind}/"
     return {name.removeprefix(start): a for name, a in arrays.items() if name.startswith(start)}
+
+
+def _meta_from(
+    meta: Mapping[str, Any],
+) -> tuple[str, int, int, list[RoundReport], dict[int, dict[str, Any]]]:
+    """Return what a checkpoint's record says: run, rounds, history, the server's metrics."""
+    for key in ("identity", "finished"):
+        if key not in meta:
+            raise KeyError(key)
+    history = [_report_from(entry) for entry in meta["history"]]
+    metrics = {int(round_): dict(found) for round_, found in meta["server_metrics"].items()}
+    return str(meta["run"]), int(meta["round"]), int(meta["evaluated"]), history, metrics
 
 
 def _report_from(entry: Mapping[str, Any]) -> RoundReport:

@@ -27,6 +27,7 @@ from flwr_perdl.simulations.data import Planted, planted_clients
 from flwr_perdl.strategies import PerMA, TooFewReplies
 
 N_CLIENTS, N_ROUNDS, MIN_CLIENTS = 10, 10, 3
+REMEMBER = N_ROUNDS
 BAD = ("error", "garbage", "nan", "huge", "shape", "empty", "duplicated", "late")
 MOMENTS = ("asking", "replies", "before", "during", "after")
 
@@ -202,7 +203,7 @@ def strategy(out: Path, **options: Any) -> PerMA:
         min_clients=MIN_CLIENTS,
         num_clients=N_CLIENTS,
         fraction_evaluate=0.0,
-        remember=N_ROUNDS,
+        remember=REMEMBER,
         checkpoint_dir=out / "checkpoints",
         events=out / "events.jsonl",
         **options,

@@ -97,7 +97,7 @@ def c1() -> Mixed:
 def fedx(attack: str | None, **options: Any) -> float:
     """Return the error of the models in setting C.1, its full size."""
     with np.errstate(all="ignore"):
-        centers = regress(c1(), TwoPhase(**options), 40, attack=attack)
+        centers = regress(c1(), TwoPhase(**options), 30, attack=attack)
     return model_error(centers, c1().theta)
 
 
@@ -106,17 +106,18 @@ def clean() -> float:
     return fedx(None, n_clusters=3)
 
 
-@pytest.mark.parametrize("attack", [None, *MESSAGES, "false model"])
+@pytest.mark.parametrize("attack", [None, *MESSAGES])
 def test_fedx_withstands_three_liars_in_ten(attack: str | None) -> None:
     assert fedx(attack, n_clusters=3, robust="filtered") < BOUND * clean()
 
 
-def test_a_false_cluster_is_one_more_model() -> None:
-    """With k known there is no room for it: nothing tells liars that agree from a cluster."""
-    assert fedx("false cluster", robust="filtered") < BOUND * clean()
+@pytest.mark.parametrize("attack", ["false model", "false cluster"])
+def test_false_data_are_further_models(attack: str) -> None:
+    """With k known there is no room for them: nothing tells liars that agree from a cluster."""
+    assert fedx(attack, robust="filtered") < BOUND * clean()
 
 
-@pytest.mark.parametrize("attack", [*MESSAGES, "false model"])
+@pytest.mark.parametrize("attack", ["sign", "sign-scaled", "collude"])
 def test_fedx_with_the_mean_does_not(attack: str) -> None:
     assert not fedx(attack, n_clusters=3) <= BOUND * clean()
 

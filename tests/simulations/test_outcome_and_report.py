@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from flwr_perdl.simulations import plots
 from flwr_perdl.simulations.outcome import Outcome, Picture, Table, to_results, write
-from flwr_perdl.simulations.report import read_results, render, write_report
+from flwr_perdl.simulations.report import odd_clients, read_results, render, write_report
 
 RUN = {
     "experiment": "digits",
@@ -104,6 +104,22 @@ def test_the_report_is_one_page_that_needs_nothing_else(tmp_path):
         assert words in text
     assert "url(" not in path.read_text(encoding="utf-8")
     assert render(read_results(tmp_path), tmp_path) == path.read_text(encoding="utf-8")
+
+
+def test_the_report_names_clients_whose_replies_were_odd(tmp_path):
+    counts = {"0": {"asked": 5.0}, "1": {"asked": 5.0, "left out": 2.5, "refused": 1.0}}
+    outcome = make_outcome()
+    write(tmp_path, outcome, to_results(outcome, **RUN, clients=counts))
+    text = " ".join(Page(write_report(tmp_path).read_text(encoding="utf-8")).text)
+    assert "Clients whose replies were odd" in text
+    assert odd_clients(read_results(tmp_path))["columns"] == [
+        "client",
+        "asked",
+        "left out",
+        "refused",
+    ]
+    assert odd_clients(read_results(tmp_path))["rows"] == [["1", "5", "2.5", "1"]]
+    assert odd_clients({"clients": {"0": {"asked": 5.0}}}) is None
 
 
 @pytest.mark.parametrize("content", [None, "not json", "[]", "{}"])

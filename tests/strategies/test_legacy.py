@@ -22,6 +22,7 @@ from flwr.server import Server, SimpleClientManager
 from flwr.server.client_proxy import ClientProxy
 
 from flwr_perdl.strategies import PerMA, TooFewReplies, as_legacy
+from flwr_perdl.strategies._events import read_events
 
 MakeFederation = Callable[..., Any]
 
@@ -97,16 +98,33 @@ class Dead(LocalProxy):
         raise RuntimeError("the node is gone")
 
 
-@pytest.mark.parametrize("kind", [Liar, Dead])
-def test_a_bad_client_is_left_out(federation: MakeFederation, kind: type[LocalProxy]) -> None:
+class Boaster(LocalProxy):
+    """Replies with a header that says a terabyte, and nothing behind it."""
+
+    def fit(self, ins: FitIns, timeout: Any, group_id: Any) -> FitRes:
+        header = b"{'descr': '<f8', 'fortran_order': False, 'shape': (137438953472,), }"
+        data = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
+        return FitRes(Status(Code.OK, ""), Parameters([data], "numpy.ndarray"), 10, {})
+
+
+@pytest.mark.parametrize("kind", [Liar, Dead, Boaster])
+def test_a_bad_client_is_left_out(
+    federation: MakeFederation, tmp_path: Path, kind: type[LocalProxy]
+) -> None:
     planted = federation()
     contexts = list(planted.grid().contexts.values())
     proxies = [LocalProxy(str(i), planted.make_client, c) for i, c in enumerate(contexts)]
     proxies[3] = kind("3", planted.make_client, contexts[3])
-    strategy = PerMA(3, num_clients=5)
+    strategy = PerMA(3, num_clients=5, events=tmp_path / "events.jsonl")
     serve(planted, as_legacy(strategy), 3, proxies)
     training = [report for report in strategy.history if report.step != "evaluate"]
     assert [list(report.dropped) for report in training] == [["client 3"]] * 3
+    what = "failed" if kind is Dead else "refused"
+    assert [report.anomalies for report in training] == [{3: {what: 1.0}}] * 3
+    events = read_events(tmp_path / "events.jsonl")[0]
+    assert events[0] == {**events[0], "event": "begin", "rounds": None}
+    rounds = [event for event in events if event["event"] == "round"]
+    assert [event["good"] for event in rounds if event["step"] != "evaluate"] == [4, 4, 4]
 
 
 def test_too_few_replies_stop_the_run(federation: MakeFederation) -> None:

@@ -21,7 +21,7 @@ from flwr_perdl.diffusion.biclustering import profiles, ssvd
 from flwr_perdl.diffusion.model_diffusion import ModelDiffusion
 from flwr_perdl.diffusion.objectives import Biclustering
 from flwr_perdl.diffusion.topology import Topology
-from flwr_perdl.simulations.data import read_arrays
+from flwr_perdl.simulations.data import names_in, read_arrays
 from flwr_perdl.simulations.engine import Config
 from flwr_perdl.simulations.experiments._experiment import Keep, Value
 from flwr_perdl.simulations.outcome import Outcome, Picture, Table
@@ -245,9 +245,7 @@ def _read(path: str) -> tuple[Matrix, NDArray[Any] | None]:
             f"X in {path} must be numbers of shape (n_subjects, n_genes), at least 2 each, got "
             f"{X.dtype} {X.shape}."
         )
-    with np.load(path, allow_pickle=False) as stored:
-        labelled = "y" in stored.files
-    y = read_arrays(path, "y")[0] if labelled else None
+    y = read_arrays(path, "y")[0] if "y" in names_in(path) else None
     if y is not None and (y.shape != X.shape[:1] or y.dtype.kind not in "iuUb"):
         raise ValueError(
             f"y in {path} must be {len(X)} integers or texts, got {y.dtype} {y.shape}."

@@ -28,7 +28,7 @@ from flwr_perdl.diffusion.inference import DualInference
 from flwr_perdl.diffusion.model_diffusion import Model, ModelDiffusion
 from flwr_perdl.diffusion.objectives import Objective, SparseSVD
 from flwr_perdl.diffusion.topology import Topology
-from flwr_perdl.simulations.data import _to_unit_range, read_arrays
+from flwr_perdl.simulations.data import _to_unit_range, names_in, read_arrays
 from flwr_perdl.simulations.engine import Config
 from flwr_perdl.simulations.experiments._experiment import Keep, Value
 from flwr_perdl.simulations.measures import Quality, quality
@@ -391,8 +391,7 @@ def _load(path: str, size: int) -> Matrix:
         return image[None]
     (X,) = read_arrays(path, "X")
     if X.ndim == 2:
-        with np.load(path, allow_pickle=False) as stored:
-            in_rows = "y" in stored.files
+        in_rows = "y" in names_in(path)
         side = round(X.shape[1] ** 0.5)
         if in_rows and side * side != X.shape[1]:
             raise ValueError(

@@ -12,7 +12,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +30,7 @@ from flwr_perdl.diffusion.unmixing import (
     unmix,
     vca,
 )
-from flwr_perdl.simulations.data import read_arrays
+from flwr_perdl.simulations.data import names_in, read_arrays
 from flwr_perdl.simulations.engine import Config
 from flwr_perdl.simulations.experiments._experiment import Keep, Value, check_nodes
 from flwr_perdl.simulations.outcome import Outcome, Picture, Table
@@ -249,7 +248,7 @@ def _load(path: str) -> Scene:
     if not X.any():
         raise ValueError(f"X in {path} must have a pixel that is not zero, got zeros only.")
     endmembers = None
-    if "endmembers" in _names(path):
+    if "endmembers" in names_in(path):
         (endmembers,) = read_arrays(path, "endmembers")
         if (
             endmembers.ndim != 2
@@ -263,11 +262,6 @@ def _load(path: str) -> Scene:
             )
         endmembers = check_array(f"endmembers in {path}", endmembers.astype(np.float64))
     return Scene(X, (int(shape[0]), int(shape[1])), endmembers)
-
-
-def _names(path: str) -> list[str]:
-    with Path(path).open("rb") as stream, np.load(stream, allow_pickle=False) as stored:
-        return list(stored.files)
 
 
 # What a person reads ------------------------------------------------------------------------

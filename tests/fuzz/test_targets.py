@@ -1,0 +1,132 @@
+"""What the fuzzer runs for minutes, for a second: and every case that it ever found."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+_spec = importlib.util.spec_from_file_location("targets", Path(__file__).parent / "targets.py")
+assert _spec is not None
+assert _spec.loader is not None
+targets: Any = importlib.util.module_from_spec(_spec)
+sys.modules["targets"] = targets
+_spec.loader.exec_module(targets)
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=6,
+)
+KEYS = {
+    "checkpoint": ["format", "run", "round", "evaluated", "finished", "history", "server_metrics"],
+    "state": ["format", "run", "round"],
+    "events": ["event", "round", "metrics", "failed", "anomalies", "seconds", "done", "of"],
+}
+
+
+@pytest.mark.parametrize("name", targets.TARGETS)
+def test_seeds_are_read(name: str) -> None:
+    for data in targets.seeds(name):
+        targets.TARGETS[name](data)
+
+
+@pytest.mark.parametrize("name", targets.TARGETS)
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_bytes_are_read_or_refused(name: str, data: Any) -> None:
+    seed = data.draw(st.sampled_from(targets.seeds(name)))
+    cut = data.draw(st.integers(0, len(seed)))
+    targets.TARGETS[name](seed[:cut] + data.draw(st.binary(max_size=40)) + seed[cut + 8 :])
+
+
+@pytest.mark.parametrize("name", KEYS)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_record_is_read_or_refused(name: str, data: Any) -> None:
+    record = data.draw(st.fixed_dictionaries({}, optional=dict.fromkeys(KEYS[name], ANYTHING)))
+    if name == "events":
+        record["event"] = data.draw(st.sampled_from(["run", "begin", "ask", "round", "server"]))
+    targets.TARGETS[name](json.dumps(record).encode() + b"\n")
+
+
+#: Inputs that once raised something else, by target.
+FOUND = {
+    "reply: a header that Python's tokenizer does not end": (
+        "reply",
+        b"\x00\x93NUMPY\x01\x00v\x00"
+        b"{'descr': '<.f8', 'fortran_order': False, 'shape':\xc7\xa82, 2), }",
+    ),
+    "reply: more in the header than its length": (
+        "reply",
+        b"\x00\x93NUMPY\x01\x00\x05\x00what?",
+    ),
+    "checkpoint: no state in it": (
+        "checkpoint",
+        b'{"run": "x", "round": 1, "evaluated": 0, "finished": false, "history": [],'
+        b' "server_metrics": {}}',
+    ),
+    "checkpoint: no history in it": ("checkpoint", b'{"finished": true}'),
+    "checkpoint: a history of nothing": (
+        "checkpoint",
+        b'{"finished": true, "run": 1, "round": 1, "evaluated": 0, "history": 3}',
+    ),
+    "events: null in place of a table": ("events", b'{"event": "round", "failed": null}\n'),
+    "events: too large to show": (
+        "events",
+        b'{"event": "round", "seconds": 1' + b"0" * 400 + b"}\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FOUND)
+def test_what_was_found_stays_fixed(case: str) -> None:
+    name, data = FOUND[case]
+    targets.TARGETS[name](data)
+
+
+def test_a_checkpoint_with_half_a_record_falls_back_to_the_one_before(tmp_path: Path) -> None:
+    strategy = targets.PerMA(1, checkpoint_dir=tmp_path)
+    strategy.open([np.eye(2)[:1]]).save()
+    path = tmp_path / "round-000000.npz"
+    saved = targets._store.load(path)
+    del saved.meta["history"], saved.meta["format"]
+    targets._store.save(tmp_path / "round-000001.npz", saved.arrays, saved.meta)
+    resumed = targets.PerMA(1, checkpoint_dir=tmp_path, resume=True).open([])
+    assert resumed.done == 0
+    np.testing.assert_array_equal(resumed.model[0], np.eye(2)[:1])
+
+
+def test_a_header_makes_no_room_for_what_is_not_there() -> None:
+    """A terabyte by the header, a few bytes in the reply, and in the file."""
+    header = b"{'descr': '<f8', 'fortran_order': False, 'shape': (137438953472,), }"
+    data = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + bytes(64)
+    with pytest.raises(ValueError, match="an array has fewer bytes than its shape"):
+        targets.read_reply(_reply(data), with_arrays=True)
+    with (
+        targets.file_of(_zipped(data)) as path,
+        pytest.raises(ValueError, match="has not as many bytes as its shape"),
+    ):
+        targets.load_images(str(path))
+
+
+def _reply(data: bytes) -> Any:
+    request = targets.Message(targets.RecordDict(), dst_node_id=1, message_type="train")
+    answer = targets.reply_to(request, [np.zeros(1)], 1, {})
+    answer.content["arrays"]["0"] = targets.Array("float64", (1,), "numpy.ndarray", data)
+    return answer
+
+
+def _zipped(data: bytes) -> bytes:
+    stream = targets.io.BytesIO()
+    with targets.zipfile.ZipFile(stream, "w") as archive:
+        archive.writestr("X.npy", data)
+        archive.writestr("y.npy", data)
+    return stream.getvalue()
