@@ -14,7 +14,7 @@ from flwr_perdl._random import spawn
 from flwr_perdl._records import ROUND, RUN, SEED, STEP, Scalar
 from flwr_perdl._threads import one_blas_thread
 from flwr_perdl.clients._cohort import Fitted, alike, windows
-from flwr_perdl.clients._state import PrivateState, private_folder
+from flwr_perdl.clients._state import PrivateState, private_shelf
 from flwr_perdl.clients.app import Member
 from flwr_perdl.dictionary import (
     Learner,
@@ -120,7 +120,8 @@ class DictionaryClient(Member):
         }
         self.start = start
         self.min_support = check_count("min_support", min_support)
-        self._folder = private_folder(context, self.partition, state_dir)
+        algorithm = f"dictionary, {type(learner).__name__}"
+        self._shelf = private_shelf(context, algorithm, state_dir)
 
     # Training --------------------------------------------------------------------------------
 
@@ -149,7 +150,7 @@ class DictionaryClient(Member):
             ``"n_atoms"``, and ``"orthogonal"`` (1 or 0).
         """
         asked = _read(config)
-        state = PrivateState(self.context, asked.run, self._folder)
+        state = PrivateState(self.context, asked.run, self._shelf)
         if asked.step == START:
             sent, D = self._start(asked, state)
         elif asked.step == UPDATE:
@@ -278,7 +279,7 @@ class DictionaryClient(Member):
         """
         G = self._global_atoms(parameters)
         asked = _read(config)
-        state = PrivateState(self.context, asked.run, self._folder)
+        state = PrivateState(self.context, asked.run, self._shelf)
         saved = state.after(asked.round)
         if saved is not None and _LOCAL_ATOMS in saved:
             local_atoms = saved[_LOCAL_ATOMS]
@@ -331,7 +332,7 @@ def _update_together(
     """Return what ``fit`` of these clients returns, of one kind and for an update."""
     first, asked = clients[0], _read(config)
     G = first._global_atoms(parameters)
-    states = [PrivateState(one.context, asked.run, one._folder) for one in clients]
+    states = [PrivateState(one.context, asked.run, one._shelf) for one in clients]
     local = [one._local_atoms(G, asked, state) for one, state in zip(clients, states, strict=True)]
     fitted: dict[int, Fitted] = {}
     for same in alike(local, lambda atoms: (atoms.shape, atoms.dtype)):
