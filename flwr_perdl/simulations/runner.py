@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from flwr_perdl import _store
 from flwr_perdl._checks import check_choice
 from flwr_perdl._threads import one_blas_thread
-from flwr_perdl.simulations.engine import ENGINES, Config, EvaluateFn, Federated
+from flwr_perdl.simulations.engine import ENGINES, Config, EvaluateFn, Federated, mishaps
 from flwr_perdl.simulations.engine import federate as run_federation
 from flwr_perdl.simulations.experiments import (
     Experiment,
@@ -132,7 +132,7 @@ def run_experiment(
         else:
             outcome = experiment.run(config, session.keep)
     results = to_results(
-        outcome,
+        outcome._replace(notes=[*outcome.notes, *session.mishaps]),
         experiment=experiment.NAME,
         about=experiment.ABOUT,
         source=experiment.SOURCE,
@@ -186,6 +186,7 @@ class _Session:
         self._total = sum(int(one["rounds"]) for one in self._federations)
         self._error: float | None = None
         self._kept = 0
+        self.mishaps: list[str] = []
         if not isinstance(engine, str) and len(self._federations) > 1:
             raise ValueError(
                 f"inside a Flower run {experiment.NAME} must be one federation, got "
@@ -210,13 +211,16 @@ class _Session:
             options["checkpoint_dir"] = self._folder / _CHECKPOINTS
             options["resume"] = self._resume
             config = {**config, "state_dir": str((self._folder / _STATE).absolute())}
-        return run_federation(
+        federated = run_federation(
             experiment,
             config,
             engine=self._engine,
             evaluate_fn=None if evaluate_fn is None else self._noting(evaluate_fn),
             **options,
         )
+        if len(self._federations) == 1:
+            self.mishaps = mishaps(federated.history)
+        return federated
 
     def keep(
         self, name: str, compute: Callable[[], dict[str, NDArray[Any]]], *, of: int = 0

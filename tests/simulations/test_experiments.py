@@ -13,8 +13,10 @@ from flwr_perdl.simulations.experiments import EXPERIMENTS, FederatedExperiment,
 COMMON = {"clients", "rounds", "seed"}
 PERMA = {"aggregation", "matching", "min_support"}
 OPTIONS = {
-    "digits": PERMA | {"samples_per_client", "n_atoms", "n_global", "learner"},
-    "images": PERMA | {"samples_per_client", "n_atoms", "n_global", "learner", "data"},
+    "digits": PERMA | {"samples_per_client", "n_atoms", "n_global", "learner", "local_steps"},
+    "images": PERMA
+    | {"samples_per_client", "n_atoms", "n_global", "learner", "local_steps", "data"},
+    "sites": PERMA | {"data", "n_atoms", "n_global", "learner", "local_steps"},
     "synthetic": PERMA | {"seeds", "start", "weak", "weak_samples", "samples", "atoms"},
     "global-atoms": PERMA | {"seeds", "noise", "weak", "weak_samples", "samples", "n_global"},
     "mixed-regression": {"setting", "seeds", "k", "variant"},
