@@ -142,6 +142,15 @@ class Deployment:
         _signal_group(node, signal.SIGKILL)
         node.wait()
 
+    def online(self) -> int:
+        """Return how many SuperNodes the SuperLink has; a dead one counts for a minute more."""
+        listed = self._call(["flwr", "supernode", "list", _LINK, "--format", "json"]).stdout
+        try:
+            nodes = json.loads(listed)["nodes"]
+        except (ValueError, KeyError):
+            raise RuntimeError(f"the SuperLink does not list its nodes: {_tail(listed)}") from None
+        return sum(node["status"] == "online" for node in nodes)
+
     # Parts -----------------------------------------------------------------------------------
 
     def _start_link(self) -> None:
