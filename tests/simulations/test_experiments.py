@@ -17,7 +17,8 @@ OPTIONS = {
     "images": PERMA
     | {"samples_per_client", "n_atoms", "n_global", "learner", "local_steps", "data"},
     "sites": PERMA | {"data", "n_atoms", "n_global", "learner", "local_steps"},
-    "synthetic": PERMA | {"seeds", "start", "weak", "weak_samples", "samples", "atoms"},
+    "synthetic": PERMA
+    | {"seeds", "start", "weak", "weak_samples", "samples", "atoms", "local_steps"},
     "global-atoms": PERMA | {"seeds", "noise", "weak", "weak_samples", "samples", "n_global"},
     "mixed-regression": {"setting", "seeds", "k", "variant"},
     "regression": {"data", "k", "splits"},
@@ -78,7 +79,7 @@ def test_bad_options_get_one_sentence(name, given, message):
         ("digits", {"resume": True}, "resume must come with the folder"),
         ("images", {}, "images must be given data"),
         ("images", {"data": "nowhere.npz"}, "data must be a file, got 'nowhere.npz'"),
-        ("synthetic", {"options": {"start": "late"}}, "start must be one of 'good', 'poor'"),
+        ("synthetic", {"options": {"start": "late"}}, "start must be one of 'good', 'poor', 'short'"),
         ("synthetic", {"options": {"weak": 11}}, "weak must be between 0 and 10"),
         ("synthetic", {"options": {"atoms": "6,x"}}, "atoms must be integers such as"),
         ("synthetic", {"options": {"atoms": "2"}}, "atoms must be between 3 and"),
