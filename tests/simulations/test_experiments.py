@@ -79,7 +79,11 @@ def test_bad_options_get_one_sentence(name, given, message):
         ("digits", {"resume": True}, "resume must come with the folder"),
         ("images", {}, "images must be given data"),
         ("images", {"data": "nowhere.npz"}, "data must be a file, got 'nowhere.npz'"),
-        ("synthetic", {"options": {"start": "late"}}, "start must be one of 'good', 'poor', 'short'"),
+        (
+            "synthetic",
+            {"options": {"start": "late"}},
+            "start must be one of 'good', 'poor', 'short'",
+        ),
         ("synthetic", {"options": {"weak": 11}}, "weak must be between 0 and 10"),
         ("synthetic", {"options": {"atoms": "6,x"}}, "atoms must be integers such as"),
         ("synthetic", {"options": {"atoms": "2"}}, "atoms must be between 3 and"),
