@@ -1,7 +1,12 @@
-"""Arrays on disk that survive a crash: atomic, versioned ``.npz`` files without pickle."""
+"""Arrays on disk that survive a crash: atomic, versioned ``.npz`` files without pickle.
+
+Each file has a checksum of all that it says, and only its owner may read it. Files of format 1,
+which had no checksum, are still read.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -14,8 +19,8 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-FORMAT = 1
-_META = "meta"
+FORMAT = 2
+_META, _CHECKSUM = "meta", "checksum"
 _NAME = re.compile(r"round-(\d{6})\.npz")
 
 
@@ -38,8 +43,9 @@ def save(path: Path, arrays: Mapping[str, NDArray[Any]], meta: Mapping[str, Any]
     meta : mapping
         Anything that JSON can say.
     """
-    named: dict[str, Any] = {f"a/{name}": array for name, array in arrays.items()}
+    named: dict[str, Any] = {f"a/{name}": np.asarray(array) for name, array in arrays.items()}
     named[_META] = np.array(json.dumps({"format": FORMAT, **meta}))
+    named[_CHECKSUM] = np.array(_checksum(named))
     with replacing(path) as stream:
         np.savez(stream, **named)
 
@@ -66,18 +72,32 @@ def load(path: Path) -> Saved:
     Raises
     ------
     ValueError
-        If the file cannot be read, is not ours, or has another version.
+        If the file cannot be read, is not ours, has another version, or was changed.
     """
     try:
         with path.open("rb") as stream, np.load(stream, allow_pickle=False) as stored:
-            meta = json.loads(str(stored[_META]))
-            arrays = {name[2:]: stored[name] for name in stored.files if name.startswith("a/")}
+            named = {name: stored[name] for name in stored.files}
+        meta = json.loads(str(named[_META]))
         version = meta["format"]
+        checksum = str(named.pop(_CHECKSUM)) if version == FORMAT else None
     except Exception as error:
         raise ValueError(f"{path} is not a readable file of this library: {error}") from error
-    if version != FORMAT:
-        raise ValueError(f"{path} must have format {FORMAT}, got {version!r}.")
-    return Saved(arrays, meta)
+    if version not in (1, FORMAT):
+        raise ValueError(f"{path} must have format 1 or {FORMAT}, got {version!r}.")
+    if checksum is not None and checksum != _checksum(named):
+        raise ValueError(f"{path} must have the checksum it was written with, got another one.")
+    del named[_META]
+    return Saved({name.removeprefix("a/"): array for name, array in named.items()}, meta)
+
+
+def _checksum(named: Mapping[str, NDArray[Any]]) -> str:
+    """Return the SHA-256 of names, dtypes, shapes and numbers."""
+    digest = hashlib.sha256()
+    for name in sorted(named):
+        array = named[name]
+        digest.update(f"{name}:{array.dtype.str}{array.shape}:".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()
 
 
 def rounds_in(folder: Path) -> list[int]:

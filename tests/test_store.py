@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ def test_arrays_and_meta_come_back(tmp_path: Path) -> None:
     arrays = {"D": np.arange(6.0).reshape(2, 3), "flag": np.array(True)}
     _store.save(tmp_path / "new" / "file.npz", arrays, {"round": 3})
     saved = _store.load(tmp_path / "new" / "file.npz")
-    assert saved.meta == {"format": 1, "round": 3}
+    assert saved.meta == {"format": 2, "round": 3}
     assert set(saved.arrays) == {"D", "flag"}
     np.testing.assert_array_equal(saved.arrays["D"], arrays["D"])
 
@@ -43,10 +44,10 @@ def test_pickled_objects_are_refused(tmp_path: Path) -> None:
 
 def test_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file.npz"
-    monkeypatch.setattr(_store, "FORMAT", 2)
+    monkeypatch.setattr(_store, "FORMAT", 3)
     _store.save(path, {}, {})
     monkeypatch.undo()
-    with pytest.raises(ValueError, match="must have format 1, got 2"):
+    with pytest.raises(ValueError, match="must have format 1 or 2, got 3"):
         _store.load(path)
 
 
@@ -59,3 +60,44 @@ def test_two_rounds_are_kept_and_an_abandoned_future_goes(tmp_path: Path) -> Non
     (tmp_path / "other.txt").write_text("not ours")
     assert _store.rounds_in(tmp_path / "nowhere") == []
     assert _store.rounds_in(tmp_path) == [3]
+
+
+def test_no_flipped_bit_changes_what_is_read(tmp_path: Path) -> None:
+    """A damaged file is refused, or the damage is in bytes that say nothing (zip's dates)."""
+    path = tmp_path / "file.npz"
+    arrays = {"x": np.arange(4.0), "y": np.array(True)}
+    _store.save(path, arrays, {"round": 3})
+    whole = path.read_bytes()
+    refused = 0
+    for position in range(len(whole)):
+        damaged = bytearray(whole)
+        damaged[position] ^= 1 << position % 8
+        path.write_bytes(damaged)
+        try:
+            found = _store.load(path)
+        except ValueError:
+            refused += 1
+            continue
+        assert found.meta == {"format": 2, "round": 3}
+        assert set(found.arrays) == set(arrays)
+        for name, array in arrays.items():
+            np.testing.assert_array_equal(found.arrays[name], array)
+    assert refused > len(whole) / 2
+
+
+def test_a_file_whose_content_was_replaced_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "file.npz"
+    _store.save(path, {"x": np.ones(2)}, {"round": 3})
+    with np.load(path) as stored:
+        named = dict(stored)
+    np.savez(path, **{**named, "a/x": np.zeros(2)})
+    with pytest.raises(ValueError, match=r"file\.npz must have the checksum it was written with"):
+        _store.load(path)
+
+
+def test_a_file_of_before_checksums_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "file.npz"
+    np.savez(path, **{"a/x": np.ones(2), "meta": np.array(json.dumps({"format": 1, "round": 3}))})
+    found = _store.load(path)
+    assert found.meta == {"format": 1, "round": 3}
+    np.testing.assert_array_equal(found.arrays["x"], np.ones(2))

@@ -3,6 +3,11 @@
 The states after the last two rounds are kept, each under its round. A server that crashed asks for
 a round again; the client then takes the newest state from *before* that round, so that the same
 request has the same reply.
+
+A file is bound to the client's name, which does not depend on the run, and to the algorithm. One
+that is damaged, or of another client or algorithm, is named in the log and left out: the client
+starts afresh. One that is locked with another key stops the client, before it overwrites what
+somebody may still want to read.
 """
 
 from __future__ import annotations
@@ -11,14 +16,16 @@ import re
 from collections.abc import Mapping
 from logging import WARNING
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
+from urllib.parse import quote
 
 from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.common import log
 from numpy.typing import NDArray
 
 from flwr_perdl import _store
-from flwr_perdl._records import decode, encode
+from flwr_perdl._records import NAME, PARTITION_ID, decode, encode
+from flwr_perdl.clients._at_rest import KEY_VARIABLE, StateKey, key_from_environment
 
 PrivateArrays = dict[str, NDArray[Any]]
 
@@ -26,22 +33,43 @@ _RUN = "perdl.private.run"
 _RECORD = re.compile(r"perdl\.private\.(\d+)")
 
 
-def private_folder(
-    context: Context, partition: int, state_dir: str | Path | None = None
-) -> Path | None:
+class Shelf(NamedTuple):
+    """Where a client keeps its private state on disk, and what the files are bound to.
+
+    Attributes
+    ----------
+    folder : Path
+        The client's own folder.
+    client : str
+        Its name, the same in every run.
+    algorithm : str
+        What the state is of: one algorithm's is no other's.
+    """
+
+    folder: Path
+    client: str
+    algorithm: str
+
+
+def private_shelf(
+    context: Context, algorithm: str, state_dir: str | Path | None = None
+) -> Shelf | None:
     """Return where a client keeps its private state on disk, None where it does not.
 
     Parameters
     ----------
     context : Context
-        The client's Flower context.
-    partition : int
-        Its partition id.
+        The client's Flower context; its node config says who the client is.
+    algorithm : str
+        What the state is of.
     state_dir : str or Path, optional
         Folder of all clients; by default ``state-dir`` of the node config, then of the run config.
     """
     given = state_dir or context.node_config.get("state-dir") or context.run_config.get("state-dir")
-    return Path(str(given)) / f"client-{partition}" if given else None
+    if not given:
+        return None
+    own = str(context.node_config.get(NAME) or context.node_config.get(PARTITION_ID))
+    return Shelf(Path(str(given)) / f"client-{quote(own, safe='')}", own, algorithm)
 
 
 class PrivateState:
@@ -53,14 +81,19 @@ class PrivateState:
         The client's Flower context; its ``state`` keeps the arrays between messages.
     run : str
         Token of the run; arrays of another run are not taken up.
-    folder : Path or None
-        Folder of this client's files; None keeps nothing on disk.
+    shelf : Shelf or None
+        Where this client's files are; None keeps nothing on disk.
+
+    Raises
+    ------
+    ValueError
+        When files are read or written and the key in the environment is no key, or not theirs.
     """
 
-    def __init__(self, context: Context, run: str, folder: Path | None = None) -> None:
+    def __init__(self, context: Context, run: str, shelf: Shelf | None = None) -> None:
         self._records = context.state
         self._run = run
-        self._folder = folder
+        self._shelf = shelf
 
     def before(self, round_: int) -> PrivateArrays | None:
         """Return the newest arrays saved in a round before ``round_``, None if there are none.
@@ -76,16 +109,11 @@ class PrivateState:
 
     def _newest(self, last: int) -> PrivateArrays | None:
         in_memory = max((r for r in self._rounds() if r <= last), default=-1)
-        if self._folder is not None:
-            on_disk = [r for r in _store.rounds_in(self._folder) if in_memory < r <= last]
-            for round_ in reversed(on_disk):
-                try:
-                    saved = _store.load(_store.round_path(self._folder, round_))
-                except ValueError as error:
-                    log(WARNING, "%s It is left out.", error)
-                    continue
-                if saved.meta.get("run") == self._run:
-                    return saved.arrays
+        if self._shelf is not None:
+            for round_ in reversed(_store.rounds_in(self._shelf.folder)):
+                saved = self._read(self._shelf, round_) if in_memory < round_ <= last else None
+                if saved is not None:
+                    return saved
         if in_memory < 0:
             return None
         record = cast(ArrayRecord, self._records[f"perdl.private.{in_memory}"])
@@ -93,8 +121,8 @@ class PrivateState:
 
     def save(self, round_: int, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Keep ``arrays`` as the state after ``round_``, and the state before it."""
-        if self._folder is not None:
-            _store.save_round(self._folder, round_, arrays, {"run": self._run})
+        if self._shelf is not None:
+            self._write(self._shelf, round_, arrays)
         rounds = self._rounds()
         kept = [r for r in rounds if r < round_][-1:]
         for stale in set(rounds) - set(kept):
@@ -104,6 +132,60 @@ class PrivateState:
         for name, array in arrays.items():
             record[name] = encode(array)
         self._records[f"perdl.private.{round_}"] = record
+
+    # On disk ---------------------------------------------------------------------------------
+
+    def _about(self, shelf: Shelf, round_: int, key: StateKey | None) -> dict[str, Any]:
+        """Return what a file says in the clear."""
+        return {
+            "client": shelf.client,
+            "algorithm": shelf.algorithm,
+            "run": self._run,
+            "round": round_,
+            "key": None if key is None else key.name,
+        }
+
+    def _write(self, shelf: Shelf, round_: int, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Save a round; only the owner of this process may look into the folder."""
+        key = key_from_environment()
+        about = self._about(shelf, round_, key)
+        shelf.folder.mkdir(parents=True, exist_ok=True)
+        shelf.folder.chmod(0o700)
+        locked = arrays if key is None else key.lock(arrays, about)
+        _store.save_round(shelf.folder, round_, locked, about)
+
+    def _read(self, shelf: Shelf, round_: int) -> PrivateArrays | None:
+        """Return what the file of a round holds; None, with a word in the log, if it is not ours.
+
+        A file of another run, which every new run finds, is passed over in silence.
+        """
+        path, key = _store.round_path(shelf.folder, round_), key_from_environment()
+        wanted = self._about(shelf, round_, key)
+        try:
+            saved = _store.load(path)
+            said = {name: saved.meta.get(name) for name in wanted}
+            for name in ("client", "algorithm", "round"):
+                if said[name] != wanted[name]:
+                    raise ValueError(
+                        f"{path} must be of {name} {wanted[name]!r}, got {said[name]!r}."
+                    )
+            if said["run"] != self._run:
+                return None
+        except ValueError as error:
+            log(WARNING, "%s It is left out.", error)
+            return None
+        if said["key"] not in (None, wanted["key"]):
+            raise ValueError(
+                f"{KEY_VARIABLE} must be the key that {path.parent.name}/{path.name} is locked "
+                f"with, got {'none' if key is None else 'another one'}."
+            )
+        if key is None:
+            return saved.arrays
+        try:
+            return key.unlock(saved.arrays, said)
+        except ValueError as error:
+            log(WARNING, "%s is left out: %s.", path, error)
+            return None
 
     def _rounds(self) -> list[int]:
         """Return the rounds that ``context.state`` holds arrays of this run for, ascending."""

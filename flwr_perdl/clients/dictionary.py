@@ -14,7 +14,7 @@ from flwr_perdl._random import spawn
 from flwr_perdl._records import ROUND, RUN, SEED, STEP, Scalar
 from flwr_perdl._threads import one_blas_thread
 from flwr_perdl.clients._cohort import Fitted, alike, windows
-from flwr_perdl.clients._state import PrivateState, private_folder
+from flwr_perdl.clients._state import PrivateState, private_shelf
 from flwr_perdl.clients.app import Member
 from flwr_perdl.dictionary import (
     Learner,
@@ -39,6 +39,8 @@ STATISTICS = "statistics"
 ORTHOGONAL = "perdl.orthogonal"
 LOCAL_STEPS = "perdl.local-steps"
 REFINE_STEPS = "perdl.refine-steps"
+#: The metric of a client that had to make its local atoms anew.
+ANEW = "anew"
 #: Evaluation: numbers of atoms per sample, such as "5,10,20" (orthogonal matching pursuit).
 N_NONZERO = "perdl.n-nonzero"
 
@@ -121,7 +123,8 @@ class DictionaryClient(Member):
         }
         self.start = start
         self.min_support = check_count("min_support", min_support)
-        self._folder = private_folder(context, self.partition, state_dir)
+        algorithm = f"dictionary, {type(learner).__name__}"
+        self._shelf = private_shelf(context, algorithm, state_dir)
 
     # Training --------------------------------------------------------------------------------
 
@@ -147,14 +150,15 @@ class DictionaryClient(Member):
             Number of samples.
         metrics : dict
             ``"mse"`` of the client's dictionary on its own samples with its learner's codes,
-            ``"n_atoms"``, and ``"orthogonal"`` (1 or 0).
+            ``"n_atoms"``, ``"orthogonal"`` (1 or 0), and ``"anew"``: 1 if an update found no
+            private state, and the client made its local atoms anew, else 0.
         """
         asked = _read(config)
-        state = PrivateState(self.context, asked.run, self._folder)
+        state = PrivateState(self.context, asked.run, self._shelf)
         if asked.step == START:
-            sent, D = self._start(asked, state)
+            sent, D, anew = self._start(asked, state)
         elif asked.step == UPDATE:
-            sent, D = self._update(self._global_atoms(parameters), asked, state, config)
+            sent, D, anew = self._update(self._global_atoms(parameters), asked, state, config)
         else:
             raise ValueError(f"step must be {START!r} or {UPDATE!r}, got {asked.step!r}.")
         codes = self.learner.code(self.X, D)
@@ -162,6 +166,7 @@ class DictionaryClient(Member):
             "mse": _mse(self.X, reconstruct(codes, D)),
             "n_atoms": len(D),
             "orthogonal": int(self.learner.orthogonal),
+            ANEW: int(anew),
         }
         return [sent], len(self.X), metrics
 
@@ -192,18 +197,19 @@ class DictionaryClient(Member):
                 fitted.update(zip(same, found, strict=True))
             yield from (fitted[i] for i in range(len(window)))
 
-    def _start(self, asked: _Asked, state: PrivateState) -> tuple[Matrix, Matrix]:
+    def _start(self, asked: _Asked, state: PrivateState) -> tuple[Matrix, Matrix, bool]:
         """Local initialisation (P0, Algorithm 1, lines 2-5)."""
         D = self._warm_start(asked)
         state.save(asked.round, {_DICTIONARY: D})
-        return D[self._supported(D)], D
+        return D[self._supported(D)], D, False
 
     def _update(
         self, G: Matrix, asked: _Asked, state: PrivateState, config: Mapping[str, Scalar]
-    ) -> tuple[Matrix, Matrix]:
+    ) -> tuple[Matrix, Matrix, bool]:
         """Local update (P0, Algorithm 3), after local refinement (Algorithm 6) where asked for."""
         n_global = len(G)
-        D = np.vstack([G, self._local_atoms(G, asked, state)])
+        local_atoms, anew = self._local_atoms(G, asked, state)
+        D = np.vstack([G, local_atoms])
         refine_steps = int(config.get(REFINE_STEPS, 0))
         if refine_steps:
             D = refine_local(self.X, D, n_global, self.learner, n_iter=refine_steps)
@@ -223,19 +229,19 @@ class DictionaryClient(Member):
             )
         else:
             sent = np.where(self._supported(D)[:n_global, None], D[:n_global], 0)
-        return sent, D
+        return sent, D, anew
 
-    def _local_atoms(self, G: Matrix, asked: _Asked, state: PrivateState) -> Matrix:
-        """Return the local atoms before this round.
+    def _local_atoms(self, G: Matrix, asked: _Asked, state: PrivateState) -> tuple[Matrix, bool]:
+        """Return the local atoms before this round, and whether they had to be made anew.
 
         After the start round they are what the global atoms leave of the dictionary. A client that
         joins late, or has lost its state, makes its own start and aligns it in the same way.
         """
         saved = state.before(asked.round)
         if saved is not None and _LOCAL_ATOMS in saved:
-            return saved[_LOCAL_ATOMS]
+            return saved[_LOCAL_ATOMS], False
         D = self._warm_start(asked) if saved is None else saved[_DICTIONARY]
-        return align_to_global(D, G).local_atoms
+        return align_to_global(D, G).local_atoms, saved is None
 
     def _warm_start(self, asked: _Asked) -> Matrix:
         rng = spawn(asked.seed, self.partition)
@@ -279,12 +285,12 @@ class DictionaryClient(Member):
         """
         G = self._global_atoms(parameters)
         asked = _read(config)
-        state = PrivateState(self.context, asked.run, self._folder)
+        state = PrivateState(self.context, asked.run, self._shelf)
         saved = state.after(asked.round)
         if saved is not None and _LOCAL_ATOMS in saved:
             local_atoms = saved[_LOCAL_ATOMS]
         else:
-            local_atoms = self._local_atoms(G, asked._replace(round=asked.round + 1), state)
+            local_atoms, _ = self._local_atoms(G, asked._replace(round=asked.round + 1), state)
         D = np.vstack([G, local_atoms])
         metrics: dict[str, Scalar] = {}
         loss: float | None = None
@@ -332,8 +338,9 @@ def _update_together(
     """Return what ``fit`` of these clients returns, of one kind and for an update."""
     first, asked = clients[0], _read(config)
     G = first._global_atoms(parameters)
-    states = [PrivateState(one.context, asked.run, one._folder) for one in clients]
-    local = [one._local_atoms(G, asked, state) for one, state in zip(clients, states, strict=True)]
+    states = [PrivateState(one.context, asked.run, one._shelf) for one in clients]
+    found = [one._local_atoms(G, asked, state) for one, state in zip(clients, states, strict=True)]
+    local = [atoms for atoms, _ in found]
     fitted: dict[int, Fitted] = {}
     for same in alike(local, lambda atoms: (atoms.shape, atoms.dtype)):
         D = np.stack([np.vstack([G, local[i]]) for i in same])
@@ -349,7 +356,12 @@ def _update_together(
         )
         for i, D, sent, error in zip(same, *updates, strict=True):
             states[i].save(asked.round, {_LOCAL_ATOMS: D[len(G) :]})
-            metrics: dict[str, Scalar] = {"mse": float(error), "n_atoms": len(D), "orthogonal": 1}
+            metrics: dict[str, Scalar] = {
+                "mse": float(error),
+                "n_atoms": len(D),
+                "orthogonal": 1,
+                ANEW: int(found[i][1]),
+            }
             fitted[i] = [sent], len(clients[i].X), metrics
     return [fitted[i] for i in range(len(clients))]
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from flwr_perdl._checks import Matrix, check_array, check_choice, check_count
 from flwr_perdl._records import ROUND, RUN, STEP, Scalar
 from flwr_perdl._threads import one_blas_thread
-from flwr_perdl.clients._state import PrivateState, private_folder
+from flwr_perdl.clients._state import PrivateState, private_shelf
 from flwr_perdl.clients.app import Member
 from flwr_perdl.diffusion.combine import Array, Program
 from flwr_perdl.network._exchange import Letter, finite_rows, inbox_of
@@ -111,7 +111,8 @@ class DiffusionClient(Member):
         self._own_key = read_key(str(key_file)) if key_file else None
         self._pinned = read_pinned(str(pinned)) if pinned else None
         self.sealed = sealed or self._pinned is not None
-        self._folder = private_folder(context, self.partition, state_dir)
+        algorithm = f"diffusion, {type(program).__name__}"
+        self._shelf = private_shelf(context, algorithm, state_dir)
 
     @one_blas_thread()
     def fit(
@@ -144,7 +145,7 @@ class DiffusionClient(Member):
             raise ValueError(
                 f"node {self.node} sends sealed letters only, and was asked for others."
             )
-        private = PrivateState(self.context, run, self._folder)
+        private = PrivateState(self.context, run, self._shelf)
         kept = private.before(int(config[ROUND])) or {}
         keys = self._keys(run, kept) if config.get(SEALED) else None
         desk = _Desk(self, keys)

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from flwr_perdl._checks import check_choice
 from flwr_perdl.simulations.deployment import Deployment
-from flwr_perdl.simulations.experiments import EXPERIMENTS
+from flwr_perdl.simulations.experiments import EXPERIMENTS, sites
 from flwr_perdl.simulations.report import odd_clients, read_results, write_report
 from flwr_perdl.simulations.runner import Progress, run_experiment
 from flwr_perdl.simulations.watch import watch as watch_run
@@ -111,6 +111,9 @@ def up(
     ] = False,
     rounds: Annotated[int | None, typer.Option(help="Communication rounds.")] = None,
     seed: Annotated[int, typer.Option(help="The run's one seed.")] = 0,
+    data: Annotated[
+        Path | None, typer.Option(help="Your own data: a file, or a folder with one per node.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for results and logs.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
     keep_state: Annotated[
@@ -128,14 +131,22 @@ def up(
     console = _console()
     folder = (out or Path("runs") / f"{experiment}-deployed").absolute()
     config = {"experiment": experiment, "out": str(folder), "seed": seed, "resume": resume}
+    config["clients"] = nodes
+    own: dict[str, str] = {"state-dir": str(folder / "state")} if keep_state else {}
     if rounds is not None:
         config["rounds"] = rounds
     with _errors_in_a_sentence():
         check_choice("experiment", experiment, EXPERIMENTS)
         config.update(_pair(text) for text in option or [])
-        states = (lambda k: {"state-dir": str(folder / "state")}) if keep_state else None
+        data_of = _files(data, nodes) if data is not None and data.is_dir() else None
+        if data is not None and data_of is None:
+            config["data"] = str(data.absolute())
+
+        def node_config(partition: int) -> dict[str, str]:
+            return {**own, "data": data_of[partition]} if data_of else own
+
         with Deployment(
-            folder / "deployment", nodes, tls=tls, node_config=states, tell=console.print
+            folder / "deployment", nodes, tls=tls, node_config=node_config, tell=console.print
         ) as deployment:
             deployment.run(config)
         _show(console, read_results(folder), folder)
@@ -158,6 +169,14 @@ def bench() -> None:
 def _console() -> Console:
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=_WIDTH)
+
+
+def _files(folder: Path, nodes: int) -> list[str]:
+    """Return the nodes' own files."""
+    files = sites.files(folder.absolute())
+    if len(files) != nodes:
+        raise ValueError(f"nodes must be {len(files)}, one per file in {folder}, got {nodes}.")
+    return files
 
 
 def _pair(text: str) -> tuple[str, str]:

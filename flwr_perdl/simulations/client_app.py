@@ -11,9 +11,9 @@ from flwr_perdl.simulations.experiments import FederatedExperiment, configure, f
 
 
 def make_client(context: Context) -> NumPyClient:
-    """Return the experiment's client of this partition; there are as many clients as nodes."""
+    """Return the experiment's client of this node; simulations say how many nodes there are."""
     name, options = read_run_config(context.run_config)
-    clients = int(context.node_config["num-partitions"])
+    clients = int(context.node_config.get("num-partitions", 0))
     experiment = find(name)
     if not isinstance(experiment, FederatedExperiment):
         raise ValueError(f"{name} must run in process: it has no Flower clients.")

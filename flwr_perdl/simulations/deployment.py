@@ -141,6 +141,21 @@ class Deployment:
             process.wait()
         self.nodes, self._link = [], None
 
+    @staticmethod
+    def kill(node: subprocess.Popen[bytes]) -> None:
+        """End a SuperNode, and what it started, at once, as a crash does (SIGKILL)."""
+        _signal_group(node, signal.SIGKILL)
+        node.wait()
+
+    def online(self) -> int:
+        """Return how many SuperNodes the SuperLink has; a dead one counts for a minute more."""
+        listed = self._call(["flwr", "supernode", "list", _LINK, "--format", "json"]).stdout
+        try:
+            nodes = json.loads(listed)["nodes"]
+        except (ValueError, KeyError):
+            raise RuntimeError(f"the SuperLink does not list its nodes: {_tail(listed)}") from None
+        return sum(node["status"] == "online" for node in nodes)
+
     # Parts -----------------------------------------------------------------------------------
 
     def _start_link(self) -> None:

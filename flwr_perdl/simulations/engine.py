@@ -12,7 +12,7 @@ a Flower ``Grid``       inside a ServerApp: ``flwr run .`` or ``flower-simulatio
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple, Protocol
@@ -25,8 +25,10 @@ from flwr.serverapp.strategy import Result
 
 from flwr_perdl._checks import Matrix, check_choice
 from flwr_perdl.clients import client_app
+from flwr_perdl.clients.dictionary import ANEW
 from flwr_perdl.simulations.grid import InProcessGrid
 from flwr_perdl.strategies import ProtocolStrategy, RoundReport
+from flwr_perdl.strategies._conversation import EVALUATE
 
 ENGINES = ("in-process", "ray")
 
@@ -140,7 +142,7 @@ def _run_on(
         evaluate_fn=evaluate_fn,
     )
     seconds = time.perf_counter() - started
-    training = [report for report in strategy.history if report.step != "evaluate"]
+    training = [report for report in strategy.history if report.step != EVALUATE]
     return Federated(
         arrays=result.arrays.to_numpy_ndarrays(),
         history=list(strategy.history),
@@ -150,6 +152,35 @@ def _run_on(
         floats_down=float(np.sum([report.floats_down for report in training])),
         seconds=seconds,
     )
+
+
+def mishaps(history: Sequence[RoundReport]) -> list[str]:
+    """Return a sentence about every client that was left out, or made its private state anew."""
+    left_out: dict[str, list[tuple[int, str]]] = {}
+    anew: dict[int, list[int]] = {}
+    seen: set[int] = set()
+    for report in history:
+        for label, reason in report.dropped.items():
+            left_out.setdefault(label, []).append((report.round, reason))
+        if report.step == EVALUATE:
+            continue
+        for partition, metrics in report.metrics.items():
+            if metrics.get(ANEW) and report.round > 1:
+                anew.setdefault(partition, []).append(report.round if partition in seen else 0)
+        seen |= set(report.metrics)
+    notes = []
+    for label, times in left_out.items():
+        (round_, reason), often = times[0], len(times)
+        notes.append(f"Left out {label} {often} time(s), first in round {round_}: {reason}.")
+    for partition, rounds in anew.items():
+        for round_ in rounds:
+            notes.append(
+                f"Client {partition} had lost its private state in round {round_} and made its "
+                "local atoms anew."
+                if round_
+                else f"Client {partition} joined late and aligned its atoms with the global ones."
+            )
+    return notes
 
 
 def _run_on_ray(run: Callable[[Grid], Federated], app: Any, clients: int) -> Federated:

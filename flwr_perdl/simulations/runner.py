@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from flwr_perdl import _store
 from flwr_perdl._checks import check_choice
 from flwr_perdl._threads import one_blas_thread
-from flwr_perdl.simulations.engine import ENGINES, Config, EvaluateFn, Federated
+from flwr_perdl.simulations.engine import ENGINES, Config, EvaluateFn, Federated, mishaps
 from flwr_perdl.simulations.engine import federate as run_federation
 from flwr_perdl.simulations.experiments import (
     Experiment,
@@ -134,7 +134,7 @@ def run_experiment(
         else:
             outcome = experiment.run(config, session.keep)
     results = to_results(
-        outcome,
+        outcome._replace(notes=[*outcome.notes, *session.mishaps]),
         experiment=experiment.NAME,
         about=experiment.ABOUT,
         source=experiment.SOURCE,
@@ -194,6 +194,7 @@ class _Session:
         self._about = {"experiment": experiment.NAME, "config": config, "resumed": resume}
         #: What happened to each client's replies, over all federations (`client_report`).
         self.clients: dict[str, dict[str, float]] = {}
+        self.mishaps: list[str] = []
         if not isinstance(engine, str) and len(self._federations) > 1:
             raise ValueError(
                 f"inside a Flower run {experiment.NAME} must be one federation, got "
@@ -245,6 +246,8 @@ class _Session:
         )
         found = client_report(federated.history)
         _add(self.clients, {str(partition): counts for partition, counts in found.items()})
+        if len(self._federations) == 1:
+            self.mishaps = mishaps(federated.history)
         return federated
 
     def keep(

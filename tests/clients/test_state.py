@@ -1,16 +1,24 @@
 from __future__ import annotations
 
+import logging
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from flwr.app import Context, RecordDict
 
-from flwr_perdl.clients._state import PrivateState
+from flwr_perdl import _store
+from flwr_perdl.clients._at_rest import KEY_VARIABLE
+from flwr_perdl.clients._state import PrivateArrays, PrivateState, Shelf, private_shelf
 
 
 def context() -> Context:
     return Context(run_id=1, node_id=2, node_config={}, state=RecordDict(), run_config={})
+
+
+def shelf(folder: Path, client: str = "ward-7", algorithm: str = "dictionary") -> Shelf:
+    return Shelf(folder, client, algorithm)
 
 
 def atoms(value: float) -> dict[str, np.ndarray]:
@@ -19,7 +27,7 @@ def atoms(value: float) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_the_newest_state_before_a_round_is_taken(tmp_path: Path, on_disk: bool) -> None:
-    folder = tmp_path if on_disk else None
+    folder = shelf(tmp_path) if on_disk else None
     node = context()
     for round_ in (1, 2, 5):
         PrivateState(node, "run", folder).save(round_, atoms(round_))
@@ -38,7 +46,7 @@ def test_the_newest_state_before_a_round_is_taken(tmp_path: Path, on_disk: bool)
 
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_a_round_asked_again_starts_from_the_state_before_it(tmp_path: Path, on_disk: bool) -> None:
-    state = PrivateState(context(), "run", tmp_path if on_disk else None)
+    state = PrivateState(context(), "run", shelf(tmp_path) if on_disk else None)
     for round_ in (1, 2, 3):
         state.save(round_, atoms(round_))
     state.save(3, atoms(30))  # the server asked for round 3 again
@@ -50,7 +58,7 @@ def test_a_round_asked_again_starts_from_the_state_before_it(tmp_path: Path, on_
 
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_the_state_of_another_run_is_not_taken_up(tmp_path: Path, on_disk: bool) -> None:
-    folder = tmp_path if on_disk else None
+    folder = shelf(tmp_path) if on_disk else None
     node = context()
     PrivateState(node, "first", folder).save(1, atoms(1))
     second = PrivateState(node, "second", folder)
@@ -62,11 +70,11 @@ def test_the_state_of_another_run_is_not_taken_up(tmp_path: Path, on_disk: bool)
 
 
 def test_a_broken_file_is_left_out(tmp_path: Path) -> None:
-    state = PrivateState(context(), "run", tmp_path)
+    state = PrivateState(context(), "run", shelf(tmp_path))
     state.save(1, atoms(1))
     state.save(2, atoms(2))
     (tmp_path / "round-000002.npz").write_bytes(b"half a file")
-    found = PrivateState(context(), "run", tmp_path).before(3)
+    found = PrivateState(context(), "run", shelf(tmp_path)).before(3)
     assert found is not None
     assert found["local_atoms"][0, 0] == 1
 
@@ -79,3 +87,106 @@ def test_what_others_keep_in_the_context_is_left_alone() -> None:
     for round_ in (1, 2, 3):
         PrivateState(node, "run").save(round_, atoms(round_))
     assert node.state["theirs"] == ConfigRecord({"a": 1})
+
+
+def kept(folder: Path, **binding: str) -> PrivateArrays | None:
+    """Return what a restarted client finds in round 3."""
+    return PrivateState(context(), "run", shelf(folder, **binding)).before(3)
+
+
+@pytest.fixture
+def warned(caplog: pytest.LogCaptureFixture) -> Any:
+    """Return the log of the client's warnings."""
+    logger = logging.getLogger("flwr")
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)
+
+
+@pytest.mark.parametrize(
+    ("binding", "said"),
+    [
+        ({"client": "ward-8"}, "must be of client 'ward-8', got 'ward-7'"),
+        ({"algorithm": "diffusion"}, "must be of algorithm 'diffusion', got 'dictionary'"),
+    ],
+)
+def test_a_foreign_file_is_refused_by_name(
+    tmp_path: Path, warned: Any, binding: dict[str, str], said: str
+) -> None:
+    PrivateState(context(), "run", shelf(tmp_path)).save(2, atoms(2))
+    assert kept(tmp_path, **binding) is None
+    assert f"round-000002.npz {said}" in warned.text
+    assert kept(tmp_path) is not None
+
+
+def test_a_file_of_another_round_is_refused(tmp_path: Path, warned: Any) -> None:
+    state = PrivateState(context(), "run", shelf(tmp_path))
+    state.save(1, atoms(1))
+    (tmp_path / "round-000001.npz").rename(tmp_path / "round-000002.npz")
+    assert kept(tmp_path) is None
+    assert "must be of round 2, got 1" in warned.text
+
+
+def test_files_are_the_owners_alone(tmp_path: Path) -> None:
+    node = context()
+    node.node_config["state-dir"] = str(tmp_path / "all")
+    node.node_config["name"] = "../ward 7"
+    own = private_shelf(node, "dictionary")
+    assert own is not None
+    assert (own.client, own.folder) == ("../ward 7", tmp_path / "all" / "client-..%2Fward%207")
+    PrivateState(node, "run", own).save(1, atoms(1))
+    assert own.folder.stat().st_mode & 0o777 == 0o700
+    (file,) = own.folder.iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
+def test_locked_files_say_nothing_and_open_with_their_key_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warned: Any
+) -> None:
+    secret = {"local_atoms": np.full((50, 4), np.pi)}
+    monkeypatch.setenv(KEY_VARIABLE, "0f" * 32)
+    PrivateState(context(), "run", shelf(tmp_path)).save(2, secret)
+    path = tmp_path / "round-000002.npz"
+    assert np.full(2, np.pi).tobytes() not in path.read_bytes()
+    found = kept(tmp_path)
+    assert found is not None
+    np.testing.assert_array_equal(found["local_atoms"], secret["local_atoms"])
+
+    monkeypatch.setenv(KEY_VARIABLE, "1f" * 32)
+    with pytest.raises(ValueError, match=rf"{KEY_VARIABLE} must be the key that .* got another"):
+        kept(tmp_path)
+    monkeypatch.delenv(KEY_VARIABLE)
+    with pytest.raises(ValueError, match=r"round-000002\.npz is locked with, got none"):
+        kept(tmp_path)
+    monkeypatch.setenv(KEY_VARIABLE, "secret words")
+    message = "must be 64 hexadecimal digits .* got 12 characters"
+    with pytest.raises(ValueError, match=message) as error:
+        kept(tmp_path)
+    assert "secret words" not in str(error.value)
+
+
+@pytest.mark.parametrize("what", ["arrays", "about", "unlocked"])
+def test_a_locked_file_that_somebody_changed_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warned: Any, what: str
+) -> None:
+    """Whoever can write may also write the right checksum; without the key that is of no use."""
+    monkeypatch.setenv(KEY_VARIABLE, "0f" * 32)
+    state = PrivateState(context(), "run", shelf(tmp_path))
+    for round_ in (1, 2):
+        state.save(round_, atoms(round_))
+    path = tmp_path / "round-000002.npz"
+    arrays, meta = _store.load(path)
+    del meta["format"]
+    if what == "arrays":
+        arrays["sealed"] = arrays["sealed"] ^ (np.arange(len(arrays["sealed"])) == 100)
+    elif what == "about":
+        arrays, earlier = _store.load(tmp_path / "round-000001.npz")
+        assert earlier["round"] == 1
+    else:
+        arrays, meta = atoms(9), {**meta, "key": None}
+    _store.save(path, arrays, meta)
+    found = kept(tmp_path)
+    assert found is not None
+    assert found["local_atoms"][0, 0] == 1
+    reason = "it is not locked" if what == "unlocked" else "it was changed after it was locked"
+    assert f"round-000002.npz is left out: {reason}" in warned.text

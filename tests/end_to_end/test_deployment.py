@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
 import stat
 import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from flwr.app import Context, RecordDict
 
+from flwr_perdl import _store
 from flwr_perdl.network import InMemoryNetwork
 from flwr_perdl.simulations import run_experiment
+from flwr_perdl.simulations.data import planted_clients
 from flwr_perdl.simulations.deployment import Deployment, make_certificates, make_key
+from flwr_perdl.simulations.experiments import configure, find, sites
+from flwr_perdl.simulations.report import read_results
 
 pytestmark = [pytest.mark.slow, pytest.mark.deployment]
 
@@ -81,6 +92,95 @@ def test_neighbours_write_sealed_letters_from_supernode_to_supernode(tmp_path: P
         assert {*deployed} == {"unheard", *in_memory}
         for name, expected in in_memory.items():
             np.testing.assert_allclose(deployed[name], expected, rtol=1e-12, atol=1e-12)
+
+
+OPTIONS = {"n_atoms": 6, "n_global": 3}
+
+
+def test_a_killed_node_has_its_local_atoms_again_where_it_keeps_its_state(tmp_path: Path) -> None:
+    """Nodes 1 and 2 die after round 2 (SIGKILL) and come back; node 1 has a `state-dir`.
+
+    Node 0 is stopped meanwhile, so that the round waits until both are back: else the server would
+    first have to find out that they are gone, which takes it a minute.
+    """
+    made = planted_clients(
+        np.random.default_rng(0), [6] * 3, [200] * 3, 3, n_features=8, noise=0.05
+    )
+    for k, X in enumerate(made.samples):
+        np.savez(tmp_path / f"site-{k}.npz", X=X)
+    out, states = tmp_path / "out", tmp_path / "states"
+
+    def node_config(partition: int) -> dict[str, Any]:
+        keeps = {"state-dir": str(states)} if partition == 1 else {}
+        return {"data": str(tmp_path / f"site-{partition}.npz"), **keeps}
+
+    def disturb(deployment: Deployment) -> None:
+        def sent(partition: int) -> int:
+            log = deployment.folder / f"node-{partition}.log"
+            return log.read_text(errors="replace").count("Sent successfully")
+
+        slow, *dying = deployment.nodes
+        until(lambda: (out / "checkpoints" / "round-000001.npz").exists())
+        os.killpg(slow.pid, signal.SIGSTOP)
+        before = [sent(1), sent(2)]
+        until(lambda: all(sent(k) > n for k, n in zip((1, 2), before, strict=True)))
+        for node in dying:
+            deployment.kill(node)
+        shutil.copytree(states, tmp_path / "before")
+        for partition in (1, 2):
+            deployment.start_node(partition)
+        until(lambda: deployment.online() == 5)
+        os.killpg(slow.pid, signal.SIGCONT)
+
+    with (
+        Deployment(tmp_path / "deployment", 3, node_config=node_config) as deployment,
+        ThreadPoolExecutor(1) as helper,
+    ):
+        disturbed = helper.submit(disturb, deployment)
+        run = {"experiment": "sites", "clients": 3, "rounds": 3, "out": str(out), **OPTIONS}
+        deployment.run(run, timeout=400)
+        disturbed.result()
+
+    notes = read_results(out)["notes"]
+    lost = "Client 2 had lost its private state in round 3 and made its local atoms anew."
+    assert notes[1:] == [lost]
+
+    # Node 1's third round again, from its file of before the kill, and from nothing.
+    global_atoms = _store.load(out / "checkpoints" / "round-000002.npz").arrays["model/0000"]
+    kept = _store.load(states / "client-1" / "round-000003.npz")
+    again, anew = (
+        _third_round(global_atoms, str(kept.meta["run"]), folder, node_config(1))
+        for folder in (tmp_path / "before", tmp_path / "nothing")
+    )
+    np.testing.assert_array_equal(kept.arrays["local_atoms"], again)
+    assert not np.array_equal(again, anew)
+
+
+def _third_round(
+    global_atoms: np.ndarray, run: str, states: Path, node_config: dict[str, Any]
+) -> np.ndarray:
+    """Return the local atoms after round 3 of a client that finds its state in ``states``."""
+    node = Context(
+        run_id=1,
+        node_id=2,
+        node_config={"partition-id": 1, **node_config, "state-dir": str(states)},
+        state=RecordDict(),
+        run_config={},
+    )
+    asked = {"perdl.step": "update", "server-round": 3, "perdl.seed": 0, "perdl.run": run}
+    sends = {"perdl.sends": "statistics", "perdl.orthogonal": 1}
+    sites.client(node, configure(find("sites"), options=OPTIONS)).fit(
+        [global_atoms], {**asked, **sends}
+    )
+    return _store.load(states / "client-1" / "round-000003.npz").arrays["local_atoms"]
+
+
+def until(happens: Callable[[], bool], patience: float = 120.0) -> None:
+    """Wait for something to happen."""
+    deadline = time.monotonic() + patience
+    while not happens():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.1)
 
 
 def test_a_run_that_fails_says_why(tmp_path: Path) -> None:

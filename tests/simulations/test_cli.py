@@ -48,12 +48,17 @@ def test_run_and_report_print_the_table_and_where_the_page_is(tmp_path):
         (["run", "images"], "images must be given data"),
         (["run", "images", "--data", "nowhere.npz"], "data must be a file"),
         (["run", "digits", "--data", "nowhere.npz"], "digits makes its own data"),
+        (["up", "sites", "--data", "."], "data must be a folder with a file per client"),
+        (["up", "sites", "--data", "four"], "nodes must be 4, one per file in four, got 3"),
         (["report", "nowhere"], "must be the folder of a finished run"),
         (["bench"], "benchmarks must be a folder with scripts"),
     ],
 )
 def test_mistakes_get_one_sentence_and_status_2(tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
+    Path("four").mkdir()
+    for k in range(4):
+        Path(f"four/{k}.npz").touch()
     result = invoke(*arguments)
     assert result.exit_code == 2
     (line,) = result.stderr.strip().splitlines()

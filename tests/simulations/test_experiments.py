@@ -13,9 +13,12 @@ from flwr_perdl.simulations.experiments import EXPERIMENTS, FederatedExperiment,
 COMMON = {"clients", "rounds", "seed"}
 PERMA = {"aggregation", "matching", "min_support"}
 OPTIONS = {
-    "digits": PERMA | {"samples_per_client", "n_atoms", "n_global", "learner"},
-    "images": PERMA | {"samples_per_client", "n_atoms", "n_global", "learner", "data"},
-    "synthetic": PERMA | {"seeds", "start", "weak", "weak_samples", "samples", "atoms"},
+    "digits": PERMA | {"samples_per_client", "n_atoms", "n_global", "learner", "local_steps"},
+    "images": PERMA
+    | {"samples_per_client", "n_atoms", "n_global", "learner", "local_steps", "data"},
+    "sites": PERMA | {"data", "n_atoms", "n_global", "learner", "local_steps"},
+    "synthetic": PERMA
+    | {"seeds", "start", "weak", "weak_samples", "samples", "atoms", "local_steps"},
     "global-atoms": PERMA | {"seeds", "noise", "weak", "weak_samples", "samples", "n_global"},
     "mixed-regression": {"setting", "seeds", "k", "variant"},
     "regression": {"data", "k", "splits"},
@@ -76,7 +79,11 @@ def test_bad_options_get_one_sentence(name, given, message):
         ("digits", {"resume": True}, "resume must come with the folder"),
         ("images", {}, "images must be given data"),
         ("images", {"data": "nowhere.npz"}, "data must be a file, got 'nowhere.npz'"),
-        ("synthetic", {"options": {"start": "late"}}, "start must be one of 'good', 'poor'"),
+        (
+            "synthetic",
+            {"options": {"start": "late"}},
+            "start must be one of 'good', 'poor', 'short'",
+        ),
         ("synthetic", {"options": {"weak": 11}}, "weak must be between 0 and 10"),
         ("synthetic", {"options": {"atoms": "6,x"}}, "atoms must be integers such as"),
         ("synthetic", {"options": {"atoms": "2"}}, "atoms must be between 3 and"),

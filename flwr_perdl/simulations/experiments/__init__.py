@@ -14,6 +14,7 @@ from flwr_perdl.simulations.experiments import (
     novel_documents,
     patches,
     regression,
+    sites,
     synthetic,
     unmixing,
 )
@@ -29,6 +30,7 @@ __all__ = ["EXPERIMENTS", "Experiment", "FederatedExperiment", "Value", "configu
 EXPERIMENTS: dict[str, Experiment] = {
     digits.NAME: digits,
     images.NAME: images,
+    sites.NAME: sites,
     synthetic.NAME: synthetic,
     global_atoms.NAME: global_atoms,
     mixed_regression.NAME: mixed_regression,

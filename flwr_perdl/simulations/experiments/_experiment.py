@@ -182,6 +182,7 @@ def make_strategy(
         n_global,
         matching=str(config["matching"]),
         aggregation=str(config["aggregation"]),
+        local_steps=check_count("local_steps", config.get("local_steps", 1), 1),
         **options,
     )
 

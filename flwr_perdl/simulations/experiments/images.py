@@ -47,6 +47,7 @@ DEFAULTS: dict[str, Value] = {
     "samples_per_client": 500,
     "n_atoms": 100,
     "n_global": 100,
+    "local_steps": 1,
     "aggregation": "statistics",
     "matching": "consensus",
     "learner": "orthogonal",
