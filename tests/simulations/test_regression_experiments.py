@@ -82,12 +82,12 @@ def test_one_federation_runs_through_flower_and_is_the_batched_path() -> None:
     assert mixed_regression.federations(one) == [{**one, "clients": 200}]
     batched = mixed_regression._one_seed("C1", 3, one)
     federated = federate(mixed_regression, {**one, "clients": 200})
-    errors, found = mixed_regression._federated(
+    errors, models = mixed_regression._federated(
         {**one, "clients": 200}, partial(federate, mixed_regression)
     )
     np.testing.assert_allclose(errors, batched["s = 5/errors"], atol=1e-10)
     assert np.isfinite(errors[3:]).all()
-    assert found == batched["s = 5/found"] == 3
+    assert len(models) == batched["s = 5/found"] == 3
     sent = (federated.floats_up, federated.floats_down)
     np.testing.assert_allclose(batched["s = 5/floats"][-1], sent)
 
