@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -33,6 +34,14 @@ N_RUNS, SECONDS = 100, 30
 REAL = (12, 38, 71)
 CLOSE = 1.1
 NOTHING = chaos.Schedule({r: set() for r in range(1, chaos.N_ROUNDS + 1)}, {}, {}, [], False)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder in memory where there is one: a hundred runs wait for ten thousand writes."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
+        yield Path(name)
 
 
 class Hung(BaseException):
@@ -97,13 +106,13 @@ def check_stopped(seed: int, ended: Any, out: Path, clean: float) -> None:
 
 
 @pytest.mark.slow
-def test_a_hundred_runs_through_chaos(tmp_path: Path, capsys: Any) -> None:
+def test_a_hundred_runs_through_chaos(folder: Path, capsys: Any) -> None:
     logging.disable(logging.CRITICAL)
     counts: Counter[str] = Counter()
     try:
-        clean = chaos.undisturbed(tmp_path / "clean")
+        clean = chaos.undisturbed(folder / "clean")
         for seed in range(N_RUNS):
-            out, really = tmp_path / str(seed), seed in REAL
+            out, really = folder / str(seed), seed in REAL
             if really:
                 counts["killed (SIGKILL)"] += killed_for_real(seed, out) == -signal.SIGKILL
             with limit(SECONDS):
@@ -128,22 +137,22 @@ def test_a_hundred_runs_through_chaos(tmp_path: Path, capsys: Any) -> None:
 
 @pytest.mark.slow
 def test_without_memory_absence_costs(
-    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+    folder: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clean, n_runs = chaos.undisturbed(tmp_path / "clean"), 20
+    clean, n_runs = chaos.undisturbed(folder / "clean"), 20
     monkeypatch.setattr(chaos, "REMEMBER", 0)
-    errors = [chaos.run(seed, tmp_path / str(seed)).error for seed in range(n_runs)]
+    errors = [chaos.run(seed, folder / str(seed)).error for seed in range(n_runs)]
     close = sum(error is not None and error < CLOSE * clean for error in errors)
     with capsys.disabled():
         print(f"\nchaos without PerMA(remember=...), {n_runs} runs: {close} close")
     assert close < 0.9 * n_runs
 
 
-def test_a_few_runs_through_chaos(tmp_path: Path) -> None:
-    clean = chaos.undisturbed(tmp_path / "clean")
+def test_a_few_runs_through_chaos(folder: Path) -> None:
+    clean = chaos.undisturbed(folder / "clean")
     for seed in (0, 1):
-        ended = chaos.run(seed, tmp_path / str(seed))
-        check_private_atoms(ended, tmp_path / str(seed) / "state")
+        ended = chaos.run(seed, folder / str(seed))
+        check_private_atoms(ended, folder / str(seed) / "state")
         assert ended.error is not None
         assert ended.error < CLOSE * clean
 
