@@ -21,7 +21,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 
 from flwr_perdl import _compat, _store
 from flwr_perdl._records import Limits, read_reply, reply_to
-from flwr_perdl.clients._state import PrivateState
+from flwr_perdl.clients._state import PrivateState, Shelf
 from flwr_perdl.network._packing import unpack_arrays
 from flwr_perdl.simulations._run_config import all_keys, read_run_config
 from flwr_perdl.simulations.data import load_images
@@ -39,6 +39,8 @@ from flwr_perdl.strategies import PerMA
 from flwr_perdl.strategies._events import read_events
 from flwr_perdl.strategies._strategy import _properties
 
+#: What a state file of the client at hand says.
+_OURS = {"client": "0", "algorithm": "fuzzing", "run": "here", "round": 1, "key": None}
 #: How a PerMA of two features calls its own checkpoint.
 _IDENTITY = PerMA(1).open([np.ones((1, 2))]).identity
 LOADERS: tuple[Callable[[str], Any], ...] = (
@@ -136,10 +138,10 @@ def checkpoint(data: bytes) -> None:
 
 def state(data: bytes) -> None:
     """Take up a client's private state from its disk."""
-    for content in (data, _saved(data, {"run": "here"})):
-        with file_of(content, "round-000001.npz") as path:
+    for content in (data, _saved(data, _OURS)):
+        with file_of(content, "round-000001.npz") as path, suppress(ValueError):
             context = Context(1, 1, {"partition-id": 0}, RecordDict(), {})
-            PrivateState(context, "here", path.parent).before(5)
+            PrivateState(context, "here", Shelf(path.parent, "0", "fuzzing")).before(5)
 
 
 def _saved(data: bytes, known: dict[str, Any]) -> bytes:
@@ -209,7 +211,7 @@ def seeds(name: str) -> list[bytes]:
             ' "server_metrics": {"1": {}}}',
             '{"format": 1, "finished": true, "round": 1, "history": [{"round": 1}]}',
         ],
-        "state": ['{"run": "here"}', '{"run": 3, "format": 2}'],
+        "state": ['{"run": "here"}', '{"run": 3, "format": 2}', '{"key": "another"}'],
     }
     found = [text.encode() for text in texts.get(name, [])]
     if name in ("reply", "data"):
@@ -217,7 +219,7 @@ def seeds(name: str) -> list[bytes]:
         found += [b"\x00" + whole, b"\xf0" + whole + b"\xff\xfe" + whole]
     if name in ("checkpoint", "state"):
         with file_of(b"") as path:
-            _store.save(path, {"D": np.eye(2)}, {"run": "here", "round": 1})
+            _store.save(path, {"D": np.eye(2)}, _OURS)
             found.append(path.read_bytes())
     return found
 

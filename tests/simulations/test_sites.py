@@ -78,7 +78,7 @@ def test_bad_sites_are_named(options: dict[str, Any], message: str, tmp_path: Pa
 
 def report(round_: int, anew: dict[int, int], dropped: dict[str, str], step: str = "update") -> Any:
     metrics = {partition: {"anew": float(value)} for partition, value in anew.items()}
-    return RoundReport(round_, step, metrics, {}, dropped, 0.0, 0.0)
+    return RoundReport(round_, step, metrics, {}, dropped, 0.0, 0.0, {})
 
 
 def test_a_report_names_who_was_left_out_and_who_had_lost_its_state() -> None:
