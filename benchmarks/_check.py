@@ -45,6 +45,8 @@ def compare(name: str) -> bool:
 
 
 if __name__ == "__main__":
-    scripts = sorted(script.stem for script in Path(__file__).parent.glob("[!_]*.py"))
-    kept = [compare(name) for name in sys.argv[1:] or scripts]
+    stored = sorted(
+        path for path in RESULTS.glob("*.json") if "ratios" in json.loads(path.read_text())
+    )
+    kept = [compare(name) for name in sys.argv[1:] or [path.stem for path in stored]]
     sys.exit(0 if all(kept) else 1)
