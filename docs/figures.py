@@ -27,6 +27,7 @@ from flwr_perdl.simulations.network_plots import networks
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (
     ROOT / "README.md",
+    ROOT / "benchmarks" / "README.md",
     ROOT / "docs" / "perma.md",
     ROOT / "docs" / "regression.md",
     ROOT / "docs" / "faults.md",
