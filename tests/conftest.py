@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -36,6 +36,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _private_flower(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["FLWR_HOME"] = str(tmp_path_factory.mktemp("flwr"))
     logging.getLogger("flwr").setLevel(logging.WARNING)
+
+
+@pytest.fixture
+def warned(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """Return what Flower's logger, which does not propagate, warns of."""
+    logger = logging.getLogger("flwr")
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)
 
 
 class Federation(NamedTuple):

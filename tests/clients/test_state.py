@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -92,15 +91,6 @@ def test_what_others_keep_in_the_context_is_left_alone() -> None:
 def kept(folder: Path, **binding: str) -> PrivateArrays | None:
     """Return what a restarted client finds in round 3."""
     return PrivateState(context(), "run", shelf(folder, **binding)).before(3)
-
-
-@pytest.fixture
-def warned(caplog: pytest.LogCaptureFixture) -> Any:
-    """Return the log of the client's warnings."""
-    logger = logging.getLogger("flwr")
-    logger.addHandler(caplog.handler)
-    yield caplog
-    logger.removeHandler(caplog.handler)
 
 
 @pytest.mark.parametrize(

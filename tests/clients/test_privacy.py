@@ -1,0 +1,190 @@
+"""What leaves a client under local differential privacy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, Context
+from flwr.clientapp.mod import LocalDpMod
+from scipy.integrate import quad
+from scipy.stats import norm
+
+from flwr_perdl.clients import RegressionClient, client_app
+from flwr_perdl.clients.privacy import LocalPrivacy, noise_multiplier
+from flwr_perdl.dictionary import dictionary_distance
+from flwr_perdl.regression import model_error
+from flwr_perdl.simulations import InProcessGrid
+from flwr_perdl.simulations.mixed_regression_data import mixed_regression
+from flwr_perdl.strategies import FedX, PerMA, TooFewReplies
+
+MakeFederation = Callable[..., Any]
+
+
+@pytest.mark.parametrize("epsilon", [0.1, 1.0, 10.0])
+@pytest.mark.parametrize("delta", [1e-3, 1e-6])
+def test_the_noise_is_what_the_definition_asks_for(epsilon: float, delta: float) -> None:
+    """delta = the integral of (p - e^epsilon q)_+ of two normals a sensitivity apart."""
+    sigma = noise_multiplier(epsilon, delta)
+
+    def rest(x: float) -> float:
+        p, q = norm.pdf(x, 1, sigma), norm.pdf(x, 0, sigma)
+        return float(max(p - np.exp(epsilon) * q, 0))
+
+    edge = epsilon * sigma**2 + 0.5  # where p is e^epsilon q
+    found, _ = quad(rest, edge, edge + 40 * sigma, epsabs=delta * 1e-9, limit=500)
+    assert found == pytest.approx(delta, rel=1e-5)
+    # Four releases are one of twice the distance.
+    assert noise_multiplier(epsilon, delta, 4) == pytest.approx(2 * sigma)
+
+
+def test_clipping_and_noise_have_their_sizes() -> None:
+    mod = LocalPrivacy(2.0, 1e-5, 3, clip=0.5)
+    far, near = np.full((2, 5), 100.0), np.full((2, 5), 0.01)
+    rng = np.random.default_rng(0)
+    drawn = np.stack([mod.blur(far, 2.0, rng) for _ in range(20_000)])
+    assert np.linalg.norm(drawn.mean(axis=0)) == pytest.approx(0.5, abs=0.1)
+    assert drawn.std() == pytest.approx(2 * 0.5 * noise_multiplier(2.0, 1e-5, 3), rel=0.02)
+    drawn = np.stack([mod.blur(near, 2.0, rng) for _ in range(20_000)])
+    np.testing.assert_allclose(drawn.mean(axis=0), near, atol=6 * drawn.std() / 20_000**0.5)
+
+
+def test_a_cluster_is_named_as_randomised_response_does() -> None:
+    mod = LocalPrivacy(4.0, 1e-5, 2, clip=1.0)
+    rng = np.random.default_rng(0)
+    shares = np.bincount([mod.choose(1, 3, rng) for _ in range(30_000)], minlength=3) / 30_000
+    e = np.exp(4.0 / 2 / 2)
+    np.testing.assert_allclose(shares, np.array([1, e, 1]) / (e + 2), atol=0.01)
+
+
+class Tap(InProcessGrid):
+    """A grid that keeps every reply."""
+
+    def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
+        replies = list(super().send_and_receive(messages, timeout=timeout))
+        self.replies = [*getattr(self, "replies", []), *replies]
+        return replies
+
+
+def learn(planted: Any, mod: Any, start: np.ndarray, rounds: int = 2, **options: Any) -> Any:
+    """Run PerMA from given atoms with a mod; return the atoms, and the grid."""
+    app = client_app(planted.make_client, train_mods=[mod], evaluate_mods=[mod])
+    grid = Tap(app, len(planted.planted.samples))
+    settings = {"aggregation": "mean", **options}
+    result = PerMA(3, **settings).start(grid, ArrayRecord([start]), num_rounds=rounds)
+    return result.arrays.to_numpy_ndarrays()[0], grid
+
+
+@pytest.fixture
+def nearby(federation: MakeFederation) -> tuple[Any, np.ndarray]:
+    """A federation, and atoms near its global ones."""
+    planted = federation(20, noise=0.05)
+    atoms = planted.planted.global_atoms
+    return planted, atoms + 0.05 * np.random.default_rng(1).standard_normal(atoms.shape)
+
+
+def test_with_a_large_budget_nothing_is_lost(nearby: tuple[Any, np.ndarray]) -> None:
+    planted, start = nearby
+    atoms, _ = learn(planted, LocalPrivacy(1e7, 1e-5, 2, clip=10.0), start)
+    plain = PerMA(3, aggregation="mean").start(planted.grid(), ArrayRecord([start]), num_rounds=2)
+    np.testing.assert_allclose(atoms, plain.arrays.to_numpy_ndarrays()[0], atol=1e-2)
+    truth = planted.planted.global_atoms
+    assert dictionary_distance(atoms, truth) < dictionary_distance(start, truth) / 2
+
+
+def test_nothing_leaves_but_the_noisy_difference(nearby: tuple[Any, np.ndarray]) -> None:
+    """Replies of clients with other data differ by no more than clipped differences do."""
+    planted, start = nearby
+    _, grid = learn(planted, LocalPrivacy(1.0, 1e-5, 1, clip=0.1), start, rounds=1)
+    replies = [r for r in grid.replies if r.metadata.message_type != "query"]
+    training = [r for r in replies if "arrays" in r.content]
+    assert len(training) == 20
+    assert len(replies) == 40  # and as many evaluations
+    for reply in replies:
+        assert dict(reply.content["metrics"]) == {"num-examples": 1}
+        assert set(reply.content) <= {"arrays", "metrics"}
+    sent = np.stack([r.content["arrays"].to_numpy_ndarrays()[0] for r in training])
+    scale = 2 * 0.1 * noise_multiplier(1.0, 1e-5)
+    assert (sent - start).std() == pytest.approx(scale, rel=0.15)
+
+
+def test_a_withheld_atom_is_not_shown_by_its_zeros(federation: MakeFederation) -> None:
+    planted = federation(3, n_samples=20, min_support=1000)  # withholds everything
+    start = planted.planted.global_atoms
+    _, grid = learn(planted, LocalPrivacy(1e9, 1e-5, 1, clip=1.0), start, rounds=1)
+    sent = [
+        r.content["arrays"].to_numpy_ndarrays()[0] for r in grid.replies if "arrays" in r.content
+    ]
+    np.testing.assert_allclose(sent, [start] * 3, atol=1e-3)
+
+
+@pytest.mark.parametrize("aggregation", ["mean", "statistics"])
+def test_what_cannot_be_private_is_refused(
+    federation: MakeFederation, warned: Any, aggregation: str
+) -> None:
+    planted = federation(3)
+    app = client_app(planted.make_client, train_mods=[LocalPrivacy(1.0, 1e-5, 5, clip=1.0)])
+    start = None if aggregation == "mean" else ArrayRecord([planted.planted.global_atoms])
+    with pytest.raises(TooFewReplies, match="0 good replies"):
+        PerMA(3, aggregation=aggregation).start(InProcessGrid(app, 3), start, num_rounds=2)
+    step = "'start'" if aggregation == "mean" else "'update' of statistics"
+    assert f"an update of atoms or of models under local privacy, got {step}." in warned.text
+
+
+def test_the_budget_is_for_so_many_rounds(nearby: tuple[Any, np.ndarray]) -> None:
+    planted, start = nearby
+    with pytest.raises(TooFewReplies, match="Round 3 has 0 good replies"):
+        learn(planted, LocalPrivacy(1.0, 1e-5, 2, clip=0.1), start, rounds=3)
+
+
+def test_fedx_refines_given_models_privately() -> None:
+    data = mixed_regression(np.array([50] * 150), np.full(3, 1 / 3), np.random.default_rng(0), d=5)
+    start = data.theta + 0.2 * np.random.default_rng(1).standard_normal(data.theta.shape)
+
+    def make_client(context: Context) -> RegressionClient:
+        i = int(context.node_config["partition-id"])
+        return RegressionClient(data.X[i], data.y[i], context)
+
+    def refined(epsilon: float) -> float:
+        mod = LocalPrivacy(
+            epsilon, 1e-5, 5, clip=0.3, rng=lambda: np.random.default_rng(rng.integers(2**60))
+        )
+        app = client_app(make_client, train_mods=[mod], evaluate_mods=[mod])
+        strategy = FedX(3, step_size=0.1, momentum=False, check_every=0)
+        result = strategy.start(InProcessGrid(app, 150), ArrayRecord([start]), num_rounds=5)
+        assert strategy.history[-1].aggregate == {"clients": 150, "dropped": 0}
+        return model_error(result.arrays.to_numpy_ndarrays()[0], data.theta)
+
+    rng = np.random.default_rng(2)
+    errors = {epsilon: refined(epsilon) for epsilon in (30.0, 1e6)}
+    assert errors[1e6] < errors[30.0] < model_error(start, data.theta)
+
+
+def test_flowers_own_mod_does_not_fit_the_first_round(federation: MakeFederation) -> None:
+    """Why there is one of ours: a first reply has other names, and metrics leave as they are."""
+    planted = federation(3)
+    mod = LocalDpMod(clipping_norm=1.0, sensitivity=2.0, epsilon=1.0, delta=1e-5)
+    app = client_app(planted.make_client, train_mods=[mod])
+    strategy = PerMA(3, aggregation="mean")
+    with pytest.raises(TooFewReplies, match="Round 1 has 0 good replies"):
+        strategy.start(InProcessGrid(app, 3), num_rounds=2)
+    strategy.start(InProcessGrid(app, 3), ArrayRecord([planted.planted.global_atoms]), num_rounds=1)
+    assert strategy.history[0].metrics[0]["num-examples"] == 200
+    assert "mse" in strategy.history[0].metrics[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"epsilon": 0.0}, r"epsilon must be in \(0, inf\], got 0"),
+        ({"delta": 1.0}, r"delta must be in"),
+        ({"n_rounds": 0}, "n_rounds must be at least 1, got 0"),
+        ({"clip": -1.0}, r"clip must be in \(0, inf\], got -1"),
+    ],
+)
+def test_bad_budgets_are_named(given: dict[str, Any], message: str) -> None:
+    whole = {"epsilon": 1.0, "delta": 1e-5, "n_rounds": 2, "clip": 1.0}
+    with pytest.raises(ValueError, match=message):
+        LocalPrivacy(**{**whole, **given})
