@@ -16,6 +16,7 @@ from flwr_perdl.simulations.experiments import (
     regression,
     synthetic,
     unmixing,
+    video,
 )
 from flwr_perdl.simulations.experiments._experiment import (
     Experiment,
@@ -39,6 +40,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     denoise.NAME: denoise,
     patches.NAME: patches,
     unmixing.NAME: unmixing,
+    video.NAME: video,
 }
 
 
