@@ -116,7 +116,7 @@ def load_images(path: str) -> Images:
     shape = (side, side) if X.ndim == 2 else (X.shape[1], X.shape[2])
     if min(shape) < 3:
         raise ValueError(f"X in {path} must be images of at least 3x3 pixels, got {shape}.")
-    return Images(_to_unit_range(X).reshape(len(X), -1), y, shape)
+    return Images(to_unit_range(X).reshape(len(X), -1), y, shape)
 
 
 def _bundled_digits() -> tuple[NDArray[Any], NDArray[Any]]:
@@ -186,7 +186,8 @@ def read_arrays(path: str, *keys: str) -> list[NDArray[Any]]:
     return [arrays[key] for key in keys]
 
 
-def _to_unit_range(X: NDArray[Any]) -> Matrix:
+def to_unit_range(X: NDArray[Any]) -> Matrix:
+    """Return images in [0, 1]; see `load_images` for how."""
     values = X if X.dtype in (np.float64, np.float32) else X.astype(np.float64)
     if X.dtype == np.uint8:
         return values / 255

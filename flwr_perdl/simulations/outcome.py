@@ -1,4 +1,4 @@
-"""What a run leaves: results.json, arrays.npz and figures, each written whole or not at all."""
+"""What a run leaves: results.json, arrays, figures and films, each written whole or not at all."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 RESULTS = "results.json"
 ARRAYS = "arrays.npz"
+_FRAME_TIME = 100  # of a film, in milliseconds
 
 
 class Table(NamedTuple):
@@ -60,6 +61,23 @@ class Picture(NamedTuple):
     figure: Figure
 
 
+class Film(NamedTuple):
+    """A moving picture with its words, written as a GIF.
+
+    Attributes
+    ----------
+    name, title, caption : str
+        As a `Picture`'s.
+    frames : ndarray of uint8 of shape (n_frames, height, width, 3)
+        Shown ten per second.
+    """
+
+    name: str
+    title: str
+    caption: str
+    frames: NDArray[np.uint8]
+
+
 class Outcome(NamedTuple):
     """What an experiment found.
 
@@ -79,6 +97,7 @@ class Outcome(NamedTuple):
         Communication rounds of one federation.
     floats_up, floats_down : float
         Floats that a client sent and received in one federation, the mean over clients.
+    films : sequence of Film
     """
 
     metrics: Mapping[str, float]
@@ -90,6 +109,7 @@ class Outcome(NamedTuple):
     rounds: int
     floats_up: float
     floats_down: float
+    films: Sequence[Film] = ()
 
 
 def to_results(outcome: Outcome, **run: Any) -> dict[str, Any]:
@@ -128,8 +148,9 @@ def to_results(outcome: Outcome, **run: Any) -> dict[str, Any]:
         "floats_down": float(outcome.floats_down),
         "tables": [table._asdict() for table in outcome.tables],
         "figures": [
-            {"file": f"{p.name}.png", "title": p.title, "caption": p.caption}
-            for p in outcome.pictures
+            {"file": f"{one.name}.{ending}", "title": one.title, "caption": one.caption}
+            for ending, shown in (("png", outcome.pictures), ("gif", outcome.films))
+            for one in shown
         ],
         "notes": list(outcome.notes),
     }
@@ -157,8 +178,20 @@ def write(out: Path, outcome: Outcome, results: Mapping[str, Any]) -> None:
     for picture in outcome.pictures:
         with replacing(out / f"{picture.name}.png") as stream:
             picture.figure.savefig(stream, format="png", dpi=144, bbox_inches="tight")
+    for film in outcome.films:
+        _write_film(out / f"{film.name}.gif", film)
     named: dict[str, Any] = dict(outcome.arrays)
     with replacing(out / ARRAYS) as stream:
         np.savez_compressed(stream, **named)
     with replacing(out / RESULTS) as stream:
         stream.write(json.dumps(results, indent=1, allow_nan=False).encode())
+
+
+def _write_film(path: Path, film: Film) -> None:
+    from PIL import Image  # comes with matplotlib
+
+    first, *rest = [Image.fromarray(frame) for frame in film.frames]
+    with replacing(path) as stream:
+        first.save(
+            stream, format="GIF", save_all=True, append_images=rest, duration=_FRAME_TIME, loop=0
+        )

@@ -17,10 +17,10 @@ def side_by_side(columns: Mapping[str, Matrix]) -> Figure:
 
     Parameters
     ----------
-    columns : mapping of str to ndarray of shape (n_images, height, width)
-        Title -> images; values outside [0, 1] are clipped.
+    columns : mapping of str to ndarray of shape (n_images, height, width) or (…, 3)
+        Title -> images, grey or in colour; values outside [0, 1] are clipped.
     """
-    n_images, height, width = next(iter(columns.values())).shape
+    n_images, height, width = next(iter(columns.values())).shape[:3]
     size = 12 / len(columns)
     figure = _figure(12, n_images * (size * height / width + 0.3))
     grid = figure.subplots(n_images, len(columns), squeeze=False)

@@ -210,9 +210,10 @@ def _cell(cell: str) -> str:
 
 
 def _figure(figure: Mapping[str, str], out: Path) -> str:
-    picture = b64encode((out / figure["file"]).read_bytes()).decode()
+    path = out / figure["file"]
+    source = f"data:image/{path.suffix[1:]};base64,{b64encode(path.read_bytes()).decode()}"
     title = escape(figure["title"])
     return (
-        f"<h2>{title}</h2><figure><img alt='{title}' src='data:image/png;base64,{picture}'>"
+        f"<h2>{title}</h2><figure><img alt='{title}' src='{source}'>"
         f"<figcaption>{escape(figure['caption'])}</figcaption></figure>"
     )

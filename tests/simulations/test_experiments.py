@@ -28,6 +28,7 @@ OPTIONS = {
     "denoise": {"data", "sigma", "atoms", "delta", "connectivity", "size", "images"},
     "patches": {"seeds", "update", "replacement", "samples", "noise"},
     "unmixing": {"data", "tiles", "n_endmembers"},
+    "video": PERMA | {"data", "patch", "n_atoms", "n_global", "learner", "refine_steps"},
 }
 
 

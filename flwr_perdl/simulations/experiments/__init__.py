@@ -17,6 +17,7 @@ from flwr_perdl.simulations.experiments import (
     sites,
     synthetic,
     unmixing,
+    video,
 )
 from flwr_perdl.simulations.experiments._experiment import (
     Experiment,
@@ -41,6 +42,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     denoise.NAME: denoise,
     patches.NAME: patches,
     unmixing.NAME: unmixing,
+    video.NAME: video,
 }
 
 

@@ -28,7 +28,7 @@ from flwr_perdl.diffusion.inference import DualInference
 from flwr_perdl.diffusion.model_diffusion import Model, ModelDiffusion
 from flwr_perdl.diffusion.objectives import Objective, SparseSVD
 from flwr_perdl.diffusion.topology import Topology
-from flwr_perdl.simulations.data import _to_unit_range, names_in, read_arrays
+from flwr_perdl.simulations.data import names_in, read_arrays, to_unit_range
 from flwr_perdl.simulations.engine import Config
 from flwr_perdl.simulations.experiments._experiment import Keep, Value
 from flwr_perdl.simulations.measures import Quality, quality
@@ -407,7 +407,7 @@ def _load(path: str, size: int) -> Matrix:
         raise ValueError(f"X in {path} must be integers, float64 or float32, got {X.dtype}.")
     if not np.isfinite(X).all():
         raise ValueError(f"X in {path} must be finite, got NaN or infinite values.")
-    return _to_unit_range(X)
+    return to_unit_range(X)
 
 
 def _objective(config: Config) -> SparseSVD:

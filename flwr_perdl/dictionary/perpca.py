@@ -1,0 +1,197 @@
+"""Personalized PCA: components that all clients share, and each client's own (Shi and Kontar).
+
+Shi, Kontar, "Personalized PCA: Decoupling shared and unique features" (2022), which P0 (Liang et
+al., NeurIPS 2023, B.1, Fig. 6 and Table 1) compares PerMA with. The paper's components are columns.
+
+======================================= ====================================================
+paper (columns)                         here (rows)
+======================================= ====================================================
+``U``, shared components                ``global_components`` (n_global, n_features)
+``V_i``, client i's own                 ``local_components`` (n_local, n_features)
+``S_i = Y_i Y_i' / n_i``                never formed: ``W @ X.T @ X``
+generalized retraction                  :func:`polar_factor`
+``sum_i ||Y_i - (P_U + P_V) Y_i||^2``   sum of ``PCAStep.loss``
+======================================= ====================================================
+
+One round: every client corrects its local components against the shared ones it was sent, takes a
+gradient step on both together and retracts them to orthonormal rows; the server averages the
+clients' shared parts and orthonormalises.
+
+Deviations: the step is a multiple of ``1 / ||X_i||_2^2``, so that no client's scale matters; the
+start is the subspace that the clients' own principal directions have in common, where the paper
+starts at random; means (:func:`aggregate_atoms`) are orthonormalised by the polar factor, the
+nearest orthonormal rows, which span what those of a QR decomposition do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from flwr_perdl._checks import Matrix, check_array, check_count, check_real
+from flwr_perdl.dictionary.aggregation import aggregate_atoms
+from flwr_perdl.dictionary.atoms import polar_factor
+
+#: First step, as a multiple of 1 / ||X_i||_2^2; halved whenever the clients' loss has risen.
+STEP = 1.0
+
+
+class PCAStep(NamedTuple):
+    """What one round comes to at a client."""
+
+    #: The shared components after this client's step, (n_global, n_features).
+    global_components: Matrix
+    #: Its own, orthonormal and orthogonal to those above, (n_local, n_features).
+    local_components: Matrix
+    #: Squared error of its samples before the step, with both kinds of components.
+    loss: float
+
+
+class PersonalizedPCA(NamedTuple):
+    """What :func:`personalized_pca` finds."""
+
+    #: Orthonormal rows, (n_global, n_features).
+    global_components: Matrix
+    #: Per client orthonormal rows, orthogonal to the global ones, (n_local, n_features).
+    local_components: list[Matrix]
+    #: The clients' summed loss, round by round.
+    losses: list[float]
+
+
+def principal_directions(X: Matrix, n_components: int) -> Matrix:
+    """Return the first right singular vectors of ``X``, whose rows are not centred.
+
+    Parameters
+    ----------
+    X : ndarray of shape (n_samples, n_features)
+        Samples.
+    n_components : int
+        At most ``n_features``.
+
+    Returns
+    -------
+    ndarray of shape (n_components, n_features)
+        Orthonormal rows; fewer where the rank of ``X`` is less.
+    """
+    X = check_array("X", X, min_rows=1)
+    check_count("n_components", n_components, 0, X.shape[1])
+    _, s, Vt = np.linalg.svd(X, full_matrices=False)
+    rank = int((s > s[0] * max(X.shape) * np.finfo(X.dtype).eps).sum())
+    return Vt[: min(rank, n_components)].copy()
+
+
+def shared_start(directions: Sequence[Matrix], n_global: int) -> Matrix:
+    """Return the subspace that the clients' directions have in common: where PerPCA starts.
+
+    Parameters
+    ----------
+    directions : sequence of ndarray of shape (n_directions, n_features)
+        Orthonormal rows per client: as many principal directions as it will have components, so
+        that what all share is among them where a client's own features are the stronger ones.
+    n_global : int
+        At most ``n_features``.
+
+    Returns
+    -------
+    ndarray of shape (n_global, n_features)
+        Orthonormal rows: those that maximise the summed squared projections on the clients'
+        subspaces, the principal directions of all their directions together.
+    """
+    found = principal_directions(np.vstack(directions), n_global)
+    return _apart(found, found[:0], n_global)
+
+
+def local_start(X: Matrix, U: Matrix, n_local: int) -> Matrix:
+    """Return the principal directions of what the shared components ``U`` leave of ``X``."""
+    check_count("n_local", n_local, 0, X.shape[1] - len(U))
+    return _apart(principal_directions(X - (X @ U.T) @ U, n_local), U, n_local)
+
+
+def perpca_step(X: Matrix, U: Matrix, V: Matrix, step: float) -> PCAStep:
+    """Take a client's step: correct V against U, a gradient step on both, retract.
+
+    Parameters
+    ----------
+    X : ndarray of shape (n_samples, n_features)
+        The client's samples.
+    U : ndarray of shape (n_global, n_features)
+        The shared components, orthonormal.
+    V : ndarray of shape (n_local, n_features)
+        The client's own, orthonormal.
+    step : float
+        Length of the step, as a multiple of ``1 / ||X||_2^2``.
+
+    Returns
+    -------
+    PCAStep
+    """
+    X = check_array("X", X, min_rows=1)
+    U = check_array("U", U, columns=X.shape[1])
+    V = check_array("V", V, columns=X.shape[1])
+    check_real("step", step, 0)
+    W = np.vstack([U, _apart(V, U, len(V))])
+    codes = X @ W.T
+    loss = max(float(np.vdot(X, X) - np.vdot(codes, codes)), 0.0)
+    lesser = X @ X.T if len(X) <= X.shape[1] else X.T @ X
+    scale = float(np.linalg.eigvalsh(lesser)[-1])
+    if scale > 0:
+        W = polar_factor(W + X.dtype.type(step / scale) * (codes.T @ X), W)
+    return PCAStep(W[: len(U)], W[len(U) :], loss)
+
+
+def next_step(step: float, losses: Sequence[float]) -> float:
+    """Return the step of the next round: half where the last loss is above the one before."""
+    return step / 2 if len(losses) > 1 and losses[-1] > losses[-2] else step
+
+
+def personalized_pca(
+    samples: Sequence[Matrix],
+    n_global: int,
+    n_local: int,
+    *,
+    n_rounds: int = 20,
+    step: float = STEP,
+) -> PersonalizedPCA:
+    """Run personalized PCA with all clients' samples in one place.
+
+    The bits of `flwr_perdl.strategies.PerPCA` with all clients in every round, and one round more:
+    the start is a round of its own there.
+
+    Parameters
+    ----------
+    samples : sequence of ndarray of shape (n_samples, n_features)
+        One array per client.
+    n_global, n_local : int
+        Shared components, and components of each client; together at most ``n_features``.
+    n_rounds : int, default 20
+        Rounds after the start.
+    step : float, default 1.0
+        The first step, as a multiple of ``1 / ||X_i||_2^2``; halved whenever the loss has risen.
+
+    Returns
+    -------
+    PersonalizedPCA
+    """
+    check_count("n_global", n_global, 0)
+    check_count("n_rounds", n_rounds)
+    U = shared_start([principal_directions(X, n_global + n_local) for X in samples], n_global)
+    own = [local_start(X, U, n_local) for X in samples]
+    losses: list[float] = []
+    for _ in range(n_rounds):
+        steps = [perpca_step(X, U, V, step) for X, V in zip(samples, own, strict=True)]
+        stack = np.stack([one.global_components for one in steps])
+        U = aggregate_atoms(stack, U, orthogonal=True).global_atoms
+        own = [one.local_components for one in steps]
+        losses.append(sum(one.loss for one in steps))
+        step = next_step(step, losses)
+    return PersonalizedPCA(U, [_apart(V, U, n_local) for V in own], losses)
+
+
+def _apart(V: Matrix, U: Matrix, n_rows: int) -> Matrix:
+    """Return ``n_rows`` orthonormal rows near those of ``V``, orthogonal to ``U``."""
+    wanted = np.zeros((len(U) + n_rows, U.shape[1]), U.dtype)
+    wanted[: len(U)] = U
+    wanted[len(U) :][: len(V)] = V - (V @ U.T) @ U
+    return polar_factor(wanted, np.eye(*wanted.shape, dtype=U.dtype))[len(U) :]
