@@ -19,7 +19,7 @@ from scipy.ndimage import gaussian_filter
 
 from flwr_perdl._checks import Matrix
 from flwr_perdl._random import DATA, spawn
-from flwr_perdl.simulations.data import read_arrays, to_unit_range
+from flwr_perdl.simulations.data import names_in, read_arrays, to_unit_range
 
 #: Files that a folder of frames may hold.
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp", ".pgm", ".ppm")
@@ -89,8 +89,8 @@ def load_clip(path: str, seed: int) -> Clip:
         X = _from_folder(place)
     elif place.suffix.lower() == ".npz":
         (X,) = read_arrays(path, "X")
-        with np.load(path, allow_pickle=False) as stored:
-            mask = stored["mask"] if "mask" in stored.files else None
+        if "mask" in names_in(path):
+            (mask,) = read_arrays(path, "mask")
     elif place.is_file():
         X = _from_video(place)
     else:
