@@ -35,6 +35,7 @@ PAGES = (
     ROOT / "docs" / "inference.md",
     ROOT / "docs" / "biclustering-and-denoising.md",
     ROOT / "docs" / "data-diffusion.md",
+    ROOT / "docs" / "security.md",
 )
 PICTURES = {
     "digits": "reconstructions.png",

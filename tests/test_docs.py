@@ -36,10 +36,20 @@ def test_python_blocks_run(page: Path, folder: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_links_between_pages_lead_somewhere() -> None:
-    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+    top = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
+    for page in [*top, *(ROOT / "docs").glob("*.md")]:
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name} points to {target}"
+
+
+def test_every_test_that_the_security_page_names_is_there() -> None:
+    page = (ROOT / "docs" / "security.md").read_text()
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", page)
+    assert len(named) > 30
+    for file, test in named:
+        assert f"def {test}(" in (ROOT / "tests" / file).read_text(), f"{file} has no {test}"
+    assert page.count("::") == len(named)
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

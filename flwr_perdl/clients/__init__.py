@@ -3,6 +3,7 @@
 from flwr_perdl.clients.app import client_app
 from flwr_perdl.clients.dictionary import DictionaryClient
 from flwr_perdl.clients.diffusion import DiffusionClient
+from flwr_perdl.clients.privacy import LocalPrivacy
 from flwr_perdl.clients.regression import RegressionClient
 
-__all__ = ["DictionaryClient", "DiffusionClient", "RegressionClient", "client_app"]
+__all__ = ["DictionaryClient", "DiffusionClient", "LocalPrivacy", "RegressionClient", "client_app"]

@@ -65,7 +65,8 @@ class LocalPrivacy:
     PerMA's matching round and FedMD: a run begins from given atoms or models, such as public data
     or a pilot's gave. Of PerMA's reply it clips and noises the difference from the global atoms,
     withheld atoms standing still; of FedX's the change, and it may name another cluster. Metrics
-    are left out, every client counts as one sample, and evaluations are not made.
+    are left out, every client counts as one sample, and evaluations are not made. An error leaves
+    with its text, as without the mod: data that cannot be read are better found before a run.
 
     Parameters
     ----------

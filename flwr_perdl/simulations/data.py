@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from functools import lru_cache
 from math import isqrt, prod
@@ -166,6 +167,10 @@ def _entry(archive: ZipFile, entry: ZipInfo) -> NDArray[Any]:
             raise ValueError(f"{entry.filename} has not as many bytes as its shape {shape} says")
     with archive.open(entry) as stream:
         array: NDArray[Any] = npy.read_array(stream, allow_pickle=False)
+    if dtype.kind == "U":
+        letters = np.frombuffer(array.tobytes(), np.dtype(np.uint32).newbyteorder(dtype.byteorder))
+        if letters.max(initial=0) > sys.maxunicode:
+            raise ValueError(f"{entry.filename} has text that is no Unicode")
     return array
 
 

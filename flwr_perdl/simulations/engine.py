@@ -171,7 +171,8 @@ def mishaps(history: Sequence[RoundReport]) -> list[str]:
     notes = []
     for label, times in left_out.items():
         (round_, reason), often = times[0], len(times)
-        notes.append(f"Left out {label} {often} time(s), first in round {round_}: {reason}.")
+        what = reason.rstrip(".")
+        notes.append(f"Left out {label} {often} time(s), first in round {round_}: {what}.")
     for partition, rounds in anew.items():
         for round_ in rounds:
             notes.append(

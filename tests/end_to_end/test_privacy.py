@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from flwr.app import ArrayRecord, Context, RecordDict
 from sklearn.datasets import load_digits
 
-from flwr_perdl.clients import DictionaryClient, client_app
+from flwr_perdl.clients import DictionaryClient, RegressionClient, client_app
 from flwr_perdl.dictionary import (
     GradientLearner,
     KSVDLearner,
@@ -124,3 +125,65 @@ def test_the_test_would_see_a_leak() -> None:
     grid = Tap(client_app(make_client), 2)
     PerMA(1).start(grid, num_rounds=2)
     assert max(closest(rows, sample) for rows in grid.rows["update"]) > 0.999
+
+
+class Record(InProcessGrid):
+    """A grid that keeps every question and every reply, with its step."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.messages: list[tuple[str, RecordDict, RecordDict]] = []
+
+    def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
+        asked = list(messages)
+        replies = list(super().send_and_receive(asked, timeout=timeout))
+        for question, reply in zip(asked, replies, strict=True):
+            step = str(question.content["config"].get("perdl.step", "query"))
+            self.messages.append((step, question.content, reply.content))
+        return replies
+
+
+def test_besides_arrays_replies_carry_counts_and_mean_errors_only(
+    federation: Callable[..., Any],
+) -> None:
+    grid = Record(client_app(federation().make_client), 5)
+    PerMA(3).start(grid, num_rounds=3)
+    names = {"start": set[str](), "update": set[str](), "evaluate": set[str](), "query": set[str]()}
+    for step, _, reply in grid.messages:
+        kinds = {"query": {"config"}, "evaluate": {"metrics"}}.get(step, {"arrays", "metrics"})
+        assert set(reply) == kinds
+        names[step] |= set(reply["config" if step == "query" else "metrics"])
+    trained = {"num-examples", "mse", "n_atoms", "orthogonal", "anew"}
+    assert names == {
+        "query": {"partition-id"},
+        "start": trained,
+        "update": trained,
+        "evaluate": {"num-examples", "loss", "mse_global", "mse_full"},
+    }
+
+
+def test_a_client_receives_the_global_atoms_and_nothing_of_another_client(
+    federation: Callable[..., Any],
+) -> None:
+    grid = Record(client_app(federation().make_client), 5)
+    PerMA(3).start(grid, num_rounds=3)
+    asked: dict[tuple[str, Any], list[Any]] = {}
+    for step, question, _ in grid.messages:
+        assert set(question) <= {"arrays", "config"}
+        if step != "query":
+            asked.setdefault((step, question["config"]["server-round"]), []).append(question)
+    assert [len(questions) for questions in asked.values()] == [5] * 6
+    for (step, _), questions in asked.items():
+        assert all(question == questions[0] for question in questions), "the same for all"
+        shapes = [array.shape for array in questions[0]["arrays"].to_numpy_ndarrays()]
+        assert shapes == ([] if step == "start" else [(3, 6)])
+
+
+def test_a_client_with_one_point_shows_its_direction_to_fedxs_server() -> None:
+    """A limit: the change of a model is a sum over points, and there is one."""
+    x, y = np.array([[3.0, 4.0]]), np.array([1.0])
+    node = Context(1, 2, {"partition-id": 0}, RecordDict(), {})
+    options = {"local": "fedavg", "n_steps": 3, "step_size": 0.1, "soft": 0, "temperature": 0.0}
+    config = {"perdl.step": "update", **{f"perdl.option.{k}": v for k, v in options.items()}}
+    (reply,), _, _ = RegressionClient(x, y, node).fit([np.zeros((2, 2))], config)
+    assert closest(reply[:, 2:], x) == pytest.approx(1)

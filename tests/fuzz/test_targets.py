@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from base64 import b64decode
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,13 @@ FOUND = {
     "checkpoint: a history of nothing": (
         "checkpoint",
         b'{"finished": true, "run": 1, "round": 1, "evaluated": 0, "history": 3}',
+    ),
+    "data: text that is no Unicode in place of numbers": (
+        "data",
+        b64decode(
+            "gOnpfOnp6enpEG5zdAEAAAAAAAEBAAAAAAAAACMgIOAVP////zogJzxmOCcsICdmb3J0cv////9+////YW5P"
+            "b3JkJ2Rlc2NyJzogJ/8="
+        ),
     ),
     "events: null in place of a table": ("events", b'{"event": "round", "failed": null}\n'),
     "events: too large to show": (

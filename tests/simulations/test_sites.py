@@ -82,7 +82,7 @@ def report(round_: int, anew: dict[int, int], dropped: dict[str, str], step: str
 
 
 def test_a_report_names_who_was_left_out_and_who_had_lost_its_state() -> None:
-    late = "no reply in time"
+    late = "no reply in time."
     history = [
         report(1, {0: 1, 1: 1}, {}),  # started from given atoms: nobody has lost anything
         report(2, {0: 0}, {"client 1": late}),
