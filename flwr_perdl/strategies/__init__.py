@@ -3,12 +3,15 @@
 from flwr_perdl.strategies._conversation import Options, ServerOptions, TooFewReplies
 from flwr_perdl.strategies._protocol import Protocol, Request, RoundReport
 from flwr_perdl.strategies._strategy import ProtocolStrategy, await_nodes
+from flwr_perdl.strategies.averaging import DictionaryAveraging
 from flwr_perdl.strategies.legacy import as_legacy
 from flwr_perdl.strategies.mixed_regression import FedMD, FedX, OneShotClustering
 from flwr_perdl.strategies.neighbor_relay import FlowerNetwork, NeighborRelay
 from flwr_perdl.strategies.perma import PerMA
+from flwr_perdl.strategies.perpca import PerPCA
 
 __all__ = [
+    "DictionaryAveraging",
     "FedMD",
     "FedX",
     "FlowerNetwork",
@@ -16,6 +19,7 @@ __all__ = [
     "OneShotClustering",
     "Options",
     "PerMA",
+    "PerPCA",
     "Protocol",
     "ProtocolStrategy",
     "Request",
