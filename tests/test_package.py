@@ -62,7 +62,16 @@ PUBLIC = {
     },
     "network": {"FlowerNetwork", "InMemoryNetwork", "RayNetwork"},
     "clients": {"DictionaryClient", "DiffusionClient", "RegressionClient", "client_app"},
-    "strategies": {"FedMD", "FedX", "NeighborRelay", "OneShotClustering", "PerMA", "as_legacy"},
+    "strategies": {
+        "DictionaryAveraging",
+        "FedMD",
+        "FedX",
+        "NeighborRelay",
+        "OneShotClustering",
+        "PerMA",
+        "PerPCA",
+        "as_legacy",
+    },
     "simulations": {"InProcessGrid", "run_experiment"},
 }
 

@@ -1,4 +1,7 @@
-"""The client of the dictionary protocols: PerMA's client side (P0, Algorithm 1 and Algorithm 3)."""
+"""The client of the dictionary protocols: PerMA's side (P0, Algorithm 1 and 3), and the baselines'.
+
+One client serves `PerMA`, `DictionaryAveraging` and `PerPCA`: which one, the requests say.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import NamedTuple, Protocol, cast
 import numpy as np
 from flwr.app import Context
 
-from flwr_perdl._checks import Matrix, check_array, check_count
+from flwr_perdl._checks import Matrix, check_array, check_choice, check_count
 from flwr_perdl._random import spawn
 from flwr_perdl._records import ROUND, RUN, SEED, STEP, Scalar
 from flwr_perdl._threads import one_blas_thread
@@ -28,11 +31,15 @@ from flwr_perdl.dictionary import (
     sparse_code,
     warm_start,
 )
+from flwr_perdl.dictionary.averaging import update_dictionary
+from flwr_perdl.dictionary.perpca import local_start, perpca_step, principal_directions
 from flwr_perdl.dictionary.stacks import update_stack
 
-#: The protocol's steps and the keys of its requests' config.
+#: The protocols' steps, PerMA's two first, and the keys of their requests' config.
 START = "start"
 UPDATE = "update"
+AVERAGE = "average"
+COMPONENTS = "components"
 SENDS = "perdl.sends"
 ATOMS = "atoms"
 STATISTICS = "statistics"
@@ -41,6 +48,7 @@ LOCAL_STEPS = "perdl.local-steps"
 REFINE_STEPS = "perdl.refine-steps"
 #: The metric of a client that had to make its local atoms anew.
 ANEW = "anew"
+STEP_LENGTH = "perdl.step-length"
 #: Evaluation: numbers of atoms per sample, such as "5,10,20" (orthogonal matching pursuit).
 N_NONZERO = "perdl.n-nonzero"
 
@@ -71,7 +79,8 @@ class _Asked(NamedTuple):
 class DictionaryClient(Member):
     """A client that learns a dictionary of which the *global* atoms are everybody's.
 
-    What leaves the client: in the ``"start"`` round its whole dictionary (without atoms that fewer
+    What leaves the client under PerMA (the other strategies' docstrings say what they ask for): in
+    the ``"start"`` round its whole dictionary (without atoms that fewer
     than ``min_support`` samples stand behind); afterwards, per global atom, either the updated atom
     or a row of the update's statistics, and never for an atom that fewer than ``min_support``
     samples stand behind. Samples, codes and local atoms stay: the latter in ``context.state`` and,
@@ -137,7 +146,7 @@ class DictionaryClient(Member):
         Parameters
         ----------
         parameters : list of ndarray
-            Nothing for ``"start"``; ``[global atoms (n_global, n_features)]`` for ``"update"``.
+            Nothing in a protocol's first round; then ``[global atoms (n_global, n_features)]``.
         config : dict
             The request's config.
 
@@ -145,26 +154,34 @@ class DictionaryClient(Member):
         -------
         parameters : list of ndarray
             One array: the dictionary's supported atoms; or the updated global atoms; or their
-            statistics. Withheld rows are zero.
+            statistics; or what the other strategies ask for. Withheld rows are zero.
         num_examples : int
             Number of samples.
         metrics : dict
-            ``"mse"`` of the client's dictionary on its own samples with its learner's codes,
-            ``"n_atoms"``, ``"orthogonal"`` (1 or 0), and ``"anew"``: 1 if an update found no
-            private state, and the client made its local atoms anew, else 0.
+            ``"mse"`` of the client's dictionary on its own samples with its learner's codes (for
+            ``"components"`` by projection, before the step), ``"n_atoms"``, ``"orthogonal"``
+            (1 or 0), and ``"anew"``: 1 if an update of PerMA found no private state, and the client
+            made its local atoms anew, else 0.
         """
         asked = _read(config)
         state = PrivateState(self.context, asked.run, self._shelf)
-        if asked.step == START:
-            sent, D, anew = self._start(asked, state)
-        elif asked.step == UPDATE:
-            sent, D, anew = self._update(self._global_atoms(parameters), asked, state, config)
+        check_choice("step", asked.step, (START, UPDATE, AVERAGE, COMPONENTS))
+        anew = False
+        if asked.step == COMPONENTS:
+            sent, error = self._components(parameters, asked, state, config)
+            n_atoms = self.learner.n_atoms
         else:
-            raise ValueError(f"step must be {START!r} or {UPDATE!r}, got {asked.step!r}.")
-        codes = self.learner.code(self.X, D)
+            if asked.step == START:
+                sent, D = self._start(asked, state)
+            elif asked.step == UPDATE:
+                sent, D, anew = self._update(self._global_atoms(parameters), asked, state, config)
+            else:
+                sent, D = self._average(parameters, asked, state, config)
+            error = _mse(self.X, reconstruct(self.learner.code(self.X, D), D))
+            n_atoms = len(D)
         metrics: dict[str, Scalar] = {
-            "mse": _mse(self.X, reconstruct(codes, D)),
-            "n_atoms": len(D),
+            "mse": error,
+            "n_atoms": n_atoms,
             "orthogonal": int(self.learner.orthogonal),
             ANEW: int(anew),
         }
@@ -197,11 +214,11 @@ class DictionaryClient(Member):
                 fitted.update(zip(same, found, strict=True))
             yield from (fitted[i] for i in range(len(window)))
 
-    def _start(self, asked: _Asked, state: PrivateState) -> tuple[Matrix, Matrix, bool]:
+    def _start(self, asked: _Asked, state: PrivateState) -> tuple[Matrix, Matrix]:
         """Local initialisation (P0, Algorithm 1, lines 2-5)."""
         D = self._warm_start(asked)
         state.save(asked.round, {_DICTIONARY: D})
-        return D[self._supported(D)], D, False
+        return D[self._supported(D)], D
 
     def _update(
         self, G: Matrix, asked: _Asked, state: PrivateState, config: Mapping[str, Scalar]
@@ -230,6 +247,47 @@ class DictionaryClient(Member):
         else:
             sent = np.where(self._supported(D)[:n_global, None], D[:n_global], 0)
         return sent, D, anew
+
+    def _average(
+        self,
+        parameters: list[Matrix],
+        asked: _Asked,
+        state: PrivateState,
+        config: Mapping[str, Scalar],
+    ) -> tuple[Matrix, Matrix]:
+        """Take a round of `DictionaryAveraging`: the own start, or the dictionary of all."""
+        steps = int(config.get(LOCAL_STEPS, 1)) if parameters else 0
+        D = self._global_atoms(parameters) if parameters else self._warm_start(asked)
+        found = update_dictionary(
+            self.X, D, self.learner, n_steps=steps, min_support=self.min_support
+        )
+        state.save(asked.round, {_LOCAL_ATOMS: D[:0]})
+        return found.sent, found.dictionary
+
+    def _components(
+        self,
+        parameters: list[Matrix],
+        asked: _Asked,
+        state: PrivateState,
+        config: Mapping[str, Scalar],
+    ) -> tuple[Matrix, float]:
+        """Take a round of `PerPCA`: the principal directions, or a step from the shared ones."""
+        n_atoms = min(self.learner.n_atoms, self.X.shape[1])
+        if not parameters:
+            D = principal_directions(self.X, n_atoms)
+            codes = self.X @ D.T
+            supported = atom_support(codes) >= self.min_support
+            return D[supported], _mse(self.X, codes @ D)
+        U, saved = self._global_atoms(parameters), state.before(asked.round)
+        if saved is not None and _LOCAL_ATOMS in saved:
+            V = saved[_LOCAL_ATOMS]
+        else:
+            V = local_start(self.X, U, max(n_atoms - len(U), 0))
+        found = perpca_step(self.X, U, V, float(config[STEP_LENGTH]))
+        state.save(asked.round, {_LOCAL_ATOMS: found.local_components})
+        supported = atom_support(self.X @ found.global_components.T) >= self.min_support
+        sent = np.where(supported[:, None], found.global_components, 0)
+        return sent, found.loss / self.X.size
 
     def _local_atoms(self, G: Matrix, asked: _Asked, state: PrivateState) -> tuple[Matrix, bool]:
         """Return the local atoms before this round, and whether they had to be made anew.

@@ -16,6 +16,12 @@ from flwr_perdl.dictionary.atoms import (
     normalize_atoms,
     polar_factor,
 )
+from flwr_perdl.dictionary.averaging import (
+    LocalDictionary,
+    average_dictionaries,
+    common_start,
+    update_dictionary,
+)
 from flwr_perdl.dictionary.coding import (
     Lasso,
     hard_threshold,
@@ -35,6 +41,7 @@ from flwr_perdl.dictionary.learners import (
     atom_support,
 )
 from flwr_perdl.dictionary.matching import Alignment, Matching, align_to_global, global_matching
+from flwr_perdl.dictionary.perpca import PersonalizedPCA, personalized_pca
 from flwr_perdl.dictionary.refinement import refine_local
 from flwr_perdl.dictionary.warm_start import WarmStart, warm_start
 
@@ -46,15 +53,19 @@ __all__ = [
     "KSVDLearner",
     "Lasso",
     "Learner",
+    "LocalDictionary",
     "MODLearner",
     "Matching",
     "OrthogonalLearner",
+    "PersonalizedPCA",
     "WarmStart",
     "aggregate_atoms",
     "aggregate_statistics",
     "align_to_global",
     "atom_distances",
     "atom_support",
+    "average_dictionaries",
+    "common_start",
     "dictionary_distance",
     "global_matching",
     "hard_threshold",
@@ -63,11 +74,13 @@ __all__ = [
     "match_atoms",
     "normalize_atoms",
     "omp",
+    "personalized_pca",
     "polar_factor",
     "reconstruct",
     "refine_local",
     "soft_threshold",
     "sparse_code",
     "top_k",
+    "update_dictionary",
     "warm_start",
 ]

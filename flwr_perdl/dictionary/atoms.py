@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.linalg import svd
 from scipy.optimize import linear_sum_assignment
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_bipartite_matching
@@ -80,6 +81,18 @@ def signs_of(values: Matrix) -> Matrix:
     return np.where(values < 0, -1, 1).astype(values.dtype)
 
 
+def thin_svd(X: Matrix) -> tuple[Matrix, Matrix, Matrix]:
+    """Return ``U, s, Vt`` with ``X = U * s @ Vt``, also where the divide-and-conquer SVD gives up.
+
+    LAPACK's fast routine does not converge on some finite matrices of low rank; its slow one does.
+    """
+    try:
+        return np.linalg.svd(X, full_matrices=False)
+    except np.linalg.LinAlgError:
+        U, s, Vt = svd(X, full_matrices=False, lapack_driver="gesvd")
+        return U, s, Vt
+
+
 def polar_factor(S: Matrix, fallback: Matrix) -> Matrix:
     """Return the matrix with orthonormal rows that is nearest to ``S``.
 
@@ -120,11 +133,11 @@ def polar_factor(S: Matrix, fallback: Matrix) -> Matrix:
     used = M.any(axis=1)
     V = _gram_polar(M[used])
     if V is not None:
-        rest = np.eye(len(M))[:, ~used]
+        rest: Matrix = np.eye(len(M))[:, ~used]
         Q = np.zeros_like(M)
         Q[used] = V
     else:
-        U, s, Vt = np.linalg.svd(M, full_matrices=False)
+        U, s, Vt = thin_svd(M)
         rank = int((s > s[0] * max(M.shape) * np.finfo(np.float64).eps).sum())
         V, rest = Vt[:rank], U[:, rank:]
         Q = U[:, :rank] @ V
@@ -179,7 +192,7 @@ def _polar_in_complement(M: Matrix, V: Matrix) -> Matrix:
     if Q is not None:
         return Q
     basis = np.linalg.svd(V, full_matrices=True)[2][len(V) :]
-    U, _, Wt = np.linalg.svd(M @ basis.T, full_matrices=False)
+    U, _, Wt = thin_svd(M @ basis.T)
     filled: Matrix = U @ Wt @ basis
     return filled
 

@@ -31,7 +31,12 @@ from typing import ClassVar, Literal, Protocol
 import numpy as np
 
 from flwr_perdl._checks import Matrix, check_array, check_count, check_real
-from flwr_perdl.dictionary.atoms import least_squares_atoms, normalize_atoms, polar_factor
+from flwr_perdl.dictionary.atoms import (
+    least_squares_atoms,
+    normalize_atoms,
+    polar_factor,
+    thin_svd,
+)
 from flwr_perdl.dictionary.coding import hard_threshold, omp
 
 #: ``threshold="auto"`` is this multiple of the root mean square norm of the samples.
@@ -141,7 +146,7 @@ class _AlternatingLearner(ABC):
         X = check_array("X", X, min_rows=1)
         d = X.shape[1]
         k = min(self.n_atoms, d)
-        _, s, Vt = np.linalg.svd(X, full_matrices=False)
+        _, s, Vt = thin_svd(X)
         spanned = Vt[:k][s[:k] > s[0] * max(X.shape) * np.finfo(X.dtype).eps]
         filled = np.vstack([spanned, rng.standard_normal((k - len(spanned), d))])
         basis = np.linalg.qr(filled.T)[0].T

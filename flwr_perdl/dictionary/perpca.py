@@ -32,7 +32,7 @@ import numpy as np
 
 from flwr_perdl._checks import Matrix, check_array, check_count, check_real
 from flwr_perdl.dictionary.aggregation import aggregate_atoms
-from flwr_perdl.dictionary.atoms import polar_factor
+from flwr_perdl.dictionary.atoms import polar_factor, thin_svd
 
 #: First step, as a multiple of 1 / ||X_i||_2^2; halved whenever the clients' loss has risen.
 STEP = 1.0
@@ -77,7 +77,7 @@ def principal_directions(X: Matrix, n_components: int) -> Matrix:
     """
     X = check_array("X", X, min_rows=1)
     check_count("n_components", n_components, 0, X.shape[1])
-    _, s, Vt = np.linalg.svd(X, full_matrices=False)
+    _, s, Vt = thin_svd(X)
     rank = int((s > s[0] * max(X.shape) * np.finfo(X.dtype).eps).sum())
     return Vt[: min(rank, n_components)].copy()
 

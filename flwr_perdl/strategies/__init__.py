@@ -9,12 +9,15 @@ from flwr_perdl.strategies._protocol import (
     client_report,
 )
 from flwr_perdl.strategies._strategy import ProtocolStrategy, await_nodes
+from flwr_perdl.strategies.averaging import DictionaryAveraging
 from flwr_perdl.strategies.legacy import as_legacy
 from flwr_perdl.strategies.mixed_regression import FedMD, FedX, OneShotClustering
 from flwr_perdl.strategies.neighbor_relay import FlowerNetwork, NeighborRelay
 from flwr_perdl.strategies.perma import PerMA
+from flwr_perdl.strategies.perpca import PerPCA
 
 __all__ = [
+    "DictionaryAveraging",
     "FedMD",
     "FedX",
     "FlowerNetwork",
@@ -22,6 +25,7 @@ __all__ = [
     "OneShotClustering",
     "Options",
     "PerMA",
+    "PerPCA",
     "Protocol",
     "ProtocolStrategy",
     "Replies",

@@ -143,9 +143,9 @@ class PerMA(ProtocolStrategy):
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """P0, Algorithm 1: one request per communication round."""
         if state is None and initial:
-            state = _given(initial)
+            state = given_atoms(initial)
         if state is None:
-            replies = yield Request(START, check=_check_dictionary)
+            replies = yield Request(START, check=check_dictionary)
             state = self._match(replies)
         while True:
             global_atoms, orthogonal = state["global_atoms"], bool(state["orthogonal"])
@@ -162,7 +162,7 @@ class PerMA(ProtocolStrategy):
                     REFINE_STEPS: self.refine_steps,
                 },
                 state,
-                _shape_check(shape),
+                shape_check(shape),
                 most=shape[0] * shape[1],
             )
             told, heard = self._recall(state, replies)
@@ -258,7 +258,7 @@ def _leave_out(replies: Replies, partitions: Collection[int]) -> Replies:
     return others
 
 
-def _given(initial: list[Matrix]) -> State:
+def given_atoms(initial: list[Matrix]) -> State:
     """Return the state that starts from the user's global atoms."""
     if len(initial) != 1:
         raise ValueError(f"initial_arrays must be [global atoms], got {len(initial)} arrays.")
@@ -268,7 +268,7 @@ def _given(initial: list[Matrix]) -> State:
     return {"global_atoms": atoms, "orthogonal": np.array(orthogonal)}
 
 
-def _check_dictionary(reply: Reply) -> None:
+def check_dictionary(reply: Reply) -> None:
     """Accept one matrix of unit atoms."""
     shapes: list[Any] = [array.shape for array in reply.arrays]
     if len(shapes) != 1 or len(shapes[0]) != 2:
@@ -278,7 +278,7 @@ def _check_dictionary(reply: Reply) -> None:
         raise ValueError("atoms must have norm 1")
 
 
-def _shape_check(shape: tuple[int, int]) -> Any:
+def shape_check(shape: tuple[int, int]) -> Any:
     """Return the check that a reply is one matrix of this shape."""
 
     def check(reply: Reply) -> None:

@@ -158,7 +158,7 @@ def test_a_client_must_know_who_it_is() -> None:
 @pytest.mark.parametrize(
     ("parameters", "config", "message"),
     [
-        ([], asks("dance", 1), "step must be 'start' or 'update', got 'dance'"),
+        ([], asks("dance", 1), "step must be one of 'start', 'update', .*, got 'dance'"),
         ([], {}, "config must have 'perdl.step'"),
         ([], asks("update", 2), r"parameters must be \[global atoms\], got 0 arrays"),
         ([np.ones((2, 7))], asks("update", 2), "global atoms must have 5 columns"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from flwr_perdl.dictionary import (
     OrthogonalLearner,
 )
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import PerMA
+from flwr_perdl.strategies import DictionaryAveraging, PerMA, PerPCA, ProtocolStrategy
 
 ROWS = 64  # as many atoms as pixels: rows of codes and rows of pixels are comparable
 LEARNERS: dict[str, Learner] = {
@@ -74,7 +75,9 @@ def closest(rows: np.ndarray, private: np.ndarray) -> float:
     return float(max(np.abs(unit(part) @ unit(private).T).max(initial=0) for part in comparable))
 
 
-def run(learner: Learner, aggregation: str, min_support: int = 3) -> tuple[Any, ...]:
+def run(
+    learner: Learner, make: Callable[..., ProtocolStrategy], min_support: int = 3
+) -> tuple[Any, ...]:
     digits = load_digits()
     X = digits.images.reshape(-1, 64) / 16
     own = [X[digits.target == label][:100] for label in range(4)]
@@ -89,7 +92,9 @@ def run(learner: Learner, aggregation: str, min_support: int = 3) -> tuple[Any, 
 
     def note(report: Any) -> None:
         for context in grid.contexts.values():
-            last = max(context.state.array_records)
+            last = max(context.state.array_records, default=None)
+            if last is None:
+                continue
             kept = context.state.array_records[last]
             partition = int(context.node_config["partition-id"])
             if "local_atoms" in kept:
@@ -97,14 +102,19 @@ def run(learner: Learner, aggregation: str, min_support: int = 3) -> tuple[Any, 
             else:
                 codes.append(learner.code(own[partition], kept["dictionary"].numpy()))
 
-    PerMA(24, aggregation=aggregation, on_round=note).start(grid, num_rounds=4)
-    return grid, np.vstack(own), np.vstack(codes), np.vstack(local_atoms)
+    make(on_round=note).start(grid, num_rounds=4)
+    return (
+        grid,
+        np.vstack(own),
+        *(np.vstack([np.zeros((0, ROWS)), *them]) for them in (codes, local_atoms)),
+    )
 
 
 @pytest.mark.parametrize("name", LEARNERS)
 @pytest.mark.parametrize("aggregation", ["statistics", "mean"])
 def test_samples_codes_and_local_atoms_stay_at_home(name: str, aggregation: str) -> None:
-    grid, samples, codes, local_atoms = run(LEARNERS[name], aggregation)
+    make = partial(PerMA, 24, aggregation=aggregation)
+    grid, samples, codes, local_atoms = run(LEARNERS[name], make)
     for step, arrays in grid.rows.items():
         for rows in arrays:
             assert closest(rows, samples) <= 0.999, step
@@ -112,6 +122,27 @@ def test_samples_codes_and_local_atoms_stay_at_home(name: str, aggregation: str)
             if step != "start":
                 assert closest(rows, local_atoms) <= 0.999, step
     assert set(grid.rows) == {"start", "update", "evaluate"}
+
+
+@pytest.mark.parametrize("name", LEARNERS)
+@pytest.mark.parametrize("start_from", ["common", "own"])
+def test_averaging_sends_neither_samples_nor_codes(name: str, start_from: str) -> None:
+    make = partial(DictionaryAveraging, start_from=start_from, weighted=False)
+    grid, samples, _, _ = run(LEARNERS[name], make)
+    for rows in grid.rows["average"]:
+        assert closest(rows, samples) <= 0.999
+    assert set(grid.rows) == {"average", "evaluate"}
+
+
+def test_perpca_keeps_samples_and_after_round_one_own_components() -> None:
+    grid, samples, _, local = run(OrthogonalLearner(ROWS), partial(PerPCA, 24))
+    own = ROWS - 24
+    assert len(local) == 4 * own * 3 * 2  # clients x components x rounds after the first, reports
+    for rows in grid.rows["components"]:
+        assert closest(rows, samples) <= 0.999
+        if len(rows) == 24:
+            assert closest(rows, local) <= 0.999
+    assert set(grid.rows) == {"components", "evaluate"}
 
 
 def test_the_test_would_see_a_leak() -> None:

@@ -1,0 +1,164 @@
+"""One dictionary for all clients, averaged atom by atom in every round, without matching.
+
+What P0 (Liang et al., NeurIPS 2023, B.1, Fig. 5 and Table 1) compares PerMA with: Gkillas et al.
+(2022), who broadcast a dictionary, let every client code and take gradient steps, and average; and
+Huang et al. (2022), whose clients run K-SVD and count by their numbers of samples. This is the fair
+version of both: from a common start atoms keep their places, so that no matching is needed; any
+learner; plain or weighted means; atoms that nobody uses are replaced. Averages of dictionaries from
+*different* starts mix atoms that have nothing to do with each other: that is the naive version.
+
+======================================= ====================================================
+in words                                here
+======================================= ====================================================
+a client's round                        :func:`update_dictionary`
+the server's round                      :func:`average_dictionaries`
+a start that all have in common         :func:`common_start`
+======================================= ====================================================
+
+Deviations: atoms are brought back to unit norm (orthonormal rows for orthogonal learners);
+replacements, which neither paper has, are what all clients' residuals have in common, never a
+sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from flwr_perdl._checks import Matrix, check_array, check_count
+from flwr_perdl.dictionary.aggregation import aggregate_atoms
+from flwr_perdl.dictionary.atoms import normalize_atoms, polar_factor
+from flwr_perdl.dictionary.learners import Learner, atom_support
+from flwr_perdl.dictionary.perpca import principal_directions
+
+#: Directions shorter than this after projection lie in the span of the other atoms.
+_TINY = 1e-6
+
+
+class LocalDictionary(NamedTuple):
+    """What a client comes to in a round."""
+
+    #: Its dictionary, (n_atoms, n_features).
+    dictionary: Matrix
+    #: The same and one row more: atoms that too few samples stand behind are zero, and the last
+    #: row is the leading direction of its residuals, or zero where no atom of its is zero.
+    sent: Matrix
+
+
+def update_dictionary(
+    X: Matrix, D: Matrix, learner: Learner, *, n_steps: int = 1, min_support: float = 3
+) -> LocalDictionary:
+    """Take a client's round: iterations of its learner from the dictionary of all.
+
+    Parameters
+    ----------
+    X : ndarray of shape (n_samples, n_features)
+        The client's samples.
+    D : ndarray of shape (n_atoms, n_features)
+        The dictionary of all.
+    learner : Learner
+        The local algorithm.
+    n_steps : int, default 1
+        Its iterations; 0 sends ``D`` itself.
+    min_support : float, default 3
+        Fewer samples (:func:`atom_support`) and a row is withheld; at least 1 is asked for.
+
+    Returns
+    -------
+    LocalDictionary
+    """
+    X = check_array("X", X, min_rows=1)
+    D = check_array("D", D, columns=X.shape[1])
+    for _ in range(check_count("n_steps", n_steps)):
+        D = learner.step(X, D)
+    C = learner.code(X, D)
+    least = max(min_support, 1) * (1 - 1e-9)
+    used = atom_support(C) >= least
+    sent = np.zeros((len(D) + 1, D.shape[1]), D.dtype)
+    sent[:-1] = np.where(used[:, None], D, 0)
+    rest = X - C @ D
+    exact = np.linalg.norm(rest) <= np.linalg.norm(X) * max(X.shape) * np.finfo(X.dtype).eps
+    if not used.all() and not exact:
+        direction = principal_directions(rest, 1)
+        if atom_support(rest @ direction.T)[0] >= least:
+            sent[-1] = direction
+    return LocalDictionary(D, sent)
+
+
+def average_dictionaries(
+    stack: Matrix,
+    current: Matrix,
+    *,
+    weights: Matrix | None = None,
+    orthogonal: bool,
+    replace: bool = True,
+) -> Matrix:
+    """Average the clients' dictionaries atom by atom, and replace atoms that nobody uses.
+
+    Parameters
+    ----------
+    stack : ndarray of shape (n_clients, n_atoms + 1, n_features)
+        ``LocalDictionary.sent`` of every client.
+    current : ndarray of shape (n_atoms, n_features)
+        The dictionary that they started from; an unused atom that is not replaced stays.
+    weights : ndarray of shape (n_clients,), optional
+        Numbers of samples; by default all clients count alike.
+    orthogonal : bool
+        Whether atoms are orthonormal.
+    replace : bool, default True
+        Whether unused atoms become the leading directions of what the dictionary leaves of the
+        clients' samples.
+
+    Returns
+    -------
+    ndarray of shape (n_atoms, n_features)
+    """
+    current = check_array("current", current)
+    stack = check_array("stack", stack, ndim=3, min_rows=1, columns=current.shape[1])
+    check_count("rows of stack", stack.shape[1], len(current) + 1, len(current) + 1)
+    atoms = aggregate_atoms(
+        stack[:, :-1],
+        current,
+        method="mean" if weights is None else "weighted",
+        weights=weights,
+        orthogonal=orthogonal,
+    ).global_atoms
+    unused = np.flatnonzero(~np.any(stack[:, :-1] != 0, axis=(0, 2)))
+    spare = stack[:, -1][np.any(stack[:, -1] != 0, axis=1)]
+    if not (replace and len(unused) and len(spare)):
+        return atoms
+    if orthogonal:
+        kept = np.delete(atoms, unused, axis=0)
+        spare = spare - (spare @ kept.T) @ kept
+        spare = spare[np.linalg.norm(spare, axis=1) > _TINY]
+        if not len(spare):
+            return atoms
+    fresh = principal_directions(spare, min(len(unused), spare.shape[1]))
+    atoms[unused[: len(fresh)]] = fresh
+    return polar_factor(atoms, current) if orthogonal else normalize_atoms(atoms)
+
+
+def common_start(
+    dictionaries: Mapping[int, Matrix], sizes: Mapping[int, int], rng: np.random.Generator
+) -> Matrix:
+    """Return the dictionary of the client with the most samples, for all to start from.
+
+    Parameters
+    ----------
+    dictionaries : mapping of int to ndarray of shape (n_atoms, n_features)
+        By client; withheld atoms are zero.
+    sizes : mapping of int to int
+        Numbers of samples; of clients with as many, the first counts.
+    rng : Generator
+        Draws atoms where that client's are withheld.
+
+    Returns
+    -------
+    ndarray of shape (n_atoms, n_features)
+        Unit atoms.
+    """
+    D = dictionaries[max(dictionaries, key=lambda i: (sizes[i], -i))]
+    fallback = normalize_atoms(rng.standard_normal(D.shape).astype(D.dtype))
+    return normalize_atoms(D, fallback)

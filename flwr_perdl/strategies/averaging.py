@@ -1,0 +1,149 @@
+"""One dictionary, averaged atom by atom without matching: what PerMA is compared with.
+
+After Gkillas et al. (2022) and Huang et al. (2022), as P0 (Liang et al., NeurIPS 2023, B.1) cites
+them; see `flwr_perdl.dictionary.averaging` for the maths and for what is fairer here.
+
+What each party receives:
+
+- *The server*, in round one: every client's own dictionary (a zero row for an atom that fewer than
+  ``min_support`` samples stand behind). Later: every client's updated dictionary, likewise, and the
+  leading direction of its residuals where it withholds an atom and enough samples stand behind that
+  direction. In every round: numbers of samples and atoms, and mean errors. Never: samples or codes.
+  All atoms are everybody's: there are no local ones to keep.
+- *A client*: the dictionary of all, the seed and the options; nothing of any other client. In round
+  two that is the dictionary of *one* client, the one with the most samples.
+- *Evaluations* return mean errors only.
+"""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+import numpy as np
+
+from flwr_perdl._checks import Matrix, check_choice, check_count
+from flwr_perdl._random import SERVER, spawn
+from flwr_perdl._records import Reply
+from flwr_perdl.clients.dictionary import AVERAGE, LOCAL_STEPS
+from flwr_perdl.dictionary.aggregation import aggregate_atoms
+from flwr_perdl.dictionary.averaging import average_dictionaries, common_start
+from flwr_perdl.strategies._conversation import ServerOptions
+from flwr_perdl.strategies._protocol import Protocol, Replies, Request, State
+from flwr_perdl.strategies._strategy import ProtocolStrategy
+from flwr_perdl.strategies.perma import given_atoms, shape_check
+
+STARTS = ("common", "own")
+
+
+class DictionaryAveraging(ProtocolStrategy):
+    """Learn one dictionary for all clients by averaging theirs, atom by atom, in every round.
+
+    Round one asks for the clients' own dictionaries, every further one for updates of the
+    dictionary of all; ``num_rounds`` of `start` counts both. Started with ``[dictionary]`` as
+    initial arrays it skips round one.
+
+    Parameters
+    ----------
+    start_from : {"common", "own"}, default "common"
+        "common": all start from the dictionary of the client with the most samples. "own": the
+        naive one-shot average, of the clients' own dictionaries in whatever order their atoms are;
+        the run then ends after round one.
+    weighted : bool, default True
+        Whether clients count by their numbers of samples.
+    local_steps : int, default 1
+        Iterations of the client's learner per round.
+    replace_unused : bool, default True
+        Whether atoms that no client uses are replaced.
+    **options
+        See `ServerOptions`.
+
+    Raises
+    ------
+    ValueError
+        If an option breaks its rule; in round one, if the clients' dictionaries differ in shape.
+
+    Notes
+    -----
+    Result: ``strategy.start(...).arrays.to_numpy_ndarrays()`` is ``[dictionary]`` of shape
+    (n_atoms, n_features). Floats per client and round: n_atoms x n_features down, as many up and
+    n_features more.
+    """
+
+    def __init__(
+        self,
+        *,
+        start_from: str = "common",
+        weighted: bool = True,
+        local_steps: int = 1,
+        replace_unused: bool = True,
+        **options: Unpack[ServerOptions],
+    ) -> None:
+        super().__init__(**options)
+        self.start_from = check_choice("start_from", start_from, STARTS)
+        self.weighted = bool(weighted)
+        self.local_steps = check_count("local_steps", local_steps, 1)
+        self.replace_unused = bool(replace_unused)
+
+    def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
+        """One request per communication round."""
+        if state is None and initial:
+            given = given_atoms(initial)
+            state = {"atoms": given["global_atoms"], "orthogonal": given["orthogonal"]}
+        if state is None:
+            replies = yield Request(AVERAGE, check=_check_own)
+            state = self._first(replies)
+            if self.start_from == "own":
+                return [state["atoms"]]
+        while True:
+            atoms, orthogonal = state["atoms"], bool(state["orthogonal"])
+            replies = yield Request(
+                AVERAGE,
+                [atoms],
+                {LOCAL_STEPS: self.local_steps},
+                state,
+                shape_check((len(atoms) + 1, atoms.shape[1])),
+            )
+            average = average_dictionaries(
+                np.stack([reply.arrays[0] for reply in replies.values()]),
+                atoms,
+                weights=self._weights(replies),
+                orthogonal=orthogonal,
+                replace=self.replace_unused,
+            )
+            state = {**state, "atoms": average}
+
+    def _first(self, replies: Replies) -> State:
+        """Return the dictionary that all go on with, or the naive average."""
+        own = {partition: reply.arrays[0][:-1] for partition, reply in replies.items()}
+        shapes = {D.shape for D in own.values()}
+        if len(shapes) != 1:
+            raise ValueError(
+                f"all clients' dictionaries must have one shape, got {sorted(shapes)}."
+            )
+        orthogonal = all(reply.metrics.get("orthogonal") == 1 for reply in replies.values())
+        sizes = {partition: reply.num_examples for partition, reply in replies.items()}
+        atoms = common_start(own, sizes, spawn(self.options.seed, SERVER, 1))
+        if self.start_from == "own":
+            atoms = aggregate_atoms(
+                np.stack(list(own.values())),
+                atoms,
+                method="weighted" if self.weighted else "mean",
+                weights=self._weights(replies),
+                orthogonal=False,
+            ).global_atoms
+        return {"atoms": atoms, "orthogonal": np.array(orthogonal)}
+
+    def _weights(self, replies: Replies) -> Matrix | None:
+        if not self.weighted:
+            return None
+        return np.array([float(reply.num_examples) for reply in replies.values()])
+
+
+def _check_own(reply: Reply) -> None:
+    """Accept one matrix of atoms of norm 1, withheld ones zero, and a last row."""
+    shapes = [array.shape for array in reply.arrays]
+    if len(shapes) != 1 or len(shapes[0]) != 2 or shapes[0][0] < 2:
+        raise ValueError(f"wrong shape: one matrix of atoms is asked for, got {shapes}")
+    norms = np.linalg.norm(reply.arrays[0][:-1], axis=1)
+    if not np.allclose(norms[norms > 0], 1, atol=1e-3):
+        raise ValueError("atoms must have norm 1")

@@ -1,0 +1,138 @@
+"""PerPCA: components that all clients share, and each client's own (Shi and Kontar, 2022).
+
+What P0 (Liang et al., NeurIPS 2023, B.1, Fig. 6 and Table 1) compares PerMA with; see
+`flwr_perdl.dictionary.perpca` for the maths and the deviations.
+
+What each party receives:
+
+- *The server*, in round one: the principal directions of every client's samples, as many as it will
+  have components, without those that fewer than ``min_support`` samples stand behind. Later: per
+  client the shared components after its step (a zero row for one that fewer than ``min_support``
+  samples stand behind). In every round: numbers of samples and components, and mean errors. Never:
+  samples, codes, or, after round one, a client's own components.
+- *A client*: the shared components, the step, the seed and the options; nothing of any other
+  client.
+- *Evaluations* return mean errors only.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Unpack
+
+import numpy as np
+
+from flwr_perdl._checks import Matrix, check_count, check_real
+from flwr_perdl._records import Reply
+from flwr_perdl.clients.dictionary import COMPONENTS, STEP_LENGTH
+from flwr_perdl.dictionary.aggregation import aggregate_atoms
+from flwr_perdl.dictionary.perpca import STEP, next_step, shared_start
+from flwr_perdl.strategies._conversation import ServerOptions
+from flwr_perdl.strategies._protocol import Protocol, Replies, Request, State
+from flwr_perdl.strategies._strategy import ProtocolStrategy
+from flwr_perdl.strategies.perma import check_dictionary, given_atoms, shape_check
+
+
+class PerPCA(ProtocolStrategy):
+    """Learn orthonormal components that all clients share, and others that are each client's own.
+
+    Round one asks for the clients' principal directions, every further one for a step;
+    ``num_rounds`` of `start` counts both. Started with ``[shared components]`` as initial arrays it
+    skips round one. A client has ``learner.n_atoms`` components in all; its learner does nothing
+    but code in evaluations (``OrthogonalLearner(n, threshold=0.0)`` projects).
+
+    Parameters
+    ----------
+    n_global : int
+        Number of shared components.
+    step : float, default 1.0
+        The first step, as a multiple of ``1 / ||X_i||_2^2`` at every client; halved whenever the
+        clients' mean error has risen.
+    **options
+        See `ServerOptions`.
+
+    Raises
+    ------
+    ValueError
+        If an option breaks its rule; in round one, if a client has fewer components than
+        ``n_global``, or other features.
+
+    Notes
+    -----
+    Result: ``strategy.start(...).arrays.to_numpy_ndarrays()`` is ``[shared components]`` of shape
+    (n_global, n_features), orthonormal rows. Floats per client: n_atoms x n_features up once; then
+    n_global x n_features down and as many up.
+    """
+
+    def __init__(
+        self, n_global: int, *, step: float = STEP, **options: Unpack[ServerOptions]
+    ) -> None:
+        super().__init__(**options)
+        self.n_global = check_count("n_global", n_global, 1)
+        self.step = check_real("step", step, 0, open_low=True)
+
+    def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
+        """One request per communication round."""
+        if state is None and initial:
+            state = self._state(self._given(initial))
+        if state is None:
+            replies = yield Request(COMPONENTS, check=check_dictionary)
+            state = self._state(self._start(replies))
+        while True:
+            U, step, errors = state["global_components"], float(state["step"]), state["errors"]
+            replies = yield Request(
+                COMPONENTS, [U], {STEP_LENGTH: step}, state, partial(_check_step, U.shape)
+            )
+            stack = np.stack([reply.arrays[0] for reply in replies.values()])
+            errors = np.append(errors, _mean_error(replies))[-2:]
+            state = {
+                "global_components": aggregate_atoms(stack, U, orthogonal=True).global_atoms,
+                "step": np.array(next_step(step, errors.tolist())),
+                "errors": errors,
+            }
+
+    def _state(self, U: Matrix) -> State:
+        return {"global_components": U, "step": np.array(self.step), "errors": np.zeros(0)}
+
+    def _given(self, initial: list[Matrix]) -> Matrix:
+        given = given_atoms(initial)
+        if not given["orthogonal"] or len(given["global_atoms"]) != self.n_global:
+            raise ValueError(
+                f"initial_arrays must be {self.n_global} orthonormal components, got "
+                f"{len(given['global_atoms'])} rows."
+            )
+        U: Matrix = given["global_atoms"]
+        return U
+
+    def _start(self, replies: Replies) -> Matrix:
+        """Return what the clients' principal directions have in common."""
+        for partition, reply in replies.items():
+            n_atoms = int(reply.metrics.get("n_atoms", len(reply.arrays[0])))
+            if n_atoms < self.n_global:
+                raise ValueError(
+                    f"n_global must be at most every client's number of components, got "
+                    f"n_global={self.n_global} with {n_atoms} at client {partition}."
+                )
+        features = {reply.arrays[0].shape[1] for reply in replies.values()}
+        if len(features) != 1:
+            raise ValueError(f"all clients must have as many features, got {sorted(features)}.")
+        directions = [reply.arrays[0] for reply in replies.values() if len(reply.arrays[0])]
+        if not directions:
+            raise ValueError(
+                "min_support must leave components to start from, got none from any client: the "
+                "clients have too few samples."
+            )
+        return shared_start(directions, self.n_global)
+
+
+def _check_step(shape: tuple[int, int], reply: Reply) -> None:
+    """Accept one matrix of this shape, and the error that the step's length depends on."""
+    shape_check(shape)(reply)
+    if not np.isfinite(reply.metrics.get("mse", np.nan)):
+        raise ValueError("metrics must have a finite mse")
+
+
+def _mean_error(replies: Replies) -> float:
+    """Return the clients' mean squared error before their steps."""
+    sizes = [reply.num_examples for reply in replies.values()]
+    return float(np.average([reply.metrics["mse"] for reply in replies.values()], weights=sizes))

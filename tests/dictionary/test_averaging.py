@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from flwr_perdl.dictionary import (
+    GradientLearner,
+    MODLearner,
+    OrthogonalLearner,
+    normalize_atoms,
+    warm_start,
+)
+from flwr_perdl.dictionary.averaging import (
+    average_dictionaries,
+    common_start,
+    update_dictionary,
+)
+
+RNG = np.random.default_rng(0)
+
+
+def unit(*shape: int) -> np.ndarray:
+    return normalize_atoms(RNG.standard_normal(shape))
+
+
+def sent(D: np.ndarray, spare: np.ndarray | None = None) -> np.ndarray:
+    return np.vstack([D, np.zeros(D.shape[1]) if spare is None else spare])
+
+
+def test_averages_by_hand() -> None:
+    A, B = np.array([[1.0, 0.0], [0.0, 1.0]]), np.array([[0.0, 1.0], [0.0, 1.0]])
+    stack = np.stack([sent(A), sent(B)])
+    plain = average_dictionaries(stack, A, orthogonal=False)
+    np.testing.assert_allclose(plain, [[0.5**0.5, 0.5**0.5], [0, 1]])
+    weighted = average_dictionaries(stack, A, weights=np.array([3.0, 1.0]), orthogonal=False)
+    np.testing.assert_allclose(weighted, normalize_atoms(np.array([[3.0, 1.0], [0.0, 1.0]])))
+
+
+def test_an_atom_that_one_client_withholds_is_the_others() -> None:
+    A, B = unit(3, 5), unit(3, 5)
+    withheld = A.copy()
+    withheld[1] = 0
+    average = average_dictionaries(np.stack([sent(withheld), sent(B)]), A, orthogonal=False)
+    np.testing.assert_allclose(average[1], B[1])
+
+
+@pytest.mark.parametrize("orthogonal", [False, True])
+@pytest.mark.parametrize("replace", [False, True])
+def test_an_atom_that_nobody_uses_becomes_what_is_missing(orthogonal: bool, replace: bool) -> None:
+    basis = np.linalg.qr(np.random.default_rng(1).standard_normal((8, 8)))[0].T
+    current, missing = basis[:3], basis[5]
+    used = current.copy()
+    used[2] = 0
+    stack = np.stack([sent(used, missing), sent(used, -missing), sent(used)])
+    found = average_dictionaries(stack, current, orthogonal=orthogonal, replace=replace)
+    np.testing.assert_allclose(found[:2], current[:2], atol=1e-12)
+    expected = missing if replace else current[2]
+    assert abs(found[2] @ expected) == pytest.approx(1)
+    np.testing.assert_allclose(found @ found.T, np.eye(3), atol=1e-12)
+
+
+def test_directions_that_the_dictionary_spans_already_replace_nothing() -> None:
+    current = np.eye(4)[:3]
+    used = current.copy()
+    used[2] = 0
+    stack = np.stack([sent(used, np.eye(4)[0])] * 2)
+    np.testing.assert_array_equal(average_dictionaries(stack, current, orthogonal=True), current)
+
+
+def test_an_unused_atom_is_withheld_with_the_residuals_direction() -> None:
+    rng = np.random.default_rng(0)
+    basis = np.linalg.qr(rng.standard_normal((6, 6)))[0].T
+    X = np.hstack([rng.choice([-3.0, 3.0], (60, 2)), rng.choice([-1.0, 1.0], (60, 1))]) @ basis[:3]
+    D = basis[[0, 1, 5]]
+    found = update_dictionary(X, D, OrthogonalLearner(3, threshold=0.5), n_steps=0)
+    np.testing.assert_array_equal(found.dictionary, D)
+    np.testing.assert_array_equal(found.sent[:2], D[:2])
+    assert not found.sent[2].any()
+    assert abs(found.sent[3] @ basis[2]) == pytest.approx(1)
+
+
+def test_nothing_that_one_sample_alone_stands_behind_is_sent() -> None:
+    X = unit(1, 6)
+    found = update_dictionary(X, unit(3, 6), OrthogonalLearner(3), min_support=3)
+    assert not found.sent.any()
+
+
+def test_where_all_atoms_are_used_no_residual_is_sent() -> None:
+    X = np.random.default_rng(0).standard_normal((200, 6))
+    found = update_dictionary(X, np.eye(6)[:4], MODLearner(4))
+    assert np.all(np.any(found.sent[:-1] != 0, axis=1))
+    assert not found.sent[-1].any()
+
+
+def test_steps_are_the_learners() -> None:
+    X = np.random.default_rng(0).standard_normal((100, 6))
+    learner, D = GradientLearner(5), unit(5, 6)
+    expected = learner.step(X, learner.step(X, D))
+    found = update_dictionary(X, D, learner, n_steps=2)
+    np.testing.assert_array_equal(found.dictionary, expected)
+
+
+def test_the_common_start_is_the_largest_clients() -> None:
+    own = {3: unit(4, 6), 1: unit(4, 6), 2: unit(4, 6)}
+    own[1][2] = 0
+    start = common_start(own, {1: 50, 2: 20, 3: 50}, np.random.default_rng(0))
+    np.testing.assert_allclose(start[[0, 1, 3]], own[1][[0, 1, 3]])
+    np.testing.assert_allclose(np.linalg.norm(start, axis=1), 1)
+
+
+def test_averaging_from_a_common_start_does_what_pooled_data_do() -> None:
+    rng = np.random.default_rng(0)
+    truth = np.linalg.qr(rng.standard_normal((10, 10)))[0].T[:6]
+    codes = rng.standard_normal((4, 150, 6)) * (rng.random((4, 150, 6)) < 0.3)
+    samples = codes @ truth
+    learner = OrthogonalLearner(6, threshold=0.1)
+    D = warm_start(samples[0], learner, rng=np.random.default_rng(1)).dictionary
+    for _ in range(20):
+        stack = np.stack([update_dictionary(X, D, learner).sent for X in samples])
+        D = average_dictionaries(stack, D, orthogonal=True)
+    np.testing.assert_allclose(np.abs(D @ truth.T).max(axis=0), 1, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("stack", "message"),
+    [
+        (np.zeros((2, 3, 5)), "rows of stack must be between 4 and 4, got 3"),
+        (np.zeros((2, 4, 6)), "stack must have 5 columns"),
+        (np.zeros((0, 4, 5)), "stack must have at least 1 row"),
+    ],
+)
+def test_bad_stacks_are_named(stack: np.ndarray, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        average_dictionaries(stack, unit(3, 5), orthogonal=False)

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy.linalg import subspace_angles
+
+from flwr_perdl.dictionary.perpca import (
+    local_start,
+    next_step,
+    perpca_step,
+    personalized_pca,
+    principal_directions,
+    shared_start,
+)
+
+
+def planted(
+    seed: int, *, noise: float = 0.0, own: float = 2.0
+) -> tuple[list[np.ndarray], np.ndarray, list[np.ndarray]]:
+    """Return five clients' samples of 3 shared directions and 2 of each client's own."""
+    rng = np.random.default_rng(seed)
+    basis = np.linalg.qr(rng.standard_normal((20, 20)))[0].T
+    shared = basis[:3]
+    local = [np.linalg.qr(rng.standard_normal((17, 2)))[0].T @ basis[3:] for _ in range(5)]
+    samples = [
+        rng.standard_normal((80, 3)) @ shared
+        + own * rng.standard_normal((80, 2)) @ V
+        + noise * rng.standard_normal((80, 20))
+        for V in local
+    ]
+    return samples, shared, local
+
+
+def angle(A: np.ndarray, B: np.ndarray) -> float:
+    return float(subspace_angles(A.T, B.T).max())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_planted_subspaces_are_found_where_own_features_dominate(seed: int) -> None:
+    samples, shared, local = planted(seed)
+    found = personalized_pca(samples, 3, 2, n_rounds=200)
+    assert angle(found.global_components, shared) < 1e-6
+    assert max(map(angle, found.local_components, local)) < 1e-6
+    assert found.losses[-1] < 1e-6 * found.losses[0] + 1e-10
+
+
+def test_noise_costs_little() -> None:
+    samples, shared, _ = planted(0, noise=0.05)
+    assert angle(personalized_pca(samples, 3, 2).global_components, shared) < 0.05
+
+
+def test_components_are_orthonormal_and_the_loss_does_not_rise() -> None:
+    rng = np.random.default_rng(0)
+    samples = [rng.standard_normal((30, 12)) * np.linspace(1, 3, 12) for _ in range(4)]
+    found = personalized_pca(samples, 3, 2, n_rounds=50)
+    for V in found.local_components:
+        W = np.vstack([found.global_components, V])
+        np.testing.assert_allclose(W @ W.T, np.eye(5), atol=1e-10)
+    assert found.losses[-1] <= found.losses[0] * (1 + 1e-12)
+
+
+def test_one_client_alone_does_pca() -> None:
+    X = np.random.default_rng(0).standard_normal((40, 8)) * np.arange(1, 9)
+    found = personalized_pca([X], 2, 1, n_rounds=300)
+    W = np.vstack([found.global_components, *found.local_components])
+    assert angle(W, np.linalg.svd(X)[2][:3]) < 1e-6
+
+
+def test_a_step_lowers_the_clients_loss() -> None:
+    rng = np.random.default_rng(0)
+    X = rng.standard_normal((30, 10)) * np.linspace(0.5, 3, 10)
+    W = np.linalg.qr(rng.standard_normal((10, 4)))[0].T
+    first = perpca_step(X, W[:2], W[2:], 1.0)
+    assert first.loss == pytest.approx(((X - X @ W.T @ W) ** 2).sum())
+    second = perpca_step(X, first.global_components, first.local_components, 1.0)
+    assert second.loss < first.loss
+
+
+def test_a_step_does_not_depend_on_the_scale_of_the_data() -> None:
+    rng = np.random.default_rng(0)
+    X, W = rng.standard_normal((30, 10)), np.linalg.qr(rng.standard_normal((10, 4)))[0].T
+    small, large = (perpca_step(scale * X, W[:2], W[2:], 0.5) for scale in (1e-3, 1e3))
+    np.testing.assert_allclose(small.global_components, large.global_components, atol=1e-10)
+
+
+def test_starts_with_too_few_samples_are_completed_or_shorter() -> None:
+    X = np.random.default_rng(0).standard_normal((2, 6))
+    assert principal_directions(X, 4).shape == (2, 6)
+    assert principal_directions(np.zeros((3, 6)), 4).shape == (0, 6)
+    U = shared_start([principal_directions(X, 4)], 3)
+    np.testing.assert_allclose(U @ U.T, np.eye(3), atol=1e-12)
+    V = local_start(X, U, 3)
+    np.testing.assert_allclose(np.vstack([U, V]) @ np.vstack([U, V]).T, np.eye(6), atol=1e-12)
+    still = perpca_step(np.zeros((2, 6)), U, V, 1.0)
+    assert still.loss == 0
+    np.testing.assert_allclose(still.global_components, U, atol=1e-12)
+
+
+def test_the_step_is_halved_when_the_loss_has_risen() -> None:
+    assert next_step(1.0, [3.0]) == next_step(1.0, [3.0, 2.0]) == 1.0
+    assert next_step(1.0, [2.0, 3.0]) == 0.5
+
+
+def test_float32_stays_float32() -> None:
+    samples = [X.astype(np.float32) for X in planted(0)[0]]
+    found = personalized_pca(samples, 3, 2)
+    assert found.global_components.dtype == np.float32
+    assert {V.dtype for V in found.local_components} == {np.dtype(np.float32)}
+
+
+def test_inputs_are_not_modified() -> None:
+    samples = planted(0)[0]
+    before = [X.copy() for X in samples]
+    personalized_pca(samples, 3, 2, n_rounds=3)
+    for X, old in zip(samples, before, strict=True):
+        np.testing.assert_array_equal(X, old)
+
+
+@pytest.mark.parametrize(
+    ("n_global", "n_local", "message"),
+    [
+        (-1, 2, "n_global must be at least 0, got -1"),
+        (19, 2, "n_components must be between 0 and 20, got 21"),
+        (3, -1, "n_local must be between 0 and 17, got -1"),
+    ],
+)
+def test_bad_numbers_are_named(n_global: int, n_local: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        personalized_pca(planted(0)[0], n_global, n_local)

@@ -1,0 +1,221 @@
+"""DictionaryAveraging and PerPCA end to end: planted truth, faults, resumption, engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, Context, Message
+from scipy.linalg import subspace_angles
+
+from flwr_perdl._random import spawn
+from flwr_perdl.clients import DictionaryClient
+from flwr_perdl.dictionary import (
+    GradientLearner,
+    KSVDLearner,
+    MODLearner,
+    OrthogonalLearner,
+    dictionary_distance,
+    match_atoms,
+    normalize_atoms,
+    personalized_pca,
+    warm_start,
+)
+from flwr_perdl.simulations.engine import federate
+from flwr_perdl.strategies import DictionaryAveraging, PerPCA, ProtocolStrategy
+
+MakeFederation = Callable[..., Any]
+STRATEGIES: dict[str, Callable[..., ProtocolStrategy]] = {
+    "averaging": DictionaryAveraging,
+    "perpca": lambda **options: PerPCA(3, **options),
+}
+
+
+@pytest.mark.parametrize(
+    "learner",
+    [OrthogonalLearner(6, threshold=0.15), GradientLearner(6), MODLearner(6), KSVDLearner(6)],
+)
+def test_averaging_finds_a_dictionary_that_all_share(
+    federation: MakeFederation, learner: Any
+) -> None:
+    planted = federation(n_global=6, learner=learner)
+    strategy = DictionaryAveraging(local_steps=2)
+    atoms = planted.learn(strategy, 8)
+    assert dictionary_distance(atoms, planted.planted.global_atoms) < 1e-2
+    last = strategy.history[-1].aggregate
+    assert last["mse_full"] == last["mse_global"] < 1e-3
+
+
+def test_the_naive_average_is_the_plain_mean_and_ends_the_run(federation: MakeFederation) -> None:
+    planted = federation(n_global=6, min_support=0)
+    strategy = DictionaryAveraging(start_from="own", weighted=False)
+    atoms = planted.learn(strategy, 5)
+    assert [report.step for report in strategy.history] == ["average", "evaluate"]
+    own = [
+        warm_start(X, OrthogonalLearner(6), rng=spawn(0, i)).dictionary
+        for i, X in enumerate(planted.planted.samples)
+    ]
+    np.testing.assert_allclose(atoms, normalize_atoms(np.mean(own, axis=0)), atol=1e-12)
+    assert dictionary_distance(atoms, planted.planted.global_atoms) > 0.3
+
+
+def test_averaging_cannot_have_local_atoms(federation: MakeFederation) -> None:
+    planted = federation()
+    atoms = planted.learn(DictionaryAveraging(), 10)
+    local = [match_atoms(own, atoms).distances.max() for own in planted.planted.local_atoms]
+    assert max(local) > 0.3
+
+
+def test_perpca_finds_the_shared_subspace(federation: MakeFederation) -> None:
+    planted = federation(learner=OrthogonalLearner(4, threshold=0.0))
+    for X, local in zip(planted.planted.samples, planted.planted.local_atoms, strict=True):
+        X -= (X @ local[1:].T) @ local[1:]  # one direction of its own is left to each client
+    strategy = PerPCA(3)
+    U = planted.learn(strategy, 60)
+    assert subspace_angles(U.T, planted.planted.global_atoms.T).max() < 1e-4
+    assert strategy.history[-1].aggregate["mse_full"] < 1e-6
+    assert [report.floats_up for report in strategy.history[:3:2]] == [4 * 6, 3 * 6]
+
+
+def test_perpca_does_what_it_does_in_one_place(federation: MakeFederation) -> None:
+    planted = federation(learner=OrthogonalLearner(5), noise=0.1)
+    U = planted.learn(PerPCA(3), 11)
+    together = personalized_pca(planted.planted.samples, 3, 2, n_rounds=10)
+    np.testing.assert_array_equal(U, together.global_components)
+
+
+def test_perpca_halves_its_step_when_the_error_rises(federation: MakeFederation) -> None:
+    planted = federation(learner=OrthogonalLearner(5), noise=0.3)
+    strategy = PerPCA(3, step=50.0, fraction_evaluate=0.0)
+    planted.learn(strategy, 40)
+    errors = [report.aggregate["mse"] for report in strategy.history[1:]]
+    assert errors[-1] <= min(errors) * (1 + 1e-3)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("fault", ["error", "silence", "nan", "shape", "empty"])
+@pytest.mark.parametrize("round_", [1, 3])
+def test_a_client_that_fails_is_left_out(
+    federation: MakeFederation, name: str, fault: str, round_: int
+) -> None:
+    def faults(partition: int, message: Message) -> str | None:
+        config = message.content.get("config", {})
+        trains = message.metadata.message_type == "train"
+        return fault if partition == 2 and trains and config["server-round"] == round_ else None
+
+    strategy = STRATEGIES[name](fraction_evaluate=0.0)
+    planted = federation()
+    if (name, fault, round_) == ("averaging", "shape", 1):
+        with pytest.raises(ValueError, match="all clients' dictionaries must have one shape"):
+            planted.learn(strategy, faults=faults)
+        return
+    assert np.isfinite(planted.learn(strategy, faults=faults)).all()
+    dropped = {report.round: list(report.dropped) for report in strategy.history}
+    if (name, fault, round_) == ("perpca", "shape", 1):  # a direction less is a good reply
+        assert not any(dropped.values())
+    else:
+        assert dropped.pop(round_) == ["client 2"]
+        assert not any(dropped.values())
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_resumed_run_has_the_same_bits(
+    federation: MakeFederation, tmp_path: Path, name: str
+) -> None:
+    def node_config(partition: int) -> dict[str, str]:
+        return {"state-dir": str(tmp_path / "state")}
+
+    make, options = STRATEGIES[name], {"fraction_train": 0.6}
+    planted = federation(noise=0.05)
+    whole = planted.learn(make(**options), 6)
+    saving = {**options, "checkpoint_dir": tmp_path / "server"}
+    planted.learn(make(**saving), 3, node_config=node_config)
+    resumed = planted.learn(make(**saving, resume=True), 6, node_config=node_config)
+    np.testing.assert_array_equal(resumed, whole)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_client_that_joins_late_carries_on(federation: MakeFederation, name: str) -> None:
+    grid = federation().grid()
+    late = grid.contexts.pop(next(iter(grid.contexts)))
+
+    def join(report: Any) -> None:
+        if report.round == 2:
+            grid.contexts[late.node_id] = late
+
+    strategy = STRATEGIES[name](on_round=join)
+    strategy.start(grid, num_rounds=4)
+    assert 0 not in strategy.history[0].metrics
+    assert 0 in strategy.history[-1].metrics
+    assert not any(report.dropped for report in strategy.history)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_run_may_start_from_given_atoms(federation: MakeFederation, name: str) -> None:
+    planted = federation(noise=0.05)
+    strategy = STRATEGIES[name](fraction_evaluate=0.0)
+    strategy.start(planted.grid(), ArrayRecord([planted.planted.global_atoms]), num_rounds=2)
+    assert [len(report.metrics) for report in strategy.history] == [5, 5]
+
+
+def test_perpca_refuses_components_that_are_not(federation: MakeFederation) -> None:
+    skew = normalize_atoms(np.random.default_rng(0).standard_normal((3, 6)))
+    with pytest.raises(ValueError, match="initial_arrays must be 3 orthonormal components"):
+        PerPCA(3).start(federation().grid(), ArrayRecord([skew]), num_rounds=1)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_float32_stays_float32(federation: MakeFederation, name: str) -> None:
+    planted = federation()
+    planted.planted.samples[:] = [X.astype(np.float32) for X in planted.planted.samples]
+    assert planted.learn(STRATEGIES[name]()).dtype == np.float32
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_ray_gives_the_same_bits(name: str) -> None:
+    def client(context: Context, config: Any) -> DictionaryClient:
+        rng = np.random.default_rng(int(context.node_config["partition-id"]))
+        return DictionaryClient(rng.standard_normal((50, 8)), OrthogonalLearner(5), context)
+
+    make = STRATEGIES[name]
+    experiment: Any = SimpleNamespace(client=client, strategy=lambda config, **o: make(**o))
+    config = {"clients": 3, "rounds": 3, "seed": 0}
+    one, other = (federate(experiment, config, engine=e) for e in ("in-process", "ray"))
+    np.testing.assert_array_equal(one.arrays[0], other.arrays[0])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DictionaryAveraging(start_from="mine"), "start_from must be one of 'common'"),
+        (lambda: DictionaryAveraging(local_steps=0), "local_steps must be at least 1, got 0"),
+        (lambda: PerPCA(0), "n_global must be at least 1, got 0"),
+        (lambda: PerPCA(3, step=0.0), r"step must be in \(0, inf\], got 0"),
+    ],
+)
+def test_a_bad_option_is_named(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_more_shared_components_than_components_are_refused(federation: MakeFederation) -> None:
+    with pytest.raises(ValueError, match="n_global=7 with 6 at client 0"):
+        federation().learn(PerPCA(7))
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_clients_with_too_few_samples_are_told_so_or_withhold(
+    federation: MakeFederation, name: str
+) -> None:
+    planted = federation(n_samples=2)
+    if name == "perpca":
+        with pytest.raises(ValueError, match="min_support must leave components to start from"):
+            planted.learn(STRATEGIES[name]())
+    else:  # a dictionary that nobody uses stays what the server drew
+        np.testing.assert_allclose(np.linalg.norm(planted.learn(STRATEGIES[name]()), axis=1), 1)
