@@ -133,7 +133,7 @@ def polar_factor(S: Matrix, fallback: Matrix) -> Matrix:
     used = M.any(axis=1)
     V = _gram_polar(M[used])
     if V is not None:
-        rest = np.eye(len(M))[:, ~used]
+        rest: Matrix = np.eye(len(M))[:, ~used]
         Q = np.zeros_like(M)
         Q[used] = V
     else:
