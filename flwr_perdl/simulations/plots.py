@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import ceil
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -14,6 +15,7 @@ from matplotlib.ticker import MaxNLocator
 from flwr_perdl._checks import Matrix
 
 COLORS = ("#0b6e99", "#d9730d", "#4d7c0f", "#9333ea", "#6b7280")
+_MARKERS = "os^Dv*"
 
 
 def _figure(width: float, height: float) -> Figure:
@@ -106,6 +108,58 @@ def lines(
     axes.set(xlabel=x, ylabel=y)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     _legend(axes)
+    return figure
+
+
+class Panel(NamedTuple):
+    """One of several drawings side by side.
+
+    Attributes
+    ----------
+    x, y : str
+        What the axes show.
+    at : sequence of float
+        Positions.
+    lines : mapping of str to sequence of float
+        Label -> a value per position.
+    """
+
+    x: str
+    y: str
+    at: Sequence[float]
+    lines: Mapping[str, Sequence[float]]
+
+
+def panels(drawings: Sequence[Panel], *, columns: int) -> Figure:
+    """Draw lines in several panels with one legend, logarithmic, values floored at 1e-16 (Fig. 5).
+
+    Parameters
+    ----------
+    drawings : sequence of Panel
+        Row by row.
+    columns : int
+        Panels side by side.
+    """
+    rows = ceil(len(drawings) / columns)
+    figure = _figure(3.4 * columns, 2.9 * rows + 0.5)
+    grid = figure.subplots(rows, columns, squeeze=False).ravel()
+    for axes, panel in zip(grid, drawings, strict=False):
+        for index, (label, values) in enumerate(panel.lines.items()):
+            _plain(axes).plot(
+                panel.at,
+                np.maximum(values, 1e-16),
+                marker=_MARKERS[index % len(_MARKERS)],
+                ms=4,
+                lw=1.3,
+                color=(*COLORS, "#b91c1c")[index % 6],
+                label=label,
+            )
+        axes.set(xlabel=panel.x, ylabel=panel.y, yscale="log", xticks=panel.at)
+    for axes in grid[len(drawings) :]:
+        axes.axis("off")
+    figure.legend(
+        *grid[0].get_legend_handles_labels(), frameon=False, loc="outside upper center", ncols=6
+    )
     return figure
 
 

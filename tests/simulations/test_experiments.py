@@ -20,6 +20,15 @@ OPTIONS = {
     "synthetic": PERMA
     | {"seeds", "start", "weak", "weak_samples", "samples", "atoms", "local_steps"},
     "global-atoms": PERMA | {"seeds", "noise", "weak", "weak_samples", "samples", "n_global"},
+    "comparison": {
+        "seeds",
+        "samples",
+        "weak_samples",
+        "dimensions",
+        "sizes",
+        "densities",
+        "min_support",
+    },
     "mixed-regression": {"setting", "seeds", "k", "variant"},
     "regression": {"data", "k", "splits"},
     "inference": {"seeds", "agents", "dimension", "connectivity", "loss", "informed", "impulses"},

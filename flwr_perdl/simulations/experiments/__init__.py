@@ -5,6 +5,7 @@ from __future__ import annotations
 from flwr_perdl._checks import check_choice
 from flwr_perdl.simulations.experiments import (
     biclustering,
+    comparison,
     denoise,
     digits,
     global_atoms,
@@ -34,6 +35,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     sites.NAME: sites,
     synthetic.NAME: synthetic,
     global_atoms.NAME: global_atoms,
+    comparison.NAME: comparison,
     mixed_regression.NAME: mixed_regression,
     regression.NAME: regression,
     inference.NAME: inference,
