@@ -33,7 +33,8 @@ What each party receives:
 
 - *The server*, in round one: every client's dictionary, without withheld atoms. Later: per client
   and global atom, the updated atom, or (statistics) the row of C_g' (X - C_l D_l), a sum over the
-  samples that use the atom. In every round: numbers of samples and atoms, and mean errors. Never:
+  samples that use the atom. In every round: numbers of samples and atoms, mean errors, and whether
+  the client had lost its state. Never:
   samples, codes, or, after round one, local atoms.
 - *A client*: the global atoms, the seed and the options above; nothing of any other client.
 - *Evaluations* return mean errors only.
