@@ -23,7 +23,7 @@ python := $(venv)/bin/python
 export FLWR_TELEMETRY_ENABLED = 0
 export OPENBLAS_NUM_THREADS = 1
 
-.PHONY: run test lint bench bench-check docs-figures fuzz clean
+.PHONY: run test lint bench bench-check docs-figures site fuzz clean
 .DEFAULT_GOAL := run
 
 run: .venv/.installed
@@ -52,6 +52,10 @@ bench-check: .venv/.installed
 docs-figures: .venv/.installed
 	.venv/bin/python docs/figures.py
 
+# The guides as pages, in site/; a dead link is an error.
+site: .venv-site/.installed
+	.venv-site/bin/mkdocs build
+
 # Coverage-guided fuzzing of everything that parses, each target for SECONDS.
 FUZZ := reply data checkpoint state run-config events
 fuzz: .venv-fuzz/.installed
@@ -63,7 +67,7 @@ fuzz: .venv-fuzz/.installed
 	done
 
 clean:
-	rm -rf .venv .venv-* dist .pytest_cache .mypy_cache .ruff_cache .coverage
+	rm -rf .venv .venv-* dist site .pytest_cache .mypy_cache .ruff_cache .coverage
 
 .venv/.installed: pyproject.toml .ci/flwr-newest
 	.ci/venv .venv --editable '.[simulation,experiments]' flwr==$(NEWEST)
@@ -71,6 +75,10 @@ clean:
 
 $(venv)/.installed: pyproject.toml .ci/flwr-newest
 	.ci/venv $(venv) --editable '$(target)' flwr==$(FLWR)
+	@touch $@
+
+.venv-site/.installed: pyproject.toml
+	.ci/venv .venv-site 'mkdocs-material>=9.5,<10'
 	@touch $@
 
 .venv-fuzz/.installed: pyproject.toml .ci/flwr-newest
