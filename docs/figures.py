@@ -50,10 +50,12 @@ AGGREGATIONS = ("statistics", "mean", "weighted", "median", "geometric-median", 
 
 
 class Comparison(NamedTuple):
-    """The same experiment with several options: a row per setting, a column per metric."""
+    """An experiment with several options: a row per setting, a column per metric."""
 
     settings: Mapping[str, Mapping[str, str | int | float]]
     metrics: Mapping[str, str]
+    experiment: str = ""
+    """By default called as the comparison is."""
 
 
 COMPARISONS = {
@@ -77,6 +79,18 @@ COMPARISONS = {
     "digits": Comparison(
         {aggregation: {"aggregation": aggregation} for aggregation in AGGREGATIONS},
         {f"mse_global_{k}": f"MSE {k}" for k in (5, 10, 20)},
+    ),
+    "learners": Comparison(
+        {
+            name: {"learner": name, "n_atoms": 48, "n_global": 48}
+            for name in ("orthogonal", "gradient", "mod")
+        },
+        {
+            f"mse_{key}_{k}": f"{words} {k}"
+            for key, words in {"global": "PerMA", "sklearn": "scikit-learn"}.items()
+            for k in (10, 20)
+        },
+        "digits",
     ),
     "biclustering": Comparison(
         {
@@ -104,10 +118,10 @@ def content(source: str) -> str:
     if kind == "runs":
         return "\n".join(tables(name))
     if kind == "comparisons":
-        settings, metrics = COMPARISONS[name]
+        settings, metrics, experiment = COMPARISONS[name]
         rows = []
         for words, options in settings.items():
-            measured = run_experiment(name, options=options)["metrics"]
+            measured = run_experiment(experiment or name, options=options)["metrics"]
             rows.append([words, *(f"{measured[metric]:.3g}" for metric in metrics)])
         return markdown(["", *metrics.values()], rows)
     if kind == "topologies":

@@ -2,11 +2,13 @@
 
 *Alone* and *pooled* have PerMA's learner, start and coder, and five times its iterations; *pooled*
 has n_global atoms and all clients' data. *Plain averaging* takes the mean of the clients' own
-dictionaries atom by atom, without matching: what matching is for.
+dictionaries atom by atom, without matching: what matching is for. *scikit-learn* is its own pooled
+dictionary, whose atoms need not be orthogonal.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -15,10 +17,13 @@ import numpy as np
 
 from flwr_perdl._checks import Matrix
 from flwr_perdl.clients.dictionary import Start
-from flwr_perdl.dictionary import Learner, normalize_atoms, warm_start
+from flwr_perdl.dictionary import Learner, normalize_atoms, sparse_code, warm_start
 
 #: Iterations of a baseline per iteration of PerMA.
 GENEROSITY = 5
+#: scikit-learn's penalties, and with how many atoms the best of them is judged.
+PENALTIES = (0.3, 1.0)
+_CODED = 10
 
 
 def learn(
@@ -66,6 +71,44 @@ def learn_each(
         return list(
             pool.map(partial(learn, n_rounds=n_rounds, start=start), samples, learners, rngs)
         )
+
+
+def sklearn_dictionary(X: Matrix, n_atoms: int, seed: int) -> Matrix:
+    """Learn a dictionary from ``X`` with scikit-learn's MiniBatchDictionaryLearning.
+
+    Its penalty is chosen among ``PENALTIES``: the least squared error of ``X`` itself, coded by
+    orthogonal matching pursuit with ``_CODED`` atoms.
+
+    Parameters
+    ----------
+    X : ndarray of shape (n_samples, n_features)
+        Samples, of all clients.
+    n_atoms : int
+        Atoms.
+    seed : int
+        Of its random numbers.
+
+    Returns
+    -------
+    ndarray of shape (n_atoms, n_features)
+        Unit atoms; one that it never used is a random direction.
+    """
+    from sklearn.decomposition import MiniBatchDictionaryLearning  # an extra
+    from sklearn.exceptions import ConvergenceWarning
+
+    fallback = normalize_atoms(np.random.default_rng(seed).standard_normal((n_atoms, X.shape[1])))
+    tried = []
+    for penalty in PENALTIES:
+        learner = MiniBatchDictionaryLearning(
+            n_atoms, alpha=penalty, fit_algorithm="cd", random_state=seed
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            atoms = np.asarray(learner.fit(X).components_, X.dtype)
+        D = normalize_atoms(atoms, fallback.astype(X.dtype))
+        codes = sparse_code(X, D, n_nonzero=min(_CODED, n_atoms))
+        tried.append((float(((X - codes @ D) ** 2).sum()), D))
+    return min(tried, key=lambda one: one[0])[1]
 
 
 def plain_average(dictionaries: Sequence[Matrix]) -> Matrix:

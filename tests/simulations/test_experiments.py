@@ -3,12 +3,21 @@ from functools import partial
 
 import numpy as np
 import pytest
+from scipy.ndimage import zoom
 
 from flwr_perdl.clients import client_app
 from flwr_perdl.dictionary import reconstruct, sparse_code
 from flwr_perdl.simulations import InProcessGrid, run_experiment
+from flwr_perdl.simulations.baselines import sklearn_dictionary
 from flwr_perdl.simulations.data import load_images
-from flwr_perdl.simulations.experiments import EXPERIMENTS, FederatedExperiment, configure, find
+from flwr_perdl.simulations.engine import federate
+from flwr_perdl.simulations.experiments import (
+    EXPERIMENTS,
+    FederatedExperiment,
+    configure,
+    find,
+    images,
+)
 
 COMMON = {"clients", "rounds", "seed"}
 PERMA = {"aggregation", "matching", "min_support"}
@@ -117,7 +126,7 @@ def digits(tmp_path_factory):
 def test_digits_has_the_papers_figures(digits):
     results, out = digits
     metrics = results["metrics"]
-    names = ("global", "full", "local", "average", "pooled")
+    names = ("global", "full", "local", "average", "pooled", "sklearn")
     expected = {f"{f}_{n}_{k}" for f in ("mse", "psnr", "ssim") for n in names for k in (5, 10, 20)}
     assert expected | {"perma_seconds"} <= set(metrics)
     assert results["rounds"] == len(results["curves"]["mse_global_10"]) == 40
@@ -278,6 +287,36 @@ def test_digits_runs_with_every_learner_and_improves_on_the_matching_round(optio
     assert min(curve[1:]) < curve[0]
     zero_code = np.mean(load_images("").X ** 2)
     assert curve[-1] < zero_code
+
+
+def general_learner_against_sklearn(name, learner, n_atoms, **given):
+    """Return PerMA's held-out errors with 10 and 20 atoms over those of scikit-learn's atoms."""
+    options = {"learner": learner, "n_atoms": n_atoms, "n_global": n_atoms}
+    experiment = find(name)
+    config = configure(experiment, rounds=40, options=options, **given)
+    task = images._task(config)
+    atoms = federate(experiment, config).arrays[0]
+    theirs = sklearn_dictionary(np.vstack(task.clients), n_atoms, 0)
+    errors = [
+        [np.mean((task.test - images._rebuild(task.test, D, k)) ** 2) for k in (10, 20)]
+        for D in (atoms, theirs)
+    ]
+    return np.divide(*errors)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("learner", "n_atoms"), [("gradient", 48), ("mod", 48), ("ksvd", 24)])
+def test_general_learners_come_within_a_tenth_of_sklearns_pooled_dictionary(learner, n_atoms):
+    assert general_learner_against_sklearn("digits", learner, n_atoms).max() < 1.1
+
+
+@pytest.mark.slow
+def test_so_they_do_on_28_by_28_pixels(tmp_path):
+    digits = load_images("")
+    X = zoom(digits.X.reshape(-1, 8, 8), (1, 3.5, 3.5), order=1)
+    np.savez(tmp_path / "large.npz", X=X, y=digits.y)
+    ratio = general_learner_against_sklearn("images", "mod", 100, data=tmp_path / "large.npz")
+    assert ratio.max() < 1.1
 
 
 NETWORKS = ("inference", "novel-documents", "biclustering", "denoise", "patches", "unmixing")

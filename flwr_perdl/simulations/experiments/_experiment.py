@@ -31,7 +31,7 @@ GENERAL: dict[str, Callable[..., Learner]] = {
     "mod": MODLearner,
     "ksvd": KSVDLearner,
 }
-GENERAL_N_NONZERO = 5
+GENERAL_N_NONZERO = 10
 
 
 class Federate(Protocol):

@@ -20,7 +20,13 @@ from flwr_perdl._random import DATA, SERVER, spawn
 from flwr_perdl._records import PARTITION_ID, to_arrays
 from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.dictionary import reconstruct, sparse_code, warm_start
-from flwr_perdl.simulations.baselines import GENEROSITY, learn_each, plain_average
+from flwr_perdl.simulations.baselines import (
+    GENEROSITY,
+    PENALTIES,
+    learn_each,
+    plain_average,
+    sklearn_dictionary,
+)
 from flwr_perdl.simulations.data import imbalanced_partition, load_images
 from flwr_perdl.simulations.engine import Config, EvaluateFn
 from flwr_perdl.simulations.experiments._experiment import (
@@ -138,6 +144,7 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
         START,
     )
     average = plain_average(alone)
+    general = sklearn_dictionary(np.vstack(task.clients), n_global, seed)
 
     metrics = {"perma_seconds": federated.seconds, "samples_per_client": len(task.clients[0])}
     for name, dictionaries in {
@@ -145,6 +152,7 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
         "local": alone,
         "average": [average],
         "pooled": [pooled],
+        "sklearn": [general],
     }.items():
         metrics |= _metrics(name, task.test, dictionaries, task.shape)
     own = [task.own_test(i) for i in range(len(task.clients))]
@@ -251,6 +259,7 @@ def _tables(metrics: dict[str, float], n_atoms: int, n_global: int) -> list[Tabl
         "local": f"Clients alone ({n_atoms})",
         "average": f"Plain average ({n_atoms})",
         "pooled": f"Pooled data ({n_global})",
+        "sklearn": f"Pooled data, scikit-learn ({n_global})",
     }
     digits = {"mse": 4, "psnr": 2, "ssim": 3}
     columns = [f"{field.upper()} {k}" for field in digits for k in N_NONZERO]
@@ -264,7 +273,8 @@ def _tables(metrics: dict[str, float], n_atoms: int, n_global: int) -> list[Tabl
         "Mean squared error per pixel, PSNR (dB) and SSIM with k = 5, 10, 20 atoms per image, out "
         "of as many as the brackets say. Global + local and clients alone: means over clients. "
         "Plain average: of the clients' own dictionaries, atom by atom, without matching. Pooled "
-        "data: one dictionary of all clients' images, the mark to reach.",
+        "data: one dictionary of all clients' images, the mark to reach; scikit-learn's has "
+        "atoms that need not be orthogonal.",
         ["", *columns],
         [row(name, title, list(digits)) for name, title in methods.items()],
     )
@@ -354,5 +364,7 @@ def _notes(config: Config, task: Task) -> Iterator[str]:
     yield (
         f"Clients alone and the pooled dictionary have the same learner and start as PerMA and "
         f"{GENEROSITY} times its iterations. The plain average is of the clients' own "
-        "dictionaries, once, atom by atom in whatever order they are in."
+        "dictionaries, once, atom by atom in whatever order they are in. scikit-learn's is its "
+        "MiniBatchDictionaryLearning, with that of the penalties "
+        f"{', '.join(map(str, PENALTIES))} which codes the clients' images best."
     )
