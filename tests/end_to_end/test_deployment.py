@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import stat
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -173,6 +174,34 @@ def _third_round(
         [global_atoms], {**asked, **sends}
     )
     return _store.load(states / "client-1" / "round-000003.npz").arrays["local_atoms"]
+
+
+def test_a_killed_server_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    """The ServerApp dies after round 1 (SIGKILL); a new run with `resume` ends as if it had not."""
+    out, states = tmp_path / "out", tmp_path / "states"
+    run = {"experiment": "digits", "clients": 2, "rounds": 3, "out": str(out)}
+
+    def strike(deployment: Deployment) -> None:
+        until(lambda: (out / "checkpoints" / "round-000001.npz").exists())
+        server = f"flwr-serverapp.*{deployment.address}"
+        subprocess.run(["pkill", "-KILL", "-f", server], check=True)
+
+    with (
+        Deployment(
+            tmp_path / "deployment", 2, node_config=lambda partition: {"state-dir": str(states)}
+        ) as deployment,
+        ThreadPoolExecutor(1) as helper,
+    ):
+        struck = helper.submit(strike, deployment)
+        with pytest.raises(RuntimeError, match="the run ended as finished:failed"):
+            deployment.run(run, timeout=400)
+        struck.result()
+        assert not (out / "results.json").exists()
+        deployment.run({**run, "resume": True}, timeout=400)
+    local = tmp_path / "local"
+    run_experiment("digits", clients=2, rounds=3, out=local)
+    with np.load(out / "arrays.npz") as deployed, np.load(local / "arrays.npz") as in_process:
+        np.testing.assert_array_equal(deployed["global_atoms"], in_process["global_atoms"])
 
 
 def until(happens: Callable[[], bool], patience: float = 120.0) -> None:
