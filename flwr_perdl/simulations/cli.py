@@ -56,7 +56,7 @@ def run(
     clients: Annotated[int | None, typer.Option(help="Number of clients.")] = None,
     rounds: Annotated[int | None, typer.Option(help="Communication rounds.")] = None,
     seed: Annotated[int, typer.Option(help="The run's one seed.")] = 0,
-    data: Annotated[Path | None, typer.Option(help="Your own data, an .npz file.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Your own data; see docs/cli.md.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the results.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
     option: Annotated[

@@ -207,11 +207,15 @@ def still(clip: Clip) -> Matrix:
     picture = np.median(clip.frames, axis=0)
     light = _light(clip, picture)
     even = clip.frames / light
-    picture = np.median(even, axis=0)
-    if clip.mask is not None:
-        known = ~clip.mask.all(axis=0)
-        even[clip.mask] = np.nan
-        picture[known] = np.nanmedian(even[:, known], axis=0)
+    if clip.mask is None:
+        picture = np.median(even, axis=0)
+    else:  # what is covered is sorted to the end and not counted, unless it always is
+        hidden = clip.mask & ~clip.mask.all(axis=0)
+        even[hidden] = np.inf
+        even.sort(axis=0)
+        seen = (~hidden).sum(axis=0)[None, ..., None]
+        middle = [np.take_along_axis(even, at, axis=0)[0] for at in ((seen - 1) // 2, seen // 2)]
+        picture = (middle[0] + middle[1]) / 2
     return _light(clip, picture) * picture
 
 

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from flwr.app import ArrayRecord, Context, MetricRecord
 from numpy.typing import NDArray
-from scipy.ndimage import uniform_filter
+from scipy.ndimage import gaussian_filter
 
 from flwr_perdl._checks import Matrix, check_choice, check_count
 from flwr_perdl._records import PARTITION_ID, to_arrays
@@ -77,8 +77,8 @@ ERROR = "psnr_background"
 
 #: Iterations of Algorithm 6 with which a frame is taken apart at the end.
 REFINE = 5
-#: Side of the window over which an object's strength is averaged, for every method.
-WINDOW = 5
+#: Pixels (sigma of a Gaussian) over which an object's strength is averaged, for every method.
+BLUR = 1.0
 #: A pixel is taken for an object's where that is so many times its median over the clip.
 FOUND = 3.0
 #: Shares of ``n_global`` that PerPCA is tuned over.
@@ -306,10 +306,10 @@ def strength(objects: Matrix) -> Matrix:
     Returns
     -------
     ndarray of shape (n_frames, height, width)
-        Root mean square over channels and a window of 5x5 pixels.
+        Root mean square over channels and, with Gaussian weights, over neighbours.
     """
-    energy = uniform_filter((objects.astype(np.float64) ** 2).mean(axis=3), (0, WINDOW, WINDOW))
-    result: Matrix = np.sqrt(np.maximum(energy, 0))
+    energy = gaussian_filter(np.square(objects, dtype=np.float32).mean(axis=3), (0, BLUR, BLUR))
+    result: Matrix = np.sqrt(energy)
     return result
 
 
@@ -488,6 +488,7 @@ def _notes(config: Config, clip: Clip, tuned: Mapping[str, NDArray[Any]]) -> Ite
         "number with the best background; PerMA's settings are the defaults."
     )
     yield (
-        f"A pixel's strength is the root mean square of the objects over {WINDOW}x{WINDOW} pixels, "
-        f"for all methods; found is what has {FOUND:g} times the clip's median."
+        "A pixel's strength is the root mean square of the objects over its neighbours, with "
+        f"Gaussian weights (sigma {BLUR:g}), for all methods; found is what has {FOUND:g} times "
+        "the clip's median."
     )
