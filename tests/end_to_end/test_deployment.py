@@ -204,7 +204,7 @@ def test_a_killed_server_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
         np.testing.assert_array_equal(deployed["global_atoms"], in_process["global_atoms"])
 
 
-def until(happens: Callable[[], bool], patience: float = 120.0) -> None:
+def until(happens: Callable[[], bool], patience: float = 300.0) -> None:
     """Wait for something to happen."""
     deadline = time.monotonic() + patience
     while not happens():
