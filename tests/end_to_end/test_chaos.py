@@ -29,7 +29,7 @@ chaos: Any = importlib.util.module_from_spec(_spec)
 sys.modules["chaos"] = chaos  # its annotations are looked up there
 _spec.loader.exec_module(chaos)
 
-N_RUNS, SECONDS = 100, 30
+N_RUNS, SECONDS = 100, 120
 #: Runs in a process of their own, which is killed.
 REAL = (12, 38, 71)
 CLOSE = 1.1
