@@ -43,7 +43,7 @@ def consistent(points: Matrix) -> NDArray[np.bool_]:
     n = len(points)
     flat = points.reshape(n, -1)
     distances = np.linalg.norm(flat - geometric_median(flat, tol=1e-4, max_iter=50), axis=1)
-    kept: NDArray[np.bool_] = distances <= FAR * max(float(np.median(distances)), SAME)
+    kept: NDArray[np.bool_] = distances <= reach(distances)
     while kept.sum() > max(_FEWEST, n / 2):
         rest = flat[kept] - flat[kept].mean(axis=0)
         along = rest @ _widest(rest)
@@ -53,6 +53,11 @@ def consistent(points: Matrix) -> NDArray[np.bool_]:
             break
         kept[np.flatnonzero(kept)[outlying]] = False
     return kept
+
+
+def reach(distances: Matrix) -> float:
+    """Return the distance beyond which a point is far from the others: ``FAR`` medians."""
+    return FAR * max(float(np.median(distances)), SAME)
 
 
 def _widest(centred: Matrix, n_iter: int = 30) -> Matrix:
@@ -90,8 +95,8 @@ def far(points: Matrix, average: Matrix) -> Matrix:
     """Return 1.0 for points farther than ``FAR`` median distances from their average, else 0.0."""
     flat = (points - average).reshape(len(points), -1)
     distances = np.linalg.norm(flat, axis=1)
-    beyond: Matrix = distances > FAR * max(float(np.median(distances)), SAME)
-    return beyond.astype(float)
+    beyond: Matrix = (distances > reach(distances)).astype(float)
+    return beyond
 
 
 def shortening(stack: Matrix) -> Matrix:

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_perdl._checks import Matrix, check_array, check_choice, check_count
-from flwr_perdl._robust import DEEDS, FAR, SAME, average_of, far, geometric_median, shortening
+from flwr_perdl._robust import DEEDS, average_of, far, geometric_median, reach, shortening
 from flwr_perdl.dictionary.atoms import (
     least_squares_atoms,
     normalize_atoms,
@@ -242,5 +242,5 @@ def _outliers(own: Matrix, sent: NDArray[np.bool_]) -> NDArray[np.bool_]:
         axis=2
     ) * sent
     distances = np.sqrt(squares.sum(axis=1) / np.maximum(sent.sum(axis=1), 1))
-    outliers: NDArray[np.bool_] = distances > FAR * max(np.median(distances[present]), SAME)
+    outliers: NDArray[np.bool_] = distances > reach(distances[present])
     return outliers
