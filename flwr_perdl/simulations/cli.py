@@ -20,6 +20,8 @@ from rich.table import Table
 from flwr_perdl._checks import check_choice
 from flwr_perdl.simulations.deployment import Deployment
 from flwr_perdl.simulations.experiments import EXPERIMENTS, sites
+from flwr_perdl.simulations.fetch import HUB, SCIKIT_LEARN, save
+from flwr_perdl.simulations.fetch import fetch as fetch_images
 from flwr_perdl.simulations.report import odd_clients, read_results, write_report
 from flwr_perdl.simulations.runner import Progress, run_experiment
 from flwr_perdl.simulations.watch import watch as watch_run
@@ -80,6 +82,40 @@ def run(
             progress=progress,
         )
     _show(console, results, folder)
+
+
+@app.command(
+    help=f"""Fetch public images for --data: {", ".join([*HUB, *SCIKIT_LEARN])},
+    or any image set of the Hugging Face Hub by its name."""
+)
+def fetch(
+    name: Annotated[str, typer.Argument(help="Which images.")],
+    out: Annotated[Path | None, typer.Option(help="The .npz file; NAME.npz by default.")] = None,
+    image: Annotated[str | None, typer.Option(help="The Hub's column of images.")] = None,
+    label: Annotated[str | None, typer.Option(help="The column of labels.")] = None,
+    client: Annotated[str | None, typer.Option(help="The column that says whose it is.")] = None,
+    split: Annotated[str | None, typer.Option(help="train, test, …")] = None,
+    limit: Annotated[int | None, typer.Option(help="Keep the first so many images.")] = None,
+    folder: Annotated[
+        Path | None, typer.Option(help="With imagefolder: your folder of folders, one per label.")
+    ] = None,
+) -> None:
+    """Write images, labels and, where they are known, clients to an .npz file."""
+    path = out or Path(f"{name.replace('/', '-')}.npz")
+    with _errors_in_a_sentence(), _console().status(f"fetching {name}"):
+        arrays = fetch_images(
+            name,
+            image=image,
+            label=label,
+            client=client,
+            split=split,
+            limit=limit,
+            folder=None if folder is None else str(folder),
+        )
+        save(path, arrays)
+    n, height, width = arrays["X"].shape
+    whose = f" of {arrays['client'].max() + 1} clients" if "client" in arrays else ""
+    print(f"{path}: {n} images{whose}, {height}x{width}, {len(set(arrays['y'].tolist()))} labels")
 
 
 @app.command()

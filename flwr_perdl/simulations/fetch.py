@@ -1,0 +1,200 @@
+"""Public image sets as ``.npz`` files for ``--data``: Flower Datasets' and scikit-learn's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flwr_perdl._checks import check_count
+
+
+class Source(NamedTuple):
+    """Where an image set is on the Hugging Face Hub, and how its columns are called."""
+
+    dataset: str
+    image: str = "image"
+    label: str = "label"
+    #: Column that says whose an image is, where the federation has natural clients.
+    client: str | None = None
+    split: str = "train"
+
+
+#: Sets that Flower Datasets fetches, by short name. Any other name is looked up on the Hub.
+HUB = {
+    "mnist": Source("ylecun/mnist"),
+    "fashion-mnist": Source("zalando-datasets/fashion_mnist"),
+    "cifar10": Source("uoft-cs/cifar10", image="img"),
+    "usps": Source("flwrlabs/usps"),
+    "femnist": Source("flwrlabs/femnist", label="character", client="writer_id"),
+}
+
+
+def fetch(
+    name: str,
+    *,
+    image: str | None = None,
+    label: str | None = None,
+    client: str | None = None,
+    split: str | None = None,
+    limit: int | None = None,
+    folder: str | None = None,
+) -> dict[str, NDArray[Any]]:
+    """Fetch labelled images; at the first use from the network, then from where they are kept.
+
+    Parameters
+    ----------
+    name : str
+        A key of `HUB` or `SCIKIT_LEARN`, or a dataset's own name on the Hugging Face Hub
+        (``"imagefolder"``: images that are already here, see ``folder``).
+    image, label : str, optional
+        Columns of a dataset of the Hub; by default ``"image"`` and ``"label"``.
+    client : str, optional
+        Column that says whose an image is.
+    split : str, optional
+        By default ``"train"``.
+    limit : int, optional
+        Keep the first so many images.
+    folder : str, optional
+        For ``"imagefolder"``: a folder with a folder of images per label.
+
+    Returns
+    -------
+    dict
+        ``X`` (n, height, width), grey, bytes or float32; ``y`` (n,), integers; with natural
+        clients ``client`` (n,), integers from 0 on in the order of the clients' names.
+
+    Raises
+    ------
+    ValueError
+        If a library is missing, the data cannot be fetched, or they are no images of one size
+        with integer labels.
+    """
+    if limit is not None:
+        check_count("limit", limit, 1)
+    if name in SCIKIT_LEARN:
+        given = {"image": image, "label": label, "client": client, "split": split, "folder": folder}
+        odd = sorted(key for key, value in given.items() if value is not None)
+        if odd:
+            raise ValueError(f"{', '.join(odd)} must not be given for {name!r}.")
+        X, y = _at_the_first_use(name, SCIKIT_LEARN[name])
+        return {"X": X[:limit], "y": y[:limit]}
+    known = HUB.get(name, Source(name))
+    source = known._replace(
+        image=image or known.image,
+        label=label or known.label,
+        client=client or known.client,
+        split=split or known.split,
+    )
+    rows = _at_the_first_use(name, lambda: _from_the_hub(source, folder))
+    return columns(rows if limit is None else rows.select(range(min(limit, len(rows)))), source)
+
+
+def columns(rows: Any, source: Source) -> dict[str, NDArray[Any]]:
+    """Return a `datasets.Dataset` of images as `fetch` does.
+
+    Parameters
+    ----------
+    rows : datasets.Dataset
+        Its image column holds pictures.
+    source : Source
+        The columns' names.
+
+    Returns
+    -------
+    dict
+
+    Raises
+    ------
+    ValueError
+        See `fetch`.
+    """
+    wanted = [source.image, source.label, *([] if source.client is None else [source.client])]
+    missing = sorted(set(wanted) - set(rows.column_names))
+    if missing:
+        raise ValueError(f"{source.dataset} must have the columns {missing}: {rows.column_names}.")
+    pictures = rows[source.image][:]
+    if not all(hasattr(picture, "convert") for picture in pictures):
+        raise ValueError(f"column {source.image!r} of {source.dataset} must hold images.")
+    sizes = {picture.size for picture in pictures}
+    if len(sizes) != 1:
+        raise ValueError(
+            f"images of {source.dataset} must have one size, got {len(sizes)} different ones."
+        )
+    y = np.asarray(rows[source.label][:])
+    if y.dtype.kind not in "iu":
+        raise ValueError(
+            f"column {source.label!r} of {source.dataset} must hold integers, got {y.dtype}."
+        )
+    arrays = {"X": np.stack([np.asarray(picture.convert("L")) for picture in pictures]), "y": y}
+    if source.client is not None:
+        arrays["client"] = np.unique(np.asarray(rows[source.client][:]), return_inverse=True)[1]
+    return arrays
+
+
+def save(path: Path, arrays: dict[str, NDArray[Any]]) -> None:
+    """Write ``arrays`` to ``path``, an ``.npz`` file, compressed."""
+    if path.suffix != ".npz":
+        raise ValueError(f"out must end in .npz, got {str(path)!r}.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    half = path.with_suffix(".part")
+    with half.open("wb") as stream:  # a crash leaves no half a file that looks whole
+        np.savez_compressed(stream, allow_pickle=False, **arrays)
+    half.replace(path)
+
+
+def _at_the_first_use(name: str, get: Callable[[], Any]) -> Any:
+    """Return ``get()``; whatever hinders it is said in one sentence."""
+    try:
+        return get()
+    except ImportError as error:
+        raise ValueError(
+            f"{name!r} needs {error.name}: pip install 'flwr-perdl[datasets,experiments]'."
+        ) from error
+    except Exception as error:
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise ValueError(f"{name!r} could not be fetched: {reason}") from error
+
+
+def _from_the_hub(source: Source, folder: str | None) -> Any:
+    from flwr_datasets import FederatedDataset
+
+    kept = FederatedDataset(
+        dataset=source.dataset,
+        partitioners={source.split: 1},
+        shuffle=False,
+        **({} if folder is None else {"data_dir": folder}),
+    )
+    return kept.load_split(source.split)
+
+
+def _olivetti() -> tuple[NDArray[Any], NDArray[Any]]:
+    from sklearn.datasets import fetch_olivetti_faces
+
+    faces = fetch_olivetti_faces()
+    return faces.images, faces.target
+
+
+def _labelled_faces() -> tuple[NDArray[Any], NDArray[Any]]:
+    from sklearn.datasets import fetch_lfw_people
+
+    faces = fetch_lfw_people(min_faces_per_person=20)
+    return faces.images, faces.target
+
+
+def _mnist_from_openml() -> tuple[NDArray[Any], NDArray[Any]]:
+    from sklearn.datasets import fetch_openml
+
+    mnist = fetch_openml("mnist_784", version=1, as_frame=False)
+    return mnist.data.reshape(-1, 28, 28).astype(np.uint8), mnist.target.astype(np.int64)
+
+
+#: Sets that scikit-learn fetches.
+SCIKIT_LEARN: dict[str, Callable[[], tuple[NDArray[Any], NDArray[Any]]]] = {
+    "olivetti": _olivetti,
+    "lfw": _labelled_faces,
+    "mnist-openml": _mnist_from_openml,
+}
