@@ -94,7 +94,7 @@ DEEDS = {
 def far(points: Matrix, average: Matrix) -> Matrix:
     """Return 1.0 for points farther than ``FAR`` median distances from their average, else 0.0."""
     flat = (points - average).reshape(len(points), -1)
-    distances = np.linalg.norm(flat, axis=1)
+    distances = np.sqrt(np.einsum("ij,ij->i", flat, flat))
     beyond: Matrix = (distances > reach(distances)).astype(float)
     return beyond
 
@@ -147,7 +147,8 @@ def average_of(points: Matrix, method: str, weights: Matrix) -> Matrix:
         cut = int(TRIM * len(points))
         trimmed: Matrix = np.sort(points, axis=0)[cut : len(points) - cut].mean(axis=0)
         return trimmed
-    return np.average(points, axis=0, weights=weights)
+    mean: Matrix = np.tensordot(weights / weights.sum(), points, axes=1)
+    return mean
 
 
 def geometric_median(points: Matrix, *, tol: float = 1e-10, max_iter: int = 200) -> Matrix:

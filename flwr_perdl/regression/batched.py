@@ -172,7 +172,7 @@ def _residuals(group: _Group, centers: Matrix) -> tuple[Matrix, Matrix]:
     """Return every model's sums of squared residuals (m, k), and rotated residuals (k, m, r)."""
     m, r, d = group.rotated.shape
     rows = group.rotated.reshape(m * r, d)
-    residuals = np.stack([group.target - (rows @ theta).reshape(m, r) for theta in centers])
+    residuals = group.target - (centers @ rows.T).reshape(len(centers), m, r)
     return np.einsum("kmr,kmr->mk", residuals, residuals) + group.rest[:, None], residuals
 
 

@@ -261,12 +261,14 @@ def aggregate(
             sizes = capped(sizes)
         if not sizes.sum() > 0:
             continue
-        factors = factors_of(row[:, 1:], robust)
-        sizes *= factors > 0
+        moves = row[:, 1:]
+        if robust in ("filtered", "clip"):
+            factors = factors_of(moves, robust)
+            moves, sizes = moves * factors[:, None], sizes * (factors > 0)
         counts[j] = sizes.sum()
         if counts[j] > 0:
-            change[j] = average_of(row[:, 1:] * factors[:, None], robust, sizes)
-        share = 1 - factors if robust in ("filtered", "clip") else far(row[:, 1:], change[j])
+            change[j] = average_of(moves, robust, sizes)
+        share = 1 - factors if robust in ("filtered", "clip") else far(moves, change[j])
         odd[chosen] = np.maximum(odd[chosen], share)
     if normalise == "all":
         change *= (counts / max(counts.sum(), 1e-300))[:, None]
