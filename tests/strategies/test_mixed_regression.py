@@ -242,7 +242,11 @@ def test_the_older_interface_gives_the_same_bits(options: dict[str, Any]) -> Non
     server = Server(client_manager=manager, strategy=old)
     server.fit(12, timeout=None)
     found = parameters_to_ndarrays(server.parameters)[0]
-    np.testing.assert_array_equal(found, learn(data, FedX(3, **options), 12))
+    new = FedX(3, **options)
+    expected = learn(data, new, 12)
+    for strategy in (old.strategy, new):
+        assert not [report.dropped for report in strategy.history if report.dropped]
+    np.testing.assert_array_equal(found, expected)
 
 
 # Faults -------------------------------------------------------------------------------------
