@@ -54,16 +54,13 @@ def check_array(
         raise ValueError(f"{name} must have at least {min_rows} row(s), got shape {array.shape}.")
     if columns is not None and array.shape[-1] != columns:
         raise ValueError(f"{name} must have {columns} columns, got shape {array.shape}.")
-    # A sum is finite only if all terms are; a sum that overflows is looked at term by term.
-    if not np.isfinite(_sum(array)) and not np.isfinite(array).all():
+    array = np.ascontiguousarray(array)
+    # The sum of squares, one pass of BLAS, is finite only if all terms are; where it overflows,
+    # every term is looked at.
+    if not np.isfinite(np.vdot(array, array)) and not np.isfinite(array).all():
         bad = int(array.size - np.isfinite(array).sum())
         raise ValueError(f"{name} must be finite, got {bad} NaN or infinite value(s).")
-    return np.ascontiguousarray(array)
-
-
-def _sum(array: Matrix) -> float:
-    with np.errstate(over="ignore", invalid="ignore"):
-        return float(array.sum())
+    return array
 
 
 def check_count(name: str, value: object, low: int = 0, high: int | None = None) -> int:
