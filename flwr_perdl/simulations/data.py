@@ -32,22 +32,25 @@ class Images(NamedTuple):
         Integer labels.
     shape : tuple of int
         Height and width.
+    client : ndarray of shape (n_images,), optional
+        Whose each image is, where the federation has natural clients; integers.
     """
 
     X: Matrix
     y: NDArray[np.integer[Any]]
     shape: tuple[int, int]
+    client: NDArray[np.integer[Any]] | None = None
 
 
 class Partition(NamedTuple):
-    """Clients with one label each in the majority, and a held-out part with all labels.
+    """Each client's images, and a held-out part.
 
     Attributes
     ----------
     clients : list of ndarray
         Indices of each client's images.
     labels : list of int
-        Each client's own label.
+        Each client's own label; of natural clients, their numbers.
     test : ndarray
         Indices of the held-out images.
     """
@@ -86,7 +89,8 @@ def load_images(path: str) -> Images:
     ----------
     path : str
         An ``.npz`` file with ``X`` (n, height, width) or (n, n_features), n_features a square
-        number, and ``y`` (n,) integer labels; ``""`` for scikit-learn's handwritten digits.
+        number, ``y`` (n,) integer labels, and ``client`` (n,) integers where clients are natural;
+        ``""`` for scikit-learn's handwritten digits.
 
     Returns
     -------
@@ -99,16 +103,20 @@ def load_images(path: str) -> Images:
         If the file cannot be read, a key is missing, or an array is not as described.
     """
     X, y = _bundled_digits() if not path else read_arrays(path, "X", "y")
+    client = read_npz(path, "client").get("client") if path else None
     if X.ndim not in (2, 3) or not len(X):
         raise ValueError(f"X in {path} must be (n, h, w) or (n, n_features), got shape {X.shape}.")
     if X.dtype.kind not in "biu" and X.dtype not in (np.float64, np.float32):
         raise ValueError(f"X in {path} must be integers, float64 or float32, got {X.dtype}.")
     if not np.isfinite(X).all():
         raise ValueError(f"X in {path} must be finite, got NaN or infinite values.")
-    if y.shape != X.shape[:1] or not np.issubdtype(y.dtype, np.integer):
-        raise ValueError(
-            f"y in {path} must be {len(X)} integer labels, got shape {y.shape} of {y.dtype}."
-        )
+    for name, values in {"y": y, **({} if client is None else {"client": client})}.items():
+        if values.shape != X.shape[:1] or not np.issubdtype(values.dtype, np.integer):
+            what = "integer labels" if name == "y" else "integers"
+            raise ValueError(
+                f"{name} in {path} must be {len(X)} {what}, got shape {values.shape} of "
+                f"{values.dtype}."
+            )
     side = isqrt(X[0].size)
     if X.ndim == 2 and side * side != X.shape[1]:
         raise ValueError(
@@ -117,7 +125,7 @@ def load_images(path: str) -> Images:
     shape = (side, side) if X.ndim == 2 else (X.shape[1], X.shape[2])
     if min(shape) < 3:
         raise ValueError(f"X in {path} must be images of at least 3x3 pixels, got {shape}.")
-    return Images(to_unit_range(X).reshape(len(X), -1), y, shape)
+    return Images(to_unit_range(X).reshape(len(X), -1), y, shape, client)
 
 
 def _bundled_digits() -> tuple[NDArray[Any], NDArray[Any]]:
@@ -266,6 +274,47 @@ def imbalanced_partition(
     clients = [np.concatenate(parts) for parts in zip(majority, minority, strict=True)]
     test = np.concatenate([*seen, take(free, MAX_TEST - len(labels))])
     return Partition(clients, [int(labels[i]) for i in own], test)
+
+
+def natural_partition(
+    owners: NDArray[np.integer[Any]], n_clients: int, n_samples: int, rng: np.random.Generator
+) -> Partition:
+    """Give the images to those whose they are; a tenth of everyone's is held out.
+
+    Parameters
+    ----------
+    owners : ndarray of shape (n_images,)
+        Whose each image is.
+    n_clients : int
+        The clients with the most images take part; of equals, those with the lowest numbers.
+    n_samples : int
+        Most images per client.
+    rng : Generator
+        Draws what is held out, up to 1,000 in all, and what is used.
+
+    Returns
+    -------
+    Partition
+        Its ``labels`` are the clients' numbers in ``owners``.
+
+    Raises
+    ------
+    ValueError
+        If there are fewer clients with two images or more.
+    """
+    names, counts = np.unique(owners, return_counts=True)
+    able = np.argsort(-counts, kind="stable")[:n_clients]
+    if len(able) < n_clients or counts[able].min() < 2:
+        raise ValueError(
+            f"data must have {n_clients} clients with 2 images or more, got {(counts > 1).sum()}."
+        )
+    clients, test = [], []
+    for name in names[able]:
+        own = rng.permutation(np.flatnonzero(owners == name))
+        held = min(max(round((1 - _GIVEN) * len(own)), 1), max(MAX_TEST // n_clients, 1))
+        test.append(own[:held])
+        clients.append(own[held:][:n_samples])
+    return Partition(clients, names[able].tolist(), np.concatenate(test))
 
 
 def planted_clients(

@@ -7,6 +7,7 @@ from flwr_perdl.simulations.data import (
     MAX_TEST,
     imbalanced_partition,
     load_images,
+    natural_partition,
     planted_clients,
 )
 
@@ -58,6 +59,7 @@ GOOD = {"X": np.zeros((4, 3, 3)), "y": np.arange(4)}
         (GOOD | {"X": np.zeros((4, 3, 3), complex)}, "complex128"),
         (GOOD | {"y": np.arange(3)}, "must be 4 integer labels"),
         (GOOD | {"y": np.linspace(0, 1, 4)}, "must be 4 integer labels"),
+        (GOOD | {"client": np.arange(3)}, r"client in .* must be 4 integers, got shape \(3,\)"),
         (GOOD | {"y": np.array([None] * 4)}, "readable .npz file"),
     ],
 )
@@ -113,6 +115,22 @@ def test_partition_gives_less_where_there_is_less():
     assert len(parts.test) == 100
     with pytest.raises(ValueError, match="must have more images"):
         imbalanced_partition(np.arange(10), 20, 100, np.random.default_rng(0))
+
+
+def test_natural_clients_keep_their_own_images():
+    owners = np.repeat([7, 3, 5, 9], [40, 12, 40, 2])
+    parts = natural_partition(owners, 3, 20, np.random.default_rng(0))
+    assert parts.labels == [5, 7, 3]
+    assert [len(own) for own in parts.clients] == [20, 20, 11]
+    for name, own in zip(parts.labels, parts.clients, strict=True):
+        assert set(owners[own]) == {name}
+    used = np.concatenate([*parts.clients, parts.test])
+    assert len(set(used)) == len(used)
+    assert sorted(owners[parts.test]) == [3, 5, 5, 5, 5, 7, 7, 7, 7]
+    with pytest.raises(ValueError, match="data must have 5 clients with 2 images or more, got 4"):
+        natural_partition(owners, 5, 20, np.random.default_rng(0))
+    with pytest.raises(ValueError, match="data must have 2 clients with 2 images or more, got 1"):
+        natural_partition(np.array([0, 0, 1]), 2, 20, np.random.default_rng(0))
 
 
 def test_planted_data():
