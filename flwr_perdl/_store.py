@@ -11,7 +11,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -88,6 +88,64 @@ def load(path: Path) -> Saved:
         raise ValueError(f"{path} must have the checksum it was written with, got another one.")
     del named[_META]
     return Saved({name.removeprefix("a/"): array for name, array in named.items()}, meta)
+
+
+class Journal:
+    """A file of JSON lines that only grows, and of which a checkpoint knows how far it went.
+
+    Each entry is written once, so that what a round costs does not grow with the rounds before.
+
+    Parameters
+    ----------
+    path : Path
+        The file; its folder is made when missing.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._size, self._digest = 0, hashlib.sha256()
+
+    @property
+    def mark(self) -> dict[str, Any]:
+        """Where the journal ends, to be kept with a checkpoint."""
+        return {"file": self.path.name, "bytes": self._size, "sha256": self._digest.hexdigest()}
+
+    def append(self, entries: Iterable[Any]) -> None:
+        """Write entries after the last one; what a run that was given up wrote there is lost."""
+        lines = b"".join(json.dumps(entry).encode() + b"\n" for entry in entries)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        flags = os.O_RDWR | os.O_CREAT
+        with os.fdopen(os.open(self.path, flags, 0o600), "r+b") as stream:
+            stream.truncate(self._size)
+            stream.seek(self._size)
+            stream.write(lines)
+            stream.flush()
+            os.fsync(stream.fileno())
+        self._size += len(lines)
+        self._digest.update(lines)
+
+    @classmethod
+    def read(cls, folder: Path, mark: Mapping[str, Any]) -> tuple[Journal, list[Any]]:
+        """Return the journal as far as ``mark`` says, and its entries.
+
+        Raises
+        ------
+        ValueError
+            If the file is not there, is shorter, or says something else.
+        """
+        journal, size = cls(folder / Path(str(mark["file"])).name), mark["bytes"]
+        try:
+            if not isinstance(size, int) or not 0 <= size <= journal.path.stat().st_size:
+                raise ValueError(f"{journal.path} must have {size} bytes or more.")
+            with journal.path.open("rb") as stream:
+                lines = stream.read(size)
+        except OSError as error:
+            raise ValueError(f"{journal.path} cannot be read: {error}.") from error
+        journal._size = len(lines)
+        journal._digest.update(lines)
+        if journal.mark != dict(mark):
+            raise ValueError(f"{journal.path} must have the checksum it was written with.")
+        return journal, [json.loads(line) for line in lines.splitlines()]
 
 
 def _checksum(named: Mapping[str, NDArray[Any]]) -> str:

@@ -101,3 +101,39 @@ def test_a_file_of_before_checksums_is_read(tmp_path: Path) -> None:
     found = _store.load(path)
     assert found.meta == {"format": 1, "round": 3}
     np.testing.assert_array_equal(found.arrays["x"], np.ones(2))
+
+
+def test_a_journal_is_read_as_far_as_its_mark(tmp_path: Path) -> None:
+    journal = _store.Journal(tmp_path / "new" / "history.jsonl")
+    journal.append([{"round": 1}, {"round": 2, "error": float("inf")}])
+    mark = journal.mark
+    journal.append([{"round": 3}])
+    assert journal.path.read_text().count("\n") == 3
+    assert journal.path.stat().st_mode & 0o777 == 0o600
+    again, entries = _store.Journal.read(tmp_path / "new", mark)
+    assert entries == [{"round": 1}, {"round": 2, "error": float("inf")}]
+    assert again.mark == mark
+    again.append([{"round": "another"}])  # in place of what was there
+    assert _store.Journal.read(tmp_path / "new", again.mark)[1][2:] == [{"round": "another"}]
+    with pytest.raises(ValueError, match=r"history\.jsonl must have the checksum"):
+        _store.Journal.read(tmp_path / "new", journal.mark | {"bytes": mark["bytes"] + 3})
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"file": "other.jsonl"}, r"other\.jsonl cannot be read"),
+        ({"file": ".."}, "cannot be read"),
+        ({"bytes": 10**18}, "must have 1000000000000000000 bytes or more"),
+        ({"bytes": -1}, "must have -1 bytes"),
+        ({"bytes": "2"}, "must have 2 bytes"),
+        ({"sha256": ""}, "must have the checksum"),
+    ],
+)
+def test_a_journal_that_does_not_fit_is_refused(
+    tmp_path: Path, changed: dict[str, object], message: str
+) -> None:
+    journal = _store.Journal(tmp_path / "history.jsonl")
+    journal.append([1, 2])
+    with pytest.raises(ValueError, match=message):
+        _store.Journal.read(tmp_path, journal.mark | changed)

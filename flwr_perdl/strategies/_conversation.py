@@ -254,6 +254,8 @@ class Conversation:
         self.options = options
         self.identity = dict(identity)
         self.history: list[RoundReport] = []
+        self._journal: _store.Journal | None = None
+        self._noted = 0  # reports that are in the journal
         self.server_metrics: dict[int, dict[str, Any]] = {}
         self.model: list[Matrix] = initial
         self.done = 0
@@ -507,7 +509,11 @@ class Conversation:
         """Write a checkpoint of the state after the last finished round."""
         if self.options.checkpoint_dir is None:
             return
-        request = self._request
+        folder, request = Path(self.options.checkpoint_dir), self._request
+        if self._journal is None:
+            self._journal = _store.Journal(folder / f"history-{self._run}.jsonl")
+        self._journal.append(report._asdict() for report in self.history[self._noted :])
+        self._noted = len(self.history)
         state = request.state if request is not None and request.state is not None else {}
         arrays: dict[str, NDArray[Any]] = {
             f"state/{name}": np.asarray(a) for name, a in state.items()
@@ -519,10 +525,12 @@ class Conversation:
             "round": self.done,
             "evaluated": self._evaluated,
             "finished": request is None,
-            "history": [report._asdict() for report in self.history],
+            "history": self._journal.mark,
             "server_metrics": self.server_metrics,
         }
-        _store.save_round(Path(self.options.checkpoint_dir), self.done, arrays, meta)
+        _store.save_round(folder, self.done, arrays, meta)
+        for other in set(folder.glob("history-*.jsonl")) - {self._journal.path}:
+            other.unlink(missing_ok=True)  # of a run that this one replaces
 
     def _load(self) -> _store.Saved | None:
         """Take up the newest readable checkpoint; None if there is none."""
@@ -532,6 +540,7 @@ class Conversation:
             try:
                 saved = _store.load(path)
                 meta = _meta_from(saved.meta)
+                mark = dict(saved.meta["history"])
             except ValueError as error:
                 log(WARNING, "%s The checkpoint before it is used.", error)
                 continue
@@ -543,12 +552,23 @@ class Conversation:
                     f"checkpoint_dir must hold a run with the same options, got one of "
                     f"{saved.meta['identity']}; this is {self.identity}."
                 )
-            self._run, self.done, self._evaluated, self.history, self.server_metrics = meta
+            self._run, self.done, self._evaluated, self.server_metrics = meta
+            self._recall(folder, mark)
             model = _part(saved.arrays, "model")
             self.model = [model[name] for name in sorted(model)]
             log(INFO, "Resuming after round %d from %s.", self.done, folder)
             return saved
         return None
+
+    def _recall(self, folder: Path, mark: Mapping[str, Any]) -> None:
+        """Take up the history; one that is damaged does not stop the run."""
+        try:
+            self._journal, entries = _store.Journal.read(folder, mark)
+            self.history = [_report_from(entry) for entry in entries]
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            log(WARNING, "%s The run goes on without the reports of its first rounds.", error)
+            self._journal, self.history = None, []
+        self._noted = len(self.history)
 
 
 def weighted_means(replies: Mapping[int, Reply]) -> dict[str, float]:
@@ -570,14 +590,13 @@ def _part(arrays: Mapping[str, NDArray[Any]], kind: str) -> dict[str, NDArray[An
 
 def _meta_from(
     meta: Mapping[str, Any],
-) -> tuple[str, int, int, list[RoundReport], dict[int, dict[str, Any]]]:
-    """Return what a checkpoint's record says: run, rounds, history, the server's metrics."""
+) -> tuple[str, int, int, dict[int, dict[str, Any]]]:
+    """Return what a checkpoint's record says: run, rounds, the server's metrics."""
     for key in ("identity", "finished"):
         if key not in meta:
             raise KeyError(key)
-    history = [_report_from(entry) for entry in meta["history"]]
     metrics = {int(round_): dict(found) for round_, found in meta["server_metrics"].items()}
-    return str(meta["run"]), int(meta["round"]), int(meta["evaluated"]), history, metrics
+    return str(meta["run"]), int(meta["round"]), int(meta["evaluated"]), metrics
 
 
 def _report_from(entry: Mapping[str, Any]) -> RoundReport:

@@ -13,6 +13,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -130,9 +131,11 @@ def data_file(data: bytes) -> None:
 
 
 def checkpoint(data: bytes) -> None:
-    """Resume from a checkpoint: raw bytes, or a whole file whose record is what it likes."""
-    for content in (data, _saved(data, {"identity": _IDENTITY})):
+    """Resume from a checkpoint: raw bytes, or a whole file whose record and reports are."""
+    mark = {"file": "history.jsonl", "bytes": len(data), "sha256": sha256(data).hexdigest()}
+    for content in (data, _saved(data, {"identity": _IDENTITY, "history": mark})):
         with file_of(content, "round-000001.npz") as path, suppress(ValueError):
+            (path.parent / "history.jsonl").write_bytes(data)
             PerMA(1, checkpoint_dir=path.parent, resume=True).open([np.ones((1, 2))])
 
 

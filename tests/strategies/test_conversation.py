@@ -179,6 +179,34 @@ def test_a_broken_checkpoint_falls_back_to_the_one_before(tmp_path: Path) -> Non
     np.testing.assert_array_equal(result.arrays.to_numpy_ndarrays()[0], [39.0])
 
 
+def test_a_checkpoint_does_not_grow_with_the_rounds(tmp_path: Path) -> None:
+    sizes = []
+    for rounds in (2, 40):
+        Sum(checkpoint_dir=tmp_path).start(grid(), num_rounds=rounds)
+        sizes.append((tmp_path / f"round-{rounds:06d}.npz").stat().st_size)
+    assert sizes[1] < 1.1 * sizes[0]
+    assert len(list(tmp_path.iterdir())) == 3  # two rounds, one history: none of the first run
+    again = Sum(checkpoint_dir=tmp_path, resume=True)
+    again.start(grid(), num_rounds=40)
+    assert [report.round for report in again.history if report.step == "add"] == [*range(1, 41)]
+
+
+def test_a_damaged_history_does_not_stop_the_run(
+    tmp_path: Path, warned: pytest.LogCaptureFixture
+) -> None:
+    Sum(checkpoint_dir=tmp_path).start(grid(), num_rounds=2)
+    (history,) = tmp_path.glob("history-*.jsonl")
+    history.write_text(history.read_text().replace("1", "2"))
+    again = Sum(checkpoint_dir=tmp_path, resume=True)
+    result = again.start(grid(), num_rounds=3)
+    np.testing.assert_array_equal(result.arrays.to_numpy_ndarrays()[0], [39.0])
+    assert [report.round for report in again.history] == [3, 3]
+    assert f"{history} must have the checksum it was written with. The run goes on" in warned.text
+    once_more = Sum(checkpoint_dir=tmp_path, resume=True)
+    once_more.start(grid(), num_rounds=3)
+    assert [report.round for report in once_more.history] == [3, 3]
+
+
 def test_a_checkpoint_of_other_options_is_refused(tmp_path: Path) -> None:
     Sum(checkpoint_dir=tmp_path).start(grid(), num_rounds=1)
     with pytest.raises(ValueError, match="checkpoint_dir must hold a run with the same options"):
