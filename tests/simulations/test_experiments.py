@@ -21,10 +21,17 @@ from flwr_perdl.simulations.experiments import (
 
 COMMON = {"clients", "rounds", "seed"}
 PERMA = {"aggregation", "matching", "min_support"}
+IMAGES = PERMA | {
+    "samples_per_client",
+    "n_atoms",
+    "n_global",
+    "learner",
+    "local_steps",
+    "methods",
+}
 OPTIONS = {
-    "digits": PERMA | {"samples_per_client", "n_atoms", "n_global", "learner", "local_steps"},
-    "images": PERMA
-    | {"samples_per_client", "n_atoms", "n_global", "learner", "local_steps", "data"},
+    "digits": IMAGES,
+    "images": IMAGES | {"data"},
     "sites": PERMA | {"data", "n_atoms", "n_global", "learner", "local_steps"},
     "synthetic": PERMA
     | {"seeds", "start", "weak", "weak_samples", "samples", "atoms", "local_steps"},
@@ -94,6 +101,7 @@ def test_bad_options_get_one_sentence(name, given, message):
         ("digits", {"options": {"learner": "lucky"}}, "learner must be one of 'orthogonal'"),
         ("digits", {"options": {"matching": "dice"}}, "matching must be one of"),
         ("digits", {"options": {"aggregation": "max"}}, "aggregation must be one of"),
+        ("digits", {"options": {"methods": "some"}}, "methods must be one of 'main', 'all'"),
         ("digits", {"options": {"samples_per_client": 0}}, "samples_per_client must be at least"),
         ("digits", {"resume": True}, "resume must come with the folder"),
         ("images", {}, "images must be given data"),

@@ -49,7 +49,8 @@ class Keep(Protocol):
     ) -> dict[str, NDArray[Any]]:
         """Return what ``compute()`` does; a resumed run finds it on disk.
 
-        ``of`` says, for the progress of a run without federations, how many parts there are.
+        ``of`` says, for the progress of a run without federations or after them, how many parts
+        there are.
         """
 
 
