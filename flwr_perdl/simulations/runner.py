@@ -110,9 +110,7 @@ def run_experiment(
     if not isinstance(engine, Grid):
         check_choice("engine", engine, ENGINES)
     if engine != "in-process" and not isinstance(experiment, FederatedExperiment):
-        raise ValueError(
-            f"{name} must run in process: its nodes talk to their neighbours, without a server."
-        )
+        raise ValueError(f"{name} must run in process: there is no server in it.")
     config = configure(
         experiment,
         clients=clients,

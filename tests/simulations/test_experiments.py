@@ -45,6 +45,26 @@ OPTIONS = {
         "densities",
         "min_support",
     },
+    "federations": {
+        "seeds",
+        "samples",
+        "sizes",
+        "failures",
+        "weak",
+        "weak_samples",
+        "min_support",
+    },
+    "sharing": PERMA
+    | {
+        "data",
+        "seeds",
+        "samples_per_client",
+        "n_atoms",
+        "n_global",
+        "refine_steps",
+        "learner",
+    },
+    "separation": {"seeds", "dimension", "separations", "noises", "points"},
     "mixed-regression": {"setting", "seeds", "k", "variant"},
     "regression": {"data", "k", "splits"},
     "inference": {"seeds", "agents", "dimension", "connectivity", "loss", "informed", "impulses"},
@@ -327,7 +347,15 @@ def test_so_they_do_on_28_by_28_pixels(tmp_path):
     assert ratio.max() < 1.1
 
 
-NETWORKS = ("inference", "novel-documents", "biclustering", "denoise", "patches", "unmixing")
+NETWORKS = (
+    "separation",
+    "inference",
+    "novel-documents",
+    "biclustering",
+    "denoise",
+    "patches",
+    "unmixing",
+)
 
 
 @pytest.mark.parametrize("name", NETWORKS)

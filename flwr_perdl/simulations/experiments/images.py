@@ -298,11 +298,12 @@ def _task(config: Config) -> Task:
         raise ValueError("images must be given data: an .npz file with X and y (--data FILE.npz).")
     samples = check_count("samples_per_client", config["samples_per_client"], 1)
     seed, clients = int(config["seed"]), int(config["clients"])
-    return _load_task(str(config.get("data", "")), clients, samples, seed)
+    return load_task(str(config.get("data", "")), clients, samples, seed)
 
 
 @lru_cache(maxsize=2)
-def _load_task(data: str, n_clients: int, n_samples: int, seed: int) -> Task:
+def load_task(data: str, n_clients: int, n_samples: int, seed: int) -> Task:
+    """Return clients with one label each in the majority, and held-out images."""
     images = load_images(data)
     parts = imbalanced_partition(images.y, n_clients, n_samples, spawn(seed, DATA))
     return Task(
