@@ -16,14 +16,14 @@ SMALL: dict[str, Any] = {
     "sizes": "8,30",
     "failures": "0,40",
     "weak": 4,
-    "weak_samples": "15,200",
+    "weak_samples": "20,200",
 }
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     out = tmp_path_factory.mktemp("federations")
-    return run_experiment("federations", clients=8, rounds=6, out=out, options=SMALL), out
+    return run_experiment("federations", clients=10, rounds=6, out=out, options=SMALL), out
 
 
 def point(**changes: Any) -> dict[str, Any]:
@@ -34,10 +34,10 @@ def point(**changes: Any) -> dict[str, Any]:
 
 def test_consensus_recovers_everywhere_and_the_chain_breaks_with_many_clients(small: Any) -> None:
     metrics = small[0]["metrics"]
-    for place in ("clients_8", "clients_30", "failing_40", "weak_size_15"):
+    for place in ("clients_8", "clients_30", "failing_40", "weak_size_20"):
         assert metrics[f"recovered_{place}_consensus"] == 1
     assert metrics["error_max_clients_30_paths"] > 1e-2 > metrics["error_max_clients_30_consensus"]
-    assert metrics["error_weak_size_15_alone"] > 0.1 > 1e-6 > metrics["error_weak_size_200_alone"]
+    assert metrics["error_weak_size_20_alone"] > 0.1 > 1e-6 > metrics["error_weak_size_200_alone"]
 
 
 def test_every_axis_has_a_table_and_all_figures_are_in_the_arrays(small: Any) -> None:

@@ -84,7 +84,7 @@ METHODS = {
     "consensus": "consensus",
     "paths": "shortest paths",
     "paper": "the paper's",
-    "alone": "clients alone",
+    "alone": "alone",
 }
 FEDERATED: dict[str, dict[str, Any]] = {
     "consensus": {},
@@ -95,7 +95,7 @@ FEDERATED: dict[str, dict[str, Any]] = {
 AXES = {
     "clients": ("number of clients", "poor"),
     "failing": ("failing clients (%)", "poor"),
-    "weak_size": ("samples of a weak one", "good"),
+    "weak_size": ("weak samples", "good"),
 }
 #: An error below this counts as recovery.
 RECOVERED = 1e-3
@@ -320,7 +320,7 @@ def _table(axis: str, values: Sequence[int], errors: Mapping[tuple[str, str], Ma
     return Table(
         f"Error against the {words}",
         f"Distance d_{{1,2}} of the global atoms to the planted ones after the last round: median "
-        f"over seeds, and range. Clients have a {start} start.",
+        f"over seeds, and range. Clients have a {start} start; alone: the mean over clients.",
         [words, *METHODS.values()],
         [
             [str(value), *(cell(errors[axis, method][:, i]) for method in METHODS)]
