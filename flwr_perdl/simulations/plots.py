@@ -17,6 +17,8 @@ from flwr_perdl._checks import Matrix
 
 COLORS = ("#0b6e99", "#d9730d", "#4d7c0f", "#9333ea", "#6b7280")
 _MARKERS = "os^Dv*"
+#: Points nearer than this share of both axes have one name between them.
+_ROOM = 0.05
 
 
 def _figure(width: float, height: float) -> Figure:
@@ -183,7 +185,7 @@ def panels(drawings: Sequence[Panel], *, columns: int) -> Figure:
 
 
 def trails(curves: Mapping[str, Matrix], names: Sequence[str], *, x: str, y: str) -> Figure:
-    """Draw curves in the plane, every point of them with its name.
+    """Draw curves in the plane, their points with names where there is room.
 
     Parameters
     ----------
@@ -196,10 +198,15 @@ def trails(curves: Mapping[str, Matrix], names: Sequence[str], *, x: str, y: str
     """
     figure = _figure(7, 4.6)
     axes = _plain(figure.add_subplot())
+    room = _ROOM * np.ptp(np.vstack(list(curves.values())), axis=0)
+    named: list[Matrix] = []
     for index, (label, points) in enumerate(curves.items()):
         color = COLORS[index % len(COLORS)]
         axes.plot(*points.T, "o-", ms=4, lw=1.2, color=color, label=label)
         for name, point in zip(names, points, strict=True):
+            if any((np.abs(point - other) < room).all() for other in named):
+                continue
+            named.append(point)
             axes.annotate(
                 name,
                 point,

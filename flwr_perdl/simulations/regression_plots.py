@@ -138,16 +138,15 @@ def maps(
     figure = _figure(2.9 * len(titles), 2.3 * len(rows))
     grid = figure.subplots(len(rows), len(titles), sharex=True, sharey=True, squeeze=False)
     for line, (method, tables) in zip(grid, rows.items(), strict=True):
-        for axes, title, table in zip(line, titles, tables, strict=True):
+        for axes, table in zip(line, tables, strict=True):
             axes.imshow(table, cmap="viridis", vmin=0, vmax=1, origin="lower", aspect="auto")
             axes.set_xticks(np.arange(len(at_x)), [f"{value:g}" for value in at_x])
             axes.set_yticks(np.arange(len(at_y)), [f"{value:g}" for value in at_y])
             for (i, j), share in np.ndenumerate(table):
                 color = "white" if share < 0.6 else "black"
                 axes.text(j, i, f"{share:.0%}", ha="center", va="center", color=color, fontsize=8)
-            if line is grid[0]:
-                axes.set_title(title, fontsize=10)
-            if line is grid[-1]:
-                axes.set_xlabel(x)
         line[0].set_ylabel(f"{method}\n{y}")
+    for top, bottom, title in zip(grid[0], grid[-1], titles, strict=True):
+        top.set_title(title, fontsize=10)
+        bottom.set_xlabel(x)
     return figure

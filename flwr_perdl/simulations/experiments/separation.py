@@ -76,7 +76,7 @@ def run(config: Config, keep: Keep) -> Outcome:
     return Outcome(
         metrics={f"found_{method}": float(table.mean()) for method, table in maps.items()}
         | {
-            f"found_{method}_{n}_points": float(table[i].mean())
+            f"found_{method}_{n:g}_points": float(table[i].mean())
             for method, table in maps.items()
             for i, n in enumerate(axes["points"])
         },
@@ -85,7 +85,7 @@ def run(config: Config, keep: Keep) -> Outcome:
         | {axis: np.array(values) for axis, values in axes.items()},
         tables=[_table(axes, maps)],
         pictures=[_picture(axes, maps)],
-        notes=list(_notes(config)),
+        notes=list(_notes(config, axes, maps)),
         rounds=int(config["rounds"]),
         floats_up=0.0,
         floats_down=0.0,
@@ -181,7 +181,19 @@ def _picture(axes: Mapping[str, Sequence[float]], maps: Mapping[str, Matrix]) ->
     )
 
 
-def _notes(config: Config) -> Iterator[str]:
+def _notes(
+    config: Config, axes: Mapping[str, Sequence[float]], maps: Mapping[str, Matrix]
+) -> Iterator[str]:
+    beaten = [
+        f"{n:g}"
+        for i, n in enumerate(axes["points"])
+        if maps["random"][i].mean() > maps["k_known"][i].mean()
+    ]
+    if beaten:
+        yield (
+            f"With {', '.join(beaten)} points per client, random models find all clusters more "
+            "often than the two phases with k known."
+        )
     yield (
         f"{config['seeds']} seed(s) per place, {config['clients']} clients in {K} clusters, "
         f"{config['dimension']} features, {config['rounds']} rounds in all. The models have a part "

@@ -276,7 +276,8 @@ def _pictures(shares: Sequence[int], errors: Mapping[int, Matrix]) -> list[Pictu
         Picture(
             "trade-off",
             "What sharing brings and what it costs",
-            "A point per number of global atoms, which stands beside it; medians over seeds.",
+            "A point per number of global atoms, which stands beside it where there is room; "
+            "medians over seeds.",
             plots.trails(
                 {label: table[::-1].T for label, table in medians.items()},
                 [str(g) for g in shares],
@@ -290,12 +291,12 @@ def _pictures(shares: Sequence[int], errors: Mapping[int, Matrix]) -> list[Pictu
 def _notes(config: Config, shares: Sequence[int], errors: Matrix) -> Iterator[str]:
     own, everything = np.median(errors, axis=2)
     least, most = shares[0], shares[-1]
-    for words, curve in zip(KINDS.values(), (own, everything), strict=True):
+    for words, curve in zip(("the own label", "all labels"), (own, everything), strict=True):
         verb = "helps" if curve[-1] < curve[0] else "hurts"
         yield (
-            f"Sharing {verb} on images of {words}: the error is {curve[0]:.4f} with r_g = {least} "
-            f"and {curve[-1]:.4f} with r_g = {most}; the least, {curve.min():.4f}, has r_g = "
-            f"{shares[int(np.argmin(curve))]}."
+            f"On images of {words} sharing all {verb}: the error is {curve[0]:.4f} with r_g = "
+            f"{least} and {curve[-1]:.4f} with r_g = {most}; the least, {curve.min():.4f}, has "
+            f"r_g = {shares[int(np.argmin(curve))]}."
         )
     yield (
         f"{config['seeds']} seed(s), {config['clients']} clients with {config['n_atoms']} atoms "
