@@ -36,9 +36,13 @@ def test_every_method_has_quality_and_cost(ran: Any) -> None:
         assert {f"{field}_tuned_{row}_{k}" for row in rows for k in (5, 10, 20)} <= set(metrics)
     quality, cost = results["tables"][-2:]
     assert [row[0] for row in cost["rows"]] == list(_methods.METHODS.values())
-    for k, column in ((10, 1), (20, 2)):
-        best = min(quality["rows"], key=lambda row: float(row[column]))
-        assert f"{best[0]} with {k} atoms" in quality["caption"]
+    for k in (10, 20):
+        ours = min(metrics[f"mse_tuned_perma{tail}_{k}"] for tail in ("", "_full"))
+        sentence = quality["caption"].split(f"With k = {k}, ")[1].split(".")[0]
+        for method, title in _methods.METHODS.items():
+            if method != "perma":
+                assert (metrics[f"mse_tuned_{method}_{k}"] < ours) == (f"{title} (" in sentence)
+    assert [row[0][-4:] for row in quality["rows"]][:3] == [" (6)", "(12)", "(12)"]
     assert metrics["rounds_tuned_naive"] == 1
     assert metrics["rounds_tuned_perma"] == metrics["rounds_tuned_perpca"] == 6
     assert metrics["floats_up_tuned_local"] == 0

@@ -214,6 +214,8 @@ def _tuned(method: str, task: Task, config: Config) -> dict[str, NDArray[Any]]:
     return {
         "shared": measured(learned.shared),
         "full": measured(learned.full),
+        "shared_atoms": np.array([len(D) for D in learned.shared]),
+        "full_atoms": np.array([len(D) for D in learned.full]),
         "cost": np.array(learned[2:]),
     }
 
@@ -245,22 +247,18 @@ def _tables_1(tuned: Mapping[str, Mapping[str, NDArray[Any]]], config: Config) -
     chosen = [N_NONZERO.index(k) for k in TABLE_N_NONZERO]
     rows, errors = [], {}
     for method, kind, name in _tuned_rows(tuned):
-        whole = method in ("averaging", "naive", "local") or name.endswith("_full")
-        kept = ", global + local" if name.endswith("_full") else ""
-        n_atoms = config["n_atoms" if whole else "n_global"]
-        title = f"{_methods.METHODS[method]}{kept} ({n_atoms})"
+        with_own = ", global + local" if name.endswith("_full") else ""
+        n_atoms = int(tuned[method][f"{kind}_atoms"].max())
+        title = f"{_methods.METHODS[method]}{with_own} ({n_atoms})"
         measured = tuned[method][kind]
         errors[title] = measured[0, chosen]
         digits = enumerate((4, 2, 3))
         rows.append([title, *(f"{measured[i, j]:.{d}f}" for i, d in digits for j in chosen)])
-    best = {k: min(errors, key=lambda one: errors[one][i]) for i, k in enumerate(TABLE_N_NONZERO)}
     yield Table(
         "Table 1: all methods, tuned alike",
         f"Held-out images of all labels with k = {' and '.join(map(str, TABLE_N_NONZERO))} atoms "
         "per image, out of as many as the brackets say; means over clients where they have atoms "
-        "of their own. Least error: "
-        + "; ".join(f"{title} with {k} atoms" for k, title in best.items())
-        + ".",
+        "of their own. " + " ".join(_verdict(errors, i) for i in range(len(TABLE_N_NONZERO))),
         ["", *(f"{field.upper()} {k}" for field in FIELDS for k in TABLE_N_NONZERO)],
         rows,
     )
@@ -287,6 +285,14 @@ def _tables_1(tuned: Mapping[str, Mapping[str, NDArray[Any]]], config: Config) -
             for method, cost in costs.items()
         ],
     )
+
+
+def _verdict(errors: Mapping[str, NDArray[Any]], i: int) -> str:
+    """Return a sentence about who does better than PerMA with the i-th number of atoms."""
+    ours = min(table[i] for title, table in errors.items() if title.startswith("PerMA"))
+    better = [title for title in errors if errors[title][i] < ours]
+    words = f"better than PerMA: {', '.join(better)}" if better else "PerMA has the least error"
+    return f"With k = {TABLE_N_NONZERO[i]}, {words}."
 
 
 def _n_global(config: Config) -> int:

@@ -13,7 +13,7 @@ method        what it is
 ``k_known``   both phases, the number of models given
 ``k_auto``    both phases, which find it
 ``random``    Phase 2 alone from random models: IFCA with this library's Phase 2
-``truth``     Phase 2 from the true models: what the data allow
+``truth``     Phase 2 from the true models: the mark for all others
 ============  ===================================================================================
 """
 
@@ -202,5 +202,5 @@ def _notes(
     )
     yield (
         "Found: three models, each closer to its true one than half the least distance between "
-        "true ones. From the truth: what Phase 2 keeps of the true models, a bound for all others."
+        "true ones. From the truth: what Phase 2 keeps of the true models, the mark for all others."
     )
