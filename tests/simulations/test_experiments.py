@@ -250,6 +250,12 @@ def kill_after(rounds):
         ("digits", 5, {"n_atoms": 12, "n_global": 6}, 3),
         ("synthetic", 4, {"seeds": 1, "start": "poor"}, 2),
         ("synthetic", 4, {"seeds": 3, "start": "poor"}, 6),
+        (
+            "federations",
+            4,
+            {"seeds": 1, "sizes": "4", "failures": "0", "weak": 1, "weak_samples": "50"},
+            14,
+        ),
     ],
 )
 def test_a_killed_run_continues_to_the_same_bits(tmp_path, name, rounds, options, killed_after):

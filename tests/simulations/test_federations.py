@@ -66,7 +66,7 @@ def test_without_failures_and_weak_clients_all_is_as_in_the_first_panel() -> Non
     config = configure(find("federations"), clients=8, rounds=4, options={**SMALL, "seeds": 1})
     points = federations._points(config)
     same = points["clients-8-seed-0"], points["failing-0-seed-0"]
-    assert {**same[0], "method": ""} == {**same[1], "method": ""}
+    assert {**same[0], "axis": ""} == {**same[1], "axis": ""}
     assert len(federations.federations(config)) == 6 * len(FEDERATED)
 
 

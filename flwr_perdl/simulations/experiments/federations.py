@@ -217,7 +217,8 @@ def _points(config: Config) -> dict[str, Config]:
     weak = check_count("weak", config["weak"], 1, int(config["clients"]))
     points: dict[str, Config] = {}
     for axis, values in _axes(config).items():
-        base = {**config, "failing": 0, "weak": 0, "weak_size": 1, "start": AXES[axis][1]}
+        base = {**config, "axis": axis, "failing": 0, "weak": 0, "weak_size": 1}
+        base["start"] = AXES[axis][1]
         if axis == "weak_size":
             base["weak"] = weak
         for value in values:
