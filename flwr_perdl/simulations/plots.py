@@ -175,7 +175,7 @@ def panels(drawings: Sequence[Panel], *, columns: int) -> Figure:
         scales["yscale"] = "linear" if panel.linear else "log"
         axes.set(xlabel=panel.x, ylabel=panel.y, **scales)
         axes.set_xticks(panel.at, [f"{position:g}" for position in panel.at])
-        axes.minorticks_off()
+        axes.set_xticks([], minor=True)
     for axes in grid[len(drawings) :]:
         axes.axis("off")
     figure.legend(

@@ -95,7 +95,7 @@ FEDERATED: dict[str, dict[str, Any]] = {
 AXES = {
     "clients": ("number of clients", "poor"),
     "failing": ("failing clients (%)", "poor"),
-    "weak_size": ("weak samples", "good"),
+    "weak_size": ("samples of a weak client", "good"),
 }
 #: An error below this counts as recovery.
 RECOVERED = 1e-3
