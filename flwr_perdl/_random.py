@@ -5,11 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 #: "Partitions" whose draws are not a client's: the protocol's at the server, the choice of the
-#: clients that train and that evaluate, and the making and splitting of experiments' data.
+#: clients that train and that evaluate, the making and splitting of experiments' data, and who
+#: fails in an experiment's round.
 SERVER = 2**32 - 1
 SAMPLING = 2**32 - 2
 DATA = 2**32 - 3
 EVALUATION = 2**32 - 4
+FAILURES = 2**32 - 5
 
 
 def spawn(seed: int, partition: int = SERVER, round_: int = 0) -> np.random.Generator:

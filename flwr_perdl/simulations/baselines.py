@@ -73,10 +73,12 @@ def learn_each(
         )
 
 
-def sklearn_dictionary(X: Matrix, n_atoms: int, seed: int) -> Matrix:
+def sklearn_dictionary(
+    X: Matrix, n_atoms: int, seed: int, penalties: Sequence[float] = PENALTIES
+) -> Matrix:
     """Learn a dictionary from ``X`` with scikit-learn's MiniBatchDictionaryLearning.
 
-    Its penalty is chosen among ``PENALTIES``: the least squared error of ``X`` itself, coded by
+    Its penalty is chosen among ``penalties``: the least squared error of ``X`` itself, coded by
     orthogonal matching pursuit with ``_CODED`` atoms.
 
     Parameters
@@ -87,6 +89,8 @@ def sklearn_dictionary(X: Matrix, n_atoms: int, seed: int) -> Matrix:
         Atoms.
     seed : int
         Of its random numbers.
+    penalties : sequence of float, default (0.3, 1.0)
+        To choose from.
 
     Returns
     -------
@@ -98,7 +102,7 @@ def sklearn_dictionary(X: Matrix, n_atoms: int, seed: int) -> Matrix:
 
     fallback = normalize_atoms(np.random.default_rng(seed).standard_normal((n_atoms, X.shape[1])))
     tried = []
-    for penalty in PENALTIES:
+    for penalty in penalties:
         learner = MiniBatchDictionaryLearning(
             n_atoms, alpha=penalty, fit_algorithm="cd", random_state=seed
         )

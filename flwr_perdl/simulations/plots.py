@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import ceil
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +17,8 @@ from flwr_perdl._checks import Matrix
 
 COLORS = ("#0b6e99", "#d9730d", "#4d7c0f", "#9333ea", "#6b7280")
 _MARKERS = "os^Dv*"
+#: Points nearer than this share of both axes have one name between them.
+_ROOM = 0.05
 
 
 def _figure(width: float, height: float) -> Figure:
@@ -122,16 +125,25 @@ class Panel(NamedTuple):
         Positions.
     lines : mapping of str to sequence of float
         Label -> a value per position.
+    ranges : mapping of str to ndarray of shape (2, n_positions), optional
+        Label -> least and greatest values, shaded.
+    log : bool, default False
+        Whether positions are logarithmic; values are unless ``linear``.
+    linear : bool, default False
+        Whether values are drawn as they are, from 0.
     """
 
     x: str
     y: str
     at: Sequence[float]
     lines: Mapping[str, Sequence[float]]
+    ranges: Mapping[str, Matrix] = MappingProxyType({})
+    log: bool = False
+    linear: bool = False
 
 
 def panels(drawings: Sequence[Panel], *, columns: int) -> Figure:
-    """Draw lines in several panels with one legend, logarithmic, values floored at 1e-16 (Fig. 5).
+    """Draw lines in several panels with one legend; logarithmic ones are floored at 1e-16 (Fig. 5).
 
     Parameters
     ----------
@@ -144,22 +156,67 @@ def panels(drawings: Sequence[Panel], *, columns: int) -> Figure:
     figure = _figure(3.4 * columns, 2.9 * rows + 0.5)
     grid = figure.subplots(rows, columns, squeeze=False).ravel()
     for axes, panel in zip(grid, drawings, strict=False):
+        floor = -np.inf if panel.linear else 1e-16
         for index, (label, values) in enumerate(panel.lines.items()):
+            color = (*COLORS, "#b91c1c")[index % 6]
             _plain(axes).plot(
                 panel.at,
-                np.maximum(values, 1e-16),
+                np.maximum(values, floor),
                 marker=_MARKERS[index % len(_MARKERS)],
                 ms=4,
                 lw=1.3,
-                color=(*COLORS, "#b91c1c")[index % 6],
+                color=color,
                 label=label,
             )
-        axes.set(xlabel=panel.x, ylabel=panel.y, yscale="log", xticks=panel.at)
+            if label in panel.ranges:
+                low, high = np.maximum(panel.ranges[label], floor)
+                axes.fill_between(panel.at, low, high, color=color, alpha=0.15, lw=0)
+        scales = {"xscale": "log" if panel.log else "linear"}
+        scales["yscale"] = "linear" if panel.linear else "log"
+        axes.set(xlabel=panel.x, ylabel=panel.y, **scales)
+        axes.set_xticks(panel.at, [f"{position:g}" for position in panel.at])
+        axes.set_xticks([], minor=True)
     for axes in grid[len(drawings) :]:
         axes.axis("off")
     figure.legend(
         *grid[0].get_legend_handles_labels(), frameon=False, loc="outside upper center", ncols=6
     )
+    return figure
+
+
+def trails(curves: Mapping[str, Matrix], names: Sequence[str], *, x: str, y: str) -> Figure:
+    """Draw curves in the plane, their points with names where there is room.
+
+    Parameters
+    ----------
+    curves : mapping of str to ndarray of shape (n_points, 2)
+        Label -> positions.
+    names : sequence of str
+        Of the points, the same for every curve.
+    x, y : str
+        What the axes show.
+    """
+    figure = _figure(7, 4.6)
+    axes = _plain(figure.add_subplot())
+    room = _ROOM * np.ptp(np.vstack(list(curves.values())), axis=0)
+    named: list[Matrix] = []
+    for index, (label, points) in enumerate(curves.items()):
+        color = COLORS[index % len(COLORS)]
+        axes.plot(*points.T, "o-", ms=4, lw=1.2, color=color, label=label)
+        for name, point in zip(names, points, strict=True):
+            if any((np.abs(point - other) < room).all() for other in named):
+                continue
+            named.append(point)
+            axes.annotate(
+                name,
+                point,
+                xytext=(5, 5 - 14 * (index % 2)),
+                textcoords="offset points",
+                color=color,
+                fontsize=8,
+            )
+    axes.set(xlabel=x, ylabel=y)
+    _legend(axes)
     return figure
 
 

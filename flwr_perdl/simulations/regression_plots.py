@@ -111,3 +111,42 @@ def histograms(groups: Mapping[str, Matrix], *, x: str, bins: int = 40) -> Figur
     axes.set(xlabel=x, ylabel="count")
     _legend(axes)
     return figure
+
+
+def maps(
+    rows: Mapping[str, Matrix],
+    titles: Sequence[str],
+    at_x: Sequence[float],
+    at_y: Sequence[float],
+    *,
+    x: str,
+    y: str,
+) -> Figure:
+    """Draw maps of shares side by side, a row of them per method.
+
+    Parameters
+    ----------
+    rows : mapping of str to ndarray of shape (n_maps, len(at_y), len(at_x))
+        Method -> shares in [0, 1], drawn in percent.
+    titles : sequence of str
+        What the columns are.
+    at_x, at_y : sequence of float
+        Positions.
+    x, y : str
+        What the axes show.
+    """
+    figure = _figure(2.9 * len(titles), 2.3 * len(rows))
+    grid = figure.subplots(len(rows), len(titles), sharex=True, sharey=True, squeeze=False)
+    for line, (method, tables) in zip(grid, rows.items(), strict=True):
+        for axes, table in zip(line, tables, strict=True):
+            axes.imshow(table, cmap="viridis", vmin=0, vmax=1, origin="lower", aspect="auto")
+            axes.set_xticks(np.arange(len(at_x)), [f"{value:g}" for value in at_x])
+            axes.set_yticks(np.arange(len(at_y)), [f"{value:g}" for value in at_y])
+            for (i, j), share in np.ndenumerate(table):
+                color = "white" if share < 0.6 else "black"
+                axes.text(j, i, f"{share:.0%}", ha="center", va="center", color=color, fontsize=8)
+        line[0].set_ylabel(f"{method}\n{y}")
+    for top, bottom, title in zip(grid[0], grid[-1], titles, strict=True):
+        top.set_title(title, fontsize=10)
+        bottom.set_xlabel(x)
+    return figure

@@ -43,7 +43,7 @@ class Progress(NamedTuple):
     Attributes
     ----------
     done, total : int
-        Communication rounds, over all federations of the run; parts of a run without any.
+        Communication rounds, over all federations of the run; and the parts that need none.
     error : float or None
         The experiment's error so far.
     """
@@ -88,7 +88,7 @@ def run_experiment(
     options : mapping, optional
         The experiment's further options by name.
     progress : callable, optional
-        Called with a `Progress` after every round, or part of a run without federations.
+        Called with a `Progress` after every round, or part of a run that is no federation.
 
     Returns
     -------
@@ -110,9 +110,7 @@ def run_experiment(
     if not isinstance(engine, Grid):
         check_choice("engine", engine, ENGINES)
     if engine != "in-process" and not isinstance(experiment, FederatedExperiment):
-        raise ValueError(
-            f"{name} must run in process: its nodes talk to their neighbours, without a server."
-        )
+        raise ValueError(f"{name} must run in process: there is no server in it.")
     config = configure(
         experiment,
         clients=clients,
@@ -190,6 +188,7 @@ class _Session:
         self._total = sum(int(one["rounds"]) for one in self._federations)
         self._error: float | None = None
         self._kept = 0
+        self._ran = 0
         self._events = EventLog(None if folder is None else folder / EVENTS)
         self._about = {"experiment": experiment.NAME, "config": config, "resumed": resume}
         #: What happened to each client's replies, over all federations (`client_report`).
@@ -244,6 +243,7 @@ class _Session:
             evaluate_fn=None if evaluate_fn is None else self._noting(evaluate_fn),
             **options,
         )
+        self._ran += 1
         found = client_report(federated.history)
         _add(self.clients, {str(partition): counts for partition, counts in found.items()})
         if len(self._federations) == 1:
@@ -271,9 +271,10 @@ class _Session:
         return arrays
 
     def _tell_parts(self, of: int) -> None:
-        """Report how many parts of a run without federations are done."""
-        if self._progress is not None and of and not self._total:
-            self._progress(Progress(self._kept, of, self._error))
+        """Report how many parts are done, of a run without federations or after all of them."""
+        if self._progress is not None and of and self._ran == len(self._federations):
+            done, total = self._total + self._kept, self._total + of
+            self._progress(Progress(done, total, self._error))
 
     def _noting(self, evaluate_fn: EvaluateFn) -> EvaluateFn:
         def evaluate(round_: int, arrays: ArrayRecord) -> MetricRecord | None:

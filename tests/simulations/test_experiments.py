@@ -21,10 +21,17 @@ from flwr_perdl.simulations.experiments import (
 
 COMMON = {"clients", "rounds", "seed"}
 PERMA = {"aggregation", "matching", "min_support"}
+IMAGES = PERMA | {
+    "samples_per_client",
+    "n_atoms",
+    "n_global",
+    "learner",
+    "local_steps",
+    "methods",
+}
 OPTIONS = {
-    "digits": PERMA | {"samples_per_client", "n_atoms", "n_global", "learner", "local_steps"},
-    "images": PERMA
-    | {"samples_per_client", "n_atoms", "n_global", "learner", "local_steps", "data"},
+    "digits": IMAGES,
+    "images": IMAGES | {"data"},
     "sites": PERMA | {"data", "n_atoms", "n_global", "learner", "local_steps"},
     "synthetic": PERMA
     | {"seeds", "start", "weak", "weak_samples", "samples", "atoms", "local_steps"},
@@ -38,6 +45,26 @@ OPTIONS = {
         "densities",
         "min_support",
     },
+    "federations": {
+        "seeds",
+        "samples",
+        "sizes",
+        "failures",
+        "weak",
+        "weak_samples",
+        "min_support",
+    },
+    "sharing": PERMA
+    | {
+        "data",
+        "seeds",
+        "samples_per_client",
+        "n_atoms",
+        "n_global",
+        "refine_steps",
+        "learner",
+    },
+    "separation": {"seeds", "dimension", "separations", "noises", "points"},
     "mixed-regression": {"setting", "seeds", "k", "variant"},
     "regression": {"data", "k", "splits"},
     "inference": {"seeds", "agents", "dimension", "connectivity", "loss", "informed", "impulses"},
@@ -94,6 +121,7 @@ def test_bad_options_get_one_sentence(name, given, message):
         ("digits", {"options": {"learner": "lucky"}}, "learner must be one of 'orthogonal'"),
         ("digits", {"options": {"matching": "dice"}}, "matching must be one of"),
         ("digits", {"options": {"aggregation": "max"}}, "aggregation must be one of"),
+        ("digits", {"options": {"methods": "some"}}, "methods must be one of 'main', 'all'"),
         ("digits", {"options": {"samples_per_client": 0}}, "samples_per_client must be at least"),
         ("digits", {"resume": True}, "resume must come with the folder"),
         ("images", {}, "images must be given data"),
@@ -222,6 +250,12 @@ def kill_after(rounds):
         ("digits", 5, {"n_atoms": 12, "n_global": 6}, 3),
         ("synthetic", 4, {"seeds": 1, "start": "poor"}, 2),
         ("synthetic", 4, {"seeds": 3, "start": "poor"}, 6),
+        (
+            "federations",
+            4,
+            {"seeds": 1, "sizes": "4", "failures": "0", "weak": 1, "weak_samples": "50"},
+            14,
+        ),
     ],
 )
 def test_a_killed_run_continues_to_the_same_bits(tmp_path, name, rounds, options, killed_after):
@@ -319,7 +353,15 @@ def test_so_they_do_on_28_by_28_pixels(tmp_path):
     assert ratio.max() < 1.1
 
 
-NETWORKS = ("inference", "novel-documents", "biclustering", "denoise", "patches", "unmixing")
+NETWORKS = (
+    "separation",
+    "inference",
+    "novel-documents",
+    "biclustering",
+    "denoise",
+    "patches",
+    "unmixing",
+)
 
 
 @pytest.mark.parametrize("name", NETWORKS)

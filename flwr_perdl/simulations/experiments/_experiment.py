@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from numpy.typing import NDArray
 
-from flwr_perdl._checks import check_choice, check_count
+from flwr_perdl._checks import check_choice, check_count, check_real
 from flwr_perdl.dictionary import (
     GradientLearner,
     KSVDLearner,
@@ -49,7 +49,8 @@ class Keep(Protocol):
     ) -> dict[str, NDArray[Any]]:
         """Return what ``compute()`` does; a resumed run finds it on disk.
 
-        ``of`` says, for the progress of a run without federations, how many parts there are.
+        ``of`` says, for the progress of a run without federations or after them, how many parts
+        there are.
         """
 
 
@@ -164,6 +165,15 @@ def numbers(name: str, text: Value, low: int, high: int) -> list[int]:
     except ValueError:
         raise ValueError(f"{name} must be integers such as '4,6,8', got {text!r}.") from None
     return [check_count(name, value, low, high) for value in values]
+
+
+def reals(name: str, text: Value, low: float) -> list[float]:
+    """Return the numbers of a list such as "0.5,1,2", each at least ``low``."""
+    try:
+        values = [float(part) for part in str(text).split(",")]
+    except ValueError:
+        raise ValueError(f"{name} must be numbers such as '0.5,1,2', got {text!r}.") from None
+    return [check_real(name, value, low) for value in values]
 
 
 def make_learner(config: Config, n_atoms: int) -> Learner:

@@ -32,6 +32,7 @@ _OWN: dict[str, Value] = {
     "samples_per_client": 100,
     "n_atoms": 48,
     "n_global": 24,
+    "methods": "main",
 }
 DEFAULTS: dict[str, Value] = {
     name: _OWN.get(name, value) for name, value in images.DEFAULTS.items() if name != "data"

@@ -1,12 +1,14 @@
 """Training with imbalanced data: Section 5.2 and Fig. 3, on the user's own images.
 
 Nine tenths of a client's images carry one label. The error is measured on held-out images of all
-labels, coded by orthogonal matching pursuit with k atoms of each dictionary.
+labels, coded by orthogonal matching pursuit with k atoms of each dictionary. With ``methods="all"``
+Table 1 is added: the baselines' strategies beside PerMA, each tuned by the same budget, which
+`flwr_perdl.simulations.experiments._methods` states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -15,7 +17,7 @@ import numpy as np
 from flwr.app import ArrayRecord, Context, MetricRecord
 from numpy.typing import NDArray
 
-from flwr_perdl._checks import Matrix, check_count
+from flwr_perdl._checks import Matrix, check_choice, check_count
 from flwr_perdl._random import DATA, SERVER, spawn
 from flwr_perdl._records import PARTITION_ID, to_arrays
 from flwr_perdl.clients import DictionaryClient
@@ -29,6 +31,7 @@ from flwr_perdl.simulations.baselines import (
 )
 from flwr_perdl.simulations.data import imbalanced_partition, load_images
 from flwr_perdl.simulations.engine import Config, EvaluateFn
+from flwr_perdl.simulations.experiments import _methods
 from flwr_perdl.simulations.experiments._experiment import (
     MIN_SUPPORT,
     Federate,
@@ -58,6 +61,7 @@ DEFAULTS: dict[str, Value] = {
     "matching": "consensus",
     "learner": "orthogonal",
     "min_support": MIN_SUPPORT,
+    "methods": "all",
 }
 ERROR = "mse_global_10"
 
@@ -68,7 +72,9 @@ START = partial(warm_start, n_iter=60, decay=0.93)
 #: Numbers of atoms per image at which reconstructions are measured; the one in curves; in Fig. 3.
 N_NONZERO = (5, 10, 20)
 CURVE_N_NONZERO = 10
+TABLE_N_NONZERO = (10, 20)
 PICTURE_N_NONZERO = 5
+FIELDS = Quality._fields
 
 
 class Task(NamedTuple):
@@ -130,6 +136,7 @@ class ImageClient(DictionaryClient):
 def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
     """Run the federation, and what it is compared with, and measure all of them alike."""
     task = _task(config)
+    methods = check_choice("methods", config["methods"], ("main", "all"))
     n_atoms, n_global = int(config["n_atoms"]), _n_global(config)
     seed, rounds = int(config["seed"]), int(config["rounds"])
     local_learner, pooled_learner = make_learner(config, n_atoms), make_learner(config, n_global)
@@ -166,11 +173,16 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
     last = federated.history[-1].metrics.values()
     metrics |= _means([{n: v for n, v in m.items() if "full_" in n} for m in last])
 
+    tuned: dict[str, Mapping[str, NDArray[Any]]] = {}
+    if methods == "all":
+        for method in _methods.METHODS:
+            compute = partial(_tuned, method, task, config)
+            tuned[method] = keep(f"tuned-{method}", compute, of=len(_methods.METHODS))
     evaluations = federated.result.evaluate_metrics_serverapp
     curve = [float(str(evaluations[r][ERROR])) for r in sorted(evaluations)]
     training = [report.aggregate for report in federated.history if report.step != "evaluate"]
     return Outcome(
-        metrics=metrics,
+        metrics=metrics | _tuned_metrics(tuned),
         curves={ERROR: curve, "mse_full_training": [m["mse"] for m in training]},
         arrays={
             "global_atoms": global_atoms,
@@ -179,13 +191,108 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
             "alone_atoms": np.stack(alone),
             "image_shape": np.array(task.shape),
         },
-        tables=_tables(metrics, n_atoms, n_global),
+        tables=[*_tables(metrics, n_atoms, n_global), *(_tables_1(tuned, config) if tuned else [])],
         pictures=_pictures(task, global_atoms, alone[0], pooled, curve, metrics),
         notes=list(_notes(config, task)),
         rounds=federated.rounds,
         floats_up=federated.floats_up,
         floats_down=federated.floats_down,
     )
+
+
+# Table 1 -------------------------------------------------------------------------------------
+
+
+def _tuned(method: str, task: Task, config: Config) -> dict[str, NDArray[Any]]:
+    """Return what a method's best setting comes to on the held-out images, and what it costs."""
+    learned = _methods.learn_tuned(method, task.clients, config, START)
+
+    def measured(dictionaries: Sequence[Matrix]) -> NDArray[Any]:
+        found = _metrics("", task.test, dictionaries, task.shape) if dictionaries else {}
+        return np.array([[found[f"{f}__{k}"] for k in N_NONZERO] for f in FIELDS if found])
+
+    return {
+        "shared": measured(learned.shared),
+        "full": measured(learned.full),
+        "shared_atoms": np.array([len(D) for D in learned.shared]),
+        "full_atoms": np.array([len(D) for D in learned.full]),
+        "cost": np.array(learned[2:]),
+    }
+
+
+def _tuned_rows(tuned: Mapping[str, Mapping[str, NDArray[Any]]]) -> Iterator[tuple[str, str, str]]:
+    """Yield method, kind of atoms and metric name of every row of the table."""
+    for method, kept in tuned.items():
+        for kind in ("shared", "full"):
+            if kept[kind].size:
+                own = kind == "full" and method not in _methods.ALONE
+                yield method, kind, f"tuned_{method}" + "_full" * own
+
+
+def _tuned_metrics(tuned: Mapping[str, Mapping[str, NDArray[Any]]]) -> dict[str, float]:
+    metrics = {
+        f"{field}_{name}_{k}": float(tuned[method][kind][i, j])
+        for method, kind, name in _tuned_rows(tuned)
+        for i, field in enumerate(FIELDS)
+        for j, k in enumerate(N_NONZERO)
+    }
+    for method, kept in tuned.items():
+        for what, value in zip(_methods.Learned._fields[2:], kept["cost"], strict=True):
+            metrics[f"{what}_tuned_{method}"] = float(value)
+    return metrics
+
+
+def _tables_1(tuned: Mapping[str, Mapping[str, NDArray[Any]]], config: Config) -> Iterator[Table]:
+    """Yield the tables of all methods: quality, with who wins in the caption, and cost."""
+    chosen = [N_NONZERO.index(k) for k in TABLE_N_NONZERO]
+    rows, errors = [], {}
+    for method, kind, name in _tuned_rows(tuned):
+        with_own = ", global + local" if name.endswith("_full") else ""
+        n_atoms = int(tuned[method][f"{kind}_atoms"].max())
+        title = f"{_methods.METHODS[method]}{with_own} ({n_atoms})"
+        measured = tuned[method][kind]
+        errors[title] = measured[0, chosen]
+        digits = enumerate((4, 2, 3))
+        rows.append([title, *(f"{measured[i, j]:.{d}f}" for i, d in digits for j in chosen)])
+    yield Table(
+        "Table 1: all methods, tuned alike",
+        f"Held-out images of all labels with k = {' and '.join(map(str, TABLE_N_NONZERO))} atoms "
+        "per image, out of as many as the brackets say; means over clients where they have atoms "
+        "of their own. " + " ".join(_verdict(errors, i) for i in range(len(TABLE_N_NONZERO))),
+        ["", *(f"{field.upper()} {k}" for field in FIELDS for k in TABLE_N_NONZERO)],
+        rows,
+    )
+    costs = {m: _methods.Learned([], [], *map(float, one["cost"])) for m, one in tuned.items()}
+    yield Table(
+        "What Table 1 costs",
+        f"The same budget for all: {config['rounds']} rounds (without a server, {GENEROSITY} "
+        f"times the iterations), and {_methods.TRIES} values of one parameter, of which the one "
+        f"is kept that codes the clients' own images best with {_methods.CODED} atoms: PerPCA's "
+        "step, scikit-learn's penalty, for all others the learner's "
+        + ("threshold" if config["learner"] == "orthogonal" else "number of atoms per sample")
+        + ". Seconds: learning with the value that was kept. Floats of one client; where data are "
+        "pooled, its images.",
+        ["", "seconds", "rounds", "floats up", "floats down", "tuned to"],
+        [
+            [
+                _methods.METHODS[method],
+                f"{cost.seconds:.1f}",
+                f"{cost.rounds:.0f}",
+                f"{cost.floats_up:,.0f}",
+                f"{cost.floats_down:,.0f}",
+                f"{cost.setting:.3g}",
+            ]
+            for method, cost in costs.items()
+        ],
+    )
+
+
+def _verdict(errors: Mapping[str, NDArray[Any]], i: int) -> str:
+    """Return a sentence about who does better than PerMA with the i-th number of atoms."""
+    ours = min(table[i] for title, table in errors.items() if title.startswith("PerMA"))
+    better = [title for title in errors if errors[title][i] < ours]
+    words = f"better than PerMA: {', '.join(better)}" if better else "PerMA has the least error"
+    return f"With k = {TABLE_N_NONZERO[i]}, {words}."
 
 
 def _n_global(config: Config) -> int:
@@ -197,11 +304,12 @@ def _task(config: Config) -> Task:
         raise ValueError("images must be given data: an .npz file with X and y (--data FILE.npz).")
     samples = check_count("samples_per_client", config["samples_per_client"], 1)
     seed, clients = int(config["seed"]), int(config["clients"])
-    return _load_task(str(config.get("data", "")), clients, samples, seed)
+    return load_task(str(config.get("data", "")), clients, samples, seed)
 
 
 @lru_cache(maxsize=2)
-def _load_task(data: str, n_clients: int, n_samples: int, seed: int) -> Task:
+def load_task(data: str, n_clients: int, n_samples: int, seed: int) -> Task:
+    """Return clients with one label each in the majority, and held-out images."""
     images = load_images(data)
     parts = imbalanced_partition(images.y, n_clients, n_samples, spawn(seed, DATA))
     return Task(
