@@ -310,6 +310,23 @@ def test_inside_a_flower_run_there_is_one_federation():
         run_experiment("synthetic", engine=grid, clients=4)
 
 
+def test_clients_that_the_data_name_keep_their_own_images(tmp_path):
+    digits = load_images("")
+    path = tmp_path / "digits.npz"
+    owners = np.arange(len(digits.X)) % 7
+    np.savez(path, X=digits.X, y=digits.y, client=owners)
+    given = {"clients": 3, "rounds": 2, "data": path}
+    options = {"n_atoms": 16, "n_global": 8, "samples_per_client": 80, "methods": "main"}
+    results = run_experiment("images", out=tmp_path / "out", options=options, **given)
+    task = images._task(configure(images, data=str(path), clients=3, options=options))
+    assert task.natural
+    assert sorted(set(task.test_kinds)) == sorted(task.kinds)
+    for kind, own in zip(task.kinds, task.clients, strict=True):
+        theirs = {tuple(x) for x in digits.X[owners == kind]}
+        assert {tuple(x) for x in own} <= theirs
+    assert results["metrics"]["mse_own_full_10"] < results["metrics"]["mse_global_10"]
+
+
 @pytest.mark.parametrize(
     "options",
     [{"learner": name} for name in ("gradient", "mod", "ksvd")] + [{"aggregation": "mean"}],

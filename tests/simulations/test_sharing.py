@@ -25,8 +25,8 @@ def test_sharing_helps_on_all_labels_and_hurts_on_the_own(small: dict[str, Any])
     assert metrics["error_own_16_refine_0"] > metrics["error_own_0_refine_0"]
     assert metrics["best_own"] == 0
     notes = " ".join(small["notes"])
-    assert "On images of the own label sharing all hurts" in notes
-    assert "On images of all labels sharing all helps" in notes
+    assert "On images of the own kind sharing all hurts" in notes
+    assert "On images of all kinds sharing all helps" in notes
 
 
 def test_the_least_errors_are_those_of_the_table(small: dict[str, Any]) -> None:

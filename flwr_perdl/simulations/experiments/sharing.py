@@ -4,8 +4,8 @@ A figure that P0 (Liang, Shi, Al Kontar, Fattahi, "Personalized Dictionary Learn
 Heterogeneous Datasets", NeurIPS 2023) does not have, on the clients of its Section 5.2: nine tenths
 of a client's images carry one label. Every client has as many atoms; r_g of them are everybody's.
 With r_g = 0 clients are alone. Two errors of a client's whole dictionary, by orthogonal matching
-pursuit with `N_NONZERO` atoms per image: on held-out images of its own label, and on those of all
-labels; with and without local refinement (Algorithm 6) before every round.
+pursuit with `N_NONZERO` atoms per image: on held-out images of its own kind (label), and on those of
+all kinds; with and without local refinement (Algorithm 6) before every round.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ ERROR = "error_all"
 #: Atoms per image.
 N_NONZERO = 10
 AUTO: Final = "auto"
-KINDS = {"own": "own label", "all": "all labels"}
+KINDS = {"own": "own kind", "all": "all kinds"}
 
 
 class SharingClient(DictionaryClient):
@@ -71,7 +71,7 @@ class SharingClient(DictionaryClient):
         self.task = task
 
     def extra_metrics(self, global_atoms: Matrix, local_atoms: Matrix) -> dict[str, float]:
-        """Return the errors on images of the client's own label, and of all."""
+        """Return the errors on images of the client's own kind, and of all."""
         D = np.vstack([global_atoms, local_atoms])
         held_out = {"own": self.task.own_test(self.partition), "all": self.task.test}
         return {
@@ -191,7 +191,7 @@ def _count(config: Config, federate: Federate) -> dict[str, NDArray[Any]]:
 
 
 def _errors(config: Config, federate: Federate) -> dict[str, NDArray[Any]]:
-    """Return the clients' errors, on their own label and on all, and what a federation cost."""
+    """Return the clients' errors, on their own kind and on all, and what a federation cost."""
     federated = federate(config)
     last = federated.history[-1].metrics
     return {
@@ -238,8 +238,8 @@ def _table(
     return Table(
         "Errors against the number of global atoms",
         f"Mean squared error of held-out images with {N_NONZERO} atoms per image, mean over "
-        f"clients: median over seeds, and range. With {_label(first)}, least on the own label: "
-        f"r_g = {best['best_own']:.0f}; on all labels: {best['best_all']:.0f}; for the mean of the "
+        f"clients: median over seeds, and range. With {_label(first)}, least on the own kind: "
+        f"r_g = {best['best_own']:.0f}; on all kinds: {best['best_all']:.0f}; for the mean of the "
         f"two, the default that the curve supports: {best['best_both']:.0f}. "
         f'n_global="auto" chooses {", ".join(map(str, chosen))}.',
         ["r_g", *(f"{words}, {_label(t)}" for t in errors for words in KINDS.values())],
@@ -269,7 +269,7 @@ def _pictures(shares: Sequence[int], errors: Mapping[int, Matrix]) -> list[Pictu
         Picture(
             "errors",
             "Errors against the number of global atoms",
-            "Held-out images of the client's own label (left) and of all labels (right): medians "
+            "Held-out images of the client's own kind (left) and of all kinds (right): medians "
             "and ranges over seeds of the mean over clients.",
             plots.panels(panels, columns=2),
         ),
@@ -281,8 +281,8 @@ def _pictures(shares: Sequence[int], errors: Mapping[int, Matrix]) -> list[Pictu
             plots.trails(
                 {label: table[::-1].T for label, table in medians.items()},
                 [str(g) for g in shares],
-                x="error, all labels",
-                y="error, own label",
+                x="error, all kinds",
+                y="error, own kind",
             ),
         ),
     ]
@@ -291,14 +291,15 @@ def _pictures(shares: Sequence[int], errors: Mapping[int, Matrix]) -> list[Pictu
 def _notes(config: Config, shares: Sequence[int], errors: Matrix) -> Iterator[str]:
     own, everything = np.median(errors, axis=2)
     least, most = shares[0], shares[-1]
-    for words, curve in zip(("the own label", "all labels"), (own, everything), strict=True):
+    for words, curve in zip(("the own kind", "all kinds"), (own, everything), strict=True):
         verb = "helps" if curve[-1] < curve[0] else "hurts"
         yield (
             f"On images of {words} sharing all {verb}: the error is {curve[0]:.4f} with r_g = "
             f"{least} and {curve[-1]:.4f} with r_g = {most}; the least, {curve.min():.4f}, has "
             f"r_g = {shares[int(np.argmin(curve))]}."
         )
+    kind = "its label" if not _task(config).natural else "whose it is"
     yield (
         f"{config['seeds']} seed(s), {config['clients']} clients with {config['n_atoms']} atoms "
-        f"each, {config['rounds']} rounds; nine tenths of a client's images carry its own label."
+        f"each, {config['rounds']} rounds; an image's kind is {kind}."
     )
