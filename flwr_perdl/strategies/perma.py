@@ -90,7 +90,8 @@ class PerMA(ProtocolStrategy):
     Parameters
     ----------
     n_global : int or "auto", default "auto"
-        Number of global atoms; "auto" finds it in the matching round (P0, B.2).
+        Number of global atoms; "auto" finds in the matching round on how many the clients agree
+        (P0, B.2). On images these may be none, though sharing pays: see the experiment `sharing`.
     matching : {"consensus", "paths"}, default "consensus"
         How the server finds the global atoms among the clients' dictionaries.
     aggregation : str, default "statistics"
@@ -202,6 +203,12 @@ class PerMA(ProtocolStrategy):
             n_global = most
         matching = global_matching(dictionaries, n_global, method=self.matching)
         atoms = matching.global_atoms
+        if n_global == "auto" and not len(atoms):
+            log(
+                WARNING,
+                'n_global="auto" found no atom on which the clients agree: nothing is shared. '
+                "Give a number to share directions that are only alike.",
+            )
         if orthogonal and len(atoms):
             atoms = polar_factor(atoms, atoms)
         return {

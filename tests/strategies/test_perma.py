@@ -276,6 +276,14 @@ def test_a_bad_option_is_named(options: dict[str, Any], message: str) -> None:
         PerMA(**options)
 
 
+def test_no_common_atom_is_told(
+    federation: MakeFederation, warned: pytest.LogCaptureFixture
+) -> None:
+    atoms = federation(n_global=0).learn(PerMA(), rounds=2)
+    assert atoms.shape == (0, 6)
+    assert 'n_global="auto" found no atom on which the clients agree' in warned.text
+
+
 def test_nothing_shared_leaves_the_clients_to_themselves(federation: MakeFederation) -> None:
     planted = federation(n_global=3)
     strategy = PerMA(0)

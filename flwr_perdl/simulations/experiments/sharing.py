@@ -4,7 +4,7 @@ A figure that P0 (Liang, Shi, Al Kontar, Fattahi, "Personalized Dictionary Learn
 Heterogeneous Datasets", NeurIPS 2023) does not have, on the clients of its Section 5.2: nine tenths
 of a client's images carry one label. Every client has as many atoms; r_g of them are everybody's.
 With r_g = 0 clients are alone. Two errors of a client's whole dictionary, by orthogonal matching
-pursuit with `N_NONZERO` atoms per image: on held-out images of its own kind (label), and on those of
+pursuit with `N_NONZERO` atoms per image: on held-out images of its own kind, and on those of
 all kinds; with and without local refinement (Algorithm 6) before every round.
 """
 
