@@ -368,6 +368,11 @@ def judgement(entry: Entry, found: Found) -> str:
     return " ".join(said)
 
 
+def beaten_by_rivals(entry: Entry, found: Found) -> bool:
+    """Return whether a rival does better in one figure or more."""
+    return any(better_rivals(rivals, found)[0] for rivals in entry.rivals)
+
+
 def against(rivals: Rivals, found: Found) -> str:
     """Return who does better than ours, or that nobody does."""
     better, names = better_rivals(rivals, found)
@@ -417,14 +422,13 @@ def _index(results: Mapping[str, Any]) -> Iterator[str]:
         value = f"{headline.words}: {_with_range(headline.metric, found)}"
         if headline.paper is not None:
             value += f"; the paper {number(headline.paper)}"
-        rows.append(
-            [shows, f"[{entry.title}]({entry.name}.md)", value, f"**{verdict(entry, found)}**"]
-        )
+        rows.append([shows, f"[{entry.title}]({entry.name}.md)", value, _verdict(entry, found)])
     yield "# Gallery\n"
     yield (
         "Every figure and table of the four papers, redrawn by one command, beside the paper's own "
         "numbers; and what the papers do not show. All numbers are medians over three runs with "
-        "their range, and come from [results.json](results.json); these pages are made of it.\n"
+        "their range, and come from [results.json](results.json); these pages are made of it. "
+        "Pictures and tables are those of the first run.\n"
     )
     yield "```sh\nmake gallery                  # all of it, resumable: runs/gallery"
     yield "make gallery ARGS=--small     # the quick ones"
@@ -444,7 +448,7 @@ def _page(entry: Entry, results: Mapping[str, Any]) -> Iterator[str]:
     found = Found(entry, results)
     first = found.runs[found.first]
     yield f"# {entry.title}\n"
-    yield f"{', '.join(entry.shows) or 'Not in the papers'}. Verdict: **{verdict(entry, found)}**\n"
+    yield f"{', '.join(entry.shows) or 'Not in the papers'}. Verdict: {_verdict(entry, found)}.\n"
     yield f"{' '.join(entry.about.split())}\n"
     yield f"```sh\n{_command(entry)}\n```\n"
     for figure in first["figures"]:
@@ -537,6 +541,11 @@ def _claims(entry: Entry, found: Found) -> Iterator[str]:
         yield _table(["the paper's claim", "asked of our medians", ""], rows)
 
 
+def _verdict(entry: Entry, found: Found) -> str:
+    said = f"**{verdict(entry, found)}**"
+    return f"{said}; a baseline does better" if beaten_by_rivals(entry, found) else said
+
+
 def _with_range(metric: str, found: Found) -> str:
     low, high = (number(found.get(metric, key)) for key in ("low", "high"))
     return f"{number(found.get(metric))} ({low} to {high})"
@@ -563,13 +572,13 @@ def _run_words(run: str, one: Mapping[str, Any], runs: int) -> str:
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table as Markdown, columns of numbers to the right."""
+    """Return a table as Markdown, columns of numbers but the first to the right."""
     sides = [
         "---:" if all(re.match(r"[-\d]|never|$", row[i]) for row in rows) else "---"
-        for i in range(len(columns))
+        for i in range(1, len(columns))
     ]
     shown = [[_plain(cell) for cell in row] for row in rows]
-    lines = [[_plain(column) for column in columns], sides, *shown]
+    lines = [[_plain(column) for column in columns], ["---", *sides], *shown]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 

@@ -170,11 +170,11 @@ def test_a_worse_number_changes_the_verdict(name: str) -> None:
             if figure.counts and figure.paper is not None and ":" not in figure.metric:
                 value = 10 * figure.paper if figure.better == "lower" else figure.paper / 10
                 metrics[figure.metric] = dict.fromkeys(("low", "median", "high"), value)
-        for claim in entry.claims:
-            for left, right in claim.less:
-                if claim.source and isinstance(left, str) and ":" not in f"{left}{right}":
-                    metrics[left] = dict.fromkeys(("low", "median", "high"), 1e9)
-                    metrics[right] = dict.fromkeys(("low", "median", "high"), 1.0)
+        for left, right in (pair for claim in entry.claims if claim.source for pair in claim.less):
+            if ":" not in f"{left}{right}":
+                values = {left: 1e9, right: 1.0} if isinstance(left, str) else {right: 0.0}
+                for metric, value in values.items():
+                    metrics[metric] = dict.fromkeys(("low", "median", "high"), value)
 
     assert gallery.verdict(entry, changed(name, worse)) == "not reached"
 
