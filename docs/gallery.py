@@ -505,26 +505,22 @@ def _page(entry: Entry, results: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _figures(entry: Entry, found: Found) -> str:
+    """Return the table of figures, beside the paper's where there is one."""
     rows = []
     for figure in entry.figures:
-        paper = "" if not figure.source else "curve only"
-        if figure.paper is not None:
-            paper = number(figure.paper)
-        judged = verdict_of(figure, entry, found)
-        if judged and not figure.counts:
-            judged += " (does not count)"
         low, high = (number(found.get(figure.metric, key)) for key in ("low", "high"))
-        rows.append(
-            [
-                figure.words,
-                paper,
-                number(found.get(figure.metric)),
-                f"{low} to {high}",
-                judged,
-                figure.source,
-            ]
-        )
-    return _table(["", "paper", "here, median", "range", "verdict", "the paper's from"], rows)
+        rows.append([figure.words, number(found.get(figure.metric)), f"{low} to {high}"])
+    columns = ["", "here, median", "range"]
+    if not entry.shows:
+        return _table(columns, rows)
+    for row, figure in zip(rows, entry.figures, strict=True):
+        judged = verdict_of(figure, entry, found)
+        if judged and not figure.counts and not entry.stand_in:
+            judged += " (does not count)"
+        known = "curve only" if figure.source else ""
+        row.insert(1, known if figure.paper is None else number(figure.paper))
+        row += [judged, figure.source]
+    return _table(["", "paper", *columns[1:], "verdict", "the paper's from"], rows)
 
 
 def _claims(entry: Entry, found: Found) -> Iterator[str]:
