@@ -378,9 +378,9 @@ def against(rivals: Rivals, found: Found) -> str:
     better, names = better_rivals(rivals, found)
     ours = f"`{rivals.ours}`, ours {number(found.get(rivals.ours))}"
     if better:
-        them = ", ".join(f"{name} ({number(value)})" for name, value in better.items())
+        them = "; ".join(f"{name} ({number(value)})" for name, value in better.items())
         return f"**Better than ours** ({ours}): {them}."
-    return f"None is better than ours ({ours}): {', '.join(names)}."
+    return f"None is better than ours ({ours}): {'; '.join(names)}."
 
 
 def number(value: float) -> str:
