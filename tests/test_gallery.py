@@ -233,7 +233,7 @@ def drifted(found: dict[str, float], stored: dict[str, Any]) -> dict[str, tuple[
 
 
 def test_drift_is_what_leaves_the_widened_range() -> None:
-    stored = dict.fromkeys(("mse", "perma_seconds"), {"low": 1.0, "median": 1.5, "high": 2.0})
+    stored = {key: {"low": 1.0, "median": 1.5, "high": 2.0} for key in ("mse", "perma_seconds")}
     inside, outside = 2.0 + 1.0 + 0.03, 2.0 + 1.0 + 0.031
     assert drifted({"mse": inside - 1e-9, "perma_seconds": 99.0}, stored) == {}
     assert drifted({"mse": outside}, stored) == {"mse": (outside, 1.0, 2.0)}
