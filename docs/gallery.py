@@ -225,7 +225,8 @@ def _collect(entry: Entry, results: dict[str, Any]) -> None:
     if not all(job.done() for of_run in jobs.values() for job in of_run):
         return
     results[entry.name] = {run: _summary(of_run) for run, of_run in jobs.items()}
-    RESULTS.write_text(json.dumps(results, indent=1, allow_nan=False, ensure_ascii=False) + "\n")
+    ordered = {one.name: results[one.name] for one in entries() if one.name in results}
+    RESULTS.write_text(json.dumps(ordered, indent=1, allow_nan=False, ensure_ascii=False) + "\n")
     first = next(iter(jobs.values()))[0].folder
     for picture in entry.pictures:
         _shrink(first / f"{picture}.png", PAGES / f"{entry.name}-{picture}.png")
