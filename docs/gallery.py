@@ -22,7 +22,7 @@ new             no paper shows it
 
 A page's verdict is *not reached* if one of its figures or of the paper's claims is; *beaten* if
 all figures are; else *matched*. One median is better than another if it is so by more than a
-hundredth of the latter, and by more than rounding.
+hundredth of the latter (of decibels, by more than a tenth of one), and by more than rounding.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ MEANING = {
     NOT_COMPARABLE: "our data stand in for the paper's; the page says how to run it on the latter",
     NEW: "no paper shows it",
 }
-#: Less is less by more than this share, and by more than rounding.
-SHARE, ROUNDING = 0.01, 1e-9
+#: Less is less by more than this share, or so many decibels, and by more than rounding.
+SHARE, DECIBELS, ROUNDING = 0.01, 0.1, 1e-9
 WIDTH = 1100  # of a picture at most, in pixels
 _KEPT = 6  # significant digits
 _PLACE = re.compile(r"\{([^}]+)\}")
@@ -320,15 +320,17 @@ def verdict_of(figure: Figure, entry: Entry, found: Found) -> str:
 def holds(claim: Claim, found: Found) -> bool:
     """Return whether a claim holds of the medians."""
     return all(
-        is_less(found.get(left), claim.factor * found.get(right)) for left, right in claim.less
+        is_less(found.get(left), claim.factor * found.get(right), f"{left} {right}")
+        for left, right in claim.less
     )
 
 
-def is_less(left: float, right: float) -> bool:
-    """Return whether a number is less than another by more than a trifle."""
+def is_less(left: float, right: float, metrics: str = "") -> bool:
+    """Return whether a number is less than another by more than a trifle of such metrics."""
     if not np.isfinite(right):
         return left < right
-    return left < right - max(SHARE * abs(right), ROUNDING)
+    trifle = DECIBELS if "psnr_" in metrics else SHARE * abs(right)
+    return left < right - max(trifle, ROUNDING)
 
 
 def verdict(entry: Entry, found: Found) -> str:
@@ -353,7 +355,7 @@ def better_rivals(rivals: Rivals, found: Found) -> tuple[dict[str, float], list[
         if match:
             names.append(rivals.names.get(match[1], match[1].replace("_", " ")))
             theirs = found.get(metric)
-            if is_less(sign * theirs, sign * ours):
+            if is_less(sign * theirs, sign * ours, metric):
                 better[names[-1]] = theirs
     return better, names
 

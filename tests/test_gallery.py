@@ -195,6 +195,8 @@ def test_a_trifle_is_no_difference_and_never_is_more_than_any_number() -> None:
     assert gallery.is_less(0.98, 1.0)
     assert not gallery.is_less(0.995, 1.0)
     assert not gallery.is_less(1e-16, 1e-12)
+    assert gallery.is_less(29.5, 29.7, "psnr_noisy psnr_denoised")
+    assert not gallery.is_less(29.65, 29.7, "psnr_noisy psnr_denoised")
     assert gallery.is_less(500.0, float("inf"))
     assert not gallery.is_less(float("inf"), float("inf"))
     assert gallery.spread("rounds_to", [-1, 7, 9]) == {"median": 9.0, "low": 7.0, "high": None}
