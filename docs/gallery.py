@@ -237,6 +237,7 @@ def _summary(jobs: Sequence[Job]) -> dict[str, Any]:
     """Return what the runs of one setting came to; tables, notes and captions are the first's."""
     found = [json.loads((job.folder / "results.json").read_text()) for job in jobs]
     first = found[0]
+    metrics = [one["metrics"] | _points(jobs[0].entry, one["curves"]) for one in found]
     return {
         "options": dict(jobs[0].entry.runs[jobs[0].run]),
         "seeds": [job.seed for job in jobs],
@@ -244,14 +245,26 @@ def _summary(jobs: Sequence[Job]) -> dict[str, Any]:
         "seconds": spread("seconds", [one["seconds"] for one in found]),
         **{cost: first[cost] for cost in ("rounds", "floats_up", "floats_down")},
         "metrics": {
-            name: spread(name, [one["metrics"][name] for one in found])
-            for name in first["metrics"]
-            if all(name in one["metrics"] for one in found)
+            name: spread(name, [one[name] for one in metrics])
+            for name in metrics[0]
+            if all(name in one for one in metrics)
         },
         "tables": first["tables"],
         "notes": first["notes"],
         "figures": first["figures"],
     }
+
+
+def _points(entry: Entry, curves: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Return those points of curves, as CURVE[i], that the entry refers to."""
+    named = [figure.metric for figure in entry.figures]
+    named += [str(side) for claim in entry.claims for pair in claim.less for side in pair]
+    found = {}
+    for reference in named:
+        match = re.fullmatch(r"(?:.*:)?((\w+)\[(\d+)\])", reference)
+        if match and match[2] in curves:
+            found[match[1]] = curves[match[2]][int(match[3])]
+    return found
 
 
 def spread(name: str, values: Sequence[float]) -> dict[str, float | None]:

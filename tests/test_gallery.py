@@ -250,5 +250,5 @@ def test_figures_have_not_drifted(name: str) -> None:
     run, options = next(iter(entry.runs.items()))
     stored = STORED[name][run]["metrics"]
     found = run_experiment(entry.experiment, seed=entry.seeds(run)[0], options=options)["metrics"]
-    assert found.keys() == stored.keys()
+    assert found.keys() == {metric for metric in stored if "[" not in metric}
     assert drifted(found, stored) == {}
