@@ -64,6 +64,7 @@ MEANING = {
 #: Less is less by more than this share, or so many decibels, and by more than rounding.
 SHARE, DECIBELS, ROUNDING = 0.01, 0.1, 1e-9
 WIDTH = 1100  # of a picture at most, in pixels
+MANY = 6  # comparisons in a cell at most
 _KEPT = 6  # significant digits
 _PLACE = re.compile(r"\{([^}]+)\}")
 
@@ -540,15 +541,16 @@ def _figures(entry: Entry, found: Found) -> str:
 
 
 def _claims(entry: Entry, found: Found) -> Iterator[str]:
+    """Yield the table of the paper's claims, if it makes any."""
     rows = []
     for claim in (claim for claim in entry.claims if claim.source):
-        sides = [
-            f"{number(found.get(left))} < {number(claim.factor * found.get(right))}"
-            for left, right in claim.less
-        ]
-        rows.append(
-            [claim.source, ", ".join(sides), "holds" if holds(claim, found) else "does not hold"]
-        )
+        pairs = [(found.get(left), claim.factor * found.get(right)) for left, right in claim.less]
+        words = [f"{number(left)} < {number(right)}" for left, right in pairs]
+        said = ", ".join(words)
+        if len(words) > MANY:
+            closest = max(range(len(pairs)), key=lambda i: pairs[i][0] - pairs[i][1])
+            said = f"{len(words)} times less, the closest: {words[closest]}"
+        rows.append([claim.source, said, "holds" if holds(claim, found) else "does not hold"])
     if rows:
         yield _table(["the paper's claim", "asked of our medians", ""], rows)
 
