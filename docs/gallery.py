@@ -63,7 +63,7 @@ MEANING = {
 }
 #: Less is less by more than this share, or so many decibels, and by more than rounding.
 SHARE, DECIBELS, ROUNDING = 0.01, 0.1, 1e-9
-WIDTH = 1100  # of a picture at most, in pixels
+LARGE, WIDTH = 200_000, 1100  # bytes of a picture; pixels to which a larger one is brought
 MANY = 6  # comparisons in a cell at most
 _KEPT = 6  # significant digits
 _PLACE = re.compile(r"\{([^}]+)\}")
@@ -280,12 +280,14 @@ def spread(name: str, values: Sequence[float]) -> dict[str, float | None]:
 
 
 def _shrink(source: Path, target: Path) -> None:
-    """Copy a picture, no wider than a page and with 256 colours."""
+    """Copy a picture; a large one no wider than a page and with 256 colours."""
+    if source.stat().st_size <= LARGE:
+        target.write_bytes(source.read_bytes())
+        return
     with Image.open(source) as picture:
-        height = round(picture.height * WIDTH / picture.width)
-        small = picture.convert("RGB")
-        if picture.width > WIDTH:
-            small = small.resize((WIDTH, height), Image.Resampling.LANCZOS)
+        width = min(picture.width, WIDTH)
+        size = width, round(picture.height * width / picture.width)
+        small = picture.convert("RGB").resize(size, Image.Resampling.LANCZOS)
         small.quantize(256).save(target, optimize=True)
 
 
