@@ -195,6 +195,7 @@ def run_all(chosen: Sequence[Entry], results: dict[str, Any]) -> bool:
     started, good = time.perf_counter(), True
     for entry in chosen:
         _collect(entry, results)
+    write_pages(results)
     with ProcessPoolExecutor(PROCESSES, get_context("spawn"), quiet) as pool:
         waiting = {pool.submit(Job.work, job): job for job in missing}
         for number, ended in enumerate(as_completed(waiting), 1):
@@ -206,6 +207,7 @@ def run_all(chosen: Sequence[Entry], results: dict[str, Any]) -> bool:
             passed = (time.perf_counter() - started) / 60
             print(f"[{number}/{len(missing)}, {passed:.1f} min] {what}: {said}", flush=True)
             _collect(job.entry, results)
+            write_pages(results)
     return good
 
 
@@ -221,7 +223,7 @@ def _seconds(results: Mapping[str, Any], job: Job) -> float:
 
 
 def _collect(entry: Entry, results: dict[str, Any]) -> None:
-    """Bring an entry whose runs are all there into the results file, the pictures and the pages."""
+    """Bring an entry whose runs are all there into the results file and the pictures."""
     jobs = {run: [Job(entry, run, seed) for seed in entry.seeds(run)] for run in entry.runs}
     if not all(job.done() for of_run in jobs.values() for job in of_run):
         return
@@ -231,7 +233,6 @@ def _collect(entry: Entry, results: dict[str, Any]) -> None:
     first = next(iter(jobs.values()))[0].folder
     for picture in entry.pictures:
         _shrink(first / f"{picture}.png", PAGES / f"{entry.name}-{picture}.png")
-    write_pages(results)
 
 
 def _summary(jobs: Sequence[Job]) -> dict[str, Any]:
