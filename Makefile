@@ -23,7 +23,7 @@ python := $(venv)/bin/python
 export FLWR_TELEMETRY_ENABLED = 0
 export OPENBLAS_NUM_THREADS = 1
 
-.PHONY: run test lint bench bench-check docs-figures site fuzz clean
+.PHONY: run test lint bench bench-check docs-figures gallery site fuzz clean
 .DEFAULT_GOAL := run
 
 run: .venv/.installed
@@ -51,6 +51,11 @@ bench-check: .venv/.installed
 # The measured figures in README.md and docs/.
 docs-figures: .venv/.installed
 	.venv/bin/python docs/figures.py
+
+# Every figure and table of the papers, and docs/gallery/; ARGS names pages, or says --small. What is
+# finished under runs/gallery is not run again: remove that folder to begin anew.
+gallery: .venv/.installed
+	.venv/bin/python docs/gallery.py $(ARGS)
 
 # The guides as pages, in site/; a dead link is an error.
 site: .venv-site/.installed

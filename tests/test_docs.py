@@ -37,7 +37,7 @@ def test_python_blocks_run(page: Path, folder: Path, monkeypatch: pytest.MonkeyP
 
 def test_links_between_pages_lead_somewhere() -> None:
     top = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
-    for page in [*top, *(ROOT / "docs").glob("*.md")]:
+    for page in [*top, *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name} points to {target}"

@@ -299,7 +299,8 @@ def _figures(studies: Sequence[Study]) -> dict[str, float]:
         "share_paper": float(np.mean(over(lambda s: s.ratio("the paper's variant") <= CLOSE))),
         "error_oracle": float(np.median(over(lambda s: s.oracle))),
     }
-    for name, method in {"ifca": "IFCA", "oneshot": "one-shot", "fedavg": "FedAvg"}.items():
+    methods = {"ours": HEADLINE, "ifca": "IFCA", "oneshot": "one-shot", "fedavg": "FedAvg"}
+    for name, method in methods.items():
         final = np.concatenate([study.errors[method][:, -1] for study in studies])
         figures[f"error_{name}"] = float(np.median(final))
     return figures

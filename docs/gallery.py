@@ -1,0 +1,629 @@
+"""Redraw the papers' figures and tables, and say what came of them: ``make gallery``.
+
+``python docs/gallery.py [NAME…]`` does all entries of ``gallery/entries.toml``, or those named;
+``--small`` the quick ones; ``--pages`` only makes the pages again. Every run of an entry is
+repeated with three seeds (where an experiment runs many seeds, with three batches of them) in its
+own folder under ``runs/gallery``; what is finished there is not run again, what was interrupted
+goes on.
+
+What the runs came to is ``gallery/results.json``; the pages are made of that and the entries alone.
+
+=============== ===============================================================================
+verdict         rule
+=============== ===============================================================================
+beaten          even the worst of our runs is better than the paper's number by more than the
+                tolerance
+matched         our median is as good as the paper's number, within the tolerance; or the paper
+                has no number, and its claim holds of our medians
+not reached     neither
+not comparable  the data stand in for the paper's
+new             no paper shows it
+=============== ===============================================================================
+
+A page's verdict is *not reached* if one of its figures or of the paper's claims is; *beaten* if
+all figures are; else *matched*. One median is better than another if it is so by more than a
+hundredth of the latter (of decibels, by more than a tenth of one), and by more than rounding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import re
+import sys
+import time
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from flwr_perdl.simulations import run_experiment
+from flwr_perdl.simulations.experiments import configure, find
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = ROOT / "docs" / "gallery"
+ENTRIES, RESULTS = PAGES / "entries.toml", PAGES / "results.json"
+RUNS = ROOT / "runs" / "gallery"
+
+REPEATS, PROCESSES = 3, 2
+BEATEN, MATCHED, NOT_REACHED = "beaten", "matched", "not reached"
+NOT_COMPARABLE, NEW = "not comparable", "new"
+MEANING = {
+    BEATEN: "even our worst run is better than the paper's number",
+    MATCHED: "as good as the paper's number, or what the paper claims holds",
+    NOT_REACHED: "a figure or a claim of the paper that we do not reach",
+    NOT_COMPARABLE: "our data stand in for the paper's; the page says how to run it on the latter",
+    NEW: "no paper shows it",
+}
+#: Less is less by more than this share, or so many decibels, and by more than rounding.
+SHARE, DECIBELS, ROUNDING = 0.01, 0.1, 1e-9
+LARGE, WIDTH = 200_000, 1100  # bytes of a picture; pixels to which a larger one is brought
+MANY = 6  # comparisons in a cell at most
+_KEPT = 6  # significant digits
+_PLACE = re.compile(r"\{([^}]+)\}")
+
+
+# The entries ---------------------------------------------------------------------------------
+
+
+class Figure(NamedTuple):
+    """A figure beside the paper's; see ``entries.toml`` for the fields of these four."""
+
+    metric: str
+    words: str
+    paper: float | None = None
+    source: str = ""
+    better: str = ""
+    tolerance: float = 0.05
+    counts: bool = True
+
+
+class Claim(NamedTuple):
+    """Something that holds or does not."""
+
+    less: Sequence[Sequence[str | float]]
+    holds: str
+    fails: str
+    source: str = ""
+    factor: float = 1.0
+
+
+class Rivals(NamedTuple):
+    """Methods that a metric of ours is held against."""
+
+    ours: str
+    better: str
+    others: str
+    names: Mapping[str, str] = {}
+
+
+class Entry(NamedTuple):
+    """A page of the gallery."""
+
+    name: str
+    title: str
+    shows: Sequence[str]
+    experiment: str
+    about: str
+    tuning: str
+    stand_in: str
+    data: Sequence[str]
+    pictures: Sequence[str]
+    small: bool
+    runs: Mapping[str, Mapping[str, Any]]
+    figures: Sequence[Figure]
+    claims: Sequence[Claim] = ()
+    rivals: Sequence[Rivals] = ()
+    paper_tables: Sequence[Mapping[str, Any]] = ()
+
+    def seeds(self, run: str) -> list[int]:
+        """Return the seed of each repetition; where one runs many seeds, the first of its own."""
+        options = self.runs[run]
+        step = int(options.get("seeds", options.get("splits", 1)))
+        return [repeat * step for repeat in range(REPEATS)]
+
+    def folder(self, run: str, seed: int) -> Path:
+        """Return where the run of a seed goes."""
+        return RUNS / self.name / run / f"seed-{seed}"
+
+
+def entries() -> list[Entry]:
+    """Return what the gallery shows."""
+    kinds = {"figures": Figure, "claims": Claim, "rivals": Rivals}
+    return [
+        Entry(**{k: [kinds[k](**one) for one in v] if k in kinds else v for k, v in entry.items()})
+        for entry in tomllib.loads(ENTRIES.read_text())["entries"]
+    ]
+
+
+# The runs ------------------------------------------------------------------------------------
+
+
+class Job(NamedTuple):
+    """One run."""
+
+    entry: Entry
+    run: str
+    seed: int
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The complete config, as ``run.json`` has it."""
+        experiment = find(self.entry.experiment)
+        return configure(experiment, seed=self.seed, options=self.entry.runs[self.run])
+
+    @property
+    def folder(self) -> Path:
+        """Where it goes."""
+        return self.entry.folder(self.run, self.seed)
+
+    def done(self) -> bool:
+        """Return whether the folder has the results of this very run."""
+        path = self.folder / "results.json"
+        if not path.is_file():
+            return False
+        found = json.loads(path.read_text())
+        return {"experiment": found["experiment"], **found["config"]} == self.config
+
+    def work(self) -> float:
+        """Run it, or go on with it; return the seconds."""
+        begun = self.folder / "run.json"
+        same = begun.is_file() and json.loads(begun.read_text()) == self.config
+        started = time.perf_counter()
+        run_experiment(
+            self.entry.experiment,
+            seed=self.seed,
+            options=self.entry.runs[self.run],
+            out=self.folder,
+            resume=same,
+        )
+        return time.perf_counter() - started
+
+
+def run_all(chosen: Sequence[Entry], results: dict[str, Any]) -> bool:
+    """Run what is missing, longest first; write results and pages as entries end."""
+    jobs = [Job(e, run, seed) for e in chosen for run in e.runs for seed in e.seeds(run)]
+    missing = [job for job in jobs if not job.done()]
+    missing.sort(key=lambda job: -_seconds(results, job))
+    print(f"{len(jobs)} runs, {len(jobs) - len(missing)} of them finished before", flush=True)
+    started, good = time.perf_counter(), True
+    for entry in chosen:
+        _collect(entry, results)
+    write_pages(results)
+    with ProcessPoolExecutor(PROCESSES, get_context("spawn"), quiet) as pool:
+        waiting = {pool.submit(Job.work, job): job for job in missing}
+        for number, ended in enumerate(as_completed(waiting), 1):
+            job = waiting[ended]
+            what = f"{job.entry.name}, {job.run}, seed {job.seed}"
+            error = ended.exception()
+            good &= error is None
+            said = f"{ended.result():.0f} s" if error is None else f"failed: {error}"
+            passed = (time.perf_counter() - started) / 60
+            print(f"[{number}/{len(missing)}, {passed:.1f} min] {what}: {said}", flush=True)
+            _collect(job.entry, results)
+            write_pages(results)
+    return good
+
+
+def quiet() -> None:
+    """Keep Flower's rounds out of the progress."""
+    logging.getLogger("flwr").setLevel(logging.WARNING)
+
+
+def _seconds(results: Mapping[str, Any], job: Job) -> float:
+    """Return how long a run took last time; what is not known comes first."""
+    before = results.get(job.entry.name, {}).get(job.run)
+    return float(before["seconds"]["median"]) if before else float("inf")
+
+
+def _collect(entry: Entry, results: dict[str, Any]) -> None:
+    """Bring an entry whose runs are all there into the results file and the pictures."""
+    jobs = {run: [Job(entry, run, seed) for seed in entry.seeds(run)] for run in entry.runs}
+    if not all(job.done() for of_run in jobs.values() for job in of_run):
+        return
+    results[entry.name] = {run: _summary(of_run) for run, of_run in jobs.items()}
+    ordered = {one.name: results[one.name] for one in entries() if one.name in results}
+    RESULTS.write_text(json.dumps(ordered, indent=1, allow_nan=False, ensure_ascii=False) + "\n")
+    first = next(iter(jobs.values()))[0].folder
+    for picture in entry.pictures:
+        _shrink(first / f"{picture}.png", PAGES / f"{entry.name}-{picture}.png")
+
+
+def _summary(jobs: Sequence[Job]) -> dict[str, Any]:
+    """Return what the runs of one setting came to; tables, notes and captions are the first's."""
+    found = [json.loads((job.folder / "results.json").read_text()) for job in jobs]
+    first = found[0]
+    metrics = [one["metrics"] | _points(jobs[0].entry, one["curves"]) for one in found]
+    return {
+        "options": dict(jobs[0].entry.runs[jobs[0].run]),
+        "seeds": [job.seed for job in jobs],
+        "versions": first["versions"],
+        "seconds": spread("seconds", [one["seconds"] for one in found]),
+        **{cost: first[cost] for cost in ("rounds", "floats_up", "floats_down")},
+        "metrics": {
+            name: spread(name, [one[name] for one in metrics])
+            for name in metrics[0]
+            if all(name in one for one in metrics)
+        },
+        "tables": first["tables"],
+        "notes": first["notes"],
+        "figures": first["figures"],
+    }
+
+
+def _points(entry: Entry, curves: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Return those points of curves, as CURVE[i], that the entry refers to."""
+    named = [figure.metric for figure in entry.figures]
+    named += [str(side) for claim in entry.claims for pair in claim.less for side in pair]
+    found = {}
+    for reference in named:
+        match = re.fullmatch(r"(?:.*:)?((\w+)\[(\d+)\])", reference)
+        if match and match[2] in curves:
+            found[match[1]] = curves[match[2]][int(match[3])]
+    return found
+
+
+def spread(name: str, values: Sequence[float]) -> dict[str, float | None]:
+    """Return median, low and high; None stands for never, in a number of rounds."""
+    rounds = name.startswith("rounds_")
+    known = [np.inf if rounds and value == -1 else value for value in values]
+    found = {"median": np.median(known), "low": min(known), "high": max(known)}
+    return {
+        key: float(f"{value:.{_KEPT}g}") if np.isfinite(value) else None
+        for key, value in found.items()
+    }
+
+
+def _shrink(source: Path, target: Path) -> None:
+    """Copy a picture; a large one no wider than a page and with 256 colours."""
+    if source.stat().st_size <= LARGE:
+        target.write_bytes(source.read_bytes())
+        return
+    with Image.open(source) as picture:
+        width = min(picture.width, WIDTH)
+        size = width, round(picture.height * width / picture.width)
+        small = picture.convert("RGB").resize(size, Image.Resampling.LANCZOS)
+        small.quantize(256).save(target, optimize=True)
+
+
+# What follows from the numbers ---------------------------------------------------------------
+
+
+class Found:
+    """An entry's results, by reference: METRIC of the first run, or RUN:METRIC."""
+
+    def __init__(self, entry: Entry, results: Mapping[str, Any]) -> None:
+        self.runs = results[entry.name]
+        self.first = next(iter(entry.runs))
+
+    def metrics(self, run: str) -> Mapping[str, Mapping[str, float | None]]:
+        """Return all metrics of a run."""
+        metrics: Mapping[str, Mapping[str, float | None]] = self.runs[run]["metrics"]
+        return metrics
+
+    def get(self, reference: str | float, key: str = "median") -> float:
+        """Return the median, low or high of a metric, or the number that is given."""
+        if not isinstance(reference, str):
+            return float(reference)
+        run, _, metric = reference.rpartition(":")
+        value = self.metrics(run or self.first)[metric][key]
+        return float("inf") if value is None else value
+
+    def fill(self, template: str) -> str:
+        """Return a sentence with its metrics filled in."""
+        return _PLACE.sub(lambda match: number(self.get(match[1])), " ".join(template.split()))
+
+
+def verdict_of(figure: Figure, entry: Entry, found: Found) -> str:
+    """Return a figure's verdict, empty if it is only shown."""
+    if figure.paper is None or not figure.better:
+        return ""
+    if entry.stand_in:
+        return NOT_COMPARABLE
+    sign = 1 if figure.better == "lower" else -1
+    worst = sign * found.get(figure.metric, "high" if sign > 0 else "low")
+    paper, room = sign * figure.paper, figure.tolerance * abs(figure.paper)
+    if worst < paper - room:
+        return BEATEN
+    return MATCHED if sign * found.get(figure.metric) <= paper + room else NOT_REACHED
+
+
+def holds(claim: Claim, found: Found) -> bool:
+    """Return whether a claim holds of the medians."""
+    return all(
+        is_less(found.get(left), claim.factor * found.get(right), f"{left} {right}")
+        for left, right in claim.less
+    )
+
+
+def is_less(left: float, right: float, metrics: str = "") -> bool:
+    """Return whether a number is less than another by more than a trifle of such metrics."""
+    if not np.isfinite(right):
+        return left < right
+    trifle = DECIBELS if "psnr_" in metrics else SHARE * abs(right)
+    return left < right - max(trifle, ROUNDING)
+
+
+def verdict(entry: Entry, found: Found) -> str:
+    """Return the page's verdict."""
+    if not entry.shows:
+        return NEW
+    if entry.stand_in:
+        return NOT_COMPARABLE
+    figures = [verdict_of(figure, entry, found) for figure in entry.figures if figure.counts]
+    figures = [one for one in figures if one]
+    if NOT_REACHED in figures or not all(holds(c, found) for c in entry.claims if c.source):
+        return NOT_REACHED
+    return BEATEN if figures and set(figures) == {BEATEN} else MATCHED
+
+
+def better_rivals(rivals: Rivals, found: Found) -> tuple[dict[str, float], list[str]]:
+    """Return the medians of the rivals that do better, and the names of all."""
+    ours, sign = found.get(rivals.ours), 1 if rivals.better == "lower" else -1
+    better, names = {}, []
+    for metric in found.metrics(found.first):
+        match = re.fullmatch(rivals.others, metric)
+        if match:
+            names.append(rivals.names.get(match[1], match[1].replace("_", " ")))
+            theirs = found.get(metric)
+            if is_less(sign * theirs, sign * ours, metric):
+                better[names[-1]] = theirs
+    return better, names
+
+
+def judgement(entry: Entry, found: Found) -> str:
+    """Return what is to be said, in words, with all numbers filled in."""
+    said = [found.fill(one.holds if holds(one, found) else one.fails) for one in entry.claims]
+    judged = [verdict_of(figure, entry, found) for figure in entry.figures if figure.counts]
+    counts = {name: judged.count(name) for name in (BEATEN, MATCHED, NOT_REACHED)}
+    if any(counts.values()):
+        words = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+        said.append(f"Of the paper's numbers: {words}.")
+    return " ".join(said)
+
+
+def beaten_by_rivals(entry: Entry, found: Found) -> bool:
+    """Return whether a rival does better in one figure or more."""
+    return any(better_rivals(rivals, found)[0] for rivals in entry.rivals)
+
+
+def against(rivals: Rivals, found: Found) -> str:
+    """Return who does better than ours, or that nobody does."""
+    better, names = better_rivals(rivals, found)
+    ours = f"`{rivals.ours}`, ours {number(found.get(rivals.ours))}"
+    if better:
+        them = "; ".join(f"{name} ({number(value)})" for name, value in better.items())
+        return f"**Better than ours** ({ours}): {them}."
+    return f"None is better than ours ({ours}): {'; '.join(names)}."
+
+
+def number(value: float) -> str:
+    """Return a number as a reader likes it."""
+    if not np.isfinite(value):
+        return "never"
+    if value and abs(value) < 1e-4:
+        return f"{value:.1e}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+# The pages -----------------------------------------------------------------------------------
+
+
+def write_pages(results: Mapping[str, Any]) -> None:
+    """Write every page that the results make."""
+    for name, text in pages(results).items():
+        (PAGES / name).write_text(text)
+
+
+def pages(results: Mapping[str, Any]) -> dict[str, str]:
+    """Return the pages' text by file name."""
+    made = {f"{e.name}.md": "\n".join(_page(e, results)) for e in entries() if e.name in results}
+    return {"index.md": "\n".join(_index(results)), **made}
+
+
+def _index(results: Mapping[str, Any]) -> Iterator[str]:
+    rows, minutes = [], 0.0
+    for entry in entries():
+        shows = ", ".join(entry.shows) or "not in the papers"
+        if entry.name not in results:
+            rows.append([shows, entry.title, "", "not run yet"])
+            continue
+        found = Found(entry, results)
+        minutes += sum(
+            one["seconds"]["median"] * len(one["seeds"]) / 60 for one in found.runs.values()
+        )
+        headline = entry.figures[0]
+        value = f"{headline.words}: {_with_range(headline.metric, found)}"
+        if headline.paper is not None:
+            value += f"; the paper {number(headline.paper)}"
+        rows.append([shows, f"[{entry.title}]({entry.name}.md)", value, _verdict(entry, found)])
+    yield "# Gallery\n"
+    yield (
+        "Every figure and table of the four papers, redrawn by one command, beside the paper's own "
+        "numbers; and what the papers do not show. All numbers are medians over three runs with "
+        "their range, and come from [results.json](results.json); these pages are made of it. "
+        "Pictures and tables are those of the first run.\n"
+    )
+    yield "```sh\nmake gallery                  # all of it, resumable: runs/gallery"
+    yield "make gallery ARGS=--small     # the quick ones"
+    yield "make gallery ARGS=synthetic   # some, by the names of their pages\n```\n"
+    yield _table(["", "what", "headline", "verdict"], rows)
+    yield "".join(f"- **{name}**: {meaning}\n" for name, meaning in MEANING.items())
+    yield (
+        "P0: Liang, Shi, Al Kontar and Fattahi, NeurIPS 2023. P1: Chen, Towfic and Sayed, IEEE TSP "
+        "2015. P2: Su, Xu and Yang, NeurIPS 2022. P3: Chainais and Richard, iTWIST 2014. The rules "
+        "behind the verdicts are at the top of `docs/gallery.py`, the papers' numbers and claims "
+        "in [entries.toml](entries.toml)."
+    )
+    yield f"\nThe runs shown took {minutes:.0f} minutes of one core's time in all.\n"
+
+
+def _page(entry: Entry, results: Mapping[str, Any]) -> Iterator[str]:
+    found = Found(entry, results)
+    first = found.runs[found.first]
+    yield f"# {entry.title}\n"
+    yield f"{', '.join(entry.shows) or 'Not in the papers'}. Verdict: {_verdict(entry, found)}.\n"
+    yield f"{' '.join(entry.about.split())}\n"
+    yield f"```sh\n{_command(entry)}\n```\n"
+    for figure in first["figures"]:
+        name, _, ending = figure["file"].rpartition(".")
+        if name in entry.pictures and ending == "png":
+            yield f"![{figure['title']}]({entry.name}-{name}.png)\n"
+            yield f"*{_plain(figure['caption'])}*\n"
+    yield "## Judgement\n"
+    yield f"{_plain(judgement(entry, found))}\n"
+    if entry.rivals:
+        yield "## Beside other methods\n"
+        yield from (f"- {_plain(against(rivals, found))}" for rivals in entry.rivals)
+        yield f"- {' '.join(entry.tuning.split())}\n"
+    yield "## Beside the paper\n" if entry.shows else "## Figures\n"
+    yield _figures(entry, found)
+    yield from _claims(entry, found)
+    if entry.stand_in:
+        yield "## On the paper's data\n"
+        yield f"The paper has {entry.stand_in}. This makes it comparable:\n"
+    elif entry.data:
+        yield "## On your data\n"
+    if entry.data:
+        yield "```sh\n{}\n```\n".format("\n".join(entry.data))
+    for table in entry.paper_tables:
+        yield f"## {table['title']}\n"
+        yield _table(table["columns"], table["rows"])
+    yield "## Tables\n"
+    for run, one in found.runs.items():
+        for table in one["tables"]:
+            yield f"**{_plain(table['title'])}** ({_run_words(run, one, len(found.runs))})\n"
+            yield _table(table["columns"], table["rows"])
+            yield f"{_plain(table['caption'])}\n"
+    yield "## Notes\n"
+    yield from (f"- {_plain(note)}" for note in first["notes"])
+    versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
+    yield f"- {versions}.\n"
+    yield "## All metrics\n"
+    for run, one in found.runs.items():
+        seconds = one["seconds"]
+        yield (
+            f"**{run}**: {_options(one['options']) or 'the defaults'}; seeds "
+            f"{', '.join(map(str, one['seeds']))}; {number(seconds['median'])} s "
+            f"({number(seconds['low'])} to {number(seconds['high'])}); {one['rounds']} rounds, "
+            f"{number(one['floats_up'])} floats up and {number(one['floats_down'])} down per "
+            "client.\n"
+        )
+        yield _table(
+            ["metric", "median", "low", "high"],
+            [
+                [f"`{n}`", *(number(found.get(f"{run}:{n}", k)) for k in ("median", "low", "high"))]
+                for n in one["metrics"]
+            ],
+        )
+
+
+def _figures(entry: Entry, found: Found) -> str:
+    """Return the table of figures, beside the paper's where there is one."""
+    rows = []
+    for figure in entry.figures:
+        low, high = (number(found.get(figure.metric, key)) for key in ("low", "high"))
+        rows.append([figure.words, number(found.get(figure.metric)), f"{low} to {high}"])
+    columns = ["", "here, median", "range"]
+    if not entry.shows:
+        return _table(columns, rows)
+    for row, figure in zip(rows, entry.figures, strict=True):
+        judged = verdict_of(figure, entry, found)
+        if judged and not figure.counts and not entry.stand_in:
+            judged += " (does not count)"
+        known = "curve only" if figure.source else ""
+        row.insert(1, known if figure.paper is None else number(figure.paper))
+        row += [judged, figure.source]
+    return _table(["", "paper", *columns[1:], "verdict", "the paper's from"], rows)
+
+
+def _claims(entry: Entry, found: Found) -> Iterator[str]:
+    """Yield the table of the paper's claims, if it makes any."""
+    rows = []
+    for claim in (claim for claim in entry.claims if claim.source):
+        pairs = [(found.get(left), claim.factor * found.get(right)) for left, right in claim.less]
+        words = [f"{number(left)} < {number(right)}" for left, right in pairs]
+        said = ", ".join(words)
+        if len(words) > MANY:
+            closest = max(range(len(pairs)), key=lambda i: pairs[i][0] - pairs[i][1])
+            said = f"{len(words)} times less, the closest: {words[closest]}"
+        rows.append([claim.source, said, "holds" if holds(claim, found) else "does not hold"])
+    if rows:
+        yield _table(["the paper's claim", "asked of our medians", ""], rows)
+
+
+def _verdict(entry: Entry, found: Found) -> str:
+    said = f"**{verdict(entry, found)}**"
+    return f"{said}; a baseline does better" if beaten_by_rivals(entry, found) else said
+
+
+def _with_range(metric: str, found: Found) -> str:
+    low, high = (number(found.get(metric, key)) for key in ("low", "high"))
+    return f"{number(found.get(metric))} ({low} to {high})"
+
+
+def _command(entry: Entry) -> str:
+    """Return the commands of the first seed's runs, and that of all."""
+    lines = [f"make gallery ARGS={entry.name}   # all runs of this page; or one of them:"]
+    for run, options in entry.runs.items():
+        seed = entry.seeds(run)[0]
+        out = entry.folder(run, seed).relative_to(ROOT)
+        given = f" {_options(options)}" if options else ""
+        lines.append(f"flwr-perdl run {entry.experiment} --seed {seed} --out {out}{given}")
+    return "\n".join(lines)
+
+
+def _options(options: Mapping[str, Any]) -> str:
+    return " ".join(f"-o {name}={value}" for name, value in options.items())
+
+
+def _run_words(run: str, one: Mapping[str, Any], runs: int) -> str:
+    seed = f"seed {one['seeds'][0]}"
+    return seed if runs == 1 else f"{run}, {seed}"
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table as Markdown, columns of numbers but the first to the right."""
+    sides = [
+        "---:" if all(re.match(r"[-\d]|never|$", row[i]) for row in rows) else "---"
+        for i in range(1, len(columns))
+    ]
+    shown = [[_plain(cell) for cell in row] for row in rows]
+    lines = [[_plain(column) for column in columns], ["---", *sides], *shown]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def _plain(text: str) -> str:
+    """Return text whose signs mean themselves to Markdown, outside of code."""
+    parts = " ".join(text.split()).split("`")
+    parts[::2] = [re.sub(r"(?=[|_<])", r"\\", part) for part in parts[::2]]
+    return "`".join(parts)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the gallery; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="entries; by default all")
+    parser.add_argument("--small", action="store_true", help="only the quick ones")
+    parser.add_argument("--pages", action="store_true", help="only make the pages again")
+    given = parser.parse_args(arguments)
+    known = {entry.name: entry for entry in entries()}
+    unknown = sorted(set(given.names) - set(known))
+    if unknown:
+        parser.error(f"NAME must be of {', '.join(known)}, got {', '.join(unknown)}.")
+    results = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+    chosen = [known[name] for name in given.names or known]
+    chosen = [entry for entry in chosen if entry.small or not given.small]
+    good = given.pages or run_all(chosen, results)
+    write_pages(results)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,254 @@
+"""The gallery: complete, made of its results alone, judged by its numbers, and still true."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from flwr_perdl.simulations import run_experiment
+from flwr_perdl.simulations.experiments import EXPERIMENTS, configure
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "docs" / "gallery"
+
+#: What the papers show.
+PAPERS = {
+    *(f"P0 Fig. {n}" for n in range(2, 8)),
+    "P0 Table 1",
+    *(f"P1 Fig. {n}" for n in range(6, 9)),
+    "P1 Table IV",
+    *(f"P2 Fig. {n}" for n in range(1, 4)),
+    "P3 patches",
+    "P3 unmixing",
+}
+
+
+def _load() -> ModuleType:
+    """Return docs/gallery.py, which is a script and in no package."""
+    sys.path.insert(0, str(ROOT / "docs"))
+    try:
+        import gallery
+    finally:
+        sys.path.pop(0)
+    return gallery
+
+
+gallery = _load()
+ENTRIES = {entry.name: entry for entry in gallery.entries()}
+STORED: dict[str, Any] = json.loads((FOLDER / "results.json").read_text())
+
+each = pytest.mark.parametrize("name", ENTRIES)
+
+
+def changed(name: str, change: Callable[[dict[str, Any]], None]) -> Any:
+    """Return an entry's results after a change to the first run's metrics."""
+    results = copy.deepcopy(STORED)
+    change(results[name][next(iter(ENTRIES[name].runs))]["metrics"])
+    return gallery.Found(ENTRIES[name], results)
+
+
+def test_every_figure_and_table_of_the_papers_has_an_entry() -> None:
+    shown = [figure for entry in ENTRIES.values() for figure in entry.shows]
+    assert sorted(shown) == sorted(PAPERS)
+
+
+@each
+def test_results_are_of_the_entry_as_it_stands(name: str) -> None:
+    entry, stored = ENTRIES[name], STORED[name]
+    assert {run: one["options"] for run, one in stored.items()} == entry.runs
+    for run, one in stored.items():
+        assert one["seeds"] == entry.seeds(run)
+        assert len(one["seeds"]) >= 3
+        assert one["versions"].keys() >= {"flwr", "numpy", "scipy"}
+        configure(EXPERIMENTS[entry.experiment], seed=0, options=entry.runs[run])
+        for spread in [one["seconds"], *one["metrics"].values()]:
+            low, median, high = (
+                float("inf") if spread[key] is None else spread[key]
+                for key in ("low", "median", "high")
+            )
+            assert low <= median <= high
+
+
+def test_pages_say_what_the_results_make_and_nothing_else() -> None:
+    made = gallery.pages(STORED)
+    assert {page.name: page.read_text() for page in FOLDER.glob("*.md")} == made
+    assert made.keys() == {"index.md", *(f"{name}.md" for name in ENTRIES)}
+
+
+def test_a_number_in_the_results_moves_the_page() -> None:
+    name = "digits"
+    results = copy.deepcopy(STORED)
+    results[name]["defaults"]["metrics"]["mse_global_10"]["median"] = 0.0123
+    before, after = gallery.pages(STORED)[f"{name}.md"], gallery.pages(results)[f"{name}.md"]
+    assert "0.0123" not in before
+    assert after.count("0.0123") >= 3
+
+
+def test_the_site_has_every_page() -> None:
+    named = set(re.findall(r"gallery/([\w-]+\.md)", (ROOT / "mkdocs.yml").read_text()))
+    assert named == {"index.md", *(f"{name}.md" for name in ENTRIES)}
+
+
+def test_pictures_are_those_of_the_pages_and_small() -> None:
+    wanted = {f"{entry.name}-{one}.png" for entry in ENTRIES.values() for one in entry.pictures}
+    there = {path.name: path.stat().st_size for path in FOLDER.glob("*.png")}
+    assert there.keys() == wanted
+    assert sum(there.values()) < 3e6
+    for name, entry in ENTRIES.items():
+        text = (FOLDER / f"{name}.md").read_text()
+        assert all(f"({name}-{one}.png)" in text for one in entry.pictures)
+
+
+# Judgement -----------------------------------------------------------------------------------
+
+
+@each
+def test_words_have_no_number_of_their_own_and_all_metrics_exist(name: str) -> None:
+    entry, found = ENTRIES[name], gallery.Found(ENTRIES[name], STORED)
+    for claim in entry.claims:
+        for template in (claim.holds, claim.fails):
+            assert not re.search(r"\d", re.sub(r"\{[^}]*\}", "", template)), template
+            assert "{" not in found.fill(template)
+        assert gallery.holds(claim, found) in (True, False)
+    for figure in entry.figures:
+        assert found.get(figure.metric, "low") <= found.get(figure.metric, "high")
+        assert figure.source or figure.paper is None
+    for rivals in entry.rivals:
+        assert gallery.better_rivals(rivals, found)[1], f"{rivals.others} names nobody"
+        assert entry.tuning
+
+
+@pytest.mark.parametrize(
+    ("better", "low", "median", "high", "verdict"),
+    [
+        ("lower", 0.5, 0.8, 0.89, "beaten"),
+        ("lower", 0.5, 0.8, 0.91, "matched"),
+        ("lower", 1.0, 1.09, 9.0, "matched"),
+        ("lower", 1.0, 1.11, 9.0, "not reached"),
+        ("lower", 0.5, None, None, "not reached"),
+        ("higher", 1.11, 1.5, 1.6, "beaten"),
+        ("higher", 1.09, 1.5, 1.6, "matched"),
+        ("higher", 0.1, 0.91, 1.0, "matched"),
+        ("higher", 0.1, 0.89, 2.0, "not reached"),
+    ],
+)
+def test_a_figure_is_judged_by_its_worst_run_and_its_median(
+    better: str, low: float, median: float | None, high: float | None, verdict: str
+) -> None:
+    entry = ENTRIES["patches"]
+    metric = entry.figures[0].metric
+    found = changed(
+        "patches",
+        lambda metrics: metrics.update({metric: {"low": low, "median": median, "high": high}}),
+    )
+    figure = gallery.Figure(metric, "", paper=1.0, better=better, tolerance=0.1)
+    assert gallery.verdict_of(figure, entry, found) == verdict
+    assert gallery.verdict_of(figure._replace(better=""), entry, found) == ""
+    assert gallery.verdict_of(figure, entry._replace(stand_in="x"), found) == "not comparable"
+
+
+@each
+def test_a_worse_number_changes_the_verdict(name: str) -> None:
+    entry = ENTRIES[name]
+    now = gallery.verdict(entry, gallery.Found(entry, STORED))
+    if not entry.shows or entry.stand_in:
+        assert now == ("not comparable" if entry.shows else "new")
+        assert not entry.stand_in or any("--data" in command for command in entry.data)
+        return
+    assert now in ("matched", "beaten", "not reached")
+
+    def worse(metrics: dict[str, Any]) -> None:
+        for figure in entry.figures:
+            if figure.counts and figure.paper is not None and ":" not in figure.metric:
+                value = 10 * figure.paper if figure.better == "lower" else figure.paper / 10
+                metrics[figure.metric] = dict.fromkeys(("low", "median", "high"), value)
+        for left, right in (pair for claim in entry.claims if claim.source for pair in claim.less):
+            if ":" not in f"{left}{right}":
+                values = {left: 1e9, right: 1.0} if isinstance(left, str) else {right: 0.0}
+                for metric, value in values.items():
+                    metrics[metric] = dict.fromkeys(("low", "median", "high"), value)
+
+    assert gallery.verdict(entry, changed(name, worse)) == "not reached"
+
+
+def test_a_baseline_that_wins_is_named_with_its_number() -> None:
+    entry = ENTRIES["digits"]
+    rivals = entry.rivals[0]
+    alone = {"mse_local_10": {"low": 1e-3, "median": 1.5e-3, "high": 2e-3}}
+    said = gallery.against(rivals, changed("digits", lambda metrics: metrics.update(alone)))
+    assert said.startswith("**Better than ours**")
+    assert "clients alone (0.0015)" in said
+    unheard = {"mse_novelty_10": {"low": 1e-3, "median": 1.6e-3, "high": 2e-3}}
+    said = gallery.against(rivals, changed("digits", lambda metrics: metrics.update(unheard)))
+    assert "novelty (0.0016)" in said
+
+
+def test_a_trifle_is_no_difference_and_never_is_more_than_any_number() -> None:
+    assert gallery.is_less(0.98, 1.0)
+    assert not gallery.is_less(0.995, 1.0)
+    assert not gallery.is_less(1e-16, 1e-12)
+    assert gallery.is_less(29.5, 29.7, "psnr_noisy psnr_denoised")
+    assert not gallery.is_less(29.65, 29.7, "psnr_noisy psnr_denoised")
+    assert gallery.is_less(500.0, float("inf"))
+    assert not gallery.is_less(float("inf"), float("inf"))
+    assert gallery.spread("rounds_to", [-1, 7, 9]) == {"median": 9.0, "low": 7.0, "high": None}
+    assert gallery.spread("k", [-1, 7, 9]) == {"median": 7.0, "low": -1.0, "high": 9.0}
+
+
+# Runs ----------------------------------------------------------------------------------------
+
+
+def test_a_finished_run_counts_only_for_the_options_that_it_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gallery, "RUNS", tmp_path)
+    options = {"seeds": 1, "n_global": "4", "clients": 3}
+    entry = ENTRIES["global-atoms"]._replace(runs={"defaults": options})
+    job = gallery.Job(entry, "defaults", 0)
+    assert not job.done()
+    job.work()
+    assert job.done()
+    other = job._replace(entry=entry._replace(runs={"defaults": {**options, "clients": 4}}))
+    assert not other.done()
+    other.work()
+    assert other.done()
+    assert not job.done()
+
+
+def drifted(found: dict[str, float], stored: dict[str, Any]) -> dict[str, tuple[float, ...]]:
+    """Return metrics out of their range, widened by its own width and 2 % of the median."""
+    out = {}
+    for metric, value in found.items():
+        low, median, high = (stored[metric][key] for key in ("low", "median", "high"))
+        room = high - low + 0.02 * abs(median)
+        if "seconds" not in metric and not low - room <= value <= high + room:
+            out[metric] = value, low, high
+    return out
+
+
+def test_drift_is_what_leaves_the_widened_range() -> None:
+    stored = {key: {"low": 1.0, "median": 1.5, "high": 2.0} for key in ("mse", "perma_seconds")}
+    inside, outside = 2.0 + 1.0 + 0.03, 2.0 + 1.0 + 0.031
+    assert drifted({"mse": inside - 1e-9, "perma_seconds": 99.0}, stored) == {}
+    assert drifted({"mse": outside}, stored) == {"mse": (outside, 1.0, 2.0)}
+    assert drifted({"mse": -0.031}, stored).keys() == {"mse"}
+    assert drifted({"mse": float("nan")}, stored).keys() == {"mse"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, entry in ENTRIES.items() if entry.small])
+def test_figures_have_not_drifted(name: str) -> None:
+    entry = ENTRIES[name]
+    run, options = next(iter(entry.runs.items()))
+    stored = STORED[name][run]["metrics"]
+    found = run_experiment(entry.experiment, seed=entry.seeds(run)[0], options=options)["metrics"]
+    assert found.keys() == {metric for metric in stored if "[" not in metric}
+    assert drifted(found, stored) == {}
