@@ -124,7 +124,7 @@ class Entry(NamedTuple):
 
     def seeds(self, run: str) -> list[int]:
         """Return the seed of each repetition; where one runs many seeds, the first of its own."""
-        options = self.runs[run]
+        options = configure(find(self.experiment), options=self.runs[run])
         step = int(options.get("seeds", options.get("splits", 1)))
         return [repeat * step for repeat in range(REPEATS)]
 
@@ -191,6 +191,8 @@ def run_all(chosen: Sequence[Entry], results: dict[str, Any]) -> bool:
     jobs = [Job(e, run, seed) for e in chosen for run in e.runs for seed in e.seeds(run)]
     missing = [job for job in jobs if not job.done()]
     missing.sort(key=lambda job: -_seconds(results, job))
+    for job in missing:
+        results.pop(job.entry.name, None)  # it may be of other options or metrics
     print(f"{len(jobs)} runs, {len(jobs) - len(missing)} of them finished before", flush=True)
     started, good = time.perf_counter(), True
     for entry in chosen:
