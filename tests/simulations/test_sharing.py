@@ -9,7 +9,7 @@ from flwr_perdl._random import spawn
 from flwr_perdl.dictionary import OrthogonalLearner, reconstruct, sparse_code
 from flwr_perdl.simulations import run_experiment
 from flwr_perdl.simulations.engine import federate
-from flwr_perdl.simulations.experiments import configure, find, sharing
+from flwr_perdl.simulations.experiments import configure, find, images, sharing
 
 SMALL: dict[str, Any] = {"seeds": 1, "n_atoms": 16, "n_global": "16,0,8", "refine_steps": "0,2"}
 
@@ -49,7 +49,7 @@ def test_without_global_atoms_clients_are_alone() -> None:
     federated = federate(sharing, point)
     assert federated.arrays[0].shape == (0, 64)
     task, learner = sharing._task(config), OrthogonalLearner(16)
-    D = sharing.START(task.clients[1], learner, rng=spawn(0, 1)).dictionary
+    D = images.START(task.clients[1], learner, rng=spawn(0, 1)).dictionary
     for _ in range(3):
         D = learner.step(task.clients[1], D)
     rebuilt = reconstruct(sparse_code(task.test, D, n_nonzero=10), D)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 from numpy.typing import NDArray
 
@@ -20,6 +20,7 @@ from flwr_perdl.simulations.outcome import Outcome
 from flwr_perdl.strategies import PerMA
 
 Value = int | float | str | bool
+Number = TypeVar("Number", int, float)
 
 #: Samples that must stand behind what a client sends, unless ``min_support`` says otherwise.
 MIN_SUPPORT = 3
@@ -160,20 +161,27 @@ _WORDS: dict[type, str] = {int: "an integer", float: "a number", str: "text"}
 
 def numbers(name: str, text: Value, low: int, high: int) -> list[int]:
     """Return the integers of a list such as "4,6,8", each within ``[low, high]``."""
-    try:
-        values = [int(part) for part in str(text).split(",")]
-    except ValueError:
-        raise ValueError(f"{name} must be integers such as '4,6,8', got {text!r}.") from None
+    values = _listed(name, text, int, "integers such as '4,6,8'")
     return [check_count(name, value, low, high) for value in values]
 
 
 def reals(name: str, text: Value, low: float) -> list[float]:
     """Return the numbers of a list such as "0.5,1,2", each at least ``low``."""
-    try:
-        values = [float(part) for part in str(text).split(",")]
-    except ValueError:
-        raise ValueError(f"{name} must be numbers such as '0.5,1,2', got {text!r}.") from None
+    values = _listed(name, text, float, "numbers such as '0.5,1,2'")
     return [check_real(name, value, low) for value in values]
+
+
+def _listed(name: str, text: Value, kind: Callable[[str], Number], words: str) -> list[Number]:
+    try:
+        return [kind(part) for part in str(text).split(",")]
+    except ValueError:
+        raise ValueError(f"{name} must be {words}, got {text!r}.") from None
+
+
+def seeds_of(config: Config) -> range:
+    """Return as many seeds as ``config["seeds"]`` says, from ``config["seed"]`` on."""
+    first = int(config["seed"])
+    return range(first, first + check_count("seeds", config["seeds"], 1))
 
 
 def make_learner(config: Config, n_atoms: int) -> Learner:

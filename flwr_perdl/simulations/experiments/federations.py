@@ -36,7 +36,7 @@ from flwr.app import Context
 from numpy.typing import NDArray
 
 from flwr_perdl._checks import Matrix, check_count
-from flwr_perdl._random import DATA, FAILURES, spawn
+from flwr_perdl._random import FAILURES, spawn
 from flwr_perdl._records import PARTITION_ID, ROUND, SEED, Scalar
 from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.clients.dictionary import Start
@@ -47,7 +47,7 @@ from flwr_perdl.dictionary import (
     dictionary_distance,
     warm_start,
 )
-from flwr_perdl.simulations.data import Planted, planted_clients
+from flwr_perdl.simulations.data import Planted
 from flwr_perdl.simulations.engine import Config
 from flwr_perdl.simulations.experiments._experiment import (
     MIN_SUPPORT,
@@ -56,8 +56,9 @@ from flwr_perdl.simulations.experiments._experiment import (
     Value,
     numbers,
     private,
+    seeds_of,
 )
-from flwr_perdl.simulations.experiments.synthetic import N_GLOBAL, STARTS, THRESHOLD
+from flwr_perdl.simulations.experiments.synthetic import N_GLOBAL, STARTS, THRESHOLD, plant
 from flwr_perdl.simulations.outcome import Outcome, Picture, Table
 from flwr_perdl.strategies import PerMA
 
@@ -159,7 +160,7 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
     found = {
         name: keep(name, partial(_at, point, federate)) for name, point in _points(config).items()
     }
-    seeds, axes = _seeds(config), _axes(config)
+    seeds, axes = seeds_of(config), _axes(config)
     errors = {
         (axis, method): np.array(
             [[float(found[_name(axis, value, seed)][method]) for value in values] for seed in seeds]
@@ -198,11 +199,6 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
 # The figure's points -------------------------------------------------------------------------
 
 
-def _seeds(config: Config) -> range:
-    first = int(config["seed"])
-    return range(first, first + check_count("seeds", config["seeds"], 1))
-
-
 def _axes(config: Config) -> dict[str, list[int]]:
     return {
         "clients": numbers("sizes", config["sizes"], 2, 10_000),
@@ -222,7 +218,7 @@ def _points(config: Config) -> dict[str, Config]:
         if axis == "weak_size":
             base["weak"] = weak
         for value in values:
-            for seed in _seeds(config):
+            for seed in seeds_of(config):
                 points[_name(axis, value, seed)] = {**base, axis: value, "seed": seed}
     return points
 
@@ -240,13 +236,8 @@ def _sizes(config: Config) -> tuple[int, ...]:
 
 
 def _planted(config: Config) -> Planted:
-    return _plant(int(config["seed"]), _sizes(config))
-
-
-@lru_cache(maxsize=2)
-def _plant(seed: int, sizes: tuple[int, ...]) -> Planted:
-    n_atoms = [N_ATOMS] * len(sizes)
-    return planted_clients(spawn(seed, DATA), n_atoms, sizes, N_GLOBAL, n_features=N_ATOMS)
+    sizes = _sizes(config)
+    return plant(int(config["seed"]), (N_ATOMS,) * len(sizes), sizes)
 
 
 def _learner() -> OrthogonalLearner:
@@ -264,7 +255,7 @@ def _start(config: Config, partition: int) -> Start:
 
 @lru_cache(maxsize=2048)
 def _started(seed: int, sizes: tuple[int, ...], start: str, partition: int) -> WarmStart:
-    X = _plant(seed, sizes).samples[partition]
+    X = plant(seed, (N_ATOMS,) * len(sizes), sizes).samples[partition]
     return warm_start(X, _learner(), rng=spawn(seed, partition), **STARTS[start])
 
 

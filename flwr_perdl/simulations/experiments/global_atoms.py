@@ -28,6 +28,7 @@ from flwr_perdl.simulations.experiments._experiment import (
     make_strategy,
     numbers,
     private,
+    seeds_of,
 )
 from flwr_perdl.simulations.outcome import Outcome, Picture, Table
 from flwr_perdl.strategies import PerMA
@@ -67,10 +68,10 @@ def strategy(config: Config, **options: Any) -> PerMA:
 
 def federations(config: Config) -> list[Config]:
     """Return the config of every federation: one per planted number of atoms and seed."""
-    first = int(config["seed"])
-    seeds = range(first, first + check_count("seeds", config["seeds"], 1))
     shared = numbers("n_global", config["n_global"], 0, N_ATOMS)
-    return [{**config, "n_global": str(g), "seed": seed} for g in shared for seed in seeds]
+    return [
+        {**config, "n_global": str(g), "seed": seed} for g in shared for seed in seeds_of(config)
+    ]
 
 
 def run(config: Config, federate: Federate, keep: Keep) -> Outcome:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from flwr.app import ArrayRecord, Context, MetricRecord
@@ -96,15 +96,7 @@ class Task(NamedTuple):
 
 def client(context: Context, config: Config) -> ImageClient:
     """Return the client of partition ``context.node_config["partition-id"]``."""
-    task, partition = _task(config), int(context.node_config[PARTITION_ID])
-    return ImageClient(
-        task.clients[partition],
-        make_learner(config, int(config["n_atoms"])),
-        context,
-        task=task,
-        start=START,
-        **private(config),
-    )
+    return ImageClient.of(_task(config), context, config)
 
 
 def strategy(config: Config, **options: Any) -> PerMA:
@@ -124,6 +116,18 @@ class ImageClient(DictionaryClient):
     def __init__(self, *args: Any, task: Task, **options: Any) -> None:
         super().__init__(*args, **options)
         self.task = task
+
+    @classmethod
+    def of(cls, task: Task, context: Context, config: Config) -> Self:
+        """Return the task's client of partition ``context.node_config["partition-id"]``."""
+        return cls(
+            task.clients[int(context.node_config[PARTITION_ID])],
+            make_learner(config, int(config["n_atoms"])),
+            context,
+            task=task,
+            start=START,
+            **private(config),
+        )
 
     def extra_metrics(self, global_atoms: Matrix, local_atoms: Matrix) -> dict[str, float]:
         """Return the quality with global + local atoms: of all images, and of the own kind."""

@@ -23,7 +23,7 @@ from flwr_perdl._records import PARTITION_ID, to_arrays
 from flwr_perdl.clients.regression import RegressionClient
 from flwr_perdl.regression import Answers, Ask, Clients, TwoPhase, model_error, simulate
 from flwr_perdl.simulations.engine import Config
-from flwr_perdl.simulations.experiments._experiment import Federate, Keep, Value
+from flwr_perdl.simulations.experiments._experiment import Federate, Keep, Value, seeds_of
 from flwr_perdl.simulations.mixed_regression_data import SETTINGS, Mixed, oracle, setting
 from flwr_perdl.simulations.outcome import Outcome, Picture, Table
 from flwr_perdl.strategies.mixed_regression import FedX, random_models
@@ -114,7 +114,7 @@ def strategy(config: Config, **options: Any) -> FedX:
 
 def federations(config: Config) -> list[Config]:
     """Return the config of the one federation, or nothing where there are many to study."""
-    (names, seeds), clients = (_names(config), _seeds(config)), int(config["clients"])
+    (names, seeds), clients = (_names(config), seeds_of(config)), int(config["clients"])
     if len(names) * len(seeds) > 1:
         if clients:
             raise ValueError(f"clients must be left to the settings, got {clients}.")
@@ -128,11 +128,11 @@ def federations(config: Config) -> list[Config]:
 def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
     """Run all methods in every setting and with every seed, and compare them with the oracle."""
     single = federations(config)
-    studies, runs = [], len(_names(config)) * len(_seeds(config))
+    studies, runs = [], len(_names(config)) * len(seeds_of(config))
     for name in _names(config):
         kept = [
             keep(f"{name}-seed-{seed}", partial(_one_seed, name, seed, config), of=runs)
-            for seed in _seeds(config)
+            for seed in seeds_of(config)
         ]
         studies.append(_study(name, kept))
     learned: dict[str, Matrix] = {}
@@ -259,11 +259,6 @@ def _data(name: str, seed: int) -> Mixed:
 
 def _names(config: Config) -> list[str]:
     return [check_choice("setting", name, SETTINGS) for name in str(config["setting"]).split(",")]
-
-
-def _seeds(config: Config) -> range:
-    first = int(config["seed"])
-    return range(first, first + check_count("seeds", config["seeds"], 1))
 
 
 def _study(name: str, kept: Sequence[Mapping[str, NDArray[Any]]]) -> Study:

@@ -31,7 +31,7 @@ from flwr_perdl._checks import Matrix, check_count
 from flwr_perdl._random import DATA, SERVER, spawn
 from flwr_perdl.regression import Clients, TwoPhase, model_error, simulate
 from flwr_perdl.simulations.engine import Config
-from flwr_perdl.simulations.experiments._experiment import Keep, Value, numbers, reals
+from flwr_perdl.simulations.experiments._experiment import Keep, Value, numbers, reals, seeds_of
 from flwr_perdl.simulations.mixed_regression_data import Mixed, mixed_regression
 from flwr_perdl.simulations.outcome import Outcome, Picture, Table
 from flwr_perdl.strategies.mixed_regression import random_models
@@ -108,8 +108,7 @@ def _name(place: Sequence[float]) -> str:
 
 def _at(place: Sequence[float], config: Config) -> dict[str, NDArray[Any]]:
     """Return which methods found all clusters at a place, (n_seeds, n_methods)."""
-    first = int(config["seed"])
-    seeds = range(first, first + int(config["seeds"]))
+    seeds = seeds_of(config)
     return {"found": np.array([_found(place, config, seed) for seed in seeds])}
 
 

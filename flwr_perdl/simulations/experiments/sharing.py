@@ -19,8 +19,6 @@ from flwr.app import Context
 from numpy.typing import NDArray
 
 from flwr_perdl._checks import Matrix, check_count
-from flwr_perdl._records import PARTITION_ID
-from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.dictionary import reconstruct, sparse_code
 from flwr_perdl.simulations.engine import Config
 from flwr_perdl.simulations.experiments._experiment import (
@@ -28,12 +26,11 @@ from flwr_perdl.simulations.experiments._experiment import (
     Federate,
     Keep,
     Value,
-    make_learner,
     make_strategy,
     numbers,
-    private,
+    seeds_of,
 )
-from flwr_perdl.simulations.experiments.images import START, Task, load_task
+from flwr_perdl.simulations.experiments.images import ImageClient, Task, load_task
 from flwr_perdl.simulations.outcome import Outcome, Picture, Table
 from flwr_perdl.strategies import PerMA
 
@@ -63,12 +60,8 @@ AUTO: Final = "auto"
 KINDS = {"own": "own kind", "all": "all kinds"}
 
 
-class SharingClient(DictionaryClient):
-    """A client that measures held-out images with its whole dictionary."""
-
-    def __init__(self, *args: Any, task: Task, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.task = task
+class SharingClient(ImageClient):
+    """A client that measures the error alone."""
 
     def extra_metrics(self, global_atoms: Matrix, local_atoms: Matrix) -> dict[str, float]:
         """Return the errors on images of the client's own kind, and of all."""
@@ -84,15 +77,7 @@ class SharingClient(DictionaryClient):
 
 def client(context: Context, config: Config) -> SharingClient:
     """Return the client of partition ``context.node_config["partition-id"]``."""
-    task, partition = _task(config), int(context.node_config[PARTITION_ID])
-    return SharingClient(
-        task.clients[partition],
-        make_learner(config, int(config["n_atoms"])),
-        context,
-        task=task,
-        start=START,
-        **private(config),
-    )
+    return SharingClient.of(_task(config), context, config)
 
 
 def strategy(config: Config, **options: Any) -> PerMA:
@@ -108,7 +93,7 @@ def federations(config: Config) -> list[Config]:
     """Return the configs of all federations: a matching round that counts, and every point."""
     return [
         one
-        for seed in _seeds(config)
+        for seed in seeds_of(config)
         for one in (_counting(config, seed), *_points(config, seed).values())
     ]
 
@@ -118,7 +103,7 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
     _task(config)  # wrong data are told before anything runs
     chosen, costs = [], []
     found: dict[tuple[int, int], list[Matrix]] = {}
-    for seed in _seeds(config):
+    for seed in seeds_of(config):
         counting = partial(_count, _counting(config, seed), federate)
         chosen.append(int(keep(f"auto-seed-{seed}", counting)["n_global"]))
         for (n_global, refine_steps), point in _points(config, seed).items():
@@ -152,11 +137,6 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
         floats_up=float(floats_up),
         floats_down=float(floats_down),
     )
-
-
-def _seeds(config: Config) -> range:
-    first = int(config["seed"])
-    return range(first, first + check_count("seeds", config["seeds"], 1))
 
 
 def _shares(config: Config) -> list[int]:

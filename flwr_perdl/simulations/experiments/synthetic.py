@@ -34,6 +34,7 @@ from flwr_perdl.simulations.experiments._experiment import (
     make_strategy,
     numbers,
     private,
+    seeds_of,
 )
 from flwr_perdl.simulations.outcome import Outcome, Picture, Table
 from flwr_perdl.strategies import PerMA
@@ -105,9 +106,7 @@ def strategy(config: Config, **options: Any) -> PerMA:
 
 def federations(config: Config) -> list[Config]:
     """Return the config of every federation: one per seed, counted from ``config["seed"]``."""
-    first = int(config["seed"])
-    seeds = range(first, first + check_count("seeds", config["seeds"], 1))
-    return [{**config, "seed": seed} for seed in seeds]
+    return [{**config, "seed": seed} for seed in seeds_of(config)]
 
 
 def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
@@ -202,11 +201,12 @@ def _planted(config: Config) -> Planted:
     n_samples = (samples,) * (clients - weak) + (weak_samples,) * weak
     sizes = numbers("atoms", config["atoms"], N_GLOBAL, 100)
     n_atoms = tuple(sizes[i % len(sizes)] for i in range(clients))
-    return _plant(int(config["seed"]), n_atoms, n_samples)
+    return plant(int(config["seed"]), n_atoms, n_samples)
 
 
 @lru_cache(maxsize=2)
-def _plant(seed: int, n_atoms: tuple[int, ...], n_samples: tuple[int, ...]) -> Planted:
+def plant(seed: int, n_atoms: tuple[int, ...], n_samples: tuple[int, ...]) -> Planted:
+    """Return A.1's clients, of so many atoms and samples each."""
     rng = spawn(seed, DATA)
     return planted_clients(rng, n_atoms, n_samples, N_GLOBAL, n_features=max(n_atoms))
 
