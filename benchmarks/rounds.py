@@ -7,7 +7,10 @@ Run from the repository's root: ``python benchmarks/rounds.py``; it writes
 from __future__ import annotations
 
 import logging
+import os
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,8 +18,11 @@ from _measure import fastest, main
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, RecordDict
 from flwr.client import NumPyClient
 
+from flwr_perdl._parallel import in_threads, n_threads
 from flwr_perdl._records import ARRAYS, CONFIG, read_reply, to_records
 from flwr_perdl.clients import DictionaryClient, client_app
+from flwr_perdl.dictionary import warm_start
+from flwr_perdl.dictionary.aggregation import aggregate_statistics
 from flwr_perdl.dictionary.atoms import polar_factor, polar_factors
 from flwr_perdl.dictionary.learners import OrthogonalLearner
 from flwr_perdl.dictionary.stacks import update_stack
@@ -28,8 +34,14 @@ CLIENTS = 1000
 SIZES = [(64, 32, 200), (6, 6, 200)]
 #: A round's time is the difference of a long and a short run, each the fastest of so many.
 SHORT, LONG, TIMES = 1, 3, 2
-#: Clients whose arrays are in the processor's cache at once.
-BLOCK = 16
+#: Clients whose arrays are computed at once: the arithmetic takes the best of these.
+BLOCKS = (16, 64, 256)
+#: Numbers of samples' features of so many clients are updated at once, as the client does.
+WINDOW = 2**18
+#: Clients begin with an untrained dictionary: what is timed is a round.
+START = partial(warm_start, n_iter=0)
+#: Noise on the samples, so that the atoms do not represent them exactly.
+NOISE = 0.01
 
 
 class Echo(NumPyClient):
@@ -63,10 +75,10 @@ def draw(d: int, r: int, n: int) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(0)
     atoms = np.linalg.qr(rng.standard_normal((d, d)))[0][:r]
     codes = rng.standard_normal((CLIENTS, n, r)) * (rng.random((CLIENTS, n, r)) < 0.2)
-    return codes @ atoms, atoms
+    return codes @ atoms + NOISE * rng.standard_normal((CLIENTS, n, d)), atoms
 
 
-def arithmetic(X: np.ndarray, D: np.ndarray) -> dict[str, Callable[[], Any]]:
+def arithmetic(X: np.ndarray, D: np.ndarray) -> dict[Any, Callable[[], Any]]:
     """Return the two products and the polar factors of a round, client by client and stacked."""
 
     def looped() -> None:
@@ -74,27 +86,50 @@ def arithmetic(X: np.ndarray, D: np.ndarray) -> dict[str, Callable[[], Any]]:
             codes = samples @ atoms.T
             polar_factor(codes.T @ samples, atoms)
 
-    def stacked() -> None:
-        for at in range(0, CLIENTS, BLOCK):
-            samples, atoms = X[at : at + BLOCK], D[at : at + BLOCK]
+    def stacked(block: int) -> None:
+        for at in range(0, CLIENTS, block):
+            samples, atoms = X[at : at + block], D[at : at + block]
             codes = samples @ atoms.swapaxes(1, 2)
             polar_factors(codes.swapaxes(1, 2) @ samples, atoms)
 
-    return {"looped": looped, "stacked": stacked}
+    return {
+        ("arithmetic", "looped"): looped,
+        **{("arithmetic", block): partial(stacked, block) for block in BLOCKS},
+    }
+
+
+def maths(X: np.ndarray, D: np.ndarray, G: np.ndarray, learner: OrthogonalLearner) -> None:
+    """Compute what clients and server compute in a round, without Flower."""
+    size = max(1, WINDOW // X[0].size)
+    windows = [slice(at, at + size) for at in range(0, CLIENTS, size)]
+    found = in_threads(lambda some: update_stack(X[some], D[some], G, learner).sent, windows)
+    aggregate_statistics(np.concatenate(list(found)), G, orthogonal=True)
+
+
+def on(cores: int, function: Callable[[], Any]) -> Callable[[], Any]:
+    """Return ``function`` computing in so many threads at most."""
+
+    def limited() -> None:
+        os.environ["OMP_NUM_THREADS"] = str(cores)
+        function()
+
+    return limited
 
 
 def perma() -> list[dict[str, Any]]:
-    """Time a round of PerMA, the clients' updates alone, and their arithmetic alone."""
+    """Time a round of PerMA, its maths alone, and its arithmetic alone."""
     rows = []
+    cores = n_threads()
     for d, r, n in SIZES:
         X, atoms = draw(d, r, n)
-        D, G, learner = np.broadcast_to(atoms, (CLIENTS, r, d)).copy(), atoms[: r // 2], None
+        D, G = np.broadcast_to(atoms, (CLIENTS, r, d)).copy(), atoms[: r // 2]
         learner = OrthogonalLearner(r)
 
         def make_client(
             context: Context, X: np.ndarray = X, learner: OrthogonalLearner = learner
         ) -> DictionaryClient:
-            return DictionaryClient(X[int(context.node_config["partition-id"])], learner, context)
+            own = X[int(context.node_config["partition-id"])]
+            return DictionaryClient(own, learner, context, start=START)
 
         def federation(
             n_rounds: int, mods: Sequence[Any], make: Any = make_client, G: Any = G
@@ -102,22 +137,26 @@ def perma() -> list[dict[str, Any]]:
             grid = InProcessGrid(client_app(make, train_mods=mods), CLIENTS)
             PerMA(fraction_evaluate=0.0).start(grid, ArrayRecord([G]), num_rounds=n_rounds)
 
-        def updates(X: Any = X, D: Any = D, G: Any = G, learner: Any = learner) -> None:
-            for at in range(0, CLIENTS, BLOCK):
-                update_stack(X[at : at + BLOCK], D[at : at + BLOCK], G, learner)
-
-        runs: dict[Any, Callable[[], Any]] = {**arithmetic(X, D), "updates": updates}
-        for way, mods in {"round": [], "one_by_one": [unchanged]}.items():
-            for length in (SHORT, LONG):
-                runs[way, length] = lambda f=federation, n=length, m=mods: f(n, m)
-        least = fastest(runs, TIMES)
-        floor = min(least["looped"], least["stacked"])
-        seconds = {
-            way: (least[way, LONG] - least[way, SHORT]) / (LONG - SHORT)
-            for way in ("round", "one_by_one")
+        computed = partial(maths, X, D, G, learner)
+        runs: dict[Any, Callable[[], Any]] = {
+            **{name: on(1, run) for name, run in arithmetic(X, D).items()},
+            "maths": on(1, computed),
+            "maths_all": on(cores, computed),
         }
-        seconds |= {"arithmetic": floor, "updates": least["updates"]}
-        rows.append({"features": d, "atoms": r, "samples": n, "seconds": seconds})
+        ways: dict[str, tuple[int, list[Any]]] = {
+            "round": (1, []),
+            "round_all": (cores, []),
+            "one_by_one": (1, [unchanged]),
+        }
+        for way, (threads, mods) in ways.items():
+            for length in (SHORT, LONG):
+                runs[way, length] = on(threads, partial(federation, length, mods))
+        least = fastest(runs, TIMES, clock=time.perf_counter)
+        seconds = {way: (least[way, LONG] - least[way, SHORT]) / (LONG - SHORT) for way in ways} | {
+            way: least[way] for way in ("maths", "maths_all")
+        }
+        seconds["arithmetic"] = min(least[key] for key in least if key[0] == "arithmetic")
+        rows.append({"features": d, "atoms": r, "samples": n, "cores": cores, "seconds": seconds})
     return rows
 
 
@@ -147,19 +186,25 @@ def messages() -> dict[str, float]:
 
 def tables(results: dict[str, Any]) -> str:
     """Return the results as Markdown."""
+    cores = results["perma"][0]["cores"]
+    ways = {
+        "maths": "maths, one core",
+        "maths_all": f"maths, {cores} cores",
+        "round": "round, one core",
+        "round_all": f"round, {cores} cores",
+        "one_by_one": "one by one",
+    }
     lines = [
-        f"A round of PerMA, {CLIENTS:,} clients in process, one core (times the arithmetic: two "
-        "products and the polar factor per client, looped or stacked, whichever is faster):",
+        f"A round of PerMA, {CLIENTS:,} clients in process, in milliseconds (times the arithmetic: "
+        "two products and the polar factor per client, looped or stacked, whichever is faster, on "
+        "one core). Maths is what clients and server compute; a round is that and the messages:",
         "",
-        "| features, atoms, samples | arithmetic (ms) | clients' updates | round | one by one |",
-        "| --- | ---: | ---: | ---: | ---: |",
+        f"| features, atoms, samples | arithmetic | {' | '.join(ways.values())} |",
+        "| --- " + "| ---: " * (len(ways) + 1) + "|",
     ]
     for row in results["perma"]:
         took = row["seconds"]
-        cells = [
-            f"{1000 * took[way]:.0f} ({took[way] / took['arithmetic']:.1f})"
-            for way in ("updates", "round", "one_by_one")
-        ]
+        cells = [f"{1000 * took[way]:.0f} ({took[way] / took['arithmetic']:.1f})" for way in ways]
         sizes = ", ".join(str(row[key]) for key in ("features", "atoms", "samples"))
         lines.append(f"| {sizes} | {1000 * took['arithmetic']:.1f} | {' | '.join(cells)} |")
     sent = results["messages"]
@@ -178,6 +223,7 @@ def ratios() -> dict[str, Any]:
     compared = {}
     for row in found:
         took, name = row["seconds"], f"d = {row['features']}, r = {row['atoms']}"
+        compared[f"arithmetic / maths, {name}"] = took["arithmetic"] / took["maths"]
         compared[f"arithmetic / round, {name}"] = took["arithmetic"] / took["round"]
         compared[f"one by one / round, {name}"] = took["one_by_one"] / took["round"]
     return {"ratios": compared, "perma": found, "messages": messages()}

@@ -17,6 +17,9 @@ FAR = 5.0
 SPREAD = 4.0
 #: Fewer points than this have no direction of most spread.
 _FEWEST = 6
+#: About so many points have their coordinates' medians taken, where the geometric median's search
+#: begins.
+_START = 64
 #: Distances below this are rounding, not disagreement.
 SAME = 1e-9
 
@@ -171,16 +174,18 @@ def geometric_median(points: Matrix, *, tol: float = 1e-10, max_iter: int = 200)
     """
     flat = points.reshape(len(points), -1)
     scale = float(np.abs(flat).max(initial=0))
-    median = np.median(flat, axis=0)
+    median = np.median(flat[:: len(flat) // _START + 1], axis=0)
     for _ in range(max_iter if scale else 0):
-        distances = np.linalg.norm(flat - median, axis=1)
+        apart = flat - median
+        distances = np.sqrt(np.einsum("ij,ij->i", apart, apart))
         away = distances > np.finfo(flat.dtype).eps * scale
         weights = np.where(away, 1 / np.where(away, distances, 1), 0)
-        pull = np.linalg.norm(weights @ (flat - median))
+        towards = weights @ apart
+        pull = np.linalg.norm(towards)
         here = len(flat) - int(away.sum())
         if pull <= here:
             break
-        step = (1 - here / pull) * (weights @ flat / weights.sum() - median)
+        step = (1 - here / pull) / weights.sum() * towards
         median = median + step
         if np.linalg.norm(step) <= tol * scale:
             break

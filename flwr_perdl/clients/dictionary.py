@@ -6,6 +6,7 @@ One client serves `PerMA`, `DictionaryAveraging` and `PerPCA`: which one, the re
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple, Protocol, cast
 
@@ -13,6 +14,7 @@ import numpy as np
 from flwr.app import Context
 
 from flwr_perdl._checks import Matrix, check_array, check_choice, check_count
+from flwr_perdl._parallel import in_threads
 from flwr_perdl._random import spawn
 from flwr_perdl._records import ROUND, RUN, SEED, STEP, Scalar
 from flwr_perdl._threads import one_blas_thread
@@ -20,7 +22,10 @@ from flwr_perdl.clients._cohort import Fitted, alike, windows
 from flwr_perdl.clients._state import PrivateState, private_shelf
 from flwr_perdl.clients.app import Member
 from flwr_perdl.dictionary import (
+    GradientLearner,
+    KSVDLearner,
     Learner,
+    MODLearner,
     OrthogonalLearner,
     WarmStart,
     align_to_global,
@@ -33,7 +38,7 @@ from flwr_perdl.dictionary import (
 )
 from flwr_perdl.dictionary.averaging import update_dictionary
 from flwr_perdl.dictionary.perpca import local_start, perpca_step, principal_directions
-from flwr_perdl.dictionary.stacks import update_stack
+from flwr_perdl.dictionary.stacks import mean_squared_error, update_stack
 
 #: The protocols' steps, PerMA's two first, and the keys of their requests' config.
 START = "start"
@@ -55,6 +60,8 @@ N_NONZERO = "perdl.n-nonzero"
 #: Numbers of samples' features that a cohort holds at once: two megabytes, which a processor's
 #: cache has room for.
 _WINDOW = 2**18
+
+_LEARNERS = (OrthogonalLearner, GradientLearner, KSVDLearner, MODLearner)
 
 _DICTIONARY = "dictionary"
 _LOCAL_ATOMS = "local_atoms"
@@ -159,7 +166,8 @@ class DictionaryClient(Member):
             Number of samples.
         metrics : dict
             ``"mse"`` of the client's dictionary on its own samples with its learner's codes (for
-            ``"components"`` by projection, before the step), ``"n_atoms"``, ``"orthogonal"``
+            an update: of the global atoms that it was sent with its local ones, before the step;
+            for ``"components"`` likewise, by projection), ``"n_atoms"``, ``"orthogonal"``
             (1 or 0), and ``"anew"``: 1 if an update of PerMA found no private state, and the client
             made its local atoms anew, else 0.
         """
@@ -171,13 +179,15 @@ class DictionaryClient(Member):
             sent, error = self._components(parameters, asked, state, config)
             n_atoms = self.learner.n_atoms
         else:
-            if asked.step == START:
-                sent, D = self._start(asked, state)
-            elif asked.step == UPDATE:
-                sent, D, anew = self._update(self._global_atoms(parameters), asked, state, config)
+            if asked.step == UPDATE:
+                G = self._global_atoms(parameters)
+                sent, D, error, anew = self._update(G, asked, state, config)
             else:
-                sent, D = self._average(parameters, asked, state, config)
-            error = _mse(self.X, reconstruct(self.learner.code(self.X, D), D))
+                if asked.step == START:
+                    sent, D = self._start(asked, state)
+                else:
+                    sent, D = self._average(parameters, asked, state, config)
+                error = _mse(self.X, reconstruct(self.learner.code(self.X, D), D))
             n_atoms = len(D)
         metrics: dict[str, Scalar] = {
             "mse": error,
@@ -196,23 +206,32 @@ class DictionaryClient(Member):
     ) -> Iterator[Fitted]:
         """Yield what `fit` of each client returns.
 
-        Updates of orthogonal learners with a threshold are computed at once for clients of one
-        size; everything else is done one by one.
+        Clients with this library's learners and start are computed on as many cores as there are;
+        updates of orthogonal learners with a threshold also many at once, of clients of one size.
+        Everything else is done one by one.
         """
-        at_once = _read(config).step == UPDATE and not int(config.get(REFINE_STEPS, 0))
-        for window in windows(clients, lambda client: client.X.size, _WINDOW):
-            if not at_once or not len(parameters[0]):
-                yield from (client.fit(parameters, config) for client in window)
-                continue
-            fitted: dict[int, Fitted] = {}
-            for same in alike(window, _kind):
-                members = [window[i] for i in same]
-                if _kind(members[0]) is not None and len(members) > 1:
-                    found = _update_together(members, parameters, config)
-                else:
-                    found = [client.fit(parameters, config) for client in members]
-                fitted.update(zip(same, found, strict=True))
-            yield from (fitted[i] for i in range(len(window)))
+        updates = _read(config).step == UPDATE and not int(config.get(REFINE_STEPS, 0))
+        stacked = updates and parameters[0].size > 0
+
+        def how(client: DictionaryClient) -> tuple[bool, bool]:
+            return stacked and _kind(client) is not None, client._is_ours()
+
+        def one_by_one(window: list[DictionaryClient]) -> list[Fitted]:
+            return [client.fit(parameters, config) for client in window]
+
+        def together(window: list[DictionaryClient]) -> list[Fitted]:
+            return _update_together(window, parameters, config)
+
+        for (at_once, ours), some in groupby(clients, how):
+            held = windows(some, lambda one: one.X.size, _WINDOW)
+            step = together if at_once else one_by_one
+            for fitted in in_threads(step, held) if ours else map(step, held):
+                yield from fitted
+
+    def _is_ours(self) -> bool:
+        """Return whether nothing but this library's code computes, which threads may run."""
+        start = getattr(self.start, "func", self.start)  # of a partial
+        return type(self.learner) in _LEARNERS and start is warm_start
 
     def _start(self, asked: _Asked, state: PrivateState) -> tuple[Matrix, Matrix]:
         """Local initialisation (P0, Algorithm 1, lines 2-5)."""
@@ -222,7 +241,7 @@ class DictionaryClient(Member):
 
     def _update(
         self, G: Matrix, asked: _Asked, state: PrivateState, config: Mapping[str, Scalar]
-    ) -> tuple[Matrix, Matrix, bool]:
+    ) -> tuple[Matrix, Matrix, float, bool]:
         """Local update (P0, Algorithm 3), after local refinement (Algorithm 6) where asked for."""
         n_global = len(G)
         local_atoms, anew = self._local_atoms(G, asked, state)
@@ -230,8 +249,10 @@ class DictionaryClient(Member):
         refine_steps = int(config.get(REFINE_STEPS, 0))
         if refine_steps:
             D = refine_local(self.X, D, n_global, self.learner, n_iter=refine_steps)
-        for _ in range(int(config.get(LOCAL_STEPS, 1))):
+        for step in range(int(config.get(LOCAL_STEPS, 1))):
             before, codes = D, self.learner.code(self.X, D)
+            if not step:
+                error = mean_squared_error(self.X, codes, D)
             aligned = align_to_global(self.learner.update(self.X, codes, D), G)
             D = np.vstack([aligned.global_atoms, aligned.local_atoms])
         state.save(asked.round, {_LOCAL_ATOMS: D[n_global:]})
@@ -246,7 +267,7 @@ class DictionaryClient(Member):
             )
         else:
             sent = np.where(self._supported(D)[:n_global, None], D[:n_global], 0)
-        return sent, D, anew
+        return sent, D, error, anew
 
     def _average(
         self,
@@ -393,15 +414,14 @@ def _kind(client: DictionaryClient) -> Hashable:
 def _update_together(
     clients: list[DictionaryClient], parameters: list[Matrix], config: Mapping[str, Scalar]
 ) -> list[Fitted]:
-    """Return what ``fit`` of these clients returns, of one kind and for an update."""
-    first, asked = clients[0], _read(config)
-    G = first._global_atoms(parameters)
+    """Return what ``fit`` of these clients returns, for an update."""
+    asked, G = _read(config), clients[0]._global_atoms(parameters)
     states = [PrivateState(one.context, asked.run, one._shelf) for one in clients]
     found = [one._local_atoms(G, asked, state) for one, state in zip(clients, states, strict=True)]
-    local = [atoms for atoms, _ in found]
     fitted: dict[int, Fitted] = {}
-    for same in alike(local, lambda atoms: (atoms.shape, atoms.dtype)):
-        D = np.stack([np.vstack([G, local[i]]) for i in same])
+    for same in alike(range(len(clients)), lambda i: (_kind(clients[i]), found[i][0].shape)):
+        first = clients[same[0]]
+        D = np.stack([np.vstack([G, found[i][0]]) for i in same])
         updates = update_stack(
             np.stack([clients[i].X for i in same]),
             D,

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_perdl._checks import Matrix, check_array, check_choice, check_count
+from flwr_perdl._parallel import in_threads
 from flwr_perdl._robust import DEEDS, average_of, far, geometric_median, reach, shortening
 from flwr_perdl.dictionary.atoms import (
     least_squares_atoms,
@@ -35,6 +36,8 @@ from flwr_perdl.dictionary.atoms import (
 from flwr_perdl.dictionary.learners import atom_support
 
 METHODS = ("mean", "weighted", "median", "geometric-median", "trimmed")
+#: Numbers in the statistics that one thread solves at once.
+_WINDOW = 2**18
 #: A second moment's least eigenvalue may be this much of the largest below zero.
 _NOISE = 0.1
 
@@ -155,9 +158,8 @@ def local_statistics(
     X = check_array("X", X, columns=D.shape[1])
     C = check_array("C", C, columns=len(D))
     check_count("n_global", n_global, 0, len(D))
-    own = C[:, :n_global]
-    shared = atom_support(own) >= min_support
-    across = own.T @ C  # C_g.T (X - C_l D_l) = C_g.T X - (C_g.T C_l) D_l
+    shared = atom_support(C[:, :n_global]) >= min_support
+    across = (C.T @ C)[:n_global]  # C_g.T (X - C_l D_l) = C_g.T X - (C_g.T C_l) D_l
     gram = across[:, :n_global] * shared
     across[:, :n_global] -= gram
     sent = (C.T @ X)[:n_global] - across @ D
@@ -219,7 +221,11 @@ def _solve_each(stack: Matrix, current: Matrix, orthogonal: bool) -> Matrix:
     at_once = np.any(stack != 0, axis=2).all(axis=1) & orthogonal
     if at_once.any():
         S = stack[at_once].astype(np.result_type(stack, current))
-        own[at_once] = polar_factors(S, np.broadcast_to(current, S.shape))
+        windows = np.array_split(S, len(S) * S[0].size // _WINDOW + 1)
+        found = in_threads(
+            lambda some: polar_factors(some, np.broadcast_to(current, some.shape)), windows
+        )
+        own[at_once] = np.concatenate(list(found))
     for i in np.flatnonzero(~at_once):
         own[i] = _solve(stack[i], current, orthogonal)
     return own

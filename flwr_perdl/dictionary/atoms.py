@@ -33,6 +33,8 @@ _CLOSE = 1e-2
 #: Least ratio of the Gram matrix' extreme eigenvalues at which it stands in for an SVD; right
 #: there the factor is off by less than 1e-9, at 1e-4 by 1e-13.
 _SAFE_GRAM = 1e-8
+#: Numbers in the matrices whose polar factors are computed at once; half a megabyte.
+_WINDOW = 2**16
 
 
 class AtomMatch(NamedTuple):
@@ -137,10 +139,7 @@ def polar_factor(S: Matrix, fallback: Matrix) -> Matrix:
         Q = np.zeros_like(M)
         Q[used] = V
     else:
-        U, s, Vt = thin_svd(M)
-        rank = int((s > s[0] * max(M.shape) * np.finfo(np.float64).eps).sum())
-        V, rest = Vt[:rank], U[:, rank:]
-        Q = U[:, :rank] @ V
+        Q, V, rest = _polar_by_levels(M)
     if rest.shape[1]:
         Q += rest @ _polar_in_complement(rest.T @ fallback.astype(np.float64), V)
     nearest: Matrix = (1.5 * Q - 0.5 * (Q @ Q.T) @ Q).astype(S.dtype)
@@ -163,17 +162,27 @@ def polar_factors(S: Matrix, fallback: Matrix) -> Matrix:
         Those of matrices with a zero row, or too badly conditioned for the Gram matrix, are
         computed one by one.
     """
-    factors, easy = np.empty_like(S), np.flatnonzero(np.all(np.any(S, axis=2), axis=1))
-    largest = np.abs(S[easy]).max(axis=(1, 2), keepdims=True)
-    M = (S[easy] / largest).astype(np.float64)
+    factors, step = np.empty_like(S), max(1, _WINDOW // max(S[:1].size, 1))
+    for at in range(0, len(S), step):
+        _polar_window(S[at : at + step], fallback[at : at + step], factors[at : at + step])
+    return factors
+
+
+def _polar_window(S: Matrix, fallback: Matrix, factors: Matrix) -> None:
+    """Write the polar factors of as many matrices as the processor's cache holds."""
+    largest = np.abs(S).max(axis=(1, 2), keepdims=True)
+    M = (S / np.where(largest == 0, 1, largest)).astype(np.float64)
     w, U = np.linalg.eigh(M @ M.swapaxes(1, 2))
     safe = w[:, 0] > _SAFE_GRAM * np.maximum(w[:, -1], 1)
-    w, U, M = w[safe], U[safe], M[safe]
+    w = np.where(safe[:, None], w, 1)
     Q = (U / np.sqrt(w)[:, None]) @ U.swapaxes(1, 2) @ M
-    factors[easy[safe]] = 1.5 * Q - 0.5 * (Q @ Q.swapaxes(1, 2)) @ Q
-    for i in np.setdiff1d(np.arange(len(S)), easy[safe]):
+    gram = Q @ Q.swapaxes(1, 2)
+    gram *= -0.5
+    np.matmul(gram, Q, out=M)
+    Q *= 1.5
+    np.add(Q, M, out=factors, casting="same_kind")
+    for i in np.flatnonzero(~safe):
         factors[i] = polar_factor(S[i], fallback[i])
-    return factors
 
 
 def _gram_polar(M: Matrix) -> Matrix | None:
@@ -183,6 +192,29 @@ def _gram_polar(M: Matrix) -> Matrix | None:
         return None
     Q: Matrix = (U / np.sqrt(w)) @ U.T @ M
     return Q
+
+
+def _polar_by_levels(M: Matrix) -> tuple[Matrix, Matrix, Matrix]:
+    """Polar factor of a badly conditioned matrix, its row space, and the left null space.
+
+    The eigenvalues of a Gram matrix are good for some orders of magnitude of the singular values:
+    three are taken, to ten digits.
+    What lies below is taken out, ``rest' M``, and has a Gram matrix of its own, until nothing
+    but rounding is left.
+    """
+    Q, V, rest = np.zeros_like(M), np.empty((0, M.shape[1])), np.eye(len(M))
+    least = np.linalg.norm(M) * max(M.shape) * np.finfo(M.dtype).eps
+    while rest.shape[1]:
+        rows = rest.T @ M
+        rows -= (rows @ V.T) @ V
+        w, U = np.linalg.eigh(rows @ rows.T)
+        if w[-1] <= least**2:
+            break
+        known = w > 1e-6 * w[-1]
+        found = (U[:, known] / np.sqrt(w[known])).T @ rows
+        Q += rest @ U[:, known] @ found
+        V, rest = np.vstack([V, found]), rest @ U[:, ~known]
+    return Q, V, rest
 
 
 def _polar_in_complement(M: Matrix, V: Matrix) -> Matrix:
@@ -243,22 +275,34 @@ def atom_distances(A: Matrix, B: Matrix) -> Matrix:
 
 
 def _distances(A: Matrix, B: Matrix) -> Matrix:
-    """Distances of the atoms of ``A`` and of ``B``, which may be a stack of dictionaries."""
-    A, B = A.astype(np.float64), B.astype(np.float64)
-    products = A @ B.swapaxes(-1, -2)
-    squares = (A**2).sum(-1)[:, None] + (B**2).sum(-1)[..., None, :] - 2 * np.abs(products)
+    """Distances of the atoms of ``A`` and of ``B``."""
+    A, B = A.astype(np.float64, copy=False), B.astype(np.float64, copy=False)
+    products, squares = _squares(A, B)
     close = np.argwhere(squares < _CLOSE)
     for some in np.array_split(close, len(close) * A.shape[1] // 2**24 + 1):
-        *which, row, column = some.T
-        signs = signs_of(products[(*which, row, column)])
-        difference = A[row] - signs[:, None] * B[(*which, column)]
-        squares[(*which, row, column)] = (difference**2).sum(-1)
+        row, column = some.T
+        signs = signs_of(products[row, column])
+        difference = A[row] - signs[:, None] * B[column]
+        squares[row, column] = (difference**2).sum(-1)
     distances: Matrix = np.sqrt(squares)
     return distances
 
 
+def _squares(A: Matrix, B: Matrix) -> tuple[Matrix, Matrix]:
+    """Products, and squared distances up to rounding, of atoms; ``B`` may be a stack."""
+    products = A @ B.swapaxes(-1, -2)
+    squares = np.abs(products)
+    squares *= -2
+    squares += np.einsum("ij,ij->i", A, A)[:, None]
+    squares += np.einsum("...ij,...ij->...i", B, B)[..., None, :]
+    return products, squares
+
+
 def match_stack(A: Matrix, B: Matrix) -> tuple[NDArray[np.intp], Matrix]:
     """Return the indices and signs of :func:`match_atoms` for a stack of ``B``, the same bits.
+
+    Where every atom's nearest is nobody else's, that is the best pairing; only where two want the
+    same one is an assignment solved.
 
     Parameters
     ----------
@@ -271,7 +315,11 @@ def match_stack(A: Matrix, B: Matrix) -> tuple[NDArray[np.intp], Matrix]:
     -------
     indices, signs : ndarray of shape (n, n_a)
     """
-    indices = np.stack([linear_sum_assignment(costs)[1] for costs in _distances(A, B)])
+    _, squares = _squares(A.astype(np.float64, copy=False), B.astype(np.float64, copy=False))
+    indices: NDArray[np.intp] = squares.argmin(axis=2)
+    taken = np.sort(indices, axis=1)
+    for i in np.flatnonzero((taken[:, 1:] == taken[:, :-1]).any(axis=1)):
+        indices[i] = linear_sum_assignment(_distances(A, B[i]))[1]
     chosen = np.take_along_axis(B, indices[..., None], axis=1)
     return indices, signs_of(np.einsum("ij,...ij->...i", A, chosen))
 
@@ -296,8 +344,8 @@ def match_atoms(A: Matrix, B: Matrix) -> AtomMatch:
     ValueError
         If ``A`` has more atoms than ``B``.
     """
-    distances = _distances_of_fewer_to_more(A, B)
-    return _match(A, B, linear_sum_assignment(distances)[1])
+    A, B = _fewer_and_more(A, B)
+    return _match(A, B, match_stack(A, B[None])[0][0])
 
 
 def dictionary_distance(A: Matrix, B: Matrix, norm: str = "1,2") -> float:
@@ -326,7 +374,8 @@ def dictionary_distance(A: Matrix, B: Matrix, norm: str = "1,2") -> float:
         If ``A`` has more atoms than ``B`` or ``norm`` is neither.
     """
     check_choice("norm", norm, ("1,2", "2"))
-    distances = _distances_of_fewer_to_more(A, B)
+    A, B = _fewer_and_more(A, B)
+    distances = _distances(A, B)
     if not distances.size:
         return 0.0
     match = _match(A, B, _bottleneck_assignment(distances))
@@ -335,11 +384,13 @@ def dictionary_distance(A: Matrix, B: Matrix, norm: str = "1,2") -> float:
     return float(np.linalg.norm(A - match.signs[:, None] * B[match.indices], 2))
 
 
-def _distances_of_fewer_to_more(A: Matrix, B: Matrix) -> Matrix:
-    distances = atom_distances(A, B)
-    if distances.shape[0] > distances.shape[1]:
+def _fewer_and_more(A: Matrix, B: Matrix) -> tuple[Matrix, Matrix]:
+    """Check two dictionaries, of which the first takes its atoms' partners from the second."""
+    A = check_array("A", A)
+    B = check_array("B", B, columns=A.shape[1])
+    if len(A) > len(B):
         raise ValueError(f"A must not have more atoms than B, got {len(A)} and {len(B)}.")
-    return distances
+    return A, B
 
 
 def _match(A: Matrix, B: Matrix, indices: NDArray[np.intp]) -> AtomMatch:

@@ -90,12 +90,38 @@ def atom_support(C: Matrix) -> Matrix:
     ndarray of shape (n_atoms,)
         0 for an atom that no sample uses.
     """
-    shares, ones = np.abs(check_array("C", C)), np.ones((1, len(C)), C.dtype)
-    shares /= shares.max(initial=0) or 1
-    first = (ones @ shares)[0]  # a product sums faster than sum() over so few columns
-    total = (ones @ np.square(shares, out=shares))[0]
-    support: Matrix = first**2 / np.where(total == 0, 1, total)
+    support: Matrix = atom_supports(check_array("C", C)[None])[0]
     return support
+
+
+def atom_supports(C: Matrix) -> Matrix:
+    """Return :func:`atom_support` of every client's codes, the same bits.
+
+    Parameters
+    ----------
+    C : ndarray of shape (n_clients, n_samples, n_atoms)
+        Finite codes.
+
+    Returns
+    -------
+    ndarray of shape (n_clients, n_atoms)
+    """
+    first, total = _power_sums(C)
+    tiny = np.finfo(C.dtype).smallest_normal / np.finfo(C.dtype).eps
+    odd = (first > 0) & ~((total > tiny) & (total < 1 / tiny))
+    for i in np.flatnonzero(odd.any(axis=1)):  # the squares are out of range
+        first[i], total[i] = _power_sums(C[i] / np.abs(C[i]).max())
+    support: Matrix = first * (first / np.where(total == 0, 1, total))
+    return support
+
+
+def _power_sums(C: Matrix) -> tuple[Matrix, Matrix]:
+    """Return the sums over the samples of ``|c|`` and of ``c^2``."""
+    shares, ones = np.abs(C), np.ones((1, C.shape[-2]), C.dtype)
+    with np.errstate(over="ignore"):
+        first = (ones @ shares)[..., 0, :]  # a product sums faster than sum() over few columns
+        total = (ones @ np.square(shares, out=shares))[..., 0, :]
+    return first, total
 
 
 @dataclass(frozen=True)
@@ -156,8 +182,12 @@ class _AlternatingLearner(ABC):
 
     def level(self, X: Matrix) -> float:
         """Return the threshold that applies to ``X``."""
+        return self.level_of(float(np.vdot(X, X)), len(X))
+
+    def level_of(self, energy: float, n_samples: int) -> float:
+        """Return the threshold for so many samples whose squares add up to ``energy``."""
         if self.threshold == "auto":
-            return AUTO_THRESHOLD * float(np.sqrt(np.vdot(X, X) / max(len(X), 1)))
+            return AUTO_THRESHOLD * float(np.sqrt(energy / max(n_samples, 1)))
         return self.threshold
 
     def code(self, X: Matrix, D: Matrix, scale: float = 1.0) -> Matrix:

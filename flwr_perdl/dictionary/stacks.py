@@ -15,14 +15,14 @@ asked, it does alone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from flwr_perdl._checks import Matrix
 from flwr_perdl.dictionary.atoms import match_stack, polar_factors
-from flwr_perdl.dictionary.learners import OrthogonalLearner
+from flwr_perdl.dictionary.learners import OrthogonalLearner, atom_supports
 
 
 class Updates(NamedTuple):
@@ -32,7 +32,7 @@ class Updates(NamedTuple):
     dictionaries: Matrix
     #: What is sent of the global atoms, (n_clients, n_global, ...); withheld rows are zero.
     sent: Matrix
-    #: Mean squared errors of the clients' own samples, (n_clients,).
+    #: Mean squared errors of the clients' own samples with ``D``, before the steps, (n_clients,).
     errors: Matrix
 
 
@@ -73,59 +73,101 @@ def update_stack(
     Updates
     """
     r = len(G)
-    levels = np.array([learner.level(samples) for samples in X], X.dtype)[:, None, None]
-    codes = _code(X, D, levels)
-    for _ in range(n_steps):
-        before, used = D, codes
-        moments = codes.swapaxes(1, 2) @ X
+    energies = [float(np.vdot(samples, samples)) for samples in X]
+    levels = np.array([learner.level_of(energy, X.shape[1]) for energy in energies], X.dtype)
+    levels, errors = levels[:, None, None], np.zeros(len(X), X.dtype)
+    for step in range(n_steps):
+        before, codes = D, X @ D.swapaxes(1, 2)
+        codes *= np.abs(codes) >= levels
+        moments, gram = codes.swapaxes(1, 2) @ X, codes.swapaxes(1, 2) @ codes
+        if not step:
+            errors = mean_squared_errors(X, codes, D, moments, gram, energies)
         D = _align(polar_factors(moments, D), G)
-        codes = _code(X, D, levels)
     if statistics:
-        sent = _statistics(moments, used, before, r, orthogonal, min_support)
+        sent = _statistics(codes, before, moments, gram, r, orthogonal, min_support)
     else:
-        visible = _supported(codes[..., :r], min_support)
+        codes = X @ D.swapaxes(1, 2)
+        codes *= np.abs(codes) >= levels
+        visible = atom_supports(codes[..., :r]) >= min_support
         sent = np.where(visible[..., None], D[:, :r], 0)
-    rest = codes @ D
-    np.subtract(X, rest, out=rest)
-    np.square(rest, out=rest)
-    return Updates(D, sent, rest.reshape(len(X), -1).mean(axis=1))
+    return Updates(D, sent, errors)
 
 
-def _code(X: Matrix, D: Matrix, levels: Matrix) -> Matrix:
-    A = X @ D.swapaxes(1, 2)
-    A *= np.abs(A) >= levels
-    return A
+def mean_squared_errors(
+    X: Matrix, C: Matrix, D: Matrix, moments: Matrix, gram: Matrix, energies: Sequence[float]
+) -> Matrix:
+    """Return the mean squares of ``X - C @ D`` of every client.
+
+    Parameters
+    ----------
+    X : ndarray of shape (n_clients, n_samples, n_features)
+        Samples.
+    C : ndarray of shape (n_clients, n_samples, n_atoms)
+        Codes.
+    D : ndarray of shape (n_clients, n_atoms, n_features)
+        Dictionaries.
+    moments : ndarray of shape (n_clients, n_atoms, n_features)
+        ``C' X``, which the update needs anyway.
+    gram : ndarray of shape (n_clients, n_atoms, n_atoms)
+        ``C' C``.
+    energies : sequence of float, of length n_clients
+        ``|X|^2``.
+
+    Returns
+    -------
+    ndarray of shape (n_clients,)
+        From ``|X|^2 - 2 <C' X, D> + <C' C, D D'>``, small products all; where that cancels, as
+        for samples that the atoms represent exactly, from the differences.
+    """
+    total = np.array(energies)
+    errors = total - 2 * _sums(moments * D) + _sums(gram * (D @ D.swapaxes(1, 2)))
+    safe = errors > 10 * np.sqrt(np.finfo(X.dtype).eps) * total
+    errors /= X[0].size
+    for i in np.flatnonzero(~safe):
+        errors[i] = np.mean(np.square(X[i] - C[i] @ D[i]))
+    return errors
+
+
+def mean_squared_error(X: Matrix, C: Matrix, D: Matrix) -> float:
+    """Return :func:`mean_squared_errors` of one client, the same bits."""
+    moments, gram, energy = C.T @ X, C.T @ C, float(np.vdot(X, X))
+    return float(
+        mean_squared_errors(X[None], C[None], D[None], moments[None], gram[None], [energy])[0]
+    )
+
+
+def _sums(values: Matrix) -> Matrix:
+    sums: Matrix = values.reshape(len(values), -1).sum(axis=1)
+    return sums
 
 
 def _align(D: Matrix, G: Matrix) -> Matrix:
     """Put the atoms that stand for the global ones first, with the global ones' signs."""
     indices, signs = match_stack(G, D)
+    if (indices == np.arange(len(G))).all():
+        aligned = D.copy()
+        aligned[:, : len(G)] *= signs[..., None]
+        return aligned
     shared = signs[..., None] * np.take_along_axis(D, indices[..., None], axis=1)
     own = np.ones(D.shape[:2], dtype=bool)
     np.put_along_axis(own, indices, False, axis=1)
     return np.concatenate([shared, D[own].reshape(len(D), -1, D.shape[2])], axis=1)
 
 
-def _supported(C: Matrix, least: float) -> NDArray[np.bool_]:
-    """Tell which atoms have enough samples behind them, as `atom_support` counts."""
-    shares, ones = np.abs(C), np.ones((1, C.shape[1]), C.dtype)
-    largest = shares.max(axis=(1, 2), initial=0)
-    shares /= np.where(largest == 0, 1, largest)[:, None, None]
-    first = (ones @ shares)[:, 0]
-    total = (ones @ np.square(shares, out=shares))[:, 0]
-    enough: NDArray[np.bool_] = first**2 / np.where(total == 0, 1, total) >= least
-    return enough
-
-
 def _statistics(
-    moments: Matrix, C: Matrix, D: Matrix, n_global: int, orthogonal: bool, min_support: float
+    C: Matrix,
+    D: Matrix,
+    moments: Matrix,
+    gram: Matrix,
+    n_global: int,
+    orthogonal: bool,
+    min_support: float,
 ) -> Matrix:
-    own = C[..., :n_global]
-    shared = _supported(own, min_support)
-    across = own.swapaxes(1, 2) @ C
-    gram = across[..., :n_global] * shared[:, None]
-    across[..., :n_global] -= gram
+    shared = atom_supports(C[..., :n_global]) >= min_support
+    across = gram[:, :n_global].copy()
+    own = across[..., :n_global] * shared[:, None]
+    across[..., :n_global] -= own
     sent = moments[:, :n_global] - across @ D
     if not orthogonal:
-        sent = np.concatenate([gram, sent], axis=2)
+        sent = np.concatenate([own, sent], axis=2)
     return np.where(shared[..., None], sent, 0)

@@ -1,0 +1,53 @@
+"""A few threads for work that NumPy does: it lets go of Python's lock in products and factors."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def n_threads() -> int:
+    """Return how many threads this process may compute in.
+
+    As many as it has cores, or ``OMP_NUM_THREADS`` where that says fewer: who limits the threads of
+    BLAS, as Flower's Ray workers and cluster schedulers do, limits these too.
+    """
+    available = getattr(os, "sched_getaffinity", None)
+    cores = len(available(0)) if available else os.cpu_count() or 1
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    return max(1, min(cores, int(asked) if asked.isdigit() else cores))
+
+
+def in_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+    """Yield ``function(item)`` for all items, in their order, some of them computed at once.
+
+    Items are taken one after the other in the caller's thread, and only as far ahead as there are
+    threads, so that no more of them are held than that. An exception is raised where its result
+    would have come.
+
+    Parameters
+    ----------
+    function : callable
+        Must not depend on what it does for other items; the results are then the same bits however
+        many threads there are.
+    items : iterable
+        Such as windows of clients.
+    """
+    n = n_threads()
+    if n == 1:
+        yield from map(function, items)
+        return
+    waiting: deque[Future[Result]] = deque()
+    with ThreadPoolExecutor(n) as pool:
+        for item in items:
+            waiting.append(pool.submit(function, item))
+            if len(waiting) > n:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()

@@ -1,0 +1,55 @@
+"""Threads for windows of clients: the order, the bounds, and the errors of one by one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from flwr_perdl._parallel import in_threads, n_threads
+
+
+@pytest.fixture(params=["1", "2", "64"])
+def limit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Limit the threads, as schedulers do; never to more than there are cores."""
+    monkeypatch.setenv("OMP_NUM_THREADS", request.param)
+    assert n_threads() <= int(request.param)
+    return n_threads()
+
+
+def test_results_come_in_order(limit: int) -> None:
+    assert list(in_threads(lambda i: i * i, range(100))) == [i * i for i in range(100)]
+
+
+def test_no_more_is_taken_than_is_computed(limit: int) -> None:
+    taken: list[int] = []
+
+    def items() -> Iterator[int]:
+        for i in range(100):
+            taken.append(i)
+            yield i
+
+    for done, result in enumerate(in_threads(lambda i: i, items())):
+        assert result == done
+        assert len(taken) <= done + 1 + limit
+
+
+def test_items_are_made_in_the_callers_thread(limit: int) -> None:
+    made = {threading.get_ident() for _ in in_threads(lambda i: i, range(9))}
+    assert made == {threading.get_ident()}
+
+
+def test_an_error_is_raised_in_its_turn(limit: int) -> None:
+    results = in_threads(lambda i: 1 // (3 - i), range(9))
+    assert [next(results) for _ in range(3)] == [0, 0, 1]
+    with pytest.raises(ZeroDivisionError):
+        next(results)
+
+
+@pytest.mark.parametrize("asked", ["", "0", "many", "-1"])
+def test_a_limit_that_is_none_is_passed_over(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    cores = n_threads()
+    monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    assert n_threads() == (1 if asked == "0" else cores) >= 1
