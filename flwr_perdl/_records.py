@@ -116,7 +116,7 @@ def to_record(arrays: Iterable[Matrix]) -> ArrayRecord:
 
 
 def to_records(lists: Mapping[int, Sequence[Matrix]]) -> dict[int, ArrayRecord]:
-    """Return an ArrayRecord per list; an array that several share is serialised once."""
+    """Return the lists' ArrayRecords; what several share, a list or an array, is there once."""
     serialised: dict[int, Array] = {}
     records: dict[int, ArrayRecord] = {}
     for arrays in lists.values():
@@ -127,7 +127,7 @@ def to_records(lists: Mapping[int, Sequence[Matrix]]) -> dict[int, ArrayRecord]:
             if id(array) not in serialised:
                 serialised[id(array)] = encode(array)
             record[str(position)] = serialised[id(array)]
-    return {key: records[id(arrays)].copy() for key, arrays in lists.items()}
+    return {key: records[id(arrays)] for key, arrays in lists.items()}
 
 
 def to_arrays(record: ArrayRecord) -> list[Matrix]:
@@ -310,4 +310,4 @@ def same_request(one: Message, other: Message) -> bool:
     """Whether two messages ask for the same."""
     if one.metadata.message_type != other.metadata.message_type:
         return False
-    return bool(one.content == other.content)
+    return one.content is other.content or bool(one.content == other.content)

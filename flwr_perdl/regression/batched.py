@@ -135,7 +135,9 @@ class Clients:
             parts = [together[ask.step](group, ask) for group in self._groups]
             stack = np.empty((len(self), *parts[0].shape[1:]))
             for group, part in zip(self._groups, parts, strict=True):
-                stack[group.clients] = part
+                first, last = group.clients[0], group.clients[-1] + 1
+                where = slice(first, last) if last - first == len(part) else group.clients
+                stack[where] = part
             stack = stack[here] if present is not None else stack
         else:
             stack = np.stack(
@@ -169,11 +171,12 @@ def _moment(group: _Group, ask: Ask) -> Matrix:
 
 
 def _residuals(group: _Group, centers: Matrix) -> tuple[Matrix, Matrix]:
-    """Return every model's sums of squared residuals (m, k), and rotated residuals (k, m, r)."""
-    m, r, d = group.rotated.shape
-    rows = group.rotated.reshape(m * r, d)
-    residuals = group.target - (centers @ rows.T).reshape(len(centers), m, r)
-    return np.einsum("kmr,kmr->mk", residuals, residuals) + group.rest[:, None], residuals
+    """Return every model's sums of squared residuals (m, k), and rotated residuals (m, k, r).
+
+    A product per client: BLAS has a kernel for small matrices that does not copy them first.
+    """
+    residuals = group.target[:, None] - centers @ group.rotated.swapaxes(1, 2)
+    return np.einsum("mkr,mkr->mk", residuals, residuals) + group.rest[:, None], residuals
 
 
 def _update(group: _Group, ask: Ask) -> Matrix:
@@ -190,23 +193,23 @@ def _update(group: _Group, ask: Ask) -> Matrix:
     if ask.options["soft"]:
         answers[:, :, 1] = weights
         for j in range(k):
-            answers[:, j, 2:] = _changes(group, residuals[j], weights[:, j, None], ask)
+            _changes(group, residuals[:, j], weights[:, j, None], ask, answers[:, j : j + 1, 2:])
     else:
         labels = weights.argmax(axis=1)
         answers[:, 0, 1] = labels
-        answers[:, 0, 2:] = _changes(group, residuals[labels, np.arange(m)], np.ones((m, 1)), ask)
+        own = residuals[np.arange(m), labels]
+        _changes(group, own, np.ones((m, 1)), ask, answers[:, :, 2:])
     return answers
 
 
-def _changes(group: _Group, residuals: Matrix, weights: Matrix, ask: Ask) -> Matrix:
-    """Lemma 1: every client's change of one model."""
+def _changes(group: _Group, residuals: Matrix, weights: Matrix, ask: Ask, out: Matrix) -> None:
+    """Lemma 1: write every client's change of one model, (m, 1, d)."""
     step = float(ask.options["step_size"]) * weights
     filtered = spectral_filter(
         step * group.values, int(ask.options["n_steps"]), str(ask.options["local"])
     )
     pulls = step / group.n[:, None] * filtered * residuals
-    changes: Matrix = (pulls[:, None] @ group.rotated)[:, 0]
-    return changes
+    np.matmul(pulls[:, None], group.rotated, out=out)
 
 
 class Run(NamedTuple):

@@ -34,7 +34,7 @@ from scipy.optimize import linear_sum_assignment, minimize
 from scipy.special import softmax
 
 from flwr_perdl._checks import Matrix, check_array, check_choice
-from flwr_perdl._robust import average_of, capped, consistent, far, shortening
+from flwr_perdl._robust import average_of, capped, consistent, far, reach, shortening
 from flwr_perdl.regression.losses import SQUARED, Loss, SquaredLoss
 
 LOCALS = ("fedavg", "fedprox")
@@ -244,16 +244,24 @@ def aggregate(
     """
     check_choice("normalise", normalise, ("cluster", "all"))
     check_choice("robust", robust, ROBUST)
-    packed = check_array("packed", packed, ndim=3)
+    packed, n_samples = check_array("packed", packed, ndim=3), np.asarray(n_samples, dtype=float)
+    return average_updates(packed, n_samples, n_clusters, soft, normalise, robust)
+
+
+def average_updates(
+    packed: Matrix, n_samples: Matrix, n_clusters: int, soft: bool, normalise: str, robust: str
+) -> Average:
+    """Return :func:`aggregate` of arguments that are as they should be."""
     width = packed.shape[2]
-    n_samples = np.asarray(n_samples, dtype=float)
     change, counts = np.zeros((n_clusters, width - 1), packed.dtype), np.zeros(n_clusters)
     odd = np.zeros(len(packed))
     if not soft:
         labels = packed[:, 0, 0]
         if not np.isin(labels, np.arange(n_clusters)).all():
             raise ValueError(f"packed must name clusters below {n_clusters}, got {labels.max()}.")
-    for j in range(n_clusters):
+        if robust == "mean":
+            change, counts, odd = _means(packed[:, 0], n_samples, n_clusters)
+    for j in range(n_clusters if soft or robust != "mean" else 0):
         chosen = np.arange(len(packed)) if soft else np.flatnonzero(labels == j)
         row = packed[chosen, j if soft else 0]
         sizes = n_samples[chosen] * (row[:, 0] if soft else 1.0)
@@ -272,6 +280,21 @@ def aggregate(
         odd[chosen] = np.maximum(odd[chosen], share)
     if normalise == "all":
         change *= (counts / max(counts.sum(), 1e-300))[:, None]
+    return Average(change, counts, odd)
+
+
+def _means(packed: Matrix, n_samples: Matrix, n_clusters: int) -> Average:
+    """Return the means of all clusters' updates by one product, and who is far from its own."""
+    labels, moves = packed[:, 0].astype(np.intp), packed[:, 1:]
+    weights = n_samples * (labels == np.arange(n_clusters)[:, None])
+    counts = weights.sum(axis=1)
+    change = ((weights / np.where(counts > 0, counts, 1)[:, None]) @ moves).astype(packed.dtype)
+    apart = change[labels]
+    apart -= moves
+    distances, odd = np.sqrt(np.einsum("ij,ij->i", apart, apart)), np.zeros(len(packed))
+    for j in np.flatnonzero(counts):
+        own = labels == j
+        odd[own] = distances[own] > reach(distances[own])
     return Average(change, counts, odd)
 
 

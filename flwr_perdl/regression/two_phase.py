@@ -57,7 +57,7 @@ from flwr_perdl.regression.answers import (
     Ask,
     misfit_bound,
 )
-from flwr_perdl.regression.clustering import LOCALS, ROBUST, aggregate, factors_of
+from flwr_perdl.regression.clustering import LOCALS, ROBUST, average_updates, factors_of
 from flwr_perdl.regression.moments import (
     ESTIMATES,
     STEPS,
@@ -540,14 +540,15 @@ class TwoPhase:
             if self.robust == "filtered" and not self.softness:
                 state = _listened(state, answers.partitions, packed[:, 0], ahead)
                 trusted = state.slopes <= 0
+            heard = slice(None) if trusted.all() else trusted
             odd = np.ones(len(loss))
-            change, counts, odd[trusted] = aggregate(
-                packed[trusted],
-                answers.n_samples[trusted],
+            change, counts, odd[heard] = average_updates(
+                packed[heard],
+                answers.n_samples[heard],
                 k,
-                soft=self.softness > 0,
-                normalise=self.normalise,
-                robust=self.robust,
+                self.softness > 0,
+                self.normalise,
+                self.robust,
             )
             state = state._replace(odd=_odd(answers, odd))
         centers = np.where(counts[:, None] > 0, ahead + change, state.centers)

@@ -232,12 +232,15 @@ class ProtocolStrategy(Strategy):
     def _ask(
         self, plan: Plan, nodes: Mapping[int, int], message_type: str, config: ConfigRecord
     ) -> list[Message]:
-        """Return one message of its own per client (mods change records in place)."""
+        """Return a message per client; as in Flower's own strategies they share their content."""
         shared = ConfigRecord({**config, **plan.config})
+        records, contents = to_records(plan.arrays), dict[int, RecordDict]()
         self._sent = []
-        for partition, record in to_records(plan.arrays).items():
-            content = RecordDict({ARRAYS: record, CONFIG: shared.copy()})
-            self._sent.append((partition, _message(content, nodes[partition], message_type)))
+        for partition, record in records.items():
+            if id(record) not in contents:
+                contents[id(record)] = RecordDict({ARRAYS: record, CONFIG: shared})
+            message = _message(contents[id(record)], nodes[partition], message_type)
+            self._sent.append((partition, message))
         return [message for _, message in self._sent]
 
     def _read(
