@@ -6,6 +6,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain, islice
 from typing import TypeVar
 
 Item = TypeVar("Item")
@@ -39,13 +40,15 @@ def in_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> Ite
     items : iterable
         Such as windows of clients.
     """
-    n = n_threads()
-    if n == 1:
-        yield from map(function, items)
+    n, left = n_threads(), iter(items)
+    first = list(islice(left, min(n, 2)))
+    left = chain(first, left)
+    if len(first) < 2:  # one core, or one item
+        yield from map(function, left)
         return
     waiting: deque[Future[Result]] = deque()
     with ThreadPoolExecutor(n) as pool:
-        for item in items:
+        for item in left:
             waiting.append(pool.submit(function, item))
             if len(waiting) > n:
                 yield waiting.popleft().result()

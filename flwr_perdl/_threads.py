@@ -12,13 +12,12 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
-from logging import WARNING
+from logging import getLogger
 from threading import Lock
 from typing import Any
 
 import numpy.linalg
 import scipy.linalg
-from flwr.common import log
 
 
 @lru_cache(maxsize=1)
@@ -29,8 +28,7 @@ def _controller() -> Any:
         from threadpoolctl import ThreadpoolController
     except ImportError:
         if not {"OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"} & set(os.environ):
-            log(
-                WARNING,
+            getLogger("flwr").warning(
                 "threadpoolctl is not installed: set OPENBLAS_NUM_THREADS=1 (or MKL_NUM_THREADS=1) "
                 "for results that are the same to the bit on every engine.",
             )

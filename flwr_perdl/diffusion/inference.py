@@ -51,7 +51,9 @@ from scipy import sparse
 from scipy.sparse.linalg import eigsh
 
 from flwr_perdl._checks import Matrix, check_array, check_choice, check_count, check_real
+from flwr_perdl._parallel import in_threads
 from flwr_perdl._random import spawn
+from flwr_perdl._threads import one_blas_thread
 from flwr_perdl.diffusion._minimise import correlate, minimise, reconstruct
 from flwr_perdl.diffusion.combine import Csr, Inbox, hear_all, product
 from flwr_perdl.diffusion.objectives import Objective
@@ -664,6 +666,8 @@ def infer(
     In memory, a block of samples stops when every agent's residual is within the tolerance, which
     no agent of a real network knows of all others; given a ``network``, all ``n_rounds`` are run.
 
+    Blocks of samples are computed on as many cores as there are.
+
     Under the squared loss, nu stays in the span of a sample and the atoms. In memory, where that
     span is much smaller than the space, the iteration runs on coordinates in it: an isometry, which
     changes nothing but rounding.
@@ -741,17 +745,19 @@ def infer(
     span = Span(np.concatenate(atoms)) if compress else None
     inner = atoms if span is None else [span.atoms(D) for D in atoms]
     size = max(1, _BLOCK // (topology.n_nodes * inner[0].shape[1] * X.itemsize))
-    parts = []
-    for at in range(0, max(1, len(X)), size):
-        Y = X[at : at + size]
+
+    def block(Y: Matrix) -> tuple[int, dict[str, Matrix]]:
         if span is None:
-            parts.append(_in_memory(program(Y, atoms), matrix, n_rounds, tolerance))
-            continue
+            return _in_memory(program(Y, atoms), matrix, n_rounds, tolerance)
         turned, across = span.samples(Y)
         rounds, seen = _in_memory(program(turned, inner), matrix, n_rounds, tolerance)
         if return_nu:
             seen = {**seen, "nu": span.back(seen["nu"], turned, across)}
-        parts.append((rounds, seen))
+        return rounds, seen
+
+    blocks = (X[at : at + size] for at in range(0, max(1, len(X)), size))
+    with one_blas_thread():
+        parts = list(in_threads(block, blocks))
     joined = {
         name: np.concatenate([seen[name] for _, seen in parts], axis=1) for name in parts[0][1]
     }

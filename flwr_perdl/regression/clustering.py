@@ -252,16 +252,17 @@ def average_updates(
     packed: Matrix, n_samples: Matrix, n_clusters: int, soft: bool, normalise: str, robust: str
 ) -> Average:
     """Return :func:`aggregate` of arguments that are as they should be."""
-    width = packed.shape[2]
-    change, counts = np.zeros((n_clusters, width - 1), packed.dtype), np.zeros(n_clusters)
-    odd = np.zeros(len(packed))
+    change: Matrix = np.zeros((n_clusters, packed.shape[2] - 1), packed.dtype)
+    counts: Matrix = np.zeros(n_clusters)
+    odd: Matrix = np.zeros(len(packed))
     if not soft:
         labels = packed[:, 0, 0]
         if not np.isin(labels, np.arange(n_clusters)).all():
             raise ValueError(f"packed must name clusters below {n_clusters}, got {labels.max()}.")
-        if robust == "mean":
-            change, counts, odd = _means(packed[:, 0], n_samples, n_clusters)
-    for j in range(n_clusters if soft or robust != "mean" else 0):
+    at_once = not soft and robust == "mean"
+    if at_once:
+        change, counts, odd = _means(packed[:, 0], n_samples, n_clusters)
+    for j in range(0 if at_once else n_clusters):
         chosen = np.arange(len(packed)) if soft else np.flatnonzero(labels == j)
         row = packed[chosen, j if soft else 0]
         sizes = n_samples[chosen] * (row[:, 0] if soft else 1.0)
