@@ -127,8 +127,7 @@ class Clients:
             UPDATE: _update,
         }
         batched = ask.step in together and not ask.own and not ask.noise
-        special = {ask.options.get("local"), ask.options.get("estimate")}
-        if self._groups and batched and not special & {"exact", "halves", "pair"}:
+        if self._groups and batched and ask.options.get("local") != "exact":
             if ask.step == UPDATE and len(groups_of(ask)) and not len(self._groups[0].own):
                 own = self._own_estimates()
                 self._groups = [group._replace(own=own[group.clients]) for group in self._groups]
@@ -153,15 +152,27 @@ def _describe(group: _Group, ask: Ask) -> Matrix:
 
 def _moment(group: _Group, ask: Ask) -> Matrix:
     thetas, Q, centers = ask.arrays
-    weight = np.where(group.n > 1, 1 / np.maximum(group.n - 1, 1), 0)
+    estimate, half = str(ask.options["estimate"]), group.n // 2
+    if estimate == "u-statistic":
+        weight = 1 / np.maximum(group.n - 1, 1)
+    else:  # two halves of the points, or their first two
+        half = np.minimum(half, 1) if estimate == "pair" else half
+        weight = (1 if estimate == "pair" else group.n) / np.maximum(half, 1) ** 2
+    weight = np.where(group.n > 1, weight, 0)
     if len(centers):
         squares = _residuals(group, centers)[0].min(axis=1) / group.n
         weight[squares <= misfit_bound(group.n) * float(ask.options["variance"])] = 0
     m, n, d = group.X.shape
-    flat = group.X.reshape(m * n, d)
+    flat, place = group.X.reshape(m * n, d), np.arange(n) // np.maximum(half, 1)[:, None]
     parts = np.empty((m, *Q.shape))
     for h in range(len(Q)):
         first, second = (group.y - (flat @ theta[h]).reshape(m, n) for theta in thetas[[0, -1]])
+        if estimate != "u-statistic":
+            factors = [first * (place == 0), second * (place == 1)]
+            a, b = ((r[:, None] @ group.X)[:, 0] for r in factors)
+            a, b = (b, a) if ask.options["transpose"] else (a, b)
+            parts[:, h] = a[:, :, None] * (b @ Q[h])[:, None]
+            continue
         a, b = ((r[:, None] @ group.X)[:, 0] for r in (first, second))
         scaled = (first * second)[:, :, None] * (flat @ Q[h]).reshape(m, n, -1)
         pairs = a[:, :, None] * (b @ Q[h])[:, None] + b[:, :, None] * (a @ Q[h])[:, None]

@@ -75,6 +75,8 @@ VARIANTS = {
     "exact": TwoPhase(n_clusters=3, local="exact"),
     "one-shot": TwoPhase(n_clusters=3, one_shot=True),
     "clip": TwoPhase(n_clusters=3, robust="clip"),
+    "halves": TwoPhase(n_clusters=3, estimate="halves", n_products=2),
+    "pair": TwoPhase(n_clusters=3, estimate="pair", n_products=2),
     "line search": TwoPhase(n_clusters=3, anchor_step="line-search", n_iterations=3),
 }
 
