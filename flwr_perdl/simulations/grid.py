@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from logging import DEBUG
 from typing import Any
@@ -125,6 +127,10 @@ class InProcessGrid(Grid):
         Training messages that follow each other and ask the same are handed over together where
         the clients' type can take the step in one go; the replies are the same bits.
         """
+        with _no_collection():
+            return self._push(messages)
+
+    def _push(self, messages: Iterable[Message]) -> list[str]:
         ids: list[str] = []
         cohort: list[Message] = []
         asked: set[int] = set()
@@ -209,6 +215,22 @@ class InProcessGrid(Grid):
             reason = f"{type(error).__name__}: {error}"
             reply = Message(Error(code=code, reason=reason), reply_to=message)
         return reply
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Put off the search for cyclic garbage.
+
+    What a round leaves behind is freed by counting references; going through thousands of live
+    records again and again costs a seventh of a message's time.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _twin(content: RecordDict) -> RecordDict:
