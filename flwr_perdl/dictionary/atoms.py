@@ -247,9 +247,10 @@ def _distances(A: Matrix, B: Matrix) -> Matrix:
     A, B = A.astype(np.float64), B.astype(np.float64)
     products = A @ B.swapaxes(-1, -2)
     squares = (A**2).sum(-1)[:, None] + (B**2).sum(-1)[..., None, :] - 2 * np.abs(products)
-    close = np.argwhere(squares < _CLOSE)
-    for some in np.array_split(close, len(close) * A.shape[1] // 2**24 + 1):
-        *which, row, column = some.T
+    close = np.nonzero(squares < _CLOSE)
+    most = 2**24 // max(A.shape[1], 1) + 1
+    for begin in range(0, len(close[0]), most):
+        *which, row, column = (indices[begin : begin + most] for indices in close)
         signs = signs_of(products[(*which, row, column)])
         difference = A[row] - signs[:, None] * B[(*which, column)]
         squares[(*which, row, column)] = (difference**2).sum(-1)
@@ -298,6 +299,12 @@ def match_atoms(A: Matrix, B: Matrix) -> AtomMatch:
     """
     distances = _distances_of_fewer_to_more(A, B)
     return _match(A, B, linear_sum_assignment(distances)[1])
+
+
+def pair_atoms(A: Matrix, B: Matrix) -> tuple[NDArray[np.intp], Matrix]:
+    """Return the indices and signs of :func:`match_atoms`, of atoms that are as they should be."""
+    indices: NDArray[np.intp] = linear_sum_assignment(_distances(A, B))[1]
+    return indices, signs_of(np.einsum("ij,ij->i", A, B[indices]))
 
 
 def dictionary_distance(A: Matrix, B: Matrix, norm: str = "1,2") -> float:
