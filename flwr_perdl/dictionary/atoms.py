@@ -132,6 +132,8 @@ def polar_factor(S: Matrix, fallback: Matrix) -> Matrix:
     M = (S / np.abs(S).max()).astype(np.float64)
     used = M.any(axis=1)
     V = _gram_polar(M[used])
+    if V is not None and used.all():
+        return _orthonormal(V).astype(S.dtype)
     if V is not None:
         rest: Matrix = np.eye(len(M))[:, ~used]
         Q = np.zeros_like(M)
@@ -143,8 +145,7 @@ def polar_factor(S: Matrix, fallback: Matrix) -> Matrix:
         Q = U[:, :rank] @ V
     if rest.shape[1]:
         Q += rest @ _polar_in_complement(rest.T @ fallback.astype(np.float64), V)
-    nearest: Matrix = (1.5 * Q - 0.5 * (Q @ Q.T) @ Q).astype(S.dtype)
-    return nearest
+    return _orthonormal(Q).astype(S.dtype)
 
 
 def polar_factors(S: Matrix, fallback: Matrix) -> Matrix:
@@ -174,6 +175,12 @@ def polar_factors(S: Matrix, fallback: Matrix) -> Matrix:
     for i in np.setdiff1d(np.arange(len(S)), easy[safe]):
         factors[i] = polar_factor(S[i], fallback[i])
     return factors
+
+
+def _orthonormal(Q: Matrix) -> Matrix:
+    """Take a Newton-Schulz step: rows that are nearly orthonormal become so to rounding."""
+    nearest: Matrix = 1.5 * Q - 0.5 * (Q @ Q.T) @ Q
+    return nearest
 
 
 def _gram_polar(M: Matrix) -> Matrix | None:
