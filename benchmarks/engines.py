@@ -15,18 +15,17 @@ import numpy as np
 from _measure import main
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.serverapp import Grid, ServerApp
-from flwr.simulation import run_simulation
+from flwr.serverapp import Grid
 
 from flwr_perdl._records import ARRAYS, CONFIG
-from flwr_perdl.simulations.engine import federate
+from flwr_perdl.simulations.engine import federate, on_ray
 from flwr_perdl.simulations.experiments import configure, synthetic
 
 CLIENTS = 200
-#: A round's time is the difference of a long and a short run, over the difference of rounds.
-SHORT, LONG = 2, 6
-#: Runs of each, in turn; medians are reported.
-TIMES = 3
+#: Rounds of a run, and how many are left out: in the first two, workers start and plant data.
+ROUNDS, WARM = 12, 2
+#: Runs of each, in turn; the median of all their rounds is reported.
+TIMES = 5
 
 empty = ClientApp()
 
@@ -37,37 +36,36 @@ def train(message: Message, context: Context) -> Message:
     return Message(message.content, reply_to=message)
 
 
-def perma(config: dict[str, Any], n_rounds: int) -> float:
-    """Return the seconds of a run of `synthetic`, from the first request to the last reply."""
-    rounds = {**config, "rounds": n_rounds}
-    return federate(synthetic, rounds, engine="ray", fraction_evaluate=0.0).seconds
+def perma(config: dict[str, Any]) -> list[float]:
+    """Return when each round of a run of `synthetic` was over."""
+    ends: list[float] = []
+    federate(
+        synthetic,
+        {**config, "rounds": ROUNDS},
+        engine="ray",
+        fraction_evaluate=0.0,
+        on_round=lambda report: ends.append(time.perf_counter()),
+    )
+    return ends
 
 
-def nothing(atoms: np.ndarray, n_rounds: int) -> float:
-    """Return the seconds in which as many clients return as many numbers as often."""
-    server, found = ServerApp(), []
+def nothing(atoms: np.ndarray) -> list[float]:
+    """Return when each round was over in which as many clients return as many numbers."""
 
-    @server.main()
-    def serve(grid: Grid, context: Context) -> None:
-        nodes = list(grid.get_node_ids())
+    def serve(grid: Grid) -> list[float]:
+        nodes, ends = list(grid.get_node_ids()), []
         while len(nodes) < CLIENTS:
             time.sleep(0.1)
             nodes = list(grid.get_node_ids())
-        started = time.perf_counter()
-        for round_ in range(1, n_rounds + 1):
+        for round_ in range(1, ROUNDS + 1):
             records = {ARRAYS: ArrayRecord([atoms]), CONFIG: ConfigRecord({"server-round": round_})}
             content = RecordDict(records)
             requests = [Message(content, node, MessageType.TRAIN) for node in nodes]
             assert len(list(grid.send_and_receive(requests))) == CLIENTS
-        found.append(time.perf_counter() - started)
+            ends.append(time.perf_counter())
+        return ends
 
-    run_simulation(
-        server_app=server,
-        client_app=empty,
-        num_supernodes=CLIENTS,
-        backend_config={"client_resources": {"num_cpus": 1}, "init_args": {"log_to_driver": False}},
-    )
-    return found[0]
+    return on_ray(serve, empty, CLIENTS)
 
 
 def ratios() -> dict[str, Any]:
@@ -75,17 +73,15 @@ def ratios() -> dict[str, Any]:
     logging.getLogger("flwr").setLevel(logging.ERROR)
     config = configure(synthetic, clients=CLIENTS, options={"seeds": 1})
     atoms = federate(synthetic, {**config, "rounds": 1}).arrays[0]  # as many numbers
-    runs: dict[str, Callable[[int], float]] = {
-        "perma": lambda n: perma(config, n),
-        "empty": lambda n: nothing(atoms, n),
+    runs: dict[str, Callable[[], list[float]]] = {
+        "perma": lambda: perma(config),
+        "empty": lambda: nothing(atoms),
     }
-    seconds: dict[tuple[str, int], list[float]] = {}
+    rounds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(TIMES):
         for name, run in runs.items():
-            for n in (SHORT, LONG):
-                seconds.setdefault((name, n), []).append(run(n))
-    median = {key: float(np.median(values)) for key, values in seconds.items()}
-    took = {name: (median[name, LONG] - median[name, SHORT]) / (LONG - SHORT) for name in runs}
+            rounds[name] += np.diff(run())[WARM:].tolist()
+    took = {name: float(np.median(seconds)) for name, seconds in rounds.items()}
     ratio = took["empty"] / took["perma"]
     return {"ratios": {"empty handler / PerMA, a round on Ray": ratio}, "seconds": took}
 

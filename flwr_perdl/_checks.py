@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import isfinite
 from numbers import Integral, Real
 from typing import Any
 
@@ -10,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Matrix = NDArray[np.floating[Any]]
+
+_FLOATS = (np.dtype(np.float64), np.dtype(np.float32))
 
 
 def check_array(
@@ -46,7 +49,7 @@ def check_array(
         If dtype, number of dimensions, shape or a value is not as required.
     """
     array = np.asarray(value)
-    if array.dtype not in (np.float64, np.float32):
+    if array.dtype not in _FLOATS:
         raise ValueError(f"{name} must be float64 or float32, got {array.dtype}.")
     if array.ndim != ndim:
         raise ValueError(f"{name} must have {ndim} dimensions, got shape {array.shape}.")
@@ -57,7 +60,7 @@ def check_array(
     array = np.ascontiguousarray(array)
     # The sum of squares, one pass of BLAS, is finite only if all terms are; where it overflows,
     # every term is looked at.
-    if not np.isfinite(np.vdot(array, array)) and not np.isfinite(array).all():
+    if not isfinite(np.vdot(array, array)) and not np.isfinite(array).all():
         bad = int(array.size - np.isfinite(array).sum())
         raise ValueError(f"{name} must be finite, got {bad} NaN or infinite value(s).")
     return array

@@ -9,8 +9,7 @@ thread while our maths runs; without it the environment variables ``OPENBLAS_NUM
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ContextDecorator
 from functools import lru_cache
 from logging import getLogger
 from threading import Lock
@@ -21,9 +20,9 @@ import scipy.linalg
 
 
 @lru_cache(maxsize=1)
-def _controller() -> Any:
-    """Return the pools of the BLAS libraries loaded by NumPy and SciPy, or None."""
-    _ = numpy.linalg, scipy.linalg  # loaded before the pools are looked up
+def _libraries() -> list[Any]:
+    """Return threadpoolctl's hold on each BLAS library that NumPy and SciPy have loaded."""
+    _ = numpy.linalg, scipy.linalg  # loaded before the libraries are looked up
     try:
         from threadpoolctl import ThreadpoolController
     except ImportError:
@@ -32,43 +31,45 @@ def _controller() -> Any:
                 "threadpoolctl is not installed: set OPENBLAS_NUM_THREADS=1 (or MKL_NUM_THREADS=1) "
                 "for results that are the same to the bit on every engine.",
             )
-        return None
-    return ThreadpoolController()
+        return []
+    libraries: list[Any] = ThreadpoolController().select(user_api="blas").lib_controllers
+    return libraries
 
 
-class _Limit:
-    """The limit and how many blocks are inside it: BLAS has one number of threads per process."""
+class _Limit(ContextDecorator):
+    """The limit and how many blocks are inside it: BLAS has one number of threads per process.
+
+    A library that has one thread already, as in Ray's workers, is only looked at.
+    """
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._inside = 0
-        self._held = ExitStack()
+        self._before: list[tuple[Any, int]] = []
 
-    def enter(self) -> None:
+    def __enter__(self) -> None:
         with self._lock:
             self._inside += 1
-            controller = _controller() if self._inside == 1 else None
-            if controller is not None:
-                self._held.enter_context(controller.limit(limits=1, user_api="blas"))
+            for library in _libraries() if self._inside == 1 else ():
+                threads = library.get_num_threads()
+                if threads is not None and threads != 1:
+                    library.set_num_threads(1)
+                    self._before.append((library, threads))
 
-    def leave(self) -> None:
+    def __exit__(self, *error: object) -> None:
         with self._lock:
             self._inside -= 1
-            if not self._inside:
-                self._held.close()
+            while self._before and not self._inside:
+                library, threads = self._before.pop()
+                library.set_num_threads(threads)
 
 
 _LIMIT = _Limit()
 
 
-@contextmanager
-def one_blas_thread() -> Iterator[None]:
+def one_blas_thread() -> _Limit:
     """Run the block (or, as a decorator, the function) with one BLAS thread.
 
     A block inside another costs nothing: the limit is set by the first and lifted by the last.
     """
-    _LIMIT.enter()
-    try:
-        yield
-    finally:
-        _LIMIT.leave()
+    return _LIMIT

@@ -1,8 +1,8 @@
 """A client's private state: in Flower's ``context.state`` and, on request, on disk.
 
-The states after the last two rounds are kept, each under its round. A server that crashed asks for
-a round again; the client then takes the newest state from *before* that round, so that the same
-request has the same reply.
+The states after the last two rounds are kept, each under its round, in one record (engines send it
+along with every message). A server that crashed asks for a round again; the client then takes the
+newest state from *before* that round, so that the same request has the same reply.
 
 A file is bound to the client's name, which does not depend on the run, and to the algorithm. One
 that is damaged, or of another client or algorithm, is named in the log and left out: the client
@@ -12,14 +12,13 @@ somebody may still want to read.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from logging import WARNING
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 from urllib.parse import quote
 
-from flwr.app import ArrayRecord, ConfigRecord, Context
+from flwr.app import Array, ArrayRecord, Context
 from flwr.common import log
 from numpy.typing import NDArray
 
@@ -29,8 +28,7 @@ from flwr_perdl.clients._at_rest import KEY_VARIABLE, StateKey, key_from_environ
 
 PrivateArrays = dict[str, NDArray[Any]]
 
-_RUN = "perdl.private.run"
-_RECORD = re.compile(r"perdl\.private\.(\d+)")
+_PREFIX = "perdl.private."
 
 
 class Shelf(NamedTuple):
@@ -93,6 +91,7 @@ class PrivateState:
     def __init__(self, context: Context, run: str, shelf: Shelf | None = None) -> None:
         self._records = context.state
         self._run = run
+        self._name = f"{_PREFIX}{run}"
         self._shelf = shelf
 
     def before(self, round_: int) -> PrivateArrays | None:
@@ -108,7 +107,8 @@ class PrivateState:
         return self._newest(round_)
 
     def _newest(self, last: int) -> PrivateArrays | None:
-        in_memory = max((r for r in self._rounds() if r <= last), default=-1)
+        held = self._held()
+        in_memory = max((r for r in held if r <= last), default=-1)
         if self._shelf is not None:
             for round_ in reversed(_store.rounds_in(self._shelf.folder)):
                 saved = self._read(self._shelf, round_) if in_memory < round_ <= last else None
@@ -116,22 +116,23 @@ class PrivateState:
                     return saved
         if in_memory < 0:
             return None
-        record = cast(ArrayRecord, self._records[f"perdl.private.{in_memory}"])
-        return {name: decode(array) for name, array in record.items()}
+        return {name: decode(array) for name, array in held[in_memory].items()}
 
     def save(self, round_: int, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Keep ``arrays`` as the state after ``round_``, and the state before it."""
         if self._shelf is not None:
             self._write(self._shelf, round_, arrays)
-        rounds = self._rounds()
-        kept = [r for r in rounds if r < round_][-1:]
-        for stale in set(rounds) - set(kept):
-            del self._records[f"perdl.private.{stale}"]
-        self._records[_RUN] = ConfigRecord({"run": self._run})
+        held = self._held()
+        before = sorted(r for r in held if r < round_)[-1:]
+        kept = {r: held[r] for r in before}
+        kept[round_] = {name: encode(array) for name, array in arrays.items()}
         record = ArrayRecord()
-        for name, array in arrays.items():
-            record[name] = encode(array)
-        self._records[f"perdl.private.{round_}"] = record
+        for r, encoded in kept.items():
+            for name, own in encoded.items():
+                record[f"{r}/{name}"] = own
+        for stale in [name for name in self._records if name.startswith(_PREFIX)]:
+            del self._records[stale]
+        self._records[self._name] = record
 
     # On disk ---------------------------------------------------------------------------------
 
@@ -187,13 +188,10 @@ class PrivateState:
             log(WARNING, "%s is left out: %s.", path, error)
             return None
 
-    def _rounds(self) -> list[int]:
-        """Return the rounds that ``context.state`` holds arrays of this run for, ascending."""
-        token = self._records.get(_RUN)
-        found = (_RECORD.fullmatch(name) for name in list(self._records))
-        rounds = sorted(int(match[1]) for match in found if match)
-        if rounds and not (isinstance(token, ConfigRecord) and token.get("run") == self._run):
-            for stale in rounds:
-                del self._records[f"perdl.private.{stale}"]
-            return []
-        return rounds
+    def _held(self) -> dict[int, dict[str, Array]]:
+        """Return the arrays of this run in ``context.state``, by round."""
+        held: dict[int, dict[str, Array]] = {}
+        for key, array in cast(ArrayRecord, self._records.get(self._name, {})).items():
+            round_, _, name = key.partition("/")
+            held.setdefault(int(round_), {})[name] = array
+        return held

@@ -53,22 +53,25 @@ class NumPyClientApp(ClientApp):
         self._factory = factory
         self._one_by_one = bool(train_mods)
 
-        @self.train(mods=list(train_mods))
-        def train(message: Message, context: Context) -> Message:
-            arrays, config = read_request(message)
-            updated, num_examples, metrics = factory(context).fit(arrays, config)
-            return reply_to(message, updated, num_examples, metrics)
+        self.train(mods=list(train_mods))(self._train)
+        self.evaluate(mods=list(evaluate_mods))(self._evaluate)
+        self.query()(self._query)
 
-        @self.evaluate(mods=list(evaluate_mods))
-        def evaluate(message: Message, context: Context) -> Message:
-            arrays, config = read_request(message)
-            loss, num_examples, metrics = factory(context).evaluate(arrays, config)
-            return reply_to(message, None, num_examples, {"loss": loss, **metrics})
+    # Methods and not closures: Ray pickles the app with every message, these by their names.
 
-        @self.query()
-        def query(message: Message, context: Context) -> Message:
-            properties = factory(context).get_properties({})
-            return Message(RecordDict({CONFIG: ConfigRecord(dict(properties))}), reply_to=message)
+    def _train(self, message: Message, context: Context) -> Message:
+        arrays, config = read_request(message)
+        updated, num_examples, metrics = self._factory(context).fit(arrays, config)
+        return reply_to(message, updated, num_examples, metrics)
+
+    def _evaluate(self, message: Message, context: Context) -> Message:
+        arrays, config = read_request(message)
+        loss, num_examples, metrics = self._factory(context).evaluate(arrays, config)
+        return reply_to(message, None, num_examples, {"loss": loss, **metrics})
+
+    def _query(self, message: Message, context: Context) -> Message:
+        properties = self._factory(context).get_properties({})
+        return Message(RecordDict({CONFIG: ConfigRecord(dict(properties))}), reply_to=message)
 
     def lifespan(self) -> Any:
         """Register a lifespan, as `ClientApp.lifespan`; every client then has its own."""

@@ -135,8 +135,8 @@ class DictionaryClient(Member):
         self.context = context
         self.evaluation = {
             name: check_array(f"evaluation[{name!r}]", samples, columns=self.X.shape[1])
-            for name, samples in (evaluation or {"": self.X}).items()
-        }
+            for name, samples in (evaluation or {}).items()
+        } or {"": self.X}
         self.start = start
         self.min_support = check_count("min_support", min_support)
         algorithm = f"dictionary, {type(learner).__name__}"

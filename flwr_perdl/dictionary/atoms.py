@@ -134,6 +134,8 @@ def polar_factor(S: Matrix, fallback: Matrix) -> Matrix:
     M = (S / np.abs(S).max()).astype(np.float64)
     used = M.any(axis=1)
     V = _gram_polar(M[used])
+    if V is not None and used.all():
+        return _orthonormal(V).astype(S.dtype)
     if V is not None:
         rest: Matrix = np.eye(len(M))[:, ~used]
         Q = np.zeros_like(M)
@@ -142,8 +144,7 @@ def polar_factor(S: Matrix, fallback: Matrix) -> Matrix:
         Q, V, rest = _polar_by_levels(M)
     if rest.shape[1]:
         Q += rest @ _polar_in_complement(rest.T @ fallback.astype(np.float64), V)
-    nearest: Matrix = (1.5 * Q - 0.5 * (Q @ Q.T) @ Q).astype(S.dtype)
-    return nearest
+    return _orthonormal(Q).astype(S.dtype)
 
 
 def polar_factors(S: Matrix, fallback: Matrix) -> Matrix:
@@ -183,6 +184,12 @@ def _polar_window(S: Matrix, fallback: Matrix, factors: Matrix) -> None:
     np.add(Q, M, out=factors, casting="same_kind")
     for i in np.flatnonzero(~safe):
         factors[i] = polar_factor(S[i], fallback[i])
+
+
+def _orthonormal(Q: Matrix) -> Matrix:
+    """Take a Newton-Schulz step: rows that are nearly orthonormal become so to rounding."""
+    nearest: Matrix = 1.5 * Q - 0.5 * (Q @ Q.T) @ Q
+    return nearest
 
 
 def _gram_polar(M: Matrix) -> Matrix | None:
@@ -278,9 +285,10 @@ def _distances(A: Matrix, B: Matrix) -> Matrix:
     """Distances of the atoms of ``A`` and of ``B``."""
     A, B = A.astype(np.float64, copy=False), B.astype(np.float64, copy=False)
     products, squares = _squares(A, B)
-    close = np.argwhere(squares < _CLOSE)
-    for some in np.array_split(close, len(close) * A.shape[1] // 2**24 + 1):
-        row, column = some.T
+    close = np.nonzero(squares < _CLOSE)
+    most = 2**24 // max(A.shape[1], 1) + 1
+    for begin in range(0, len(close[0]), most):
+        row, column = (indices[begin : begin + most] for indices in close)
         signs = signs_of(products[row, column])
         difference = A[row] - signs[:, None] * B[column]
         squares[row, column] = (difference**2).sum(-1)

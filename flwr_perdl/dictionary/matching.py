@@ -35,7 +35,7 @@ from scipy.optimize import linear_sum_assignment
 from scipy.special import betaincinv
 
 from flwr_perdl._checks import Matrix, check_array, check_choice, check_count
-from flwr_perdl.dictionary.atoms import match_atoms, normalize_atoms, signs_of
+from flwr_perdl.dictionary.atoms import match_stack, normalize_atoms, signs_of
 
 #: Clients whose atoms are candidates in the consensus.
 _CANDIDATE_CLIENTS = 16
@@ -196,9 +196,10 @@ def align_to_global(D: Matrix, global_atoms: Matrix) -> Alignment:
     global_atoms = check_array("global_atoms", global_atoms, columns=D.shape[1])
     if len(global_atoms) > len(D):
         raise ValueError(f"D must have at least {len(global_atoms)} atoms, got {len(D)}.")
-    match = match_atoms(global_atoms, D)
-    local = np.delete(D, match.indices, axis=0)
-    return Alignment(match.signs[:, None] * D[match.indices], local, match.indices, match.signs)
+    (indices,), (signs,) = match_stack(global_atoms, D[None])
+    own = np.ones(len(D), dtype=bool)
+    own[indices] = False
+    return Alignment(signs[:, None] * D[indices], D[own], indices, signs)
 
 
 # Algorithm 2: shortest paths

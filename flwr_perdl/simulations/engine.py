@@ -11,15 +11,17 @@ a Flower ``Grid``       inside a ServerApp: ``flwr run .`` or ``flower-simulatio
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
 from flwr.client import NumPyClient
+from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import Result
 
@@ -31,6 +33,11 @@ from flwr_perdl.strategies import ProtocolStrategy, RoundReport
 from flwr_perdl.strategies._conversation import EVALUATE
 
 ENGINES = ("in-process", "ray")
+
+#: Seconds for which one thread of the driver computes while others wait (see `on_ray`).
+SWITCH_INTERVAL = 5e-4
+
+Served = TypeVar("Served")
 
 Config = Mapping[str, Any]
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
@@ -116,7 +123,7 @@ def federate(
     clients = int(config["clients"])
     if engine == "in-process":
         return run(InProcessGrid(app, clients))
-    return _run_on_ray(run, app, clients)
+    return on_ray(run, app, clients)
 
 
 def _run_on(
@@ -184,8 +191,27 @@ def mishaps(history: Sequence[RoundReport]) -> list[str]:
     return notes
 
 
-def _run_on_ray(run: Callable[[Grid], Federated], app: Any, clients: int) -> Federated:
-    """Run on Flower's simulation engine; what the server raises is raised here."""
+def on_ray(serve: Callable[[Grid], Served], app: ClientApp, clients: int) -> Served:
+    """Run a server on Flower's simulation engine, and return, or raise, what it does.
+
+    Flower hands messages on in threads of this process, one per worker, and another looks for
+    messages all the time. Python lets a thread compute for 5 ms before the next has its turn, as
+    long as several workers' replies; here for half a millisecond.
+
+    Parameters
+    ----------
+    serve : callable
+        The server's part.
+    app : ClientApp
+        What the clients run.
+    clients : int
+        How many there are.
+
+    Raises
+    ------
+    ValueError
+        If Ray is not installed.
+    """
     if find_spec("ray") is None:
         raise ValueError(
             "engine must be 'in-process' where Ray is not installed (the extra 'simulation' "
@@ -194,22 +220,31 @@ def _run_on_ray(run: Callable[[Grid], Federated], app: Any, clients: int) -> Fed
     from flwr.simulation import run_simulation
 
     server = ServerApp()
-    federated: list[Federated] = []
+    served: list[Served] = []
     failures: list[Exception] = []
 
     @server.main()
     def main(grid: Grid, context: Context) -> None:
         try:
-            federated.append(run(grid))
+            served.append(serve(grid))
         except Exception as error:
             failures.append(error)
 
-    run_simulation(
-        server_app=server,
-        client_app=app,
-        num_supernodes=clients,
-        backend_config={"client_resources": {"num_cpus": 1}, "init_args": {"log_to_driver": False}},
-    )
+    backend: dict[str, Any] = {
+        "client_resources": {"num_cpus": 1},
+        "init_args": {"log_to_driver": False},
+    }
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_INTERVAL)
+    try:
+        run_simulation(
+            server_app=server,
+            client_app=app,
+            num_supernodes=clients,
+            backend_config=backend,
+        )
+    finally:
+        sys.setswitchinterval(interval)
     if failures:
         raise failures[0]
-    return federated[0]
+    return served[0]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping
 
 from flwr_perdl.clients import client_app
 from flwr_perdl.simulations import InProcessGrid
+from flwr_perdl.simulations.experiments import configure, synthetic
 from flwr_perdl.strategies import PerMA
 
 MakeFederation = Callable[..., Any]
@@ -79,3 +82,15 @@ def test_metrics_must_be_numbers(federation: MakeFederation) -> None:
     strategy = PerMA(3)
     with pytest.raises(RuntimeError, match="Round 1 has 0 good replies"):
         strategy.start(InProcessGrid(client_app(make), 2), num_rounds=1)
+
+
+def test_an_app_is_pickled_by_names_since_ray_does_it_with_every_message() -> None:
+    config = configure(synthetic, clients=2)
+    app = client_app(partial(synthetic.client, config=config))
+    pickled = pickle.dumps(app)  # knows no other way than by name
+    assert len(pickled) < 2000
+    learned = [
+        PerMA(3, num_clients=2).start(InProcessGrid(one, 2), num_rounds=2).arrays["0"].numpy()
+        for one in (app, pickle.loads(pickled))
+    ]
+    np.testing.assert_array_equal(*learned)

@@ -49,9 +49,8 @@ def test_an_update_is_algorithm_3_by_hand() -> None:
     whole = np.vstack([G, align_to_global(D, G).local_atoms])
     aligned = align_to_global(LEARNER.step(X, whole), G)
     np.testing.assert_array_equal(sent, aligned.global_atoms)
-    np.testing.assert_array_equal(
-        node.state.array_records["perdl.private.2"]["local_atoms"].numpy(), aligned.local_atoms
-    )
+    (private,) = node.state.array_records.values()
+    np.testing.assert_array_equal(private["2/local_atoms"].numpy(), aligned.local_atoms)
     residual = X - LEARNER.code(X, whole) @ whole
     assert metrics["mse"] == pytest.approx(np.mean(residual**2), rel=1e-12)
 

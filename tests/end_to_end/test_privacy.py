@@ -92,10 +92,11 @@ def run(
 
     def note(report: Any) -> None:
         for context in grid.contexts.values():
-            last = max(context.state.array_records, default=None)
-            if last is None:
+            private = [r for one in context.state.array_records.values() for r in one.items()]
+            if not private:
                 continue
-            kept = context.state.array_records[last]
+            last = max(int(key.partition("/")[0]) for key, _ in private)
+            kept = {key.removeprefix(f"{last}/"): array for key, array in private}
             partition = int(context.node_config["partition-id"])
             if "local_atoms" in kept:
                 local_atoms.append(kept["local_atoms"].numpy())

@@ -79,11 +79,11 @@ def test_a_cohort_has_the_bits_of_one_by_one(
 
 
 def states(grid: InProcessGrid) -> list[dict[str, bytes]]:
-    """Return the bytes of all that the clients keep."""
+    """Return the bytes of all that the clients keep, by round and name."""
     return [
         {
-            f"{name}/{key}": array.data
-            for name, record in context.state.array_records.items()
+            key: array.data
+            for record in context.state.array_records.values()
             for key, array in record.items()
         }
         for context in grid.contexts.values()

@@ -194,14 +194,21 @@ def _learner(planted: Planted, partition: int) -> OrthogonalLearner:
 
 
 def _planted(config: Config) -> Planted:
-    clients = int(config["clients"])
-    weak = check_count("weak", config["weak"], 0, clients)
-    samples = check_count("samples", config["samples"], 1)
-    weak_samples = check_count("weak_samples", config["weak_samples"], 1)
-    n_samples = (samples,) * (clients - weak) + (weak_samples,) * weak
-    sizes = numbers("atoms", config["atoms"], N_GLOBAL, 100)
-    n_atoms = tuple(sizes[i % len(sizes)] for i in range(clients))
-    return plant(int(config["seed"]), n_atoms, n_samples)
+    names = ("seed", "clients", "weak", "samples", "weak_samples", "atoms")
+    return _of_options(*(config[name] for name in names))
+
+
+@lru_cache(maxsize=2)
+def _of_options(
+    seed: Value, clients: Value, weak: Value, samples: Value, weak_samples: Value, atoms: Value
+) -> Planted:
+    """Return the clients that the options describe; a process that hosts many plants them once."""
+    n_clients = int(clients)
+    n_weak = check_count("weak", weak, 0, n_clients)
+    sizes = numbers("atoms", atoms, N_GLOBAL, 100)
+    n_samples = (check_count("samples", samples, 1),) * (n_clients - n_weak)
+    n_samples += (check_count("weak_samples", weak_samples, 1),) * n_weak
+    return plant(int(seed), tuple(sizes[i % len(sizes)] for i in range(n_clients)), n_samples)
 
 
 @lru_cache(maxsize=2)

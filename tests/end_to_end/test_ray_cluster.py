@@ -1,0 +1,115 @@
+"""A Ray cluster of two nodes on this machine: the same results, computed on both of them."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from flwr_perdl.diffusion import Topology
+from flwr_perdl.network import InMemoryNetwork, RayNetwork
+from flwr_perdl.simulations.engine import federate
+from flwr_perdl.simulations.experiments import configure, images, synthetic
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+#: An experiment whose clients say where they are, and how often their process has read the data.
+#: Flower's workers find it where the driver does, since they are given the driver's search path.
+WITNESS = """
+import os
+
+import ray
+
+from flwr_perdl.simulations.experiments import images
+
+strategy = images.strategy
+
+
+def client(context, config):
+    client = images.client(context, config)
+    client.extra_metrics = where
+    return client
+
+
+def where(global_atoms, local_atoms):
+    return {
+        "process": os.getpid(),
+        "node": int(ray.get_runtime_context().get_node_id()[:8], 16),
+        "reads": images.load_task.cache_info().misses,
+    }
+"""
+
+_spec = importlib.util.spec_from_file_location(
+    "programs", Path(__file__).parents[1] / "network" / "programs.py"
+)
+programs = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(programs)
+
+
+class Located(programs.Consensus):
+    """Every node also observes on which node of the cluster it is."""
+
+    def observe(self, state: Any) -> dict[str, NDArray[Any]]:
+        import ray
+
+        here = int(ray.get_runtime_context().get_node_id()[:8], 16)
+        return {"value": state.value, "here": np.full(len(state.nodes), here)}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Two nodes with a processor each; what joins a cluster joins this one."""
+    from ray.cluster_utils import Cluster
+
+    with pytest.MonkeyPatch.context() as patch:
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+        cluster.add_node(num_cpus=1)
+        patch.setenv("RAY_ADDRESS", cluster.address)
+        yield cluster
+        cluster.shutdown()
+
+
+def test_flower_on_two_nodes_learns_the_same_bits(cluster: Any) -> None:
+    config = {**configure(synthetic, clients=6, options={"seeds": 1}), "rounds": 4}
+    there, here = federate(synthetic, config, engine="ray"), federate(synthetic, config)
+    np.testing.assert_array_equal(there.arrays[0], here.arrays[0])
+    assert [r.metrics for r in there.history] == [r.metrics for r in here.history]
+
+
+def test_every_process_reads_the_data_once_and_both_nodes_take_part(
+    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(0)
+    X, y = rng.random((400, 8, 8)), rng.integers(0, 4, 400)
+    np.savez(tmp_path / "data.npz", X=X, y=y)
+    (tmp_path / "witness.py").write_text(WITNESS)
+    monkeypatch.syspath_prepend(tmp_path)
+    witness = importlib.import_module("witness")
+    options = {"n_atoms": 8, "n_global": 2, "samples_per_client": 40}
+    data = str(tmp_path / "data.npz")
+    config = {**configure(images, clients=8, data=data, options=options), "rounds": 3}
+    there, here = federate(witness, config, engine="ray"), federate(images, config)
+    np.testing.assert_array_equal(there.arrays[0], here.arrays[0])
+    seen = [m for r in there.history if r.step == "evaluate" for m in r.metrics.values()]
+    assert len({m["process"] for m in seen}) == len({m["node"] for m in seen}) == 2
+    assert {m["reads"] for m in seen} == {1}
+
+
+def test_neighbours_on_two_nodes_agree_as_in_memory(cluster: Any) -> None:
+    import ray
+
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors have no tests
+    topology = Topology.small_world(200, 6, 0.2, seed=0)
+    values = np.random.default_rng(1).standard_normal((200, 3))
+    run = RayNetwork(topology, agents_per_actor=50).run(Located(values), 12)
+    here = InMemoryNetwork(topology).run(programs.Consensus(values), 12)
+    np.testing.assert_array_equal(run.state.value, here.state.value)
+    assert run.floats_sent == here.floats_sent
+    assert len(set(run.observed["here"].tolist())) == 2
