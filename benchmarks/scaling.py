@@ -22,7 +22,7 @@ from time import process_time
 from typing import Any
 
 import numpy as np
-from _measure import main
+from _measure import fastest, main
 from flwr.app import Context, Message
 from matplotlib.figure import Figure
 from threadpoolctl import threadpool_limits
@@ -54,12 +54,17 @@ UPDATES = 3
 START = 10
 AGENTS = (50, 200, 500, 1000, 2000)
 #: Neighbours of an agent, and agents where neighbours are varied.
-NEIGHBOURS, MANY = 4, 200
+NEIGHBOURS, MANY = 4, 500
 #: Features and samples of an agent, and atoms of the dictionary that agents learn.
 SMALL, FOUR, SHARED = 100, 4, 16
-#: A round's time is the difference of a long and a short run.
-SHORT, LONG = 1, 5
+#: A round's time is the difference of a long and a short run, of inference and of learning.
+SHORT, LONG = 1, {"inference": 41, "diffusion": 6}
+#: Where nothing else is said, a time is the least of so many.
+TIMES = 2
 MILLION = 1_000_000
+
+#: Points of one curve: the number that is varied is ``"x"``.
+Curve = list[dict[str, float]]
 
 
 class TimedGrid(InProcessGrid):
@@ -164,9 +169,7 @@ def matching(n_clients: int, method: str) -> dict[str, float]:
         normalize_atoms(np.vstack([shared, unit(ATOMS - GLOBAL)]) + 0.1 * unit(ATOMS))
         for _ in range(n_clients)
     ]
-    before, since = most_memory(), process_time()
-    global_matching(dictionaries, GLOBAL, method=method)
-    return {"seconds": process_time() - since, "mb": most_memory() - before}
+    return at_best(lambda: global_matching(dictionaries, GLOBAL, method=method))
 
 
 def aggregation(n_clients: int) -> dict[str, float]:
@@ -174,23 +177,21 @@ def aggregation(n_clients: int) -> dict[str, float]:
     rng = np.random.default_rng(0)
     current = np.linalg.qr(rng.standard_normal((FEATURES, GLOBAL)))[0].T
     stack = 20 * current + rng.standard_normal((n_clients, GLOBAL, FEATURES))
-    before, since = most_memory(), process_time()
-    aggregate_statistics(stack, polar_factor(current, current), orthogonal=True)
-    return {
-        "seconds": process_time() - since,
-        "mb": most_memory() - before,
-        "mb_stack": stack.nbytes / 2**20,
-    }
+    current = polar_factor(current, current)
+    return at_best(lambda: aggregate_statistics(stack, current, orthogonal=True))
 
 
-def per_round(run: Callable[[int], Any]) -> dict[str, float]:
+def at_best(run: Callable[[], Any]) -> dict[str, float]:
+    """Measure the least time of some runs, and their memory."""
+    before = most_memory()
+    return {"seconds": fastest({0: run}, TIMES)[0], "mb": most_memory() - before}
+
+
+def per_round(run: Callable[[int], Any], long: int) -> dict[str, float]:
     """Time a round, what comes before the first, and the memory of all."""
-    before, seconds = most_memory(), {}
-    for length in (SHORT, LONG):
-        since = process_time()
-        run(length)
-        seconds[length] = process_time() - since
-    each = (seconds[LONG] - seconds[SHORT]) / (LONG - SHORT)
+    before = most_memory()
+    seconds = fastest({n: partial(run, n) for n in (SHORT, long)}, TIMES)
+    each = (seconds[long] - seconds[SHORT]) / (long - SHORT)
     before_first = max(seconds[SHORT] - SHORT * each, 0.0)
     return {"seconds": each, "seconds_before": before_first, "mb": most_memory() - before}
 
@@ -200,7 +201,7 @@ def inference(n_agents: int, degree: int) -> dict[str, float]:
     rng = np.random.default_rng(0)
     atoms = normalize_atoms(rng.standard_normal((n_agents, SMALL)))[:, None]
     X = rng.standard_normal((FOUR, SMALL)) / 10
-    # `infer` keeps what it knows of a topology: each run has its own.
+    # A topology keeps what it was once asked (its diameter, its spectrum): each run has its own.
     return per_round(
         lambda n: infer(
             SparseSVD(0.05, 0.1),
@@ -210,7 +211,8 @@ def inference(n_agents: int, degree: int) -> dict[str, float]:
             n_rounds=n,
             tolerance=0,
             compress=False,
-        )
+        ),
+        LONG["inference"],
     )
 
 
@@ -219,7 +221,10 @@ def diffusion(n_agents: int, degree: int) -> dict[str, float]:
     rng = np.random.default_rng(0)
     data = rng.standard_normal((n_agents, 50, SHARED))
     learner = DataDiffusion(SHARED)
-    return per_round(lambda n: learner.fit(list(data), Topology.k_regular(n_agents, degree), n))
+    return per_round(
+        lambda n: learner.fit(list(data), Topology.k_regular(n_agents, degree), n),
+        LONG["diffusion"],
+    )
 
 
 MEASURES: dict[str, Callable[..., dict[str, float]]] = {
@@ -250,6 +255,16 @@ POINTS: dict[str, Sequence[int]] = {
 }
 
 
+#: Curves that are to be linear, and their number.
+LINEAR = {
+    "clients": "seconds_update",
+    "consensus": "seconds",
+    "aggregation": "seconds",
+    "inference, agents": "seconds",
+    "diffusion, agents": "seconds",
+}
+
+
 def measure(kind: str, x: int) -> dict[str, float]:
     """Measure one point, in this process."""
     logging.getLogger("flwr").setLevel(logging.ERROR)
@@ -260,75 +275,214 @@ def measure(kind: str, x: int) -> dict[str, float]:
 # The results
 
 
-def curves() -> dict[str, list[dict[str, float]]]:
-    """Measure all points, each in a process of its own."""
-    found: dict[str, list[dict[str, float]]] = {}
-    for kind, points in POINTS.items():
-        for x in points:
+def add_curves(found: dict[str, Curve], kinds: Iterable[str]) -> None:
+    """Measure the points of these curves, each in a process of its own."""
+    for kind in kinds:
+        for x in POINTS[kind]:
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-                found.setdefault(kind, []).append({"x": x, **pool.submit(measure, kind, x).result()})
-    return found
+                point = pool.submit(measure, kind, x).result()
+            found.setdefault(kind, []).append({"x": x, **point})
 
 
-def exponent(rows: Sequence[Mapping[str, float]], key: str) -> float:
+def exponent(rows: Curve, key: str) -> float | None:
     """Return the slope of ``key`` between the last two points on logarithmic axes."""
     before, last = rows[-2:]
     if min(before[key], last[key]) <= 0:
-        return float("nan")
+        return None
     return float(np.log(last[key] / before[key]) / np.log(last["x"] / before["x"]))
 
 
-def at(n: int, rows: Sequence[Mapping[str, float]], key: str) -> float:
+def at(n: int, rows: Curve, key: str) -> float:
     """Return ``key`` for ``n`` on the line through the last two points."""
     before, last = rows[-2:]
     each = (last[key] - before[key]) / (last["x"] - before["x"])
     return last[key] + each * (n - last["x"])
 
 
-#: In which unit, and how the tables and the picture call it.
-PARTS = {
-    "seconds_update_clients": "update: clients and messages",
-    "seconds_update_server": "update: server",
-    "seconds_start_clients": "start: clients and messages",
-    "seconds_start_server": "start: server",
-}
-
-
-def summary(found: Mapping[str, list[dict[str, float]]]) -> dict[str, Any]:
-    """Return the growth exponents, and what a million clients would take."""
-    exponents = {
-        f"{kind}: {key}": exponent(rows, key)
-        for kind, rows in found.items()
-        if len(rows) > 1
-        for key in rows[0]
-        if key != "x" and not key.startswith("kb")
-    }
+def million(found: Mapping[str, Curve]) -> dict[str, float]:
+    """Return what a round of a million clients would take."""
     clients = found["clients"]
-    million = {
-        key: at(MILLION, clients, key) for key in (*PARTS, "mb_data", "mb_rest")
-    } | {
-        f"{kind}_{key}": at(MILLION, found[kind], key)
+    keys = [key for key in clients[0] if key.startswith(("seconds", "mb"))]
+    alone = {
+        f"{kind}: {key}": at(MILLION, found[kind], key)
         for kind in ("consensus", "paths", "aggregation")
         for key in ("seconds", "mb")
     }
-    million["mb_reports_per_round"] = (
-        clients[-1]["kb_reports_per_client_and_round"] * MILLION / 2**10
+    reports = clients[-1]["kb_reports_per_client_and_round"] * MILLION / 2**10
+    return {key: at(MILLION, clients, key) for key in keys} | alone | {"mb_reports": reports}
+
+
+def tables(results: dict[str, Any]) -> str:
+    """Return the results as Markdown."""
+    found, paper = results["curves"], results["million"]
+
+    def slope(kind: str, key: str) -> str:
+        value = exponent(found[kind], key)
+        return "-" if value is None else f"{value:.2f}"
+
+    lines = [
+        f"PerMA in process, against the number of clients ({FEATURES} features, {ATOMS} atoms, of "
+        f"which {GLOBAL} global, {SAMPLES} samples each; seconds of one core, memory in MB). "
+        "Clients: their arithmetic and the messages there and back. The matching round has "
+        f"{START} iterations of every client's own start, of which a real run has 100. Memory: of "
+        "the samples, which clients elsewhere would hold, and of all else, that is, clients' "
+        "states, messages, replies and what the server makes of them. The last line is the line "
+        "through the last two points, the exponent their slope on logarithmic axes.",
+        "",
+        "| clients | update: clients | update: server | matching round: clients | matching round: "
+        "server | samples | all else |",
+        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    columns = (
+        "seconds_update_clients",
+        "seconds_update_server",
+        "seconds_start_clients",
+        "seconds_start_server",
+        "mb_data",
+        "mb_rest",
     )
-    return {"exponents": exponents, "million": million}
 
+    def cells(row: Mapping[str, float]) -> str:
+        return " | ".join(number(row[key]) for key in columns)
 
-def ratios() -> dict[str, Any]:
-    """Measure everything; the ratios say how much of linear growth is left at the last point."""
-    found = curves()
-    compared = {}
-    for kind, key in {
-        "clients": "seconds_update",
-        "consensus": "seconds",
-        "aggregation": "seconds",
-        "inference, agents": "seconds",
-        "diffusion, agents": "seconds",
+    for row in found["clients"]:
+        lines.append(f"| {row['x']:,} | {cells(row)} |")
+    (sampled,) = found["sampled"]
+    lines += [
+        f"| {sampled['x']:,}, of whom {FRACTION:.0%} are asked | {cells(sampled)} |",
+        "| exponent | " + " | ".join(slope("clients", key) for key in columns) + " |",
+        f"| {MILLION:,}, on paper | {cells(paper)} |",
+        "",
+        "The server's part alone, on arrays that are there:",
+        "",
+        "| | seconds, 10,000 clients | exponent | a million, on paper | MB, 10,000 clients | "
+        "exponent | a million, on paper |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for kind, words in {
+        "consensus": "matching, consensus",
+        "paths": "matching, shortest paths",
+        "aggregation": "aggregation of statistics",
     }.items():
+        row = found[kind][-1]
+        lines.append(
+            f"| {words} | "
+            + " | ".join(
+                f"{number(row[key])} | {slope(kind, key)} | {number(paper[f'{kind}: {key}'])}"
+                for key in ("seconds", "mb")
+            )
+            + " |"
+        )
+    reports = found["clients"][-1]["kb_reports_per_client_and_round"]
+    lines += [
+        "",
+        f"The reports that a run keeps: {reports:.2f} KB per client and round, "
+        f"{number(paper['mb_reports'])} MB per round of a million.",
+        "",
+        "| what | against | from, to | seconds there | exponent |",
+        "| --- | --- | ---: | ---: | ---: |",
+    ]
+    for kind, (what, against, key) in OTHERS.items():
+        first, last = found[kind][0], found[kind][-1]
+        lines.append(
+            f"| {what} | {against} | {first['x']:,}, {last['x']:,} "
+            f"| {number(first[key])}, {number(last[key])} | {slope(kind, key)} |"
+        )
+    lines += [
+        "",
+        f"Atoms: {FEW} clients, {WIDE} features, 100 samples; features: "
+        f"{FEW} clients, {ATOMS} atoms. Dual inference: {SMALL} features, {FOUR} samples, an atom "
+        f"per agent; learning: {SHARED} features and atoms, 50 samples per agent. Agents have "
+        f"{NEIGHBOURS} neighbours; {MANY} agents where neighbours are varied.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+#: What, against what, which number: the curves that are not over clients.
+OTHERS = {
+    "atoms": ("an update of PerMA", "atoms", "seconds_update"),
+    "features": ("an update of PerMA", "features", "seconds_update"),
+    "inference, agents": ("a round of dual inference", "agents", "seconds"),
+    "inference, neighbours": ("a round of dual inference", "neighbours", "seconds"),
+    "diffusion, agents": ("a round of learning over data", "agents", "seconds"),
+    "diffusion, neighbours": ("a round of learning over data", "neighbours", "seconds"),
+}
+
+
+def number(value: float) -> str:
+    """Return three digits of a number, with commas."""
+    if value >= 100:
+        return f"{float(f'{value:.3g}'):,.0f}"
+    return f"{value:.3g}" if value >= 1e-3 or not value else f"{value:.1e}"
+
+
+def picture(results: dict[str, Any]) -> Figure:
+    """Draw all curves, with their exponents."""
+    found = results["curves"]
+    panels: dict[tuple[str, str, str], dict[str, tuple[str, str]]] = {
+        ("an update of PerMA", "clients", "seconds"): {
+            "clients and messages": ("clients", "seconds_update_clients"),
+            "server": ("clients", "seconds_update_server"),
+            "aggregation alone": ("aggregation", "seconds"),
+        },
+        ("the matching round", "clients", "seconds"): {
+            "clients and messages": ("clients", "seconds_start_clients"),
+            "server": ("clients", "seconds_start_server"),
+            "consensus alone": ("consensus", "seconds"),
+            "shortest paths alone": ("paths", "seconds"),
+        },
+        ("memory", "clients", "MB"): {
+            "samples": ("clients", "mb_data"),
+            "all else": ("clients", "mb_rest"),
+            "aggregation alone": ("aggregation", "mb"),
+        },
+        (f"an update of PerMA, {FEW} clients", "atoms or features", "seconds"): {
+            "atoms": ("atoms", "seconds_update"),
+            "features": ("features", "seconds_update"),
+        },
+        ("a round between neighbours", "agents", "seconds"): {
+            "dual inference": ("inference, agents", "seconds"),
+            "learning over data": ("diffusion, agents", "seconds"),
+        },
+        (f"a round between {MANY} agents", "neighbours of each", "seconds"): {
+            "dual inference": ("inference, neighbours", "seconds"),
+            "learning over data": ("diffusion, neighbours", "seconds"),
+        },
+    }
+    figure = Figure(figsize=(10, 6), layout="constrained")
+    for axes, ((title, x, y), drawn) in zip(
+        figure.subplots(2, 3).ravel(), panels.items(), strict=True
+    ):
+        for (label, (kind, key)), color in zip(drawn.items(), COLORS, strict=False):
+            rows = [row for row in found[kind] if row[key] > 0]
+            slope = exponent(found[kind], key)
+            name = label if slope is None else f"{label} ({slope:.1f})"
+            points = [row["x"] for row in rows], [row[key] for row in rows]
+            axes.plot(*points, "o-", ms=3.5, color=color, label=name)
+        axes.set(title=title, xlabel=x, ylabel=y, xscale="log", yscale="log")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+        axes.legend(fontsize=8, frameon=False)
+    return figure
+
+
+def ratios(found: dict[str, Curve]) -> dict[str, Any]:
+    """Measure what should be linear: the ratios say how much of that is left at the last point."""
+    compared = {}
+    add_curves(found, LINEAR)
+    for kind, key in LINEAR.items():
         before, last = found[kind][-2:]
-        name = f"per client or agent, {before['x']:,} / {last['x']:,}: {kind}"
+        name = f"each of {before['x']:,} / each of {last['x']:,}: {kind}"
         compared[name] = (before[key] / before["x"]) / (last[key] / last["x"])
-    return {"ratios": compared, "curves": found, **summary(found)}
+    return {"ratios": compared}
+
+
+def rest(found: dict[str, Curve]) -> dict[str, Any]:
+    """Measure everything else."""
+    add_curves(found, [kind for kind in POINTS if kind not in found])
+    return {"curves": found, "million": million(found)}
+
+
+if __name__ == "__main__":
+    about, curves = (__doc__ or "").splitlines()[0], dict[str, Curve]()
+    main("scaling", about, lambda: ratios(curves), lambda: rest(curves), tables, picture)
