@@ -373,11 +373,18 @@ def tables(results: dict[str, Any]) -> str:
             )
             + " |"
         )
-    reports = found["clients"][-1]["kb_reports_per_client_and_round"]
+    last = found["clients"][-1]
+    held, reply = 2**10 * last["mb_rest"] / last["x"], 8 * GLOBAL * FEATURES / 2**10
+    share = last["seconds_update_server"] / last["seconds_update"]
     lines += [
         "",
-        f"The reports that a run keeps: {reports:.2f} KB per client and round, "
-        f"{number(paper['mb_reports'])} MB per round of a million.",
+        f"With {last['x']:,} clients the server's part is {share:.0%} of an update. All else comes "
+        f"to {held:.0f} KB per client that is asked, {held / reply:.0f} times its reply of "
+        f"{reply:.0f} KB: 4 GB hold a round of {number(4 * 2**20 / held)} clients. Of "
+        f"{MILLION:,} clients, {last['x'] / MILLION:.0%} asked at a time cost the server what "
+        f"{last['x']:,} do. The reports that a run keeps add "
+        f"{last['kb_reports_per_client_and_round']:.2f} KB per client and round, "
+        f"{number(paper['mb_reports'])} MB per round of {MILLION:,}.",
         "",
         "| what | against | from, to | seconds there | exponent |",
         "| --- | --- | ---: | ---: | ---: |",
