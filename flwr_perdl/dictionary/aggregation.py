@@ -37,6 +37,8 @@ from flwr_perdl.dictionary.learners import atom_support
 METHODS = ("mean", "weighted", "median", "geometric-median", "trimmed")
 #: A second moment's least eigenvalue may be this much of the largest below zero.
 _NOISE = 0.1
+#: Numbers of clients' statistics that are solved at once: half a megabyte, which a cache holds.
+_PIECE = 2**16
 
 
 class Aggregation(NamedTuple):
@@ -217,9 +219,11 @@ def _solve_each(stack: Matrix, current: Matrix, orthogonal: bool) -> Matrix:
     """Return the atoms that each client's statistics give; all at once where it sends all rows."""
     own = np.empty((len(stack), *current.shape), current.dtype)
     at_once = np.any(stack != 0, axis=2).all(axis=1) & orthogonal
-    if at_once.any():
-        S = stack[at_once].astype(np.result_type(stack, current))
-        own[at_once] = polar_factors(S, np.broadcast_to(current, S.shape))
+    together, size = np.flatnonzero(at_once), max(_PIECE // current.size, 1)
+    for at in range(0, len(together), size):
+        part = together[at : at + size]
+        S = stack[part].astype(np.result_type(stack, current))
+        own[part] = polar_factors(S, np.broadcast_to(current, S.shape))
     for i in np.flatnonzero(~at_once):
         own[i] = _solve(stack[i], current, orthogonal)
     return own
