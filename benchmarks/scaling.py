@@ -379,7 +379,7 @@ def tables(results: dict[str, Any]) -> str:
         "",
         f"With {last['x']:,} clients the server's part is {share:.0%} of an update. All else comes "
         f"to {held:.0f} KB per client that is asked, {held / reply:.0f} times its reply of "
-        f"{reply:.0f} KB: 4 GB hold a round of {number(4 * 2**20 / held)} clients. Of "
+        f"{reply:.0f} KB: 4 GB hold a round of {number(4 * 2**20 / held)} clients beside their samples. Of "
         f"{MILLION:,} clients, {last['x'] / MILLION:.0%} asked at a time cost the server what "
         f"{last['x']:,} do. The reports that a run keeps add "
         f"{last['kb_reports_per_client_and_round']:.2f} KB per client and round, "
@@ -468,7 +468,9 @@ def picture(results: dict[str, Any]) -> Figure:
         axes.set(title=title, xlabel=x, ylabel=y, xscale="log", yscale="log")
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
-        axes.legend(fontsize=8, frameon=False)
+        bottom, top = axes.get_ylim()
+        axes.set_ylim(bottom, top * (top / bottom) ** (0.1 + 0.13 * len(drawn)))
+        axes.legend(fontsize=8, frameon=False, loc="upper left")
     return figure
 
 
