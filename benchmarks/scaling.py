@@ -379,9 +379,9 @@ def tables(results: dict[str, Any]) -> str:
         "",
         f"With {last['x']:,} clients the server's part is {share:.0%} of an update. All else comes "
         f"to {held:.0f} KB per client that is asked, {held / reply:.0f} times its reply of "
-        f"{reply:.0f} KB: 4 GB hold a round of {number(4 * 2**20 / held)} clients beside their samples. Of "
-        f"{MILLION:,} clients, {last['x'] / MILLION:.0%} asked at a time cost the server what "
-        f"{last['x']:,} do. The reports that a run keeps add "
+        f"{reply:.0f} KB: 4 GB hold a round of {number(4 * 2**20 / held)} clients beside their "
+        f"samples. Of {MILLION:,} clients, {last['x'] / MILLION:.0%} asked at a time cost the "
+        f"server what {last['x']:,} do. The reports that a run keeps add "
         f"{last['kb_reports_per_client_and_round']:.2f} KB per client and round, "
         f"{number(paper['mb_reports'])} MB per round of {MILLION:,}.",
         "",
