@@ -41,8 +41,11 @@ lint: $(venv)/.installed
 smoke-%: .venv-smoke-%/.installed
 	.venv-smoke-$*/bin/flwr-perdl run digits --clients 3 --rounds 2 --out runs/smoke-$*
 
+# All benchmarks, their tables, and a picture of their ratios; then `make docs-figures`, or of the
+# pages alone .venv/bin/python docs/figures.py docs/speed.md benchmarks/README.md
 bench: .venv/.installed
-	.venv/bin/flwr-perdl bench $(ARGS)
+	.venv/bin/flwr-perdl bench
+	.venv/bin/python benchmarks/_ratios.py
 
 # No ratio of times a fifth worse than the stored one; ARGS names benchmarks.
 bench-check: .venv/.installed

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+from matplotlib.figure import Figure
 from threadpoolctl import threadpool_limits
 
 RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("flwr", "numpy", "scipy", "scikit-learn")
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -55,8 +57,9 @@ def main(
     ratios: Callable[[], dict[str, Any]],
     rest: Callable[[], dict[str, Any]],
     tables: Callable[[dict[str, Any]], str],
+    picture: Callable[[dict[str, Any]], Figure] | None = None,
 ) -> None:
-    """Measure with one BLAS thread, print, and write ``NAME.json`` and ``NAME.md``.
+    """Measure with one BLAS thread, print, and write ``NAME.json``, ``NAME.md`` and ``NAME.png``.
 
     Parameters
     ----------
@@ -71,6 +74,8 @@ def main(
         Measures everything else; left out with ``--ratios``.
     tables : callable
         Results to Markdown.
+    picture : callable, optional
+        Results to a drawing.
     """
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
@@ -83,7 +88,7 @@ def main(
             "machine": {"platform": platform.platform(), "cores": os.cpu_count()},
             "versions": {
                 "python": platform.python_version(),
-                **{package: version(package) for package in ("flwr", "numpy", "scipy")},
+                **{package: version(package) for package in PACKAGES},
             },
             **ratios(),
             **({} if given.ratios else rest()),
@@ -93,6 +98,8 @@ def main(
     if not given.ratios:
         (given.out / f"{name}.md").write_text(tables(results))
         sys.stdout.write(tables(results))
+        if picture is not None:
+            picture(results).savefig(given.out / f"{name}.png", dpi=80)
 
 
 def _commit() -> str | None:

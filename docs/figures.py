@@ -5,7 +5,7 @@
 A page names its source between markers, ``<!-- begin SOURCE -->`` and ``<!-- end -->``. A source is
 ``runs/NAME``, the tables of the experiment NAME with its defaults; ``comparisons/NAME``, metrics of
 that experiment with several options, see ``COMPARISONS``; ``topologies``, see there; or a Markdown
-file. All are run here.
+file: a picture of its name beside it becomes one of the guides'. All but these files are made here.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ PAGES = (
     ROOT / "docs" / "biclustering-and-denoising.md",
     ROOT / "docs" / "data-diffusion.md",
     ROOT / "docs" / "security.md",
+    ROOT / "docs" / "speed.md",
 )
 PICTURES = {
     "digits": "reconstructions.png",
@@ -126,6 +127,9 @@ def content(source: str) -> str:
         return markdown(["", *metrics.values()], rows)
     if kind == "topologies":
         return topologies()
+    picture = (ROOT / source).with_suffix(".png")
+    if picture.exists():
+        shutil.copy(picture, ROOT / "docs" / "images")
     return (ROOT / source).read_text()
 
 

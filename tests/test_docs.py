@@ -43,6 +43,16 @@ def test_links_between_pages_lead_somewhere() -> None:
                 assert (page.parent / target).exists(), f"{page.name} points to {target}"
 
 
+def test_pages_show_the_tables_as_the_benchmarks_wrote_them() -> None:
+    region = re.compile(r"<!-- begin (\S+\.md) -->\n(.*?)<!-- end -->", re.DOTALL)
+    shown = 0
+    for page in [*(ROOT / "docs").glob("*.md"), ROOT / "benchmarks" / "README.md"]:
+        for source, text in region.findall(page.read_text()):
+            assert text == (ROOT / source).read_text(), f"{page.name} has an older {source}"
+            shown += 1
+    assert shown > 8
+
+
 def test_every_test_that_the_security_page_names_is_there() -> None:
     page = (ROOT / "docs" / "security.md").read_text()
     named = re.findall(r"`([\w/]+\.py)::(\w+)`", page)

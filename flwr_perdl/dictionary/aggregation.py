@@ -36,10 +36,10 @@ from flwr_perdl.dictionary.atoms import (
 from flwr_perdl.dictionary.learners import atom_support
 
 METHODS = ("mean", "weighted", "median", "geometric-median", "trimmed")
-#: Numbers in the statistics that one thread solves at once.
-_WINDOW = 2**18
 #: A second moment's least eigenvalue may be this much of the largest below zero.
 _NOISE = 0.1
+#: Numbers of clients' statistics that are solved at once: half a megabyte, which a cache holds.
+_PIECE = 2**16
 
 
 class Aggregation(NamedTuple):
@@ -219,13 +219,15 @@ def _solve_each(stack: Matrix, current: Matrix, orthogonal: bool) -> Matrix:
     """Return the atoms that each client's statistics give; all at once where it sends all rows."""
     own = np.empty((len(stack), *current.shape), current.dtype)
     at_once = np.any(stack != 0, axis=2).all(axis=1) & orthogonal
-    if at_once.any():
-        S = stack[at_once].astype(np.result_type(stack, current))
-        windows = np.array_split(S, len(S) * S[0].size // _WINDOW + 1)
-        found = in_threads(
-            lambda some: polar_factors(some, np.broadcast_to(current, some.shape)), windows
-        )
-        own[at_once] = np.concatenate(list(found))
+    together, size = np.flatnonzero(at_once), max(_PIECE // current.size, 1)
+    pieces = [together[at : at + size] for at in range(0, len(together), size)]
+
+    def solve(piece: NDArray[np.intp]) -> Matrix:
+        S = stack[piece].astype(np.result_type(stack, current))
+        return polar_factors(S, np.broadcast_to(current, S.shape))
+
+    for piece, found in zip(pieces, in_threads(solve, pieces), strict=True):
+        own[piece] = found
     for i in np.flatnonzero(~at_once):
         own[i] = _solve(stack[i], current, orthogonal)
     return own

@@ -43,6 +43,8 @@ _CANDIDATE_CLIENTS = 16
 _SAME = 0.6
 #: Rounds of assignment and averaging in the consensus.
 _ROUNDS = 5
+#: Clients, evenly spread, whose versions of an atom are compared pair by pair.
+_COMPARED = 256
 #: Edge lengths held by the shortest paths; if there are more, they are computed when needed.
 _STORED_EDGES = 2**26
 
@@ -100,7 +102,8 @@ def global_matching(
     Matching
         Global atoms, indices, signs and path lengths, best first. For "consensus" the path
         length is ``n_clients - 1`` times the distance of two clients' versions of the atom, its
-        median over one client and then over the other.
+        median over one client and then over the other; of more than 256 clients as many are
+        compared, evenly spread, so that the work grows with the clients and not with their pairs.
 
     Raises
     ------
@@ -291,6 +294,8 @@ def _disagreement(dictionaries: list[Matrix], indices: NDArray[np.intp]) -> Matr
     disagreement = np.zeros(indices.shape[1])
     for j, rows in enumerate(indices.T):
         has = np.flatnonzero(rows >= 0)
+        if len(has) > _COMPARED:
+            has = has[np.linspace(0, len(has) - 1, _COMPARED).round().astype(int)]
         atoms = np.stack([dictionaries[i][rows[i]] for i in has])
         cosines = np.minimum(np.abs(atoms @ atoms.T), 1)
         np.fill_diagonal(cosines, np.nan)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -237,3 +239,13 @@ def test_the_default_aggregation_recovers_the_global_atoms(start, weak):
                 stack.append(local_statistics(X, learner.code(X, D), D, 3, orthogonal=True))
             G = aggregate_statistics(np.stack(stack), G, orthogonal=True).global_atoms
         assert dictionary_distance(G, planted.global_atoms) < 1e-6
+
+
+def test_the_memory_of_statistics_is_a_few_times_that_of_the_replies(rng, orthonormal):
+    current = orthonormal(8, 32)
+    stack = 20 * current + rng.standard_normal((3000, 8, 32))
+    tracemalloc.start()
+    aggregate_statistics(stack, current, orthogonal=True)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 5 * stack.nbytes

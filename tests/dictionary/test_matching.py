@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import tracemalloc
+
 import networkx as nx
 import numpy as np
 import pytest
@@ -125,6 +127,42 @@ def test_the_error_of_the_consensus_does_not_grow_with_the_clients(shared):
         dictionaries, truth = shared(n, 0.4)
         errors.append(dictionary_distance(global_matching(dictionaries, 4).global_atoms, truth))
     assert errors[1] < errors[0] < 0.3
+
+
+def between_clients(dictionaries, found):
+    """Path lengths of the consensus from the distances of all pairs of clients."""
+    n = len(dictionaries)
+    lengths = []
+    for rows in found.indices.T:
+        own = np.stack([D[row] for D, row in zip(dictionaries, rows, strict=True)])
+        medians = []
+        for i, atom in enumerate(own):
+            rest = np.delete(own, i, axis=0)
+            apart = (np.linalg.norm(rest - atom, axis=1), np.linalg.norm(rest + atom, axis=1))
+            medians.append(np.median(np.minimum(*apart)))
+        lengths.append((n - 1) * np.median(medians))
+    return np.array(lengths)
+
+
+def test_path_lengths_of_the_consensus_are_medians_over_pairs_of_clients(shared):
+    dictionaries, _ = shared(30, 0.3, bad=0.2)
+    found = global_matching(dictionaries, 5)
+    assert np.allclose(found.path_lengths, between_clients(dictionaries, found))
+
+
+def test_of_many_clients_some_stand_for_the_pairs(shared):
+    dictionaries, _ = shared(700, 0.3, bad=0.2)
+    found = global_matching(dictionaries, 4)
+    assert np.allclose(found.path_lengths, between_clients(dictionaries, found), rtol=0.03)
+
+
+def test_the_memory_of_the_consensus_does_not_grow_with_the_pairs_of_clients(shared):
+    dictionaries, _ = shared(2000)
+    tracemalloc.start()
+    global_matching(dictionaries, 4)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 8 * len(dictionaries) ** 2  # one matrix of all pairs
 
 
 def test_clients_with_fewer_atoms(shared):

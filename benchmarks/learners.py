@@ -1,0 +1,433 @@
+"""Local learners and matching pursuit against scikit-learn's, and averaging against a plain loop.
+
+Run from the repository's root: ``python benchmarks/learners.py``; it writes
+``benchmarks/results/learners.json`` and the tables of it, ``learners.md``. Under three minutes.
+
+*Time to the same error*: two learners start from the same dictionary on the same samples; after
+every iteration (scikit-learn's `DictionaryLearning`: every fifth, `MiniBatchDictionaryLearning`:
+every eighth batch, where their callbacks allow it) the clock stands still while the samples are
+coded by the same orthogonal matching pursuit. The error that both are to reach is 1.02 times the
+least error of whichever does worse; the times are those of the first iterations that are there.
+scikit-learn's learners have the best of several penalties, separately in each comparison.
+"""
+
+from __future__ import annotations
+
+import logging
+import tracemalloc
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from statistics import median
+from time import process_time
+from typing import Any, NamedTuple
+
+import numpy as np
+from _measure import fastest, main
+from flwr.app import ArrayRecord, Context
+from sklearn.datasets import load_digits
+from sklearn.decomposition import DictionaryLearning, MiniBatchDictionaryLearning, sparse_encode
+from sklearn.exceptions import ConvergenceWarning
+
+from flwr_perdl.clients import DictionaryClient, client_app
+from flwr_perdl.dictionary import (
+    GradientLearner,
+    KSVDLearner,
+    MODLearner,
+    OrthogonalLearner,
+    normalize_atoms,
+    sparse_code,
+)
+from flwr_perdl.dictionary.averaging import average_dictionaries, update_dictionary
+from flwr_perdl.simulations import InProcessGrid
+from flwr_perdl.strategies import DictionaryAveraging
+
+#: Starts per comparison; medians are reported.
+STARTS = 3
+#: Iterations of ours; of scikit-learn's, over all samples.
+OURS, BATCH, MINI = 80, 26, 16
+#: scikit-learn's penalties, in units of the root mean square norm of the samples.
+PENALTIES = (0.1, 0.2)
+#: What both are to reach, as a multiple of the worse one's least error.
+SLACK = 1.02
+#: Samples, features, atoms, atoms per sample.
+PURSUITS = [(2000, 64, 96, 5), (2000, 64, 256, 10), (500, 784, 100, 20)]
+#: Clients, and features, atoms and samples of each, of the loop that averages.
+LOOPS = [(100, 64, 32, 200), (20, 784, 100, 500)]
+#: A round's time is the difference of a long and a short run, each the fastest of so many.
+SHORT, LONG, TIMES = 1, 3, 3
+
+
+class Curve(NamedTuple):
+    """A learner on its way: seconds so far, and the error there."""
+
+    seconds: list[float]
+    errors: list[float]
+
+    def reaches(self, error: float) -> float:
+        """Return the seconds until the error is no larger than this."""
+        return next(
+            (s for s, e in zip(self.seconds, self.errors, strict=True) if e <= error), np.inf
+        )
+
+
+def planted(
+    seed: int, n: int, d: int, r: int, k: int, *, orthonormal: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return samples of ``k`` atoms each, with a noise of 0.05, and the atoms."""
+    rng = np.random.default_rng(seed)
+    atoms = rng.standard_normal((d if orthonormal else r, d))
+    atoms = np.linalg.qr(atoms)[0][:r] if orthonormal else normalize_atoms(atoms)
+    codes = np.zeros((n, r))
+    for row in codes:
+        row[rng.choice(r, k, replace=False)] = rng.choice([-1, 1], k) * (0.5 + rng.random(k))
+    return codes @ atoms + 0.05 * rng.standard_normal((n, d)), atoms
+
+
+#: Samples, atoms, atoms per sample.
+DATA: dict[str, Callable[[], tuple[np.ndarray, int, int]]] = {
+    "planted, orthonormal": lambda: (planted(0, 2000, 64, 32, 4, orthonormal=True)[0], 32, 4),
+    "planted, overcomplete": lambda: (planted(0, 2000, 64, 96, 4, orthonormal=False)[0], 96, 4),
+    "digits": lambda: (load_digits().data / 16, 48, 5),
+}
+LEARNERS = {
+    "orthogonal": OrthogonalLearner,
+    "MOD": MODLearner,
+    "K-SVD": KSVDLearner,
+    "gradient": GradientLearner,
+}
+PEERS = ("DictionaryLearning", "MiniBatchDictionaryLearning")
+
+
+def error_of(X: np.ndarray, D: np.ndarray, k: int) -> float:
+    """Return the share of the samples' energy that ``k`` atoms each leave."""
+    atoms = normalize_atoms(np.ascontiguousarray(D))
+    return float(np.sum((X - sparse_code(X, atoms, n_nonzero=k) @ atoms) ** 2) / np.sum(X**2))
+
+
+def ours(X: np.ndarray, D: np.ndarray, k: int, learner: Any) -> Curve:
+    """Let one of our learners run."""
+    curve, used = Curve([0.0], [error_of(X, D, k)]), 0.0
+    for _ in range(OURS):
+        since = process_time()
+        D = learner.step(X, D)
+        used += process_time() - since
+        curve.seconds.append(used)
+        curve.errors.append(error_of(X, D, k))
+    return curve
+
+
+def peer(name: str, X: np.ndarray, D: np.ndarray, k: int, alpha: float, callback: Any) -> Any:
+    """Return scikit-learn's learner, coordinate descent from the same start."""
+    common = {"alpha": alpha, "fit_algorithm": "cd", "tol": 0.0, "dict_init": D.copy()}
+    if name == "DictionaryLearning":
+        start = sparse_code(X, D, n_nonzero=k)
+        return DictionaryLearning(
+            len(D), max_iter=BATCH, code_init=start, callback=callback, **common
+        )
+    return MiniBatchDictionaryLearning(
+        len(D),
+        max_iter=MINI,
+        max_no_improvement=None,
+        random_state=0,
+        callback=callback,
+        **common,
+    )
+
+
+def theirs(name: str, X: np.ndarray, D: np.ndarray, k: int, alpha: float) -> Curve:
+    """Let one of scikit-learn's learners run."""
+    curve, used, calls, since = Curve([0.0], [error_of(X, D, k)]), 0.0, 0, process_time()
+
+    def look(state: Mapping[str, Any]) -> None:
+        nonlocal used, calls, since
+        calls += 1
+        if name == "DictionaryLearning" or calls % 8 == 0:
+            used += process_time() - since
+            curve.seconds.append(used)
+            curve.errors.append(error_of(X, state["dictionary"], k))
+            since = process_time()
+
+    peer(name, X, D, k, alpha, look).fit(X)
+    return curve
+
+
+def fitting(r: int, d: int, k: int) -> Iterator[tuple[str, Any]]:
+    """Yield our learners that can have ``r`` atoms of ``d`` features, with their names."""
+    for name, kind in LEARNERS.items():
+        if r <= d or not kind.orthogonal:
+            yield name, kind(r, n_nonzero=k)
+
+
+def same_error() -> list[dict[str, Any]]:
+    """Time ours and scikit-learn's to the same error."""
+    rows = []
+    for data, make in DATA.items():
+        X, r, k = make()
+        scale = float(np.sqrt(np.sum(X**2) / len(X)))
+        curves: dict[tuple[str, float], list[Curve]] = {}
+        for seed in range(STARTS):
+            start = MODLearner(r).start(X, np.random.default_rng(seed))
+            for name, learner in fitting(r, X.shape[1], k):
+                curves.setdefault((name, 0.0), []).append(ours(X, start, k, learner))
+            for name in PEERS:
+                for penalty in PENALTIES:
+                    found = theirs(name, X, start, k, penalty * scale)
+                    curves.setdefault((name, penalty), []).append(found)
+        for name, learner in fitting(r, X.shape[1], k):
+            row: dict[str, Any] = {"data": data, "learner": name, **alone(X, start, learner)}
+            mine = curves[name, 0.0]
+            row["error"] = median(min(curve.errors) for curve in mine)
+            for other in PEERS:
+                rivals = [curves[other, penalty] for penalty in PENALTIES]
+                least = [min(min(c.errors) for c in of) for of in zip(*rivals, strict=True)]
+                pairs = []
+                for i, curve in enumerate(mine):
+                    goal = SLACK * max(min(curve.errors), least[i])
+                    pairs.append((curve.reaches(goal), min(c[i].reaches(goal) for c in rivals)))
+                row[other] = {
+                    "error": median(least),
+                    "seconds": median(b for _, b in pairs),
+                    "seconds_ours": median(a for a, _ in pairs),
+                    "ratio": median(b / a for a, b in pairs),
+                }
+            rows.append(row)
+    return rows
+
+
+def alone(X: np.ndarray, D: np.ndarray, learner: Any) -> dict[str, float]:
+    """Time an iteration, and the products that it cannot do without."""
+    C = learner.code(X, D)
+
+    def products() -> None:
+        X @ D.T
+        C.T @ X
+
+    least = fastest({"step": lambda: learner.step(X, D), "products": products}, 5)
+    return {"ms_step": 1000 * least["step"], "ms_products": 1000 * least["products"]}
+
+
+def peak(run: Callable[[], Any]) -> float:
+    """Return the most megabytes that ``run`` holds at once."""
+    tracemalloc.start()
+    run()
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return most / 2**20
+
+
+def pursuits() -> list[dict[str, Any]]:
+    """Time orthogonal matching pursuit, and compare the codes."""
+    rows = []
+    for n, d, r, k in PURSUITS:
+        rng = np.random.default_rng(0)
+        D = normalize_atoms(rng.standard_normal((r, d)))
+        X, _ = planted(1, n, d, r, k, orthonormal=False)
+        runs: dict[str, Callable[[], np.ndarray]] = {
+            "ours": lambda X=X, D=D, k=k: sparse_code(X, D, n_nonzero=k),
+            "sklearn": lambda X=X, D=D, k=k: sparse_encode(
+                X, D, algorithm="omp", n_nonzero_coefs=k, check_input=False
+            ),
+            "products": lambda X=X, D=D: (X @ D.T, D @ D.T)[0],
+        }
+        least = fastest(runs, TIMES)
+        codes = {name: runs[name]() for name in ("ours", "sklearn")}
+        difference = float(np.abs(codes["ours"] - codes["sklearn"]).max())
+        if difference > 1e-8:
+            raise AssertionError(f"the codes differ by {difference}")
+        rows.append(
+            {
+                "samples": n,
+                "features": d,
+                "atoms": r,
+                "nonzero": k,
+                "seconds": least,
+                "megabytes": {name: peak(runs[name]) for name in codes},
+                "largest_difference": difference,
+            }
+        )
+    return rows
+
+
+def loops() -> list[dict[str, Any]]:
+    """Time rounds of federated averaging: a plain loop, its arithmetic complete, on Flower."""
+    rows = []
+    for n_clients, d, r, n in LOOPS:
+        # A start near the truth: every client uses every atom, and a plain loop does all there is.
+        samples, truth = planted(0, n_clients * n, d, r, 4, orthonormal=True)
+        X, learner = samples.reshape(n_clients, n, d), MODLearner(r, n_nonzero=4)
+        error = np.random.default_rng(0).standard_normal(truth.shape)
+        start = normalize_atoms(truth + 0.3 / np.sqrt(d) * error)
+
+        def plain(n_rounds: int, X: Any = X, D: Any = start, learner: Any = learner) -> np.ndarray:
+            for _ in range(n_rounds):
+                total = np.zeros_like(D)
+                for samples in X:
+                    total += learner.step(samples, D)
+                D = normalize_atoms(total / len(X))
+            return D
+
+        def complete(
+            n_rounds: int, X: Any = X, D: Any = start, learner: Any = learner
+        ) -> np.ndarray:
+            for _ in range(n_rounds):
+                sent = []
+                for samples in X:
+                    found = update_dictionary(samples, D, learner, min_support=0)
+                    codes = learner.code(samples, found.dictionary)
+                    np.mean((samples - codes @ found.dictionary) ** 2)  # what clients report
+                    sent.append(found.sent)
+                D = average_dictionaries(np.stack(sent), D, orthogonal=False)
+            return D
+
+        def make_client(context: Context, X: Any = X, learner: Any = learner) -> DictionaryClient:
+            samples = X[int(context.node_config["partition-id"])]
+            return DictionaryClient(samples, learner, context, min_support=0)
+
+        def messages(
+            n_rounds: int, n_clients: int = n_clients, D: Any = start, make: Any = make_client
+        ) -> np.ndarray:
+            grid = InProcessGrid(client_app(make), n_clients)
+            strategy = DictionaryAveraging(fraction_evaluate=0.0)
+            result = strategy.start(grid, ArrayRecord([D]), num_rounds=n_rounds)
+            return result.arrays.to_numpy_ndarrays()[0]
+
+        ways = {"plain": plain, "complete": complete, "messages": messages}
+        ends = {name: way(LONG) for name, way in ways.items()}
+        differences = {name: float(np.abs(D - ends["plain"]).max()) for name, D in ends.items()}
+        if max(differences.values()) > 1e-9:
+            raise AssertionError(f"the dictionaries differ: {differences}")
+        runs = {
+            (name, length): lambda way=way, length=length: way(length)
+            for name, way in ways.items()
+            for length in (SHORT, LONG)
+        }
+        least = fastest(runs, TIMES)
+        rows.append(
+            {
+                "clients": n_clients,
+                "features": d,
+                "atoms": r,
+                "samples": n,
+                "ms_round": {
+                    name: 1000 * (least[name, LONG] - least[name, SHORT]) / (LONG - SHORT)
+                    for name in ways
+                },
+                "largest_difference": max(differences.values()),
+            }
+        )
+    return rows
+
+
+def memory() -> list[dict[str, Any]]:
+    """Measure the memory peaks of some iterations."""
+    rows = []
+    for data, make in DATA.items():
+        X, r, k = make()
+        D = MODLearner(r).start(X, np.random.default_rng(0))
+        scale = float(np.sqrt(np.sum(X**2) / len(X)))
+        runs: dict[str, Callable[[], Any]] = {
+            name: lambda X=X, D=D, learner=learner: learner.step(X, learner.step(X, D))
+            for name, learner in fitting(r, X.shape[1], k)
+        }
+        for name in PEERS:
+            model = peer(name, X, D, k, PENALTIES[0] * scale, None).set_params(max_iter=2)
+            runs[name] = lambda X=X, model=model: model.fit(X)
+        most = {name: peak(run) for name, run in runs.items()}
+        rows.append({"data": data, "samples_mb": X.nbytes / 2**20, "megabytes": most})
+    return rows
+
+
+def tables(results: dict[str, Any]) -> str:
+    """Return the results as Markdown."""
+    memory = {row["data"]: row["megabytes"] for row in results["memory"]}
+    lines = [
+        f"Seconds to the same error, ours and scikit-learn's, and how many times faster ours is; "
+        f"medians of {STARTS} starts. In brackets the least error that each reaches, as a share of "
+        "the samples' energy. An iteration: all samples coded and the dictionary updated, and how "
+        "many times the two products with all samples that takes.",
+        "",
+        "| | error | an iteration (ms) | `DictionaryLearning` | `MiniBatchDictionaryLearning` |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for row in results["same_error"]:
+        cells = [
+            f"{row[name]['seconds_ours']:.2f} : {row[name]['seconds']:.2f} = "
+            f"**{row[name]['ratio']:.1f}** ({row[name]['error']:.4f})"
+            for name in PEERS
+        ]
+        lines.append(
+            f"| {row['data']}: {row['learner']} | {row['error']:.4f} | {row['ms_step']:.1f} "
+            f"({row['ms_step'] / row['ms_products']:.1f}) | {' | '.join(cells)} |"
+        )
+    lines += [
+        "",
+        "Memory peaks (MB) beside the samples:",
+        "",
+        "| | samples | " + " | ".join([*LEARNERS, *(f"`{name}`" for name in PEERS)]) + " |",
+        "| --- " + "| ---: " * (1 + len(LEARNERS) + len(PEERS)) + "|",
+    ]
+    for row in results["memory"]:
+        most = memory[row["data"]]
+        cells = [f"{most[name]:.1f}" if name in most else "-" for name in (*LEARNERS, *PEERS)]
+        lines.append(f"| {row['data']} | {row['samples_mb']:.1f} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        'Orthogonal matching pursuit, against `sparse_encode(algorithm="omp")`, which has the '
+        "same codes:",
+        "",
+        "| samples, features, atoms, atoms per sample | ours (ms) | scikit-learn's (ms) | times "
+        "faster | times the products | memory, ours and theirs (MB) | codes differ by |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in results["pursuits"]:
+        took, held = row["seconds"], row["megabytes"]
+        sizes = ", ".join(f"{row[key]:,}" for key in ("samples", "features", "atoms", "nonzero"))
+        lines.append(
+            f"| {sizes} | {1000 * took['ours']:.0f} | {1000 * took['sklearn']:.0f} "
+            f"| {took['sklearn'] / took['ours']:.1f} | {took['ours'] / took['products']:.0f} "
+            f"| {held['ours']:.1f}, {held['sklearn']:.1f} | {row['largest_difference']:.0e} |"
+        )
+    lines += [
+        "",
+        "A round of federated averaging, in process (milliseconds; the same dictionaries in all "
+        "three): a loop of five lines; the same with what clients report and check beside it; "
+        "through Flower's messages:",
+        "",
+        "| clients; features, atoms, samples | loop | with reports | messages | messages alone, "
+        "per client |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for row in results["loops"]:
+        ms = row["ms_round"]
+        sizes = ", ".join(str(row[key]) for key in ("features", "atoms", "samples"))
+        lines.append(
+            f"| {row['clients']}; {sizes} | {ms['plain']:.0f} | {ms['complete']:.0f} "
+            f"({ms['complete'] / ms['plain']:.2f}) | {ms['messages']:.0f} "
+            f"({ms['messages'] / ms['plain']:.2f}) "
+            f"| {(ms['messages'] - ms['complete']) / row['clients']:.2f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def ratios() -> dict[str, Any]:
+    """Measure times."""
+    logging.getLogger("flwr").setLevel(logging.WARNING)
+    warnings.simplefilter("ignore", ConvergenceWarning)
+    learned, coded, averaged = same_error(), pursuits(), loops()
+    compared = {
+        f"{name} / {row['learner']}, {row['data']}": row[name]["ratio"]
+        for row in learned
+        for name in PEERS
+    }
+    for row in coded:
+        took, sizes = row["seconds"], f"{row['features']} x {row['atoms']}, k = {row['nonzero']}"
+        compared[f"sparse_encode / ours, {sizes}"] = took["sklearn"] / took["ours"]
+    for row in averaged:
+        ms, sizes = row["ms_round"], f"{row['features']} x {row['atoms']}"
+        compared[f"plain loop / through messages, {sizes}"] = ms["plain"] / ms["messages"]
+    return {"ratios": compared, "same_error": learned, "pursuits": coded, "loops": averaged}
+
+
+if __name__ == "__main__":
+    about = (__doc__ or "").splitlines()[0]
+    main("learners", about, ratios, lambda: {"memory": memory()}, tables)

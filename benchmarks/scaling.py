@@ -1,0 +1,496 @@
+"""What grows how: seconds and memory against clients, atoms, features, agents and neighbours.
+
+Run from the repository's root: ``python benchmarks/scaling.py``; it writes
+``benchmarks/results/scaling.json``, the tables of it, ``scaling.md``, and a picture,
+``scaling.png``. Under six minutes.
+
+Every point is measured in a process of its own, in the processor's time of one thread; memory is
+the process's most resident memory beyond what it has when everything is imported. A growth exponent
+is the slope between the last two points on logarithmic axes: 1 is linear.
+"""
+
+from __future__ import annotations
+
+import logging
+import resource
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+from time import process_time
+from typing import Any
+
+import numpy as np
+from _measure import fastest, main
+from flwr.app import Context, Message
+from matplotlib.figure import Figure
+from threadpoolctl import threadpool_limits
+
+from flwr_perdl.clients import DictionaryClient, client_app
+from flwr_perdl.dictionary import (
+    OrthogonalLearner,
+    global_matching,
+    normalize_atoms,
+    polar_factor,
+    warm_start,
+)
+from flwr_perdl.dictionary.aggregation import aggregate_statistics
+from flwr_perdl.diffusion import DataDiffusion, SparseSVD, Topology, infer
+from flwr_perdl.simulations import InProcessGrid
+from flwr_perdl.simulations.plots import COLORS
+from flwr_perdl.strategies import PerMA
+
+#: Features, atoms, global atoms and samples of a client, where they are not what is varied.
+FEATURES, ATOMS, GLOBAL, SAMPLES = 32, 16, 8, 100
+CLIENTS = (10, 100, 1000, 3000, 10_000)
+#: Of the last federation, this share is asked in a round.
+FRACTION = 0.05
+#: Clients where atoms and features are varied, and features where atoms are.
+FEW, WIDE = 50, 256
+#: Updates after the matching round; the least time of all is reported, of each part by itself.
+UPDATES = 4
+#: Iterations of a client's own start: enough for its cost, which every client bears by itself.
+START = 10
+AGENTS = (50, 200, 500, 1000, 2000)
+#: Neighbours of an agent, and agents where neighbours are varied.
+NEIGHBOURS, MANY = 4, 500
+#: Features and samples of an agent, and atoms of the dictionary that agents learn.
+SMALL, FOUR, SHARED = 100, 4, 16
+#: A round's time is the difference of a long and a short run, of inference and of learning.
+SHORT, LONG = 1, {"inference": 41, "diffusion": 6}
+#: Where nothing else is said, a time is the least of so many.
+TIMES = 2
+MILLION = 1_000_000
+
+#: Points of one curve: the number that is varied is ``"x"``.
+Curve = list[dict[str, float]]
+
+
+class TimedGrid(InProcessGrid):
+    """Notes the processor's time that the clients and their messages take."""
+
+    clients_seconds = 0.0
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        """Exchange messages."""
+        messages, since = list(messages), process_time()
+        replies = super().send_and_receive(messages, timeout=timeout)
+        self.clients_seconds += process_time() - since
+        return replies
+
+
+# What a process of its own measures
+
+
+def most_memory() -> float:
+    """Return the most megabytes that this process has held."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+
+def draw(n_clients: int, d: int, r: int, n: int) -> np.ndarray:
+    """Return the samples of all clients, who share half of their orthonormal atoms."""
+    rng = np.random.default_rng(0)
+    basis = np.linalg.qr(rng.standard_normal((d, d)))[0]
+    X = np.empty((n_clients, n, d))
+    for samples in X:
+        turn = np.linalg.qr(rng.standard_normal((d - r // 2, r - r // 2)))[0]
+        atoms = np.vstack([basis[: r // 2], turn.T @ basis[r // 2 :]])
+        codes = rng.standard_normal((n, r)) * (rng.random((n, r)) < 0.2)
+        np.matmul(codes, atoms, out=samples)
+    return X
+
+
+def perma(
+    n_clients: int,
+    d: int = FEATURES,
+    r: int = ATOMS,
+    n: int = SAMPLES,
+    fraction: float = 1.0,
+) -> dict[str, float]:
+    """Measure a matching round and updates: the clients' part and the server's."""
+    imported = most_memory()
+    X, learner = draw(n_clients, d, r, n), OrthogonalLearner(r)
+    data = most_memory()
+
+    def make_client(context: Context) -> DictionaryClient:
+        samples = X[int(context.node_config["partition-id"])]
+        start = partial(warm_start, n_iter=START)
+        return DictionaryClient(samples, learner, context, start=start)
+
+    grid = TimedGrid(client_app(make_client), n_clients)
+    times = [(process_time(), 0.0)]
+    held = []
+
+    def note(report: Any) -> None:
+        times.append((process_time(), grid.clients_seconds))
+        held.append(most_memory())
+
+    strategy = PerMA(r // 2, fraction_train=fraction, fraction_evaluate=0.0, on_round=note)
+    strategy.start(grid, num_rounds=1 + UPDATES)
+    whole, clients = np.diff(np.array(times), axis=0).T
+    server = whole - clients
+    asked = max(2, round(fraction * n_clients))
+    reports = sum(map(size_of, strategy.history)) / len(strategy.history) / asked
+    return {
+        "seconds_start_clients": clients[0],
+        "seconds_start_server": server[0],
+        "seconds_update": whole[1:].min(),
+        "seconds_update_clients": clients[1:].min(),
+        "seconds_update_server": server[1:].min(),
+        "mb_data": data - imported,
+        "mb_rest": held[-1] - data,
+        "kb_reports_per_client_and_round": reports / 2**10,
+    }
+
+
+def size_of(thing: Any) -> int:
+    """Return the bytes of nested containers and of the numbers in them."""
+    inside: Iterable[Any] = ()
+    if isinstance(thing, Mapping):
+        inside = (*thing.keys(), *thing.values())
+    elif isinstance(thing, tuple | list):
+        inside = thing
+    return sys.getsizeof(thing) + sum(0 if isinstance(x, str) else size_of(x) for x in inside)
+
+
+def matching(n_clients: int, method: str) -> dict[str, float]:
+    """Measure the server's part of the matching round alone."""
+    rng = np.random.default_rng(0)
+
+    def unit(n: int) -> np.ndarray:
+        return normalize_atoms(rng.standard_normal((n, FEATURES)))
+
+    shared = unit(GLOBAL)
+    dictionaries = [
+        normalize_atoms(np.vstack([shared, unit(ATOMS - GLOBAL)]) + 0.1 * unit(ATOMS))
+        for _ in range(n_clients)
+    ]
+    return at_best(lambda: global_matching(dictionaries, GLOBAL, method=method))
+
+
+def aggregation(n_clients: int) -> dict[str, float]:
+    """Measure the server's part of an update alone: the sum, and who is an outlier."""
+    rng = np.random.default_rng(0)
+    current = np.linalg.qr(rng.standard_normal((FEATURES, GLOBAL)))[0].T
+    stack = 20 * current + rng.standard_normal((n_clients, GLOBAL, FEATURES))
+    current = polar_factor(current, current)
+    return at_best(lambda: aggregate_statistics(stack, current, orthogonal=True))
+
+
+def at_best(run: Callable[[], Any]) -> dict[str, float]:
+    """Measure the least time of some runs, and their memory."""
+    before = most_memory()
+    return {"seconds": fastest({0: run}, TIMES)[0], "mb": most_memory() - before}
+
+
+def per_round(run: Callable[[int], Any], long: int) -> dict[str, float]:
+    """Time a round, what comes before the first, and the memory of all."""
+    before = most_memory()
+    seconds = fastest({n: partial(run, n) for n in (SHORT, long)}, TIMES)
+    each = (seconds[long] - seconds[SHORT]) / (long - SHORT)
+    before_first = max(seconds[SHORT] - SHORT * each, 0.0)
+    return {"seconds": each, "seconds_before": before_first, "mb": most_memory() - before}
+
+
+def inference(n_agents: int, degree: int) -> dict[str, float]:
+    """Measure dual inference, an atom per agent."""
+    rng = np.random.default_rng(0)
+    atoms = normalize_atoms(rng.standard_normal((n_agents, SMALL)))[:, None]
+    X = rng.standard_normal((FOUR, SMALL)) / 10
+    # A topology keeps what it was once asked (its diameter, its spectrum): each run has its own.
+    return per_round(
+        lambda n: infer(
+            SparseSVD(0.05, 0.1),
+            X,
+            list(atoms),
+            Topology.k_regular(n_agents, degree),
+            n_rounds=n,
+            tolerance=0,
+            compress=False,
+        ),
+        LONG["inference"],
+    )
+
+
+def diffusion(n_agents: int, degree: int) -> dict[str, float]:
+    """Measure learning one dictionary from data of 50 samples per agent."""
+    rng = np.random.default_rng(0)
+    data = rng.standard_normal((n_agents, 50, SHARED))
+    learner = DataDiffusion(SHARED)
+    return per_round(
+        lambda n: learner.fit(list(data), Topology.k_regular(n_agents, degree), n),
+        LONG["diffusion"],
+    )
+
+
+MEASURES: dict[str, Callable[..., dict[str, float]]] = {
+    "clients": perma,
+    "sampled": partial(perma, fraction=FRACTION),
+    "atoms": lambda x: perma(FEW, d=WIDE, r=x),
+    "features": lambda x: perma(FEW, d=x),
+    "consensus": lambda x: matching(x, "consensus"),
+    "paths": lambda x: matching(x, "paths"),
+    "aggregation": aggregation,
+    "inference, agents": lambda x: inference(x, NEIGHBOURS),
+    "inference, neighbours": lambda x: inference(MANY, x),
+    "diffusion, agents": lambda x: diffusion(x, NEIGHBOURS),
+    "diffusion, neighbours": lambda x: diffusion(MANY, x),
+}
+POINTS: dict[str, Sequence[int]] = {
+    "clients": CLIENTS,
+    "sampled": CLIENTS[-1:],
+    "atoms": (8, 16, 32, 64, 128, 256),
+    "features": (16, 64, 256, 1024),
+    "consensus": CLIENTS,
+    "paths": CLIENTS,
+    "aggregation": CLIENTS,
+    "inference, agents": AGENTS,
+    "inference, neighbours": (4, 8, 16, 32, 64, 128),
+    "diffusion, agents": AGENTS,
+    "diffusion, neighbours": (4, 8, 16, 32, 64, 128),
+}
+
+
+#: Curves that are to be linear, and their number.
+LINEAR = {
+    "clients": "seconds_update",
+    "consensus": "seconds",
+    "aggregation": "seconds",
+    "inference, agents": "seconds",
+    "diffusion, agents": "seconds",
+}
+
+
+def measure(kind: str, x: int) -> dict[str, float]:
+    """Measure one point, in this process."""
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    with threadpool_limits(1):
+        return {key: float(value) for key, value in MEASURES[kind](x).items()}
+
+
+# The results
+
+
+def add_curves(found: dict[str, Curve], kinds: Iterable[str]) -> None:
+    """Measure the points of these curves, each in a process of its own."""
+    for kind in kinds:
+        for x in POINTS[kind]:
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+                point = pool.submit(measure, kind, x).result()
+            found.setdefault(kind, []).append({"x": x, **point})
+
+
+def exponent(rows: Curve, key: str) -> float | None:
+    """Return the slope of ``key`` between the last two points on logarithmic axes."""
+    before, last = rows[-2:]
+    if min(before[key], last[key]) <= 0:
+        return None
+    return float(np.log(last[key] / before[key]) / np.log(last["x"] / before["x"]))
+
+
+def at(n: int, rows: Curve, key: str) -> float:
+    """Return ``key`` for ``n`` on the line through the last two points."""
+    before, last = rows[-2:]
+    each = (last[key] - before[key]) / (last["x"] - before["x"])
+    return last[key] + each * (n - last["x"])
+
+
+def million(found: Mapping[str, Curve]) -> dict[str, float]:
+    """Return what a round of a million clients would take."""
+    clients = found["clients"]
+    keys = [key for key in clients[0] if key.startswith(("seconds", "mb"))]
+    alone = {
+        f"{kind}: {key}": at(MILLION, found[kind], key)
+        for kind in ("consensus", "paths", "aggregation")
+        for key in ("seconds", "mb")
+    }
+    reports = clients[-1]["kb_reports_per_client_and_round"] * MILLION / 2**10
+    return {key: at(MILLION, clients, key) for key in keys} | alone | {"mb_reports": reports}
+
+
+def tables(results: dict[str, Any]) -> str:
+    """Return the results as Markdown."""
+    found, paper = results["curves"], results["million"]
+
+    def slope(kind: str, key: str) -> str:
+        value = exponent(found[kind], key)
+        return "-" if value is None else f"{value:.2f}"
+
+    lines = [
+        f"PerMA in process, against the number of clients ({FEATURES} features, {ATOMS} atoms, of "
+        f"which {GLOBAL} global, {SAMPLES} samples each; seconds of one core, memory in MB). "
+        "Clients: their arithmetic and the messages there and back. The matching round has "
+        f"{START} iterations of every client's own start, of which a real run has 100. Memory: of "
+        "the samples, which clients elsewhere would hold, and of all else, that is, clients' "
+        "states, messages, replies and what the server makes of them. The last line is the line "
+        "through the last two points, the exponent their slope on logarithmic axes.",
+        "",
+        "| clients | update: clients | update: server | matching round: clients | matching round: "
+        "server | samples | all else |",
+        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    columns = (
+        "seconds_update_clients",
+        "seconds_update_server",
+        "seconds_start_clients",
+        "seconds_start_server",
+        "mb_data",
+        "mb_rest",
+    )
+
+    def cells(row: Mapping[str, float]) -> str:
+        return " | ".join(number(row[key]) for key in columns)
+
+    for row in found["clients"]:
+        lines.append(f"| {row['x']:,} | {cells(row)} |")
+    (sampled,) = found["sampled"]
+    lines += [
+        f"| {sampled['x']:,}, of whom {FRACTION:.0%} are asked | {cells(sampled)} |",
+        "| exponent | " + " | ".join(slope("clients", key) for key in columns) + " |",
+        f"| {MILLION:,}, on paper | {cells(paper)} |",
+        "",
+        "The server's part alone, on arrays that are there:",
+        "",
+        "| | seconds, 10,000 clients | exponent | a million, on paper | MB, 10,000 clients | "
+        "exponent | a million, on paper |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for kind, words in {
+        "consensus": "matching, consensus",
+        "paths": "matching, shortest paths",
+        "aggregation": "aggregation of statistics",
+    }.items():
+        row = found[kind][-1]
+        lines.append(
+            f"| {words} | "
+            + " | ".join(
+                f"{number(row[key])} | {slope(kind, key)} | {number(paper[f'{kind}: {key}'])}"
+                for key in ("seconds", "mb")
+            )
+            + " |"
+        )
+    last = found["clients"][-1]
+    held, reply = 2**10 * last["mb_rest"] / last["x"], 8 * GLOBAL * FEATURES / 2**10
+    share = last["seconds_update_server"] / last["seconds_update"]
+    lines += [
+        "",
+        f"With {last['x']:,} clients the server's part is {share:.0%} of an update. All else comes "
+        f"to {held:.0f} KB per client that is asked, {held / reply:.0f} times its reply of "
+        f"{reply:.0f} KB: 4 GB hold a round of {number(4 * 2**20 / held)} clients beside their "
+        f"samples. Of {MILLION:,} clients, {last['x'] / MILLION:.0%} asked at a time cost the "
+        f"server what {last['x']:,} do. The reports that a run keeps add "
+        f"{last['kb_reports_per_client_and_round']:.2f} KB per client and round, "
+        f"{number(paper['mb_reports'])} MB per round of {MILLION:,}.",
+        "",
+        "| what | against | from, to | seconds there | exponent |",
+        "| --- | --- | ---: | ---: | ---: |",
+    ]
+    for kind, (what, against, key) in OTHERS.items():
+        first, last = found[kind][0], found[kind][-1]
+        lines.append(
+            f"| {what} | {against} | {first['x']:,}, {last['x']:,} "
+            f"| {number(first[key])}, {number(last[key])} | {slope(kind, key)} |"
+        )
+    lines += [
+        "",
+        f"Atoms: {FEW} clients, {WIDE} features, 100 samples; features: "
+        f"{FEW} clients, {ATOMS} atoms. Dual inference: {SMALL} features, {FOUR} samples, an atom "
+        f"per agent; learning: {SHARED} features and atoms, 50 samples per agent. Agents have "
+        f"{NEIGHBOURS} neighbours; {MANY} agents where neighbours are varied.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+#: What, against what, which number: the curves that are not over clients.
+OTHERS = {
+    "atoms": ("an update of PerMA", "atoms", "seconds_update"),
+    "features": ("an update of PerMA", "features", "seconds_update"),
+    "inference, agents": ("a round of dual inference", "agents", "seconds"),
+    "inference, neighbours": ("a round of dual inference", "neighbours", "seconds"),
+    "diffusion, agents": ("a round of learning over data", "agents", "seconds"),
+    "diffusion, neighbours": ("a round of learning over data", "neighbours", "seconds"),
+}
+
+
+def number(value: float) -> str:
+    """Return three digits of a number, with commas."""
+    if value >= 100:
+        return f"{float(f'{value:.3g}'):,.0f}"
+    return f"{value:.3g}" if value >= 1e-3 or not value else f"{value:.1e}"
+
+
+def picture(results: dict[str, Any]) -> Figure:
+    """Draw all curves, with their exponents."""
+    found = results["curves"]
+    panels: dict[tuple[str, str, str], dict[str, tuple[str, str]]] = {
+        ("an update of PerMA", "clients", "seconds"): {
+            "clients and messages": ("clients", "seconds_update_clients"),
+            "server": ("clients", "seconds_update_server"),
+            "aggregation alone": ("aggregation", "seconds"),
+        },
+        ("the matching round", "clients", "seconds"): {
+            "clients and messages": ("clients", "seconds_start_clients"),
+            "server": ("clients", "seconds_start_server"),
+            "consensus alone": ("consensus", "seconds"),
+            "shortest paths alone": ("paths", "seconds"),
+        },
+        ("memory", "clients", "MB"): {
+            "samples": ("clients", "mb_data"),
+            "all else": ("clients", "mb_rest"),
+            "aggregation alone": ("aggregation", "mb"),
+        },
+        (f"an update of PerMA, {FEW} clients", "atoms or features", "seconds"): {
+            "atoms": ("atoms", "seconds_update"),
+            "features": ("features", "seconds_update"),
+        },
+        ("a round between neighbours", "agents", "seconds"): {
+            "dual inference": ("inference, agents", "seconds"),
+            "learning over data": ("diffusion, agents", "seconds"),
+        },
+        (f"a round between {MANY} agents", "neighbours of each", "seconds"): {
+            "dual inference": ("inference, neighbours", "seconds"),
+            "learning over data": ("diffusion, neighbours", "seconds"),
+        },
+    }
+    figure = Figure(figsize=(10, 6), layout="constrained")
+    for axes, ((title, x, y), drawn) in zip(
+        figure.subplots(2, 3).ravel(), panels.items(), strict=True
+    ):
+        for (label, (kind, key)), color in zip(drawn.items(), COLORS, strict=False):
+            rows = [row for row in found[kind] if row[key] > 0]
+            slope = exponent(found[kind], key)
+            name = label if slope is None else f"{label} ({slope:.1f})"
+            points = [row["x"] for row in rows], [row[key] for row in rows]
+            axes.plot(*points, "o-", ms=3.5, color=color, label=name)
+        axes.set(title=title, xlabel=x, ylabel=y, xscale="log", yscale="log")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+        bottom, top = axes.get_ylim()
+        axes.set_ylim(bottom, top * (top / bottom) ** (0.1 + 0.13 * len(drawn)))
+        axes.legend(fontsize=8, frameon=False, loc="upper left")
+    return figure
+
+
+def ratios(found: dict[str, Curve]) -> dict[str, Any]:
+    """Measure what should be linear: the ratios say how much of that is left at the last point."""
+    compared = {}
+    add_curves(found, LINEAR)
+    for kind, key in LINEAR.items():
+        before, last = found[kind][-2:]
+        name = f"each of {before['x']:,} / each of {last['x']:,}: {kind}"
+        compared[name] = (before[key] / before["x"]) / (last[key] / last["x"])
+    return {"ratios": compared}
+
+
+def rest(found: dict[str, Curve]) -> dict[str, Any]:
+    """Measure everything else."""
+    add_curves(found, [kind for kind in POINTS if kind not in found])
+    return {"curves": found, "million": million(found)}
+
+
+if __name__ == "__main__":
+    about, curves = (__doc__ or "").splitlines()[0], dict[str, Curve]()
+    main("scaling", about, lambda: ratios(curves), lambda: rest(curves), tables, picture)
