@@ -38,7 +38,7 @@ from flwr_perdl.dictionary import (
 )
 from flwr_perdl.dictionary.averaging import update_dictionary
 from flwr_perdl.dictionary.perpca import local_start, perpca_step, principal_directions
-from flwr_perdl.dictionary.stacks import mean_squared_error, update_stack
+from flwr_perdl.dictionary.stacks import Updates, update_stack
 
 #: The protocols' steps, PerMA's two first, and the keys of their requests' config.
 START = "start"
@@ -249,25 +249,35 @@ class DictionaryClient(Member):
         refine_steps = int(config.get(REFINE_STEPS, 0))
         if refine_steps:
             D = refine_local(self.X, D, n_global, self.learner, n_iter=refine_steps)
+        if _kind(self) is not None:
+            D, sent, error = (part[0] for part in _stacked([self], D[None], G, config))
+        else:
+            D, sent, error = self._steps(D, G, config)
+        state.save(asked.round, {_LOCAL_ATOMS: D[n_global:]})
+        return sent, D, float(error), anew
+
+    def _steps(
+        self, D: Matrix, G: Matrix, config: Mapping[str, Scalar]
+    ) -> tuple[Matrix, Matrix, float]:
+        """Take an update's steps with any learner."""
+        n_global = len(G)
         for step in range(int(config.get(LOCAL_STEPS, 1))):
             before, codes = D, self.learner.code(self.X, D)
             if not step:
-                error = mean_squared_error(self.X, codes, D)
+                error = _mse(self.X, reconstruct(codes, D))
             aligned = align_to_global(self.learner.update(self.X, codes, D), G)
             D = np.vstack([aligned.global_atoms, aligned.local_atoms])
-        state.save(asked.round, {_LOCAL_ATOMS: D[n_global:]})
-        if config.get(SENDS) == STATISTICS:
-            sent = local_statistics(
-                self.X,
-                codes,
-                before,
-                n_global,
-                orthogonal=bool(config.get(ORTHOGONAL)),
-                min_support=self.min_support,
-            )
-        else:
-            sent = np.where(self._supported(D)[:n_global, None], D[:n_global], 0)
-        return sent, D, error, anew
+        if config.get(SENDS) != STATISTICS:
+            return D, np.where(self._supported(D)[:n_global, None], D[:n_global], 0), error
+        sent = local_statistics(
+            self.X,
+            codes,
+            before,
+            n_global,
+            orthogonal=bool(config.get(ORTHOGONAL)),
+            min_support=self.min_support,
+        )
+        return D, sent, error
 
     def _average(
         self,
@@ -411,6 +421,23 @@ def _kind(client: DictionaryClient) -> Hashable:
     return client.X.shape, client.X.dtype, learner, client.min_support
 
 
+def _stacked(
+    clients: list[DictionaryClient], D: Matrix, G: Matrix, config: Mapping[str, Scalar]
+) -> Updates:
+    """Take an update's steps at clients of one kind (`_kind`)."""
+    first = clients[0]
+    return update_stack(
+        np.stack([client.X for client in clients]),
+        D,
+        G,
+        cast(OrthogonalLearner, first.learner),
+        n_steps=int(config.get(LOCAL_STEPS, 1)),
+        statistics=config.get(SENDS) == STATISTICS,
+        orthogonal=bool(config.get(ORTHOGONAL)),
+        min_support=first.min_support,
+    )
+
+
 def _update_together(
     clients: list[DictionaryClient], parameters: list[Matrix], config: Mapping[str, Scalar]
 ) -> list[Fitted]:
@@ -420,18 +447,8 @@ def _update_together(
     found = [one._local_atoms(G, asked, state) for one, state in zip(clients, states, strict=True)]
     fitted: dict[int, Fitted] = {}
     for same in alike(range(len(clients)), lambda i: (_kind(clients[i]), found[i][0].shape)):
-        first = clients[same[0]]
         D = np.stack([np.vstack([G, found[i][0]]) for i in same])
-        updates = update_stack(
-            np.stack([clients[i].X for i in same]),
-            D,
-            G,
-            cast(OrthogonalLearner, first.learner),
-            n_steps=int(config.get(LOCAL_STEPS, 1)),
-            statistics=config.get(SENDS) == STATISTICS,
-            orthogonal=bool(config.get(ORTHOGONAL)),
-            min_support=first.min_support,
-        )
+        updates = _stacked([clients[i] for i in same], D, G, config)
         for i, D, sent, error in zip(same, *updates, strict=True):
             states[i].save(asked.round, {_LOCAL_ATOMS: D[len(G) :]})
             metrics: dict[str, Scalar] = {

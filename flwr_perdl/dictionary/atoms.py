@@ -323,13 +323,13 @@ def match_stack(A: Matrix, B: Matrix) -> tuple[NDArray[np.intp], Matrix]:
     -------
     indices, signs : ndarray of shape (n, n_a)
     """
-    _, squares = _squares(A.astype(np.float64, copy=False), B.astype(np.float64, copy=False))
+    products, squares = _squares(A.astype(np.float64, copy=False), B.astype(np.float64, copy=False))
     indices: NDArray[np.intp] = squares.argmin(axis=2)
     taken = np.sort(indices, axis=1)
     for i in np.flatnonzero((taken[:, 1:] == taken[:, :-1]).any(axis=1)):
         indices[i] = linear_sum_assignment(_distances(A, B[i]))[1]
-    chosen = np.take_along_axis(B, indices[..., None], axis=1)
-    return indices, signs_of(np.einsum("ij,...ij->...i", A, chosen))
+    chosen = products[np.arange(len(B))[:, None], np.arange(len(A)), indices]
+    return indices, signs_of(chosen).astype(np.result_type(A, B), copy=False)
 
 
 def match_atoms(A: Matrix, B: Matrix) -> AtomMatch:

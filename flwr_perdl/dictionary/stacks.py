@@ -81,7 +81,7 @@ def update_stack(
         codes *= np.abs(codes) >= levels
         moments, gram = codes.swapaxes(1, 2) @ X, codes.swapaxes(1, 2) @ codes
         if not step:
-            errors = mean_squared_errors(X, codes, D, moments, gram, energies)
+            errors = _mean_squared_errors(X, codes, D, moments, gram, energies)
         D = _align(polar_factors(moments, D), G)
     if statistics:
         sent = _statistics(codes, before, moments, gram, r, orthogonal, min_support)
@@ -93,7 +93,7 @@ def update_stack(
     return Updates(D, sent, errors)
 
 
-def mean_squared_errors(
+def _mean_squared_errors(
     X: Matrix, C: Matrix, D: Matrix, moments: Matrix, gram: Matrix, energies: Sequence[float]
 ) -> Matrix:
     """Return the mean squares of ``X - C @ D`` of every client.
@@ -126,14 +126,6 @@ def mean_squared_errors(
     for i in np.flatnonzero(~safe):
         errors[i] = np.mean(np.square(X[i] - C[i] @ D[i]))
     return errors
-
-
-def mean_squared_error(X: Matrix, C: Matrix, D: Matrix) -> float:
-    """Return :func:`mean_squared_errors` of one client, the same bits."""
-    moments, gram, energy = C.T @ X, C.T @ C, float(np.vdot(X, X))
-    return float(
-        mean_squared_errors(X[None], C[None], D[None], moments[None], gram[None], [energy])[0]
-    )
 
 
 def _sums(values: Matrix) -> Matrix:
