@@ -182,11 +182,10 @@ class DictionaryClient(Member):
             if asked.step == UPDATE:
                 G = self._global_atoms(parameters)
                 sent, D, error, anew = self._update(G, asked, state, config)
+            elif asked.step == AVERAGE:
+                sent, D, error = self._average(parameters, asked, state, config)
             else:
-                if asked.step == START:
-                    sent, D = self._start(asked, state)
-                else:
-                    sent, D = self._average(parameters, asked, state, config)
+                sent, D = self._start(asked, state)
                 error = _mse(self.X, reconstruct(self.learner.code(self.X, D), D))
             n_atoms = len(D)
         metrics: dict[str, Scalar] = {
@@ -285,7 +284,7 @@ class DictionaryClient(Member):
         asked: _Asked,
         state: PrivateState,
         config: Mapping[str, Scalar],
-    ) -> tuple[Matrix, Matrix]:
+    ) -> tuple[Matrix, Matrix, float]:
         """Take a round of `DictionaryAveraging`: the own start, or the dictionary of all."""
         steps = int(config.get(LOCAL_STEPS, 1)) if parameters else 0
         D = self._global_atoms(parameters) if parameters else self._warm_start(asked)
@@ -293,7 +292,7 @@ class DictionaryClient(Member):
             self.X, D, self.learner, n_steps=steps, min_support=self.min_support
         )
         state.save(asked.round, {_LOCAL_ATOMS: D[:0]})
-        return found.sent, found.dictionary
+        return found.sent, found.dictionary, found.error
 
     def _components(
         self,

@@ -45,6 +45,8 @@ class LocalDictionary(NamedTuple):
     #: The same and one row more: atoms that too few samples stand behind are zero, and the last
     #: row is the leading direction of its residuals, or zero where no atom of its is zero.
     sent: Matrix
+    #: The mean squared error of the samples with it.
+    error: float
 
 
 def update_dictionary(
@@ -84,7 +86,7 @@ def update_dictionary(
         direction = principal_directions(rest, 1)
         if atom_support(rest @ direction.T)[0] >= least:
             sent[-1] = direction
-    return LocalDictionary(D, sent)
+    return LocalDictionary(D, sent, float(np.mean(np.square(rest))))
 
 
 def average_dictionaries(
