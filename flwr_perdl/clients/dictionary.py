@@ -36,8 +36,9 @@ from flwr_perdl.dictionary import (
     sparse_code,
     warm_start,
 )
+from flwr_perdl.dictionary.atoms import principal_directions
 from flwr_perdl.dictionary.averaging import update_dictionary
-from flwr_perdl.dictionary.perpca import local_start, perpca_step, principal_directions
+from flwr_perdl.dictionary.perpca import local_start, perpca_step
 from flwr_perdl.dictionary.stacks import Updates, update_stack
 
 #: The protocols' steps, PerMA's two first, and the keys of their requests' config.
@@ -426,7 +427,7 @@ def _stacked(
     """Take an update's steps at clients of one kind (`_kind`)."""
     first = clients[0]
     return update_stack(
-        np.stack([client.X for client in clients]),
+        first.X[None] if len(clients) == 1 else np.stack([client.X for client in clients]),
         D,
         G,
         cast(OrthogonalLearner, first.learner),

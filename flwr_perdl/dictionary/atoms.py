@@ -21,12 +21,12 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.linalg import svd
+from scipy.linalg import eigh, svd
 from scipy.optimize import linear_sum_assignment
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_bipartite_matching
 
-from flwr_perdl._checks import Matrix, check_array, check_choice
+from flwr_perdl._checks import Matrix, check_array, check_choice, check_count
 
 #: Squared distances below this are recomputed from the differences of the atoms.
 _CLOSE = 1e-2
@@ -95,6 +95,39 @@ def thin_svd(X: Matrix) -> tuple[Matrix, Matrix, Matrix]:
         return U, s, Vt
 
 
+def principal_directions(X: Matrix, n_components: int) -> Matrix:
+    """Return the first right singular vectors of ``X``, whose rows are not centred.
+
+    Parameters
+    ----------
+    X : ndarray of shape (n_samples, n_features)
+        Samples.
+    n_components : int
+        At most ``n_features``.
+
+    Returns
+    -------
+    ndarray of shape (n_components, n_features)
+        Orthonormal rows; fewer where the rank of ``X`` is less.
+
+    Notes
+    -----
+    Of fewer samples than features the Gram matrix is the smaller problem, where the directions
+    asked for are not too weak for it.
+    """
+    X = check_array("X", X, min_rows=1)
+    check_count("n_components", n_components, 0, X.shape[1])
+    n, d = X.shape
+    if 0 < n_components < n < d:
+        S = X.astype(np.float64, copy=False)
+        w, U = eigh(S @ S.T, subset_by_index=(n - n_components, n - 1))
+        if w[0] > _SAFE_GRAM * w[-1]:
+            return _orthonormal((U / np.sqrt(w)).T[::-1] @ S).astype(X.dtype)
+    _, s, Vt = thin_svd(X)
+    rank = int((s > s[0] * max(X.shape) * np.finfo(X.dtype).eps).sum())
+    return Vt[: min(rank, n_components)].copy()
+
+
 def polar_factor(S: Matrix, fallback: Matrix) -> Matrix:
     """Return the matrix with orthonormal rows that is nearest to ``S``.
 
@@ -131,7 +164,7 @@ def polar_factor(S: Matrix, fallback: Matrix) -> Matrix:
         raise ValueError(f"fallback must have S's shape {S.shape}, got {fallback.shape}.")
     if not S.any():
         return fallback.astype(S.dtype)
-    M = (S / np.abs(S).max()).astype(np.float64)
+    M = (S / np.abs(S).max()).astype(np.float64, copy=False)
     used = M.any(axis=1)
     V = _gram_polar(M[used])
     if V is not None and used.all():
@@ -163,6 +196,8 @@ def polar_factors(S: Matrix, fallback: Matrix) -> Matrix:
         Those of matrices with a zero row, or too badly conditioned for the Gram matrix, are
         computed one by one.
     """
+    if len(S) == 1:
+        return polar_factor(S[0], fallback[0])[None]
     factors, step = np.empty_like(S), max(1, _WINDOW // max(S[:1].size, 1))
     for at in range(0, len(S), step):
         _polar_window(S[at : at + step], fallback[at : at + step], factors[at : at + step])
@@ -172,7 +207,7 @@ def polar_factors(S: Matrix, fallback: Matrix) -> Matrix:
 def _polar_window(S: Matrix, fallback: Matrix, factors: Matrix) -> None:
     """Write the polar factors of as many matrices as the processor's cache holds."""
     largest = np.abs(S).max(axis=(1, 2), keepdims=True)
-    M = (S / np.where(largest == 0, 1, largest)).astype(np.float64)
+    M = (S / np.where(largest == 0, 1, largest)).astype(np.float64, copy=False)
     w, U = np.linalg.eigh(M @ M.swapaxes(1, 2))
     safe = w[:, 0] > _SAFE_GRAM * np.maximum(w[:, -1], 1)
     w = np.where(safe[:, None], w, 1)

@@ -29,9 +29,8 @@ import numpy as np
 
 from flwr_perdl._checks import Matrix, check_array, check_count
 from flwr_perdl.dictionary.aggregation import aggregate_atoms
-from flwr_perdl.dictionary.atoms import normalize_atoms, polar_factor
+from flwr_perdl.dictionary.atoms import normalize_atoms, polar_factor, principal_directions
 from flwr_perdl.dictionary.learners import Learner, atom_support
-from flwr_perdl.dictionary.perpca import principal_directions
 
 #: Directions shorter than this after projection lie in the span of the other atoms.
 _TINY = 1e-6

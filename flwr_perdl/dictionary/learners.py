@@ -35,7 +35,7 @@ from flwr_perdl.dictionary.atoms import (
     least_squares_atoms,
     normalize_atoms,
     polar_factor,
-    thin_svd,
+    principal_directions,
 )
 from flwr_perdl.dictionary.coding import hard_threshold, omp
 
@@ -172,8 +172,7 @@ class _AlternatingLearner(ABC):
         X = check_array("X", X, min_rows=1)
         d = X.shape[1]
         k = min(self.n_atoms, d)
-        _, s, Vt = thin_svd(X)
-        spanned = Vt[:k][s[:k] > s[0] * max(X.shape) * np.finfo(X.dtype).eps]
+        spanned = principal_directions(X, k)
         filled = np.vstack([spanned, rng.standard_normal((k - len(spanned), d))])
         basis = np.linalg.qr(filled.T)[0].T
         rotation = np.linalg.qr(rng.standard_normal((k, k)))[0]

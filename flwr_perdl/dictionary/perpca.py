@@ -32,7 +32,7 @@ import numpy as np
 
 from flwr_perdl._checks import Matrix, check_array, check_count, check_real
 from flwr_perdl.dictionary.aggregation import aggregate_atoms
-from flwr_perdl.dictionary.atoms import polar_factor, thin_svd
+from flwr_perdl.dictionary.atoms import polar_factor, principal_directions
 
 #: First step, as a multiple of 1 / ||X_i||_2^2; halved whenever the clients' loss has risen.
 STEP = 1.0
@@ -58,28 +58,6 @@ class PersonalizedPCA(NamedTuple):
     local_components: list[Matrix]
     #: The clients' summed loss, round by round.
     losses: list[float]
-
-
-def principal_directions(X: Matrix, n_components: int) -> Matrix:
-    """Return the first right singular vectors of ``X``, whose rows are not centred.
-
-    Parameters
-    ----------
-    X : ndarray of shape (n_samples, n_features)
-        Samples.
-    n_components : int
-        At most ``n_features``.
-
-    Returns
-    -------
-    ndarray of shape (n_components, n_features)
-        Orthonormal rows; fewer where the rank of ``X`` is less.
-    """
-    X = check_array("X", X, min_rows=1)
-    check_count("n_components", n_components, 0, X.shape[1])
-    _, s, Vt = thin_svd(X)
-    rank = int((s > s[0] * max(X.shape) * np.finfo(X.dtype).eps).sum())
-    return Vt[: min(rank, n_components)].copy()
 
 
 def shared_start(directions: Sequence[Matrix], n_global: int) -> Matrix:

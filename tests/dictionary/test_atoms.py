@@ -16,7 +16,7 @@ from flwr_perdl.dictionary import (
     normalize_atoms,
     polar_factor,
 )
-from flwr_perdl.dictionary.atoms import least_squares_atoms
+from flwr_perdl.dictionary.atoms import least_squares_atoms, principal_directions
 
 numbers = st.floats(-10, 10).map(lambda x: round(x, 3))
 
@@ -197,3 +197,27 @@ def test_least_squares_leaves_open_what_the_equations_leave_open(rng, unit):
     others = np.delete(C, 2, axis=1)
     expected = normalize_atoms(np.linalg.lstsq(others, X, rcond=None)[0])
     assert np.allclose(np.delete(D, 2, axis=0), expected, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+@pytest.mark.parametrize(("n", "k", "decay"), [(30, 5, 0.5), (30, 29, 0.9), (30, 12, 3.0)])
+def test_the_principal_directions_of_few_samples_are_singular_vectors(
+    n: int, k: int, decay: float, dtype: type
+) -> None:
+    rng = np.random.default_rng(k)
+    U, V = (np.linalg.qr(rng.standard_normal((size, n)))[0] for size in (n, 80))
+    X = ((U * 10.0 ** -(decay * np.arange(n) / k)) @ V.T).astype(dtype)
+    found = principal_directions(X, k)
+    assert found.dtype == dtype
+    tolerance, rounding = (1e-9, 1e-14) if dtype is np.float64 else (2e-2, 1e-6)
+    np.testing.assert_allclose(np.abs(np.sum(found * V.T[:k], axis=1)), 1, atol=tolerance)
+    np.testing.assert_allclose(
+        found @ found.T, np.eye(k), atol=1e-14 if dtype is np.float64 else 1e-6
+    )
+
+
+def test_directions_too_weak_for_the_gram_matrix_are_found() -> None:
+    rng = np.random.default_rng(0)
+    U, V = (np.linalg.qr(rng.standard_normal((size, 6)))[0] for size in (6, 20))
+    X = (U * 10.0 ** -np.linspace(0, 10, 6)) @ V.T
+    np.testing.assert_allclose(np.abs(principal_directions(X, 5) @ V), np.eye(6)[:5], atol=1e-5)

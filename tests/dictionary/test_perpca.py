@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 from scipy.linalg import subspace_angles
 
+from flwr_perdl.dictionary.atoms import principal_directions
 from flwr_perdl.dictionary.perpca import (
     local_start,
     next_step,
     perpca_step,
     personalized_pca,
-    principal_directions,
     shared_start,
 )
 

@@ -41,7 +41,8 @@ from flwr_perdl._checks import Matrix, check_choice, check_count
 from flwr_perdl._records import PARTITION_ID, to_arrays
 from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.dictionary import Learner, WarmStart, normalize_atoms, refine_local
-from flwr_perdl.dictionary.perpca import personalized_pca, principal_directions
+from flwr_perdl.dictionary.atoms import principal_directions
+from flwr_perdl.dictionary.perpca import personalized_pca
 from flwr_perdl.simulations.clips import Clip, load_clip, still, to_frame, to_samples
 from flwr_perdl.simulations.engine import Config, EvaluateFn
 from flwr_perdl.simulations.experiments._experiment import (
