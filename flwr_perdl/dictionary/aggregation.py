@@ -195,7 +195,7 @@ def aggregate_statistics(stack: Matrix, current: Matrix, *, orthogonal: bool) ->
     sent = np.any(stack != 0, axis=2)
     present = sent.any(axis=1)
     possible = present if orthogonal else present & _moments(stack[:, :, :r])
-    own = _solve_each(stack, current, orthogonal)
+    own = _solve_each(stack, sent, current, orthogonal)
     kept = possible & ~_outliers(own, sent & possible[:, None])
     factors = np.zeros(len(stack), stack.dtype)
     if kept.any():
@@ -215,21 +215,24 @@ def _moments(grams: Matrix) -> NDArray[np.bool_]:
     return possible & (values[:, -1] > 0)
 
 
-def _solve_each(stack: Matrix, current: Matrix, orthogonal: bool) -> Matrix:
+def _solve_each(
+    stack: Matrix, sent: NDArray[np.bool_], current: Matrix, orthogonal: bool
+) -> Matrix:
     """Return the atoms that each client's statistics give; all at once where it sends all rows."""
     own = np.empty((len(stack), *current.shape), current.dtype)
-    at_once = np.any(stack != 0, axis=2).all(axis=1) & orthogonal
+    at_once = sent.all(axis=1) & np.full(len(stack), orthogonal)
     together, size = np.flatnonzero(at_once), max(_PIECE // current.size, 1)
     pieces = [together[at : at + size] for at in range(0, len(together), size)]
+    pieces += list(np.flatnonzero(~at_once)[:, None])
 
     def solve(piece: NDArray[np.intp]) -> Matrix:
+        if not at_once[piece[0]]:
+            return _solve(stack[piece[0]], current, orthogonal)
         S = stack[piece].astype(np.result_type(stack, current))
         return polar_factors(S, np.broadcast_to(current, S.shape))
 
     for piece, found in zip(pieces, in_threads(solve, pieces), strict=True):
         own[piece] = found
-    for i in np.flatnonzero(~at_once):
-        own[i] = _solve(stack[i], current, orthogonal)
     return own
 
 

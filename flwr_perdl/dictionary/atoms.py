@@ -164,19 +164,18 @@ def polar_factor(S: Matrix, fallback: Matrix) -> Matrix:
         raise ValueError(f"fallback must have S's shape {S.shape}, got {fallback.shape}.")
     if not S.any():
         return fallback.astype(S.dtype)
-    M = (S / np.abs(S).max()).astype(np.float64, copy=False)
+    M = (S / max(S.max(), -S.min())).astype(np.float64, copy=False)
     used = M.any(axis=1)
-    V = _gram_polar(M[used])
+    V = _gram_polar(M if used.all() else M[used])
     if V is not None and used.all():
-        return _orthonormal(V).astype(S.dtype)
-    if V is not None:
-        rest: Matrix = np.eye(len(M))[:, ~used]
-        Q = np.zeros_like(M)
-        Q[used] = V
+        Q = V
+    elif V is not None:
+        Q = np.empty_like(M)
+        Q[used], Q[~used] = V, _polar_in_complement(fallback[~used].astype(np.float64), V)
     else:
         Q, V, rest = _polar_by_levels(M)
-    if rest.shape[1]:
-        Q += rest @ _polar_in_complement(rest.T @ fallback.astype(np.float64), V)
+        if rest.shape[1]:
+            Q += rest @ _polar_in_complement(rest.T @ fallback.astype(np.float64), V)
     return _orthonormal(Q).astype(S.dtype)
 
 
@@ -223,8 +222,9 @@ def _polar_window(S: Matrix, fallback: Matrix, factors: Matrix) -> None:
 
 def _orthonormal(Q: Matrix) -> Matrix:
     """Take a Newton-Schulz step: rows that are nearly orthonormal become so to rounding."""
-    nearest: Matrix = 1.5 * Q - 0.5 * (Q @ Q.T) @ Q
-    return nearest
+    correction: Matrix = (-0.5 * (Q @ Q.T)) @ Q
+    correction += 1.5 * Q
+    return correction
 
 
 def _gram_polar(M: Matrix) -> Matrix | None:
@@ -244,18 +244,18 @@ def _polar_by_levels(M: Matrix) -> tuple[Matrix, Matrix, Matrix]:
     What lies below is taken out, ``rest' M``, and has a Gram matrix of its own, until nothing
     but rounding is left.
     """
-    Q, V, rest = np.zeros_like(M), np.empty((0, M.shape[1])), np.eye(len(M))
+    Q, V, rest, rows = np.zeros_like(M), np.empty((0, M.shape[1])), np.eye(len(M)), M
     least = np.linalg.norm(M) * max(M.shape) * np.finfo(M.dtype).eps
     while rest.shape[1]:
-        rows = rest.T @ M
-        rows -= (rows @ V.T) @ V
         w, U = np.linalg.eigh(rows @ rows.T)
         if w[-1] <= least**2:
             break
-        known = w > 1e-6 * w[-1]
+        known, directions = w > 1e-6 * w[-1], rest @ U
         found = (U[:, known] / np.sqrt(w[known])).T @ rows
-        Q += rest @ U[:, known] @ found
-        V, rest = np.vstack([V, found]), rest @ U[:, ~known]
+        Q += directions[:, known] @ found
+        V, rest = np.vstack([V, found]), directions[:, ~known]
+        rows = rest.T @ M
+        rows -= (rows @ V.T) @ V
     return Q, V, rest
 
 

@@ -125,7 +125,7 @@ def _power_sums(C: Matrix) -> tuple[Matrix, Matrix]:
 
 
 @dataclass(frozen=True)
-class _AlternatingLearner(ABC):
+class AlternatingLearner(ABC):
     """Coding, start and objective, which all learners share.
 
     Parameters
@@ -245,7 +245,11 @@ class _AlternatingLearner(ABC):
         """Return ``update(X, code(X, D), D)``: one iteration."""
         X = check_array("X", X)
         D = check_array("D", D, columns=X.shape[1])
-        return self._update(X, self._code(X, D), D)
+        return self.unchecked_step(X, D)
+
+    def unchecked_step(self, X: Matrix, D: Matrix, scale: float = 1.0) -> Matrix:
+        """Return :meth:`step` of arguments that are as they should be; ``scale`` as in `code`."""
+        return self._update(X, self._code(X, D, scale), D)
 
     def loss(self, X: Matrix, C: Matrix, D: Matrix) -> float:
         """Return ``||X - C @ D||^2``, plus ``threshold^2`` per non-zero code if thresholding."""
@@ -256,7 +260,7 @@ class _AlternatingLearner(ABC):
 
 
 @dataclass(frozen=True)
-class OrthogonalLearner(_AlternatingLearner):
+class OrthogonalLearner(AlternatingLearner):
     """Algorithm 4: orthonormal atoms, as many as features or fewer.
 
     The update is the orthonormal dictionary that minimises ``||X - C @ D||``, the polar factor of
@@ -286,7 +290,7 @@ class OrthogonalLearner(_AlternatingLearner):
 
 
 @dataclass(frozen=True)
-class GradientLearner(_AlternatingLearner):
+class GradientLearner(AlternatingLearner):
     """Algorithm 5: one gradient step on ``||X - C @ D||^2``, then unit atoms.
 
     The step's length is ``0.5 / ||C.T @ C||_2``.
@@ -311,7 +315,7 @@ class GradientLearner(_AlternatingLearner):
 
 
 @dataclass(frozen=True)
-class MODLearner(_AlternatingLearner):
+class MODLearner(AlternatingLearner):
     """Method of optimal directions: the least-squares dictionary, then unit atoms.
 
     What the codes leave open, atoms that no sample uses for one, stays as it is.
@@ -334,7 +338,7 @@ class MODLearner(_AlternatingLearner):
 
 
 @dataclass(frozen=True)
-class KSVDLearner(_AlternatingLearner):
+class KSVDLearner(AlternatingLearner):
     """Approximate K-SVD: each atom in turn is fitted, with its codes, to what the others leave.
 
     One power iteration per atom stands in for the singular value decomposition.

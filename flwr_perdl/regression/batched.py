@@ -47,6 +47,7 @@ class _Group(NamedTuple):
     target: Matrix  # (m, r), the responses rotated alike
     rest: Matrix  # (m,), squares of the responses that no model can reach
     values: Matrix  # (m, r), the rotated rows' squares over n
+    pulls: dict[tuple[float, int, str], Matrix]  # (m, r), see `_changes`, by what local work is
 
 
 class Clients:
@@ -101,7 +102,7 @@ class Clients:
         values, vectors = np.linalg.eigh(A @ A.swapaxes(1, 2) / n[:, None, None])
         b = (b[:, None] @ vectors)[:, 0]
         A = np.ascontiguousarray(vectors.swapaxes(1, 2) @ A)
-        return _Group(clients, X, y, n, np.zeros((0, 0)), A, b, rest, np.maximum(values, 0))
+        return _Group(clients, X, y, n, np.zeros((0, 0)), A, b, rest, np.maximum(values, 0), {})
 
     def _own_estimates(self) -> Matrix:
         return np.stack([alone(X, y) for X, y in zip(self.X, self.y, strict=True)])
@@ -121,7 +122,7 @@ class Clients:
             Who answers.
         """
         here = np.arange(len(self)) if present is None else np.flatnonzero(present)
-        together: dict[str, Callable[[_Group, Ask], Matrix]] = {
+        together: dict[str, Callable[[_Group, Ask, Matrix], None]] = {
             DESCRIBE: _describe,
             MOMENT: _moment,
             UPDATE: _update,
@@ -131,12 +132,15 @@ class Clients:
             if ask.step == UPDATE and len(groups_of(ask)) and not len(self._groups[0].own):
                 own = self._own_estimates()
                 self._groups = [group._replace(own=own[group.clients]) for group in self._groups]
-            parts = [together[ask.step](group, ask) for group in self._groups]
-            stack = np.empty((len(self), *parts[0].shape[1:]))
-            for group, part in zip(self._groups, parts, strict=True):
+            stack = np.empty((len(self), *_shape(ask, self.X[0].shape[1])))
+            for group in self._groups:
                 first, last = group.clients[0], group.clients[-1] + 1
-                where = slice(first, last) if last - first == len(part) else group.clients
-                stack[where] = part
+                if last - first == len(group.clients):  # one after the other
+                    together[ask.step](group, ask, stack[first:last])
+                    continue
+                part = np.empty((len(group.clients), *stack.shape[1:]))
+                together[ask.step](group, ask, part)
+                stack[group.clients] = part
             stack = stack[here] if present is not None else stack
         else:
             stack = np.stack(
@@ -145,12 +149,19 @@ class Clients:
         return Answers(here, self.n_samples[here], stack)
 
 
-def _describe(group: _Group, ask: Ask) -> Matrix:
-    squares = np.einsum("mnd,mnd->md", group.X, group.X) / group.n[:, None]
-    return np.column_stack([group.values[:, -1], squares])
+def _shape(ask: Ask, d: int) -> tuple[int, ...]:
+    """Return the shape of a client's answer."""
+    if ask.step == UPDATE:
+        return (len(ask.arrays[0]) if ask.options["soft"] else 1, d + 2)
+    return (d + 1,) if ask.step == DESCRIBE else ask.arrays[1].shape
 
 
-def _moment(group: _Group, ask: Ask) -> Matrix:
+def _describe(group: _Group, ask: Ask, out: Matrix) -> None:
+    out[:, 0] = group.values[:, -1]
+    out[:, 1:] = np.einsum("mnd,mnd->md", group.X, group.X) / group.n[:, None]
+
+
+def _moment(group: _Group, ask: Ask, out: Matrix) -> None:
     thetas, Q, centers = ask.arrays
     estimate, half = str(ask.options["estimate"]), group.n // 2
     if estimate == "u-statistic":
@@ -164,21 +175,19 @@ def _moment(group: _Group, ask: Ask) -> Matrix:
         weight[squares <= misfit_bound(group.n) * float(ask.options["variance"])] = 0
     m, n, d = group.X.shape
     flat, place = group.X.reshape(m * n, d), np.arange(n) // np.maximum(half, 1)[:, None]
-    parts = np.empty((m, *Q.shape))
     for h in range(len(Q)):
         first, second = (group.y - (flat @ theta[h]).reshape(m, n) for theta in thetas[[0, -1]])
         if estimate != "u-statistic":
             factors = [first * (place == 0), second * (place == 1)]
             a, b = ((r[:, None] @ group.X)[:, 0] for r in factors)
             a, b = (b, a) if ask.options["transpose"] else (a, b)
-            parts[:, h] = a[:, :, None] * (b @ Q[h])[:, None]
+            out[:, h] = a[:, :, None] * (b @ Q[h])[:, None]
             continue
         a, b = ((r[:, None] @ group.X)[:, 0] for r in (first, second))
         scaled = (first * second)[:, :, None] * (flat @ Q[h]).reshape(m, n, -1)
         pairs = a[:, :, None] * (b @ Q[h])[:, None] + b[:, :, None] * (a @ Q[h])[:, None]
-        parts[:, h] = pairs / 2 - group.X.swapaxes(1, 2) @ scaled
-    parts *= weight[:, None, None, None]
-    return parts
+        out[:, h] = pairs / 2 - group.X.swapaxes(1, 2) @ scaled
+    out *= weight[:, None, None, None]
 
 
 def _residuals(group: _Group, centers: Matrix) -> tuple[Matrix, Matrix]:
@@ -190,7 +199,7 @@ def _residuals(group: _Group, centers: Matrix) -> tuple[Matrix, Matrix]:
     return np.einsum("mkr,mkr->mk", residuals, residuals) + group.rest[:, None], residuals
 
 
-def _update(group: _Group, ask: Ask) -> Matrix:
+def _update(group: _Group, ask: Ask, out: Matrix) -> None:
     centers, groups = ask.arrays[0], groups_of(ask)
     squares, residuals = _residuals(group, centers)
     losses = squares / (2 * group.n[:, None])
@@ -198,29 +207,31 @@ def _update(group: _Group, ask: Ask) -> Matrix:
         weights = nearest_group(group.own, groups)
     else:
         weights = assign(losses, group.n, float(ask.options["temperature"]))
-    k, (m, d) = len(centers), (len(group.n), centers.shape[1])
-    answers = np.empty((m, k if ask.options["soft"] else 1, d + 2))
-    answers[:, :, 0] = np.einsum("mk,mk->m", weights, losses)[:, None]
+    out[:, :, 0] = np.einsum("mk,mk->m", weights, losses)[:, None]
     if ask.options["soft"]:
-        answers[:, :, 1] = weights
-        for j in range(k):
-            _changes(group, residuals[:, j], weights[:, j, None], ask, answers[:, j : j + 1, 2:])
+        out[:, :, 1] = weights
+        for j in range(len(centers)):
+            _changes(group, residuals[:, j], weights[:, j, None], ask, out[:, j : j + 1, 2:])
     else:
         labels = weights.argmax(axis=1)
-        answers[:, 0, 1] = labels
-        own = residuals[np.arange(m), labels]
-        _changes(group, own, np.ones((m, 1)), ask, answers[:, :, 2:])
-    return answers
+        out[:, 0, 1] = labels
+        _changes(group, residuals[np.arange(len(labels)), labels], None, ask, out[:, :, 2:])
 
 
-def _changes(group: _Group, residuals: Matrix, weights: Matrix, ask: Ask, out: Matrix) -> None:
-    """Lemma 1: write every client's change of one model, (m, 1, d)."""
-    step = float(ask.options["step_size"]) * weights
-    filtered = spectral_filter(
-        step * group.values, int(ask.options["n_steps"]), str(ask.options["local"])
-    )
-    pulls = step / group.n[:, None] * filtered * residuals
-    np.matmul(pulls[:, None], group.rotated, out=out)
+def _changes(
+    group: _Group, residuals: Matrix, weights: Matrix | None, ask: Ask, out: Matrix
+) -> None:
+    """Lemma 1: write every client's change of one model, (m, 1, d); of weight 1 without weights."""
+    size, n_steps, local = (ask.options[name] for name in ("step_size", "n_steps", "local"))
+    work = float(size), int(n_steps), str(local)
+    pulls = group.pulls.get(work) if weights is None else None
+    if pulls is None:
+        step = work[0] * (1 if weights is None else weights)
+        pulls = step / group.n[:, None] * spectral_filter(step * group.values, *work[1:])
+    if weights is None:
+        group.pulls.clear()
+        group.pulls[work] = pulls
+    np.matmul((pulls * residuals)[:, None], group.rotated, out=out)
 
 
 class Run(NamedTuple):

@@ -257,7 +257,7 @@ def average_updates(
     odd: Matrix = np.zeros(len(packed))
     if not soft:
         labels = packed[:, 0, 0]
-        if not np.isin(labels, np.arange(n_clusters)).all():
+        if not ((labels >= 0) & (labels < n_clusters) & (labels % 1 == 0)).all():
             raise ValueError(f"packed must name clusters below {n_clusters}, got {labels.max()}.")
     at_once = not soft and robust == "mean"
     if at_once:

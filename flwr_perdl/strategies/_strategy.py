@@ -21,6 +21,7 @@ from flwr_perdl._records import (
     Scalar,
     brief,
     error_of,
+    no_collection,
     read_reply,
     to_arrays,
     to_record,
@@ -229,6 +230,7 @@ class ProtocolStrategy(Strategy):
                     log(WARNING, "Left out node %d, which does not say who it is: %s", node, error)
         return self._roster.present(ids)
 
+    @no_collection()
     def _ask(
         self, plan: Plan, nodes: Mapping[int, int], message_type: str, config: ConfigRecord
     ) -> list[Message]:
@@ -243,6 +245,7 @@ class ProtocolStrategy(Strategy):
             self._sent.append((partition, message))
         return [message for _, message in self._sent]
 
+    @no_collection()
     def _read(
         self, replies: Iterable[Message], limits: Limits, *, with_arrays: bool
     ) -> tuple[dict[int, Reply], dict[int, Lost]]:
@@ -253,9 +256,9 @@ class ProtocolStrategy(Strategy):
         lost: dict[int, Lost] = {}
         for partition, _ in sent:
             answer = answers.get(partition)
-            failure = "no reply in time" if answer is None else error_of(answer)
-            if answer is None or failure is not None:
-                lost[partition] = Lost(FAILED, str(failure))
+            if answer is None or answer.has_error():
+                why = "no reply in time" if answer is None else error_of(answer)
+                lost[partition] = Lost(FAILED, str(why))
                 continue
             try:
                 good[partition] = read_reply(answer, with_arrays=with_arrays, limits=limits)

@@ -211,9 +211,7 @@ def test_the_principal_directions_of_few_samples_are_singular_vectors(
     assert found.dtype == dtype
     tolerance, rounding = (1e-9, 1e-14) if dtype is np.float64 else (2e-2, 1e-6)
     np.testing.assert_allclose(np.abs(np.sum(found * V.T[:k], axis=1)), 1, atol=tolerance)
-    np.testing.assert_allclose(
-        found @ found.T, np.eye(k), atol=1e-14 if dtype is np.float64 else 1e-6
-    )
+    np.testing.assert_allclose(found @ found.T, np.eye(k), atol=rounding)
 
 
 def test_directions_too_weak_for_the_gram_matrix_are_found() -> None:
