@@ -173,20 +173,23 @@ def _moment(group: _Group, ask: Ask, out: Matrix) -> None:
     if len(centers):
         squares = _residuals(group, centers)[0].min(axis=1) / group.n
         weight[squares <= misfit_bound(group.n) * float(ask.options["variance"])] = 0
-    m, n, d = group.X.shape
-    flat, place = group.X.reshape(m * n, d), np.arange(n) // np.maximum(half, 1)[:, None]
+    across = group.X.swapaxes(1, 2)
+    first, second = (group.y[:, None] - theta @ across for theta in thetas[[0, -1]])
+    if estimate == "u-statistic":
+        same = first * second
+    else:
+        place = np.arange(group.X.shape[1]) // np.maximum(half, 1)[:, None]
+        first *= (place == 0)[:, None]
+        second *= (place == 1)[:, None]
+    a, b = first @ group.X, second @ group.X
     for h in range(len(Q)):
-        first, second = (group.y - (flat @ theta[h]).reshape(m, n) for theta in thetas[[0, -1]])
         if estimate != "u-statistic":
-            factors = [first * (place == 0), second * (place == 1)]
-            a, b = ((r[:, None] @ group.X)[:, 0] for r in factors)
-            a, b = (b, a) if ask.options["transpose"] else (a, b)
-            out[:, h] = a[:, :, None] * (b @ Q[h])[:, None]
+            left, right = (b, a) if ask.options["transpose"] else (a, b)
+            np.multiply(left[:, h, :, None], (right[:, h] @ Q[h])[:, None], out=out[:, h])
             continue
-        a, b = ((r[:, None] @ group.X)[:, 0] for r in (first, second))
-        scaled = (first * second)[:, :, None] * (flat @ Q[h]).reshape(m, n, -1)
-        pairs = a[:, :, None] * (b @ Q[h])[:, None] + b[:, :, None] * (a @ Q[h])[:, None]
-        out[:, h] = pairs / 2 - group.X.swapaxes(1, 2) @ scaled
+        pairs = a[:, h, :, None] * (b[:, h] @ Q[h])[:, None]
+        pairs += b[:, h, :, None] * (a[:, h] @ Q[h])[:, None]
+        out[:, h] = pairs / 2 - across @ (same[:, h, :, None] * (group.X @ Q[h]))
     out *= weight[:, None, None, None]
 
 

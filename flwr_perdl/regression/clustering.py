@@ -338,7 +338,8 @@ def model_error(centers: Matrix, theta: Matrix) -> float:
     centers = check_array("centers", centers, min_rows=1)
     theta = check_array("theta", theta, columns=centers.shape[1])
     distances = np.linalg.norm(theta[:, None] - centers, axis=2)
-    if len(centers) < len(theta):
+    nearest = set(distances.argmin(axis=1).tolist())
+    if len(centers) < len(theta) or len(nearest) == len(theta):
         return float(distances.min(axis=1).max())
     for bound in np.unique(distances):
         rows, columns = linear_sum_assignment(distances > bound)

@@ -9,6 +9,7 @@ federation only (one setting, one seed), the two phases run through Flower's mes
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from flwr.app import ArrayRecord, Context, MetricRecord
 from numpy.typing import NDArray
 
 from flwr_perdl._checks import Matrix, check_choice, check_count
+from flwr_perdl._parallel import in_threads
 from flwr_perdl._random import DATA, SERVER, spawn
 from flwr_perdl._records import PARTITION_ID, to_arrays
 from flwr_perdl.clients.regression import RegressionClient
@@ -184,33 +186,41 @@ class _Counted(Clients):
 def _one_seed(name: str, seed: int, config: Config) -> dict[str, NDArray[Any]]:
     """Return all methods' errors and costs with one seed."""
     data, n_rounds = _data(name, seed), int(config["rounds"])
-    clients, kept = _Counted(data), {"oracle": np.array(model_error(oracle(data), data.theta))}
-    for method, settings, start in _methods(config, data, seed):
-        clients.floats = []
-        ran = simulate(clients, settings, n_rounds, centers=start, seed=seed)
-        errors = np.full(n_rounds, np.nan)
+    clients = _Counted(data)
+
+    def learn(given: tuple[str, TwoPhase, Matrix | None]) -> dict[str, NDArray[Any]]:
+        method, settings, start = given
+        own, errors = copy(clients), np.full(n_rounds, np.nan)
+        own.floats = []
+        ran = simulate(own, settings, n_rounds, centers=start, seed=seed)
         for round_, centers in ran.history:
             errors[round_ - 1] = model_error(centers, data.theta)
-        kept[f"{method}/errors"] = errors
-        kept[f"{method}/floats"] = np.cumsum(clients.floats, axis=0)
-        kept[f"{method}/found"] = np.array(len(ran.state.centers))
+        return {
+            f"{method}/errors": errors,
+            f"{method}/floats": np.cumsum(own.floats, axis=0),
+            f"{method}/found": np.array(len(ran.state.centers)),
+        }
+
+    kept = {"oracle": np.array(model_error(oracle(data), data.theta))}
+    for found in in_threads(learn, _methods(config, data, seed)):
+        kept.update(found)
     return kept
 
 
 def _methods(
     config: Config, data: Mixed, seed: int
 ) -> Iterator[tuple[str, TwoPhase, Matrix | None]]:
-    """Yield every method's name, settings and start."""
+    """Yield every method's name, settings and start, those that take longest first."""
     settings, paper = _settings(config, data), _paper(data)
+    yield "the paper's variant", paper, None
+    yield "one-shot", replace(paper, one_shot=True, anchor_step="least-squares"), None
     for name, options in LEFT.items():
         yield name, replace(settings, **options), None
     models = random_models(K, data.theta.shape[1], spawn(seed, SERVER, 1))
     yield "FedAvg", replace(paper, n_clusters=1), models[:1]
     yield "IFCA", paper, models
-    yield "one-shot", replace(paper, one_shot=True, anchor_step="least-squares"), None
     yield "from the truth", paper, data.theta
     yield "k unknown", TwoPhase(), None
-    yield "the paper's variant", paper, None
     yield "a random start", TwoPhase(K, check_every=0), models
 
 
