@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 Matrix = NDArray[np.floating[Any]]
 
-_FLOATS = (np.dtype(np.float64), np.dtype(np.float32))
+#: The dtypes of arrays that are computed with.
+FLOATS = (np.dtype(np.float64), np.dtype(np.float32))
 
 
 def check_array(
@@ -49,7 +50,7 @@ def check_array(
         If dtype, number of dimensions, shape or a value is not as required.
     """
     array = np.asarray(value)
-    if array.dtype not in _FLOATS:
+    if array.dtype not in FLOATS:
         raise ValueError(f"{name} must be float64 or float32, got {array.dtype}.")
     if array.ndim != ndim:
         raise ValueError(f"{name} must have {ndim} dimensions, got shape {array.shape}.")

@@ -7,6 +7,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import chain, islice
 from typing import TypeVar
 
@@ -27,6 +28,17 @@ def n_threads() -> int:
     cores = len(available(0)) if available else os.cpu_count() or 1
     asked = os.environ.get("OMP_NUM_THREADS", "")
     return max(1, min(cores, int(asked) if asked.isdigit() else cores))
+
+
+@contextmanager
+def short_turns() -> Iterator[None]:
+    """Let threads that wait for Python's lock have it after half a millisecond, and not after 5."""
+    turns = sys.getswitchinterval()
+    sys.setswitchinterval(min(turns, _TURN))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(turns)
 
 
 def in_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
@@ -50,16 +62,11 @@ def in_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> Ite
     if len(first) < 2:  # one core, or one item
         yield from map(function, left)
         return
-    turns = sys.getswitchinterval()
     waiting: deque[Future[Result]] = deque()
-    sys.setswitchinterval(min(turns, _TURN))
-    try:
-        with ThreadPoolExecutor(n) as pool:
-            for item in left:
-                waiting.append(pool.submit(function, item))
-                if len(waiting) > n:
-                    yield waiting.popleft().result()
-            while waiting:
+    with short_turns(), ThreadPoolExecutor(n) as pool:
+        for item in left:
+            waiting.append(pool.submit(function, item))
+            if len(waiting) > n:
                 yield waiting.popleft().result()
-    finally:
-        sys.setswitchinterval(turns)
+        while waiting:
+            yield waiting.popleft().result()

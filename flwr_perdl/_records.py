@@ -22,7 +22,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from numpy.lib import format as npy
 
-from flwr_perdl._checks import Matrix
+from flwr_perdl._checks import FLOATS, Matrix
 
 Scalar = bool | bytes | float | int | str
 
@@ -50,8 +50,6 @@ _MOST_METRICS = 10_000
 #: Characters of a client's words that logs and reports show.
 _LONGEST_REASON = 300
 
-#: The dtypes of arrays in replies.
-_FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
 #: How an ``.npy`` file of version 1.0 begins; two bytes with the header's length come next.
 _MAGIC = npy.magic(1, 0)
 _PREFIX = len(_MAGIC) + 2
@@ -156,7 +154,7 @@ def to_arrays(record: ArrayRecord) -> list[Matrix]:
 def encode(array: Matrix) -> Array:
     """Return what Flower's ``Array(array)`` is."""
     array = np.ascontiguousarray(array)
-    if array.dtype not in _FLOATS:
+    if array.dtype not in FLOATS:
         return Array(array)
     empty = _empty(array.dtype, array.shape)
     full = Array.__new__(Array)  # its constructor takes longer than all else here
@@ -295,7 +293,7 @@ def check_reply(
         examples, or more of them or of metrics than can be counted.
     """
     for position, array in enumerate(arrays):
-        if array.dtype not in _FLOATS:
+        if array.dtype not in FLOATS:
             raise ValueError(f"array {position} has dtype {array.dtype}")
         # The sum of squares is finite only if all are, and bounds each; beyond that all are seen.
         squares = float(np.vdot(array, array))

@@ -182,7 +182,7 @@ def geometric_median(points: Matrix, *, tol: float = 1e-10, max_iter: int = 200)
     scale = float(np.abs(flat).max(initial=0))
     median = flat.mean(axis=0)
     distances = _lengths(flat - median)
-    if not distances.max() <= FAR * np.median(distances):  # some pull the mean away
+    if not distances.max() <= reach(distances):  # some pull the mean away
         median = np.median(flat[:: len(flat) // _START + 1], axis=0)
     for _ in range(max_iter if scale else 0):
         apart = flat - median

@@ -211,20 +211,16 @@ def _polar_window(S: Matrix, fallback: Matrix, factors: Matrix) -> None:
     safe = w[:, 0] > _SAFE_GRAM * np.maximum(w[:, -1], 1)
     w = np.where(safe[:, None], w, 1)
     Q = (U / np.sqrt(w)[:, None]) @ U.swapaxes(1, 2) @ M
-    gram = Q @ Q.swapaxes(1, 2)
-    gram *= -0.5
-    np.matmul(gram, Q, out=M)
-    Q *= 1.5
-    np.add(Q, M, out=factors, casting="same_kind")
+    factors[:] = _orthonormal(Q)
     for i in np.flatnonzero(~safe):
         factors[i] = polar_factor(S[i], fallback[i])
 
 
 def _orthonormal(Q: Matrix) -> Matrix:
     """Take a Newton-Schulz step: rows that are nearly orthonormal become so to rounding."""
-    correction: Matrix = (-0.5 * (Q @ Q.T)) @ Q
-    correction += 1.5 * Q
-    return correction
+    nearest: Matrix = (-0.5 * (Q @ Q.swapaxes(-1, -2))) @ Q
+    nearest += 1.5 * Q
+    return nearest
 
 
 def _gram_polar(M: Matrix) -> Matrix | None:

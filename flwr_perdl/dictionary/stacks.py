@@ -77,8 +77,7 @@ def update_stack(
     levels = np.array([learner.level_of(energy, X.shape[1]) for energy in energies], X.dtype)
     levels, errors = levels[:, None, None], np.zeros(len(X), X.dtype)
     for step in range(n_steps):
-        before, codes = D, X @ D.swapaxes(1, 2)
-        codes *= np.abs(codes) >= levels
+        before, codes = D, _code(X, D, levels)
         moments, gram = codes.swapaxes(1, 2) @ X, codes.swapaxes(1, 2) @ codes
         if not step:
             errors = _mean_squared_errors(X, codes, D, moments, gram, energies)
@@ -86,11 +85,15 @@ def update_stack(
     if statistics:
         sent = _statistics(codes, before, moments, gram, r, orthogonal, min_support)
     else:
-        codes = X @ D.swapaxes(1, 2)
-        codes *= np.abs(codes) >= levels
-        visible = atom_supports(codes[..., :r]) >= min_support
+        visible = atom_supports(_code(X, D, levels)[..., :r]) >= min_support
         sent = np.where(visible[..., None], D[:, :r], 0)
     return Updates(D, sent, errors)
+
+
+def _code(X: Matrix, D: Matrix, levels: Matrix) -> Matrix:
+    A = X @ D.swapaxes(1, 2)
+    A *= np.abs(A) >= levels
+    return A
 
 
 def _mean_squared_errors(

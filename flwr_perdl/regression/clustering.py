@@ -34,7 +34,7 @@ from scipy.optimize import linear_sum_assignment, minimize
 from scipy.special import softmax
 
 from flwr_perdl._checks import Matrix, check_array, check_choice
-from flwr_perdl._robust import average_of, capped, consistent, far, reach, shortening
+from flwr_perdl._robust import average_of, capped, consistent, far, shortening
 from flwr_perdl.regression.losses import SQUARED, Loss, SquaredLoss
 
 LOCALS = ("fedavg", "fedprox")
@@ -290,12 +290,10 @@ def _means(packed: Matrix, n_samples: Matrix, n_clusters: int) -> Average:
     weights = n_samples * (labels == np.arange(n_clusters)[:, None])
     counts = weights.sum(axis=1)
     change = ((weights / np.where(counts > 0, counts, 1)[:, None]) @ moves).astype(packed.dtype)
-    apart = change[labels]
-    apart -= moves
-    distances, odd = np.sqrt(np.einsum("ij,ij->i", apart, apart)), np.zeros(len(packed))
+    odd = np.zeros(len(packed))
     for j in np.flatnonzero(counts):
         own = labels == j
-        odd[own] = distances[own] > reach(distances[own])
+        odd[own] = far(moves[own], change[j])
     return Average(change, counts, odd)
 
 

@@ -11,7 +11,6 @@ a Flower ``Grid``       inside a ServerApp: ``flwr run .`` or ``flower-simulatio
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -26,6 +25,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import Result
 
 from flwr_perdl._checks import Matrix, check_choice
+from flwr_perdl._parallel import short_turns
 from flwr_perdl.clients import client_app
 from flwr_perdl.clients.dictionary import ANEW
 from flwr_perdl.simulations.grid import InProcessGrid
@@ -33,9 +33,6 @@ from flwr_perdl.strategies import ProtocolStrategy, RoundReport
 from flwr_perdl.strategies._conversation import EVALUATE
 
 ENGINES = ("in-process", "ray")
-
-#: Seconds for which one thread of the driver computes while others wait (see `on_ray`).
-SWITCH_INTERVAL = 5e-4
 
 Served = TypeVar("Served")
 
@@ -234,17 +231,13 @@ def on_ray(serve: Callable[[Grid], Served], app: ClientApp, clients: int) -> Ser
         "client_resources": {"num_cpus": 1},
         "init_args": {"log_to_driver": False},
     }
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH_INTERVAL)
-    try:
+    with short_turns():
         run_simulation(
             server_app=server,
             client_app=app,
             num_supernodes=clients,
             backend_config=backend,
         )
-    finally:
-        sys.setswitchinterval(interval)
     if failures:
         raise failures[0]
     return served[0]

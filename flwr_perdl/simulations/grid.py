@@ -119,16 +119,13 @@ class InProcessGrid(Grid):
         """Return the ids of all nodes."""
         return list(self.contexts)
 
+    @no_collection()
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Call the ClientApp, and return the messages' ids; the replies wait to be pulled.
 
         Training messages that follow each other and ask the same are handed over together where
         the clients' type can take the step in one go; the replies are the same bits.
         """
-        with no_collection():
-            return self._push(messages)
-
-    def _push(self, messages: Iterable[Message]) -> list[str]:
         ids: list[str] = []
         cohort: list[Message] = []
         asked: set[int] = set()
