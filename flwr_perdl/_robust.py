@@ -118,9 +118,13 @@ def shortening(stack: Matrix) -> Matrix:
         At most 1.
     """
     flat = stack.reshape(len(stack), -1)
-    scale = np.abs(flat).max(axis=1, initial=0, keepdims=True)
-    unit = flat / np.where(scale > 0, scale, 1)
-    lengths = scale[:, 0] * np.linalg.norm(unit, axis=1)
+    with np.errstate(over="ignore"):
+        lengths = _lengths(flat)
+    tiny = np.sqrt(np.finfo(lengths.dtype).smallest_normal) / np.finfo(lengths.dtype).eps
+    odd = ~((lengths > tiny) & (lengths < 1 / tiny))  # the squares are out of range
+    if odd.any():
+        scale = np.abs(flat[odd]).max(axis=1, initial=0)
+        lengths[odd] = scale * _lengths(flat[odd] / np.where(scale > 0, scale, 1)[:, None])
     bound = CAP * np.median(lengths[lengths > 0]) if lengths.any() else 0.0
     factors: Matrix = np.where(lengths > 0, np.minimum(1, bound / np.maximum(lengths, 1e-300)), 1)
     return factors
@@ -180,13 +184,12 @@ def geometric_median(points: Matrix, *, tol: float = 1e-10, max_iter: int = 200)
     """
     flat = points.reshape(len(points), -1)
     scale = float(np.abs(flat).max(initial=0))
-    median = flat.mean(axis=0)
-    distances = _lengths(flat - median)
+    median, apart = flat.mean(axis=0), np.empty_like(flat)
+    distances = _lengths(np.subtract(flat, median, out=apart))
     if not distances.max() <= reach(distances):  # some pull the mean away
         median = np.median(flat[:: len(flat) // _START + 1], axis=0)
     for _ in range(max_iter if scale else 0):
-        apart = flat - median
-        distances = _lengths(apart)
+        distances = _lengths(np.subtract(flat, median, out=apart))
         away = distances > np.finfo(flat.dtype).eps * scale
         weights = np.where(away, 1 / np.where(away, distances, 1), 0)
         towards = weights @ apart

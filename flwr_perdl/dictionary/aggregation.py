@@ -199,8 +199,8 @@ def aggregate_statistics(stack: Matrix, current: Matrix, *, orthogonal: bool) ->
     kept = possible & ~_outliers(own, sent & possible[:, None])
     factors = np.zeros(len(stack), stack.dtype)
     if kept.any():
-        factors[kept] = shortening(stack[kept])
-    total = (factors[kept, None, None] * stack[kept]).sum(axis=0)
+        factors[kept] = shortening(stack if kept.all() else stack[kept])
+    total = np.einsum("n,nij->ij", factors, stack)
     odd = {
         "left out": (present & ~kept).astype(float),
         "clipped": np.where(kept, 1 - factors, 0),
@@ -219,20 +219,18 @@ def _solve_each(
     stack: Matrix, sent: NDArray[np.bool_], current: Matrix, orthogonal: bool
 ) -> Matrix:
     """Return the atoms that each client's statistics give; all at once where it sends all rows."""
-    own = np.empty((len(stack), *current.shape), current.dtype)
     at_once = sent.all(axis=1) & np.full(len(stack), orthogonal)
-    together, size = np.flatnonzero(at_once), max(_PIECE // current.size, 1)
+    together = stack if at_once.all() else stack[at_once]
+    together = together.astype(np.result_type(stack, current), copy=False)
+    size = max(_PIECE // current.size, 1)
     pieces = [together[at : at + size] for at in range(0, len(together), size)]
-    pieces += list(np.flatnonzero(~at_once)[:, None])
-
-    def solve(piece: NDArray[np.intp]) -> Matrix:
-        if not at_once[piece[0]]:
-            return _solve(stack[piece[0]], current, orthogonal)
-        S = stack[piece].astype(np.result_type(stack, current))
-        return polar_factors(S, np.broadcast_to(current, S.shape))
-
-    for piece, found in zip(pieces, in_threads(solve, pieces), strict=True):
-        own[piece] = found
+    own = np.empty((len(stack), *current.shape), together.dtype)
+    found = in_threads(lambda S: polar_factors(S, np.broadcast_to(current, S.shape)), pieces)
+    if pieces:
+        own[at_once] = np.concatenate(list(found))
+    others = in_threads(lambda S: _solve(S, current, orthogonal), stack[~at_once])
+    if not at_once.all():
+        own[~at_once] = list(others)
     return own
 
 
@@ -249,9 +247,8 @@ def _outliers(own: Matrix, sent: NDArray[np.bool_]) -> NDArray[np.bool_]:
     present: NDArray[np.bool_] = np.any(sent, axis=1)
     if not present.any():
         return present
-    squares = ((own - geometric_median(own[present], tol=1e-4, max_iter=50)) ** 2).sum(
-        axis=2
-    ) * sent
+    apart = own - geometric_median(own[present], tol=1e-4, max_iter=50)
+    squares = np.einsum("nij,nij->ni", apart, apart) * sent
     distances = np.sqrt(squares.sum(axis=1) / np.maximum(sent.sum(axis=1), 1))
     outliers: NDArray[np.bool_] = distances > reach(distances[present])
     return outliers

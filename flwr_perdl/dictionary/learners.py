@@ -24,6 +24,7 @@ least two samples stand behind it (:func:`atom_support`).
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
@@ -186,7 +187,7 @@ class AlternatingLearner(ABC):
     def level_of(self, energy: float, n_samples: int) -> float:
         """Return the threshold for so many samples whose squares add up to ``energy``."""
         if self.threshold == "auto":
-            return AUTO_THRESHOLD * float(np.sqrt(energy / max(n_samples, 1)))
+            return AUTO_THRESHOLD * math.sqrt(energy / max(n_samples, 1))
         return self.threshold
 
     def code(self, X: Matrix, D: Matrix, scale: float = 1.0) -> Matrix:

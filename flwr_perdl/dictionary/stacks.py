@@ -15,7 +15,6 @@ asked, it does alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -73,17 +72,18 @@ def update_stack(
     Updates
     """
     r = len(G)
-    energies = [float(np.vdot(samples, samples)) for samples in X]
+    energies = _products(X, X)
     levels = np.array([learner.level_of(energy, X.shape[1]) for energy in energies], X.dtype)
     levels, errors = levels[:, None, None], np.zeros(len(X), X.dtype)
     for step in range(n_steps):
         before, codes = D, _code(X, D, levels)
         moments, gram = codes.swapaxes(1, 2) @ X, codes.swapaxes(1, 2) @ codes
+        fitted = gram @ D  # C' C D
         if not step:
-            errors = _mean_squared_errors(X, codes, D, moments, gram, energies)
+            errors = _mean_squared_errors(X, codes, D, moments, fitted, energies)
         D = _align(polar_factors(moments, D), G)
     if statistics:
-        sent = _statistics(codes, before, moments, gram, r, orthogonal, min_support)
+        sent = _statistics(codes, before, moments, gram, fitted, r, orthogonal, min_support)
     else:
         visible = atom_supports(_code(X, D, levels)[..., :r]) >= min_support
         sent = np.where(visible[..., None], D[:, :r], 0)
@@ -96,8 +96,15 @@ def _code(X: Matrix, D: Matrix, levels: Matrix) -> Matrix:
     return A
 
 
+def _products(A: Matrix, B: Matrix) -> Matrix:
+    """Return the inner products of every client's two arrays, (n_clients,)."""
+    n = len(A)
+    found: Matrix = (A.reshape(n, 1, -1) @ B.reshape(n, -1, 1))[:, 0, 0]
+    return found
+
+
 def _mean_squared_errors(
-    X: Matrix, C: Matrix, D: Matrix, moments: Matrix, gram: Matrix, energies: Sequence[float]
+    X: Matrix, C: Matrix, D: Matrix, moments: Matrix, fitted: Matrix, energies: Matrix
 ) -> Matrix:
     """Return the mean squares of ``X - C @ D`` of every client.
 
@@ -111,38 +118,31 @@ def _mean_squared_errors(
         Dictionaries.
     moments : ndarray of shape (n_clients, n_atoms, n_features)
         ``C' X``, which the update needs anyway.
-    gram : ndarray of shape (n_clients, n_atoms, n_atoms)
-        ``C' C``.
-    energies : sequence of float, of length n_clients
+    fitted : ndarray of shape (n_clients, n_atoms, n_features)
+        ``C' C D``.
+    energies : ndarray of shape (n_clients,)
         ``|X|^2``.
 
     Returns
     -------
     ndarray of shape (n_clients,)
-        From ``|X|^2 - 2 <C' X, D> + <C' C, D D'>``, small products all; where that cancels, as
-        for samples that the atoms represent exactly, from the differences.
+        From ``|X|^2 - <2 C' X - C' C D, D>``, small arrays all; where that cancels, as for samples
+        that the atoms represent exactly, from the differences.
     """
-    total = np.array(energies)
-    errors = total - 2 * _sums(moments * D) + _sums(gram * (D @ D.swapaxes(1, 2)))
-    safe = errors > 10 * np.sqrt(np.finfo(X.dtype).eps) * total
+    errors = energies - _products(2 * moments - fitted, D)
+    safe = errors > 10 * np.sqrt(np.finfo(X.dtype).eps) * energies
     errors /= X[0].size
     for i in np.flatnonzero(~safe):
         errors[i] = np.mean(np.square(X[i] - C[i] @ D[i]))
     return errors
 
 
-def _sums(values: Matrix) -> Matrix:
-    sums: Matrix = values.reshape(len(values), -1).sum(axis=1)
-    return sums
-
-
 def _align(D: Matrix, G: Matrix) -> Matrix:
-    """Put the atoms that stand for the global ones first, with the global ones' signs."""
+    """Put the atoms that stand for the global ones first, with the global ones' signs, in ``D``."""
     indices, signs = match_stack(G, D)
     if (indices == np.arange(len(G))).all():
-        aligned = D.copy()
-        aligned[:, : len(G)] *= signs[..., None]
-        return aligned
+        D[:, : len(G)] *= signs[..., None]
+        return D
     shared = signs[..., None] * np.take_along_axis(D, indices[..., None], axis=1)
     own = np.ones(D.shape[:2], dtype=bool)
     np.put_along_axis(own, indices, False, axis=1)
@@ -154,15 +154,18 @@ def _statistics(
     D: Matrix,
     moments: Matrix,
     gram: Matrix,
+    fitted: Matrix,
     n_global: int,
     orthogonal: bool,
     min_support: float,
 ) -> Matrix:
-    shared = atom_supports(C[..., :n_global]) >= min_support
-    across = gram[:, :n_global].copy()
-    own = across[..., :n_global] * shared[:, None]
-    across[..., :n_global] -= own
-    sent = moments[:, :n_global] - across @ D
+    """Return what `local_statistics` does, of every client."""
+    r = n_global
+    shared = atom_supports(C[..., :r]) >= min_support
+    own = gram[:, :r, :r] * shared[:, None]
+    sent = moments[:, :r] - fitted[:, :r]  # C_g' (X - C D)
+    sent += own @ D[:, :r]
     if not orthogonal:
         sent = np.concatenate([own, sent], axis=2)
-    return np.where(shared[..., None], sent, 0)
+    sent *= shared[..., None]
+    return sent
