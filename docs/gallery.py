@@ -30,6 +30,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import re
 import sys
 import time
@@ -214,8 +215,9 @@ def run_all(chosen: Sequence[Entry], results: dict[str, Any]) -> bool:
 
 
 def quiet() -> None:
-    """Keep Flower's rounds out of the progress."""
+    """Keep Flower's rounds out of the progress, and to one core: other runs have the others."""
     logging.getLogger("flwr").setLevel(logging.WARNING)
+    os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def _seconds(results: Mapping[str, Any], job: Job) -> float:

@@ -24,6 +24,7 @@ from flwr_perdl.diffusion.topology import Topology
 from flwr_perdl.simulations.data import names_in, read_arrays
 from flwr_perdl.simulations.engine import Config
 from flwr_perdl.simulations.experiments._experiment import Keep, Value
+from flwr_perdl.simulations.experiments._parts import keep_all
 from flwr_perdl.simulations.outcome import Outcome, Picture, Table
 
 NAME = "biclustering"
@@ -82,10 +83,10 @@ def run(config: Config, keep: Keep) -> Outcome:
     if int(config["clients"]) not in (0, atoms):
         raise ValueError(f"clients must be {atoms}, one per atom, got {config['clients']}.")
     first, count = int(config["seed"]), check_count("seeds", config["seeds"], 1)
-    results = [
-        keep(f"seed-{seed}", partial(_one_seed, config, seed), of=count)
-        for seed in range(first, first + count)
-    ]
+    parts = {
+        f"seed-{seed}": partial(_one_seed, config, seed) for seed in range(first, first + count)
+    }
+    results = keep_all(keep, parts, of=count)
     data = _data(config, first)
     metrics = {
         name: float(np.mean([float(one[name]) for one in results]))

@@ -32,6 +32,7 @@ from flwr_perdl.diffusion.objectives import HuberNMF, Objective, SparseSVD
 from flwr_perdl.network import InMemoryNetwork
 from flwr_perdl.simulations.engine import Config
 from flwr_perdl.simulations.experiments._experiment import Keep, Value
+from flwr_perdl.simulations.experiments._parts import keep_all
 from flwr_perdl.simulations.outcome import Outcome, Picture, Table
 
 NAME = "inference"
@@ -129,10 +130,11 @@ def run(config: Config, keep: Keep) -> Outcome:
     seeds, n_rounds = check_count("seeds", config["seeds"], 1), int(config["rounds"])
     if config["clients"]:
         raise ValueError(f"clients must be given as agents, got {config['clients']}.")
-    kept = [
-        keep(f"seed-{seed}", partial(_one_seed, config, seed), of=seeds)
+    parts = {
+        f"seed-{seed}": partial(_one_seed, config, seed)
         for seed in range(int(config["seed"]), int(config["seed"]) + seeds)
-    ]
+    }
+    kept = keep_all(keep, parts, of=seeds)
     curves = {
         f"{name}_{what}": np.stack([one[f"{name}_{what}"] for one in kept])
         for name in METHODS

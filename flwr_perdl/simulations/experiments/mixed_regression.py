@@ -26,6 +26,7 @@ from flwr_perdl.clients.regression import RegressionClient
 from flwr_perdl.regression import Answers, Ask, Clients, TwoPhase, model_error, simulate
 from flwr_perdl.simulations.engine import Config
 from flwr_perdl.simulations.experiments._experiment import Federate, Keep, Value, seeds_of
+from flwr_perdl.simulations.experiments._parts import keep_all
 from flwr_perdl.simulations.mixed_regression_data import SETTINGS, Mixed, oracle, setting
 from flwr_perdl.simulations.outcome import Outcome, Picture, Table
 from flwr_perdl.strategies.mixed_regression import FedX, random_models
@@ -130,13 +131,14 @@ def federations(config: Config) -> list[Config]:
 def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
     """Run all methods in every setting and with every seed, and compare them with the oracle."""
     single = federations(config)
-    studies, runs = [], len(_names(config)) * len(seeds_of(config))
-    for name in _names(config):
-        kept = [
-            keep(f"{name}-seed-{seed}", partial(_one_seed, name, seed, config), of=runs)
-            for seed in seeds_of(config)
-        ]
-        studies.append(_study(name, kept))
+    names, seeds = _names(config), seeds_of(config)
+    parts = {
+        f"{name}-seed-{seed}": partial(_one_seed, name, seed, config)
+        for name in names
+        for seed in seeds
+    }
+    kept = iter(keep_all(keep, parts, of=len(parts)))
+    studies = [_study(name, [next(kept) for _ in seeds]) for name in names]
     learned: dict[str, Matrix] = {}
     if single:
         errors, models = _federated(single[0], federate)

@@ -32,6 +32,7 @@ from flwr_perdl.diffusion.data_diffusion import (
 )
 from flwr_perdl.simulations.engine import Config
 from flwr_perdl.simulations.experiments._experiment import Keep, Value
+from flwr_perdl.simulations.experiments._parts import keep_all
 from flwr_perdl.simulations.outcome import Outcome, Picture, Table
 
 NAME = "patches"
@@ -87,18 +88,19 @@ def run(config: Config, keep: Keep) -> Outcome:
     """Learn with every method from all seeds' data, and on other networks and noise from a few."""
     first, seeds = int(config["seed"]), check_count("seeds", config["seeds"], 1)
     compared, few = _methods(config), _networks(config)
-    parts = seeds * len(compared) + min(FEW, seeds) * len(few)
-    found: dict[str, Matrix] = {}
-    floats, shown = 0.0, dict[str, NDArray[Any]]()
-    for name, method in {**compared, **few}.items():
-        curves = []
-        for seed in range(first, first + (seeds if name in compared else min(FEW, seeds))):
-            kept = keep(f"{name}-seed-{seed}", partial(_one, config, method, seed), of=parts)
-            curves.append(kept["found"])
-            if name == "headline":
-                floats = float(kept["floats"])
-                shown = shown or dict(kept)
-        found[name] = np.stack(curves).astype(float)
+    counts = {**dict.fromkeys(compared, seeds), **dict.fromkeys(few, min(FEW, seeds))}
+    parts = {
+        f"{name}-seed-{seed}": partial(_one, config, method, seed)
+        for name, method in {**compared, **few}.items()
+        for seed in range(first, first + counts[name])
+    }
+    kept = dict(zip(parts, keep_all(keep, parts, of=len(parts)), strict=True))
+    found = {
+        name: np.stack([kept[f"{name}-seed-{first + i}"]["found"] for i in range(count)]) * 1.0
+        for name, count in counts.items()
+    }
+    shown = kept[f"headline-seed-{first}"]
+    floats = float(kept[f"headline-seed-{first + seeds - 1}"]["floats"])
     ends = found["headline"][:, -1]
     return Outcome(
         metrics={

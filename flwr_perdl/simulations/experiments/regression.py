@@ -32,6 +32,7 @@ from flwr_perdl.regression import (
 from flwr_perdl.simulations.data import read_arrays
 from flwr_perdl.simulations.engine import Config
 from flwr_perdl.simulations.experiments._experiment import Federate, Keep, Value
+from flwr_perdl.simulations.experiments._parts import Part, keep_all
 from flwr_perdl.simulations.outcome import Outcome, Picture, Table
 from flwr_perdl.strategies.mixed_regression import FedX
 
@@ -105,16 +106,13 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
     """Fit all methods on every split, measure what was held out, and fit once more to all."""
     table, seed = _load(str(config["data"])), int(config["seed"])
     count, k = check_count("splits", config["splits"], 1), _k(config)
-    splits = [
-        keep(
-            f"split-{i}",
-            partial(_one_split, table, seed + i, k, int(config["rounds"])),
-            of=count + 1,
-        )
+    parts: dict[str, Part] = {
+        f"split-{i}": partial(_one_split, table, seed + i, k, int(config["rounds"]))
         for i in range(count)
-    ]
+    }
     everything = Split([np.arange(len(y)) for y in table.y], [])
-    final = keep("all", partial(_fitted, table, everything, seed, k), of=count + 1)
+    parts["all"] = partial(_fitted, table, everything, seed, k)
+    *splits, final = keep_all(keep, parts, of=len(parts))
     explained = {name: [float(one[f"ev_{name}"]) for one in splits] for name in METHODS}
     d, chosen = final["models"].shape[1], len(final["models"])
     return Outcome(
