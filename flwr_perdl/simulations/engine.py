@@ -25,7 +25,6 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import Result
 
 from flwr_perdl._checks import Matrix, check_choice
-from flwr_perdl._parallel import short_turns
 from flwr_perdl.clients import client_app
 from flwr_perdl.clients.dictionary import ANEW
 from flwr_perdl.simulations.grid import InProcessGrid
@@ -191,10 +190,6 @@ def mishaps(history: Sequence[RoundReport]) -> list[str]:
 def on_ray(serve: Callable[[Grid], Served], app: ClientApp, clients: int) -> Served:
     """Run a server on Flower's simulation engine, and return, or raise, what it does.
 
-    Flower hands messages on in threads of this process, one per worker, and another looks for
-    messages all the time. Python lets a thread compute for 5 ms before the next has its turn, as
-    long as several workers' replies; here for half a millisecond.
-
     Parameters
     ----------
     serve : callable
@@ -231,13 +226,12 @@ def on_ray(serve: Callable[[Grid], Served], app: ClientApp, clients: int) -> Ser
         "client_resources": {"num_cpus": 1},
         "init_args": {"log_to_driver": False},
     }
-    with short_turns():
-        run_simulation(
-            server_app=server,
-            client_app=app,
-            num_supernodes=clients,
-            backend_config=backend,
-        )
+    run_simulation(
+        server_app=server,
+        client_app=app,
+        num_supernodes=clients,
+        backend_config=backend,
+    )
     if failures:
         raise failures[0]
     return served[0]

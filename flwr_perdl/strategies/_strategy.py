@@ -13,6 +13,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from flwr_perdl._checks import Matrix
+from flwr_perdl._parallel import short_turns
 from flwr_perdl._records import (
     ARRAYS,
     CONFIG,
@@ -109,6 +110,7 @@ class ProtocolStrategy(Strategy):
         for name, value in {**self.settings(), **self._options._asdict()}.items():
             log(INFO, "\t├──> %s: %s", name, value)
 
+    @short_turns()
     def start(
         self,
         grid: Grid,
@@ -123,6 +125,11 @@ class ProtocolStrategy(Strategy):
 
         As `flwr.serverapp.strategy.Strategy.start`; ``initial_arrays`` may be left out, and a
         resumed run does not ask for its finished rounds again.
+
+        Flower's simulation engine hands messages on in threads of the server's process, one per
+        worker, and another looks for messages all the time. Python lets a thread compute for 5 ms
+        before the next has its turn, as long as several workers' replies; here for half a
+        millisecond.
         """
         initial = ArrayRecord() if initial_arrays is None else initial_arrays
         self._timeout = timeout
