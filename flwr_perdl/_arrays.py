@@ -77,6 +77,11 @@ def beside(A: Array) -> dict[str, Any]:
     return {} if isinstance(A, np.ndarray) else {"device": _compat(A).device(A)}
 
 
+def on_cpu(A: Array) -> bool:
+    """Whether ``A`` is in a CPU's memory, and pieces of it fit into its cache."""
+    return A.__dlpack_device__()[0] == 1
+
+
 def on_host(A: Array) -> Array:
     """Return ``A`` as a NumPy array, copied from its device where it has another."""
     if isinstance(A, np.ndarray):

@@ -34,6 +34,7 @@ from flwr_perdl._arrays import (
     joined,
     like,
     namespace,
+    on_cpu,
     on_host,
     reshaped,
     row_products,
@@ -232,7 +233,7 @@ def polar_factors(S: Matrix, fallback: Matrix) -> Matrix:
         return polar_factor(S[0, ...], fallback[0, ...])[None, ...]
     xp = namespace(S, fallback)
     factors: Matrix = xp.empty_like(S)
-    step = max(1, _WINDOW // max(r * d, 1) if xp is np else n)
+    step = max(1, _WINDOW // max(r * d, 1)) if on_cpu(S) else n
     for at in range(0, n, step):
         window = slice(at, min(at + step, n))
         factors[window, ...] = _polar_window(S[window, ...], fallback[window, ...])
@@ -456,7 +457,7 @@ def match_stack(A: Matrix, B: Matrix) -> tuple[NDArray[np.intp], Matrix]:
     """Return the indices and signs of :func:`match_atoms` for a stack of ``B``, the same bits.
 
     Where every atom's nearest is nobody else's, that is the best pairing; only where two want the
-    same one is an assignment solved.
+    same one is an assignment solved, by SciPy on the host.
 
     Parameters
     ----------
