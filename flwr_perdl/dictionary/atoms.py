@@ -391,9 +391,9 @@ def least_squares_atoms(gram: Matrix, moment: Matrix, current: Matrix) -> Matrix
 
 
 def _symmetric_inverse(A: Matrix) -> Matrix:
-    """Return the pseudo-inverse of a symmetric matrix, eigenvalues below 1e-10 being zero.
+    """Return the pseudo-inverse of a symmetric matrix.
 
-    Relative to the largest; the same bits as `numpy.linalg.pinv`.
+    As `numpy.linalg.pinv` does, with eigenvalues below 1e-10 of the largest as zeros.
     """
     xp = namespace(A)
     w, U = xp.linalg.eigh(A)
@@ -497,7 +497,8 @@ def match_atoms(A: Matrix, B: Matrix) -> AtomMatch:
     Returns
     -------
     AtomMatch
-        Indices, signs and distances, each of shape (n_a,).
+        Indices, signs and distances, each of shape (n_a,). Where two atoms want the same partner,
+        SciPy assigns them, on the host.
 
     Raises
     ------
@@ -527,6 +528,7 @@ def dictionary_distance(A: Matrix, B: Matrix, norm: str = "1,2") -> float:
     Returns
     -------
     float
+        The pairing is SciPy's, on the host, from the distances of all atoms.
 
     Raises
     ------

@@ -163,7 +163,8 @@ def _pursue(correlation: Matrix, gram: Matrix, k: int) -> Matrix:
 def lasso(X: Matrix, D: Matrix, alpha: float, *, tol: float = 1e-8, max_iter: int = 1000) -> Lasso:
     """Minimise ``0.5 * ||x - c @ D||^2 + alpha * ||c||_1`` for every sample ``x``.
 
-    Coordinate descent in Gram form, one atom at a time for all samples at once.
+    Coordinate descent in Gram form, one atom at a time for all samples at once; after each, the
+    host asks whether anything changed.
 
     Parameters
     ----------

@@ -83,6 +83,8 @@ def update_stack(
     Returns
     -------
     Updates
+        On the host are computed the clients' thresholds, from a number each, and what
+        `polar_factors` and `match_stack` leave to it.
     """
     xp, (n, m, _), r = namespace(X, D, G), X.shape, G.shape[0]
     energies = _products(X, X)

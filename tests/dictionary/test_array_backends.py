@@ -30,7 +30,12 @@ from flwr_perdl.dictionary import (
     sparse_code,
     top_k,
 )
-from flwr_perdl.dictionary.atoms import least_squares_atoms, polar_factors, signs_of
+from flwr_perdl.dictionary.atoms import (
+    _symmetric_inverse,
+    least_squares_atoms,
+    polar_factors,
+    signs_of,
+)
 from flwr_perdl.dictionary.learners import atom_support
 from flwr_perdl.dictionary.stacks import update_stack
 
@@ -403,6 +408,13 @@ def test_other_libraries_need_the_extra(monkeypatch: pytest.MonkeyPatch) -> None
         omp(strict.array(X), strict.array(D), 2)
     with pytest.raises(ImportError, match="need the extra 'arrays'"):
         omp(X, strict.array(D), 2)
+
+
+def test_the_inverse_of_least_squares_is_numpys_pseudo_inverse(rng: np.random.Generator) -> None:
+    C = rng.standard_normal((30, 40)) * (rng.random((30, 40)) < 0.3)
+    gram = C.T @ C  # 10 eigenvalues are zero
+    wanted = np.linalg.pinv(gram, rcond=1e-10, hermitian=True)
+    assert close(_symmetric_inverse(gram), wanted)
 
 
 def test_what_is_no_array_counts_as_numpys() -> None:
