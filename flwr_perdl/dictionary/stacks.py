@@ -165,11 +165,14 @@ def _align(D: Matrix, G: Matrix) -> Matrix:
     indices, signs = match_stack(G, D)
     places = xp.arange(r, **here)
     if not xp.all(indices == places):
-        rows = xp.arange(D.shape[1], **here)
+        n, n_atoms, d = D.shape
+        rows = xp.arange(n_atoms, **here)
         taken = indices[:, :, None] == rows  # (n_clients, n_global, n_atoms)
         ranks = xp.sum(xp.where(taken, places[:, None] - r, 0), axis=1)  # below 0: stands for one
         order = xp.argsort(xp.where(ranks < 0, ranks, rows), axis=1)
-        D = xp.take_along_axis(D, order[..., None], axis=1)
+        order += n_atoms * xp.arange(n, **here)[:, None]
+        atoms = xp.take(reshaped(D, (n * n_atoms, d)), reshaped(order, (n * n_atoms,)), axis=0)
+        D = reshaped(atoms, (n, n_atoms, d))
     D[:, :r, :] *= signs[..., None]
     return D
 
