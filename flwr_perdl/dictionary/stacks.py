@@ -94,7 +94,8 @@ def update_stack(
     errors: Matrix = xp.zeros(n, dtype=X.dtype, **beside(X))
     for step in range(n_steps):
         before, codes = D, _code(X, D, thresholds)
-        moments, gram = transposed(codes) @ X, transposed(codes) @ codes
+        across = transposed(codes)
+        moments, gram = across @ X, across @ codes
         fitted = gram @ D  # C' C D
         if not step:
             errors = _mean_squared_errors(X, codes, D, moments, fitted, energies)
@@ -115,8 +116,8 @@ def _code(X: Matrix, D: Matrix, levels: Matrix) -> Matrix:
 
 def _products(A: Matrix, B: Matrix) -> Matrix:
     """Return the inner products of every client's two arrays, (n_clients,)."""
-    n, size = A.shape[0], prod(A.shape[1:])
-    found: Matrix = (reshaped(A, (n, 1, size)) @ reshaped(B, (n, size, 1)))[:, 0, 0]
+    n = A.shape[0]
+    found: Matrix = (reshaped(A, (n, 1, -1)) @ reshaped(B, (n, -1, 1)))[:, 0, 0]
     return found
 
 
