@@ -37,6 +37,7 @@ PAGES = (
     ROOT / "docs" / "data-diffusion.md",
     ROOT / "docs" / "security.md",
     ROOT / "docs" / "speed.md",
+    ROOT / "docs" / "arrays.md",
 )
 PICTURES = {
     "digits": "reconstructions.png",

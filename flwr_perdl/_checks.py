@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flwr_perdl._arrays import squared_norm
+
 Matrix = NDArray[np.floating[Any]]
 
 #: The dtypes of arrays that are computed with.
@@ -23,6 +25,7 @@ def check_array(
     ndim: int = 2,
     min_rows: int = 0,
     columns: int | None = None,
+    xp: Any = np,
 ) -> Matrix:
     """Return ``value`` as a C-contiguous float array, or say which rule it breaks.
 
@@ -38,33 +41,39 @@ def check_array(
         Least length of the first axis.
     columns : int or None
         Required length of the last axis; None accepts any.
+    xp : module, default numpy
+        What :func:`flwr_perdl._arrays.namespace` says of ``value`` where it may be of another
+        library. NumPy takes what `numpy.asarray` does.
 
     Returns
     -------
     ndarray
-        float64, or float32 where float32 was given.
+        float64, or float32 where float32 was given; of another library ``value`` itself.
 
     Raises
     ------
     ValueError
         If dtype, number of dimensions, shape or a value is not as required.
     """
-    array = np.asarray(value)
-    if array.dtype not in FLOATS:
+    array: Any = np.asarray(value) if xp is np else value
+    if array.dtype not in (FLOATS if xp is np else (xp.float64, xp.float32)):
         raise ValueError(f"{name} must be float64 or float32, got {array.dtype}.")
-    if array.ndim != ndim:
-        raise ValueError(f"{name} must have {ndim} dimensions, got shape {array.shape}.")
-    if array.shape[0] < min_rows:
-        raise ValueError(f"{name} must have at least {min_rows} row(s), got shape {array.shape}.")
-    if columns is not None and array.shape[-1] != columns:
-        raise ValueError(f"{name} must have {columns} columns, got shape {array.shape}.")
-    array = np.ascontiguousarray(array)
+    shape = tuple(array.shape)
+    if len(shape) != ndim:
+        raise ValueError(f"{name} must have {ndim} dimensions, got shape {shape}.")
+    if shape[0] < min_rows:
+        raise ValueError(f"{name} must have at least {min_rows} row(s), got shape {shape}.")
+    if columns is not None and shape[-1] != columns:
+        raise ValueError(f"{name} must have {columns} columns, got shape {shape}.")
+    if xp is np:
+        array = np.ascontiguousarray(array)
     # The sum of squares, one pass of BLAS, is finite only if all terms are; where it overflows,
     # every term is looked at.
-    if not isfinite(np.vdot(array, array)) and not np.isfinite(array).all():
-        bad = int(array.size - np.isfinite(array).sum())
+    if not isfinite(squared_norm(array)) and not xp.all(xp.isfinite(array)):
+        bad = int(xp.count_nonzero(~xp.isfinite(array)))
         raise ValueError(f"{name} must be finite, got {bad} NaN or infinite value(s).")
-    return array
+    checked: Matrix = array
+    return checked
 
 
 def check_count(name: str, value: object, low: int = 0, high: int | None = None) -> int:

@@ -26,6 +26,22 @@ from scipy.optimize import linear_sum_assignment
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_bipartite_matching
 
+from flwr_perdl._arrays import (
+    add_to_diagonals,
+    beside,
+    cast,
+    copied,
+    joined,
+    like,
+    namespace,
+    on_cpu,
+    on_host,
+    reshaped,
+    row_products,
+    spectral_norm,
+    transposed,
+    where_true,
+)
 from flwr_perdl._checks import Matrix, check_array, check_choice, check_count
 
 #: Squared distances below this are recomputed from the differences of the atoms.
@@ -71,20 +87,23 @@ def normalize_atoms(D: Matrix, fallback: Matrix | None = None) -> Matrix:
     ValueError
         If a row is zero and there is no ``fallback``.
     """
-    D = check_array("D", D)
-    norms = np.linalg.norm(D, axis=1, keepdims=True)
-    zero = norms[:, 0] == 0
-    if zero.any() and fallback is None:
-        raise ValueError(f"D must have no zero row, got one at {int(np.flatnonzero(zero)[0])}.")
-    unit = D / np.where(norms == 0, 1, norms)
-    if fallback is not None:
-        unit[zero] = fallback[zero]
-    return unit
+    xp = namespace(D) if fallback is None else namespace(D, fallback)
+    D = check_array("D", D, xp=xp)
+    norms = xp.sqrt(xp.sum(D * D, axis=1, keepdims=True))
+    zero = norms == 0
+    if not xp.any(zero):
+        unit: Matrix = D / norms
+        return unit
+    if fallback is None:
+        row = int(where_true(zero[:, 0])[0])
+        raise ValueError(f"D must have no zero row, got one at {row}.")
+    filled: Matrix = xp.where(zero, cast(fallback, D.dtype), D / xp.where(zero, 1, norms))
+    return filled
 
 
 def signs_of(values: Matrix) -> Matrix:
     """Return the signs of ``values``, with ``sign(0) = 1``."""
-    return np.where(values < 0, -1, 1).astype(values.dtype)
+    return 1 - 2 * cast(values < 0, values.dtype)
 
 
 def thin_svd(X: Matrix) -> tuple[Matrix, Matrix, Matrix]:
@@ -148,7 +167,8 @@ def polar_factor(S: Matrix, fallback: Matrix) -> Matrix:
     Returns
     -------
     ndarray of shape (n_atoms, n_features)
-        Orthonormal rows, in the dtype of ``S``; computed in float64.
+        Orthonormal rows, in the dtype of ``S``; computed in float64. Of a matrix with a zero row,
+        or too badly conditioned for the Gram matrix, NumPy computes them, on the host.
 
     Raises
     ------
@@ -161,26 +181,35 @@ def polar_factor(S: Matrix, fallback: Matrix) -> Matrix:
     the SVD at a fraction of the time. The filled-in part minimises the distance to ``fallback``
     among all that make the rows orthonormal.
     """
-    S = check_array("S", S)
-    if S.shape[0] > S.shape[1]:
-        raise ValueError(f"S must not have more rows than columns, got shape {S.shape}.")
+    xp = namespace(S, fallback)
+    S = check_array("S", S, xp=xp)
+    shape = tuple(S.shape)
+    if shape[0] > shape[1]:
+        raise ValueError(f"S must not have more rows than columns, got shape {shape}.")
     if fallback.shape != S.shape:
-        raise ValueError(f"fallback must have S's shape {S.shape}, got {fallback.shape}.")
-    if not S.any():
-        return fallback.astype(S.dtype)
-    M = (S / max(S.max(), -S.min())).astype(np.float64, copy=False)
+        raise ValueError(f"fallback must have S's shape {shape}, got {tuple(fallback.shape)}.")
+    largest = float(xp.max(xp.abs(S))) if 0 not in shape else 0.0
+    if largest == 0:
+        return cast(copied(fallback), S.dtype)
+    M = cast(S / largest, xp.float64)
+    Q = _gram_polar(M)
+    if Q is None:
+        Q = like(_polar_completed(on_host(M), on_host(fallback)), M)
+    return cast(_orthonormal(Q), S.dtype)
+
+
+def _polar_completed(M: Matrix, fallback: Matrix) -> Matrix:
+    """Nearly the polar factor of what has a zero row, or is badly conditioned."""
     used = M.any(axis=1)
-    V = _gram_polar(M if used.all() else M[used])
-    if V is not None and used.all():
-        Q = V
-    elif V is not None:
+    V = None if used.all() else _gram_polar(M[used])
+    if V is not None:
         Q = np.empty_like(M)
         Q[used], Q[~used] = V, _polar_in_complement(fallback[~used].astype(np.float64), V)
-    else:
-        Q, V, rest = _polar_by_levels(M)
-        if rest.shape[1]:
-            Q += rest @ _polar_in_complement(rest.T @ fallback.astype(np.float64), V)
-    return _orthonormal(Q).astype(S.dtype)
+        return Q
+    Q, V, rest = _polar_by_levels(M)
+    if rest.shape[1]:
+        Q += rest @ _polar_in_complement(rest.T @ fallback.astype(np.float64), V)
+    return Q
 
 
 def polar_factors(S: Matrix, fallback: Matrix) -> Matrix:
@@ -199,27 +228,34 @@ def polar_factors(S: Matrix, fallback: Matrix) -> Matrix:
         Those of matrices with a zero row, or too badly conditioned for the Gram matrix, are
         computed one by one.
     """
-    if len(S) == 1:
-        return polar_factor(S[0], fallback[0])[None]
-    factors, step = np.empty_like(S), max(1, _WINDOW // max(S[:1].size, 1))
-    for at in range(0, len(S), step):
-        _polar_window(S[at : at + step], fallback[at : at + step], factors[at : at + step])
+    n, r, d = S.shape
+    if n == 1:
+        return polar_factor(S[0, ...], fallback[0, ...])[None, ...]
+    xp = namespace(S, fallback)
+    factors: Matrix = xp.empty_like(S)
+    step = max(1, _WINDOW // max(r * d, 1)) if on_cpu(S) else n
+    for at in range(0, n, step):
+        window = slice(at, min(at + step, n))
+        factors[window, ...] = _polar_window(S[window, ...], fallback[window, ...])
     return factors
 
 
-def _polar_window(S: Matrix, fallback: Matrix, factors: Matrix) -> None:
-    """Write the polar factors of as many matrices as the processor's cache holds."""
-    largest = np.abs(S).max(axis=(1, 2), keepdims=True)
-    M = (S / np.where(largest == 0, 1, largest)).astype(np.float64, copy=False)
-    roots, safe = _inverse_roots(M @ M.swapaxes(1, 2))
-    factors[:] = _orthonormal(roots @ M)
-    for i in np.flatnonzero(~safe):
-        factors[i] = polar_factor(S[i], fallback[i])
+def _polar_window(S: Matrix, fallback: Matrix) -> Matrix:
+    """Return the polar factors of as many matrices as the processor's cache holds."""
+    xp = namespace(S, fallback)
+    largest = xp.max(xp.abs(S), axis=(1, 2), keepdims=True)
+    M = cast(S / xp.where(largest == 0, 1, largest), xp.float64)
+    roots, safe = _inverse_roots(M @ transposed(M))
+    factors = cast(_orthonormal(roots @ M), S.dtype)
+    if not xp.all(safe):
+        for i in where_true(~safe).tolist():
+            factors[i, ...] = polar_factor(S[i, ...], fallback[i, ...])
+    return factors
 
 
 def _orthonormal(Q: Matrix) -> Matrix:
     """Take a Newton-Schulz step: rows that are nearly orthonormal become so to rounding."""
-    nearest: Matrix = (-0.5 * (Q @ Q.swapaxes(-1, -2))) @ Q
+    nearest: Matrix = (-0.5 * (Q @ transposed(Q))) @ Q
     nearest += 1.5 * Q
     return nearest
 
@@ -229,8 +265,8 @@ def _gram_polar(M: Matrix) -> Matrix | None:
 
     What is left is a step of :func:`_orthonormal`.
     """
-    roots, safe = _inverse_roots((M @ M.T)[None])
-    return roots[0] @ M if safe[0] else None
+    roots, safe = _inverse_roots((M @ M.T)[None, ...])
+    return roots[0, ...] @ M if safe[0] else None
 
 
 def _inverse_roots(grams: Matrix) -> tuple[Matrix, NDArray[np.bool_]]:
@@ -242,29 +278,34 @@ def _inverse_roots(grams: Matrix) -> tuple[Matrix, NDArray[np.bool_]]:
     n = grams.shape[1]
     if n <= _SMALL:
         return _inverse_roots_by_eigenvalues(grams)
-    scale = np.sqrt(np.einsum("nij,nij->n", grams, grams))[:, None, None]
-    scale = np.where(scale == 0, 1, scale)
-    left, roots = grams / scale, 1 / np.sqrt(scale)
-    if not (left.reshape(len(left), -1)[:, :: n + 1].min(axis=1) > _PLAIN_GRAM).any():
+    xp = namespace(grams)
+    flat = reshaped(grams, (grams.shape[0], n * n))
+    scale = xp.sqrt(row_products(flat, flat))[:, None, None]
+    scale = xp.where(scale == 0, 1, scale)
+    left, roots = grams / scale, 1 / xp.sqrt(scale)
+    least = xp.min(reshaped(left, flat.shape)[:, :: n + 1], axis=1)
+    if not xp.any(least > _PLAIN_GRAM):
+        if not xp.any(least):  # rows of zeros everywhere
+            return grams, least > 0
         return _inverse_roots_by_eigenvalues(grams)
     for stretch in _STRETCHES:  # q = 1.5 a I - 0.5 a^3 A, then A^(-1/2) <- A^(-1/2) q, A <- q A q
-        q = (-0.5 * stretch**3) * left
-        q.reshape(len(q), -1)[:, :: n + 1] += 1.5 * stretch
+        q = add_to_diagonals((-0.5 * stretch**3) * left, 1.5 * stretch)
         roots = roots @ q if roots.shape == q.shape else roots * q
         left = q @ left @ q
-    left.reshape(len(left), -1)[:, :: n + 1] -= 1
-    safe = np.abs(left).max(axis=(1, 2)) < 1e-7
-    if not safe.all():
-        rest = np.flatnonzero(~safe)
-        roots[rest], safe[rest] = _inverse_roots_by_eigenvalues(grams[rest])
+    safe = xp.max(xp.abs(add_to_diagonals(left, -1)), axis=(1, 2)) < 1e-7
+    if not xp.all(safe):
+        unsafe = ~safe
+        roots[unsafe], safe[unsafe] = _inverse_roots_by_eigenvalues(grams[unsafe])
     return roots, safe
 
 
 def _inverse_roots_by_eigenvalues(grams: Matrix) -> tuple[Matrix, NDArray[np.bool_]]:
-    w, U = np.linalg.eigh(grams)
-    safe: NDArray[np.bool_] = w[:, 0] > _SAFE_GRAM * np.maximum(w[:, -1], 1)
-    w = np.where(safe[:, None], w, 1)
-    return (U / np.sqrt(w)[:, None]) @ U.swapaxes(1, 2), safe
+    xp = namespace(grams)
+    w, U = xp.linalg.eigh(grams)
+    low, high = w[:, 0], w[:, -1]
+    safe: NDArray[np.bool_] = (low > _SAFE_GRAM * high) & (low > _SAFE_GRAM)
+    w = xp.where(safe[:, None], w, 1)
+    return (U / xp.sqrt(w)[:, None, :]) @ transposed(U), safe
 
 
 def _stretches(least: float) -> tuple[float, ...]:
@@ -337,12 +378,30 @@ def least_squares_atoms(gram: Matrix, moment: Matrix, current: Matrix) -> Matrix
     ndarray of shape (n_atoms, n_features)
         Unit atoms.
     """
-    used = gram.any(axis=1)
-    inverse = np.linalg.pinv(gram[np.ix_(used, used)], rcond=1e-10, hermitian=True)
-    atoms = current.copy()
-    step = inverse @ (moment - gram @ current)[used]
-    atoms[used] = normalize_atoms((current[used] + step).astype(current.dtype), current[used])
+    xp = namespace(gram, moment, current)
+    used = xp.any(gram, axis=1)
+    rows = xp.nonzero(used)[0]
+    atoms = copied(current)
+    if rows.shape[0]:
+        inverse = _symmetric_inverse(xp.take(xp.take(gram, rows, axis=0), rows, axis=1))
+        step = inverse @ xp.take(moment - gram @ current, rows, axis=0)
+        before = xp.take(current, rows, axis=0)
+        atoms[used] = normalize_atoms(cast(before + step, current.dtype), before)
     return atoms
+
+
+def _symmetric_inverse(A: Matrix) -> Matrix:
+    """Return the pseudo-inverse of a symmetric matrix.
+
+    As `numpy.linalg.pinv` does, with eigenvalues below 1e-10 of the largest as zeros.
+    """
+    xp = namespace(A)
+    w, U = xp.linalg.eigh(A)
+    order = xp.flip(xp.argsort(xp.abs(w)))
+    w, U = xp.take(w, order), xp.take(U, order, axis=1)
+    known = xp.abs(w) > 1e-10 * xp.abs(w[0])
+    inverse: Matrix = U @ (xp.where(known, 1 / xp.where(known, w, 1), 0)[:, None] * U.T)
+    return inverse
 
 
 def atom_distances(A: Matrix, B: Matrix) -> Matrix:
@@ -360,32 +419,37 @@ def atom_distances(A: Matrix, B: Matrix) -> Matrix:
     ndarray of shape (n_a, n_b)
         float64; small distances are exact to rounding of the atoms, not of their products.
     """
-    A = check_array("A", A)
-    return _distances(A, check_array("B", B, columns=A.shape[1]))
+    xp = namespace(A, B)
+    A = check_array("A", A, xp=xp)
+    return _distances(A, check_array("B", B, columns=A.shape[1], xp=xp))
 
 
 def _distances(A: Matrix, B: Matrix) -> Matrix:
     """Distances of the atoms of ``A`` and of ``B``."""
-    A, B = A.astype(np.float64, copy=False), B.astype(np.float64, copy=False)
+    xp = namespace(A, B)
+    A, B = cast(A, xp.float64), cast(B, xp.float64)
     products, squares = _squares(A, B)
-    close = np.nonzero(squares < _CLOSE)
-    most = 2**24 // max(A.shape[1], 1) + 1
-    for begin in range(0, len(close[0]), most):
-        row, column = (indices[begin : begin + most] for indices in close)
-        signs = signs_of(products[row, column])
-        difference = A[row] - signs[:, None] * B[column]
-        squares[row, column] = (difference**2).sum(-1)
-    distances: Matrix = np.sqrt(squares)
+    close = squares < _CLOSE
+    row, column = xp.nonzero(close)
+    most, found = 2**24 // max(A.shape[1], 1) + 1, []
+    for begin in range(0, row.shape[0], most):
+        end = min(begin + most, row.shape[0])
+        i, j = row[begin:end], column[begin:end]
+        nearer = signs_of(products[i, j])[:, None] * xp.take(B, j, axis=0)
+        found.append(xp.sum((xp.take(A, i, axis=0) - nearer) ** 2, axis=-1))
+    if found:
+        squares[close] = joined(found, 0)
+    distances: Matrix = xp.sqrt(squares)
     return distances
 
 
 def _squares(A: Matrix, B: Matrix) -> tuple[Matrix, Matrix]:
     """Products, and squared distances up to rounding, of atoms; ``B`` may be a stack."""
-    products = A @ B.swapaxes(-1, -2)
-    squares = np.abs(products)
+    products = A @ transposed(B)
+    squares: Matrix = namespace(A, B).abs(products)
     squares *= -2
-    squares += np.einsum("ij,ij->i", A, A)[:, None]
-    squares += np.einsum("...ij,...ij->...i", B, B)[..., None, :]
+    squares += row_products(A, A)[:, None]
+    squares += row_products(B, B)[..., None, :]
     return products, squares
 
 
@@ -393,7 +457,7 @@ def match_stack(A: Matrix, B: Matrix) -> tuple[NDArray[np.intp], Matrix]:
     """Return the indices and signs of :func:`match_atoms` for a stack of ``B``, the same bits.
 
     Where every atom's nearest is nobody else's, that is the best pairing; only where two want the
-    same one is an assignment solved.
+    same one is an assignment solved, by SciPy on the host.
 
     Parameters
     ----------
@@ -406,13 +470,18 @@ def match_stack(A: Matrix, B: Matrix) -> tuple[NDArray[np.intp], Matrix]:
     -------
     indices, signs : ndarray of shape (n, n_a)
     """
-    products, squares = _squares(A.astype(np.float64, copy=False), B.astype(np.float64, copy=False))
-    indices: NDArray[np.intp] = squares.argmin(axis=2)
-    taken = np.sort(indices, axis=1)
-    for i in np.flatnonzero((taken[:, 1:] == taken[:, :-1]).any(axis=1)):
-        indices[i] = linear_sum_assignment(_distances(A, B[i]))[1]
-    chosen = products[np.arange(len(B))[:, None], np.arange(len(A)), indices]
-    return indices, signs_of(chosen).astype(np.result_type(A, B), copy=False)
+    xp = namespace(A, B)
+    (n, (r, _)), here = (B.shape[0], A.shape), beside(A)
+    products, squares = _squares(cast(A, xp.float64), cast(B, xp.float64))
+    indices: NDArray[np.intp] = xp.argmin(squares, axis=2)
+    taken = xp.sort(indices, axis=1)
+    shared = taken[:, 1:] == taken[:, :-1]
+    if xp.any(shared):
+        for i in where_true(xp.any(shared, axis=1)).tolist():
+            costs = _distances(A, B[i, ...])
+            indices[i, :] = like(linear_sum_assignment(on_host(costs))[1], costs)
+    chosen = products[xp.arange(n, **here)[:, None], xp.arange(r, **here), indices]
+    return indices, cast(signs_of(chosen), xp.result_type(A, B))
 
 
 def match_atoms(A: Matrix, B: Matrix) -> AtomMatch:
@@ -428,7 +497,8 @@ def match_atoms(A: Matrix, B: Matrix) -> AtomMatch:
     Returns
     -------
     AtomMatch
-        Indices, signs and distances, each of shape (n_a,).
+        Indices, signs and distances, each of shape (n_a,). Where two atoms want the same partner,
+        SciPy assigns them, on the host.
 
     Raises
     ------
@@ -436,7 +506,7 @@ def match_atoms(A: Matrix, B: Matrix) -> AtomMatch:
         If ``A`` has more atoms than ``B``.
     """
     A, B = _fewer_and_more(A, B)
-    return _match(A, B, match_stack(A, B[None])[0][0])
+    return _match(A, B, match_stack(A, B[None, ...])[0][0, :])
 
 
 def dictionary_distance(A: Matrix, B: Matrix, norm: str = "1,2") -> float:
@@ -458,6 +528,7 @@ def dictionary_distance(A: Matrix, B: Matrix, norm: str = "1,2") -> float:
     Returns
     -------
     float
+        The pairing is SciPy's, on the host, from the distances of all atoms.
 
     Raises
     ------
@@ -467,26 +538,30 @@ def dictionary_distance(A: Matrix, B: Matrix, norm: str = "1,2") -> float:
     check_choice("norm", norm, ("1,2", "2"))
     A, B = _fewer_and_more(A, B)
     distances = _distances(A, B)
-    if not distances.size:
+    if 0 in distances.shape:
         return 0.0
-    match = _match(A, B, _bottleneck_assignment(distances))
+    match = _match(A, B, like(_bottleneck_assignment(on_host(distances)), distances))
+    xp = namespace(A, B)
     if norm == "1,2":
-        return float(match.distances.max())
-    return float(np.linalg.norm(A - match.signs[:, None] * B[match.indices], 2))
+        return float(xp.max(match.distances))
+    return spectral_norm(A - match.signs[:, None] * xp.take(B, match.indices, axis=0))
 
 
 def _fewer_and_more(A: Matrix, B: Matrix) -> tuple[Matrix, Matrix]:
     """Check two dictionaries, of which the first takes its atoms' partners from the second."""
-    A = check_array("A", A)
-    B = check_array("B", B, columns=A.shape[1])
-    if len(A) > len(B):
-        raise ValueError(f"A must not have more atoms than B, got {len(A)} and {len(B)}.")
+    xp = namespace(A, B)
+    A = check_array("A", A, xp=xp)
+    B = check_array("B", B, columns=A.shape[1], xp=xp)
+    if A.shape[0] > B.shape[0]:
+        raise ValueError(f"A must not have more atoms than B, got {A.shape[0]} and {B.shape[0]}.")
     return A, B
 
 
 def _match(A: Matrix, B: Matrix, indices: NDArray[np.intp]) -> AtomMatch:
-    signs = signs_of(np.einsum("ij,ij->i", A, B[indices]))
-    distances = np.linalg.norm(A - signs[:, None] * B[indices], axis=1)
+    xp = namespace(A, B)
+    chosen = xp.take(B, indices, axis=0)
+    signs = signs_of(row_products(A, chosen))
+    distances = xp.sqrt(xp.sum((A - signs[:, None] * chosen) ** 2, axis=1))
     return AtomMatch(indices, signs, distances)
 
 

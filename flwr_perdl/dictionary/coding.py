@@ -22,6 +22,16 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from flwr_perdl._arrays import (
+    beside,
+    cast,
+    combinations,
+    copied,
+    largest,
+    namespace,
+    on_host,
+    put,
+)
 from flwr_perdl._checks import Matrix, check_array, check_count, check_real
 
 #: Numbers held at once by :func:`omp` and :func:`focuss`.
@@ -58,23 +68,24 @@ class Focuss(NamedTuple):
 
 def hard_threshold(A: Matrix, threshold: float) -> Matrix:
     """Keep the entries with ``|a| >= threshold``, set the others to zero."""
-    return A * (np.abs(A) >= threshold)
+    return A * cast(namespace(A).abs(A) >= threshold, A.dtype)
 
 
 def soft_threshold(A: Matrix, threshold: float) -> Matrix:
     """Move every entry towards zero by ``threshold``, and no further than zero."""
-    shrunk: Matrix = A - np.clip(A, -threshold, threshold)
+    shrunk: Matrix = A - namespace(A).clip(A, -threshold, threshold)
     return shrunk
 
 
 def top_k(A: Matrix, k: int) -> Matrix:
     """Keep the ``k`` largest magnitudes of each row, set the others to zero."""
     if k >= A.shape[1]:
-        return A.copy()
-    out = np.zeros_like(A)
+        return copied(A)
+    xp = namespace(A)
+    out: Matrix = xp.zeros_like(A)
     if k > 0:
-        largest = np.argpartition(np.abs(A), -k, axis=1)[:, -k:]
-        np.put_along_axis(out, largest, np.take_along_axis(A, largest, axis=1), axis=1)
+        columns = largest(xp.abs(A), k)
+        put(out, columns, xp.take_along_axis(A, columns, axis=1))
     return out
 
 
@@ -98,15 +109,17 @@ def omp(X: Matrix, D: Matrix, n_nonzero: int) -> Matrix:
     ndarray of shape (n_samples, n_atoms)
         Codes.
     """
-    X = check_array("X", X)
-    D = check_array("D", D, columns=X.shape[1])
+    xp = namespace(X, D)
+    X = check_array("X", X, xp=xp)
+    D = check_array("D", D, columns=X.shape[1], xp=xp)
     k = min(check_count("n_nonzero", n_nonzero), *D.shape)
+    n, r = X.shape[0], D.shape[0]
     gram = D @ D.T
-    C = np.zeros((len(X), len(D)), dtype=np.result_type(X, D))
-    if k and len(X):
-        pieces = len(X) * k * len(D) // _WORKSPACE + 1
-        for rows in np.array_split(np.arange(len(X)), pieces):
-            C[rows] = _pursue(X[rows] @ D.T, gram, k)
+    C: Matrix = xp.zeros((n, r), dtype=xp.result_type(X, D), **beside(X))
+    if k and n:
+        for rows in np.array_split(np.arange(n), min(n, n * k * r // _WORKSPACE + 1)):
+            piece = slice(int(rows[0]), int(rows[-1]) + 1)
+            C[piece, :] = _pursue(X[piece, :] @ D.T, gram, k)
     return C
 
 
@@ -117,38 +130,41 @@ def _pursue(correlation: Matrix, gram: Matrix, k: int) -> Matrix:
     holds the products of the ``s``-th orthonormal direction with all atoms, ``R`` the triangular
     factor that leads back from these directions to the atoms.
     """
-    n, r = correlation.shape
-    rows = np.arange(n)
-    tiny = 100 * np.finfo(correlation.dtype).eps
-    done = np.abs(correlation).max(axis=1) * tiny
-    basis = np.zeros((k, n, r), dtype=correlation.dtype)
-    R = np.tile(np.eye(k, dtype=correlation.dtype), (n, 1, 1))
-    along = np.zeros((n, k), dtype=correlation.dtype)
-    taken = np.zeros((n, k), dtype=np.intp)
-    free = np.ones((n, r), dtype=bool)
+    xp, here = namespace(correlation, gram), beside(correlation)
+    (n, r), dtype = correlation.shape, correlation.dtype
+    rows, steps = xp.arange(n, **here), xp.arange(k, **here)
+    tiny = float(100 * xp.finfo(dtype).eps)
+    done = xp.max(xp.abs(correlation), axis=1) * tiny
+    basis = xp.zeros((k, n, r), dtype=dtype, **here)
+    R = xp.zeros((n, k, k), dtype=dtype, **here)
+    along = xp.zeros((n, k), dtype=dtype, **here)
+    taken = xp.zeros((n, k), dtype=xp.int64, **here)
+    free = xp.full((n, r), True, **here)
     for s in range(k):
-        choice = np.where(free, np.abs(correlation), -1).argmax(axis=1)
-        free[rows, choice] = False
+        choice = xp.argmax(xp.where(free, xp.abs(correlation), -1), axis=1)
+        put(free, choice[:, None], False)
         taken[:, s] = choice
-        before = basis[:s, rows, choice]
-        norm2 = gram[choice, choice] - (before**2).sum(axis=0)
-        live = (np.abs(correlation[rows, choice]) > done) & (norm2 > tiny)
-        norm = np.sqrt(np.where(live, norm2, 1))
-        direction = gram[choice] - np.einsum("sn,snr->nr", before, basis[:s])
-        basis[s] = np.where(live[:, None], direction / norm[:, None], 0)
-        along[:, s] = np.where(live, correlation[rows, choice] / norm, 0)
-        R[:, :s, s] = np.where(live, before, 0).T
+        before = basis[steps[:s], rows[:, None], choice[:, None]]
+        norm2 = gram[choice, choice] - xp.sum(before**2, axis=1)
+        chosen = correlation[rows, choice]
+        live = (xp.abs(chosen) > done) & (norm2 > tiny)
+        norm = xp.sqrt(xp.where(live, norm2, 1))
+        direction = xp.take(gram, choice, axis=0) - combinations(before, basis[:s, ...])
+        basis[s, ...] = xp.where(live[:, None], direction / norm[:, None], 0)
+        along[:, s] = xp.where(live, chosen / norm, 0)
+        R[:, :s, s] = xp.where(live[:, None], before, 0)
         R[:, s, s] = norm
-        correlation = correlation - along[:, s, None] * basis[s]
-    C = np.zeros((n, r), dtype=correlation.dtype)
-    np.put_along_axis(C, taken, np.linalg.solve(R, along[..., None])[..., 0], axis=1)
+        correlation = correlation - along[:, s, None] * basis[s, ...]
+    C: Matrix = xp.zeros((n, r), dtype=dtype, **here)
+    put(C, taken, xp.linalg.solve(R, along[..., None])[..., 0])
     return C
 
 
 def lasso(X: Matrix, D: Matrix, alpha: float, *, tol: float = 1e-8, max_iter: int = 1000) -> Lasso:
     """Minimise ``0.5 * ||x - c @ D||^2 + alpha * ||c||_1`` for every sample ``x``.
 
-    Coordinate descent in Gram form, one atom at a time for all samples at once.
+    Coordinate descent in Gram form, one atom at a time for all samples at once; after each, the
+    host asks whether anything changed.
 
     Parameters
     ----------
@@ -169,30 +185,40 @@ def lasso(X: Matrix, D: Matrix, alpha: float, *, tol: float = 1e-8, max_iter: in
     Lasso
         Codes, sweeps, violation, and whether ``tol`` was reached.
     """
-    X = check_array("X", X)
-    D = check_array("D", D, columns=X.shape[1])
+    xp = namespace(X, D)
+    X = check_array("X", X, xp=xp)
+    D = check_array("D", D, columns=X.shape[1], xp=xp)
     alpha = check_real("alpha", alpha, 0, open_low=True)
     gram = D @ D.T
     rest = D @ X.T  # (n_atoms, n_samples): products of the atoms with what is left of the samples
-    C = np.zeros_like(rest)
-    scale = max(float(np.abs(rest).max(initial=0)), float(np.finfo(rest.dtype).tiny))
-    tol = max(tol, 10 * float(np.finfo(rest.dtype).eps))
+    C = xp.zeros_like(rest)
+    limits = xp.finfo(rest.dtype)
+    scale = max(_most(xp.abs(rest)), float(limits.smallest_normal))
+    tol = max(tol, 10 * float(limits.eps))
     violation, n_iter = _violation(C, rest, alpha) / scale, 0
+    numbers = xp.arange(D.shape[0], **beside(D))
+    squares = [(j, s) for j, s in enumerate(on_host(gram[numbers, numbers]).tolist()) if s > 0]
     while violation > tol and n_iter < max_iter:
-        for j in np.flatnonzero(np.diag(gram) > 0):
-            new = soft_threshold(rest[j] + gram[j, j] * C[j], alpha) / gram[j, j]
-            step = new - C[j]
-            if step.any():
-                C[j] = new
-                rest -= gram[j][:, None] * step
+        for j, square in squares:
+            new = soft_threshold(rest[j, :] + square * C[j, :], alpha) / square
+            step = new - C[j, :]
+            if xp.any(step):
+                C[j, :] = new
+                rest -= gram[j, :][:, None] * step
         violation, n_iter = _violation(C, rest, alpha) / scale, n_iter + 1
-    return Lasso(np.ascontiguousarray(C.T), n_iter, violation, bool(violation <= tol))
+    return Lasso(copied(C.T), n_iter, violation, bool(violation <= tol))
 
 
 def _violation(C: Matrix, rest: Matrix, alpha: float) -> float:
     """How far ``rest`` is from ``alpha * sign(C)`` (where ``C = 0``: from ``[-alpha, alpha]``)."""
-    gap = np.where(C == 0, np.maximum(np.abs(rest) - alpha, 0), np.abs(rest - alpha * np.sign(C)))
-    return float(gap.max(initial=0))
+    xp = namespace(C, rest)
+    inside, at = xp.abs(soft_threshold(rest, alpha)), xp.abs(rest - alpha * xp.sign(C))
+    return _most(xp.where(C == 0, inside, at))
+
+
+def _most(A: Matrix) -> float:
+    """Return the largest entry, zero of none."""
+    return float(namespace(A).max(A)) if 0 not in A.shape else 0.0
 
 
 def focuss(
@@ -405,8 +431,9 @@ def sparse_code(
         return omp(X, D, n_nonzero)
     if alpha is not None:
         return lasso(X, D, alpha).codes
-    X = check_array("X", X)
-    D = check_array("D", D, columns=X.shape[1])
+    xp = namespace(X, D)
+    X = check_array("X", X, xp=xp)
+    D = check_array("D", D, columns=X.shape[1], xp=xp)
     return hard_threshold(X @ D.T, check_real("threshold", threshold, 0))
 
 
@@ -424,6 +451,7 @@ def reconstruct(C: Matrix, D: Matrix) -> Matrix:
     -------
     ndarray of shape (n_samples, n_features)
     """
-    D = check_array("D", D)
-    samples: Matrix = check_array("C", C, columns=len(D)) @ D
+    xp = namespace(C, D)
+    D = check_array("D", D, xp=xp)
+    samples: Matrix = check_array("C", C, columns=D.shape[0], xp=xp) @ D
     return samples

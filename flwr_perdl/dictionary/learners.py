@@ -31,6 +31,15 @@ from typing import ClassVar, Literal, Protocol
 
 import numpy as np
 
+from flwr_perdl._arrays import (
+    beside,
+    copied,
+    namespace,
+    place,
+    spectral_norm,
+    squared_norm,
+    where_true,
+)
 from flwr_perdl._checks import Matrix, check_array, check_count, check_real
 from flwr_perdl.dictionary.atoms import (
     least_squares_atoms,
@@ -91,8 +100,8 @@ def atom_support(C: Matrix) -> Matrix:
     ndarray of shape (n_atoms,)
         0 for an atom that no sample uses.
     """
-    support: Matrix = atom_supports(check_array("C", C)[None])[0]
-    return support
+    C = check_array("C", C, xp=namespace(C))
+    return atom_supports(C[None, ...])[0, :]
 
 
 def atom_supports(C: Matrix) -> Matrix:
@@ -107,21 +116,27 @@ def atom_supports(C: Matrix) -> Matrix:
     -------
     ndarray of shape (n_clients, n_atoms)
     """
+    xp = namespace(C)
     first, total = _power_sums(C)
-    tiny = np.finfo(C.dtype).smallest_normal / np.finfo(C.dtype).eps
+    tiny = float(xp.finfo(C.dtype).smallest_normal / xp.finfo(C.dtype).eps)
     odd = (first > 0) & ~((total > tiny) & (total < 1 / tiny))
-    for i in np.flatnonzero(odd.any(axis=1)):  # the squares are out of range
-        first[i], total[i] = _power_sums(C[i] / np.abs(C[i]).max())
-    support: Matrix = first * (first / np.where(total == 0, 1, total))
+    if xp.any(odd):  # the squares are out of range
+        for i in where_true(xp.any(odd, axis=1)).tolist():
+            own = C[i, ...]
+            first[i, :], total[i, :] = _power_sums(own / xp.max(xp.abs(own)))
+    support: Matrix = first * (first / xp.where(total == 0, 1, total))
     return support
 
 
 def _power_sums(C: Matrix) -> tuple[Matrix, Matrix]:
     """Return the sums over the samples of ``|c|`` and of ``c^2``."""
-    shares, ones = np.abs(C), np.ones((1, C.shape[-2]), C.dtype)
+    xp = namespace(C)
+    shares = xp.abs(C)
+    ones = xp.ones((1, C.shape[-2]), dtype=C.dtype, **beside(C))
     with np.errstate(over="ignore"):
         first = (ones @ shares)[..., 0, :]  # a product sums faster than sum() over few columns
-        total = (ones @ np.square(shares, out=shares))[..., 0, :]
+        shares *= shares
+        total = (ones @ shares)[..., 0, :]
     return first, total
 
 
@@ -168,7 +183,8 @@ class AlternatingLearner(ABC):
         Returns
         -------
         ndarray of shape (n_atoms, n_features)
-            Orthonormal atoms; beyond ``n_features`` of them, random unit vectors are added.
+            Orthonormal atoms, NumPy's whatever ``X`` is; beyond ``n_features`` of them, random unit
+            vectors are added.
         """
         X = check_array("X", X, min_rows=1)
         d = X.shape[1]
@@ -182,7 +198,7 @@ class AlternatingLearner(ABC):
 
     def level(self, X: Matrix) -> float:
         """Return the threshold that applies to ``X``."""
-        return self.level_of(float(np.vdot(X, X)), len(X))
+        return self.level_of(squared_norm(X), X.shape[0])
 
     def level_of(self, energy: float, n_samples: int) -> float:
         """Return the threshold for so many samples whose squares add up to ``energy``."""
@@ -206,8 +222,9 @@ class AlternatingLearner(ABC):
         -------
         ndarray of shape (n_samples, n_atoms)
         """
-        X = check_array("X", X)
-        return self._code(X, check_array("D", D, columns=X.shape[1]), scale)
+        xp = namespace(X, D)
+        X = check_array("X", X, xp=xp)
+        return self._code(X, check_array("D", D, columns=X.shape[1], xp=xp), scale)
 
     def _code(self, X: Matrix, D: Matrix, scale: float = 1.0) -> Matrix:
         if self.n_nonzero is not None:
@@ -231,11 +248,14 @@ class AlternatingLearner(ABC):
         ndarray of shape (n_atoms, n_features)
             Unit atoms.
         """
-        D = check_array("D", D)
-        X = check_array("X", X, columns=D.shape[1])
-        C = check_array("C", C, columns=len(D))
-        if len(C) != len(X):
-            raise ValueError(f"C must have a row for each of {len(X)} samples, got {len(C)}.")
+        xp = namespace(X, C, D)
+        D = check_array("D", D, xp=xp)
+        X = check_array("X", X, columns=D.shape[1], xp=xp)
+        C = check_array("C", C, columns=D.shape[0], xp=xp)
+        if C.shape[0] != X.shape[0]:
+            raise ValueError(
+                f"C must have a row for each of {X.shape[0]} samples, got {C.shape[0]}."
+            )
         return self._update(X, C, D)
 
     @abstractmethod
@@ -244,8 +264,9 @@ class AlternatingLearner(ABC):
 
     def step(self, X: Matrix, D: Matrix) -> Matrix:
         """Return ``update(X, code(X, D), D)``: one iteration."""
-        X = check_array("X", X)
-        D = check_array("D", D, columns=X.shape[1])
+        xp = namespace(X, D)
+        X = check_array("X", X, xp=xp)
+        D = check_array("D", D, columns=X.shape[1], xp=xp)
         return self.unchecked_step(X, D)
 
     def unchecked_step(self, X: Matrix, D: Matrix, scale: float = 1.0) -> Matrix:
@@ -254,10 +275,11 @@ class AlternatingLearner(ABC):
 
     def loss(self, X: Matrix, C: Matrix, D: Matrix) -> float:
         """Return ``||X - C @ D||^2``, plus ``threshold^2`` per non-zero code if thresholding."""
-        error = float(((X - C @ D) ** 2).sum())
+        xp = namespace(X, C, D)
+        error = float(xp.sum((X - C @ D) ** 2))
         if self.n_nonzero is not None:
             return error
-        return error + self.level(X) ** 2 * int(np.count_nonzero(C))
+        return error + self.level(X) ** 2 * int(xp.count_nonzero(C))
 
 
 @dataclass(frozen=True)
@@ -309,9 +331,9 @@ class GradientLearner(AlternatingLearner):
 
     def _update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
         kept = _well_supported(C)
-        curvature = np.linalg.norm(kept.T @ kept, 2)
+        curvature = spectral_norm(kept.T @ kept)
         if curvature == 0:
-            return D.copy()
+            return copied(D)
         return normalize_atoms(D + kept.T @ (X - C @ D) / curvature, D)
 
 
@@ -342,7 +364,8 @@ class MODLearner(AlternatingLearner):
 class KSVDLearner(AlternatingLearner):
     """Approximate K-SVD: each atom in turn is fitted, with its codes, to what the others leave.
 
-    One power iteration per atom stands in for the singular value decomposition.
+    One power iteration per atom stands in for the singular value decomposition. Updates take
+    NumPy's arrays only.
 
     Parameters
     ----------
@@ -356,6 +379,8 @@ class KSVDLearner(AlternatingLearner):
     """
 
     def _update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
+        if namespace(X, C, D) is not np:
+            raise ValueError(f"X must be a NumPy array for K-SVD, got one of {place(X)}.")
         D = D.copy()
         rest = X - C @ D
         for j in np.flatnonzero(atom_support(C) >= _LEAST_SUPPORT):
@@ -368,4 +393,5 @@ class KSVDLearner(AlternatingLearner):
 
 def _well_supported(C: Matrix) -> Matrix:
     """Codes without those of the atoms that fewer than two samples stand behind."""
-    return np.where(atom_support(C) >= _LEAST_SUPPORT, C, 0).astype(C.dtype)
+    kept: Matrix = namespace(C).where(atom_support(C) >= _LEAST_SUPPORT, C, 0)
+    return kept

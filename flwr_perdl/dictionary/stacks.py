@@ -15,10 +15,23 @@ asked, it does alone.
 
 from __future__ import annotations
 
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
 
+from flwr_perdl._arrays import (
+    beside,
+    cast,
+    joined,
+    like,
+    mask_in_place,
+    namespace,
+    on_host,
+    reshaped,
+    transposed,
+    where_true,
+)
 from flwr_perdl._checks import Matrix
 from flwr_perdl.dictionary.atoms import match_stack, polar_factors
 from flwr_perdl.dictionary.learners import OrthogonalLearner, atom_supports
@@ -70,14 +83,19 @@ def update_stack(
     Returns
     -------
     Updates
+        On the host are computed the clients' thresholds, from a number each, and what
+        `polar_factors` and `match_stack` leave to it.
     """
-    r = len(G)
+    xp, (n, m, _), r = namespace(X, D, G), X.shape, G.shape[0]
     energies = _products(X, X)
-    levels = np.array([learner.level_of(energy, X.shape[1]) for energy in energies], X.dtype)
-    levels, errors = levels[:, None, None], np.zeros(len(X), X.dtype)
+    known = on_host(energies)
+    levels = np.array([learner.level_of(energy, m) for energy in known], known.dtype)
+    thresholds = like(levels[:, None, None], X)
+    errors: Matrix = xp.zeros(n, dtype=X.dtype, **beside(X))
     for step in range(n_steps):
-        before, codes = D, _code(X, D, levels)
-        moments, gram = codes.swapaxes(1, 2) @ X, codes.swapaxes(1, 2) @ codes
+        before, codes = D, _code(X, D, thresholds)
+        across = transposed(codes)
+        moments, gram = across @ X, across @ codes
         fitted = gram @ D  # C' C D
         if not step:
             errors = _mean_squared_errors(X, codes, D, moments, fitted, energies)
@@ -85,21 +103,21 @@ def update_stack(
     if statistics:
         sent = _statistics(codes, before, moments, gram, fitted, r, orthogonal, min_support)
     else:
-        visible = atom_supports(_code(X, D, levels)[..., :r]) >= min_support
-        sent = np.where(visible[..., None], D[:, :r], 0)
+        visible = atom_supports(_code(X, D, thresholds)[..., :r]) >= min_support
+        sent = xp.where(visible[..., None], D[:, :r, :], 0)
     return Updates(D, sent, errors)
 
 
 def _code(X: Matrix, D: Matrix, levels: Matrix) -> Matrix:
-    A = X @ D.swapaxes(1, 2)
-    A *= np.abs(A) >= levels
+    A = X @ transposed(D)
+    mask_in_place(A, namespace(A).abs(A) >= levels)
     return A
 
 
 def _products(A: Matrix, B: Matrix) -> Matrix:
     """Return the inner products of every client's two arrays, (n_clients,)."""
-    n = len(A)
-    found: Matrix = (A.reshape(n, 1, -1) @ B.reshape(n, -1, 1))[:, 0, 0]
+    n = A.shape[0]
+    found: Matrix = (reshaped(A, (n, 1, -1)) @ reshaped(B, (n, -1, 1)))[:, 0, 0]
     return found
 
 
@@ -130,23 +148,34 @@ def _mean_squared_errors(
         that the atoms represent exactly, from the differences.
     """
     errors = energies - _products(2 * moments - fitted, D)
-    safe = errors > 10 * np.sqrt(np.finfo(X.dtype).eps) * energies
-    errors /= X[0].size
-    for i in np.flatnonzero(~safe):
-        errors[i] = np.mean(np.square(X[i] - C[i] @ D[i]))
+    xp = namespace(X)
+    safe = errors > float(10 * np.sqrt(xp.finfo(X.dtype).eps)) * energies
+    errors /= prod(X.shape[1:])
+    if not xp.all(safe):
+        for i in where_true(~safe).tolist():
+            errors[i] = xp.mean((X[i, ...] - C[i, ...] @ D[i, ...]) ** 2)
     return errors
 
 
 def _align(D: Matrix, G: Matrix) -> Matrix:
-    """Put the atoms that stand for the global ones first, with the global ones' signs, in ``D``."""
+    """Put the atoms that stand for the global ones first, with their signs, all others behind.
+
+    ``D`` is written to.
+    """
+    xp, r, here = namespace(G, D), G.shape[0], beside(D)
     indices, signs = match_stack(G, D)
-    if (indices == np.arange(len(G))).all():
-        D[:, : len(G)] *= signs[..., None]
-        return D
-    shared = signs[..., None] * np.take_along_axis(D, indices[..., None], axis=1)
-    own = np.ones(D.shape[:2], dtype=bool)
-    np.put_along_axis(own, indices, False, axis=1)
-    return np.concatenate([shared, D[own].reshape(len(D), -1, D.shape[2])], axis=1)
+    places = xp.arange(r, **here)
+    if not xp.all(indices == places):
+        n, n_atoms, d = D.shape
+        rows = xp.arange(n_atoms, **here)
+        taken = indices[:, :, None] == rows  # (n_clients, n_global, n_atoms)
+        ranks = xp.sum(xp.where(taken, places[:, None] - r, 0), axis=1)  # below 0: stands for one
+        order = xp.argsort(xp.where(ranks < 0, ranks, rows), axis=1)
+        order += n_atoms * xp.arange(n, **here)[:, None]
+        atoms = xp.take(reshaped(D, (n * n_atoms, d)), reshaped(order, (n * n_atoms,)), axis=0)
+        D = reshaped(atoms, (n, n_atoms, d))
+    D[:, :r, :] *= signs[..., None]
+    return D
 
 
 def _statistics(
@@ -162,10 +191,10 @@ def _statistics(
     """Return what `local_statistics` does, of every client."""
     r = n_global
     shared = atom_supports(C[..., :r]) >= min_support
-    own = gram[:, :r, :r] * shared[:, None]
-    sent = moments[:, :r] - fitted[:, :r]  # C_g' (X - C D)
-    sent += own @ D[:, :r]
+    own = gram[:, :r, :r] * cast(shared, D.dtype)[:, None, :]
+    sent = moments[:, :r, :] - fitted[:, :r, :]  # C_g' (X - C D)
+    sent += own @ D[:, :r, :]
     if not orthogonal:
-        sent = np.concatenate([own, sent], axis=2)
-    sent *= shared[..., None]
+        sent = joined([own, sent], 2)
+    mask_in_place(sent, shared[..., None])
     return sent
