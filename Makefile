@@ -7,6 +7,7 @@
 NEWEST := $(shell cat .ci/flwr-newest)
 FLWR   ?= $(NEWEST)
 RAY    ?= 1
+TORCH  ?= 2.13.0
 OUT    ?= runs/digits
 SECONDS ?= 600
 
@@ -23,7 +24,7 @@ python := $(venv)/bin/python
 export FLWR_TELEMETRY_ENABLED = 0
 export OPENBLAS_NUM_THREADS = 1
 
-.PHONY: run test lint bench bench-check docs-figures gallery site fuzz clean
+.PHONY: run test torch lint bench bench-check docs-figures gallery site fuzz clean
 .DEFAULT_GOAL := run
 
 run: .venv/.installed
@@ -31,6 +32,10 @@ run: .venv/.installed
 
 test: $(venv)/.installed
 	$(python) -m pytest $(ARGS)
+
+# PyTorch beside the rest, for tests/dictionary/test_array_backends.py, which else leaves it out.
+torch: $(venv)/.installed
+	$(python) -m pip install --quiet torch==$(TORCH)
 
 lint: $(venv)/.installed
 	$(python) -m ruff check .

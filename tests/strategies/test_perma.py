@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +197,31 @@ def test_a_client_that_joins_late_carries_on(federation: MakeFederation) -> None
     strategy.start(grid, num_rounds=4)
     assert 0 not in strategy.history[0].metrics
     assert strategy.history[-1].metrics[0]["mse_full"] < 1e-12
+
+
+@pytest.mark.parametrize("crashes", [False, True])
+@pytest.mark.parametrize("interval", [0.1, 0.01, None])
+def test_a_simulation_waits_less_while_a_strategy_runs(
+    federation: MakeFederation, interval: float | None, crashes: bool
+) -> None:
+    """Flower's in-memory grid has its interval as an attribute, others have none."""
+    grid, turns = federation().grid(), sys.getswitchinterval()
+    if interval is not None:
+        grid.pull_interval = interval
+    seen: list[tuple[float | None, float]] = []
+
+    def look(report: Any) -> None:
+        seen.append((getattr(grid, "pull_interval", None), sys.getswitchinterval()))
+        if crashes:
+            raise RuntimeError("the server stops")
+
+    with pytest.raises(RuntimeError, match="the server stops") if crashes else nullcontext():
+        PerMA(3, on_round=look).start(grid, num_rounds=2)
+    while_running, turn = seen[0]
+    assert while_running == (None if interval is None else min(interval, 0.05))
+    assert turn == pytest.approx(5e-4)
+    assert turn < turns
+    assert (getattr(grid, "pull_interval", None), sys.getswitchinterval()) == (interval, turns)
 
 
 @pytest.mark.parametrize("remember", [1, 3])
