@@ -62,6 +62,10 @@ N_NONZERO = "perdl.n-nonzero"
 #: cache has room for.
 _WINDOW = 2**18
 
+#: One by one, clients with fewer numbers are computed in one thread: several would wait for
+#: Python's lock most of the time.
+_LARGE = 2**16
+
 _LEARNERS = (OrthogonalLearner, GradientLearner, KSVDLearner, MODLearner)
 
 _DICTIONARY = "dictionary"
@@ -206,15 +210,17 @@ class DictionaryClient(Member):
     ) -> Iterator[Fitted]:
         """Yield what `fit` of each client returns.
 
-        Clients with this library's learners and start are computed on as many cores as there are;
-        updates of orthogonal learners with a threshold also many at once, of clients of one size.
-        Everything else is done one by one.
+        Updates of orthogonal learners with a threshold are computed many at once, of clients of
+        one size; everything else one by one. Clients with this library's learners and start go on
+        as many cores as there are, where that is faster: many at once, or one by one with many
+        samples.
         """
         updates = _read(config).step == UPDATE and not int(config.get(REFINE_STEPS, 0))
         stacked = updates and parameters[0].size > 0
 
         def how(client: DictionaryClient) -> tuple[bool, bool]:
-            return stacked and _kind(client) is not None, client._is_ours()
+            at_once = stacked and _kind(client) is not None
+            return at_once, client._is_ours() and (at_once or client.X.size >= _LARGE)
 
         def one_by_one(window: list[DictionaryClient]) -> list[Fitted]:
             return [client.fit(parameters, config) for client in window]
@@ -222,10 +228,10 @@ class DictionaryClient(Member):
         def together(window: list[DictionaryClient]) -> list[Fitted]:
             return _update_together(window, parameters, config)
 
-        for (at_once, ours), some in groupby(clients, how):
+        for (at_once, threads), some in groupby(clients, how):
             held = windows(some, lambda one: one.X.size, _WINDOW)
             step = together if at_once else one_by_one
-            for fitted in in_threads(step, held) if ours else map(step, held):
+            for fitted in in_threads(step, held) if threads else map(step, held):
                 yield from fitted
 
     def _is_ours(self) -> bool:
