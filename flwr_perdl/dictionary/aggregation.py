@@ -228,8 +228,8 @@ def _solve_each(
     found = in_threads(lambda S: polar_factors(S, np.broadcast_to(current, S.shape)), pieces)
     if pieces:
         own[at_once] = np.concatenate(list(found))
-    others = in_threads(lambda S: _solve(S, current, orthogonal), stack[~at_once])
     if not at_once.all():
+        others = in_threads(lambda S: _solve(S, current, orthogonal), stack[~at_once])
         own[~at_once] = list(others)
     return own
 

@@ -47,13 +47,13 @@ def keep(name: str, compute: Callable[[], Any], *, of: int = 0) -> Any:
 
 
 def test_short_parts_stay_in_this_process() -> None:
-    assert {int(one["process"]) for one in keep_all(keep, parts(), of=N)} == {os.getpid()}
+    assert {int(one["process"]) for one in keep_all(keep, parts())} == {os.getpid()}
 
 
 def test_long_parts_are_computed_elsewhere_after_the_first_to_the_same_bits(
     long_parts: None,
 ) -> None:
-    found = keep_all(keep, parts(), of=N)
+    found = keep_all(keep, parts())
     assert int(found[0]["process"]) == os.getpid()
     assert os.getpid() not in {int(one["process"]) for one in found[1:]}
     assert {str(one["threads"]) for one in found[1:]} == {"1"}
@@ -64,7 +64,7 @@ def test_long_parts_are_computed_elsewhere_after_the_first_to_the_same_bits(
 def test_one_core_is_enough(long_parts: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(_parts, "n_threads", _parallel.n_threads)
-    assert {int(one["process"]) for one in keep_all(keep, parts(), of=N)} == {os.getpid()}
+    assert {int(one["process"]) for one in keep_all(keep, parts())} == {os.getpid()}
 
 
 def test_parts_that_are_kept_are_not_computed(long_parts: None) -> None:
@@ -73,7 +73,7 @@ def test_parts_that_are_kept_are_not_computed(long_parts: None) -> None:
     def resumed(name: str, compute: Callable[[], Any], *, of: int = 0) -> Any:
         return kept[name] if name in kept else compute()
 
-    found = keep_all(resumed, parts(), of=N)
+    found = keep_all(resumed, parts())
     assert [one["inverse"].ndim for one in found] == [0, 0, 2, 0, 2]
     assert int(found[2]["process"]) == os.getpid() != int(found[4]["process"])
 
@@ -81,4 +81,4 @@ def test_parts_that_are_kept_are_not_computed(long_parts: None) -> None:
 def test_an_error_elsewhere_ends_the_run(long_parts: None) -> None:
     several: dict[str, Any] = {**parts(), "part-3": partial(np.linalg.inv, np.zeros((2, 2)))}
     with pytest.raises(np.linalg.LinAlgError, match="Singular"):
-        keep_all(keep, several, of=N)
+        keep_all(keep, several)

@@ -20,7 +20,7 @@ Arrays = dict[str, NDArray[Any]]
 Part = Callable[[], Arrays]
 
 
-def keep_all(keep: Keep, parts: Mapping[str, Part], *, of: int) -> list[Arrays]:
+def keep_all(keep: Keep, parts: Mapping[str, Part]) -> list[Arrays]:
     """Return what ``keep`` makes of every part, in their order.
 
     The first that has to be computed is computed in this process. If that takes long, those after
@@ -32,16 +32,15 @@ def keep_all(keep: Keep, parts: Mapping[str, Part], *, of: int) -> list[Arrays]:
     keep : Keep
         The run's own.
     parts : mapping of str to callable
-        By name. Functions that another process can import, or partials of them.
-    of : int
-        As for ``keep``.
+        By name, all that the run has. Functions that another process can import, or partials of
+        them.
 
     Returns
     -------
     list of dict of str to ndarray
     """
     computed = _InOrder(parts)
-    return [keep(name, partial(computed.take, name), of=of) for name in parts]
+    return [keep(name, partial(computed.take, name), of=len(parts)) for name in parts]
 
 
 class _InOrder:

@@ -23,7 +23,7 @@ from flwr_perdl.diffusion.objectives import Biclustering
 from flwr_perdl.diffusion.topology import Topology
 from flwr_perdl.simulations.data import names_in, read_arrays
 from flwr_perdl.simulations.engine import Config
-from flwr_perdl.simulations.experiments._experiment import Keep, Value
+from flwr_perdl.simulations.experiments._experiment import Keep, Value, seeds_of
 from flwr_perdl.simulations.experiments._parts import keep_all
 from flwr_perdl.simulations.outcome import Outcome, Picture, Table
 
@@ -82,12 +82,9 @@ def run(config: Config, keep: Keep) -> Outcome:
     atoms = check_count("atoms", config["atoms"], 2)
     if int(config["clients"]) not in (0, atoms):
         raise ValueError(f"clients must be {atoms}, one per atom, got {config['clients']}.")
-    first, count = int(config["seed"]), check_count("seeds", config["seeds"], 1)
-    parts = {
-        f"seed-{seed}": partial(_one_seed, config, seed) for seed in range(first, first + count)
-    }
-    results = keep_all(keep, parts, of=count)
-    data = _data(config, first)
+    parts = {f"seed-{seed}": partial(_one_seed, config, seed) for seed in seeds_of(config)}
+    results = keep_all(keep, parts)
+    data = _data(config, int(config["seed"]))
     metrics = {
         name: float(np.mean([float(one[name]) for one in results]))
         for name in results[0]

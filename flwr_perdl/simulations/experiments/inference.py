@@ -31,7 +31,7 @@ from flwr_perdl.diffusion.inference import (
 from flwr_perdl.diffusion.objectives import HuberNMF, Objective, SparseSVD
 from flwr_perdl.network import InMemoryNetwork
 from flwr_perdl.simulations.engine import Config
-from flwr_perdl.simulations.experiments._experiment import Keep, Value
+from flwr_perdl.simulations.experiments._experiment import Keep, Value, seeds_of
 from flwr_perdl.simulations.experiments._parts import keep_all
 from flwr_perdl.simulations.outcome import Outcome, Picture, Table
 
@@ -127,14 +127,11 @@ class Case(NamedTuple):
 
 def run(config: Config, keep: Keep) -> Outcome:
     """Run all methods on every seed's graph."""
-    seeds, n_rounds = check_count("seeds", config["seeds"], 1), int(config["rounds"])
+    seeds, n_rounds = seeds_of(config), int(config["rounds"])
     if config["clients"]:
         raise ValueError(f"clients must be given as agents, got {config['clients']}.")
-    parts = {
-        f"seed-{seed}": partial(_one_seed, config, seed)
-        for seed in range(int(config["seed"]), int(config["seed"]) + seeds)
-    }
-    kept = keep_all(keep, parts, of=seeds)
+    parts = {f"seed-{seed}": partial(_one_seed, config, seed) for seed in seeds}
+    kept = keep_all(keep, parts)
     curves = {
         f"{name}_{what}": np.stack([one[f"{name}_{what}"] for one in kept])
         for name in METHODS

@@ -137,7 +137,7 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
         for name in names
         for seed in seeds
     }
-    kept = iter(keep_all(keep, parts, of=len(parts)))
+    kept = iter(keep_all(keep, parts))
     studies = [_study(name, [next(kept) for _ in seeds]) for name in names]
     learned: dict[str, Matrix] = {}
     if single:

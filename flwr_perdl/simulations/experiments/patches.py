@@ -94,7 +94,7 @@ def run(config: Config, keep: Keep) -> Outcome:
         for name, method in {**compared, **few}.items()
         for seed in range(first, first + counts[name])
     }
-    kept = dict(zip(parts, keep_all(keep, parts, of=len(parts)), strict=True))
+    kept = dict(zip(parts, keep_all(keep, parts), strict=True))
     found = {
         name: np.stack([kept[f"{name}-seed-{first + i}"]["found"] for i in range(count)]) * 1.0
         for name, count in counts.items()

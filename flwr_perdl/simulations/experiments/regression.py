@@ -112,7 +112,7 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
     }
     everything = Split([np.arange(len(y)) for y in table.y], [])
     parts["all"] = partial(_fitted, table, everything, seed, k)
-    *splits, final = keep_all(keep, parts, of=len(parts))
+    *splits, final = keep_all(keep, parts)
     explained = {name: [float(one[f"ev_{name}"]) for one in splits] for name in METHODS}
     d, chosen = final["models"].shape[1], len(final["models"])
     return Outcome(
