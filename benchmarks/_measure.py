@@ -18,8 +18,13 @@ import numpy as np
 from matplotlib.figure import Figure
 from threadpoolctl import threadpool_limits
 
+from flwr_perdl._parallel import n_threads
+
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("flwr", "numpy", "scipy", "scikit-learn")
+
+#: Threads at most; `on` changes what `n_threads` says.
+CORES = n_threads()
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -49,6 +54,16 @@ def fastest(
             run()
             seconds[name] = min(seconds[name], clock() - start)
     return seconds
+
+
+def on(cores: int, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function`` computing in so many threads at most."""
+
+    def limited(*args: Any) -> Any:
+        os.environ["OMP_NUM_THREADS"] = str(cores)
+        return function(*args)
+
+    return limited
 
 
 def main(

@@ -7,11 +7,13 @@ another folder). Under three minutes.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
-from _measure import fastest, main
+from _measure import CORES, fastest, main, on
 
 from flwr_perdl.diffusion import Topology, metropolis_weights
 from flwr_perdl.diffusion.inference import ConsensusADMM, Inference, infer
@@ -29,9 +31,9 @@ CASES = [
     ("huber", 0.05, 0.15),
 ]
 AGENTS, FEATURES, SAMPLES = 50, 1000, 16
-#: A round's time is the difference of a long and a short run, each the fastest of so many, in the
-#: processor's time of the one thread, which other work on the machine disturbs least.
+#: A round's time is the difference of a long and a short run, each the fastest of so many.
 SHORT, LONG, TIMES = 4, 28, 8
+LOOPED = (1, 3)
 OBJECTIVE = SparseSVD(0.05, 0.1)
 
 
@@ -133,27 +135,31 @@ def speed() -> list[dict[str, Any]]:
                 )
 
             kinds = {
-                "float64": (np.float64, False),
-                "float32": (np.float32, False),
-                "span": (np.float64, True),
-                "span32": (np.float32, True),
+                "float64": (1, np.float64, False),
+                "float32": (1, np.float32, False),
+                "float64, all cores": (CORES, np.float64, False),
+                "float32, all cores": (CORES, np.float32, False),
+                "span": (1, np.float64, True),
+                "span32": (1, np.float32, True),
             }
             truth = np.array(loop(SHORT))
             differences = {
                 name: float(np.abs(stacked(SHORT, *kind).nu[:, 0] - truth).max())
-                for name, kind in kinds.items()
+                for name, (_, *kind) in kinds.items()
             }
-            runs = {("loop", 0): lambda loop=loop: loop(1), ("loop", 1): lambda loop=loop: loop(2)}
-            for name, kind in kinds.items():
-                runs[name, 0] = lambda run=stacked, kind=kind: run(SHORT, *kind)
-                runs[name, 1] = lambda run=stacked, kind=kind: run(LONG, *kind)
-            least = fastest(runs, TIMES)
-            scale = dict.fromkeys(kinds, 1000 / (LONG - SHORT) / SAMPLES) | {"loop": 1000.0}
+            runs = {("loop", i): partial(loop, n) for i, n in enumerate(LOOPED)}
+            for name, (cores, *kind) in kinds.items():
+                for i, n in enumerate((SHORT, LONG)):
+                    runs[name, i] = partial(on(cores, stacked), n, *kind)
+            least = fastest(runs, TIMES, clock=time.perf_counter)
+            scale = dict.fromkeys(kinds, 1000 / (LONG - SHORT) / SAMPLES)
+            scale["loop"] = 1000 / (LOOPED[1] - LOOPED[0])
             ms = {name: (least[name, 1] - least[name, 0]) * scale[name] for name in scale}
             rows.append(
                 {
                     "method": method,
                     "connectivity": p,
+                    "cores": CORES,
                     "ms_per_round_and_sample": ms,
                     "times_faster": {name: ms["loop"] / ms[name] for name in kinds},
                     "ms_set_up": {
@@ -182,14 +188,16 @@ def tables(results: dict[str, Any]) -> str:
         name = row["loss"] + (", impulses" if row["impulses"] else "")
         cells = [f"{count(row[m]['median'])} ({count(row[m]['worst'])})" for m in METHODS]
         lines.append(f"| {name}, p = {row['connectivity']} | " + " | ".join(cells) + " |")
+    cores = results["speed"][0]["cores"]
     lines += [
         "",
         f"Milliseconds per round and sample, N = {AGENTS}, M = {FEATURES}, {SAMPLES} samples "
         "(times faster than the loop over agents); in brackets what setting up all samples takes, "
-        "once:",
+        "once. Stacked is on one core, and on all:",
         "",
-        "| | loop | stacked, float64 | stacked, float32 | span, float64 | span, float32 |",
-        "|---|---|---|---|---|---|",
+        f"| | loop | float64 | float32 | float64, {cores} cores | float32, {cores} cores | "
+        "span, float64 | span, float32 |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in results["speed"]:
         ms, times, first = (

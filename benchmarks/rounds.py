@@ -14,11 +14,11 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from _measure import fastest, main
+from _measure import CORES, fastest, main, on
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, RecordDict
 from flwr.client import NumPyClient
 
-from flwr_perdl._parallel import in_threads, n_threads
+from flwr_perdl._parallel import in_threads
 from flwr_perdl._records import ARRAYS, CONFIG, read_reply, to_records
 from flwr_perdl.clients import DictionaryClient, client_app
 from flwr_perdl.dictionary import warm_start
@@ -30,8 +30,6 @@ from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import PerMA
 
 CLIENTS = 1000
-#: Threads at most; `on` changes what `n_threads` says.
-CORES = n_threads()
 #: Features, atoms, samples of a client.
 SIZES = [(64, 32, 200), (6, 6, 200)]
 #: A client's features, atoms and samples in the paper's Section 5.2, its clients and rounds, and
@@ -111,16 +109,6 @@ def maths(X: np.ndarray, D: np.ndarray, G: np.ndarray, learner: OrthogonalLearne
     windows = [slice(at, at + size) for at in range(0, CLIENTS, size)]
     found = in_threads(lambda some: update_stack(X[some], D[some], G, learner).sent, windows)
     aggregate_statistics(np.concatenate(list(found)), G, orthogonal=True)
-
-
-def on(cores: int, function: Callable[[], Any]) -> Callable[[], Any]:
-    """Return ``function`` computing in so many threads at most."""
-
-    def limited() -> None:
-        os.environ["OMP_NUM_THREADS"] = str(cores)
-        function()
-
-    return limited
 
 
 def perma() -> list[dict[str, Any]]:

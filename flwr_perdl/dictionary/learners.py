@@ -24,7 +24,6 @@ least two samples stand behind it (:func:`atom_support`).
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
@@ -104,40 +103,42 @@ def atom_support(C: Matrix) -> Matrix:
     return atom_supports(C[None, ...])[0, :]
 
 
-def atom_supports(C: Matrix) -> Matrix:
-    """Return :func:`atom_support` of every client's codes, the same bits.
+def atom_supports(C: Matrix, squares: Matrix | None = None) -> Matrix:
+    """Return :func:`atom_support` of every client's codes.
 
     Parameters
     ----------
     C : ndarray of shape (n_clients, n_samples, n_atoms)
         Finite codes.
+    squares : ndarray of shape (n_clients, n_atoms), optional
+        The sums of their squares over the samples, where they are known.
 
     Returns
     -------
     ndarray of shape (n_clients, n_atoms)
     """
     xp = namespace(C)
-    first, total = _power_sums(C)
+    with np.errstate(over="ignore"):
+        sizes = xp.abs(C)
+        first, total = _sums(sizes), squares
+        if total is None:
+            total = _sums(sizes * sizes)
     tiny = float(xp.finfo(C.dtype).smallest_normal / xp.finfo(C.dtype).eps)
     odd = (first > 0) & ~((total > tiny) & (total < 1 / tiny))
     if xp.any(odd):  # the squares are out of range
+        total = copied(total)
         for i in where_true(xp.any(odd, axis=1)).tolist():
-            own = C[i, ...]
-            first[i, :], total[i, :] = _power_sums(own / xp.max(xp.abs(own)))
+            own = sizes[i, ...] / xp.max(sizes[i, ...])
+            first[i, :], total[i, :] = _sums(own), _sums(own * own)
     support: Matrix = first * (first / xp.where(total == 0, 1, total))
     return support
 
 
-def _power_sums(C: Matrix) -> tuple[Matrix, Matrix]:
-    """Return the sums over the samples of ``|c|`` and of ``c^2``."""
-    xp = namespace(C)
-    shares = xp.abs(C)
-    ones = xp.ones((1, C.shape[-2]), dtype=C.dtype, **beside(C))
-    with np.errstate(over="ignore"):
-        first = (ones @ shares)[..., 0, :]  # a product sums faster than sum() over few columns
-        shares *= shares
-        total = (ones @ shares)[..., 0, :]
-    return first, total
+def _sums(A: Matrix) -> Matrix:
+    """Return the sums over the samples: a product sums faster than sum() over few columns."""
+    ones = namespace(A).ones((1, A.shape[-2]), dtype=A.dtype, **beside(A))
+    sums: Matrix = (ones @ A)[..., 0, :]
+    return sums
 
 
 @dataclass(frozen=True)
@@ -198,13 +199,25 @@ class AlternatingLearner(ABC):
 
     def level(self, X: Matrix) -> float:
         """Return the threshold that applies to ``X``."""
-        return self.level_of(squared_norm(X), X.shape[0])
+        return float(self.levels_of(np.array([squared_norm(X)]), X.shape[0])[0])
 
-    def level_of(self, energy: float, n_samples: int) -> float:
-        """Return the threshold for so many samples whose squares add up to ``energy``."""
+    def levels_of(self, energies: Matrix, n_samples: int) -> Matrix:
+        """Return the thresholds of clients with ``n_samples`` each, by the sums of their squares.
+
+        Parameters
+        ----------
+        energies : ndarray of shape (n_clients,)
+            Sums of squares of all of a client's samples.
+        n_samples : int
+            Samples of each client.
+
+        Returns
+        -------
+        ndarray of shape (n_clients,)
+        """
         if self.threshold == "auto":
-            return AUTO_THRESHOLD * math.sqrt(energy / max(n_samples, 1))
-        return self.threshold
+            return AUTO_THRESHOLD * np.sqrt(energies / max(n_samples, 1))
+        return np.full_like(energies, self.threshold)
 
     def code(self, X: Matrix, D: Matrix, scale: float = 1.0) -> Matrix:
         """Return the codes of ``X``, ``C`` with ``X ≈ C @ D``.

@@ -89,7 +89,7 @@ def update_stack(
     xp, (n, m, _), r = namespace(X, D, G), X.shape, G.shape[0]
     energies = _products(X, X)
     known = on_host(energies)
-    levels = np.array([learner.level_of(energy, m) for energy in known], known.dtype)
+    levels = learner.levels_of(known.astype(np.float64), m).astype(known.dtype, copy=False)
     thresholds = like(levels[:, None, None], X)
     errors: Matrix = xp.zeros(n, dtype=X.dtype, **beside(X))
     for step in range(n_steps):
@@ -98,7 +98,7 @@ def update_stack(
         moments, gram = across @ X, across @ codes
         fitted = gram @ D  # C' C D
         if not step:
-            errors = _mean_squared_errors(X, codes, D, moments, fitted, energies)
+            errors = _mean_squared_errors(X, codes, D, gram, fitted, energies)
         D = _align(polar_factors(moments, D), G)
     if statistics:
         sent = _statistics(codes, before, moments, gram, fitted, r, orthogonal, min_support)
@@ -121,8 +121,14 @@ def _products(A: Matrix, B: Matrix) -> Matrix:
     return found
 
 
+def _squares(gram: Matrix) -> Matrix:
+    """Return the diagonals of ``C' C``: the sums of the codes' squares, (n_clients, n_atoms)."""
+    n, r, _ = gram.shape
+    return reshaped(gram, (n, r * r))[:, :: r + 1]
+
+
 def _mean_squared_errors(
-    X: Matrix, C: Matrix, D: Matrix, moments: Matrix, fitted: Matrix, energies: Matrix
+    X: Matrix, C: Matrix, D: Matrix, gram: Matrix, fitted: Matrix, energies: Matrix
 ) -> Matrix:
     """Return the mean squares of ``X - C @ D`` of every client.
 
@@ -131,11 +137,11 @@ def _mean_squared_errors(
     X : ndarray of shape (n_clients, n_samples, n_features)
         Samples.
     C : ndarray of shape (n_clients, n_samples, n_atoms)
-        Codes.
+        Their codes: entries of ``X @ D'``, or zero.
     D : ndarray of shape (n_clients, n_atoms, n_features)
         Dictionaries.
-    moments : ndarray of shape (n_clients, n_atoms, n_features)
-        ``C' X``, which the update needs anyway.
+    gram : ndarray of shape (n_clients, n_atoms, n_atoms)
+        ``C' C``.
     fitted : ndarray of shape (n_clients, n_atoms, n_features)
         ``C' C D``.
     energies : ndarray of shape (n_clients,)
@@ -144,11 +150,13 @@ def _mean_squared_errors(
     Returns
     -------
     ndarray of shape (n_clients,)
-        From ``|X|^2 - <2 C' X - C' C D, D>``, small arrays all; where that cancels, as for samples
-        that the atoms represent exactly, from the differences.
+        From ``|X|^2 - 2 <X, C D> + |C D|^2``, small arrays all, as ``<X, C D> = <X D', C>`` is
+        ``|C|^2``; where that cancels, as for samples that the atoms represent exactly, from the
+        differences.
     """
-    errors = energies - _products(2 * moments - fitted, D)
     xp = namespace(X)
+    errors: Matrix = energies - 2 * xp.sum(_squares(gram), axis=1)
+    errors += _products(fitted, D)
     safe = errors > float(10 * np.sqrt(xp.finfo(X.dtype).eps)) * energies
     errors /= prod(X.shape[1:])
     if not xp.all(safe):
@@ -190,7 +198,7 @@ def _statistics(
 ) -> Matrix:
     """Return what `local_statistics` does, of every client."""
     r = n_global
-    shared = atom_supports(C[..., :r]) >= min_support
+    shared = atom_supports(C, _squares(gram))[:, :r] >= min_support
     own = gram[:, :r, :r] * cast(shared, D.dtype)[:, None, :]
     sent = moments[:, :r, :] - fitted[:, :r, :]  # C_g' (X - C D)
     sent += own @ D[:, :r, :]
