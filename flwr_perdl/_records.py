@@ -103,6 +103,9 @@ class Reply(NamedTuple):
     metrics: dict[str, float]
 
 
+#: New objects after which garbage is searched for, see `rare_collections`.
+_RARE = 100_000
+
 #: No limits but what a message can be.
 _ANY = Limits(n_bytes=2**63)
 
@@ -121,6 +124,22 @@ def no_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+@contextmanager
+def rare_collections() -> Iterator[None]:
+    """Have the search for cyclic garbage wait for a hundred thousand new objects instead of 700.
+
+    The records of a round, tens of thousands with a thousand clients, live until the next. Python
+    takes them for garbage to come, and goes through them several times a round.
+    """
+    thresholds = gc.get_threshold()
+    if thresholds[0]:  # 0: never
+        gc.set_threshold(max(thresholds[0], _RARE), *thresholds[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 def to_record(arrays: Iterable[Matrix]) -> ArrayRecord:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -14,6 +16,8 @@ from flwr_perdl._records import (
     check_reply,
     decode,
     encode,
+    no_collection,
+    rare_collections,
     read_reply,
     reply_to,
     same_request,
@@ -123,3 +127,28 @@ def test_large_numbers_are_finite_and_infinite_ones_are_not() -> None:
             check_reply([np.ones(1), np.array([1.0, bad])], 1, {})
     with pytest.raises(ValueError, match="array 0 has dtype int64"):
         check_reply([np.arange(2)], 1, {})
+
+
+# Garbage ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("before", "within"), [(700, 100_000), (10**6, 10**6), (0, 0)])
+def test_collections_are_rare_and_then_as_they_were(before: int, within: int) -> None:
+    thresholds = gc.get_threshold()
+    gc.set_threshold(before)
+    try:
+        with rare_collections():
+            assert gc.get_threshold()[0] == within
+        assert gc.get_threshold()[0] == before
+    finally:
+        gc.set_threshold(*thresholds)
+
+
+def test_no_collection_leaves_the_collector_as_it_was() -> None:
+    assert gc.isenabled()
+    with no_collection():
+        assert not gc.isenabled()
+        with no_collection():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled()

