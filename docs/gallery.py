@@ -606,7 +606,7 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def _plain(text: str) -> str:
     """Return text whose signs mean themselves to Markdown, outside of code."""
     parts = " ".join(text.split()).split("`")
-    parts[::2] = [re.sub(r"(?=[|_<])", r"\\", part) for part in parts[::2]]
+    parts[::2] = [re.sub(r"(?=[|_])", r"\\", part.replace("<", "&lt;")) for part in parts[::2]]
     return "`".join(parts)
 
 
