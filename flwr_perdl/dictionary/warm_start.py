@@ -9,18 +9,31 @@ shrinking ``zeta`` (A.1)                ``scale``, multiplying the learner's own
 
 The paper refers to another paper for the schedule and gives none. Here iteration ``t`` codes with
 the learner's threshold times ``max(1, boost * decay**t)``.
+
+Where there are fewer samples than features, the iterations of this library's learners run on
+coordinates in the samples' row space: an isometry, which changes nothing but rounding.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from flwr_perdl._checks import Matrix, check_array, check_count, check_real
-from flwr_perdl.dictionary.learners import AlternatingLearner, Learner
+from flwr_perdl.dictionary.learners import (
+    AlternatingLearner,
+    GradientLearner,
+    KSVDLearner,
+    Learner,
+    MODLearner,
+    OrthogonalLearner,
+)
 
 _OURS = AlternatingLearner.code, AlternatingLearner.update
+#: Learners to whom all orthonormal coordinates are the same.
+_INVARIANT = OrthogonalLearner, GradientLearner, MODLearner, KSVDLearner
 
 
 class WarmStart(NamedTuple):
@@ -73,20 +86,50 @@ def warm_start(
     check_count("restarts", restarts, 1)
     check_real("boost", boost, 1)
     check_real("decay", decay, 0, 1)
+    scales = [max(1.0, boost * decay**t) for t in range(n_iter)]
+    basis = _row_space(X) if _worth(X, learner, n_iter * restarts) else None
+    Y = X if basis is None else X @ basis.T
     runs = []
     for _ in range(restarts):
         D = learner.start(X, rng)
-        for t in range(n_iter):
-            D = _iterate(learner, X, D, max(1.0, boost * decay**t))
+        inner = None if basis is None else _within(D, basis)
+        if basis is None or inner is None:
+            D = _iterate(learner, X, D, scales)
+        else:
+            D = _iterate(learner, Y, inner, scales) @ basis
         runs.append((learner.loss(X, learner.code(X, D), D), D))
     objectives = tuple(objective for objective, _ in runs)
     objective, dictionary = runs[int(np.argmin(objectives))]
     return WarmStart(dictionary, objective, objectives)
 
 
-def _iterate(learner: Learner, X: Matrix, D: Matrix, scale: float) -> Matrix:
-    """Take an iteration; this library's learners need not check the samples every time."""
+def _iterate(learner: Learner, X: Matrix, D: Matrix, scales: Sequence[float]) -> Matrix:
+    """Take the iterations; this library's learners need not check the samples every time."""
     kind = type(learner)
-    if isinstance(learner, AlternatingLearner) and (kind.code, kind.update) == _OURS:
-        return learner.unchecked_step(X, D, scale)
-    return learner.update(X, learner.code(X, D, scale), D)
+    for scale in scales:
+        if isinstance(learner, AlternatingLearner) and (kind.code, kind.update) == _OURS:
+            D = learner.unchecked_step(X, D, scale)
+        else:
+            D = learner.update(X, learner.code(X, D, scale), D)
+    return D
+
+
+def _worth(X: Matrix, learner: Learner, n_iter: int) -> bool:
+    """Whether so many iterations in the row space save more than finding it takes."""
+    if not isinstance(learner, AlternatingLearner) or type(learner) not in _INVARIANT:
+        return False
+    n, d = map(int, X.shape)
+    return n_iter * learner.n_atoms * (d - n) > 2 * d * n
+
+
+def _row_space(X: Matrix) -> Matrix:
+    """Return as many orthonormal rows as ``X`` has, which span its own."""
+    basis: Matrix = np.linalg.qr(X.T)[0].T
+    return basis
+
+
+def _within(D: Matrix, basis: Matrix) -> Matrix | None:
+    """Return the coordinates of the atoms in a basis; None if one is not in its span."""
+    inner: Matrix = D @ basis.T
+    rounding = 10 * float(np.finfo(D.dtype).eps)
+    return inner if np.abs(inner @ basis - D).max(initial=0) <= rounding else None

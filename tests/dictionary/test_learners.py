@@ -262,6 +262,39 @@ def test_the_best_of_the_restarts_is_kept(rng, orthonormal, sparse):
     assert found.objective == learner.loss(X, C, found.dictionary)
 
 
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_fewer_samples_than_features_are_learned_from_in_their_span(cls, dtype, rng, monkeypatch):
+    X = (rng.standard_normal((20, 5)) @ rng.standard_normal((5, 90))).astype(dtype)
+    X += rng.standard_normal(X.shape).astype(dtype) / 10
+    steps = []
+    step = cls.unchecked_step
+
+    def counted(self, X, D, scale=1.0):
+        steps.append(X.shape)
+        return step(self, X, D, scale)
+
+    monkeypatch.setattr(cls, "unchecked_step", counted)
+    few, many = (
+        warm_start(X, cls(4), rng=np.random.default_rng(1), n_iter=n).dictionary for n in (12, 13)
+    )
+    assert set(steps[:12]) == {(20, 90)}  # too few iterations to be worth it
+    assert set(steps[12:]) == {(20, 20)}
+    D = cls(4).start(X, np.random.default_rng(1))
+    for t in range(13):
+        D = step(cls(4), X, D, max(1.0, 8.0 * 0.97**t))
+    assert many.dtype == few.dtype == dtype
+    np.testing.assert_allclose(many, D, atol=1e-3 if dtype == np.float32 else 1e-9)
+
+
+def test_atoms_outside_the_samples_span_are_kept(rng):
+    """More atoms than samples: those that are drawn at random lie anywhere."""
+    X = rng.standard_normal((3, 40))
+    learner = OrthogonalLearner(8)
+    found = warm_start(X, learner, rng=np.random.default_rng(1)).dictionary
+    np.testing.assert_allclose(found @ found.T, np.eye(8), atol=1e-12)
+    assert np.linalg.matrix_rank(found) == 8
+
+
 def test_the_same_generator_gives_the_same_start(cls, rng):
     X = rng.standard_normal((30, 5))
     a, b = (warm_start(X, cls(4), rng=np.random.default_rng(3), n_iter=10).dictionary for _ in "ab")
