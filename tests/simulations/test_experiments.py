@@ -341,10 +341,14 @@ def test_digits_runs_with_every_learner_and_improves_on_the_matching_round(optio
 
 
 def general_learner_against_sklearn(name, learner, n_atoms, **given):
-    """Return PerMA's held-out errors with 10 and 20 atoms over those of scikit-learn's atoms."""
+    """Return PerMA's held-out errors with 10 and 20 atoms over those of scikit-learn's atoms.
+
+    After 120 rounds: with 28 x 28 pixels and 20 atoms they are a sixth above after 40, from some
+    starts, and which these are depends on the processor's rounding.
+    """
     options = {"learner": learner, "n_atoms": n_atoms, "n_global": n_atoms}
     experiment = find(name)
-    config = configure(experiment, rounds=40, options=options, **given)
+    config = configure(experiment, rounds=120, options=options, **given)
     task = images._task(config)
     atoms = federate(experiment, config).arrays[0]
     theirs = sklearn_dictionary(np.vstack(task.clients), n_atoms, 0)
