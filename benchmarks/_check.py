@@ -78,8 +78,8 @@ def compare(name: str) -> bool:
     for key, ratio in stored.items():
         then = f" ({here[key]:.3g} on this machine)" if key in here else ""
         verdict = "REGRESSED" if key in bad else "ok"
-        print(f"{name}: {key}: {ratio:.3g} stored{then}, {now.get(key, 0):.3g} now: {verdict}")
-        sys.stdout.flush()
+        found = f"{ratio:.3g} stored{then}, {now.get(key, 0):.3g} now"
+        print(f"{name}: {key}: {found}: {verdict}", flush=True)
     return not bad
 
 

@@ -7,7 +7,6 @@ Run from the repository's root: ``python benchmarks/rounds.py``; it writes
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -149,8 +148,7 @@ def perma() -> list[dict[str, Any]]:
         seconds = {way: least[way] for way in ("maths", "maths_all")}
         for _ in range(TIMES):
             for way, (threads, mods) in ways.items():
-                os.environ["OMP_NUM_THREADS"] = str(threads)
-                seconds[way] = min(seconds.get(way, np.inf), federation(mods))
+                seconds[way] = min(seconds.get(way, np.inf), on(threads, federation)(mods))
         seconds["arithmetic"] = min(least[key] for key in least if key[0] == "arithmetic")
         rows.append({"features": d, "atoms": r, "samples": n, "cores": CORES, "seconds": seconds})
     return rows

@@ -22,10 +22,7 @@ from flwr_perdl.clients._cohort import Fitted, alike, windows
 from flwr_perdl.clients._state import PrivateState, private_shelf
 from flwr_perdl.clients.app import Member
 from flwr_perdl.dictionary import (
-    GradientLearner,
-    KSVDLearner,
     Learner,
-    MODLearner,
     OrthogonalLearner,
     WarmStart,
     align_to_global,
@@ -38,6 +35,7 @@ from flwr_perdl.dictionary import (
 )
 from flwr_perdl.dictionary.atoms import principal_directions
 from flwr_perdl.dictionary.averaging import update_dictionary
+from flwr_perdl.dictionary.learners import LEARNERS
 from flwr_perdl.dictionary.perpca import local_start, perpca_step
 from flwr_perdl.dictionary.stacks import Updates, update_stack
 
@@ -65,8 +63,6 @@ _WINDOW = 2**18
 #: One by one, clients with fewer numbers are computed in one thread: several would wait for
 #: Python's lock most of the time.
 _LARGE = 2**16
-
-_LEARNERS = (OrthogonalLearner, GradientLearner, KSVDLearner, MODLearner)
 
 _DICTIONARY = "dictionary"
 _LOCAL_ATOMS = "local_atoms"
@@ -237,7 +233,7 @@ class DictionaryClient(Member):
     def _is_ours(self) -> bool:
         """Return whether nothing but this library's code computes, which threads may run."""
         start = getattr(self.start, "func", self.start)  # of a partial
-        return type(self.learner) in _LEARNERS and start is warm_start
+        return type(self.learner) in LEARNERS and start is warm_start
 
     def _start(self, asked: _Asked, state: PrivateState) -> tuple[Matrix, Matrix]:
         """Local initialisation (P0, Algorithm 1, lines 2-5)."""

@@ -408,3 +408,7 @@ def _well_supported(C: Matrix) -> Matrix:
     """Codes without those of the atoms that fewer than two samples stand behind."""
     kept: Matrix = namespace(C).where(atom_support(C) >= _LEAST_SUPPORT, C, 0)
     return kept
+
+
+#: The learners of this library; a subclass may do what these do not.
+LEARNERS = (OrthogonalLearner, GradientLearner, MODLearner, KSVDLearner)

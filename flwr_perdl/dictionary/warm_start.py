@@ -22,18 +22,9 @@ from typing import NamedTuple
 import numpy as np
 
 from flwr_perdl._checks import Matrix, check_array, check_count, check_real
-from flwr_perdl.dictionary.learners import (
-    AlternatingLearner,
-    GradientLearner,
-    KSVDLearner,
-    Learner,
-    MODLearner,
-    OrthogonalLearner,
-)
+from flwr_perdl.dictionary.learners import LEARNERS, AlternatingLearner, Learner
 
 _OURS = AlternatingLearner.code, AlternatingLearner.update
-#: Learners to whom all orthonormal coordinates are the same.
-_INVARIANT = OrthogonalLearner, GradientLearner, MODLearner, KSVDLearner
 
 
 class WarmStart(NamedTuple):
@@ -115,8 +106,11 @@ def _iterate(learner: Learner, X: Matrix, D: Matrix, scales: Sequence[float]) ->
 
 
 def _worth(X: Matrix, learner: Learner, n_iter: int) -> bool:
-    """Whether so many iterations in the row space save more than finding it takes."""
-    if not isinstance(learner, AlternatingLearner) or type(learner) not in _INVARIANT:
+    """Whether so many iterations in the row space save more than finding it takes.
+
+    To this library's learners all orthonormal coordinates are the same.
+    """
+    if not isinstance(learner, AlternatingLearner) or type(learner) not in LEARNERS:
         return False
     n, d = map(int, X.shape)
     return n_iter * learner.n_atoms * (d - n) > 2 * d * n
