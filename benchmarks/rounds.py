@@ -18,7 +18,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, R
 from flwr.client import NumPyClient
 
 from flwr_perdl._parallel import in_threads
-from flwr_perdl._records import ARRAYS, CONFIG, read_reply, to_records
+from flwr_perdl._records import ARRAYS, CONFIG, read_reply, to_record
 from flwr_perdl.clients import DictionaryClient, client_app
 from flwr_perdl.dictionary import warm_start
 from flwr_perdl.dictionary.aggregation import aggregate_statistics
@@ -190,13 +190,11 @@ def messages() -> dict[str, float]:
     sent = [np.zeros((16, 64))]
 
     def exchange(grid: InProcessGrid) -> None:
-        """Ask every node the same, and read and check all replies."""
-        asked = to_records(dict.fromkeys(grid.get_node_ids(), sent))
-        contents = [
-            (node, RecordDict({ARRAYS: record, CONFIG: ConfigRecord({"server-round": 1})}))
-            for node, record in asked.items()
-        ]
-        requests = [Message(content, node, MessageType.TRAIN) for node, content in contents]
+        """Ask every node the same, as a strategy does, and read and check all replies."""
+        config = ConfigRecord({"server-round": 1})
+        content = RecordDict({ARRAYS: to_record(sent), CONFIG: config})
+        nodes = grid.get_node_ids()
+        requests = [Message(content, node, MessageType.TRAIN) for node in nodes]
         for reply in grid.send_and_receive(requests):
             read_reply(reply, with_arrays=True)
 

@@ -67,13 +67,20 @@ def check_array(
         raise ValueError(f"{name} must have {columns} columns, got shape {shape}.")
     if xp is np:
         array = np.ascontiguousarray(array)
-    # The sum of squares, one pass of BLAS, is finite only if all terms are; where it overflows,
-    # every term is looked at.
-    if not isfinite(squared_norm(array)) and not xp.all(xp.isfinite(array)):
+    if not all_finite(array, xp):
         bad = int(xp.count_nonzero(~xp.isfinite(array)))
         raise ValueError(f"{name} must be finite, got {bad} NaN or infinite value(s).")
     checked: Matrix = array
     return checked
+
+
+def all_finite(array: Matrix, xp: Any = np) -> bool:
+    """Tell whether all of an array's numbers are finite.
+
+    The sum of squares, one pass of BLAS, is so only if all are; where it overflows, every number
+    is looked at.
+    """
+    return isfinite(squared_norm(array)) or bool(xp.all(xp.isfinite(array)))
 
 
 def check_count(name: str, value: object, low: int = 0, high: int | None = None) -> int:

@@ -11,12 +11,12 @@ is made, and understood, once.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from io import BytesIO
-from math import isfinite, prod
-from typing import Any, Literal, NamedTuple
+from math import isfinite, nan, prod
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -25,6 +25,9 @@ from numpy.lib import format as npy
 from flwr_perdl._checks import FLOATS, Matrix
 
 Scalar = bool | bytes | float | int | str
+#: For `isinstance`: tuples, as ``int | float`` would be made anew for every number of every reply.
+_NUMBERS, _TEXTS = (int, float), (bytes, str)
+Record = TypeVar("Record", bound=MutableMapping[str, Any])
 
 ARRAYS = "arrays"
 CONFIG = "config"
@@ -74,15 +77,20 @@ class Limits(NamedTuple):
     most: int | None = None
     magnitude: float = np.inf
 
-    def check(self, files: Iterable[bytes]) -> None:
-        """Raise a ValueError if these ``.npy`` files together are too large."""
+    def read(self, files: Iterable[bytes]) -> list[Matrix]:
+        """Return the arrays in ``.npy`` files; a ValueError if together they are too large.
+
+        Nothing is allocated before that is known.
+        """
         files = list(files)
         size = sum(map(len, files))
         if size > self.n_bytes:
             raise ValueError(f"too large: {size} bytes of arrays, at most {self.n_bytes} are read")
-        numbers = sum(prod(npy_layout(data)[1]) for data in files) if self.most is not None else 0
+        views = [_view(data) for data in files]
+        numbers = sum(view.size for view in views)
         if self.most is not None and numbers > self.most:
             raise ValueError(f"too many numbers: {self.most} are asked for, {numbers} came")
+        return [view.copy("A") for view in views]
 
 
 class Reply(NamedTuple):
@@ -142,12 +150,24 @@ def rare_collections() -> Iterator[None]:
         gc.set_threshold(*thresholds)
 
 
+def filled(record: Record, entries: Mapping[str, Any]) -> Record:
+    """Return ``record`` after ``record.update(entries)``, for entries of the kind it takes.
+
+    Flower's records make two type aliases for every entry that they check, which takes longer
+    than all else: most of a small message's time.
+    """
+    held = record.__dict__.get("_data")
+    if isinstance(held, dict):
+        held.update(entries)
+    else:
+        record.update(entries)
+    return record
+
+
 def to_record(arrays: Iterable[Matrix]) -> ArrayRecord:
     """Return the ArrayRecord of a list of arrays (names "0", "1", …, as Flower gives them)."""
-    record = ArrayRecord()
-    for position, array in enumerate(arrays):
-        record[str(position)] = encode(array)
-    return record
+    encoded = {str(position): encode(array) for position, array in enumerate(arrays)}
+    return filled(ArrayRecord(), encoded)
 
 
 def to_records(lists: Mapping[int, Sequence[Matrix]]) -> dict[int, ArrayRecord]:
@@ -157,11 +177,11 @@ def to_records(lists: Mapping[int, Sequence[Matrix]]) -> dict[int, ArrayRecord]:
     for arrays in lists.values():
         if id(arrays) in records:
             continue
-        records[id(arrays)] = record = ArrayRecord()
-        for position, array in enumerate(arrays):
+        for array in arrays:
             if id(array) not in serialised:
                 serialised[id(array)] = encode(array)
-            record[str(position)] = serialised[id(array)]
+        encoded = {str(position): serialised[id(array)] for position, array in enumerate(arrays)}
+        records[id(arrays)] = filled(ArrayRecord(), encoded)
     return {key: records[id(arrays)] for key, arrays in lists.items()}
 
 
@@ -189,20 +209,11 @@ def decode(array: Array) -> Matrix:
     ValueError
         If the bytes are no ``.npy`` file, or fewer than its header says: nothing is allocated.
     """
-    if array.stype != _STYPE:
-        return array.numpy()
-    return from_npy(array.data)
+    return array.numpy() if array.stype != _STYPE else _view(array.data).copy("A")
 
 
-def from_npy(data: bytes) -> Matrix:
-    """Return the array of an ``.npy`` file; never allocates more than the bytes that are there."""
-    dtype, shape, order, start = npy_layout(data)
-    view: Matrix = np.ndarray(shape, dtype, data, start, order=order)
-    return view.copy("A")
-
-
-def npy_layout(data: bytes) -> tuple[np.dtype[Any], tuple[int, ...], Literal["C", "F"], int]:
-    """Return dtype, shape and order of the array in an ``.npy`` file, and where its bytes begin.
+def _view(data: bytes) -> Matrix:
+    """Return the array of an ``.npy`` file where it lies: it cannot be written to.
 
     Raises
     ------
@@ -213,14 +224,15 @@ def npy_layout(data: bytes) -> tuple[np.dtype[Any], tuple[int, ...], Literal["C"
         raise ValueError("an array is no .npy file of version 1.0")
     start = _PREFIX + int.from_bytes(data[len(_MAGIC) : _PREFIX], "little")
     try:
-        dtype, shape, order = _layout(data[:start])
+        dtype, shape, order, size = _layout(data[:start])
     except Exception as error:  # NumPy reads the header as Python's own syntax
         raise ValueError(f"an array has an unreadable header: {error}") from None
     if dtype.hasobject:
         raise ValueError("an array holds objects: they need allow_pickle, which is never given")
-    if min(shape, default=0) < 0 or len(data) - start < max(dtype.itemsize, 1) * prod(shape):
+    if size < 0 or len(data) - start < size:
         raise ValueError(f"an array has fewer bytes than its shape {shape} says")
-    return dtype, shape, order, start
+    view: Matrix = np.ndarray(shape, dtype, data, start, order=order)
+    return view
 
 
 @lru_cache(maxsize=256)
@@ -233,10 +245,14 @@ def _empty(dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
 
 
 @lru_cache(maxsize=256)
-def _layout(start: bytes) -> tuple[np.dtype[Any], tuple[int, ...], Literal["C", "F"]]:
-    """Return dtype, shape and order of the array whose file begins like this."""
+def _layout(start: bytes) -> tuple[np.dtype[Any], tuple[int, ...], Literal["C", "F"], int]:
+    """Return dtype, shape, order and bytes of the array whose file begins like this.
+
+    Of a negative shape the bytes are -1.
+    """
     shape, fortran, dtype = npy.read_array_header_1_0(BytesIO(start[len(_MAGIC) :]))
-    return dtype, shape, "F" if fortran else "C"
+    size = -1 if min(shape, default=0) < 0 else max(dtype.itemsize, 1) * prod(shape)
+    return dtype, shape, "F" if fortran else "C", size
 
 
 def reply_to(
@@ -246,15 +262,15 @@ def reply_to(
     metrics: Mapping[str, Scalar],
 ) -> Message:
     """Return the reply that carries ``arrays`` (none for an evaluation) and ``metrics``."""
-    numbers: dict[str, Any] = {NUM_EXAMPLES: num_examples}
-    for name, value in metrics.items():
-        if isinstance(value, bytes | str):
-            raise TypeError(f"metrics must be numbers, got {name}={value!r}.")
-        numbers[name] = int(value) if isinstance(value, bool | int) else float(value)
-    records: dict[str, Any] = {METRICS: MetricRecord(numbers)}
+    numbers: dict[str, Any] = {}
+    for name, value in {NUM_EXAMPLES: num_examples, **metrics}.items():
+        if not isinstance(name, str) or isinstance(value, _TEXTS):
+            raise TypeError(f"metrics must be numbers with names, got {name!r}: {value!r}.")
+        numbers[name] = int(value) if isinstance(value, int) else float(value)
+    records: dict[str, Any] = {METRICS: filled(MetricRecord(), numbers)}
     if arrays is not None:
         records[ARRAYS] = to_record(arrays)
-    return Message(RecordDict(records), reply_to=message)
+    return Message(filled(RecordDict(), records), reply_to=message)
 
 
 def error_of(message: Message) -> str | None:
@@ -291,10 +307,9 @@ def read_reply(message: Message, *, with_arrays: bool, limits: Limits = _ANY) ->
         record = content.get(ARRAYS)
         if not isinstance(record, ArrayRecord):
             raise ValueError(f"no ArrayRecord {ARRAYS!r}")
-        limits.check(array.data for array in record.values())
-        arrays = to_arrays(record)
-    numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
-    return check_reply(arrays, numbers.pop(NUM_EXAMPLES, float("nan")), numbers, limits)
+        arrays = limits.read(array.data for array in record.values())
+    numbers = {name: value for name, value in metrics.items() if isinstance(value, _NUMBERS)}
+    return check_reply(arrays, numbers.pop(NUM_EXAMPLES, nan), numbers, limits)
 
 
 def check_reply(
@@ -324,7 +339,7 @@ def check_reply(
         raise ValueError(f"{NUM_EXAMPLES} is {num_examples}")
     if len(metrics) > _MOST_METRICS:
         raise ValueError(f"there are {len(metrics)} metrics, more than {_MOST_METRICS}")
-    numbers = {name: float(v) for name, v in metrics.items() if isinstance(v, int | float)}
+    numbers = {name: float(v) for name, v in metrics.items() if isinstance(v, _NUMBERS)}
     for name, value in numbers.items():
         if not isfinite(value) or abs(value) > limits.magnitude:
             raise ValueError(f"metric {brief(name)} is {value}")
@@ -346,4 +361,5 @@ def same_request(one: Message, other: Message) -> bool:
     """Whether two messages ask for the same."""
     if one.metadata.message_type != other.metadata.message_type:
         return False
-    return one.content is other.content or bool(one.content == other.content)
+    asked, also = one.content, other.content
+    return asked is also or bool(asked == also)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections import UserDict
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from flwr_perdl._records import (
     check_reply,
     decode,
     encode,
+    filled,
     no_collection,
     rare_collections,
     read_reply,
@@ -102,6 +105,35 @@ def request(value: float = 1.0, step: str = "go", kind: str = "train") -> Messag
         {"arrays": ArrayRecord([np.full(2, value)]), "config": ConfigRecord({"step": step})}
     )
     return Message(content, dst_node_id=3, message_type=kind)
+
+
+@pytest.mark.parametrize(
+    ("record", "entries"),
+    [
+        (ArrayRecord(), {"0": encode(np.ones(2)), "1": encode(np.zeros(3))}),
+        (MetricRecord({"loss": 1.0}), {"loss": 2.0, "n": 3}),
+        (ConfigRecord(), {"step": "update"}),
+        (RecordDict(), {"metrics": MetricRecord({"n": 1})}),
+    ],
+)
+def test_a_filled_record_is_an_updated_one(record: RecordDict, entries: dict[str, Any]) -> None:
+    updated = record.copy()
+    updated.update(entries)
+    assert "_data" in vars(record), "Flower keeps entries elsewhere: filling would be slow"
+    assert filled(record, entries) is record
+    assert record == updated
+    assert list(record.items()) == list(updated.items())
+
+
+def test_records_of_another_make_are_updated() -> None:
+    other: Any = UserDict(a=1)  # keeps entries as ``data``
+    assert dict(filled(other, {"b": 2})) == {"a": 1, "b": 2}
+
+
+@pytest.mark.parametrize("metrics", [{"name": "x"}, {"bytes": b"x"}, {3: 1.0}])
+def test_metrics_that_are_no_numbers_with_names_are_refused(metrics: dict[Any, Any]) -> None:
+    with pytest.raises(TypeError, match="metrics must be numbers with names"):
+        reply_to(request(), None, 1, metrics)
 
 
 def test_requests_are_the_same_if_all_of_them_is() -> None:

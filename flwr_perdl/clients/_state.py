@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from logging import WARNING
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from flwr.app import Array, ArrayRecord, Context
@@ -23,7 +23,7 @@ from flwr.common import log
 from numpy.typing import NDArray
 
 from flwr_perdl import _store
-from flwr_perdl._records import NAME, PARTITION_ID, decode, encode
+from flwr_perdl._records import NAME, PARTITION_ID, decode, encode, filled
 from flwr_perdl.clients._at_rest import KEY_VARIABLE, StateKey, key_from_environment
 
 PrivateArrays = dict[str, NDArray[Any]]
@@ -93,6 +93,7 @@ class PrivateState:
         self._run = run
         self._name = f"{_PREFIX}{run}"
         self._shelf = shelf
+        self._held = _by_round(context.state.get(self._name, {}))
 
     def before(self, round_: int) -> PrivateArrays | None:
         """Return the newest arrays saved in a round before ``round_``, None if there are none.
@@ -107,8 +108,7 @@ class PrivateState:
         return self._newest(round_)
 
     def _newest(self, last: int) -> PrivateArrays | None:
-        held = self._held()
-        in_memory = max((r for r in held if r <= last), default=-1)
+        in_memory = max((r for r in self._held if r <= last), default=-1)
         if self._shelf is not None:
             for round_ in reversed(_store.rounds_in(self._shelf.folder)):
                 saved = self._read(self._shelf, round_) if in_memory < round_ <= last else None
@@ -116,23 +116,19 @@ class PrivateState:
                     return saved
         if in_memory < 0:
             return None
-        return {name: decode(array) for name, array in held[in_memory].items()}
+        return {name: decode(array) for name, array in self._held[in_memory].items()}
 
     def save(self, round_: int, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Keep ``arrays`` as the state after ``round_``, and the state before it."""
         if self._shelf is not None:
             self._write(self._shelf, round_, arrays)
-        held = self._held()
-        before = sorted(r for r in held if r < round_)[-1:]
-        kept = {r: held[r] for r in before}
-        kept[round_] = {name: encode(array) for name, array in arrays.items()}
-        record = ArrayRecord()
-        for r, encoded in kept.items():
-            for name, own in encoded.items():
-                record[f"{r}/{name}"] = own
+        before = sorted(r for r in self._held if r < round_)[-1:]
+        self._held = {r: self._held[r] for r in before}
+        self._held[round_] = {name: encode(array) for name, array in arrays.items()}
+        kept = {f"{r}/{name}": own for r, some in self._held.items() for name, own in some.items()}
         for stale in [name for name in self._records if name.startswith(_PREFIX)]:
             del self._records[stale]
-        self._records[self._name] = record
+        filled(self._records, {self._name: filled(ArrayRecord(), kept)})
 
     # On disk ---------------------------------------------------------------------------------
 
@@ -188,10 +184,11 @@ class PrivateState:
             log(WARNING, "%s is left out: %s.", path, error)
             return None
 
-    def _held(self) -> dict[int, dict[str, Array]]:
-        """Return the arrays of this run in ``context.state``, by round."""
-        held: dict[int, dict[str, Array]] = {}
-        for key, array in cast(ArrayRecord, self._records.get(self._name, {})).items():
-            round_, _, name = key.partition("/")
-            held.setdefault(int(round_), {})[name] = array
-        return held
+
+def _by_round(record: Any) -> dict[int, dict[str, Array]]:
+    """Return the arrays of one run's record in ``context.state``, by round."""
+    held: dict[int, dict[str, Array]] = {}
+    for key, array in record.items():
+        round_, _, name = key.partition("/")
+        held.setdefault(int(round_), {})[name] = array
+    return held

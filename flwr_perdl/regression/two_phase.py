@@ -45,7 +45,14 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import chi2
 
-from flwr_perdl._checks import Matrix, check_array, check_choice, check_count, check_real
+from flwr_perdl._checks import (
+    Matrix,
+    all_finite,
+    check_array,
+    check_choice,
+    check_count,
+    check_real,
+)
 from flwr_perdl._robust import capped
 from flwr_perdl.regression.anchors import cluster_anchors, kmeans
 from flwr_perdl.regression.answers import (
@@ -399,7 +406,7 @@ class TwoPhase:
         wanted = self.answer_shape(state) or (given.size,)
         if given.shape != wanted:
             raise ValueError(f"wrong shape: {wanted} is asked for, got {given.shape}")
-        if not np.isfinite(given).all():
+        if not all_finite(given):
             raise ValueError("the answer is not finite")
         if state.step == UPDATE and not self.softness and given[0, 1] not in range(k):
             raise ValueError(f"the answer names cluster {given[0, 1]:g} of {k}")

@@ -25,7 +25,7 @@ from flwr.serverapp import Grid
 
 from flwr_perdl import _compat
 from flwr_perdl._checks import check_count
-from flwr_perdl._records import PARTITION_ID, no_collection, same_request
+from flwr_perdl._records import PARTITION_ID, filled, no_collection, same_request
 from flwr_perdl.clients.app import NumPyClientApp
 
 RUN_ID = 1
@@ -135,11 +135,12 @@ class InProcessGrid(Grid):
             _compat.stamp(message, RUN_ID, identifier)
             ids.append(identifier)
             fault = self._fault(message)
-            node = message.metadata.dst_node_id
+            asks = message.metadata
+            node = asks.dst_node_id
             if cohort and (fault or node in asked or not same_request(cohort[0], message)):
                 self._call_together(cohort)
                 cohort, asked = [], set()
-            if fault is None and message.metadata.message_type == MessageType.TRAIN:
+            if fault is None and asks.message_type == MessageType.TRAIN:
                 cohort.append(message)
                 asked.add(node)
             else:
@@ -214,14 +215,11 @@ class InProcessGrid(Grid):
 
 def _twin(content: RecordDict) -> RecordDict:
     """Return a copy of all records; only the arrays' bytes, which cannot change, are shared."""
-    twin = RecordDict()
+    twins: dict[str, Any] = {}
     for name, record in content.items():
-        own: Any = record.copy()
-        for key, value in record.items():
-            if isinstance(value, Array | list):
-                own[key] = copy(value)
-        twin[name] = own
-    return twin
+        owned = {k: copy(v) for k, v in record.items() if isinstance(v, Array | list)}
+        twins[name] = filled(record.copy(), owned)
+    return filled(RecordDict(), twins)
 
 
 def _spoilt(content: RecordDict, fault: str | None) -> RecordDict:

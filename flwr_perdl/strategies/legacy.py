@@ -23,7 +23,7 @@ from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import Strategy
 
 from flwr_perdl._checks import Matrix
-from flwr_perdl._records import Reply, Scalar, brief, check_reply, from_npy
+from flwr_perdl._records import Reply, Scalar, brief, check_reply
 from flwr_perdl.strategies._conversation import Conversation, Plan, Roster, settle
 from flwr_perdl.strategies._protocol import FAILED, REFUSED, Lost
 from flwr_perdl.strategies._strategy import ProtocolStrategy
@@ -192,8 +192,7 @@ class LegacyStrategy(Strategy):
             num_examples, parameters, metrics = replies[cid]
             try:
                 limits = self.conversation.limits
-                limits.check(parameters.tensors)
-                arrays = [from_npy(data) for data in parameters.tensors]
+                arrays = limits.read(parameters.tensors)
                 good[partition] = check_reply(arrays, num_examples, metrics, limits)
             except Exception as error:
                 lost[partition] = Lost(REFUSED, brief(str(error)))
