@@ -188,11 +188,14 @@ def polar_factor(S: Matrix, fallback: Matrix) -> Matrix:
         raise ValueError(f"S must not have more rows than columns, got shape {shape}.")
     if fallback.shape != S.shape:
         raise ValueError(f"fallback must have S's shape {shape}, got {tuple(fallback.shape)}.")
-    largest = float(xp.max(xp.abs(S))) if 0 not in shape else 0.0
+    if 0 in shape:
+        return cast(copied(fallback), S.dtype)
+    peaks = xp.max(xp.abs(S), axis=1)
+    largest = float(xp.max(peaks))
     if largest == 0:
         return cast(copied(fallback), S.dtype)
     M = cast(S / largest, xp.float64)
-    Q = _gram_polar(M)
+    Q = _gram_polar(M) if xp.min(peaks) > 0 else None
     if Q is None:
         Q = like(_polar_completed(on_host(M), on_host(fallback)), M)
     return cast(_orthonormal(Q), S.dtype)
