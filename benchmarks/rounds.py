@@ -17,6 +17,7 @@ from _measure import CORES, fastest, main, on
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, RecordDict
 from flwr.client import NumPyClient
 
+from flwr_perdl._compat import addressed
 from flwr_perdl._parallel import in_threads
 from flwr_perdl._records import ARRAYS, CONFIG, read_reply, to_record
 from flwr_perdl.clients import DictionaryClient, client_app
@@ -193,8 +194,9 @@ def messages() -> dict[str, float]:
         """Ask every node the same, as a strategy does, and read and check all replies."""
         config = ConfigRecord({"server-round": 1})
         content = RecordDict({ARRAYS: to_record(sent), CONFIG: config})
-        nodes = grid.get_node_ids()
-        requests = [Message(content, node, MessageType.TRAIN) for node in nodes]
+        node, *others = grid.get_node_ids()
+        request = Message(content, node, MessageType.TRAIN)
+        requests = [request, *(addressed(request, node) for node in others)]
         for reply in grid.send_and_receive(requests):
             read_reply(reply, with_arrays=True)
 

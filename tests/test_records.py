@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from flwr_perdl import _compat
+from flwr_perdl._compat import addressed, answered
 from flwr_perdl._records import (
     check_reply,
     decode,
@@ -134,6 +135,44 @@ def test_records_of_another_make_are_updated() -> None:
 def test_metrics_that_are_no_numbers_with_names_are_refused(metrics: dict[Any, Any]) -> None:
     with pytest.raises(TypeError, match="metrics must be numbers with names"):
         reply_to(request(), None, 1, metrics)
+
+
+def fields(message: Message) -> dict[str, Any]:
+    stamps = ("_created_at", "_ttl")
+    return {name: v for name, v in vars(message.metadata).items() if name not in stamps}
+
+
+def test_a_copied_request_is_what_its_constructor_makes() -> None:
+    one = request()
+    other = addressed(one, 9)
+    made = Message(one.content, 9, "train")
+    assert fields(other) == fields(made)
+    assert vars(other).keys() == vars(made).keys()
+    assert other.content is one.content
+    assert one.metadata.dst_node_id == 3
+    other.metadata.ttl = 5.0
+    assert one.metadata.ttl != 5.0
+
+
+def test_a_copied_reply_is_what_its_constructor_makes() -> None:
+    first, second = request(), addressed(request(), 9)
+    for number, message in enumerate((first, second)):
+        _compat.stamp(message, 1, f"message-{number}")
+    reply = reply_to(first, [np.ones(2)], 3, {"loss": 1.0})
+    copied = reply_to(second, [np.zeros(2)], 4, {"loss": 2.0}, like=reply)
+    made = reply_to(second, [np.zeros(2)], 4, {"loss": 2.0})
+    assert fields(copied) == fields(made)
+    assert copied.metadata.src_node_id == 9
+    assert copied.content == made.content
+    assert reply.content["metrics"]["loss"] == 1.0
+
+
+def test_messages_of_another_make_are_constructed() -> None:
+    one, reply = request(), reply_to(request(), None, 1, {})
+    for message in (one, reply):
+        del message.metadata.__dict__["_dst_node_id"]  # as if it had another name
+    assert addressed(one, 9).metadata.dst_node_id == 9
+    assert answered(reply, RecordDict(), request()).metadata.src_node_id == 3
 
 
 def test_requests_are_the_same_if_all_of_them_is() -> None:

@@ -108,7 +108,9 @@ class NumPyClientApp(ClientApp):
             array.flags.writeable = False
         with one_blas_thread():
             fitted = list(together(self._like(first, contexts[1:]), arrays, config))
-        return [reply_to(message, *one) for message, one in zip(messages, fitted, strict=True)]
+        reply = reply_to(messages[0], *fitted[0])
+        others = zip(messages[1:], fitted[1:], strict=True)
+        return [reply, *(reply_to(message, *one, like=reply) for message, one in others)]
 
     def _like(self, first: NumPyClient, contexts: Sequence[Context]) -> Iterator[NumPyClient]:
         """Yield ``first`` and the clients of these contexts."""

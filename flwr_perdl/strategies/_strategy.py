@@ -14,6 +14,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from flwr_perdl._checks import Matrix
+from flwr_perdl._compat import addressed
 from flwr_perdl._parallel import short_turns
 from flwr_perdl._records import (
     ARRAYS,
@@ -223,7 +224,7 @@ class ProtocolStrategy(Strategy):
         new = self._roster.unknown(ids)
         if new:
             questions = [
-                (node, _message(RecordDict({CONFIG: ConfigRecord()}), node, MessageType.QUERY))
+                (node, Message(RecordDict({CONFIG: ConfigRecord()}), node, MessageType.QUERY))
                 for node in new
             ]
             answers = _answers(
@@ -243,12 +244,14 @@ class ProtocolStrategy(Strategy):
     ) -> list[Message]:
         """Return a message per client; as in Flower's own strategies they share their content."""
         shared = ConfigRecord({**config, **plan.config})
-        records, contents = to_records(plan.arrays), dict[int, RecordDict]()
+        first: dict[int, Message] = {}
         self._sent = []
-        for partition, record in records.items():
-            if id(record) not in contents:
-                contents[id(record)] = RecordDict({ARRAYS: record, CONFIG: shared})
-            message = _message(contents[id(record)], nodes[partition], message_type)
+        for partition, record in to_records(plan.arrays).items():
+            if id(record) in first:
+                message = addressed(first[id(record)], nodes[partition])
+            else:
+                content = RecordDict({ARRAYS: record, CONFIG: shared})
+                message = first[id(record)] = Message(content, nodes[partition], message_type)
             self._sent.append((partition, message))
         return [message for _, message in self._sent]
 
@@ -300,10 +303,6 @@ def await_nodes(grid: Grid, options: Options) -> int:
     """Wait until the nodes of a run have registered (see `settle`), and return their number."""
     fixed = bool(getattr(grid, "nodes_are_fixed", False))
     return settle(lambda: len(list(grid.get_node_ids())), options, fixed=fixed)
-
-
-def _message(content: RecordDict, node: int, message_type: str) -> Message:
-    return Message(content, dst_node_id=node, message_type=message_type)
 
 
 def _answers(sent: list[tuple[int, Message]], replies: Iterable[Message]) -> dict[int, Message]:
