@@ -183,7 +183,7 @@ def images() -> dict[str, float]:
         "run": on(1, federation),
         "run_all": on(CORES, federation),
     }
-    return fastest(runs, TIMES, clock=time.perf_counter) | {"cores": CORES}
+    return fastest(runs, TIMES + 1, clock=time.perf_counter) | {"cores": CORES}
 
 
 def messages() -> dict[str, float]:
