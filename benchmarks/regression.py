@@ -169,7 +169,7 @@ def speed() -> dict[str, Any]:
             "largest_difference": _apart(batched(FEWEST).state.centers, plain(FEWEST)),
         }
     expected = batched(ROUNDS).state.centers
-    found["messages"] = messages(data, start, settings, expected, **found["C2"])
+    found["messages"] = messages(data, start, settings, expected, ms_plain, ms_batched)
     return found
 
 
@@ -178,10 +178,8 @@ def messages(
     start: np.ndarray,
     settings: TwoPhase,
     expected: np.ndarray,
-    *,
     ms_plain: float,
     ms_batched: float,
-    **rest: float,
 ) -> dict[str, Any]:
     """Time rounds through Flower's messages, in process: many clients at once, and one by one.
 

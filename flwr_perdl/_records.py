@@ -167,8 +167,7 @@ def filled(record: Record, entries: Mapping[str, Any]) -> Record:
 
 def to_record(arrays: Iterable[Matrix]) -> ArrayRecord:
     """Return the ArrayRecord of a list of arrays (names "0", "1", …, as Flower gives them)."""
-    encoded = {str(position): encode(array) for position, array in enumerate(arrays)}
-    return filled(ArrayRecord(), encoded)
+    return _numbered(map(encode, arrays))
 
 
 def to_records(lists: Mapping[int, Sequence[Matrix]]) -> dict[int, ArrayRecord]:
@@ -181,9 +180,12 @@ def to_records(lists: Mapping[int, Sequence[Matrix]]) -> dict[int, ArrayRecord]:
         for array in arrays:
             if id(array) not in serialised:
                 serialised[id(array)] = encode(array)
-        encoded = {str(position): serialised[id(array)] for position, array in enumerate(arrays)}
-        records[id(arrays)] = filled(ArrayRecord(), encoded)
+        records[id(arrays)] = _numbered(serialised[id(array)] for array in arrays)
     return {key: records[id(arrays)] for key, arrays in lists.items()}
+
+
+def _numbered(encoded: Iterable[Array]) -> ArrayRecord:
+    return filled(ArrayRecord(), {str(position): own for position, own in enumerate(encoded)})
 
 
 def to_arrays(record: ArrayRecord) -> list[Matrix]:
