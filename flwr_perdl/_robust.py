@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from flwr_perdl._arrays import row_products
 from flwr_perdl._checks import Matrix
 
 #: Share of the clients that the trimmed mean leaves out at either end.
@@ -160,7 +161,7 @@ def average_of(points: Matrix, method: str, weights: Matrix) -> Matrix:
 
 
 def _lengths(flat: Matrix) -> Matrix:
-    lengths: Matrix = np.sqrt(np.einsum("ij,ij->i", flat, flat))
+    lengths: Matrix = np.sqrt(row_products(flat, flat))
     return lengths
 
 
@@ -183,7 +184,7 @@ def geometric_median(points: Matrix, *, tol: float = 1e-10, max_iter: int = 200)
     ndarray of shape (...)
     """
     flat = points.reshape(len(points), -1)
-    scale = float(np.abs(flat).max(initial=0))
+    scale = float(max(flat.max(initial=0), -flat.min(initial=0)))
     median, apart = flat.mean(axis=0), np.empty_like(flat)
     distances = _lengths(np.subtract(flat, median, out=apart))
     if not distances.max() <= reach(distances):  # some pull the mean away

@@ -1,4 +1,4 @@
-"""One BLAS thread for client and server maths, on every engine.
+"""How client and server maths run: in one BLAS thread, on every engine, and keeping their memory.
 
 The order in which a threaded BLAS sums depends on its number of threads, so that the same product
 has other last bits on another engine. threadpoolctl (an extra of this package) limits BLAS to one
@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy.linalg
 import scipy.linalg
+
+from flwr_perdl._memory import keep_freed_memory
 
 
 @lru_cache(maxsize=1)
@@ -48,6 +50,7 @@ class _Limit(ContextDecorator):
         self._before: list[tuple[Any, int]] = []
 
     def __enter__(self) -> None:
+        keep_freed_memory()
         with self._lock:
             self._inside += 1
             for library in _libraries() if self._inside == 1 else ():
@@ -69,6 +72,8 @@ _LIMIT = _Limit()
 
 def one_blas_thread() -> _Limit:
     """Run the block (or, as a decorator, the function) with one BLAS thread.
+
+    From the first block on the process keeps the memory of freed arrays (`keep_freed_memory`).
 
     A block inside another costs nothing: the limit is set by the first and lifted by the last.
     """

@@ -18,7 +18,9 @@ one by one, so that the fault is laid at the right door.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from itertools import accumulate
 from typing import Any, TypeVar
 
 from flwr.client import NumPyClient
@@ -46,19 +48,36 @@ def cohort_of(client: NumPyClient) -> FitCohort | None:
     return together
 
 
-def windows(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
-    """Yield the items in lists whose sizes add up to no more than ``most``, or of one item."""
-    window: list[T] = []
+def windows(
+    items: Iterable[T], size: Callable[[T], int], most: int, parts: int = 1
+) -> Iterator[list[T]]:
+    """Yield the items in lists whose sizes add up to no more than ``most``, or of one item.
+
+    The last ``parts`` lists are of about one size: few items make as many lists, too.
+    """
+    held: list[T] = []
+    sizes: list[int] = []
     total = 0
+
+    def take(limit: int) -> list[T]:
+        """Take the first item, and those after it that the limit leaves room for."""
+        nonlocal total
+        count = max(1, bisect_right(list(accumulate(sizes)), limit))
+        window = held[:count]
+        total -= sum(sizes[:count])
+        del held[:count], sizes[:count]
+        return window
+
     for item in items:
         own = size(item)
-        if window and total + own > most:
-            yield window
-            window, total = [], 0
-        window.append(item)
+        held.append(item)
+        sizes.append(own)
         total += own
-    if window:
-        yield window
+        while total > parts * most and len(held) > 1:
+            yield take(most)
+    while held:
+        yield take(min(most, -(-total // parts)))
+        parts = max(1, parts - 1)
 
 
 def alike(items: Iterable[T], key: Callable[[T], Hashable]) -> list[list[int]]:

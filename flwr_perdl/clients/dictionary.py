@@ -14,7 +14,7 @@ import numpy as np
 from flwr.app import Context
 
 from flwr_perdl._checks import Matrix, check_array, check_choice, check_count
-from flwr_perdl._parallel import in_threads
+from flwr_perdl._parallel import in_threads, n_threads
 from flwr_perdl._random import spawn
 from flwr_perdl._records import ROUND, RUN, SEED, STEP, Scalar
 from flwr_perdl._threads import one_blas_thread
@@ -56,9 +56,8 @@ STEP_LENGTH = "perdl.step-length"
 #: Evaluation: numbers of atoms per sample, such as "5,10,20" (orthogonal matching pursuit).
 N_NONZERO = "perdl.n-nonzero"
 
-#: Numbers of samples' features that a cohort holds at once: two megabytes, which a processor's
-#: cache has room for.
-_WINDOW = 2**18
+#: Numbers of samples' features of the clients that are updated at once: four megabytes.
+_WINDOW = 2**19
 
 #: One by one, clients with fewer numbers are computed in one thread: several would wait for
 #: Python's lock most of the time.
@@ -225,7 +224,8 @@ class DictionaryClient(Member):
             return _update_together(window, parameters, config)
 
         for (at_once, threads), some in groupby(clients, how):
-            held = windows(some, lambda one: one.X.size, _WINDOW)
+            parts = n_threads() if threads else 1
+            held = windows(some, lambda one: one.X.size, _WINDOW, parts)
             step = together if at_once else one_by_one
             for fitted in in_threads(step, held) if threads else map(step, held):
                 yield from fitted

@@ -24,6 +24,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from flwr_perdl._arrays import row_products
 from flwr_perdl._checks import Matrix, check_array, check_choice, check_count
 from flwr_perdl._parallel import in_threads
 from flwr_perdl._robust import DEEDS, average_of, far, geometric_median, reach, shortening
@@ -200,7 +201,7 @@ def aggregate_statistics(stack: Matrix, current: Matrix, *, orthogonal: bool) ->
     factors = np.zeros(len(stack), stack.dtype)
     if kept.any():
         factors[kept] = shortening(stack if kept.all() else stack[kept])
-    total = np.einsum("n,nij->ij", factors, stack)
+    total = np.tensordot(factors, stack, axes=1)
     odd = {
         "left out": (present & ~kept).astype(float),
         "clipped": np.where(kept, 1 - factors, 0),
@@ -219,15 +220,17 @@ def _solve_each(
     stack: Matrix, sent: NDArray[np.bool_], current: Matrix, orthogonal: bool
 ) -> Matrix:
     """Return the atoms that each client's statistics give; all at once where it sends all rows."""
+    own = np.empty((len(stack), *current.shape), np.result_type(stack, current))
     at_once = sent.all(axis=1) & np.full(len(stack), orthogonal)
-    together = stack if at_once.all() else stack[at_once]
-    together = together.astype(np.result_type(stack, current), copy=False)
-    size = max(_PIECE // current.size, 1)
-    pieces = [together[at : at + size] for at in range(0, len(together), size)]
-    own = np.empty((len(stack), *current.shape), together.dtype)
-    found = in_threads(lambda S: polar_factors(S, np.broadcast_to(current, S.shape)), pieces)
-    if pieces:
-        own[at_once] = np.concatenate(list(found))
+    rows, size = np.flatnonzero(at_once), max(_PIECE // current.size, 1)
+    pieces = [rows[at : at + size] for at in range(0, len(rows), size)]
+
+    def polar(piece: NDArray[np.intp]) -> Matrix:
+        S = stack[piece].astype(own.dtype, copy=False)
+        return polar_factors(S, np.broadcast_to(current, S.shape))
+
+    for piece, atoms in zip(pieces, in_threads(polar, pieces), strict=True):
+        own[piece] = atoms
     if not at_once.all():
         others = in_threads(lambda S: _solve(S, current, orthogonal), stack[~at_once])
         own[~at_once] = list(others)
@@ -247,8 +250,9 @@ def _outliers(own: Matrix, sent: NDArray[np.bool_]) -> NDArray[np.bool_]:
     present: NDArray[np.bool_] = np.any(sent, axis=1)
     if not present.any():
         return present
-    apart = own - geometric_median(own[present], tol=1e-4, max_iter=50)
-    squares = np.einsum("nij,nij->ni", apart, apart) * sent
+    some = own if present.all() else own[present]
+    apart = own - geometric_median(some, tol=1e-4, max_iter=50)
+    squares = row_products(apart, apart) * sent
     distances = np.sqrt(squares.sum(axis=1) / np.maximum(sent.sum(axis=1), 1))
     outliers: NDArray[np.bool_] = distances > reach(distances[present])
     return outliers

@@ -25,6 +25,7 @@ least two samples stand behind it (:func:`atom_support`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
 
@@ -100,41 +101,42 @@ def atom_support(C: Matrix) -> Matrix:
         0 for an atom that no sample uses.
     """
     C = check_array("C", C, xp=namespace(C))
-    return atom_supports(C[None, ...])[0, :]
+    sizes = namespace(C).abs(C)[None, ...]
+    with np.errstate(over="ignore"):
+        sums, squares = column_sums(sizes), column_sums(sizes * sizes)
+    return atom_supports(sums, squares, lambda i: C)[0, :]
 
 
-def atom_supports(C: Matrix, squares: Matrix | None = None) -> Matrix:
+def atom_supports(sums: Matrix, squares: Matrix, codes: Callable[[int], Matrix]) -> Matrix:
     """Return :func:`atom_support` of every client's codes.
 
     Parameters
     ----------
-    C : ndarray of shape (n_clients, n_samples, n_atoms)
-        Finite codes.
-    squares : ndarray of shape (n_clients, n_atoms), optional
-        The sums of their squares over the samples, where they are known.
+    sums : ndarray of shape (n_clients, n_atoms)
+        The sums of the codes' sizes over the samples.
+    squares : ndarray of shape (n_clients, n_atoms)
+        The sums of their squares.
+    codes : callable
+        Returns one client's codes, (n_samples, n_atoms); called where squares are out of range.
 
     Returns
     -------
     ndarray of shape (n_clients, n_atoms)
     """
-    xp = namespace(C)
-    with np.errstate(over="ignore"):
-        sizes = xp.abs(C)
-        first, total = _sums(sizes), squares
-        if total is None:
-            total = _sums(sizes * sizes)
-    tiny = float(xp.finfo(C.dtype).smallest_normal / xp.finfo(C.dtype).eps)
-    odd = (first > 0) & ~((total > tiny) & (total < 1 / tiny))
-    if xp.any(odd):  # the squares are out of range
-        total = copied(total)
+    xp = namespace(sums)
+    tiny = float(xp.finfo(sums.dtype).smallest_normal / xp.finfo(sums.dtype).eps)
+    odd = (sums > 0) & ~((squares > tiny) & (squares < 1 / tiny))
+    if xp.any(odd):
+        sums, squares = copied(sums), copied(squares)
         for i in where_true(xp.any(odd, axis=1)).tolist():
-            own = sizes[i, ...] / xp.max(sizes[i, ...])
-            first[i, :], total[i, :] = _sums(own), _sums(own * own)
-    support: Matrix = first * (first / xp.where(total == 0, 1, total))
+            sizes = xp.abs(codes(i))
+            sizes = sizes / xp.max(sizes)
+            sums[i, :], squares[i, :] = column_sums(sizes), column_sums(sizes * sizes)
+    support: Matrix = sums * (sums / xp.where(squares == 0, 1, squares))
     return support
 
 
-def _sums(A: Matrix) -> Matrix:
+def column_sums(A: Matrix) -> Matrix:
     """Return the sums over the samples: a product sums faster than sum() over few columns."""
     ones = namespace(A).ones((1, A.shape[-2]), dtype=A.dtype, **beside(A))
     sums: Matrix = (ones @ A)[..., 0, :]

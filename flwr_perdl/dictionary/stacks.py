@@ -15,8 +15,10 @@ asked, it does alone.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,14 +29,20 @@ from flwr_perdl._arrays import (
     like,
     mask_in_place,
     namespace,
+    on_cpu,
     on_host,
     reshaped,
+    row_products,
     transposed,
     where_true,
 )
 from flwr_perdl._checks import Matrix
+from flwr_perdl._memory import short_buffers
 from flwr_perdl.dictionary.atoms import match_stack, polar_factors
-from flwr_perdl.dictionary.learners import OrthogonalLearner, atom_supports
+from flwr_perdl.dictionary.learners import OrthogonalLearner, atom_supports, column_sums
+
+#: Numbers of samples' features whose codes are computed at once: two megabytes.
+_BLOCK = 2**18
 
 
 class Updates(NamedTuple):
@@ -48,6 +56,7 @@ class Updates(NamedTuple):
     errors: Matrix
 
 
+@short_buffers()
 def update_stack(
     X: Matrix,
     D: Matrix,
@@ -86,26 +95,60 @@ def update_stack(
         On the host are computed the clients' thresholds, from a number each, and what
         `polar_factors` and `match_stack` leave to it.
     """
-    xp, (n, m, _), r = namespace(X, D, G), X.shape, G.shape[0]
+    xp, r, before = namespace(X, D, G), G.shape[0], D
+    begun = _by_blocks(partial(_begin, learner), X, D)
+    energies, thresholds, moments, gram, sums = begun
+    fitted, squares = gram @ D, _squares(gram)
+    errors = _mean_squared_errors(X, D, thresholds, squares, fitted, energies)
+    D = _align(polar_factors(moments, D), G)
+    for _ in range(n_steps - 1):
+        before = D
+        moments, gram, sums = _by_blocks(_sums, X, D, thresholds)
+        fitted, squares = gram @ D, _squares(gram)
+        D = _align(polar_factors(moments, D), G)
+    if not statistics:
+        before, (sums, squares) = D, _by_blocks(_sizes, X, D, thresholds)
+    supports = atom_supports(
+        sums, squares, lambda i: _code(X[i, ...], before[i, ...], thresholds[i, ...])
+    )
+    shared: Any = supports[:, :r] >= min_support
+    if statistics:
+        sent = _statistics(before, moments, gram, fitted, shared, orthogonal)
+    else:
+        sent = xp.where(shared[..., None], D[:, :r, :], 0)
+    return Updates(D, sent, errors)
+
+
+def _by_blocks(reduce: Callable[..., tuple[Matrix, ...]], X: Matrix, *more: Matrix) -> list[Matrix]:
+    """Return ``reduce(X, *more)``, of as many clients at a time as a processor's cache holds."""
+    n = X.shape[0]
+    step = max(1, _BLOCK // max(prod(X.shape[1:]), 1)) if on_cpu(X) else n
+    blocks = [slice(at, min(at + step, n)) for at in range(0, n, step)]
+    parts = [reduce(*(array[block, ...] for array in (X, *more))) for block in blocks]
+    return [joined(list(part), 0) for part in zip(*parts, strict=True)]
+
+
+def _begin(learner: OrthogonalLearner, X: Matrix, D: Matrix) -> tuple[Matrix, ...]:
+    """Return ``|X|^2``, the thresholds, (n_clients, 1, 1), and `_sums`."""
     energies = _products(X, X)
     known = on_host(energies)
-    levels = learner.levels_of(known.astype(np.float64), m).astype(known.dtype, copy=False)
-    thresholds = like(levels[:, None, None], X)
-    errors: Matrix = xp.zeros(n, dtype=X.dtype, **beside(X))
-    for step in range(n_steps):
-        before, codes = D, _code(X, D, thresholds)
-        across = transposed(codes)
-        moments, gram = across @ X, across @ codes
-        fitted = gram @ D  # C' C D
-        if not step:
-            errors = _mean_squared_errors(X, codes, D, gram, fitted, energies)
-        D = _align(polar_factors(moments, D), G)
-    if statistics:
-        sent = _statistics(codes, before, moments, gram, fitted, r, orthogonal, min_support)
-    else:
-        visible = atom_supports(_code(X, D, thresholds)[..., :r]) >= min_support
-        sent = xp.where(visible[..., None], D[:, :r, :], 0)
-    return Updates(D, sent, errors)
+    levels = learner.levels_of(known.astype(np.float64), X.shape[1])
+    thresholds = like(levels.astype(known.dtype, copy=False)[:, None, None], X)
+    return energies, thresholds, *_sums(X, D, thresholds)
+
+
+def _sums(X: Matrix, D: Matrix, levels: Matrix) -> tuple[Matrix, Matrix, Matrix]:
+    """Return ``C' X``, ``C' C``, and the sums of ``|C|`` over the samples."""
+    C = _code(X, D, levels)
+    across = transposed(C)
+    return across @ X, across @ C, column_sums(namespace(C).abs(C))
+
+
+def _sizes(X: Matrix, D: Matrix, levels: Matrix) -> tuple[Matrix, Matrix]:
+    """Return the sums of ``|C|`` and of its squares over the samples."""
+    C = _code(X, D, levels)
+    with np.errstate(over="ignore"):
+        return column_sums(namespace(C).abs(C)), column_sums(C * C)
 
 
 def _code(X: Matrix, D: Matrix, levels: Matrix) -> Matrix:
@@ -117,8 +160,7 @@ def _code(X: Matrix, D: Matrix, levels: Matrix) -> Matrix:
 def _products(A: Matrix, B: Matrix) -> Matrix:
     """Return the inner products of every client's two arrays, (n_clients,)."""
     n = A.shape[0]
-    found: Matrix = (reshaped(A, (n, 1, -1)) @ reshaped(B, (n, -1, 1)))[:, 0, 0]
-    return found
+    return row_products(reshaped(A, (n, -1)), reshaped(B, (n, -1)))
 
 
 def _squares(gram: Matrix) -> Matrix:
@@ -128,7 +170,7 @@ def _squares(gram: Matrix) -> Matrix:
 
 
 def _mean_squared_errors(
-    X: Matrix, C: Matrix, D: Matrix, gram: Matrix, fitted: Matrix, energies: Matrix
+    X: Matrix, D: Matrix, levels: Matrix, squares: Matrix, fitted: Matrix, energies: Matrix
 ) -> Matrix:
     """Return the mean squares of ``X - C @ D`` of every client.
 
@@ -136,12 +178,12 @@ def _mean_squared_errors(
     ----------
     X : ndarray of shape (n_clients, n_samples, n_features)
         Samples.
-    C : ndarray of shape (n_clients, n_samples, n_atoms)
-        Their codes: entries of ``X @ D'``, or zero.
     D : ndarray of shape (n_clients, n_atoms, n_features)
         Dictionaries.
-    gram : ndarray of shape (n_clients, n_atoms, n_atoms)
-        ``C' C``.
+    levels : ndarray of shape (n_clients, 1, 1)
+        Thresholds: the codes C are entries of ``X @ D'``, or zero.
+    squares : ndarray of shape (n_clients, n_atoms)
+        The sums of the codes' squares.
     fitted : ndarray of shape (n_clients, n_atoms, n_features)
         ``C' C D``.
     energies : ndarray of shape (n_clients,)
@@ -155,13 +197,14 @@ def _mean_squared_errors(
         differences.
     """
     xp = namespace(X)
-    errors: Matrix = energies - 2 * xp.sum(_squares(gram), axis=1)
+    errors: Matrix = energies - 2 * xp.sum(squares, axis=1)
     errors += _products(fitted, D)
     safe = errors > float(10 * np.sqrt(xp.finfo(X.dtype).eps)) * energies
     errors /= prod(X.shape[1:])
     if not xp.all(safe):
         for i in where_true(~safe).tolist():
-            errors[i] = xp.mean((X[i, ...] - C[i, ...] @ D[i, ...]) ** 2)
+            own = X[i, ...], D[i, ...]
+            errors[i] = xp.mean((own[0] - _code(*own, levels[i, ...]) @ own[1]) ** 2)
     return errors
 
 
@@ -187,18 +230,10 @@ def _align(D: Matrix, G: Matrix) -> Matrix:
 
 
 def _statistics(
-    C: Matrix,
-    D: Matrix,
-    moments: Matrix,
-    gram: Matrix,
-    fitted: Matrix,
-    n_global: int,
-    orthogonal: bool,
-    min_support: float,
+    D: Matrix, moments: Matrix, gram: Matrix, fitted: Matrix, shared: Any, orthogonal: bool
 ) -> Matrix:
-    """Return what `local_statistics` does, of every client."""
-    r = n_global
-    shared = atom_supports(C, _squares(gram))[:, :r] >= min_support
+    """Return what `local_statistics` does, of every client; withheld are atoms not ``shared``."""
+    r = shared.shape[1]
     own = gram[:, :r, :r] * cast(shared, D.dtype)[:, None, :]
     sent = moments[:, :r, :] - fitted[:, :r, :]  # C_g' (X - C D)
     sent += own @ D[:, :r, :]

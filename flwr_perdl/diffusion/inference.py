@@ -50,7 +50,9 @@ from numpy.typing import NDArray
 from scipy import sparse
 from scipy.sparse.linalg import eigsh
 
+from flwr_perdl._arrays import row_products
 from flwr_perdl._checks import Matrix, check_array, check_choice, check_count, check_real
+from flwr_perdl._memory import short_buffers
 from flwr_perdl._parallel import in_threads
 from flwr_perdl._random import spawn
 from flwr_perdl._threads import one_blas_thread
@@ -66,8 +68,6 @@ Dictionaries = Sequence[Matrix] | Mapping[int, Matrix]
 _EVERY = 10
 #: Bytes of a stacked array of one block of samples: a few of them fit into a processor's cache.
 _BLOCK = 2**20
-#: Arrays of fewer bytes are never given back to the system.
-_SMALL = 2**18
 #: Up to this many nodes the gap comes from a dense eigenvalue routine.
 _DENSE = 600
 
@@ -746,6 +746,7 @@ def infer(
     inner = atoms if span is None else [span.atoms(D) for D in atoms]
     size = max(1, _BLOCK // (topology.n_nodes * inner[0].shape[1] * X.itemsize))
 
+    @short_buffers()
     def block(Y: Matrix) -> tuple[int, dict[str, Matrix]]:
         if span is None:
             return _in_memory(program(Y, atoms), matrix, n_rounds, tolerance)
@@ -806,23 +807,12 @@ def _inference(
     )
 
 
-def _keep_freed_memory() -> None:
-    """Let the C library keep freed arrays, where its threshold for that follows the largest freed.
-
-    A GNU C library gives the memory of a freed array back to the system, page by page, unless it
-    has seen a larger one freed: a round's temporary arrays would cost more than their arithmetic.
-    """
-    np.empty(2**25 - 2**20, dtype=np.uint8)
-
-
 def _in_memory(
     program: DualInference, weights: CombinationMatrix, n_rounds: int, tolerance: float
 ) -> tuple[int, dict[str, Matrix]]:
     """Run a program with all agents hosted here, and every message heard."""
     nodes = np.arange(program.topology.n_nodes)
     state, round_ = program.start(nodes), 0
-    if state.nu.nbytes > _SMALL:
-        _keep_freed_memory()
     links = program.topology.adjacency
     means = weights.matrix.astype(program.X.dtype, copy=False)
     for round_ in range(1, n_rounds + 1):
@@ -884,5 +874,5 @@ def _column(values: NDArray[Any], like: Matrix) -> Matrix:
 
 def _lengths(stacked: Matrix) -> Matrix:
     """Return the norms of the rows, (m, n_samples)."""
-    lengths: Matrix = np.sqrt(np.einsum("ksm,ksm->ks", stacked, stacked))
+    lengths: Matrix = np.sqrt(row_products(stacked, stacked))
     return lengths
