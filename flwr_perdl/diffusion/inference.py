@@ -67,7 +67,7 @@ Dictionaries = Sequence[Matrix] | Mapping[int, Matrix]
 #: Up to the tenth, every round's residual is measured; then every tenth round's.
 _EVERY = 10
 #: Bytes of a stacked array of one block of samples: a few of them fit into a processor's cache.
-_BLOCK = 2**20
+_BLOCK = 2**21
 #: Up to this many nodes the gap comes from a dense eigenvalue routine.
 _DENSE = 600
 
@@ -744,7 +744,7 @@ def infer(
         raise ValueError(f"weights must be symmetric, for {topology.n_nodes} nodes, got {matrix}.")
     span = Span(np.concatenate(atoms)) if compress else None
     inner = atoms if span is None else [span.atoms(D) for D in atoms]
-    size = max(1, _BLOCK // (topology.n_nodes * inner[0].shape[1] * X.itemsize))
+    most = max(1, _BLOCK // (topology.n_nodes * inner[0].shape[1] * X.itemsize))
 
     @short_buffers()
     def block(Y: Matrix) -> tuple[int, dict[str, Matrix]]:
@@ -756,7 +756,7 @@ def infer(
             seen = {**seen, "nu": span.back(seen["nu"], turned, across)}
         return rounds, seen
 
-    blocks = (X[at : at + size] for at in range(0, max(1, len(X)), size))
+    blocks = np.array_split(X, max(1, ceil(len(X) / most)))
     with one_blas_thread():
         parts = list(in_threads(block, blocks))
     joined = {

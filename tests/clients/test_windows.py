@@ -21,7 +21,9 @@ def test_every_item_is_in_one_window_within_the_bound(sizes: list[int], parts: i
 
 
 @given(st.lists(st.integers(0, MOST)), st.integers(1, 4))
-def test_no_more_items_are_held_than_the_parts_and_one_more_take(sizes: list[int], parts: int) -> None:
+def test_no_more_items_are_held_than_the_parts_and_one_more_take(
+    sizes: list[int], parts: int
+) -> None:
     taken: list[int] = []
 
     def items() -> Iterator[int]:
