@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from flwr_perdl._arrays import row_products
 from flwr_perdl._checks import Matrix, check_array, check_choice, check_count
+from flwr_perdl._memory import short_buffers
 from flwr_perdl._parallel import in_threads
 from flwr_perdl._robust import DEEDS, average_of, far, geometric_median, reach, shortening
 from flwr_perdl.dictionary.atoms import (
@@ -39,8 +40,8 @@ from flwr_perdl.dictionary.learners import atom_support
 METHODS = ("mean", "weighted", "median", "geometric-median", "trimmed")
 #: A second moment's least eigenvalue may be this much of the largest below zero.
 _NOISE = 0.1
-#: Numbers of clients' statistics that are solved at once: half a megabyte, which a cache holds.
-_PIECE = 2**16
+#: Numbers of clients' statistics that are solved at once: a megabyte.
+_PIECE = 2**17
 
 
 class Aggregation(NamedTuple):
@@ -169,6 +170,7 @@ def local_statistics(
     return np.where(shared[:, None], sent, 0)
 
 
+@short_buffers()
 def aggregate_statistics(stack: Matrix, current: Matrix, *, orthogonal: bool) -> Aggregation:
     """Solve for the global atoms from the sum of the clients' statistics.
 

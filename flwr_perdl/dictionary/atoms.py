@@ -53,8 +53,8 @@ _SAFE_GRAM = 1e-8
 _PLAIN_GRAM = 1e-3
 #: Eigenvalues of so many atoms' Gram matrix take no longer than products, called for one matrix.
 _SMALL = 8
-#: Numbers in the matrices whose polar factors are computed at once; half a megabyte.
-_WINDOW = 2**16
+#: Numbers in the matrices whose polar factors are computed at once; a megabyte.
+_WINDOW = 2**17
 
 
 class AtomMatch(NamedTuple):
@@ -258,8 +258,7 @@ def _polar_window(S: Matrix, fallback: Matrix) -> Matrix:
 
 def _orthonormal(Q: Matrix) -> Matrix:
     """Take a Newton-Schulz step: rows that are nearly orthonormal become so to rounding."""
-    nearest: Matrix = (-0.5 * (Q @ transposed(Q))) @ Q
-    nearest += 1.5 * Q
+    nearest: Matrix = add_to_diagonals(-0.5 * (Q @ transposed(Q)), 1.5) @ Q
     return nearest
 
 
