@@ -53,7 +53,8 @@ def windows(
 ) -> Iterator[list[T]]:
     """Yield the items in lists whose sizes add up to no more than ``most``, or of one item.
 
-    The last ``parts`` lists are of about one size: few items make as many lists, too.
+    The last ``parts`` lists are of about one size, but not smaller than a quarter of the others:
+    few items make as many lists, too, one per thread.
     """
     held: list[T] = []
     sizes: list[int] = []
@@ -76,7 +77,7 @@ def windows(
         while total > parts * most and len(held) > 1:
             yield take(most)
     while held:
-        yield take(min(most, -(-total // parts)))
+        yield take(min(most, max(-(-total // parts), most // 4)))
         parts = max(1, parts - 1)
 
 

@@ -41,4 +41,8 @@ def test_few_items_make_a_window_for_each_thread() -> None:
     assert [len(some) for some in windows(range(5), lambda _: 1, MOST, 2)] == [3, 2]
     assert [len(some) for some in windows(range(20), lambda _: 1, MOST, 2)] == [10, 10]
     assert [len(some) for some in windows(range(26), lambda _: 1, MOST, 2)] == [10, 8, 8]
-    assert [len(some) for some in windows(range(2), lambda _: 1, MOST, 4)] == [1, 1]
+    assert [len(some) for some in windows(range(2), lambda _: 9, MOST, 4)] == [1, 1]
+
+
+def test_but_not_windows_too_small_to_be_worth_a_thread() -> None:
+    assert [len(some) for some in windows(range(8), lambda _: 1, MOST, 8)] == [2, 2, 2, 2]
