@@ -123,6 +123,8 @@ def _by_blocks(reduce: Callable[..., tuple[Matrix, ...]], X: Matrix, *more: Matr
     """Return ``reduce(X, *more)``, of as many clients at a time as a processor's cache holds."""
     n = X.shape[0]
     step = max(1, _BLOCK // max(prod(X.shape[1:]), 1)) if on_cpu(X) else n
+    if n <= step:
+        return list(reduce(X, *more))
     blocks = [slice(at, min(at + step, n)) for at in range(0, n, step)]
     parts = [reduce(*(array[block, ...] for array in (X, *more))) for block in blocks]
     return [joined(list(part), 0) for part in zip(*parts, strict=True)]
