@@ -23,6 +23,7 @@ from flwr_perdl._records import ARRAYS, CONFIG, read_reply, to_record
 from flwr_perdl._threads import one_blas_thread
 from flwr_perdl.clients import DictionaryClient, client_app
 from flwr_perdl.clients._cohort import windows
+from flwr_perdl.clients.dictionary import _WINDOW
 from flwr_perdl.dictionary import warm_start
 from flwr_perdl.dictionary.aggregation import aggregate_statistics
 from flwr_perdl.dictionary.atoms import polar_factor, polar_factors
@@ -43,8 +44,6 @@ PAPER = 40.8
 ROUNDS_TIMED, TIMES = 4, 2
 #: Clients whose arrays are computed at once: the arithmetic takes the best of these.
 BLOCKS = (16, 64, 256)
-#: Numbers of samples' features of so many clients are updated at once, as the client does.
-WINDOW = 2**19
 #: Clients begin with an untrained dictionary: what is timed is a round.
 START = partial(warm_start, n_iter=0)
 #: Noise on the samples, so that the atoms do not represent them exactly.
@@ -109,7 +108,7 @@ def arithmetic(X: np.ndarray, D: np.ndarray) -> dict[Any, Callable[[], Any]]:
 def maths(X: np.ndarray, D: np.ndarray, G: np.ndarray, learner: OrthogonalLearner) -> None:
     """Compute what clients and server compute in a round, without Flower."""
     own = X[0].size
-    cut = windows(range(CLIENTS), lambda _: own, WINDOW, n_threads())
+    cut = windows(range(CLIENTS), lambda _: own, _WINDOW, n_threads())
     several = (slice(window[0], window[-1] + 1) for window in cut)
     found = in_threads(lambda some: update_stack(X[some], D[some], G, learner).sent, several)
     aggregate_statistics(np.concatenate(list(found)), G, orthogonal=True)

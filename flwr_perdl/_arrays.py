@@ -156,6 +156,12 @@ def row_products(A: Array, B: Array) -> Array:
     return products
 
 
+def row_norms(A: Array) -> Array:
+    """Return the Euclidean norms over the last axis."""
+    norms: Array = namespace(A).sqrt(row_products(A, A))
+    return norms
+
+
 def combinations(weights: Array, basis: Array) -> Array:
     """Sum ``weights[i, s] * basis[s, i]`` over ``s``: shapes (n, k), (k, n, r) and (n, r)."""
     if isinstance(weights, np.ndarray):

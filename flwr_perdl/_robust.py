@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl._arrays import row_products
+from flwr_perdl._arrays import row_norms
 from flwr_perdl._checks import Matrix
 
 #: Share of the clients that the trimmed mean leaves out at either end.
@@ -99,7 +99,7 @@ DEEDS = {
 
 def far(points: Matrix, average: Matrix) -> Matrix:
     """Return 1.0 for points farther than ``FAR`` median distances from their average, else 0.0."""
-    distances = _lengths((points - average).reshape(len(points), -1))
+    distances = row_norms((points - average).reshape(len(points), -1))
     beyond: Matrix = (distances > reach(distances)).astype(float)
     return beyond
 
@@ -120,12 +120,12 @@ def shortening(stack: Matrix) -> Matrix:
     """
     flat = stack.reshape(len(stack), -1)
     with np.errstate(over="ignore"):
-        lengths = _lengths(flat)
+        lengths = row_norms(flat)
     tiny = np.sqrt(np.finfo(lengths.dtype).smallest_normal) / np.finfo(lengths.dtype).eps
     odd = ~((lengths > tiny) & (lengths < 1 / tiny))  # the squares are out of range
     if odd.any():
         scale = np.abs(flat[odd]).max(axis=1, initial=0)
-        lengths[odd] = scale * _lengths(flat[odd] / np.where(scale > 0, scale, 1)[:, None])
+        lengths[odd] = scale * row_norms(flat[odd] / np.where(scale > 0, scale, 1)[:, None])
     bound = CAP * np.median(lengths[lengths > 0]) if lengths.any() else 0.0
     factors: Matrix = np.where(lengths > 0, np.minimum(1, bound / np.maximum(lengths, 1e-300)), 1)
     return factors
@@ -160,11 +160,6 @@ def average_of(points: Matrix, method: str, weights: Matrix) -> Matrix:
     return mean
 
 
-def _lengths(flat: Matrix) -> Matrix:
-    lengths: Matrix = np.sqrt(row_products(flat, flat))
-    return lengths
-
-
 def geometric_median(points: Matrix, *, tol: float = 1e-10, max_iter: int = 200) -> Matrix:
     """Return the point with the least sum of distances to ``points``.
 
@@ -186,11 +181,11 @@ def geometric_median(points: Matrix, *, tol: float = 1e-10, max_iter: int = 200)
     flat = points.reshape(len(points), -1)
     scale = float(max(flat.max(initial=0), -flat.min(initial=0)))
     median, apart = flat.mean(axis=0), np.empty_like(flat)
-    distances = _lengths(np.subtract(flat, median, out=apart))
+    distances = row_norms(np.subtract(flat, median, out=apart))
     if not distances.max() <= reach(distances):  # some pull the mean away
         median = np.median(flat[:: len(flat) // _START + 1], axis=0)
     for _ in range(max_iter if scale else 0):
-        distances = _lengths(np.subtract(flat, median, out=apart))
+        distances = row_norms(np.subtract(flat, median, out=apart))
         away = distances > np.finfo(flat.dtype).eps * scale
         weights = np.where(away, 1 / np.where(away, distances, 1), 0)
         towards = weights @ apart

@@ -37,6 +37,7 @@ from flwr_perdl._arrays import (
     on_cpu,
     on_host,
     reshaped,
+    row_norms,
     row_products,
     spectral_norm,
     transposed,
@@ -282,7 +283,7 @@ def _inverse_roots(grams: Matrix) -> tuple[Matrix, NDArray[np.bool_]]:
         return _inverse_roots_by_eigenvalues(grams)
     xp = namespace(grams)
     flat = reshaped(grams, (grams.shape[0], n * n))
-    scale = xp.sqrt(row_products(flat, flat))[:, None, None]
+    scale = row_norms(flat)[:, None, None]
     scale = xp.where(scale == 0, 1, scale)
     left, roots = grams / scale, 1 / xp.sqrt(scale)
     least = xp.min(reshaped(left, flat.shape)[:, :: n + 1], axis=1)

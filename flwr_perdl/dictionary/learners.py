@@ -101,10 +101,7 @@ def atom_support(C: Matrix) -> Matrix:
         0 for an atom that no sample uses.
     """
     C = check_array("C", C, xp=namespace(C))
-    sizes = namespace(C).abs(C)[None, ...]
-    with np.errstate(over="ignore"):
-        sums, squares = column_sums(sizes), column_sums(sizes * sizes)
-    return atom_supports(sums, squares, lambda i: C)[0, :]
+    return atom_supports(*code_sums(C[None, ...]), lambda i: C)[0, :]
 
 
 def atom_supports(sums: Matrix, squares: Matrix, codes: Callable[[int], Matrix]) -> Matrix:
@@ -129,11 +126,16 @@ def atom_supports(sums: Matrix, squares: Matrix, codes: Callable[[int], Matrix])
     if xp.any(odd):
         sums, squares = copied(sums), copied(squares)
         for i in where_true(xp.any(odd, axis=1)).tolist():
-            sizes = xp.abs(codes(i))
-            sizes = sizes / xp.max(sizes)
-            sums[i, :], squares[i, :] = column_sums(sizes), column_sums(sizes * sizes)
+            own = codes(i)
+            sums[i, :], squares[i, :] = code_sums(own / xp.max(xp.abs(own)))
     support: Matrix = sums * (sums / xp.where(squares == 0, 1, squares))
     return support
+
+
+def code_sums(C: Matrix) -> tuple[Matrix, Matrix]:
+    """Return the sums of the codes' sizes, and of their squares, over the samples."""
+    with np.errstate(over="ignore"):
+        return column_sums(namespace(C).abs(C)), column_sums(C * C)
 
 
 def column_sums(A: Matrix) -> Matrix:

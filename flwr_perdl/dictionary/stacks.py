@@ -39,7 +39,12 @@ from flwr_perdl._arrays import (
 from flwr_perdl._checks import Matrix
 from flwr_perdl._memory import short_buffers
 from flwr_perdl.dictionary.atoms import match_stack, polar_factors
-from flwr_perdl.dictionary.learners import OrthogonalLearner, atom_supports, column_sums
+from flwr_perdl.dictionary.learners import (
+    OrthogonalLearner,
+    atom_supports,
+    code_sums,
+    column_sums,
+)
 
 #: Numbers of samples' features whose codes are computed at once: two megabytes.
 _BLOCK = 2**18
@@ -96,8 +101,7 @@ def update_stack(
         `polar_factors` and `match_stack` leave to it.
     """
     xp, r, before = namespace(X, D, G), G.shape[0], D
-    begun = _by_blocks(partial(_begin, learner), X, D)
-    energies, thresholds, moments, gram, sums = begun
+    energies, thresholds, moments, gram, sums = _by_blocks(partial(_begin, learner), X, D)
     fitted, squares = gram @ D, _squares(gram)
     errors = _mean_squared_errors(X, D, thresholds, squares, fitted, energies)
     D = _align(polar_factors(moments, D), G)
@@ -148,9 +152,7 @@ def _sums(X: Matrix, D: Matrix, levels: Matrix) -> tuple[Matrix, Matrix, Matrix]
 
 def _sizes(X: Matrix, D: Matrix, levels: Matrix) -> tuple[Matrix, Matrix]:
     """Return the sums of ``|C|`` and of its squares over the samples."""
-    C = _code(X, D, levels)
-    with np.errstate(over="ignore"):
-        return column_sums(namespace(C).abs(C)), column_sums(C * C)
+    return code_sums(_code(X, D, levels))
 
 
 def _code(X: Matrix, D: Matrix, levels: Matrix) -> Matrix:

@@ -50,7 +50,7 @@ from numpy.typing import NDArray
 from scipy import sparse
 from scipy.sparse.linalg import eigsh
 
-from flwr_perdl._arrays import row_products
+from flwr_perdl._arrays import row_norms
 from flwr_perdl._checks import Matrix, check_array, check_choice, check_count, check_real
 from flwr_perdl._memory import short_buffers
 from flwr_perdl._parallel import in_threads
@@ -288,8 +288,8 @@ class DualInference(ABC):
 
     def _residual(self, change: Matrix, apart: Matrix, nu: Matrix) -> Matrix:
         """Return the residuals from the last steps' lengths and the distances to the neighbours."""
-        size = np.maximum(_lengths(nu), np.finfo(nu.dtype).tiny)
-        residual: Matrix = np.maximum(change * self.time_constant, _lengths(apart)) / size
+        size = np.maximum(row_norms(nu), np.finfo(nu.dtype).tiny)
+        residual: Matrix = np.maximum(change * self.time_constant, row_norms(apart)) / size
         return residual
 
 
@@ -343,7 +343,7 @@ class ATC(DualInference):
         nu = self.objective.project(inbox.mean())
         if not _due(inbox.round):
             return state._replace(nu=nu)
-        change = _lengths(nu - state.nu)
+        change = row_norms(nu - state.nu)
         residual = self._residual(change, state.sent - nu, nu)
         return state._replace(nu=nu, change=change, residual=residual)
 
@@ -397,7 +397,7 @@ class ExactDiffusion(ATC):
         after = state._replace(nu=nu, excess=excess)
         if not _due(inbox.round):
             return after
-        change = _lengths(nu - state.nu)
+        change = row_norms(nu - state.nu)
         residual = self._residual(change, state.sent - mean, nu)
         return after._replace(change=change, residual=residual)
 
@@ -439,7 +439,7 @@ class _ADMM(DualInference):
         found = minimise(self.objective, state.atoms, state.linear, curvature, state.codes)
         if not _due(round_):
             return state._replace(nu=found.nu, codes=found.codes)
-        change = _lengths(found.nu - state.nu)
+        change = row_norms(found.nu - state.nu)
         return state._replace(nu=found.nu, codes=found.codes, change=change)
 
 
@@ -870,9 +870,3 @@ def _column(values: NDArray[Any], like: Matrix) -> Matrix:
     """Return one number per node, shaped and typed to multiply stacked arrays."""
     column: Matrix = np.asarray(values, dtype=like.dtype)[:, None, None]
     return column
-
-
-def _lengths(stacked: Matrix) -> Matrix:
-    """Return the norms of the rows, (m, n_samples)."""
-    lengths: Matrix = np.sqrt(row_products(stacked, stacked))
-    return lengths
