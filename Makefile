@@ -73,7 +73,7 @@ site: .venv-site/.installed
 	.venv-site/bin/mkdocs build
 
 # Coverage-guided fuzzing of everything that parses, each target for SECONDS.
-FUZZ := reply data checkpoint state run-config events
+FUZZ := reply letter shown data checkpoint state run-config events
 fuzz: .venv-fuzz/.installed
 	@for target in $(FUZZ); do \
 	    echo "== $$target"; \

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequenc
 from contextlib import contextmanager
 from functools import lru_cache
 from io import BytesIO
-from math import isfinite, nan, prod
-from typing import Any, Literal, NamedTuple, TypeVar
+from math import isfinite, nan
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -24,6 +24,7 @@ from numpy.lib import format as npy
 
 from flwr_perdl._checks import FLOATS, Matrix
 from flwr_perdl._compat import answered
+from flwr_perdl._npy import view_file
 
 Scalar = bool | bytes | float | int | str
 #: For `isinstance`: tuples, as ``int | float`` would be made anew for every number of every reply.
@@ -54,9 +55,6 @@ _MOST_METRICS = 10_000
 #: Characters of a client's words that logs and reports show.
 _LONGEST_REASON = 300
 
-#: How an ``.npy`` file of version 1.0 begins; two bytes with the header's length come next.
-_MAGIC = npy.magic(1, 0)
-_PREFIX = len(_MAGIC) + 2
 #: What Flower calls an array that is in this format.
 _STYPE = "numpy.ndarray"
 
@@ -87,7 +85,7 @@ class Limits(NamedTuple):
         size = sum(map(len, files))
         if size > self.n_bytes:
             raise ValueError(f"too large: {size} bytes of arrays, at most {self.n_bytes} are read")
-        views = [_view(data) for data in files]
+        views = [view_file(data)[0] for data in files]
         numbers = sum(view.size for view in views)
         if self.most is not None and numbers > self.most:
             raise ValueError(f"too many numbers: {self.most} are asked for, {numbers} came")
@@ -212,30 +210,7 @@ def decode(array: Array) -> Matrix:
     ValueError
         If the bytes are no ``.npy`` file, or fewer than its header says: nothing is allocated.
     """
-    return array.numpy() if array.stype != _STYPE else _view(array.data).copy("A")
-
-
-def _view(data: bytes) -> Matrix:
-    """Return the array of an ``.npy`` file where it lies: it cannot be written to.
-
-    Raises
-    ------
-    ValueError
-        If it cannot be read, holds objects, or is shorter than its header says.
-    """
-    if not data.startswith(_MAGIC):
-        raise ValueError("an array is no .npy file of version 1.0")
-    start = _PREFIX + int.from_bytes(data[len(_MAGIC) : _PREFIX], "little")
-    try:
-        dtype, shape, order, size = _layout(data[:start])
-    except Exception as error:  # NumPy reads the header as Python's own syntax
-        raise ValueError(f"an array has an unreadable header: {error}") from None
-    if dtype.hasobject:
-        raise ValueError("an array holds objects: they need allow_pickle, which is never given")
-    if size < 0 or len(data) - start < size:
-        raise ValueError(f"an array has fewer bytes than its shape {shape} says")
-    view: Matrix = np.ndarray(shape, dtype, data, start, order=order)
-    return view
+    return array.numpy() if array.stype != _STYPE else view_file(array.data)[0].copy("A")
 
 
 @lru_cache(maxsize=256)
@@ -245,17 +220,6 @@ def _empty(dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
     layout = {"descr": npy.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
     npy.write_array_header_1_0(stream, layout)
     return Array(str(dtype), shape, _STYPE, stream.getvalue())
-
-
-@lru_cache(maxsize=256)
-def _layout(start: bytes) -> tuple[np.dtype[Any], tuple[int, ...], Literal["C", "F"], int]:
-    """Return dtype, shape, order and bytes of the array whose file begins like this.
-
-    Of a negative shape the bytes are -1.
-    """
-    shape, fortran, dtype = npy.read_array_header_1_0(BytesIO(start[len(_MAGIC) :]))
-    size = -1 if min(shape, default=0) < 0 else max(dtype.itemsize, 1) * prod(shape)
-    return dtype, shape, "F" if fortran else "C", size
 
 
 def reply_to(

@@ -101,7 +101,10 @@ class PrivateState:
         What ``context.state`` has is preferred; a restarted SuperNode has lost that, and reads its
         files.
         """
-        return self._newest(round_ - 1)
+        found = self._newest(round_ - 1)
+        if found is None and round_ > 1 and self._held:
+            log(WARNING, "No state from before round %d is kept: this client starts anew.", round_)
+        return found
 
     def after(self, round_: int) -> PrivateArrays | None:
         """Return the newest arrays saved in ``round_`` or before it, None if there are none."""

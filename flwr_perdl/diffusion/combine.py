@@ -17,6 +17,7 @@ N_k without k                       ``Inbox.links[k]``: those who were heard thi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
@@ -126,6 +127,23 @@ class Inbox:
             candidates = candidates[np.argsort(self.senders[candidates], kind="stable")]
             best[k] = candidates[values[candidates].argmax(axis=0)]
         return best
+
+
+def shown(observed: Mapping[str, Array], *names: str) -> list[Array]:
+    """Return what the nodes of a network have shown under these names.
+
+    Raises
+    ------
+    ValueError
+        If they have not: nodes of a federation choose what they show.
+    """
+    missing = [name for name in names if name not in observed]
+    if missing:
+        raise ValueError(
+            f"network must be of nodes that show what they observe, got no {missing[0]!r} "
+            '(a DiffusionClient with shows="nothing" keeps it).'
+        )
+    return [observed[name] for name in names]
 
 
 def product(weights: Csr, array: Array) -> Array:

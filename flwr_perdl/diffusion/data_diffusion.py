@@ -44,7 +44,7 @@ from flwr_perdl.dictionary import (
     omp,
 )
 from flwr_perdl.dictionary.coding import focuss, nonnegative_least_squares
-from flwr_perdl.diffusion.combine import Inbox, Program, hear_all
+from flwr_perdl.diffusion.combine import Inbox, Program, hear_all, shown
 from flwr_perdl.diffusion.topology import CombinationMatrix, Topology, metropolis_weights
 
 #: A node's data: all of it, or a function of the round that returns a batch.
@@ -285,9 +285,9 @@ class DataDiffusion:
             dict(enumerate(data)), agreement=news_takes(topology), start=start, seed=seed
         )
         ran = carry(program, network, n_rounds, callback)
-        dictionaries = ran.observed["dictionaries"]
+        dictionaries, error = shown(ran.observed, "dictionaries", "error")
         apart = self._disagreement(dictionaries)
-        return Diffused(dictionaries, ran.observed["error"], apart, ran.rounds, ran.floats_sent)
+        return Diffused(dictionaries, error, apart, ran.rounds, ran.floats_sent)
 
     def program(
         self,

@@ -57,7 +57,7 @@ from flwr_perdl._parallel import in_threads
 from flwr_perdl._random import spawn
 from flwr_perdl._threads import one_blas_thread
 from flwr_perdl.diffusion._minimise import correlate, minimise, reconstruct
-from flwr_perdl.diffusion.combine import Csr, Inbox, hear_all, product
+from flwr_perdl.diffusion.combine import Csr, Inbox, hear_all, product, shown
 from flwr_perdl.diffusion.objectives import Objective
 from flwr_perdl.diffusion.topology import CombinationMatrix, Topology, metropolis_weights
 
@@ -797,10 +797,10 @@ class Span:
 def _inference(
     seen: Mapping[str, Matrix], atoms: Sequence[Matrix], rounds: int, tolerance: float, nu: bool
 ) -> Inference:
-    residual = seen["residual"]
+    found, estimates, residual = shown(seen, "codes", "nu", "residual")
     return Inference(
-        codes=tuple(codes[:, : len(D)] for codes, D in zip(seen["codes"], atoms, strict=True)),
-        nu=seen["nu"] if nu else None,
+        codes=tuple(codes[:, : len(D)] for codes, D in zip(found, atoms, strict=True)),
+        nu=estimates if nu else None,
         rounds=rounds,
         residual=residual,
         converged=bool((residual <= tolerance).all()),

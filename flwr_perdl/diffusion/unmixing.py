@@ -36,7 +36,7 @@ from flwr_perdl._checks import Matrix, check_array, check_choice, check_count
 from flwr_perdl._random import spawn
 from flwr_perdl.dictionary import normalize_atoms
 from flwr_perdl.dictionary.coding import nonnegative_from_gram, nonnegative_least_squares
-from flwr_perdl.diffusion.combine import Inbox
+from flwr_perdl.diffusion.combine import Inbox, shown
 from flwr_perdl.diffusion.data_diffusion import (
     DataDiffusion,
     DictionaryState,
@@ -345,7 +345,7 @@ def unmix(
         raise ValueError(f"data must be of {n_nodes} nodes, got {len(data)}.")
     program = SharedCandidates(dict(enumerate(data)), n_nodes, n_endmembers, seed)
     told = carry(program, network, news_takes(network.topology))
-    chosen = told.observed["spectra"]
+    (chosen,) = shown(told.observed, "spectra")
     ended = learner.fit(data, network, n_rounds, start=chosen, seed=seed, callback=callback)
     return ended._replace(
         rounds=told.rounds + ended.rounds, floats_sent=told.floats_sent + ended.floats_sent

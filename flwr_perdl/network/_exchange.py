@@ -99,6 +99,12 @@ class Plan:
         """Return who would be heard in a round if every message were in order."""
         return self.faults.links(self.matrix(round_).topology, round_)
 
+    def hearing(self, round_: int) -> Csr:
+        """Return who may hear a message of a round, now or late: non-zero at ``[k, j]``."""
+        rounds = range(round_, round_ + self.faults.max_delay + 1)
+        several = {(at - 1) % len(self.matrices): self.matrix(at).topology for at in rounds}
+        return sum(topology.adjacency for topology in several.values())
+
     def heard_by(self, nodes: NDArray[np.intp]) -> NDArray[np.intp]:
         """Return whom these nodes may ever hear, themselves included, ascending."""
         heard = [matrix.topology.adjacency[nodes].indices for matrix in self.matrices]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import struct
-from collections.abc import Mapping
-from io import BytesIO
+from collections.abc import Mapping, Sequence
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
+
+from flwr_perdl._npy import read_files, write_files
 
 Array = NDArray[Any]
 
@@ -45,10 +46,7 @@ def unpack(array: Array) -> bytes:
 
 def pack_arrays(arrays: Mapping[str, Array]) -> NDArray[np.float64]:
     """Return named arrays of any numbers, NaN among them, as one array of finite ones."""
-    stream = BytesIO()
-    named: dict[str, Any] = dict(arrays)
-    np.savez(stream, **named)
-    return pack(stream.getvalue())
+    return pack(write_files([text_array(list(arrays)), *arrays.values()]))
 
 
 def unpack_arrays(array: Array) -> dict[str, Array]:
@@ -57,10 +55,32 @@ def unpack_arrays(array: Array) -> dict[str, Array]:
     Raises
     ------
     ValueError
-        If the array does not come from there.
+        If the array does not come from there; nothing larger than it is allocated.
     """
     try:
-        with np.load(BytesIO(unpack(array)), allow_pickle=False) as stored:
-            return {name: stored[name] for name in stored.files}
-    except (AttributeError, BadZipFile, EOFError, KeyError, OSError, TypeError) as error:
-        raise ValueError("these numbers hold no arrays") from error
+        names, *arrays = read_files(unpack(array))
+        return dict(zip(texts_of(names), arrays, strict=True))
+    except ValueError as error:
+        raise ValueError(f"these numbers hold no arrays: {error}") from error
+
+
+def text_array(texts: Sequence[str]) -> NDArray[np.uint8]:
+    """Return several texts as one array of bytes."""
+    return np.frombuffer(json.dumps(list(texts)).encode(), dtype=np.uint8)
+
+
+def texts_of(array: Array) -> list[str]:
+    """Return what `text_array` was given.
+
+    Raises
+    ------
+    ValueError
+        If the array holds anything else.
+    """
+    try:
+        texts = json.loads(array.tobytes() if array.dtype == np.uint8 else "null")
+    except (RecursionError, ValueError) as error:
+        raise ValueError("these bytes hold no texts") from error
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ValueError("these bytes hold no texts")
+    return texts

@@ -50,15 +50,17 @@ class Faults:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check the rules of the parameters."""
-        check_real("drop", self.drop, 0.0, 1.0)
-        check_real("sleep", self.sleep, 0.0, 1.0)
-        check_count("max_delay", self.max_delay)
-        check_count("seed", self.seed)
-        for name, rounds in (("dead", self.dead), ("corrupt", self.corrupt)):
-            for node, round_ in rounds.items():
-                check_count(f"{name}: node", node)
-                check_count(f"{name}: round", round_, 1)
+        """Check the parameters, and bring those that are equal to one form, so that texts are."""
+        for name in ("drop", "sleep"):
+            object.__setattr__(self, name, float(check_real(name, getattr(self, name), 0.0, 1.0)))
+        for name in ("max_delay", "seed"):
+            object.__setattr__(self, name, int(check_count(name, getattr(self, name))))
+        for name in ("dead", "corrupt"):
+            rounds = {
+                int(check_count(f"{name}: node", node)): int(check_count(f"{name}: round", at, 1))
+                for node, at in getattr(self, name).items()
+            }
+            object.__setattr__(self, name, dict(sorted(rounds.items())))
 
     @property
     def any(self) -> bool:

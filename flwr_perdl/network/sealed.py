@@ -25,7 +25,6 @@ import json
 import os
 import struct
 from collections.abc import Mapping
-from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +35,7 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from numpy.typing import NDArray
 
+from flwr_perdl._npy import read_files, write_files
 from flwr_perdl.diffusion.combine import Array
 from flwr_perdl.network._packing import pack, unpack
 
@@ -122,11 +122,8 @@ class Keys:
         """
         key = self._key(self.node, receiver, _bytes(card))
         nonce = os.urandom(_NONCE)
-        text = BytesIO()
-        for array in arrays:
-            np.save(text, array, allow_pickle=False)
         bound = self._bound(self.node, receiver, round_)
-        sealed = ChaCha20Poly1305(key).encrypt(nonce, text.getvalue(), bound)
+        sealed = ChaCha20Poly1305(key).encrypt(nonce, write_files(arrays), bound)
         return pack(self._card + nonce + sealed)
 
     def open(self, letter: Array, sender: int, round_: int) -> tuple[Array, ...]:
@@ -154,16 +151,13 @@ class Keys:
         key = self._key(sender, self.node, card)
         try:
             bound = self._bound(sender, self.node, round_)
-            text = BytesIO(ChaCha20Poly1305(key).decrypt(nonce, sealed, bound))
+            text = ChaCha20Poly1305(key).decrypt(nonce, sealed, bound)
         except InvalidTag:
             raise Rejected("it was changed, or is of another sender, round or run") from None
-        arrays = []
         try:
-            while text.tell() < len(text.getbuffer()):
-                arrays.append(np.load(text, allow_pickle=False))
-        except (EOFError, ValueError):
-            raise Rejected("it holds no arrays") from None
-        return tuple(arrays)
+            return tuple(read_files(text))
+        except ValueError as error:
+            raise Rejected(f"it holds no arrays: {error}") from None
 
     def _bound(self, sender: int, receiver: int, round_: int) -> bytes:
         """Return what is authenticated with a letter."""

@@ -280,6 +280,11 @@ class Conversation:
                 f"from in {options.checkpoint_dir}: {error!r}."
             ) from error
 
+    @property
+    def finished(self) -> bool:
+        """Whether the protocol is over: ``model`` is what it returned."""
+        return self._request is None
+
     # Events --------------------------------------------------------------------------------
 
     def begin(self, rounds: int | None) -> None:
@@ -524,7 +529,7 @@ class Conversation:
             "run": self._run,
             "round": self.done,
             "evaluated": self._evaluated,
-            "finished": request is None,
+            "finished": self.finished,
             "history": self._journal.mark,
             "server_metrics": self.server_metrics,
         }

@@ -64,7 +64,7 @@ from flwr_perdl.clients.diffusion import (
 )
 from flwr_perdl.diffusion.topology import CombinationMatrix, Topology
 from flwr_perdl.network._exchange import Plan, Run, entries, spread
-from flwr_perdl.network._packing import unpack_arrays
+from flwr_perdl.network._packing import text_array, texts_of, unpack_arrays
 from flwr_perdl.network.faults import Faults
 from flwr_perdl.strategies._conversation import ServerOptions
 from flwr_perdl.strategies._protocol import Protocol, Replies, Request, RoundReport, State
@@ -103,9 +103,9 @@ class NeighborRelay(ProtocolStrategy):
 
     Notes
     -----
-    Floats per node and round: its message up (sealed: once per neighbour, and a sixth more), its
-    neighbours' messages down. A checkpoint holds the messages in transit. ``outcome`` has the
-    result.
+    Floats per node and round: its message up (sealed: once per neighbour, a seventh more, and about
+    ninety for keys and headers), its neighbours' messages down. A checkpoint holds the messages in
+    transit. ``outcome`` has the result.
     """
 
     def __init__(
@@ -119,6 +119,11 @@ class NeighborRelay(ProtocolStrategy):
         **options: Unpack[ServerOptions],
     ) -> None:
         n = topology.n_nodes
+        if options.get("fraction_evaluate"):
+            raise ValueError(
+                f"fraction_evaluate must be 0, got {options['fraction_evaluate']}: there is no "
+                "model to evaluate, and no node may see what the others show."
+            )
         server = ServerOptions(num_clients=n, min_clients=min(2, n), fraction_evaluate=0.0)
         server.update(options)
         super().__init__(**server)
@@ -145,12 +150,11 @@ class NeighborRelay(ProtocolStrategy):
         RuntimeError
             If the run is not over.
         """
-        last = self.history[-1].step if self.history else None
-        if self._conversation is None or last != SHOW:
+        if self._conversation is None or not self._conversation.finished:
             raise RuntimeError(f"the run must be over, which takes {self.exchanges} exchanges.")
         n = self.topology.n_nodes
         *shown, traffic, (unheard, alive), (whole,), names = self._conversation.model
-        named = dict(zip(bytes(names).decode().splitlines(), shown, strict=True))
+        named = dict(zip(texts_of(names), shown, strict=True))
         state = {name: rows for name, rows in named.items() if name.startswith(STATE)}
         return Run(
             state=_state(state) if whole else None,
@@ -166,8 +170,9 @@ class NeighborRelay(ProtocolStrategy):
         """Return what makes two runs the same run; the network by a digest."""
         digest = hashlib.sha256()
         for weights in self.plan.matrices:
-            for part in (weights.matrix.indptr, weights.matrix.indices, weights.matrix.data):
-                digest.update(np.ascontiguousarray(part).tobytes())
+            for matrix in (weights.matrix, weights.topology.adjacency):
+                for part in (matrix.indptr, matrix.indices, matrix.data):
+                    digest.update(np.ascontiguousarray(part).tobytes())
         return {
             "network": f"{self.topology!r} {digest.hexdigest()[:16]}",
             "n_rounds": self.n_rounds,
@@ -216,12 +221,13 @@ class NeighborRelay(ProtocolStrategy):
         rows = _rows(shown, n)
         whole = [nodes.all() for name, (_, nodes) in rows.items() if name.startswith(STATE)]
         traffic = sparse.coo_array(post.traffic)
+        alive = post.took_part if self.n_rounds else there & faults.awake(n, 1)
         return [
             *(spread(*row) for row in rows.values()),
             np.stack([*traffic.coords, traffic.data]),
-            np.stack([post.unheard, post.took_part if self.n_rounds else there]),
+            np.stack([post.unheard, alive]),
             np.array([float(bool(whole) and all(whole))]),
-            np.frombuffer("\n".join(rows).encode(), dtype=np.uint8),
+            text_array(list(rows)),
         ]
 
 
@@ -378,7 +384,7 @@ class _Post:
                     rows[receiver].append([sender, age, weight, len(text)])
                     letters[receiver].append((sender, when))
                     texts[receiver] += text
-        hearers = sparse.csr_array(self.plan.matrix(round_).topology.adjacency.T)
+        hearers = sparse.csr_array(self.plan.hearing(round_).T)
         bags = {}
         for node in range(n):
             arrays: list[Matrix] = [np.array(rows[node], dtype=np.float64).reshape(-1, 4)]

@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 
 from flwr_perdl import _compat, _store
 from flwr_perdl._records import Limits, read_reply, reply_to
 from flwr_perdl.clients._state import PrivateState, Shelf
-from flwr_perdl.network._packing import unpack_arrays
+from flwr_perdl.network._packing import pack, pack_arrays, unpack, unpack_arrays
+from flwr_perdl.network.sealed import Keys, Rejected
 from flwr_perdl.simulations._run_config import all_keys, read_run_config
 from flwr_perdl.simulations.data import load_images
 from flwr_perdl.simulations.documents import read_documents
@@ -122,6 +124,22 @@ def reply(data: bytes) -> None:
     assert _properties(said)
 
 
+def letter(data: bytes) -> None:
+    """Open a sealed letter whose writer has the key, and may have put anything into it."""
+    a, b = Keys(0, "run"), Keys(1, "run")
+    key = a._key(0, 1, unpack(b.card))
+    text = ChaCha20Poly1305(key).encrypt(bytes(12), data, a._bound(0, 1, 5))
+    for whole in (data, unpack(a.card) + bytes(12) + text):
+        with suppress(Rejected):
+            b.open(pack(whole), 0, 5)
+
+
+def shown(data: bytes) -> None:
+    """Read what a node shows at the end."""
+    with suppress(ValueError):
+        unpack_arrays(pack(data))
+
+
 def data_file(data: bytes) -> None:
     """Read a user's file with every loader, as it is and with its insides reached."""
     load = LOADERS[data[0] % len(LOADERS)] if data else LOADERS[0]
@@ -185,6 +203,8 @@ def events(data: bytes) -> None:
 
 TARGETS = {
     "reply": reply,
+    "letter": letter,
+    "shown": shown,
     "data": data_file,
     "checkpoint": checkpoint,
     "state": state,
@@ -220,6 +240,8 @@ def seeds(name: str) -> list[bytes]:
     if name in ("reply", "data"):
         found += [bytes([k]) + b"\x03" * 3 + whole for k in range(0, 250, 25)]
         found += [b"\x00" + whole, b"\xf0" + whole + b"\xff\xfe" + whole]
+    if name in ("letter", "shown"):
+        found += [whole + whole, npz(bytes(30)), unpack(pack_arrays({"a": np.eye(2)}))]
     if name in ("checkpoint", "state"):
         with file_of(b"") as path:
             _store.save(path, {"D": np.eye(2)}, _OURS)

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flwr_perdl.network._packing import pack, pack_arrays, unpack, unpack_arrays
+from flwr_perdl._npy import write_files
+from flwr_perdl.network._packing import pack, pack_arrays, text_array, unpack, unpack_arrays
 
 
 @given(st.binary(max_size=100))
@@ -31,6 +32,8 @@ def test_arrays_travel_as_they_are() -> None:
         "odd": np.array([[np.nan, -np.inf]], dtype=np.float32),
         "count": np.arange(3),
         "flag": np.array(True),
+        "two\nlines": np.ones(1),
+        "": np.ones((2, 3), order="F"),
         "none": np.zeros((1, 0)),
     }
     packed = pack_arrays(arrays)
@@ -43,11 +46,22 @@ def test_arrays_travel_as_they_are() -> None:
 
 
 def test_objects_do_not_travel() -> None:
-    with pytest.raises(ValueError, match=r"hold no arrays|Object arrays"):
+    with pytest.raises(ValueError, match="Object arrays"):
         unpack_arrays(pack_arrays({"code": np.array([print], dtype=object)}))
 
 
-@pytest.mark.parametrize("data", [b"", b"no archive", b"PK\x03\x04 half an archive"])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"no array",
+        write_files([np.ones(3)]),
+        write_files([text_array(["a"])]),
+        write_files([text_array(["a"]), np.ones(1), np.ones(1)]),
+        write_files([np.frombuffer(b"[1]", dtype=np.uint8), np.ones(1)]),
+        write_files([np.frombuffer(b"[" * 9999, dtype=np.uint8)]),
+    ],
+)
 def test_other_bytes_hold_no_arrays(data: bytes) -> None:
-    with pytest.raises(ValueError, match=r"hold no arrays|pickled"):
+    with pytest.raises(ValueError, match="hold no arrays"):
         unpack_arrays(pack(data))

@@ -11,16 +11,19 @@ from flwr.server import Server, SimpleClientManager
 from flwr.server.client_proxy import ClientProxy
 from numpy.typing import NDArray
 
+from flwr_perdl._npy import write_files
 from flwr_perdl._random import spawn
 from flwr_perdl.clients import DiffusionClient, client_app
 from flwr_perdl.diffusion import (
     CombinationMatrix,
+    DataDiffusion,
     Inbox,
     Topology,
     averaging_weights,
     metropolis_weights,
 )
 from flwr_perdl.network import Faults, FlowerNetwork, InMemoryNetwork, Run
+from flwr_perdl.network._packing import pack, pack_arrays, text_array
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import NeighborRelay, TooFewReplies, as_legacy
 
@@ -147,11 +150,23 @@ def test_a_directed_network_that_changes_in_time() -> None:
     assert_same(run, here)
 
 
+@pytest.mark.parametrize("sealed", [False, True], ids=["open", "sealed"])
+def test_late_messages_arrive_along_the_links_of_the_round_in_which_they_do(sealed: bool) -> None:
+    """Sealed, they have been written for those who hear their sender only then."""
+    data, faults = values(4), Faults(max_delay=1, seed=1)
+    pairs = Topology.from_edges(4, [(0, 1), (2, 3)]), Topology.from_edges(4, [(1, 2), (3, 0)])
+    matrices = [metropolis_weights(topology) for topology in pairs]
+    nodes = grid(data, client={"max_delay": 1})
+    run = FlowerNetwork(nodes, pairs[0], matrices, faults, sealed=sealed).run(None, 12)
+    assert_same(run, InMemoryNetwork(pairs[0], matrices, faults).run(Drift(data), 12))
+
+
+@pytest.mark.parametrize("faults", [Faults(), Faults(sleep=0.5, seed=1), Faults(dead={1: 1})])
 @pytest.mark.parametrize("rounds", [0, 1])
-def test_few_rounds(rounds: int) -> None:
+def test_few_rounds(rounds: int, faults: Faults) -> None:
     data = values(3)
-    run = FlowerNetwork(grid(data), Topology.ring(3)).run(None, rounds)
-    assert_same(run, InMemoryNetwork(Topology.ring(3)).run(Drift(data), rounds))
+    run = FlowerNetwork(grid(data), Topology.ring(3), faults=faults).run(None, rounds)
+    assert_same(run, InMemoryNetwork(Topology.ring(3), faults=faults).run(Drift(data), rounds))
 
 
 def test_float32_messages_stay_float32() -> None:
@@ -274,6 +289,35 @@ def test_garbage_is_named_in_the_history() -> None:
     assert [list(entry) for entry in dropped] == [[], ["client 1"], ["client 1"], []]
     assert "NaN" in dropped[1]["client 1"]
     assert relay.outcome.alive.tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        pack(b"PK\x05\x06" + bytes(18)),
+        pack_arrays({"two\nlines": np.ones((1, 2)), "": np.ones((1, 2))}),
+        pack_arrays({"norm": np.ones((1, 3, 4)), "count": np.ones(1)}),
+        pack(write_files([text_array(["norm"]), np.zeros((1, 3), dtype="M8[s]")])),
+        pack(write_files([text_array(["norm"]), np.zeros(1, dtype=[("a", "f8")])])),
+    ],
+    ids=["archive", "names", "form", "dates", "records"],
+)
+def test_what_one_node_shows_cannot_spoil_what_the_others_do(shown: Array) -> None:
+    class Liar(DiffusionClient):
+        def _shown(self, state: Any) -> list[Array]:
+            return [shown]
+
+    data, topology = values(5), Topology.ring(5)
+
+    def make_client(context: Context) -> DiffusionClient:
+        node = int(context.node_config["partition-id"])
+        kind = Liar if node == 3 else DiffusionClient
+        return kind(Drift({node: data[node]}), context)
+
+    run = FlowerNetwork(InProcessGrid(client_app(make_client), 5), topology).run(None, 2)
+    here = InMemoryNetwork(topology).run(Drift(data), 2)
+    np.testing.assert_allclose(run.observed["norm"][:3], here.observed["norm"][:3], atol=1e-12)
+    assert np.isnan(run.observed["norm"][3])
 
 
 def test_a_message_of_another_form_is_left_out_by_those_who_receive_it() -> None:
@@ -453,8 +497,36 @@ def test_a_run_that_is_over_stays_over(tmp_path: Path) -> None:
     assert_same(again.run(None, 4), run)
 
 
+def test_its_outcome_does_not_need_the_history(tmp_path: Path) -> None:
+    data, topology = values(4), Topology.ring(4)
+    run = FlowerNetwork(grid(data), topology, checkpoint_dir=tmp_path).run(None, 4)
+    for path in tmp_path.glob("history-*"):
+        path.unlink()
+    again = FlowerNetwork(grid(data), topology, checkpoint_dir=tmp_path, resume=True)
+    assert_same(again.run(None, 4), run)
+
+
+@pytest.mark.parametrize(
+    ("one", "same"),
+    [
+        (Faults(dead={3: 4, 1: 1}), Faults(dead={1: 1, 3: 4})),
+        (Faults(drop=0.25), Faults(drop=np.float64(0.25))),
+        (Faults(sleep=0.0, max_delay=1), Faults(sleep=0, max_delay=np.int64(1))),
+    ],
+)
+def test_equal_faults_are_the_same_run(tmp_path: Path, one: Faults, same: Faults) -> None:
+    data, topology = values(4), Topology.ring(4)
+    nodes = grid(data, client={"max_delay": 1})
+    NeighborRelay(topology, 3, faults=one, checkpoint_dir=tmp_path).start(nodes, num_rounds=2)
+    again = NeighborRelay(topology, 3, faults=same, checkpoint_dir=tmp_path, resume=True)
+    again.start(nodes)
+    assert_same(again.outcome, InMemoryNetwork(topology, faults=one).run(Drift(data), 3))
+
+
 RING = metropolis_weights(Topology.ring(4))
 LAZY = CombinationMatrix(0.5 * RING.matrix.toarray() + 0.5 * np.eye(4), RING.topology)
+#: The same weights, and more who are heard without any.
+CROSSED = CombinationMatrix(RING.matrix, Topology.complete(4))
 
 
 @pytest.mark.parametrize(
@@ -463,10 +535,11 @@ LAZY = CombinationMatrix(0.5 * RING.matrix.toarray() + 0.5 * np.eye(4), RING.top
         (Topology.complete(4), 2, {}),
         (Topology.ring(4), 3, {}),
         (Topology.ring(4), 2, {"weights": LAZY}),
+        (Topology.ring(4), 2, {"weights": CROSSED}),
         (Topology.ring(4), 2, {"faults": Faults(drop=0.1)}),
         (Topology.ring(4), 2, {"sealed": True}),
     ],
-    ids=["topology", "rounds", "weights", "faults", "sealed"],
+    ids=["topology", "rounds", "weights", "links", "faults", "sealed"],
 )
 def test_a_checkpoint_of_another_run_is_refused(
     tmp_path: Path, topology: Topology, n_rounds: int, options: dict[str, Any]
@@ -532,6 +605,8 @@ def test_bad_arguments_are_refused() -> None:
         FlowerNetwork(grid(values(3)), topology, metropolis_weights(Topology.ring(4)))
     with pytest.raises(ValueError, match="n_rounds must be at least 0, got -1"):
         NeighborRelay(topology, -1)
+    with pytest.raises(ValueError, match=r"fraction_evaluate must be 0, got 0\.5"):
+        FlowerNetwork(grid(values(3)), topology, fraction_evaluate=0.5)
     network = FlowerNetwork(grid(values(3)), topology)
     with pytest.raises(ValueError, match="stop must be None on Flower"):
         network.run(None, 1, stop=lambda state: True)
@@ -543,6 +618,19 @@ def test_bad_arguments_are_refused() -> None:
     relay.start(grid(values(3)), num_rounds=2)
     with pytest.raises(RuntimeError, match="must be over, which takes 4 exchanges"):
         _ = relay.outcome
+
+
+def test_who_needs_what_the_nodes_keep_to_themselves_is_told() -> None:
+    topology, rng = Topology.ring(3), np.random.default_rng(0)
+    X, learner = rng.standard_normal((3, 20, 4)), DataDiffusion(5)
+    program = learner.program(dict(enumerate(X)), agreement=2)
+
+    def make_client(context: Context) -> DiffusionClient:
+        return DiffusionClient(program, context, shows="nothing")
+
+    network = FlowerNetwork(InProcessGrid(client_app(make_client), 3), topology)
+    with pytest.raises(ValueError, match="network must be of nodes that show what they observe"):
+        learner.fit(list(X), network, 2)
 
 
 def test_the_name_is_to_be_found_among_the_networks() -> None:
