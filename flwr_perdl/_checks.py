@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import fields
 from math import isfinite
 from numbers import Integral, Real
 from typing import Any
@@ -109,6 +110,17 @@ def check_real(
         left = "(" if open_low else "["
         raise ValueError(f"{name} must be in {left}{low:g}, {high:g}], got {number:g}.")
     return number
+
+
+def own_numbers(record: Any) -> None:
+    """Have the fields of a frozen dataclass that are NumPy's numbers be Python's own.
+
+    NumPy's change the dtype of what they are multiplied with, and no record of Flower takes them.
+    """
+    for field in fields(record):
+        value = getattr(record, field.name)
+        if isinstance(value, np.generic):
+            object.__setattr__(record, field.name, value.item())
 
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> str:

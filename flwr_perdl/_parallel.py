@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import chain, islice
+from threading import Lock
 from typing import TypeVar
 
 #: Seconds after which a thread that wants Python's lock is given it: products take less.
@@ -30,15 +31,32 @@ def n_threads() -> int:
     return max(1, min(cores, int(asked) if asked.isdigit() else cores))
 
 
-@contextmanager
-def short_turns() -> Iterator[None]:
-    """Let threads that wait for Python's lock have it after half a millisecond, and not after 5."""
-    turns = sys.getswitchinterval()
-    sys.setswitchinterval(min(turns, _TURN))
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(turns)
+class _Turns:
+    """How long turns are, and how many blocks want them short: a process has one interval."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._inside = 0
+        self._before = 0.0
+
+    @contextmanager
+    def short(self) -> Iterator[None]:
+        """Let threads that wait for Python's lock have it after half a millisecond, not after 5."""
+        with self._lock:
+            self._inside += 1
+            if self._inside == 1:
+                self._before = sys.getswitchinterval()
+                sys.setswitchinterval(min(self._before, _TURN))
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._inside -= 1
+                if not self._inside:
+                    sys.setswitchinterval(self._before)
+
+
+short_turns = _Turns().short
 
 
 def in_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:

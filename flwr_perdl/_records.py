@@ -52,6 +52,8 @@ NAME = "name"
 #: A reply with more examples than a float can count, or more metrics than this, is refused.
 _MOST_EXAMPLES = 2**53
 _MOST_METRICS = 10_000
+#: What comes before a ClientApp's own words in an error's reason.
+_SAID = "Message: "
 #: Characters of a client's words that logs and reports show.
 _LONGEST_REASON = 300
 
@@ -193,7 +195,7 @@ def to_arrays(record: ArrayRecord) -> list[Matrix]:
 
 def encode(array: Matrix) -> Array:
     """Return what Flower's ``Array(array)`` is."""
-    array = np.ascontiguousarray(array)
+    array = np.asarray(array, order="C")  # ascontiguousarray would make a row of one number
     if array.dtype not in FLOATS:
         return Array(array)
     empty = _empty(array.dtype, array.shape)
@@ -252,8 +254,10 @@ def error_of(message: Message) -> str | None:
     """Return the error that a message is, in one short line; None if it is none."""
     if not message.has_error():
         return None
-    lines = (message.error.reason or "").strip().splitlines()
-    return f"error {message.error.code}: {brief(lines[-1] if lines else 'no reason given')}"
+    reason = (message.error.reason or "").strip()
+    _, said, text = reason.rpartition(_SAID)  # SuperNodes put more before that
+    lines = text.splitlines() if said else reason.splitlines()[-1:]
+    return f"error {message.error.code}: {brief(' '.join(lines) or 'no reason given')}"
 
 
 def brief(text: str) -> str:

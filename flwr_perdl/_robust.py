@@ -21,7 +21,7 @@ _FEWEST = 6
 #: About so many points have their coordinates' medians taken, where the geometric median's search
 #: begins if it does not begin at the mean.
 _START = 64
-#: Distances below this are rounding, not disagreement.
+#: Distances below this, in units of the points' own size, are rounding, not disagreement.
 SAME = 1e-9
 
 
@@ -46,24 +46,28 @@ def consistent(points: Matrix) -> NDArray[np.bool_]:
     """
     n = len(points)
     flat = points.reshape(n, -1)
+    size = float(np.median(np.linalg.norm(flat, axis=1)))
     distances = np.linalg.norm(flat - geometric_median(flat, tol=1e-4, max_iter=50), axis=1)
-    kept: NDArray[np.bool_] = distances <= reach(distances)
+    kept: NDArray[np.bool_] = distances <= reach(distances, size)
     while kept.sum() > max(_FEWEST, n / 2):
         rest = flat[kept] - flat[kept].mean(axis=0)
         along = rest @ _widest(rest)
         apart = np.abs(along - np.median(along))
-        outlying = apart > SPREAD * max(1.4826 * float(np.median(apart)), SAME)
+        outlying = apart > SPREAD * max(1.4826 * float(np.median(apart)), SAME * size)
         if not outlying.any() or (kept.sum() - outlying.sum()) < n / 2:
             break
         kept[np.flatnonzero(kept)[outlying]] = False
     return kept
 
 
-def reach(distances: Matrix) -> float:
-    """Return the distance beyond which a point is far from the others: ``FAR`` medians."""
+def reach(distances: Matrix, size: float) -> float:
+    """Return the distance beyond which a point is far from the others, ``FAR`` medians.
+
+    ``size`` is how long the points are: differences that are rounding beside it are none.
+    """
     middle = [(len(distances) - 1) // 2, len(distances) // 2]
     median = float(np.partition(distances, middle)[middle].mean())  # np.median's checks take longer
-    return FAR * max(median, SAME)
+    return FAR * max(median, SAME * size)
 
 
 def _widest(centred: Matrix, n_iter: int = 30) -> Matrix:
@@ -99,8 +103,9 @@ DEEDS = {
 
 def far(points: Matrix, average: Matrix) -> Matrix:
     """Return 1.0 for points farther than ``FAR`` median distances from their average, else 0.0."""
-    distances = row_norms((points - average).reshape(len(points), -1))
-    beyond: Matrix = (distances > reach(distances)).astype(float)
+    flat = points.reshape(len(points), -1)
+    distances = row_norms((points - average).reshape(flat.shape))
+    beyond: Matrix = (distances > reach(distances, float(np.median(row_norms(flat))))).astype(float)
     return beyond
 
 
@@ -182,7 +187,7 @@ def geometric_median(points: Matrix, *, tol: float = 1e-10, max_iter: int = 200)
     scale = float(max(flat.max(initial=0), -flat.min(initial=0)))
     median, apart = flat.mean(axis=0), np.empty_like(flat)
     distances = row_norms(np.subtract(flat, median, out=apart))
-    if not distances.max() <= reach(distances):  # some pull the mean away
+    if not distances.max() <= reach(distances, scale):  # some pull the mean away
         median = np.median(flat[:: len(flat) // _START + 1], axis=0)
     for _ in range(max_iter if scale else 0):
         distances = row_norms(np.subtract(flat, median, out=apart))

@@ -387,7 +387,7 @@ class DictionaryClient(Member):
         loss: float | None = None
         wanted = str(config.get(N_NONZERO, ""))
         for name, samples in self.evaluation.items():
-            for k in wanted.split(",") if wanted else [""]:
+            for k in map(str.strip, wanted.split(",")):
                 tail = "".join(f"_{part}" for part in (k, name) if part)
                 metrics[f"mse_global{tail}"] = self._error(samples, G, k)
                 metrics[f"mse_full{tail}"] = error = self._error(samples, D, k)

@@ -256,5 +256,5 @@ def _outliers(own: Matrix, sent: NDArray[np.bool_]) -> NDArray[np.bool_]:
     apart = own - geometric_median(some, tol=1e-4, max_iter=50)
     squares = row_products(apart, apart) * sent
     distances = np.sqrt(squares.sum(axis=1) / np.maximum(sent.sum(axis=1), 1))
-    outliers: NDArray[np.bool_] = distances > reach(distances[present])
+    outliers: NDArray[np.bool_] = distances > reach(distances[present], 1)
     return outliers

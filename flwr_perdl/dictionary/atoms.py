@@ -90,7 +90,7 @@ def normalize_atoms(D: Matrix, fallback: Matrix | None = None) -> Matrix:
     """
     xp = namespace(D) if fallback is None else namespace(D, fallback)
     D = check_array("D", D, xp=xp)
-    norms = xp.sqrt(xp.sum(D * D, axis=1, keepdims=True))
+    D, norms = _measured(D)
     zero = norms == 0
     if not xp.any(zero):
         unit: Matrix = D / norms
@@ -100,6 +100,21 @@ def normalize_atoms(D: Matrix, fallback: Matrix | None = None) -> Matrix:
         raise ValueError(f"D must have no zero row, got one at {row}.")
     filled: Matrix = xp.where(zero, cast(fallback, D.dtype), D / xp.where(zero, 1, norms))
     return filled
+
+
+def _measured(D: Matrix) -> tuple[Matrix, Matrix]:
+    """Return rows and their norms, (n_atoms, 1); rows whose squares are out of range are scaled."""
+    xp = namespace(D)
+    with np.errstate(over="ignore", under="ignore"):
+        squares = xp.sum(D * D, axis=1, keepdims=True)
+    info = xp.finfo(D.dtype)
+    tiny = float(info.smallest_normal) / float(info.eps)
+    odd = ~((squares > tiny) & (squares < 1 / tiny))
+    if xp.any(odd):
+        peaks = xp.max(xp.abs(D), axis=1, keepdims=True)
+        D = xp.where(odd & (peaks > 0), D / xp.where(peaks > 0, peaks, 1), D)
+        squares = xp.sum(D * D, axis=1, keepdims=True)
+    return D, xp.sqrt(squares)
 
 
 def signs_of(values: Matrix) -> Matrix:

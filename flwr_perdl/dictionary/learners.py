@@ -40,7 +40,7 @@ from flwr_perdl._arrays import (
     squared_norm,
     where_true,
 )
-from flwr_perdl._checks import Matrix, check_array, check_count, check_real
+from flwr_perdl._checks import Matrix, check_array, check_count, check_real, own_numbers
 from flwr_perdl.dictionary.atoms import (
     least_squares_atoms,
     normalize_atoms,
@@ -169,6 +169,7 @@ class AlternatingLearner(ABC):
 
     def __post_init__(self) -> None:
         """Check the options."""
+        own_numbers(self)
         check_count("n_atoms", self.n_atoms, 1)
         if self.threshold != "auto":
             check_real("threshold", self.threshold, 0)

@@ -32,7 +32,14 @@ from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 from scipy.sparse.csgraph import shortest_path
 
-from flwr_perdl._checks import Matrix, check_array, check_choice, check_count, check_real
+from flwr_perdl._checks import (
+    Matrix,
+    check_array,
+    check_choice,
+    check_count,
+    check_real,
+    own_numbers,
+)
 from flwr_perdl._random import spawn
 from flwr_perdl.dictionary import (
     KSVDLearner,
@@ -214,6 +221,7 @@ class DataDiffusion:
 
     def __post_init__(self) -> None:
         """Check the options."""
+        own_numbers(self)
         check_count("n_atoms", self.n_atoms, 1)
         if not callable(self.coder):
             check_choice("coder", self.coder, CODERS)

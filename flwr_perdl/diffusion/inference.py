@@ -51,7 +51,14 @@ from scipy import sparse
 from scipy.sparse.linalg import eigsh
 
 from flwr_perdl._arrays import row_norms
-from flwr_perdl._checks import Matrix, check_array, check_choice, check_count, check_real
+from flwr_perdl._checks import (
+    Matrix,
+    check_array,
+    check_choice,
+    check_count,
+    check_real,
+    own_numbers,
+)
 from flwr_perdl._memory import short_buffers
 from flwr_perdl._parallel import in_threads
 from flwr_perdl._random import spawn
@@ -210,6 +217,7 @@ class DualInference(ABC):
 
     def __post_init__(self) -> None:
         """Check the graph, the data and the informed agents."""
+        own_numbers(self)
         if self.topology.directed or not self.topology.is_connected:
             raise ValueError(f"topology must be connected and undirected, got {self.topology!r}.")
         atoms = self.dictionaries
@@ -841,7 +849,7 @@ def _checked(X: Matrix, dictionaries: Sequence[Matrix]) -> tuple[Matrix, list[Ma
 def _informed(informed: Sequence[int] | None, n_agents: int) -> tuple[int, ...]:
     if informed is None:
         return tuple(range(n_agents))
-    agents = sorted({check_count("informed", int(k), 0, n_agents - 1) for k in informed})
+    agents = sorted({check_count("informed", k, 0, n_agents - 1) for k in informed})
     if not agents:
         raise ValueError("informed must name at least one agent, got none.")
     return tuple(agents)

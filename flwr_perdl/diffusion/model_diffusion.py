@@ -37,7 +37,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl._checks import Matrix, check_array, check_choice, check_count, check_real
+from flwr_perdl._checks import (
+    Matrix,
+    check_array,
+    check_choice,
+    check_count,
+    check_real,
+    own_numbers,
+)
 from flwr_perdl._random import spawn
 from flwr_perdl.diffusion._compress import infer_bounded
 from flwr_perdl.diffusion.combine import Array, Inbox, step_back
@@ -142,6 +149,7 @@ class ModelDiffusion:
 
     def __post_init__(self) -> None:
         """Check the arguments."""
+        own_numbers(self)
         check_count("n_atoms_per_agent", self.n_atoms_per_agent, 1)
         check_real("step", self.step, 0)
         check_real("decay", self.decay, 0)
@@ -380,6 +388,7 @@ def update_dictionary(
     -------
     ndarray of shape (m, n_atoms, n_features)
     """
+    step = check_real("step", step, 0)
     moved = dictionaries + step * np.matmul(codes.swapaxes(1, 2), nu)
     return objective.project_dictionary(objective.prox_dictionary(moved, step * nu.shape[1]))
 

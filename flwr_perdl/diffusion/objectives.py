@@ -34,7 +34,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flwr_perdl._checks import Matrix, check_count, check_real
+from flwr_perdl._checks import Matrix, check_count, check_real, own_numbers
 from flwr_perdl.dictionary.coding import soft_threshold
 
 
@@ -68,6 +68,7 @@ class Objective(ABC):
 
     def __post_init__(self) -> None:
         """Check the parameters."""
+        own_numbers(self)
         check_real("gamma", self.gamma, 0)
         check_real("delta", self.delta, 0, open_low=True)
 

@@ -78,10 +78,18 @@ class Topology:
         Raises
         ------
         ValueError
-            If an edge names a node that is not there, or joins a node to itself.
+            If an edge is no pair of integers, names a node that is not there, or joins a node to
+            itself.
         """
         check_count("n_nodes", n_nodes, 1)
-        pairs = np.array([tuple(edge) for edge in edges], dtype=np.intp).reshape(-1, 2)
+        given = [tuple(edge) for edge in edges]
+        odd = next((edge for edge in given if len(edge) != 2), None)
+        if odd is not None:
+            raise ValueError(f"edges must be pairs of nodes, got {odd}.")
+        pairs = np.array(given).reshape(-1, 2)
+        if given and pairs.dtype.kind not in "iu":
+            raise ValueError(f"edges must be pairs of integers, got {given[0]} of {pairs.dtype}.")
+        pairs = pairs.astype(np.intp)
         outside = (pairs < 0) | (pairs >= n_nodes)
         if outside.any():
             edge = tuple(map(int, pairs[outside.any(axis=1)][0]))
@@ -345,7 +353,8 @@ class CombinationMatrix:
 
     def __post_init__(self) -> None:
         """Check the weights and keep them in CSR form."""
-        weights = sparse.csr_array(self.matrix, dtype=np.float64)
+        weights = sparse.csr_array(self.matrix, dtype=np.float64, copy=True)
+        weights.sum_duplicates()
         n = self.topology.n_nodes
         if weights.shape != (n, n):
             raise ValueError(f"weights must have shape {(n, n)}, got {weights.shape}.")

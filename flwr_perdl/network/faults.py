@@ -52,12 +52,12 @@ class Faults:
     def __post_init__(self) -> None:
         """Check the parameters, and bring those that are equal to one form, so that texts are."""
         for name in ("drop", "sleep"):
-            object.__setattr__(self, name, float(check_real(name, getattr(self, name), 0.0, 1.0)))
+            object.__setattr__(self, name, check_real(name, getattr(self, name), 0.0, 1.0))
         for name in ("max_delay", "seed"):
-            object.__setattr__(self, name, int(check_count(name, getattr(self, name))))
+            object.__setattr__(self, name, check_count(name, getattr(self, name)))
         for name in ("dead", "corrupt"):
             rounds = {
-                int(check_count(f"{name}: node", node)): int(check_count(f"{name}: round", at, 1))
+                check_count(f"{name}: node", node): check_count(f"{name}: round", at, 1)
                 for node, at in getattr(self, name).items()
             }
             object.__setattr__(self, name, dict(sorted(rounds.items())))

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl._checks import Matrix, check_array, check_count
+from flwr_perdl._checks import Matrix, check_array, check_count, check_real
 from flwr_perdl._random import SERVER, spawn
 from flwr_perdl.regression.anchors import nearest_group
 from flwr_perdl.regression.answers import (
@@ -73,7 +73,10 @@ class Clients:
             raise ValueError(f"X and y must have one entry per client, got {len(X)} and {len(y)}.")
         d = np.shape(X[0])[-1]
         self.X = [check_array(f"X[{i}]", A, min_rows=1, columns=d) for i, A in enumerate(X)]
-        self.y = [check_array(f"y[{i}]", b, ndim=1) for i, b in enumerate(y)]
+        self.y = [
+            check_array(f"y[{i}]", b, ndim=1, columns=len(A))
+            for i, (A, b) in enumerate(zip(self.X, y, strict=True))
+        ]
         self.loss = loss
         self.n_samples = np.array([float(len(b)) for b in self.y])
         self._groups = self._stack() if isinstance(loss, SquaredLoss) else []
@@ -270,19 +273,29 @@ def simulate(
     seed : int, default 0
         The run's one seed.
     dropout : float, default 0
-        Probability that a client does not answer, per client and round.
+        Probability that a client does not answer, per client and round; in a round without any
+        answer nothing changes.
 
     Returns
     -------
     Run
+
+    Raises
+    ------
+    ValueError
+        If an argument is not as it must be.
     """
     check_count("n_rounds", n_rounds)
+    check_real("dropout", dropout, 0, 1)
+    if centers is not None:
+        centers = check_array("centers", centers, columns=clients.X[0].shape[1])
     state, history = settings.begin(centers), []
     for round_ in range(1, n_rounds + 1):
         rng = spawn(seed, SERVER, round_)
         present = rng.random(len(clients)) >= dropout if dropout else None
-        answers = clients.answer(settings.ask(state, rng), present)
-        state = settings.advance(state, answers, rng)
+        if present is None or present.any():
+            answers = clients.answer(settings.ask(state, rng), present)
+            state = settings.advance(state, answers, rng)
         if len(state.centers):
             history.append((round_, state.centers))
     return Run(state, history)

@@ -17,7 +17,7 @@ from itertools import combinations_with_replacement
 
 import numpy as np
 
-from flwr_perdl._checks import Matrix, check_array, check_count
+from flwr_perdl._checks import Matrix, check_array, check_count, own_numbers
 
 #: Takes inputs (n, p) to features (n, d), row by row.
 FeatureMap = Callable[[Matrix], Matrix]
@@ -45,6 +45,7 @@ class Polynomial:
 
     def __post_init__(self) -> None:
         """Check the degree."""
+        own_numbers(self)
         check_count("degree", self.degree, 1)
 
     def __call__(self, X: Matrix) -> Matrix:

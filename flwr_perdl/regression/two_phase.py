@@ -52,6 +52,7 @@ from flwr_perdl._checks import (
     check_choice,
     check_count,
     check_real,
+    own_numbers,
 )
 from flwr_perdl._robust import capped
 from flwr_perdl.regression.anchors import cluster_anchors, kmeans
@@ -236,6 +237,7 @@ class TwoPhase:
 
     def __post_init__(self) -> None:
         """Check the options."""
+        own_numbers(self)
         if self.n_clusters != "auto":
             check_count("n_clusters", self.n_clusters, 1)
         check_count("max_clusters", self.max_clusters, 1)

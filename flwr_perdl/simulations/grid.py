@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
-from logging import DEBUG
+from logging import DEBUG, WARNING
 from typing import Any
 
 import numpy as np
@@ -134,9 +134,12 @@ class InProcessGrid(Grid):
             identifier = f"message-{self._count}"
             _compat.stamp(message, RUN_ID, identifier)
             ids.append(identifier)
-            fault = self._fault(message)
             asks = message.metadata
             node = asks.dst_node_id
+            if node not in self.contexts:
+                log(WARNING, "There is no node %d: nobody answers.", node)
+                continue
+            fault = self._fault(message)
             if cohort and (fault or node in asked or not same_request(cohort[0], message)):
                 self._call_together(cohort)
                 cohort, asked = [], set()
@@ -204,8 +207,10 @@ class InProcessGrid(Grid):
             received = Message(_twin(message.content), 0, message.metadata.message_type)
             received.__dict__["_metadata"] = message.metadata
             reply = self.app(received, context)
+            if reply is None or reply.has_error():
+                return reply
             reply.content = _spoilt(_twin(reply.content), fault)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             context.state = kept
             code = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
             reason = f"{type(error).__name__}: {error}"

@@ -5,6 +5,8 @@ The adapters to Flower's two strategy interfaces only translate between their me
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 import uuid
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
@@ -45,6 +47,8 @@ from flwr_perdl.strategies._protocol import (
 
 EVALUATE = "evaluate"
 
+#: The largest integer that travels in Flower's records, signed or not.
+_LARGEST_SEED = 2**63 - 1
 #: Characters of a client's name in logs and reports.
 _LONGEST_NAME = 80
 
@@ -68,7 +72,7 @@ class ServerOptions(TypedDict, total=False):
     node_timeout : float, default 60.0
         Seconds to wait for them.
     seed : int, default 0
-        The run's one seed.
+        The run's one seed, below 2**63.
     checkpoint_dir : str, Path or None, default None
         Folder for a checkpoint after every round.
     resume : bool, default False
@@ -121,7 +125,7 @@ class Options(NamedTuple):
         unknown = set(given) - set(cls._fields)
         if unknown:
             raise TypeError(f"unknown option {sorted(unknown)[0]!r}; there are {cls._fields}.")
-        options = cls(**given)
+        options = cls(**{name: plain(value) for name, value in given.items()})
         check_real("fraction_train", options.fraction_train, 0, 1, open_low=True)
         check_real("fraction_evaluate", options.fraction_evaluate, 0, 1)
         check_count("evaluate_every", options.evaluate_every, 1)
@@ -129,7 +133,7 @@ class Options(NamedTuple):
         if options.num_clients is not None:
             check_count("num_clients", options.num_clients, 1)
         check_real("node_timeout", options.node_timeout, 0)
-        check_count("seed", options.seed)
+        check_count("seed", options.seed, 0, _LARGEST_SEED)
         check_count("max_reply_bytes", options.max_reply_bytes, 1)
         check_real("max_magnitude", options.max_magnitude, 0, open_low=True)
         if options.resume and options.checkpoint_dir is None:
@@ -152,6 +156,7 @@ class Roster(Generic[Node]):
 
     def __init__(self) -> None:
         self._partitions: dict[Node, int] = {}
+        self._doubles: set[tuple[Node, Node]] = set()
         self.names: dict[int, str] = {}
 
     def unknown(self, nodes: Iterable[Node]) -> list[Node]:
@@ -176,7 +181,20 @@ class Roster(Generic[Node]):
     def present(self, nodes: Collection[Node]) -> dict[int, Node]:
         """Return the present clients' nodes by partition, ascending; the last enrolled wins."""
         here = set(nodes)
-        latest = {part: node for node, part in self._partitions.items() if node in here}
+        latest: dict[int, Node] = {}
+        for node, partition in self._partitions.items():
+            if node not in here:
+                continue
+            other = latest.get(partition)
+            if other is not None and (other, node) not in self._doubles:
+                self._doubles.add((other, node))
+                log(
+                    WARNING,
+                    "Nodes %s and %s both say that they are %s: only %s, the later, is asked. Each "
+                    "needs a partition-id, or a name, of its own.",
+                    *(other, node, self.label(partition), node),
+                )
+            latest[partition] = node
         return dict(sorted(latest.items()))
 
     def label(self, partition: int) -> str:
@@ -212,13 +230,13 @@ def settle(
     wanted = options.num_clients or options.min_clients
     deadline = time.monotonic() + options.node_timeout
     seen, same = count(), 0
-    while time.monotonic() < deadline:
+    while time.monotonic() < deadline and not (fixed and seen < wanted):
         if seen >= wanted and (fixed or options.num_clients is not None or same >= 6):
             return seen
         time.sleep(poll)
         before, seen = seen, count()
         same = same + 1 if seen == before else 0
-    waited = f"{options.node_timeout:g} s"
+    waited = f"{0 if fixed else options.node_timeout:g} s"
     if seen < options.min_clients:
         raise TooFewReplies(
             f"{seen} client(s) registered within {waited}, fewer than the "
@@ -252,7 +270,7 @@ class Conversation:
         initial: list[Matrix],
     ) -> None:
         self.options = options
-        self.identity = dict(identity)
+        self.identity = said(identity, strict=options.checkpoint_dir is not None)
         self.history: list[RoundReport] = []
         self._journal: _store.Journal | None = None
         self._noted = 0  # reports that are in the journal
@@ -439,7 +457,7 @@ class Conversation:
         common: dict[str, Scalar] = {STEP: step, ROUND: round_, SEED: seed, RUN: self._run}
         self._asked, self._asked_at = arrays, time.monotonic()
         self._events.write("ask", round=round_, step=step, asked=len(arrays))
-        return Plan(arrays, {**config, **common})
+        return Plan(arrays, {**{key: plain(value) for key, value in config.items()}, **common})
 
     def _advance(self, move: Callable[[], Request]) -> None:
         """Move the protocol to its next request, or to its end."""
@@ -552,7 +570,7 @@ class Conversation:
             except (KeyError, TypeError, AttributeError) as error:
                 log(WARNING, "%s is no checkpoint (%r). The one before it is used.", path, error)
                 continue
-            if saved.meta["identity"] != self.identity:
+            if not _same(saved.meta["identity"], self.identity):
                 raise ValueError(
                     f"checkpoint_dir must hold a run with the same options, got one of "
                     f"{saved.meta['identity']}; this is {self.identity}."
@@ -574,6 +592,51 @@ class Conversation:
             log(WARNING, "%s The run goes on without the reports of its first rounds.", error)
             self._journal, self.history = None, []
         self._noted = len(self.history)
+
+
+def plain(value: Any) -> Any:
+    """Return a number of NumPy's as Python's own, and anything else as it is."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def said(identity: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
+    """Return a run's identity as its checkpoint says it, and as it is read again.
+
+    Tuples become lists, keys texts, arrays a digest, functions and classes their names.
+
+    Raises
+    ------
+    ValueError
+        If ``strict``, and something cannot be said.
+    """
+
+    def word(value: Any) -> Any:
+        if isinstance(value, np.generic):
+            return value.item()
+        if isinstance(value, np.ndarray):
+            digest = hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()[:16]
+            return f"{value.dtype} {value.shape} {digest}"
+        if hasattr(value, "__qualname__"):
+            return f"{value.__module__}.{value.__qualname__}"
+        if strict:
+            raise TypeError(f"{value!r}")
+        return repr(value)
+
+    try:
+        found: dict[str, Any] = json.loads(json.dumps(identity, default=word))
+    except (TypeError, ValueError) as error:
+        if not strict:
+            return {"settings": repr(identity)}
+        raise ValueError(
+            "settings must be numbers, texts, arrays, functions, or lists and mappings of them, "
+            f"for a checkpoint to say which run it is of, got one that is not: {error}."
+        ) from None
+    return found
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two identities say the same; NaN is the same as NaN here."""
+    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 
 def weighted_means(replies: Mapping[int, Reply]) -> dict[str, float]:

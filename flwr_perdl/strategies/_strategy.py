@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from logging import INFO, WARNING
 from typing import Any, Unpack
 
+import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.common import log
 from flwr.serverapp import Grid
@@ -69,6 +70,7 @@ class ProtocolStrategy(Strategy):
         self._conversation: Conversation | None = None
         self._roster: Roster[int] = Roster()
         self._sent: list[tuple[int, Message]] | None = None
+        self._returned: ArrayRecord | None = None
         self._timeout = 3600.0
 
     @abstractmethod
@@ -105,7 +107,7 @@ class ProtocolStrategy(Strategy):
             "seed": self._options.seed,
             "fraction_train": self._options.fraction_train,
         }
-        self._roster = Roster()
+        self._roster, self._returned = Roster(), None
         self._conversation = Conversation(self.protocol, self._options, identity, initial)
         return self._conversation
 
@@ -132,6 +134,8 @@ class ProtocolStrategy(Strategy):
         resumed run does not ask for its finished rounds again.
         """
         initial = ArrayRecord() if initial_arrays is None else initial_arrays
+        if not isinstance(initial, ArrayRecord):
+            raise TypeError(f"initial_arrays must be an ArrayRecord, got {type(initial).__name__}.")
         self._timeout = timeout
         conversation = self.open(to_arrays(initial))
         conversation.begin(num_rounds)
@@ -160,6 +164,7 @@ class ProtocolStrategy(Strategy):
         """Ask this round's question of the sampled clients."""
         conversation = self._conversation or self.open(to_arrays(arrays))
         self._sent = None
+        self._check_returned(arrays)
         if server_round <= conversation.done:
             return []
         nodes = self._present(grid)
@@ -180,7 +185,8 @@ class ProtocolStrategy(Strategy):
             report = conversation.past(server_round, evaluation=False)
         if report is None:
             return None, None
-        return to_record(conversation.model), MetricRecord(dict(report.aggregate))
+        self._returned = to_record(conversation.model)
+        return self._returned, MetricRecord(dict(report.aggregate))
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -190,6 +196,7 @@ class ProtocolStrategy(Strategy):
         self._sent = None
         if not conversation.evaluates(server_round):
             return []
+        self._check_returned(arrays)
         nodes = self._present(grid)
         plan = conversation.plan_evaluation(server_round, list(nodes), _scalars(config))
         return self._ask(plan, nodes, MessageType.EVALUATE, config)
@@ -207,6 +214,21 @@ class ProtocolStrategy(Strategy):
         else:
             report = conversation.past(server_round, evaluation=True)
         return None if report is None else MetricRecord(dict(report.aggregate))
+
+    def _check_returned(self, arrays: ArrayRecord) -> None:
+        """Refuse a model that is not the one that the last aggregation returned.
+
+        A protocol goes on from its own state: what a wrapper changes, as Flower's strategies for
+        central differential privacy do when they add noise, would never reach a client.
+        """
+        known = self._returned
+        if known is None or known is arrays or _equal(to_arrays(known), to_arrays(arrays)):
+            return
+        raise ValueError(
+            "arrays must be those that aggregate_train returned, got others: strategies that "
+            "change the model between rounds, as Flower's DifferentialPrivacy wrappers do, cannot "
+            "wrap this one (clients can add noise themselves, see LocalPrivacy)."
+        )
 
     # Messages ------------------------------------------------------------------------------
 
@@ -227,9 +249,10 @@ class ProtocolStrategy(Strategy):
                 (node, Message(RecordDict({CONFIG: ConfigRecord()}), node, MessageType.QUERY))
                 for node in new
             ]
+            patience = max(self._timeout, self._options.node_timeout)  # workers may yet be starting
             answers = _answers(
                 questions,
-                grid.send_and_receive([message for _, message in questions], timeout=self._timeout),
+                grid.send_and_receive([message for _, message in questions], timeout=patience),
             )
             for node in new:
                 try:
@@ -336,6 +359,10 @@ def _properties(answer: Message | None) -> Mapping[str, Any]:
     return record
 
 
+def _equal(some: list[Matrix], others: list[Matrix]) -> bool:
+    return len(some) == len(others) and all(map(np.array_equal, some, others))
+
+
 def _scalars(config: ConfigRecord) -> dict[str, Scalar]:
     return {key: value for key, value in config.items() if not isinstance(value, list)}
 
@@ -343,9 +370,14 @@ def _scalars(config: ConfigRecord) -> dict[str, Scalar]:
 def _remembering(
     evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None], conversation: Conversation
 ) -> Callable[[int, ArrayRecord], MetricRecord | None]:
-    """Return ``evaluate_fn`` that answers for rounds before the resumed one from memory."""
+    """Return ``evaluate_fn`` that answers for rounds before the resumed one from memory.
+
+    Where there is no model yet, it is not called.
+    """
 
     def evaluate(round_: int, arrays: ArrayRecord) -> MetricRecord | None:
+        if not len(arrays):
+            return None
         if round_ in conversation.server_metrics:
             return MetricRecord(conversation.server_metrics[round_])
         record = evaluate_fn(round_, arrays)

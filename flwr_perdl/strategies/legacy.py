@@ -24,9 +24,12 @@ from flwr.server.strategy import Strategy
 
 from flwr_perdl._checks import Matrix
 from flwr_perdl._records import Reply, Scalar, brief, check_reply
-from flwr_perdl.strategies._conversation import Conversation, Plan, Roster, settle
+from flwr_perdl.strategies._conversation import Conversation, Plan, Roster, plain, settle
 from flwr_perdl.strategies._protocol import FAILED, REFUSED, Lost
 from flwr_perdl.strategies._strategy import ProtocolStrategy
+
+#: How the server's own loss is called among the metrics that a checkpoint keeps.
+_LOSS = "loss"
 
 EvaluateFn = Callable[[int, list[Matrix]], tuple[float, dict[str, Scalar]] | None]
 
@@ -49,7 +52,9 @@ def as_legacy(
     initial : sequence of ndarray
         Initial arrays, possibly none.
     evaluate_fn : callable, optional
-        ``(round, model arrays) -> (loss, metrics) or None``: evaluation at the server.
+        ``(round, model arrays) -> (loss, metrics) or None``: evaluation at the server, after every
+        round, and of initial arrays where there are any. What it said of rounds before a resumed
+        one is remembered.
     evaluate_config : mapping, optional
         Config of the clients' evaluations.
     """
@@ -141,9 +146,16 @@ class LegacyStrategy(Strategy):
         self, server_round: int, parameters: Parameters
     ) -> tuple[float, dict[str, Scalar]] | None:
         """Evaluate the model at the server."""
-        if self._evaluate_fn is None:
+        if self._evaluate_fn is None or not parameters.tensors:
             return None
-        return self._evaluate_fn(server_round, parameters_to_ndarrays(parameters))
+        known = self.conversation.server_metrics.get(server_round)
+        if known is not None:
+            return known[_LOSS], {k: v for k, v in known.items() if k != _LOSS}
+        found = self._evaluate_fn(server_round, parameters_to_ndarrays(parameters))
+        if found is not None:
+            said = {k: plain(v) for k, v in found[1].items() if not isinstance(v, bytes)}
+            self.conversation.measured(server_round, {**said, _LOSS: float(found[0])})
+        return found
 
     def _present(self, client_manager: ClientManager) -> dict[int, ClientProxy]:
         """Return the present clients by partition; new ones are asked who they are."""

@@ -68,6 +68,9 @@ def test_a_strategy_also_runs_through_flowers_privacy_wrapper(federation: MakeFe
     result = private.start(InProcessGrid(app, 3), ArrayRecord([start]), num_rounds=2)
     atoms = result.arrays.to_numpy_ndarrays()[0]
     np.testing.assert_allclose(np.abs(np.sum(atoms * start, axis=1)), 1, atol=1e-6)
+    private.noise_multiplier = 1.0  # which would not reach the clients
+    with pytest.raises(ValueError, match="arrays must be those that aggregate_train returned"):
+        private.start(InProcessGrid(app, 3), ArrayRecord([start]), num_rounds=2)
 
 
 def test_metrics_must_be_numbers(federation: MakeFederation) -> None:

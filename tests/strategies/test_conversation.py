@@ -218,7 +218,7 @@ def test_a_checkpoint_of_other_options_is_refused(tmp_path: Path) -> None:
     [
         ({"fraction_train": 0.0}, r"fraction_train must be in \(0, 1\], got 0"),
         ({"min_clients": 0}, "min_clients must be at least 1, got 0"),
-        ({"seed": -1}, "seed must be at least 0, got -1"),
+        ({"seed": -1}, "seed must be between 0 and 9223372036854775807, got -1"),
         ({"resume": True}, "resume must come with a checkpoint_dir"),
     ],
 )

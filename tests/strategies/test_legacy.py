@@ -79,8 +79,26 @@ def test_the_server_may_evaluate(federation: MakeFederation) -> None:
 
     strategy = as_legacy(PerMA(3, num_clients=5), evaluate_fn=evaluate)
     _, history = serve(federation(), strategy, 2)
-    assert history.losses_centralized == [(0, 0.0), (1, 1.0), (2, 2.0)]
-    assert history.metrics_centralized["arrays"] == [(0, 0), (1, 1), (2, 1)]
+    assert history.losses_centralized == [(1, 1.0), (2, 2.0)]
+    assert history.metrics_centralized["arrays"] == [(1, 1), (2, 1)]
+
+
+def test_a_resumed_run_remembers_what_the_server_measured(
+    federation: MakeFederation, tmp_path: Path
+) -> None:
+    def evaluate(round_: int, arrays: list[Any]) -> tuple[float, dict[str, Any]]:
+        return float(np.abs(arrays[0]).sum()), {"size": np.float32(arrays[0][0, 0])}
+
+    def run(rounds: int, **options: Any) -> Any:
+        strategy = PerMA(3, num_clients=5, **options)
+        return serve(planted, as_legacy(strategy, evaluate_fn=evaluate), rounds)[1]
+
+    planted = federation()
+    whole = run(3)
+    run(2, checkpoint_dir=tmp_path)
+    again = run(3, checkpoint_dir=tmp_path, resume=True)
+    assert again.losses_centralized == whole.losses_centralized
+    assert again.metrics_centralized == whole.metrics_centralized
 
 
 class Liar(LocalProxy):
