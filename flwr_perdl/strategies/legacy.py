@@ -151,6 +151,8 @@ class LegacyStrategy(Strategy):
         known = self.conversation.server_metrics.get(server_round)
         if known is not None:
             return known[_LOSS], {k: v for k, v in known.items() if k != _LOSS}
+        if server_round < self.conversation.done:  # the model at hand is a later one
+            return None
         found = self._evaluate_fn(server_round, parameters_to_ndarrays(parameters))
         if found is not None:
             said = {k: plain(v) for k, v in found[1].items() if not isinstance(v, bytes)}
