@@ -32,7 +32,7 @@ from flwr_perdl._robust import DEEDS, average_of, far, geometric_median, reach, 
 from flwr_perdl.dictionary.atoms import (
     least_squares_atoms,
     normalize_atoms,
-    polar_factor,
+    polar_factor_beside,
     polar_factors,
 )
 from flwr_perdl.dictionary.learners import atom_support
@@ -93,6 +93,7 @@ def aggregate_atoms(
     check_choice("method", method, METHODS)
     current = check_array("current", current)
     stack = check_array("stack", stack, ndim=3, columns=current.shape[1])
+    check_count("rows of stack", stack.shape[1], len(current), len(current))
     if method != "weighted":
         weights = np.ones(len(stack))
     elif weights is None:
@@ -107,18 +108,18 @@ def aggregate_atoms(
         if mine.any():
             average[j] = average_of(stack[mine, j], method, weights[mine])
             odd[mine] += far(stack[mine, j], average[j])
-    atoms = _finish(average, current, sent.any(axis=0), orthogonal)
+    atoms = finish_atoms(average, current, sent.any(axis=0), orthogonal=orthogonal)
     odd /= np.maximum(sent.sum(axis=1), 1)
     return Aggregation(atoms, sent.any(axis=1), {DEEDS[method]: odd})
 
 
-def _finish(S: Matrix, current: Matrix, seen: NDArray[np.bool_], orthogonal: bool) -> Matrix:
+def finish_atoms(
+    S: Matrix, current: Matrix, seen: NDArray[np.bool_], *, orthogonal: bool
+) -> Matrix:
     """Make unit (or orthonormal) atoms of ``S``; those not ``seen`` stay exactly as they are."""
     atoms = current.copy()
     if orthogonal:
-        fixed = current[~seen]
-        S = S[seen] - (S[seen] @ fixed.T) @ fixed
-        atoms[seen] = polar_factor(S, current[seen])
+        atoms[seen] = polar_factor_beside(S[seen], current[~seen], current[seen])
     else:
         atoms[seen] = normalize_atoms(S[seen], current[seen])
     return atoms
@@ -191,10 +192,16 @@ def aggregate_statistics(stack: Matrix, current: Matrix, *, orthogonal: bool) ->
         statistics give lie more than ``FAR`` median distances from the geometric median of all
         clients', or if what it says of its codes is no second moment; one whose statistics are
         larger than ``CAP`` times the median is scaled down to that.
+
+    Raises
+    ------
+    ValueError
+        If shapes do not fit.
     """
     current = check_array("current", current)
     r, d = current.shape
     stack = check_array("stack", stack, ndim=3, columns=d if orthogonal else r + d)
+    check_count("rows of stack", stack.shape[1], r, r)
     sent = np.any(stack != 0, axis=2)
     present = sent.any(axis=1)
     possible = present if orthogonal else present & _moments(stack[:, :, :r])
@@ -242,7 +249,7 @@ def _solve_each(
 def _solve(S: Matrix, current: Matrix, orthogonal: bool) -> Matrix:
     """Return the atoms that (a sum of) statistics give; rows without any stay as they are."""
     if orthogonal:
-        return _finish(S, current, np.any(S != 0, axis=1), True)
+        return finish_atoms(S, current, np.any(S != 0, axis=1), orthogonal=True)
     r = len(current)
     return least_squares_atoms(S[:, :r], S[:, r:], current)
 

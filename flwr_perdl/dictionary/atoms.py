@@ -86,10 +86,13 @@ def normalize_atoms(D: Matrix, fallback: Matrix | None = None) -> Matrix:
     Raises
     ------
     ValueError
-        If a row is zero and there is no ``fallback``.
+        If a row is zero and there is no ``fallback``, or if its shape is another.
     """
     xp = namespace(D) if fallback is None else namespace(D, fallback)
     D = check_array("D", D, xp=xp)
+    if fallback is not None and fallback.shape != D.shape:
+        shapes = tuple(D.shape), tuple(fallback.shape)
+        raise ValueError(f"fallback must have D's shape {shapes[0]}, got {shapes[1]}.")
     D, norms = _measured(D)
     zero = norms == 0
     if not xp.any(zero):
@@ -160,18 +163,19 @@ def principal_directions(X: Matrix, n_components: int) -> Matrix:
     if 0 < n_components < n < d:
         S = X.astype(np.float64, copy=False)
         w, U = eigh(S @ S.T, subset_by_index=(n - n_components, n - 1))
-        if w[0] > _SAFE_GRAM * w[-1]:
+        if w[0] > _safe_gram(X) * w[-1]:
             return _orthonormal((U / np.sqrt(w)).T[::-1] @ S).astype(X.dtype)
     _, s, Vt = thin_svd(X)
-    rank = int((s > s[0] * max(X.shape) * np.finfo(X.dtype).eps).sum())
+    rank = int((s > s[0] * _rounding(X)).sum())
     return Vt[: min(rank, n_components)].copy()
 
 
 def polar_factor(S: Matrix, fallback: Matrix) -> Matrix:
     """Return the matrix with orthonormal rows that is nearest to ``S``.
 
-    With ``S = U diag(s) V'`` this is ``U V'``. Directions in which ``S`` is zero are filled in
-    as near as possible to ``fallback``; if ``S`` is zero altogether, that is ``fallback``.
+    With ``S = U diag(s) V'`` this is ``U V'``. Directions in which ``S`` is zero, but for the
+    rounding of its dtype, are filled in as near as possible to ``fallback``; if ``S`` is zero
+    altogether, that is ``fallback``.
 
     Parameters
     ----------
@@ -211,24 +215,62 @@ def polar_factor(S: Matrix, fallback: Matrix) -> Matrix:
     if largest == 0:
         return cast(copied(fallback), S.dtype)
     M = cast(S / largest, xp.float64)
-    Q = _gram_polar(M) if xp.min(peaks) > 0 else None
+    Q = _gram_polar(M, _safe_gram(S)) if xp.min(peaks) > 0 else None
     if Q is None:
-        Q = like(_polar_completed(on_host(M), on_host(fallback)), M)
+        Q = like(_polar_completed(on_host(M), on_host(fallback), _safe_gram(S), _rounding(S)), M)
     return cast(_orthonormal(Q), S.dtype)
 
 
-def _polar_completed(M: Matrix, fallback: Matrix) -> Matrix:
+def polar_factor_beside(S: Matrix, fixed: Matrix, fallback: Matrix) -> Matrix:
+    """Return :func:`polar_factor` of what ``fixed`` leaves of ``S``: orthogonal to ``fixed``.
+
+    Parameters
+    ----------
+    S : ndarray of shape (n_atoms, n_features)
+        Any matrix.
+    fixed : ndarray of shape (n_fixed, n_features)
+        Orthonormal rows, with ``n_fixed + n_atoms <= n_features``.
+    fallback : ndarray of shape (n_atoms, n_features)
+        Orthonormal rows, orthogonal to those of ``fixed``.
+
+    Returns
+    -------
+    ndarray of shape (n_atoms, n_features)
+        Orthonormal rows. Directions of which ``fixed`` leaves no more than the rounding of ``S``
+        are filled in as near as possible to ``fallback``.
+    """
+    if 0 in (len(S), len(fixed)):
+        return polar_factor(S, fallback)
+    X, F = cast(S, np.float64), cast(fixed, np.float64)
+    if S.dtype != X.dtype:
+        F = _orthonormal(F)
+    rest = X - (X @ F.T) @ F
+    largest = np.abs(X).max() or 1
+    M, norm = rest / largest, float(np.linalg.norm(X / largest))
+    if not M.any() or np.linalg.eigvalsh(M @ M.T)[0] > _safe_gram(S) * norm**2:
+        return polar_factor(rest, fallback.astype(np.float64)).astype(S.dtype)
+    return _orthonormal(_polar_by_levels(M, F, fallback, norm * _rounding(S))).astype(S.dtype)
+
+
+def _rounding(S: Matrix) -> float:
+    """Return which share of a matrix' norm is nothing but rounding, as in `numpy.linalg`."""
+    return float(max(S.shape[-2:]) * namespace(S).finfo(S.dtype).eps)
+
+
+def _safe_gram(S: Matrix) -> float:
+    """Return the least ratio of the Gram matrix' eigenvalues at which it stands in for an SVD."""
+    return max(_SAFE_GRAM, float(S.shape[-2] * _rounding(S) ** 2))
+
+
+def _polar_completed(M: Matrix, fallback: Matrix, safe: float, rounding: float) -> Matrix:
     """Nearly the polar factor of what has a zero row, or is badly conditioned."""
     used = M.any(axis=1)
-    V = None if used.all() else _gram_polar(M[used])
+    V = None if used.all() else _gram_polar(M[used], safe)
     if V is not None:
         Q = np.empty_like(M)
         Q[used], Q[~used] = V, _polar_in_complement(fallback[~used].astype(np.float64), V)
         return Q
-    Q, V, rest = _polar_by_levels(M)
-    if rest.shape[1]:
-        Q += rest @ _polar_in_complement(rest.T @ fallback.astype(np.float64), V)
-    return Q
+    return _polar_by_levels(M, M[:0], fallback, float(np.linalg.norm(M)) * rounding)
 
 
 def polar_factors(S: Matrix, fallback: Matrix) -> Matrix:
@@ -264,7 +306,7 @@ def _polar_window(S: Matrix, fallback: Matrix) -> Matrix:
     xp = namespace(S, fallback)
     largest = xp.max(xp.abs(S), axis=(1, 2), keepdims=True)
     M = cast(S / xp.where(largest == 0, 1, largest), xp.float64)
-    roots, safe = _inverse_roots(M @ transposed(M))
+    roots, safe = _inverse_roots(M @ transposed(M), _safe_gram(S))
     factors = cast(_orthonormal(roots @ M), S.dtype)
     if not xp.all(safe):
         for i in where_true(~safe).tolist():
@@ -278,50 +320,59 @@ def _orthonormal(Q: Matrix) -> Matrix:
     return nearest
 
 
-def _gram_polar(M: Matrix) -> Matrix | None:
+def _gram_polar(M: Matrix, least: float = _SAFE_GRAM) -> Matrix | None:
     """Nearly the polar factor of ``M`` by its Gram matrix, None if that is too badly conditioned.
 
     What is left is a step of :func:`_orthonormal`.
     """
-    roots, safe = _inverse_roots((M @ M.T)[None, ...])
+    roots, safe = _inverse_roots((M @ M.T)[None, ...], least)
     return roots[0, ...] @ M if safe[0] else None
 
 
-def _inverse_roots(grams: Matrix) -> tuple[Matrix, NDArray[np.bool_]]:
+def _inverse_roots(grams: Matrix, least: float) -> tuple[Matrix, NDArray[np.bool_]]:
     """Return the inverse square roots of Gram matrices, to eight digits, and which have one.
 
     Newton-Schulz steps take products alone, and half the time of eigenvalues, which serve matrices
-    too small for that, and those that the steps do not bring to the identity.
+    too small for that, those that are too badly conditioned by their diagonals, and those that the
+    steps do not bring to the identity; each matrix for itself, whatever is beside it.
     """
     n = grams.shape[1]
     if n <= _SMALL:
-        return _inverse_roots_by_eigenvalues(grams)
+        return _inverse_roots_by_eigenvalues(grams, least)
     xp = namespace(grams)
     flat = reshaped(grams, (grams.shape[0], n * n))
     scale = row_norms(flat)[:, None, None]
     scale = xp.where(scale == 0, 1, scale)
-    left, roots = grams / scale, 1 / xp.sqrt(scale)
-    least = xp.min(reshaped(left, flat.shape)[:, :: n + 1], axis=1)
-    if not xp.any(least > _PLAIN_GRAM):
-        if not xp.any(least):  # rows of zeros everywhere
-            return grams, least > 0
-        return _inverse_roots_by_eigenvalues(grams)
+    left = grams / scale
+    lowest = xp.min(reshaped(left, flat.shape)[:, :: n + 1], axis=1)
+    safe: NDArray[np.bool_] = lowest > _PLAIN_GRAM
+    if xp.all(safe):
+        roots, safe = _inverse_roots_by_products(left, scale)
+    else:
+        roots, plain = xp.zeros_like(grams), copied(safe)
+        if xp.any(plain):
+            roots[plain], safe[plain] = _inverse_roots_by_products(left[plain], scale[plain])
+    if not xp.all(safe):
+        weak = ~safe & (lowest > 0)  # the others have a row of zeros
+        roots[weak], safe[weak] = _inverse_roots_by_eigenvalues(grams[weak], least)
+    return roots, safe
+
+
+def _inverse_roots_by_products(left: Matrix, scale: Matrix) -> tuple[Matrix, NDArray[np.bool_]]:
+    xp = namespace(left)
+    roots = 1 / xp.sqrt(scale)
     for stretch in _STRETCHES:  # q = 1.5 a I - 0.5 a^3 A, then A^(-1/2) <- A^(-1/2) q, A <- q A q
         q = add_to_diagonals((-0.5 * stretch**3) * left, 1.5 * stretch)
         roots = roots @ q if roots.shape == q.shape else roots * q
         left = q @ left @ q
-    safe = xp.max(xp.abs(add_to_diagonals(left, -1)), axis=(1, 2)) < 1e-7
-    if not xp.all(safe):
-        unsafe = ~safe
-        roots[unsafe], safe[unsafe] = _inverse_roots_by_eigenvalues(grams[unsafe])
-    return roots, safe
+    return roots, xp.max(xp.abs(add_to_diagonals(left, -1)), axis=(1, 2)) < 1e-7
 
 
-def _inverse_roots_by_eigenvalues(grams: Matrix) -> tuple[Matrix, NDArray[np.bool_]]:
+def _inverse_roots_by_eigenvalues(grams: Matrix, least: float) -> tuple[Matrix, NDArray[np.bool_]]:
     xp = namespace(grams)
     w, U = xp.linalg.eigh(grams)
     low, high = w[:, 0], w[:, -1]
-    safe: NDArray[np.bool_] = (low > _SAFE_GRAM * high) & (low > _SAFE_GRAM)
+    safe: NDArray[np.bool_] = (low > least * high) & (low > least)
     w = xp.where(safe[:, None], w, 1)
     return (U / xp.sqrt(w)[:, None, :]) @ transposed(U), safe
 
@@ -343,27 +394,26 @@ def _stretches(least: float) -> tuple[float, ...]:
 _STRETCHES = _stretches(_PLAIN_GRAM)
 
 
-def _polar_by_levels(M: Matrix) -> tuple[Matrix, Matrix, Matrix]:
-    """Polar factor of a badly conditioned matrix, its row space, and the left null space.
+def _polar_by_levels(M: Matrix, V: Matrix, fallback: Matrix, least: float) -> Matrix:
+    """Nearly the polar factor of a badly conditioned matrix, orthogonal to the rows of ``V``.
 
     The eigenvalues of a Gram matrix are good for some orders of magnitude of the singular values:
     three are taken, to ten digits.
     What lies below is taken out, ``rest' M``, and has a Gram matrix of its own, until nothing
-    but rounding is left.
+    but rounding is left, singular values up to ``least``: in its place comes ``fallback``.
     """
-    Q, V, rest, rows = np.zeros_like(M), np.empty((0, M.shape[1])), np.eye(len(M)), M
-    least = np.linalg.norm(M) * max(M.shape) * np.finfo(M.dtype).eps
+    Q, rest, rows = np.zeros_like(M), np.eye(len(M)), M
     while rest.shape[1]:
+        rows = rows - (rows @ V.T) @ V
         w, U = np.linalg.eigh(rows @ rows.T)
         if w[-1] <= least**2:
-            break
-        known, directions = w > 1e-6 * w[-1], rest @ U
+            return Q + rest @ _polar_in_complement(rest.T @ fallback.astype(np.float64), V)
+        known, directions = w > max(1e-6 * w[-1], least**2), rest @ U
         found = (U[:, known] / np.sqrt(w[known])).T @ rows
         Q += directions[:, known] @ found
         V, rest = np.vstack([V, found]), directions[:, ~known]
         rows = rest.T @ M
-        rows -= (rows @ V.T) @ V
-    return Q, V, rest
+    return Q
 
 
 def _polar_in_complement(M: Matrix, V: Matrix) -> Matrix:

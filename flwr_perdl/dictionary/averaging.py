@@ -28,8 +28,8 @@ from typing import NamedTuple
 import numpy as np
 
 from flwr_perdl._checks import Matrix, check_array, check_count
-from flwr_perdl.dictionary.aggregation import aggregate_atoms
-from flwr_perdl.dictionary.atoms import normalize_atoms, polar_factor, principal_directions
+from flwr_perdl.dictionary.aggregation import aggregate_atoms, finish_atoms
+from flwr_perdl.dictionary.atoms import normalize_atoms, principal_directions
 from flwr_perdl.dictionary.learners import Learner, atom_support
 
 #: Directions shorter than this after projection lie in the span of the other atoms.
@@ -75,7 +75,7 @@ def update_dictionary(
     for _ in range(check_count("n_steps", n_steps)):
         D = learner.step(X, D)
     C = learner.code(X, D)
-    least = max(min_support, 1) * (1 - 1e-9)
+    least = max(min_support, 1)
     used = atom_support(C) >= least
     sent = np.zeros((len(D) + 1, D.shape[1]), D.dtype)
     sent[:-1] = np.where(used[:, None], D, 0)
@@ -138,7 +138,9 @@ def average_dictionaries(
             return atoms
     fresh = principal_directions(spare, min(len(unused), spare.shape[1]))
     atoms[unused[: len(fresh)]] = fresh
-    return polar_factor(atoms, current) if orthogonal else normalize_atoms(atoms)
+    moved = np.full(len(atoms), True)
+    moved[unused[len(fresh) :]] = False
+    return finish_atoms(atoms, current, moved, orthogonal=orthogonal)
 
 
 def common_start(

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import nnls
 
 from flwr_perdl._arrays import (
     beside,
@@ -38,6 +39,8 @@ from flwr_perdl._checks import Matrix, check_array, check_count, check_real
 _WORKSPACE = 2**24
 #: Exchanges of many variables in a row that :func:`nonnegative_least_squares` allows without gain.
 _PATIENCE = 3
+#: Exchanges in all that it makes; where the atoms are not nearly dependent a dozen will do.
+_EXCHANGES = 200
 
 
 class Lasso(NamedTuple):
@@ -60,7 +63,8 @@ class Focuss(NamedTuple):
     codes: Matrix
     #: Iterations of the sample that took longest.
     n_iter: int
-    #: The largest last change of a code, relative to the sample's largest code.
+    #: The largest last change of a code, relative to the sample's largest code; infinite where
+    #: there was no iteration.
     change: float
     #: Whether ``change`` is within the tolerance.
     converged: bool
@@ -72,7 +76,8 @@ def hard_threshold(A: Matrix, threshold: float) -> Matrix:
 
 
 def soft_threshold(A: Matrix, threshold: float) -> Matrix:
-    """Move every entry towards zero by ``threshold``, and no further than zero."""
+    """Move every entry towards zero by ``threshold``, not negative, and no further than zero."""
+    check_real("threshold", threshold, 0)
     shrunk: Matrix = A - namespace(A).clip(A, -threshold, threshold)
     return shrunk
 
@@ -189,6 +194,8 @@ def lasso(X: Matrix, D: Matrix, alpha: float, *, tol: float = 1e-8, max_iter: in
     X = check_array("X", X, xp=xp)
     D = check_array("D", D, columns=X.shape[1], xp=xp)
     alpha = check_real("alpha", alpha, 0, open_low=True)
+    tol = check_real("tol", tol, 0)
+    check_count("max_iter", max_iter)
     gram = D @ D.T
     rest = D @ X.T  # (n_atoms, n_samples): products of the atoms with what is left of the samples
     C = xp.zeros_like(rest)
@@ -234,9 +241,9 @@ def focuss(
 
     Regularised FOCUSS (Gorodnitsky and Rao 1997; Rao, Engan, Cotter, Palmer and Kreutz-Delgado
     2003): every iteration is a ridge regression, its penalty on a code divided by
-    ``|c|^(2 - power)`` of the iteration before, and lowers the objective. It starts from plain
-    ridge regression. With ``power=1`` the objective is the lasso's, and so is the result; below 1
-    there are many local minima, one of which it finds.
+    ``|c|^(2 - power)`` of the iteration before, and lowers the objective. It starts as if all codes
+    of a sample were as large as its largest product with an atom. With ``power=1`` the objective is
+    the lasso's, and so is the result; below 1 there are many local minima, one of which it finds.
 
     Parameters
     ----------
@@ -245,7 +252,8 @@ def focuss(
     D : ndarray of shape (n_atoms, n_features)
         Atoms.
     alpha : float
-        Weight of the penalty, positive.
+        Weight of the penalty, positive, in units of ``X^(2 - power)``: for samples ``s`` times as
+        large, ``s^(2 - power)`` times this gives the same codes, ``s`` times as large.
     power : float, default 0.5
         Within (0, 1]; the smaller, the sparser and the less shrunk are the codes.
     tol : float, default 1e-6
@@ -264,6 +272,7 @@ def focuss(
     alpha = check_real("alpha", alpha, 0, open_low=True)
     power = check_real("power", power, 0, 1, open_low=True)
     tol = max(check_real("tol", tol, 0), 10 * float(np.finfo(X.dtype).eps))
+    check_count("max_iter", max_iter)
     C = np.zeros((len(X), len(D)), dtype=np.result_type(X, D))
     n_iter, change = 0, 0.0
     if len(X) and len(D):
@@ -278,8 +287,9 @@ def _reweighted(
     X: Matrix, D: Matrix, alpha: float, power: float, tol: float, max_iter: int
 ) -> tuple[Matrix, int, float]:
     """Codes, iterations, and the largest last change of :func:`focuss`."""
-    C = _ridge(X, D, np.ones((len(X), len(D)), dtype=X.dtype), alpha)
-    todo, n_iter, changes = np.arange(len(X)), 0, np.zeros(len(X))
+    peaks = np.abs(X @ D.T).max(axis=1, keepdims=True) / (np.square(D).sum(axis=1).max() or 1)
+    C = _ridge(X, D, np.repeat(peaks ** (2 - power), len(D), axis=1), alpha)
+    todo, n_iter, changes = np.arange(len(X)), 0, np.full(len(X), np.inf)
     while len(todo) and n_iter < max_iter:
         old = C[todo]
         new = _ridge(X[todo], D, np.abs(old) ** (2 - power), alpha)
@@ -309,7 +319,8 @@ def nonnegative_least_squares(X: Matrix, D: Matrix) -> Matrix:
 
     Block principal pivoting (Kim and Park 2011): guess which codes are positive, solve for them,
     move every code that turns out on the wrong side, all samples with the same guess at once.
-    The result is exact up to rounding.
+    The result is exact up to rounding. Of atoms that are too nearly dependent for that, SciPy's
+    ``nnls`` finds the codes, sample by sample.
 
     Parameters
     ----------
@@ -353,11 +364,26 @@ def nonnegative_from_gram(products: Matrix, gram: Matrix) -> Matrix:
     C = np.zeros_like(products)
     if not n or not r:
         return C
+    try:
+        todo = _exchange(C, products, gram)
+    except np.linalg.LinAlgError:
+        todo = np.arange(n)
+    if len(todo):  # |c L - b|^2 with L L' = gram and b L' = products, but for what is rounding
+        w, U = np.linalg.eigh(gram.astype(np.float64))
+        known = w > r * np.finfo(gram.dtype).eps * w[-1]
+        L, b = np.sqrt(w[known]) * U[:, known], products[todo] @ (U[:, known] / np.sqrt(w[known]))
+        C[todo] = [nnls(L.T, one)[0] for one in b]
+    return np.maximum(C, 0)
+
+
+def _exchange(C: Matrix, products: Matrix, gram: Matrix) -> NDArray[np.intp]:
+    """Write codes to ``C``, and return which samples' are not found after many exchanges."""
+    n, r = products.shape
     slack = 100 * np.finfo(products.dtype).eps * np.abs(products).max(axis=1, keepdims=True)
     positive = products > 0
     fewest, patience = np.full(n, r + 1), np.full(n, _PATIENCE)
     todo = np.arange(n)
-    while len(todo):
+    for _ in range(_EXCHANGES):
         for own, rows in _alike(positive[todo]):
             at = todo[rows]
             C[at] = 0
@@ -366,6 +392,8 @@ def nonnegative_from_gram(products: Matrix, gram: Matrix) -> Matrix:
         wrong = np.where(positive[todo], C[todo], slope) < -slack[todo]
         count = wrong.sum(axis=1)
         todo, wrong, count = todo[count > 0], wrong[count > 0], count[count > 0]
+        if not len(todo):
+            break
         gained = count < fewest[todo]
         fewest[todo] = np.minimum(count, fewest[todo])
         patience[todo] = np.where(gained, _PATIENCE, patience[todo] - 1)
@@ -373,7 +401,7 @@ def nonnegative_from_gram(products: Matrix, gram: Matrix) -> Matrix:
         last = r - 1 - wrong[:, ::-1].argmax(axis=1)
         moving = wrong & ((patience[todo] >= 0)[:, None] | (np.arange(r) == last[:, None]))
         positive[todo] ^= moving
-    return np.maximum(C, 0)
+    return todo
 
 
 def _alike(sets: NDArray[np.bool_]) -> Iterator[tuple[NDArray[np.intp], NDArray[np.intp]]]:

@@ -52,7 +52,9 @@ from flwr_perdl.dictionary.coding import hard_threshold, omp
 #: ``threshold="auto"`` is this multiple of the root mean square norm of the samples.
 AUTO_THRESHOLD = 0.11
 #: Samples that must stand behind an atom before a learner moves it.
-_LEAST_SUPPORT = 2 * (1 - 1e-9)
+_LEAST_SUPPORT = 2
+#: Supports this near to a whole number, relative to it, are that number but for rounding.
+_WHOLE = 1e-9
 
 
 class Learner(Protocol):
@@ -129,6 +131,9 @@ def atom_supports(sums: Matrix, squares: Matrix, codes: Callable[[int], Matrix])
             own = codes(i)
             sums[i, :], squares[i, :] = code_sums(own / xp.max(xp.abs(own)))
     support: Matrix = sums * (sums / xp.where(squares == 0, 1, squares))
+    whole = xp.round(support)
+    slack = max(_WHOLE, 100 * float(xp.finfo(sums.dtype).eps))
+    support = xp.where(xp.abs(support - whole) <= slack * whole, whole, support)
     return support
 
 

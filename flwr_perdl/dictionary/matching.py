@@ -102,8 +102,9 @@ def global_matching(
     Matching
         Global atoms, indices, signs and path lengths, best first. For "consensus" the path
         length is ``n_clients - 1`` times the distance of two clients' versions of the atom, its
-        median over one client and then over the other; of more than 256 clients as many are
-        compared, evenly spread, so that the work grows with the clients and not with their pairs.
+        median over one client and then over the other, and that of orthogonal atoms where fewer
+        than two clients have it; of more than 256 clients as many are compared, evenly spread, so
+        that the work grows with the clients and not with their pairs.
 
     Raises
     ------
@@ -120,9 +121,10 @@ def global_matching(
     match = _shortest_paths if method == "paths" else _consensus
     if isinstance(n_global, str):
         check_choice("n_global", n_global, ("auto",))
-        most = int(np.median(sizes))
+        most = min(int(np.median(sizes)), sorted(sizes)[-2:][0])
         found = match(checked, most)
-        edges = found.path_lengths / max(len(checked) - 1, 1)
+        taking_part = sum(size >= most for size in sizes) if method == "paths" else len(sizes)
+        edges = found.path_lengths / max(taking_part - 1, 1)
         count = count_shared(edges, checked[0].shape[1], most)
         return found if count == most else match(checked, count)
     check_count("n_global", n_global, 0)
@@ -290,17 +292,21 @@ def _consensus(dictionaries: list[Matrix], n_global: int) -> Matching:
 
 
 def _disagreement(dictionaries: list[Matrix], indices: NDArray[np.intp]) -> Matrix:
-    """Distance between two clients' versions of each atom: median over both of them."""
-    disagreement = np.zeros(indices.shape[1])
+    """Distance between two clients' versions of each atom: median over both of them.
+
+    The largest there is, of orthogonal atoms, where there are no two.
+    """
+    disagreement = np.full(indices.shape[1], np.sqrt(2))
     for j, rows in enumerate(indices.T):
         has = np.flatnonzero(rows >= 0)
+        if len(has) < 2:
+            continue
         if len(has) > _COMPARED:
             has = has[np.linspace(0, len(has) - 1, _COMPARED).round().astype(int)]
         atoms = np.stack([dictionaries[i][rows[i]] for i in has])
         cosines = np.minimum(np.abs(atoms @ atoms.T), 1)
         np.fill_diagonal(cosines, np.nan)
-        if len(has) > 1:
-            disagreement[j] = np.median(np.nanmedian(np.sqrt(2 - 2 * cosines), axis=1))
+        disagreement[j] = np.median(np.nanmedian(np.sqrt(2 - 2 * cosines), axis=1))
     return disagreement
 
 

@@ -77,7 +77,9 @@ def shared_start(directions: Sequence[Matrix], n_global: int) -> Matrix:
         Orthonormal rows: those that maximise the summed squared projections on the clients'
         subspaces, the principal directions of all their directions together.
     """
-    found = principal_directions(np.vstack(directions), n_global)
+    found = np.vstack(directions)
+    if len(found):
+        found = principal_directions(found, n_global)
     return _apart(found, found[:0], n_global)
 
 

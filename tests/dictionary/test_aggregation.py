@@ -104,6 +104,22 @@ def test_a_withheld_atom_stays_exactly_and_the_others_make_room(orthonormal, uni
     assert np.allclose(D @ D.T, np.eye(3), atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+@pytest.mark.parametrize("left", [0.0, 1e-5, 1e-9, 1.0])
+def test_what_a_withheld_atom_leaves_of_the_others_is_orthogonal_to_it(orthonormal, dtype, left):
+    basis = orthonormal(8, 8)
+    current = basis[:4].astype(dtype)
+    S = np.zeros((4, 8))
+    S[1:] = np.array([[1.0], [2.0], [-0.3]]) * basis[0]
+    S[1:] += left * np.array([[1.0, 0.0], [2.0, 0.0], [0.5, 0.3]]) @ basis[5:7]
+    found = aggregate_statistics(S[None].astype(dtype), current, orthogonal=True).global_atoms
+    assert found.dtype == dtype
+    assert np.array_equal(found[0], current[0])
+    assert np.allclose(found @ found.T, np.eye(4), atol=100 * np.finfo(dtype).eps)
+    if left == 0:
+        assert np.allclose(found, current, atol=100 * np.finfo(dtype).eps)
+
+
 def test_weights_are_needed_and_inputs_checked():
     stack, current = np.zeros((2, 1, 3)), np.eye(3)[:1]
 
@@ -119,6 +135,8 @@ def test_weights_are_needed_and_inputs_checked():
         (lambda: aggregate_atoms(stack[0], current, orthogonal=True), "3 dimensions"),
         (lambda: aggregate_atoms(stack * np.nan, current, orthogonal=True), "finite"),
         (lambda: aggregate_statistics(stack, current, orthogonal=False), "4 columns"),
+        (lambda: aggregate_atoms(stack, np.eye(3), orthogonal=True), "rows of stack must be"),
+        (lambda: aggregate_statistics(stack, np.eye(3), orthogonal=True), "rows of stack must be"),
     ):
         with pytest.raises(ValueError, match=message):
             call()

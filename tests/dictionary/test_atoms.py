@@ -33,6 +33,20 @@ def test_normalize_puts_the_fallback_where_a_row_is_zero():
         normalize_atoms(D)
 
 
+@pytest.mark.parametrize("scale", [1e-30, 1e-12, 1.0, 1e12, 1e30])
+def test_rows_of_any_length_have_norm_one(rng, scale):
+    D = rng.standard_normal((4, 6))
+    for kind, unit in ((np.float32, scale), (np.float64, scale**10)):
+        atoms = normalize_atoms((D * unit).astype(kind))
+        np.testing.assert_allclose(atoms, D / np.linalg.norm(D, axis=1)[:, None], rtol=1e-5)
+        np.testing.assert_allclose(np.linalg.norm(atoms, axis=1), 1, rtol=1e-6)
+
+
+def test_a_fallback_of_another_shape_is_named():
+    with pytest.raises(ValueError, match=r"fallback must have D's shape \(2, 3\), got \(1, 3\)"):
+        normalize_atoms(np.ones((2, 3)), np.ones((1, 3)))
+
+
 def test_distances_by_hand():
     A = np.array([[1.0, 0.0]])
     B = np.array([[0.6, 0.8], [-1.0, 0.0], [0.0, 1.0]])
@@ -135,6 +149,15 @@ def test_polar_factors_of_a_stack_of_all_conditions_are_those_of_each(orthonorma
         assert np.allclose(factor @ factor.T, np.eye(n_atoms), rtol=0, atol=1e-14)
 
 
+@pytest.mark.parametrize("share", [1.0, 0.99, 0.9, 0.7])
+def test_a_polar_factor_does_not_depend_on_what_is_beside_it(orthonormal, share):
+    good, V = orthonormal(12, 20), orthonormal(12, 20)
+    weak = V * np.append(np.ones(11), np.sqrt(share * 1e-3 * np.sqrt(11)))[:, None]
+    many = polar_factors(np.stack([weak, good]), np.stack([V, good]))
+    assert np.array_equal(many[0], polar_factor(weak, V))
+    assert np.array_equal(many[1], polar_factor(good, good))
+
+
 def test_polar_factors_of_well_conditioned_matrices_need_products_only(rng, monkeypatch):
     S = rng.standard_normal((5, 20, 80))
     expected = [polar(matrix)[0] for matrix in S]
@@ -188,6 +211,16 @@ def test_polar_factor_does_not_depend_on_scale_and_keeps_float32(rng, orthonorma
     single = polar_factor(S.astype(np.float32), fallback.astype(np.float32))
     assert single.dtype == np.float32
     assert np.allclose(single, polar_factor(S, fallback), atol=1e-6)
+
+
+@pytest.mark.parametrize("n_features", [20, 2000])
+def test_the_rounding_of_float32_is_no_direction(rng, orthonormal, n_features):
+    fallback = orthonormal(12, n_features)
+    C, X = rng.standard_normal((3, 12)), rng.standard_normal((3, n_features))
+    exact = polar_factor(C.T @ X, fallback)
+    for scale in (1, 1.1):
+        S = C.astype(np.float32).T @ (scale * X).astype(np.float32)
+        assert np.allclose(polar_factor(S, fallback.astype(np.float32)), exact, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,18 @@ def test_an_atom_that_nobody_uses_becomes_what_is_missing(orthogonal: bool, repl
     np.testing.assert_allclose(found @ found.T, np.eye(3), atol=1e-12)
 
 
+def test_unused_atoms_that_are_not_replaced_stay() -> None:
+    basis = np.linalg.qr(np.random.default_rng(2).standard_normal((9, 9)))[0].T
+    current, missing = basis[:5], normalize_atoms(basis[[3]] + basis[[6]])[0]
+    used = current.copy()
+    used[2:] = 0
+    found = average_dictionaries(np.stack([sent(used, missing)] * 2), current, orthogonal=True)
+    np.testing.assert_array_equal(found[3:], current[3:])
+    np.testing.assert_allclose(found[:2], current[:2], atol=1e-12)
+    assert abs(found[2] @ basis[6]) == pytest.approx(1)
+    np.testing.assert_allclose(found @ found.T, np.eye(5), atol=1e-12)
+
+
 def test_directions_that_the_dictionary_spans_already_replace_nothing() -> None:
     current = np.eye(4)[:3]
     used = current.copy()

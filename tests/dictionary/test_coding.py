@@ -222,6 +222,23 @@ def test_focuss_finds_planted_codes_and_shrinks_large_ones_less_than_the_lasso(r
     assert np.abs(ours - C)[right].max() < 0.6 * np.abs(theirs - C)[right].max()
 
 
+@pytest.mark.parametrize("power", [0.5, 1.0])
+@pytest.mark.parametrize(("r", "d"), [(8, 12), (12, 8)])
+def test_focuss_does_not_depend_on_the_datas_units(rng, unit, r, d, power):
+    X, D = rng.standard_normal((20, d)), unit(r, d)
+    codes = focuss(X, D, 0.1, power=power).codes
+    assert codes.any(axis=1).all()
+    for scale in (255.0, 1e-3):
+        scaled = focuss(scale * X, D, 0.1 * scale ** (2 - power), power=power).codes
+        assert np.allclose(scaled / scale, codes, atol=1e-6)
+
+
+def test_focuss_without_iterations_has_not_converged(rng, unit):
+    started = focuss(rng.standard_normal((5, 8)), unit(4, 8), 0.1, max_iter=0)
+    assert started.n_iter == 0
+    assert not started.converged
+
+
 def test_focuss_in_pieces_is_focuss(rng, unit, monkeypatch):
     X, D = rng.standard_normal((50, 8)), unit(12, 8)
     whole = focuss(X, D, 0.1).codes
@@ -272,3 +289,30 @@ def test_nonnegative_least_squares_copes_with_atoms_that_are_nearly_alike(rng):
 def test_nonnegative_least_squares_refuses_dependent_atoms():
     with pytest.raises(ValueError, match="D must have linearly independent rows"):
         nonnegative_least_squares(np.ones((2, 3)), np.ones((2, 3)))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 2**16), st.floats(-14, -6), st.sampled_from([np.float64, np.float32]))
+def test_nonnegative_least_squares_ends_where_atoms_are_nearly_dependent(seed, power, dtype):
+    rng = np.random.default_rng(seed)
+    D = rng.standard_normal((4, 8))
+    D[3] = D[0] + 10.0**power * rng.standard_normal(8)
+    D, X = D.astype(dtype), rng.standard_normal((10, 8)).astype(dtype)
+    if np.linalg.matrix_rank(D) < 4:
+        return
+    C = nonnegative_least_squares(X, D)
+    assert (C >= 0).all()
+    best = np.array([nnls(D.T.astype(float), x)[1] ** 2 for x in X.astype(float)])
+    assert (((X - C @ D) ** 2).sum(axis=1) <= best + 1e-3 * best.max()).all()
+
+
+def test_coders_name_options_that_are_wrong(unit):
+    X, D = np.ones((2, 3)), unit(4, 3)
+    for call, message in (
+        (lambda: soft_threshold(X, -3), r"threshold must be in \[0, inf\], got -3"),
+        (lambda: lasso(X, D, 0.1, tol=-1.0), "tol must be in"),
+        (lambda: lasso(X, D, 0.1, max_iter=-1), "max_iter must be at least 0"),
+        (lambda: focuss(X, D, 0.1, max_iter=1.5), "max_iter must be an integer"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()

@@ -313,3 +313,11 @@ def test_the_same_generator_gives_the_same_start(cls, rng):
 def test_warm_start_options_are_checked(rng, options, message):
     with pytest.raises(ValueError, match=message):
         warm_start(np.ones((3, 3)), OrthogonalLearner(2), rng=rng, **options)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_as_many_samples_as_use_an_atom_alike_stand_behind_it(rng, dtype):
+    for m in range(1, 60):
+        alike = np.full((m, 3), rng.standard_normal(3), dtype)
+        assert np.array_equal(atom_support(alike), np.full(3, m))
+    assert atom_support(np.array([[1.0], [1.001]]))[0] < 2

@@ -187,6 +187,16 @@ def test_more_global_atoms_than_any_client_has(orthonormal):
         assert sorted(rows) == [-1, -1, -1, 0, 1, 2]
 
 
+def test_an_atom_that_fewer_than_two_clients_have_ranks_last(orthonormal):
+    basis = orthonormal(4, 6)
+    found = global_matching([basis[:2]] * 3, 3)
+    assert np.array_equal(np.sort(found.indices, axis=1), [[-1, 0, 1]] * 3)
+    assert (found.indices[:, 2] == -1).all()
+    assert found.path_lengths == pytest.approx([0, 0, 2 * np.sqrt(2)], abs=1e-6)
+    found = global_matching([basis[:2], basis[:3], basis[:2]], 3)
+    assert [list(rows).count(-1) for rows in found.indices.T] == [0, 0, 2]
+
+
 def test_one_client_and_no_atoms(orthonormal, method):
     D = orthonormal(4, 6)
     assert dictionary_distance(global_matching([D], 3, method=method).global_atoms, D) < 1e-12
@@ -246,6 +256,13 @@ def test_the_number_of_global_atoms_is_found(n_global, noise, weak):
 def test_the_chain_counts_too(n_global):
     found = global_matching(learned(7, n_global), "auto", method="paths")
     assert len(found.global_atoms) == n_global
+
+
+@pytest.mark.parametrize("sizes", [(10, 10, 10, 10, 4, 4, 4), (10, 10, 10, 0, 0), (10, 4)])
+def test_clients_with_few_atoms_do_not_make_others_agree(unit, method, sizes):
+    for _ in range(5):
+        dictionaries = [unit(size, 30) for size in sizes]
+        assert len(global_matching(dictionaries, "auto", method=method).global_atoms) == 0
 
 
 def test_counting_by_hand():

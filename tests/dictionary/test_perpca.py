@@ -127,3 +127,13 @@ def test_inputs_are_not_modified() -> None:
 def test_bad_numbers_are_named(n_global: int, n_local: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         personalized_pca(planted(0)[0], n_global, n_local)
+
+
+@pytest.mark.parametrize(("n_global", "n_local"), [(1, 1), (2, 0), (0, 0)])
+def test_samples_of_zeros_and_no_components_have_an_answer(n_global: int, n_local: int) -> None:
+    found = personalized_pca([np.zeros((4, 3))] * 2, n_global, n_local, n_rounds=2)
+    np.testing.assert_allclose(
+        found.global_components @ found.global_components.T, np.eye(n_global), atol=1e-12
+    )
+    assert [V.shape for V in found.local_components] == [(n_local, 3)] * 2
+    assert found.losses == [0, 0]
