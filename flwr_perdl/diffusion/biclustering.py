@@ -83,7 +83,8 @@ def ssvd(
         which :func:`choose_threshold` chooses both in every iteration, until they settle. Lee et
         al. choose by BIC; on weak signals that thresholds a layer down to one entry.
     tol : float, default 1e-10
-        A layer is found when no entry of its atom moves by as much (the paper's).
+        A layer is found when no entry of its atom moves by as much (the paper's), or by ten units
+        of rounding where that is more.
     max_iter : int, default 1000
         Most iterations per layer.
 
@@ -110,8 +111,11 @@ def ssvd(
     if isinstance(thresholds, str):
         check_choice("thresholds", thresholds, RULES)
     else:
+        if len(thresholds) != 2:
+            raise ValueError(f"thresholds must be two, of codes and atoms, got {thresholds!r}.")
         for value in thresholds:
             check_real("thresholds", value, 0)
+    tol = max(tol, 10 * float(np.finfo(X.dtype).eps))
     layers, floor, left = [], _floor(X), X
     for _ in range(n_layers):
         layer = _layer(left, thresholds, tol, max_iter, floor)

@@ -157,7 +157,14 @@ def product(weights: Csr, array: Array) -> Array:
         The weights.
     array : ndarray of shape (s, ...)
         Stacked arrays.
+
+    Raises
+    ------
+    ValueError
+        If the array is not of floats: the weights would all be rounded down to 0.
     """
+    if array.dtype.kind != "f":
+        raise ValueError(f"messages must be arrays of floats, got {array.dtype}.")
     flat = array.reshape(len(array), -1)
     matrix: Any = weights.astype(array.dtype, copy=False)
     if weights.nnz > DENSE_SHARE * weights.shape[0] * weights.shape[1]:

@@ -50,7 +50,7 @@ from flwr_perdl.dictionary import (
     normalize_atoms,
     omp,
 )
-from flwr_perdl.dictionary.coding import focuss, nonnegative_least_squares
+from flwr_perdl.dictionary.coding import focuss, nonnegative_from_gram
 from flwr_perdl.diffusion.combine import Inbox, Program, hear_all, shown
 from flwr_perdl.diffusion.topology import CombinationMatrix, Topology, metropolis_weights
 
@@ -156,11 +156,14 @@ class DataDiffusion:
         Atoms of the dictionary.
     coder : str or callable, default "omp"
         "omp" with ``n_nonzero`` atoms per sample; "lasso" or "focuss" with penalty ``alpha``;
-        "nonnegative", least squares without penalty; or ``coder(X, D)`` that returns codes.
+        "nonnegative", least squares without penalty but for a ridge of the size of rounding, which
+        tells atoms apart that have become equal (no more atoms than features); or ``coder(X, D)``
+        that returns codes.
     n_nonzero : int, default 3
         Atoms per sample of "omp".
     alpha : float, default 0.1
-        Penalty of "lasso" and "focuss", in units of the data.
+        Penalty of "lasso", in units of the data, and of "focuss", in units of the data to the power
+        of 1.5: data ``s`` times as large need ``s**1.5`` times as much.
     update : {"mod", "ksvd", "gradient"}, default "mod"
         Least squares, approximate K-SVD, or the paper's gradient steps.
     step : float or None, default None
@@ -330,7 +333,7 @@ class DataDiffusion:
             return lasso(X, D, self.alpha, tol=1e-2, max_iter=100).codes
         if self.coder == "focuss":
             return focuss(X, D, self.alpha, tol=1e-3).codes
-        return nonnegative_least_squares(X, D)
+        return _nonnegative_codes(X, D)
 
     def adapted(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
         """Return the dictionary that a node sends (psi), from its data, codes and dictionary."""
@@ -616,6 +619,18 @@ def carry(
 def _copy(state: DictionaryState) -> DictionaryState:
     arrays: Any = (array.copy() for array in state)
     return DictionaryState(*arrays)
+
+
+def _nonnegative_codes(X: Matrix, D: Matrix) -> Matrix:
+    """Non-negative codes; atoms that are nearly equal get a ridge of the size of rounding."""
+    if len(D) > D.shape[1]:
+        raise ValueError(
+            f"n_atoms must be at most {D.shape[1]}, the number of features, with "
+            f"coder='nonnegative', got {len(D)}."
+        )
+    gram = D @ D.T
+    ridge = D.dtype.type(len(D) * 1e3 * np.finfo(D.dtype).eps)
+    return nonnegative_from_gram(X @ D.T, gram + ridge * np.eye(len(D), dtype=D.dtype))
 
 
 def _clipped(D: Matrix, fallback: Matrix) -> Matrix:

@@ -48,7 +48,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
-from scipy.sparse.linalg import eigsh
+from scipy.sparse.linalg import LinearOperator, eigsh
 
 from flwr_perdl._arrays import row_norms
 from flwr_perdl._checks import (
@@ -104,7 +104,7 @@ def exact_dual(objective: Objective, X: Matrix, dictionaries: Sequence[Matrix]) 
     """Solve the inference problem (7) and its dual (28) in one place, to machine precision.
 
     The reference for all methods, and what a network without limits would find. Which agents are
-    informed does not matter to it.
+    informed does not matter to it. Computed in float64 and returned in the dtype of X.
 
     Parameters
     ----------
@@ -125,7 +125,8 @@ def exact_dual(objective: Objective, X: Matrix, dictionaries: Sequence[Matrix]) 
         If shapes do not fit or values are not finite.
     """
     X, atoms = _checked(X, dictionaries)
-    W = np.concatenate(atoms)[None]
+    dtype, W = X.dtype, np.concatenate(atoms)[None].astype(np.float64)
+    X = X.astype(np.float64, copy=False)
     found = minimise(objective, W, X[None], np.array([objective.strong_convexity]))
     codes, nu = found.codes[0], found.nu[0]
     cost = objective.loss(X - codes @ W[0]) + objective.regulariser(codes)
@@ -135,7 +136,8 @@ def exact_dual(objective: Objective, X: Matrix, dictionaries: Sequence[Matrix]) 
         - objective.regulariser_conjugate(nu @ W[0].T)
     )
     ends = np.cumsum([len(D) for D in atoms])[:-1]
-    return ExactDual(tuple(np.split(codes, ends, axis=1)), nu, cost, cost - value)
+    kept = [array.astype(dtype, copy=False) for array in (codes, nu, cost, cost - value)]
+    return ExactDual(tuple(np.split(kept[0], ends, axis=1)), *kept[1:])
 
 
 class DualState(NamedTuple):
@@ -242,8 +244,11 @@ class DualInference(ABC):
         """Rounds in which the slowest part of the error shrinks by a factor e, about."""
 
     def rounds(self, tolerance: float) -> int:
-        """Return in how many rounds an error of 1 shrinks to ``tolerance``, by `time_constant`."""
-        return _EVERY * ceil(self.time_constant * log(1 / tolerance) / _EVERY)
+        """Return in how many rounds an error of 1 shrinks to ``tolerance``, by `time_constant`.
+
+        Ten at least, however large the tolerance.
+        """
+        return _EVERY * max(1, ceil(self.time_constant * log(1 / min(tolerance, 1)) / _EVERY))
 
     def start(self, nodes: Nodes) -> DualState:
         """Return the state before the first round."""
@@ -704,7 +709,9 @@ def infer(
         Combination weights of the diffusions, Metropolis' by default; symmetric, hence doubly
         stochastic.
     network : Network, optional
-        Carries the messages; in memory, and without faults, by default.
+        Carries the messages; in memory, and without faults, by default. Its topology, where it has
+        one, has as many nodes; for the ADMMs, which keep a multiplier per link, it has no links but
+        those of ``topology``, and may lack some.
     return_nu : bool, default True
         Whether to return the estimates, too.
     compress : bool, optional
@@ -745,6 +752,7 @@ def infer(
         n_rounds *= 1 if network is not None else 4
     check_count("n_rounds", n_rounds)
     if network is not None:
+        _check_network(network, first)
         run = network.run(first, n_rounds)
         return _inference(run.observed, atoms, run.rounds, tolerance, return_nu)
     matrix = metropolis_weights(topology) if weights is None else weights
@@ -752,7 +760,7 @@ def infer(
         raise ValueError(f"weights must be symmetric, for {topology.n_nodes} nodes, got {matrix}.")
     span = Span(np.concatenate(atoms)) if compress else None
     inner = atoms if span is None else [span.atoms(D) for D in atoms]
-    most = max(1, _BLOCK // (topology.n_nodes * inner[0].shape[1] * X.itemsize))
+    most = max(1, _BLOCK // max(1, topology.n_nodes * inner[0].shape[1] * X.itemsize))
 
     @short_buffers()
     def block(Y: Matrix) -> tuple[int, dict[str, Matrix]]:
@@ -855,6 +863,17 @@ def _informed(informed: Sequence[int] | None, n_agents: int) -> tuple[int, ...]:
     return tuple(agents)
 
 
+def _check_network(network: Network, program: DualInference) -> None:
+    """Refuse a network on which the program does not find the duals."""
+    ours, theirs = program.topology, getattr(network, "topology", program.topology)
+    if theirs.n_nodes != ours.n_nodes:
+        raise ValueError(f"network must have {ours.n_nodes} nodes as topology, got {theirs!r}.")
+    more = sparse.coo_array(theirs.adjacency > ours.adjacency)
+    if isinstance(program, _ADMM) and more.nnz:
+        k, j = (int(nodes[0]) for nodes in more.coords)
+        raise ValueError(f"network must have no links that topology lacks, got {k} - {j}.")
+
+
 def _spectrum(topology: Topology) -> tuple[float, float]:
     """Return the second least and the greatest eigenvalue of ``I - D^(-1/2) A D^(-1/2)``."""
     roots = sparse.diags_array(1 / np.sqrt(topology.degrees))
@@ -862,9 +881,20 @@ def _spectrum(topology: Topology) -> tuple[float, float]:
     if topology.n_nodes <= _DENSE:
         values = np.linalg.eigvalsh(matrix.toarray())
         return float(1 - values[-2]), float(1 - values[0])
-    options = {"v0": spawn(0).standard_normal(topology.n_nodes), "return_eigenvectors": False}
-    second = eigsh(matrix, k=2, which="LA", tol=1e-3, **options).min()
-    least = eigsh(matrix, k=1, which="SA", tol=1e-3, **options)[0]
+    # The greatest eigenvalue, 1, is known, and so is its vector: moved to the other end it is out
+    # of the way of the second, which may be nearer to it than Lanczos iterations could tell.
+    known = np.sqrt(topology.degrees / topology.degrees.sum())
+
+    def without(x: NDArray[Any]) -> NDArray[Any]:
+        rest: NDArray[Any] = matrix @ x - 2 * (known @ x) * known
+        return rest
+
+    operator = LinearOperator(matrix.shape, matvec=without, dtype=np.float64)
+    start = spawn(0).standard_normal(topology.n_nodes)
+    second, least = (
+        eigsh(of, k=1, which=end, v0=start, ncv=40, tol=1e-8, return_eigenvectors=False)[0]
+        for of, end in ((operator, "LA"), (matrix, "SA"))
+    )
     return float(1 - second), float(1 - least)
 
 

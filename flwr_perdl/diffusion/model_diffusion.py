@@ -38,6 +38,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_perdl._checks import (
+    FLOATS,
     Matrix,
     check_array,
     check_choice,
@@ -169,10 +170,16 @@ class ModelDiffusion:
             At least 1 each.
         dtype : data-type, default float64
             float64 or float32.
+
+        Raises
+        ------
+        ValueError
+            If an argument is out of range.
         """
         ids = range(check_count("n_agents", n_agents, 1))
         check_count("n_features", n_features, 1)
-        return Model(np.stack([self._first_atoms(k, n_features) for k in ids]).astype(dtype))
+        kind = _float("dtype", dtype)
+        return Model(np.stack([self._first_atoms(k, n_features) for k in ids]).astype(kind))
 
     def grow(self, model: Model, n_agents: int) -> Model:
         """Return the model with ``n_agents`` more agents, whose atoms are random.
@@ -183,8 +190,17 @@ class ModelDiffusion:
             Its agents keep their atoms and their numbers.
         n_agents : int
             How many join.
+
+        Raises
+        ------
+        ValueError
+            If the model's agents have another number of atoms than the learner's.
         """
-        have, _, n_features = model.dictionaries.shape
+        have, n_atoms, n_features = model.dictionaries.shape
+        if n_atoms != self.n_atoms_per_agent:
+            raise ValueError(
+                f"model must have {self.n_atoms_per_agent} atoms per agent, got {n_atoms}."
+            )
         ids = range(have, have + check_count("n_agents", n_agents, 1))
         new = np.stack([self._first_atoms(k, n_features) for k in ids])
         joined = np.concatenate([model.dictionaries, new.astype(model.dictionaries.dtype)])
@@ -244,7 +260,7 @@ class ModelDiffusion:
             If shapes do not fit, or the topology is directed or not connected.
         """
         X = check_array("X", X, columns=model.dictionaries.shape[2])
-        W, given = model.dictionaries, self._given(model, X, topology, weights)
+        W, given = model.dictionaries.copy(), self._given(model, X, topology, weights)
         rounds, worst, t = model.rounds, 0.0, model.n_updates
         for at in range(0, len(X), self.batch_size):
             batch = X[at : at + self.batch_size]
@@ -290,16 +306,17 @@ class ModelDiffusion:
         *,
         model: Model | None = None,
         shape: tuple[int, int] | None = None,
+        dtype: Any = None,
         show: bool = False,
     ) -> Learning:
         """Return the learner as a `Program`, for any network: see `Learning`.
 
         Parameters
         ----------
-        X, topology, model, shape, show
+        X, topology, model, shape, dtype, show
             See `Learning`.
         """
-        return Learning(self, X, topology, model=model, shape=shape, show=show)
+        return Learning(self, X, topology, model=model, shape=shape, dtype=dtype, show=show)
 
     def _first_atoms(self, agent: int, n_features: int) -> Matrix:
         atoms = spawn(self.seed, agent).standard_normal((self.n_atoms_per_agent, n_features))
@@ -317,12 +334,18 @@ class ModelDiffusion:
                 f"topology must have {len(model.dictionaries)} nodes, one per agent, got "
                 f"{topology.n_nodes}."
             )
-        if self.method == EXACT:
-            return {}
-        probe = METHODS[self.method](
-            self.objective, topology, list(model.dictionaries), X, self.informed, **self.options
+        exact = self.method == EXACT
+        kind, options = METHODS["admm" if exact else self.method], dict(self.options)
+        probe = kind(
+            self.objective,
+            topology,
+            list(model.dictionaries),
+            X,
+            self.informed,
+            **({} if exact else options),
         )
-        options = dict(self.options)
+        if exact:
+            return {}
         if hasattr(probe, "strength"):
             options["penalty"] = probe.strength
         return {
@@ -364,6 +387,13 @@ class ModelDiffusion:
 
 
 _DIFFUSIONS = ("atc", "exact_diffusion")
+
+
+def _float(name: str, dtype: Any) -> np.dtype[Any]:
+    kind: np.dtype[Any] = np.dtype(dtype)
+    if kind not in FLOATS:
+        raise ValueError(f"{name} must be float64 or float32, got {kind}.")
+    return kind
 
 
 def update_dictionary(
@@ -448,6 +478,10 @@ class Learning:
         those of hosted agents are looked at.
     shape : tuple of int, optional
         ``(n_samples, n_features)``; needed where X is a mapping and may be empty.
+    dtype : data-type, optional
+        float64 or float32: what all agents of the network compute with, wherever they are hosted,
+        since a letter of another dtype is left out. That of X and of the model by default; float64
+        where neither is given, so that a host without either must name it where X is float32.
     show : bool, default False
         Whether `observe` shows the dictionaries to whoever runs the network.
 
@@ -459,7 +493,7 @@ class Learning:
     Raises
     ------
     ValueError
-        If shapes do not fit, or the topology is directed or not connected.
+        If shapes or dtypes do not fit, or the topology is directed or not connected.
     """
 
     def __init__(
@@ -470,6 +504,7 @@ class Learning:
         *,
         model: Model | None = None,
         shape: tuple[int, int] | None = None,
+        dtype: Any = None,
         show: bool = False,
     ) -> None:
         check_choice("method", learner.method, METHODS)
@@ -483,6 +518,12 @@ class Learning:
         self.n_features: int
         self.n_samples, self.n_features = shapes.pop()
         dtypes = {stream.dtype for stream in self.streams.values()}
+        dtypes |= set() if model is None else {np.dtype(model.dictionaries.dtype)}
+        dtypes |= set() if dtype is None else {_float("dtype", dtype)}
+        if len(dtypes) > 1:
+            raise ValueError(
+                f"X must be of one dtype, that of model and dtype, got {sorted(map(str, dtypes))}."
+            )
         self.dtype = dtypes.pop() if dtypes else np.dtype(np.float64)
         blank = np.zeros((learner.n_atoms_per_agent, self.n_features), dtype=self.dtype)
         self.inference: DualInference = METHODS[learner.method](

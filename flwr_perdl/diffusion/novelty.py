@@ -34,7 +34,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl._checks import Matrix, check_array, check_choice, check_count, check_real
+from flwr_perdl._checks import FLOATS, Matrix, check_array, check_choice, check_count, check_real
 from flwr_perdl.diffusion.combine import Array, Inbox, hear_all
 from flwr_perdl.diffusion.objectives import Objective
 from flwr_perdl.diffusion.topology import CombinationMatrix, Topology, metropolis_weights
@@ -86,8 +86,16 @@ class Averaging:
         self.step = step if step is None else check_real("step", step, 0, 1, open_low=True)
 
     def start(self, nodes: NDArray[np.intp]) -> AveragingState:
-        """Return the state before the first round."""
+        """Return the state before the first round.
+
+        Raises
+        ------
+        ValueError
+            If the values are not float64 or float32: means of integers are no integers.
+        """
         own = np.stack([self.values[k] for k in nodes])
+        if own.dtype not in FLOATS:
+            raise ValueError(f"values must be float64 or float32, got {own.dtype}.")
         return AveragingState(nodes, own, own if self.step is None else np.zeros_like(own))
 
     def adapt(self, state: AveragingState, round_: int) -> AveragingState:

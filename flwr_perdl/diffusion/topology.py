@@ -59,9 +59,10 @@ class Topology:
 
     def __post_init__(self) -> None:
         """Check the matrix and keep it as ones in CSR form."""
-        links = sparse.csr_array(self.adjacency)
+        links = sparse.csr_array(self.adjacency, copy=True)
         if links.ndim != 2 or links.shape[0] != links.shape[1] or links.shape[0] < 1:
             raise ValueError(f"adjacency must be square, at least 1 x 1, got {links.shape}.")
+        links.sum_duplicates()
         links = sparse.csr_array(links != 0, dtype=np.float64)
         if links.diagonal().any():
             node = int(np.flatnonzero(links.diagonal())[0])
@@ -459,8 +460,9 @@ def relative_degree_variance_weights(topology: Topology, variances: ArrayLike) -
     variance = np.asarray(variances, dtype=np.float64)
     if variance.shape != (topology.n_nodes,):
         raise ValueError(f"variances must have shape ({topology.n_nodes},), got {variance.shape}.")
-    if not np.isfinite(variance).all() or (variance <= 0).any():
-        raise ValueError(f"variances must be finite and above 0, got {variance.min():g}.")
+    wrong = variance[~np.isfinite(variance) | (variance <= 0)]
+    if len(wrong):
+        raise ValueError(f"variances must be finite and above 0, got {wrong[0]:g}.")
     merit = (1.0 + topology.degrees) / variance
     weights = (topology.adjacency + sparse.eye_array(topology.n_nodes)) @ sparse.diags_array(merit)
     sums = np.asarray(weights.sum(axis=1)).ravel()

@@ -35,7 +35,7 @@ from scipy.optimize import linear_sum_assignment
 from flwr_perdl._checks import Matrix, check_array, check_choice, check_count
 from flwr_perdl._random import spawn
 from flwr_perdl.dictionary import normalize_atoms
-from flwr_perdl.dictionary.coding import nonnegative_from_gram, nonnegative_least_squares
+from flwr_perdl.dictionary.coding import nonnegative_from_gram
 from flwr_perdl.diffusion.combine import Inbox, shown
 from flwr_perdl.diffusion.data_diffusion import (
     DataDiffusion,
@@ -162,7 +162,7 @@ def abundances(X: Matrix, spectra: Matrix, *, sum_to_one: bool = False) -> Matri
     X : ndarray of shape (n_pixels, n_bands)
         Pixels.
     spectra : ndarray of shape (n_endmembers, n_bands)
-        Linearly independent spectra.
+        Linearly independent spectra, however similar: all is computed in float64.
     sum_to_one : bool, default False
         Whether each pixel's abundances sum to one (fully constrained least squares, Heinz and Chang
         2001). Their weighted equation decides which abundances are zero, the rest is solved with
@@ -171,12 +171,22 @@ def abundances(X: Matrix, spectra: Matrix, *, sum_to_one: bool = False) -> Matri
     Returns
     -------
     ndarray of shape (n_pixels, n_endmembers)
+
+    Raises
+    ------
+    ValueError
+        If the spectra are linearly dependent: the abundances would not be determined.
     """
-    if not sum_to_one:
-        return nonnegative_least_squares(X, spectra)
-    spectra = check_array("spectra", spectra, min_rows=1)
+    spectra = check_array("spectra", spectra, min_rows=1 if sum_to_one else 0)
     X = check_array("X", X, columns=spectra.shape[1])
+    if len(spectra) and np.linalg.matrix_rank(spectra) < len(spectra):
+        raise ValueError(
+            f"spectra must be linearly independent, got shape {spectra.shape}, dependent."
+        )
+    dtype, X, spectra = X.dtype, X.astype(np.float64), spectra.astype(np.float64)
     gram, products = spectra @ spectra.T, X @ spectra.T
+    if not sum_to_one:
+        return nonnegative_from_gram(products, gram).astype(dtype, copy=False)
     weight = _SUM_WEIGHT * np.trace(gram) / len(gram)
     guess = nonnegative_from_gram(products + weight, gram + weight)
     A = np.zeros_like(guess)
@@ -186,7 +196,7 @@ def abundances(X: Matrix, spectra: Matrix, *, sum_to_one: bool = False) -> Matri
         inverse = np.linalg.inv(gram[np.ix_(at[1][0], at[1][0])])
         free, ones = products[at] @ inverse, inverse.sum(axis=1)
         A[at] = free + (1 - free.sum(axis=1, keepdims=True)) * ones / ones.sum()
-    return np.maximum(A, 0)
+    return np.maximum(A, 0).astype(dtype, copy=False)
 
 
 def spectral_angles(A: Matrix, B: Matrix) -> Matrix:
@@ -273,7 +283,14 @@ def tile_topology(means: Matrix, tiles: int, *, n_spectral: int = 3) -> Topology
     -------
     Topology
         Undirected.
+
+    Raises
+    ------
+    ValueError
+        If the means are not one per tile, or a number is negative.
     """
+    check_count("tiles", tiles, 1)
+    check_count("n_spectral", n_spectral)
     means = check_array("means", means, min_rows=1)
     if len(means) != tiles**2:
         raise ValueError(f"means must have {tiles**2} rows, got {len(means)}.")
@@ -364,7 +381,7 @@ def unmixing_learner(n_endmembers: int) -> DataDiffusion:
     """
     return DataDiffusion(
         n_endmembers,
-        coder=_codes,
+        coder="nonnegative",
         update="gradient",
         nonnegative=True,
         alignment="assignment",
@@ -513,10 +530,3 @@ def start_from_own(n_endmembers: int) -> partial[Matrix]:
         Materials.
     """
     return partial(own_start, n_endmembers=n_endmembers)
-
-
-def _codes(X: Matrix, D: Matrix) -> Matrix:
-    """Non-negative codes; atoms that are nearly equal get a ridge of the size of rounding."""
-    gram = D @ D.T
-    ridge = D.dtype.type(len(D) * 1e3 * np.finfo(D.dtype).eps)
-    return nonnegative_from_gram(X @ D.T, gram + ridge * np.eye(len(D), dtype=D.dtype))

@@ -128,6 +128,15 @@ def test_inputs_stay_and_float32_is_kept() -> None:
     np.testing.assert_allclose(np.abs(layers.atoms), np.abs(double.atoms), atol=1e-3)
 
 
+@pytest.mark.parametrize("thresholds", ["sure", (1.0, 2.0)])
+def test_layers_of_float32_converge_by_default(thresholds: Any) -> None:
+    X = planted(0)[0].astype(np.float32)
+    layers = ssvd(X, 3, thresholds=thresholds)
+    assert layers.converged.all()
+    double = ssvd(X.astype(float), 3, thresholds=thresholds)
+    np.testing.assert_allclose(np.abs(layers.atoms), np.abs(double.atoms), atol=5e-3)
+
+
 def test_planted_types_are_found_and_their_genes() -> None:
     for seed in range(4):
         X, types = planted(seed)
@@ -182,6 +191,7 @@ def test_profiles_of_a_full_svd_compare_features_by_their_correlation() -> None:
         ({"n_layers": 4}, "n_layers must be between 1 and 3, got 4"),
         ({"thresholds": "aic"}, "thresholds must be one of 'sure', 'bic', got 'aic'"),
         ({"thresholds": (1.0, -1.0)}, r"thresholds must be in \[0, inf\], got -1"),
+        ({"thresholds": (0.1,)}, r"thresholds must be two, of codes and atoms, got \(0.1,\)"),
         ({"thresholds": (99.0, 0.0)}, "thresholds must leave something of every layer, got lambda"),
         ({"thresholds": (0.0, 99.0)}, "thresholds must leave something of every layer, got beta"),
         ({"tol": -1.0}, r"tol must be in \[0, inf\], got -1"),

@@ -157,6 +157,17 @@ def test_a_coder_of_ones_own_and_atoms_without_negative_entries() -> None:
     assert ended.error.max() < 0.02
 
 
+def test_atoms_that_clipping_makes_equal_do_not_end_the_run() -> None:
+    rng = np.random.default_rng(8)
+    P = normalize_atoms(rng.random((3, 4)))
+    data = np.split((rng.random((400, 3)) * (rng.random((400, 3)) < 0.5)) @ P, 4)
+    learner = DataDiffusion(3, coder="nonnegative", nonnegative=True)
+    ended = learner.fit(data, Topology.ring(4), 30, seed=8)
+    assert (ended.error < 0.1).all()
+    with pytest.raises(ValueError, match="n_atoms must be at most 4, the number of features"):
+        DataDiffusion(5, coder="nonnegative").fit(data, Topology.ring(4), 1)
+
+
 def test_nothing_of_an_atom_that_would_be_all_negative_is_lost() -> None:
     X, D = -np.eye(3)[:2], np.eye(3)
     C = np.array([[1.0, 0, 0], [1.0, 0, 0]])

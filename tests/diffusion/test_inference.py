@@ -128,6 +128,17 @@ def test_bias_free_methods_agree_with_cvxpy(
         assert decibels(found.nu[:, i], nu) >= 100
 
 
+@pytest.mark.parametrize("eta", [0.2, 0.001])
+def test_the_exact_dual_of_float32_is_that_of_float64_rounded(eta: float) -> None:
+    objective = HuberNMF(0.1, 0.1, eta)
+    X, D = problem(objective, n_agents=30, n_features=30, n_samples=20)
+    X, D = X.astype(np.float32), [W.astype(np.float32) for W in D]
+    ours = exact_dual(objective, X, D)
+    wide = exact_dual(objective, X.astype(float), [W.astype(float) for W in D])
+    for mine, theirs in zip((*ours.codes, *ours[1:]), (*wide.codes, *wide[1:]), strict=True):
+        np.testing.assert_array_equal(mine, theirs.astype(np.float32))
+
+
 @settings(deadline=None)
 @given(seed=st.integers(0, 10**6), n_atoms=st.integers(1, 6), scale=st.floats(0.01, 100))
 @each
@@ -433,6 +444,58 @@ def test_thousands_of_agents_take_memory_in_proportion_to_the_edges() -> None:
     tracemalloc.stop()
     assert found.rounds == 20
     assert peak < n * n  # bytes; a dense matrix would take eight times that
+
+
+@pytest.mark.parametrize(
+    ("topology", "gap", "top"),
+    [
+        (Topology.ring(601), 1 - np.cos(2 * np.pi / 601), 1 + np.cos(np.pi / 601)),
+        (Topology.ring(2000), 1 - np.cos(2 * np.pi / 2000), 2),
+        (Topology.grid(1, 2000), 1 - np.cos(np.pi / 1999), 2),
+        (Topology.complete(601), 601 / 600, 601 / 600),
+        (Topology.star(700), 1, 2),
+    ],
+)
+def test_the_spectrum_of_many_nodes_is_exact(topology: Topology, gap: float, top: float) -> None:
+    X, atoms = np.zeros((1, 4)), {0: np.zeros((1, 4))}
+    admm = ConsensusADMM(SparseSVD(0.1, 0.5), topology, atoms, X)
+    np.testing.assert_allclose(admm.spectrum, (gap, top), rtol=1e-6)
+
+
+@every_method
+def test_a_network_may_lack_links_and_only_diffusions_may_use_others(method: str) -> None:
+    objective = SparseSVD(0.2, 0.5)
+    X, D = problem(objective)
+    ring, complete = Topology.ring(8), Topology.complete(8)
+    exact = exact_dual(objective, X, D).nu
+    far = {}
+    for graph, network in ((complete, ring), (ring, complete)):
+        options: dict[str, Any] = {"network": InMemoryNetwork(network), "method": method}
+        if network is complete and "admm" in method:
+            with pytest.raises(ValueError, match=r"^network must have no links that topology lack"):
+                infer(objective, X, D, graph, **options)
+            continue
+        n_rounds = 1000 if "admm" in method else 3000
+        nu = infer(objective, X, D, graph, n_rounds=n_rounds, **options).nu
+        assert nu is not None
+        far[network] = np.abs(nu - exact).max()
+    assert max(far.values()) < (1.0 if method == "atc" else 1e-6)
+    for n in (7, 9):
+        other = InMemoryNetwork(Topology.complete(n))
+        with pytest.raises(ValueError, match=rf"^network must have 8 nodes .* Topology\({n} nodes"):
+            infer(objective, X, D, ring, method=method, network=other)
+
+
+def test_samples_without_features_and_any_tolerance_are_edge_cases() -> None:
+    objective = SparseSVD(0.2, 0.5)
+    X, D = problem(objective, n_agents=4)
+    empty = infer(objective, X[:, :0], [W[:, :0] for W in D], Topology.ring(4))
+    assert empty.nu is not None
+    assert empty.nu.shape == (4, 3, 0)
+    for tolerance in (2.0, np.inf):
+        found = infer(objective, X, D, Topology.ring(4), tolerance=tolerance)
+        assert found.converged
+        assert found.rounds >= 1
 
 
 def test_a_lone_agent_is_the_exact_dual() -> None:

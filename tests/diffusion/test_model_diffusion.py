@@ -19,8 +19,9 @@ from flwr_perdl.diffusion.objectives import (
     Objective,
     SparseSVD,
 )
-from flwr_perdl.diffusion.topology import Topology
+from flwr_perdl.diffusion.topology import Topology, metropolis_weights
 from flwr_perdl.network import Faults, InMemoryNetwork
+from flwr_perdl.network._exchange import Letter, inbox_of
 
 OBJECTIVES: list[Objective] = [
     SparseSVD(0.05, 0.1),
@@ -146,6 +147,9 @@ def test_learning_goes_on_where_it_was_left() -> None:
     np.testing.assert_allclose(second.dictionaries, at_once.dictionaries, atol=1e-13)
     assert second[1:4] == at_once[1:4]
     np.testing.assert_array_equal(first.dictionaries, kept)
+    nothing = learner.partial_fit(first, X[:0], NETWORK)
+    np.testing.assert_array_equal(nothing.dictionaries, kept)
+    assert not np.shares_memory(nothing.dictionaries, first.dictionaries)
 
 
 def test_a_network_that_grows_keeps_its_atoms() -> None:
@@ -179,6 +183,52 @@ def test_float32_stays_float32() -> None:
         assert model.dictionaries.dtype == np.float32
         program = learner.program(X, NETWORK, show=True)
         assert InMemoryNetwork(NETWORK).run(program, 20).observed["dictionary"].dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("objective", "options"),
+    [
+        (SparseSVD(np.float64(0.1), np.float64(0.1)), {}),
+        (SparseSVD(0.1, 0.1), {"step": np.float64(0.1)}),
+        (Biclustering(0.1, 0.1, beta=np.float64(0.1)), {}),
+        (SparseSVD(0.1, 0.1), {"options": {"relaxation": np.float64(0.8)}}),
+    ],
+)
+def test_options_that_are_numpys_numbers_do_not_change_the_dtype(
+    objective: Objective, options: dict[str, Any]
+) -> None:
+    X, ring = samples(5).astype(np.float32), Topology.ring(3)
+    learner = ModelDiffusion(objective, batch_size=2, n_iterations=5, **options)
+    first = learner.start(3, 20, np.float32)
+    assert learner.partial_fit(first, X, ring).dictionaries.dtype == np.float32
+
+
+def test_agents_hosted_apart_compute_in_the_dtype_of_those_that_see_the_samples() -> None:
+    X, ring = samples(5).astype(np.float32), Topology.ring(3)
+    learner = ModelDiffusion(OBJECTIVES[0], 2, informed=[0], n_iterations=20)
+    first = learner.start(3, 20, np.float32)
+    options = [{}, {"dtype": np.float32}, {"model": first}]
+    hosts = [
+        learner.program({} if k else {0: X}, ring, shape=X.shape, **options[k]) for k in (0, 1, 2)
+    ]
+    states = [host.start(np.array([k])) for k, host in enumerate(hosts)]
+    weights = metropolis_weights(ring).matrix.toarray()
+    for round_ in range(1, hosts[0].n_rounds + 1):
+        states = [host.adapt(state, round_) for host, state in zip(hosts, states, strict=True)]
+        sent = [host.message(state) for host, state in zip(hosts, states, strict=True)]
+        for k, host in enumerate(hosts):
+            letters = [Letter(j, 0, weights[k, j], sent[j]) for j in range(3) if j != k]
+            inbox, left_out = inbox_of(k, round_, sent[k], letters)
+            assert not left_out
+            states[k] = host.combine(states[k], inbox)
+    learned = np.concatenate([state.atoms for state in states])
+    np.testing.assert_allclose(learned, learner.fit(X, ring).dictionaries, atol=1e-5)
+    assert np.abs(learned - first.dictionaries).max(axis=(1, 2)).min() > 1e-3
+    assert learner.program({}, ring, shape=X.shape).dtype == np.float64
+    with pytest.raises(ValueError, match=r"X must be of one dtype, that of model and dtype, got"):
+        learner.program({0: X}, ring, dtype=np.float64)
+    with pytest.raises(ValueError, match=r"X must be of one dtype, that of model and dtype, got"):
+        learner.program({0: X}, ring, model=learner.start(3, 20))
 
 
 # Bounded dual variables in fewer coordinates ------------------------------------------------
@@ -343,7 +393,21 @@ def test_bad_arguments_get_one_sentence() -> None:
         learner.program({}, NETWORK)
     with pytest.raises(ValueError, match="X must be one stream of a known shape, got"):
         learner.program({0: X, 1: X[1:]}, NETWORK)
+    for dtype in (int, np.float16):
+        with pytest.raises(ValueError, match="dtype must be float64 or float32, got"):
+            learner.start(6, 20, dtype)
+        with pytest.raises(ValueError, match="dtype must be float64 or float32, got"):
+            learner.program({}, NETWORK, shape=X.shape, dtype=dtype)
+    with pytest.raises(ValueError, match="model must have 2 atoms per agent, got 1"):
+        replace(learner, n_atoms_per_agent=2).grow(learner.start(6, 20), 1)
+    grown, old = learner.start(7, 20), InMemoryNetwork(NETWORK)
+    with pytest.raises(ValueError, match=r"network must have 7 nodes as topology, got Topology\(6"):
+        learner.partial_fit(grown, X, Topology.ring(7), network=old)
     exact = replace(learner, method="exact")
+    with pytest.raises(ValueError, match="topology must be connected"):
+        exact.fit(X, Topology.from_edges(6, [(0, 1)]))
+    with pytest.raises(ValueError, match="informed must be between 0 and 5, got 99"):
+        replace(exact, informed=[99]).fit(X, NETWORK)
     with pytest.raises(ValueError, match="network must be None with method='exact', got one"):
         exact.fit(X, NETWORK, network=InMemoryNetwork(NETWORK))
     with pytest.raises(ValueError, match=r"method must be one of 'admm', .* got 'exact'"):

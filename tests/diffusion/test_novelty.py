@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from flwr_perdl.diffusion.combine import product
 from flwr_perdl.diffusion.inference import exact_dual, infer
 from flwr_perdl.diffusion.novelty import (
     Averaging,
@@ -176,3 +177,8 @@ def test_bad_arguments_get_one_sentence() -> None:
         novelty_scores(*arguments, NETWORK, weights=averaging_weights(NETWORK))
     with pytest.raises(ValueError, match=r"step must be in \(0, 1\], got 0"):
         Averaging(np.ones((3, 1)), 0.0)
+    for values in (np.array([1, 2, 6]), np.ones(3, dtype=np.float16)):
+        with pytest.raises(ValueError, match="values must be float64 or float32, got"):
+            InMemoryNetwork(Topology.ring(3)).run(Averaging(values), 1)
+    with pytest.raises(ValueError, match="messages must be arrays of floats, got int64"):
+        product(WEIGHTS.matrix, np.arange(7))

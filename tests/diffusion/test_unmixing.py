@@ -154,6 +154,19 @@ def test_planted_shares_come_back() -> None:
     np.testing.assert_allclose(abundances(X, spectra, sum_to_one=True), shares, atol=1e-10)
 
 
+def test_abundances_of_float32_are_those_of_float64_rounded() -> None:
+    bands = np.linspace(0, 1, 100)
+    peaks = np.exp(-((bands - np.array([[0.2], [0.4], [0.6], [0.8]])) ** 2) / 0.02)
+    similar = (np.exp(-((bands - 0.4) ** 2) / 0.2) + 0.005 * peaks).astype(np.float32)
+    X = (np.random.default_rng(0).dirichlet(np.ones(4) / 2, 200) @ similar).astype(np.float32)
+    for sum_to_one in (False, True):
+        ours = abundances(X, similar, sum_to_one=sum_to_one)
+        wide = abundances(X.astype(float), similar.astype(float), sum_to_one=sum_to_one)
+        np.testing.assert_array_equal(ours, wide.astype(np.float32))
+        with pytest.raises(ValueError, match=r"spectra must be linearly independent, got shape"):
+            abundances(X, similar[[0, 0, 1]], sum_to_one=sum_to_one)
+
+
 # Angles ---------------------------------------------------------------------------------------
 
 
@@ -210,6 +223,8 @@ def test_the_graph_has_spatial_and_spectral_edges() -> None:
     assert tile_topology(means[:1], 1).n_nodes == 1
     with pytest.raises(ValueError, match="means must have 9 rows, got 8"):
         tile_topology(means[:8], 3)
+    with pytest.raises(ValueError, match="n_spectral must be at least 0, got -1"):
+        tile_topology(means, 3, n_spectral=-1)
 
 
 # Together ---------------------------------------------------------------------------------------
