@@ -22,6 +22,7 @@ from flwr_perdl.regression import (
     answer_stack,
     apply_features,
 )
+from flwr_perdl.regression.losses import check_labels
 
 #: Options of a request travel in its config under this prefix.
 OPTION = "perdl.option."
@@ -32,10 +33,12 @@ _WINDOW = 2**17
 class RegressionClient(Member):
     """A client whose data come from one of k unknown regression models.
 
-    It keeps no state. What leaves it: in Phase 1 its part of the residual moment, a d x w matrix
-    that sums over its pairs of points, and, where it has enough points, its own estimate; in
-    Phase 2 its cluster, its loss and its update of its own cluster's model. What it receives: the
-    models of all clusters and, where anchors have estimates of their own, those without names.
+    It keeps no state. What leaves it: first its curvature and its features' mean squares; in
+    Phase 1 its part of the residual moment, a d x w matrix that sums over its pairs of points, and,
+    where it has enough points, its own estimate; in Phase 2 its cluster, its loss and its update of
+    its own cluster's model. Of a client with one point these are the point and its response: let it
+    only evaluate. What it receives: the models of all clusters, the step size, the basis of the
+    clients' moments and, with ``n_iterations`` above 1, every anchor's estimate without its name.
 
     Parameters
     ----------
@@ -55,8 +58,8 @@ class RegressionClient(Member):
     Raises
     ------
     ValueError
-        If the data are empty, not finite, or of different lengths, or who the client is is not
-        known.
+        If the data are empty, not finite, or of different lengths or widths, a response is not -1
+        or 1 with the logistic loss, or who the client is is not known.
     """
 
     def __init__(
@@ -72,8 +75,10 @@ class RegressionClient(Member):
         super().__init__(context)
         self.features = features
         self.loss = loss
-        self.X, self.y = _checked(X, y, features)
-        self.held_out = (self.X, self.y) if evaluation is None else _checked(*evaluation, features)
+        self.X, self.y = self._checked(X, y)
+        self.held_out = (self.X, self.y)
+        if evaluation is not None:
+            self.held_out = self._checked(*evaluation, columns=self.X.shape[1])
 
     @one_blas_thread()
     def fit(
@@ -153,23 +158,28 @@ class RegressionClient(Member):
 
     def cluster(self, centers: Matrix) -> int:
         """Return the cluster whose model fits this client's data best, the first of equals."""
+        centers = check_array("centers", centers, min_rows=1, columns=self.X.shape[1])
         return int(self.loss.values(self.X, self.y, centers).argmin())
 
     def predict(self, centers: Matrix, X: Matrix) -> Matrix:
         """Return the linear predictions of this client's model at inputs ``X`` (n, n_inputs)."""
-        predictions: Matrix = apply_features(X, self.features) @ centers[self.cluster(centers)]
+        theta = centers[self.cluster(centers)]
+        predictions: Matrix = self._mapped(X, columns=len(theta)) @ theta
         return predictions
 
+    def _mapped(self, X: Matrix, columns: int | None = None) -> Matrix:
+        """Return the features of inputs."""
+        mapped = apply_features(X, self.features)
+        return check_array("X" if self.features is None else "features(X)", mapped, columns=columns)
 
-def _checked(X: Matrix, y: Matrix, features: FeatureMap | None) -> tuple[Matrix, Matrix]:
-    """Return features and responses."""
-    X = check_array("X", X, min_rows=1)
-    if features is not None:
-        X = apply_features(X, features)
-    y = check_array("y", y, ndim=1)
-    if len(y) != len(X):
-        raise ValueError(f"y must have {len(X)} entries, got {len(y)}.")
-    return X, y.astype(X.dtype)
+    def _checked(self, X: Matrix, y: Matrix, columns: int | None = None) -> tuple[Matrix, Matrix]:
+        """Return features and responses."""
+        X = self._mapped(check_array("X", X, min_rows=1), columns)
+        y = check_array("y", y, ndim=1)
+        if len(y) != len(X):
+            raise ValueError(f"y must have {len(X)} entries, got {len(y)}.")
+        check_labels("y", y, self.loss)
+        return X, y.astype(X.dtype)
 
 
 def _asked(parameters: list[Matrix], config: Mapping[str, Scalar]) -> Ask:

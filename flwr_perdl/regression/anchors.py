@@ -66,12 +66,18 @@ def cluster_anchors(
     -------
     AnchorClusters
         At most ``n_clusters`` groups, at least one.
+
+    Raises
+    ------
+    ValueError
+        If there is no estimate, or a number is not positive.
     """
     estimates = check_array("estimates", estimates, min_rows=1)
     if n_clusters is not None:
         check_count("n_clusters", n_clusters, 1)
     if separation is not None:
         check_real("separation", separation, 0, open_low=True)
+    check_count("max_clusters", max_clusters, 1)
     kept = np.arange(len(estimates))
     while True:
         found = _group(estimates[kept], n_clusters, separation, max_clusters)

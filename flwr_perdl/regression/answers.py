@@ -12,7 +12,8 @@ Not in the paper: a first exchange, ``step="describe"``, and that clients which 
 models already there take no part in a later Phase 1.
 
 What each party learns: see ``moments.py`` and ``clustering.py``; further, in the first exchange,
-the server learns the curvature of a client's loss and its features' mean squares.
+the server learns the curvature of a client's loss and its features' mean squares. Of a client with
+one point, these, its loss and its change of a model are its sample and its response.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from flwr_perdl._checks import Matrix, check_array, check_choice
 from flwr_perdl._random import spawn
 from flwr_perdl.regression.anchors import nearest_group
 from flwr_perdl.regression.clustering import assign, local_change
-from flwr_perdl.regression.losses import SQUARED, Loss, SquaredLoss
+from flwr_perdl.regression.losses import SQUARED, Loss, SquaredLoss, check_labels
 from flwr_perdl.regression.moments import moment_step, residual_moment
 
 DESCRIBE = "describe"
@@ -48,8 +49,8 @@ class Ask(NamedTuple):
     options : mapping
         Scalars.
     own : mapping of int to tuple of ndarray
-        What these clients receive instead of ``arrays``; only where anchors have estimates of
-        their own (``n_anchors`` or ``n_iterations``).
+        What these clients receive instead of ``arrays``; only where anchors are named
+        (``n_anchors`` or ``n_iterations``).
     noise, seed : float, int
         Remark 2: the first array is followed by a second copy, and this noise, a client's own, is
         added to both.
@@ -135,6 +136,7 @@ def answer(X: Matrix, y: Matrix, ask: Ask, loss: Loss = SQUARED) -> Matrix:
     y = check_array("y", y, ndim=1)
     if len(y) != len(X):
         raise ValueError(f"y must have {len(X)} entries, got {len(y)}.")
+    check_labels("y", y, loss)
     steps = {DESCRIBE: _describe, MOMENT: _moment, ANCHORS: _anchor, UPDATE: _update}
     check_choice("step", ask.step, steps)
     return steps[ask.step](X, y, _in(X.dtype, ask), loss).astype(X.dtype, copy=False)

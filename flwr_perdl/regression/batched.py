@@ -28,7 +28,7 @@ from flwr_perdl.regression.answers import (
     misfit_bound,
 )
 from flwr_perdl.regression.clustering import assign, spectral_filter
-from flwr_perdl.regression.losses import SQUARED, Loss, SquaredLoss
+from flwr_perdl.regression.losses import SQUARED, Loss, SquaredLoss, check_labels
 from flwr_perdl.regression.two_phase import State, TwoPhase
 
 #: Clients are stacked with others at most this much larger.
@@ -65,7 +65,8 @@ class Clients:
     Raises
     ------
     ValueError
-        If there is no client, or one has no points or another number of features.
+        If there is no client, or one has no points, another number of features, responses that are
+        not as many as its points, or, with the logistic loss, one other than -1 and 1.
     """
 
     def __init__(self, X: Sequence[Matrix], y: Sequence[Matrix], loss: Loss = SQUARED) -> None:
@@ -77,6 +78,8 @@ class Clients:
             check_array(f"y[{i}]", b, ndim=1, columns=len(A))
             for i, (A, b) in enumerate(zip(self.X, y, strict=True))
         ]
+        for i, b in enumerate(self.y):
+            check_labels(f"y[{i}]", b, loss)
         self.loss = loss
         self.n_samples = np.array([float(len(b)) for b in self.y])
         self._groups = self._stack() if isinstance(loss, SquaredLoss) else []

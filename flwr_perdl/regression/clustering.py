@@ -35,7 +35,7 @@ from scipy.special import softmax
 
 from flwr_perdl._checks import Matrix, check_array, check_choice
 from flwr_perdl._robust import average_of, capped, consistent, far, shortening
-from flwr_perdl.regression.losses import SQUARED, Loss, SquaredLoss
+from flwr_perdl.regression.losses import SQUARED, Loss, SquaredLoss, check_shapes
 
 LOCALS = ("fedavg", "fedprox")
 ROBUST = ("mean", "filtered", "clip", "trimmed", "median", "geometric-median")
@@ -105,8 +105,14 @@ def local_change(
     -------
     ndarray of shape (d,)
         New model minus old model.
+
+    Raises
+    ------
+    ValueError
+        If ``local`` is none of these, or the data and the model are not of like shapes.
     """
     check_choice("local", local, LOCALS)
+    check_shapes(X, y, theta)
     steps = np.asarray(step * weight, X.dtype)[..., None]
     if local == "fedavg":
         moved = theta

@@ -73,5 +73,21 @@ class LogisticLoss:
         return SquaredLoss().curvature(X) / 4
 
 
+def check_shapes(X: Matrix, y: Matrix, theta: Matrix) -> None:
+    """Raise a ValueError unless there is a response per row of X, and a coefficient per column."""
+    rows, columns = X.shape[:-1], (*X.shape[:-2], *X.shape[-1:])
+    if y.shape != rows:
+        raise ValueError(f"y must have shape {rows}, a response per row of X, got {y.shape}.")
+    if theta.shape != columns:
+        raise ValueError(f"theta must have shape {columns}, as X has columns, got {theta.shape}.")
+
+
+def check_labels(name: str, y: Matrix, loss: Loss) -> None:
+    """Raise a ValueError if the loss is of labels -1 and 1, and a response is neither."""
+    if isinstance(loss, LogisticLoss) and not (np.abs(y) == 1).all():
+        odd = float(y[np.abs(y) != 1][0])
+        raise ValueError(f"{name} must be -1 or 1 for the logistic loss, got {odd:g}.")
+
+
 #: The paper's loss.
 SQUARED = SquaredLoss()

@@ -29,8 +29,8 @@ Deviations, and why:
 - Points are reused in every iteration, as in the paper's experiments.
 
 What each party learns: the server d x width sums of a client's residual moments, and an anchor's
-estimate; a client the common columns, and (unless there is one common start) the estimates of
-anchors it cannot name.
+estimate; a client the common columns, from the second product on a basis of what all clients' sums
+span, and from the second iteration on the estimates of all anchors, which it cannot name.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from typing import NamedTuple
 import numpy as np
 
 from flwr_perdl._checks import Matrix, check_array, check_choice, check_count
+from flwr_perdl.regression.losses import check_shapes
 
 #: Along directions in which a client's points vary less than this, over the most, nothing moves.
 _VARIES = 0.1
@@ -80,12 +81,19 @@ def residual_moment(
     -------
     ndarray of shape (n_estimates, d, width)
         Weighted by the number of points (``"pair"``: by 1); zero with fewer than two points.
+
+    Raises
+    ------
+    ValueError
+        If an argument is not finite or not of these shapes, or ``estimate`` is none of these.
     """
     check_choice("estimate", estimate, ESTIMATES)
     X = check_array("X", X, min_rows=1)
-    y = check_array("y", y, ndim=1)
+    y = check_array("y", y, ndim=1, columns=len(X))
     thetas = check_array("thetas", thetas, ndim=3, min_rows=1, columns=X.shape[1])
     Q = check_array("Q", Q, ndim=3)
+    if Q.shape[:2] != thetas.shape[1:]:
+        raise ValueError(f"Q must have shape {(*thetas.shape[1:], 'width')}, got {Q.shape}.")
     n = len(X)
     if n < 2:
         return np.zeros_like(Q)
@@ -194,8 +202,16 @@ def moment_step(
     Returns
     -------
     ndarray of shape (d,)
+
+    Raises
+    ------
+    ValueError
+        If ``step`` is none of these, or the arrays are not of like shapes.
     """
     check_choice("step", step, STEPS)
+    check_shapes(X, y, theta)
+    if U.ndim != 2 or len(U) != len(theta):
+        raise ValueError(f"U must have {len(theta)} rows, as X has columns, got shape {U.shape}.")
     residual = y - X @ theta
     projected = X @ U
     if step == "least-squares":

@@ -21,6 +21,7 @@ client the models.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +33,10 @@ from flwr_perdl._checks import Matrix, check_array, check_count, check_real
 #: Relative change of the weights at which the alternation ends.
 _SETTLED = 1e-3
 _MOST_ITERATIONS = 200
+#: Share of the least error by which that of fewer models may always exceed it.
+_SLACK = 0.001
+#: Directions of the features, of length one each, along which all points vary less do not count.
+_COLLINEAR = 1e-12
 
 
 class Mixture(NamedTuple):
@@ -77,9 +82,14 @@ def sufficient_statistics(
     -------
     ndarray of shape (n_folds, (d + 1)^2 + 1)
         Number of points, and ``[X y]' [X y]``.
+
+    Raises
+    ------
+    ValueError
+        If the data are not finite or not of like lengths, or there is no ``rng`` for several folds.
     """
     X = check_array("X", X)
-    y = check_array("y", y, ndim=1)
+    y = check_array("y", y, ndim=1, columns=len(X))
     check_count("n_folds", n_folds, 1)
     if n_folds > 1 and rng is None:
         raise ValueError("rng must be given for more than one fold, got None.")
@@ -112,7 +122,9 @@ def fit_mixture(
         The assignment's temperature in units of the noise's variance: 1 is the posterior of a
         Gaussian mixture; more allows for clients that are in no cluster exactly.
     shrinkage : float, default 100
-        How many points the model of all clients together counts for in every cluster.
+        How many points the model of all clients together, their least squares, counts for in
+        every cluster. With clear clusters of few points it is too much: :func:`choose_mixture`
+        finds out what is right.
     restarts : int, default 4
         Starts; the largest likelihood wins.
 
@@ -120,36 +132,74 @@ def fit_mixture(
     -------
     Mixture
         The largest cluster first.
+
+    Raises
+    ------
+    ValueError
+        If the statistics are of no width that there is, or an option breaks its rule.
     """
-    statistics = check_array("statistics", statistics, min_rows=1)
+    statistics = _checked(statistics, 2)
+    starts = _starts(len(statistics), n_clusters, restarts, rng)
+    return _fit(statistics, starts, softness, shrinkage)
+
+
+def _checked(statistics: Matrix, ndim: int) -> Matrix:
+    """Return the clients' statistics, if there are any and their width is that of some d."""
+    statistics = check_array("statistics", statistics, ndim=ndim, min_rows=1)
+    width = statistics.shape[-1]
+    if width < 5 or width != isqrt(width - 1) ** 2 + 1:
+        raise ValueError(f"statistics must have (d + 1)^2 + 1 columns, got {width}.")
+    return statistics
+
+
+def _starts(n_clients: int, n_clusters: int, restarts: int, rng: np.random.Generator) -> Matrix:
+    """Draw the weights to start from, (restarts, n_clients, n_clusters)."""
     check_count("n_clusters", n_clusters, 1)
+    check_count("restarts", restarts, 1)
+    size = (restarts if n_clusters > 1 else 1, n_clients)
+    return rng.dirichlet(np.full(n_clusters, 0.3), size=size)
+
+
+def _fit(statistics: Matrix, starts: Matrix, softness: float, shrinkage: float) -> Mixture:
+    """Return the best mixture of all starts, the largest cluster first."""
     check_real("softness", softness, 0, open_low=True)
     check_real("shrinkage", shrinkage, 0)
-    check_count("restarts", restarts, 1)
-    starts = (
-        rng.dirichlet(np.full(n_clusters, 0.3), size=len(statistics))
-        for _ in range(restarts if n_clusters > 1 else 1)
-    )
-    runs = [_alternate(statistics, start, softness, shrinkage) for start in starts]
+    moments = _moments(statistics)
+    pooled = _pooled(moments.sum(axis=0))
+    turned = np.eye(len(pooled) + 1)
+    turned[:-1, -1] = -pooled  # residuals instead of responses: their origin is of no consequence
+    left = turned.T @ moments @ turned
+    runs = [_alternate(statistics[:, 0], left, start, softness, shrinkage) for start in starts]
     best = max(runs, key=lambda run: run.objective)
     order = np.argsort(-best.weights.sum(axis=0), kind="stable")
-    return best._replace(centers=best.centers[order], weights=best.weights[:, order])
+    return best._replace(centers=pooled + best.centers[order], weights=best.weights[:, order])
 
 
-def _alternate(statistics: Matrix, weights: Matrix, softness: float, shrinkage: float) -> Mixture:
+def _moments(statistics: Matrix) -> Matrix:
+    """Return every client's ``[X y]' [X y]``, (n_clients, d + 1, d + 1)."""
+    d = isqrt(statistics.shape[1] - 1) - 1
+    return statistics[:, 1:].reshape(-1, d + 1, d + 1)
+
+
+def _pooled(total: Matrix) -> Matrix:
+    """Return least squares on the points of all clients, whatever their features' scales."""
+    scale = np.sqrt(np.maximum(np.diag(total)[:-1], np.finfo(float).tiny))
+    gram = total[:-1, :-1] / np.outer(scale, scale)
+    theta: Matrix = np.linalg.lstsq(gram, total[:-1, -1] / scale, rcond=_COLLINEAR)[0] / scale
+    return theta
+
+
+def _alternate(
+    n: Matrix, moments: Matrix, weights: Matrix, softness: float, shrinkage: float
+) -> Mixture:
     """Run EM with assignments at a higher temperature, from given assignments."""
-    n, d = statistics[:, 0], round(np.sqrt(statistics.shape[1] - 1)) - 1
-    moments = statistics[:, 1:].reshape(len(n), d + 1, d + 1)
+    d = moments.shape[1] - 1
     total = moments.sum(axis=0)
     tiny = np.finfo(float).tiny
     prior = np.diag(np.maximum(np.diag(total)[:d], tiny)) / max(n.sum(), 1)
-    pooled = _solve((total[:d, :d] + prior)[None], total[None, :d, d])[0]
     for _ in range(_MOST_ITERATIONS):
         sums = np.tensordot(weights, moments, axes=(0, 0))
-        centers = _solve(
-            sums[:, :d, :d] + (shrinkage + 1e-9) * prior,
-            sums[:, :d, d] + shrinkage * prior @ pooled,
-        )
+        centers = _solve(sums[:, :d, :d] + (shrinkage + 1e-9) * prior, sums[:, :d, d])
         squares = _squares(moments, centers)
         variance = max(float((weights * squares).sum() / max(n.sum(), 1)), tiny)
         shares = np.log(np.maximum(weights.mean(axis=0), tiny))
@@ -183,13 +233,14 @@ def choose_mixture(
     *,
     rng: np.random.Generator,
     softness: float = 2.0,
-    shrinkage: float = 100.0,
+    shrinkage: float | Sequence[float] = (1.0, 10.0, 100.0),
     restarts: int = 4,
 ) -> Choice:
     """Fit mixtures of every candidate size, and keep the smallest that predicts as well as any.
 
-    That is the smallest whose error exceeds the least by no more than one standard error; the error
-    is of the difference between the two, over the clients.
+    That is the smallest whose error exceeds the least by no more than one standard error and a
+    thousandth; the error is of the difference between the two, over the clients. A model that is no
+    client's likeliest is left out, where ``candidates`` allows as few.
 
     Parameters
     ----------
@@ -199,31 +250,51 @@ def choose_mixture(
         Numbers of clusters.
     rng : numpy.random.Generator
         Source of the starts.
-    softness, shrinkage, restarts
+    softness, restarts
         As in :func:`fit_mixture`.
+    shrinkage : float or sequence of float, default (1, 10, 100)
+        As in :func:`fit_mixture`; of several, the one with which the least error is reached.
 
     Returns
     -------
     Choice
         The mixture is fitted to all folds.
+
+    Raises
+    ------
+    ValueError
+        If the statistics have no two folds or no width that there is, there is nothing to choose
+        from, or an option breaks its rule.
     """
-    statistics = check_array("statistics", statistics, ndim=3, min_rows=1)
+    statistics = _checked(statistics, 3)
     if statistics.shape[1] < 2:
         raise ValueError(f"statistics must have at least 2 folds, got {statistics.shape[1]}.")
-    options = {"softness": softness, "shrinkage": shrinkage}
+    if not len(candidates):
+        raise ValueError("candidates must have at least one number, got none.")
+    strengths = np.atleast_1d(shrinkage)
+    if not len(strengths):
+        raise ValueError("shrinkage must have at least one number, got none.")
     whole = statistics.sum(axis=1)
-    d = round(np.sqrt(whole.shape[1] - 1)) - 1
-    squares = np.zeros((len(candidates), len(whole)))
-    for own_squares, k in zip(squares, candidates, strict=True):
+    tried = np.zeros((len(strengths), len(candidates), len(whole)))
+    for i, k in enumerate(candidates):
         for fold in np.moveaxis(statistics, 1, 0):
-            mixture = fit_mixture(whole - fold, k, rng=rng, restarts=restarts, **options)
-            own = mixture.weights @ mixture.centers
-            moments = fold[:, 1:].reshape(len(fold), d + 1, d + 1)
-            signed = np.column_stack([-own, np.ones(len(own))])
-            own_squares += np.einsum("id,ide,ie->i", signed, moments, signed)
+            starts, moments = _starts(len(whole), k, restarts, rng), _moments(fold)
+            for squares, strength in zip(tried[:, i], strengths, strict=True):
+                mixture = _fit(whole - fold, starts, softness, float(strength))
+                own = mixture.weights @ mixture.centers
+                signed = np.column_stack([-own, np.ones(len(own))])
+                squares += np.einsum("id,ide,ie->i", signed, moments, signed)
+    chosen = tried.sum(axis=2).min(axis=1).argmin()
+    squares = tried[chosen]
     errors = squares.sum(axis=1) / max(float(whole[:, 0].sum()), 1)
     best = min(k for k, good in zip(candidates, _as_good(squares), strict=True) if good)
-    mixture = fit_mixture(whole, best, rng=rng, restarts=restarts, **options)
+    starts = _starts(len(whole), best, restarts, rng)
+    mixture = _fit(whole, starts, softness, float(strengths[chosen]))
+    used = np.unique(mixture.weights.argmax(axis=1))
+    if len(used) >= min(candidates):
+        weights = mixture.weights[:, used]
+        weights = weights / weights.sum(axis=1, keepdims=True)
+        mixture = mixture._replace(centers=mixture.centers[used], weights=weights)
     return Choice(mixture, tuple(candidates), tuple(errors.tolist()))
 
 
@@ -231,5 +302,6 @@ def _as_good(squares: Matrix) -> NDArray[np.bool_]:
     """Tell which rows of sums per client exceed the least by a standard error at most."""
     excess = squares - squares[squares.sum(axis=1).argmin()]
     error = np.sqrt(squares.shape[1] * excess.var(axis=1))
-    good: NDArray[np.bool_] = excess.sum(axis=1) <= error
+    slack = _SLACK * squares.sum(axis=1).min()
+    good: NDArray[np.bool_] = excess.sum(axis=1) <= error + slack
     return good

@@ -105,13 +105,18 @@ class State(NamedTuple):
     #: Models, (k, d), and those of the round before.
     centers: Matrix
     previous: Matrix
-    #: Rounds since the restart of each model's momentum, and its cluster's points, (k,).
+    #: Rounds since the restart of each model's momentum, and its cluster's points, (k,): of the
+    #: clients that answered, and of the absent ones as they last did since the last check.
     tempo: Matrix
     counts: Matrix
-    #: Phase 1: estimates (h, d), columns or subspaces (h, d, width), the anchors' partitions.
+    #: Who answered since the last check, and its points in every cluster, (m, 1 + k).
+    heard: Matrix
+    #: Phase 1: estimates (h, d), columns or subspaces (h, d, width), the anchors' partitions, and
+    #: who of them has answered so far.
     thetas: Matrix
     columns: Matrix
     anchors: NDArray[np.intp]
+    moved: NDArray[np.bool_]
     #: Phase 1: products and iterations done, fewest points of an anchor.
     products: int
     iteration: int
@@ -209,9 +214,13 @@ class TwoPhase:
 
     Notes
     -----
-    Floats per client: Phase 1 takes d + 1 up, ``n_products`` times ``width * d`` down and up, with
-    ``width`` = 2 k + 4 (k: ``max_clusters`` with "auto"), and d + 1 up; Phase 2 takes k d down and
-    d + 2 up per round (soft: k (d + 2) up).
+    Floats per client: Phase 1 takes d + 1 up, ``n_products`` times ``(width + 1) d`` down and
+    ``width * d`` up, with ``width`` = 2 k + 4 (k: ``max_clusters`` with "auto") but at most d, and,
+    for the anchors' estimates, ``(dimensions + 1) d`` down, of a subspace of k dimensions ("auto":
+    as many as are found, at most ``width``), and d + 1 up. With h anchors, from the second
+    iteration on, a product takes ``h (width + 1) d`` down and ``h * width * d`` up. Where it is run
+    again later, k d more go down with each request. Phase 2 takes k d down and d + 2 up per round
+    (soft: k (d + 2) up).
     """
 
     n_clusters: int | str = "auto"
@@ -278,7 +287,13 @@ class TwoPhase:
             Number of models k.
         separation : float, optional
             Delta; without it anchors are joined until k groups are left.
+
+        Raises
+        ------
+        ValueError
+            If ``n_clusters`` or ``separation`` is not positive.
         """
+        check_count("n_clusters", n_clusters, 1)
         return cls(
             n_clusters=n_clusters,
             estimate="halves",
@@ -454,7 +469,8 @@ class TwoPhase:
             step=MOMENT,
             thetas=theta,
             columns=sketch(1, d, width, rng),
-            anchors=np.zeros(0, dtype=np.intp),
+            anchors=_EMPTY.anchors,
+            moved=_EMPTY.moved,
             products=0,
             iteration=0,
         )
@@ -481,30 +497,38 @@ class TwoPhase:
         dimensions = space.U.shape[2]
         enough = points[min(_ANCHORS_PER_DIMENSION * dimensions, len(points)) - 1]
         min_points = int(min(_POINTS_PER_DIMENSION * dimensions, enough))
-        anchors = state.anchors
         if self.n_anchors is not None and state.iteration == 0:
             able = answers.partitions[answers.n_samples >= min_points]
             anchors = rng.choice(able, min(self.n_anchors, len(able)), replace=False)
-        return state._replace(step=ANCHORS, columns=space.U, anchors=anchors, min_points=min_points)
+            state = state._replace(anchors=anchors, moved=np.zeros(len(anchors), dtype=bool))
+        return state._replace(step=ANCHORS, columns=space.U, min_points=min_points)
 
     def _anchors(self, state: State, answers: Answers, rng: np.random.Generator) -> State:
-        moved = np.flatnonzero(answers.stack[:, 0] > 0)
-        most = np.argsort(-answers.n_samples[moved], kind="stable")[:_MOST_ANCHORS]
-        chosen = moved if self.one_shot else moved[np.sort(most)]
-        estimates = answers.stack[chosen, 1:]
-        if not len(chosen):
-            if len(state.centers):
-                return _with_centers(state, state.centers)
-            raise ValueError("Phase 1 has no anchors: no client with enough points answered.")
-        if state.iteration + 1 < self.n_iterations and not self.one_shot:
+        able = np.flatnonzero(answers.stack[:, 0] > 0)
+        most = np.argsort(-answers.n_samples[able], kind="stable")[:_MOST_ANCHORS]
+        chosen = able if self.one_shot else able[np.sort(most)]
+        absent = np.flatnonzero(~np.isin(state.anchors, answers.partitions))
+        last = state.thetas[np.minimum(absent, len(state.thetas) - 1)]
+        estimates = np.vstack([answers.stack[chosen, 1:], last])
+        moved = np.concatenate([np.ones(len(chosen), dtype=bool), state.moved[absent]])
+        if state.iteration + 1 < self.n_iterations and len(estimates) and not self.one_shot:
             d, width = estimates.shape[1], state.columns.shape[2] + _OVERSAMPLING
             return state._replace(
                 step=MOMENT,
                 thetas=estimates,
-                anchors=answers.partitions[chosen],
+                anchors=np.concatenate([answers.partitions[chosen], state.anchors[absent]]),
+                moved=moved,
                 columns=sketch(len(estimates), d, width, rng),
                 products=0,
                 iteration=state.iteration + 1,
+            )
+        estimates = estimates[moved]
+        if not len(estimates):
+            if len(state.centers):
+                return _with_centers(state, state.centers)
+            raise ValueError(
+                "Phase 1 has no anchors: no client with enough points answered that was asked for "
+                "its estimate."
             )
         if self.robust != "mean":
             lengths = np.linalg.norm(estimates, axis=1)
@@ -563,6 +587,12 @@ class TwoPhase:
         centers = np.where(counts[:, None] > 0, ahead + change, state.centers)
         moved = centers - state.centers
         tempo = np.where(np.einsum("kd,kd->k", change, moved) < 0, 0, state.tempo + 1)
+        if self._adapts(k):
+            absent = state.heard[~np.isin(state.heard[:, 0], answers.partitions)]
+            shares = packed[:, :, 0] if self.softness else packed[:, :1, 0] == np.arange(k)
+            own = np.column_stack([answers.partitions, answers.n_samples[:, None] * shares])
+            state = state._replace(heard=np.vstack([absent, own]))
+            counts = counts + absent[:, 1:].sum(axis=0)
         after = state._replace(
             centers=centers,
             previous=state.centers,
@@ -592,7 +622,12 @@ class TwoPhase:
             honest = ~np.isin(answers.partitions, state.odd[state.odd[:, 1] == 1, 0])
         n, squares = answers.n_samples[honest], 2 * loss[honest]
         variance = float(np.quantile(n * squares / chi2.ppf(0.2, n), 0.2))
-        state = state._replace(variance=variance, since=0, patience=max(state.patience - 1, 0))
+        state = state._replace(
+            variance=variance,
+            since=0,
+            patience=max(state.patience - 1, 0),
+            heard=state.heard[:0],
+        )
         misfits = bool((squares > variance * misfit_bound(n)).mean() > _MISFITS)
         centers = state.centers
         if misfits or self.n_clusters == "auto":
@@ -612,9 +647,11 @@ _EMPTY = State(
     previous=np.zeros((0, 0)),
     tempo=np.zeros(0),
     counts=np.zeros(0),
+    heard=np.zeros((0, 1)),
     thetas=np.zeros((0, 0)),
     columns=np.zeros((0, 0, 0)),
     anchors=np.zeros(0, dtype=np.intp),
+    moved=np.zeros(0, dtype=bool),
     products=0,
     iteration=0,
     min_points=0,
@@ -640,9 +677,11 @@ def _with_centers(state: State, centers: Matrix) -> State:
         previous=centers,
         tempo=np.zeros(k),
         counts=np.zeros(k),
+        heard=np.zeros((0, 1 + k)),
         thetas=np.zeros((0, d)),
         columns=np.zeros((0, d, 0)),
-        anchors=np.zeros(0, dtype=np.intp),
+        anchors=_EMPTY.anchors,
+        moved=_EMPTY.moved,
         since=0,
     )
 

@@ -11,9 +11,12 @@ What each party receives:
   in Phase 1 each client's part of the residual moment's products (a d x w matrix that sums over
   its pairs of points) and the estimates of the clients with enough points; in Phase 2 each
   client's cluster, loss and update of one model (with ``local="exact"``: its Gram matrix and
-  moment). In every round: numbers of samples. Never: samples or responses.
-- *A client*: the models of all clusters; with ``n_anchors`` or ``n_iterations`` the anchors'
-  estimates without names, perturbed where ``perturbation`` says so.
+  moment). In every round: numbers of samples. No message holds a sample or a response as it is,
+  but of a client with one point the mean squares, the loss and the update give both.
+- *A client*: the models of all clusters; the step size, which one client's curvature decides; from
+  the second product on the basis that the sums over all clients span. With ``n_iterations`` above
+  1 every client receives every anchor's last estimate, without names, and perturbed where
+  ``perturbation`` says so; without ``n_anchors`` every client with enough points is an anchor.
 - *Evaluations* return the cluster and mean losses.
 """
 
@@ -55,6 +58,7 @@ class RegressionOptions(ServerOptions, total=False):
     separation: float | None
     random_start: bool
     perturbation: float
+    one_shot: bool
     local: str
     n_steps: int
     step_size: float | None
@@ -82,7 +86,10 @@ class _MixedRegression(ProtocolStrategy):
         own = {key: v for key, v in options.items() if key in TwoPhase.__dataclass_fields__}
         server = {key: v for key, v in options.items() if key not in own}
         super().__init__(**cast(ServerOptions, server))
-        self.two_phase = TwoPhase(n_clusters, one_shot=one_shot, **own)
+        if own.setdefault("one_shot", one_shot) != one_shot:
+            name = type(self).__name__
+            raise ValueError(f"one_shot must be {one_shot} in {name}, got {own['one_shot']!r}.")
+        self.two_phase = TwoPhase(n_clusters, **own)
 
     def settings(self) -> dict[str, Any]:
         """Return the options of the two phases."""

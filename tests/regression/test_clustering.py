@@ -171,3 +171,17 @@ def test_model_error_is_the_best_of_all_matchings(seed: int, k: int, more: int) 
 
 def test_models_are_shared_where_there_are_too_few() -> None:
     assert model_error(np.zeros((1, 2)), np.array([[3.0, 4.0], [0.0, 1.0]])) == 5
+
+
+@pytest.mark.parametrize(
+    ("y", "theta", "message"),
+    [
+        (np.ones(1), np.ones(3), r"y must have shape \(10,\), .* got \(1,\)"),
+        (np.ones(10), np.ones(2), r"theta must have shape \(3,\), .* got \(2,\)"),
+    ],
+)
+def test_a_model_or_responses_that_do_not_fit_are_refused(
+    y: np.ndarray, theta: np.ndarray, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        local_change(np.ones((10, 3)), y, theta, step=0.1)

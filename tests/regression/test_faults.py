@@ -117,7 +117,7 @@ def test_all_clients_of_a_cluster_vanish_and_return(n_clusters: int | str) -> No
     assert model_error(state.centers, data.theta) < 0.1
 
 
-def test_an_anchor_that_dies_is_left_out() -> None:
+def test_an_anchor_that_never_answers_is_left_out() -> None:
     data, settings = planted(), TwoPhase.paper(3)
     clients, state, lost = Clients(data.X, data.y), settings.begin(), None
     for round_ in range(1, 80):
@@ -128,21 +128,41 @@ def test_an_anchor_that_dies_is_left_out() -> None:
         if lost is not None:
             present[lost] = False
         state = settings.advance(state, clients.answer(settings.ask(state, rng), present), rng)
-        assert lost is None or state.step != "moment" or lost not in state.anchors
+        assert not state.moved[state.anchors == lost].any()
+    assert lost is not None
     assert state.step == "update"
     assert np.isfinite(state.centers).all()
 
 
 def test_without_any_anchor_phase_1_says_so() -> None:
     data, settings = planted(), TwoPhase.paper(3)
-    clients, state, rng = Clients(data.X, data.y), settings.begin(), spawn(0)
-    while not len(state.anchors):
-        state = settings.advance(state, clients.answer(settings.ask(state, rng)), rng)
-    present = np.full(len(clients), True)
-    present[state.anchors] = False
-    answers = clients.answer(settings.ask(state, rng), present)
-    with pytest.raises(ValueError, match="Phase 1 has no anchors"):
-        settings.advance(state, answers, rng)
+
+    def phase_1() -> None:
+        clients, state, rng = Clients(data.X, data.y), settings.begin(), spawn(0)
+        while state.step != "update":
+            present = ~np.isin(np.arange(len(clients)), state.anchors)
+            state = settings.advance(state, clients.answer(settings.ask(state, rng), present), rng)
+
+    with pytest.raises(ValueError, match=r"no client with enough points answered that was asked"):
+        phase_1()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_anchor_that_is_absent_keeps_its_estimate(seed: int) -> None:
+    data = mixed_regression(np.full(60, 40), THIRDS, np.random.default_rng(4), d=5)
+    run = simulate(Clients(data.X, data.y), TwoPhase.paper(3), 90, seed=seed, dropout=0.5)
+    assert model_error(run.state.centers, data.theta) < 0.1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_cluster_whose_clients_are_not_drawn_in_a_check_is_kept(seed: int) -> None:
+    """Six of sixty clients are in the smallest cluster, and nine answer per round."""
+    data = mixed_regression(
+        np.full(60, 40), np.array([0.6, 0.3, 0.1]), np.random.default_rng(0), d=5
+    )
+    clients, settings = Clients(data.X, data.y), TwoPhase()
+    run = simulate(clients, settings, 200, centers=data.theta, seed=seed, dropout=0.85)
+    assert {len(centers) for _, centers in run.history} == {3}
 
 
 @pytest.mark.parametrize("robust", ["clip", "filtered"])
@@ -168,3 +188,13 @@ def test_one_adversary_with_huge_values(n_clusters: int | str, size: float, robu
     assert coarse is not None
     assert coarse < 0.6
     assert model_error(state.centers, data.theta) < 0.2
+
+
+def test_a_round_without_any_answer_changes_nothing() -> None:
+    data = mixed_regression(np.full(4, 40), np.array([0.5, 0.5]), np.random.default_rng(0), d=3)
+    clients = Clients(data.X, data.y)
+    for seed in range(4):
+        run = simulate(clients, TwoPhase(2), 40, centers=data.theta, seed=seed, dropout=0.7)
+        assert np.isfinite(run.state.centers).all()
+    with pytest.raises(ValueError, match=r"dropout must be in \[0, 1\], got 2"):
+        simulate(clients, TwoPhase(2), 1, dropout=2)

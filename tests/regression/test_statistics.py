@@ -34,25 +34,78 @@ def test_folds_add_up_to_the_second_moments() -> None:
     assert found[0] == len(X)
 
 
-def test_one_cluster_is_ridge_towards_the_pooled_model() -> None:
+@pytest.mark.parametrize("shrinkage", [0, 100])
+def test_one_cluster_is_least_squares(shrinkage: float) -> None:
     data = planted()
     X, y = np.vstack(data.X), np.concatenate(data.y)
-    found = fit_mixture(by_client(data)[:, 0], 1, rng=np.random.default_rng(0), shrinkage=0)
+    rng = np.random.default_rng(0)
+    found = fit_mixture(by_client(data)[:, 0], 1, rng=rng, shrinkage=shrinkage)
     np.testing.assert_allclose(
         found.centers[0], LinearRegression(fit_intercept=False).fit(X, y).coef_, atol=1e-6
     )
     assert found.variance == pytest.approx(np.mean((y - X @ found.centers[0]) ** 2))
 
 
-def test_shrinkage_is_ridge_in_the_features_own_units() -> None:
-    data = planted()
+def test_shrinkage_is_ridge_towards_the_pooled_model_in_the_features_own_units() -> None:
+    data = planted(clusters=2)
     statistics = by_client(data)[:, 0]
     X, y = np.vstack(data.X), np.concatenate(data.y)
     rms = np.sqrt(np.mean(X**2, axis=0))
-    pooled = Ridge(1.0, fit_intercept=False).fit(X / rms, y).coef_ / rms
-    expected = pooled + Ridge(50.0, fit_intercept=False).fit(X / rms, y - X @ pooled).coef_ / rms
-    found = fit_mixture(statistics, 1, rng=np.random.default_rng(0), shrinkage=50).centers[0]
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    pooled = LinearRegression(fit_intercept=False).fit(X, y).coef_
+    found = fit_mixture(statistics, 2, rng=np.random.default_rng(0), softness=0.1, shrinkage=50)
+    for theta, weights in zip(found.centers, found.weights.T, strict=True):
+        own = np.repeat(weights, [len(b) for b in data.y])
+        ridge = Ridge(50.0, fit_intercept=False).fit(X / rms, y - X @ pooled, own)
+        np.testing.assert_allclose(theta, pooled + ridge.coef_ / rms, rtol=1e-6)
+
+
+def test_no_origin_of_the_responses_matters() -> None:
+    data = planted()
+    X = [np.column_stack([A, np.ones(len(A))]) for A in data.X]
+    one, other = (
+        fit_mixture(
+            by_client(data._replace(X=X, y=[b + origin for b in data.y]))[:, 0],
+            3,
+            rng=np.random.default_rng(0),
+        )
+        for origin in (0.0, 290.0)
+    )
+    np.testing.assert_allclose(other.weights, one.weights, atol=1e-6)
+    np.testing.assert_allclose(other.centers - 290 * np.eye(6)[-1], one.centers, atol=1e-6)
+
+
+@pytest.mark.parametrize("clusters", [2, 3])
+@pytest.mark.parametrize("seed", range(3))
+def test_by_default_no_empty_clusters_are_chosen(clusters: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    data = mixed_regression(np.full(60, 40), np.full(clusters, 1 / clusters), rng, d=5, noise=0.3)
+    choice = choose_mixture(by_client(data, 5), rng=np.random.default_rng(seed))
+    assert len(choice.mixture.centers) == clusters
+    np.testing.assert_allclose(choice.mixture.weights.sum(axis=1), 1)
+
+
+def test_as_many_models_as_are_asked_for_are_kept() -> None:
+    statistics = by_client(planted(clusters=2), 4)
+    choice = choose_mixture(statistics, (5,), rng=np.random.default_rng(0))
+    assert choice.mixture.centers.shape == (5, 5)
+    assert choice.mixture.weights.shape == (60, 5)
+
+
+def test_the_shrinkage_that_predicts_best_is_taken() -> None:
+    rng = np.random.default_rng(1)
+    data = mixed_regression(np.full(20, 10), np.full(2, 0.5), rng, d=3, noise=0.1)
+    clear, strong = (
+        choose_mixture(by_client(data, 5), rng=np.random.default_rng(0), **options)
+        for options in ({}, {"shrinkage": 100.0})
+    )
+    assert min(clear.errors) < 0.02 < 0.09 < min(strong.errors)
+    assert model_error(clear.mixture.centers, data.theta) < 0.1
+    noisy = by_client(planted(noise=3.0), 4)
+    chosen, *each = (
+        min(choose_mixture(noisy, rng=np.random.default_rng(0), shrinkage=points).errors)
+        for points in ((1.0, 10.0, 100.0), 1.0, 10.0, 100.0)
+    )
+    assert chosen == min(each) == each[2]
 
 
 def test_planted_models_and_labels_are_found() -> None:
@@ -108,6 +161,18 @@ def test_degenerate_data_stay_finite(fault: str) -> None:
     choice = choose_mixture(statistics, (1, 3), rng=np.random.default_rng(0))
     assert np.isfinite(choice.mixture.centers).all()
     assert np.isfinite(choice.errors).all()
+
+
+def test_bad_statistics_are_refused() -> None:
+    rng, folds = np.random.default_rng(0), by_client(planted(), 2)
+    with pytest.raises(ValueError, match=r"statistics must have \(d \+ 1\)\^2 \+ 1 columns, got 7"):
+        fit_mixture(np.ones((3, 7)), 2, rng=rng)
+    with pytest.raises(ValueError, match="candidates must have at least one number, got none"):
+        choose_mixture(folds, (), rng=rng)
+    with pytest.raises(ValueError, match="shrinkage must have at least one number, got none"):
+        choose_mixture(folds, rng=rng, shrinkage=())
+    with pytest.raises(ValueError, match=r"y must have 4 columns, got shape \(3,\)"):
+        sufficient_statistics(np.ones((4, 2)), np.ones(3))
 
 
 def test_folds_need_a_generator() -> None:

@@ -306,6 +306,11 @@ def test_bad_options_are_refused(options: dict[str, object], message: str) -> No
         TwoPhase(**options)
 
 
+def test_the_papers_variant_needs_a_number_of_models() -> None:
+    with pytest.raises(ValueError, match="n_clusters must be at least 1, got 0"):
+        TwoPhase.paper(0)
+
+
 def test_answers_are_collected_in_order_of_partition() -> None:
     found = Answers.collect({7: (np.ones(2), 3), 2: (np.zeros(2), 5)})
     np.testing.assert_array_equal(found.partitions, [2, 7])
@@ -344,3 +349,5 @@ def test_bad_data_are_refused() -> None:
         answer(np.ones((3, 2)), np.ones(2), TwoPhase().ask(TwoPhase().begin(), spawn(0)))
     with pytest.raises(ValueError, match="one entry per client"):
         Clients([np.ones((3, 2))], [])
+    with pytest.raises(ValueError, match=r"y\[0\] must be -1 or 1 for the logistic loss, got 0"):
+        Clients([np.ones((2, 2))], [np.array([1.0, 0.0])], LogisticLoss())

@@ -193,6 +193,26 @@ def test_planted_clusters_are_found_and_pay(tmp_path: Path) -> None:
     assert len(set(given.arrays["clusters"])) == 2
 
 
+def test_no_origin_of_the_responses_matters(tmp_path: Path) -> None:
+    data = two_kinds()
+    far = {**data, "y": data["y"] + 290}
+    one, other = (run(regression, data=save(tmp_path, **d), splits=1) for d in (data, far))
+    assert other.metrics == pytest.approx(one.metrics, abs=1e-6)
+    moved = other.arrays["models"] - one.arrays["models"]
+    np.testing.assert_allclose(moved, np.tile([0, 0, 0, 290], (len(moved), 1)), atol=1e-5)
+
+
+def test_few_points_of_clear_clusters_are_not_shrunk(tmp_path: Path) -> None:
+    rng, client = np.random.default_rng(1), np.repeat(np.arange(20), 10)
+    X = rng.standard_normal((200, 3))
+    slopes = np.where(client[:, None] % 2, [-3.0, 1.0, 0.0], [1.0, 2.0, 3.0])
+    y = np.sum(X * slopes, axis=1) + 0.1 * rng.standard_normal(200)
+    for k in ("auto", "2"):
+        metrics = run(regression, data=save(tmp_path, X=X, y=y, client=client), splits=1, k=k)
+        assert metrics.metrics["k"] == 2
+        assert metrics.metrics["ev_clustered"] > 0.99
+
+
 def test_the_bundled_patients_and_their_pictures() -> None:
     outcome = run(regression, splits=1)
     assert {"ev_clustered", "ev_pooled", "ev_local", "k"} <= set(outcome.metrics)

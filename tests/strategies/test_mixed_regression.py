@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -485,6 +485,15 @@ def test_only_an_anchor_receives_an_estimate_of_its_own() -> None:
 def test_a_bad_option_is_named(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_the_papers_variant_is_its_fields_as_options() -> None:
+    settings = TwoPhase.paper(3, 1.4)
+    assert FedX(**asdict(settings)).two_phase == settings
+    with pytest.raises(ValueError, match="one_shot must be True in OneShotClustering, got False"):
+        OneShotClustering(**asdict(settings))
+    with pytest.raises(ValueError, match="one_shot must be False in FedX, got True"):
+        FedX(3, one_shot=True)
 
 
 def test_an_unknown_option_is_named() -> None:

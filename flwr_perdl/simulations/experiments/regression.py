@@ -9,7 +9,7 @@ regression per client, and with the two phases of FedMD and FedX given as many m
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,15 +21,13 @@ from flwr_perdl._random import DATA, SERVER, spawn
 from flwr_perdl._records import PARTITION_ID
 from flwr_perdl.clients.regression import RegressionClient
 from flwr_perdl.regression import (
-    Choice,
     Clients,
     TwoPhase,
     choose_mixture,
-    fit_mixture,
     simulate,
     sufficient_statistics,
 )
-from flwr_perdl.simulations.data import read_arrays
+from flwr_perdl.simulations.data import cached_by_file, read_arrays
 from flwr_perdl.simulations.engine import Config
 from flwr_perdl.simulations.experiments._experiment import Federate, Keep, Value
 from flwr_perdl.simulations.experiments._parts import Part, keep_all
@@ -82,7 +80,8 @@ def client(context: Context, config: Config) -> RegressionClient:
     """Return the client of partition ``context.node_config["partition-id"]``."""
     i, table = int(context.node_config[PARTITION_ID]), _load(str(config["data"]))
     split = _split(table, int(config["seed"]))
-    X, y = _standard(table, split)[i], table.y[i]
+    features, responses, _ = _standard(table, split)
+    X, y = features[i], responses[i]
     train, test = split.train[i], split.test[i]
     held_out = (X[test], y[test]) if len(test) else None
     return RegressionClient(X[train], y[train], context, evaluation=held_out)
@@ -125,7 +124,7 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
             **{f"ev_{n}": v for n, v in explained.items()},
         },
         arrays={
-            "models": final["models"],
+            "models": final["models"] + final["mean"] * np.eye(d)[-1],
             "weights": final["weights"],
             "clusters": final["weights"].argmax(axis=1),
             "clients": np.array(table.clients),
@@ -142,15 +141,15 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
 def _one_split(table: Data, seed: int, k: int | None, rounds: int) -> dict[str, NDArray[Any]]:
     """Return every method's explained variance of one split's held-out points, and residuals."""
     split = _split(table, seed)
-    X = _standard(table, split)
+    X, y, _ = _standard(table, split)
     fitted = _fitted(table, split, seed, k)
     thetas = {
         "clustered": fitted["weights"] @ fitted["models"],
-        "pooled": np.tile(_pooled(X, table.y, split), (len(X), 1)),
-        "local": _ridges(X, table.y, split),
-        "fedx": _two_phases(X, table.y, split, len(fitted["models"]), rounds, seed),
+        "pooled": np.tile(_pooled(X, y, split), (len(X), 1)),
+        "local": _ridges(X, y, split),
+        "fedx": _two_phases(X, y, split, len(fitted["models"]), rounds, seed),
     }
-    truth = np.concatenate([y[test] for y, test in zip(table.y, split.test, strict=True)])
+    truth = np.concatenate([b[test] for b, test in zip(y, split.test, strict=True)])
     spread = float(np.var(truth)) or 1.0
     kept: dict[str, NDArray[Any]] = {"k": np.array(len(fitted["models"]))}
     for name, models in thetas.items():
@@ -163,18 +162,17 @@ def _one_split(table: Data, seed: int, k: int | None, rounds: int) -> dict[str, 
 
 def _fitted(table: Data, split: Split, seed: int, k: int | None) -> dict[str, NDArray[Any]]:
     """Return the mixture of the training points; its number of models is chosen on those alone."""
-    rng, X = spawn(seed, SERVER), _standard(table, split)
+    X, y, mean = _standard(table, split)
     statistics = np.stack(
         [
-            sufficient_statistics(A[train], y[train], FOLDS, rng=spawn(seed, i))
-            for i, (A, y, train) in enumerate(zip(X, table.y, split.train, strict=True))
+            sufficient_statistics(A[train], b[train], FOLDS, rng=spawn(seed, i))
+            for i, (A, b, train) in enumerate(zip(X, y, split.train, strict=True))
         ]
     )
-    if k is None:
-        choice = choose_mixture(statistics, CANDIDATES, rng=rng)
-    else:
-        choice = Choice(fit_mixture(statistics.sum(axis=1), k, rng=rng), (k,), (np.nan,))
+    candidates = CANDIDATES if k is None else (k,)
+    choice = choose_mixture(statistics, candidates, rng=spawn(seed, SERVER))
     return {
+        "mean": np.array(mean),
         "models": choice.mixture.centers,
         "weights": choice.mixture.weights,
         "candidates": np.array(choice.candidates),
@@ -235,7 +233,7 @@ def _k(config: Config) -> int | None:
 # Data ---------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=2)
+@cached_by_file(maxsize=2)
 def _load(path: str) -> Data:
     """Return the clients' data.
 
@@ -300,15 +298,21 @@ def _split(table: Data, seed: int) -> Split:
     return Split(train, test)
 
 
-def _standard(table: Data, split: Split) -> list[Matrix]:
-    """Return features with the training points' mean 0 and variance 1, and a last one of ones."""
+def _standard(table: Data, split: Split) -> tuple[list[Matrix], list[Matrix], float]:
+    """Return features, responses, and the mean that these had.
+
+    Over the training points features have mean 0 and variance 1, but for a last one of ones, and
+    responses have mean 0.
+    """
     train = np.vstack([A[rows] for A, rows in zip(table.X, split.train, strict=True)])
     mean, deviation = train.mean(axis=0), train.std(axis=0)
     varies = deviation > 1e-12 * np.abs(train).max(axis=0, initial=1e-300)
     scale = np.where(varies, deviation, 1)
-    return [
+    X = [
         np.column_stack([np.where(varies, (A - mean) / scale, 0), np.ones(len(A))]) for A in table.X
     ]
+    origin = np.concatenate([b[rows] for b, rows in zip(table.y, split.train, strict=True)]).mean()
+    return X, [b - origin for b in table.y], float(origin)
 
 
 # What a person reads ------------------------------------------------------------------------
@@ -361,7 +365,7 @@ def _choices(final: Mapping[str, NDArray[Any]], k: int | None) -> Table:
     return Table(
         "The number of models",
         "Mean squared error of what each of five folds holds out, all points; the smallest number "
-        "is chosen whose error is within a standard error of the least."
+        "is chosen whose error is within a standard error and a thousandth of the least."
         if k is None
         else "Given.",
         ["k", "error"],
