@@ -104,7 +104,7 @@ def sklearn_dictionary(
     tried = []
     for penalty in penalties:
         learner = MiniBatchDictionaryLearning(
-            n_atoms, alpha=penalty, fit_algorithm="cd", random_state=seed
+            n_atoms, alpha=penalty, fit_algorithm="cd", random_state=sklearn_seed(seed)
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)
@@ -113,6 +113,11 @@ def sklearn_dictionary(
         codes = sparse_code(X, D, n_nonzero=min(_CODED, n_atoms))
         tried.append((float(((X - codes @ D) ** 2).sum()), D))
     return min(tried, key=lambda one: one[0])[1]
+
+
+def sklearn_seed(seed: int) -> int:
+    """Return the seed for scikit-learn, which takes those below 2**32 only."""
+    return seed % 2**32
 
 
 def plain_average(dictionaries: Sequence[Matrix]) -> Matrix:

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
+from rich.text import Text
 
 from flwr_perdl._checks import check_choice
 from flwr_perdl.simulations.deployment import Deployment
@@ -37,6 +40,8 @@ _WIDTH = 110
 
 def main() -> None:
     """Run the command line."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be no text
     app(prog_name="flwr-perdl")
 
 
@@ -102,7 +107,7 @@ def fetch(
 ) -> None:
     """Write images, labels and, where they are known, clients to an .npz file."""
     path = out or Path(f"{name.replace('/', '-')}.npz")
-    with _errors_in_a_sentence(), _console().status(f"fetching {name}"):
+    with _errors_in_a_sentence(), _console().status(Text(f"fetching {name}")):
         arrays = fetch_images(
             name,
             image=image,
@@ -203,8 +208,9 @@ def bench() -> None:
 
 
 def _console() -> Console:
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=_WIDTH)
+    """Return where to print: what is printed has no markup, and names may look like it."""
+    plain = partial(Console, highlight=False, markup=False, emoji=False)
+    return plain() if plain().is_terminal else plain(width=_WIDTH)
 
 
 def _files(folder: Path, nodes: int) -> list[str]:

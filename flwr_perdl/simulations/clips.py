@@ -9,7 +9,6 @@ make the background of all frames.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from scipy.ndimage import gaussian_filter
 
 from flwr_perdl._checks import Matrix
 from flwr_perdl._random import DATA, spawn
-from flwr_perdl.simulations.data import names_in, read_arrays, to_unit_range
+from flwr_perdl.simulations.data import cached_by_file, names_in, read_arrays, to_unit_range
 
 #: Files that a folder of frames may hold.
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp", ".pgm", ".ppm")
@@ -58,7 +57,7 @@ class Clip(NamedTuple):
         )
 
 
-@lru_cache(maxsize=2)
+@cached_by_file(maxsize=2)
 def load_clip(path: str, seed: int) -> Clip:
     """Return the clip at ``path``, or the street of ``seed`` where it is ``""``.
 

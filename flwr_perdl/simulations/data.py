@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache, update_wrapper
+from hashlib import file_digest, sha256
 from math import isqrt, prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar
 from zipfile import ZipFile, ZipInfo
 
 import numpy as np
@@ -16,6 +18,9 @@ from numpy.typing import NDArray
 from scipy.stats import ortho_group
 
 from flwr_perdl._checks import Matrix
+
+Given = ParamSpec("Given")
+Loaded = TypeVar("Loaded")
 
 MAX_TEST = 1000
 _GIVEN = 0.9  # at most this share of all images, and of each label, goes to the clients
@@ -78,7 +83,61 @@ class Planted(NamedTuple):
     samples: list[Matrix]
 
 
-@lru_cache(maxsize=2)
+class FileCache(Generic[Given, Loaded]):
+    """What a loader has returned, as `functools.lru_cache` keeps it, until its files change.
+
+    Parameters
+    ----------
+    load : callable
+        Its first argument is the path of a file, of a folder of files, or neither.
+    maxsize : int
+        Results that are kept.
+    """
+
+    __wrapped__: Callable[Concatenate[str, Given], Loaded]
+
+    def __init__(self, load: Callable[Concatenate[str, Given], Loaded], maxsize: int) -> None:
+        @lru_cache(maxsize)
+        def kept(files: Hashable, path: str, *args: Given.args, **options: Given.kwargs) -> Loaded:
+            return load(path, *args, **options)
+
+        update_wrapper(self, load)
+        self._kept: Callable[..., Loaded] = kept
+        self.cache_info, self.cache_clear = kept.cache_info, kept.cache_clear
+
+    def __call__(self, path: str, *args: Given.args, **options: Given.kwargs) -> Loaded:
+        """Return what the loader does; from before, where no file has changed since."""
+        found = [(one.resolve(), one.stat()) for one in files_at(path)]
+        files = tuple((str(one), seen.st_mtime_ns, seen.st_size) for one, seen in found)
+        return self._kept(files, path, *args, **options)
+
+
+def cached_by_file(
+    maxsize: int,
+) -> Callable[[Callable[Concatenate[str, Given], Loaded]], FileCache[Given, Loaded]]:
+    """Make a loader a `FileCache`."""
+    return lambda load: FileCache(load, maxsize)
+
+
+def files_at(path: str) -> list[Path]:
+    """Return the file at ``path``, or a folder's files by name but hidden ones; maybe none."""
+    place = Path(path)
+    if path and place.is_dir():
+        files = (one for one in place.iterdir() if one.is_file())
+        return sorted(one for one in files if not one.name.startswith("."))
+    return [place] if place.is_file() else []
+
+
+def digest(path: str) -> str:
+    """Return a SHA-256 of what `files_at` finds, their names and contents; "" where it is none."""
+    files, whole = files_at(path), sha256()
+    for one in files:
+        with one.open("rb") as stream:
+            whole.update(os.fsencode(one.name) + file_digest(stream, "sha256").digest())
+    return whole.hexdigest() if files else ""
+
+
+@cached_by_file(maxsize=2)
 def load_images(path: str) -> Images:
     """Load labelled images and bring them to [0, 1].
 
@@ -169,6 +228,8 @@ def _entry(archive: ZipFile, entry: ZipInfo) -> NDArray[Any]:
         if npy.read_magic(stream) != (1, 0):
             raise ValueError(f"{entry.filename} is no .npy file of version 1.0")
         shape, _, dtype = npy.read_array_header_1_0(stream)
+        if dtype.hasobject:
+            raise ValueError(f"{entry.filename} holds Python objects; text must be saved as str")
         if min(shape, default=0) < 0 or not dtype.itemsize:
             raise ValueError(f"{entry.filename} has the shape {shape} and dtype {dtype}")
         if stream.tell() + dtype.itemsize * prod(shape) != entry.file_size:
@@ -207,6 +268,8 @@ def to_unit_range(X: NDArray[Any]) -> Matrix:
     low, high = min(0.0, float(values.min())), float(values.max())
     if low == 0 and high <= 1:
         return values
+    if high - low > float(np.finfo(values.dtype).max):
+        values, low, high = values / 2, low / 2, high / 2
     scaled: Matrix = (values - values.dtype.type(low)) / values.dtype.type(high - low or 1)
     return scaled
 

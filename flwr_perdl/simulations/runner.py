@@ -6,19 +6,21 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flwr.app import ArrayRecord, MetricRecord
+from flwr.app import ArrayRecord, Context, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
 from flwr_perdl import _store
 from flwr_perdl._checks import check_choice
+from flwr_perdl._records import PARTITION_ID
 from flwr_perdl._threads import one_blas_thread
+from flwr_perdl.simulations.data import digest
 from flwr_perdl.simulations.engine import ENGINES, Config, EvaluateFn, Federated, mishaps
 from flwr_perdl.simulations.engine import federate as run_federation
 from flwr_perdl.simulations.experiments import (
@@ -28,13 +30,14 @@ from flwr_perdl.simulations.experiments import (
     configure,
     find,
 )
-from flwr_perdl.simulations.outcome import to_results, write
-from flwr_perdl.simulations.report import write_report
+from flwr_perdl.simulations.outcome import ARRAYS, RESULTS, to_results, write
+from flwr_perdl.simulations.report import REPORT, read_results, write_report
 from flwr_perdl.strategies import RoundReport, client_report
 from flwr_perdl.strategies._events import EVENTS, EventLog
 
 _RUN = "run.json"
-_CHECKPOINTS, _STATE, _KEPT = "checkpoints", "state", "kept"
+_CHECKPOINTS, _STATE, _KEPT = _FOLDERS = "checkpoints", "state", "kept"
+_DIGEST = "data_sha256"  # beside the config in run.json; older runs have none
 
 
 class Progress(NamedTuple):
@@ -98,7 +101,8 @@ def run_experiment(
     Raises
     ------
     ValueError
-        If a name, an option or the data is not as it must be, or ``out`` holds another run.
+        If a name, an option or the data is not as it must be, ``out`` holds another run or folders
+        that are no run's, or the data have changed since the run to resume was begun.
     """
     missing = [extra for extra in ("matplotlib", "sklearn") if find_spec(extra) is None]
     if missing:
@@ -119,10 +123,8 @@ def run_experiment(
         data=None if data is None else str(data),
         options=options,
     )
-    folder = None if out is None else Path(out)
-    if folder is not None:
-        _open(folder, config, resume=resume)
-    elif resume:
+    folder = None if out is None else _Folder(Path(out), config, resume=resume)
+    if folder is None and resume:
         raise ValueError("resume must come with the folder of the run to continue (out).")
     session = _Session(experiment, config, engine, folder, resume, progress)
     started = time.perf_counter()
@@ -143,26 +145,86 @@ def run_experiment(
         clients=session.clients,
     )
     if folder is not None:
-        write(folder, outcome, results)
-        write_report(folder)
+        session.begin()
+        write(folder.path, outcome, results)
+        write_report(folder.path)
     return results
 
 
-def _open(folder: Path, config: Config, *, resume: bool) -> None:
-    """Begin a run in ``folder``, or make sure that the one to resume is the same."""
-    path = folder / _RUN
-    if resume and path.is_file():
-        begun = json.loads(path.read_text())
-        if begun != config:
-            raise ValueError(f"out must hold the run to resume, {config}, got one of {begun}.")
-        return
-    for stale in (_CHECKPOINTS, _STATE, _KEPT):
-        if (folder / stale).is_dir():
-            shutil.rmtree(folder / stale)
-    (folder / EVENTS).unlink(missing_ok=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    with _store.replacing(path) as stream:
-        stream.write(json.dumps(config).encode())
+class _Folder:
+    """The folder of a run, in which an earlier run stays until this one has something to write.
+
+    Parameters
+    ----------
+    path : Path
+        The folder; made when missing.
+    config : mapping
+        What to run.
+    resume : bool
+        Whether the run that was begun there is continued.
+
+    Raises
+    ------
+    ValueError
+        If it holds folders that are no run's, or the run to resume is another one or of other data.
+    """
+
+    def __init__(self, path: Path, config: Config, *, resume: bool) -> None:
+        self.path = path
+        found = digest(str(config.get("data", "")))
+        self._run = {**config, **({_DIGEST: found} if found else {})}
+        earlier = _read_run(path / _RUN)
+        self._earlier = earlier is not None
+        self._begun = resume and self._earlier
+        if earlier is None:
+            others = [name for name in (_RUN, *_FOLDERS) if (path / name).exists()]
+            if others:
+                raise ValueError(
+                    f"out must be a new folder or an earlier run's, got {str(path)!r}, whose "
+                    f"{', '.join(others)} no run has written."
+                )
+        elif resume:
+            of = earlier.pop(_DIGEST, found)
+            if earlier != config:
+                raise ValueError(
+                    f"out must hold the run to resume, {config}, got one of {earlier}."
+                )
+            if of != found:
+                raise ValueError(
+                    f"data must be as when the run to resume was begun, got changed ones in "
+                    f"{config['data']!r}."
+                )
+
+    def begin(self) -> bool:
+        """Begin the run, at the first call; return whether an earlier run's files were removed."""
+        if self._begun:
+            return False
+        self._begun = True
+        if self._earlier:
+            self._remove()
+        with _store.replacing(self.path / _RUN) as stream:
+            stream.write(json.dumps(self._run).encode())
+        return self._earlier
+
+    def _remove(self) -> None:
+        figures: list[str] = []
+        with suppress(ValueError):
+            figures = [one["file"] for one in read_results(self.path).get("figures", [])]
+        for name in (EVENTS, RESULTS, ARRAYS, REPORT, *figures):
+            (self.path / name).unlink(missing_ok=True)
+        for name in _FOLDERS:
+            if (self.path / name).is_dir():
+                shutil.rmtree(self.path / name)
+
+
+def _read_run(path: Path) -> dict[str, Any] | None:
+    """Return what a run's run.json says; None where there is none, or it is something else's."""
+    try:
+        said = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    ours = isinstance(said, dict) and {"experiment", "rounds", "seed"} <= set(said)
+    return said if ours else None
 
 
 class _Session:
@@ -173,7 +235,7 @@ class _Session:
         experiment: Experiment,
         config: Config,
         engine: str | Grid,
-        folder: Path | None,
+        folder: _Folder | None,
         resume: bool,
         progress: Callable[[Progress], None] | None,
     ) -> None:
@@ -189,7 +251,7 @@ class _Session:
         self._error: float | None = None
         self._kept = 0
         self._ran = 0
-        self._events = EventLog(None if folder is None else folder / EVENTS)
+        self._events = EventLog(None if folder is None else folder.path / EVENTS)
         self._about = {"experiment": experiment.NAME, "config": config, "resumed": resume}
         #: What happened to each client's replies, over all federations (`client_report`).
         self.clients: dict[str, dict[str, float]] = {}
@@ -203,7 +265,7 @@ class _Session:
     @contextmanager
     def told(self) -> Iterator[None]:
         """Note in the run's events that it begins, and how it ends."""
-        self._events.write("run", rounds=self._total, **self._about)
+        self._tell_run()
         started = time.perf_counter()
         try:
             yield
@@ -211,6 +273,14 @@ class _Session:
             self._done(started, str(error) or type(error).__name__)
             raise
         self._done(started, None)
+
+    def begin(self) -> None:
+        """Begin the run in its folder, now that there is something to write there."""
+        if self._folder is not None and self._folder.begin():
+            self._tell_run()
+
+    def _tell_run(self) -> None:
+        self._events.write("run", rounds=self._total, **self._about)
 
     def _done(self, started: float, stopped: str | None) -> None:
         seconds = round(time.perf_counter() - started, 3)
@@ -228,14 +298,17 @@ class _Session:
         short ones keeps what each came to (`keep`), and continues with the first unfinished one.
         """
         number = self._federations.index(config)
+        if not self._ran:
+            self._check(experiment, config)
+        self.begin()
         before = sum(int(one["rounds"]) for one in self._federations[:number])
         options: dict[str, Any] = {"on_round": lambda report: self._tell(before, report)}
         if self._folder is not None:
-            options["events"] = self._folder / EVENTS
+            options["events"] = self._folder.path / EVENTS
         if self._folder is not None and len(self._federations) == 1:
-            options["checkpoint_dir"] = self._folder / _CHECKPOINTS
+            options["checkpoint_dir"] = self._folder.path / _CHECKPOINTS
             options["resume"] = self._resume
-            config = {**config, "state_dir": str((self._folder / _STATE).absolute())}
+            config = {**config, "state_dir": str((self._folder.path / _STATE).absolute())}
         federated = run_federation(
             experiment,
             config,
@@ -250,18 +323,32 @@ class _Session:
             self.mishaps = mishaps(federated.history)
         return federated
 
+    def _check(self, experiment: FederatedExperiment, config: Config) -> None:
+        """Refuse options and data that the server, or a client that is here, does not accept."""
+        experiment.strategy(config)
+        if isinstance(self._engine, str):
+            context = Context(
+                run_id=0,
+                node_id=0,
+                node_config={PARTITION_ID: 0},
+                state=RecordDict(),
+                run_config={},
+            )
+            experiment.client(context, config)
+
     def keep(
         self, name: str, compute: Callable[[], dict[str, NDArray[Any]]], *, of: int = 0
     ) -> dict[str, NDArray[Any]]:
         """Return what ``compute()`` returns, from disk where a resumed run has it already."""
         self._tell_parts(of)
-        path = None if self._folder is None else self._folder / _KEPT / f"{name}.npz"
+        path = None if self._folder is None else self._folder.path / _KEPT / f"{name}.npz"
         others, self.clients = self.clients, {}
         if path is not None and self._resume and path.is_file():
             arrays, meta = _store.load(path)
             self.clients = meta["clients"]
         else:
             arrays = compute()
+            self.begin()
             if path is not None:
                 _store.save(path, arrays, {"clients": self.clients})
         _add(self.clients, others)

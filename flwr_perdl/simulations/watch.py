@@ -11,8 +11,8 @@ from typing import Any
 from rich import box
 from rich.console import Console, Group
 from rich.live import Live
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from flwr_perdl.strategies._events import EVENTS, Event, read_events
 
@@ -112,13 +112,13 @@ class View:
 
     def render(self) -> Group:
         """Return headline and tables."""
-        parts: list[Any] = [escape(self.headline())]
+        parts: list[Any] = [Text(self.headline())]
         if self.exchanges:
             parts.append(self._exchange_table())
         odd = sorted(self.clients.items(), key=lambda item: -sum(item[1].values()))[:_CLIENTS]
         if odd:
             parts.append(_client_table(dict(odd)))
-        parts += [escape(reason) for reason in self.reasons]
+        parts += map(Text, self.reasons)
         return Group(*parts)
 
     def _exchange_table(self) -> Table:
@@ -133,10 +133,10 @@ class View:
                 if name not in ("clients", "dropped") and _is_number(value)
             }
             table.add_row(
-                *(escape(str(event.get(key, "-"))) for key in ("round", "step", "asked", "good")),
+                *(Text(str(event.get(key, "-"))) for key in ("round", "step", "asked", "good")),
                 f"{event.get('seconds') or 0:.2f}",
                 *(f"{event.get(key) or 0:,.0f}" for key in ("floats_up", "floats_down")),
-                escape(", ".join(f"{k} {v:.4g}" for k, v in list(numbers.items())[:4])),
+                Text(", ".join(f"{k} {v:.4g}" for k, v in list(numbers.items())[:4])),
             )
         return table
 
@@ -166,7 +166,7 @@ def _client_table(clients: Mapping[str, Mapping[str, float]]) -> Table:
     table.add_column("exchanges in which it")
     for client, odd in clients.items():
         words = ", ".join(f"{what} {share:.3g}" for what, share in odd.items())
-        table.add_row(escape(client), escape(words))
+        table.add_row(Text(client), Text(words))
     return table
 
 
@@ -212,6 +212,6 @@ def watch(
                     view, read = View(), 0
                 events, read = read_events(path, read)
                 view.take(events)
-            live.update(view.render() if read else f"Waiting for {path} …", refresh=True)
+            live.update(view.render() if read else Text(f"Waiting for {path} …"), refresh=True)
             if view.over is None:
                 sleep(poll)

@@ -197,3 +197,17 @@ def test_a_bad_file_gets_one_sentence(change: dict[str, Any], message: str, tmp_
 def test_bad_options_get_one_sentence(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         run(**options)
+
+
+@pytest.mark.parametrize("unit", [1e200, 1e-200])
+def test_the_unit_of_the_expressions_does_not_matter(
+    outcome: Outcome, unit: float, tmp_path: Path
+) -> None:
+    data = small()
+    other = run(data=save(tmp_path, X=unit * data["X"], y=data["y"]), seeds=2, atoms=2)
+    assert other.metrics["ari_ssvd"] == outcome.metrics["ari_ssvd"]
+    np.testing.assert_allclose(other.arrays["atoms_ssvd"], outcome.arrays["atoms_ssvd"], atol=1e-9)
+
+
+def test_a_seed_may_be_larger_than_scikit_learn_takes() -> None:
+    assert run(seed=2**32, seeds=1).metrics["k"] == biclustering.TYPES

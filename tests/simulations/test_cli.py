@@ -3,6 +3,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -36,6 +37,19 @@ def test_run_and_report_print_the_table_and_where_the_page_is(tmp_path):
     assert (out / "report.html").read_text() == page
 
 
+def test_names_in_the_data_are_printed_as_they_are(tmp_path):
+    rng, names = np.random.default_rng(0), np.array(["[bold]a", "b[/b]", ":smile:", "d"])
+    X, client = rng.standard_normal((80, 2)), names[np.arange(80) % 4]
+    y = X @ [1.0, 2.0] + 0.1 * rng.standard_normal(80)
+    np.savez(tmp_path / "data.npz", X=X, y=y, client=client)
+    options = ("-o", "splits=1", "-o", "k=1")
+    out = tmp_path / "or[m]3"
+    result = invoke("run", "regression", "--data", tmp_path / "data.npz", "--out", out, *options)
+    assert result.exit_code == 0
+    assert f"Report: {out / 'report.html'}" in result.stdout
+    assert all(name in result.stdout for name in names)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -44,6 +58,7 @@ def test_run_and_report_print_the_table_and_where_the_page_is(tmp_path):
         (["run", "digits", "-o", "n_atoms"], "option must be key=value, got 'n_atoms'"),
         (["run", "digits", "-o", "n_atom=3"], "option of digits must be one of"),
         (["run", "digits", "-o", "n_atoms=x"], "n_atoms must be an integer"),
+        (["run", "digits", "-o", "n_atoms=-5"], "n_atoms must be at least 1, got -5"),
         (["run", "digits", "--clients", "0"], "clients must be at least 2"),
         (["run", "images"], "images must be given data"),
         (["run", "images", "--data", "nowhere.npz"], "data must be a file"),

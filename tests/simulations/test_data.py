@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from flwr_perdl.simulations.data import (
     MAX_TEST,
+    digest,
     imbalanced_partition,
     load_images,
     natural_partition,
@@ -29,6 +30,8 @@ def test_bundled_digits_are_brought_to_the_unit_range():
         (np.arange(36.0).reshape(4, 9) - 35, 0.0),
         (np.arange(36).reshape(4, 9), 0.0),
         (np.zeros((4, 9)), 0.0),
+        (np.linspace(-3e38, 3e38, 36, dtype=np.float32).reshape(4, 9), 0.0),
+        (1.5e308 * np.linspace(-1, 1, 36).reshape(4, 9), 0.0),
     ],
 )
 def test_values_are_brought_to_the_unit_range(tmp_path, X, first):
@@ -38,7 +41,7 @@ def test_values_are_brought_to_the_unit_range(tmp_path, X, first):
     assert images.X.shape == (4, 9)
     assert images.X[0, 0] == pytest.approx(first)
     assert images.X.min() >= 0
-    assert images.X.max() <= 1
+    assert images.X.max() == (1 if X.min() < X.max() else images.X[0, 0])
     assert images.X.dtype == (np.float32 if X.dtype == np.float32 else np.float64)
 
 
@@ -61,6 +64,7 @@ GOOD = {"X": np.zeros((4, 3, 3)), "y": np.arange(4)}
         (GOOD | {"y": np.linspace(0, 1, 4)}, "must be 4 integer labels"),
         (GOOD | {"client": np.arange(3)}, r"client in .* must be 4 integers, got shape \(3,\)"),
         (GOOD | {"y": np.array([None] * 4)}, "readable .npz file"),
+        (GOOD | {"y": np.array([*"abcd"], object)}, "y.npy holds Python objects; text must be"),
     ],
 )
 def test_bad_image_files_get_one_sentence(tmp_path, arrays, message):
@@ -155,3 +159,27 @@ def test_planted_data_where_nothing_or_everything_is_shared(n_global):
     )
     assert planted.global_atoms.shape == (n_global, 6)
     assert [local.shape for local in planted.local_atoms] == [(6 - n_global, 6)] * 2
+
+
+def test_a_file_is_read_again_once_it_has_changed(tmp_path, monkeypatch):
+    np.savez(tmp_path / "images.npz", **GOOD)
+    monkeypatch.chdir(tmp_path)
+    first = load_images("images.npz")
+    assert load_images("images.npz") is first
+    np.savez("images.npz", X=np.ones((4, 3, 3)), y=GOOD["y"])
+    assert load_images("images.npz").X.min() == 1
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    with pytest.raises(ValueError, match="must be a file"):
+        load_images("images.npz")
+
+
+def test_a_digest_is_of_a_folders_names_and_contents(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).write_text(name)
+    whole = digest(str(tmp_path))
+    (tmp_path / ".hidden").touch()
+    assert digest(str(tmp_path)) == whole
+    (tmp_path / "b").rename(tmp_path / "c")
+    assert len({whole, digest(str(tmp_path)), digest(str(tmp_path / "a"))}) == 3
+    assert digest("") == digest(str(tmp_path / "nowhere")) == ""

@@ -297,6 +297,80 @@ def test_a_fresh_run_takes_nothing_up_from_its_folder(tmp_path):
     assert seen[0].done == 1
 
 
+def written(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def save_images(path, seed=0):
+    digits, rng = load_images(""), np.random.default_rng(seed)
+    rows = rng.permutation(300)
+    np.savez(path, X=digits.X[rows], y=digits.y[rows])
+    return path
+
+
+SMALL = {"n_atoms": 8, "n_global": 4, "methods": "main"}
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("name", ["checkpoints", "state", "kept", "run.json"])
+def test_a_folder_that_no_run_has_written_is_left_alone(tmp_path, name, resume):
+    (tmp_path / name).mkdir()
+    if name == "run.json":
+        (tmp_path / name).rmdir()
+        (tmp_path / name).write_text('{"mine": 1}')
+    with pytest.raises(ValueError, match=f"out must be a new folder or an .*, whose {name} no run"):
+        run_experiment("synthetic", clients=3, rounds=2, out=tmp_path, resume=resume)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"data": "nowhere.npz"},
+        {"options": {**SMALL, "matching": "typo"}},
+        {"options": {**SMALL, "methods": "typo"}},
+        {"options": {**SMALL, "min_support": -1}},
+        {"name": "biclustering", "options": {"thresholds": "typo"}},
+    ],
+)
+def test_a_mistake_leaves_an_earlier_run_as_it_is(tmp_path, change):
+    given = {"name": "images", "data": save_images(tmp_path / "a.npz"), "options": SMALL}
+    given |= {"rounds": 2, "out": tmp_path / "out"}
+    run_experiment(**given, clients=3)
+    before = written(tmp_path / "out")
+    with pytest.raises(ValueError, match=r"typo|must be"):
+        run_experiment(**given | change)
+    events = tmp_path / "out" / "events.jsonl"
+    assert written(tmp_path / "out") == before | {events: events.read_bytes()}
+    assert events.read_bytes().startswith(before[events])
+    again = run_experiment(**given, clients=3, resume=True)
+    assert again["metrics"]["mse_global_10"] > 0
+
+
+def test_a_new_run_removes_what_an_earlier_one_left(tmp_path):
+    run_experiment("digits", clients=3, rounds=2, out=tmp_path, options=SMALL)
+    (tmp_path / "mine.png").touch()
+    with pytest.raises(Killed):
+        run_experiment("synthetic", rounds=2, out=tmp_path, progress=kill_after(1))
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"mine.png", "run.json", "events.jsonl"}
+
+
+def test_resume_refuses_data_that_have_changed(tmp_path):
+    given = {"clients": 3, "rounds": 2, "out": tmp_path / "out", "options": SMALL}
+    path = save_images(tmp_path / "a.npz")
+    run_experiment("images", data=path, **given)
+    run_experiment("images", data=path, resume=True, **given)
+    save_images(path, seed=1)
+    with pytest.raises(ValueError, match=r"data must be as when .* changed ones in .*a\.npz"):
+        run_experiment("images", data=path, resume=True, **given)
+    run = tmp_path / "out" / "run.json"
+    begun = json.loads(run.read_text())
+    del begun["data_sha256"]
+    run.write_text(json.dumps(begun))
+    run_experiment("images", data=path, resume=True, **given)
+
+
 def test_inside_a_flower_run_there_is_one_federation():
     given = {"clients": 4, "rounds": 4, "options": {"seeds": 1, "samples": 100}}
     experiment = find("synthetic")

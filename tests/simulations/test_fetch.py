@@ -150,3 +150,11 @@ def test_what_cannot_be_fetched_is_said_in_a_sentence(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["fetch", "olivetti", "--label", "y"])
     assert done.exit_code == 2
     assert "flwr-perdl: label must not be given for 'olivetti'." in done.output
+
+
+def test_what_is_saved_is_the_arrays_and_no_python_objects(tmp_path: Path) -> None:
+    save(tmp_path / "data.npz", {"X": np.eye(2)})
+    with np.load(tmp_path / "data.npz") as arrays:
+        assert arrays.files == ["X"]
+    with pytest.raises(ValueError, match=r"arrays must be numbers or text, .* in \['y'\]"):
+        save(tmp_path / "more.npz", {"X": np.eye(2), "y": np.array([None])})

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from flwr_perdl.simulations import InProcessGrid
@@ -78,3 +79,29 @@ def test_a_run_can_be_set_by_id() -> None:
     grid = InProcessGrid(echo(), 1)
     grid.set_run(7)
     assert grid.run.run_id == 7
+
+
+def answering(answer: Any) -> InProcessGrid:
+    app = ClientApp()
+    app.train()(lambda message, context: answer(message))
+    return InProcessGrid(app, 1)
+
+
+def test_an_error_that_the_app_replies_with_is_the_reply() -> None:
+    """As on Flower's engines, where mods refuse messages in this way."""
+    spent = Error(77, "the budget is spent")
+    (reply,) = ask(answering(lambda message: Message(spent, reply_to=message)))
+    assert (reply.error.code, reply.error.reason) == (77, "the budget is spent")
+
+
+def test_no_reply_is_none_and_who_is_not_there_does_not_answer(warned: Any) -> None:
+    grid = answering(lambda message: None)
+    assert ask(grid) == []
+    content = RecordDict({"arrays": ArrayRecord(), "config": ConfigRecord()})
+    assert list(grid.send_and_receive([grid.create_message(content, "train", 5, "")])) == []
+    assert "There is no node 5" in warned.text
+
+
+def test_an_app_that_exits_takes_nobody_with_it() -> None:
+    (reply,) = ask(answering(lambda message: sys.exit(3)))
+    assert reply.error.reason == "SystemExit: 3"

@@ -83,6 +83,20 @@ def test_a_resumed_run_takes_the_methods_from_disk(ran: Any) -> None:
         assert again["metrics"][name] == value or name == "perma_seconds"
 
 
+def test_the_verdict_names_the_row_that_does_best() -> None:
+    errors = {
+        "PerMA (6)": np.array([0.3, 0.3]),
+        "PerMA, global + local (12)": np.array([0.1, 0.2]),
+        "pooled (6)": np.array([0.2, 0.1]),
+    }
+    assert (
+        images._verdict(errors, 0) == "With k = 10, PerMA, global + local (12) has the least error."
+    )
+    assert images._verdict(errors, 1).endswith(
+        "better than PerMA, global + local (12): pooled (6)."
+    )
+
+
 @pytest.mark.slow
 def test_they_run_inside_a_flower_run(ran: Any) -> None:
     def make(context: Any) -> Any:

@@ -122,7 +122,7 @@ def test_the_report_names_clients_whose_replies_were_odd(tmp_path):
     assert odd_clients({"clients": {"0": {"asked": 5.0}}}) is None
 
 
-@pytest.mark.parametrize("content", [None, "not json", "[]", "{}"])
+@pytest.mark.parametrize("content", [None, "not json", "[]", "{}", '{"experiment": "digits"}'])
 def test_a_report_needs_a_finished_run(tmp_path, content):
     if content is not None:
         (tmp_path / "results.json").write_text(content)
@@ -165,3 +165,10 @@ def test_boxes_show_range_and_median_per_position():
     np.testing.assert_array_equal(axes.lines[0].get_ydata(), [1, 4])
     np.testing.assert_array_equal(axes.lines[1].get_ydata(), [2])
     np.testing.assert_array_equal(axes.lines[4].get_ydata(), [1e-16])
+
+
+def test_a_file_name_that_is_no_text_is_shown_with_its_bytes(tmp_path):
+    outcome = make_outcome()
+    run = {**RUN, "config": {"clients": 3, "data": b"a\xff.npz".decode(errors="surrogateescape")}}
+    write(tmp_path, outcome, to_results(outcome, **run))
+    assert r"data=a\udcff.npz" in write_report(tmp_path).read_text(encoding="utf-8")

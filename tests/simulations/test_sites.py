@@ -71,7 +71,14 @@ def test_nodes_know_their_own_files_and_the_app_does_not(tmp_path: Path, planted
         ({"clients": 4, "n_global": "some"}, "n_global must be 'auto' or at least 1, got 'some'"),
     ],
 )
-def test_bad_sites_are_named(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_bad_sites_are_named(
+    options: dict[str, Any],
+    message: str,
+    tmp_path: Path,
+    planted: Planted,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=message):
         run_experiment("sites", options=options)
 

@@ -113,6 +113,7 @@ def test_black_pixels_and_integers_are_welcome(tmp_path: Path) -> None:
         ({"shape": np.array([12, 13])}, "shape in .* product is 144, the number of pixels, got"),
         ({"shape": np.array([12.0, 12.0])}, "shape in .* must be two integers"),
         ({"shape": np.array(144)}, "shape in .* must be two integers"),
+        ({"shape": np.array([-12, -12])}, "shape in .* must be two integers from 1"),
         ({"endmembers": np.ones((3, 4))}, "endmembers in .* must be spectra of 20 bands"),
         ({"endmembers": np.zeros((3, 20))}, "endmembers in .* none zero"),
     ],

@@ -202,3 +202,12 @@ def test_what_cannot_be_read_gets_one_sentence(tmp_path: Path, name: str, messag
 def test_bad_options_get_one_sentence(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         run_experiment("video", **given)
+
+
+def test_frames_with_less_in_them_than_the_global_atoms_are_refused(tmp_path: Path) -> None:
+    np.savez(tmp_path / "grey.npz", X=np.ones((8, 24, 32)))
+    with pytest.raises(ValueError, match=r"n_global must be at most 1, as no frame.* got 4"):
+        run_experiment("video", data=tmp_path / "grey.npz", rounds=2)
+    given = {"n_global": 1, "n_atoms": 2}
+    results = run_experiment("video", data=tmp_path / "grey.npz", rounds=2, options=given)
+    assert results["metrics"]["psnr_background"] == 100

@@ -83,6 +83,14 @@ def test_the_view_follows_a_run_to_its_end(tmp_path: Path) -> None:
     assert "digits, seed 0, round 0 of 2, finished" in text
 
 
+def test_names_may_look_like_markup(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "x[/y]" / EVENTS)
+    console = Console(file=io.StringIO(), width=120, force_terminal=True, highlight=False)
+    steps = [lambda: log.write("done", stopped=None)]
+    watch(tmp_path / "x[/y]", console, sleep=lambda _: steps.pop()())
+    assert "x[/y]" in console.file.getvalue().replace("\n", "")
+
+
 def test_the_view_names_who_failed_and_why() -> None:
     view = View()
     view.take(

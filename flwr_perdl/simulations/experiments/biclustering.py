@@ -9,7 +9,7 @@ apart: k-means clusters them, without labels, and the adjusted Rand index compar
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +21,8 @@ from flwr_perdl.diffusion.biclustering import profiles, ssvd
 from flwr_perdl.diffusion.model_diffusion import ModelDiffusion
 from flwr_perdl.diffusion.objectives import Biclustering
 from flwr_perdl.diffusion.topology import Topology
-from flwr_perdl.simulations.data import names_in, read_arrays
+from flwr_perdl.simulations.baselines import sklearn_seed
+from flwr_perdl.simulations.data import cached_by_file, names_in, read_arrays
 from flwr_perdl.simulations.engine import Config
 from flwr_perdl.simulations.experiments._experiment import Keep, Value, seeds_of
 from flwr_perdl.simulations.experiments._parts import keep_all
@@ -182,7 +183,8 @@ def _clusters(places: Matrix, k: int, seed: int) -> NDArray[np.intp]:
     from sklearn.cluster import KMeans  # an extra: not needed to import this module
 
     k = min(k, len(np.unique(places.round(12), axis=0)))
-    clusters: NDArray[np.intp] = KMeans(k, n_init=_STARTS, random_state=seed).fit_predict(places)
+    kmeans = KMeans(k, n_init=_STARTS, random_state=sklearn_seed(seed))
+    clusters: NDArray[np.intp] = kmeans.fit_predict(places)
     return clusters
 
 
@@ -201,7 +203,7 @@ def _data(config: Config, seed: int) -> Data:
     return _load(str(config["data"]), seed, informative, noise)
 
 
-@lru_cache(maxsize=2)
+@cached_by_file(maxsize=2)
 def _load(path: str, seed: int, informative: int, noise: float) -> Data:
     """Return the expressions, every gene with mean zero, all of root mean square 1.
 
@@ -218,6 +220,7 @@ def _load(path: str, seed: int, informative: int, noise: float) -> Data:
         Standard deviation of noise on them.
     """
     X, y = _planted(seed, informative, noise) if not path else _read(path)
+    X = np.ldexp(X, -np.frexp(np.abs(X).max())[1])  # squares of large and small units are finite
     centred = (X - X.mean(axis=0)).T
     size = float(np.sqrt(np.square(centred).mean()))
     if size <= 1e-12 * float(np.abs(X).max()):
@@ -230,7 +233,8 @@ def _planted(seed: int, informative: int, noise: float) -> tuple[Matrix, NDArray
     from sklearn.datasets import make_biclusters  # an extra
 
     shape = (SUBJECTS, informative)
-    blocks, rows, _ = make_biclusters(shape, TYPES, minval=1, maxval=2, random_state=seed)
+    drawn = make_biclusters(shape, TYPES, minval=1, maxval=2, random_state=sklearn_seed(seed))
+    blocks, rows, _ = drawn
     X = np.hstack([blocks, np.zeros((SUBJECTS, GENES - informative))])
     noisy: Matrix = X + noise * spawn(seed, DATA).standard_normal(X.shape)
     return noisy, np.char.add("type ", (rows.argmax(axis=0) + 1).astype(str))

@@ -16,7 +16,7 @@ import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,7 +28,8 @@ from flwr_perdl.diffusion.inference import DualInference
 from flwr_perdl.diffusion.model_diffusion import Model, ModelDiffusion
 from flwr_perdl.diffusion.objectives import Objective, SparseSVD
 from flwr_perdl.diffusion.topology import Topology
-from flwr_perdl.simulations.data import names_in, read_arrays, to_unit_range
+from flwr_perdl.simulations.baselines import sklearn_seed
+from flwr_perdl.simulations.data import cached_by_file, names_in, read_arrays, to_unit_range
 from flwr_perdl.simulations.engine import Config
 from flwr_perdl.simulations.experiments._experiment import Keep, Value
 from flwr_perdl.simulations.measures import Quality, quality
@@ -322,7 +323,7 @@ def _by_sklearn(task: Task, objective: SparseSVD, config: Config) -> dict[str, N
         fit_algorithm="cd",
         transform_algorithm="lasso_cd",
         transform_alpha=objective.gamma,
-        random_state=int(config["seed"]),
+        random_state=sklearn_seed(int(config["seed"])),
     )
     pieces = _pieces(X)
     with warnings.catch_warnings():
@@ -357,7 +358,7 @@ def _task(config: Config) -> Task:
     return _make_task(str(config["data"]), sigma / 255, size, count, seed, rounds)
 
 
-@lru_cache(maxsize=1)
+@cached_by_file(maxsize=1)
 def _make_task(data: str, sigma: float, size: int, count: int, seed: int, rounds: int) -> Task:
     rng, images = spawn(seed, DATA), _load(data, size)
     chosen = np.sort(rng.choice(len(images), min(count, len(images)), replace=False))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -30,7 +30,12 @@ from flwr_perdl.simulations.baselines import (
     plain_average,
     sklearn_dictionary,
 )
-from flwr_perdl.simulations.data import imbalanced_partition, load_images, natural_partition
+from flwr_perdl.simulations.data import (
+    cached_by_file,
+    imbalanced_partition,
+    load_images,
+    natural_partition,
+)
 from flwr_perdl.simulations.engine import Config, EvaluateFn
 from flwr_perdl.simulations.experiments import _methods
 from flwr_perdl.simulations.experiments._experiment import (
@@ -295,14 +300,15 @@ def _tables_1(tuned: Mapping[str, Mapping[str, NDArray[Any]]], config: Config) -
 
 def _verdict(errors: Mapping[str, NDArray[Any]], i: int) -> str:
     """Return a sentence about who does better than PerMA with the i-th number of atoms."""
-    ours = min(table[i] for title, table in errors.items() if title.startswith("PerMA"))
-    better = [title for title in errors if errors[title][i] < ours]
-    words = f"better than PerMA: {', '.join(better)}" if better else "PerMA has the least error"
+    ours = min((one for one in errors if one.startswith("PerMA")), key=lambda one: errors[one][i])
+    better = [title for title in errors if errors[title][i] < errors[ours][i]]
+    words = f"better than {ours}: {', '.join(better)}" if better else f"{ours} has the least error"
     return f"With k = {TABLE_N_NONZERO[i]}, {words}."
 
 
 def _n_global(config: Config) -> int:
-    return check_count("n_global", config["n_global"], 1, int(config["n_atoms"]))
+    n_atoms = check_count("n_atoms", config["n_atoms"], 1)
+    return check_count("n_global", config["n_global"], 1, n_atoms)
 
 
 def _task(config: Config) -> Task:
@@ -313,7 +319,7 @@ def _task(config: Config) -> Task:
     return load_task(str(config.get("data", "")), clients, samples, seed)
 
 
-@lru_cache(maxsize=2)
+@cached_by_file(maxsize=2)
 def load_task(data: str, n_clients: int, n_samples: int, seed: int) -> Task:
     """Return the data's own clients, or some with one label each in the majority; held-out images.
 

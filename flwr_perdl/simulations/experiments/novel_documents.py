@@ -17,7 +17,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +29,8 @@ from flwr_perdl.diffusion.model_diffusion import Model, ModelDiffusion
 from flwr_perdl.diffusion.novelty import novelty_scores
 from flwr_perdl.diffusion.objectives import HuberNMF, NonnegativeMF
 from flwr_perdl.diffusion.topology import Topology
+from flwr_perdl.simulations.baselines import sklearn_seed
+from flwr_perdl.simulations.data import cached_by_file
 from flwr_perdl.simulations.documents import BLOCK, Csr, load_documents
 from flwr_perdl.simulations.engine import Config
 from flwr_perdl.simulations.experiments._experiment import Keep, Value
@@ -244,9 +246,8 @@ def _nmf(config: Config, stream: Stream, t: int) -> dict[str, NDArray[Any]]:
     from sklearn.exceptions import ConvergenceWarning
 
     size = stream.novel.shape[1]
-    model = NMF(
-        int(config["clients"]) * t, max_iter=NMF_ITERATIONS, random_state=int(config["seed"])
-    )
+    seed = sklearn_seed(int(config["seed"]))
+    model = NMF(int(config["clients"]) * t, max_iter=NMF_ITERATIONS, random_state=seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
         model.fit(sparse.csr_matrix(stream.X[: t * size]))
@@ -263,7 +264,7 @@ def _areas(novel: NDArray[np.bool_], scores: Matrix) -> list[float]:
     return [float(roc_auc_score(novel, own)) for own in scores]
 
 
-@lru_cache(maxsize=1)
+@cached_by_file(maxsize=1)
 def _stream(data: str, seed: int, terms: int, block: int) -> Stream:
     """Return the documents as unit TF-IDF vectors, in blocks.
 

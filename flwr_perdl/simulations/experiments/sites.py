@@ -8,7 +8,6 @@ node: nothing is compared with pooled data, which nobody has.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +19,7 @@ from flwr_perdl._random import DATA, spawn
 from flwr_perdl._records import NUM_EXAMPLES, PARTITION_ID
 from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.clients.app import identify
-from flwr_perdl.simulations.data import read_arrays
+from flwr_perdl.simulations.data import cached_by_file, read_arrays
 from flwr_perdl.simulations.engine import Config
 from flwr_perdl.simulations.experiments._experiment import (
     MIN_SUPPORT,
@@ -62,7 +61,7 @@ def files(folder: str | Path) -> list[str]:
     ValueError
         If it is no folder, or holds fewer than two.
     """
-    found = sorted(str(path) for path in Path(folder).glob("*.npz"))
+    found = sorted(str(path) for path in Path(folder).glob("*.npz")) if folder else []
     if len(found) < 2:
         raise ValueError(f"data must be a folder with a file per client, got {str(folder)!r}.")
     return found
@@ -128,7 +127,7 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
     )
 
 
-@lru_cache(maxsize=64)
+@cached_by_file(maxsize=64)
 def _load(path: str, partition: int, seed: int) -> tuple[Matrix, Matrix]:
     """Return the samples to learn from, and those held out."""
     (given,) = read_arrays(path, "X")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from functools import lru_cache, partial
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +31,7 @@ from flwr_perdl.diffusion.unmixing import (
     unmix,
     vca,
 )
-from flwr_perdl.simulations.data import names_in, read_arrays
+from flwr_perdl.simulations.data import cached_by_file, names_in, read_arrays
 from flwr_perdl.simulations.engine import Config
 from flwr_perdl.simulations.experiments._experiment import Keep, Value, check_nodes
 from flwr_perdl.simulations.outcome import Outcome, Picture, Table
@@ -231,7 +232,7 @@ def _drawn(seed: int, n_endmembers: int) -> Scene:
     return Scene(np.maximum(X, 0), (SIDE, SIDE), endmembers)
 
 
-@lru_cache(maxsize=2)
+@cached_by_file(maxsize=2)
 def _load(path: str) -> Scene:
     """Return the scene in an ``.npz`` file with ``X``, ``shape`` and maybe ``endmembers``."""
     X, shape = read_arrays(path, "X", "shape")
@@ -239,9 +240,10 @@ def _load(path: str) -> Scene:
         raise ValueError(
             f"X in {path} must be numbers of shape (pixels, bands), got {X.dtype} {X.shape}."
         )
-    if shape.shape != (2,) or shape.dtype.kind not in "iu" or int(shape.prod()) != len(X):
+    sides = shape.tolist() if shape.shape == (2,) and shape.dtype.kind in "iu" else [0]
+    if min(sides) < 1 or prod(sides) != len(X):
         raise ValueError(
-            f"shape in {path} must be two integers whose product is {len(X)}, the number of "
+            f"shape in {path} must be two integers from 1 whose product is {len(X)}, the number of "
             f"pixels, got {shape.tolist()}."
         )
     X = check_array(f"X in {path}", X.astype(np.float64))

@@ -29,7 +29,6 @@ is behind it. Nothing of a frame is private here: its first atom is the frame it
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,6 +43,7 @@ from flwr_perdl.dictionary import Learner, WarmStart, normalize_atoms, refine_lo
 from flwr_perdl.dictionary.atoms import principal_directions
 from flwr_perdl.dictionary.perpca import personalized_pca
 from flwr_perdl.simulations.clips import Clip, load_clip, still, to_frame, to_samples
+from flwr_perdl.simulations.data import cached_by_file
 from flwr_perdl.simulations.engine import Config, EvaluateFn
 from flwr_perdl.simulations.experiments._experiment import (
     GENERAL,
@@ -170,6 +170,12 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
     clip, patch = _clip(config), _patch(config)
     truth = still(clip) if clip.background is None else clip.background
     samples = [to_samples(frame, patch) for frame in clip.frames]
+    rank = max(int(np.linalg.matrix_rank(X)) for X in samples)
+    if rank < _n_global(config):
+        raise ValueError(
+            f"n_global must be at most {rank}, as no frame's patches have more in them, got "
+            f"{config['n_global']}."
+        )
 
     federated = federate(config, evaluate_fn=_on_all_frames(samples, clip, truth, config))
     global_atoms, learner = federated.arrays[0], _learner(config)
@@ -227,7 +233,7 @@ def _learner(config: Config) -> Learner:
     return GENERAL[name](n_atoms, n_nonzero=n_atoms)
 
 
-@lru_cache(maxsize=2)
+@cached_by_file(maxsize=2)
 def _taken(data: str, seed: int, count: int) -> Clip:
     return load_clip(data, seed).take(count)
 
