@@ -38,6 +38,8 @@ NUM_EXAMPLES = "num-examples"
 
 #: Which step of a protocol a request asks for.
 STEP = "perdl.step"
+#: In evaluations: which step made the model.
+AFTER = "perdl.after"
 #: The communication round; Flower's own strategies use this name.
 ROUND = "server-round"
 #: The run's one seed.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 
 import pytest
 
-from flwr_perdl._parallel import in_threads, n_threads
+from flwr_perdl._parallel import in_threads, n_threads, short_turns
 
 
 @pytest.fixture(params=["1", "2", "64"])
@@ -53,3 +54,15 @@ def test_a_limit_that_is_none_is_passed_over(asked: str, monkeypatch: pytest.Mon
     cores = n_threads()
     monkeypatch.setenv("OMP_NUM_THREADS", asked)
     assert n_threads() == (1 if asked == "0" else cores) >= 1
+
+
+def test_turns_are_as_long_afterwards_however_many_had_them_short() -> None:
+    before = sys.getswitchinterval()
+    first, second = short_turns(), short_turns()
+    first.__enter__()
+    second.__enter__()
+    assert sys.getswitchinterval() < before
+    first.__exit__(None, None, None)
+    assert sys.getswitchinterval() < before
+    second.__exit__(None, None, None)
+    assert sys.getswitchinterval() == before

@@ -78,3 +78,13 @@ def test_whatever_comes_at_least_half_are_kept(points):
 def test_sizes_are_capped_at_three_medians():
     np.testing.assert_array_equal(capped(np.array([1.0, 2.0, 9.0])), [1, 2, 6])
     assert len(capped(np.zeros(0))) == 0
+
+
+@pytest.mark.parametrize("unit", [1e-12, 1.0, 1e12])
+def test_what_is_far_does_not_depend_on_the_unit(unit):
+    rng = np.random.default_rng(0)
+    points = rng.standard_normal((30, 4))
+    points[:5] *= -50
+    np.testing.assert_array_equal(consistent(unit * points), consistent(points))
+    average = points.mean(axis=0)
+    np.testing.assert_array_equal(far(unit * points, unit * average), far(points, average))

@@ -4,17 +4,21 @@ The states after the last two rounds are kept, each under its round, in one reco
 along with every message). A server that crashed asks for a round again; the client then takes the
 newest state from *before* that round, so that the same request has the same reply.
 
-A file is bound to the client's name, which does not depend on the run, and to the algorithm. One
-that is damaged, or of another client or algorithm, is named in the log and left out: the client
-starts afresh. One that is locked with another key stops the client, before it overwrites what
-somebody may still want to read.
+A run has a folder of its own among its client's, and those of the last few runs are kept: one that
+goes on finds its files although another has come in between, or runs beside it. A file is bound to
+the client's name, which does not depend on the run, and to the algorithm. One that is damaged, or
+of another client or algorithm, is named in the log and left out: the client starts afresh. One that
+is locked with another key stops the client, before it overwrites what somebody may still want to
+read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from hashlib import sha256
 from logging import WARNING
 from pathlib import Path
+from shutil import rmtree
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
@@ -29,6 +33,8 @@ from flwr_perdl.clients._at_rest import KEY_VARIABLE, StateKey, key_from_environ
 PrivateArrays = dict[str, NDArray[Any]]
 
 _PREFIX = "perdl.private."
+#: Runs whose folders are kept, the newest ones.
+_RUNS = 8
 
 
 class Shelf(NamedTuple):
@@ -68,6 +74,11 @@ def private_shelf(
         return None
     own = str(context.node_config.get(NAME) or context.node_config.get(PARTITION_ID))
     return Shelf(Path(str(given)) / f"client-{quote(own, safe='')}", own, algorithm)
+
+
+def run_folder(shelf: Shelf, run: str) -> Path:
+    """Return the folder of a run's files; the run's token comes from the server."""
+    return shelf.folder / f"run-{sha256(run.encode()).hexdigest()[:16]}"
 
 
 class PrivateState:
@@ -113,7 +124,7 @@ class PrivateState:
     def _newest(self, last: int) -> PrivateArrays | None:
         in_memory = max((r for r in self._held if r <= last), default=-1)
         if self._shelf is not None:
-            for round_ in reversed(_store.rounds_in(self._shelf.folder)):
+            for round_ in reversed(_store.rounds_in(run_folder(self._shelf, self._run))):
                 saved = self._read(self._shelf, round_) if in_memory < round_ <= last else None
                 if saved is not None:
                     return saved
@@ -149,28 +160,30 @@ class PrivateState:
         """Save a round; only the owner of this process may look into the folder."""
         key = key_from_environment()
         about = self._about(shelf, round_, key)
-        shelf.folder.mkdir(parents=True, exist_ok=True)
-        shelf.folder.chmod(0o700)
+        folder = run_folder(shelf, self._run)
+        if not folder.is_dir():
+            others = sorted(shelf.folder.glob("run-*"), key=lambda path: path.stat().st_mtime)
+            for stale in others[: -_RUNS + 1]:
+                rmtree(stale, ignore_errors=True)
+        for own in (shelf.folder, folder):
+            own.mkdir(parents=True, exist_ok=True)
+            own.chmod(0o700)
         locked = arrays if key is None else key.lock(arrays, about)
-        _store.save_round(shelf.folder, round_, locked, about)
+        _store.save_round(folder, round_, locked, about)
 
     def _read(self, shelf: Shelf, round_: int) -> PrivateArrays | None:
-        """Return what the file of a round holds; None, with a word in the log, if it is not ours.
-
-        A file of another run, which every new run finds, is passed over in silence.
-        """
-        path, key = _store.round_path(shelf.folder, round_), key_from_environment()
+        """Return what a round's file holds; None, with a word in the log, if it is not ours."""
+        path = _store.round_path(run_folder(shelf, self._run), round_)
+        key = key_from_environment()
         wanted = self._about(shelf, round_, key)
         try:
             saved = _store.load(path)
             said = {name: saved.meta.get(name) for name in wanted}
-            for name in ("client", "algorithm", "round"):
+            for name in ("client", "algorithm", "run", "round"):
                 if said[name] != wanted[name]:
                     raise ValueError(
                         f"{path} must be of {name} {wanted[name]!r}, got {said[name]!r}."
                     )
-            if said["run"] != self._run:
-                return None
         except ValueError as error:
             log(WARNING, "%s It is left out.", error)
             return None

@@ -16,7 +16,7 @@ from flwr.app import Context
 from flwr_perdl._checks import Matrix, check_array, check_choice, check_count
 from flwr_perdl._parallel import in_threads, n_threads
 from flwr_perdl._random import spawn
-from flwr_perdl._records import ROUND, RUN, SEED, STEP, Scalar
+from flwr_perdl._records import AFTER, ROUND, RUN, SEED, STEP, Scalar
 from flwr_perdl._threads import one_blas_thread
 from flwr_perdl.clients._cohort import Fitted, alike, windows
 from flwr_perdl.clients._state import PrivateState, private_shelf
@@ -48,6 +48,8 @@ SENDS = "perdl.sends"
 ATOMS = "atoms"
 STATISTICS = "statistics"
 ORTHOGONAL = "perdl.orthogonal"
+#: In place of 1 or 0: as the client's learner is.
+OWN = -1
 LOCAL_STEPS = "perdl.local-steps"
 REFINE_STEPS = "perdl.refine-steps"
 #: The metric of a client that had to make its local atoms anew.
@@ -106,8 +108,8 @@ class DictionaryClient(Member):
     start : callable, default `warm_start`
         ``(X, learner, rng=rng) -> WarmStart``: makes the client's first dictionary.
     min_support : int, default 3
-        See above; 0 or 1 sends everything. More hides better what single samples look like, and
-        costs accuracy where clients have few samples.
+        See above; 0 sends everything, 1 all atoms that a sample uses. More hides better what single
+        samples look like, and costs accuracy where clients have few samples.
     state_dir : str or Path, optional
         Folder for the private state; by default ``state-dir`` of the node config, then of the run
         config, and nothing is kept on disk where both are missing.
@@ -276,7 +278,7 @@ class DictionaryClient(Member):
             codes,
             before,
             n_global,
-            orthogonal=bool(config.get(ORTHOGONAL)),
+            orthogonal=_sends_orthogonal(self, config),
             min_support=self.min_support,
         )
         return D, sent, error
@@ -315,12 +317,17 @@ class DictionaryClient(Member):
         if saved is not None and _LOCAL_ATOMS in saved:
             V = saved[_LOCAL_ATOMS]
         else:
-            V = local_start(self.X, U, max(n_atoms - len(U), 0))
+            V = self._local_components(U)
         found = perpca_step(self.X, U, V, float(config[STEP_LENGTH]))
         state.save(asked.round, {_LOCAL_ATOMS: found.local_components})
         supported = atom_support(self.X @ found.global_components.T) >= self.min_support
         sent = np.where(supported[:, None], found.global_components, 0)
         return sent, found.loss / self.X.size
+
+    def _local_components(self, U: Matrix) -> Matrix:
+        """Return the components that a client of `PerPCA` begins with beside the shared ones."""
+        n_atoms = min(self.learner.n_atoms, self.X.shape[1])
+        return local_start(self.X, U, max(n_atoms - len(U), 0))
 
     def _local_atoms(self, G: Matrix, asked: _Asked, state: PrivateState) -> tuple[Matrix, bool]:
         """Return the local atoms before this round, and whether they had to be made anew.
@@ -377,9 +384,13 @@ class DictionaryClient(Member):
         G = self._global_atoms(parameters)
         asked = _read(config)
         state = PrivateState(self.context, asked.run, self._shelf)
-        saved = state.after(asked.round)
+        saved, after = state.after(asked.round), config.get(AFTER)
         if saved is not None and _LOCAL_ATOMS in saved:
             local_atoms = saved[_LOCAL_ATOMS]
+        elif after == AVERAGE:
+            local_atoms = G[:0]
+        elif after == COMPONENTS:
+            local_atoms = self._local_components(G)
         else:
             local_atoms, _ = self._local_atoms(G, asked._replace(round=asked.round + 1), state)
         D = np.vstack([G, local_atoms])
@@ -435,9 +446,15 @@ def _stacked(
         cast(OrthogonalLearner, first.learner),
         n_steps=int(config.get(LOCAL_STEPS, 1)),
         statistics=config.get(SENDS) == STATISTICS,
-        orthogonal=bool(config.get(ORTHOGONAL)),
+        orthogonal=_sends_orthogonal(first, config),
         min_support=first.min_support,
     )
+
+
+def _sends_orthogonal(client: DictionaryClient, config: Mapping[str, Scalar]) -> bool:
+    """Return whether an update's statistics are those of orthonormal atoms."""
+    asked = int(config.get(ORTHOGONAL, OWN))
+    return client.learner.orthogonal if asked == OWN else bool(asked)
 
 
 def _update_together(

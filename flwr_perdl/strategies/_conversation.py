@@ -22,6 +22,7 @@ from flwr_perdl import _store
 from flwr_perdl._checks import Matrix, check_count, check_real
 from flwr_perdl._random import EVALUATION, SAMPLING, spawn
 from flwr_perdl._records import (
+    AFTER,
     NAME,
     NUM_EXAMPLES,
     PARTITION_ID,
@@ -411,7 +412,9 @@ class Conversation:
         """Return who evaluates the model after ``round_``."""
         fraction = self.options.fraction_evaluate
         chosen = self._sample(partitions, fraction, EVALUATION, round_)
-        return self._plan(round_, dict.fromkeys(chosen, self.model), EVALUATE, config)
+        steps = [report.step for report in self.history if report.step != EVALUATE]
+        after = {AFTER: steps[-1]} if steps else {}
+        return self._plan(round_, dict.fromkeys(chosen, self.model), EVALUATE, {**config, **after})
 
     def conclude_evaluation(
         self,

@@ -6,10 +6,10 @@ them; see `flwr_perdl.dictionary.averaging` for the maths and for what is fairer
 What each party receives:
 
 - *The server*, in round one: every client's own dictionary (a zero row for an atom that fewer than
-  ``min_support`` samples stand behind). Later: every client's updated dictionary, likewise, and the
-  leading direction of its residuals where it withholds an atom and enough samples stand behind that
-  direction. In every round: numbers of samples and atoms, and mean errors. Never: samples or codes.
-  All atoms are everybody's: there are no local ones to keep.
+  ``min_support`` samples stand behind). Later: every client's updated dictionary, likewise. In
+  every round: the leading direction of a client's residuals where it withholds an atom and enough
+  samples stand behind that direction, numbers of samples and atoms, mean errors, and a 0 under
+  ``"anew"``. Never: samples or codes. All atoms are everybody's: there are no local ones to keep.
 - *A client*: the dictionary of all, the seed and the options; nothing of any other client. In round
   two that is the dictionary of *one* client, the one with the most samples.
 - *Evaluations* return mean errors only.
@@ -24,13 +24,13 @@ import numpy as np
 from flwr_perdl._checks import Matrix, check_choice, check_count
 from flwr_perdl._random import SERVER, spawn
 from flwr_perdl._records import Reply
-from flwr_perdl.clients.dictionary import AVERAGE, LOCAL_STEPS
+from flwr_perdl.clients.dictionary import AVERAGE, LOCAL_STEPS, OWN
 from flwr_perdl.dictionary.aggregation import aggregate_atoms
 from flwr_perdl.dictionary.averaging import average_dictionaries, common_start
 from flwr_perdl.strategies._conversation import ServerOptions
 from flwr_perdl.strategies._protocol import Protocol, Replies, Request, State
 from flwr_perdl.strategies._strategy import ProtocolStrategy
-from flwr_perdl.strategies.perma import given_atoms, shape_check
+from flwr_perdl.strategies.perma import alike, given_atoms, is_orthogonal, shape_check
 
 STARTS = ("common", "own")
 
@@ -60,7 +60,8 @@ class DictionaryAveraging(ProtocolStrategy):
     Raises
     ------
     ValueError
-        If an option breaks its rule; in round one, if the clients' dictionaries differ in shape.
+        If an option breaks its rule. (Clients whose dictionaries have another shape than most are
+        left out of round one, and noted.)
 
     Notes
     -----
@@ -87,15 +88,14 @@ class DictionaryAveraging(ProtocolStrategy):
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """One request per communication round."""
         if state is None and initial:
-            given = given_atoms(initial)
-            state = {"atoms": given["global_atoms"], "orthogonal": given["orthogonal"]}
+            state = {"atoms": given_atoms(initial), "orthogonal": np.array(OWN)}
         if state is None:
             replies = yield Request(AVERAGE, check=_check_own)
             state = self._first(replies)
             if self.start_from == "own":
                 return [state["atoms"]]
         while True:
-            atoms, orthogonal = state["atoms"], bool(state["orthogonal"])
+            atoms, orthogonal = state["atoms"], int(state["orthogonal"])
             replies = yield Request(
                 AVERAGE,
                 [atoms],
@@ -103,24 +103,21 @@ class DictionaryAveraging(ProtocolStrategy):
                 state,
                 shape_check((len(atoms) + 1, atoms.shape[1])),
             )
+            if orthogonal == OWN:
+                orthogonal = _all_orthogonal(replies, atoms)
             average = average_dictionaries(
                 np.stack([reply.arrays[0] for reply in replies.values()]),
                 atoms,
                 weights=self._weights(replies),
-                orthogonal=orthogonal,
+                orthogonal=bool(orthogonal),
                 replace=self.replace_unused,
             )
-            state = {**state, "atoms": average}
+            state = {"atoms": average, "orthogonal": np.array(orthogonal)}
 
     def _first(self, replies: Replies) -> State:
         """Return the dictionary that all go on with, or the naive average."""
+        replies = alike(replies, lambda reply: reply.arrays[0].shape, "shape")
         own = {partition: reply.arrays[0][:-1] for partition, reply in replies.items()}
-        shapes = {D.shape for D in own.values()}
-        if len(shapes) != 1:
-            raise ValueError(
-                f"all clients' dictionaries must have one shape, got {sorted(shapes)}."
-            )
-        orthogonal = all(reply.metrics.get("orthogonal") == 1 for reply in replies.values())
         sizes = {partition: reply.num_examples for partition, reply in replies.items()}
         atoms = common_start(own, sizes, spawn(self.options.seed, SERVER, 1))
         if self.start_from == "own":
@@ -131,12 +128,16 @@ class DictionaryAveraging(ProtocolStrategy):
                 weights=self._weights(replies),
                 orthogonal=False,
             ).global_atoms
-        return {"atoms": atoms, "orthogonal": np.array(orthogonal)}
+        return {"atoms": atoms, "orthogonal": np.array(_all_orthogonal(replies))}
 
     def _weights(self, replies: Replies) -> Matrix | None:
         if not self.weighted:
             return None
         return np.array([float(reply.num_examples) for reply in replies.values()])
+
+
+def _all_orthogonal(replies: Replies, atoms: Matrix | None = None) -> int:
+    return int(all(is_orthogonal(reply, atoms) for reply in replies.values()))
 
 
 def _check_own(reply: Reply) -> None:

@@ -44,7 +44,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection
+from functools import partial
 from logging import WARNING
+from math import prod
 from typing import Any, Literal, Unpack
 
 import numpy as np
@@ -57,6 +59,7 @@ from flwr_perdl.clients.dictionary import (
     ATOMS,
     LOCAL_STEPS,
     ORTHOGONAL,
+    OWN,
     REFINE_STEPS,
     SENDS,
     START,
@@ -145,51 +148,58 @@ class PerMA(ProtocolStrategy):
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """P0, Algorithm 1: one request per communication round."""
         if state is None and initial:
-            state = given_atoms(initial)
+            state = {"global_atoms": given_atoms(initial), "orthogonal": np.array(OWN)}
         if state is None:
             replies = yield Request(START, check=check_dictionary)
             state = self._match(replies)
         while True:
-            global_atoms, orthogonal = state["global_atoms"], bool(state["orthogonal"])
-            statistics = self.aggregation == "statistics"
-            columns = global_atoms.shape[1] + (statistics and not orthogonal) * len(global_atoms)
-            shape = (len(global_atoms), columns)
+            global_atoms, known = state["global_atoms"], int(state["orthogonal"])
             replies = yield Request(
                 UPDATE,
                 [global_atoms],
                 {
-                    SENDS: STATISTICS if statistics else ATOMS,
-                    ORTHOGONAL: int(orthogonal),
+                    SENDS: STATISTICS if self.aggregation == "statistics" else ATOMS,
+                    ORTHOGONAL: known,
                     LOCAL_STEPS: self.local_steps,
                     REFINE_STEPS: self.refine_steps,
                 },
                 state,
-                shape_check(shape),
-                most=shape[0] * shape[1],
+                partial(self._check, state),
+                most=prod(self._shape(state)),
             )
-            told, heard = self._recall(state, replies)
+            same = replies
+            if known == OWN:
+                kind = partial(is_orthogonal, atoms=global_atoms)
+                same = alike(replies, kind, "orthogonal")
+                known = int(kind(next(iter(same.values()))))
+            told, heard = self._recall(state, same)
             replies.note(REMEMBERED, {who: 1.0 for who in heard if who not in replies})
-            found = self._aggregate(heard, global_atoms, orthogonal)
+            found = self._aggregate(heard, global_atoms, bool(known))
             for deed, shares in found.odd.items():
                 replies.note(deed, dict(zip(heard, shares, strict=True)))
-            state = {**state, **told, "global_atoms": found.global_atoms}
+            new = {"global_atoms": found.global_atoms, "orthogonal": np.array(known)}
+            state = {**state, **told, **new}
+
+    def _check(self, state: State, reply: Reply) -> None:
+        """Accept an update of the shape that is asked for."""
+        shape_check(self._shape(state, reply))(reply)
+
+    def _shape(self, state: State, reply: Reply | None = None) -> tuple[int, int]:
+        """Return the shape of an update's reply, and without one the largest that may come."""
+        n_global, columns = state["global_atoms"].shape
+        orthogonal = int(state["orthogonal"])
+        if orthogonal == OWN:
+            orthogonal = 0 if reply is None else int(is_orthogonal(reply, state["global_atoms"]))
+        wide = self.aggregation == "statistics" and not orthogonal
+        return n_global, columns + wide * n_global
 
     def _match(self, replies: Replies) -> State:
         """Find the global atoms in the clients' dictionaries (line 6)."""
-        replies = _alike(replies, lambda reply: reply.arrays[0].shape[1], "features")
-        replies = _alike(replies, lambda reply: reply.metrics.get("orthogonal"), "orthogonal")
-        orthogonal = next(iter(replies.values())).metrics.get("orthogonal") == 1
+        replies = alike(replies, lambda reply: reply.arrays[0].shape[1], "features")
+        replies = alike(replies, is_orthogonal, "orthogonal")
+        orthogonal = is_orthogonal(next(iter(replies.values())))
         if self.n_global != "auto":
-            sizes = {p: int(r.metrics.get("n_atoms", len(r.arrays[0]))) for p, r in replies.items()}
-            few = {p: n for p, n in sizes.items() if n < self.n_global}
-            for partition, n_atoms in few.items():
-                if 2 * len(few) >= len(sizes):
-                    raise ValueError(
-                        f"n_global must be at most every client's number of atoms, got "
-                        f"n_global={self.n_global} with {n_atoms} atoms at client {partition}."
-                    )
-                log(WARNING, "Client %d has %d atoms only: left out.", partition, n_atoms)
-            replies = _leave_out(replies, few)
+            replies = with_enough(replies, self.n_global)
         dictionaries = [reply.arrays[0] for reply in replies.values() if len(reply.arrays[0])]
         if not dictionaries:
             raise ValueError(
@@ -213,7 +223,7 @@ class PerMA(ProtocolStrategy):
             atoms = polar_factor(atoms, atoms)
         return {
             "global_atoms": atoms,
-            "orthogonal": np.array(orthogonal),
+            "orthogonal": np.array(int(orthogonal)),
             "path_lengths": matching.path_lengths,
         }
 
@@ -249,7 +259,43 @@ class PerMA(ProtocolStrategy):
         )
 
 
-def _alike(replies: Replies, trait: Callable[[Reply], Any], name: str) -> Replies:
+def is_orthogonal(reply: Reply, atoms: Matrix | None = None) -> bool:
+    """Return whether a client's learner keeps its atoms orthonormal.
+
+    Of one that does not say so, as behind `LocalPrivacy`, whether the given ``atoms`` are.
+    """
+    said = reply.metrics.get("orthogonal")
+    if said is None and atoms is not None:
+        return are_orthonormal(atoms)
+    return said == 1
+
+
+def are_orthonormal(atoms: Matrix) -> bool:
+    """Return whether atoms are orthonormal, but for rounding."""
+    return bool(np.allclose(atoms @ atoms.T, np.eye(len(atoms)), atol=1e-5))
+
+
+def with_enough(replies: Replies, n_global: int, what: str = "atoms") -> Replies:
+    """Return the replies of clients with at least ``n_global`` atoms; the others are left out.
+
+    Raises
+    ------
+    ValueError
+        If these are half of the clients or more.
+    """
+    sizes = {p: int(r.metrics.get("n_atoms", len(r.arrays[0]))) for p, r in replies.items()}
+    few = {partition: n_atoms for partition, n_atoms in sizes.items() if n_atoms < n_global}
+    for partition, n_atoms in few.items():
+        if 2 * len(few) >= len(sizes):
+            raise ValueError(
+                f"n_global must be at most every client's number of {what}, got "
+                f"n_global={n_global} with {n_atoms} {what} at client {partition}."
+            )
+        log(WARNING, "Client %d has %d %s only: left out.", partition, n_atoms, what)
+    return _leave_out(replies, few)
+
+
+def alike(replies: Replies, trait: Callable[[Reply], Any], name: str) -> Replies:
     """Return the replies that have the trait that most have; the others are left out."""
     most = Counter(trait(reply) for reply in replies.values()).most_common(1)[0][0]
     others = [p for p, reply in replies.items() if trait(reply) != most]
@@ -266,14 +312,11 @@ def _leave_out(replies: Replies, partitions: Collection[int]) -> Replies:
     return others
 
 
-def given_atoms(initial: list[Matrix]) -> State:
-    """Return the state that starts from the user's global atoms."""
+def given_atoms(initial: list[Matrix]) -> Matrix:
+    """Return the user's global atoms, of norm 1."""
     if len(initial) != 1:
         raise ValueError(f"initial_arrays must be [global atoms], got {len(initial)} arrays.")
-    atoms = normalize_atoms(check_array("initial_arrays", initial[0], min_rows=1))
-    gram = atoms @ atoms.T
-    orthogonal = bool(np.allclose(gram, np.eye(len(atoms)), atol=1e-5))
-    return {"global_atoms": atoms, "orthogonal": np.array(orthogonal)}
+    return normalize_atoms(check_array("initial_arrays", initial[0], min_rows=1))
 
 
 def check_dictionary(reply: Reply) -> None:

@@ -8,8 +8,8 @@ What each party receives:
 - *The server*, in round one: the principal directions of every client's samples, as many as it will
   have components, without those that fewer than ``min_support`` samples stand behind. Later: per
   client the shared components after its step (a zero row for one that fewer than ``min_support``
-  samples stand behind). In every round: numbers of samples and components, and mean errors. Never:
-  samples, codes, or, after round one, a client's own components.
+  samples stand behind). In every round: numbers of samples and components, mean errors, and a 0
+  under ``"anew"``. Never: samples, codes, or, after round one, a client's own components.
 - *A client*: the shared components, the step, the seed and the options; nothing of any other
   client.
 - *Evaluations* return mean errors only.
@@ -30,7 +30,14 @@ from flwr_perdl.dictionary.perpca import STEP, next_step, shared_start
 from flwr_perdl.strategies._conversation import ServerOptions
 from flwr_perdl.strategies._protocol import Protocol, Replies, Request, State
 from flwr_perdl.strategies._strategy import ProtocolStrategy
-from flwr_perdl.strategies.perma import check_dictionary, given_atoms, shape_check
+from flwr_perdl.strategies.perma import (
+    alike,
+    are_orthonormal,
+    check_dictionary,
+    given_atoms,
+    shape_check,
+    with_enough,
+)
 
 
 class PerPCA(ProtocolStrategy):
@@ -54,8 +61,9 @@ class PerPCA(ProtocolStrategy):
     Raises
     ------
     ValueError
-        If an option breaks its rule; in round one, if a client has fewer components than
-        ``n_global``, or other features.
+        If an option breaks its rule; in round one, if half of the clients or more have fewer
+        components than ``n_global``. (Fewer such clients, and those that differ from most in
+        features, are left out and noted.)
 
     Notes
     -----
@@ -95,27 +103,17 @@ class PerPCA(ProtocolStrategy):
         return {"global_components": U, "step": np.array(self.step), "errors": np.zeros(0)}
 
     def _given(self, initial: list[Matrix]) -> Matrix:
-        given = given_atoms(initial)
-        if not given["orthogonal"] or len(given["global_atoms"]) != self.n_global:
+        U = given_atoms(initial)
+        if len(U) != self.n_global or not are_orthonormal(U):
             raise ValueError(
-                f"initial_arrays must be {self.n_global} orthonormal components, got "
-                f"{len(given['global_atoms'])} rows."
+                f"initial_arrays must be {self.n_global} orthonormal components, got {len(U)} rows."
             )
-        U: Matrix = given["global_atoms"]
         return U
 
     def _start(self, replies: Replies) -> Matrix:
         """Return what the clients' principal directions have in common."""
-        for partition, reply in replies.items():
-            n_atoms = int(reply.metrics.get("n_atoms", len(reply.arrays[0])))
-            if n_atoms < self.n_global:
-                raise ValueError(
-                    f"n_global must be at most every client's number of components, got "
-                    f"n_global={self.n_global} with {n_atoms} at client {partition}."
-                )
-        features = {reply.arrays[0].shape[1] for reply in replies.values()}
-        if len(features) != 1:
-            raise ValueError(f"all clients must have as many features, got {sorted(features)}.")
+        replies = with_enough(replies, self.n_global, "components")
+        replies = alike(replies, lambda reply: reply.arrays[0].shape[1], "features")
         directions = [reply.arrays[0] for reply in replies.values() if len(reply.arrays[0])]
         if not directions:
             raise ValueError(

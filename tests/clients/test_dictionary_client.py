@@ -118,7 +118,7 @@ def test_the_private_state_survives_on_disk(tmp_path: Path) -> None:
     restarted = context(**{"state-dir": str(tmp_path)})
     (again,), _, _ = DictionaryClient(X, LEARNER, restarted).fit([D[:2]], asks("update", 2))
     np.testing.assert_array_equal(again, kept)
-    assert sorted(p.name for p in (tmp_path / "client-3").iterdir()) == [
+    assert sorted(p.name for p in (tmp_path / "client-3").glob("run-*/*")) == [
         "round-000001.npz",
         "round-000002.npz",
     ]

@@ -9,7 +9,14 @@ from flwr.app import Context, RecordDict
 
 from flwr_perdl import _store
 from flwr_perdl.clients._at_rest import KEY_VARIABLE
-from flwr_perdl.clients._state import PrivateArrays, PrivateState, Shelf, private_shelf
+from flwr_perdl.clients._state import (
+    _RUNS,
+    PrivateArrays,
+    PrivateState,
+    Shelf,
+    private_shelf,
+    run_folder,
+)
 
 
 def context() -> Context:
@@ -18,6 +25,10 @@ def context() -> Context:
 
 def shelf(folder: Path, client: str = "ward-7", algorithm: str = "dictionary") -> Shelf:
     return Shelf(folder, client, algorithm)
+
+
+def file(folder: Path, round_: int, run: str = "run") -> Path:
+    return run_folder(shelf(folder), run) / f"round-{round_:06d}.npz"
 
 
 def atoms(value: float) -> dict[str, np.ndarray]:
@@ -72,7 +83,7 @@ def test_a_broken_file_is_left_out(tmp_path: Path) -> None:
     state = PrivateState(context(), "run", shelf(tmp_path))
     state.save(1, atoms(1))
     state.save(2, atoms(2))
-    (tmp_path / "round-000002.npz").write_bytes(b"half a file")
+    file(tmp_path, 2).write_bytes(b"half a file")
     found = PrivateState(context(), "run", shelf(tmp_path)).before(3)
     assert found is not None
     assert found["local_atoms"][0, 0] == 1
@@ -112,7 +123,7 @@ def test_a_foreign_file_is_refused_by_name(
 def test_a_file_of_another_round_is_refused(tmp_path: Path, warned: Any) -> None:
     state = PrivateState(context(), "run", shelf(tmp_path))
     state.save(1, atoms(1))
-    (tmp_path / "round-000001.npz").rename(tmp_path / "round-000002.npz")
+    file(tmp_path, 1).rename(file(tmp_path, 2))
     assert kept(tmp_path) is None
     assert "must be of round 2, got 1" in warned.text
 
@@ -126,8 +137,29 @@ def test_files_are_the_owners_alone(tmp_path: Path) -> None:
     assert (own.client, own.folder) == ("../ward 7", tmp_path / "all" / "client-..%2Fward%207")
     PrivateState(node, "run", own).save(1, atoms(1))
     assert own.folder.stat().st_mode & 0o777 == 0o700
-    (file,) = own.folder.iterdir()
-    assert file.stat().st_mode & 0o777 == 0o600
+    (folder,) = own.folder.iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    (saved,) = folder.iterdir()
+    assert saved.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_run_goes_on_although_others_have_come_in_between(tmp_path: Path) -> None:
+    first = context()
+    for round_ in (1, 2):
+        PrivateState(first, "first", shelf(tmp_path)).save(round_, atoms(round_))
+    for run in range(_RUNS - 1):
+        PrivateState(context(), f"run {run}", shelf(tmp_path)).save(1, atoms(9))
+    found = PrivateState(context(), "first", shelf(tmp_path)).before(3)
+    assert found is not None
+    assert found["local_atoms"][0, 0] == 2
+    PrivateState(context(), "one more", shelf(tmp_path, algorithm="diffusion")).save(1, atoms(9))
+    assert PrivateState(context(), "first", shelf(tmp_path)).before(3) is None
+    assert len(list(tmp_path.iterdir())) == _RUNS
+
+
+def test_a_servers_token_leads_nowhere_else(tmp_path: Path) -> None:
+    PrivateState(context(), "../../elsewhere", shelf(tmp_path / "own")).save(1, atoms(1))
+    assert [path.name for path in tmp_path.iterdir()] == ["own"]
 
 
 def test_locked_files_say_nothing_and_open_with_their_key_alone(
@@ -136,7 +168,7 @@ def test_locked_files_say_nothing_and_open_with_their_key_alone(
     secret = {"local_atoms": np.full((50, 4), np.pi)}
     monkeypatch.setenv(KEY_VARIABLE, "0f" * 32)
     PrivateState(context(), "run", shelf(tmp_path)).save(2, secret)
-    path = tmp_path / "round-000002.npz"
+    path = file(tmp_path, 2)
     assert np.full(2, np.pi).tobytes() not in path.read_bytes()
     found = kept(tmp_path)
     assert found is not None
@@ -164,13 +196,13 @@ def test_a_locked_file_that_somebody_changed_is_left_out(
     state = PrivateState(context(), "run", shelf(tmp_path))
     for round_ in (1, 2):
         state.save(round_, atoms(round_))
-    path = tmp_path / "round-000002.npz"
+    path = file(tmp_path, 2)
     arrays, meta = _store.load(path)
     del meta["format"]
     if what == "arrays":
         arrays["sealed"] = arrays["sealed"] ^ (np.arange(len(arrays["sealed"])) == 100)
     elif what == "about":
-        arrays, earlier = _store.load(tmp_path / "round-000001.npz")
+        arrays, earlier = _store.load(file(tmp_path, 1))
         assert earlier["round"] == 1
     else:
         arrays, meta = atoms(9), {**meta, "key": None}

@@ -127,7 +127,8 @@ class ChaoticGrid(InProcessGrid):
         replies: list[Message] = [*self.late]
         self.late = []
         for client, identifier in zip(clients, pushed, strict=True):
-            self.on_disk[client] = _store.rounds_in(self.folder / f"client-{client}")[-1]
+            own = newest_run(self.folder / f"client-{client}")
+            self.on_disk[client] = _store.rounds_in(own)[-1]
             replies += self._spoil(client, list(self.pull_messages([identifier])))
         self._die("replies")
         self.rng.shuffle(replies)
@@ -208,6 +209,11 @@ def strategy(out: Path, **options: Any) -> PerMA:
         events=out / "events.jsonl",
         **options,
     )
+
+
+def newest_run(folder: Path) -> Path:
+    """Return where a client keeps the state of its last run: one that died early begins anew."""
+    return max(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)
 
 
 def error_of(result: Any) -> float:

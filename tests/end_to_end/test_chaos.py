@@ -83,7 +83,7 @@ def killed_for_real(seed: int, out: Path) -> int:
 def check_private_atoms(ended: Any, folder: Path) -> None:
     """Every client's newest state is still on disk, and can be read."""
     for client, newest in ended.grid.on_disk.items():
-        own = folder / f"client-{client}"
+        own = chaos.newest_run(folder / f"client-{client}")
         assert _store.rounds_in(own)[-1] >= newest
         for round_ in _store.rounds_in(own):
             assert _store.load(_store.round_path(own, round_)).arrays

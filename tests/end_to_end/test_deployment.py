@@ -148,7 +148,7 @@ def test_a_killed_node_has_its_local_atoms_again_where_it_keeps_its_state(tmp_pa
 
     # Node 1's third round again, from its file of before the kill, and from nothing.
     global_atoms = _store.load(out / "checkpoints" / "round-000002.npz").arrays["model/0000"]
-    kept = _store.load(states / "client-1" / "round-000003.npz")
+    kept = _third_state(states)
     again, anew = (
         _third_round(global_atoms, str(kept.meta["run"]), folder, node_config(1))
         for folder in (tmp_path / "before", tmp_path / "nothing")
@@ -173,7 +173,12 @@ def _third_round(
     sites.client(node, configure(find("sites"), options=OPTIONS)).fit(
         [global_atoms], {**asked, **sends}
     )
-    return _store.load(states / "client-1" / "round-000003.npz").arrays["local_atoms"]
+    return _third_state(states).arrays["local_atoms"]
+
+
+def _third_state(states: Path) -> _store.Saved:
+    (path,) = (states / "client-1").glob("run-*/round-000003.npz")
+    return _store.load(path)
 
 
 def test_a_killed_server_goes_on_from_its_checkpoint(tmp_path: Path) -> None:

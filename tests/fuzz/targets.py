@@ -23,7 +23,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 
 from flwr_perdl import _compat, _store
 from flwr_perdl._records import Limits, read_reply, reply_to
-from flwr_perdl.clients._state import PrivateState, Shelf
+from flwr_perdl.clients._state import PrivateState, Shelf, run_folder
 from flwr_perdl.network._packing import pack, pack_arrays, unpack, unpack_arrays
 from flwr_perdl.network.sealed import Keys, Rejected
 from flwr_perdl.simulations._run_config import all_keys, read_run_config
@@ -44,6 +44,7 @@ from flwr_perdl.strategies._strategy import _properties
 
 #: What a state file of the client at hand says.
 _OURS = {"client": "0", "algorithm": "fuzzing", "run": "here", "round": 1, "key": None}
+_SHELF = Shelf(Path(), "0", "fuzzing")
 #: How a PerMA of two features calls its own checkpoint.
 _IDENTITY = PerMA(1).open([np.ones((1, 2))]).identity
 LOADERS: tuple[Callable[[str], Any], ...] = (
@@ -60,6 +61,7 @@ def file_of(data: bytes, name: str = "data.npz") -> Iterator[Path]:
     """Put bytes into a file."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / name
+        path.parent.mkdir(exist_ok=True)
         path.write_bytes(data)
         yield path
 
@@ -160,9 +162,10 @@ def checkpoint(data: bytes) -> None:
 def state(data: bytes) -> None:
     """Take up a client's private state from its disk."""
     for content in (data, _saved(data, _OURS)):
-        with file_of(content, "round-000001.npz") as path, suppress(ValueError):
+        own = run_folder(_SHELF, "here").name
+        with file_of(content, f"{own}/round-000001.npz") as path, suppress(ValueError):
             context = Context(1, 1, {"partition-id": 0}, RecordDict(), {})
-            PrivateState(context, "here", Shelf(path.parent, "0", "fuzzing")).before(5)
+            PrivateState(context, "here", _SHELF._replace(folder=path.parent.parent)).before(5)
 
 
 def _saved(data: bytes, known: dict[str, Any]) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -265,3 +266,71 @@ def test_registrations_are_awaited() -> None:
     assert settle(counter(0, 2, 4, 4, 7), Options(), poll=0) == 7
     assert settle(counter(3), Options(), fixed=True, poll=0) == 3
     assert settle(counter(3), Options(num_clients=5, node_timeout=0.01), poll=0) == 3
+
+
+def test_two_nodes_that_say_they_are_one_client_are_named_once(warned: Any) -> None:
+    roster: Roster[int] = Roster()
+    for node in (11, 12):
+        roster.enrol(node, {"partition-id": 4, "name": "north"})
+    assert roster.present([11, 12]) == {4: 12}
+    assert "Nodes 11 and 12 both say that they are client 4 (north)" in warned.text
+    warned.clear()
+    assert roster.present([11, 12]) == {4: 12}
+    assert not warned.text
+
+
+@pytest.mark.parametrize("seed", [3, np.int64(3)])
+def test_numbers_of_numpy_are_options_like_any_other(tmp_path: Path, seed: Any) -> None:
+    strategy = Sum(seed=seed, fraction_train=np.float32(1), checkpoint_dir=tmp_path)
+    strategy.start(grid(), num_rounds=2)
+    assert type(strategy.options.seed) is int
+    again = Sum(seed=3, checkpoint_dir=tmp_path, resume=True)
+    result = again.start(grid(), num_rounds=2)
+    np.testing.assert_array_equal(result.arrays.to_numpy_ndarrays()[0], [12.0])
+
+
+class Weighted(Sum):
+    """Has settings that JSON knows no form of."""
+
+    def __init__(self, weights: Any, **options: Any) -> None:
+        super().__init__(**options)
+        self.weights = weights
+
+
+@pytest.mark.parametrize(
+    ("weights", "others"),
+    [
+        ((1, 2), (1, 3)),
+        ({1: 2}, {1: 3}),
+        (np.arange(3.0), np.arange(4.0)),
+        ({"x": np.float32(0.5)}, {"x": np.float32(0.25)}),
+        (np.median, np.mean),
+        (float("nan"), 0.0),
+    ],
+)
+def test_a_protocols_settings_may_be_tuples_arrays_and_functions(
+    tmp_path: Path, weights: Any, others: Any
+) -> None:
+    Weighted(weights, checkpoint_dir=tmp_path).start(grid(), num_rounds=1)
+    again = Weighted(weights, checkpoint_dir=tmp_path, resume=True)
+    result = again.start(grid(), num_rounds=2)
+    np.testing.assert_array_equal(result.arrays.to_numpy_ndarrays()[0], [12.0])
+    with pytest.raises(ValueError, match="checkpoint_dir must hold a run with the same options"):
+        Weighted(others, checkpoint_dir=tmp_path, resume=True).start(grid(), num_rounds=2)
+
+
+def test_a_setting_that_no_checkpoint_can_tell_is_named(tmp_path: Path) -> None:
+    Weighted(object()).start(grid(), num_rounds=1)
+    with pytest.raises(ValueError, match="settings must be numbers, texts, arrays"):
+        Weighted(object(), checkpoint_dir=tmp_path).start(grid(), num_rounds=1)
+
+
+def test_initial_arrays_of_another_kind_are_named() -> None:
+    with pytest.raises(TypeError, match="initial_arrays must be an ArrayRecord, got ndarray"):
+        Sum().start(grid(), np.eye(2), num_rounds=1)
+
+
+def test_who_cannot_come_is_not_waited_for() -> None:
+    began = time.monotonic()
+    Sum(num_clients=9, node_timeout=30.0).start(grid(), num_rounds=1)
+    assert time.monotonic() - began < 15

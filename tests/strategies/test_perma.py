@@ -19,6 +19,7 @@ from flwr_perdl.dictionary import (
     MODLearner,
     OrthogonalLearner,
     dictionary_distance,
+    normalize_atoms,
 )
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import PerMA, TooFewReplies
@@ -327,3 +328,22 @@ def test_withheld_atoms_lower_the_number_of_global_ones(federation: MakeFederati
 def test_clients_with_nothing_to_send_are_told_so(federation: MakeFederation) -> None:
     with pytest.raises(ValueError, match="min_support must leave atoms to match, got none"):
         federation(2, n_samples=2).learn(PerMA(2))
+
+
+@pytest.mark.parametrize("aggregation", ["statistics", "mean"])
+def test_an_orthonormal_start_does_not_make_other_learners_atoms_orthonormal(
+    federation: MakeFederation, aggregation: str
+) -> None:
+    """What the learner is decides, as it does where clients bring their own starts."""
+    rng = np.random.default_rng(0)
+    truth = normalize_atoms(np.eye(3, 6) + 0.3)  # every two of them have a cosine of 0.5
+    planted = federation(learner=MODLearner(3))
+    for X in planted.planted.samples:
+        X[:] = (rng.standard_normal((len(X), 3)) * (rng.random((len(X), 3)) < 0.4)) @ truth
+    learned = []
+    for start in (np.eye(3, 6), normalize_atoms(np.eye(3, 6) + 1e-4)):
+        strategy = PerMA(3, aggregation=aggregation, fraction_evaluate=0.0)
+        result = strategy.start(planted.grid(), ArrayRecord([start]), num_rounds=10)
+        learned.append(result.arrays.to_numpy_ndarrays()[0])
+    assert dictionary_distance(*learned) < 1e-2
+    assert np.abs(learned[0] @ learned[0].T - np.eye(3)).max() > 0.05
