@@ -50,6 +50,8 @@ _CLOSE = 1e-2
 #: Least ratio of the Gram matrix' extreme eigenvalues at which it stands in for an SVD; right
 #: there the factor is off by less than 1e-9, at 1e-4 by 1e-13.
 _SAFE_GRAM = 1e-8
+#: The largest share of a matrix' norm that counts as rounding.
+_FEW = 1e-6
 #: Least eigenvalue, relative to the norm, down to which products alone find inverse roots.
 _PLAIN_GRAM = 1e-3
 #: Eigenvalues of so many atoms' Gram matrix take no longer than products, called for one matrix.
@@ -163,10 +165,10 @@ def principal_directions(X: Matrix, n_components: int) -> Matrix:
     if 0 < n_components < n < d:
         S = X.astype(np.float64, copy=False)
         w, U = eigh(S @ S.T, subset_by_index=(n - n_components, n - 1))
-        if w[0] > _safe_gram(X) * w[-1]:
+        if w[0] > _SAFE_GRAM * w[-1]:
             return _orthonormal((U / np.sqrt(w)).T[::-1] @ S).astype(X.dtype)
     _, s, Vt = thin_svd(X)
-    rank = int((s > s[0] * _rounding(X)).sum())
+    rank = int((s > s[0] * max(X.shape) * np.finfo(X.dtype).eps).sum())
     return Vt[: min(rank, n_components)].copy()
 
 
@@ -253,8 +255,12 @@ def polar_factor_beside(S: Matrix, fixed: Matrix, fallback: Matrix) -> Matrix:
 
 
 def _rounding(S: Matrix) -> float:
-    """Return which share of a matrix' norm is nothing but rounding, as in `numpy.linalg`."""
-    return float(max(S.shape[-2:]) * namespace(S).finfo(S.dtype).eps)
+    """Return which share of a matrix' norm is nothing but rounding.
+
+    As in `numpy.linalg`, but no more than that of a few numbers of float32: rows of atoms that few
+    samples use are as small beside others, and right.
+    """
+    return float(min(max(S.shape[-2:]) * namespace(S).finfo(S.dtype).eps, _FEW))
 
 
 def _safe_gram(S: Matrix) -> float:

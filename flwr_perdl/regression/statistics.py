@@ -196,10 +196,11 @@ def _alternate(
     d = moments.shape[1] - 1
     total = moments.sum(axis=0)
     tiny = np.finfo(float).tiny
-    prior = np.diag(np.maximum(np.diag(total)[:d], tiny)) / max(n.sum(), 1)
+    prior = total[:d, :d] / max(n.sum(), 1)  # a point of the mean of all
+    prior = shrinkage * prior + 1e-9 * np.diag(np.maximum(np.diag(prior), tiny))
     for _ in range(_MOST_ITERATIONS):
         sums = np.tensordot(weights, moments, axes=(0, 0))
-        centers = _solve(sums[:, :d, :d] + (shrinkage + 1e-9) * prior, sums[:, :d, d])
+        centers = _solve(sums[:, :d, :d] + prior, sums[:, :d, d])
         squares = _squares(moments, centers)
         variance = max(float((weights * squares).sum() / max(n.sum(), 1)), tiny)
         shares = np.log(np.maximum(weights.mean(axis=0), tiny))

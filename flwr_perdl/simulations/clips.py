@@ -18,10 +18,8 @@ from scipy.ndimage import gaussian_filter
 
 from flwr_perdl._checks import Matrix
 from flwr_perdl._random import DATA, spawn
-from flwr_perdl.simulations.data import cached_by_file, names_in, read_arrays, to_unit_range
+from flwr_perdl.simulations.data import IMAGES, cached_by_file, names_in, read_arrays, to_unit_range
 
-#: Files that a folder of frames may hold.
-IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp", ".pgm", ".ppm")
 #: Of a longer clip as many frames, evenly spread, are taken.
 MOST_FRAMES = 60
 #: What the street is drawn with: frames, height, width, standard deviation of the noise, light.

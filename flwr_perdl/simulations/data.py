@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Hashable, Sequence
-from functools import lru_cache, update_wrapper
+from functools import lru_cache, wraps
 from hashlib import file_digest, sha256
+from inspect import signature
 from math import isqrt, prod
 from pathlib import Path
-from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 from zipfile import ZipFile, ZipInfo
 
 import numpy as np
@@ -22,6 +23,8 @@ from flwr_perdl._checks import Matrix
 Given = ParamSpec("Given")
 Loaded = TypeVar("Loaded")
 
+#: Files that a folder of frames may hold.
+IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp", ".pgm", ".ppm")
 MAX_TEST = 1000
 _GIVEN = 0.9  # at most this share of all images, and of each label, goes to the clients
 
@@ -83,48 +86,45 @@ class Planted(NamedTuple):
     samples: list[Matrix]
 
 
-class FileCache(Generic[Given, Loaded]):
-    """What a loader has returned, as `functools.lru_cache` keeps it, until its files change.
+def cached_by_file(maxsize: int) -> Callable[[Callable[Given, Loaded]], Callable[Given, Loaded]]:
+    """Keep what a loader returns, as `functools.lru_cache` does, until its files change.
 
-    Parameters
-    ----------
-    load : callable
-        Its first argument is the path of a file, of a folder of files, or neither.
-    maxsize : int
-        Results that are kept.
+    The loader's first argument is the path of a file, of a folder of files, or neither.
     """
 
-    __wrapped__: Callable[Concatenate[str, Given], Loaded]
+    def decorate(load: Callable[Given, Loaded]) -> Callable[Given, Loaded]:
+        first = next(iter(signature(load).parameters))
+        kept: Any = lru_cache(maxsize)(lambda files, *args, **options: load(*args, **options))
 
-    def __init__(self, load: Callable[Concatenate[str, Given], Loaded], maxsize: int) -> None:
-        @lru_cache(maxsize)
-        def kept(files: Hashable, path: str, *args: Given.args, **options: Given.kwargs) -> Loaded:
-            return load(path, *args, **options)
+        @wraps(load)
+        def cached(*args: Given.args, **options: Given.kwargs) -> Loaded:
+            files = _seen(str(args[0] if args else options[first]))
+            found: Loaded = kept(files, *args, **options)
+            return found
 
-        update_wrapper(self, load)
-        self._kept: Callable[..., Loaded] = kept
-        self.cache_info, self.cache_clear = kept.cache_info, kept.cache_clear
+        vars(cached).update(cache_info=kept.cache_info, cache_clear=kept.cache_clear)
+        return cached
 
-    def __call__(self, path: str, *args: Given.args, **options: Given.kwargs) -> Loaded:
-        """Return what the loader does; from before, where no file has changed since."""
-        found = [(one.resolve(), one.stat()) for one in files_at(path)]
-        files = tuple((str(one), seen.st_mtime_ns, seen.st_size) for one, seen in found)
-        return self._kept(files, path, *args, **options)
+    return decorate
 
 
-def cached_by_file(
-    maxsize: int,
-) -> Callable[[Callable[Concatenate[str, Given], Loaded]], FileCache[Given, Loaded]]:
-    """Make a loader a `FileCache`."""
-    return lambda load: FileCache(load, maxsize)
+def _seen(path: str) -> Hashable:
+    """Return what tells whether a file, or a folder's files, have changed."""
+    if path and os.path.isdir(path):
+        with os.scandir(path) as entries:
+            files = [(one.name, one.stat()) for one in entries if one.is_file()]
+    else:
+        files = [("", os.stat(path))] if os.path.isfile(path) else []
+    seen = sorted((name, at.st_mtime_ns, at.st_size) for name, at in files)
+    return os.path.abspath(path), *seen
 
 
 def files_at(path: str) -> list[Path]:
-    """Return the file at ``path``, or a folder's files by name but hidden ones; maybe none."""
+    """Return the file at ``path``, or those of a folder that loaders read, by name; maybe none."""
     place = Path(path)
     if path and place.is_dir():
-        files = (one for one in place.iterdir() if one.is_file())
-        return sorted(one for one in files if not one.name.startswith("."))
+        files = (one for one in place.iterdir() if one.suffix.lower() in (".npz", *IMAGES))
+        return sorted(one for one in files if one.is_file() and not one.name.startswith("."))
     return [place] if place.is_file() else []
 
 

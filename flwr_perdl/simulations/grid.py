@@ -186,7 +186,7 @@ class InProcessGrid(Grid):
             states = [dict(context.state) for context in contexts]
             try:
                 replies = self.app.train_together(cohort, contexts)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 log(DEBUG, "A cohort of %d clients erred: %s", len(cohort), error)
                 for context, state in zip(contexts, states, strict=True):
                     context.state = RecordDict(state)

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, NamedTuple
 
 from flwr.app import ArrayRecord, Context, MetricRecord, RecordDict
@@ -167,6 +168,8 @@ class _Folder:
     ------
     ValueError
         If it holds folders that are no run's, or the run to resume is another one or of other data.
+    OSError
+        If nothing can be written there.
     """
 
     def __init__(self, path: Path, config: Config, *, resume: bool) -> None:
@@ -194,6 +197,14 @@ class _Folder:
                     f"data must be as when the run to resume was begun, got changed ones in "
                     f"{config['data']!r}."
                 )
+        path.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=path):  # to say at once that nothing can be written there
+            pass
+
+    @property
+    def untouched(self) -> bool:
+        """Whether an earlier run is still as it was."""
+        return self._earlier and not self._begun
 
     def begin(self) -> bool:
         """Begin the run, at the first call; return whether an earlier run's files were removed."""
@@ -280,11 +291,16 @@ class _Session:
             self._tell_run()
 
     def _tell_run(self) -> None:
-        self._events.write("run", rounds=self._total, **self._about)
+        self._write("run", rounds=self._total, **self._about)
 
     def _done(self, started: float, stopped: str | None) -> None:
         seconds = round(time.perf_counter() - started, 3)
-        self._events.write("done", seconds=seconds, stopped=stopped, clients=self.clients)
+        self._write("done", seconds=seconds, stopped=stopped, clients=self.clients)
+
+    def _write(self, event: str, **fields: Any) -> None:
+        """Write an event, unless the file is still that of an earlier run."""
+        if self._folder is None or not self._folder.untouched:
+            self._events.write(event, **fields)
 
     def federate(
         self,
@@ -353,7 +369,7 @@ class _Session:
                 _store.save(path, arrays, {"clients": self.clients})
         _add(self.clients, others)
         self._kept += 1
-        self._events.write("part", name=name, done=self._kept, of=of)
+        self._write("part", name=name, done=self._kept, of=of)
         self._tell_parts(of)
         return arrays
 

@@ -191,8 +191,8 @@ class Roster(Generic[Node]):
                 self._doubles.add((other, node))
                 log(
                     WARNING,
-                    "Nodes %s and %s both say that they are %s: only %s, the later, is asked. Each "
-                    "needs a partition-id, or a name, of its own.",
+                    "Nodes %s and %s both say that they are %s: only %s, the later, is asked. "
+                    "Unless it is the other one, restarted, each needs a partition-id of its own.",
                     *(other, node, self.label(partition), node),
                 )
             latest[partition] = node

@@ -227,7 +227,8 @@ class ProtocolStrategy(Strategy):
         raise ValueError(
             "arrays must be those that aggregate_train returned, got others: strategies that "
             "change the model between rounds, as Flower's DifferentialPrivacy wrappers do, cannot "
-            "wrap this one (clients can add noise themselves, see LocalPrivacy)."
+            "wrap this one (clients can add noise themselves, see LocalPrivacy), and another run "
+            "wants another strategy."
         )
 
     # Messages ------------------------------------------------------------------------------
@@ -249,7 +250,9 @@ class ProtocolStrategy(Strategy):
                 (node, Message(RecordDict({CONFIG: ConfigRecord()}), node, MessageType.QUERY))
                 for node in new
             ]
-            patience = max(self._timeout, self._options.node_timeout)  # workers may yet be starting
+            patience = self._timeout  # None: as long as it takes
+            if patience is not None:  # workers may yet be starting
+                patience = max(patience, self._options.node_timeout)
             answers = _answers(
                 questions,
                 grid.send_and_receive([message for _, message in questions], timeout=patience),
@@ -374,12 +377,15 @@ def _remembering(
 
     Where there is no model yet, it is not called.
     """
+    resumed = conversation.done
 
     def evaluate(round_: int, arrays: ArrayRecord) -> MetricRecord | None:
         if not len(arrays):
             return None
         if round_ in conversation.server_metrics:
             return MetricRecord(conversation.server_metrics[round_])
+        if round_ < resumed:  # the model at hand is a later one
+            return None
         record = evaluate_fn(round_, arrays)
         if record is not None:
             conversation.measured(round_, dict(record))

@@ -29,7 +29,7 @@ from flwr_perdl.strategies._protocol import FAILED, REFUSED, Lost
 from flwr_perdl.strategies._strategy import ProtocolStrategy
 
 #: How the server's own loss is called among the metrics that a checkpoint keeps.
-_LOSS = "loss"
+_LOSS = "perdl.loss"
 
 EvaluateFn = Callable[[int, list[Matrix]], tuple[float, dict[str, Scalar]] | None]
 
@@ -149,13 +149,14 @@ class LegacyStrategy(Strategy):
         if self._evaluate_fn is None or not parameters.tensors:
             return None
         known = self.conversation.server_metrics.get(server_round)
-        if known is not None:
+        if known is not None and _LOSS in known:
             return known[_LOSS], {k: v for k, v in known.items() if k != _LOSS}
         if server_round < self.conversation.done:  # the model at hand is a later one
             return None
         found = self._evaluate_fn(server_round, parameters_to_ndarrays(parameters))
         if found is not None:
-            said = {k: plain(v) for k, v in found[1].items() if not isinstance(v, bytes)}
+            numbers = {k: plain(v) for k, v in found[1].items()}
+            said = {k: v for k, v in numbers.items() if isinstance(v, bool | int | float | str)}
             self.conversation.measured(server_round, {**said, _LOSS: float(found[0])})
         return found
 

@@ -42,6 +42,16 @@ def test_rows_of_any_length_have_norm_one(rng, scale):
         np.testing.assert_allclose(np.linalg.norm(atoms, axis=1), 1, rtol=1e-6)
 
 
+@pytest.mark.parametrize("shape", [(32, 784), (60, 3000)])
+def test_what_is_small_beside_others_is_no_rounding_in_float32(rng, orthonormal, shape):
+    """Rows of atoms that few samples use: a hundred thousandth of those of others, and right."""
+    weights = np.logspace(0, -4.5, shape[0])
+    S = (weights[:, None] * rng.standard_normal(shape)).astype(np.float32)
+    U, _, Vt = np.linalg.svd(S.astype(float), full_matrices=False)
+    found = polar_factor(S, orthonormal(*shape).astype(np.float32))
+    np.testing.assert_allclose(found, U @ Vt, atol=1e-4)
+
+
 def test_a_fallback_of_another_shape_is_named():
     with pytest.raises(ValueError, match=r"fallback must have D's shape \(2, 3\), got \(1, 3\)"):
         normalize_atoms(np.ones((2, 3)), np.ones((1, 3)))

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from sklearn.linear_model import LinearRegression, Ridge
+from sklearn.linear_model import LinearRegression
 
 from flwr_perdl.regression import (
     choose_mixture,
@@ -46,17 +46,33 @@ def test_one_cluster_is_least_squares(shrinkage: float) -> None:
     assert found.variance == pytest.approx(np.mean((y - X @ found.centers[0]) ** 2))
 
 
-def test_shrinkage_is_ridge_towards_the_pooled_model_in_the_features_own_units() -> None:
+def test_shrinkage_is_so_many_points_of_all_on_the_pooled_model() -> None:
     data = planted(clusters=2)
     statistics = by_client(data)[:, 0]
     X, y = np.vstack(data.X), np.concatenate(data.y)
-    rms = np.sqrt(np.mean(X**2, axis=0))
     pooled = LinearRegression(fit_intercept=False).fit(X, y).coef_
+    both, responses = np.vstack([X, X]), np.concatenate([y, X @ pooled])
     found = fit_mixture(statistics, 2, rng=np.random.default_rng(0), softness=0.1, shrinkage=50)
     for theta, weights in zip(found.centers, found.weights.T, strict=True):
         own = np.repeat(weights, [len(b) for b in data.y])
-        ridge = Ridge(50.0, fit_intercept=False).fit(X / rms, y - X @ pooled, own)
-        np.testing.assert_allclose(theta, pooled + ridge.coef_ / rms, rtol=1e-6)
+        counts = np.concatenate([own, np.full(len(X), 50 / len(X))])
+        fitted = LinearRegression(fit_intercept=False).fit(both, responses, counts)
+        np.testing.assert_allclose(theta, fitted.coef_, rtol=1e-6)
+
+
+@pytest.mark.parametrize("origin", [0.0, 1e3])
+def test_no_origin_of_the_features_matters_beside_a_constant_one(origin: float) -> None:
+    """Like temperatures in kelvin, or years."""
+    data = planted(clusters=2)
+    folds = []
+    for X, y in zip(data.X, data.y, strict=True):
+        moved = np.column_stack([X + origin, np.ones(len(X))])
+        folds.append(sufficient_statistics(moved, y, 5, rng=np.random.default_rng(0)))
+    mixture = choose_mixture(np.stack(folds), (1, 2, 3), rng=np.random.default_rng(0)).mixture
+    slopes = mixture.centers[:, :-1]
+    distances = np.abs(data.theta[:, None] - slopes).max(axis=2).min(axis=1)
+    assert len(slopes) == 2
+    assert distances.max() < 0.1
 
 
 def test_no_origin_of_the_responses_matters() -> None:

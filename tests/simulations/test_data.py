@@ -1,3 +1,5 @@
+import pickle
+
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
@@ -174,12 +176,20 @@ def test_a_file_is_read_again_once_it_has_changed(tmp_path, monkeypatch):
         load_images("images.npz")
 
 
+def test_a_loader_that_keeps_files_is_a_function_like_any_other(tmp_path):
+    np.savez(tmp_path / "images.npz", **GOOD)
+    found = load_images(path=str(tmp_path / "images.npz"))
+    np.testing.assert_array_equal(found.X, load_images(str(tmp_path / "images.npz")).X)
+    assert pickle.loads(pickle.dumps(load_images)) is load_images
+
+
 def test_a_digest_is_of_a_folders_names_and_contents(tmp_path):
-    for name in ("a", "b"):
+    for name in ("a.npz", "b.png"):
         (tmp_path / name).write_text(name)
     whole = digest(str(tmp_path))
-    (tmp_path / ".hidden").touch()
+    for name in (".hidden.npz", "notes.txt"):  # which no loader reads
+        (tmp_path / name).touch()
     assert digest(str(tmp_path)) == whole
-    (tmp_path / "b").rename(tmp_path / "c")
-    assert len({whole, digest(str(tmp_path)), digest(str(tmp_path / "a"))}) == 3
+    (tmp_path / "b.png").rename(tmp_path / "c.png")
+    assert len({whole, digest(str(tmp_path)), digest(str(tmp_path / "a.npz"))}) == 3
     assert digest("") == digest(str(tmp_path / "nowhere")) == ""

@@ -8,7 +8,10 @@ import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
+from flwr_perdl.clients import DictionaryClient, client_app
+from flwr_perdl.dictionary import OrthogonalLearner
 from flwr_perdl.simulations import InProcessGrid
+from flwr_perdl.strategies import PerMA, TooFewReplies
 
 
 def echo() -> ClientApp:
@@ -105,3 +108,15 @@ def test_no_reply_is_none_and_who_is_not_there_does_not_answer(warned: Any) -> N
 def test_an_app_that_exits_takes_nobody_with_it() -> None:
     (reply,) = ask(answering(lambda message: sys.exit(3)))
     assert reply.error.reason == "SystemExit: 3"
+
+
+def test_nor_does_one_of_many_that_are_called_together() -> None:
+    def make_client(context: Context) -> DictionaryClient:
+        if context.node_config["partition-id"] == 1:
+            sys.exit("the licence has expired")
+        rng = np.random.default_rng(0)
+        return DictionaryClient(rng.standard_normal((30, 4)), OrthogonalLearner(4), context)
+
+    strategy = PerMA(2, fraction_evaluate=0.0, num_clients=3)
+    with pytest.raises(TooFewReplies):
+        strategy.start(InProcessGrid(client_app(make_client), 2), num_rounds=1)

@@ -334,3 +334,13 @@ def test_who_cannot_come_is_not_waited_for() -> None:
     began = time.monotonic()
     Sum(num_clients=9, node_timeout=30.0).start(grid(), num_rounds=1)
     assert time.monotonic() - began < 15
+
+
+def test_a_resumed_run_does_not_measure_a_later_model_for_an_early_round(tmp_path: Path) -> None:
+    def measured(round_: int, arrays: ArrayRecord) -> MetricRecord:
+        return MetricRecord({"total": float(arrays["0"].numpy()[0])})
+
+    Sum(checkpoint_dir=tmp_path).start(grid(), num_rounds=2)
+    again = Sum(checkpoint_dir=tmp_path, resume=True)
+    result = again.start(grid(), num_rounds=3, timeout=None, evaluate_fn=measured)  # no limit
+    assert list(result.evaluate_metrics_serverapp) == [2, 3]

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flwr.app import MetricRecord
 from flwr.common import (
     Code,
     EvaluateIns,
@@ -165,3 +166,16 @@ def test_a_run_is_resumed(federation: MakeFederation, tmp_path: Path) -> None:
     serve(saved, as_legacy(PerMA(3, **options)), 2)
     resumed, _ = serve(saved, as_legacy(PerMA(3, **options, resume=True)), 5)
     np.testing.assert_array_equal(resumed, whole)
+
+
+def test_what_the_newer_interface_measured_is_no_loss(
+    federation: MakeFederation, tmp_path: Path
+) -> None:
+    planted = federation()
+    first = PerMA(3, num_clients=5, checkpoint_dir=tmp_path)
+    first.start(planted.grid(), num_rounds=2, evaluate_fn=lambda *given: MetricRecord({"x": 1.0}))
+    again = PerMA(3, num_clients=5, checkpoint_dir=tmp_path, resume=True)
+    strategy = as_legacy(again, evaluate_fn=lambda round_, arrays: (2.0, {"loss": 9.0}))
+    history = serve(planted, strategy, 3)[1]
+    assert history.losses_centralized == [(2, 2.0), (3, 2.0)]
+    assert history.metrics_centralized["loss"] == [(2, 9.0), (3, 9.0)]
