@@ -103,9 +103,8 @@ DEEDS = {
 
 def far(points: Matrix, average: Matrix) -> Matrix:
     """Return 1.0 for points farther than ``FAR`` median distances from their average, else 0.0."""
-    flat = points.reshape(len(points), -1)
-    distances = row_norms((points - average).reshape(flat.shape))
-    beyond: Matrix = (distances > reach(distances, float(np.median(row_norms(flat))))).astype(float)
+    distances = row_norms((points - average).reshape(len(points), -1))
+    beyond: Matrix = (distances > reach(distances, float(np.linalg.norm(average)))).astype(float)
     return beyond
 
 

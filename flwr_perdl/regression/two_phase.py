@@ -588,11 +588,15 @@ class TwoPhase:
         moved = centers - state.centers
         tempo = np.where(np.einsum("kd,kd->k", change, moved) < 0, 0, state.tempo + 1)
         if self._adapts(k):
-            absent = state.heard[~np.isin(state.heard[:, 0], answers.partitions)]
             shares = packed[:, :, 0] if self.softness else packed[:, :1, 0] == np.arange(k)
-            own = np.column_stack([answers.partitions, answers.n_samples[:, None] * shares])
-            state = state._replace(heard=np.vstack([absent, own]))
-            counts = counts + absent[:, 1:].sum(axis=0)
+            told = np.empty((len(shares), 1 + k))
+            told[:, 0] = answers.partitions
+            np.multiply(answers.n_samples[:, None], shares, out=told[:, 1:])
+            if len(state.heard) and not np.array_equal(state.heard[:, 0], answers.partitions):
+                absent = state.heard[~np.isin(state.heard[:, 0], answers.partitions)]
+                told = np.vstack([absent, told])
+                counts = counts + absent[:, 1:].sum(axis=0)
+            state = state._replace(heard=told)
         after = state._replace(
             centers=centers,
             previous=state.centers,
