@@ -112,15 +112,18 @@ def check_real(
     return number
 
 
+def plain(value: Any) -> Any:
+    """Return a number of NumPy's as Python's own, and anything else as it is."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
 def own_numbers(record: Any) -> None:
     """Have the fields of a frozen dataclass that are NumPy's numbers be Python's own.
 
     NumPy's change the dtype of what they are multiplied with, and no record of Flower takes them.
     """
     for field in fields(record):
-        value = getattr(record, field.name)
-        if isinstance(value, np.generic):
-            object.__setattr__(record, field.name, value.item())
+        object.__setattr__(record, field.name, plain(getattr(record, field.name)))
 
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> str:

@@ -19,7 +19,7 @@ from flwr.common import log
 from numpy.typing import NDArray
 
 from flwr_perdl import _store
-from flwr_perdl._checks import Matrix, check_count, check_real
+from flwr_perdl._checks import Matrix, check_count, check_real, plain
 from flwr_perdl._random import EVALUATION, SAMPLING, spawn
 from flwr_perdl._records import (
     AFTER,
@@ -412,8 +412,9 @@ class Conversation:
         """Return who evaluates the model after ``round_``."""
         fraction = self.options.fraction_evaluate
         chosen = self._sample(partitions, fraction, EVALUATION, round_)
-        steps = [report.step for report in self.history if report.step != EVALUATE]
-        after = {AFTER: steps[-1]} if steps else {}
+        steps = (report.step for report in reversed(self.history) if report.step != EVALUATE)
+        last = next(steps, None)
+        after = {} if last is None else {AFTER: last}
         return self._plan(round_, dict.fromkeys(chosen, self.model), EVALUATE, {**config, **after})
 
     def conclude_evaluation(
@@ -597,11 +598,6 @@ class Conversation:
         self._noted = len(self.history)
 
 
-def plain(value: Any) -> Any:
-    """Return a number of NumPy's as Python's own, and anything else as it is."""
-    return value.item() if isinstance(value, np.generic) else value
-
-
 def said(identity: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
     """Return a run's identity as its checkpoint says it, and as it is read again.
 
@@ -615,7 +611,7 @@ def said(identity: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
 
     def word(value: Any) -> Any:
         if isinstance(value, np.generic):
-            return value.item()
+            return plain(value)
         if isinstance(value, np.ndarray):
             digest = hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()[:16]
             return f"{value.dtype} {value.shape} {digest}"

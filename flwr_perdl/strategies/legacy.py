@@ -22,9 +22,9 @@ from flwr.server.client_manager import ClientManager
 from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import Strategy
 
-from flwr_perdl._checks import Matrix
+from flwr_perdl._checks import Matrix, plain
 from flwr_perdl._records import Reply, Scalar, brief, check_reply
-from flwr_perdl.strategies._conversation import Conversation, Plan, Roster, plain, settle
+from flwr_perdl.strategies._conversation import Conversation, Plan, Roster, settle
 from flwr_perdl.strategies._protocol import FAILED, REFUSED, Lost
 from flwr_perdl.strategies._strategy import ProtocolStrategy
 
