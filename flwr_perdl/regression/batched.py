@@ -200,12 +200,14 @@ def _moment(group: _Group, ask: Ask, out: Matrix) -> None:
 
 
 def _residuals(group: _Group, centers: Matrix) -> tuple[Matrix, Matrix]:
-    """Return every model's sums of squared residuals (m, k), and rotated residuals (m, k, r).
+    """Return every model's sums of squared residuals (m, k), and rotated residuals (k, m, r).
 
-    A product per client: BLAS has a kernel for small matrices that does not copy them first.
+    One product with all clients' rows; the residuals lie in its memory.
     """
-    residuals = group.target[:, None] - centers @ group.rotated.swapaxes(1, 2)
-    return np.einsum("mkr,mkr->mk", residuals, residuals) + group.rest[:, None], residuals
+    (m, r), (k, d) = group.target.shape, centers.shape
+    residuals = (centers @ group.rotated.reshape(m * r, d).T).reshape(k, m, r)
+    np.subtract(group.target, residuals, out=residuals)
+    return (np.einsum("kmr,kmr->km", residuals, residuals) + group.rest).T, residuals
 
 
 def _update(group: _Group, ask: Ask, out: Matrix) -> None:
@@ -220,11 +222,11 @@ def _update(group: _Group, ask: Ask, out: Matrix) -> None:
     if ask.options["soft"]:
         out[:, :, 1] = weights
         for j in range(len(centers)):
-            _changes(group, residuals[:, j], weights[:, j, None], ask, out[:, j : j + 1, 2:])
+            _changes(group, residuals[j], weights[:, j, None], ask, out[:, j : j + 1, 2:])
     else:
         labels = weights.argmax(axis=1)
         out[:, 0, 1] = labels
-        _changes(group, residuals[np.arange(len(labels)), labels], None, ask, out[:, :, 2:])
+        _changes(group, residuals[labels, np.arange(len(labels))], None, ask, out[:, :, 2:])
 
 
 def _changes(
