@@ -213,7 +213,7 @@ def add_to_diagonals(A: Array, value: float) -> Array:
     """Add a number to the diagonals of a stack of square matrices, NumPy's in place."""
     n = A.shape[-1]
     if isinstance(A, np.ndarray):
-        A.reshape(-1, n * n)[:, :: n + 1] += value
+        A.reshape(*A.shape[:-2], n * n)[..., :: n + 1] += value
         return A
     added: Array = A + value * namespace(A).eye(n, dtype=A.dtype, **beside(A))
     return added

@@ -62,9 +62,10 @@ short_turns = _Turns().short
 def in_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
     """Yield ``function(item)`` for all items, in their order, some of them computed at once.
 
-    Items are taken one after the other in the caller's thread, and only as far ahead as there are
-    threads, so that no more of them are held than that. An exception is raised where its result
-    would have come.
+    Items are taken one after the other in the caller's thread, and only two for each thread ahead,
+    so that no more of them are held than that. The caller's thread computes as well, what no other
+    has begun: it would wait for Python's lock to hand out what another thread is to do. An
+    exception is raised where its result would have come.
 
     Parameters
     ----------
@@ -80,11 +81,34 @@ def in_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> Ite
     if len(first) < 2:  # one core, or one item
         yield from map(function, left)
         return
-    waiting: deque[Future[Result]] = deque()
-    with short_turns(), ThreadPoolExecutor(n) as pool:
+    waiting: deque[tuple[Item, Future[Result]]] = deque()
+    with short_turns(), ThreadPoolExecutor(n - 1) as pool:
         for item in left:
-            waiting.append(pool.submit(function, item))
-            if len(waiting) > n:
-                yield waiting.popleft().result()
+            waiting.append((item, pool.submit(function, item)))
+            if len(waiting) == 2 * n:
+                yield _first(function, waiting)
         while waiting:
-            yield waiting.popleft().result()
+            yield _first(function, waiting)
+
+
+def _first(
+    function: Callable[[Item], Result], waiting: deque[tuple[Item, Future[Result]]]
+) -> Result:
+    """Take the first result; until it is there, compute in this thread what no other has begun."""
+    while not waiting[0][1].done():
+        ours = next((i for i, (_, future) in enumerate(waiting) if future.cancel()), None)
+        if ours is None:
+            break
+        item = waiting[ours][0]
+        waiting[ours] = item, _computed(function, item)
+    return waiting.popleft()[1].result()
+
+
+def _computed(function: Callable[[Item], Result], item: Item) -> Future[Result]:
+    """Return what a thread would have come to, computed in this one."""
+    future: Future[Result] = Future()
+    try:
+        future.set_result(function(item))
+    except Exception as error:
+        future.set_exception(error)
+    return future

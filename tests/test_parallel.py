@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -23,7 +24,7 @@ def test_results_come_in_order(limit: int) -> None:
     assert list(in_threads(lambda i: i * i, range(100))) == [i * i for i in range(100)]
 
 
-def test_no_more_is_taken_than_is_computed(limit: int) -> None:
+def test_no_more_is_taken_than_two_for_each_thread(limit: int) -> None:
     taken: list[int] = []
 
     def items() -> Iterator[int]:
@@ -33,12 +34,26 @@ def test_no_more_is_taken_than_is_computed(limit: int) -> None:
 
     for done, result in enumerate(in_threads(lambda i: i, items())):
         assert result == done
-        assert len(taken) <= done + 1 + limit
+        assert len(taken) <= done + 2 * limit
 
 
 def test_items_are_made_in_the_callers_thread(limit: int) -> None:
     made = {threading.get_ident() for _ in in_threads(lambda i: i, range(9))}
     assert made == {threading.get_ident()}
+
+
+def test_all_threads_compute_each_item_once(limit: int) -> None:
+    calls: list[tuple[int, int]] = []
+
+    def slowly(i: int) -> None:
+        calls.append((i, threading.get_ident()))
+        time.sleep(0.01)
+
+    list(in_threads(slowly, range(12)))
+    assert sorted(i for i, _ in calls) == list(range(12))
+    threads = {thread for _, thread in calls}
+    assert threading.get_ident() in threads
+    assert len(threads) == n_threads()
 
 
 def test_an_error_is_raised_in_its_turn(limit: int) -> None:

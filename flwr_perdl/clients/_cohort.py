@@ -53,8 +53,8 @@ def windows(
 ) -> Iterator[list[T]]:
     """Yield the items in lists whose sizes add up to no more than ``most``, or of one item.
 
-    The last ``parts`` lists are of about one size, but not smaller than a quarter of the others:
-    few items make as many lists, too, one per thread.
+    The last of them, as many for each of the ``parts``, are of about one size, but not smaller than
+    a quarter of the others: few items make as many lists, too, one per thread.
     """
     held: list[T] = []
     sizes: list[int] = []
@@ -74,11 +74,18 @@ def windows(
         held.append(item)
         sizes.append(own)
         total += own
-        while total > parts * most and len(held) > 1:
+        while total > 2 * parts * most and len(held) > 1:
             yield take(most)
+    needed, filled = 0, most
+    for own in sizes:
+        if filled + own > most:
+            needed, filled = needed + 1, 0
+        filled += own
+    for left in range(parts * -(-needed // parts), 0, -1):
+        if held:
+            yield take(min(most, max(-(-total // left), most // 4)))
     while held:
-        yield take(min(most, max(-(-total // parts), most // 4)))
-        parts = max(1, parts - 1)
+        yield take(most)
 
 
 def alike(items: Iterable[T], key: Callable[[T], Hashable]) -> list[list[int]]:

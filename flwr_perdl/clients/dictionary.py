@@ -58,8 +58,8 @@ STEP_LENGTH = "perdl.step-length"
 #: Evaluation: numbers of atoms per sample, such as "5,10,20" (orthogonal matching pursuit).
 N_NONZERO = "perdl.n-nonzero"
 
-#: Numbers of samples' features of the clients that are updated at once: four megabytes.
-_WINDOW = 2**19
+#: Numbers of samples' features of the clients that are updated at once: eight megabytes.
+_WINDOW = 2**20
 
 #: One by one, clients with fewer numbers are computed in one thread: several would wait for
 #: Python's lock most of the time.

@@ -161,11 +161,12 @@ def local_statistics(
     X = check_array("X", X, columns=D.shape[1])
     C = check_array("C", C, columns=len(D))
     check_count("n_global", n_global, 0, len(D))
-    shared = atom_support(C[:, :n_global]) >= min_support
-    across = (C.T @ C)[:n_global]  # C_g.T (X - C_l D_l) = C_g.T X - (C_g.T C_l) D_l
-    gram = across[:, :n_global] * shared
-    across[:, :n_global] -= gram
-    sent = (C.T @ X)[:n_global] - across @ D
+    own = C[:, :n_global]
+    shared = atom_support(own) >= min_support
+    rest = own.T @ C  # C_g.T (X - C_l D_l) = C_g.T X - (C_g.T C_l) D_l
+    gram = rest[:, :n_global] * shared
+    rest[:, :n_global] -= gram
+    sent = own.T @ X - rest @ D
     if not orthogonal:
         sent = np.hstack([gram, sent])
     return np.where(shared[:, None], sent, 0)

@@ -296,14 +296,15 @@ def polar_factors(S: Matrix, fallback: Matrix) -> Matrix:
         computed one by one.
     """
     n, r, d = S.shape
-    if n == 1:
-        return polar_factor(S[0, ...], fallback[0, ...])[None, ...]
     xp = namespace(S, fallback)
     factors: Matrix = xp.empty_like(S)
     step = max(1, _WINDOW // max(r * d, 1)) if on_cpu(S) else n
     for at in range(0, n, step):
         window = slice(at, min(at + step, n))
-        factors[window, ...] = _polar_window(S[window, ...], fallback[window, ...])
+        if min(step, n) == 1:
+            factors[at, ...] = polar_factor(S[at, ...], fallback[at, ...])
+        else:
+            factors[window, ...] = _polar_window(S[window, ...], fallback[window, ...])
     return factors
 
 

@@ -23,8 +23,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flwr_perdl._arrays import (
+    add_to_diagonals,
     beside,
     cast,
+    copied,
     joined,
     like,
     mask_in_place,
@@ -43,7 +45,6 @@ from flwr_perdl.dictionary.learners import (
     OrthogonalLearner,
     atom_supports,
     code_sums,
-    column_sums,
 )
 
 #: Numbers of samples' features whose codes are computed at once: two megabytes.
@@ -100,26 +101,25 @@ def update_stack(
         On the host are computed the clients' thresholds, from a number each, and what
         `polar_factors` and `match_stack` leave to it.
     """
-    xp, r, before = namespace(X, D, G), G.shape[0], D
-    energies, thresholds, moments, gram, sums = _by_blocks(partial(_begin, learner), X, D)
-    fitted, squares = gram @ D, _squares(gram)
-    errors = _mean_squared_errors(X, D, thresholds, squares, fitted, energies)
+    r, before = G.shape[0], D
+    energies, thresholds, moments, gram, sums = _by_blocks(partial(_begin, learner, r), X, D)
+    errors = _mean_squared_errors(X, D, G, thresholds, moments, gram, energies)
     D = _align(polar_factors(moments, D), G)
     for _ in range(n_steps - 1):
         before = D
-        moments, gram, sums = _by_blocks(_sums, X, D, thresholds)
-        fitted, squares = gram @ D, _squares(gram)
+        moments, gram, sums = _by_blocks(partial(_sums, r), X, D, thresholds)
         D = _align(polar_factors(moments, D), G)
+    squares = _diagonals(gram)
     if not statistics:
-        before, (sums, squares) = D, _by_blocks(_sizes, X, D, thresholds)
+        before, (sums, squares) = D, _by_blocks(_sizes, X, D[:, :r, :], thresholds)
     supports = atom_supports(
-        sums, squares, lambda i: _code(X[i, ...], before[i, ...], thresholds[i, ...])
+        sums, squares, lambda i: _code(X[i, ...], before[i, :r, :], thresholds[i, ...]).T
     )
-    shared: Any = supports[:, :r] >= min_support
+    shared = supports >= min_support
     if statistics:
-        sent = _statistics(before, moments, gram, fitted, shared, orthogonal)
+        sent = _statistics(before, moments, gram, shared, orthogonal)
     else:
-        sent = xp.where(shared[..., None], D[:, :r, :], 0)
+        sent = namespace(D).where(shared[..., None], D[:, :r, :], 0)
     return Updates(D, sent, errors)
 
 
@@ -129,36 +129,38 @@ def _by_blocks(reduce: Callable[..., tuple[Matrix, ...]], X: Matrix, *more: Matr
     step = max(1, _BLOCK // max(prod(X.shape[1:]), 1)) if on_cpu(X) else n
     if n <= step:
         return list(reduce(X, *more))
-    blocks = [slice(at, min(at + step, n)) for at in range(0, n, step)]
+    count = -(-n // step)
+    blocks = [slice(i * n // count, (i + 1) * n // count) for i in range(count)]
     parts = [reduce(*(array[block, ...] for array in (X, *more))) for block in blocks]
     return [joined(list(part), 0) for part in zip(*parts, strict=True)]
 
 
-def _begin(learner: OrthogonalLearner, X: Matrix, D: Matrix) -> tuple[Matrix, ...]:
+def _begin(learner: OrthogonalLearner, r: int, X: Matrix, D: Matrix) -> tuple[Matrix, ...]:
     """Return ``|X|^2``, the thresholds, (n_clients, 1, 1), and `_sums`."""
     energies = _products(X, X)
     known = on_host(energies)
     levels = learner.levels_of(known.astype(np.float64), X.shape[1])
     thresholds = like(levels.astype(known.dtype, copy=False)[:, None, None], X)
-    return energies, thresholds, *_sums(X, D, thresholds)
+    return energies, thresholds, *_sums(r, X, D, thresholds)
 
 
-def _sums(X: Matrix, D: Matrix, levels: Matrix) -> tuple[Matrix, Matrix, Matrix]:
-    """Return ``C' X``, ``C' C``, and the sums of ``|C|`` over the samples."""
-    C = _code(X, D, levels)
-    across = transposed(C)
-    return across @ X, across @ C, column_sums(namespace(C).abs(C))
+def _sums(r: int, X: Matrix, D: Matrix, levels: Matrix) -> tuple[Matrix, Matrix, Matrix]:
+    """Return ``C' X``, and of the first ``r`` atoms ``C_g' C`` and the sums of ``|C_g|``."""
+    xp, across = namespace(X, D), _code(X, D, levels)
+    own = across[:, :r, :]
+    return across @ X, own @ transposed(across), xp.sum(xp.abs(own), axis=2)
 
 
 def _sizes(X: Matrix, D: Matrix, levels: Matrix) -> tuple[Matrix, Matrix]:
     """Return the sums of ``|C|`` and of its squares over the samples."""
-    return code_sums(_code(X, D, levels))
+    return code_sums(transposed(_code(X, D, levels)))
 
 
 def _code(X: Matrix, D: Matrix, levels: Matrix) -> Matrix:
-    A = X @ transposed(D)
-    mask_in_place(A, namespace(A).abs(A) >= levels)
-    return A
+    """Return ``C'``, an atom's codes side by side, (n_clients, n_atoms, n_samples)."""
+    across = D @ transposed(X)
+    mask_in_place(across, namespace(across).abs(across) >= levels)
+    return across
 
 
 def _products(A: Matrix, B: Matrix) -> Matrix:
@@ -167,14 +169,14 @@ def _products(A: Matrix, B: Matrix) -> Matrix:
     return row_products(reshaped(A, (n, -1)), reshaped(B, (n, -1)))
 
 
-def _squares(gram: Matrix) -> Matrix:
-    """Return the diagonals of ``C' C``: the sums of the codes' squares, (n_clients, n_atoms)."""
-    n, r, _ = gram.shape
-    return reshaped(gram, (n, r * r))[:, :: r + 1]
+def _diagonals(gram: Matrix) -> Matrix:
+    """Return the sums of the codes' squares, which ``C_g' C`` holds, (n_clients, n_global)."""
+    n, r, n_atoms = gram.shape
+    return reshaped(gram, (n, r * n_atoms))[:, :: n_atoms + 1]
 
 
 def _mean_squared_errors(
-    X: Matrix, D: Matrix, levels: Matrix, squares: Matrix, fitted: Matrix, energies: Matrix
+    X: Matrix, D: Matrix, G: Matrix, levels: Matrix, moments: Matrix, gram: Matrix, energies: Matrix
 ) -> Matrix:
     """Return the mean squares of ``X - C @ D`` of every client.
 
@@ -183,32 +185,40 @@ def _mean_squared_errors(
     X : ndarray of shape (n_clients, n_samples, n_features)
         Samples.
     D : ndarray of shape (n_clients, n_atoms, n_features)
-        Dictionaries.
+        Dictionaries, in which ``G`` comes first, then the local atoms, ``L``.
+    G : ndarray of shape (n_global, n_features)
+        The global atoms.
     levels : ndarray of shape (n_clients, 1, 1)
         Thresholds: the codes C are entries of ``X @ D'``, or zero.
-    squares : ndarray of shape (n_clients, n_atoms)
-        The sums of the codes' squares.
-    fitted : ndarray of shape (n_clients, n_atoms, n_features)
-        ``C' C D``.
+    moments : ndarray of shape (n_clients, n_atoms, n_features)
+        ``C' X``.
+    gram : ndarray of shape (n_clients, n_global, n_atoms)
+        ``C_g' C``.
     energies : ndarray of shape (n_clients,)
         ``|X|^2``.
 
     Returns
     -------
     ndarray of shape (n_clients,)
-        From ``|X|^2 - 2 <X, C D> + |C D|^2``, small arrays all, as ``<X, C D> = <X D', C>`` is
-        ``|C|^2``; where that cancels, as for samples that the atoms represent exactly, from the
-        differences.
+        From ``|X|^2 - 2 <X, C D> + |C D|^2``, small arrays all: ``<X, C D> = <C' X, D>`` is
+        ``|C|^2``, and with orthonormal local atoms ``|C D|^2`` is ``|C_l|^2 + <C_g' C, G K'>``,
+        ``K`` being ``D`` with its local atoms doubled. Where that cancels, as for samples that the
+        atoms represent exactly, or the local atoms are not orthonormal, from the differences.
     """
-    xp = namespace(X)
-    errors: Matrix = energies - 2 * xp.sum(squares, axis=1)
-    errors += _products(fitted, D)
-    safe = errors > float(10 * np.sqrt(xp.finfo(X.dtype).eps)) * energies
+    xp, (n, r, n_atoms) = namespace(X, D, G), gram.shape
+    eps = float(xp.finfo(X.dtype).eps)
+    angles = reshaped(reshaped(D, (n * n_atoms, -1)) @ G.T, (n, n_atoms, r))
+    angles[:, r:, :] *= 2
+    errors: Matrix = energies - _products(moments, D) - xp.sum(_diagonals(gram), axis=1)
+    errors += xp.sum(gram * transposed(angles), axis=(1, 2))
+    apart = add_to_diagonals(D[:, r:, :] @ transposed(D[:, r:, :]), -1)
+    safe = errors > 10 * float(np.sqrt(eps)) * energies
+    safe &= ~xp.any(xp.abs(apart) > 100 * eps, axis=(1, 2))
     errors /= prod(X.shape[1:])
     if not xp.all(safe):
         for i in where_true(~safe).tolist():
             own = X[i, ...], D[i, ...]
-            errors[i] = xp.mean((own[0] - _code(*own, levels[i, ...]) @ own[1]) ** 2)
+            errors[i] = xp.mean((own[0] - _code(*own, levels[i, ...]).T @ own[1]) ** 2)
     return errors
 
 
@@ -233,14 +243,13 @@ def _align(D: Matrix, G: Matrix) -> Matrix:
     return D
 
 
-def _statistics(
-    D: Matrix, moments: Matrix, gram: Matrix, fitted: Matrix, shared: Any, orthogonal: bool
-) -> Matrix:
+def _statistics(D: Matrix, moments: Matrix, gram: Matrix, shared: Any, orthogonal: bool) -> Matrix:
     """Return what `local_statistics` does, of every client; withheld are atoms not ``shared``."""
     r = shared.shape[1]
-    own = gram[:, :r, :r] * cast(shared, D.dtype)[:, None, :]
-    sent = moments[:, :r, :] - fitted[:, :r, :]  # C_g' (X - C D)
-    sent += own @ D[:, :r, :]
+    own = gram[:, :, :r] * cast(shared, D.dtype)[:, None, :]
+    rest = copied(gram)
+    rest[:, :, :r] -= own
+    sent = moments[:, :r, :] - rest @ D  # C_g' (X - C D), C and D without what is sent
     if not orthogonal:
         sent = joined([own, sent], 2)
     mask_in_place(sent, shared[..., None])

@@ -21,7 +21,7 @@ def test_every_item_is_in_one_window_within_the_bound(sizes: list[int], parts: i
 
 
 @given(st.lists(st.integers(0, MOST)), st.integers(1, 4))
-def test_no_more_items_are_held_than_the_parts_and_one_more_take(
+def test_no_more_items_are_held_than_the_last_windows_and_one_more_take(
     sizes: list[int], parts: int
 ) -> None:
     taken: list[int] = []
@@ -34,13 +34,15 @@ def test_no_more_items_are_held_than_the_parts_and_one_more_take(
     given_out = 0
     for window in windows(items(), sizes.__getitem__, MOST, parts):
         given_out += len(window)
-        assert sum(sizes[i] for i in taken[given_out:]) <= (parts + 1) * MOST
+        assert sum(sizes[i] for i in taken[given_out:]) <= (2 * parts + 1) * MOST
 
 
-def test_few_items_make_a_window_for_each_thread() -> None:
+def test_the_last_items_make_as_many_windows_for_each_thread() -> None:
     assert [len(some) for some in windows(range(5), lambda _: 1, MOST, 2)] == [3, 2]
+    assert [len(some) for some in windows(range(15), lambda _: 1, MOST, 1)] == [8, 7]
     assert [len(some) for some in windows(range(20), lambda _: 1, MOST, 2)] == [10, 10]
-    assert [len(some) for some in windows(range(26), lambda _: 1, MOST, 2)] == [10, 8, 8]
+    assert [len(some) for some in windows(range(26), lambda _: 1, MOST, 2)] == [7, 7, 6, 6]
+    assert [len(some) for some in windows(range(52), lambda _: 1, MOST, 2)] == [10, 10, 8, 8, 8, 8]
     assert [len(some) for some in windows(range(2), lambda _: 9, MOST, 4)] == [1, 1]
 
 

@@ -7,8 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flwr_perdl.dictionary import match_atoms, polar_factor
+from flwr_perdl.dictionary import (
+    OrthogonalLearner,
+    align_to_global,
+    atom_support,
+    local_statistics,
+    match_atoms,
+    normalize_atoms,
+    polar_factor,
+)
 from flwr_perdl.dictionary.atoms import match_stack, polar_factors
+from flwr_perdl.dictionary.stacks import update_stack
 
 DTYPES = st.sampled_from([np.float64, np.float32])
 
@@ -82,3 +91,62 @@ def test_large_dictionaries(size: int) -> None:
     S, D = rng.standard_normal((2, size, 130)), orthonormal(2, size, 130, rng)
     for found, one, fallback in zip(polar_factors(S, D), S, D, strict=True):
         np.testing.assert_array_equal(found, polar_factor(one, fallback))
+
+
+@given(
+    m=st.integers(1, 3),
+    n_global=st.integers(0, 3),
+    n_local=st.integers(0, 3),
+    n_steps=st.integers(1, 2),
+    orthonormal_atoms=st.sampled_from(["all", "global", "local", "none"]),
+    orthogonal=st.booleans(),
+    exact=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_updates_are_what_they_are_defined_to_be(
+    m: int,
+    n_global: int,
+    n_local: int,
+    n_steps: int,
+    orthonormal_atoms: str,
+    orthogonal: bool,
+    exact: bool,
+    seed: int,
+) -> None:
+    n_atoms = max(n_global + n_local, 1)
+    rng, learner, d = np.random.default_rng(seed), OrthogonalLearner(n_atoms), n_atoms + 2
+    G = np.linalg.qr(rng.standard_normal((d, n_global)))[0].T
+    D = orthonormal(m, n_atoms, d, rng)
+    if orthonormal_atoms in ("local", "none"):
+        G = normalize_atoms(rng.standard_normal((n_global, d)))
+    if orthonormal_atoms in ("global", "none"):
+        D = np.stack([normalize_atoms(rng.standard_normal((n_atoms, d))) for _ in range(m)])
+    D[:, :n_global] = G
+    X = rng.standard_normal((m, 7, n_atoms)) @ D + (not exact) * rng.standard_normal((m, 7, d))
+    for statistics in (True, False):
+        found = update_stack(
+            X,
+            D,
+            G,
+            learner,
+            n_steps=n_steps,
+            statistics=statistics,
+            orthogonal=orthogonal,
+            min_support=4,
+        )
+        for i in range(m):
+            atoms, codes = D[i], learner.code(X[i], D[i])
+            error = np.mean((X[i] - codes @ atoms) ** 2)
+            for _ in range(n_steps):
+                before, codes = atoms, learner.code(X[i], atoms)
+                aligned = align_to_global(learner.step(X[i], atoms), G)
+                atoms = np.vstack([aligned.global_atoms, aligned.local_atoms])
+            sent = local_statistics(
+                X[i], codes, before, n_global, orthogonal=orthogonal, min_support=4
+            )
+            if not statistics:
+                supported = atom_support(learner.code(X[i], atoms))[:n_global] >= 4
+                sent = np.where(supported[:, None], atoms[:n_global], 0)
+            assert found.errors[i] == pytest.approx(error, rel=1e-6, abs=1e-12)
+            np.testing.assert_allclose(found.dictionaries[i], atoms, atol=1e-9)
+            np.testing.assert_allclose(found.sent[i], sent, atol=1e-8)
