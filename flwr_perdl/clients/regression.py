@@ -167,19 +167,21 @@ class RegressionClient(Member):
         predictions: Matrix = self._mapped(X, columns=len(theta)) @ theta
         return predictions
 
-    def _mapped(self, X: Matrix, columns: int | None = None) -> Matrix:
+    def _mapped(self, X: Matrix, columns: int | None = None, min_rows: int = 0) -> Matrix:
         """Return the features of inputs."""
-        mapped = apply_features(X, self.features)
-        return check_array("X" if self.features is None else "features(X)", mapped, columns=columns)
+        if self.features is None:
+            return check_array("X", X, min_rows=min_rows, columns=columns)
+        mapped = apply_features(check_array("X", X, min_rows=min_rows), self.features)
+        return check_array("features(X)", mapped, columns=columns)
 
     def _checked(self, X: Matrix, y: Matrix, columns: int | None = None) -> tuple[Matrix, Matrix]:
         """Return features and responses."""
-        X = self._mapped(check_array("X", X, min_rows=1), columns)
+        X = self._mapped(X, columns, min_rows=1)
         y = check_array("y", y, ndim=1)
         if len(y) != len(X):
             raise ValueError(f"y must have {len(X)} entries, got {len(y)}.")
         check_labels("y", y, self.loss)
-        return X, y.astype(X.dtype)
+        return X, y.astype(X.dtype, copy=False)
 
 
 def _asked(parameters: list[Matrix], config: Mapping[str, Scalar]) -> Ask:
