@@ -49,11 +49,12 @@ def test_all_threads_compute_each_item_once(limit: int) -> None:
         calls.append((i, threading.get_ident()))
         time.sleep(0.01)
 
-    list(in_threads(slowly, range(12)))
-    assert sorted(i for i, _ in calls) == list(range(12))
+    items = range(6 * limit)
+    list(in_threads(slowly, items))
+    assert sorted(i for i, _ in calls) == list(items)
     threads = {thread for _, thread in calls}
     assert threading.get_ident() in threads
-    assert len(threads) == n_threads()
+    assert len(threads) == limit
 
 
 def test_an_error_is_raised_in_its_turn(limit: int) -> None:

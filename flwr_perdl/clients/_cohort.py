@@ -81,11 +81,10 @@ def windows(
         if filled + own > most:
             needed, filled = needed + 1, 0
         filled += own
-    for left in range(parts * -(-needed // parts), 0, -1):
-        if held:
-            yield take(min(most, max(-(-total // left), most // 4)))
+    left = parts * -(-needed // parts)
     while held:
-        yield take(most)
+        yield take(min(most, max(-(-total // max(left, 1)), most // 4)))
+        left -= 1
 
 
 def alike(items: Iterable[T], key: Callable[[T], Hashable]) -> list[list[int]]:

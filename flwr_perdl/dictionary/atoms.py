@@ -301,7 +301,7 @@ def polar_factors(S: Matrix, fallback: Matrix) -> Matrix:
     step = max(1, _WINDOW // max(r * d, 1)) if on_cpu(S) else n
     for at in range(0, n, step):
         window = slice(at, min(at + step, n))
-        if min(step, n) == 1:
+        if window.stop == at + 1:
             factors[at, ...] = polar_factor(S[at, ...], fallback[at, ...])
         else:
             factors[window, ...] = _polar_window(S[window, ...], fallback[window, ...])
