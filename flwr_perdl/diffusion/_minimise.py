@@ -1,13 +1,13 @@
 """The exact minimum of an agent's cost plus a quadratic: what ADMM solves, and a lone agent's dual.
 
-For atoms W, any number of right-hand sides b, and curvature a > 0:
+For atoms W, any number of centres c, and curvature a > 0:
 
-    nu = argmin over V_f of  a / 2 ||nu||^2 - b'nu + h*(W nu)
-    y  = argmin of  h(y) + phi_a(b - y W),   nu = clip((b - y W) / a),   y = code(W nu)
+    nu = argmin over V_f of  a / 2 ||nu - c||^2 + h*(W nu)
+    y  = argmin of  h(y) + phi_a(a c - y W),   nu = clip(c - y W / a),   y = code(W nu)
 
 where ``phi_a`` is the conjugate of ``a / 2 ||nu||^2`` on V_f: half a square over a, or Huber's loss
-that turns linear at a. With all atoms in one place, b = x and a = ``strong_convexity`` this is the
-inference problem (7) itself and its dual (28).
+that turns linear at a. With all atoms in one place, a = ``strong_convexity`` and c = x / a this is
+the inference problem (7) itself and its dual (28).
 
 The codes are an elastic net in as many unknowns as there are atoms, found by Newton steps with a
 line search; under Huber's loss, a few such elastic nets in turn. Both are piecewise quadratic: the
@@ -48,9 +48,14 @@ class Minimum(NamedTuple):
 
 
 def minimise(
-    objective: Objective, atoms: Matrix, b: Matrix, a: Matrix, codes: Matrix | None = None
+    objective: Objective,
+    atoms: Matrix,
+    centres: Matrix,
+    a: Matrix,
+    codes: Matrix | None = None,
+    gram: Matrix | None = None,
 ) -> Minimum:
-    """Return the minima of ``m`` agents and ``n_samples`` right-hand sides each.
+    """Return the minima of ``m`` agents and ``n_samples`` centres each.
 
     Parameters
     ----------
@@ -58,30 +63,31 @@ def minimise(
         Gives h and V_f.
     atoms : ndarray of shape (m, n_atoms, n_features)
         Each agent's atoms.
-    b : ndarray of shape (m, n_samples, n_features)
-        Right-hand sides.
+    centres : ndarray of shape (m, n_samples, n_features)
+        Where the squares are least.
     a : ndarray of shape (m,)
         Each agent's curvature, positive.
     codes : ndarray of shape (m, n_samples, n_atoms), optional
         A guess of the codes; zeros by default. It matters for the time only.
+    gram : ndarray of shape (m, n_atoms, n_atoms), optional
+        The atoms' inner products, where they are at hand.
     """
-    m, n_samples, n_atoms = len(atoms), b.shape[1], atoms.shape[1]
+    m, n_samples, n_atoms = len(atoms), centres.shape[1], atoms.shape[1]
     if codes is None:
-        codes = np.zeros((m, n_samples, n_atoms), dtype=b.dtype)
-    scale = (1 / a).astype(b.dtype)[:, None, None]
-    hessian = (scale * (atoms @ atoms.swapaxes(1, 2)))[:, None]
-    codes = _elastic_net(objective, hessian, correlate(b, atoms) * scale, codes)
-    nu = reconstruct(codes, atoms)
-    np.subtract(b, nu, out=nu)
-    nu *= scale
+        codes = np.zeros((m, n_samples, n_atoms), dtype=centres.dtype)
+    if gram is None:
+        gram = correlate(atoms, atoms)
+    scale = (1 / a).astype(centres.dtype)[:, None, None]
+    codes = _elastic_net(objective, (scale * gram)[:, None], correlate(centres, atoms), codes)
+    nu = reconstruct(codes * scale, atoms)
+    np.subtract(centres, nu, out=nu)
     if np.isfinite(objective.bound):
         outside = np.abs(nu).max(axis=2, initial=0) > objective.bound
         if outside.any():
             k, i = np.nonzero(outside)
             codes = codes.copy()
-            codes[k, i] = _newton(objective, atoms, b[k, i], scale[k, 0], k, codes[k, i])
-            rest = b[k, i] - reconstruct(codes[k, i][:, None], atoms[k])[:, 0]
-            nu[k, i] = objective.project(rest * scale[k, 0])
+            codes[k, i] = _newton(objective, atoms, centres[k, i], scale[k, 0], k, codes[k, i])
+            nu[k, i] = objective.project(_free(centres[k, i], codes[k, i], scale[k, 0], atoms[k]))
     return Minimum(nu, codes)
 
 
@@ -95,6 +101,12 @@ def reconstruct(codes: Matrix, atoms: Matrix) -> Matrix:
     """Return ``y W``: (m, n_samples, n_features)."""
     combined: Matrix = codes * atoms if atoms.shape[1] == 1 else np.matmul(codes, atoms)
     return combined
+
+
+def _free(centres: Matrix, codes: Matrix, scale: Matrix, W: Matrix) -> Matrix:
+    """Return ``c - y W / a``, one centre each; ``scale`` (n, 1) is 1 / a."""
+    free: Matrix = centres - reconstruct((codes * scale)[:, None], W)[:, 0]
+    return free
 
 
 def _elastic_net(objective: Objective, hessian: Matrix, r: Matrix, codes: Matrix) -> Matrix:
@@ -145,11 +157,11 @@ def _dual_height(
 
 
 def _primal_height(
-    objective: Objective, W: Matrix, b: Matrix, scale: Matrix, y: Matrix, step: Matrix, t: Matrix
+    objective: Objective, W: Matrix, c: Matrix, scale: Matrix, y: Matrix, step: Matrix, t: Matrix
 ) -> Matrix:
-    """Return ``h(y) + phi_a(b - y W)`` after steps of length t; ``scale`` is 1 / a."""
+    """Return ``h(y) + phi_a(a c - y W)`` after steps of length t; ``scale`` is 1 / a."""
     ahead = y + t[:, None] * step
-    v = np.abs(b - reconstruct(ahead[:, None], W)[:, 0]) * scale
+    v = np.abs(_free(c, ahead, scale, W))
     inner = np.minimum(v, objective.bound)
     value: Matrix = ((v - inner / 2) * inner).sum(axis=1) / scale[:, 0]
     return value + objective.regulariser(ahead)
@@ -174,26 +186,24 @@ def _line_search(height: Callable[[Matrix], Matrix], slope: Matrix) -> Matrix:
 
 
 def _newton(
-    objective: Objective, atoms: Matrix, b: Matrix, scale: Matrix, agent: Rows, codes: Matrix
+    objective: Objective, atoms: Matrix, centres: Matrix, scale: Matrix, agent: Rows, codes: Matrix
 ) -> Matrix:
-    """Return the codes of single right-hand sides whose nu meets a bound.
+    """Return the codes of single centres whose nu meets a bound.
 
-    ``b`` (n, n_features), ``scale`` = 1/a (n, 1), ``agent`` (n,): whose atoms, ``codes``
+    ``centres`` (n, n_features), ``scale`` = 1/a (n, 1), ``agent`` (n,): whose atoms, ``codes``
     (n, n_atoms): a guess.
     """
     y = codes.copy()
     tolerance = _ROUNDING * np.finfo(y.dtype).eps
     open_ = np.arange(len(y))
     for _ in range(_STEPS):
-        W, inverse, start, right = atoms[agent[open_]], scale[open_], y[open_], b[open_]
-        v = (right - reconstruct(start[:, None], W)[:, 0]) * inverse
+        W, inverse, start, c = atoms[agent[open_]], scale[open_], y[open_], centres[open_]
+        v = _free(c, start, inverse, W)
         S = correlate(objective.project(v)[:, None], W)[:, 0]
         gap = np.abs(start - objective.code(S)).max(axis=1)
         size = np.linalg.norm(objective.project(v), axis=1) / objective.delta
         wrong = gap > tolerance * size
-        open_, W, inverse, start, right, v, S = (
-            x[wrong] for x in (open_, W, inverse, start, right, v, S)
-        )
+        open_, W, inverse, start, c, v, S = (x[wrong] for x in (open_, W, inverse, start, c, v, S))
         if not len(open_):
             break
         curved = np.where((np.abs(v) < objective.bound)[:, None], W, 0)
@@ -203,6 +213,6 @@ def _newton(
             objective.regulariser(start + step) - objective.regulariser(start)
         )
 
-        height = partial(_primal_height, objective, W, right, inverse, start, step)
+        height = partial(_primal_height, objective, W, c, inverse, start, step)
         y[open_] = start + _line_search(height, slope)[:, None] * step
     return y

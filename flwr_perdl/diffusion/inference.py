@@ -127,7 +127,8 @@ def exact_dual(objective: Objective, X: Matrix, dictionaries: Sequence[Matrix]) 
     X, atoms = _checked(X, dictionaries)
     dtype, W = X.dtype, np.concatenate(atoms)[None].astype(np.float64)
     X = X.astype(np.float64, copy=False)
-    found = minimise(objective, W, X[None], np.array([objective.strong_convexity]))
+    a = objective.strong_convexity
+    found = minimise(objective, W, X[None] / a, np.array([a]))
     codes, nu = found.codes[0], found.nu[0]
     cost = objective.loss(X - codes @ W[0]) + objective.regulariser(codes)
     value = (
@@ -150,8 +151,8 @@ class DualState(NamedTuple):
     atoms : ndarray of shape (m, n_atoms, n_features)
         Each agent's atoms; agents with fewer have zeros at the end.
     linear : ndarray of shape (m, n_samples, n_features)
-        The linear part of what an agent minimises: ``theta_k x``; in the ADMMs also what it has
-        from its neighbours.
+        The linear part of what an agent minimises: ``theta_k x``; in the ADMMs with what it has
+        from its neighbours, and over the curvature: where the quadratic part is least.
     memory : ndarray of shape (m, n_samples, n_features)
         What a method remembers beside that; (m, 0) where it needs nothing.
     excess : ndarray of shape (m, n_samples, n_features)
@@ -162,6 +163,8 @@ class DualState(NamedTuple):
         What the neighbours get to hear: nu itself, or a step from it.
     codes : ndarray of shape (m, n_samples, n_atoms)
         The agents' codes, a guess where a method does not need them.
+    gram : ndarray of shape (m, n_atoms, n_atoms)
+        The agents' atoms' inner products; (m, 0) where a method has no use for them.
     change : ndarray of shape (m, n_samples)
         How far nu went in the last step that was measured.
     residual : ndarray of shape (m, n_samples)
@@ -176,6 +179,7 @@ class DualState(NamedTuple):
     nu: Matrix
     sent: Matrix
     codes: Matrix
+    gram: Matrix
     change: Matrix
     residual: Matrix
 
@@ -280,7 +284,7 @@ class DualInference(ABC):
         far = np.full((m, n_samples), inf, dtype=X.dtype)
         zeros = np.zeros_like(linear)
         codes = np.zeros((m, n_samples, atoms.shape[1]), dtype=X.dtype)
-        return DualState(nodes, atoms, linear, none, none, zeros, zeros, codes, far, far)
+        return DualState(nodes, atoms, linear, none, none, zeros, zeros, codes, none, far, far)
 
     @abstractmethod
     def adapt(self, state: DualState, round_: int) -> DualState:
@@ -447,13 +451,29 @@ class _ADMM(DualInference):
         """``2 c / sigma``: weakly curved directions settle in about half of that."""
         return max(1.0, 2 * self.strength / self.curvature)
 
-    def _minimum(self, state: DualState, curvature: Matrix, round_: int) -> DualState:
-        """Return the state with the minimum of J_k plus a quadratic."""
-        found = minimise(self.objective, state.atoms, state.linear, curvature, state.codes)
-        if not _due(round_):
-            return state._replace(nu=found.nu, codes=found.codes)
-        change = row_norms(found.nu - state.nu)
-        return state._replace(nu=found.nu, codes=found.codes, change=change)
+    @property
+    @abstractmethod
+    def curvatures(self) -> NDArray[np.float64]:
+        """The curvature a_k of what each agent minimises, but for its atoms: (n_nodes,)."""
+
+    def begin(self, nodes: Nodes, atoms: Matrix, X: Matrix) -> DualState:
+        """Return the state before the first round; ``linear`` is ``theta_k x / a_k``."""
+        state = super().begin(nodes, atoms, X)
+        linear = state.linear / _column(self.curvatures[nodes], state.linear)
+        return state._replace(linear=linear, gram=correlate(atoms, atoms))
+
+    def adapt(self, state: DualState, round_: int) -> DualState:
+        """Minimise the agent's cost and the penalties exactly, (39a)."""
+        nu, codes = minimise(
+            self.objective,
+            state.atoms,
+            state.linear,
+            self.curvatures[state.nodes],
+            state.codes,
+            state.gram,
+        )
+        change = row_norms(nu - state.nu) if _due(round_) else state.change
+        return state._replace(nu=nu, sent=nu, codes=codes, change=change)
 
 
 @dataclass(frozen=True, eq=False)
@@ -471,6 +491,12 @@ class ConsensusADMM(_ADMM):
     help nodes of few neighbours, the last to hear. What a neighbour did not send counts as the
     node's own estimate, so that links that drop both ways leave the sum of all q at zero.
     Combination weights are not used.
+
+    Computed are, since that takes fewer passes over memory, with ``a = strong_convexity / N + D``:
+    ``linear = (theta x + p / 2 - q) / a`` and ``memory = (linear - r p / a) / (1 - r)``. Then
+
+        linear' = (1 - r) memory + 2r A nu / a
+        memory' = (1 - r) memory + linear' + ((2r - 1) linear - 2 r^2 D nu / a) / (1 - r)
 
     Parameters
     ----------
@@ -508,43 +534,52 @@ class ConsensusADMM(_ADMM):
 
     @cached_property
     def edges(self) -> Csr:
-        """``2 r c_kl`` where k hears l: sparse, (n_nodes, n_nodes)."""
-        edges = _scaled(self.topology.adjacency, 2 * self.relaxation * self.roots, self.roots)
-        return edges.astype(self.X.dtype, copy=False)
+        """``2 r c_kl / a_k`` where k hears l: sparse, (n_nodes, n_nodes)."""
+        everyone = np.arange(self.topology.n_nodes)
+        return self._edges(self.topology.adjacency, everyone, everyone)
+
+    def _edges(self, links: Csr, nodes: Nodes, senders: Nodes) -> Csr:
+        rows = 2 * self.relaxation * self.roots[nodes] / self.curvatures[nodes]
+        return _scaled(links, rows, self.roots[senders]).astype(self.X.dtype, copy=False)
+
+    @cached_property
+    def curvatures(self) -> NDArray[np.float64]:
+        """``a_k = strong_convexity / N + D_k``: (n_nodes,)."""
+        return self.curvature + self.degrees
+
+    @cached_property
+    def _whole(self) -> NDArray[np.float64]:
+        """What each node's row of `edges` sums to, ``2 r D_k / a_k``: (n_nodes,)."""
+        return 2 * self.relaxation * self.degrees / self.curvatures
 
     def begin(self, nodes: Nodes, atoms: Matrix, X: Matrix) -> DualState:
-        """Return the state before the first round."""
+        """Return the state before the first round: p and q are 0."""
         state = super().begin(nodes, atoms, X)
-        return state._replace(memory=state.nu)
-
-    def adapt(self, state: DualState, round_: int) -> DualState:
-        """Minimise the agent's cost and the penalties exactly."""
-        after = self._minimum(state, self.curvature + self.degrees[state.nodes], round_)
-        return after._replace(sent=after.nu)
+        return state._replace(memory=state.linear / (1 - self.relaxation))
 
     def combine(self, state: DualState, inbox: Inbox) -> DualState:
-        """Update multipliers and beliefs; ``linear`` is ``theta_k x + p / 2 - q``."""
-        r, nu, degree = self.relaxation, state.nu, self.degrees[state.nodes]
+        """Update multipliers and beliefs, as they are in ``linear`` and ``memory``."""
+        r, nu, whole = self.relaxation, state.nu, self._whole[state.nodes]
         if inbox.links is self.topology.adjacency:  # in memory, all heard: the same every round
-            edges, heard = self.edges, degree
+            edges, heard = self.edges, whole
         else:
-            roots = self.roots[state.nodes], self.roots[inbox.senders]
-            edges = _scaled(inbox.links, 2 * r * roots[0], roots[1])
-            heard = np.asarray(edges.sum(axis=1)) / (2 * r)
-        around = product(edges, inbox.arrays[0])
+            edges = self._edges(inbox.links, state.nodes, inbox.senders)
+            heard = np.asarray(edges.sum(axis=1), dtype=np.float64)
+        linear = product(edges, inbox.arrays[0])
         after = state
         if _due(inbox.round):
-            share = np.where(heard > 0, 1 / np.where(heard > 0, 2 * r * heard, 1), 0)
-            apart = nu * _column(heard > 0, nu) - around * _column(share, nu)
+            share = np.where(heard > 0, 1 / np.where(heard > 0, heard, 1), 0)
+            apart = nu * _column(heard > 0, nu) - linear * _column(share, nu)
             after = state._replace(residual=self._residual(state.change, apart, nu))
-        if heard is not degree and not np.allclose(heard, degree, rtol=1e-6):
-            around += nu * _column(2 * r * (degree - heard), nu)
-        memory = r * state.memory
-        linear = state.linear - memory
-        linear += around
-        memory *= (1 - 2 * r) / r
-        around += nu * _column(2 * r * degree, nu)
-        memory += around
+        if heard is not whole and not np.allclose(heard, whole, rtol=1e-6):
+            linear += nu * _column(whole - heard, nu)
+        memory = (1 - r) * state.memory
+        linear += memory
+        memory += linear
+        term = (2 * r - 1) / (1 - r) * state.linear
+        memory += term
+        np.multiply(nu, _column(r / (1 - r) * whole, nu), out=term)
+        memory -= term
         return after._replace(linear=linear, memory=memory)
 
 
@@ -591,27 +626,27 @@ class JacobianADMM(_ADMM):
         """The penalty c of every edge."""
         return self.strength / max(1.0, float(self.topology.degrees.mean()))
 
+    @cached_property
+    def curvatures(self) -> NDArray[np.float64]:
+        """``a_k = strong_convexity / N + 2 c d_k``: (n_nodes,)."""
+        return self.curvature + 2 * self.edge * self.topology.degrees.astype(np.float64)
+
     def begin(self, nodes: Nodes, atoms: Matrix, X: Matrix) -> DualState:
         """Return the state before the first round."""
         state = super().begin(nodes, atoms, X)
         return state._replace(memory=state.linear)
 
-    def adapt(self, state: DualState, round_: int) -> DualState:
-        """Minimise the agent's cost and the penalties exactly (39a)."""
-        degrees = self.topology.degrees[state.nodes].astype(np.float64)
-        after = self._minimum(state, self.curvature + 2 * self.edge * degrees, round_)
-        return after._replace(sent=after.nu)
-
     def combine(self, state: DualState, inbox: Inbox) -> DualState:
-        """Update the multipliers (39b); ``memory`` is ``theta_k x + lambda_k``."""
+        """Update the multipliers (39b); ``memory`` is ``(theta_k x + lambda_k) / a_k``."""
         nu, degree = state.nu, self.topology.degrees[state.nodes]
+        edge = self.edge / self.curvatures[state.nodes]
         around = inbox.total()
         missing = degree - inbox.degrees
         if missing.any():
             around += nu * _column(missing, nu)
         apart = nu * _column(degree, nu) - around
-        memory = state.memory - self.mu * self.edge * apart
-        after = state._replace(memory=memory, linear=memory + 2 * self.edge * around)
+        memory = state.memory - apart * _column(self.mu * edge, nu)
+        after = state._replace(memory=memory, linear=memory + around * _column(2 * edge, nu))
         if not _due(inbox.round):
             return after
         apart = apart / _column(np.maximum(degree, 1), nu)

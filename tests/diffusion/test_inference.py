@@ -148,7 +148,7 @@ def test_the_minimum_of_an_agents_cost_meets_the_optimality_conditions(
     rng = np.random.default_rng(seed)
     W = rng.standard_normal((2, n_atoms, 5))
     b, a = scale * rng.standard_normal((2, 3, 5)), rng.uniform(0.01, 3, 2)
-    nu, codes = minimise(objective, W, b, a)
+    nu, codes = minimise(objective, W, b / a[:, None, None], a)
     np.testing.assert_allclose(
         codes, objective.code(np.matmul(nu, W.swapaxes(1, 2))), rtol=1e-9, atol=1e-9 * scale
     )
@@ -211,6 +211,23 @@ def test_consensus_admm_is_the_edge_by_edge_recursion() -> None:
             nu[k] = quadratic_minimum(W, b, 1 / N + 2 * c[k].sum(), objective)
         for k in range(N):
             alpha[k] += sum(c[k, j] * (nu[k] - nu[j]) for j in range(N))
+    np.testing.assert_allclose(estimates(admm, 6)[:, 0], nu, atol=1e-7)
+
+
+def test_over_relaxed_consensus_admm_is_the_recursion_of_multipliers_and_beliefs() -> None:
+    objective, r = SparseSVD(0.2, 0.5), 0.8
+    admm = program(ConsensusADMM, objective, relaxation=r, penalty=0.3)
+    A, N, x = admm.topology.adjacency.toarray(), 6, admm.X[0]
+    degrees = A.sum(axis=1)
+    c = A / np.sqrt(np.outer(degrees, degrees))
+    c *= 0.3 / c.sum(axis=1).mean()
+    D = np.diag(c.sum(axis=1))
+    p, q, nu = np.zeros((N, 12)), np.zeros((N, 12)), np.zeros((N, 12))
+    for _ in range(6):
+        for k, W in enumerate(admm.dictionaries):
+            nu[k] = quadratic_minimum(W, x / N + p[k] / 2 - q[k], 1 / N + D[k, k], objective)
+        q += r * (D - c) @ nu
+        p = (1 - 2 * r) * p + 2 * r * (D + c) @ nu
     np.testing.assert_allclose(estimates(admm, 6)[:, 0], nu, atol=1e-7)
 
 
