@@ -490,7 +490,8 @@ class ConsensusADMM(_ADMM):
     the plain method. The fixed point is the optimum whatever c and r. The weights 1 / sqrt(d_k d_l)
     help nodes of few neighbours, the last to hear. What a neighbour did not send counts as the
     node's own estimate, so that links that drop both ways leave the sum of all q at zero.
-    Combination weights are not used.
+    Combination weights are not used. Rounding moves that sum by up to about the dtype's eps a
+    round: in float32 answers may be no better than 60 dB after 5,000 rounds.
 
     Computed are, since that takes fewer passes over memory, with ``a = strong_convexity / N + D``:
     ``linear = (theta x + p / 2 - q) / a`` and ``memory = (linear - r p / a) / (1 - r)``. Then

@@ -231,6 +231,28 @@ def test_over_relaxed_consensus_admm_is_the_recursion_of_multipliers_and_beliefs
     np.testing.assert_allclose(estimates(admm, 6)[:, 0], nu, atol=1e-7)
 
 
+@pytest.mark.parametrize("relaxation", [0.5, 0.9])
+@pytest.mark.parametrize("objective", [SparseSVD(0.05, 0.1), HuberNMF(0.05, 0.1, 0.2)])
+def test_rounding_errors_of_consensus_admm_are_one_a_round_at_worst(
+    objective: Objective, relaxation: float
+) -> None:
+    X, D = problem(objective, n_agents=20, n_features=30)
+    exact = exact_dual(objective, X, D).nu
+    found = infer(
+        objective,
+        X.astype(np.float32),
+        [W.astype(np.float32) for W in D],
+        Topology.erdos_renyi(20, 0.3, seed=0),
+        n_rounds=3000,
+        tolerance=0,
+        compress=False,
+        relaxation=relaxation,
+    )
+    assert found.nu is not None
+    error = np.linalg.norm(found.nu - exact, axis=2) / np.linalg.norm(exact, axis=1)
+    assert error.max() <= 3 * 3000 * np.finfo(np.float32).eps
+
+
 def test_jacobian_admm_is_the_papers_recursion_with_one_sign() -> None:
     objective = SparseSVD(0.2, 0.5)
     jacobian = program(JacobianADMM, objective, penalty=0.3, step=0.4)
