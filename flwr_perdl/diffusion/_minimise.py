@@ -53,7 +53,6 @@ def minimise(
     centres: Matrix,
     a: Matrix,
     codes: Matrix | None = None,
-    gram: Matrix | None = None,
 ) -> Minimum:
     """Return the minima of ``m`` agents and ``n_samples`` centres each.
 
@@ -69,16 +68,13 @@ def minimise(
         Each agent's curvature, positive.
     codes : ndarray of shape (m, n_samples, n_atoms), optional
         A guess of the codes; zeros by default. It matters for the time only.
-    gram : ndarray of shape (m, n_atoms, n_atoms), optional
-        The atoms' inner products, where they are at hand.
     """
     m, n_samples, n_atoms = len(atoms), centres.shape[1], atoms.shape[1]
     if codes is None:
         codes = np.zeros((m, n_samples, n_atoms), dtype=centres.dtype)
-    if gram is None:
-        gram = correlate(atoms, atoms)
     scale = (1 / a).astype(centres.dtype)[:, None, None]
-    codes = _elastic_net(objective, (scale * gram)[:, None], correlate(centres, atoms), codes)
+    hessian = (scale * correlate(atoms, atoms))[:, None]
+    codes = _elastic_net(objective, hessian, correlate(centres, atoms), codes)
     nu = reconstruct(codes * scale, atoms)
     np.subtract(centres, nu, out=nu)
     if np.isfinite(objective.bound):

@@ -163,8 +163,6 @@ class DualState(NamedTuple):
         What the neighbours get to hear: nu itself, or a step from it.
     codes : ndarray of shape (m, n_samples, n_atoms)
         The agents' codes, a guess where a method does not need them.
-    gram : ndarray of shape (m, n_atoms, n_atoms)
-        The agents' atoms' inner products; (m, 0) where a method has no use for them.
     change : ndarray of shape (m, n_samples)
         How far nu went in the last step that was measured.
     residual : ndarray of shape (m, n_samples)
@@ -179,7 +177,6 @@ class DualState(NamedTuple):
     nu: Matrix
     sent: Matrix
     codes: Matrix
-    gram: Matrix
     change: Matrix
     residual: Matrix
 
@@ -284,7 +281,7 @@ class DualInference(ABC):
         far = np.full((m, n_samples), inf, dtype=X.dtype)
         zeros = np.zeros_like(linear)
         codes = np.zeros((m, n_samples, atoms.shape[1]), dtype=X.dtype)
-        return DualState(nodes, atoms, linear, none, none, zeros, zeros, codes, none, far, far)
+        return DualState(nodes, atoms, linear, none, none, zeros, zeros, codes, far, far)
 
     @abstractmethod
     def adapt(self, state: DualState, round_: int) -> DualState:
@@ -460,18 +457,12 @@ class _ADMM(DualInference):
         """Return the state before the first round; ``linear`` is ``theta_k x / a_k``."""
         state = super().begin(nodes, atoms, X)
         linear = state.linear / _column(self.curvatures[nodes], state.linear)
-        return state._replace(linear=linear, gram=correlate(atoms, atoms))
+        return state._replace(linear=linear)
 
     def adapt(self, state: DualState, round_: int) -> DualState:
         """Minimise the agent's cost and the penalties exactly, (39a)."""
-        nu, codes = minimise(
-            self.objective,
-            state.atoms,
-            state.linear,
-            self.curvatures[state.nodes],
-            state.codes,
-            state.gram,
-        )
+        a = self.curvatures[state.nodes]
+        nu, codes = minimise(self.objective, state.atoms, state.linear, a, state.codes)
         change = row_norms(nu - state.nu) if _due(round_) else state.change
         return state._replace(nu=nu, sent=nu, codes=codes, change=change)
 
@@ -493,7 +484,7 @@ class ConsensusADMM(_ADMM):
     Combination weights are not used. Rounding moves that sum by up to about the dtype's eps a
     round: in float32 answers may be no better than 60 dB after 5,000 rounds.
 
-    Computed are, since that takes fewer passes over memory, with ``a = strong_convexity / N + D``:
+    Computed are, for one pass over memory less, with ``a = strong_convexity / N + D``,
     ``linear = (theta x + p / 2 - q) / a`` and ``memory = (linear - r p / a) / (1 - r)``. Then
 
         linear' = (1 - r) memory + 2r A nu / a

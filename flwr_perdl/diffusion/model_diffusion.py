@@ -432,7 +432,7 @@ class LearningState(NamedTuple):
         Ids.
     batch : ndarray of shape (m,)
         Which batch each agent works on, from 1; 0 before the first.
-    atoms, linear, memory, excess, nu, sent, codes, gram, change, residual
+    atoms, linear, memory, excess, nu, sent, codes, change, residual
         As in `DualState`; ``atoms`` are what is learned.
     """
 
@@ -445,7 +445,6 @@ class LearningState(NamedTuple):
     nu: Matrix
     sent: Matrix
     codes: Matrix
-    gram: Matrix
     change: Matrix
     residual: Matrix
 

@@ -233,7 +233,7 @@ def test_over_relaxed_consensus_admm_is_the_recursion_of_multipliers_and_beliefs
 
 @pytest.mark.parametrize("relaxation", [0.5, 0.9])
 @pytest.mark.parametrize("objective", [SparseSVD(0.05, 0.1), HuberNMF(0.05, 0.1, 0.2)])
-def test_rounding_errors_of_consensus_admm_are_one_a_round_at_worst(
+def test_rounding_moves_consensus_admm_by_a_few_eps_a_round_at_most(
     objective: Objective, relaxation: float
 ) -> None:
     X, D = problem(objective, n_agents=20, n_features=30)
