@@ -11,7 +11,7 @@ from typing import Any
 from _measure import RESULTS
 from matplotlib.figure import Figure
 
-from flwr_perdl.simulations.plots import COLORS
+from perdl_experiments.plots import COLORS
 
 
 def stored() -> dict[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What a federation withstands: three clients in ten lie (see `flwr_perdl.simulations.liars`).
+"""What a federation withstands: three clients in ten lie (see `perdl_experiments.liars`).
 
 PerMA on planted dictionaries with noise of 0.05 on the data, and FedMD with FedX in settings C.1
 and C.2: the error over that of the same run in which nobody lies, the largest over seeds, by attack
@@ -20,10 +20,10 @@ from flwr_perdl.clients import DictionaryClient, client_app
 from flwr_perdl.dictionary import OrthogonalLearner, dictionary_distance
 from flwr_perdl.regression import TwoPhase, model_error
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.simulations.data import planted_clients
-from flwr_perdl.simulations.liars import DATA, MESSAGES, NUDGE, LyingDictionaryClient, regress
-from flwr_perdl.simulations.mixed_regression_data import setting
 from flwr_perdl.strategies import PerMA
+from perdl_experiments.data import planted_clients
+from perdl_experiments.liars import DATA, MESSAGES, NUDGE, LyingDictionaryClient, regress
+from perdl_experiments.mixed_regression_data import setting
 
 SHARE = 0.3
 ATTACKS = (*MESSAGES, NUDGE)

@@ -22,9 +22,9 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
 from flwr_perdl._records import ARRAYS, CONFIG
-from flwr_perdl.simulations.engine import federate, on_ray
-from flwr_perdl.simulations.experiments import configure, synthetic
 from flwr_perdl.strategies._strategy import attentive
+from perdl_experiments.engine import federate, on_ray
+from perdl_experiments.studies import configure, synthetic
 
 CLIENTS = 200
 #: Rounds of a run, and how many are left out: in the first two, workers start and plant data.

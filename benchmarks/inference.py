@@ -18,7 +18,7 @@ from _measure import CORES, fastest, main, on
 from flwr_perdl.diffusion import Topology, metropolis_weights
 from flwr_perdl.diffusion.inference import ConsensusADMM, Inference, infer
 from flwr_perdl.diffusion.objectives import SparseSVD
-from flwr_perdl.simulations.experiments.inference import FOUND, METHODS, draw, reached, trace
+from perdl_experiments.studies.inference import FOUND, METHODS, draw, reached, trace
 
 GRAPHS, LIMIT = 10, 1200
 #: Loss, share of impulses, connectivity.

@@ -32,9 +32,9 @@ from flwr_perdl.dictionary import (
 )
 from flwr_perdl.regression import model_error
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.simulations.data import planted_clients
-from flwr_perdl.simulations.mixed_regression_data import mixed_regression
 from flwr_perdl.strategies import FedX, PerMA, ProtocolStrategy
+from perdl_experiments.data import planted_clients
+from perdl_experiments.mixed_regression_data import mixed_regression
 
 RESULTS = Path(__file__).parent / "results"
 EPSILONS = (1.0, 3.0, 10.0, 30.0, 100.0)

@@ -21,14 +21,14 @@ from flwr_perdl.clients import client_app
 from flwr_perdl.clients.regression import RegressionClient
 from flwr_perdl.regression import Clients, TwoPhase, model_error, simulate
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.simulations.mixed_regression_data import (
+from flwr_perdl.strategies.mixed_regression import FedX
+from perdl_experiments.mixed_regression_data import (
     SETTINGS,
     Mixed,
     mixed_regression,
     oracle,
     setting,
 )
-from flwr_perdl.strategies.mixed_regression import FedX
 
 SEEDS = 4
 #: Rounds of the paper's Phase 2, of one that divides by the cluster's points, of exact solves.

@@ -38,8 +38,8 @@ from flwr_perdl.dictionary import (
 from flwr_perdl.dictionary.aggregation import aggregate_statistics
 from flwr_perdl.diffusion import DataDiffusion, SparseSVD, Topology, infer
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.simulations.plots import COLORS
 from flwr_perdl.strategies import PerMA
+from perdl_experiments.plots import COLORS
 
 #: Features, atoms, global atoms and samples of a client, where they are not what is varied.
 FEATURES, ATOMS, GLOBAL, SAMPLES = 32, 16, 8, 100

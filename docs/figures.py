@@ -21,8 +21,8 @@ from typing import NamedTuple
 import numpy as np
 
 from flwr_perdl.diffusion import Topology, metropolis_weights
-from flwr_perdl.simulations import run_experiment
-from flwr_perdl.simulations.network_plots import networks
+from perdl_experiments import run_experiment
+from perdl_experiments.network_plots import networks
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (

@@ -44,8 +44,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from flwr_perdl.simulations import run_experiment
-from flwr_perdl.simulations.experiments import configure, find
+from perdl_experiments import run_experiment
+from perdl_experiments.studies import configure, find
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "docs" / "gallery"

@@ -15,8 +15,8 @@ from flwr.app import Context
 from flwr_perdl.clients import DictionaryClient, client_app
 from flwr_perdl.dictionary import Learner, OrthogonalLearner
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.simulations.data import Planted, planted_clients
 from flwr_perdl.strategies import PerMA
+from perdl_experiments.data import Planted, planted_clients
 
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")

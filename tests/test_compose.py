@@ -9,9 +9,9 @@ from typing import Any
 import yaml
 from flwr.common.config import parse_config_args
 
-from flwr_perdl.simulations._run_config import read_run_config
-from flwr_perdl.simulations.deployment import _takes
-from flwr_perdl.simulations.experiments import configure, find
+from perdl_experiments._run_config import read_run_config
+from perdl_experiments.deployment import _takes
+from perdl_experiments.studies import configure, find
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from flwr_perdl.simulations import run_experiment
-from flwr_perdl.simulations.experiments import EXPERIMENTS
+from perdl_experiments import run_experiment
+from perdl_experiments.studies import EXPERIMENTS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [

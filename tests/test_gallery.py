@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from flwr_perdl.simulations import run_experiment
-from flwr_perdl.simulations.experiments import EXPERIMENTS, configure
+from perdl_experiments import run_experiment
+from perdl_experiments.studies import EXPERIMENTS, configure
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "gallery"

@@ -18,9 +18,10 @@ import pytest
 from packaging.requirements import Requirement
 
 import flwr_perdl
-from flwr_perdl.simulations._run_config import all_keys, read_run_config
+from perdl_experiments._run_config import all_keys, read_run_config
 
 ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("flwr_perdl", "perdl_experiments")
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 # An import only ever points down: what each package may import of the others.
@@ -72,7 +73,7 @@ PUBLIC = {
         "PerPCA",
         "as_legacy",
     },
-    "simulations": {"InProcessGrid", "run_experiment"},
+    "simulations": {"InProcessGrid"},
 }
 
 
@@ -119,6 +120,13 @@ def test_every_python_of_the_metadata_is_declared() -> None:
     assert PYPROJECT["project"]["requires-python"] == ">=3.11,<3.14"
 
 
+def test_the_library_imports_nothing_of_the_application() -> None:
+    above = {"perdl_experiments", "matplotlib", "rich", "typer", "joblib", "sklearn", "skimage"}
+    for file in sorted((ROOT / "flwr_perdl").rglob("*.py")):
+        roots = {module.split(".")[0] for module in imported_modules(file)}
+        assert not roots & above, f"{file.name} imports {roots & above}"
+
+
 @pytest.mark.parametrize("floor", sorted(FLOORS))
 def test_imports_point_down(floor: str) -> None:
     above = {f"flwr_perdl.{name}" for name in FLOORS if name not in FLOORS[floor] | {floor}}
@@ -150,9 +158,9 @@ def test_every_option_of_every_federated_experiment_is_a_run_config_key() -> Non
     assert read_run_config(listed) == ("digits", {})
 
 
-def test_the_app_bundle_carries_the_library_and_nothing_else(tmp_path: Path) -> None:
+def test_the_app_bundle_carries_both_packages_and_nothing_else(tmp_path: Path) -> None:
     app = tmp_path / "app"
-    tracked = ("flwr_perdl", "tests", "pyproject.toml", "README.md", "LICENSE", ".gitignore")
+    tracked = (*PACKAGES, "tests", "pyproject.toml", "README.md", "LICENSE", ".gitignore")
     app.mkdir()
     for name in tracked:
         source = ROOT / name
@@ -169,6 +177,6 @@ def test_the_app_bundle_carries_the_library_and_nothing_else(tmp_path: Path) -> 
     )
     (bundle,) = tmp_path.glob("*.fab")
     carried = set(zipfile.ZipFile(bundle).namelist())
-    library = {str(file.relative_to(ROOT)) for file in (ROOT / "flwr_perdl").rglob("*.py")}
-    assert library <= carried
+    sources = [file for name in PACKAGES for file in (ROOT / name).rglob("*.py")]
+    assert {str(file.relative_to(ROOT)) for file in sources} <= carried
     assert not {name for name in carried if name.startswith(".venv")}

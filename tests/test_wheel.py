@@ -165,9 +165,10 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_has_the_package_and_its_metadata(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
     names = set(archive.namelist())
-    sources = {str(file.relative_to(ROOT)) for file in (ROOT / "flwr_perdl").rglob("*.py")}
-    assert sources | {"flwr_perdl/py.typed"} <= names
-    assert {name.split("/")[0].split("-")[0] for name in names} == {"flwr_perdl"}
+    packages = {"flwr_perdl", "perdl_experiments"}
+    sources = [file for name in packages for file in (ROOT / name).rglob("*.py")]
+    assert {str(file.relative_to(ROOT)) for file in sources} | {"flwr_perdl/py.typed"} <= names
+    assert {name.split("/")[0].split("-")[0] for name in names} == packages
     (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
     headers = message_from_bytes(archive.read(metadata))
     core = {line for line in headers.get_all("Requires-Dist", []) if "extra ==" not in line}

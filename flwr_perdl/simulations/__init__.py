@@ -1,6 +1,5 @@
-"""Experiments, and the engines that they run on."""
+"""Federations in one process: a Flower grid without Ray, and splits of data over clients."""
 
 from flwr_perdl.simulations.grid import InProcessGrid
-from flwr_perdl.simulations.runner import run_experiment
 
-__all__ = ["InProcessGrid", "run_experiment"]
+__all__ = ["InProcessGrid"]

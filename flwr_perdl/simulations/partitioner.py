@@ -7,7 +7,7 @@ from flwr_datasets.partitioner import Partitioner
 
 from flwr_perdl._checks import check_count, check_real
 from flwr_perdl._random import DATA, spawn
-from flwr_perdl.simulations.data import Partition, imbalanced_partition
+from flwr_perdl.simulations.partition import Partition, imbalanced_partition
 
 
 class MajorityLabelPartitioner(Partitioner):

@@ -15,8 +15,8 @@ from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping
 
 from flwr_perdl.clients import client_app
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.simulations.experiments import configure, synthetic
 from flwr_perdl.strategies import PerMA
+from perdl_experiments.studies import configure, synthetic
 
 MakeFederation = Callable[..., Any]
 

@@ -17,8 +17,8 @@ from flwr_perdl.clients.privacy import LocalPrivacy, noise_multiplier
 from flwr_perdl.dictionary import dictionary_distance
 from flwr_perdl.regression import model_error
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.simulations.mixed_regression_data import mixed_regression
 from flwr_perdl.strategies import FedX, PerMA, TooFewReplies
+from perdl_experiments.mixed_regression_data import mixed_regression
 
 MakeFederation = Callable[..., Any]
 

@@ -18,7 +18,7 @@ from flwr_perdl.dictionary import (
     warm_start,
 )
 from flwr_perdl.dictionary.aggregation import METHODS
-from flwr_perdl.simulations.data import planted_clients
+from perdl_experiments.data import planted_clients
 
 ROBUST = ["median", "geometric-median", "trimmed"]
 

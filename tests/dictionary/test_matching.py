@@ -15,7 +15,7 @@ from flwr_perdl.dictionary import (
     warm_start,
 )
 from flwr_perdl.dictionary.matching import count_shared
-from flwr_perdl.simulations.data import planted_clients
+from perdl_experiments.data import planted_clients
 
 METHODS = ["consensus", "paths"]
 

@@ -32,7 +32,7 @@ from flwr_perdl.diffusion.objectives import (
 )
 from flwr_perdl.network import InMemoryNetwork
 from flwr_perdl.network.faults import Faults
-from flwr_perdl.simulations.experiments.inference import draw, reached, trace
+from perdl_experiments.studies.inference import draw, reached, trace
 
 OBJECTIVES: list[Objective] = [
     SparseSVD(0.2, 0.5),

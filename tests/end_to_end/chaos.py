@@ -23,8 +23,8 @@ from flwr_perdl import _store
 from flwr_perdl.clients import DictionaryClient, client_app
 from flwr_perdl.dictionary import OrthogonalLearner, dictionary_distance
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.simulations.data import Planted, planted_clients
 from flwr_perdl.strategies import PerMA, TooFewReplies
+from perdl_experiments.data import Planted, planted_clients
 
 N_CLIENTS, N_ROUNDS, MIN_CLIENTS = 10, 10, 3
 REMEMBER = N_ROUNDS

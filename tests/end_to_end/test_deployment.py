@@ -20,11 +20,11 @@ from flwr.app import Context, RecordDict
 
 from flwr_perdl import _store
 from flwr_perdl.network import InMemoryNetwork
-from flwr_perdl.simulations import run_experiment
-from flwr_perdl.simulations.data import planted_clients
-from flwr_perdl.simulations.deployment import Deployment, make_certificates, make_key
-from flwr_perdl.simulations.experiments import configure, find, sites
-from flwr_perdl.simulations.report import read_results
+from perdl_experiments import run_experiment
+from perdl_experiments.data import planted_clients
+from perdl_experiments.deployment import Deployment, make_certificates, make_key
+from perdl_experiments.report import read_results
+from perdl_experiments.studies import configure, find, sites
 
 pytestmark = [pytest.mark.slow, pytest.mark.deployment]
 

@@ -8,9 +8,10 @@ from flwr.app import ArrayRecord, Context, MetricRecord
 
 from flwr_perdl.clients import RegressionClient, client_app
 from flwr_perdl.regression import model_error
-from flwr_perdl.simulations import InProcessGrid, run_experiment
-from flwr_perdl.simulations.mixed_regression_data import mixed_regression, oracle
+from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import FedX
+from perdl_experiments import run_experiment
+from perdl_experiments.mixed_regression_data import mixed_regression, oracle
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])

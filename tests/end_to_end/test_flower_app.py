@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flwr_perdl.simulations import run_experiment
+from perdl_experiments import run_experiment
 
 ROOT = Path(__file__).parents[2]
 

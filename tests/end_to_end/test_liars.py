@@ -14,10 +14,10 @@ from flwr_perdl.clients import DictionaryClient, client_app
 from flwr_perdl.dictionary import GradientLearner, OrthogonalLearner, dictionary_distance
 from flwr_perdl.regression import TwoPhase, model_error
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.simulations.data import planted_clients
-from flwr_perdl.simulations.liars import MESSAGES, LyingDictionaryClient, liars, lie, regress
-from flwr_perdl.simulations.mixed_regression_data import Mixed, setting
 from flwr_perdl.strategies import PerMA, client_report
+from perdl_experiments.data import planted_clients
+from perdl_experiments.liars import MESSAGES, LyingDictionaryClient, liars, lie, regress
+from perdl_experiments.mixed_regression_data import Mixed, setting
 
 BOUND = 2.0
 

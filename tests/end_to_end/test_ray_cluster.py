@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from flwr_perdl.diffusion import Topology
 from flwr_perdl.network import InMemoryNetwork, RayNetwork
-from flwr_perdl.simulations.engine import federate
-from flwr_perdl.simulations.experiments import configure, images, synthetic
+from perdl_experiments.engine import federate
+from perdl_experiments.studies import configure, images, synthetic
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -27,7 +27,7 @@ import os
 
 import ray
 
-from flwr_perdl.simulations.experiments import images
+from perdl_experiments.studies import images
 
 strategy = images.strategy
 

@@ -14,7 +14,7 @@ import pytest
 RUN = """
 import os, signal, sys
 from flwr_perdl import _store
-from flwr_perdl.simulations import run_experiment
+from perdl_experiments import run_experiment
 
 moment, engine, out, resume = sys.argv[1:]
 save = _store.save

@@ -17,7 +17,6 @@ from flwr.server.workflow import DefaultWorkflow, SecAggPlusWorkflow
 from flwr_perdl.clients import RegressionClient, client_app
 from flwr_perdl.dictionary import dictionary_distance
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.simulations.mixed_regression_data import mixed_regression
 from flwr_perdl.strategies import (
     FedX,
     PerMA,
@@ -25,6 +24,7 @@ from flwr_perdl.strategies import (
     TooFewReplies,
     as_legacy,
 )
+from perdl_experiments.mixed_regression_data import mixed_regression
 
 MakeFederation = Callable[..., Any]
 

@@ -14,7 +14,9 @@ import atheris
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-with atheris.instrument_imports(include=["flwr_perdl", "numpy.lib", "zipfile", "json"]):
+with atheris.instrument_imports(
+    include=["flwr_perdl", "perdl_experiments", "numpy.lib", "zipfile", "json"]
+):
     import targets
 
 if __name__ == "__main__":

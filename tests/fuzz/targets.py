@@ -26,10 +26,13 @@ from flwr_perdl._records import Limits, read_reply, reply_to
 from flwr_perdl.clients._state import PrivateState, Shelf, run_folder
 from flwr_perdl.network._packing import pack, pack_arrays, unpack, unpack_arrays
 from flwr_perdl.network.sealed import Keys, Rejected
-from flwr_perdl.simulations._run_config import all_keys, read_run_config
-from flwr_perdl.simulations.data import load_images
-from flwr_perdl.simulations.documents import read_documents
-from flwr_perdl.simulations.experiments import (
+from flwr_perdl.strategies import PerMA
+from flwr_perdl.strategies._events import read_events
+from flwr_perdl.strategies._strategy import _properties
+from perdl_experiments._run_config import all_keys, read_run_config
+from perdl_experiments.data import load_images
+from perdl_experiments.documents import read_documents
+from perdl_experiments.studies import (
     EXPERIMENTS,
     biclustering,
     configure,
@@ -37,10 +40,7 @@ from flwr_perdl.simulations.experiments import (
     regression,
     unmixing,
 )
-from flwr_perdl.simulations.watch import View
-from flwr_perdl.strategies import PerMA
-from flwr_perdl.strategies._events import read_events
-from flwr_perdl.strategies._strategy import _properties
+from perdl_experiments.watch import View
 
 #: What a state file of the client at hand says.
 _OURS = {"client": "0", "algorithm": "fuzzing", "run": "here", "round": 1, "key": None}

@@ -7,7 +7,7 @@ import pytest
 
 from flwr_perdl._random import SERVER, spawn
 from flwr_perdl.regression import Answers, Clients, State, TwoPhase, model_error, simulate
-from flwr_perdl.simulations.mixed_regression_data import Mixed, mixed_regression
+from perdl_experiments.mixed_regression_data import Mixed, mixed_regression
 
 THIRDS = np.full(3, 1 / 3)
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flwr_perdl.simulations.mixed_regression_data import setting
+from perdl_experiments.mixed_regression_data import setting
 
 
 @pytest.mark.parametrize(

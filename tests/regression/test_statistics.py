@@ -10,7 +10,7 @@ from flwr_perdl.regression import (
     model_error,
     sufficient_statistics,
 )
-from flwr_perdl.simulations.mixed_regression_data import Mixed, mixed_regression
+from perdl_experiments.mixed_regression_data import Mixed, mixed_regression
 
 
 def planted(noise: float = 0.3, clusters: int = 3) -> Mixed:

@@ -17,7 +17,7 @@ from flwr_perdl.regression import (
     model_error,
     simulate,
 )
-from flwr_perdl.simulations.mixed_regression_data import Mixed, mixed_regression, oracle, setting
+from perdl_experiments.mixed_regression_data import Mixed, mixed_regression, oracle, setting
 
 THIRDS = np.full(3, 1 / 3)
 

@@ -25,8 +25,8 @@ from flwr_perdl.dictionary import (
     personalized_pca,
     warm_start,
 )
-from flwr_perdl.simulations.engine import federate
 from flwr_perdl.strategies import DictionaryAveraging, PerPCA, ProtocolStrategy
+from perdl_experiments.engine import federate
 
 MakeFederation = Callable[..., Any]
 STRATEGIES: dict[str, Callable[..., ProtocolStrategy]] = {

@@ -19,7 +19,6 @@ from flwr_perdl.clients import client_app
 from flwr_perdl.clients.regression import RegressionClient
 from flwr_perdl.regression import Clients, LogisticLoss, TwoPhase, model_error, simulate
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.simulations.mixed_regression_data import Mixed, mixed_regression
 from flwr_perdl.strategies import ProtocolStrategy, TooFewReplies, as_legacy
 from flwr_perdl.strategies.mixed_regression import (
     FedMD,
@@ -27,6 +26,7 @@ from flwr_perdl.strategies.mixed_regression import (
     OneShotClustering,
     random_models,
 )
+from perdl_experiments.mixed_regression_data import Mixed, mixed_regression
 
 D = 8
 PHASE_1 = 4  # describe, two products, anchors

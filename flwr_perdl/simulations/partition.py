@@ -1,0 +1,135 @@
+"""Splits of labelled samples over clients."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+MAX_TEST = 1000
+_GIVEN = 0.9  # at most this share of all images, and of each label, goes to the clients
+
+
+class Partition(NamedTuple):
+    """Each client's images, and a held-out part.
+
+    Attributes
+    ----------
+    clients : list of ndarray
+        Indices of each client's images.
+    labels : list of int
+        Each client's own label; of natural clients, their numbers.
+    test : ndarray
+        Indices of the held-out images.
+    """
+
+    clients: list[NDArray[np.intp]]
+    labels: list[int]
+    test: NDArray[np.intp]
+
+
+def imbalanced_partition(
+    y: NDArray[np.integer[Any]],
+    n_clients: int,
+    n_samples: int,
+    rng: np.random.Generator,
+    *,
+    share: float = 0.9,
+) -> Partition:
+    """Give every client images that mostly carry one label (Section 5.2), no image twice.
+
+    At most nine tenths of the images, and of each label, go to the clients: where ``n_samples`` is
+    more than that, every client gets fewer. Of the rest, up to 1,000 are held out for the test.
+
+    Parameters
+    ----------
+    y : ndarray of shape (n_images,)
+        Labels; client i's own is the (i mod number of labels)-th.
+    n_clients : int
+        Number of clients.
+    n_samples : int
+        Images per client.
+    rng : Generator
+        Draws the split.
+    share : float, default 0.9
+        Share of a client's own label.
+
+    Returns
+    -------
+    Partition
+        Indices per client, own labels, held-out indices.
+
+    Raises
+    ------
+    ValueError
+        If a client would have no image of its own label.
+    """
+    labels, counts = np.unique(y, return_counts=True)
+    own = [i % len(labels) for i in range(n_clients)]
+    holders = np.bincount(own, minlength=len(labels))
+    room = [_GIVEN * len(y) / n_clients]
+    given = np.minimum(_GIVEN * counts, counts - 1)
+    room += [g / (share * h) for g, h in zip(given, holders, strict=True) if h]
+    size = min(n_samples, int(min(room)))
+    n_own = round(share * size)
+    if n_own < 1:
+        raise ValueError(
+            f"data must have more images: {len(y)}, the rarest label {counts.min()} times, are too "
+            f"few for {n_clients} clients."
+        )
+    order = rng.permutation(len(y))
+    free = np.ones(len(y), dtype=bool)
+
+    def take(candidates: NDArray[np.bool_], count: int) -> NDArray[np.intp]:
+        taken = order[(candidates & free)[order]][:count]
+        free[taken] = False
+        return taken
+
+    seen = [take(y == label, 1) for label in labels]  # every label is in the test
+    majority = [take(y == labels[i], n_own) for i in own]
+    minority = [take(y != labels[i], size - n_own) for i in own]
+    clients = [np.concatenate(parts) for parts in zip(majority, minority, strict=True)]
+    test = np.concatenate([*seen, take(free, MAX_TEST - len(labels))])
+    return Partition(clients, [int(labels[i]) for i in own], test)
+
+
+def natural_partition(
+    owners: NDArray[np.integer[Any]], n_clients: int, n_samples: int, rng: np.random.Generator
+) -> Partition:
+    """Give the images to those whose they are; a tenth of everyone's is held out.
+
+    Parameters
+    ----------
+    owners : ndarray of shape (n_images,)
+        Whose each image is.
+    n_clients : int
+        The clients with the most images take part; of equals, those with the lowest numbers.
+    n_samples : int
+        Most images per client.
+    rng : Generator
+        Draws what is held out, up to 1,000 in all, and what is used.
+
+    Returns
+    -------
+    Partition
+        Its ``labels`` are the clients' numbers in ``owners``.
+
+    Raises
+    ------
+    ValueError
+        If there are fewer clients with two images or more.
+    """
+    names, counts = np.unique(owners, return_counts=True)
+    able = np.argsort(-counts, kind="stable")[:n_clients]
+    if len(able) < n_clients or counts[able].min() < 2:
+        raise ValueError(
+            f"data must have {n_clients} clients with 2 images or more, got {(counts > 1).sum()}."
+        )
+    clients, test = [], []
+    for name in names[able]:
+        own = rng.permutation(np.flatnonzero(owners == name))
+        held = min(max(round((1 - _GIVEN) * len(own)), 1), max(MAX_TEST // n_clients, 1))
+        test.append(own[:held])
+        clients.append(own[held:][:n_samples])
+    return Partition(clients, names[able].tolist(), np.concatenate(test))

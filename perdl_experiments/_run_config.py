@@ -1,0 +1,36 @@
+"""From a Flower run config (``--run-config``) to an experiment and its options.
+
+Flower refuses keys that ``[tool.flwr.app.config]`` does not list, so that all options of all
+experiments are listed there; ``""`` stands for the experiment's own default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from perdl_experiments.studies import EXPERIMENTS, FederatedExperiment
+
+#: Keys that say how to run, not what.
+_HOW = ("experiment", "out", "resume", "state-dir")
+
+
+class Asked(NamedTuple):
+    """What a run config asks for."""
+
+    experiment: str
+    options: dict[str, Any]
+
+
+def read_run_config(run_config: Mapping[str, Any]) -> Asked:
+    """Return the experiment's name and the options that are set."""
+    options = {key: value for key, value in run_config.items() if key not in _HOW and value != ""}
+    return Asked(str(run_config.get("experiment", "digits")), options)
+
+
+def all_keys() -> dict[str, Any]:
+    """Return every key that a run config may have, with its empty value."""
+    how: dict[str, Any] = {"experiment": "digits", "out": "", "resume": False, "state-dir": ""}
+    federated = [one for one in EXPERIMENTS.values() if isinstance(one, FederatedExperiment)]
+    options = {key: "" for experiment in federated for key in experiment.DEFAULTS}
+    return {**how, **options}

@@ -1,0 +1,311 @@
+"""The experiments' data: handwritten digits, the user's own images, and planted dictionaries."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache, wraps
+from hashlib import file_digest, sha256
+from inspect import signature
+from math import isqrt, prod
+from pathlib import Path
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+from zipfile import ZipFile, ZipInfo
+
+import numpy as np
+from numpy.lib import format as npy
+from numpy.typing import NDArray
+from scipy.stats import ortho_group
+
+from flwr_perdl._checks import Matrix
+
+Given = ParamSpec("Given")
+Loaded = TypeVar("Loaded")
+
+#: Files that a folder of frames may hold.
+IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp", ".pgm", ".ppm")
+
+
+class Images(NamedTuple):
+    """Labelled images.
+
+    Attributes
+    ----------
+    X : ndarray of shape (n_images, height * width)
+        Pixels in [0, 1].
+    y : ndarray of shape (n_images,)
+        Integer labels.
+    shape : tuple of int
+        Height and width.
+    client : ndarray of shape (n_images,), optional
+        Whose each image is, where the federation has natural clients; integers.
+    """
+
+    X: Matrix
+    y: NDArray[np.integer[Any]]
+    shape: tuple[int, int]
+    client: NDArray[np.integer[Any]] | None = None
+
+
+class Planted(NamedTuple):
+    """Clients' data made from known dictionaries (equation 1 of the paper).
+
+    Attributes
+    ----------
+    global_atoms : ndarray of shape (n_global, n_features)
+        The planted atoms that all clients share.
+    local_atoms : list of ndarray
+        Each client's planted atoms of its own.
+    samples : list of ndarray
+        Each client's data.
+    """
+
+    global_atoms: Matrix
+    local_atoms: list[Matrix]
+    samples: list[Matrix]
+
+
+def cached_by_file(maxsize: int) -> Callable[[Callable[Given, Loaded]], Callable[Given, Loaded]]:
+    """Keep what a loader returns, as `functools.lru_cache` does, until its files change.
+
+    The loader's first argument is the path of a file, of a folder of files, or neither.
+    """
+
+    def decorate(load: Callable[Given, Loaded]) -> Callable[Given, Loaded]:
+        first = next(iter(signature(load).parameters))
+        kept: Any = lru_cache(maxsize)(lambda files, *args, **options: load(*args, **options))
+
+        @wraps(load)
+        def cached(*args: Given.args, **options: Given.kwargs) -> Loaded:
+            files = _seen(str(args[0] if args else options[first]))
+            found: Loaded = kept(files, *args, **options)
+            return found
+
+        vars(cached).update(cache_info=kept.cache_info, cache_clear=kept.cache_clear)
+        return cached
+
+    return decorate
+
+
+def _seen(path: str) -> Hashable:
+    """Return what tells whether a file, or a folder's files, have changed."""
+    if path and os.path.isdir(path):
+        with os.scandir(path) as entries:
+            files = [(one.name, one.stat()) for one in entries if one.is_file()]
+    else:
+        files = [("", os.stat(path))] if os.path.isfile(path) else []
+    seen = sorted((name, at.st_mtime_ns, at.st_size) for name, at in files)
+    return os.path.abspath(path), *seen
+
+
+def files_at(path: str) -> list[Path]:
+    """Return the file at ``path``, or those of a folder that loaders read, by name; maybe none."""
+    place = Path(path)
+    if path and place.is_dir():
+        files = (one for one in place.iterdir() if one.suffix.lower() in (".npz", *IMAGES))
+        return sorted(one for one in files if one.is_file() and not one.name.startswith("."))
+    return [place] if place.is_file() else []
+
+
+def digest(path: str) -> str:
+    """Return a SHA-256 of what `files_at` finds, their names and contents; "" where it is none."""
+    files, whole = files_at(path), sha256()
+    for one in files:
+        with one.open("rb") as stream:
+            whole.update(os.fsencode(one.name) + file_digest(stream, "sha256").digest())
+    return whole.hexdigest() if files else ""
+
+
+@cached_by_file(maxsize=2)
+def load_images(path: str) -> Images:
+    """Load labelled images and bring them to [0, 1].
+
+    Bytes are divided by 255; other values outside [0, 1] are divided by the greatest one, after a
+    shift of the least one to 0 where it is negative.
+
+    Parameters
+    ----------
+    path : str
+        An ``.npz`` file with ``X`` (n, height, width) or (n, n_features), n_features a square
+        number, ``y`` (n,) integer labels, and ``client`` (n,) integers where clients are natural;
+        ``""`` for scikit-learn's handwritten digits.
+
+    Returns
+    -------
+    Images
+        The images as rows; float32 stays float32.
+
+    Raises
+    ------
+    ValueError
+        If the file cannot be read, a key is missing, or an array is not as described.
+    """
+    X, y = _bundled_digits() if not path else read_arrays(path, "X", "y")
+    client = read_npz(path, "client").get("client") if path else None
+    if X.ndim not in (2, 3) or not len(X):
+        raise ValueError(f"X in {path} must be (n, h, w) or (n, n_features), got shape {X.shape}.")
+    if X.dtype.kind not in "biu" and X.dtype not in (np.float64, np.float32):
+        raise ValueError(f"X in {path} must be integers, float64 or float32, got {X.dtype}.")
+    if not np.isfinite(X).all():
+        raise ValueError(f"X in {path} must be finite, got NaN or infinite values.")
+    for name, values in {"y": y, **({} if client is None else {"client": client})}.items():
+        if values.shape != X.shape[:1] or not np.issubdtype(values.dtype, np.integer):
+            what = "integer labels" if name == "y" else "integers"
+            raise ValueError(
+                f"{name} in {path} must be {len(X)} {what}, got shape {values.shape} of "
+                f"{values.dtype}."
+            )
+    side = isqrt(X[0].size)
+    if X.ndim == 2 and side * side != X.shape[1]:
+        raise ValueError(
+            f"X in {path} must have a square number of features or be (n, h, w), got {X.shape}."
+        )
+    shape = (side, side) if X.ndim == 2 else (X.shape[1], X.shape[2])
+    if min(shape) < 3:
+        raise ValueError(f"X in {path} must be images of at least 3x3 pixels, got {shape}.")
+    return Images(to_unit_range(X).reshape(len(X), -1), y, shape, client)
+
+
+def _bundled_digits() -> tuple[NDArray[Any], NDArray[Any]]:
+    from sklearn.datasets import load_digits  # an extra: not needed to import this module
+
+    digits = load_digits()
+    return digits.images / 16, digits.target
+
+
+def read_npz(path: str, *keys: str) -> dict[str, NDArray[Any]]:
+    """Return the arrays of an ``.npz`` file by name: those named ``keys``, or all.
+
+    An array is read only where its header says as many bytes as the file has for it, so that no
+    header makes room for what is not there.
+
+    Raises
+    ------
+    ValueError
+        If the file is not there, or cannot be read.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"data must be a file, got {path!r}.")
+    try:
+        with ZipFile(path) as archive:
+            entries = {entry.filename.removesuffix(".npy"): entry for entry in archive.infolist()}
+            wanted = {key: entries[key] for key in keys if key in entries} if keys else entries
+            return {key: _entry(archive, entry) for key, entry in wanted.items()}
+    except Exception as error:
+        raise ValueError(f"data must be a readable .npz file, got {path!r}: {error}") from error
+
+
+def names_in(path: str) -> list[str]:
+    """Return the names of the arrays in an ``.npz`` file that `read_npz` could open."""
+    with ZipFile(path) as archive:
+        return [name.removesuffix(".npy") for name in archive.namelist()]
+
+
+def _entry(archive: ZipFile, entry: ZipInfo) -> NDArray[Any]:
+    """Return one array of an ``.npz`` file."""
+    with archive.open(entry) as stream:
+        if npy.read_magic(stream) != (1, 0):
+            raise ValueError(f"{entry.filename} is no .npy file of version 1.0")
+        shape, _, dtype = npy.read_array_header_1_0(stream)
+        if dtype.hasobject:
+            raise ValueError(f"{entry.filename} holds Python objects; text must be saved as str")
+        if min(shape, default=0) < 0 or not dtype.itemsize:
+            raise ValueError(f"{entry.filename} has the shape {shape} and dtype {dtype}")
+        if stream.tell() + dtype.itemsize * prod(shape) != entry.file_size:
+            raise ValueError(f"{entry.filename} has not as many bytes as its shape {shape} says")
+    with archive.open(entry) as stream:
+        array: NDArray[Any] = npy.read_array(stream, allow_pickle=False)
+    if dtype.kind == "U":
+        letters = np.frombuffer(array.tobytes(), np.dtype(np.uint32).newbyteorder(dtype.byteorder))
+        if letters.max(initial=0) > sys.maxunicode:
+            raise ValueError(f"{entry.filename} has text that is no Unicode")
+    return array
+
+
+def read_arrays(path: str, *keys: str) -> list[NDArray[Any]]:
+    """Return the arrays named ``keys`` of an ``.npz`` file, in this order.
+
+    Raises
+    ------
+    ValueError
+        If the file is not there or cannot be read, or a key is missing.
+    """
+    arrays = read_npz(path, *keys)
+    missing = [key for key in keys if key not in arrays]
+    if missing:
+        raise ValueError(
+            f"data must hold arrays named {', '.join(keys)}: {path!r} lacks {missing}."
+        )
+    return [arrays[key] for key in keys]
+
+
+def to_unit_range(X: NDArray[Any]) -> Matrix:
+    """Return images in [0, 1]; see `load_images` for how."""
+    values = X if X.dtype in (np.float64, np.float32) else X.astype(np.float64)
+    if X.dtype == np.uint8:
+        return values / 255
+    low, high = min(0.0, float(values.min())), float(values.max())
+    if low == 0 and high <= 1:
+        return values
+    if high - low > float(np.finfo(values.dtype).max):
+        values, low, high = values / 2, low / 2, high / 2
+    scaled: Matrix = (values - values.dtype.type(low)) / values.dtype.type(high - low or 1)
+    return scaled
+
+
+def planted_clients(
+    rng: np.random.Generator,
+    n_atoms: Sequence[int],
+    n_samples: Sequence[int],
+    n_global: int,
+    *,
+    n_features: int,
+    density: float = 0.2,
+    floor: float = 0.3,
+    noise: float = 0.0,
+) -> Planted:
+    """Make clients' data from orthonormal dictionaries that share atoms (Appendix A.1).
+
+    A code is 0 with probability 1 - ``density``, else standard normal with its size raised to at
+    least ``floor`` ("truncated" in the paper: a floor on the non-zeros).
+
+    Parameters
+    ----------
+    rng : Generator
+        Draws everything.
+    n_atoms, n_samples : sequence of int
+        Atoms and samples of each client.
+    n_global : int
+        Atoms shared by all clients: the first rows of every planted dictionary.
+    n_features : int
+        Dimension, at least the greatest number of atoms.
+    density, floor : float
+        The codes' share of non-zeros and their least size.
+    noise : float, default 0
+        Standard deviation of normal noise on the data.
+
+    Returns
+    -------
+    Planted
+        The atoms and the data.
+    """
+    basis = ortho_group.rvs(n_features, random_state=rng)
+    shared, rest = basis[:n_global], basis[n_global:]
+    local_atoms, samples = [], []
+    for r, n in zip(n_atoms, n_samples, strict=True):
+        local = _random_rotation(rest.shape[0], rng)[: r - n_global] @ rest
+        atoms = np.vstack([shared, local])
+        values = rng.standard_normal((n, r))
+        floored = np.where(np.abs(values) < floor, np.copysign(floor, values), values)
+        codes = floored * (rng.random((n, r)) < density)
+        samples.append(codes @ atoms + noise * rng.standard_normal((n, n_features)))
+        local_atoms.append(local)
+    return Planted(shared, local_atoms, samples)
+
+
+def _random_rotation(size: int, rng: np.random.Generator) -> Matrix:
+    if size < 2:  # scipy's ortho_group starts at 2
+        return np.full((size, size), rng.choice([-1.0, 1.0]))
+    rotation: Matrix = ortho_group.rvs(size, random_state=rng)
+    return rotation

@@ -1,0 +1,166 @@
+"""Clients that lie, for studies of what a federation withstands.
+
+=====================  ===========================================================================
+attack                 what a liar sends instead of its honest answer
+=====================  ===========================================================================
+``"sign"``             minus it
+``"scaled"``           a million times it
+``"sign-scaled"``      minus a million times it
+``"collude"``          what its group has agreed on, in rows as long as the honest ones
+``"collude-scaled"``   a million times that
+``"nudge"``            the honest answer and a tenth of that
+``"false model"``      honest answers about false data, a false model per cluster
+``"false cluster"``    the same, one model for all liars together
+=====================  ===========================================================================
+
+The last two are for regression only. Numbers of samples, losses and clusters are told truthfully.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flwr_perdl._checks import Matrix, check_choice
+from flwr_perdl._random import SERVER, spawn
+from flwr_perdl._records import STEP, Scalar
+from flwr_perdl.clients import DictionaryClient
+from flwr_perdl.clients.dictionary import START
+from flwr_perdl.regression import Answers, Clients, TwoPhase
+from perdl_experiments.mixed_regression_data import Mixed
+
+MESSAGES = ("sign", "scaled", "sign-scaled", "collude", "collude-scaled")
+NUDGE = "nudge"
+DATA = ("false model", "false cluster")
+SCALE = 1e6
+
+
+def lie(honest: Matrix, attack: str, group: int = 0) -> Matrix:
+    """Return what a liar sends instead of its honest answer.
+
+    Parameters
+    ----------
+    honest : ndarray of shape (..., n)
+        The answer.
+    attack : str
+        One of ``MESSAGES``, or ``NUDGE``.
+    group : int, default 0
+        Liars of one group agree on the same.
+
+    Returns
+    -------
+    ndarray of the same shape
+    """
+    check_choice("attack", attack, (*MESSAGES, NUDGE))
+    lied = honest
+    if attack.startswith("collude") or attack == NUDGE:
+        agreed = np.random.default_rng(group).standard_normal(honest.shape[-2:])
+        agreed /= np.linalg.norm(agreed, axis=-1, keepdims=True)
+        lied = agreed * np.linalg.norm(honest, axis=-1, keepdims=True)
+    if attack == NUDGE:
+        return honest + lied / 10
+    if attack.startswith("sign"):
+        lied = -lied
+    return SCALE * lied if attack.endswith("scaled") else lied
+
+
+def liars(labels: NDArray[np.intp], share: float, rng: np.random.Generator) -> NDArray[np.intp]:
+    """Return who lies: the same share of every cluster, drawn at random.
+
+    Parameters
+    ----------
+    labels : ndarray of shape (n_clients,)
+        Each client's true cluster.
+    share : float
+        Share of liars.
+    rng : Generator
+        Draws them.
+    """
+    members = [np.flatnonzero(labels == j) for j in np.unique(labels)]
+    chosen = [rng.permutation(mine)[: round(share * len(mine))] for mine in members]
+    return np.sort(np.concatenate(chosen))
+
+
+class LyingDictionaryClient(DictionaryClient):
+    """A client of PerMA that lies in every round; matching dictionaries keep unit atoms.
+
+    Parameters
+    ----------
+    *args, **options
+        As for `DictionaryClient`.
+    attack : str
+        One of ``MESSAGES``.
+    """
+
+    def __init__(self, *args: Any, attack: str, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.attack = attack
+
+    def fit(
+        self, parameters: list[Matrix], config: dict[str, Scalar]
+    ) -> tuple[list[Matrix], int, dict[str, Scalar]]:
+        """Return a lie in place of the honest answer."""
+        (honest,), n_samples, metrics = super().fit(parameters, config)
+        attack = self.attack
+        if config[STEP] == START and attack == NUDGE:  # refused: no unit atoms
+            return [honest], n_samples, metrics
+        if config[STEP] == START and attack.startswith("collude"):
+            attack = "collude"
+        return [lie(honest, attack)], n_samples, metrics
+
+
+def regress(
+    data: Mixed,
+    settings: TwoPhase,
+    n_rounds: int,
+    *,
+    attack: str | None = None,
+    share: float = 0.3,
+    seed: int = 0,
+) -> Matrix:
+    """Run FedMD and FedX among liars, and return the models.
+
+    Parameters
+    ----------
+    data : Mixed
+        All clients' data and true clusters.
+    settings : TwoPhase
+        What is asked.
+    n_rounds : int
+        Exchanges in all.
+    attack : str, optional
+        One of ``MESSAGES`` or ``DATA``, or ``NUDGE``; by default nobody lies.
+    share : float, default 0.3
+        Share of liars in every cluster.
+    seed : int, default 0
+        The run's one seed.
+
+    Returns
+    -------
+    ndarray of shape (k, d)
+    """
+    rng = np.random.default_rng(seed)
+    who = liars(data.labels, share if attack else 0.0, rng)
+    y = list(data.y)
+    if attack in DATA:
+        false = rng.standard_normal(data.theta.shape) / np.sqrt(data.theta.shape[1])
+        for i in who:
+            j = data.labels[i] if attack == "false model" else 0
+            y[i] = y[i] + data.X[i] @ (false[j] - data.theta[data.labels[i]])
+    clients, state = Clients(data.X, y), settings.begin()
+    for round_ in range(1, n_rounds + 1):
+        draws = spawn(seed, SERVER, round_)
+        ask = settings.ask(state, draws)
+        partitions, n_samples, stack = clients.answer(ask)
+        if attack in (*MESSAGES, NUDGE):
+            stack = stack.copy()
+            first = {"update": 2, "anchors": 1}.get(ask.step, 0)
+            for i in who:
+                lied = lie(np.atleast_2d(stack[i, ..., first:]), attack, int(data.labels[i]))
+                stack[i, ..., first:] = lied.reshape(stack[i, ..., first:].shape)
+            if ask.step == "describe":  # the server refuses what is below zero
+                stack[who] = np.abs(stack[who])
+        state = settings.advance(state, Answers(partitions, n_samples, stack), draws)
+    return state.centers

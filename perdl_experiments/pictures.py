@@ -1,0 +1,93 @@
+"""Drawings of matrices for the reports: images side by side, and a matrix's rank-one layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from flwr_perdl._checks import Matrix
+from perdl_experiments.plots import COLORS, _figure, _plain, _show
+
+
+def side_by_side(columns: Mapping[str, Matrix]) -> Figure:
+    """Draw images in [0, 1], a column per title.
+
+    Parameters
+    ----------
+    columns : mapping of str to ndarray of shape (n_images, height, width) or (…, 3)
+        Title -> images, grey or in colour; values outside [0, 1] are clipped.
+    """
+    n_images, height, width = next(iter(columns.values())).shape[:3]
+    size = 12 / len(columns)
+    figure = _figure(12, n_images * (size * height / width + 0.3))
+    grid = figure.subplots(n_images, len(columns), squeeze=False)
+    for column, (title, images) in zip(grid.T, columns.items(), strict=True):
+        for row, (axes, image) in enumerate(zip(column, images, strict=True)):
+            _show(axes, np.clip(image, 0, 1), "" if row else title)
+    return figure
+
+
+def layers(panels: Mapping[str, Matrix], groups: Sequence[str], *, x: str) -> Figure:
+    """Draw matrices of one shape as colours, blue below zero and red above, to one scale.
+
+    Parameters
+    ----------
+    panels : mapping of str to ndarray of shape (n_rows, n_columns)
+        Title -> matrix, its rows sorted by group.
+    groups : sequence of str
+        The group of each row, equal ones side by side.
+    x : str
+        What the columns are.
+    """
+    reach = float(np.quantile(np.abs(next(iter(panels.values()))), 0.99)) or 1.0
+    figure = _figure(3 * len(panels), 4.6)
+    grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    names, starts, counts = np.unique(groups, return_index=True, return_counts=True)
+    for axes, (title, matrix) in zip(grid, panels.items(), strict=True):
+        axes.imshow(
+            matrix, cmap="RdBu_r", vmin=-reach, vmax=reach, aspect="auto", interpolation="nearest"
+        )
+        axes.set_title(title, fontsize=10, loc="left")
+        axes.set_xlabel(x)
+        for start in starts[starts > 0]:
+            axes.axhline(start - 0.5, color="black", lw=0.8)
+    grid[0].set_yticks(starts + (counts - 1) / 2, names)
+    return figure
+
+
+def scatter(panels: Mapping[str, Matrix], groups: Sequence[str], *, axis: str) -> Figure:
+    """Draw points in every pair of their coordinates, a row of pairs per panel (Fig. 8).
+
+    Parameters
+    ----------
+    panels : mapping of str to ndarray of shape (n_points, n_coordinates)
+        Title -> points; at least two coordinates.
+    groups : sequence of str
+        The group of each point: its colour and marker.
+    axis : str
+        What a coordinate is called, before its number.
+    """
+    pairs = list(combinations(range(next(iter(panels.values())).shape[1]), 2))
+    figure = _figure(4 * len(pairs), 3.6 * len(panels) + 0.3)
+    grid = figure.subplots(len(panels), len(pairs), squeeze=False)
+    members = {name: np.asarray(groups) == name for name in dict.fromkeys(groups)}
+    for row, (title, points) in zip(grid, panels.items(), strict=True):
+        row[0].set_title(title, fontsize=10, loc="left")
+        for axes, (i, j) in zip(row, pairs, strict=True):
+            _plain(axes).set(xlabel=f"{axis} {i + 1}", ylabel=f"{axis} {j + 1}")
+            for index, (name, mine) in enumerate(members.items()):
+                axes.scatter(
+                    *points[mine][:, [i, j]].T,
+                    s=22,
+                    alpha=0.8,
+                    color=COLORS[index % len(COLORS)],
+                    marker="osD^vP*X"[index % 8],
+                    label=name,
+                )
+    figure.legend(
+        *grid[0, 0].get_legend_handles_labels(), frameon=False, loc="outside upper center", ncols=6
+    )
+    return figure

@@ -1,0 +1,152 @@
+"""Drawings of mixed regressions for the reports."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from flwr_perdl._checks import Matrix
+from perdl_experiments.plots import COLORS, _figure, _legend, _plain
+
+
+def panels(
+    groups: Mapping[str, Mapping[str, Matrix]], *, level: tuple[str, float], x: str, y: str
+) -> Figure:
+    """Draw panels side by side: every curve's median over seeds, and its range.
+
+    Parameters
+    ----------
+    groups : mapping of str to mapping of str to ndarray of shape (n_seeds, n_rounds)
+        Title of the panel -> label -> curves; NaN where there is nothing yet.
+    level : tuple of str and float
+        Label and height of a dashed line.
+    x, y : str
+        What the axes show.
+    """
+    figure = _figure(11, 4.2)
+    grid = figure.subplots(1, len(groups), sharex=True, sharey=True, squeeze=False)[0]
+    for axes, (title, curves) in zip(grid, groups.items(), strict=True):
+        _plain(axes)
+        for index, (label, values) in enumerate(curves.items()):
+            shown = ~np.isnan(values).any(axis=0)
+            rounds = np.flatnonzero(shown) + 1
+            low, median, high = np.quantile(values[:, shown], [0, 0.5, 1], axis=0)
+            color = COLORS[index % len(COLORS)]
+            axes.fill_between(rounds, low, high, color=color, alpha=0.15, lw=0)
+            axes.plot(rounds, median, color=color, label=label)
+        axes.axhline(level[1], ls="--", lw=1.2, color="black", label=level[0])
+        axes.set(xscale="log", yscale="log", xlabel=x)
+        axes.set_title(title, fontsize=10, loc="left", pad=40)
+        axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3)
+    grid[0].set(ylabel=y, ylim=(level[1] / 2, None))
+    return figure
+
+
+def dots(groups: Mapping[str, Matrix], names: Sequence[str], *, x: str) -> Figure:
+    """Draw one row per name with a dot for each group.
+
+    Parameters
+    ----------
+    groups : mapping of str to ndarray of shape (n_names,)
+        Label -> values.
+    names : sequence of str
+        What the rows are.
+    x : str
+        What the axis shows.
+    """
+    figure = _figure(7, 1.2 + 0.22 * len(names))
+    axes = _plain(figure.add_subplot())
+    for index, (label, values) in enumerate(groups.items()):
+        rows = np.arange(len(names))
+        axes.plot(values, rows, "o", ms=5, color=COLORS[index % len(COLORS)], label=label)
+    axes.axvline(0, lw=0.8, color="black")
+    axes.set_yticks(np.arange(len(names)), names, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel(x)
+    _legend(axes)
+    return figure
+
+
+def bars(groups: Mapping[str, Sequence[float]], names: Sequence[str], *, y: str) -> Figure:
+    """Draw bars side by side, a panel per group.
+
+    Parameters
+    ----------
+    groups : mapping of str to sequence of float
+        Title -> heights.
+    names : sequence of str
+        What the bars are.
+    y : str
+        What the axes count.
+    """
+    figure = _figure(7, 3)
+    grid = figure.subplots(1, len(groups), squeeze=False)[0]
+    for axes, (title, heights) in zip(grid, groups.items(), strict=True):
+        _plain(axes).bar(names, heights, color=COLORS[: len(names)])
+        axes.set_title(title, fontsize=10, loc="left")
+    grid[0].set_ylabel(y)
+    return figure
+
+
+def histograms(groups: Mapping[str, Matrix], *, x: str, bins: int = 40) -> Figure:
+    """Draw histograms over each other.
+
+    Parameters
+    ----------
+    groups : mapping of str to ndarray of shape (n,)
+        Label -> values.
+    x : str
+        What the axis shows.
+    bins : int, default 40
+        Bins over the range of all values.
+    """
+    figure = _figure(7, 3.4)
+    axes = _plain(figure.add_subplot())
+    edges = np.histogram_bin_edges(np.concatenate(list(groups.values())), bins)
+    for index, (label, values) in enumerate(groups.items()):
+        counts, _ = np.histogram(values, edges)
+        axes.stairs(counts, edges, color=COLORS[index % len(COLORS)], lw=1.6, label=label)
+    axes.set(xlabel=x, ylabel="count")
+    _legend(axes)
+    return figure
+
+
+def maps(
+    rows: Mapping[str, Matrix],
+    titles: Sequence[str],
+    at_x: Sequence[float],
+    at_y: Sequence[float],
+    *,
+    x: str,
+    y: str,
+) -> Figure:
+    """Draw maps of shares side by side, a row of them per method.
+
+    Parameters
+    ----------
+    rows : mapping of str to ndarray of shape (n_maps, len(at_y), len(at_x))
+        Method -> shares in [0, 1], drawn in percent.
+    titles : sequence of str
+        What the columns are.
+    at_x, at_y : sequence of float
+        Positions.
+    x, y : str
+        What the axes show.
+    """
+    figure = _figure(2.9 * len(titles), 2.3 * len(rows))
+    grid = figure.subplots(len(rows), len(titles), sharex=True, sharey=True, squeeze=False)
+    for line, (method, tables) in zip(grid, rows.items(), strict=True):
+        for axes, table in zip(line, tables, strict=True):
+            axes.imshow(table, cmap="viridis", vmin=0, vmax=1, origin="lower", aspect="auto")
+            axes.set_xticks(np.arange(len(at_x)), [f"{value:g}" for value in at_x])
+            axes.set_yticks(np.arange(len(at_y)), [f"{value:g}" for value in at_y])
+            for (i, j), share in np.ndenumerate(table):
+                color = "white" if share < 0.6 else "black"
+                axes.text(j, i, f"{share:.0%}", ha="center", va="center", color=color, fontsize=8)
+        line[0].set_ylabel(f"{method}\n{y}")
+    for top, bottom, title in zip(grid[0], grid[-1], titles, strict=True):
+        top.set_title(title, fontsize=10)
+        bottom.set_xlabel(x)
+    return figure

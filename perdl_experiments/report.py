@@ -1,0 +1,224 @@
+"""A run's results as one self-contained page, and as lines for a terminal."""
+
+from __future__ import annotations
+
+import json
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from flwr_perdl._store import replacing
+from perdl_experiments.outcome import RESULTS
+
+REPORT = "report.html"
+
+#: A cell of more characters is a text and wraps.
+LONG = 40
+
+#: Clients with odd replies that the page shows.
+MOST_CLIENTS = 20
+
+_PAGE = Template("""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>$title</title>
+<style>
+:root { --ink: #1c2733; --soft: #5b6875; --line: #dce2e8; --paper: #fff; --band: #f5f7f9;
+  --accent: #0b6e99 }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6ebf0; --soft: #a3afbb; --line: #34404c; --paper: #12181e; --band: #1a222a;
+    --accent: #62b6dc } }
+* { box-sizing: border-box }
+body { margin: 0; background: var(--paper); color: var(--ink);
+  font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif }
+main { max-width: 60rem; margin: 0 auto; padding: 2rem 1rem 4rem }
+h1 { font-size: 1.7rem; line-height: 1.2; margin: 0 0 .3rem }
+h2 { font-size: 1.15rem; margin: 2.4rem 0 .3rem }
+p { margin: .3rem 0 .8rem }
+.soft, figcaption, .caption { color: var(--soft); font-size: .93rem }
+.facts { display: flex; flex-wrap: wrap; gap: .5rem; margin: 1.2rem 0; padding: 0;
+  list-style: none }
+.facts li { background: var(--band); border: 1px solid var(--line); border-radius: .5rem;
+  padding: .4rem .8rem }
+.facts b { display: block; color: var(--accent); font-size: 1.1rem }
+.facts span { color: var(--soft); font-size: .85rem }
+.scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: .5rem }
+table { border-collapse: collapse; width: 100%; font-size: .93rem }
+th, td { padding: .4rem .6rem; text-align: right; white-space: nowrap;
+  font-variant-numeric: tabular-nums }
+th { background: var(--band); font-weight: 600 }
+th:first-child, td:first-child { text-align: left; white-space: normal; min-width: 8rem }
+td.long { text-align: left; white-space: normal; min-width: 20rem }
+tbody tr + tr td { border-top: 1px solid var(--line) }
+figure { margin: 0 }
+img { display: block; width: 100%; height: auto; background: #fff; border: 1px solid var(--line);
+  border-radius: .5rem; padding: .5rem }
+figcaption { margin-top: .4rem }
+details { margin-top: 2.4rem }
+summary { cursor: pointer; font-weight: 600 }
+code { overflow-wrap: anywhere }
+</style>
+</head>
+<body>
+<main>
+<h1>$title</h1>
+<p class="soft">$about</p>
+<ul class="facts">$facts</ul>
+$body
+<details><summary>Settings and versions</summary><p><code>$settings</code></p>
+<p><code>$versions</code></p></details>
+</main>
+</body>
+</html>
+""")
+
+
+def write_report(out: Path) -> Path:
+    """Write report.html from a run folder's results.json and figures.
+
+    Parameters
+    ----------
+    out : Path
+        A folder that a finished run wrote.
+
+    Returns
+    -------
+    Path
+        The page.
+
+    Raises
+    ------
+    ValueError
+        If the folder holds no finished run, or something is missing in its results.
+    """
+    results = read_results(out)
+    try:
+        page = render(results, out)
+    except KeyError as error:
+        path = str(out / RESULTS)
+        raise ValueError(f"{path!r} must be a run's results, but lacks {error}.") from error
+    with replacing(out / REPORT) as stream:
+        stream.write(page.encode(errors="backslashreplace"))  # names of files may be no text
+    return out / REPORT
+
+
+def read_results(out: Path) -> dict[str, Any]:
+    """Return what results.json in ``out`` says.
+
+    Raises
+    ------
+    ValueError
+        If there is none, or it cannot be read.
+    """
+    path = out / RESULTS
+    try:
+        results: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{str(out)!r} must be the folder of a finished run: {error}.") from error
+    if not isinstance(results, dict) or "experiment" not in results:
+        raise ValueError(f"{str(path)!r} must be a run's results, but names no experiment.")
+    return results
+
+
+def render(results: Mapping[str, Any], out: Path) -> str:
+    """Return the page of ``results``, whose figures lie in ``out``."""
+    facts = {  # "0" stands for what does not apply
+        "clients": str(results["config"]["clients"]),
+        "rounds": str(results["rounds"]),
+        "floats sent per client": f"{results['floats_up']:,.0f}",
+        "floats received per client": f"{results['floats_down']:,.0f}",
+        "seconds in all": f"{results['seconds']:.1f}",
+        "engine": results["engine"],
+        "seed": results["seed"],
+    }
+    body = [*map(_table, results["tables"]), *(_figure(f, out) for f in results["figures"])]
+    odd = odd_clients(results)
+    if odd is not None:
+        body.append(_table(odd))
+    if results["notes"]:
+        notes = "".join(f"<p>{escape(note)}</p>" for note in results["notes"])
+        body.append(f"<h2>Notes</h2>{notes}")
+    return _PAGE.substitute(
+        title=escape(results["experiment"]),
+        about=escape(f"{results['about']} (after {results['source']})."),
+        facts="".join(
+            _fact(escape(str(value)), name) for name, value in facts.items() if value != "0"
+        ),
+        body="\n".join(body),
+        settings=escape(_listing(results["config"])),
+        versions=escape(_listing(results["versions"])),
+    )
+
+
+def odd_clients(results: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the table of clients whose replies were odd, the oddest first; None: there are none.
+
+    Parameters
+    ----------
+    results : mapping
+        What results.json says.
+    """
+    clients = {
+        name: {what: n for what, n in counts.items() if what != "asked"}
+        for name, counts in results.get("clients", {}).items()
+    }
+    odd = sorted((n for n in clients if clients[n]), key=lambda n: -sum(clients[n].values()))
+    kinds = sorted({what for counts in clients.values() for what in counts})
+    if not odd:
+        return None
+    rows = [
+        [name, *(f"{results['clients'][name].get(kind, 0):.4g}" for kind in ("asked", *kinds))]
+        for name in odd[:MOST_CLIENTS]
+    ]
+    return {
+        "title": "Clients whose replies were odd",
+        "caption": f"{len(odd)} of {len(clients)} clients, by partition: exchanges in which each "
+        "was asked; failed: errors and silence; refused: replies that broke a rule; the others: "
+        "what the aggregation did, to which share of the reply, summed over exchanges."
+        + (f" The first {MOST_CLIENTS} are shown." if len(odd) > MOST_CLIENTS else ""),
+        "columns": ["client", "asked", *kinds],
+        "rows": rows,
+    }
+
+
+def _listing(items: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in items.items() if value != "")
+
+
+def _fact(value: str, name: str) -> str:
+    return f"<li><b>{value}</b><span>{name}</span></li>"
+
+
+def _table(table: Mapping[str, Any]) -> str:
+    head = "".join(f"<th>{escape(column)}</th>" for column in table["columns"])
+    rows = "".join(_row(row) for row in table["rows"])
+    return (
+        f"<h2>{escape(table['title'])}</h2><div class='scroll'><table>"
+        f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
+        f"<p class='caption'>{escape(table['caption'])}</p>"
+    )
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "<tr>" + "".join(map(_cell, cells)) + "</tr>"
+
+
+def _cell(cell: str) -> str:
+    long = " class='long'" if len(cell) > LONG else ""
+    return f"<td{long}>{escape(cell)}</td>"
+
+
+def _figure(figure: Mapping[str, str], out: Path) -> str:
+    path = out / figure["file"]
+    source = f"data:image/{path.suffix[1:]};base64,{b64encode(path.read_bytes()).decode()}"
+    title = escape(figure["title"])
+    return (
+        f"<h2>{title}</h2><figure><img alt='{title}' src='{source}'>"
+        f"<figcaption>{escape(figure['caption'])}</figcaption></figure>"
+    )

@@ -1,0 +1,229 @@
+"""All methods of P0's Table 1 on clients' images, each tuned by the same budget.
+
+P0 = Liang, Shi, Al Kontar, Fattahi, "Personalized Dictionary Learning for Heterogeneous Datasets",
+NeurIPS 2023.
+
+==============  =================================================================================
+method          what it is
+==============  =================================================================================
+``perma``       PerMA as the run's options describe it
+``averaging``   `DictionaryAveraging` from a common start
+``naive``       its one-shot average of the clients' own dictionaries, without matching
+``perpca``      `PerPCA`: shared and own orthonormal components
+``local``       every client alone, five times the iterations
+``pooled``      one dictionary of all clients' images, five times the iterations
+``sklearn``     scikit-learn's dictionary of all clients' images
+==============  =================================================================================
+
+The budget is `TRIES` values of one parameter per method, of which the one that codes the clients'
+own images best, by orthogonal matching pursuit with `CODED` atoms, is kept: PerPCA's step,
+scikit-learn's penalty, and for all others the learner's threshold or, where it codes by matching
+pursuit, its number of atoms per sample. Held-out images are not seen. The federations run in this
+process, whatever the engine: they give the same bits on all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from flwr.app import Context
+
+from flwr_perdl._checks import Matrix
+from flwr_perdl._random import SERVER, spawn
+from flwr_perdl._records import PARTITION_ID
+from flwr_perdl.clients import DictionaryClient
+from flwr_perdl.clients.dictionary import Start
+from flwr_perdl.dictionary import Learner, OrthogonalLearner, reconstruct, sparse_code
+from flwr_perdl.dictionary.learners import AUTO_THRESHOLD
+from flwr_perdl.strategies import DictionaryAveraging, PerPCA, ProtocolStrategy
+from perdl_experiments.baselines import PENALTIES, learn_each, sklearn_dictionary
+from perdl_experiments.engine import Config, federate
+from perdl_experiments.studies._experiment import (
+    GENERAL,
+    GENERAL_N_NONZERO,
+    make_strategy,
+    private,
+)
+
+METHODS = {
+    "perma": "PerMA",
+    "averaging": "Averaging, common start",
+    "naive": "Naive average",
+    "perpca": "PerPCA",
+    "local": "Clients alone",
+    "pooled": "Pooled data",
+    "sklearn": "Pooled data, scikit-learn",
+}
+#: Methods without a server, and of these the ones that see all clients' images.
+ALONE, POOLED = ("local", "pooled", "sklearn"), ("pooled", "sklearn")
+#: What the library's default of a parameter is multiplied by: as many values for every method.
+_FACTORS = (0.5, 1.0, 2.0)
+TRIES = len(_FACTORS)
+#: Atoms per image by which settings are compared.
+CODED = 10
+_PENALTIES = (0.1, *PENALTIES)
+
+
+class Learned(NamedTuple):
+    """What a method comes to with its best setting.
+
+    Attributes
+    ----------
+    shared : list of ndarray of shape (n_atoms, n_features)
+        The dictionary that all clients have; empty for clients alone.
+    full : list of ndarray of shape (n_atoms, n_features)
+        Each client's, its own atoms included; empty where clients have no atoms of their own.
+    setting : float
+        The parameter that was chosen.
+    seconds : float
+        Learning time with that setting.
+    rounds : float
+        Communication rounds; 0 without a server.
+    floats_up, floats_down : float
+        What a client sent and received, the mean over clients; its images where data are pooled.
+    """
+
+    shared: list[Matrix]
+    full: list[Matrix]
+    setting: float
+    seconds: float
+    rounds: float
+    floats_up: float
+    floats_down: float
+
+
+def learn_tuned(method: str, samples: Sequence[Matrix], config: Config, start: Start) -> Learned:
+    """Learn with every setting of a method, and return the best on the clients' own images.
+
+    Parameters
+    ----------
+    method : str
+        One of ``METHODS``.
+    samples : sequence of ndarray of shape (n_samples, n_features)
+        Each client's images.
+    config : mapping
+        Of the experiment `images` or `digits`.
+    start : callable
+        The clients' warm start.
+
+    Returns
+    -------
+    Learned
+    """
+    tried = [
+        _learn(method, setting, samples, config, start)
+        for setting in settings(method, samples, config)
+    ]
+    return tried[int(np.argmin([_error(one, samples) for one in tried]))]
+
+
+def settings(method: str, samples: Sequence[Matrix], config: Config) -> tuple[float, ...]:
+    """Return the values of its parameter that a method is tuned over."""
+    if method == "sklearn":
+        return _PENALTIES
+    default = 1.0
+    if method != "perpca":
+        default = float(GENERAL_N_NONZERO)
+        if config["learner"] not in GENERAL:
+            X = np.vstack(samples)
+            default = AUTO_THRESHOLD * float(np.sqrt((X**2).sum(axis=1).mean()))
+    return tuple(factor * default for factor in _FACTORS)
+
+
+def _error(learned: Learned, samples: Sequence[Matrix]) -> float:
+    """Return the squared error of every client's images with the whole of its dictionary."""
+    dictionaries = learned.full or learned.shared * len(samples)
+    errors = [
+        ((X - reconstruct(sparse_code(X, D, n_nonzero=min(CODED, len(D))), D)) ** 2).sum()
+        for X, D in zip(samples, dictionaries, strict=True)
+    ]
+    return float(np.sum(errors))
+
+
+def _learn(
+    method: str, setting: float, samples: Sequence[Matrix], config: Config, start: Start
+) -> Learned:
+    if method not in ALONE:
+        return _Federation(method, setting, samples, config, start).learn()
+    seed, rounds = int(config["seed"]), int(config["rounds"])
+    n_atoms, n_global = int(config["n_atoms"]), int(config["n_global"])
+    X, started = np.vstack(samples), time.perf_counter()
+    shared: list[Matrix] = []
+    full: list[Matrix] = []
+    if method == "sklearn":
+        shared = [sklearn_dictionary(X, n_global, seed, (setting,))]
+    elif method == "pooled":
+        learner, rng = _learner(config, n_global, setting), spawn(seed, SERVER, 1)
+        shared = learn_each([X], [learner], [rng], rounds, start)
+    else:
+        learners = [_learner(config, n_atoms, setting)] * len(samples)
+        rngs = [spawn(seed, i) for i in range(len(samples))]
+        full = learn_each(samples, learners, rngs, rounds, start)
+    seconds = time.perf_counter() - started
+    floats_up = X.size / len(samples) if method in POOLED else 0.0
+    return Learned(shared, full, setting, seconds, 0, floats_up, 0.0)
+
+
+def _learner(config: Config, n_atoms: int, setting: float) -> Learner:
+    general = GENERAL.get(str(config["learner"]))
+    if general is None:
+        return OrthogonalLearner(n_atoms, threshold=setting)
+    return general(n_atoms, n_nonzero=min(round(setting), n_atoms))
+
+
+class _Client(DictionaryClient):
+    """A client that leaves its dictionary where this process finds it."""
+
+    def __init__(self, *args: Any, found: dict[int, Matrix], **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.found = found
+
+    def extra_metrics(self, global_atoms: Matrix, local_atoms: Matrix) -> dict[str, float]:
+        """Leave the dictionary; nothing to add to the metrics."""
+        self.found[self.partition] = np.vstack([global_atoms, local_atoms])
+        return {}
+
+
+class _Federation:
+    """A method's federation in this process: what an engine needs of an experiment."""
+
+    def __init__(
+        self, method: str, setting: float, samples: Sequence[Matrix], config: Config, start: Start
+    ) -> None:
+        self.method, self.setting = method, setting
+        self.samples, self.start = samples, start
+        self.config = {**config, "rounds": 1} if method == "naive" else config
+        self.found: dict[int, Matrix] = {}
+
+    def client(self, context: Context, config: Config) -> DictionaryClient:
+        """Return the client of ``context``'s partition."""
+        n_atoms = int(config["n_atoms"])
+        learner = _learner(config, n_atoms, self.setting)
+        if self.method == "perpca":
+            learner = OrthogonalLearner(n_atoms, threshold=0.0)
+        X = self.samples[int(context.node_config[PARTITION_ID])]
+        return _Client(X, learner, context, found=self.found, start=self.start, **private(config))
+
+    def strategy(self, config: Config, **options: Any) -> ProtocolStrategy:
+        """Return the method's strategy."""
+        given = {"evaluate_every": int(config["rounds"]), **options}
+        if self.method == "perma":
+            return make_strategy(config, int(config["n_global"]), given)
+        if self.method == "perpca":
+            return PerPCA(int(config["n_global"]), step=self.setting, **given)
+        start_from = "own" if self.method == "naive" else "common"
+        local_steps = int(config["local_steps"])
+        return DictionaryAveraging(start_from=start_from, local_steps=local_steps, **given)
+
+    def learn(self) -> Learned:
+        """Run the federation."""
+        ran = federate(self, self.config)
+        (shared,) = ran.arrays
+        own = [self.found[i] for i in sorted(self.found)]
+        full = own if len(own[0]) > len(shared) else []
+        return Learned(
+            [shared], full, self.setting, ran.seconds, ran.rounds, ran.floats_up, ran.floats_down
+        )

@@ -1,0 +1,70 @@
+"""Parts of a run that do not need each other, such as its seeds, on as many cores as there are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from joblib import Parallel, delayed, parallel_config
+from numpy.typing import NDArray
+
+from flwr_perdl._parallel import n_threads
+from perdl_experiments.studies._experiment import Keep
+
+#: Other processes are started where a part takes more seconds than this: they need about as many.
+LONG = 2.0
+
+Arrays = dict[str, NDArray[Any]]
+Part = Callable[[], Arrays]
+
+
+def keep_all(keep: Keep, parts: Mapping[str, Part]) -> list[Arrays]:
+    """Return what ``keep`` makes of every part, in their order.
+
+    The first that has to be computed is computed in this process. If that takes long, those after
+    it are computed in as many processes as this one may compute in threads (`n_threads`), with one
+    thread each: the same bits.
+
+    Parameters
+    ----------
+    keep : Keep
+        The run's own.
+    parts : mapping of str to callable
+        By name, all that the run has. Functions that another process can import, or partials of
+        them.
+
+    Returns
+    -------
+    list of dict of str to ndarray
+    """
+    computed = _InOrder(parts)
+    return [keep(name, partial(computed.take, name), of=len(parts)) for name in parts]
+
+
+class _InOrder:
+    """Parts that are asked for in their order, some of them computed before they are."""
+
+    def __init__(self, parts: Mapping[str, Part]) -> None:
+        self._parts = parts
+        self._ahead: Iterator[tuple[str, Arrays]] | None = None
+
+    def take(self, name: str) -> Arrays:
+        """Return what the part comes to."""
+        for one, arrays in self._ahead or ():
+            if one == name:
+                return arrays
+        started = time.perf_counter()
+        arrays = self._parts[name]()
+        if self._ahead is None and time.perf_counter() - started > LONG and n_threads() > 1:
+            names = list(self._parts)
+            self._ahead = self._elsewhere(names[names.index(name) + 1 :])
+        return arrays
+
+    def _elsewhere(self, names: list[str]) -> Iterator[tuple[str, Arrays]]:
+        with parallel_config(backend="loky", inner_max_num_threads=1):
+            found = Parallel(n_threads(), return_as="generator")(
+                delayed(self._parts[name])() for name in names
+            )
+        yield from zip(names, found, strict=True)

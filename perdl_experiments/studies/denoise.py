@@ -1,0 +1,508 @@
+"""Denoising by a dictionary that is spread over a network: 196 agents with one atom each.
+
+P1 = Chen, Towfic, Sayed, "Dictionary Learning over Distributed Models", IEEE TSP 2015, and the
+image denoising that it refers to. The samples are the noisy image's own patches: batch by batch,
+their duals are inferred and every agent updates its atom (Algorithm 1). Then all patches are
+coded, and every pixel is the mean of the patches that cover it.
+
+With ``connectivity = 1`` all agents hear all others, and inference is computed at once for all of
+them (`Agreement`): what the agents of any connected network agree on in the end. Below 1, it goes
+by messages between the neighbours of a random network, to the same end, in far more time.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flwr_perdl._checks import Matrix, check_count, check_real
+from flwr_perdl._random import DATA, SERVER, spawn
+from flwr_perdl.diffusion.inference import DualInference
+from flwr_perdl.diffusion.model_diffusion import Model, ModelDiffusion
+from flwr_perdl.diffusion.objectives import Objective, SparseSVD
+from flwr_perdl.diffusion.topology import Topology
+from perdl_experiments.baselines import sklearn_seed
+from perdl_experiments.data import cached_by_file, names_in, read_arrays, to_unit_range
+from perdl_experiments.engine import Config
+from perdl_experiments.measures import Quality, quality
+from perdl_experiments.outcome import Outcome, Picture, Table
+from perdl_experiments.patches import Patches, cut, join
+from perdl_experiments.studies._experiment import Keep, Value
+
+NAME = "denoise"
+ABOUT = "Denoise images by a dictionary spread over a network, an atom per agent"
+SOURCE = "Chen, Towfic, Sayed, IEEE TSP 2015, Section IV"
+DEFAULTS: dict[str, Value] = {
+    "clients": 0,
+    "rounds": 400,
+    "seed": 0,
+    "data": "",
+    "sigma": 25.0,
+    "atoms": 196,
+    "delta": 0.1,
+    "connectivity": 1.0,
+    "size": 256,
+    "images": 4,
+}
+ERROR = "cost"
+
+#: Height and width of a patch.
+SIDE = 10
+#: Patches whose duals travel together; the option `rounds` counts such batches.
+BATCH = 64
+#: gamma, in units of the noise's standard deviation.
+GAMMA = 2.0
+#: The step of the t-th batch is STEP * agents / t^DECAY: of many atoms, each is used less often.
+STEP, DECAY = 0.015, 0.5
+#: Relative error of the dual variables at which inference ends.
+TOLERANCE = 0.05
+
+#: Patches coded in one piece; iterations between two looks at the error; points of the curve, and
+#: patches that each is measured on.
+_PIECE, _CHECK, _POINTS, _MEASURED = 500, 10, 20, 500
+METHODS = {
+    "denoised": "the network's atoms",
+    "sklearn": "scikit-learn's atoms, the same coder",
+    "sklearn_lasso": "scikit-learn's atoms and its lasso",
+}
+
+
+class Task(NamedTuple):
+    """What a config makes of the images.
+
+    Attributes
+    ----------
+    clean, noisy : ndarray of shape (n_images, height, width)
+        The images in [0, 1], and with noise.
+    patches : list of Patches
+        The noisy images'.
+    order : ndarray of shape (n_rounds, BATCH)
+        Rows of all patches together: what is learned from, round by round.
+    """
+
+    clean: Matrix
+    noisy: Matrix
+    patches: list[Patches]
+    order: NDArray[np.intp]
+
+    @property
+    def X(self) -> Matrix:
+        """All patches, (n_patches, SIDE * SIDE)."""
+        return np.concatenate([one.X for one in self.patches])
+
+    def rebuild(self, X: Matrix) -> Matrix:
+        """Return the images that all patches together make, (n_images, height, width)."""
+        ends = np.cumsum([len(one.X) for one in self.patches])[:-1]
+        parts = zip(self.patches, np.split(X, ends), strict=True)
+        return np.stack([join(one._replace(X=part)) for one, part in parts])
+
+
+def run(config: Config, keep: Keep) -> Outcome:
+    """Learn from the noisy images and denoise them, and do so with scikit-learn's atoms."""
+    atoms = check_count("atoms", config["atoms"], 2)
+    if int(config["clients"]) not in (0, atoms):
+        raise ValueError(f"clients must be {atoms}, one per atom, got {config['clients']}.")
+    task = _task(config)
+    objective = _objective(config)
+    ours = keep("network", partial(_by_the_network, task, objective, config), of=2)
+    theirs = keep("scikit-learn", partial(_by_sklearn, task, objective, config), of=2)
+    images = {
+        "noisy": task.noisy,
+        "denoised": ours["images"],
+        "sklearn": theirs["images"],
+        "sklearn_lasso": theirs["images_lasso"],
+    }
+    qualities = {name: _quality(task.clean, them) for name, them in images.items()}
+    seconds = {
+        "denoised": ours["seconds"],
+        "sklearn": theirs["seconds"],
+        "sklearn_lasso": theirs["seconds_lasso"],
+    }
+    return Outcome(
+        metrics={
+            **{f"psnr_{name}": one.psnr for name, one in qualities.items()},
+            **{f"ssim_{name}": one.ssim for name, one in qualities.items()},
+            **{f"seconds_{name}": float(times.sum()) for name, times in seconds.items()},
+            "codes_per_patch": float(ours["codes_per_patch"]),
+        },
+        curves={ERROR: ours["costs"].tolist()},
+        arrays={
+            "atoms": ours["atoms"],
+            "atoms_sklearn": theirs["atoms"],
+            "clean": task.clean,
+            **{f"images_{name}": them for name, them in images.items()},
+        },
+        tables=[_table(qualities, seconds)],
+        pictures=_pictures(task, images, ours, theirs),
+        notes=_notes(config, task, ours),
+        rounds=int(ours["rounds"]),
+        floats_up=float(ours["floats"]),
+        floats_down=float(ours["floats"]),
+    )
+
+
+# The network ---------------------------------------------------------------------------------
+
+
+class Agreed(NamedTuple):
+    """What all agents of a connected network agree on.
+
+    Attributes
+    ----------
+    codes : ndarray of shape (n_samples, n_atoms)
+    nu : ndarray of shape (n_samples, n_features)
+        The dual variables, which under the squared loss are the residuals (58).
+    error : ndarray of shape (n_samples,)
+        No less than the relative error of ``nu``.
+    """
+
+    codes: Matrix
+    nu: Matrix
+    error: Matrix
+
+
+def agree(objective: Objective, X: Matrix, W: Matrix, *, max_iter: int = 10_000) -> Agreed:
+    r"""Infer samples with all atoms in one place: what inference over a network tends to.
+
+    Under the squared loss. The codes minimise (7) by accelerated proximal gradient steps, whose
+    momentum knows that h is strongly convex (delta). They end when the duality gap shows that
+    ``||nu - nu^o|| <= TOLERANCE * ||x||`` for every sample: f* is strongly convex (1), so that
+    ``||nu - nu^o||^2 / 2`` is at most the gap.
+
+    Parameters
+    ----------
+    objective : Objective
+        With the squared loss.
+    X : ndarray of shape (n_samples, n_features)
+        Samples.
+    W : ndarray of shape (n_atoms, n_features)
+        All atoms.
+    max_iter : int, default 10,000
+        Most iterations.
+
+    Returns
+    -------
+    Agreed
+    """
+    gram, products = W @ W.T, X @ W.T
+    lesser = gram if len(W) <= W.shape[1] else W.T @ W
+    top = float(np.linalg.eigvalsh(lesser)[-1])
+    forward = X.dtype.type(top) * np.eye(len(W), dtype=X.dtype) - gram
+    shrink = objective.delta / (top + objective.delta)
+    momentum = X.dtype.type((1 - np.sqrt(shrink)) / (1 + np.sqrt(shrink)))
+    size = np.maximum(np.linalg.norm(X, axis=1), np.finfo(X.dtype).tiny)
+    codes = ahead = np.zeros_like(products)
+    nu, error = X, np.ones_like(size)
+    for n_iter in range(1, max_iter + 1):
+        before = codes
+        codes = objective.code(ahead @ forward + products) * X.dtype.type(shrink)
+        ahead = codes + momentum * (codes - before)
+        if n_iter % _CHECK == 0:
+            nu = X - codes @ W
+            error = np.sqrt(2 * np.maximum(_gap(objective, X, W, codes, nu), 0)) / size
+            if (error <= TOLERANCE).all():
+                break
+    return Agreed(codes, nu, error)
+
+
+def _gap(objective: Objective, X: Matrix, W: Matrix, codes: Matrix, nu: Matrix) -> Matrix:
+    """Return the cost (7) less its dual (28) with the residuals for nu, (n_samples,)."""
+    cost = objective.loss(nu) + objective.regulariser(codes)
+    conjugates = objective.conjugate(nu) + objective.regulariser_conjugate(nu @ W.T)
+    gap: Matrix = cost + conjugates - np.einsum("sm,sm->s", nu, X)
+    return gap
+
+
+class Ran(NamedTuple):
+    """What a `Network` returns."""
+
+    observed: dict[str, Matrix]
+    rounds: int
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """A `Network` on which all agents know at once what they would agree on; an atom per agent."""
+
+    def run(self, program: DualInference, n_rounds: int) -> Ran:
+        """Return every agent's codes, and nu, in 0 rounds."""
+        n_agents = program.topology.n_nodes
+        W = np.concatenate([program.dictionaries[k] for k in range(n_agents)])
+        found = [agree(program.objective, part, W) for part in _pieces(program.X)]
+        codes, nu, error = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        everywhere = {
+            "nu": np.broadcast_to(nu, (n_agents, *nu.shape)),
+            "residual": np.broadcast_to(error, (n_agents, *error.shape)),
+        }
+        return Ran({"codes": codes.T[:, :, None], **everywhere}, 0)
+
+
+def _pieces(X: Matrix) -> list[Matrix]:
+    return [X[start : start + _PIECE] for start in range(0, len(X), _PIECE)]
+
+
+def _by_the_network(task: Task, objective: SparseSVD, config: Config) -> dict[str, NDArray[Any]]:
+    """Learn and denoise over the network; return images, atoms and what it took."""
+    n_agents, seed = int(config["atoms"]), int(config["seed"])
+    share = check_real("connectivity", config["connectivity"], 0, 1, open_low=True)
+    topology = Topology.complete(n_agents)
+    if share < 1:
+        topology = Topology.erdos_renyi(n_agents, share, seed=seed)
+    network = Agreement() if share == 1 else None
+    learner = ModelDiffusion(
+        objective,
+        step=STEP * n_agents,
+        decay=DECAY,
+        batch_size=BATCH,
+        tolerance=TOLERANCE,
+        seed=seed,
+    )
+    X = task.X
+    model = learner.start(n_agents, X.shape[1], X.dtype)
+    measured = X[spawn(seed, SERVER, 1).permutation(len(X))[:_MEASURED]]
+    costs, learning = [_cost(objective, measured, model)], 0.0
+    for rows in np.array_split(task.order, min(_POINTS, len(task.order))):
+        started = time.perf_counter()
+        model = learner.partial_fit(model, X[rows.ravel()], topology, network=network)
+        learning += time.perf_counter() - started
+        costs.append(_cost(objective, measured, model))
+    started, rounds, exchanges = time.perf_counter(), model.rounds, model.rounds * BATCH
+    rebuilt, nonzeros = [], 0
+    for part in _pieces(X) if network is None else [X]:  # by messages, nu takes memory
+        found = learner.infer(model, part, topology, network=network)
+        codes = np.concatenate(found.codes, axis=1)
+        rebuilt.append(codes @ model.dictionaries[:, 0])
+        nonzeros += int(np.count_nonzero(codes))
+        rounds += found.rounds
+        exchanges += found.rounds * len(codes)
+    images = task.rebuild(np.concatenate(rebuilt))
+    return {
+        "images": images,
+        "atoms": model.dictionaries[:, 0],
+        "costs": np.array(costs),
+        "codes_per_patch": np.array(nonzeros / len(X)),
+        "seconds": np.array([learning, time.perf_counter() - started]),
+        "rounds": np.array(rounds),
+        "floats": np.array(exchanges * X.shape[1] * float(topology.degrees.mean())),
+    }
+
+
+def _cost(objective: Objective, X: Matrix, model: Model) -> float:
+    """Return the mean cost (7) of samples."""
+    found = agree(objective, X, model.dictionaries[:, 0])
+    return float((objective.loss(found.nu) + objective.regulariser(found.codes)).mean())
+
+
+# scikit-learn --------------------------------------------------------------------------------
+
+
+def _by_sklearn(task: Task, objective: SparseSVD, config: Config) -> dict[str, NDArray[Any]]:
+    """Learn as many atoms from the same patches in the same order, and denoise with both coders.
+
+    In float64 and by coordinate descent, with which it is fastest here.
+    """
+    from sklearn.decomposition import MiniBatchDictionaryLearning  # an extra
+    from sklearn.exceptions import ConvergenceWarning
+
+    X = task.X
+    learner = MiniBatchDictionaryLearning(
+        int(config["atoms"]),
+        alpha=objective.gamma,
+        batch_size=BATCH,
+        max_iter=1,
+        max_no_improvement=None,
+        tol=0,
+        shuffle=False,
+        fit_algorithm="cd",
+        transform_algorithm="lasso_cd",
+        transform_alpha=objective.gamma,
+        random_state=sklearn_seed(int(config["seed"])),
+    )
+    pieces = _pieces(X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        started = time.perf_counter()
+        learner.fit(X[task.order.ravel()].astype(np.float64))
+        learned = time.perf_counter()
+        W = learner.components_.astype(X.dtype)
+        rebuilt = np.concatenate([agree(objective, part, W).codes @ W for part in pieces])
+        images = task.rebuild(rebuilt)
+        alike = time.perf_counter()
+        codes = np.concatenate([learner.transform(part.astype(np.float64)) for part in pieces])
+        images_lasso = task.rebuild((codes @ learner.components_).astype(X.dtype))
+        ended = time.perf_counter()
+    return {
+        "images": images,
+        "images_lasso": images_lasso,
+        "atoms": W,
+        "seconds": np.array([learned - started, alike - learned]),
+        "seconds_lasso": np.array([learned - started, ended - alike]),
+    }
+
+
+# Images --------------------------------------------------------------------------------------
+
+
+def _task(config: Config) -> Task:
+    sigma = check_real("sigma", config["sigma"], 0, open_low=True)
+    size = check_count("size", config["size"], SIDE)
+    count = check_count("images", config["images"], 1)
+    seed, rounds = int(config["seed"]), int(config["rounds"])
+    return _make_task(str(config["data"]), sigma / 255, size, count, seed, rounds)
+
+
+@cached_by_file(maxsize=1)
+def _make_task(data: str, sigma: float, size: int, count: int, seed: int, rounds: int) -> Task:
+    rng, images = spawn(seed, DATA), _load(data, size)
+    chosen = np.sort(rng.choice(len(images), min(count, len(images)), replace=False))
+    clean = images[chosen].astype(np.float32)
+    noisy = (clean + sigma * rng.standard_normal(clean.shape)).astype(np.float32)
+    patches = [cut(image, SIDE) for image in noisy]
+    n = sum(len(one.X) for one in patches)
+    draws = spawn(seed, SERVER)
+    wanted = rounds * BATCH
+    order = np.concatenate([draws.permutation(n) for _ in range(-(-wanted // n))])[:wanted]
+    return Task(clean, noisy, patches, order.reshape(rounds, BATCH))
+
+
+def _load(path: str, size: int) -> Matrix:
+    """Return images in [0, 1], (n_images, height, width).
+
+    Parameters
+    ----------
+    path : str
+        An ``.npz`` file with ``X``: (n, height, width), one image (height, width), or, with ``y``
+        (n,) beside it, (n, height * width) of square images; ``""`` for scikit-image's camera.
+    size : int
+        Height and width to which the camera is brought.
+    """
+    if not path:
+        import skimage  # an extra: not needed to import this module
+
+        untyped: Any = skimage
+        camera = untyped.data.camera()
+        image: Matrix = untyped.transform.resize(camera, (size, size), anti_aliasing=True)
+        return image[None]
+    (X,) = read_arrays(path, "X")
+    if X.ndim == 2:
+        in_rows = "y" in names_in(path)
+        side = round(X.shape[1] ** 0.5)
+        if in_rows and side * side != X.shape[1]:
+            raise ValueError(
+                f"X in {path} must have a square number of features, as y is there, got {X.shape}."
+            )
+        X = X.reshape(-1, side, side) if in_rows else X[None]
+    if X.ndim != 3 or not len(X) or min(X.shape[1:]) < SIDE:
+        raise ValueError(
+            f"X in {path} must be an image, or images (n, h, w), of at least {SIDE}x{SIDE} pixels, "
+            f"got shape {X.shape}."
+        )
+    if X.dtype.kind not in "biu" and X.dtype not in (np.float64, np.float32):
+        raise ValueError(f"X in {path} must be integers, float64 or float32, got {X.dtype}.")
+    if not np.isfinite(X).all():
+        raise ValueError(f"X in {path} must be finite, got NaN or infinite values.")
+    return to_unit_range(X)
+
+
+def _objective(config: Config) -> SparseSVD:
+    return SparseSVD(
+        gamma=GAMMA * float(config["sigma"]) / 255,
+        delta=check_real("delta", config["delta"], 0, open_low=True),
+    )
+
+
+# What a person reads -------------------------------------------------------------------------
+
+
+def _quality(clean: Matrix, images: Matrix) -> Quality:
+    n, height, width = clean.shape
+    return quality(clean.reshape(n, -1), images.reshape(n, -1), (height, width))
+
+
+def _table(qualities: Mapping[str, Quality], seconds: Mapping[str, Matrix]) -> Table:
+    noisy = qualities["noisy"]
+    rows = [["noisy", f"{noisy.psnr:.2f}", f"{noisy.ssim:.3f}", "", ""]]
+    for name, title in METHODS.items():
+        times = [f"{value:.1f}" for value in seconds[name]]
+        rows.append([title, f"{qualities[name].psnr:.2f}", f"{qualities[name].ssim:.3f}", *times])
+    return Table(
+        "Denoised",
+        "PSNR (dB) and SSIM, means over images; seconds of learning and of coding all patches, "
+        "each on one thread. All atoms are learned from the same patches in the same order.",
+        ["", "PSNR", "SSIM", "learning", "coding"],
+        rows,
+    )
+
+
+def _pictures(
+    task: Task,
+    images: Mapping[str, Matrix],
+    ours: Mapping[str, NDArray[Any]],
+    theirs: Mapping[str, NDArray[Any]],
+) -> list[Picture]:
+    from perdl_experiments import pictures, plots  # an extra: matplotlib
+
+    shown = {
+        "clean": task.clean,
+        "noisy": images["noisy"],
+        "denoised": images["denoised"],
+        "scikit-learn, same coder": images["sklearn"],
+    }
+    return [
+        Picture(
+            "images",
+            "Before and after",
+            "Scikit-learn's atoms are coded as the network's.",
+            pictures.side_by_side(shown),
+        ),
+        Picture(
+            "atoms",
+            "The atoms",
+            "One per agent; those of scikit-learn below. Each to its own scale.",
+            plots.atoms(
+                {"network": ours["atoms"], "scikit-learn": theirs["atoms"]},
+                (SIDE, SIDE),
+                columns=28,
+            ),
+        ),
+        Picture(
+            "cost",
+            "Learning",
+            f"Mean cost (7) of {_MEASURED} patches while the atoms learn.",
+            plots.lines(
+                {"network": ours["costs"].tolist()},
+                x=f"part of {_POINTS} of the batches",
+                y="cost",
+                start=0,
+            ),
+        ),
+    ]
+
+
+def _notes(config: Config, task: Task, ours: Mapping[str, NDArray[Any]]) -> list[str]:
+    n = sum(len(one.X) for one in task.patches)
+    notes = [
+        f"{len(task.clean)} image(s) of {task.clean.shape[1]}x{task.clean.shape[2]} pixels, noise "
+        f"of {float(config['sigma']):g}/255; {n:,} patches of {SIDE}x{SIDE} pixels, "
+        f"{task.order.size:,} of them learned from. Only the noisy images are seen.",
+        f"gamma = {GAMMA:g} sigma, delta = {float(config['delta']):g}; in batch t of {BATCH} "
+        f"patches the step is {STEP:g} N / t^{DECAY:g} for N agents, whose first atoms are random.",
+    ]
+    if float(config["connectivity"]) == 1:
+        notes.append(
+            "Inference was computed in one place, as the agents of any connected network agree on "
+            "it in the end; no message was simulated."
+        )
+    else:
+        notes.append(
+            f"Inference went by messages over a random network (an edge with probability "
+            f"{float(config['connectivity']):g}): {int(ours['rounds']):,} rounds in all."
+        )
+    return notes

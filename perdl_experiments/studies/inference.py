@@ -1,0 +1,333 @@
+"""Dual inference over a network: how many rounds until every agent knows the answer, Fig. 6.
+
+P1 = Chen, Towfic, Sayed, "Dictionary Learning over Distributed Models", IEEE TSP 2015, Section
+IV-A: signal-to-noise ratios of the codes y and of the dual variables nu against iterations, on
+random connected graphs of agents with one random atom each. The truth is `exact_dual`; how well
+a general solver (SciPy's L-BFGS-B on the dual) agrees with it is reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import minimize
+
+from flwr_perdl._checks import Matrix, check_choice, check_count, check_real
+from flwr_perdl._random import DATA, spawn
+from flwr_perdl.diffusion import Topology
+from flwr_perdl.diffusion.inference import (
+    ATC,
+    ConsensusADMM,
+    DualInference,
+    DualState,
+    ExactDiffusion,
+    JacobianADMM,
+    exact_dual,
+)
+from flwr_perdl.diffusion.objectives import HuberNMF, Objective, SparseSVD
+from flwr_perdl.network import InMemoryNetwork
+from perdl_experiments.engine import Config
+from perdl_experiments.outcome import Outcome, Picture, Table
+from perdl_experiments.studies._experiment import Keep, Value, seeds_of
+from perdl_experiments.studies._parts import keep_all
+
+NAME = "inference"
+ABOUT = "Agents with an atom each code a sample together: rounds until all of them are right"
+SOURCE = "Chen, Towfic, Sayed, IEEE TSP 2015, Section IV-A and Fig. 6"
+DEFAULTS: dict[str, Value] = {
+    "clients": 0,
+    "rounds": 1500,
+    "seed": 0,
+    "seeds": 10,
+    "agents": 50,
+    "dimension": 300,
+    "connectivity": 0.5,
+    "loss": "squared",
+    "informed": 0,
+    "impulses": 0.0,
+}
+ERROR = "decibels"
+
+#: The paper's settings of Section IV-B.
+OBJECTIVES: dict[str, Objective] = {
+    "squared": SparseSVD(0.05, 0.1),
+    "huber": HuberNMF(0.05, 0.1, 0.2),
+}
+#: What counts as found, and where curves end, in dB.
+FOUND, TOP = 40.0, 100.0
+
+
+class Method(NamedTuple):
+    """One way to infer.
+
+    Attributes
+    ----------
+    words : str
+        What a reader sees.
+    kind : type
+        The program.
+    options : mapping
+        Its options.
+    """
+
+    words: str
+    kind: type[DualInference]
+    options: Mapping[str, float]
+
+
+METHODS = {
+    "admm": Method("consensus ADMM (default)", ConsensusADMM, {}),
+    "plain_admm": Method("the same, not over-relaxed", ConsensusADMM, {"relaxation": 0.5}),
+    "jacobian_admm": Method("Jacobian ADMM (39)", JacobianADMM, {}),
+    "exact_diffusion": Method("exact diffusion", ExactDiffusion, {}),
+    "atc": Method("ATC diffusion (31), (37)", ATC, {}),
+}
+
+
+class Case(NamedTuple):
+    """A graph, a sample, and the answer.
+
+    Attributes
+    ----------
+    objective : Objective
+        Loss and regulariser.
+    topology : Topology
+        Who hears whom.
+    X : ndarray of shape (1, n_features)
+        The sample.
+    atoms : ndarray of shape (n_agents, 1, n_features)
+        An atom per agent.
+    codes, nu : ndarray
+        The optimum, (n_agents,) and (n_features,).
+    """
+
+    objective: Objective
+    topology: Topology
+    X: Matrix
+    atoms: Matrix
+    codes: Matrix
+    nu: Matrix
+
+    def program(self, method: Method, informed: int = 0) -> DualInference:
+        """Return a method's program; ``informed`` agents see the sample, 0 stands for all."""
+        seeing = range(informed or self.topology.n_nodes)
+        return method.kind(
+            self.objective,
+            self.topology,
+            list(self.atoms),
+            self.X,
+            tuple(seeing),
+            **dict[str, Any](method.options),
+        )
+
+
+def run(config: Config, keep: Keep) -> Outcome:
+    """Run all methods on every seed's graph."""
+    seeds, n_rounds = seeds_of(config), int(config["rounds"])
+    if config["clients"]:
+        raise ValueError(f"clients must be given as agents, got {config['clients']}.")
+    parts = {f"seed-{seed}": partial(_one_seed, config, seed) for seed in seeds}
+    kept = keep_all(keep, parts)
+    curves = {
+        f"{name}_{what}": np.stack([one[f"{name}_{what}"] for one in kept])
+        for name in METHODS
+        for what in ("y", "nu")
+    }
+    rounds = {name: np.array([reached(row) for row in curves[f"{name}_nu"]]) for name in METHODS}
+    agreement = min(float(one["agreement"]) for one in kept)
+    links = float(np.mean([float(one["links"]) for one in kept]))
+    floats = n_rounds * int(config["dimension"]) * links / int(config["agents"])
+    return Outcome(
+        metrics={
+            **{f"rounds_to_40db_{name}": _finite(np.median(r)) for name, r in rounds.items()},
+            **{f"rounds_to_40db_{name}_max": _finite(r.max()) for name, r in rounds.items()},
+            "agreement_db": agreement,
+        },
+        curves={f"snr_{name}": np.median(c, axis=0).tolist() for name, c in curves.items()},
+        arrays={f"snr_{name}": values for name, values in curves.items()},
+        tables=[_table(rounds, curves)],
+        pictures=[_picture(curves)],
+        notes=[
+            f"{config['seeds']} random graph(s) and sample(s): {config['agents']} agents with an "
+            f"atom each, dimension {config['dimension']}, connectivity {config['connectivity']}, "
+            f"{config['loss']} loss, {config['informed'] or 'all'} agent(s) informed, "
+            f"share of impulses {config['impulses']}.",
+            f"The truth agrees with SciPy's L-BFGS-B on the dual to {agreement:.0f} dB at least.",
+            "Every method's parameters are its defaults: chosen from the topology and the "
+            "objective. Floats are those of all rounds.",
+        ],
+        rounds=n_rounds,
+        floats_up=floats,
+        floats_down=floats,
+    )
+
+
+def draw(
+    loss: str,
+    n_agents: int,
+    n_features: int,
+    connectivity: float,
+    rng: np.random.Generator,
+    impulses: float,
+) -> Case:
+    """Draw a connected random graph, atoms, and a sample that a fifth of them explain.
+
+    Atoms and codes are normal, absolute values of such under the Huber loss; the sample is brought
+    to norm 1 after some noise, before impulses.
+
+    Parameters
+    ----------
+    loss : {"squared", "huber"}
+        Names the objective.
+    n_agents, n_features : int
+        Size.
+    connectivity : float
+        Probability of an edge.
+    rng : numpy.random.Generator
+        Draws everything.
+    impulses : float
+        Share of the entries that get a number up to 1 on top, which the Huber loss is for.
+    """
+    objective = OBJECTIVES[check_choice("loss", loss, OBJECTIVES)]
+    topology = Topology.erdos_renyi(n_agents, connectivity, seed=int(rng.integers(2**31)))
+    W = rng.standard_normal((n_agents, n_features))
+    y = rng.standard_normal(n_agents) * (rng.random(n_agents) < 0.2)
+    noise = 0.02 * rng.standard_normal(n_features)
+    if objective.nonnegative:
+        W, y, noise = np.abs(W), np.abs(y), np.abs(noise)
+    W /= np.linalg.norm(W, axis=1, keepdims=True)
+    x = y @ W + noise
+    x /= np.linalg.norm(x)
+    x += (rng.random(n_features) < impulses) * rng.random(n_features)
+    exact = exact_dual(objective, x[None], list(W[:, None]))
+    codes = np.concatenate(exact.codes, axis=1)[0]
+    return Case(objective, topology, x[None], W[:, None], codes, exact.nu[0])
+
+
+def trace(
+    case: Case, program: DualInference, n_rounds: int, top: float = TOP
+) -> tuple[Matrix, Matrix]:
+    """Return the ratios (dB) of y, and of nu at the worst agent, after every round.
+
+    A run ends when both have reached ``top``, where curves are cut.
+
+    Parameters
+    ----------
+    case : Case
+        With the answer.
+    program : DualInference
+        The method.
+    n_rounds : int
+        Rounds at most.
+    top : float
+        In dB.
+    """
+    curves = np.full((2, n_rounds), top)
+
+    def watch(round_: int, state: DualState) -> None:
+        correlations = np.einsum("kf,kf->k", state.nu[:, 0], case.atoms[:, 0])
+        curves[0, round_ - 1] = _decibels(case.objective.code(correlations), case.codes)
+        curves[1, round_ - 1] = _decibels(state.nu[:, 0], case.nu).min()
+        done.append(bool((curves[:, round_ - 1] >= top).all()))
+
+    done: list[bool] = []
+    InMemoryNetwork(case.topology).run(program, n_rounds, callback=watch, stop=lambda _: done[-1])
+    return np.minimum(curves[0], top), np.minimum(curves[1], top)
+
+
+def reached(ratios: Matrix) -> float:
+    """Return the round from which on the ratios stay at 40 dB or more; infinite: never."""
+    low = np.flatnonzero(ratios < FOUND)
+    last = int(low[-1]) + 1 if len(low) else 0
+    return float(last + 1) if last < len(ratios) else np.inf
+
+
+def _one_seed(config: Config, seed: int) -> dict[str, NDArray[Any]]:
+    """Return all methods' curves on one graph."""
+    agents = check_count("agents", config["agents"], 2)
+    dimension = check_count("dimension", config["dimension"], 1)
+    connectivity = check_real("connectivity", config["connectivity"], 0, 1, open_low=True)
+    informed = check_count("informed", config["informed"], 0, agents)
+    impulses = check_real("impulses", config["impulses"], 0, 1)
+    case = draw(str(config["loss"]), agents, dimension, connectivity, spawn(seed, DATA), impulses)
+    kept: dict[str, NDArray[Any]] = {
+        "agreement": np.array(_agreement(case)),
+        "links": np.array(2 * case.topology.n_edges),
+    }
+    for name, method in METHODS.items():
+        program = case.program(method, informed)
+        kept[f"{name}_y"], kept[f"{name}_nu"] = trace(case, program, int(config["rounds"]))
+    return kept
+
+
+def _agreement(case: Case) -> float:
+    """Return how well a general solver of the dual (28) agrees, in dB."""
+    o, x, W = case.objective, case.X[0], case.atoms[:, 0]
+
+    def dual(nu: Matrix) -> tuple[float, Matrix]:
+        S = W @ nu
+        smooth = o.strong_convexity / 2 * nu @ nu - nu @ x + o.regulariser_conjugate(S)
+        return float(smooth), o.conjugate_gradient(nu) - x + o.code(S) @ W
+
+    bounds = [(-o.bound, o.bound)] * len(x) if np.isfinite(o.bound) else None
+    options = {"maxiter": 20_000, "maxfun": 40_000, "maxcor": 50, "ftol": 0.0, "gtol": 1e-12}
+    found = minimize(
+        dual, np.zeros_like(x), jac=True, method="L-BFGS-B", bounds=bounds, options=options
+    )
+    return min(float(_decibels(found.x, case.nu)), 300.0)
+
+
+def _decibels(found: Matrix, truth: Matrix) -> Matrix:
+    noise = np.square(found - truth).sum(axis=-1)
+    floor = np.finfo(float).tiny
+    ratio: Matrix = 10 * np.log10(np.square(truth).sum() / np.maximum(noise, floor))
+    return ratio
+
+
+def _finite(rounds: float) -> float:
+    return float(rounds) if np.isfinite(rounds) else -1.0
+
+
+def _table(rounds: Mapping[str, Matrix], curves: Mapping[str, Matrix]) -> Table:
+    rows = []
+    for name, method in METHODS.items():
+        counts = [np.median(rounds[name]), rounds[name].max()]
+        ends = [np.median(curves[f"{name}_{what}"][:, -1]) for what in ("y", "nu")]
+        rows.append(
+            [
+                method.words,
+                *(f"{count:.0f}" if np.isfinite(count) else "never" for count in counts),
+                *(f"{end:.0f}" for end in ends),
+            ]
+        )
+    return Table(
+        "Rounds to 40 dB",
+        "Communication rounds after which the dual variables of the worst agent stay within 40 dB "
+        "of the truth, over the graphs; and the ratios after the last round, medians, cut at "
+        f"{TOP:.0f} dB.",
+        ["", "median", "most", "y (dB)", "nu, worst agent (dB)"],
+        rows,
+    )
+
+
+def _picture(curves: Mapping[str, Matrix]) -> Picture:
+    from perdl_experiments import inference_plots  # an extra: clients must not need it
+
+    titles = {"y": "codes y", "nu": "dual variables nu, worst agent"}
+    return Picture(
+        "inference",
+        "Signal-to-noise ratios against rounds (Fig. 6)",
+        "Median and range over the graphs. Dashed: 40 dB.",
+        inference_plots.decibels(
+            {
+                title: {method.words: curves[f"{n}_{what}"] for n, method in METHODS.items()}
+                for what, title in titles.items()
+            },
+            level=FOUND,
+            top=TOP,
+        ),
+    )

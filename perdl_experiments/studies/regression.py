@@ -1,0 +1,437 @@
+"""Cluster your clients' regressions: the user's data, or scikit-learn's diabetes patients.
+
+One exchange (`flwr_perdl.regression.choose_mixture`): every client sends the second moments of its
+training part, by fold; the server chooses the number of models and fits them. The held-out quarter
+of every client's points is only measured on. Compared with one pooled model, with a ridge
+regression per client, and with the two phases of FedMD and FedX given as many models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from flwr.app import Context
+from numpy.typing import NDArray
+
+from flwr_perdl._checks import Matrix, check_array, check_count
+from flwr_perdl._random import DATA, SERVER, spawn
+from flwr_perdl._records import PARTITION_ID
+from flwr_perdl.clients.regression import RegressionClient
+from flwr_perdl.regression import (
+    Clients,
+    TwoPhase,
+    choose_mixture,
+    simulate,
+    sufficient_statistics,
+)
+from flwr_perdl.strategies.mixed_regression import FedX
+from perdl_experiments.data import cached_by_file, read_arrays
+from perdl_experiments.engine import Config
+from perdl_experiments.outcome import Outcome, Picture, Table
+from perdl_experiments.studies._experiment import Federate, Keep, Value
+from perdl_experiments.studies._parts import Part, keep_all
+
+NAME = "regression"
+ABOUT = "Cluster your own clients' regressions (--data), against one model and a model per client"
+SOURCE = "Su, Xu, Yang, NeurIPS 2022"
+DEFAULTS: dict[str, Value] = {
+    "clients": 0,
+    "rounds": 100,
+    "seed": 0,
+    "data": "",
+    "k": "auto",
+    "splits": 5,
+}
+ERROR = "mse"
+
+#: Share of every client's points that is held out.
+HELD_OUT = 0.25
+FOLDS = 5
+#: Numbers of models that "auto" tries.
+CANDIDATES = (1, 2, 3, 4, 5, 6)
+#: Ridge penalties of the per-client models, chosen by leave-one-out (points, standard deviations).
+PENALTIES = tuple(10.0**power for power in np.arange(-2, 4.5, 0.5))
+METHODS = ("clustered", "pooled", "local", "fedx")
+#: Blocks of patients per sex in the bundled data.
+_BLOCKS = 10
+
+
+class Data(NamedTuple):
+    """The clients' data."""
+
+    X: list[Matrix]
+    y: list[Matrix]
+    #: What the file calls the clients, and what the features are.
+    clients: list[str]
+    features: list[str]
+
+
+class Split(NamedTuple):
+    """Each client's training and held-out points."""
+
+    train: list[NDArray[np.intp]]
+    test: list[NDArray[np.intp]]
+
+
+def client(context: Context, config: Config) -> RegressionClient:
+    """Return the client of partition ``context.node_config["partition-id"]``."""
+    i, table = int(context.node_config[PARTITION_ID]), _load(str(config["data"]))
+    split = _split(table, int(config["seed"]))
+    features, responses, _ = _standard(table, split)
+    X, y = features[i], responses[i]
+    train, test = split.train[i], split.test[i]
+    held_out = (X[test], y[test]) if len(test) else None
+    return RegressionClient(X[train], y[train], context, evaluation=held_out)
+
+
+def strategy(config: Config, **options: Any) -> FedX:
+    """Return FedX; ``options`` are the server's own."""
+    k = _k(config)
+    return FedX("auto" if k is None else k, **options)
+
+
+def federations(config: Config) -> list[Config]:
+    """Return nothing: the one exchange is computed here, batched."""
+    clients, there = int(config["clients"]), len(_load(str(config["data"])).X)
+    if clients not in (0, there):
+        raise ValueError(f"clients must be {there}, as in the data, got {clients}.")
+    return []
+
+
+def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
+    """Fit all methods on every split, measure what was held out, and fit once more to all."""
+    table, seed = _load(str(config["data"])), int(config["seed"])
+    count, k = check_count("splits", config["splits"], 1), _k(config)
+    parts: dict[str, Part] = {
+        f"split-{i}": partial(_one_split, table, seed + i, k, int(config["rounds"]))
+        for i in range(count)
+    }
+    everything = Split([np.arange(len(y)) for y in table.y], [])
+    parts["all"] = partial(_fitted, table, everything, seed, k)
+    *splits, final = keep_all(keep, parts)
+    explained = {name: [float(one[f"ev_{name}"]) for one in splits] for name in METHODS}
+    d, chosen = final["models"].shape[1], len(final["models"])
+    return Outcome(
+        metrics={
+            **{f"ev_{name}": float(np.mean(values)) for name, values in explained.items()},
+            "k": float(chosen),
+        },
+        curves={
+            **({"cv_error": final["errors"].tolist()} if k is None else {}),
+            **{f"ev_{n}": v for n, v in explained.items()},
+        },
+        arrays={
+            "models": final["models"] + final["mean"] * np.eye(d)[-1],
+            "weights": final["weights"],
+            "clusters": final["weights"].argmax(axis=1),
+            "clients": np.array(table.clients),
+        },
+        tables=[_scores(explained, splits), _members(table, final), _choices(final, k)],
+        pictures=_pictures(table, final, splits[0]),
+        notes=_notes(table, config, final),
+        rounds=1,
+        floats_up=float(FOLDS * ((d + 1) ** 2 + 1)),
+        floats_down=float(chosen * d),
+    )
+
+
+def _one_split(table: Data, seed: int, k: int | None, rounds: int) -> dict[str, NDArray[Any]]:
+    """Return every method's explained variance of one split's held-out points, and residuals."""
+    split = _split(table, seed)
+    X, y, _ = _standard(table, split)
+    fitted = _fitted(table, split, seed, k)
+    thetas = {
+        "clustered": fitted["weights"] @ fitted["models"],
+        "pooled": np.tile(_pooled(X, y, split), (len(X), 1)),
+        "local": _ridges(X, y, split),
+        "fedx": _two_phases(X, y, split, len(fitted["models"]), rounds, seed),
+    }
+    truth = np.concatenate([b[test] for b, test in zip(y, split.test, strict=True)])
+    spread = float(np.var(truth)) or 1.0
+    kept: dict[str, NDArray[Any]] = {"k": np.array(len(fitted["models"]))}
+    for name, models in thetas.items():
+        predicted = [A[test] @ own for A, test, own in zip(X, split.test, models, strict=True)]
+        residuals = truth - np.concatenate(predicted)
+        kept[f"ev_{name}"] = np.array(1 - float(np.mean(residuals**2)) / spread)
+        kept[f"residuals_{name}"] = residuals
+    return kept
+
+
+def _fitted(table: Data, split: Split, seed: int, k: int | None) -> dict[str, NDArray[Any]]:
+    """Return the mixture of the training points; its number of models is chosen on those alone."""
+    X, y, mean = _standard(table, split)
+    statistics = np.stack(
+        [
+            sufficient_statistics(A[train], b[train], FOLDS, rng=spawn(seed, i))
+            for i, (A, b, train) in enumerate(zip(X, y, split.train, strict=True))
+        ]
+    )
+    candidates = CANDIDATES if k is None else (k,)
+    choice = choose_mixture(statistics, candidates, rng=spawn(seed, SERVER))
+    return {
+        "mean": np.array(mean),
+        "models": choice.mixture.centers,
+        "weights": choice.mixture.weights,
+        "candidates": np.array(choice.candidates),
+        "errors": np.array(choice.errors),
+    }
+
+
+def _pooled(X: Sequence[Matrix], y: Sequence[Matrix], split: Split) -> Matrix:
+    """Return least squares on all clients' training points."""
+    rows = np.vstack([A[train] for A, train in zip(X, split.train, strict=True)])
+    values = np.concatenate([b[train] for b, train in zip(y, split.train, strict=True)])
+    return np.asarray(np.linalg.lstsq(rows, values, rcond=None)[0])
+
+
+def _ridges(X: Sequence[Matrix], y: Sequence[Matrix], split: Split) -> Matrix:
+    """Return each client's own ridge regression, its penalty chosen by leave-one-out."""
+    from sklearn.linear_model import RidgeCV  # an extra: clients must not need it
+
+    models = []
+    for A, b, train in zip(X, y, split.train, strict=True):
+        theta = np.zeros(A.shape[1])
+        theta[-1] = b[train].mean()
+        if len(train) > 2:
+            ridge = RidgeCV(PENALTIES).fit(A[train, :-1], b[train])
+            theta = np.append(ridge.coef_, ridge.intercept_)
+        models.append(theta)
+    return np.stack(models)
+
+
+def _two_phases(
+    X: Sequence[Matrix], y: Sequence[Matrix], split: Split, k: int, rounds: int, seed: int
+) -> Matrix:
+    """Return the model of every client's cluster after FedMD and FedX."""
+    trained = [A[train] for A, train in zip(X, split.train, strict=True)]
+    values = [b[train] for b, train in zip(y, split.train, strict=True)]
+    models = simulate(Clients(trained, values), TwoPhase(k), rounds, seed=seed).state.centers
+    if not len(models):
+        raise ValueError(f"rounds must be more than Phase 1 takes, got {rounds}.")
+    errors = [
+        np.sum((b[:, None] - A @ models.T) ** 2, axis=0)
+        for A, b in zip(trained, values, strict=True)
+    ]
+    own: Matrix = models[np.argmin(errors, axis=1)]
+    return own
+
+
+def _k(config: Config) -> int | None:
+    """Return the number of models that is asked for, None where it is to be chosen."""
+    given = str(config["k"])
+    if given == "auto":
+        return None
+    try:
+        return check_count("k", int(given), 1)
+    except ValueError:
+        raise ValueError(f"k must be a positive integer or 'auto', got {given!r}.") from None
+
+
+# Data ---------------------------------------------------------------------------------------
+
+
+@cached_by_file(maxsize=2)
+def _load(path: str) -> Data:
+    """Return the clients' data.
+
+    Parameters
+    ----------
+    path : str
+        An ``.npz`` file with ``X`` (n, n_features), ``y`` (n,) and ``client`` (n,), integers or
+        text; ``""`` for scikit-learn's diabetes patients: those of one sex, sorted by age, are ten
+        clients of like size.
+    """
+    features = []
+    if path:
+        X, y, client = read_arrays(path, "X", "y", "client")
+    else:
+        from sklearn.datasets import load_diabetes  # an extra: not needed to import this module
+
+        bunch = load_diabetes(scaled=False)
+        X, y, features = bunch.data, bunch.target, list(bunch.feature_names)
+        age, sex = (X[:, features.index(name)] for name in ("age", "sex"))
+        client = np.empty(len(X), dtype=int)
+        for number, value in enumerate(np.unique(sex)):
+            of_sex = np.flatnonzero(sex == value)
+            by_age = of_sex[np.argsort(age[of_sex], kind="stable")]
+            for block, rows in enumerate(np.array_split(by_age, _BLOCKS)):
+                client[rows] = number * _BLOCKS + block
+    if X.ndim != 2 or not len(X) or X.dtype.kind not in "fiub":
+        raise ValueError(
+            f"X in {path} must be numbers of shape (n, n_features), got {X.dtype} {X.shape}."
+        )
+    if y.shape != X.shape[:1] or y.dtype.kind not in "fiub":
+        raise ValueError(f"y in {path} must be {len(X)} numbers, got {y.dtype} {y.shape}.")
+    if client.shape != X.shape[:1] or client.dtype.kind not in "iuU":
+        raise ValueError(
+            f"client in {path} must be {len(X)} integers or texts, got {client.dtype} "
+            f"{client.shape}."
+        )
+    X, y = (
+        check_array(f"{n} in {path}", a.astype(float), ndim=a.ndim) for n, a in (("X", X), ("y", y))
+    )
+    names, own = np.unique(client, return_inverse=True)
+    if len(names) < 2:
+        raise ValueError(f"client in {path} must name at least 2 clients, got {len(names)}.")
+    rows_of = [np.flatnonzero(own == i) for i in range(len(names))]
+    return Data(
+        [X[rows] for rows in rows_of],
+        [y[rows] for rows in rows_of],
+        [str(name) for name in names],
+        [*(features or [f"x{i}" for i in range(X.shape[1])])],
+    )
+
+
+def _split(table: Data, seed: int) -> Split:
+    """Hold out a quarter of every client's points, none of a client's only one."""
+    rng, train, test = spawn(seed, DATA), [], []
+    for y in table.y:
+        order = rng.permutation(len(y))
+        held = round(HELD_OUT * len(y))
+        train.append(np.sort(order[held:]))
+        test.append(np.sort(order[:held]))
+    if not sum(map(len, test)):
+        raise ValueError("X must have clients with at least 2 points, to hold some out.")
+    return Split(train, test)
+
+
+def _standard(table: Data, split: Split) -> tuple[list[Matrix], list[Matrix], float]:
+    """Return features, responses, and the mean that these had.
+
+    Over the training points features have mean 0 and variance 1, but for a last one of ones, and
+    responses have mean 0.
+    """
+    train = np.vstack([A[rows] for A, rows in zip(table.X, split.train, strict=True)])
+    mean, deviation = train.mean(axis=0), train.std(axis=0)
+    varies = deviation > 1e-12 * np.abs(train).max(axis=0, initial=1e-300)
+    scale = np.where(varies, deviation, 1)
+    X = [
+        np.column_stack([np.where(varies, (A - mean) / scale, 0), np.ones(len(A))]) for A in table.X
+    ]
+    origin = np.concatenate([b[rows] for b, rows in zip(table.y, split.train, strict=True)]).mean()
+    return X, [b - origin for b in table.y], float(origin)
+
+
+# What a person reads ------------------------------------------------------------------------
+
+
+def _scores(
+    explained: Mapping[str, Sequence[float]], splits: Sequence[Mapping[str, NDArray[Any]]]
+) -> Table:
+    counts = [int(one["k"]) for one in splits]
+    titles = {
+        "clustered": f"clustered models (k = {min(counts)}-{max(counts)}), one exchange",
+        "pooled": "one model of all clients",
+        "local": "a ridge regression per client",
+        "fedx": "the same k, FedMD and FedX (hard clusters)",
+    }
+    return Table(
+        "Held-out explained variance",
+        "1 - mean squared error / variance of the held-out quarter of every client's points, over "
+        "random splits.",
+        ["", "mean", "least", "most"],
+        [
+            [titles[name], *(f"{f(explained[name]):.3f}" for f in (np.mean, np.min, np.max))]
+            for name in METHODS
+        ],
+    )
+
+
+def _members(table: Data, final: Mapping[str, NDArray[Any]]) -> Table:
+    labels = final["weights"].argmax(axis=1)
+    rows = []
+    for j in range(len(final["models"])):
+        mine = np.flatnonzero(labels == j)
+        rows.append(
+            [
+                str(j + 1),
+                str(len(mine)),
+                str(sum(len(table.y[i]) for i in mine)),
+                ", ".join(table.clients[i] for i in mine),
+            ]
+        )
+    return Table(
+        "Who is in which cluster",
+        "All points; a client counts where its weight is largest. The weights are in arrays.npz.",
+        ["cluster", "clients", "points", "who"],
+        rows,
+    )
+
+
+def _choices(final: Mapping[str, NDArray[Any]], k: int | None) -> Table:
+    return Table(
+        "The number of models",
+        "Mean squared error of what each of five folds holds out, all points; the smallest number "
+        "is chosen whose error is within a standard error and a thousandth of the least."
+        if k is None
+        else "Given.",
+        ["k", "error"],
+        [
+            [str(candidate), f"{error:.4g}" if np.isfinite(error) else "-"]
+            for candidate, error in zip(final["candidates"], final["errors"], strict=True)
+        ],
+    )
+
+
+def _pictures(
+    table: Data, final: Mapping[str, NDArray[Any]], split: Mapping[str, NDArray[Any]]
+) -> list[Picture]:
+    from perdl_experiments import regression_plots as plots  # an extra
+
+    models, labels = final["models"], final["weights"].argmax(axis=1)
+    names = [str(j + 1) for j in range(len(models))]
+    members = [np.flatnonzero(labels == j) for j in range(len(models))]
+    return [
+        Picture(
+            "coefficients",
+            "Coefficients per cluster",
+            "Of features scaled to variance 1; the last is the mean response at mean features, "
+            "less that of all clusters.",
+            plots.dots(
+                {
+                    f"cluster {name}": np.append(theta[:-1], theta[-1] - models[:, -1].mean())
+                    for name, theta in zip(names, models, strict=True)
+                },
+                [*table.features, "intercept"],
+                x="coefficient",
+            ),
+        ),
+        Picture(
+            "sizes",
+            "Cluster sizes",
+            "Clients and points per cluster.",
+            plots.bars(
+                {
+                    "clients": [float(len(mine)) for mine in members],
+                    "points": [float(sum(len(table.y[i]) for i in mine)) for mine in members],
+                },
+                names,
+                y="number",
+            ),
+        ),
+        Picture(
+            "residuals",
+            "Held-out residuals",
+            "First split.",
+            plots.histograms(
+                {name: split[f"residuals_{name}"] for name in METHODS[:3]}, x="residual"
+            ),
+        ),
+    ]
+
+
+def _notes(table: Data, config: Config, final: Mapping[str, NDArray[Any]]) -> list[str]:
+    sizes = [len(y) for y in table.y]
+    notes = [
+        f"{len(sizes)} clients with {min(sizes)} to {max(sizes)} points; {len(final['models'])} "
+        "models of all points.",
+        "The server receives every client's second moments by fold: with few points these can give "
+        "single points away.",
+        "Predictions are of each client's mean of the models, weighted by how well they fit it.",
+    ]
+    if not config["data"]:
+        notes.insert(0, "scikit-learn's diabetes patients; of each sex ten clients, sorted by age.")
+    return notes

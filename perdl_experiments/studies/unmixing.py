@@ -1,0 +1,407 @@
+"""Blind hyperspectral unmixing over a network of tiles: the application of P3.
+
+P3 = Chainais and Richard, "A diffusion strategy for distributed dictionary learning", iTWIST 2014.
+The image is cut into tiles, each a node with its own pixels; its neighbours are the tiles beside it
+and the three with the most similar mean spectrum. Every node finds materials in its own tile
+(vertex component analysis), hears what the others have found, and learns with its neighbours. The
+spectral angle to the true spectra says how well.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from functools import lru_cache, partial
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.ndimage import gaussian_filter
+
+from flwr_perdl._checks import Matrix, check_array, check_count
+from flwr_perdl._random import DATA, SERVER, spawn
+from flwr_perdl.diffusion import Topology
+from flwr_perdl.diffusion.data_diffusion import DictionaryState
+from flwr_perdl.diffusion.unmixing import (
+    abundances,
+    match_spectra,
+    tile_pixels,
+    tile_topology,
+    unmix,
+    vca,
+)
+from perdl_experiments.data import cached_by_file, names_in, read_arrays
+from perdl_experiments.engine import Config
+from perdl_experiments.outcome import Outcome, Picture, Table
+from perdl_experiments.studies._experiment import Keep, Value, check_nodes
+
+NAME = "unmixing"
+ABOUT = "Tiles of a hyperspectral image find its materials together (--data), against each alone"
+SOURCE = "Chainais, Richard, iTWIST 2014, Section 3"
+DEFAULTS: dict[str, Value] = {
+    "clients": 0,
+    "rounds": 100,
+    "seed": 0,
+    "data": "",
+    "tiles": 5,
+    "n_endmembers": 3,
+}
+ERROR = "angle"
+
+#: The drawn scene: pixels, bands, noise as a share of the root mean square.
+SIDE, BANDS, NOISE = 60, 100, 0.02
+NMF_ITERATIONS = 500
+METHODS = {
+    "network": "the tiles together",
+    "network_own": "the tiles together, each from its own spectra",
+    "isolated": "each tile alone",
+    "central": "the same, all pixels in one place",
+    "nmf": f"non-negative factorisation of all pixels, {NMF_ITERATIONS} iterations",
+    "vca": "vertex component analysis of all pixels",
+}
+
+
+class Scene(NamedTuple):
+    """A hyperspectral image.
+
+    Attributes
+    ----------
+    X : ndarray of shape (height * width, n_bands)
+        Pixels, row by row.
+    shape : tuple of int
+        Height and width.
+    endmembers : ndarray of shape (n_endmembers, n_bands) or None
+        The true spectra, where they are known.
+    """
+
+    X: Matrix
+    shape: tuple[int, int]
+    endmembers: Matrix | None
+
+
+def run(config: Config, keep: Keep) -> Outcome:
+    """Learn with and without neighbours, and with all pixels in one place."""
+    check_nodes(config, int(config["tiles"]) ** 2, "tile")
+    scene, p = _scene(config), _n_endmembers(config)
+    kept = {
+        name: keep(name, partial(_computed, name, scene, p, config), of=len(METHODS))
+        for name in METHODS
+    }
+    spectra = {name: one["spectra"] for name, one in kept.items()}
+    ours = kept["network"]
+    maps = _maps(scene, spectra["network"], int(config["tiles"]))
+    return Outcome(
+        metrics=_metrics(scene, kept),
+        curves={
+            f"{figure}_{name}": kept[name][figure].tolist()
+            for name in ("network", "network_own", "isolated", "central")
+            for figure in (("angle", "worst") if scene.endmembers is not None else ())
+        },
+        arrays={
+            **{f"spectra_{name}": values for name, values in spectra.items()},
+            "abundances": maps,
+            "error": ours["error"],
+        },
+        tables=_tables(scene, spectra, kept),
+        pictures=_pictures(scene, spectra, maps, kept, int(config["tiles"])),
+        notes=_notes(config, scene, ours),
+        rounds=int(ours["rounds"]),
+        floats_up=float(ours["floats"]),
+        floats_down=float(ours["floats"]),
+    )
+
+
+def _n_endmembers(config: Config) -> int:
+    """Return how many materials there are, from the truth where it is known."""
+    scene = _scene(config)
+    p = int(config["n_endmembers"]) if scene.endmembers is None else len(scene.endmembers)
+    tiles = check_count("tiles", config["tiles"], 1, min(scene.shape))
+    smallest = min(len(pixels) for pixels in tile_pixels(scene.shape, tiles))
+    if smallest < p:
+        raise ValueError(f"tiles must have at least {p} pixels each, got one with {smallest}.")
+    return check_count("n_endmembers", p, 2, scene.X.shape[1])
+
+
+# The methods --------------------------------------------------------------------------------
+
+
+def _computed(name: str, scene: Scene, p: int, config: Config) -> dict[str, NDArray[Any]]:
+    """Return the spectra that one of `METHODS` finds, and what there is to say of it."""
+    if name == "vca":
+        return {"spectra": _vca(scene, p, config)[None]}
+    if name == "nmf":
+        return {"spectra": _nmf(scene, p, config)[None]}
+    if name == "central":
+        return _learned(scene, p, config, [scene.X], Topology.complete(1), "own")
+    tiles = int(config["tiles"])
+    data = [scene.X[pixels] for pixels in tile_pixels(scene.shape, tiles)]
+    if name == "isolated":
+        return _learned(scene, p, config, data, Topology.from_edges(len(data), []), "own")
+    topology = tile_topology(np.stack([X.mean(axis=0) for X in data]), tiles)
+    return _learned(scene, p, config, data, topology, "own" if name == "network_own" else "pooled")
+
+
+def _learned(
+    scene: Scene, p: int, config: Config, data: list[Matrix], topology: Topology, start: str
+) -> dict[str, NDArray[Any]]:
+    angles: list[Matrix] = []
+
+    def note(round_: int, state: DictionaryState) -> None:
+        if scene.endmembers is not None:
+            angles.append(_mean_angles(scene.endmembers, state.dictionaries))
+
+    n_rounds, seed = int(config["rounds"]), int(config["seed"])
+    learned = unmix(data, topology, p, n_rounds, start=start, seed=seed, callback=note)
+    kept = {
+        "spectra": learned.dictionaries,
+        "error": learned.error,
+        "disagreement": np.array(learned.disagreement),
+        "rounds": np.array(learned.rounds),
+        "floats": np.array(learned.floats_sent / len(data)),
+    }
+    if angles:
+        kept["angle"], kept["worst"] = np.mean(angles, axis=1), np.max(angles, axis=1)
+    return kept
+
+
+def _vca(scene: Scene, p: int, config: Config) -> Matrix:
+    """Return the purest pixels of the whole image."""
+    return vca(scene.X, p, rng=spawn(int(config["seed"]), SERVER)).spectra
+
+
+def _nmf(scene: Scene, p: int, config: Config) -> Matrix:
+    """Return scikit-learn's non-negative factorisation of all pixels, from those of VCA."""
+    from sklearn.decomposition import NMF  # an extra: not needed to import this module
+    from sklearn.exceptions import ConvergenceWarning
+
+    H = np.maximum(_vca(scene, p, config), 1e-9)
+    W = np.maximum(abundances(scene.X, H), 1e-9)
+    factorisation = NMF(p, init="custom", max_iter=NMF_ITERATIONS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        factorisation.fit_transform(np.maximum(scene.X, 0), W=W, H=H)
+    return np.asarray(factorisation.components_)
+
+
+def _mean_angles(truth: Matrix, dictionaries: Matrix) -> Matrix:
+    """Return every node's mean angle to the true spectra, in radians."""
+    return np.array([match_spectra(truth, D).angles.mean() for D in dictionaries])
+
+
+def _maps(scene: Scene, spectra: Matrix, tiles: int) -> Matrix:
+    """Return each material's share in every pixel, from the spectra of the pixel's own tile.
+
+    Materials in the order of the truth, or else of node 0; spectra with peak one; shares sum to
+    one, 0 in black pixels.
+    """
+    order = spectra[0] if scene.endmembers is None else scene.endmembers
+    shares = np.zeros((len(scene.X), len(order)))
+    for pixels, D in zip(tile_pixels(scene.shape, tiles), spectra, strict=True):
+        D = D[match_spectra(order, D).indices]
+        amounts = abundances(scene.X[pixels], D / D.max(axis=1, keepdims=True))
+        total = amounts.sum(axis=1, keepdims=True)
+        shares[pixels] = amounts / np.where(total > 0, total, 1)
+    return shares.reshape(*scene.shape, -1)
+
+
+# Data ---------------------------------------------------------------------------------------
+
+
+def _scene(config: Config) -> Scene:
+    path = str(config["data"])
+    return _load(path) if path else _drawn(int(config["seed"]), int(config["n_endmembers"]))
+
+
+@lru_cache(maxsize=2)
+def _drawn(seed: int, n_endmembers: int) -> Scene:
+    """Draw a scene: smooth spectra, materials in smooth patches with mixed borders, noise."""
+    p = check_count("n_endmembers", n_endmembers, 2, 12)
+    rng = spawn(seed, DATA)
+    band = np.linspace(0, 1, BANDS)
+    centres, widths = rng.random((p, 4, 1)), rng.uniform(0.05, 0.3, (p, 4, 1))
+    heights = rng.uniform(0.2, 1, (p, 4, 1))
+    bumps = heights * np.exp(-(((band - centres) / widths) ** 2) / 2)
+    endmembers = bumps.sum(axis=1)
+    endmembers /= endmembers.max(axis=1, keepdims=True)
+    fields = np.stack([gaussian_filter(rng.standard_normal((SIDE, SIDE)), 8) for _ in range(p)])
+    sharp = np.exp(6 * fields / fields.std())
+    shares = (sharp / sharp.sum(axis=0)).reshape(p, -1).T
+    X = shares @ endmembers
+    X = X + NOISE * np.sqrt(np.mean(X**2)) * rng.standard_normal(X.shape)
+    return Scene(np.maximum(X, 0), (SIDE, SIDE), endmembers)
+
+
+@cached_by_file(maxsize=2)
+def _load(path: str) -> Scene:
+    """Return the scene in an ``.npz`` file with ``X``, ``shape`` and maybe ``endmembers``."""
+    X, shape = read_arrays(path, "X", "shape")
+    if X.ndim != 2 or not X.size or X.dtype.kind not in "fiub":
+        raise ValueError(
+            f"X in {path} must be numbers of shape (pixels, bands), got {X.dtype} {X.shape}."
+        )
+    sides = shape.tolist() if shape.shape == (2,) and shape.dtype.kind in "iu" else [0]
+    if min(sides) < 1 or prod(sides) != len(X):
+        raise ValueError(
+            f"shape in {path} must be two integers from 1 whose product is {len(X)}, the number of "
+            f"pixels, got {shape.tolist()}."
+        )
+    X = check_array(f"X in {path}", X.astype(np.float64))
+    if not X.any():
+        raise ValueError(f"X in {path} must have a pixel that is not zero, got zeros only.")
+    endmembers = None
+    if "endmembers" in names_in(path):
+        (endmembers,) = read_arrays(path, "endmembers")
+        if (
+            endmembers.ndim != 2
+            or endmembers.shape[1] != X.shape[1]
+            or endmembers.dtype.kind not in "fiub"
+            or not endmembers.any(axis=1).all()
+        ):
+            raise ValueError(
+                f"endmembers in {path} must be spectra of {X.shape[1]} bands, none zero, got "
+                f"{endmembers.dtype} {endmembers.shape}."
+            )
+        endmembers = check_array(f"endmembers in {path}", endmembers.astype(np.float64))
+    return Scene(X, (int(shape[0]), int(shape[1])), endmembers)
+
+
+# What a person reads ------------------------------------------------------------------------
+
+
+def _metrics(scene: Scene, kept: Mapping[str, Mapping[str, NDArray[Any]]]) -> dict[str, float]:
+    ours = kept["network"]
+    metrics = {
+        "error": float(ours["error"].mean()),
+        "error_isolated": float(kept["isolated"]["error"].mean()),
+        "disagreement": float(ours["disagreement"]),
+    }
+    if scene.endmembers is not None:
+        angles = {n: _mean_angles(scene.endmembers, one["spectra"]) for n, one in kept.items()}
+        metrics |= {
+            "sad_mean": float(angles["network"].mean()),
+            "sad_worst": float(angles["network"].max()),
+            "sad_isolated": float(angles["isolated"].mean()),
+            "sad_isolated_worst": float(angles["isolated"].max()),
+            "sad_own_start": float(angles["network_own"].mean()),
+            "sad_own_start_worst": float(angles["network_own"].max()),
+            **{f"sad_{name}": float(angles[name].mean()) for name in ("central", "nmf", "vca")},
+        }
+    return metrics
+
+
+def _tables(
+    scene: Scene,
+    spectra: Mapping[str, Matrix],
+    kept: Mapping[str, Mapping[str, NDArray[Any]]],
+) -> list[Table]:
+    if scene.endmembers is None:
+        return [
+            Table(
+                "What is left",
+                "Share of the pixels' energy that the learned spectra leave, mean over nodes.",
+                ["", "share"],
+                [
+                    [METHODS[name], f"{float(kept[name]['error'].mean()):.3g}"]
+                    for name in ("network", "network_own", "isolated", "central")
+                ],
+            )
+        ]
+    rows = []
+    for name, words in METHODS.items():
+        found = np.stack([match_spectra(scene.endmembers, D).angles for D in spectra[name]])
+        means = found.mean(axis=1)
+        rows.append(
+            [
+                words,
+                f"{means.mean():.3f}",
+                f"{means.max():.3f}",
+                *(f"{angle:.3f}" for angle in found.mean(axis=0)),
+            ]
+        )
+    return [
+        Table(
+            "Spectral angle to the truth",
+            "Radians, mean over materials: the mean over nodes and the worst node; then every "
+            "material, mean over nodes.",
+            ["", "mean", "worst node", *_materials(scene, len(scene.endmembers))],
+            rows,
+        )
+    ]
+
+
+def _materials(scene: Scene, count: int) -> list[str]:
+    return [f"material {j + 1}" for j in range(count)]
+
+
+def _pictures(
+    scene: Scene,
+    spectra: Mapping[str, Matrix],
+    maps: Matrix,
+    kept: Mapping[str, Mapping[str, NDArray[Any]]],
+    tiles: int,
+) -> list[Picture]:
+    from perdl_experiments import patches_plots, plots  # an extra: matplotlib
+
+    order = spectra["network"][0] if scene.endmembers is None else scene.endmembers
+    names = _materials(scene, len(order))
+    shown = {"all nodes": "network", "all pixels, VCA": "vca"}
+    matched = {
+        label: np.stack([D[match_spectra(order, D).indices] for D in spectra[name]])
+        for label, name in shown.items()
+    }
+    panels = {
+        name: {
+            **{label: values[:, j] for label, values in matched.items()},
+            **({} if scene.endmembers is None else {"the truth": scene.endmembers[j]}),
+        }
+        for j, name in enumerate(names)
+    }
+    pictures = [
+        Picture(
+            "spectra",
+            "The materials' spectra",
+            "Peaks at one; over the nodes the median and the range.",
+            patches_plots.spectra(panels, x="band"),
+        ),
+        Picture(
+            "abundances",
+            "Where the materials are",
+            "Each tile's pixels with its own node's spectra; shares sum to one.",
+            patches_plots.maps({name: maps[..., j] for j, name in enumerate(names)}, tiles),
+        ),
+    ]
+    if scene.endmembers is not None:
+        pictures.append(
+            Picture(
+                "angles",
+                "The spectral angle, round by round",
+                "Mean over materials. Factors are not unique: more rounds fit the pixels better, "
+                "and may lead away from the truth.",
+                plots.lines(
+                    {
+                        "tiles together, mean": kept["network"]["angle"].tolist(),
+                        "worst tile": kept["network"]["worst"].tolist(),
+                        "each from its own spectra": kept["network_own"]["angle"].tolist(),
+                        "tiles alone, mean": kept["isolated"]["angle"].tolist(),
+                        "all pixels in one place": kept["central"]["angle"].tolist(),
+                    },
+                    x="round",
+                    y="radians",
+                ),
+            )
+        )
+    return pictures
+
+
+def _notes(config: Config, scene: Scene, ours: Mapping[str, NDArray[Any]]) -> list[str]:
+    notes = [
+        f"{scene.shape[0]} x {scene.shape[1]} pixels with {scene.X.shape[1]} bands, in "
+        f"{config['tiles']} x {config['tiles']} tiles.",
+        "Neighbours receive spectra; the first, means of pixels that are alike, go to all nodes.",
+    ]
+    if not config["data"]:
+        notes.insert(0, "A drawn scene with planted spectra.")
+    if scene.endmembers is None:
+        notes.append(f"No true spectra: {config['n_endmembers']} materials, as asked for.")
+    return notes

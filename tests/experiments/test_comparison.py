@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from perdl_experiments import run_experiment
+from perdl_experiments.studies import configure, find
+from perdl_experiments.studies.comparison import METHODS
+
+SMALL: dict[str, Any] = {
+    "seeds": 1,
+    "dimensions": "6",
+    "sizes": "4",
+    "densities": "20",
+    "weak_samples": 12,
+}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    out = tmp_path_factory.mktemp("comparison")
+    return run_experiment("comparison", clients=6, rounds=12, out=out, options=SMALL), out
+
+
+def test_only_perma_finds_shared_and_own_atoms_and_carries_the_weak(small: Any) -> None:
+    metrics = small[0]["metrics"]
+    assert metrics["error_perma"] < 1e-6
+    assert metrics["error_shared_weak_perma"] < 1e-2 < metrics["error_shared_weak_local"]
+    for method in ("averaging", "naive", "perpca", "pooled"):
+        assert metrics[f"error_{method}"] > 0.1
+
+
+def test_averaging_is_given_a_fair_chance(small: Any) -> None:
+    metrics = small[0]["metrics"]
+    assert metrics["error_shared_averaging"] < 0.1 < metrics["error_shared_naive"]
+    assert metrics["error_shared_pooled"] < 0.1
+
+
+def test_every_method_has_a_row_a_setting_and_curves(small: Any) -> None:
+    results, out = small
+    (table,) = results["tables"]
+    assert [row[0] for row in table["rows"]] == list(METHODS.values())
+    assert {row[-1].split()[0] for row in table["rows"]} == {"threshold", "step"}
+    for method in METHODS:
+        for axis in ("dimension", "clients", "density"):
+            assert len(results["curves"][f"error_weak_{method}_{axis}"]) == 1
+        assert results["metrics"][f"seconds_{method}"] > 0
+    assert (out / "comparison.png").stat().st_size > 20_000
+
+
+def test_a_resumed_run_takes_up_what_is_kept(small: Any) -> None:
+    results, out = small
+    again = run_experiment("comparison", clients=6, rounds=12, out=out, options=SMALL, resume=True)
+    assert again["metrics"] == results["metrics"]
+    assert again["seconds"] < results["seconds"] / 2
+
+
+def test_methods_are_tuned_on_a_seed_that_is_not_measured_on() -> None:
+    experiment: Any = find("comparison")
+    federations = experiment.federations(configure(experiment, options=SMALL))
+    tuning = [one for one in federations if one["seed"] >= 10_000]
+    settings = {m: {one["setting"] for one in tuning if one["method"] == m} for m in METHODS}
+    assert {len(tried) for method, tried in settings.items() if tried} == {3}
+    assert {one["rounds"] for one in federations if one["method"] == "naive"} == {1}
+    assert np.unique([one["seed"] for one in federations]).tolist() == [0, 10_000]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dimensions": "1"}, "dimensions must be between 2 and 200, got 1"),
+        ({"sizes": "many"}, "sizes must be integers such as"),
+        ({"densities": "0"}, "densities must be between 1 and 100, got 0"),
+        ({"seeds": 0}, "seeds must be at least 1"),
+        ({"weak_samples": 0}, "weak_samples must be at least 1"),
+    ],
+)
+def test_bad_options_get_one_sentence(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run_experiment("comparison", options=options)

@@ -1,0 +1,193 @@
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from flwr_perdl.simulations.partition import MAX_TEST, imbalanced_partition, natural_partition
+from perdl_experiments.data import (
+    digest,
+    load_images,
+    planted_clients,
+)
+
+
+def test_bundled_digits_are_brought_to_the_unit_range():
+    images = load_images("")
+    assert images.X.shape == (1797, 64)
+    assert images.shape == (8, 8)
+    assert (images.X.min(), images.X.max()) == (0, 1)
+    np.testing.assert_array_equal(np.unique(images.y), np.arange(10))
+
+
+@pytest.mark.parametrize(
+    ("X", "first"),
+    [
+        (np.full((4, 3, 3), 51, dtype=np.uint8), 0.2),
+        (np.full((4, 9), 0.25), 0.25),
+        (np.full((4, 9), 0.25, dtype=np.float32), 0.25),
+        (np.arange(36.0).reshape(4, 9) - 35, 0.0),
+        (np.arange(36).reshape(4, 9), 0.0),
+        (np.zeros((4, 9)), 0.0),
+        (np.linspace(-3e38, 3e38, 36, dtype=np.float32).reshape(4, 9), 0.0),
+        (1.5e308 * np.linspace(-1, 1, 36).reshape(4, 9), 0.0),
+    ],
+)
+def test_values_are_brought_to_the_unit_range(tmp_path, X, first):
+    path = tmp_path / "images.npz"
+    np.savez(path, X=X, y=np.arange(4))
+    images = load_images(str(path))
+    assert images.X.shape == (4, 9)
+    assert images.X[0, 0] == pytest.approx(first)
+    assert images.X.min() >= 0
+    assert images.X.max() == (1 if X.min() < X.max() else images.X[0, 0])
+    assert images.X.dtype == (np.float32 if X.dtype == np.float32 else np.float64)
+
+
+GOOD = {"X": np.zeros((4, 3, 3)), "y": np.arange(4)}
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"X": GOOD["X"]}, r"must hold arrays named X, y: .* lacks \['y'\]"),
+        ({"y": GOOD["y"]}, r"lacks \['X'\]"),
+        (GOOD | {"X": np.zeros(4)}, r"X in .* must be \(n, h, w\)"),
+        (GOOD | {"X": np.zeros((0, 3, 3)), "y": np.arange(0)}, r"X in .* must be \(n, h, w\)"),
+        (GOOD | {"X": np.zeros((4, 10))}, "square number of features"),
+        (GOOD | {"X": np.zeros((4, 2, 9))}, "at least 3x3"),
+        (GOOD | {"X": np.full((4, 3, 3), np.nan)}, "finite"),
+        (GOOD | {"X": np.zeros((4, 3, 3), np.float16)}, "float16"),
+        (GOOD | {"X": np.zeros((4, 3, 3), complex)}, "complex128"),
+        (GOOD | {"y": np.arange(3)}, "must be 4 integer labels"),
+        (GOOD | {"y": np.linspace(0, 1, 4)}, "must be 4 integer labels"),
+        (GOOD | {"client": np.arange(3)}, r"client in .* must be 4 integers, got shape \(3,\)"),
+        (GOOD | {"y": np.array([None] * 4)}, "readable .npz file"),
+        (GOOD | {"y": np.array([*"abcd"], object)}, "y.npy holds Python objects; text must be"),
+    ],
+)
+def test_bad_image_files_get_one_sentence(tmp_path, arrays, message):
+    path = tmp_path / "images.npz"
+    np.savez(path, **arrays)
+    with pytest.raises(ValueError, match=message) as caught:
+        load_images(str(path))
+    assert "\n" not in str(caught.value)
+
+
+def test_unreadable_image_files_get_one_sentence(tmp_path):
+    path = tmp_path / "images.npz"
+    with pytest.raises(ValueError, match="must be a file"):
+        load_images(str(path))
+    path.write_bytes(b"PK\x03\x04 not really a zip")
+    with pytest.raises(ValueError, match=r"must be a readable \.npz file"):
+        load_images(str(path))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sizes=st.lists(st.integers(2, 60), min_size=1, max_size=5),
+    n_clients=st.integers(1, 8),
+    n_samples=st.integers(1, 40),
+    seed=st.integers(0, 1000),
+)
+def test_partition_properties(sizes, n_clients, n_samples, seed):
+    y = np.repeat(np.arange(len(sizes)), sizes)
+    assume(0.9 * len(y) >= n_clients and min(sizes) > -(-n_clients // len(sizes)))
+    parts = imbalanced_partition(y, n_clients, n_samples, np.random.default_rng(seed))
+    everything = np.concatenate([*parts.clients, parts.test])
+    assert len(np.unique(everything)) == len(everything)  # no image twice
+    assert set(y[parts.test]) == set(y)
+    for indices, label in zip(parts.clients, parts.labels, strict=True):
+        assert 1 <= len(indices) <= n_samples
+        assert np.sum(y[indices] == label) >= 0.9 * len(indices) - 0.5
+
+
+def test_partition_of_the_papers_shape():
+    y = np.repeat(np.arange(10), 700)
+    parts = imbalanced_partition(y, 10, 500, np.random.default_rng(0))
+    assert [len(indices) for indices in parts.clients] == [500] * 10
+    assert [np.sum(y[indices] == i) for i, indices in enumerate(parts.clients)] == [450] * 10
+    assert len(parts.test) == MAX_TEST
+    assert set(y[parts.test]) == set(range(10))
+
+
+def test_partition_gives_less_where_there_is_less():
+    y = np.repeat(np.arange(10), 100)
+    parts = imbalanced_partition(y, 10, 500, np.random.default_rng(0))
+    assert [len(indices) for indices in parts.clients] == [90] * 10
+    assert len(parts.test) == 100
+    with pytest.raises(ValueError, match="must have more images"):
+        imbalanced_partition(np.arange(10), 20, 100, np.random.default_rng(0))
+
+
+def test_natural_clients_keep_their_own_images():
+    owners = np.repeat([7, 3, 5, 9], [40, 12, 40, 2])
+    parts = natural_partition(owners, 3, 20, np.random.default_rng(0))
+    assert parts.labels == [5, 7, 3]
+    assert [len(own) for own in parts.clients] == [20, 20, 11]
+    for name, own in zip(parts.labels, parts.clients, strict=True):
+        assert set(owners[own]) == {name}
+    used = np.concatenate([*parts.clients, parts.test])
+    assert len(set(used)) == len(used)
+    assert sorted(owners[parts.test]) == [3, 5, 5, 5, 5, 7, 7, 7, 7]
+    with pytest.raises(ValueError, match="data must have 5 clients with 2 images or more, got 4"):
+        natural_partition(owners, 5, 20, np.random.default_rng(0))
+    with pytest.raises(ValueError, match="data must have 2 clients with 2 images or more, got 1"):
+        natural_partition(np.array([0, 0, 1]), 2, 20, np.random.default_rng(0))
+
+
+def test_planted_data():
+    planted = planted_clients(
+        np.random.default_rng(0), [5, 6, 7], [40, 50, 60], 3, n_features=7, noise=0.0
+    )
+    assert [X.shape for X in planted.samples] == [(40, 7), (50, 7), (60, 7)]
+    for X, local in zip(planted.samples, planted.local_atoms, strict=True):
+        D = np.vstack([planted.global_atoms, local])
+        np.testing.assert_allclose(D @ D.T, np.eye(len(D)), atol=1e-12)
+        codes = X @ D.T
+        np.testing.assert_allclose(codes @ D, X, atol=1e-12)
+        used = np.abs(codes[np.abs(codes) > 1e-9])
+        assert used.min() >= 0.3 - 1e-9
+        assert 0.1 < len(used) / codes.size < 0.35
+
+
+@pytest.mark.parametrize("n_global", [0, 5, 6])
+def test_planted_data_where_nothing_or_everything_is_shared(n_global):
+    planted = planted_clients(
+        np.random.default_rng(0), [6, 6], [20, 20], n_global, n_features=6, noise=0.1
+    )
+    assert planted.global_atoms.shape == (n_global, 6)
+    assert [local.shape for local in planted.local_atoms] == [(6 - n_global, 6)] * 2
+
+
+def test_a_file_is_read_again_once_it_has_changed(tmp_path, monkeypatch):
+    np.savez(tmp_path / "images.npz", **GOOD)
+    monkeypatch.chdir(tmp_path)
+    first = load_images("images.npz")
+    assert load_images("images.npz") is first
+    np.savez("images.npz", X=np.ones((4, 3, 3)), y=GOOD["y"])
+    assert load_images("images.npz").X.min() == 1
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    with pytest.raises(ValueError, match="must be a file"):
+        load_images("images.npz")
+
+
+def test_a_loader_that_keeps_files_is_a_function_like_any_other(tmp_path):
+    np.savez(tmp_path / "images.npz", **GOOD)
+    found = load_images(path=str(tmp_path / "images.npz"))
+    np.testing.assert_array_equal(found.X, load_images(str(tmp_path / "images.npz")).X)
+    assert pickle.loads(pickle.dumps(load_images)) is load_images
+
+
+def test_a_digest_is_of_a_folders_names_and_contents(tmp_path):
+    for name in ("a.npz", "b.png"):
+        (tmp_path / name).write_text(name)
+    whole = digest(str(tmp_path))
+    for name in (".hidden.npz", "notes.txt"):  # which no loader reads
+        (tmp_path / name).touch()
+    assert digest(str(tmp_path)) == whole
+    (tmp_path / "b.png").rename(tmp_path / "c.png")
+    assert len({whole, digest(str(tmp_path)), digest(str(tmp_path / "a.npz"))}) == 3
+    assert digest("") == digest(str(tmp_path / "nowhere")) == ""

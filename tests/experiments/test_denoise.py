@@ -1,0 +1,259 @@
+"""Denoising: patches by hand, agreement against exact and distributed inference, whole runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from skimage.metrics import peak_signal_noise_ratio, structural_similarity
+
+from flwr_perdl.diffusion.inference import exact_dual
+from flwr_perdl.diffusion.model_diffusion import ModelDiffusion
+from flwr_perdl.diffusion.objectives import NonnegativeMF, Objective, SparseSVD
+from flwr_perdl.diffusion.topology import Topology
+from perdl_experiments import run_experiment
+from perdl_experiments.outcome import Outcome, to_results
+from perdl_experiments.patches import cut, join
+from perdl_experiments.studies import denoise
+from perdl_experiments.studies._experiment import configure
+
+
+def config(**options: Any) -> dict[str, Any]:
+    return configure(denoise, options=options)
+
+
+def run(**options: Any) -> Outcome:
+    """Run the experiment in this process, keeping nothing."""
+    outcome = denoise.run(config(**options), lambda name, compute, of=0: compute())
+    to_results(outcome)  # all figures are finite
+    return outcome
+
+
+def save(folder: Path, **arrays: np.ndarray) -> str:
+    path = folder / "images.npz"
+    np.savez(path, **arrays)
+    return str(path)
+
+
+# Patches -------------------------------------------------------------------------------------
+
+
+def test_patches_by_hand() -> None:
+    patches = cut(np.arange(6.0).reshape(2, 3), 2)
+    np.testing.assert_array_equal(patches.means, [[2], [3]])
+    np.testing.assert_array_equal(patches.X, [[-2, -1, 1, 2], [-2, -1, 1, 2]])
+    changed = patches._replace(X=np.array([[0.0, 0, 0, 0], [4, 0, 4, 0]]))
+    np.testing.assert_array_equal(join(changed), [[2, 4.5, 3], [2, 4.5, 3]])
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 5), st.booleans())
+def test_cut_and_join_are_inverse(height: int, width: int, side: int, single: bool) -> None:
+    dtype = np.float32 if single else np.float64
+    image = np.random.default_rng(0).random((height, width)).astype(dtype)
+    side = min(side, height, width)
+    patches = cut(image, side)
+    assert patches.X.shape == ((height - side + 1) * (width - side + 1), side * side)
+    assert patches.X.dtype == dtype
+    np.testing.assert_allclose(patches.X.mean(axis=1), 0, atol=1e-6)
+    again = join(patches)
+    assert again.dtype == dtype
+    np.testing.assert_allclose(again, image, atol=1e-6)
+
+
+def test_a_patch_must_fit() -> None:
+    with pytest.raises(ValueError, match="side must be between 1 and 3, got 4"):
+        cut(np.ones((3, 5)), 4)
+
+
+# What the agents agree on --------------------------------------------------------------------
+
+
+def samples(seed: int = 0, n: int = 20) -> tuple[np.ndarray, np.ndarray]:
+    """Return samples, and more unit atoms than features."""
+    rng = np.random.default_rng(seed)
+    W = rng.standard_normal((16, 9))
+    return rng.standard_normal((n, 9)), W / np.linalg.norm(W, axis=1, keepdims=True)
+
+
+@pytest.mark.parametrize("objective", [SparseSVD(0.5, 0.1), NonnegativeMF(0.2, 0.05)])
+@pytest.mark.parametrize("n_atoms", [5, 16])
+def test_they_agree_on_the_exact_dual(
+    objective: Objective, n_atoms: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    X, W = samples()
+    W = objective.project_dictionary(W[:n_atoms])
+    exact = exact_dual(objective, X, [W])
+    loose = denoise.agree(objective, X, W)
+    error = np.linalg.norm(loose.nu - exact.nu, axis=1) / np.linalg.norm(X, axis=1)
+    assert (error <= loose.error + 1e-12).all()
+    assert (loose.error <= denoise.TOLERANCE).all()
+    monkeypatch.setattr(denoise, "TOLERANCE", 1e-7)
+    tight = denoise.agree(objective, X, W)
+    np.testing.assert_allclose(tight.nu, exact.nu, atol=1e-6)
+    np.testing.assert_allclose(tight.codes, exact.codes[0], atol=1e-5)
+
+
+def test_a_sample_of_zeros_ends_well() -> None:
+    _, W = samples()
+    found = denoise.agree(SparseSVD(0.5, 0.1), np.zeros((2, 9), dtype=np.float32), np.float32(W))
+    assert not found.codes.any()
+    assert not found.nu.any()
+    assert found.codes.dtype == np.float32
+
+
+def test_learning_in_agreement_is_learning_over_a_sparse_network(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(denoise, "TOLERANCE", 1e-7)
+    X, _ = samples(n=24)
+    learner = ModelDiffusion(SparseSVD(0.3, 0.1), step=0.5, decay=0.5, batch_size=8, tolerance=1e-7)
+    at_once = learner.fit(X, Topology.complete(12), network=denoise.Agreement())
+    by_messages = learner.fit(X, Topology.erdos_renyi(12, 0.3, seed=1))
+    moved = np.abs(at_once.dictionaries - learner.start(12, 9).dictionaries).max()
+    assert moved > 0.1
+    np.testing.assert_allclose(at_once.dictionaries, by_messages.dictionaries, atol=1e-4 * moved)
+    assert at_once.rounds == 0 < by_messages.rounds
+    assert at_once.residual <= 1e-7
+
+
+# The experiment ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def outcome() -> Outcome:
+    return run(size=64, atoms=49, rounds=60)
+
+
+def test_it_denoises_as_well_as_scikit_learn(outcome: Outcome) -> None:
+    metrics = outcome.metrics
+    assert metrics["psnr_noisy"] == pytest.approx(20 * np.log10(255 / 25), abs=0.2)
+    assert metrics["psnr_denoised"] > metrics["psnr_noisy"] + 5
+    assert metrics["psnr_denoised"] > metrics["psnr_sklearn"] - 0.5
+    assert metrics["ssim_denoised"] > metrics["ssim_noisy"] + 0.2
+    cost = outcome.curves["cost"]
+    assert cost[-1] < 0.95 * cost[0]
+
+
+def test_figures_are_those_of_scikit_image(outcome: Outcome) -> None:
+    clean = outcome.arrays["clean"][0]
+    for name in ("noisy", "denoised", "sklearn", "sklearn_lasso"):
+        image = outcome.arrays[f"images_{name}"][0]
+        assert outcome.metrics[f"psnr_{name}"] == pytest.approx(
+            peak_signal_noise_ratio(clean, image, data_range=1), abs=1e-3
+        )
+        expected = structural_similarity(
+            clean.clip(0, 1),
+            image.clip(0, 1),
+            data_range=1,
+            gaussian_weights=True,
+            sigma=1.5,
+            use_sample_covariance=True,
+        )
+        assert outcome.metrics[f"ssim_{name}"] == pytest.approx(expected, abs=1e-3)
+
+
+def test_atoms_and_pictures(outcome: Outcome) -> None:
+    for name in ("atoms", "atoms_sklearn"):
+        atoms = outcome.arrays[name]
+        assert atoms.shape == (49, 100)
+        assert (np.linalg.norm(atoms, axis=1) < 1 + 1e-5).all()
+    assert [picture.name for picture in outcome.pictures] == ["images", "atoms", "cost"]
+    assert [len(row) for row in outcome.tables[0].rows] == [5] * 4
+    assert outcome.rounds == 0
+    assert "no message was simulated" in outcome.notes[-1]
+
+
+def test_the_same_by_messages_over_a_sparse_network() -> None:
+    options = {"size": 24, "atoms": 9, "rounds": 8, "delta": 0.3}
+    at_once, by_messages = run(**options), run(connectivity=0.4, **options)
+    assert by_messages.metrics["psnr_denoised"] == pytest.approx(
+        at_once.metrics["psnr_denoised"], abs=0.05
+    )
+    assert by_messages.rounds > 0
+    topology = Topology.erdos_renyi(9, 0.4, seed=0)
+    least = float(topology.degrees.mean()) * 100 * by_messages.rounds
+    assert by_messages.floats_up > least  # several patches travel in every round
+    assert "messages over a random network" in by_messages.notes[-1]
+
+
+@pytest.mark.slow
+def test_the_default_run() -> None:
+    metrics = run().metrics
+    assert metrics["psnr_denoised"] >= metrics["psnr_noisy"] + 8.5
+    for other in ("sklearn", "sklearn_lasso"):
+        assert metrics["psnr_denoised"] >= metrics[f"psnr_{other}"] - 0.5
+
+
+def test_the_users_images(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    stack = (255 * rng.random((5, 12, 14))).astype(np.uint8)
+    task = denoise._task(config(data=save(tmp_path, X=stack), images=2, rounds=2))
+    assert task.clean.shape == task.noisy.shape == (2, 12, 14)
+    kept = [i for i in range(5) if any(np.allclose(stack[i] / 255, image) for image in task.clean)]
+    assert len(kept) == 2
+    assert [one.shape for one in task.patches] == [(12, 14)] * 2
+    assert task.order.shape == (2, denoise.BATCH)
+    noise = task.noisy - task.clean
+    assert noise.std() == pytest.approx(25 / 255, rel=0.15)
+    np.testing.assert_allclose(task.rebuild(task.X), task.noisy, atol=1e-6)
+
+
+def test_every_patch_is_seen_once_where_there_are_enough() -> None:
+    task = denoise._task(config(size=32, rounds=8))
+    assert len(np.unique(task.order)) == 8 * denoise.BATCH <= 23 * 23
+    again = denoise._task(config(size=32, rounds=20))
+    counts = np.bincount(again.order.ravel(), minlength=23 * 23)
+    assert set(counts) == {2, 3}
+
+
+def test_two_dimensions_are_one_image_or_rows_with_labels(tmp_path: Path) -> None:
+    X = np.random.default_rng(0).random((20, 144))
+    one = denoise._load(save(tmp_path, X=X), 256)
+    np.testing.assert_array_equal(one, X[None])
+    rows = denoise._load(save(tmp_path, X=X, y=np.zeros(20, dtype=int)), 256)
+    np.testing.assert_array_equal(rows, X.reshape(20, 12, 12))
+
+
+def test_it_runs_in_process_only() -> None:
+    with pytest.raises(ValueError, match="denoise must run in process"):
+        run_experiment("denoise", engine="ray")
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"X": np.ones(40)}, "X in .* must be an image, or images"),
+        ({"X": np.ones((2, 9, 12))}, r"of at least 10x10 pixels, got shape \(2, 9, 12\)"),
+        ({"X": np.ones((2, 12, 12), dtype=complex)}, "must be integers, float64 or float32"),
+        ({"X": np.full((12, 12), np.inf)}, "X in .* must be finite"),
+        ({"X": np.ones((4, 150)), "y": np.ones(4)}, "must have a square number of features"),
+        ({"y": np.ones(4)}, r"data must hold arrays named X: .* lacks \['X'\]"),
+    ],
+)
+def test_a_bad_file_gets_one_sentence(
+    arrays: dict[str, np.ndarray], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(data=save(tmp_path, **arrays))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sigma": 0.0}, r"sigma must be in \(0, inf\], got 0"),
+        ({"delta": 0.0}, r"delta must be in \(0, inf\], got 0"),
+        ({"atoms": 1}, "atoms must be at least 2, got 1"),
+        ({"clients": 7}, "clients must be 196, one per atom, got 7"),
+        ({"size": 9}, "size must be at least 10, got 9"),
+        ({"images": 0}, "images must be at least 1, got 0"),
+        ({"connectivity": 1.5, "size": 12}, r"connectivity must be in \(0, 1\], got 1.5"),
+        ({"data": "nowhere.npz"}, "data must be a file, got 'nowhere.npz'"),
+    ],
+)
+def test_bad_options_get_one_sentence(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(**options)

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from perdl_experiments import run_experiment
+from perdl_experiments.engine import federate
+from perdl_experiments.studies import configure, federations, find
+from perdl_experiments.studies.federations import FEDERATED, METHODS
+
+SMALL: dict[str, Any] = {
+    "seeds": 2,
+    "sizes": "8,30",
+    "failures": "0,40",
+    "weak": 4,
+    "weak_samples": "20,200",
+}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    out = tmp_path_factory.mktemp("federations")
+    return run_experiment("federations", clients=10, rounds=6, out=out, options=SMALL), out
+
+
+def point(**changes: Any) -> dict[str, Any]:
+    config = configure(find("federations"), clients=12, rounds=4, options=SMALL)
+    place = {"failing": 0, "weak": 0, "weak_size": 1, "start": "poor", "method": "consensus"}
+    return {**config, **place, **changes}
+
+
+def test_consensus_recovers_everywhere_and_the_chain_breaks_with_many_clients(small: Any) -> None:
+    metrics = small[0]["metrics"]
+    for place in ("clients_8", "clients_30", "failing_40", "weak_size_20"):
+        assert metrics[f"recovered_{place}_consensus"] == 1
+    assert metrics["error_max_clients_30_paths"] > 1e-2 > metrics["error_max_clients_30_consensus"]
+    assert metrics["error_weak_size_20_alone"] > 0.1 > 1e-6 > metrics["error_weak_size_200_alone"]
+
+
+def test_every_axis_has_a_table_and_all_figures_are_in_the_arrays(small: Any) -> None:
+    results, out = small
+    assert [len(table["rows"]) for table in results["tables"][:3]] == [2, 2, 2]
+    assert len(results["tables"][0]["columns"]) == 1 + len(METHODS)
+    with np.load(out / "arrays.npz") as arrays:
+        for axis in ("clients", "failing", "weak_size"):
+            for method in METHODS:
+                errors = arrays[f"errors_{axis}_{method}"]
+                assert errors.shape == (2, 2)
+                median = results["curves"][f"error_{axis}_{method}"]
+                np.testing.assert_allclose(np.median(errors, axis=0), median)
+
+
+def test_as_many_clients_fail_as_asked_half_of_them_with_nan() -> None:
+    report = federate(federations, point(failing=50, clients=40, rounds=8)).history
+    reasons = [reason for one in report for reason in one.dropped.values()]
+    silent = sum("this client fails" in reason for reason in reasons)
+    assert 0.4 < len(reasons) / 320 < 0.6
+    assert 0.35 < silent / len(reasons) < 0.65
+    assert all("NaN" in reason for reason in reasons if "this client fails" not in reason)
+
+
+def test_without_failures_and_weak_clients_all_is_as_in_the_first_panel() -> None:
+    config = configure(find("federations"), clients=8, rounds=4, options={**SMALL, "seeds": 1})
+    points = federations._points(config)
+    same = points["clients-8-seed-0"], points["failing-0-seed-0"]
+    assert {**same[0], "axis": ""} == {**same[1], "axis": ""}
+    assert len(federations.federations(config)) == 6 * len(FEDERATED)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sizes": "1"}, "sizes must be between 2 and"),
+        ({"failures": "100"}, "failures must be between 0 and 99, got 100"),
+        ({"weak": 0}, "weak must be between 1 and 20, got 0"),
+        ({"weak_samples": "0"}, "weak_samples must be between 1 and"),
+    ],
+)
+def test_bad_options_get_one_sentence(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run_experiment("federations", options=options)

