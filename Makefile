@@ -30,8 +30,9 @@ export OPENBLAS_NUM_THREADS = 1
 run: .venv/.installed
 	.venv/bin/flwr-perdl run digits --out $(OUT) $(ARGS)
 
+# A worker per core, four at most; a file's tests stay together, since they share what they start.
 test: $(venv)/.installed
-	$(python) -m pytest $(ARGS)
+	$(python) -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 # PyTorch beside the rest, for tests/dictionary/test_array_backends.py, which else leaves it out.
 torch: $(venv)/.installed
