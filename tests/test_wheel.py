@@ -20,6 +20,7 @@ from functools import cache
 from importlib.metadata import Distribution, distribution
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -146,6 +147,17 @@ if __name__ == "__main__":
         ClientApp(client_fn=lambda context: make_client(context).to_client()),
     )
 """
+
+
+class Program(NamedTuple):
+    """Python blocks that go together."""
+
+    page: Path
+    extras: str
+    commands: list[str]
+    """Commands of the page that must have run before."""
+    lines: list[str]
+    """In the page's places, so that a traceback names the page's lines."""
 
 
 def execute(*command: str | Path, cwd: Path) -> None:
@@ -309,41 +321,39 @@ def test_a_foreign_project_runs_new_style_and_legacy(
     np.testing.assert_array_equal(new, legacy)
 
 
-def programs(page: Path) -> list[tuple[str, str]]:
-    """Return a page's programs: the extras that each needs, and its text, in the page's lines.
-
-    Blocks go on where the one above ended, in README.md not: there each one runs by itself.
-    """
+def programs(page: Path) -> list[Program]:
+    """Return a page's programs: all blocks below one command, in README.md each by itself."""
     text = page.read_text()
-    commands = list(INSTALL.finditer(text))
-    found: dict[tuple[str, int], list[str]] = {}
+    installs = list(INSTALL.finditer(text))
+    found: dict[int, Program] = {}
     for block in BLOCK.finditer(text):
-        above = [command for command in commands if command.start() < block.start()]
+        above = [install for install in installs if install.start() < block.start()]
         assert above, f"{page.name} does not say what to install before its first block"
-        extras = above[-1]["extras"] or ""
-        key = extras, block.start() if page.name == "README.md" else above[-1].start()
-        lines = found.setdefault(key, [])
-        lines += [""] * (text.count("\n", 0, block.start("code")) - len(lines))
-        lines += block["code"].splitlines()
-    return [(extras, "\n".join(lines)) for (extras, _), lines in found.items()]
+        said = text[above[-1].end() : block.start()].splitlines()
+        first = block.start() if page.name == "README.md" else above[-1].start()
+        program = found.setdefault(first, Program(page, above[-1]["extras"] or "", [], []))
+        program.commands[:] = [command for command in COMMANDS if command in said]
+        program.lines.extend([""] * (text.count("\n", 0, block.start("code")) - len(program.lines)))
+        program.lines.extend(block["code"].splitlines())
+    return list(found.values())
 
 
-PROGRAMS = [(page, *program) for page in PAGES for program in programs(page)]
+PROGRAMS = [program for page in PAGES for program in programs(page)]
 
 
-@pytest.mark.parametrize("extras", sorted({extras for _, extras, _ in PROGRAMS}))
+@pytest.mark.parametrize("extras", sorted({program.extras for program in PROGRAMS}))
 def test_blocks_run_with_what_their_page_says_to_install(
     extras: str, environment: Callable[[str], Path], tmp_path: Path
 ) -> None:
     python = environment(extras)
     files = []
-    for number, (page, named, source) in enumerate(PROGRAMS):
-        if named == extras:
-            folder = tmp_path / f"{number}"
-            folder.mkdir()
-            files.append(folder / page.with_suffix(".py").name)
-            files[-1].write_text(source)
-            for command in set(page.read_text().splitlines()) & set(COMMANDS):
+    for number, program in enumerate(PROGRAMS):
+        if program.extras == extras:
+            file = tmp_path / f"{number}" / program.page.with_suffix(".py").name
+            file.parent.mkdir()
+            file.write_text("\n".join(program.lines))
+            files.append(file)
+            for command in program.commands:
                 name, *arguments = command.split()
-                execute(python.with_name(name), *arguments, *COMMANDS[command], cwd=folder)
+                execute(python.with_name(name), *arguments, *COMMANDS[command], cwd=file.parent)
     execute(python, "-I", "-c", RUN_ALL, *files, cwd=tmp_path)
