@@ -450,12 +450,12 @@ def _index(results: Mapping[str, Any]) -> Iterator[str]:
     yield "# Gallery\n"
     yield (
         "The figures and tables in which the four papers show results, made again by one command, "
-        "beside the papers' own numbers; and results that the papers do not have. Diagrams and tables "
-        "of definitions are left out. Where a paper's data are not at hand, other data stand in: the "
-        "verdict is then *not comparable*, because our numbers cannot be held against the paper's. "
-        "All numbers are medians over three runs with their range, and come from "
-        "[results.json](results.json), from which these pages are made. Pictures and tables are those "
-        "of the first run.\n"
+        "beside the papers' own numbers; and results that the papers do not have. Diagrams and "
+        "tables of definitions are left out. Where a paper's data are not at hand, other data "
+        "stand in: the verdict is then *not comparable*, because our numbers cannot be held "
+        "against the paper's. All numbers are medians over three runs with their range, and come "
+        "from [results.json](results.json), from which these pages are made. Pictures and tables "
+        "are those of the first run.\n"
     )
     yield "```sh\nmake gallery                  # all of it, resumable: runs/gallery"
     yield "make gallery ARGS=--small     # the quick ones"
