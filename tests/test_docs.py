@@ -1,4 +1,4 @@
-"""The Python blocks of README.md and of the guides run as they stand, page by page."""
+"""Links, tables and lists of README.md and the guides; test_wheel.py runs their Python blocks."""
 
 from __future__ import annotations
 
@@ -7,32 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from perdl_experiments import run_experiment
 from perdl_experiments.studies import EXPERIMENTS
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [
-    page
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    if "```python\n" in page.read_text()
-]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A working directory with what `make run` leaves, from a smaller run."""
-    folder = tmp_path_factory.mktemp("reader")
-    run_experiment("digits", clients=3, rounds=2, out=folder / "runs" / "digits")
-    return folder
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_python_blocks_run(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(folder)
-    namespace: dict[str, object] = {"__name__": page.stem}
-    for block in re.finditer(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
-        line = page.read_text().count("\n", 0, block.start(1))
-        exec(compile("\n" * line + block[1], page.name, "exec"), namespace)
 
 
 def test_links_between_pages_lead_somewhere() -> None:

@@ -1,23 +1,66 @@
-"""The wheel and the sdist, and a foreign Flower project that uses the wheel."""
+"""The wheel and the sdist; environments that have nothing but the wheel and the extras asked for.
+
+In such environments run a foreign Flower project and the Python blocks of README.md and the guides.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import sysconfig
 import tarfile
 import venv
 import zipfile
+from collections.abc import Callable, Iterable
 from email import message_from_bytes
+from email.message import Message
+from functools import cache
+from importlib.metadata import Distribution, distribution
+from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
+from packaging.requirements import Requirement
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parent.parent
+PAGES = [
+    page
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    if "```python\n" in page.read_text()
+]
+
+# How a page says what its blocks need, and the blocks. What holds is the command above a block.
+INSTALL = re.compile(r"pip install (?:-e )?(?:\.(?=[`\s])|'\.\[(?P<extras>[\w,]+)\]')")
+BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+
+# Commands of pages whose files a block reads, and what makes them quick.
+COMMANDS = {"flwr-perdl run digits --out runs/atoms": ("--clients", "3", "--rounds", "2")}
+
+# Runs files, each in the folder that it is in; warnings are errors, as in the other tests.
+RUN_ALL = """
+import os, runpy, sys, traceback, warnings
+
+warnings.simplefilter("error")
+warnings.filterwarnings("ignore", "'click.utils.get_", DeprecationWarning)  # typer's imports
+failed = 0
+for path in sys.argv[1:]:
+    os.chdir(os.path.dirname(path))
+    try:
+        runpy.run_path(path)
+    except Exception:
+        failed += 1
+        traceback.print_exc()
+sys.exit(failed)
+"""
+
+# Imports that a server or a client on a cluster must not wait for.
+HEAVY = {"PIL", "joblib", "matplotlib", "networkx", "skimage", "sklearn"}
 
 # The host project has packages of its own that are called like ours.
 HOST_PACKAGES = ("clients", "simulations", "strategies")
@@ -87,7 +130,7 @@ from flwr.server import ServerApp, ServerAppComponents, ServerConfig
 from flwr_perdl.strategies import as_legacy
 
 
-def keep(round_, arrays):
+def keep(round_, arrays, config=None):
     if arrays:
         save(arrays)
 
@@ -104,6 +147,17 @@ if __name__ == "__main__":
         ClientApp(client_fn=lambda context: make_client(context).to_client()),
     )
 """
+
+
+class Program(NamedTuple):
+    """Python blocks that go together."""
+
+    page: Path
+    extras: str
+    commands: list[str]
+    """Commands of the page that must have run before."""
+    lines: list[str]
+    """In the page's places, so that a traceback names the page's lines."""
 
 
 def execute(*command: str | Path, cwd: Path) -> None:
@@ -135,20 +189,58 @@ def wheel(dist: Path) -> Path:
     return next(dist.glob("*.whl"))
 
 
+def metadata_of(wheel: Path) -> Message:
+    archive = zipfile.ZipFile(wheel)
+    (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    return message_from_bytes(archive.read(name))
+
+
+def needed(lines: Iterable[str], extras: Iterable[str]) -> dict[str, Distribution]:
+    """Return the installed distributions that requirements ask for, with all that these need."""
+    found: dict[str, Distribution] = {}
+    wanted = [(line, ("", *extras)) for line in lines]
+    seen = set(wanted)
+    while wanted:
+        line, extras = wanted.pop()
+        requirement = Requirement(line)
+        marker = requirement.marker
+        if marker is None or any(marker.evaluate({"extra": extra}) for extra in extras):
+            found[requirement.name] = distribution(requirement.name)
+            further = ("", *sorted(requirement.extras))
+            new = {(line, further) for line in found[requirement.name].requires or ()} - seen
+            seen |= new
+            wanted += new
+    return found
+
+
 @pytest.fixture(scope="module")
-def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of a fresh environment with the wheel, and this environment's libraries."""
-    folder = tmp_path_factory.mktemp("fresh")
-    venv.create(folder, with_pip=False, symlinks=True)
-    layout = {"base": str(folder), "platbase": str(folder)}
-    site = Path(sysconfig.get_path("purelib", "venv", layout))
-    # Paths from a .pth file come after the environment's own, and .pth files there are not read:
-    # an editable install of this checkout does not come along.
-    (site / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    python = Path(sysconfig.get_path("scripts", "venv", layout)) / "python"
-    pip = (sys.executable, "-m", "pip", "--quiet", "--python", python)
-    execute(*pip, "install", "--no-deps", "--no-index", "--ignore-installed", wheel, cwd=folder)
-    return python
+def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return what makes the interpreter of an environment of the wheel and given extras.
+
+    Installing from an index takes a minute each time. Here the libraries are links to those of this
+    environment: to the ones that the metadata ask for, directly or not, and to no other.
+    """
+    requirements = metadata_of(wheel).get_all("Requires-Dist", [])
+
+    @cache
+    def make(extras: str) -> Path:
+        folder = tmp_path_factory.mktemp("environment")
+        venv.create(folder, with_pip=False, symlinks=True)
+        layout = {"base": str(folder), "platbase": str(folder)}
+        site = Path(sysconfig.get_path("purelib", "venv", layout))
+        for one in needed(requirements, extras.split(",")).values():
+            for file in one.files or ():
+                link, source = site / file, Path(str(file.locate()))
+                if ".." not in file.parts and source.is_file() and not link.exists():
+                    link.parent.mkdir(parents=True, exist_ok=True)
+                    link.symlink_to(source)
+        python = Path(sysconfig.get_path("scripts", "venv", layout)) / "python"
+        pip = (sys.executable, "-m", "pip", "--quiet", "--python", python)
+        execute(*pip, "install", "--no-deps", "--no-index", wheel, cwd=folder)
+        execute(*pip, "check", cwd=folder)
+        return python
+
+    return make
 
 
 @pytest.fixture(scope="module")
@@ -169,8 +261,7 @@ def test_the_wheel_has_the_package_and_its_metadata(wheel: Path) -> None:
     sources = [file for name in packages for file in (ROOT / name).rglob("*.py")]
     assert {str(file.relative_to(ROOT)) for file in sources} | {"flwr_perdl/py.typed"} <= names
     assert {name.split("/")[0].split("-")[0] for name in names} == packages
-    (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
-    headers = message_from_bytes(archive.read(metadata))
+    headers = metadata_of(wheel)
     core = {line for line in headers.get_all("Requires-Dist", []) if "extra ==" not in line}
     assert {line.split("<")[0].split(">")[0] for line in core} == {"flwr", "numpy", "scipy"}
     assert headers["License-Expression"] == "Apache-2.0"
@@ -187,15 +278,82 @@ def test_the_sdist_has_what_a_developer_needs(dist: Path) -> None:
     assert not {name for name in files if name.startswith((".venv", "runs/"))}
 
 
-def test_the_wheel_is_what_a_fresh_environment_imports(python: Path, project: Path) -> None:
-    where = "import flwr_perdl, sys; sys.exit(not flwr_perdl.__file__.startswith(sys.prefix))"
-    execute(python, "-c", where, cwd=project)
+def test_an_environment_has_the_wheel_and_nothing_from_elsewhere(
+    environment: Callable[[str], Path], tmp_path: Path
+) -> None:
+    asked = """
+import sys, flwr_perdl
+assert flwr_perdl.__file__.startswith(sys.prefix)
+own = (sys.prefix, sys.base_prefix)
+assert all(path.startswith(own) for path in sys.path), sys.path
+assert not [path for path in sys.path if "-packages" in path and not path.startswith(sys.prefix)]
+"""
+    execute(environment(""), "-I", "-c", asked, cwd=tmp_path)
+    for missing in HEAVY | {"ray"}:
+        assert not list(environment("").parent.parent.glob(f"lib/*/site-packages/{missing}"))
 
 
-def test_a_foreign_project_runs_new_style_and_legacy(python: Path, project: Path) -> None:
+@pytest.mark.parametrize("extras", ["", "experiments"])
+def test_the_library_loads_nothing_of_the_applications(
+    extras: str, environment: Callable[[str], Path], tmp_path: Path
+) -> None:
+    # Flower itself loads a table and a command-line library; what is loaded beyond those is ours.
+    asked = f"""
+import sys, flwr.app, flwr.client, flwr.server, flwr.serverapp, flwr.clientapp, flwr.simulation
+flower = set(sys.modules)
+from flwr_perdl import clients, diffusion, dictionary, network, regression, strategies
+from flwr_perdl.simulations import InProcessGrid
+loaded = {{name.partition(".")[0] for name in set(sys.modules) - flower}}
+assert not loaded & {HEAVY | {"perdl_experiments", "rich", "typer"}}, loaded
+"""
+    execute(environment(extras), "-I", "-c", asked, cwd=tmp_path)
+
+
+def test_a_foreign_project_runs_new_style_and_legacy(
+    environment: Callable[[str], Path], project: Path
+) -> None:
+    python = environment("simulation" if find_spec("ray") else "")
     execute(python, "new.py", "new.npy", cwd=project)
     execute(python, "legacy.py", "legacy.npy", cwd=project)
     new, legacy = np.load(project / "new.npy"), np.load(project / "legacy.npy")
     assert new.shape == (2, 6)
     np.testing.assert_allclose(np.linalg.norm(new, axis=1), 1, rtol=1e-12)
     np.testing.assert_array_equal(new, legacy)
+
+
+def programs(page: Path) -> list[Program]:
+    """Return a page's programs: all blocks below one command, in README.md each by itself."""
+    text = page.read_text()
+    installs = list(INSTALL.finditer(text))
+    found: dict[int, Program] = {}
+    for block in BLOCK.finditer(text):
+        above = [install for install in installs if install.start() < block.start()]
+        assert above, f"{page.name} does not say what to install before its first block"
+        said = text[above[-1].end() : block.start()].splitlines()
+        first = block.start() if page.name == "README.md" else above[-1].start()
+        program = found.setdefault(first, Program(page, above[-1]["extras"] or "", [], []))
+        program.commands[:] = [command for command in COMMANDS if command in said]
+        program.lines.extend([""] * (text.count("\n", 0, block.start("code")) - len(program.lines)))
+        program.lines.extend(block["code"].splitlines())
+    return list(found.values())
+
+
+PROGRAMS = [program for page in PAGES for program in programs(page)]
+
+
+@pytest.mark.parametrize("extras", sorted({program.extras for program in PROGRAMS}))
+def test_blocks_run_with_what_their_page_says_to_install(
+    extras: str, environment: Callable[[str], Path], tmp_path: Path
+) -> None:
+    python = environment(extras)
+    files = []
+    for number, program in enumerate(PROGRAMS):
+        if program.extras == extras:
+            file = tmp_path / f"{number}" / program.page.with_suffix(".py").name
+            file.parent.mkdir()
+            file.write_text("\n".join(program.lines))
+            files.append(file)
+            for command in program.commands:
+                name, *arguments = command.split()
+                execute(python.with_name(name), *arguments, *COMMANDS[command], cwd=file.parent)
+    execute(python, "-I", "-c", RUN_ALL, *files, cwd=tmp_path)
