@@ -203,7 +203,10 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
         },
         tables=[*_tables(metrics, n_atoms, n_global), *(_tables_1(tuned, config) if tuned else [])],
         pictures=_pictures(task, global_atoms, alone[0], pooled, curve, metrics),
-        notes=list(_notes(config, task)),
+        notes=[
+            *_notes(config, task),
+            *(str(failure) for kept in tuned.values() for failure in kept.get("failures", ())),
+        ],
         rounds=federated.rounds,
         floats_up=federated.floats_up,
         floats_down=federated.floats_down,
@@ -215,7 +218,9 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
 
 def _tuned(method: str, task: Task, config: Config) -> dict[str, NDArray[Any]]:
     """Return what a method's best setting comes to on the held-out images, and what it costs."""
-    learned = _methods.learn_tuned(method, task.clients, config, START)
+    learned, failures = _methods.learn_tuned(method, task.clients, config, START)
+    if learned is None:
+        learned = _methods.Learned([], [], *[0.0] * len(_methods.COSTS))
 
     def measured(dictionaries: Sequence[Matrix]) -> NDArray[Any]:
         found = _metrics("", task.test, dictionaries, task.shape) if dictionaries else {}
@@ -227,7 +232,13 @@ def _tuned(method: str, task: Task, config: Config) -> dict[str, NDArray[Any]]:
         "shared_atoms": np.array([len(D) for D in learned.shared]),
         "full_atoms": np.array([len(D) for D in learned.full]),
         "cost": np.array(learned[2:]),
+        "failures": np.array(failures, str),
     }
+
+
+def _failed(kept: Mapping[str, NDArray[Any]]) -> bool:
+    """Return whether a method has no dictionary, as every setting of it failed."""
+    return not kept["shared"].size and not kept["full"].size
 
 
 def _tuned_rows(tuned: Mapping[str, Mapping[str, NDArray[Any]]]) -> Iterator[tuple[str, str, str]]:
@@ -247,7 +258,9 @@ def _tuned_metrics(tuned: Mapping[str, Mapping[str, NDArray[Any]]]) -> dict[str,
         for j, k in enumerate(N_NONZERO)
     }
     for method, kept in tuned.items():
-        for what, value in zip(_methods.Learned._fields[2:], kept["cost"], strict=True):
+        if _failed(kept):
+            continue
+        for what, value in zip(_methods.COSTS, kept["cost"], strict=True):
             metrics[f"{what}_tuned_{method}"] = float(value)
     return metrics
 
@@ -264,6 +277,9 @@ def _tables_1(tuned: Mapping[str, Mapping[str, NDArray[Any]]], config: Config) -
         errors[title] = measured[0, chosen]
         digits = enumerate((4, 2, 3))
         rows.append([title, *(f"{measured[i, j]:.{d}f}" for i, d in digits for j in chosen)])
+    failed = [method for method in tuned if _failed(tuned[method])]
+    for method in failed:
+        rows.append([_methods.METHODS[method], "failed", *["–"] * (len(FIELDS) * len(chosen) - 1)])
     yield Table(
         "Table 1: all methods, tuned alike",
         f"All held-out images with k = {' and '.join(map(str, TABLE_N_NONZERO))} atoms "
@@ -272,7 +288,11 @@ def _tables_1(tuned: Mapping[str, Mapping[str, NDArray[Any]]], config: Config) -
         ["", *(f"{field.upper()} {k}" for field in FIELDS for k in TABLE_N_NONZERO)],
         rows,
     )
-    costs = {m: _methods.Learned([], [], *map(float, one["cost"])) for m, one in tuned.items()}
+    costs = {
+        method: _methods.Learned([], [], *map(float, kept["cost"]))
+        for method, kept in tuned.items()
+        if method not in failed
+    }
     yield Table(
         "What Table 1 costs",
         f"The same budget for all: {config['rounds']} rounds (without a server, {GENEROSITY} "
@@ -293,12 +313,15 @@ def _tables_1(tuned: Mapping[str, Mapping[str, NDArray[Any]]], config: Config) -
                 f"{cost.setting:.3g}",
             ]
             for method, cost in costs.items()
-        ],
+        ]
+        + [[_methods.METHODS[method], "failed", *["–"] * 4] for method in failed],
     )
 
 
 def _verdict(errors: Mapping[str, NDArray[Any]], i: int) -> str:
     """Return a sentence about who does better than PerMA with the i-th number of atoms."""
+    if not any(one.startswith("PerMA") for one in errors):
+        return ""
     ours = min((one for one in errors if one.startswith("PerMA")), key=lambda one: errors[one][i])
     better = [title for title in errors if errors[title][i] < errors[ours][i]]
     words = f"better than {ours}: {', '.join(better)}" if better else f"{ours} has the least error"
