@@ -23,6 +23,9 @@ from flwr_perdl._checks import Matrix
 Given = ParamSpec("Given")
 Loaded = TypeVar("Loaded")
 
+#: The most numbers that an experiment draws: eight gigabytes.
+MOST_NUMBERS = 2**30
+
 #: Files that a folder of frames may hold.
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp", ".pgm", ".ppm")
 
@@ -290,6 +293,7 @@ def planted_clients(
     Planted
         The atoms and the data.
     """
+    check_size(sum(n_samples) * n_features)
     basis = ortho_group.rvs(n_features, random_state=rng)
     shared, rest = basis[:n_global], basis[n_global:]
     local_atoms, samples = [], []
@@ -302,6 +306,14 @@ def planted_clients(
         samples.append(codes @ atoms + noise * rng.standard_normal((n, n_features)))
         local_atoms.append(local)
     return Planted(shared, local_atoms, samples)
+
+
+def check_size(n_numbers: int) -> None:
+    """Refuse options that make more numbers of data than fit in a machine's memory."""
+    if n_numbers > MOST_NUMBERS:
+        raise ValueError(
+            f"clients and their samples must make at most {MOST_NUMBERS} numbers, got {n_numbers}."
+        )
 
 
 def _random_rotation(size: int, rng: np.random.Generator) -> Matrix:

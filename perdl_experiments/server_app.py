@@ -26,5 +26,6 @@ def main(grid: Grid, context: Context) -> None:
         clients=await_nodes(grid, wanted),
         out=str(context.run_config.get("out", "")) or None,
         resume=bool(context.run_config.get("resume", False)),
+        overwrite=bool(context.run_config.get("overwrite", False)),
         options=options,
     )

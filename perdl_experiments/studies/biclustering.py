@@ -43,6 +43,17 @@ DEFAULTS: dict[str, Value] = {
     "noise": 1.3,
     "informative": 160,
 }
+HELP: dict[str, str] = {
+    "rounds": "passes over the genes",
+    "data": "your expressions: `.npz` with `X` and, if known, `y`",
+    "seeds": "planted data sets, one per seed; with your data, orders of its genes",
+    "atoms": "layers",
+    "k": "clusters: as many as labels, or atoms and one",
+    "thresholds": "how Algorithm 3 chooses its thresholds, without labels: `sure` or `bic`",
+    "noise": "of the planted data",
+    "informative": "genes of the planted 400 that tell a type",
+}
+FIGURES: tuple[str, ...] = ("layers.png", "loadings.png")
 ERROR = "ari_diffusion"
 
 #: Algorithm 4's parameters, in units of the expressions' root mean square: the paper's gamma = 0.5,

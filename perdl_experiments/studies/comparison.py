@@ -64,6 +64,13 @@ DEFAULTS: dict[str, Value] = {
     "densities": "10,20,30,40",
     "min_support": MIN_SUPPORT,
 }
+HELP: dict[str, str] = {
+    "seeds": "per point",
+    "dimensions": "features, and atoms per client, half of them shared",
+    "sizes": "numbers of clients",
+    "densities": "codes that are not zero, in percent",
+}
+FIGURES: tuple[str, ...] = ("comparison.png",)
 ERROR = "error_full"
 
 METHODS = {

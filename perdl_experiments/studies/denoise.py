@@ -51,6 +51,17 @@ DEFAULTS: dict[str, Value] = {
     "size": 256,
     "images": 4,
 }
+HELP: dict[str, str] = {
+    "rounds": "batches of 64 patches",
+    "data": "your images: `.npz` with `X`",
+    "sigma": "noise, in units of 1/255",
+    "atoms": "agents",
+    "delta": "weight of the codes' squares",
+    "connectivity": "below 1: by messages over a random network, in far more time",
+    "size": "side to which the bundled image is brought",
+    "images": "at most so many of the file's",
+}
+FIGURES: tuple[str, ...] = ("images.png", "atoms.png", "cost.png")
 ERROR = "cost"
 
 #: Height and width of a patch.

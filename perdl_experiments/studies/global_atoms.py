@@ -50,6 +50,12 @@ DEFAULTS: dict[str, Value] = {
     "matching": "consensus",
     "min_support": MIN_SUPPORT,
 }
+HELP: dict[str, str] = {
+    "seeds": "per number",
+    "n_global": "numbers of shared atoms to plant",
+    "noise": "standard deviation of noise on the data",
+}
+FIGURES: tuple[str, ...] = ("paths.png",)
 ERROR = "mse"
 
 N_ATOMS = 10

@@ -68,6 +68,10 @@ DEFAULTS: dict[str, Value] = {
     "min_support": MIN_SUPPORT,
     "methods": "all",
 }
+HELP: dict[str, str] = {
+    "data": "your images: `.npz` with `X` and `y`",
+}
+FIGURES: tuple[str, ...] = ("reconstructions.png", "error.png", "atoms.png")
 ERROR = "mse_global_10"
 
 #: Everybody's warm start. A threshold that shrinks faster than by default does as well on images:
@@ -279,7 +283,7 @@ def _tables_1(tuned: Mapping[str, Mapping[str, NDArray[Any]]], config: Config) -
         rows.append([title, *(f"{measured[i, j]:.{d}f}" for i, d in digits for j in chosen)])
     failed = [method for method in tuned if _failed(tuned[method])]
     for method in failed:
-        rows.append([_methods.METHODS[method], "failed", *["–"] * (len(FIELDS) * len(chosen) - 1)])
+        rows.append([_methods.METHODS[method], "failed", *["-"] * (len(FIELDS) * len(chosen) - 1)])
     yield Table(
         "Table 1: all methods, tuned alike",
         f"All held-out images with k = {' and '.join(map(str, TABLE_N_NONZERO))} atoms "
@@ -314,7 +318,7 @@ def _tables_1(tuned: Mapping[str, Mapping[str, NDArray[Any]]], config: Config) -
             ]
             for method, cost in costs.items()
         ]
-        + [[_methods.METHODS[method], "failed", *["–"] * 4] for method in failed],
+        + [[_methods.METHODS[method], "failed", *["-"] * 4] for method in failed],
     )
 
 

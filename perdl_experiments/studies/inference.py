@@ -50,6 +50,16 @@ DEFAULTS: dict[str, Value] = {
     "informed": 0,
     "impulses": 0.0,
 }
+HELP: dict[str, str] = {
+    "seeds": "random graphs and samples",
+    "agents": "number of agents",
+    "dimension": "of a sample",
+    "connectivity": "probability of a link",
+    "loss": "of the residuals: `squared` or `huber`",
+    "informed": "number of agents that see the sample; 0: all",
+    "impulses": "share of a sample's entries that are outliers",
+}
+FIGURES: tuple[str, ...] = ("inference.png",)
 ERROR = "decibels"
 
 #: The paper's settings of Section IV-B.

@@ -43,6 +43,14 @@ DEFAULTS: dict[str, Value] = {
     "k": "3",
     "variant": "default",
 }
+HELP: dict[str, str] = {
+    "clients": "number of clients; 0: the setting's",
+    "setting": "settings of the paper: `C1`, `C2`, `C3`, or some of them",
+    "seeds": "per setting",
+    "k": "number of models: `3`, another number, or `auto`",
+    "variant": "parameters: `default`, or the `paper`'s",
+}
+FIGURES: tuple[str, ...] = ("fig1-C1.png", "fig2-C2.png", "fig3-C3.png")
 ERROR = "error"
 
 K = 3

@@ -48,6 +48,16 @@ DEFAULTS: dict[str, Value] = {
     "samples": 500,
     "noise": 0.0,
 }
+HELP: dict[str, str] = {
+    "clients": "number of nodes",
+    "rounds": "iterations",
+    "seeds": "planted data sets, one per seed",
+    "update": "of the atoms: `mod`, `ksvd` or `gradient`",
+    "replacement": "of dead atoms: `private`, `samples` or `none`",
+    "samples": "per node",
+    "noise": "share of the data's root mean square",
+}
+FIGURES: tuple[str, ...] = ("recovery.png", "networks.png", "atoms.png")
 ERROR = "missing"
 
 N_ATOMS, SHAPE, N_NONZERO = 48, (4, 4), 3

@@ -49,6 +49,14 @@ DEFAULTS: dict[str, Value] = {
     "noises": "0.1,0.3,1",
     "points": "5,10,20,40",
 }
+HELP: dict[str, str] = {
+    "seeds": "per place of the map",
+    "dimension": "features",
+    "separations": "mean distances between two models, which share a part of norm one",
+    "noises": "standard deviations",
+    "points": "per client",
+}
+FIGURES: tuple[str, ...] = ("maps.png",)
 ERROR = "error"
 
 K = 3

@@ -52,6 +52,11 @@ DEFAULTS: dict[str, Value] = {
     "learner": "orthogonal",
     "min_support": MIN_SUPPORT,
 }
+HELP: dict[str, str] = {
+    "data": "your images, as for `images`; without it, scikit-learn's digits",
+    "refine_steps": "iterations of local refinement before every round",
+}
+FIGURES: tuple[str, ...] = ("errors.png", "trade-off.png")
 ERROR = "error_all"
 
 #: Atoms per image.

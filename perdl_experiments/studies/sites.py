@@ -50,6 +50,12 @@ DEFAULTS: dict[str, Value] = {
     "learner": "orthogonal",
     "min_support": MIN_SUPPORT,
 }
+HELP: dict[str, str] = {
+    "clients": "number of clients; 0: one per file",
+    "data": "a folder with a file per client",
+    "n_global": "of which global: `auto`, or a number",
+}
+FIGURES: tuple[str, ...] = ("error.png",)
 ERROR = "mse"
 
 

@@ -57,6 +57,15 @@ DEFAULTS: dict[str, Value] = {
     "matching": "consensus",
     "min_support": MIN_SUPPORT,
 }
+HELP: dict[str, str] = {
+    "seeds": "federations, one per seed",
+    "atoms": "atoms per client; `5,6,7` gives them to the clients in turn",
+    "start": (
+        "`good`; or `poor`: Fig. 2's regime, where some clients fail alone; or `short`: "
+        "five iterations"
+    ),
+}
+FIGURES: tuple[str, ...] = ("clients.png", "rounds.png")
 ERROR = "error_global"
 
 N_GLOBAL = 3
