@@ -11,7 +11,7 @@ from inspect import signature
 from math import isqrt, prod
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
-from zipfile import ZipFile, ZipInfo
+from zipfile import BadZipFile, ZipFile, ZipInfo
 
 import numpy as np
 from numpy.lib import format as npy
@@ -188,13 +188,20 @@ def read_npz(path: str, *keys: str) -> dict[str, NDArray[Any]]:
     ValueError
         If the file is not there, or cannot be read.
     """
+    if not Path(path).exists():
+        raise ValueError(f"data must be a file, got {path!r}, which does not exist.")
     if not Path(path).is_file():
-        raise ValueError(f"data must be a file, got {path!r}.")
+        raise ValueError(f"data must be a file, got {path!r}, which is a folder.")
     try:
         with ZipFile(path) as archive:
             entries = {entry.filename.removesuffix(".npy"): entry for entry in archive.infolist()}
             wanted = {key: entries[key] for key in keys if key in entries} if keys else entries
             return {key: _entry(archive, entry) for key, entry in wanted.items()}
+    except BadZipFile:
+        raise ValueError(
+            f"data must be a whole .npz file, as numpy.savez({'data.npz'!r}, X=X) writes it, got "
+            f"{path!r}, which is text, truncated or of another format."
+        ) from None
     except Exception as error:
         raise ValueError(f"data must be a readable .npz file, got {path!r}: {error}") from error
 

@@ -18,14 +18,14 @@ from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
 from flwr_perdl import _store
-from flwr_perdl._checks import check_choice, check_count
+from flwr_perdl._checks import check_count
 from flwr_perdl._records import PARTITION_ID
 from flwr_perdl._threads import one_blas_thread
 from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.strategies import RoundReport, client_report
 from flwr_perdl.strategies._events import EVENTS, EventLog
 from perdl_experiments.data import digest
-from perdl_experiments.engine import ENGINES, Config, EvaluateFn, Federated, mishaps
+from perdl_experiments.engine import Config, EvaluateFn, Federated, check_engine, mishaps
 from perdl_experiments.engine import federate as run_federation
 from perdl_experiments.outcome import ARRAYS, NEXT, RESULTS, to_results, write
 from perdl_experiments.report import REPORT, read_results, write_report
@@ -36,8 +36,11 @@ from perdl_experiments.studies import (
     Value,
     configure,
     find,
+    one_federation,
 )
 
+#: What the extra ``experiments`` brings.
+_NEEDED = ("matplotlib", "sklearn", "skimage", "networkx", "joblib")
 _RUN = "run.json"
 _CHECKPOINTS, _STATE, _KEPT = _FOLDERS = "checkpoints", "state", "kept"
 _FILES = (EVENTS, RESULTS, ARRAYS, REPORT)
@@ -152,26 +155,43 @@ def run_experiment(
     return results
 
 
-def check_run(name: str, *, node_config: Mapping[str, Any] | None = None, **options: Any) -> None:
-    """Refuse what `run_experiment` would refuse, without running anything.
+def check_deployed(
+    name: str,
+    *,
+    node_config: Mapping[str, Any],
+    options: Mapping[str, Value] | None = None,
+    **given: Any,
+) -> None:
+    """Refuse what `run_experiment` would refuse in a deployment, before any node starts.
 
     Parameters
     ----------
     name : str
         The experiment.
-    node_config : mapping, optional
+    node_config : mapping
         What the first client's node config has besides its partition.
-    **options
-        As those of `run_experiment`.
+    options : mapping, optional
+        As those of `run_experiment`; ``seeds`` is 1 by default, as for all Flower runs.
+    **given
+        Further arguments of `run_experiment`.
 
     Raises
     ------
     ValueError
         As in `run_experiment`.
     """
-    experiment, config, folder = _prepared(name, **options)
-    resume = bool(options.get("resume"))
-    _Session(experiment, config, "in-process", folder, resume, None).check(node_config or {})
+    options = {**one_federation(find(name)), **(options or {})}
+    experiment, config, folder = _prepared(name, options=options, **given)
+    if not isinstance(experiment, FederatedExperiment):
+        raise ValueError(f"{name} must run in process: there is no server in it.")
+    session = _Session(experiment, config, "in-process", folder, False, None)
+    session.check_single()
+    session.check(node_config)
+
+
+def resumable(folder: Path) -> bool:
+    """Return whether a folder has a run that ``resume`` continues."""
+    return "unfinished" in {_state(folder), _state(folder / NEXT)}
 
 
 def _prepared(
@@ -188,7 +208,7 @@ def _prepared(
     options: Mapping[str, Value] | None = None,
 ) -> tuple[Experiment, Config, _Folder | None]:
     """Return the experiment, its config and its folder; nothing is written."""
-    missing = [extra for extra in ("matplotlib", "sklearn") if find_spec(extra) is None]
+    missing = [extra for extra in _NEEDED if find_spec(extra) is None]
     if missing:
         raise ValueError(
             f"{' and '.join(missing)} must be installed to run experiments: "
@@ -196,7 +216,7 @@ def _prepared(
         )
     experiment = find(name)
     if not isinstance(engine, Grid):
-        check_choice("engine", engine, ENGINES)
+        check_engine(engine)
     if engine != "in-process" and not isinstance(experiment, FederatedExperiment):
         raise ValueError(f"{name} must run in process: there is no server in it.")
     if resume and out is None:
@@ -446,11 +466,8 @@ class _Session:
         self.clients: dict[str, dict[str, float]] = {}
         self.mishaps: list[str] = []
         self._experiment = experiment
-        if not isinstance(engine, str) and len(self._federations) > 1:
-            raise ValueError(
-                f"inside a Flower run {experiment.NAME} must be one federation, got "
-                f"{len(self._federations)}: choose one seed (seeds=1) and one setting."
-            )
+        if not isinstance(engine, str):
+            self.check_single()
 
     @contextmanager
     def told(self) -> Iterator[None]:
@@ -522,6 +539,14 @@ class _Session:
         if len(self._federations) == 1:
             self.mishaps = mishaps(federated.history)
         return federated
+
+    def check_single(self) -> None:
+        """Refuse several federations, where there is one grid for them."""
+        if len(self._federations) > 1:
+            raise ValueError(
+                f"inside a Flower run {self._experiment.NAME} must be one federation, got "
+                f"{len(self._federations)}: choose one seed (seeds=1) and one setting."
+            )
 
     def check(self, node_config: Mapping[str, Any] | None = None) -> None:
         """Refuse options and data that the server, or a client that is here, does not accept."""

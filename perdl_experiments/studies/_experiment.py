@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
 from math import isfinite
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
@@ -184,13 +185,38 @@ def configure(
     for name, value in {**given, **(options or {})}.items():
         if name == "data" and "data" not in experiment.DEFAULTS:
             raise ValueError(f"{experiment.NAME} makes its own data: data must not be given.")
-        check_choice(f"option of {experiment.NAME}", name, experiment.DEFAULTS)
+        check_name(f"option of {experiment.NAME}", name, experiment.DEFAULTS)
         config[name] = _read(name, value, experiment.DEFAULTS[name])
     if config["clients"] or experiment.DEFAULTS["clients"]:  # 0: as many as the data have
         check_count("clients", config["clients"], 2)
     check_count("rounds", config["rounds"], 1)
     check_count("seed", config["seed"])
     return config
+
+
+def check_name(what: str, name: str, names: Iterable[str]) -> str:
+    """Return ``name`` if it is one of ``names``, or raise a ValueError that says which is like it.
+
+    Parameters
+    ----------
+    what : str
+        What is named.
+    name : str
+        Its name, as given.
+    names : iterable of str
+        The names that there are.
+
+    Raises
+    ------
+    ValueError
+        If it is none of them.
+    """
+    known = list(names)
+    if name in known:
+        return name
+    close = get_close_matches(str(name), known, 1)
+    hint = f"; did you mean {close[0]!r}?" if close else "."
+    raise ValueError(f"{what} must be one of {', '.join(map(repr, known))}, got {name!r}{hint}")
 
 
 def meaning(experiment: Experiment, option: str) -> str:

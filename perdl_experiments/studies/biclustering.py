@@ -27,6 +27,7 @@ from perdl_experiments.engine import Config
 from perdl_experiments.outcome import Outcome, Picture, Table
 from perdl_experiments.studies._experiment import Keep, Value, seeds_of
 from perdl_experiments.studies._parts import keep_all
+from perdl_experiments.words import plural
 
 NAME = "biclustering"
 ABOUT = "Sparse layers of gene expressions tell subjects apart, all at once or gene by gene"
@@ -353,10 +354,12 @@ def _notes(config: Config, data: Data, result: Mapping[str, NDArray[Any]]) -> li
     kept = result["genes_per_layer"]
     return [
         f"{n_subjects} subjects, {n_genes} genes ({what}); every gene has mean zero.",
-        f"{k} clusters: {because}. {config['atoms']} layers, {config['atoms']} agents.",
+        f"{plural(k, 'cluster')}: {because}. {plural(config['atoms'], 'layer')}, "
+        f"{plural(config['atoms'], 'agent')}.",
         f"Algorithm 3's thresholds are chosen without labels ({config['thresholds']}); a layer has "
         f"{float(kept):.0f} genes on average.",
-        f"Algorithm 4 sees every gene {int(config['rounds'])} time(s), in an order drawn by seed, "
+        f"Algorithm 4 sees every gene {plural(config['rounds'], 'time')}, in an order drawn by "
+        "seed, "
         f"with gamma = {GAMMA}, delta = {DELTA}, beta = {BETA} and mu_w = {STEP} / {n_subjects} in "
         "units of the expressions' root mean square.",
     ]

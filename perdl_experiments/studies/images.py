@@ -49,6 +49,7 @@ from perdl_experiments.studies._experiment import (
     make_strategy,
     private,
 )
+from perdl_experiments.words import plural
 
 NAME = "images"
 ABOUT = "PerMA on your own images and labels (--data), every client with one label in the majority"
@@ -299,7 +300,8 @@ def _tables_1(tuned: Mapping[str, Mapping[str, NDArray[Any]]], config: Config) -
     }
     yield Table(
         "What Table 1 costs",
-        f"The same budget for all: {config['rounds']} rounds (without a server, {GENEROSITY} "
+        f"The same budget for all: {plural(config['rounds'], 'round')} (without a server, "
+        f"{GENEROSITY} "
         f"times the iterations), and {_methods.TRIES} values of one parameter, of which the one "
         f"is kept that codes the clients' own images best with {_methods.CODED} atoms: PerPCA's "
         "step, scikit-learn's penalty, for all others the learner's "
@@ -507,11 +509,13 @@ def _notes(config: Config, task: Task) -> Iterator[str]:
     given, wanted = len(task.clients[0]), int(config["samples_per_client"])
     if given < wanted:
         yield (
-            f"Every client has {given} images instead of {wanted}: the data, a tenth of it and of "
+            f"Every client has {plural(given, 'image')} instead of {wanted}: the data, a tenth "
+            "of it and of "
             "each label held out, has no more."
         )
     yield (
-        f"{len(task.clients)} clients with {given} images each, {len(task.test)} held-out images "
+        f"{len(task.clients)} clients with {plural(given, 'image')} each, "
+        f"{plural(len(task.test), 'held-out image')} "
         f"of {task.shape[0]}x{task.shape[1]} pixels in [0, 1]. Codes: orthogonal matching pursuit "
         "for every dictionary. PSNR is the mean over images; SSIM has a Gaussian window (sigma "
         "1.5) and is taken of images clipped to [0, 1]."

@@ -34,6 +34,7 @@ from perdl_experiments.engine import Config
 from perdl_experiments.outcome import Outcome, Picture, Table
 from perdl_experiments.studies._experiment import Keep, Value, seeds_of
 from perdl_experiments.studies._parts import keep_all
+from perdl_experiments.words import plural
 
 NAME = "inference"
 ABOUT = "Agents with an atom each code a sample together: rounds until all of them are right"
@@ -162,9 +163,10 @@ def run(config: Config, keep: Keep) -> Outcome:
         tables=[_table(rounds, curves)],
         pictures=[_picture(curves)],
         notes=[
-            f"{config['seeds']} random graph(s) and sample(s): {config['agents']} agents with an "
+            f"{plural(config['seeds'], 'random graph')} with a sample each: "
+            f"{plural(config['agents'], 'agent')} with an "
             f"atom each, dimension {config['dimension']}, connectivity {config['connectivity']}, "
-            f"{config['loss']} loss, {config['informed'] or 'all'} agent(s) informed, "
+            f"{config['loss']} loss, informed: {config['informed'] or 'all'}, "
             f"share of impulses {config['impulses']}.",
             f"The truth agrees with SciPy's L-BFGS-B on the dual to {agreement:.0f} dB at least.",
             "Every method's parameters are its defaults: chosen from the topology and the "

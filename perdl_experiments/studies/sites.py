@@ -33,6 +33,7 @@ from perdl_experiments.studies._experiment import (
     make_strategy,
     private,
 )
+from perdl_experiments.words import plural
 
 NAME = "sites"
 ABOUT = "PerMA on real sites: every node has its own file (--data FOLDER, or its node config)"
@@ -123,7 +124,8 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
         tables=[_table(measured)],
         pictures=_pictures(training),
         notes=[
-            f"{len(measured)} nodes, each on a file of its own, and {len(atoms)} global atoms of "
+            f"{len(measured)} nodes, each on a file of its own, and "
+            f"{plural(len(atoms), 'global atom')} of "
             f"{atoms.shape[1]} features. Errors are of the tenth that each node holds out, coded "
             "by its own learner."
         ],

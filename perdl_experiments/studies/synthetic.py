@@ -38,6 +38,7 @@ from perdl_experiments.studies._experiment import (
     private,
     seeds_of,
 )
+from perdl_experiments.words import plural
 
 NAME = "synthetic"
 ABOUT = "PerMA on planted dictionaries: independent against collaborative clients"
@@ -298,7 +299,8 @@ def _list(values: Matrix) -> list[float]:
 def _notes(config: Config) -> list[str]:
     weak = int(config["weak"])
     notes = [
-        f"{config['seeds']} seed(s), {config['clients']} clients with {config['samples']} samples "
+        f"{plural(config['seeds'], 'seed')}, {config['clients']} clients with "
+        f"{plural(config['samples'], 'sample')} "
         f"and {config['atoms']} atoms each, {N_GLOBAL} of them shared; {config['start']} start.",
         "Both strategies begin with the same dictionaries and take as many local iterations.",
     ]
