@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
@@ -31,6 +33,9 @@ from perdl_experiments.terminal import Rows, console, plain_logs
 from perdl_experiments.watch import watch as watch_run
 from perdl_experiments.words import plural
 
+#: Seconds that everything has to end after a signal.
+_GRACE = 20.0
+
 app = typer.Typer(
     help="Federated dictionary learning, clustered regression, learning between neighbours.",
     no_args_is_help=True,
@@ -53,7 +58,7 @@ Options = Annotated[
 ]
 
 
-class Ended(BaseException):
+class Ended(KeyboardInterrupt):
     """A signal that ends the program, such as SIGTERM; all that it has started ends with it."""
 
     def __init__(self, number: int) -> None:
@@ -65,15 +70,22 @@ def main() -> None:
     """Run the command line."""
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be no text
-    for name in ("SIGTERM", "SIGHUP"):
-        number = getattr(signal, name, None)  # Windows has no SIGHUP
-        if number is not None and signal.getsignal(number) != signal.SIG_IGN:  # nohup
-            signal.signal(number, _end)
+    with suppress(AttributeError):  # Windows has no SIGHUP
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+                signal.signal(number, _end)
     app(prog_name="flwr-perdl")
 
 
 def _end(number: int, _: object) -> None:
-    signal.signal(number, signal.SIG_IGN)  # a second one must not disturb the end
+    """Raise what ends the program; what does not let itself be ended has `_GRACE` seconds.
+
+    Flower's simulation engine is of this kind: it waits for its server, and the server for clients
+    that are gone. Ray's own processes end with this one.
+    """
+    timer = threading.Timer(_GRACE, os._exit, [128 + number])
+    timer.daemon = True
+    timer.start()
     raise Ended(number)
 
 
@@ -300,7 +312,7 @@ def _errors_in_a_sentence(folder: Path | None = None) -> Iterator[None]:
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
         _tell(str(error) or type(error).__name__)
         raise typer.Exit(2) from None
-    except (KeyboardInterrupt, Ended) as stop:
+    except KeyboardInterrupt as stop:
         number = stop.number if isinstance(stop, Ended) else signal.SIGINT
         further = "" if folder is None else "; nothing was finished that could be continued"
         if folder is not None and resumable(folder):

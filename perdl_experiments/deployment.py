@@ -141,9 +141,10 @@ class Deployment:
             running = self._processes[::-1]
             for process in running:
                 _signal_group(process, signal.SIGTERM)
+            deadline = time.monotonic() + 10
             for process in running:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(timeout=10)
+                    process.wait(timeout=max(deadline - time.monotonic(), 0))
                 _signal_group(process, signal.SIGKILL)
                 process.wait()
             self._processes.clear()
