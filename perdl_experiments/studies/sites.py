@@ -98,9 +98,13 @@ def strategy(config: Config, **options: Any) -> PerMA:
 
 def federations(config: Config) -> list[Config]:
     """Return the config of the one federation; without a number of clients, one per file."""
-    if config["clients"]:
+    data, clients = str(config["data"]), int(config["clients"])
+    if clients and not data:  # every node has a file of its own
         return [config]
-    return [{**config, "clients": len(files(str(config["data"])))}]
+    n_files = len(files(data))
+    if clients > n_files:
+        raise ValueError(f"clients must be at most {n_files}, the files in {data}, got {clients}.")
+    return [{**config, "clients": clients or n_files}]
 
 
 def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
