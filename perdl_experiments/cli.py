@@ -24,7 +24,7 @@ from rich.text import Text
 from flwr_perdl import __version__
 from flwr_perdl._checks import check_count
 from perdl_experiments.deployment import MOST_NODES, Deployment
-from perdl_experiments.fetch import HUB, SCIKIT_LEARN, save
+from perdl_experiments.fetch import HUB, SCIKIT_LEARN, check_target, save
 from perdl_experiments.fetch import fetch as fetch_images
 from perdl_experiments.report import odd_clients, read_results, write_report
 from perdl_experiments.runner import Progress, check_deployed, resumable, run_experiment
@@ -174,9 +174,12 @@ def fetch(
     folder: Annotated[
         Path | None, typer.Option(help="With imagefolder: your folder of folders, one per label.")
     ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file.")] = False,
 ) -> None:
     """Write images, labels and, where they are known, clients to an .npz file."""
     path = out or Path(f"{name.replace('/', '-')}.npz")
+    with _errors_in_a_sentence():
+        check_target(path, overwrite=overwrite)
     with _errors_in_a_sentence(), console().status(Text(f"fetching {name}")):
         arrays = fetch_images(
             name,
@@ -241,7 +244,7 @@ def up(
     """
     shown = console()
     folder = (out or Path("runs") / f"{experiment}-deployed").absolute()
-    own: dict[str, str] = {"state-dir": str(folder / "state")} if keep_state else {}
+    own: dict[str, str] = {"state-dir": str(folder / "deployment" / "state")} if keep_state else {}
     with _errors_in_a_sentence(folder):
         check_count("nodes", nodes, 2, MOST_NODES)
         given: dict[str, Any] = dict(_pairs(option))

@@ -82,6 +82,7 @@ def test_names_in_the_data_are_printed_as_they_are(tmp_path):
         (["up", "sites", "--data", "."], "data must be a folder with a file per client"),
         (["up", "sites", "--data", "four"], "nodes must be 4, one per file in four, got 3"),
         (["report", "nowhere"], "must be the folder of a finished run"),
+        (["fetch", "mnist", "--out", "four/0.npz"], "out must be a new file, got 'four/0.npz'"),
         (["bench"], "benchmarks must be a folder with scripts"),
     ],
 )
