@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import re
+import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
+from flwr.common.logger import update_console_handler
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -22,7 +22,6 @@ _WIDTH = 110
 _NARROWEST = 20
 #: Between two columns.
 _GAP = 2
-_CODES = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def console() -> Console:
@@ -108,19 +107,5 @@ def _longest_word(cell: str) -> int:
 
 def plain_logs() -> None:
     """Keep colors out of Flower's log where they are no use: in a pipe, or under ``NO_COLOR``."""
-    for handler in logging.getLogger("flwr").handlers:
-        stream = getattr(handler, "stream", None)
-        if os.environ.get("NO_COLOR") or not (stream is not None and stream.isatty()):
-            handler.setFormatter(_Plain(handler.formatter))
-
-
-class _Plain(logging.Formatter):
-    """Another formatter's lines without control codes."""
-
-    def __init__(self, other: logging.Formatter | None) -> None:
-        super().__init__()
-        self._other = other or logging.Formatter()
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the line."""
-        return _CODES.sub("", self._other.format(record))
+    if os.environ.get("NO_COLOR") or not sys.stderr.isatty():
+        update_console_handler(colored=False)

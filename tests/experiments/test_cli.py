@@ -175,6 +175,16 @@ def test_output_has_no_control_codes_in_a_pipe_or_without_color(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_warnings_have_no_control_codes_in_a_pipe():
+    code = (
+        "from flwr.common import log; from perdl_experiments.terminal import plain_logs\n"
+        "log(30, 'before'); plain_logs(); log(30, 'after')"
+    )
+    said = run_python("-c", code).stderr
+    assert "\x1b" not in said.partition("before")[2]
+    assert "after" in said
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_says_how_to_go_on(tmp_path, number):
     code = (
