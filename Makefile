@@ -28,7 +28,7 @@ export OPENBLAS_NUM_THREADS = 1
 .DEFAULT_GOAL := run
 
 run: .venv/.installed
-	.venv/bin/flwr-perdl run digits --out $(OUT) $(ARGS)
+	.venv/bin/flwr-perdl run digits --out $(OUT) $(if $(findstring --resume,$(ARGS)),,--overwrite) $(ARGS)
 
 # A worker per core, four at most; a file's tests stay together, since they share what they start.
 test: $(venv)/.installed
@@ -45,7 +45,7 @@ lint: $(venv)/.installed
 
 # On another Python, as in `make smoke-3.13`: does it install and run?
 smoke-%: .venv-smoke-%/.installed
-	.venv-smoke-$*/bin/flwr-perdl run digits --clients 3 --rounds 2 --out runs/smoke-$*
+	.venv-smoke-$*/bin/flwr-perdl run digits --clients 3 --rounds 2 --overwrite --out runs/smoke-$*
 
 # All benchmarks, their tables, and a picture of their ratios; then `make docs-figures`, or of the
 # pages alone .venv/bin/python docs/figures.py docs/speed.md benchmarks/README.md

@@ -177,8 +177,8 @@ def topologies(n_nodes: int = 64, accuracy: float = 1e-3) -> str:
 
 def tables(name: str) -> list[str]:
     """Run an experiment with its defaults and return its tables; keep its picture."""
-    out = ROOT / "runs" / name
-    found = run_experiment(name, out=out)["tables"]
+    out = ROOT / "runs" / "figures" / name
+    found = run_experiment(name, out=out, overwrite=True)["tables"]
     if name in PICTURES:
         shutil.copy(out / PICTURES[name], ROOT / "docs" / "images" / f"{name}.png")
     return [

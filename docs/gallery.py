@@ -183,6 +183,7 @@ class Job(NamedTuple):
             options=self.entry.runs[self.run],
             out=self.folder,
             resume=same,
+            overwrite=not same,
         )
         return time.perf_counter() - started
 

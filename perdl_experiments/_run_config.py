@@ -11,8 +11,14 @@ from typing import Any, NamedTuple
 
 from perdl_experiments.studies import EXPERIMENTS, FederatedExperiment
 
-#: Keys that say how to run, not what.
-_HOW = ("experiment", "out", "resume", "state-dir")
+#: Keys that say how to run, not what, and their empty values.
+_HOW: dict[str, Any] = {
+    "experiment": "digits",
+    "out": "",
+    "resume": False,
+    "overwrite": False,
+    "state-dir": "",
+}
 
 
 class Asked(NamedTuple):
@@ -30,7 +36,6 @@ def read_run_config(run_config: Mapping[str, Any]) -> Asked:
 
 def all_keys() -> dict[str, Any]:
     """Return every key that a run config may have, with its empty value."""
-    how: dict[str, Any] = {"experiment": "digits", "out": "", "resume": False, "state-dir": ""}
     federated = [one for one in EXPERIMENTS.values() if isinstance(one, FederatedExperiment)]
     options = {key: "" for experiment in federated for key in experiment.DEFAULTS}
-    return {**how, **options}
+    return {**_HOW, **options}

@@ -1,79 +1,148 @@
-"""The command line: ``flwr-perdl list``, ``run``, ``up``, ``watch``, ``report``, ``bench``."""
+"""The command line, ``flwr-perdl``: a shell over the functions of this package."""
 
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
+from importlib.metadata import version
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
-from rich.table import Table
 from rich.text import Text
 
-from flwr_perdl._checks import check_choice
-from perdl_experiments.deployment import Deployment
-from perdl_experiments.fetch import HUB, SCIKIT_LEARN, save
+from flwr_perdl import __version__
+from flwr_perdl._checks import check_count
+from perdl_experiments.deployment import MOST_NODES, Deployment
+from perdl_experiments.fetch import HUB, SCIKIT_LEARN, check_target, save
 from perdl_experiments.fetch import fetch as fetch_images
 from perdl_experiments.report import odd_clients, read_results, write_report
-from perdl_experiments.runner import Progress, run_experiment
-from perdl_experiments.studies import EXPERIMENTS, sites
+from perdl_experiments.runner import Progress, check_deployed, resumable, run_experiment
+from perdl_experiments.studies import COMMON, EXPERIMENTS, find, meaning, sites
+from perdl_experiments.terminal import Rows, console, plain_logs
 from perdl_experiments.watch import watch as watch_run
+from perdl_experiments.words import plural
+
+#: Seconds that everything has to end after a signal.
+_GRACE = 20.0
 
 app = typer.Typer(
     help="Federated dictionary learning, clustered regression, learning between neighbours.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
-_WIDTH = 110
+
+Named = Annotated[str, typer.Argument(help="Its name; see `flwr-perdl list`.")]
+Out = Annotated[Path | None, typer.Option(help="Folder for the results.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace the run in --out, once this one has finished.")
+]
+Options = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--option", "-o", help="key=value; may be repeated. See `flwr-perdl options EXPERIMENT`."
+    ),
+]
+
+
+class Ended(KeyboardInterrupt):
+    """A signal that ends the program, such as SIGTERM; all that it has started ends with it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
 
 
 def main() -> None:
     """Run the command line."""
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be no text
+    with suppress(AttributeError):  # Windows has no SIGHUP
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+                signal.signal(number, _end)
     app(prog_name="flwr-perdl")
+
+
+def _end(number: int, _: object) -> None:
+    """Raise what ends the program; what does not let itself be ended has `_GRACE` seconds.
+
+    Flower's simulation engine is of this kind: it waits for its server, and the server for clients
+    that are gone. Ray's own processes end with this one.
+    """
+    timer = threading.Timer(_GRACE, os._exit, [128 + number])
+    timer.daemon = True
+    timer.start()
+    raise Ended(number)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"flwr-perdl {__version__}, flwr {version('flwr')}")
+        raise typer.Exit()
+
+
+@app.callback()
+def common(
+    shown: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Its version.")
+    ] = False,
+) -> None:
+    """Federated dictionary learning, clustered regression, learning between neighbours."""
 
 
 @app.command("list")
 def list_experiments() -> None:
     """List the experiments."""
-    table = Table(box=box.SIMPLE_HEAD)
-    for head in ("experiment", "what it shows", "after"):
-        table.add_column(head, no_wrap=head == "experiment")
-    for name, experiment in EXPERIMENTS.items():
-        table.add_row(name, experiment.ABOUT, experiment.SOURCE)
-    _console().print(table)
+    rows = [[name, one.ABOUT, one.SOURCE] for name, one in EXPERIMENTS.items()]
+    console().print(Rows(["experiment", "what it shows", "after"], rows))
+
+
+@app.command()
+def options(experiment: Named) -> None:
+    """List an experiment's options: name, default and meaning."""
+    with _errors_in_a_sentence():
+        found = find(experiment)
+    rows = [
+        [name, str(default), meaning(found, name).replace("`", "")]
+        for name, default in found.DEFAULTS.items()
+    ]
+    console().print(Rows(["option", "default", "meaning"], rows))
+    flags = ", ".join(f"--{name}" for name in COMMON if name in found.DEFAULTS)
+    console().print(f"{flags}; all others: -o key=value.")
 
 
 @app.command()
 def run(
-    experiment: Annotated[str, typer.Argument(help="Its name; see `flwr-perdl list`.")],
+    experiment: Named,
     engine: Annotated[str, typer.Option(help="in-process or ray.")] = "in-process",
     clients: Annotated[int | None, typer.Option(help="Number of clients.")] = None,
     rounds: Annotated[int | None, typer.Option(help="Communication rounds.")] = None,
     seed: Annotated[int, typer.Option(help="The run's one seed.")] = 0,
     data: Annotated[Path | None, typer.Option(help="Your own data; see docs/cli.md.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for the results.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
-    option: Annotated[
-        list[str] | None, typer.Option("--option", "-o", help="key=value; may be repeated.")
-    ] = None,
+    out: Out = None,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    option: Options = None,
 ) -> None:
     """Run an experiment; write results.json, arrays.npz, figures and report.html."""
     logging.getLogger("flwr").setLevel(logging.WARNING)
-    console, folder = _console(), out or Path("runs") / experiment
-    with _errors_in_a_sentence(), _bar(console) as progress:
+    plain_logs()
+    shown, folder = console(), out or Path("runs") / experiment
+    with _errors_in_a_sentence(folder), _bar(shown) as progress:
         results = run_experiment(
             experiment,
             engine=engine,
@@ -83,10 +152,11 @@ def run(
             data=data,
             out=folder,
             resume=resume,
-            options=dict(_pair(text) for text in option or []),
+            overwrite=overwrite,
+            options=_pairs(option),
             progress=progress,
         )
-    _show(console, results, folder)
+    _show(shown, results, folder)
 
 
 @app.command(
@@ -104,10 +174,13 @@ def fetch(
     folder: Annotated[
         Path | None, typer.Option(help="With imagefolder: your folder of folders, one per label.")
     ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file.")] = False,
 ) -> None:
     """Write images, labels and, where they are known, clients to an .npz file."""
     path = out or Path(f"{name.replace('/', '-')}.npz")
-    with _errors_in_a_sentence(), _console().status(Text(f"fetching {name}")):
+    with _errors_in_a_sentence():
+        check_target(path, overwrite=overwrite)
+    with _errors_in_a_sentence(), console().status(Text(f"fetching {name}")):
         arrays = fetch_images(
             name,
             image=image,
@@ -119,8 +192,9 @@ def fetch(
         )
         save(path, arrays)
     n, height, width = arrays["X"].shape
-    whose = f" of {arrays['client'].max() + 1} clients" if "client" in arrays else ""
-    print(f"{path}: {n} images{whose}, {height}x{width}, {len(set(arrays['y'].tolist()))} labels")
+    whose = f" of {plural(arrays['client'].max() + 1, 'client')}" if "client" in arrays else ""
+    labels = plural(len(set(arrays["y"].tolist())), "label")
+    print(f"{path}: {plural(n, 'image')}{whose}, {height}x{width}, {labels}")
 
 
 @app.command()
@@ -130,7 +204,7 @@ def report(
     """Write report.html again from a run's files, and print its tables."""
     with _errors_in_a_sentence():
         write_report(folder)
-        _show(_console(), read_results(folder), folder)
+        _show(console(), read_results(folder), folder)
 
 
 @app.command()
@@ -140,12 +214,12 @@ def watch(
 ) -> None:
     """Show a run as it goes, from the events in its folder."""
     with _errors_in_a_sentence(), suppress(KeyboardInterrupt):
-        watch_run(folder, _console(), once=once)
+        watch_run(folder, console(), once=once)
 
 
 @app.command()
 def up(
-    experiment: Annotated[str, typer.Argument(help="Its name; see `flwr-perdl list`.")] = "digits",
+    experiment: Named = "digits",
     nodes: Annotated[int, typer.Option(help="Number of SuperNodes.")] = 3,
     tls: Annotated[
         bool, typer.Option("--tls", help="Encrypt, and admit registered SuperNodes only.")
@@ -155,42 +229,43 @@ def up(
     data: Annotated[
         Path | None, typer.Option(help="Your own data: a file, or a folder with one per node.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for results and logs.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
+    out: Out = None,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
     keep_state: Annotated[
         bool, typer.Option("--keep-state", help="Keep the nodes' private state on disk.")
     ] = False,
-    option: Annotated[
-        list[str] | None, typer.Option("--option", "-o", help="key=value; may be repeated.")
-    ] = None,
+    option: Options = None,
 ) -> None:
     """Run an experiment on a real SuperLink and real SuperNodes on this machine.
 
     Everything is a process of its own and ends with the run. Logs, keys and certificates lie in
     the folder `deployment` beside the results.
     """
-    console = _console()
+    shown = console()
     folder = (out or Path("runs") / f"{experiment}-deployed").absolute()
-    config = {"experiment": experiment, "out": str(folder), "seed": seed, "resume": resume}
-    config["clients"] = nodes
-    own: dict[str, str] = {"state-dir": str(folder / "state")} if keep_state else {}
-    if rounds is not None:
-        config["rounds"] = rounds
-    with _errors_in_a_sentence():
-        check_choice("experiment", experiment, EXPERIMENTS)
-        config.update(_pair(text) for text in option or [])
+    own: dict[str, str] = {"state-dir": str(folder / "deployment" / "state")} if keep_state else {}
+    with _errors_in_a_sentence(folder):
+        check_count("nodes", nodes, 2, MOST_NODES)
+        given: dict[str, Any] = dict(_pairs(option))
+        find(experiment)
         data_of = _files(data, nodes) if data is not None and data.is_dir() else None
         if data is not None and data_of is None:
-            config["data"] = str(data.absolute())
+            given["data"] = str(data.absolute())
 
         def node_config(partition: int) -> dict[str, str]:
             return {**own, "data": data_of[partition]} if data_of else own
 
+        deployed: dict[str, Any] = {"seed": seed, "clients": nodes}
+        if rounds is not None:
+            deployed["rounds"] = rounds
+        how: dict[str, Any] = {"out": str(folder), "resume": resume, "overwrite": overwrite}
+        check_deployed(experiment, node_config=node_config(0), options=given, **deployed, **how)
         with Deployment(
-            folder / "deployment", nodes, tls=tls, node_config=node_config, tell=console.print
+            folder / "deployment", nodes, tls=tls, node_config=node_config, tell=shown.print
         ) as deployment:
-            deployment.run(config)
-        _show(console, read_results(folder), folder)
+            deployment.run({"experiment": experiment, **deployed, **how, **given})
+        _show(shown, read_results(folder), folder)
 
 
 @app.command()
@@ -207,12 +282,6 @@ def bench() -> None:
             raise typer.Exit(status)
 
 
-def _console() -> Console:
-    """Return where to print: what is printed has no markup, and names may look like it."""
-    plain = partial(Console, highlight=False, markup=False, emoji=False)
-    return plain() if plain().is_terminal else plain(width=_WIDTH)
-
-
 def _files(folder: Path, nodes: int) -> list[str]:
     """Return the nodes' own files."""
     files = sites.files(folder.absolute())
@@ -221,26 +290,50 @@ def _files(folder: Path, nodes: int) -> list[str]:
     return files
 
 
-def _pair(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals or not name:
-        raise ValueError(f"option must be key=value, got {text!r}.")
-    return name, value
+def _pairs(texts: list[str] | None) -> dict[str, str]:
+    """Return the options that ``key=value`` texts give."""
+    pairs = {}
+    for text in texts or []:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise ValueError(f"option must be key=value, got {text!r}.")
+        if name in pairs:
+            raise ValueError(f"option {name} must be given once, got {text!r} too.")
+        pairs[name] = value
+    return pairs
 
 
 @contextmanager
-def _errors_in_a_sentence() -> Iterator[None]:
-    """Say what is wrong on stderr, without a traceback, and exit with status 2."""
+def _errors_in_a_sentence(folder: Path | None = None) -> Iterator[None]:
+    """Say what is wrong on stderr, without a traceback, and exit with status 2.
+
+    A signal exits with 128 and its number, as shells expect. Where a run was stopped that can be
+    continued in ``folder``, the sentence says how.
+    """
     try:
         yield
-    except (ValueError, OSError, RuntimeError) as error:
-        print(f"flwr-perdl: {error}", file=sys.stderr)
+    except (ValueError, OSError, RuntimeError, MemoryError) as error:
+        _tell(str(error) or type(error).__name__)
         raise typer.Exit(2) from None
+    except KeyboardInterrupt as stop:
+        number = stop.number if isinstance(stop, Ended) else signal.SIGINT
+        further = "" if folder is None else "; nothing was finished that could be continued"
+        if folder is not None and resumable(folder):
+            further = "; continue with --resume"
+        _tell(f"stopped by {signal.Signals(number).name}{further}.")
+        raise typer.Exit(128 + number) from None
+
+
+def _tell(sentence: str) -> None:
+    print(f"flwr-perdl: {sentence}", file=sys.stderr)
 
 
 @contextmanager
-def _bar(console: Console) -> Iterator[Callable[[Progress], None]]:
-    """Show rounds (or parts of a run), error and time left; yield what takes a `Progress`."""
+def _bar(shown: Console) -> Iterator[Callable[[Progress], None]]:
+    """Show rounds (or parts of a run), error and time left; yield what takes a `Progress`.
+
+    The bar appears with the first of them, and on a terminal only.
+    """
     columns = (
         TextColumn("step"),
         MofNCompleteColumn(),
@@ -248,30 +341,30 @@ def _bar(console: Console) -> Iterator[Callable[[Progress], None]]:
         TextColumn("error {task.fields[error]}"),
         TimeRemainingColumn(),
     )
-    with Bar(*columns, console=console) as bar:
-        task = bar.add_task("rounds", total=None, error="-")
+    bar = Bar(*columns, console=shown, disable=not shown.is_terminal)
+    task = bar.add_task("rounds", total=None, error="-")
 
-        def update(progress: Progress) -> None:
-            error = "-" if progress.error is None else f"{progress.error:.3g}"
-            bar.update(task, completed=progress.done, total=progress.total, error=error)
+    def update(progress: Progress) -> None:
+        error = "-" if progress.error is None else f"{progress.error:.3g}"
+        bar.update(task, completed=progress.done, total=progress.total, error=error)
+        bar.start()
 
+    try:
         yield update
+    finally:
+        bar.stop()
 
 
-def _show(console: Console, results: dict[str, Any], folder: Path) -> None:
+def _show(shown: Console, results: dict[str, Any], folder: Path) -> None:
     """Print a run's tables and notes, and where its page is."""
     odd = odd_clients(results)
     for entry in [*results["tables"], *([] if odd is None else [odd])]:
-        table = Table(title=entry["title"], box=box.SIMPLE_HEAD, title_justify="left")
-        for column in entry["columns"]:
-            table.add_column(column, justify="right" if table.columns else "left")
-        for row in entry["rows"]:
-            table.add_row(*row)
-        console.print(table)
+        shown.print(Rows(entry["columns"], entry["rows"], entry["title"]))
     for note in results["notes"]:
-        console.print(note)
-    console.print(
-        f"{results['rounds']} rounds; per client {results['floats_up']:,.0f} floats up, "
-        f"{results['floats_down']:,.0f} down; {results['seconds']:.1f} s in all."
+        shown.print(note)
+    shown.print(
+        f"{plural(results['rounds'], 'round')}; per client "
+        f"{plural(results['floats_up'], 'float')} up, {results['floats_down']:,.0f} down; "
+        f"{results['seconds']:.1f} s in all."
     )
-    console.print(f"Report: {(folder / 'report.html').resolve()}", soft_wrap=True)
+    shown.print(f"Report: {(folder / 'report.html').resolve()}", soft_wrap=True)

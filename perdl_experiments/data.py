@@ -11,7 +11,7 @@ from inspect import signature
 from math import isqrt, prod
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
-from zipfile import ZipFile, ZipInfo
+from zipfile import BadZipFile, ZipFile, ZipInfo
 
 import numpy as np
 from numpy.lib import format as npy
@@ -22,6 +22,9 @@ from flwr_perdl._checks import Matrix
 
 Given = ParamSpec("Given")
 Loaded = TypeVar("Loaded")
+
+#: The most numbers that an experiment draws: eight gigabytes.
+MOST_NUMBERS = 2**30
 
 #: Files that a folder of frames may hold.
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp", ".pgm", ".ppm")
@@ -185,13 +188,20 @@ def read_npz(path: str, *keys: str) -> dict[str, NDArray[Any]]:
     ValueError
         If the file is not there, or cannot be read.
     """
+    if not Path(path).exists():
+        raise ValueError(f"data must be a file, got {path!r}, which does not exist.")
     if not Path(path).is_file():
-        raise ValueError(f"data must be a file, got {path!r}.")
+        raise ValueError(f"data must be a file, got {path!r}, which is a folder.")
     try:
         with ZipFile(path) as archive:
             entries = {entry.filename.removesuffix(".npy"): entry for entry in archive.infolist()}
             wanted = {key: entries[key] for key in keys if key in entries} if keys else entries
             return {key: _entry(archive, entry) for key, entry in wanted.items()}
+    except BadZipFile:
+        raise ValueError(
+            f"data must be a whole .npz file, as numpy.savez({'data.npz'!r}, X=X) writes it, got "
+            f"{path!r}, which is text, truncated or of another format."
+        ) from None
     except Exception as error:
         raise ValueError(f"data must be a readable .npz file, got {path!r}: {error}") from error
 
@@ -290,6 +300,7 @@ def planted_clients(
     Planted
         The atoms and the data.
     """
+    check_size(sum(n_samples) * n_features)
     basis = ortho_group.rvs(n_features, random_state=rng)
     shared, rest = basis[:n_global], basis[n_global:]
     local_atoms, samples = [], []
@@ -302,6 +313,14 @@ def planted_clients(
         samples.append(codes @ atoms + noise * rng.standard_normal((n, n_features)))
         local_atoms.append(local)
     return Planted(shared, local_atoms, samples)
+
+
+def check_size(n_numbers: int) -> None:
+    """Refuse options that make more numbers of data than fit in a machine's memory."""
+    if n_numbers > MOST_NUMBERS:
+        raise ValueError(
+            f"clients and their samples must make at most {MOST_NUMBERS} numbers, got {n_numbers}."
+        )
 
 
 def _random_rotation(size: int, rng: np.random.Generator) -> Matrix:

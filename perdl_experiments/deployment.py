@@ -17,8 +17,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -32,6 +33,8 @@ from flwr_perdl._checks import check_count
 from perdl_experiments._run_config import all_keys
 
 HOST = "127.0.0.1"
+#: Nodes on one machine: more would take all of its ports and processes.
+MOST_NODES = 1000
 #: Name of the SuperLink in the private Flower configuration.
 _LINK = "lan"
 _PATIENCE = 60.0  # seconds until a process must be up
@@ -90,7 +93,7 @@ class Deployment:
         self.app = app
         self.tell = tell or (lambda line: None)
         self.nodes: list[subprocess.Popen[bytes]] = []
-        self._link: subprocess.Popen[bytes] | None = None
+        self._processes: list[subprocess.Popen[bytes]] = []
         self._ports: dict[str, int] = {}
         self._environment = {
             **os.environ,
@@ -130,16 +133,22 @@ class Deployment:
         self.stop()
 
     def stop(self) -> None:
-        """End the SuperNodes, then the SuperLink, with all that they started."""
-        running = [*self.nodes, *([self._link] if self._link else [])]
-        for process in running:
-            _signal_group(process, signal.SIGTERM)
-        for process in running:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=10)
-            _signal_group(process, signal.SIGKILL)
-            process.wait()
-        self.nodes, self._link = [], None
+        """End the SuperNodes, then the SuperLink, with all that they started.
+
+        Signals that come meanwhile take effect afterwards, so that nothing is left running.
+        """
+        with _signals_later():
+            running = self._processes[::-1]
+            for process in running:
+                _signal_group(process, signal.SIGTERM)
+            deadline = time.monotonic() + 10
+            for process in running:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=max(deadline - time.monotonic(), 0))
+                _signal_group(process, signal.SIGKILL)
+                process.wait()
+            self._processes.clear()
+            self.nodes.clear()
 
     @staticmethod
     def kill(node: subprocess.Popen[bytes]) -> None:
@@ -171,8 +180,8 @@ class Deployment:
         else:
             command.append("--insecure")
         self.tell(f"SuperLink at {self.address}{', TLS' if self.tls else ''}")
-        self._link = self._start("superlink", command)
-        self._await_port(self._link, "superlink", self._control_port)
+        link = self._start("superlink", command)
+        self._await_port(link, "superlink", self._control_port)
 
     def _link_addresses(self) -> list[str]:
         if _takes("flower-superlink", "--port"):
@@ -332,8 +341,8 @@ class Deployment:
 
     def _start(self, name: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
         log = self.folder / f"{name}.log"
-        with log.open("ab") as stream:
-            return subprocess.Popen(
+        with log.open("ab") as stream, _signals_later():
+            process = subprocess.Popen(
                 command,
                 cwd=self.folder,
                 env=self._environment,
@@ -342,6 +351,8 @@ class Deployment:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
+            self._processes.append(process)
+        return process
 
     def _call(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -469,6 +480,28 @@ def _takes(command: str, option: str) -> bool:
             check=False,
         ).stdout
     return option in _helps[command].replace("\n", " ").split()
+
+
+@contextlib.contextmanager
+def _signals_later() -> Iterator[None]:
+    """Hold signals that end this process back, so that none comes in the middle of the block."""
+    if threading.current_thread() is not threading.main_thread():  # signals go to the main thread
+        yield
+        return
+    came: list[int] = []
+    numbers = [getattr(signal, name, None) for name in ("SIGINT", "SIGTERM", "SIGHUP")]
+    before = {
+        number: signal.signal(number, lambda number, _: came.append(number))
+        for number in numbers
+        if number is not None and signal.getsignal(number) is not None
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in came[:1]:
+            signal.raise_signal(number)
 
 
 def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:

@@ -30,6 +30,7 @@ from flwr_perdl.clients.dictionary import ANEW
 from flwr_perdl.simulations.grid import InProcessGrid
 from flwr_perdl.strategies import ProtocolStrategy, RoundReport
 from flwr_perdl.strategies._conversation import EVALUATE
+from perdl_experiments.words import plural
 
 ENGINES = ("in-process", "ray")
 
@@ -114,12 +115,22 @@ def federate(
     )
     if isinstance(engine, Grid):
         return run(engine)
-    check_choice("engine", engine, ENGINES)
+    check_engine(engine)
     app = client_app(partial(experiment.client, config=config))
     clients = int(config["clients"])
     if engine == "in-process":
         return run(InProcessGrid(app, clients))
     return on_ray(run, app, clients)
+
+
+def check_engine(engine: str) -> None:
+    """Refuse an engine that is not known, or not installed."""
+    check_choice("engine", engine, ENGINES)
+    if engine == "ray" and find_spec("ray") is None:
+        raise ValueError(
+            "engine must be 'in-process' where Ray is not installed (the extra 'simulation' "
+            "brings it), got 'ray'."
+        )
 
 
 def _run_on(
@@ -175,7 +186,8 @@ def mishaps(history: Sequence[RoundReport]) -> list[str]:
     for label, times in left_out.items():
         (round_, reason), often = times[0], len(times)
         what = reason.rstrip(".")
-        notes.append(f"Left out {label} {often} time(s), first in round {round_}: {what}.")
+        times_ = plural(often, "time")
+        notes.append(f"Left out {label} {times_}, first in round {round_}: {what}.")
     for partition, rounds in anew.items():
         for round_ in rounds:
             notes.append(
@@ -204,11 +216,7 @@ def on_ray(serve: Callable[[Grid], Served], app: ClientApp, clients: int) -> Ser
     ValueError
         If Ray is not installed.
     """
-    if find_spec("ray") is None:
-        raise ValueError(
-            "engine must be 'in-process' where Ray is not installed (the extra 'simulation' "
-            "brings it), got 'ray'."
-        )
+    check_engine("ray")
     from flwr.simulation import run_simulation
 
     server = ServerApp()

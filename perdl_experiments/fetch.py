@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_perdl._checks import check_count
+from flwr_perdl._store import replacing
 
 
 class Source(NamedTuple):
@@ -135,6 +136,29 @@ def columns(rows: Any, source: Source) -> dict[str, NDArray[Any]]:
     return arrays
 
 
+def check_target(path: Path, *, overwrite: bool) -> None:
+    """Refuse a file that `save` cannot write, or that must not be replaced.
+
+    Parameters
+    ----------
+    path : Path
+        The file.
+    overwrite : bool
+        Whether one that is there may be replaced.
+
+    Raises
+    ------
+    ValueError
+        If it does not end in ``.npz``, is a folder, or is there and must stay.
+    """
+    if path.suffix != ".npz":
+        raise ValueError(f"out must end in .npz, got {str(path)!r}.")
+    if path.is_dir() or (path.exists() and not overwrite):
+        raise ValueError(
+            f"out must be a new file, got {str(path)!r}, which exists: replace it with --overwrite."
+        )
+
+
 def save(path: Path, arrays: dict[str, NDArray[Any]]) -> None:
     """Write ``arrays`` to ``path``, an ``.npz`` file, compressed.
 
@@ -143,17 +167,13 @@ def save(path: Path, arrays: dict[str, NDArray[Any]]) -> None:
     ValueError
         If ``path`` does not end in ``.npz``, or an array holds Python objects.
     """
-    if path.suffix != ".npz":
-        raise ValueError(f"out must end in .npz, got {str(path)!r}.")
+    check_target(path, overwrite=True)
     objects = sorted(name for name, array in arrays.items() if array.dtype.hasobject)
     if objects:
         raise ValueError(f"arrays must be numbers or text, got Python objects in {objects}.")
-    path.parent.mkdir(parents=True, exist_ok=True)
     named: dict[str, Any] = dict(arrays)
-    half = path.with_suffix(".part")
-    with half.open("wb") as stream:  # a crash leaves no half a file that looks whole
+    with replacing(path) as stream:  # a crash leaves no half a file that looks whole
         np.savez_compressed(stream, **named)
-    half.replace(path)
 
 
 def _at_the_first_use(name: str, get: Callable[[], Any]) -> Any:

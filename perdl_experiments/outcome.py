@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 RESULTS = "results.json"
 ARRAYS = "arrays.npz"
+#: In the folder of a run that is being replaced: the run that takes its place when it has finished.
+NEXT = "next"
 _FRAME_TIME = 100  # of a film, in milliseconds
 
 

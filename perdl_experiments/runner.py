@@ -18,26 +18,32 @@ from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
 from flwr_perdl import _store
-from flwr_perdl._checks import check_choice
+from flwr_perdl._checks import check_count
 from flwr_perdl._records import PARTITION_ID
 from flwr_perdl._threads import one_blas_thread
+from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.strategies import RoundReport, client_report
 from flwr_perdl.strategies._events import EVENTS, EventLog
 from perdl_experiments.data import digest
-from perdl_experiments.engine import ENGINES, Config, EvaluateFn, Federated, mishaps
+from perdl_experiments.engine import Config, EvaluateFn, Federated, check_engine, mishaps
 from perdl_experiments.engine import federate as run_federation
-from perdl_experiments.outcome import ARRAYS, RESULTS, to_results, write
+from perdl_experiments.outcome import ARRAYS, NEXT, RESULTS, to_results, write
 from perdl_experiments.report import REPORT, read_results, write_report
 from perdl_experiments.studies import (
+    EXPERIMENTS,
     Experiment,
     FederatedExperiment,
     Value,
     configure,
     find,
+    one_federation,
 )
 
+#: What the extra ``experiments`` brings.
+_NEEDED = ("matplotlib", "sklearn", "skimage", "networkx", "joblib")
 _RUN = "run.json"
 _CHECKPOINTS, _STATE, _KEPT = _FOLDERS = "checkpoints", "state", "kept"
+_FILES = (EVENTS, RESULTS, ARRAYS, REPORT)
 _DIGEST = "data_sha256"  # beside the config in run.json; older runs have none
 
 
@@ -67,6 +73,7 @@ def run_experiment(
     data: str | Path | None = None,
     out: str | Path | None = None,
     resume: bool = False,
+    overwrite: bool = False,
     options: Mapping[str, Value] | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> dict[str, Any]:
@@ -75,8 +82,7 @@ def run_experiment(
     Parameters
     ----------
     name : str
-        ``"digits"``, ``"images"``, ``"synthetic"``, ``"global-atoms"``,
-        ``"mixed-regression"`` or ``"regression"``.
+        An experiment's name, such as ``"digits"``; ``flwr-perdl list`` prints all.
     engine : str or Grid, default "in-process"
         ``"in-process"``, ``"ray"``, or the Grid of a running ServerApp, whose clients have their
         config already: then the experiment must need no more than one federation.
@@ -89,6 +95,9 @@ def run_experiment(
         nothing is written.
     resume : bool, default False
         Continue the run that was begun in ``out``; what it has finished is not run again.
+    overwrite : bool, default False
+        Replace the run in ``out``. The new run is written to the folder ``next`` in it, and takes
+        the earlier one's place when it has finished.
     options : mapping, optional
         The experiment's further options by name.
     progress : callable, optional
@@ -102,10 +111,104 @@ def run_experiment(
     Raises
     ------
     ValueError
-        If a name, an option or the data is not as it must be, ``out`` holds another run or folders
-        that are no run's, or the data have changed since the run to resume was begun.
+        If a name, an option or the data is not as it must be, ``out`` holds another run or files
+        that are no run's, or the data have changed since the run to resume was begun. Then
+        nothing on disk has changed.
     """
-    missing = [extra for extra in ("matplotlib", "sklearn") if find_spec(extra) is None]
+    experiment, config, folder = _prepared(
+        name,
+        engine=engine,
+        clients=clients,
+        rounds=rounds,
+        seed=seed,
+        data=data,
+        out=out,
+        resume=resume,
+        overwrite=overwrite,
+        options=options,
+    )
+    session = _Session(experiment, config, engine, folder, resume, progress)
+    session.check()
+    started = time.perf_counter()
+    with one_blas_thread(), session.told():
+        if isinstance(experiment, FederatedExperiment):
+            outcome = experiment.run(config, partial(session.federate, experiment), session.keep)
+        else:
+            outcome = experiment.run(config, session.keep)
+        results = to_results(
+            outcome._replace(notes=[*outcome.notes, *session.mishaps]),
+            experiment=experiment.NAME,
+            about=experiment.ABOUT,
+            source=experiment.SOURCE,
+            config={name: value for name, value in config.items() if name != "experiment"},
+            seed=config["seed"],
+            engine=engine if isinstance(engine, str) else "flower",
+            seconds=time.perf_counter() - started,
+            clients=session.clients,
+        )
+        if folder is not None:
+            session.begin()
+            write(folder.work, outcome, results)
+            write_report(folder.work)
+    if folder is not None:
+        folder.finish()
+    return results
+
+
+def check_deployed(
+    name: str,
+    *,
+    node_config: Mapping[str, Any],
+    options: Mapping[str, Value] | None = None,
+    **given: Any,
+) -> None:
+    """Refuse what `run_experiment` would refuse in a deployment, before any node starts.
+
+    Parameters
+    ----------
+    name : str
+        The experiment.
+    node_config : mapping
+        What the first client's node config has besides its partition.
+    options : mapping, optional
+        As those of `run_experiment`; ``seeds`` is 1 by default, as for all Flower runs.
+    **given
+        Further arguments of `run_experiment`.
+
+    Raises
+    ------
+    ValueError
+        As in `run_experiment`.
+    """
+    options = {**one_federation(find(name)), **(options or {})}
+    experiment, config, folder = _prepared(name, options=options, **given)
+    if not isinstance(experiment, FederatedExperiment):
+        raise ValueError(f"{name} must run in process: there is no server in it.")
+    session = _Session(experiment, config, "in-process", folder, False, None)
+    session.check_single()
+    session.check(node_config)
+
+
+def resumable(folder: Path) -> bool:
+    """Return whether a folder has a run that ``resume`` continues."""
+    return "unfinished" in {_state(folder), _state(folder / NEXT)}
+
+
+def _prepared(
+    name: str,
+    *,
+    engine: str | Grid = "in-process",
+    clients: int | None = None,
+    rounds: int | None = None,
+    seed: int | None = None,
+    data: str | Path | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    options: Mapping[str, Value] | None = None,
+) -> tuple[Experiment, Config, _Folder | None]:
+    """Return the experiment, its config and its folder; nothing is written."""
+    missing = [extra for extra in _NEEDED if find_spec(extra) is None]
     if missing:
         raise ValueError(
             f"{' and '.join(missing)} must be installed to run experiments: the extra "
@@ -113,9 +216,13 @@ def run_experiment(
         )
     experiment = find(name)
     if not isinstance(engine, Grid):
-        check_choice("engine", engine, ENGINES)
+        check_engine(engine)
     if engine != "in-process" and not isinstance(experiment, FederatedExperiment):
         raise ValueError(f"{name} must run in process: there is no server in it.")
+    if resume and out is None:
+        raise ValueError("resume must come with the folder of the run to continue (out).")
+    if resume and overwrite:
+        raise ValueError("resume and overwrite must not be given together.")
     config = configure(
         experiment,
         clients=clients,
@@ -124,36 +231,15 @@ def run_experiment(
         data=None if data is None else str(data),
         options=options,
     )
-    folder = None if out is None else _Folder(Path(out), config, resume=resume)
-    if folder is None and resume:
-        raise ValueError("resume must come with the folder of the run to continue (out).")
-    session = _Session(experiment, config, engine, folder, resume, progress)
-    started = time.perf_counter()
-    with one_blas_thread(), session.told():
-        if isinstance(experiment, FederatedExperiment):
-            outcome = experiment.run(config, partial(session.federate, experiment), session.keep)
-        else:
-            outcome = experiment.run(config, session.keep)
-    results = to_results(
-        outcome._replace(notes=[*outcome.notes, *session.mishaps]),
-        experiment=experiment.NAME,
-        about=experiment.ABOUT,
-        source=experiment.SOURCE,
-        config={name: value for name, value in config.items() if name != "experiment"},
-        seed=config["seed"],
-        engine=engine if isinstance(engine, str) else "flower",
-        seconds=time.perf_counter() - started,
-        clients=session.clients,
-    )
-    if folder is not None:
-        session.begin()
-        write(folder.path, outcome, results)
-        write_report(folder.path)
-    return results
+    if out is None:
+        return experiment, config, None
+    return experiment, config, _Folder(Path(out), config, resume=resume, overwrite=overwrite)
 
 
 class _Folder:
-    """The folder of a run, in which an earlier run stays until this one has something to write.
+    """The folder of a run, in which an earlier run stays until this one has finished.
+
+    Making one writes nothing.
 
     Parameters
     ----------
@@ -163,69 +249,181 @@ class _Folder:
         What to run.
     resume : bool
         Whether the run that was begun there is continued.
+    overwrite : bool
+        Whether a run there is replaced.
 
     Raises
     ------
     ValueError
-        If it holds folders that are no run's, or the run to resume is another one or of other data.
-    OSError
-        If nothing can be written there.
+        If it holds files that are no run's or a run that is not to be replaced, the run to resume
+        is another one or of other data, or nothing can be written there.
     """
 
-    def __init__(self, path: Path, config: Config, *, resume: bool) -> None:
-        self.path = path
+    def __init__(self, path: Path, config: Config, *, resume: bool, overwrite: bool) -> None:
+        self.path = self.work = path
+        _check_writable(path)
         found = digest(str(config.get("data", "")))
         self._run = {**config, **({_DIGEST: found} if found else {})}
+        self._begun = False
+        self._made: list[Path] = []
+        if resume:
+            self.work = self._to_resume(config, found)
+            self._begun = True
+            return
         earlier = _read_run(path / _RUN)
-        self._earlier = earlier is not None
-        self._begun = resume and self._earlier
-        if earlier is None:
-            others = [name for name in (_RUN, *_FOLDERS) if (path / name).exists()]
-            if others:
+        foreign = [name for name in _foreign(path, earlier, config) if (path / name).exists()]
+        if foreign:
+            raise ValueError(
+                f"out must be a new folder or an earlier run's, got {str(path)!r}, whose "
+                f"{', '.join(foreign)} no run has written."
+            )
+        for place in (path, path / NEXT):
+            state = _state(place)
+            if state and not overwrite:
+                of = (_read_run(place / _RUN) or {})["experiment"]
+                how = "continue it with --resume, or " if state == "unfinished" else ""
                 raise ValueError(
-                    f"out must be a new folder or an earlier run's, got {str(path)!r}, whose "
-                    f"{', '.join(others)} no run has written."
+                    f"out must be a folder without a run, got {str(path)!r}, which holds "
+                    f"{'an' if state[0] == 'u' else 'a'} {state} run of {of}: {how}replace it "
+                    "with --overwrite."
                 )
-        elif resume:
-            of = earlier.pop(_DIGEST, found)
-            if earlier != config:
-                raise ValueError(
-                    f"out must hold the run to resume, {config}, got one of {earlier}."
-                )
-            if of != found:
-                raise ValueError(
-                    f"data must be as when the run to resume was begun, got changed ones in "
-                    f"{config['data']!r}."
-                )
-        path.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=path):  # to say at once that nothing can be written there
-            pass
+        if _state(path):
+            self.work = path / NEXT
+
+    def _to_resume(self, config: Config, found: str) -> Path:
+        """Return where the run to continue is."""
+        earlier = {
+            place: run
+            for place in (self.path / NEXT, self.path)
+            if (run := _read_run(place / _RUN)) is not None
+        }
+        if not earlier:
+            raise ValueError(
+                f"out must hold the run to resume, got {str(self.path)!r}, which holds no run."
+            )
+        said = {place: run.pop(_DIGEST, found) for place, run in earlier.items()}
+        place = next((one for one in earlier if earlier[one] == config), next(iter(earlier)))
+        if earlier[place] != config:
+            raise ValueError(
+                "out must hold the run to resume, got one with other options in "
+                f"{str(self.path)!r}: {_difference(earlier[place], config)}."
+            )
+        if said[place] != found:
+            raise ValueError(
+                f"data must be as when the run to resume was begun, got changed ones in "
+                f"{config['data']!r}."
+            )
+        return place
 
     @property
-    def untouched(self) -> bool:
-        """Whether an earlier run is still as it was."""
-        return self._earlier and not self._begun
+    def begun(self) -> bool:
+        """Whether anything has been written."""
+        return self._begun
+
+    @property
+    def resumable(self) -> bool:
+        """Whether there is anything that a resumed run would not run again."""
+        return self._begun and bool(_state(self.work))
 
     def begin(self) -> bool:
-        """Begin the run, at the first call; return whether an earlier run's files were removed."""
+        """Begin the run, at the first call, and return whether it was."""
         if self._begun:
             return False
         self._begun = True
-        if self._earlier:
-            self._remove()
-        with _store.replacing(self.path / _RUN) as stream:
+        for folder in (*reversed(self.work.parents), self.work):
+            if not folder.exists():
+                folder.mkdir()
+                self._made.append(folder)
+        _remove_run(self.work)
+        with _store.replacing(self.work / _RUN) as stream:
             stream.write(json.dumps(self._run).encode())
-        return self._earlier
+        return True
 
-    def _remove(self) -> None:
-        figures: list[str] = []
-        with suppress(ValueError):
-            figures = [one["file"] for one in read_results(self.path).get("figures", [])]
-        for name in (EVENTS, RESULTS, ARRAYS, REPORT, *figures):
-            (self.path / name).unlink(missing_ok=True)
-        for name in _FOLDERS:
-            if (self.path / name).is_dir():
-                shutil.rmtree(self.path / name)
+    def abandon(self) -> None:
+        """Remove what was written, and the folders that were made for it."""
+        _remove_run(self.work)
+        for folder in reversed(self._made):
+            with suppress(OSError):
+                folder.rmdir()
+
+    def finish(self) -> None:
+        """Let the finished run take the earlier one's place."""
+        if self.work == self.path:
+            return
+        _remove_run(self.path)
+        entries = sorted(self.work.iterdir(), key=lambda one: one.name == _RUN)  # run.json last
+        for entry in entries:
+            entry.replace(self.path / entry.name)
+        self.work.rmdir()
+
+
+def _check_writable(path: Path) -> None:
+    """Refuse a folder in which nothing can be written, or that cannot be made."""
+    nearest = next(one for one in (path, *path.absolute().parents) if one.exists())
+    try:
+        if not nearest.is_dir():
+            raise NotADirectoryError(f"{str(nearest)!r} is a file")
+        with TemporaryFile(dir=nearest):
+            pass
+    except OSError as error:
+        reason = error.strerror or error
+        raise ValueError(
+            f"out must be a folder that can be written, got {str(path)!r}: {reason}."
+        ) from None
+
+
+def _foreign(path: Path, earlier: Mapping[str, Any] | None, config: Config) -> list[str]:
+    """Return the names that the run would use and that no earlier run has made."""
+    figures = _figures(str(config["experiment"]))
+    if earlier is None:
+        return [] if _read_run(path / NEXT / _RUN) else [_RUN, *_FILES, *_FOLDERS, NEXT, *figures]
+    own = set(_own_figures(path))
+    return [name for name in figures if name not in own]
+
+
+def _figures(experiment: object) -> list[str]:
+    """Return the names of an experiment's figures; none for one that is not known here."""
+    found = EXPERIMENTS.get(str(experiment))
+    return [] if found is None else list(found.FIGURES)
+
+
+def _own_figures(path: Path) -> list[str]:
+    """Return the names of the figures that the run in a folder has, or may have, written."""
+    try:
+        return [one["file"] for one in read_results(path).get("figures", [])]
+    except ValueError:
+        return _figures((_read_run(path / _RUN) or {}).get("experiment"))
+
+
+def _state(path: Path) -> str:
+    """Return whether a folder's run is finished or unfinished; "" where there is nothing of one."""
+    if _read_run(path / _RUN) is None:
+        return ""
+    if (path / RESULTS).exists():
+        return "finished"
+    kept = any(any((path / name).glob("*.npz")) for name in (_CHECKPOINTS, _KEPT))
+    return "unfinished" if kept else ""
+
+
+def _remove_run(path: Path) -> None:
+    """Remove a run's files from a folder that has one."""
+    if _read_run(path / _RUN) is None:
+        return
+    for name in (*_own_figures(path), *_FILES):
+        (path / name).unlink(missing_ok=True)
+    for name in _FOLDERS:
+        if (path / name).is_dir():
+            shutil.rmtree(path / name)
+    (path / _RUN).unlink()
+
+
+def _difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+    """Return in which options two configs differ."""
+    names = [name for name in {**found, **wanted} if found.get(name) != wanted.get(name)]
+    return "; ".join(
+        f"{name} is {found.get(name, 'missing')!r} there and {wanted.get(name, 'missing')!r} here"
+        for name in names
+    )
 
 
 def _read_run(path: Path) -> dict[str, Any] | None:
@@ -262,26 +460,31 @@ class _Session:
         self._error: float | None = None
         self._kept = 0
         self._ran = 0
-        self._events = EventLog(None if folder is None else folder.path / EVENTS)
+        self._events = EventLog(None if folder is None else folder.work / EVENTS)
         self._about = {"experiment": experiment.NAME, "config": config, "resumed": resume}
         #: What happened to each client's replies, over all federations (`client_report`).
         self.clients: dict[str, dict[str, float]] = {}
         self.mishaps: list[str] = []
-        if not isinstance(engine, str) and len(self._federations) > 1:
-            raise ValueError(
-                f"inside a Flower run {experiment.NAME} must be one federation, got "
-                f"{len(self._federations)}: choose one seed (seeds=1) and one setting."
-            )
+        self._experiment = experiment
+        if not isinstance(engine, str):
+            self.check_single()
 
     @contextmanager
     def told(self) -> Iterator[None]:
-        """Note in the run's events that it begins, and how it ends."""
-        self._tell_run()
+        """Note in the run's events that it begins, and how it ends.
+
+        A run that stops before its first round or part is finished leaves nothing: there is
+        nothing to continue.
+        """
+        if self._folder is not None and self._folder.begun:  # resumed
+            self._tell_run()
         started = time.perf_counter()
         try:
             yield
         except BaseException as error:
             self._done(started, str(error) or type(error).__name__)
+            if self._folder is not None and self._folder.begun and not self._folder.resumable:
+                self._folder.abandon()
             raise
         self._done(started, None)
 
@@ -298,8 +501,8 @@ class _Session:
         self._write("done", seconds=seconds, stopped=stopped, clients=self.clients)
 
     def _write(self, event: str, **fields: Any) -> None:
-        """Write an event, unless the file is still that of an earlier run."""
-        if self._folder is None or not self._folder.untouched:
+        """Write an event, once the run has begun in its folder."""
+        if self._folder is not None and self._folder.begun:
             self._events.write(event, **fields)
 
     def federate(
@@ -314,17 +517,15 @@ class _Session:
         short ones keeps what each came to (`keep`), and continues with the first unfinished one.
         """
         number = self._federations.index(config)
-        if not self._ran:
-            self._check(experiment, config)
         self.begin()
         before = sum(int(one["rounds"]) for one in self._federations[:number])
         options: dict[str, Any] = {"on_round": lambda report: self._tell(before, report)}
         if self._folder is not None:
-            options["events"] = self._folder.path / EVENTS
+            options["events"] = self._folder.work / EVENTS
         if self._folder is not None and len(self._federations) == 1:
-            options["checkpoint_dir"] = self._folder.path / _CHECKPOINTS
+            options["checkpoint_dir"] = self._folder.work / _CHECKPOINTS
             options["resume"] = self._resume
-            config = {**config, "state_dir": str((self._folder.path / _STATE).absolute())}
+            config = {**config, "state_dir": str((self._folder.work / _STATE).absolute())}
         federated = run_federation(
             experiment,
             config,
@@ -339,25 +540,39 @@ class _Session:
             self.mishaps = mishaps(federated.history)
         return federated
 
-    def _check(self, experiment: FederatedExperiment, config: Config) -> None:
+    def check_single(self) -> None:
+        """Refuse several federations, where there is one grid for them."""
+        if len(self._federations) > 1:
+            raise ValueError(
+                f"inside a Flower run {self._experiment.NAME} must be one federation, got "
+                f"{len(self._federations)}: choose one seed (seeds=1) and one setting."
+            )
+
+    def check(self, node_config: Mapping[str, Any] | None = None) -> None:
         """Refuse options and data that the server, or a client that is here, does not accept."""
-        experiment.strategy(config)
-        if isinstance(self._engine, str):
+        experiment = self._experiment
+        if not isinstance(experiment, FederatedExperiment):
+            return
+        for config in self._federations:
+            experiment.strategy(config)
+        if isinstance(self._engine, str) and self._federations:
             context = Context(
                 run_id=0,
                 node_id=0,
-                node_config={PARTITION_ID: 0},
+                node_config={PARTITION_ID: 0, **(node_config or {})},
                 state=RecordDict(),
                 run_config={},
             )
-            experiment.client(context, config)
+            client = experiment.client(context, self._federations[0])
+            if isinstance(client, DictionaryClient) and client.learner.orthogonal:
+                check_count("n_atoms", client.learner.n_atoms, 1, client.X.shape[1])
 
     def keep(
         self, name: str, compute: Callable[[], dict[str, NDArray[Any]]], *, of: int = 0
     ) -> dict[str, NDArray[Any]]:
         """Return what ``compute()`` returns, from disk where a resumed run has it already."""
         self._tell_parts(of)
-        path = None if self._folder is None else self._folder.path / _KEPT / f"{name}.npz"
+        path = None if self._folder is None else self._folder.work / _KEPT / f"{name}.npz"
         others, self.clients = self.clients, {}
         if path is not None and self._resume and path.is_file():
             arrays, meta = _store.load(path)

@@ -8,7 +8,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr_perdl.strategies import Options, await_nodes
 from perdl_experiments._run_config import read_run_config
 from perdl_experiments.runner import run_experiment
-from perdl_experiments.studies import find
+from perdl_experiments.studies import find, one_federation
 
 app = ServerApp()
 
@@ -17,8 +17,7 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Run the experiment that the run config names, with all the nodes there are."""
     name, options = read_run_config(context.run_config)
-    if "seeds" in find(name).DEFAULTS:
-        options.setdefault("seeds", 1)  # a Flower run is one federation
+    options = {**one_federation(find(name)), **options}
     wanted = Options(num_clients=options.pop("clients", None))
     run_experiment(
         name,
@@ -26,5 +25,6 @@ def main(grid: Grid, context: Context) -> None:
         clients=await_nodes(grid, wanted),
         out=str(context.run_config.get("out", "")) or None,
         resume=bool(context.run_config.get("resume", False)),
+        overwrite=bool(context.run_config.get("overwrite", False)),
         options=options,
     )

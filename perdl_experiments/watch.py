@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console, Group
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from flwr_perdl.strategies._events import EVENTS, Event, read_events
+from perdl_experiments.outcome import NEXT
+from perdl_experiments.terminal import Rows
+from perdl_experiments.words import plural
 
 #: Exchanges, clients and reasons that are shown.
 _EXCHANGES, _CLIENTS, _REASONS = 10, 8, 4
@@ -104,9 +105,8 @@ class View:
             stopped = self.over.get("stopped")
             parts.append(f"stopped: {stopped}" if stopped else "finished")
         elif self.asked is not None:
-            words = (
-                f"waiting for {self.asked.get('asked')} client(s) since {self.asked.get('time')}"
-            )
+            clients = plural(self.asked.get("asked"), "client")
+            words = f"waiting for {clients} since {self.asked.get('time')}"
             parts.append(f"{self.asked.get('step')} of round {self.asked.get('round')}: {words}")
         return ", ".join(parts)
 
@@ -121,10 +121,9 @@ class View:
         parts += map(Text, self.reasons)
         return Group(*parts)
 
-    def _exchange_table(self) -> Table:
-        table = Table(box=box.SIMPLE_HEAD)
-        for head in ("round", "step", "asked", "good", "seconds", "floats up", "down", "metrics"):
-            table.add_column(head, justify="left" if head in ("step", "metrics") else "right")
+    def _exchange_table(self) -> Rows:
+        heads = ["step", "round", "asked", "good", "seconds", "floats up", "down", "metrics"]
+        rows = []
         for event in self.exchanges:
             known = {**self.server.get(event.get("round") or -1, {}), **event.get("metrics", {})}
             numbers = {
@@ -132,13 +131,14 @@ class View:
                 for name, value in known.items()
                 if name not in ("clients", "dropped") and _is_number(value)
             }
-            table.add_row(
-                *(Text(str(event.get(key, "-"))) for key in ("round", "step", "asked", "good")),
+            row = [
+                *(str(event.get(key, "-")) for key in ("step", "round", "asked", "good")),
                 f"{event.get('seconds') or 0:.2f}",
                 *(f"{event.get(key) or 0:,.0f}" for key in ("floats_up", "floats_down")),
-                Text(", ".join(f"{k} {v:.4g}" for k, v in list(numbers.items())[:4])),
-            )
-        return table
+                ", ".join(f"{k} {v:.4g}" for k, v in list(numbers.items())[:4]),
+            ]
+            rows.append(row)
+        return Rows(heads, rows)
 
 
 def _well_formed(event: Event) -> bool:
@@ -159,15 +159,19 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and abs(value) < _LARGEST
 
 
-def _client_table(clients: Mapping[str, Mapping[str, float]]) -> Table:
+def _client_table(clients: Mapping[str, Mapping[str, float]]) -> Rows:
     """Return the table of clients whose replies were odd, the oddest first."""
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("client")
-    table.add_column("exchanges in which it")
-    for client, odd in clients.items():
-        words = ", ".join(f"{what} {share:.3g}" for what, share in odd.items())
-        table.add_row(Text(client), Text(words))
-    return table
+    rows = [
+        [client, ", ".join(f"{what} {share:.3g}" for what, share in odd.items())]
+        for client, odd in clients.items()
+    ]
+    return Rows(["client", "exchanges in which it"], rows)
+
+
+def _events_in(folder: Path) -> Path:
+    """Return the events of a folder's run; of the one that replaces it, where there is one."""
+    following = folder / NEXT / EVENTS
+    return following if following.is_file() else folder / EVENTS
 
 
 def watch(
@@ -198,7 +202,8 @@ def watch(
     ValueError
         If ``once`` and there are no events.
     """
-    path, view, read = folder / EVENTS, View(), 0
+    view, read = View(), 0
+    path = _events_in(folder)
     if once:
         if not path.is_file():
             raise ValueError(f"{str(folder)!r} must be a run's folder, but has no {EVENTS}.")
@@ -207,6 +212,7 @@ def watch(
         return
     with Live(console=console, auto_refresh=False) as live:
         while view.over is None:
+            path = _events_in(folder)
             if path.is_file():
                 if path.stat().st_size < read:  # a new run was begun in the folder
                     view, read = View(), 0

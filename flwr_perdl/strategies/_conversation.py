@@ -530,6 +530,8 @@ class Conversation:
         """Return the clause that says where the last good state is."""
         if self.options.checkpoint_dir is None:
             return "nothing is saved, since there is no checkpoint_dir"
+        if not self.done:
+            return "nothing is saved, since no round has finished"
         return f"the state after round {self.done} is saved in {self.options.checkpoint_dir}"
 
     def save(self) -> None:

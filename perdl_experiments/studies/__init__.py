@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from flwr_perdl._checks import check_choice
 from perdl_experiments.studies import (
     biclustering,
     comparison,
@@ -27,10 +26,25 @@ from perdl_experiments.studies._experiment import (
     Experiment,
     FederatedExperiment,
     Value,
+    check_name,
     configure,
+    meaning,
 )
 
-__all__ = ["EXPERIMENTS", "Experiment", "FederatedExperiment", "Value", "configure", "find"]
+__all__ = [
+    "COMMON",
+    "EXPERIMENTS",
+    "Experiment",
+    "FederatedExperiment",
+    "Value",
+    "configure",
+    "find",
+    "meaning",
+    "one_federation",
+]
+
+#: Options that the command line has under their own names.
+COMMON = ("clients", "rounds", "seed", "data")
 
 EXPERIMENTS: dict[str, Experiment] = {
     digits.NAME: digits,
@@ -56,4 +70,9 @@ EXPERIMENTS: dict[str, Experiment] = {
 
 def find(name: str) -> Experiment:
     """Return the experiment called ``name``; ValueError with all names if there is none."""
-    return EXPERIMENTS[check_choice("experiment", name, EXPERIMENTS)]
+    return EXPERIMENTS[check_name("experiment", name, EXPERIMENTS)]
+
+
+def one_federation(experiment: Experiment) -> dict[str, Value]:
+    """Return the options' defaults inside a Flower run, which is one federation."""
+    return {"seeds": 1} if "seeds" in experiment.DEFAULTS else {}

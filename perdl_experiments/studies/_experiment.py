@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from math import isfinite
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 from numpy.typing import NDArray
@@ -24,6 +26,47 @@ Number = TypeVar("Number", int, float)
 
 #: Samples that must stand behind what a client sends, unless ``min_support`` says otherwise.
 MIN_SUPPORT = 3
+
+#: The most that an option may ask for: more would fill any machine's memory, or days. Unlike these,
+#: limits that the data set are the experiments' own.
+_MOST = {
+    "clients": 100_000,
+    "agents": 5_000,
+    "atoms": 10_000,
+    "dimension": 100_000,
+    "size": 10_000,
+    "seeds": 10_000,
+    "splits": 10_000,
+    "samples_per_client": 10**9,
+}
+_MOST_OF_OTHERS = 1_000_000
+
+#: What options mean that several experiments have; an experiment's `HELP` says the others, and
+#: what one of these means there.
+SHARED_HELP: dict[str, str] = {
+    "clients": "number of clients",
+    "rounds": "communication rounds",
+    "seed": "the run's one seed",
+    "data": "your own data",
+    "seeds": "repetitions, one per seed",
+    "samples": "samples per client",
+    "samples_per_client": "images per client; fewer where the data have fewer",
+    "n_atoms": "atoms of each client",
+    "n_global": "of which global",
+    "local_steps": "iterations of a client's learner per round",
+    "weak": "number of weak clients",
+    "weak_samples": "samples of each weak client",
+    "aggregation": (
+        "how updates are averaged: `statistics`, `mean`, `weighted`, `median`, "
+        "`geometric-median` or `trimmed`"
+    ),
+    "matching": "how atoms are matched: `consensus` or `paths`",
+    "learner": "a client's algorithm: `orthogonal`, `gradient`, `mod` or `ksvd`",
+    "min_support": (
+        "samples that must stand behind what a client sends; 0, the paper's, sends everything"
+    ),
+    "methods": "what is compared: `main`; or `all`, which adds Table 1",
+}
 
 #: Learners whose atoms need not be orthogonal; thresholds serve them badly where atoms are alike,
 #: as on images, so that they code by orthogonal matching pursuit with so many atoms.
@@ -65,6 +108,11 @@ class Described(Protocol):
     DEFAULTS : dict
         Every option with its default, ``clients``, ``rounds``, ``seed`` and ``data`` included;
         only an experiment with ``data`` among them reads a user's file.
+    HELP : dict
+        What the options mean that `SHARED_HELP` does not explain, or that mean something else
+        here; the tables of docs/cli.md have the same words.
+    FIGURES : tuple of str
+        The files of all figures that it may write.
     ERROR : str
         The metric to show while it runs.
     """
@@ -73,6 +121,8 @@ class Described(Protocol):
     ABOUT: str
     SOURCE: str
     DEFAULTS: dict[str, Value]
+    HELP: dict[str, str]
+    FIGURES: tuple[str, ...]
     ERROR: str
 
 
@@ -135,13 +185,43 @@ def configure(
     for name, value in {**given, **(options or {})}.items():
         if name == "data" and "data" not in experiment.DEFAULTS:
             raise ValueError(f"{experiment.NAME} makes its own data: data must not be given.")
-        check_choice(f"option of {experiment.NAME}", name, experiment.DEFAULTS)
+        check_name(f"option of {experiment.NAME}", name, experiment.DEFAULTS)
         config[name] = _read(name, value, experiment.DEFAULTS[name])
     if config["clients"] or experiment.DEFAULTS["clients"]:  # 0: as many as the data have
         check_count("clients", config["clients"], 2)
     check_count("rounds", config["rounds"], 1)
     check_count("seed", config["seed"])
     return config
+
+
+def check_name(what: str, name: str, names: Iterable[str]) -> str:
+    """Return ``name`` if it is one of ``names``, or raise a ValueError that says which is like it.
+
+    Parameters
+    ----------
+    what : str
+        What is named.
+    name : str
+        Its name, as given.
+    names : iterable of str
+        The names that there are.
+
+    Raises
+    ------
+    ValueError
+        If it is none of them.
+    """
+    known = list(names)
+    if name in known:
+        return name
+    close = get_close_matches(str(name), known, 1)
+    hint = f"; did you mean {close[0]!r}?" if close else "."
+    raise ValueError(f"{what} must be one of {', '.join(map(repr, known))}, got {name!r}{hint}")
+
+
+def meaning(experiment: Experiment, option: str) -> str:
+    """Return what an option of an experiment means."""
+    return experiment.HELP.get(option) or SHARED_HELP[option]
 
 
 def _read(name: str, value: Value, default: Value) -> Value:
@@ -151,8 +231,14 @@ def _read(name: str, value: Value, default: Value) -> Value:
         if kind is int and isinstance(value, float):
             raise ValueError
         read: Value = kind(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise ValueError(f"{name} must be {_WORDS[kind]}, got {value!r}.") from None
+    if name != "seed" and isinstance(read, int):
+        most = _MOST.get(name, _MOST_OF_OTHERS)
+        if read > most:
+            raise ValueError(f"{name} must be at most {most}, got {read}.")
+    if isinstance(read, float) and not isfinite(read):
+        raise ValueError(f"{name} must be a finite number, got {value!r}.")
     return read
 
 

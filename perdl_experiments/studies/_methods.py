@@ -95,8 +95,16 @@ class Learned(NamedTuple):
     floats_down: float
 
 
-def learn_tuned(method: str, samples: Sequence[Matrix], config: Config, start: Start) -> Learned:
+#: What a method costs, and the setting that it costs this with.
+COSTS = Learned._fields[2:]
+
+
+def learn_tuned(
+    method: str, samples: Sequence[Matrix], config: Config, start: Start
+) -> tuple[Learned | None, list[str]]:
     """Learn with every setting of a method, and return the best on the clients' own images.
+
+    A setting that fails does not end the run: the others still compete.
 
     Parameters
     ----------
@@ -111,13 +119,21 @@ def learn_tuned(method: str, samples: Sequence[Matrix], config: Config, start: S
 
     Returns
     -------
-    Learned
+    best : Learned or None
+        None if every setting failed.
+    failures : list of str
+        A sentence for every setting that failed.
     """
-    tried = [
-        _learn(method, setting, samples, config, start)
-        for setting in settings(method, samples, config)
-    ]
-    return tried[int(np.argmin([_error(one, samples) for one in tried]))]
+    tried, failures = [], []
+    for setting in settings(method, samples, config):
+        try:
+            learned = _learn(method, setting, samples, config, start)
+            tried.append((_error(learned, samples), learned))
+        except Exception as error:  # whatever stops one rival must not stop the run
+            reason = str(error).rstrip(".") or type(error).__name__
+            failures.append(f"{METHODS[method]} failed with the setting {setting:.3g}: {reason}.")
+    best = min(tried, key=lambda one: one[0])[1] if tried else None
+    return best, failures
 
 
 def settings(method: str, samples: Sequence[Matrix], config: Config) -> tuple[float, ...]:
@@ -201,9 +217,9 @@ class _Federation:
     def client(self, context: Context, config: Config) -> DictionaryClient:
         """Return the client of ``context``'s partition."""
         n_atoms = int(config["n_atoms"])
-        learner = _learner(config, n_atoms, self.setting)
-        if self.method == "perpca":
-            learner = OrthogonalLearner(n_atoms, threshold=0.0)
+        learner: Learner = OrthogonalLearner(n_atoms, threshold=0.0)
+        if self.method != "perpca":  # PerPCA's setting is the step of its strategy
+            learner = _learner(config, n_atoms, self.setting)
         X = self.samples[int(context.node_config[PARTITION_ID])]
         return _Client(X, learner, context, found=self.found, start=self.start, **private(config))
 

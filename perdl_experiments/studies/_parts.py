@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from joblib import Parallel, delayed, parallel_config
 from numpy.typing import NDArray
 
 from flwr_perdl._parallel import n_threads
@@ -63,6 +62,8 @@ class _InOrder:
         return arrays
 
     def _elsewhere(self, names: list[str]) -> Iterator[tuple[str, Arrays]]:
+        from joblib import Parallel, delayed, parallel_config  # comes with scikit-learn, an extra
+
         with parallel_config(backend="loky", inner_max_num_threads=1):
             found = Parallel(n_threads(), return_as="generator")(
                 delayed(self._parts[name])() for name in names

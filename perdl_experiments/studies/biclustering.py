@@ -27,6 +27,7 @@ from perdl_experiments.engine import Config
 from perdl_experiments.outcome import Outcome, Picture, Table
 from perdl_experiments.studies._experiment import Keep, Value, seeds_of
 from perdl_experiments.studies._parts import keep_all
+from perdl_experiments.words import plural
 
 NAME = "biclustering"
 ABOUT = "Sparse layers of gene expressions tell subjects apart, all at once or gene by gene"
@@ -43,6 +44,17 @@ DEFAULTS: dict[str, Value] = {
     "noise": 1.3,
     "informative": 160,
 }
+HELP: dict[str, str] = {
+    "rounds": "passes over the genes",
+    "data": "your expressions: `.npz` with `X` and, if known, `y`",
+    "seeds": "planted data sets, one per seed; with your data, orders of its genes",
+    "atoms": "layers",
+    "k": "clusters: as many as labels, or atoms and one",
+    "thresholds": "how Algorithm 3 chooses its thresholds, without labels: `sure` or `bic`",
+    "noise": "of the planted data",
+    "informative": "genes of the planted 400 that tell a type",
+}
+FIGURES: tuple[str, ...] = ("layers.png", "loadings.png")
 ERROR = "ari_diffusion"
 
 #: Algorithm 4's parameters, in units of the expressions' root mean square: the paper's gamma = 0.5,
@@ -342,10 +354,12 @@ def _notes(config: Config, data: Data, result: Mapping[str, NDArray[Any]]) -> li
     kept = result["genes_per_layer"]
     return [
         f"{n_subjects} subjects, {n_genes} genes ({what}); every gene has mean zero.",
-        f"{k} clusters: {because}. {config['atoms']} layers, {config['atoms']} agents.",
+        f"{plural(k, 'cluster')}: {because}. {plural(config['atoms'], 'layer')}, "
+        f"{plural(config['atoms'], 'agent')}.",
         f"Algorithm 3's thresholds are chosen without labels ({config['thresholds']}); a layer has "
         f"{float(kept):.0f} genes on average.",
-        f"Algorithm 4 sees every gene {int(config['rounds'])} time(s), in an order drawn by seed, "
+        f"Algorithm 4 sees every gene {plural(config['rounds'], 'time')}, in an order drawn by "
+        "seed, "
         f"with gamma = {GAMMA}, delta = {DELTA}, beta = {BETA} and mu_w = {STEP} / {n_subjects} in "
         "units of the expressions' root mean square.",
     ]

@@ -48,6 +48,7 @@ from perdl_experiments.studies._experiment import (
     numbers,
     private,
 )
+from perdl_experiments.words import plural
 
 NAME = "comparison"
 ABOUT = "PerMA against averaging, PerPCA, clients alone and pooled data, on planted dictionaries"
@@ -64,6 +65,13 @@ DEFAULTS: dict[str, Value] = {
     "densities": "10,20,30,40",
     "min_support": MIN_SUPPORT,
 }
+HELP: dict[str, str] = {
+    "seeds": "per point",
+    "dimensions": "features, and atoms per client, half of them shared",
+    "sizes": "numbers of clients",
+    "densities": "codes that are not zero, in percent",
+}
+FIGURES: tuple[str, ...] = ("comparison.png",)
 ERROR = "error_full"
 
 METHODS = {
@@ -412,12 +420,14 @@ def _pictures(
 
 def _notes(config: Config, settings: Mapping[str, float]) -> Iterator[str]:
     yield (
-        f"{config['seeds']} seeds, {config['samples']} samples per client (the weak one: "
+        f"{plural(config['seeds'], 'seed')}, {plural(config['samples'], 'sample')} per client "
+        "(the weak one: "
         f"{config['weak_samples']}), half of a client's atoms shared with all others. Unless on "
         f"the axis: d = {DIMENSION}, {config['clients']} clients, {DENSITY}% non-zero codes."
     )
     yield (
-        f"The same budget for all: {config['rounds']} rounds of one local iteration, the same "
+        f"The same budget for all: {plural(config['rounds'], 'round')} of one local iteration, "
+        "the same "
         f"learner and warm starts, and {len(THRESHOLDS)} values of one parameter, of which the "
         "best at the middle of the figure on a seed of its own is kept for all points: thresholds "
         f"{', '.join(map(str, THRESHOLDS))}; PerPCA's step {', '.join(map(str, STEPS))}."

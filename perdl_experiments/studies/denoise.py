@@ -35,6 +35,7 @@ from perdl_experiments.measures import Quality, quality
 from perdl_experiments.outcome import Outcome, Picture, Table
 from perdl_experiments.patches import Patches, cut, join
 from perdl_experiments.studies._experiment import Keep, Value
+from perdl_experiments.words import plural
 
 NAME = "denoise"
 ABOUT = "Denoise images by a dictionary spread over a network, an atom per agent"
@@ -51,6 +52,17 @@ DEFAULTS: dict[str, Value] = {
     "size": 256,
     "images": 4,
 }
+HELP: dict[str, str] = {
+    "rounds": "batches of 64 patches",
+    "data": "your images: `.npz` with `X`",
+    "sigma": "noise, in units of 1/255",
+    "atoms": "agents",
+    "delta": "weight of the codes' squares",
+    "connectivity": "below 1: by messages over a random network, in far more time",
+    "size": "side to which the bundled image is brought",
+    "images": "at most so many of the file's",
+}
+FIGURES: tuple[str, ...] = ("images.png", "atoms.png", "cost.png")
 ERROR = "cost"
 
 #: Height and width of a patch.
@@ -489,7 +501,8 @@ def _pictures(
 def _notes(config: Config, task: Task, ours: Mapping[str, NDArray[Any]]) -> list[str]:
     n = sum(len(one.X) for one in task.patches)
     notes = [
-        f"{len(task.clean)} image(s) of {task.clean.shape[1]}x{task.clean.shape[2]} pixels, noise "
+        f"{plural(len(task.clean), 'image')} of {task.clean.shape[1]}x{task.clean.shape[2]} "
+        "pixels, noise "
         f"of {float(config['sigma']):g}/255; {n:,} patches of {SIDE}x{SIDE} pixels, "
         f"{task.order.size:,} of them learned from. Only the noisy images are seen.",
         f"gamma = {GAMMA:g} sigma, delta = {float(config['delta']):g}; in batch t of {BATCH} "

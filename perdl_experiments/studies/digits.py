@@ -6,6 +6,7 @@ from perdl_experiments.studies import images
 from perdl_experiments.studies._experiment import Value
 from perdl_experiments.studies.images import (
     ERROR,
+    FIGURES,
     SOURCE,
     client,
     federations,
@@ -17,6 +18,8 @@ __all__ = [
     "ABOUT",
     "DEFAULTS",
     "ERROR",
+    "FIGURES",
+    "HELP",
     "NAME",
     "SOURCE",
     "client",
@@ -37,3 +40,4 @@ _OWN: dict[str, Value] = {
 DEFAULTS: dict[str, Value] = {
     name: _OWN.get(name, value) for name, value in images.DEFAULTS.items() if name != "data"
 }
+HELP: dict[str, str] = {name: text for name, text in images.HELP.items() if name != "data"}

@@ -78,6 +78,15 @@ DEFAULTS: dict[str, Value] = {
     "min_support": MIN_SUPPORT,
 }
 
+HELP: dict[str, str] = {
+    "clients": "number of clients where it is not on the axis",
+    "seeds": "per point",
+    "samples": "per client",
+    "sizes": "numbers of clients",
+    "failures": "clients that fail in a round, in percent",
+    "weak_samples": "samples of each",
+}
+FIGURES: tuple[str, ...] = ("federations.png",)
 ERROR = "mse"
 
 N_ATOMS = 6

@@ -32,6 +32,7 @@ from perdl_experiments.studies._experiment import (
     private,
     seeds_of,
 )
+from perdl_experiments.words import plural
 
 NAME = "global-atoms"
 ABOUT = "How many atoms do the clients share? PerMA's matching round finds the number"
@@ -50,6 +51,12 @@ DEFAULTS: dict[str, Value] = {
     "matching": "consensus",
     "min_support": MIN_SUPPORT,
 }
+HELP: dict[str, str] = {
+    "seeds": "per number",
+    "n_global": "numbers of shared atoms to plant",
+    "noise": "standard deviation of noise on the data",
+}
+FIGURES: tuple[str, ...] = ("paths.png",)
 ERROR = "mse"
 
 N_ATOMS = 10
@@ -93,7 +100,8 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
         tables=[_table(found, shares)],
         pictures=_pictures(lengths),
         notes=[
-            f"{config['clients']} clients, {N_ATOMS} atoms each, {config['samples']} samples"
+            f"{config['clients']} clients, {N_ATOMS} atoms each, "
+            f"{plural(config['samples'], 'sample')}"
             + (f" ({config['weak_samples']} at {config['weak']} of them)" if config["weak"] else "")
             + f", noise of standard deviation {config['noise']}."
         ],

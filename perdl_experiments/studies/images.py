@@ -49,6 +49,7 @@ from perdl_experiments.studies._experiment import (
     make_strategy,
     private,
 )
+from perdl_experiments.words import plural
 
 NAME = "images"
 ABOUT = "PerMA on your own images and labels (--data), every client with one label in the majority"
@@ -68,6 +69,10 @@ DEFAULTS: dict[str, Value] = {
     "min_support": MIN_SUPPORT,
     "methods": "all",
 }
+HELP: dict[str, str] = {
+    "data": "your images: `.npz` with `X` and `y`",
+}
+FIGURES: tuple[str, ...] = ("reconstructions.png", "error.png", "atoms.png")
 ERROR = "mse_global_10"
 
 #: Everybody's warm start. A threshold that shrinks faster than by default does as well on images:
@@ -203,7 +208,10 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
         },
         tables=[*_tables(metrics, n_atoms, n_global), *(_tables_1(tuned, config) if tuned else [])],
         pictures=_pictures(task, global_atoms, alone[0], pooled, curve, metrics),
-        notes=list(_notes(config, task)),
+        notes=[
+            *_notes(config, task),
+            *(str(failure) for kept in tuned.values() for failure in kept.get("failures", ())),
+        ],
         rounds=federated.rounds,
         floats_up=federated.floats_up,
         floats_down=federated.floats_down,
@@ -215,7 +223,9 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
 
 def _tuned(method: str, task: Task, config: Config) -> dict[str, NDArray[Any]]:
     """Return what a method's best setting comes to on the held-out images, and what it costs."""
-    learned = _methods.learn_tuned(method, task.clients, config, START)
+    learned, failures = _methods.learn_tuned(method, task.clients, config, START)
+    if learned is None:
+        learned = _methods.Learned([], [], *[0.0] * len(_methods.COSTS))
 
     def measured(dictionaries: Sequence[Matrix]) -> NDArray[Any]:
         found = _metrics("", task.test, dictionaries, task.shape) if dictionaries else {}
@@ -227,7 +237,13 @@ def _tuned(method: str, task: Task, config: Config) -> dict[str, NDArray[Any]]:
         "shared_atoms": np.array([len(D) for D in learned.shared]),
         "full_atoms": np.array([len(D) for D in learned.full]),
         "cost": np.array(learned[2:]),
+        "failures": np.array(failures, str),
     }
+
+
+def _failed(kept: Mapping[str, NDArray[Any]]) -> bool:
+    """Return whether a method has no dictionary, as every setting of it failed."""
+    return not kept["shared"].size and not kept["full"].size
 
 
 def _tuned_rows(tuned: Mapping[str, Mapping[str, NDArray[Any]]]) -> Iterator[tuple[str, str, str]]:
@@ -247,7 +263,9 @@ def _tuned_metrics(tuned: Mapping[str, Mapping[str, NDArray[Any]]]) -> dict[str,
         for j, k in enumerate(N_NONZERO)
     }
     for method, kept in tuned.items():
-        for what, value in zip(_methods.Learned._fields[2:], kept["cost"], strict=True):
+        if _failed(kept):
+            continue
+        for what, value in zip(_methods.COSTS, kept["cost"], strict=True):
             metrics[f"{what}_tuned_{method}"] = float(value)
     return metrics
 
@@ -264,6 +282,9 @@ def _tables_1(tuned: Mapping[str, Mapping[str, NDArray[Any]]], config: Config) -
         errors[title] = measured[0, chosen]
         digits = enumerate((4, 2, 3))
         rows.append([title, *(f"{measured[i, j]:.{d}f}" for i, d in digits for j in chosen)])
+    failed = [method for method in tuned if _failed(tuned[method])]
+    for method in failed:
+        rows.append([_methods.METHODS[method], "failed", *["-"] * (len(FIELDS) * len(chosen) - 1)])
     yield Table(
         "Table 1: all methods, tuned alike",
         f"All held-out images with k = {' and '.join(map(str, TABLE_N_NONZERO))} atoms "
@@ -272,10 +293,15 @@ def _tables_1(tuned: Mapping[str, Mapping[str, NDArray[Any]]], config: Config) -
         ["", *(f"{field.upper()} {k}" for field in FIELDS for k in TABLE_N_NONZERO)],
         rows,
     )
-    costs = {m: _methods.Learned([], [], *map(float, one["cost"])) for m, one in tuned.items()}
+    costs = {
+        method: _methods.Learned([], [], *map(float, kept["cost"]))
+        for method, kept in tuned.items()
+        if method not in failed
+    }
     yield Table(
         "What Table 1 costs",
-        f"The same budget for all: {config['rounds']} rounds (without a server, {GENEROSITY} "
+        f"The same budget for all: {plural(config['rounds'], 'round')} (without a server, "
+        f"{GENEROSITY} "
         f"times the iterations), and {_methods.TRIES} values of one parameter, of which the one "
         f"is kept that codes the clients' own images best with {_methods.CODED} atoms: PerPCA's "
         "step, scikit-learn's penalty, for all others the learner's "
@@ -293,12 +319,15 @@ def _tables_1(tuned: Mapping[str, Mapping[str, NDArray[Any]]], config: Config) -
                 f"{cost.setting:.3g}",
             ]
             for method, cost in costs.items()
-        ],
+        ]
+        + [[_methods.METHODS[method], "failed", *["-"] * 4] for method in failed],
     )
 
 
 def _verdict(errors: Mapping[str, NDArray[Any]], i: int) -> str:
     """Return a sentence about who does better than PerMA with the i-th number of atoms."""
+    if not any(one.startswith("PerMA") for one in errors):
+        return ""
     ours = min((one for one in errors if one.startswith("PerMA")), key=lambda one: errors[one][i])
     better = [title for title in errors if errors[title][i] < errors[ours][i]]
     words = f"better than {ours}: {', '.join(better)}" if better else f"{ours} has the least error"
@@ -480,11 +509,13 @@ def _notes(config: Config, task: Task) -> Iterator[str]:
     given, wanted = len(task.clients[0]), int(config["samples_per_client"])
     if given < wanted:
         yield (
-            f"Every client has {given} images instead of {wanted}: the data, a tenth of it and of "
+            f"Every client has {plural(given, 'image')} instead of {wanted}: the data, a tenth "
+            "of it and of "
             "each label held out, has no more."
         )
     yield (
-        f"{len(task.clients)} clients with {given} images each, {len(task.test)} held-out images "
+        f"{len(task.clients)} clients with {plural(given, 'image')} each, "
+        f"{plural(len(task.test), 'held-out image')} "
         f"of {task.shape[0]}x{task.shape[1]} pixels in [0, 1]. Codes: orthogonal matching pursuit "
         "for every dictionary. PSNR is the mean over images; SSIM has a Gaussian window (sigma "
         "1.5) and is taken of images clipped to [0, 1]."

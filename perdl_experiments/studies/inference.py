@@ -34,6 +34,7 @@ from perdl_experiments.engine import Config
 from perdl_experiments.outcome import Outcome, Picture, Table
 from perdl_experiments.studies._experiment import Keep, Value, seeds_of
 from perdl_experiments.studies._parts import keep_all
+from perdl_experiments.words import plural
 
 NAME = "inference"
 ABOUT = "Agents with an atom each code a sample together: rounds until all of them are right"
@@ -50,6 +51,16 @@ DEFAULTS: dict[str, Value] = {
     "informed": 0,
     "impulses": 0.0,
 }
+HELP: dict[str, str] = {
+    "seeds": "random graphs and samples",
+    "agents": "number of agents",
+    "dimension": "of a sample",
+    "connectivity": "probability of a link",
+    "loss": "of the residuals: `squared` or `huber`",
+    "informed": "number of agents that see the sample; 0: all",
+    "impulses": "share of a sample's entries that are outliers",
+}
+FIGURES: tuple[str, ...] = ("inference.png",)
 ERROR = "decibels"
 
 #: The paper's settings of Section IV-B.
@@ -152,9 +163,10 @@ def run(config: Config, keep: Keep) -> Outcome:
         tables=[_table(rounds, curves)],
         pictures=[_picture(curves)],
         notes=[
-            f"{config['seeds']} random graph(s) and sample(s): {config['agents']} agents with an "
+            f"{plural(config['seeds'], 'random graph')} with a sample each: "
+            f"{plural(config['agents'], 'agent')} with an "
             f"atom each, dimension {config['dimension']}, connectivity {config['connectivity']}, "
-            f"{config['loss']} loss, {config['informed'] or 'all'} agent(s) informed, "
+            f"{config['loss']} loss, informed: {config['informed'] or 'all'}, "
             f"share of impulses {config['impulses']}.",
             f"The truth agrees with SciPy's L-BFGS-B on the dual to {agreement:.0f} dB at least.",
             "Every method's parameters are its defaults: chosen from the topology and the "

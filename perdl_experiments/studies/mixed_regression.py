@@ -30,6 +30,7 @@ from perdl_experiments.mixed_regression_data import SETTINGS, Mixed, oracle, set
 from perdl_experiments.outcome import Outcome, Picture, Table
 from perdl_experiments.studies._experiment import Federate, Keep, Value, seeds_of
 from perdl_experiments.studies._parts import keep_all
+from perdl_experiments.words import plural
 
 NAME = "mixed-regression"
 ABOUT = "FedMD and FedX find the models of clustered clients, against FedAvg, IFCA and one-shot"
@@ -43,6 +44,14 @@ DEFAULTS: dict[str, Value] = {
     "k": "3",
     "variant": "default",
 }
+HELP: dict[str, str] = {
+    "clients": "number of clients; 0: the setting's",
+    "setting": "settings of the paper: `C1`, `C2`, `C3`, or some of them",
+    "seeds": "per setting",
+    "k": "number of models: `3`, another number, or `auto`",
+    "variant": "parameters: `default`, or the `paper`'s",
+}
+FIGURES: tuple[str, ...] = ("fig1-C1.png", "fig2-C2.png", "fig3-C3.png")
 ERROR = "error"
 
 K = 3
@@ -375,7 +384,8 @@ def _picture(study: Study) -> Picture:
 
 def _notes(config: Config, federated: bool) -> list[str]:
     notes = [
-        f"{config['seeds']} seed(s), {config['rounds']} rounds, k = {config['k']}, variant "
+        f"{plural(config['seeds'], 'seed')}, {plural(config['rounds'], 'round')}, k = "
+        f"{config['k']}, variant "
         f"{config['variant']}.",
         "FedAvg, IFCA (one random start), one-shot clustering and the start from the truth have "
         "the paper's Phase 2 with s = 5: its step size, which leaves a bias, and its division by "

@@ -49,6 +49,18 @@ DEFAULTS: dict[str, Value] = {
     "terms": 3000,
     "block": BLOCK,
 }
+HELP: dict[str, str] = {
+    "clients": "agents at first, and agents that join in every time step",
+    "rounds": "iterations of the inference of a batch; at most four times as many",
+    "data": "your documents: `.npz` of counts, or `reuters`, or `20newsgroups`",
+    "score": (
+        "`normalised`; or `paper`: the paper's settings, diffusion stopped long before it converges"
+    ),
+    "connectivity": "of the sparse network; 1 is fully connected",
+    "terms": "terms that are kept: those in the most documents",
+    "block": "documents per time step",
+}
+FIGURES: tuple[str, ...] = ("fig7.png",)
 ERROR = "auc"
 
 SCORES = ("normalised", "paper")

@@ -34,6 +34,7 @@ from perdl_experiments.engine import Config
 from perdl_experiments.outcome import Outcome, Picture, Table
 from perdl_experiments.studies._experiment import Keep, Value
 from perdl_experiments.studies._parts import keep_all
+from perdl_experiments.words import plural
 
 NAME = "patches"
 ABOUT = "Nodes in a ring learn one dictionary from data of their own, telling neighbours atoms only"
@@ -48,6 +49,16 @@ DEFAULTS: dict[str, Value] = {
     "samples": 500,
     "noise": 0.0,
 }
+HELP: dict[str, str] = {
+    "clients": "number of nodes",
+    "rounds": "iterations",
+    "seeds": "planted data sets, one per seed",
+    "update": "of the atoms: `mod`, `ksvd` or `gradient`",
+    "replacement": "of dead atoms: `private`, `samples` or `none`",
+    "samples": "per node",
+    "noise": "share of the data's root mean square",
+}
+FIGURES: tuple[str, ...] = ("recovery.png", "networks.png", "atoms.png")
 ERROR = "missing"
 
 N_ATOMS, SHAPE, N_NONZERO = 48, (4, 4), 3
@@ -133,7 +144,8 @@ def run(config: Config, keep: Keep) -> Outcome:
         ],
         pictures=_pictures(compared, few, found, shown),
         notes=[
-            f"{config['clients']} nodes with {config['samples']} samples each; {N_ATOMS} atoms of "
+            f"{config['clients']} nodes with {plural(config['samples'], 'sample')} each; "
+            f"{N_ATOMS} atoms of "
             f"dimension {SHAPE[0] * SHAPE[1]}, {N_NONZERO} per sample, coefficients uniform on "
             "[-0.5, 0.5].",
             f"Found: |cosine| of at least {FOUND} with a learned atom, at the node that has found "
@@ -305,7 +317,7 @@ def _table(title: str, which: str, rows: Mapping[str, tuple[str, Matrix]]) -> Ta
     n_seeds = len(next(iter(rows.values()))[1])
     return Table(
         title,
-        f"Of {N_ATOMS}, after the last round, over {which} {n_seeds} seeds.",
+        f"Of {N_ATOMS}, after the last round, over {which} {plural(n_seeds, 'seed')}.",
         ["", "median", "least", "mean", f"{PAPER} or more"],
         [
             [

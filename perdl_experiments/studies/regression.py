@@ -45,6 +45,12 @@ DEFAULTS: dict[str, Value] = {
     "k": "auto",
     "splits": 5,
 }
+HELP: dict[str, str] = {
+    "data": "your clients' points: `.npz` with `X`, `y` and `client`",
+    "k": "number of models: `auto`, or a number",
+    "splits": "random splits",
+}
+FIGURES: tuple[str, ...] = ("coefficients.png", "sizes.png", "residuals.png")
 ERROR = "mse"
 
 #: Share of every client's points that is held out.

@@ -35,6 +35,7 @@ from perdl_experiments.engine import Config
 from perdl_experiments.mixed_regression_data import Mixed, mixed_regression
 from perdl_experiments.outcome import Outcome, Picture, Table
 from perdl_experiments.studies._experiment import Keep, Value, numbers, reals, seeds_of
+from perdl_experiments.words import plural
 
 NAME = "separation"
 ABOUT = "When FedMD and FedX find all clusters: a map over separation, noise and points per client"
@@ -49,6 +50,14 @@ DEFAULTS: dict[str, Value] = {
     "noises": "0.1,0.3,1",
     "points": "5,10,20,40",
 }
+HELP: dict[str, str] = {
+    "seeds": "per place of the map",
+    "dimension": "features",
+    "separations": "mean distances between two models, which share a part of norm one",
+    "noises": "standard deviations",
+    "points": "per client",
+}
+FIGURES: tuple[str, ...] = ("maps.png",)
 ERROR = "error"
 
 K = 3
@@ -194,8 +203,10 @@ def _notes(
             "often than the two phases with k known."
         )
     yield (
-        f"{config['seeds']} seed(s) per place, {config['clients']} clients in {K} clusters, "
-        f"{config['dimension']} features, {config['rounds']} rounds in all. The models have a part "
+        f"{plural(config['seeds'], 'seed')} per place, {config['clients']} clients in {K} "
+        "clusters, "
+        f"{config['dimension']} features, {plural(config['rounds'], 'round')} in all. The "
+        "models have a part "
         "in common, of norm about one; the separation is the mean distance between two of them, "
         "the noise its standard deviation."
     )

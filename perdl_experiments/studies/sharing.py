@@ -33,6 +33,7 @@ from perdl_experiments.studies._experiment import (
     seeds_of,
 )
 from perdl_experiments.studies.images import ImageClient, Task, load_task
+from perdl_experiments.words import plural
 
 NAME = "sharing"
 ABOUT = "When collaboration helps and when it hurts: errors against the number of global atoms"
@@ -52,6 +53,11 @@ DEFAULTS: dict[str, Value] = {
     "learner": "orthogonal",
     "min_support": MIN_SUPPORT,
 }
+HELP: dict[str, str] = {
+    "data": "your images, as for `images`; without it, scikit-learn's digits",
+    "refine_steps": "iterations of local refinement before every round",
+}
+FIGURES: tuple[str, ...] = ("errors.png", "trade-off.png")
 ERROR = "error_all"
 
 #: Atoms per image.
@@ -202,7 +208,7 @@ def _metrics(shares: Sequence[int], errors: Mapping[int, Matrix]) -> dict[str, f
 
 
 def _label(refine_steps: int) -> str:
-    return f"{refine_steps} steps of refinement" if refine_steps else "no refinement"
+    return f"{plural(refine_steps, 'step')} of refinement" if refine_steps else "no refinement"
 
 
 def _table(
@@ -280,6 +286,7 @@ def _notes(config: Config, shares: Sequence[int], errors: Matrix) -> Iterator[st
         )
     kind = "its label" if not _task(config).natural else "whose it is"
     yield (
-        f"{config['seeds']} seed(s), {config['clients']} clients with {config['n_atoms']} atoms "
-        f"each, {config['rounds']} rounds; an image's kind is {kind}."
+        f"{plural(config['seeds'], 'seed')}, {config['clients']} clients with "
+        f"{plural(config['n_atoms'], 'atom')} "
+        f"each, {plural(config['rounds'], 'round')}; an image's kind is {kind}."
     )

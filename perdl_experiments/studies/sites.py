@@ -33,6 +33,7 @@ from perdl_experiments.studies._experiment import (
     make_strategy,
     private,
 )
+from perdl_experiments.words import plural
 
 NAME = "sites"
 ABOUT = "PerMA on real sites: every node has its own file (--data FOLDER, or its node config)"
@@ -50,6 +51,12 @@ DEFAULTS: dict[str, Value] = {
     "learner": "orthogonal",
     "min_support": MIN_SUPPORT,
 }
+HELP: dict[str, str] = {
+    "clients": "number of clients; 0: one per file",
+    "data": "a folder with a file per client",
+    "n_global": "of which global: `auto`, or a number",
+}
+FIGURES: tuple[str, ...] = ("error.png",)
 ERROR = "mse"
 
 
@@ -91,9 +98,13 @@ def strategy(config: Config, **options: Any) -> PerMA:
 
 def federations(config: Config) -> list[Config]:
     """Return the config of the one federation; without a number of clients, one per file."""
-    if config["clients"]:
+    data, clients = str(config["data"]), int(config["clients"])
+    if clients and not data:  # every node has a file of its own
         return [config]
-    return [{**config, "clients": len(files(str(config["data"])))}]
+    n_files = len(files(data))
+    if clients > n_files:
+        raise ValueError(f"clients must be at most {n_files}, the files in {data}, got {clients}.")
+    return [{**config, "clients": clients or n_files}]
 
 
 def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
@@ -117,7 +128,8 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
         tables=[_table(measured)],
         pictures=_pictures(training),
         notes=[
-            f"{len(measured)} nodes, each on a file of its own, and {len(atoms)} global atoms of "
+            f"{len(measured)} nodes, each on a file of its own, and "
+            f"{plural(len(atoms), 'global atom')} of "
             f"{atoms.shape[1]} features. Errors are of the tenth that each node holds out, coded "
             "by its own learner."
         ],

@@ -38,6 +38,7 @@ from perdl_experiments.studies._experiment import (
     private,
     seeds_of,
 )
+from perdl_experiments.words import plural
 
 NAME = "synthetic"
 ABOUT = "PerMA on planted dictionaries: independent against collaborative clients"
@@ -57,6 +58,15 @@ DEFAULTS: dict[str, Value] = {
     "matching": "consensus",
     "min_support": MIN_SUPPORT,
 }
+HELP: dict[str, str] = {
+    "seeds": "federations, one per seed",
+    "atoms": "atoms per client; `5,6,7` gives them to the clients in turn",
+    "start": (
+        "`good`; or `poor`: Fig. 2's regime, where some clients fail alone; or `short`: "
+        "five iterations"
+    ),
+}
+FIGURES: tuple[str, ...] = ("clients.png", "rounds.png")
 ERROR = "error_global"
 
 N_GLOBAL = 3
@@ -289,7 +299,8 @@ def _list(values: Matrix) -> list[float]:
 def _notes(config: Config) -> list[str]:
     weak = int(config["weak"])
     notes = [
-        f"{config['seeds']} seed(s), {config['clients']} clients with {config['samples']} samples "
+        f"{plural(config['seeds'], 'seed')}, {config['clients']} clients with "
+        f"{plural(config['samples'], 'sample')} "
         f"and {config['atoms']} atoms each, {N_GLOBAL} of them shared; {config['start']} start.",
         "Both strategies begin with the same dictionaries and take as many local iterations.",
     ]

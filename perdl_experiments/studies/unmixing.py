@@ -47,6 +47,12 @@ DEFAULTS: dict[str, Value] = {
     "tiles": 5,
     "n_endmembers": 3,
 }
+HELP: dict[str, str] = {
+    "data": "your scene: `.npz` with `X` and `shape`",
+    "tiles": "per side",
+    "n_endmembers": "where the file does not say",
+}
+FIGURES: tuple[str, ...] = ("spectra.png", "abundances.png", "angles.png")
 ERROR = "angle"
 
 #: The drawn scene: pixels, bands, noise as a share of the root mean square.

@@ -74,6 +74,22 @@ DEFAULTS: dict[str, Value] = {
     "matching": "consensus",
     "min_support": MIN_SUPPORT,
 }
+HELP: dict[str, str] = {
+    "clients": "number of frames; 0: as many as the clip has, at most 60",
+    "data": "a video file, a folder of frames, or `.npz` with `X`",
+    "patch": "side of a patch: its pixels are samples, the patches features",
+    "n_atoms": "atoms of each frame",
+    "n_global": "of which global; a background has at most patch²",
+    "learner": "a frame's algorithm: `gradient` (Algorithm 5), `mod` or `ksvd`",
+    "refine_steps": (
+        "iterations of local refinement before every round; the paper's is 5, which "
+        "costs background here: at the end every frame is refined anyway"
+    ),
+    "aggregation": (
+        "how updates are averaged: `median`, or as elsewhere; averages leave ghosts of the cars"
+    ),
+}
+FIGURES: tuple[str, ...] = ("strip.png", "psnr.png", "video.gif")
 ERROR = "psnr_background"
 
 #: Iterations of Algorithm 6 with which a frame is taken apart at the end.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -223,6 +224,40 @@ def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
         pytest.raises(RuntimeError, match="rounds must be at least 1, got 0"),
     ):
         deployment.run({"experiment": "digits", "rounds": 0}, timeout=300)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_all_that_the_command_has_started(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    command = [sys.executable, "-m", "perdl_experiments", "up", "digits", "--nodes", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    up = subprocess.Popen(
+        [*command, "--out", str(tmp_path / "out")],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    until(lambda: (tmp_path / "out" / "events.jsonl").exists())
+    mine = str(tmp_path / "out" / "deployment")
+    assert len(started(mine)) >= 3
+    up.send_signal(number)
+    _, said = up.communicate(timeout=60)
+    assert up.returncode == 128 + number
+    assert f"flwr-perdl: stopped by {number.name}" in said
+    assert started(mine) == []
+
+
+def started(folder: str) -> list[str]:
+    """Return the processes that are alive and have a deployment's folder as their FLWR_HOME."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            environment = (process / "environ").read_bytes()
+            if f"FLWR_HOME={folder}".encode() in environment:
+                found.append((process / "cmdline").read_text())
+    return found
 
 
 def test_secrets_are_the_owners_alone(tmp_path: Path) -> None:

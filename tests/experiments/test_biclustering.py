@@ -86,7 +86,7 @@ def test_every_gene_is_learned_from_once(
     np.testing.assert_array_equal(np.unique(seen[0], axis=0), np.unique(genes, axis=0))
     assert len(seen[0]) == 45
     assert again.floats_up == again.metrics["rounds"] * 24  # to the one other agent
-    assert "sees every gene 1 time(s)" in outcome.notes[3]
+    assert "sees every gene 1 time" in outcome.notes[3]
 
 
 def test_labels_are_looked_at_only_afterwards(outcome: Outcome, tmp_path: Path) -> None:

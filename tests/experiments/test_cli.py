@@ -1,13 +1,20 @@
+import io
 import os
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
+from flwr_perdl import __version__
 from perdl_experiments.cli import app
+from perdl_experiments.studies import COMMON, EXPERIMENTS, meaning
+from perdl_experiments.terminal import Rows, console
 
 
 def invoke(*arguments):
@@ -54,6 +61,15 @@ def test_names_in_the_data_are_printed_as_they_are(tmp_path):
     ("arguments", "message"),
     [
         (["run", "digit"], "experiment must be one of 'digits'"),
+        (["run", "digit"], "got 'digit'; did you mean 'digits'?"),
+        (["run", "digits", "-o", "n_atom=3"], "did you mean 'n_atoms'?"),
+        (["run", "digits", "-o", "n_atoms=3", "-o", "n_atoms=4"], "n_atoms must be given once"),
+        (["options", "digit"], "did you mean 'digits'?"),
+        (["up", "inference"], "inference must run in process"),
+        (["up", "digits", "-o", "n_atoms=100"], "n_atoms must be between 1 and 64, got 100"),
+        (["up", "digits", "--nodes", "100000"], "nodes must be between"),
+        (["run", "digits", "--resume"], "which holds no run"),
+        (["run", "digits", "--resume", "--overwrite"], "must not be given together"),
         (["run", "digits", "--engine", "spark"], "engine must be one of"),
         (["run", "digits", "-o", "n_atoms"], "option must be key=value, got 'n_atoms'"),
         (["run", "digits", "-o", "n_atom=3"], "option of digits must be one of"),
@@ -66,6 +82,7 @@ def test_names_in_the_data_are_printed_as_they_are(tmp_path):
         (["up", "sites", "--data", "."], "data must be a folder with a file per client"),
         (["up", "sites", "--data", "four"], "nodes must be 4, one per file in four, got 3"),
         (["report", "nowhere"], "must be the folder of a finished run"),
+        (["fetch", "mnist", "--out", "four/0.npz"], "out must be a new file, got 'four/0.npz'"),
         (["bench"], "benchmarks must be a folder with scripts"),
     ],
 )
@@ -109,6 +126,83 @@ def test_a_mistake_in_a_real_process_has_no_traceback(tmp_path):
     assert done.returncode == 2
     assert done.stderr.startswith("flwr-perdl: experiment must be one of")
     assert "Traceback" not in done.stderr
+
+
+def test_the_version_and_help_have_short_ways():
+    for arguments in (["-h"], ["run", "-h"], ["options", "-h"]):
+        assert "Usage" in invoke(*arguments).stdout
+    assert invoke("--version").stdout.startswith(f"flwr-perdl {__version__}, flwr ")
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_the_manual_says_of_options_what_the_command_says(name, monkeypatch):
+    manual = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
+    section = re.split(r"^##+ ", manual.partition(f"### {name}\n")[2], flags=re.MULTILINE)[0]
+    defaults = EXPERIMENTS[name].DEFAULTS
+    for option, default in defaults.items():
+        if option not in COMMON:
+            row = f"| `{option}` | `{default}` | {meaning(EXPERIMENTS[name], option)} |"
+            assert row in section
+    monkeypatch.setenv("COLUMNS", "400")
+    shown = " ".join(invoke("options", name).stdout.split())
+    for option, default in defaults.items():
+        words = meaning(EXPERIMENTS[name], option).replace("`", "")
+        assert " ".join(f"{option} {default} {words}".split()) in shown
+
+
+@pytest.mark.parametrize("columns", [30, 40, 80, 200])
+def test_no_number_is_broken_at_any_width(monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    heads = ["", *(f"MSE {k}" for k in (5, 10, 20)), "a longer head"]
+    rows = [["PerMA, global + local atoms (48)", "0.0123", "12,345,678", "1.5e-16", "9.87"]]
+    console().print(Rows(heads, rows, "Errors"))
+    console_lines = io.StringIO()
+    Console(file=console_lines, width=columns, color_system=None).print(Rows(heads, rows, "E"))
+    lines = console_lines.getvalue().splitlines()
+    assert all(len(line) <= columns for line in lines)
+    for cell in rows[0][1:]:
+        assert any(cell in line for line in lines)
+
+
+def test_output_has_no_control_codes_in_a_pipe_or_without_color(tmp_path):
+    given = ["-m", "perdl_experiments", "run", "digits", "--clients", "3", "--rounds", "1"]
+    given += ["-o", "n_atoms=4", "-o", "n_global=2", "-o", "min_support=9"]
+    given += ["-o", "samples_per_client=4", "--out", str(tmp_path / "out")]
+    done = run_python(*given, NO_COLOR="1")
+    assert done.returncode == 2
+    assert "\x1b" not in done.stdout + done.stderr
+    assert done.stdout == ""
+    assert not (tmp_path / "out").exists()
+
+
+def test_warnings_have_no_control_codes_in_a_pipe():
+    code = (
+        "from flwr.common import log; from perdl_experiments.terminal import plain_logs\n"
+        "log(30, 'before'); plain_logs(); log(30, 'after')"
+    )
+    said = run_python("-c", code).stderr
+    assert "\x1b" not in said.partition("before")[2]
+    assert "after" in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_says_how_to_go_on(tmp_path, number):
+    code = (
+        "import os, sys\n"
+        "from perdl_experiments import cli\n"
+        "from perdl_experiments.runner import _Session\n"
+        "tell = _Session._tell\n"
+        "def ending(self, before, report):\n"
+        "    tell(self, before, report)\n"
+        f"    if report.round == 2: os.kill(os.getpid(), {int(number)})\n"
+        "_Session._tell = ending\n"
+        "cli.main()\n"
+    )
+    given = ["run", "synthetic", "--clients", "2", "--rounds", "4", "-o", "seeds=1"]
+    done = run_python("-c", code, *given, "--out", str(tmp_path / "out"))
+    assert done.returncode == 128 + number
+    assert done.stderr.endswith(f"stopped by {number.name}; continue with --resume.\n")
+    assert invoke(*given, "--resume", "--out", tmp_path / "out").exit_code == 0
 
 
 def test_a_missing_extra_is_named():

@@ -1,5 +1,7 @@
 import json
+import tomllib
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -287,15 +289,20 @@ def test_a_killed_run_continues_to_the_same_bits(tmp_path, name, rounds, options
 def test_resume_refuses_another_run(tmp_path):
     given = {"clients": 3, "rounds": 2, "out": tmp_path}
     run_experiment("synthetic", options={"seeds": 1}, **given)
-    with pytest.raises(ValueError, match="out must hold the run to resume"):
+    message = "out must hold the run to resume, .*: seeds is 1 there and 2 here"
+    with pytest.raises(ValueError, match=message):
         run_experiment("synthetic", options={"seeds": 2}, resume=True, **given)
+    empty = {**given, "out": tmp_path / "empty"}
+    with pytest.raises(ValueError, match="which holds no run"):
+        run_experiment("synthetic", options={"seeds": 1}, resume=True, **empty)
+    assert not (tmp_path / "empty").exists()
 
 
 def test_a_fresh_run_takes_nothing_up_from_its_folder(tmp_path):
     given = {"clients": 3, "rounds": 2, "out": tmp_path, "options": {"seeds": 1}}
     run_experiment("synthetic", **given)
     seen = []
-    run_experiment("synthetic", progress=seen.append, **given)
+    run_experiment("synthetic", progress=seen.append, overwrite=True, **given)
     assert seen[0].done == 1
 
 
@@ -314,15 +321,110 @@ SMALL = {"n_atoms": 8, "n_global": 4, "methods": "main"}
 
 
 @pytest.mark.parametrize("resume", [False, True])
-@pytest.mark.parametrize("name", ["checkpoints", "state", "kept", "run.json"])
-def test_a_folder_that_no_run_has_written_is_left_alone(tmp_path, name, resume):
-    (tmp_path / name).mkdir()
-    if name == "run.json":
-        (tmp_path / name).rmdir()
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("checkpoints", "state", "kept", "next"),
+        *("run.json", "results.json", "report.html", "arrays.npz", "events.jsonl", "rounds.png"),
+    ],
+)
+def test_what_no_run_has_written_is_left_alone(tmp_path, name, resume):
+    if "." in name:
         (tmp_path / name).write_text('{"mine": 1}')
-    with pytest.raises(ValueError, match=f"out must be a new folder or an .*, whose {name} no run"):
-        run_experiment("synthetic", clients=3, rounds=2, out=tmp_path, resume=resume)
+    else:
+        (tmp_path / name).mkdir()
+    before = written(tmp_path)
+    for overwrite in {False, not resume}:
+        with pytest.raises(
+            ValueError, match="which holds no run" if resume else f"whose {name} no run has written"
+        ):
+            run_experiment(
+                "synthetic",
+                clients=3,
+                rounds=2,
+                out=tmp_path,
+                resume=resume,
+                overwrite=overwrite,
+            )
     assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert written(tmp_path) == before
+
+
+def test_a_run_is_replaced_when_asked_for_and_when_the_new_one_has_finished(tmp_path):
+    out, given = tmp_path / "out", {"clients": 3, "rounds": 3, "options": {"seeds": 1}}
+    run_experiment("digits", clients=3, rounds=2, out=out, options=SMALL)
+    (out / "mine.png").touch()
+    before = written(out)
+    with pytest.raises(ValueError, match=r"holds a finished run of digits: replace it with --over"):
+        run_experiment("synthetic", out=out, **given)
+    with pytest.raises(Killed):
+        run_experiment("synthetic", out=out, overwrite=True, progress=kill_after(2), **given)
+    assert {path: content for path, content in written(out).items() if path in before} == before
+    assert (out / "next" / "checkpoints").is_dir()
+    with pytest.raises(ValueError, match="clients is 3 there and 10 here"):
+        run_experiment("synthetic", out=out, resume=True)
+    seen = []
+    results = run_experiment("synthetic", out=out, resume=True, progress=seen.append, **given)
+    assert seen[0].done == 2
+    assert json.loads((out / "results.json").read_text()) == results
+    left = {path.name for path in out.iterdir()}
+    figures = {one["file"] for one in results["figures"]}
+    files = {"run.json", "results.json", "report.html", "arrays.npz", "events.jsonl"}
+    assert left == {*files, *figures, "checkpoints", "state", "kept", "mine.png"}
+
+
+def test_a_figure_that_is_not_the_earlier_runs_is_not_replaced(tmp_path):
+    run_experiment("digits", clients=3, rounds=2, out=tmp_path, options=SMALL)
+    (tmp_path / "rounds.png").write_text("mine")
+    with pytest.raises(ValueError, match=r"whose rounds\.png no run has written"):
+        run_experiment("synthetic", clients=3, rounds=2, out=tmp_path, overwrite=True)
+    assert (tmp_path / "rounds.png").read_text() == "mine"
+
+
+def test_an_unfinished_run_is_continued_or_replaced_and_never_lost(tmp_path):
+    given = {"clients": 3, "rounds": 3, "out": tmp_path, "options": {"seeds": 1}}
+    with pytest.raises(Killed):
+        run_experiment("synthetic", progress=kill_after(2), **given)
+    before = written(tmp_path)
+    with pytest.raises(ValueError, match="unfinished run of synthetic: continue it with --resume"):
+        run_experiment("synthetic", **given)
+    assert written(tmp_path) == before
+    run_experiment("synthetic", overwrite=True, **given)
+    assert not (tmp_path / "next").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "message"),
+    [
+        ("digits", {"options": {"n_atoms": 100000}}, "n_atoms must be between 1 and 64"),
+        ("digits", {"options": {"n_atoms": 4, "n_global": 2, "min_support": 999}}, "min_support"),
+        ("digits", {"clients": 10**9}, "clients must be "),
+        ("synthetic", {"clients": 10**9}, "clients must be "),
+        ("images", {"clients": 2000, "data": "a.npz"}, "data must have more images"),
+    ],
+)
+def test_what_the_data_cannot_serve_is_refused_and_nothing_is_written(
+    tmp_path, monkeypatch, name, given, message
+):
+    monkeypatch.chdir(tmp_path)
+    save_images("a.npz")
+    run_experiment("synthetic", clients=3, rounds=1, out="out", options={"seeds": 1})
+    before = written(tmp_path)
+    for out, overwrite in (("new/folder", False), ("out", True)):
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            run_experiment(name, out=out, overwrite=overwrite, **given)
+        assert written(tmp_path) == before
+    assert {path.name for path in tmp_path.iterdir()} == {"a.npz", "out"}
+
+
+def test_every_figure_of_the_gallery_is_declared():
+    gallery = json.loads((Path(__file__).parents[2] / "docs/gallery/results.json").read_text())
+    entries = tomllib.loads((Path(__file__).parents[2] / "docs/gallery/entries.toml").read_text())[
+        "entries"
+    ]
+    for entry in entries:
+        found = {one["file"] for run in gallery[entry["name"]].values() for one in run["figures"]}
+        assert found <= set(find(entry["experiment"]).FIGURES)
 
 
 @pytest.mark.parametrize(
@@ -343,6 +445,9 @@ def test_a_mistake_leaves_an_earlier_run_as_it_is(tmp_path, change):
     with pytest.raises(ValueError, match=r"typo|must be"):
         run_experiment(**given | change)
     assert written(tmp_path / "out") == before
+    with pytest.raises(ValueError, match=r"typo|must be"):
+        run_experiment(**given | change, overwrite=True)
+    assert written(tmp_path / "out") == before
     again = run_experiment(**given, clients=3, resume=True)
     assert again["metrics"]["mse_global_10"] > 0
 
@@ -350,17 +455,8 @@ def test_a_mistake_leaves_an_earlier_run_as_it_is(tmp_path, change):
 def test_a_folder_that_cannot_be_made_is_named_before_anything_is_computed(tmp_path, monkeypatch):
     (tmp_path / "out").touch()
     monkeypatch.setattr(biclustering, "run", lambda *given: pytest.fail("it is too late"))
-    with pytest.raises(FileExistsError):
+    with pytest.raises(ValueError, match=r"out must be a folder that can be written, .* is a file"):
         run_experiment("biclustering", out=tmp_path / "out")
-
-
-def test_a_new_run_removes_what_an_earlier_one_left(tmp_path):
-    run_experiment("digits", clients=3, rounds=2, out=tmp_path, options=SMALL)
-    (tmp_path / "mine.png").touch()
-    with pytest.raises(Killed):
-        run_experiment("synthetic", rounds=2, out=tmp_path, progress=kill_after(1))
-    left = {path.name for path in tmp_path.iterdir()}
-    assert left == {"mine.png", "run.json", "events.jsonl"}
 
 
 def test_resume_refuses_data_that_have_changed(tmp_path):

@@ -106,3 +106,48 @@ def test_they_run_inside_a_flower_run(ran: Any) -> None:
     inside = run_experiment("digits", engine=InProcessGrid(client_app(make), 3), **GIVEN)
     name = "mse_tuned_averaging_10"
     assert inside["metrics"][name] == ran[0]["metrics"][name]
+
+
+SMALL: dict[str, Any] = {
+    "clients": 3,
+    "rounds": 2,
+    "options": {"n_atoms": 8, "n_global": 4, "samples_per_client": 20, "methods": "all"},
+}
+
+
+def test_perpca_is_tuned_over_its_step_whatever_the_learner() -> None:
+    given = configure(find("digits"), **SMALL)
+    samples = images._task(given).clients
+    for learner in ("ksvd", "mod", "gradient"):
+        best, failures = _methods.learn_tuned(
+            "perpca", samples, {**given, "learner": learner}, images.START
+        )
+        assert best is not None
+        assert best.setting in (0.5, 1.0, 2.0)
+        assert failures == []
+
+
+def test_a_method_that_fails_costs_its_row_and_not_the_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    learn = _methods._learn
+
+    def failing(method: str, setting: float, *given: Any) -> _methods.Learned:
+        if method == "naive" or (method == "perpca" and setting == 0.5):
+            raise RuntimeError("too few replies.")
+        return learn(method, setting, *given)
+
+    monkeypatch.setattr(_methods, "_learn", failing)
+    results = run_experiment("digits", out=tmp_path, **SMALL)
+    for table in results["tables"][-2:]:
+        (row,) = [row for row in table["rows"] if row[0] == "Naive average"]
+        assert row[1] == "failed"
+        assert len(row) == len(table["columns"])
+    assert not [name for name in results["metrics"] if "tuned_naive" in name]
+    assert "mse_tuned_perpca_10" in results["metrics"]
+    notes = [note for note in results["notes"] if "failed" in note]
+    assert "Naive average failed with the setting" in notes[0]
+    assert notes[-1] == "PerPCA failed with the setting 0.5: too few replies."
+    assert len(notes) == 4
+    again = run_experiment("digits", out=tmp_path, resume=True, **SMALL)
+    assert again["tables"][-2]["rows"][-1] == results["tables"][-2]["rows"][-1]

@@ -98,7 +98,7 @@ def test_a_report_names_who_was_left_out_and_who_had_lost_its_state() -> None:
         report(3, {0: 0}, {"client 1": late}, step="evaluate"),
     ]
     assert mishaps(history) == [
-        "Left out client 1 2 time(s), first in round 2: no reply in time.",
+        "Left out client 1 2 times, first in round 2: no reply in time.",
         "Client 1 had lost its private state in round 3 and made its local atoms anew.",
         "Client 2 joined late and aligned its atoms with the global ones.",
     ]

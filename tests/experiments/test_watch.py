@@ -79,7 +79,7 @@ def test_the_view_follows_a_run_to_its_end(tmp_path: Path) -> None:
     assert not steps
     text = out.getvalue()
     assert "Waiting for" in text
-    assert "start of round 1: waiting for 5 client(s)" in text
+    assert "start of round 1: waiting for 5 clients" in text
     assert "digits, seed 0, round 0 of 2, finished" in text
 
 

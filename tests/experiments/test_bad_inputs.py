@@ -1,0 +1,244 @@
+"""Bad and edge inputs: exit status 2 with one sentence and nothing lost, or a right result."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import Result
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from perdl_experiments import run_experiment
+from perdl_experiments.cli import app
+from perdl_experiments.studies import EXPERIMENTS, FederatedExperiment
+
+quick = settings(
+    deadline=None,
+    max_examples=40,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+#: No option of the type of the default takes these.
+BAD: dict[type, list[str]] = {
+    int: ["", "x", "2.5", "-1", "1e3", "nan", "1000000000000", "٣x"],
+    float: ["", "x", "-1", "nan", "inf", "1,5"],
+    str: ["", "-1", "nan", "ty po", "1e9x"],
+}
+TINY = ["--clients", "3", "--rounds", "1", "-o", "n_atoms=4", "-o", "n_global=2"]
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(app, list(map(str, arguments)))
+
+
+def files(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
+
+
+def assert_refused(result: Result) -> str:
+    """Assert that a command ended with one sentence; return it."""
+    assert result.exit_code == 2, (result.output, result.exception)
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith("flwr-perdl: ")
+    assert "Traceback" not in result.output
+    assert result.stdout == ""
+    return line
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with data, and the finished run of another experiment in `done`."""
+    folder = tmp_path_factory.mktemp("place")
+    rng = np.random.default_rng(0)
+    np.savez(folder / "images.npz", X=rng.random((60, 6, 6)), y=np.arange(60) % 3)
+    (folder / "sites").mkdir()
+    for i in range(3):
+        np.savez(folder / "sites" / f"{i}.npz", X=rng.random((30, 5)))
+    run_experiment("synthetic", clients=2, rounds=1, options={"seeds": 1}, out=folder / "done")
+    return folder
+
+
+@st.composite
+def bad_options(draw: st.DrawFn) -> tuple[str, str, str]:
+    name = draw(st.sampled_from(sorted(EXPERIMENTS)))
+    option, default = draw(st.sampled_from(sorted(EXPERIMENTS[name].DEFAULTS.items())))
+    value = draw(st.sampled_from(BAD[type(default)]))
+    if option == "data":
+        value = "nowhere"
+    if option == "seed" and value == "1000000000000":
+        value = "-2"
+    return name, option, value
+
+
+def given_data(name: str, place: Path, but: str) -> Iterator[object]:
+    """Yield what an experiment needs that has no data of its own, but one option."""
+    data = {"images": "images.npz", "sites": "sites"}.get(name)
+    if data is not None and but != "data":
+        yield from ("--data", place / data)
+        for option, value in (("n_atoms", 4), ("n_global", 2)):
+            if option != but:
+                yield from ("-o", f"{option}={value}")
+
+
+@quick
+@given(case=bad_options(), replace=st.booleans())
+def test_a_bad_option_is_refused_in_a_sentence_and_changes_nothing(
+    place: Path, case: tuple[str, str, str], replace: bool
+) -> None:
+    name, option, value = case
+    out = ["--out", place / "done", "--overwrite"] if replace else ["--out", place / "new" / "er"]
+    before = files(place)
+    assert_refused(
+        invoke("run", name, *out, *given_data(name, place, option), "-o", f"{option}={value}")
+    )
+    assert files(place) == before
+
+
+@settings(quick, max_examples=12)
+@given(
+    name=st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=12)
+)
+def test_unknown_names_are_refused_with_the_likest(name: str) -> None:
+    if name.startswith("-") or name in EXPERIMENTS:
+        return
+    for command in (["run", name], ["options", name], ["up", name]):
+        assert "experiment must be one of" in assert_refused(invoke(*command))
+    line = assert_refused(invoke("run", "digits", "-o", f"n_atoms_{name}=3"))
+    assert "did you mean 'n_atoms'?" in line or len(name) > 3
+
+
+def arrays() -> st.SearchStrategy[np.ndarray[Any, Any]]:
+    """Arrays as files may have them by mistake."""
+    shapes = st.sampled_from([(), (0,), (7,), (20, 9), (20, 10), (0, 9), (20, 2, 2), (20, 3, 3, 3)])
+    dtypes = st.sampled_from(["f8", "f4", "f2", "i8", "u1", "?", "c16", "U3", "M8[s]", "g"])
+    special = st.sampled_from([0.0, 1.0, np.nan, np.inf, -1e300])
+    return st.builds(
+        lambda shape, dtype, fill: np.full(
+            shape, fill if dtype in ("f8", "f4", "f2") else 1
+        ).astype(dtype),
+        shapes,
+        dtypes,
+        special,
+    )
+
+
+TAKE_DATA = sorted(
+    name
+    for name, one in EXPERIMENTS.items()
+    if "data" in one.DEFAULTS and name not in ("video", "novel-documents")
+)
+
+
+@quick
+@pytest.mark.filterwarnings("ignore:overflow")
+@given(
+    name=st.sampled_from(TAKE_DATA),
+    contents=st.dictionaries(
+        st.sampled_from(["X", "y", "client", "shape", "endmembers", "Z"]), arrays(), max_size=4
+    ),
+)
+def test_a_bad_data_file_is_refused_in_a_sentence(
+    tmp_path: Path, name: str, contents: dict[str, Any]
+) -> None:
+    path, out = tmp_path / "data.npz", tmp_path / "out"
+    with np.errstate(all="ignore"):
+        np.savez(path, **contents)
+    result = invoke("run", name, "--data", path, "--out", out)
+    assert_refused(result)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("name", TAKE_DATA)
+@pytest.mark.parametrize("content", [b"", b"1,2\n3,4\n", "half", None])
+def test_a_file_that_is_no_npz_is_refused(tmp_path: Path, name: str, content: Any) -> None:
+    path = tmp_path / "data.npz"
+    if content == "half":
+        np.savez(path, X=np.ones((20, 9)), y=np.arange(20))
+        path.write_bytes(path.read_bytes()[:300])
+    elif content is not None:
+        path.write_bytes(content)
+    line = assert_refused(invoke("run", name, "--data", path, "--out", tmp_path / "out"))
+    if name != "sites":  # takes a folder
+        assert ("does not exist" if content is None else "numpy.savez") in line
+    assert not (tmp_path / "out").exists()
+
+
+FOREIGN = ["run.json", "results.json", "report.html", "arrays.npz", "events.jsonl"]
+KINDS = [*FOREIGN, "checkpoints", "state", "kept", "next", "error.png", "a file", "under a file"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", [[], ["--overwrite"], ["--resume"], ["--resume", "--overwrite"]])
+def test_a_folder_that_is_no_runs_stays_as_it_is(tmp_path: Path, kind: str, how: list[str]) -> None:
+    out = tmp_path / "out"
+    if kind in ("a file", "under a file"):
+        out.write_text("mine")
+        out = out / "er" if kind == "under a file" else out
+    else:
+        out.mkdir()
+        (out / kind).write_text("[1]")
+    before = files(tmp_path)
+    assert_refused(invoke("run", "digits", "--out", out, *TINY, *how))
+    assert files(tmp_path) == before
+
+
+@pytest.mark.parametrize("number", [65, 1000, 10**6])
+def test_more_atoms_than_features_cost_no_run(place: Path, number: int) -> None:
+    before = files(place)
+    line = assert_refused(
+        invoke("run", "digits", "-o", f"n_atoms={number}", "--out", place / "done", "--overwrite")
+    )
+    assert "n_atoms must be between 1 and 64" in line
+    assert files(place) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [
+        ("digits", "clients", 10**9),
+        ("synthetic", "clients", 100_000),
+        ("synthetic", "seeds", 10**9),
+        ("comparison", "samples", 10**6),
+        ("inference", "agents", 10**6),
+        ("sites", "clients", 4),
+    ],
+)
+def test_what_no_machine_can_serve_is_refused_at_once(
+    tmp_path: Path, place: Path, name: str, option: str, value: int
+) -> None:
+    more = ["-o", "samples=100000"] if option == "clients" and name == "synthetic" else []
+    more += ["--clients", "100000"] if name == "comparison" else []
+    given = ["-o", f"{option}={value}", *more, *given_data(name, place, option)]
+    line = assert_refused(invoke("run", name, *given, "--out", tmp_path / "out"))
+    assert "at most" in line or "more images" in line
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", [n for n, e in EXPERIMENTS.items() if e.NAME != "sites"])
+def test_nodes_start_after_everything_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(
+        "perdl_experiments.cli.Deployment", lambda *_, **__: pytest.fail("too late")
+    )
+    bad = ["-o", "rounds=x"]
+    if not isinstance(EXPERIMENTS[name], FederatedExperiment):
+        bad = []
+    assert_refused(invoke("up", name, *bad, "--out", tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_edge_inputs_give_right_results(tmp_path: Path, place: Path) -> None:
+    out = tmp_path / "é [x]"
+    result = invoke("run", "images", "--data", place / "images.npz", "--out", out, *TINY)
+    assert result.exit_code == 0
+    assert "1 round;" in result.stdout
+    assert json.loads((out / "results.json").read_text())["config"]["rounds"] == 1
+    shutil.rmtree(out)
