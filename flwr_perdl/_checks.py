@@ -84,6 +84,21 @@ def all_finite(array: Matrix, xp: Any = np) -> bool:
     return isfinite(squared_norm(array)) or bool(xp.all(xp.isfinite(array)))
 
 
+def check_magnitude(name: str, array: Matrix) -> Matrix:
+    """Return ``array``, or raise a ValueError if sums of its squares may leave its dtype's range.
+
+    The largest entry is 0, or between 1e-246 and 2e123 in float64, 2e-31 and 3e15 in float32.
+    """
+    low, high = (float(np.finfo(array.dtype).tiny) ** 0.8, float(np.finfo(array.dtype).max) ** 0.4)
+    largest = max(float(array.max(initial=0)), -float(array.min(initial=0)))
+    if largest and not low <= largest <= high:
+        raise ValueError(
+            f"{name} must have a largest entry of size between {low:.0e} and {high:.0e} in "
+            f"{array.dtype}, or 0, got {largest:.3g}: choose another unit."
+        )
+    return array
+
+
 def check_count(name: str, value: object, low: int = 0, high: int | None = None) -> int:
     """Return ``value`` as an int within ``[low, high]``, or raise a ValueError that says so."""
     if isinstance(value, bool) or not isinstance(value, Integral):

@@ -378,6 +378,12 @@ class CombinationMatrix:
         object.__setattr__(self, "matrix", weights)
 
     @cached_property
+    def is_connected(self) -> bool:
+        """Whether news of any node reaches every other over weights that are not zero."""
+        count, _ = connected_components(self.matrix, connection="strong")
+        return bool(count == 1)
+
+    @cached_property
     def doubly_stochastic(self) -> bool:
         """Whether columns sum to one as well: repeated combination then leads to the plain mean."""
         sums = np.asarray(self.matrix.sum(axis=0)).ravel()

@@ -83,6 +83,8 @@ _POINTS_PER_DIMENSION = 4
 _TYPICAL = 0.9
 #: Relative movement in a round below which the models have settled.
 _SETTLED = 0.01
+#: How many times its last movement a model that has settled may be away from where it ends.
+_AHEAD = 5.0
 #: Share of clients that fit no model above which models are added.
 _MISFITS = 0.02
 #: Models closer than this many standard errors are one.
@@ -626,13 +628,17 @@ class TwoPhase:
             honest = ~np.isin(answers.partitions, state.odd[state.odd[:, 1] == 1, 0])
         n, squares = answers.n_samples[honest], 2 * loss[honest]
         variance = float(np.quantile(n * squares / chi2.ppf(0.2, n), 0.2))
+        # Without noise, residuals are how far the models still have to go, and then rounding.
+        length = np.linalg.norm(state.centers, axis=1).max()
+        variance = max(variance, float(np.finfo(float).eps * state.power * length**2))
+        known = max(variance, float(state.power * (_AHEAD * moved.max()) ** 2))
         state = state._replace(
-            variance=variance,
+            variance=known,
             since=0,
             patience=max(state.patience - 1, 0),
             heard=state.heard[:0],
         )
-        misfits = bool((squares > variance * misfit_bound(n)).mean() > _MISFITS)
+        misfits = bool((squares > known * misfit_bound(n)).mean() > _MISFITS)
         centers = state.centers
         if misfits or self.n_clusters == "auto":
             keep = state.counts > 0
