@@ -53,6 +53,7 @@ from scipy.sparse.linalg import LinearOperator, eigsh
 
 from flwr_perdl._arrays import row_norms
 from flwr_perdl._checks import (
+    LARGE,
     Matrix,
     check_array,
     check_choice,
@@ -130,7 +131,7 @@ def exact_dual(objective: Objective, X: Matrix, dictionaries: Sequence[Matrix]) 
     ValueError
         If shapes do not fit or values are not finite.
     """
-    X, atoms = _checked(X, dictionaries)
+    X, atoms = checked_samples(X, dictionaries)
     dtype, W = X.dtype, np.concatenate(atoms)[None].astype(np.float64)
     X = X.astype(np.float64, copy=False)
     a = objective.strong_convexity
@@ -235,7 +236,7 @@ class DualInference(ABC):
             raise ValueError(
                 f"dictionaries must be one per node, {self.topology.n_nodes}, got {len(atoms)}."
             )
-        _checked(self.X, hosted)
+        checked_samples(self.X, hosted)
         object.__setattr__(self, "informed", _informed(self.informed, self.topology.n_nodes))
         most = max(len(D) for D in hosted)
         object.__setattr__(self, "n_atoms", check_count("n_atoms", self.n_atoms or most, most))
@@ -350,7 +351,7 @@ class ATC(DualInference):
     def mu(self) -> float:
         """The step."""
         if self.step is not None:
-            return check_real("step", self.step, 0, open_low=True)
+            return check_real("step", self.step, 0, LARGE, open_low=True)
         return 0.9 * self.objective.step_bound(self.n_atoms or 1)
 
     @cached_property
@@ -414,7 +415,7 @@ class ExactDiffusion(ATC):
     def mu(self) -> float:
         """The step."""
         if self.step is not None:
-            return check_real("step", self.step, 0, open_low=True)
+            return check_real("step", self.step, 0, LARGE, open_low=True)
         return 1.8 * self.objective.step_bound(self.n_atoms or 1, self.topology.n_nodes)
 
     def begin(self, nodes: Nodes, atoms: Matrix, X: Matrix) -> DualState:
@@ -464,7 +465,7 @@ class _ADMM(DualInference):
         others; the numbers were measured, and half to twice as much costs little.
         """
         if self.penalty is not None:
-            return check_real("penalty", self.penalty, 0, open_low=True)
+            return check_real("penalty", self.penalty, 0, LARGE, open_low=True)
         gap, _ = self.spectrum
         steep = 0.36 / self.objective.delta + self.objective.strong_convexity / 2
         return float(np.sqrt(self.curvature * steep) / gap**0.25)
@@ -639,7 +640,7 @@ class JacobianADMM(_ADMM):
         positive definite, Sigma the costs' curvatures: nearly bipartite graphs allow small steps.
         """
         if self.step is not None:
-            return check_real("step", self.step, 0, open_low=True)
+            return check_real("step", self.step, 0, LARGE, open_low=True)
         top, degree = self.spectrum[1], max(1.0, float(self.topology.degrees.max()))
         most = (4 * (2 - top) + 2 * self.curvature / (self.edge * degree)) / top
         return min(1.0, most / 2)
@@ -787,7 +788,7 @@ def infer(
     ValueError
         If an argument is not as it must be, or the topology is directed or not connected.
     """
-    X, atoms = _checked(X, dictionaries)
+    X, atoms = checked_samples(X, dictionaries)
     kind = METHODS[check_choice("method", method, METHODS)]
     tolerance = check_real("tolerance", tolerance, 0)
     agents = _informed(informed, topology.n_nodes)
@@ -905,8 +906,9 @@ def _due(round_: int) -> bool:
     return round_ <= _EVERY or round_ % _EVERY == 0
 
 
-def _checked(X: Matrix, dictionaries: Sequence[Matrix]) -> tuple[Matrix, list[Matrix]]:
-    X = check_magnitude("X", check_array("X", X))
+def checked_samples(X: Matrix, dictionaries: Sequence[Matrix]) -> tuple[Matrix, list[Matrix]]:
+    """Return samples and atoms, or raise a ValueError that says what is wrong with them."""
+    X = check_magnitude("X", check_array("X", X), floor=0.8)
     if not len(dictionaries):
         raise ValueError("dictionaries must have at least one, got none.")
     atoms = [check_array("dictionaries", D, columns=X.shape[1]) for D in dictionaries]

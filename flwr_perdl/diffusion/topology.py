@@ -461,14 +461,14 @@ def relative_degree_variance_weights(topology: Topology, variances: ArrayLike) -
     topology : Topology
         The graph.
     variances : array_like of shape (n_nodes,)
-        Every node's noise variance, above 0.
+        Every node's noise variance, within [1e-100, 1e100].
     """
     variance = np.asarray(variances, dtype=np.float64)
     if variance.shape != (topology.n_nodes,):
         raise ValueError(f"variances must have shape ({topology.n_nodes},), got {variance.shape}.")
-    wrong = variance[~np.isfinite(variance) | (variance <= 0)]
+    wrong = variance[~((variance >= 1e-100) & (variance <= 1e100))]
     if len(wrong):
-        raise ValueError(f"variances must be finite and above 0, got {wrong[0]:g}.")
+        raise ValueError(f"variances must be above 0, within [1e-100, 1e+100], got {wrong[0]:g}.")
     merit = (1.0 + topology.degrees) / variance
     weights = (topology.adjacency + sparse.eye_array(topology.n_nodes)) @ sparse.diags_array(merit)
     sums = np.asarray(weights.sum(axis=1)).ravel()

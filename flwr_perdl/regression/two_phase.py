@@ -46,6 +46,7 @@ from numpy.typing import NDArray
 from scipy.stats import chi2
 
 from flwr_perdl._checks import (
+    LARGE,
     Matrix,
     all_finite,
     check_array,
@@ -263,14 +264,14 @@ class TwoPhase:
         if self.estimate != "u-statistic" and self.n_clusters == "auto":
             raise ValueError('n_clusters must be given unless estimate="u-statistic", got "auto".')
         if self.separation is not None:
-            check_real("separation", self.separation, 0, open_low=True)
-        check_real("perturbation", self.perturbation, 0)
+            check_real("separation", self.separation, 0, LARGE, open_low=True)
+        check_real("perturbation", self.perturbation, 0, LARGE)
         check_choice("local", self.local, (*LOCALS, "exact"))
         check_count("n_steps", self.n_steps, 1)
         if self.step_size is not None:
-            check_real("step_size", self.step_size, 0, open_low=True)
-        check_real("work", self.work, 0, open_low=True)
-        check_real("softness", self.softness, 0)
+            check_real("step_size", self.step_size, 0, LARGE, open_low=True)
+        check_real("work", self.work, 0, LARGE, open_low=True)
+        check_real("softness", self.softness, 0, LARGE)
         check_choice("normalise", self.normalise, ("cluster", "all"))
         check_count("check_every", self.check_every)
         check_choice("robust", self.robust, ROBUST)

@@ -369,7 +369,7 @@ def test_losses_sleep_and_a_late_riser_do_no_lasting_harm() -> None:
     ("options", "message"),
     [
         ({"n_atoms_per_agent": 0}, "n_atoms_per_agent must be at least 1, got 0"),
-        ({"step": -1.0}, r"step must be in \[0, inf\], got -1"),
+        ({"step": -1.0}, r"step must be in \[0, 1e\+30\], got -1"),
         ({"decay": np.nan}, "decay must be in"),
         ({"batch_size": 0}, "batch_size must be at least 1"),
         ({"method": "magic"}, "method must be one of 'admm'"),
