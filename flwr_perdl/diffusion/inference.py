@@ -43,7 +43,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import ceil, inf, log
+from math import ceil, inf, log, sqrt
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -340,8 +340,9 @@ class ATC(DualInference):
     step : float, optional
         mu; 0.9 of Table III's bound by default.
     contraction : float, optional
-        The second largest absolute eigenvalue of the combination weights; that of Metropolis
-        weights by default.
+        A bound of the second largest absolute eigenvalue of the combination weights; by default
+        the distance of Metropolis weights from uniform ones in the Frobenius norm, and at most 1:
+        0 on complete graphs, 1 on graphs of few links.
     """
 
     step: float | None = None
@@ -364,7 +365,7 @@ class ATC(DualInference):
         """By how much a combination shrinks what the agents disagree about."""
         if self.contraction is not None:
             return check_real("contraction", self.contraction, 0, 1)
-        return 1 - metropolis_weights(self.topology).spectral_gap
+        return _contraction(metropolis_weights(self.topology))
 
     def begin(self, nodes: Nodes, atoms: Matrix, X: Matrix) -> DualState:
         """Return the state before the first round; ``linear`` is ``mu theta_k x``."""
@@ -820,7 +821,7 @@ def infer(
     if not matrix.is_connected:
         raise ValueError(f"weights must connect all nodes, got {matrix}.")
     if kind is ATC:
-        options.setdefault("contraction", 1 - matrix.spectral_gap)
+        options.setdefault("contraction", _contraction(matrix))
     span = Span(np.concatenate(atoms)) if compress else None
     inner = atoms if span is None else [span.atoms(D) for D in atoms]
     most = max(1, _BLOCK // max(1, topology.n_nodes * inner[0].shape[1] * X.itemsize))
@@ -951,6 +952,13 @@ def _check_network(network: Network, program: DualInference) -> None:
     if isinstance(program, _ADMM) and more.nnz:
         k, j = (int(nodes[0]) for nodes in more.coords)
         raise ValueError(f"network must have no links that topology lacks, got {k} - {j}.")
+
+
+def _contraction(weights: CombinationMatrix) -> float:
+    """Return a bound of what doubly stochastic weights leave of a disagreement, at most 1."""
+    excess = float(np.square(weights.matrix.data).sum()) - 1  # squared distance from 1 / N
+    rounding = 4 * weights.topology.n_nodes * float(np.finfo(np.float64).eps)
+    return min(1.0, sqrt(excess)) if excess > rounding else 0.0
 
 
 def _spectrum(topology: Topology) -> tuple[float, float]:

@@ -100,9 +100,13 @@ class Averaging:
         Raises
         ------
         ValueError
-            If the values are not float64 or float32: means of integers are no integers.
+            If there are too few values, or they are not float64 or float32: means of integers are
+            no integers.
         """
-        own = np.stack([self.values[k] for k in nodes])
+        values = self.values
+        if not isinstance(values, Mapping) and not len(values) > max(nodes):
+            raise ValueError(f"values must be one per node, got {len(values)}.")
+        own = np.stack([values[k] for k in nodes])
         if own.dtype not in FLOATS:
             raise ValueError(f"values must be float64 or float32, got {own.dtype}.")
         return AveragingState(nodes, own, own if self.step is None else np.zeros_like(own))

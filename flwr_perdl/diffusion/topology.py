@@ -52,14 +52,16 @@ class Topology:
     Raises
     ------
     ValueError
-        If the matrix is not square, has fewer than one row, or a non-zero diagonal.
+        If the matrix is not square and finite, has fewer than one row, or a non-zero diagonal.
     """
 
     adjacency: Csr
 
     def __post_init__(self) -> None:
         """Check the matrix and keep it as ones in CSR form."""
-        links = sparse.csr_array(self.adjacency, copy=True)
+        links = _matrix("adjacency", self.adjacency)
+        if not np.isfinite(links.data).all():
+            raise ValueError("adjacency must be finite, got a NaN or infinite value.")
         if links.ndim != 2 or links.shape[0] != links.shape[1] or links.shape[0] < 1:
             raise ValueError(f"adjacency must be square, at least 1 x 1, got {links.shape}.")
         links.sum_duplicates()
@@ -305,6 +307,17 @@ class Topology:
         return f"Topology({self.n_nodes} nodes, {self.n_edges} edges, {kind})"
 
 
+def _matrix(name: str, values: Any) -> Csr:
+    """Return a sparse copy of a matrix, or raise a ValueError if it is none."""
+    if not sparse.issparse(values):
+        values = np.asarray(values)
+    if values.ndim != 2 or values.dtype.kind not in "biuf":
+        raise ValueError(
+            f"{name} must be a matrix of numbers, got shape {values.shape} and {values.dtype}."
+        )
+    return sparse.csr_array(values, copy=True)
+
+
 def _pair_half_edges(n_nodes: int, degree: int, rng: np.random.Generator) -> Topology:
     if degree > (n_nodes - 1) // 2:  # crowded: draw who does *not* hear whom
         others = _pair_half_edges(n_nodes, n_nodes - 1 - degree, rng).adjacency.toarray()
@@ -354,7 +367,7 @@ class CombinationMatrix:
 
     def __post_init__(self) -> None:
         """Check the weights and keep them in CSR form."""
-        weights = sparse.csr_array(self.matrix, dtype=np.float64, copy=True)
+        weights = _matrix("weights", self.matrix).astype(np.float64)
         weights.sum_duplicates()
         n = self.topology.n_nodes
         if weights.shape != (n, n):

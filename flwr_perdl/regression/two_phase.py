@@ -28,8 +28,9 @@ does not:
 - Phase 2 divides by the cluster's points and has Nesterov's momentum with gradient restart;
 - whenever the models have settled, and every ``check_every`` rounds, models without clients are
   dropped, models closer than four standard errors merge, and if more than 2 % of the clients fit
-  none, Phase 1 is run on those to find what they need. This is for the squared loss, and takes the
-  features to be alike in scale.
+  none, Phase 1 is run on those to find what they need. Five times the models' last movement, and
+  rounding, count as noise here: without noise, residuals show only how far the models still have
+  to go. This is for the squared loss, and takes the features to be alike in scale.
 
 What each party learns: see ``answers.py``.
 """
