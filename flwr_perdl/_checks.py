@@ -17,6 +17,8 @@ Matrix = NDArray[np.floating[Any]]
 
 #: The dtypes of arrays that are computed with.
 FLOATS = (np.dtype(np.float64), np.dtype(np.float32))
+#: The most that a step or a weight may be: products with data stay in float32's range.
+LARGE = 1e30
 
 
 def check_array(
@@ -82,6 +84,24 @@ def all_finite(array: Matrix, xp: Any = np) -> bool:
     is looked at.
     """
     return isfinite(squared_norm(array)) or bool(xp.all(xp.isfinite(array)))
+
+
+def check_magnitude(name: str, array: Matrix, *, floor: float = 0.4) -> Matrix:
+    """Return ``array``, or raise a ValueError if sums of its squares may leave its dtype's range.
+
+    The largest entry is 0, or between 1e-123 and 2e123 in float64, 6e-16 and 3e15 in float32. The
+    lower limits are the smallest number to the power ``floor``: 0.8 is for code that takes care of
+    squares that underflow, infinity for code that they do not harm.
+    """
+    low = float(np.finfo(array.dtype).tiny) ** floor
+    high = float(np.finfo(array.dtype).max) ** 0.4
+    largest = max(float(array.max(initial=0)), -float(array.min(initial=0)))
+    if largest and not low <= largest <= high:
+        raise ValueError(
+            f"{name} must have a largest entry of size between {low:.0e} and {high:.0e} in "
+            f"{array.dtype}, or 0, got {largest:.3g}: choose another unit."
+        )
+    return array
 
 
 def check_count(name: str, value: object, low: int = 0, high: int | None = None) -> int:

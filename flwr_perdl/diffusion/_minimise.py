@@ -115,6 +115,8 @@ def _elastic_net(objective: Objective, hessian: Matrix, r: Matrix, codes: Matrix
     ``hessian`` (..., n_atoms, n_atoms) may have fewer leading axes than ``r`` (..., n_atoms).
     """
     n_atoms = r.shape[-1]
+    if n_atoms == 0:
+        return codes
     if n_atoms == 1:
         return objective.code(r) * (objective.delta / (objective.delta + hessian[..., 0]))
     H = np.broadcast_to(hessian, (*r.shape, n_atoms)).reshape(-1, n_atoms, n_atoms)
@@ -196,7 +198,7 @@ def _newton(
         W, inverse, start, c = atoms[agent[open_]], scale[open_], y[open_], centres[open_]
         v = _free(c, start, inverse, W)
         S = correlate(objective.project(v)[:, None], W)[:, 0]
-        gap = np.abs(start - objective.code(S)).max(axis=1)
+        gap = np.abs(start - objective.code(S)).max(axis=1, initial=0)
         size = np.linalg.norm(objective.project(v), axis=1) / objective.delta
         wrong = gap > tolerance * size
         open_, W, inverse, start, c, v, S = (x[wrong] for x in (open_, W, inverse, start, c, v, S))

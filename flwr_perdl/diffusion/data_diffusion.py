@@ -30,13 +30,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
-from scipy.sparse.csgraph import shortest_path
+from scipy.sparse.csgraph import connected_components, shortest_path
 
 from flwr_perdl._checks import (
+    LARGE,
     Matrix,
     check_array,
     check_choice,
     check_count,
+    check_magnitude,
     check_real,
     own_numbers,
 )
@@ -52,6 +54,7 @@ from flwr_perdl.dictionary import (
 )
 from flwr_perdl.dictionary.coding import focuss, nonnegative_from_gram
 from flwr_perdl.diffusion.combine import Inbox, Program, hear_all, shown
+from flwr_perdl.diffusion.objectives import check_positive
 from flwr_perdl.diffusion.topology import CombinationMatrix, Topology, metropolis_weights
 
 #: A node's data: all of it, or a function of the round that returns a batch.
@@ -229,10 +232,10 @@ class DataDiffusion:
         if not callable(self.coder):
             check_choice("coder", self.coder, CODERS)
         check_count("n_nonzero", self.n_nonzero, 1)
-        check_real("alpha", self.alpha, 0, open_low=True)
+        check_real("alpha", self.alpha, 0, LARGE, open_low=True)
         check_choice("update", self.update, UPDATES)
         if self.step is not None:
-            check_real("step", self.step, 0, open_low=True)
+            check_real("step", self.step, 0, LARGE, open_low=True)
         check_count("inner_steps", self.inner_steps, 1)
         check_choice("alignment", self.alignment, ALIGNMENTS)
         if self.replacement is not None:
@@ -263,7 +266,8 @@ class DataDiffusion:
             Every node's data, as many or few samples as it has; or a function of the round (from
             1) that returns a new batch, the same whenever it is asked for the same round.
         network : Topology, CombinationMatrix, or a network of `flwr_perdl.network`
-            Who hears whom. A topology stands for Metropolis weights in memory, without faults.
+            Who hears whom: connected, or without any link, where every node learns alone. A
+            topology stands for Metropolis weights in memory, without faults.
         n_rounds : int, default 100
             Communication rounds.
         start : str, ndarray, mapping or callable, default "common"
@@ -284,17 +288,17 @@ class DataDiffusion:
         Raises
         ------
         ValueError
-            If the data do not fit the network or each other.
+            If the data do not fit the network or each other, or the network consists of
+            several parts that do not hear each other.
         """
         check_count("n_rounds", n_rounds)
         if isinstance(network, Topology):
             network = metropolis_weights(network)
         topology = network.topology
+        agreement = rounds_to_all(network)
         if len(data) != topology.n_nodes:
             raise ValueError(f"data must be of {topology.n_nodes} nodes, got {len(data)}.")
-        program = self.program(
-            dict(enumerate(data)), agreement=news_takes(topology), start=start, seed=seed
-        )
+        program = self.program(dict(enumerate(data)), agreement=agreement, start=start, seed=seed)
         ran = carry(program, network, n_rounds, callback)
         dictionaries, error = shown(ran.observed, "dictionaries", "error")
         apart = self._disagreement(dictionaries)
@@ -386,8 +390,7 @@ class DictionaryProgram:
             check_choice("start", start, STARTS)
         self.learner = learner
         self.data = {
-            node: own if callable(own) else check_array(f"data of node {node}", own)
-            for node, own in data.items()
+            node: own if callable(own) else self._checked(node, own) for node, own in data.items()
         }
         self.agreement = max(check_count("agreement", agreement), 1)
         self.every = max(learner.replace_every, self.agreement)
@@ -512,13 +515,21 @@ class DictionaryProgram:
             for j, weight in zip(senders[order], weights[order], strict=True):
                 other = sent[j]
                 if j != own:
-                    other = aligned(other, sent[own], order=self.learner.alignment != "sign")
+                    other = _aligned(other, sent[own], order=self.learner.alignment != "sign")
                 mean[k] += sent.dtype.type(weight) * other
         return mean
 
     def _batch(self, node: int, round_: int) -> Matrix:
         own = self.data[node]
-        return check_array(f"data of node {node}", own(round_)) if callable(own) else own
+        return self._checked(node, own(round_)) if callable(own) else own
+
+    def _checked(self, node: int, own: Matrix) -> Matrix:
+        """Return a node's data, or raise a ValueError if nothing can be learned from them."""
+        name = f"data of node {node}"
+        X = check_magnitude(name, check_array(name, own))
+        if self.learner.nonnegative and self.learner.coder == "nonnegative":
+            check_positive(name, X)
+        return X
 
     def _first(self, node: int) -> Matrix:
         """Return a node's first dictionary."""
@@ -539,6 +550,36 @@ class DictionaryProgram:
         if len(D) != r:
             raise ValueError(f"start of node {node} must have {r} rows, got {len(D)}.")
         return normalize_atoms(D).astype(X.dtype)
+
+
+def rounds_to_all(network: Any) -> int:
+    """Return the rounds in which news of any node reaches every other.
+
+    Parameters
+    ----------
+    network : CombinationMatrix, or a network of `flwr_perdl.network`
+        Where links change from round to round, all rounds' links count together. Without any link
+        every node learns alone: a baseline, which takes no rounds.
+
+    Raises
+    ------
+    ValueError
+        If the network consists of several parts that do not hear each other.
+    """
+    matrices = getattr(getattr(network, "plan", None), "matrices", ())
+    if isinstance(network, CombinationMatrix):
+        matrices = (network,)
+    topologies = [matrix.topology for matrix in matrices] or [network.topology]
+    heard = sum(topology.adjacency for topology in topologies)
+    count = 1
+    if heard.nnz:
+        weights = sum((matrix.matrix for matrix in matrices), heard * 0)
+        count, _ = connected_components(weights if matrices else heard, connection="strong")
+    if count > 1:
+        raise ValueError(
+            f"network must be connected, got {network.topology!r} in {count} separate parts."
+        )
+    return len(topologies) * news_takes(Topology(heard))
 
 
 def news_takes(topology: Topology) -> int:
@@ -566,6 +607,14 @@ def aligned(D: Matrix, reference: Matrix, *, order: bool = True) -> Matrix:
     -------
     ndarray of shape (n_atoms, n_features)
     """
+    reference = check_magnitude("reference", check_array("reference", reference))
+    D = check_magnitude("D", check_array("D", D, columns=reference.shape[1]))
+    if len(D) != len(reference):
+        raise ValueError(f"D must have {len(reference)} rows as reference, got {len(D)}.")
+    return _aligned(D, reference, order=order)
+
+
+def _aligned(D: Matrix, reference: Matrix, *, order: bool) -> Matrix:
     if order:
         cosines = np.abs(_unit(reference) @ _unit(D).T)
         D = D[linear_sum_assignment(cosines, maximize=True)[1]]

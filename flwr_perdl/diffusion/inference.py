@@ -38,11 +38,12 @@ atoms explain, whether they are informed or not.
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import ceil, inf, log
+from math import ceil, inf, log, sqrt
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -52,10 +53,12 @@ from scipy.sparse.linalg import LinearOperator, eigsh
 
 from flwr_perdl._arrays import row_norms
 from flwr_perdl._checks import (
+    LARGE,
     Matrix,
     check_array,
     check_choice,
     check_count,
+    check_magnitude,
     check_real,
     own_numbers,
 )
@@ -77,6 +80,10 @@ _EVERY = 10
 _BLOCK = 2**21
 #: Up to this many nodes the gap comes from a dense eigenvalue routine.
 _DENSE = 600
+#: Communication rounds, at most, where their number is not given.
+MOST_ROUNDS = 100_000
+#: By how much a unit-norm atom may be longer than 1, for rounding.
+_SLACK = 1e-3
 
 
 class ExactDual(NamedTuple):
@@ -124,7 +131,7 @@ def exact_dual(objective: Objective, X: Matrix, dictionaries: Sequence[Matrix]) 
     ValueError
         If shapes do not fit or values are not finite.
     """
-    X, atoms = _checked(X, dictionaries)
+    X, atoms = checked_samples(X, dictionaries)
     dtype, W = X.dtype, np.concatenate(atoms)[None].astype(np.float64)
     X = X.astype(np.float64, copy=False)
     a = objective.strong_convexity
@@ -229,7 +236,7 @@ class DualInference(ABC):
             raise ValueError(
                 f"dictionaries must be one per node, {self.topology.n_nodes}, got {len(atoms)}."
             )
-        _checked(self.X, hosted)
+        checked_samples(self.X, hosted)
         object.__setattr__(self, "informed", _informed(self.informed, self.topology.n_nodes))
         most = max(len(D) for D in hosted)
         object.__setattr__(self, "n_atoms", check_count("n_atoms", self.n_atoms or most, most))
@@ -247,9 +254,17 @@ class DualInference(ABC):
     def rounds(self, tolerance: float) -> int:
         """Return in how many rounds an error of 1 shrinks to ``tolerance``, by `time_constant`.
 
-        Ten at least, however large the tolerance.
+        Ten at least, however large the tolerance; 100,000 at most. Where that is too few, a
+        UserWarning gives the number.
         """
-        return _EVERY * max(1, ceil(self.time_constant * log(1 / min(tolerance, 1)) / _EVERY))
+        needed = self.time_constant * log(1 / min(tolerance, 1))
+        if needed > MOST_ROUNDS:
+            warnings.warn(
+                f"The tolerance {tolerance:g} may need {needed:.3g} communication rounds, and only "
+                f"{MOST_ROUNDS} are run unless their number is given.",
+                stacklevel=2,
+            )
+        return min(_EVERY * max(1, ceil(min(needed, MOST_ROUNDS) / _EVERY)), MOST_ROUNDS)
 
     def start(self, nodes: Nodes) -> DualState:
         """Return the state before the first round."""
@@ -302,8 +317,8 @@ class DualInference(ABC):
 
     def _residual(self, change: Matrix, apart: Matrix, nu: Matrix) -> Matrix:
         """Return the residuals from the last steps' lengths and the distances to the neighbours."""
-        size = np.maximum(row_norms(nu), np.finfo(nu.dtype).tiny)
-        residual: Matrix = np.maximum(change * self.time_constant, row_norms(apart)) / size
+        size = np.maximum(_norms(nu), np.finfo(nu.dtype).tiny)
+        residual: Matrix = np.maximum(change * self.time_constant, _norms(apart)) / size
         return residual
 
 
@@ -314,27 +329,43 @@ class ATC(DualInference):
     The paper's method. It ends O(mu) away from nu, and its slowest part shrinks by
     ``1 - mu * strong_convexity / N`` a round. The combination weights must be doubly stochastic.
 
+    What neighbors send differs even at the end, by mu times the differences of their gradients.
+    The combination shrinks these differences: for its residual an agent multiplies its distance
+    to the neighbors' mean by ``contraction``.
+
     Parameters
     ----------
     objective, topology, dictionaries, X, informed, n_atoms
         As in `DualInference`.
     step : float, optional
         mu; 0.9 of Table III's bound by default.
+    contraction : float, optional
+        A bound of the second largest absolute eigenvalue of the combination weights; by default
+        the distance of Metropolis weights from uniform ones in the Frobenius norm, and at most 1:
+        0 on complete graphs, 1 on graphs of few links.
     """
 
     step: float | None = None
+    contraction: float | None = None
 
     @cached_property
     def mu(self) -> float:
         """The step."""
         if self.step is not None:
-            return check_real("step", self.step, 0, open_low=True)
+            return check_real("step", self.step, 0, LARGE, open_low=True)
         return 0.9 * self.objective.step_bound(self.n_atoms or 1)
 
     @cached_property
     def time_constant(self) -> float:
         """``1 / (mu * strong_convexity / N)``."""
         return 1 / (self.mu * self.curvature)
+
+    @cached_property
+    def shrinking(self) -> float:
+        """By how much a combination shrinks what the agents disagree about."""
+        if self.contraction is not None:
+            return check_real("contraction", self.contraction, 0, 1)
+        return _contraction(metropolis_weights(self.topology))
 
     def begin(self, nodes: Nodes, atoms: Matrix, X: Matrix) -> DualState:
         """Return the state before the first round; ``linear`` is ``mu theta_k x``."""
@@ -357,8 +388,10 @@ class ATC(DualInference):
         nu = self.objective.project(inbox.mean())
         if not _due(inbox.round):
             return state._replace(nu=nu)
-        change = row_norms(nu - state.nu)
-        residual = self._residual(change, state.sent - nu, nu)
+        change = _norms(nu - state.nu)
+        apart = self.objective.project(state.sent) - nu
+        apart *= self.shrinking
+        residual = self._residual(change, apart, nu)
         return state._replace(nu=nu, change=change, residual=residual)
 
 
@@ -383,7 +416,7 @@ class ExactDiffusion(ATC):
     def mu(self) -> float:
         """The step."""
         if self.step is not None:
-            return check_real("step", self.step, 0, open_low=True)
+            return check_real("step", self.step, 0, LARGE, open_low=True)
         return 1.8 * self.objective.step_bound(self.n_atoms or 1, self.topology.n_nodes)
 
     def begin(self, nodes: Nodes, atoms: Matrix, X: Matrix) -> DualState:
@@ -411,7 +444,7 @@ class ExactDiffusion(ATC):
         after = state._replace(nu=nu, excess=excess)
         if not _due(inbox.round):
             return after
-        change = row_norms(nu - state.nu)
+        change = _norms(nu - state.nu)
         residual = self._residual(change, state.sent - mean, nu)
         return after._replace(change=change, residual=residual)
 
@@ -433,7 +466,7 @@ class _ADMM(DualInference):
         others; the numbers were measured, and half to twice as much costs little.
         """
         if self.penalty is not None:
-            return check_real("penalty", self.penalty, 0, open_low=True)
+            return check_real("penalty", self.penalty, 0, LARGE, open_low=True)
         gap, _ = self.spectrum
         steep = 0.36 / self.objective.delta + self.objective.strong_convexity / 2
         return float(np.sqrt(self.curvature * steep) / gap**0.25)
@@ -463,7 +496,7 @@ class _ADMM(DualInference):
         """Minimise the agent's cost and the penalties exactly, (39a)."""
         a = self.curvatures[state.nodes]
         nu, codes = minimise(self.objective, state.atoms, state.linear, a, state.codes)
-        change = row_norms(nu - state.nu) if _due(round_) else state.change
+        change = _norms(nu - state.nu) if _due(round_) else state.change
         return state._replace(nu=nu, sent=nu, codes=codes, change=change)
 
 
@@ -608,7 +641,7 @@ class JacobianADMM(_ADMM):
         positive definite, Sigma the costs' curvatures: nearly bipartite graphs allow small steps.
         """
         if self.step is not None:
-            return check_real("step", self.step, 0, open_low=True)
+            return check_real("step", self.step, 0, LARGE, open_low=True)
         top, degree = self.spectrum[1], max(1.0, float(self.topology.degrees.max()))
         most = (4 * (2 - top) + 2 * self.curvature / (self.edge * degree)) / top
         return min(1.0, most / 2)
@@ -727,7 +760,7 @@ def infer(
     n_rounds : int, optional
         Communication rounds, at most; by default `DualInference.rounds` of the tolerance, which
         knows the topology and the objective, and in memory, where they end by themselves, four
-        times that.
+        times that; never more than 100,000.
     tolerance : float, default 1e-3
         Residual at which to stop; 0: never.
     informed : sequence of int, optional
@@ -756,7 +789,7 @@ def infer(
     ValueError
         If an argument is not as it must be, or the topology is directed or not connected.
     """
-    X, atoms = _checked(X, dictionaries)
+    X, atoms = checked_samples(X, dictionaries)
     kind = METHODS[check_choice("method", method, METHODS)]
     tolerance = check_real("tolerance", tolerance, 0)
     agents = _informed(informed, topology.n_nodes)
@@ -776,7 +809,7 @@ def infer(
     first = program(X, atoms)
     if n_rounds is None:
         n_rounds = first.rounds(tolerance or float(np.finfo(X.dtype).eps))
-        n_rounds *= 1 if network is not None else 4
+        n_rounds = min(n_rounds * (1 if network is not None else 4), MOST_ROUNDS)
     check_count("n_rounds", n_rounds)
     if network is not None:
         _check_network(network, first)
@@ -785,6 +818,10 @@ def infer(
     matrix = metropolis_weights(topology) if weights is None else weights
     if matrix.topology.n_nodes != topology.n_nodes or (matrix.matrix != matrix.matrix.T).nnz:
         raise ValueError(f"weights must be symmetric, for {topology.n_nodes} nodes, got {matrix}.")
+    if not matrix.is_connected:
+        raise ValueError(f"weights must connect all nodes, got {matrix}.")
+    if kind is ATC:
+        options.setdefault("contraction", _contraction(matrix))
     span = Span(np.concatenate(atoms)) if compress else None
     inner = atoms if span is None else [span.atoms(D) for D in atoms]
     most = max(1, _BLOCK // max(1, topology.n_nodes * inner[0].shape[1] * X.itemsize))
@@ -828,7 +865,7 @@ class Span:
         """Return samples in these coordinates, and what is across the atoms' span of each."""
         along = X @ self._basis
         across = X - along @ self._basis.T
-        return np.hstack([along, np.linalg.norm(across, axis=1, keepdims=True)]), across
+        return np.hstack([along, _norms(across)[:, None]]), across
 
     def back(self, nu: Matrix, turned: Matrix, across: Matrix) -> Matrix:
         """Return estimates (..., n_samples, n_coordinates) in the original coordinates."""
@@ -870,15 +907,31 @@ def _due(round_: int) -> bool:
     return round_ <= _EVERY or round_ % _EVERY == 0
 
 
-def _checked(X: Matrix, dictionaries: Sequence[Matrix]) -> tuple[Matrix, list[Matrix]]:
-    X = check_array("X", X)
+def checked_samples(X: Matrix, dictionaries: Sequence[Matrix]) -> tuple[Matrix, list[Matrix]]:
+    """Return samples and atoms, or raise a ValueError that says what is wrong with them."""
+    X = check_magnitude("X", check_array("X", X), floor=0.8)
     if not len(dictionaries):
         raise ValueError("dictionaries must have at least one, got none.")
     atoms = [check_array("dictionaries", D, columns=X.shape[1]) for D in dictionaries]
     odd = next((D for D in atoms if D.dtype != X.dtype), None)
     if odd is not None:
         raise ValueError(f"dictionaries must be {X.dtype} as X is, got {odd.dtype}.")
+    with np.errstate(over="ignore"):
+        longest = max(float(row_norms(D).max(initial=0)) for D in atoms)
+    if longest > 1 + _SLACK:  # steps and their bounds hold for no other atoms
+        raise ValueError(f"dictionaries must have atoms of norm at most 1, got {longest:g}.")
     return X, atoms
+
+
+def _norms(A: Matrix) -> Matrix:
+    """Return the norms over the last axis, also where squares would underflow."""
+    norms = row_norms(A)
+    limits = np.finfo(A.dtype)
+    faint = norms < np.sqrt(limits.tiny) / limits.eps
+    if faint.any():
+        size = np.abs(A[faint]).max(axis=-1, initial=0)
+        norms[faint] = size * row_norms(A[faint] / np.where(size > 0, size, 1)[:, None])
+    return norms
 
 
 def _informed(informed: Sequence[int] | None, n_agents: int) -> tuple[int, ...]:
@@ -899,6 +952,13 @@ def _check_network(network: Network, program: DualInference) -> None:
     if isinstance(program, _ADMM) and more.nnz:
         k, j = (int(nodes[0]) for nodes in more.coords)
         raise ValueError(f"network must have no links that topology lacks, got {k} - {j}.")
+
+
+def _contraction(weights: CombinationMatrix) -> float:
+    """Return a bound of what doubly stochastic weights leave of a disagreement, at most 1."""
+    excess = float(np.square(weights.matrix.data).sum()) - 1  # squared distance from 1 / N
+    rounding = 4 * weights.topology.n_nodes * float(np.finfo(np.float64).eps)
+    return min(1.0, sqrt(excess)) if excess > rounding else 0.0
 
 
 def _spectrum(topology: Topology) -> tuple[float, float]:

@@ -39,10 +39,12 @@ from numpy.typing import NDArray
 
 from flwr_perdl._checks import (
     FLOATS,
+    LARGE,
     Matrix,
     check_array,
     check_choice,
     check_count,
+    check_magnitude,
     check_real,
     own_numbers,
 )
@@ -58,7 +60,7 @@ from flwr_perdl.diffusion.inference import (
     exact_dual,
     infer,
 )
-from flwr_perdl.diffusion.objectives import Objective
+from flwr_perdl.diffusion.objectives import Objective, check_positive
 from flwr_perdl.diffusion.topology import CombinationMatrix, Topology, metropolis_weights
 
 #: The method that needs all atoms in one place.
@@ -113,7 +115,7 @@ class ModelDiffusion:
         of the others but for ATC, in memory only.
     n_iterations : int, optional
         Communication rounds per batch; by default as many as the method needs for a relative error
-        of ``tolerance``, or of 1e-2 (40 dB), on the topology at hand.
+        of ``tolerance``, or of 1e-2 (40 dB), on the topology at hand, and 100,000 at most.
     tolerance : float, default 0.0
         In memory, where all agents' residuals can be seen, a batch ends when they are within this;
         0: never, as on a network.
@@ -152,8 +154,8 @@ class ModelDiffusion:
         """Check the arguments."""
         own_numbers(self)
         check_count("n_atoms_per_agent", self.n_atoms_per_agent, 1)
-        check_real("step", self.step, 0)
-        check_real("decay", self.decay, 0)
+        check_real("step", self.step, 0, LARGE)
+        check_real("decay", self.decay, 0, LARGE)
         check_count("batch_size", self.batch_size, 1)
         check_choice("method", self.method, (*METHODS, EXACT))
         if self.n_iterations is not None:
@@ -196,7 +198,7 @@ class ModelDiffusion:
         ValueError
             If the model's agents have another number of atoms than the learner's.
         """
-        have, n_atoms, n_features = model.dictionaries.shape
+        have, n_atoms, n_features = _atoms(model).shape
         if n_atoms != self.n_atoms_per_agent:
             raise ValueError(
                 f"model must have {self.n_atoms_per_agent} atoms per agent, got {n_atoms}."
@@ -257,9 +259,12 @@ class ModelDiffusion:
         Raises
         ------
         ValueError
-            If shapes do not fit, or the topology is directed or not connected.
+            If shapes do not fit, the topology is directed or not connected, or the objective is
+            nonnegative and no value of X is positive.
         """
-        X = check_array("X", X, columns=model.dictionaries.shape[2])
+        X = check_array("X", X, columns=_atoms(model).shape[2])
+        if self.objective.nonnegative:
+            check_positive("X", X)
         W, given = model.dictionaries.copy(), self._given(model, X, topology, weights)
         rounds, worst, t = model.rounds, 0.0, model.n_updates
         for at in range(0, len(X), self.batch_size):
@@ -271,7 +276,7 @@ class ModelDiffusion:
                 self.objective, W, found.nu, np.stack(found.codes), self.step / t**self.decay
             )
             rounds += found.rounds
-            worst = max(worst, float(found.residual.max()))
+            worst = max(worst, float(found.residual.max(initial=0)))
         return Model(W, model.n_samples + len(X), t, rounds, worst)
 
     def infer(
@@ -295,7 +300,7 @@ class ModelDiffusion:
         Inference
             With ``nu``, (n_agents, n_samples, n_features): mind its size.
         """
-        X = check_array("X", X, columns=model.dictionaries.shape[2])
+        X = check_array("X", X, columns=_atoms(model).shape[2])
         given = self._given(model, X, topology, weights)
         return self._infer(model.dictionaries, X, topology, network, given)
 
@@ -389,6 +394,11 @@ class ModelDiffusion:
 _DIFFUSIONS = ("atc", "exact_diffusion")
 
 
+def _atoms(model: Model) -> Matrix:
+    """Return a model's dictionaries, checked."""
+    return check_array("model.dictionaries", model.dictionaries, ndim=3, min_rows=1)
+
+
 def _float(name: str, dtype: Any) -> np.dtype[Any]:
     kind: np.dtype[Any] = np.dtype(dtype)
     if kind not in FLOATS:
@@ -418,7 +428,17 @@ def update_dictionary(
     -------
     ndarray of shape (m, n_atoms, n_features)
     """
-    step = check_real("step", step, 0)
+    step = check_real("step", step, 0, LARGE)
+    dictionaries = check_array("dictionaries", dictionaries, ndim=3)
+    nu = check_array("nu", nu, ndim=3, columns=dictionaries.shape[2])
+    codes = check_array("codes", codes, ndim=3, columns=dictionaries.shape[1])
+    for name, array in (("dictionaries", dictionaries), ("nu", nu), ("codes", codes)):
+        check_magnitude(name, array, floor=0.8)
+    if nu.shape[:2] != codes.shape[:2] or len(nu) != len(dictionaries):
+        raise ValueError(
+            f"codes must have shape {(len(dictionaries), nu.shape[1], dictionaries.shape[1])}, "
+            f"got {codes.shape}, with nu of shape {nu.shape}."
+        )
     moved = dictionaries + step * np.matmul(codes.swapaxes(1, 2), nu)
     return objective.project_dictionary(objective.prox_dictionary(moved, step * nu.shape[1]))
 
@@ -510,6 +530,10 @@ class Learning:
         check_choice("method", learner.method, METHODS)
         streams = X if isinstance(X, Mapping) else dict.fromkeys(range(topology.n_nodes), X)
         self.streams = {k: check_array("X", stream) for k, stream in streams.items()}
+        for stream in self.streams.values():
+            check_magnitude("X", stream, floor=0.8)
+            if learner.objective.nonnegative:
+                check_positive("X", stream)
         shapes = {stream.shape for stream in self.streams.values()} | ({shape} if shape else set())
         if len(shapes) != 1:
             raise ValueError(f"X must be one stream of a known shape, got {sorted(shapes)}.")

@@ -34,8 +34,17 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl._checks import FLOATS, Matrix, check_array, check_choice, check_count, check_real
+from flwr_perdl._checks import (
+    FLOATS,
+    Matrix,
+    check_array,
+    check_choice,
+    check_count,
+    check_magnitude,
+    check_real,
+)
 from flwr_perdl.diffusion.combine import Array, Inbox, hear_all
+from flwr_perdl.diffusion.inference import checked_samples
 from flwr_perdl.diffusion.objectives import Objective
 from flwr_perdl.diffusion.topology import CombinationMatrix, Topology, metropolis_weights
 
@@ -91,9 +100,13 @@ class Averaging:
         Raises
         ------
         ValueError
-            If the values are not float64 or float32: means of integers are no integers.
+            If there are too few values, or they are not float64 or float32: means of integers are
+            no integers.
         """
-        own = np.stack([self.values[k] for k in nodes])
+        values = self.values
+        if not isinstance(values, Mapping) and not len(values) > max(nodes):
+            raise ValueError(f"values must be one per node, got {len(values)}.")
+        own = np.stack([values[k] for k in nodes])
         if own.dtype not in FLOATS:
             raise ValueError(f"values must be float64 or float32, got {own.dtype}.")
         return AveragingState(nodes, own, own if self.step is None else np.zeros_like(own))
@@ -134,9 +147,9 @@ def local_costs(
     X : ndarray of shape (n_samples, n_features)
         Samples; only informed agents look at them.
     nu : ndarray of shape (n_agents, n_samples, n_features)
-        Every agent's dual variables, within V_f.
+        Every agent's dual variables, within V_f but for rounding.
     dictionaries : ndarray of shape (n_agents, n_atoms, n_features)
-        Every agent's atoms.
+        Every agent's atoms, of norm at most 1.
     informed : sequence of int, optional
         The agents that see the samples (N_I); all by default.
 
@@ -145,9 +158,10 @@ def local_costs(
     ndarray of shape (n_agents, n_samples)
         At the optimum their sum is minus the least cost of coding the sample (65).
     """
-    X = check_array("X", X)
+    dictionaries = check_array("dictionaries", dictionaries, ndim=3, min_rows=1)
+    X, _ = checked_samples(X, list(dictionaries))
     n_agents = len(dictionaries)
-    nu = _check_nu(nu, n_agents, X)
+    nu = _check_nu(objective, nu, n_agents, X)
     costs = objective.conjugate(nu) / n_agents
     costs += objective.regulariser_conjugate(np.matmul(nu, dictionaries.swapaxes(1, 2)))
     seen = _informed(informed, n_agents)
@@ -207,7 +221,6 @@ def novelty_scores(
     ValueError
         If an argument is out of range, shapes differ, or the weights are not doubly stochastic.
     """
-    check_choice("score", score, SCORES)
     X = check_array("X", X)
     costs = local_costs(objective, X, nu, dictionaries, informed)
     return average_scores(
@@ -248,12 +261,20 @@ def average_scores(
     -------
     ndarray of shape (n_agents, n_samples)
     """
+    check_choice("score", score, SCORES)
+    costs = check_array("costs", costs, min_rows=1)
+    loss = check_array("loss", loss, ndim=1, columns=costs.shape[1])
+    check_magnitude("costs", costs, floor=0.8)
+    if loss.min(initial=0) < 0:
+        raise ValueError(f"loss must be at least 0, got {loss.min():g}.")
     n_agents = len(costs)
     if topology.n_nodes != n_agents:
         raise ValueError(f"topology must have {n_agents} nodes, got {topology.n_nodes}.")
     weights = metropolis_weights(topology) if weights is None else weights
     if not weights.doubly_stochastic:
         raise ValueError("weights must be doubly stochastic to average, got weights that are not.")
+    if weights.topology.n_nodes != n_agents or not weights.is_connected:
+        raise ValueError(f"weights must connect all {n_agents} agents, got {weights}.")
     seen = _informed(informed, n_agents)
     if n_rounds is None:
         n_rounds = averaging_rounds(weights, step)
@@ -267,7 +288,8 @@ def average_scores(
         values, total = _averaged([values], weights, n_rounds, step)[:, 0], loss
     if score == "raw":
         return values
-    scores: Matrix = np.divide(values, total, out=np.zeros_like(values), where=total > 0)
+    known = total >= np.finfo(total.dtype).tiny
+    scores: Matrix = np.divide(values, total, out=np.zeros_like(values), where=known)
     return scores
 
 
@@ -286,6 +308,8 @@ def averaging_rounds(weights: CombinationMatrix, step: float | None = None) -> i
     int
         At most 10,000.
     """
+    if step is not None:
+        check_real("step", step, 0, 1, open_low=True)
     rate = 1 - (weights.spectral_gap if step is None else step)
     if rate <= _ACCURACY:
         return 1
@@ -315,8 +339,14 @@ def _informed(informed: Sequence[int] | None, n_agents: int) -> NDArray[np.intp]
     return ids.astype(np.intp)
 
 
-def _check_nu(nu: Matrix, n_agents: int, X: Matrix) -> Matrix:
-    nu = check_array("nu", nu, ndim=3)
+def _check_nu(objective: Objective, nu: Matrix, n_agents: int, X: Matrix) -> Matrix:
+    """Return dual variables, brought back to V_f if rounding has moved them out of it."""
+    nu = check_magnitude("nu", check_array("nu", nu, ndim=3), floor=0.8)
     if nu.shape != (n_agents, *X.shape):
         raise ValueError(f"nu must have shape {(n_agents, *X.shape)}, got {nu.shape}.")
-    return nu
+    if nu.dtype != X.dtype:
+        raise ValueError(f"nu must be {X.dtype} as X is, got {nu.dtype}.")
+    largest = float(np.abs(nu).max(initial=0))
+    if largest > objective.bound * (1 + np.sqrt(np.finfo(nu.dtype).eps)):
+        raise ValueError(f"nu must be within {objective.bound:g}, got {largest:g}.")
+    return objective.project(nu)

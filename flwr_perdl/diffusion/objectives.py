@@ -34,7 +34,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flwr_perdl._checks import Matrix, check_count, check_real, own_numbers
+from flwr_perdl._checks import LARGE, Matrix, check_count, check_real, own_numbers
 from flwr_perdl.dictionary.coding import soft_threshold
 
 
@@ -42,6 +42,18 @@ def positive_threshold(A: Matrix, threshold: float) -> Matrix:
     """Lower every entry by ``threshold``, and no further than zero: the paper's one-sided T."""
     lowered: Matrix = np.maximum(A - threshold, 0)
     return lowered
+
+
+def check_positive(name: str, X: Matrix) -> None:
+    """Raise a ValueError if nonnegative codes and atoms cannot explain anything of X.
+
+    Zeros alone are accepted: there is nothing to explain.
+    """
+    if X.size and X.max() <= 0 and X.any():
+        raise ValueError(
+            f"{name} must have a positive value to learn nonnegative atoms and codes from, got "
+            f"none, and {float(X.min()):g} as the least."
+        )
 
 
 @dataclass(frozen=True)
@@ -55,7 +67,7 @@ class Objective(ABC):
     gamma : float
         Weight of the codes' l1 norm in ``h(y) = gamma ||y||_1 + delta / 2 ||y||^2``, at least 0.
     delta : float
-        Weight of their squared l2 norm, positive: it makes h strongly convex (Assumption 1).
+        Weight of their squared l2 norm, at least 1e-30: it makes h strongly convex (Assumption 1).
 
     Raises
     ------
@@ -69,8 +81,8 @@ class Objective(ABC):
     def __post_init__(self) -> None:
         """Check the parameters."""
         own_numbers(self)
-        check_real("gamma", self.gamma, 0)
-        check_real("delta", self.delta, 0, open_low=True)
+        check_real("gamma", self.gamma, 0, LARGE)
+        check_real("delta", self.delta, 1 / LARGE, LARGE)
 
     @property
     @abstractmethod
@@ -144,7 +156,7 @@ class Objective(ABC):
 
     def prox_dictionary(self, W: Matrix, step: float) -> Matrix:
         """Return the proximal point of ``step * h_W``: the atoms themselves where h_W is 0 (47)."""
-        check_real("step", step, 0)
+        check_real("step", step, 0, LARGE)
         return W
 
     def project_dictionary(self, W: Matrix) -> Matrix:
@@ -212,14 +224,14 @@ class Biclustering(SparseSVD):
     def __post_init__(self) -> None:
         """Check the parameters."""
         super().__post_init__()
-        check_real("beta", self.beta, 0)
+        check_real("beta", self.beta, 0, LARGE)
 
     def prox_dictionary(self, W: Matrix, step: float) -> Matrix:
         """Return the atoms, soft-thresholded by ``step * beta`` (48).
 
         Algorithm 4 prints ``beta`` for the threshold; it must be ``step * beta``.
         """
-        return soft_threshold(W, check_real("step", step, 0) * self.beta)
+        return soft_threshold(W, check_real("step", step, 0, LARGE) * self.beta)
 
 
 @dataclass(frozen=True)
@@ -243,7 +255,7 @@ class HuberNMF(Objective):
     gamma, delta : float
         As in `Objective`.
     eta : float
-        Where the loss turns linear, positive; in the units of the data.
+        Where the loss turns linear, at least 1e-30; in the units of the data.
     """
 
     eta: float
@@ -251,7 +263,7 @@ class HuberNMF(Objective):
     def __post_init__(self) -> None:
         """Check the parameters."""
         super().__post_init__()
-        check_real("eta", self.eta, 0, open_low=True)
+        check_real("eta", self.eta, 1 / LARGE, LARGE)
 
     @property
     def strong_convexity(self) -> float:

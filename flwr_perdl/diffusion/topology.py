@@ -52,14 +52,16 @@ class Topology:
     Raises
     ------
     ValueError
-        If the matrix is not square, has fewer than one row, or a non-zero diagonal.
+        If the matrix is not square and finite, has fewer than one row, or a non-zero diagonal.
     """
 
     adjacency: Csr
 
     def __post_init__(self) -> None:
         """Check the matrix and keep it as ones in CSR form."""
-        links = sparse.csr_array(self.adjacency, copy=True)
+        links = _matrix("adjacency", self.adjacency)
+        if not np.isfinite(links.data).all():
+            raise ValueError("adjacency must be finite, got a NaN or infinite value.")
         if links.ndim != 2 or links.shape[0] != links.shape[1] or links.shape[0] < 1:
             raise ValueError(f"adjacency must be square, at least 1 x 1, got {links.shape}.")
         links.sum_duplicates()
@@ -305,6 +307,17 @@ class Topology:
         return f"Topology({self.n_nodes} nodes, {self.n_edges} edges, {kind})"
 
 
+def _matrix(name: str, values: Any) -> Csr:
+    """Return a sparse copy of a matrix, or raise a ValueError if it is none."""
+    if not sparse.issparse(values):
+        values = np.asarray(values)
+    if values.ndim != 2 or values.dtype.kind not in "biuf":
+        raise ValueError(
+            f"{name} must be a matrix of numbers, got shape {values.shape} and {values.dtype}."
+        )
+    return sparse.csr_array(values, copy=True)
+
+
 def _pair_half_edges(n_nodes: int, degree: int, rng: np.random.Generator) -> Topology:
     if degree > (n_nodes - 1) // 2:  # crowded: draw who does *not* hear whom
         others = _pair_half_edges(n_nodes, n_nodes - 1 - degree, rng).adjacency.toarray()
@@ -354,7 +367,7 @@ class CombinationMatrix:
 
     def __post_init__(self) -> None:
         """Check the weights and keep them in CSR form."""
-        weights = sparse.csr_array(self.matrix, dtype=np.float64, copy=True)
+        weights = _matrix("weights", self.matrix).astype(np.float64)
         weights.sum_duplicates()
         n = self.topology.n_nodes
         if weights.shape != (n, n):
@@ -376,6 +389,12 @@ class CombinationMatrix:
             raise ValueError(f"weights must follow the topology, but node {k} does not hear {j}.")
         weights.sort_indices()
         object.__setattr__(self, "matrix", weights)
+
+    @cached_property
+    def is_connected(self) -> bool:
+        """Whether news of any node reaches every other over weights that are not zero."""
+        count, _ = connected_components(self.matrix, connection="strong")
+        return bool(count == 1)
 
     @cached_property
     def doubly_stochastic(self) -> bool:
@@ -455,14 +474,14 @@ def relative_degree_variance_weights(topology: Topology, variances: ArrayLike) -
     topology : Topology
         The graph.
     variances : array_like of shape (n_nodes,)
-        Every node's noise variance, above 0.
+        Every node's noise variance, within [1e-100, 1e100].
     """
     variance = np.asarray(variances, dtype=np.float64)
     if variance.shape != (topology.n_nodes,):
         raise ValueError(f"variances must have shape ({topology.n_nodes},), got {variance.shape}.")
-    wrong = variance[~np.isfinite(variance) | (variance <= 0)]
+    wrong = variance[~((variance >= 1e-100) & (variance <= 1e100))]
     if len(wrong):
-        raise ValueError(f"variances must be finite and above 0, got {wrong[0]:g}.")
+        raise ValueError(f"variances must be above 0, within [1e-100, 1e+100], got {wrong[0]:g}.")
     merit = (1.0 + topology.degrees) / variance
     weights = (topology.adjacency + sparse.eye_array(topology.n_nodes)) @ sparse.diags_array(merit)
     sums = np.asarray(weights.sum(axis=1)).ravel()

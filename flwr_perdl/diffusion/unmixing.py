@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
-from flwr_perdl._checks import Matrix, check_array, check_choice, check_count
+from flwr_perdl._checks import Matrix, check_array, check_choice, check_count, check_magnitude
 from flwr_perdl._random import spawn
 from flwr_perdl.dictionary import normalize_atoms
 from flwr_perdl.dictionary.coding import nonnegative_from_gram
@@ -42,7 +42,7 @@ from flwr_perdl.diffusion.data_diffusion import (
     DictionaryState,
     Diffused,
     carry,
-    news_takes,
+    rounds_to_all,
 )
 from flwr_perdl.diffusion.topology import Topology, metropolis_weights
 
@@ -107,7 +107,7 @@ def vca(X: Matrix, n_endmembers: int, *, rng: np.random.Generator) -> Endmembers
     of the mean pixel's product are left out. As in the paper a direction in which nothing is left
     (fewer materials than asked for) yields some pixel, maybe one chosen before.
     """
-    X = check_array("X", X, min_rows=1)
+    X = check_magnitude("X", check_array("X", X, min_rows=1))
     n, bands = X.shape
     p = check_count("n_endmembers", n_endmembers, 2, min(n, bands))
     if not X.any():
@@ -178,7 +178,8 @@ def abundances(X: Matrix, spectra: Matrix, *, sum_to_one: bool = False) -> Matri
         If the spectra are linearly dependent: the abundances would not be determined.
     """
     spectra = check_array("spectra", spectra, min_rows=1 if sum_to_one else 0)
-    X = check_array("X", X, columns=spectra.shape[1])
+    X = check_magnitude("X", check_array("X", X, columns=spectra.shape[1]))
+    check_magnitude("spectra", spectra)
     if len(spectra) and np.linalg.matrix_rank(spectra) < len(spectra):
         raise ValueError(
             f"spectra must be linearly independent, got shape {spectra.shape}, dependent."
@@ -357,11 +358,12 @@ def unmix(
     if start == "own":
         own = start_from_own(n_endmembers)
         return learner.fit(data, network, n_rounds, start=own, seed=seed, callback=callback)
+    takes = rounds_to_all(network)
     n_nodes = network.topology.n_nodes
     if len(data) != n_nodes:
         raise ValueError(f"data must be of {n_nodes} nodes, got {len(data)}.")
     program = SharedCandidates(dict(enumerate(data)), n_nodes, n_endmembers, seed)
-    told = carry(program, network, news_takes(network.topology))
+    told = carry(program, network, takes)
     (chosen,) = shown(told.observed, "spectra")
     ended = learner.fit(data, network, n_rounds, start=chosen, seed=seed, callback=callback)
     return ended._replace(
@@ -432,7 +434,8 @@ class SharedCandidates:
         self, data: Mapping[int, Matrix], n_nodes: int, n_endmembers: int, seed: int = 0
     ) -> None:
         self.data = {
-            node: check_array(f"data of node {node}", X, min_rows=1) for node, X in data.items()
+            node: check_magnitude(name := f"data of node {node}", check_array(name, X, min_rows=1))
+            for node, X in data.items()
         }
         self.n_nodes = check_count("n_nodes", n_nodes, 1)
         self.n_endmembers = check_count("n_endmembers", n_endmembers, 2)

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.cluster.hierarchy import fcluster, linkage
 
-from flwr_perdl._checks import Matrix, check_array, check_count, check_real
+from flwr_perdl._checks import LARGE, Matrix, check_array, check_count, check_magnitude, check_real
 
 #: Merge heights that grow by less than this never part clusters.
 _LEAST_RATIO = 1.5
@@ -73,10 +73,11 @@ def cluster_anchors(
         If there is no estimate, or a number is not positive.
     """
     estimates = check_array("estimates", estimates, min_rows=1)
+    check_magnitude("estimates", estimates, floor=np.inf)
     if n_clusters is not None:
         check_count("n_clusters", n_clusters, 1)
     if separation is not None:
-        check_real("separation", separation, 0, open_low=True)
+        check_real("separation", separation, 0, LARGE, open_low=True)
     check_count("max_clusters", max_clusters, 1)
     kept = np.arange(len(estimates))
     while True:
@@ -147,6 +148,9 @@ def kmeans(
     -------
     ndarray of shape (n_clusters, d)
     """
+    points = check_magnitude("points", check_array("points", points, min_rows=1), floor=np.inf)
+    check_count("n_clusters", n_clusters, 1)
+    check_count("restarts", restarts, 1)
     best, least = points[:1], np.inf
     for _ in range(restarts):
         centers = _spread(points, n_clusters, rng)

@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 from flwr_perdl._checks import Matrix, check_array, check_choice
 from flwr_perdl._random import spawn
 from flwr_perdl.regression.anchors import nearest_group
-from flwr_perdl.regression.clustering import assign, local_change
-from flwr_perdl.regression.losses import SQUARED, Loss, SquaredLoss, check_labels
+from flwr_perdl.regression.clustering import assign, moved
+from flwr_perdl.regression.losses import SQUARED, Loss, SquaredLoss, check_labels, check_points
 from flwr_perdl.regression.moments import moment_step, residual_moment
 
 DESCRIBE = "describe"
@@ -132,10 +132,7 @@ def answer(X: Matrix, y: Matrix, ask: Ask, loss: Loss = SQUARED) -> Matrix:
     ValueError
         If the data or the request are not as they should be.
     """
-    X = check_array("X", X, min_rows=1)
-    y = check_array("y", y, ndim=1)
-    if len(y) != len(X):
-        raise ValueError(f"y must have {len(X)} entries, got {len(y)}.")
+    X, y = check_points(X, y)
     check_labels("y", y, loss)
     steps = {DESCRIBE: _describe, MOMENT: _moment, ANCHORS: _anchor, UPDATE: _update}
     check_choice("step", ask.step, steps)
@@ -255,7 +252,7 @@ def alone(X: Matrix, y: Matrix) -> Matrix:
 
 def _change(X: Matrix, y: Matrix, theta: Matrix, weight: Matrix, ask: Ask, loss: Loss) -> Matrix:
     """Return how the local work that is asked for moves one model."""
-    return local_change(
+    return moved(
         X,
         y,
         np.broadcast_to(theta, (*weight.shape, theta.shape[-1])),

@@ -28,7 +28,7 @@ from flwr_perdl.regression.answers import (
     misfit_bound,
 )
 from flwr_perdl.regression.clustering import assign, spectral_filter
-from flwr_perdl.regression.losses import SQUARED, Loss, SquaredLoss, check_labels
+from flwr_perdl.regression.losses import SQUARED, Loss, SquaredLoss, check_labels, check_points
 from flwr_perdl.regression.two_phase import State, TwoPhase
 
 #: Clients are stacked with others at most this much larger.
@@ -72,13 +72,12 @@ class Clients:
     def __init__(self, X: Sequence[Matrix], y: Sequence[Matrix], loss: Loss = SQUARED) -> None:
         if not len(X) or len(X) != len(y):
             raise ValueError(f"X and y must have one entry per client, got {len(X)} and {len(y)}.")
-        d = np.shape(X[0])[-1]
-        self.X = [check_array(f"X[{i}]", A, min_rows=1, columns=d) for i, A in enumerate(X)]
-        self.y = [
-            check_array(f"y[{i}]", b, ndim=1, columns=len(A))
-            for i, (A, b) in enumerate(zip(self.X, y, strict=True))
+        points = [
+            check_points(A, b, name=f"[{i}]") for i, (A, b) in enumerate(zip(X, y, strict=True))
         ]
-        for i, b in enumerate(self.y):
+        self.X, self.y = [A for A, _ in points], [b for _, b in points]
+        for i, (A, b) in enumerate(points):
+            check_array(f"X[{i}]", A, columns=self.X[0].shape[1])
             check_labels(f"y[{i}]", b, loss)
         self.loss = loss
         self.n_samples = np.array([float(len(b)) for b in self.y])
@@ -291,6 +290,7 @@ def simulate(
         If an argument is not as it must be.
     """
     check_count("n_rounds", n_rounds)
+    check_count("seed", seed)
     check_real("dropout", dropout, 0, 1)
     if centers is not None:
         centers = check_array("centers", centers, columns=clients.X[0].shape[1])

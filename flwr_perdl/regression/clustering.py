@@ -33,9 +33,24 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment, minimize
 from scipy.special import softmax
 
-from flwr_perdl._checks import Matrix, check_array, check_choice
+from flwr_perdl._checks import (
+    LARGE,
+    Matrix,
+    check_array,
+    check_choice,
+    check_count,
+    check_magnitude,
+    check_real,
+)
 from flwr_perdl._robust import average_of, capped, consistent, far, shortening
-from flwr_perdl.regression.losses import SQUARED, Loss, SquaredLoss, check_shapes
+from flwr_perdl.regression.losses import (
+    SQUARED,
+    Loss,
+    SquaredLoss,
+    check_labels,
+    check_points,
+    check_shapes,
+)
 
 LOCALS = ("fedavg", "fedprox")
 ROBUST = ("mean", "filtered", "clip", "trimmed", "median", "geometric-median")
@@ -47,21 +62,39 @@ def assign(losses: Matrix, n_samples: Matrix | int, temperature: float = 0.0) ->
     Parameters
     ----------
     losses : ndarray of shape (n_clients, k)
-        Mean loss of every model at every client.
+        Mean loss of every model at every client; infinite where a model is out of the question.
     n_samples : ndarray of shape (n_clients,), or int
-        Points behind each mean.
+        Points behind each mean, at least 0.
     temperature : float, default 0
-        0: all weight on the least loss, the first of equals.
+        At least 0. 0: all weight on the least loss, the first of equals.
 
     Returns
     -------
     ndarray of shape (n_clients, k)
         Weights that sum to one.
+
+    Raises
+    ------
+    ValueError
+        If a client has no finite loss, a loss is NaN, or a number is negative.
     """
+    temperature = check_real("temperature", temperature, 0, LARGE)
+    losses, n_samples = np.asarray(losses), np.asarray(n_samples)
+    if (
+        losses.dtype.kind not in "fiu"
+        or losses.ndim == 0
+        or not losses.shape[-1]
+        or not np.isfinite(losses.min(axis=-1)).all()
+    ):
+        raise ValueError("losses must have a finite least loss for each client and no NaN.")
+    if n_samples.ndim and n_samples.shape != losses.shape[:-1]:
+        raise ValueError(f"n_samples must have shape {losses.shape[:-1]}, got {n_samples.shape}.")
+    if not ((n_samples >= 0) & (n_samples <= LARGE)).all():
+        raise ValueError(f"n_samples must be within [0, {LARGE:g}], got one that is not.")
     if temperature == 0:
         hard: Matrix = np.eye(losses.shape[-1])[losses.argmin(axis=-1)]
         return hard
-    n = np.asarray(n_samples)[..., None]
+    n = n_samples[..., None]
     weights: Matrix = softmax(-losses * n / temperature, axis=-1)
     return weights
 
@@ -109,16 +142,44 @@ def local_change(
     Raises
     ------
     ValueError
-        If ``local`` is none of these, or the data and the model are not of like shapes.
+        If an option breaks its rule, there is no point, or the data and the model are not finite
+        floats of like shapes.
     """
     check_choice("local", local, LOCALS)
+    check_count("n_steps", n_steps, 1)
+    check_real("step", step, 0, LARGE)
+    weight = np.asarray(weight)
+    if weight.dtype.kind not in "fiu":
+        raise ValueError(f"weight must be a number, got {weight.dtype}.")
+    if not ((weight >= 0) & (weight <= LARGE)).all():
+        raise ValueError(f"weight must be within [0, {LARGE:g}], got {float(weight.min()):g}.")
+    X, y = check_points(X, y, ndim=np.ndim(X))
+    theta = check_magnitude(
+        "theta", check_array("theta", theta, ndim=max(np.ndim(theta), 1)), floor=np.inf
+    )
     check_shapes(X, y, theta)
+    check_labels("y", y, loss)
+    return moved(X, y, theta, step=step, n_steps=n_steps, local=local, weight=weight, loss=loss)
+
+
+def moved(
+    X: Matrix,
+    y: Matrix,
+    theta: Matrix,
+    *,
+    step: float,
+    n_steps: int,
+    local: str,
+    weight: float | Matrix,
+    loss: Loss,
+) -> Matrix:
+    """Return :func:`local_change` of arguments that are as they should be."""
     steps = np.asarray(step * weight, X.dtype)[..., None]
     if local == "fedavg":
-        moved = theta
+        ahead = theta
         for _ in range(n_steps):
-            moved = moved - steps * loss.gradient(X, y, moved)
-        return moved - theta
+            ahead = ahead - steps * loss.gradient(X, y, ahead)
+        return ahead - theta
     if isinstance(loss, SquaredLoss):
         n, d = X.shape[-2:]
         across, scale = X.swapaxes(-1, -2), steps[..., None] / n
@@ -137,9 +198,9 @@ def _proximal(X: Matrix, y: Matrix, theta: Matrix, step: float, loss: Loss) -> M
     """FedProx for a loss without a closed form."""
 
     def objective(change: Matrix) -> tuple[float, Matrix]:
-        moved = theta + change
-        value = step * float(loss.values(X, y, moved[None])[0]) + float(change @ change) / 2
-        return value, step * loss.gradient(X, y, moved) + change
+        ahead = theta + change
+        value = step * float(loss.values(X, y, ahead[None])[0]) + float(change @ change) / 2
+        return value, step * loss.gradient(X, y, ahead) + change
 
     options = {"ftol": 0.0, "gtol": 1e-10, "maxiter": 500}
     solved = minimize(objective, np.zeros_like(theta), jac=True, method="L-BFGS-B", options=options)
@@ -168,6 +229,12 @@ def lemma1_filter(gram: Matrix, step: float, n_steps: int = 5, local: str = "fed
         ``sum_{l < s} (I - eta gram)^l``, or ``(I + eta gram)^{-1}``.
     """
     check_choice("local", local, LOCALS)
+    check_count("n_steps", n_steps, 1)
+    check_real("step", step, 0, LARGE)
+    gram = check_array("gram", gram, ndim=max(np.ndim(gram), 2))
+    gram = check_magnitude("gram", gram, floor=np.inf)
+    if gram.shape[-1] != gram.shape[-2]:
+        raise ValueError(f"gram must be square, got shape {gram.shape}.")
     values, vectors = np.linalg.eigh(gram)
     filtered = spectral_filter(step * np.maximum(values, 0), n_steps, local)
     product: Matrix = (vectors * filtered[..., None, :]) @ vectors.swapaxes(-1, -2)
@@ -246,11 +313,24 @@ def aggregate(
     Raises
     ------
     ValueError
-        If an update names a cluster that there is not.
+        If an argument is not as it must be, or an update names a cluster that there is not.
     """
     check_choice("normalise", normalise, ("cluster", "all"))
     check_choice("robust", robust, ROBUST)
-    packed, n_samples = check_array("packed", packed, ndim=3), np.asarray(n_samples, dtype=float)
+    check_count("n_clusters", n_clusters, 1)
+    packed = check_magnitude(
+        "packed", check_array("packed", packed, ndim=3, min_rows=1), floor=np.inf
+    )
+    if packed.shape[1] != (n_clusters if soft else 1) or packed.shape[2] < 2:
+        raise ValueError(
+            f"packed must have shape (n_clients, {n_clusters if soft else 1}, d + 1), got "
+            f"{packed.shape}."
+        )
+    n_samples = np.asarray(n_samples, dtype=float)
+    if n_samples.shape != packed.shape[:1]:
+        raise ValueError(f"n_samples must have shape {packed.shape[:1]}, got {n_samples.shape}.")
+    if not ((n_samples >= 0) & (n_samples <= LARGE)).all():
+        raise ValueError(f"n_samples must be within [0, {LARGE:g}], got one that is not.")
     return average_updates(packed, n_samples, n_clusters, soft, normalise, robust)
 
 
@@ -339,8 +419,9 @@ def model_error(centers: Matrix, theta: Matrix) -> float:
     -------
     float
     """
-    centers = check_array("centers", centers, min_rows=1)
-    theta = check_array("theta", theta, columns=centers.shape[1])
+    centers = check_magnitude("centers", check_array("centers", centers, min_rows=1), floor=np.inf)
+    theta = check_array("theta", theta, min_rows=1, columns=centers.shape[1])
+    check_magnitude("theta", theta, floor=np.inf)
     distances = np.linalg.norm(theta[:, None] - centers, axis=2)
     nearest = set(distances.argmin(axis=1).tolist())
     if len(centers) < len(theta) or len(nearest) == len(theta):

@@ -60,6 +60,12 @@ class Polynomial:
         ndarray of shape (n_samples, n_features)
         """
         X = check_array("X", X)
+        highest = float(np.abs(X).max(initial=0))
+        if highest > float(np.finfo(X.dtype).max) ** (0.4 / self.degree):
+            raise ValueError(
+                f"X must have values whose power {self.degree} fits into {X.dtype}, got "
+                f"{highest:.3g}."
+            )
         columns = [np.ones(len(X), X.dtype)] if self.intercept else []
         for degree in range(1, self.degree + 1):
             for chosen in combinations_with_replacement(range(X.shape[1]), degree):

@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 from scipy.special import expit
 
-from flwr_perdl._checks import Matrix
+from flwr_perdl._checks import Matrix, check_array, check_magnitude
 
 
 class Loss(Protocol):
@@ -71,6 +71,23 @@ class LogisticLoss:
     def curvature(self, X: Matrix) -> float:
         """Return a quarter of the largest eigenvalue of ``X.T @ X / n``."""
         return SquaredLoss().curvature(X) / 4
+
+
+def check_points(X: Matrix, y: Matrix, *, ndim: int = 2, name: str = "") -> tuple[Matrix, Matrix]:
+    """Return a client's features and responses, or raise a ValueError unless they are usable.
+
+    At least one point, a response for each, and squares within the dtype's range. ``name`` is what
+    comes after ``X`` and ``y`` in the message.
+    """
+    X = check_array(f"X{name}", X, ndim=max(ndim, 2))
+    y = check_array(f"y{name}", y, ndim=X.ndim - 1)
+    if y.shape != X.shape[:-1]:
+        raise ValueError(
+            f"y{name} must have shape {X.shape[:-1]}, a response per row of X{name}, got {y.shape}."
+        )
+    if not X.shape[-2]:
+        raise ValueError(f"X{name} must have at least 1 row, got shape {X.shape}.")
+    return check_magnitude(f"X{name}", X), check_magnitude(f"y{name}", y)
 
 
 def check_shapes(X: Matrix, y: Matrix, theta: Matrix) -> None:

@@ -39,8 +39,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flwr_perdl._checks import Matrix, check_array, check_choice, check_count
-from flwr_perdl.regression.losses import check_shapes
+from flwr_perdl._checks import Matrix, check_array, check_choice, check_count, check_magnitude
+from flwr_perdl.regression.losses import check_points, check_shapes
 
 #: Along directions in which a client's points vary less than this, over the most, nothing moves.
 _VARIES = 0.1
@@ -92,6 +92,8 @@ def residual_moment(
     y = check_array("y", y, ndim=1, columns=len(X))
     thetas = check_array("thetas", thetas, ndim=3, min_rows=1, columns=X.shape[1])
     Q = check_array("Q", Q, ndim=3)
+    for name, array in (("X", X), ("y", y), ("thetas", thetas), ("Q", Q)):
+        check_magnitude(name, array, floor=np.inf)
     if Q.shape[:2] != thetas.shape[1:]:
         raise ValueError(f"Q must have shape {(*thetas.shape[1:], 'width')}, got {Q.shape}.")
     n = len(X)
@@ -120,7 +122,8 @@ def _all_pairs(X: Matrix, first: Matrix, second: Matrix, Q: Matrix) -> Matrix:
 
 def orthonormal(Q: Matrix) -> Matrix:
     """Return orthonormal columns that span those of each ``Q[h]`` (n, d, width)."""
-    return np.linalg.qr(Q)[0]
+    Q = check_array("Q", Q, ndim=max(np.ndim(Q), 2))
+    return np.linalg.qr(check_magnitude("Q", Q, floor=np.inf))[0]
 
 
 class Subspace(NamedTuple):
@@ -151,6 +154,9 @@ def symmetric_subspace(Q: Matrix, product: Matrix, n_dimensions: int | None = No
     Subspace
         Rayleigh-Ritz on ``Q``, then one more multiplication; eigenvalues in descending order.
     """
+    Q, product = _like(Q, product)
+    if n_dimensions is not None:
+        check_count("n_dimensions", n_dimensions, 1)
     B = Q.swapaxes(1, 2) @ product
     values, vectors = np.linalg.eigh((B + B.swapaxes(1, 2)) / 2)
     values, vectors = values[:, ::-1], vectors[:, :, ::-1]
@@ -158,6 +164,15 @@ def symmetric_subspace(Q: Matrix, product: Matrix, n_dimensions: int | None = No
         noise = 1.25 * np.maximum(-values[:, -1:], 0)
         n_dimensions = max(int((values > noise).sum(axis=1).max()), 1)
     return Subspace(orthonormal(product @ vectors[:, :, :n_dimensions]), values)
+
+
+def _like(Q: Matrix, product: Matrix) -> tuple[Matrix, Matrix]:
+    """Return columns and their products, or raise a ValueError unless they are of one shape."""
+    Q = check_magnitude("Q", check_array("Q", Q, ndim=3), floor=np.inf)
+    product = check_magnitude("product", check_array("product", product, ndim=3), floor=np.inf)
+    if product.shape != Q.shape:
+        raise ValueError(f"product must have shape {Q.shape} as Q, got {product.shape}.")
+    return Q, product
 
 
 def left_subspace(Q: Matrix, product: Matrix, n_dimensions: int) -> Subspace:
@@ -176,6 +191,8 @@ def left_subspace(Q: Matrix, product: Matrix, n_dimensions: int) -> Subspace:
     -------
     Subspace
     """
+    Q, product = _like(Q, product)
+    check_count("n_dimensions", n_dimensions, 1)
     _, values, rotations = np.linalg.svd(product, full_matrices=False)
     return Subspace(Q @ rotations[:, :n_dimensions].swapaxes(1, 2), values)
 
@@ -209,6 +226,9 @@ def moment_step(
         If ``step`` is none of these, or the arrays are not of like shapes.
     """
     check_choice("step", step, STEPS)
+    X, y = check_points(X, y)
+    theta = check_magnitude("theta", check_array("theta", theta, ndim=1), floor=np.inf)
+    U = check_magnitude("U", check_array("U", U))
     check_shapes(X, y, theta)
     if U.ndim != 2 or len(U) != len(theta):
         raise ValueError(f"U must have {len(theta)} rows, as X has columns, got shape {U.shape}.")
@@ -234,5 +254,6 @@ def moment_step(
 
 def sketch(n_estimates: int, d: int, width: int, rng: np.random.Generator) -> Matrix:
     """Return random orthonormal columns, (n_estimates, d, min(width, d))."""
-    check_count("width", width, 1)
+    for name, value in (("n_estimates", n_estimates), ("d", d), ("width", width)):
+        check_count(name, value, 1)
     return orthonormal(rng.standard_normal((n_estimates, d, min(width, d))))

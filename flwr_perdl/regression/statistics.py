@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import logsumexp, softmax
 
-from flwr_perdl._checks import Matrix, check_array, check_count, check_real
+from flwr_perdl._checks import LARGE, Matrix, check_array, check_count, check_magnitude, check_real
 
 #: Relative change of the weights at which the alternation ends.
 _SETTLED = 1e-3
@@ -88,8 +88,8 @@ def sufficient_statistics(
     ValueError
         If the data are not finite or not of like lengths, or there is no ``rng`` for several folds.
     """
-    X = check_array("X", X)
-    y = check_array("y", y, ndim=1, columns=len(X))
+    X = check_magnitude("X", check_array("X", X), floor=np.inf)
+    y = check_magnitude("y", check_array("y", y, ndim=1, columns=len(X)), floor=np.inf)
     check_count("n_folds", n_folds, 1)
     if n_folds > 1 and rng is None:
         raise ValueError("rng must be given for more than one fold, got None.")
@@ -146,9 +146,13 @@ def fit_mixture(
 def _checked(statistics: Matrix, ndim: int) -> Matrix:
     """Return the clients' statistics, if there are any and their width is that of some d."""
     statistics = check_array("statistics", statistics, ndim=ndim, min_rows=1)
+    check_magnitude("statistics", statistics, floor=np.inf)
     width = statistics.shape[-1]
     if width < 5 or width != isqrt(width - 1) ** 2 + 1:
         raise ValueError(f"statistics must have (d + 1)^2 + 1 columns, got {width}.")
+    diagonal = statistics[..., 1 :: isqrt(width - 1) + 1]
+    if min(statistics[..., 0].min(), diagonal.min()) < 0 or not statistics[..., 0].any():
+        raise ValueError("statistics must have no negative count or square, and a point at least.")
     return statistics
 
 
@@ -162,8 +166,8 @@ def _starts(n_clients: int, n_clusters: int, restarts: int, rng: np.random.Gener
 
 def _fit(statistics: Matrix, starts: Matrix, softness: float, shrinkage: float) -> Mixture:
     """Return the best mixture of all starts, the largest cluster first."""
-    check_real("softness", softness, 0, open_low=True)
-    check_real("shrinkage", shrinkage, 0)
+    check_real("softness", softness, 0, LARGE, open_low=True)
+    check_real("shrinkage", shrinkage, 0, LARGE)
     moments = _moments(statistics)
     pooled = _pooled(moments.sum(axis=0))
     turned = np.eye(len(pooled) + 1)
@@ -272,11 +276,15 @@ def choose_mixture(
         raise ValueError(f"statistics must have at least 2 folds, got {statistics.shape[1]}.")
     if not len(candidates):
         raise ValueError("candidates must have at least one number, got none.")
-    strengths = np.atleast_1d(shrinkage)
+    strengths = [shrinkage] if isinstance(shrinkage, str) else np.atleast_1d(shrinkage).tolist()
+    for strength in strengths:
+        check_real("shrinkage", strength, 0, LARGE)
     if not len(strengths):
         raise ValueError("shrinkage must have at least one number, got none.")
     whole = statistics.sum(axis=1)
     tried = np.zeros((len(strengths), len(candidates), len(whole)))
+    for k in candidates:
+        check_count("candidates", k, 1)
     for i, k in enumerate(candidates):
         for fold in np.moveaxis(statistics, 1, 0):
             starts, moments = _starts(len(whole), k, restarts, rng), _moments(fold)

@@ -28,8 +28,9 @@ does not:
 - Phase 2 divides by the cluster's points and has Nesterov's momentum with gradient restart;
 - whenever the models have settled, and every ``check_every`` rounds, models without clients are
   dropped, models closer than four standard errors merge, and if more than 2 % of the clients fit
-  none, Phase 1 is run on those to find what they need. This is for the squared loss, and takes the
-  features to be alike in scale.
+  none, Phase 1 is run on those to find what they need. Five times the models' last movement, and
+  rounding, count as noise here: without noise, residuals show only how far the models still have
+  to go. This is for the squared loss, and takes the features to be alike in scale.
 
 What each party learns: see ``answers.py``.
 """
@@ -46,6 +47,7 @@ from numpy.typing import NDArray
 from scipy.stats import chi2
 
 from flwr_perdl._checks import (
+    LARGE,
     Matrix,
     all_finite,
     check_array,
@@ -83,6 +85,8 @@ _POINTS_PER_DIMENSION = 4
 _TYPICAL = 0.9
 #: Relative movement in a round below which the models have settled.
 _SETTLED = 0.01
+#: How many times its last movement a model that has settled may be away from where it ends.
+_AHEAD = 5.0
 #: Share of clients that fit no model above which models are added.
 _MISFITS = 0.02
 #: Models closer than this many standard errors are one.
@@ -261,14 +265,14 @@ class TwoPhase:
         if self.estimate != "u-statistic" and self.n_clusters == "auto":
             raise ValueError('n_clusters must be given unless estimate="u-statistic", got "auto".')
         if self.separation is not None:
-            check_real("separation", self.separation, 0, open_low=True)
-        check_real("perturbation", self.perturbation, 0)
+            check_real("separation", self.separation, 0, LARGE, open_low=True)
+        check_real("perturbation", self.perturbation, 0, LARGE)
         check_choice("local", self.local, (*LOCALS, "exact"))
         check_count("n_steps", self.n_steps, 1)
         if self.step_size is not None:
-            check_real("step_size", self.step_size, 0, open_low=True)
-        check_real("work", self.work, 0, open_low=True)
-        check_real("softness", self.softness, 0)
+            check_real("step_size", self.step_size, 0, LARGE, open_low=True)
+        check_real("work", self.work, 0, LARGE, open_low=True)
+        check_real("softness", self.softness, 0, LARGE)
         check_choice("normalise", self.normalise, ("cluster", "all"))
         check_count("check_every", self.check_every)
         check_choice("robust", self.robust, ROBUST)
@@ -626,13 +630,17 @@ class TwoPhase:
             honest = ~np.isin(answers.partitions, state.odd[state.odd[:, 1] == 1, 0])
         n, squares = answers.n_samples[honest], 2 * loss[honest]
         variance = float(np.quantile(n * squares / chi2.ppf(0.2, n), 0.2))
+        # Without noise, residuals are how far the models still have to go, and then rounding.
+        length = np.linalg.norm(state.centers, axis=1).max()
+        variance = max(variance, float(np.finfo(float).eps * state.power * length**2))
+        known = max(variance, float(state.power * (_AHEAD * moved.max()) ** 2))
         state = state._replace(
-            variance=variance,
+            variance=known,
             since=0,
             patience=max(state.patience - 1, 0),
             heard=state.heard[:0],
         )
-        misfits = bool((squares > variance * misfit_bound(n)).mean() > _MISFITS)
+        misfits = bool((squares > known * misfit_bound(n)).mean() > _MISFITS)
         centers = state.centers
         if misfits or self.n_clusters == "auto":
             keep = state.counts > 0

@@ -273,7 +273,7 @@ class FlowerNetwork:
         self._relay = partial(
             NeighborRelay, topology, weights=weights, faults=faults, sealed=sealed
         )
-        self._relay(0, **options)  # to say at once what is wrong
+        self.plan = self._relay(0, **options).plan  # also to say at once what is wrong
 
     def run(
         self,

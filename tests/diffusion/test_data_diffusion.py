@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -33,7 +32,9 @@ from flwr_perdl.diffusion.data_diffusion import (
     DictionaryState,
     aligned,
     news_takes,
+    rounds_to_all,
 )
+from flwr_perdl.diffusion.unmixing import unmix
 from flwr_perdl.network import Faults, InMemoryNetwork
 
 
@@ -590,14 +591,36 @@ def test_weights_that_change_from_round_to_round() -> None:
     assert min(found(ended.dictionaries, atoms)) >= 11
 
 
-def test_parts_of_a_network_learn_apart() -> None:
+def test_separate_parts_of_a_network_are_refused_unless_they_meet_in_time() -> None:
     _, data = draw()
-    islands = Topology.from_edges(4, [(0, 1), (2, 3)])
+    pairs = [[(0, 1), (2, 3)], [(1, 2), (3, 0)]]
+    islands, others = (Topology.from_edges(4, edges) for edges in pairs)
     assert news_takes(islands) == 1
-    ended = DataDiffusion(12, n_nonzero=2).fit(data, islands, 40, start="samples")
-    assert ended.disagreement > 0.3
-    for a, b in pairwise(ended.dictionaries[[0, 1]]):
-        assert np.linalg.norm(a - b, axis=1).max() < 0.2
+    learner, message = DataDiffusion(12, n_nonzero=2), "network must be connected, got .* 2 sep"
+    for network in (islands, metropolis_weights(islands), InMemoryNetwork(islands)):
+        with pytest.raises(ValueError, match=message):
+            learner.fit(data, network, 2)
+    with pytest.raises(ValueError, match=message):
+        unmix([np.abs(X) for X in data], islands, 2, 2)
+    turns = [metropolis_weights(islands), metropolis_weights(others)]
+    network = InMemoryNetwork(islands, turns, Faults(drop=0.1))
+    assert rounds_to_all(network) == 4  # two turns of two links
+    assert learner.fit(data, network, 40).disagreement < 0.2
+    alone = learner.fit(data, Topology.from_edges(4, []), 2)
+    assert alone.floats_sent == 0
+
+
+def test_nonnegative_atoms_cannot_be_learned_from_negative_data() -> None:
+    data = [-np.ones((5, 3)), np.ones((5, 3))]
+    with pytest.raises(ValueError, match=r"^data of node 0 must have a positive value to learn"):
+        DataDiffusion(2, coder="nonnegative", nonnegative=True).fit(data, Topology.ring(2), 2)
+
+
+@pytest.mark.parametrize("scale", [1e160, 1e-170])
+def test_data_whose_squares_leave_the_range_are_refused(scale: float) -> None:
+    _, data = draw()
+    with pytest.raises(ValueError, match="data of node 0 must have a largest entry of size"):
+        DataDiffusion(12).fit([scale * X for X in data], Topology.ring(4), 2)
 
 
 # What is wrong ----------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import tracemalloc
 from typing import Any
 
@@ -570,8 +571,8 @@ def test_what_is_wrong_is_said_in_a_sentence() -> None:
     refuse(r"^informed must name at least one agent", informed=[])
     refuse(r"^informed must be between 0 and 3, got 4\.$", informed=[4])
     refuse(r"^relaxation must be in \[0\.5, 1\), got 1\.$", relaxation=1.0)
-    refuse(r"^penalty must be in \(0, inf\], got 0\.$", penalty=0.0)
-    refuse(r"^step must be in \(0, inf\], got 0\.$", method="atc", step=0.0)
+    refuse(r"^penalty must be in \(0, 1e\+30\], got 0\.$", penalty=0.0)
+    refuse(r"^step must be in \(0, 1e\+30\], got 0\.$", method="atc", step=0.0)
     refuse(r"^tolerance must be in \[0, inf\], got -1\.$", tolerance=-1)
     refuse(r"^compress must be False with", compress=True, network=InMemoryNetwork(ring))
     lopsided = np.full((4, 4), 0.25)
@@ -582,3 +583,78 @@ def test_what_is_wrong_is_said_in_a_sentence() -> None:
     with pytest.raises(ValueError, match=r"^dictionaries must have at least one, got none\.$"):
         exact_dual(objective, X, [])
     assert issubclass(ExactDiffusion, ATC)
+
+
+@pytest.mark.parametrize(
+    ("topology", "objective", "scale"),
+    [
+        (Topology.complete(6), SparseSVD(0.05, 0.1), 1.0),
+        (Topology.complete(6), HuberNMF(0.05, 0.1, 0.5), 0.05),  # no bound is met
+        (Topology.complete(6), HuberNMF(0.05, 0.1, 0.5), 10.0),  # most bounds are met
+        (Topology.from_edges(1, []), HuberNMF(0.05, 0.1, 0.5), 10.0),
+    ],
+)
+def test_atc_without_bias_converges_and_says_so(
+    topology: Topology, objective: Objective, scale: float
+) -> None:
+    rng = np.random.default_rng(0)
+    W = np.abs(rng.standard_normal((topology.n_nodes, 1, 10)))
+    W /= np.linalg.norm(W, axis=2, keepdims=True)
+    X = scale * np.abs(rng.standard_normal((3, 10)))
+    found = infer(objective, X, list(W), topology, method="atc")
+    assert found.converged
+    assert found.nu is not None
+    assert decibels(found.nu, exact_dual(objective, X, list(W)).nu) > 40
+
+
+def test_the_default_number_of_rounds_is_capped_with_a_warning() -> None:
+    X, D = problem(SparseSVD(0.05, 0.1), n_agents=5)
+    ring, cap = Topology.ring(5), 100_000
+    for kind, objective, needed in (
+        (ConsensusADMM, HuberNMF(0.05, 0.1, 1e-9), "2.03e+06"),
+        (ATC, SparseSVD(0.05, 1e-6), "3.84e+07"),
+    ):
+        slow = kind(objective, ring, D, X)
+        message = (
+            f"The tolerance 0.001 may need {needed} communication rounds, and only {cap} are run "
+            "unless their number is given."
+        )
+        with pytest.warns(UserWarning, match=re.escape(message)):
+            assert slow.rounds(1e-3) == cap
+    with pytest.warns(UserWarning, match="may need"):
+        found = infer(SparseSVD(0.05, 1e-6), 0 * X, D, ring, method="atc")
+    assert found.converged
+
+
+def test_atoms_longer_than_one_are_refused_everywhere() -> None:
+    objective, ring = SparseSVD(0.05, 0.1), Topology.ring(4)
+    X, D = problem(objective, n_agents=4)
+    message = r"^dictionaries must have atoms of norm at most 1, got 10\.$"
+    for method in module.METHODS:
+        with pytest.raises(ValueError, match=message):
+            infer(objective, X, [10 * W for W in D], ring, method=method)
+    with pytest.raises(ValueError, match=message):
+        exact_dual(objective, X, [10 * W for W in D])
+    assert infer(objective, X, [W * (1 + 1e-6) for W in D], ring).converged  # rounding
+
+
+@pytest.mark.parametrize(("dtype", "large", "small"), [("f4", 1e20, 1e-29), ("f8", 1e160, 1e-200)])
+@pytest.mark.parametrize("method", ["admm", "exact_diffusion", "jacobian_admm"])
+def test_samples_of_any_size_get_the_right_answer_or_a_sentence(
+    dtype: str, large: float, small: float, method: str
+) -> None:
+    objective, ring = SparseSVD(0.0, 0.1), Topology.ring(4)
+    X, D = problem(objective, n_agents=4)
+    D = [W.astype(dtype) for W in D]
+    with pytest.raises(ValueError, match=r"^X must have a largest entry of size between .*, got "):
+        infer(objective, (large * X).astype(dtype), D, ring, method=method)
+    found = infer(objective, (small * X).astype(dtype), D, ring, method=method)
+    assert found.converged
+    assert found.nu is not None
+    # without an l1 norm the problem is linear in the sample
+    truth = exact_dual(objective, X, [W.astype("f8") for W in D]).nu
+    assert decibels(found.nu.astype("f8") / small, truth) > 40
+    both = np.vstack([X[:1], small * X[1:2]]).astype(dtype)  # a faint sample beside a bright one
+    found = infer(objective, both, D, ring, method=method)
+    assert found.nu is not None
+    assert decibels(found.nu[:, 1].astype("f8") / small, truth[1]) > 40

@@ -369,7 +369,7 @@ def test_losses_sleep_and_a_late_riser_do_no_lasting_harm() -> None:
     ("options", "message"),
     [
         ({"n_atoms_per_agent": 0}, "n_atoms_per_agent must be at least 1, got 0"),
-        ({"step": -1.0}, r"step must be in \[0, inf\], got -1"),
+        ({"step": -1.0}, r"step must be in \[0, 1e\+30\], got -1"),
         ({"decay": np.nan}, "decay must be in"),
         ({"batch_size": 0}, "batch_size must be at least 1"),
         ({"method": "magic"}, "method must be one of 'admm'"),
@@ -444,3 +444,17 @@ def test_two_thousand_agents_learn_in_memory_in_proportion_to_the_edges(on_a_net
         assert not np.array_equal(model.dictionaries, learner.start(n, 8).dictionaries)
     assert peaks[2000] < 1.2 * peaks[1000]
     assert peaks[2000] * 6000 < 8 * 2000**2 / 2
+
+
+@pytest.mark.parametrize("objective", [NonnegativeMF(0.05, 0.1), HuberNMF(0.05, 0.1, 0.5)])
+def test_nonnegative_atoms_cannot_be_learned_from_negative_data(objective: Objective) -> None:
+    learner, ring = ModelDiffusion(objective, n_iterations=2), Topology.ring(4)
+    X = -np.ones((3, 5))
+    message = r"^X must have a positive value to learn nonnegative atoms and codes from, got none"
+    with pytest.raises(ValueError, match=message):
+        learner.fit(X, ring)
+    with pytest.raises(ValueError, match=message):
+        learner.program(X, ring)
+    first = learner.start(4, 5)
+    np.testing.assert_array_equal(learner.fit(0 * X, ring).dictionaries, first.dictionaries)
+    assert not any(codes.any() for codes in learner.infer(first, X, ring).codes)

@@ -182,3 +182,21 @@ def test_bad_arguments_get_one_sentence() -> None:
             InMemoryNetwork(Topology.ring(3)).run(Averaging(values), 1)
     with pytest.raises(ValueError, match="messages must be arrays of floats, got int64"):
         product(WEIGHTS.matrix, np.arange(7))
+
+
+def test_dual_variables_may_leave_their_bounds_by_rounding_only() -> None:
+    objective, ring = HuberNMF(0.05, 0.1, 0.5), Topology.ring(4)
+    rng = np.random.default_rng(0)
+    W = np.abs(rng.standard_normal((4, 1, 6)))
+    W /= np.linalg.norm(W, axis=2, keepdims=True)
+    X = 10 * np.abs(rng.standard_normal((3, 6)))
+    nu = infer(objective, X, list(W), ring, tolerance=1e-8).nu
+    assert nu is not None
+    assert np.abs(nu).max() == 1
+    moved = novelty_scores(objective, X, nu * (1 + 1e-12), W, ring)
+    np.testing.assert_allclose(moved, novelty_scores(objective, X, nu, W, ring), rtol=1e-9)
+    with pytest.raises(ValueError, match=r"^nu must be within 1, got 1\.1\.$"):
+        novelty_scores(objective, X, 1.1 * nu, W, ring)
+    parts = Topology.from_edges(4, [(0, 1), (2, 3)])
+    with pytest.raises(ValueError, match=r"^weights must connect all 4 agents"):
+        novelty_scores(objective, X, nu, W, parts)

@@ -185,3 +185,16 @@ def test_a_model_or_responses_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         local_change(np.ones((10, 3)), y, theta, step=0.1)
+
+
+def test_no_points_or_losses_that_are_no_numbers_are_refused() -> None:
+    for local in ("fedavg", "fedprox"):
+        with pytest.raises(ValueError, match=r"^X must have at least 1 row, got shape \(0, 3\)\.$"):
+            local_change(np.zeros((0, 3)), np.zeros(0), np.ones(3), step=0.1, local=local)
+    losses = np.array([[1.0, 2.0], [np.nan, 1.0]])
+    with pytest.raises(ValueError, match="no NaN"):
+        assign(losses, 5)
+    with pytest.raises(ValueError, match=r"^temperature must be in .* got -1"):
+        assign(losses[:1], 5, -1.0)
+    for temperature in (0.0, 1.0):  # a model out of the question
+        np.testing.assert_array_equal(assign(np.array([[np.inf, 1.0]]), 5, temperature), [[0, 1]])

@@ -1,0 +1,181 @@
+"""Each public function of `flwr_perdl.diffusion` serves an input or refuses it in one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flwr_perdl.diffusion import (
+    Biclustering,
+    DataDiffusion,
+    HuberNMF,
+    ModelDiffusion,
+    NonnegativeMF,
+    SparseSVD,
+    Topology,
+    averaging_weights,
+    exact_dual,
+    infer,
+    metropolis_weights,
+    novelty_scores,
+    relative_degree_variance_weights,
+)
+from flwr_perdl.diffusion.biclustering import choose_threshold, profiles, ssvd
+from flwr_perdl.diffusion.data_diffusion import aligned
+from flwr_perdl.diffusion.inference import METHODS
+from flwr_perdl.diffusion.model_diffusion import update_dictionary
+from flwr_perdl.diffusion.novelty import average_scores, averaging_rounds, local_costs
+from flwr_perdl.diffusion.unmixing import (
+    abundances,
+    match_spectra,
+    spectral_angles,
+    tile_pixels,
+    tile_topology,
+    unmix,
+    vca,
+)
+from tests.hostile import arguments, right_or_refused
+
+RNG = np.random.default_rng(0)
+RING = Topology.ring(4)
+X = np.abs(RNG.standard_normal((6, 5)))
+ATOMS = [D / np.linalg.norm(D, axis=1, keepdims=True) for D in np.abs(RNG.random((4, 2, 5)))]
+STACK = np.stack(ATOMS)
+NU = infer(HuberNMF(0.05, 0.1, 0.5), X, ATOMS, RING).nu
+DATA = [RNG.standard_normal((12, 5)) for _ in range(4)]
+PIXELS = [np.abs(block) for block in DATA]
+OBJECTIVES = (
+    SparseSVD(0.05, 0.1),
+    Biclustering(0.05, 0.1, 0.01),
+    NonnegativeMF(0.05, 0.1),
+    HuberNMF(0.05, 0.1, 0.5),
+)
+
+
+def inferred(objective: int, method: str, **given: Any) -> Any:
+    found = infer(OBJECTIVES[objective], topology=RING, method=method, n_rounds=20, **given)
+    return found.codes, found.nu
+
+
+def learned(objective: int, X: np.ndarray, **given: Any) -> Any:
+    learner = ModelDiffusion(OBJECTIVES[objective], n_iterations=3, **given)
+    return learner.fit(X, RING).dictionaries
+
+
+def diffused(update: str, coder: str, data: Any, n_rounds: Any, **given: Any) -> Any:
+    return DataDiffusion(coder=coder, update=update, **given).fit(data, RING, n_rounds)
+
+
+def scored(**given: Any) -> Any:
+    return novelty_scores(OBJECTIVES[3], topology=RING, **given)
+
+
+CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "exact_dual": (
+        lambda objective, X, dictionaries: exact_dual(OBJECTIVES[objective], X, dictionaries),
+        {"X": X, "dictionaries": ATOMS},
+    ),
+    "infer": (inferred, {"X": X, "dictionaries": ATOMS, "tolerance": 1e-3}),
+    "ModelDiffusion": (
+        learned,
+        {"X": X, "n_atoms_per_agent": 2, "step": 0.1, "decay": 0.5, "batch_size": 3, "seed": 0},
+    ),
+    "update_dictionary": (
+        lambda objective, **given: update_dictionary(OBJECTIVES[objective], **given),
+        {"dictionaries": STACK, "nu": NU, "codes": np.ones((4, 6, 2)), "step": 0.1},
+    ),
+    "DataDiffusion": (
+        diffused,
+        {
+            "data": DATA,
+            "n_atoms": 4,
+            "n_rounds": 3,
+            "n_nonzero": 2,
+            "alpha": 0.1,
+            "step": 0.1,
+            "inner_steps": 1,
+            "replace_every": 2,
+            "least_use": 0.5,
+        },
+    ),
+    "novelty_scores": (scored, {"X": X, "nu": NU, "dictionaries": STACK, "n_rounds": 5}),
+    "local_costs": (
+        lambda **given: local_costs(OBJECTIVES[3], **given),
+        {"X": X, "nu": NU, "dictionaries": STACK},
+    ),
+    "average_scores": (
+        lambda **given: average_scores(topology=RING, n_rounds=4, **given),
+        {"costs": -np.ones((4, 6)), "loss": np.ones(6), "step": 0.1},
+    ),
+    "averaging_rounds": (
+        lambda step: averaging_rounds(metropolis_weights(RING), step),
+        {"step": 0.1},
+    ),
+    "ssvd": (ssvd, {"X": X, "n_layers": 2, "tol": 1e-6, "max_iter": 20}),
+    "choose_threshold": (choose_threshold, {"products": X[0], "residual": 1.0, "size": 30}),
+    "profiles": (profiles, {"atoms": STACK[0], "strengths": np.ones(2)}),
+    "aligned": (aligned, {"D": STACK[0], "reference": STACK[1]}),
+    "vca": (
+        lambda X, n_endmembers: vca(X, n_endmembers, rng=np.random.default_rng(0))[:2],
+        {"X": X, "n_endmembers": 2},
+    ),
+    "abundances": (abundances, {"X": X, "spectra": STACK[0]}),
+    "spectral_angles": (spectral_angles, {"A": X, "B": STACK[0]}),
+    "match_spectra": (match_spectra, {"truth": STACK[0], "estimate": X}),
+    "tile_pixels": (lambda tiles: tile_pixels((4, 5), tiles), {"tiles": 2}),
+    "tile_topology": (
+        lambda **given: tile_topology(**given).degrees.astype(float),
+        {"means": X[:4], "tiles": 2, "n_spectral": 1},
+    ),
+    "unmix": (
+        lambda **given: unmix(network=RING, **given),
+        {"data": PIXELS, "n_endmembers": 2, "n_rounds": 2},
+    ),
+    "relative_degree_variance_weights": (
+        lambda variances: relative_degree_variance_weights(RING, variances).matrix.toarray(),
+        {"variances": np.ones(4)},
+    ),
+    "Topology.k_regular": (Topology.k_regular, {"n_nodes": 6, "degree": 2, "seed": 0}),
+    "Topology.erdos_renyi": (Topology.erdos_renyi, {"n_nodes": 6, "p": 0.7, "seed": 0}),
+    "Topology.small_world": (Topology.small_world, {"n_nodes": 6, "degree": 2, "p": 0.1}),
+    "Topology.grid": (Topology.grid, {"rows": 2, "columns": 3}),
+    "Topology.ring": (lambda n: averaging_weights(Topology.ring(n)).matrix.toarray(), {"n": 4}),
+    "Topology.star": (lambda n: metropolis_weights(Topology.star(n)).matrix.toarray(), {"n": 4}),
+    "HuberNMF": (
+        lambda gamma, delta, eta: HuberNMF(gamma, delta, eta).step_bound(2),
+        {"gamma": 0.1, "delta": 0.1, "eta": 0.1},
+    ),
+    "Biclustering": (
+        lambda gamma, delta, beta, step: Biclustering(gamma, delta, beta).prox_dictionary(X, step),
+        {"gamma": 0.1, "delta": 0.1, "beta": 0.1, "step": 0.1},
+    ),
+}
+VARIANTS: dict[str, dict[str, tuple[Any, ...]]] = {
+    "exact_dual": {"objective": (0, 2, 3)},
+    "infer": {"objective": (0, 2, 3), "method": tuple(METHODS)},
+    "ModelDiffusion": {"objective": (0, 1, 2, 3), "method": ("admm", "atc", "exact")},
+    "update_dictionary": {"objective": (0, 1, 2, 3)},
+    "DataDiffusion": {
+        "update": ("mod", "ksvd", "gradient"),
+        "coder": ("omp", "lasso", "focuss", "nonnegative"),
+    },
+    "ssvd": {"thresholds": ("sure", "bic", (0.1, 0.1))},
+    "abundances": {"sum_to_one": (False, True)},
+    "unmix": {"start": ("pooled", "own")},
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_bad_input_is_served_or_refused_in_a_sentence(name: str, data: st.DataObject) -> None:
+    call, good = CALLS[name]
+    options = VARIANTS.get(name, {})
+    chosen = {option: data.draw(st.sampled_from(values)) for option, values in options.items()}
+    bad = data.draw(arguments(good))
+    right_or_refused(lambda: call(**chosen, **bad))
