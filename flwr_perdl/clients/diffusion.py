@@ -13,7 +13,7 @@ from flwr.common import log
 from numpy.typing import NDArray
 
 from flwr_perdl._checks import Matrix, check_array, check_choice, check_count
-from flwr_perdl._records import ROUND, RUN, STEP, Scalar
+from flwr_perdl._records import ANEW, ROUND, RUN, STEP, Scalar
 from flwr_perdl._threads import one_blas_thread
 from flwr_perdl.clients._state import PrivateState, private_shelf
 from flwr_perdl.clients.app import Member
@@ -138,7 +138,8 @@ class DiffusionClient(Member):
             One.
         metrics : dict
             ``"floats"`` of the message, ``"broken": 1`` if it has NaN or infinite values (it is not
-            sent), ``"rejected-K": 1`` for every neighbour K whose letter, or card, was left out.
+            sent), ``"rejected-K": 1`` for every neighbour K whose letter, or card, was left out,
+            ``"anew": 1`` if the node found no state after round one, and began from its start.
         """
         step, round_, run = config[STEP], int(config.get(AT, 0)), str(config[RUN])
         if self.sealed and not config.get(SEALED):
@@ -149,6 +150,8 @@ class DiffusionClient(Member):
         kept = private.before(int(config[ROUND])) or {}
         keys = self._keys(run, kept) if config.get(SEALED) else None
         desk = _Desk(self, keys)
+        if round_ > 1 and _PENDING not in kept:
+            desk.metrics[ANEW] = 1
         state, pending = self._state(kept), int(kept.get(_PENDING, _NONE)[0])
         reply: list[Matrix] = [] if keys is None else [keys.card]
         if pending:

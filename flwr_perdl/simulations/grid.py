@@ -25,7 +25,8 @@ from flwr.serverapp import Grid
 
 from flwr_perdl import _compat
 from flwr_perdl._checks import check_count
-from flwr_perdl._records import PARTITION_ID, filled, no_collection, same_request
+from flwr_perdl._records import PARTITION_ID, directed, filled, no_collection, same_request
+from flwr_perdl._store import together
 from flwr_perdl.clients.app import NumPyClientApp
 
 RUN_ID = 1
@@ -124,8 +125,14 @@ class InProcessGrid(Grid):
         """Call the ClientApp, and return the messages' ids; the replies wait to be pulled.
 
         Training messages that follow each other and ask the same are handed over together where
-        the clients' type can take the step in one go; the replies are the same bits.
+        the clients' type can take the step in one go; the replies are the same bits. What clients
+        keep on disk is there when this returns, with one sync for all of them.
         """
+        with together():
+            return self._push(messages)
+
+    def _push(self, messages: Iterable[Message]) -> list[str]:
+        """Call the ClientApp, and return the messages' ids."""
         ids: list[str] = []
         cohort: list[Message] = []
         asked: set[int] = set()
@@ -206,7 +213,7 @@ class InProcessGrid(Grid):
                 raise RuntimeError("a fault was injected")
             received = Message(_twin(message.content), 0, message.metadata.message_type)
             received.__dict__["_metadata"] = message.metadata
-            reply = self.app(received, context)
+            reply = directed(self.app(received, context), received)
             if reply is None or reply.has_error():
                 return reply
             reply.content = _spoilt(_twin(reply.content), fault)

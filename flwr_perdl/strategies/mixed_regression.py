@@ -43,6 +43,11 @@ from flwr_perdl.strategies._protocol import Protocol, Replies, Request
 from flwr_perdl.strategies._strategy import ProtocolStrategy
 
 _COUNT = "rounds"
+#: What a client of another kind is told.
+_LINEAR = (
+    ": this strategy clusters linear models, which RegressionClient fits, with a feature map and a "
+    "loss of one's own where wanted; it takes no models of other kinds"
+)
 STARTS = ("fedmd", "random")
 
 
@@ -72,6 +77,9 @@ class RegressionOptions(ServerOptions, total=False):
 
 class _MixedRegression(ProtocolStrategy):
     """What the three strategies share: `TwoPhase` as a protocol."""
+
+    labels = ("cluster",)
+    _option_names = tuple(RegressionOptions.__annotations__)
 
     #: Whether the run is over where Phase 2 would begin.
     _phase_1_only = False
@@ -262,7 +270,14 @@ def _check(phases: TwoPhase, state: State) -> Callable[[Reply], None]:
 
     def check(reply: Reply) -> None:
         if len(reply.arrays) != 1:
-            raise ValueError(f"wrong number of arrays: 1 is asked for, got {len(reply.arrays)}")
+            raise ValueError(
+                f"wrong number of arrays: 1 is asked for, got {len(reply.arrays)}{_LINEAR}"
+            )
+        wanted = phases.answer_shape(state)
+        given = reply.arrays[0].shape
+        if given != wanted if wanted else len(given) != 1 or given[0] < 2:
+            shape = "(n_features + 1,)" if wanted is None else wanted
+            raise ValueError(f"wrong shape: {shape} is asked for, got {given}{_LINEAR}")
         phases.check(state, reply.arrays[0])
 
     return check

@@ -49,7 +49,7 @@ from numpy.typing import NDArray
 from scipy import sparse
 
 from flwr_perdl._checks import Matrix, check_count
-from flwr_perdl._records import Reply
+from flwr_perdl._records import ANEW, Reply
 from flwr_perdl.clients.diffusion import (
     ANNOUNCE,
     ASLEEP,
@@ -107,6 +107,8 @@ class NeighborRelay(ProtocolStrategy):
     ninety for keys and headers), its neighbours' messages down. A checkpoint holds the messages in
     transit. ``outcome`` has the result.
     """
+
+    flags = (ANEW, BROKEN, f"{REJECTED}*")
 
     def __init__(
         self,

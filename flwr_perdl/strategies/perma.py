@@ -53,7 +53,7 @@ import numpy as np
 from flwr.common import log
 
 from flwr_perdl._checks import Matrix, check_array, check_choice, check_count
-from flwr_perdl._records import Reply
+from flwr_perdl._records import ANEW, Reply
 from flwr_perdl._robust import DEEDS
 from flwr_perdl.clients.dictionary import (
     ATOMS,
@@ -126,6 +126,8 @@ class PerMA(ProtocolStrategy):
     "statistics").
     """
 
+    flags = (ANEW, "orthogonal")
+
     def __init__(
         self,
         n_global: int | Literal["auto"] = "auto",
@@ -182,7 +184,12 @@ class PerMA(ProtocolStrategy):
 
     def _check(self, state: State, reply: Reply) -> None:
         """Accept an update of the shape that is asked for."""
-        shape_check(self._shape(state, reply))(reply)
+        if self.aggregation == "statistics":
+            what = 'rows of statistics as DictionaryClient computes them (aggregation="mean" takes '
+            what += "the updated atoms themselves)"
+        else:
+            what = "the updated global atoms"
+        shape_check(self._shape(state, reply), what)(reply)
 
     def _shape(self, state: State, reply: Reply | None = None) -> tuple[int, int]:
         """Return the shape of an update's reply, and without one the largest that may come."""
@@ -323,18 +330,27 @@ def check_dictionary(reply: Reply) -> None:
     """Accept one matrix of unit atoms."""
     shapes: list[Any] = [array.shape for array in reply.arrays]
     if len(shapes) != 1 or len(shapes[0]) != 2:
-        raise ValueError(f"wrong shape: one matrix of atoms is asked for, got {shapes}")
+        raise ValueError(
+            "wrong shape: the client's whole dictionary is asked for, one matrix with a row of "
+            f"norm 1 per atom, got {shapes}"
+        )
     norms = np.linalg.norm(reply.arrays[0], axis=1)
-    if not np.allclose(norms, 1, atol=1e-3):
-        raise ValueError("atoms must have norm 1")
+    odd = np.flatnonzero(~np.isclose(norms, 1, rtol=0, atol=1e-3))
+    if len(odd):
+        raise ValueError(
+            f"atoms must have norm 1: the client's dictionary is asked for, one atom per row, and "
+            f"row {odd[0]} has norm {norms[odd[0]]:g}"
+        )
 
 
-def shape_check(shape: tuple[int, int]) -> Any:
-    """Return the check that a reply is one matrix of this shape."""
+def shape_check(shape: tuple[int, int], what: str = "") -> Any:
+    """Return the check that a reply is one matrix of this shape, which holds ``what``."""
 
     def check(reply: Reply) -> None:
         shapes: list[Any] = [array.shape for array in reply.arrays]
         if shapes != [shape]:
-            raise ValueError(f"wrong shape: {shape} is asked for, got {shapes}")
+            raise ValueError(
+                f"wrong shape: {shape} is asked for, got {shapes}{what and f': one matrix, {what}'}"
+            )
 
     return check
