@@ -10,6 +10,7 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 
+from flwr_perdl._checks import check_kind
 from flwr_perdl._records import (
     CONFIG,
     NAME,
@@ -50,6 +51,15 @@ def client_app(
         with the loss as ``"loss"``. A query is answered with the client's properties; the
         ``partition-id`` of a client that does not say it is its context's.
     """
+    for name, given in (
+        ("factory", [factory]),
+        ("train_mods", train_mods),
+        ("evaluate_mods", evaluate_mods),
+    ):
+        check_kind(name, given, Sequence, "a sequence of functions")
+        for function in given:
+            if not callable(function):
+                raise TypeError(f"{name} must be callable, got {function!r}.")
     return NumPyClientApp(factory, train_mods, evaluate_mods)
 
 
@@ -86,7 +96,7 @@ class NumPyClientApp(ClientApp):
         return reply_to(message, None, num_examples, {"loss": loss, **metrics})
 
     def _query(self, message: Message, context: Context) -> Message:
-        properties = dict(self._factory(context).get_properties({}))
+        properties: dict[str, Any] = dict(self._factory(context).get_properties({}))
         if PARTITION_ID not in properties:
             properties = {**identify(context), **properties}
         return Message(RecordDict({CONFIG: ConfigRecord(properties)}), reply_to=message)
@@ -150,7 +160,7 @@ def identify(context: Context) -> dict[str, Scalar]:
     ValueError
         If the node config has neither, or its partition id is no integer.
     """
-    config = context.node_config
+    config = check_kind("context", context, Context, "the Context of Flower").node_config
     name = str(config.get(NAME, ""))
     partition = config.get(PARTITION_ID)
     if partition is None:

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol, cast
 import numpy as np
 from flwr.app import Context
 
-from flwr_perdl._checks import Matrix, check_array, check_choice, check_count
+from flwr_perdl._checks import Matrix, check_array, check_choice, check_count, check_kind
 from flwr_perdl._parallel import in_threads, n_threads
 from flwr_perdl._random import spawn
 from flwr_perdl._records import AFTER, ANEW, ROUND, RUN, SEED, STEP, Scalar
@@ -131,6 +131,15 @@ class DictionaryClient(Member):
     ) -> None:
         super().__init__(context)
         self.X = check_array("X", X, min_rows=1)
+        for method in ("code", "update"):
+            if not callable(getattr(learner, method, None)) or isinstance(learner, type):
+                raise TypeError(
+                    f"learner must be a Learner with a method {method}, got {learner!r}."
+                )
+        if not callable(start):
+            raise TypeError(f"start must be a function, got {start!r}.")
+        check_kind("evaluation", evaluation, (Mapping, type(None)), "a mapping or None")
+        check_kind("state_dir", state_dir, (str, Path, type(None)), "a path or None")
         self.learner = learner
         self.context = context
         self.evaluation = {

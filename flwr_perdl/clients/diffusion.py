@@ -12,7 +12,14 @@ from flwr.app import Context
 from flwr.common import log
 from numpy.typing import NDArray
 
-from flwr_perdl._checks import Matrix, check_array, check_choice, check_count
+from flwr_perdl._checks import (
+    Matrix,
+    check_array,
+    check_choice,
+    check_count,
+    check_flag,
+    check_kind,
+)
 from flwr_perdl._records import ANEW, ROUND, RUN, STEP, Scalar
 from flwr_perdl._threads import one_blas_thread
 from flwr_perdl.clients._state import PrivateState, private_shelf
@@ -101,6 +108,14 @@ class DiffusionClient(Member):
         state_dir: str | Path | None = None,
     ) -> None:
         super().__init__(context)
+        for method in ("start", "message", "combine", "adapt", "observe"):
+            if not callable(getattr(program, method, None)):
+                raise TypeError(
+                    f"program must be a Program with a method {method}, got {program!r}."
+                )
+        if on_end is not None and not callable(on_end):
+            raise TypeError(f"on_end must be a function or None, got {on_end!r}.")
+        check_kind("state_dir", state_dir, (str, Path, type(None)), "a path or None")
         self.program = program
         self.context = context
         self.shows = check_choice("shows", shows, SHOWS)
@@ -110,7 +125,7 @@ class DiffusionClient(Member):
         key_file, pinned = (context.node_config.get(k) for k in ("key-file", "neighbour-keys"))
         self._own_key = read_key(str(key_file)) if key_file else None
         self._pinned = read_pinned(str(pinned)) if pinned else None
-        self.sealed = sealed or self._pinned is not None
+        self.sealed = check_flag("sealed", sealed) or self._pinned is not None
         algorithm = f"diffusion, {type(program).__name__}"
         self._shelf = private_shelf(context, algorithm, state_dir)
 

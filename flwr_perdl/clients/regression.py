@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import numpy as np
 from flwr.app import Context
 
-from flwr_perdl._checks import Matrix, check_array
+from flwr_perdl._checks import Matrix, check_array, check_kind
 from flwr_perdl._records import STEP, Scalar
 from flwr_perdl._threads import one_blas_thread
 from flwr_perdl.clients._cohort import Fitted, alike, windows
@@ -75,6 +75,12 @@ class RegressionClient(Member):
         evaluation: tuple[Matrix, Matrix] | None = None,
     ) -> None:
         super().__init__(context)
+        if features is not None and not callable(features):
+            raise TypeError(f"features must be a function or None, got {features!r}.")
+        if evaluation is not None:
+            check_kind("evaluation", evaluation, tuple, "(X, y) or None")
+            if len(evaluation) != 2:
+                raise ValueError(f"evaluation must be (X, y), got {len(evaluation)} entries.")
         self.features = features
         self.loss = loss
         self.X, self.y = self._checked(X, y)
@@ -106,7 +112,15 @@ class RegressionClient(Member):
         metrics : dict
             Nothing.
         """
-        return [answer(self.X, self.y, _asked(parameters, config), self.loss)], len(self.y), {}
+        ask = _asked(parameters, config)
+        try:
+            answered = answer(self.X, self.y, ask, self.loss)
+        except (KeyError, IndexError) as error:
+            raise ValueError(
+                f"parameters and config must be complete for step {ask.step!r}, got "
+                f"{len(parameters)} arrays and {sorted(config)} ({error})."
+            ) from error
+        return [answered], len(self.y), {}
 
     @classmethod
     def fit_cohort(

@@ -24,12 +24,14 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 from flwr_perdl import _compat
-from flwr_perdl._checks import check_count
+from flwr_perdl._checks import check_count, check_kind
 from flwr_perdl._records import PARTITION_ID, directed, filled, no_collection, same_request
 from flwr_perdl._store import together
 from flwr_perdl.clients.app import NumPyClientApp
 
 RUN_ID = 1
+#: More nodes than this, each with a context of its own, do not fit into a process.
+_MOST_NODES = 10_000_000
 
 #: What may go wrong with one message: ``(partition, message) -> fault or None``.
 Faults = Callable[[int, Message], str | None]
@@ -70,7 +72,12 @@ class InProcessGrid(Grid):
         node_config: Callable[[int], Mapping[str, Any]] | None = None,
         faults: Faults | None = None,
     ) -> None:
-        check_count("num_nodes", num_nodes, 1)
+        check_kind("app", app, ClientApp, "a ClientApp")
+        check_count("num_nodes", num_nodes, 1, _MOST_NODES)
+        for name, given in (("node_config", node_config), ("faults", faults)):
+            if given is not None and not callable(given):
+                raise TypeError(f"{name} must be a function or None, got {given!r}.")
+        check_kind("run_config", run_config, (Mapping, type(None)), "a mapping or None")
         self.app = app
         self.faults = faults
         self.contexts = {

@@ -22,7 +22,14 @@ from flwr.common import log
 from numpy.typing import NDArray
 
 from flwr_perdl import _store
-from flwr_perdl._checks import Matrix, check_count, check_real, plain
+from flwr_perdl._checks import (
+    Matrix,
+    check_count,
+    check_flag,
+    check_kind,
+    check_real,
+    plain,
+)
 from flwr_perdl._random import EVALUATION, SAMPLING, spawn
 from flwr_perdl._records import (
     AFTER,
@@ -151,6 +158,13 @@ class Options(NamedTuple):
         check_count("seed", options.seed, 0, LARGEST_INT)
         check_count("max_reply_bytes", options.max_reply_bytes, 1)
         check_real("max_magnitude", options.max_magnitude, 0, open_low=True)
+        check_flag("allow_fewer", options.allow_fewer)
+        check_flag("resume", options.resume)
+        for name in ("checkpoint_dir", "events"):
+            path = getattr(options, name)
+            check_kind(name, path, (str, Path, type(None)), "a path or None")
+        if options.on_round is not None and not callable(options.on_round):
+            raise TypeError(f"on_round must be a function or None, got {options.on_round!r}.")
         if options.resume and options.checkpoint_dir is None:
             raise ValueError("resume must come with a checkpoint_dir, got checkpoint_dir=None.")
         return options

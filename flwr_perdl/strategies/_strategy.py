@@ -15,7 +15,7 @@ from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from flwr_perdl._checks import Matrix
+from flwr_perdl._checks import Matrix, check_count, check_kind, check_real
 from flwr_perdl._compat import addressed
 from flwr_perdl._parallel import short_turns
 from flwr_perdl._records import (
@@ -162,6 +162,15 @@ class ProtocolStrategy(Strategy):
         initial = ArrayRecord() if initial_arrays is None else initial_arrays
         if not isinstance(initial, ArrayRecord):
             raise TypeError(f"initial_arrays must be an ArrayRecord, got {type(initial).__name__}.")
+        check_kind("grid", grid, Grid, "a Grid")
+        check_count("num_rounds", num_rounds, 0)
+        if timeout is not None:
+            check_real("timeout", timeout, 0)
+        config = (ConfigRecord, type(None))
+        check_kind("train_config", train_config, config, "a ConfigRecord or None")
+        check_kind("evaluate_config", evaluate_config, config, "a ConfigRecord or None")
+        if evaluate_fn is not None and not callable(evaluate_fn):
+            raise TypeError(f"evaluate_fn must be a function or None, got {evaluate_fn!r}.")
         self._timeout = timeout
         conversation = self.open(to_arrays(initial))
         conversation.begin(num_rounds)
@@ -298,7 +307,7 @@ class ProtocolStrategy(Strategy):
 
     def _log_asked(self, phase: str, plan: Plan, nodes: Mapping[int, int], grid: Grid) -> None:
         """Log a phase as Flower's own strategies do, and in deployments what is waited for."""
-        step = "" if phase == "configure_evaluate" else f" for step '{plan.config[STEP]}'"
+        step = "" if phase == "configure_evaluate" else f" for step {plan.config[STEP]!r}"
         wait = "" if _fixed(grid) else f"; waiting for their replies, {_within(self._timeout)}"
         log(
             INFO,

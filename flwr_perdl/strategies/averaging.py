@@ -21,9 +21,9 @@ from typing import Unpack
 
 import numpy as np
 
-from flwr_perdl._checks import Matrix, check_choice, check_count
+from flwr_perdl._checks import Matrix, check_choice, check_count, check_flag
 from flwr_perdl._random import SERVER, spawn
-from flwr_perdl._records import ANEW, Reply
+from flwr_perdl._records import ANEW, LARGEST_INT, Reply
 from flwr_perdl.clients.dictionary import AVERAGE, LOCAL_STEPS, OWN
 from flwr_perdl.dictionary.aggregation import aggregate_atoms
 from flwr_perdl.dictionary.averaging import average_dictionaries, common_start
@@ -91,9 +91,9 @@ class DictionaryAveraging(ProtocolStrategy):
     ) -> None:
         super().__init__(**options)
         self.start_from = check_choice("start_from", start_from, STARTS)
-        self.weighted = bool(weighted)
-        self.local_steps = check_count("local_steps", local_steps, 1)
-        self.replace_unused = bool(replace_unused)
+        self.weighted = check_flag("weighted", weighted)
+        self.local_steps = check_count("local_steps", local_steps, 1, LARGEST_INT)
+        self.replace_unused = check_flag("replace_unused", replace_unused)
 
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """One request per communication round."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from typing import Any
 
+import numpy as np
 from flwr.common import (
     Code,
     EvaluateIns,
@@ -21,7 +22,7 @@ from flwr.server.client_manager import ClientManager
 from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import Strategy
 
-from flwr_perdl._checks import Matrix, plain
+from flwr_perdl._checks import Matrix, check_kind, plain
 from flwr_perdl._records import Reply, Scalar, brief, check_reply
 from flwr_perdl.strategies._conversation import Conversation, Plan, Roster, settle
 from flwr_perdl.strategies._protocol import FAILED, REFUSED, Lost
@@ -61,9 +62,14 @@ def as_legacy(
 
     Raises
     ------
-    ValueError
-        If ``evaluate_fn`` takes neither three arguments nor two.
+    TypeError
+        If an argument is of another kind, or ``evaluate_fn`` takes neither three arguments nor two.
     """
+    check_kind("strategy", strategy, ProtocolStrategy, "a strategy of this library")
+    check_kind("initial", initial, (list, tuple), "a list of arrays")
+    for array in initial:
+        check_kind("initial", array, np.ndarray, "a list of arrays")
+    check_kind("evaluate_config", evaluate_config, (Mapping, type(None)), "a mapping or None")
     return LegacyStrategy(strategy, list(initial), evaluate_fn, dict(evaluate_config or {}))
 
 
@@ -222,13 +228,15 @@ class LegacyStrategy(Strategy):
 
 def _of_three(evaluate_fn: EvaluateFn) -> EvaluateFn:
     """Return a function of Flower's three arguments: round, arrays and config."""
-    for given in ((0, [], {}), (0, [])):
+    if not callable(evaluate_fn):
+        raise TypeError(f"evaluate_fn must be a function or None, got {evaluate_fn!r}.")
+    for count in (3, 2):
         try:
-            signature(evaluate_fn).bind(*given)
+            signature(evaluate_fn).bind(*range(count))
         except TypeError:
             continue
-        return evaluate_fn if len(given) == 3 else lambda *three: evaluate_fn(*three[:2])
-    raise ValueError(
+        return evaluate_fn if count == 3 else lambda *three: evaluate_fn(*three[:2])
+    raise TypeError(
         "evaluate_fn must take (server_round, parameters, config), got a function of other "
         f"arguments: {signature(evaluate_fn)}."
     )

@@ -25,15 +25,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from logging import WARNING
-from math import prod
+from math import isfinite, prod
+from numbers import Integral, Real
 from typing import Any, Unpack, cast
 
 import numpy as np
 from flwr.common import log
 
-from flwr_perdl._checks import Matrix, check_array, check_choice
+from flwr_perdl._checks import Matrix, check_array, check_choice, check_count, check_flag
 from flwr_perdl._random import SERVER, spawn
-from flwr_perdl._records import Reply
+from flwr_perdl._records import LARGEST_INT, Reply
 from flwr_perdl._robust import DEEDS
 from flwr_perdl.clients.regression import OPTION
 from flwr_perdl.regression import Answers, Ask, State, TwoPhase
@@ -97,6 +98,17 @@ class _MixedRegression(ProtocolStrategy):
         if own.setdefault("one_shot", one_shot) != one_shot:
             name = type(self).__name__
             raise ValueError(f"one_shot must be {one_shot} in {name}, got {own['one_shot']!r}.")
+        if not isinstance(n_clusters, str):
+            n_clusters = check_count("n_clusters", n_clusters, 1, LARGEST_INT)
+        elif n_clusters != "auto":
+            raise ValueError(f'n_clusters must be an integer or "auto", got {n_clusters!r}.')
+        for name in ("random_start", "momentum", "one_shot"):
+            own[name] = check_flag(name, own.get(name, getattr(TwoPhase, name)))
+        for name, value in own.items():
+            if isinstance(value, Real) and not isinstance(value, Integral) and not isfinite(value):
+                raise ValueError(f"{name} must be finite, got {value}.")
+            if isinstance(value, Integral) and value > LARGEST_INT:
+                raise ValueError(f"{name} must be at most 2**63 - 1, got {value}.")
         self.two_phase = TwoPhase(n_clusters, **own)
 
     def settings(self) -> dict[str, Any]:
@@ -124,6 +136,7 @@ class _MixedRegression(ProtocolStrategy):
             )
             count += 1
             answers = _collect(replies)
+            self._check_clusters(len(replies), answers.stack.shape[-1])
             if self._random and not now.centers.size:
                 now = phases.begin(random_models(self._n_models(), answers.stack.shape[1] - 1, rng))
             if now.step == ask.step:
@@ -137,6 +150,20 @@ class _MixedRegression(ProtocolStrategy):
             wanted = "[models]" if self._takes_models else "left out"
             raise ValueError(f"initial_arrays must be {wanted}, got {len(initial)} arrays.")
         return check_array("initial_arrays", initial[0], min_rows=1) if initial else None
+
+    def _check_clusters(self, n_clients: int, width: int) -> None:
+        """Refuse more clusters than estimates to cluster, or than random models that can travel."""
+        if self.two_phase.one_shot and self._n_models() > n_clients:
+            raise ValueError(
+                f"n_clusters must be at most the number of clients, got {self._n_models()} with "
+                f"{n_clients} clients."
+            )
+        most = self._options.max_reply_bytes // (8 * width)
+        if self._random and self._n_models() > most:
+            raise ValueError(
+                f"n_clusters must be at most {most}, whose models have max_reply_bytes, got "
+                f"{self._n_models()}."
+            )
 
     def _n_models(self) -> int:
         return int(self.two_phase.n_clusters)
@@ -207,7 +234,7 @@ class FedX(_MixedRegression):
     ) -> None:
         super().__init__(n_clusters, options)
         self.start_from = check_choice("start", start, STARTS)
-        self._random = start == "random"
+        self._random = self.start_from == "random"
         if self._random and n_clusters == "auto":
             raise ValueError('n_clusters must be given with start="random", got "auto".')
 

@@ -53,7 +53,7 @@ import numpy as np
 from flwr.common import log
 
 from flwr_perdl._checks import Matrix, check_array, check_choice, check_count
-from flwr_perdl._records import ANEW, Reply
+from flwr_perdl._records import ANEW, LARGEST_INT, Reply
 from flwr_perdl._robust import DEEDS
 from flwr_perdl.clients.dictionary import (
     ATOMS,
@@ -140,11 +140,14 @@ class PerMA(ProtocolStrategy):
         **options: Unpack[ServerOptions],
     ) -> None:
         super().__init__(**options)
-        self.n_global = n_global if n_global == "auto" else check_count("n_global", n_global)
+        if isinstance(n_global, str) and n_global != "auto":
+            raise ValueError(f'n_global must be an integer or "auto", got {n_global!r}.')
+        auto = isinstance(n_global, str)
+        self.n_global = n_global if auto else check_count("n_global", n_global)
         self.matching = check_choice("matching", matching, MATCHINGS)
         self.aggregation = check_choice("aggregation", aggregation, AGGREGATIONS)
-        self.local_steps = check_count("local_steps", local_steps, 1)
-        self.refine_steps = check_count("refine_steps", refine_steps, 0)
+        self.local_steps = check_count("local_steps", local_steps, 1, LARGEST_INT)
+        self.refine_steps = check_count("refine_steps", refine_steps, 0, LARGEST_INT)
         self.remember = check_count("remember", remember)
 
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
@@ -323,7 +326,11 @@ def given_atoms(initial: list[Matrix]) -> Matrix:
     """Return the user's global atoms, of norm 1."""
     if len(initial) != 1:
         raise ValueError(f"initial_arrays must be [global atoms], got {len(initial)} arrays.")
-    return normalize_atoms(check_array("initial_arrays", initial[0], min_rows=1))
+    atoms = check_array("initial_arrays", initial[0], min_rows=1)
+    zero = np.flatnonzero(~atoms.any(axis=1))
+    if len(zero):
+        raise ValueError(f"initial_arrays must have no zero row, got one at {zero[0]}.")
+    return normalize_atoms(atoms)
 
 
 def check_dictionary(reply: Reply) -> None:

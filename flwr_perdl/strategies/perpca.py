@@ -40,6 +40,9 @@ from flwr_perdl.strategies.perma import (
     with_enough,
 )
 
+#: Longer first steps overflow.
+_LONGEST = 1e100
+
 
 class PerPCA(ProtocolStrategy):
     """Learn orthonormal components that all clients share, and others that are each client's own.
@@ -80,7 +83,7 @@ class PerPCA(ProtocolStrategy):
     ) -> None:
         super().__init__(**options)
         self.n_global = check_count("n_global", n_global, 1)
-        self.step = check_real("step", step, 0, open_low=True)
+        self.step = check_real("step", step, 0, _LONGEST, open_low=True)
 
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """One request per communication round."""
