@@ -107,7 +107,7 @@ class _MixedRegression(ProtocolStrategy):
         for name, value in own.items():
             if isinstance(value, Real) and not isinstance(value, Integral) and not isfinite(value):
                 raise ValueError(f"{name} must be finite, got {value}.")
-            if isinstance(value, Integral) and value > LARGEST_INT:
+            if isinstance(value, Integral) and int(value) > LARGEST_INT:
                 raise ValueError(f"{name} must be at most 2**63 - 1, got {value}.")
         self.two_phase = TwoPhase(n_clusters, **own)
 
