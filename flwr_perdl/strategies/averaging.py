@@ -23,7 +23,7 @@ import numpy as np
 
 from flwr_perdl._checks import Matrix, check_choice, check_count, check_flag
 from flwr_perdl._random import SERVER, spawn
-from flwr_perdl._records import ANEW, LARGEST_INT, Reply
+from flwr_perdl._records import ANEW, Reply
 from flwr_perdl.clients.dictionary import AVERAGE, LOCAL_STEPS, OWN
 from flwr_perdl.dictionary.aggregation import aggregate_atoms
 from flwr_perdl.dictionary.averaging import average_dictionaries, common_start
@@ -92,7 +92,7 @@ class DictionaryAveraging(ProtocolStrategy):
         super().__init__(**options)
         self.start_from = check_choice("start_from", start_from, STARTS)
         self.weighted = check_flag("weighted", weighted)
-        self.local_steps = check_count("local_steps", local_steps, 1, LARGEST_INT)
+        self.local_steps = check_count("local_steps", local_steps, 1)
         self.replace_unused = check_flag("replace_unused", replace_unused)
 
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:

@@ -53,7 +53,7 @@ import numpy as np
 from flwr.common import log
 
 from flwr_perdl._checks import Matrix, check_array, check_choice, check_count
-from flwr_perdl._records import ANEW, LARGEST_INT, Reply
+from flwr_perdl._records import ANEW, Reply
 from flwr_perdl._robust import DEEDS
 from flwr_perdl.clients.dictionary import (
     ATOMS,
@@ -146,8 +146,8 @@ class PerMA(ProtocolStrategy):
         self.n_global = n_global if auto else check_count("n_global", n_global)
         self.matching = check_choice("matching", matching, MATCHINGS)
         self.aggregation = check_choice("aggregation", aggregation, AGGREGATIONS)
-        self.local_steps = check_count("local_steps", local_steps, 1, LARGEST_INT)
-        self.refine_steps = check_count("refine_steps", refine_steps, 0, LARGEST_INT)
+        self.local_steps = check_count("local_steps", local_steps, 1)
+        self.refine_steps = check_count("refine_steps", refine_steps, 0)
         self.remember = check_count("remember", remember)
 
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:

@@ -19,6 +19,7 @@ What each party receives:
 from __future__ import annotations
 
 from functools import partial
+from math import isfinite
 from typing import Unpack
 
 import numpy as np
@@ -39,9 +40,6 @@ from flwr_perdl.strategies.perma import (
     shape_check,
     with_enough,
 )
-
-#: Longer first steps overflow.
-_LONGEST = 1e100
 
 
 class PerPCA(ProtocolStrategy):
@@ -83,7 +81,9 @@ class PerPCA(ProtocolStrategy):
     ) -> None:
         super().__init__(**options)
         self.n_global = check_count("n_global", n_global, 1)
-        self.step = check_real("step", step, 0, _LONGEST, open_low=True)
+        self.step = check_real("step", step, 0, open_low=True)
+        if not isfinite(self.step):
+            raise ValueError(f"step must be finite, got {self.step}.")
 
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """One request per communication round."""
