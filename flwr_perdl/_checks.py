@@ -132,6 +132,26 @@ def check_real(
     return number
 
 
+def check_flag(name: str, value: object) -> bool:
+    """Return ``value`` as a bool if it is one, or 0 or 1; or raise a ValueError that says so."""
+    if isinstance(value, Integral | np.bool_) and value in (0, 1):
+        return bool(value)
+    raise ValueError(f"{name} must be True or False, got {value!r}.")
+
+
+def check_kind(name: str, value: Any, kinds: type | tuple[type, ...], wanted: str) -> Any:
+    """Return ``value`` if it is of one of these types, or raise a TypeError."""
+    if not isinstance(value, kinds):
+        raise TypeError(f"{name} must be {wanted}, got {brief_repr(value)}.")
+    return value
+
+
+def brief_repr(value: object) -> str:
+    """Return what a value is, in one line."""
+    said = " ".join(repr(value).split())
+    return said if len(said) <= 80 else f"a {type(value).__name__}"
+
+
 def plain(value: Any) -> Any:
     """Return a number of NumPy's as Python's own, and anything else as it is."""
     return value.item() if isinstance(value, np.generic) else value

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import copy_context
 from itertools import chain, islice
 from threading import Lock
 from typing import TypeVar
@@ -84,7 +85,7 @@ def in_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> Ite
     waiting: deque[tuple[Item, Future[Result]]] = deque()
     with short_turns(), ThreadPoolExecutor(n - 1) as pool:
         for item in left:
-            waiting.append((item, pool.submit(function, item)))
+            waiting.append((item, pool.submit(copy_context().run, function, item)))
             if len(waiting) == 2 * n:
                 yield _first(function, waiting)
         while waiting:

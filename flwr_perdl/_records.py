@@ -19,7 +19,8 @@ from math import isfinite, nan
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.common.constant import ErrorCode
 from numpy.lib import format as npy
 
 from flwr_perdl._checks import FLOATS, Matrix
@@ -50,7 +51,11 @@ RUN = "perdl.run"
 #: What a client says of itself when it is asked who it is.
 PARTITION_ID = "partition-id"
 NAME = "name"
+#: The metric of a client that found no private state of the run and had to make it anew.
+ANEW = "anew"
 
+#: The largest integer that Flower's records carry, signed or not.
+LARGEST_INT = 2**63 - 1
 #: A reply with more examples than a float can count, or more metrics than this, is refused.
 _MOST_EXAMPLES = 2**53
 _MOST_METRICS = 10_000
@@ -250,6 +255,37 @@ def reply_to(
     if like is not None:
         return answered(like, content, message)
     return Message(content, reply_to=message)
+
+
+def directed(reply: Message | None, message: Message) -> Message | None:
+    """Return ``reply`` as a reply to ``message``, which it may not be behind a mod.
+
+    Flower's own mods, where they refuse a reply, return an error that answers the reply instead of
+    the request. No engine can deliver that, and the server would wait for nothing.
+    """
+    asked = message.metadata.message_id
+    if reply is None or reply.metadata.reply_to_message_id == asked:
+        return reply
+    if reply.has_error():
+        return Message(reply.error, reply_to=message)
+    reason = "A mod must return a reply to the message that it was given, got another message."
+    return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
+
+
+def read_partition(value: object) -> int:
+    """Return a partition id, which simulations may give as a text.
+
+    Raises
+    ------
+    ValueError
+        If it is no integer from 0 to 2**63 - 1, nor the digits of one.
+    """
+    digits = isinstance(value, str) and value.isascii() and value.isdigit()
+    if digits or (isinstance(value, int) and not isinstance(value, bool)):
+        partition = int(str(value))
+        if 0 <= partition <= LARGEST_INT:
+            return partition
+    raise ValueError(f"{PARTITION_ID} must be an integer from 0 to 2**63 - 1, got {value!r}.")
 
 
 def error_of(message: Message) -> str | None:

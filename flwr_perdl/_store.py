@@ -13,6 +13,7 @@ import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -52,18 +53,67 @@ def save(path: Path, arrays: Mapping[str, NDArray[Any]], meta: Mapping[str, Any]
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Let the block write a file; afterwards ``path`` holds all of it, or what it held."""
+    """Let the block write a file; afterwards ``path`` holds all of it, or what it held.
+
+    Inside `together` that is so when its block ends.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
+    waiting = _WAITING.get()
     try:
         with os.fdopen(handle, "wb") as stream:
             yield stream
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
+            if waiting is None:
+                stream.flush()
+                os.fsync(stream.fileno())
+        if waiting is None:
+            os.replace(temporary, path)
+        else:
+            waiting.append((temporary, path))
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+#: Files, complete but perhaps not on the disk yet, and the paths that they are to have.
+_Waiting = list[tuple[str, Path]]
+_WAITING: ContextVar[_Waiting | None] = ContextVar("waiting", default=None)
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Bring all files that the block saves to the disk at its end, with one sync for all of them.
+
+    Each path then holds all of the new file, or, where the block or the process does not come to
+    its end, what it held. One sync per file would take longer than everything else that hundreds of
+    clients in one process do in a round.
+    """
+    waiting: _Waiting = []
+    token = _WAITING.set(waiting)
+    try:
+        yield
+        if waiting:
+            _sync([temporary for temporary, _ in waiting])
+        for temporary, path in waiting:
+            os.replace(temporary, path)
+            if _NAME.fullmatch(path.name):
+                _forget(path)
+    except BaseException:
+        for temporary, _ in waiting:
+            Path(temporary).unlink(missing_ok=True)
+        raise
+    finally:
+        _WAITING.reset(token)
+
+
+def _sync(files: Iterable[str]) -> None:
+    """Wait until these files are on the disk."""
+    if hasattr(os, "sync"):
+        os.sync()
+        return
+    for file in files:  # Windows has no sync of all files
+        with open(file, "rb+") as stream:
+            os.fsync(stream.fileno())
 
 
 def load(path: Path) -> Saved:
@@ -160,9 +210,11 @@ def _checksum(named: Mapping[str, NDArray[Any]]) -> str:
 
 def rounds_in(folder: Path) -> list[int]:
     """Return the rounds that `folder` holds files of, ascending."""
-    if not folder.is_dir():
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    found = (_NAME.fullmatch(entry.name) for entry in folder.iterdir())
+    found = map(_NAME.fullmatch, names)
     return sorted(int(match[1]) for match in found if match)
 
 
@@ -175,8 +227,15 @@ def save_round(
     folder: Path, round_: int, arrays: Mapping[str, NDArray[Any]], meta: Mapping[str, Any]
 ) -> None:
     """Save one round; keep it and the round before it, and nothing of an abandoned future."""
-    save(round_path(folder, round_), arrays, meta)
-    rounds = rounds_in(folder)
+    path = round_path(folder, round_)
+    save(path, arrays, meta)
+    if _WAITING.get() is None:
+        _forget(path)
+
+
+def _forget(path: Path) -> None:
+    """Delete the files of all rounds in the folder but this one and the one before it."""
+    rounds, round_ = rounds_in(path.parent), int(path.stem.removeprefix("round-"))
     kept = [r for r in rounds if r <= round_][-2:]
     for stale in set(rounds) - set(kept):
-        round_path(folder, stale).unlink(missing_ok=True)
+        round_path(path.parent, stale).unlink(missing_ok=True)

@@ -165,9 +165,9 @@ class PrivateState:
             others = sorted(shelf.folder.glob("run-*"), key=lambda path: path.stat().st_mtime)
             for stale in others[: -_RUNS + 1]:
                 rmtree(stale, ignore_errors=True)
-        for own in (shelf.folder, folder):
-            own.mkdir(parents=True, exist_ok=True)
-            own.chmod(0o700)
+            for own in (shelf.folder, folder):
+                own.mkdir(parents=True, exist_ok=True)
+                own.chmod(0o700)
         locked = arrays if key is None else key.lock(arrays, about)
         _store.save_round(folder, round_, locked, about)
 

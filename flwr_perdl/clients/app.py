@@ -10,7 +10,17 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 
-from flwr_perdl._records import CONFIG, NAME, PARTITION_ID, Scalar, read_request, reply_to
+from flwr_perdl._checks import check_kind
+from flwr_perdl._records import (
+    CONFIG,
+    NAME,
+    PARTITION_ID,
+    Scalar,
+    directed,
+    read_partition,
+    read_request,
+    reply_to,
+)
 from flwr_perdl._threads import one_blas_thread
 from flwr_perdl.clients._cohort import cohort_of
 
@@ -38,8 +48,18 @@ def client_app(
     -------
     ClientApp
         Training replies carry ``"arrays"`` and ``"metrics"``, evaluation replies ``"metrics"``
-        with the loss as ``"loss"``; a query is answered with the client's properties.
+        with the loss as ``"loss"``. A query is answered with the client's properties; the
+        ``partition-id`` of a client that does not say it is its context's.
     """
+    for name, given in (
+        ("factory", [factory]),
+        ("train_mods", train_mods),
+        ("evaluate_mods", evaluate_mods),
+    ):
+        check_kind(name, given, Sequence, "a sequence of functions")
+        for function in given:
+            if not callable(function):
+                raise TypeError(f"{name} must be callable, got {function!r}.")
     return NumPyClientApp(factory, train_mods, evaluate_mods)
 
 
@@ -59,6 +79,12 @@ class NumPyClientApp(ClientApp):
 
     # Methods and not closures: Ray pickles the app with every message, these by their names.
 
+    def __call__(self, message: Message, context: Context) -> Message:
+        """Answer a message, also where a mod returned something else than a reply to it."""
+        reply: Any = directed(super().__call__(message, context), message)
+        answer: Message = reply
+        return answer
+
     def _train(self, message: Message, context: Context) -> Message:
         arrays, config = read_request(message)
         updated, num_examples, metrics = self._factory(context).fit(arrays, config)
@@ -70,8 +96,10 @@ class NumPyClientApp(ClientApp):
         return reply_to(message, None, num_examples, {"loss": loss, **metrics})
 
     def _query(self, message: Message, context: Context) -> Message:
-        properties = self._factory(context).get_properties({})
-        return Message(RecordDict({CONFIG: ConfigRecord(dict(properties))}), reply_to=message)
+        properties: dict[str, Any] = dict(self._factory(context).get_properties({}))
+        if PARTITION_ID not in properties:
+            properties = {**identify(context), **properties}
+        return Message(RecordDict({CONFIG: ConfigRecord(properties)}), reply_to=message)
 
     def lifespan(self) -> Any:
         """Register a lifespan, as `ClientApp.lifespan`; every client then has its own."""
@@ -130,9 +158,9 @@ def identify(context: Context) -> dict[str, Scalar]:
     Raises
     ------
     ValueError
-        If the node config has neither.
+        If the node config has neither, or its partition id is no integer.
     """
-    config = context.node_config
+    config = check_kind("context", context, Context, "the Context of Flower").node_config
     name = str(config.get(NAME, ""))
     partition = config.get(PARTITION_ID)
     if partition is None:
@@ -141,7 +169,7 @@ def identify(context: Context) -> dict[str, Scalar]:
                 f"node_config must have {PARTITION_ID!r} or {NAME!r}, got {dict(config)}."
             )
         partition = zlib.crc32(name.encode())
-    properties: dict[str, Scalar] = {PARTITION_ID: int(partition)}
+    properties: dict[str, Scalar] = {PARTITION_ID: read_partition(partition)}
     return {**properties, NAME: name} if name else properties
 
 

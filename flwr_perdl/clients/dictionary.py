@@ -13,10 +13,10 @@ from typing import NamedTuple, Protocol, cast
 import numpy as np
 from flwr.app import Context
 
-from flwr_perdl._checks import Matrix, check_array, check_choice, check_count
+from flwr_perdl._checks import Matrix, check_array, check_choice, check_count, check_kind
 from flwr_perdl._parallel import in_threads, n_threads
 from flwr_perdl._random import spawn
-from flwr_perdl._records import AFTER, ROUND, RUN, SEED, STEP, Scalar
+from flwr_perdl._records import AFTER, ANEW, ROUND, RUN, SEED, STEP, Scalar
 from flwr_perdl._threads import one_blas_thread
 from flwr_perdl.clients._cohort import Fitted, alike, windows
 from flwr_perdl.clients._state import PrivateState, private_shelf
@@ -52,8 +52,6 @@ ORTHOGONAL = "perdl.orthogonal"
 OWN = -1
 LOCAL_STEPS = "perdl.local-steps"
 REFINE_STEPS = "perdl.refine-steps"
-#: The metric of a client that had to make its local atoms anew.
-ANEW = "anew"
 STEP_LENGTH = "perdl.step-length"
 #: Evaluation: numbers of atoms per sample, such as "5,10,20" (orthogonal matching pursuit).
 N_NONZERO = "perdl.n-nonzero"
@@ -133,6 +131,15 @@ class DictionaryClient(Member):
     ) -> None:
         super().__init__(context)
         self.X = check_array("X", X, min_rows=1)
+        for method in ("code", "update"):
+            if not callable(getattr(learner, method, None)) or isinstance(learner, type):
+                raise TypeError(
+                    f"learner must be a Learner with a method {method}, got {learner!r}."
+                )
+        if not callable(start):
+            raise TypeError(f"start must be a function, got {start!r}.")
+        check_kind("evaluation", evaluation, (Mapping, type(None)), "a mapping or None")
+        check_kind("state_dir", state_dir, (str, Path, type(None)), "a path or None")
         self.learner = learner
         self.context = context
         self.evaluation = {
@@ -170,15 +177,15 @@ class DictionaryClient(Member):
             ``"mse"`` of the client's dictionary on its own samples with its learner's codes (for
             an update: of the global atoms that it was sent with its local ones, before the step;
             for ``"components"`` likewise, by projection), ``"n_atoms"``, ``"orthogonal"``
-            (1 or 0), and ``"anew"``: 1 if an update of PerMA found no private state, and the client
-            made its local atoms anew, else 0.
+            (1 or 0), and ``"anew"``: 1 if an update of PerMA or PerPCA found no private state, and
+            the client made its local atoms anew, else 0.
         """
         asked = _read(config)
         state = PrivateState(self.context, asked.run, self._shelf)
         check_choice("step", asked.step, (START, UPDATE, AVERAGE, COMPONENTS))
         anew = False
         if asked.step == COMPONENTS:
-            sent, error = self._components(parameters, asked, state, config)
+            sent, error, anew = self._components(parameters, asked, state, config)
             n_atoms = self.learner.n_atoms
         else:
             if asked.step == UPDATE:
@@ -305,14 +312,15 @@ class DictionaryClient(Member):
         asked: _Asked,
         state: PrivateState,
         config: Mapping[str, Scalar],
-    ) -> tuple[Matrix, float]:
+    ) -> tuple[Matrix, float, bool]:
         """Take a round of `PerPCA`: the principal directions, or a step from the shared ones."""
         n_atoms = min(self.learner.n_atoms, self.X.shape[1])
         if not parameters:
             D = principal_directions(self.X, n_atoms)
             codes = self.X @ D.T
             supported = atom_support(codes) >= self.min_support
-            return D[supported], _mse(self.X, codes @ D)
+            state.save(asked.round, {_DICTIONARY: D[:0]})  # that this client has taken part
+            return D[supported], _mse(self.X, codes @ D), False
         U, saved = self._global_atoms(parameters), state.before(asked.round)
         if saved is not None and _LOCAL_ATOMS in saved:
             V = saved[_LOCAL_ATOMS]
@@ -322,7 +330,7 @@ class DictionaryClient(Member):
         state.save(asked.round, {_LOCAL_ATOMS: found.local_components})
         supported = atom_support(self.X @ found.global_components.T) >= self.min_support
         sent = np.where(supported[:, None], found.global_components, 0)
-        return sent, found.loss / self.X.size
+        return sent, found.loss / self.X.size, saved is None
 
     def _local_components(self, U: Matrix) -> Matrix:
         """Return the components that a client of `PerPCA` begins with beside the shared ones."""
@@ -379,22 +387,25 @@ class DictionaryClient(Member):
         num_examples : int
             Number of samples in that set.
         metrics : dict
-            ``mse_global[_k][_set]`` and ``mse_full[_k][_set]``, and what `extra_metrics` adds.
+            ``mse_global[_k][_set]`` and ``mse_full[_k][_set]``, what `extra_metrics` adds, and
+            ``"anew": 1`` where there was no private state to measure with.
         """
         G = self._global_atoms(parameters)
         asked = _read(config)
         state = PrivateState(self.context, asked.run, self._shelf)
         saved, after = state.after(asked.round), config.get(AFTER)
+        metrics: dict[str, Scalar] = {}
         if saved is not None and _LOCAL_ATOMS in saved:
             local_atoms = saved[_LOCAL_ATOMS]
         elif after == AVERAGE:
             local_atoms = G[:0]
         elif after == COMPONENTS:
             local_atoms = self._local_components(G)
+            metrics.update({ANEW: 1} if saved is None else {})
         else:
-            local_atoms, _ = self._local_atoms(G, asked._replace(round=asked.round + 1), state)
+            local_atoms, anew = self._local_atoms(G, asked._replace(round=asked.round + 1), state)
+            metrics.update({ANEW: 1} if anew else {})
         D = np.vstack([G, local_atoms])
-        metrics: dict[str, Scalar] = {}
         loss: float | None = None
         wanted = str(config.get(N_NONZERO, ""))
         for name, samples in self.evaluation.items():

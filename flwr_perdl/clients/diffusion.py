@@ -12,8 +12,15 @@ from flwr.app import Context
 from flwr.common import log
 from numpy.typing import NDArray
 
-from flwr_perdl._checks import Matrix, check_array, check_choice, check_count
-from flwr_perdl._records import ROUND, RUN, STEP, Scalar
+from flwr_perdl._checks import (
+    Matrix,
+    check_array,
+    check_choice,
+    check_count,
+    check_flag,
+    check_kind,
+)
+from flwr_perdl._records import ANEW, ROUND, RUN, STEP, Scalar
 from flwr_perdl._threads import one_blas_thread
 from flwr_perdl.clients._state import PrivateState, private_shelf
 from flwr_perdl.clients.app import Member
@@ -101,6 +108,14 @@ class DiffusionClient(Member):
         state_dir: str | Path | None = None,
     ) -> None:
         super().__init__(context)
+        for method in ("start", "message", "combine", "adapt", "observe"):
+            if not callable(getattr(program, method, None)):
+                raise TypeError(
+                    f"program must be a Program with a method {method}, got {program!r}."
+                )
+        if on_end is not None and not callable(on_end):
+            raise TypeError(f"on_end must be a function or None, got {on_end!r}.")
+        check_kind("state_dir", state_dir, (str, Path, type(None)), "a path or None")
         self.program = program
         self.context = context
         self.shows = check_choice("shows", shows, SHOWS)
@@ -110,7 +125,7 @@ class DiffusionClient(Member):
         key_file, pinned = (context.node_config.get(k) for k in ("key-file", "neighbour-keys"))
         self._own_key = read_key(str(key_file)) if key_file else None
         self._pinned = read_pinned(str(pinned)) if pinned else None
-        self.sealed = sealed or self._pinned is not None
+        self.sealed = check_flag("sealed", sealed) or self._pinned is not None
         algorithm = f"diffusion, {type(program).__name__}"
         self._shelf = private_shelf(context, algorithm, state_dir)
 
@@ -138,7 +153,8 @@ class DiffusionClient(Member):
             One.
         metrics : dict
             ``"floats"`` of the message, ``"broken": 1`` if it has NaN or infinite values (it is not
-            sent), ``"rejected-K": 1`` for every neighbour K whose letter, or card, was left out.
+            sent), ``"rejected-K": 1`` for every neighbour K whose letter, or card, was left out,
+            ``"anew": 1`` if the node found no state after round one, and began from its start.
         """
         step, round_, run = config[STEP], int(config.get(AT, 0)), str(config[RUN])
         if self.sealed and not config.get(SEALED):
@@ -149,6 +165,8 @@ class DiffusionClient(Member):
         kept = private.before(int(config[ROUND])) or {}
         keys = self._keys(run, kept) if config.get(SEALED) else None
         desk = _Desk(self, keys)
+        if round_ > 1 and _PENDING not in kept:
+            desk.metrics[ANEW] = 1
         state, pending = self._state(kept), int(kept.get(_PENDING, _NONE)[0])
         reply: list[Matrix] = [] if keys is None else [keys.card]
         if pending:

@@ -100,6 +100,8 @@ class LocalPrivacy:
         self.delta = check_real("delta", delta, 0, np.nextafter(1, 0), open_low=True)
         self.n_rounds = check_count("n_rounds", n_rounds, 1)
         self.clip = check_real("clip", clip, 0, open_low=True)
+        if not callable(rng):
+            raise TypeError(f"rng must be a function that makes a generator, got {rng!r}.")
         self._rng = rng
 
     def __call__(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import numpy as np
 from flwr.app import Context
 
-from flwr_perdl._checks import Matrix, check_array
+from flwr_perdl._checks import Matrix, check_array, check_kind
 from flwr_perdl._records import STEP, Scalar
 from flwr_perdl._threads import one_blas_thread
 from flwr_perdl.clients._cohort import Fitted, alike, windows
@@ -16,6 +16,7 @@ from flwr_perdl.regression import (
     SQUARED,
     Ask,
     FeatureMap,
+    LogisticLoss,
     Loss,
     SquaredLoss,
     answer,
@@ -51,7 +52,7 @@ class RegressionClient(Member):
     features : callable, optional
         Feature map phi from inputs to (n_samples, d); the identity by default.
     loss : Loss, default squared
-        The loss of Phase 2.
+        The loss of Phase 2, of a linear predictor; models of other kinds are not for this client.
     evaluation : tuple of ndarray, optional
         Held-out inputs and responses for `evaluate`; by default the client's own data.
 
@@ -59,7 +60,8 @@ class RegressionClient(Member):
     ------
     ValueError
         If the data are empty, not finite, or of different lengths or widths, a response is not -1
-        or 1 with the logistic loss, or who the client is is not known.
+        or 1 with the logistic loss, the loss is not one of a linear predictor, or who the client is
+        is not known.
     """
 
     def __init__(
@@ -73,9 +75,17 @@ class RegressionClient(Member):
         evaluation: tuple[Matrix, Matrix] | None = None,
     ) -> None:
         super().__init__(context)
+        if features is not None and not callable(features):
+            raise TypeError(f"features must be a function or None, got {features!r}.")
+        if evaluation is not None:
+            check_kind("evaluation", evaluation, tuple, "(X, y) or None")
+            if len(evaluation) != 2:
+                raise ValueError(f"evaluation must be (X, y), got {len(evaluation)} entries.")
         self.features = features
         self.loss = loss
         self.X, self.y = self._checked(X, y)
+        if type(loss) not in (SquaredLoss, LogisticLoss):
+            _check_loss(loss, self.X[:1], self.y[:1])
         self.held_out = (self.X, self.y)
         if evaluation is not None:
             self.held_out = self._checked(*evaluation, columns=self.X.shape[1])
@@ -102,7 +112,15 @@ class RegressionClient(Member):
         metrics : dict
             Nothing.
         """
-        return [answer(self.X, self.y, _asked(parameters, config), self.loss)], len(self.y), {}
+        ask = _asked(parameters, config)
+        try:
+            answered = answer(self.X, self.y, ask, self.loss)
+        except (KeyError, IndexError) as error:
+            raise ValueError(
+                f"parameters and config must be complete for step {ask.step!r}, got "
+                f"{len(parameters)} arrays and {sorted(config)} ({error})."
+            ) from error
+        return [answered], len(self.y), {}
 
     @classmethod
     def fit_cohort(
@@ -182,6 +200,26 @@ class RegressionClient(Member):
             raise ValueError(f"y must have {len(X)} entries, got {len(y)}.")
         check_labels("y", y, self.loss)
         return X, y.astype(X.dtype, copy=False)
+
+
+def _check_loss(loss: Loss, X: Matrix, y: Matrix) -> None:
+    """Raise a ValueError unless ``loss`` is one of a linear predictor."""
+    theta = np.zeros(X.shape[1], X.dtype)
+    try:
+        shapes = (
+            np.shape(loss.values(X, y, np.stack([theta, theta]))),
+            np.shape(loss.gradient(X, y, theta)),
+            np.shape(loss.curvature(X)),
+        )
+        said = f"results of shapes {shapes}"
+    except Exception as error:
+        shapes, said = ((), (), ()), f"{type(error).__name__}: {error}"
+    if shapes != ((2,), theta.shape, ()):
+        raise ValueError(
+            "loss must be one of a linear predictor, with values(X, y, centers) of shape (k,), "
+            "gradient(X, y, theta) of shape (d,) and the number curvature(X) "
+            f"(flwr_perdl.regression.Loss), got {loss!r} with {said}."
+        )
 
 
 def _asked(parameters: list[Matrix], config: Mapping[str, Scalar]) -> Ask:

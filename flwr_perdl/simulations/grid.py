@@ -24,11 +24,14 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 from flwr_perdl import _compat
-from flwr_perdl._checks import check_count
-from flwr_perdl._records import PARTITION_ID, filled, no_collection, same_request
+from flwr_perdl._checks import check_count, check_kind
+from flwr_perdl._records import PARTITION_ID, directed, filled, no_collection, same_request
+from flwr_perdl._store import together
 from flwr_perdl.clients.app import NumPyClientApp
 
 RUN_ID = 1
+#: More nodes than this, each with a context of its own, do not fit into a process.
+_MOST_NODES = 10_000_000
 
 #: What may go wrong with one message: ``(partition, message) -> fault or None``.
 Faults = Callable[[int, Message], str | None]
@@ -69,7 +72,12 @@ class InProcessGrid(Grid):
         node_config: Callable[[int], Mapping[str, Any]] | None = None,
         faults: Faults | None = None,
     ) -> None:
-        check_count("num_nodes", num_nodes, 1)
+        check_kind("app", app, ClientApp, "a ClientApp")
+        check_count("num_nodes", num_nodes, 1, _MOST_NODES)
+        for name, given in (("node_config", node_config), ("faults", faults)):
+            if given is not None and not callable(given):
+                raise TypeError(f"{name} must be a function or None, got {given!r}.")
+        check_kind("run_config", run_config, (Mapping, type(None)), "a mapping or None")
         self.app = app
         self.faults = faults
         self.contexts = {
@@ -124,8 +132,14 @@ class InProcessGrid(Grid):
         """Call the ClientApp, and return the messages' ids; the replies wait to be pulled.
 
         Training messages that follow each other and ask the same are handed over together where
-        the clients' type can take the step in one go; the replies are the same bits.
+        the clients' type can take the step in one go; the replies are the same bits. What clients
+        keep on disk is there when this returns, with one sync for all of them.
         """
+        with together():
+            return self._push(messages)
+
+    def _push(self, messages: Iterable[Message]) -> list[str]:
+        """Call the ClientApp, and return the messages' ids."""
         ids: list[str] = []
         cohort: list[Message] = []
         asked: set[int] = set()
@@ -206,7 +220,7 @@ class InProcessGrid(Grid):
                 raise RuntimeError("a fault was injected")
             received = Message(_twin(message.content), 0, message.metadata.message_type)
             received.__dict__["_metadata"] = message.metadata
-            reply = self.app(received, context)
+            reply = directed(self.app(received, context), received)
             if reply is None or reply.has_error():
                 return reply
             reply.content = _spoilt(_twin(reply.content), fault)

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from flwr_perdl._checks import check_count, check_kind, check_real
+
 MAX_TEST = 1000
 _GIVEN = 0.9  # at most this share of all images, and of each label, goes to the clients
 
@@ -63,14 +65,20 @@ def imbalanced_partition(
     Raises
     ------
     ValueError
-        If a client would have no image of its own label.
+        If an argument breaks its rule, or a client would have no image of its own label.
     """
+    y = _labels("y", y)
+    check_count("n_clients", n_clients, 1, len(y))
+    check_count("n_samples", n_samples, 1)
+    check_real("share", share, 0, 1, open_low=True)
+    check_kind("rng", rng, np.random.Generator, "a numpy.random.Generator")
     labels, counts = np.unique(y, return_counts=True)
     own = [i % len(labels) for i in range(n_clients)]
     holders = np.bincount(own, minlength=len(labels))
     room = [_GIVEN * len(y) / n_clients]
     given = np.minimum(_GIVEN * counts, counts - 1)
-    room += [g / (share * h) for g, h in zip(given, holders, strict=True) if h]
+    with np.errstate(over="ignore", divide="ignore"):  # a tiny share leaves room for all
+        room += [g / (share * h) for g, h in zip(given, holders, strict=True) if h]
     size = min(n_samples, int(min(room)))
     n_own = round(share * size)
     if n_own < 1:
@@ -118,8 +126,12 @@ def natural_partition(
     Raises
     ------
     ValueError
-        If there are fewer clients with two images or more.
+        If an argument breaks its rule, or there are fewer clients with two images or more.
     """
+    owners = _labels("owners", owners)
+    check_count("n_clients", n_clients, 1)
+    check_count("n_samples", n_samples, 1)
+    check_kind("rng", rng, np.random.Generator, "a numpy.random.Generator")
     names, counts = np.unique(owners, return_counts=True)
     able = np.argsort(-counts, kind="stable")[:n_clients]
     if len(able) < n_clients or counts[able].min() < 2:
@@ -133,3 +145,14 @@ def natural_partition(
         test.append(own[:held])
         clients.append(own[held:][:n_samples])
     return Partition(clients, names[able].tolist(), np.concatenate(test))
+
+
+def _labels(name: str, values: Any) -> NDArray[np.integer[Any]]:
+    """Return a vector of integers, or raise a ValueError that says what it must be."""
+    array = np.asarray(values)
+    if array.ndim != 1 or not len(array) or not np.issubdtype(array.dtype, np.integer):
+        raise ValueError(
+            f"{name} must be a vector of integers, one per image, got shape {array.shape} of "
+            f"{array.dtype}."
+        )
+    return array

@@ -55,7 +55,7 @@ class MajorityLabelPartitioner(Partitioner):
         super().__init__()
         self._n_clients = check_count("num_partitions", num_partitions, 1)
         self._size = check_count("size", size, 1)
-        self._share = check_real("share", share, 0, 1)
+        self._share = check_real("share", share, 0, 1, open_low=True)
         self._seed = check_count("seed", seed, 0)
         self._column = partition_by
         self._partition: Partition | None = None

@@ -9,7 +9,10 @@ import hashlib
 import json
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypedDict, TypeVar
@@ -19,10 +22,19 @@ from flwr.common import log
 from numpy.typing import NDArray
 
 from flwr_perdl import _store
-from flwr_perdl._checks import Matrix, check_count, check_real, plain
+from flwr_perdl._checks import (
+    Matrix,
+    check_count,
+    check_flag,
+    check_kind,
+    check_real,
+    plain,
+)
 from flwr_perdl._random import EVALUATION, SAMPLING, spawn
 from flwr_perdl._records import (
     AFTER,
+    ANEW,
+    LARGEST_INT,
     NAME,
     NUM_EXAMPLES,
     PARTITION_ID,
@@ -33,6 +45,7 @@ from flwr_perdl._records import (
     Limits,
     Reply,
     Scalar,
+    read_partition,
 )
 from flwr_perdl._threads import one_blas_thread
 from flwr_perdl.strategies._events import EventLog
@@ -48,10 +61,15 @@ from flwr_perdl.strategies._protocol import (
 
 EVALUATE = "evaluate"
 
-#: The largest integer that travels in Flower's records, signed or not.
-_LARGEST_SEED = 2**63 - 1
 #: Characters of a client's name in logs and reports.
 _LONGEST_NAME = 80
+
+
+#: What a project can do whose nodes do not say who they are.
+_REMEDY = (
+    " Make the ClientApp with flwr_perdl.clients.client_app, which says who a client is, or answer "
+    'in its @app.query() with the ConfigRecord "config": {"partition-id": ...}.'
+)
 
 
 class TooFewReplies(RuntimeError):
@@ -70,6 +88,9 @@ class ServerOptions(TypedDict, total=False):
     num_clients : int or None, default None
         Number of clients to wait for before round one; None waits until ``min_clients`` are there
         and no further one has come for a few seconds.
+    allow_fewer : bool, default False
+        Whether the run begins with fewer than ``num_clients``, but at least ``min_clients``, where
+        not all have come in time; otherwise it stops with `TooFewReplies`.
     node_timeout : float, default 60.0
         Seconds to wait for them.
     seed : int, default 0
@@ -93,6 +114,7 @@ class ServerOptions(TypedDict, total=False):
     evaluate_every: int
     min_clients: int
     num_clients: int | None
+    allow_fewer: bool
     node_timeout: float
     seed: int
     checkpoint_dir: str | Path | None
@@ -111,6 +133,7 @@ class Options(NamedTuple):
     evaluate_every: int = 1
     min_clients: int = 2
     num_clients: int | None = None
+    allow_fewer: bool = False
     node_timeout: float = 60.0
     seed: int = 0
     checkpoint_dir: str | Path | None = None
@@ -123,9 +146,7 @@ class Options(NamedTuple):
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Options:
         """Return the options with defaults filled in; ValueError or TypeError if one is wrong."""
-        unknown = set(given) - set(cls._fields)
-        if unknown:
-            raise TypeError(f"unknown option {sorted(unknown)[0]!r}; there are {cls._fields}.")
+        refuse_unknown("Options", given, cls._fields)
         options = cls(**{name: plain(value) for name, value in given.items()})
         check_real("fraction_train", options.fraction_train, 0, 1, open_low=True)
         check_real("fraction_evaluate", options.fraction_evaluate, 0, 1)
@@ -134,12 +155,29 @@ class Options(NamedTuple):
         if options.num_clients is not None:
             check_count("num_clients", options.num_clients, 1)
         check_real("node_timeout", options.node_timeout, 0)
-        check_count("seed", options.seed, 0, _LARGEST_SEED)
+        check_count("seed", options.seed, 0, LARGEST_INT)
         check_count("max_reply_bytes", options.max_reply_bytes, 1)
         check_real("max_magnitude", options.max_magnitude, 0, open_low=True)
+        check_flag("allow_fewer", options.allow_fewer)
+        check_flag("resume", options.resume)
+        for name in ("checkpoint_dir", "events"):
+            path = getattr(options, name)
+            check_kind(name, path, (str, Path, type(None)), "a path or None")
+        if options.on_round is not None and not callable(options.on_round):
+            raise TypeError(f"on_round must be a function or None, got {options.on_round!r}.")
         if options.resume and options.checkpoint_dir is None:
             raise ValueError("resume must come with a checkpoint_dir, got checkpoint_dir=None.")
         return options
+
+
+def refuse_unknown(owner: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise a TypeError that names the options there are if one is given that is not known."""
+    names = list(known)
+    for name in given:
+        if name not in names:
+            close = get_close_matches(name, names, n=1)
+            meant = f"did you mean {close[0]!r}? " if close else ""
+            raise TypeError(f"{owner} has no option {name!r}: {meant}It takes {', '.join(names)}.")
 
 
 class Plan(NamedTuple):
@@ -159,6 +197,8 @@ class Roster(Generic[Node]):
         self._partitions: dict[Node, int] = {}
         self._doubles: set[tuple[Node, Node]] = set()
         self.names: dict[int, str] = {}
+        #: Why nodes take no part that do not say who they are.
+        self.strangers: dict[Node, str] = {}
 
     def unknown(self, nodes: Iterable[Node]) -> list[Node]:
         """Return the nodes that have not said yet who they are."""
@@ -172,12 +212,16 @@ class Roster(Generic[Node]):
         ValueError
             If it does not say its partition-id.
         """
-        partition = properties.get(PARTITION_ID)
-        if isinstance(partition, bool) or not isinstance(partition, int) or partition < 0:
-            raise ValueError(f"{PARTITION_ID} is {partition!r}")
+        partition = read_partition(properties.get(PARTITION_ID))
+        self.strangers.pop(node, None)
         self._partitions[node] = partition
         name = "".join(filter(str.isprintable, str(properties.get(NAME) or partition)))
         self.names[partition] = name[:_LONGEST_NAME]
+
+    def refuse(self, node: Node, reason: str) -> None:
+        """Note why a node takes no part."""
+        self.strangers[node] = reason
+        log(WARNING, "Left out node %s, which does not say who it is: %s", node, reason)
 
     def present(self, nodes: Collection[Node]) -> dict[int, Node]:
         """Return the present clients' nodes by partition, ascending; the last enrolled wins."""
@@ -217,7 +261,7 @@ def settle(
     count : callable
         Returns the number of nodes registered so far.
     options : Options
-        ``num_clients``, ``min_clients`` and ``node_timeout`` apply.
+        ``num_clients``, ``allow_fewer``, ``min_clients`` and ``node_timeout`` apply.
     fixed : bool
         True where all nodes are known to be there from the start.
     poll : float
@@ -226,25 +270,34 @@ def settle(
     Raises
     ------
     TooFewReplies
-        If fewer than ``min_clients`` nodes are there in time.
+        If fewer than ``min_clients`` nodes are there in time, or, without ``allow_fewer``, fewer
+        than ``num_clients``.
     """
     wanted = options.num_clients or options.min_clients
     deadline = time.monotonic() + options.node_timeout
     seen, same = count(), 0
+    if not fixed:
+        patience = f"at most {options.node_timeout:g} s"
+        log(INFO, "Waiting for clients to register: %d of %d so far, %s.", seen, wanted, patience)
     while time.monotonic() < deadline and not (fixed and seen < wanted):
         if seen >= wanted and (fixed or options.num_clients is not None or same >= 6):
             return seen
         time.sleep(poll)
         before, seen = seen, count()
         same = same + 1 if seen == before else 0
-    waited = f"{0 if fixed else options.node_timeout:g} s"
+    waited = f" within {0 if fixed else options.node_timeout:g} s"
     if seen < options.min_clients:
         raise TooFewReplies(
-            f"{seen} client(s) registered within {waited}, fewer than the "
+            f"{seen} client(s) registered{waited}, fewer than the "
             f"{options.min_clients} that a round needs (min_clients)."
         )
+    if seen < wanted and not options.allow_fewer:
+        raise TooFewReplies(
+            f"{seen} client(s) registered{waited}, fewer than num_clients={wanted}; with "
+            "allow_fewer=True the run begins without the others."
+        )
     if seen < wanted:
-        log(WARNING, "Starting with %d of %d clients after %s.", seen, wanted, waited)
+        log(WARNING, "Starting with %d of %d clients%s.", seen, wanted, waited)
     return seen
 
 
@@ -261,6 +314,8 @@ class Conversation:
         What makes two runs the same run; a checkpoint of another one is refused.
     initial : list of ndarray
         The user's initial arrays, possibly none.
+    flags, labels : collection of str
+        Metrics of which a mean says nothing, see `summarized`.
     """
 
     def __init__(
@@ -269,8 +324,12 @@ class Conversation:
         options: Options,
         identity: Mapping[str, Any],
         initial: list[Matrix],
+        *,
+        flags: Collection[str] = (),
+        labels: Collection[str] = (),
     ) -> None:
         self.options = options
+        self._flags, self._labels = flags, labels
         self.identity = said(identity, strict=options.checkpoint_dir is not None)
         self.history: list[RoundReport] = []
         self._journal: _store.Journal | None = None
@@ -332,14 +391,19 @@ class Conversation:
         most = None if self._request is None else self._request.most
         return Limits(self.options.max_reply_bytes, most, self.options.max_magnitude)
 
-    def plan(self, round_: int, partitions: Collection[int]) -> Plan | None:
+    def plan(
+        self, round_: int, partitions: Collection[int], roster: Roster[Any] | None = None
+    ) -> Plan | None:
         """Return who is asked what in ``round_``; None if there is nothing to ask."""
         if self._request is None or round_ <= self.done:
             return None
         if len(partitions) < self.options.min_clients:
+            strangers = {} if roster is None else roster.strangers
             raise TooFewReplies(
                 f"Round {round_} has {len(partitions)} client(s) to ask, fewer than "
                 f"min_clients={self.options.min_clients}; {self._where_saved()}."
+                + _first_reason({f"node {node}": why for node, why in strangers.items()})
+                + (_REMEDY if strangers else "")
             )
         chosen = self._sample(partitions, self.options.fraction_train, SAMPLING, round_)
         request, own, same = self._request, self._request.own, list(self._request.arrays)
@@ -389,7 +453,9 @@ class Conversation:
             raise TooFewReplies(
                 f"Round {round_} has {len(good)} good replies, fewer than "
                 f"min_clients={self.options.min_clients}; {self._where_saved()}."
+                + _first_reason(report.dropped, f", asked for step {request.step!r}")
             )
+        self._warn_of_lost_state(good, roster)
         with one_blas_thread():
             heard = Replies(good)
             self._advance(lambda: self._steps.send(heard))
@@ -398,6 +464,24 @@ class Conversation:
         self.done = round_
         self._remember(report)
         return report
+
+    def _warn_of_lost_state(self, good: Mapping[int, Reply], roster: Roster[Any]) -> None:
+        """Warn of clients that took part before and have lost their private state since."""
+        anew = {partition for partition, reply in good.items() if reply.metrics.get(ANEW)}
+        before: set[int] = set()
+        if anew:
+            before = {
+                p for report in self.history if report.step != EVALUATE for p in report.metrics
+            }
+        if anew & before:
+            log(
+                WARNING,
+                "The private state of %s was lost and is made anew, so the results differ from "
+                "those of a run without that loss. To keep it on disk, give every client a "
+                '"state-dir" in its node config (InProcessGrid(..., node_config=lambda partition: '
+                '{"state-dir": FOLDER})) or in the run config.',
+                ", ".join(map(roster.label, sorted(anew & before))),
+            )
 
     # Evaluation ----------------------------------------------------------------------------
 
@@ -425,6 +509,7 @@ class Conversation:
         roster: Roster[Any],
     ) -> RoundReport:
         """Note the replies to the last evaluation."""
+        self._warn_of_lost_state(replies, roster)
         report = self._report(round_, EVALUATE, replies, lost, roster)
         self._evaluated = round_
         self._remember(report)
@@ -485,7 +570,7 @@ class Conversation:
         dropped = {roster.label(p): why.reason for p, why in sorted(lost.items())}
         for label, reason in dropped.items():
             log(WARNING, "Round %d (%s): left out %s: %s", round_, step, label, reason)
-        aggregate = weighted_means(good)
+        aggregate = summarized(good, self._flags, self._labels)
         aggregate |= {"clients": float(len(good)), "dropped": float(len(dropped))}
         ups = [sum(array.size for array in reply.arrays) for reply in good.values()]
         downs = [sum(array.size for array in self._asked[partition]) for partition in good]
@@ -640,15 +725,37 @@ def _same(one: Any, other: Any) -> bool:
     return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 
-def weighted_means(replies: Mapping[int, Reply]) -> dict[str, float]:
-    """Return each metric's mean over the replies that have it, weighted by their examples."""
+def summarized(
+    replies: Mapping[int, Reply], flags: Collection[str] = (), labels: Collection[str] = ()
+) -> dict[str, float]:
+    """Return each metric's mean over the replies that have it, weighted by their examples.
+
+    Of a flag, the number of clients where it is not zero instead; of a label, under
+    ``"NAME_LABEL"``, the number of clients with each. A name that ends with ``*`` stands for all
+    that begin so.
+    """
     names = {name: None for reply in replies.values() for name in reply.metrics}
-    means = {}
+    found: dict[str, float] = {}
     for name in names:
         having = [reply for reply in replies.values() if name in reply.metrics]
-        total = sum(reply.num_examples for reply in having)
-        means[name] = sum(reply.num_examples * reply.metrics[name] for reply in having) / total
-    return means
+        values = [reply.metrics[name] for reply in having]
+        if any(fnmatchcase(name, flag) for flag in flags):
+            found[name] = float(sum(value != 0 for value in values))
+        elif name in labels:
+            sizes = Counter(values)
+            found |= {f"{name}_{label:g}": float(sizes[label]) for label in sorted(sizes)}
+        else:
+            total = sum(reply.num_examples for reply in having)
+            found[name] = sum(reply.num_examples * reply.metrics[name] for reply in having) / total
+    return found
+
+
+def _first_reason(reasons: Mapping[str, str], asked: str = "") -> str:
+    """Return the sentence that quotes the first of these reasons, nothing if there are none."""
+    for who, why in reasons.items():
+        rest = f" ({len(reasons)} in all)" if len(reasons) > 1 else ""
+        return f" The first reason{rest}: {who}{asked}: {why.rstrip('.')}."
+    return ""
 
 
 def _part(arrays: Mapping[str, NDArray[Any]], kind: str) -> dict[str, NDArray[Any]]:

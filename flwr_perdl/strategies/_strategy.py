@@ -5,8 +5,9 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from inspect import signature
 from logging import INFO, WARNING
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
@@ -14,12 +15,14 @@ from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from flwr_perdl._checks import Matrix
+from flwr_perdl._checks import Matrix, check_count, check_kind, check_real
 from flwr_perdl._compat import addressed
 from flwr_perdl._parallel import short_turns
 from flwr_perdl._records import (
+    ANEW,
     ARRAYS,
     CONFIG,
+    STEP,
     Limits,
     Reply,
     Scalar,
@@ -38,6 +41,7 @@ from flwr_perdl.strategies._conversation import (
     Plan,
     Roster,
     ServerOptions,
+    refuse_unknown,
     settle,
 )
 from flwr_perdl.strategies._protocol import (
@@ -63,9 +67,24 @@ class ProtocolStrategy(Strategy):
     ----------
     **options
         See `ServerOptions`.
+
+    Attributes
+    ----------
+    flags, labels : tuple of str
+        Metrics of which a mean over clients says nothing. The aggregate of a flag is the number of
+        clients where it is not zero; of a label it is the number of clients with each label, under
+        ``"NAME_LABEL"``. A flag that ends with ``*`` stands for all names that begin so.
     """
 
+    flags: ClassVar[tuple[str, ...]] = (ANEW,)
+    labels: ClassVar[tuple[str, ...]] = ()
+    #: The names of all that ``**options`` may hold.
+    _option_names: ClassVar[tuple[str, ...]] = Options._fields
+
     def __init__(self, **options: Unpack[ServerOptions]) -> None:
+        parameters = signature(type(self).__init__).parameters.values()
+        own = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)][1:]
+        refuse_unknown(type(self).__name__, options, [*own, *self._option_names])
         self._options = Options.of(options)
         self._conversation: Conversation | None = None
         self._roster: Roster[int] = Roster()
@@ -108,7 +127,14 @@ class ProtocolStrategy(Strategy):
             "fraction_train": self._options.fraction_train,
         }
         self._roster, self._returned = Roster(), None
-        self._conversation = Conversation(self.protocol, self._options, identity, initial)
+        self._conversation = Conversation(
+            self.protocol,
+            self._options,
+            identity,
+            initial,
+            flags=self.flags,
+            labels=self.labels,
+        )
         return self._conversation
 
     # Flower's interface --------------------------------------------------------------------
@@ -136,6 +162,15 @@ class ProtocolStrategy(Strategy):
         initial = ArrayRecord() if initial_arrays is None else initial_arrays
         if not isinstance(initial, ArrayRecord):
             raise TypeError(f"initial_arrays must be an ArrayRecord, got {type(initial).__name__}.")
+        check_kind("grid", grid, Grid, "a Grid")
+        check_count("num_rounds", num_rounds, 0)
+        if timeout is not None:
+            check_real("timeout", timeout, 0)
+        config = (ConfigRecord, type(None))
+        check_kind("train_config", train_config, config, "a ConfigRecord or None")
+        check_kind("evaluate_config", evaluate_config, config, "a ConfigRecord or None")
+        if evaluate_fn is not None and not callable(evaluate_fn):
+            raise TypeError(f"evaluate_fn must be a function or None, got {evaluate_fn!r}.")
         self._timeout = timeout
         conversation = self.open(to_arrays(initial))
         conversation.begin(num_rounds)
@@ -168,8 +203,11 @@ class ProtocolStrategy(Strategy):
         if server_round <= conversation.done:
             return []
         nodes = self._present(grid)
-        plan = conversation.plan(server_round, list(nodes))
-        return [] if plan is None else self._ask(plan, nodes, MessageType.TRAIN, config)
+        plan = conversation.plan(server_round, list(nodes), self._roster)
+        if plan is None:
+            return []
+        self._log_asked("configure_train", plan, nodes, grid)
+        return self._ask(plan, nodes, MessageType.TRAIN, config)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -177,7 +215,7 @@ class ProtocolStrategy(Strategy):
         """Hand the good replies to the protocol and return its new model."""
         conversation = self._running()
         if self._sent is not None:
-            good, lost = self._read(replies, conversation.limits, with_arrays=True)
+            good, lost = self._read(replies, conversation.limits, "aggregate_train")
             report: RoundReport | None = conversation.conclude(
                 server_round, good, lost, self._roster
             )
@@ -199,15 +237,16 @@ class ProtocolStrategy(Strategy):
         self._check_returned(arrays)
         nodes = self._present(grid)
         plan = conversation.plan_evaluation(server_round, list(nodes), _scalars(config))
+        self._log_asked("configure_evaluate", plan, nodes, grid)
         return self._ask(plan, nodes, MessageType.EVALUATE, config)
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
-        """Return the means of the clients' evaluation metrics."""
+        """Return the means (of flags and labels, the counts) of the clients' evaluation metrics."""
         conversation = self._running()
         if self._sent is not None:
-            good, lost = self._read(replies, conversation.limits, with_arrays=False)
+            good, lost = self._read(replies, conversation.limits, "aggregate_evaluate")
             report: RoundReport | None = conversation.conclude_evaluation(
                 server_round, good, lost, self._roster
             )
@@ -253,6 +292,8 @@ class ProtocolStrategy(Strategy):
             patience = self._timeout  # None: as long as it takes
             if patience is not None:  # workers may yet be starting
                 patience = max(patience, self._options.node_timeout)
+            if not _fixed(grid):
+                log(INFO, "Asking %d new node(s) who they are, %s.", len(new), _within(patience))
             answers = _answers(
                 questions,
                 grid.send_and_receive([message for _, message in questions], timeout=patience),
@@ -261,8 +302,22 @@ class ProtocolStrategy(Strategy):
                 try:
                     self._roster.enrol(node, _properties(answers.get(node)))
                 except ValueError as error:
-                    log(WARNING, "Left out node %d, which does not say who it is: %s", node, error)
+                    self._roster.refuse(node, str(error))
         return self._roster.present(ids)
+
+    def _log_asked(self, phase: str, plan: Plan, nodes: Mapping[int, int], grid: Grid) -> None:
+        """Log a phase as Flower's own strategies do, and in deployments what is waited for."""
+        step = "" if phase == "configure_evaluate" else f" for step {plan.config[STEP]!r}"
+        wait = "" if _fixed(grid) else f"; waiting for their replies, {_within(self._timeout)}"
+        log(
+            INFO,
+            "%s: Sampled %d nodes (out of %d)%s%s",
+            phase,
+            len(plan.arrays),
+            len(nodes),
+            step,
+            wait,
+        )
 
     @no_collection()
     def _ask(
@@ -283,9 +338,10 @@ class ProtocolStrategy(Strategy):
 
     @no_collection()
     def _read(
-        self, replies: Iterable[Message], limits: Limits, *, with_arrays: bool
+        self, replies: Iterable[Message], limits: Limits, phase: str
     ) -> tuple[dict[int, Reply], dict[int, Lost]]:
         """Return the readable replies by partition, and why the other clients have none."""
+        with_arrays = phase == "aggregate_train"
         sent = self._sent or []
         answers = _answers(sent, replies)
         good: dict[int, Reply] = {}
@@ -300,6 +356,7 @@ class ProtocolStrategy(Strategy):
                 good[partition] = read_reply(answer, with_arrays=with_arrays, limits=limits)
             except Exception as error:
                 lost[partition] = Lost(REFUSED, brief(str(error)))
+        log(INFO, "%s: Received %d results and %d failures", phase, len(good), len(lost))
         return good, lost
 
 
@@ -327,8 +384,16 @@ def attentive(grid: Grid) -> Iterator[None]:
 
 def await_nodes(grid: Grid, options: Options) -> int:
     """Wait until the nodes of a run have registered (see `settle`), and return their number."""
-    fixed = bool(getattr(grid, "nodes_are_fixed", False))
-    return settle(lambda: len(list(grid.get_node_ids())), options, fixed=fixed)
+    return settle(lambda: len(list(grid.get_node_ids())), options, fixed=_fixed(grid))
+
+
+def _fixed(grid: Grid) -> bool:
+    """Whether all nodes of a grid are there from the start, and answer at once."""
+    return bool(getattr(grid, "nodes_are_fixed", False))
+
+
+def _within(seconds: float | None) -> str:
+    return "as long as it takes" if seconds is None else f"at most {seconds:g} s"
 
 
 def _answers(sent: list[tuple[int, Message]], replies: Iterable[Message]) -> dict[int, Message]:
@@ -338,7 +403,10 @@ def _answers(sent: list[tuple[int, Message]], replies: Iterable[Message]) -> dic
     for reply in replies:
         who = asked.get(reply.metadata.reply_to_message_id)
         if who is None or who in answers:
-            log(WARNING, "Left out a reply that nobody asked for, or a second one.")
+            what = "a second reply to one message" if who in answers else "a reply to no message"
+            said = error_of(reply)
+            node = reply.metadata.src_node_id
+            log(WARNING, "Left out %s, from node %d%s", what, node, f": {said}" if said else ".")
             continue
         answers[who] = reply
     return answers

@@ -21,9 +21,9 @@ from typing import Unpack
 
 import numpy as np
 
-from flwr_perdl._checks import Matrix, check_choice, check_count
+from flwr_perdl._checks import Matrix, check_choice, check_count, check_flag
 from flwr_perdl._random import SERVER, spawn
-from flwr_perdl._records import Reply
+from flwr_perdl._records import ANEW, Reply
 from flwr_perdl.clients.dictionary import AVERAGE, LOCAL_STEPS, OWN
 from flwr_perdl.dictionary.aggregation import aggregate_atoms
 from flwr_perdl.dictionary.averaging import average_dictionaries, common_start
@@ -33,6 +33,8 @@ from flwr_perdl.strategies._strategy import ProtocolStrategy
 from flwr_perdl.strategies.perma import alike, given_atoms, is_orthogonal, shape_check
 
 STARTS = ("common", "own")
+#: What a reply holds.
+_PACKED = "the client's atoms, one per row, and a last row for its residuals, which may be zeros"
 
 
 class DictionaryAveraging(ProtocolStrategy):
@@ -68,7 +70,15 @@ class DictionaryAveraging(ProtocolStrategy):
     Result: ``strategy.start(...).arrays.to_numpy_ndarrays()`` is ``[dictionary]`` of shape
     (n_atoms, n_features). Floats per client and round: n_atoms x n_features down, as many up and
     n_features more.
+
+    A reply is one matrix of shape (n_atoms + 1, n_features): the client's atoms, each of norm 1, or
+    zeros where it withholds one; and a last row, the leading direction of its residuals, which may
+    replace an atom that no client uses, or zeros. Its metrics may have ``"orthogonal"``: 1 if the
+    client's learner keeps its atoms orthonormal. `DictionaryClient` replies so; a client of one's
+    own packs with ``np.vstack([atoms, np.zeros((1, n_features))])``.
     """
+
+    flags = (ANEW, "orthogonal")
 
     def __init__(
         self,
@@ -81,9 +91,9 @@ class DictionaryAveraging(ProtocolStrategy):
     ) -> None:
         super().__init__(**options)
         self.start_from = check_choice("start_from", start_from, STARTS)
-        self.weighted = bool(weighted)
+        self.weighted = check_flag("weighted", weighted)
         self.local_steps = check_count("local_steps", local_steps, 1)
-        self.replace_unused = bool(replace_unused)
+        self.replace_unused = check_flag("replace_unused", replace_unused)
 
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """One request per communication round."""
@@ -101,7 +111,7 @@ class DictionaryAveraging(ProtocolStrategy):
                 [atoms],
                 {LOCAL_STEPS: self.local_steps},
                 state,
-                shape_check((len(atoms) + 1, atoms.shape[1])),
+                shape_check((len(atoms) + 1, atoms.shape[1]), _PACKED),
             )
             if orthogonal == OWN:
                 orthogonal = _all_orthogonal(replies, atoms)
@@ -144,7 +154,7 @@ def _check_own(reply: Reply) -> None:
     """Accept one matrix of atoms of norm 1, withheld ones zero, and a last row."""
     shapes = [array.shape for array in reply.arrays]
     if len(shapes) != 1 or len(shapes[0]) != 2 or shapes[0][0] < 2:
-        raise ValueError(f"wrong shape: one matrix of atoms is asked for, got {shapes}")
+        raise ValueError(f"wrong shape: one matrix is asked for, got {shapes}: {_PACKED}")
     norms = np.linalg.norm(reply.arrays[0][:-1], axis=1)
     if not np.allclose(norms[norms > 0], 1, atol=1e-3):
-        raise ValueError("atoms must have norm 1")
+        raise ValueError(f"atoms must have norm 1 or be zero: {_PACKED}")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from logging import WARNING
+from inspect import signature
 from typing import Any
 
+import numpy as np
 from flwr.common import (
     Code,
     EvaluateIns,
@@ -14,7 +15,6 @@ from flwr.common import (
     FitRes,
     GetPropertiesIns,
     Parameters,
-    log,
     ndarrays_to_parameters,
     parameters_to_ndarrays,
 )
@@ -22,7 +22,7 @@ from flwr.server.client_manager import ClientManager
 from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import Strategy
 
-from flwr_perdl._checks import Matrix, plain
+from flwr_perdl._checks import Matrix, check_kind, plain
 from flwr_perdl._records import Reply, Scalar, brief, check_reply
 from flwr_perdl.strategies._conversation import Conversation, Plan, Roster, settle
 from flwr_perdl.strategies._protocol import FAILED, REFUSED, Lost
@@ -31,7 +31,8 @@ from flwr_perdl.strategies._strategy import ProtocolStrategy
 #: How the server's own loss is called among the metrics that a checkpoint keeps.
 _LOSS = "perdl.loss"
 
-EvaluateFn = Callable[[int, list[Matrix]], tuple[float, dict[str, Scalar]] | None]
+#: Flower's ``(round, model arrays, config)``; also without the config.
+EvaluateFn = Callable[..., tuple[float, dict[str, Scalar]] | None]
 
 
 def as_legacy(
@@ -52,12 +53,23 @@ def as_legacy(
     initial : sequence of ndarray
         Initial arrays, possibly none.
     evaluate_fn : callable, optional
-        ``(round, model arrays) -> (loss, metrics) or None``: evaluation at the server, after every
-        round, and of initial arrays where there are any. What it said of rounds before a resumed
-        one is remembered.
+        ``(round, model arrays, config) -> (loss, metrics) or None``: evaluation at the server,
+        after every round, and of initial arrays where there are any. As in Flower's own strategies
+        the config is empty; a function of two arguments is called without it. What it said of
+        rounds before a resumed one is remembered.
     evaluate_config : mapping, optional
         Config of the clients' evaluations.
+
+    Raises
+    ------
+    TypeError
+        If an argument is of another kind, or ``evaluate_fn`` takes neither three arguments nor two.
     """
+    check_kind("strategy", strategy, ProtocolStrategy, "a strategy of this library")
+    check_kind("initial", initial, (list, tuple), "a list of arrays")
+    for array in initial:
+        check_kind("initial", array, np.ndarray, "a list of arrays")
+    check_kind("evaluate_config", evaluate_config, (Mapping, type(None)), "a mapping or None")
     return LegacyStrategy(strategy, list(initial), evaluate_fn, dict(evaluate_config or {}))
 
 
@@ -73,7 +85,7 @@ class LegacyStrategy(Strategy):
     ) -> None:
         self.strategy = strategy
         self._initial = initial
-        self._evaluate_fn = evaluate_fn
+        self._evaluate_fn = None if evaluate_fn is None else _of_three(evaluate_fn)
         self._evaluate_config = evaluate_config
         self._roster: Roster[str] = Roster()
         self._asked: dict[str, int] = {}
@@ -97,7 +109,7 @@ class LegacyStrategy(Strategy):
         """Ask this round's question of the sampled clients."""
         if server_round == self.conversation.done + 1:
             proxies = self._present(client_manager)
-            plan = self.conversation.plan(server_round, list(proxies))
+            plan = self.conversation.plan(server_round, list(proxies), self._roster)
             return [(p, FitIns(a, c)) for p, a, c in self._ask(plan, proxies)]
         return []
 
@@ -153,7 +165,7 @@ class LegacyStrategy(Strategy):
             return known[_LOSS], {k: v for k, v in known.items() if k != _LOSS}
         if server_round < self.conversation.done:  # the model at hand is a later one
             return None
-        found = self._evaluate_fn(server_round, parameters_to_ndarrays(parameters))
+        found = self._evaluate_fn(server_round, parameters_to_ndarrays(parameters), {})
         if found is not None:
             numbers = {k: plain(v) for k, v in found[1].items()}
             said = {k: v for k, v in numbers.items() if isinstance(v, bool | int | float | str)}
@@ -174,7 +186,7 @@ class LegacyStrategy(Strategy):
                     raise ValueError(answer.status.message)
                 self._roster.enrol(cid, answer.properties)
             except Exception as error:
-                log(WARNING, "Left out node %s, which does not say who it is: %s", cid, error)
+                self._roster.refuse(cid, brief(str(error)))
         return {part: proxies[cid] for part, cid in self._roster.present(list(proxies)).items()}
 
     def _ask(
@@ -212,3 +224,19 @@ class LegacyStrategy(Strategy):
             except Exception as error:
                 lost[partition] = Lost(REFUSED, brief(str(error)))
         return good, lost
+
+
+def _of_three(evaluate_fn: EvaluateFn) -> EvaluateFn:
+    """Return a function of Flower's three arguments: round, arrays and config."""
+    if not callable(evaluate_fn):
+        raise TypeError(f"evaluate_fn must be a function or None, got {evaluate_fn!r}.")
+    for count in (3, 2):
+        try:
+            signature(evaluate_fn).bind(*range(count))
+        except TypeError:
+            continue
+        return evaluate_fn if count == 3 else lambda *three: evaluate_fn(*three[:2])
+    raise TypeError(
+        "evaluate_fn must take (server_round, parameters, config), got a function of other "
+        f"arguments: {signature(evaluate_fn)}."
+    )

@@ -25,15 +25,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from logging import WARNING
-from math import prod
+from math import isfinite, prod
+from numbers import Integral, Real
 from typing import Any, Unpack, cast
 
 import numpy as np
 from flwr.common import log
 
-from flwr_perdl._checks import Matrix, check_array, check_choice
+from flwr_perdl._checks import Matrix, check_array, check_choice, check_count, check_flag
 from flwr_perdl._random import SERVER, spawn
-from flwr_perdl._records import Reply
+from flwr_perdl._records import LARGEST_INT, Reply
 from flwr_perdl._robust import DEEDS
 from flwr_perdl.clients.regression import OPTION
 from flwr_perdl.regression import Answers, Ask, State, TwoPhase
@@ -43,6 +44,11 @@ from flwr_perdl.strategies._protocol import Protocol, Replies, Request
 from flwr_perdl.strategies._strategy import ProtocolStrategy
 
 _COUNT = "rounds"
+#: What a client of another kind is told.
+_LINEAR = (
+    ": this strategy clusters linear models, which RegressionClient fits, with a feature map and a "
+    "loss of one's own where wanted; it takes no models of other kinds"
+)
 STARTS = ("fedmd", "random")
 
 
@@ -73,6 +79,9 @@ class RegressionOptions(ServerOptions, total=False):
 class _MixedRegression(ProtocolStrategy):
     """What the three strategies share: `TwoPhase` as a protocol."""
 
+    labels = ("cluster",)
+    _option_names = tuple(RegressionOptions.__annotations__)
+
     #: Whether the run is over where Phase 2 would begin.
     _phase_1_only = False
     #: Whether models may be given as initial arrays.
@@ -89,6 +98,17 @@ class _MixedRegression(ProtocolStrategy):
         if own.setdefault("one_shot", one_shot) != one_shot:
             name = type(self).__name__
             raise ValueError(f"one_shot must be {one_shot} in {name}, got {own['one_shot']!r}.")
+        if not isinstance(n_clusters, str):
+            n_clusters = check_count("n_clusters", n_clusters, 1, LARGEST_INT)
+        elif n_clusters != "auto":
+            raise ValueError(f'n_clusters must be an integer or "auto", got {n_clusters!r}.')
+        for name in ("random_start", "momentum", "one_shot"):
+            own[name] = check_flag(name, own.get(name, getattr(TwoPhase, name)))
+        for name, value in own.items():
+            if isinstance(value, Real) and not isinstance(value, Integral) and not isfinite(value):
+                raise ValueError(f"{name} must be finite, got {value}.")
+            if isinstance(value, Integral) and int(value) > LARGEST_INT:
+                raise ValueError(f"{name} must be at most 2**63 - 1, got {value}.")
         self.two_phase = TwoPhase(n_clusters, **own)
 
     def settings(self) -> dict[str, Any]:
@@ -116,6 +136,7 @@ class _MixedRegression(ProtocolStrategy):
             )
             count += 1
             answers = _collect(replies)
+            self._check_clusters(len(replies), answers.stack.shape[-1])
             if self._random and not now.centers.size:
                 now = phases.begin(random_models(self._n_models(), answers.stack.shape[1] - 1, rng))
             if now.step == ask.step:
@@ -129,6 +150,20 @@ class _MixedRegression(ProtocolStrategy):
             wanted = "[models]" if self._takes_models else "left out"
             raise ValueError(f"initial_arrays must be {wanted}, got {len(initial)} arrays.")
         return check_array("initial_arrays", initial[0], min_rows=1) if initial else None
+
+    def _check_clusters(self, n_clients: int, width: int) -> None:
+        """Refuse more clusters than estimates to cluster, or than random models that can travel."""
+        if self.two_phase.one_shot and self._n_models() > n_clients:
+            raise ValueError(
+                f"n_clusters must be at most the number of clients, got {self._n_models()} with "
+                f"{n_clients} clients."
+            )
+        most = self._options.max_reply_bytes // (8 * width)
+        if self._random and self._n_models() > most:
+            raise ValueError(
+                f"n_clusters must be at most {most}, whose models have max_reply_bytes, got "
+                f"{self._n_models()}."
+            )
 
     def _n_models(self) -> int:
         return int(self.two_phase.n_clusters)
@@ -199,7 +234,7 @@ class FedX(_MixedRegression):
     ) -> None:
         super().__init__(n_clusters, options)
         self.start_from = check_choice("start", start, STARTS)
-        self._random = start == "random"
+        self._random = self.start_from == "random"
         if self._random and n_clusters == "auto":
             raise ValueError('n_clusters must be given with start="random", got "auto".')
 
@@ -262,7 +297,14 @@ def _check(phases: TwoPhase, state: State) -> Callable[[Reply], None]:
 
     def check(reply: Reply) -> None:
         if len(reply.arrays) != 1:
-            raise ValueError(f"wrong number of arrays: 1 is asked for, got {len(reply.arrays)}")
+            raise ValueError(
+                f"wrong number of arrays: 1 is asked for, got {len(reply.arrays)}{_LINEAR}"
+            )
+        wanted = phases.answer_shape(state)
+        given = reply.arrays[0].shape
+        if given != wanted if wanted else len(given) != 1 or given[0] < 2:
+            shape = "(n_features + 1,)" if wanted is None else wanted
+            raise ValueError(f"wrong shape: {shape} is asked for, got {given}{_LINEAR}")
         phases.check(state, reply.arrays[0])
 
     return check

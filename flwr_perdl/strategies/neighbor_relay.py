@@ -48,8 +48,8 @@ from flwr.serverapp.strategy import Result
 from numpy.typing import NDArray
 from scipy import sparse
 
-from flwr_perdl._checks import Matrix, check_count
-from flwr_perdl._records import Reply
+from flwr_perdl._checks import Matrix, check_count, check_flag, check_kind
+from flwr_perdl._records import ANEW, Reply
 from flwr_perdl.clients.diffusion import (
     ANNOUNCE,
     ASLEEP,
@@ -108,6 +108,8 @@ class NeighborRelay(ProtocolStrategy):
     transit. ``outcome`` has the result.
     """
 
+    flags = (ANEW, BROKEN, f"{REJECTED}*")
+
     def __init__(
         self,
         topology: Topology,
@@ -118,7 +120,11 @@ class NeighborRelay(ProtocolStrategy):
         sealed: bool = False,
         **options: Unpack[ServerOptions],
     ) -> None:
-        n = topology.n_nodes
+        n = check_kind("topology", topology, Topology, "a Topology").n_nodes
+        check_kind("faults", faults, (Faults, type(None)), "a Faults or None")
+        several = list(weights) if isinstance(weights, Sequence) else [weights]
+        for one in [] if weights is None else several:
+            check_kind("weights", one, CombinationMatrix, "a CombinationMatrix or several")
         if options.get("fraction_evaluate"):
             raise ValueError(
                 f"fraction_evaluate must be 0, got {options['fraction_evaluate']}: there is no "
@@ -130,7 +136,7 @@ class NeighborRelay(ProtocolStrategy):
         self.topology = topology
         self.n_rounds = check_count("n_rounds", n_rounds)
         self.plan = Plan.make(topology, weights, faults)
-        self.sealed = sealed
+        self.sealed = check_flag("sealed", sealed)
 
     @property
     def exchanges(self) -> int:

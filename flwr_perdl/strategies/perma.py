@@ -53,7 +53,7 @@ import numpy as np
 from flwr.common import log
 
 from flwr_perdl._checks import Matrix, check_array, check_choice, check_count
-from flwr_perdl._records import Reply
+from flwr_perdl._records import ANEW, Reply
 from flwr_perdl._robust import DEEDS
 from flwr_perdl.clients.dictionary import (
     ATOMS,
@@ -126,6 +126,8 @@ class PerMA(ProtocolStrategy):
     "statistics").
     """
 
+    flags = (ANEW, "orthogonal")
+
     def __init__(
         self,
         n_global: int | Literal["auto"] = "auto",
@@ -138,7 +140,10 @@ class PerMA(ProtocolStrategy):
         **options: Unpack[ServerOptions],
     ) -> None:
         super().__init__(**options)
-        self.n_global = n_global if n_global == "auto" else check_count("n_global", n_global)
+        if isinstance(n_global, str) and n_global != "auto":
+            raise ValueError(f'n_global must be an integer or "auto", got {n_global!r}.')
+        auto = isinstance(n_global, str)
+        self.n_global = n_global if auto else check_count("n_global", n_global)
         self.matching = check_choice("matching", matching, MATCHINGS)
         self.aggregation = check_choice("aggregation", aggregation, AGGREGATIONS)
         self.local_steps = check_count("local_steps", local_steps, 1)
@@ -182,7 +187,12 @@ class PerMA(ProtocolStrategy):
 
     def _check(self, state: State, reply: Reply) -> None:
         """Accept an update of the shape that is asked for."""
-        shape_check(self._shape(state, reply))(reply)
+        if self.aggregation == "statistics":
+            what = 'rows of statistics as DictionaryClient computes them (aggregation="mean" takes '
+            what += "the updated atoms themselves)"
+        else:
+            what = "the updated global atoms"
+        shape_check(self._shape(state, reply), what)(reply)
 
     def _shape(self, state: State, reply: Reply | None = None) -> tuple[int, int]:
         """Return the shape of an update's reply, and without one the largest that may come."""
@@ -316,25 +326,38 @@ def given_atoms(initial: list[Matrix]) -> Matrix:
     """Return the user's global atoms, of norm 1."""
     if len(initial) != 1:
         raise ValueError(f"initial_arrays must be [global atoms], got {len(initial)} arrays.")
-    return normalize_atoms(check_array("initial_arrays", initial[0], min_rows=1))
+    atoms = check_array("initial_arrays", initial[0], min_rows=1)
+    zero = np.flatnonzero(~atoms.any(axis=1))
+    if len(zero):
+        raise ValueError(f"initial_arrays must have no zero row, got one at {zero[0]}.")
+    return normalize_atoms(atoms)
 
 
 def check_dictionary(reply: Reply) -> None:
     """Accept one matrix of unit atoms."""
     shapes: list[Any] = [array.shape for array in reply.arrays]
     if len(shapes) != 1 or len(shapes[0]) != 2:
-        raise ValueError(f"wrong shape: one matrix of atoms is asked for, got {shapes}")
+        raise ValueError(
+            "wrong shape: the client's whole dictionary is asked for, one matrix with a row of "
+            f"norm 1 per atom, got {shapes}"
+        )
     norms = np.linalg.norm(reply.arrays[0], axis=1)
-    if not np.allclose(norms, 1, atol=1e-3):
-        raise ValueError("atoms must have norm 1")
+    odd = np.flatnonzero(~np.isclose(norms, 1, rtol=0, atol=1e-3))
+    if len(odd):
+        raise ValueError(
+            f"atoms must have norm 1: the client's dictionary is asked for, one atom per row, and "
+            f"row {odd[0]} has norm {norms[odd[0]]:g}"
+        )
 
 
-def shape_check(shape: tuple[int, int]) -> Any:
-    """Return the check that a reply is one matrix of this shape."""
+def shape_check(shape: tuple[int, int], what: str = "") -> Any:
+    """Return the check that a reply is one matrix of this shape, which holds ``what``."""
 
     def check(reply: Reply) -> None:
         shapes: list[Any] = [array.shape for array in reply.arrays]
         if shapes != [shape]:
-            raise ValueError(f"wrong shape: {shape} is asked for, got {shapes}")
+            raise ValueError(
+                f"wrong shape: {shape} is asked for, got {shapes}{what and f': one matrix, {what}'}"
+            )
 
     return check

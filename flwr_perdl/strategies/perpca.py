@@ -8,8 +8,9 @@ What each party receives:
 - *The server*, in round one: the principal directions of every client's samples, as many as it will
   have components, without those that fewer than ``min_support`` samples stand behind. Later: per
   client the shared components after its step (a zero row for one that fewer than ``min_support``
-  samples stand behind). In every round: numbers of samples and components, mean errors, and a 0
-  under ``"anew"``. Never: samples, codes, or, after round one, a client's own components.
+  samples stand behind). In every round: numbers of samples and components, mean errors, and
+  whether the client had lost its state. Never: samples, codes, or, after round one, a client's own
+  components.
 - *A client*: the shared components, the step, the seed and the options; nothing of any other
   client.
 - *Evaluations* return mean errors only.
@@ -18,12 +19,13 @@ What each party receives:
 from __future__ import annotations
 
 from functools import partial
+from math import isfinite
 from typing import Unpack
 
 import numpy as np
 
 from flwr_perdl._checks import Matrix, check_count, check_real
-from flwr_perdl._records import Reply
+from flwr_perdl._records import ANEW, Reply
 from flwr_perdl.clients.dictionary import COMPONENTS, STEP_LENGTH
 from flwr_perdl.dictionary.aggregation import aggregate_atoms
 from flwr_perdl.dictionary.perpca import STEP, next_step, shared_start
@@ -72,12 +74,16 @@ class PerPCA(ProtocolStrategy):
     n_global x n_features down and as many up.
     """
 
+    flags = (ANEW, "orthogonal")
+
     def __init__(
         self, n_global: int, *, step: float = STEP, **options: Unpack[ServerOptions]
     ) -> None:
         super().__init__(**options)
         self.n_global = check_count("n_global", n_global, 1)
         self.step = check_real("step", step, 0, open_low=True)
+        if not isfinite(self.step):
+            raise ValueError(f"step must be finite, got {self.step}.")
 
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """One request per communication round."""

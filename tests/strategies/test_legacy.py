@@ -84,6 +84,20 @@ def test_the_server_may_evaluate(federation: MakeFederation) -> None:
     assert history.metrics_centralized["arrays"] == [(1, 1), (2, 1)]
 
 
+def test_the_servers_evaluation_takes_flowers_three_arguments(federation: MakeFederation) -> None:
+    def evaluate(server_round: int, parameters: Any, config: dict[str, Any]) -> Any:
+        assert config == {}
+        return None if server_round == 1 else (float(server_round), {"arrays": len(parameters)})
+
+    strategy = as_legacy(PerMA(3, num_clients=5), evaluate_fn=evaluate)
+    _, history = serve(federation(), strategy, 2)
+    assert history.losses_centralized == [(2, 2.0)]
+    with pytest.raises(
+        TypeError, match=r"evaluate_fn must take \(server_round, parameters, config"
+    ):
+        as_legacy(PerMA(3), evaluate_fn=lambda round_: None)
+
+
 def test_a_resumed_run_remembers_what_the_server_measured(
     federation: MakeFederation, tmp_path: Path
 ) -> None:

@@ -1,0 +1,201 @@
+"""Bad and edge inputs of every strategy: a right result, or one sentence."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flwr_perdl.clients import DictionaryClient, RegressionClient, client_app
+from flwr_perdl.dictionary import OrthogonalLearner
+from flwr_perdl.diffusion import Topology
+from flwr_perdl.simulations import InProcessGrid
+from flwr_perdl.strategies import (
+    DictionaryAveraging,
+    FedMD,
+    FedX,
+    NeighborRelay,
+    OneShotClustering,
+    Options,
+    PerMA,
+    PerPCA,
+    TooFewReplies,
+    as_legacy,
+)
+
+X = np.random.default_rng(0).standard_normal((30, 4))
+Y = X @ np.ones(4)
+
+#: Of the wrong type, or outside of every range.
+NEVER = st.sampled_from(
+    [object(), b"3", "no", -1, -0.5, np.nan, -np.inf, (), [], {}, np.zeros(0), np.zeros(3), 3j]
+)
+
+STRATEGIES: dict[str, Callable[..., Any]] = {
+    "PerMA": PerMA,
+    "DictionaryAveraging": DictionaryAveraging,
+    "PerPCA": lambda n_global=1, **options: PerPCA(n_global, **options),
+    "FedMD": FedMD,
+    "FedX": FedX,
+    "OneShotClustering": lambda n_clusters=1, **options: OneShotClustering(n_clusters, **options),
+    "NeighborRelay": lambda topology=None, n_rounds=1, **options: NeighborRelay(
+        Topology.ring(3) if topology is None else topology, n_rounds, **options
+    ),
+}
+OWN = {
+    "PerMA": ["n_global", "matching", "aggregation", "local_steps", "refine_steps", "remember"],
+    "DictionaryAveraging": ["start_from", "weighted", "local_steps", "replace_unused"],
+    "PerPCA": ["n_global", "step"],
+    "FedMD": ["n_clusters", "max_clusters", "estimate", "anchor_step", "n_anchors", "n_products"],
+    "FedX": ["n_clusters", "start", "n_steps", "work", "softness", "momentum", "check_every"],
+    "OneShotClustering": ["n_clusters", "robust", "separation", "perturbation", "normalise"],
+    "NeighborRelay": ["topology", "n_rounds", "weights", "faults", "sealed"],
+}
+ALL = [(name, option) for name, own in OWN.items() for option in own]
+ALL += [
+    ("PerMA", option) for option in Options._fields if option not in ("checkpoint_dir", "events")
+]
+
+
+def grid(n: int = 3, rows: int = 30, kind: str = "dictionary") -> InProcessGrid:
+    def make(context: Any) -> Any:
+        if kind == "dictionary":
+            return DictionaryClient(X[:rows], OrthogonalLearner(4), context)
+        return RegressionClient(X[:rows], Y[:rows], context)
+
+    return InProcessGrid(client_app(make), n)
+
+
+def sentence(error: BaseException) -> str:
+    text = str(error)
+    assert text.strip().endswith((".", ")")), text
+    assert "\n" not in text
+    return text
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Any:
+    logger = logging.getLogger("flwr")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    yield
+    logger.setLevel(before)
+
+
+@pytest.mark.parametrize(("name", "option"), ALL)
+@given(value=NEVER)
+@settings(deadline=None, max_examples=6)
+def test_no_option_takes_a_value_that_cannot_be(name: str, option: str, value: Any) -> None:
+    with pytest.raises((ValueError, TypeError)) as error:
+        STRATEGIES[name](**{option: value})
+    assert option in sentence(error.value)
+
+
+@pytest.mark.parametrize("option", ["checkpoint_dir", "events"])
+@pytest.mark.parametrize("value", [3, True, np.nan, b"path", [], np.zeros(2)])
+def test_a_path_is_a_path(option: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=f"{option} must be a path or None"):
+        PerMA(2, **{option: value})
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda: FedX(k=3), "FedX has no option 'k': It takes n_clusters, start, fraction_train"),
+        (lambda: FedX(n_cluster=3), "did you mean 'n_clusters'"),
+        (lambda: FedMD(seperation=1.0), "did you mean 'separation'"),
+        (lambda: PerMA(global_n=3), "It takes n_global, matching, aggregation"),
+        (lambda: PerPCA(2, steps=1), "did you mean 'step'"),
+        (lambda: NeighborRelay(Topology.ring(3), 1, seal=True), "did you mean 'sealed'"),
+        (lambda: DictionaryAveraging(weight=True), "did you mean 'weighted'"),
+    ],
+)
+def test_an_unknown_option_is_told_the_class_own_ones(make: Callable[[], Any], named: str) -> None:
+    with pytest.raises(TypeError) as error:
+        make()
+    assert named in sentence(error.value)
+
+
+@pytest.mark.parametrize(
+    "argument", ["grid", "num_rounds", "timeout", "train_config", "evaluate_fn"]
+)
+@given(value=NEVER)
+@settings(deadline=None, max_examples=8)
+def test_start_says_which_argument_is_wrong(argument: str, value: Any) -> None:
+    given_: dict[str, Any] = {"grid": grid(), "num_rounds": 1, argument: value}
+    with pytest.raises((ValueError, TypeError), match=f"{argument} must be"):
+        PerMA(2).start(**given_)
+
+
+def initial() -> st.SearchStrategy[np.ndarray[Any, Any]]:
+    shapes = st.sampled_from([(0, 4), (4,), (2, 4), (1, 4), (9, 4), (2, 9), (2, 2, 2), (0,), ()])
+    values = st.sampled_from([0.0, 1.0, np.nan, np.inf, 1e300, 1e-300])
+    dtypes = st.sampled_from([np.float64, np.float32, np.int64])
+    return st.builds(_filled, shapes, values, dtypes)
+
+
+def _filled(shape: tuple[int, ...], value: float, dtype: Any) -> np.ndarray[Any, Any]:
+    with np.errstate(all="ignore"):
+        whole = np.full(shape, value if dtype != np.int64 else 1, dtype=dtype)
+    return whole
+
+
+@pytest.mark.parametrize("name", ["PerMA", "DictionaryAveraging", "PerPCA", "FedX", "FedMD"])
+@given(arrays=st.lists(initial(), min_size=1, max_size=2))
+@settings(deadline=None, max_examples=8)
+def test_initial_arrays_lead_to_finite_models_or_one_sentence(name: str, arrays: Any) -> None:
+    kind = "regression" if name.startswith("Fed") else "dictionary"
+    try:
+        result = STRATEGIES[name]().start(grid(kind=kind), ArrayRecord(arrays), num_rounds=2)
+    except (ValueError, TypeError, TooFewReplies) as error:
+        sentence(error)
+    else:
+        assert all(np.isfinite(array).all() for array in result.arrays.to_numpy_ndarrays())
+
+
+@pytest.mark.parametrize("name", ["PerMA", "DictionaryAveraging", "PerPCA", "FedX", "FedMD"])
+@given(n=st.integers(1, 3), rows=st.integers(1, 4), least=st.integers(1, 4))
+@settings(deadline=None, max_examples=8)
+def test_one_client_and_one_sample_are_served_or_refused(
+    name: str, n: int, rows: int, least: int
+) -> None:
+    kind = "regression" if name.startswith("Fed") else "dictionary"
+    strategy = STRATEGIES[name](min_clients=least)
+    try:
+        result = strategy.start(grid(n, rows, kind), num_rounds=2)
+    except (ValueError, TooFewReplies) as error:
+        sentence(error)
+    else:
+        assert all(np.isfinite(array).all() for array in result.arrays.to_numpy_ndarrays())
+        assert all(np.isfinite(list(r.aggregate.values())).all() for r in strategy.history)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind", "named"),
+    [
+        (lambda: PerMA(9), "dictionary", "n_global must be at most every client's number of atoms"),
+        (lambda: PerMA(10**30), "dictionary", "n_global must be at most"),
+        (lambda: PerPCA(10**18), "dictionary", "n_global must be at most"),
+        (lambda: OneShotClustering(10**9), "regression", "at most the number of clients"),
+        (lambda: FedX(10**12, start="random"), "regression", "n_clusters must be at most"),
+    ],
+)
+def test_more_than_the_data_can_serve_is_refused(
+    strategy: Callable[[], Any], kind: str, named: str
+) -> None:
+    with pytest.raises(ValueError, match=named):
+        strategy().start(grid(kind=kind), num_rounds=3)
+
+
+@pytest.mark.parametrize("argument", ["strategy", "initial", "evaluate_fn", "evaluate_config"])
+@given(value=st.sampled_from(["no", 3, np.nan, b"x", {1}, lambda one: None]))
+@settings(deadline=None, max_examples=6)
+def test_the_older_interface_refuses_too(argument: str, value: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"{argument} must"):
+        as_legacy(**{"strategy": PerMA(2), argument: value})

@@ -1,0 +1,258 @@
+"""A Flower user's own pieces: template clients, apps without a query, mods, few clients, logs."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, Message
+from flwr.client import NumPyClient
+from flwr.clientapp import ClientApp
+from flwr.clientapp.mod import LocalDpMod
+
+from flwr_perdl.clients import DictionaryClient, DiffusionClient, client_app
+from flwr_perdl.dictionary import OrthogonalLearner
+from flwr_perdl.diffusion import Topology
+from flwr_perdl.simulations import InProcessGrid
+from flwr_perdl.strategies import (
+    DictionaryAveraging,
+    FedX,
+    NeighborRelay,
+    PerMA,
+    PerPCA,
+    ProtocolStrategy,
+    TooFewReplies,
+)
+from flwr_perdl.strategies._conversation import summarized
+from flwr_perdl.strategies._protocol import Reply
+
+X = np.random.default_rng(0).standard_normal((30, 4))
+
+
+def dictionary(context: Any) -> DictionaryClient:
+    return DictionaryClient(X, OrthogonalLearner(4), context)
+
+
+class Template(NumPyClient):
+    """As Flower's templates have it: nothing says who it is."""
+
+    def __init__(self, reply: Any = None) -> None:
+        self.reply = np.eye(2) if reply is None else reply
+
+    def fit(self, parameters: list[Any], config: dict[str, Any]) -> Any:
+        return [self.reply], 1, {}
+
+    def evaluate(self, parameters: list[Any], config: dict[str, Any]) -> Any:
+        return 0.0, 1, {}
+
+
+def grid(n: int = 3, factory: Any = dictionary, mods: Any = (), **options: Any) -> InProcessGrid:
+    return InProcessGrid(client_app(factory, train_mods=mods), n, **options)
+
+
+def test_a_template_client_is_known_by_its_context() -> None:
+    strategy = PerMA(2, aggregation="mean")
+    strategy.start(grid(factory=lambda context: Template()), num_rounds=2)
+    assert [list(report.metrics) for report in strategy.history] == [[0, 1, 2]] * 4
+
+
+def test_what_a_client_says_of_itself_goes_before_its_context() -> None:
+    class Named(Template):
+        def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
+            return {"name": "north"}
+
+    strategy = PerMA(2, min_clients=1)
+    with pytest.raises(TooFewReplies, match=r"client 0 \(north\), asked for step 'update'"):
+        strategy.start(grid(1, lambda context: Named()), num_rounds=2)
+
+
+@pytest.mark.parametrize("how", ["message", "legacy"])
+def test_an_app_that_does_not_say_who_it_is_is_told_the_remedy(how: str) -> None:
+    app = ClientApp(client_fn=lambda context: Template().to_client())
+    if how == "message":
+        app = ClientApp()
+        app.train()(lambda message, context: Message(message.content, reply_to=message))
+    with pytest.raises(TooFewReplies) as error:
+        PerMA(2).start(InProcessGrid(app, 3), num_rounds=1)
+    assert "The first reason (3 in all): node 1000: error 2: ValueError: " in str(error.value)
+    assert "Make the ClientApp with flwr_perdl.clients.client_app" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "reply", "said"),
+    [
+        (lambda: PerMA(2), np.eye(2), 'aggregation="mean" takes the updated atoms'),
+        (lambda: PerMA(2), np.ones(2), "the client's whole dictionary is asked for"),
+        (lambda: PerMA(2), 2 * np.eye(2), "one atom per row, and row 0 has norm 2"),
+        (DictionaryAveraging, np.ones(2), "a last row for its residuals"),
+        (lambda: FedX(1), np.eye(2), "this strategy clusters linear models"),
+    ],
+)
+def test_a_refusal_says_what_is_asked_for(
+    strategy: Callable[[], ProtocolStrategy], reply: Any, said: str
+) -> None:
+    with pytest.raises(TooFewReplies) as error:
+        strategy().start(grid(factory=lambda context: Template(reply)), num_rounds=2)
+    assert said in str(error.value)
+
+
+def test_a_mod_that_answers_the_reply_has_its_reason_heard() -> None:
+    mods = [LocalDpMod(1.0, 1.0, 1.0, 1e-5)]
+    with pytest.raises(TooFewReplies, match="asked for step 'start': error 6: LocalDpMod expects"):
+        PerMA(2).start(grid(mods=mods), num_rounds=1)
+    atoms = ArrayRecord([np.eye(4)[:2]])
+    PerMA(2, aggregation="mean").start(grid(mods=mods), atoms, num_rounds=1)  # has arrays to match
+
+
+def test_a_mod_that_sends_another_message_is_named() -> None:
+    def other(message: Message, context: Any, call_next: Any) -> Message:
+        return Message(call_next(message, context).content, dst_node_id=1, message_type="train")
+
+    with pytest.raises(TooFewReplies, match="A mod must return a reply to the message"):
+        PerMA(2).start(grid(mods=[other]), num_rounds=1)
+
+
+def test_fewer_clients_than_asked_for_are_an_error_at_once() -> None:
+    with pytest.raises(TooFewReplies, match=r"5 client\(s\) .* fewer than num_clients=7; with "):
+        PerMA(2, num_clients=7, node_timeout=1e6).start(grid(5), num_rounds=1)
+    PerMA(2, num_clients=7, node_timeout=1e6, allow_fewer=True).start(grid(5), num_rounds=1)
+
+
+def test_flags_and_labels_are_counted() -> None:
+    metrics = [{"cluster": 2.0, "anew": 1.0, "mse": 1.0}, {"cluster": 0.0, "anew": 0.0, "mse": 4.0}]
+    metrics.append({"cluster": 2.0, "anew": 1.0, "mse": 4.0, "rejected-3": 1.0})
+    replies = {i: Reply([], 1 + i, one) for i, one in enumerate(metrics)}
+    found = summarized(replies, flags=("anew", "rejected-*"), labels=("cluster",))
+    assert found == {"cluster_0": 1, "cluster_2": 2, "anew": 2, "mse": 3.5, "rejected-3": 1}
+
+
+def test_an_aggregate_has_counts_of_flags() -> None:
+    strategy = PerMA(2)
+    strategy.start(grid(), num_rounds=2)
+    training = [report.aggregate for report in strategy.history if report.step != "evaluate"]
+    assert [(one["orthogonal"], one["anew"]) for one in training] == [(3, 0), (3, 0)]
+
+
+def test_log_lines_name_phase_and_numbers(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("flwr")
+    before = logger.level
+    logger.addHandler(caplog.handler)
+    logger.setLevel(logging.INFO)
+
+    class Deployed(InProcessGrid):
+        nodes_are_fixed = False
+
+    try:
+        PerMA(2, fraction_train=0.6, num_clients=5).start(grid(5), num_rounds=1, timeout=9)
+        here = caplog.text
+        caplog.clear()
+        deployed = Deployed(client_app(dictionary), 3)
+        PerMA(2, num_clients=3, fraction_evaluate=0.0).start(deployed, num_rounds=1, timeout=9)
+    finally:
+        logger.setLevel(before)
+        logger.removeHandler(caplog.handler)
+    assert "configure_train: Sampled 3 nodes (out of 5) for step 'start'\n" in here
+    assert "aggregate_train: Received 3 results and 0 failures\n" in here
+    assert "configure_evaluate: Sampled 5 nodes (out of 5)\n" in here
+    assert "aggregate_evaluate: Received 5 results and 0 failures\n" in here
+    assert "Waiting" not in here
+    assert "Waiting for clients to register: 3 of 3 so far, at most 60 s." in caplog.text
+    assert "Asking 3 new node(s) who they are, at most 60 s." in caplog.text
+    assert "waiting for their replies, at most 9 s" in caplog.text
+
+
+class Walk:
+    """A program whose state counts its rounds."""
+
+    def __init__(self) -> None:
+        from typing import NamedTuple
+
+        self.State = NamedTuple("State", [("x", Any)])
+
+    def start(self, nodes: Any) -> Any:
+        return self.State(np.zeros((len(nodes), 1)))
+
+    def adapt(self, state: Any, round_: int) -> Any:
+        return self.State(state.x + 1)
+
+    def message(self, state: Any) -> Any:
+        return (state.x,)
+
+    def combine(self, state: Any, inbox: Any) -> Any:
+        return state
+
+    def observe(self, state: Any) -> Any:
+        return {"x": state.x}
+
+
+RESUMED: dict[str, tuple[Any, Any]] = {
+    "PerMA": (lambda **options: PerMA(2, **options), dictionary),
+    "PerPCA": (lambda **options: PerPCA(2, **options), dictionary),
+    "NeighborRelay": (
+        lambda **options: NeighborRelay(Topology.ring(3), 4, **options),
+        lambda context: DiffusionClient(Walk(), context),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("kept", [False, True])
+def test_clients_that_lost_their_state_between_two_starts_are_warned_of(
+    tmp_path: Path, warned: Any, name: str, kept: bool
+) -> None:
+    make, factory = RESUMED[name]
+    own = {"node_config": lambda partition: {"state-dir": str(tmp_path / "s")}} if kept else {}
+    whole = make()
+    whole.start(grid(factory=factory), num_rounds=4)
+    make(checkpoint_dir=tmp_path / "c").start(grid(factory=factory, **own), num_rounds=3)
+    assert "was lost" not in warned.text
+    again = make(checkpoint_dir=tmp_path / "c", resume=True)
+    again.start(grid(factory=factory, **own), num_rounds=4)
+    sentence = "The private state of client 0, client 1, client 2 was lost and is made anew"
+    assert (sentence in warned.text) is not kept
+    assert ("node_config=lambda partition" in warned.text) is not kept
+
+
+def test_private_state_reaches_the_disk_with_one_sync_per_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    syncs: list[str] = []
+    monkeypatch.setattr(os, "sync", lambda: syncs.append("all"), raising=False)
+    monkeypatch.setattr(os, "fsync", lambda handle: syncs.append("one"))
+    here = grid(8, node_config=lambda partition: {"state-dir": str(tmp_path)})
+    PerMA(2, fraction_evaluate=0.0).start(here, num_rounds=3)
+    assert syncs == ["all"] * 3
+    assert len(list(tmp_path.rglob("round-*.npz"))) == 8 * 2
+    assert not list(tmp_path.rglob(".*"))
+
+
+@pytest.mark.parametrize("when", ["before", "between"])
+def test_a_round_that_is_cut_off_while_its_state_is_written_is_resumed_to_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    def here() -> InProcessGrid:
+        return grid(4, node_config=lambda partition: {"state-dir": str(tmp_path / "state")})
+
+    options: dict[str, Any] = {"checkpoint_dir": tmp_path / "server"}
+    whole = PerMA(2).start(grid(4), num_rounds=4).arrays.to_numpy_ndarrays()[0]
+    PerMA(2, **options).start(here(), num_rounds=2)
+    calls = []
+    replace = os.replace
+
+    def dying(*paths: Any) -> None:
+        calls.append(paths)
+        if len(calls) > (0 if when == "before" else 2):
+            raise KeyboardInterrupt
+        replace(*paths)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", dying)
+        with pytest.raises(KeyboardInterrupt):
+            PerMA(2, **options, resume=True).start(here(), num_rounds=4)
+    result = PerMA(2, **options, resume=True).start(here(), num_rounds=4)
+    np.testing.assert_array_equal(result.arrays.to_numpy_ndarrays()[0], whole)
