@@ -263,6 +263,7 @@ def _outliers(own: Matrix, sent: NDArray[np.bool_]) -> NDArray[np.bool_]:
     some = own if present.all() else own[present]
     apart = own - geometric_median(some, tol=1e-4, max_iter=50)
     squares = row_products(apart, apart) * sent
-    distances = np.sqrt(squares.sum(axis=1) / np.maximum(sent.sum(axis=1), 1))
+    means = squares.sum(axis=1) / np.maximum(sent.sum(axis=1), 1)
+    distances = np.sqrt(means).astype(own.dtype, copy=False)  # their dtype says what is rounding
     outliers: NDArray[np.bool_] = distances > reach(distances[present], 1)
     return outliers

@@ -12,7 +12,8 @@ signed permutation ``Pi``               ``AtomMatch.indices`` and ``AtomMatch.si
 
 Deviations: distances come from differences of atoms, never from ``sqrt(2 - 2|c|)``, whose floor
 is 1.5e-8; the polar factor of a rank-deficient matrix, which the paper leaves open, is completed
-as near as possible to a given dictionary; ``sign(0) = 1``.
+as near as possible to a given dictionary; ``sign(0) = 1``, also where only rounding makes it
+non-zero.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ _FEW = 1e-6
 _PLAIN_GRAM = 1e-3
 #: Eigenvalues of so many atoms' Gram matrix take no longer than products, called for one matrix.
 _SMALL = 8
+#: Cosines up to this, of atoms in float32 too, are nothing but rounding.
+_ORTHOGONAL = 1e-6
 #: Numbers in the matrices whose polar factors are computed at once; a megabyte.
 _WINDOW = 2**17
 
@@ -122,9 +125,12 @@ def _measured(D: Matrix) -> tuple[Matrix, Matrix]:
     return D, xp.sqrt(squares)
 
 
-def signs_of(values: Matrix) -> Matrix:
-    """Return the signs of ``values``, with ``sign(0) = 1``."""
-    return 1 - 2 * cast(values < 0, values.dtype)
+def signs_of(cosines: Matrix) -> Matrix:
+    """Return the signs of the cosines of two atoms, 1 for atoms that are orthogonal.
+
+    Cosines as near to zero as ``_ORTHOGONAL`` are zeros but for rounding, which must not decide.
+    """
+    return 1 - 2 * cast(cosines < -_ORTHOGONAL, cosines.dtype)
 
 
 def thin_svd(X: Matrix) -> tuple[Matrix, Matrix, Matrix]:

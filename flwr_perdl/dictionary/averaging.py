@@ -30,6 +30,7 @@ import numpy as np
 from flwr_perdl._checks import Matrix, check_array, check_count
 from flwr_perdl.dictionary.aggregation import aggregate_atoms, finish_atoms
 from flwr_perdl.dictionary.atoms import normalize_atoms, principal_directions
+from flwr_perdl.dictionary.coding import remainder
 from flwr_perdl.dictionary.learners import Learner, atom_support
 
 #: Directions shorter than this after projection lie in the span of the other atoms.
@@ -79,13 +80,13 @@ def update_dictionary(
     used = atom_support(C) >= least
     sent = np.zeros((len(D) + 1, D.shape[1]), D.dtype)
     sent[:-1] = np.where(used[:, None], D, 0)
-    rest = X - C @ D
-    exact = np.linalg.norm(rest) <= np.linalg.norm(X) * max(X.shape) * np.finfo(X.dtype).eps
-    if not used.all() and not exact:
+    fitted = C @ D
+    rest = remainder(X, fitted)
+    if not used.all() and rest.any():
         direction = principal_directions(rest, 1)
         if atom_support(rest @ direction.T)[0] >= least:
             sent[-1] = direction
-    return LocalDictionary(D, sent, float(np.mean(np.square(rest))))
+    return LocalDictionary(D, sent, float(np.mean(np.square(X - fitted))))
 
 
 def average_dictionaries(

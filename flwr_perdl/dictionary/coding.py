@@ -32,9 +32,12 @@ from flwr_perdl._arrays import (
     namespace,
     on_host,
     put,
+    row_norms,
 )
 from flwr_perdl._checks import Matrix, check_array, check_count, check_real
 
+#: The largest share of a sample's norm that counts as rounding.
+_FEW = 1e-4
 #: Numbers held at once by :func:`omp` and :func:`focuss`.
 _WORKSPACE = 2**24
 #: Exchanges of many variables in a row that :func:`nonnegative_least_squares` allows without gain.
@@ -97,8 +100,8 @@ def top_k(A: Matrix, k: int) -> Matrix:
 def omp(X: Matrix, D: Matrix, n_nonzero: int) -> Matrix:
     """Code by orthogonal matching pursuit, all samples at once.
 
-    Each sample repeatedly takes the atom that correlates most with what is left of it, and fits
-    the atoms that it has taken by least squares.
+    Each sample repeatedly takes the atom that correlates most with what is left of it (the first
+    of several that do but for rounding), and fits the atoms that it has taken by least squares.
 
     Parameters
     ----------
@@ -124,12 +127,12 @@ def omp(X: Matrix, D: Matrix, n_nonzero: int) -> Matrix:
     if k and n:
         for rows in np.array_split(np.arange(n), min(n, n * k * r // _WORKSPACE + 1)):
             piece = slice(int(rows[0]), int(rows[-1]) + 1)
-            C[piece, :] = _pursue(X[piece, :] @ D.T, gram, k)
+            C[piece, :] = _pursue(X[piece, :] @ D.T, gram, row_norms(X[piece, :]), k)
     return C
 
 
-def _pursue(correlation: Matrix, gram: Matrix, k: int) -> Matrix:
-    """OMP from the products ``X @ D.T`` and ``D @ D.T``.
+def _pursue(correlation: Matrix, gram: Matrix, norms: Matrix, k: int) -> Matrix:
+    """OMP from the products ``X @ D.T`` and ``D @ D.T`` and the samples' norms.
 
     The atoms that a sample has taken are orthonormalised one by one (Gram-Schmidt); ``basis[s]``
     holds the products of the ``s``-th orthonormal direction with all atoms, ``R`` the triangular
@@ -139,14 +142,16 @@ def _pursue(correlation: Matrix, gram: Matrix, k: int) -> Matrix:
     (n, r), dtype = correlation.shape, correlation.dtype
     rows, steps = xp.arange(n, **here), xp.arange(k, **here)
     tiny = float(100 * xp.finfo(dtype).eps)
-    done = xp.max(xp.abs(correlation), axis=1) * tiny
+    done = cast(norms, dtype) * tiny
     basis = xp.zeros((k, n, r), dtype=dtype, **here)
     R = xp.zeros((n, k, k), dtype=dtype, **here)
     along = xp.zeros((n, k), dtype=dtype, **here)
     taken = xp.zeros((n, k), dtype=xp.int64, **here)
     free = xp.full((n, r), True, **here)
     for s in range(k):
-        choice = xp.argmax(xp.where(free, xp.abs(correlation), -1), axis=1)
+        sizes = xp.where(free, xp.abs(correlation), -1)
+        best = xp.max(sizes, axis=1, keepdims=True)
+        choice = xp.argmax(cast(sizes >= (1 - tiny) * best, xp.int8), axis=1)
         put(free, choice[:, None], False)
         taken[:, s] = choice
         before = basis[steps[:s], rows[:, None], choice[:, None]]
@@ -463,6 +468,29 @@ def sparse_code(
     X = check_array("X", X, xp=xp)
     D = check_array("D", D, columns=X.shape[1], xp=xp)
     return hard_threshold(X @ D.T, check_real("threshold", threshold, 0))
+
+
+def remainder(X: Matrix, fitted: Matrix) -> Matrix:
+    """Return ``X - fitted``, with zeros for samples that are fitted but for rounding.
+
+    What rounding leaves has directions of its own, mostly those of the samples: an atom learned
+    from it stands for nothing, or doubles one that is there.
+
+    Parameters
+    ----------
+    X : ndarray of shape (n_samples, n_features)
+        Samples.
+    fitted : ndarray of shape (n_samples, n_features)
+        What the codes make of them.
+
+    Returns
+    -------
+    ndarray of shape (n_samples, n_features)
+    """
+    rest = X - fitted
+    rounding = min(X.shape[1] * float(np.finfo(X.dtype).eps), _FEW)
+    rest[row_norms(rest) <= rounding * row_norms(X)] = 0
+    return rest
 
 
 def reconstruct(C: Matrix, D: Matrix) -> Matrix:

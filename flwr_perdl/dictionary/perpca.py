@@ -33,6 +33,7 @@ import numpy as np
 from flwr_perdl._checks import Matrix, check_array, check_count, check_real
 from flwr_perdl.dictionary.aggregation import aggregate_atoms
 from flwr_perdl.dictionary.atoms import polar_factor, principal_directions
+from flwr_perdl.dictionary.coding import remainder
 
 #: First step, as a multiple of 1 / ||X_i||_2^2; halved whenever the clients' loss has risen.
 STEP = 1.0
@@ -86,7 +87,7 @@ def shared_start(directions: Sequence[Matrix], n_global: int) -> Matrix:
 def local_start(X: Matrix, U: Matrix, n_local: int) -> Matrix:
     """Return the principal directions of what the shared components ``U`` leave of ``X``."""
     check_count("n_local", n_local, 0, X.shape[1] - len(U))
-    return _apart(principal_directions(X - (X @ U.T) @ U, n_local), U, n_local)
+    return _apart(principal_directions(remainder(X, (X @ U.T) @ U), n_local), U, n_local)
 
 
 def perpca_step(X: Matrix, U: Matrix, V: Matrix, step: float) -> PCAStep:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import numpy as np
 
 from flwr_perdl._checks import Matrix, check_array, check_count
+from flwr_perdl.dictionary.coding import remainder
 from flwr_perdl.dictionary.learners import Learner
 
 
@@ -50,7 +51,7 @@ def refine_local(
     check_count("n_iter", n_iter)
     shared, local = D[:n_global], D[n_global:]
     C = X @ shared.T if learner.orthogonal else learner.code(X, D)[:, :n_global]
-    rest = X - C @ shared
+    rest = remainder(X, C @ shared)
     if len(local):
         for _ in range(n_iter):
             local = learner.step(rest, local)
