@@ -158,7 +158,7 @@ def local_statistics(
         ``C_g.T @ (X - C_l @ D_l)``; unless orthogonal, ``C_g.T @ C_g`` comes before it.
     """
     D = check_array("D", D)
-    X = check_array("X", X, columns=D.shape[1])
+    X = check_array("X", X, columns=D.shape[1], squares=True)
     C = check_array("C", C, columns=len(D))
     check_count("n_global", n_global, 0, len(D))
     own = C[:, :n_global]

@@ -59,6 +59,8 @@ _PLAIN_GRAM = 1e-3
 _SMALL = 8
 #: Cosines up to this, of atoms in float32 too, are nothing but rounding.
 _ORTHOGONAL = 1e-6
+#: Squared norms this near to 1 are those of unit atoms.
+_UNIT = 1e-5
 #: Numbers in the matrices whose polar factors are computed at once; a megabyte.
 _WINDOW = 2**17
 
@@ -123,6 +125,34 @@ def _measured(D: Matrix) -> tuple[Matrix, Matrix]:
         D = xp.where(odd & (peaks > 0), D / xp.where(peaks > 0, peaks, 1), D)
         squares = xp.sum(D * D, axis=1, keepdims=True)
     return D, xp.sqrt(squares)
+
+
+def unit_atoms(D: Matrix) -> tuple[Matrix, Matrix]:
+    """Return the atoms at unit norm, and what their norms were.
+
+    Parameters
+    ----------
+    D : ndarray of shape (n_atoms, n_features)
+        Finite rows of any length. Those that are unit but for rounding stay as they are, and so
+        do zero rows: withheld atoms.
+
+    Returns
+    -------
+    atoms : ndarray of shape (n_atoms, n_features)
+        ``D`` itself where it has no other rows.
+    norms : ndarray of shape (n_atoms, 1)
+        1 for rows that stay as they are.
+    """
+    xp = namespace(D)
+    with np.errstate(over="ignore", under="ignore"):
+        squares = row_products(D, D)[:, None]
+    fine = (xp.abs(squares - 1) <= _UNIT) | ~xp.any(D, axis=1, keepdims=True)
+    if xp.all(fine):
+        return D, xp.ones_like(squares)
+    scaled, norms = _measured(D)
+    peaks = (xp.max(xp.abs(A), axis=1, keepdims=True) for A in (D, xp.where(fine, 1, scaled)))
+    atoms = xp.where(fine, D, scaled / xp.where(fine, 1, norms))
+    return atoms, xp.where(fine, 1, norms * (next(peaks) / next(peaks)))
 
 
 def signs_of(cosines: Matrix) -> Matrix:
@@ -592,6 +622,9 @@ def match_atoms(A: Matrix, B: Matrix) -> AtomMatch:
 
 def dictionary_distance(A: Matrix, B: Matrix, norm: str = "1,2") -> float:
     """Return the distance of two dictionaries up to order and signs of their atoms.
+
+    The lengths of atoms count: of dictionaries that are not unit, `normalize_atoms` first makes
+    directions.
 
     Parameters
     ----------

@@ -71,7 +71,7 @@ def update_dictionary(
     -------
     LocalDictionary
     """
-    X = check_array("X", X, min_rows=1)
+    X = check_array("X", X, min_rows=1, squares=True)
     D = check_array("D", D, columns=X.shape[1])
     for _ in range(check_count("n_steps", n_steps)):
         D = learner.step(X, D)

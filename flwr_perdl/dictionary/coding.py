@@ -33,8 +33,10 @@ from flwr_perdl._arrays import (
     on_host,
     put,
     row_norms,
+    squared_norm,
 )
 from flwr_perdl._checks import Matrix, check_array, check_count, check_real
+from flwr_perdl.dictionary.atoms import unit_atoms
 
 #: The largest share of a sample's norm that counts as rounding.
 _FEW = 1e-4
@@ -108,7 +110,7 @@ def omp(X: Matrix, D: Matrix, n_nonzero: int) -> Matrix:
     X : ndarray of shape (n_samples, n_features)
         Data.
     D : ndarray of shape (n_atoms, n_features)
-        Unit atoms.
+        Atoms. Their lengths do not matter: codes are those of unit atoms divided by them.
     n_nonzero : int
         Atoms per sample, at most; a sample that is fitted exactly takes no more.
 
@@ -118,17 +120,18 @@ def omp(X: Matrix, D: Matrix, n_nonzero: int) -> Matrix:
         Codes.
     """
     xp = namespace(X, D)
-    X = check_array("X", X, xp=xp)
+    X = check_array("X", X, squares=True, xp=xp)
     D = check_array("D", D, columns=X.shape[1], xp=xp)
     k = min(check_count("n_nonzero", n_nonzero), *D.shape)
     n, r = X.shape[0], D.shape[0]
+    given, (D, lengths) = D, unit_atoms(D)
     gram = D @ D.T
     C: Matrix = xp.zeros((n, r), dtype=xp.result_type(X, D), **beside(X))
     if k and n:
         for rows in np.array_split(np.arange(n), min(n, n * k * r // _WORKSPACE + 1)):
             piece = slice(int(rows[0]), int(rows[-1]) + 1)
             C[piece, :] = _pursue(X[piece, :] @ D.T, gram, row_norms(X[piece, :]), k)
-    return C
+    return C if D is given else C / lengths.T
 
 
 def _pursue(correlation: Matrix, gram: Matrix, norms: Matrix, k: int) -> Matrix:
@@ -196,7 +199,7 @@ def lasso(X: Matrix, D: Matrix, alpha: float, *, tol: float = 1e-8, max_iter: in
         Codes, sweeps, violation, and whether ``tol`` was reached.
     """
     xp = namespace(X, D)
-    X = check_array("X", X, xp=xp)
+    X = check_array("X", X, squares=True, xp=xp)
     D = check_array("D", D, columns=X.shape[1], xp=xp)
     alpha = check_real("alpha", alpha, 0, open_low=True)
     tol = check_real("tol", tol, 0)
@@ -272,7 +275,7 @@ def focuss(
     Focuss
         Codes, iterations, last change, and whether ``tol`` was reached.
     """
-    X = check_array("X", X)
+    X = check_array("X", X, squares=True)
     D = check_array("D", D, columns=X.shape[1])
     alpha = check_real("alpha", alpha, 0, open_low=True)
     power = check_real("power", power, 0, 1, open_low=True)
@@ -344,7 +347,7 @@ def nonnegative_least_squares(X: Matrix, D: Matrix) -> Matrix:
     ValueError
         If the atoms are linearly dependent: the codes would not be determined.
     """
-    X = check_array("X", X)
+    X = check_array("X", X, squares=True)
     D = check_array("D", D, columns=X.shape[1])
     if len(D) and np.linalg.matrix_rank(D) < len(D):
         raise ValueError(f"D must have linearly independent rows, got shape {D.shape}, dependent.")
@@ -431,11 +434,11 @@ def sparse_code(
     X : ndarray of shape (n_samples, n_features)
         Data.
     D : ndarray of shape (n_atoms, n_features)
-        Unit atoms.
+        Atoms; only to the lasso their lengths matter.
     n_nonzero : int, optional
         Orthogonal matching pursuit with this many atoms per sample, see :func:`omp`.
     threshold : float, optional
-        Hard thresholding of ``X @ D.T`` (Algorithms 4 and 5).
+        Hard thresholding of ``X @ D.T`` (Algorithms 4 and 5), ``D`` brought to unit norm.
     alpha : float, optional
         The lasso with this penalty, see :func:`lasso`.
 
@@ -465,9 +468,11 @@ def sparse_code(
     if alpha is not None:
         return lasso(X, D, alpha).codes
     xp = namespace(X, D)
-    X = check_array("X", X, xp=xp)
+    X = check_array("X", X, squares=True, xp=xp)
     D = check_array("D", D, columns=X.shape[1], xp=xp)
-    return hard_threshold(X @ D.T, check_real("threshold", threshold, 0))
+    unit, lengths = unit_atoms(D)
+    C = hard_threshold(X @ unit.T, check_real("threshold", threshold, 0))
+    return C if unit is D else C / lengths.T
 
 
 def remainder(X: Matrix, fitted: Matrix) -> Matrix:
@@ -487,9 +492,11 @@ def remainder(X: Matrix, fitted: Matrix) -> Matrix:
     -------
     ndarray of shape (n_samples, n_features)
     """
-    rest = X - fitted
-    rounding = min(X.shape[1] * float(np.finfo(X.dtype).eps), _FEW)
+    rest, limits = X - fitted, np.finfo(X.dtype)
+    rounding = min(X.shape[1] * float(limits.eps), _FEW)
     rest[row_norms(rest) <= rounding * row_norms(X)] = 0
+    if squared_norm(rest) < limits.smallest_normal / limits.eps:  # too small to learn from
+        rest[:] = 0
     return rest
 
 

@@ -46,6 +46,7 @@ from flwr_perdl.dictionary.atoms import (
     normalize_atoms,
     polar_factor,
     principal_directions,
+    unit_atoms,
 )
 from flwr_perdl.dictionary.coding import hard_threshold, omp
 
@@ -197,7 +198,7 @@ class AlternatingLearner(ABC):
             Orthonormal atoms, NumPy's whatever ``X`` is; beyond ``n_features`` of them, random unit
             vectors are added.
         """
-        X = check_array("X", X, min_rows=1)
+        X = check_array("X", X, min_rows=1, squares=True)
         d = X.shape[1]
         k = min(self.n_atoms, d)
         spanned = principal_directions(X, k)
@@ -237,7 +238,7 @@ class AlternatingLearner(ABC):
         X : ndarray of shape (n_samples, n_features)
             Data.
         D : ndarray of shape (n_atoms, n_features)
-            Unit atoms.
+            Atoms. Their lengths do not matter: codes are those of unit atoms divided by them.
         scale : float, default 1
             Multiplies the threshold (or divides ``n_nonzero``).
 
@@ -246,8 +247,12 @@ class AlternatingLearner(ABC):
         ndarray of shape (n_samples, n_atoms)
         """
         xp = namespace(X, D)
-        X = check_array("X", X, xp=xp)
-        return self._code(X, check_array("D", D, columns=X.shape[1], xp=xp), scale)
+        X = check_array("X", X, squares=True, xp=xp)
+        D = check_array("D", D, columns=X.shape[1], xp=xp)
+        check_real("scale", scale, 0, open_low=True)
+        unit, lengths = unit_atoms(D)
+        C = self._code(X, unit, scale)
+        return C if unit is D else C / lengths.T
 
     def _code(self, X: Matrix, D: Matrix, scale: float = 1.0) -> Matrix:
         if self.n_nonzero is not None:
@@ -273,7 +278,7 @@ class AlternatingLearner(ABC):
         """
         xp = namespace(X, C, D)
         D = check_array("D", D, xp=xp)
-        X = check_array("X", X, columns=D.shape[1], xp=xp)
+        X = check_array("X", X, columns=D.shape[1], squares=True, xp=xp)
         C = check_array("C", C, columns=D.shape[0], xp=xp)
         if C.shape[0] != X.shape[0]:
             raise ValueError(
@@ -288,9 +293,9 @@ class AlternatingLearner(ABC):
     def step(self, X: Matrix, D: Matrix) -> Matrix:
         """Return ``update(X, code(X, D), D)``: one iteration."""
         xp = namespace(X, D)
-        X = check_array("X", X, xp=xp)
+        X = check_array("X", X, squares=True, xp=xp)
         D = check_array("D", D, columns=X.shape[1], xp=xp)
-        return self.unchecked_step(X, D)
+        return self.unchecked_step(X, unit_atoms(D)[0])
 
     def unchecked_step(self, X: Matrix, D: Matrix, scale: float = 1.0) -> Matrix:
         """Return :meth:`step` of arguments that are as they should be; ``scale`` as in `code`."""
@@ -327,7 +332,7 @@ class OrthogonalLearner(AlternatingLearner):
 
     def start(self, X: Matrix, rng: np.random.Generator) -> Matrix:
         """Return a random rotation of the data's principal directions, orthonormal."""
-        X = check_array("X", X, min_rows=1)
+        X = check_array("X", X, min_rows=1, squares=True)
         check_count("n_atoms", self.n_atoms, 1, X.shape[1])
         return super().start(X, rng)
 
