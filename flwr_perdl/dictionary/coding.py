@@ -120,7 +120,7 @@ def omp(X: Matrix, D: Matrix, n_nonzero: int) -> Matrix:
         Codes.
     """
     xp = namespace(X, D)
-    X = check_array("X", X, squares=True, xp=xp)
+    X = check_array("X", X, xp=xp)
     D = check_array("D", D, columns=X.shape[1], xp=xp)
     k = min(check_count("n_nonzero", n_nonzero), *D.shape)
     n, r = X.shape[0], D.shape[0]
@@ -130,12 +130,12 @@ def omp(X: Matrix, D: Matrix, n_nonzero: int) -> Matrix:
     if k and n:
         for rows in np.array_split(np.arange(n), min(n, n * k * r // _WORKSPACE + 1)):
             piece = slice(int(rows[0]), int(rows[-1]) + 1)
-            C[piece, :] = _pursue(X[piece, :] @ D.T, gram, row_norms(X[piece, :]), k)
+            C[piece, :] = _pursue(X[piece, :] @ D.T, gram, xp.max(xp.abs(X[piece, :]), axis=1), k)
     return C if D is given else C / lengths.T
 
 
-def _pursue(correlation: Matrix, gram: Matrix, norms: Matrix, k: int) -> Matrix:
-    """OMP from the products ``X @ D.T`` and ``D @ D.T`` and the samples' norms.
+def _pursue(correlation: Matrix, gram: Matrix, peaks: Matrix, k: int) -> Matrix:
+    """OMP from the products ``X @ D.T`` and ``D @ D.T``, and the samples' largest values.
 
     The atoms that a sample has taken are orthonormalised one by one (Gram-Schmidt); ``basis[s]``
     holds the products of the ``s``-th orthonormal direction with all atoms, ``R`` the triangular
@@ -145,7 +145,8 @@ def _pursue(correlation: Matrix, gram: Matrix, norms: Matrix, k: int) -> Matrix:
     (n, r), dtype = correlation.shape, correlation.dtype
     rows, steps = xp.arange(n, **here), xp.arange(k, **here)
     tiny = float(100 * xp.finfo(dtype).eps)
-    done = cast(norms, dtype) * tiny
+    done = tiny * xp.max(xp.abs(correlation), axis=1)
+    done = xp.maximum(done, tiny * cast(peaks, dtype))  # samples may be orthogonal to all atoms
     basis = xp.zeros((k, n, r), dtype=dtype, **here)
     R = xp.zeros((n, k, k), dtype=dtype, **here)
     along = xp.zeros((n, k), dtype=dtype, **here)
@@ -199,7 +200,7 @@ def lasso(X: Matrix, D: Matrix, alpha: float, *, tol: float = 1e-8, max_iter: in
         Codes, sweeps, violation, and whether ``tol`` was reached.
     """
     xp = namespace(X, D)
-    X = check_array("X", X, squares=True, xp=xp)
+    X = check_array("X", X, xp=xp)
     D = check_array("D", D, columns=X.shape[1], xp=xp)
     alpha = check_real("alpha", alpha, 0, open_low=True)
     tol = check_real("tol", tol, 0)
@@ -347,7 +348,7 @@ def nonnegative_least_squares(X: Matrix, D: Matrix) -> Matrix:
     ValueError
         If the atoms are linearly dependent: the codes would not be determined.
     """
-    X = check_array("X", X, squares=True)
+    X = check_array("X", X)
     D = check_array("D", D, columns=X.shape[1])
     if len(D) and np.linalg.matrix_rank(D) < len(D):
         raise ValueError(f"D must have linearly independent rows, got shape {D.shape}, dependent.")
@@ -468,7 +469,7 @@ def sparse_code(
     if alpha is not None:
         return lasso(X, D, alpha).codes
     xp = namespace(X, D)
-    X = check_array("X", X, squares=True, xp=xp)
+    X = check_array("X", X, xp=xp)
     D = check_array("D", D, columns=X.shape[1], xp=xp)
     unit, lengths = unit_atoms(D)
     C = hard_threshold(X @ unit.T, check_real("threshold", threshold, 0))
