@@ -123,18 +123,29 @@ def omp(X: Matrix, D: Matrix, n_nonzero: int) -> Matrix:
     X = check_array("X", X, xp=xp)
     D = check_array("D", D, columns=X.shape[1], xp=xp)
     k = min(check_count("n_nonzero", n_nonzero), *D.shape)
-    n, r = X.shape[0], D.shape[0]
-    given, (D, lengths) = D, unit_atoms(D)
+    unit, lengths = unit_atoms(D)
+    C = pursue(X, unit, k)
+    return C if unit is D else C / lengths.T
+
+
+def pursue(X: Matrix, D: Matrix, k: int, level: float = 0.0) -> Matrix:
+    """Return :func:`omp`'s codes of checked samples with unit atoms, ``k`` of them at most.
+
+    A sample takes no atom whose product with what is left of it is below ``level``: for orthonormal
+    atoms these are the codes of :func:`hard_threshold`, of as many atoms as it leaves.
+    """
+    xp, (n, r) = namespace(X, D), (X.shape[0], D.shape[0])
     gram = D @ D.T
     C: Matrix = xp.zeros((n, r), dtype=xp.result_type(X, D), **beside(X))
     if k and n:
         for rows in np.array_split(np.arange(n), min(n, n * k * r // _WORKSPACE + 1)):
             piece = slice(int(rows[0]), int(rows[-1]) + 1)
-            C[piece, :] = _pursue(X[piece, :] @ D.T, gram, xp.max(xp.abs(X[piece, :]), axis=1), k)
-    return C if D is given else C / lengths.T
+            peaks = xp.max(xp.abs(X[piece, :]), axis=1)
+            C[piece, :] = _pursue(X[piece, :] @ D.T, gram, peaks, k, level)
+    return C
 
 
-def _pursue(correlation: Matrix, gram: Matrix, peaks: Matrix, k: int) -> Matrix:
+def _pursue(correlation: Matrix, gram: Matrix, peaks: Matrix, k: int, level: float) -> Matrix:
     """OMP from the products ``X @ D.T`` and ``D @ D.T``, and the samples' largest values.
 
     The atoms that a sample has taken are orthonormalised one by one (Gram-Schmidt); ``basis[s]``
@@ -161,7 +172,10 @@ def _pursue(correlation: Matrix, gram: Matrix, peaks: Matrix, k: int) -> Matrix:
         before = basis[steps[:s], rows[:, None], choice[:, None]]
         norm2 = gram[choice, choice] - xp.sum(before**2, axis=1)
         chosen = correlation[rows, choice]
-        live = (xp.abs(chosen) > done) & (norm2 > tiny)
+        live = (xp.abs(chosen) > done) & (norm2 > tiny) & (xp.abs(chosen) >= level)
+        if level and not xp.any(live):
+            k = s
+            break
         norm = xp.sqrt(xp.where(live, norm2, 1))
         direction = xp.take(gram, choice, axis=0) - combinations(before, basis[:s, ...])
         basis[s, ...] = xp.where(live[:, None], direction / norm[:, None], 0)
@@ -170,7 +184,8 @@ def _pursue(correlation: Matrix, gram: Matrix, peaks: Matrix, k: int) -> Matrix:
         R[:, s, s] = norm
         correlation = correlation - along[:, s, None] * basis[s, ...]
     C: Matrix = xp.zeros((n, r), dtype=dtype, **here)
-    put(C, taken, xp.linalg.solve(R, along[..., None])[..., 0])
+    if k:
+        put(C, taken[:, :k], xp.linalg.solve(R[:, :k, :k], along[:, :k, None])[..., 0])
     return C
 
 

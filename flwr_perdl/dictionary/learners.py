@@ -7,15 +7,16 @@ codes; they differ in the update.
 paper (Liang et al., NeurIPS 2023)      here
 ======================================= ====================================================
 ``A_i(Y, D)``, one iteration            ``learner.step(X, D)``
-``HT_zeta(D' Y)``, Alg. 4 and 5 line 2  ``learner.code(X, D)``; ``zeta`` is ``threshold``
+``HT_zeta(D' Y)``, Alg. 4 and 5 line 2  ``learner.code(X, D)``; ``zeta`` is ``threshold``, with
+                                        ``coding="threshold"`` where atoms are not orthogonal
 ``Polar(Y X')``, Alg. 4 line 3          :class:`OrthogonalLearner`
 gradient step ``eta``, Alg. 5 line 3    :class:`GradientLearner`
 ======================================= ====================================================
 
 Deviations: Algorithm 4 also learns thin dictionaries (fewer atoms than features); Algorithm 5's
 step is scaled, ``eta = 0.5 / ||C' C||_2``, and its atoms are brought back to unit norm, without
-which it stalls; any learner can code by orthogonal matching pursuit instead of a threshold. MOD
-and approximate K-SVD are not in the paper.
+which it stalls; learners whose atoms need not be orthogonal code by orthogonal matching pursuit
+that stops at the threshold. MOD and approximate K-SVD are not in the paper.
 
 No start and no update puts a raw sample into a dictionary: starts are random rotations of the
 data's principal directions, and where each atom has an update of its own, it moves only if at
@@ -40,7 +41,14 @@ from flwr_perdl._arrays import (
     squared_norm,
     where_true,
 )
-from flwr_perdl._checks import Matrix, check_array, check_count, check_real, own_numbers
+from flwr_perdl._checks import (
+    Matrix,
+    check_array,
+    check_choice,
+    check_count,
+    check_real,
+    own_numbers,
+)
 from flwr_perdl.dictionary.atoms import (
     least_squares_atoms,
     normalize_atoms,
@@ -48,10 +56,12 @@ from flwr_perdl.dictionary.atoms import (
     principal_directions,
     unit_atoms,
 )
-from flwr_perdl.dictionary.coding import hard_threshold, omp
+from flwr_perdl.dictionary.coding import hard_threshold, omp, pursue
 
 #: ``threshold="auto"`` is this multiple of the root mean square norm of the samples.
 AUTO_THRESHOLD = 0.11
+#: Atoms that a sample may have where a pursuit with a threshold codes it.
+PURSUED = 10
 #: Samples that must stand behind an atom before a learner moves it.
 _LEAST_SUPPORT = 2
 #: Supports this near to a whole number, relative to it, are that number but for rounding.
@@ -341,20 +351,59 @@ class OrthogonalLearner(AlternatingLearner):
 
 
 @dataclass(frozen=True)
-class GradientLearner(AlternatingLearner):
-    """Algorithm 5: one gradient step on ``||X - C @ D||^2``, then unit atoms.
-
-    The step's length is ``0.5 / ||C.T @ C||_2``.
+class GeneralLearner(AlternatingLearner):
+    """Coding for atoms that need not be orthogonal.
 
     Parameters
     ----------
     n_atoms : int
         Atoms of the dictionary; may exceed the number of features.
     threshold : float or "auto", default "auto"
-        Codes are ``X @ D.T`` without the entries below this; "auto" is ``AUTO_THRESHOLD`` times
-        the root mean square norm of the samples.
+        Codes below this are zero; "auto" is ``AUTO_THRESHOLD`` times the root mean square norm of
+        the samples.
     n_nonzero : int or None, default None
-        If given, orthogonal matching pursuit with this many atoms per sample codes instead.
+        If given, orthogonal matching pursuit with this many atoms per sample codes instead, and
+        ``threshold`` is not used.
+    coding : {"pursuit", "threshold"}, default "pursuit"
+        "pursuit": orthogonal matching pursuit, up to ``PURSUED`` atoms per sample, that stops where
+        no atom's product with what is left of the sample reaches the threshold. "threshold": the
+        paper's, ``X @ D.T`` without the entries below the threshold. It counts twice what two atoms
+        have in common, and needs a start near the truth, or atoms that are nearly orthogonal; on
+        images the error can grow with the iterations.
+    """
+
+    coding: Literal["pursuit", "threshold"] = "pursuit"
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        check_choice("coding", self.coding, ("pursuit", "threshold"))
+
+    def _code(self, X: Matrix, D: Matrix, scale: float = 1.0) -> Matrix:
+        if self.n_nonzero is not None or self.coding == "threshold":
+            return super()._code(X, D, scale)
+        return pursue(X, D, min(PURSUED, *D.shape), scale * self.level(X))
+
+
+@dataclass(frozen=True)
+class GradientLearner(GeneralLearner):
+    """Algorithm 5: one gradient step on ``||X - C @ D||^2``, then unit atoms.
+
+    The step's length is ``0.5 / ||C.T @ C||_2``. Algorithm 5 as printed is ``coding="threshold"``;
+    it needs a start near the truth.
+
+    Parameters
+    ----------
+    n_atoms : int
+        Atoms of the dictionary; may exceed the number of features.
+    threshold : float or "auto", default "auto"
+        Codes below this are zero; "auto" is ``AUTO_THRESHOLD`` times the root mean square norm of
+        the samples.
+    n_nonzero : int or None, default None
+        If given, orthogonal matching pursuit with this many atoms per sample codes instead, and
+        ``threshold`` is not used.
+    coding : {"pursuit", "threshold"}, default "pursuit"
+        See `GeneralLearner`.
     """
 
     def _update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
@@ -366,7 +415,7 @@ class GradientLearner(AlternatingLearner):
 
 
 @dataclass(frozen=True)
-class MODLearner(AlternatingLearner):
+class MODLearner(GeneralLearner):
     """Method of optimal directions: the least-squares dictionary, then unit atoms.
 
     What the codes leave open, atoms that no sample uses for one, stays as it is.
@@ -376,10 +425,13 @@ class MODLearner(AlternatingLearner):
     n_atoms : int
         Atoms of the dictionary; may exceed the number of features.
     threshold : float or "auto", default "auto"
-        Codes are ``X @ D.T`` without the entries below this; "auto" is ``AUTO_THRESHOLD`` times
-        the root mean square norm of the samples.
+        Codes below this are zero; "auto" is ``AUTO_THRESHOLD`` times the root mean square norm of
+        the samples.
     n_nonzero : int or None, default None
-        If given, orthogonal matching pursuit with this many atoms per sample codes instead.
+        If given, orthogonal matching pursuit with this many atoms per sample codes instead, and
+        ``threshold`` is not used.
+    coding : {"pursuit", "threshold"}, default "pursuit"
+        See `GeneralLearner`.
     """
 
     def _update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
@@ -389,7 +441,7 @@ class MODLearner(AlternatingLearner):
 
 
 @dataclass(frozen=True)
-class KSVDLearner(AlternatingLearner):
+class KSVDLearner(GeneralLearner):
     """Approximate K-SVD: each atom in turn is fitted, with its codes, to what the others leave.
 
     One power iteration per atom stands in for the singular value decomposition. Updates take
@@ -400,10 +452,13 @@ class KSVDLearner(AlternatingLearner):
     n_atoms : int
         Atoms of the dictionary; may exceed the number of features.
     threshold : float or "auto", default "auto"
-        Codes are ``X @ D.T`` without the entries below this; "auto" is ``AUTO_THRESHOLD`` times
-        the root mean square norm of the samples.
+        Codes below this are zero; "auto" is ``AUTO_THRESHOLD`` times the root mean square norm of
+        the samples.
     n_nonzero : int or None, default None
-        If given, orthogonal matching pursuit with this many atoms per sample codes instead.
+        If given, orthogonal matching pursuit with this many atoms per sample codes instead, and
+        ``threshold`` is not used.
+    coding : {"pursuit", "threshold"}, default "pursuit"
+        See `GeneralLearner`.
     """
 
     def _update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
