@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flwr_perdl._checks import Matrix, check_array, check_count
+from flwr_perdl._checks import Matrix, check_array, check_count, check_real
 from flwr_perdl.dictionary.aggregation import aggregate_atoms, finish_atoms
 from flwr_perdl.dictionary.atoms import normalize_atoms, principal_directions
 from flwr_perdl.dictionary.coding import remainder
@@ -76,7 +76,7 @@ def update_dictionary(
     for _ in range(check_count("n_steps", n_steps)):
         D = learner.step(X, D)
     C = learner.code(X, D)
-    least = max(min_support, 1)
+    least = max(check_real("min_support", min_support, 0), 1)
     used = atom_support(C) >= least
     sent = np.zeros((len(D) + 1, D.shape[1]), D.dtype)
     sent[:-1] = np.where(used[:, None], D, 0)
@@ -86,7 +86,7 @@ def update_dictionary(
         direction = principal_directions(rest, 1)
         if atom_support(rest @ direction.T)[0] >= least:
             sent[-1] = direction
-    return LocalDictionary(D, sent, float(np.mean(np.square(X - fitted))))
+    return LocalDictionary(D, sent, float(np.square(X - fitted).sum() / max(X.size, 1)))
 
 
 def average_dictionaries(

@@ -77,21 +77,37 @@ class Focuss(NamedTuple):
 
 def hard_threshold(A: Matrix, threshold: float) -> Matrix:
     """Keep the entries with ``|a| >= threshold``, set the others to zero."""
+    return kept_above(*_thresholded(A, threshold))
+
+
+def kept_above(A: Matrix, threshold: float) -> Matrix:
+    """Return :func:`hard_threshold` of arguments that are as they should be."""
     return A * cast(namespace(A).abs(A) >= threshold, A.dtype)
 
 
 def soft_threshold(A: Matrix, threshold: float) -> Matrix:
     """Move every entry towards zero by ``threshold``, not negative, and no further than zero."""
-    check_real("threshold", threshold, 0)
+    return _shrunk(*_thresholded(A, threshold))
+
+
+def _thresholded(A: Matrix, threshold: float) -> tuple[Matrix, float]:
+    """Return an array of any shape and its threshold, no larger than the dtype allows."""
+    xp = namespace(A)
+    A = check_array("A", A, ndim=getattr(A, "ndim", 2), xp=xp)
+    return A, min(check_real("threshold", threshold, 0), float(xp.finfo(A.dtype).max))
+
+
+def _shrunk(A: Matrix, threshold: float) -> Matrix:
     shrunk: Matrix = A - namespace(A).clip(A, -threshold, threshold)
     return shrunk
 
 
 def top_k(A: Matrix, k: int) -> Matrix:
     """Keep the ``k`` largest magnitudes of each row, set the others to zero."""
-    if k >= A.shape[1]:
-        return copied(A)
     xp = namespace(A)
+    A = check_array("A", A, xp=xp)
+    if check_count("k", k) >= A.shape[1]:
+        return copied(A)
     out: Matrix = xp.zeros_like(A)
     if k > 0:
         columns = largest(xp.abs(A), k)
@@ -121,7 +137,7 @@ def omp(X: Matrix, D: Matrix, n_nonzero: int) -> Matrix:
     """
     xp = namespace(X, D)
     X = check_array("X", X, xp=xp)
-    D = check_array("D", D, columns=X.shape[1], xp=xp)
+    D = check_array("D", D, columns=X.shape[1], squares=True, xp=xp)
     k = min(check_count("n_nonzero", n_nonzero), *D.shape)
     unit, lengths = unit_atoms(D)
     C = pursue(X, unit, k)
@@ -215,8 +231,8 @@ def lasso(X: Matrix, D: Matrix, alpha: float, *, tol: float = 1e-8, max_iter: in
         Codes, sweeps, violation, and whether ``tol`` was reached.
     """
     xp = namespace(X, D)
-    X = check_array("X", X, xp=xp)
-    D = check_array("D", D, columns=X.shape[1], xp=xp)
+    X = check_array("X", X, squares=True, xp=xp)
+    D = check_array("D", D, columns=X.shape[1], squares=True, xp=xp)
     alpha = check_real("alpha", alpha, 0, open_low=True)
     tol = check_real("tol", tol, 0)
     check_count("max_iter", max_iter)
@@ -224,6 +240,7 @@ def lasso(X: Matrix, D: Matrix, alpha: float, *, tol: float = 1e-8, max_iter: in
     rest = D @ X.T  # (n_atoms, n_samples): products of the atoms with what is left of the samples
     C = xp.zeros_like(rest)
     limits = xp.finfo(rest.dtype)
+    alpha = min(alpha, float(limits.max))
     scale = max(_most(xp.abs(rest)), float(limits.smallest_normal))
     tol = max(tol, 10 * float(limits.eps))
     violation, n_iter = _violation(C, rest, alpha) / scale, 0
@@ -231,7 +248,7 @@ def lasso(X: Matrix, D: Matrix, alpha: float, *, tol: float = 1e-8, max_iter: in
     squares = [(j, s) for j, s in enumerate(on_host(gram[numbers, numbers]).tolist()) if s > 0]
     while violation > tol and n_iter < max_iter:
         for j, square in squares:
-            new = soft_threshold(rest[j, :] + square * C[j, :], alpha) / square
+            new = _shrunk(rest[j, :] + square * C[j, :], alpha) / square
             step = new - C[j, :]
             if xp.any(step):
                 C[j, :] = new
@@ -243,7 +260,7 @@ def lasso(X: Matrix, D: Matrix, alpha: float, *, tol: float = 1e-8, max_iter: in
 def _violation(C: Matrix, rest: Matrix, alpha: float) -> float:
     """How far ``rest`` is from ``alpha * sign(C)`` (where ``C = 0``: from ``[-alpha, alpha]``)."""
     xp = namespace(C, rest)
-    inside, at = xp.abs(soft_threshold(rest, alpha)), xp.abs(rest - alpha * xp.sign(C))
+    inside, at = xp.abs(_shrunk(rest, alpha)), xp.abs(rest - alpha * xp.sign(C))
     return _most(xp.where(C == 0, inside, at))
 
 
@@ -485,9 +502,9 @@ def sparse_code(
         return lasso(X, D, alpha).codes
     xp = namespace(X, D)
     X = check_array("X", X, xp=xp)
-    D = check_array("D", D, columns=X.shape[1], xp=xp)
+    D = check_array("D", D, columns=X.shape[1], squares=True, xp=xp)
     unit, lengths = unit_atoms(D)
-    C = hard_threshold(X @ unit.T, check_real("threshold", threshold, 0))
+    C = kept_above(*_thresholded(X @ unit.T, check_real("threshold", threshold, 0)))
     return C if unit is D else C / lengths.T
 
 

@@ -56,7 +56,7 @@ from flwr_perdl.dictionary.atoms import (
     principal_directions,
     unit_atoms,
 )
-from flwr_perdl.dictionary.coding import hard_threshold, omp, pursue
+from flwr_perdl.dictionary.coding import kept_above, omp, pursue
 
 #: ``threshold="auto"`` is this multiple of the root mean square norm of the samples.
 AUTO_THRESHOLD = 0.11
@@ -258,7 +258,7 @@ class AlternatingLearner(ABC):
         """
         xp = namespace(X, D)
         X = check_array("X", X, squares=True, xp=xp)
-        D = check_array("D", D, columns=X.shape[1], xp=xp)
+        D = check_array("D", D, columns=X.shape[1], squares=True, xp=xp)
         check_real("scale", scale, 0, open_low=True)
         unit, lengths = unit_atoms(D)
         C = self._code(X, unit, scale)
@@ -267,7 +267,8 @@ class AlternatingLearner(ABC):
     def _code(self, X: Matrix, D: Matrix, scale: float = 1.0) -> Matrix:
         if self.n_nonzero is not None:
             return omp(X, D, max(1, round(self.n_nonzero / scale)))
-        return hard_threshold(X @ D.T, scale * self.level(X))
+        products, level = X @ D.T, scale * self.level(X)
+        return kept_above(products, min(level, float(namespace(X).finfo(products.dtype).max)))
 
     def update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
         """Return the next dictionary.
@@ -286,15 +287,7 @@ class AlternatingLearner(ABC):
         ndarray of shape (n_atoms, n_features)
             Unit atoms.
         """
-        xp = namespace(X, C, D)
-        D = check_array("D", D, xp=xp)
-        X = check_array("X", X, columns=D.shape[1], squares=True, xp=xp)
-        C = check_array("C", C, columns=D.shape[0], xp=xp)
-        if C.shape[0] != X.shape[0]:
-            raise ValueError(
-                f"C must have a row for each of {X.shape[0]} samples, got {C.shape[0]}."
-            )
-        return self._update(X, C, D)
+        return self._update(*_checked(X, C, D))
 
     @abstractmethod
     def _update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
@@ -313,7 +306,8 @@ class AlternatingLearner(ABC):
 
     def loss(self, X: Matrix, C: Matrix, D: Matrix) -> float:
         """Return ``||X - C @ D||^2``, plus ``threshold^2`` per non-zero code if thresholding."""
-        xp = namespace(X, C, D)
+        X, C, D = _checked(X, C, D)
+        xp = namespace(X)
         error = float(xp.sum((X - C @ D) ** 2))
         if self.n_nonzero is not None:
             return error
@@ -472,6 +466,17 @@ class KSVDLearner(GeneralLearner):
             D[j] = normalize_atoms((C[users, j] @ own)[None], D[j, None])[0]
             rest[users] = own - (own @ D[j])[:, None] * D[j]
         return D
+
+
+def _checked(X: Matrix, C: Matrix, D: Matrix) -> tuple[Matrix, Matrix, Matrix]:
+    """Return samples, codes and dictionary, if they fit."""
+    xp = namespace(X, C, D)
+    D = check_array("D", D, xp=xp)
+    X = check_array("X", X, columns=D.shape[1], squares=True, xp=xp)
+    C = check_array("C", C, columns=D.shape[0], xp=xp)
+    if C.shape[0] != X.shape[0]:
+        raise ValueError(f"C must have a row for each of {X.shape[0]} samples, got {C.shape[0]}.")
+    return X, C, D
 
 
 def _well_supported(C: Matrix) -> Matrix:
