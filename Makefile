@@ -24,7 +24,7 @@ python := $(venv)/bin/python
 export FLWR_TELEMETRY_ENABLED = 0
 export OPENBLAS_NUM_THREADS = 1
 
-.PHONY: run test torch lint bench bench-check docs-figures gallery site fuzz clean
+.PHONY: run test test-kernels torch lint bench bench-check docs-figures gallery site fuzz clean
 .DEFAULT_GOAL := run
 
 run: .venv/.installed
@@ -33,6 +33,16 @@ run: .venv/.installed
 # A worker per core, four at most; a file's tests stay together, since they share what they start.
 test: $(venv)/.installed
 	$(python) -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
+
+# The maths once more under OpenBLAS's other kernels that run here: rounding must decide nothing.
+KERNEL_TESTS := tests/test_robust.py tests/regression/test_anchors.py \
+    tests/regression/test_answers.py tests/regression/test_clustering.py \
+    tests/regression/test_moments.py tests/diffusion/test_novelty.py \
+    tests/diffusion/test_topology.py $(addprefix tests/dictionary/test_, rounding.py \
+    aggregation.py atoms.py averaging.py coding.py learners.py matching.py perpca.py \
+    refinement.py stacks.py)
+test-kernels: $(venv)/.installed
+	$(python) .ci/kernels $(KERNEL_TESTS) $(ARGS)
 
 # PyTorch beside the rest, for tests/dictionary/test_array_backends.py, which else leaves it out.
 torch: $(venv)/.installed

@@ -28,6 +28,7 @@ def check_array(
     ndim: int = 2,
     min_rows: int = 0,
     columns: int | None = None,
+    squares: bool = False,
     xp: Any = np,
 ) -> Matrix:
     """Return ``value`` as a C-contiguous float array, or say which rule it breaks.
@@ -44,6 +45,9 @@ def check_array(
         Least length of the first axis.
     columns : int or None
         Required length of the last axis; None accepts any.
+    squares : bool
+        Whether the sum of the squares must be within the dtype's range too, with the room that
+        sums of products need. Zeros alone are.
     xp : module, default numpy
         What :func:`flwr_perdl._arrays.namespace` says of ``value`` where it may be of another
         library. NumPy takes what `numpy.asarray` does.
@@ -70,9 +74,19 @@ def check_array(
         raise ValueError(f"{name} must have {columns} columns, got shape {shape}.")
     if xp is np:
         array = np.ascontiguousarray(array)
-    if not all_finite(array, xp):
+    with np.errstate(over="ignore", under="ignore"):
+        energy = squared_norm(array)
+    if not isfinite(energy) and not bool(xp.all(xp.isfinite(array))):
         bad = int(xp.count_nonzero(~xp.isfinite(array)))
         raise ValueError(f"{name} must be finite, got {bad} NaN or infinite value(s).")
+    if squares:
+        limits = xp.finfo(array.dtype)
+        least = float(limits.smallest_normal) / float(limits.eps)
+        if not least <= energy <= 1 / least and xp.any(array):
+            raise ValueError(
+                f"{name} must be rescaled, as the squares of its values leave the range of "
+                f"{array.dtype}, got values up to {float(xp.max(xp.abs(array))):.3g}."
+            )
     checked: Matrix = array
     return checked
 

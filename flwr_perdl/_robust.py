@@ -21,7 +21,8 @@ _FEWEST = 6
 #: About so many points have their coordinates' medians taken, where the geometric median's search
 #: begins if it does not begin at the mean.
 _START = 64
-#: Distances below this, in units of the points' own size, are rounding, not disagreement.
+#: Distances below this (in float32: below 1.2e-5), in units of the points' own size, are rounding,
+#: not disagreement.
 SAME = 1e-9
 
 
@@ -53,7 +54,7 @@ def consistent(points: Matrix) -> NDArray[np.bool_]:
         rest = flat[kept] - flat[kept].mean(axis=0)
         along = rest @ _widest(rest)
         apart = np.abs(along - np.median(along))
-        outlying = apart > SPREAD * max(1.4826 * float(np.median(apart)), SAME * size)
+        outlying = apart > SPREAD * max(1.4826 * float(np.median(apart)), _same(apart) * size)
         if not outlying.any() or (kept.sum() - outlying.sum()) < n / 2:
             break
         kept[np.flatnonzero(kept)[outlying]] = False
@@ -67,7 +68,12 @@ def reach(distances: Matrix, size: float) -> float:
     """
     middle = [(len(distances) - 1) // 2, len(distances) // 2]
     median = float(np.partition(distances, middle)[middle].mean())  # np.median's checks take longer
-    return FAR * max(median, SAME * size)
+    return FAR * max(median, _same(distances) * size)
+
+
+def _same(distances: Matrix) -> float:
+    """Return which distances are rounding in this dtype, in units of the points' own size."""
+    return max(SAME, 100 * float(np.finfo(distances.dtype).eps))
 
 
 def _widest(centred: Matrix, n_iter: int = 30) -> Matrix:

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_perdl._arrays import row_products
-from flwr_perdl._checks import Matrix, check_array, check_choice, check_count
+from flwr_perdl._checks import Matrix, check_array, check_choice, check_count, check_real
 from flwr_perdl._memory import short_buffers
 from flwr_perdl._parallel import in_threads
 from flwr_perdl._robust import DEEDS, average_of, far, geometric_median, reach, shortening
@@ -34,6 +34,7 @@ from flwr_perdl.dictionary.atoms import (
     normalize_atoms,
     polar_factor_beside,
     polar_factors,
+    unit_atoms,
 )
 from flwr_perdl.dictionary.learners import atom_support
 
@@ -69,7 +70,8 @@ def aggregate_atoms(
     Parameters
     ----------
     stack : ndarray of shape (n_clients, n_global, n_features)
-        Aligned global atoms; zero rows are withheld.
+        Aligned global atoms, which count as directions, whatever their lengths; zero rows are
+        withheld.
     current : ndarray of shape (n_global, n_features)
         The current global atoms; one that all clients withhold stays as it is.
     method : {"mean", "weighted", "median", "geometric-median", "trimmed"}, default "mean"
@@ -91,9 +93,11 @@ def aggregate_atoms(
         If shapes do not fit, ``method`` is unknown, or weights are missing or not positive.
     """
     check_choice("method", method, METHODS)
-    current = check_array("current", current)
+    current, _ = unit_atoms(check_array("current", current))
     stack = check_array("stack", stack, ndim=3, columns=current.shape[1])
     check_count("rows of stack", stack.shape[1], len(current), len(current))
+    flat = stack.reshape(len(stack) * len(current), current.shape[1])
+    stack = unit_atoms(flat)[0].reshape(stack.shape)
     if method != "weighted":
         weights = np.ones(len(stack))
     elif weights is None:
@@ -158,9 +162,10 @@ def local_statistics(
         ``C_g.T @ (X - C_l @ D_l)``; unless orthogonal, ``C_g.T @ C_g`` comes before it.
     """
     D = check_array("D", D)
-    X = check_array("X", X, columns=D.shape[1])
+    X = check_array("X", X, columns=D.shape[1], squares=True)
     C = check_array("C", C, columns=len(D))
     check_count("n_global", n_global, 0, len(D))
+    check_real("min_support", min_support, 0)
     own = C[:, :n_global]
     shared = atom_support(own) >= min_support
     rest = own.T @ C  # C_g.T (X - C_l D_l) = C_g.T X - (C_g.T C_l) D_l
@@ -199,7 +204,7 @@ def aggregate_statistics(stack: Matrix, current: Matrix, *, orthogonal: bool) ->
     ValueError
         If shapes do not fit.
     """
-    current = check_array("current", current)
+    current, _ = unit_atoms(check_array("current", current))
     r, d = current.shape
     stack = check_array("stack", stack, ndim=3, columns=d if orthogonal else r + d)
     check_count("rows of stack", stack.shape[1], r, r)
@@ -232,7 +237,7 @@ def _solve_each(
     """Return the atoms that each client's statistics give; all at once where it sends all rows."""
     own = np.empty((len(stack), *current.shape), np.result_type(stack, current))
     at_once = sent.all(axis=1) & np.full(len(stack), orthogonal)
-    rows, size = np.flatnonzero(at_once), max(_PIECE // current.size, 1)
+    rows, size = np.flatnonzero(at_once), max(_PIECE // max(current.size, 1), 1)
     pieces = [rows[at : at + size] for at in range(0, len(rows), size)]
 
     def polar(piece: NDArray[np.intp]) -> Matrix:
@@ -251,7 +256,10 @@ def _solve(S: Matrix, current: Matrix, orthogonal: bool) -> Matrix:
     """Return the atoms that (a sum of) statistics give; rows without any stay as they are."""
     if orthogonal:
         return finish_atoms(S, current, np.any(S != 0, axis=1), orthogonal=True)
-    r = len(current)
+    r, limits = len(current), np.finfo(S.dtype)
+    peak, most = np.abs(S).max(initial=0), np.sqrt(limits.max) * limits.eps
+    if peak and not 1 / most < peak < most:  # what a client sends may be anything
+        S = S / peak
     return least_squares_atoms(S[:, :r], S[:, r:], current)
 
 
@@ -263,6 +271,7 @@ def _outliers(own: Matrix, sent: NDArray[np.bool_]) -> NDArray[np.bool_]:
     some = own if present.all() else own[present]
     apart = own - geometric_median(some, tol=1e-4, max_iter=50)
     squares = row_products(apart, apart) * sent
-    distances = np.sqrt(squares.sum(axis=1) / np.maximum(sent.sum(axis=1), 1))
+    means = squares.sum(axis=1) / np.maximum(sent.sum(axis=1), 1)
+    distances = np.sqrt(means).astype(own.dtype, copy=False)  # their dtype says what is rounding
     outliers: NDArray[np.bool_] = distances > reach(distances[present], 1)
     return outliers

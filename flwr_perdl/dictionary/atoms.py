@@ -12,7 +12,8 @@ signed permutation ``Pi``               ``AtomMatch.indices`` and ``AtomMatch.si
 
 Deviations: distances come from differences of atoms, never from ``sqrt(2 - 2|c|)``, whose floor
 is 1.5e-8; the polar factor of a rank-deficient matrix, which the paper leaves open, is completed
-as near as possible to a given dictionary; ``sign(0) = 1``.
+as near as possible to a given dictionary; ``sign(0) = 1``, also where only rounding makes it
+non-zero.
 """
 
 from __future__ import annotations
@@ -56,6 +57,10 @@ _FEW = 1e-6
 _PLAIN_GRAM = 1e-3
 #: Eigenvalues of so many atoms' Gram matrix take no longer than products, called for one matrix.
 _SMALL = 8
+#: Cosines up to this, of atoms in float32 too, are nothing but rounding.
+_ORTHOGONAL = 1e-6
+#: Squared norms this near to 1 are those of unit atoms.
+_UNIT = 1e-5
 #: Numbers in the matrices whose polar factors are computed at once; a megabyte.
 _WINDOW = 2**17
 
@@ -92,9 +97,11 @@ def normalize_atoms(D: Matrix, fallback: Matrix | None = None) -> Matrix:
     """
     xp = namespace(D) if fallback is None else namespace(D, fallback)
     D = check_array("D", D, xp=xp)
-    if fallback is not None and fallback.shape != D.shape:
-        shapes = tuple(D.shape), tuple(fallback.shape)
-        raise ValueError(f"fallback must have D's shape {shapes[0]}, got {shapes[1]}.")
+    if fallback is not None:
+        fallback = check_array("fallback", fallback, xp=xp)
+        if fallback.shape != D.shape:
+            shapes = tuple(D.shape), tuple(fallback.shape)
+            raise ValueError(f"fallback must have D's shape {shapes[0]}, got {shapes[1]}.")
     D, norms = _measured(D)
     zero = norms == 0
     if not xp.any(zero):
@@ -115,16 +122,47 @@ def _measured(D: Matrix) -> tuple[Matrix, Matrix]:
     info = xp.finfo(D.dtype)
     tiny = float(info.smallest_normal) / float(info.eps)
     odd = ~((squares > tiny) & (squares < 1 / tiny))
-    if xp.any(odd):
+    if xp.any(odd) and D.shape[1]:
         peaks = xp.max(xp.abs(D), axis=1, keepdims=True)
         D = xp.where(odd & (peaks > 0), D / xp.where(peaks > 0, peaks, 1), D)
         squares = xp.sum(D * D, axis=1, keepdims=True)
     return D, xp.sqrt(squares)
 
 
-def signs_of(values: Matrix) -> Matrix:
-    """Return the signs of ``values``, with ``sign(0) = 1``."""
-    return 1 - 2 * cast(values < 0, values.dtype)
+def unit_atoms(D: Matrix) -> tuple[Matrix, Matrix]:
+    """Return the atoms at unit norm, and what their norms were.
+
+    Parameters
+    ----------
+    D : ndarray of shape (n_atoms, n_features)
+        Finite rows of any length. Those that are unit but for rounding stay as they are, and so
+        do zero rows: withheld atoms.
+
+    Returns
+    -------
+    atoms : ndarray of shape (n_atoms, n_features)
+        ``D`` itself where it has no other rows.
+    norms : ndarray of shape (n_atoms, 1)
+        1 for rows that stay as they are.
+    """
+    xp = namespace(D)
+    with np.errstate(over="ignore", under="ignore"):
+        squares = row_products(D, D)[:, None]
+    fine = (xp.abs(squares - 1) <= _UNIT) | ~xp.any(D, axis=1, keepdims=True)
+    if not D.shape[1] or xp.all(fine):
+        return D, xp.ones_like(squares)
+    scaled, norms = _measured(D)
+    peaks = (xp.max(xp.abs(A), axis=1, keepdims=True) for A in (D, xp.where(fine, 1, scaled)))
+    atoms = xp.where(fine, D, scaled / xp.where(fine, 1, norms))
+    return atoms, xp.where(fine, 1, norms * (next(peaks) / next(peaks)))
+
+
+def signs_of(cosines: Matrix) -> Matrix:
+    """Return the signs of the cosines of two atoms, 1 for atoms that are orthogonal.
+
+    Cosines as near to zero as ``_ORTHOGONAL`` are zeros but for rounding, which must not decide.
+    """
+    return 1 - 2 * cast(cosines < -_ORTHOGONAL, cosines.dtype)
 
 
 def thin_svd(X: Matrix) -> tuple[Matrix, Matrix, Matrix]:
@@ -168,7 +206,7 @@ def principal_directions(X: Matrix, n_components: int) -> Matrix:
         if w[0] > _SAFE_GRAM * w[-1]:
             return _orthonormal((U / np.sqrt(w)).T[::-1] @ S).astype(X.dtype)
     _, s, Vt = thin_svd(X)
-    rank = int((s > s[0] * max(X.shape) * np.finfo(X.dtype).eps).sum())
+    rank = int((s > s.max(initial=0) * max(X.shape) * np.finfo(X.dtype).eps).sum())
     return Vt[: min(rank, n_components)].copy()
 
 
@@ -208,6 +246,7 @@ def polar_factor(S: Matrix, fallback: Matrix) -> Matrix:
     shape = tuple(S.shape)
     if shape[0] > shape[1]:
         raise ValueError(f"S must not have more rows than columns, got shape {shape}.")
+    fallback = check_array("fallback", fallback, xp=xp)
     if fallback.shape != S.shape:
         raise ValueError(f"fallback must have S's shape {shape}, got {tuple(fallback.shape)}.")
     if 0 in shape:
@@ -461,7 +500,7 @@ def least_squares_atoms(gram: Matrix, moment: Matrix, current: Matrix) -> Matrix
         inverse = _symmetric_inverse(xp.take(xp.take(gram, rows, axis=0), rows, axis=1))
         step = inverse @ xp.take(moment - gram @ current, rows, axis=0)
         before = xp.take(current, rows, axis=0)
-        atoms[used] = normalize_atoms(cast(before + step, current.dtype), before)
+        atoms[used] = cast(normalize_atoms(before + step, before), current.dtype)
     return atoms
 
 
@@ -495,8 +534,8 @@ def atom_distances(A: Matrix, B: Matrix) -> Matrix:
         float64; small distances are exact to rounding of the atoms, not of their products.
     """
     xp = namespace(A, B)
-    A = check_array("A", A, xp=xp)
-    return _distances(A, check_array("B", B, columns=A.shape[1], xp=xp))
+    A = check_array("A", A, squares=True, xp=xp)
+    return _distances(A, check_array("B", B, columns=A.shape[1], squares=True, xp=xp))
 
 
 def _distances(A: Matrix, B: Matrix) -> Matrix:
@@ -547,6 +586,8 @@ def match_stack(A: Matrix, B: Matrix) -> tuple[NDArray[np.intp], Matrix]:
     """
     xp = namespace(A, B)
     (n, (r, _)), here = (B.shape[0], A.shape), beside(A)
+    if not r:
+        return xp.zeros((n, 0), dtype=xp.int64, **here), xp.zeros((n, 0), dtype=A.dtype, **here)
     products, squares = _squares(cast(A, xp.float64), cast(B, xp.float64))
     indices: NDArray[np.intp] = xp.argmin(squares, axis=2)
     taken = xp.sort(indices, axis=1)
@@ -587,6 +628,9 @@ def match_atoms(A: Matrix, B: Matrix) -> AtomMatch:
 def dictionary_distance(A: Matrix, B: Matrix, norm: str = "1,2") -> float:
     """Return the distance of two dictionaries up to order and signs of their atoms.
 
+    The lengths of atoms count: of dictionaries that are not unit, `normalize_atoms` first makes
+    directions.
+
     Parameters
     ----------
     A : ndarray of shape (n_a, n_features)
@@ -625,8 +669,8 @@ def dictionary_distance(A: Matrix, B: Matrix, norm: str = "1,2") -> float:
 def _fewer_and_more(A: Matrix, B: Matrix) -> tuple[Matrix, Matrix]:
     """Check two dictionaries, of which the first takes its atoms' partners from the second."""
     xp = namespace(A, B)
-    A = check_array("A", A, xp=xp)
-    B = check_array("B", B, columns=A.shape[1], xp=xp)
+    A = check_array("A", A, squares=True, xp=xp)
+    B = check_array("B", B, columns=A.shape[1], squares=True, xp=xp)
     if A.shape[0] > B.shape[0]:
         raise ValueError(f"A must not have more atoms than B, got {A.shape[0]} and {B.shape[0]}.")
     return A, B

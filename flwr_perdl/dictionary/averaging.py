@@ -27,9 +27,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flwr_perdl._checks import Matrix, check_array, check_count
+from flwr_perdl._checks import Matrix, check_array, check_count, check_real
 from flwr_perdl.dictionary.aggregation import aggregate_atoms, finish_atoms
 from flwr_perdl.dictionary.atoms import normalize_atoms, principal_directions
+from flwr_perdl.dictionary.coding import remainder
 from flwr_perdl.dictionary.learners import Learner, atom_support
 
 #: Directions shorter than this after projection lie in the span of the other atoms.
@@ -70,22 +71,22 @@ def update_dictionary(
     -------
     LocalDictionary
     """
-    X = check_array("X", X, min_rows=1)
+    X = check_array("X", X, min_rows=1, squares=True)
     D = check_array("D", D, columns=X.shape[1])
     for _ in range(check_count("n_steps", n_steps)):
         D = learner.step(X, D)
     C = learner.code(X, D)
-    least = max(min_support, 1)
+    least = max(check_real("min_support", min_support, 0), 1)
     used = atom_support(C) >= least
     sent = np.zeros((len(D) + 1, D.shape[1]), D.dtype)
     sent[:-1] = np.where(used[:, None], D, 0)
-    rest = X - C @ D
-    exact = np.linalg.norm(rest) <= np.linalg.norm(X) * max(X.shape) * np.finfo(X.dtype).eps
-    if not used.all() and not exact:
+    fitted = C @ D
+    rest = remainder(X, fitted)
+    if not used.all() and rest.any():
         direction = principal_directions(rest, 1)
         if atom_support(rest @ direction.T)[0] >= least:
             sent[-1] = direction
-    return LocalDictionary(D, sent, float(np.mean(np.square(rest))))
+    return LocalDictionary(D, sent, float(np.square(X - fitted).sum() / max(X.size, 1)))
 
 
 def average_dictionaries(

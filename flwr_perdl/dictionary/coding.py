@@ -32,9 +32,14 @@ from flwr_perdl._arrays import (
     namespace,
     on_host,
     put,
+    row_norms,
+    squared_norm,
 )
 from flwr_perdl._checks import Matrix, check_array, check_count, check_real
+from flwr_perdl.dictionary.atoms import unit_atoms
 
+#: The largest share of a sample's norm that counts as rounding.
+_FEW = 1e-4
 #: Numbers held at once by :func:`omp` and :func:`focuss`.
 _WORKSPACE = 2**24
 #: Exchanges of many variables in a row that :func:`nonnegative_least_squares` allows without gain.
@@ -72,21 +77,37 @@ class Focuss(NamedTuple):
 
 def hard_threshold(A: Matrix, threshold: float) -> Matrix:
     """Keep the entries with ``|a| >= threshold``, set the others to zero."""
+    return kept_above(*_thresholded(A, threshold))
+
+
+def kept_above(A: Matrix, threshold: float) -> Matrix:
+    """Return :func:`hard_threshold` of arguments that are as they should be."""
     return A * cast(namespace(A).abs(A) >= threshold, A.dtype)
 
 
 def soft_threshold(A: Matrix, threshold: float) -> Matrix:
     """Move every entry towards zero by ``threshold``, not negative, and no further than zero."""
-    check_real("threshold", threshold, 0)
+    return _shrunk(*_thresholded(A, threshold))
+
+
+def _thresholded(A: Matrix, threshold: float) -> tuple[Matrix, float]:
+    """Return an array of any shape and its threshold, no larger than the dtype allows."""
+    xp = namespace(A)
+    A = check_array("A", A, ndim=getattr(A, "ndim", 2), xp=xp)
+    return A, min(check_real("threshold", threshold, 0), float(xp.finfo(A.dtype).max))
+
+
+def _shrunk(A: Matrix, threshold: float) -> Matrix:
     shrunk: Matrix = A - namespace(A).clip(A, -threshold, threshold)
     return shrunk
 
 
 def top_k(A: Matrix, k: int) -> Matrix:
     """Keep the ``k`` largest magnitudes of each row, set the others to zero."""
-    if k >= A.shape[1]:
-        return copied(A)
     xp = namespace(A)
+    A = check_array("A", A, xp=xp)
+    if check_count("k", k) >= A.shape[1]:
+        return copied(A)
     out: Matrix = xp.zeros_like(A)
     if k > 0:
         columns = largest(xp.abs(A), k)
@@ -97,15 +118,15 @@ def top_k(A: Matrix, k: int) -> Matrix:
 def omp(X: Matrix, D: Matrix, n_nonzero: int) -> Matrix:
     """Code by orthogonal matching pursuit, all samples at once.
 
-    Each sample repeatedly takes the atom that correlates most with what is left of it, and fits
-    the atoms that it has taken by least squares.
+    Each sample repeatedly takes the atom that correlates most with what is left of it (the first
+    of several that do but for rounding), and fits the atoms that it has taken by least squares.
 
     Parameters
     ----------
     X : ndarray of shape (n_samples, n_features)
         Data.
     D : ndarray of shape (n_atoms, n_features)
-        Unit atoms.
+        Atoms. Their lengths do not matter: codes are those of unit atoms divided by them.
     n_nonzero : int
         Atoms per sample, at most; a sample that is fitted exactly takes no more.
 
@@ -116,20 +137,32 @@ def omp(X: Matrix, D: Matrix, n_nonzero: int) -> Matrix:
     """
     xp = namespace(X, D)
     X = check_array("X", X, xp=xp)
-    D = check_array("D", D, columns=X.shape[1], xp=xp)
+    D = check_array("D", D, columns=X.shape[1], squares=True, xp=xp)
     k = min(check_count("n_nonzero", n_nonzero), *D.shape)
-    n, r = X.shape[0], D.shape[0]
+    unit, lengths = unit_atoms(D)
+    C = pursue(X, unit, k)
+    return C if unit is D else C / lengths.T
+
+
+def pursue(X: Matrix, D: Matrix, k: int, level: float = 0.0) -> Matrix:
+    """Return :func:`omp`'s codes of checked samples with unit atoms, ``k`` of them at most.
+
+    A sample takes no atom whose product with what is left of it is below ``level``: for orthonormal
+    atoms these are the codes of :func:`hard_threshold`, of as many atoms as it leaves.
+    """
+    xp, (n, r) = namespace(X, D), (X.shape[0], D.shape[0])
     gram = D @ D.T
     C: Matrix = xp.zeros((n, r), dtype=xp.result_type(X, D), **beside(X))
     if k and n:
         for rows in np.array_split(np.arange(n), min(n, n * k * r // _WORKSPACE + 1)):
             piece = slice(int(rows[0]), int(rows[-1]) + 1)
-            C[piece, :] = _pursue(X[piece, :] @ D.T, gram, k)
+            peaks = xp.max(xp.abs(X[piece, :]), axis=1)
+            C[piece, :] = _pursue(X[piece, :] @ D.T, gram, peaks, k, level)
     return C
 
 
-def _pursue(correlation: Matrix, gram: Matrix, k: int) -> Matrix:
-    """OMP from the products ``X @ D.T`` and ``D @ D.T``.
+def _pursue(correlation: Matrix, gram: Matrix, peaks: Matrix, k: int, level: float) -> Matrix:
+    """OMP from the products ``X @ D.T`` and ``D @ D.T``, and the samples' largest values.
 
     The atoms that a sample has taken are orthonormalised one by one (Gram-Schmidt); ``basis[s]``
     holds the products of the ``s``-th orthonormal direction with all atoms, ``R`` the triangular
@@ -139,20 +172,26 @@ def _pursue(correlation: Matrix, gram: Matrix, k: int) -> Matrix:
     (n, r), dtype = correlation.shape, correlation.dtype
     rows, steps = xp.arange(n, **here), xp.arange(k, **here)
     tiny = float(100 * xp.finfo(dtype).eps)
-    done = xp.max(xp.abs(correlation), axis=1) * tiny
+    done = tiny * xp.max(xp.abs(correlation), axis=1)
+    done = xp.maximum(done, tiny * cast(peaks, dtype))  # samples may be orthogonal to all atoms
     basis = xp.zeros((k, n, r), dtype=dtype, **here)
     R = xp.zeros((n, k, k), dtype=dtype, **here)
     along = xp.zeros((n, k), dtype=dtype, **here)
     taken = xp.zeros((n, k), dtype=xp.int64, **here)
     free = xp.full((n, r), True, **here)
     for s in range(k):
-        choice = xp.argmax(xp.where(free, xp.abs(correlation), -1), axis=1)
+        sizes = xp.where(free, xp.abs(correlation), -1)
+        best = xp.max(sizes, axis=1, keepdims=True)
+        choice = xp.argmax(cast(sizes >= (1 - tiny) * best, xp.int8), axis=1)
         put(free, choice[:, None], False)
         taken[:, s] = choice
         before = basis[steps[:s], rows[:, None], choice[:, None]]
         norm2 = gram[choice, choice] - xp.sum(before**2, axis=1)
         chosen = correlation[rows, choice]
-        live = (xp.abs(chosen) > done) & (norm2 > tiny)
+        live = (xp.abs(chosen) > done) & (norm2 > tiny) & (xp.abs(chosen) >= level)
+        if level and not xp.any(live):
+            k = s
+            break
         norm = xp.sqrt(xp.where(live, norm2, 1))
         direction = xp.take(gram, choice, axis=0) - combinations(before, basis[:s, ...])
         basis[s, ...] = xp.where(live[:, None], direction / norm[:, None], 0)
@@ -161,7 +200,8 @@ def _pursue(correlation: Matrix, gram: Matrix, k: int) -> Matrix:
         R[:, s, s] = norm
         correlation = correlation - along[:, s, None] * basis[s, ...]
     C: Matrix = xp.zeros((n, r), dtype=dtype, **here)
-    put(C, taken, xp.linalg.solve(R, along[..., None])[..., 0])
+    if k:
+        put(C, taken[:, :k], xp.linalg.solve(R[:, :k, :k], along[:, :k, None])[..., 0])
     return C
 
 
@@ -191,8 +231,8 @@ def lasso(X: Matrix, D: Matrix, alpha: float, *, tol: float = 1e-8, max_iter: in
         Codes, sweeps, violation, and whether ``tol`` was reached.
     """
     xp = namespace(X, D)
-    X = check_array("X", X, xp=xp)
-    D = check_array("D", D, columns=X.shape[1], xp=xp)
+    X = check_array("X", X, squares=True, xp=xp)
+    D = check_array("D", D, columns=X.shape[1], squares=True, xp=xp)
     alpha = check_real("alpha", alpha, 0, open_low=True)
     tol = check_real("tol", tol, 0)
     check_count("max_iter", max_iter)
@@ -200,6 +240,7 @@ def lasso(X: Matrix, D: Matrix, alpha: float, *, tol: float = 1e-8, max_iter: in
     rest = D @ X.T  # (n_atoms, n_samples): products of the atoms with what is left of the samples
     C = xp.zeros_like(rest)
     limits = xp.finfo(rest.dtype)
+    alpha = min(alpha, float(limits.max))
     scale = max(_most(xp.abs(rest)), float(limits.smallest_normal))
     tol = max(tol, 10 * float(limits.eps))
     violation, n_iter = _violation(C, rest, alpha) / scale, 0
@@ -207,7 +248,7 @@ def lasso(X: Matrix, D: Matrix, alpha: float, *, tol: float = 1e-8, max_iter: in
     squares = [(j, s) for j, s in enumerate(on_host(gram[numbers, numbers]).tolist()) if s > 0]
     while violation > tol and n_iter < max_iter:
         for j, square in squares:
-            new = soft_threshold(rest[j, :] + square * C[j, :], alpha) / square
+            new = _shrunk(rest[j, :] + square * C[j, :], alpha) / square
             step = new - C[j, :]
             if xp.any(step):
                 C[j, :] = new
@@ -219,7 +260,7 @@ def lasso(X: Matrix, D: Matrix, alpha: float, *, tol: float = 1e-8, max_iter: in
 def _violation(C: Matrix, rest: Matrix, alpha: float) -> float:
     """How far ``rest`` is from ``alpha * sign(C)`` (where ``C = 0``: from ``[-alpha, alpha]``)."""
     xp = namespace(C, rest)
-    inside, at = xp.abs(soft_threshold(rest, alpha)), xp.abs(rest - alpha * xp.sign(C))
+    inside, at = xp.abs(_shrunk(rest, alpha)), xp.abs(rest - alpha * xp.sign(C))
     return _most(xp.where(C == 0, inside, at))
 
 
@@ -267,7 +308,7 @@ def focuss(
     Focuss
         Codes, iterations, last change, and whether ``tol`` was reached.
     """
-    X = check_array("X", X)
+    X = check_array("X", X, squares=True)
     D = check_array("D", D, columns=X.shape[1])
     alpha = check_real("alpha", alpha, 0, open_low=True)
     power = check_real("power", power, 0, 1, open_low=True)
@@ -426,11 +467,11 @@ def sparse_code(
     X : ndarray of shape (n_samples, n_features)
         Data.
     D : ndarray of shape (n_atoms, n_features)
-        Unit atoms.
+        Atoms; only to the lasso their lengths matter.
     n_nonzero : int, optional
         Orthogonal matching pursuit with this many atoms per sample, see :func:`omp`.
     threshold : float, optional
-        Hard thresholding of ``X @ D.T`` (Algorithms 4 and 5).
+        Hard thresholding of ``X @ D.T`` (Algorithms 4 and 5), ``D`` brought to unit norm.
     alpha : float, optional
         The lasso with this penalty, see :func:`lasso`.
 
@@ -461,8 +502,35 @@ def sparse_code(
         return lasso(X, D, alpha).codes
     xp = namespace(X, D)
     X = check_array("X", X, xp=xp)
-    D = check_array("D", D, columns=X.shape[1], xp=xp)
-    return hard_threshold(X @ D.T, check_real("threshold", threshold, 0))
+    D = check_array("D", D, columns=X.shape[1], squares=True, xp=xp)
+    unit, lengths = unit_atoms(D)
+    C = kept_above(*_thresholded(X @ unit.T, check_real("threshold", threshold, 0)))
+    return C if unit is D else C / lengths.T
+
+
+def remainder(X: Matrix, fitted: Matrix) -> Matrix:
+    """Return ``X - fitted``, with zeros for samples that are fitted but for rounding.
+
+    What rounding leaves has directions of its own, mostly those of the samples: an atom learned
+    from it stands for nothing, or doubles one that is there.
+
+    Parameters
+    ----------
+    X : ndarray of shape (n_samples, n_features)
+        Samples.
+    fitted : ndarray of shape (n_samples, n_features)
+        What the codes make of them.
+
+    Returns
+    -------
+    ndarray of shape (n_samples, n_features)
+    """
+    rest, limits = X - fitted, np.finfo(X.dtype)
+    rounding = min(X.shape[1] * float(limits.eps), _FEW)
+    rest[row_norms(rest) <= rounding * row_norms(X)] = 0
+    if squared_norm(rest) < limits.smallest_normal / limits.eps:  # too small to learn from
+        rest[:] = 0
+    return rest
 
 
 def reconstruct(C: Matrix, D: Matrix) -> Matrix:

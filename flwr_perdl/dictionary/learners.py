@@ -7,15 +7,16 @@ codes; they differ in the update.
 paper (Liang et al., NeurIPS 2023)      here
 ======================================= ====================================================
 ``A_i(Y, D)``, one iteration            ``learner.step(X, D)``
-``HT_zeta(D' Y)``, Alg. 4 and 5 line 2  ``learner.code(X, D)``; ``zeta`` is ``threshold``
+``HT_zeta(D' Y)``, Alg. 4 and 5 line 2  ``learner.code(X, D)``; ``zeta`` is ``threshold``, with
+                                        ``coding="threshold"`` where atoms are not orthogonal
 ``Polar(Y X')``, Alg. 4 line 3          :class:`OrthogonalLearner`
 gradient step ``eta``, Alg. 5 line 3    :class:`GradientLearner`
 ======================================= ====================================================
 
 Deviations: Algorithm 4 also learns thin dictionaries (fewer atoms than features); Algorithm 5's
 step is scaled, ``eta = 0.5 / ||C' C||_2``, and its atoms are brought back to unit norm, without
-which it stalls; any learner can code by orthogonal matching pursuit instead of a threshold. MOD
-and approximate K-SVD are not in the paper.
+which it stalls; learners whose atoms need not be orthogonal code by orthogonal matching pursuit
+that stops at the threshold. MOD and approximate K-SVD are not in the paper.
 
 No start and no update puts a raw sample into a dictionary: starts are random rotations of the
 data's principal directions, and where each atom has an update of its own, it moves only if at
@@ -40,17 +41,27 @@ from flwr_perdl._arrays import (
     squared_norm,
     where_true,
 )
-from flwr_perdl._checks import Matrix, check_array, check_count, check_real, own_numbers
+from flwr_perdl._checks import (
+    Matrix,
+    check_array,
+    check_choice,
+    check_count,
+    check_real,
+    own_numbers,
+)
 from flwr_perdl.dictionary.atoms import (
     least_squares_atoms,
     normalize_atoms,
     polar_factor,
     principal_directions,
+    unit_atoms,
 )
-from flwr_perdl.dictionary.coding import hard_threshold, omp
+from flwr_perdl.dictionary.coding import kept_above, omp, pursue
 
 #: ``threshold="auto"`` is this multiple of the root mean square norm of the samples.
 AUTO_THRESHOLD = 0.11
+#: Atoms that a sample may have where a pursuit with a threshold codes it.
+PURSUED = 10
 #: Samples that must stand behind an atom before a learner moves it.
 _LEAST_SUPPORT = 2
 #: Supports this near to a whole number, relative to it, are that number but for rounding.
@@ -197,7 +208,7 @@ class AlternatingLearner(ABC):
             Orthonormal atoms, NumPy's whatever ``X`` is; beyond ``n_features`` of them, random unit
             vectors are added.
         """
-        X = check_array("X", X, min_rows=1)
+        X = check_array("X", X, min_rows=1, squares=True)
         d = X.shape[1]
         k = min(self.n_atoms, d)
         spanned = principal_directions(X, k)
@@ -237,7 +248,7 @@ class AlternatingLearner(ABC):
         X : ndarray of shape (n_samples, n_features)
             Data.
         D : ndarray of shape (n_atoms, n_features)
-            Unit atoms.
+            Atoms. Their lengths do not matter: codes are those of unit atoms divided by them.
         scale : float, default 1
             Multiplies the threshold (or divides ``n_nonzero``).
 
@@ -246,13 +257,18 @@ class AlternatingLearner(ABC):
         ndarray of shape (n_samples, n_atoms)
         """
         xp = namespace(X, D)
-        X = check_array("X", X, xp=xp)
-        return self._code(X, check_array("D", D, columns=X.shape[1], xp=xp), scale)
+        X = check_array("X", X, squares=True, xp=xp)
+        D = check_array("D", D, columns=X.shape[1], squares=True, xp=xp)
+        check_real("scale", scale, 0, open_low=True)
+        unit, lengths = unit_atoms(D)
+        C = self._code(X, unit, scale)
+        return C if unit is D else C / lengths.T
 
     def _code(self, X: Matrix, D: Matrix, scale: float = 1.0) -> Matrix:
         if self.n_nonzero is not None:
             return omp(X, D, max(1, round(self.n_nonzero / scale)))
-        return hard_threshold(X @ D.T, scale * self.level(X))
+        products, level = X @ D.T, scale * self.level(X)
+        return kept_above(products, min(level, float(namespace(X).finfo(products.dtype).max)))
 
     def update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
         """Return the next dictionary.
@@ -271,15 +287,7 @@ class AlternatingLearner(ABC):
         ndarray of shape (n_atoms, n_features)
             Unit atoms.
         """
-        xp = namespace(X, C, D)
-        D = check_array("D", D, xp=xp)
-        X = check_array("X", X, columns=D.shape[1], xp=xp)
-        C = check_array("C", C, columns=D.shape[0], xp=xp)
-        if C.shape[0] != X.shape[0]:
-            raise ValueError(
-                f"C must have a row for each of {X.shape[0]} samples, got {C.shape[0]}."
-            )
-        return self._update(X, C, D)
+        return self._update(*_checked(X, C, D))
 
     @abstractmethod
     def _update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
@@ -288,9 +296,9 @@ class AlternatingLearner(ABC):
     def step(self, X: Matrix, D: Matrix) -> Matrix:
         """Return ``update(X, code(X, D), D)``: one iteration."""
         xp = namespace(X, D)
-        X = check_array("X", X, xp=xp)
+        X = check_array("X", X, squares=True, xp=xp)
         D = check_array("D", D, columns=X.shape[1], xp=xp)
-        return self.unchecked_step(X, D)
+        return self.unchecked_step(X, unit_atoms(D)[0])
 
     def unchecked_step(self, X: Matrix, D: Matrix, scale: float = 1.0) -> Matrix:
         """Return :meth:`step` of arguments that are as they should be; ``scale`` as in `code`."""
@@ -298,7 +306,8 @@ class AlternatingLearner(ABC):
 
     def loss(self, X: Matrix, C: Matrix, D: Matrix) -> float:
         """Return ``||X - C @ D||^2``, plus ``threshold^2`` per non-zero code if thresholding."""
-        xp = namespace(X, C, D)
+        X, C, D = _checked(X, C, D)
+        xp = namespace(X)
         error = float(xp.sum((X - C @ D) ** 2))
         if self.n_nonzero is not None:
             return error
@@ -327,7 +336,7 @@ class OrthogonalLearner(AlternatingLearner):
 
     def start(self, X: Matrix, rng: np.random.Generator) -> Matrix:
         """Return a random rotation of the data's principal directions, orthonormal."""
-        X = check_array("X", X, min_rows=1)
+        X = check_array("X", X, min_rows=1, squares=True)
         check_count("n_atoms", self.n_atoms, 1, X.shape[1])
         return super().start(X, rng)
 
@@ -336,20 +345,59 @@ class OrthogonalLearner(AlternatingLearner):
 
 
 @dataclass(frozen=True)
-class GradientLearner(AlternatingLearner):
-    """Algorithm 5: one gradient step on ``||X - C @ D||^2``, then unit atoms.
-
-    The step's length is ``0.5 / ||C.T @ C||_2``.
+class GeneralLearner(AlternatingLearner):
+    """Coding for atoms that need not be orthogonal.
 
     Parameters
     ----------
     n_atoms : int
         Atoms of the dictionary; may exceed the number of features.
     threshold : float or "auto", default "auto"
-        Codes are ``X @ D.T`` without the entries below this; "auto" is ``AUTO_THRESHOLD`` times
-        the root mean square norm of the samples.
+        Codes below this are zero; "auto" is ``AUTO_THRESHOLD`` times the root mean square norm of
+        the samples.
     n_nonzero : int or None, default None
-        If given, orthogonal matching pursuit with this many atoms per sample codes instead.
+        If given, orthogonal matching pursuit with this many atoms per sample codes instead, and
+        ``threshold`` is not used.
+    coding : {"pursuit", "threshold"}, default "pursuit"
+        "pursuit": orthogonal matching pursuit, up to ``PURSUED`` atoms per sample, that stops where
+        no atom's product with what is left of the sample reaches the threshold. "threshold": the
+        paper's, ``X @ D.T`` without the entries below the threshold. It counts twice what two atoms
+        have in common, and needs a start near the truth, or atoms that are nearly orthogonal; on
+        images the error can grow with the iterations.
+    """
+
+    coding: Literal["pursuit", "threshold"] = "pursuit"
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        check_choice("coding", self.coding, ("pursuit", "threshold"))
+
+    def _code(self, X: Matrix, D: Matrix, scale: float = 1.0) -> Matrix:
+        if self.n_nonzero is not None or self.coding == "threshold":
+            return super()._code(X, D, scale)
+        return pursue(X, D, min(PURSUED, *D.shape), scale * self.level(X))
+
+
+@dataclass(frozen=True)
+class GradientLearner(GeneralLearner):
+    """Algorithm 5: one gradient step on ``||X - C @ D||^2``, then unit atoms.
+
+    The step's length is ``0.5 / ||C.T @ C||_2``. Algorithm 5 as printed is ``coding="threshold"``;
+    it needs a start near the truth.
+
+    Parameters
+    ----------
+    n_atoms : int
+        Atoms of the dictionary; may exceed the number of features.
+    threshold : float or "auto", default "auto"
+        Codes below this are zero; "auto" is ``AUTO_THRESHOLD`` times the root mean square norm of
+        the samples.
+    n_nonzero : int or None, default None
+        If given, orthogonal matching pursuit with this many atoms per sample codes instead, and
+        ``threshold`` is not used.
+    coding : {"pursuit", "threshold"}, default "pursuit"
+        See `GeneralLearner`.
     """
 
     def _update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
@@ -361,7 +409,7 @@ class GradientLearner(AlternatingLearner):
 
 
 @dataclass(frozen=True)
-class MODLearner(AlternatingLearner):
+class MODLearner(GeneralLearner):
     """Method of optimal directions: the least-squares dictionary, then unit atoms.
 
     What the codes leave open, atoms that no sample uses for one, stays as it is.
@@ -371,10 +419,13 @@ class MODLearner(AlternatingLearner):
     n_atoms : int
         Atoms of the dictionary; may exceed the number of features.
     threshold : float or "auto", default "auto"
-        Codes are ``X @ D.T`` without the entries below this; "auto" is ``AUTO_THRESHOLD`` times
-        the root mean square norm of the samples.
+        Codes below this are zero; "auto" is ``AUTO_THRESHOLD`` times the root mean square norm of
+        the samples.
     n_nonzero : int or None, default None
-        If given, orthogonal matching pursuit with this many atoms per sample codes instead.
+        If given, orthogonal matching pursuit with this many atoms per sample codes instead, and
+        ``threshold`` is not used.
+    coding : {"pursuit", "threshold"}, default "pursuit"
+        See `GeneralLearner`.
     """
 
     def _update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
@@ -384,7 +435,7 @@ class MODLearner(AlternatingLearner):
 
 
 @dataclass(frozen=True)
-class KSVDLearner(AlternatingLearner):
+class KSVDLearner(GeneralLearner):
     """Approximate K-SVD: each atom in turn is fitted, with its codes, to what the others leave.
 
     One power iteration per atom stands in for the singular value decomposition. Updates take
@@ -395,10 +446,13 @@ class KSVDLearner(AlternatingLearner):
     n_atoms : int
         Atoms of the dictionary; may exceed the number of features.
     threshold : float or "auto", default "auto"
-        Codes are ``X @ D.T`` without the entries below this; "auto" is ``AUTO_THRESHOLD`` times
-        the root mean square norm of the samples.
+        Codes below this are zero; "auto" is ``AUTO_THRESHOLD`` times the root mean square norm of
+        the samples.
     n_nonzero : int or None, default None
-        If given, orthogonal matching pursuit with this many atoms per sample codes instead.
+        If given, orthogonal matching pursuit with this many atoms per sample codes instead, and
+        ``threshold`` is not used.
+    coding : {"pursuit", "threshold"}, default "pursuit"
+        See `GeneralLearner`.
     """
 
     def _update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
@@ -412,6 +466,17 @@ class KSVDLearner(AlternatingLearner):
             D[j] = normalize_atoms((C[users, j] @ own)[None], D[j, None])[0]
             rest[users] = own - (own @ D[j])[:, None] * D[j]
         return D
+
+
+def _checked(X: Matrix, C: Matrix, D: Matrix) -> tuple[Matrix, Matrix, Matrix]:
+    """Return samples, codes and dictionary, if they fit."""
+    xp = namespace(X, C, D)
+    D = check_array("D", D, xp=xp)
+    X = check_array("X", X, columns=D.shape[1], squares=True, xp=xp)
+    C = check_array("C", C, columns=D.shape[0], xp=xp)
+    if C.shape[0] != X.shape[0]:
+        raise ValueError(f"C must have a row for each of {X.shape[0]} samples, got {C.shape[0]}.")
+    return X, C, D
 
 
 def _well_supported(C: Matrix) -> Matrix:

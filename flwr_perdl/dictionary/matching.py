@@ -35,7 +35,7 @@ from scipy.optimize import linear_sum_assignment
 from scipy.special import betaincinv
 
 from flwr_perdl._checks import Matrix, check_array, check_choice, check_count
-from flwr_perdl.dictionary.atoms import match_stack, normalize_atoms, signs_of
+from flwr_perdl.dictionary.atoms import match_stack, normalize_atoms, signs_of, unit_atoms
 
 #: Clients whose atoms are candidates in the consensus.
 _CANDIDATE_CLIENTS = 16
@@ -45,6 +45,12 @@ _SAME = 0.6
 _ROUNDS = 5
 #: Clients, evenly spread, whose versions of an atom are compared pair by pair.
 _COMPARED = 256
+#: Atoms whose distance is at least this share of what chance gives are not shared.
+_APART = 0.6
+#: Jumps up to this share of the distance that they start from are the spread of shared atoms.
+_SPREAD = 0.1
+#: So are jumps up to this share of what the last distance lacks to be half of what chance gives.
+_MISSING = 0.4
 #: Edge lengths held by the shortest paths; if there are more, they are computed when needed.
 _STORED_EDGES = 2**26
 
@@ -89,7 +95,7 @@ def global_matching(
     Parameters
     ----------
     dictionaries : sequence of ndarray of shape (n_atoms_i, n_features)
-        One per client; unit atoms, the number of which may differ.
+        One per client, with any numbers of atoms, whose lengths do not matter.
     n_global : int or "auto"
         Number of atoms to find; "auto" counts those on which the clients agree, see
         :func:`count_shared`.
@@ -118,6 +124,7 @@ def global_matching(
     for i, D in enumerate(dictionaries[1:], start=1):
         checked.append(check_array(f"dictionaries[{i}]", D, columns=checked[0].shape[1]))
     sizes = [len(D) for D in checked]
+    checked = [unit_atoms(D)[0] for D in checked]
     match = _shortest_paths if method == "paths" else _consensus
     if isinstance(n_global, str):
         check_choice("n_global", n_global, ("auto",))
@@ -152,21 +159,25 @@ def count_shared(edges: Matrix, n_features: int, n_atoms: int) -> int:
     Returns
     -------
     int
-        Atoms before the largest gap.
+        Atoms before the largest jump.
 
     Notes
     -----
-    Each distance is divided by what chance gives: the median distance of a random direction to
-    the nearest of the atoms left, in the dimensions left. An atom on which the clients agree no
-    better than half of that is not shared; among the others, and that bound, the largest gap
-    decides. Hence the count can also be 0, and all of them.
+    The largest jump from one distance to the next tells (Fig. 7), except at both ends, where there
+    is no jump to see. Chance gives the scale: the median distance of a random direction to the
+    nearest of ``n_atoms``. No atom is shared if even the best is no nearer than ``_APART`` of it.
+    All are if the largest jump is small: beside the distance that it starts from, as the spread
+    among shared atoms is, or beside what is missing from the last distance to half of chance.
     """
-    left = np.arange(len(edges))
-    chance = _chance(n_features - left, n_atoms - left)
-    scale = np.minimum(np.maximum.accumulate(edges / chance), 0.5)
-    if not len(edges) or scale[0] == 0.5:
+    chance = float(_chance(n_features, n_atoms))
+    if not len(edges) or edges[0] >= _APART * chance:
         return 0
-    return int(np.diff(scale, append=0.5).argmax()) + 1
+    jumps = np.diff(edges)
+    last = int(jumps.argmax()) if len(jumps) else 0
+    missing = chance / 2 - edges[-1]
+    if not len(jumps) or jumps[last] < max(_SPREAD * edges[last], _MISSING * missing):
+        return len(edges)
+    return last + 1
 
 
 def _chance(n_features: Count, n_atoms: Count) -> Matrix:
@@ -183,7 +194,7 @@ def align_to_global(D: Matrix, global_atoms: Matrix) -> Alignment:
     Parameters
     ----------
     D : ndarray of shape (n_atoms, n_features)
-        A client's dictionary.
+        A client's dictionary; atoms that are not unit are brought to unit norm.
     global_atoms : ndarray of shape (n_global, n_features)
         The current global atoms, ``n_global <= n_atoms``.
 
@@ -197,8 +208,9 @@ def align_to_global(D: Matrix, global_atoms: Matrix) -> Alignment:
     ValueError
         If there are more global atoms than atoms.
     """
-    D = check_array("D", D)
+    D, _ = unit_atoms(check_array("D", D))
     global_atoms = check_array("global_atoms", global_atoms, columns=D.shape[1])
+    global_atoms, _ = unit_atoms(global_atoms)
     if len(global_atoms) > len(D):
         raise ValueError(f"D must have at least {len(global_atoms)} atoms, got {len(D)}.")
     (indices,), (signs,) = match_stack(global_atoms, D[None])

@@ -33,6 +33,7 @@ import numpy as np
 from flwr_perdl._checks import Matrix, check_array, check_count, check_real
 from flwr_perdl.dictionary.aggregation import aggregate_atoms
 from flwr_perdl.dictionary.atoms import polar_factor, principal_directions
+from flwr_perdl.dictionary.coding import remainder
 
 #: First step, as a multiple of 1 / ||X_i||_2^2; halved whenever the clients' loss has risen.
 STEP = 1.0
@@ -86,7 +87,7 @@ def shared_start(directions: Sequence[Matrix], n_global: int) -> Matrix:
 def local_start(X: Matrix, U: Matrix, n_local: int) -> Matrix:
     """Return the principal directions of what the shared components ``U`` leave of ``X``."""
     check_count("n_local", n_local, 0, X.shape[1] - len(U))
-    return _apart(principal_directions(X - (X @ U.T) @ U, n_local), U, n_local)
+    return _apart(principal_directions(remainder(X, (X @ U.T) @ U), n_local), U, n_local)
 
 
 def perpca_step(X: Matrix, U: Matrix, V: Matrix, step: float) -> PCAStep:
@@ -107,7 +108,7 @@ def perpca_step(X: Matrix, U: Matrix, V: Matrix, step: float) -> PCAStep:
     -------
     PCAStep
     """
-    X = check_array("X", X, min_rows=1)
+    X = check_array("X", X, min_rows=1, squares=True)
     U = check_array("U", U, columns=X.shape[1])
     V = check_array("V", V, columns=X.shape[1])
     check_real("step", step, 0)
@@ -154,8 +155,17 @@ def personalized_pca(
     -------
     PersonalizedPCA
     """
-    check_count("n_global", n_global, 0)
+    if not len(samples):
+        raise ValueError("samples must hold at least one client's array, got none.")
+    checked = [check_array("samples[0]", samples[0], min_rows=1, squares=True)]
+    d = checked[0].shape[1]
+    for i, X in enumerate(samples[1:], start=1):
+        checked.append(check_array(f"samples[{i}]", X, min_rows=1, columns=d, squares=True))
+    samples = checked
+    check_count("n_global", n_global, 0, d)
+    check_count("n_local", n_local, 0, d - n_global)
     check_count("n_rounds", n_rounds)
+    check_real("step", step, 0)
     U = shared_start([principal_directions(X, n_global + n_local) for X in samples], n_global)
     own = [local_start(X, U, n_local) for X in samples]
     losses: list[float] = []

@@ -18,6 +18,8 @@ from __future__ import annotations
 import numpy as np
 
 from flwr_perdl._checks import Matrix, check_array, check_count
+from flwr_perdl.dictionary.atoms import unit_atoms
+from flwr_perdl.dictionary.coding import remainder
 from flwr_perdl.dictionary.learners import Learner
 
 
@@ -44,13 +46,13 @@ def refine_local(
     ndarray of shape (n_atoms, n_features)
         The same global atoms, then the refined local ones.
     """
-    X = check_array("X", X)
-    D = check_array("D", D, columns=X.shape[1])
+    X = check_array("X", X, squares=True)
+    D, _ = unit_atoms(check_array("D", D, columns=X.shape[1]))
     check_count("n_global", n_global, 0, len(D))
     check_count("n_iter", n_iter)
     shared, local = D[:n_global], D[n_global:]
     C = X @ shared.T if learner.orthogonal else learner.code(X, D)[:, :n_global]
-    rest = X - C @ shared
+    rest = remainder(X, C @ shared)
     if len(local):
         for _ in range(n_iter):
             local = learner.step(rest, local)

@@ -72,7 +72,7 @@ def warm_start(
     WarmStart
         Dictionary, its loss, and the losses of all starts.
     """
-    X = check_array("X", X, min_rows=1)
+    X = check_array("X", X, min_rows=1, squares=True)
     check_count("n_iter", n_iter)
     check_count("restarts", restarts, 1)
     check_real("boost", boost, 1)

@@ -41,6 +41,7 @@ from flwr_perdl._records import PARTITION_ID, to_arrays
 from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.dictionary import Learner, WarmStart, normalize_atoms, refine_local
 from flwr_perdl.dictionary.atoms import principal_directions
+from flwr_perdl.dictionary.coding import remainder
 from flwr_perdl.dictionary.perpca import personalized_pca
 from flwr_perdl.strategies import PerMA
 from perdl_experiments.clips import Clip, load_clip, still, to_frame, to_samples
@@ -173,7 +174,7 @@ def separate(X: Matrix, G: Matrix, learner: Learner) -> tuple[Matrix, Matrix]:
     -------
     background, objects : ndarray of shape (n_samples, n_features)
     """
-    rest = X - learner.code(X, G) @ G
+    rest = remainder(X, learner.code(X, G) @ G)
     local = principal_directions(rest, max(learner.n_atoms - len(G), 0))
     D = refine_local(X, np.vstack([G, local]), len(G), learner, n_iter=REFINE)
     C = learner.code(X, D)

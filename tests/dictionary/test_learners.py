@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from sklearn.datasets import load_digits
 
 from flwr_perdl.dictionary import (
     GradientLearner,
@@ -192,7 +193,8 @@ def test_the_start_spans_the_principal_directions(rng):
 
 def test_a_scale_asks_for_sparser_codes(rng, unit):
     X, D = rng.standard_normal((50, 8)), unit(6, 8)
-    by_threshold, by_count = MODLearner(6, threshold=0.2), MODLearner(6, n_nonzero=4)
+    by_threshold = MODLearner(6, threshold=0.2, coding="threshold")
+    by_count = MODLearner(6, n_nonzero=4)
     assert np.array_equal(by_threshold.code(X, D, 3.0), sparse_code(X, D, threshold=0.2 * 3.0))
     assert np.array_equal(by_count.code(X, D, 2.0), sparse_code(X, D, n_nonzero=2))
     assert np.array_equal(by_count.code(X, D, 99.0), sparse_code(X, D, n_nonzero=1))
@@ -238,7 +240,8 @@ def test_orthonormal_atoms_cannot_outnumber_the_features(rng):
 def test_the_warm_start_finds_the_planted_dictionary(cls, rng, orthonormal, sparse):
     truth = orthonormal(6, 6)
     X = sparse(200, 6) @ truth
-    found = warm_start(X, cls(6), rng=rng)
+    options = {} if cls.orthogonal else {"coding": "threshold"}  # the atoms are orthogonal
+    found = warm_start(X, cls(6, **options), rng=rng)
     assert dictionary_distance(found.dictionary, truth) < 1e-6
 
 
@@ -321,3 +324,28 @@ def test_as_many_samples_as_use_an_atom_alike_stand_behind_it(rng, dtype):
         alike = np.full((m, 3), rng.standard_normal(3), dtype)
         assert np.array_equal(atom_support(alike), np.full(3, m))
     assert atom_support(np.array([[1.0], [1.001]]))[0] < 2
+
+
+# Real images
+
+
+@pytest.mark.parametrize("cls", GENERAL, ids=lambda cls: cls.__name__)
+def test_the_default_learns_from_images_without_getting_worse(cls):
+    X = load_digits().data[:600] / 16
+    D = cls(32).start(X, np.random.default_rng(0))
+    errors = []
+    for t in range(13):
+        if t % 6 == 0:
+            errors.append(np.mean((X - sparse_code(X, D, n_nonzero=5) @ D) ** 2))
+        D = cls(32).step(X, D)
+    assert errors[2] <= 1.01 * errors[1]
+    assert errors[1] < 0.8 * errors[0]
+
+
+def test_a_pursuit_that_stops_is_hard_thresholding_of_orthonormal_atoms(rng, orthonormal):
+    X, D = rng.standard_normal((40, 9)), orthonormal(7, 9)
+    for threshold in (0.0, 0.7, 9.0):
+        found = MODLearner(7, threshold=threshold).code(X, D)
+        assert np.allclose(found, sparse_code(X, D, threshold=threshold), atol=1e-12)
+    found = MODLearner(7, threshold=0.7).code(X, np.vstack([D, D[:2]]))  # twice the same atoms
+    assert not found[:, 7:].any()

@@ -265,6 +265,43 @@ def test_clients_with_few_atoms_do_not_make_others_agree(unit, method, sizes):
         assert len(global_matching(dictionaries, "auto", method=method).global_atoms) == 0
 
 
+def perturbed(seed, n_global, error, n_atoms=10, n_clients=10):
+    """Return orthonormal bases with so many atoms in common, each with an error of its own."""
+    rng = np.random.default_rng([seed, n_global, round(100 * error)])
+    truth = np.linalg.qr(rng.standard_normal((n_atoms, n_atoms)))[0]
+    found = []
+    for _ in range(n_clients):
+        own = rng.standard_normal((n_atoms - n_global, n_atoms))
+        Q = np.linalg.qr(np.vstack([truth[:n_global], own]).T)[0].T
+        Q = Q + error / np.sqrt(n_atoms) * rng.standard_normal(Q.shape)
+        found.append(normalize_atoms(Q)[rng.permutation(n_atoms)])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("n_global", "error", "least"),
+    [
+        (0, 0.25, 1.0),
+        (2, 0.3, 1.0),
+        (4, 0.3, 1.0),
+        (6, 0.3, 0.9),
+        (8, 0.1, 0.85),
+        (8, 0.25, 0.75),
+        (10, 0.1, 1.0),
+        (10, 0.2, 1.0),
+    ],
+)
+def test_the_count_is_as_good_as_the_largest_jump(n_global, error, least):
+    """In a full basis the last atoms that are not shared are near each other by need."""
+    right, jumps = [], []
+    for seed in range(20):
+        clients = perturbed(seed, n_global, error)
+        right.append(len(global_matching(clients, "auto").global_atoms) == n_global)
+        lengths = global_matching(clients, 10).path_lengths
+        jumps.append(np.diff(lengths).argmax() + 1 == n_global)
+    assert np.mean(right) >= max(least, np.mean(jumps) - 0.1)
+
+
 def test_counting_by_hand():
     assert count_shared(np.array([]), 10, 10) == 0
     assert count_shared(np.array([0.01, 0.02, 0.9, 1.0]), 10, 4) == 2

@@ -119,8 +119,8 @@ def test_inputs_are_not_modified() -> None:
 @pytest.mark.parametrize(
     ("n_global", "n_local", "message"),
     [
-        (-1, 2, "n_global must be at least 0, got -1"),
-        (19, 2, "n_components must be between 0 and 20, got 21"),
+        (-1, 2, "n_global must be between 0 and 20, got -1"),
+        (19, 2, "n_local must be between 0 and 1, got 2"),
         (3, -1, "n_local must be between 0 and 17, got -1"),
     ],
 )

@@ -13,7 +13,11 @@ from flwr_perdl.dictionary import (
     refine_local,
 )
 
-LEARNERS = [OrthogonalLearner(6), GradientLearner(6), MODLearner(6)]
+LEARNERS = [
+    OrthogonalLearner(6),
+    GradientLearner(6, coding="threshold"),
+    MODLearner(6, coding="threshold"),
+]
 
 
 @pytest.mark.parametrize("learner", LEARNERS, ids=lambda x: type(x).__name__)

@@ -32,11 +32,12 @@ def point(**changes: Any) -> dict[str, Any]:
     return {**config, **place, **changes}
 
 
-def test_consensus_recovers_everywhere_and_the_chain_breaks_with_many_clients(small: Any) -> None:
+def test_consensus_recovers_everywhere_and_clients_alone_do_not(small: Any) -> None:
     metrics = small[0]["metrics"]
     for place in ("clients_8", "clients_30", "failing_40", "weak_size_20"):
         assert metrics[f"recovered_{place}_consensus"] == 1
-    assert metrics["error_max_clients_30_paths"] > 1e-2 > metrics["error_max_clients_30_consensus"]
+    for place in ("clients_30", "failing_40"):  # a mean over clients, many of which start badly
+        assert metrics[f"error_{place}_alone"] > 0.05
     assert metrics["error_weak_size_20_alone"] > 0.1 > 1e-6 > metrics["error_weak_size_200_alone"]
 
 
