@@ -145,7 +145,7 @@ class LocalPrivacy:
     Parameters
     ----------
     epsilon, delta : float
-        The budget of all replies together; epsilon > 0, 0 < delta < 1.
+        The budget of all replies together; 0 < epsilon <= 1e9, 0 < delta < 1.
     n_rounds : int
         Replies that the budget is for; a further request is refused. The count is kept in
         ``context.state``, which another run and a restarted SuperNode begin anew, see ``ledger``.
@@ -180,7 +180,7 @@ class LocalPrivacy:
         ledger: str | Path | None = None,
         rng: Callable[[], np.random.Generator] | None = None,
     ) -> None:
-        self.epsilon = check_real("epsilon", epsilon, 0, _MOST, open_low=True)
+        self.epsilon = check_real("epsilon", epsilon, 0, 1e9, open_low=True)
         self.delta = check_real("delta", delta, 0, np.nextafter(1, 0), open_low=True)
         self.n_rounds = check_count("n_rounds", n_rounds, 1)
         self.clip = check_real("clip", clip, 0, _MOST, open_low=True)
@@ -333,6 +333,11 @@ class LocalPrivacy:
             drawn = np.rint(deviation * rng.standard_normal(size))
         return drawn.reshape(asked.shape)
 
+    def _odds(self, n_labels: int) -> float:
+        """Return how likely each false label is, rounded up."""
+        true = np.exp(min(_CHOICE * self.epsilon / self.n_rounds, 30.0))
+        return min(1 / n_labels, 1 / (true + n_labels - 1) + 2.0**-52)
+
     def _shift(self, n_labels: int, rng: np.random.Generator | None) -> int:
         """Return by how much to change a label.
 
@@ -340,8 +345,7 @@ class LocalPrivacy:
         """
         if n_labels == 1:
             return 0
-        honest = 1 / (1 + (n_labels - 1) * np.exp(-_CHOICE * self.epsilon / self.n_rounds))
-        honest = max(1 / n_labels, honest - 2.0**-52)  # rounded towards more noise
+        honest = 1 - (n_labels - 1) * self._odds(n_labels)
         if rng is None:
             return _response(n_labels, honest)(0)
         return int(rng.integers(1, n_labels)) if rng.random() >= honest else 0
