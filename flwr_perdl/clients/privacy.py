@@ -34,7 +34,6 @@ global generator. Flower's accountant (1.41, with the extra ``dp``) is for centr
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from functools import lru_cache
 from importlib.util import find_spec
@@ -86,12 +85,13 @@ _SPENT = "perdl.privacy"
 _HEAD = 2
 #: Share of epsilon for the choice of a cluster.
 _CHOICE = 0.5
-#: Largest coefficient of a model in a request, and how far from 1 an atom's norm may be.
+#: Largest coefficient of a model and largest step size in a request, and how far from 1 the norm
+#: of an atom may be.
 _LARGEST, _ODD = 1e9, 1e-3
 #: Steps of the noise's grid per standard deviation.
 _STEPS = 2.0**40
-
-_MOST = sys.float_info.max
+#: Norms in whose range squares neither overflow nor vanish.
+_CLIPS = 1e-100, 1e100
 
 
 class _Asked(NamedTuple):
@@ -150,7 +150,7 @@ class LocalPrivacy:
         Replies that the budget is for; a further request is refused. The count is kept in
         ``context.state``, which another run and a restarted SuperNode begin anew, see ``ledger``.
     clip : float
-        Greatest Frobenius norm of a difference; more is scaled down.
+        Greatest Frobenius norm of a difference, 1e-100 to 1e100; more is scaled down.
     ledger : str or Path, optional
         A folder on the client's disk in which it counts its replies over all runs. To grant a
         client a further budget, remove its file.
@@ -183,7 +183,7 @@ class LocalPrivacy:
         self.epsilon = check_real("epsilon", epsilon, 0, 1e9, open_low=True)
         self.delta = check_real("delta", delta, 0, np.nextafter(1, 0), open_low=True)
         self.n_rounds = check_count("n_rounds", n_rounds, 1)
-        self.clip = check_real("clip", clip, 0, _MOST, open_low=True)
+        self.clip = check_real("clip", clip, *_CLIPS)
         self.ledger = None if ledger is None else Path(ledger)
         # A weaker source of noise must be asked for: nobody would notice it otherwise.
         if rng is None and find_spec("opendp") is None:
@@ -383,7 +383,7 @@ def _read(message: Message) -> _Asked:
             f"{OPTION}local": str(local),
             f"{OPTION}n_steps": check_count("n_steps", config.get(f"{OPTION}n_steps"), 1),
             f"{OPTION}step_size": check_real(
-                "step_size", config.get(f"{OPTION}step_size"), 0, _MOST, open_low=True
+                "step_size", config.get(f"{OPTION}step_size"), 0, _LARGEST, open_low=True
             ),
             f"{OPTION}soft": 0,
             f"{OPTION}temperature": 0.0,
