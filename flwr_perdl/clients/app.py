@@ -32,7 +32,8 @@ def client_app(
         every message: close over no data, read it in the factory.
     train_mods, evaluate_mods : sequence of Flower mods
         Mods around training and around evaluation, outermost first. Requests and replies carry one
-        ArrayRecord each way, so that Flower's differential-privacy mods compose.
+        ArrayRecord each way, so that Flower's differential-privacy mods compose. A training mod
+        with a true ``for_all_messages``, as `LocalPrivacy`, is around evaluation and queries too.
 
     Returns
     -------

@@ -38,7 +38,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from importlib.util import find_spec
 from logging import WARNING
-from math import sqrt
+from math import exp, sqrt
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
@@ -335,7 +335,7 @@ class LocalPrivacy:
 
     def _odds(self, n_labels: int) -> float:
         """Return how likely each false label is, rounded up."""
-        true = np.exp(min(_CHOICE * self.epsilon / self.n_rounds, 30.0))
+        true = exp(min(_CHOICE * self.epsilon / self.n_rounds, 30.0))
         return min(1 / n_labels, 1 / (true + n_labels - 1) + 2.0**-52)
 
     def _shift(self, n_labels: int, rng: np.random.Generator | None) -> int:
