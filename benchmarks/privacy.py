@@ -89,6 +89,12 @@ TASKS = {
 }
 
 
+def seeded(seed: int) -> Callable[[], np.random.Generator]:
+    """Return what gives every reply the same generator, so that results are reproducible."""
+    rng = np.random.default_rng(seed)
+    return lambda: rng
+
+
 def measure(
     make: Callable[[int, int], Task], n_rounds: int, clip: float, n_clients: int
 ) -> dict[str, float]:
@@ -97,7 +103,8 @@ def measure(
     for seed in range(SEEDS):
         for epsilon in (*EPSILONS, None):
             task = make(seed, n_clients)
-            mods = [] if epsilon is None else [LocalPrivacy(epsilon, DELTA, n_rounds, clip)]
+            noise = seeded(seed)
+            mods = [LocalPrivacy(epsilon, DELTA, n_rounds, clip, rng=noise)] if epsilon else []
             grid = InProcessGrid(client_app(task.make_client, train_mods=mods), n_clients)
             result = task.strategy.start(grid, ArrayRecord([task.start]), num_rounds=n_rounds)
             error = task.error(result.arrays.to_numpy_ndarrays()[0])

@@ -42,7 +42,8 @@ def client_app(
         every message: close over no data, read it in the factory.
     train_mods, evaluate_mods : sequence of Flower mods
         Mods around training and around evaluation, outermost first. Requests and replies carry one
-        ArrayRecord each way, so that Flower's differential-privacy mods compose.
+        ArrayRecord each way, so that Flower's differential-privacy mods compose. A training mod
+        with a true ``for_all_messages``, as `LocalPrivacy`, is around evaluation and queries too.
 
     Returns
     -------
@@ -73,9 +74,11 @@ class NumPyClientApp(ClientApp):
         self._factory = factory
         self._one_by_one = bool(train_mods)
 
+        # Local privacy is a promise about all that leaves a client: one mention is enough.
+        everywhere = [mod for mod in train_mods if getattr(mod, "for_all_messages", False)]
         self.train(mods=list(train_mods))(self._train)
-        self.evaluate(mods=list(evaluate_mods))(self._evaluate)
-        self.query()(self._query)
+        self.evaluate(mods=[*everywhere, *evaluate_mods])(self._evaluate)
+        self.query(mods=everywhere)(self._query)
 
     # Methods and not closures: Ray pickles the app with every message, these by their names.
 

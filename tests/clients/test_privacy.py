@@ -7,14 +7,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, Context
+from dp_accounting.pld.privacy_loss_distribution import (
+    from_gaussian_mechanism,
+    from_randomized_response,
+)
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp.mod import LocalDpMod
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy.integrate import quad
-from scipy.stats import norm
+from scipy.stats import chisquare, kstest, norm
 
+from flwr_perdl._records import reply_to
 from flwr_perdl.clients import RegressionClient, client_app
-from flwr_perdl.clients.privacy import LocalPrivacy, noise_multiplier
-from flwr_perdl.dictionary import dictionary_distance
+from flwr_perdl.clients.privacy import LocalPrivacy, _response, noise_multiplier
+from flwr_perdl.dictionary import dictionary_distance, normalize_atoms
 from flwr_perdl.regression import model_error
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import FedX, PerMA, TooFewReplies
@@ -40,23 +47,100 @@ def test_the_noise_is_what_the_definition_asks_for(epsilon: float, delta: float)
     assert noise_multiplier(epsilon, delta, 4) == pytest.approx(2 * sigma)
 
 
+@pytest.mark.parametrize("n_labels", [1, 3])
+def test_an_independent_accountant_finds_the_budget(n_labels: int) -> None:
+    """Google's dp-accounting composes all replies of a run from their privacy losses."""
+    epsilon, delta, n_rounds = 2.0, 1e-5, 4
+    mod = LocalPrivacy(epsilon, delta, n_rounds, clip=1.0)
+    interval = 1e-3
+    whole = from_gaussian_mechanism(
+        mod._multiplier(n_labels), value_discretization_interval=interval
+    ).self_compose(n_rounds)
+    if n_labels == 1:
+        assert whole.get_delta_for_epsilon(epsilon) == pytest.approx(delta, rel=0.01)
+        return
+    # The label's share and the change's: simple composition, so that something is left over.
+    assert whole.get_delta_for_epsilon(epsilon / 2) == pytest.approx(delta, rel=0.01)
+    lies = n_labels * mod._odds(n_labels)
+    label = from_randomized_response(lies, n_labels, value_discretization_interval=interval)
+    assert label.get_epsilon_for_delta(0) <= epsilon / 2 / n_rounds + interval
+    assert whole.compose(label.self_compose(n_rounds)).get_delta_for_epsilon(epsilon) < delta
+
+
+@given(
+    st.floats(1e-3, 1e3),
+    st.floats(1e-12, 0.5),
+    st.integers(1, 50),
+    st.integers(2, 9),
+)
+@settings(max_examples=25, deadline=None)
+def test_a_label_costs_no_more_than_its_share(
+    epsilon: float, delta: float, n_rounds: int, n_labels: int
+) -> None:
+    mod = LocalPrivacy(epsilon, delta, n_rounds, clip=1.0)
+    spent = np.log((1 - (n_labels - 1) * mod._odds(n_labels)) / mod._odds(n_labels))
+    assert spent <= epsilon / 2 / n_rounds * (1 + 1e-12) + 1e-12
+
+
+LOCAL = {
+    "perdl.option.local": "fedavg",
+    "perdl.option.n_steps": 1,
+    "perdl.option.step_size": 0.1,
+}
+
+
+def reply_of(mod: LocalPrivacy, given: np.ndarray, answer: np.ndarray, **more: Any) -> np.ndarray:
+    """Return how a mod changes an answer."""
+    grid = InProcessGrid(client_app(lambda context: None), 1)
+    ((node, context),) = grid.contexts.items()
+    config = {"perdl.step": "update", "server-round": 1, "perdl.seed": 0, **more}
+    content = RecordDict({"arrays": ArrayRecord([given]), "config": ConfigRecord(config)})
+    message = Message(content, node, "train")
+    reply = mod(message, context, lambda message, context: reply_to(message, [answer], 9, {}))
+    return reply.content["arrays"].to_numpy_ndarrays()[0]
+
+
 def test_clipping_and_noise_have_their_sizes() -> None:
-    mod = LocalPrivacy(2.0, 1e-5, 3, clip=0.5)
-    far, near = np.full((2, 5), 100.0), np.full((2, 5), 0.01)
-    rng = np.random.default_rng(0)
-    drawn = np.stack([mod.blur(far, 2.0, rng) for _ in range(20_000)])
-    assert np.linalg.norm(drawn.mean(axis=0)) == pytest.approx(0.5, abs=0.1)
-    assert drawn.std() == pytest.approx(2 * 0.5 * noise_multiplier(2.0, 1e-5, 3), rel=0.02)
-    drawn = np.stack([mod.blur(near, 2.0, rng) for _ in range(20_000)])
-    np.testing.assert_allclose(drawn.mean(axis=0), near, atol=6 * drawn.std() / 20_000**0.5)
+    atoms = normalize_atoms(np.random.default_rng(0).standard_normal((2000, 5)))
+    for epsilon in (2.0, 1e9):  # noise that hides the difference, and next to none
+        mod = LocalPrivacy(epsilon, 1e-5, 3, clip=50.0)
+        sigma = 2 * 50 * noise_multiplier(epsilon, 1e-5, 3)
+        for length, left in ((1e6, 50.0), (20.0, 20.0)):
+            move = np.full(atoms.shape, length / atoms.size**0.5)
+            change = reply_of(mod, atoms, atoms + move, **{"perdl.sends": "atoms"}) - atoms
+            noise = change - left / length * move
+            assert kstest(noise.ravel() / sigma, "norm").pvalue > 1e-6
+            assert noise.std() == pytest.approx(sigma, rel=5 / (2 * noise.size) ** 0.5)
+            assert float(np.vdot(noise, move)) / length == pytest.approx(0, abs=5 * sigma)
 
 
-def test_a_cluster_is_named_as_randomised_response_does() -> None:
+def test_a_cluster_is_named_as_randomized_response_does() -> None:
     mod = LocalPrivacy(4.0, 1e-5, 2, clip=1.0)
-    rng = np.random.default_rng(0)
-    shares = np.bincount([mod.choose(1, 3, rng) for _ in range(30_000)], minlength=3) / 30_000
     e = np.exp(4.0 / 2 / 2)
-    np.testing.assert_allclose(shares, np.array([1, e, 1]) / (e + 2), atol=0.01)
+    expected = np.array([e, 1, 1]) / (e + 2)
+    for rng in (None, np.random.default_rng(0)):
+        drawn = np.bincount([mod._shift(3, rng) for _ in range(6000)], minlength=3)
+        assert chisquare(drawn, 6000 * expected).pvalue > 1e-6
+    assert _response(3, 1 - 2 * mod._odds(3)).map(1) == pytest.approx(1.0)
+    exact = LocalPrivacy(1e6, 1e-5, 1, clip=1.0)
+    found = reply_of(exact, np.eye(3, 1), np.array([[0.7, 2.0, 0.5]]), **LOCAL)
+    np.testing.assert_allclose(found, [[0, 2, 0.5]], atol=0.1)
+
+
+def test_whole_numbers_carry_the_noise() -> None:
+    """A reply is on a fine grid: its last bits, after rounding, say nothing more."""
+    mod = LocalPrivacy(1.0, 1e-5, 1, clip=1.0)
+    answer = np.concatenate([np.zeros((1, 2)), np.full((1, 6), np.pi / 10)], axis=1)
+    steps = reply_of(mod, np.zeros((1, 6)), answer, **LOCAL)[0, 2:] / mod._step(1)
+    np.testing.assert_allclose(steps, np.rint(steps), atol=0, rtol=1e-15)
+    assert np.abs(steps).max() > 2**36  # a grid so fine that it is not seen
+
+
+def test_without_opendp_the_noise_must_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flwr_perdl.clients.privacy.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"pip install 'flwr-perdl\[privacy\]'"):
+        LocalPrivacy(1.0, 1e-5, 1, clip=1.0)
+    LocalPrivacy(1.0, 1e-5, 1, clip=1.0, rng=np.random.default_rng)
 
 
 class Tap(InProcessGrid):
@@ -70,7 +154,7 @@ class Tap(InProcessGrid):
 
 def learn(planted: Any, mod: Any, start: np.ndarray, rounds: int = 2, **options: Any) -> Any:
     """Run PerMA from given atoms with a mod; return the atoms, and the grid."""
-    app = client_app(planted.make_client, train_mods=[mod], evaluate_mods=[mod])
+    app = client_app(planted.make_client, train_mods=[mod])
     grid = Tap(app, len(planted.planted.samples))
     settings = {"aggregation": "mean", **options}
     result = PerMA(3, **settings).start(grid, ArrayRecord([start]), num_rounds=rounds)
@@ -151,7 +235,7 @@ def test_fedx_refines_given_models_privately() -> None:
         mod = LocalPrivacy(
             epsilon, 1e-5, 5, clip=0.3, rng=lambda: np.random.default_rng(rng.integers(2**60))
         )
-        app = client_app(make_client, train_mods=[mod], evaluate_mods=[mod])
+        app = client_app(make_client, train_mods=[mod])
         strategy = FedX(3, step_size=0.1, momentum=False, check_every=0)
         result = strategy.start(InProcessGrid(app, 150), ArrayRecord([start]), num_rounds=5)
         assert strategy.history[-1].aggregate == {"clients": 150, "dropped": 0}
@@ -178,10 +262,10 @@ def test_flowers_own_mod_does_not_fit_the_first_round(federation: MakeFederation
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"epsilon": 0.0}, r"epsilon must be in \(0, inf\], got 0"),
+        ({"epsilon": 0.0}, r"epsilon must be in \(0, 1e\+09\], got 0"),
         ({"delta": 1.0}, r"delta must be in"),
         ({"n_rounds": 0}, "n_rounds must be at least 1, got 0"),
-        ({"clip": -1.0}, r"clip must be in \(0, inf\], got -1"),
+        ({"clip": -1.0}, r"clip must be in \[1e-100, 1e\+100\], got -1"),
     ],
 )
 def test_bad_budgets_are_named(given: dict[str, Any], message: str) -> None:
