@@ -188,8 +188,8 @@ class LocalPrivacy:
         # A weaker source of noise must be asked for: nobody would notice it otherwise.
         if rng is None and find_spec("opendp") is None:
             raise ImportError(
-                "LocalPrivacy must have OpenDP for its noise, which is not installed: "
-                "pip install 'flwr-perdl[privacy]'."
+                "LocalPrivacy must have OpenDP for its noise, which is not installed "
+                "(pip install opendp)."
             )
         if rng is not None and not callable(rng):
             raise TypeError(f"rng must be a function that makes a generator, got {rng!r}.")
