@@ -210,7 +210,7 @@ def aggregate_statistics(stack: Matrix, current: Matrix, *, orthogonal: bool) ->
     check_count("rows of stack", stack.shape[1], r, r)
     sent = np.any(stack != 0, axis=2)
     present = sent.any(axis=1)
-    possible = present if orthogonal else present & _moments(stack[:, :, :r])
+    possible = present if orthogonal or not r else present & _moments(stack[:, :, :r])
     own = _solve_each(stack, sent, current, orthogonal)
     kept = possible & ~_outliers(own, sent & possible[:, None])
     factors = np.zeros(len(stack), stack.dtype)

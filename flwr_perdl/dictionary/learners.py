@@ -188,7 +188,7 @@ class AlternatingLearner(ABC):
         own_numbers(self)
         check_count("n_atoms", self.n_atoms, 1)
         if self.threshold != "auto":
-            check_real("threshold", self.threshold, 0)
+            check_real("threshold", self.threshold, 0, 1e150)  # its square is a number
         if self.n_nonzero is not None:
             check_count("n_nonzero", self.n_nonzero, 1)
 
