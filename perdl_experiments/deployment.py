@@ -152,6 +152,8 @@ class Deployment:
             for number in theirs:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(number, signal.SIGKILL)
+            while time.monotonic() < deadline + 5 and set(theirs) & {one for one, _ in _parents()}:
+                time.sleep(0.05)
             self._processes.clear()
             self.nodes.clear()
 
@@ -524,17 +526,19 @@ def _descendants(ancestors: Sequence[int]) -> list[int]:
 
 
 def _parents() -> Iterator[tuple[int, int]]:
-    """Yield every process with its parent."""
+    """Yield every process that is alive, with its parent."""
     if sys.platform == "linux":  # containers often have no `ps`
         for entry in Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError):
                 fields = entry.read_text(errors="replace").rpartition(")")[2].split()
-                yield int(entry.parent.name), int(fields[1])
+                if fields[0] != "Z":  # ended, and its parent has not asked how
+                    yield int(entry.parent.name), int(fields[1])
         return
-    listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True)
+    listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True)
     for line in listed.stdout.splitlines():
-        process, parent = line.split()
-        yield int(process), int(parent)
+        process, parent, state = line.split()
+        if not state.startswith("Z"):
+            yield int(process), int(parent)
 
 
 def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
