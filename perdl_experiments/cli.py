@@ -34,7 +34,7 @@ from perdl_experiments.watch import watch as watch_run
 from perdl_experiments.words import plural
 
 #: Seconds that everything has to end after a signal.
-_GRACE = 20.0
+_GRACE = 30.0
 
 app = typer.Typer(
     help="Federated dictionary learning, clustered regression, learning between neighbours.",
