@@ -319,7 +319,7 @@ class DictionaryClient(Member):
             D = principal_directions(self.X, n_atoms)
             codes = self.X @ D.T
             supported = atom_support(codes) >= self.min_support
-            state.save(asked.round, {_DICTIONARY: D[:0]})  # that this client has taken part
+            state.save(asked.round, {_DICTIONARY: D})  # says that this client has taken part
             return D[supported], _mse(self.X, codes @ D), False
         U, saved = self._global_atoms(parameters), state.before(asked.round)
         if saved is not None and _LOCAL_ATOMS in saved:
