@@ -319,12 +319,11 @@ class DictionaryClient(Member):
             D = principal_directions(self.X, n_atoms)
             codes = self.X @ D.T
             supported = atom_support(codes) >= self.min_support
-            state.save(asked.round, {_DICTIONARY: D[:0]})  # that this client has taken part
+            state.save(asked.round, {_LOCAL_ATOMS: D[:0]})  # says that this client has taken part
             return D[supported], _mse(self.X, codes @ D), False
         U, saved = self._global_atoms(parameters), state.before(asked.round)
-        if saved is not None and _LOCAL_ATOMS in saved:
-            V = saved[_LOCAL_ATOMS]
-        else:
+        V = U[:0] if saved is None else saved[_LOCAL_ATOMS]
+        if not len(V):  # the first step
             V = self._local_components(U)
         found = perpca_step(self.X, U, V, float(config[STEP_LENGTH]))
         state.save(asked.round, {_LOCAL_ATOMS: found.local_components})
@@ -395,8 +394,9 @@ class DictionaryClient(Member):
         state = PrivateState(self.context, asked.run, self._shelf)
         saved, after = state.after(asked.round), config.get(AFTER)
         metrics: dict[str, Scalar] = {}
-        if saved is not None and _LOCAL_ATOMS in saved:
-            local_atoms = saved[_LOCAL_ATOMS]
+        kept = None if saved is None else saved.get(_LOCAL_ATOMS)
+        if kept is not None and (len(kept) or after != COMPONENTS):
+            local_atoms = kept
         elif after == AVERAGE:
             local_atoms = G[:0]
         elif after == COMPONENTS:

@@ -99,7 +99,7 @@ class _MixedRegression(ProtocolStrategy):
             name = type(self).__name__
             raise ValueError(f"one_shot must be {one_shot} in {name}, got {own['one_shot']!r}.")
         if not isinstance(n_clusters, str):
-            n_clusters = check_count("n_clusters", n_clusters, 1, LARGEST_INT)
+            n_clusters = check_count("n_clusters", n_clusters, 1)
         elif n_clusters != "auto":
             raise ValueError(f'n_clusters must be an integer or "auto", got {n_clusters!r}.')
         for name in ("random_start", "momentum", "one_shot"):

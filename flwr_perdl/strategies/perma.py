@@ -140,9 +140,7 @@ class PerMA(ProtocolStrategy):
         **options: Unpack[ServerOptions],
     ) -> None:
         super().__init__(**options)
-        if isinstance(n_global, str) and n_global != "auto":
-            raise ValueError(f'n_global must be an integer or "auto", got {n_global!r}.')
-        auto = isinstance(n_global, str)
+        auto = isinstance(n_global, str) and n_global == "auto"
         self.n_global = n_global if auto else check_count("n_global", n_global)
         self.matching = check_choice("matching", matching, MATCHINGS)
         self.aggregation = check_choice("aggregation", aggregation, AGGREGATIONS)
