@@ -136,6 +136,12 @@ def test_whole_numbers_carry_the_noise() -> None:
     assert np.abs(steps).max() > 2**36  # a grid so fine that it is not seen
 
 
+def test_no_atoms_have_no_noise() -> None:
+    """PerMA with n_global="auto" may share nothing."""
+    mod, nothing = LocalPrivacy(1.0, 1e-5, 1, clip=1.0), np.zeros((0, 4))
+    assert reply_of(mod, nothing, nothing, **{"perdl.sends": "atoms"}).shape == (0, 4)
+
+
 def test_without_opendp_the_noise_must_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flwr_perdl.clients.privacy.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install 'flwr-perdl\[privacy\]'"):
