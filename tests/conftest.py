@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,9 +34,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _private_flower(tmp_path_factory: pytest.TempPathFactory) -> None:
+def _private_flower(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Flower and Ray keep their files in folders of this process's tests.
+
+    Ray connects to whatever cluster its folder names: one that other tests run, or that has died.
+    Its sockets' paths must be short, so that the folder is not one of pytest's.
+    """
     os.environ["FLWR_HOME"] = str(tmp_path_factory.mktemp("flwr"))
     logging.getLogger("flwr").setLevel(logging.WARNING)
+    with TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
+        os.environ["RAY_TMPDIR"] = folder
+        yield
 
 
 @pytest.fixture
