@@ -130,7 +130,7 @@ class DictionaryClient(Member):
         state_dir: str | Path | None = None,
     ) -> None:
         super().__init__(context)
-        self.X = check_array("X", X, min_rows=1)
+        self.X = check_array("X", X, min_rows=1, squares=True)
         for method in ("code", "update"):
             if not callable(getattr(learner, method, None)) or isinstance(learner, type):
                 raise TypeError(
