@@ -27,7 +27,12 @@ HAS_RAY = find_spec("ray") is not None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip, and count, what needs Ray where Ray is not installed."""
+    """Skip, and count, what needs Ray where Ray is not installed; begin with what waits longest.
+
+    Deployments wait for processes to start and for nodes to report: beside them, the other worker
+    goes through everything else.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("deployment") is None)
     for item in items:
         if item.get_closest_marker("ray") and not HAS_RAY:
             item.add_marker(pytest.mark.skip(reason="Flower's simulation extra is not installed"))
