@@ -67,8 +67,8 @@ _LONGEST_NAME = 80
 
 #: What a project can do whose nodes do not say who they are.
 _REMEDY = (
-    " Make the ClientApp with flwr_perdl.clients.client_app, which says who a client is, or answer "
-    'in its @app.query() with the ConfigRecord "config": {"partition-id": ...}.'
+    "; make the ClientApp with flwr_perdl.clients.client_app, which says who a client is, or "
+    'answer in its @app.query() with the ConfigRecord "config": {"partition-id": ...}'
 )
 
 
@@ -401,9 +401,10 @@ class Conversation:
             strangers = {} if roster is None else roster.strangers
             raise TooFewReplies(
                 f"Round {round_} has {len(partitions)} client(s) to ask, fewer than "
-                f"min_clients={self.options.min_clients}; {self._where_saved()}."
+                f"min_clients={self.options.min_clients}; {self._where_saved()}"
                 + _first_reason({f"node {node}": why for node, why in strangers.items()})
                 + (_REMEDY if strangers else "")
+                + "."
             )
         chosen = self._sample(partitions, self.options.fraction_train, SAMPLING, round_)
         request, own, same = self._request, self._request.own, list(self._request.arrays)
@@ -452,8 +453,9 @@ class Conversation:
             self._tell(report)
             raise TooFewReplies(
                 f"Round {round_} has {len(good)} good replies, fewer than "
-                f"min_clients={self.options.min_clients}; {self._where_saved()}."
+                f"min_clients={self.options.min_clients}; {self._where_saved()}"
                 + _first_reason(report.dropped, f", asked for step {request.step!r}")
+                + "."
             )
         self._warn_of_lost_state(good, roster)
         with one_blas_thread():
@@ -751,10 +753,10 @@ def summarized(
 
 
 def _first_reason(reasons: Mapping[str, str], asked: str = "") -> str:
-    """Return the sentence that quotes the first of these reasons, nothing if there are none."""
+    """Return the clause that quotes the first of these reasons, nothing if there are none."""
     for who, why in reasons.items():
         rest = f" ({len(reasons)} in all)" if len(reasons) > 1 else ""
-        return f" The first reason{rest}: {who}{asked}: {why.rstrip('.')}."
+        return f"; the first reason{rest}: {who}{asked}: {why.rstrip('.')}"
     return ""
 
 

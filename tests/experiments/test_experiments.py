@@ -400,7 +400,7 @@ def test_an_unfinished_run_is_continued_or_replaced_and_never_lost(tmp_path):
         ("digits", {"options": {"n_atoms": 4, "n_global": 2, "min_support": 999}}, "min_support"),
         ("digits", {"clients": 10**9}, "clients must be "),
         ("synthetic", {"clients": 10**9}, "clients must be "),
-        ("images", {"clients": 2000, "data": "a.npz"}, "data must have more images"),
+        ("images", {"clients": 2000, "data": "a.npz"}, "n_clients must be between 1 and 300"),
     ],
 )
 def test_what_the_data_cannot_serve_is_refused_and_nothing_is_written(

@@ -146,7 +146,7 @@ def test_no_file_gets_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="data must be a file, 'reuters' or '20newsgroups', got"):
         load_documents(str(tmp_path / "nothing.npz"))
     (tmp_path / "text.npz").write_text("no archive")
-    with pytest.raises(ValueError, match=r"data must be a readable \.npz file, got"):
+    with pytest.raises(ValueError, match=r"data must be a whole \.npz file, as .*, got"):
         load_documents(str(tmp_path / "text.npz"))
 
 

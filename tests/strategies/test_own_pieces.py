@@ -79,8 +79,8 @@ def test_an_app_that_does_not_say_who_it_is_is_told_the_remedy(how: str) -> None
         app.train()(lambda message, context: Message(message.content, reply_to=message))
     with pytest.raises(TooFewReplies) as error:
         PerMA(2).start(InProcessGrid(app, 3), num_rounds=1)
-    assert "The first reason (3 in all): node 1000: error 2: ValueError: " in str(error.value)
-    assert "Make the ClientApp with flwr_perdl.clients.client_app" in str(error.value)
+    assert "the first reason (3 in all): node 1000: error 2: ValueError: " in str(error.value)
+    assert "make the ClientApp with flwr_perdl.clients.client_app" in str(error.value)
 
 
 @pytest.mark.parametrize(
