@@ -26,7 +26,7 @@ from flwr_perdl.clients._state import PrivateState, private_shelf
 from flwr_perdl.clients.app import Member
 from flwr_perdl.diffusion.combine import Array, Program
 from flwr_perdl.network._exchange import Letter, finite_rows, inbox_of
-from flwr_perdl.network._packing import pack_arrays
+from flwr_perdl.network._packing import pack_arrays, text_array, texts_of
 from flwr_perdl.network.sealed import Keys, Rejected, read_key, read_pinned
 
 #: The protocol's steps.
@@ -47,9 +47,11 @@ STATE = "state."
 
 SHOWS = ("observed", "state", "nothing")
 
-#: The private state, besides the program's: the round whose letters it waits for, and its key.
+#: The private state, besides the program's: the round whose letters it waits for, and its key; or,
+#: where the run is over for this node, the metrics of its last reply.
 _PENDING = "pending"
 _RUN_KEY = "run-key"
+_OVER = "over"
 _NONE = np.zeros(1, dtype=int)
 
 
@@ -80,13 +82,16 @@ class DiffusionClient(Member):
     max_delay : int, default 0
         How many rounds late a message may be; an older one is left out.
     on_end : callable, optional
-        Called at the node with its last state.
+        Called at the node with its last state; more than once if the server asks again.
     state_dir : str or Path, optional
         Folder for the private state; by default ``state-dir`` of the node config, then of the run
         config, and nothing is kept on disk where both are missing.
 
     Notes
     -----
+    With sealed letters the last step ends the run for the node: it deletes its key of the run, in
+    memory and on disk, and answers from then on only with what it has shown.
+
     Node config: ``key-file`` is the file of this node's lasting private key, ``neighbour-keys``
     the JSON file of its neighbours' public keys, which pins them.
 
@@ -162,6 +167,14 @@ class DiffusionClient(Member):
                 f"node {self.node} sends sealed letters only, and was asked for others."
             )
         private = PrivateState(self.context, run, self._shelf)
+        newest = private.newest() or {}
+        if _OVER in newest:
+            if step != SHOW:
+                raise ValueError(
+                    f"step must be {SHOW!r} after node {self.node} has deleted its key of this run,"
+                    f" got {step!r}."
+                )
+            return self._end(self._state(newest)), 1, dict.fromkeys(texts_of(newest[_OVER]), 1)
         kept = private.before(int(config[ROUND])) or {}
         keys = self._keys(run, kept) if config.get(SEALED) else None
         desk = _Desk(self, keys)
@@ -176,9 +189,7 @@ class DiffusionClient(Member):
                 desk.leave_out(letter.sender, "it has another form, or NaN or infinite values")
             state, pending = self.program.combine(state, inbox), 0
         if step == SHOW:
-            reply = self._shown(state)
-            if self.on_end is not None:
-                self.on_end(state)
+            reply = self._end(state)
         elif step == EXCHANGE and str(self.node) not in str(config.get(ASLEEP, "")).split():
             state, pending = self.program.adapt(state, round_), round_
             reply += desk.send(parameters, round_, self.program.message(state))
@@ -187,9 +198,12 @@ class DiffusionClient(Member):
         fields: dict[str, NDArray[Any]] = {
             STATE + name: field for name, field in state._asdict().items()
         }
-        if keys is not None:
+        over = step == SHOW and (keys is not None or _RUN_KEY in newest)
+        if over:
+            fields[_OVER] = text_array(list(desk.metrics))
+        elif keys is not None:
             fields[_RUN_KEY] = np.frombuffer(keys.run_key, dtype=np.uint8)
-        private.save(int(config[ROUND]), {**fields, _PENDING: np.array([pending])})
+        private.save(int(config[ROUND]), {**fields, _PENDING: np.array([pending])}, alone=over)
         return reply, 1, desk.metrics
 
     def _keys(self, run: str, kept: Mapping[str, Array]) -> Keys:
@@ -204,8 +218,13 @@ class DiffusionClient(Member):
             return state
         return type(state)(**{name: kept[STATE + name] for name in state._fields})
 
+    def _end(self, state: Any) -> list[Matrix]:
+        """Call ``on_end``, and return what the node shows at the end."""
+        if self.on_end is not None:
+            self.on_end(state)
+        return self._shown(state)
+
     def _shown(self, state: Any) -> list[Matrix]:
-        """Return what the node shows at the end."""
         shown: dict[str, Array] = {}
         if self.shows != "nothing":
             shown.update(self.program.observe(state))
