@@ -21,6 +21,7 @@ from flwr_perdl._checks import (
     check_kind,
 )
 from flwr_perdl._records import ANEW, ROUND, RUN, STEP, Scalar
+from flwr_perdl._store import LAST_ROUND
 from flwr_perdl._threads import one_blas_thread
 from flwr_perdl.clients._state import PrivateState, private_shelf
 from flwr_perdl.clients.app import Member
@@ -53,6 +54,8 @@ _PENDING = "pending"
 _RUN_KEY = "run-key"
 _OVER = "over"
 _NONE = np.zeros(1, dtype=int)
+#: Up to here every whole number is a float.
+_LARGEST = 2**53
 
 
 class DiffusionClient(Member):
@@ -161,7 +164,9 @@ class DiffusionClient(Member):
             sent), ``"rejected-K": 1`` for every neighbour K whose letter, or card, was left out,
             ``"anew": 1`` if the node found no state after round one, and began from its start.
         """
-        step, round_, run = config[STEP], int(config.get(AT, 0)), str(config[RUN])
+        step, run = config[STEP], str(config[RUN])
+        round_ = check_count(AT, config.get(AT, 0), 0, LAST_ROUND)
+        check_choice("step", step, (ANNOUNCE, EXCHANGE, SHOW))
         if self.sealed and not config.get(SEALED):
             raise ValueError(
                 f"node {self.node} sends sealed letters only, and was asked for others."
@@ -193,8 +198,6 @@ class DiffusionClient(Member):
         elif step == EXCHANGE and str(self.node) not in str(config.get(ASLEEP, "")).split():
             state, pending = self.program.adapt(state, round_), round_
             reply += desk.send(parameters, round_, self.program.message(state))
-        elif step not in (ANNOUNCE, EXCHANGE):
-            raise ValueError(f"step must be one of {(ANNOUNCE, EXCHANGE, SHOW)}, got {step!r}.")
         fields: dict[str, NDArray[Any]] = {
             STATE + name: field for name, field in state._asdict().items()
         }
@@ -247,7 +250,9 @@ class _Desk:
 
     def receive(self, parameters: list[Matrix], round_: int) -> list[Letter]:
         """Return the letters of a request."""
-        table = check_array("letters", parameters[0], columns=4)
+        table = check_array("letters", _part(parameters, 0), columns=4)
+        _check_whole("letters", table[:, [0, 3]])
+        _check_whole("rounds late", np.abs(table[:, 1]))
         if (table[:, 2] < 0).any() or table[:, 2].sum() > 1 + 1e-9:
             raise ValueError(f"weights must be at least 0, at most 1 in all, got {table[:, 2]}.")
         texts = parameters[1 if self._keys is None else 3 :]
@@ -278,11 +283,30 @@ class _Desk:
             return []
         if self._keys is None:
             return list(message)
+        receivers = check_array("receivers", _part(parameters, 1), ndim=1)
+        cards = check_array("cards", _part(parameters, 2))
+        _check_whole("receivers", receivers)
+        if len(cards) != len(receivers):
+            raise ValueError(f"cards must be of {len(receivers)} receivers, got {len(cards)}.")
         letters: list[Matrix] = []
-        for receiver, card in zip(parameters[1].tolist(), parameters[2], strict=True):
+        for receiver, card in zip(receivers.tolist(), cards, strict=True):
             try:
                 letters.append(self._keys.seal(message, int(receiver), round_, card))
             except Rejected as reason:
                 self.leave_out(int(receiver), str(reason))
                 letters.append(np.zeros(0))
         return letters
+
+
+def _part(parameters: list[Matrix], at: int) -> Matrix:
+    """Return an array of a request, or say that there are too few."""
+    if len(parameters) <= at:
+        raise ValueError(f"parameters must have {at + 1} arrays or more, got {len(parameters)}.")
+    return parameters[at]
+
+
+def _check_whole(name: str, numbers: Matrix) -> None:
+    """Raise a ValueError if numbers that travel as floats are no ids or counts."""
+    odd = (numbers != np.rint(numbers)) | (numbers < 0) | (numbers > _LARGEST)
+    if odd.any():
+        raise ValueError(f"{name} must have whole numbers from 0 on, got {numbers[odd][0]:g}.")
