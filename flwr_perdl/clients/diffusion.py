@@ -66,7 +66,8 @@ class DiffusionClient(Member):
     leaves the node: its messages to its neighbours, which the server can read unless they are
     sealed (see `flwr_perdl.network.sealed`); how many floats they have, and whose letters could not
     be read; and at the end what ``shows`` says. What the messages give away is the algorithm's
-    affair: its docstring says it.
+    affair: its docstring says it, for neighbors that do as they should. One that sends what it
+    likes, and a server that can write letters, may learn samples from the answers.
 
     Parameters
     ----------
