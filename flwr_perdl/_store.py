@@ -160,11 +160,11 @@ def _sync_folder(folder: Path) -> None:
 
 def _remove_stale(folder: Path, waiting: Iterable[tuple[str, Path]]) -> None:
     """Delete the unfinished files that processes which died have left in a folder."""
-    ours = {temporary for temporary, _ in waiting}
+    ours = {os.path.basename(temporary) for temporary, _ in waiting}
     with os.scandir(folder) as entries:
         for entry in entries:
             unfinished = entry.name.startswith(_PREFIX) and entry.name.endswith(_SUFFIX)
-            if not unfinished or entry.path in ours:
+            if not unfinished or entry.name in ours:
                 continue
             with suppress(FileNotFoundError):  # somebody else was faster
                 if time.time() - entry.stat(follow_symlinks=False).st_mtime > _STALE:

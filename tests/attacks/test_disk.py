@@ -248,9 +248,10 @@ def test_a_prepared_checkpoint_writes_in_its_folder_only(tmp_path: Path) -> None
 
 
 def test_what_a_killed_process_left_is_removed_and_a_live_writers_file_is_not(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "file.npz"
+    monkeypatch.chdir(tmp_path)
+    path = Path("file.npz")
     with _store.replacing(path):
         (live,) = tmp_path.iterdir()
         killed = tmp_path / f"{live.name.removesuffix('.tmp')}-killed.tmp"
@@ -267,7 +268,7 @@ def test_what_a_killed_process_left_is_removed_and_a_live_writers_file_is_not(
         (waiting,) = set(tmp_path.glob(".flwr-perdl-*.tmp"))
         assert not killed.exists()
         os.utime(waiting, (long_ago,) * 2)
-        _store.save(tmp_path / "another.npz", {}, {})
+        _store.save(Path("another.npz"), {}, {})
     assert {file.name for file in tmp_path.iterdir()} == {"file.npz", "another.npz", ".report.tmp"}
 
 
