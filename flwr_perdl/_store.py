@@ -1,7 +1,8 @@
 """Arrays on disk that survive a crash: atomic, versioned ``.npz`` files without pickle.
 
 Each file has a checksum of all that it says, and only its owner may read it. Files of format 1,
-which had no checksum, are still read.
+which had no checksum, are still read. Arrays are stored as they are: a file needs as much memory as
+it has bytes, and one whose record announces more is refused before it is read.
 """
 
 from __future__ import annotations
@@ -11,18 +12,30 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
+from zipfile import ZIP_STORED, ZipFile
 
 import numpy as np
 from numpy.typing import NDArray
 
+from flwr_perdl._checks import check_count
+from flwr_perdl._npy import view_file
+
 FORMAT = 2
 _META, _CHECKSUM = "meta", "checksum"
 _NAME = re.compile(r"round-(\d{6})\.npz")
+#: The largest round that a file can be of.
+LAST_ROUND = 999_999
+#: How files are called until they are complete, and after how many seconds one that nobody has
+#: written to is what a process that died has left.
+_PREFIX, _SUFFIX = ".flwr-perdl-", ".tmp"
+_STALE = 3600.0
 
 
 class Saved(NamedTuple):
@@ -58,8 +71,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     Inside `together` that is so when its block ends.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
     waiting = _WAITING.get()
+    _remove_stale(path.parent, () if waiting is None else waiting.files)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=_PREFIX, suffix=_SUFFIX)
     try:
         with os.fdopen(handle, "wb") as stream:
             yield stream
@@ -68,15 +82,29 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
                 os.fsync(stream.fileno())
         if waiting is None:
             os.replace(temporary, path)
+            _sync_folder(path.parent)
         else:
-            waiting.append((temporary, path))
+            waiting.files.append((temporary, path))
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
 
 
-#: Files, complete but perhaps not on the disk yet, and the paths that they are to have.
-_Waiting = list[tuple[str, Path]]
+class _Waiting(NamedTuple):
+    """What `together` does when its block ends.
+
+    Attributes
+    ----------
+    files : list of (str, Path)
+        Files, complete but perhaps not on the disk yet, and the paths that they are to have.
+    afterward : dict of Path to callable
+        By folder, what deletes the files of earlier rounds there.
+    """
+
+    files: list[tuple[str, Path]]
+    afterward: dict[Path, Callable[[], None]]
+
+
 _WAITING: ContextVar[_Waiting | None] = ContextVar("waiting", default=None)
 
 
@@ -85,35 +113,62 @@ def together() -> Iterator[None]:
     """Bring all files that the block saves to the disk at its end, with one sync for all of them.
 
     Each path then holds all of the new file, or, where the block or the process does not come to
-    its end, what it held. One sync per file would take longer than everything else that hundreds of
-    clients in one process do in a round.
+    its end, what it held. One sync per file, or per folder, would take longer than everything else
+    that hundreds of clients in one process do in a round. The sync therefore comes after the
+    renames, and the files of earlier rounds are deleted after the sync: where the power fails
+    before its end, a file may be incomplete, which `load` notices, and the round before it is
+    there.
     """
-    waiting: _Waiting = []
+    waiting = _Waiting([], {})
     token = _WAITING.set(waiting)
     try:
         yield
-        if waiting:
-            _sync([temporary for temporary, _ in waiting])
-        for temporary, path in waiting:
+        for temporary, path in waiting.files:
             os.replace(temporary, path)
-            if _NAME.fullmatch(path.name):
-                _forget(path)
+        if waiting.files:
+            _sync([path for _, path in waiting.files])
+        for delete in waiting.afterward.values():
+            delete()
     except BaseException:
-        for temporary, _ in waiting:
+        for temporary, _ in waiting.files:
             Path(temporary).unlink(missing_ok=True)
         raise
     finally:
         _WAITING.reset(token)
 
 
-def _sync(files: Iterable[str]) -> None:
-    """Wait until these files are on the disk."""
+def _sync(files: Iterable[Path]) -> None:
+    """Wait until these files, and their names, are on the disk."""
     if hasattr(os, "sync"):
         os.sync()
         return
     for file in files:  # Windows has no sync of all files
-        with open(file, "rb+") as stream:
+        with file.open("rb+") as stream:
             os.fsync(stream.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    """Wait until the names of a folder's files are on the disk."""
+    if not hasattr(os, "O_DIRECTORY"):  # Windows has no sync of folders
+        return
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _remove_stale(folder: Path, waiting: Iterable[tuple[str, Path]]) -> None:
+    """Delete the unfinished files that processes which died have left in a folder."""
+    ours = {os.path.basename(temporary) for temporary, _ in waiting}
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            unfinished = entry.name.startswith(_PREFIX) and entry.name.endswith(_SUFFIX)
+            if not unfinished or entry.name in ours:
+                continue
+            with suppress(FileNotFoundError):  # somebody else was faster
+                if time.time() - entry.stat(follow_symlinks=False).st_mtime > _STALE:
+                    os.unlink(entry.path)
 
 
 def load(path: Path) -> Saved:
@@ -125,8 +180,7 @@ def load(path: Path) -> Saved:
         If the file cannot be read, is not ours, has another version, or was changed.
     """
     try:
-        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as stored:
-            named = {name: stored[name] for name in stored.files}
+        named = _members(path)
         meta = json.loads(str(named[_META]))
         version = meta["format"]
         checksum = str(named.pop(_CHECKSUM)) if version == FORMAT else None
@@ -138,6 +192,29 @@ def load(path: Path) -> Saved:
         raise ValueError(f"{path} must have the checksum it was written with, got another one.")
     del named[_META]
     return Saved({name.removeprefix("a/"): array for name, array in named.items()}, meta)
+
+
+def _members(path: Path) -> dict[str, NDArray[Any]]:
+    """Return a file's arrays by name; no more memory is taken than the file has bytes, twice.
+
+    Raises
+    ------
+    ValueError, BadZipFile, …
+        If it is compressed, announces more than it has bytes, or is no archive of arrays.
+    """
+    with path.open("rb") as stream, ZipFile(stream) as archive:
+        members, size = archive.infolist(), os.fstat(stream.fileno()).st_size
+        said = sum(member.file_size for member in members)
+        if said > size or any(member.compress_type != ZIP_STORED for member in members):
+            raise ValueError(f"its {size} bytes are said to hold {said}, or are compressed")
+        named = {}
+        for member in members:
+            data = archive.read(member)
+            view, end = view_file(data)
+            if end != len(data):
+                raise ValueError(f"{member.filename} has more bytes than its shape says")
+            named[member.filename.removesuffix(".npy")] = view.copy("A")
+    return named
 
 
 class Journal:
@@ -164,7 +241,8 @@ class Journal:
         """Write entries after the last one; what a run that was given up wrote there is lost."""
         lines = b"".join(json.dumps(entry).encode() + b"\n" for entry in entries)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        flags = os.O_RDWR | os.O_CREAT
+        refuse_link(self.path)
+        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
         with os.fdopen(os.open(self.path, flags, 0o600), "r+b") as stream:
             stream.truncate(self._size)
             stream.seek(self._size)
@@ -219,23 +297,41 @@ def rounds_in(folder: Path) -> list[int]:
 
 
 def round_path(folder: Path, round_: int) -> Path:
-    """Return the file of ``round_`` in ``folder``."""
+    """Return the file of ``round_``, at most 999,999, in ``folder``."""
+    check_count("round", round_, 0, LAST_ROUND)
     return folder / f"round-{round_:06d}.npz"
 
 
 def save_round(
-    folder: Path, round_: int, arrays: Mapping[str, NDArray[Any]], meta: Mapping[str, Any]
+    folder: Path,
+    round_: int,
+    arrays: Mapping[str, NDArray[Any]],
+    meta: Mapping[str, Any],
+    *,
+    kept: int = 2,
 ) -> None:
-    """Save one round; keep it and the round before it, and nothing of an abandoned future."""
+    """Save one round; keep the last ``kept`` up to it, and nothing of an abandoned future."""
     path = round_path(folder, round_)
     save(path, arrays, meta)
-    if _WAITING.get() is None:
-        _forget(path)
+    forget = partial(_forget, folder, round_, kept)
+    waiting = _WAITING.get()
+    if waiting is None:
+        forget()
+    else:
+        waiting.afterward[folder] = forget
 
 
-def _forget(path: Path) -> None:
-    """Delete the files of all rounds in the folder but this one and the one before it."""
-    rounds, round_ = rounds_in(path.parent), int(path.stem.removeprefix("round-"))
-    kept = [r for r in rounds if r <= round_][-2:]
-    for stale in set(rounds) - set(kept):
-        round_path(path.parent, stale).unlink(missing_ok=True)
+def _forget(folder: Path, round_: int, kept: int) -> None:
+    """Delete the files of all rounds in the folder but the last ``kept`` up to ``round_``."""
+    rounds = rounds_in(folder)
+    for stale in set(rounds) - set([r for r in rounds if r <= round_][-kept:]):
+        round_path(folder, stale).unlink(missing_ok=True)
+
+
+def refuse_link(path: Path) -> None:
+    """Raise a ValueError if there is a symbolic link at ``path``.
+
+    Whoever put it there would have a file or folder elsewhere changed, or read as this one.
+    """
+    if path.is_symlink():
+        raise ValueError(f"{path} must not be a symbolic link, got one to {os.readlink(path)!r}.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 
 from flwr_perdl._checks import check_count
 from flwr_perdl._store import replacing
+
+#: The most pixels of a set, four gigabytes, and how many images are decoded at a time.
+_PIXELS, _AT_ONCE = 2**32, 8
 
 
 class Source(NamedTuple):
@@ -117,23 +120,59 @@ def columns(rows: Any, source: Source) -> dict[str, NDArray[Any]]:
     missing = sorted(set(wanted) - set(rows.column_names))
     if missing:
         raise ValueError(f"{source.dataset} must have the columns {missing}: {rows.column_names}.")
-    pictures = rows[source.image][:]
-    if not all(hasattr(picture, "convert") for picture in pictures):
-        raise ValueError(f"column {source.image!r} of {source.dataset} must hold images.")
-    sizes = {picture.size for picture in pictures}
-    if len(sizes) != 1:
-        raise ValueError(
-            f"images of {source.dataset} must have one size, got {len(sizes)} different ones."
-        )
-    y = np.asarray(rows[source.label][:])
+    if not len(rows):
+        raise ValueError(f"images of {source.dataset} must be at least one, got none.")
+    y = _column(rows, source, source.label)
     if y.dtype.kind not in "iu":
         raise ValueError(
             f"column {source.label!r} of {source.dataset} must hold integers, got {y.dtype}."
         )
-    arrays = {"X": np.stack([np.asarray(picture.convert("L")) for picture in pictures]), "y": y}
+    arrays = {"X": _grey(rows, source), "y": y}
     if source.client is not None:
-        arrays["client"] = np.unique(np.asarray(rows[source.client][:]), return_inverse=True)[1]
+        whose = _column(rows, source, source.client)
+        if whose.dtype.kind not in "iuU":
+            raise ValueError(
+                f"column {source.client!r} of {source.dataset} must hold integers or texts, "
+                f"got {whose.dtype}."
+            )
+        arrays["client"] = np.unique(whose, return_inverse=True)[1]
     return arrays
+
+
+def _column(rows: Any, source: Source, name: str) -> NDArray[Any]:
+    """Return a column with one value per image."""
+    column = rows[name][:]
+    if any(isinstance(value, list | dict) for value in column):
+        raise ValueError(f"column {name!r} of {source.dataset} must hold one value per image.")
+    return np.asarray(column)
+
+
+def _grey(rows: Any, source: Source) -> NDArray[np.uint8]:
+    """Return the images in grey, (n, height, width)."""
+    X = np.empty((0, 0, 0), dtype=np.uint8)
+    for at, picture in enumerate(_pictures(rows, source)):
+        if not hasattr(picture, "convert"):
+            raise ValueError(f"column {source.image!r} of {source.dataset} must hold images.")
+        width, height = picture.size
+        if not at:
+            check_count(f"pixels of {source.dataset}", len(rows) * height * width, 1, _PIXELS)
+            X = np.empty((len(rows), height, width), dtype=np.uint8)
+        if X.shape[1:] != (height, width):
+            raise ValueError(
+                f"images of {source.dataset} must have one size, got "
+                f"{X.shape[1]}x{X.shape[2]} and {height}x{width}."
+            )
+        X[at] = np.asarray(picture.convert("L"))
+    return X
+
+
+def _pictures(rows: Any, source: Source) -> Iterator[Any]:
+    """Yield the images; a few are decoded at a time, as a small file may hold a large image."""
+    try:
+        for batch in rows.select_columns([source.image]).iter(_AT_ONCE):
+            yield from batch[source.image]
+    except Exception as error:
+        raise ValueError(f"images of {source.dataset} must be readable: {error}") from error
 
 
 def check_target(path: Path, *, overwrite: bool) -> None:

@@ -4,16 +4,18 @@ The states after the last two rounds are kept, each under its round, in one reco
 along with every message). A server that crashed asks for a round again; the client then takes the
 newest state from *before* that round, so that the same request has the same reply.
 
-A run has a folder of its own among its client's, and those of the last few runs are kept: one that
-goes on finds its files although another has come in between, or runs beside it. A file is bound to
-the client's name, which does not depend on the run, and to the algorithm. One that is damaged, or
-of another client or algorithm, is named in the log and left out: the client starts afresh. One that
-is locked with another key stops the client, before it overwrites what somebody may still want to
-read.
+A run has a folder of its own among its client's, and the newest of them are kept: a run that goes
+on finds its files although others have come in between, or run beside it. Which run a request is of
+is the server's word. That a server cannot have a run's folder deleted by naming many runs, a Flower
+run may begin only a few, far fewer than are kept. A file is bound to the client's name, which does
+not depend on the run, and to the algorithm. One that is damaged, or of another client or algorithm,
+is named in the log and left out: the client starts afresh. One that is locked with another key
+stops the client, before it overwrites what somebody may still want to read.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from hashlib import sha256
 from logging import WARNING
@@ -22,19 +24,26 @@ from shutil import rmtree
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from flwr.app import Array, ArrayRecord, Context
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context
 from flwr.common import log
 from numpy.typing import NDArray
 
 from flwr_perdl import _store
+from flwr_perdl._checks import check_count
 from flwr_perdl._records import NAME, PARTITION_ID, decode, encode, filled
 from flwr_perdl.clients._at_rest import KEY_VARIABLE, StateKey, key_from_environment
 
 PrivateArrays = dict[str, NDArray[Any]]
 
 _PREFIX = "perdl.private."
-#: Runs whose folders are kept, the newest ones.
-_RUNS = 8
+#: Runs whose folders are kept, the newest ones; how many of them one Flower run may begin, and
+#: where ``context.state``, which lasts as long as a Flower run, has which those are.
+_RUNS, _RUNS_BEGUN = 128, 16
+_BEGUN = "perdl.runs-on-disk"
+#: Seconds without a word from it after which a run is taken for given up: thirty days.
+_STANDSTILL = 30 * 86400.0
+#: The most characters of a run's token, and bytes of a folder's name.
+_TOKEN, _NAME_MAX = 256, 255
 
 
 class Shelf(NamedTuple):
@@ -73,7 +82,10 @@ def private_shelf(
     if not given:
         return None
     own = str(context.node_config.get(NAME) or context.node_config.get(PARTITION_ID))
-    return Shelf(Path(str(given)) / f"client-{quote(own, safe='')}", own, algorithm)
+    name = f"client-{quote(own, safe='')}"
+    if len(name) > _NAME_MAX:  # no quoted name has "="
+        name = f"client-sha256={sha256(own.encode()).hexdigest()}"
+    return Shelf(Path(str(given)) / name, own, algorithm)
 
 
 def run_folder(shelf: Shelf, run: str) -> Path:
@@ -96,10 +108,14 @@ class PrivateState:
     Raises
     ------
     ValueError
-        When files are read or written and the key in the environment is no key, or not theirs.
+        If the token has more than 256 characters. When files are read or written: if the key in the
+        environment is no key, or not theirs; if there is a symbolic link in place of a folder; if
+        this Flower run has begun 16 runs and this is another one.
     """
 
     def __init__(self, context: Context, run: str, shelf: Shelf | None = None) -> None:
+        if len(run) > _TOKEN:
+            raise ValueError(f"run must have at most {_TOKEN} characters, got {len(run)}.")
         self._records = context.state
         self._run = run
         self._name = f"{_PREFIX}{run}"
@@ -121,9 +137,14 @@ class PrivateState:
         """Return the newest arrays saved in ``round_`` or before it, None if there are none."""
         return self._newest(round_)
 
+    def newest(self) -> PrivateArrays | None:
+        """Return the arrays of the last round that any were saved in, None if there are none."""
+        return self._newest(_store.LAST_ROUND)
+
     def _newest(self, last: int) -> PrivateArrays | None:
         in_memory = max((r for r in self._held if r <= last), default=-1)
         if self._shelf is not None:
+            _refuse_links(self._shelf, self._run)
             for round_ in reversed(_store.rounds_in(run_folder(self._shelf, self._run))):
                 saved = self._read(self._shelf, round_) if in_memory < round_ <= last else None
                 if saved is not None:
@@ -132,11 +153,22 @@ class PrivateState:
             return None
         return {name: decode(array) for name, array in self._held[in_memory].items()}
 
-    def save(self, round_: int, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Keep ``arrays`` as the state after ``round_``, and the state before it."""
+    def save(self, round_: int, arrays: Mapping[str, NDArray[Any]], *, alone: bool = False) -> None:
+        """Keep ``arrays`` as the state after ``round_``, and the state before it.
+
+        Parameters
+        ----------
+        round_ : int
+            The round, from 0 to 999,999.
+        arrays : mapping of str to ndarray
+            The state.
+        alone : bool, default False
+            Whether to delete all earlier states, in memory and on disk.
+        """
+        check_count("round", round_, 0, _store.LAST_ROUND)
         if self._shelf is not None:
-            self._write(self._shelf, round_, arrays)
-        before = sorted(r for r in self._held if r < round_)[-1:]
+            self._write(self._shelf, round_, arrays, kept=1 if alone else 2)
+        before = [] if alone else sorted(r for r in self._held if r < round_)[-1:]
         self._held = {r: self._held[r] for r in before}
         self._held[round_] = {name: encode(array) for name, array in arrays.items()}
         kept = {f"{r}/{name}": own for r, some in self._held.items() for name, own in some.items()}
@@ -156,20 +188,38 @@ class PrivateState:
             "key": None if key is None else key.name,
         }
 
-    def _write(self, shelf: Shelf, round_: int, arrays: Mapping[str, NDArray[Any]]) -> None:
+    def _write(
+        self, shelf: Shelf, round_: int, arrays: Mapping[str, NDArray[Any]], kept: int
+    ) -> None:
         """Save a round; only the owner of this process may look into the folder."""
         key = key_from_environment()
         about = self._about(shelf, round_, key)
         folder = run_folder(shelf, self._run)
+        _refuse_links(shelf, self._run)
         if not folder.is_dir():
-            others = sorted(shelf.folder.glob("run-*"), key=lambda path: path.stat().st_mtime)
-            for stale in others[: -_RUNS + 1]:
-                rmtree(stale, ignore_errors=True)
-            for own in (shelf.folder, folder):
-                own.mkdir(parents=True, exist_ok=True)
-                own.chmod(0o700)
+            self._begin(shelf, folder)
         locked = arrays if key is None else key.lock(arrays, about)
-        _store.save_round(folder, round_, locked, about)
+        _store.save_round(folder, round_, locked, about, kept=kept)
+
+    def _begin(self, shelf: Shelf, folder: Path) -> None:
+        """Make a run's folder, and delete the oldest ones."""
+        begun = self._records.config_records.get(_BEGUN, ConfigRecord())
+        if len(begun) >= _RUNS_BEGUN:
+            raise ValueError(
+                f"a Flower run must begin at most {_RUNS_BEGUN} runs of a client that keeps its "
+                "state on disk, got another one."
+            )
+        others = [path for path in shelf.folder.glob("run-*") if not path.is_symlink()]
+        others.sort(key=lambda path: path.stat().st_mtime)
+        old = time.time() - _STANDSTILL
+        for path in others:
+            if path in others[: -_RUNS + 1] or path.stat().st_mtime < old:
+                rmtree(path, ignore_errors=True)
+        for own in (shelf.folder, folder):
+            own.mkdir(parents=True, exist_ok=True)
+            own.chmod(0o700)
+        begun[folder.name] = True
+        self._records[_BEGUN] = begun
 
     def _read(self, shelf: Shelf, round_: int) -> PrivateArrays | None:
         """Return what a round's file holds; None, with a word in the log, if it is not ours."""
@@ -177,6 +227,7 @@ class PrivateState:
         key = key_from_environment()
         wanted = self._about(shelf, round_, key)
         try:
+            _store.refuse_link(path)
             saved = _store.load(path)
             said = {name: saved.meta.get(name) for name in wanted}
             for name in ("client", "algorithm", "run", "round"):
@@ -199,6 +250,12 @@ class PrivateState:
         except ValueError as error:
             log(WARNING, "%s is left out: %s.", path, error)
             return None
+
+
+def _refuse_links(shelf: Shelf, run: str) -> None:
+    """Refuse folders that lead elsewhere: files there would be read, deleted, and opened to us."""
+    for own in (shelf.folder, run_folder(shelf, run)):
+        _store.refuse_link(own)
 
 
 def _by_round(record: Any) -> dict[int, dict[str, Array]]:

@@ -21,12 +21,13 @@ from flwr_perdl._checks import (
     check_kind,
 )
 from flwr_perdl._records import ANEW, ROUND, RUN, STEP, Scalar
+from flwr_perdl._store import LAST_ROUND
 from flwr_perdl._threads import one_blas_thread
 from flwr_perdl.clients._state import PrivateState, private_shelf
 from flwr_perdl.clients.app import Member
 from flwr_perdl.diffusion.combine import Array, Program
 from flwr_perdl.network._exchange import Letter, finite_rows, inbox_of
-from flwr_perdl.network._packing import pack_arrays
+from flwr_perdl.network._packing import pack_arrays, text_array, texts_of
 from flwr_perdl.network.sealed import Keys, Rejected, read_key, read_pinned
 
 #: The protocol's steps.
@@ -47,10 +48,14 @@ STATE = "state."
 
 SHOWS = ("observed", "state", "nothing")
 
-#: The private state, besides the program's: the round whose letters it waits for, and its key.
+#: The private state, besides the program's: the round whose letters it waits for, and its key; or,
+#: where the run is over for this node, the metrics of its last reply.
 _PENDING = "pending"
 _RUN_KEY = "run-key"
+_OVER = "over"
 _NONE = np.zeros(1, dtype=int)
+#: Up to here every whole number is a float.
+_LARGEST = 2**53
 
 
 class DiffusionClient(Member):
@@ -61,7 +66,8 @@ class DiffusionClient(Member):
     leaves the node: its messages to its neighbours, which the server can read unless they are
     sealed (see `flwr_perdl.network.sealed`); how many floats they have, and whose letters could not
     be read; and at the end what ``shows`` says. What the messages give away is the algorithm's
-    affair: its docstring says it.
+    affair: its docstring says it, for neighbors that do as they should. One that sends what it
+    likes, and a server that can write letters, may learn samples from the answers.
 
     Parameters
     ----------
@@ -80,13 +86,16 @@ class DiffusionClient(Member):
     max_delay : int, default 0
         How many rounds late a message may be; an older one is left out.
     on_end : callable, optional
-        Called at the node with its last state.
+        Called at the node with its last state; more than once if the server asks again.
     state_dir : str or Path, optional
         Folder for the private state; by default ``state-dir`` of the node config, then of the run
         config, and nothing is kept on disk where both are missing.
 
     Notes
     -----
+    With sealed letters the last step ends the run for the node: it deletes its key of the run, in
+    memory and on disk, and answers from then on only with what it has shown.
+
     Node config: ``key-file`` is the file of this node's lasting private key, ``neighbour-keys``
     the JSON file of its neighbours' public keys, which pins them.
 
@@ -156,12 +165,22 @@ class DiffusionClient(Member):
             sent), ``"rejected-K": 1`` for every neighbour K whose letter, or card, was left out,
             ``"anew": 1`` if the node found no state after round one, and began from its start.
         """
-        step, round_, run = config[STEP], int(config.get(AT, 0)), str(config[RUN])
+        step, run = config[STEP], str(config[RUN])
+        round_ = check_count(AT, config.get(AT, 0), 0, LAST_ROUND)
+        check_choice("step", step, (ANNOUNCE, EXCHANGE, SHOW))
         if self.sealed and not config.get(SEALED):
             raise ValueError(
                 f"node {self.node} sends sealed letters only, and was asked for others."
             )
         private = PrivateState(self.context, run, self._shelf)
+        newest = private.newest() or {}
+        if _OVER in newest:
+            if step != SHOW:
+                raise ValueError(
+                    f"step must be {SHOW!r} after node {self.node} has deleted its key of this run,"
+                    f" got {step!r}."
+                )
+            return self._end(self._state(newest)), 1, dict.fromkeys(texts_of(newest[_OVER]), 1)
         kept = private.before(int(config[ROUND])) or {}
         keys = self._keys(run, kept) if config.get(SEALED) else None
         desk = _Desk(self, keys)
@@ -176,20 +195,19 @@ class DiffusionClient(Member):
                 desk.leave_out(letter.sender, "it has another form, or NaN or infinite values")
             state, pending = self.program.combine(state, inbox), 0
         if step == SHOW:
-            reply = self._shown(state)
-            if self.on_end is not None:
-                self.on_end(state)
+            reply = self._end(state)
         elif step == EXCHANGE and str(self.node) not in str(config.get(ASLEEP, "")).split():
             state, pending = self.program.adapt(state, round_), round_
             reply += desk.send(parameters, round_, self.program.message(state))
-        elif step not in (ANNOUNCE, EXCHANGE):
-            raise ValueError(f"step must be one of {(ANNOUNCE, EXCHANGE, SHOW)}, got {step!r}.")
         fields: dict[str, NDArray[Any]] = {
             STATE + name: field for name, field in state._asdict().items()
         }
-        if keys is not None:
+        over = step == SHOW and (keys is not None or _RUN_KEY in newest)
+        if over:
+            fields[_OVER] = text_array(list(desk.metrics))
+        elif keys is not None:
             fields[_RUN_KEY] = np.frombuffer(keys.run_key, dtype=np.uint8)
-        private.save(int(config[ROUND]), {**fields, _PENDING: np.array([pending])})
+        private.save(int(config[ROUND]), {**fields, _PENDING: np.array([pending])}, alone=over)
         return reply, 1, desk.metrics
 
     def _keys(self, run: str, kept: Mapping[str, Array]) -> Keys:
@@ -204,8 +222,13 @@ class DiffusionClient(Member):
             return state
         return type(state)(**{name: kept[STATE + name] for name in state._fields})
 
+    def _end(self, state: Any) -> list[Matrix]:
+        """Call ``on_end``, and return what the node shows at the end."""
+        if self.on_end is not None:
+            self.on_end(state)
+        return self._shown(state)
+
     def _shown(self, state: Any) -> list[Matrix]:
-        """Return what the node shows at the end."""
         shown: dict[str, Array] = {}
         if self.shows != "nothing":
             shown.update(self.program.observe(state))
@@ -228,7 +251,9 @@ class _Desk:
 
     def receive(self, parameters: list[Matrix], round_: int) -> list[Letter]:
         """Return the letters of a request."""
-        table = check_array("letters", parameters[0], columns=4)
+        table = check_array("letters", _part(parameters, 0), columns=4)
+        _check_whole("letters", table[:, [0, 3]])
+        _check_whole("rounds late", np.abs(table[:, 1]))
         if (table[:, 2] < 0).any() or table[:, 2].sum() > 1 + 1e-9:
             raise ValueError(f"weights must be at least 0, at most 1 in all, got {table[:, 2]}.")
         texts = parameters[1 if self._keys is None else 3 :]
@@ -259,11 +284,30 @@ class _Desk:
             return []
         if self._keys is None:
             return list(message)
+        receivers = check_array("receivers", _part(parameters, 1), ndim=1)
+        cards = check_array("cards", _part(parameters, 2))
+        _check_whole("receivers", receivers)
+        if len(cards) != len(receivers):
+            raise ValueError(f"cards must be of {len(receivers)} receivers, got {len(cards)}.")
         letters: list[Matrix] = []
-        for receiver, card in zip(parameters[1].tolist(), parameters[2], strict=True):
+        for receiver, card in zip(receivers.tolist(), cards, strict=True):
             try:
                 letters.append(self._keys.seal(message, int(receiver), round_, card))
             except Rejected as reason:
                 self.leave_out(int(receiver), str(reason))
                 letters.append(np.zeros(0))
         return letters
+
+
+def _part(parameters: list[Matrix], at: int) -> Matrix:
+    """Return an array of a request, or say that there are too few."""
+    if len(parameters) <= at:
+        raise ValueError(f"parameters must have {at + 1} arrays or more, got {len(parameters)}.")
+    return parameters[at]
+
+
+def _check_whole(name: str, numbers: Matrix) -> None:
+    """Raise a ValueError if numbers that travel as floats are no ids or counts."""
+    odd = (numbers != np.rint(numbers)) | (numbers < 0) | (numbers > _LARGEST)
+    if odd.any():
+        raise ValueError(f"{name} must have whole numbers from 0 on, got {numbers[odd][0]:g}.")

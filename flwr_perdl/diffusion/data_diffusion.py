@@ -148,7 +148,9 @@ class DataDiffusion:
     **What a neighbour receives**: the updated dictionary; with ``replacement``, how much each atom
     is used (the most of all nodes) and up to eight candidates, which travel on from node to node.
     Never codes. With ``start="common"`` and ``replacement="private"``, the defaults, all that
-    leaves a node is made from sums over at least two of its samples. Two choices do show samples:
+    leaves a node is made from sums over at least two of its samples. That does not hold against a
+    neighbor that lies: from the answers to dictionaries of its choice it computes samples (see
+    docs/security.md). Two choices do show samples:
     with ``start="samples"``, the paper's, a node's first dictionary is ``n_atoms`` of its samples,
     normalised, and an atom stays one until at least two samples stand behind it; with
     ``replacement="samples"`` the worst represented samples go to everyone in the network.

@@ -11,6 +11,11 @@ first product alone counts: this is the triple Diffie-Hellman of the Signal prot
 receiver and round are authenticated with the letter, so that a letter of another round, edge or
 run does not open. Nonces are random.
 
+Secrecy is forward per run, not per round: a node has one key for all rounds of a run and deletes it
+after the last one. From then on neither its disk nor a lasting key opens a recorded letter. Until
+then, and at a node that the server never asks for its last step, whoever gets hold of that key and
+of recorded letters reads those to and from this node.
+
 Cards pass through the server. A server that hands on its own cards instead of the nodes' could
 read and write letters, unless the nodes *pin* their neighbours' lasting public keys: then such a
 card is rejected, or the letter does not open. Without pinned keys letters are safe from an

@@ -774,6 +774,8 @@ def _meta_from(
         if key not in meta:
             raise KeyError(key)
     metrics = {int(round_): dict(found) for round_, found in meta["server_metrics"].items()}
+    if not str(meta["run"]).isalnum():  # it is part of a file's name
+        raise ValueError(f"run must be letters and digits in a checkpoint, got {meta['run']!r}.")
     return str(meta["run"]), int(meta["round"]), int(meta["evaluated"]), metrics
 
 

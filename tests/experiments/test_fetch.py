@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ import datasets
 import joblib
 from flwr_datasets import FederatedDataset
 from PIL import Image
+from PIL.PngImagePlugin import PngImageFile
 
 from flwr_perdl._random import DATA, spawn
 from flwr_perdl.simulations.partitioner import MajorityLabelPartitioner
@@ -115,12 +117,60 @@ def test_columns_that_do_not_fit(source: Source, sentence: str) -> None:
         columns(table(name=["x", "y"]), source)
 
 
+def pictures_of(*files: bytes, **columns: list[Any]) -> datasets.Dataset:
+    """Return a set whose images are these files, and other columns as they are."""
+    shown = {"image": [{"bytes": file, "path": None} for file in files]}
+    rows = datasets.Dataset.from_dict({**shown, "label": list(range(len(files))), **columns})
+    return rows.cast_column("image", datasets.Image())
+
+
+def png(width: int, height: int) -> bytes:
+    stream = io.BytesIO()
+    Image.new("L", (width, height)).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def test_images_are_decoded_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before: all of them were decoded before the first was looked at."""
+    decoded = 0
+    load = PngImageFile.load
+
+    def counting(picture: PngImageFile) -> Any:
+        nonlocal decoded
+        decoded += 1
+        return load(picture)
+
+    monkeypatch.setattr(PngImageFile, "load", counting)
+    rows = pictures_of(png(1, 1), *[png(9, 9)] * 60)
+    with pytest.raises(ValueError, match="must have one size, got 1x1 and 9x9"):
+        columns(rows, Source("ours"))
+    assert 0 < decoded < 40  # twice each; before: all of them
+
+
+@pytest.mark.parametrize(
+    ("rows", "sentence"),
+    [
+        ({"files": [b"no image"]}, "images of ours must be readable: "),
+        ({"files": []}, "images of ours must be at least one, got none"),
+        ({"label": [[1], [2]]}, "column 'label' of ours must hold one value per image"),
+        ({"label": [1, None]}, "column 'label' of ours must hold integers, got object"),
+        ({"writer": ["a", None]}, "column 'writer' of ours must hold integers or texts, got obj"),
+        ({"writer": [[1], [1, 2]]}, "column 'writer' of ours must hold one value per image"),
+    ],
+)
+def test_a_hostile_set_is_refused_in_a_sentence(rows: dict[str, Any], sentence: str) -> None:
+    files = rows.pop("files", [png(1, 1)] * 2)
+    source = Source("ours", client="writer" if "writer" in rows else None)
+    with pytest.raises(ValueError, match=sentence):
+        columns(pictures_of(*files, **rows), source)
+
+
 def test_images_of_two_sizes() -> None:
     rows = datasets.Dataset.from_dict(
         {"image": [Image.new("L", (3, 3)), Image.new("L", (3, 4))], "label": [0, 1]},
         features=datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")}),
     )
-    with pytest.raises(ValueError, match="images of ours must have one size, got 2"):
+    with pytest.raises(ValueError, match="images of ours must have one size, got 3x3 and 4x3"):
         columns(rows, Source("ours"))
 
 

@@ -1,0 +1,424 @@
+"""Attacks on what clients and servers keep on disk, and through it.
+
+A server that names as many runs and rounds as it likes; somebody who prepares folders and files
+where a client or a server will keep its own; a thief of the disk when a run is over.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import tracemalloc
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from flwr.app import Context, RecordDict
+
+from flwr_perdl import _store
+from flwr_perdl._records import decode
+from flwr_perdl.clients import DiffusionClient
+from flwr_perdl.clients._at_rest import KEY_VARIABLE
+from flwr_perdl.clients._state import (
+    _RUNS,
+    _RUNS_BEGUN,
+    PrivateState,
+    Shelf,
+    private_shelf,
+    run_folder,
+)
+from flwr_perdl.diffusion import Inbox
+from flwr_perdl.network.sealed import Keys, Rejected
+from flwr_perdl.strategies import PerMA
+
+ATOMS = {"local_atoms": np.full((2, 3), 7.0)}
+MEGABYTES = 2**20 * 64
+
+
+def context(**node_config: Any) -> Context:
+    return Context(1, 2, {"partition-id": 2, **node_config}, RecordDict(), {})
+
+
+def shelf(folder: Path, client: str = "ward-7") -> Shelf:
+    return Shelf(folder / f"client-{client}", client, "dictionary")
+
+
+def kept(folder: Path, run: str = "run", client: str = "ward-7") -> Any:
+    """Return what a restarted client finds in round 9."""
+    return PrivateState(context(), run, shelf(folder, client)).before(9)
+
+
+# A server that names runs and rounds -------------------------------------------------------------
+
+
+def test_naming_runs_removes_no_runs_state(tmp_path: Path) -> None:
+    """Before: nine of them did."""
+    node = context()
+    PrivateState(node, "run", shelf(tmp_path)).save(1, ATOMS)
+    for i in range(1, _RUNS_BEGUN):
+        PrivateState(node, f"another {i}", shelf(tmp_path)).save(1, ATOMS)
+    for i in range(_RUNS):
+        with pytest.raises(ValueError, match="a Flower run must begin at most 16 runs of a client"):
+            PrivateState(node, f"one more {i}", shelf(tmp_path)).save(1, ATOMS)
+    assert kept(tmp_path) is not None
+    assert len(list(shelf(tmp_path).folder.iterdir())) == _RUNS_BEGUN
+    PrivateState(node, "run", shelf(tmp_path)).save(2, ATOMS)  # goes on
+
+
+def test_the_newest_runs_are_kept_for_a_month(tmp_path: Path) -> None:
+    """So that the disk does not fill, and no key of a run that was given up stays for ever."""
+    now = time.time()
+    for i in range(_RUNS + 2):
+        folder = run_folder(shelf(tmp_path), f"{i}")
+        folder.mkdir(parents=True)
+        os.utime(folder, (now - 3600 + i,) * 2)
+    os.utime(run_folder(shelf(tmp_path), "40"), (now - 31 * 86400,) * 2)
+    PrivateState(context(), "run", shelf(tmp_path)).save(1, ATOMS)
+    gone = {i for i in range(_RUNS + 2) if not run_folder(shelf(tmp_path), f"{i}").exists()}
+    assert gone == {40, 0, 1}
+
+
+@pytest.mark.parametrize("round_", [-1, 10**6, 10**30])
+def test_no_round_leaves_a_file_that_is_never_removed(tmp_path: Path, round_: int) -> None:
+    """Before: a file for each round outside of 0 to 999,999, as many as the server likes."""
+    with pytest.raises(ValueError, match="round must be"):
+        PrivateState(context(), "run", shelf(tmp_path)).save(round_, ATOMS)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_runs_token_takes_no_room() -> None:
+    with pytest.raises(ValueError, match="run must have at most 256 characters, got 1000000"):
+        PrivateState(context(), "x" * 10**6)
+
+
+# Prepared folders and files ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", ["client", "run"])
+def test_a_link_in_place_of_a_folder_changes_nothing_elsewhere(tmp_path: Path, which: str) -> None:
+    """Before: the folder that it leads to was made 0700, and its files of rounds were deleted."""
+    elsewhere = tmp_path / "elsewhere"
+    _store.save_round(elsewhere, 9, {}, {})
+    elsewhere.chmod(0o755)
+    own = shelf(tmp_path / "all")
+    link = own.folder if which == "client" else run_folder(own, "run")
+    link.parent.mkdir(parents=True)
+    link.symlink_to(elsewhere)
+    state = PrivateState(context(), "run", own)
+    for touch in (lambda: state.save(1, ATOMS), lambda: state.before(2)):
+        with pytest.raises(ValueError, match="must not be a symbolic link, got one to"):
+            touch()
+    assert elsewhere.stat().st_mode & 0o777 == 0o755
+    assert [path.name for path in elsewhere.iterdir()] == ["round-000009.npz"]
+
+
+def test_a_link_in_place_of_a_file_is_not_followed(tmp_path: Path, warned: Any) -> None:
+    PrivateState(context(), "run", shelf(tmp_path)).save(1, ATOMS)
+    path = run_folder(shelf(tmp_path), "run") / "round-000001.npz"
+    path.rename(tmp_path / "elsewhere.npz")
+    path.symlink_to(tmp_path / "elsewhere.npz")
+    assert kept(tmp_path) is None
+    assert "round-000001.npz must not be a symbolic link" in warned.text
+
+
+def test_a_link_in_place_of_a_journal_cuts_no_other_file(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / "history.jsonl").symlink_to(victim)
+    with pytest.raises(ValueError, match=r"history\.jsonl must not be a symbolic link"):
+        _store.Journal(tmp_path / "history.jsonl").append([1])
+    assert victim.read_text() == "precious"
+
+
+def compressed(path: Path) -> None:
+    np.savez_compressed(path, meta=np.zeros(MEGABYTES // 8))
+
+
+def overlapping(path: Path) -> None:
+    """A member that the archive's directory names many times."""
+    with zipfile.ZipFile(path, "w") as archive:
+        with archive.open("a.npy", "w") as stream:
+            np.save(stream, np.zeros(2**17))
+        first = archive.infolist()[0]
+        for i in range(64):
+            again = zipfile.ZipInfo(f"{i}.npy")
+            for name in ("header_offset", "CRC", "compress_size", "file_size"):
+                setattr(again, name, getattr(first, name))
+            archive.filelist.append(again)
+
+
+def lying(path: Path) -> None:
+    """An array whose header says more than there is."""
+    header = b"{'descr': '<f8', 'fortran_order': False, 'shape': (%d,), }" % (MEGABYTES // 8)
+    with zipfile.ZipFile(path, "w") as archive:
+        array = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + bytes(8)
+        archive.writestr("meta.npy", array)
+
+
+@pytest.mark.parametrize("make", [compressed, overlapping, lying])
+def test_a_small_file_takes_little_memory(
+    tmp_path: Path, warned: Any, make: Callable[[Path], None]
+) -> None:
+    """Before: 64 megabytes, or three gigabytes for a file of three megabytes."""
+    state = PrivateState(context(), "run", shelf(tmp_path))
+    for round_ in (1, 2):
+        state.save(round_, ATOMS)
+    path = run_folder(shelf(tmp_path), "run") / "round-000002.npz"
+    make(path)
+    assert path.stat().st_size < 2**21
+    checkpoints = tmp_path / "checkpoints"
+    checkpoints.mkdir()
+    make(checkpoints / "round-000001.npz")
+    tracemalloc.start()
+    try:
+        found = kept(tmp_path)
+        PerMA(1, checkpoint_dir=checkpoints, resume=True).open([np.ones((1, 2))])
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 2**22
+    np.testing.assert_array_equal(found["local_atoms"], ATOMS["local_atoms"])
+    for name in ("round-000002.npz", "round-000001.npz"):
+        assert f"{name} is not a readable file of this library" in warned.text
+
+
+def test_a_file_of_another_client_run_or_round_is_not_taken_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warned: Any
+) -> None:
+    """Encrypted files of one machine's clients have one key: each still opens in its place only."""
+    monkeypatch.setenv(KEY_VARIABLE, "0f" * 32)
+    own = run_folder(shelf(tmp_path, "a"), "run")
+    foreign = []
+    for client, run, round_ in [("a", "run", 1), ("b", "run", 2), ("a", "old", 2)]:
+        PrivateState(context(), run, shelf(tmp_path, client)).save(round_, ATOMS)
+        path = run_folder(shelf(tmp_path, client), run) / f"round-{round_:06d}.npz"
+        foreign.append(path.read_bytes())
+        path.unlink()
+    for content in foreign:
+        (own / "round-000002.npz").write_bytes(content)
+        assert kept(tmp_path, client="a") is None
+        # The same with the record that belongs there, and the checksum put right.
+        arrays, meta = _store.load(own / "round-000002.npz")
+        del meta["format"]
+        meta |= {"client": "a", "run": "run", "round": 2}
+        _store.save(own / "round-000002.npz", arrays, meta)
+        warned.clear()
+        assert kept(tmp_path, client="a") is None
+        assert "it was changed after it was locked" in warned.text
+
+
+def test_a_locked_file_cut_short_or_of_the_format_before_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warned: Any
+) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, "0f" * 32)
+    PrivateState(context(), "run", shelf(tmp_path)).save(1, ATOMS)
+    path = run_folder(shelf(tmp_path), "run") / "round-000001.npz"
+    arrays, meta = _store.load(path)
+    for size in (0, 5, 12, 27, len(arrays["sealed"]) - 1):
+        _store.save(path, {"sealed": arrays["sealed"][:size]}, {**meta, "format": 2})
+        assert kept(tmp_path) is None
+    record = json.dumps({**meta, "format": 1, "key": None})  # no checksum, and not locked
+    np.savez(path, **{"a/local_atoms": np.zeros((2, 3)), "meta": np.array(record)})
+    assert kept(tmp_path) is None
+
+
+def test_a_prepared_checkpoint_writes_in_its_folder_only(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    strategy = PerMA(1, checkpoint_dir=folder)
+    conversation = strategy.open([np.ones((1, 2))])
+    conversation.save()
+    (path,) = folder.glob("round-*.npz")
+    arrays, meta = _store.load(path)
+    del meta["format"]
+    _store.save(path, arrays, {**meta, "run": "/../../elsewhere/x"})
+    (tmp_path / "elsewhere").mkdir()
+    (folder / "history-").mkdir()
+    for journal in folder.glob("*.jsonl"):
+        journal.unlink()
+    conversation = PerMA(1, checkpoint_dir=folder, resume=True).open([np.ones((1, 2))])
+    conversation.save()
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+# What is left behind -----------------------------------------------------------------------------
+
+
+def test_what_a_killed_process_left_is_removed_and_a_live_writers_file_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = Path("file.npz")
+    with _store.replacing(path):
+        (live,) = tmp_path.iterdir()
+        killed = tmp_path / f"{live.name.removesuffix('.tmp')}-killed.tmp"
+        os.link(live, killed)
+    _store.save(path, {}, {})
+    assert killed.exists()  # it may be another process's
+    long_ago = time.time() - 2 * 3600
+    foreign = tmp_path / ".report.tmp"
+    foreign.touch()
+    for file in (killed, foreign):
+        os.utime(file, (long_ago,) * 2)
+    with _store.together():  # these wait for as long as the round takes
+        _store.save(path, {}, {})
+        (waiting,) = set(tmp_path.glob(".flwr-perdl-*.tmp"))
+        assert not killed.exists()
+        os.utime(waiting, (long_ago,) * 2)
+        _store.save(Path("another.npz"), {}, {})
+    assert {file.name for file in tmp_path.iterdir()} == {"file.npz", "another.npz", ".report.tmp"}
+
+
+def test_names_are_on_the_disk_when_a_save_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: a file's name could be lost in a power failure although its content was safe."""
+    calls: list[str] = []
+    real = {name: getattr(os, name) for name in ("fsync", "sync", "replace")}
+
+    def fsync(handle: int) -> None:
+        real["fsync"](handle)
+        calls.append("folder" if os.path.isdir(f"/proc/self/fd/{handle}") else "file")
+
+    def replace(*paths: Any) -> None:
+        real["replace"](*paths)
+        calls.append("replace")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace)
+    monkeypatch.setattr(os, "sync", lambda: calls.append("sync"))
+    _store.save(tmp_path / "file.npz", {}, {})
+    assert calls == ["file", "replace", "folder"]
+    calls.clear()
+    for client in range(3):
+        _store.save_round(tmp_path / str(client), 1, {}, {})
+    calls.clear()
+    with _store.together():
+        for client in range(3):
+            for round_ in (2, 3):
+                _store.save_round(tmp_path / str(client), round_, {}, {})
+        assert _store.rounds_in(tmp_path / "0") == [1]
+    assert calls == ["replace"] * 6 + ["sync"]
+    assert [_store.rounds_in(tmp_path / str(client)) for client in range(3)] == [[2, 3]] * 3
+
+
+def test_a_client_with_a_long_name_keeps_its_state(tmp_path: Path) -> None:
+    """Before: an OSError of the file system."""
+    folders = set()
+    for name in ("n" * 248, "n" * 249, "n" * 300, "m" * 300, "\N{SNOWMAN}" * 100):
+        node = context(**{"state-dir": str(tmp_path), "name": name})
+        own = private_shelf(node, "dictionary")
+        assert own is not None
+        PrivateState(node, "run", own).save(1, ATOMS)
+        assert PrivateState(context(), "run", own).before(2) is not None
+        folders.add(own.folder.name)
+    assert folders == {path.name for path in tmp_path.iterdir()}
+    assert len(folders) == 5
+    assert f"client-{'n' * 248}" in folders  # as it was called before
+
+
+# A thief of the disk, after the run --------------------------------------------------------------
+
+
+class Value(NamedTuple):
+    nodes: np.ndarray
+    value: np.ndarray
+
+
+class Mean:
+    """Every node has (6, 0), and takes the mean of what it hears."""
+
+    def start(self, nodes: np.ndarray) -> Value:
+        return Value(nodes, np.tile([6.0, 0.0], (len(nodes), 1)))
+
+    def adapt(self, state: Value, round_: int) -> Value:
+        return state
+
+    def message(self, state: Value) -> tuple[np.ndarray, ...]:
+        return (state.value,)
+
+    def combine(self, state: Value, inbox: Inbox) -> Value:
+        return state._replace(value=inbox.mean())
+
+    def observe(self, state: Value) -> dict[str, np.ndarray]:
+        return {"value": state.value}
+
+
+class Node:
+    """A node of a sealed run, with its state in ``context.state`` and on disk."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.context = context(**{"state-dir": str(folder)})
+
+    def ask(self, arrays: list[Any], step: str, round_: int, **more: Any) -> Any:
+        config = {"perdl.step": step, "perdl.at": round_, "server-round": round_ + 1}
+        config |= {"perdl.run": "run", "perdl.asleep": "", "perdl.sealed": True, **more}
+        self.ends: list[Value] = []
+        client = DiffusionClient(Mean(), self.context, on_end=self.ends.append)
+        return client.fit(arrays, config)
+
+    def run_keys(self) -> list[bytes]:
+        """Return every key of the run that the node's memory and disk have."""
+        found = [saved.arrays for saved in map(_store.load, self.folder.rglob("*.npz"))]
+        for record in self.context.state.array_records.values():
+            found += [{key.partition("/")[2]: decode(array)} for key, array in record.items()]
+        return [arrays["run-key"].tobytes() for arrays in found if "run-key" in arrays]
+
+
+def recorded(tmp_path: Path) -> tuple[Node, Keys, list[Any], Any]:
+    """Return a node that waits for its end, its neighbor, the last request, and a letter to it."""
+    node, other = Node(tmp_path), Keys(5, "run")
+    cards = [np.array([5.0]), other.card[None]]
+    (card,), _, _ = node.ask([np.zeros((0, 4))], "announce", 0)
+    node.ask([np.zeros((0, 4)), *cards], "exchange", 1)
+    letter = other.seal((np.array([[2.0, 4.0]]),), 2, 1, card)
+    return node, other, [np.array([[5.0, 0.0, 0.5, 1.0]]), *cards, letter], letter
+
+
+def test_after_the_last_round_nothing_on_the_node_opens_recorded_letters(tmp_path: Path) -> None:
+    node, _, request, letter = recorded(tmp_path)
+    stolen = node.run_keys()
+    assert len(stolen) == 4  # memory and disk, two rounds each: until then the thief reads
+    (message,) = Keys(2, "run", run_key=stolen[0]).open(letter, 5, 1)
+    np.testing.assert_array_equal(message, [[2.0, 4.0]])
+    shown, _, metrics = node.ask(request, "show", 2)
+    assert node.run_keys() == []  # before: four
+    np.testing.assert_array_equal(node.ends[0].value, [[4.0, 2.0]])
+    assert metrics == {}
+    # A server that crashed asks again, of a node that was restarted, too.
+    for again in (node, Node(tmp_path)):
+        repeated, _, _ = again.ask(request, "show", 2)
+        np.testing.assert_array_equal(repeated, shown)
+        np.testing.assert_array_equal(again.ends[0].value, [[4.0, 2.0]])
+    assert node.run_keys() == []
+    with pytest.raises(Rejected):
+        Keys(2, "run").open(letter, 5, 1)
+
+
+@pytest.mark.parametrize("round_", [0, 1, 2, 7])
+def test_a_node_that_has_shown_its_result_takes_no_further_step(
+    tmp_path: Path, round_: int
+) -> None:
+    """A server can ask early for what a node shows, and then ends the run for it.
+
+    Before: after every round, as often as it liked.
+    """
+    node, _, request, _ = recorded(tmp_path)
+    shown, _, _ = node.ask(request, "show", 2)
+    for again in (node, Node(tmp_path)):
+        for step in ("announce", "exchange"):
+            with pytest.raises(ValueError, match="step must be 'show' after node 2 has deleted"):
+                again.ask(request, step, round_)
+        repeated, _, _ = again.ask([np.zeros((0, 4))], "show", round_, **{"perdl.sealed": False})
+        np.testing.assert_array_equal(repeated, shown)
+    assert node.run_keys() == []
+
+
+def test_who_left_out_a_letter_says_so_again(tmp_path: Path) -> None:
+    node, other, request, _ = recorded(tmp_path)
+    request[-1] = other.seal((np.array([[2.0, 4.0]]),), 2, 7, other.card)
+    assert [node.ask(request, "show", 2)[2] for _ in range(2)] == [{"rejected-5": 1}] * 2

@@ -1,0 +1,145 @@
+"""Attacks on `DiffusionClient`, by a server or a neighbor that sends what it likes.
+
+Where the server reads open letters, or sits between nodes without pinned keys, it also writes them:
+it is every neighbor. `test_disk.py` attacks what a node keeps; what a server in the middle of
+sealed letters can do is in ``end_to_end/test_diffusion_on_flower.py``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Context, RecordDict
+
+from flwr_perdl.clients import DiffusionClient
+from flwr_perdl.diffusion import DataDiffusion
+from flwr_perdl.network.sealed import Keys, make_key
+
+N_ATOMS, N_FEATURES = 3, 8
+NOBODY = np.zeros((0, 4))
+
+
+class Server:
+    """One node with 40 samples of its own, and a server that asks it for what it likes."""
+
+    def __init__(self, **node_config: Any) -> None:
+        self.samples = np.random.default_rng(5).standard_normal((40, N_FEATURES))
+        self.context = Context(1, 2, {"partition-id": 2, **node_config}, RecordDict(), {})
+        self.round = 0
+        self.ask([NOBODY])
+
+    def ask(self, arrays: list[Any], **config: Any) -> Any:
+        self.round += 1
+        asked = {"perdl.step": "exchange", "perdl.at": self.round, "server-round": self.round}
+        asked |= {"perdl.run": "run", "perdl.asleep": "", "perdl.sealed": False, **config}
+        learner = DataDiffusion(N_ATOMS, n_nonzero=1)
+        program = learner.program({2: self.samples}, agreement=1)
+        return DiffusionClient(program, self.context).fit(arrays, asked)
+
+    def answer_to(self, dictionary: np.ndarray) -> np.ndarray:
+        """Return what the node makes of a dictionary: all it hears, from a neighbor of no data."""
+        table = np.array([[0.0, 0.0, 1.0, 4.0]])
+        rest = np.zeros((1, N_ATOMS)), np.zeros((1, N_ATOMS)), np.zeros((1, N_ATOMS, N_FEATURES))
+        reply, _, metrics = self.ask([table, dictionary[None], *rest])
+        assert metrics == {"floats": 54}
+        return reply[0][0]
+
+
+def removals(server: Server, a: np.ndarray, b: np.ndarray, n_steps: int) -> list[np.ndarray]:
+    """Return planes, each with a sample in it.
+
+    A sample uses atom ``a`` where its product with it is larger than with the other atom, which
+    turns from one that nobody prefers to ``b``. Samples leave ``a`` one after the other, and ``a``
+    before and after span a plane with the sample that has left.
+    """
+    planes, before = [], None
+    for t in np.linspace(0, 1, n_steps):
+        other = np.cos(t * np.pi / 2) * a + np.sin(t * np.pi / 2) * b
+        after = server.answer_to(np.stack([a, other, other]))[0]
+        if before is not None and np.linalg.norm(after - before) > 1e-6:
+            planes.append(np.linalg.qr(np.stack([before, after]).T)[0])
+        before = after
+    return planes
+
+
+def test_a_neighbor_that_lies_reads_samples_of_p3() -> None:
+    """What docs/security.md says does not hold: no check of single requests stops it.
+
+    All atoms that leave the node are sums over two samples at least; their differences are not.
+    """
+    server, rng = Server(), np.random.default_rng(0)
+    a, b, c = np.linalg.qr(rng.standard_normal((N_FEATURES, 3)))[0].T
+    first, second = (removals(server, a, away, 150) for away in (b, c))
+    found = set()
+    for one in first:
+        for two in second:
+            left, cosines, _ = np.linalg.svd(one.T @ two)
+            if cosines[0] > 1 - 1e-9:  # a line that both planes have
+                line = one @ left[:, 0]
+                X = server.samples / np.linalg.norm(server.samples, axis=1, keepdims=True)
+                found |= set(np.flatnonzero(np.abs(X @ line) > 0.999))
+    assert found  # 7 of 40 here in 801 requests, 22 in 3,201
+    assert server.round <= 301
+
+
+def test_with_pinned_keys_a_server_can_send_no_letter_of_its_own(tmp_path: Path) -> None:
+    """The bound of the attack above: only a neighbor can do it, and to its neighbors."""
+    public = make_key(tmp_path / "0.pem")
+    make_key(tmp_path / "2.pem")
+    (tmp_path / "keys.json").write_text(f'{{"0": "{public}"}}')
+    config = {"key-file": str(tmp_path / "2.pem"), "neighbour-keys": str(tmp_path / "keys.json")}
+    with pytest.raises(ValueError, match="node 2 sends sealed letters only"):
+        Server(**config)
+    impostor = Keys(0, "run")
+    cards = [np.array([0.0]), impostor.card[None]]
+    server = Server.__new__(Server)
+    server.samples = np.random.default_rng(5).standard_normal((40, N_FEATURES))
+    server.context = Context(1, 2, {"partition-id": 2, **config}, RecordDict(), {})
+    server.round = 0
+    (card, letter), _, metrics = server.ask([NOBODY, *cards], **{"perdl.sealed": True})
+    assert letter.size == 0
+    assert metrics["rejected-0"] == 1
+    own = np.eye(N_ATOMS, N_FEATURES)[None]
+    rest = np.zeros((1, N_ATOMS)), np.zeros((1, N_ATOMS)), np.zeros((1, N_ATOMS, N_FEATURES))
+    forged = impostor.seal((own, *rest), 2, 1, card)
+    table = np.array([[0.0, 0.0, 1.0, 1.0]])
+    (_, letter), _, metrics = server.ask([table, *cards, forged], **{"perdl.sealed": True})
+    assert letter.size == 0
+    assert metrics["rejected-0"] == 1
+
+
+HUGE = 1e300
+
+
+@pytest.mark.parametrize(
+    ("arrays", "config"),
+    [
+        ([], {}),
+        ([np.zeros(4)], {}),
+        ([np.array([[HUGE, 0.0, 0.5, 1.0]])], {}),
+        ([np.array([[0.0, 0.0, 0.5, HUGE]])], {}),
+        ([np.array([[0.0, 0.0, 0.5, -1.0]]), np.ones((1, 2))], {}),
+        ([np.array([[0.5, 0.0, 0.5, 1.0]]), np.ones((1, 2))], {}),
+        ([NOBODY], {"perdl.at": -1}),
+        ([NOBODY], {"perdl.at": 10**30}),
+        ([NOBODY], {"server-round": -1}),
+        ([NOBODY], {"server-round": 10**30}),
+        ([NOBODY], {"perdl.step": "state"}),
+        ([NOBODY], {"perdl.run": "x" * 1000}),
+        ([NOBODY], {"perdl.sealed": True}),
+        ([NOBODY, np.array([-1.0]), Keys(0, "run").card[None]], {"perdl.sealed": True}),
+        ([NOBODY, np.array([HUGE]), Keys(0, "run").card[None]], {"perdl.sealed": True}),
+        ([NOBODY, np.array([0.0, 1.0]), Keys(0, "run").card[None]], {"perdl.sealed": True}),
+    ],
+)
+def test_a_malformed_request_is_refused_in_a_sentence_and_changes_nothing(
+    arrays: list[Any], config: dict[str, Any]
+) -> None:
+    server = Server()
+    before = {name: dict(server.context.state[name]) for name in server.context.state}
+    with pytest.raises(ValueError, match=r"must be|must have|must not"):
+        server.ask(arrays, **config)
+    assert {name: dict(server.context.state[name]) for name in server.context.state} == before
