@@ -45,6 +45,8 @@ from flwr_perdl._records import (
     Limits,
     Reply,
     Scalar,
+    brief,
+    printable,
     read_partition,
 )
 from flwr_perdl._threads import one_blas_thread
@@ -215,13 +217,18 @@ class Roster(Generic[Node]):
         partition = read_partition(properties.get(PARTITION_ID))
         self.strangers.pop(node, None)
         self._partitions[node] = partition
-        name = "".join(filter(str.isprintable, str(properties.get(NAME) or partition)))
-        self.names[partition] = name[:_LONGEST_NAME]
+        name = properties.get(NAME)
+        own = printable(name, _LONGEST_NAME) if isinstance(name, str) else ""
+        self.names[partition] = own or str(partition)
 
     def refuse(self, node: Node, reason: str) -> None:
         """Note why a node takes no part."""
-        self.strangers[node] = reason
-        log(WARNING, "Left out node %s, which does not say who it is: %s", node, reason)
+        self.strangers[node] = brief(reason)
+        log(
+            WARNING,
+            "Left out node %s, which does not say who it is: %s",
+            *(node, self.strangers[node]),
+        )
 
     def present(self, nodes: Collection[Node]) -> dict[int, Node]:
         """Return the present clients' nodes by partition, ascending; the last enrolled wins."""
@@ -444,7 +451,7 @@ class Conversation:
             try:
                 request.check(replies[partition])
             except ValueError as error:
-                bad[partition] = Lost(REFUSED, str(error))
+                bad[partition] = Lost(REFUSED, brief(str(error)))
             else:
                 good[partition] = replies[partition]
         report = self._report(round_, request.step, good, bad, roster)

@@ -6,6 +6,8 @@ lets it change must stay within bounds.
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import subprocess
 import sys
@@ -15,10 +17,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from rich.console import Console
 
-from flwr_perdl._records import Reply
-from flwr_perdl.strategies import DictionaryAveraging, PerMA, PerPCA, perma
+from flwr_perdl import _compat
+from flwr_perdl._records import Limits, Reply, check_reply, read_reply
+from flwr_perdl.clients import client_app
+from flwr_perdl.network._packing import pack_arrays
+from flwr_perdl.simulations import InProcessGrid
+from flwr_perdl.strategies import DictionaryAveraging, PerMA, PerPCA, neighbor_relay, perma
+from flwr_perdl.strategies._conversation import Roster
 from flwr_perdl.strategies._protocol import Replies
+from perdl_experiments import runner
+from perdl_experiments.report import write_report
+from perdl_experiments.terminal import Rows
+from perdl_experiments.watch import View
 
 GIB = 2**30
 
@@ -119,3 +132,227 @@ def test_a_large_work_of_scoring_is_done_in_parts(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("flwr_perdl.dictionary.matching._BLOCK", 1000)
     parts = perma.global_matching(dictionaries, 3)
     np.testing.assert_allclose(parts.global_atoms, whole.global_atoms, atol=1e-12)
+
+
+# Items 10 and 11: metrics ------------------------------------------------------------------------
+
+
+def answer(metrics: dict[str, Any], arrays: list[Any] | None = None) -> Message:
+    """Return a reply whose records are whatever the client says."""
+    _compat.become_server(1)
+    request = Message(RecordDict(), dst_node_id=1, message_type="train")
+    content = RecordDict(
+        {
+            "arrays": ArrayRecord([np.ones(1)] if arrays is None else arrays),
+            "metrics": MetricRecord({"num-examples": 1, **metrics}),
+        }
+    )
+    return Message(content, reply_to=request)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "sentence"),
+    [
+        ({"x" * 101: 1.0}, r"at most 100 characters, got 101: 'xxxxxxxxxxxxxxxxxxxx'\.\.\."),
+        ({"\x1b]0;" + "x" * 10**6: 1.0}, "at most 100 characters, got 1000004"),
+        ({"\x1b[2Jmse": 1.0}, r"must be printable, got '\\x1b\[2Jmse'"),
+        ({"right\u202eleft": 1.0}, "must be printable"),
+        ({"two\nlines": 1.0}, "must be printable"),
+        ({"many": [0.0] * 10_000}, "at most 10000 numbers, got 10001"),
+        ({f"m{i}": 0.0 for i in range(10_001)}, "at most 10000 numbers, got 1000[12]"),
+    ],
+)
+def test_metrics_that_cannot_be_shown_are_refused_before_anything_is_copied(
+    monkeypatch: pytest.MonkeyPatch, metrics: dict[str, Any], sentence: str
+) -> None:
+    hostile = answer(metrics)
+    monkeypatch.setattr(Limits, "read", None)  # arrays are not read
+    with pytest.raises(ValueError, match=sentence) as caught:
+        read_reply(hostile, with_arrays=True)
+    assert len(str(caught.value)) < 200
+    with pytest.raises(ValueError, match=sentence):  # the older interface
+        check_reply([], 1, {**metrics, "num-examples": 1})
+
+
+def test_metrics_within_the_limits_are_good() -> None:
+    name = "Größe in m²".ljust(100, "x")
+    good = read_reply(answer({name: 2.0, "many": [0.0] * 9_000}), with_arrays=True)
+    assert good.metrics == {name: 2.0}
+
+
+def test_an_array_for_every_byte_is_refused() -> None:
+    files = [next(iter(ArrayRecord([np.zeros(0)]).values())).data] * 10_001
+    with pytest.raises(ValueError, match="at most 10000 are read, got 10001"):
+        Limits().read(files)
+
+
+def test_a_run_goes_on_without_the_client_whose_metrics_are_refused(
+    federation: Callable[..., Any], tmp_path: Path, warned: pytest.LogCaptureFixture
+) -> None:
+    def lying(message: Message, context: Any, call: Any) -> Message:
+        reply = call(message, context)
+        if context.node_config["partition-id"] == 2:
+            reply.content["metrics"]["\x1b[31m" + "x" * 10**6] = 1.0
+        return reply
+
+    app = client_app(federation().make_client, train_mods=[lying])
+    events = tmp_path / "events.jsonl"
+    strategy = PerMA(3, fraction_evaluate=0.0, events=events)
+    strategy.start(InProcessGrid(app, 5), num_rounds=2)
+    assert [list(report.dropped) for report in strategy.history] == [["client 2"]] * 2
+    assert events.stat().st_size < 20_000
+    assert "\x1b[31m" not in warned.text + events.read_text()
+
+
+def test_who_a_node_says_it_is_is_brief_and_printable(warned: pytest.LogCaptureFixture) -> None:
+    roster: Roster[int] = Roster()
+    roster.enrol(1, {"partition-id": 1, "name": "\x1b[2Ja\u202e" + "b" * 10**6})
+    assert roster.label(1) == "client 1 ([2Ja" + "b" * 74 + ")"
+    roster.enrol(2, {"partition-id": 2, "name": ["\x1b"] * 3})
+    assert roster.label(2) == "client 2"
+    roster.refuse(3, "\x1b[2J" * 10**5)
+    assert len(roster.strangers[3]) <= 300
+    assert "\x1b[2J" not in warned.text
+
+
+def test_what_a_node_shows_has_printable_names() -> None:
+    for name in ("\x1b[2J", "x" * 101):
+        packed = pack_arrays({name: np.zeros((1, 2))})
+        assert neighbor_relay._opened(0, Reply([packed], 1, {})) == {}
+
+
+HOSTILE = "\x1b]0;title\x07\x1b[2J\u202e\x9b31m"
+
+
+def test_nothing_in_a_files_events_reaches_the_terminal_as_a_command() -> None:
+    name, long = HOSTILE + "name", "y" * 10**5
+    view = View()
+    view.take(
+        [
+            {"event": "run", "experiment": name + long},
+            {"event": "begin", "protocol": name, "seed": name, "rounds": 3},
+            {"event": "round", "round": 1, "step": name + long, "metrics": {name + long: 1.0},
+             "failed": {name + long: name + long}, "anomalies": {name + long: {name + long: 1.0}}},
+            {"event": "server", "round": 1, "metrics": {name: 1.0}},
+            {"event": "ask", "round": 1, "step": name, "asked": 3, "time": name},
+            {"event": "end", "stopped": name},
+        ]
+    )  # fmt: skip
+    out = io.StringIO()
+    rows = Rows([name], [[name]], name)
+    Console(file=out, width=120).print(view.render(), rows)
+    said = out.getvalue()
+    assert "name" in said
+    assert all(one.isprintable() or one == "\n" for one in said)
+    assert len(said) < 20_000
+
+
+# Item 12: a results.json of somebody else's ------------------------------------------------------
+
+TABLE = {"title": "t", "caption": "c", "columns": ["a"], "rows": [["b"]]}
+RESULTS = {
+    "experiment": "digits",
+    "about": "about",
+    "source": "source",
+    "engine": "in-process",
+    "config": {"clients": 3},
+    "versions": {},
+    "seed": 0,
+    "rounds": 2,
+    "floats_up": 1.0,
+    "floats_down": 1.0,
+    "seconds": 1.0,
+    "tables": [TABLE],
+    "figures": [],
+    "notes": ["n"],
+    "clients": {"0": {"asked": 1.0}},
+}
+
+
+def write_results(folder: Path, **changes: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "results.json").write_text(json.dumps({**RESULTS, **changes}))
+    return folder
+
+
+def figure(file: str, title: str = "t") -> dict[str, str]:
+    return {"file": file, "title": title, "caption": "c"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../secret.png",
+        "{secret}",
+        "link.png",
+        "linked/secret.png",
+        "x.png' onerror='alert(1)",
+        "x.png\\..\\y.png",
+        "folder.png",
+        "absent.png",
+        "results.json",
+        "",
+    ],
+)
+def test_a_report_embeds_pictures_of_its_own_folder_only(tmp_path: Path, name: str) -> None:
+    secret = tmp_path / "secret.png"
+    secret.write_bytes(b"a secret")
+    folder = write_results(tmp_path / "run", figures=[figure(name.format(secret=secret))])
+    (folder / "link.png").symlink_to(secret)
+    (folder / "linked").symlink_to(tmp_path)
+    (folder / "folder.png").mkdir()
+    with pytest.raises(ValueError, match=r"run/results.json' must"):
+        write_report(folder)
+    assert not (folder / "report.html").exists()
+
+
+def test_no_text_of_a_results_file_becomes_markup(tmp_path: Path) -> None:
+    bad = "'\"><script>alert(1)</script>"
+    table = {"title": bad, "caption": bad, "columns": [bad], "rows": [[bad]]}
+    folder = write_results(
+        tmp_path / "run",
+        **dict.fromkeys(("experiment", "about", "source", "engine", "seed"), bad),
+        config={"clients": bad, bad: bad},
+        versions={bad: bad},
+        tables=[table],
+        figures=[figure(f"{bad.replace('/', '')}.png", bad)],
+        notes=[bad],
+        clients={bad: {"asked": 1.0, bad: 1.0}},
+    )
+    (folder / f"{bad.replace('/', '')}.png").write_bytes(b"")
+    page = write_report(folder).read_text()
+    body = page[page.index("<body>") :]
+    assert "<script" not in body
+    assert "'\"" not in body
+
+
+@pytest.mark.parametrize(
+    ("part", "values"),
+    [
+        ("experiment", [3, None, ["digits"]]),
+        ("config", [[], "x"]),
+        ("rounds", ["2", None, 10**400, float("nan")]),
+        ("floats_up", ["1", {}]),
+        ("tables", [{}, "t", [3], [{**TABLE, "rows": [["a", "b"]]}], [{**TABLE, "columns": []}]]),
+        ("figures", [{}, ["x.png"], [{"file": 3, "title": "t", "caption": "c"}]]),
+        ("notes", ["n", [3]]),
+        ("clients", [[], {"0": 3}, {"0": {"asked": "x"}}]),
+    ],
+)
+def test_parts_of_the_wrong_type_are_named_in_one_sentence(
+    tmp_path: Path, part: str, values: list[Any]
+) -> None:
+    for value in values:
+        folder = write_results(tmp_path / "run", **{part: value})
+        with pytest.raises(ValueError, match=f"must be a run's results, but {part} ") as caught:
+            write_report(folder)
+        assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_replaced_run_removes_no_file_outside_its_folder(tmp_path: Path) -> None:
+    secret = tmp_path / "secret.png"
+    secret.write_bytes(b"a secret")
+    folder = write_results(tmp_path / "run", figures=[figure("../secret.png")])
+    (folder / "run.json").write_text(json.dumps({"config": {"experiment": "digits"}}))
+    runner._remove_run(folder)
+    assert secret.exists()
