@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -356,3 +357,144 @@ def test_a_replaced_run_removes_no_file_outside_its_folder(tmp_path: Path) -> No
     (folder / "run.json").write_text(json.dumps({"config": {"experiment": "digits"}}))
     runner._remove_run(folder)
     assert secret.exists()
+
+
+# Item 9: a node that says that it is somebody else -----------------------------------------------
+
+
+class Hospitals(InProcessGrid):
+    """Three clients in process; further nodes come and say what they like.
+
+    Parameters
+    ----------
+    federation : Federation
+        The clients' data.
+    """
+
+    def __init__(self, federation: Any) -> None:
+        self.queried: list[int] = []
+        self.trained: list[tuple[int, int]] = []
+        self.dead: set[int] = set()
+        super().__init__(client_app(federation.make_client), 3)
+        self.honest = list(self.contexts)
+
+    def send_and_receive(self, messages: Any, **options: Any) -> Any:
+        alive = []
+        for message in messages:
+            node, kind = message.metadata.dst_node_id, message.metadata.message_type
+            if kind == "query":
+                self.queried.append(node)
+            if kind == "train":
+                self.trained.append((int(message.content["config"]["server-round"]), node))
+            if node not in self.dead:
+                alive.append(message)
+        return super().send_and_receive(alive, **options)
+
+    def join(self, node: int, partition: int) -> None:
+        """Let a node register that says that it is this client."""
+        first = self.contexts[self.honest[partition]]
+        self.contexts[node] = replace(first, node_id=node, state=RecordDict())
+
+    def asked(self, round_: int) -> list[int]:
+        """Return the nodes that were asked to train in a round."""
+        return sorted(node for when, node in self.trained if when == round_)
+
+
+@pytest.fixture
+def hospitals(federation: Callable[..., Any]) -> Hospitals:
+    return Hospitals(federation(3))
+
+
+def run_with(grid: Hospitals, events: dict[int, Callable[[], Any]], **options: Any) -> PerMA:
+    """Run four rounds; after each, what ``events`` says happens."""
+    strategy = PerMA(
+        3,
+        fraction_evaluate=0.0,
+        on_round=lambda report: events.get(report.round, lambda: None)(),
+        **options,
+    )
+    strategy.start(grid, num_rounds=4)
+    return strategy
+
+
+LIAR = 1  # the smallest node id there can be: order of ids gives it no place
+
+
+def test_a_node_cannot_take_the_place_of_one_that_lives(
+    hospitals: Hospitals, warned: pytest.LogCaptureFixture
+) -> None:
+    run_with(hospitals, {1: lambda: hospitals.join(LIAR, 0)})
+    assert all(hospitals.asked(round_) == sorted(hospitals.honest) for round_ in (1, 2, 3, 4))
+    first = hospitals.honest[0]
+    assert hospitals.queried == [*sorted(hospitals.honest), LIAR, first]  # is the first there?
+    assert f"Nodes {first} and 1 both say that they are client 0: only {first}" in warned.text
+
+
+@pytest.mark.parametrize("listed", [False, True], ids=["gone", "dead and still listed"])
+def test_a_restarted_node_has_its_place_again(hospitals: Hospitals, listed: bool) -> None:
+    first = hospitals.honest[0]
+
+    def restart() -> None:
+        hospitals.join(77, 0)
+        if listed:
+            hospitals.dead.add(first)
+        else:
+            del hospitals.contexts[first]
+
+    strategy = run_with(hospitals, {1: restart})
+    assert hospitals.asked(1) == sorted(hospitals.honest)
+    for round_ in (2, 3, 4):
+        assert hospitals.asked(round_) == sorted([77, *hospitals.honest[1:]])
+    assert not any(report.dropped for report in strategy.history)
+
+
+def test_a_node_has_its_place_back_after_a_moment_of_absence(hospitals: Hospitals) -> None:
+    first = hospitals.contexts[hospitals.honest[0]]
+
+    def leave() -> None:
+        hospitals.join(LIAR, 0)
+        del hospitals.contexts[first.node_id]
+
+    def come_back() -> None:
+        hospitals.contexts[first.node_id] = first
+
+    run_with(hospitals, {1: leave, 2: come_back})
+    assert hospitals.asked(2) == sorted([LIAR, *hospitals.honest[1:]])  # only a list prevents that
+    assert hospitals.asked(3) == hospitals.asked(4) == sorted(hospitals.honest)
+
+
+def test_a_list_of_nodes_says_who_is_who(
+    hospitals: Hospitals, warned: pytest.LogCaptureFixture
+) -> None:
+    first = hospitals.contexts[hospitals.honest[0]]
+
+    def leave() -> None:
+        hospitals.join(LIAR, 0)
+        del hospitals.contexts[first.node_id]
+
+    known = {node: partition for partition, node in enumerate(hospitals.honest)}
+    run_with(hospitals, {1: leave}, clients_by_node=known)
+    assert hospitals.asked(2) == sorted(hospitals.honest[1:])
+    assert LIAR not in hospitals.queried
+    said = {id(one) for one in warned.records if "Left out node 1: clients" in one.getMessage()}
+    assert len(said) == 1
+
+
+def test_a_node_of_the_list_is_no_other_client() -> None:
+    roster = Roster({5: 0, 6: 1})
+    with pytest.raises(ValueError, match="says that it is client 1, and clients_by_node that it"):
+        roster.enrol(5, {"partition-id": 1})
+    assert roster.unknown([4, 5, 6]) == [5, 6]
+    with pytest.raises(ValueError, match="partitions in clients_by_node must be between 0 and"):
+        PerMA(clients_by_node={1: -1})
+    with pytest.raises(TypeError, match="clients_by_node must be a mapping or None, got"):
+        PerMA(clients_by_node=[1])  # type: ignore[arg-type]
+
+
+def test_a_node_that_changes_its_mind_is_the_last_to_say_so() -> None:
+    roster: Roster[int] = Roster()
+    for node, partition in ((1, 5), (2, 3), (3, 5)):
+        roster.enrol(node, {"partition-id": partition})
+    assert roster.contested([1, 2, 3]) == [1]
+    roster.enrol(1, {"partition-id": 3})
+    assert roster.present([1, 2, 3]) == {3: 2, 5: 3}
