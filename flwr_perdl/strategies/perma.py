@@ -52,7 +52,7 @@ from typing import Any, Literal, Unpack
 import numpy as np
 from flwr.common import log
 
-from flwr_perdl._checks import Matrix, check_array, check_choice, check_count
+from flwr_perdl._checks import Matrix, check_array, check_choice, check_count, check_flag
 from flwr_perdl._records import ANEW, Reply
 from flwr_perdl._robust import DEEDS
 from flwr_perdl.clients.dictionary import (
@@ -80,6 +80,8 @@ from flwr_perdl.strategies._strategy import ProtocolStrategy
 
 AGGREGATIONS = ("statistics", "mean", "weighted", "median", "geometric-median", "trimmed")
 MATCHINGS = ("consensus", "paths")
+#: The aggregation that withstands most liars.
+ROBUST = "geometric-median"
 #: By default a client may send at most this many times the median number of atoms, and never more
 #: than `MOST_ATOMS`: the work of the matching round grows with the square of these numbers.
 ATOMS_FACTOR = 10
@@ -112,6 +114,10 @@ class PerMA(ProtocolStrategy):
         Update rounds for which a client that gives no good reply counts with its last one, so
         that its absence does not cost what its data say. The server, and its checkpoints, then
         hold a contribution per client; 0, the paper's, holds none.
+    robust : bool, default False
+        Whether to expect clients that lie: the aggregation is then "geometric-median". Four liars
+        in ten who agree on a small push cost it 2.3 times the error, and "statistics" 10 times
+        (docs/faults.md). `FedX` has the same argument.
     max_atoms : int, optional
         Maximum number of atoms in a client's dictionary; by default ten times the median over the
         clients, and at most 4,096. A client with more is left out of the matching round and named.
@@ -144,6 +150,7 @@ class PerMA(ProtocolStrategy):
         local_steps: int = 1,
         refine_steps: int = 0,
         remember: int = 0,
+        robust: bool = False,
         max_atoms: int | None = None,
         **options: Unpack[ServerOptions],
     ) -> None:
@@ -152,6 +159,13 @@ class PerMA(ProtocolStrategy):
         self.n_global = n_global if auto else check_count("n_global", n_global)
         self.matching = check_choice("matching", matching, MATCHINGS)
         self.aggregation = check_choice("aggregation", aggregation, AGGREGATIONS)
+        if check_flag("robust", robust):
+            if aggregation not in ("statistics", ROBUST):
+                raise ValueError(
+                    f"robust=True must come with aggregation={ROBUST!r}, its own, got "
+                    f"aggregation={aggregation!r}."
+                )
+            self.aggregation = ROBUST
         self.local_steps = check_count("local_steps", local_steps, 1)
         self.refine_steps = check_count("refine_steps", refine_steps, 0)
         self.remember = check_count("remember", remember)

@@ -23,13 +23,25 @@ from rich.console import Console
 
 from flwr_perdl import _compat
 from flwr_perdl._records import Limits, Reply, check_reply, read_reply
-from flwr_perdl.clients import client_app
+from flwr_perdl.clients import DictionaryClient, RegressionClient, client_app
+from flwr_perdl.dictionary import OrthogonalLearner, dictionary_distance
 from flwr_perdl.network._packing import pack_arrays
+from flwr_perdl.regression import Answers, TwoPhase
+from flwr_perdl.regression import State as RegressionState
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import DictionaryAveraging, PerMA, PerPCA, neighbor_relay, perma
+from flwr_perdl.strategies import (
+    DictionaryAveraging,
+    FedMD,
+    FedX,
+    PerMA,
+    PerPCA,
+    neighbor_relay,
+    perma,
+)
 from flwr_perdl.strategies._conversation import Roster
 from flwr_perdl.strategies._protocol import Replies
 from perdl_experiments import runner
+from perdl_experiments.liars import LyingDictionaryClient
 from perdl_experiments.report import write_report
 from perdl_experiments.terminal import Rows
 from perdl_experiments.watch import View
@@ -498,3 +510,83 @@ def test_a_node_that_changes_its_mind_is_the_last_to_say_so() -> None:
     assert roster.contested([1, 2, 3]) == [1]
     roster.enrol(1, {"partition-id": 3})
     assert roster.present([1, 2, 3]) == {3: 2, 5: 3}
+
+
+# Item 15: a curvature that is not true -----------------------------------------------------------
+
+
+def described(robust: str, factor: float, n_liars: int, sizes: float = 50) -> RegressionState:
+    """Return the state after ten clients' descriptions, some of them false."""
+    rng = np.random.default_rng(0)
+    stack = np.column_stack([rng.uniform(1, 2, 10), np.ones((10, 3))])
+    stack[10 - n_liars :, 0] *= factor
+    answers = Answers(np.arange(10), np.full(10, sizes), stack)
+    phases = TwoPhase(2, robust=robust)
+    return phases.advance(phases.begin(np.zeros((2, 3))), answers, rng)
+
+
+@pytest.mark.parametrize("robust", ["mean", "filtered", "clip"])
+@pytest.mark.parametrize(("factor", "n_liars"), [(1e3, 1), (1e6, 3), (9.0, 3)])
+def test_a_false_curvature_does_not_shrink_everybodys_step(
+    robust: str, factor: float, n_liars: int
+) -> None:
+    honest, found = described(robust, 1, 0), described(robust, factor, n_liars)
+    bound = 12 if robust == "mean" and factor < 10 else 3
+    assert honest.step_size / bound < found.step_size < 1.5 * honest.step_size
+    assert not len(honest.steep)
+
+
+def test_who_is_too_steep_for_the_step_moves_no_model(warned: pytest.LogCaptureFixture) -> None:
+    rng = np.random.default_rng(0)
+    theta = np.array([1.0, -2.0, 0.5])
+    features = [rng.standard_normal((30, 3)) for _ in range(4)]
+    features[3] *= 100  # its steps diverge: with them, the mean ends beyond 1e9
+
+    def make_client(context: Any) -> RegressionClient:
+        X = features[context.node_config["partition-id"]]
+        return RegressionClient(X, X @ theta, context)
+
+    strategy = FedX(1, fraction_evaluate=0.0)
+    grid = InProcessGrid(client_app(make_client), 4)
+    result = strategy.start(grid, ArrayRecord([np.zeros((1, 3))]), num_rounds=40)
+    np.testing.assert_allclose(result.arrays.to_numpy_ndarrays()[0], theta[None], atol=1e-3)
+    assert strategy.history[0].anomalies == {3: {"left out": 1.0}}
+    assert "clients [3], whose curvature is more than ten times the median" in warned.text
+
+
+# Item 16: liars who agree ------------------------------------------------------------------------
+
+
+def test_robust_is_the_same_argument_of_all_strategies() -> None:
+    assert PerMA(robust=True).aggregation == PerMA(aggregation="geometric-median").aggregation
+    assert PerMA(robust=True).settings() == PerMA(aggregation="geometric-median").settings()
+    for strategy in (FedX, FedMD):
+        assert strategy(2, robust=True).settings() == strategy(2, robust="filtered").settings()
+        assert strategy(2, robust=False).settings() == strategy(2).settings()
+    with pytest.raises(ValueError, match="robust=True must come with aggregation='geometric-medi"):
+        PerMA(robust=True, aggregation="mean")
+    with pytest.raises(ValueError, match="robust must be True or False, got 'filtered'"):
+        PerMA(robust="filtered")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("attack", ["nudge", "collude"])
+def test_four_liars_in_ten_who_agree_cost_a_robust_run_little(
+    federation: Callable[..., Any], attack: str
+) -> None:
+    made = federation(10, noise=0.05, n_samples=100).planted
+    learner = OrthogonalLearner(6, threshold=0.15)
+
+    def error(n_liars: int, **options: Any) -> float:
+        def make_client(context: Any) -> DictionaryClient:
+            partition = context.node_config["partition-id"]
+            if partition < n_liars:
+                X = made.samples[partition]
+                return LyingDictionaryClient(X, learner, context, attack=attack)
+            return DictionaryClient(made.samples[partition], learner, context)
+
+        grid = InProcessGrid(client_app(make_client), 10)
+        strategy = PerMA(3, fraction_evaluate=0.0, **options)
+        atoms = strategy.start(grid, num_rounds=8).arrays.to_numpy_ndarrays()[0]
+        return dictionary_distance(atoms, made.global_atoms)
+
+    assert error(4, robust=True) < 4 * error(0)
