@@ -173,6 +173,8 @@ class Options(NamedTuple):
             check_kind(name, path, (str, Path, type(None)), "a path or None")
         nodes = options.clients_by_node
         check_kind("clients_by_node", nodes, (Mapping, type(None)), "a mapping or None")
+        if nodes is not None and not nodes:
+            raise ValueError("clients_by_node must name at least one node, got an empty mapping.")
         for node, partition in ({} if nodes is None else nodes).items():
             check_count("node ids in clients_by_node", node)
             check_count("partitions in clients_by_node", partition, 0, LARGEST_INT)
