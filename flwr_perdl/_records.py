@@ -56,13 +56,18 @@ ANEW = "anew"
 
 #: The largest integer that Flower's records carry, signed or not.
 LARGEST_INT = 2**63 - 1
-#: A reply with more examples than a float can count, or more metrics than this, is refused.
+#: A reply with more examples than a float can count, more arrays than this, or more numbers in its
+#: metrics, those in lists too, is refused.
 _MOST_EXAMPLES = 2**53
+_MOST_ARRAYS = 10_000
 _MOST_METRICS = 10_000
+#: Characters of a metric's name, all of them printable.
+_LONGEST_NAME = 100
 #: What comes before a ClientApp's own words in an error's reason.
 _SAID = "Message: "
-#: Characters of a client's words that logs and reports show.
+#: Characters of a client's words that logs and reports show, and that are read at all.
 _LONGEST_REASON = 300
+_READ_OF_REASON = 100_000
 
 #: What Flower calls an array that is in this format.
 _STYPE = "numpy.ndarray"
@@ -91,6 +96,8 @@ class Limits(NamedTuple):
         Nothing is allocated before that is known.
         """
         files = list(files)
+        if len(files) > _MOST_ARRAYS:
+            raise ValueError(f"too many arrays: at most {_MOST_ARRAYS} are read, got {len(files)}")
         size = sum(map(len, files))
         if size > self.n_bytes:
             raise ValueError(f"too large: {size} bytes of arrays, at most {self.n_bytes} are read")
@@ -292,7 +299,7 @@ def error_of(message: Message) -> str | None:
     """Return the error that a message is, in one short line; None if it is none."""
     if not message.has_error():
         return None
-    reason = (message.error.reason or "").strip()
+    reason = (message.error.reason or "")[-_READ_OF_REASON:].strip()
     _, said, text = reason.rpartition(_SAID)  # SuperNodes put more before that
     lines = text.splitlines() if said else reason.splitlines()[-1:]
     return f"error {message.error.code}: {brief(' '.join(lines) or 'no reason given')}"
@@ -300,7 +307,38 @@ def error_of(message: Message) -> str | None:
 
 def brief(text: str) -> str:
     """Return a client's words as a log can show them: printable, and not too many."""
-    return "".join(filter(str.isprintable, text[:_LONGEST_REASON]))
+    return printable(text, _LONGEST_REASON)
+
+
+def printable(text: str, length: int) -> str:
+    """Return the printable characters among the first ``length`` of a text.
+
+    No control character, which a terminal would obey, and none that reverses what follows it.
+    """
+    return "".join(filter(str.isprintable, text[:length]))
+
+
+def check_metrics(metrics: Mapping[str, Any]) -> None:
+    """Raise a ValueError if a reply's metrics are too many, or a name cannot be shown as it is.
+
+    A value may be a list, which is not read, but counts.
+    """
+    count = sum(len(value) if isinstance(value, list) else 1 for value in metrics.values())
+    if count > _MOST_METRICS:
+        raise ValueError(f"metrics must hold at most {_MOST_METRICS} numbers, got {count}")
+    check_names("metrics", metrics)
+
+
+def check_names(what: str, names: Iterable[str]) -> None:
+    """Raise a ValueError if a name from a client is too long, or not printable."""
+    for name in names:
+        if len(name) > _LONGEST_NAME:
+            raise ValueError(
+                f"names of {what} must have at most {_LONGEST_NAME} characters, got {len(name)}: "
+                f"{printable(name, 20)!r}..."
+            )
+        if not name.isprintable():
+            raise ValueError(f"names of {what} must be printable, got {name!r}")
 
 
 def read_reply(message: Message, *, with_arrays: bool, limits: Limits = _ANY) -> Reply:
@@ -319,6 +357,7 @@ def read_reply(message: Message, *, with_arrays: bool, limits: Limits = _ANY) ->
     metrics = content.get(METRICS)
     if not isinstance(metrics, MetricRecord) or NUM_EXAMPLES not in metrics:
         raise ValueError(f"no MetricRecord {METRICS!r} with {NUM_EXAMPLES!r}")
+    check_metrics(metrics)
     arrays: list[Matrix] = []
     if with_arrays:
         record = content.get(ARRAYS)
@@ -326,7 +365,7 @@ def read_reply(message: Message, *, with_arrays: bool, limits: Limits = _ANY) ->
             raise ValueError(f"no ArrayRecord {ARRAYS!r}")
         arrays = limits.read(array.data for array in record.values())
     numbers = {name: value for name, value in metrics.items() if isinstance(value, _NUMBERS)}
-    return check_reply(arrays, numbers.pop(NUM_EXAMPLES, nan), numbers, limits)
+    return _checked(arrays, numbers.pop(NUM_EXAMPLES, nan), numbers, limits)
 
 
 def check_reply(
@@ -341,8 +380,20 @@ def check_reply(
     ------
     ValueError
         If an array is not float32 or float64, a number is not finite or too large, there are no
-        examples, or more of them or of metrics than can be counted.
+        examples, or more of them than can be counted, or the metrics break a rule of
+        `check_metrics`.
     """
+    check_metrics(metrics)
+    return _checked(arrays, num_examples, metrics, limits)
+
+
+def _checked(
+    arrays: Sequence[Matrix],
+    num_examples: float,
+    metrics: Mapping[str, Scalar],
+    limits: Limits,
+) -> Reply:
+    """Return the reply, whose metrics have good names."""
     for position, array in enumerate(arrays):
         if array.dtype not in FLOATS:
             raise ValueError(f"array {position} has dtype {array.dtype}")
@@ -354,12 +405,10 @@ def check_reply(
             raise ValueError(f"array {position} has numbers beyond {limits.magnitude:g}")
     if not isfinite(num_examples) or not 1 <= num_examples <= _MOST_EXAMPLES:
         raise ValueError(f"{NUM_EXAMPLES} is {num_examples}")
-    if len(metrics) > _MOST_METRICS:
-        raise ValueError(f"there are {len(metrics)} metrics, more than {_MOST_METRICS}")
     numbers = {name: float(v) for name, v in metrics.items() if isinstance(v, _NUMBERS)}
     for name, value in numbers.items():
         if not isfinite(value) or abs(value) > limits.magnitude:
-            raise ValueError(f"metric {brief(name)} is {value}")
+            raise ValueError(f"metric {name} is {value}")
     return Reply(list(arrays), int(num_examples), numbers)
 
 

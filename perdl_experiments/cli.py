@@ -29,7 +29,7 @@ from perdl_experiments.fetch import fetch as fetch_images
 from perdl_experiments.report import odd_clients, read_results, write_report
 from perdl_experiments.runner import Progress, check_deployed, resumable, run_experiment
 from perdl_experiments.studies import COMMON, EXPERIMENTS, find, meaning, sites
-from perdl_experiments.terminal import Rows, console, plain_logs
+from perdl_experiments.terminal import Rows, console, plain_logs, printable_lines
 from perdl_experiments.watch import watch as watch_run
 from perdl_experiments.words import plural
 
@@ -361,7 +361,7 @@ def _show(shown: Console, results: dict[str, Any], folder: Path) -> None:
     for entry in [*results["tables"], *([] if odd is None else [odd])]:
         shown.print(Rows(entry["columns"], entry["rows"], entry["title"]))
     for note in results["notes"]:
-        shown.print(note)
+        shown.print(printable_lines(note))
     shown.print(
         f"{plural(results['rounds'], 'round')}; per client "
         f"{plural(results['floats_up'], 'float')} up, {results['floats_down']:,.0f} down; "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -20,6 +21,14 @@ LONG = 40
 
 #: Clients with odd replies that the page shows.
 MOST_CLIENTS = 20
+
+#: What the parts of results.json are that are shown, where they are there.
+_TEXTS = ("experiment", "about", "source", "engine")
+_NUMBERS = ("rounds", "floats_up", "floats_down", "seconds")
+_MAPPINGS = ("config", "versions")
+_LARGEST = 1e300
+#: What a figure's file is called: a name in the run's own folder.
+_FIGURE = re.compile(r"[^/\\\0]+\.(png|gif)")
 
 _PAGE = Template("""<!doctype html>
 <html lang="en">
@@ -95,7 +104,7 @@ def write_report(out: Path) -> Path:
     Raises
     ------
     ValueError
-        If the folder holds no finished run, or something is missing in its results.
+        If the folder holds no finished run, or something is missing in its results, or wrong.
     """
     results = read_results(out)
     try:
@@ -114,16 +123,78 @@ def read_results(out: Path) -> dict[str, Any]:
     Raises
     ------
     ValueError
-        If there is none, or it cannot be read.
+        If there is none, it cannot be read, or a part of it is of the wrong type.
     """
     path = out / RESULTS
     try:
         results: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{str(out)!r} must be the folder of a finished run: {error}.") from error
     if not isinstance(results, dict) or "experiment" not in results:
         raise ValueError(f"{str(path)!r} must be a run's results, but names no experiment.")
+    try:
+        _check(results)
+    except ValueError as error:
+        raise ValueError(f"{str(path)!r} must be a run's results, but {error}.") from error
     return results
+
+
+def _check(results: Mapping[str, Any]) -> None:
+    """Raise a ValueError that says which part is of the wrong type.
+
+    Somebody else may have written the file. Names of figures are names of files that are read,
+    shown and, where a run is replaced, removed.
+    """
+    for name, value in results.items():
+        if name in _TEXTS:
+            _demand(isinstance(value, str), f"{name} is no text")
+        elif name in _NUMBERS:
+            _demand(_is_number(value), f"{name} is no number")
+        elif name in _MAPPINGS:
+            _demand(isinstance(value, dict), f"{name} is no object")
+        elif name == "notes":
+            _demand(_are_texts(value), "notes is no list of texts")
+    for table in _entries(results, "tables", ("title", "caption")):
+        heads: Any = table.get("columns")
+        rows = table.get("rows")
+        _demand(_are_texts(heads) and heads != [], "tables has one without columns of texts")
+        whole = isinstance(rows, list) and all(
+            _are_texts(row) and len(row) == len(heads) for row in rows
+        )
+        _demand(whole, "tables has one without a text for every row and column")
+    for figure in _entries(results, "figures", ("file", "title", "caption")):
+        named = _FIGURE.fullmatch(figure["file"])
+        _demand(named, f"figures has {figure['file']!r}, which is no name of a .png or .gif file")
+    clients = results.get("clients", {})
+    counted = isinstance(clients, dict) and all(
+        isinstance(counts, dict) and all(map(_is_number, counts.values()))
+        for counts in clients.values()
+    )
+    _demand(counted, "clients does not hold each client's numbers")
+
+
+def _demand(holds: object, otherwise: str) -> None:
+    if not holds:
+        raise ValueError(otherwise)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and abs(value) < _LARGEST
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)
+
+
+def _entries(results: Mapping[str, Any], name: str, texts: Sequence[str]) -> list[dict[str, Any]]:
+    """Return a list of objects with these texts."""
+    found: list[dict[str, Any]] = results.get(name, [])
+    whole = isinstance(found, list) and all(
+        isinstance(one, dict) and all(isinstance(one.get(text), str) for text in texts)
+        for one in found
+    )
+    _demand(whole, f"{name} is no list of objects with the texts {', '.join(texts)}")
+    return found
 
 
 def render(results: Mapping[str, Any], out: Path) -> str:
@@ -216,6 +287,11 @@ def _cell(cell: str) -> str:
 
 def _figure(figure: Mapping[str, str], out: Path) -> str:
     path = out / figure["file"]
+    if path.is_symlink() or not path.is_file():
+        raise ValueError(
+            f"{str(out / RESULTS)!r} must name figures in its folder, got {figure['file']!r}, "
+            "which is no file there."
+        )
     source = f"data:image/{path.suffix[1:]};base64,{b64encode(path.read_bytes()).decode()}"
     title = escape(figure["title"])
     return (

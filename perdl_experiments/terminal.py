@@ -36,6 +36,14 @@ def console() -> Console:
     return plain() if known else plain(width=_WIDTH)
 
 
+def printable_lines(text: str) -> str:
+    """Return a text from a file with a space for every character that a terminal would obey.
+
+    Somebody else may have written the file: escape sequences and the like are not printable.
+    """
+    return "".join(one if one.isprintable() or one == "\n" else " " for one in text)
+
+
 class Rows(NamedTuple):
     """A table that prints itself; where it is too wide, a block of lines per row.
 
@@ -56,7 +64,13 @@ class Rows(NamedTuple):
     title: str = ""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield the table, or its blocks."""
+        """Yield the table, or its blocks, with nothing in them but what can be shown."""
+        rows = [list(map(printable_lines, row)) for row in self.rows]
+        yield from Rows(
+            list(map(printable_lines, self.columns)), rows, printable_lines(self.title)
+        )._lines(options)
+
+    def _lines(self, options: ConsoleOptions) -> RenderResult:
         wraps = [
             i == 0 or any(_is_text(row[i]) for row in self.rows) for i in range(len(self.columns))
         ]

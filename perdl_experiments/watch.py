@@ -14,11 +14,13 @@ from rich.text import Text
 
 from flwr_perdl.strategies._events import EVENTS, Event, read_events
 from perdl_experiments.outcome import NEXT
-from perdl_experiments.terminal import Rows
+from perdl_experiments.terminal import Rows, printable_lines
 from perdl_experiments.words import plural
 
 #: Exchanges, clients and reasons that are shown.
 _EXCHANGES, _CLIENTS, _REASONS = 10, 8, 4
+#: Characters of a name, of a reason and of the first line that are shown.
+_NAME, _REASON, _LINE = 100, 300, 1000
 #: Fields that are numbers or null, no larger than this, and fields that are tables.
 _NUMBERS = ("round", "rounds", "done", "of", "asked", "good", "seconds", "floats_up", "floats_down")
 _TABLES = ("metrics", "failed", "anomalies")
@@ -75,7 +77,8 @@ class View:
             for what, share in odd.items():
                 total[what] = total.get(what, 0.0) + share
         for client, reason in event.get("failed", {}).items():
-            self.reasons.append(f"round {event.get('round')}, {client}: {reason}")
+            said = f"{client[:_NAME]}: {str(reason)[:_REASON]}"
+            self.reasons.append(f"round {event.get('round')}, {said}")
 
     def _server(self, event: Event) -> None:
         self.server[event.get("round") or 0] = event.get("metrics", {})
@@ -112,13 +115,13 @@ class View:
 
     def render(self) -> Group:
         """Return headline and tables."""
-        parts: list[Any] = [Text(self.headline())]
+        parts: list[Any] = [Text(printable_lines(self.headline()[:_LINE]))]
         if self.exchanges:
             parts.append(self._exchange_table())
         odd = sorted(self.clients.items(), key=lambda item: -sum(item[1].values()))[:_CLIENTS]
         if odd:
             parts.append(_client_table(dict(odd)))
-        parts += map(Text, self.reasons)
+        parts += [Text(printable_lines(reason)) for reason in self.reasons]
         return Group(*parts)
 
     def _exchange_table(self) -> Rows:
@@ -132,10 +135,10 @@ class View:
                 if name not in ("clients", "dropped") and _is_number(value)
             }
             row = [
-                *(str(event.get(key, "-")) for key in ("step", "round", "asked", "good")),
+                *(str(event.get(key, "-"))[:_NAME] for key in ("step", "round", "asked", "good")),
                 f"{event.get('seconds') or 0:.2f}",
                 *(f"{event.get(key) or 0:,.0f}" for key in ("floats_up", "floats_down")),
-                ", ".join(f"{k} {v:.4g}" for k, v in list(numbers.items())[:4]),
+                ", ".join(f"{k[:_NAME]} {v:.4g}" for k, v in list(numbers.items())[:4]),
             ]
             rows.append(row)
         return Rows(heads, rows)
@@ -162,7 +165,7 @@ def _is_number(value: object) -> bool:
 def _client_table(clients: Mapping[str, Mapping[str, float]]) -> Rows:
     """Return the table of clients whose replies were odd, the oddest first."""
     rows = [
-        [client, ", ".join(f"{what} {share:.3g}" for what, share in odd.items())]
+        [client[:_NAME], ", ".join(f"{what[:_NAME]} {n:.3g}" for what, n in list(odd.items())[:8])]
         for client, odd in clients.items()
     ]
     return Rows(["client", "exchanges in which it"], rows)

@@ -51,6 +51,9 @@ _APART = 0.6
 _SPREAD = 0.1
 #: So are jumps up to this share of what the last distance lacks to be half of what chance gives.
 _MISSING = 0.4
+#: Cosines held at a time while candidates are scored: what several clients with thousands of atoms
+#: send is worked through in parts.
+_BLOCK = 2**24
 #: Edge lengths held by the shortest paths; if there are more, they are computed when needed.
 _STORED_EDGES = 2**26
 
@@ -333,7 +336,10 @@ def _scores(candidates: Matrix, owner: NDArray[np.intp], dictionaries: list[Matr
         other = owner != i if len(dictionaries) > 1 else np.full(len(owner), True)
         count += other
         if len(D):
-            cosines = np.minimum(np.abs(candidates @ D.T).max(axis=1), 1)
+            rows = max(_BLOCK // len(D), 1)
+            parts = [candidates[at : at + rows] for at in range(0, len(candidates), rows)]
+            nearest = np.concatenate([np.abs(part @ D.T).max(axis=1) for part in parts])
+            cosines = np.minimum(nearest, 1)
             squares = (2 - 2 * cosines) / _chance(D.shape[1], len(D)) ** 2
             total += other * np.exp(-4 * squares)
     disagreement: Matrix = 1 - total / count

@@ -56,7 +56,7 @@ from flwr_perdl._checks import (
     check_real,
     own_numbers,
 )
-from flwr_perdl._robust import capped
+from flwr_perdl._robust import CAP, capped
 from flwr_perdl.regression.anchors import cluster_anchors, kmeans
 from flwr_perdl.regression.answers import (
     ANCHORS,
@@ -81,6 +81,8 @@ from flwr_perdl.regression.moments import (
 _OVERSAMPLING = 4
 #: An anchor has at least this many points per dimension of the subspace.
 _POINTS_PER_DIMENSION = 4
+#: Clients whose curvature is above this many times the median do not count for the step size.
+_STEEP = 10
 #: Share of the points whose clients decide about the step size.
 _TYPICAL = 0.9
 #: Relative movement in a round below which the models have settled.
@@ -140,6 +142,8 @@ class State(NamedTuple):
     slopes: Matrix
     #: Whose answers to the last exchange stood out: partition and share, (m, 2).
     odd: Matrix
+    #: Clients too steep for the step size, which Phase 2 leaves out.
+    steep: NDArray[np.intp]
 
     def pack(self) -> dict[str, NDArray[Any]]:
         """Return the state as named arrays, such as a checkpoint holds."""
@@ -188,7 +192,10 @@ class TwoPhase:
         Phase 2: local gradient steps s.
     step_size : float, optional
         Phase 2: eta; by default ``work / n_steps`` ("fedprox": ``work``) over the largest
-        curvature of the clients that hold 90 % of the points, and stable at all of them.
+        curvature of the clients that hold 90 % of the points, and stable at all of them. One
+        client's curvature does not decide it: clients above ten times the median do not count, and
+        a "fedavg" with ``robust="mean"``, whose average they would ruin, leaves them out of Phase
+        2, unless ``step_size`` is given; with another rule none counts for more than three medians.
     work : float, default 1
         See ``step_size``. With more local work the models converge in fewer rounds, but to what
         is further from least squares: at 3, up to 7 % further from the truth in setting C.1.
@@ -436,11 +443,15 @@ class TwoPhase:
         stack, n = answers.stack, answers.n_samples
         curvature, squares = stack[:, 0], stack[:, 1:].mean(axis=1)
         power = float(n @ squares / n.sum())
+        steep = curvature[curvature > 0]
+        middle = float(np.median(steep)) if len(steep) else 0.0
+        likely = curvature <= _STEEP * middle
         if self.robust != "mean":
             power = float(np.median(squares))
-            likely = curvature <= 10 * np.median(curvature)
-            curvature, n = curvature[likely], capped(n)[likely]
-        automatic = self._automatic_step(curvature, n)
+            curvature, n = np.minimum(curvature, CAP * middle), capped(n)
+        elif self.local == "fedavg" and self.step_size is None:
+            state = state._replace(steep=answers.partitions[~likely])
+        automatic = self._automatic_step(curvature[likely], n[likely])
         state = state._replace(step_size=self.step_size or automatic, power=max(power, 1e-300))
         if len(state.centers):
             return _with_centers(state, state.centers)
@@ -573,7 +584,7 @@ class TwoPhase:
         if self.local == "exact":
             change, counts = _solve(packed[:, 0], answers.n_samples, k)
         else:
-            trusted = np.ones(len(loss), dtype=bool)
+            trusted = ~np.isin(answers.partitions, state.steep)
             if self.robust == "filtered" and not self.softness:
                 state = _listened(state, answers.partitions, packed[:, 0], ahead)
                 trusted = state.slopes <= 0
@@ -677,6 +688,7 @@ _EMPTY = State(
     asked=np.zeros((0, 0)),
     slopes=np.zeros(0),
     odd=np.zeros((0, 2)),
+    steep=np.zeros(0, dtype=np.intp),
 )
 
 

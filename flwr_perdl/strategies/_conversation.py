@@ -45,6 +45,8 @@ from flwr_perdl._records import (
     Limits,
     Reply,
     Scalar,
+    brief,
+    printable,
     read_partition,
 )
 from flwr_perdl._threads import one_blas_thread
@@ -107,6 +109,10 @@ class ServerOptions(TypedDict, total=False):
         Most bytes of arrays in a reply; a larger one is refused before its arrays are read.
     max_magnitude : float, default 1e100
         Largest size of a number in a reply, of metrics too; a reply with a larger one is refused.
+    clients_by_node : mapping of int to int or None, default None
+        The partition of every node that may take part, by Flower's node id. Other nodes are not
+        asked, and a node that says that it is another client is left out. With None, the first node
+        that says that it is a client keeps that place while it is there.
     """
 
     fraction_train: float
@@ -123,6 +129,7 @@ class ServerOptions(TypedDict, total=False):
     events: str | Path | None
     max_reply_bytes: int
     max_magnitude: float
+    clients_by_node: Mapping[int, int] | None
 
 
 class Options(NamedTuple):
@@ -142,6 +149,7 @@ class Options(NamedTuple):
     events: str | Path | None = None
     max_reply_bytes: int = 2**28
     max_magnitude: float = 1e100
+    clients_by_node: Mapping[int, int] | None = None
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Options:
@@ -163,6 +171,13 @@ class Options(NamedTuple):
         for name in ("checkpoint_dir", "events"):
             path = getattr(options, name)
             check_kind(name, path, (str, Path, type(None)), "a path or None")
+        nodes = options.clients_by_node
+        check_kind("clients_by_node", nodes, (Mapping, type(None)), "a mapping or None")
+        if nodes is not None and not nodes:
+            raise ValueError("clients_by_node must name at least one node, got an empty mapping.")
+        for node, partition in ({} if nodes is None else nodes).items():
+            check_count("node ids in clients_by_node", node)
+            check_count("partitions in clients_by_node", partition, 0, LARGEST_INT)
         if options.on_round is not None and not callable(options.on_round):
             raise TypeError(f"on_round must be a function or None, got {options.on_round!r}.")
         if options.resume and options.checkpoint_dir is None:
@@ -191,18 +206,34 @@ Node = TypeVar("Node", bound=Hashable)
 
 
 class Roster(Generic[Node]):
-    """Which node is which client: Flower's node ids are random, partitions are not."""
+    """Which node is which client: Flower's node ids are random, partitions are not.
 
-    def __init__(self) -> None:
+    Of several nodes that say that they are the same client, the first has the place as long as it
+    is present. A newcomer makes the driver ask the first again (`contested`): a node that has died
+    counts as present for a while, and the newcomer may be its successor.
+
+    Parameters
+    ----------
+    allowed : mapping, optional
+        Partition by node: no other node takes part, and none as another client.
+    """
+
+    def __init__(self, allowed: Mapping[Node, int] | None = None) -> None:
+        self.allowed = allowed
         self._partitions: dict[Node, int] = {}
         self._doubles: set[tuple[Node, Node]] = set()
+        self._told: set[tuple[Node, Node]] = set()
+        self._silent: set[Node] = set()
+        self._names: dict[Node, str] = {}
+        #: How the clients call themselves.
         self.names: dict[int, str] = {}
         #: Why nodes take no part that do not say who they are.
         self.strangers: dict[Node, str] = {}
 
     def unknown(self, nodes: Iterable[Node]) -> list[Node]:
-        """Return the nodes that have not said yet who they are."""
-        return [node for node in nodes if node not in self._partitions]
+        """Return the nodes that are to say who they are."""
+        known = self._partitions.keys() - self._silent
+        return [node for node in nodes if node not in known and self._admits(node)]
 
     def enrol(self, node: Node, properties: Mapping[str, Any]) -> None:
         """Note who ``node`` says it is.
@@ -210,37 +241,80 @@ class Roster(Generic[Node]):
         Raises
         ------
         ValueError
-            If it does not say its partition-id.
+            If it does not say its partition-id, or not the one that it is allowed.
         """
         partition = read_partition(properties.get(PARTITION_ID))
+        if self.allowed is not None and partition != self.allowed[node]:
+            raise ValueError(
+                f"it says that it is client {partition}, and clients_by_node that it is client "
+                f"{self.allowed[node]}"
+            )
         self.strangers.pop(node, None)
+        self._silent.discard(node)
+        if self._partitions.get(node, partition) != partition:
+            del self._partitions[node]  # who becomes another client is not the first to be it
         self._partitions[node] = partition
-        name = "".join(filter(str.isprintable, str(properties.get(NAME) or partition)))
-        self.names[partition] = name[:_LONGEST_NAME]
+        name = properties.get(NAME)
+        own = printable(name, _LONGEST_NAME) if isinstance(name, str) else ""
+        self._names[node] = own or str(partition)
+        self.names.setdefault(partition, self._names[node])
 
     def refuse(self, node: Node, reason: str) -> None:
-        """Note why a node takes no part."""
-        self.strangers[node] = reason
-        log(WARNING, "Left out node %s, which does not say who it is: %s", node, reason)
+        """Note why a node takes no part; one that has enrolled loses its place until it answers."""
+        self._silent.add(node)
+        self.strangers[node] = brief(reason)
+        log(
+            WARNING,
+            "Left out node %s, which does not say who it is: %s",
+            *(node, self.strangers[node]),
+        )
+
+    def contested(self, nodes: Collection[Node]) -> list[Node]:
+        """Return the nodes whose place a newcomer claims: they are to say again who they are."""
+        holders = self._holders(nodes)
+        claims = {
+            (holders[self._partitions[node]], node)
+            for node in self._here(nodes)
+            if holders[self._partitions[node]] != node
+        }
+        new = claims - self._doubles
+        self._doubles |= new
+        return [node for node in holders.values() if any(node == holder for holder, _ in new)]
 
     def present(self, nodes: Collection[Node]) -> dict[int, Node]:
-        """Return the present clients' nodes by partition, ascending; the last enrolled wins."""
-        here = set(nodes)
-        latest: dict[int, Node] = {}
-        for node, partition in self._partitions.items():
-            if node not in here:
-                continue
-            other = latest.get(partition)
-            if other is not None and (other, node) not in self._doubles:
-                self._doubles.add((other, node))
+        """Return the present clients' nodes by partition, ascending; the first enrolled wins."""
+        holders = self._holders(nodes)
+        for node in self._here(nodes):
+            holder = holders[self._partitions[node]]
+            if node == holder:
+                self.names[self._partitions[node]] = self._names[node]
+            elif (holder, node) not in self._told:
+                self._told.add((holder, node))
                 log(
                     WARNING,
-                    "Nodes %s and %s both say that they are %s: only %s, the later, is asked. "
-                    "Unless it is the other one, restarted, each needs a partition-id of its own.",
-                    *(other, node, self.label(partition), node),
+                    "Nodes %s and %s both say that they are %s: only %s, the first, is asked. Each "
+                    "needs a partition-id of its own; clients_by_node says which node is which.",
+                    *(holder, node, self.label(self._partitions[node]), holder),
                 )
-            latest[partition] = node
-        return dict(sorted(latest.items()))
+        return dict(sorted(holders.items()))
+
+    def _admits(self, node: Node) -> bool:
+        """Whether a node may take part; why not is logged once."""
+        if self.allowed is None or node in self.allowed:
+            return True
+        if node not in self.strangers:
+            self.strangers[node] = "clients_by_node does not name it"
+            log(WARNING, "Left out node %s: clients_by_node does not name it.", node)
+        return False
+
+    def _here(self, nodes: Collection[Node]) -> list[Node]:
+        """Return the present nodes that have said who they are, in the order in which they did."""
+        here = set(nodes) - self._silent
+        return [node for node in self._partitions if node in here]
+
+    def _holders(self, nodes: Collection[Node]) -> dict[int, Node]:
+        """Return, by partition, who has the place: the first enrolled of those present."""
+        return {self._partitions[node]: node for node in reversed(self._here(nodes))}
 
     def label(self, partition: int) -> str:
         """Return how logs and reports call a client."""
@@ -403,7 +477,7 @@ class Conversation:
                 f"Round {round_} has {len(partitions)} client(s) to ask, fewer than "
                 f"min_clients={self.options.min_clients}; {self._where_saved()}"
                 + _first_reason({f"node {node}": why for node, why in strangers.items()})
-                + (_REMEDY if strangers else "")
+                + (_REMEDY if strangers and self.options.clients_by_node is None else "")
                 + "."
             )
         chosen = self._sample(partitions, self.options.fraction_train, SAMPLING, round_)
@@ -445,7 +519,7 @@ class Conversation:
             try:
                 request.check(replies[partition])
             except ValueError as error:
-                bad[partition] = Lost(REFUSED, str(error))
+                bad[partition] = Lost(REFUSED, brief(str(error)))
             else:
                 good[partition] = replies[partition]
         report = self._report(round_, request.step, good, bad, roster)

@@ -126,7 +126,7 @@ class ProtocolStrategy(Strategy):
             "seed": self._options.seed,
             "fraction_train": self._options.fraction_train,
         }
-        self._roster, self._returned = Roster(), None
+        self._roster, self._returned = Roster(self._options.clients_by_node), None
         self._conversation = Conversation(
             self.protocol,
             self._options,
@@ -283,27 +283,32 @@ class ProtocolStrategy(Strategy):
         if not self._roster.names:
             await_nodes(grid, self._options)
         ids = sorted(grid.get_node_ids())
-        new = self._roster.unknown(ids)
-        if new:
-            questions = [
-                (node, Message(RecordDict({CONFIG: ConfigRecord()}), node, MessageType.QUERY))
-                for node in new
-            ]
-            patience = self._timeout  # None: as long as it takes
-            if patience is not None:  # workers may yet be starting
-                patience = max(patience, self._options.node_timeout)
-            if not _fixed(grid):
-                log(INFO, "Asking %d new node(s) who they are, %s.", len(new), _within(patience))
-            answers = _answers(
-                questions,
-                grid.send_and_receive([message for _, message in questions], timeout=patience),
-            )
-            for node in new:
-                try:
-                    self._roster.enrol(node, _properties(answers.get(node)))
-                except ValueError as error:
-                    self._roster.refuse(node, str(error))
+        self._ask_who(grid, self._roster.unknown(ids), "new")
+        self._ask_who(grid, self._roster.contested(ids), "known")
         return self._roster.present(ids)
+
+    def _ask_who(self, grid: Grid, nodes: list[int], kind: str) -> None:
+        """Ask nodes who they are, and note their answers."""
+        if not nodes:
+            return
+        questions = [
+            (node, Message(RecordDict({CONFIG: ConfigRecord()}), node, MessageType.QUERY))
+            for node in nodes
+        ]
+        patience = self._timeout  # None: as long as it takes
+        if patience is not None:  # workers may yet be starting
+            patience = max(patience, self._options.node_timeout)
+        if not _fixed(grid):
+            log(INFO, "Asking %d %s node(s) who they are, %s.", len(nodes), kind, _within(patience))
+        answers = _answers(
+            questions,
+            grid.send_and_receive([message for _, message in questions], timeout=patience),
+        )
+        for node in nodes:
+            try:
+                self._roster.enrol(node, _properties(answers.get(node)))
+            except ValueError as error:
+                self._roster.refuse(node, str(error))
 
     def _log_asked(self, phase: str, plan: Plan, nodes: Mapping[int, int], grid: Grid) -> None:
         """Log a phase as Flower's own strategies do, and in deployments what is waited for."""
@@ -384,7 +389,12 @@ def attentive(grid: Grid) -> Iterator[None]:
 
 def await_nodes(grid: Grid, options: Options) -> int:
     """Wait until the nodes of a run have registered (see `settle`), and return their number."""
-    return settle(lambda: len(list(grid.get_node_ids())), options, fixed=_fixed(grid))
+    allowed = options.clients_by_node
+
+    def count() -> int:
+        return sum(allowed is None or node in allowed for node in grid.get_node_ids())
+
+    return settle(count, options, fixed=_fixed(grid))
 
 
 def _fixed(grid: Grid) -> bool:

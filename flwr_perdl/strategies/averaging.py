@@ -17,6 +17,7 @@ What each party receives:
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Unpack
 
 import numpy as np
@@ -30,7 +31,15 @@ from flwr_perdl.dictionary.averaging import average_dictionaries, common_start
 from flwr_perdl.strategies._conversation import ServerOptions
 from flwr_perdl.strategies._protocol import Protocol, Replies, Request, State
 from flwr_perdl.strategies._strategy import ProtocolStrategy
-from flwr_perdl.strategies.perma import alike, given_atoms, is_orthogonal, shape_check
+from flwr_perdl.strategies.perma import (
+    alike,
+    check_max_atoms,
+    check_number_of_atoms,
+    given_atoms,
+    is_orthogonal,
+    shape_check,
+    within_bounds,
+)
 
 STARTS = ("common", "own")
 #: What a reply holds.
@@ -56,6 +65,9 @@ class DictionaryAveraging(ProtocolStrategy):
         Iterations of the client's learner per round.
     replace_unused : bool, default True
         Whether atoms that no client uses are replaced.
+    max_atoms : int, optional
+        Maximum number of atoms in a client's first reply; by default ten times the median over the
+        clients, and at most 4,096. A client with more is left out of round one and named.
     **options
         See `ServerOptions`.
 
@@ -87,6 +99,7 @@ class DictionaryAveraging(ProtocolStrategy):
         weighted: bool = True,
         local_steps: int = 1,
         replace_unused: bool = True,
+        max_atoms: int | None = None,
         **options: Unpack[ServerOptions],
     ) -> None:
         super().__init__(**options)
@@ -94,13 +107,14 @@ class DictionaryAveraging(ProtocolStrategy):
         self.weighted = check_flag("weighted", weighted)
         self.local_steps = check_count("local_steps", local_steps, 1)
         self.replace_unused = check_flag("replace_unused", replace_unused)
+        self.max_atoms = check_max_atoms(max_atoms)
 
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """One request per communication round."""
         if state is None and initial:
             state = {"atoms": given_atoms(initial), "orthogonal": np.array(OWN)}
         if state is None:
-            replies = yield Request(AVERAGE, check=_check_own)
+            replies = yield Request(AVERAGE, check=partial(_check_own, self.max_atoms))
             state = self._first(replies)
             if self.start_from == "own":
                 return [state["atoms"]]
@@ -126,6 +140,7 @@ class DictionaryAveraging(ProtocolStrategy):
 
     def _first(self, replies: Replies) -> State:
         """Return the dictionary that all go on with, or the naive average."""
+        replies = within_bounds(replies, self.max_atoms)
         replies = alike(replies, lambda reply: reply.arrays[0].shape, "shape")
         own = {partition: reply.arrays[0][:-1] for partition, reply in replies.items()}
         sizes = {partition: reply.num_examples for partition, reply in replies.items()}
@@ -150,11 +165,12 @@ def _all_orthogonal(replies: Replies, atoms: Matrix | None = None) -> int:
     return int(all(is_orthogonal(reply, atoms) for reply in replies.values()))
 
 
-def _check_own(reply: Reply) -> None:
+def _check_own(max_atoms: int | None, reply: Reply) -> None:
     """Accept one matrix of atoms of norm 1, withheld ones zero, and a last row."""
     shapes = [array.shape for array in reply.arrays]
     if len(shapes) != 1 or len(shapes[0]) != 2 or shapes[0][0] < 2:
         raise ValueError(f"wrong shape: one matrix is asked for, got {shapes}: {_PACKED}")
+    check_number_of_atoms(shapes[0][0] - 1, max_atoms)
     norms = np.linalg.norm(reply.arrays[0][:-1], axis=1)
     if not np.allclose(norms[norms > 0], 1, atol=1e-3):
         raise ValueError(f"atoms must have norm 1 or be zero: {_PACKED}")

@@ -87,7 +87,7 @@ class LegacyStrategy(Strategy):
         self._initial = initial
         self._evaluate_fn = None if evaluate_fn is None else _of_three(evaluate_fn)
         self._evaluate_config = evaluate_config
-        self._roster: Roster[str] = Roster()
+        self._roster = self._new_roster()
         self._asked: dict[str, int] = {}
 
     @property
@@ -98,7 +98,7 @@ class LegacyStrategy(Strategy):
 
     def initialize_parameters(self, client_manager: ClientManager) -> Parameters:
         """Begin the run (or take it up from its checkpoint) and return its model."""
-        self._roster = Roster()
+        self._roster = self._new_roster()
         conversation = self.strategy.open(self._initial)
         conversation.begin(None)
         return ndarrays_to_parameters(conversation.model)
@@ -172,12 +172,30 @@ class LegacyStrategy(Strategy):
             self.conversation.measured(server_round, {**said, _LOSS: float(found[0])})
         return found
 
+    def _new_roster(self) -> Roster[str]:
+        allowed = self.strategy.options.clients_by_node
+        named = None if allowed is None else {str(node): who for node, who in allowed.items()}
+        return Roster(named)
+
+    def _count(self, client_manager: ClientManager) -> int:
+        """Return how many clients have registered that may take part."""
+        allowed = self._roster.allowed
+        if allowed is None:
+            return client_manager.num_available()
+        return sum(cid in allowed for cid in client_manager.all())
+
     def _present(self, client_manager: ClientManager) -> dict[int, ClientProxy]:
         """Return the present clients by partition; new ones are asked who they are."""
         if not self._roster.names:
-            settle(client_manager.num_available, self.strategy.options)
+            settle(lambda: self._count(client_manager), self.strategy.options)
         proxies = client_manager.all()
-        for cid in sorted(self._roster.unknown(list(proxies))):
+        self._ask_who(proxies, self._roster.unknown(list(proxies)))
+        self._ask_who(proxies, self._roster.contested(list(proxies)))
+        return {part: proxies[cid] for part, cid in self._roster.present(list(proxies)).items()}
+
+    def _ask_who(self, proxies: Mapping[str, ClientProxy], cids: list[str]) -> None:
+        """Ask clients who they are, and note their answers."""
+        for cid in sorted(cids):
             try:
                 answer = proxies[cid].get_properties(
                     GetPropertiesIns(config={}), timeout=None, group_id=None
@@ -186,8 +204,7 @@ class LegacyStrategy(Strategy):
                     raise ValueError(answer.status.message)
                 self._roster.enrol(cid, answer.properties)
             except Exception as error:
-                self._roster.refuse(cid, brief(str(error)))
-        return {part: proxies[cid] for part, cid in self._roster.present(list(proxies)).items()}
+                self._roster.refuse(cid, str(error))
 
     def _ask(
         self, plan: Plan | None, proxies: Mapping[int, ClientProxy]

@@ -38,6 +38,7 @@ from flwr_perdl._records import LARGEST_INT, Reply
 from flwr_perdl._robust import DEEDS
 from flwr_perdl.clients.regression import OPTION
 from flwr_perdl.regression import Answers, Ask, State, TwoPhase
+from flwr_perdl.regression.answers import DESCRIBE
 from flwr_perdl.strategies import _protocol
 from flwr_perdl.strategies._conversation import ServerOptions
 from flwr_perdl.strategies._protocol import Protocol, Replies, Request
@@ -53,7 +54,11 @@ STARTS = ("fedmd", "random")
 
 
 class RegressionOptions(ServerOptions, total=False):
-    """`ServerOptions` and the fields of `flwr_perdl.regression.TwoPhase`, all by keyword."""
+    """`ServerOptions` and the fields of `flwr_perdl.regression.TwoPhase`, all by keyword.
+
+    ``robust=True`` stands for "filtered", the rule to take where clients may lie, and False for
+    "mean". `PerMA` has the same argument.
+    """
 
     max_clusters: int
     estimate: str
@@ -73,7 +78,7 @@ class RegressionOptions(ServerOptions, total=False):
     normalise: str
     momentum: bool
     check_every: int
-    robust: str
+    robust: str | bool
 
 
 class _MixedRegression(ProtocolStrategy):
@@ -104,6 +109,8 @@ class _MixedRegression(ProtocolStrategy):
             raise ValueError(f'n_clusters must be an integer or "auto", got {n_clusters!r}.')
         for name in ("random_start", "momentum", "one_shot"):
             own[name] = check_flag(name, own.get(name, getattr(TwoPhase, name)))
+        if isinstance(own.get("robust"), bool):
+            own["robust"] = "filtered" if own["robust"] else "mean"
         for name, value in own.items():
             if isinstance(value, Real) and not isinstance(value, Integral) and not isfinite(value):
                 raise ValueError(f"{name} must be finite, got {value}.")
@@ -142,6 +149,15 @@ class _MixedRegression(ProtocolStrategy):
             if now.step == ask.step:
                 now = phases.advance(now, answers, rng)
                 replies.note(DEEDS[phases.robust], {int(who): odd for who, odd in now.odd})
+                if ask.step == DESCRIBE and len(now.steep):
+                    replies.note(DEEDS["filtered"], dict.fromkeys(now.steep.tolist(), 1.0))
+                    log(
+                        WARNING,
+                        "Left out of the models: clients %s, whose curvature is more than ten "
+                        "times the median: the step size would have to follow theirs. With "
+                        "step_size given they count.",
+                        now.steep.tolist(),
+                    )
         return [now.centers]
 
     def _given(self, initial: list[Matrix]) -> Matrix | None:

@@ -49,7 +49,7 @@ from numpy.typing import NDArray
 from scipy import sparse
 
 from flwr_perdl._checks import Matrix, check_count, check_flag, check_kind
-from flwr_perdl._records import ANEW, Reply
+from flwr_perdl._records import ANEW, Reply, brief, check_names
 from flwr_perdl.clients.diffusion import (
     ANNOUNCE,
     ASLEEP,
@@ -508,8 +508,9 @@ def _opened(node: int, reply: Reply) -> dict[str, Matrix]:
         return {}
     try:
         shown = unpack_arrays(reply.arrays[0])
+        check_names("arrays", shown)
     except ValueError as error:
-        log(WARNING, "What node %d shows is left out: %s", node, error)
+        log(WARNING, "What node %d shows is left out: %s", node, brief(str(error)))
         return {}
     return {name: array for name, array in shown.items() if array.shape[:1] == (1,)}
 

@@ -19,10 +19,12 @@ What each party receives:
 from __future__ import annotations
 
 from functools import partial
+from logging import WARNING
 from math import isfinite
 from typing import Unpack
 
 import numpy as np
+from flwr.common import log
 
 from flwr_perdl._checks import Matrix, check_count, check_real
 from flwr_perdl._records import ANEW, Reply
@@ -36,9 +38,12 @@ from flwr_perdl.strategies.perma import (
     alike,
     are_orthonormal,
     check_dictionary,
+    check_max_atoms,
     given_atoms,
+    leave_out,
     shape_check,
     with_enough,
+    within_bounds,
 )
 
 
@@ -57,6 +62,9 @@ class PerPCA(ProtocolStrategy):
     step : float, default 1.0
         The first step, as a multiple of ``1 / ||X_i||_2^2`` at every client; halved whenever the
         clients' mean error has risen.
+    max_atoms : int, optional
+        Maximum number of components in a client's first reply; by default ten times the median
+        over the clients, and at most 4,096. A client with more is left out of round one and named.
     **options
         See `ServerOptions`.
 
@@ -65,7 +73,7 @@ class PerPCA(ProtocolStrategy):
     ValueError
         If an option breaks its rule; in round one, if half of the clients or more have fewer
         components than ``n_global``. (Fewer such clients, and those that differ from most in
-        features, are left out and noted.)
+        features or whose components are not orthonormal, are left out and noted.)
 
     Notes
     -----
@@ -77,20 +85,27 @@ class PerPCA(ProtocolStrategy):
     flags = (ANEW, "orthogonal")
 
     def __init__(
-        self, n_global: int, *, step: float = STEP, **options: Unpack[ServerOptions]
+        self,
+        n_global: int,
+        *,
+        step: float = STEP,
+        max_atoms: int | None = None,
+        **options: Unpack[ServerOptions],
     ) -> None:
         super().__init__(**options)
         self.n_global = check_count("n_global", n_global, 1)
         self.step = check_real("step", step, 0, open_low=True)
         if not isfinite(self.step):
             raise ValueError(f"step must be finite, got {self.step}.")
+        self.max_atoms = check_max_atoms(max_atoms)
 
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """One request per communication round."""
         if state is None and initial:
             state = self._state(self._given(initial))
         if state is None:
-            replies = yield Request(COMPONENTS, check=check_dictionary)
+            check = partial(check_dictionary, max_atoms=self.max_atoms)
+            replies = yield Request(COMPONENTS, check=check)
             state = self._state(self._start(replies))
         while True:
             U, step, errors = state["global_components"], float(state["step"]), state["errors"]
@@ -120,6 +135,8 @@ class PerPCA(ProtocolStrategy):
         """Return what the clients' principal directions have in common."""
         replies = with_enough(replies, self.n_global, "components")
         replies = alike(replies, lambda reply: reply.arrays[0].shape[1], "features")
+        replies = within_bounds(replies, self.max_atoms)
+        replies = orthonormal(replies)
         directions = [reply.arrays[0] for reply in replies.values() if len(reply.arrays[0])]
         if not directions:
             raise ValueError(
@@ -127,6 +144,21 @@ class PerPCA(ProtocolStrategy):
                 "clients have too few samples."
             )
         return shared_start(directions, self.n_global)
+
+
+def orthonormal(replies: Replies) -> Replies:
+    """Return the replies whose components are orthonormal; the others are left out.
+
+    A client that sent one direction many times would decide the start alone.
+    """
+    odd = [who for who, reply in replies.items() if not _are_components(reply.arrays[0])]
+    if odd:
+        log(WARNING, "Left out clients %s: their components are not orthonormal.", odd)
+    return leave_out(replies, odd)
+
+
+def _are_components(rows: Matrix) -> bool:
+    return len(rows) <= rows.shape[1] and are_orthonormal(rows, tol=1e-3)
 
 
 def _check_step(shape: tuple[int, int], reply: Reply) -> None:

@@ -242,14 +242,15 @@ def test_messages_that_ask_the_same_share_their_content() -> None:
     assert all(message.content is messages[0].content for message in messages)
 
 
-def test_the_last_enrolled_node_of_a_partition_wins() -> None:
+def test_the_first_enrolled_node_of_a_partition_keeps_it_while_it_is_there() -> None:
     roster: Roster[int] = Roster()
     roster.enrol(11, {"partition-id": 4, "name": "north"})
     roster.enrol(12, {"partition-id": 0})
     roster.enrol(13, {"partition-id": 4, "name": "north"})
-    assert roster.present([11, 12, 13]) == {0: 12, 4: 13}
+    assert roster.present([11, 12, 13]) == {0: 12, 4: 11}
     assert list(roster.present([11, 12, 13])) == [0, 4]
-    assert roster.present([11, 12]) == {0: 12, 4: 11}
+    assert roster.present([12, 13]) == {0: 12, 4: 13}
+    assert roster.present([11, 12, 13]) == {0: 12, 4: 11}
     assert roster.unknown([13, 14]) == [14]
     assert roster.label(4) == "client 4 (north)"
     assert roster.label(0) == "client 0"
@@ -275,10 +276,10 @@ def test_two_nodes_that_say_they_are_one_client_are_named_once(warned: Any) -> N
     roster: Roster[int] = Roster()
     for node in (11, 12):
         roster.enrol(node, {"partition-id": 4, "name": "north"})
-    assert roster.present([11, 12]) == {4: 12}
-    assert "Nodes 11 and 12 both say that they are client 4 (north)" in warned.text
+    assert roster.present([11, 12]) == {4: 11}
+    assert "Nodes 11 and 12 both say that they are client 4 (north): only 11" in warned.text
     warned.clear()
-    assert roster.present([11, 12]) == {4: 12}
+    assert roster.present([11, 12]) == {4: 11}
     assert not warned.text
 
 

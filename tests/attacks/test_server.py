@@ -1,0 +1,592 @@
+"""Attacks on the server, by clients that send what they like, and on who reads a run's files.
+
+Whoever holds a registered node chooses its replies. What the server spends on one, shows of it, and
+lets it change must stay within bounds.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from rich.console import Console
+
+from flwr_perdl import _compat
+from flwr_perdl._records import Limits, Reply, check_reply, read_reply
+from flwr_perdl.clients import DictionaryClient, RegressionClient, client_app
+from flwr_perdl.dictionary import OrthogonalLearner, dictionary_distance
+from flwr_perdl.network._packing import pack_arrays
+from flwr_perdl.regression import Answers, TwoPhase
+from flwr_perdl.regression import State as RegressionState
+from flwr_perdl.simulations import InProcessGrid
+from flwr_perdl.strategies import (
+    DictionaryAveraging,
+    FedMD,
+    FedX,
+    PerMA,
+    PerPCA,
+    neighbor_relay,
+    perma,
+)
+from flwr_perdl.strategies._conversation import Roster
+from flwr_perdl.strategies._protocol import Replies
+from perdl_experiments import runner
+from perdl_experiments.liars import LyingDictionaryClient
+from perdl_experiments.report import write_report
+from perdl_experiments.terminal import Rows
+from perdl_experiments.watch import View
+
+GIB = 2**30
+
+
+def unit_atoms(n_atoms: int, seed: int = 0) -> Any:
+    atoms = np.random.default_rng(seed).standard_normal((n_atoms, 8))
+    return atoms / np.linalg.norm(atoms, axis=1, keepdims=True)
+
+
+def start_replies(sizes: list[int]) -> Replies:
+    """Return start replies of clients with so many atoms each."""
+    made = {i: Reply([unit_atoms(n, i)], 100, {"n_atoms": n}) for i, n in enumerate(sizes)}
+    return Replies(made)
+
+
+# Item 8: a dictionary with far too many atoms ------------------------------------------------
+
+#: Nine honest clients and a liar; the liar's reply has 1.3 MB.
+HUGE_START = """
+import resource
+resource.setrlimit(resource.RLIMIT_AS, (4 * 2**30,) * 2)
+from tests.attacks.test_server import start_replies
+from flwr_perdl.strategies import PerMA
+steps = PerMA(3).protocol([], None)
+next(steps)
+steps.send(start_replies([8] * 9 + [20_000]))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+def test_a_huge_dictionary_costs_the_server_no_memory() -> None:
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # a thread's stack counts
+    command, root = [sys.executable, "-c", HUGE_START], Path(__file__).parents[2]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=root)
+    assert done.returncode == 0, done.stderr[-300:]
+    assert int(done.stdout.split()[-1]) < GIB
+
+
+@pytest.mark.parametrize("colluders", [1, 3])
+@pytest.mark.parametrize("matching", ["consensus", "paths"])
+def test_only_dictionaries_of_likely_sizes_are_matched(
+    monkeypatch: pytest.MonkeyPatch, warned: pytest.LogCaptureFixture, matching: str, colluders: int
+) -> None:
+    matched: list[int] = []
+    match = perma.global_matching
+
+    def noting(dictionaries: Any, *args: Any, **options: Any) -> Any:
+        matched.extend(map(len, dictionaries))
+        return match(dictionaries, *args, **options)
+
+    monkeypatch.setattr(perma, "global_matching", noting)
+    steps = PerMA(3, matching=matching).protocol([], None)
+    next(steps)
+    replies = start_replies([8] * (9 - colluders) + [80] + [81] * colluders)
+    steps.send(replies)
+    assert matched == [8] * (9 - colluders) + [80]
+    liars = range(10 - colluders, 10)
+    assert replies.noted == {i: {"left out": 1.0} for i in liars}
+    assert all(f"client {i}: it sent 81 atoms" in warned.text for i in liars)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda **o: PerMA(2, **o), lambda **o: PerPCA(2, **o), DictionaryAveraging]
+)
+def test_no_client_may_send_more_atoms_than_the_limit(make: Callable[..., Any]) -> None:
+    def asked(n_atoms: int, **options: Any) -> None:
+        request = next(make(**options).protocol([], None))
+        atoms = unit_atoms(n_atoms)
+        if isinstance(make(), DictionaryAveraging):
+            atoms = np.vstack([atoms, np.zeros((1, 8))])
+        request.check(Reply([atoms], 1, {}))
+
+    asked(4096)
+    with pytest.raises(ValueError, match=r"at most 4096 are accepted \(max_atoms\), got 4097"):
+        asked(4097)
+    asked(5000, max_atoms=5000)
+    with pytest.raises(ValueError, match="at most 7 are accepted"):
+        asked(8, max_atoms=7)
+    with pytest.raises(ValueError, match="max_atoms must be at least 1, got 0"):
+        asked(8, max_atoms=0)
+
+
+def test_a_direction_sent_many_times_does_not_decide_where_perpca_starts() -> None:
+    honest = np.eye(4)[:2]
+    liar = np.repeat(np.eye(4)[3:], 4, axis=0)
+    stacks = [honest, honest, honest, liar]
+    replies = Replies({i: Reply([rows], 100, {"n_atoms": 2}) for i, rows in enumerate(stacks)})
+    steps = PerPCA(2).protocol([], None)
+    next(steps)
+    start = steps.send(replies).arrays[0]
+    np.testing.assert_allclose(start.T @ start, np.diag([1.0, 1.0, 0.0, 0.0]), atol=1e-12)
+    assert replies.noted == {3: {"left out": 1.0}}
+
+
+def test_a_large_work_of_scoring_is_done_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    dictionaries = [unit_atoms(n, n) for n in (8, 9, 200)]
+    whole = perma.global_matching(dictionaries, 3)
+    monkeypatch.setattr("flwr_perdl.dictionary.matching._BLOCK", 1000)
+    parts = perma.global_matching(dictionaries, 3)
+    np.testing.assert_allclose(parts.global_atoms, whole.global_atoms, atol=1e-12)
+
+
+# Items 10 and 11: metrics ------------------------------------------------------------------------
+
+
+def answer(metrics: dict[str, Any], arrays: list[Any] | None = None) -> Message:
+    """Return a reply whose records are whatever the client says."""
+    _compat.become_server(1)
+    request = Message(RecordDict(), dst_node_id=1, message_type="train")
+    content = RecordDict(
+        {
+            "arrays": ArrayRecord([np.ones(1)] if arrays is None else arrays),
+            "metrics": MetricRecord({"num-examples": 1, **metrics}),
+        }
+    )
+    return Message(content, reply_to=request)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "sentence"),
+    [
+        ({"x" * 101: 1.0}, r"at most 100 characters, got 101: 'xxxxxxxxxxxxxxxxxxxx'\.\.\."),
+        ({"\x1b]0;" + "x" * 10**6: 1.0}, "at most 100 characters, got 1000004"),
+        ({"\x1b[2Jmse": 1.0}, r"must be printable, got '\\x1b\[2Jmse'"),
+        ({"right\u202eleft": 1.0}, "must be printable"),
+        ({"two\nlines": 1.0}, "must be printable"),
+        ({"many": [0.0] * 10_000}, "at most 10000 numbers, got 10001"),
+        ({f"m{i}": 0.0 for i in range(10_001)}, "at most 10000 numbers, got 1000[12]"),
+    ],
+)
+def test_metrics_that_cannot_be_shown_are_refused_before_anything_is_copied(
+    monkeypatch: pytest.MonkeyPatch, metrics: dict[str, Any], sentence: str
+) -> None:
+    hostile = answer(metrics)
+    monkeypatch.setattr(Limits, "read", None)  # arrays are not read
+    with pytest.raises(ValueError, match=sentence) as caught:
+        read_reply(hostile, with_arrays=True)
+    assert len(str(caught.value)) < 200
+    with pytest.raises(ValueError, match=sentence):  # the older interface
+        check_reply([], 1, {**metrics, "num-examples": 1})
+
+
+def test_metrics_within_the_limits_are_good() -> None:
+    name = "Größe in m²".ljust(100, "x")
+    good = read_reply(answer({name: 2.0, "many": [0.0] * 9_000}), with_arrays=True)
+    assert good.metrics == {name: 2.0}
+
+
+def test_an_array_for_every_byte_is_refused() -> None:
+    files = [next(iter(ArrayRecord([np.zeros(0)]).values())).data] * 10_001
+    with pytest.raises(ValueError, match="at most 10000 are read, got 10001"):
+        Limits().read(files)
+
+
+def test_a_run_goes_on_without_the_client_whose_metrics_are_refused(
+    federation: Callable[..., Any], tmp_path: Path, warned: pytest.LogCaptureFixture
+) -> None:
+    def lying(message: Message, context: Any, call: Any) -> Message:
+        reply = call(message, context)
+        if context.node_config["partition-id"] == 2:
+            reply.content["metrics"]["\x1b[31m" + "x" * 10**6] = 1.0
+        return reply
+
+    app = client_app(federation().make_client, train_mods=[lying])
+    events = tmp_path / "events.jsonl"
+    strategy = PerMA(3, fraction_evaluate=0.0, events=events)
+    strategy.start(InProcessGrid(app, 5), num_rounds=2)
+    assert [list(report.dropped) for report in strategy.history] == [["client 2"]] * 2
+    assert events.stat().st_size < 20_000
+    assert "\x1b[31m" not in warned.text + events.read_text()
+
+
+def test_who_a_node_says_it_is_is_brief_and_printable(warned: pytest.LogCaptureFixture) -> None:
+    roster: Roster[int] = Roster()
+    roster.enrol(1, {"partition-id": 1, "name": "\x1b[2Ja\u202e" + "b" * 10**6})
+    assert roster.label(1) == "client 1 ([2Ja" + "b" * 74 + ")"
+    roster.enrol(2, {"partition-id": 2, "name": ["\x1b"] * 3})
+    assert roster.label(2) == "client 2"
+    roster.refuse(3, "\x1b[2J" * 10**5)
+    assert len(roster.strangers[3]) <= 300
+    assert "\x1b[2J" not in warned.text
+
+
+def test_what_a_node_shows_has_printable_names() -> None:
+    for name in ("\x1b[2J", "x" * 101):
+        packed = pack_arrays({name: np.zeros((1, 2))})
+        assert neighbor_relay._opened(0, Reply([packed], 1, {})) == {}
+
+
+HOSTILE = "\x1b]0;title\x07\x1b[2J\u202e\x9b31m"
+
+
+def test_nothing_in_a_files_events_reaches_the_terminal_as_a_command() -> None:
+    name, long = HOSTILE + "name", "y" * 10**5
+    view = View()
+    view.take(
+        [
+            {"event": "run", "experiment": name + long},
+            {"event": "begin", "protocol": name, "seed": name, "rounds": 3},
+            {"event": "round", "round": 1, "step": name + long, "metrics": {name + long: 1.0},
+             "failed": {name + long: name + long}, "anomalies": {name + long: {name + long: 1.0}}},
+            {"event": "server", "round": 1, "metrics": {name: 1.0}},
+            {"event": "ask", "round": 1, "step": name, "asked": 3, "time": name},
+            {"event": "end", "stopped": name},
+        ]
+    )  # fmt: skip
+    out = io.StringIO()
+    rows = Rows([name], [[name]], name)
+    Console(file=out, width=120).print(view.render(), rows)
+    said = out.getvalue()
+    assert "name" in said
+    assert all(one.isprintable() or one == "\n" for one in said)
+    assert len(said) < 20_000
+
+
+# Item 12: a results.json of somebody else's ------------------------------------------------------
+
+TABLE = {"title": "t", "caption": "c", "columns": ["a"], "rows": [["b"]]}
+RESULTS = {
+    "experiment": "digits",
+    "about": "about",
+    "source": "source",
+    "engine": "in-process",
+    "config": {"clients": 3},
+    "versions": {},
+    "seed": 0,
+    "rounds": 2,
+    "floats_up": 1.0,
+    "floats_down": 1.0,
+    "seconds": 1.0,
+    "tables": [TABLE],
+    "figures": [],
+    "notes": ["n"],
+    "clients": {"0": {"asked": 1.0}},
+}
+
+
+def write_results(folder: Path, **changes: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "results.json").write_text(json.dumps({**RESULTS, **changes}))
+    return folder
+
+
+def figure(file: str, title: str = "t") -> dict[str, str]:
+    return {"file": file, "title": title, "caption": "c"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../secret.png",
+        "{secret}",
+        "link.png",
+        "linked/secret.png",
+        "x.png' onerror='alert(1)",
+        "x.png\\..\\y.png",
+        "folder.png",
+        "absent.png",
+        "results.json",
+        "",
+    ],
+)
+def test_a_report_embeds_pictures_of_its_own_folder_only(tmp_path: Path, name: str) -> None:
+    secret = tmp_path / "secret.png"
+    secret.write_bytes(b"a secret")
+    folder = write_results(tmp_path / "run", figures=[figure(name.format(secret=secret))])
+    (folder / "link.png").symlink_to(secret)
+    (folder / "linked").symlink_to(tmp_path)
+    (folder / "folder.png").mkdir()
+    with pytest.raises(ValueError, match=r"run/results.json' must"):
+        write_report(folder)
+    assert not (folder / "report.html").exists()
+
+
+def test_no_text_of_a_results_file_becomes_markup(tmp_path: Path) -> None:
+    bad = "'\"><script>alert(1)</script>"
+    table = {"title": bad, "caption": bad, "columns": [bad], "rows": [[bad]]}
+    folder = write_results(
+        tmp_path / "run",
+        **dict.fromkeys(("experiment", "about", "source", "engine", "seed"), bad),
+        config={"clients": bad, bad: bad},
+        versions={bad: bad},
+        tables=[table],
+        figures=[figure(f"{bad.replace('/', '')}.png", bad)],
+        notes=[bad],
+        clients={bad: {"asked": 1.0, bad: 1.0}},
+    )
+    (folder / f"{bad.replace('/', '')}.png").write_bytes(b"")
+    page = write_report(folder).read_text()
+    body = page[page.index("<body>") :]
+    assert "<script" not in body
+    assert "'\"" not in body
+
+
+@pytest.mark.parametrize(
+    ("part", "values"),
+    [
+        ("experiment", [3, None, ["digits"]]),
+        ("config", [[], "x"]),
+        ("rounds", ["2", None, 10**400, float("nan")]),
+        ("floats_up", ["1", {}]),
+        ("tables", [{}, "t", [3], [{**TABLE, "rows": [["a", "b"]]}], [{**TABLE, "columns": []}]]),
+        ("figures", [{}, ["x.png"], [{"file": 3, "title": "t", "caption": "c"}]]),
+        ("notes", ["n", [3]]),
+        ("clients", [[], {"0": 3}, {"0": {"asked": "x"}}]),
+    ],
+)
+def test_parts_of_the_wrong_type_are_named_in_one_sentence(
+    tmp_path: Path, part: str, values: list[Any]
+) -> None:
+    for value in values:
+        folder = write_results(tmp_path / "run", **{part: value})
+        with pytest.raises(ValueError, match=f"must be a run's results, but {part} ") as caught:
+            write_report(folder)
+        assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_replaced_run_removes_no_file_outside_its_folder(tmp_path: Path) -> None:
+    secret = tmp_path / "secret.png"
+    secret.write_bytes(b"a secret")
+    folder = write_results(tmp_path / "run", figures=[figure("../secret.png")])
+    (folder / "run.json").write_text(json.dumps({"config": {"experiment": "digits"}}))
+    runner._remove_run(folder)
+    assert secret.exists()
+
+
+# Item 9: a node that says that it is somebody else -----------------------------------------------
+
+
+class Hospitals(InProcessGrid):
+    """Three clients in process; further nodes come and say what they like.
+
+    Parameters
+    ----------
+    federation : Federation
+        The clients' data.
+    """
+
+    def __init__(self, federation: Any) -> None:
+        self.queried: list[int] = []
+        self.trained: list[tuple[int, int]] = []
+        self.dead: set[int] = set()
+        super().__init__(client_app(federation.make_client), 3)
+        self.honest = list(self.contexts)
+
+    def send_and_receive(self, messages: Any, **options: Any) -> Any:
+        alive = []
+        for message in messages:
+            node, kind = message.metadata.dst_node_id, message.metadata.message_type
+            if kind == "query":
+                self.queried.append(node)
+            if kind == "train":
+                self.trained.append((int(message.content["config"]["server-round"]), node))
+            if node not in self.dead:
+                alive.append(message)
+        return super().send_and_receive(alive, **options)
+
+    def join(self, node: int, partition: int) -> None:
+        """Let a node register that says that it is this client."""
+        first = self.contexts[self.honest[partition]]
+        self.contexts[node] = replace(first, node_id=node, state=RecordDict())
+
+    def asked(self, round_: int) -> list[int]:
+        """Return the nodes that were asked to train in a round."""
+        return sorted(node for when, node in self.trained if when == round_)
+
+
+@pytest.fixture
+def hospitals(federation: Callable[..., Any]) -> Hospitals:
+    return Hospitals(federation(3))
+
+
+def run_with(grid: Hospitals, events: dict[int, Callable[[], Any]], **options: Any) -> PerMA:
+    """Run four rounds; after each, what ``events`` says happens."""
+    strategy = PerMA(
+        3,
+        fraction_evaluate=0.0,
+        on_round=lambda report: events.get(report.round, lambda: None)(),
+        **options,
+    )
+    strategy.start(grid, num_rounds=4)
+    return strategy
+
+
+LIAR = 1  # the smallest node id there can be: order of ids gives it no place
+
+
+def test_a_node_cannot_take_the_place_of_one_that_lives(
+    hospitals: Hospitals, warned: pytest.LogCaptureFixture
+) -> None:
+    run_with(hospitals, {1: lambda: hospitals.join(LIAR, 0)})
+    assert all(hospitals.asked(round_) == sorted(hospitals.honest) for round_ in (1, 2, 3, 4))
+    first = hospitals.honest[0]
+    assert hospitals.queried == [*sorted(hospitals.honest), LIAR, first]  # is the first there?
+    assert f"Nodes {first} and 1 both say that they are client 0: only {first}" in warned.text
+
+
+@pytest.mark.parametrize("listed", [False, True], ids=["gone", "dead and still listed"])
+def test_a_restarted_node_has_its_place_again(hospitals: Hospitals, listed: bool) -> None:
+    first = hospitals.honest[0]
+
+    def restart() -> None:
+        hospitals.join(77, 0)
+        if listed:
+            hospitals.dead.add(first)
+        else:
+            del hospitals.contexts[first]
+
+    strategy = run_with(hospitals, {1: restart})
+    assert hospitals.asked(1) == sorted(hospitals.honest)
+    for round_ in (2, 3, 4):
+        assert hospitals.asked(round_) == sorted([77, *hospitals.honest[1:]])
+    assert not any(report.dropped for report in strategy.history)
+
+
+def test_a_node_has_its_place_back_after_a_moment_of_absence(hospitals: Hospitals) -> None:
+    first = hospitals.contexts[hospitals.honest[0]]
+
+    def leave() -> None:
+        hospitals.join(LIAR, 0)
+        del hospitals.contexts[first.node_id]
+
+    def come_back() -> None:
+        hospitals.contexts[first.node_id] = first
+
+    run_with(hospitals, {1: leave, 2: come_back})
+    assert hospitals.asked(2) == sorted([LIAR, *hospitals.honest[1:]])  # only a list prevents that
+    assert hospitals.asked(3) == hospitals.asked(4) == sorted(hospitals.honest)
+
+
+def test_a_list_of_nodes_says_who_is_who(
+    hospitals: Hospitals, warned: pytest.LogCaptureFixture
+) -> None:
+    first = hospitals.contexts[hospitals.honest[0]]
+
+    def leave() -> None:
+        hospitals.join(LIAR, 0)
+        del hospitals.contexts[first.node_id]
+
+    known = {node: partition for partition, node in enumerate(hospitals.honest)}
+    run_with(hospitals, {1: leave}, clients_by_node=known)
+    assert hospitals.asked(2) == sorted(hospitals.honest[1:])
+    assert LIAR not in hospitals.queried
+    said = {id(one) for one in warned.records if "Left out node 1: clients" in one.getMessage()}
+    assert len(said) == 1
+
+
+def test_a_node_of_the_list_is_no_other_client() -> None:
+    roster = Roster({5: 0, 6: 1})
+    with pytest.raises(ValueError, match="says that it is client 1, and clients_by_node that it"):
+        roster.enrol(5, {"partition-id": 1})
+    assert roster.unknown([4, 5, 6]) == [5, 6]
+    with pytest.raises(ValueError, match="partitions in clients_by_node must be between 0 and"):
+        PerMA(clients_by_node={1: -1})
+    with pytest.raises(TypeError, match="clients_by_node must be a mapping or None, got"):
+        PerMA(clients_by_node=[1])  # type: ignore[arg-type]
+
+
+def test_a_node_that_changes_its_mind_is_the_last_to_say_so() -> None:
+    roster: Roster[int] = Roster()
+    for node, partition in ((1, 5), (2, 3), (3, 5)):
+        roster.enrol(node, {"partition-id": partition})
+    assert roster.contested([1, 2, 3]) == [1]
+    roster.enrol(1, {"partition-id": 3})
+    assert roster.present([1, 2, 3]) == {3: 2, 5: 3}
+
+
+# Item 15: a curvature that is not true -----------------------------------------------------------
+
+
+def described(robust: str, factor: float, n_liars: int, sizes: float = 50) -> RegressionState:
+    """Return the state after ten clients' descriptions, some of them false."""
+    rng = np.random.default_rng(0)
+    stack = np.column_stack([rng.uniform(1, 2, 10), np.ones((10, 3))])
+    stack[10 - n_liars :, 0] *= factor
+    answers = Answers(np.arange(10), np.full(10, sizes), stack)
+    phases = TwoPhase(2, robust=robust)
+    return phases.advance(phases.begin(np.zeros((2, 3))), answers, rng)
+
+
+@pytest.mark.parametrize("robust", ["mean", "filtered", "clip"])
+@pytest.mark.parametrize(("factor", "n_liars"), [(1e3, 1), (1e6, 3), (9.0, 3)])
+def test_a_false_curvature_does_not_shrink_everybodys_step(
+    robust: str, factor: float, n_liars: int
+) -> None:
+    honest, found = described(robust, 1, 0), described(robust, factor, n_liars)
+    bound = 12 if robust == "mean" and factor < 10 else 3
+    assert honest.step_size / bound < found.step_size < 1.5 * honest.step_size
+    assert not len(honest.steep)
+
+
+def test_who_is_too_steep_for_the_step_moves_no_model(warned: pytest.LogCaptureFixture) -> None:
+    rng = np.random.default_rng(0)
+    theta = np.array([1.0, -2.0, 0.5])
+    features = [rng.standard_normal((30, 3)) for _ in range(4)]
+    features[3] *= 100  # its steps diverge: with them, the mean ends beyond 1e9
+
+    def make_client(context: Any) -> RegressionClient:
+        X = features[context.node_config["partition-id"]]
+        return RegressionClient(X, X @ theta, context)
+
+    strategy = FedX(1, fraction_evaluate=0.0)
+    grid = InProcessGrid(client_app(make_client), 4)
+    result = strategy.start(grid, ArrayRecord([np.zeros((1, 3))]), num_rounds=40)
+    np.testing.assert_allclose(result.arrays.to_numpy_ndarrays()[0], theta[None], atol=1e-3)
+    assert strategy.history[0].anomalies == {3: {"left out": 1.0}}
+    assert "clients [3], whose curvature is more than ten times the median" in warned.text
+
+
+# Item 16: liars who agree ------------------------------------------------------------------------
+
+
+def test_robust_is_the_same_argument_of_all_strategies() -> None:
+    assert PerMA(robust=True).aggregation == PerMA(aggregation="geometric-median").aggregation
+    assert PerMA(robust=True).settings() == PerMA(aggregation="geometric-median").settings()
+    for strategy in (FedX, FedMD):
+        assert strategy(2, robust=True).settings() == strategy(2, robust="filtered").settings()
+        assert strategy(2, robust=False).settings() == strategy(2).settings()
+    with pytest.raises(ValueError, match="robust=True must come with aggregation='geometric-medi"):
+        PerMA(robust=True, aggregation="mean")
+    with pytest.raises(ValueError, match="robust must be True or False, got 'filtered'"):
+        PerMA(robust="filtered")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("attack", ["nudge", "collude"])
+def test_four_liars_in_ten_who_agree_cost_a_robust_run_little(
+    federation: Callable[..., Any], attack: str
+) -> None:
+    made = federation(10, noise=0.05, n_samples=100).planted
+    learner = OrthogonalLearner(6, threshold=0.15)
+
+    def error(n_liars: int, **options: Any) -> float:
+        def make_client(context: Any) -> DictionaryClient:
+            partition = context.node_config["partition-id"]
+            if partition < n_liars:
+                X = made.samples[partition]
+                return LyingDictionaryClient(X, learner, context, attack=attack)
+            return DictionaryClient(made.samples[partition], learner, context)
+
+        grid = InProcessGrid(client_app(make_client), 10)
+        strategy = PerMA(3, fraction_evaluate=0.0, **options)
+        atoms = strategy.start(grid, num_rounds=8).arrays.to_numpy_ndarrays()[0]
+        return dictionary_distance(atoms, made.global_atoms)
+
+    assert error(4, robust=True) < 4 * error(0)
