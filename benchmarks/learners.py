@@ -281,7 +281,7 @@ def loops() -> list[dict[str, Any]]:
 
         def make_client(context: Context, X: Any = X, learner: Any = learner) -> DictionaryClient:
             samples = X[int(context.node_config["partition-id"])]
-            return DictionaryClient(samples, learner, context, min_support=0)
+            return DictionaryClient(samples, learner, context, protocol="averaging", min_support=0)
 
         def messages(
             n_rounds: int, n_clients: int = n_clients, D: Any = start, make: Any = make_client

@@ -89,6 +89,7 @@ def federation() -> Callable[..., Federation]:
         learner: Learner | None = None,
         n_samples: int = 200,
         min_support: int = 3,
+        protocol: str = "perma",
         **options: Any,
     ) -> Federation:
         planted = planted_clients(
@@ -103,7 +104,7 @@ def federation() -> Callable[..., Federation]:
 
         def make_client(context: Context) -> DictionaryClient:
             X = planted.samples[int(context.node_config["partition-id"])]
-            return DictionaryClient(X, local, context, min_support=min_support)
+            return DictionaryClient(X, local, context, protocol=protocol, min_support=min_support)
 
         return Federation(planted, make_client)
 

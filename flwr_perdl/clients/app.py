@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from math import isnan
 from typing import Any
 
 from flwr.app import ConfigRecord, Context, Message, RecordDict
@@ -49,8 +50,8 @@ def client_app(
     -------
     ClientApp
         Training replies carry ``"arrays"`` and ``"metrics"``, evaluation replies ``"metrics"``
-        with the loss as ``"loss"``. A query is answered with the client's properties; the
-        ``partition-id`` of a client that does not say it is its context's.
+        with the loss, unless it is NaN, as ``"loss"``. A query is answered with the client's
+        properties; the ``partition-id`` of a client that does not say it is its context's.
     """
     for name, given in (
         ("factory", [factory]),
@@ -96,7 +97,8 @@ class NumPyClientApp(ClientApp):
     def _evaluate(self, message: Message, context: Context) -> Message:
         arrays, config = read_request(message)
         loss, num_examples, metrics = self._factory(context).evaluate(arrays, config)
-        return reply_to(message, None, num_examples, {"loss": loss, **metrics})
+        measured = {} if isnan(loss) else {"loss": loss}  # NaN: too few samples to say
+        return reply_to(message, None, num_examples, {**measured, **metrics})
 
     def _query(self, message: Message, context: Context) -> Message:
         properties: dict[str, Any] = dict(self._factory(context).get_properties({}))

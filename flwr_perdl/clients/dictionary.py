@@ -1,24 +1,43 @@
 """The client of the dictionary protocols: PerMA's side (P0, Algorithm 1 and 3), and the baselines'.
 
-One client serves `PerMA`, `DictionaryAveraging` and `PerPCA`: which one, the requests say.
+One client serves `PerMA`, `DictionaryAveraging` or `PerPCA`: which one is the client's choice, not
+the server's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from itertools import groupby
+from math import nan
 from pathlib import Path
 from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 from flwr.app import Context
 
-from flwr_perdl._checks import Matrix, check_array, check_choice, check_count, check_kind
+from flwr_perdl._checks import (
+    LARGE,
+    Matrix,
+    check_array,
+    check_choice,
+    check_count,
+    check_kind,
+    check_real,
+)
 from flwr_perdl._parallel import in_threads, n_threads
 from flwr_perdl._random import spawn
-from flwr_perdl._records import AFTER, ANEW, ROUND, RUN, SEED, STEP, Scalar
+from flwr_perdl._records import AFTER, ANEW, LARGEST_INT, ROUND, RUN, SEED, STEP, Scalar
 from flwr_perdl._threads import one_blas_thread
 from flwr_perdl.clients._cohort import Fitted, alike, windows
+from flwr_perdl.clients._requests import (
+    EVALUATE,
+    TRAIN,
+    admit,
+    check_atoms,
+    check_products,
+    digest,
+    rounded,
+)
 from flwr_perdl.clients._state import PrivateState, private_shelf
 from flwr_perdl.clients.app import Member
 from flwr_perdl.dictionary import (
@@ -56,6 +75,11 @@ STEP_LENGTH = "perdl.step-length"
 #: Evaluation: numbers of atoms per sample, such as "5,10,20" (orthogonal matching pursuit).
 N_NONZERO = "perdl.n-nonzero"
 
+#: Which steps a client of a protocol takes.
+PROTOCOLS = {"perma": (START, UPDATE), "averaging": (AVERAGE,), "perpca": (COMPONENTS,)}
+#: The most local steps, refinement steps and atoms per sample that a request may ask for.
+_MOST_STEPS = 10_000
+
 #: Numbers of samples' features of the clients that are updated at once: eight megabytes.
 _WINDOW = 2**20
 
@@ -75,23 +99,34 @@ class Start(Protocol):
 
 
 class _Asked(NamedTuple):
-    """What the config of a request says."""
+    """What a request says, checked; nothing in it depends on a client's samples."""
 
     step: str
     round: int
     seed: int
     run: str
+    #: Whether nothing is given: a protocol's first step, answered with a whole dictionary.
+    first: bool
+    #: Whether sums over samples are asked for, and not the atoms that follow from them.
+    statistics: bool
+    #: What tells this request from every other one.
+    digest: str
 
 
 class DictionaryClient(Member):
     """A client that learns a dictionary of which the *global* atoms are everybody's.
 
-    What leaves the client under PerMA (the other strategies' docstrings say what they ask for): in
-    the ``"start"`` round its whole dictionary (without atoms that fewer
-    than ``min_support`` samples stand behind); afterwards, per global atom, either the updated atom
+    It serves one protocol, and refuses a request that this protocol does not send before it touches
+    the samples. What leaves the client under PerMA (the other strategies' docstrings say what they
+    ask for): in the ``"start"`` round its whole dictionary (without atoms that fewer than
+    ``min_support`` samples stand behind); afterwards, per global atom, either the updated atom
     or a row of the update's statistics, and never for an atom that fewer than ``min_support``
     samples stand behind. Samples, codes and local atoms stay: the latter in ``context.state`` and,
-    with ``state_dir``, on this client's disk. Metrics are means over samples.
+    with ``state_dir``, on this client's disk. Metrics are means over at least ``min_support``
+    samples, with six significant digits; of fewer samples there are none.
+
+    The promise holds against an honest-but-curious server for one reply. Differences of several
+    replies can show single samples (docs/security.md), so the number of replies is limited.
 
     Parameters
     ----------
@@ -105,12 +140,19 @@ class DictionaryClient(Member):
         Named sets of samples for `evaluate`; by default ``X`` under the name ``""``.
     start : callable, default `warm_start`
         ``(X, learner, rng=rng) -> WarmStart``: makes the client's first dictionary.
+    protocol : {"perma", "averaging", "perpca"}, default "perma"
+        Whose requests the client answers: those of `PerMA`, `DictionaryAveraging` or `PerPCA`.
     min_support : int, default 3
         See above; 0 sends everything, 1 all atoms that a sample uses. More hides better what single
         samples look like, and costs accuracy where clients have few samples.
     state_dir : str or Path, optional
         Folder for the private state; by default ``state-dir`` of the node config, then of the run
         config, and nothing is kept on disk where both are missing.
+    max_runs : int, default 8
+        Runs of a strategy (their tokens ``perdl.run``) within one run of Flower that the client
+        takes part in.
+    max_requests : int, default 1000
+        Training requests within one run of Flower that the client answers, and as many evaluations.
 
     Raises
     ------
@@ -126,8 +168,11 @@ class DictionaryClient(Member):
         *,
         evaluation: Mapping[str, Matrix] | None = None,
         start: Start = warm_start,
+        protocol: str = "perma",
         min_support: int = 3,
         state_dir: str | Path | None = None,
+        max_runs: int = 8,
+        max_requests: int = 1000,
     ) -> None:
         super().__init__(context)
         self.X = check_array("X", X, min_rows=1, squares=True)
@@ -147,7 +192,10 @@ class DictionaryClient(Member):
             for name, samples in (evaluation or {}).items()
         } or {"": self.X}
         self.start = start
+        self.protocol = check_choice("protocol", protocol, PROTOCOLS)
         self.min_support = check_count("min_support", min_support)
+        self.max_runs = check_count("max_runs", max_runs, 1)
+        self.max_requests = check_count("max_requests", max_requests, 1)
         algorithm = f"dictionary, {type(learner).__name__}"
         self._shelf = private_shelf(context, algorithm, state_dir)
 
@@ -174,15 +222,20 @@ class DictionaryClient(Member):
         num_examples : int
             Number of samples.
         metrics : dict
-            ``"mse"`` of the client's dictionary on its own samples with its learner's codes (for
-            an update: of the global atoms that it was sent with its local ones, before the step;
+            ``"mse"`` of the client's dictionary on its own samples with its learner's codes, where
+            there are ``min_support`` of them (for an update: of the global atoms that it was sent
+            with its local ones, before the step;
             for ``"components"`` likewise, by projection), ``"n_atoms"``, ``"orthogonal"``
             (1 or 0), and ``"anew"``: 1 if an update of PerMA or PerPCA found no private state, and
             the client made its local atoms anew, else 0.
         """
-        asked = _read(config)
+        return self._fit(parameters, config, _read(parameters, config))
+
+    def _fit(self, parameters: list[Matrix], config: dict[str, Scalar], asked: _Asked) -> Fitted:
+        """Take the step of a request that `_read` has read."""
+        self._check_training(parameters, asked)
+        self._admit(TRAIN, asked)
         state = PrivateState(self.context, asked.run, self._shelf)
-        check_choice("step", asked.step, (START, UPDATE, AVERAGE, COMPONENTS))
         anew = False
         if asked.step == COMPONENTS:
             sent, error, anew = self._components(parameters, asked, state, config)
@@ -197,13 +250,39 @@ class DictionaryClient(Member):
                 sent, D = self._start(asked, state)
                 error = _mse(self.X, reconstruct(self.learner.code(self.X, D), D))
             n_atoms = len(D)
-        metrics: dict[str, Scalar] = {
-            "mse": error,
-            "n_atoms": n_atoms,
-            "orthogonal": int(self.learner.orthogonal),
-            ANEW: int(anew),
-        }
-        return [sent], len(self.X), metrics
+        return [sent], len(self.X), self._metrics(error, n_atoms, anew)
+
+    def _metrics(self, error: float, n_atoms: int, anew: bool) -> dict[str, Scalar]:
+        """Return what a training reply says besides its array."""
+        mse = {} if len(self.X) < self.min_support else {"mse": rounded(error)}
+        orthogonal = int(self.learner.orthogonal)
+        return {**mse, "n_atoms": n_atoms, "orthogonal": orthogonal, ANEW: int(anew)}
+
+    # What is asked ---------------------------------------------------------------------------
+
+    def _check_training(self, parameters: list[Matrix], asked: _Asked) -> None:
+        """Refuse what the client's protocol does not ask for."""
+        check_choice("step", asked.step, PROTOCOLS[self.protocol])
+        if asked.step == START and parameters:
+            raise ValueError(f"parameters must be none in the start, got {len(parameters)} arrays.")
+        if asked.step == UPDATE or parameters:
+            G = self._global_atoms(parameters)
+            if asked.step != AVERAGE:  # answered with a dictionary of norm 1, and not with sums
+                sums = asked.statistics and self.learner.orthogonal
+                check_products(G, orthogonal=sums or asked.step == COMPONENTS)
+
+    def _admit(self, kind: str, asked: _Asked) -> None:
+        """Note the request, or refuse it: one too many, or not after the last one."""
+        admit(
+            self.context,
+            kind,
+            asked.digest,
+            asked.run,
+            asked.round,
+            first=asked.first,
+            max_runs=self.max_runs,
+            max_requests=self.max_requests,
+        )
 
     @classmethod
     def fit_cohort(
@@ -219,18 +298,19 @@ class DictionaryClient(Member):
         as many cores as there are, where that is faster: many at once, or one by one with many
         samples.
         """
-        updates = _read(config).step == UPDATE and not int(config.get(REFINE_STEPS, 0))
-        stacked = updates and parameters[0].size > 0
+        asked = _read(parameters, config)
+        updates = asked.step == UPDATE and not int(config.get(REFINE_STEPS, 0))
+        stacked = updates and len(parameters) == 1 and parameters[0].size > 0
 
         def how(client: DictionaryClient) -> tuple[bool, bool]:
             at_once = stacked and _kind(client) is not None
             return at_once, client._is_ours() and (at_once or client.X.size >= _LARGE)
 
         def one_by_one(window: list[DictionaryClient]) -> list[Fitted]:
-            return [client.fit(parameters, config) for client in window]
+            return [client._fit(parameters, config, asked) for client in window]
 
         def together(window: list[DictionaryClient]) -> list[Fitted]:
-            return _update_together(window, parameters, config)
+            return _update_together(window, parameters, config, asked)
 
         for (at_once, threads), some in groupby(clients, how):
             parts = n_threads() if threads else 1
@@ -359,9 +439,11 @@ class DictionaryClient(Member):
         return atom_support(self.learner.code(self.X, D)) >= self.min_support
 
     def _global_atoms(self, parameters: list[Matrix]) -> Matrix:
+        """Return the atoms of a request, which are such as the protocol sends."""
         if len(parameters) != 1:
             raise ValueError(f"parameters must be [global atoms], got {len(parameters)} arrays.")
-        return check_array("global atoms", parameters[0], columns=self.X.shape[1])
+        G = check_array("global atoms", parameters[0], columns=self.X.shape[1])
+        return check_atoms(G, most=self.learner.n_atoms)
 
     # Evaluation ------------------------------------------------------------------------------
 
@@ -382,15 +464,22 @@ class DictionaryClient(Member):
         Returns
         -------
         loss : float
-            The first set's mean squared error with global + local atoms (the last number of atoms).
+            The first set's mean squared error with global + local atoms (the last number of atoms);
+            NaN, which `client_app` leaves out, where that set has fewer than ``min_support``
+            samples.
         num_examples : int
             Number of samples in that set.
         metrics : dict
-            ``mse_global[_k][_set]`` and ``mse_full[_k][_set]``, what `extra_metrics` adds, and
-            ``"anew": 1`` where there was no private state to measure with.
+            ``mse_global[_k][_set]`` and ``mse_full[_k][_set]`` of the sets with ``min_support``
+            samples, what `extra_metrics` adds where all sets have as many, and ``"anew": 1`` where
+            there was no private state to measure with.
         """
+        asked = _read(parameters, config)
+        if AFTER in config:
+            check_choice(AFTER, config[AFTER], PROTOCOLS[self.protocol])
+        counts = _counts(str(config.get(N_NONZERO, "")))
         G = self._global_atoms(parameters)
-        asked = _read(config)
+        self._admit(EVALUATE, asked)
         state = PrivateState(self.context, asked.run, self._shelf)
         saved, after = state.after(asked.round), config.get(AFTER)
         metrics: dict[str, Scalar] = {}
@@ -406,16 +495,18 @@ class DictionaryClient(Member):
             local_atoms, anew = self._local_atoms(G, asked._replace(round=asked.round + 1), state)
             metrics.update({ANEW: 1} if anew else {})
         D = np.vstack([G, local_atoms])
-        loss: float | None = None
-        wanted = str(config.get(N_NONZERO, ""))
+        losses: list[float] = []
         for name, samples in self.evaluation.items():
-            for k in map(str.strip, wanted.split(",")):
+            error = nan
+            for k in counts if len(samples) >= self.min_support else ():
                 tail = "".join(f"_{part}" for part in (k, name) if part)
-                metrics[f"mse_global{tail}"] = self._error(samples, G, k)
-                metrics[f"mse_full{tail}"] = error = self._error(samples, D, k)
-            loss = error if loss is None else loss
-        metrics.update(self.extra_metrics(G, local_atoms))
-        return float(loss or 0.0), len(next(iter(self.evaluation.values()))), metrics
+                metrics[f"mse_global{tail}"] = rounded(self._error(samples, G, k))
+                metrics[f"mse_full{tail}"] = error = rounded(self._error(samples, D, k))
+            losses.append(error)
+        if min(map(len, [self.X, *self.evaluation.values()])) >= self.min_support:
+            extra = self.extra_metrics(G, local_atoms)
+            metrics.update({name: rounded(value) for name, value in extra.items()})
+        return losses[0], len(next(iter(self.evaluation.values()))), metrics
 
     def extra_metrics(self, global_atoms: Matrix, local_atoms: Matrix) -> dict[str, float]:
         """Return further metrics of an evaluation; a subclass's to add.
@@ -469,10 +560,18 @@ def _sends_orthogonal(client: DictionaryClient, config: Mapping[str, Scalar]) ->
 
 
 def _update_together(
-    clients: list[DictionaryClient], parameters: list[Matrix], config: Mapping[str, Scalar]
+    clients: list[DictionaryClient],
+    parameters: list[Matrix],
+    config: Mapping[str, Scalar],
+    asked: _Asked,
 ) -> list[Fitted]:
     """Return what ``fit`` of these clients returns, for an update."""
-    asked, G = _read(config), clients[0]._global_atoms(parameters)
+    kinds = {(one.learner, one.protocol, one.X.shape[1]): one for one in clients}
+    for one in kinds.values():  # the others are given the same, and would say the same
+        one._check_training(parameters, asked)
+    for one in clients:
+        one._admit(TRAIN, asked)
+    G = clients[0]._global_atoms(parameters)
     states = [PrivateState(one.context, asked.run, one._shelf) for one in clients]
     found = [one._local_atoms(G, asked, state) for one, state in zip(clients, states, strict=True)]
     fitted: dict[int, Fitted] = {}
@@ -481,24 +580,38 @@ def _update_together(
         updates = _stacked([clients[i] for i in same], D, G, config)
         for i, D, sent, error in zip(same, *updates, strict=True):
             states[i].save(asked.round, {_LOCAL_ATOMS: D[len(G) :]})
-            metrics: dict[str, Scalar] = {
-                "mse": float(error),
-                "n_atoms": len(D),
-                "orthogonal": 1,
-                ANEW: int(found[i][1]),
-            }
+            metrics = clients[i]._metrics(float(error), len(D), found[i][1])
             fitted[i] = [sent], len(clients[i].X), metrics
     return [fitted[i] for i in range(len(clients))]
 
 
-def _read(config: Mapping[str, Scalar]) -> _Asked:
-    """Return what the request's config says; a missing key is named."""
+def _read(parameters: list[Matrix], config: Mapping[str, Scalar]) -> _Asked:
+    """Return what the request says; a missing key, or one out of its range, is named."""
     try:
-        return _Asked(
-            str(config[STEP]), int(config[ROUND]), int(config[SEED]), str(config.get(RUN, ""))
-        )
+        step, run = str(config[STEP]), str(config.get(RUN, ""))
+        round_ = check_count(ROUND, config[ROUND], 0, LARGEST_INT)
+        seed = check_count(SEED, config[SEED], 0, LARGEST_INT)
     except KeyError as error:
         raise ValueError(f"config must have {error}, got {sorted(config)}.") from None
+    check_count(LOCAL_STEPS, config.get(LOCAL_STEPS, 1), 1, _MOST_STEPS)
+    check_count(REFINE_STEPS, config.get(REFINE_STEPS, 0), 0, _MOST_STEPS)
+    check_count(ORTHOGONAL, config.get(ORTHOGONAL, OWN), OWN, 1)
+    check_choice(SENDS, config.get(SENDS, ATOMS), (ATOMS, STATISTICS))
+    if step == COMPONENTS and parameters:
+        check_real(STEP_LENGTH, config.get(STEP_LENGTH), 0, LARGE, open_low=True)
+    sums = step == UPDATE and config.get(SENDS) == STATISTICS
+    return _Asked(step, round_, seed, run, not parameters, sums, digest(parameters, config))
+
+
+def _counts(wanted: str) -> list[str]:
+    """Return the numbers of atoms per sample that an evaluation asks for, as texts."""
+    counts = [part.strip() for part in wanted.split(",")]
+    for count in counts if wanted else ():
+        if not count.isdecimal() or not 1 <= int(count) <= _MOST_STEPS:
+            raise ValueError(
+                f"{N_NONZERO} must be integers between 1 and {_MOST_STEPS}, got {wanted!r}."
+            )
+    return counts
 
 
 def _mse(X: Matrix, approximation: Matrix) -> float:

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from math import nan
 
 import numpy as np
 from flwr.app import Context
 
-from flwr_perdl._checks import Matrix, check_array, check_kind
+from flwr_perdl._checks import (
+    LARGE,
+    Matrix,
+    check_array,
+    check_count,
+    check_flag,
+    check_kind,
+    check_real,
+)
 from flwr_perdl._records import STEP, Scalar
 from flwr_perdl._threads import one_blas_thread
 from flwr_perdl.clients._cohort import Fitted, alike, windows
+from flwr_perdl.clients._requests import rounded
 from flwr_perdl.clients.app import Member
 from flwr_perdl.regression import (
     SQUARED,
@@ -23,10 +33,14 @@ from flwr_perdl.regression import (
     answer_stack,
     apply_features,
 )
+from flwr_perdl.regression.answers import EXACT, check_ask, check_norms, points_of
 from flwr_perdl.regression.losses import check_labels
 
 #: Options of a request travel in its config under this prefix.
 OPTION = "perdl.option."
+#: The largest norms of models by default. With the squared loss replies are linear in the model,
+#: and a large one shows no more; other gradients become steps, and show single points.
+_LINEAR_NORM, _OTHER_NORM = 1e9, 5.0
 #: Numbers of features that a cohort holds at once, a megabyte.
 _WINDOW = 2**17
 
@@ -34,12 +48,14 @@ _WINDOW = 2**17
 class RegressionClient(Member):
     """A client whose data come from one of k unknown regression models.
 
-    It keeps no state. What leaves it: first its curvature and its features' mean squares; in
+    It keeps no state, and refuses a request that a protocol does not send before it touches its
+    data. What leaves it: first its curvature and its features' mean squares; in
     Phase 1 its part of the residual moment, a d x w matrix that sums over its pairs of points, and,
     where it has enough points, its own estimate; in Phase 2 its cluster, its loss and its update of
-    its own cluster's model. Of a client with one point these are the point and its response: let it
-    only evaluate. What it receives: the models of all clusters, the step size, the basis of the
-    clients' moments and, with ``n_iterations`` above 1, every anchor's estimate without its name.
+    its own cluster's model. Of a client with one point these are the point and its response: with
+    fewer than ``min_support`` points nothing leaves. What it receives: the models of all clusters,
+    the step size, the basis of the clients' moments and, with ``n_iterations`` above 1, every
+    anchor's estimate without its name.
 
     Parameters
     ----------
@@ -55,6 +71,15 @@ class RegressionClient(Member):
         The loss of Phase 2, of a linear predictor; models of other kinds are not for this client.
     evaluation : tuple of ndarray, optional
         Held-out inputs and responses for `evaluate`; by default the client's own data.
+    min_support : int, default 3
+        Points that must stand behind each sum that leaves the client; with fewer it does not
+        train. ``estimate="pair"`` sums over one point (paper's variant), and wants 0 or 1 here.
+    allow_exact : bool, default False
+        Whether a server that asks with ``local="exact"`` receives the client's Gram matrix.
+    max_norm : float, optional
+        Largest norm of a model in a request. By default 1e9 with the squared loss, and 5 with
+        every other loss: of such a loss the gradient at a large model is a sum over a few points
+        that the server chooses. Scale features to about 1.
 
     Raises
     ------
@@ -73,6 +98,9 @@ class RegressionClient(Member):
         features: FeatureMap | None = None,
         loss: Loss = SQUARED,
         evaluation: tuple[Matrix, Matrix] | None = None,
+        min_support: int = 3,
+        allow_exact: bool = False,
+        max_norm: float | None = None,
     ) -> None:
         super().__init__(context)
         if features is not None and not callable(features):
@@ -83,6 +111,12 @@ class RegressionClient(Member):
                 raise ValueError(f"evaluation must be (X, y), got {len(evaluation)} entries.")
         self.features = features
         self.loss = loss
+        self.min_support = check_count("min_support", min_support)
+        self.allow_exact = check_flag("allow_exact", allow_exact)
+        usual = _LINEAR_NORM if isinstance(loss, SquaredLoss) else _OTHER_NORM
+        self.max_norm = check_real(
+            "max_norm", usual if max_norm is None else max_norm, 0, LARGE, open_low=True
+        )
         self.X, self.y = self._checked(X, y)
         if type(loss) not in (SquaredLoss, LogisticLoss):
             _check_loss(loss, self.X[:1], self.y[:1])
@@ -113,6 +147,8 @@ class RegressionClient(Member):
             Nothing.
         """
         ask = _asked(parameters, config)
+        self._check_ask(ask)
+        self._check_size(ask)
         try:
             answered = answer(self.X, self.y, ask, self.loss)
         except (KeyError, IndexError) as error:
@@ -121,6 +157,24 @@ class RegressionClient(Member):
                 f"{len(parameters)} arrays and {sorted(config)} ({error})."
             ) from error
         return [answered], len(self.y), {}
+
+    def _check_ask(self, ask: Ask) -> None:
+        """Refuse what no protocol asks for, or what this client does not answer."""
+        check_ask(ask, max_norm=self.max_norm)
+        if ask.options.get("local") == EXACT and not self.allow_exact:
+            raise ValueError(
+                'allow_exact must be True in this client for local="exact", which sends its Gram '
+                "matrix."
+            )
+
+    def _check_size(self, ask: Ask) -> None:
+        """Refuse sums over fewer points than ``min_support``."""
+        points = points_of(ask, len(self.y))
+        if points < self.min_support:
+            raise ValueError(
+                f"min_support must be at most {points} for this client to take step {ask.step!r}, "
+                f"which sums over {points} of its {len(self.y)} points, got {self.min_support}."
+            )
 
     @classmethod
     def fit_cohort(
@@ -133,6 +187,10 @@ class RegressionClient(Member):
         ask = _asked(parameters, config)
         for window in windows(clients, lambda client: client.X.size, _WINDOW):
             answers: dict[int, Matrix] = {}
+            for one in {(one.max_norm, one.allow_exact): one for one in window}.values():
+                one._check_ask(ask)
+            for one in window:
+                one._check_size(ask)
             for same in alike(window, lambda one: (one.X.shape, one.X.dtype, id(one.loss))):
                 X = np.stack([window[i].X for i in same])
                 y = np.stack([window[i].y for i in same])
@@ -157,18 +215,23 @@ class RegressionClient(Member):
         Returns
         -------
         loss : float
-            Mean loss of the cluster's model on the held-out data.
+            Mean loss of the cluster's model on the held-out data, with six significant digits; NaN,
+            which `client_app` leaves out, where there are fewer than ``min_support`` points, held
+            out or not.
         num_examples : int
             Number of held-out samples.
         metrics : dict
-            ``"cluster"`` and, with the squared loss, ``"mse"``.
+            ``"cluster"`` and, with the squared loss, ``"mse"``; nothing where the loss is NaN.
         """
         if len(parameters) != 1:
             raise ValueError(f"parameters must be [models], got {len(parameters)} arrays.")
         centers = check_array("parameters", parameters[0], min_rows=1, columns=self.X.shape[1])
+        check_norms("parameters", centers, self.max_norm)
+        if min(len(self.y), len(self.held_out[1])) < self.min_support:
+            return nan, len(self.held_out[1]), {}
         cluster = self.cluster(centers)
         X, y = self.held_out
-        loss = float(self.loss.values(X, y, centers[cluster : cluster + 1])[0])
+        loss = rounded(float(self.loss.values(X, y, centers[cluster : cluster + 1])[0]))
         metrics: dict[str, Scalar] = {"cluster": cluster}
         if isinstance(self.loss, SquaredLoss):
             metrics["mse"] = 2 * loss

@@ -18,23 +18,37 @@ one point, these, its loss and its change of a model are its sample and its resp
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl._checks import Matrix, check_array, check_choice
+from flwr_perdl._checks import (
+    LARGE,
+    Matrix,
+    check_array,
+    check_choice,
+    check_count,
+    check_flag,
+    check_real,
+)
 from flwr_perdl._random import spawn
 from flwr_perdl.regression.anchors import nearest_group
-from flwr_perdl.regression.clustering import assign, moved
+from flwr_perdl.regression.clustering import LOCALS, assign, moved
 from flwr_perdl.regression.losses import SQUARED, Loss, SquaredLoss, check_labels, check_points
-from flwr_perdl.regression.moments import moment_step, residual_moment
+from flwr_perdl.regression.moments import ESTIMATES, moment_step, residual_moment
 
 DESCRIBE = "describe"
 MOMENT = "moment"
 ANCHORS = "anchors"
 UPDATE = "update"
+#: Local work of an "update" that sends second moments, for the server to solve with.
+EXACT = "exact"
+
+#: The most local steps that a request may ask for.
+_MOST_STEPS = 10_000
 
 
 class Ask(NamedTuple):
@@ -102,6 +116,52 @@ class Answers(NamedTuple):
             np.array([float(replies[partition][1]) for partition in partitions]),
             np.stack([replies[partition][0] for partition in partitions]),
         )
+
+
+def check_norms(name: str, models: Matrix, most: float) -> None:
+    """Raise a ValueError if a model, along the last axis, has a norm above ``most``."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        largest = float(np.linalg.norm(models, axis=-1).max(initial=0))
+    if not largest <= most:
+        raise ValueError(f"{name} must have norms of at most {most:g}, got {largest:g}.")
+
+
+def check_ask(ask: Ask, *, max_norm: float) -> None:
+    """Raise a ValueError unless a request is one that `TwoPhase` makes, whatever the data are.
+
+    Parameters
+    ----------
+    ask : Ask
+        The request, as a client receives it. What is missing is left for `answer` to name.
+    max_norm : float
+        Largest norm of a model.
+    """
+    check_choice("step", ask.step, (DESCRIBE, MOMENT, ANCHORS, UPDATE))
+    for position, array in enumerate(ask.arrays):
+        name = f"array {position}"
+        if ask.step == UPDATE or position != 1:  # the others are models, these are directions
+            check_norms(name, check_array(name, array, ndim=array.ndim), max_norm)
+    checks: dict[str, Callable[[str, Any], Any]] = {
+        "estimate": partial(check_choice, choices=ESTIMATES),
+        "transpose": check_flag,
+        "variance": partial(check_real, low=0),
+        "min_points": partial(check_count, low=0),
+        "local": partial(check_choice, choices=(*LOCALS, EXACT)),
+        "n_steps": partial(check_count, low=1, high=_MOST_STEPS),
+        "step_size": partial(check_real, low=0, high=LARGE),
+        "soft": check_flag,
+        "temperature": partial(check_real, low=0, high=LARGE),
+    }
+    for name, value in ask.options.items():
+        if name in checks:
+            checks[name](name, value)
+
+
+def points_of(ask: Ask, n_samples: int) -> int:
+    """Return how many of a client's points the smallest sum in its answer goes over."""
+    if ask.step == MOMENT and ask.options.get("estimate") != "u-statistic":
+        return 1 if ask.options.get("estimate") == "pair" else n_samples // 2
+    return n_samples
 
 
 def answer(X: Matrix, y: Matrix, ask: Ask, loss: Loss = SQUARED) -> Matrix:
@@ -231,7 +291,7 @@ def _update(X: Matrix, y: Matrix, ask: Ask, loss: Loss) -> Matrix:
     least = np.take_along_axis(losses, labels[..., None], axis=-1)[..., 0]
     heads = np.stack([least, labels], axis=-1)
     theta = centers[labels]
-    if ask.options["local"] == "exact":
+    if ask.options["local"] == EXACT:
         across = X.swapaxes(-1, -2)
         gram = (across @ X / n).reshape(*labels.shape, d * d)
         tail = np.concatenate([-loss.gradient(X, y, theta), gram], axis=-1)

@@ -35,7 +35,7 @@ from flwr_perdl._checks import Matrix
 from flwr_perdl._random import SERVER, spawn
 from flwr_perdl._records import PARTITION_ID
 from flwr_perdl.clients import DictionaryClient
-from flwr_perdl.clients.dictionary import Start
+from flwr_perdl.clients.dictionary import PROTOCOLS, Start
 from flwr_perdl.dictionary import Learner, OrthogonalLearner, reconstruct, sparse_code
 from flwr_perdl.dictionary.learners import AUTO_THRESHOLD
 from flwr_perdl.strategies import DictionaryAveraging, PerPCA, ProtocolStrategy
@@ -221,7 +221,9 @@ class _Federation:
         if self.method != "perpca":  # PerPCA's setting is the step of its strategy
             learner = _learner(config, n_atoms, self.setting)
         X = self.samples[int(context.node_config[PARTITION_ID])]
-        return _Client(X, learner, context, found=self.found, start=self.start, **private(config))
+        protocol = self.method if self.method in PROTOCOLS else "averaging"
+        given = {"start": self.start, "protocol": protocol, **private(config)}
+        return _Client(X, learner, context, found=self.found, **given)
 
     def strategy(self, config: Config, **options: Any) -> ProtocolStrategy:
         """Return the method's strategy."""

@@ -35,6 +35,7 @@ from flwr_perdl._checks import Matrix, check_count, check_real
 from flwr_perdl._random import DATA, SERVER, spawn
 from flwr_perdl._records import PARTITION_ID
 from flwr_perdl.clients import DictionaryClient
+from flwr_perdl.clients.dictionary import PROTOCOLS
 from flwr_perdl.dictionary import OrthogonalLearner, dictionary_distance, warm_start
 from flwr_perdl.strategies import DictionaryAveraging, PerMA, PerPCA, ProtocolStrategy
 from perdl_experiments.data import Planted, planted_clients
@@ -131,11 +132,13 @@ class ComparedClient(DictionaryClient):
 def client(context: Context, config: Config) -> ComparedClient:
     """Return the client of partition ``context.node_config["partition-id"]``."""
     partition, planted = int(context.node_config[PARTITION_ID]), _planted(config)
+    method = str(config["method"])
     return ComparedClient(
         planted.samples[partition],
         _learner(config),
         context,
         planted=planted,
+        protocol=method if method in PROTOCOLS else "averaging",
         **private(config),
     )
 

@@ -52,7 +52,7 @@ def test_an_update_is_algorithm_3_by_hand() -> None:
     (private,) = node.state.array_records.values()
     np.testing.assert_array_equal(private["2/local_atoms"].numpy(), aligned.local_atoms)
     residual = X - LEARNER.code(X, whole) @ whole
-    assert metrics["mse"] == pytest.approx(np.mean(residual**2), rel=1e-12)
+    assert metrics["mse"] == float(f"{np.mean(residual**2):.6g}")
 
 
 def test_the_statistics_are_those_of_the_codes_by_hand() -> None:
@@ -83,8 +83,8 @@ def test_atoms_with_too_few_samples_behind_them_are_withheld() -> None:
     assert sent.shape == (0, 5)
     open_client = DictionaryClient(X, LEARNER, context(), min_support=0)
     (everything,), _, _ = open_client.fit([], asks("start", 1))
-    for sends in ("atoms", "statistics"):
-        config = asks("update", 2, **{"perdl.sends": sends, "perdl.orthogonal": 1})
+    for round_, sends in enumerate(("atoms", "statistics"), 2):
+        config = asks("update", round_, **{"perdl.sends": sends, "perdl.orthogonal": 1})
         (rows,), _, _ = client.fit([everything[:2]], config)
         np.testing.assert_array_equal(rows, np.zeros((2, 5)))
 
@@ -156,7 +156,7 @@ def test_a_client_must_know_who_it_is() -> None:
 @pytest.mark.parametrize(
     ("parameters", "config", "message"),
     [
-        ([], asks("dance", 1), "step must be one of 'start', 'update', .*, got 'dance'"),
+        ([], asks("dance", 1), "step must be one of 'start', 'update', got 'dance'"),
         ([], {}, "config must have 'perdl.step'"),
         ([], asks("update", 2), r"parameters must be \[global atoms\], got 0 arrays"),
         ([np.ones((2, 7))], asks("update", 2), "global atoms must have 5 columns"),

@@ -96,7 +96,7 @@ def test_another_loss_has_no_mean_squared_error() -> None:
     signs = np.where(Y > 0, 1.0, -1.0)
     logistic = RegressionClient(X, signs, context(), loss=LogisticLoss())
     loss, _, metrics = logistic.evaluate([THETA[1:2]], {})
-    assert loss == pytest.approx(np.mean(np.log1p(np.exp(-signs * (X @ THETA[1])))))
+    assert loss == float(f"{np.mean(np.log1p(np.exp(-signs * (X @ THETA[1])))):.6g}")
     assert set(metrics) == {"cluster"}
 
 

@@ -76,7 +76,10 @@ def closest(rows: np.ndarray, private: np.ndarray) -> float:
 
 
 def run(
-    learner: Learner, make: Callable[..., ProtocolStrategy], min_support: int = 3
+    learner: Learner,
+    make: Callable[..., ProtocolStrategy],
+    min_support: int = 3,
+    protocol: str = "perma",
 ) -> tuple[Any, ...]:
     digits = load_digits()
     X = digits.images.reshape(-1, 64) / 16
@@ -84,7 +87,9 @@ def run(
 
     def make_client(context: Context) -> DictionaryClient:
         samples = own[int(context.node_config["partition-id"])]
-        return DictionaryClient(samples, learner, context, min_support=min_support)
+        return DictionaryClient(
+            samples, learner, context, protocol=protocol, min_support=min_support
+        )
 
     grid = Tap(client_app(make_client), len(own))
     local_atoms: list[np.ndarray] = []
@@ -129,14 +134,14 @@ def test_samples_codes_and_local_atoms_stay_at_home(name: str, aggregation: str)
 @pytest.mark.parametrize("start_from", ["common", "own"])
 def test_averaging_sends_neither_samples_nor_codes(name: str, start_from: str) -> None:
     make = partial(DictionaryAveraging, start_from=start_from, weighted=False)
-    grid, samples, _, _ = run(LEARNERS[name], make)
+    grid, samples, _, _ = run(LEARNERS[name], make, protocol="averaging")
     for rows in grid.rows["average"]:
         assert closest(rows, samples) <= 0.999
     assert set(grid.rows) == {"average", "evaluate"}
 
 
 def test_perpca_keeps_samples_and_after_round_one_own_components() -> None:
-    grid, samples, _, local = run(OrthogonalLearner(ROWS), partial(PerPCA, 24))
+    grid, samples, _, local = run(OrthogonalLearner(ROWS), partial(PerPCA, 24), protocol="perpca")
     own = ROWS - 24
     assert len(local) == 4 * own * 3 * 2  # clients x components x rounds after the first, reports
     for rows in grid.rows["components"]:
@@ -217,5 +222,5 @@ def test_a_client_with_one_point_shows_its_direction_to_fedxs_server() -> None:
     node = Context(1, 2, {"partition-id": 0}, RecordDict(), {})
     options = {"local": "fedavg", "n_steps": 3, "step_size": 0.1, "soft": 0, "temperature": 0.0}
     config = {"perdl.step": "update", **{f"perdl.option.{k}": v for k, v in options.items()}}
-    (reply,), _, _ = RegressionClient(x, y, node).fit([np.zeros((2, 2))], config)
+    (reply,), _, _ = RegressionClient(x, y, node, min_support=0).fit([np.zeros((2, 2))], config)
     assert closest(reply[:, 2:], x) == pytest.approx(1)

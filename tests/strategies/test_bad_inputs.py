@@ -62,12 +62,15 @@ ALL += [
     ("PerMA", option) for option in Options._fields if option not in ("checkpoint_dir", "events")
 ]
 
+#: The protocols of the clients that the strategies ask.
+KINDS = {"PerMA": "perma", "DictionaryAveraging": "averaging", "PerPCA": "perpca"}
 
-def grid(n: int = 3, rows: int = 30, kind: str = "dictionary") -> InProcessGrid:
+
+def grid(n: int = 3, rows: int = 30, kind: str = "perma") -> InProcessGrid:
     def make(context: Any) -> Any:
-        if kind == "dictionary":
-            return DictionaryClient(X[:rows], OrthogonalLearner(4), context)
-        return RegressionClient(X[:rows], Y[:rows], context)
+        if kind == "regression":
+            return RegressionClient(X[:rows], Y[:rows], context)
+        return DictionaryClient(X[:rows], OrthogonalLearner(4), context, protocol=kind)
 
     return InProcessGrid(client_app(make), n)
 
@@ -150,7 +153,7 @@ def _filled(shape: tuple[int, ...], value: float, dtype: Any) -> np.ndarray[Any,
 @given(arrays=st.lists(initial(), min_size=1, max_size=2))
 @settings(deadline=None, max_examples=8)
 def test_initial_arrays_lead_to_finite_models_or_one_sentence(name: str, arrays: Any) -> None:
-    kind = "regression" if name.startswith("Fed") else "dictionary"
+    kind = KINDS.get(name, "regression")
     try:
         result = STRATEGIES[name]().start(grid(kind=kind), ArrayRecord(arrays), num_rounds=2)
     except (ValueError, TypeError, TooFewReplies) as error:
@@ -165,7 +168,7 @@ def test_initial_arrays_lead_to_finite_models_or_one_sentence(name: str, arrays:
 def test_one_client_and_one_sample_are_served_or_refused(
     name: str, n: int, rows: int, least: int
 ) -> None:
-    kind = "regression" if name.startswith("Fed") else "dictionary"
+    kind = KINDS.get(name, "regression")
     strategy = STRATEGIES[name](min_clients=least)
     try:
         result = strategy.start(grid(n, rows, kind), num_rounds=2)
@@ -179,9 +182,9 @@ def test_one_client_and_one_sample_are_served_or_refused(
 @pytest.mark.parametrize(
     ("strategy", "kind", "named"),
     [
-        (lambda: PerMA(9), "dictionary", "n_global must be at most every client's number of atoms"),
-        (lambda: PerMA(10**30), "dictionary", "n_global must be at most"),
-        (lambda: PerPCA(10**18), "dictionary", "n_global must be at most"),
+        (lambda: PerMA(9), "perma", "n_global must be at most every client's number of atoms"),
+        (lambda: PerMA(10**30), "perma", "n_global must be at most"),
+        (lambda: PerPCA(10**18), "perpca", "n_global must be at most"),
         (lambda: OneShotClustering(10**9), "regression", "at most the number of clients"),
         (lambda: FedX(10**12, start="random"), "regression", "n_clusters must be at most"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,10 @@ def planted(seed: int = 0, n_clients: int = 24) -> Mixed:
     return mixed_regression(rng.integers(8, 41, n_clients), np.full(3, 1 / 3), rng, d=D)
 
 
-def grid(data: Mixed, make: Callable[..., RegressionClient] = RegressionClient, **options: Any):
+OPEN = partial(RegressionClient, allow_exact=True)
+
+
+def grid(data: Mixed, make: Callable[..., RegressionClient] = OPEN, **options: Any):
     """Return an in-process grid of these clients."""
 
     def client(context: Context) -> RegressionClient:
@@ -110,7 +114,9 @@ def test_a_cohort_has_the_bits_of_one_by_one(name: str, dtype: type) -> None:
 
     def client(context: Context) -> RegressionClient:
         i = int(context.node_config["partition-id"]) % 9  # three clients of every size
-        return RegressionClient(data.X[i].astype(dtype), data.y[i].astype(dtype), context)
+        return RegressionClient(
+            data.X[i].astype(dtype), data.y[i].astype(dtype), context, allow_exact=True
+        )
 
     def noting(message: Message, context: Context, call: Any) -> Message:
         calls.append(context.node_id)
@@ -361,7 +367,8 @@ def test_constant_responses_and_single_points_end_well(n_clusters: int | str) ->
     single = data._replace(X=[A[:1] for A in data.X], y=[b[:1] for b in data.y])
     zero = data._replace(y=[np.zeros_like(b) for b in data.y])
     for odd in (constant, single, zero):
-        models = learn(odd, FedX(n_clusters, check_every=10, **QUIET), 25)
+        make = partial(RegressionClient, min_support=0)
+        models = learn(odd, FedX(n_clusters, check_every=10, **QUIET), 25, make=make)
         assert models.shape[1] == D
         assert np.isfinite(models).all()
 

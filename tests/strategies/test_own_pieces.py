@@ -38,6 +38,10 @@ def dictionary(context: Any) -> DictionaryClient:
     return DictionaryClient(X, OrthogonalLearner(4), context)
 
 
+def components(context: Any) -> DictionaryClient:
+    return DictionaryClient(X, OrthogonalLearner(4), context, protocol="perpca")
+
+
 class Template(NumPyClient):
     """As Flower's templates have it: nothing says who it is."""
 
@@ -192,7 +196,7 @@ class Walk:
 
 RESUMED: dict[str, tuple[Any, Any]] = {
     "PerMA": (lambda **options: PerMA(2, **options), dictionary),
-    "PerPCA": (lambda **options: PerPCA(2, **options), dictionary),
+    "PerPCA": (lambda **options: PerPCA(2, **options), components),
     "NeighborRelay": (
         lambda **options: NeighborRelay(Topology.ring(3), 4, **options),
         lambda context: DiffusionClient(Walk(), context),

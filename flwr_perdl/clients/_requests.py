@@ -1,0 +1,178 @@
+"""What a client demands of a request before it touches its samples, and which ones it answers.
+
+A server that sends what it likes learns more than one that follows its protocol: rows of growing
+length move samples over a learner's threshold one at a time, and a second request that differs a
+little from the first isolates one sample in the difference of the replies. So requests must be what
+a protocol can send (`check_atoms`, `check_products`), and a client answers only so many of them
+(`admit`).
+
+The rules of `admit`, within one run of Flower (an engine binds ``context.state`` to
+``context.run_id``, whatever the server's messages say):
+
+- At most ``max_runs`` tokens ``perdl.run``. A server that asks under a fresh token each time, to
+  meet the client without its state, ends there. Honest scripts start a few strategies one after
+  another on one grid.
+- Under a token the rounds only increase, separately for training and for evaluation. The last round
+  may be asked again, with the same request alone: a server that crashed does so when it resumes,
+  and receives the same reply.
+- A protocol's first step, which sends a whole dictionary, comes first under a token or not at all.
+- At most ``max_requests`` training requests and as many evaluations over all tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from hashlib import sha256
+
+import numpy as np
+from flwr.app import ConfigRecord, Context
+
+from flwr_perdl._checks import Matrix
+from flwr_perdl._records import ROUND, Scalar, filled
+
+#: Significant digits of the metrics that leave a client: more would tell what single samples are.
+DIGITS = 6
+#: How far from 1 the squared norm of an atom in a request may be, and from 0 the product of two
+#: that must be orthogonal.
+_ODD = 2e-3
+#: The largest cosine of two atoms in a request: differences of the replies' rows for two atoms that
+#: are almost equal would show single samples.
+_MOST_COHERENT = 0.99
+
+_ANSWERED = "perdl.answered"
+TRAIN, EVALUATE = "train", "evaluate"
+
+
+def check_atoms(atoms: Matrix, *, most: int) -> Matrix:
+    """Return the atoms of a request, or raise a ValueError unless they have norm 1.
+
+    Parameters
+    ----------
+    atoms : ndarray of shape (n_atoms, n_features)
+        Finite.
+    most : int
+        The client's own number of atoms, which is the largest in a request.
+    """
+    if len(atoms) > most:
+        raise ValueError(f"global atoms must be at most {most}, got {len(atoms)}.")
+    with np.errstate(over="ignore"):
+        squares = np.einsum("ij,ij->i", atoms, atoms)
+    odd = np.flatnonzero(~(np.abs(squares - 1) <= _ODD))
+    if len(odd):
+        norm = float(squares[odd[0]]) ** 0.5
+        raise ValueError(f"global atoms must have norm 1, got norm {norm:g} in row {odd[0]}.")
+    return atoms
+
+
+def check_products(atoms: Matrix, *, orthogonal: bool) -> None:
+    """Raise a ValueError if atoms of norm 1 are too alike to train with.
+
+    Parameters
+    ----------
+    atoms : ndarray of shape (n_atoms, n_features)
+        From `check_atoms`.
+    orthogonal : bool
+        Whether the rows must be orthogonal; else they must differ.
+    """
+    cosines = atoms @ atoms.T
+    np.fill_diagonal(cosines, 0)
+    largest, limit = float(np.abs(cosines).max(initial=0)), _ODD if orthogonal else _MOST_COHERENT
+    if largest > limit:
+        raise ValueError(
+            f"global atoms must have cosines of at most {limit:g} with each other for what is "
+            f"asked of this client's learner, got {largest:.3g}."
+        )
+
+
+def digest(parameters: Sequence[Matrix], config: Mapping[str, Scalar]) -> str:
+    """Return what tells a request from every other one."""
+    own = {key: value for key, value in config.items() if key.startswith("perdl.")}
+    found = sha256(repr((sorted(own.items()), config[ROUND])).encode())
+    for array in parameters:
+        found.update(repr((array.shape, array.dtype.str)).encode())
+        found.update(np.ascontiguousarray(array).tobytes())
+    return found.hexdigest()[:32]
+
+
+def admit(
+    context: Context,
+    kind: str,
+    asked: str,
+    run: str,
+    round_: int,
+    *,
+    first: bool,
+    max_runs: int,
+    max_requests: int,
+) -> None:
+    """Note a request in ``context.state``, or raise a ValueError if it may not be answered.
+
+    Parameters
+    ----------
+    context : Context
+        The client's Flower context.
+    kind : {"train", "evaluate"}
+        What is asked for.
+    asked : str
+        The request's `digest`.
+    run, round_ : str, int
+        Its token of the strategy's run, and its round.
+    first : bool
+        Whether it is a protocol's first step, which sends a whole dictionary.
+    max_runs, max_requests : int
+        See the module's docstring.
+    """
+    record = context.state.get(_ANSWERED)
+    known = str(record[_ANSWERED]) if isinstance(record, ConfigRecord) else "{}"
+    noted = _admitted(known, kind, asked, run, round_, first, max_runs, max_requests)
+    if noted is not known:
+        kept = filled(ConfigRecord(), {_ANSWERED: noted})
+        filled(context.state, {_ANSWERED: kept})
+
+
+@lru_cache(maxsize=64)  # a round's request is the same for most clients, and so is their past
+def _admitted(
+    known: str,
+    kind: str,
+    asked: str,
+    run: str,
+    round_: int,
+    first: bool,
+    max_runs: int,
+    max_requests: int,
+) -> str:
+    """Return the note of what was answered, with this request."""
+    noted = json.loads(known)
+    runs, counts = noted.setdefault("runs", {}), noted.setdefault("counts", {})
+    token = sha256(run.encode()).hexdigest()[:16]
+    if token not in runs and len(runs) >= max_runs:
+        raise ValueError(
+            f"max_runs must be more to go on: this client takes part in {max_runs} runs of a "
+            "strategy within one run of Flower."
+        )
+    before = runs.setdefault(token, {})
+    last, digest_ = before.get(kind, (-1, ""))
+    if round_ == last and asked == digest_:
+        return known
+    if round_ <= last:
+        raise ValueError(
+            f"{ROUND} must be more than the last one, {last}, or the same request again, got "
+            f"{round_}."
+        )
+    if first and last >= 0:
+        raise ValueError("step must be a first one in a run's first request only, got it again.")
+    counts[kind] = counts.get(kind, 0) + 1
+    if counts[kind] > max_requests:
+        raise ValueError(
+            f"max_requests must be more to go on: this client answers {max_requests} requests "
+            f"to {kind} within one run of Flower."
+        )
+    before[kind] = round_, asked
+    return json.dumps(noted)
+
+
+def rounded(value: float) -> float:
+    """Return a metric with as many digits as may leave the client."""
+    return float(f"{value:.{DIGITS}g}")
