@@ -188,7 +188,9 @@ def test_warnings_have_no_control_codes_in_a_pipe():
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_says_how_to_go_on(tmp_path, number):
     code = (
-        "import os, sys\n"
+        "import os, signal, sys\n"
+        # Whoever runs the tests in the background ignores it, and its children inherit that.
+        f"signal.signal({int(number)}, signal.SIG_DFL)\n"
         "from perdl_experiments import cli\n"
         "from perdl_experiments.runner import _Session\n"
         "tell = _Session._tell\n"
