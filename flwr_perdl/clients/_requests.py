@@ -10,8 +10,8 @@ The rules of `admit`, within one run of Flower (an engine binds ``context.state`
 ``context.run_id``, whatever the server's messages say):
 
 - At most ``max_runs`` tokens ``perdl.run``. A server that asks under a fresh token each time, to
-  meet the client without its state, ends there. Honest scripts start a few strategies one after
-  another on one grid.
+  meet the client without its state, ends there. A server app starts a few strategies one after
+  another; an `InProcessGrid` begins a new run of Flower with each.
 - Under a token the rounds only increase, separately for training and for evaluation. The last round
   may be asked again, with the same request alone: a server that crashed does so when it resumes,
   and receives the same reply.
@@ -171,6 +171,11 @@ def _admitted(
         )
     before[kind] = round_, asked
     return json.dumps(noted)
+
+
+def forget(context: Context) -> None:
+    """Forget what the client has answered: a new run of Flower begins."""
+    context.state.pop(_ANSWERED, None)
 
 
 def rounded(value: float) -> float:

@@ -27,6 +27,7 @@ from flwr_perdl import _compat
 from flwr_perdl._checks import check_count, check_kind
 from flwr_perdl._records import PARTITION_ID, directed, filled, no_collection, same_request
 from flwr_perdl._store import together
+from flwr_perdl.clients._requests import forget
 from flwr_perdl.clients.app import NumPyClientApp
 
 RUN_ID = 1
@@ -106,6 +107,16 @@ class InProcessGrid(Grid):
     def set_run(self, run: Any) -> None:
         """Set the run; ids and runs are both taken, as Flower's versions hand in either."""
         self._run = _compat.empty_run(run) if isinstance(run, int) else run
+
+    def begin_run(self) -> None:
+        """Begin a run of Flower: the clients answer as many requests as in their first one.
+
+        A strategy's ``start`` calls it. The clients' data lie in the caller's process, from whom
+        their limits on requests (`DictionaryClient`'s ``max_runs``) hide nothing; other grids are
+        one run of Flower each. Everything else that the clients keep stays.
+        """
+        for context in self.contexts.values():
+            forget(context)
 
     @property
     def run(self) -> Any:

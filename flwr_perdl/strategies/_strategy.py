@@ -174,6 +174,7 @@ class ProtocolStrategy(Strategy):
         self._timeout = timeout
         conversation = self.open(to_arrays(initial))
         conversation.begin(num_rounds)
+        getattr(grid, "begin_run", lambda: None)()  # only an InProcessGrid has it
         try:
             with attentive(grid), rare_collections():
                 result = super().start(

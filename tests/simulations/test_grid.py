@@ -120,3 +120,14 @@ def test_nor_does_one_of_many_that_are_called_together() -> None:
     strategy = PerMA(2, fraction_evaluate=0.0, num_clients=3)
     with pytest.raises(TooFewReplies):
         strategy.start(InProcessGrid(client_app(make_client), 2), num_rounds=1)
+
+
+def test_many_strategies_start_on_one_grid(federation) -> None:
+    """More than a client takes part in within one run of Flower (``max_runs``)."""
+    planted = federation(3)
+    grid = planted.grid()
+    first, *others = [
+        PerMA(3, seed=1).start(grid, num_rounds=2).arrays.to_numpy_ndarrays()[0] for _ in range(10)
+    ]
+    for other in others:
+        np.testing.assert_array_equal(other, first)
