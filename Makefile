@@ -32,7 +32,7 @@ run: .venv/.installed
 
 # A worker per core, four at most; a file's tests stay together, since they share what they start.
 test: $(venv)/.installed
-	$(python) -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
+	$(python) -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # The maths once more under OpenBLAS's other kernels that run here: rounding must decide nothing.
 KERNEL_TESTS := tests/test_robust.py tests/regression/test_anchors.py \
