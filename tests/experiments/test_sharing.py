@@ -54,7 +54,8 @@ def test_without_global_atoms_clients_are_alone() -> None:
         D = learner.step(task.clients[1], D)
     rebuilt = reconstruct(sparse_code(task.test, D, n_nonzero=10), D)
     expected = np.mean((task.test - rebuilt) ** 2)
-    assert federated.history[-1].metrics[1]["error_all"] == pytest.approx(expected)
+    # Six significant digits leave a client.
+    assert federated.history[-1].metrics[1]["error_all"] == pytest.approx(expected, rel=5e-6)
 
 
 @pytest.mark.parametrize(
