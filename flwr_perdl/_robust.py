@@ -137,7 +137,8 @@ def shortening(stack: Matrix) -> Matrix:
         scale = np.abs(flat[odd]).max(axis=1, initial=0)
         lengths[odd] = scale * row_norms(flat[odd] / np.where(scale > 0, scale, 1)[:, None])
     bound = CAP * np.median(lengths[lengths > 0]) if lengths.any() else 0.0
-    factors: Matrix = np.where(lengths > 0, np.minimum(1, bound / np.maximum(lengths, 1e-300)), 1)
+    long = lengths > bound
+    factors: Matrix = np.where(long, bound / np.where(long, lengths, 1), 1)
     return factors
 
 
