@@ -500,7 +500,7 @@ def test_a_node_of_the_list_is_no_other_client() -> None:
     with pytest.raises(ValueError, match="partitions in clients_by_node must be between 0 and"):
         PerMA(clients_by_node={1: -1})
     with pytest.raises(TypeError, match="clients_by_node must be a mapping or None, got"):
-        PerMA(clients_by_node=[1])  # type: ignore[arg-type]
+        PerMA(clients_by_node=[1])
 
 
 def test_a_node_that_changes_its_mind_is_the_last_to_say_so() -> None:
@@ -566,7 +566,7 @@ def test_robust_is_the_same_argument_of_all_strategies() -> None:
     with pytest.raises(ValueError, match="robust=True must come with aggregation='geometric-medi"):
         PerMA(robust=True, aggregation="mean")
     with pytest.raises(ValueError, match="robust must be True or False, got 'filtered'"):
-        PerMA(robust="filtered")  # type: ignore[arg-type]
+        PerMA(robust="filtered")
 
 
 @pytest.mark.parametrize("attack", ["nudge", "collude"])
