@@ -309,6 +309,67 @@ assert not loaded & {HEAVY | {"perdl_experiments", "rich", "typer"}}, loaded
     execute(environment(extras), "-I", "-c", asked, cwd=tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("extras", "arguments", "said"),
+    [
+        (
+            "",
+            "run digits --out here",
+            "must be installed to run experiments: the extra 'experiments'",
+        ),
+        (
+            "",
+            "up digits --nodes 2",
+            "must be installed to run experiments: the extra 'experiments'",
+        ),
+        (
+            "experiments",
+            "fetch mnist --out here.npz",
+            "the extras 'datasets' and 'experiments' bring it",
+        ),
+    ],
+)
+def test_a_missing_extra_is_named_before_anything_starts(
+    extras: str,
+    arguments: str,
+    said: str,
+    environment: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    command = environment(extras).with_name("flwr-perdl")
+    done = subprocess.run(
+        [command, *arguments.split()],
+        cwd=tmp_path,
+        env=os.environ | {"FLWR_HOME": str(tmp_path / "home"), "COLUMNS": "400"},
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_arrays_of_another_library_without_their_extra_are_refused_in_a_sentence(
+    environment: Callable[[str], Path], tmp_path: Path
+) -> None:
+    asked = """
+from flwr_perdl.dictionary import OrthogonalLearner, sparse_code
+class Array:
+    __module__ = "torch"
+    shape, ndim, dtype = (3, 3), 2, "float32"
+    def __dlpack__(self): raise AssertionError
+try:
+    sparse_code(Array(), Array(), n_nonzero=1)
+except ImportError as error:
+    assert "need the extra 'arrays' (pip install array-api-compat)" in str(error), error
+else:
+    raise AssertionError("no error")
+"""
+    execute(environment(""), "-I", "-c", asked, cwd=tmp_path)
+
+
 def test_a_foreign_project_runs_new_style_and_legacy(
     environment: Callable[[str], Path], project: Path
 ) -> None:

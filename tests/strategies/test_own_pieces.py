@@ -105,6 +105,19 @@ def test_a_refusal_says_what_is_asked_for(
     assert said in str(error.value)
 
 
+def test_before_the_first_round_nothing_is_saved_and_the_error_says_so(tmp_path: Path) -> None:
+    def stop(folder: Path | None) -> str:
+        with pytest.raises(TooFewReplies) as error:
+            PerMA(2, checkpoint_dir=folder).start(
+                grid(factory=lambda context: Template(np.ones(2))), num_rounds=2
+            )
+        return str(error.value)
+
+    assert "nothing is saved, since there is no checkpoint_dir" in stop(None)
+    assert "nothing is saved, since no round has finished" in stop(tmp_path / "run")
+    assert not list(tmp_path.rglob("*.npz"))
+
+
 def test_a_mod_that_answers_the_reply_has_its_reason_heard() -> None:
     mods = [LocalDpMod(1.0, 1.0, 1.0, 1e-5)]
     with pytest.raises(TooFewReplies, match="asked for step 'start': error 6: LocalDpMod expects"):
