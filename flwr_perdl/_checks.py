@@ -75,8 +75,7 @@ def check_array(
         raise ValueError(f"{name} must have {columns} columns, got shape {shape}.")
     if xp is np:
         array = np.ascontiguousarray(array)
-    with np.errstate(over="ignore", under="ignore"):
-        energy = squared_norm(array)
+    energy = squared_norm(array)
     if not isfinite(energy) and not bool(xp.all(xp.isfinite(array))):
         bad = int(xp.count_nonzero(~xp.isfinite(array)))
         raise ValueError(f"{name} must be finite, got {bad} NaN or infinite value(s).")

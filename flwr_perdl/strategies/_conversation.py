@@ -65,6 +65,8 @@ EVALUATE = "evaluate"
 
 #: Characters of a client's name in logs and reports.
 _LONGEST_NAME = 80
+#: Characters of a run's token in a checkpoint.
+_LONGEST_RUN = 64
 
 
 #: What a project can do whose nodes do not say who they are.
@@ -852,9 +854,17 @@ def _meta_from(
         if key not in meta:
             raise KeyError(key)
     metrics = {int(round_): dict(found) for round_, found in meta["server_metrics"].items()}
-    if not str(meta["run"]).isalnum():  # it is part of a file's name
-        raise ValueError(f"run must be letters and digits in a checkpoint, got {meta['run']!r}.")
-    return str(meta["run"]), int(meta["round"]), int(meta["evaluated"]), metrics
+    run = str(meta["run"])
+    if not run.isalnum() or len(run) > _LONGEST_RUN:  # it is part of a file's name
+        raise ValueError(
+            f"run must be at most {_LONGEST_RUN} letters and digits in a checkpoint, got "
+            f"{run[:_LONGEST_RUN]!r}."
+        )
+    done, evaluated = (
+        check_count(f"{name} in a checkpoint", meta[name], 0, _store.LAST_ROUND)
+        for name in ("round", "evaluated")
+    )
+    return run, done, evaluated, metrics
 
 
 def _report_from(entry: Mapping[str, Any]) -> RoundReport:
