@@ -140,11 +140,15 @@ def joined(arrays: list[Array], axis: int) -> Array:
 
 
 def squared_norm(A: Array) -> float:
-    """Return the sum of all squares, of NumPy's arrays in one pass of BLAS."""
+    """Return the sum of all squares, of NumPy's arrays in one pass of BLAS.
+
+    No warning where it leaves the range: `numpy.vdot` gives none, what other libraries call may.
+    """
     if isinstance(A, np.ndarray):
         return float(np.vdot(A, A))
     flat = reshaped(A, (-1,))
-    return float(namespace(A).vecdot(flat, flat))
+    with np.errstate(over="ignore", under="ignore"):
+        return float(namespace(A).vecdot(flat, flat))
 
 
 def row_products(A: Array, B: Array) -> Array:

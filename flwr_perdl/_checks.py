@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import fields
+from functools import lru_cache
 from math import isfinite
 from numbers import Integral, Real
 from typing import Any
@@ -74,14 +75,12 @@ def check_array(
         raise ValueError(f"{name} must have {columns} columns, got shape {shape}.")
     if xp is np:
         array = np.ascontiguousarray(array)
-    with np.errstate(over="ignore", under="ignore"):
-        energy = squared_norm(array)
+    energy = squared_norm(array)
     if not isfinite(energy) and not bool(xp.all(xp.isfinite(array))):
         bad = int(xp.count_nonzero(~xp.isfinite(array)))
         raise ValueError(f"{name} must be finite, got {bad} NaN or infinite value(s).")
     if squares:
-        limits = xp.finfo(array.dtype)
-        least = float(limits.smallest_normal) / float(limits.eps)
+        least = _least_square(xp, array.dtype)
         if not least <= energy <= 1 / least and xp.any(array):
             raise ValueError(
                 f"{name} must be rescaled, as the squares of its values leave the range of "
@@ -89,6 +88,13 @@ def check_array(
             )
     checked: Matrix = array
     return checked
+
+
+@lru_cache  # NumPy takes longer to say its limits than to check a small array
+def _least_square(xp: Any, dtype: Any) -> float:
+    """Return the least sum of squares that has room for sums of products."""
+    limits = xp.finfo(dtype)
+    return float(limits.smallest_normal) / float(limits.eps)
 
 
 def all_finite(array: Matrix, xp: Any = np) -> bool:
@@ -120,9 +126,12 @@ def check_magnitude(name: str, array: Matrix, *, floor: float = 0.4) -> Matrix:
 
 def check_count(name: str, value: object, low: int = 0, high: int | None = None) -> int:
     """Return ``value`` as an int within ``[low, high]``, or raise a ValueError that says so."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
+    if type(value) is int:  # an abstract class takes longer to recognize it
+        count = value
+    elif isinstance(value, bool) or not isinstance(value, Integral):
         raise ValueError(f"{name} must be an integer, got {value!r}.")
-    count = int(value)
+    else:
+        count = int(value)
     if count < low or (high is not None and count > high):
         bounds = f"at least {low}" if high is None else f"between {low} and {high}"
         raise ValueError(f"{name} must be {bounds}, got {count}.")

@@ -31,6 +31,7 @@ Scalar = bool | bytes | float | int | str
 #: For `isinstance`: tuples, as ``int | float`` would be made anew for every number of every reply.
 _NUMBERS, _TEXTS = (int, float), (bytes, str)
 Record = TypeVar("Record", bound=MutableMapping[str, Any])
+Entry = TypeVar("Entry")
 
 ARRAYS = "arrays"
 CONFIG = "config"
@@ -179,6 +180,12 @@ def filled(record: Record, entries: Mapping[str, Any]) -> Record:
     return record
 
 
+def entries(record: Mapping[str, Entry]) -> Mapping[str, Entry]:
+    """Return what a record holds, not copied, as a mapping that is read faster than the record."""
+    held = record.__dict__.get("_data")
+    return held if isinstance(held, dict) else record
+
+
 def to_record(arrays: Iterable[Matrix]) -> ArrayRecord:
     """Return the ArrayRecord of a list of arrays (names "0", "1", …, as Flower gives them)."""
     return _numbered(map(encode, arrays))
@@ -288,10 +295,9 @@ def read_partition(value: object) -> int:
         If it is no integer from 0 to 2**63 - 1, nor the digits of one.
     """
     digits = isinstance(value, str) and value.isascii() and value.isdigit()
-    if digits or (isinstance(value, int) and not isinstance(value, bool)):
-        partition = int(str(value))
-        if 0 <= partition <= LARGEST_INT:
-            return partition
+    partition = int(str(value)) if digits else value
+    if type(partition) is int and 0 <= partition <= LARGEST_INT:
+        return partition
     raise ValueError(f"{PARTITION_ID} must be an integer from 0 to 2**63 - 1, got {value!r}.")
 
 
@@ -323,7 +329,8 @@ def check_metrics(metrics: Mapping[str, Any]) -> None:
 
     A value may be a list, which is not read, but counts.
     """
-    count = sum(len(value) if isinstance(value, list) else 1 for value in metrics.values())
+    lists = [value for value in metrics.values() if isinstance(value, list)]
+    count = len(metrics) - len(lists) + sum(map(len, lists))
     if count > _MOST_METRICS:
         raise ValueError(f"metrics must hold at most {_MOST_METRICS} numbers, got {count}")
     check_names("metrics", metrics)
@@ -331,6 +338,9 @@ def check_metrics(metrics: Mapping[str, Any]) -> None:
 
 def check_names(what: str, names: Iterable[str]) -> None:
     """Raise a ValueError if a name from a client is too long, or not printable."""
+    names = list(names)
+    if max(map(len, names), default=0) <= _LONGEST_NAME and all(map(str.isprintable, names)):
+        return
     for name in names:
         if len(name) > _LONGEST_NAME:
             raise ValueError(
@@ -354,8 +364,9 @@ def read_reply(message: Message, *, with_arrays: bool, limits: Limits = _ANY) ->
     if error is not None:
         raise ValueError(error)
     content = message.content
-    metrics = content.get(METRICS)
-    if not isinstance(metrics, MetricRecord) or NUM_EXAMPLES not in metrics:
+    record = content.get(METRICS)
+    metrics = entries(record) if isinstance(record, MetricRecord) else {}
+    if NUM_EXAMPLES not in metrics:
         raise ValueError(f"no MetricRecord {METRICS!r} with {NUM_EXAMPLES!r}")
     check_metrics(metrics)
     arrays: list[Matrix] = []
@@ -363,7 +374,7 @@ def read_reply(message: Message, *, with_arrays: bool, limits: Limits = _ANY) ->
         record = content.get(ARRAYS)
         if not isinstance(record, ArrayRecord):
             raise ValueError(f"no ArrayRecord {ARRAYS!r}")
-        arrays = limits.read(array.data for array in record.values())
+        arrays = limits.read([array.data for array in entries(record).values()])
     numbers = {name: value for name, value in metrics.items() if isinstance(value, _NUMBERS)}
     return _checked(arrays, numbers.pop(NUM_EXAMPLES, nan), numbers, limits)
 

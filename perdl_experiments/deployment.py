@@ -93,6 +93,7 @@ class Deployment:
         self.app = app
         self.tell = tell or (lambda line: None)
         self.nodes: list[subprocess.Popen[bytes]] = []
+        self.node_ids: dict[int, int] = {}
         self._processes: list[subprocess.Popen[bytes]] = []
         self._ports: dict[str, int] = {}
         self._environment = {
@@ -116,7 +117,8 @@ class Deployment:
             self._write_app()
             for partition in range(self.n_nodes):
                 if self.tls:
-                    self.register(self.make_key(f"node-{partition}"), f"node-{partition}")
+                    name = f"node-{partition}"
+                    self.node_ids[partition] = self.register(self.make_key(name), name)
                 self.start_node(partition)
         except BaseException:
             self.stop()
@@ -256,14 +258,16 @@ class Deployment:
         """Make a key pair for a SuperNode, and return the public key's file."""
         return make_key(self.folder / "keys", name)
 
-    def register(self, public_key: Path, name: str) -> None:
-        """Let the SuperLink accept the SuperNode with this key."""
-        command = ["flwr", "supernode", "register", str(public_key), _LINK]
+    def register(self, public_key: Path, name: str) -> int:
+        """Let the SuperLink accept the SuperNode with this key, and return the key's node id."""
+        command = ["flwr", "supernode", "register", str(public_key), _LINK, "--format", "json"]
         if _takes("flwr supernode register", "--name"):
             command += ["--name", name]
-        done = self._call(command)
-        if done.returncode:
-            raise RuntimeError(f"SuperNode {name} could not be registered: {_tail(done.stdout)}")
+        said = self._call(command).stdout
+        try:
+            return int(json.loads(said)["node-id"])
+        except (ValueError, KeyError):
+            raise RuntimeError(f"SuperNode {name} could not be registered: {_tail(said)}") from None
 
     # The app ---------------------------------------------------------------------------------
 

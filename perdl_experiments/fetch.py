@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,8 +13,8 @@ from numpy.typing import NDArray
 from flwr_perdl._checks import check_count
 from flwr_perdl._store import replacing
 
-#: The most pixels of a set, four gigabytes, and how many images are decoded at a time.
-_PIXELS, _AT_ONCE = 2**32, 8
+#: The most pixels of a set, four gigabytes, and how many image files are read at a time.
+_PIXELS, _AT_ONCE = 2**32, 100
 
 
 class Source(NamedTuple):
@@ -148,31 +149,59 @@ def _column(rows: Any, source: Source, name: str) -> NDArray[Any]:
 
 
 def _grey(rows: Any, source: Source) -> NDArray[np.uint8]:
-    """Return the images in grey, (n, height, width)."""
+    """Return the images in grey, (n, height, width).
+
+    A small file may hold a large image: images are decoded one by one, and none that has another
+    number of pixels than the first.
+    """
     X = np.empty((0, 0, 0), dtype=np.uint8)
     for at, picture in enumerate(_pictures(rows, source)):
-        if not hasattr(picture, "convert"):
-            raise ValueError(f"column {source.image!r} of {source.dataset} must hold images.")
         width, height = picture.size
         if not at:
             check_count(f"pixels of {source.dataset}", len(rows) * height * width, 1, _PIXELS)
-            X = np.empty((len(rows), height, width), dtype=np.uint8)
+        if not at or height * width == X[0].size:
+            grey = _decoded(picture, source)
+            height, width = grey.shape
+            if not at:
+                X = np.empty((len(rows), height, width), dtype=np.uint8)
         if X.shape[1:] != (height, width):
             raise ValueError(
                 f"images of {source.dataset} must have one size, got "
                 f"{X.shape[1]}x{X.shape[2]} and {height}x{width}."
             )
-        X[at] = np.asarray(picture.convert("L"))
+        X[at] = grey
     return X
 
 
 def _pictures(rows: Any, source: Source) -> Iterator[Any]:
-    """Yield the images; a few are decoded at a time, as a small file may hold a large image."""
+    """Yield the images, opened and not decoded."""
+    from datasets import Image as Column
+    from PIL import Image
+
+    if not isinstance(rows.features[source.image], Column):
+        raise ValueError(f"column {source.image!r} of {source.dataset} must hold images.")
+    files = rows.select_columns([source.image]).cast_column(source.image, Column(decode=False))
+    for batch in files.iter(_AT_ONCE):
+        for file in batch[source.image]:
+            try:
+                data = file["bytes"]
+                yield Image.open(file["path"] if data is None else BytesIO(data))
+            except Exception as error:
+                raise _unreadable(source, error) from error
+
+
+def _decoded(picture: Any, source: Source) -> NDArray[np.uint8]:
+    """Return an image in grey, turned as its file says."""
+    from PIL import ImageOps
+
     try:
-        for batch in rows.select_columns([source.image]).iter(_AT_ONCE):
-            yield from batch[source.image]
+        return np.asarray(ImageOps.exif_transpose(picture).convert("L"))
     except Exception as error:
-        raise ValueError(f"images of {source.dataset} must be readable: {error}") from error
+        raise _unreadable(source, error) from error
+
+
+def _unreadable(source: Source, error: Exception) -> ValueError:
+    return ValueError(f"images of {source.dataset} must be readable: {error}")
 
 
 def check_target(path: Path, *, overwrite: bool) -> None:
@@ -236,6 +265,7 @@ def _from_the_hub(source: Source, folder: str | None) -> Any:
         dataset=source.dataset,
         partitioners={source.split: 1},
         shuffle=False,
+        trust_remote_code=False,  # before version 4, datasets may run a script of the Hub
         **({} if folder is None else {"data_dir": folder}),
     )
     return kept.load_split(source.split)

@@ -128,8 +128,7 @@ def admit(
     known = str(record[_ANSWERED]) if isinstance(record, ConfigRecord) else "{}"
     noted = _admitted(known, kind, asked, run, round_, first, max_runs, max_requests)
     if noted is not known:
-        kept = filled(ConfigRecord(), {_ANSWERED: noted})
-        filled(context.state, {_ANSWERED: kept})
+        filled(context.state, {_ANSWERED: _record(noted)})
 
 
 @lru_cache(maxsize=64)  # a round's request is the same for most clients, and so is their past
@@ -171,6 +170,12 @@ def _admitted(
         )
     before[kind] = round_, asked
     return json.dumps(noted)
+
+
+@lru_cache(maxsize=64)
+def _record(noted: str) -> ConfigRecord:
+    """Return the record of a note; nobody changes it, so that clients in one process share it."""
+    return filled(ConfigRecord(), {_ANSWERED: noted})
 
 
 def forget(context: Context) -> None:

@@ -183,7 +183,7 @@ class DictionaryClient(Member):
                 )
         if not callable(start):
             raise TypeError(f"start must be a function, got {start!r}.")
-        check_kind("evaluation", evaluation, (Mapping, type(None)), "a mapping or None")
+        check_kind("evaluation", evaluation, (type(None), Mapping), "a mapping or None")
         check_kind("state_dir", state_dir, (str, Path, type(None)), "a path or None")
         self.learner = learner
         self.context = context

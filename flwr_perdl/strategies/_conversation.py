@@ -10,7 +10,7 @@ import json
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from logging import INFO, WARNING
@@ -65,6 +65,8 @@ EVALUATE = "evaluate"
 
 #: Characters of a client's name in logs and reports.
 _LONGEST_NAME = 80
+#: Characters of a run's token in a checkpoint.
+_LONGEST_RUN = 64
 
 
 #: What a project can do whose nodes do not say who they are.
@@ -271,10 +273,13 @@ class Roster(Generic[Node]):
 
     def contested(self, nodes: Collection[Node]) -> list[Node]:
         """Return the nodes whose place a newcomer claims: they are to say again who they are."""
-        holders = self._holders(nodes)
+        here = self._here(nodes)
+        holders = self._holders(here)
+        if len(holders) == len(here):
+            return []
         claims = {
             (holders[self._partitions[node]], node)
-            for node in self._here(nodes)
+            for node in here
             if holders[self._partitions[node]] != node
         }
         new = claims - self._doubles
@@ -283,8 +288,9 @@ class Roster(Generic[Node]):
 
     def present(self, nodes: Collection[Node]) -> dict[int, Node]:
         """Return the present clients' nodes by partition, ascending; the first enrolled wins."""
-        holders = self._holders(nodes)
-        for node in self._here(nodes):
+        here = self._here(nodes)
+        holders = self._holders(here)
+        for node in here:
             holder = holders[self._partitions[node]]
             if node == holder:
                 self.names[self._partitions[node]] = self._names[node]
@@ -312,9 +318,9 @@ class Roster(Generic[Node]):
         here = set(nodes) - self._silent
         return [node for node in self._partitions if node in here]
 
-    def _holders(self, nodes: Collection[Node]) -> dict[int, Node]:
-        """Return, by partition, who has the place: the first enrolled of those present."""
-        return {self._partitions[node]: node for node in reversed(self._here(nodes))}
+    def _holders(self, here: Sequence[Node]) -> dict[int, Node]:
+        """Return, by partition, who has the place: the first of these, as `_here` orders them."""
+        return {self._partitions[node]: node for node in reversed(here)}
 
     def label(self, partition: int) -> str:
         """Return how logs and reports call a client."""
@@ -848,9 +854,17 @@ def _meta_from(
         if key not in meta:
             raise KeyError(key)
     metrics = {int(round_): dict(found) for round_, found in meta["server_metrics"].items()}
-    if not str(meta["run"]).isalnum():  # it is part of a file's name
-        raise ValueError(f"run must be letters and digits in a checkpoint, got {meta['run']!r}.")
-    return str(meta["run"]), int(meta["round"]), int(meta["evaluated"]), metrics
+    run = str(meta["run"])
+    if not run.isalnum() or len(run) > _LONGEST_RUN:  # it is part of a file's name
+        raise ValueError(
+            f"run must be at most {_LONGEST_RUN} letters and digits in a checkpoint, got "
+            f"{run[:_LONGEST_RUN]!r}."
+        )
+    done, evaluated = (
+        check_count(f"{name} in a checkpoint", meta[name], 0, _store.LAST_ROUND)
+        for name in ("round", "evaluated")
+    )
+    return run, done, evaluated, metrics
 
 
 def _report_from(entry: Mapping[str, Any]) -> RoundReport:

@@ -244,6 +244,29 @@ def test_a_prepared_checkpoint_writes_in_its_folder_only(tmp_path: Path) -> None
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"run": "a" * 300}, {"round": -5}, {"round": 10**30}, {"evaluated": 10**30}],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_prepared_checkpoint_of_no_run_or_round_is_left_out(
+    tmp_path: Path, warned: Any, change: dict[str, Any]
+) -> None:
+    """Before: a raw OSError, an error in the next save, or a run that evaluates never again."""
+    conversation = PerMA(1, checkpoint_dir=tmp_path).open([np.ones((1, 2))])
+    for conversation.done in (1, 2):
+        conversation.save()
+    (tmp_path / conversation._journal.path.name).unlink()
+    newest = _store.round_path(tmp_path, 2)
+    saved = _store.load(newest)
+    _store.save(newest, saved.arrays, {**saved.meta, **change})
+    resumed = PerMA(1, checkpoint_dir=tmp_path, resume=True).open([np.ones((1, 2))])
+    resumed.save()
+    assert resumed.done == 1
+    assert f"{next(iter(change))}" in warned.text
+    assert "The checkpoint before it is used" in warned.text
+
+
 # What is left behind -----------------------------------------------------------------------------
 
 

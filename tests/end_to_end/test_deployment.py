@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -30,14 +31,74 @@ from perdl_experiments.studies import configure, find, sites
 pytestmark = [pytest.mark.slow, pytest.mark.deployment]
 
 
+WITH_A_LIAR = """\
+import json
+import time
+from pathlib import Path
+
+from flwr.serverapp import ServerApp
+
+from flwr_perdl.strategies import PerMA
+from perdl_experiments import client_app, server_app
+
+client = client_app.app
+server = ServerApp()
+
+
+@server.main()
+def main(grid, context):
+    out, node_ids = Path(context.run_config["out"]), grid.get_node_ids
+    if out.suffix == ".json":
+        known = {int(node): partition for node, partition in json.loads(out.read_text()).items()}
+        strategy = PerMA(10, clients_by_node=known, num_clients=4, fraction_evaluate=0)
+        strategy.start(grid, num_rounds=1)
+        out.write_text(json.dumps([*strategy.history[0].metrics]))
+        return
+
+    def after_the_liar():
+        while (out / "checkpoints").exists() and len([*node_ids()]) < 4:
+            time.sleep(0.2)
+        return node_ids()
+
+    grid.get_node_ids = after_the_liar
+    server_app.main(grid, context)
+"""
+
+
 def test_registered_nodes_learn_what_a_run_in_process_learns_and_others_are_refused(
     tmp_path: Path,
 ) -> None:
-    out = tmp_path / "out"
-    with Deployment(tmp_path / "deployment", 3, tls=True) as deployment:
+    """With TLS and node authentication. Neither a node that is not registered takes part, nor a
+    registered one that says that it is client 0, without a list of nodes or with one.
+
+    This liar comes after the first round, and the server waits for it.
+    """
+    out, listed = tmp_path / "out", tmp_path / "listed.json"
+
+    def lie(deployment: Deployment) -> int:
+        node = deployment.register(deployment.make_key("liar"), "liar")
+        until((out / "checkpoints").exists)
+        deployment.start_node(0, key="liar", name="liar")
+        return node
+
+    with (
+        Deployment(tmp_path / "deployment", 3, tls=True, app=WITH_A_LIAR) as deployment,
+        ThreadPoolExecutor(1) as helper,
+    ):
         deployment.make_key("stranger")
         stranger = deployment.start_node(0, key="stranger", name="stranger")
-        deployment.run({"experiment": "digits", "rounds": 2, "out": str(out)}, timeout=400)
+        lying = helper.submit(lie, deployment)
+        said = deployment.run({"experiment": "digits", "rounds": 2, "out": str(out)}, timeout=400)
+        liar, first = lying.result(), deployment.node_ids[0]
+        assert f"Nodes {first} and {liar} both say that they are client 0: only {first}" in said
+
+        known = {node: partition for partition, node in deployment.node_ids.items()}
+        listed.write_text(json.dumps({**known, liar: 3}))
+        said = deployment.run({"experiment": "digits", "out": str(listed)}, timeout=400)
+        assert f"Left out node {liar}" in said
+        assert "it says that it is client 0, and clients_by_node that it is client 3" in said
+        assert json.loads(listed.read_text()) == [0, 1, 2]
+
         refused = stranger.poll()
         processes = [*deployment.nodes]
     assert refused not in (None, 0), "the unregistered SuperNode is still running"
