@@ -421,6 +421,25 @@ def test_models_of_the_largest_norm_show_no_sample() -> None:
     assert logistic(4.999).max() == 0
 
 
+@pytest.mark.parametrize("kind", ["dense", "few entries", "one entry", "clustered", "images"])
+def test_no_model_shows_a_point_among_points_of_like_lengths(kind: str) -> None:
+    """Models along and against points that the server knows, with the logistic loss."""
+    points, rng = SAMPLES[kind](np.random.default_rng(0)), np.random.default_rng(1)
+    labels = np.where(points.sum(axis=1) > 0, 1.0, -1.0)
+
+    def change(X: np.ndarray, y: np.ndarray, models: np.ndarray) -> np.ndarray:
+        client = RegressionClient(X, y, context(), loss=LogisticLoss())
+        return np.asarray(client.fit([models], for_models("update"))[0][0][:, 2:])
+
+    for i in range(0, N, 4):
+        noise = unit(rng.standard_normal((16, points.shape[1])))
+        towards = np.where(np.arange(16)[:, None] % 2, 1, -1) * unit(points[i : i + 1])
+        models = 4.999 * unit(towards + np.linspace(0, 1, 16)[:, None] * noise)
+        close = near(change(points, labels, models), points[i]) > 0.95
+        others = change(np.delete(points, i, axis=0), np.delete(labels, i), models)
+        assert np.all(near(others, points[i])[close] > 0.7)
+
+
 def test_a_gram_matrix_leaves_only_where_the_client_says_so() -> None:
     request = [np.zeros((1, D))], for_models("update", local="exact", soft=0)
     with pytest.raises(ValueError, match="allow_exact must be True"):
