@@ -125,9 +125,10 @@ class DictionaryClient(Member):
     or a row of the update's statistics, and never for an atom that fewer than ``min_support``
     samples stand behind. With ``min_support`` above 1 an atom is also withheld where one sample
     dominates it: where the sum that it is made of, without that sample, is shorter than 0.7 times
-    the sample's own term (`flwr_perdl.dictionary.row_support`). Samples, codes and local atoms stay: the latter in ``context.state`` and,
-    with ``state_dir``, on this client's disk. Metrics are means over at least ``min_support``
-    samples, with six significant digits; of fewer samples there are none.
+    the sample's own term (`flwr_perdl.dictionary.row_support`). Samples, codes and local atoms
+    stay: the latter in ``context.state`` and, with ``state_dir``, on this client's disk. Metrics
+    are means over at least ``min_support`` samples, with six significant digits; of fewer samples
+    there are none.
 
     The promise holds for every row of one reply, also against a server that sends what it likes.
     Differences of several replies, and combinations of rows, can show single samples

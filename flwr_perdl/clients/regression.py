@@ -54,9 +54,9 @@ class RegressionClient(Member):
     where it has enough points, its own estimate; in Phase 2 its cluster, its loss and its update of
     its own cluster's model. Of a client with one point these are the point and its response: with
     fewer than ``min_support`` points nothing leaves. Among points of very different lengths, an
-    update can still show the longest (docs/security.md). What it receives: the models of all clusters,
-    the step size, the basis of the clients' moments and, with ``n_iterations`` above 1, every
-    anchor's estimate without its name.
+    update can still show the longest (docs/security.md). What it receives: the models of all
+    clusters, the step size, the basis of the clients' moments and, with ``n_iterations`` above 1,
+    every anchor's estimate without its name.
 
     Parameters
     ----------
