@@ -49,12 +49,14 @@ from flwr_perdl.dictionary import (
     local_statistics,
     reconstruct,
     refine_local,
+    row_support,
     sparse_code,
+    update_support,
     warm_start,
 )
 from flwr_perdl.dictionary.atoms import principal_directions
 from flwr_perdl.dictionary.averaging import update_dictionary
-from flwr_perdl.dictionary.learners import LEARNERS
+from flwr_perdl.dictionary.learners import LEARNERS, limited
 from flwr_perdl.dictionary.perpca import local_start, perpca_step
 from flwr_perdl.dictionary.stacks import Updates, update_stack
 
@@ -121,12 +123,16 @@ class DictionaryClient(Member):
     ask for): in the ``"start"`` round its whole dictionary (without atoms that fewer than
     ``min_support`` samples stand behind); afterwards, per global atom, either the updated atom
     or a row of the update's statistics, and never for an atom that fewer than ``min_support``
-    samples stand behind. Samples, codes and local atoms stay: the latter in ``context.state`` and,
-    with ``state_dir``, on this client's disk. Metrics are means over at least ``min_support``
-    samples, with six significant digits; of fewer samples there are none.
+    samples stand behind. With ``min_support`` above 1 an atom is also withheld where one sample
+    dominates it: where the sum that it is made of, without that sample, is shorter than 0.7 times
+    the sample's own term (`flwr_perdl.dictionary.row_support`). Samples, codes and local atoms
+    stay: the latter in ``context.state`` and, with ``state_dir``, on this client's disk. Metrics
+    are means over at least ``min_support`` samples, with six significant digits; of fewer samples
+    there are none.
 
-    The promise holds against an honest-but-curious server for one reply. Differences of several
-    replies can show single samples (docs/security.md), so the number of replies is limited.
+    The promise holds for every row of one reply, also against a server that sends what it likes.
+    Differences of several replies, and combinations of rows, can show single samples
+    (docs/security.md), so ``max_requests`` limits the number of replies.
 
     Parameters
     ----------
@@ -328,7 +334,7 @@ class DictionaryClient(Member):
         """Local initialisation (P0, Algorithm 1, lines 2-5)."""
         D = self._warm_start(asked)
         state.save(asked.round, {_DICTIONARY: D})
-        return D[self._supported(D)], D
+        return D[self._supported(self.learner.code(self.X, D), D)], D
 
     def _update(
         self, G: Matrix, asked: _Asked, state: PrivateState, config: Mapping[str, Scalar]
@@ -359,7 +365,9 @@ class DictionaryClient(Member):
             aligned = align_to_global(self.learner.update(self.X, codes, D), G)
             D = np.vstack([aligned.global_atoms, aligned.local_atoms])
         if config.get(SENDS) != STATISTICS:
-            return D, np.where(self._supported(D)[:n_global, None], D[:n_global], 0), error
+            order = [*aligned.indices, *np.delete(np.arange(len(D)), aligned.indices)]
+            supported = self._supported(codes[:, order], D)[:n_global, None]
+            return D, np.where(supported, D[:n_global], 0), error
         sent = local_statistics(
             self.X,
             codes,
@@ -398,7 +406,7 @@ class DictionaryClient(Member):
         if not parameters:
             D = principal_directions(self.X, n_atoms)
             codes = self.X @ D.T
-            supported = atom_support(codes) >= self.min_support
+            supported = row_support(self.X, codes) >= self.min_support
             state.save(asked.round, {_LOCAL_ATOMS: D[:0]})  # says that this client has taken part
             return D[supported], _mse(self.X, codes @ D), False
         U, saved = self._global_atoms(parameters), state.before(asked.round)
@@ -407,7 +415,8 @@ class DictionaryClient(Member):
             V = self._local_components(U)
         found = perpca_step(self.X, U, V, float(config[STEP_LENGTH]))
         state.save(asked.round, {_LOCAL_ATOMS: found.local_components})
-        supported = atom_support(self.X @ found.global_components.T) >= self.min_support
+        codes = self.X @ found.global_components.T
+        supported = limited(atom_support(codes), found.dominated) >= self.min_support
         sent = np.where(supported[:, None], found.global_components, 0)
         return sent, found.loss / self.X.size, saved is None
 
@@ -432,11 +441,11 @@ class DictionaryClient(Member):
         rng = spawn(asked.seed, self.partition)
         return self.start(self.X, self.learner, rng=rng).dictionary
 
-    def _supported(self, D: Matrix) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        """Return which atoms may leave the client: enough samples stand behind them."""
+    def _supported(self, C: Matrix, D: Matrix) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        """Return which atoms, updated from these codes, may leave the client."""
         if self.min_support == 0:
             return np.ones(len(D), dtype=bool)
-        return atom_support(self.learner.code(self.X, D)) >= self.min_support
+        return update_support(self.X, C, D, self.learner) >= self.min_support
 
     def _global_atoms(self, parameters: list[Matrix]) -> Matrix:
         """Return the atoms of a request, which are such as the protocol sends."""

@@ -53,9 +53,10 @@ class RegressionClient(Member):
     Phase 1 its part of the residual moment, a d x w matrix that sums over its pairs of points, and,
     where it has enough points, its own estimate; in Phase 2 its cluster, its loss and its update of
     its own cluster's model. Of a client with one point these are the point and its response: with
-    fewer than ``min_support`` points nothing leaves. What it receives: the models of all clusters,
-    the step size, the basis of the clients' moments and, with ``n_iterations`` above 1, every
-    anchor's estimate without its name.
+    fewer than ``min_support`` points nothing leaves. Among points of very different lengths, an
+    update can still show the longest (docs/security.md). What it receives: the models of all
+    clusters, the step size, the basis of the clients' moments and, with ``n_iterations`` above 1,
+    every anchor's estimate without its name.
 
     Parameters
     ----------

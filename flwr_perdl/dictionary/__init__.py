@@ -39,6 +39,8 @@ from flwr_perdl.dictionary.learners import (
     MODLearner,
     OrthogonalLearner,
     atom_support,
+    row_support,
+    update_support,
 )
 from flwr_perdl.dictionary.matching import Alignment, Matching, align_to_global, global_matching
 from flwr_perdl.dictionary.perpca import PersonalizedPCA, personalized_pca
@@ -78,9 +80,11 @@ __all__ = [
     "polar_factor",
     "reconstruct",
     "refine_local",
+    "row_support",
     "soft_threshold",
     "sparse_code",
     "top_k",
     "update_dictionary",
+    "update_support",
     "warm_start",
 ]

@@ -19,12 +19,12 @@ A zero row in a stack means that the client withholds this atom.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl._arrays import row_products
+from flwr_perdl._arrays import beside, joined, namespace, row_products, squared_norm
 from flwr_perdl._checks import Matrix, check_array, check_choice, check_count, check_real
 from flwr_perdl._memory import short_buffers
 from flwr_perdl._parallel import in_threads
@@ -36,7 +36,7 @@ from flwr_perdl.dictionary.atoms import (
     polar_factors,
     unit_atoms,
 )
-from flwr_perdl.dictionary.learners import atom_support
+from flwr_perdl.dictionary.learners import atom_support, dominated
 
 METHODS = ("mean", "weighted", "median", "geometric-median", "trimmed")
 #: A second moment's least eigenvalue may be this much of the largest below zero.
@@ -153,7 +153,7 @@ def local_statistics(
     orthogonal : bool
         Whether the learner's atoms are orthonormal.
     min_support : float, default 3
-        Global atoms with fewer samples behind them (:func:`atom_support`) are withheld: their
+        Global atoms with fewer samples behind them (:func:`shared_rows`) are withheld: their
         rows are zero, and they count as local.
 
     Returns
@@ -167,7 +167,7 @@ def local_statistics(
     check_count("n_global", n_global, 0, len(D))
     check_real("min_support", min_support, 0)
     own = C[:, :n_global]
-    shared = atom_support(own) >= min_support
+    shared = shared_rows(X, C, D, n_global, min_support)
     rest = own.T @ C  # C_g.T (X - C_l D_l) = C_g.T X - (C_g.T C_l) D_l
     gram = rest[:, :n_global] * shared
     rest[:, :n_global] -= gram
@@ -175,6 +175,35 @@ def local_statistics(
     if not orthogonal:
         sent = np.hstack([gram, sent])
     return np.where(shared[:, None], sent, 0)
+
+
+def shared_rows(X: Matrix, C: Matrix, D: Matrix, n_global: int, min_support: float) -> Any:
+    """Return which rows of its statistics a client sends, (n_global,).
+
+    Parameters
+    ----------
+    X, C, D, n_global, min_support
+        As in :func:`local_statistics`, checked.
+
+    Returns
+    -------
+    ndarray of shape (n_global,)
+        A row is withheld where fewer samples use its atom (:func:`atom_support`), or one sample
+        dominates it (`row_support`). As what is withheld counts as local, and is subtracted from
+        the samples, the others are looked at again.
+    """
+    xp, scale = namespace(X, C, D), squared_norm(X) or 1.0
+    across = C[:, :n_global].T
+    shared = atom_support(C[:, :n_global]) >= min_support
+    while min_support > 1 and xp.any(shared):
+        local = xp.ones(C.shape[1] - n_global, dtype=xp.bool_, **beside(X))
+        keeps = joined([~shared, local], 0)
+        rest = X - xp.where(keeps, C, 0) @ D
+        alone = shared & dominated(rest, across / scale, across @ rest / scale)
+        if not xp.any(alone):
+            break
+        shared = shared & ~alone
+    return shared
 
 
 @short_buffers()

@@ -258,7 +258,9 @@ def polar_factor(S: Matrix, fallback: Matrix) -> Matrix:
     M = cast(S / largest, xp.float64)
     Q = _gram_polar(M, _safe_gram(S)) if xp.min(peaks) > 0 else None
     if Q is None:
-        Q = like(_polar_completed(on_host(M), on_host(fallback), _safe_gram(S), _rounding(S)), M)
+        Q = like(
+            _polar_completed(on_host(M), on_host(fallback), _safe_gram(S), rounding_share(S)), M
+        )
     return cast(_orthonormal(Q), S.dtype)
 
 
@@ -290,10 +292,10 @@ def polar_factor_beside(S: Matrix, fixed: Matrix, fallback: Matrix) -> Matrix:
     M, norm = rest / largest, float(np.linalg.norm(X / largest))
     if not M.any() or np.linalg.eigvalsh(M @ M.T)[0] > _safe_gram(S) * norm**2:
         return polar_factor(rest, fallback.astype(np.float64)).astype(S.dtype)
-    return _orthonormal(_polar_by_levels(M, F, fallback, norm * _rounding(S))).astype(S.dtype)
+    return _orthonormal(_polar_by_levels(M, F, fallback, norm * rounding_share(S))).astype(S.dtype)
 
 
-def _rounding(S: Matrix) -> float:
+def rounding_share(S: Matrix) -> float:
     """Return which share of a matrix' norm is nothing but rounding.
 
     As in `numpy.linalg`, but no more than that of a few numbers of float32: rows of atoms that few
@@ -304,7 +306,7 @@ def _rounding(S: Matrix) -> float:
 
 def _safe_gram(S: Matrix) -> float:
     """Return the least ratio of the Gram matrix' eigenvalues at which it stands in for an SVD."""
-    return max(_SAFE_GRAM, float(S.shape[-2] * _rounding(S) ** 2))
+    return max(_SAFE_GRAM, float(S.shape[-2] * rounding_share(S) ** 2))
 
 
 def _polar_completed(M: Matrix, fallback: Matrix, safe: float, rounding: float) -> Matrix:

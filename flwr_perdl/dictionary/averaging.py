@@ -29,9 +29,9 @@ import numpy as np
 
 from flwr_perdl._checks import Matrix, check_array, check_count, check_real
 from flwr_perdl.dictionary.aggregation import aggregate_atoms, finish_atoms
-from flwr_perdl.dictionary.atoms import normalize_atoms, principal_directions
+from flwr_perdl.dictionary.atoms import normalize_atoms, principal_directions, unit_atoms
 from flwr_perdl.dictionary.coding import remainder
-from flwr_perdl.dictionary.learners import Learner, atom_support
+from flwr_perdl.dictionary.learners import Learner, row_support, update_support
 
 #: Directions shorter than this after projection lie in the span of the other atoms.
 _TINY = 1e-6
@@ -65,7 +65,7 @@ def update_dictionary(
     n_steps : int, default 1
         Its iterations; 0 sends ``D`` itself.
     min_support : float, default 3
-        Fewer samples (:func:`atom_support`) and a row is withheld; at least 1 is asked for.
+        Fewer samples (:func:`update_support`) and a row is withheld; at least 1 is asked for.
 
     Returns
     -------
@@ -73,18 +73,21 @@ def update_dictionary(
     """
     X = check_array("X", X, min_rows=1, squares=True)
     D = check_array("D", D, columns=X.shape[1])
-    for _ in range(check_count("n_steps", n_steps)):
-        D = learner.step(X, D)
-    C = learner.code(X, D)
+    check_count("n_steps", n_steps)
+    D = unit_atoms(D)[0] if n_steps else D
+    C = made_from = learner.code(X, D)
+    for _ in range(n_steps):
+        made_from, D = C, learner.update(X, C, D)
+        C = learner.code(X, D)
     least = max(check_real("min_support", min_support, 0), 1)
-    used = atom_support(C) >= least
+    used = update_support(X, made_from, D, learner) >= least
     sent = np.zeros((len(D) + 1, D.shape[1]), D.dtype)
     sent[:-1] = np.where(used[:, None], D, 0)
     fitted = C @ D
     rest = remainder(X, fitted)
     if not used.all() and rest.any():
         direction = principal_directions(rest, 1)
-        if atom_support(rest @ direction.T)[0] >= least:
+        if row_support(rest, rest @ direction.T)[0] >= least:
             sent[-1] = direction
     return LocalDictionary(D, sent, float(np.square(X - fitted).sum() / max(X.size, 1)))
 

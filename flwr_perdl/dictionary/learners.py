@@ -28,17 +28,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 
 from flwr_perdl._arrays import (
     beside,
+    cast,
     copied,
     namespace,
     place,
+    row_norms,
+    row_products,
     spectral_norm,
     squared_norm,
+    transposed,
     where_true,
 )
 from flwr_perdl._checks import (
@@ -54,6 +58,7 @@ from flwr_perdl.dictionary.atoms import (
     normalize_atoms,
     polar_factor,
     principal_directions,
+    rounding_share,
     unit_atoms,
 )
 from flwr_perdl.dictionary.coding import kept_above, omp, pursue
@@ -66,6 +71,9 @@ PURSUED = 10
 _LEAST_SUPPORT = 2
 #: Supports this near to a whole number, relative to it, are that number but for rounding.
 _WHOLE = 1e-9
+#: A sample dominates a sum where the rest is shorter than this share of its term. In all other
+#: cases, a sum that is at a cosine above .95 with a sample is at one above .7 without it.
+ALONE = 0.7
 
 
 class Learner(Protocol):
@@ -115,6 +123,108 @@ def atom_support(C: Matrix) -> Matrix:
     """
     C = check_array("C", C, xp=namespace(C))
     return atom_supports(*code_sums(C[None, ...]), lambda i: C)[0, :]
+
+
+def row_support(X: Matrix, C: Matrix) -> Matrix:
+    """Return the effective number of samples behind each row of ``C.T @ X``.
+
+    This is :func:`atom_support`, but at most 1 where one sample dominates the row: where what is
+    left of the row without the sample's term ``c x`` is shorter than ``ALONE`` times that term.
+    Many small weights raise the effective number of samples, and the sum still points to the one
+    with a large term. What leaves a client is measured in this way.
+
+    Parameters
+    ----------
+    X : ndarray of shape (n_samples, n_features)
+        Data.
+    C : ndarray of shape (n_samples, n_rows)
+        Weights, such as codes.
+
+    Returns
+    -------
+    ndarray of shape (n_rows,)
+        0 for a row without terms.
+    """
+    X = check_array("X", X, squares=True, xp=namespace(X, C))
+    support = atom_support(C)
+    scale = squared_norm(X) or 1.0
+    return limited(support, dominated(X, C.T / scale, C.T @ X / scale))
+
+
+def update_support(X: Matrix, C: Matrix, D: Matrix, learner: Learner) -> Matrix:
+    """Return the effective number of samples behind each atom of an updated dictionary.
+
+    Parameters
+    ----------
+    X : ndarray of shape (n_samples, n_features)
+        Data.
+    C : ndarray of shape (n_samples, n_atoms)
+        The codes from which the atoms were updated.
+    D : ndarray of shape (n_atoms, n_features)
+        The atoms after the update, for an orthogonal learner in any order.
+    learner : Learner
+        Codes the samples with them.
+
+    Returns
+    -------
+    ndarray of shape (n_atoms,)
+        `atom_support` of the codes with the new atoms, but at most 1 where one sample dominates the
+        sum that an atom was made of (`row_support`). Of orthonormal atoms each is a mixture of all
+        rows of ``C.T @ X``.
+    """
+    support = atom_support(learner.code(X, D))
+    if not learner.orthogonal:
+        return limited(support, row_support(X, C) <= 1)
+    return limited(support, dominated(X, (C @ mixing(D, C.T @ X)).T, D))
+
+
+def limited(support: Matrix, one: Any) -> Matrix:
+    """Return supports of at most 1 where one sample dominates."""
+    found: Matrix = namespace(support).where(one & (support > 1), 1, support)
+    return found
+
+
+def dominated(X: Matrix, weights: Matrix, rows: Matrix) -> Any:
+    """Return which sums of samples one sample dominates, as in `row_support`.
+
+    Parameters
+    ----------
+    X : ndarray of shape (..., n_samples, n_features)
+        Samples.
+    weights : ndarray of shape (..., n_rows, n_samples)
+        The weights of each sum.
+    rows : ndarray of shape (..., n_rows, n_features)
+        The sums, of a size that has squares.
+
+    Returns
+    -------
+    ndarray of shape (..., n_rows)
+    """
+    xp, terms = namespace(X), weights * row_norms(X)[..., None, :]
+    rest = row_products(rows, rows)[..., None] - 2 * weights * (rows @ transposed(X))
+    return xp.any(rest + (1 - ALONE**2) * terms * terms < 0, axis=-1)
+
+
+def mixing(D: Matrix, S: Matrix) -> Matrix:
+    """Return ``M`` with ``D = M.T @ S``, but for the directions in which ``S`` is zero.
+
+    Parameters
+    ----------
+    D : ndarray of shape (..., n_atoms, n_features)
+        The polar factors of ``S``, their rows in any order and with any signs.
+    S : ndarray of shape (..., n_atoms, n_features)
+        Matrices.
+
+    Returns
+    -------
+    ndarray of shape (..., n_atoms, n_atoms)
+        ``D S'`` is a square root of ``S S'``, and this its pseudo-inverse.
+    """
+    xp = namespace(D, S)
+    root, least = cast(D @ transposed(S), xp.float64), 10 * rounding_share(S)
+    # NumPy before 2.0 does not know the standard's rtol
+    found: Matrix = np.linalg.pinv(root, least) if xp is np else xp.linalg.pinv(root, rtol=least)
+    return cast(found, S.dtype)
 
 
 def atom_supports(sums: Matrix, squares: Matrix, codes: Callable[[int], Matrix]) -> Matrix:

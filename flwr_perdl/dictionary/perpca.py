@@ -29,11 +29,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flwr_perdl._checks import Matrix, check_array, check_count, check_real
 from flwr_perdl.dictionary.aggregation import aggregate_atoms
 from flwr_perdl.dictionary.atoms import polar_factor, principal_directions
 from flwr_perdl.dictionary.coding import remainder
+from flwr_perdl.dictionary.learners import dominated, mixing
 
 #: First step, as a multiple of 1 / ||X_i||_2^2; halved whenever the clients' loss has risen.
 STEP = 1.0
@@ -48,6 +50,8 @@ class PCAStep(NamedTuple):
     local_components: Matrix
     #: Squared error of its samples before the step, with both kinds of components.
     loss: float
+    #: Which shared components one sample dominates (`row_support`), (n_global,).
+    dominated: NDArray[np.bool_]
 
 
 class PersonalizedPCA(NamedTuple):
@@ -117,9 +121,14 @@ def perpca_step(X: Matrix, U: Matrix, V: Matrix, step: float) -> PCAStep:
     loss = max(float(np.vdot(X, X) - np.vdot(codes, codes)), 0.0)
     lesser = X @ X.T if len(X) <= X.shape[1] else X.T @ X
     scale = float(np.linalg.eigvalsh(lesser)[-1])
+    one = np.zeros(len(U), dtype=np.bool_)
     if scale > 0:
-        W = polar_factor(W + X.dtype.type(step / scale) * (codes.T @ X), W)
-    return PCAStep(W[: len(U)], W[len(U) :], loss)
+        length = X.dtype.type(step / scale)
+        moved = W + length * (codes.T @ X)
+        W = polar_factor(moved, W)
+        weights = length * (codes @ mixing(W, moved)[:, : len(U)])
+        one = dominated(X, weights.T, weights.T @ X)
+    return PCAStep(W[: len(U)], W[len(U) :], loss, one)
 
 
 def next_step(step: float, losses: Sequence[float]) -> float:

@@ -34,17 +34,22 @@ from flwr_perdl._arrays import (
     on_cpu,
     on_host,
     reshaped,
+    row_norms,
     row_products,
     transposed,
     where_true,
 )
 from flwr_perdl._checks import Matrix
 from flwr_perdl._memory import short_buffers
+from flwr_perdl.dictionary.aggregation import shared_rows
 from flwr_perdl.dictionary.atoms import match_stack, polar_factors
 from flwr_perdl.dictionary.learners import (
+    ALONE,
     OrthogonalLearner,
     atom_supports,
     code_sums,
+    dominated,
+    mixing,
 )
 
 #: Numbers of samples' features whose codes are computed at once: two megabytes.
@@ -101,29 +106,42 @@ def update_stack(
         On the host are computed the clients' thresholds, from a number each, and what
         `polar_factors` and `match_stack` leave to it.
     """
-    r, before = G.shape[0], D
-    energies, thresholds, moments, gram, sums = _by_blocks(partial(_begin, learner, r), X, D)
+    xp, r, before = namespace(X, D, G), G.shape[0], D
+    begun = _by_blocks(partial(_begin, learner, r), X, D)
+    energies, thresholds, lengths, moments, gram, sums, longest = begun
     errors = _mean_squared_errors(X, D, G, thresholds, moments, gram, energies)
     D = _align(polar_factors(moments, D), G)
     for _ in range(n_steps - 1):
         before = D
-        moments, gram, sums = _by_blocks(partial(_sums, r), X, D, thresholds)
+        moments, gram, sums, longest = _by_blocks(partial(_sums, r), X, D, thresholds, lengths)
         D = _align(polar_factors(moments, D), G)
-    squares = _diagonals(gram)
+    made_from, squares = before, _diagonals(gram)
     if not statistics:
         before, (sums, squares) = D, _by_blocks(_sizes, X, D[:, :r, :], thresholds)
     supports = atom_supports(
         sums, squares, lambda i: _code(X[i, ...], before[i, :r, :], thresholds[i, ...]).T
     )
     shared = supports >= min_support
-    if statistics:
-        sent = _statistics(before, moments, gram, shared, orthogonal)
-    else:
-        sent = namespace(D).where(shared[..., None], D[:, :r, :], 0)
+    if not statistics:
+        for i in range(X.shape[0] if min_support > 1 else 0):
+            mixed = mixing(D[i, ...], moments[i, ...])[:, :r]
+            weights = transposed(mixed) @ _code(X[i, ...], made_from[i, ...], thresholds[i, ...])
+            shared[i, ...] &= ~dominated(X[i, ...], weights, D[i, :r, :])
+        return Updates(D, xp.where(shared[..., None], D[:, :r, :], 0), errors)
+    sent = _statistics(before, moments, gram, shared, orthogonal)
+    scale = xp.where(energies == 0, 1, energies)[:, None, None]
+    rows = row_norms(sent[:, :, -X.shape[2] :] / scale)
+    near = shared & ((1 + ALONE) * longest > rows)  # else no term dominates
+    for i in where_true(xp.any(near, axis=1)).tolist() if min_support > 1 else []:
+        own = X[i, ...], _code(X[i, ...], before[i, ...], thresholds[i, ...]).T, before[i, ...]
+        shared[i, ...] = shared_rows(*own, r, min_support)
+        one = slice(i, i + 1)
+        parts = before[one, ...], moments[one, ...], gram[one, ...], shared[one, ...]
+        sent[one, ...] = _statistics(*parts, orthogonal)
     return Updates(D, sent, errors)
 
 
-def _by_blocks(reduce: Callable[..., tuple[Matrix, ...]], X: Matrix, *more: Matrix) -> list[Matrix]:
+def _by_blocks(reduce: Callable[..., tuple[Matrix, ...]], X: Matrix, *more: Matrix) -> list[Any]:
     """Return ``reduce(X, *more)``, of as many clients at a time as a processor's cache holds."""
     n = X.shape[0]
     step = max(1, _BLOCK // max(prod(X.shape[1:]), 1)) if on_cpu(X) else n
@@ -136,19 +154,25 @@ def _by_blocks(reduce: Callable[..., tuple[Matrix, ...]], X: Matrix, *more: Matr
 
 
 def _begin(learner: OrthogonalLearner, r: int, X: Matrix, D: Matrix) -> tuple[Matrix, ...]:
-    """Return ``|X|^2``, the thresholds, (n_clients, 1, 1), and `_sums`."""
-    energies = _products(X, X)
+    """Return ``|X|^2``, thresholds (n_clients, 1, 1), lengths (n_clients, 1, n_samples), `_sums`.
+
+    The lengths are the samples', divided by ``|X|^2``: terms of codes are then at most 1.
+    """
+    xp, energies = namespace(X), _products(X, X)
+    lengths = (row_norms(X) / xp.where(energies == 0, 1, energies)[:, None])[:, None, :]
     known = on_host(energies)
     levels = learner.levels_of(known.astype(np.float64), X.shape[1])
     thresholds = like(levels.astype(known.dtype, copy=False)[:, None, None], X)
-    return energies, thresholds, *_sums(r, X, D, thresholds)
+    return energies, thresholds, lengths, *_sums(r, X, D, thresholds, lengths)
 
 
-def _sums(r: int, X: Matrix, D: Matrix, levels: Matrix) -> tuple[Matrix, Matrix, Matrix]:
-    """Return ``C' X``, and of the first ``r`` atoms ``C_g' C`` and the sums of ``|C_g|``."""
+def _sums(r: int, X: Matrix, D: Matrix, levels: Matrix, lengths: Matrix) -> tuple[Matrix, ...]:
+    """Return ``C' X``, and of ``C_g``: ``C_g' C``, sums of sizes, the longest terms' lengths."""
     xp, across = namespace(X, D), _code(X, D, levels)
     own = across[:, :r, :]
-    return across @ X, own @ transposed(across), xp.sum(xp.abs(own), axis=2)
+    sizes = xp.abs(own)
+    longest = xp.max(sizes * lengths, axis=2)
+    return across @ X, own @ transposed(across), xp.sum(sizes, axis=2), longest
 
 
 def _sizes(X: Matrix, D: Matrix, levels: Matrix) -> tuple[Matrix, Matrix]:

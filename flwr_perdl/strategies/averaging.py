@@ -6,13 +6,17 @@ them; see `flwr_perdl.dictionary.averaging` for the maths and for what is fairer
 What each party receives:
 
 - *The server*, in round one: every client's own dictionary (a zero row for an atom that fewer than
-  ``min_support`` samples stand behind). Later: every client's updated dictionary, likewise. In
-  every round: the leading direction of a client's residuals where it withholds an atom and enough
-  samples stand behind that direction, numbers of samples and atoms, mean errors, and a 0 under
-  ``"anew"``. Never: samples or codes. All atoms are everybody's: there are no local ones to keep.
+  ``min_support`` samples stand behind, or that one sample dominates). Later: every client's updated
+  dictionary, likewise. In every round: the leading direction of a client's residuals where it
+  withholds an atom and enough samples stand behind that direction, numbers of samples and atoms,
+  mean errors, and a 0 under ``"anew"``. Never: samples or codes. All atoms are everybody's: there
+  are no local ones to keep.
 - *A client*: the dictionary of all, the seed and the options; nothing of any other client. In round
   two that is the dictionary of *one* client, the one with the most samples.
 - *Evaluations* return mean errors only.
+
+The clients are made with ``DictionaryClient(protocol="averaging")``, which says what one reply
+shows.
 """
 
 from __future__ import annotations

@@ -11,8 +11,11 @@ What each party receives:
   in Phase 1 each client's part of the residual moment's products (a d x w matrix that sums over
   its pairs of points) and the estimates of the clients with enough points; in Phase 2 each
   client's cluster, loss and update of one model (with ``local="exact"``: its Gram matrix and
-  moment). In every round: numbers of samples. No message holds a sample or a response as it is,
-  but of a client with one point the mean squares, the loss and the update give both.
+  moment, if the client allows it with ``allow_exact``). In every round: numbers of samples. No
+  message holds a sample or a response as it is, but of a client with one point the mean squares,
+  the loss and the update give both: clients with fewer than ``min_support`` points do not train.
+  Clients refuse models above ``max_norm``. Among points of very different lengths, an update can
+  still show the longest one (docs/security.md).
 - *A client*: the models of all clusters; the step size, which one client's curvature decides; from
   the second product on the basis that the sums over all clients span. With ``n_iterations`` above
   1 every client receives every anchor's last estimate, without names, and perturbed where

@@ -28,7 +28,8 @@ What each party receives:
   their ages; sealed, also the public keys of those who hear it. With simulated faults: who sleeps.
 - *A node that is no neighbour*: nothing.
 
-What a message gives away is in the algorithm's docstring.
+What a message gives away is in the algorithm's docstring; it says so for neighbors that do as they
+should. A neighbor that sends what it likes may learn samples (docs/security.md).
 """
 
 from __future__ import annotations

@@ -8,12 +8,14 @@ What each party receives:
 - *The server*, in round one: the principal directions of every client's samples, as many as it will
   have components, without those that fewer than ``min_support`` samples stand behind. Later: per
   client the shared components after its step (a zero row for one that fewer than ``min_support``
-  samples stand behind). In every round: numbers of samples and components, mean errors, and
-  whether the client had lost its state. Never: samples, codes, or, after round one, a client's own
-  components.
+  samples stand behind, or that one sample dominates). In every round: numbers of samples and
+  components, mean errors, and whether the client had lost its state. Never: samples, codes, or,
+  after round one, a client's own components.
 - *A client*: the shared components, the step, the seed and the options; nothing of any other
   client.
 - *Evaluations* return mean errors only.
+
+The clients are made with ``DictionaryClient(protocol="perpca")``, which says what one reply shows.
 """
 
 from __future__ import annotations

@@ -1,21 +1,25 @@
 """Attacks on the clients' samples, by a server that sends what it likes.
 
 A client with its defaults and 40 samples: no reply may have a row, or two rows whose difference is,
-at a cosine above .95 with one of the samples; or the request is refused.
+at a cosine above .95 with one of the samples because of that sample; or the request is refused.
+"Because of": without the sample the same request has an answer at a cosine below .7. Rows are also
+near samples that the server guesses, and near samples that many others resemble.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
 import numpy as np
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from sklearn.datasets import load_digits
 
 from flwr_perdl.clients import DictionaryClient, RegressionClient, client_app
-from flwr_perdl.dictionary import GradientLearner, OrthogonalLearner
+from flwr_perdl.dictionary import GradientLearner, MODLearner, OrthogonalLearner, WarmStart
 from flwr_perdl.regression import LogisticLoss
 from flwr_perdl.simulations import InProcessGrid
 
@@ -121,6 +125,159 @@ def test_a_cohort_is_asked_as_carefully_as_one_client() -> None:
         asked = [Message(content, node, "train") for node in grid.get_node_ids()]
         refused = [reply.has_error() for reply in grid.send_and_receive(asked)]
         assert refused == [len(G) != 2 or round_ == 2] * 3
+
+
+# Samples of every kind, and attackers that search ------------------------------------------------
+
+
+def coordinates(rng: np.random.Generator) -> np.ndarray:
+    """Return samples with few entries."""
+    entries = rng.standard_normal((N, D)) * (rng.random((N, D)) < 0.15)
+    return entries + np.eye(D)[rng.integers(D, size=N)] * ~entries.any(axis=1, keepdims=True)
+
+
+def clustered(rng: np.random.Generator) -> np.ndarray:
+    """Return samples around twelve points."""
+    centers = 3 * rng.standard_normal((12, D))
+    return centers[rng.integers(12, size=N)] + 0.5 * rng.standard_normal((N, D))
+
+
+def one_entry(rng: np.random.Generator) -> np.ndarray:
+    """Return multiples of one unit vector each, and noise."""
+    entries = np.eye(D)[rng.integers(D, size=N)] * rng.standard_normal((N, 1))
+    return entries + 0.05 * rng.standard_normal((N, D))
+
+
+def long_and_short(rng: np.random.Generator) -> np.ndarray:
+    """Return samples whose lengths have heavy tails."""
+    return rng.standard_normal((N, D)) * np.abs(rng.standard_t(1.2, (N, 1)))
+
+
+SAMPLES: dict[str, Callable[[np.random.Generator], np.ndarray]] = {
+    "dense": lambda rng: rng.standard_normal((N, D)),
+    "few entries": coordinates,
+    "one entry": one_entry,
+    "heavy-tailed": lambda rng: rng.standard_t(1.5, (N, D)),
+    "long and short": long_and_short,
+    "clustered": clustered,
+    "images": lambda rng: load_digits().data[rng.choice(1797, N, replace=False)] / 16,
+}
+GENERAL = GradientLearner(ATOMS, coding="threshold")
+ASKS: list[tuple[str, str, Any]] = [
+    ("perma", "statistics", LEARNER),
+    ("perma", "atoms", LEARNER),
+    ("perma", "statistics", GENERAL),
+    ("perma", "atoms", MODLearner(ATOMS)),
+    ("averaging", "atoms", LEARNER),
+    ("perpca", "atoms", LEARNER),
+]
+
+
+def answered(samples: np.ndarray, G: np.ndarray, ask: tuple[str, str, Any], **more: Any) -> Any:
+    """Return a client's answer to a request for atoms or sums, a row for each of ``G``."""
+    protocol, sends, learner = ask
+
+    def start(X: np.ndarray, learner: Any, *, rng: np.random.Generator) -> WarmStart:
+        return WarmStart(G, 0.0, (0.0,))  # no local atoms: nothing is subtracted from the samples
+
+    client = DictionaryClient(samples, learner, context(), protocol=protocol, start=start, **more)
+    orthogonal = int(learner.orthogonal)
+    request = asks(PROTOCOLS[protocol][-1], sends=sends, orthogonal=orthogonal, step_length=1e3)
+    (rows,), _, _ = client.fit([G], request)
+    return rows[: len(G), -samples.shape[1] :]
+
+
+def near(rows: np.ndarray, sample: np.ndarray) -> np.ndarray:
+    """Return the cosines of rows with a sample, 0 for withheld rows."""
+    lengths = np.linalg.norm(rows, axis=1) * np.linalg.norm(sample)
+    cosines: np.ndarray = np.abs(rows @ sample) / np.where(lengths > 1e-12, lengths, np.inf)
+    return cosines
+
+
+def without(samples: np.ndarray, i: int, G: np.ndarray, ask: tuple[str, str, Any]) -> np.ndarray:
+    """Return the answer without a sample, the others coded with the threshold that they had."""
+    protocol, sends, learner = ask
+    learner = replace(learner, threshold=learner.level(samples))
+    others = np.delete(samples, i, axis=0)
+    return np.asarray(answered(others, G, (protocol, sends, learner), min_support=0))
+
+
+def betrayed(samples: np.ndarray, G: np.ndarray, ask: tuple[str, str, Any]) -> list[int]:
+    """Return the samples that an answer shows, and does not show without them."""
+    rows, found = answered(samples, G, ask), []
+    for i, sample in enumerate(samples):
+        close = near(rows, sample) > 0.95
+        if close.any():
+            others = without(samples, i, G, ask)
+            found += [i] if np.any(near(others, sample)[close] < 0.7) else []
+    return found
+
+
+def orthonormal(rows: np.ndarray) -> np.ndarray:
+    return np.linalg.qr(rows.T)[0].T
+
+
+@pytest.mark.parametrize("ask", ASKS, ids=lambda ask: f"{ask[0]}-{ask[1]}-{ask[2].orthogonal}")
+@pytest.mark.parametrize("kind", SAMPLES)
+def test_requests_drawn_at_random_show_no_sample(kind: str, ask: tuple[str, str, Any]) -> None:
+    """Of samples with heavy tails they showed three in sixty requests: many small codes hid one."""
+    rng = np.random.default_rng(5)
+    samples = SAMPLES[kind](np.random.default_rng(0))
+    for n_global in (1, 1, 2, 4, 8, 8):
+        G = orthonormal(rng.standard_normal((n_global, samples.shape[1])))
+        assert betrayed(samples, G, ask) == []
+
+
+@pytest.mark.parametrize("ask", ASKS[:2] + ASKS[4:], ids=lambda ask: f"{ask[0]}-{ask[1]}")
+@pytest.mark.parametrize("kind", ["one entry", "heavy-tailed", "images"])
+def test_a_server_that_knows_a_sample_and_searches_finds_no_request_that_shows_it(
+    kind: str, ask: tuple[str, str, Any]
+) -> None:
+    """It keeps what brings a row nearer to the sample than the row is without the sample."""
+    rng = np.random.default_rng(3)
+    samples = SAMPLES[kind](np.random.default_rng(0))
+    d = samples.shape[1]
+    i = int(np.linalg.norm(samples, axis=1).argmax())
+
+    def gain(G: np.ndarray) -> float:
+        known = near(answered(samples, G, ask), samples[i])
+        others = near(without(samples, i, G, ask), samples[i])
+        return float((np.minimum(known, 0.955) - 0.2 * others)[known > 0].max(initial=-1))
+
+    G = orthonormal(np.vstack([unit(samples[i : i + 1]), 0.3 * rng.standard_normal((3, d))]))
+    best, step = gain(G), 0.5
+    for _ in range(30):
+        H = orthonormal(G + step * rng.standard_normal(G.shape) / d**0.5)
+        if (found := gain(H)) > best:
+            best, G = found, H
+        else:
+            step *= 0.9
+        assert betrayed(samples, H, ask) == []
+
+
+@pytest.mark.parametrize("kind", SAMPLES)
+def test_replies_sent_back_as_the_next_request_show_no_sample(kind: str) -> None:
+    samples, rng = SAMPLES[kind](np.random.default_rng(0)), np.random.default_rng(4)
+    G = orthonormal(rng.standard_normal((4, samples.shape[1])))
+    for _ in range(8):
+        assert betrayed(samples, G, ASKS[0]) == []
+        rows = answered(samples, G, ASKS[0])
+        G = orthonormal(
+            np.where(rows.any(axis=1, keepdims=True), rows, rng.standard_normal(G.shape))
+        )
+
+
+@pytest.mark.parametrize("sends", ["statistics", "atoms"])
+def test_an_atom_that_one_sample_dominates_is_withheld(sends: str) -> None:
+    """Thirty-nine short samples use it as well; by the codes alone, most stand behind it."""
+    samples = np.zeros((N, D))
+    samples[:, 0] = 1
+    samples[np.arange(N), 1 + np.arange(N) % (D - 1)] = 1
+    samples[0, :2] = 2, 50
+    for most, withheld in ((N, True), (1, False)):
+        some = samples if most == N else np.delete(samples, 0, axis=0)
+        rows = answered(some, np.eye(1, D), ("perma", sends, OrthogonalLearner(1, threshold=0.5)))
+        assert rows.any() == (not withheld)
 
 
 # How many requests -------------------------------------------------------------------------------
@@ -262,6 +419,25 @@ def test_large_models_of_a_logistic_loss_are_refused() -> None:
 
 def test_models_of_the_largest_norm_show_no_sample() -> None:
     assert logistic(4.999).max() == 0
+
+
+@pytest.mark.parametrize("kind", ["dense", "few entries", "one entry", "clustered", "images"])
+def test_no_model_shows_a_point_among_points_of_like_lengths(kind: str) -> None:
+    """Models along and against points that the server knows, with the logistic loss."""
+    points, rng = SAMPLES[kind](np.random.default_rng(0)), np.random.default_rng(1)
+    labels = np.where(points.sum(axis=1) > 0, 1.0, -1.0)
+
+    def change(X: np.ndarray, y: np.ndarray, models: np.ndarray) -> np.ndarray:
+        client = RegressionClient(X, y, context(), loss=LogisticLoss())
+        return np.asarray(client.fit([models], for_models("update"))[0][0][:, 2:])
+
+    for i in range(0, N, 4):
+        noise = unit(rng.standard_normal((16, points.shape[1])))
+        towards = np.where(np.arange(16)[:, None] % 2, 1, -1) * unit(points[i : i + 1])
+        models = 4.999 * unit(towards + np.linspace(0, 1, 16)[:, None] * noise)
+        close = near(change(points, labels, models), points[i]) > 0.95
+        others = change(np.delete(points, i, axis=0), np.delete(labels, i), models)
+        assert np.all(near(others, points[i])[close] > 0.7)
 
 
 def test_a_gram_matrix_leaves_only_where_the_client_says_so() -> None:

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from flwr_perdl.dictionary import (
     OrthogonalLearner,
     align_to_global,
-    atom_support,
     local_statistics,
     match_atoms,
     normalize_atoms,
     polar_factor,
+    update_support,
 )
 from flwr_perdl.dictionary.atoms import match_stack, polar_factors
 from flwr_perdl.dictionary.stacks import update_stack
@@ -140,13 +140,13 @@ def test_updates_are_what_they_are_defined_to_be(
             error = np.mean((X[i] - codes @ atoms) ** 2)
             for _ in range(n_steps):
                 before, codes = atoms, learner.code(X[i], atoms)
-                aligned = align_to_global(learner.step(X[i], atoms), G)
+                aligned = align_to_global(learner.update(X[i], codes, atoms), G)
                 atoms = np.vstack([aligned.global_atoms, aligned.local_atoms])
             sent = local_statistics(
                 X[i], codes, before, n_global, orthogonal=orthogonal, min_support=4
             )
             if not statistics:
-                supported = atom_support(learner.code(X[i], atoms))[:n_global] >= 4
+                supported = update_support(X[i], codes, atoms, learner)[:n_global] >= 4
                 sent = np.where(supported[:, None], atoms[:n_global], 0)
             assert found.errors[i] == pytest.approx(error, rel=1e-6, abs=1e-12)
             np.testing.assert_allclose(found.dictionaries[i], atoms, atol=1e-9)
