@@ -38,6 +38,7 @@ from flwr_perdl.clients._requests import (
     digest,
     rounded,
 )
+from flwr_perdl.clients._secure import MAX_WEIGHT
 from flwr_perdl.clients._state import PrivateState, private_shelf
 from flwr_perdl.clients.app import Member
 from flwr_perdl.dictionary import (
@@ -234,6 +235,13 @@ class DictionaryClient(Member):
     def _fit(self, parameters: list[Matrix], config: dict[str, Scalar], asked: _Asked) -> Fitted:
         """Take the step of a request that `_read` has read."""
         self._check_training(parameters, asked)
+        if MAX_WEIGHT in config:  # what is summed must be of one kind
+            own, said = int(self.learner.orthogonal), config.get(ORTHOGONAL)
+            if said != own:
+                raise ValueError(
+                    f"{ORTHOGONAL} must be {own} in a secure round with this client's learner, got "
+                    f"{said!r}."
+                )
         self._admit(TRAIN, asked)
         state = PrivateState(self.context, asked.run, self._shelf)
         anew = False
@@ -244,6 +252,8 @@ class DictionaryClient(Member):
             if asked.step == UPDATE:
                 G = self._global_atoms(parameters)
                 sent, D, error, anew = self._update(G, asked, state, config)
+                if MAX_WEIGHT in config:
+                    sent = self._scaled(sent, asked)
             elif asked.step == AVERAGE:
                 sent, D, error = self._average(parameters, asked, state, config)
             else:
@@ -300,6 +310,7 @@ class DictionaryClient(Member):
         """
         asked = _read(parameters, config)
         updates = asked.step == UPDATE and not int(config.get(REFINE_STEPS, 0))
+        updates = updates and MAX_WEIGHT not in config
         stacked = updates and len(parameters) == 1 and parameters[0].size > 0
 
         def how(client: DictionaryClient) -> tuple[bool, bool]:
@@ -346,6 +357,16 @@ class DictionaryClient(Member):
             D, sent, error = self._steps(D, G, config)
         state.save(asked.round, {_LOCAL_ATOMS: D[n_global:]})
         return sent, D, float(error), anew
+
+    def _scaled(self, sent: Matrix, asked: _Asked) -> Matrix:
+        """Return an update at the scale that all clients of a secure round share.
+
+        Statistics are those of samples of mean norm 1, divided by the number of samples. For
+        orthonormal atoms their norm is then 1 at most: neither codes nor residuals are longer than
+        samples. Atoms of norm 1 are divided by the square root of their number.
+        """
+        scale = float(np.vdot(self.X, self.X)) if asked.statistics else len(sent) ** 0.5
+        return sent / sent.dtype.type(scale) if scale else sent
 
     def _steps(
         self, D: Matrix, G: Matrix, config: Mapping[str, Scalar]
