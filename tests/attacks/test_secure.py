@@ -236,6 +236,69 @@ def test_flowers_masks_come_from_seeds_of_32_bits() -> None:
     np.testing.assert_array_equal(mask, same)
 
 
+# A run in the clear ------------------------------------------------------------------------------
+
+
+def shown(digits_sent: int | None) -> int:
+    """Return how many samples differences between rounds show in an honest run."""
+    parts, _ = digits((40,) * CLIENTS)
+    sent: dict[int, list[np.ndarray]] = {}
+
+    class Noting(DictionaryClient):
+        fit_cohort = None
+
+        def fit(self, parameters: Any, config: Any) -> Any:
+            fitted = super().fit(parameters, config)
+            if parameters:
+                sent.setdefault(self.partition, []).append(fitted[0][0])
+            return fitted
+
+    def make_client(context: Context) -> DictionaryClient:
+        X = parts[int(context.node_config["partition-id"])]
+        return Noting(X, OrthogonalLearner(ATOMS), context, digits=digits_sent)
+
+    learn(InProcessGrid(client_app(make_client), CLIENTS), 15)
+    count = 0
+    for partition, updates in sent.items():
+        rows = np.vstack(np.diff(updates, axis=0))
+        rows = rows[np.linalg.norm(rows, axis=1) > 1e-12]
+        X = parts[partition]
+        products = rows @ X.T / np.linalg.norm(rows, axis=1)[:, None]
+        count += int((np.abs(products / np.linalg.norm(X, axis=1)).max(axis=0) > 0.99).sum())
+    return count
+
+
+def test_few_digits_hide_samples_from_differences_between_rounds() -> None:
+    usual, few = shown(None), shown(2)
+    print(f"of {40 * CLIENTS} samples, differences show {usual}, with digits=2 {few}")
+    assert usual >= 10
+    assert few <= usual / 5
+
+
+def test_an_update_is_rounded_to_its_largest_entrys_digits() -> None:
+    """In a cohort as one by one; what is not an update is as it was."""
+    parts, _ = digits()
+
+    def run(digits_sent: int | None) -> np.ndarray:
+        def make_client(context: Context) -> DictionaryClient:
+            X = parts[int(context.node_config["partition-id"])]
+            return DictionaryClient(X, OrthogonalLearner(ATOMS), context, digits=digits_sent)
+
+        contexts = [Context(1, 2, {"partition-id": k}, RecordDict(), {}) for k in range(2)]
+        own = {"perdl.step": "update", "perdl.sends": "statistics", "perdl.orthogonal": 1}
+        config = {**own, "server-round": 1, "perdl.seed": 0, "perdl.run": "r"}
+        ones = list(map(make_client, contexts))
+        found = DictionaryClient.fit_cohort(ones, [START], config)
+        return np.stack([fitted[0][0] for fitted in found])
+
+    exact, coarse = run(None), run(2)
+    for one, other in zip(exact, coarse, strict=True):
+        unit = np.abs(one).max() / 100
+        np.testing.assert_allclose(other, unit * np.round(one / unit), rtol=1e-12)
+    with pytest.raises(ValueError, match="digits must be between 1 and 15, got 0"):
+        run(0)
+
+
 # Liars -------------------------------------------------------------------------------------------
 
 

@@ -1,7 +1,7 @@
 """SecAgg+: the server learns the mean, and no client's update.
 
-On a real SuperLink with ``PerMA(secure=True)``, and through Flower's legacy workflow. Attacks are in
-``tests/attacks/test_secure.py``.
+On a real SuperLink with ``PerMA(secure=True)``, and through Flower's legacy workflow. Attacks are
+in ``tests/attacks/test_secure.py``.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ def make_client(context):
 
 def learn(grid, **options):
     strategy = PerMA(16, num_clients=4, fraction_evaluate=0.0, **options)
-    return strategy.start(grid, num_rounds=3).arrays.to_numpy_ndarrays()[0], strategy.history
+    return strategy.start(grid, num_rounds=2).arrays.to_numpy_ndarrays()[0], strategy.history
 
 
 client = client_app(make_client, secure=True)
