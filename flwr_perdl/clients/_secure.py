@@ -29,10 +29,7 @@ def in_secure_round(message: Message) -> bool:
 
 
 def masked(message: Message, context: Context, call_next: Any) -> Message:
-    """Take part in SecAgg+ (a Flower mod); other messages pass."""
-    if not in_secure_round(message):
-        passed: Message = call_next(message, context)
-        return passed
+    """Take a step of SecAgg+, in one of which ``call_next`` makes the reply that is masked."""
 
     def summand(request: Message, context: Context) -> Message:
         return _summand(request, call_next(request, context))

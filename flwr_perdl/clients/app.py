@@ -96,7 +96,7 @@ class NumPyClientApp(ClientApp):
         # Local privacy is a promise about all that leaves a client: one mention is enough.
         everywhere = [mod for mod in train_mods if getattr(mod, "for_all_messages", False)]
         self.noisy = bool(everywhere)
-        self.train(mods=[masked, *train_mods])(self._train)
+        self.train(mods=list(train_mods))(self._train)
         self.evaluate(mods=[*everywhere, *evaluate_mods])(self._evaluate)
         self.query(mods=everywhere)(self._query)
 
@@ -104,9 +104,14 @@ class NumPyClientApp(ClientApp):
 
     def __call__(self, message: Message, context: Context) -> Message:
         """Answer a message, also where a mod returned something else than a reply to it."""
-        if self.noisy and in_secure_round(message):
-            raise ValueError(f"the round must not be a secure one {_NOT_BOTH}.")
-        reply: Any = directed(super().__call__(message, context), message)
+        call = super().__call__
+        if in_secure_round(message):
+            if self.noisy:
+                raise ValueError(f"the round must not be a secure one {_NOT_BOTH}.")
+            answered = masked(message, context, call)
+        else:
+            answered = call(message, context)
+        reply: Any = directed(answered, message)
         answer: Message = reply
         return answer
 
