@@ -470,7 +470,7 @@ def test_options_of_another_kind_are_refused() -> None:
     with pytest.raises(TypeError, match="secure has no option 'shares'"):
         PerMA(GLOBAL, secure={"shares": 3})
     with pytest.raises(TypeError, match="secure must be True, False or a mapping of options"):
-        PerMA(GLOBAL, secure="yes")  # type: ignore[arg-type]
+        PerMA(GLOBAL, **{"secure": "yes"})
 
 
 def test_flowers_older_interface_is_refused() -> None:
