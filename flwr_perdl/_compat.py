@@ -22,6 +22,13 @@ def _first(*candidates: str) -> Any:
     return None
 
 
+#: From the older interface's reply to the records of a message.
+fitres_to_recorddict = _first(
+    "flwr.compat.common.recorddict_compat:fitres_to_recorddict",
+    "flwr.common.recorddict_compat:fitres_to_recorddict",
+)
+
+
 def empty_run(run_id: int) -> Any:
     """Return a Flower ``Run`` with nothing in it but its id."""
     run = _first("flwr.supercore.run:Run", "flwr.common.typing:Run")

@@ -11,7 +11,7 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 
-from flwr_perdl._checks import check_kind
+from flwr_perdl._checks import check_flag, check_kind
 from flwr_perdl._records import (
     CONFIG,
     NAME,
@@ -24,12 +24,19 @@ from flwr_perdl._records import (
 )
 from flwr_perdl._threads import one_blas_thread
 from flwr_perdl.clients._cohort import cohort_of
+from flwr_perdl.clients._secure import in_secure_round, masked
 
 Factory = Callable[[Context], NumPyClient]
 
+_NOT_BOTH = "with LocalPrivacy, which adds noise to every single reply"
+
 
 def client_app(
-    factory: Factory, *, train_mods: Sequence[Any] = (), evaluate_mods: Sequence[Any] = ()
+    factory: Factory,
+    *,
+    train_mods: Sequence[Any] = (),
+    evaluate_mods: Sequence[Any] = (),
+    secure: bool = False,
 ) -> ClientApp:
     """Return the ClientApp whose train and evaluate handlers call a NumPyClient.
 
@@ -45,6 +52,9 @@ def client_app(
         Mods around training and around evaluation, outermost first. Requests and replies carry one
         ArrayRecord each way, so that Flower's differential-privacy mods compose. A training mod
         with a true ``for_all_messages``, as `LocalPrivacy`, is around evaluation and queries too.
+    secure : bool, default False
+        Whether to train in secure rounds alone (`PerMA` with ``secure=True``), but for a protocol's
+        first round. With False the client takes part in secure rounds and in others.
 
     Returns
     -------
@@ -62,21 +72,30 @@ def client_app(
         for function in given:
             if not callable(function):
                 raise TypeError(f"{name} must be callable, got {function!r}.")
-    return NumPyClientApp(factory, train_mods, evaluate_mods)
+    app = NumPyClientApp(factory, train_mods, evaluate_mods, check_flag("secure", secure))
+    if secure and app.noisy:
+        raise ValueError(f"secure must be False {_NOT_BOTH}, got True.")
+    return app
 
 
 class NumPyClientApp(ClientApp):
     """See `client_app`; in process it can also answer for many clients at once."""
 
     def __init__(
-        self, factory: Factory, train_mods: Sequence[Any], evaluate_mods: Sequence[Any]
+        self,
+        factory: Factory,
+        train_mods: Sequence[Any],
+        evaluate_mods: Sequence[Any],
+        secure: bool = False,
     ) -> None:
         super().__init__()
         self._factory = factory
+        self._secure = secure
         self._one_by_one = bool(train_mods)
 
         # Local privacy is a promise about all that leaves a client: one mention is enough.
         everywhere = [mod for mod in train_mods if getattr(mod, "for_all_messages", False)]
+        self.noisy = bool(everywhere)
         self.train(mods=list(train_mods))(self._train)
         self.evaluate(mods=[*everywhere, *evaluate_mods])(self._evaluate)
         self.query(mods=everywhere)(self._query)
@@ -85,12 +104,24 @@ class NumPyClientApp(ClientApp):
 
     def __call__(self, message: Message, context: Context) -> Message:
         """Answer a message, also where a mod returned something else than a reply to it."""
-        reply: Any = directed(super().__call__(message, context), message)
+        call = super().__call__
+        if in_secure_round(message):
+            if self.noisy:
+                raise ValueError(f"the round must not be a secure one {_NOT_BOTH}.")
+            answered = masked(message, context, call)
+        else:
+            answered = call(message, context)
+        reply: Any = directed(answered, message)
         answer: Message = reply
         return answer
 
     def _train(self, message: Message, context: Context) -> Message:
         arrays, config = read_request(message)
+        if self._secure and arrays and not in_secure_round(message):
+            raise ValueError(
+                "secure=True must be the strategy's option too, got a request to send an update in "
+                "the clear."
+            )
         updated, num_examples, metrics = self._factory(context).fit(arrays, config)
         return reply_to(message, updated, num_examples, metrics)
 
@@ -129,7 +160,7 @@ class NumPyClientApp(ClientApp):
             None where the clients have to be called one by one: their type has no ``fit_cohort``,
             or there are mods or a lifespan.
         """
-        if self._one_by_one:
+        if self._one_by_one or self._secure or in_secure_round(messages[0]):
             return None
         first = self._factory(contexts[0])
         together = cohort_of(first)

@@ -439,6 +439,11 @@ class Conversation:
             ) from error
 
     @property
+    def request(self) -> Request | None:
+        """What the protocol asks next; None if it is over."""
+        return self._request
+
+    @property
     def finished(self) -> bool:
         """Whether the protocol is over: ``model`` is what it returned."""
         return self._request is None

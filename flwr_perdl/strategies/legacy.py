@@ -64,8 +64,15 @@ def as_legacy(
     ------
     TypeError
         If an argument is of another kind, or ``evaluate_fn`` takes neither three arguments nor two.
+    ValueError
+        If the strategy has ``secure=True``.
     """
     check_kind("strategy", strategy, ProtocolStrategy, "a strategy of this library")
+    if getattr(strategy, "secure", None) is not None:
+        raise ValueError(
+            "strategy must be started with its own start for secure=True, got it for the older "
+            "interface, where every update would reach the server by itself."
+        )
     check_kind("initial", initial, (list, tuple), "a list of arrays")
     for array in initial:
         check_kind("initial", array, np.ndarray, "a list of arrays")

@@ -36,6 +36,9 @@ What each party receives:
   samples that use the atom. In every round: numbers of samples and atoms, mean errors, and whether
   the client had lost its state. Never:
   samples, codes, or, after round one, local atoms.
+  With ``secure=True`` the update rounds go through Flower's SecAgg+: of the atoms, or the rows of
+  statistics, the server gets the weighted mean over all clients of the round, and no client's own.
+  Round one and the numbers stay in the clear. docs/security.md says what this does not hide.
 - *A client*: the global atoms, the seed and the options above; nothing of any other client.
 - *Evaluations* return mean errors only.
 """
@@ -43,18 +46,21 @@ What each party receives:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from logging import WARNING
 from math import prod
 from typing import Any, Literal, Unpack
 
 import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.common import log
+from flwr.serverapp import Grid
 
 from flwr_perdl._checks import Matrix, check_array, check_choice, check_count, check_flag
-from flwr_perdl._records import ANEW, Reply
-from flwr_perdl._robust import DEEDS
+from flwr_perdl._records import ANEW, Limits, Reply
+from flwr_perdl._robust import CAP, DEEDS
+from flwr_perdl.clients._secure import MAX_WEIGHT
 from flwr_perdl.clients.dictionary import (
     ATOMS,
     LOCAL_STEPS,
@@ -74,11 +80,15 @@ from flwr_perdl.dictionary import (
     normalize_atoms,
     polar_factor,
 )
+from flwr_perdl.dictionary.aggregation import finish_atoms
 from flwr_perdl.strategies._conversation import ServerOptions
-from flwr_perdl.strategies._protocol import Protocol, Replies, Request, State
+from flwr_perdl.strategies._protocol import Lost, Protocol, Replies, Request, State
+from flwr_perdl.strategies._secure import check_secure, secure_mean
 from flwr_perdl.strategies._strategy import ProtocolStrategy
 
 AGGREGATIONS = ("statistics", "mean", "weighted", "median", "geometric-median", "trimmed")
+#: Those of which the server needs no more than a sum.
+SUMS = ("statistics", "mean", "weighted")
 MATCHINGS = ("consensus", "paths")
 #: The aggregation that withstands most liars.
 ROBUST = "geometric-median"
@@ -118,6 +128,12 @@ class PerMA(ProtocolStrategy):
         Whether to expect clients that lie: the aggregation is then "geometric-median". Four liars
         in ten who agree on a small push cost it 2.3 times the error, and "statistics" 10 times
         (docs/faults.md). `FedX` has the same argument.
+    secure : bool or mapping, default False
+        Whether the server gets the clients' updates as a sum only, through Flower's SecAgg+
+        (docs/security.md). A mapping may set ``num_shares``, among how many clients each client's
+        keys are shared (by default all, at most 51), and ``reconstruction_threshold``, the share of
+        these that must answer to the end (more than a half; by default two thirds). The clients
+        need `client_app`; round one is in the clear.
     max_atoms : int, optional
         Maximum number of atoms in a client's dictionary; by default ten times the median over the
         clients, and at most 4,096. A client with more is left out of the matching round and named.
@@ -151,6 +167,7 @@ class PerMA(ProtocolStrategy):
         refine_steps: int = 0,
         remember: int = 0,
         robust: bool = False,
+        secure: bool | Mapping[str, float] = False,
         max_atoms: int | None = None,
         **options: Unpack[ServerOptions],
     ) -> None:
@@ -170,6 +187,19 @@ class PerMA(ProtocolStrategy):
         self.refine_steps = check_count("refine_steps", refine_steps, 0)
         self.remember = check_count("remember", remember)
         self.max_atoms = check_max_atoms(max_atoms)
+        self.secure = check_secure(secure)
+        if self.secure is not None:
+            if self.aggregation not in SUMS:
+                raise ValueError(
+                    f"secure must come with an aggregation that needs a sum only ({', '.join(SUMS)}"
+                    f"), got aggregation={self.aggregation!r}."
+                )
+            if self.remember:
+                raise ValueError(
+                    "secure must come with remember=0, since the server has no client's own "
+                    f"contribution, got remember={self.remember}."
+                )
+        self._summed: tuple[dict[int, Reply], dict[int, Lost]] | None = None
 
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """P0, Algorithm 1: one request per communication round."""
@@ -181,6 +211,10 @@ class PerMA(ProtocolStrategy):
             state = self._match(replies)
         while True:
             global_atoms, known = state["global_atoms"], int(state["orthogonal"])
+            if self.secure is not None and known == OWN:  # what is summed must be of one kind
+                known = int(are_orthonormal(global_atoms))
+                state = {**state, "orthogonal": np.array(known)}
+            weight = {} if self.secure is None else {MAX_WEIGHT: self._max_weight(state)}
             replies = yield Request(
                 UPDATE,
                 [global_atoms],
@@ -189,6 +223,7 @@ class PerMA(ProtocolStrategy):
                     ORTHOGONAL: known,
                     LOCAL_STEPS: self.local_steps,
                     REFINE_STEPS: self.refine_steps,
+                    **weight,
                 },
                 state,
                 partial(self._check, state),
@@ -200,12 +235,53 @@ class PerMA(ProtocolStrategy):
                 same = alike(replies, kind, "orthogonal")
                 known = int(kind(next(iter(same.values()))))
             told, heard = self._recall(state, same)
+            if self.secure is not None:  # all have brought the same, their mean
+                told = {"samples": median_samples(same)}
+                heard = Replies(dict(list(same.items())[:1]))
             replies.note(REMEMBERED, {who: 1.0 for who in heard if who not in replies})
             found = self._aggregate(heard, global_atoms, bool(known))
             for deed, shares in found.odd.items():
                 replies.note(deed, dict(zip(heard, shares, strict=True)))
             new = {"global_atoms": found.global_atoms, "orthogonal": np.array(known)}
             state = {**state, **told, **new}
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> list[Message]:
+        """Ask this round's question of the sampled clients; a secure round is asked here."""
+        self._summed = None
+        messages = super().configure_train(server_round, arrays, config, grid)
+        request = self._running().request
+        if not messages or request is None or MAX_WEIGHT not in request.config:
+            return messages
+        self._summed = secure_mean(
+            grid,
+            self._sent or [],
+            server_round,
+            max_weight=int(request.config[MAX_WEIGHT]),
+            shape=self._shape(request.state or {}),
+            options=self.secure or {},
+            limits=self._running().limits,
+            timeout=self._timeout,
+        )
+        return []
+
+    def _read(
+        self, replies: Iterable[Message], limits: Limits, phase: str
+    ) -> tuple[dict[int, Reply], dict[int, Lost]]:
+        """Return the readable replies by partition, and why the other clients have none."""
+        summed, self._summed = self._summed, None
+        return super()._read(replies, limits, phase) if summed is None else summed
+
+    def _max_weight(self, state: State) -> int:
+        """Return for how many samples a client counts at most in a secure sum.
+
+        As where the server sees the single contributions: for `CAP` times the median. All count
+        alike for the paper's mean, and in a first round from given atoms, where nothing is known.
+        """
+        if self.aggregation == "mean" or "samples" not in state:
+            return 1
+        return max(int(CAP * float(state["samples"])), 1)
 
     def _check(self, state: State, reply: Reply) -> None:
         """Accept an update of the shape that is asked for."""
@@ -258,6 +334,7 @@ class PerMA(ProtocolStrategy):
             "global_atoms": atoms,
             "orthogonal": np.array(int(orthogonal)),
             "path_lengths": matching.path_lengths,
+            "samples": median_samples(replies),
         }
 
     def _recall(self, state: State, replies: Replies) -> tuple[State, Replies]:
@@ -283,6 +360,10 @@ class PerMA(ProtocolStrategy):
         stack = np.stack([reply.arrays[0] for reply in replies.values()])
         if self.aggregation == "statistics":
             return aggregate_statistics(stack, current, orthogonal=orthogonal)
+        if self.secure is not None:
+            (mean,) = stack  # its rows are shorter the less the clients agree
+            atoms = finish_atoms(mean, current, np.any(mean != 0, axis=1), orthogonal=orthogonal)
+            return Aggregation(atoms, np.ones(1, dtype=bool), {})
         return aggregate_atoms(
             stack,
             current,
@@ -290,6 +371,11 @@ class PerMA(ProtocolStrategy):
             weights=np.array([float(reply.num_examples) for reply in replies.values()]),
             orthogonal=orthogonal,
         )
+
+
+def median_samples(replies: Replies) -> Matrix:
+    """Return the median over clients of their numbers of samples."""
+    return np.array(np.median([reply.num_examples for reply in replies.values()]))
 
 
 def is_orthogonal(reply: Reply, atoms: Matrix | None = None) -> bool:

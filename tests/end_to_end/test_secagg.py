@@ -1,9 +1,14 @@
-"""SecAgg+ through Flower's legacy workflow: the server learns the mean, and no client's update."""
+"""SecAgg+: the server learns the mean, and no client's update.
+
+On a real SuperLink with ``PerMA(secure=True)``, and through Flower's legacy workflow. Attacks are
+in ``tests/attacks/test_secure.py``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +20,7 @@ from flwr.server import LegacyContext, ServerConfig
 from flwr.server.workflow import DefaultWorkflow, SecAggPlusWorkflow
 
 from flwr_perdl.clients import RegressionClient, client_app
-from flwr_perdl.dictionary import dictionary_distance
+from flwr_perdl.dictionary import dictionary_distance, reconstruct, sparse_code
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
     FedX,
@@ -24,6 +29,7 @@ from flwr_perdl.strategies import (
     TooFewReplies,
     as_legacy,
 )
+from perdl_experiments.deployment import Deployment
 from perdl_experiments.mixed_regression_data import mixed_regression
 
 MakeFederation = Callable[..., Any]
@@ -179,3 +185,64 @@ def _plain(planted: Any, start: np.ndarray, rounds: int) -> np.ndarray:
     strategy = PerMA(3, aggregation="mean", fraction_evaluate=0.0)
     result = strategy.start(planted.grid(), ArrayRecord([start]), num_rounds=rounds)
     return result.arrays.to_numpy_ndarrays()[0]
+
+
+DIGITS = """\
+import numpy as np
+from flwr.serverapp import ServerApp
+from sklearn.datasets import load_digits
+
+from flwr_perdl.clients import DictionaryClient, client_app
+from flwr_perdl.dictionary import OrthogonalLearner
+from flwr_perdl.strategies import PerMA
+
+X, y = load_digits(return_X_y=True)
+order = np.random.default_rng(0).permutation(len(X))
+X, y = X[order] / 16, y[order]
+held_out, X, y = X[:300], X[300:], y[300:]
+
+
+def make_client(context):
+    k = int(context.node_config["partition-id"])
+    own = X[np.concatenate([np.flatnonzero(y == k)[:108], np.arange(12 * k, 12 * k + 12)])]
+    return DictionaryClient(own, OrthogonalLearner(24), context)
+
+
+def learn(grid, **options):
+    strategy = PerMA(16, num_clients=4, fraction_evaluate=0.0, **options)
+    return strategy.start(grid, num_rounds=2).arrays.to_numpy_ndarrays()[0], strategy.history
+
+
+client = client_app(make_client, secure=True)
+server = ServerApp()
+
+
+@server.main()
+def main(grid, context):
+    atoms, history = learn(grid, secure=True)
+    np.savez(context.run_config["out"], atoms=atoms, dropped=[len(one.dropped) for one in history])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.deployment
+def test_digits_on_a_superlink_cost_at_most_five_percent(tmp_path: Path) -> None:
+    """And differ from a run in process by the masks' random rounding alone."""
+    app: dict[str, Any] = {}
+    exec(DIGITS, app)
+
+    def error(atoms: np.ndarray) -> float:
+        codes = sparse_code(app["held_out"], atoms, n_nonzero=10)
+        return float(np.mean((app["held_out"] - reconstruct(codes, atoms)) ** 2))
+
+    plain, _ = app["learn"](InProcessGrid(client_app(app["make_client"]), 4))
+    local, _ = app["learn"](InProcessGrid(app["client"], 4), secure=True)
+    out = tmp_path / "out.npz"
+    with Deployment(tmp_path / "deployment", 4, app=DIGITS) as deployment:
+        deployment.run({"out": str(out)}, timeout=500)
+    with np.load(out) as deployed:
+        atoms, dropped = deployed["atoms"], deployed["dropped"]
+    print(f"error {error(atoms):.5f}, in the clear {error(plain):.5f}")
+    assert not dropped.any()
+    assert error(atoms) < 1.05 * error(plain)
+    np.testing.assert_allclose(atoms, local, atol=1e-2)

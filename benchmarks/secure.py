@@ -1,0 +1,204 @@
+"""What secure rounds cost PerMA, and what the statistics of an honest run in the clear show.
+
+Handwritten digits (scikit-learn's, 8 x 8), nine tenths of a client's images of one digit. Run from
+the repository's root: ``python benchmarks/secure.py``; it writes ``benchmarks/results/secure.json``
+and two tables, ``secure.md`` (cost) and ``differences.md`` (samples shown).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flwr.app import Context
+from sklearn.datasets import load_digits
+from threadpoolctl import threadpool_limits
+
+from flwr_perdl._checks import Matrix
+from flwr_perdl.clients import DictionaryClient, client_app
+from flwr_perdl.dictionary import OrthogonalLearner, reconstruct, sparse_code
+from flwr_perdl.simulations import InProcessGrid
+from flwr_perdl.strategies import PerMA
+
+RESULTS = Path(__file__).parent / "results"
+SEEDS = 1
+GLOBAL, ATOMS = 20, 32
+HELD_OUT = 300
+#: Clients, samples of each, rounds.
+COST = ((4, 120, 3), (10, 120, 3))
+SHOWN = (36, 40, 8)
+#: What a client may send: options of the strategy, and the client's ``digits``.
+SENT: dict[str, tuple[dict[str, Any], int | None]] = {
+    "statistics (default)": ({}, None),
+    "statistics, 5 local steps": ({"local_steps": 5}, None),
+    "statistics, `digits=3`": ({}, 3),
+    "statistics, `digits=2`": ({}, 2),
+    'atoms (`aggregation="mean"`)': ({"aggregation": "mean"}, None),
+}
+
+
+class Noting(DictionaryClient):
+    """A client that notes what it sends in update rounds."""
+
+    fit_cohort = None  # one by one
+    sent: dict[int, list[Matrix]]
+
+    def fit(self, parameters: list[Matrix], config: dict[str, Any]) -> Any:
+        """Take a step, and note what an update sends."""
+        fitted = super().fit(parameters, config)
+        if parameters:
+            self.sent.setdefault(self.partition, []).append(fitted[0][0])
+        return fitted
+
+
+def images(n_clients: int, n_samples: int, seed: int) -> tuple[list[Matrix], Matrix]:
+    """Return the clients' images, no image at two clients, and held-out ones."""
+    X, y = load_digits(return_X_y=True)
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(len(X))
+    X, y = X[order] / 16, y[order]
+    left = list(range(HELD_OUT, len(X)))
+    parts = []
+    for k in range(n_clients):
+        own = [i for i in left if y[i] == k % 10][: 9 * n_samples // 10]
+        own += [i for i in left if i not in own][: n_samples - len(own)]
+        left = [i for i in left if i not in own]
+        parts.append(X[own])
+    return parts, X[:HELD_OUT]
+
+
+def learn(
+    parts: list[Matrix], rounds: int, digits: int | None = None, **options: Any
+) -> tuple[Matrix, dict[int, list[Matrix]], float]:
+    """Return the global atoms, what the clients sent, and the seconds of an update round."""
+    sent: dict[int, list[Matrix]] = {}
+    ends: list[float] = []
+
+    def make_client(context: Context) -> DictionaryClient:
+        X = parts[int(context.node_config["partition-id"])]
+        client = Noting(X, OrthogonalLearner(ATOMS), context, digits=digits)
+        client.sent = sent
+        return client
+
+    strategy = PerMA(
+        GLOBAL,
+        fraction_evaluate=0.0,
+        on_round=lambda report: ends.append(time.perf_counter()),
+        **options,
+    )
+    result = strategy.start(InProcessGrid(client_app(make_client), len(parts)), num_rounds=rounds)
+    seconds = float(np.median(np.diff(ends)))
+    return result.arrays.to_numpy_ndarrays()[0], sent, seconds
+
+
+def error(atoms: Matrix, held_out: Matrix) -> float:
+    """Return the error of held-out images with ten of the atoms each."""
+    codes = sparse_code(held_out, atoms, n_nonzero=10)
+    return float(np.mean((held_out - reconstruct(codes, atoms)) ** 2))
+
+
+def shown(parts: list[Matrix], sent: dict[int, list[Matrix]], cosine: float) -> int:
+    """Return how many samples lie so near to a row of a difference of two rounds' replies."""
+
+    def unit(rows: Matrix) -> Matrix:
+        lengths = np.linalg.norm(rows, axis=1, keepdims=True)
+        return rows / np.where(lengths > 1e-12, lengths, 1)
+
+    count = 0
+    for k, X in enumerate(parts):
+        rounds = sent[k]
+        rows = np.vstack([later - one for one, later in pairwise(rounds)])
+        count += int((np.abs(unit(rows) @ unit(X).T).max(axis=0) > cosine).sum())
+    return count
+
+
+def costs() -> list[dict[str, float]]:
+    """Measure error and time with secure rounds and without."""
+    found = []
+    for n_clients, n_samples, rounds in COST:
+        rows = []
+        for seed in range(SEEDS):
+            parts, held_out = images(n_clients, n_samples, seed)
+            plain, _, usual = learn(parts, rounds)
+            secure, _, longer = learn(parts, rounds, secure=True)
+            rows.append([error(plain, held_out), error(secure, held_out), usual, longer])
+        names = ("error_clear", "error_secure", "seconds_clear", "seconds_secure")
+        medians = dict(zip(names, np.median(rows, axis=0).tolist(), strict=True))
+        found.append({"clients": n_clients, "samples": n_samples, **medians})
+    return found
+
+
+def differences() -> list[dict[str, Any]]:
+    """Measure what differences between rounds show, by what the clients send."""
+    n_clients, n_samples, rounds = SHOWN
+    found = []
+    for name, (options, digits) in SENT.items():
+        rows = []
+        for seed in range(SEEDS):
+            parts, held_out = images(n_clients, n_samples, seed)
+            atoms, sent, _ = learn(parts, rounds, digits, **options)
+            rows.append(
+                [shown(parts, sent, 0.99), shown(parts, sent, 0.95), error(atoms, held_out)]
+            )
+        near, nearby, median = np.median(rows, axis=0).tolist()
+        found.append({"sent": name, "above_99": near, "above_95": nearby, "error": median})
+    return found
+
+
+def write(cost: list[dict[str, float]], differ: list[dict[str, Any]]) -> None:
+    """Print and write the tables."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    lines = [
+        "| clients | samples of each | error in the clear | secure |"
+        " seconds of an update round in the clear | secure |",
+        "|---:|---:|---:|---:|---:|---:|",
+    ]
+    lines += [
+        f"| {row['clients']} | {row['samples']} | {row['error_clear']:.4f} | "
+        f"{row['error_secure']:.4f} | {row['seconds_clear']:.2f} | "
+        f"{row['seconds_secure']:.2f} |"
+        for row in cost
+    ]
+    total = SHOWN[0] * SHOWN[1]
+    others = [
+        f"| a client sends | of {total} samples, at a cosine above 0.99 | above 0.95 | error |",
+        "|---|---:|---:|---:|",
+    ]
+    others += [
+        f"| {row['sent']} | {row['above_99']:.0f} | {row['above_95']:.0f} | {row['error']:.4f} |"
+        for row in differ
+    ]
+    results = {
+        "command": "python benchmarks/secure.py",
+        "commit": commit or None,
+        "versions": {"python": platform.python_version(), "numpy": np.__version__},
+        "seeds": SEEDS,
+        "cost": cost,
+        "differences": differ,
+    }
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "secure.json").write_text(json.dumps(results, indent=2) + "\n")
+    for name, table in (("secure", lines), ("differences", others)):
+        (RESULTS / f"{name}.md").write_text("\n".join(table) + "\n")
+        sys.stdout.write("\n".join(table) + "\n")
+
+
+def main() -> None:
+    """Measure, print and write."""
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    with threadpool_limits(1):
+        write(costs(), differences())
+
+
+if __name__ == "__main__":
+    main()

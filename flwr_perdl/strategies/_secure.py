@@ -1,0 +1,260 @@
+"""A secure round: the server gets the weighted mean of the replies, and no single one.
+
+Flower's `SecAggPlusWorkflow` does the work, in four exchanges of messages: public keys; shares of
+the secret keys, encrypted between clients; masked replies; the shares that take the masks off the
+sum. Here the workflow asks a strategy's own requests, and what comes back is checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from logging import INFO
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.common import FitIns, FitRes, Parameters, log, parameters_to_ndarrays
+from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS
+from flwr.common.secure_aggregation.secaggplus_constants import Key as Word
+from flwr.server.workflow import SecAggPlusWorkflow
+from flwr.server.workflow.constant import MAIN_CONFIGS_RECORD, MAIN_PARAMS_RECORD
+from flwr.server.workflow.constant import Key as RoundKey
+from flwr.server.workflow.secure_aggregation.secaggplus_workflow import WorkflowState
+from flwr.serverapp import Grid
+
+from flwr_perdl._checks import check_count, check_kind, check_real
+from flwr_perdl._npy import view_file
+from flwr_perdl._records import NUM_EXAMPLES, Limits, Reply, brief, check_reply, error_of
+from flwr_perdl.strategies._conversation import refuse_unknown
+from flwr_perdl.strategies._protocol import FAILED, REFUSED, Lost
+
+#: Share of the clients that must answer to the end: with two thirds, no two halves of the clients
+#: can be told different things and both be enough.
+_THRESHOLD = 2 / 3
+#: A client's keys are shared among at most so many clients: all pairs of a thousand clients would
+#: be a million messages' worth of shares.
+_MOST_SHARES = 51
+#: Bits of a masked sum, and the most of them that one client's number takes (Flower's 32 have a
+#: sign). A few clients count in far smaller steps than with Flower's own 22 bits for each.
+_BITS, _MOST_BITS = 32, 30
+#: What a reply to each of SecAgg+'s exchanges holds.
+_ANSWERS: tuple[dict[str, type], ...] = (
+    {Word.PUBLIC_KEY_1: bytes, Word.PUBLIC_KEY_2: bytes},
+    {Word.DESTINATION_LIST: list, Word.CIPHERTEXT_LIST: list},
+    {Word.MASKED_PARAMETERS: list},
+    {Word.NODE_ID_LIST: list, Word.SHARE_LIST: list},
+)
+_MASKED = 2  # the exchange in which the masked replies come
+
+
+def check_secure(secure: bool | Mapping[str, float]) -> dict[str, float] | None:
+    """Return the options of SecAgg+, None where it is not wanted.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an option is unknown or breaks its rule.
+    """
+    check_kind("secure", secure, (bool, Mapping), "True, False or a mapping of options")
+    if isinstance(secure, bool):
+        return {} if secure else None
+    options = dict(secure)
+    refuse_unknown("secure", options, ("num_shares", "reconstruction_threshold"))
+    if "num_shares" in options:
+        check_count("num_shares in secure", options["num_shares"], 3)
+    if "reconstruction_threshold" in options:
+        threshold = options["reconstruction_threshold"]
+        check_real("reconstruction_threshold in secure", threshold, 0.5, 1, open_low=True)
+    return options
+
+
+def secure_mean(
+    grid: Grid,
+    sent: Sequence[tuple[int, Message]],
+    round_: int,
+    *,
+    max_weight: int,
+    shape: tuple[int, ...],
+    options: Mapping[str, float],
+    limits: Limits,
+    timeout: float | None,
+) -> tuple[dict[int, Reply], dict[int, Lost]]:
+    """Ask requests of the clients under SecAgg+.
+
+    Parameters
+    ----------
+    grid : Grid
+        The way to the clients.
+    sent : sequence of (int, Message)
+        Partitions and the requests to them, which are not sent as they are.
+    round_ : int
+        The communication round.
+    max_weight : int
+        The largest weight of a client, as the requests' config says it.
+    shape : tuple of int
+        The shape of a reply's one array, in which no number is larger than 1.
+    options : mapping
+        From `check_secure`.
+    limits : Limits
+        What a reply may be at most.
+    timeout : float or None
+        Seconds to wait for each exchange.
+
+    Returns
+    -------
+    good : dict of int to Reply
+        By partition: numbers of examples and metrics are the client's own, the array is the
+        weighted mean over all clients here.
+    lost : dict of int to Lost
+        Why the other clients are not in the mean. If too few are left, all are lost.
+    """
+    if len(sent) < 2:
+        return {}, {p: Lost(FAILED, "a sum over one client hides nothing") for p, _ in sent}
+    shares: float = 1.0 if len(sent) <= _MOST_SHARES else _MOST_SHARES
+    workflow = SecAggPlusWorkflow(
+        options.get("num_shares", shares),
+        float(options.get("reconstruction_threshold", _THRESHOLD)),
+        max_weight=float(max_weight),
+        clipping_range=1.0,
+        quantization_range=2 ** min(_MOST_BITS, _BITS - len(sent).bit_length()),
+        modulus_range=2**_BITS,
+        timeout=timeout,
+    )
+    asked = {message.metadata.dst_node_id: (partition, message) for partition, message in sent}
+    state, exchanges = WorkflowState(), _Exchanges(grid, shape, limits)
+    results: list[tuple[Any, FitRes]] = []
+    reason = ""
+    try:
+        finished = _run(workflow, exchanges, state, asked, round_, results)
+    except Exception as error:  # a client's keys or shares that Flower's code cannot read
+        finished, reason = False, f": {type(error).__name__}: {error}"
+    good: dict[int, Reply] = {}
+    lost = {asked[node][0]: why for node, why in exchanges.lost.items()}
+    if finished:
+        (mean,) = parameters_to_ndarrays(results[0][1].parameters)
+        for proxy, fitted in results:
+            partition, metrics = asked[proxy.node_id][0], dict(fitted.metrics)
+            n_samples = metrics.pop(NUM_EXAMPLES, float("nan"))
+            try:
+                good[partition] = check_reply([mean], cast(float, n_samples), metrics, limits)
+            except ValueError as error:
+                lost[partition] = Lost(REFUSED, brief(str(error)))
+            else:
+                lost.pop(partition, None)  # it was silent after its masked reply had come
+    else:
+        there = f"{exchanges.answered} of {len(sent)} clients answered, and the shares of "
+        there += f"{state.threshold} are needed" if state.threshold else "more are needed"
+        why = brief(f"the secure sum was lost: {there}{reason}")
+        lost = {partition: lost.get(partition, Lost(FAILED, why)) for partition, _ in sent}
+    log(INFO, "secure sum: %d clients in it, %d not", len(good), len(lost))
+    return good, lost
+
+
+def _run(
+    workflow: SecAggPlusWorkflow,
+    exchanges: _Exchanges,
+    state: WorkflowState,
+    asked: Mapping[int, tuple[int, Message]],
+    round_: int,
+    results: list[tuple[Any, FitRes]],
+) -> bool:
+    """Take the workflow's four steps, and return whether all went well; fill ``results``."""
+
+    def aggregate_fit(round_: int, fitted: Any, failures: Any) -> tuple[None, dict[str, Any]]:
+        results.extend(fitted)
+        return None, {}
+
+    nothing = FitIns(Parameters([], ""), {})
+    calls = [(SimpleNamespace(node_id=node), nothing) for node in asked]
+    # The parts of a LegacyContext and of a legacy strategy that the workflow uses.
+    context: Any = SimpleNamespace(
+        state=RecordDict(
+            {
+                MAIN_CONFIGS_RECORD: ConfigRecord({RoundKey.CURRENT_ROUND: round_}),
+                MAIN_PARAMS_RECORD: ArrayRecord(),
+            }
+        ),
+        strategy=SimpleNamespace(configure_fit=lambda *_: calls, aggregate_fit=aggregate_fit),
+        client_manager=SimpleNamespace(num_available=lambda: len(calls)),
+    )
+    grid = cast(Grid, exchanges)
+    if not workflow.setup_stage(grid, context, state):
+        return False
+    if not workflow.share_keys_stage(grid, context, state):
+        return False
+    # Flower would go on to ask for shares of keys that clients lost until here never shared.
+    state.sampled_node_ids = set(state.active_node_ids)
+    for neighbors in state.nid_to_neighbours.values():
+        neighbors.intersection_update(state.sampled_node_ids)
+    state.nid_to_fitins = {
+        node: RecordDict(dict(message.content)) for node, (_, message) in asked.items()
+    }
+    return workflow.collect_masked_vectors_stage(grid, context, state) and workflow.unmask_stage(
+        grid, context, state
+    )
+
+
+class _Exchanges:
+    """What the workflow needs of a grid; hands on the replies that are what was asked for."""
+
+    def __init__(self, grid: Grid, shape: tuple[int, ...], limits: Limits) -> None:
+        self._grid, self._limits = grid, limits
+        self._shapes = [(1,), shape]  # SecAgg+ puts the weight first
+        self._number = 0
+        #: Why nodes have not answered, or not well; and how many have in the last exchange.
+        self.lost: dict[int, Lost] = {}
+        self.answered = 0
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> list[Message]:
+        """Return the good replies of one exchange, at most one per node."""
+        asked = list(messages)
+        replies = list(self._grid.send_and_receive(asked, timeout=timeout))
+        nodes = {one.metadata.message_id: one.metadata.dst_node_id for one in asked}
+        good: dict[int, Message] = {}
+        lost: dict[int, Lost] = {}
+        for reply in replies:
+            node = nodes.pop(reply.metadata.reply_to_message_id, None)
+            if node is None:
+                continue
+            if reply.has_error():
+                lost[node] = Lost(FAILED, f"{error_of(reply)}{self._remedy()}")
+                continue
+            try:
+                self._check(reply, node)
+            except ValueError as error:
+                lost[node] = Lost(REFUSED, brief(f"{error}{self._remedy()}"))
+            else:
+                good[node] = reply
+        lost |= {node: Lost(FAILED, "no reply in time") for node in nodes.values()}
+        self.lost |= lost
+        self.answered = len(good)
+        self._number += 1
+        return list(good.values())
+
+    def _remedy(self) -> str:
+        """Return what may be missing at a client that cannot answer the first question."""
+        hint = " (make the ClientApp with client_app, which takes part in secure sums)"
+        return "" if self._number else hint
+
+    def _check(self, reply: Message, node: int) -> None:
+        """Raise a ValueError unless a reply is what SecAgg+ asks for in this exchange."""
+        record = reply.content.get(RECORD_KEY_CONFIGS)
+        answers: Mapping[str, Any] = record if isinstance(record, ConfigRecord) else {}
+        for name, kind in _ANSWERS[self._number].items():
+            if not isinstance(answers.get(name), kind):
+                raise ValueError(f"no {name!r} of SecAgg+ in the reply")
+        if reply.metadata.src_node_id != node:
+            raise ValueError("the reply is another node's")
+        if self._number == _MASKED:
+            files = answers[Word.MASKED_PARAMETERS]
+            if sum(map(len, files)) > self._limits.n_bytes:
+                raise ValueError(f"too large: at most {self._limits.n_bytes} bytes are read")
+            found = [(view.shape, view.dtype) for view, _ in map(view_file, files)]
+            if found != [(shape, np.dtype(np.int64)) for shape in self._shapes]:
+                raise ValueError(
+                    f"wrong shape: masked arrays of {self._shapes} are asked for, got "
+                    f"{[shape for shape, _ in found]}"
+                )

@@ -1,0 +1,523 @@
+"""`PerMA(secure=True)`: what a curious server can find, what a liar can do, and what it costs."""
+
+from __future__ import annotations
+
+import gc
+import re
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Stage
+from flwr.common.secure_aggregation.secaggplus_utils import pseudo_rand_gen
+from sklearn.datasets import load_digits
+
+from flwr_perdl._npy import view_file
+from flwr_perdl.clients import DictionaryClient, client_app
+from flwr_perdl.clients.privacy import LocalPrivacy
+from flwr_perdl.dictionary import (
+    Learner,
+    MODLearner,
+    OrthogonalLearner,
+    reconstruct,
+    sparse_code,
+    warm_start,
+)
+from flwr_perdl.simulations import InProcessGrid
+from flwr_perdl.strategies import PerMA, TooFewReplies, as_legacy
+
+CLIENTS, GLOBAL, ATOMS = 4, 16, 24
+ROUNDS = 4
+#: The principal directions of all images, which have support at every client.
+START = np.linalg.svd(load_digits().data / 16, full_matrices=False)[2][:GLOBAL]
+
+Adapt = Callable[[int, np.ndarray], np.ndarray]
+
+
+def digits(sizes: tuple[int, ...] = (120,) * CLIENTS) -> tuple[list[np.ndarray], np.ndarray]:
+    """Return clients' images, mostly of one digit each, and held-out ones."""
+    X, y = load_digits(return_X_y=True)
+    rng = np.random.default_rng(0)
+    order = rng.permutation(len(X))
+    X, y = X[order] / 16, y[order]
+    images, labels = X[300:], y[300:]
+    parts = []
+    for digit, size in enumerate(sizes):
+        own = rng.choice(np.flatnonzero(labels == digit), 9 * size // 10, replace=False)
+        others = rng.choice(len(images), size - len(own), replace=False)
+        parts.append(images[np.concatenate([own, others])])
+    return parts, X[:300]
+
+
+class Sending(DictionaryClient):
+    """A client whose updates a test notes or changes before they are clipped and masked."""
+
+    adapt: Adapt
+    fit_cohort = None  # one by one
+
+    def _update(self, *asked: Any) -> Any:
+        sent, *others = super()._update(*asked)
+        return self.adapt(self.partition, sent), *others
+
+
+def make_grid(
+    parts: list[np.ndarray],
+    learner: Learner | None = None,
+    adapt: Adapt | None = None,
+    kind: type[InProcessGrid] = InProcessGrid,
+    app: dict[str, Any] | None = None,
+    min_support: int = 3,
+    **options: Any,
+) -> InProcessGrid:
+    """Return a grid of clients with these samples."""
+    start = partial(warm_start, n_iter=30, decay=0.87)
+    own = OrthogonalLearner(ATOMS) if learner is None else learner
+
+    def make_client(context: Context) -> DictionaryClient:
+        X = parts[int(context.node_config["partition-id"])]
+        kind = DictionaryClient if adapt is None else Sending
+        client = kind(X, own, context, start=start, min_support=min_support)
+        client.__dict__["adapt"] = adapt
+        return client
+
+    return kind(client_app(make_client, **(app or {})), len(parts), **options)
+
+
+def learn(grid: InProcessGrid, rounds: int = ROUNDS, **options: Any) -> tuple[np.ndarray, PerMA]:
+    """Return what PerMA learns, and the strategy."""
+    initial = options.pop("initial", None)
+    given = None if initial is None else ArrayRecord([initial])
+    strategy = PerMA(GLOBAL, fraction_evaluate=0.0, **options)
+    return strategy.start(grid, given, num_rounds=rounds).arrays.to_numpy_ndarrays()[0], strategy
+
+
+def error(atoms: np.ndarray, images: np.ndarray) -> float:
+    """Return the error of images of all digits with ten of the atoms each."""
+    return float(
+        np.mean((images - reconstruct(sparse_code(images, atoms, n_nonzero=10), atoms)) ** 2)
+    )
+
+
+# Accuracy ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("learner", "sizes", "aggregation"),
+    [
+        (OrthogonalLearner(ATOMS), (120,) * CLIENTS, "statistics"),
+        (OrthogonalLearner(ATOMS), (40, 60, 140, 140), "statistics"),
+        (MODLearner(ATOMS), (120,) * CLIENTS, "statistics"),
+        (OrthogonalLearner(ATOMS), (40, 60, 140, 140), "weighted"),
+    ],
+)
+def test_the_error_is_within_five_percent_of_the_default(
+    learner: Learner, sizes: tuple[int, ...], aggregation: str
+) -> None:
+    parts, images = digits(sizes)
+    plain, _ = learn(make_grid(parts, learner), aggregation=aggregation)
+    secure, strategy = learn(make_grid(parts, learner), aggregation=aggregation, secure=True)
+    print(f"{aggregation}, {sizes}: {error(secure, images):.5f}, {error(plain, images):.5f}")
+    assert error(secure, images) < 1.05 * error(plain, images)
+    assert [len(report.metrics) for report in strategy.history] == [CLIENTS] * ROUNDS
+    assert [report.dropped for report in strategy.history] == [{}] * ROUNDS
+    samples = [int(found["num-examples"]) for found in strategy.history[-1].metrics.values()]
+    assert samples == list(sizes)
+
+
+def test_the_mean_is_that_of_a_run_in_the_clear() -> None:
+    """In one round, where all send all atoms: a sum does not say how many have sent a row."""
+    parts, _ = digits()
+    options: dict[str, Any] = {"initial": START, "rounds": 1, "aggregation": "mean"}
+    plain, _ = learn(make_grid(parts, min_support=0), **options)
+    secure, _ = learn(make_grid(parts, min_support=0), secure=True, **options)
+    np.testing.assert_allclose(secure, plain, atol=1e-5)
+
+
+# The server --------------------------------------------------------------------------------------
+
+
+def arrays_in_memory() -> Iterator[np.ndarray]:
+    """Yield every array of this process, also those that are still a file's bytes."""
+    places: list[Any] = [*gc.get_objects()]
+    frame: Any = sys._getframe()
+    while frame is not None:
+        places.append(list(frame.f_locals.values()))
+        frame = frame.f_back
+    seen: set[int] = set()
+    for place in places:
+        for found in gc.get_referents(place):
+            if id(found) in seen or not isinstance(found, np.ndarray | bytes):
+                continue
+            seen.add(id(found))
+            if isinstance(found, bytes):
+                try:
+                    found = view_file(found)[0]
+                except ValueError:
+                    continue
+            if found.dtype.kind in "fiu":
+                yield found
+
+
+class Watch:
+    """Notes clients' statistics, as lists, and looks for arrays that are like them."""
+
+    def __init__(self) -> None:
+        self.statistics: dict[int, list[float]] = {}
+        self.found: set[int] = set()
+        self.seen = 0
+
+    def note(self, partition: int, sent: np.ndarray) -> np.ndarray:
+        self.statistics[partition] = sent.ravel().tolist()
+        return sent
+
+    def look(self) -> None:
+        """Note whose statistics are in memory, up to units, offset and rounding.
+
+        The clients compute in this process, too: what they have left goes first.
+        """
+        gc.collect()
+        wanted = [np.subtract(own, np.mean(own)) for own in self.statistics.values()]
+        size = len(wanted[0]) if wanted else -1
+        for array in arrays_in_memory():
+            if array.size != size or any(array is own for own in wanted):
+                continue
+            self.seen += 1
+            flat = array.ravel().astype(float) - array.mean()
+            for partition, own in zip(self.statistics, wanted, strict=True):
+                if flat @ own > 0.9999 * np.linalg.norm(flat) * np.linalg.norm(own):
+                    self.found.add(partition)
+
+
+@pytest.fixture
+def old_objects_set_aside() -> Iterator[None]:
+    """What is here before a run is not gone through again and again."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("old_objects_set_aside")
+@pytest.mark.parametrize("secure", [True, False])
+def test_the_servers_memory_holds_no_clients_statistics(secure: bool) -> None:
+    """After every exchange of messages, and where the server computes with what it has."""
+    watch = Watch()
+
+    class Tap(InProcessGrid):
+        def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
+            replies = list(super().send_and_receive(messages, timeout=timeout))
+            watch.look()
+            return replies
+
+    class Watched(PerMA):
+        def _aggregate(self, *asked: Any) -> Any:
+            watch.look()
+            return super()._aggregate(*asked)
+
+    parts, _ = digits()
+    grid = make_grid(parts, adapt=watch.note, kind=Tap)
+    Watched(GLOBAL, secure=secure, fraction_evaluate=0.0).start(grid, num_rounds=2)
+    assert set(watch.statistics) == set(range(CLIENTS))
+    assert watch.seen > CLIENTS, "arrays of that size are there: masked ones, and the sum"
+    assert watch.found == (set() if secure else set(range(CLIENTS)))
+
+
+def test_flowers_masks_come_from_seeds_of_32_bits() -> None:
+    """Their 256 bits are folded, so that docs/security.md must warn of it until this fails."""
+    one = b"\1" + bytes(31)
+    other = bytes(28) + b"\1" + bytes(3)
+    (mask,), (same,) = (pseudo_rand_gen(seed, 2**32, [(100,)]) for seed in (one, other))
+    np.testing.assert_array_equal(mask, same)
+
+
+# A run in the clear ------------------------------------------------------------------------------
+
+
+def shown(digits_sent: int | None) -> int:
+    """Return how many samples differences between rounds show in an honest run."""
+    parts, _ = digits((40,) * CLIENTS)
+    sent: dict[int, list[np.ndarray]] = {}
+
+    class Noting(DictionaryClient):
+        fit_cohort = None
+
+        def fit(self, parameters: Any, config: Any) -> Any:
+            fitted = super().fit(parameters, config)
+            if parameters:
+                sent.setdefault(self.partition, []).append(fitted[0][0])
+            return fitted
+
+    def make_client(context: Context) -> DictionaryClient:
+        X = parts[int(context.node_config["partition-id"])]
+        return Noting(X, OrthogonalLearner(ATOMS), context, digits=digits_sent)
+
+    learn(InProcessGrid(client_app(make_client), CLIENTS), 15)
+    count = 0
+    for partition, updates in sent.items():
+        rows = np.vstack(np.diff(updates, axis=0))
+        rows = rows[np.linalg.norm(rows, axis=1) > 1e-12]
+        X = parts[partition]
+        products = rows @ X.T / np.linalg.norm(rows, axis=1)[:, None]
+        count += int((np.abs(products / np.linalg.norm(X, axis=1)).max(axis=0) > 0.99).sum())
+    return count
+
+
+def test_few_digits_hide_samples_from_differences_between_rounds() -> None:
+    usual, few = shown(None), shown(2)
+    print(f"of {40 * CLIENTS} samples, differences show {usual}, with digits=2 {few}")
+    assert usual >= 10
+    assert few <= usual / 5
+
+
+def test_an_update_is_rounded_to_its_largest_entrys_digits() -> None:
+    """In a cohort as one by one; what is not an update is as it was."""
+    parts, _ = digits()
+
+    def run(digits_sent: int | None) -> np.ndarray:
+        def make_client(context: Context) -> DictionaryClient:
+            X = parts[int(context.node_config["partition-id"])]
+            return DictionaryClient(X, OrthogonalLearner(ATOMS), context, digits=digits_sent)
+
+        contexts = [Context(1, 2, {"partition-id": k}, RecordDict(), {}) for k in range(2)]
+        own = {"perdl.step": "update", "perdl.sends": "statistics", "perdl.orthogonal": 1}
+        config = {**own, "server-round": 1, "perdl.seed": 0, "perdl.run": "r"}
+        ones = list(map(make_client, contexts))
+        found = DictionaryClient.fit_cohort(ones, [START], config)
+        return np.stack([fitted[0][0] for fitted in found])
+
+    exact, coarse = run(None), run(2)
+    for one, other in zip(exact, coarse, strict=True):
+        unit = np.abs(one).max() / 100
+        np.testing.assert_allclose(other, unit * np.round(one / unit), rtol=1e-12)
+    with pytest.raises(ValueError, match="digits must be between 1 and 15, got 0"):
+        run(0)
+
+
+# Liars -------------------------------------------------------------------------------------------
+
+
+def test_a_client_with_huge_statistics_counts_by_its_samples() -> None:
+    """A client's share of the mean is a vector of norm 1, weighted by its samples."""
+    parts, _ = digits()
+    means: list[np.ndarray] = []
+
+    class Noting(PerMA):
+        def _aggregate(self, replies: Any, *others: Any) -> Any:
+            (reply,) = replies.values()
+            means.append(reply.arrays[0])
+            return super()._aggregate(replies, *others)
+
+    for factor in (1.0, 1000.0, 1e200):
+        grid = make_grid(parts, adapt=lambda who, sent, f=factor: sent * f if who == 0 else sent)
+        strategy = Noting(GLOBAL, secure=True, fraction_evaluate=0.0)
+        strategy.start(grid, ArrayRecord([START]), num_rounds=1)
+    honest, *lied = means
+    for mean in lied:
+        moved = float(np.linalg.norm(mean - honest))
+        assert 0.1 / CLIENTS < moved < 1 / CLIENTS  # the honest statistics point the same way
+    np.testing.assert_allclose(lied[0], lied[1], atol=1e-5)
+
+
+def test_data_in_another_unit_change_nothing() -> None:
+    """Of a client whose numbers are a thousand times as large, as where the unit was forgotten."""
+    parts, images = digits()
+    learner = MODLearner(ATOMS, n_nonzero=4)
+    usual, _ = learn(make_grid(parts, learner), secure=True)
+    odd, _ = learn(make_grid([1000 * parts[0], *parts[1:]], learner), secure=True)
+    assert error(odd, images) < 1.02 * error(usual, images)
+
+
+def test_a_client_that_says_it_has_many_samples_counts_as_three() -> None:
+    """As where the server sees the statistics: for at most three times the median."""
+    asked: list[int] = []
+
+    class Tap(InProcessGrid):
+        def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
+            messages = list(messages)
+            for message in messages:
+                config = message.content.get("config", {})
+                asked.extend(config[key] for key in config if key == "perdl.max-weight")
+            return super().send_and_receive(messages, timeout=timeout)
+
+    parts, _ = digits((40, 60, 120, 140))
+    learn(make_grid(parts, kind=Tap), 2, secure=True)
+    assert set(asked) == {3 * 90}
+
+
+# Clients that fail -------------------------------------------------------------------------------
+
+
+def stage(message: Message) -> str:
+    """Return which step of the secure aggregation a message asks for."""
+    record = message.content.get(RECORD_KEY_CONFIGS)
+    return str(record["stage"]) if isinstance(record, ConfigRecord) else ""
+
+
+@pytest.mark.parametrize("step", Stage.all())
+@pytest.mark.parametrize("fault", ["error", "silence"])
+def test_one_client_of_four_may_fail_at_any_step(step: str, fault: str) -> None:
+    parts, _ = digits()
+    options: dict[str, Any] = {"initial": START, "rounds": 1}
+
+    def faults(partition: int, message: Message) -> str | None:
+        return fault if partition == 3 and stage(message) == step else None
+
+    found, strategy = learn(make_grid(parts, faults=faults), secure=True, **options)
+    there = parts if step == Stage.UNMASK else parts[:3]  # its masked reply had come
+    expected, _ = learn(make_grid(there), secure=True, **options)
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    (report,) = strategy.history
+    assert list(report.metrics) == list(range(len(there)))
+    why = "error 2: RuntimeError: a fault was injected" if fault == "error" else "no reply in time"
+    for reason in report.dropped.values():
+        assert reason.startswith(why)
+
+
+def test_two_of_four_that_fail_stop_the_run_after_the_last_good_round(tmp_path: Path) -> None:
+    parts, _ = digits()
+    broken = [True]
+
+    def faults(partition: int, message: Message) -> str | None:
+        late = stage(message) == Stage.COLLECT_MASKED_VECTORS
+        config = message.content.get("config", {})
+        third = late and config["server-round"] == 3
+        return "error" if broken[0] and partition >= 2 and third else None
+
+    options: dict[str, Any] = {"secure": True, "checkpoint_dir": tmp_path, "resume": True}
+    reason = "the secure sum was lost: 2 of 4 clients answered, and the shares of 3 are needed"
+    grid = make_grid(parts, faults=faults)
+    with pytest.raises(TooFewReplies, match=f"Round 3 has 0 good replies.*{reason}"):
+        learn(grid, 3, **options)
+    broken.clear()
+    broken.append(False)
+    resumed, strategy = learn(grid, 3, **options)
+    straight, _ = learn(make_grid(parts), 3, secure=True)
+    np.testing.assert_allclose(resumed, straight, atol=1e-2)
+    assert [report.round for report in strategy.history] == [1, 2, 3]
+
+
+def test_the_threshold_is_an_option() -> None:
+    parts, _ = digits()
+
+    def faults(partition: int, message: Message) -> str | None:
+        late = stage(message) == Stage.COLLECT_MASKED_VECTORS
+        return "error" if partition == 3 and late else None
+
+    with pytest.raises(TooFewReplies, match="3 of 4 clients answered, and the shares of 4 are"):
+        learn(make_grid(parts, faults=faults), secure={"reconstruction_threshold": 1.0})
+    five = digits((60,) * 5)[0]
+    _, strategy = learn(make_grid(five), 2, secure={"num_shares": 3})
+    assert [len(report.metrics) for report in strategy.history] == [5, 5]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({}, "no 'masked_params' of SecAgg"),
+        ({"masked_params": [b""]}, "an array is no .npy file"),
+        (
+            {"masked_params": None},
+            r"wrong shape: masked arrays of \[\(1,\), \(16, 64\)\] are asked for, got \[\]",
+        ),
+    ],
+)
+def test_a_masked_reply_that_is_none_is_left_out(wrong: dict[str, Any], reason: str) -> None:
+    parts, _ = digits()
+
+    class Breaking(InProcessGrid):
+        def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
+            replies = list(super().send_and_receive(messages, timeout=timeout))
+            for reply in replies:
+                record = reply.content.get(RECORD_KEY_CONFIGS, {})
+                if "masked_params" in record and reply.metadata.src_node_id == 1003:
+                    fields = {k: [] if v is None else v for k, v in wrong.items()}
+                    reply.content[RECORD_KEY_CONFIGS] = ConfigRecord(fields)
+            return replies
+
+    _, strategy = learn(make_grid(parts, kind=Breaking), 2, secure=True)
+    report = strategy.history[-1]
+    assert list(report.metrics) == [0, 1, 2]
+    assert report.anomalies[3] == {"refused": 1.0}
+    assert re.match(reason, report.dropped["client 3"])
+
+
+# What is refused ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"aggregation": "geometric-median"}, "secure must come with an aggregation that needs a"),
+        ({"aggregation": "trimmed"}, "secure must come with an aggregation that needs a sum only"),
+        ({"robust": True}, "secure must come with an aggregation that needs a sum only"),
+        ({"remember": 1}, "secure must come with remember=0"),
+        ({"secure": {"num_shares": 2}}, "num_shares in secure must be at least 3, got 2"),
+        ({"secure": {"reconstruction_threshold": 0.5}}, "reconstruction_threshold in secure must"),
+    ],
+)
+def test_what_a_sum_cannot_give_is_refused(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        PerMA(GLOBAL, **{"secure": True, **options})
+
+
+def test_options_of_another_kind_are_refused() -> None:
+    with pytest.raises(TypeError, match="secure has no option 'shares'"):
+        PerMA(GLOBAL, secure={"shares": 3})
+    with pytest.raises(TypeError, match="secure must be True, False or a mapping of options"):
+        PerMA(GLOBAL, **{"secure": "yes"})
+
+
+def test_flowers_older_interface_is_refused() -> None:
+    with pytest.raises(ValueError, match="strategy must be started with its own start"):
+        as_legacy(PerMA(GLOBAL, secure=True))
+
+
+def test_a_client_may_insist_on_masks() -> None:
+    """After the matching round, which is in the clear with any strategy."""
+    parts, _ = digits()
+    app = {"secure": True}
+    with pytest.raises(
+        TooFewReplies, match=r"Round 2 .* secure=True must be the strategy's option"
+    ):
+        learn(make_grid(parts, app=app))
+    _, strategy = learn(make_grid(parts, app=app), 2, secure=True)
+    assert len(strategy.history[-1].metrics) == CLIENTS
+
+
+def test_local_privacy_and_masks_exclude_each_other() -> None:
+    parts, _ = digits()
+    noise = LocalPrivacy(1.0, 1e-5, 2, 1.0, rng=lambda: np.random.default_rng(0))
+    with pytest.raises(ValueError, match="secure must be False with LocalPrivacy"):
+        make_grid(parts, app={"train_mods": [noise], "secure": True})
+    with pytest.raises(TooFewReplies, match="must not be a secure one with LocalPrivacy"):
+        learn(make_grid(parts, app={"train_mods": [noise]}), initial=START, secure=True)
+
+
+def test_learners_of_two_kinds_are_not_summed() -> None:
+    parts, _ = digits()
+    with pytest.raises(TooFewReplies, match=r"perdl\.orthogonal must be 0 in a secure round"):
+        learn(make_grid(parts, MODLearner(ATOMS)), initial=START, secure=True)
+
+
+def test_a_client_without_a_part_in_it_is_named() -> None:
+    """A ClientApp of the user's own, for which Flower's mod is missing."""
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        return Message(RecordDict(), reply_to=message)
+
+    @app.query()
+    def query(message: Message, context: Context) -> Message:
+        own = ConfigRecord({"partition-id": int(context.node_config["partition-id"])})
+        return Message(RecordDict({"config": own}), reply_to=message)
+
+    reason = r"no 'pk1' of SecAgg\+ in the reply \(make the ClientApp with client_app"
+    with pytest.raises(TooFewReplies, match=reason):
+        learn(InProcessGrid(app, CLIENTS), initial=START, secure=True)
