@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flwr_perdl.regression.anchors import AnchorClusters, cluster_anchors
-from flwr_perdl.regression.answers import Answers, Ask, answer, answer_stack
+from flwr_perdl.regression.answers import Answers, Ask, answer
 from flwr_perdl.regression.batched import Clients, Run, simulate
 from flwr_perdl.regression.clustering import (
     Average,
@@ -53,7 +53,6 @@ __all__ = [
     "TwoPhase",
     "aggregate",
     "answer",
-    "answer_stack",
     "apply_features",
     "assign",
     "choose_mixture",

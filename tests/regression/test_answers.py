@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flwr_perdl.regression import SQUARED, Ask, LogisticLoss, answer, answer_stack
+from flwr_perdl.regression import SQUARED, Ask, LogisticLoss, answer
 from tests.bits import assert_same_bits
 
 UPDATE: dict[str, Any] = {
@@ -48,7 +48,7 @@ def test_updates_of_many_are_those_of_one(
     X, y = rng.standard_normal((m, n, d)).astype(dtype), rng.standard_normal((m, n)).astype(dtype)
     centers = rng.standard_normal((k, d))
     ask = Ask("update", (centers, centers[::-1]) if grouped else (centers,), UPDATE | options)
-    together = answer_stack(X, y, ask)
+    together = answer(X, y, ask)
     assert together.dtype == dtype
     for A, b, found in zip(X, y, together, strict=True):
         assert_same_bits(found, answer(A.copy(), b.copy(), ask))
@@ -60,7 +60,7 @@ def test_what_is_not_computed_at_once_is_computed_one_by_one(step: str, loss: An
     rng = np.random.default_rng(0)
     X, y = rng.standard_normal((3, 7, 4)), np.sign(rng.standard_normal((3, 7)))
     ask = Ask(step, (rng.standard_normal((2, 4)),), UPDATE)
-    together = answer_stack(X, y, ask, loss)
+    together = answer(X, y, ask, loss)
     for A, b, found in zip(X, y, together, strict=True):
         assert_same_bits(found, answer(A, b, ask, loss))
 
