@@ -48,7 +48,7 @@ UPDATE = "update"
 EXACT = "exact"
 
 #: The most local steps that a request may ask for.
-_MOST_STEPS = 10_000
+MOST_STEPS = 10_000
 
 
 class Ask(NamedTuple):
@@ -147,7 +147,7 @@ def check_ask(ask: Ask, *, max_norm: float) -> None:
         "variance": partial(check_real, low=0),
         "min_points": partial(check_count, low=0),
         "local": partial(check_choice, choices=(*LOCALS, EXACT)),
-        "n_steps": partial(check_count, low=1, high=_MOST_STEPS),
+        "n_steps": partial(check_count, low=1, high=MOST_STEPS),
         "step_size": partial(check_real, low=0, high=LARGE),
         "soft": check_flag,
         "temperature": partial(check_real, low=0, high=LARGE),

@@ -12,7 +12,8 @@ from flwr_perdl._checks import Matrix, check_array, check_count, check_real
 from flwr_perdl._random import SERVER, spawn
 from flwr_perdl.regression.answers import UPDATE, Answers, Ask, answered, estimate_alone, groups_of
 from flwr_perdl.regression.losses import SQUARED, Loss, check_labels, check_points
-from flwr_perdl.regression.two_phase import State, TwoPhase
+from flwr_perdl.regression.states import State
+from flwr_perdl.regression.two_phase import TwoPhase
 
 
 class _Stack(NamedTuple):
