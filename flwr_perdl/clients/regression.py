@@ -182,8 +182,7 @@ class RegressionClient(Member):
             for one in window:
                 one._check_size(ask)
             for same in alike(window, lambda one: (one.X.shape, one.X.dtype, id(one.loss))):
-                X = np.stack([window[i].X for i in same])
-                y = np.stack([window[i].y for i in same])
+                X, y = _stack([window[i].X for i in same]), _stack([window[i].y for i in same])
                 try:
                     stack = answer(X, y, ask, window[same[0]].loss)
                 except (KeyError, IndexError) as error:
@@ -259,6 +258,11 @@ class RegressionClient(Member):
             raise ValueError(f"y must have {len(X)} entries, got {len(y)}.")
         check_labels("y", y, self.loss)
         return X, y.astype(X.dtype, copy=False)
+
+
+def _stack(arrays: list[Matrix]) -> Matrix:
+    """Return arrays of one shape as one; a single one, which may be large, without a copy."""
+    return arrays[0][None] if len(arrays) == 1 else np.stack(arrays)
 
 
 def _check_loss(loss: Loss, X: Matrix, y: Matrix) -> None:

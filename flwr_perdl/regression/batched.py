@@ -60,6 +60,8 @@ class Clients:
             who = np.flatnonzero(self.n_samples == n)
             X_, y_ = (np.stack([own[i] for i in who]) for own in (self.X, self.y))
             self._stacks.append(_Stack(who, X_, y_))
+            for i, row in enumerate(who):
+                self.X[row], self.y[row] = X_[i], y_[i]  # held once
 
     def __len__(self) -> int:
         """Return the number of clients."""

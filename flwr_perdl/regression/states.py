@@ -65,38 +65,40 @@ class Known(State):
     slopes: Matrix = field(default_factory=lambda: np.zeros(0))
 
     def to(self, kind: type[K], **more: Any) -> K:
-        """Return the state of another step that knows the same, and what is given."""
-        return kind(**{own.name: getattr(self, own.name) for own in fields(Known)} | more)
+        """Return the state of another step: what both know, and what is given."""
+        names = {own.name for own in fields(kind)} & vars(self).keys()
+        return kind(**{name: getattr(self, name) for name in names} | more)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Searching(Known):
-    """Phase 1: before a product with the residual moment."""
+class Phase1(Known):
+    """What either step of Phase 1 needs."""
 
-    step = MOMENT
-    #: The anchors' estimates, (h, d), or where all start, (1, d), and orthonormal columns to
-    #: multiply with, (h, d, width).
+    #: The anchors' estimates, (h, d), or where all start, (1, d); columns to multiply with, or
+    #: those of the subspaces, (h, d, width).
     thetas: Matrix
     columns: Matrix
     #: The anchors' partitions, where they are chosen, and who of them has answered so far.
     anchors: NDArray[np.intp] = field(default_factory=lambda: np.zeros(0, np.intp))
     moved: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))
-    #: Products and iterations done.
-    products: int = 0
+    #: Iterations done.
     iteration: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Estimating(Known):
-    """Phase 1: before the anchors' estimates."""
+class Searching(Phase1):
+    """Before a product with the residual moment."""
+
+    step = MOMENT
+    #: Products done in this iteration.
+    products: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Estimating(Phase1):
+    """Before the anchors' estimates."""
 
     step = ANCHORS
-    #: As in `Searching`, with the columns of the subspaces.
-    thetas: Matrix
-    columns: Matrix
-    anchors: NDArray[np.intp] = field(default_factory=lambda: np.zeros(0, np.intp))
-    moved: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))
-    iteration: int = 0
     #: Fewest points of an anchor.
     min_points: int = 1
 

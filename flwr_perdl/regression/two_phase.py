@@ -8,11 +8,11 @@ Phase 2, lines 4-8                      step "update" of `TwoPhase.advance`
 ``T``, ``T_1``, ``n_H``, ``eta``, …     options of the phases (``phases.py``)
 ======================================= ====================================================
 
-One `State` holds all that the server knows. ``settings.ask(state)`` is the next request, the same
-for every client, and ``settings.advance(state, answers, rng)`` what follows from the answers; a
-client's answer is :func:`flwr_perdl.regression.answer`. Who carries the messages is no business of
-this module: a Strategy, or :class:`flwr_perdl.regression.Clients`, which answers for all clients
-at once.
+A `State` holds all that the server knows before a step; every step has a type of its own.
+``settings.ask(state)`` is the next request, the same for every client, and
+``settings.advance(state, answers, rng)`` what follows from the answers; a client's answer is
+:func:`flwr_perdl.regression.answer`. Who carries the messages is no business of this module: a
+Strategy, or :class:`flwr_perdl.regression.Clients`, which answers for all clients at once.
 
 `TwoPhase()` deviates from the paper where it was measured to be better; ``TwoPhase.paper(...)``
 does not:
@@ -433,15 +433,8 @@ class TwoPhase:
             able = answers.partitions[answers.n_samples >= min_points]
             anchors = rng.choice(able, min(most, len(able)), replace=False)
             moved = np.zeros(len(anchors), dtype=bool)
-        return state.to(
-            Estimating,
-            thetas=state.thetas,
-            columns=space.U,
-            anchors=anchors,
-            moved=moved,
-            iteration=state.iteration,
-            min_points=min_points,
-        )
+        chosen = {"anchors": anchors, "moved": moved, "min_points": min_points}
+        return state.to(Estimating, columns=space.U, **chosen)
 
     def _anchors(self, state: Estimating, answers: Answers, rng: np.random.Generator) -> State:
         able = np.flatnonzero(answers.stack[:, 0] > 0)
