@@ -15,6 +15,9 @@ from flwr_perdl.regression.losses import SQUARED, Loss, check_labels, check_poin
 from flwr_perdl.regression.states import State
 from flwr_perdl.regression.two_phase import TwoPhase
 
+#: Numbers of features that are computed at once: a megabyte, which a processor's cache holds.
+_WINDOW = 2**17
+
 
 class _Stack(NamedTuple):
     """Clients of one size."""
@@ -57,11 +60,15 @@ class Clients:
         self.n_samples = np.array([float(len(b)) for b in self.y])
         self._stacks, self._alone = [], dict[int, Matrix]()
         for n in np.unique(self.n_samples):
-            who = np.flatnonzero(self.n_samples == n)
-            X_, y_ = (np.stack([own[i] for i in who]) for own in (self.X, self.y))
-            self._stacks.append(_Stack(who, X_, y_))
-            for i, row in enumerate(who):
-                self.X[row], self.y[row] = X_[i], y_[i]  # held once
+            alike, most = (
+                np.flatnonzero(self.n_samples == n),
+                _WINDOW // int(n * self.X[0].shape[1]),
+            )
+            for who in np.array_split(alike, -(-len(alike) // max(most, 1))):
+                X_, y_ = (np.stack([own[i] for i in who]) for own in (self.X, self.y))
+                self._stacks.append(_Stack(who, X_, y_))
+                for i, row in enumerate(who):
+                    self.X[row], self.y[row] = X_[i], y_[i]  # held once
 
     def __len__(self) -> int:
         """Return the number of clients."""

@@ -230,14 +230,13 @@ def refuse_unknown(
     """
     names, inside = list(known), {} if inside is None else inside
     for name in given:
+        if name in inside:
+            raise TypeError(f"{owner} has no option {name!r}: it is given as {inside[name]}.")
         if name not in names:
             close = get_close_matches(name, [*names, *inside], n=1)
-            meant = f"did you mean {close[0]!r}? " if close and name not in inside else ""
-            place = inside.get(close[0]) if close else None
-            where = f"It is given as {place}. " if place else ""
-            raise TypeError(
-                f"{owner} has no option {name!r}: {meant}{where}It takes {', '.join(names)}."
-            )
+            place = f", given as {inside[close[0]]}" if close and close[0] in inside else ""
+            meant = f"did you mean {close[0]!r}{place}? " if close else ""
+            raise TypeError(f"{owner} has no option {name!r}: {meant}It takes {', '.join(names)}.")
 
 
 class Plan(NamedTuple):

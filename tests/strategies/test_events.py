@@ -140,7 +140,7 @@ def test_the_server_says_what_a_reply_may_be(
     federation: Any, round_: int, arrays: list[Any], options: Any, reason: str
 ) -> None:
     planted = federation()
-    strategy = PerMA(3, fraction_evaluate=0.0, **options)
+    strategy = PerMA(3, fraction_evaluate=0.0, server=ServerSettings(**options))
     grid = InProcessGrid(client_app(Sender(planted, round_, *arrays)), 5)
     if "max_magnitude" in options:
         for X in planted.planted.samples:

@@ -553,15 +553,15 @@ def test_the_papers_variant_is_its_fields_as_options() -> None:
         ),
         (
             lambda: FedX(2, momentum=False),
-            "FedX has no option 'momentum': It is given as phase_2=Refinement(momentum=...). It t",
+            "FedX has no option 'momentum': it is given as phase_2=Refinement(momentum=...).",
         ),
         (
             lambda: FedMD(2, n_product=4),
-            "did you mean 'n_products'? It is given as phase_1=MomentDescent(n_products=...).",
+            "did you mean 'n_products', given as phase_1=MomentDescent(n_products=...)? It takes",
         ),
         (
             lambda: OneShotClustering(2, on_round=print),
-            "no option 'on_round': It is given as server=ServerSettings(on_round=...).",
+            "no option 'on_round': it is given as server=ServerSettings(on_round=...).",
         ),
     ],
 )
