@@ -47,6 +47,9 @@ UPDATE = "update"
 #: Local work of an "update" that sends second moments, for the server to solve with.
 EXACT = "exact"
 
+#: A request's options.
+Scalars = dict[str, float | int | str]
+
 #: The most local steps that a request may ask for.
 MOST_STEPS = 10_000
 

@@ -61,6 +61,7 @@ from flwr_perdl.regression.answers import (
     UPDATE,
     Answers,
     Ask,
+    Scalars,
     misfit_bound,
 )
 from flwr_perdl.regression.clustering import ROBUST, average_updates, factors_of
@@ -260,43 +261,42 @@ class TwoPhase:
         if isinstance(state, Estimating):
             return self._ask_estimates(state)
         if isinstance(state, Refining):
-            phase = self.phase_2
-            options: dict[str, float | int | str] = {
+            phase, temperature = self.phase_2, self.phase_2.softness * state.variance
+            work: Scalars = {
                 "local": phase.local,
                 "n_steps": phase.n_steps,
                 "step_size": state.step_size,
-                "soft": int(phase.softness > 0),
-                "temperature": phase.softness * state.variance,
             }
+            weights = {"soft": int(phase.softness > 0), "temperature": temperature}
             groups = (state.groups,) if len(state.groups) else ()
-            return Ask(UPDATE, (self._ahead(state), *groups), options)
+            return Ask(UPDATE, (self._ahead(state), *groups), {**work, **weights})
         return Ask(DESCRIBE)
 
     def _ask_moment(self, state: Searching, rng: np.random.Generator) -> Ask:
-        options: dict[str, float | int | str] = {
-            "estimate": self._descent.estimate,
-            "transpose": state.products % 2,
-            "variance": state.variance,
-        }
-        arrays = (state.thetas[None], state.columns, state.centers)
+        how: Scalars = {"estimate": self._descent.estimate, "transpose": state.products % 2}
+        ask = Ask(
+            MOMENT,
+            (state.thetas[None], state.columns, state.centers),
+            {**how, "variance": state.variance},
+        )
         if not self._descent.perturbation or not len(state.anchors):
-            return Ask(MOMENT, arrays, options)
-        noise, seed = self._descent.perturbation, int(rng.integers(2**31))
-        return Ask(MOMENT, arrays, options, {}, noise, seed)
+            return ask
+        return ask._replace(noise=self._descent.perturbation, seed=int(rng.integers(2**31)))
 
     def _ask_estimates(self, state: Estimating) -> Ask:
-        options: dict[str, float | int | str] = {
-            "anchor_step": self._descent.anchor_step,
-            "min_points": state.min_points,
-            "variance": state.variance,
-        }
+        how: Scalars = {"anchor_step": self._descent.anchor_step, "min_points": state.min_points}
+        ask = Ask(
+            ANCHORS,
+            (state.thetas, state.columns, state.centers),
+            {**how, "variance": state.variance},
+        )
         if not len(state.anchors):
-            return Ask(ANCHORS, (state.thetas, state.columns, state.centers), options)
+            return ask
         last, own = len(state.thetas) - 1, {}
         for h, partition in enumerate(state.anchors):
             row = [min(h, last)]
             own[int(partition)] = (state.thetas[row], state.columns[row], state.centers)
-        return Ask(ANCHORS, (), options, own)
+        return ask._replace(arrays=(), own=own)
 
     def _ahead(self, state: Refining) -> Matrix:
         """Nesterov's point: the models, carried on along their last movement."""

@@ -54,6 +54,45 @@ def test_updates_of_many_are_those_of_one(
         assert_same_bits(found, answer(A.copy(), b.copy(), ask))
 
 
+@given(
+    m=st.integers(1, 5),
+    n=st.integers(1, 30),
+    d=st.integers(1, 30),
+    h=st.integers(1, 3),
+    width=st.integers(1, 8),
+    step=st.sampled_from(["describe", "moment", "anchors"]),
+    estimate=st.sampled_from(["u-statistic", "halves", "pair"]),
+    anchor_step=st.sampled_from(["least-squares", "line-search", "paper"]),
+    known=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_phase_1_of_many_is_that_of_one(
+    m: int,
+    n: int,
+    d: int,
+    h: int,
+    width: int,
+    step: str,
+    estimate: str,
+    anchor_step: str,
+    known: bool,
+    seed: int,
+) -> None:
+    """With models already, too, which some of the clients fit."""
+    rng = np.random.default_rng(seed)
+    X, centers = rng.standard_normal((m, n, d)), rng.standard_normal((2 * known, d))
+    y = rng.standard_normal((m, n))
+    if known:
+        y[0] = X[0] @ centers[0]
+    thetas, Q = rng.standard_normal((h, d)), rng.standard_normal((h, d, min(width, d)))
+    options = {"estimate": estimate, "transpose": seed % 2, "variance": 1e-9}
+    options |= {"anchor_step": anchor_step, "min_points": 3}
+    ask = Ask(step, (thetas[None] if step == "moment" else thetas, Q, centers), options)
+    together = answer(X, y, ask)
+    for A, b, found in zip(X, y, together, strict=True):
+        assert_same_bits(found, answer(A.copy(), b.copy(), ask))
+
+
 @pytest.mark.parametrize("loss", [SQUARED, LogisticLoss()])
 @pytest.mark.parametrize("step", ["describe", "update"])
 def test_what_is_not_computed_at_once_is_computed_one_by_one(step: str, loss: Any) -> None:
