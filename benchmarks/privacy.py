@@ -30,7 +30,7 @@ from flwr_perdl.dictionary import (
     normalize_atoms,
     warm_start,
 )
-from flwr_perdl.regression import model_error
+from flwr_perdl.regression import Refinement, model_error
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import FedX, PerMA, ProtocolStrategy
 from perdl_experiments.data import planted_clients
@@ -78,7 +78,8 @@ def models(seed: int, n_clients: int) -> Task:
         i = int(context.node_config["partition-id"])
         return RegressionClient(data.X[i], data.y[i], context)
 
-    strategy = FedX(3, step_size=0.2, momentum=False, check_every=0, fraction_evaluate=0.0)
+    phase_2 = Refinement(step_size=0.2, momentum=False, check_every=0)
+    strategy = FedX(3, phase_2=phase_2, fraction_evaluate=0.0)
     return Task(make_client, strategy, start, lambda found: model_error(found, data.theta))
 
 

@@ -19,8 +19,9 @@ from flwr.app import ArrayRecord, Context, Message
 
 from flwr_perdl.clients import client_app
 from flwr_perdl.clients.regression import RegressionClient
-from flwr_perdl.regression import Clients, TwoPhase, model_error, simulate
+from flwr_perdl.regression import Clients, Refinement, TwoPhase, model_error, simulate
 from flwr_perdl.simulations import InProcessGrid
+from flwr_perdl.strategies import ServerSettings
 from flwr_perdl.strategies.mixed_regression import FedX
 from perdl_experiments.mixed_regression_data import (
     SETTINGS,
@@ -38,23 +39,30 @@ PLAIN, TIMES = 5, 6
 #: Within so much of the oracle's error a run counts as good.
 CLOSE = 1.05
 PAPER = TwoPhase.paper(3)
+
+
+def changed(**options: Any) -> TwoPhase:
+    """Return the paper's variant with another Phase 1."""
+    return replace(PAPER, phase_1=replace(PAPER.phase_1, **options))
+
+
 #: One change to the paper's variant each, then all of them.
 CHANGES: dict[str, TwoPhase] = {
     "the paper's": PAPER,
-    "exact line search": replace(PAPER, anchor_step="line-search"),
-    "U-statistic": replace(PAPER, estimate="u-statistic"),
-    "U-statistic, least squares, one iteration": replace(
-        PAPER, estimate="u-statistic", anchor_step="least-squares", n_iterations=1
+    "exact line search": changed(anchor_step="line-search"),
+    "U-statistic": changed(estimate="u-statistic"),
+    "U-statistic, least squares, one iteration": changed(
+        estimate="u-statistic", anchor_step="least-squares", n_iterations=1
     ),
-    "all able clients are anchors": TwoPhase(
-        3, work=3.0, normalise="all", momentum=False, check_every=0
+    "all able clients are anchors": TwoPhase(3, phase_2=PAPER.phase_2),
+    "… and division by the cluster's points": TwoPhase(
+        3, phase_2=Refinement(work=3.0, momentum=False, check_every=0)
     ),
-    "… and division by the cluster's points": TwoPhase(3, work=3.0, momentum=False, check_every=0),
-    "… and momentum": TwoPhase(3, work=3.0, check_every=0),
-    "… and a third of the step": TwoPhase(3, check_every=0),
+    "… and momentum": TwoPhase(3, phase_2=Refinement(work=3.0, check_every=0)),
+    "… and a third of the step": TwoPhase(3, phase_2=Refinement(check_every=0)),
     "defaults (… and checks)": TwoPhase(3),
     "defaults, k unknown": TwoPhase(),
-    "defaults, the server solves": TwoPhase(3, local="exact"),
+    "defaults, the server solves": TwoPhase(3, phase_2=Refinement(local="exact")),
 }
 NOISES = (0.2, 0.5, 1.0, 2.0)
 SIZES = (50, 20, 10, 5)
@@ -87,8 +95,8 @@ def changes() -> list[dict[str, Any]]:
         drawn = [setting(where, np.random.default_rng(seed)) for seed in range(SEEDS)]
         clients = [Clients(data.X, data.y) for data in drawn]
         for row, settings in zip(rows, CHANGES.values(), strict=True):
-            n_rounds = ROUNDS if settings.normalise == "all" else FEWER
-            n_rounds = FEWEST if settings.local == "exact" else n_rounds
+            n_rounds = ROUNDS if settings.phase_2.normalise == "all" else FEWER
+            n_rounds = FEWEST if settings.phase_2.local == "exact" else n_rounds
             runs = [
                 over_oracle(data, own, settings, n_rounds, seed)
                 for seed, (data, own) in enumerate(zip(drawn, clients, strict=True))
@@ -124,7 +132,7 @@ def perturbations() -> list[dict[str, Any]]:
     """Measure Remark 2's noise on the anchors' estimates: the error when Phase 1 ends, in C.1."""
     rows = []
     for noise in PERTURBATIONS:
-        settings, errors = replace(PAPER, n_products=6, perturbation=noise), []
+        settings, errors = changed(n_products=6, perturbation=noise), []
         for seed in range(3):
             data = setting("C1", np.random.default_rng(seed))
             ran = simulate(Clients(data.X, data.y), settings, 1 + 5 * 7, seed=seed)
@@ -152,7 +160,7 @@ def speed() -> dict[str, Any]:
     """Time rounds of Phase 2: plain per-client loops, batched, and through Flower's messages."""
     logging.getLogger("flwr").setLevel(logging.WARNING)
     found: dict[str, Any] = {}
-    settings = TwoPhase(3, step_size=0.01, momentum=False, check_every=0)
+    settings = TwoPhase(3, phase_2=Refinement(step_size=0.01, momentum=False, check_every=0))
     for where in ("C1", "C2"):
         data = setting(where, np.random.default_rng(0))
         clients = Clients(data.X, data.y)
@@ -196,16 +204,14 @@ def messages(
     def through_flower(n_rounds: int, mods: Sequence[Any] = ()) -> tuple[np.ndarray, float]:
         ends: list[float] = []
         strategy = FedX(
-            3,
+            **vars(settings),
             fraction_evaluate=0.0,
-            on_round=lambda report: ends.append(time.process_time()),
-            **options,
+            server=ServerSettings(on_round=lambda report: ends.append(time.process_time())),
         )
         grid = InProcessGrid(client_app(make_client, train_mods=mods), len(data.X))
         result = strategy.start(grid, ArrayRecord([start]), num_rounds=n_rounds)
         return result.arrays.to_numpy_ndarrays()[0], 1000 * float(np.median(np.diff(ends)))
 
-    options = {k: v for k, v in vars(settings).items() if k not in ("n_clusters", "one_shot")}
     seconds, (models, ms) = timed(lambda: through_flower(ROUNDS))
     _, alone = through_flower(ROUNDS // 10, [unchanged])
     return {

@@ -30,7 +30,7 @@ from flwr_perdl.dictionary.atoms import polar_factor, polar_factors
 from flwr_perdl.dictionary.learners import OrthogonalLearner
 from flwr_perdl.dictionary.stacks import update_stack
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import PerMA
+from flwr_perdl.strategies import PerMA, ServerSettings
 
 CLIENTS = 1000
 #: Features, atoms, samples of a client.
@@ -132,7 +132,8 @@ def perma() -> list[dict[str, Any]]:
             grid = InProcessGrid(client_app(make, train_mods=mods), CLIENTS)
             ends: list[float] = []
             strategy = PerMA(
-                fraction_evaluate=0.0, on_round=lambda report: ends.append(time.perf_counter())
+                fraction_evaluate=0.0,
+                server=ServerSettings(on_round=lambda report: ends.append(time.perf_counter())),
             )
             strategy.start(grid, ArrayRecord([G]), num_rounds=ROUNDS_TIMED + 1)
             return float(np.diff(ends).min())

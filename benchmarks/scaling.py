@@ -38,7 +38,7 @@ from flwr_perdl.dictionary import (
 from flwr_perdl.dictionary.aggregation import aggregate_statistics
 from flwr_perdl.diffusion import DataDiffusion, SparseSVD, Topology, infer
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import PerMA
+from flwr_perdl.strategies import PerMA, ServerSettings
 from perdl_experiments.plots import COLORS
 
 #: Features, atoms, global atoms and samples of a client, where they are not what is varied.
@@ -128,7 +128,9 @@ def perma(
         times.append((process_time(), grid.clients_seconds))
         held.append(most_memory())
 
-    strategy = PerMA(r // 2, fraction_train=fraction, fraction_evaluate=0.0, on_round=note)
+    strategy = PerMA(
+        r // 2, fraction_train=fraction, fraction_evaluate=0.0, server=ServerSettings(on_round=note)
+    )
     strategy.start(grid, num_rounds=1 + UPDATES)
     whole, clients = np.diff(np.array(times), axis=0).T
     server = whole - clients

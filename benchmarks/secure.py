@@ -26,7 +26,7 @@ from flwr_perdl._checks import Matrix
 from flwr_perdl.clients import DictionaryClient, client_app
 from flwr_perdl.dictionary import OrthogonalLearner, reconstruct, sparse_code
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import PerMA
+from flwr_perdl.strategies import PerMA, ServerSettings
 
 RESULTS = Path(__file__).parent / "results"
 SEEDS = 1
@@ -91,7 +91,7 @@ def learn(
     strategy = PerMA(
         GLOBAL,
         fraction_evaluate=0.0,
-        on_round=lambda report: ends.append(time.perf_counter()),
+        server=ServerSettings(on_round=lambda report: ends.append(time.perf_counter())),
         **options,
     )
     result = strategy.start(InProcessGrid(client_app(make_client), len(parts)), num_rounds=rounds)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -28,7 +29,7 @@ from flwr_perdl._checks import Matrix, check_choice
 from flwr_perdl._records import ANEW
 from flwr_perdl.clients import client_app
 from flwr_perdl.simulations.grid import InProcessGrid
-from flwr_perdl.strategies import ProtocolStrategy, RoundReport
+from flwr_perdl.strategies import ProtocolStrategy, RoundReport, ServerSettings
 from flwr_perdl.strategies._conversation import EVALUATE
 from perdl_experiments.words import plural
 
@@ -121,6 +122,13 @@ def federate(
     if engine == "in-process":
         return run(InProcessGrid(app, clients))
     return on_ray(run, app, clients)
+
+
+def arranged(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a strategy's arguments, with those that are fields of its `ServerSettings` in one."""
+    rare = {field.name for field in fields(ServerSettings)}
+    server = ServerSettings(**{name: value for name, value in options.items() if name in rare})
+    return {name: v for name, v in options.items() if name not in rare} | {"server": server}
 
 
 def check_engine(engine: str) -> None:

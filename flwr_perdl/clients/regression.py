@@ -30,7 +30,6 @@ from flwr_perdl.regression import (
     Loss,
     SquaredLoss,
     answer,
-    answer_stack,
     apply_features,
 )
 from flwr_perdl.regression.answers import EXACT, check_ask, check_norms, points_of
@@ -147,17 +146,8 @@ class RegressionClient(Member):
         metrics : dict
             Nothing.
         """
-        ask = _asked(parameters, config)
-        self._check_ask(ask)
-        self._check_size(ask)
-        try:
-            answered = answer(self.X, self.y, ask, self.loss)
-        except (KeyError, IndexError) as error:
-            raise ValueError(
-                f"parameters and config must be complete for step {ask.step!r}, got "
-                f"{len(parameters)} arrays and {sorted(config)} ({error})."
-            ) from error
-        return [answered], len(self.y), {}
+        ((answered, n, metrics),) = RegressionClient.fit_cohort([self], parameters, config)
+        return answered, n, metrics
 
     def _check_ask(self, ask: Ask) -> None:
         """Refuse what no protocol asks for, or what this client does not answer."""
@@ -193,9 +183,14 @@ class RegressionClient(Member):
             for one in window:
                 one._check_size(ask)
             for same in alike(window, lambda one: (one.X.shape, one.X.dtype, id(one.loss))):
-                X = np.stack([window[i].X for i in same])
-                y = np.stack([window[i].y for i in same])
-                stack = answer_stack(X, y, ask, window[same[0]].loss)
+                X, y = _stack([window[i].X for i in same]), _stack([window[i].y for i in same])
+                try:
+                    stack = answer(X, y, ask, window[same[0]].loss)
+                except (KeyError, IndexError) as error:
+                    raise ValueError(
+                        f"parameters and config must be complete for step {ask.step!r}, got "
+                        f"{len(parameters)} arrays and {sorted(config)} ({error})."
+                    ) from error
                 answers.update(zip(same, stack, strict=True))
             for i, client in enumerate(window):
                 yield [answers[i]], len(client.y), {}
@@ -264,6 +259,11 @@ class RegressionClient(Member):
             raise ValueError(f"y must have {len(X)} entries, got {len(y)}.")
         check_labels("y", y, self.loss)
         return X, y.astype(X.dtype, copy=False)
+
+
+def _stack(arrays: list[Matrix]) -> Matrix:
+    """Return arrays of one shape as one; a single one, which may be large, without a copy."""
+    return arrays[0][None] if len(arrays) == 1 else np.stack(arrays)
 
 
 def _check_loss(loss: Loss, X: Matrix, y: Matrix) -> None:

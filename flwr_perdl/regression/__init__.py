@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flwr_perdl.regression.anchors import AnchorClusters, cluster_anchors
-from flwr_perdl.regression.answers import Answers, Ask, answer, answer_stack
+from flwr_perdl.regression.answers import Answers, Ask, answer
 from flwr_perdl.regression.batched import Clients, Run, simulate
 from flwr_perdl.regression.clustering import (
     Average,
@@ -24,6 +24,8 @@ from flwr_perdl.regression.moments import (
     sketch,
     symmetric_subspace,
 )
+from flwr_perdl.regression.phases import MomentDescent, OneShot, Refinement
+from flwr_perdl.regression.states import State
 from flwr_perdl.regression.statistics import (
     Choice,
     Mixture,
@@ -31,7 +33,7 @@ from flwr_perdl.regression.statistics import (
     fit_mixture,
     sufficient_statistics,
 )
-from flwr_perdl.regression.two_phase import State, TwoPhase
+from flwr_perdl.regression.two_phase import TwoPhase
 
 __all__ = [
     "SQUARED",
@@ -45,7 +47,10 @@ __all__ = [
     "LogisticLoss",
     "Loss",
     "Mixture",
+    "MomentDescent",
+    "OneShot",
     "Polynomial",
+    "Refinement",
     "Run",
     "SquaredLoss",
     "State",
@@ -53,7 +58,6 @@ __all__ = [
     "TwoPhase",
     "aggregate",
     "answer",
-    "answer_stack",
     "apply_features",
     "assign",
     "choose_mixture",

@@ -37,7 +37,7 @@ from flwr_perdl._checks import (
 from flwr_perdl._random import spawn
 from flwr_perdl.regression.anchors import nearest_group
 from flwr_perdl.regression.clustering import LOCALS, assign, moved
-from flwr_perdl.regression.losses import SQUARED, Loss, SquaredLoss, check_labels, check_points
+from flwr_perdl.regression.losses import SQUARED, Loss, check_labels, check_points, of_stacks
 from flwr_perdl.regression.moments import ESTIMATES, moment_step, residual_moment
 
 DESCRIBE = "describe"
@@ -47,8 +47,11 @@ UPDATE = "update"
 #: Local work of an "update" that sends second moments, for the server to solve with.
 EXACT = "exact"
 
+#: A request's options.
+Scalars = dict[str, float | int | str]
+
 #: The most local steps that a request may ask for.
-_MOST_STEPS = 10_000
+MOST_STEPS = 10_000
 
 
 class Ask(NamedTuple):
@@ -147,7 +150,7 @@ def check_ask(ask: Ask, *, max_norm: float) -> None:
         "variance": partial(check_real, low=0),
         "min_points": partial(check_count, low=0),
         "local": partial(check_choice, choices=(*LOCALS, EXACT)),
-        "n_steps": partial(check_count, low=1, high=_MOST_STEPS),
+        "n_steps": partial(check_count, low=1, high=MOST_STEPS),
         "step_size": partial(check_real, low=0, high=LARGE),
         "soft": check_flag,
         "temperature": partial(check_real, low=0, high=LARGE),
@@ -165,79 +168,58 @@ def points_of(ask: Ask, n_samples: int) -> int:
 
 
 def answer(X: Matrix, y: Matrix, ask: Ask, loss: Loss = SQUARED) -> Matrix:
-    """Return a client's answer.
+    """Return the answers of clients that have as many points each, and are asked the same.
+
+    They are the same bits as one by one: a single client is a stack of one.
 
     Parameters
     ----------
-    X : ndarray of shape (n_samples, d)
+    X : ndarray of shape (n_clients, n_samples, d), or (n_samples, d) of a single client
         Features.
-    y : ndarray of shape (n_samples,)
+    y : ndarray of shape (n_clients, n_samples), or (n_samples,)
         Responses.
     ask : Ask
-        The request, as this client receives it.
+        The request, as these clients receive it.
     loss : Loss, default SQUARED
         The loss of Phase 2.
 
     Returns
     -------
     ndarray
-        "describe": (d + 1,), curvature and the features' mean squares. "moment": (h, d, width), the
-        client's part of the products. "anchors": (d + 1,), one and the estimate, or zeros from
-        a client that is no anchor. "update": (1, d + 2), loss, cluster and change; soft:
-        (k, d + 2), loss, weight and change; exact: (1, d^2 + d + 2), loss, cluster, ``X' r / n``
-        and ``X' X / n``.
+        One answer per client, or that of the single one. "describe": (d + 1,), curvature and the
+        features' mean squares. "moment": (h, d, width), the client's part of the products.
+        "anchors": (d + 1,), one and the estimate, or zeros from a client that is no anchor.
+        "update": (1, d + 2), loss, cluster and change; soft: (k, d + 2), loss, weight and change;
+        exact: (1, d^2 + d + 2), loss, cluster, ``X' r / n`` and ``X' X / n``.
 
     Raises
     ------
     ValueError
         If the data or the request are not as they should be.
     """
-    X, y = check_points(X, y)
+    X, y = check_points(X, y, ndim=3 if np.ndim(X) == 3 else 2)
     check_labels("y", y, loss)
-    steps = {DESCRIBE: _describe, MOMENT: _moment, ANCHORS: _anchor, UPDATE: _update}
-    check_choice("step", ask.step, steps)
-    return steps[ask.step](X, y, _in(X.dtype, ask), loss).astype(X.dtype, copy=False)
+    check_choice("step", ask.step, (DESCRIBE, MOMENT, ANCHORS, UPDATE))
+    if X.ndim == 2:
+        (found,) = answered(X[None], y[None], ask, loss)
+        return np.asarray(found)
+    return answered(X, y, ask, loss)
 
 
-def answer_stack(X: Matrix, y: Matrix, ask: Ask, loss: Loss = SQUARED) -> Matrix:
-    """Return the answers of clients that have as many points each, and are asked the same.
+def answered(X: Matrix, y: Matrix, ask: Ask, loss: Loss, own: Matrix | None = None) -> Matrix:
+    """Return :func:`answer` of arguments that are as they should be.
 
-    They are the same bits as one by one. Updates with the squared loss are computed all at once,
-    everything else client by client.
-
-    Parameters
-    ----------
-    X : ndarray of shape (n_clients, n_samples, d)
-        Features, finite.
-    y : ndarray of shape (n_clients, n_samples)
-        Responses, finite.
-    ask, loss
-        As in :func:`answer`.
-
-    Returns
-    -------
-    ndarray of shape (n_clients, ...)
+    ``own`` is what `estimate_alone` returns, where that is known: only groups ask for it.
     """
-    if ask.step == UPDATE and type(loss) is SquaredLoss:
-        return _update(X, y, _in(X.dtype, ask), loss).astype(X.dtype, copy=False)
-    return np.stack([answer(A, b, ask, loss) for A, b in zip(X, y, strict=True)])
-
-
-def _in(dtype: np.dtype[Any], ask: Ask) -> Ask:
-    """Return the request in the clients' precision."""
-    return ask._replace(arrays=tuple(array.astype(dtype, copy=False) for array in ask.arrays))
-
-
-def _describe(X: Matrix, y: Matrix, ask: Ask, loss: Loss) -> Matrix:
-    return np.concatenate([[loss.curvature(X)], np.mean(X**2, axis=0)])
-
-
-def _fits(X: Matrix, y: Matrix, centers: Matrix, variance: float) -> bool:
-    """Whether some model leaves residuals that noise explains."""
-    if not len(centers):
-        return False
-    squares = 2 * SQUARED.values(X, y, centers).min()
-    return bool(squares <= misfit_bound(np.array([len(X)]))[0] * variance)
+    ask = ask._replace(arrays=tuple(array.astype(X.dtype, copy=False) for array in ask.arrays))
+    if ask.step == UPDATE:
+        found = _update(X, y, ask, loss, own)
+    elif ask.step == DESCRIBE:
+        curvature = of_stacks(loss).curvature(X)
+        found = np.concatenate([curvature[:, None], np.mean(X**2, axis=1)], axis=1)
+    else:
+        found = (_moment if ask.step == MOMENT else _anchor)(X, y, ask)
+    return found.astype(X.dtype, copy=False)
 
 
 def misfit_bound(n_samples: Matrix) -> Matrix:
@@ -246,58 +228,62 @@ def misfit_bound(n_samples: Matrix) -> Matrix:
     return bound
 
 
-def _moment(X: Matrix, y: Matrix, ask: Ask, loss: Loss) -> Matrix:
-    thetas, Q, centers = ask.arrays
-    if _fits(X, y, centers, float(ask.options["variance"])):
-        return np.zeros_like(Q)
-    return residual_moment(
-        X,
-        y,
-        thetas,
-        Q,
-        estimate=str(ask.options["estimate"]),
-        transpose=bool(ask.options["transpose"]),
-    )
+def _misfits(X: Matrix, y: Matrix, ask: Ask) -> NDArray[np.bool_]:
+    """Tell which clients have residuals, of whichever model fits best, that are no noise."""
+    centers, bound = ask.arrays[2], misfit_bound(np.array(X.shape[1]))
+    if not len(centers):
+        return np.ones(len(X), dtype=bool)
+    squares = 2 * SQUARED.values(X, y, centers).min(axis=1)
+    misfits: NDArray[np.bool_] = squares > bound * float(ask.options["variance"])
+    return misfits
 
 
-def _anchor(X: Matrix, y: Matrix, ask: Ask, loss: Loss) -> Matrix:
-    nothing = np.zeros(X.shape[1] + 1, X.dtype)
-    if not ask.arrays or len(X) < int(ask.options["min_points"]):
-        return nothing
-    thetas, U, centers = ask.arrays
-    if _fits(X, y, centers, float(ask.options["variance"])):
-        return nothing
-    moved = moment_step(X, y, thetas[0], U[0], step=str(ask.options["anchor_step"]))
-    return np.concatenate([[1.0], moved])
+def _moment(X: Matrix, y: Matrix, ask: Ask) -> Matrix:
+    thetas, Q = ask.arrays[0], ask.arrays[1]
+    found, chosen = np.zeros((len(X), *Q.shape), Q.dtype), _misfits(X, y, ask)
+    if chosen.any():
+        estimate, transpose = str(ask.options["estimate"]), bool(ask.options["transpose"])
+        mine = (X, y) if chosen.all() else (X[chosen], y[chosen])
+        found[chosen] = residual_moment(*mine, thetas, Q, estimate=estimate, transpose=transpose)
+    return found
 
 
-def _update(X: Matrix, y: Matrix, ask: Ask, loss: Loss) -> Matrix:
-    """Phase 2 at one client, or, with one more axis in front, at many of one size."""
-    n, d = X.shape[-2:]
+def _anchor(X: Matrix, y: Matrix, ask: Ask) -> Matrix:
+    found = np.zeros((len(X), X.shape[2] + 1), X.dtype)
+    if not ask.arrays or X.shape[1] < int(ask.options["min_points"]):
+        return found
+    theta, U = ask.arrays[0][0], ask.arrays[1][0]
+    for i in np.flatnonzero(_misfits(X, y, ask)):
+        found[i, 0] = 1
+        found[i, 1:] = moment_step(X[i], y[i], theta, U, step=str(ask.options["anchor_step"]))
+    return found
+
+
+def _update(X: Matrix, y: Matrix, ask: Ask, loss: Loss, own: Matrix | None) -> Matrix:
+    """Phase 2: assignment and local work."""
+    m, n, d = X.shape
     centers = check_array("centers", ask.arrays[0], min_rows=1, columns=d)
-    losses = loss.values(X, y, centers)
+    stacked = of_stacks(loss)
+    losses = stacked.values(X, y, centers)
     groups = groups_of(ask)
     if len(groups):
-        own = [alone(A, b) for A, b in zip(X.reshape(-1, n, d), y.reshape(-1, n), strict=True)]
-        weights = nearest_group(np.stack(own), groups).reshape(losses.shape)
+        weights = nearest_group(estimate_alone(X, y) if own is None else own, groups)
     else:
         weights = assign(losses, n, float(ask.options["temperature"]))
     if ask.options["soft"]:
-        expected = np.einsum("...k,...k->...", weights, losses)
-        heads = np.stack([np.broadcast_to(expected[..., None], losses.shape), weights], axis=-1)
-        moves = (_change(X, y, t, weights[..., j], ask, loss) for j, t in enumerate(centers))
-        return np.concatenate([heads, np.stack(list(moves), axis=-2)], axis=-1)
-    labels = weights.argmax(axis=-1)
-    least = np.take_along_axis(losses, labels[..., None], axis=-1)[..., 0]
-    heads = np.stack([least, labels], axis=-1)
+        expected = np.einsum("mk,mk->m", weights, losses)
+        heads = np.stack([np.broadcast_to(expected[:, None], losses.shape), weights], axis=-1)
+        moves = [_change(X, y, t, weights[:, j], ask, loss) for j, t in enumerate(centers)]
+        return np.concatenate([heads, np.stack(moves, axis=1)], axis=-1)
+    labels = weights.argmax(axis=1)
+    heads = np.stack([losses[np.arange(m), labels], labels], axis=1)
     theta = centers[labels]
     if ask.options["local"] == EXACT:
-        across = X.swapaxes(-1, -2)
-        gram = (across @ X / n).reshape(*labels.shape, d * d)
-        tail = np.concatenate([-loss.gradient(X, y, theta), gram], axis=-1)
+        gram = (X.swapaxes(1, 2) @ X / n).reshape(m, d * d)
+        tail = np.concatenate([-stacked.gradient(X, y, theta), gram], axis=1)
     else:
-        tail = _change(X, y, theta, np.ones(labels.shape), ask, loss)
-    return np.concatenate([heads, tail], axis=-1)[..., None, :]
+        tail = _change(X, y, theta, np.ones(m), ask, loss)
+    return np.concatenate([heads, tail], axis=1)[:, None]
 
 
 def groups_of(ask: Ask) -> Matrix:
@@ -305,9 +291,11 @@ def groups_of(ask: Ask) -> Matrix:
     return ask.arrays[1] if len(ask.arrays) > 1 else ask.arrays[0][:0]
 
 
-def alone(X: Matrix, y: Matrix) -> Matrix:
-    """Return what a client estimates from its own points."""
-    return moment_step(X, y, np.zeros(X.shape[1], X.dtype), np.eye(X.shape[1], dtype=X.dtype))
+def estimate_alone(X: Matrix, y: Matrix) -> Matrix:
+    """Return what every client of a stack estimates from its own points, (n_clients, d)."""
+    d = X.shape[2]
+    zero, whole = np.zeros(d, X.dtype), np.eye(d, dtype=X.dtype)
+    return np.stack([moment_step(A, b, zero, whole) for A, b in zip(X, y, strict=True)])
 
 
 def _change(X: Matrix, y: Matrix, theta: Matrix, weight: Matrix, ask: Ask, loss: Loss) -> Matrix:
@@ -315,7 +303,7 @@ def _change(X: Matrix, y: Matrix, theta: Matrix, weight: Matrix, ask: Ask, loss:
     return moved(
         X,
         y,
-        np.broadcast_to(theta, (*weight.shape, theta.shape[-1])),
+        np.broadcast_to(theta, (len(X), X.shape[2])),
         step=float(ask.options["step_size"]),
         n_steps=int(ask.options["n_steps"]),
         local=str(ask.options["local"]),

@@ -50,6 +50,7 @@ from flwr_perdl.regression.losses import (
     check_labels,
     check_points,
     check_shapes,
+    of_stacks,
 )
 
 LOCALS = ("fedavg", "fedprox")
@@ -112,8 +113,8 @@ def local_change(
 ) -> Matrix:
     """Return how a client's local work moves one model (Phase 2, line 7).
 
-    With the squared loss ``X``, ``y``, ``theta`` and ``weight`` may have a further axis in front:
-    many clients of one size at once, with the same bits as one by one.
+    ``X``, ``y``, ``theta`` and ``weight`` may have a further axis in front: many clients of one
+    size at once, with the same bits as one by one.
 
     Parameters
     ----------
@@ -159,7 +160,11 @@ def local_change(
     )
     check_shapes(X, y, theta)
     check_labels("y", y, loss)
-    return moved(X, y, theta, step=step, n_steps=n_steps, local=local, weight=weight, loss=loss)
+    lead = theta.shape[:-1]
+    X, y, theta = (A.reshape(-1, *A.shape[len(lead) :]) for A in (X, y, theta))
+    weight = np.broadcast_to(weight, lead).reshape(-1)
+    change = moved(X, y, theta, step=step, n_steps=n_steps, local=local, weight=weight, loss=loss)
+    return change.reshape(*lead, -1)
 
 
 def moved(
@@ -170,28 +175,29 @@ def moved(
     step: float,
     n_steps: int,
     local: str,
-    weight: float | Matrix,
+    weight: Matrix,
     loss: Loss,
 ) -> Matrix:
-    """Return :func:`local_change` of arguments that are as they should be."""
-    steps = np.asarray(step * weight, X.dtype)[..., None]
+    """Return :func:`local_change` of many clients, of arguments that are as they should be."""
+    steps = np.asarray(step * weight, X.dtype)[:, None]
     if local == "fedavg":
-        ahead = theta
+        ahead, stacked = theta, of_stacks(loss)
         for _ in range(n_steps):
-            ahead = ahead - steps * loss.gradient(X, y, ahead)
+            ahead = ahead - steps * stacked.gradient(X, y, ahead)
         return ahead - theta
-    if isinstance(loss, SquaredLoss):
-        n, d = X.shape[-2:]
-        across, scale = X.swapaxes(-1, -2), steps[..., None] / n
-        if n <= d:
-            kernel = np.eye(n, dtype=X.dtype) + scale * (X @ across)
-            residual = y[..., None] - X @ theta[..., None]
-            change: Matrix = (scale * (across @ np.linalg.solve(kernel, residual)))[..., 0]
-            return change
-        slope = -steps * loss.gradient(X, y, theta)
-        kernel = np.eye(d, dtype=X.dtype) + scale * (across @ X)
-        return np.linalg.solve(kernel, slope[..., None])[..., 0]
-    return _proximal(X, y, theta, float(steps[0]), loss)
+    if not isinstance(loss, SquaredLoss):
+        each = zip(X, y, theta, steps[:, 0].tolist(), strict=True)
+        return np.stack([_proximal(A, b, own, size, loss) for A, b, own, size in each])
+    n, d = X.shape[1:]
+    across, scale = X.swapaxes(1, 2), steps[..., None] / n
+    if n <= d:
+        kernel = np.eye(n, dtype=X.dtype) + scale * (X @ across)
+        residual = y[..., None] - X @ theta[..., None]
+        change: Matrix = (scale * (across @ np.linalg.solve(kernel, residual)))[..., 0]
+        return change
+    slope = -steps * loss.gradient(X, y, theta)
+    kernel = np.eye(d, dtype=X.dtype) + scale * (across @ X)
+    return np.linalg.solve(kernel, slope[..., None])[..., 0]
 
 
 def _proximal(X: Matrix, y: Matrix, theta: Matrix, step: float, loss: Loss) -> Matrix:
@@ -236,32 +242,15 @@ def lemma1_filter(gram: Matrix, step: float, n_steps: int = 5, local: str = "fed
     if gram.shape[-1] != gram.shape[-2]:
         raise ValueError(f"gram must be square, got shape {gram.shape}.")
     values, vectors = np.linalg.eigh(gram)
-    filtered = spectral_filter(step * np.maximum(values, 0), n_steps, local)
+    x = step * np.maximum(values, 0)
+    if local == "fedprox":
+        filtered = 1 / (1 + x)
+    else:
+        filtered = np.ones_like(x)
+        for _ in range(n_steps - 1):
+            filtered = 1 + (1 - x) * filtered
     product: Matrix = (vectors * filtered[..., None, :]) @ vectors.swapaxes(-1, -2)
     return product
-
-
-def spectral_filter(x: Matrix, n_steps: int = 5, local: str = "fedavg") -> Matrix:
-    """Return what Lemma 1's ``P_i`` does to an eigenvector of the Gram matrix.
-
-    Parameters
-    ----------
-    x : ndarray
-        Step times eigenvalues.
-    n_steps, local
-        As in :func:`local_change`.
-
-    Returns
-    -------
-    ndarray of the same shape
-        ``sum_{l < s} (1 - x)^l``, or ``1 / (1 + x)``.
-    """
-    if local == "fedprox":
-        return 1 / (1 + x)
-    filtered = np.ones_like(x)
-    for _ in range(n_steps - 1):
-        filtered = 1 + (1 - x) * filtered
-    return filtered
 
 
 class Average(NamedTuple):

@@ -10,7 +10,7 @@ paper (Su, Xu, Yang, NeurIPS 2022)      here
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from scipy.special import expit
@@ -49,10 +49,11 @@ class SquaredLoss:
         slope: Matrix = (X.swapaxes(-1, -2) @ residual)[..., 0] / X.shape[-2]
         return slope
 
-    def curvature(self, X: Matrix) -> float:
-        """Return the largest eigenvalue of ``X.T @ X / n``, of one client."""
-        gram = X @ X.T if len(X) <= X.shape[1] else X.T @ X
-        return max(float(np.linalg.eigvalsh(gram)[-1]), 0.0) / len(X)
+    def curvature(self, X: Matrix) -> Any:
+        """Return the largest eigenvalue of ``X.T @ X / n``."""
+        (n, d), across = X.shape[-2:], X.swapaxes(-1, -2)
+        gram = X @ across if n <= d else across @ X
+        return np.maximum(np.linalg.eigvalsh(gram)[..., -1], 0) / n
 
 
 class LogisticLoss:
@@ -70,7 +71,7 @@ class LogisticLoss:
 
     def curvature(self, X: Matrix) -> float:
         """Return a quarter of the largest eigenvalue of ``X.T @ X / n``."""
-        return SquaredLoss().curvature(X) / 4
+        return float(SquaredLoss().curvature(X)) / 4
 
 
 def check_points(X: Matrix, y: Matrix, *, ndim: int = 2, name: str = "") -> tuple[Matrix, Matrix]:
@@ -104,6 +105,31 @@ def check_labels(name: str, y: Matrix, loss: Loss) -> None:
     if isinstance(loss, LogisticLoss) and not (np.abs(y) == 1).all():
         odd = float(y[np.abs(y) != 1][0])
         raise ValueError(f"{name} must be -1 or 1 for the logistic loss, got {odd:g}.")
+
+
+class EachClient:
+    """A loss of one client, for stacks of clients."""
+
+    def __init__(self, loss: Loss) -> None:
+        self.loss = loss
+
+    def values(self, X: Matrix, y: Matrix, centers: Matrix) -> Matrix:
+        """Return every client's mean loss of every model, (m, k)."""
+        return np.stack([self.loss.values(A, b, centers) for A, b in zip(X, y, strict=True)])
+
+    def gradient(self, X: Matrix, y: Matrix, theta: Matrix) -> Matrix:
+        """Return the gradients of every client's mean loss of a model of its own, (m, d)."""
+        each = zip(X, y, theta, strict=True)
+        return np.stack([self.loss.gradient(A, b, own) for A, b, own in each])
+
+    def curvature(self, X: Matrix) -> Matrix:
+        """Return every client's bound, (m,)."""
+        return np.array([self.loss.curvature(A) for A in X])
+
+
+def of_stacks(loss: Loss) -> Any:
+    """Return the loss in the form that takes stacks of clients, one more axis in front."""
+    return loss if type(loss) is SquaredLoss else EachClient(loss)
 
 
 #: The paper's loss.

@@ -63,9 +63,9 @@ def residual_moment(
     Parameters
     ----------
     X : ndarray of shape (n_samples, d)
-        Features.
+        Features; with one more axis in front those of many clients, all of one size.
     y : ndarray of shape (n_samples,)
-        Responses.
+        Responses; like ``X`` with one more axis in front.
     thetas : ndarray of shape (n_copies, n_estimates, d)
         The estimates; one copy, or two independently perturbed ones (Remark 2), of which each
         factor of the moment uses its own.
@@ -80,7 +80,8 @@ def residual_moment(
     Returns
     -------
     ndarray of shape (n_estimates, d, width)
-        Weighted by the number of points (``"pair"``: by 1); zero with fewer than two points.
+        Weighted by the number of points (``"pair"``: by 1); zero with fewer than two points. With
+        one more axis in front where ``X`` has it.
 
     Raises
     ------
@@ -88,35 +89,39 @@ def residual_moment(
         If an argument is not finite or not of these shapes, or ``estimate`` is none of these.
     """
     check_choice("estimate", estimate, ESTIMATES)
-    X = check_array("X", X, min_rows=1)
-    y = check_array("y", y, ndim=1, columns=len(X))
-    thetas = check_array("thetas", thetas, ndim=3, min_rows=1, columns=X.shape[1])
+    X = check_array("X", X, ndim=3 if np.ndim(X) == 3 else 2, min_rows=1)
+    y = check_array("y", y, ndim=X.ndim - 1, columns=X.shape[-2])
+    if y.shape[:-1] != X.shape[:-2]:
+        raise ValueError(f"y must have shape {X.shape[:-1]}, got {y.shape}.")
+    thetas = check_array("thetas", thetas, ndim=3, min_rows=1, columns=X.shape[-1])
     Q = check_array("Q", Q, ndim=3)
     for name, array in (("X", X), ("y", y), ("thetas", thetas), ("Q", Q)):
         check_magnitude(name, array, floor=np.inf)
     if Q.shape[:2] != thetas.shape[1:]:
         raise ValueError(f"Q must have shape {(*thetas.shape[1:], 'width')}, got {Q.shape}.")
-    n = len(X)
+    n, across = X.shape[-2], X.swapaxes(-1, -2)
     if n < 2:
-        return np.zeros_like(Q)
-    first = y - thetas[0] @ X.T
-    second = y - thetas[-1] @ X.T
+        return np.zeros((*X.shape[:-2], *Q.shape), Q.dtype)
+    first: Matrix = y[..., None, :] - thetas[0] @ across
+    second: Matrix = y[..., None, :] - thetas[-1] @ across
     if estimate == "u-statistic":
-        return _all_pairs(X, first, second, Q) / (n - 1)
+        pairs: Matrix = _all_pairs(X, first, second, Q) / (n - 1)
+        return pairs
     half, weight = (1, 1) if estimate == "pair" else (n // 2, n)
-    a = first[:, :half] @ X[:half] / half
-    b = second[:, half : 2 * half] @ X[half : 2 * half] / half
+    a = first[..., :half] @ X[..., :half, :] / half
+    b = second[..., half : 2 * half] @ X[..., half : 2 * half, :] / half
     if transpose:
         a, b = b, a
-    product: Matrix = weight * a[:, :, None] * (b[:, None] @ Q)
+    product: Matrix = weight * a[..., None] * (b[..., None, :] @ Q)
     return product
 
 
 def _all_pairs(X: Matrix, first: Matrix, second: Matrix, Q: Matrix) -> Matrix:
     """Sum of ``eps_i eps_j'`` over all ordered pairs of different points, symmetrised, times Q."""
     a, b = first @ X, second @ X
-    pairs = a[:, :, None] * (b[:, None] @ Q) + b[:, :, None] * (a[:, None] @ Q)
-    same: Matrix = X.T @ ((first * second)[:, :, None] * (X @ Q))
+    pairs = a[..., None] * (b[..., None, :] @ Q) + b[..., None] * (a[..., None, :] @ Q)
+    X = X[..., None, :, :]  # the same points for every estimate
+    same: Matrix = X.swapaxes(-1, -2) @ ((first * second)[..., None] * (X @ Q))
     return pairs / 2 - same
 
 

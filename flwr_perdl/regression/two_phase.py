@@ -5,16 +5,14 @@ paper (Su, Xu, Yang, NeurIPS 2022)      here
 ======================================= ====================================================
 Phase 1, lines 6-16                     steps "moment" and "anchors" of `TwoPhase.advance`
 Phase 2, lines 4-8                      step "update" of `TwoPhase.advance`
-``T``, ``T_1``                          ``n_iterations``, ``n_products``
-``n_H``, ``Delta``                      ``n_anchors``, ``separation``
-``eta``, ``s``                          ``step_size``, ``n_steps``
+``T``, ``T_1``, ``n_H``, ``eta``, …     options of the phases (``phases.py``)
 ======================================= ====================================================
 
-One `State` holds all that the server knows. ``settings.ask(state)`` is the next request, the same
-for every client, and ``settings.advance(state, answers, rng)`` what follows from the answers; a
-client's answer is :func:`flwr_perdl.regression.answer`. Who carries the messages is no business of
-this module: a Strategy, or :class:`flwr_perdl.regression.Clients`, which answers for all clients
-at once.
+A `State` holds all that the server knows before a step; every step has a type of its own.
+``settings.ask(state)`` is the next request, the same for every client, and
+``settings.advance(state, answers, rng)`` what follows from the answers; a client's answer is
+:func:`flwr_perdl.regression.answer`. Who carries the messages is no business of this module: a
+Strategy, or :class:`flwr_perdl.regression.Clients`, which answers for all clients at once.
 
 `TwoPhase()` deviates from the paper where it was measured to be better; ``TwoPhase.paper(...)``
 does not:
@@ -37,23 +35,20 @@ What each party learns: see ``answers.py``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import chi2
 
 from flwr_perdl._checks import (
-    LARGE,
     Matrix,
     all_finite,
     check_array,
     check_choice,
     check_count,
-    check_real,
+    check_kind,
     own_numbers,
 )
 from flwr_perdl._robust import CAP, capped
@@ -61,20 +56,36 @@ from flwr_perdl.regression.anchors import cluster_anchors, kmeans
 from flwr_perdl.regression.answers import (
     ANCHORS,
     DESCRIBE,
+    EXACT,
     MOMENT,
     UPDATE,
     Answers,
     Ask,
+    Scalars,
     misfit_bound,
 )
-from flwr_perdl.regression.clustering import LOCALS, ROBUST, average_updates, factors_of
+from flwr_perdl.regression.clustering import ROBUST, average_updates, factors_of
 from flwr_perdl.regression.moments import (
-    ESTIMATES,
-    STEPS,
     left_subspace,
     orthonormal,
     sketch,
     symmetric_subspace,
+)
+from flwr_perdl.regression.phases import (
+    DESCENT,
+    REFINEMENT,
+    MomentDescent,
+    OneShot,
+    Refinement,
+    refuse_idle,
+)
+from flwr_perdl.regression.states import (
+    Describing,
+    Estimating,
+    Known,
+    Refining,
+    Searching,
+    State,
 )
 
 #: Columns of a sketch beyond twice the number of models.
@@ -103,59 +114,6 @@ _TELLING = 1e-4
 _MOST_ANCHORS = 1000
 
 
-class State(NamedTuple):
-    """All that the server knows; the fields that a step does not need are empty."""
-
-    #: The step to take next.
-    step: str
-    #: Models, (k, d), and those of the round before.
-    centers: Matrix
-    previous: Matrix
-    #: Rounds since the restart of each model's momentum, and its cluster's points, (k,): of the
-    #: clients that answered, and of the absent ones as they last did since the last check.
-    tempo: Matrix
-    counts: Matrix
-    #: Who answered since the last check, and its points in every cluster, (m, 1 + k).
-    heard: Matrix
-    #: Phase 1: estimates (h, d), columns or subspaces (h, d, width), the anchors' partitions, and
-    #: who of them has answered so far.
-    thetas: Matrix
-    columns: Matrix
-    anchors: NDArray[np.intp]
-    moved: NDArray[np.bool_]
-    #: Phase 1: products and iterations done, fewest points of an anchor.
-    products: int
-    iteration: int
-    min_points: int
-    #: Step size, mean square of the features, noise variance.
-    step_size: float
-    power: float
-    variance: float
-    #: Rounds since the last check of the models, and checks left that need not wait.
-    since: int
-    patience: int
-    #: "filtered": whose last updates these are (m,), of which cluster and change (m, d + 1), at
-    #: which models (k, d), and how they have changed with the models so far (m,).
-    who: NDArray[np.intp]
-    said: Matrix
-    asked: Matrix
-    slopes: Matrix
-    #: Whose answers to the last exchange stood out: partition and share, (m, 2).
-    odd: Matrix
-    #: Clients too steep for the step size, which Phase 2 leaves out.
-    steep: NDArray[np.intp]
-
-    def pack(self) -> dict[str, NDArray[Any]]:
-        """Return the state as named arrays, such as a checkpoint holds."""
-        return {name: np.asarray(value) for name, value in self._asdict().items()}
-
-    @classmethod
-    def unpack(cls, arrays: Mapping[str, NDArray[Any]]) -> State:
-        """Return the state that was packed."""
-        values: dict[str, Any] = {name: arrays[name] for name in cls._fields}
-        return cls(**{name: v if v.ndim else v.item() for name, v in values.items()})
-
-
 @dataclass(frozen=True)
 class TwoPhase:
     """FedMD and FedX + clustering, and how they are done.
@@ -164,50 +122,12 @@ class TwoPhase:
     ----------
     n_clusters : int or "auto", default "auto"
         Number of models k.
+    phase_1 : MomentDescent or OneShot
+        How models are found where there are none, and where there are too few.
+    phase_2 : Refinement
+        How models are refined.
     max_clusters : int, default 8
-        Most models, with "auto".
-    estimate : {"u-statistic", "halves", "pair"}, default "u-statistic"
-        Phase 1: how the residual moment is estimated.
-    anchor_step : {"least-squares", "line-search", "paper"}, default "least-squares"
-        Phase 1: how an anchor moves.
-    n_anchors : int, optional
-        Phase 1: anchors drawn at random among the clients with enough points; by default all.
-    n_iterations : int, default 1
-        Phase 1: moment-descent iterations T.
-    n_products : int, default 2
-        Phase 1: products with the moment per iteration, T_1; even unless "u-statistic".
-    separation : float, optional
-        Phase 1: the paper's Delta.
-    random_start : bool, default False
-        Phase 1: start from ``N(0, I) / sqrt(d)`` instead of zero.
-    perturbation : float, default 0
-        Phase 1: standard deviation of the noise in the two copies of the anchors' estimates that
-        every client receives (Remark 2); 0 sends the estimates as they are.
-    one_shot : bool, default False
-        Instead of Phase 1, and of every later assignment: k-means of what the clients estimate
-        from their own points (Ghosh et al., 2019).
-    local : {"fedavg", "fedprox", "exact"}, default "fedavg"
-        Phase 2: local work. "exact": clients send their Gram matrix, and the server solves.
-    n_steps : int, default 5
-        Phase 2: local gradient steps s.
-    step_size : float, optional
-        Phase 2: eta; by default ``work / n_steps`` ("fedprox": ``work``) over the largest
-        curvature of the clients that hold 90 % of the points, and stable at all of them. One
-        client's curvature does not decide it: clients above ten times the median do not count, and
-        a "fedavg" with ``robust="mean"``, whose average they would ruin, leaves them out of Phase
-        2, unless ``step_size`` is given; with another rule none counts for more than three medians.
-    work : float, default 1
-        See ``step_size``. With more local work the models converge in fewer rounds, but to what
-        is further from least squares: at 3, up to 7 % further from the truth in setting C.1.
-    softness : float, default 0
-        Phase 2: 0 for hard assignment; otherwise the temperature of `assign` in units of twice the
-        mean loss, which is the noise's variance.
-    normalise : {"cluster", "all"}, default "cluster"
-        Phase 2: divide by the cluster's points or by all.
-    momentum : bool, default True
-        Phase 2: Nesterov's, with gradient restart.
-    check_every : int, default 60
-        Phase 2: rounds between checks of the models; 0: never. Needs the squared loss.
+        Most models, with "auto"; most groups of anchors that are looked for otherwise.
     robust : str, default "mean"
         Against clients that lie: "filtered", the one to take, withstands three in ten of them
         (docs/faults.md). Both phases then leave out answers that are not consistent with the
@@ -221,7 +141,7 @@ class TwoPhase:
     Raises
     ------
     ValueError
-        If an option breaks its rule.
+        If an option breaks its rule, or does nothing beside the others.
 
     Notes
     -----
@@ -235,57 +155,33 @@ class TwoPhase:
     """
 
     n_clusters: int | str = "auto"
+    phase_1: MomentDescent | OneShot = DESCENT
+    phase_2: Refinement = REFINEMENT
     max_clusters: int = 8
-    estimate: str = "u-statistic"
-    anchor_step: str = "least-squares"
-    n_anchors: int | None = None
-    n_iterations: int = 1
-    n_products: int = 2
-    separation: float | None = None
-    random_start: bool = False
-    perturbation: float = 0.0
-    one_shot: bool = False
-    local: str = "fedavg"
-    n_steps: int = 5
-    step_size: float | None = None
-    work: float = 1.0
-    softness: float = 0.0
-    normalise: str = "cluster"
-    momentum: bool = True
-    check_every: int = 60
     robust: str = "mean"
 
     def __post_init__(self) -> None:
         """Check the options."""
         own_numbers(self)
-        if self.n_clusters != "auto":
+        check_kind("phase_1", self.phase_1, (MomentDescent, OneShot), "a MomentDescent or OneShot")
+        check_kind("phase_2", self.phase_2, Refinement, "a Refinement")
+        auto = isinstance(self.n_clusters, str)
+        if auto and self.n_clusters != "auto":
+            raise ValueError(f'n_clusters must be an integer or "auto", got {self.n_clusters!r}.')
+        if not auto:
             check_count("n_clusters", self.n_clusters, 1)
         check_count("max_clusters", self.max_clusters, 1)
-        check_choice("estimate", self.estimate, ESTIMATES)
-        check_choice("anchor_step", self.anchor_step, STEPS)
-        if self.n_anchors is not None:
-            check_count("n_anchors", self.n_anchors, 1)
-        check_count("n_iterations", self.n_iterations, 1)
-        check_count("n_products", self.n_products, 1)
-        if self.estimate != "u-statistic" and self.n_products % 2:
-            raise ValueError(f"n_products must be even, got {self.n_products}.")
-        if self.estimate != "u-statistic" and self.n_clusters == "auto":
-            raise ValueError('n_clusters must be given unless estimate="u-statistic", got "auto".')
-        if self.separation is not None:
-            check_real("separation", self.separation, 0, LARGE, open_low=True)
-        check_real("perturbation", self.perturbation, 0, LARGE)
-        check_choice("local", self.local, (*LOCALS, "exact"))
-        check_count("n_steps", self.n_steps, 1)
-        if self.step_size is not None:
-            check_real("step_size", self.step_size, 0, LARGE, open_low=True)
-        check_real("work", self.work, 0, LARGE, open_low=True)
-        check_real("softness", self.softness, 0, LARGE)
-        check_choice("normalise", self.normalise, ("cluster", "all"))
-        check_count("check_every", self.check_every)
         check_choice("robust", self.robust, ROBUST)
-        if self.one_shot and (self.n_clusters == "auto" or self.softness):
-            raise ValueError("one_shot must come with n_clusters given and softness=0.")
-        if self.local == "exact" and (self.softness or self.robust != "mean"):
+        if isinstance(self.phase_1, OneShot):
+            if auto or self.phase_2.softness:
+                raise ValueError("OneShot must come with n_clusters given and softness=0.")
+            refuse_idle(self.phase_2, "with OneShot", check_every=0)
+            refuse_idle(self, "with OneShot", max_clusters=8)
+        elif auto and self.phase_1.estimate != "u-statistic":
+            raise ValueError('n_clusters must be given unless estimate="u-statistic", got "auto".')
+        if not auto and self.robust != "filtered" and not self.phase_2.check_every:
+            refuse_idle(self, "with n_clusters given and no checks of the models", max_clusters=8)
+        if self.phase_2.local == EXACT and (self.phase_2.softness or self.robust != "mean"):
             raise ValueError('local="exact" must come with softness=0 and robust="mean".')
 
     @classmethod
@@ -305,8 +201,7 @@ class TwoPhase:
             If ``n_clusters`` or ``separation`` is not positive.
         """
         check_count("n_clusters", n_clusters, 1)
-        return cls(
-            n_clusters=n_clusters,
+        descent = MomentDescent(
             estimate="halves",
             anchor_step="paper",
             n_anchors=max(round(3 * n_clusters * float(np.log(n_clusters))), 1),
@@ -314,11 +209,9 @@ class TwoPhase:
             n_products=10,
             separation=separation,
             random_start=True,
-            work=3.0,
-            normalise="all",
-            momentum=False,
-            check_every=0,
         )
+        refinement = Refinement(work=3.0, normalise="all", momentum=False, check_every=0)
+        return cls(n_clusters, descent, refinement)
 
     # Where to begin ---------------------------------------------------------------------------
 
@@ -330,16 +223,26 @@ class TwoPhase:
         centers : ndarray of shape (k, d), optional
             Models to start Phase 2 from; without them Phase 1 comes first.
         """
-        start = np.zeros((0, 0)) if centers is None else check_array("centers", centers, min_rows=1)
-        state = _with_centers(_EMPTY, start)
-        if centers is not None and self.step_size is not None and not self._adapts(len(centers)):
-            return state._replace(step_size=self.step_size)
-        return state._replace(step=DESCRIBE)
+        if centers is None:
+            return Describing(centers=np.zeros((0, 0)))
+        centers = check_array("centers", centers, min_rows=1)
+        if self.phase_2.step_size is None or self._adapts(len(centers)):
+            return Describing(centers=centers)
+        return Refining.start(Known(centers=centers, step_size=self.phase_2.step_size), centers)
 
     def _adapts(self, n_clusters: int) -> bool:
         """Whether models may be dropped, merged and added."""
         alone = self.n_clusters != "auto" and n_clusters == 1
-        return self.check_every > 0 and not alone and not self.one_shot
+        return self.phase_2.check_every > 0 and not alone and not self._one_shot
+
+    @property
+    def _one_shot(self) -> bool:
+        return isinstance(self.phase_1, OneShot)
+
+    @property
+    def _descent(self) -> MomentDescent:
+        """Phase 1; one-shot clustering's only step is its default one."""
+        return MomentDescent() if isinstance(self.phase_1, OneShot) else self.phase_1
 
     # What to ask ------------------------------------------------------------------------------
 
@@ -353,36 +256,51 @@ class TwoPhase:
         rng : numpy.random.Generator
             Source of the perturbations; not used without them.
         """
-        options: dict[str, float | int | str] = {}
-        if state.step == MOMENT:
-            options |= {"estimate": self.estimate, "transpose": state.products % 2}
-            options["variance"] = state.variance
-            arrays = (state.thetas[None], state.columns, state.centers)
-            if not self.perturbation or not len(state.anchors):
-                return Ask(MOMENT, arrays, options)
-            return Ask(MOMENT, arrays, options, {}, self.perturbation, int(rng.integers(2**31)))
-        if state.step == ANCHORS:
-            options |= {"anchor_step": self.anchor_step, "min_points": state.min_points}
-            options["variance"] = state.variance
-            if not len(state.anchors):
-                return Ask(ANCHORS, (state.thetas, state.columns, state.centers), options)
-            last = len(state.thetas) - 1
-            own = {}
-            for h, partition in enumerate(state.anchors):
-                row = [min(h, last)]
-                own[int(partition)] = (state.thetas[row], state.columns[row], state.centers)
-            return Ask(ANCHORS, (), options, own)
-        if state.step == UPDATE:
-            options |= {"local": self.local, "n_steps": self.n_steps}
-            options |= {"step_size": state.step_size, "soft": int(self.softness > 0)}
-            options["temperature"] = self.softness * state.variance
-            groups = (state.thetas,) if len(state.thetas) else ()
-            return Ask(UPDATE, (self._ahead(state), *groups), options)
+        if isinstance(state, Searching):
+            return self._ask_moment(state, rng)
+        if isinstance(state, Estimating):
+            return self._ask_estimates(state)
+        if isinstance(state, Refining):
+            phase, temperature = self.phase_2, self.phase_2.softness * state.variance
+            work: Scalars = {
+                "local": phase.local,
+                "n_steps": phase.n_steps,
+                "step_size": state.step_size,
+            }
+            weights = {"soft": int(phase.softness > 0), "temperature": temperature}
+            groups = (state.groups,) if len(state.groups) else ()
+            return Ask(UPDATE, (self._ahead(state), *groups), {**work, **weights})
         return Ask(DESCRIBE)
 
-    def _ahead(self, state: State) -> Matrix:
+    def _ask_moment(self, state: Searching, rng: np.random.Generator) -> Ask:
+        how: Scalars = {"estimate": self._descent.estimate, "transpose": state.products % 2}
+        ask = Ask(
+            MOMENT,
+            (state.thetas[None], state.columns, state.centers),
+            {**how, "variance": state.variance},
+        )
+        if not self._descent.perturbation or not len(state.anchors):
+            return ask
+        return ask._replace(noise=self._descent.perturbation, seed=int(rng.integers(2**31)))
+
+    def _ask_estimates(self, state: Estimating) -> Ask:
+        how: Scalars = {"anchor_step": self._descent.anchor_step, "min_points": state.min_points}
+        ask = Ask(
+            ANCHORS,
+            (state.thetas, state.columns, state.centers),
+            {**how, "variance": state.variance},
+        )
+        if not len(state.anchors):
+            return ask
+        last, own = len(state.thetas) - 1, {}
+        for h, partition in enumerate(state.anchors):
+            row = [min(h, last)]
+            own[int(partition)] = (state.thetas[row], state.columns[row], state.centers)
+        return ask._replace(arrays=(), own=own)
+
+    def _ahead(self, state: Refining) -> Matrix:
         """Nesterov's point: the models, carried on along their last movement."""
-        if not self.momentum:
+        if not self.phase_2.momentum:
             return state.centers
         beta = state.tempo / (state.tempo + 3)
         return state.centers + beta[:, None] * (state.centers - state.previous)
@@ -401,24 +319,24 @@ class TwoPhase:
         rng : numpy.random.Generator
             Source of sketches, random starts and the choice of anchors.
         """
-        follow = {
-            DESCRIBE: self._described,
-            MOMENT: self._moment,
-            ANCHORS: self._anchors,
-            UPDATE: self._update,
-        }
-        return follow[state.step](state._replace(odd=_EMPTY.odd), answers, rng)
+        state = replace(state, odd=state.odd[:0])
+        if isinstance(state, Searching):
+            return self._moment(state, answers, rng)
+        if isinstance(state, Estimating):
+            return self._anchors(state, answers, rng)
+        if isinstance(state, Refining):
+            return self._update(state, answers, rng)
+        return self._described(state, answers, rng)
 
     def answer_shape(self, state: State) -> tuple[int, ...] | None:
         """Return the shape of a client's answer; None in the exchange that finds the dimension."""
         k, d = state.centers.shape
-        shapes: dict[str, tuple[int, ...] | None] = {
-            DESCRIBE: (d + 1,) if k else None,
-            MOMENT: state.columns.shape,
-            ANCHORS: (d + 1,),
-            UPDATE: (k if self.softness else 1, d + 2 + (d * d if self.local == "exact" else 0)),
-        }
-        return shapes[state.step]
+        if isinstance(state, Searching):
+            return state.columns.shape
+        if isinstance(state, Refining):
+            phase = self.phase_2
+            return (k if phase.softness else 1, d + 2 + (d * d if phase.local == EXACT else 0))
+        return (d + 1,) if k or isinstance(state, Estimating) else None
 
     def check(self, state: State, given: Matrix) -> None:
         """Raise a ValueError that says what is wrong with a client's answer, if anything is.
@@ -436,7 +354,8 @@ class TwoPhase:
             raise ValueError(f"wrong shape: {wanted} is asked for, got {given.shape}")
         if not all_finite(given):
             raise ValueError("the answer is not finite")
-        if state.step == UPDATE and not self.softness and given[0, 1] not in range(k):
+        hard = isinstance(state, Refining) and not self.phase_2.softness
+        if hard and given[0, 1] not in range(k):
             raise ValueError(f"the answer names cluster {given[0, 1]:g} of {k}")
 
     def _described(self, state: State, answers: Answers, rng: np.random.Generator) -> State:
@@ -449,18 +368,20 @@ class TwoPhase:
         if self.robust != "mean":
             power = float(np.median(squares))
             curvature, n = np.minimum(curvature, CAP * middle), capped(n)
-        elif self.local == "fedavg" and self.step_size is None:
-            state = state._replace(steep=answers.partitions[~likely])
-        automatic = self._automatic_step(curvature[likely], n[likely])
-        state = state._replace(step_size=self.step_size or automatic, power=max(power, 1e-300))
-        if len(state.centers):
-            return _with_centers(state, state.centers)
+        spared = self.robust == "mean" and self.phase_2.local == "fedavg"
+        left_out = ~likely & (spared and self.phase_2.step_size is None)
         d = stack.shape[1] - 1
-        state = _with_centers(state, np.zeros((0, d)))
-        if self.one_shot:
-            thetas, whole = np.zeros((1, d)), np.eye(d)[None]
-            return state._replace(step=ANCHORS, thetas=thetas, columns=whole, min_points=1)
-        return self._begin_moments(state, rng)
+        known = Known(
+            centers=state.centers if len(state.centers) else np.zeros((0, d)),
+            step_size=self.phase_2.step_size or self._automatic_step(curvature[likely], n[likely]),
+            power=max(power, 1e-300),
+            steep=answers.partitions[left_out],
+        )
+        if len(known.centers):
+            return Refining.start(known, known.centers)
+        if self._one_shot:
+            return known.to(Estimating, thetas=np.zeros((1, d)), columns=np.eye(d)[None])
+        return self._search(known, rng)
 
     def _automatic_step(self, curvature: Matrix, n_samples: Matrix) -> float:
         order = np.argsort(curvature, kind="stable")
@@ -468,41 +389,36 @@ class TwoPhase:
         typical = float(curvature[order][np.argmax(held >= _TYPICAL)])
         if typical <= 0:
             return 1.0
-        if self.local != "fedavg":
-            return self.work / typical
-        return min(self.work / (self.n_steps * typical), 1 / float(curvature.max()))
+        if self.phase_2.local != "fedavg":
+            return self.phase_2.work / typical
+        step = self.phase_2.work / (self.phase_2.n_steps * typical)
+        return min(step, 1 / float(curvature.max()))
 
-    def _begin_moments(self, state: State, rng: np.random.Generator) -> State:
+    def _search(self, known: Known, rng: np.random.Generator) -> Searching:
         """Start Phase 1 for the clients that no model fits."""
-        d = state.centers.shape[1]
+        d = known.centers.shape[1]
         groups = self._most()
         if self.robust == "filtered":  # liars' groups too are to be told apart
             groups = max(groups, self.max_clusters)
         width = 2 * groups + _OVERSAMPLING
-        theta = rng.standard_normal((1, d)) / np.sqrt(d) if self.random_start else np.zeros((1, d))
-        return state._replace(
-            step=MOMENT,
-            thetas=theta,
-            columns=sketch(1, d, width, rng),
-            anchors=_EMPTY.anchors,
-            moved=_EMPTY.moved,
-            products=0,
-            iteration=0,
-        )
+        theta = np.zeros((1, d))
+        if self._descent.random_start:
+            theta = rng.standard_normal((1, d)) / np.sqrt(d)
+        return known.to(Searching, thetas=theta, columns=sketch(1, d, width, rng))
 
-    def _moment(self, state: State, answers: Answers, rng: np.random.Generator) -> State:
+    def _moment(self, state: Searching, answers: Answers, rng: np.random.Generator) -> State:
         stack = answers.stack
         if self.robust != "mean":
             rule = "filtered" if self.robust == "filtered" else "clip"
             factors = factors_of(stack, rule)
             stack = stack * factors[:, None, None, None]
-            state = state._replace(odd=_odd(answers, 1 - factors))
+            state = replace(state, odd=_odd(answers, 1 - factors))
         product = stack.sum(axis=0) / answers.n_samples.sum()
         products = state.products + 1
-        if products < self.n_products:
-            return state._replace(columns=orthonormal(product), products=products)
+        if products < self._descent.n_products:
+            return replace(state, columns=orthonormal(product), products=products)
         auto = self.n_clusters == "auto"
-        if self.estimate == "u-statistic":
+        if self._descent.estimate == "u-statistic":
             k = None if auto or self.robust == "filtered" else int(self.n_clusters)
             space = symmetric_subspace(state.columns, product, k)
         else:
@@ -512,35 +428,36 @@ class TwoPhase:
         dimensions = space.U.shape[2]
         enough = points[min(_ANCHORS_PER_DIMENSION * dimensions, len(points)) - 1]
         min_points = int(min(_POINTS_PER_DIMENSION * dimensions, enough))
-        if self.n_anchors is not None and state.iteration == 0:
+        anchors, moved, most = state.anchors, state.moved, self._descent.n_anchors
+        if most is not None and state.iteration == 0:
             able = answers.partitions[answers.n_samples >= min_points]
-            anchors = rng.choice(able, min(self.n_anchors, len(able)), replace=False)
-            state = state._replace(anchors=anchors, moved=np.zeros(len(anchors), dtype=bool))
-        return state._replace(step=ANCHORS, columns=space.U, min_points=min_points)
+            anchors = rng.choice(able, min(most, len(able)), replace=False)
+            moved = np.zeros(len(anchors), dtype=bool)
+        chosen = {"anchors": anchors, "moved": moved, "min_points": min_points}
+        return state.to(Estimating, columns=space.U, **chosen)
 
-    def _anchors(self, state: State, answers: Answers, rng: np.random.Generator) -> State:
+    def _anchors(self, state: Estimating, answers: Answers, rng: np.random.Generator) -> State:
         able = np.flatnonzero(answers.stack[:, 0] > 0)
         most = np.argsort(-answers.n_samples[able], kind="stable")[:_MOST_ANCHORS]
-        chosen = able if self.one_shot else able[np.sort(most)]
+        chosen = able if self._one_shot else able[np.sort(most)]
         absent = np.flatnonzero(~np.isin(state.anchors, answers.partitions))
         last = state.thetas[np.minimum(absent, len(state.thetas) - 1)]
         estimates = np.vstack([answers.stack[chosen, 1:], last])
         moved = np.concatenate([np.ones(len(chosen), dtype=bool), state.moved[absent]])
-        if state.iteration + 1 < self.n_iterations and len(estimates) and not self.one_shot:
+        if state.iteration + 1 < self._descent.n_iterations and len(estimates):
             d, width = estimates.shape[1], state.columns.shape[2] + _OVERSAMPLING
-            return state._replace(
-                step=MOMENT,
+            return state.to(
+                Searching,
                 thetas=estimates,
                 anchors=np.concatenate([answers.partitions[chosen], state.anchors[absent]]),
                 moved=moved,
                 columns=sketch(len(estimates), d, width, rng),
-                products=0,
                 iteration=state.iteration + 1,
             )
         estimates = estimates[moved]
         if not len(estimates):
             if len(state.centers):
-                return _with_centers(state, state.centers)
+                return Refining.start(state, state.centers)
             raise ValueError(
                 "Phase 1 has no anchors: no client with enough points answered that was asked for "
                 "its estimate."
@@ -548,16 +465,16 @@ class TwoPhase:
         if self.robust != "mean":
             lengths = np.linalg.norm(estimates, axis=1)
             estimates = estimates[lengths <= 10 * np.median(lengths)]
-        if self.one_shot:
+        if self._one_shot:
             groups = kmeans(estimates, int(self.n_clusters), rng)
-            return _with_centers(state, groups)._replace(thetas=groups)
+            return Refining.start(state, groups, groups)
         k = None if self.n_clusters == "auto" or len(state.centers) else int(self.n_clusters)
         found = self._groups(estimates, k)
         if self.n_clusters == "auto" and not len(state.centers) and len(found) == 1:
             dimensions = min(state.columns.shape[2], self.max_clusters)
             found = kmeans(estimates, dimensions, rng)
         room = self._most() - len(state.centers)
-        return _with_centers(state, np.vstack([state.centers, found[:room]]))
+        return Refining.start(state, np.vstack([state.centers, found[:room]]))
 
     def _groups(self, estimates: Matrix, k: int | None) -> Matrix:
         """Return the means of the groups of like estimates, the largest k first.
@@ -566,7 +483,7 @@ class TwoPhase:
         those of honest clients.
         """
         grouped = partial(
-            cluster_anchors, separation=self.separation, max_clusters=self.max_clusters
+            cluster_anchors, separation=self._descent.separation, max_clusters=self.max_clusters
         )
         if self.robust == "filtered" and k is not None:
             groups = grouped(estimates).centers
@@ -578,14 +495,15 @@ class TwoPhase:
         """Most models there may be."""
         return self.max_clusters if self.n_clusters == "auto" else int(self.n_clusters)
 
-    def _update(self, state: State, answers: Answers, rng: np.random.Generator) -> State:
+    def _update(self, state: Refining, answers: Answers, rng: np.random.Generator) -> State:
         ahead, k = self._ahead(state), len(state.centers)
         loss, packed = answers.stack[:, 0, 0], answers.stack[:, :, 1:]
-        if self.local == "exact":
+        phase = self.phase_2
+        if phase.local == EXACT:
             change, counts = _solve(packed[:, 0], answers.n_samples, k)
         else:
             trusted = ~np.isin(answers.partitions, state.steep)
-            if self.robust == "filtered" and not self.softness:
+            if self.robust == "filtered" and not phase.softness:
                 state = _listened(state, answers.partitions, packed[:, 0], ahead)
                 trusted = state.slopes <= 0
             heard = slice(None) if trusted.all() else trusted
@@ -594,16 +512,16 @@ class TwoPhase:
                 packed[heard],
                 answers.n_samples[heard],
                 k,
-                self.softness > 0,
-                self.normalise,
+                phase.softness > 0,
+                phase.normalise,
                 self.robust,
             )
-            state = state._replace(odd=_odd(answers, odd))
+            state = replace(state, odd=_odd(answers, odd))
         centers = np.where(counts[:, None] > 0, ahead + change, state.centers)
         moved = centers - state.centers
         tempo = np.where(np.einsum("kd,kd->k", change, moved) < 0, 0, state.tempo + 1)
         if self._adapts(k):
-            shares = packed[:, :, 0] if self.softness else packed[:, :1, 0] == np.arange(k)
+            shares = packed[:, :, 0] if phase.softness else packed[:, :1, 0] == np.arange(k)
             told = np.empty((len(shares), 1 + k))
             told[:, 0] = answers.partitions
             np.multiply(answers.n_samples[:, None], shares, out=told[:, 1:])
@@ -611,21 +529,22 @@ class TwoPhase:
                 absent = state.heard[~np.isin(state.heard[:, 0], answers.partitions)]
                 told = np.vstack([absent, told])
                 counts = counts + absent[:, 1:].sum(axis=0)
-            state = state._replace(heard=told)
-        after = state._replace(
+            state = replace(state, heard=told)
+        after = replace(
+            state,
             centers=centers,
             previous=state.centers,
-            tempo=tempo if self.local != "exact" else state.tempo,
+            tempo=tempo if phase.local != EXACT else state.tempo,
             counts=counts,
             since=state.since + 1,
         )
-        if self.softness:
+        if phase.softness:
             n = answers.n_samples
-            after = after._replace(variance=float(2 * (n @ loss) / n.sum()))
+            after = replace(after, variance=float(2 * (n @ loss) / n.sum()))
         return self._adapt(after, loss, answers, rng)
 
     def _adapt(
-        self, state: State, loss: Matrix, answers: Answers, rng: np.random.Generator
+        self, state: Refining, loss: Matrix, answers: Answers, rng: np.random.Generator
     ) -> State:
         """Drop, merge and add models as the clients need them."""
         k = len(state.centers)
@@ -634,7 +553,7 @@ class TwoPhase:
         moved = np.linalg.norm(state.centers - state.previous, axis=1)
         settled = moved.max() <= _SETTLED * np.linalg.norm(state.centers, axis=1).max()
         early = settled and state.patience > 0 and state.since >= _LEAST_WAIT
-        if state.since < self.check_every and not early:
+        if state.since < self.phase_2.check_every and not early:
             return state
         honest = np.ones(len(loss), dtype=bool)
         if self.robust == "filtered":
@@ -645,7 +564,8 @@ class TwoPhase:
         length = np.linalg.norm(state.centers, axis=1).max()
         variance = max(variance, float(np.finfo(float).eps * state.power * length**2))
         known = max(variance, float(state.power * (_AHEAD * moved.max()) ** 2))
-        state = state._replace(
+        state = replace(
+            state,
             variance=known,
             since=0,
             patience=max(state.patience - 1, 0),
@@ -657,57 +577,10 @@ class TwoPhase:
             keep = state.counts > 0
             centers = _merge(centers[keep], state.counts[keep], variance / state.power)
         if misfits and len(centers) < self._most():
-            return self._begin_moments(_with_centers(state, centers), rng)
+            return self._search(replace(state, centers=centers), rng)
         if len(centers) < k and self.n_clusters == "auto":
-            return _with_centers(state, centers)
+            return Refining.start(state, centers)
         return state
-
-
-#: Before anything is known.
-_EMPTY = State(
-    step=DESCRIBE,
-    centers=np.zeros((0, 0)),
-    previous=np.zeros((0, 0)),
-    tempo=np.zeros(0),
-    counts=np.zeros(0),
-    heard=np.zeros((0, 1)),
-    thetas=np.zeros((0, 0)),
-    columns=np.zeros((0, 0, 0)),
-    anchors=np.zeros(0, dtype=np.intp),
-    moved=np.zeros(0, dtype=bool),
-    products=0,
-    iteration=0,
-    min_points=0,
-    step_size=0.0,
-    power=1.0,
-    variance=0.0,
-    since=0,
-    patience=5,
-    who=np.zeros(0, dtype=np.intp),
-    said=np.zeros((0, 1)),
-    asked=np.zeros((0, 0)),
-    slopes=np.zeros(0),
-    odd=np.zeros((0, 2)),
-    steep=np.zeros(0, dtype=np.intp),
-)
-
-
-def _with_centers(state: State, centers: Matrix) -> State:
-    """Return the state in which Phase 2 starts from these models."""
-    k, d = centers.shape
-    return state._replace(
-        step=UPDATE,
-        centers=centers,
-        previous=centers,
-        tempo=np.zeros(k),
-        counts=np.zeros(k),
-        heard=np.zeros((0, 1 + k)),
-        thetas=np.zeros((0, d)),
-        columns=np.zeros((0, d, 0)),
-        anchors=_EMPTY.anchors,
-        moved=_EMPTY.moved,
-        since=0,
-    )
 
 
 def _odd(answers: Answers, shares: Matrix) -> Matrix:
@@ -716,7 +589,9 @@ def _odd(answers: Answers, shares: Matrix) -> Matrix:
     return rows
 
 
-def _listened(state: State, partitions: NDArray[np.intp], packed: Matrix, asked: Matrix) -> State:
+def _listened(
+    state: Refining, partitions: NDArray[np.intp], packed: Matrix, asked: Matrix
+) -> Refining:
     """Note who said what, and how it changed with the models since the client's last update.
 
     Between two models a client's step down a convex loss changes against the way from one to the
@@ -738,7 +613,7 @@ def _listened(state: State, partitions: NDArray[np.intp], packed: Matrix, asked:
         old = np.where(np.isfinite(state.slopes[then]), state.slopes[then] / 2, 0)
         telling = squares > (_TELLING * np.linalg.norm(asked, axis=1)[labels]) ** 2
         slopes[known] = np.where(telling, old + now, state.slopes[then])
-    return state._replace(who=partitions, said=packed, asked=asked, slopes=slopes)
+    return replace(state, who=partitions, said=packed, asked=asked, slopes=slopes)
 
 
 def _merge(centers: Matrix, counts: Matrix, ratio: float) -> Matrix:

@@ -1,6 +1,11 @@
 """Flower Strategies, one file per protocol."""
 
-from flwr_perdl.strategies._conversation import Options, ServerOptions, TooFewReplies
+from flwr_perdl.strategies._conversation import (
+    Options,
+    ServerOptions,
+    ServerSettings,
+    TooFewReplies,
+)
 from flwr_perdl.strategies._protocol import (
     Protocol,
     Replies,
@@ -32,6 +37,7 @@ __all__ = [
     "Request",
     "RoundReport",
     "ServerOptions",
+    "ServerSettings",
     "TooFewReplies",
     "as_legacy",
     "await_nodes",

@@ -11,6 +11,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from logging import INFO, WARNING
@@ -28,6 +29,7 @@ from flwr_perdl._checks import (
     check_flag,
     check_kind,
     check_real,
+    own_numbers,
     plain,
 )
 from flwr_perdl._random import EVALUATION, SAMPLING, spawn
@@ -80,120 +82,162 @@ class TooFewReplies(RuntimeError):
     """A round had fewer good replies than ``min_clients``."""
 
 
-class ServerOptions(TypedDict, total=False):
-    """The options that every strategy of this library takes, all by keyword.
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """What a server rarely has to be told: ``server=ServerSettings(...)`` of every strategy.
 
-    fraction_train, fraction_evaluate : float, default 1.0
-        Share of the clients asked in a training round and in an evaluation after it (0: never).
+    Parameters
+    ----------
+    resume : bool, default False
+        Continue from the newest checkpoint in ``checkpoint_dir``, if there is one.
     evaluate_every : int, default 1
         Rounds from one evaluation by the clients to the next.
-    min_clients : int, default 2
-        Fewest good replies with which a round goes on; also the fewest clients sampled.
-    num_clients : int or None, default None
-        Number of clients to wait for before round one; None waits until ``min_clients`` are there
-        and no further one has come for a few seconds.
     allow_fewer : bool, default False
         Whether the run begins with fewer than ``num_clients``, but at least ``min_clients``, where
         not all have come in time; otherwise it stops with `TooFewReplies`.
     node_timeout : float, default 60.0
         Seconds to wait for them.
-    seed : int, default 0
-        The run's one seed, below 2**63.
-    checkpoint_dir : str, Path or None, default None
-        Folder for a checkpoint after every round.
-    resume : bool, default False
-        Continue from the newest checkpoint in that folder, if there is one.
-    on_round : callable or None, default None
+    on_round : callable, optional
         Called with each `RoundReport`.
-    events : str, Path or None, default None
+    events : str or Path, optional
         File to which every event of the run is appended as a line of JSON (docs/faults.md).
     max_reply_bytes : int, default 2**28
         Most bytes of arrays in a reply; a larger one is refused before its arrays are read.
     max_magnitude : float, default 1e100
         Largest size of a number in a reply, of metrics too; a reply with a larger one is refused.
-    clients_by_node : mapping of int to int or None, default None
+    clients_by_node : mapping of int to int, optional
         The partition of every node that may take part, by Flower's node id. Other nodes are not
-        asked, and a node that says that it is another client is left out. With None, the first node
-        that says that it is a client keeps that place while it is there.
+        asked, and a node that says that it is another client is left out. Without it, the first
+        node that says that it is a client keeps that place while it is there.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an option breaks its rule.
     """
 
-    fraction_train: float
-    fraction_evaluate: float
-    evaluate_every: int
-    min_clients: int
-    num_clients: int | None
-    allow_fewer: bool
-    node_timeout: float
-    seed: int
-    checkpoint_dir: str | Path | None
-    resume: bool
-    on_round: Callable[[RoundReport], None] | None
-    events: str | Path | None
-    max_reply_bytes: int
-    max_magnitude: float
-    clients_by_node: Mapping[int, int] | None
-
-
-class Options(NamedTuple):
-    """`ServerOptions`, complete and checked."""
-
-    fraction_train: float = 1.0
-    fraction_evaluate: float = 1.0
+    resume: bool = False
     evaluate_every: int = 1
-    min_clients: int = 2
-    num_clients: int | None = None
     allow_fewer: bool = False
     node_timeout: float = 60.0
-    seed: int = 0
-    checkpoint_dir: str | Path | None = None
-    resume: bool = False
     on_round: Callable[[RoundReport], None] | None = None
     events: str | Path | None = None
     max_reply_bytes: int = 2**28
     max_magnitude: float = 1e100
     clients_by_node: Mapping[int, int] | None = None
 
-    @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Options:
-        """Return the options with defaults filled in; ValueError or TypeError if one is wrong."""
-        refuse_unknown("Options", given, cls._fields)
-        options = cls(**{name: plain(value) for name, value in given.items()})
-        check_real("fraction_train", options.fraction_train, 0, 1, open_low=True)
-        check_real("fraction_evaluate", options.fraction_evaluate, 0, 1)
-        check_count("evaluate_every", options.evaluate_every, 1)
-        check_count("min_clients", options.min_clients, 1)
-        if options.num_clients is not None:
-            check_count("num_clients", options.num_clients, 1)
-        check_real("node_timeout", options.node_timeout, 0)
-        check_count("seed", options.seed, 0, LARGEST_INT)
-        check_count("max_reply_bytes", options.max_reply_bytes, 1)
-        check_real("max_magnitude", options.max_magnitude, 0, open_low=True)
-        check_flag("allow_fewer", options.allow_fewer)
-        check_flag("resume", options.resume)
-        for name in ("checkpoint_dir", "events"):
-            path = getattr(options, name)
-            check_kind(name, path, (str, Path, type(None)), "a path or None")
-        nodes = options.clients_by_node
+    def __post_init__(self) -> None:
+        """Check the options."""
+        own_numbers(self)
+        check_flag("resume", self.resume)
+        check_count("evaluate_every", self.evaluate_every, 1)
+        check_flag("allow_fewer", self.allow_fewer)
+        check_real("node_timeout", self.node_timeout, 0)
+        if self.on_round is not None and not callable(self.on_round):
+            raise TypeError(f"on_round must be a function or None, got {self.on_round!r}.")
+        check_kind("events", self.events, (str, Path, type(None)), "a path or None")
+        check_count("max_reply_bytes", self.max_reply_bytes, 1)
+        check_real("max_magnitude", self.max_magnitude, 0, open_low=True)
+        nodes = self.clients_by_node
         check_kind("clients_by_node", nodes, (Mapping, type(None)), "a mapping or None")
         if nodes is not None and not nodes:
             raise ValueError("clients_by_node must name at least one node, got an empty mapping.")
         for node, partition in ({} if nodes is None else nodes).items():
             check_count("node ids in clients_by_node", node)
             check_count("partitions in clients_by_node", partition, 0, LARGEST_INT)
-        if options.on_round is not None and not callable(options.on_round):
-            raise TypeError(f"on_round must be a function or None, got {options.on_round!r}.")
-        if options.resume and options.checkpoint_dir is None:
+
+
+class ServerOptions(TypedDict, total=False):
+    """The options that every strategy of this library takes, all by keyword.
+
+    fraction_train, fraction_evaluate : float, default 1.0
+        Share of the clients asked in a training round and in an evaluation after it (0: never).
+    min_clients : int, default 2
+        Fewest good replies with which a round goes on; also the fewest clients sampled.
+    num_clients : int or None, default None
+        Number of clients to wait for before round one; None waits until ``min_clients`` are there
+        and no further one has come for a few seconds.
+    seed : int, default 0
+        The run's one seed, below 2**63.
+    checkpoint_dir : str, Path or None, default None
+        Folder for a checkpoint after every round.
+    server : ServerSettings
+        Everything else: ``resume``, ``on_round``, ``events``, ``clients_by_node``, …
+    """
+
+    fraction_train: float
+    fraction_evaluate: float
+    min_clients: int
+    num_clients: int | None
+    seed: int
+    checkpoint_dir: str | Path | None
+    server: ServerSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(ServerSettings):
+    """`ServerOptions` with `ServerSettings`'s fields among them, complete and checked."""
+
+    fraction_train: float = 1.0
+    fraction_evaluate: float = 1.0
+    min_clients: int = 2
+    num_clients: int | None = None
+    seed: int = 0
+    checkpoint_dir: str | Path | None = None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Options:
+        """Return the options with defaults filled in; ValueError or TypeError if one is wrong."""
+        refuse_unknown("Options", given, ServerOptions.__annotations__)
+        direct = dict(given)
+        server = check_kind(
+            "server", direct.pop("server", ServerSettings()), ServerSettings, "a ServerSettings"
+        )
+        return cls(**vars(server), **direct)
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        check_real("fraction_train", self.fraction_train, 0, 1, open_low=True)
+        check_real("fraction_evaluate", self.fraction_evaluate, 0, 1)
+        check_count("min_clients", self.min_clients, 1)
+        if self.num_clients is not None:
+            check_count("num_clients", self.num_clients, 1)
+        check_count("seed", self.seed, 0, LARGEST_INT)
+        path = self.checkpoint_dir
+        check_kind("checkpoint_dir", path, (str, Path, type(None)), "a path or None")
+        if self.resume and path is None:
             raise ValueError("resume must come with a checkpoint_dir, got checkpoint_dir=None.")
-        return options
 
 
-def refuse_unknown(owner: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise a TypeError that names the options there are if one is given that is not known."""
-    names = list(known)
+def spelled(argument: str, kind: type) -> dict[str, str]:
+    """Return how each field of a dataclass that is an argument is given, by its name."""
+    names = [field.name for field in fields(kind)]
+    return {name: f"{argument}={kind.__name__}({name}=...)" for name in names}
+
+
+def refuse_unknown(
+    owner: str, given: Iterable[str], known: Iterable[str], inside: Mapping[str, str] | None = None
+) -> None:
+    """Raise a TypeError that says what there is instead if an option is given that is not known.
+
+    Parameters
+    ----------
+    owner : str
+        Whose options they are.
+    given, known : iterable of str
+        The options that are given, and those that there are.
+    inside : mapping of str to str, optional
+        How options are given that are fields of another one, by their names.
+    """
+    names, inside = list(known), {} if inside is None else inside
     for name in given:
+        if name in inside:
+            raise TypeError(f"{owner} has no option {name!r}: it is given as {inside[name]}.")
         if name not in names:
-            close = get_close_matches(name, names, n=1)
-            meant = f"did you mean {close[0]!r}? " if close else ""
+            close = get_close_matches(name, [*names, *inside], n=1)
+            place = f", given as {inside[close[0]]}" if close and close[0] in inside else ""
+            meant = f"did you mean {close[0]!r}{place}? " if close else ""
             raise TypeError(f"{owner} has no option {name!r}: {meant}It takes {', '.join(names)}.")
 
 
@@ -374,7 +418,7 @@ def settle(
     if seen < wanted and not options.allow_fewer:
         raise TooFewReplies(
             f"{seen} client(s) registered{waited}, fewer than num_clients={wanted}; with "
-            "allow_fewer=True the run begins without the others."
+            "ServerSettings(allow_fewer=True) the run begins without the others."
         )
     if seen < wanted:
         log(WARNING, "Starting with %d of %d clients%s.", seen, wanted, waited)

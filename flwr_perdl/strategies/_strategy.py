@@ -41,8 +41,10 @@ from flwr_perdl.strategies._conversation import (
     Plan,
     Roster,
     ServerOptions,
+    ServerSettings,
     refuse_unknown,
     settle,
+    spelled,
 )
 from flwr_perdl.strategies._protocol import (
     FAILED,
@@ -78,13 +80,15 @@ class ProtocolStrategy(Strategy):
 
     flags: ClassVar[tuple[str, ...]] = (ANEW,)
     labels: ClassVar[tuple[str, ...]] = ()
-    #: The names of all that ``**options`` may hold.
-    _option_names: ClassVar[tuple[str, ...]] = Options._fields
+    #: How options are given that are fields of another one.
+    _inside: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, **options: Unpack[ServerOptions]) -> None:
         parameters = signature(type(self).__init__).parameters.values()
         own = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)][1:]
-        refuse_unknown(type(self).__name__, options, [*own, *self._option_names])
+        known = [*own, *ServerOptions.__annotations__]
+        inside = {**spelled("server", ServerSettings), **self._inside}
+        refuse_unknown(type(self).__name__, options, known, inside)
         self._options = Options.of(options)
         self._conversation: Conversation | None = None
         self._roster: Roster[int] = Roster()
@@ -141,7 +145,7 @@ class ProtocolStrategy(Strategy):
 
     def summary(self) -> None:
         """Log the strategy's options."""
-        for name, value in {**self.settings(), **self._options._asdict()}.items():
+        for name, value in {**self.settings(), **vars(self._options)}.items():
             log(INFO, "\t├──> %s: %s", name, value)
 
     def start(

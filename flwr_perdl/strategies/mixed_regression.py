@@ -27,23 +27,33 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from logging import WARNING
-from math import isfinite, prod
-from numbers import Integral, Real
-from typing import Any, Unpack, cast
+from math import prod
+from typing import Any, ClassVar, Unpack
 
 import numpy as np
 from flwr.common import log
 
-from flwr_perdl._checks import Matrix, check_array, check_choice, check_count, check_flag
+from flwr_perdl._checks import Matrix, check_array, check_choice, check_kind
 from flwr_perdl._random import SERVER, spawn
-from flwr_perdl._records import LARGEST_INT, Reply
+from flwr_perdl._records import Reply
 from flwr_perdl._robust import DEEDS
 from flwr_perdl.clients.regression import OPTION
-from flwr_perdl.regression import Answers, Ask, State, TwoPhase
+from flwr_perdl.regression import (
+    Answers,
+    Ask,
+    MomentDescent,
+    OneShot,
+    Refinement,
+    State,
+    TwoPhase,
+)
 from flwr_perdl.regression.answers import DESCRIBE
+from flwr_perdl.regression.phases import DESCENT, REFINEMENT
+from flwr_perdl.regression.states import Known
 from flwr_perdl.strategies import _protocol
-from flwr_perdl.strategies._conversation import ServerOptions
+from flwr_perdl.strategies._conversation import ServerOptions, spelled
 from flwr_perdl.strategies._protocol import Protocol, Replies, Request
 from flwr_perdl.strategies._strategy import ProtocolStrategy
 
@@ -56,39 +66,15 @@ _LINEAR = (
 STARTS = ("fedmd", "random")
 
 
-class RegressionOptions(ServerOptions, total=False):
-    """`ServerOptions` and the fields of `flwr_perdl.regression.TwoPhase`, all by keyword.
-
-    ``robust=True`` stands for "filtered", the rule to take where clients may lie, and False for
-    "mean". `PerMA` has the same argument.
-    """
-
-    max_clusters: int
-    estimate: str
-    anchor_step: str
-    n_anchors: int | None
-    n_iterations: int
-    n_products: int
-    separation: float | None
-    random_start: bool
-    perturbation: float
-    one_shot: bool
-    local: str
-    n_steps: int
-    step_size: float | None
-    work: float
-    softness: float
-    normalise: str
-    momentum: bool
-    check_every: int
-    robust: str | bool
+_PHASE_1 = spelled("phase_1", MomentDescent)
+_PHASE_2 = spelled("phase_2", Refinement)
 
 
 class _MixedRegression(ProtocolStrategy):
     """What the three strategies share: `TwoPhase` as a protocol."""
 
     labels = ("cluster",)
-    _option_names = tuple(RegressionOptions.__annotations__)
+    _inside: ClassVar[Mapping[str, str]] = {**_PHASE_1, **_PHASE_2}
 
     #: Whether the run is over where Phase 2 would begin.
     _phase_1_only = False
@@ -98,33 +84,22 @@ class _MixedRegression(ProtocolStrategy):
     _random = False
 
     def __init__(
-        self, n_clusters: int | str, options: Mapping[str, Any], *, one_shot: bool = False
+        self,
+        n_clusters: int | str,
+        phase_1: MomentDescent | OneShot,
+        phase_2: Refinement,
+        max_clusters: int,
+        robust: str | bool,
+        options: ServerOptions,
     ) -> None:
-        own = {key: v for key, v in options.items() if key in TwoPhase.__dataclass_fields__}
-        server = {key: v for key, v in options.items() if key not in own}
-        super().__init__(**cast(ServerOptions, server))
-        if own.setdefault("one_shot", one_shot) != one_shot:
-            name = type(self).__name__
-            raise ValueError(f"one_shot must be {one_shot} in {name}, got {own['one_shot']!r}.")
-        if not isinstance(n_clusters, str):
-            n_clusters = check_count("n_clusters", n_clusters, 1)
-        elif n_clusters != "auto":
-            raise ValueError(f'n_clusters must be an integer or "auto", got {n_clusters!r}.')
-        for name in ("random_start", "momentum", "one_shot"):
-            own[name] = check_flag(name, own.get(name, getattr(TwoPhase, name)))
-        if isinstance(own.get("robust"), bool):
-            own["robust"] = "filtered" if own["robust"] else "mean"
-        for name, value in own.items():
-            if isinstance(value, Real) and not isinstance(value, Integral) and not isfinite(value):
-                raise ValueError(f"{name} must be finite, got {value}.")
-            if isinstance(value, Integral) and int(value) > LARGEST_INT:
-                raise ValueError(f"{name} must be at most 2**63 - 1, got {value}.")
-        self.two_phase = TwoPhase(n_clusters, **own)
+        super().__init__(**options)
+        rule = ("filtered" if robust else "mean") if isinstance(robust, bool) else robust
+        self.two_phase = TwoPhase(n_clusters, phase_1, phase_2, max_clusters, rule)
 
     def settings(self) -> dict[str, Any]:
         """Return the options of the two phases."""
         settings = super().settings()
-        return {**vars(settings.pop("two_phase")), **settings}
+        return {**asdict(settings.pop("two_phase")), **settings}
 
     def protocol(self, initial: list[Matrix], state: _protocol.State | None) -> Protocol:
         """Ask, and go on from the answers; one request per communication round."""
@@ -152,7 +127,7 @@ class _MixedRegression(ProtocolStrategy):
             if now.step == ask.step:
                 now = phases.advance(now, answers, rng)
                 replies.note(DEEDS[phases.robust], {int(who): odd for who, odd in now.odd})
-                if ask.step == DESCRIBE and len(now.steep):
+                if ask.step == DESCRIBE and isinstance(now, Known) and len(now.steep):
                     replies.note(DEEDS["filtered"], dict.fromkeys(now.steep.tolist(), 1.0))
                     log(
                         WARNING,
@@ -165,14 +140,25 @@ class _MixedRegression(ProtocolStrategy):
 
     def _given(self, initial: list[Matrix]) -> Matrix | None:
         """Return the models to start from, None if there are none."""
+        if initial:
+            self._check_no_phase_1("from given models")
         if len(initial) > self._takes_models:
             wanted = "[models]" if self._takes_models else "left out"
             raise ValueError(f"initial_arrays must be {wanted}, got {len(initial)} arrays.")
         return check_array("initial_arrays", initial[0], min_rows=1) if initial else None
 
+    def _check_no_phase_1(self, where: str) -> None:
+        """Refuse options of a Phase 1 that never comes."""
+        phases = self.two_phase
+        if not phases.phase_2.check_every and phases.phase_1 != DESCENT:
+            raise ValueError(
+                f"phase_1 must be left out {where} with check_every=0, where it does nothing, got "
+                f"{phases.phase_1}."
+            )
+
     def _check_clusters(self, n_clients: int, width: int) -> None:
         """Refuse more clusters than estimates to cluster, or than random models that can travel."""
-        if self.two_phase.one_shot and self._n_models() > n_clients:
+        if isinstance(self.two_phase.phase_1, OneShot) and self._n_models() > n_clients:
             raise ValueError(
                 f"n_clusters must be at most the number of clients, got {self._n_models()} with "
                 f"{n_clients} clients."
@@ -197,21 +183,39 @@ class FedMD(_MixedRegression):
     ----------
     n_clusters : int or "auto", default "auto"
         Number of models k.
+    phase_1 : MomentDescent, optional
+        How it is done.
+    max_clusters : int, default 8
+        See `flwr_perdl.regression.TwoPhase`.
+    robust : bool or str, default False
+        Whether to expect clients that lie: True stands for "filtered", the rule to take, False for
+        "mean"; "clip" bounds what a client can do. `PerMA` has the same argument.
     **options
-        See `RegressionOptions`.
+        See `ServerOptions`.
 
     Raises
     ------
     ValueError
-        If an option breaks its rule.
+        If an option breaks its rule, or does nothing beside the others.
     """
 
     _phase_1_only = True
+    _inside = _PHASE_1
 
     def __init__(
-        self, n_clusters: int | str = "auto", **options: Unpack[RegressionOptions]
+        self,
+        n_clusters: int | str = "auto",
+        *,
+        phase_1: MomentDescent = DESCENT,
+        max_clusters: int = 8,
+        robust: str | bool = False,
+        **options: Unpack[ServerOptions],
     ) -> None:
-        super().__init__(n_clusters, options)
+        check_kind("phase_1", phase_1, MomentDescent, "a MomentDescent")
+        if not isinstance(robust, bool):
+            check_choice("robust", robust, ("mean", "filtered", "clip"))
+        unchecked = Refinement(check_every=0)
+        super().__init__(n_clusters, phase_1, unchecked, max_clusters, robust, options)
 
 
 class FedX(_MixedRegression):
@@ -226,14 +230,23 @@ class FedX(_MixedRegression):
         Number of models k.
     start : {"fedmd", "random"}, default "fedmd"
         Phase 1 first, the two phases in one run; or random models ``N(0, I) / sqrt(d)``, which,
-        with ``check_every=0``, is IFCA.
+        without checks of the models, is IFCA.
+    phase_1 : MomentDescent, optional
+        How models are found, at the start and where the checks find that there are too few.
+    phase_2 : Refinement, optional
+        How models are refined: ``Refinement(local="fedprox")``, …
+    max_clusters : int, default 8
+        See `flwr_perdl.regression.TwoPhase`.
+    robust : bool or str, default False
+        Whether to expect clients that lie: True stands for "filtered", the rule to take, False for
+        "mean"; other rules: see `flwr_perdl.regression.TwoPhase`. `PerMA` has the same argument.
     **options
-        See `RegressionOptions`: ``local="fedavg"`` with ``n_steps``, or ``"fedprox"``, …
+        See `ServerOptions`.
 
     Raises
     ------
     ValueError
-        If an option breaks its rule.
+        If an option breaks its rule, or does nothing beside the others.
 
     Notes
     -----
@@ -249,11 +262,18 @@ class FedX(_MixedRegression):
         n_clusters: int | str = "auto",
         *,
         start: str = "fedmd",
-        **options: Unpack[RegressionOptions],
+        phase_1: MomentDescent = DESCENT,
+        phase_2: Refinement = REFINEMENT,
+        max_clusters: int = 8,
+        robust: str | bool = False,
+        **options: Unpack[ServerOptions],
     ) -> None:
-        super().__init__(n_clusters, options)
+        check_kind("phase_1", phase_1, MomentDescent, "a MomentDescent")
+        super().__init__(n_clusters, phase_1, phase_2, max_clusters, robust, options)
         self.start_from = check_choice("start", start, STARTS)
         self._random = self.start_from == "random"
+        if self._random:
+            self._check_no_phase_1('with start="random"')
         if self._random and n_clusters == "auto":
             raise ValueError('n_clusters must be given with start="random", got "auto".')
 
@@ -265,17 +285,30 @@ class OneShotClustering(_MixedRegression):
     ----------
     n_clusters : int
         Number of models k.
+    phase_2 : Refinement, optional
+        How models are refined.
+    robust : bool or str, default False
+        As in `FedX`.
     **options
-        See `RegressionOptions`.
+        See `ServerOptions`.
 
     Raises
     ------
     ValueError
-        If an option breaks its rule.
+        If an option breaks its rule, or does nothing beside the others.
     """
 
-    def __init__(self, n_clusters: int, **options: Unpack[RegressionOptions]) -> None:
-        super().__init__(n_clusters, options, one_shot=True)
+    _inside = _PHASE_2
+
+    def __init__(
+        self,
+        n_clusters: int,
+        *,
+        phase_2: Refinement = REFINEMENT,
+        robust: str | bool = False,
+        **options: Unpack[ServerOptions],
+    ) -> None:
+        super().__init__(n_clusters, OneShot(), phase_2, 8, robust, options)
 
 
 def random_models(n_clusters: int, n_features: int, rng: np.random.Generator) -> Matrix:

@@ -37,6 +37,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter, namedtuple
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from logging import WARNING
 from typing import Any, NamedTuple, Unpack
@@ -67,7 +68,7 @@ from flwr_perdl.diffusion.topology import CombinationMatrix, Topology
 from flwr_perdl.network._exchange import Plan, Run, entries, spread
 from flwr_perdl.network._packing import text_array, texts_of, unpack_arrays
 from flwr_perdl.network.faults import Faults
-from flwr_perdl.strategies._conversation import ServerOptions
+from flwr_perdl.strategies._conversation import ServerOptions, ServerSettings
 from flwr_perdl.strategies._protocol import Protocol, Replies, Request, RoundReport, State
 from flwr_perdl.strategies._strategy import ProtocolStrategy
 
@@ -256,7 +257,7 @@ class FlowerNetwork:
     timeout : float, default 3600.0
         Seconds to wait for the replies of a round.
     **options
-        See `ServerOptions`: ``checkpoint_dir``, ``resume``, ``on_round``, …
+        See `ServerOptions`: ``checkpoint_dir``, ``seed``, ``server``, …
 
     Raises
     ------
@@ -324,7 +325,8 @@ class FlowerNetwork:
                 raise ValueError(f"{name} must be None on Flower, where nodes keep their states.")
         options = self._options.copy()
         if callback is not None:
-            options["on_round"] = _telling(callback, self._relay(n_rounds, **options))
+            telling = _telling(callback, self._relay(n_rounds, **options))
+            options["server"] = replace(options.get("server", ServerSettings()), on_round=telling)
         relay = self._relay(n_rounds, **options)
         relay.start(self._grid, timeout=self._timeout)
         return relay.outcome

@@ -18,7 +18,7 @@ from flwr_perdl.dictionary import (
     OrthogonalLearner,
 )
 from flwr_perdl.strategies import PerMA
-from perdl_experiments.engine import Config, EvaluateFn, Federated, Federation
+from perdl_experiments.engine import Config, EvaluateFn, Federated, Federation, arranged
 from perdl_experiments.outcome import Outcome
 
 Value = int | float | str | bool
@@ -287,7 +287,7 @@ def make_strategy(
         matching=str(config["matching"]),
         aggregation=str(config["aggregation"]),
         local_steps=check_count("local_steps", config.get("local_steps", 1), 1),
-        **options,
+        **arranged(options),
     )
 
 

@@ -40,7 +40,7 @@ from flwr_perdl.dictionary import Learner, OrthogonalLearner, reconstruct, spars
 from flwr_perdl.dictionary.learners import AUTO_THRESHOLD
 from flwr_perdl.strategies import DictionaryAveraging, PerPCA, ProtocolStrategy
 from perdl_experiments.baselines import PENALTIES, learn_each, sklearn_dictionary
-from perdl_experiments.engine import Config, federate
+from perdl_experiments.engine import Config, arranged, federate
 from perdl_experiments.studies._experiment import (
     GENERAL,
     GENERAL_N_NONZERO,
@@ -231,10 +231,12 @@ class _Federation:
         if self.method == "perma":
             return make_strategy(config, int(config["n_global"]), given)
         if self.method == "perpca":
-            return PerPCA(int(config["n_global"]), step=self.setting, **given)
+            return PerPCA(int(config["n_global"]), step=self.setting, **arranged(given))
         start_from = "own" if self.method == "naive" else "common"
         local_steps = int(config["local_steps"])
-        return DictionaryAveraging(start_from=start_from, local_steps=local_steps, **given)
+        return DictionaryAveraging(
+            start_from=start_from, local_steps=local_steps, **arranged(given)
+        )
 
     def learn(self) -> Learned:
         """Run the federation."""

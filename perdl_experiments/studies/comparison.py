@@ -39,7 +39,7 @@ from flwr_perdl.clients.dictionary import PROTOCOLS
 from flwr_perdl.dictionary import OrthogonalLearner, dictionary_distance, warm_start
 from flwr_perdl.strategies import DictionaryAveraging, PerMA, PerPCA, ProtocolStrategy
 from perdl_experiments.data import Planted, planted_clients
-from perdl_experiments.engine import Config
+from perdl_experiments.engine import Config, arranged
 from perdl_experiments.outcome import Outcome, Picture, Table
 from perdl_experiments.studies._experiment import (
     MIN_SUPPORT,
@@ -147,11 +147,11 @@ def strategy(config: Config, **options: Any) -> ProtocolStrategy:
     """Return the strategy of ``config["method"]``; ``options`` are the server's own."""
     given = {"evaluate_every": int(config["rounds"]), **options}
     if config["method"] == "perma":
-        return PerMA(_n_global(config), **given)
+        return PerMA(_n_global(config), **arranged(given))
     if config["method"] == "perpca":
-        return PerPCA(_n_global(config), step=float(config["setting"]), **given)
+        return PerPCA(_n_global(config), step=float(config["setting"]), **arranged(given))
     start = "own" if config["method"] == "naive" else "common"
-    return DictionaryAveraging(start_from=start, **given)
+    return DictionaryAveraging(start_from=start, **arranged(given))
 
 
 def federations(config: Config) -> list[Config]:

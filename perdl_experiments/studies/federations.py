@@ -49,7 +49,7 @@ from flwr_perdl.dictionary import (
 )
 from flwr_perdl.strategies import PerMA
 from perdl_experiments.data import Planted
-from perdl_experiments.engine import Config
+from perdl_experiments.engine import Config, arranged
 from perdl_experiments.outcome import Outcome, Picture, Table
 from perdl_experiments.studies._experiment import (
     MIN_SUPPORT,
@@ -154,7 +154,7 @@ def client(context: Context, config: Config) -> DictionaryClient:
 def strategy(config: Config, **options: Any) -> PerMA:
     """Return PerMA as ``config["method"]`` says; ``options`` are the server's own."""
     given: dict[str, Any] = {"fraction_evaluate": 0.0, **options}
-    return PerMA(N_GLOBAL, **FEDERATED[str(config["method"])], **given)
+    return PerMA(N_GLOBAL, **FEDERATED[str(config["method"])], **arranged(given))
 
 
 def federations(config: Config) -> list[Config]:

@@ -23,9 +23,18 @@ from flwr_perdl._parallel import in_threads
 from flwr_perdl._random import DATA, SERVER, spawn
 from flwr_perdl._records import PARTITION_ID, to_arrays
 from flwr_perdl.clients.regression import RegressionClient
-from flwr_perdl.regression import Answers, Ask, Clients, TwoPhase, model_error, simulate
+from flwr_perdl.regression import (
+    Answers,
+    Ask,
+    Clients,
+    OneShot,
+    Refinement,
+    TwoPhase,
+    model_error,
+    simulate,
+)
 from flwr_perdl.strategies.mixed_regression import FedX, random_models
-from perdl_experiments.engine import Config
+from perdl_experiments.engine import Config, arranged
 from perdl_experiments.mixed_regression_data import SETTINGS, Mixed, oracle, setting
 from perdl_experiments.outcome import Outcome, Picture, Table
 from perdl_experiments.studies._experiment import Federate, Keep, Value, seeds_of
@@ -119,9 +128,7 @@ def client(context: Context, config: Config) -> RegressionClient:
 def strategy(config: Config, **options: Any) -> FedX:
     """Return the two-phase strategy; ``options`` are the server's own."""
     settings = vars(_settings(config, _data(_names(config)[0], int(config["seed"]))))
-    given: dict[str, Any] = {"fraction_evaluate": 0.0, **settings, **options}
-    given.pop("one_shot")
-    return FedX(**given)
+    return FedX(**settings, **arranged({"fraction_evaluate": 0.0, **options}))
 
 
 def federations(config: Config) -> list[Config]:
@@ -224,15 +231,16 @@ def _methods(
     """Yield every method's name, settings and start, those that take longest first."""
     settings, paper = _settings(config, data), _paper(data)
     yield "the paper's variant", paper, None
-    yield "one-shot", replace(paper, one_shot=True, anchor_step="least-squares"), None
+    yield "one-shot", replace(paper, phase_1=OneShot()), None
     for name, options in LEFT.items():
-        yield name, replace(settings, **options), None
+        yield name, replace(settings, phase_2=replace(settings.phase_2, **options)), None
     models = random_models(K, data.theta.shape[1], spawn(seed, SERVER, 1))
     yield "FedAvg", replace(paper, n_clusters=1), models[:1]
     yield "IFCA", paper, models
     yield "from the truth", paper, data.theta
     yield "k unknown", TwoPhase(), None
-    yield "a random start", TwoPhase(K, check_every=0), models
+    unchecked = TwoPhase(K, phase_2=Refinement(check_every=0))
+    yield "a random start", unchecked, models
 
 
 def _settings(config: Config, data: Mixed) -> TwoPhase:

@@ -29,7 +29,7 @@ from flwr_perdl.regression import (
 )
 from flwr_perdl.strategies.mixed_regression import FedX
 from perdl_experiments.data import cached_by_file, read_arrays
-from perdl_experiments.engine import Config
+from perdl_experiments.engine import Config, arranged
 from perdl_experiments.outcome import Outcome, Picture, Table
 from perdl_experiments.studies._experiment import Federate, Keep, Value
 from perdl_experiments.studies._parts import Part, keep_all
@@ -96,7 +96,7 @@ def client(context: Context, config: Config) -> RegressionClient:
 def strategy(config: Config, **options: Any) -> FedX:
     """Return FedX; ``options`` are the server's own."""
     k = _k(config)
-    return FedX("auto" if k is None else k, **options)
+    return FedX("auto" if k is None else k, **arranged(options))
 
 
 def federations(config: Config) -> list[Config]:

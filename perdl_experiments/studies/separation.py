@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from flwr_perdl._checks import Matrix, check_count
 from flwr_perdl._random import DATA, SERVER, spawn
-from flwr_perdl.regression import Clients, TwoPhase, model_error, simulate
+from flwr_perdl.regression import Clients, Refinement, TwoPhase, model_error, simulate
 from flwr_perdl.strategies.mixed_regression import random_models
 from perdl_experiments.engine import Config
 from perdl_experiments.mixed_regression_data import Mixed, mixed_regression
@@ -136,7 +136,7 @@ def _methods(data: Mixed, seed: int) -> Iterator[tuple[TwoPhase, Matrix | None]]
     """Yield every method's settings and start, in the order of ``METHODS``."""
     yield TwoPhase(K), None
     yield TwoPhase(), None
-    fixed = TwoPhase(K, check_every=0)
+    fixed = TwoPhase(K, phase_2=Refinement(check_every=0))
     yield fixed, random_models(K, data.theta.shape[1], spawn(seed, SERVER, 1))
     yield fixed, data.theta
 

@@ -33,10 +33,12 @@ from flwr_perdl.clients._state import (
 )
 from flwr_perdl.diffusion import Inbox
 from flwr_perdl.network.sealed import Keys, Rejected
-from flwr_perdl.strategies import PerMA
+from flwr_perdl.strategies import PerMA, ServerSettings
 
 ATOMS = {"local_atoms": np.full((2, 3), 7.0)}
 MEGABYTES = 2**20 * 64
+
+RESUME = ServerSettings(resume=True)
 
 
 def context(**node_config: Any) -> Context:
@@ -176,7 +178,7 @@ def test_a_small_file_takes_little_memory(
     tracemalloc.start()
     try:
         found = kept(tmp_path)
-        PerMA(1, checkpoint_dir=checkpoints, resume=True).open([np.ones((1, 2))])
+        PerMA(1, checkpoint_dir=checkpoints, server=RESUME).open([np.ones((1, 2))])
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -239,7 +241,7 @@ def test_a_prepared_checkpoint_writes_in_its_folder_only(tmp_path: Path) -> None
     (folder / "history-").mkdir()
     for journal in folder.glob("*.jsonl"):
         journal.unlink()
-    conversation = PerMA(1, checkpoint_dir=folder, resume=True).open([np.ones((1, 2))])
+    conversation = PerMA(1, checkpoint_dir=folder, server=RESUME).open([np.ones((1, 2))])
     conversation.save()
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
@@ -260,7 +262,7 @@ def test_a_prepared_checkpoint_of_no_run_or_round_is_left_out(
     newest = _store.round_path(tmp_path, 2)
     saved = _store.load(newest)
     _store.save(newest, saved.arrays, {**saved.meta, **change})
-    resumed = PerMA(1, checkpoint_dir=tmp_path, resume=True).open([np.ones((1, 2))])
+    resumed = PerMA(1, checkpoint_dir=tmp_path, server=RESUME).open([np.ones((1, 2))])
     resumed.save()
     assert resumed.done == 1
     assert f"{next(iter(change))}" in warned.text

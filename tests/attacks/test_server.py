@@ -35,6 +35,7 @@ from flwr_perdl.strategies import (
     FedX,
     PerMA,
     PerPCA,
+    ServerSettings,
     neighbor_relay,
     perma,
 )
@@ -210,7 +211,7 @@ def test_a_run_goes_on_without_the_client_whose_metrics_are_refused(
 
     app = client_app(federation().make_client, train_mods=[lying])
     events = tmp_path / "events.jsonl"
-    strategy = PerMA(3, fraction_evaluate=0.0, events=events)
+    strategy = PerMA(3, fraction_evaluate=0.0, server=ServerSettings(events=events))
     strategy.start(InProcessGrid(app, 5), num_rounds=2)
     assert [list(report.dropped) for report in strategy.history] == [["client 2"]] * 2
     assert events.stat().st_size < 20_000
@@ -417,13 +418,14 @@ def hospitals(federation: Callable[..., Any]) -> Hospitals:
     return Hospitals(federation(3))
 
 
-def run_with(grid: Hospitals, events: dict[int, Callable[[], Any]], **options: Any) -> PerMA:
+def run_with(grid: Hospitals, events: dict[int, Callable[[], Any]], **settings: Any) -> PerMA:
     """Run four rounds; after each, what ``events`` says happens."""
     strategy = PerMA(
         3,
         fraction_evaluate=0.0,
-        on_round=lambda report: events.get(report.round, lambda: None)(),
-        **options,
+        server=ServerSettings(
+            on_round=lambda report: events.get(report.round, lambda: None)(), **settings
+        ),
     )
     strategy.start(grid, num_rounds=4)
     return strategy
@@ -498,9 +500,9 @@ def test_a_node_of_the_list_is_no_other_client() -> None:
         roster.enrol(5, {"partition-id": 1})
     assert roster.unknown([4, 5, 6]) == [5, 6]
     with pytest.raises(ValueError, match="partitions in clients_by_node must be between 0 and"):
-        PerMA(clients_by_node={1: -1})
+        PerMA(server=ServerSettings(clients_by_node={1: -1}))
     with pytest.raises(TypeError, match="clients_by_node must be a mapping or None, got"):
-        PerMA(clients_by_node=[1])
+        PerMA(server=ServerSettings(clients_by_node=[1]))
 
 
 def test_a_node_that_changes_its_mind_is_the_last_to_say_so() -> None:

@@ -23,7 +23,7 @@ from flwr_perdl import _store
 from flwr_perdl.clients import DictionaryClient, client_app
 from flwr_perdl.dictionary import OrthogonalLearner, dictionary_distance
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import PerMA, TooFewReplies
+from flwr_perdl.strategies import PerMA, ServerSettings, TooFewReplies
 from perdl_experiments.data import Planted, planted_clients
 
 N_CLIENTS, N_ROUNDS, MIN_CLIENTS = 10, 10, 3
@@ -197,7 +197,7 @@ class Ended(NamedTuple):
     grid: ChaoticGrid
 
 
-def strategy(out: Path, **options: Any) -> PerMA:
+def strategy(out: Path, **settings: Any) -> PerMA:
     """Return the server of a run in ``out``."""
     return PerMA(
         3,
@@ -206,8 +206,7 @@ def strategy(out: Path, **options: Any) -> PerMA:
         fraction_evaluate=0.0,
         remember=REMEMBER,
         checkpoint_dir=out / "checkpoints",
-        events=out / "events.jsonl",
-        **options,
+        server=ServerSettings(events=out / "events.jsonl", **settings),
     )
 
 

@@ -38,7 +38,7 @@ from pathlib import Path
 
 from flwr.serverapp import ServerApp
 
-from flwr_perdl.strategies import PerMA
+from flwr_perdl.strategies import PerMA, ServerSettings
 from perdl_experiments import client_app, server_app
 
 client = client_app.app
@@ -50,7 +50,8 @@ def main(grid, context):
     out, node_ids = Path(context.run_config["out"]), grid.get_node_ids
     if out.suffix == ".json":
         known = {int(node): partition for node, partition in json.loads(out.read_text()).items()}
-        strategy = PerMA(10, clients_by_node=known, num_clients=4, fraction_evaluate=0)
+        listed = ServerSettings(clients_by_node=known)
+        strategy = PerMA(10, num_clients=4, fraction_evaluate=0, server=listed)
         strategy.start(grid, num_rounds=1)
         out.write_text(json.dumps([*strategy.history[0].metrics]))
         return

@@ -7,7 +7,7 @@ import pytest
 from flwr.app import ArrayRecord, Context, MetricRecord
 
 from flwr_perdl.clients import RegressionClient, client_app
-from flwr_perdl.regression import model_error
+from flwr_perdl.regression import Refinement, model_error
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import FedX
 from perdl_experiments import run_experiment
@@ -54,7 +54,13 @@ def test_twenty_steps_and_momentum_reach_the_oracle_in_a_quarter_of_fedxs_rounds
         assert far[-1] < most, "it did not get there"
         return int(far[-1]) + 1
 
-    common = {"step_size": 0.01, "fraction_evaluate": 0.0}
-    plain = rounds(FedX(3, n_steps=5, momentum=False, **common), 100)
-    fast = rounds(FedX(3, n_steps=20, **common), 40)
+    plain = rounds(
+        FedX(
+            3, phase_2=Refinement(n_steps=5, step_size=0.01, momentum=False), fraction_evaluate=0.0
+        ),
+        100,
+    )
+    fast = rounds(
+        FedX(3, phase_2=Refinement(n_steps=20, step_size=0.01), fraction_evaluate=0.0), 40
+    )
     assert 4 * fast <= plain

@@ -20,7 +20,13 @@ from flwr_perdl.dictionary import (
     OrthogonalLearner,
 )
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import DictionaryAveraging, PerMA, PerPCA, ProtocolStrategy
+from flwr_perdl.strategies import (
+    DictionaryAveraging,
+    PerMA,
+    PerPCA,
+    ProtocolStrategy,
+    ServerSettings,
+)
 
 ROWS = 64  # as many atoms as pixels: rows of codes and rows of pixels are comparable
 LEARNERS: dict[str, Learner] = {
@@ -108,7 +114,7 @@ def run(
             else:
                 codes.append(learner.code(own[partition], kept["dictionary"].numpy()))
 
-    make(on_round=note).start(grid, num_rounds=4)
+    make(server=ServerSettings(on_round=note)).start(grid, num_rounds=4)
     return (
         grid,
         np.vstack(own),

@@ -7,6 +7,7 @@ in ``tests/attacks/test_secure.py``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from flwr.server.workflow import DefaultWorkflow, SecAggPlusWorkflow
 
 from flwr_perdl.clients import RegressionClient, client_app
 from flwr_perdl.dictionary import dictionary_distance, reconstruct, sparse_code
+from flwr_perdl.regression import Refinement
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
     FedX,
@@ -35,6 +37,7 @@ from perdl_experiments.mixed_regression_data import mixed_regression
 MakeFederation = Callable[..., Any]
 
 ROUNDS = 3
+STEP = Refinement(step_size=0.1)
 
 
 class Tap(InProcessGrid):
@@ -161,10 +164,10 @@ def regression(n_models: int) -> tuple[Callable[[Context], NumPyClient], np.ndar
 
 def test_fedavg_takes_a_mean() -> None:
     make_client, truth = regression(1)
-    options = {"step_size": 0.1, "num_clients": 5, "fraction_evaluate": 0.0}
+    options: dict[str, Any] = {"num_clients": 5, "fraction_evaluate": 0.0}
     start = np.zeros_like(truth)
-    found, grid = aggregate(make_client, 5, FedX(1, **options), start)
-    plain = FedX(1, **options).start(
+    found, grid = aggregate(make_client, 5, FedX(1, phase_2=STEP, **options), start)
+    plain = FedX(1, phase_2=STEP, **options).start(
         InProcessGrid(client_app(make_client), 5), ArrayRecord([start]), num_rounds=ROUNDS
     )
     np.testing.assert_allclose(found, plain.arrays.to_numpy_ndarrays()[0], atol=3e-4)
@@ -174,9 +177,9 @@ def test_fedavg_takes_a_mean() -> None:
 
 def test_a_mean_of_cluster_names_is_refused(warned: Any) -> None:
     make_client, truth = regression(2)
-    options = {"step_size": 0.1, "num_clients": 5, "fraction_evaluate": 0.0}
+    options: dict[str, Any] = {"num_clients": 5, "fraction_evaluate": 0.0}
     with pytest.raises(TooFewReplies, match="Round 1 has 0 good replies"):
-        aggregate(make_client, 5, FedX(2, check_every=0, **options), truth)
+        aggregate(make_client, 5, FedX(2, phase_2=replace(STEP, check_every=0), **options), truth)
     assert "the answer names cluster 0." in warned.text
 
 

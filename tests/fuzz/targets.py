@@ -26,7 +26,7 @@ from flwr_perdl._records import Limits, read_reply, reply_to
 from flwr_perdl.clients._state import PrivateState, Shelf, run_folder
 from flwr_perdl.network._packing import pack, pack_arrays, unpack, unpack_arrays
 from flwr_perdl.network.sealed import Keys, Rejected
-from flwr_perdl.strategies import PerMA
+from flwr_perdl.strategies import PerMA, ServerSettings
 from flwr_perdl.strategies._events import read_events
 from flwr_perdl.strategies._strategy import _properties
 from perdl_experiments._run_config import all_keys, read_run_config
@@ -54,6 +54,8 @@ LOADERS: tuple[Callable[[str], Any], ...] = (
     unmixing._load.__wrapped__,
     biclustering._read,
 )
+
+RESUME = ServerSettings(resume=True)
 
 
 @contextmanager
@@ -156,7 +158,7 @@ def checkpoint(data: bytes) -> None:
     for content in (data, _saved(data, {"identity": _IDENTITY, "history": mark})):
         with file_of(content, "round-000001.npz") as path, suppress(ValueError):
             (path.parent / "history.jsonl").write_bytes(data)
-            PerMA(1, checkpoint_dir=path.parent, resume=True).open([np.ones((1, 2))])
+            PerMA(1, checkpoint_dir=path.parent, server=RESUME).open([np.ones((1, 2))])
 
 
 def state(data: bytes) -> None:

@@ -14,6 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flwr_perdl.strategies import ServerSettings
+
 _spec = importlib.util.spec_from_file_location("targets", Path(__file__).parent / "targets.py")
 assert _spec is not None
 assert _spec.loader is not None
@@ -31,6 +33,8 @@ KEYS = {
     "state": ["format", "run", "round"],
     "events": ["event", "round", "metrics", "failed", "anomalies", "seconds", "done", "of"],
 }
+
+RESUME = ServerSettings(resume=True)
 
 
 @pytest.mark.parametrize("name", targets.TARGETS)
@@ -107,7 +111,7 @@ def test_a_checkpoint_with_half_a_record_falls_back_to_the_one_before(tmp_path: 
     saved = targets._store.load(path)
     del saved.meta["history"], saved.meta["format"]
     targets._store.save(tmp_path / "round-000001.npz", saved.arrays, saved.meta)
-    resumed = targets.PerMA(1, checkpoint_dir=tmp_path, resume=True).open([])
+    resumed = targets.PerMA(1, checkpoint_dir=tmp_path, server=RESUME).open([])
     assert resumed.done == 0
     np.testing.assert_array_equal(resumed.model[0], np.eye(2)[:1])
 

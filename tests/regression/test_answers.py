@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flwr_perdl.regression import SQUARED, Ask, LogisticLoss, answer, answer_stack
+from flwr_perdl.regression import SQUARED, Ask, LogisticLoss, answer
 from tests.bits import assert_same_bits
 
 UPDATE: dict[str, Any] = {
@@ -48,8 +48,47 @@ def test_updates_of_many_are_those_of_one(
     X, y = rng.standard_normal((m, n, d)).astype(dtype), rng.standard_normal((m, n)).astype(dtype)
     centers = rng.standard_normal((k, d))
     ask = Ask("update", (centers, centers[::-1]) if grouped else (centers,), UPDATE | options)
-    together = answer_stack(X, y, ask)
+    together = answer(X, y, ask)
     assert together.dtype == dtype
+    for A, b, found in zip(X, y, together, strict=True):
+        assert_same_bits(found, answer(A.copy(), b.copy(), ask))
+
+
+@given(
+    m=st.integers(1, 5),
+    n=st.integers(1, 30),
+    d=st.integers(1, 30),
+    h=st.integers(1, 3),
+    width=st.integers(1, 8),
+    step=st.sampled_from(["describe", "moment", "anchors"]),
+    estimate=st.sampled_from(["u-statistic", "halves", "pair"]),
+    anchor_step=st.sampled_from(["least-squares", "line-search", "paper"]),
+    known=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_phase_1_of_many_is_that_of_one(
+    m: int,
+    n: int,
+    d: int,
+    h: int,
+    width: int,
+    step: str,
+    estimate: str,
+    anchor_step: str,
+    known: bool,
+    seed: int,
+) -> None:
+    """With models already, too, which some of the clients fit."""
+    rng = np.random.default_rng(seed)
+    X, centers = rng.standard_normal((m, n, d)), rng.standard_normal((2 * known, d))
+    y = rng.standard_normal((m, n))
+    if known:
+        y[0] = X[0] @ centers[0]
+    thetas, Q = rng.standard_normal((h, d)), rng.standard_normal((h, d, min(width, d)))
+    options = {"estimate": estimate, "transpose": seed % 2, "variance": 1e-9}
+    options |= {"anchor_step": anchor_step, "min_points": 3}
+    ask = Ask(step, (thetas[None] if step == "moment" else thetas, Q, centers), options)
+    together = answer(X, y, ask)
     for A, b, found in zip(X, y, together, strict=True):
         assert_same_bits(found, answer(A.copy(), b.copy(), ask))
 
@@ -60,7 +99,7 @@ def test_what_is_not_computed_at_once_is_computed_one_by_one(step: str, loss: An
     rng = np.random.default_rng(0)
     X, y = rng.standard_normal((3, 7, 4)), np.sign(rng.standard_normal((3, 7)))
     ask = Ask(step, (rng.standard_normal((2, 4)),), UPDATE)
-    together = answer_stack(X, y, ask, loss)
+    together = answer(X, y, ask, loss)
     for A, b, found in zip(X, y, together, strict=True):
         assert_same_bits(found, answer(A, b, ask, loss))
 

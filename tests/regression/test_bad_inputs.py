@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,9 @@ from flwr_perdl.regression import (
     Ask,
     Clients,
     LogisticLoss,
+    MomentDescent,
     Polynomial,
+    Refinement,
     TwoPhase,
     aggregate,
     answer,
@@ -56,7 +59,12 @@ def rng() -> np.random.Generator:
 
 
 def simulated(X: Any, y: Any, n_rounds: Any, dropout: Any, seed: Any, **options: Any) -> Any:
-    run = simulate(Clients(X, y), TwoPhase(**options), n_rounds, dropout=dropout, seed=seed)
+    phase_1, phase_2 = (
+        kind(**{own.name: options.pop(own.name) for own in fields(kind) if own.name in options})
+        for kind in (MomentDescent, Refinement)
+    )
+    settings = TwoPhase(phase_1=phase_1, phase_2=phase_2, **options)
+    run = simulate(Clients(X, y), settings, n_rounds, dropout=dropout, seed=seed)
     return run.state.centers, [centers for _, centers in run.history]
 
 
@@ -81,7 +89,6 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
             "dropout": 0.1,
             "seed": 0,
             "n_clusters": 2,
-            "n_steps": 2,
             "work": 1.0,
             "softness": 0.0,
             "check_every": 2,

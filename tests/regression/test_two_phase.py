@@ -11,6 +11,9 @@ from flwr_perdl.regression import (
     Answers,
     Clients,
     LogisticLoss,
+    MomentDescent,
+    OneShot,
+    Refinement,
     State,
     TwoPhase,
     answer,
@@ -45,6 +48,12 @@ def one_by_one(
     return state, apart
 
 
+def paper_with(**options: float) -> TwoPhase:
+    """Return the paper's variant with another Phase 2."""
+    paper = TwoPhase.paper(3)
+    return replace(paper, phase_2=replace(paper.phase_2, **options))
+
+
 def plain_round(
     X: Sequence[np.ndarray],
     y: Sequence[np.ndarray],
@@ -70,14 +79,17 @@ def plain_round(
 VARIANTS = {
     "default": TwoPhase(),
     "given k": TwoPhase(n_clusters=3),
-    "soft": TwoPhase(n_clusters=3, softness=1.0),
-    "fedprox": TwoPhase(n_clusters=3, local="fedprox"),
-    "exact": TwoPhase(n_clusters=3, local="exact"),
-    "one-shot": TwoPhase(n_clusters=3, one_shot=True),
+    "soft": TwoPhase(n_clusters=3, phase_2=Refinement(softness=1.0)),
+    "fedprox": TwoPhase(n_clusters=3, phase_2=Refinement(local="fedprox")),
+    "exact": TwoPhase(n_clusters=3, phase_2=Refinement(local="exact")),
+    "one-shot": TwoPhase(n_clusters=3, phase_1=OneShot()),
     "clip": TwoPhase(n_clusters=3, robust="clip"),
-    "halves": TwoPhase(n_clusters=3, estimate="halves", n_products=2),
-    "pair": TwoPhase(n_clusters=3, estimate="pair", n_products=2),
-    "line search": TwoPhase(n_clusters=3, anchor_step="line-search", n_iterations=3),
+    "halves": TwoPhase(n_clusters=3, phase_1=MomentDescent(estimate="halves", n_products=2)),
+    "pair": TwoPhase(n_clusters=3, phase_1=MomentDescent(estimate="pair", n_products=2)),
+    "line search": TwoPhase(
+        n_clusters=3,
+        phase_1=MomentDescent(anchor_step="line-search", n_iterations=3),
+    ),
 }
 
 
@@ -101,7 +113,9 @@ def test_batched_is_one_by_one_when_models_are_added() -> None:
 
 def test_the_papers_variant_is_one_by_one_too() -> None:
     data = small()
-    settings = replace(TwoPhase.paper(3), n_iterations=2, n_products=2, perturbation=0.1)
+    paper = TwoPhase.paper(3)
+    descent = replace(paper.phase_1, n_iterations=2, n_products=2, perturbation=0.1)
+    settings = replace(paper, phase_1=descent)
     state, apart = one_by_one(data, settings, 12)
     assert apart < 1e-10
     batched = simulate(Clients(data.X, data.y), settings, 12).state
@@ -115,11 +129,9 @@ def test_phase_2_is_the_plain_loop(n_steps: int, normalise: str) -> None:
     start = np.random.default_rng(1).standard_normal((3, 20)) / 4
     settings = TwoPhase(
         n_clusters=3,
-        n_steps=n_steps,
-        step_size=0.02,
-        normalise=normalise,
-        momentum=False,
-        check_every=0,
+        phase_2=Refinement(
+            n_steps=n_steps, step_size=0.02, normalise=normalise, momentum=False, check_every=0
+        ),
     )
     centers = start
     for _ in range(30):
@@ -182,7 +194,7 @@ def test_ifca_from_a_random_start_fails_where_two_phases_do_not() -> None:
         rng = np.random.default_rng(seed)
         data = mixed_regression(np.full(90, 30), THIRDS, rng, d=40)
         clients, bound = Clients(data.X, data.y), 1.3 * model_error(oracle(data), data.theta)
-        ifca = replace(TwoPhase.paper(3), work=1.0)
+        ifca = paper_with(work=1.0)
         start = rng.standard_normal((3, 40)) / np.sqrt(40)
         runs = (simulate(clients, ifca, 200, centers=start), simulate(clients, TwoPhase(), 60))
         good.append([model_error(run.state.centers, data.theta) <= bound for run in runs])
@@ -193,13 +205,15 @@ def test_ifca_from_a_random_start_fails_where_two_phases_do_not() -> None:
 
 def test_the_papers_variant_works_where_every_cluster_has_an_anchor() -> None:
     data = setting("C1", np.random.default_rng(0))
-    run = simulate(Clients(data.X, data.y), replace(TwoPhase.paper(3), work=1.0), 160)
+    run = simulate(Clients(data.X, data.y), paper_with(work=1.0), 160)
     assert model_error(run.state.centers, data.theta) < 1.1 * model_error(oracle(data), data.theta)
 
 
 def test_one_cluster_is_fedavg_with_least_squares_as_its_limit() -> None:
     data = small()
-    run = simulate(Clients(data.X, data.y), TwoPhase(n_clusters=1, n_steps=1), 150)
+    run = simulate(
+        Clients(data.X, data.y), TwoPhase(n_clusters=1, phase_2=Refinement(n_steps=1)), 150
+    )
     X, y = np.vstack(data.X), np.concatenate(data.y)
     pooled = np.linalg.lstsq(X, y, rcond=None)[0]
     np.testing.assert_allclose(run.state.centers[0], pooled, atol=1e-6)
@@ -207,7 +221,9 @@ def test_one_cluster_is_fedavg_with_least_squares_as_its_limit() -> None:
 
 def test_the_exact_solve_is_the_oracle_in_a_few_rounds() -> None:
     data = setting("C2", np.random.default_rng(0))
-    run = simulate(Clients(data.X, data.y), TwoPhase(n_clusters=3, local="exact"), 12)
+    run = simulate(
+        Clients(data.X, data.y), TwoPhase(n_clusters=3, phase_2=Refinement(local="exact")), 12
+    )
     best = oracle(data)
     assert model_error(run.state.centers, best) < 1e-8
 
@@ -221,7 +237,7 @@ def test_logistic_models_are_clustered() -> None:
         np.where(rng.random(40) < 1 / (1 + np.exp(-A @ theta[j])), 1.0, -1.0)
         for A, j in zip(X, labels, strict=True)
     ]
-    settings = TwoPhase(n_clusters=2, check_every=0)
+    settings = TwoPhase(n_clusters=2, phase_2=Refinement(check_every=0))
     clients = Clients(X, y, LogisticLoss())
     state = simulate(clients, settings, 80, centers=np.array([[1.0, 0.0], [0.0, 1.0]])).state
     found = clients.answer(settings.ask(state, rng)).stack[:, 0, 1]
@@ -244,7 +260,8 @@ def test_the_request_holds_nothing_of_an_anchor_by_default() -> None:
 
 
 def test_perturbed_copies_are_independent_and_each_clients_own() -> None:
-    settings = replace(TwoPhase.paper(3), perturbation=0.5)
+    paper = TwoPhase.paper(3)
+    settings = replace(paper, phase_1=replace(paper.phase_1, perturbation=0.5))
     data = small()
     state, clients = settings.begin(), Clients(data.X, data.y)
     for round_ in range(1, 13):
@@ -293,17 +310,29 @@ def test_a_state_survives_packing() -> None:
     ("options", "message"),
     [
         ({"n_clusters": 0}, "n_clusters must be at least 1, got 0"),
-        ({"estimate": "some"}, "estimate must be one of"),
-        ({"estimate": "halves", "n_clusters": 2, "n_products": 3}, "n_products must be even"),
-        ({"estimate": "halves"}, "n_clusters must be given"),
-        ({"one_shot": True}, "one_shot must come with n_clusters given"),
-        ({"local": "exact", "robust": "clip"}, 'local="exact" must come with'),
-        ({"work": 0.0}, "work must be in"),
+        ({"phase_1": MomentDescent(estimate="halves")}, "n_clusters must be given"),
+        ({"phase_1": OneShot()}, "OneShot must come with n_clusters given"),
+        ({"phase_2": Refinement(local="exact"), "robust": "clip"}, 'local="exact" must come with'),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TwoPhase(**options)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (MomentDescent, {"estimate": "some"}, "estimate must be one of"),
+        (MomentDescent, {"estimate": "halves", "n_products": 3}, "n_products must be even"),
+        (Refinement, {"work": 0.0}, "work must be in"),
+    ],
+)
+def test_bad_options_of_a_phase_are_refused(
+    make: type, options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(**options)
 
 
 def test_the_papers_variant_needs_a_number_of_models() -> None:
@@ -333,7 +362,7 @@ def test_float32_clients_answer_in_float32() -> None:
 
 
 def test_bad_answers_are_refused() -> None:
-    settings = TwoPhase(n_clusters=3, step_size=0.1, check_every=0)
+    settings = TwoPhase(n_clusters=3, phase_2=Refinement(step_size=0.1, check_every=0))
     state = settings.begin(np.zeros((3, 2)))
     settings.check(state, np.array([[0.5, 2.0, 1.0, 1.0]]))
     with pytest.raises(ValueError, match="wrong shape"):

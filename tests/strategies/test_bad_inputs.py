@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from flwr_perdl.clients import DictionaryClient, RegressionClient, client_app
 from flwr_perdl.dictionary import OrthogonalLearner
 from flwr_perdl.diffusion import Topology
+from flwr_perdl.regression import MomentDescent, Refinement
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
     DictionaryAveraging,
@@ -22,9 +24,10 @@ from flwr_perdl.strategies import (
     FedX,
     NeighborRelay,
     OneShotClustering,
-    Options,
     PerMA,
     PerPCA,
+    ServerOptions,
+    ServerSettings,
     TooFewReplies,
     as_legacy,
 )
@@ -43,6 +46,9 @@ STRATEGIES: dict[str, Callable[..., Any]] = {
     "PerPCA": lambda n_global=1, **options: PerPCA(n_global, **options),
     "FedMD": FedMD,
     "FedX": FedX,
+    "MomentDescent": MomentDescent,
+    "Refinement": Refinement,
+    "ServerSettings": ServerSettings,
     "OneShotClustering": lambda n_clusters=1, **options: OneShotClustering(n_clusters, **options),
     "NeighborRelay": lambda topology=None, n_rounds=1, **options: NeighborRelay(
         Topology.ring(3) if topology is None else topology, n_rounds, **options
@@ -52,15 +58,16 @@ OWN = {
     "PerMA": ["n_global", "matching", "aggregation", "local_steps", "refine_steps", "remember"],
     "DictionaryAveraging": ["start_from", "weighted", "local_steps", "replace_unused"],
     "PerPCA": ["n_global", "step"],
-    "FedMD": ["n_clusters", "max_clusters", "estimate", "anchor_step", "n_anchors", "n_products"],
-    "FedX": ["n_clusters", "start", "n_steps", "work", "softness", "momentum", "check_every"],
-    "OneShotClustering": ["n_clusters", "robust", "separation", "perturbation", "normalise"],
+    "FedMD": ["n_clusters", "max_clusters", "phase_1", "robust"],
+    "FedX": ["n_clusters", "start", "phase_1", "phase_2"],
+    "OneShotClustering": ["n_clusters", "robust", "phase_2"],
+    "MomentDescent": [field.name for field in fields(MomentDescent)],
+    "Refinement": [field.name for field in fields(Refinement)],
+    "ServerSettings": [field.name for field in fields(ServerSettings) if field.name != "events"],
     "NeighborRelay": ["topology", "n_rounds", "weights", "faults", "sealed"],
 }
 ALL = [(name, option) for name, own in OWN.items() for option in own]
-ALL += [
-    ("PerMA", option) for option in Options._fields if option not in ("checkpoint_dir", "events")
-]
+ALL += [("PerMA", option) for option in ServerOptions.__annotations__ if option != "checkpoint_dir"]
 
 #: The protocols of the clients that the strategies ask.
 KINDS = {"PerMA": "perma", "DictionaryAveraging": "averaging", "PerPCA": "perpca"}
@@ -100,17 +107,19 @@ def test_no_option_takes_a_value_that_cannot_be(name: str, option: str, value: A
     assert option in sentence(error.value)
 
 
-@pytest.mark.parametrize("option", ["checkpoint_dir", "events"])
+@pytest.mark.parametrize(
+    ("make", "option"), [(PerMA, "checkpoint_dir"), (ServerSettings, "events")]
+)
 @pytest.mark.parametrize("value", [3, True, np.nan, b"path", [], np.zeros(2)])
-def test_a_path_is_a_path(option: str, value: Any) -> None:
+def test_a_path_is_a_path(make: Callable[..., Any], option: str, value: Any) -> None:
     with pytest.raises(TypeError, match=f"{option} must be a path or None"):
-        PerMA(2, **{option: value})
+        make(**{option: value})
 
 
 @pytest.mark.parametrize(
     ("make", "named"),
     [
-        (lambda: FedX(k=3), "FedX has no option 'k': It takes n_clusters, start, fraction_train"),
+        (lambda: FedX(k=3), "FedX has no option 'k': It takes n_clusters, start, phase_1, phase_2"),
         (lambda: FedX(n_cluster=3), "did you mean 'n_clusters'"),
         (lambda: FedMD(seperation=1.0), "did you mean 'separation'"),
         (lambda: PerMA(global_n=3), "It takes n_global, matching, aggregation"),

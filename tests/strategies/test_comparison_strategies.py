@@ -25,7 +25,7 @@ from flwr_perdl.dictionary import (
     personalized_pca,
     warm_start,
 )
-from flwr_perdl.strategies import DictionaryAveraging, PerPCA, ProtocolStrategy
+from flwr_perdl.strategies import DictionaryAveraging, PerPCA, ProtocolStrategy, ServerSettings
 from perdl_experiments.engine import federate
 
 MakeFederation = Callable[..., Any]
@@ -33,6 +33,8 @@ STRATEGIES: dict[str, Callable[..., ProtocolStrategy]] = {
     "averaging": DictionaryAveraging,
     "perpca": lambda **options: PerPCA(3, **options),
 }
+
+RESUME = ServerSettings(resume=True)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +141,7 @@ def test_a_resumed_run_has_the_same_bits(
     whole = planted.learn(make(**options), 6)
     saving = {**options, "checkpoint_dir": tmp_path / "server"}
     planted.learn(make(**saving), 3, node_config=node_config)
-    resumed = planted.learn(make(**saving, resume=True), 6, node_config=node_config)
+    resumed = planted.learn(make(**saving, server=RESUME), 6, node_config=node_config)
     np.testing.assert_array_equal(resumed, whole)
 
 
@@ -152,7 +154,7 @@ def test_a_client_that_joins_late_carries_on(federation: MakeFederation, name: s
         if report.round == 2:
             grid.contexts[late.node_id] = late
 
-    strategy = STRATEGIES[name](on_round=join)
+    strategy = STRATEGIES[name](server=ServerSettings(on_round=join))
     strategy.start(grid, num_rounds=4)
     assert 0 not in strategy.history[0].metrics
     assert 0 in strategy.history[-1].metrics

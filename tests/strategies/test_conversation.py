@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from flwr.client import NumPyClient
 
 from flwr_perdl.clients import client_app
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import Options, ProtocolStrategy, Request, TooFewReplies
+from flwr_perdl.strategies import Options, ProtocolStrategy, Request, ServerSettings, TooFewReplies
 from flwr_perdl.strategies._conversation import Roster, settle
+
+RESUME = ServerSettings(resume=True)
 
 
 class Adder(NumPyClient):
@@ -133,14 +136,14 @@ def test_too_few_good_replies_stop_the_run_with_the_last_state_saved(tmp_path: P
         TooFewReplies, match=r"Round 2 has 1 good replies, fewer than min_clients=2"
     ):
         strategy.start(grid(faults=faults), num_rounds=3)
-    resumed = Sum(checkpoint_dir=tmp_path, fraction_evaluate=0.0, resume=True)
+    resumed = Sum(checkpoint_dir=tmp_path, fraction_evaluate=0.0, server=RESUME)
     result = resumed.start(grid(), num_rounds=3)
     np.testing.assert_array_equal(result.arrays.to_numpy_ndarrays()[0], [39.0])
     assert [report.round for report in resumed.history] == [1, 2, 3]
 
 
 def test_too_few_clients_stop_the_run_at_once() -> None:
-    strategy = Sum(min_clients=4, node_timeout=0.0)
+    strategy = Sum(min_clients=4, server=ServerSettings(node_timeout=0.0))
     with pytest.raises(TooFewReplies, match=r"3 client\(s\) registered within 0 s, fewer than"):
         strategy.start(grid(), num_rounds=1)
 
@@ -154,7 +157,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
     whole = Sum().start(grid(), num_rounds=4, evaluate_fn=measured)
     asked.clear()
     Sum(checkpoint_dir=tmp_path).start(grid(), num_rounds=2, evaluate_fn=measured)
-    again = Sum(checkpoint_dir=tmp_path, resume=True)
+    again = Sum(checkpoint_dir=tmp_path, server=RESUME)
     result = again.start(grid(), num_rounds=4, evaluate_fn=measured)
     np.testing.assert_array_equal(
         result.arrays.to_numpy_ndarrays()[0], whole.arrays.to_numpy_ndarrays()[0]
@@ -167,7 +170,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
 
 def test_a_run_that_had_ended_stays_ended(tmp_path: Path) -> None:
     Sum(stop=1, checkpoint_dir=tmp_path).start(grid(), num_rounds=3)
-    again = Sum(stop=1, checkpoint_dir=tmp_path, resume=True)
+    again = Sum(stop=1, checkpoint_dir=tmp_path, server=RESUME)
     result = again.start(grid(), num_rounds=3)
     np.testing.assert_array_equal(result.arrays.to_numpy_ndarrays()[0], [3.0])
 
@@ -175,7 +178,7 @@ def test_a_run_that_had_ended_stays_ended(tmp_path: Path) -> None:
 def test_a_broken_checkpoint_falls_back_to_the_one_before(tmp_path: Path) -> None:
     Sum(checkpoint_dir=tmp_path).start(grid(), num_rounds=3)
     (tmp_path / "round-000003.npz").write_bytes(b"half a file")
-    again = Sum(checkpoint_dir=tmp_path, resume=True)
+    again = Sum(checkpoint_dir=tmp_path, server=RESUME)
     result = again.start(grid(), num_rounds=3)
     np.testing.assert_array_equal(result.arrays.to_numpy_ndarrays()[0], [39.0])
 
@@ -187,7 +190,7 @@ def test_a_checkpoint_does_not_grow_with_the_rounds(tmp_path: Path) -> None:
         sizes.append((tmp_path / f"round-{rounds:06d}.npz").stat().st_size)
     assert sizes[1] < 1.1 * sizes[0]
     assert len(list(tmp_path.iterdir())) == 3  # two rounds, one history: none of the first run
-    again = Sum(checkpoint_dir=tmp_path, resume=True)
+    again = Sum(checkpoint_dir=tmp_path, server=RESUME)
     again.start(grid(), num_rounds=40)
     assert [report.round for report in again.history if report.step == "add"] == [*range(1, 41)]
 
@@ -198,12 +201,12 @@ def test_a_damaged_history_does_not_stop_the_run(
     Sum(checkpoint_dir=tmp_path).start(grid(), num_rounds=2)
     (history,) = tmp_path.glob("history-*.jsonl")
     history.write_text(history.read_text().replace("1", "2"))
-    again = Sum(checkpoint_dir=tmp_path, resume=True)
+    again = Sum(checkpoint_dir=tmp_path, server=RESUME)
     result = again.start(grid(), num_rounds=3)
     np.testing.assert_array_equal(result.arrays.to_numpy_ndarrays()[0], [39.0])
     assert [report.round for report in again.history] == [3, 3]
     assert f"{history} must have the checksum it was written with. The run goes on" in warned.text
-    once_more = Sum(checkpoint_dir=tmp_path, resume=True)
+    once_more = Sum(checkpoint_dir=tmp_path, server=RESUME)
     once_more.start(grid(), num_rounds=3)
     assert [report.round for report in once_more.history] == [3, 3]
 
@@ -211,7 +214,7 @@ def test_a_damaged_history_does_not_stop_the_run(
 def test_a_checkpoint_of_other_options_is_refused(tmp_path: Path) -> None:
     Sum(checkpoint_dir=tmp_path).start(grid(), num_rounds=1)
     with pytest.raises(ValueError, match="checkpoint_dir must hold a run with the same options"):
-        Sum(checkpoint_dir=tmp_path, resume=True, seed=1).start(grid(), num_rounds=1)
+        Sum(checkpoint_dir=tmp_path, server=RESUME, seed=1).start(grid(), num_rounds=1)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +223,7 @@ def test_a_checkpoint_of_other_options_is_refused(tmp_path: Path) -> None:
         ({"fraction_train": 0.0}, r"fraction_train must be in \(0, 1\], got 0"),
         ({"min_clients": 0}, "min_clients must be at least 1, got 0"),
         ({"seed": -1}, "seed must be between 0 and 9223372036854775807, got -1"),
-        ({"resume": True}, "resume must come with a checkpoint_dir"),
+        ({"server": ServerSettings(resume=True)}, "resume must come with a checkpoint_dir"),
     ],
 )
 def test_a_bad_option_is_named(options: dict[str, Any], message: str) -> None:
@@ -267,7 +270,7 @@ def test_registrations_are_awaited() -> None:
     assert settle(counter(0, 2, 4, 4, 7), Options(), poll=0) == 7
     assert settle(counter(3), Options(), fixed=True, poll=0) == 3
     five = Options(num_clients=5, node_timeout=0.01)
-    assert settle(counter(3), five._replace(allow_fewer=True), poll=0) == 3
+    assert settle(counter(3), replace(five, allow_fewer=True), poll=0) == 3
     with pytest.raises(TooFewReplies, match=r"3 client\(s\) registered within 0.01 s, fewer than "):
         settle(counter(3), five, poll=0)
 
@@ -288,7 +291,7 @@ def test_numbers_of_numpy_are_options_like_any_other(tmp_path: Path, seed: Any) 
     strategy = Sum(seed=seed, fraction_train=np.float32(1), checkpoint_dir=tmp_path)
     strategy.start(grid(), num_rounds=2)
     assert type(strategy.options.seed) is int
-    again = Sum(seed=3, checkpoint_dir=tmp_path, resume=True)
+    again = Sum(seed=3, checkpoint_dir=tmp_path, server=RESUME)
     result = again.start(grid(), num_rounds=2)
     np.testing.assert_array_equal(result.arrays.to_numpy_ndarrays()[0], [12.0])
 
@@ -316,11 +319,11 @@ def test_a_protocols_settings_may_be_tuples_arrays_and_functions(
     tmp_path: Path, weights: Any, others: Any
 ) -> None:
     Weighted(weights, checkpoint_dir=tmp_path).start(grid(), num_rounds=1)
-    again = Weighted(weights, checkpoint_dir=tmp_path, resume=True)
+    again = Weighted(weights, checkpoint_dir=tmp_path, server=RESUME)
     result = again.start(grid(), num_rounds=2)
     np.testing.assert_array_equal(result.arrays.to_numpy_ndarrays()[0], [12.0])
     with pytest.raises(ValueError, match="checkpoint_dir must hold a run with the same options"):
-        Weighted(others, checkpoint_dir=tmp_path, resume=True).start(grid(), num_rounds=2)
+        Weighted(others, checkpoint_dir=tmp_path, server=RESUME).start(grid(), num_rounds=2)
 
 
 def test_a_setting_that_no_checkpoint_can_tell_is_named(tmp_path: Path) -> None:
@@ -336,9 +339,9 @@ def test_initial_arrays_of_another_kind_are_named() -> None:
 
 def test_who_cannot_come_is_not_waited_for() -> None:
     began = time.monotonic()
-    with pytest.raises(TooFewReplies, match="fewer than num_clients=9; with allow_fewer=True"):
-        Sum(num_clients=9, node_timeout=30.0).start(grid(), num_rounds=1)
-    few = Sum(num_clients=9, node_timeout=30.0, allow_fewer=True)
+    with pytest.raises(TooFewReplies, match=r"fewer than num_clients=9; with ServerSettings\(allow"):
+        Sum(num_clients=9, server=ServerSettings(node_timeout=30.0)).start(grid(), num_rounds=1)
+    few = Sum(num_clients=9, server=ServerSettings(node_timeout=30.0, allow_fewer=True))
     few.start(grid(), num_rounds=1)
     assert few.history[0].aggregate["clients"] == 3
     assert time.monotonic() - began < 15
@@ -349,6 +352,6 @@ def test_a_resumed_run_does_not_measure_a_later_model_for_an_early_round(tmp_pat
         return MetricRecord({"total": float(arrays["0"].numpy()[0])})
 
     Sum(checkpoint_dir=tmp_path).start(grid(), num_rounds=2)
-    again = Sum(checkpoint_dir=tmp_path, resume=True)
+    again = Sum(checkpoint_dir=tmp_path, server=RESUME)
     result = again.start(grid(), num_rounds=3, timeout=None, evaluate_fn=measured)  # no limit
     assert list(result.evaluate_metrics_serverapp) == [2, 3]

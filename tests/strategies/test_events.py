@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from flwr.app import Message
 
 from flwr_perdl.clients import client_app
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import PerMA, TooFewReplies, client_report
+from flwr_perdl.strategies import PerMA, ServerSettings, TooFewReplies, client_report
 from flwr_perdl.strategies._events import EventLog, read_events
+
+RESUME = ServerSettings(resume=True)
 
 
 def kinds(path: Path) -> list[str]:
@@ -28,7 +31,7 @@ def test_every_exchange_is_an_event_with_its_figures(federation: Any, tmp_path: 
         return None
 
     path = tmp_path / "events.jsonl"
-    strategy = PerMA(3, events=path, evaluate_every=2)
+    strategy = PerMA(3, server=ServerSettings(events=path, evaluate_every=2))
     federation().learn(strategy, 2, faults=faults)
     events, end = read_events(path)
     assert end == path.stat().st_size
@@ -57,7 +60,7 @@ def test_what_stops_a_run_is_its_last_event(federation: Any, tmp_path: Path) -> 
 
     path = tmp_path / "events.jsonl"
     with pytest.raises(TooFewReplies):
-        federation().learn(PerMA(3, events=path), faults=faults)
+        federation().learn(PerMA(3, server=ServerSettings(events=path)), faults=faults)
     *_, last, end = read_events(path)[0]
     assert (last["event"], last["good"], len(last["failed"])) == ("round", 0, 5)
     assert end["stopped"].startswith("Round 1 has 0 good replies, fewer than min_clients=2")
@@ -65,11 +68,11 @@ def test_what_stops_a_run_is_its_last_event(federation: Any, tmp_path: Path) -> 
 
 def test_a_resumed_run_appends(federation: Any, tmp_path: Path) -> None:
     planted, path = federation(), tmp_path / "events.jsonl"
-    options: dict[str, Any] = {"events": path, "checkpoint_dir": tmp_path, "fraction_evaluate": 0.0}
-    planted.learn(PerMA(3, **options), 2)
+    options: dict[str, Any] = {"checkpoint_dir": tmp_path, "fraction_evaluate": 0.0}
+    planted.learn(PerMA(3, server=ServerSettings(events=path), **options), 2)
     with path.open("ab") as stream:
         stream.write(b'{"event": "round", "rou')  # killed in the middle of a line
-    planted.learn(PerMA(3, resume=True, **options), 3)
+    planted.learn(PerMA(3, server=replace(RESUME, events=path), **options), 3)
     events = read_events(path)[0]
     assert [e["round"] for e in events if e["event"] == "round"] == [1, 2, 3]
     assert [e["done"] for e in events if e["event"] == "begin"] == [0, 2]
@@ -81,7 +84,7 @@ def test_history_with_anomalies_survives_a_checkpoint(federation: Any, tmp_path:
 
     planted, first = federation(), PerMA(3, checkpoint_dir=tmp_path)
     planted.learn(first, 2, faults=faults)
-    again = PerMA(3, checkpoint_dir=tmp_path, resume=True)
+    again = PerMA(3, checkpoint_dir=tmp_path, server=RESUME)
     planted.learn(again, 2, faults=faults)
     assert again.history == first.history
     assert client_report(again.history)[2]["refused"] == 2
@@ -137,7 +140,7 @@ def test_the_server_says_what_a_reply_may_be(
     federation: Any, round_: int, arrays: list[Any], options: Any, reason: str
 ) -> None:
     planted = federation()
-    strategy = PerMA(3, fraction_evaluate=0.0, **options)
+    strategy = PerMA(3, fraction_evaluate=0.0, server=ServerSettings(**options))
     grid = InProcessGrid(client_app(Sender(planted, round_, *arrays)), 5)
     if "max_magnitude" in options:
         for X in planted.planted.samples:

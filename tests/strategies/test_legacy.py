@@ -22,11 +22,13 @@ from flwr.common import (
 from flwr.server import Server, SimpleClientManager
 from flwr.server.client_proxy import ClientProxy
 
-from flwr_perdl.strategies import PerMA, TooFewReplies, as_legacy
+from flwr_perdl.strategies import PerMA, ServerSettings, TooFewReplies, as_legacy
 from flwr_perdl.strategies._events import read_events
 from tests.bits import assert_same_bits
 
 MakeFederation = Callable[..., Any]
+
+RESUME = ServerSettings(resume=True)
 
 
 class LocalProxy(ClientProxy):
@@ -112,7 +114,7 @@ def test_a_resumed_run_remembers_what_the_server_measured(
     planted = federation()
     whole = run(3)
     run(2, checkpoint_dir=tmp_path)
-    again = run(3, checkpoint_dir=tmp_path, resume=True)
+    again = run(3, checkpoint_dir=tmp_path, server=RESUME)
     assert_same_bits(np.array(again.losses_centralized), np.array(whole.losses_centralized))
     assert again.metrics_centralized.keys() == whole.metrics_centralized.keys() == {"size"}
     sizes = (np.array(found.metrics_centralized["size"]) for found in (again, whole))
@@ -151,7 +153,7 @@ def test_a_bad_client_is_left_out(
     contexts = list(planted.grid().contexts.values())
     proxies = [LocalProxy(str(i), planted.make_client, c) for i, c in enumerate(contexts)]
     proxies[3] = kind("3", planted.make_client, contexts[3])
-    strategy = PerMA(3, num_clients=5, events=tmp_path / "events.jsonl")
+    strategy = PerMA(3, num_clients=5, server=ServerSettings(events=tmp_path / "events.jsonl"))
     serve(planted, as_legacy(strategy), 3, proxies)
     training = [report for report in strategy.history if report.step != "evaluate"]
     assert [list(report.dropped) for report in training] == [["client 3"]] * 3
@@ -181,7 +183,7 @@ def test_a_run_is_resumed(federation: MakeFederation, tmp_path: Path) -> None:
     saved = planted._replace(make_client=client)
     options = {"num_clients": 5, "checkpoint_dir": tmp_path / "server"}
     serve(saved, as_legacy(PerMA(3, **options)), 2)
-    resumed, _ = serve(saved, as_legacy(PerMA(3, **options, resume=True)), 5)
+    resumed, _ = serve(saved, as_legacy(PerMA(3, **options, server=RESUME)), 5)
     np.testing.assert_array_equal(resumed, whole)
 
 
@@ -191,7 +193,7 @@ def test_what_the_newer_interface_measured_is_no_loss(
     planted = federation()
     first = PerMA(3, num_clients=5, checkpoint_dir=tmp_path)
     first.start(planted.grid(), num_rounds=2, evaluate_fn=lambda *given: MetricRecord({"x": 1.0}))
-    again = PerMA(3, num_clients=5, checkpoint_dir=tmp_path, resume=True)
+    again = PerMA(3, num_clients=5, checkpoint_dir=tmp_path, server=RESUME)
     strategy = as_legacy(again, evaluate_fn=lambda round_, arrays: (2.0, {"loss": 9.0}))
     history = serve(planted, strategy, 3)[1]
     assert history.losses_centralized == [(2, 2.0), (3, 2.0)]

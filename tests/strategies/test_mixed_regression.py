@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,26 @@ from flwr.server.client_proxy import ClientProxy
 from flwr_perdl._random import SERVER, spawn
 from flwr_perdl.clients import client_app
 from flwr_perdl.clients.regression import RegressionClient
-from flwr_perdl.regression import Clients, LogisticLoss, TwoPhase, model_error, simulate
+from flwr_perdl.regression import (
+    Clients,
+    LogisticLoss,
+    MomentDescent,
+    OneShot,
+    Refinement,
+    TwoPhase,
+    model_error,
+    simulate,
+)
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import ProtocolStrategy, TooFewReplies, as_legacy
+from flwr_perdl.strategies import (
+    NeighborRelay,
+    PerMA,
+    ProtocolStrategy,
+    ServerOptions,
+    ServerSettings,
+    TooFewReplies,
+    as_legacy,
+)
 from flwr_perdl.strategies.mixed_regression import (
     FedMD,
     FedX,
@@ -31,6 +50,8 @@ from perdl_experiments.mixed_regression_data import Mixed, mixed_regression
 
 D = 8
 PHASE_1 = 4  # describe, two products, anchors
+
+RESUME = ServerSettings(resume=True)
 
 
 def planted(seed: int = 0, n_clients: int = 24) -> Mixed:
@@ -71,28 +92,34 @@ def asked(message: Message) -> tuple[str, int]:
 
 QUIET: dict[str, Any] = {"fraction_evaluate": 0.0}
 PAPER: dict[str, Any] = {
-    name: value
-    for name, value in vars(replace(TwoPhase.paper(3), n_products=2, n_iterations=2)).items()
-    if name not in ("n_clusters", "one_shot")
+    "phase_1": replace(TwoPhase.paper(3).phase_1, n_products=2, n_iterations=2),
+    "phase_2": TwoPhase.paper(3).phase_2,
 }
+PERTURBED = {**PAPER, "phase_1": replace(PAPER["phase_1"], perturbation=0.1)}
 NEAR = np.random.default_rng(1).standard_normal((3, D)) / 4
 
-#: Options of `FedX`, and the models it starts from.
+
+def refined(**options: Any) -> dict[str, Any]:
+    """Return the argument that gives Phase 2 these options."""
+    return {"phase_2": Refinement(**options)}
+
+
+#: Arguments of `FedX`, and the models it starts from.
 CASES: dict[str, tuple[int | str, dict[str, Any], Any]] = {
     "both phases": (3, {}, None),
-    "k unknown": ("auto", {"check_every": 5}, None),
-    "s = 1": (3, {"n_steps": 1}, None),
-    "fedprox": (3, {"local": "fedprox"}, None),
-    "exact": (3, {"local": "exact"}, None),
-    "soft": (3, {"softness": 1.0}, None),
+    "k unknown": ("auto", refined(check_every=5), None),
+    "s = 1": (3, refined(n_steps=1), None),
+    "fedprox": (3, refined(local="fedprox"), None),
+    "exact": (3, refined(local="exact"), None),
+    "soft": (3, refined(softness=1.0), None),
     "clip": (3, {"robust": "clip"}, None),
     "filtered": (3, {"robust": "filtered"}, None),
     "the paper's": (3, PAPER, None),
-    "perturbed anchors": (3, {**PAPER, "perturbation": 0.1}, None),
-    "given models": (3, {"check_every": 0}, NEAR),
-    "given models and step": (3, {"check_every": 0, "step_size": 0.02}, NEAR),
-    "one model: FedAvg": (1, {"momentum": False}, np.zeros((1, D))),
-    "one model: FedProx": (1, {"momentum": False, "local": "fedprox"}, np.zeros((1, D))),
+    "perturbed anchors": (3, PERTURBED, None),
+    "given models": (3, refined(check_every=0), NEAR),
+    "given models and step": (3, refined(check_every=0, step_size=0.02), NEAR),
+    "one model: FedAvg": (1, refined(momentum=False), np.zeros((1, D))),
+    "one model: FedProx": (1, refined(momentum=False, local="fedprox"), np.zeros((1, D))),
 }
 
 
@@ -135,12 +162,12 @@ def test_a_cohort_has_the_bits_of_one_by_one(name: str, dtype: type) -> None:
     assert history == other_history
 
 
-@pytest.mark.parametrize("options", [{}, {"check_every": 0, "momentum": False, "step_size": 0.05}])
+@pytest.mark.parametrize("options", [{}, refined(check_every=0, momentum=False, step_size=0.05)])
 def test_a_random_start_is_the_batched_path_from_the_same_models(options: dict[str, Any]) -> None:
     data, settings = planted(), TwoPhase(3, **options)
     start = random_models(3, D, spawn(7, SERVER, 1))
     found = learn(data, FedX(3, start="random", seed=7, **options, **QUIET), 12, None)
-    skipped = int("step_size" in options)  # round one only finds the dimension
+    skipped = int(bool(options))  # round one only finds the dimension
     batched = simulate(Clients(data.X, data.y), settings, 12 - skipped, centers=start, seed=7)
     np.testing.assert_allclose(found, batched.state.centers, rtol=0, atol=1e-10)
 
@@ -161,13 +188,15 @@ def test_one_shot_clustering_is_the_batched_path() -> None:
     strategy = OneShotClustering(3, **QUIET)
     found = learn(data, strategy, 12)
     assert [r.step for r in strategy.history[:3]] == ["describe", "anchors", "update"]
-    batched = simulate(Clients(data.X, data.y), TwoPhase(3, one_shot=True), 12).state.centers
+    batched = simulate(Clients(data.X, data.y), TwoPhase(3, OneShot()), 12).state.centers
     np.testing.assert_allclose(found, batched, rtol=0, atol=1e-10)
 
 
 def test_from_the_true_models_it_is_the_oracle() -> None:
     data = planted()
-    found = learn(data, FedX(3, check_every=0, local="exact", **QUIET), 3, data.theta)
+    found = learn(
+        data, FedX(3, phase_2=Refinement(check_every=0, local="exact"), **QUIET), 3, data.theta
+    )
     for j, theta in enumerate(found):
         X, y = (
             np.concatenate([own[i] for i in np.flatnonzero(data.labels == j)]) for own in data[:2]
@@ -209,7 +238,7 @@ def test_a_resumed_run_has_the_same_bits(name: str, tmp_path: Path) -> None:
     options = {**options, "fraction_train": 0.8}
     whole = learn(data, FedX(n_clusters, **options), 16)
     for stop in (1, 3, 6, 16):
-        saving = FedX(n_clusters, **options, checkpoint_dir=tmp_path, resume=True)
+        saving = FedX(n_clusters, **options, checkpoint_dir=tmp_path, server=RESUME)
         result = saving.start(grid(data), num_rounds=stop)
     np.testing.assert_array_equal(result.arrays.to_numpy_ndarrays()[0], whole)
 
@@ -286,7 +315,11 @@ def test_a_cluster_that_vanishes_is_found_again() -> None:
         return "silence" if data.labels[partition] == 1 and 8 < round_ <= 30 else None
 
     numbers: dict[int, int] = {}
-    strategy = FedX(check_every=10, on_round=lambda report: seen(report.round), **QUIET)
+    strategy = FedX(
+        phase_2=Refinement(check_every=10),
+        server=ServerSettings(on_round=lambda report: seen(report.round)),
+        **QUIET,
+    )
 
     def seen(round_: int) -> None:
         models = strategy._running().model
@@ -306,7 +339,8 @@ def test_an_anchor_that_dies_is_left_out() -> None:
             dead.add(partition)
         return "silence" if partition in dead else None
 
-    options = {**PAPER, "n_anchors": 12, "n_iterations": 3}
+    phase_1 = replace(PAPER["phase_1"], n_anchors=12, n_iterations=3)
+    options = {**PAPER, "phase_1": phase_1}
     strategy = FedX(3, **options, **QUIET)
     models = learn(data, strategy, 30, faults=faults)
     assert dead
@@ -368,7 +402,9 @@ def test_constant_responses_and_single_points_end_well(n_clusters: int | str) ->
     zero = data._replace(y=[np.zeros_like(b) for b in data.y])
     for odd in (constant, single, zero):
         make = partial(RegressionClient, min_support=0)
-        models = learn(odd, FedX(n_clusters, check_every=10, **QUIET), 25, make=make)
+        models = learn(
+            odd, FedX(n_clusters, phase_2=Refinement(check_every=10), **QUIET), 25, make=make
+        )
         assert models.shape[1] == D
         assert np.isfinite(models).all()
 
@@ -424,7 +460,7 @@ def test_another_loss_goes_through_phase_2() -> None:
     def make(X: Any, y: Any, context: Context) -> RegressionClient:
         return RegressionClient(X, y, context, loss=LogisticLoss())
 
-    options: dict[str, Any] = {"check_every": 0, "n_steps": 2}
+    options = refined(check_every=0, n_steps=2)
     found = learn(signs, FedX(3, **options, **QUIET), 6, NEAR, make=make)
     clients = Clients(signs.X, signs.y, LogisticLoss())
     batched = simulate(clients, TwoPhase(3, **options), 6, centers=NEAR).state.centers
@@ -434,7 +470,7 @@ def test_another_loss_goes_through_phase_2() -> None:
 # Privacy ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, PAPER, {"softness": 1.0}])
+@pytest.mark.parametrize("options", [{}, PAPER, refined(softness=1.0)])
 def test_no_message_carries_a_sample(options: dict[str, Any]) -> None:
     data, messages = planted(), []
 
@@ -468,7 +504,8 @@ def test_only_an_anchor_receives_an_estimate_of_its_own() -> None:
             given.setdefault(round_, {})[partition] = arrays[0] if arrays else None
         return None
 
-    learn(data, FedX(3, **{**PAPER, "n_anchors": 5}, **QUIET), 12, faults=spy)
+    phase_1 = replace(PAPER["phase_1"], n_anchors=5)
+    learn(data, FedX(3, **{**PAPER, "phase_1": phase_1}, **QUIET), 12, faults=spy)
     for estimates in given.values():
         assert sum(estimate is not None for estimate in estimates.values()) == 5
         assert {e.shape for e in estimates.values() if e is not None} == {(1, D)}
@@ -483,10 +520,16 @@ def test_only_an_anchor_receives_an_estimate_of_its_own() -> None:
         (lambda: FedX(0), "n_clusters must be at least 1, got 0"),
         (lambda: FedX(3, start="warm"), "start must be one of 'fedmd', 'random', got 'warm'"),
         (lambda: FedX(start="random"), 'n_clusters must be given with start="random"'),
-        (lambda: FedX(3, local="sgd"), "local must be one of 'fedavg', 'fedprox', 'exact'"),
+        (
+            lambda: FedX(3, phase_2=Refinement(local="sgd")),
+            "local must be one of 'fedavg', 'fedprox', 'exact'",
+        ),
         (lambda: FedX(3, robust="max"), "robust must be one of"),
-        (lambda: FedMD(3, n_products=0), "n_products must be at least 1, got 0"),
-        (lambda: OneShotClustering("auto"), "one_shot must come with n_clusters given"),
+        (
+            lambda: FedMD(3, phase_1=MomentDescent(n_products=0)),
+            "n_products must be at least 1, got 0",
+        ),
+        (lambda: OneShotClustering("auto"), "OneShot must come with n_clusters given"),
     ],
 )
 def test_a_bad_option_is_named(make: Callable[[], Any], message: str) -> None:
@@ -496,11 +539,72 @@ def test_a_bad_option_is_named(make: Callable[[], Any], message: str) -> None:
 
 def test_the_papers_variant_is_its_fields_as_options() -> None:
     settings = TwoPhase.paper(3, 1.4)
-    assert FedX(**asdict(settings)).two_phase == settings
-    with pytest.raises(ValueError, match="one_shot must be True in OneShotClustering, got False"):
-        OneShotClustering(**asdict(settings))
-    with pytest.raises(ValueError, match="one_shot must be False in FedX, got True"):
-        FedX(3, one_shot=True)
+    assert FedX(**vars(settings)).two_phase == settings
+    with pytest.raises(TypeError, match=r"phase_1 must be a MomentDescent, got OneShot\(\)"):
+        FedX(3, phase_1=OneShot())
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: FedMD(2, momentum=False),
+            "FedMD has no option 'momentum': It takes n_clusters, phase_1, max_clusters, robust,",
+        ),
+        (
+            lambda: FedX(2, momentum=False),
+            "FedX has no option 'momentum': it is given as phase_2=Refinement(momentum=...).",
+        ),
+        (
+            lambda: FedMD(2, n_product=4),
+            "did you mean 'n_products', given as phase_1=MomentDescent(n_products=...)? It takes",
+        ),
+        (
+            lambda: OneShotClustering(2, on_round=print),
+            "no option 'on_round': it is given as server=ServerSettings(on_round=...).",
+        ),
+    ],
+)
+def test_an_option_that_is_a_field_is_told_where(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(message)):
+        make()
+
+
+def idle(**options: Any) -> Callable[[], Any]:
+    return lambda: Refinement(**options)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (idle(local="fedprox", n_steps=3), "n_steps must be left out with local='fedprox'"),
+        (idle(local="exact", step_size=0.1), 'step_size must be left out with local="exact"'),
+        (idle(step_size=0.1, work=3.0), "work must be left out with step_size given"),
+        (lambda: MomentDescent(perturbation=1.0), "perturbation must be left out with n_iter"),
+        (
+            lambda: OneShotClustering(3, **refined(check_every=5)),
+            "check_every must be left out with OneShot, where it does nothing, got 5",
+        ),
+        (
+            lambda: FedMD(3, max_clusters=5),
+            "max_clusters must be left out with n_clusters given and no checks",
+        ),
+        (
+            lambda: FedX(3, start="random", **PAPER),
+            'phase_1 must be left out with start="random" with check_every=0',
+        ),
+        (lambda: FedMD(3, robust="median"), "robust must be one of 'mean', 'filtered', 'clip'"),
+    ],
+)
+def test_an_option_that_does_nothing_is_refused(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make()
+
+
+@pytest.mark.parametrize("strategy", [FedMD, FedX, OneShotClustering, PerMA, NeighborRelay])
+def test_a_constructor_fits_on_a_screen(strategy: type[ProtocolStrategy]) -> None:
+    own = [p for p in signature(strategy).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    assert len(own) + len(ServerOptions.__annotations__) <= 16
 
 
 def test_an_unknown_option_is_named() -> None:
@@ -519,6 +623,6 @@ def test_models_to_start_from_are_refused_where_they_are_not_used(
 
 
 def test_initial_models_of_another_width_are_answered_with_errors() -> None:
-    strategy = FedX(3, check_every=0, step_size=0.1)
+    strategy = FedX(3, phase_2=Refinement(check_every=0, step_size=0.1))
     with pytest.raises(TooFewReplies, match="Round 1 has 0 good replies"):
         learn(planted(), strategy, 3, np.ones((3, D + 1)))

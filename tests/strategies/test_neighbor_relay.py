@@ -25,9 +25,11 @@ from flwr_perdl.diffusion import (
 from flwr_perdl.network import Faults, FlowerNetwork, InMemoryNetwork, Run
 from flwr_perdl.network._packing import pack, pack_arrays, text_array
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import NeighborRelay, TooFewReplies, as_legacy
+from flwr_perdl.strategies import NeighborRelay, ServerSettings, TooFewReplies, as_legacy
 
 Array = NDArray[Any]
+
+RESUME = ServerSettings(resume=True)
 
 
 class Held(NamedTuple):
@@ -215,7 +217,9 @@ def test_the_callback_is_told_every_round() -> None:
             grid(values(3)),
             Topology.ring(3),
             sealed=sealed,
-            on_round=lambda report, reports=reports: reports.append(report.round),
+            server=ServerSettings(
+                on_round=lambda report, reports=reports: reports.append(report.round)
+            ),
         )
         network.run(None, 3, callback=lambda *told, seen=seen: seen.append(told))
         assert seen == [(1, None), (2, None), (3, None)]
@@ -351,7 +355,9 @@ def test_a_dead_node_is_unknown_at_the_end() -> None:
 def test_too_few_answers_end_the_run_with_one_sentence() -> None:
     faulty = grid(values(3), faults=lambda *_: None if _[0] == 0 else "silence")
     with pytest.raises(TooFewReplies, match="fewer than"):
-        FlowerNetwork(faulty, Topology.ring(3), node_timeout=0.0).run(None, 3)
+        FlowerNetwork(faulty, Topology.ring(3), server=ServerSettings(node_timeout=0.0)).run(
+            None, 3
+        )
 
 
 def test_a_client_that_is_no_node_of_the_network_is_left_out() -> None:
@@ -468,7 +474,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, cut: int, sealed
     client = {"max_delay": 2}
     nodes = grid(data, client=client)
     NeighborRelay(topology, 6, **options).start(nodes, num_rounds=cut)
-    again = NeighborRelay(topology, 6, resume=True, **options)
+    again = NeighborRelay(topology, 6, server=RESUME, **options)
     again.start(nodes)
     here = InMemoryNetwork(topology, faults=faults).run(Drift(data), 6)
     assert_same(again.outcome, here)
@@ -484,7 +490,7 @@ def test_a_round_that_is_asked_again_has_the_same_answer(tmp_path: Path) -> None
     nodes = grid(data)
     NeighborRelay(topology, 6, checkpoint_dir=tmp_path).start(nodes, num_rounds=4)
     (tmp_path / "round-000004.npz").unlink()
-    again = NeighborRelay(topology, 6, checkpoint_dir=tmp_path, resume=True)
+    again = NeighborRelay(topology, 6, checkpoint_dir=tmp_path, server=RESUME)
     again.start(nodes)
     assert_same(again.outcome, InMemoryNetwork(topology).run(Drift(data), 6))
 
@@ -493,7 +499,12 @@ def test_a_run_that_is_over_stays_over(tmp_path: Path) -> None:
     data, topology = values(4), Topology.ring(4)
     network = FlowerNetwork(grid(data), topology, checkpoint_dir=tmp_path)
     run = network.run(None, 4)
-    again = FlowerNetwork(grid(values(4, seed=9)), topology, checkpoint_dir=tmp_path, resume=True)
+    again = FlowerNetwork(
+        grid(values(4, seed=9)),
+        topology,
+        checkpoint_dir=tmp_path,
+        server=RESUME,
+    )
     assert_same(again.run(None, 4), run)
 
 
@@ -502,7 +513,7 @@ def test_its_outcome_does_not_need_the_history(tmp_path: Path) -> None:
     run = FlowerNetwork(grid(data), topology, checkpoint_dir=tmp_path).run(None, 4)
     for path in tmp_path.glob("history-*"):
         path.unlink()
-    again = FlowerNetwork(grid(data), topology, checkpoint_dir=tmp_path, resume=True)
+    again = FlowerNetwork(grid(data), topology, checkpoint_dir=tmp_path, server=RESUME)
     assert_same(again.run(None, 4), run)
 
 
@@ -518,7 +529,7 @@ def test_equal_faults_are_the_same_run(tmp_path: Path, one: Faults, same: Faults
     data, topology = values(4), Topology.ring(4)
     nodes = grid(data, client={"max_delay": 1})
     NeighborRelay(topology, 3, faults=one, checkpoint_dir=tmp_path).start(nodes, num_rounds=2)
-    again = NeighborRelay(topology, 3, faults=same, checkpoint_dir=tmp_path, resume=True)
+    again = NeighborRelay(topology, 3, faults=same, checkpoint_dir=tmp_path, server=RESUME)
     again.start(nodes)
     assert_same(again.outcome, InMemoryNetwork(topology, faults=one).run(Drift(data), 3))
 
@@ -545,7 +556,7 @@ def test_a_checkpoint_of_another_run_is_refused(
     tmp_path: Path, topology: Topology, n_rounds: int, options: dict[str, Any]
 ) -> None:
     NeighborRelay(Topology.ring(4), 2, checkpoint_dir=tmp_path).start(grid(values(4)))
-    other = NeighborRelay(topology, n_rounds, checkpoint_dir=tmp_path, resume=True, **options)
+    other = NeighborRelay(topology, n_rounds, checkpoint_dir=tmp_path, server=RESUME, **options)
     with pytest.raises(ValueError, match="must hold a run with the same options"):
         other.start(grid(values(4)))
 

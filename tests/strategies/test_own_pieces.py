@@ -26,12 +26,15 @@ from flwr_perdl.strategies import (
     PerMA,
     PerPCA,
     ProtocolStrategy,
+    ServerSettings,
     TooFewReplies,
 )
 from flwr_perdl.strategies._conversation import summarized
 from flwr_perdl.strategies._protocol import Reply
 
 X = np.random.default_rng(0).standard_normal((30, 4))
+
+RESUME = ServerSettings(resume=True)
 
 
 def dictionary(context: Any) -> DictionaryClient:
@@ -136,8 +139,12 @@ def test_a_mod_that_sends_another_message_is_named() -> None:
 
 def test_fewer_clients_than_asked_for_are_an_error_at_once() -> None:
     with pytest.raises(TooFewReplies, match=r"5 client\(s\) .* fewer than num_clients=7; with "):
-        PerMA(2, num_clients=7, node_timeout=1e6).start(grid(5), num_rounds=1)
-    PerMA(2, num_clients=7, node_timeout=1e6, allow_fewer=True).start(grid(5), num_rounds=1)
+        PerMA(2, num_clients=7, server=ServerSettings(node_timeout=1e6)).start(
+            grid(5), num_rounds=1
+        )
+    PerMA(2, num_clients=7, server=ServerSettings(node_timeout=1e6, allow_fewer=True)).start(
+        grid(5), num_rounds=1
+    )
 
 
 def test_flags_and_labels_are_counted() -> None:
@@ -228,7 +235,7 @@ def test_clients_that_lost_their_state_between_two_starts_are_warned_of(
     whole.start(grid(factory=factory), num_rounds=4)
     make(checkpoint_dir=tmp_path / "c").start(grid(factory=factory, **own), num_rounds=3)
     assert "was lost" not in warned.text
-    again = make(checkpoint_dir=tmp_path / "c", resume=True)
+    again = make(checkpoint_dir=tmp_path / "c", server=RESUME)
     again.start(grid(factory=factory, **own), num_rounds=4)
     sentence = "The private state of client 0, client 1, client 2 was lost and is made anew"
     assert (sentence in warned.text) is not kept
@@ -270,6 +277,6 @@ def test_a_round_that_is_cut_off_while_its_state_is_written_is_resumed_to_the_sa
     with monkeypatch.context() as patched:
         patched.setattr(os, "replace", dying)
         with pytest.raises(KeyboardInterrupt):
-            PerMA(2, **options, resume=True).start(here(), num_rounds=4)
-    result = PerMA(2, **options, resume=True).start(here(), num_rounds=4)
+            PerMA(2, **options, server=RESUME).start(here(), num_rounds=4)
+    result = PerMA(2, **options, server=RESUME).start(here(), num_rounds=4)
     np.testing.assert_array_equal(result.arrays.to_numpy_ndarrays()[0], whole)

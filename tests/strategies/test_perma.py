@@ -22,7 +22,7 @@ from flwr_perdl.dictionary import (
     normalize_atoms,
 )
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import PerMA, TooFewReplies
+from flwr_perdl.strategies import PerMA, ServerSettings, TooFewReplies
 from flwr_perdl.strategies.perma import AGGREGATIONS, MATCHINGS
 
 MakeFederation = Callable[..., Any]
@@ -71,7 +71,7 @@ def test_a_cohort_has_the_bits_of_one_by_one(
     found = []
     for mods in ([], [noting]):
         grid = InProcessGrid(client_app(planted.make_client, train_mods=mods), 6)
-        strategy = PerMA(3, evaluate_every=4, **options)
+        strategy = PerMA(3, server=ServerSettings(evaluate_every=4), **options)
         arrays = strategy.start(grid, num_rounds=4).arrays.to_numpy_ndarrays()
         found.append((arrays[0], strategy.history, states(grid)))
     assert len(called) == 24
@@ -177,7 +177,7 @@ def test_a_client_with_a_new_node_id_and_no_state_carries_on(federation: MakeFed
             context.state.clear()
             grid.contexts[4711] = context
 
-    strategy = PerMA(3, on_round=replace)
+    strategy = PerMA(3, server=ServerSettings(on_round=replace))
     result = strategy.start(grid, num_rounds=5)
     atoms = result.arrays.to_numpy_ndarrays()[0]
     assert dictionary_distance(atoms, planted.planted.global_atoms) < 1e-6
@@ -194,7 +194,7 @@ def test_a_client_that_joins_late_carries_on(federation: MakeFederation) -> None
         if report.round == 2:
             grid.contexts[late.node_id] = late
 
-    strategy = PerMA(3, on_round=join)
+    strategy = PerMA(3, server=ServerSettings(on_round=join))
     strategy.start(grid, num_rounds=4)
     assert 0 not in strategy.history[0].metrics
     assert strategy.history[-1].metrics[0]["mse_full"] < 1e-12
@@ -217,7 +217,7 @@ def test_a_simulation_waits_less_while_a_strategy_runs(
             raise RuntimeError("the server stops")
 
     with pytest.raises(RuntimeError, match="the server stops") if crashes else nullcontext():
-        PerMA(3, on_round=look).start(grid, num_rounds=2)
+        PerMA(3, server=ServerSettings(on_round=look)).start(grid, num_rounds=2)
     while_running, turn = seen[0]
     assert while_running == (None if interval is None else min(interval, 0.05))
     assert turn == pytest.approx(5e-4)
@@ -267,7 +267,9 @@ def test_a_resumed_run_has_the_same_bits(
     whole = planted.learn(PerMA(3, **options), 6)
     saving = {**options, "checkpoint_dir": tmp_path / "server"}
     planted.learn(PerMA(3, **saving), 3, node_config=node_config)
-    resumed = planted.learn(PerMA(3, **saving, resume=True), 6, node_config=node_config)
+    resumed = planted.learn(
+        PerMA(3, **saving, server=ServerSettings(resume=True)), 6, node_config=node_config
+    )
     np.testing.assert_array_equal(resumed, whole)
 
 
