@@ -36,17 +36,32 @@ ENGINES = ("in-process", "ray")
 
 Served = TypeVar("Served")
 
-Config = Mapping[str, Any]
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
+
+
+class Config(Protocol):
+    """What an engine needs to know of a config."""
+
+    @property
+    def clients(self) -> int:
+        """Number of clients."""
+
+    @property
+    def rounds(self) -> int:
+        """Communication rounds."""
+
+    @property
+    def seed(self) -> int:
+        """The run's one seed."""
 
 
 class Federation(Protocol):
     """What an engine needs of an experiment (a module with these two functions)."""
 
-    def client(self, context: Context, config: Config) -> NumPyClient:
+    def client(self, context: Context, config: Any) -> NumPyClient:
         """Return the client of ``context``'s partition."""
 
-    def strategy(self, config: Config, **options: Any) -> ProtocolStrategy:
+    def strategy(self, config: Any, **options: Any) -> ProtocolStrategy:
         """Return the strategy; ``options`` are the server's."""
 
 
@@ -93,9 +108,8 @@ def federate(
     ----------
     experiment : Federation
         Makes the clients and the strategy.
-    config : mapping
-        At least ``clients``, ``rounds`` and ``seed``; ``state_dir`` is where clients keep their
-        private state on disk.
+    config : Config
+        The experiment's own class.
     engine : str or Grid
         See the module's table.
     evaluate_fn : callable, optional
@@ -117,10 +131,9 @@ def federate(
         return run(engine)
     check_engine(engine)
     app = client_app(partial(experiment.client, config=config))
-    clients = int(config["clients"])
     if engine == "in-process":
-        return run(InProcessGrid(app, clients))
-    return on_ray(run, app, clients)
+        return run(InProcessGrid(app, config.clients))
+    return on_ray(run, app, config.clients)
 
 
 def check_engine(engine: str) -> None:
@@ -143,15 +156,15 @@ def _run_on(
 ) -> Federated:
     """Run the strategy to its end on any grid."""
     server: dict[str, Any] = {
-        "seed": int(config["seed"]),
-        "num_clients": int(config["clients"]),
-        "min_clients": min(2, int(config["clients"])),
+        "seed": config.seed,
+        "num_clients": config.clients,
+        "min_clients": min(2, config.clients),
     }
     strategy = experiment.strategy(config, **{**server, **options})
     started = time.perf_counter()
     result = strategy.start(
         grid,
-        num_rounds=int(config["rounds"]),
+        num_rounds=config.rounds,
         evaluate_config=ConfigRecord(dict(evaluate_config or {})),
         evaluate_fn=evaluate_fn,
     )

@@ -220,6 +220,36 @@ def trails(curves: Mapping[str, Matrix], names: Sequence[str], *, x: str, y: str
     return figure
 
 
+def roc_curves(
+    panels: Mapping[str, Mapping[str, tuple[Matrix, Matrix, str]]], *, x: str, y: str
+) -> Figure:
+    """Draw ROC curves, at most three panels side by side (Fig. 7 of P1).
+
+    Parameters
+    ----------
+    panels : mapping of str to mapping
+        Title -> label -> false and true positives, and the line's style.
+    x, y : str
+        What the axes show.
+    """
+    columns = min(3, len(panels))
+    rows = ceil(len(panels) / columns)
+    figure = _figure(3.2 * columns + 0.6, 3.0 * rows + 0.6)
+    grid = figure.subplots(rows, columns, sharey=True, squeeze=False).ravel()
+    for axes, (title, curves) in zip(grid, panels.items(), strict=False):
+        _plain(axes)
+        for color, (label, (false, true, style)) in zip(COLORS, curves.items(), strict=False):
+            axes.plot(false, true, style, color=color, label=label)
+        axes.plot([0, 1], [0, 1], ls=":", lw=1, color="black")
+        axes.set_title(title, fontsize=10, loc="left")
+        axes.legend(frameon=False, loc="lower right", fontsize=8)
+    for axes in grid[len(panels) :]:
+        axes.set_visible(False)
+    figure.supxlabel(x, fontsize=10)
+    figure.supylabel(y, fontsize=10)
+    return figure
+
+
 def boxes(groups: Mapping[str, Sequence[Sequence[float]]], *, x: str, y: str) -> Figure:
     """Draw side by side, per position, the spread of each group on a logarithmic axis (Fig. 2).
 

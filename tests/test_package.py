@@ -177,6 +177,7 @@ def test_the_app_bundle_carries_both_packages_and_nothing_else(tmp_path: Path) -
     )
     (bundle,) = tmp_path.glob("*.fab")
     carried = set(zipfile.ZipFile(bundle).namelist())
-    sources = [file for name in PACKAGES for file in (ROOT / name).rglob("*.py")]
+    files = [file for name in PACKAGES for file in (ROOT / name).rglob("*")]
+    sources = [file for file in files if file.suffix in (".py", ".toml")]
     assert {str(file.relative_to(ROOT)) for file in sources} <= carried
     assert not {name for name in carried if name.startswith(".venv")}
