@@ -22,7 +22,7 @@ from rich.progress import Progress as Bar
 from rich.text import Text
 
 from flwr_perdl import __version__
-from flwr_perdl._checks import check_count
+from flwr_perdl.checks import check_count
 from perdl_experiments.deployment import MOST_NODES, Deployment
 from perdl_experiments.fetch import HUB, SCIKIT_LEARN, check_target, save
 from perdl_experiments.fetch import fetch as fetch_images

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.ndimage import gaussian_filter
 
-from flwr_perdl._checks import Matrix
-from flwr_perdl._random import DATA, spawn
+from flwr_perdl.checks import Matrix
+from flwr_perdl.random import DATA, spawn
 from perdl_experiments.data import IMAGES, cached_by_file, names_in, read_arrays, to_unit_range
 
 #: Of a longer clip as many frames, evenly spread, are taken.

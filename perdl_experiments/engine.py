@@ -24,12 +24,11 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import Result
 
-from flwr_perdl._checks import Matrix, check_choice
-from flwr_perdl._records import ANEW
+from flwr_perdl.checks import Matrix, check_choice
 from flwr_perdl.clients import client_app
+from flwr_perdl.records import ANEW, EVALUATE
 from flwr_perdl.simulations.grid import InProcessGrid
 from flwr_perdl.strategies import ProtocolStrategy, RoundReport
-from flwr_perdl.strategies._conversation import EVALUATE
 from perdl_experiments.words import plural
 
 ENGINES = ("in-process", "ray")

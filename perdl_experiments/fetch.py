@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl._checks import check_count
-from flwr_perdl._store import replacing
+from flwr_perdl.checks import check_count
+from flwr_perdl.files import replacing
 
 #: The most pixels of a set, four gigabytes, and how many images are decoded at a time.
 _PIXELS, _AT_ONCE = 2**32, 8

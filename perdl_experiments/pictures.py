@@ -8,7 +8,7 @@ from itertools import combinations
 import numpy as np
 from matplotlib.figure import Figure
 
-from flwr_perdl._checks import Matrix
+from flwr_perdl.checks import Matrix
 from perdl_experiments.plots import COLORS, _figure, _plain, _show
 
 

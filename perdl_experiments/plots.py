@@ -13,7 +13,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from flwr_perdl._checks import Matrix
+from flwr_perdl.checks import Matrix
 
 COLORS = ("#0b6e99", "#d9730d", "#4d7c0f", "#9333ea", "#6b7280")
 _MARKERS = "os^Dv*"

@@ -18,13 +18,13 @@ from flwr.app import ArrayRecord, Context, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
-from flwr_perdl import _store
-from flwr_perdl._checks import check_count
-from flwr_perdl._records import PARTITION_ID
-from flwr_perdl._threads import one_blas_thread
+from flwr_perdl import files
+from flwr_perdl.checks import check_count
 from flwr_perdl.clients import DictionaryClient
+from flwr_perdl.files import EVENTS, EventLog
+from flwr_perdl.records import PARTITION_ID
 from flwr_perdl.strategies import RoundReport, client_report
-from flwr_perdl.strategies._events import EVENTS, EventLog
+from flwr_perdl.threads import one_blas_thread
 from perdl_experiments.data import digest
 from perdl_experiments.engine import EvaluateFn, Federated, check_engine, mishaps
 from perdl_experiments.engine import federate as run_federation
@@ -329,7 +329,7 @@ class _Folder:
                 folder.mkdir()
                 self._made.append(folder)
         _remove_run(self.work)
-        with _store.replacing(self.work / _RUN) as stream:
+        with files.replacing(self.work / _RUN) as stream:
             stream.write(json.dumps(self._run).encode())
         return True
 
@@ -569,13 +569,13 @@ class _Session:
         path = None if self._folder is None else self._folder.work / _KEPT / f"{name}.npz"
         others, self.clients = self.clients, {}
         if path is not None and self._resume and path.is_file():
-            arrays, meta = _store.load(path)
+            arrays, meta = files.load(path)
             self.clients = meta["clients"]
         else:
             arrays = compute()
             self.begin()
             if path is not None:
-                _store.save(path, arrays, {"clients": self.clients})
+                files.save(path, arrays, {"clients": self.clients})
         _add(self.clients, others)
         self._kept += 1
         self._write("part", name=name, done=self._kept, of=of)

@@ -36,7 +36,7 @@ from flwr.app import Context
 from flwr.client import NumPyClient
 from numpy.typing import NDArray
 
-from flwr_perdl._checks import check_choice, check_count, check_real
+from flwr_perdl.checks import check_choice, check_count, check_real
 from flwr_perdl.dictionary import (
     GradientLearner,
     KSVDLearner,

@@ -32,13 +32,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from flwr.app import Context
 
-from flwr_perdl._checks import Matrix
-from flwr_perdl._random import SERVER, spawn
-from flwr_perdl._records import PARTITION_ID
+from flwr_perdl.checks import Matrix
 from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.clients.dictionary import PROTOCOLS, Start
 from flwr_perdl.dictionary import Learner, OrthogonalLearner, reconstruct, sparse_code
 from flwr_perdl.dictionary.learners import AUTO_THRESHOLD
+from flwr_perdl.random import SERVER, spawn
+from flwr_perdl.records import PARTITION_ID
 from flwr_perdl.strategies import DictionaryAveraging, PerPCA, ProtocolStrategy
 from perdl_experiments.baselines import PENALTIES, learn_each, sklearn_dictionary
 from perdl_experiments.engine import federate

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from flwr_perdl._checks import Matrix
-from flwr_perdl._random import DATA, spawn
+from flwr_perdl.checks import Matrix
 from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.dictionary import OrthogonalLearner
+from flwr_perdl.random import DATA, spawn
 from perdl_experiments.data import Planted, planted_clients
 from perdl_experiments.engine import Federated
 

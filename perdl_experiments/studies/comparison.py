@@ -21,11 +21,11 @@ import numpy as np
 from flwr.app import Context
 from numpy.typing import NDArray
 
-from flwr_perdl._checks import Matrix
-from flwr_perdl._random import SERVER, spawn
-from flwr_perdl._records import PARTITION_ID
+from flwr_perdl.checks import Matrix
 from flwr_perdl.clients.dictionary import PROTOCOLS
 from flwr_perdl.dictionary import OrthogonalLearner, dictionary_distance, warm_start
+from flwr_perdl.random import SERVER, spawn
+from flwr_perdl.records import PARTITION_ID
 from flwr_perdl.strategies import PerMA, ProtocolStrategy
 from perdl_experiments.data import Planted
 from perdl_experiments.outcome import Outcome

@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl._checks import Matrix
-from flwr_perdl._random import DATA, SERVER, spawn
+from flwr_perdl.checks import Matrix
 from flwr_perdl.diffusion.inference import DualInference
 from flwr_perdl.diffusion.model_diffusion import Model, ModelDiffusion
 from flwr_perdl.diffusion.objectives import Objective, SparseSVD
 from flwr_perdl.diffusion.topology import Topology
+from flwr_perdl.random import DATA, SERVER, spawn
 from perdl_experiments.baselines import sklearn_seed
 from perdl_experiments.data import cached_by_file, names_in, read_arrays, to_unit_range
 from perdl_experiments.measures import quality

@@ -35,9 +35,7 @@ from typing import Any
 import numpy as np
 from flwr.app import Context
 
-from flwr_perdl._checks import Matrix, check_count
-from flwr_perdl._random import FAILURES, spawn
-from flwr_perdl._records import PARTITION_ID, ROUND, SEED, Scalar
+from flwr_perdl.checks import Matrix, check_count
 from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.clients.dictionary import Start
 from flwr_perdl.dictionary import (
@@ -47,6 +45,8 @@ from flwr_perdl.dictionary import (
     dictionary_distance,
     warm_start,
 )
+from flwr_perdl.random import FAILURES, spawn
+from flwr_perdl.records import PARTITION_ID, ROUND, SEED, Scalar
 from flwr_perdl.strategies import PerMA
 from perdl_experiments.data import Planted
 from perdl_experiments.outcome import Outcome

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.optimize import minimize
 
-from flwr_perdl._checks import Matrix, check_choice, check_count
-from flwr_perdl._random import DATA, spawn
+from flwr_perdl.checks import Matrix, check_choice, check_count
 from flwr_perdl.diffusion import Topology
 from flwr_perdl.diffusion.inference import (
     ATC,
@@ -30,6 +29,7 @@ from flwr_perdl.diffusion.inference import (
 )
 from flwr_perdl.diffusion.objectives import HuberNMF, Objective, SparseSVD
 from flwr_perdl.network import InMemoryNetwork
+from flwr_perdl.random import DATA, spawn
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import Record
 from perdl_experiments.studies._experiment import Arrays, Keep

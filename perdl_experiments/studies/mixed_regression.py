@@ -18,13 +18,13 @@ import numpy as np
 from flwr.app import ArrayRecord, Context, MetricRecord
 from numpy.typing import NDArray
 
-from flwr_perdl._checks import Matrix
-from flwr_perdl._parallel import in_threads
-from flwr_perdl._random import DATA, SERVER, spawn
-from flwr_perdl._records import PARTITION_ID, to_arrays
+from flwr_perdl.checks import Matrix
 from flwr_perdl.clients.regression import RegressionClient
+from flwr_perdl.random import DATA, SERVER, spawn
+from flwr_perdl.records import PARTITION_ID, to_arrays
 from flwr_perdl.regression import Answers, Ask, Clients, TwoPhase, model_error, simulate
 from flwr_perdl.strategies.mixed_regression import FedX, random_models
+from flwr_perdl.threads import in_threads
 from perdl_experiments.mixed_regression_data import SETTINGS, Mixed, oracle, setting
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import Record

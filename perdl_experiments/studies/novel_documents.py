@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
-from flwr_perdl._checks import Matrix, check_count
+from flwr_perdl.checks import Matrix, check_count
 from flwr_perdl.diffusion.model_diffusion import Model, ModelDiffusion
 from flwr_perdl.diffusion.novelty import novelty_scores
 from flwr_perdl.diffusion.objectives import HuberNMF, NonnegativeMF

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl._checks import Matrix
-from flwr_perdl._random import DATA, spawn
+from flwr_perdl.checks import Matrix
 from flwr_perdl.dictionary import match_atoms, normalize_atoms
 from flwr_perdl.diffusion import (
     CombinationMatrix,
@@ -26,6 +25,7 @@ from flwr_perdl.diffusion import (
     relative_degree_variance_weights,
 )
 from flwr_perdl.diffusion.data_diffusion import REPLACEMENTS, DataDiffusion, DictionaryState
+from flwr_perdl.random import DATA, spawn
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import Record
 from perdl_experiments.studies._experiment import Arrays, Keep

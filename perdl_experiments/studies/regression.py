@@ -17,10 +17,10 @@ import numpy as np
 from flwr.app import Context
 from numpy.typing import NDArray
 
-from flwr_perdl._checks import Matrix, check_array
-from flwr_perdl._random import DATA, SERVER, spawn
-from flwr_perdl._records import PARTITION_ID
+from flwr_perdl.checks import Matrix, check_array
 from flwr_perdl.clients.regression import RegressionClient
+from flwr_perdl.random import DATA, SERVER, spawn
+from flwr_perdl.records import PARTITION_ID
 from flwr_perdl.regression import (
     Clients,
     TwoPhase,

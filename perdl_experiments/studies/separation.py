@@ -27,8 +27,8 @@ from typing import Any
 
 import numpy as np
 
-from flwr_perdl._checks import Matrix
-from flwr_perdl._random import DATA, SERVER, spawn
+from flwr_perdl.checks import Matrix
+from flwr_perdl.random import DATA, SERVER, spawn
 from flwr_perdl.regression import Clients, TwoPhase, model_error, simulate
 from flwr_perdl.strategies.mixed_regression import random_models
 from perdl_experiments.mixed_regression_data import Mixed, mixed_regression

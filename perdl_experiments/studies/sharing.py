@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from flwr.app import Context
 
-from flwr_perdl._checks import Matrix, check_count
+from flwr_perdl.checks import Matrix, check_count
 from flwr_perdl.dictionary import reconstruct, sparse_code
 from flwr_perdl.strategies import PerMA
 from perdl_experiments.outcome import Outcome

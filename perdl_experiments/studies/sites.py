@@ -14,13 +14,12 @@ from typing import Any
 import numpy as np
 from flwr.app import Context
 
-from flwr_perdl._checks import Matrix, check_array
-from flwr_perdl._random import DATA, spawn
-from flwr_perdl._records import NUM_EXAMPLES, PARTITION_ID
+from flwr_perdl.checks import Matrix, check_array
 from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.clients.app import identify
+from flwr_perdl.random import DATA, spawn
+from flwr_perdl.records import EVALUATE, NUM_EXAMPLES, PARTITION_ID
 from flwr_perdl.strategies import PerMA
-from flwr_perdl.strategies._conversation import EVALUATE
 from perdl_experiments.data import cached_by_file, read_arrays
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import Record

@@ -20,8 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.ndimage import gaussian_filter
 
-from flwr_perdl._checks import Matrix, check_array, check_count
-from flwr_perdl._random import DATA, SERVER, spawn
+from flwr_perdl.checks import Matrix, check_array, check_count
 from flwr_perdl.diffusion import Topology
 from flwr_perdl.diffusion.data_diffusion import DictionaryState
 from flwr_perdl.diffusion.unmixing import (
@@ -32,6 +31,7 @@ from flwr_perdl.diffusion.unmixing import (
     unmix,
     vca,
 )
+from flwr_perdl.random import DATA, SERVER, spawn
 from perdl_experiments.data import cached_by_file, names_in, read_arrays
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import FAILED, Record
