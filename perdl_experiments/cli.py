@@ -37,7 +37,7 @@ from perdl_experiments.words import plural
 _GRACE = 30.0
 
 app = typer.Typer(
-    help="Federated dictionary learning, clustered regression, learning between neighbours.",
+    help="Federated dictionary learning, clustered regression, learning between neighbors.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -101,7 +101,7 @@ def common(
         bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Its version.")
     ] = False,
 ) -> None:
-    """Federated dictionary learning, clustered regression, learning between neighbours."""
+    """Federated dictionary learning, clustered regression, learning between neighbors."""
 
 
 @app.command("list")

@@ -247,7 +247,7 @@ def draw_street(
     rng : Generator
         Draws everything.
     n_frames, height, width : int
-        Of the clip; colour.
+        Of the clip; color.
     noise : float
         Standard deviation of normal noise.
     drift : float
@@ -294,7 +294,7 @@ _PAINTS = np.array(
 
 
 class _Car(NamedTuple):
-    """A car: its wheels' height, pixels per frame, place at first, height, colour."""
+    """A car: its wheels' height, pixels per frame, place at first, height, color."""
 
     bottom: float
     speed: float

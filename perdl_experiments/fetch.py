@@ -47,7 +47,7 @@ def fetch(
     limit: int | None = None,
     folder: str | None = None,
 ) -> dict[str, NDArray[Any]]:
-    """Fetch labelled images; at the first use from the network, then from where they are kept.
+    """Fetch labeled images; at the first use from the network, then from where they are kept.
 
     Parameters
     ----------
@@ -68,7 +68,7 @@ def fetch(
     Returns
     -------
     dict
-        ``X`` (n, height, width), grey, bytes or float32; ``y`` (n,), integers; with natural
+        ``X`` (n, height, width), gray, bytes or float32; ``y`` (n,), integers; with natural
         clients ``client`` (n,), integers from 0 on in the order of the clients' names.
 
     Raises
@@ -127,7 +127,7 @@ def columns(rows: Any, source: Source) -> dict[str, NDArray[Any]]:
         raise ValueError(
             f"column {source.label!r} of {source.dataset} must hold integers, got {y.dtype}."
         )
-    arrays = {"X": _grey(rows, source), "y": y}
+    arrays = {"X": _gray(rows, source), "y": y}
     if source.client is not None:
         whose = _column(rows, source, source.client)
         if whose.dtype.kind not in "iuU":
@@ -147,8 +147,8 @@ def _column(rows: Any, source: Source, name: str) -> NDArray[Any]:
     return np.asarray(column)
 
 
-def _grey(rows: Any, source: Source) -> NDArray[np.uint8]:
-    """Return the images in grey, (n, height, width)."""
+def _gray(rows: Any, source: Source) -> NDArray[np.uint8]:
+    """Return the images in gray, (n, height, width)."""
     X = np.empty((0, 0, 0), dtype=np.uint8)
     for at, picture in enumerate(_pictures(rows, source)):
         if not hasattr(picture, "convert"):
@@ -248,7 +248,7 @@ def _olivetti() -> tuple[NDArray[Any], NDArray[Any]]:
     return faces.images, faces.target
 
 
-def _labelled_faces() -> tuple[NDArray[Any], NDArray[Any]]:
+def _labeled_faces() -> tuple[NDArray[Any], NDArray[Any]]:
     from sklearn.datasets import fetch_lfw_people
 
     faces = fetch_lfw_people(min_faces_per_person=20)
@@ -265,6 +265,6 @@ def _mnist_from_openml() -> tuple[NDArray[Any], NDArray[Any]]:
 #: Sets that scikit-learn fetches.
 SCIKIT_LEARN: dict[str, Callable[[], tuple[NDArray[Any], NDArray[Any]]]] = {
     "olivetti": _olivetti,
-    "lfw": _labelled_faces,
+    "lfw": _labeled_faces,
     "mnist-openml": _mnist_from_openml,
 }

@@ -34,7 +34,7 @@ def _plain(axes: Axes) -> Axes:
 
 
 def atoms(groups: Mapping[str, Matrix], shape: tuple[int, int], *, columns: int = 12) -> Figure:
-    """Draw groups of atoms as small pictures, each to its own scale with zero in the middle grey.
+    """Draw groups of atoms as small pictures, each to its own scale with zero in the middle gray.
 
     Parameters
     ----------
@@ -266,8 +266,8 @@ def boxes(groups: Mapping[str, Sequence[Sequence[float]]], *, x: str, y: str) ->
     width = 0.7 / len(groups)
     for index, (label, values) in enumerate(groups.items()):
         color = COLORS[index % len(COLORS)]
-        centre = np.arange(count) + (index - (len(groups) - 1) / 2) * width
-        for position, sample in zip(centre, values, strict=True):
+        center = np.arange(count) + (index - (len(groups) - 1) / 2) * width
+        for position, sample in zip(center, values, strict=True):
             shown = np.maximum(np.asarray(sample), 1e-16)
             low, median, high = np.quantile(shown, [0.0, 0.5, 1.0])
             axes.plot([position, position], [low, high], color=color, alpha=0.35, lw=4)

@@ -7,7 +7,7 @@ terminal (`perdl_experiments.terminal.Rows`), to report.html (`html_table`) and 
 =============== ================================================================================
 part of a TOML  what it says
 =============== ================================================================================
-``finding``     one or more templates of the first sentence; the first whose metrics are there
+``finding``     one or more templates of the first sentence; the first whose numbers are there
 ``metrics``     name in results.json, as a template -> metric, or ``{of, statistic, FIELD = [...],
                 except}``, with the fields' values that are meant, or left out
 ``words``       field -> value -> how a reader sees that value
@@ -126,7 +126,7 @@ class _Words(Formatter):
 
 def say(template: str, facts: Mapping[str, Any]) -> str:
     """Return a template with its facts filled in, on one line."""
-    return _Words().vformat(" ".join(template.split()), (), facts)
+    return _Words().vformat(" ".join(template.split()), (), facts).strip()
 
 
 def number(value: float) -> str:
@@ -138,9 +138,14 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def fill(template: str, get: Callable[[str], float]) -> str:
+def fill(template: str, get: Callable[[str], Any]) -> str:
     """Return a sentence with its metrics filled in, each as `number` writes it."""
-    return _PLACE.sub(lambda match: number(get(match[1])), " ".join(template.split()))
+
+    def filled(place: re.Match[str]) -> str:
+        value = get(place[1])
+        return value if isinstance(value, str) else number(value)
+
+    return _PLACE.sub(filled, " ".join(template.split()))
 
 
 def first_sentence(templates: str | Sequence[str], metrics: Mapping[str, Any]) -> str | None:
@@ -319,21 +324,22 @@ def report(page: Page, records: Sequence[Record], facts: Mapping[str, Any]) -> d
     """
     found = metrics(page, records)
     told = {**found, **facts}
+    known = {**facts, **found}
     return {
         "metrics": found,
-        "finding": " ".join(_findings(page, found)),
+        "finding": " ".join(_findings(page, known)),
         "tables": [one._asdict() for one in tables(page, records, told)],
         "notes": list(_notes(page, records, told)),
     }
 
 
-def _findings(page: Page, found: Mapping[str, float]) -> Iterator[str]:
+def _findings(page: Page, found: Mapping[str, Any]) -> Iterator[str]:
     """Yield the first sentence, and what the study claims and whether it holds."""
 
-    def get(reference: str | float) -> float:
+    def get(reference: str | float) -> Any:
         value = found[reference] if isinstance(reference, str) else reference
         never = isinstance(reference, str) and reference.startswith("rounds_") and value == -1
-        return float("inf") if never else float(value)
+        return float("inf") if never else value
 
     first = first_sentence(page.get("finding", ()), found)
     if first is not None:

@@ -209,11 +209,11 @@ def _load(path: str, seed: int, informative: int, noise: float) -> Data:
     """
     X, y = _planted(seed, informative, noise) if not path else _read(path)
     X = np.ldexp(X, -np.frexp(np.abs(X).max())[1])  # squares of large and small units are finite
-    centred = (X - X.mean(axis=0)).T
-    size = float(np.sqrt(np.square(centred).mean()))
+    centered = (X - X.mean(axis=0)).T
+    size = float(np.sqrt(np.square(centered).mean()))
     if size <= 1e-12 * float(np.abs(X).max()):
         raise ValueError(f"X in {path} must have a gene that varies over the subjects, got none.")
-    return Data(np.ascontiguousarray(centred / size), None if y is None else y.astype(str))
+    return Data(np.ascontiguousarray(centered / size), None if y is None else y.astype(str))
 
 
 def _planted(seed: int, informative: int, noise: float) -> tuple[Matrix, NDArray[Any]]:

@@ -7,7 +7,7 @@ coded, and every pixel is the mean of the patches that cover it.
 
 With ``connectivity = 1`` all agents hear all others, and inference is computed at once for all of
 them (`Agreement`): what the agents of any connected network agree on in the end. Below 1, it goes
-by messages between the neighbours of a random network, to the same end, in far more time.
+by messages between the neighbors of a random network, to the same end, in far more time.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class Agreed(NamedTuple):
 def agree(objective: Objective, X: Matrix, W: Matrix, *, max_iter: int = 10_000) -> Agreed:
     r"""Infer samples with all atoms in one place: what inference over a network tends to.
 
-    Under the squared loss. The codes minimise (7) by accelerated proximal gradient steps, whose
+    Under the squared loss. The codes minimize (7) by accelerated proximal gradient steps, whose
     momentum knows that h is strongly convex (delta). They end when the duality gap shows that
     ``||nu - nu^o|| <= TOLERANCE * ||x||`` for every sample: f* is strongly convex (1), so that
     ``||nu - nu^o||^2 / 2`` is at most the gap.

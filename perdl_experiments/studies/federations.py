@@ -181,6 +181,10 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
         for axis, values in axes.items()
         for method in METHODS
     }
+    most = max(config.sizes)
+    at_most = {
+        m: table[:, config.sizes.index(most)] for (a, m), table in errors.items() if a == "clients"
+    }
     costs = np.mean([kept["cost"] for kept in found.values()], axis=0)
     return Outcome(
         records=[
@@ -198,7 +202,12 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
         rounds=config.rounds,
         floats_up=float(costs[0]),
         floats_down=float(costs[1]),
-        facts={"n_atoms": N_ATOMS, "n_global": N_GLOBAL},
+        facts={
+            "n_atoms": N_ATOMS,
+            "n_global": N_GLOBAL,
+            "most_clients": most,
+            **{f"most_{m}": float(np.median(column)) for m, column in at_most.items()},
+        },
     )
 
 

@@ -92,7 +92,11 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
         curves={f"path_lengths_{g}": values for g, values in lengths.items()},
         arrays={f"found_{g}": np.array(counts) for g, counts in found.items()},
         figures=_figures(lengths),
-        facts={"n_atoms": N_ATOMS},
+        facts={
+            "n_atoms": N_ATOMS,
+            "right": float(np.mean([c == g for g, counts in found.items() for c in counts])),
+            "n_runs": sum(map(len, found.values())),
+        },
         **_planted.mean_cost(costs),
     )
 

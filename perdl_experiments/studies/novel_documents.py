@@ -163,7 +163,14 @@ def run(config: Config, keep: Keep) -> Outcome:
         rounds=int(sum(int(one["rounds"]) for one in own)),
         floats_up=sent,
         floats_down=sent,
-        facts=_facts(config, stream, own),
+        facts={
+            **_facts(config, stream, own),
+            **{
+                f"area_{n}": float(np.mean(np.concatenate([*a.values()])))
+                for n, a in areas.items()
+                if a
+            },
+        },
     )
 
 

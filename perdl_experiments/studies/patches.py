@@ -144,7 +144,7 @@ def _methods(config: Config) -> dict[str, Method]:
         "paper": Method(
             "the paper's: gradient, own samples as start", _learner("gradient", "none"), "samples"
         ),
-        "isolated": Method(f"{own}, without neighbours", headline, network="isolated"),
+        "isolated": Method(f"{own}, without neighbors", headline, network="isolated"),
         "central": Method(f"{own}, all data in one place", headline, network="central"),
     }
     return {name: method._replace(noise=(noise, noise)) for name, method in methods.items()}

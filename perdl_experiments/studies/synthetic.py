@@ -167,7 +167,7 @@ def _figures(curves: dict[str, list[float]], together: Matrix, alone: Matrix) ->
         "rounds": plots.lines(
             {
                 "median over seeds": curves["error_global_median"],
-                "largest": curves["error_global_max"],
+                "maximum": curves["error_global_max"],
             },
             x="communication round",
             y="error of the global atoms",

@@ -1,9 +1,9 @@
 """Blind hyperspectral unmixing over a network of tiles: the application of P3.
 
 P3 = Chainais and Richard, "A diffusion strategy for distributed dictionary learning", iTWIST 2014.
-The image is cut into tiles, each a node with its own pixels; its neighbours are the tiles beside it
+The image is cut into tiles, each a node with its own pixels; its neighbors are the tiles beside it
 and the three with the most similar mean spectrum. Every node finds materials in its own tile
-(vertex component analysis), hears what the others have found, and learns with its neighbours. The
+(vertex component analysis), hears what the others have found, and learns with its neighbors. The
 spectral angle to the true spectra says how well.
 """
 
@@ -179,17 +179,17 @@ def _vca(scene: Scene, p: int, config: Config) -> Matrix:
 
 
 def _nmf(scene: Scene, p: int, config: Config) -> Matrix:
-    """Return scikit-learn's non-negative factorisation of all pixels, from those of VCA."""
+    """Return scikit-learn's non-negative factorization of all pixels, from those of VCA."""
     from sklearn.decomposition import NMF  # an extra: not needed to import this module
     from sklearn.exceptions import ConvergenceWarning
 
     H = np.maximum(_vca(scene, p, config), 1e-9)
     W = np.maximum(abundances(scene.X, H), 1e-9)
-    factorisation = NMF(p, init="custom", max_iter=NMF_ITERATIONS)
+    factorization = NMF(p, init="custom", max_iter=NMF_ITERATIONS)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
-        factorisation.fit_transform(np.maximum(scene.X, 0), W=W, H=H)
-    return np.asarray(factorisation.components_)
+        factorization.fit_transform(np.maximum(scene.X, 0), W=W, H=H)
+    return np.asarray(factorization.components_)
 
 
 def _mean_angles(truth: Matrix, dictionaries: Matrix) -> Matrix:
@@ -222,9 +222,9 @@ def _drawn(seed: int, n_endmembers: int) -> Scene:
     p = check_count("n_endmembers", n_endmembers, 2, 12)
     rng = spawn(seed, DATA)
     band = np.linspace(0, 1, BANDS)
-    centres, widths = rng.random((p, 4, 1)), rng.uniform(0.05, 0.3, (p, 4, 1))
+    centers, widths = rng.random((p, 4, 1)), rng.uniform(0.05, 0.3, (p, 4, 1))
     heights = rng.uniform(0.2, 1, (p, 4, 1))
-    bumps = heights * np.exp(-(((band - centres) / widths) ** 2) / 2)
+    bumps = heights * np.exp(-(((band - centers) / widths) ** 2) / 2)
     endmembers = bumps.sum(axis=1)
     endmembers /= endmembers.max(axis=1, keepdims=True)
     fields = np.stack([gaussian_filter(rng.standard_normal((SIDE, SIDE)), 8) for _ in range(p)])

@@ -279,7 +279,7 @@ def strength(objects: Matrix) -> Matrix:
     Returns
     -------
     ndarray of shape (n_frames, height, width)
-        Root mean square over channels and, with Gaussian weights, over neighbours.
+        Root mean square over channels and, with Gaussian weights, over neighbors.
     """
     energy = gaussian_filter(np.square(objects, dtype=np.float32).mean(axis=3), (0, BLUR, BLUR))
     result: Matrix = np.sqrt(energy)
@@ -369,7 +369,7 @@ def _figures(
     columns = {"frame": clip.frames[at]}
     for title, parts in named.items():
         columns[f"{title}: background"] = parts.background[at]
-        columns[f"{title}: objects"] = _grey(parts.objects[at])
+        columns[f"{title}: objects"] = _gray(parts.objects[at])
     if clip.mask is not None:
         columns["objects found (PerMA)"] = _outlined(clip, methods["perma"])[at]
     levels = {"raw frames": _psnr(clip.frames, truth)}
@@ -388,14 +388,14 @@ def _film(clip: Clip, methods: Mapping[str, Parts]) -> NDArray[np.uint8]:
     """Return frame, background and objects; below it PerPCA's, under the frame what is found."""
     ours = methods["perma"]
     theirs = methods.get("perpca", Parts(np.zeros_like(clip.frames), np.zeros_like(clip.frames)))
-    top = [clip.frames, ours.background, _grey(ours.objects)]
-    below = [_outlined(clip, ours), theirs.background, _grey(theirs.objects)]
+    top = [clip.frames, ours.background, _gray(ours.objects)]
+    below = [_outlined(clip, ours), theirs.background, _gray(theirs.objects)]
     rows = [np.concatenate([_bytes(_rgb(panel)) for panel in row], axis=2) for row in (top, below)]
     every = -(-clip.frames.shape[2] // _MOST_WIDTH)
     return np.concatenate(rows, axis=1)[:, ::every, ::every]
 
 
-def _grey(objects: Matrix) -> Matrix:
+def _gray(objects: Matrix) -> Matrix:
     shown: Matrix = np.clip(objects + np.float32(0.5), 0, 1)
     return shown
 
