@@ -331,8 +331,8 @@ def load(name: str) -> Experiment:
     name : str
         Its module's name. A file with ``extends = "OTHER"`` changes OTHER's, whose code it runs.
     """
-    page = _read(name)
-    shared = _read("shared")["options"]
+    page = read_page(name)
+    shared = read_page("shared")["options"]
     options = {
         option: Option(option, **{**shared.get(option, {}), **said})
         for option, said in page["options"].items()
@@ -343,14 +343,20 @@ def load(name: str) -> Experiment:
 
 
 @cache
-def _read(name: str) -> dict[str, Any]:
+def read_page(name: str) -> dict[str, Any]:
+    """Return what ``NAME.toml`` in this folder says, with what it extends."""
     own = tomllib.loads((_FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
     if "extends" not in own:
         return own
-    base = _read(own["extends"])
+    base = read_page(own["extends"])
     kept = {n: said for n, said in base["options"].items() if n not in own.get("without", ())}
     changed = own.get("options", {})
     return base | own | {"options": {n: said | changed.get(n, {}) for n, said in kept.items()}}
+
+
+def words(name: str, field: str = "method") -> dict[str, str]:
+    """Return how ``NAME.toml`` calls the values of a field, in its order."""
+    return dict(read_page(name)["words"][field])
 
 
 def configure(

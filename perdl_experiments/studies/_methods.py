@@ -42,20 +42,13 @@ from flwr_perdl.records import PARTITION_ID
 from flwr_perdl.strategies import DictionaryAveraging, PerPCA, ProtocolStrategy
 from perdl_experiments.baselines import PENALTIES, learn_each, sklearn_dictionary
 from perdl_experiments.engine import federate
-from perdl_experiments.studies._experiment import GENERAL, GENERAL_N_NONZERO, reason
+from perdl_experiments.studies._experiment import GENERAL, GENERAL_N_NONZERO, reason, words
 
 if TYPE_CHECKING:
     from perdl_experiments.studies.images import Config
 
-METHODS = {
-    "perma": "PerMA",
-    "averaging": "Averaging, common start",
-    "naive": "Naive average",
-    "perpca": "PerPCA",
-    "local": "Clients alone",
-    "pooled": "Pooled data",
-    "sklearn": "Pooled data, scikit-learn",
-}
+_NAMES = ("perma", "averaging", "naive", "perpca", "local", "pooled", "sklearn")
+METHODS = {name: words("images")[f"tuned_{name}"] for name in _NAMES}
 #: Methods without a server, and of these the ones that see all clients' images.
 ALONE, POOLED = ("local", "pooled", "sklearn"), ("pooled", "sklearn")
 #: What the library's default of a parameter is multiplied by: as many values for every method.

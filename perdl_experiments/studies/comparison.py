@@ -31,17 +31,17 @@ from perdl_experiments.data import Planted
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import FAILED, Record
 from perdl_experiments.studies import _planted
-from perdl_experiments.studies._experiment import Arrays, ClientConfig, Federate, Keep, attempt
+from perdl_experiments.studies._experiment import (
+    Arrays,
+    ClientConfig,
+    Federate,
+    Keep,
+    attempt,
+    words,
+)
 from perdl_experiments.studies._methods import rival
 
-METHODS = {
-    "perma": "PerMA",
-    "averaging": "averaging, common start",
-    "naive": "naive average",
-    "perpca": "PerPCA",
-    "local": "clients alone",
-    "pooled": "pooled data",
-}
+METHODS = words("comparison")
 FEDERATED = ("perma", "averaging", "naive", "perpca")
 #: What every method is tuned over: the threshold, or PerPCA's step.
 THRESHOLDS, STEPS = (0.1, 0.15, 0.25), (0.5, 1.0, 2.0)
@@ -343,11 +343,11 @@ def _figure(config: Config, curves: Mapping[str, Sequence[float]], methods: Sequ
         "density": "non-zero codes (%)",
     }
     panels = []
-    for row, words in _ROWS.items():
+    for row, said in _ROWS.items():
         prefix = f"{row}_" if row else ""
         for axis, values in config.axes.items():
             lines = {METHODS[m]: curves[f"error_{prefix}{m}_{axis}"] for m in methods}
-            panels.append(plots.Panel(titles[axis], f"error, {words}", values, lines))
+            panels.append(plots.Panel(titles[axis], f"error, {said}", values, lines))
             if axis == "dimension":
                 times = {METHODS[m]: curves[f"seconds_{prefix}{m}"] for m in methods}
                 panels.append(plots.Panel(titles[axis], "seconds", values, times))

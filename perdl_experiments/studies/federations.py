@@ -52,16 +52,11 @@ from perdl_experiments.data import Planted
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import Record
 from perdl_experiments.studies import _planted
-from perdl_experiments.studies._experiment import Arrays, ClientConfig, Federate, Keep
+from perdl_experiments.studies._experiment import Arrays, ClientConfig, Federate, Keep, words
 from perdl_experiments.studies._planted import N_GLOBAL, STARTS, THRESHOLD
 
 N_ATOMS = 6
-METHODS = {
-    "consensus": "consensus",
-    "paths": "shortest paths",
-    "paper": "the paper's",
-    "alone": "alone",
-}
+METHODS = words("federations")
 FEDERATED: dict[str, dict[str, Any]] = {
     "consensus": {},
     "paths": {"matching": "paths"},
@@ -301,8 +296,8 @@ def _figure(axes: Mapping[str, Sequence[int]], errors: Mapping[tuple[str, str], 
             AXES[axis][0],
             f"error of the global atoms ({AXES[axis][1]} start)",
             values,
-            {words: np.median(errors[axis, m], axis=0).tolist() for m, words in METHODS.items()},
-            {words: np.quantile(errors[axis, m], [0, 1], axis=0) for m, words in METHODS.items()},
+            {title: np.median(errors[axis, m], axis=0).tolist() for m, title in METHODS.items()},
+            {title: np.quantile(errors[axis, m], [0, 1], axis=0) for m, title in METHODS.items()},
             log=axis != "failing",
         )
         for axis, values in axes.items()

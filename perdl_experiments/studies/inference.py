@@ -32,7 +32,7 @@ from flwr_perdl.network import InMemoryNetwork
 from flwr_perdl.random import DATA, spawn
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import Record
-from perdl_experiments.studies._experiment import Arrays, Keep
+from perdl_experiments.studies._experiment import Arrays, Keep, words
 from perdl_experiments.studies._experiment import Config as Common
 from perdl_experiments.studies._parts import keep_all
 
@@ -63,12 +63,13 @@ class Method(NamedTuple):
     options: Mapping[str, float]
 
 
+_WORDS = words("inference")
 METHODS = {
-    "admm": Method("consensus ADMM (default)", ConsensusADMM, {}),
-    "plain_admm": Method("the same, not over-relaxed", ConsensusADMM, {"relaxation": 0.5}),
-    "jacobian_admm": Method("Jacobian ADMM (39)", JacobianADMM, {}),
-    "exact_diffusion": Method("exact diffusion", ExactDiffusion, {}),
-    "atc": Method("ATC diffusion (31), (37)", ATC, {}),
+    "admm": Method(_WORDS["admm"], ConsensusADMM, {}),
+    "plain_admm": Method(_WORDS["plain_admm"], ConsensusADMM, {"relaxation": 0.5}),
+    "jacobian_admm": Method(_WORDS["jacobian_admm"], JacobianADMM, {}),
+    "exact_diffusion": Method(_WORDS["exact_diffusion"], ExactDiffusion, {}),
+    "atc": Method(_WORDS["atc"], ATC, {}),
 }
 
 

@@ -34,16 +34,11 @@ from flwr_perdl.strategies.mixed_regression import random_models
 from perdl_experiments.mixed_regression_data import Mixed, mixed_regression
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import Record
-from perdl_experiments.studies._experiment import Arrays, Keep
+from perdl_experiments.studies._experiment import Arrays, Keep, words
 from perdl_experiments.studies._experiment import Config as Common
 
 K = 3
-METHODS = {
-    "k_known": "two phases, k known",
-    "k_auto": "two phases, k unknown",
-    "random": "from random models",
-    "truth": "from the truth",
-}
+METHODS = words("separation")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,13 +24,13 @@ from flwr_perdl.strategies import PerMA
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import Record
 from perdl_experiments.studies import _planted
-from perdl_experiments.studies._experiment import Arrays, Auto, Federate, Keep, LearnerConfig
+from perdl_experiments.studies._experiment import Arrays, Auto, Federate, Keep, LearnerConfig, words
 from perdl_experiments.studies.images import ImageClient, Task, load_task
 from perdl_experiments.words import plural
 
 #: Atoms per image.
 N_NONZERO = 10
-KINDS = {"own": "own kind", "all": "all kinds"}
+KINDS = words("sharing")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,10 +175,10 @@ def _errors(config: Config, federate: Federate) -> Arrays:
     return {"errors": np.array(errors), "cost": _planted.cost(federated)}
 
 
-def _said(words: str, shares: Sequence[int], curve: Matrix) -> str:
+def _said(kind: str, shares: Sequence[int], curve: Matrix) -> str:
     """Return a sentence about what sharing all atoms does to an error."""
     verb = "helps" if curve[-1] < curve[0] else "hurts"
-    of, best = words if words.startswith("all") else f"the {words}", shares[int(np.argmin(curve))]
+    of, best = kind if kind.startswith("all") else f"the {kind}", shares[int(np.argmin(curve))]
     return (
         f"On images of {of} sharing all {verb}: the error is {curve[0]:.4f} with r_g = {shares[0]} "
         f"and {curve[-1]:.4f} with r_g = {shares[-1]}; the smallest, {curve.min():.4f}, is at r_g "
@@ -197,13 +197,13 @@ def _figures(shares: Sequence[int], errors: Mapping[int, Matrix]) -> dict[str, A
     panels = [
         plots.Panel(
             "number of global atoms",
-            f"error, {words}",
+            f"error, {kind}",
             shares,
             {label: table[i].tolist() for label, table in medians.items()},
             {_label(t): np.quantile(table[i], [0, 1], axis=1) for t, table in errors.items()},
             linear=True,
         )
-        for i, words in enumerate(KINDS.values())
+        for i, kind in enumerate(KINDS.values())
     ]
     trails = {label: table[::-1].T for label, table in medians.items()}
     names = [str(g) for g in shares]

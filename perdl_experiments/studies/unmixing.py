@@ -35,13 +35,13 @@ from flwr_perdl.random import DATA, SERVER, spawn
 from perdl_experiments.data import cached_by_file, names_in, read_arrays
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import FAILED, Record
-from perdl_experiments.studies._experiment import Arrays, Keep, attempt
+from perdl_experiments.studies._experiment import Arrays, Keep, attempt, words
 from perdl_experiments.studies._experiment import Config as Common
 
 #: The drawn scene: pixels, bands, noise as a share of the root mean square.
 SIDE, BANDS, NOISE = 60, 100, 0.02
 NMF_ITERATIONS = 500
-METHODS = ("network", "network_own", "isolated", "central", "nmf", "vca")
+METHODS = tuple(words("unmixing"))
 #: Methods of others: one that fails does not end the run.
 RIVALS = ("nmf", "vca")
 
