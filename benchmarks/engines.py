@@ -42,7 +42,7 @@ def train(message: Message, context: Context) -> Message:
     return Message(message.content, reply_to=message)
 
 
-def perma(config: dict[str, Any]) -> list[float]:
+def perma(config: synthetic.Config) -> list[float]:
     """Return when each round of a run of `synthetic` was over."""
     ends: list[float] = []
     federate(
