@@ -10,6 +10,7 @@ key             meaning
 ``least``,      bounds; of ``above`` the value itself is excluded
 ``above``,
 ``most``
+``limit``       maximum of an integer that only protects time and memory; a million if not stated
 ``choices``     the words that it may be
 ``type``        of a text: "integers", "numbers" or "words", separated by commas; or "count or
                 auto"
@@ -55,8 +56,6 @@ Arrays = dict[str, NDArray[Any]]
 Auto = Literal["auto"]
 
 _FOLDER = Path(__file__).parent
-#: Maximum of an option that states none: more would take days, or fill any memory.
-_MOST = 1_000_000
 _TYPES: dict[type, str] = {int: "an integer", float: "a number", str: "text"}
 
 #: Learners whose atoms need not be orthogonal. Thresholds serve them badly where atoms are alike,
@@ -82,6 +81,7 @@ class Option:
     least: float = 0
     above: float | None = None
     most: float = inf
+    limit: int = 1_000_000
     choices: tuple[str, ...] = ()
     type: str = ""
 
@@ -94,10 +94,8 @@ class Option:
             value: Value = kind(given)
         except (ValueError, OverflowError):
             raise ValueError(f"{self.name} must be {_TYPES[kind]}, got {given!r}.") from None
-        if self.name != "seed" and isinstance(value, int):
-            most = self.most if self.most < inf else _MOST
-            if value > most:
-                raise ValueError(f"{self.name} must be at most {most:.0f}, got {value}.")
+        if isinstance(value, int) and self.name != "seed" and value > self.limit:
+            raise ValueError(f"{self.name} must be at most {self.limit}, got {value}.")
         if isinstance(value, float) and not isfinite(value):
             raise ValueError(f"{self.name} must be a finite number, got {given!r}.")
         return value
@@ -108,8 +106,8 @@ class Option:
             return check_choice(self.name, value, self.choices)
         if self.type == "words":
             return tuple(check_choice(self.name, o, self.choices) for o in str(value).split(","))
+        most = None if self.most == inf else int(self.most)
         if self.type == "integers":
-            most = None if self.most == inf else int(self.most)
             listed = self._listed(value, int, "integers such as '4,6,8'")
             return tuple(check_count(self.name, one, int(self.least), most) for one in listed)
         if self.type == "numbers":
@@ -120,7 +118,9 @@ class Option:
         if isinstance(value, float):
             low = self.least if self.above is None else self.above
             return check_real(self.name, value, low, self.most, open_low=self.above is not None)
-        return check_count(self.name, value, int(self.least)) if isinstance(value, int) else value
+        if isinstance(value, int):
+            return check_count(self.name, value, int(self.least), most)
+        return value
 
     def _listed(self, text: Value, kind: Callable[[str], Number], words: str) -> list[Number]:
         try:

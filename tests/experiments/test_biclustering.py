@@ -182,7 +182,7 @@ def test_a_bad_file_gets_one_sentence(change: dict[str, Any], message: str, tmp_
         ({"clients": 5}, "clients must be 3, one per atom, got 5"),
         ({"thresholds": "aic"}, "thresholds must be one of 'sure', 'bic', got 'aic'"),
         ({"noise": -1.0}, r"noise must be in \[0, inf\], got -1"),
-        ({"informative": 500}, "informative must be at most 400, got 500"),
+        ({"informative": 500}, "informative must be between 4 and 400, got 500"),
         ({"seeds": 0}, "seeds must be at least 1, got 0"),
         ({"data": "nowhere.npz"}, "data must be a file, got 'nowhere.npz'"),
     ],
