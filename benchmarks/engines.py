@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from flwr.serverapp import Grid
 from flwr_perdl._records import ARRAYS, CONFIG
 from flwr_perdl.strategies._strategy import attentive
 from perdl_experiments.engine import federate, on_ray
-from perdl_experiments.studies import configure, synthetic
+from perdl_experiments.studies import configure, find, synthetic
 
 CLIENTS = 200
 #: Rounds of a run, and how many are left out: in the first two, workers start and plant data.
@@ -41,12 +42,12 @@ def train(message: Message, context: Context) -> Message:
     return Message(message.content, reply_to=message)
 
 
-def perma(config: dict[str, Any]) -> list[float]:
+def perma(config: synthetic.Config) -> list[float]:
     """Return when each round of a run of `synthetic` was over."""
     ends: list[float] = []
     federate(
         synthetic,
-        {**config, "rounds": ROUNDS},
+        replace(config, rounds=ROUNDS),
         engine="ray",
         fraction_evaluate=0.0,
         on_round=lambda report: ends.append(time.perf_counter()),
@@ -80,8 +81,8 @@ def nothing(atoms: np.ndarray, waiting: Callable[[Grid], Any]) -> list[float]:
 def ratios() -> dict[str, Any]:
     """Measure times."""
     logging.getLogger("flwr").setLevel(logging.ERROR)
-    config = configure(synthetic, clients=CLIENTS, options={"seeds": 1})
-    atoms = federate(synthetic, {**config, "rounds": 1}).arrays[0]  # as many numbers
+    config = configure(find("synthetic"), clients=CLIENTS, options={"seeds": 1})
+    atoms = federate(synthetic, replace(config, rounds=1)).arrays[0]  # as many numbers
     runs: dict[str, Callable[[], list[float]]] = {
         "perma": lambda: perma(config),
         "empty": lambda: nothing(atoms, lambda grid: nullcontext()),

@@ -45,6 +45,15 @@ import numpy as np
 from PIL import Image
 
 from perdl_experiments import run_experiment
+from perdl_experiments.render import (
+    claim_holds,
+    fill,
+    first_sentence,
+    is_less,
+    markdown_table,
+    markdown_text,
+    number,
+)
 from perdl_experiments.studies import configure, find
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -62,12 +71,9 @@ MEANING = {
     NOT_COMPARABLE: "our data stand in for the paper's; the page says how to run it on the latter",
     NEW: "no paper shows it",
 }
-#: Less is less by more than this share, or so many decibels, and by more than rounding.
-SHARE, DECIBELS, ROUNDING = 0.01, 0.1, 1e-9
 LARGE, WIDTH = 200_000, 1100  # bytes of a picture; pixels to which a larger one is brought
 MANY = 6  # comparisons in a cell at most
 _KEPT = 6  # significant digits
-_PLACE = re.compile(r"\{([^}]+)\}")
 
 
 # The entries ---------------------------------------------------------------------------------
@@ -126,7 +132,7 @@ class Entry(NamedTuple):
     def seeds(self, run: str) -> list[int]:
         """Return the seed of each repetition; where one runs many seeds, the first of its own."""
         options = configure(find(self.experiment), options=self.runs[run])
-        step = int(options.get("seeds", options.get("splits", 1)))
+        step = getattr(options, "splits", options.seeds)
         return [repeat * step for repeat in range(REPEATS)]
 
     def folder(self, run: str, seed: int) -> Path:
@@ -157,7 +163,8 @@ class Job(NamedTuple):
     def config(self) -> dict[str, Any]:
         """The complete config, as ``run.json`` has it."""
         experiment = find(self.entry.experiment)
-        return configure(experiment, seed=self.seed, options=self.entry.runs[self.run])
+        given = configure(experiment, seed=self.seed, options=self.entry.runs[self.run])
+        return dict(given.options)
 
     @property
     def folder(self) -> Path:
@@ -322,7 +329,14 @@ class Found:
 
     def fill(self, template: str) -> str:
         """Return a sentence with its metrics filled in."""
-        return _PLACE.sub(lambda match: number(self.get(match[1])), " ".join(template.split()))
+        return fill(template, self.get)
+
+
+def finding(entry: Entry, found: Found) -> str:
+    """Return the sentence that says what was found, with the medians of the first run."""
+    templates = find(entry.experiment).page["finding"]
+    template = first_sentence(templates, found.metrics(found.first))
+    return "" if template is None else found.fill(template)
 
 
 def verdict_of(figure: Figure, entry: Entry, found: Found) -> str:
@@ -341,18 +355,7 @@ def verdict_of(figure: Figure, entry: Entry, found: Found) -> str:
 
 def holds(claim: Claim, found: Found) -> bool:
     """Return whether a claim holds of the medians."""
-    return all(
-        is_less(found.get(left), claim.factor * found.get(right), f"{left} {right}")
-        for left, right in claim.less
-    )
-
-
-def is_less(left: float, right: float, metrics: str = "") -> bool:
-    """Return whether a number is less than another by more than a trifle of such metrics."""
-    if not np.isfinite(right):
-        return left < right
-    trifle = DECIBELS if "psnr_" in metrics else SHARE * abs(right)
-    return left < right - max(trifle, ROUNDING)
+    return claim_holds(claim.less, found.get, claim.factor)
 
 
 def verdict(entry: Entry, found: Found) -> str:
@@ -408,15 +411,6 @@ def against(rivals: Rivals, found: Found) -> str:
     return f"None is better than ours ({ours}): {'; '.join(names)}."
 
 
-def number(value: float) -> str:
-    """Return a number as a reader likes it."""
-    if not np.isfinite(value):
-        return "never"
-    if value and abs(value) < 1e-4:
-        return f"{value:.1e}"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
 # The pages -----------------------------------------------------------------------------------
 
 
@@ -461,7 +455,7 @@ def _index(results: Mapping[str, Any]) -> Iterator[str]:
     yield "```sh\nmake gallery                  # all of it, resumable: runs/gallery"
     yield "make gallery ARGS=--small     # the quick ones"
     yield "make gallery ARGS=synthetic   # some, by the names of their pages\n```\n"
-    yield _table(["", "what", "headline", "verdict"], rows)
+    yield markdown_table(["", "what", "headline", "verdict"], rows)
     yield "".join(f"- **{name}**: {meaning}\n" for name, meaning in MEANING.items())
     yield (
         "P0: Liang, Shi, Al Kontar and Fattahi, NeurIPS 2023. P1: Chen, Towfic and Sayed, IEEE TSP "
@@ -476,6 +470,9 @@ def _page(entry: Entry, results: Mapping[str, Any]) -> Iterator[str]:
     found = Found(entry, results)
     first = found.runs[found.first]
     yield f"# {entry.title}\n"
+    found_first = finding(entry, found)
+    if found_first:
+        yield f"**{markdown_text(found_first)}**\n"
     yield f"{', '.join(entry.shows) or 'Not in the papers'}. Verdict: {_verdict(entry, found)}.\n"
     yield f"{' '.join(entry.about.split())}\n"
     yield f"```sh\n{_command(entry)}\n```\n"
@@ -483,12 +480,12 @@ def _page(entry: Entry, results: Mapping[str, Any]) -> Iterator[str]:
         name, _, ending = figure["file"].rpartition(".")
         if name in entry.pictures and ending == "png":
             yield f"![{figure['title']}]({entry.name}-{name}.png)\n"
-            yield f"*{_plain(figure['caption'])}*\n"
+            yield f"*{markdown_text(figure['caption'])}*\n"
     yield "## Judgement\n"
-    yield f"{_plain(judgement(entry, found))}\n"
+    yield f"{markdown_text(judgement(entry, found))}\n"
     if entry.rivals:
         yield "## Beside other methods\n"
-        yield from (f"- {_plain(against(rivals, found))}" for rivals in entry.rivals)
+        yield from (f"- {markdown_text(against(rivals, found))}" for rivals in entry.rivals)
         yield f"- {' '.join(entry.tuning.split())}\n"
     yield "## Beside the paper\n" if entry.shows else "## Figures\n"
     yield _figures(entry, found)
@@ -502,15 +499,15 @@ def _page(entry: Entry, results: Mapping[str, Any]) -> Iterator[str]:
         yield "```sh\n{}\n```\n".format("\n".join(entry.data))
     for table in entry.paper_tables:
         yield f"## {table['title']}\n"
-        yield _table(table["columns"], table["rows"])
+        yield markdown_table(table["columns"], table["rows"])
     yield "## Tables\n"
     for run, one in found.runs.items():
         for table in one["tables"]:
-            yield f"**{_plain(table['title'])}** ({_run_words(run, one, len(found.runs))})\n"
-            yield _table(table["columns"], table["rows"])
-            yield f"{_plain(table['caption'])}\n"
+            yield f"**{markdown_text(table['title'])}** ({_run_words(run, one, len(found.runs))})\n"
+            yield markdown_table(table["columns"], table["rows"])
+            yield f"{markdown_text(table['caption'])}\n"
     yield "## Notes\n"
-    yield from (f"- {_plain(note)}" for note in first["notes"])
+    yield from (f"- {markdown_text(note)}" for note in first["notes"])
     versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
     yield f"- {versions}.\n"
     yield "## All metrics\n"
@@ -523,7 +520,7 @@ def _page(entry: Entry, results: Mapping[str, Any]) -> Iterator[str]:
             f"{number(one['floats_up'])} floats up and {number(one['floats_down'])} down per "
             "client.\n"
         )
-        yield _table(
+        yield markdown_table(
             ["metric", "median", "low", "high"],
             [
                 [f"`{n}`", *(number(found.get(f"{run}:{n}", k)) for k in ("median", "low", "high"))]
@@ -540,7 +537,7 @@ def _figures(entry: Entry, found: Found) -> str:
         rows.append([figure.words, number(found.get(figure.metric)), f"{low} to {high}"])
     columns = ["", "here, median", "range"]
     if not entry.shows:
-        return _table(columns, rows)
+        return markdown_table(columns, rows)
     for row, figure in zip(rows, entry.figures, strict=True):
         judged = verdict_of(figure, entry, found)
         if judged and not figure.counts and not entry.stand_in:
@@ -548,7 +545,7 @@ def _figures(entry: Entry, found: Found) -> str:
         known = "curve only" if figure.source else ""
         row.insert(1, known if figure.paper is None else number(figure.paper))
         row += [judged, figure.source]
-    return _table(["", "paper", *columns[1:], "verdict", "the paper's from"], rows)
+    return markdown_table(["", "paper", *columns[1:], "verdict", "the paper's from"], rows)
 
 
 def _claims(entry: Entry, found: Found) -> Iterator[str]:
@@ -563,7 +560,7 @@ def _claims(entry: Entry, found: Found) -> Iterator[str]:
             said = f"{len(words)} times less, the closest: {words[closest]}"
         rows.append([claim.source, said, "holds" if holds(claim, found) else "does not hold"])
     if rows:
-        yield _table(["the paper's claim", "asked of our medians", ""], rows)
+        yield markdown_table(["the paper's claim", "asked of our medians", ""], rows)
 
 
 def _verdict(entry: Entry, found: Found) -> str:
@@ -594,24 +591,6 @@ def _options(options: Mapping[str, Any]) -> str:
 def _run_words(run: str, one: Mapping[str, Any], runs: int) -> str:
     seed = f"seed {one['seeds'][0]}"
     return seed if runs == 1 else f"{run}, {seed}"
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table as Markdown, columns of numbers but the first to the right."""
-    sides = [
-        "---:" if all(re.match(r"[-\d]|never|$", row[i]) for row in rows) else "---"
-        for i in range(1, len(columns))
-    ]
-    shown = [[_plain(cell) for cell in row] for row in rows]
-    lines = [[_plain(column) for column in columns], ["---", *sides], *shown]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
-
-
-def _plain(text: str) -> str:
-    """Return text whose signs mean themselves to Markdown, outside of code."""
-    parts = " ".join(text.split()).split("`")
-    parts[::2] = [re.sub(r"(?=[|_])", r"\\", part.replace("<", "&lt;")) for part in parts[::2]]
-    return "`".join(parts)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from perdl_experiments.studies import EXPERIMENTS, FederatedExperiment
+from perdl_experiments.studies import EXPERIMENTS
 
 #: Keys that say how to run, not what, and their empty values.
 _HOW: dict[str, Any] = {
@@ -36,6 +36,6 @@ def read_run_config(run_config: Mapping[str, Any]) -> Asked:
 
 def all_keys() -> dict[str, Any]:
     """Return every key that a run config may have, with its empty value."""
-    federated = [one for one in EXPERIMENTS.values() if isinstance(one, FederatedExperiment)]
-    options = {key: "" for experiment in federated for key in experiment.DEFAULTS}
+    federated = [one for one in EXPERIMENTS.values() if one.federated]
+    options = {key: "" for experiment in federated for key in experiment.options}
     return {**_HOW, **options}

@@ -15,7 +15,7 @@ from functools import partial
 
 import numpy as np
 
-from flwr_perdl._checks import Matrix
+from flwr_perdl.checks import Matrix
 from flwr_perdl.clients.dictionary import Start
 from flwr_perdl.dictionary import Learner, normalize_atoms, sparse_code, warm_start
 

@@ -22,13 +22,13 @@ from rich.progress import Progress as Bar
 from rich.text import Text
 
 from flwr_perdl import __version__
-from flwr_perdl._checks import check_count
+from flwr_perdl.checks import check_count
 from perdl_experiments.deployment import MOST_NODES, Deployment
 from perdl_experiments.fetch import HUB, SCIKIT_LEARN, check_target, save
 from perdl_experiments.fetch import fetch as fetch_images
 from perdl_experiments.report import odd_clients, read_results, write_report
 from perdl_experiments.runner import Progress, check_deployed, resumable, run_experiment
-from perdl_experiments.studies import COMMON, EXPERIMENTS, find, meaning, sites
+from perdl_experiments.studies import COMMON, EXPERIMENTS, find, sites
 from perdl_experiments.terminal import Rows, console, plain_logs, printable_lines
 from perdl_experiments.watch import watch as watch_run
 from perdl_experiments.words import plural
@@ -37,7 +37,7 @@ from perdl_experiments.words import plural
 _GRACE = 30.0
 
 app = typer.Typer(
-    help="Federated dictionary learning, clustered regression, learning between neighbours.",
+    help="Federated dictionary learning, clustered regression, learning between neighbors.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -101,13 +101,13 @@ def common(
         bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Its version.")
     ] = False,
 ) -> None:
-    """Federated dictionary learning, clustered regression, learning between neighbours."""
+    """Federated dictionary learning, clustered regression, learning between neighbors."""
 
 
 @app.command("list")
 def list_experiments() -> None:
     """List the experiments."""
-    rows = [[name, one.ABOUT, one.SOURCE] for name, one in EXPERIMENTS.items()]
+    rows = [[name, one.about, one.source] for name, one in EXPERIMENTS.items()]
     console().print(Rows(["experiment", "what it shows", "after"], rows))
 
 
@@ -117,11 +117,11 @@ def options(experiment: Named) -> None:
     with _errors_in_a_sentence():
         found = find(experiment)
     rows = [
-        [name, str(default), meaning(found, name).replace("`", "")]
-        for name, default in found.DEFAULTS.items()
+        [name, str(option.default), option.help.replace("`", "")]
+        for name, option in found.options.items()
     ]
     console().print(Rows(["option", "default", "meaning"], rows))
-    flags = ", ".join(f"--{name}" for name in COMMON if name in found.DEFAULTS)
+    flags = ", ".join(f"--{name}" for name in COMMON if name in found.options)
     console().print(f"{flags}; all others: -o key=value.")
 
 
@@ -260,7 +260,7 @@ def up(
         if rounds is not None:
             deployed["rounds"] = rounds
         how: dict[str, Any] = {"out": str(folder), "resume": resume, "overwrite": overwrite}
-        check_deployed(experiment, node_config=node_config(0), options=given, **deployed, **how)
+        check_deployed(experiment, node_config=node_config(0), how=how, options=given, **deployed)
         with Deployment(
             folder / "deployment", nodes, tls=tls, node_config=node_config, tell=shown.print
         ) as deployment:
@@ -356,7 +356,9 @@ def _bar(shown: Console) -> Iterator[Callable[[Progress], None]]:
 
 
 def _show(shown: Console, results: dict[str, Any], folder: Path) -> None:
-    """Print a run's tables and notes, and where its page is."""
+    """Print what a run found, its tables and notes, and where its page is."""
+    if results.get("finding"):
+        shown.print(printable_lines(results["finding"]))
     odd = odd_clients(results)
     for entry in [*results["tables"], *([] if odd is None else [odd])]:
         shown.print(Rows(entry["columns"], entry["rows"], entry["title"]))

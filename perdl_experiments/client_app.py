@@ -7,7 +7,7 @@ from flwr.client import NumPyClient
 
 from flwr_perdl.clients import client_app
 from perdl_experiments._run_config import read_run_config
-from perdl_experiments.studies import FederatedExperiment, configure, find
+from perdl_experiments.studies import configure, find
 
 
 def make_client(context: Context) -> NumPyClient:
@@ -15,11 +15,10 @@ def make_client(context: Context) -> NumPyClient:
     name, options = read_run_config(context.run_config)
     clients = int(context.node_config.get("num-partitions", 0))
     experiment = find(name)
-    if not isinstance(experiment, FederatedExperiment):
+    if experiment.federated is None:
         raise ValueError(f"{name} must run in process: it has no Flower clients.")
-    return experiment.client(
-        context, configure(experiment, options={**options, "clients": clients})
-    )
+    config = configure(experiment, options={**options, "clients": clients})
+    return experiment.federated.client(context, config)
 
 
 app = client_app(make_client)

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.ndimage import gaussian_filter
 
-from flwr_perdl._checks import Matrix
-from flwr_perdl._random import DATA, spawn
+from flwr_perdl.checks import Matrix
+from flwr_perdl.random import DATA, spawn
 from perdl_experiments.data import IMAGES, cached_by_file, names_in, read_arrays, to_unit_range
 
 #: Of a longer clip as many frames, evenly spread, are taken.
@@ -247,7 +247,7 @@ def draw_street(
     rng : Generator
         Draws everything.
     n_frames, height, width : int
-        Of the clip; colour.
+        Of the clip; color.
     noise : float
         Standard deviation of normal noise.
     drift : float
@@ -294,7 +294,7 @@ _PAINTS = np.array(
 
 
 class _Car(NamedTuple):
-    """A car: its wheels' height, pixels per frame, place at first, height, colour."""
+    """A car: its wheels' height, pixels per frame, place at first, height, color."""
 
     bottom: float
     speed: float

@@ -18,7 +18,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 from scipy.stats import ortho_group
 
-from flwr_perdl._checks import Matrix
+from flwr_perdl.checks import Matrix
 
 Given = ParamSpec("Given")
 Loaded = TypeVar("Loaded")
@@ -31,7 +31,7 @@ IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp", ".pgm", ".p
 
 
 class Images(NamedTuple):
-    """Labelled images.
+    """Labeled images.
 
     Attributes
     ----------
@@ -122,7 +122,7 @@ def digest(path: str) -> str:
 
 @cached_by_file(maxsize=2)
 def load_images(path: str) -> Images:
-    """Load labelled images and bring them to [0, 1].
+    """Load labeled images and bring them to [0, 1].
 
     Bytes are divided by 255; other values outside [0, 1] are divided by the greatest one, after a
     shift of the least one to 0 where it is negative.

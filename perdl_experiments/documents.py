@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
-from flwr_perdl._checks import Matrix, check_count, check_real
-from flwr_perdl._random import DATA, spawn
+from flwr_perdl.checks import Matrix, check_count, check_real
+from flwr_perdl.random import DATA, spawn
 from perdl_experiments.data import cached_by_file, read_npz
 
 Csr = Any  # scipy.sparse.csr_array; SciPy ships no types

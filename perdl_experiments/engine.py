@@ -25,29 +25,43 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import Result
 
-from flwr_perdl._checks import Matrix, check_choice
-from flwr_perdl._records import ANEW
+from flwr_perdl.checks import Matrix, check_choice
 from flwr_perdl.clients import client_app
+from flwr_perdl.records import ANEW, EVALUATE
 from flwr_perdl.simulations.grid import InProcessGrid
 from flwr_perdl.strategies import ProtocolStrategy, RoundReport, ServerSettings
-from flwr_perdl.strategies._conversation import EVALUATE
 from perdl_experiments.words import plural
 
 ENGINES = ("in-process", "ray")
 
 Served = TypeVar("Served")
 
-Config = Mapping[str, Any]
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
+
+
+class Config(Protocol):
+    """What an engine needs to know of a config."""
+
+    @property
+    def clients(self) -> int:
+        """Number of clients."""
+
+    @property
+    def rounds(self) -> int:
+        """Communication rounds."""
+
+    @property
+    def seed(self) -> int:
+        """The run's one seed."""
 
 
 class Federation(Protocol):
     """What an engine needs of an experiment (a module with these two functions)."""
 
-    def client(self, context: Context, config: Config) -> NumPyClient:
+    def client(self, context: Context, config: Any) -> NumPyClient:
         """Return the client of ``context``'s partition."""
 
-    def strategy(self, config: Config, **options: Any) -> ProtocolStrategy:
+    def strategy(self, config: Any, **options: Any) -> ProtocolStrategy:
         """Return the strategy; ``options`` are the server's."""
 
 
@@ -94,9 +108,8 @@ def federate(
     ----------
     experiment : Federation
         Makes the clients and the strategy.
-    config : mapping
-        At least ``clients``, ``rounds`` and ``seed``; ``state_dir`` is where clients keep their
-        private state on disk.
+    config : Config
+        The experiment's own class.
     engine : str or Grid
         See the module's table.
     evaluate_fn : callable, optional
@@ -118,10 +131,9 @@ def federate(
         return run(engine)
     check_engine(engine)
     app = client_app(partial(experiment.client, config=config))
-    clients = int(config["clients"])
     if engine == "in-process":
-        return run(InProcessGrid(app, clients))
-    return on_ray(run, app, clients)
+        return run(InProcessGrid(app, config.clients))
+    return on_ray(run, app, config.clients)
 
 
 def arranged(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,15 +163,15 @@ def _run_on(
 ) -> Federated:
     """Run the strategy to its end on any grid."""
     server: dict[str, Any] = {
-        "seed": int(config["seed"]),
-        "num_clients": int(config["clients"]),
-        "min_clients": min(2, int(config["clients"])),
+        "seed": config.seed,
+        "num_clients": config.clients,
+        "min_clients": min(2, config.clients),
     }
     strategy = experiment.strategy(config, **{**server, **options})
     started = time.perf_counter()
     result = strategy.start(
         grid,
-        num_rounds=int(config["rounds"]),
+        num_rounds=config.rounds,
         evaluate_config=ConfigRecord(dict(evaluate_config or {})),
         evaluate_fn=evaluate_fn,
     )

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl._checks import check_count
-from flwr_perdl._store import replacing
+from flwr_perdl.checks import check_count
+from flwr_perdl.files import replacing
 
 #: The most pixels of a set, four gigabytes, and how many image files are read at a time.
 _PIXELS, _AT_ONCE = 2**32, 100
@@ -48,7 +48,7 @@ def fetch(
     limit: int | None = None,
     folder: str | None = None,
 ) -> dict[str, NDArray[Any]]:
-    """Fetch labelled images; at the first use from the network, then from where they are kept.
+    """Fetch labeled images; at the first use from the network, then from where they are kept.
 
     Parameters
     ----------
@@ -69,7 +69,7 @@ def fetch(
     Returns
     -------
     dict
-        ``X`` (n, height, width), grey, bytes or float32; ``y`` (n,), integers; with natural
+        ``X`` (n, height, width), gray, bytes or float32; ``y`` (n,), integers; with natural
         clients ``client`` (n,), integers from 0 on in the order of the clients' names.
 
     Raises
@@ -128,7 +128,7 @@ def columns(rows: Any, source: Source) -> dict[str, NDArray[Any]]:
         raise ValueError(
             f"column {source.label!r} of {source.dataset} must hold integers, got {y.dtype}."
         )
-    arrays = {"X": _grey(rows, source), "y": y}
+    arrays = {"X": _gray(rows, source), "y": y}
     if source.client is not None:
         whose = _column(rows, source, source.client)
         if whose.dtype.kind not in "iuU":
@@ -148,8 +148,8 @@ def _column(rows: Any, source: Source, name: str) -> NDArray[Any]:
     return np.asarray(column)
 
 
-def _grey(rows: Any, source: Source) -> NDArray[np.uint8]:
-    """Return the images in grey, (n, height, width).
+def _gray(rows: Any, source: Source) -> NDArray[np.uint8]:
+    """Return the images in gray, (n, height, width).
 
     A small file may hold a large image: images are decoded one by one, and none that has another
     number of pixels than the first.
@@ -160,8 +160,8 @@ def _grey(rows: Any, source: Source) -> NDArray[np.uint8]:
         if not at:
             check_count(f"pixels of {source.dataset}", len(rows) * height * width, 1, _PIXELS)
         if not at or height * width == X[0].size:
-            grey = _decoded(picture, source)
-            height, width = grey.shape
+            gray = _decoded(picture, source)
+            height, width = gray.shape
             if not at:
                 X = np.empty((len(rows), height, width), dtype=np.uint8)
         if X.shape[1:] != (height, width):
@@ -169,7 +169,7 @@ def _grey(rows: Any, source: Source) -> NDArray[np.uint8]:
                 f"images of {source.dataset} must have one size, got "
                 f"{X.shape[1]}x{X.shape[2]} and {height}x{width}."
             )
-        X[at] = grey
+        X[at] = gray
     return X
 
 
@@ -191,7 +191,7 @@ def _pictures(rows: Any, source: Source) -> Iterator[Any]:
 
 
 def _decoded(picture: Any, source: Source) -> NDArray[np.uint8]:
-    """Return an image in grey, turned as its file says."""
+    """Return an image in gray, turned as its file says."""
     from PIL import ImageOps
 
     try:
@@ -278,7 +278,7 @@ def _olivetti() -> tuple[NDArray[Any], NDArray[Any]]:
     return faces.images, faces.target
 
 
-def _labelled_faces() -> tuple[NDArray[Any], NDArray[Any]]:
+def _labeled_faces() -> tuple[NDArray[Any], NDArray[Any]]:
     from sklearn.datasets import fetch_lfw_people
 
     faces = fetch_lfw_people(min_faces_per_person=20)
@@ -295,6 +295,6 @@ def _mnist_from_openml() -> tuple[NDArray[Any], NDArray[Any]]:
 #: Sets that scikit-learn fetches.
 SCIKIT_LEARN: dict[str, Callable[[], tuple[NDArray[Any], NDArray[Any]]]] = {
     "olivetti": _olivetti,
-    "lfw": _labelled_faces,
+    "lfw": _labeled_faces,
     "mnist-openml": _mnist_from_openml,
 }

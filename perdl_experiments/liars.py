@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl._checks import Matrix, check_choice
-from flwr_perdl._random import SERVER, spawn
-from flwr_perdl._records import STEP, Scalar
+from flwr_perdl.checks import Matrix, check_choice
 from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.clients.dictionary import START
+from flwr_perdl.random import SERVER, spawn
+from flwr_perdl.records import STEP, Scalar
 from flwr_perdl.regression import Answers, Clients, TwoPhase
 from perdl_experiments.mixed_regression_data import Mixed
 

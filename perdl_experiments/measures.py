@@ -11,10 +11,10 @@ from typing import NamedTuple
 import numpy as np
 from scipy.ndimage import gaussian_filter1d
 
-from flwr_perdl._checks import Matrix
+from flwr_perdl.checks import Matrix
 
 SIGMA = 1.5
-_REACH = 5  # the Gaussian window ends 3.5 sigma from its centre
+_REACH = 5  # the Gaussian window ends 3.5 sigma from its center
 _FLOOR = 1e-10  # an image rebuilt exactly counts as 100 dB
 
 

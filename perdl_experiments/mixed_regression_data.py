@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl._checks import Matrix, check_choice
+from flwr_perdl.checks import Matrix, check_choice
 
 SETTINGS = ("C1", "C2", "C3")
 

@@ -75,7 +75,7 @@ def _draw(axes: Axes, weights: CombinationMatrix) -> None:
 
 
 def positions(topology: Topology) -> NDArray[np.float64]:
-    """Return where to draw the nodes, shape (n_nodes, 2): neighbours close to each other."""
+    """Return where to draw the nodes, shape (n_nodes, 2): neighbors close to each other."""
     graph = nx.from_scipy_sparse_array(topology.adjacency)
     layout = nx.kamada_kawai_layout(graph) if topology.is_connected else nx.circular_layout(graph)
     return np.stack([layout[node] for node in range(topology.n_nodes)])

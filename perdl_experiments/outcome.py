@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_perdl import __version__
-from flwr_perdl._store import replacing
+from flwr_perdl.files import replacing
+from perdl_experiments.render import Page, Record, Table, report, say
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,102 +26,50 @@ NEXT = "next"
 _FRAME_TIME = 100  # of a film, in milliseconds
 
 
-class Table(NamedTuple):
-    """A table as a person reads it.
-
-    Attributes
-    ----------
-    title, caption : str
-        What it shows, and what to know about it.
-    columns : sequence of str
-        Heads; the first column names the rows.
-    rows : sequence of sequence of str
-        The cells.
-    """
-
-    title: str
-    caption: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-
-class Picture(NamedTuple):
-    """A figure with its words.
-
-    Attributes
-    ----------
-    name : str
-        The file's name without ending.
-    title, caption : str
-        What it shows, and what to know about it.
-    figure : matplotlib.figure.Figure
-        The drawing.
-    """
-
-    name: str
-    title: str
-    caption: str
-    figure: Figure
-
-
-class Film(NamedTuple):
-    """A moving picture with its words, written as a GIF.
-
-    Attributes
-    ----------
-    name, title, caption : str
-        As a `Picture`'s.
-    frames : ndarray of uint8 of shape (n_frames, height, width, 3)
-        Shown ten per second.
-    """
-
-    name: str
-    title: str
-    caption: str
-    frames: NDArray[np.uint8]
-
-
 class Outcome(NamedTuple):
     """What an experiment found.
 
     Attributes
     ----------
-    metrics : mapping of str to float
-        Figures under stable names.
+    records : sequence of Record
+        Its results; the study's TOML file says which metrics and tables they make.
     curves : mapping of str to sequence of float
-        Figures per round, or per path.
+        Results per round, or per path.
     arrays : mapping of str to ndarray
         What was learned.
-    tables : sequence of Table
-    pictures : sequence of Picture
-    notes : sequence of str
-        Sentences a reader should know.
+    figures : mapping of str to matplotlib.figure.Figure or ndarray
+        Drawings by the names of their files without ending; frames of a film as uint8 of shape
+        (n_frames, height, width, 3).
     rounds : int
         Communication rounds of one federation.
     floats_up, floats_down : float
         Floats that a client sent and received in one federation, the mean over clients.
-    films : sequence of Film
+    facts : mapping, optional
+        What the texts of the TOML file refer to besides options and metrics.
+    tables : sequence of Table, optional
+        Tables that are none of records.
     """
 
-    metrics: Mapping[str, float]
+    records: Sequence[Record]
     curves: Mapping[str, Sequence[float]]
     arrays: Mapping[str, NDArray[Any]]
-    tables: Sequence[Table]
-    pictures: Sequence[Picture]
-    notes: Sequence[str]
+    figures: Mapping[str, Figure | NDArray[np.uint8]]
     rounds: int
     floats_up: float
     floats_down: float
-    films: Sequence[Film] = ()
+    facts: Mapping[str, Any] = {}
+    tables: Sequence[Table] = ()
 
 
-def to_results(outcome: Outcome, **run: Any) -> dict[str, Any]:
+def to_results(outcome: Outcome, page: Page, **run: Any) -> dict[str, Any]:
     """Return what results.json says of an outcome.
 
     Parameters
     ----------
     outcome : Outcome
         What the experiment found.
+    page : mapping
+        The study's TOML file.
     **run
         ``experiment``, ``about``, ``source``, ``config``, ``seed``, ``engine``, ``seconds``,
         ``clients`` (what happened to each client's replies, by partition).
@@ -135,31 +84,32 @@ def to_results(outcome: Outcome, **run: Any) -> dict[str, Any]:
     ValueError
         If a metric or a curve is not finite.
     """
-    metrics = {name: float(value) for name, value in outcome.metrics.items()}
+    facts = {**run["config"], **outcome.facts}
+    found = report(page, outcome.records, facts)
     curves = {name: [float(v) for v in values] for name, values in outcome.curves.items()}
-    for name, values in [*curves.items(), *((name, [v]) for name, v in metrics.items())]:
+    for name, values in [*curves.items(), *((n, [v]) for n, v in found["metrics"].items())]:
         if not np.isfinite(values).all():
             raise ValueError(f"{name} must be finite, got {values}.")
+    told = {**found["metrics"], **facts}
     return {
         **run,
         "versions": versions(),
-        "metrics": metrics,
+        **found,
         "curves": curves,
         "rounds": int(outcome.rounds),
         "floats_up": float(outcome.floats_up),
         "floats_down": float(outcome.floats_down),
-        "tables": [table._asdict() for table in outcome.tables],
+        "tables": [*found["tables"], *(table._asdict() for table in outcome.tables)],
         "figures": [
-            {"file": f"{one.name}.{ending}", "title": one.title, "caption": one.caption}
-            for ending, shown in (("png", outcome.pictures), ("gif", outcome.films))
-            for one in shown
+            {"file": one["file"], **{part: say(one[part], told) for part in ("title", "caption")}}
+            for one in page.get("figures", ())
+            if Path(one["file"]).stem in outcome.figures
         ],
-        "notes": list(outcome.notes),
     }
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that a figure may depend on."""
+    """Return the versions that a result may depend on."""
     others = {name: version(name) for name in ("flwr", "numpy", "scipy")}
     return {"flwr-perdl": __version__, "python": platform.python_version(), **others}
 
@@ -172,27 +122,30 @@ def write(out: Path, outcome: Outcome, results: Mapping[str, Any]) -> None:
     out : Path
         The folder; made when missing.
     outcome : Outcome
-        Its arrays and pictures are written.
+        Its arrays and figures are written.
     results : mapping
         What `to_results` returned.
     """
     out.mkdir(parents=True, exist_ok=True)
-    for picture in outcome.pictures:
-        with replacing(out / f"{picture.name}.png") as stream:
-            picture.figure.savefig(stream, format="png", dpi=144, bbox_inches="tight")
-    for film in outcome.films:
-        _write_film(out / f"{film.name}.gif", film)
-    named: dict[str, Any] = dict(outcome.arrays)
+    for named in results["figures"]:
+        path = out / named["file"]
+        drawn = outcome.figures[path.stem]
+        if isinstance(drawn, np.ndarray):
+            _write_film(path, drawn)
+            continue
+        with replacing(path) as stream:
+            drawn.savefig(stream, format="png", dpi=144, bbox_inches="tight")
+    arrays: dict[str, Any] = dict(outcome.arrays)
     with replacing(out / ARRAYS) as stream:
-        np.savez_compressed(stream, **named)
+        np.savez_compressed(stream, **arrays)
     with replacing(out / RESULTS) as stream:
         stream.write(json.dumps(results, indent=1, allow_nan=False).encode())
 
 
-def _write_film(path: Path, film: Film) -> None:
+def _write_film(path: Path, frames: NDArray[np.uint8]) -> None:
     from PIL import Image  # comes with matplotlib
 
-    first, *rest = [Image.fromarray(frame) for frame in film.frames]
+    first, *rest = [Image.fromarray(frame) for frame in frames]
     with replacing(path) as stream:
         first.save(
             stream, format="GIF", save_all=True, append_images=rest, duration=_FRAME_TIME, loop=0

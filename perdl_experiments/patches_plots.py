@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import numpy as np
 from matplotlib.figure import Figure
 
-from flwr_perdl._checks import Matrix
+from flwr_perdl.checks import Matrix
 from perdl_experiments.plots import _figure, _plain
 
-#: Colours that stay apart for up to ten curves.
+#: Colors that stay apart for up to ten curves.
 _COLORS = (
     "#0b6e99",
     "#d9730d",

@@ -8,7 +8,7 @@ from itertools import combinations
 import numpy as np
 from matplotlib.figure import Figure
 
-from flwr_perdl._checks import Matrix
+from flwr_perdl.checks import Matrix
 from perdl_experiments.plots import COLORS, _figure, _plain, _show
 
 
@@ -18,7 +18,7 @@ def side_by_side(columns: Mapping[str, Matrix]) -> Figure:
     Parameters
     ----------
     columns : mapping of str to ndarray of shape (n_images, height, width) or (…, 3)
-        Title -> images, grey or in colour; values outside [0, 1] are clipped.
+        Title -> images, gray or in color; values outside [0, 1] are clipped.
     """
     n_images, height, width = next(iter(columns.values())).shape[:3]
     size = 12 / len(columns)
@@ -31,7 +31,7 @@ def side_by_side(columns: Mapping[str, Matrix]) -> Figure:
 
 
 def layers(panels: Mapping[str, Matrix], groups: Sequence[str], *, x: str) -> Figure:
-    """Draw matrices of one shape as colours, blue below zero and red above, to one scale.
+    """Draw matrices of one shape as colors, blue below zero and red above, to one scale.
 
     Parameters
     ----------
@@ -66,7 +66,7 @@ def scatter(panels: Mapping[str, Matrix], groups: Sequence[str], *, axis: str) -
     panels : mapping of str to ndarray of shape (n_points, n_coordinates)
         Title -> points; at least two coordinates.
     groups : sequence of str
-        The group of each point: its colour and marker.
+        The group of each point: its color and marker.
     axis : str
         What a coordinate is called, before its number.
     """

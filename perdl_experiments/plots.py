@@ -13,7 +13,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from flwr_perdl._checks import Matrix
+from flwr_perdl.checks import Matrix
 
 COLORS = ("#0b6e99", "#d9730d", "#4d7c0f", "#9333ea", "#6b7280")
 _MARKERS = "os^Dv*"
@@ -34,7 +34,7 @@ def _plain(axes: Axes) -> Axes:
 
 
 def atoms(groups: Mapping[str, Matrix], shape: tuple[int, int], *, columns: int = 12) -> Figure:
-    """Draw groups of atoms as small pictures, each to its own scale with zero in the middle grey.
+    """Draw groups of atoms as small pictures, each to its own scale with zero in the middle gray.
 
     Parameters
     ----------
@@ -220,6 +220,36 @@ def trails(curves: Mapping[str, Matrix], names: Sequence[str], *, x: str, y: str
     return figure
 
 
+def roc_curves(
+    panels: Mapping[str, Mapping[str, tuple[Matrix, Matrix, str]]], *, x: str, y: str
+) -> Figure:
+    """Draw ROC curves, at most three panels side by side (Fig. 7 of P1).
+
+    Parameters
+    ----------
+    panels : mapping of str to mapping
+        Title -> label -> false and true positives, and the line's style.
+    x, y : str
+        What the axes show.
+    """
+    columns = min(3, len(panels))
+    rows = ceil(len(panels) / columns)
+    figure = _figure(3.2 * columns + 0.6, 3.0 * rows + 0.6)
+    grid = figure.subplots(rows, columns, sharey=True, squeeze=False).ravel()
+    for axes, (title, curves) in zip(grid, panels.items(), strict=False):
+        _plain(axes)
+        for color, (label, (false, true, style)) in zip(COLORS, curves.items(), strict=False):
+            axes.plot(false, true, style, color=color, label=label)
+        axes.plot([0, 1], [0, 1], ls=":", lw=1, color="black")
+        axes.set_title(title, fontsize=10, loc="left")
+        axes.legend(frameon=False, loc="lower right", fontsize=8)
+    for axes in grid[len(panels) :]:
+        axes.set_visible(False)
+    figure.supxlabel(x, fontsize=10)
+    figure.supylabel(y, fontsize=10)
+    return figure
+
+
 def boxes(groups: Mapping[str, Sequence[Sequence[float]]], *, x: str, y: str) -> Figure:
     """Draw side by side, per position, the spread of each group on a logarithmic axis (Fig. 2).
 
@@ -236,8 +266,8 @@ def boxes(groups: Mapping[str, Sequence[Sequence[float]]], *, x: str, y: str) ->
     width = 0.7 / len(groups)
     for index, (label, values) in enumerate(groups.items()):
         color = COLORS[index % len(COLORS)]
-        centre = np.arange(count) + (index - (len(groups) - 1) / 2) * width
-        for position, sample in zip(centre, values, strict=True):
+        center = np.arange(count) + (index - (len(groups) - 1) / 2) * width
+        for position, sample in zip(center, values, strict=True):
             shown = np.maximum(np.asarray(sample), 1e-16)
             low, median, high = np.quantile(shown, [0.0, 0.5, 1.0])
             axes.plot([position, position], [low, high], color=color, alpha=0.35, lw=4)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from flwr_perdl._checks import Matrix
+from flwr_perdl.checks import Matrix
 from perdl_experiments.plots import COLORS, _figure, _legend, _plain
 
 

@@ -11,19 +11,17 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from flwr_perdl._store import replacing
+from flwr_perdl.files import replacing
 from perdl_experiments.outcome import RESULTS
+from perdl_experiments.render import html_table
 
 REPORT = "report.html"
-
-#: A cell of more characters is a text and wraps.
-LONG = 40
 
 #: Clients with odd replies that the page shows.
 MOST_CLIENTS = 20
 
 #: What the parts of results.json are that are shown, where they are there.
-_TEXTS = ("experiment", "about", "source", "engine")
+_TEXTS = ("experiment", "about", "source", "engine", "finding")
 _NUMBERS = ("rounds", "floats_up", "floats_down", "seconds")
 _MAPPINGS = ("config", "versions")
 _LARGEST = 1e300
@@ -50,6 +48,7 @@ main { max-width: 60rem; margin: 0 auto; padding: 2rem 1rem 4rem }
 h1 { font-size: 1.7rem; line-height: 1.2; margin: 0 0 .3rem }
 h2 { font-size: 1.15rem; margin: 2.4rem 0 .3rem }
 p { margin: .3rem 0 .8rem }
+.finding { font-size: 1.15rem }
 .soft, figcaption, .caption { color: var(--soft); font-size: .93rem }
 .facts { display: flex; flex-wrap: wrap; gap: .5rem; margin: 1.2rem 0; padding: 0;
   list-style: none }
@@ -77,7 +76,7 @@ code { overflow-wrap: anywhere }
 <body>
 <main>
 <h1>$title</h1>
-<p class="soft">$about</p>
+$finding<p class="soft">$about</p>
 <ul class="facts">$facts</ul>
 $body
 <details><summary>Settings and versions</summary><p><code>$settings</code></p>
@@ -208,15 +207,17 @@ def render(results: Mapping[str, Any], out: Path) -> str:
         "engine": results["engine"],
         "seed": results["seed"],
     }
-    body = [*map(_table, results["tables"]), *(_figure(f, out) for f in results["figures"])]
+    body = [*map(html_table, results["tables"]), *(_figure(f, out) for f in results["figures"])]
     odd = odd_clients(results)
     if odd is not None:
-        body.append(_table(odd))
+        body.append(html_table(odd))
+    found = results.get("finding", "")
     if results["notes"]:
         notes = "".join(f"<p>{escape(note)}</p>" for note in results["notes"])
         body.append(f"<h2>Notes</h2>{notes}")
     return _PAGE.substitute(
         title=escape(results["experiment"]),
+        finding=f"<p class='finding'>{escape(found)}</p>\n" if found else "",
         about=escape(f"{results['about']} (after {results['source']})."),
         facts="".join(
             _fact(escape(str(value)), name) for name, value in facts.items() if value != "0"
@@ -264,25 +265,6 @@ def _listing(items: Mapping[str, Any]) -> str:
 
 def _fact(value: str, name: str) -> str:
     return f"<li><b>{value}</b><span>{name}</span></li>"
-
-
-def _table(table: Mapping[str, Any]) -> str:
-    head = "".join(f"<th>{escape(column)}</th>" for column in table["columns"])
-    rows = "".join(_row(row) for row in table["rows"])
-    return (
-        f"<h2>{escape(table['title'])}</h2><div class='scroll'><table>"
-        f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
-        f"<p class='caption'>{escape(table['caption'])}</p>"
-    )
-
-
-def _row(cells: Sequence[str]) -> str:
-    return "<tr>" + "".join(map(_cell, cells)) + "</tr>"
-
-
-def _cell(cell: str) -> str:
-    long = " class='long'" if len(cell) > LONG else ""
-    return f"<td{long}>{escape(cell)}</td>"
 
 
 def _figure(figure: Mapping[str, str], out: Path) -> str:

@@ -7,37 +7,41 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from flwr.app import ArrayRecord, Context, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
-from flwr_perdl import _store
-from flwr_perdl._checks import check_count
-from flwr_perdl._records import PARTITION_ID
-from flwr_perdl._threads import one_blas_thread
+from flwr_perdl import files
+from flwr_perdl.checks import check_count
 from flwr_perdl.clients import DictionaryClient
+from flwr_perdl.files import EVENTS, EventLog
+from flwr_perdl.records import PARTITION_ID
 from flwr_perdl.strategies import RoundReport, client_report
-from flwr_perdl.strategies._events import EVENTS, EventLog
+from flwr_perdl.threads import one_blas_thread
 from perdl_experiments.data import digest
-from perdl_experiments.engine import Config, EvaluateFn, Federated, check_engine, mishaps
+from perdl_experiments.engine import EvaluateFn, Federated, check_engine, mishaps
 from perdl_experiments.engine import federate as run_federation
 from perdl_experiments.outcome import ARRAYS, NEXT, RESULTS, to_results, write
 from perdl_experiments.report import REPORT, read_results, write_report
 from perdl_experiments.studies import (
     EXPERIMENTS,
+    Config,
     Experiment,
-    FederatedExperiment,
     Value,
     configure,
     find,
     one_federation,
 )
+from perdl_experiments.studies._experiment import FederatedStudy, NetworkStudy
+
+Options = Mapping[str, Value]
 
 #: What the extra ``experiments`` brings.
 _NEEDED = ("matplotlib", "sklearn", "skimage", "networkx", "joblib")
@@ -115,37 +119,39 @@ def run_experiment(
         that are no run's, or the data have changed since the run to resume was begun. Then
         nothing on disk has changed.
     """
+    how = {"out": out, "resume": resume, "overwrite": overwrite}
     experiment, config, folder = _prepared(
         name,
-        engine=engine,
+        engine,
+        how,
         clients=clients,
         rounds=rounds,
         seed=seed,
-        data=data,
-        out=out,
-        resume=resume,
-        overwrite=overwrite,
+        data=None if data is None else str(data),
         options=options,
     )
     session = _Session(experiment, config, engine, folder, resume, progress)
     session.check()
     started = time.perf_counter()
     with one_blas_thread(), session.told():
-        if isinstance(experiment, FederatedExperiment):
-            outcome = experiment.run(config, partial(session.federate, experiment), session.keep)
+        if experiment.federated:
+            federate = partial(session.federate, experiment.federated)
+            outcome = experiment.federated.run(config, federate, session.keep)
         else:
-            outcome = experiment.run(config, session.keep)
+            outcome = cast(NetworkStudy, experiment.code).run(config, session.keep)
         results = to_results(
-            outcome._replace(notes=[*outcome.notes, *session.mishaps]),
-            experiment=experiment.NAME,
-            about=experiment.ABOUT,
-            source=experiment.SOURCE,
-            config={name: value for name, value in config.items() if name != "experiment"},
-            seed=config["seed"],
+            outcome,
+            experiment.page,
+            experiment=experiment.name,
+            about=experiment.about,
+            source=experiment.source,
+            config={name: v for name, v in config.options.items() if name != "experiment"},
+            seed=config.seed,
             engine=engine if isinstance(engine, str) else "flower",
             seconds=time.perf_counter() - started,
             clients=session.clients,
         )
+        results["notes"] += session.mishaps
         if folder is not None:
             session.begin()
             write(folder.work, outcome, results)
@@ -159,6 +165,7 @@ def check_deployed(
     name: str,
     *,
     node_config: Mapping[str, Any],
+    how: Mapping[str, Any],
     options: Mapping[str, Value] | None = None,
     **given: Any,
 ) -> None:
@@ -170,20 +177,22 @@ def check_deployed(
         The experiment.
     node_config : mapping
         What the first client's node config has besides its partition.
+    how : mapping
+        ``out``, ``resume`` and ``overwrite`` of `run_experiment`.
     options : mapping, optional
         As those of `run_experiment`; ``seeds`` is 1 by default, as for all Flower runs.
     **given
-        Further arguments of `run_experiment`.
+        Further arguments of `configure`.
 
     Raises
     ------
     ValueError
         As in `run_experiment`.
     """
-    options = {**one_federation(find(name)), **(options or {})}
-    experiment, config, folder = _prepared(name, options=options, **given)
-    if not isinstance(experiment, FederatedExperiment):
+    if not find(name).federated:
         raise ValueError(f"{name} must run in process: there is no server in it.")
+    options = {**one_federation(find(name)), **(options or {})}
+    experiment, config, folder = _prepared(name, "in-process", how, options=options, **given)
     session = _Session(experiment, config, "in-process", folder, False, None)
     session.check_single()
     session.check(node_config)
@@ -195,45 +204,30 @@ def resumable(folder: Path) -> bool:
 
 
 def _prepared(
-    name: str,
-    *,
-    engine: str | Grid = "in-process",
-    clients: int | None = None,
-    rounds: int | None = None,
-    seed: int | None = None,
-    data: str | Path | None = None,
-    out: str | Path | None = None,
-    resume: bool = False,
-    overwrite: bool = False,
-    options: Mapping[str, Value] | None = None,
+    name: str, engine: str | Grid, how: Mapping[str, Any], **given: Any
 ) -> tuple[Experiment, Config, _Folder | None]:
-    """Return the experiment, its config and its folder; nothing is written."""
+    """Return the experiment, its config of what is ``given``, its folder; nothing is written."""
     missing = [extra for extra in _NEEDED if find_spec(extra) is None]
     if missing:
         raise ValueError(
             f"{' and '.join(missing)} must be installed to run experiments: the extra "
             "'experiments' brings it (in a clone of flwr-perdl: pip install '.[experiments]')."
         )
-    experiment = find(name)
+    experiment, out = find(name), how["out"]
     if not isinstance(engine, Grid):
         check_engine(engine)
-    if engine != "in-process" and not isinstance(experiment, FederatedExperiment):
+    if engine != "in-process" and not experiment.federated:
         raise ValueError(f"{name} must run in process: there is no server in it.")
-    if resume and out is None:
+    if how["resume"] and out is None:
         raise ValueError("resume must come with the folder of the run to continue (out).")
-    if resume and overwrite:
+    if how["resume"] and how["overwrite"]:
         raise ValueError("resume and overwrite must not be given together.")
-    config = configure(
-        experiment,
-        clients=clients,
-        rounds=rounds,
-        seed=seed,
-        data=None if data is None else str(data),
-        options=options,
-    )
+    config: Config = configure(experiment, **given)
     if out is None:
         return experiment, config, None
-    return experiment, config, _Folder(Path(out), config, resume=resume, overwrite=overwrite)
+    resume, overwrite = how["resume"], how["overwrite"]
+    folder = _Folder(Path(out), config.options, resume=resume, overwrite=overwrite)
+    return experiment, config, folder
 
 
 class _Folder:
@@ -259,7 +253,7 @@ class _Folder:
         is another one or of other data, or nothing can be written there.
     """
 
-    def __init__(self, path: Path, config: Config, *, resume: bool, overwrite: bool) -> None:
+    def __init__(self, path: Path, config: Options, *, resume: bool, overwrite: bool) -> None:
         self.path = self.work = path
         _check_writable(path)
         found = digest(str(config.get("data", "")))
@@ -290,7 +284,7 @@ class _Folder:
         if _state(path):
             self.work = path / NEXT
 
-    def _to_resume(self, config: Config, found: str) -> Path:
+    def _to_resume(self, config: Options, found: str) -> Path:
         """Return where the run to continue is."""
         earlier = {
             place: run
@@ -335,7 +329,7 @@ class _Folder:
                 folder.mkdir()
                 self._made.append(folder)
         _remove_run(self.work)
-        with _store.replacing(self.work / _RUN) as stream:
+        with files.replacing(self.work / _RUN) as stream:
             stream.write(json.dumps(self._run).encode())
         return True
 
@@ -372,7 +366,7 @@ def _check_writable(path: Path) -> None:
         ) from None
 
 
-def _foreign(path: Path, earlier: Mapping[str, Any] | None, config: Config) -> list[str]:
+def _foreign(path: Path, earlier: Mapping[str, Any] | None, config: Options) -> list[str]:
     """Return the names that the run would use and that no earlier run has made."""
     figures = _figures(str(config["experiment"]))
     if earlier is None:
@@ -384,7 +378,7 @@ def _foreign(path: Path, earlier: Mapping[str, Any] | None, config: Config) -> l
 def _figures(experiment: object) -> list[str]:
     """Return the names of an experiment's figures; none for one that is not known here."""
     found = EXPERIMENTS.get(str(experiment))
-    return [] if found is None else list(found.FIGURES)
+    return [] if found is None else found.figures
 
 
 def _own_figures(path: Path) -> list[str]:
@@ -449,19 +443,19 @@ class _Session:
         progress: Callable[[Progress], None] | None,
     ) -> None:
         self._federations: list[Config] = []
-        if isinstance(experiment, FederatedExperiment):
-            self._federations = experiment.federations(config)
-        self._shown = experiment.ERROR
+        if experiment.federated:
+            self._federations = experiment.federated.federations(config)
+        self._shown = experiment.error
         self._engine = engine
         self._folder = folder
         self._resume = resume
         self._progress = progress
-        self._total = sum(int(one["rounds"]) for one in self._federations)
+        self._total = sum(one.rounds for one in self._federations)
         self._error: float | None = None
         self._kept = 0
         self._ran = 0
         self._events = EventLog(None if folder is None else folder.work / EVENTS)
-        self._about = {"experiment": experiment.NAME, "config": config, "resumed": resume}
+        self._about = {"experiment": experiment.name, "config": config.options, "resumed": resume}
         #: What happened to each client's replies, over all federations (`client_report`).
         self.clients: dict[str, dict[str, float]] = {}
         self.mishaps: list[str] = []
@@ -507,7 +501,7 @@ class _Session:
 
     def federate(
         self,
-        experiment: FederatedExperiment,
+        study: FederatedStudy,
         config: Config,
         evaluate_fn: EvaluateFn | None = None,
     ) -> Federated:
@@ -518,16 +512,16 @@ class _Session:
         """
         number = self._federations.index(config)
         self.begin()
-        before = sum(int(one["rounds"]) for one in self._federations[:number])
+        before = sum(one.rounds for one in self._federations[:number])
         options: dict[str, Any] = {"on_round": lambda report: self._tell(before, report)}
         if self._folder is not None:
             options["events"] = self._folder.work / EVENTS
         if self._folder is not None and len(self._federations) == 1:
             options["checkpoint_dir"] = self._folder.work / _CHECKPOINTS
             options["resume"] = self._resume
-            config = {**config, "state_dir": str((self._folder.work / _STATE).absolute())}
+            config = replace(config, state_dir=str((self._folder.work / _STATE).absolute()))
         federated = run_federation(
-            experiment,
+            study,
             config,
             engine=self._engine,
             evaluate_fn=None if evaluate_fn is None else self._noting(evaluate_fn),
@@ -544,17 +538,17 @@ class _Session:
         """Refuse several federations, where there is one grid for them."""
         if len(self._federations) > 1:
             raise ValueError(
-                f"inside a Flower run {self._experiment.NAME} must be one federation, got "
+                f"inside a Flower run {self._experiment.name} must be one federation, got "
                 f"{len(self._federations)}: choose one seed (seeds=1) and one setting."
             )
 
     def check(self, node_config: Mapping[str, Any] | None = None) -> None:
         """Refuse options and data that the server, or a client that is here, does not accept."""
-        experiment = self._experiment
-        if not isinstance(experiment, FederatedExperiment):
+        study = self._experiment.federated
+        if study is None:
             return
         for config in self._federations:
-            experiment.strategy(config)
+            study.strategy(config)
         if isinstance(self._engine, str) and self._federations:
             context = Context(
                 run_id=0,
@@ -563,7 +557,7 @@ class _Session:
                 state=RecordDict(),
                 run_config={},
             )
-            client = experiment.client(context, self._federations[0])
+            client = study.client(context, self._federations[0])
             if isinstance(client, DictionaryClient) and client.learner.orthogonal:
                 check_count("n_atoms", client.learner.n_atoms, 1, client.X.shape[1])
 
@@ -575,13 +569,13 @@ class _Session:
         path = None if self._folder is None else self._folder.work / _KEPT / f"{name}.npz"
         others, self.clients = self.clients, {}
         if path is not None and self._resume and path.is_file():
-            arrays, meta = _store.load(path)
+            arrays, meta = files.load(path)
             self.clients = meta["clients"]
         else:
             arrays = compute()
             self.begin()
             if path is not None:
-                _store.save(path, arrays, {"clients": self.clients})
+                files.save(path, arrays, {"clients": self.clients})
         _add(self.clients, others)
         self._kept += 1
         self._write("part", name=name, done=self._kept, of=of)

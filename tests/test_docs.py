@@ -44,7 +44,7 @@ def test_the_manual_has_every_option_and_its_default(name: str) -> None:
     manual = (ROOT / "docs" / "cli.md").read_text()
     section = re.split(r"^##+ ", manual.partition(f"### {name}\n")[2], flags=re.MULTILINE)[0]
     listed = dict(re.findall(r"^\| `(\w+)` \| `([^`]*)` \|", section, re.MULTILINE))
-    options = dict(EXPERIMENTS[name].DEFAULTS)
+    options = dict(EXPERIMENTS[name].defaults)
     for common in ("clients", "rounds", "seed", "data"):
         options.pop(common, None)
     assert listed == {option: str(default) for option, default in options.items()}

@@ -83,6 +83,14 @@ def test_pages_say_what_the_results_make_and_nothing_else() -> None:
     assert made.keys() == {"index.md", *(f"{name}.md" for name in ENTRIES)}
 
 
+@each
+def test_a_page_begins_with_what_was_found(name: str) -> None:
+    said = gallery.finding(ENTRIES[name], gallery.Found(ENTRIES[name], STORED))
+    page = (FOLDER / f"{name}.md").read_text().splitlines()
+    assert page[2] == f"**{gallery.markdown_text(said)}**"
+    assert re.search(r"\d", said)
+
+
 def test_a_number_in_the_results_moves_the_page() -> None:
     name = "digits"
     results = copy.deepcopy(STORED)

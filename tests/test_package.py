@@ -127,6 +127,20 @@ def test_the_library_imports_nothing_of_the_application() -> None:
         assert not roots & above, f"{file.name} imports {roots & above}"
 
 
+def test_the_application_imports_public_names_only() -> None:
+    for file in sorted((ROOT / "perdl_experiments").rglob("*.py")):
+        library = {name for name in imported_modules(file) if name.startswith("flwr_perdl.")}
+        private = {name for name in library if re.search(r"\._(?!_)", name)}
+        assert not private, f"{file.name} imports {private}"
+
+
+@pytest.mark.parametrize("name", ["checks", "files", "random", "records", "threads"])
+def test_what_code_outside_needs_is_public_and_documented(name: str) -> None:
+    module = import_module(f"flwr_perdl.{name}")
+    assert all(hasattr(module, one) and not one.startswith("_") for one in module.__all__)
+    assert module.__doc__
+
+
 @pytest.mark.parametrize("floor", sorted(FLOORS))
 def test_imports_point_down(floor: str) -> None:
     above = {f"flwr_perdl.{name}" for name in FLOORS if name not in FLOORS[floor] | {floor}}
@@ -177,6 +191,7 @@ def test_the_app_bundle_carries_both_packages_and_nothing_else(tmp_path: Path) -
     )
     (bundle,) = tmp_path.glob("*.fab")
     carried = set(zipfile.ZipFile(bundle).namelist())
-    sources = [file for name in PACKAGES for file in (ROOT / name).rglob("*.py")]
+    files = [file for name in PACKAGES for file in (ROOT / name).rglob("*")]
+    sources = [file for file in files if file.suffix in (".py", ".toml")]
     assert {str(file.relative_to(ROOT)) for file in sources} <= carried
     assert not {name for name in carried if name.startswith(".venv")}

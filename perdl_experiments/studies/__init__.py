@@ -1,71 +1,51 @@
-"""The experiments by name: one module each."""
+"""The experiments by name: a TOML file each, and the module of its name or the one it extends."""
 
 from __future__ import annotations
 
-from perdl_experiments.studies import (
-    biclustering,
-    comparison,
-    denoise,
-    digits,
-    federations,
-    global_atoms,
-    images,
-    inference,
-    mixed_regression,
-    novel_documents,
-    patches,
-    regression,
-    separation,
-    sharing,
-    sites,
-    synthetic,
-    unmixing,
-    video,
-)
 from perdl_experiments.studies._experiment import (
+    Config,
     Experiment,
-    FederatedExperiment,
     Value,
     check_name,
     configure,
-    meaning,
+    load,
 )
 
 __all__ = [
     "COMMON",
     "EXPERIMENTS",
+    "Config",
     "Experiment",
-    "FederatedExperiment",
     "Value",
     "configure",
     "find",
-    "meaning",
     "one_federation",
 ]
 
 #: Options that the command line has under their own names.
 COMMON = ("clients", "rounds", "seed", "data")
 
-EXPERIMENTS: dict[str, Experiment] = {
-    digits.NAME: digits,
-    images.NAME: images,
-    sites.NAME: sites,
-    synthetic.NAME: synthetic,
-    global_atoms.NAME: global_atoms,
-    comparison.NAME: comparison,
-    federations.NAME: federations,
-    sharing.NAME: sharing,
-    mixed_regression.NAME: mixed_regression,
-    regression.NAME: regression,
-    separation.NAME: separation,
-    inference.NAME: inference,
-    novel_documents.NAME: novel_documents,
-    biclustering.NAME: biclustering,
-    denoise.NAME: denoise,
-    patches.NAME: patches,
-    unmixing.NAME: unmixing,
-    video.NAME: video,
-}
+_FILES = (
+    "digits",
+    "images",
+    "sites",
+    "synthetic",
+    "global_atoms",
+    "comparison",
+    "federations",
+    "sharing",
+    "mixed_regression",
+    "regression",
+    "separation",
+    "inference",
+    "novel_documents",
+    "biclustering",
+    "denoise",
+    "patches",
+    "unmixing",
+    "video",
+)
+EXPERIMENTS: dict[str, Experiment] = {one.name: one for one in map(load, _FILES)}
 
 
 def find(name: str) -> Experiment:
@@ -75,4 +55,4 @@ def find(name: str) -> Experiment:
 
 def one_federation(experiment: Experiment) -> dict[str, Value]:
     """Return the options' defaults inside a Flower run, which is one federation."""
-    return {"seeds": 1} if "seeds" in experiment.DEFAULTS else {}
+    return {"seeds": 1} if "seeds" in experiment.options else {}

@@ -1,15 +1,43 @@
-"""What an experiment is, and how its options are read."""
+"""What an experiment is: a TOML file with its options and texts, and a module with its code.
+
+An option in the TOML file:
+
+=============== ================================================================================
+key             meaning
+=============== ================================================================================
+``default``     its type is the option's
+``help``        one line; `shared.toml` has those of options that several studies have
+``least``,      bounds; of ``above`` the value itself is excluded
+``above``,
+``most``
+``limit``       maximum of an integer that only protects time and memory; a million if not stated
+``choices``     the words that it may be
+``type``        of a text: "integers", "numbers" or "words", separated by commas; or "count or
+                auto"
+=============== ================================================================================
+
+A study's `Config` is a frozen dataclass with a field per option, so that code reads
+``config.n_atoms`` and a type checker knows that it is an int.
+"""
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from difflib import get_close_matches
-from math import isfinite
-from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+from functools import cache
+from importlib import import_module
+from math import inf, isfinite
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar, cast
 
+import numpy as np
+from flwr.app import Context
+from flwr.client import NumPyClient
 from numpy.typing import NDArray
 
-from flwr_perdl._checks import check_choice, check_count, check_real
+from flwr_perdl.checks import check_choice, check_count, check_real
 from flwr_perdl.dictionary import (
     GradientLearner,
     KSVDLearner,
@@ -17,59 +45,21 @@ from flwr_perdl.dictionary import (
     MODLearner,
     OrthogonalLearner,
 )
-from flwr_perdl.strategies import PerMA
-from perdl_experiments.engine import Config, EvaluateFn, Federated, Federation, arranged
+from flwr_perdl.strategies import PerMA, ProtocolStrategy
+from perdl_experiments.engine import EvaluateFn, Federated, arranged
 from perdl_experiments.outcome import Outcome
+from perdl_experiments.render import FAILED, Page
 
 Value = int | float | str | bool
 Number = TypeVar("Number", int, float)
+Arrays = dict[str, NDArray[Any]]
+Auto = Literal["auto"]
 
-#: Samples that must stand behind what a client sends, unless ``min_support`` says otherwise.
-MIN_SUPPORT = 3
+_FOLDER = Path(__file__).parent
+_TYPES: dict[type, str] = {int: "an integer", float: "a number", str: "text"}
 
-#: The most that an option may ask for: more would fill any machine's memory, or days. Unlike these,
-#: limits that the data set are the experiments' own.
-_MOST = {
-    "clients": 100_000,
-    "agents": 5_000,
-    "atoms": 10_000,
-    "dimension": 100_000,
-    "size": 10_000,
-    "seeds": 10_000,
-    "splits": 10_000,
-    "samples_per_client": 10**9,
-}
-_MOST_OF_OTHERS = 1_000_000
-
-#: What options mean that several experiments have; an experiment's `HELP` says the others, and
-#: what one of these means there.
-SHARED_HELP: dict[str, str] = {
-    "clients": "number of clients",
-    "rounds": "communication rounds",
-    "seed": "the run's one seed",
-    "data": "your own data",
-    "seeds": "repetitions, one per seed",
-    "samples": "samples per client",
-    "samples_per_client": "images per client; fewer where the data have fewer",
-    "n_atoms": "atoms of each client",
-    "n_global": "of which global",
-    "local_steps": "iterations of a client's learner per round",
-    "weak": "number of weak clients",
-    "weak_samples": "samples of each weak client",
-    "aggregation": (
-        "how updates are averaged: `statistics`, `mean`, `weighted`, `median`, "
-        "`geometric-median` or `trimmed`"
-    ),
-    "matching": "how atoms are matched: `consensus` or `paths`",
-    "learner": "a client's algorithm: `orthogonal`, `gradient`, `mod` or `ksvd`",
-    "min_support": (
-        "samples that must stand behind what a client sends; 0, the paper's, sends everything"
-    ),
-    "methods": "what is compared: `main`; or `all`, which adds Table 1",
-}
-
-#: Learners whose atoms need not be orthogonal; thresholds serve them badly where atoms are alike,
-#: as on images, so that they code by orthogonal matching pursuit with so many atoms.
+#: Learners whose atoms need not be orthogonal. Thresholds serve them badly where atoms are alike,
+#: as on images, so they code by orthogonal matching pursuit with so many atoms.
 GENERAL: dict[str, Callable[..., Learner]] = {
     "gradient": GradientLearner,
     "mod": MODLearner,
@@ -78,19 +68,182 @@ GENERAL: dict[str, Callable[..., Learner]] = {
 GENERAL_N_NONZERO = 10
 
 
+# Options -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of an experiment; see the module's table."""
+
+    name: str
+    default: Value
+    help: str
+    least: float = 0
+    above: float | None = None
+    most: float = inf
+    limit: int = 1_000_000
+    choices: tuple[str, ...] = ()
+    type: str = ""
+
+    def read(self, given: Value) -> Value:
+        """Return what a user gave, as the type of the default."""
+        kind = type(self.default)
+        try:
+            if kind is int and isinstance(given, float):
+                raise ValueError
+            value: Value = kind(given)
+        except (ValueError, OverflowError):
+            raise ValueError(f"{self.name} must be {_TYPES[kind]}, got {given!r}.") from None
+        if isinstance(value, int) and self.name != "seed" and value > self.limit:
+            raise ValueError(f"{self.name} must be at most {self.limit}, got {value}.")
+        if isinstance(value, float) and not isfinite(value):
+            raise ValueError(f"{self.name} must be a finite number, got {given!r}.")
+        return value
+
+    def parse(self, value: Value) -> Any:
+        """Return a value that was read as the code takes it, or say what is wrong with it."""
+        if self.choices and self.type != "words":
+            return check_choice(self.name, value, self.choices)
+        if self.type == "words":
+            return tuple(check_choice(self.name, o, self.choices) for o in str(value).split(","))
+        most = None if self.most == inf else int(self.most)
+        if self.type == "integers":
+            listed = self._listed(value, int, "integers such as '4,6,8'")
+            return tuple(check_count(self.name, one, int(self.least), most) for one in listed)
+        if self.type == "numbers":
+            reals = self._listed(value, float, "numbers such as '0.5,1,2'")
+            return tuple(check_real(self.name, one, self.least, self.most) for one in reals)
+        if self.type == "count or auto":
+            return self._count_or_auto(str(value))
+        if isinstance(value, float):
+            low = self.least if self.above is None else self.above
+            return check_real(self.name, value, low, self.most, open_low=self.above is not None)
+        if isinstance(value, int):
+            return check_count(self.name, value, int(self.least), most)
+        return value
+
+    def _listed(self, text: Value, kind: Callable[[str], Number], words: str) -> list[Number]:
+        try:
+            return [kind(part) for part in str(text).split(",")]
+        except ValueError:
+            raise ValueError(f"{self.name} must be {words}, got {text!r}.") from None
+
+    def _count_or_auto(self, text: str) -> int | Auto:
+        if text == "auto":
+            return "auto"
+        try:
+            return check_count(self.name, int(text), int(self.least))
+        except ValueError:
+            raise ValueError(
+                f"{self.name} must be 'auto' or an integer of at least {self.least:.0f}, got "
+                f"{text!r}."
+            ) from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The options that every experiment has.
+
+    Attributes
+    ----------
+    clients, rounds, seed : int
+        At least 2 clients, or 0 for as many as the data have; at least 1 round; a seed from 0.
+    data : str
+        The user's file; empty where there is none.
+    seeds : int
+        How often all is repeated, each time with the next seed.
+    state_dir : str, optional
+        Where clients keep their private state on disk.
+    options : mapping
+        Everything as it was given: ``"experiment"`` and every option, for results.json.
+    """
+
+    clients: int
+    rounds: int
+    seed: int
+    data: str = ""
+    seeds: int = 1
+    state_dir: str | None = None
+    options: Mapping[str, Value] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Check what the bounds of single options cannot say."""
+        self.check()
+
+    def check(self) -> None:
+        """Reject options that do not fit together."""
+
+    @property
+    def each_seed(self) -> range:
+        """The seeds of all repetitions."""
+        return range(self.seed, self.seed + self.seeds)
+
+    def check_nodes(self, n_nodes: int, each: str) -> None:
+        """Reject a number of clients that is not the number of nodes that the options make."""
+        if self.clients not in (0, n_nodes):
+            raise ValueError(f"clients must be {n_nodes}, one per {each}, got {self.clients}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientConfig(Config):
+    """Options of an experiment with dictionary clients."""
+
+    min_support: int
+
+    @property
+    def private(self) -> dict[str, Any]:
+        """What a client is told of its privacy: its least support, where it keeps its state."""
+        return {"min_support": self.min_support, "state_dir": self.state_dir}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PermaConfig(ClientConfig):
+    """Options of an experiment with PerMA."""
+
+    aggregation: str
+    matching: str
+    local_steps: int = 1
+
+    def strategy(self, n_global: int | Auto, **options: Any) -> PerMA:
+        """Return PerMA as the options describe it, with the server's own ``options``."""
+        return PerMA(
+            n_global,
+            matching=self.matching,
+            aggregation=self.aggregation,
+            local_steps=self.local_steps,
+            **arranged(options),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerConfig(PermaConfig):
+    """Options of an experiment that lets the user choose the clients' algorithm."""
+
+    learner: str
+    n_atoms: int
+
+    def make_learner(self, n_atoms: int | None = None) -> Learner:
+        """Return the learner; it has ``n_atoms`` atoms if this is given."""
+        count = self.n_atoms if n_atoms is None else n_atoms
+        if self.learner == "orthogonal":
+            return OrthogonalLearner(count)
+        return GENERAL[self.learner](count, n_nonzero=min(GENERAL_N_NONZERO, count))
+
+
+# Experiments ---------------------------------------------------------------------------------
+
+
 class Federate(Protocol):
     """Run one federation on the chosen engine."""
 
-    def __call__(self, config: Config, evaluate_fn: EvaluateFn | None = None) -> Federated:
+    def __call__(self, config: Any, evaluate_fn: EvaluateFn | None = None) -> Federated:
         """Return what the federation of ``config`` ends with."""
 
 
 class Keep(Protocol):
     """Keep what a part of a run comes to."""
 
-    def __call__(
-        self, name: str, compute: Callable[[], dict[str, NDArray[Any]]], *, of: int = 0
-    ) -> dict[str, NDArray[Any]]:
+    def __call__(self, name: str, compute: Callable[[], Arrays], *, of: int = 0) -> Arrays:
         """Return what ``compute()`` does; a resumed run finds it on disk.
 
         ``of`` says, for the progress of a run without federations or after them, how many parts
@@ -98,53 +251,112 @@ class Keep(Protocol):
         """
 
 
-class Described(Protocol):
-    """A module of this package that runs with ``flwr-perdl run NAME``.
+class Study(Protocol):
+    """The code of an experiment: a module of this package."""
 
-    Attributes
-    ----------
-    NAME, ABOUT, SOURCE : str
-        Its name, one line about it, the place in the paper.
-    DEFAULTS : dict
-        Every option with its default, ``clients``, ``rounds``, ``seed`` and ``data`` included;
-        only an experiment with ``data`` among them reads a user's file.
-    HELP : dict
-        What the options mean that `SHARED_HELP` does not explain, or that mean something else
-        here; the tables of docs/cli.md have the same words.
-    FIGURES : tuple of str
-        The files of all figures that it may write.
-    ERROR : str
-        The metric to show while it runs.
-    """
-
-    NAME: str
-    ABOUT: str
-    SOURCE: str
-    DEFAULTS: dict[str, Value]
-    HELP: dict[str, str]
-    FIGURES: tuple[str, ...]
-    ERROR: str
+    Config: type[Config]
 
 
-@runtime_checkable
-class FederatedExperiment(Described, Federation, Protocol):
-    """An experiment with a server and clients: it runs on every engine."""
+class FederatedStudy(Study, Protocol):
+    """A study with a server and clients: it runs on every engine."""
 
-    def federations(self, config: Config) -> list[Config]:
+    def client(self, context: Context, config: Any) -> NumPyClient:
+        """Return the client of ``context``'s partition."""
+
+    def strategy(self, config: Any, **options: Any) -> ProtocolStrategy:
+        """Return the strategy; ``options`` are the server's."""
+
+    def federations(self, config: Any) -> list[Any]:
         """Return the config of every federation that `run` asks for, in order."""
 
-    def run(self, config: Config, federate: Federate, keep: Keep) -> Outcome:
+    def run(self, config: Any, federate: Federate, keep: Keep) -> Outcome:
         """Run the federations and everything that they are compared with."""
 
 
-class NetworkExperiment(Described, Protocol):
-    """An experiment on neighbours without a server: it runs in process."""
+class NetworkStudy(Study, Protocol):
+    """A study of neighbors without a server: it runs in process."""
 
-    def run(self, config: Config, keep: Keep) -> Outcome:
+    def run(self, config: Any, keep: Keep) -> Outcome:
         """Run the networks and everything that they are compared with."""
 
 
-Experiment = FederatedExperiment | NetworkExperiment
+@dataclass(frozen=True)
+class Experiment:
+    """What runs with ``flwr-perdl run NAME``.
+
+    Attributes
+    ----------
+    name, about, source : str
+        Its name, one line about it, the place in the paper.
+    error : str
+        The metric to show while it runs.
+    options : dict of str to Option
+        By name, ``clients``, ``rounds`` and ``seed`` included; only an experiment with ``data``
+        among them reads a user's file.
+    page : mapping
+        The TOML file: what the report says.
+    code : module
+        The study.
+    """
+
+    name: str
+    about: str
+    source: str
+    error: str
+    options: Mapping[str, Option]
+    page: Page
+    code: Study
+
+    @property
+    def federated(self) -> FederatedStudy | None:
+        """The study, if it has a server and clients."""
+        return cast(FederatedStudy, self.code) if hasattr(self.code, "client") else None
+
+    @property
+    def defaults(self) -> dict[str, Value]:
+        """Every option's default."""
+        return {name: option.default for name, option in self.options.items()}
+
+    @property
+    def figures(self) -> list[str]:
+        """The files of all figures that it may write."""
+        return [one["file"] for one in self.page.get("figures", ())]
+
+
+def load(name: str) -> Experiment:
+    """Return the experiment that ``NAME.toml`` in this folder describes.
+
+    Parameters
+    ----------
+    name : str
+        Its module's name. A file with ``extends = "OTHER"`` changes OTHER's, whose code it runs.
+    """
+    page = read_page(name)
+    shared = read_page("shared")["options"]
+    options = {
+        option: Option(option, **{**shared.get(option, {}), **said})
+        for option, said in page["options"].items()
+    }
+    code = import_module(f"{__package__}.{page.get('extends', name)}")
+    about, source, error = (str(page[key]) for key in ("about", "source", "error"))
+    return Experiment(page["name"], about, source, error, options, page, cast(Study, code))
+
+
+@cache
+def read_page(name: str) -> dict[str, Any]:
+    """Return what ``NAME.toml`` in this folder says, with what it extends."""
+    own = tomllib.loads((_FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
+    if "extends" not in own:
+        return own
+    base = read_page(own["extends"])
+    kept = {n: said for n, said in base["options"].items() if n not in own.get("without", ())}
+    changed = own.get("options", {})
+    return base | own | {"options": {n: said | changed.get(n, {}) for n, said in kept.items()}}
+
+
+def words(name: str, field: str = "method") -> dict[str, str]:
+    """Return how ``NAME.toml`` calls the values of a field, in its order."""
+    return dict(read_page(name)["words"][field])
 
 
 def configure(
@@ -155,7 +367,7 @@ def configure(
     seed: int | None = None,
     data: str | None = None,
     options: Mapping[str, Value] | None = None,
-) -> dict[str, Value]:
+) -> Any:
     """Return an experiment's complete config.
 
     Parameters
@@ -171,27 +383,26 @@ def configure(
 
     Returns
     -------
-    dict
-        A new one, with ``"experiment"`` and every option.
+    Config
+        The study's own class.
 
     Raises
     ------
     ValueError
         If an option is unknown, or its value is not as it must be.
     """
-    config: dict[str, Value] = {"experiment": experiment.NAME, **experiment.DEFAULTS}
+    raw: dict[str, Value] = {"experiment": experiment.name, **experiment.defaults}
     named = {"clients": clients, "rounds": rounds, "seed": seed, "data": data}
     given = {name: value for name, value in named.items() if value is not None}
     for name, value in {**given, **(options or {})}.items():
-        if name == "data" and "data" not in experiment.DEFAULTS:
-            raise ValueError(f"{experiment.NAME} makes its own data: data must not be given.")
-        check_name(f"option of {experiment.NAME}", name, experiment.DEFAULTS)
-        config[name] = _read(name, value, experiment.DEFAULTS[name])
-    if config["clients"] or experiment.DEFAULTS["clients"]:  # 0: as many as the data have
-        check_count("clients", config["clients"], 2)
-    check_count("rounds", config["rounds"], 1)
-    check_count("seed", config["seed"])
-    return config
+        if name == "data" and "data" not in experiment.options:
+            raise ValueError(f"{experiment.name} makes its own data: data must not be given.")
+        check_name(f"option of {experiment.name}", name, experiment.options)
+        raw[name] = experiment.options[name].read(value)
+    if raw["clients"] or experiment.options["clients"].default:  # 0: as many as the data have
+        check_count("clients", raw["clients"], 2)
+    parsed = {name: option.parse(raw[name]) for name, option in experiment.options.items()}
+    return experiment.code.Config(**parsed, options=raw)
 
 
 def check_name(what: str, name: str, names: Iterable[str]) -> str:
@@ -219,85 +430,29 @@ def check_name(what: str, name: str, names: Iterable[str]) -> str:
     raise ValueError(f"{what} must be one of {', '.join(map(repr, known))}, got {name!r}{hint}")
 
 
-def meaning(experiment: Experiment, option: str) -> str:
-    """Return what an option of an experiment means."""
-    return experiment.HELP.get(option) or SHARED_HELP[option]
+# Methods that ours is compared with ----------------------------------------------------------
 
 
-def _read(name: str, value: Value, default: Value) -> Value:
-    """Return ``value`` as the type of ``default``."""
-    kind = type(default)
+def attempt(compute: Callable[[], Arrays]) -> Arrays:
+    """Return what ``compute()`` returns, or why it failed: a rival's failure does not end a run.
+
+    Parameters
+    ----------
+    compute : callable
+        A part of a run whose method is not ours.
+
+    Returns
+    -------
+    dict of str to ndarray
+        With the sentence under `render.FAILED` where it failed; a record of this metric makes the
+        method's row say so.
+    """
     try:
-        if kind is int and isinstance(value, float):
-            raise ValueError
-        read: Value = kind(value)
-    except (ValueError, OverflowError):
-        raise ValueError(f"{name} must be {_WORDS[kind]}, got {value!r}.") from None
-    if name != "seed" and isinstance(read, int):
-        most = _MOST.get(name, _MOST_OF_OTHERS)
-        if read > most:
-            raise ValueError(f"{name} must be at most {most}, got {read}.")
-    if isinstance(read, float) and not isfinite(read):
-        raise ValueError(f"{name} must be a finite number, got {value!r}.")
-    return read
+        return compute()
+    except Exception as error:  # whatever stops a rival
+        return {FAILED: np.array(reason(error))}
 
 
-_WORDS: dict[type, str] = {int: "an integer", float: "a number", str: "text"}
-
-
-def numbers(name: str, text: Value, low: int, high: int) -> list[int]:
-    """Return the integers of a list such as "4,6,8", each within ``[low, high]``."""
-    values = _listed(name, text, int, "integers such as '4,6,8'")
-    return [check_count(name, value, low, high) for value in values]
-
-
-def reals(name: str, text: Value, low: float) -> list[float]:
-    """Return the numbers of a list such as "0.5,1,2", each at least ``low``."""
-    values = _listed(name, text, float, "numbers such as '0.5,1,2'")
-    return [check_real(name, value, low) for value in values]
-
-
-def _listed(name: str, text: Value, kind: Callable[[str], Number], words: str) -> list[Number]:
-    try:
-        return [kind(part) for part in str(text).split(",")]
-    except ValueError:
-        raise ValueError(f"{name} must be {words}, got {text!r}.") from None
-
-
-def seeds_of(config: Config) -> range:
-    """Return as many seeds as ``config["seeds"]`` says, from ``config["seed"]`` on."""
-    first = int(config["seed"])
-    return range(first, first + check_count("seeds", config["seeds"], 1))
-
-
-def make_learner(config: Config, n_atoms: int) -> Learner:
-    """Return the learner that ``config["learner"]`` names."""
-    name = check_choice("learner", config["learner"], ("orthogonal", *GENERAL))
-    if name == "orthogonal":
-        return OrthogonalLearner(n_atoms)
-    return GENERAL[name](n_atoms, n_nonzero=min(GENERAL_N_NONZERO, n_atoms))
-
-
-def make_strategy(
-    config: Config, n_global: int | Literal["auto"], options: Mapping[str, Any]
-) -> PerMA:
-    """Return PerMA as ``config`` describes it, with the server's own ``options``."""
-    return PerMA(
-        n_global,
-        matching=str(config["matching"]),
-        aggregation=str(config["aggregation"]),
-        local_steps=check_count("local_steps", config.get("local_steps", 1), 1),
-        **arranged(options),
-    )
-
-
-def private(config: Config) -> dict[str, Any]:
-    """Return what a client is told of its privacy: its least support, and where it keeps state."""
-    least = check_count("min_support", config["min_support"])
-    return {"min_support": least, "state_dir": config.get("state_dir")}
-
-
-def check_nodes(config: Config, n_nodes: int, each: str) -> None:
-    """Refuse a number of clients that is not the number of nodes that the options make."""
-    if config["clients"] not in (0, n_nodes):
-        raise ValueError(f"clients must be {n_nodes}, one per {each}, got {config['clients']}.")
+def reason(error: Exception) -> str:
+    """Return what an error says, without the full stop."""
+    return str(error).rstrip(".") or type(error).__name__

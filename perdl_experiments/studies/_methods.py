@@ -26,37 +26,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from flwr.app import Context
 
-from flwr_perdl._checks import Matrix
-from flwr_perdl._random import SERVER, spawn
-from flwr_perdl._records import PARTITION_ID
+from flwr_perdl.checks import Matrix
 from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.clients.dictionary import PROTOCOLS, Start
 from flwr_perdl.dictionary import Learner, OrthogonalLearner, reconstruct, sparse_code
 from flwr_perdl.dictionary.learners import AUTO_THRESHOLD
+from flwr_perdl.random import SERVER, spawn
+from flwr_perdl.records import PARTITION_ID
 from flwr_perdl.strategies import DictionaryAveraging, PerPCA, ProtocolStrategy
 from perdl_experiments.baselines import PENALTIES, learn_each, sklearn_dictionary
-from perdl_experiments.engine import Config, arranged, federate
-from perdl_experiments.studies._experiment import (
-    GENERAL,
-    GENERAL_N_NONZERO,
-    make_strategy,
-    private,
-)
+from perdl_experiments.engine import arranged, federate
+from perdl_experiments.studies._experiment import GENERAL, GENERAL_N_NONZERO, reason, words
 
-METHODS = {
-    "perma": "PerMA",
-    "averaging": "Averaging, common start",
-    "naive": "Naive average",
-    "perpca": "PerPCA",
-    "local": "Clients alone",
-    "pooled": "Pooled data",
-    "sklearn": "Pooled data, scikit-learn",
-}
+if TYPE_CHECKING:
+    from perdl_experiments.studies.images import Config
+
+_NAMES = ("perma", "averaging", "naive", "perpca", "local", "pooled", "sklearn")
+METHODS = {name: words("images")[f"tuned_{name}"] for name in _NAMES}
 #: Methods without a server, and of these the ones that see all clients' images.
 ALONE, POOLED = ("local", "pooled", "sklearn"), ("pooled", "sklearn")
 #: What the library's default of a parameter is multiplied by: as many values for every method.
@@ -112,7 +104,7 @@ def learn_tuned(
         One of ``METHODS``.
     samples : sequence of ndarray of shape (n_samples, n_features)
         Each client's images.
-    config : mapping
+    config : Config
         Of the experiment `images` or `digits`.
     start : callable
         The clients' warm start.
@@ -130,8 +122,9 @@ def learn_tuned(
             learned = _learn(method, setting, samples, config, start)
             tried.append((_error(learned, samples), learned))
         except Exception as error:  # whatever stops one rival must not stop the run
-            reason = str(error).rstrip(".") or type(error).__name__
-            failures.append(f"{METHODS[method]} failed with the setting {setting:.3g}: {reason}.")
+            failures.append(
+                f"{METHODS[method]} failed with the setting {setting:.3g}: {reason(error)}."
+            )
     best = min(tried, key=lambda one: one[0])[1] if tried else None
     return best, failures
 
@@ -143,7 +136,7 @@ def settings(method: str, samples: Sequence[Matrix], config: Config) -> tuple[fl
     default = 1.0
     if method != "perpca":
         default = float(GENERAL_N_NONZERO)
-        if config["learner"] not in GENERAL:
+        if config.learner not in GENERAL:
             X = np.vstack(samples)
             default = AUTO_THRESHOLD * float(np.sqrt((X**2).sum(axis=1).mean()))
     return tuple(factor * default for factor in _FACTORS)
@@ -164,8 +157,8 @@ def _learn(
 ) -> Learned:
     if method not in ALONE:
         return _Federation(method, setting, samples, config, start).learn()
-    seed, rounds = int(config["seed"]), int(config["rounds"])
-    n_atoms, n_global = int(config["n_atoms"]), int(config["n_global"])
+    seed, rounds = config.seed, config.rounds
+    n_atoms, n_global = config.n_atoms, config.n_global
     X, started = np.vstack(samples), time.perf_counter()
     shared: list[Matrix] = []
     full: list[Matrix] = []
@@ -184,7 +177,7 @@ def _learn(
 
 
 def _learner(config: Config, n_atoms: int, setting: float) -> Learner:
-    general = GENERAL.get(str(config["learner"]))
+    general = GENERAL.get(config.learner)
     if general is None:
         return OrthogonalLearner(n_atoms, threshold=setting)
     return general(n_atoms, n_nonzero=min(round(setting), n_atoms))
@@ -211,32 +204,26 @@ class _Federation:
     ) -> None:
         self.method, self.setting = method, setting
         self.samples, self.start = samples, start
-        self.config = {**config, "rounds": 1} if method == "naive" else config
+        self.config = replace(config, rounds=1) if method == "naive" else config
         self.found: dict[int, Matrix] = {}
 
     def client(self, context: Context, config: Config) -> DictionaryClient:
         """Return the client of ``context``'s partition."""
-        n_atoms = int(config["n_atoms"])
-        learner: Learner = OrthogonalLearner(n_atoms, threshold=0.0)
+        learner: Learner = OrthogonalLearner(config.n_atoms, threshold=0.0)
         if self.method != "perpca":  # PerPCA's setting is the step of its strategy
-            learner = _learner(config, n_atoms, self.setting)
+            learner = _learner(config, config.n_atoms, self.setting)
         X = self.samples[int(context.node_config[PARTITION_ID])]
         protocol = self.method if self.method in PROTOCOLS else "averaging"
-        given = {"start": self.start, "protocol": protocol, **private(config)}
+        given = {"start": self.start, "protocol": protocol, **config.private}
         return _Client(X, learner, context, found=self.found, **given)
 
     def strategy(self, config: Config, **options: Any) -> ProtocolStrategy:
         """Return the method's strategy."""
-        given = {"evaluate_every": int(config["rounds"]), **options}
+        given = {"evaluate_every": config.rounds, **options}
         if self.method == "perma":
-            return make_strategy(config, int(config["n_global"]), given)
-        if self.method == "perpca":
-            return PerPCA(int(config["n_global"]), step=self.setting, **arranged(given))
-        start_from = "own" if self.method == "naive" else "common"
-        local_steps = int(config["local_steps"])
-        return DictionaryAveraging(
-            start_from=start_from, local_steps=local_steps, **arranged(given)
-        )
+            return config.strategy(config.n_global, **given)
+        given["local_steps"] = config.local_steps
+        return rival(self.method, config.n_global, self.setting, **given)
 
     def learn(self) -> Learned:
         """Run the federation."""
@@ -247,3 +234,27 @@ class _Federation:
         return Learned(
             [shared], full, self.setting, ran.seconds, ran.rounds, ran.floats_up, ran.floats_down
         )
+
+
+def rival(
+    method: str, n_global: int, setting: float, *, local_steps: int = 1, **options: Any
+) -> ProtocolStrategy:
+    """Return the strategy of a method that PerMA is compared with.
+
+    Parameters
+    ----------
+    method : {"perpca", "naive", "averaging"}
+        See the module's table.
+    n_global : int
+        Shared components of PerPCA.
+    setting : float
+        PerPCA's step.
+    local_steps : int, default 1
+        Iterations of an averaging client's learner per round.
+    **options
+        The server's own.
+    """
+    if method == "perpca":
+        return PerPCA(n_global, step=setting, **arranged(options))
+    start_from = "own" if method == "naive" else "common"
+    return DictionaryAveraging(start_from=start_from, local_steps=local_steps, **arranged(options))

@@ -5,17 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
 
-from numpy.typing import NDArray
-
-from flwr_perdl._parallel import n_threads
-from perdl_experiments.studies._experiment import Keep
+from flwr_perdl.threads import n_threads
+from perdl_experiments.studies._experiment import Arrays, Keep
 
 #: Other processes are started where a part takes more seconds than this: they need about as many.
 LONG = 2.0
 
-Arrays = dict[str, NDArray[Any]]
 Part = Callable[[], Arrays]
 
 

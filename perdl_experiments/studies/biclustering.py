@@ -8,54 +8,27 @@ apart: k-means clusters them, without labels, and the adjusted Rand index compar
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl._checks import Matrix, check_array, check_count, check_real
-from flwr_perdl._random import DATA, SERVER, spawn
+from flwr_perdl.checks import Matrix, check_array, check_count
 from flwr_perdl.diffusion.biclustering import profiles, ssvd
 from flwr_perdl.diffusion.model_diffusion import ModelDiffusion
 from flwr_perdl.diffusion.objectives import Biclustering
 from flwr_perdl.diffusion.topology import Topology
+from flwr_perdl.random import DATA, SERVER, spawn
 from perdl_experiments.baselines import sklearn_seed
 from perdl_experiments.data import cached_by_file, names_in, read_arrays
-from perdl_experiments.engine import Config
-from perdl_experiments.outcome import Outcome, Picture, Table
-from perdl_experiments.studies._experiment import Keep, Value, seeds_of
+from perdl_experiments.outcome import Outcome
+from perdl_experiments.render import Record
+from perdl_experiments.studies._experiment import Arrays, Auto, Keep
+from perdl_experiments.studies._experiment import Config as Common
 from perdl_experiments.studies._parts import keep_all
-from perdl_experiments.words import plural
-
-NAME = "biclustering"
-ABOUT = "Sparse layers of gene expressions tell subjects apart, all at once or gene by gene"
-SOURCE = "Chen, Towfic, Sayed, IEEE TSP 2015, Section IV-C and Fig. 8"
-DEFAULTS: dict[str, Value] = {
-    "clients": 0,
-    "rounds": 1,
-    "seed": 0,
-    "data": "",
-    "seeds": 5,
-    "atoms": 3,
-    "k": "auto",
-    "thresholds": "sure",
-    "noise": 1.3,
-    "informative": 160,
-}
-HELP: dict[str, str] = {
-    "rounds": "passes over the genes",
-    "data": "your expressions: `.npz` with `X` and, if known, `y`",
-    "seeds": "planted data sets, one per seed; with your data, orders of its genes",
-    "atoms": "layers",
-    "k": "clusters: as many as labels, or atoms and one",
-    "thresholds": "how Algorithm 3 chooses its thresholds, without labels: `sure` or `bic`",
-    "noise": "of the planted data",
-    "informative": "genes of the planted 400 that tell a type",
-}
-FIGURES: tuple[str, ...] = ("layers.png", "loadings.png")
-ERROR = "ari_diffusion"
 
 #: Algorithm 4's parameters, in units of the expressions' root mean square: the paper's gamma = 0.5,
 #: beta = 0.01 and mu_w = 0.005 on data like lung200, where that is 1.63 and there are 56 subjects.
@@ -75,6 +48,25 @@ METHODS = {
 _STARTS = 20
 
 
+@dataclass(frozen=True, kw_only=True)
+class Config(Common):
+    """The options of biclustering.toml."""
+
+    atoms: int
+    k: int | Auto
+    thresholds: str
+    noise: float
+    informative: int
+
+    def check(self) -> None:
+        """Reject options that do not fit together."""
+        self.check_nodes(self.atoms, "atom")
+
+    def data_of(self, seed: int) -> Data:
+        """Return the expressions; a seed draws the planted ones."""
+        return _load(self.data, seed, self.informative, self.noise)
+
+
 class Data(NamedTuple):
     """Expressions of genes over subjects.
 
@@ -92,50 +84,47 @@ class Data(NamedTuple):
 
 def run(config: Config, keep: Keep) -> Outcome:
     """Run both algorithms and the plain SVD with every seed, cluster the subjects, and compare."""
-    atoms = check_count("atoms", config["atoms"], 2)
-    if int(config["clients"]) not in (0, atoms):
-        raise ValueError(f"clients must be {atoms}, one per atom, got {config['clients']}.")
-    parts = {f"seed-{seed}": partial(_one_seed, config, seed) for seed in seeds_of(config)}
-    results = keep_all(keep, parts)
-    data = _data(config, int(config["seed"]))
-    metrics = {
-        name: float(np.mean([float(one[name]) for one in results]))
-        for name in results[0]
-        if results[0][name].ndim == 0
+    results = keep_all(
+        keep, {f"seed-{seed}": partial(_one_seed, config, seed) for seed in config.each_seed}
+    )
+    data, first = config.data_of(config.seed), results[0]
+    numbers = {
+        name: [float(one[name]) for one in results] for name in first if first[name].ndim == 0
     }
     return Outcome(
-        metrics=metrics,
-        curves={
-            name: [float(one[name]) for one in results] for name in metrics if len(results) > 1
-        },
+        records=[
+            *(Record(name, values) for name, values in numbers.items() if "ari_" not in name),
+            *_scores(numbers),
+            *_members(data, first),
+        ],
+        curves=numbers if len(results) > 1 else {},
         arrays={
-            f"{part}_{name}": results[0][f"{part}_{name}"]
+            f"{part}_{name}": first[f"{part}_{name}"]
             for part in ("atoms", "clusters")
             for name in METHODS
         }
-        | {name: results[0][name] for name in ("codes_ssvd", "codes_diffusion", "thresholds")},
-        tables=_tables(data, results),
-        pictures=_pictures(data, results[0]),
-        notes=_notes(config, data, results[0]),
-        rounds=round(metrics["rounds"]),
-        floats_up=metrics["floats"],
-        floats_down=metrics["floats"],
+        | {name: first[name] for name in ("codes_ssvd", "codes_diffusion", "thresholds")},
+        figures=_figures(data, first),
+        rounds=round(float(np.mean(numbers["rounds"]))),
+        floats_up=float(np.mean(numbers["floats"])),
+        floats_down=float(np.mean(numbers["floats"])),
+        facts=_facts(config, data, first),
     )
 
 
-def _one_seed(config: Config, seed: int) -> dict[str, NDArray[Any]]:
+def _one_seed(config: Config, seed: int) -> Arrays:
     """Return atoms, clusters and figures of all methods with one seed."""
-    data, n_atoms = _data(config, seed), int(config["atoms"])
+    data, n_atoms = config.data_of(seed), config.atoms
     k = _k(config, data)
     _, strengths, rows = np.linalg.svd(data.X, full_matrices=False)
-    layers = ssvd(data.X, n_atoms, thresholds=str(config["thresholds"]))
-    online = _online(data.X, n_atoms, int(config["rounds"]), seed)
+    layers = ssvd(data.X, n_atoms, thresholds=config.thresholds)
+    online = _online(data.X, n_atoms, config.rounds, seed)
     found = {
         "svd": (rows[:n_atoms], strengths[:n_atoms]),
         "ssvd": (layers.atoms, np.linalg.norm(layers.codes, axis=0)),
         "diffusion": (online["atoms"], np.linalg.norm(online["codes"], axis=0)),
     }
-    kept: dict[str, NDArray[Any]] = {
+    kept: Arrays = {
         "k": np.array(k),
         "rounds": online["rounds"],
         "floats": online["floats"],
@@ -156,7 +145,7 @@ def _one_seed(config: Config, seed: int) -> dict[str, NDArray[Any]]:
     return kept
 
 
-def _online(X: Matrix, n_atoms: int, n_passes: int, seed: int) -> dict[str, NDArray[Any]]:
+def _online(X: Matrix, n_atoms: int, n_passes: int, seed: int) -> Arrays:
     """Return what Algorithm 4 comes to: an agent per atom, fully connected, gene by gene.
 
     The genes are coded once more with the atoms as they are in the end.
@@ -178,17 +167,10 @@ def _online(X: Matrix, n_atoms: int, n_passes: int, seed: int) -> dict[str, NDAr
 
 def _k(config: Config, data: Data) -> int:
     """Return the number of clusters that is asked for, or as many as labels, or atoms and one."""
-    given, n_subjects = str(config["k"]), int(data.X.shape[1])
-    if given == "auto":
-        if data.labels is not None:
-            return len(set(data.labels))
-        return min(int(config["atoms"]) + 1, n_subjects)
-    try:
-        return check_count("k", int(given), 1, n_subjects)
-    except ValueError:
-        raise ValueError(
-            f"k must be an integer from 1 to {n_subjects} or 'auto', got {given!r}."
-        ) from None
+    n_subjects = int(data.X.shape[1])
+    if config.k != "auto":
+        return check_count("k", config.k, 1, n_subjects)
+    return min(config.atoms + 1, n_subjects) if data.labels is None else len(set(data.labels))
 
 
 def _clusters(places: Matrix, k: int, seed: int) -> NDArray[np.intp]:
@@ -209,12 +191,6 @@ def _rand_index(one: NDArray[Any], other: NDArray[Any]) -> NDArray[Any]:
 # Data ----------------------------------------------------------------------------------------
 
 
-def _data(config: Config, seed: int) -> Data:
-    informative = check_count("informative", config["informative"], TYPES, GENES)
-    noise = check_real("noise", config["noise"], 0)
-    return _load(str(config["data"]), seed, informative, noise)
-
-
 @cached_by_file(maxsize=2)
 def _load(path: str, seed: int, informative: int, noise: float) -> Data:
     """Return the expressions, every gene with mean zero, all of root mean square 1.
@@ -233,11 +209,11 @@ def _load(path: str, seed: int, informative: int, noise: float) -> Data:
     """
     X, y = _planted(seed, informative, noise) if not path else _read(path)
     X = np.ldexp(X, -np.frexp(np.abs(X).max())[1])  # squares of large and small units are finite
-    centred = (X - X.mean(axis=0)).T
-    size = float(np.sqrt(np.square(centred).mean()))
+    centered = (X - X.mean(axis=0)).T
+    size = float(np.sqrt(np.square(centered).mean()))
     if size <= 1e-12 * float(np.abs(X).max()):
         raise ValueError(f"X in {path} must have a gene that varies over the subjects, got none.")
-    return Data(np.ascontiguousarray(centred / size), None if y is None else y.astype(str))
+    return Data(np.ascontiguousarray(centered / size), None if y is None else y.astype(str))
 
 
 def _planted(seed: int, informative: int, noise: float) -> tuple[Matrix, NDArray[Any]]:
@@ -267,99 +243,62 @@ def _read(path: str) -> tuple[Matrix, NDArray[Any] | None]:
     return check_array(f"X in {path}", X.astype(np.float64)), y
 
 
-# What a person reads -------------------------------------------------------------------------
+# The report ----------------------------------------------------------------------------------
 
 
-def _tables(data: Data, results: Sequence[Mapping[str, NDArray[Any]]]) -> list[Table]:
-    first = results[0]
+def _scores(numbers: Mapping[str, Sequence[float]]) -> Iterator[Record]:
+    for name in METHODS:
+        if f"ari_{name}" in numbers:
+            yield Record("ari", numbers[f"ari_{name}"], name)
+            yield Record("ari_rows", numbers[f"ari_{name}_rows"], name)
+    if "ari_between" in numbers:
+        yield Record("ari", numbers["ari_between"], "between")
+
+
+def _members(data: Data, result: Mapping[str, NDArray[Any]]) -> Iterator[Record]:
+    """Yield how many subjects of each label are in each cluster."""
     if data.labels is None:
-        return []
-    scores = Table(
-        "Adjusted Rand index with the labels",
-        "k-means on the subjects' profiles (directions of their places in the space of the layers) "
-        "and, in the last column, on their rows of the atoms as they are. Over seeds.",
-        ["", "mean", "least", "most", "rows, mean"],
-        [
-            [
-                title,
-                *(
-                    f"{function([float(one[f'ari_{name}']) for one in results]):.3f}"
-                    for function in (np.mean, np.min, np.max)
-                ),
-                f"{np.mean([float(one[f'ari_{name}_rows']) for one in results]):.3f}",
-            ]
-            for name, title in METHODS.items()
-        ],
-    )
-    return [scores, *(_members(data.labels, first, name) for name in ("ssvd", "diffusion"))]
+        return
+    for name in ("ssvd", "diffusion"):
+        clusters = result[f"clusters_{name}"]
+        for label in np.unique(data.labels):
+            for j in range(int(result["k"])):
+                count = int(np.sum((data.labels == label) & (clusters == j)))
+                yield Record("subjects", count, name, {"label": str(label), "cluster": j + 1})
 
 
-def _members(labels: NDArray[np.str_], result: Mapping[str, NDArray[Any]], name: str) -> Table:
-    clusters, k = result[f"clusters_{name}"], int(result["k"])
-    return Table(
-        f"Who is in which cluster: {METHODS[name]}",
-        "Numbers of subjects, first seed.",
-        ["", *(f"cluster {j + 1}" for j in range(k))],
-        [
-            [str(label), *(str(int(np.sum((labels == label) & (clusters == j)))) for j in range(k))]
-            for label in np.unique(labels)
-        ],
-    )
-
-
-def _pictures(data: Data, result: Mapping[str, NDArray[Any]]) -> list[Picture]:
+def _figures(data: Data, result: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
     from perdl_experiments import pictures  # an extra: matplotlib
 
-    clusters = result["clusters_ssvd"]
-    groups, by = data.labels, "their labels"
+    groups = data.labels
     if groups is None:
-        groups = np.char.add("cluster ", (clusters + 1).astype(str))
-        by = "Algorithm 3's clusters"
+        groups = np.char.add("cluster ", (result["clusters_ssvd"] + 1).astype(str))
     atoms, codes = result["atoms_ssvd"], result["codes_ssvd"]
     rows = np.lexsort((atoms[0], groups))
     panels = {"data, genes as in layer 1": data.X[np.argsort(codes[:, 0])].T[rows]}
     for k, (atom, code) in enumerate(zip(atoms, codes.T, strict=True)):
         panels[f"layer {k + 1}"] = np.outer(atom[rows], code[np.argsort(code)])
-    return [
-        Picture(
-            "layers",
-            "The sparse rank-one layers",
-            f"Algorithm 3, first seed. Rows: subjects by {by}; columns: genes by the layer's code.",
-            pictures.layers(panels, [str(group) for group in groups[rows]], x="genes"),
-        ),
-        Picture(
-            "loadings",
-            "The subjects in the space of the atoms",
-            "Algorithm 3 above, Algorithm 4 below (Fig. 8), first seed. Coloured by "
-            f"{by}, which the algorithms do not know.",
-            pictures.scatter(
-                {
-                    "Algorithm 3": result["atoms_ssvd"].T,
-                    "Algorithm 4": result["atoms_diffusion"].T,
-                },
-                [str(group) for group in groups],
-                axis="atom",
-            ),
-        ),
-    ]
+    places = {"Algorithm 3": atoms.T, "Algorithm 4": result["atoms_diffusion"].T}
+    return {
+        "layers": pictures.layers(panels, [str(group) for group in groups[rows]], x="genes"),
+        "loadings": pictures.scatter(places, [str(group) for group in groups], axis="atom"),
+    }
 
 
-def _notes(config: Config, data: Data, result: Mapping[str, NDArray[Any]]) -> list[str]:
+def _facts(config: Config, data: Data, result: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
     n_genes, n_subjects = data.X.shape
-    k, given = int(result["k"]), str(config["k"])
-    because = "as given" if given != "auto" else "the number of labels"
-    if given == "auto" and data.labels is None:
-        because = "the number of atoms and one, as k centred groups have rank k - 1"
-    what = "your data" if config["data"] else "planted biclusters, other ones for every seed"
-    kept = result["genes_per_layer"]
-    return [
-        f"{n_subjects} subjects, {n_genes} genes ({what}); every gene has mean zero.",
-        f"{plural(k, 'cluster')}: {because}. {plural(config['atoms'], 'layer')}, "
-        f"{plural(config['atoms'], 'agent')}.",
-        f"Algorithm 3's thresholds are chosen without labels ({config['thresholds']}); a layer has "
-        f"{float(kept):.0f} genes on average.",
-        f"Algorithm 4 sees every gene {plural(config['rounds'], 'time')}, in an order drawn by "
-        "seed, "
-        f"with gamma = {GAMMA}, delta = {DELTA}, beta = {BETA} and mu_w = {STEP} / {n_subjects} in "
-        "units of the expressions' root mean square.",
-    ]
+    because = "as given" if config.k != "auto" else "the number of labels"
+    if config.k == "auto" and data.labels is None:
+        because = "the number of atoms plus one, as k centered groups have rank k - 1"
+    return {
+        "n_subjects": n_subjects,
+        "n_genes": n_genes,
+        "what": "your data" if config.data else "planted biclusters, new ones for every seed",
+        "n_clusters": int(result["k"]),
+        "because": because,
+        "by": "Algorithm 3's clusters" if data.labels is None else "their labels",
+        "gamma": GAMMA,
+        "delta": DELTA,
+        "beta": BETA,
+        "step": STEP,
+    }

@@ -1,88 +1,48 @@
 """PerMA against other methods on planted dictionaries: B.1 and Fig. 5 of P0.
 
-P0 = Liang, Shi, Al Kontar, Fattahi, "Personalized Dictionary Learning for Heterogeneous Datasets",
-NeurIPS 2023. The data of A.1 with other dimensions, numbers of clients and shares of non-zero
-codes; in the figure's second row one client has few samples, and the errors are that client's.
+The data of A.1 with other dimensions, numbers of clients and shares of non-zero codes. In the
+figure's second row one client has few samples, and the errors are that client's.
 
 Every method has as many communication rounds and local iterations, the same learner and warm
 starts, and is tuned over as many values of one parameter, on a seed of its own, at the middle of
-the figure: PerPCA over its step, all others over the learner's threshold.
-
-==================  =============================================================================
-method              what it is
-==================  =============================================================================
-``perma``           PerMA with its defaults
-``averaging``       `DictionaryAveraging` from a common start
-``naive``           its one-shot average of the clients' own dictionaries, without matching
-``perpca``          `PerPCA`, which finds subspaces: atoms inside them are as they come
-``local``           every client alone
-``pooled``          one dictionary of all clients' samples, with as many atoms as a client has
-==================  =============================================================================
+the figure: PerPCA over its step, all others over the learner's threshold. The methods are those of
+`perdl_experiments.studies._methods`; averaging and pooled data have as many atoms as one client.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache, partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from flwr.app import Context
 from numpy.typing import NDArray
 
-from flwr_perdl._checks import Matrix, check_count, check_real
-from flwr_perdl._random import DATA, SERVER, spawn
-from flwr_perdl._records import PARTITION_ID
-from flwr_perdl.clients import DictionaryClient
+from flwr_perdl.checks import Matrix
 from flwr_perdl.clients.dictionary import PROTOCOLS
 from flwr_perdl.dictionary import OrthogonalLearner, dictionary_distance, warm_start
-from flwr_perdl.strategies import DictionaryAveraging, PerMA, PerPCA, ProtocolStrategy
-from perdl_experiments.data import Planted, planted_clients
-from perdl_experiments.engine import Config, arranged
-from perdl_experiments.outcome import Outcome, Picture, Table
+from flwr_perdl.random import SERVER, spawn
+from flwr_perdl.records import PARTITION_ID
+from flwr_perdl.strategies import PerMA, ProtocolStrategy
+from perdl_experiments.data import Planted
+from perdl_experiments.engine import arranged
+from perdl_experiments.outcome import Outcome
+from perdl_experiments.render import FAILED, Record
+from perdl_experiments.studies import _planted
 from perdl_experiments.studies._experiment import (
-    MIN_SUPPORT,
+    Arrays,
+    ClientConfig,
     Federate,
     Keep,
-    Value,
-    numbers,
-    private,
+    attempt,
+    words,
 )
-from perdl_experiments.words import plural
+from perdl_experiments.studies._methods import rival
 
-NAME = "comparison"
-ABOUT = "PerMA against averaging, PerPCA, clients alone and pooled data, on planted dictionaries"
-SOURCE = "Liang et al., NeurIPS 2023, B.1 and Fig. 5"
-DEFAULTS: dict[str, Value] = {
-    "clients": 10,
-    "rounds": 30,
-    "seed": 0,
-    "seeds": 3,
-    "samples": 200,
-    "weak_samples": 20,
-    "dimensions": "6,12,18",
-    "sizes": "5,10,20",
-    "densities": "10,20,30,40",
-    "min_support": MIN_SUPPORT,
-}
-HELP: dict[str, str] = {
-    "seeds": "per point",
-    "dimensions": "features, and atoms per client, half of them shared",
-    "sizes": "numbers of clients",
-    "densities": "codes that are not zero, in percent",
-}
-FIGURES: tuple[str, ...] = ("comparison.png",)
-ERROR = "error_full"
-
-METHODS = {
-    "perma": "PerMA",
-    "averaging": "averaging, common start",
-    "naive": "naive average",
-    "perpca": "PerPCA",
-    "local": "clients alone",
-    "pooled": "pooled data",
-}
+METHODS = words("comparison")
 FEDERATED = ("perma", "averaging", "naive", "perpca")
 #: What every method is tuned over: the threshold, or PerPCA's step.
 THRESHOLDS, STEPS = (0.1, 0.15, 0.25), (0.5, 1.0, 2.0)
@@ -92,8 +52,58 @@ _EXACT = 1e-12
 DIMENSION, DENSITY = 6, 20
 #: Seeds for tuning are the run's and so much.
 _TUNING = 10_000
-_FLOOR = 0.3  # A.1: the codes' least size
-_ROWS = {"": "clients alike", "weak_": "one client with few samples"}
+_ROWS = {"": "clients alike", "weak": "one client with few samples"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ClientConfig):
+    """The options of comparison.toml; below them, what one federation adds."""
+
+    samples: int
+    weak_samples: int
+    dimensions: tuple[int, ...]
+    sizes: tuple[int, ...]
+    densities: tuple[int, ...]
+
+    dimension: int = DIMENSION
+    density: int = DENSITY
+    weak: int = 0
+    method: str = ""
+    setting: float = 0.0
+
+    @property
+    def axes(self) -> dict[str, tuple[int, ...]]:
+        """The values on each axis of the figure."""
+        return {"dimension": self.dimensions, "clients": self.sizes, "density": self.densities}
+
+    @property
+    def name(self) -> str:
+        """The name of the point."""
+        fields = ("dimension", "clients", "density", "weak", "seed")
+        return "-".join(f"{field}{getattr(self, field)}" for field in fields)
+
+    @property
+    def n_global(self) -> int:
+        """The number of planted atoms that all clients share."""
+        return self.dimension // 2
+
+    @property
+    def learner(self) -> OrthogonalLearner:
+        """The clients' learner."""
+        threshold = 0.0 if self.method == "perpca" else self.setting
+        return OrthogonalLearner(self.dimension, threshold=threshold)
+
+    @property
+    def planted(self) -> Planted:
+        """The clients' data."""
+        sizes = _planted.sizes(self.clients, self.samples, self.weak, self.weak_samples)
+        atoms = (self.dimension,) * self.clients
+        return _planted.plant(self.seed, atoms, sizes, self.n_global, density=self.density / 100)
+
+    def of(self, method: str, setting: float) -> Config:
+        """Return the config of a method at this point."""
+        rounds = 1 if method == "naive" else self.rounds
+        return replace(self, method=method, setting=setting, rounds=rounds)
 
 
 class Errors(NamedTuple):
@@ -115,43 +125,31 @@ class Errors(NamedTuple):
     seconds: float
 
 
-class ComparedClient(DictionaryClient):
-    """A client that knows what was planted, and reports how far its atoms are from that."""
-
-    def __init__(self, *args: Any, planted: Planted, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.planted = planted
-
-    def extra_metrics(self, global_atoms: Matrix, local_atoms: Matrix) -> dict[str, float]:
-        """Return the errors of `Errors`, with all and with the global atoms."""
-        D = np.vstack([global_atoms, local_atoms])
-        full, shared = _distances(self.planted, self.partition, D)
-        return {ERROR: full, "error_shared": shared}
-
-
-def client(context: Context, config: Config) -> ComparedClient:
+def client(context: Context, config: Config) -> _planted.PlantedClient:
     """Return the client of partition ``context.node_config["partition-id"]``."""
-    partition, planted = int(context.node_config[PARTITION_ID]), _planted(config)
-    method = str(config["method"])
-    return ComparedClient(
+    partition, planted = int(context.node_config[PARTITION_ID]), config.planted
+    return _planted.PlantedClient(
         planted.samples[partition],
-        _learner(config),
+        config.learner,
         context,
         planted=planted,
-        protocol=method if method in PROTOCOLS else "averaging",
-        **private(config),
+        measure=_measure,
+        protocol=config.method if config.method in PROTOCOLS else "averaging",
+        **config.private,
     )
 
 
+def _measure(planted: Planted, partition: int, shared: Matrix, own: Matrix) -> dict[str, float]:
+    full, of_shared = _distances(planted, partition, np.vstack([shared, own]))
+    return {"error_full": full, "error_shared": of_shared}
+
+
 def strategy(config: Config, **options: Any) -> ProtocolStrategy:
-    """Return the strategy of ``config["method"]``; ``options`` are the server's own."""
-    given = {"evaluate_every": int(config["rounds"]), **options}
-    if config["method"] == "perma":
-        return PerMA(_n_global(config), **arranged(given))
-    if config["method"] == "perpca":
-        return PerPCA(_n_global(config), step=float(config["setting"]), **arranged(given))
-    start = "own" if config["method"] == "naive" else "common"
-    return DictionaryAveraging(start_from=start, **arranged(given))
+    """Return the strategy of ``config.method``; ``options`` are the server's own."""
+    given = {"evaluate_every": config.rounds, **options}
+    if config.method == "perma":
+        return PerMA(config.n_global, **arranged(given))
+    return rival(config.method, config.n_global, config.setting, **given)
 
 
 def federations(config: Config) -> list[Config]:
@@ -160,61 +158,45 @@ def federations(config: Config) -> list[Config]:
     Of the latter only those with the setting that was chosen are run: progress passes over the
     rest.
     """
-    places = [_tuning(config), *_points(config).values()]
     return [
-        _with(place, method, setting)
-        for place in places
+        place.of(method, setting)
+        for place in (_tuning(config), *_points(config))
         for method in FEDERATED
         for setting in _settings(method)
     ]
 
 
 def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
-    """Tune every method, and run it on every point of the figure."""
-    settings = {
-        method: float(keep(f"tuned-{method}", partial(_tune, config, method, federate))["setting"])
+    """Tune every method, and run it on every point of the figure.
+
+    A method other than PerMA that fails at any point is reported as failed.
+    """
+    tuned = {
+        method: keep(f"tuned-{method}", partial(_tune, config, method, federate))
         for method in METHODS
     }
-    points = _points(config)
-    found: dict[str, dict[str, NDArray[Any]]] = {}
-    for name, point in points.items():
-        found[name] = keep(name, partial(_at, point, settings, federate))
-    return _outcome(config, settings, found)
-
-
-# The figure's points -------------------------------------------------------------------------
-
-
-def _axes(config: Config) -> dict[str, list[int]]:
-    return {
-        "dimension": numbers("dimensions", config["dimensions"], 2, 200),
-        "clients": numbers("sizes", config["sizes"], 2, 1000),
-        "density": numbers("densities", config["densities"], 1, 100),
+    failed = {method: str(kept[FAILED]) for method, kept in tuned.items() if FAILED in kept}
+    settings = {m: float(kept["setting"]) for m, kept in tuned.items() if m not in failed}
+    found = {
+        point.name: keep(point.name, partial(_at, point, settings, federate))
+        for point in _points(config)
     }
+    for kept in found.values():
+        failed |= {m: str(kept[f"{m}_{FAILED}"]) for m in METHODS if f"{m}_{FAILED}" in kept}
+    return _outcome(config, settings, found, failed)
 
 
-def _base(config: Config) -> dict[str, Any]:
-    return {**config, "dimension": DIMENSION, "density": DENSITY, "weak": 0}
-
-
-def _points(config: Config) -> dict[str, Config]:
-    """Return the config of every point and seed, under the name that it is kept by."""
-    check_count("samples", config["samples"], 1)
-    check_count("weak_samples", config["weak_samples"], 1)
-    points: dict[str, Config] = {}
-    for weak in (0, 1):
-        varied = [{"dimension": DIMENSION}]
-        varied += [{axis: value} for axis, values in _axes(config).items() for value in values]
-        for one in varied:
-            for seed in range(check_count("seeds", config["seeds"], 1)):
-                point = {**_base(config), **one, "weak": weak, "seed": int(config["seed"]) + seed}
-                points[_name(point)] = point
-    return points
-
-
-def _name(point: Mapping[str, Any]) -> str:
-    parts = (f"{key}{point[key]}" for key in ("dimension", "clients", "density", "weak", "seed"))
-    return "-".join(parts)
+def _points(config: Config) -> list[Config]:
+    """Return the config of every point and seed."""
+    varied: list[dict[str, Any]] = [{"dimension": DIMENSION}]
+    varied += [{axis: value} for axis, values in config.axes.items() for value in values]
+    points = [
+        replace(config, weak=weak, seed=seed, **one)
+        for weak in (0, 1)
+        for one in varied
+        for seed in config.each_seed
+    ]
+    return list({point.name: point for point in points}.values())
 
 
 def _settings(method: str) -> tuple[float, ...]:
@@ -222,105 +204,78 @@ def _settings(method: str) -> tuple[float, ...]:
 
 
 def _tuning(config: Config) -> Config:
-    return {**_base(config), "seed": int(config["seed"]) + _TUNING}
-
-
-def _with(place: Config, method: str, setting: float) -> Config:
-    """Return the config of a method at a place."""
-    rounds = 1 if method == "naive" else int(place["rounds"])
-    return {**place, "method": method, "setting": setting, "rounds": rounds}
-
-
-def _n_global(config: Config) -> int:
-    return int(config["dimension"]) // 2
-
-
-def _learner(config: Config) -> OrthogonalLearner:
-    threshold = 0.0 if config["method"] == "perpca" else float(config["setting"])
-    return OrthogonalLearner(int(config["dimension"]), threshold=threshold)
-
-
-def _planted(config: Config) -> Planted:
-    clients, weak = int(config["clients"]), int(config["weak"])
-    sizes = (int(config["samples"]),) * (clients - weak) + (int(config["weak_samples"]),) * weak
-    return _plant(int(config["seed"]), int(config["dimension"]), int(config["density"]), sizes)
-
-
-@lru_cache(maxsize=4)
-def _plant(seed: int, dimension: int, density: int, sizes: tuple[int, ...]) -> Planted:
-    return planted_clients(
-        spawn(seed, DATA),
-        [dimension] * len(sizes),
-        sizes,
-        dimension // 2,
-        n_features=dimension,
-        density=check_real("density", density / 100, 0, 1),
-        floor=_FLOOR,
-    )
+    return replace(config, seed=config.seed + _TUNING)
 
 
 # The methods ---------------------------------------------------------------------------------
 
 
-def _tune(config: Config, method: str, federate: Federate) -> dict[str, NDArray[Any]]:
+def _tune(config: Config, method: str, federate: Federate) -> Arrays:
     """Return the setting with the least error at the middle of the figure, of several the first.
 
-    Errors that are rounding only count as the same.
+    Errors that are rounding only count as the same. A rival's settings that fail do not compete.
     """
-    place, tried = _tuning(config), _settings(method)
-    errors = [_learn(_with(place, method, setting), federate).full for setting in tried]
-    return {"setting": np.array(tried[int(np.argmin(np.maximum(errors, _EXACT)))])}
-
-
-def _at(
-    point: Config, settings: Mapping[str, float], federate: Federate
-) -> dict[str, NDArray[Any]]:
-    """Return every method's errors at a point."""
-    return {
-        method: np.array(_learn(_with(point, method, setting), federate))
-        for method, setting in settings.items()
+    tried = {
+        setting: _tried(_tuning(config).of(method, setting), federate)
+        for setting in _settings(method)
     }
+    errors = {
+        s: max(float(one["errors"][0]), _EXACT) for s, one in tried.items() if FAILED not in one
+    }
+    if not errors:
+        return next(iter(tried.values()))
+    return {"setting": np.array(min(errors, key=lambda setting: errors[setting]))}
+
+
+def _tried(config: Config, federate: Federate) -> Arrays:
+    """Return a method's errors, or why it failed."""
+
+    def learn() -> Arrays:
+        return {"errors": np.array(_learn(config, federate))}
+
+    return learn() if config.method == "perma" else attempt(learn)
+
+
+def _at(point: Config, settings: Mapping[str, float], federate: Federate) -> Arrays:
+    """Return every method's errors at a point."""
+    found = {}
+    for method, setting in settings.items():
+        tried = _tried(point.of(method, setting), federate)
+        if FAILED in tried:
+            found[f"{method}_{FAILED}"] = tried[FAILED]
+        else:
+            found[method] = tried["errors"]
+    return found
 
 
 def _learn(config: Config, federate: Federate) -> Errors:
     """Return what a method comes to."""
-    if config["method"] in FEDERATED:
-        return _together(config, federate)
-    planted, started = _planted(config), time.perf_counter()
-    seed, learner = int(config["seed"]), _learner(config)
+    if config.method in FEDERATED:
+        federated = federate(config)
+        last = federated.history[-1].metrics
+        together = [(one["error_full"], one["error_shared"]) for _, one in sorted(last.items())]
+        return _chosen(config, together, federated.seconds)
+    planted, started = config.planted, time.perf_counter()
     everybody = range(len(planted.samples))
-    if config["method"] == "local":
-        own = [_alone(planted.samples[i], learner, spawn(seed, i), config) for i in everybody]
+    if config.method == "local":
+        own = [_alone(planted.samples[i], spawn(config.seed, i), config) for i in everybody]
     else:
-        pooled = _alone(np.vstack(planted.samples), learner, spawn(seed, SERVER, 1), config)
+        pooled = _alone(np.vstack(planted.samples), spawn(config.seed, SERVER, 1), config)
         own = [pooled] * len(everybody)
     seconds = time.perf_counter() - started
-    distances = [_distances(planted, i, D) for i, D in enumerate(own)]
-    return _chosen(config, distances, seconds)
-
-
-def _together(config: Config, federate: Federate) -> Errors:
-    federated = federate(config)
-    last = federated.history[-1].metrics
-    distances = [(one[ERROR], one["error_shared"]) for _, one in sorted(last.items())]
-    return _chosen(config, distances, federated.seconds)
+    return _chosen(config, [_distances(planted, i, D) for i, D in enumerate(own)], seconds)
 
 
 def _chosen(config: Config, distances: Sequence[tuple[float, float]], seconds: float) -> Errors:
     """Return the mean over clients, or what the weak client has."""
-    counted = distances[-1:] if config["weak"] else distances
+    counted = distances[-1:] if config.weak else distances
     full, shared = np.mean(counted, axis=0)
     return Errors(float(full), float(shared), seconds)
 
 
-def _alone(
-    X: Matrix, learner: OrthogonalLearner, rng: np.random.Generator, config: Config
-) -> Matrix:
-    """Return a dictionary of ``X`` alone: the start, and an iteration for every further round."""
-    D = warm_start(X, learner, rng=rng).dictionary
-    for _ in range(int(config["rounds"]) - 1):
-        D = learner.step(X, D)
-    return D
+def _alone(X: Matrix, rng: np.random.Generator, config: Config) -> Matrix:
+    start = warm_start(X, config.learner, rng=rng).dictionary
+    return _planted.learn_alone(X, config.learner, start, config.rounds)
 
 
 def _distances(planted: Planted, partition: int, D: Matrix) -> tuple[float, float]:
@@ -333,67 +288,54 @@ def _distances(planted: Planted, partition: int, D: Matrix) -> tuple[float, floa
 
 
 def _outcome(
-    config: Config, settings: Mapping[str, float], found: Mapping[str, Mapping[str, NDArray[Any]]]
+    config: Config,
+    settings: Mapping[str, float],
+    found: Mapping[str, Mapping[str, NDArray[Any]]],
+    failed: Mapping[str, str],
 ) -> Outcome:
-    base, axes = _base(config), _axes(config)
-    seeds = range(int(config["seed"]), int(config["seed"]) + int(config["seeds"]))
-
     def errors(method: str, **changes: Any) -> Errors:
-        points = [_name({**base, **changes, "seed": seed}) for seed in seeds]
+        points = [replace(config, seed=seed, **changes).name for seed in config.each_seed]
         return Errors(*np.mean([found[point][method] for point in points], axis=0))
 
-    metrics: dict[str, float] = {}
+    records = []
     curves: dict[str, list[float]] = {}
-    for weak, row in enumerate(_ROWS):
-        for method in METHODS:
-            one = errors(method, weak=weak)
-            metrics[f"error_{row}{method}"] = one.full
-            metrics[f"error_shared_{row}{method}"] = one.shared
-            metrics[f"seconds_{row}{method}"] = one.seconds
-            for axis, values in axes.items():
+    for method in METHODS:
+        if method in failed:
+            records.append(Record(FAILED, failed[method], method))
+            continue
+        parameter = "step" if method == "perpca" else "threshold"
+        records.append(Record("setting", f"{parameter} {settings[method]:g}", method))
+        for weak, row in enumerate(_ROWS):
+            one, prefix = errors(method, weak=weak), f"{row}_" if row else ""
+            records += [
+                Record("error", one.full, method, {"row": row}),
+                Record("error_shared", one.shared, method, {"row": row}),
+                Record("seconds", one.seconds, method, {"row": row}, "s"),
+            ]
+            for axis, values in config.axes.items():
                 along = [errors(method, weak=weak, **{axis: value}) for value in values]
-                curves[f"error_{row}{method}_{axis}"] = [point.full for point in along]
+                curves[f"error_{prefix}{method}_{axis}"] = [point.full for point in along]
                 if axis == "dimension":
-                    curves[f"seconds_{row}{method}"] = [point.seconds for point in along]
+                    curves[f"seconds_{prefix}{method}"] = [point.seconds for point in along]
     return Outcome(
-        metrics=metrics,
+        records=records,
         curves=curves,
-        arrays={axis: np.array(values) for axis, values in axes.items()},
-        tables=[_table(metrics, settings)],
-        pictures=_pictures(axes, curves),
-        notes=list(_notes(config, settings)),
-        rounds=int(config["rounds"]),
+        arrays={axis: np.array(values) for axis, values in config.axes.items()},
+        figures={"comparison": _figure(config, curves, [m for m in METHODS if m not in failed])},
+        rounds=config.rounds,
         floats_up=0.0,
         floats_down=0.0,
+        facts={
+            "dimension": DIMENSION,
+            "density": DENSITY,
+            "tries": len(THRESHOLDS),
+            "thresholds": ", ".join(map(str, THRESHOLDS)),
+            "steps": ", ".join(map(str, STEPS)),
+        },
     )
 
 
-def _table(metrics: Mapping[str, float], settings: Mapping[str, float]) -> Table:
-    return Table(
-        "At the middle of the figure",
-        f"d = {DIMENSION}, codes {DENSITY}% non-zero; means over seeds. Error: distance d_{{1,2}} "
-        "of a client's planted atoms to the dictionary it ends with, mean over clients; shared: of "
-        "the planted global atoms alone. Weak: the errors of the one client that has few samples.",
-        ["", "error", "shared", "error, weak", "shared, weak", "seconds", "tuned to"],
-        [
-            [
-                title,
-                *(
-                    f"{metrics[f'{kind}_{row}{method}']:.1e}"
-                    for row in _ROWS
-                    for kind in ("error", "error_shared")
-                ),
-                f"{metrics[f'seconds_{method}']:.2f}",
-                f"{'step' if method == 'perpca' else 'threshold'} {settings[method]:g}",
-            ]
-            for method, title in METHODS.items()
-        ],
-    )
-
-
-def _pictures(
-    axes: Mapping[str, Sequence[int]], curves: Mapping[str, Sequence[float]]
-) -> list[Picture]:
+def _figure(config: Config, curves: Mapping[str, Sequence[float]], methods: Sequence[str]) -> Any:
     from perdl_experiments import plots  # an extra: clients must not need it
 
     titles = {
@@ -402,41 +344,12 @@ def _pictures(
         "density": "non-zero codes (%)",
     }
     panels = []
-    for row, words in _ROWS.items():
-        for axis, values in axes.items():
-            lines = {METHODS[m]: curves[f"error_{row}{m}_{axis}"] for m in METHODS}
-            panels.append(plots.Panel(titles[axis], f"error, {words}", values, lines))
+    for row, said in _ROWS.items():
+        prefix = f"{row}_" if row else ""
+        for axis, values in config.axes.items():
+            lines = {METHODS[m]: curves[f"error_{prefix}{m}_{axis}"] for m in methods}
+            panels.append(plots.Panel(titles[axis], f"error, {said}", values, lines))
             if axis == "dimension":
-                times = {METHODS[m]: curves[f"seconds_{row}{m}"] for m in METHODS}
+                times = {METHODS[m]: curves[f"seconds_{prefix}{m}"] for m in methods}
                 panels.append(plots.Panel(titles[axis], "seconds", values, times))
-    return [
-        Picture(
-            "comparison",
-            "Errors and times",
-            "The paper's Fig. 5: above, all clients have as many samples; below, one has few, and "
-            "the errors are its own. Means over seeds, logarithmic; errors below 1e-16 are drawn "
-            "there.",
-            plots.panels(panels, columns=4),
-        )
-    ]
-
-
-def _notes(config: Config, settings: Mapping[str, float]) -> Iterator[str]:
-    yield (
-        f"{plural(config['seeds'], 'seed')}, {plural(config['samples'], 'sample')} per client "
-        "(the weak one: "
-        f"{config['weak_samples']}), half of a client's atoms shared with all others. Unless on "
-        f"the axis: d = {DIMENSION}, {config['clients']} clients, {DENSITY}% non-zero codes."
-    )
-    yield (
-        f"The same budget for all: {plural(config['rounds'], 'round')} of one local iteration, "
-        "the same "
-        f"learner and warm starts, and {len(THRESHOLDS)} values of one parameter, of which the "
-        "best at the middle of the figure on a seed of its own is kept for all points: thresholds "
-        f"{', '.join(map(str, THRESHOLDS))}; PerPCA's step {', '.join(map(str, STEPS))}."
-    )
-    yield (
-        "The naive average has round one only. Averaging and pooled data have one dictionary for "
-        "all, with as many atoms as one client: it cannot hold all clients' own atoms. PerPCA "
-        "finds the subspaces that clients share, which leaves the atoms inside them open."
-    )
+    return plots.panels(panels, columns=4)

@@ -7,14 +7,14 @@ coded, and every pixel is the mean of the patches that cover it.
 
 With ``connectivity = 1`` all agents hear all others, and inference is computed at once for all of
 them (`Agreement`): what the agents of any connected network agree on in the end. Below 1, it goes
-by messages between the neighbours of a random network, to the same end, in far more time.
+by messages between the neighbors of a random network, to the same end, in far more time.
 """
 
 from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,48 +22,20 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl._checks import Matrix, check_count, check_real
-from flwr_perdl._random import DATA, SERVER, spawn
+from flwr_perdl.checks import Matrix
 from flwr_perdl.diffusion.inference import DualInference
 from flwr_perdl.diffusion.model_diffusion import Model, ModelDiffusion
 from flwr_perdl.diffusion.objectives import Objective, SparseSVD
 from flwr_perdl.diffusion.topology import Topology
+from flwr_perdl.random import DATA, SERVER, spawn
 from perdl_experiments.baselines import sklearn_seed
 from perdl_experiments.data import cached_by_file, names_in, read_arrays, to_unit_range
-from perdl_experiments.engine import Config
-from perdl_experiments.measures import Quality, quality
-from perdl_experiments.outcome import Outcome, Picture, Table
+from perdl_experiments.measures import quality
+from perdl_experiments.outcome import Outcome
 from perdl_experiments.patches import Patches, cut, join
-from perdl_experiments.studies._experiment import Keep, Value
-from perdl_experiments.words import plural
-
-NAME = "denoise"
-ABOUT = "Denoise images by a dictionary spread over a network, an atom per agent"
-SOURCE = "Chen, Towfic, Sayed, IEEE TSP 2015, Section IV"
-DEFAULTS: dict[str, Value] = {
-    "clients": 0,
-    "rounds": 400,
-    "seed": 0,
-    "data": "",
-    "sigma": 25.0,
-    "atoms": 196,
-    "delta": 0.1,
-    "connectivity": 1.0,
-    "size": 256,
-    "images": 4,
-}
-HELP: dict[str, str] = {
-    "rounds": "batches of 64 patches",
-    "data": "your images: `.npz` with `X`",
-    "sigma": "noise, in units of 1/255",
-    "atoms": "agents",
-    "delta": "weight of the codes' squares",
-    "connectivity": "below 1: by messages over a random network, in far more time",
-    "size": "side to which the bundled image is brought",
-    "images": "at most so many of the file's",
-}
-FIGURES: tuple[str, ...] = ("images.png", "atoms.png", "cost.png")
-ERROR = "cost"
+from perdl_experiments.render import FAILED, Record
+from perdl_experiments.studies._experiment import Arrays, Keep, attempt
+from perdl_experiments.studies._experiment import Config as Common
 
 #: Height and width of a patch.
 SIDE = 10
@@ -79,11 +51,33 @@ TOLERANCE = 0.05
 #: Patches coded in one piece; iterations between two looks at the error; points of the curve, and
 #: patches that each is measured on.
 _PIECE, _CHECK, _POINTS, _MEASURED = 500, 10, 20, 500
-METHODS = {
-    "denoised": "the network's atoms",
-    "sklearn": "scikit-learn's atoms, the same coder",
-    "sklearn_lasso": "scikit-learn's atoms and its lasso",
-}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Common):
+    """The options of denoise.toml."""
+
+    sigma: float
+    atoms: int
+    delta: float
+    connectivity: float
+    size: int
+    images: int
+
+    def check(self) -> None:
+        """Reject options that do not fit together."""
+        self.check_nodes(self.atoms, "atom")
+
+    @property
+    def task(self) -> Task:
+        """The images, with noise and without."""
+        level = self.sigma / 255
+        return _make_task(self.data, level, self.size, self.images, self.seed, self.rounds)
+
+    @property
+    def objective(self) -> SparseSVD:
+        """What the agents minimize."""
+        return SparseSVD(gamma=GAMMA * self.sigma / 255, delta=self.delta)
 
 
 class Task(NamedTuple):
@@ -118,45 +112,48 @@ class Task(NamedTuple):
 
 def run(config: Config, keep: Keep) -> Outcome:
     """Learn from the noisy images and denoise them, and do so with scikit-learn's atoms."""
-    atoms = check_count("atoms", config["atoms"], 2)
-    if int(config["clients"]) not in (0, atoms):
-        raise ValueError(f"clients must be {atoms}, one per atom, got {config['clients']}.")
-    task = _task(config)
-    objective = _objective(config)
+    task, objective = config.task, config.objective
     ours = keep("network", partial(_by_the_network, task, objective, config), of=2)
-    theirs = keep("scikit-learn", partial(_by_sklearn, task, objective, config), of=2)
-    images = {
-        "noisy": task.noisy,
-        "denoised": ours["images"],
-        "sklearn": theirs["images"],
-        "sklearn_lasso": theirs["images_lasso"],
-    }
-    qualities = {name: _quality(task.clean, them) for name, them in images.items()}
-    seconds = {
-        "denoised": ours["seconds"],
-        "sklearn": theirs["seconds"],
-        "sklearn_lasso": theirs["seconds_lasso"],
-    }
+    theirs = keep(
+        "scikit-learn", partial(attempt, partial(_by_sklearn, task, objective, config)), of=2
+    )
+    images = {"noisy": task.noisy, "denoised": ours["images"]}
+    seconds = {"denoised": ours["seconds"]}
+    if FAILED not in theirs:
+        images |= {"sklearn": theirs["images"], "sklearn_lasso": theirs["images_lasso"]}
+        seconds |= {"sklearn": theirs["seconds"], "sklearn_lasso": theirs["seconds_lasso"]}
     return Outcome(
-        metrics={
-            **{f"psnr_{name}": one.psnr for name, one in qualities.items()},
-            **{f"ssim_{name}": one.ssim for name, one in qualities.items()},
-            **{f"seconds_{name}": float(times.sum()) for name, times in seconds.items()},
-            "codes_per_patch": float(ours["codes_per_patch"]),
-        },
-        curves={ERROR: ours["costs"].tolist()},
+        records=[
+            *_records(task, images, seconds),
+            Record("codes_per_patch", float(ours["codes_per_patch"])),
+            *([Record(FAILED, str(theirs[FAILED]), "sklearn")] if FAILED in theirs else []),
+        ],
+        curves={"cost": ours["costs"].tolist()},
         arrays={
             "atoms": ours["atoms"],
-            "atoms_sklearn": theirs["atoms"],
+            **({"atoms_sklearn": theirs["atoms"]} if "atoms" in theirs else {}),
             "clean": task.clean,
             **{f"images_{name}": them for name, them in images.items()},
         },
-        tables=[_table(qualities, seconds)],
-        pictures=_pictures(task, images, ours, theirs),
-        notes=_notes(config, task, ours),
+        figures=_figures(task, images, ours, theirs),
         rounds=int(ours["rounds"]),
         floats_up=float(ours["floats"]),
         floats_down=float(ours["floats"]),
+        facts={
+            "n_images": len(task.clean),
+            "height": task.clean.shape[1],
+            "width": task.clean.shape[2],
+            "n_patches": sum(len(one.X) for one in task.patches),
+            "side": SIDE,
+            "n_learned": task.order.size,
+            "gamma": GAMMA,
+            "batch": BATCH,
+            "step": STEP,
+            "decay": DECAY,
+            "agreed": config.connectivity == 1,
+            "sent": int(ours["rounds"]),
+            "measured": _MEASURED,
+        },
     )
 
 
@@ -183,7 +180,7 @@ class Agreed(NamedTuple):
 def agree(objective: Objective, X: Matrix, W: Matrix, *, max_iter: int = 10_000) -> Agreed:
     r"""Infer samples with all atoms in one place: what inference over a network tends to.
 
-    Under the squared loss. The codes minimise (7) by accelerated proximal gradient steps, whose
+    Under the squared loss. The codes minimize (7) by accelerated proximal gradient steps, whose
     momentum knows that h is strongly convex (delta). They end when the duality gap shows that
     ``||nu - nu^o|| <= TOLERANCE * ||x||`` for every sample: f* is strongly convex (1), so that
     ``||nu - nu^o||^2 / 2`` is at most the gap.
@@ -260,10 +257,10 @@ def _pieces(X: Matrix) -> list[Matrix]:
     return [X[start : start + _PIECE] for start in range(0, len(X), _PIECE)]
 
 
-def _by_the_network(task: Task, objective: SparseSVD, config: Config) -> dict[str, NDArray[Any]]:
+def _by_the_network(task: Task, objective: SparseSVD, config: Config) -> Arrays:
     """Learn and denoise over the network; return images, atoms and what it took."""
-    n_agents, seed = int(config["atoms"]), int(config["seed"])
-    share = check_real("connectivity", config["connectivity"], 0, 1, open_low=True)
+    n_agents, seed = config.atoms, config.seed
+    share = config.connectivity
     topology = Topology.complete(n_agents)
     if share < 1:
         topology = Topology.erdos_renyi(n_agents, share, seed=seed)
@@ -315,7 +312,7 @@ def _cost(objective: Objective, X: Matrix, model: Model) -> float:
 # scikit-learn --------------------------------------------------------------------------------
 
 
-def _by_sklearn(task: Task, objective: SparseSVD, config: Config) -> dict[str, NDArray[Any]]:
+def _by_sklearn(task: Task, objective: SparseSVD, config: Config) -> Arrays:
     """Learn as many atoms from the same patches in the same order, and denoise with both coders.
 
     In float64 and by coordinate descent, with which it is fastest here.
@@ -325,7 +322,7 @@ def _by_sklearn(task: Task, objective: SparseSVD, config: Config) -> dict[str, N
 
     X = task.X
     learner = MiniBatchDictionaryLearning(
-        int(config["atoms"]),
+        config.atoms,
         alpha=objective.gamma,
         batch_size=BATCH,
         max_iter=1,
@@ -335,7 +332,7 @@ def _by_sklearn(task: Task, objective: SparseSVD, config: Config) -> dict[str, N
         fit_algorithm="cd",
         transform_algorithm="lasso_cd",
         transform_alpha=objective.gamma,
-        random_state=sklearn_seed(int(config["seed"])),
+        random_state=sklearn_seed(config.seed),
     )
     pieces = _pieces(X)
     with warnings.catch_warnings():
@@ -360,14 +357,6 @@ def _by_sklearn(task: Task, objective: SparseSVD, config: Config) -> dict[str, N
 
 
 # Images --------------------------------------------------------------------------------------
-
-
-def _task(config: Config) -> Task:
-    sigma = check_real("sigma", config["sigma"], 0, open_low=True)
-    size = check_count("size", config["size"], SIDE)
-    count = check_count("images", config["images"], 1)
-    seed, rounds = int(config["seed"]), int(config["rounds"])
-    return _make_task(str(config["data"]), sigma / 255, size, count, seed, rounds)
 
 
 @cached_by_file(maxsize=1)
@@ -423,99 +412,43 @@ def _load(path: str, size: int) -> Matrix:
     return to_unit_range(X)
 
 
-def _objective(config: Config) -> SparseSVD:
-    return SparseSVD(
-        gamma=GAMMA * float(config["sigma"]) / 255,
-        delta=check_real("delta", config["delta"], 0, open_low=True),
-    )
+# The report ----------------------------------------------------------------------------------
 
 
-# What a person reads -------------------------------------------------------------------------
+def _records(
+    task: Task, images: Mapping[str, Matrix], seconds: Mapping[str, Matrix]
+) -> Iterator[Record]:
+    n, *shape = task.clean.shape
+    for name, them in images.items():
+        found = quality(task.clean.reshape(n, -1), them.reshape(n, -1), (shape[0], shape[1]))
+        yield Record("psnr", found.psnr, name, unit="dB")
+        yield Record("ssim", found.ssim, name)
+    for name, (learning, coding) in seconds.items():
+        yield Record("learning", float(learning), name, unit="s")
+        yield Record("coding", float(coding), name, unit="s")
+        yield Record("seconds", float(seconds[name].sum()), name, unit="s")
 
 
-def _quality(clean: Matrix, images: Matrix) -> Quality:
-    n, height, width = clean.shape
-    return quality(clean.reshape(n, -1), images.reshape(n, -1), (height, width))
-
-
-def _table(qualities: Mapping[str, Quality], seconds: Mapping[str, Matrix]) -> Table:
-    noisy = qualities["noisy"]
-    rows = [["noisy", f"{noisy.psnr:.2f}", f"{noisy.ssim:.3f}", "", ""]]
-    for name, title in METHODS.items():
-        times = [f"{value:.1f}" for value in seconds[name]]
-        rows.append([title, f"{qualities[name].psnr:.2f}", f"{qualities[name].ssim:.3f}", *times])
-    return Table(
-        "Denoised",
-        "PSNR (dB) and SSIM, means over images; seconds of learning and of coding all patches, "
-        "each on one thread. All atoms are learned from the same patches in the same order.",
-        ["", "PSNR", "SSIM", "learning", "coding"],
-        rows,
-    )
-
-
-def _pictures(
+def _figures(
     task: Task,
     images: Mapping[str, Matrix],
     ours: Mapping[str, NDArray[Any]],
     theirs: Mapping[str, NDArray[Any]],
-) -> list[Picture]:
+) -> dict[str, Any]:
     from perdl_experiments import pictures, plots  # an extra: matplotlib
 
-    shown = {
-        "clean": task.clean,
-        "noisy": images["noisy"],
-        "denoised": images["denoised"],
-        "scikit-learn, same coder": images["sklearn"],
+    shown = {"clean": task.clean, "noisy": images["noisy"], "denoised": images["denoised"]}
+    atoms = {"network": ours["atoms"]}
+    if "sklearn" in images:
+        shown["scikit-learn, same coder"] = images["sklearn"]
+        atoms["scikit-learn"] = theirs["atoms"]
+    return {
+        "images": pictures.side_by_side(shown),
+        "atoms": plots.atoms(atoms, (SIDE, SIDE), columns=28),
+        "cost": plots.lines(
+            {"network": ours["costs"].tolist()},
+            x=f"part of {_POINTS} of the batches",
+            y="cost",
+            start=0,
+        ),
     }
-    return [
-        Picture(
-            "images",
-            "Before and after",
-            "Scikit-learn's atoms are coded as the network's.",
-            pictures.side_by_side(shown),
-        ),
-        Picture(
-            "atoms",
-            "The atoms",
-            "One per agent; those of scikit-learn below. Each to its own scale.",
-            plots.atoms(
-                {"network": ours["atoms"], "scikit-learn": theirs["atoms"]},
-                (SIDE, SIDE),
-                columns=28,
-            ),
-        ),
-        Picture(
-            "cost",
-            "Learning",
-            f"Mean cost (7) of {_MEASURED} patches while the atoms learn.",
-            plots.lines(
-                {"network": ours["costs"].tolist()},
-                x=f"part of {_POINTS} of the batches",
-                y="cost",
-                start=0,
-            ),
-        ),
-    ]
-
-
-def _notes(config: Config, task: Task, ours: Mapping[str, NDArray[Any]]) -> list[str]:
-    n = sum(len(one.X) for one in task.patches)
-    notes = [
-        f"{plural(len(task.clean), 'image')} of {task.clean.shape[1]}x{task.clean.shape[2]} "
-        "pixels, noise "
-        f"of {float(config['sigma']):g}/255; {n:,} patches of {SIDE}x{SIDE} pixels, "
-        f"{task.order.size:,} of them learned from. Only the noisy images are seen.",
-        f"gamma = {GAMMA:g} sigma, delta = {float(config['delta']):g}; in batch t of {BATCH} "
-        f"patches the step is {STEP:g} N / t^{DECAY:g} for N agents, whose first atoms are random.",
-    ]
-    if float(config["connectivity"]) == 1:
-        notes.append(
-            "Inference was computed in one place, as the agents of any connected network agree on "
-            "it in the end; no message was simulated."
-        )
-    else:
-        notes.append(
-            f"Inference went by messages over a random network (an edge with probability "
-            f"{float(config['connectivity']):g}): {int(ours['rounds']):,} rounds in all."
-        )
-    return notes

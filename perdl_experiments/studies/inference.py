@@ -9,15 +9,14 @@ a general solver (SciPy's L-BFGS-B on the dual) agrees with it is reported.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import minimize
 
-from flwr_perdl._checks import Matrix, check_choice, check_count, check_real
-from flwr_perdl._random import DATA, spawn
+from flwr_perdl.checks import Matrix, check_choice, check_count
 from flwr_perdl.diffusion import Topology
 from flwr_perdl.diffusion.inference import (
     ATC,
@@ -30,38 +29,12 @@ from flwr_perdl.diffusion.inference import (
 )
 from flwr_perdl.diffusion.objectives import HuberNMF, Objective, SparseSVD
 from flwr_perdl.network import InMemoryNetwork
-from perdl_experiments.engine import Config
-from perdl_experiments.outcome import Outcome, Picture, Table
-from perdl_experiments.studies._experiment import Keep, Value, seeds_of
+from flwr_perdl.random import DATA, spawn
+from perdl_experiments.outcome import Outcome
+from perdl_experiments.render import Record
+from perdl_experiments.studies._experiment import Arrays, Keep, words
+from perdl_experiments.studies._experiment import Config as Common
 from perdl_experiments.studies._parts import keep_all
-from perdl_experiments.words import plural
-
-NAME = "inference"
-ABOUT = "Agents with an atom each code a sample together: rounds until all of them are right"
-SOURCE = "Chen, Towfic, Sayed, IEEE TSP 2015, Section IV-A and Fig. 6"
-DEFAULTS: dict[str, Value] = {
-    "clients": 0,
-    "rounds": 1500,
-    "seed": 0,
-    "seeds": 10,
-    "agents": 50,
-    "dimension": 300,
-    "connectivity": 0.5,
-    "loss": "squared",
-    "informed": 0,
-    "impulses": 0.0,
-}
-HELP: dict[str, str] = {
-    "seeds": "random graphs and samples",
-    "agents": "number of agents",
-    "dimension": "of a sample",
-    "connectivity": "probability of a link",
-    "loss": "of the residuals: `squared` or `huber`",
-    "informed": "number of agents that see the sample; 0: all",
-    "impulses": "share of a sample's entries that are outliers",
-}
-FIGURES: tuple[str, ...] = ("inference.png",)
-ERROR = "decibels"
 
 #: The paper's settings of Section IV-B.
 OBJECTIVES: dict[str, Objective] = {
@@ -90,12 +63,13 @@ class Method(NamedTuple):
     options: Mapping[str, float]
 
 
+_WORDS = words("inference")
 METHODS = {
-    "admm": Method("consensus ADMM (default)", ConsensusADMM, {}),
-    "plain_admm": Method("the same, not over-relaxed", ConsensusADMM, {"relaxation": 0.5}),
-    "jacobian_admm": Method("Jacobian ADMM (39)", JacobianADMM, {}),
-    "exact_diffusion": Method("exact diffusion", ExactDiffusion, {}),
-    "atc": Method("ATC diffusion (31), (37)", ATC, {}),
+    "admm": Method(_WORDS["admm"], ConsensusADMM, {}),
+    "plain_admm": Method(_WORDS["plain_admm"], ConsensusADMM, {"relaxation": 0.5}),
+    "jacobian_admm": Method(_WORDS["jacobian_admm"], JacobianADMM, {}),
+    "exact_diffusion": Method(_WORDS["exact_diffusion"], ExactDiffusion, {}),
+    "atc": Method(_WORDS["atc"], ATC, {}),
 }
 
 
@@ -136,45 +110,56 @@ class Case(NamedTuple):
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Config(Common):
+    """The options of inference.toml."""
+
+    agents: int
+    dimension: int
+    connectivity: float
+    loss: str
+    informed: int
+    impulses: float
+
+    def check(self) -> None:
+        """Reject options that do not fit together."""
+        check_count("informed", self.informed, 0, self.agents)
+        if self.clients:
+            raise ValueError(f"clients must be given as agents, got {self.clients}.")
+
+
 def run(config: Config, keep: Keep) -> Outcome:
     """Run all methods on every seed's graph."""
-    seeds, n_rounds = seeds_of(config), int(config["rounds"])
-    if config["clients"]:
-        raise ValueError(f"clients must be given as agents, got {config['clients']}.")
-    parts = {f"seed-{seed}": partial(_one_seed, config, seed) for seed in seeds}
-    kept = keep_all(keep, parts)
+    kept = keep_all(
+        keep, {f"seed-{seed}": partial(_one_seed, config, seed) for seed in config.each_seed}
+    )
     curves = {
         f"{name}_{what}": np.stack([one[f"{name}_{what}"] for one in kept])
         for name in METHODS
         for what in ("y", "nu")
     }
-    rounds = {name: np.array([reached(row) for row in curves[f"{name}_nu"]]) for name in METHODS}
-    agreement = min(float(one["agreement"]) for one in kept)
     links = float(np.mean([float(one["links"]) for one in kept]))
-    floats = n_rounds * int(config["dimension"]) * links / int(config["agents"])
+    floats = config.rounds * config.dimension * links / config.agents
     return Outcome(
-        metrics={
-            **{f"rounds_to_40db_{name}": _finite(np.median(r)) for name, r in rounds.items()},
-            **{f"rounds_to_40db_{name}_max": _finite(r.max()) for name, r in rounds.items()},
-            "agreement_db": agreement,
-        },
+        records=[
+            Record("agreement_db", min(float(one["agreement"]) for one in kept), unit="dB"),
+            *(
+                record
+                for name in METHODS
+                for record in (
+                    Record("rounds", list(map(reached, curves[f"{name}_nu"])), name, unit="rounds"),
+                    Record("y", curves[f"{name}_y"][:, -1], name, unit="dB"),
+                    Record("nu", curves[f"{name}_nu"][:, -1], name, unit="dB"),
+                )
+            ),
+        ],
         curves={f"snr_{name}": np.median(c, axis=0).tolist() for name, c in curves.items()},
         arrays={f"snr_{name}": values for name, values in curves.items()},
-        tables=[_table(rounds, curves)],
-        pictures=[_picture(curves)],
-        notes=[
-            f"{plural(config['seeds'], 'random graph')} with a sample each: "
-            f"{plural(config['agents'], 'agent')} with an "
-            f"atom each, dimension {config['dimension']}, connectivity {config['connectivity']}, "
-            f"{config['loss']} loss, informed: {config['informed'] or 'all'}, "
-            f"share of impulses {config['impulses']}.",
-            f"The truth agrees with SciPy's L-BFGS-B on the dual to {agreement:.0f} dB at least.",
-            "Every method's parameters are its defaults: chosen from the topology and the "
-            "objective. Floats are those of all rounds.",
-        ],
-        rounds=n_rounds,
+        figures={"inference": _figure(curves)},
+        rounds=config.rounds,
         floats_up=floats,
         floats_down=floats,
+        facts={"seeing": config.informed or "all", "top": TOP},
     )
 
 
@@ -258,21 +243,19 @@ def reached(ratios: Matrix) -> float:
     return float(last + 1) if last < len(ratios) else np.inf
 
 
-def _one_seed(config: Config, seed: int) -> dict[str, NDArray[Any]]:
+def _one_seed(config: Config, seed: int) -> Arrays:
     """Return all methods' curves on one graph."""
-    agents = check_count("agents", config["agents"], 2)
-    dimension = check_count("dimension", config["dimension"], 1)
-    connectivity = check_real("connectivity", config["connectivity"], 0, 1, open_low=True)
-    informed = check_count("informed", config["informed"], 0, agents)
-    impulses = check_real("impulses", config["impulses"], 0, 1)
-    case = draw(str(config["loss"]), agents, dimension, connectivity, spawn(seed, DATA), impulses)
-    kept: dict[str, NDArray[Any]] = {
+    informed, rng = config.informed, spawn(seed, DATA)
+    case = draw(
+        config.loss, config.agents, config.dimension, config.connectivity, rng, config.impulses
+    )
+    kept: Arrays = {
         "agreement": np.array(_agreement(case)),
         "links": np.array(2 * case.topology.n_edges),
     }
     for name, method in METHODS.items():
         program = case.program(method, informed)
-        kept[f"{name}_y"], kept[f"{name}_nu"] = trace(case, program, int(config["rounds"]))
+        kept[f"{name}_y"], kept[f"{name}_nu"] = trace(case, program, config.rounds)
     return kept
 
 
@@ -300,46 +283,12 @@ def _decibels(found: Matrix, truth: Matrix) -> Matrix:
     return ratio
 
 
-def _finite(rounds: float) -> float:
-    return float(rounds) if np.isfinite(rounds) else -1.0
-
-
-def _table(rounds: Mapping[str, Matrix], curves: Mapping[str, Matrix]) -> Table:
-    rows = []
-    for name, method in METHODS.items():
-        counts = [np.median(rounds[name]), rounds[name].max()]
-        ends = [np.median(curves[f"{name}_{what}"][:, -1]) for what in ("y", "nu")]
-        rows.append(
-            [
-                method.words,
-                *(f"{count:.0f}" if np.isfinite(count) else "never" for count in counts),
-                *(f"{end:.0f}" for end in ends),
-            ]
-        )
-    return Table(
-        "Rounds to 40 dB",
-        "Communication rounds after which the dual variables of the worst agent stay within 40 dB "
-        "of the truth, over the graphs; and the ratios after the last round, medians, cut at "
-        f"{TOP:.0f} dB.",
-        ["", "median", "most", "y (dB)", "nu, worst agent (dB)"],
-        rows,
-    )
-
-
-def _picture(curves: Mapping[str, Matrix]) -> Picture:
+def _figure(curves: Mapping[str, Matrix]) -> Any:
     from perdl_experiments import inference_plots  # an extra: clients must not need it
 
     titles = {"y": "codes y", "nu": "dual variables nu, worst agent"}
-    return Picture(
-        "inference",
-        "Signal-to-noise ratios against rounds (Fig. 6)",
-        "Median and range over the graphs. Dashed: 40 dB.",
-        inference_plots.decibels(
-            {
-                title: {method.words: curves[f"{n}_{what}"] for n, method in METHODS.items()}
-                for what, title in titles.items()
-            },
-            level=FOUND,
-            top=TOP,
-        ),
-    )
+    by_method = {
+        title: {method.words: curves[f"{n}_{what}"] for n, method in METHODS.items()}
+        for what, title in titles.items()
+    }
+    return inference_plots.decibels(by_method, level=FOUND, top=TOP)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,46 +24,19 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
-from flwr_perdl._checks import Matrix, check_choice, check_count, check_real
+from flwr_perdl.checks import Matrix, check_count
 from flwr_perdl.diffusion.model_diffusion import Model, ModelDiffusion
 from flwr_perdl.diffusion.novelty import novelty_scores
 from flwr_perdl.diffusion.objectives import HuberNMF, NonnegativeMF
 from flwr_perdl.diffusion.topology import Topology
 from perdl_experiments.baselines import sklearn_seed
 from perdl_experiments.data import cached_by_file
-from perdl_experiments.documents import BLOCK, Csr, load_documents
-from perdl_experiments.engine import Config
-from perdl_experiments.outcome import Outcome, Picture, Table
-from perdl_experiments.studies._experiment import Keep, Value
+from perdl_experiments.documents import Csr, load_documents
+from perdl_experiments.outcome import Outcome
+from perdl_experiments.render import FAILED, Record
+from perdl_experiments.studies._experiment import Arrays, Keep, attempt
+from perdl_experiments.studies._experiment import Config as Common
 
-NAME = "novel-documents"
-ABOUT = "Agents with one atom each tell which documents are of a topic not seen before"
-SOURCE = "Chen, Towfic, Sayed, IEEE TSP 2015, Section IV-B, Fig. 7 and Table IV"
-DEFAULTS: dict[str, Value] = {
-    "clients": 10,
-    "rounds": 100,
-    "seed": 0,
-    "data": "",
-    "score": "normalised",
-    "connectivity": 0.5,
-    "terms": 3000,
-    "block": BLOCK,
-}
-HELP: dict[str, str] = {
-    "clients": "agents at first, and agents that join in every time step",
-    "rounds": "iterations of the inference of a batch; at most four times as many",
-    "data": "your documents: `.npz` of counts, or `reuters`, or `20newsgroups`",
-    "score": (
-        "`normalised`; or `paper`: the paper's settings, diffusion stopped long before it converges"
-    ),
-    "connectivity": "of the sparse network; 1 is fully connected",
-    "terms": "terms that are kept: those in the most documents",
-    "block": "documents per time step",
-}
-FIGURES: tuple[str, ...] = ("fig7.png",)
-ERROR = "auc"
-
-SCORES = ("normalised", "paper")
 #: The paper's parameters; mu_w is 1 / t in time step t.
 GAMMA, DELTA, ETA = 0.05, 0.1, 0.2
 #: Its inference: mu, and rounds in units of ``rounds``, on a sparse network and fully connected.
@@ -85,6 +58,16 @@ METHODS = {
     "full": "fully connected",
     "nmf": "NMF in one place",
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Common):
+    """The options of novel_documents.toml."""
+
+    score: str
+    connectivity: float
+    terms: int
+    block: int
 
 
 class Stream(NamedTuple):
@@ -121,13 +104,9 @@ class Stream(NamedTuple):
 
 def run(config: Config, keep: Keep) -> Outcome:
     """Run the network, a fully connected one and NMF through all time steps, and compare."""
-    check_choice("score", config["score"], SCORES)
-    connectivity = check_real("connectivity", config["connectivity"], 0, 1, open_low=True)
-    stream = _stream(
-        str(config["data"]), int(config["seed"]), int(config["terms"]), int(config["block"])
-    )
+    stream = _stream(config.data, config.seed, config.terms, config.block)
     last = stream.steps[-1]
-    networks = ("network", "full") if connectivity < 1 else ("network",)
+    networks = ("network", "full") if config.connectivity < 1 else ("network",)
     parts = last * len(networks) + len(stream.steps)
     found: dict[str, list[Mapping[str, NDArray[Any]]]] = {}
     for name in networks:
@@ -136,24 +115,39 @@ def run(config: Config, keep: Keep) -> Outcome:
             before = found[name][-1]["dictionary"] if t > 1 else None
             work = partial(_time_step, config, stream, name, t, before)
             found[name].append(keep(f"{name}-{t}", work, of=parts))
-    nmf = {t: keep(f"nmf-{t}", partial(_nmf, config, stream, t), of=parts) for t in stream.steps}
+    nmf = {
+        t: keep(f"nmf-{t}", partial(attempt, partial(_nmf, config, stream, t)), of=parts)
+        for t in stream.steps
+    }
     scores = {
         name: {t: steps[t - 1]["scores"] for t in stream.steps} for name, steps in found.items()
     }
-    scores["nmf"] = {t: kept["scores"] for t, kept in nmf.items()}
+    failed = {str(kept[FAILED]) for kept in nmf.values() if FAILED in kept}
+    scores["nmf"] = {t: kept["scores"] for t, kept in nmf.items() if FAILED not in kept}
     areas = {
-        name: {t: _areas(stream.novel[t], by_step[t]) for t in stream.steps}
+        name: {t: _areas(stream.novel[t], them) for t, them in by_step.items()}
         for name, by_step in scores.items()
     }
     own = found["network"]
-    prefix = {"network": "auc", "full": "auc_full", "nmf": "auc_nmf"}
     sent = float(sum(one["floats"] for one in own))
+    prefix = {"network": "auc", "full": "auc_full", "nmf": "auc_nmf"}
     return Outcome(
-        metrics={
-            f"{prefix[name]}_{t}": float(np.mean(area))
-            for name, by_step in areas.items()
-            for t, area in by_step.items()
-        },
+        records=[
+            *(
+                record
+                for t in stream.steps
+                for record in (
+                    Record("novel", int(stream.novel[t].sum()), parameters={"t": t}),
+                    Record("agents", len(areas["network"][t]), parameters={"t": t}),
+                )
+            ),
+            *(
+                Record("auc", area, name, {"t": t})
+                for name, by_step in areas.items()
+                for t, area in by_step.items()
+            ),
+            *(Record(FAILED, why, "nmf") for why in failed),
+        ],
         curves={
             prefix[name]: [float(np.mean(area)) for area in by_step.values()]
             for name, by_step in areas.items()
@@ -165,22 +159,26 @@ def run(config: Config, keep: Keep) -> Outcome:
             "novel": stream.novel[stream.steps],
             "scores": np.stack([scores["network"][t].mean(axis=0) for t in stream.steps]),
         },
-        tables=[_table(config, stream, areas, own)],
-        pictures=_pictures(stream, scores, areas),
-        notes=_notes(config, stream, own),
+        figures={"fig7": _figure(stream, scores, areas)},
         rounds=int(sum(int(one["rounds"]) for one in own)),
         floats_up=sent,
         floats_down=sent,
+        facts={
+            **_facts(config, stream, own),
+            **{
+                f"area_{n}": float(np.mean(np.concatenate([*a.values()])))
+                for n, a in areas.items()
+                if a
+            },
+        },
     )
 
 
-def _time_step(
-    config: Config, stream: Stream, name: str, t: int, before: Matrix | None
-) -> dict[str, NDArray[Any]]:
+def _time_step(config: Config, stream: Stream, name: str, t: int, before: Matrix | None) -> Arrays:
     """Return the atoms after learning from block ``t - 1``, and the scores of block ``t``."""
-    clients, seed = int(config["clients"]), int(config["seed"])
-    connectivity = 1.0 if name == "full" else float(config["connectivity"])
-    learner, paper = _learner(config, name, t), config["score"] == "paper"
+    clients, seed = config.clients, config.seed
+    connectivity = 1.0 if name == "full" else config.connectivity
+    learner, paper = _learner(config, name, t), config.score == "paper"
     if before is None:
         model = learner.start(clients, stream.X.shape[1], np.float32)
     else:
@@ -226,9 +224,9 @@ def _time_step(
 
 def _learner(config: Config, name: str, t: int) -> ModelDiffusion:
     """Return the learner of a time step, for the network or a fully connected one."""
-    rounds, seed = int(config["rounds"]), int(config["seed"])
-    if config["score"] == "paper":
-        mu, times = FULL if name == "full" or config["connectivity"] == 1 else SPARSE
+    rounds, seed = config.rounds, config.seed
+    if config.score == "paper":
+        mu, times = FULL if name == "full" or config.connectivity == 1 else SPARSE
         return ModelDiffusion(
             HuberNMF(GAMMA, DELTA, ETA),
             step=1 / t,
@@ -248,18 +246,18 @@ def _learner(config: Config, name: str, t: int) -> ModelDiffusion:
         learner,
         n_iterations=CONVERGED * rounds,
         tolerance=TOLERANCE,
-        options={"penalty": PENALTY / (int(config["clients"]) * t)},
+        options={"penalty": PENALTY / (config.clients * t)},
     )
 
 
-def _nmf(config: Config, stream: Stream, t: int) -> dict[str, NDArray[Any]]:
+def _nmf(config: Config, stream: Stream, t: int) -> Arrays:
     """Return what scikit-learn's NMF of all earlier blocks leaves of the documents of block t."""
     from sklearn.decomposition import NMF  # an extra: not needed to import this module
     from sklearn.exceptions import ConvergenceWarning
 
     size = stream.novel.shape[1]
-    seed = sklearn_seed(int(config["seed"]))
-    model = NMF(int(config["clients"]) * t, max_iter=NMF_ITERATIONS, random_state=seed)
+    seed = sklearn_seed(config.seed)
+    model = NMF(config.clients * t, max_iter=NMF_ITERATIONS, random_state=seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
         model.fit(sparse.csr_matrix(stream.X[: t * size]))
@@ -311,111 +309,50 @@ def _stream(data: str, seed: int, terms: int, block: int) -> Stream:
     return Stream(X.astype(np.float32), kept, novel, steps, documents.about, n - n_blocks * block)
 
 
-# What a person reads ------------------------------------------------------------------------
-
-
-def _table(
-    config: Config,
-    stream: Stream,
-    areas: Mapping[str, Mapping[int, Sequence[float]]],
-    own: Sequence[Mapping[str, NDArray[Any]]],
-) -> Table:
-    rows = []
-    for t in stream.steps:
-        network = areas["network"][t]
-        others = (f"{np.mean(areas[name][t]):.3f}" for name in ("full", "nmf") if name in areas)
-        rows.append(
-            [
-                str(t),
-                str(int(stream.novel[t].sum())),
-                str(len(network)),
-                f"{np.mean(network):.3f}",
-                f"{min(network):.3f}",
-                *others,
-            ]
-        )
-    return Table(
-        "Table IV: area under the ROC curve",
-        "Per time step: novel documents of its block, agents, the mean over the agents' own "
-        "scores, the least of them; on a fully connected network; and the residuals of "
-        "scikit-learn's NMF of all earlier blocks in one place, as many components as agents.",
-        [
-            "time step",
-            "novel",
-            "agents",
-            f"network, p = {float(config['connectivity']):g}",
-            "least agent",
-            *(METHODS[name] for name in ("full", "nmf") if name in areas),
-        ],
-        rows,
-    )
-
-
-def _pictures(
+def _figure(
     stream: Stream,
     scores: Mapping[str, Mapping[int, Matrix]],
     areas: Mapping[str, Mapping[int, Sequence[float]]],
-) -> list[Picture]:
+) -> Any:
     from sklearn.metrics import roc_curve  # an extra: not needed to import this module
 
-    from perdl_experiments.plots import COLORS, _figure, _plain  # an extra
+    from perdl_experiments import plots  # an extra
 
-    columns = min(3, len(stream.steps))
-    n_rows = -(-len(stream.steps) // columns)
-    figure = _figure(3.2 * columns + 0.6, 3.0 * n_rows + 0.6)
-    grid = figure.subplots(n_rows, columns, sharey=True, squeeze=False).ravel()
-    for axes, t in zip(grid, stream.steps, strict=False):
-        _plain(axes)
-        for color, (name, by_step) in zip(COLORS, scores.items(), strict=False):
-            false, true, _ = roc_curve(stream.novel[t], by_step[t][0])
-            area = np.mean(areas[name][t])
-            line = "--" if name == "full" else "-"  # it often lies on the network's
-            axes.plot(false, true, line, color=color, label=f"{METHODS[name]}: {area:.2f}")
-        axes.plot([0, 1], [0, 1], ls=":", lw=1, color="black")
-        axes.set_title(f"time step {t}", fontsize=10, loc="left")
-        axes.legend(frameon=False, loc="lower right", fontsize=8)
-    for axes in grid[len(stream.steps) :]:
-        axes.set_visible(False)
-    figure.supxlabel("false alarms", fontsize=10)
-    figure.supylabel("novel documents detected", fontsize=10)
-    return [
-        Picture(
-            "fig7",
-            "Fig. 7: novel documents",
-            "ROC curves by time step; the networks' are those of the first agent. The numbers are "
-            "areas, means over agents.",
-            figure,
-        )
-    ]
+    curves = {
+        f"time step {t}": {
+            f"{METHODS[name]}: {np.mean(areas[name][t]):.2f}": (
+                *roc_curve(stream.novel[t], by_step[t][0])[:2],
+                "--" if name == "full" else "-",  # it often lies on the network's
+            )
+            for name, by_step in scores.items()
+            if t in by_step
+        }
+        for t in stream.steps
+    }
+    return plots.roc_curves(curves, x="false alarms", y="novel documents detected")
 
 
-def _notes(config: Config, stream: Stream, own: Sequence[Mapping[str, NDArray[Any]]]) -> list[str]:
-    n_blocks, block = stream.novel.shape
-    clients = int(config["clients"])
-    notes = [
-        stream.about,
-        f"{n_blocks} blocks of {block} documents, {stream.left} left over; the first is only "
-        f"learned from. {len(stream.terms):,} terms, those in the most documents; TF-IDF of the "
-        "whole collection, unit norm.",
-        f"{clients} agents with one atom each, and {clients} more in every time step; connected "
-        f"with probability {float(config['connectivity']):g}, drawn anew in every time step. All "
-        f"agents see the documents, in batches of {BATCH}, once.",
-    ]
-    if config["score"] == "paper":
-        notes.append(
-            f"The paper's settings: Huber's loss, gamma = {GAMMA:g}, delta = {DELTA:g}, eta = "
-            f"{ETA:g}; mu_w = 1 / t; ATC with mu = {SPARSE[0]:g} in "
-            f"{SPARSE[1] * int(config['rounds'])} rounds, fully connected {FULL[0]:g} in "
-            f"{FULL[1] * int(config['rounds'])}; the raw cost, averaged by (68) with mu_g = "
-            f"{MU_G:g}. The inference stays far from its limit."
-        )
-    else:
-        worst = max(float(one["residual"]) for one in own)
-        notes.append(
-            f"Squared loss, gamma = {ETA * GAMMA:g}, delta = {ETA * DELTA:g} (the paper's times "
-            f"eta), mu_w = {1 / ETA:g} / t; consensus ADMM, at most "
-            f"{CONVERGED * int(config['rounds'])} rounds per batch; the cost over that of "
-            f"explaining nothing. The duals' relative error, by the agents' own estimates, was "
-            f"{worst:.2g} at most."
-        )
-    return notes
+def _facts(
+    config: Config, stream: Stream, own: Sequence[Mapping[str, NDArray[Any]]]
+) -> dict[str, Any]:
+    return {
+        "documents": stream.about,
+        "n_blocks": len(stream.novel),
+        "left": stream.left,
+        "kept_terms": len(stream.terms),
+        "batch": BATCH,
+        "paper": config.score == "paper",
+        "gamma": GAMMA,
+        "delta": DELTA,
+        "eta": ETA,
+        "gamma_here": ETA * GAMMA,
+        "delta_here": ETA * DELTA,
+        "mu": SPARSE[0],
+        "mu_full": FULL[0],
+        "rounds_sparse": SPARSE[1] * config.rounds,
+        "rounds_full": FULL[1] * config.rounds,
+        "mu_g": MU_G,
+        "mu_w": 1 / ETA,
+        "most": CONVERGED * config.rounds,
+        "worst": max(float(one["residual"]) for one in own),
+    }

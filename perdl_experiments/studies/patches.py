@@ -9,14 +9,14 @@ node.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl._checks import Matrix, check_choice, check_count, check_real
-from flwr_perdl._random import DATA, spawn
+from flwr_perdl.checks import Matrix
 from flwr_perdl.dictionary import match_atoms, normalize_atoms
 from flwr_perdl.diffusion import (
     CombinationMatrix,
@@ -24,42 +24,13 @@ from flwr_perdl.diffusion import (
     metropolis_weights,
     relative_degree_variance_weights,
 )
-from flwr_perdl.diffusion.data_diffusion import (
-    REPLACEMENTS,
-    UPDATES,
-    DataDiffusion,
-    DictionaryState,
-)
-from perdl_experiments.engine import Config
-from perdl_experiments.outcome import Outcome, Picture, Table
-from perdl_experiments.studies._experiment import Keep, Value
+from flwr_perdl.diffusion.data_diffusion import REPLACEMENTS, DataDiffusion, DictionaryState
+from flwr_perdl.random import DATA, spawn
+from perdl_experiments.outcome import Outcome
+from perdl_experiments.render import Record
+from perdl_experiments.studies._experiment import Arrays, Keep
+from perdl_experiments.studies._experiment import Config as Common
 from perdl_experiments.studies._parts import keep_all
-from perdl_experiments.words import plural
-
-NAME = "patches"
-ABOUT = "Nodes in a ring learn one dictionary from data of their own, telling neighbours atoms only"
-SOURCE = "Chainais, Richard, iTWIST 2014, Section 3"
-DEFAULTS: dict[str, Value] = {
-    "clients": 4,
-    "rounds": 100,
-    "seed": 0,
-    "seeds": 10,
-    "update": "mod",
-    "replacement": "private",
-    "samples": 500,
-    "noise": 0.0,
-}
-HELP: dict[str, str] = {
-    "clients": "number of nodes",
-    "rounds": "iterations",
-    "seeds": "planted data sets, one per seed",
-    "update": "of the atoms: `mod`, `ksvd` or `gradient`",
-    "replacement": "of dead atoms: `private`, `samples` or `none`",
-    "samples": "per node",
-    "noise": "share of the data's root mean square",
-}
-FIGURES: tuple[str, ...] = ("recovery.png", "networks.png", "atoms.png")
-ERROR = "missing"
 
 N_ATOMS, SHAPE, N_NONZERO = 48, (4, 4), 3
 #: Cosine at which an atom counts as found, and how many the paper finds.
@@ -95,9 +66,19 @@ class Method(NamedTuple):
     noise: tuple[float, float] = (0.0, 0.0)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Config(Common):
+    """The options of patches.toml."""
+
+    update: str
+    replacement: str
+    samples: int
+    noise: float
+
+
 def run(config: Config, keep: Keep) -> Outcome:
     """Learn with every method from all seeds' data, and on other networks and noise from a few."""
-    first, seeds = int(config["seed"]), check_count("seeds", config["seeds"], 1)
+    first, seeds = config.seed, config.seeds
     compared, few = _methods(config), _networks(config)
     counts = {**dict.fromkeys(compared, seeds), **dict.fromkeys(few, min(FEW, seeds))}
     parts = {
@@ -112,22 +93,12 @@ def run(config: Config, keep: Keep) -> Outcome:
     }
     shown = kept[f"headline-seed-{first}"]
     floats = float(kept[f"headline-seed-{first + seeds - 1}"]["floats"])
-    ends = found["headline"][:, -1]
+    groups = {**dict.fromkeys(compared, "all"), **dict.fromkeys(few, "few")}
     return Outcome(
-        metrics={
-            "recovered_min_median": float(np.median(ends)),
-            "recovered_min_least": float(ends.min()),
-            "share_at_least_45": float(np.mean(ends >= PAPER)),
-            **{
-                f"{figure}_{name}": value
-                for name, curve in found.items()
-                if name != "headline"
-                for figure, value in {
-                    "recovered": float(np.median(curve[:, -1])),
-                    "share_at_least_45": float(np.mean(curve[:, -1] >= PAPER)),
-                }.items()
-            },
-        },
+        records=[
+            Record("found", curve[:, -1], name, {"group": groups[name]})
+            for name, curve in found.items()
+        ],
         curves={
             f"recovered_{name}": np.median(curve, axis=0).tolist() for name, curve in found.items()
         },
@@ -136,34 +107,25 @@ def run(config: Config, keep: Keep) -> Outcome:
             "dictionaries": shown["dictionaries"],
             **{f"found_{name}": curve for name, curve in found.items()},
         },
-        tables=[
-            _table("Atoms found", "all", {n: (compared[n].words, found[n]) for n in compared}),
-            _table(
-                "Other networks, and noise", "the first", {n: (few[n].words, found[n]) for n in few}
-            ),
-        ],
-        pictures=_pictures(compared, few, found, shown),
-        notes=[
-            f"{config['clients']} nodes with {plural(config['samples'], 'sample')} each; "
-            f"{N_ATOMS} atoms of "
-            f"dimension {SHAPE[0] * SHAPE[1]}, {N_NONZERO} per sample, coefficients uniform on "
-            "[-0.5, 0.5].",
-            f"Found: |cosine| of at least {FOUND} with a learned atom, at the node that has found "
-            "fewest.",
-            "Neighbours receive dictionaries, how much atoms are used, and candidates to replace "
-            "them; only with replacement=samples, or the paper's start, raw samples.",
-        ],
-        rounds=int(config["rounds"]),
+        figures=_figures(compared, few, found, shown),
+        rounds=config.rounds,
         floats_up=floats,
         floats_down=floats,
+        facts={
+            "words": {"method": {n: method.words for n, method in {**compared, **few}.items()}},
+            "headline": compared["headline"].words,
+            "n_atoms": N_ATOMS,
+            "dimension": SHAPE[0] * SHAPE[1],
+            "n_nonzero": N_NONZERO,
+            "cosine": FOUND,
+            "few": min(FEW, seeds),
+        },
     )
 
 
 def _methods(config: Config) -> dict[str, Method]:
     """Return what is compared on all seeds, the config's own first."""
-    update = check_choice("update", config["update"], UPDATES)
-    replacement = check_choice("replacement", config["replacement"], (*REPLACEMENTS, "none"))
-    noise = check_real("noise", config["noise"], 0)
+    update, replacement, noise = config.update, config.replacement, config.noise
     headline = _learner(update, replacement)
     titles = {"mod": "MOD", "ksvd": "approximate K-SVD", "gradient": "gradient steps"}
     own = f"{titles[update]}, replacement {replacement}"
@@ -182,7 +144,7 @@ def _methods(config: Config) -> dict[str, Method]:
         "paper": Method(
             "the paper's: gradient, own samples as start", _learner("gradient", "none"), "samples"
         ),
-        "isolated": Method(f"{own}, without neighbours", headline, network="isolated"),
+        "isolated": Method(f"{own}, without neighbors", headline, network="isolated"),
         "central": Method(f"{own}, all data in one place", headline, network="central"),
     }
     return {name: method._replace(noise=(noise, noise)) for name, method in methods.items()}
@@ -190,8 +152,8 @@ def _methods(config: Config) -> dict[str, Method]:
 
 def _networks(config: Config) -> dict[str, Method]:
     """Return what is compared on a few seeds: the config's own method elsewhere."""
-    own, many = _methods(config)["headline"], 3 * int(config["clients"])
-    gradient = own._replace(learner=_learner("gradient", str(config["replacement"])))
+    own, many = _methods(config)["headline"], 3 * config.clients
+    gradient = own._replace(learner=_learner("gradient", config.replacement))
     return {
         "complete": own._replace(words="everyone hears everyone", network="complete"),
         "ring_many": own._replace(words=f"a ring of {many}, as much data in all", network="many"),
@@ -281,10 +243,10 @@ def n_found(dictionary: Matrix, planted: Matrix) -> int:
     return int(found.sum())
 
 
-def _one(config: Config, method: Method, seed: int) -> dict[str, NDArray[Any]]:
+def _one(config: Config, method: Method, seed: int) -> Arrays:
     """Return how many atoms the node that has found fewest has found, after every round."""
-    nodes, samples = int(config["clients"]), check_count("samples", config["samples"], 1)
-    planted, data = draw(seed, nodes, samples, method.noise)
+    nodes = config.clients
+    planted, data = draw(seed, nodes, config.samples, method.noise)
     network = _network(method, nodes)
     data = [np.concatenate(part) for part in _dealt(data, network.topology.n_nodes)]
     found: list[int] = []
@@ -293,7 +255,7 @@ def _one(config: Config, method: Method, seed: int) -> dict[str, NDArray[Any]]:
         found.append(min(n_found(D, planted) for D in state.dictionaries))
 
     ended = method.learner.fit(
-        data, network, int(config["rounds"]), start=method.start, seed=seed, callback=note
+        data, network, config.rounds, start=method.start, seed=seed, callback=note
     )
     return {
         "found": np.array(found),
@@ -310,65 +272,24 @@ def _dealt(data: list[Matrix], nodes: int) -> list[list[Matrix]]:
     return [[part] for part in np.array_split(np.concatenate(data), nodes)]
 
 
-# What a person reads ------------------------------------------------------------------------
-
-
-def _table(title: str, which: str, rows: Mapping[str, tuple[str, Matrix]]) -> Table:
-    n_seeds = len(next(iter(rows.values()))[1])
-    return Table(
-        title,
-        f"Of {N_ATOMS}, after the last round, over {which} {plural(n_seeds, 'seed')}.",
-        ["", "median", "least", "mean", f"{PAPER} or more"],
-        [
-            [
-                words,
-                f"{np.median(curve[:, -1]):g}",
-                f"{curve[:, -1].min():g}",
-                f"{curve[:, -1].mean():.1f}",
-                f"{np.mean(curve[:, -1] >= PAPER):.0%}",
-            ]
-            for words, curve in rows.values()
-        ],
-    )
-
-
-def _pictures(
+def _figures(
     compared: Mapping[str, Method],
     few: Mapping[str, Method],
     found: Mapping[str, Matrix],
     shown: Mapping[str, NDArray[Any]],
-) -> list[Picture]:
+) -> dict[str, Any]:
     from perdl_experiments import patches_plots, plots  # an extra: matplotlib
 
     planted, D = shown["planted"], shown["dictionaries"][0]
     match = match_atoms(planted, D)
-    noises = {name: method for name, method in few.items() if name.startswith("noise_")}
-    elsewhere = {name: method for name, method in few.items() if name not in noises}
-    return [
-        Picture(
-            "recovery",
-            "Atoms found, round by round",
-            "The median over seeds, at the node that has found fewest, and the range. Dashes: what "
-            "the paper reports.",
-            patches_plots.recovery(
-                {method.words: found[name] for name, method in compared.items()}, PAPER
-            ),
+    last = sorted(few, key=lambda name: name.startswith("noise_"))
+    groups = {"recovery": compared, "networks": {name: few[name] for name in last}}
+    return {
+        **{
+            title: patches_plots.recovery({m.words: found[n] for n, m in group.items()}, PAPER)
+            for title, group in groups.items()
+        },
+        "atoms": plots.atoms(
+            {"planted": planted, "learned": match.signs[:, None] * D[match.indices]}, SHAPE
         ),
-        Picture(
-            "networks",
-            "Other networks, and noise",
-            f"The same with {compared['headline'].words}.",
-            patches_plots.recovery(
-                {method.words: found[name] for name, method in {**elsewhere, **noises}.items()},
-                PAPER,
-            ),
-        ),
-        Picture(
-            "atoms",
-            "The atoms",
-            "First seed; node 0's atoms in the order of the planted ones, signs alike.",
-            plots.atoms(
-                {"planted": planted, "learned": match.signs[:, None] * D[match.indices]}, SHAPE
-            ),
-        ),
-    ]
+    }

@@ -9,6 +9,7 @@ regression per client, and with the two phases of FedMD and FedX given as many m
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,10 +17,10 @@ import numpy as np
 from flwr.app import Context
 from numpy.typing import NDArray
 
-from flwr_perdl._checks import Matrix, check_array, check_count
-from flwr_perdl._random import DATA, SERVER, spawn
-from flwr_perdl._records import PARTITION_ID
+from flwr_perdl.checks import Matrix, check_array
 from flwr_perdl.clients.regression import RegressionClient
+from flwr_perdl.random import DATA, SERVER, spawn
+from flwr_perdl.records import PARTITION_ID
 from flwr_perdl.regression import (
     Clients,
     TwoPhase,
@@ -29,29 +30,12 @@ from flwr_perdl.regression import (
 )
 from flwr_perdl.strategies.mixed_regression import FedX
 from perdl_experiments.data import cached_by_file, read_arrays
-from perdl_experiments.engine import Config, arranged
-from perdl_experiments.outcome import Outcome, Picture, Table
-from perdl_experiments.studies._experiment import Federate, Keep, Value
+from perdl_experiments.engine import arranged
+from perdl_experiments.outcome import Outcome
+from perdl_experiments.render import Record, Table
+from perdl_experiments.studies._experiment import Arrays, Auto, Federate, Keep
+from perdl_experiments.studies._experiment import Config as Common
 from perdl_experiments.studies._parts import Part, keep_all
-
-NAME = "regression"
-ABOUT = "Cluster your own clients' regressions (--data), against one model and a model per client"
-SOURCE = "Su, Xu, Yang, NeurIPS 2022"
-DEFAULTS: dict[str, Value] = {
-    "clients": 0,
-    "rounds": 100,
-    "seed": 0,
-    "data": "",
-    "k": "auto",
-    "splits": 5,
-}
-HELP: dict[str, str] = {
-    "data": "your clients' points: `.npz` with `X`, `y` and `client`",
-    "k": "number of models: `auto`, or a number",
-    "splits": "random splits",
-}
-FIGURES: tuple[str, ...] = ("coefficients.png", "sizes.png", "residuals.png")
-ERROR = "mse"
 
 #: Share of every client's points that is held out.
 HELD_OUT = 0.25
@@ -63,6 +47,19 @@ PENALTIES = tuple(10.0**power for power in np.arange(-2, 4.5, 0.5))
 METHODS = ("clustered", "pooled", "local", "fedx")
 #: Blocks of patients per sex in the bundled data.
 _BLOCKS = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Common):
+    """The options of regression.toml."""
+
+    k: int | Auto
+    splits: int
+
+    @property
+    def n_models(self) -> int | None:
+        """The number of models that is asked for, None where it is to be chosen."""
+        return None if self.k == "auto" else self.k
 
 
 class Data(NamedTuple):
@@ -84,8 +81,8 @@ class Split(NamedTuple):
 
 def client(context: Context, config: Config) -> RegressionClient:
     """Return the client of partition ``context.node_config["partition-id"]``."""
-    i, table = int(context.node_config[PARTITION_ID]), _load(str(config["data"]))
-    split = _split(table, int(config["seed"]))
+    i, table = int(context.node_config[PARTITION_ID]), _load(config.data)
+    split = _split(table, config.seed)
     features, responses, _ = _standard(table, split)
     X, y = features[i], responses[i]
     train, test = split.train[i], split.test[i]
@@ -95,13 +92,12 @@ def client(context: Context, config: Config) -> RegressionClient:
 
 def strategy(config: Config, **options: Any) -> FedX:
     """Return FedX; ``options`` are the server's own."""
-    k = _k(config)
-    return FedX("auto" if k is None else k, **arranged(options))
+    return FedX(config.k, **arranged(options))
 
 
 def federations(config: Config) -> list[Config]:
     """Return nothing: the one exchange is computed here, batched."""
-    clients, there = int(config["clients"]), len(_load(str(config["data"])).X)
+    clients, there = config.clients, len(_load(config.data).X)
     if clients not in (0, there):
         raise ValueError(f"clients must be {there}, as in the data, got {clients}.")
     return []
@@ -109,22 +105,28 @@ def federations(config: Config) -> list[Config]:
 
 def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
     """Fit all methods on every split, measure what was held out, and fit once more to all."""
-    table, seed = _load(str(config["data"])), int(config["seed"])
-    count, k = check_count("splits", config["splits"], 1), _k(config)
+    table, seed, k = _load(config.data), config.seed, config.n_models
     parts: dict[str, Part] = {
-        f"split-{i}": partial(_one_split, table, seed + i, k, int(config["rounds"]))
-        for i in range(count)
+        f"split-{i}": partial(_one_split, table, seed + i, k, config.rounds)
+        for i in range(config.splits)
     }
     everything = Split([np.arange(len(y)) for y in table.y], [])
     parts["all"] = partial(_fitted, table, everything, seed, k)
     *splits, final = keep_all(keep, parts)
     explained = {name: [float(one[f"ev_{name}"]) for one in splits] for name in METHODS}
     d, chosen = final["models"].shape[1], len(final["models"])
+    counts = [int(one["k"]) for one in splits]
+    sizes = [len(y) for y in table.y]
     return Outcome(
-        metrics={
-            **{f"ev_{name}": float(np.mean(values)) for name, values in explained.items()},
-            "k": float(chosen),
-        },
+        records=[
+            *(Record("ev", values, name) for name, values in explained.items()),
+            Record("k", chosen),
+            *(
+                Record("cv_error", float(error), parameters={"candidate": int(candidate)})
+                for candidate, error in zip(final["candidates"], final["errors"], strict=True)
+                if np.isfinite(error)
+            ),
+        ],
         curves={
             **({"cv_error": final["errors"].tolist()} if k is None else {}),
             **{f"ev_{n}": v for n, v in explained.items()},
@@ -135,16 +137,27 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
             "clusters": final["weights"].argmax(axis=1),
             "clients": np.array(table.clients),
         },
-        tables=[_scores(explained, splits), _members(table, final), _choices(final, k)],
-        pictures=_pictures(table, final, splits[0]),
-        notes=_notes(table, config, final),
+        figures=_figures(table, final, splits[0]),
         rounds=1,
         floats_up=float(FOLDS * ((d + 1) ** 2 + 1)),
         floats_down=float(chosen * d),
+        facts={
+            "least_k": min(counts),
+            "most_k": max(counts),
+            "n_clients": len(sizes),
+            "least": min(sizes),
+            "most": max(sizes),
+            "models": chosen,
+            "how": "The smallest number is chosen whose error is within one standard error and one "
+            "thousandth of the minimum."
+            if k is None
+            else "The number was given.",
+        },
+        tables=[_members(table, final)],
     )
 
 
-def _one_split(table: Data, seed: int, k: int | None, rounds: int) -> dict[str, NDArray[Any]]:
+def _one_split(table: Data, seed: int, k: int | None, rounds: int) -> Arrays:
     """Return every method's explained variance of one split's held-out points, and residuals."""
     split = _split(table, seed)
     X, y, _ = _standard(table, split)
@@ -157,7 +170,7 @@ def _one_split(table: Data, seed: int, k: int | None, rounds: int) -> dict[str, 
     }
     truth = np.concatenate([b[test] for b, test in zip(y, split.test, strict=True)])
     spread = float(np.var(truth)) or 1.0
-    kept: dict[str, NDArray[Any]] = {"k": np.array(len(fitted["models"]))}
+    kept: Arrays = {"k": np.array(len(fitted["models"]))}
     for name, models in thetas.items():
         predicted = [A[test] @ own for A, test, own in zip(X, split.test, models, strict=True)]
         residuals = truth - np.concatenate(predicted)
@@ -166,7 +179,7 @@ def _one_split(table: Data, seed: int, k: int | None, rounds: int) -> dict[str, 
     return kept
 
 
-def _fitted(table: Data, split: Split, seed: int, k: int | None) -> dict[str, NDArray[Any]]:
+def _fitted(table: Data, split: Split, seed: int, k: int | None) -> Arrays:
     """Return the mixture of the training points; its number of models is chosen on those alone."""
     X, y, mean = _standard(table, split)
     statistics = np.stack(
@@ -223,17 +236,6 @@ def _two_phases(
     ]
     own: Matrix = models[np.argmin(errors, axis=1)]
     return own
-
-
-def _k(config: Config) -> int | None:
-    """Return the number of models that is asked for, None where it is to be chosen."""
-    given = str(config["k"])
-    if given == "auto":
-        return None
-    try:
-        return check_count("k", int(given), 1)
-    except ValueError:
-        raise ValueError(f"k must be a positive integer or 'auto', got {given!r}.") from None
 
 
 # Data ---------------------------------------------------------------------------------------
@@ -321,29 +323,7 @@ def _standard(table: Data, split: Split) -> tuple[list[Matrix], list[Matrix], fl
     return X, [b - origin for b in table.y], float(origin)
 
 
-# What a person reads ------------------------------------------------------------------------
-
-
-def _scores(
-    explained: Mapping[str, Sequence[float]], splits: Sequence[Mapping[str, NDArray[Any]]]
-) -> Table:
-    counts = [int(one["k"]) for one in splits]
-    titles = {
-        "clustered": f"clustered models (k = {min(counts)}-{max(counts)}), one exchange",
-        "pooled": "one model of all clients",
-        "local": "a ridge regression per client",
-        "fedx": "the same k, FedMD and FedX (hard clusters)",
-    }
-    return Table(
-        "Held-out explained variance",
-        "1 - mean squared error / variance of the held-out quarter of every client's points, over "
-        "random splits.",
-        ["", "mean", "least", "most"],
-        [
-            [titles[name], *(f"{f(explained[name]):.3f}" for f in (np.mean, np.min, np.max))]
-            for name in METHODS
-        ],
-    )
+# The report ----------------------------------------------------------------------------------
 
 
 def _members(table: Data, final: Mapping[str, NDArray[Any]]) -> Table:
@@ -351,14 +331,9 @@ def _members(table: Data, final: Mapping[str, NDArray[Any]]) -> Table:
     rows = []
     for j in range(len(final["models"])):
         mine = np.flatnonzero(labels == j)
-        rows.append(
-            [
-                str(j + 1),
-                str(len(mine)),
-                str(sum(len(table.y[i]) for i in mine)),
-                ", ".join(table.clients[i] for i in mine),
-            ]
-        )
+        points = sum(len(table.y[i]) for i in mine)
+        who = ", ".join(table.clients[i] for i in mine)
+        rows.append([str(j + 1), str(len(mine)), str(points), who])
     return Table(
         "Who is in which cluster",
         "All points; a client counts where its weight is largest. The weights are in arrays.npz.",
@@ -367,77 +342,25 @@ def _members(table: Data, final: Mapping[str, NDArray[Any]]) -> Table:
     )
 
 
-def _choices(final: Mapping[str, NDArray[Any]], k: int | None) -> Table:
-    return Table(
-        "The number of models",
-        "Mean squared error of what each of five folds holds out, all points; the smallest number "
-        "is chosen whose error is within a standard error and a thousandth of the least."
-        if k is None
-        else "Given.",
-        ["k", "error"],
-        [
-            [str(candidate), f"{error:.4g}" if np.isfinite(error) else "-"]
-            for candidate, error in zip(final["candidates"], final["errors"], strict=True)
-        ],
-    )
-
-
-def _pictures(
+def _figures(
     table: Data, final: Mapping[str, NDArray[Any]], split: Mapping[str, NDArray[Any]]
-) -> list[Picture]:
+) -> dict[str, Any]:
     from perdl_experiments import regression_plots as plots  # an extra
 
     models, labels = final["models"], final["weights"].argmax(axis=1)
-    names = [str(j + 1) for j in range(len(models))]
     members = [np.flatnonzero(labels == j) for j in range(len(models))]
-    return [
-        Picture(
-            "coefficients",
-            "Coefficients per cluster",
-            "Of features scaled to variance 1; the last is the mean response at mean features, "
-            "less that of all clusters.",
-            plots.dots(
-                {
-                    f"cluster {name}": np.append(theta[:-1], theta[-1] - models[:, -1].mean())
-                    for name, theta in zip(names, models, strict=True)
-                },
-                [*table.features, "intercept"],
-                x="coefficient",
-            ),
-        ),
-        Picture(
-            "sizes",
-            "Cluster sizes",
-            "Clients and points per cluster.",
-            plots.bars(
-                {
-                    "clients": [float(len(mine)) for mine in members],
-                    "points": [float(sum(len(table.y[i]) for i in mine)) for mine in members],
-                },
-                names,
-                y="number",
-            ),
-        ),
-        Picture(
-            "residuals",
-            "Held-out residuals",
-            "First split.",
-            plots.histograms(
-                {name: split[f"residuals_{name}"] for name in METHODS[:3]}, x="residual"
-            ),
-        ),
-    ]
-
-
-def _notes(table: Data, config: Config, final: Mapping[str, NDArray[Any]]) -> list[str]:
-    sizes = [len(y) for y in table.y]
-    notes = [
-        f"{len(sizes)} clients with {min(sizes)} to {max(sizes)} points; {len(final['models'])} "
-        "models of all points.",
-        "The server receives every client's second moments by fold: with few points these can give "
-        "single points away.",
-        "Predictions are of each client's mean of the models, weighted by how well they fit it.",
-    ]
-    if not config["data"]:
-        notes.insert(0, "scikit-learn's diabetes patients; of each sex ten clients, sorted by age.")
-    return notes
+    coefficients = {
+        f"cluster {j + 1}": np.append(theta[:-1], theta[-1] - models[:, -1].mean())
+        for j, theta in enumerate(models)
+    }
+    sizes = {
+        "clients": [float(len(mine)) for mine in members],
+        "points": [float(sum(len(table.y[i]) for i in mine)) for mine in members],
+    }
+    residuals = {name: split[f"residuals_{name}"] for name in METHODS[:3]}
+    names = [str(j + 1) for j in range(len(models))]
+    return {
+        "coefficients": plots.dots(coefficients, [*table.features, "intercept"], x="coefficient"),
+        "sizes": plots.bars(sizes, names, y="number"),
+        "residuals": plots.histograms(residuals, x="residual"),
+    }

@@ -10,60 +10,54 @@ all kinds; with and without local refinement (Algorithm 6) before every round.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from flwr.app import Context
-from numpy.typing import NDArray
 
-from flwr_perdl._checks import Matrix, check_count
+from flwr_perdl.checks import Matrix, check_count
 from flwr_perdl.dictionary import reconstruct, sparse_code
 from flwr_perdl.strategies import PerMA
-from perdl_experiments.engine import Config
-from perdl_experiments.outcome import Outcome, Picture, Table
-from perdl_experiments.studies._experiment import (
-    MIN_SUPPORT,
-    Federate,
-    Keep,
-    Value,
-    make_strategy,
-    numbers,
-    seeds_of,
-)
+from perdl_experiments.outcome import Outcome
+from perdl_experiments.render import Record
+from perdl_experiments.studies import _planted
+from perdl_experiments.studies._experiment import Arrays, Auto, Federate, Keep, LearnerConfig, words
 from perdl_experiments.studies.images import ImageClient, Task, load_task
 from perdl_experiments.words import plural
 
-NAME = "sharing"
-ABOUT = "When collaboration helps and when it hurts: errors against the number of global atoms"
-SOURCE = "beyond the paper: Liang et al., NeurIPS 2023, the clients of Section 5.2"
-DEFAULTS: dict[str, Value] = {
-    "clients": 10,
-    "rounds": 20,
-    "seed": 0,
-    "data": "",
-    "seeds": 3,
-    "samples_per_client": 100,
-    "n_atoms": 48,
-    "n_global": "0,8,16,24,32,40,48",
-    "refine_steps": "0,5",
-    "aggregation": "statistics",
-    "matching": "consensus",
-    "learner": "orthogonal",
-    "min_support": MIN_SUPPORT,
-}
-HELP: dict[str, str] = {
-    "data": "your images, as for `images`; without it, scikit-learn's digits",
-    "refine_steps": "iterations of local refinement before every round",
-}
-FIGURES: tuple[str, ...] = ("errors.png", "trade-off.png")
-ERROR = "error_all"
-
 #: Atoms per image.
 N_NONZERO = 10
-AUTO: Final = "auto"
-KINDS = {"own": "own kind", "all": "all kinds"}
+KINDS = words("sharing")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(LearnerConfig):
+    """The options of sharing.toml; below them, what one federation has of each list."""
+
+    samples_per_client: int
+    n_global: tuple[int, ...]
+    refine_steps: tuple[int, ...]
+
+    shared: int | Auto = "auto"
+    refined: int = 0
+
+    def check(self) -> None:
+        """Reject options that do not fit together."""
+        for count in self.n_global:
+            check_count("n_global", count, 0, self.n_atoms)
+
+    @property
+    def shares(self) -> list[int]:
+        """The numbers of global atoms, in order."""
+        return sorted(set(self.n_global))
+
+    @property
+    def task(self) -> Task:
+        """The clients' and the held-out images."""
+        return load_task(self.data, self.clients, self.samples_per_client, self.seed)
 
 
 class SharingClient(ImageClient):
@@ -83,33 +77,31 @@ class SharingClient(ImageClient):
 
 def client(context: Context, config: Config) -> SharingClient:
     """Return the client of partition ``context.node_config["partition-id"]``."""
-    return SharingClient.of(_task(config), context, config)
+    return SharingClient.of(config.task, context, config)
 
 
 def strategy(config: Config, **options: Any) -> PerMA:
     """Return PerMA as ``config`` describes it; ``options`` are the server's own."""
-    given: dict[str, Any] = {"refine_steps": int(config["refine_steps"])}
-    if config["n_global"] == AUTO:
-        return make_strategy(config, AUTO, {"fraction_evaluate": 0.0, **given, **options})
-    given["evaluate_every"] = int(config["rounds"])
-    return make_strategy(config, int(config["n_global"]), {**given, **options})
+    counting = config.shared == "auto"
+    given = {"fraction_evaluate": 0.0} if counting else {"evaluate_every": config.rounds}
+    return config.strategy(config.shared, **{**given, "refine_steps": config.refined, **options})
 
 
 def federations(config: Config) -> list[Config]:
     """Return the configs of all federations: a matching round that counts, and every point."""
     return [
         one
-        for seed in seeds_of(config)
+        for seed in config.each_seed
         for one in (_counting(config, seed), *_points(config, seed).values())
     ]
 
 
 def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
     """Run all federations and compare what sharing brings with what it costs."""
-    _task(config)  # wrong data are told before anything runs
+    natural = config.task.natural  # and wrong data are rejected before anything runs
     chosen, costs = [], []
     found: dict[tuple[int, int], list[Matrix]] = {}
-    for seed in seeds_of(config):
+    for seed in config.each_seed:
         counting = partial(_count, _counting(config, seed), federate)
         chosen.append(int(keep(f"auto-seed-{seed}", counting)["n_global"]))
         for (n_global, refine_steps), point in _points(config, seed).items():
@@ -117,15 +109,24 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
             kept = keep(name, partial(_errors, point, federate))
             found.setdefault((n_global, refine_steps), []).append(kept["errors"])
             costs.append(kept["cost"])
-    shares, refined = _shares(config), _refined(config)
+    shares, refined = config.shares, config.refine_steps
     #: (own and all, r_g, seeds), per number of refinement steps.
     errors = {
         t: np.stack([np.mean(found[g, t], axis=2).T for g in shares], axis=1) for t in refined
     }
-    best = _best(shares, errors[refined[0]])
-    rounds, floats_up, floats_down = np.mean(costs, axis=0)
+    own, everything = np.median(errors[refined[0]], axis=2)
+    curves = {"own": own, "all": everything, "both": (own + everything) / 2}
     return Outcome(
-        metrics=_metrics(shares, errors) | best | {"auto": float(np.median(chosen))},
+        records=[
+            *(
+                Record("error", table[i, j], kind, {"n_global": g, "refine_steps": t})
+                for t, table in errors.items()
+                for i, kind in enumerate(KINDS)
+                for j, g in enumerate(shares)
+            ),
+            *(Record("best", float(shares[int(np.argmin(v))]), kind) for kind, v in curves.items()),
+            Record("auto", chosen),
+        ],
         curves={
             f"error_{kind}_refine_{t}": np.median(table[i], axis=1).tolist()
             for t, table in errors.items()
@@ -136,157 +137,77 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
             "auto": np.array(chosen),
             **{f"errors_refine_{t}": table for t, table in errors.items()},
         },
-        tables=[_table(shares, errors, best, chosen)],
-        pictures=_pictures(shares, errors),
-        notes=list(_notes(config, shares, errors[refined[0]])),
-        rounds=int(rounds),
-        floats_up=float(floats_up),
-        floats_down=float(floats_down),
+        figures=_figures(shares, errors),
+        facts={
+            "n_nonzero": N_NONZERO,
+            "first": _label(refined[0]),
+            "chosen": ", ".join(map(str, chosen)),
+            "kind_is": "whose it is" if natural else "its label",
+            **{f"said_{kind}": _said(KINDS[kind], shares, curves[kind]) for kind in KINDS},
+        },
+        **_planted.mean_cost(costs),
     )
-
-
-def _shares(config: Config) -> list[int]:
-    return sorted(set(numbers("n_global", config["n_global"], 0, int(config["n_atoms"]))))
-
-
-def _refined(config: Config) -> list[int]:
-    return numbers("refine_steps", config["refine_steps"], 0, 1000)
 
 
 def _points(config: Config, seed: int) -> dict[tuple[int, int], Config]:
     """Return the config of every number of global atoms and of refinement steps."""
     return {
-        (g, t): {**config, "seed": seed, "n_global": g, "refine_steps": t}
-        for g in _shares(config)
-        for t in _refined(config)
+        (g, t): replace(config, seed=seed, shared=g, refined=t)
+        for g in config.shares
+        for t in config.refine_steps
     }
 
 
 def _counting(config: Config, seed: int) -> Config:
-    return {**config, "seed": seed, "n_global": AUTO, "refine_steps": 0, "rounds": 1}
+    return replace(config, seed=seed, rounds=1)
 
 
-def _task(config: Config) -> Task:
-    samples = check_count("samples_per_client", config["samples_per_client"], 1)
-    return load_task(str(config["data"]), int(config["clients"]), samples, int(config["seed"]))
-
-
-def _count(config: Config, federate: Federate) -> dict[str, NDArray[Any]]:
+def _count(config: Config, federate: Federate) -> Arrays:
     """Return how many global atoms the matching round finds by itself."""
     return {"n_global": np.array(len(federate(config).arrays[0]))}
 
 
-def _errors(config: Config, federate: Federate) -> dict[str, NDArray[Any]]:
+def _errors(config: Config, federate: Federate) -> Arrays:
     """Return the clients' errors, on their own kind and on all, and what a federation cost."""
     federated = federate(config)
     last = federated.history[-1].metrics
-    return {
-        "errors": np.array(
-            [[one[f"error_{kind}"] for _, one in sorted(last.items())] for kind in KINDS]
-        ),
-        "cost": np.array([federated.rounds, federated.floats_up, federated.floats_down]),
-    }
+    errors = [[one[f"error_{kind}"] for _, one in sorted(last.items())] for kind in KINDS]
+    return {"errors": np.array(errors), "cost": _planted.cost(federated)}
 
 
-# The report ----------------------------------------------------------------------------------
-
-
-def _best(shares: Sequence[int], errors: Matrix) -> dict[str, float]:
-    """Return the numbers of global atoms with the least errors: own, all, and their mean."""
-    own, everything = np.median(errors, axis=2)
-    curves = {"own": own, "all": everything, "both": (own + everything) / 2}
-    return {f"best_{kind}": float(shares[int(np.argmin(v))]) for kind, v in curves.items()}
-
-
-def _metrics(shares: Sequence[int], errors: Mapping[int, Matrix]) -> dict[str, float]:
-    return {
-        f"error_{kind}_{g}_refine_{t}": float(np.median(table[i, j]))
-        for t, table in errors.items()
-        for i, kind in enumerate(KINDS)
-        for j, g in enumerate(shares)
-    }
+def _said(kind: str, shares: Sequence[int], curve: Matrix) -> str:
+    """Return a sentence about what sharing all atoms does to an error."""
+    verb = "helps" if curve[-1] < curve[0] else "hurts"
+    of, best = kind if kind.startswith("all") else f"the {kind}", shares[int(np.argmin(curve))]
+    return (
+        f"On images of {of} sharing all {verb}: the error is {curve[0]:.4f} with r_g = {shares[0]} "
+        f"and {curve[-1]:.4f} with r_g = {shares[-1]}; the smallest, {curve.min():.4f}, is at r_g "
+        f"= {best}."
+    )
 
 
 def _label(refine_steps: int) -> str:
     return f"{plural(refine_steps, 'step')} of refinement" if refine_steps else "no refinement"
 
 
-def _table(
-    shares: Sequence[int],
-    errors: Mapping[int, Matrix],
-    best: Mapping[str, float],
-    chosen: Sequence[int],
-) -> Table:
-    def cell(values: Matrix) -> str:
-        return f"{np.median(values):.4f} ({values.min():.4f}…{values.max():.4f})"
-
-    first = next(iter(errors))
-    return Table(
-        "Errors against the number of global atoms",
-        f"Mean squared error of held-out images with {N_NONZERO} atoms per image, mean over "
-        f"clients: median over seeds, and range. With {_label(first)}, least on the own kind: "
-        f"r_g = {best['best_own']:.0f}; on all kinds: {best['best_all']:.0f}; for the mean of the "
-        f"two, the default that the curve supports: {best['best_both']:.0f}. "
-        f'n_global="auto" chooses {", ".join(map(str, chosen))}.',
-        ["r_g", *(f"{words}, {_label(t)}" for t in errors for words in KINDS.values())],
-        [
-            [str(g), *(cell(table[i, j]) for table in errors.values() for i in range(len(KINDS)))]
-            for j, g in enumerate(shares)
-        ],
-    )
-
-
-def _pictures(shares: Sequence[int], errors: Mapping[int, Matrix]) -> list[Picture]:
+def _figures(shares: Sequence[int], errors: Mapping[int, Matrix]) -> dict[str, Any]:
     from perdl_experiments import plots  # an extra: clients must not need it
 
     medians = {_label(t): np.median(table, axis=2) for t, table in errors.items()}
     panels = [
         plots.Panel(
             "number of global atoms",
-            f"error, {words}",
+            f"error, {kind}",
             shares,
             {label: table[i].tolist() for label, table in medians.items()},
             {_label(t): np.quantile(table[i], [0, 1], axis=1) for t, table in errors.items()},
             linear=True,
         )
-        for i, words in enumerate(KINDS.values())
+        for i, kind in enumerate(KINDS.values())
     ]
-    return [
-        Picture(
-            "errors",
-            "Errors against the number of global atoms",
-            "Held-out images of the client's own kind (left) and of all kinds (right): medians "
-            "and ranges over seeds of the mean over clients.",
-            plots.panels(panels, columns=2),
-        ),
-        Picture(
-            "trade-off",
-            "What sharing brings and what it costs",
-            "A point per number of global atoms, which stands beside it where there is room; "
-            "medians over seeds.",
-            plots.trails(
-                {label: table[::-1].T for label, table in medians.items()},
-                [str(g) for g in shares],
-                x="error, all kinds",
-                y="error, own kind",
-            ),
-        ),
-    ]
-
-
-def _notes(config: Config, shares: Sequence[int], errors: Matrix) -> Iterator[str]:
-    own, everything = np.median(errors, axis=2)
-    least, most = shares[0], shares[-1]
-    for words, curve in zip(("the own kind", "all kinds"), (own, everything), strict=True):
-        verb = "helps" if curve[-1] < curve[0] else "hurts"
-        yield (
-            f"On images of {words} sharing all {verb}: the error is {curve[0]:.4f} with r_g = "
-            f"{least} and {curve[-1]:.4f} with r_g = {most}; the least, {curve.min():.4f}, has "
-            f"r_g = {shares[int(np.argmin(curve))]}."
-        )
-    kind = "its label" if not _task(config).natural else "whose it is"
-    yield (
-        f"{plural(config['seeds'], 'seed')}, {config['clients']} clients with "
-        f"{plural(config['n_atoms'], 'atom')} "
-        f"each, {plural(config['rounds'], 'round')}; an image's kind is {kind}."
-    )
+    trails = {label: table[::-1].T for label, table in medians.items()}
+    names = [str(g) for g in shares]
+    return {
+        "errors": plots.panels(panels, columns=2),
+        "trade-off": plots.trails(trails, names, x="error, all kinds", y="error, own kind"),
+    }

@@ -1,16 +1,17 @@
 """Blind hyperspectral unmixing over a network of tiles: the application of P3.
 
 P3 = Chainais and Richard, "A diffusion strategy for distributed dictionary learning", iTWIST 2014.
-The image is cut into tiles, each a node with its own pixels; its neighbours are the tiles beside it
+The image is cut into tiles, each a node with its own pixels; its neighbors are the tiles beside it
 and the three with the most similar mean spectrum. Every node finds materials in its own tile
-(vertex component analysis), hears what the others have found, and learns with its neighbours. The
+(vertex component analysis), hears what the others have found, and learns with its neighbors. The
 spectral angle to the true spectra says how well.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import prod
 from typing import Any, NamedTuple
@@ -19,8 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.ndimage import gaussian_filter
 
-from flwr_perdl._checks import Matrix, check_array, check_count
-from flwr_perdl._random import DATA, SERVER, spawn
+from flwr_perdl.checks import Matrix, check_array, check_count
 from flwr_perdl.diffusion import Topology
 from flwr_perdl.diffusion.data_diffusion import DictionaryState
 from flwr_perdl.diffusion.unmixing import (
@@ -31,41 +31,36 @@ from flwr_perdl.diffusion.unmixing import (
     unmix,
     vca,
 )
+from flwr_perdl.random import DATA, SERVER, spawn
 from perdl_experiments.data import cached_by_file, names_in, read_arrays
-from perdl_experiments.engine import Config
-from perdl_experiments.outcome import Outcome, Picture, Table
-from perdl_experiments.studies._experiment import Keep, Value, check_nodes
-
-NAME = "unmixing"
-ABOUT = "Tiles of a hyperspectral image find its materials together (--data), against each alone"
-SOURCE = "Chainais, Richard, iTWIST 2014, Section 3"
-DEFAULTS: dict[str, Value] = {
-    "clients": 0,
-    "rounds": 100,
-    "seed": 0,
-    "data": "",
-    "tiles": 5,
-    "n_endmembers": 3,
-}
-HELP: dict[str, str] = {
-    "data": "your scene: `.npz` with `X` and `shape`",
-    "tiles": "per side",
-    "n_endmembers": "where the file does not say",
-}
-FIGURES: tuple[str, ...] = ("spectra.png", "abundances.png", "angles.png")
-ERROR = "angle"
+from perdl_experiments.outcome import Outcome
+from perdl_experiments.render import FAILED, Record
+from perdl_experiments.studies._experiment import Arrays, Keep, attempt, words
+from perdl_experiments.studies._experiment import Config as Common
 
 #: The drawn scene: pixels, bands, noise as a share of the root mean square.
 SIDE, BANDS, NOISE = 60, 100, 0.02
 NMF_ITERATIONS = 500
-METHODS = {
-    "network": "the tiles together",
-    "network_own": "the tiles together, each from its own spectra",
-    "isolated": "each tile alone",
-    "central": "the same, all pixels in one place",
-    "nmf": f"non-negative factorisation of all pixels, {NMF_ITERATIONS} iterations",
-    "vca": "vertex component analysis of all pixels",
-}
+METHODS = tuple(words("unmixing"))
+#: Methods of others: one that fails does not end the run.
+RIVALS = ("nmf", "vca")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Common):
+    """The options of unmixing.toml."""
+
+    tiles: int
+    n_endmembers: int
+
+    def check(self) -> None:
+        """Reject options that do not fit together."""
+        self.check_nodes(self.tiles**2, "tile")
+
+    @property
+    def scene(self) -> Scene:
+        """The image."""
+        return _load(self.data) if self.data else _drawn(self.seed, self.n_endmembers)
 
 
 class Scene(NamedTuple):
@@ -87,42 +82,49 @@ class Scene(NamedTuple):
 
 
 def run(config: Config, keep: Keep) -> Outcome:
-    """Learn with and without neighbours, and with all pixels in one place."""
-    check_nodes(config, int(config["tiles"]) ** 2, "tile")
-    scene, p = _scene(config), _n_endmembers(config)
-    kept = {
-        name: keep(name, partial(_computed, name, scene, p, config), of=len(METHODS))
-        for name in METHODS
-    }
+    """Learn with and without neighbors, and with all pixels in one place."""
+    scene, p = config.scene, _n_endmembers(config)
+    kept: dict[str, Arrays] = {}
+    for name in METHODS:
+        compute = partial(_computed, name, scene, p, config)
+        kept[name] = keep(
+            name, partial(attempt, compute) if name in RIVALS else compute, of=len(METHODS)
+        )
+    failed = {name: str(one[FAILED]) for name, one in kept.items() if FAILED in one}
+    kept = {name: one for name, one in kept.items() if name not in failed}
     spectra = {name: one["spectra"] for name, one in kept.items()}
-    ours = kept["network"]
-    maps = _maps(scene, spectra["network"], int(config["tiles"]))
+    ours, truth = kept["network"], scene.endmembers
+    maps = _maps(scene, spectra["network"], config.tiles)
     return Outcome(
-        metrics=_metrics(scene, kept),
+        records=[*_records(truth, kept), *(Record(FAILED, why, m) for m, why in failed.items())],
         curves={
             f"{figure}_{name}": kept[name][figure].tolist()
             for name in ("network", "network_own", "isolated", "central")
-            for figure in (("angle", "worst") if scene.endmembers is not None else ())
+            for figure in (("angle", "worst") if truth is not None else ())
         },
         arrays={
             **{f"spectra_{name}": values for name, values in spectra.items()},
             "abundances": maps,
             "error": ours["error"],
         },
-        tables=_tables(scene, spectra, kept),
-        pictures=_pictures(scene, spectra, maps, kept, int(config["tiles"])),
-        notes=_notes(config, scene, ours),
+        figures=_figures(scene, spectra, maps, kept, config.tiles),
         rounds=int(ours["rounds"]),
         floats_up=float(ours["floats"]),
         floats_down=float(ours["floats"]),
+        facts={
+            "height": scene.shape[0],
+            "width": scene.shape[1],
+            "n_bands": scene.X.shape[1],
+            "known": truth is not None,
+        },
     )
 
 
 def _n_endmembers(config: Config) -> int:
     """Return how many materials there are, from the truth where it is known."""
-    scene = _scene(config)
-    p = int(config["n_endmembers"]) if scene.endmembers is None else len(scene.endmembers)
-    tiles = check_count("tiles", config["tiles"], 1, min(scene.shape))
+    scene = config.scene
+    p = config.n_endmembers if scene.endmembers is None else len(scene.endmembers)
+    tiles = check_count("tiles", config.tiles, 1, min(scene.shape))
     smallest = min(len(pixels) for pixels in tile_pixels(scene.shape, tiles))
     if smallest < p:
         raise ValueError(f"tiles must have at least {p} pixels each, got one with {smallest}.")
@@ -132,7 +134,7 @@ def _n_endmembers(config: Config) -> int:
 # The methods --------------------------------------------------------------------------------
 
 
-def _computed(name: str, scene: Scene, p: int, config: Config) -> dict[str, NDArray[Any]]:
+def _computed(name: str, scene: Scene, p: int, config: Config) -> Arrays:
     """Return the spectra that one of `METHODS` finds, and what there is to say of it."""
     if name == "vca":
         return {"spectra": _vca(scene, p, config)[None]}
@@ -140,7 +142,7 @@ def _computed(name: str, scene: Scene, p: int, config: Config) -> dict[str, NDAr
         return {"spectra": _nmf(scene, p, config)[None]}
     if name == "central":
         return _learned(scene, p, config, [scene.X], Topology.complete(1), "own")
-    tiles = int(config["tiles"])
+    tiles = config.tiles
     data = [scene.X[pixels] for pixels in tile_pixels(scene.shape, tiles)]
     if name == "isolated":
         return _learned(scene, p, config, data, Topology.from_edges(len(data), []), "own")
@@ -150,14 +152,14 @@ def _computed(name: str, scene: Scene, p: int, config: Config) -> dict[str, NDAr
 
 def _learned(
     scene: Scene, p: int, config: Config, data: list[Matrix], topology: Topology, start: str
-) -> dict[str, NDArray[Any]]:
+) -> Arrays:
     angles: list[Matrix] = []
 
     def note(round_: int, state: DictionaryState) -> None:
         if scene.endmembers is not None:
             angles.append(_mean_angles(scene.endmembers, state.dictionaries))
 
-    n_rounds, seed = int(config["rounds"]), int(config["seed"])
+    n_rounds, seed = config.rounds, config.seed
     learned = unmix(data, topology, p, n_rounds, start=start, seed=seed, callback=note)
     kept = {
         "spectra": learned.dictionaries,
@@ -173,21 +175,21 @@ def _learned(
 
 def _vca(scene: Scene, p: int, config: Config) -> Matrix:
     """Return the purest pixels of the whole image."""
-    return vca(scene.X, p, rng=spawn(int(config["seed"]), SERVER)).spectra
+    return vca(scene.X, p, rng=spawn(config.seed, SERVER)).spectra
 
 
 def _nmf(scene: Scene, p: int, config: Config) -> Matrix:
-    """Return scikit-learn's non-negative factorisation of all pixels, from those of VCA."""
+    """Return scikit-learn's non-negative factorization of all pixels, from those of VCA."""
     from sklearn.decomposition import NMF  # an extra: not needed to import this module
     from sklearn.exceptions import ConvergenceWarning
 
     H = np.maximum(_vca(scene, p, config), 1e-9)
     W = np.maximum(abundances(scene.X, H), 1e-9)
-    factorisation = NMF(p, init="custom", max_iter=NMF_ITERATIONS)
+    factorization = NMF(p, init="custom", max_iter=NMF_ITERATIONS)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
-        factorisation.fit_transform(np.maximum(scene.X, 0), W=W, H=H)
-    return np.asarray(factorisation.components_)
+        factorization.fit_transform(np.maximum(scene.X, 0), W=W, H=H)
+    return np.asarray(factorization.components_)
 
 
 def _mean_angles(truth: Matrix, dictionaries: Matrix) -> Matrix:
@@ -214,20 +216,15 @@ def _maps(scene: Scene, spectra: Matrix, tiles: int) -> Matrix:
 # Data ---------------------------------------------------------------------------------------
 
 
-def _scene(config: Config) -> Scene:
-    path = str(config["data"])
-    return _load(path) if path else _drawn(int(config["seed"]), int(config["n_endmembers"]))
-
-
 @lru_cache(maxsize=2)
 def _drawn(seed: int, n_endmembers: int) -> Scene:
     """Draw a scene: smooth spectra, materials in smooth patches with mixed borders, noise."""
     p = check_count("n_endmembers", n_endmembers, 2, 12)
     rng = spawn(seed, DATA)
     band = np.linspace(0, 1, BANDS)
-    centres, widths = rng.random((p, 4, 1)), rng.uniform(0.05, 0.3, (p, 4, 1))
+    centers, widths = rng.random((p, 4, 1)), rng.uniform(0.05, 0.3, (p, 4, 1))
     heights = rng.uniform(0.2, 1, (p, 4, 1))
-    bumps = heights * np.exp(-(((band - centres) / widths) ** 2) / 2)
+    bumps = heights * np.exp(-(((band - centers) / widths) ** 2) / 2)
     endmembers = bumps.sum(axis=1)
     endmembers /= endmembers.max(axis=1, keepdims=True)
     fields = np.stack([gaussian_filter(rng.standard_normal((SIDE, SIDE)), 8) for _ in range(p)])
@@ -272,89 +269,42 @@ def _load(path: str) -> Scene:
     return Scene(X, (int(shape[0]), int(shape[1])), endmembers)
 
 
-# What a person reads ------------------------------------------------------------------------
+# The report ----------------------------------------------------------------------------------
 
 
-def _metrics(scene: Scene, kept: Mapping[str, Mapping[str, NDArray[Any]]]) -> dict[str, float]:
-    ours = kept["network"]
-    metrics = {
-        "error": float(ours["error"].mean()),
-        "error_isolated": float(kept["isolated"]["error"].mean()),
-        "disagreement": float(ours["disagreement"]),
-    }
-    if scene.endmembers is not None:
-        angles = {n: _mean_angles(scene.endmembers, one["spectra"]) for n, one in kept.items()}
-        metrics |= {
-            "sad_mean": float(angles["network"].mean()),
-            "sad_worst": float(angles["network"].max()),
-            "sad_isolated": float(angles["isolated"].mean()),
-            "sad_isolated_worst": float(angles["isolated"].max()),
-            "sad_own_start": float(angles["network_own"].mean()),
-            "sad_own_start_worst": float(angles["network_own"].max()),
-            **{f"sad_{name}": float(angles[name].mean()) for name in ("central", "nmf", "vca")},
-        }
-    return metrics
+def _records(
+    truth: Matrix | None, kept: Mapping[str, Mapping[str, NDArray[Any]]]
+) -> Iterator[Record]:
+    """Yield the energy that is left, and the angles to the true spectra where they are known."""
+    for name, one in kept.items():
+        if "error" in one:
+            yield Record("error", float(one["error"].mean()), name)
+    yield Record("disagreement", float(kept["network"]["disagreement"]))
+    if truth is None:
+        return
+    for name, one in kept.items():
+        yield Record("angle", _mean_angles(truth, one["spectra"]), name, unit="rad")
+        found = np.stack([match_spectra(truth, D).angles for D in one["spectra"]])
+        for j, angle in enumerate(found.mean(axis=0)):
+            yield Record("material", float(angle), name, {"material": j + 1}, "rad")
 
 
-def _tables(
-    scene: Scene,
-    spectra: Mapping[str, Matrix],
-    kept: Mapping[str, Mapping[str, NDArray[Any]]],
-) -> list[Table]:
-    if scene.endmembers is None:
-        return [
-            Table(
-                "What is left",
-                "Share of the pixels' energy that the learned spectra leave, mean over nodes.",
-                ["", "share"],
-                [
-                    [METHODS[name], f"{float(kept[name]['error'].mean()):.3g}"]
-                    for name in ("network", "network_own", "isolated", "central")
-                ],
-            )
-        ]
-    rows = []
-    for name, words in METHODS.items():
-        found = np.stack([match_spectra(scene.endmembers, D).angles for D in spectra[name]])
-        means = found.mean(axis=1)
-        rows.append(
-            [
-                words,
-                f"{means.mean():.3f}",
-                f"{means.max():.3f}",
-                *(f"{angle:.3f}" for angle in found.mean(axis=0)),
-            ]
-        )
-    return [
-        Table(
-            "Spectral angle to the truth",
-            "Radians, mean over materials: the mean over nodes and the worst node; then every "
-            "material, mean over nodes.",
-            ["", "mean", "worst node", *_materials(scene, len(scene.endmembers))],
-            rows,
-        )
-    ]
-
-
-def _materials(scene: Scene, count: int) -> list[str]:
-    return [f"material {j + 1}" for j in range(count)]
-
-
-def _pictures(
+def _figures(
     scene: Scene,
     spectra: Mapping[str, Matrix],
     maps: Matrix,
     kept: Mapping[str, Mapping[str, NDArray[Any]]],
     tiles: int,
-) -> list[Picture]:
+) -> dict[str, Any]:
     from perdl_experiments import patches_plots, plots  # an extra: matplotlib
 
     order = spectra["network"][0] if scene.endmembers is None else scene.endmembers
-    names = _materials(scene, len(order))
+    names = [f"material {j + 1}" for j in range(len(order))]
     shown = {"all nodes": "network", "all pixels, VCA": "vca"}
     matched = {
         label: np.stack([D[match_spectra(order, D).indices] for D in spectra[name]])
         for label, name in shown.items()
+        if name in spectra
     }
     panels = {
         name: {
@@ -363,51 +313,19 @@ def _pictures(
         }
         for j, name in enumerate(names)
     }
-    pictures = [
-        Picture(
-            "spectra",
-            "The materials' spectra",
-            "Peaks at one; over the nodes the median and the range.",
-            patches_plots.spectra(panels, x="band"),
-        ),
-        Picture(
-            "abundances",
-            "Where the materials are",
-            "Each tile's pixels with its own node's spectra; shares sum to one.",
-            patches_plots.maps({name: maps[..., j] for j, name in enumerate(names)}, tiles),
-        ),
-    ]
+    figures: dict[str, Any] = {
+        "spectra": patches_plots.spectra(panels, x="band"),
+        "abundances": patches_plots.maps({n: maps[..., j] for j, n in enumerate(names)}, tiles),
+    }
     if scene.endmembers is not None:
-        pictures.append(
-            Picture(
-                "angles",
-                "The spectral angle, round by round",
-                "Mean over materials. Factors are not unique: more rounds fit the pixels better, "
-                "and may lead away from the truth.",
-                plots.lines(
-                    {
-                        "tiles together, mean": kept["network"]["angle"].tolist(),
-                        "worst tile": kept["network"]["worst"].tolist(),
-                        "each from its own spectra": kept["network_own"]["angle"].tolist(),
-                        "tiles alone, mean": kept["isolated"]["angle"].tolist(),
-                        "all pixels in one place": kept["central"]["angle"].tolist(),
-                    },
-                    x="round",
-                    y="radians",
-                ),
-            )
+        curves = {
+            "tiles together, mean": kept["network"]["angle"],
+            "worst tile": kept["network"]["worst"],
+            "each from its own spectra": kept["network_own"]["angle"],
+            "tiles alone, mean": kept["isolated"]["angle"],
+            "all pixels in one place": kept["central"]["angle"],
+        }
+        figures["angles"] = plots.lines(
+            {title: values.tolist() for title, values in curves.items()}, x="round", y="radians"
         )
-    return pictures
-
-
-def _notes(config: Config, scene: Scene, ours: Mapping[str, NDArray[Any]]) -> list[str]:
-    notes = [
-        f"{scene.shape[0]} x {scene.shape[1]} pixels with {scene.X.shape[1]} bands, in "
-        f"{config['tiles']} x {config['tiles']} tiles.",
-        "Neighbours receive spectra; the first, means of pixels that are alike, go to all nodes.",
-    ]
-    if not config["data"]:
-        notes.insert(0, "A drawn scene with planted spectra.")
-    if scene.endmembers is None:
-        notes.append(f"No true spectra: {config['n_endmembers']} materials, as asked for.")
-    return notes
+    return figures

@@ -29,6 +29,7 @@ is behind it. Nothing of a frame is private here: its first atom is the frame it
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,61 +37,28 @@ from flwr.app import ArrayRecord, Context, MetricRecord
 from numpy.typing import NDArray
 from scipy.ndimage import gaussian_filter
 
-from flwr_perdl._checks import Matrix, check_choice, check_count
-from flwr_perdl._records import PARTITION_ID, to_arrays
+from flwr_perdl.checks import Matrix, check_count
 from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.dictionary import Learner, WarmStart, normalize_atoms, refine_local
 from flwr_perdl.dictionary.atoms import principal_directions
 from flwr_perdl.dictionary.coding import remainder
 from flwr_perdl.dictionary.perpca import personalized_pca
+from flwr_perdl.records import PARTITION_ID, to_arrays
 from flwr_perdl.strategies import PerMA
 from perdl_experiments.clips import Clip, load_clip, still, to_frame, to_samples
 from perdl_experiments.data import cached_by_file
-from perdl_experiments.engine import Config, EvaluateFn
-from perdl_experiments.outcome import Film, Outcome, Picture, Table
+from perdl_experiments.engine import EvaluateFn
+from perdl_experiments.outcome import Outcome
+from perdl_experiments.render import FAILED, Record
 from perdl_experiments.studies._experiment import (
     GENERAL,
-    MIN_SUPPORT,
+    Arrays,
     Federate,
     Keep,
-    Value,
-    make_strategy,
-    private,
+    LearnerConfig,
+    attempt,
 )
 
-NAME = "video"
-ABOUT = "Background and moving objects of a video, every frame a client"
-SOURCE = "Liang et al., NeurIPS 2023, Section 5.3, Fig. 4 and 6"
-DEFAULTS: dict[str, Value] = {
-    "clients": 0,
-    "rounds": 6,
-    "seed": 0,
-    "data": "",
-    "patch": 2,
-    "n_atoms": 8,
-    "n_global": 4,
-    "learner": "gradient",
-    "refine_steps": 0,
-    "aggregation": "median",
-    "matching": "consensus",
-    "min_support": MIN_SUPPORT,
-}
-HELP: dict[str, str] = {
-    "clients": "number of frames; 0: as many as the clip has, at most 60",
-    "data": "a video file, a folder of frames, or `.npz` with `X`",
-    "patch": "side of a patch: its pixels are samples, the patches features",
-    "n_atoms": "atoms of each frame",
-    "n_global": "of which global; a background has at most patch²",
-    "learner": "a frame's algorithm: `gradient` (Algorithm 5), `mod` or `ksvd`",
-    "refine_steps": (
-        "iterations of local refinement before every round; the paper's is 5, which "
-        "costs background here: at the end every frame is refined anyway"
-    ),
-    "aggregation": (
-        "how updates are averaged: `median`, or as elsewhere; averages leave ghosts of the cars"
-    ),
-}
-FIGURES: tuple[str, ...] = ("strip.png", "psnr.png", "video.gif")
 ERROR = "psnr_background"
 
 #: Iterations of Algorithm 6 with which a frame is taken apart at the end.
@@ -105,6 +73,29 @@ _SHOWN = 4  # frames in the strip
 _MOST_WIDTH = 200  # of a panel of the film, in pixels
 
 
+@dataclass(frozen=True, kw_only=True)
+class Config(LearnerConfig):
+    """The options of video.toml."""
+
+    patch: int
+    n_global: int
+    refine_steps: int
+
+    def check(self) -> None:
+        """Reject options that do not fit together."""
+        check_count("n_global", self.n_global, 1, min(self.patch**2, self.n_atoms))
+
+    def make_learner(self, n_atoms: int | None = None) -> Learner:
+        """Return the learner; every sample is coded with all atoms."""
+        count = self.n_atoms if n_atoms is None else n_atoms
+        return GENERAL[self.learner](count, n_nonzero=count)
+
+    @property
+    def clip(self) -> Clip:
+        """The frames that are clients."""
+        return _taken(self.data, self.seed, self.clients)
+
+
 class Parts(NamedTuple):
     """What a method makes of a clip, both like ``clip.frames``."""
 
@@ -115,35 +106,28 @@ class Parts(NamedTuple):
 class Scores(NamedTuple):
     """How good a separation is; what needs a mask is NaN without one."""
 
-    psnr: float
-    auc: float
-    f1: float
+    psnr_background: float
+    auc_objects: float
+    f1_objects: float
 
 
 def client(context: Context, config: Config) -> DictionaryClient:
     """Return the client of frame ``context.node_config["partition-id"]``."""
-    clip, patch = _clip(config), _patch(config)
-    frame = clip.frames[int(context.node_config[PARTITION_ID])]
-    return DictionaryClient(
-        to_samples(frame, patch),
-        _learner(config),
-        context,
-        start=principal_start,
-        **private(config),
-    )
+    frame = config.clip.frames[int(context.node_config[PARTITION_ID])]
+    samples, learner = to_samples(frame, config.patch), config.make_learner()
+    return DictionaryClient(samples, learner, context, start=principal_start, **config.private)
 
 
 def strategy(config: Config, **options: Any) -> PerMA:
     """Return the strategy; ``options`` are the server's own."""
-    given = {"refine_steps": int(config["refine_steps"]), "evaluate_every": int(config["rounds"])}
-    return make_strategy(config, _n_global(config), {**given, **options})
+    given = {"refine_steps": config.refine_steps, "evaluate_every": config.rounds}
+    return config.strategy(config.n_global, **{**given, **options})
 
 
 def federations(config: Config) -> list[Config]:
     """Return the config of the one federation, with as many clients as frames."""
-    frames = len(load_clip(str(config["data"]), int(config["seed"])).frames)
-    clients = int(config["clients"]) or frames
-    return [{**config, "clients": check_count("clients", clients, 2, frames)}]
+    frames = len(load_clip(config.data, config.seed).frames)
+    return [replace(config, clients=check_count("clients", config.clients or frames, 2, frames))]
 
 
 def principal_start(X: Matrix, learner: Learner, *, rng: np.random.Generator) -> WarmStart:
@@ -184,80 +168,47 @@ def separate(X: Matrix, G: Matrix, learner: Learner) -> tuple[Matrix, Matrix]:
 def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
     """Run the federation and PerPCA, take the clip apart with both, and measure."""
     (config,) = federations(config)
-    clip, patch = _clip(config), _patch(config)
+    clip, patch = config.clip, config.patch
     truth = still(clip) if clip.background is None else clip.background
     samples = [to_samples(frame, patch) for frame in clip.frames]
     rank = max(int(np.linalg.matrix_rank(X)) for X in samples)
-    if rank < _n_global(config):
+    if rank < config.n_global:
         raise ValueError(
             f"n_global must be at most {rank}, as no frame's patches have more in them, got "
-            f"{config['n_global']}."
+            f"{config.n_global}."
         )
 
     federated = federate(config, evaluate_fn=_on_all_frames(samples, clip, truth, config))
-    global_atoms, learner = federated.arrays[0], _learner(config)
+    global_atoms, learner = federated.arrays[0], config.make_learner()
     ours = _assembled([separate(X, global_atoms, learner) for X in samples], clip, patch)
-    tuned = keep("perpca", lambda: _perpca(samples, clip, truth, config))
+    tuned = keep("perpca", lambda: attempt(lambda: _perpca(samples, clip, truth, config)))
     median = still(Clip(clip.frames))
-    methods = {
-        "": ours,
-        "_perpca": Parts(tuned["background"], tuned["objects"]),
-        "_median": Parts(median, clip.frames - median),
-    }
-    scores = {name: _scores(parts, clip, truth) for name, parts in methods.items()}
-    metrics = {"psnr_raw": _psnr(clip.frames, truth), "perma_seconds": federated.seconds}
-    for name, score in scores.items():
-        metrics |= _named(score, name)
-    metrics["n_global_perpca"] = float(tuned["n_global"])
-    if clip.background is None:  # then the median is what backgrounds are held against
-        del metrics["psnr_background_median"]
+    methods = {"perma": ours}
+    if FAILED not in tuned:
+        methods["perpca"] = Parts(tuned["background"], tuned["objects"])
+    methods["median"] = Parts(median, clip.frames - median)
     evaluations = federated.result.evaluate_metrics_serverapp
     curve = [float(str(evaluations[r][ERROR])) for r in sorted(evaluations)]
+    raw = _psnr(clip.frames, truth)
     return Outcome(
-        metrics=metrics,
+        records=list(_records(methods, tuned, raw, federated.seconds, clip, truth)),
         curves={ERROR: curve},
         arrays={
             "global_atoms": global_atoms,
             "background": _bytes(ours.background),
             "objects": ours.objects.astype(np.float16),
         },
-        tables=[_table(metrics, tuned)],
-        pictures=_pictures(clip, methods, curve, metrics),
-        notes=list(_notes(config, clip, tuned)),
+        figures=_figures(clip, methods, curve, truth),
+        facts=_facts(config, clip, tuned),
         rounds=federated.rounds,
         floats_up=federated.floats_up,
         floats_down=federated.floats_down,
-        films=[_film(clip, methods)],
     )
-
-
-# The options ---------------------------------------------------------------------------------
-
-
-def _patch(config: Config) -> int:
-    return check_count("patch", config["patch"], 2, 40)
-
-
-def _n_global(config: Config) -> int:
-    most = min(_patch(config) ** 2, int(config["n_atoms"]))
-    return check_count("n_global", config["n_global"], 1, most)
-
-
-def _learner(config: Config) -> Learner:
-    """Return the learner; every sample is coded with all atoms."""
-    n_atoms = check_count("n_atoms", config["n_atoms"], 1)
-    name = check_choice("learner", config["learner"], GENERAL)
-    return GENERAL[name](n_atoms, n_nonzero=n_atoms)
 
 
 @cached_by_file(maxsize=2)
 def _taken(data: str, seed: int, count: int) -> Clip:
     return load_clip(data, seed).take(count)
-
-
-def _clip(config: Config) -> Clip:
-    """Return the frames that are clients."""
-    return _taken(str(config["data"]), int(config["seed"]), int(config["clients"]))
 
 
 # The methods ---------------------------------------------------------------------------------
@@ -274,14 +225,12 @@ def _assembled(parts: Sequence[tuple[Matrix, Matrix]], clip: Clip, patch: int) -
     )
 
 
-def _perpca(
-    samples: list[Matrix], clip: Clip, truth: Matrix, config: Config
-) -> dict[str, NDArray[Any]]:
+def _perpca(samples: list[Matrix], clip: Clip, truth: Matrix, config: Config) -> Arrays:
     """Return the best of PerPCA over its grid, judged by the background that it ought to find."""
-    n_global, n_local = _n_global(config), max(int(config["n_atoms"]) - _n_global(config), 1)
+    n_global, n_local = config.n_global, max(config.n_atoms - config.n_global, 1)
     tried: dict[int, tuple[float, Parts]] = {}
     for count in sorted({max(round(share * n_global), 1) for share in PCA_SHARES}):
-        found = personalized_pca(samples, count, n_local, n_rounds=int(config["rounds"]))
+        found = personalized_pca(samples, count, n_local, n_rounds=config.rounds)
         U = found.global_components
         parts = _assembled(
             [
@@ -289,7 +238,7 @@ def _perpca(
                 for X, V in zip(samples, found.local_components, strict=True)
             ],
             clip,
-            _patch(config),
+            config.patch,
         )
         tried[count] = _psnr(parts.background, truth), parts
     best = max(tried, key=lambda count: tried[count][0])
@@ -303,7 +252,7 @@ def _perpca(
 
 def _on_all_frames(samples: list[Matrix], clip: Clip, truth: Matrix, config: Config) -> EvaluateFn:
     """Return the server's evaluation: all frames' backgrounds with the global atoms alone."""
-    learner, patch = _learner(config), _patch(config)
+    learner, patch = config.make_learner(), config.patch
 
     def evaluate(round_: int, arrays: ArrayRecord) -> MetricRecord | None:
         atoms = to_arrays(arrays)
@@ -330,7 +279,7 @@ def strength(objects: Matrix) -> Matrix:
     Returns
     -------
     ndarray of shape (n_frames, height, width)
-        Root mean square over channels and, with Gaussian weights, over neighbours.
+        Root mean square over channels and, with Gaussian weights, over neighbors.
     """
     energy = gaussian_filter(np.square(objects, dtype=np.float32).mean(axis=3), (0, BLUR, BLUR))
     result: Matrix = np.sqrt(energy)
@@ -363,108 +312,90 @@ def _psnr(frames: Matrix, truth: Matrix) -> float:
     return float(-10 * np.log10(max(np.mean((frames - truth) ** 2, dtype=np.float64), 1e-10)))
 
 
-def _named(score: Scores, method: str) -> dict[str, float]:
-    named = zip(("psnr_background", "auc_objects", "f1_objects"), score, strict=True)
-    return {f"{name}{method}": value for name, value in named if not np.isnan(value)}
+def _records(
+    methods: Mapping[str, Parts],
+    tuned: Mapping[str, NDArray[Any]],
+    raw: float,
+    seconds: float,
+    clip: Clip,
+    truth: Matrix,
+) -> Iterator[Record]:
+    """Yield the scores of all methods; what needs a mask is left out where there is none."""
+    yield Record("psnr_background", raw, "raw", unit="dB")
+    yield Record("perma_seconds", seconds, unit="s")
+    if FAILED in tuned:
+        yield Record(FAILED, str(tuned[FAILED]), "perpca")
+    else:
+        yield Record("n_global", float(tuned["n_global"]), "perpca")
+    for method, parts in methods.items():
+        for name, value in _scores(parts, clip, truth)._asdict().items():
+            # Without a true background the median is what backgrounds are compared with.
+            reference = name == "psnr_background" and method == "median" and clip.background is None
+            if not np.isnan(value) and not reference:
+                yield Record(name, value, method)
 
 
-# The report ----------------------------------------------------------------------------------
-
-
-def _table(metrics: Mapping[str, float], tuned: Mapping[str, NDArray[Any]]) -> Table:
-    names = {
-        "": "PerMA",
-        "_perpca": f"PerPCA ({int(tuned['n_global'])} shared)",
-        "_median": "Temporal median",
+def _facts(config: Config, clip: Clip, tuned: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
+    n_frames, height, width, channels = clip.frames.shape
+    return {
+        "n_frames": n_frames,
+        "height": height,
+        "width": width,
+        "color": "color" if channels == 3 else "gray",
+        "n_samples": config.patch**2,
+        "unknown": clip.background is None,
+        "masked": clip.mask is not None,
+        "uncovered": " in which no object covers the pixel" * (clip.mask is not None),
+        "tried": ", ".join(str(one) for one in tuned.get("tried", ())),
+        "shared": f" ({int(tuned['n_global'])} shared)" if "n_global" in tuned else "",
+        "blur": BLUR,
+        "times": FOUND,
+        "painted": (
+            "Last: pixels found in green, missed in red, found wrongly in blue."
+            * (clip.mask is not None)
+        ),
     }
 
-    def cell(name: str, digits: int) -> str:
-        return f"{metrics[name]:.{digits}f}" if name in metrics else "-"
 
-    return Table(
-        "Background and objects",
-        "PSNR (dB) of all frames' backgrounds; area under the ROC curve and F1 of the pixels of "
-        "moving objects, where it is known which they are. The temporal median, brought to every "
-        "frame's light, sees all frames in one place: the mark that separation by a federation "
-        "is to come near. Raw frames have the objects and the noise in them.",
-        ["", "background PSNR", "objects AUC", "objects F1"],
-        [
-            ["Raw frames", f"{metrics['psnr_raw']:.2f}", "-", "-"],
-            *(
-                [
-                    title,
-                    cell(f"psnr_background{method}", 2),
-                    cell(f"auc_objects{method}", 4),
-                    cell(f"f1_objects{method}", 3),
-                ]
-                for method, title in names.items()
-            ),
-        ],
-    )
-
-
-def _pictures(
-    clip: Clip, methods: Mapping[str, Parts], curve: list[float], metrics: Mapping[str, float]
-) -> list[Picture]:
+def _figures(
+    clip: Clip, methods: Mapping[str, Parts], curve: list[float], truth: Matrix
+) -> dict[str, Any]:
     from perdl_experiments import pictures, plots  # an extra: clients must not need it
 
-    ours, theirs = methods[""], methods["_perpca"]
     at = np.linspace(0, len(clip.frames) - 1, min(_SHOWN, len(clip.frames))).astype(int)
-    columns = {
-        "frame": clip.frames[at],
-        "PerMA: background": ours.background[at],
-        "PerMA: objects": _grey(ours.objects[at]),
-        "PerPCA: background": theirs.background[at],
-        "PerPCA: objects": _grey(theirs.objects[at]),
-    }
+    named = {"PerMA": methods["perma"]}
+    if "perpca" in methods:
+        named["PerPCA"] = methods["perpca"]
+    columns = {"frame": clip.frames[at]}
+    for title, parts in named.items():
+        columns[f"{title}: background"] = parts.background[at]
+        columns[f"{title}: objects"] = _gray(parts.objects[at])
     if clip.mask is not None:
-        columns["objects found (PerMA)"] = _outlined(clip, ours)[at]
-    levels = {"raw frames": "psnr_raw", "PerPCA": "psnr_background_perpca"}
-    return [
-        Picture(
-            "strip",
-            "Frames taken apart",
-            "Global atoms make the background, a frame's own atoms its moving objects (drawn on "
-            "grey); the paper's Fig. 4, and PerPCA beside it (Fig. 6). "
-            + (
-                "Last: pixels found in green, missed in red, found wrongly in blue."
-                * (clip.mask is not None)
-            ),
-            pictures.side_by_side({title: _rgb(them) for title, them in columns.items()}),
+        columns["objects found (PerMA)"] = _outlined(clip, methods["perma"])[at]
+    levels = {"raw frames": _psnr(clip.frames, truth)}
+    if "PerPCA" in named:
+        levels["PerPCA"] = _psnr(named["PerPCA"].background, truth)
+    return {
+        "strip": pictures.side_by_side({title: _rgb(them) for title, them in columns.items()}),
+        "psnr": plots.lines(
+            {"PerMA": curve}, x="communication round", y="PSNR (dB)", levels=levels
         ),
-        Picture(
-            "psnr",
-            "The background against rounds",
-            "All frames' backgrounds from the global atoms alone. Round 1 is the matching round.",
-            plots.lines(
-                {"PerMA": curve},
-                x="communication round",
-                y="PSNR (dB)",
-                levels={title: metrics[name] for title, name in levels.items()},
-            ),
-        ),
-    ]
+        "video": _film(clip, methods),
+    }
 
 
-def _film(clip: Clip, methods: Mapping[str, Parts]) -> Film:
+def _film(clip: Clip, methods: Mapping[str, Parts]) -> NDArray[np.uint8]:
     """Return frame, background and objects; below it PerPCA's, under the frame what is found."""
-    ours, theirs = methods[""], methods["_perpca"]
-    top = [clip.frames, ours.background, _grey(ours.objects)]
-    below = [_outlined(clip, ours), theirs.background, _grey(theirs.objects)]
+    ours = methods["perma"]
+    theirs = methods.get("perpca", Parts(np.zeros_like(clip.frames), np.zeros_like(clip.frames)))
+    top = [clip.frames, ours.background, _gray(ours.objects)]
+    below = [_outlined(clip, ours), theirs.background, _gray(theirs.objects)]
     rows = [np.concatenate([_bytes(_rgb(panel)) for panel in row], axis=2) for row in (top, below)]
-    film = np.concatenate(rows, axis=1)
     every = -(-clip.frames.shape[2] // _MOST_WIDTH)
-    return Film(
-        "video",
-        "The clip",
-        "Above: the frames, PerMA's background and PerMA's objects. Below: the objects' pixels "
-        "that PerMA finds (green; missed red, found wrongly blue, where the truth is known), "
-        "PerPCA's background and objects.",
-        film[:, ::every, ::every],
-    )
+    return np.concatenate(rows, axis=1)[:, ::every, ::every]
 
 
-def _grey(objects: Matrix) -> Matrix:
+def _gray(objects: Matrix) -> Matrix:
     shown: Matrix = np.clip(objects + np.float32(0.5), 0, 1)
     return shown
 
@@ -487,32 +418,3 @@ def _outlined(clip: Clip, parts: Parts) -> Matrix:
 
 def _bytes(frames: Matrix) -> NDArray[np.uint8]:
     return (255 * np.clip(frames, 0, 1)).round().astype(np.uint8)
-
-
-def _notes(config: Config, clip: Clip, tuned: Mapping[str, NDArray[Any]]) -> Iterator[str]:
-    n_frames, height, width, channels = clip.frames.shape
-    patch = _patch(config)
-    yield (
-        f"{n_frames} frames of {height}x{width} pixels, "
-        f"{'colour' if channels == 3 else 'grey'}; a client's samples are the {patch * patch} "
-        f"pixels of a {patch}x{patch} patch, its features the patches."
-    )
-    if clip.background is None:
-        yield (
-            "The true background is not known: backgrounds are held against the median over the "
-            "frames"
-            + (" in which no object covers the pixel" if clip.mask is not None else "")
-            + ", brought to every frame's light."
-        )
-    if clip.mask is None:
-        yield "Which pixels are objects' is not known: there are no AUC and F1 (mask in the file)."
-    tried = ", ".join(str(one) for one in tuned["tried"])
-    yield (
-        f"PerPCA has as many rounds and local components as PerMA, and of {tried} shared ones the "
-        "number with the best background; PerMA's settings are the defaults."
-    )
-    yield (
-        "A pixel's strength is the root mean square of the objects over its neighbours, with "
-        f"Gaussian weights (sigma {BLUR:g}), for all methods; found is what has {FOUND:g} times "
-        "the clip's median."
-    )

@@ -30,7 +30,7 @@ from flwr_perdl.dictionary import (
     warm_start,
 )
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import PerMA, TooFewReplies, as_legacy
+from flwr_perdl.strategies import PerMA, ServerSettings, TooFewReplies, as_legacy
 
 CLIENTS, GLOBAL, ATOMS = 4, 16, 24
 ROUNDS = 4
@@ -389,7 +389,8 @@ def test_two_of_four_that_fail_stop_the_run_after_the_last_good_round(tmp_path: 
         third = late and config["server-round"] == 3
         return "error" if broken[0] and partition >= 2 and third else None
 
-    options: dict[str, Any] = {"secure": True, "checkpoint_dir": tmp_path, "resume": True}
+    server = ServerSettings(resume=True)
+    options: dict[str, Any] = {"secure": True, "checkpoint_dir": tmp_path, "server": server}
     reason = "the secure sum was lost: 2 of 4 clients answered, and the shares of 3 are needed"
     grid = make_grid(parts, faults=faults)
     with pytest.raises(TooFewReplies, match=f"Round 3 has 0 good replies.*{reason}"):

@@ -16,7 +16,7 @@ from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping
 from flwr_perdl.clients import client_app
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import PerMA
-from perdl_experiments.studies import configure, synthetic
+from perdl_experiments.studies import configure, find, synthetic
 
 MakeFederation = Callable[..., Any]
 
@@ -88,7 +88,7 @@ def test_metrics_must_be_numbers(federation: MakeFederation) -> None:
 
 
 def test_an_app_is_pickled_by_names_since_ray_does_it_with_every_message() -> None:
-    config = configure(synthetic, clients=2)
+    config = configure(find("synthetic"), clients=2)
     app = client_app(partial(synthetic.client, config=config))
     pickled = pickle.dumps(app)  # knows no other way than by name
     assert len(pickled) < 2000

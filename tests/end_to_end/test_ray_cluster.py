@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from flwr_perdl.diffusion import Topology
 from flwr_perdl.network import InMemoryNetwork, RayNetwork
 from perdl_experiments.engine import federate
-from perdl_experiments.studies import configure, images, synthetic
+from perdl_experiments.studies import configure, find, images, synthetic
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -77,7 +77,7 @@ def cluster() -> Iterator[Any]:
 
 
 def test_flower_on_two_nodes_learns_the_same_bits(cluster: Any) -> None:
-    config = {**configure(synthetic, clients=6, options={"seeds": 1}), "rounds": 4}
+    config = configure(find("synthetic"), clients=6, rounds=4, options={"seeds": 1})
     interval = sys.getswitchinterval()
     there, here = federate(synthetic, config, engine="ray"), federate(synthetic, config)
     np.testing.assert_array_equal(there.arrays[0], here.arrays[0])
@@ -96,7 +96,7 @@ def test_every_process_reads_the_data_once_and_both_nodes_take_part(
     witness = importlib.import_module("witness")
     options = {"n_atoms": 8, "n_global": 2, "samples_per_client": 40}
     data = str(tmp_path / "data.npz")
-    config = {**configure(images, clients=8, data=data, options=options), "rounds": 3}
+    config = configure(find("images"), clients=8, rounds=3, data=data, options=options)
     there, here = federate(witness, config, engine="ray"), federate(images, config)
     np.testing.assert_array_equal(there.arrays[0], here.arrays[0])
     seen = [m for r in there.history if r.step == "evaluate" for m in r.metrics.values()]

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from perdl_experiments import run_experiment
 from perdl_experiments.cli import app
-from perdl_experiments.studies import EXPERIMENTS, FederatedExperiment
+from perdl_experiments.studies import EXPERIMENTS
 
 quick = settings(
     deadline=None,
@@ -68,7 +68,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @st.composite
 def bad_options(draw: st.DrawFn) -> tuple[str, str, str]:
     name = draw(st.sampled_from(sorted(EXPERIMENTS)))
-    option, default = draw(st.sampled_from(sorted(EXPERIMENTS[name].DEFAULTS.items())))
+    option, default = draw(st.sampled_from(sorted(EXPERIMENTS[name].defaults.items())))
     value = draw(st.sampled_from(BAD[type(default)]))
     if option == "data":
         value = "nowhere"
@@ -132,7 +132,7 @@ def arrays() -> st.SearchStrategy[np.ndarray[Any, Any]]:
 TAKE_DATA = sorted(
     name
     for name, one in EXPERIMENTS.items()
-    if "data" in one.DEFAULTS and name not in ("video", "novel-documents")
+    if "data" in one.defaults and name not in ("video", "novel-documents")
 )
 
 
@@ -221,7 +221,7 @@ def test_what_no_machine_can_serve_is_refused_at_once(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", [n for n, e in EXPERIMENTS.items() if e.NAME != "sites"])
+@pytest.mark.parametrize("name", [n for n, e in EXPERIMENTS.items() if e.name != "sites"])
 def test_nodes_start_after_everything_is_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -229,7 +229,7 @@ def test_nodes_start_after_everything_is_checked(
         "perdl_experiments.cli.Deployment", lambda *_, **__: pytest.fail("too late")
     )
     bad = ["-o", "rounds=x"]
-    if not isinstance(EXPERIMENTS[name], FederatedExperiment):
+    if not EXPERIMENTS[name].federated:
         bad = []
     assert_refused(invoke("up", name, *bad, "--out", tmp_path / "out"))
     assert not (tmp_path / "out").exists()

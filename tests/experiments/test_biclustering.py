@@ -13,22 +13,14 @@ from sklearn.metrics import adjusted_rand_score
 from flwr_perdl.diffusion.model_diffusion import Model, ModelDiffusion
 from flwr_perdl.diffusion.topology import Topology
 from perdl_experiments import run_experiment
-from perdl_experiments.outcome import Outcome, to_results
 from perdl_experiments.studies import biclustering
-from perdl_experiments.studies._experiment import configure
+from tests.studies import Ran, config_of, run_study
 
 LUNG = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "lung200.npz"
 
 
-def config(**options: Any) -> dict[str, Any]:
-    return configure(biclustering, options=options)
-
-
-def run(**options: Any) -> Outcome:
-    """Run the experiment in this process, keeping nothing."""
-    outcome = biclustering.run(config(**options), lambda name, compute, of=0: compute())
-    to_results(outcome)  # all figures are finite
-    return outcome
+def run(**options: Any) -> Ran:
+    return run_study("biclustering", **options)
 
 
 def save(folder: Path, name: str = "data", **arrays: np.ndarray) -> str:
@@ -46,17 +38,17 @@ def small(noise: float = 0.6) -> dict[str, np.ndarray]:
 
 
 @pytest.fixture(scope="module")
-def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     return run(data=save(tmp_path_factory.mktemp("bi"), **small()), seeds=2, atoms=2)
 
 
-def test_planted_types_are_told_apart(outcome: Outcome) -> None:
+def test_planted_types_are_told_apart(outcome: Ran) -> None:
     assert outcome.metrics["ari_ssvd"] > 0.95
     assert outcome.metrics["ari_diffusion"] > 0.6
     assert outcome.metrics["k"] == 3
 
 
-def test_figures_are_those_of_the_clusters_that_are_kept(outcome: Outcome) -> None:
+def test_figures_are_those_of_the_clusters_that_are_kept(outcome: Ran) -> None:
     y = small()["y"]
     for name in biclustering.METHODS:
         scores = outcome.curves[f"ari_{name}"]
@@ -67,11 +59,11 @@ def test_figures_are_those_of_the_clusters_that_are_kept(outcome: Outcome) -> No
     table, ssvd, _ = outcome.tables
     assert [len(row) for row in table.rows] == [5] * 3
     assert sum(int(cell) for row in ssvd.rows for cell in row[1:]) == 24
-    assert [picture.name for picture in outcome.pictures] == ["layers", "loadings"]
+    assert outcome.figures == ["layers.png", "loadings.png"]
 
 
 def test_every_gene_is_learned_from_once(
-    outcome: Outcome, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    outcome: Ran, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     seen: list[np.ndarray] = []
     fit = ModelDiffusion.fit
@@ -82,14 +74,14 @@ def test_every_gene_is_learned_from_once(
 
     monkeypatch.setattr(ModelDiffusion, "fit", spy)
     again = run(data=save(tmp_path, **small()), seeds=1, atoms=2)
-    genes = biclustering._data(config(data=str(tmp_path / "data.npz")), 0).X
+    genes = config_of("biclustering", data=str(tmp_path / "data.npz")).data_of(0).X
     np.testing.assert_array_equal(np.unique(seen[0], axis=0), np.unique(genes, axis=0))
     assert len(seen[0]) == 45
-    assert again.floats_up == again.metrics["rounds"] * 24  # to the one other agent
+    assert again.outcome.floats_up == again.metrics["rounds"] * 24  # to the one other agent
     assert "sees every gene 1 time" in outcome.notes[3]
 
 
-def test_labels_are_looked_at_only_afterwards(outcome: Outcome, tmp_path: Path) -> None:
+def test_labels_are_looked_at_only_afterwards(outcome: Ran, tmp_path: Path) -> None:
     data = small()
     wrong = np.random.default_rng(0).permutation(data["y"]).astype(str)
     blind = run(data=save(tmp_path, X=data["X"], y=wrong), seeds=1, atoms=2)
@@ -100,7 +92,7 @@ def test_labels_are_looked_at_only_afterwards(outcome: Outcome, tmp_path: Path) 
     assert blind.metrics["ari_ssvd"] < 0.3
 
 
-def test_levels_of_genes_and_units_do_not_matter(outcome: Outcome, tmp_path: Path) -> None:
+def test_levels_of_genes_and_units_do_not_matter(outcome: Ran, tmp_path: Path) -> None:
     data = small()
     data["X"] = 1000 * (data["X"] + np.arange(45))
     other = run(data=save(tmp_path, **data), seeds=2, atoms=2)
@@ -117,13 +109,13 @@ def test_without_labels_it_compares_the_two_algorithms(tmp_path: Path) -> None:
     assert unlabelled.metrics["ari_between"] == expected
     assert unlabelled.metrics["k"] == 3
     assert unlabelled.tables == []
-    assert "the number of atoms and one" in unlabelled.notes[1]
+    assert "the number of atoms plus one" in unlabelled.notes[1]
     given = run(data=save(tmp_path, X=small()["X"]), seeds=1, atoms=2, k="5")
     assert len(set(given.arrays["clusters_ssvd"])) == 5
 
 
 def test_the_bundled_data_are_planted_anew_for_every_seed() -> None:
-    one, other = (biclustering._data(config(), seed) for seed in (0, 1))
+    one, other = (config_of("biclustering").data_of(seed) for seed in (0, 1))
     assert one.X.shape == other.X.shape == (400, 60)
     assert np.abs(one.X - other.X).max() > 1
     assert one.labels is not None
@@ -183,8 +175,9 @@ def test_a_bad_file_gets_one_sentence(change: dict[str, Any], message: str, tmp_
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"k": "0"}, "k must be an integer from 1 to 60 or 'auto', got '0'"),
-        ({"k": "many"}, "k must be an integer from 1 to 60 or 'auto', got 'many'"),
+        ({"k": "61"}, "k must be between 1 and 60, got 61"),
+        ({"k": "0"}, "k must be 'auto' or an integer of at least 1, got '0'"),
+        ({"k": "many"}, "k must be 'auto' or an integer of at least 1, got 'many'"),
         ({"atoms": 1}, "atoms must be at least 2, got 1"),
         ({"clients": 5}, "clients must be 3, one per atom, got 5"),
         ({"thresholds": "aic"}, "thresholds must be one of 'sure', 'bic', got 'aic'"),
@@ -201,7 +194,7 @@ def test_bad_options_get_one_sentence(options: dict[str, Any], message: str) -> 
 
 @pytest.mark.parametrize("unit", [1e200, 1e-200])
 def test_the_unit_of_the_expressions_does_not_matter(
-    outcome: Outcome, unit: float, tmp_path: Path
+    outcome: Ran, unit: float, tmp_path: Path
 ) -> None:
     data = small()
     other = run(data=save(tmp_path, X=unit * data["X"], y=data["y"]), seeds=2, atoms=2)

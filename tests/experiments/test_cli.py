@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from flwr_perdl import __version__
 from perdl_experiments.cli import app
-from perdl_experiments.studies import COMMON, EXPERIMENTS, meaning
+from perdl_experiments.studies import COMMON, EXPERIMENTS
 from perdl_experiments.terminal import Rows, console
 
 
@@ -138,16 +138,15 @@ def test_the_version_and_help_have_short_ways():
 def test_the_manual_says_of_options_what_the_command_says(name, monkeypatch):
     manual = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
     section = re.split(r"^##+ ", manual.partition(f"### {name}\n")[2], flags=re.MULTILINE)[0]
-    defaults = EXPERIMENTS[name].DEFAULTS
-    for option, default in defaults.items():
-        if option not in COMMON:
-            row = f"| `{option}` | `{default}` | {meaning(EXPERIMENTS[name], option)} |"
-            assert row in section
+    options = EXPERIMENTS[name].options.values()
+    for one in options:
+        if one.name not in COMMON:
+            assert f"| `{one.name}` | `{one.default}` | {one.help} |" in section
     monkeypatch.setenv("COLUMNS", "400")
     shown = " ".join(invoke("options", name).stdout.split())
-    for option, default in defaults.items():
-        words = meaning(EXPERIMENTS[name], option).replace("`", "")
-        assert " ".join(f"{option} {default} {words}".split()) in shown
+    for one in options:
+        words = one.help.replace("`", "")
+        assert " ".join(f"{one.name} {one.default} {words}".split()) in shown
 
 
 @pytest.mark.parametrize("columns", [30, 40, 80, 200])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from perdl_experiments import run_experiment
-from perdl_experiments.studies import configure, find
+from perdl_experiments.studies import comparison, configure, find
 from perdl_experiments.studies.comparison import METHODS
 
 SMALL: dict[str, Any] = {
@@ -58,14 +58,38 @@ def test_a_resumed_run_takes_up_what_is_kept(small: Any) -> None:
     assert again["seconds"] < results["seconds"] / 2
 
 
+def test_a_rival_that_fails_costs_its_row_and_not_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    learn = comparison._learn
+
+    def failing(config: comparison.Config, federate: Any) -> comparison.Errors:
+        if config.method == "naive" or (config.method == "pooled" and config.seed < 10_000):
+            raise RuntimeError("too few replies.")
+        if config.method == "perpca" and config.setting == 1.0:
+            raise RuntimeError("one setting of several")
+        return learn(config, federate)
+
+    monkeypatch.setattr(comparison, "_learn", failing)
+    results = run_experiment("comparison", clients=3, rounds=2, options=SMALL)
+    rows = {row[0]: row[1:] for row in results["tables"][0]["rows"]}
+    for title in ("naive average", "pooled data"):
+        assert rows[title] == ["failed", *["-"] * 5]
+        assert f"{title} failed: too few replies." in results["notes"]
+    assert rows["PerPCA"][-1].startswith("step")
+    assert not any("naive" in n or "pooled" in n for n in [*results["metrics"], *results["curves"]])
+    monkeypatch.setattr(comparison, "METHODS", {"perma": "PerMA"})
+    monkeypatch.setattr(comparison, "_learn", lambda config, federate: learn(None, federate))
+    with pytest.raises(AttributeError):  # ours is no rival
+        run_experiment("comparison", clients=3, rounds=2, options=SMALL)
+
+
 def test_methods_are_tuned_on_a_seed_that_is_not_measured_on() -> None:
     experiment: Any = find("comparison")
-    federations = experiment.federations(configure(experiment, options=SMALL))
-    tuning = [one for one in federations if one["seed"] >= 10_000]
-    settings = {m: {one["setting"] for one in tuning if one["method"] == m} for m in METHODS}
+    federations = experiment.federated.federations(configure(experiment, options=SMALL))
+    tuning = [one for one in federations if one.seed >= 10_000]
+    settings = {m: {one.setting for one in tuning if one.method == m} for m in METHODS}
     assert {len(tried) for method, tried in settings.items() if tried} == {3}
-    assert {one["rounds"] for one in federations if one["method"] == "naive"} == {1}
-    assert np.unique([one["seed"] for one in federations]).tolist() == [0, 10_000]
+    assert {one.rounds for one in federations if one.method == "naive"} == {1}
+    assert np.unique([one.seed for one in federations]).tolist() == [0, 10_000]
 
 
 @pytest.mark.parametrize(

@@ -16,21 +16,13 @@ from flwr_perdl.diffusion.model_diffusion import ModelDiffusion
 from flwr_perdl.diffusion.objectives import NonnegativeMF, Objective, SparseSVD
 from flwr_perdl.diffusion.topology import Topology
 from perdl_experiments import run_experiment
-from perdl_experiments.outcome import Outcome, to_results
 from perdl_experiments.patches import cut, join
 from perdl_experiments.studies import denoise
-from perdl_experiments.studies._experiment import configure
+from tests.studies import Ran, config_of, run_study
 
 
-def config(**options: Any) -> dict[str, Any]:
-    return configure(denoise, options=options)
-
-
-def run(**options: Any) -> Outcome:
-    """Run the experiment in this process, keeping nothing."""
-    outcome = denoise.run(config(**options), lambda name, compute, of=0: compute())
-    to_results(outcome)  # all figures are finite
-    return outcome
+def run(**options: Any) -> Ran:
+    return run_study("denoise", **options)
 
 
 def save(folder: Path, **arrays: np.ndarray) -> str:
@@ -124,11 +116,11 @@ def test_learning_in_agreement_is_learning_over_a_sparse_network(
 
 
 @pytest.fixture(scope="module")
-def outcome() -> Outcome:
+def outcome() -> Ran:
     return run(size=64, atoms=49, rounds=60)
 
 
-def test_it_denoises_as_well_as_scikit_learn(outcome: Outcome) -> None:
+def test_it_denoises_as_well_as_scikit_learn(outcome: Ran) -> None:
     metrics = outcome.metrics
     assert metrics["psnr_noisy"] == pytest.approx(20 * np.log10(255 / 25), abs=0.2)
     assert metrics["psnr_denoised"] > metrics["psnr_noisy"] + 5
@@ -138,7 +130,7 @@ def test_it_denoises_as_well_as_scikit_learn(outcome: Outcome) -> None:
     assert cost[-1] < 0.95 * cost[0]
 
 
-def test_figures_are_those_of_scikit_image(outcome: Outcome) -> None:
+def test_figures_are_those_of_scikit_image(outcome: Ran) -> None:
     clean = outcome.arrays["clean"][0]
     for name in ("noisy", "denoised", "sklearn", "sklearn_lasso"):
         image = outcome.arrays[f"images_{name}"][0]
@@ -156,14 +148,14 @@ def test_figures_are_those_of_scikit_image(outcome: Outcome) -> None:
         assert outcome.metrics[f"ssim_{name}"] == pytest.approx(expected, abs=1e-3)
 
 
-def test_atoms_and_pictures(outcome: Outcome) -> None:
+def test_atoms_and_pictures(outcome: Ran) -> None:
     for name in ("atoms", "atoms_sklearn"):
         atoms = outcome.arrays[name]
         assert atoms.shape == (49, 100)
         assert (np.linalg.norm(atoms, axis=1) < 1 + 1e-5).all()
-    assert [picture.name for picture in outcome.pictures] == ["images", "atoms", "cost"]
+    assert outcome.figures == ["images.png", "atoms.png", "cost.png"]
     assert [len(row) for row in outcome.tables[0].rows] == [5] * 4
-    assert outcome.rounds == 0
+    assert outcome.outcome.rounds == 0
     assert "no message was simulated" in outcome.notes[-1]
 
 
@@ -173,10 +165,10 @@ def test_the_same_by_messages_over_a_sparse_network() -> None:
     assert by_messages.metrics["psnr_denoised"] == pytest.approx(
         at_once.metrics["psnr_denoised"], abs=0.05
     )
-    assert by_messages.rounds > 0
+    assert by_messages.outcome.rounds > 0
     topology = Topology.erdos_renyi(9, 0.4, seed=0)
-    least = float(topology.degrees.mean()) * 100 * by_messages.rounds
-    assert by_messages.floats_up > least  # several patches travel in every round
+    least = float(topology.degrees.mean()) * 100 * by_messages.outcome.rounds
+    assert by_messages.outcome.floats_up > least  # several patches travel in every round
     assert "messages over a random network" in by_messages.notes[-1]
 
 
@@ -191,7 +183,7 @@ def test_the_default_run() -> None:
 def test_the_users_images(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     stack = (255 * rng.random((5, 12, 14))).astype(np.uint8)
-    task = denoise._task(config(data=save(tmp_path, X=stack), images=2, rounds=2))
+    task = config_of("denoise", data=save(tmp_path, X=stack), images=2, rounds=2).task
     assert task.clean.shape == task.noisy.shape == (2, 12, 14)
     kept = [i for i in range(5) if any(np.allclose(stack[i] / 255, image) for image in task.clean)]
     assert len(kept) == 2
@@ -203,9 +195,9 @@ def test_the_users_images(tmp_path: Path) -> None:
 
 
 def test_every_patch_is_seen_once_where_there_are_enough() -> None:
-    task = denoise._task(config(size=32, rounds=8))
+    task = config_of("denoise", size=32, rounds=8).task
     assert len(np.unique(task.order)) == 8 * denoise.BATCH <= 23 * 23
-    again = denoise._task(config(size=32, rounds=20))
+    again = config_of("denoise", size=32, rounds=20).task
     counts = np.bincount(again.order.ravel(), minlength=23 * 23)
     assert set(counts) == {2, 3}
 

@@ -16,11 +16,11 @@ from perdl_experiments.data import load_images
 from perdl_experiments.engine import federate
 from perdl_experiments.studies import (
     EXPERIMENTS,
-    FederatedExperiment,
     biclustering,
     configure,
     find,
     images,
+    synthetic,
 )
 
 COMMON = {"clients", "rounds", "seed"}
@@ -85,17 +85,17 @@ def test_the_registry_names_every_experiment_and_its_options():
     assert set(EXPERIMENTS) == set(OPTIONS)
     for name, experiment in EXPERIMENTS.items():
         assert find(name) is experiment
-        assert set(experiment.DEFAULTS) == COMMON | OPTIONS[name]
-        assert configure(experiment) == {"experiment": name, **experiment.DEFAULTS}
+        assert set(experiment.defaults) == COMMON | OPTIONS[name]
+        assert configure(experiment).options == {"experiment": name, **experiment.defaults}
 
 
 def test_options_are_read_as_their_defaults_type():
-    options = {"n_atoms": "12", "aggregation": "mean", "rounds": 3}
+    options = {"n_atoms": "12", "n_global": 6, "aggregation": "mean", "rounds": 3}
     config = configure(find("digits"), clients=4, seed=7, options=options)
-    assert config["n_atoms"] == 12
-    assert (config["clients"], config["rounds"], config["seed"]) == (4, 3, 7)
-    assert configure(find("global-atoms"), options={"noise": "0.05"})["noise"] == 0.05
-    assert configure(find("synthetic"), options={"atoms": 6})["atoms"] == "6"
+    assert config.n_atoms == 12
+    assert (config.clients, config.rounds, config.seed) == (4, 3, 7)
+    assert configure(find("global-atoms"), options={"noise": "0.05"}).noise == 0.05
+    assert configure(find("synthetic"), options={"atoms": 6}).atoms == (6,)
 
 
 @pytest.mark.parametrize(
@@ -424,7 +424,7 @@ def test_every_figure_of_the_gallery_is_declared():
     ]
     for entry in entries:
         found = {one["file"] for run in gallery[entry["name"]].values() for one in run["figures"]}
-        assert found <= set(find(entry["experiment"]).FIGURES)
+        assert found <= set(find(entry["experiment"]).figures)
 
 
 @pytest.mark.parametrize(
@@ -478,7 +478,7 @@ def test_inside_a_flower_run_there_is_one_federation():
     given = {"clients": 4, "rounds": 4, "options": {"seeds": 1, "samples": 100}}
     experiment = find("synthetic")
     config = configure(experiment, **given)
-    grid = InProcessGrid(client_app(partial(experiment.client, config=config)), 4)
+    grid = InProcessGrid(client_app(partial(synthetic.client, config=config)), 4)
     inside = run_experiment("synthetic", engine=grid, **given)
     outside = run_experiment("synthetic", **given)
     assert inside["engine"] == "flower"
@@ -495,7 +495,7 @@ def test_clients_that_the_data_name_keep_their_own_images(tmp_path):
     given = {"clients": 3, "rounds": 2, "data": path}
     options = {"n_atoms": 16, "n_global": 8, "samples_per_client": 80, "methods": "main"}
     results = run_experiment("images", out=tmp_path / "out", options=options, **given)
-    task = images._task(configure(images, data=str(path), clients=3, options=options))
+    task = configure(find("images"), data=str(path), clients=3, options=options).task
     assert task.natural
     assert sorted(set(task.test_kinds)) == sorted(task.kinds)
     for kind, own in zip(task.kinds, task.clients, strict=True):
@@ -526,8 +526,8 @@ def general_learner_against_sklearn(name, learner, n_atoms, **given):
     options = {"learner": learner, "n_atoms": n_atoms, "n_global": n_atoms}
     experiment = find(name)
     config = configure(experiment, rounds=120, options=options, **given)
-    task = images._task(config)
-    atoms = federate(experiment, config).arrays[0]
+    task = config.task
+    atoms = federate(images, config).arrays[0]
     theirs = sklearn_dictionary(np.vstack(task.clients), n_atoms, 0)
     errors = [
         [np.mean((task.test - images._rebuild(task.test, D, k)) ** 2) for k in (10, 20)]
@@ -564,11 +564,11 @@ NETWORKS = (
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_an_experiment_without_a_server_runs_in_process_only(name: str):
-    assert not isinstance(find(name), FederatedExperiment)
+    assert not find(name).federated
     with pytest.raises(ValueError, match=f"{name} must run in process"):
         run_experiment(name, engine="ray")
 
 
 def test_all_other_experiments_run_on_every_engine():
     others = set(EXPERIMENTS) - set(NETWORKS)
-    assert all(isinstance(find(name), FederatedExperiment) for name in others)
+    assert all(find(name).federated for name in others)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,9 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Pat
     return run_experiment("federations", clients=10, rounds=6, out=out, options=SMALL), out
 
 
-def point(**changes: Any) -> dict[str, Any]:
+def point(**changes: Any) -> federations.Config:
     config = configure(find("federations"), clients=12, rounds=4, options=SMALL)
-    place = {"failing": 0, "weak": 0, "weak_size": 1, "start": "poor", "method": "consensus"}
-    return {**config, **place, **changes}
+    return replace(config, axis="failing", weak=0, method="consensus", **changes)
 
 
 def test_consensus_recovers_everywhere_and_clients_alone_do_not(small: Any) -> None:
@@ -67,7 +67,7 @@ def test_without_failures_and_weak_clients_all_is_as_in_the_first_panel() -> Non
     config = configure(find("federations"), clients=8, rounds=4, options={**SMALL, "seeds": 1})
     points = federations._points(config)
     same = points["clients-8-seed-0"], points["failing-0-seed-0"]
-    assert {**same[0], "axis": ""} == {**same[1], "axis": ""}
+    assert replace(same[0], axis="failing") == same[1]
     assert len(federations.federations(config)) == 6 * len(FEDERATED)
 
 

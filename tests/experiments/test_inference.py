@@ -6,19 +6,14 @@ import numpy as np
 import pytest
 
 from flwr_perdl.diffusion.inference import exact_dual
-from perdl_experiments.outcome import Outcome, to_results
 from perdl_experiments.studies import inference
-from perdl_experiments.studies._experiment import configure
+from tests.studies import Ran, run_study
 
 SMALL: dict[str, Any] = {"agents": 10, "dimension": 30, "connectivity": 0.5, "seeds": 1}
 
 
-def keep(name: str, compute: Any, *, of: int = 0) -> Any:
-    return compute()
-
-
-def outcome(rounds: int = 400, **options: Any) -> Outcome:
-    return inference.run(configure(inference, rounds=rounds, options={**SMALL, **options}), keep)
+def outcome(rounds: int = 400, **options: Any) -> Ran:
+    return run_study("inference", rounds=rounds, **{**SMALL, **options})
 
 
 @pytest.mark.parametrize("loss", ["squared", "huber"])
@@ -28,11 +23,10 @@ def test_the_stable_names_and_the_order_of_the_methods(loss: str) -> None:
     assert 0 < rounds["admm"] < rounds["plain_admm"]
     assert rounds["atc"] == -1
     assert found.metrics["agreement_db"] >= 100
-    results = to_results(found)
     for name in inference.METHODS:
         for what in ("y", "nu"):
-            assert len(results["curves"][f"snr_{name}_{what}"]) == 400
-    assert found.pictures[0].figure.axes
+            assert len(found.curves[f"snr_{name}_{what}"]) == 400
+    assert found.outcome.figures["inference"].axes
 
 
 def test_one_informed_agent_is_enough() -> None:

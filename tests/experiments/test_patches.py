@@ -8,21 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from perdl_experiments.outcome import Outcome, to_results
 from perdl_experiments.studies import patches
+from tests.studies import Ran, compute_all, config_of, run_study
 
 
-def config(**options: Any) -> dict[str, Any]:
-    return {"experiment": patches.NAME, **patches.DEFAULTS, **options}
-
-
-def run(keep: Any = None, **options: Any) -> Outcome:
-    """Run the experiment in this process, keeping nothing unless told so."""
-
-    def compute(name: str, compute: Callable[[], Any], *, of: int = 0) -> Any:
-        return compute()
-
-    return patches.run(config(**options), keep or compute)
+def run(keep: Any = compute_all, **options: Any) -> Ran:
+    return run_study("patches", keep, **options)
 
 
 def test_samples_mix_three_planted_atoms_and_noise_has_its_level() -> None:
@@ -63,12 +54,15 @@ def test_all_figures_and_pictures_of_a_short_run() -> None:
     assert outcome.metrics["recovered_min_median"] == np.median(ends)
     assert outcome.metrics["recovered_min_least"] == min(ends)
     assert len(outcome.curves["recovered_headline"]) == 12
-    assert [picture.name for picture in outcome.pictures] == ["recovery", "networks", "atoms"]
+    assert outcome.figures == ["recovery.png", "networks.png", "atoms.png"]
     assert [len(table.rows) for table in outcome.tables] == [8, 10]
     # A ring: everyone sends 48 atoms, their use, and eight candidates with scores, to two others.
-    assert outcome.floats_up == outcome.floats_down == 12 * 2 * (48 * 16 + 48 + 8 + 8 * 16)
-    results = to_results(outcome, experiment=patches.NAME)
-    assert results["rounds"] == 12
+    assert (
+        outcome.outcome.floats_up
+        == outcome.outcome.floats_down
+        == 12 * 2 * (48 * 16 + 48 + 8 + 8 * 16)
+    )
+    assert outcome.outcome.rounds == 12
     again = run(lambda name, compute, of=0: kept[name], seeds=2, rounds=12, samples=60, seed=5)
     assert again.metrics == outcome.metrics
 
@@ -85,9 +79,9 @@ def test_a_run_is_reproducible_and_noise_free_where_asked() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("update", ["mod", "ksvd", "gradient"])
 def test_at_least_45_of_48_atoms_at_every_node(update: str) -> None:
-    method = patches._methods(config(update=update))["headline"]
+    method = patches._methods(config_of("patches", update=update))["headline"]
     for seed in (11, 12):
-        kept = patches._one(config(), method, seed)
+        kept = patches._one(config_of("patches"), method, seed)
         assert kept["found"].shape == (100,)
         assert kept["found"][-1] >= 45
         counts = [patches.n_found(D, kept["planted"]) for D in kept["dictionaries"]]

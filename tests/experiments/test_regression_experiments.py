@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -17,22 +18,13 @@ from perdl_experiments import run_experiment
 from perdl_experiments.engine import federate
 from perdl_experiments.mixed_regression_data import mixed_regression as draw
 from perdl_experiments.mixed_regression_data import oracle
-from perdl_experiments.outcome import Outcome
 from perdl_experiments.studies import mixed_regression, regression
+from tests.studies import Ran, compute_all, config_of, run_study
 
 
-def config(experiment: Any, **options: Any) -> dict[str, Any]:
-    return {"experiment": experiment.NAME, **experiment.DEFAULTS, **options}
-
-
-def run(experiment: Any, keep: Any = None, **options: Any) -> Outcome:
-    """Run an experiment in this process, keeping nothing unless told so."""
-    outcome: Outcome = experiment.run(
-        config(experiment, **options),
-        partial(federate, experiment),
-        keep or (lambda name, compute, of: compute()),
-    )
-    return outcome
+def run(experiment: Any, keep: Any = compute_all, **options: Any) -> Ran:
+    names = {mixed_regression: "mixed-regression", regression: "regression"}
+    return run_study(names[experiment], keep, **options)
 
 
 def study(errors: Any, oracle: Any, found: Any) -> mixed_regression.Study:
@@ -78,12 +70,12 @@ def test_too_few_rounds_for_phase_1_are_refused() -> None:
 
 def test_one_federation_runs_through_flower_and_is_the_batched_path() -> None:
     options = {"setting": "C1", "seeds": 1, "rounds": 9, "seed": 3}
-    one = config(mixed_regression, **options)
-    assert mixed_regression.federations(one) == [{**one, "clients": 200}]
+    one = config_of("mixed-regression", **options)
+    assert mixed_regression.federations(one) == [replace(one, clients=200)]
     batched = mixed_regression._one_seed("C1", 3, one)
-    federated = federate(mixed_regression, {**one, "clients": 200})
+    federated = federate(mixed_regression, replace(one, clients=200))
     errors, models = mixed_regression._federated(
-        {**one, "clients": 200}, partial(federate, mixed_regression)
+        replace(one, clients=200), partial(federate, mixed_regression)
     )
     np.testing.assert_allclose(errors, batched["s = 5/errors"], atol=1e-10)
     assert np.isfinite(errors[3:]).all()
@@ -93,7 +85,9 @@ def test_one_federation_runs_through_flower_and_is_the_batched_path() -> None:
 
 
 def test_the_papers_variant_sends_what_the_batched_path_counts() -> None:
-    one = config(mixed_regression, setting="C1", seeds=1, rounds=12, variant="paper", clients=200)
+    one = config_of(
+        "mixed-regression", setting="C1", seeds=1, rounds=12, variant="paper", clients=200
+    )
     federated = federate(mixed_regression, one)
     batched = mixed_regression._one_seed("C1", 0, one)
     sent = (federated.floats_up, federated.floats_down)
@@ -117,12 +111,12 @@ def test_a_study_has_the_stable_figures_and_both_panels() -> None:
     assert 5 < metrics["rounds_median"] < 25
     assert metrics["error_oracle"] <= metrics["error_ours"] < metrics["error_fedavg"]
     assert all(isinstance(value, float) for value in metrics.values())
-    assert [picture.name for picture in outcome.pictures] == ["fig1-C1"]
-    assert len(outcome.pictures[0].figure.axes) == 2
+    assert outcome.figures == ["fig1-C1.png"]
+    assert len(outcome.outcome.figures["fig1-C1"].axes) == 2
     (table,) = outcome.tables
     assert len(table.rows) == len(mixed_regression.METHODS)
     assert {len(row) for row in table.rows} == {len(table.columns)}
-    assert outcome.floats_up < outcome.floats_down
+    assert outcome.outcome.floats_up < outcome.outcome.floats_down
 
     def refuse() -> Any:
         raise AssertionError("a resumed run computes nothing again")
@@ -135,15 +129,15 @@ def test_several_settings_have_figures_each() -> None:
     outcome = run(mixed_regression, setting="C1,C2", seeds=1, rounds=5, k="auto")
     assert {"error_oracle", "error_oracle_C1", "error_oracle_C2"} < set(outcome.metrics)
     assert outcome.metrics["rounds_median"] == -1
-    assert [picture.name for picture in outcome.pictures] == ["fig1-C1", "fig2-C2"]
+    assert outcome.figures == ["fig1-C1.png", "fig2-C2.png"]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"setting": "C4"}, "setting must be one of 'C1', 'C2', 'C3', got 'C4'"),
-        ({"k": "few"}, "k must be a positive integer or 'auto', got 'few'"),
-        ({"k": "0"}, "k must be a positive integer or 'auto', got '0'"),
+        ({"k": "few"}, "k must be 'auto' or an integer of at least 1, got 'few'"),
+        ({"k": "0"}, "k must be 'auto' or an integer of at least 1, got '0'"),
         ({"variant": "new"}, "variant must be one of 'default', 'paper', got 'new'"),
         ({"variant": "paper", "k": "auto"}, "k must be given with variant='paper'"),
         ({"seeds": 0}, "seeds must be at least 1, got 0"),
@@ -217,8 +211,8 @@ def test_the_bundled_patients_and_their_pictures() -> None:
     outcome = run(regression, splits=1)
     assert {"ev_clustered", "ev_pooled", "ev_local", "k"} <= set(outcome.metrics)
     assert outcome.metrics["ev_clustered"] > outcome.metrics["ev_local"]
-    assert [p.name for p in outcome.pictures] == ["coefficients", "sizes", "residuals"]
-    scores, members, _ = outcome.tables
+    assert outcome.figures == ["coefficients.png", "sizes.png", "residuals.png"]
+    scores, _, members = outcome.tables
     assert [len(row) for row in scores.rows] == [4] * 4
     who = [name for row in members.rows for name in row[3].split(", ") if name]
     assert sorted(map(int, who)) == list(range(20))
@@ -274,7 +268,7 @@ def test_odd_data_end_well(tmp_path: Path) -> None:
 
 def test_its_clients_and_strategy_run_on_flower(tmp_path: Path) -> None:
     path = save(tmp_path, **two_kinds())
-    one = config(regression, data=path, k="2", clients=30, rounds=25)
+    one = config_of("regression", data=path, k="2", clients=30, rounds=25)
     federated = federate(regression, one)
     last = federated.history[-1]
     assert last.step == "evaluate"
@@ -304,7 +298,7 @@ def test_a_bad_file_gets_one_sentence(change: dict[str, Any], message: str, tmp_
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"k": "0"}, "k must be a positive integer or 'auto', got '0'"),
+        ({"k": "0"}, "k must be 'auto' or an integer of at least 1, got '0'"),
         ({"splits": 0}, "splits must be at least 1, got 0"),
         ({"data": "nowhere.npz"}, "data must be a file, got 'nowhere.npz'"),
     ],
@@ -316,4 +310,4 @@ def test_bad_options_get_one_sentence(options: dict[str, Any], message: str) -> 
 
 def test_the_number_of_clients_is_the_datas() -> None:
     with pytest.raises(ValueError, match="clients must be 20, as in the data, got 7"):
-        regression.federations(config(regression, clients=7))
+        regression.federations(config_of("regression", clients=7))

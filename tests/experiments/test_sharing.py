@@ -48,7 +48,7 @@ def test_without_global_atoms_clients_are_alone() -> None:
     point = sharing._points(config, 0)[0, 0]
     federated = federate(sharing, point)
     assert federated.arrays[0].shape == (0, 64)
-    task, learner = sharing._task(config), OrthogonalLearner(16)
+    task, learner = config.task, OrthogonalLearner(16)
     D = images.START(task.clients[1], learner, rng=spawn(0, 1)).dictionary
     for _ in range(3):
         D = learner.step(task.clients[1], D)

@@ -69,7 +69,10 @@ def test_nodes_know_their_own_files_and_the_app_does_not(tmp_path: Path, planted
     ("options", "message"),
     [
         ({}, "data must be a folder with a file per client, got ''"),
-        ({"clients": 4, "n_global": "some"}, "n_global must be 'auto' or at least 1, got 'some'"),
+        (
+            {"clients": 4, "n_global": "some"},
+            "n_global must be 'auto' or an integer of at least 1, got 'some'",
+        ),
     ],
 )
 def test_bad_sites_are_named(

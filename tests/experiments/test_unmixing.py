@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,23 +9,14 @@ import numpy as np
 import pytest
 
 from flwr_perdl.diffusion.unmixing import match_spectra, tile_pixels
-from perdl_experiments.outcome import Outcome, to_results
 from perdl_experiments.studies import unmixing
+from tests.studies import Ran, config_of, run_study
 
 SAMSON = Path(__file__).resolve().parents[3] / "shared" / "data" / "samson.npz"
 
 
-def config(**options: Any) -> dict[str, Any]:
-    return {"experiment": unmixing.NAME, **unmixing.DEFAULTS, **options}
-
-
-def run(**options: Any) -> Outcome:
-    """Run the experiment in this process, keeping nothing."""
-
-    def keep(name: str, compute: Callable[[], Any], *, of: int = 0) -> Any:
-        return compute()
-
-    return unmixing.run(config(**options), keep)
+def run(**options: Any) -> Ran:
+    return run_study("unmixing", **options)
 
 
 def save(folder: Path, **arrays: Any) -> str:
@@ -53,16 +43,15 @@ def test_the_drawn_scene() -> None:
     metrics = outcome.metrics
     assert metrics["sad_mean"] <= metrics["sad_worst"] < 0.05 < metrics["sad_isolated"]
     assert {"sad_vca", "sad_nmf", "sad_central", "error", "disagreement"} < set(metrics)
-    assert [picture.name for picture in outcome.pictures] == ["spectra", "abundances", "angles"]
+    assert outcome.figures == ["spectra.png", "abundances.png", "angles.png"]
     assert outcome.curves["worst_network"][-1] == pytest.approx(metrics["sad_worst"])
     assert outcome.curves["angle_isolated"][-1] == pytest.approx(metrics["sad_isolated"])
     assert outcome.arrays["abundances"].shape == (60, 60, 3)
     np.testing.assert_allclose(outcome.arrays["abundances"].sum(axis=2), 1)
-    truth = unmixing._scene(config()).endmembers
+    truth = config_of("unmixing").scene.endmembers
     angles = [match_spectra(truth, D).angles.mean() for D in outcome.arrays["spectra_network"]]
     assert metrics["sad_worst"] == pytest.approx(max(angles))
     assert "drawn" in outcome.notes[0]
-    assert to_results(outcome)["metrics"] == metrics
 
 
 def test_a_scene_of_ones_own_with_and_without_the_truth(tmp_path: Path) -> None:
@@ -77,7 +66,7 @@ def test_a_scene_of_ones_own_with_and_without_the_truth(tmp_path: Path) -> None:
     np.testing.assert_array_equal(
         with_truth.arrays["spectra_network"], without.arrays["spectra_network"]
     )
-    assert [picture.name for picture in without.pictures] == ["spectra", "abundances"]
+    assert without.figures == ["spectra.png", "abundances.png"]
     assert "3 materials, as asked for" in without.notes[-1]
     two = run(data=save(tmp_path / "other", **data), tiles=2, rounds=3, n_endmembers=2)
     assert two.arrays["spectra_network"].shape == (4, 2, 20)

@@ -1,0 +1,399 @@
+"""From a study's records to what a person reads: metric names, tables, claims, the first sentence.
+
+A study returns records; its TOML file says what to make of them. The same tables go to the
+terminal (`perdl_experiments.terminal.Rows`), to report.html (`html_table`) and to the docs
+(`markdown_table`).
+
+=============== ================================================================================
+part of a TOML  what it says
+=============== ================================================================================
+``finding``     one or more templates of the first sentence; the first whose numbers are there
+``metrics``     name in results.json, as a template -> metric, or ``{of, statistic, FIELD = [...],
+                except}``, with the fields' values that are meant, or left out
+``words``       field -> value -> how a reader sees that value
+``tables``      title, caption, ``rows`` (a field), ``columns``; ``split``: a table per value of a
+                field; ``only``: conditions on fields
+``columns``     title, metric, ``show`` (a template of statistics), ``each``: a column per value of
+                these fields; ``only``
+``figures``     file, title, caption
+``claims``      ``less``: pairs of metrics or numbers, ``holds`` and ``fails``: the two sentences
+``notes``       templates, or ``{text, when}`` / ``{text, unless}`` with the name of a fact
+=============== ================================================================================
+
+A template refers to options, to metrics by their names in results.json, and to the facts that the
+study adds, which come before metrics of the same name; its fact ``words`` adds to the page's.
+``{name:*noun}`` is a count with its noun.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from html import escape
+from itertools import product
+from string import Formatter
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from perdl_experiments.words import plural
+
+Page = Mapping[str, Any]
+Fields = dict[str, Any]
+
+#: Text in a cell that is longer than this wraps.
+LONG = 40
+#: Less is less by more than this share, or by so many decibels, and by more than rounding.
+SHARE, DECIBELS, ROUNDING = 0.01, 0.1, 1e-9
+#: The metric of a record that says why a method failed.
+FAILED = "failed"
+
+_STATISTICS: dict[str, Callable[[Any], Any]] = {
+    "value": np.mean,
+    "mean": np.mean,
+    "median": np.median,
+    "min": np.min,
+    "max": np.max,
+    "sum": np.sum,
+    "count": np.size,
+}
+_SHARES: dict[str, Callable[[Any, float], Any]] = {"below": np.less, "from": np.greater_equal}
+_PLACE = re.compile(r"\{([^}]+)\}")
+
+
+class Record(NamedTuple):
+    """One result.
+
+    Attributes
+    ----------
+    metric : str
+        What is measured.
+    value : float, array or str
+        The result; an array where it was repeated, as over seeds; text is for tables only.
+    method : str
+        Whose result it is; empty where there is one method only.
+    parameters : mapping
+        At which point it was measured: parameter -> value.
+    unit : str
+        Infinitely many ``rounds`` are -1 in results.json, "never" in a table.
+    """
+
+    metric: str
+    value: ArrayLike
+    method: str = ""
+    parameters: Mapping[str, Any] = {}
+    unit: str = ""
+
+    @property
+    def fields(self) -> Fields:
+        """Everything but the value."""
+        return {"metric": self.metric, "method": self.method, **self.parameters}
+
+
+class Table(NamedTuple):
+    """A table as a person reads it.
+
+    Attributes
+    ----------
+    title, caption : str
+        What it shows, and what to know about it.
+    columns : sequence of str
+        Heads; the first column names the rows.
+    rows : sequence of sequence of str
+        The cells.
+    """
+
+    title: str
+    caption: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+# Words ---------------------------------------------------------------------------------------
+
+
+class _Words(Formatter):
+    """Templates in which ``{name:*noun}`` is a count, and no number shows as infinite or NaN."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if format_spec.startswith("*"):
+            return plural(value, format_spec[1:])
+        if isinstance(value, float) and not np.isfinite(value):
+            return "-" if np.isnan(value) else "never"
+        return str(super().format_field(value, format_spec))
+
+
+def say(template: str, facts: Mapping[str, Any]) -> str:
+    """Return a template with its facts filled in, on one line."""
+    return _Words().vformat(" ".join(template.split()), (), facts).strip()
+
+
+def number(value: float) -> str:
+    """Return a number with as many digits as a reader needs."""
+    if not np.isfinite(value):
+        return "never"
+    if value and abs(value) < 1e-4:
+        return f"{value:.1e}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def fill(template: str, get: Callable[[str], Any]) -> str:
+    """Return a sentence with its metrics filled in, each as `number` writes it."""
+
+    def filled(place: re.Match[str]) -> str:
+        value = get(place[1])
+        return value if isinstance(value, str) else number(value)
+
+    return _PLACE.sub(filled, " ".join(template.split()))
+
+
+def first_sentence(templates: str | Sequence[str], metrics: Mapping[str, Any]) -> str | None:
+    """Return the first template whose metrics are all there; None if there is none."""
+    listed = [templates] if isinstance(templates, str) else templates
+    return next((one for one in listed if all(n in metrics for n in _PLACE.findall(one))), None)
+
+
+# Claims --------------------------------------------------------------------------------------
+
+
+def is_less(left: float, right: float, metrics: str = "") -> bool:
+    """Return whether a number is less than another by more than a trifle of such metrics."""
+    if not np.isfinite(right):
+        return left < right
+    trifle = DECIBELS if "psnr_" in metrics else SHARE * abs(right)
+    return left < right - max(trifle, ROUNDING)
+
+
+def claim_holds(
+    less: Sequence[Sequence[str | float]], get: Callable[[str | float], float], factor: float = 1.0
+) -> bool:
+    """Return whether each first number is less than ``factor`` times the second."""
+    return all(is_less(get(left), factor * get(right), f"{left} {right}") for left, right in less)
+
+
+# Records -------------------------------------------------------------------------------------
+
+
+class _Statistics(dict[str, Any]):
+    """The statistics of a record's value by name, such as "median" or "below_1e_3"."""
+
+    def __init__(self, record: Record) -> None:
+        super().__init__(record.fields)
+        self._value = record.value
+
+    def __missing__(self, name: str) -> Any:
+        if isinstance(self._value, str):
+            return self._value
+        if name in _STATISTICS:
+            return _STATISTICS[name](self._value)
+        kind, _, level = name.partition("_")
+        return np.mean(_SHARES[kind](np.asarray(self._value), float(level.replace("_", "-"))))
+
+
+def statistic(record: Record, name: str) -> float:
+    """Return a statistic of a record's value; of infinitely many rounds, -1."""
+    value = float(_Statistics(record)[name])
+    return -1.0 if record.unit == "rounds" and value == np.inf else value
+
+
+def metrics(page: Page, records: Sequence[Record]) -> dict[str, float]:
+    """Return results.json's metrics: the only place where their names are made."""
+    found: dict[str, float] = {}
+    for template, rule in page.get("metrics", {}).items():
+        only: dict[str, Any] = {"of": rule} if isinstance(rule, str) else dict(rule)
+        wanted, shown = only.pop("of"), only.pop("statistic", "value")
+        without = only.pop("except", None)
+        for record in records:
+            left_out = without is not None and _matches(record, without)
+            if record.metric == wanted and _matches(record, only) and not left_out:
+                name = re.sub("_+", "_", say(template, record.fields)).strip("_")
+                value = statistic(record, shown)
+                if found.setdefault(name, value) != value and not np.isnan(value):
+                    raise ValueError(f"metrics must have one record per name, got two of {name}.")
+    return found
+
+
+def _matches(record: Record, only: Mapping[str, Any]) -> bool:
+    """Return whether a record's fields have the values that are asked for.
+
+    A record without a parameter stands for all its values.
+    """
+    return all(
+        name not in record.fields
+        or record.fields[name] in (wanted if isinstance(wanted, list) else [wanted])
+        for name, wanted in only.items()
+    )
+
+
+# Tables --------------------------------------------------------------------------------------
+
+
+def tables(page: Page, records: Sequence[Record], facts: Mapping[str, Any]) -> list[Table]:
+    """Return all tables that have rows."""
+    words = _Vocabulary(page, facts)
+    made = []
+    for spec in page.get("tables", ()):
+        split = spec.get("split")
+        for value in _values(records, split) if split else [None]:
+            only = spec.get("only", {}) | ({split: value} if split else {})
+            chosen = [one for one in records if _matches(one, only)]
+            told = {**facts, **({split: words.of(split, value)} if split else {})}
+            table = _table(spec, chosen, told, words)
+            made += [table] if table.rows else []
+    return made
+
+
+class _Vocabulary:
+    """How a reader sees the values of fields: the page's words, and those that a study adds."""
+
+    def __init__(self, page: Page, facts: Mapping[str, Any]) -> None:
+        self._words, self._more = page.get("words", {}), facts.get("words", {})
+        self._facts = facts
+
+    def of(self, field: str, value: Any) -> str:
+        """Return the words for a field's value."""
+        shown = f"{value:g}" if isinstance(value, float) else str(value)
+        word = self._more.get(field, {}).get(shown) or self._words.get(field, {}).get(shown)
+        return shown if word is None else say(word, self._facts)
+
+
+def _table(
+    spec: Page, records: Sequence[Record], facts: Mapping[str, Any], words: _Vocabulary
+) -> Table:
+    field = spec["rows"]
+    failures = [one for one in records if one.metric == FAILED]
+    columns = [(one, at) for one in spec["columns"] for at in _places(one, records)]
+    shown = {FAILED, *(one["metric"] for one in spec["columns"])}
+    rows = []
+    for value in _values([one for one in records if one.metric in shown], field):
+        own = [one for one in records if one.fields.get(field) == value]
+        cells = [_cell(column, at, [*own, *failures]) for column, at in columns]
+        if any(one in own for one in failures):  # a method's row
+            cells = ["failed", *["-"] * (len(cells) - 1)]
+        rows.append([words.of(field, value), *cells])
+    heads = [
+        say(column["title"], {**facts, **{f: words.of(f, v) for f, v in at.items()}})
+        for column, at in columns
+    ]
+    title, caption = (say(spec[part], facts) for part in ("title", "caption"))
+    return Table(title, caption, [say(spec.get("head", ""), facts), *heads], rows)
+
+
+def _places(column: Page, records: Sequence[Record]) -> list[Fields]:
+    """Return the fields' values for which a column is repeated; none if it has no record."""
+    named, only = column.get("each", []), column.get("only", {})
+    there = [o for o in records if o.metric in (column["metric"], FAILED) and _matches(o, only)]
+    if not there:
+        return []
+    return [
+        dict(zip(named, values, strict=True))
+        for values in product(*(_values(there, field) for field in named))
+    ]
+
+
+def _cell(column: Page, at: Fields, records: Sequence[Record]) -> str:
+    wanted = {"metric": column["metric"], **column.get("only", {}), **at}
+    for record in records:
+        if _matches(record, wanted):
+            text = isinstance(record.value, str)
+            return str(record.value) if text else say(column["show"], _Statistics(record))
+    failed = {**wanted, "metric": FAILED}
+    return "failed" if "only" in column and any(_matches(o, failed) for o in records) else "-"
+
+
+def _values(records: Sequence[Record], field: str) -> list[Any]:
+    """Return a field's values in the order of the records, each once."""
+    return list(dict.fromkeys(one.fields[field] for one in records if field in one.fields))
+
+
+# The report ----------------------------------------------------------------------------------
+
+
+def report(page: Page, records: Sequence[Record], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a page says of records: metrics, finding, tables and notes.
+
+    Parameters
+    ----------
+    page : mapping
+        A study's TOML file.
+    records : sequence of Record
+        Its results.
+    facts : mapping
+        Options, and what the study adds: what templates refer to besides metrics.
+    """
+    found = metrics(page, records)
+    told = {**found, **facts}
+    known = {**facts, **found}
+    return {
+        "metrics": found,
+        "finding": " ".join(_findings(page, known)),
+        "tables": [one._asdict() for one in tables(page, records, told)],
+        "notes": list(_notes(page, records, told)),
+    }
+
+
+def _findings(page: Page, found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the first sentence, and what the study claims and whether it holds."""
+
+    def get(reference: str | float) -> Any:
+        value = found[reference] if isinstance(reference, str) else reference
+        never = isinstance(reference, str) and reference.startswith("rounds_") and value == -1
+        return float("inf") if never else value
+
+    first = first_sentence(page.get("finding", ()), found)
+    if first is not None:
+        yield fill(first, get)
+    for claim in page.get("claims", ()):
+        sides = [side for pair in claim["less"] for side in pair if isinstance(side, str)]
+        if all(side in found for side in sides):
+            yes = claim_holds(claim["less"], get, claim.get("factor", 1.0))
+            yield fill(claim["holds" if yes else "fails"], get)
+
+
+def _notes(page: Page, records: Sequence[Record], facts: Mapping[str, Any]) -> Iterator[str]:
+    for note in page.get("notes", ()):
+        one: dict[str, str] = {"text": note} if isinstance(note, str) else note
+        if facts.get(one.get("when", ""), True) and not facts.get(one.get("unless", ""), False):
+            yield say(one["text"], facts)
+    words = _Vocabulary(page, facts)
+    for record in records:
+        if record.metric == FAILED:
+            yield f"{words.of('method', record.method)} failed: {record.value}."
+
+
+# Formats -------------------------------------------------------------------------------------
+
+
+def html_table(table: Mapping[str, Any]) -> str:
+    """Return a table with its title and caption as HTML."""
+    head = "".join(f"<th>{escape(column)}</th>" for column in table["columns"])
+    rows = "".join(f"<tr>{''.join(map(_html_cell, row))}</tr>" for row in table["rows"])
+    return (
+        f"<h2>{escape(table['title'])}</h2><div class='scroll'><table>"
+        f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
+        f"<p class='caption'>{escape(table['caption'])}</p>"
+    )
+
+
+def _html_cell(cell: str) -> str:
+    long = " class='long'" if len(cell) > LONG else ""
+    return f"<td{long}>{escape(cell)}</td>"
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table as Markdown; columns of numbers, except the first, are right-aligned."""
+    sides = [
+        "---:" if all(re.match(r"[-\d]|never|$", row[i]) for row in rows) else "---"
+        for i in range(1, len(columns))
+    ]
+    shown = [[markdown_text(cell) for cell in row] for row in rows]
+    lines = [[markdown_text(column) for column in columns], ["---", *sides], *shown]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def markdown_text(text: str) -> str:
+    """Return text in which only code has a meaning to Markdown."""
+    parts = " ".join(text.split()).split("`")
+    parts[::2] = [re.sub(r"(?=[|_])", r"\\", part.replace("<", "&lt;")) for part in parts[::2]]
+    return "`".join(parts)

@@ -1,0 +1,90 @@
+"""Planted dictionaries (A.1 of P0): what the four studies on them have in common.
+
+P0 = Liang, Shi, Al Kontar, Fattahi, "Personalized Dictionary Learning for Heterogeneous Datasets",
+NeurIPS 2023. Every client's data is made of orthonormal atoms, some of which all clients share.
+Errors are distances d_{1,2} (Definition 1) to the planted atoms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from flwr_perdl.checks import Matrix
+from flwr_perdl.clients import DictionaryClient
+from flwr_perdl.dictionary import OrthogonalLearner
+from flwr_perdl.random import DATA, spawn
+from perdl_experiments.data import Planted, planted_clients
+from perdl_experiments.engine import Federated
+
+#: Atoms that all clients share, and the learner's threshold, unless a study varies them.
+N_GLOBAL = 3
+THRESHOLD = 0.15
+#: "good" is the library's warm start; "poor" begins with too small a threshold and ends early, so
+#: that about one client in five fails by itself; "short" leaves most of the work to the rounds.
+STARTS: dict[str, dict[str, Any]] = {
+    "good": {},
+    "poor": {"boost": 0.5 / THRESHOLD, "decay": 0.97, "n_iter": 100, "restarts": 1},
+    "short": {"n_iter": 5},
+}
+
+Measure = Callable[[Planted, int, Matrix, Matrix], dict[str, float]]
+
+
+class PlantedClient(DictionaryClient):
+    """A client that knows what was planted and reports how far its atoms are from it.
+
+    Parameters
+    ----------
+    planted : Planted
+        All clients' data.
+    measure : callable
+        ``(planted, partition, global_atoms, local_atoms) -> metrics``.
+    """
+
+    def __init__(self, *args: Any, planted: Planted, measure: Measure, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.planted, self.measure = planted, measure
+
+    def extra_metrics(self, global_atoms: Matrix, local_atoms: Matrix) -> dict[str, float]:
+        """Return what the study measures."""
+        return self.measure(self.planted, self.partition, global_atoms, local_atoms)
+
+
+@lru_cache(maxsize=4)
+def plant(
+    seed: int,
+    n_atoms: tuple[int, ...],
+    n_samples: tuple[int, ...],
+    n_global: int = N_GLOBAL,
+    **options: float,
+) -> Planted:
+    """Return the clients of these sizes; a process that hosts many of them plants them once."""
+    rng = spawn(seed, DATA)
+    return planted_clients(rng, n_atoms, n_samples, n_global, n_features=max(n_atoms), **options)
+
+
+def sizes(clients: int, samples: int, weak: int, weak_samples: int) -> tuple[int, ...]:
+    """Return each client's number of samples; the last ``weak`` clients have fewer."""
+    return (samples,) * (clients - weak) + (weak_samples,) * weak
+
+
+def learn_alone(X: Matrix, learner: OrthogonalLearner, D: Matrix, rounds: int) -> Matrix:
+    """Return a dictionary of ``X`` alone: the start ``D``, and an iteration per further round."""
+    for _ in range(rounds - 1):
+        D = learner.step(X, D)
+    return D
+
+
+def cost(federated: Federated) -> Matrix:
+    """Return rounds, floats up and floats down of a federation."""
+    return np.array([federated.rounds, federated.floats_up, federated.floats_down])
+
+
+def mean_cost(costs: Sequence[Matrix]) -> dict[str, Any]:
+    """Return the mean of what several federations cost, as an `Outcome` has it."""
+    rounds, floats_up, floats_down = np.mean(costs, axis=0)
+    return {"rounds": int(rounds), "floats_up": floats_up, "floats_down": floats_down}

@@ -1,0 +1,96 @@
+"""Records become names, tables and sentences, as a page says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from perdl_experiments import render
+from perdl_experiments.render import FAILED, Record
+from perdl_experiments.studies import EXPERIMENTS
+
+RECORDS = [
+    Record("error", [1.0, 3.0, 2.0], "ours", {"k": 5}),
+    Record("error", [4.0, 4.0, 4.0], "ours", {"k": 10}),
+    Record("error", [0.5, 0.5, 9.0], "theirs", {"k": 5}),
+    Record("rounds", [7.0, np.inf, np.inf], "ours", unit="rounds"),
+    Record("setting", "step 2", "ours"),
+]
+
+
+def page(**parts: Any) -> dict[str, Any]:
+    return {"metrics": {"error_{method}_{k}": {"of": "error", "statistic": "median"}}, **parts}
+
+
+def test_names_are_made_of_fields_and_values_are_statistics() -> None:
+    assert render.metrics(page(), RECORDS) == {
+        "error_ours_5": 2,
+        "error_ours_10": 4,
+        "error_theirs_5": 0.5,
+    }
+    rules = {
+        "worst": {"of": "error", "statistic": "max", "method": "theirs"},
+        "{method}_share_{row}": {"of": "error", "statistic": "below_1e_0", "except": {"k": 10}},
+        "rounds": {"of": "rounds", "statistic": "median"},
+    }
+    records = [Record(*one[:3], {**one.parameters, "row": ""}, one.unit) for one in RECORDS]
+    found = render.metrics({"metrics": rules}, records)
+    assert found == {"worst": 9, "ours_share": 0, "theirs_share": 2 / 3, "rounds": -1}
+
+
+def test_two_records_of_one_name_are_an_error() -> None:
+    with pytest.raises(ValueError, match="one record per name, got two of error"):
+        render.metrics({"metrics": {"error": {"of": "error", "method": "ours"}}}, RECORDS)
+
+
+def test_a_table_is_records_by_rows_and_columns() -> None:
+    spec = {
+        "title": "Errors",
+        "caption": "With {rounds:*round}.",
+        "rows": "method",
+        "columns": [
+            {"title": "k = {k}", "metric": "error", "show": "{min:.1f}…{max:.1f}", "each": ["k"]},
+            {"title": "rounds", "metric": "rounds", "show": "{median:.0f}"},
+            {"title": "set to", "metric": "setting", "show": ""},
+        ],
+    }
+    words = {"method": {"ours": "ours ({rounds})"}}
+    failed = [*RECORDS, Record(FAILED, "no memory", "other")]
+    shown = page(tables=[spec], words=words, notes=["{k:*client}.", {"text": "no", "when": "x"}])
+    facts = {"rounds": 1, "k": 2, "x": False}
+    (table,) = render.tables(shown, failed, facts)
+    assert table.caption == "With 1 round."
+    assert list(table.columns) == ["", "k = 5", "k = 10", "rounds", "set to"]
+    assert list(table.rows) == [
+        ["ours (1)", "1.0…3.0", "4.0…4.0", "never", "step 2"],
+        ["theirs", "0.5…9.0", "-", "-", "-"],
+        ["other", "failed", "-", "-", "-"],
+    ]
+    notes = render.report(shown, failed, facts)["notes"]
+    assert notes == ["2 clients.", "other failed: no memory."]
+    assert render.tables(page(tables=[spec]), [], facts) == []
+
+
+def test_the_first_sentence_is_of_metrics_that_are_there_and_claims_are_judged() -> None:
+    claim = {"less": [["error_ours_5", "error_ours_10"]], "holds": "Yes.", "fails": "No."}
+    unknown = {"less": [["error_ours_5", "none"]], "holds": "?", "fails": "?"}
+    shown = page(finding=["{none}", "It is {error_ours_5}."], claims=[claim, unknown])
+    assert render.report(shown, RECORDS, {})["finding"] == "It is 2. Yes."
+    swapped = {**claim, "less": [["error_ours_10", "error_ours_5"]]}
+    assert render.report(page(claims=[swapped]), RECORDS, {})["finding"] == "No."
+    assert not render.is_less(20.0, 20.05, "psnr_a psnr_b")
+    assert render.is_less(20.0, 20.2, "psnr_a psnr_b")
+    assert not render.is_less(20.0, 20.15)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_a_study_declares_all_its_options_and_a_finding(name: str) -> None:
+    experiment = EXPERIMENTS[name]
+    fields = vars(experiment.code.Config)["__dataclass_fields__"]
+    assert set(experiment.options) <= set(fields)
+    assert all(one.help and one.help[-1] != "." for one in experiment.options.values())
+    assert experiment.page["finding"]
+    for claim in experiment.page.get("claims", ()):
+        assert {"less", "holds", "fails"} <= set(claim)
