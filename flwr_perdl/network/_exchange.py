@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,6 +14,7 @@ from scipy import sparse
 from flwr_perdl.diffusion.combine import Array, Csr, Inbox
 from flwr_perdl.diffusion.topology import CombinationMatrix, Topology, metropolis_weights
 from flwr_perdl.network.faults import Faults
+from flwr_perdl.network.messages import Message, Rejected
 
 State = TypeVar("State", bound=tuple[Any, ...])
 
@@ -30,7 +31,7 @@ class Run(NamedTuple):
     rounds : int
         Communication rounds.
     floats_sent : float
-        Floats that reached a neighbour, in all, counted once per link.
+        Floats that reached a neighbor, in all, counted once per link.
     traffic : sparse array of shape (n_nodes, n_nodes)
         Floats that node k heard from node j.
     unheard : dict of int to int
@@ -46,6 +47,25 @@ class Run(NamedTuple):
     traffic: Csr
     unheard: dict[int, int]
     alive: NDArray[np.bool_]
+
+
+class Links(NamedTuple):
+    """The links on which something may be heard in a round, an entry each.
+
+    Attributes
+    ----------
+    receivers, senders : ndarray of shape (n_links,)
+        Ids, ascending by receiver, then by sender.
+    late : ndarray of shape (n_links,)
+        How many rounds ago the message that arrives now was sent.
+    weights : ndarray of shape (n_links,)
+        The receivers' combination weights.
+    """
+
+    receivers: NDArray[np.intp]
+    senders: NDArray[np.intp]
+    late: NDArray[np.intp]
+    weights: NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -95,9 +115,12 @@ class Plan:
         """Return the combination matrix of a round."""
         return self.matrices[(round_ - 1) % len(self.matrices)]
 
-    def links(self, round_: int) -> Csr:
+    def links(self, round_: int) -> Links:
         """Return who would be heard in a round if every message were in order."""
-        return self.faults.links(self.matrix(round_).topology, round_)
+        matrix = self.matrix(round_)
+        heard = self.faults.links(matrix.topology, round_)
+        k, j = sparse.coo_array(heard).coords
+        return Links(k, j, self.faults.delays(heard, round_), _entries(matrix.matrix, k, j))
 
     def hearing(self, round_: int) -> Csr:
         """Return who may hear a message of a round, now or late: non-zero at ``[k, j]``."""
@@ -198,27 +221,19 @@ class Mailbox:
         return Inbox(round_, self.nodes, senders, stacked, weights, links, where)
 
     def _route(
-        self, round_: int, n_columns: int, where: NDArray[np.intp], sound: NDArray[np.bool_]
+        self, round_: int, n_columns: int, own: NDArray[np.intp], sound: NDArray[np.bool_]
     ) -> tuple[Csr, Csr]:
         """Return the round's weights and links over the stacked messages."""
         n, m, s = self.plan.n_nodes, len(self.nodes), len(self.senders)
-        full = self.plan.links(round_)
-        k, j = sparse.coo_array(full).coords
-        late = self.plan.faults.delays(full, round_)
+        links = self.plan.links(round_)
         receiver, sender = np.full(n, -1), np.full(n, -1)
         receiver[self.nodes], sender[self.senders] = np.arange(m), np.arange(s)
-        here = (receiver[k] >= 0) & (late < len(self._last))
-        k, j, late = k[here], j[here], late[here]
-        good = np.stack([heard for _, heard in self._last])[late, sender[j]]
-        k, j, late = k[good], j[good], late[good]
-        rows, columns = receiver[k], late * s + sender[j]
-        shape = (m, n_columns)
-        links = sparse.csr_array((np.ones(len(k)), (rows, columns)), shape=shape)
-        values = entries(self.plan.matrix(round_).matrix, k, j)
-        weights = sparse.csr_array((values, (rows, columns)), shape=shape)
-        scale, rest = _shares(np.asarray(weights.sum(axis=1)).ravel(), sound)
-        own = sparse.csr_array((rest, (np.arange(m), where)), shape=shape)
-        return sparse.csr_array(sparse.diags_array(scale) @ weights + own), links
+        rows, columns, late = receiver[links.receivers], sender[links.senders], links.late
+        heard = np.stack([heard for _, heard in self._last])
+        good = np.flatnonzero((rows >= 0) & (late < len(heard)))
+        good = good[heard[late[good], columns[good]]]
+        places = rows[good], late[good] * s + columns[good]
+        return _shared(links.weights[good], places, (m, n_columns), own, sound)
 
     @property
     def traffic(self) -> Csr:
@@ -242,7 +257,7 @@ class Mailbox:
             self._uncounted = (links, senders, floats, 1)
 
 
-def finite_rows(arrays: tuple[Array, ...]) -> NDArray[np.bool_]:
+def finite_rows(arrays: Sequence[Array]) -> NDArray[np.bool_]:
     """Return which rows are finite in all arrays, shape (n_rows,)."""
     finite = np.ones(len(arrays[0]), dtype=bool)
     for array in arrays:
@@ -256,31 +271,20 @@ def finite_rows(arrays: tuple[Array, ...]) -> NDArray[np.bool_]:
     return finite
 
 
-class Letter(NamedTuple):
-    """One neighbour's message to one node.
-
-    Attributes
-    ----------
-    sender : int
-        The neighbour.
-    late : int
-        How many rounds ago it was sent.
-    weight : float
-        The receiver's combination weight for the sender.
-    arrays : tuple of ndarray of shape (1, ...)
-        The message.
-    """
-
-    sender: int
-    late: int
-    weight: float
-    arrays: tuple[Array, ...]
-
-
 def inbox_of(
-    node: int, round_: int, own: tuple[Array, ...], letters: Sequence[Letter]
-) -> tuple[Inbox, list[Letter]]:
-    """Return the inbox of a node that is alone with its letters, by a `Mailbox`'s rules.
+    node: int,
+    round_: int,
+    own: tuple[Array, ...],
+    messages: Sequence[Message],
+    *,
+    max_delay: int = 0,
+    unseal: Callable[[Array, int, int], Sequence[Array]] | None = None,
+) -> tuple[Inbox, dict[int, str]]:
+    """Return the inbox of a node from single messages, by the rules of `Mailbox`.
+
+    A message counts if it comes from another node and is not too late, is the first from that
+    sender and round, can be unsealed, has the shapes and dtypes of the node's own message, and is
+    finite.
 
     Parameters
     ----------
@@ -290,62 +294,88 @@ def inbox_of(
         The round, from 1.
     own : tuple of ndarray of shape (1, ...)
         Its own message.
-    letters : sequence of Letter
-        What it received; what has not the form of its own message is left out.
+    messages : sequence of Message
+        What it received.
+    max_delay : int, default 0
+        How many rounds late a message may be.
+    unseal : callable, optional
+        ``unseal(array, sender, round)`` returns the arrays of a sealed message or raises
+        `Rejected`.
 
     Returns
     -------
     inbox : Inbox
         What the node hears.
-    left_out : list of Letter
-        Letters of another form, or with NaN or infinite values.
+    left_out : dict of int to str
+        Senders of messages that do not count, with the reason.
     """
     form = [(array.shape, array.dtype) for array in own]
-    good: list[Letter] = []
-    left_out: list[Letter] = []
-    for letter in letters:
-        alike = [(array.shape, array.dtype) for array in letter.arrays] == form
-        (good if alike and finite_rows(letter.arrays).all() else left_out).append(letter)
+    good: dict[tuple[int, int], Message] = {}
+    left_out: dict[int, str] = {}
+    for message in messages:
+        sender, late, _, arrays = message
+        try:
+            if not 0 <= late <= min(max_delay, round_ - 1):
+                raise Rejected(f"it is {late} rounds late")
+            if sender == node or (late, sender) in good:
+                raise Rejected("it is the node's own, or a second one")
+            if unseal is not None:
+                if len(arrays) != 1:
+                    raise Rejected(f"it has {len(arrays)} arrays, and is not sealed")
+                arrays = unseal(arrays[0], sender, round_ - late)
+            alike = [(array.shape, array.dtype) for array in arrays] == form
+            if not alike or not finite_rows(arrays).all():
+                raise Rejected("it has another form, or NaN or infinite values")
+            good[late, sender] = message._replace(arrays=arrays)
+        except Rejected as reason:
+            left_out[sender] = str(reason)
     sound = finite_rows(own)
-    mine = Letter(node, 0, 0.0, tuple(_cleared(array, ~sound) for array in own))
-    stack = sorted([*good, mine], key=lambda letter: (letter.late, letter.sender))
-    others = np.array([i for i, letter in enumerate(stack) if letter is not mine], dtype=np.intp)
-    where = np.delete(np.arange(len(stack)), others)
-    weights = np.array([letter.weight for letter in stack])
-    scale, rest = _shares(weights.sum(keepdims=True), sound)
-    weights *= scale
-    weights[where] = rest
-    shape = (1, len(stack))
-    inbox = Inbox(
-        round_,
-        np.array([node]),
-        np.array([letter.sender for letter in stack]),
-        tuple(map(np.concatenate, zip(*(letter.arrays for letter in stack), strict=True))),
-        sparse.csr_array((weights, np.arange(len(stack)), [0, len(stack)]), shape=shape),
-        sparse.csr_array((np.ones(len(others)), others, [0, len(others)]), shape=shape),
-        where,
-    )
-    return inbox, left_out
+    # The node's own message stands among the others in the order of (late, sender).
+    good[0, node] = Message(node, 0, 0.0, [_cleared(array, ~sound) for array in own])
+    stack = [good[key] for key in sorted(good)]
+    senders = np.array([message.sender for message in stack])
+    others = np.flatnonzero(senders != node)
+    where = np.flatnonzero(senders == node)
+    heard = np.array([message.weight for message in stack])[others]
+    places = np.zeros_like(others), others
+    weights, links = _shared(heard, places, (1, len(stack)), where, sound)
+    arrays = tuple(map(np.concatenate, zip(*(message.arrays for message in stack), strict=True)))
+    return Inbox(round_, np.array([node]), senders, arrays, weights, links, where), left_out
 
 
-def _shares(
-    heard: NDArray[np.float64], sound: NDArray[np.bool_]
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return by what to scale the weights of those heard, and the weight of the node itself.
+def _shared(
+    heard: NDArray[np.float64],
+    places: tuple[NDArray[np.intp], NDArray[np.intp]],
+    shape: tuple[int, int],
+    own: NDArray[np.intp],
+    sound: NDArray[np.bool_],
+) -> tuple[Csr, Csr]:
+    """Return the weights and links of an inbox: the rule for what is missing.
 
-    What was not heard falls to the node itself; a node whose own estimate is broken takes its
-    neighbours' alone.
+    The weight of what a node has not heard falls to the node itself. A node whose own message is
+    not finite takes the mean of its neighbors' alone.
 
     Parameters
     ----------
-    heard : ndarray of shape (m,)
-        Sum of the weights of those whom a node has heard.
-    sound : ndarray of shape (m,)
-        Whether its own estimate is finite.
+    heard : ndarray of shape (n_heard,)
+        Combination weights of the messages that were heard.
+    places : pair of ndarray of shape (n_heard,)
+        Row of the receiver and column of the message of each.
+    shape : tuple of int
+        Numbers of receivers and of stacked messages.
+    own : ndarray of shape (n_receivers,)
+        Columns of the receivers' own messages.
+    sound : ndarray of shape (n_receivers,)
+        Whether these are finite.
     """
-    lost = ~sound & (heard > 0)
-    scale: NDArray[np.float64] = np.where(lost, 1.0 / np.where(lost, heard, 1.0), 1.0)
-    return scale, np.where(lost, 0.0, 1.0 - heard)
+    links = sparse.csr_array((np.ones(len(heard)), places), shape=shape)
+    weights = sparse.csr_array((heard, places), shape=shape)
+    total = np.asarray(weights.sum(axis=1)).ravel()
+    lost = ~sound & (total > 0)
+    scale = np.where(lost, 1.0 / np.where(lost, total, 1.0), 1.0)
+    rest = np.where(lost, 0.0, 1.0 - total)
+    itself = sparse.csr_array((rest, (np.arange(len(own)), own)), shape=shape)
+    return sparse.csr_array(sparse.diags_array(scale) @ weights + itself), links
 
 
 def spread(rows: Array, there: NDArray[np.bool_]) -> Array:
@@ -357,7 +387,7 @@ def spread(rows: Array, there: NDArray[np.bool_]) -> Array:
     return full
 
 
-def entries(matrix: Csr, k: NDArray[np.intp], j: NDArray[np.intp]) -> NDArray[np.float64]:
+def _entries(matrix: Csr, k: NDArray[np.intp], j: NDArray[np.intp]) -> NDArray[np.float64]:
     """Return the entries at ``[k, j]`` of a sparse matrix, zeros where nothing is stored."""
     rows, columns = sparse.coo_array(matrix).coords
     stored = rows.astype(np.int64) * matrix.shape[1] + columns  # ascending: CSR, sorted indices

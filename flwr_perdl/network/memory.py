@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flwr_perdl._checks import check_count
 from flwr_perdl.diffusion.combine import Array, Program, State, step_back
@@ -15,7 +16,7 @@ from flwr_perdl.network.faults import Faults
 
 
 class InMemoryNetwork:
-    """Nodes of one process that talk to their neighbours only.
+    """Nodes of one process that talk to their neighbors only.
 
     Parameters
     ----------
@@ -58,7 +59,7 @@ class InMemoryNetwork:
         program : Program
             The algorithm, with the data of all nodes.
         n_rounds : int
-            Rounds at most, at least 0; one exchange with all neighbours each.
+            Rounds at most, at least 0; one exchange with all neighbors each.
         state : NamedTuple of arrays, optional
             Where to go on from; the program's start by default.
         callback : callable, optional
@@ -72,46 +73,76 @@ class InMemoryNetwork:
             With the state of all nodes.
         """
         check_count("n_rounds", n_rounds)
-        faults, n = self.plan.faults, self.plan.n_nodes
-        nodes = np.arange(n)
-        mailbox = Mailbox(self.plan, nodes, nodes)
-        current: State = program.start(nodes) if state is None else state
+        everyone = np.arange(self.plan.n_nodes)
+        host = Host(program, self.plan, everyone, everyone, state)
         done = 0
         for round_ in range(1, n_rounds + 1):
-            current = advance(program, current, mailbox, round_)
+            host.receive(round_, host.send(round_))
             done = round_
             if callback is not None:
-                callback(round_, current)
-            if stop is not None and stop(current):
+                callback(round_, host.state)
+            if stop is not None and stop(host.state):
                 break
+        traffic = host.mailbox.traffic
         return Run(
-            state=current,
-            observed=program.observe(current),
+            state=host.state,
+            observed=program.observe(host.state),
             rounds=done,
-            floats_sent=float(mailbox.traffic.sum()),
-            traffic=mailbox.traffic,
-            unheard=dict(sorted(mailbox.unheard.items())),
-            alive=faults.awake(n, max(done, 1)),
+            floats_sent=float(traffic.sum()),
+            traffic=traffic,
+            unheard=dict(sorted(host.mailbox.unheard.items())),
+            alive=self.plan.faults.awake(self.plan.n_nodes, max(done, 1)),
         )
 
 
-def advance(program: Program[State], before: State, mailbox: Mailbox, round_: int) -> State:
-    """Return the state after one round of nodes that are all hosted here."""
-    adapted = program.adapt(before, round_)
-    sent, own = broken_on_the_way(program.message(adapted), mailbox, round_)
-    after = program.combine(adapted, mailbox.inbox(round_, sent, own))
-    awake = mailbox.plan.faults.awake(mailbox.plan.n_nodes, round_)[mailbox.nodes]
-    return step_back(after, before, ~awake)
+class Host:
+    """Nodes of a program that are hosted in one process: all of them, or those of a Ray actor.
 
+    Parameters
+    ----------
+    program : Program
+        The algorithm, with at least these nodes' data.
+    plan : Plan
+        Who hears whom.
+    nodes, senders : ndarray
+        See `Mailbox`.
+    state : NamedTuple of arrays, optional
+        Where to go on from; the program's start by default.
+    """
 
-def broken_on_the_way(
-    own: tuple[Array, ...], mailbox: Mailbox, round_: int
-) -> tuple[tuple[Array, ...], tuple[Array, ...] | None]:
-    """Return the hosted nodes' messages as they arrive and, if that differs, as they left."""
-    broken = mailbox.plan.faults.broken(mailbox.plan.n_nodes, round_)[mailbox.nodes]
-    if not broken.any():
-        return own, None if finite_rows(own).all() else own
-    sent = tuple(array.copy() for array in own)
-    for array in sent:
-        array[broken] = np.nan
-    return sent, own
+    def __init__(
+        self,
+        program: Program[State],
+        plan: Plan,
+        nodes: NDArray[np.intp],
+        senders: NDArray[np.intp],
+        state: State | None = None,
+    ) -> None:
+        self.mailbox = Mailbox(plan, nodes, senders)
+        self.state: Any = program.start(nodes) if state is None else state
+        self._program = program
+
+    def send(self, round_: int) -> tuple[Array, ...]:
+        """Do the work before the exchange of a round; return the messages as they arrive."""
+        self._adapted = self._program.adapt(self.state, round_)
+        sent = self._program.message(self._adapted)
+        plan = self.mailbox.plan
+        broken = plan.faults.broken(plan.n_nodes, round_)[self.mailbox.nodes]
+        # What a node has itself is given beside what arrives only where the two differ.
+        self._own = None if finite_rows(sent).all() and not broken.any() else sent
+        if broken.any():
+            sent = tuple(array.copy() for array in sent)
+            for array in sent:
+                array[broken] = np.nan
+        return sent
+
+    def receive(
+        self, round_: int, arrays: tuple[Array, ...], arrived: NDArray[np.bool_] | None = None
+    ) -> None:
+        """Take in the messages of a round, see `Mailbox.inbox`; who is asleep stays as it was."""
+        after = self._program.combine(
+            self._adapted, self.mailbox.inbox(round_, arrays, self._own, arrived)
+        )
+        plan = self.mailbox.plan
+        awake = plan.faults.awake(plan.n_nodes, round_)[self.mailbox.nodes]
+        self.state = step_back(after, self.state, ~awake)

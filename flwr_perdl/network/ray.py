@@ -2,7 +2,7 @@
 
 Every actor hosts some nodes, next to each other by id. In a round it puts its nodes' messages into
 Ray's object store and gives the driver a reference; the driver hands references on to the actors
-that host neighbours, which fetch the messages themselves. The driver waits for rounds to be done
+that host neighbors, which fetch the messages themselves. The driver waits for rounds to be done
 (which tells it when an actor is lost), and sees states only where a callback or a stopping rule
 asks for them. Every actor computes with one BLAS thread: there are as many actors as processors.
 """
@@ -22,11 +22,11 @@ from numpy.typing import NDArray
 from scipy import sparse
 
 from flwr_perdl._checks import check_count
-from flwr_perdl.diffusion.combine import Array, Csr, Program, State, step_back
+from flwr_perdl.diffusion.combine import Array, Csr, Program, State
 from flwr_perdl.diffusion.topology import CombinationMatrix, Topology
-from flwr_perdl.network._exchange import Mailbox, Plan, Run, spread
+from flwr_perdl.network._exchange import Plan, Run, spread
 from flwr_perdl.network.faults import Faults
-from flwr_perdl.network.memory import broken_on_the_way
+from flwr_perdl.network.memory import Host
 
 #: How many rounds the driver asks for ahead of the slowest actor.
 AHEAD = 16
@@ -35,7 +35,7 @@ _LOG = getLogger(__name__)
 
 
 class RayNetwork:
-    """Nodes in Ray actors that talk to their neighbours only.
+    """Nodes in Ray actors that talk to their neighbors only.
 
     Runs on the Ray cluster that this process is connected to; where there is none, one is started
     on this machine and ended afterwards. An actor that is lost takes its nodes with it: they are
@@ -90,7 +90,7 @@ class RayNetwork:
             The algorithm, with the data of all nodes. Where it has a method ``hosted(nodes)`` that
             returns it with these nodes' data only, an actor receives no more than that.
         n_rounds : int
-            Rounds at most, at least 0; one exchange with all neighbours each.
+            Rounds at most, at least 0; one exchange with all neighbors each.
         state : NamedTuple of arrays, optional
             Where to go on from; the program's start by default.
         callback : callable, optional
@@ -155,42 +155,25 @@ class _End(NamedTuple):
     unheard: dict[int, int]
 
 
-class _Host:
+class _Actor:
     """The nodes of one actor."""
 
     def begin(
         self, program: Any, plan: Plan, groups: list[NDArray[np.intp]], me: int, state: Any
     ) -> None:
-        """Take up the program and a state, or the program's start.
-
-        Parameters
-        ----------
-        program : Program
-            The algorithm, with at least these nodes' data.
-        plan : Plan
-            Who hears whom.
-        groups : list of ndarray
-            The nodes of all actors, ascending.
-        me : int
-            Which of them these are.
-        state : NamedTuple of arrays, or None
-            Where to go on from.
-        """
+        """Begin with a state, or the program's start; ``groups[me]`` are the nodes hosted here."""
         self._ray: Any = import_module("ray")
         if find_spec("threadpoolctl"):  # without it OMP_NUM_THREADS counts, which Ray sets to one
             import_module("threadpoolctl").threadpool_limits(1, "blas")
-        self._program, self._plan, self._me, self._nodes = program, plan, me, groups[me]
+        self._program, self._me, self._nodes = program, me, groups[me]
         heard = plan.heard_by(self._nodes)
-        self._mailbox = Mailbox(plan, self._nodes, heard)
+        self._host = Host(program, plan, self._nodes, heard, state)
         # The rows of every actor's messages that matter here; together, the mailbox's senders.
         self._rows = {i: np.flatnonzero(np.isin(nodes, heard)) for i, nodes in enumerate(groups)}
-        self._state = program.start(self._nodes) if state is None else state
 
     def send(self, round_: int) -> list[Any]:
         """Do the work before the exchange of a round; return a reference to the messages."""
-        self._adapted = self._program.adapt(self._state, round_)
-        message = self._program.message(self._adapted)
-        self._sent, self._own = broken_on_the_way(message, self._mailbox, round_)
+        self._sent = self._host.send(round_)
         return [self._ray.put(self._sent)]
 
     def step(self, round_: int, messages: Mapping[int, Any], last: bool) -> tuple[list[Any], int]:
@@ -204,10 +187,7 @@ class _Host:
             else:
                 blocks.append([array[rows] for array in block])
         arrays = tuple(np.concatenate(parts) for parts in zip(*blocks, strict=True))
-        inbox = self._mailbox.inbox(round_, arrays, self._own, np.concatenate(there))
-        after = self._program.combine(self._adapted, inbox)
-        awake = self._plan.faults.awake(self._plan.n_nodes, round_)[self._nodes]
-        self._state = step_back(after, self._state, ~awake)
+        self._host.receive(round_, arrays, np.concatenate(there))
         return ([] if last else self.send(round_ + 1)), round_
 
     def _fetch(self, sent: Any) -> tuple[Array, ...] | None:
@@ -223,14 +203,14 @@ class _Host:
 
     def state(self) -> Any:
         """Return the state after the last round."""
-        return self._state
+        return self._host.state
 
     def end(self) -> _End:
         """Return all that there is to know at the end."""
         mine = set(self._nodes.tolist())
-        unheard = {node: n for node, n in self._mailbox.unheard.items() if node in mine}
-        observed = self._program.observe(self._state)
-        return _End(self._nodes, self._state, observed, self._mailbox.traffic, unheard)
+        state, mailbox = self._host.state, self._host.mailbox
+        unheard = {node: n for node, n in mailbox.unheard.items() if node in mine}
+        return _End(self._nodes, state, self._program.observe(state), mailbox.traffic, unheard)
 
 
 class _Crew:
@@ -240,7 +220,7 @@ class _Crew:
         self._ray, self._plan, self._groups = ray, plan, groups
         home = np.repeat(np.arange(len(groups)), [len(nodes) for nodes in groups])
         self._hears = [set(home[plan.heard_by(nodes)].tolist()) for nodes in groups]
-        make = ray.remote(_Host).options(scheduling_strategy="SPREAD")
+        make = ray.remote(_Actor).options(scheduling_strategy="SPREAD")
         self._actors: dict[int, Any] = {host: make.remote() for host in range(len(groups))}
 
     def go(

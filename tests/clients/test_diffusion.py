@@ -175,7 +175,7 @@ def test_weights_that_are_none_are_refused(weights: tuple[float, float]) -> None
     client(where).fit(NOTHING, asked(1))
     entries = [(sender, 0, weight, 1) for sender, weight in enumerate(weights)]
     request = letters(*entries, texts=[[[1.0, 1.0]], [[1.0, 1.0]]])
-    with pytest.raises(ValueError, match=r"weights must be at least 0|letters must be finite"):
+    with pytest.raises(ValueError, match=r"weights must be at least 0|messages must be finite"):
         client(where).fit(request, asked(2))
 
 
@@ -326,10 +326,10 @@ def test_a_substituted_card_is_rejected_where_keys_are_pinned(tmp_path: Path) ->
 
 
 def test_a_server_cannot_talk_a_node_out_of_sealing(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="node 2 sends sealed letters only"):
+    with pytest.raises(ValueError, match="node 2 sends sealed messages only"):
         client(context(), sealed=True).fit(NOTHING, asked(1))
     config, _ = keyed(tmp_path, 2)
-    with pytest.raises(ValueError, match="node 2 sends sealed letters only"):
+    with pytest.raises(ValueError, match="node 2 sends sealed messages only"):
         client(context(**config[2])).fit(NOTHING, asked(1))
 
 

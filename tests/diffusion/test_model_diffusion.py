@@ -21,7 +21,8 @@ from flwr_perdl.diffusion.objectives import (
 )
 from flwr_perdl.diffusion.topology import Topology, metropolis_weights
 from flwr_perdl.network import Faults, InMemoryNetwork
-from flwr_perdl.network._exchange import Letter, inbox_of
+from flwr_perdl.network._exchange import inbox_of
+from flwr_perdl.network.messages import Message
 
 OBJECTIVES: list[Objective] = [
     SparseSVD(0.05, 0.1),
@@ -217,7 +218,7 @@ def test_agents_hosted_apart_compute_in_the_dtype_of_those_that_see_the_samples(
         states = [host.adapt(state, round_) for host, state in zip(hosts, states, strict=True)]
         sent = [host.message(state) for host, state in zip(hosts, states, strict=True)]
         for k, host in enumerate(hosts):
-            letters = [Letter(j, 0, weights[k, j], sent[j]) for j in range(3) if j != k]
+            letters = [Message(j, 0, weights[k, j], sent[j]) for j in range(3) if j != k]
             inbox, left_out = inbox_of(k, round_, sent[k], letters)
             assert not left_out
             states[k] = host.combine(states[k], inbox)
