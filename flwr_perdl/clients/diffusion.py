@@ -19,9 +19,8 @@ from flwr_perdl._threads import one_blas_thread
 from flwr_perdl.clients._state import PrivateState, private_shelf
 from flwr_perdl.clients.app import Member
 from flwr_perdl.diffusion.combine import Array, Program
-from flwr_perdl.network._exchange import finite_rows, inbox_of
 from flwr_perdl.network._packing import pack_arrays, text_array, texts_of
-from flwr_perdl.network.messages import Delivery, Rejected, Sent
+from flwr_perdl.network.messages import Delivery, Rejected, Sent, finite_rows, inbox_of
 from flwr_perdl.network.sealed import Keys, read_key, read_pinned
 
 #: The protocol's steps.

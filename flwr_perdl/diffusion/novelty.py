@@ -43,8 +43,8 @@ from flwr_perdl._checks import (
     check_magnitude,
     check_real,
 )
-from flwr_perdl.diffusion.combine import Array, Inbox, hear_all
-from flwr_perdl.diffusion.inference import checked_samples
+from flwr_perdl.diffusion._dual import checked_samples, informed_agents
+from flwr_perdl.diffusion.combine import Array, Inbox, rounds_in_memory
 from flwr_perdl.diffusion.objectives import Objective
 from flwr_perdl.diffusion.topology import CombinationMatrix, Topology, metropolis_weights
 
@@ -76,7 +76,7 @@ class Averaging:
     """Every node learns the mean of all nodes' values: scalar diffusion (68), as a `Program`.
 
     Needs a doubly stochastic combination matrix; then the mean is kept in every round. A node's
-    first message is its own value: neighbours learn it.
+    first message is its own value: neighbors learn it.
 
     Parameters
     ----------
@@ -123,7 +123,7 @@ class Averaging:
         return (state.estimate,)
 
     def combine(self, state: AveragingState, inbox: Inbox) -> AveragingState:
-        """Average over the neighbourhood."""
+        """Average over the neighborhood."""
         return state._replace(estimate=inbox.mean())
 
     def observe(self, state: AveragingState) -> dict[str, Array]:
@@ -164,7 +164,7 @@ def local_costs(
     nu = _check_nu(objective, nu, n_agents, X)
     costs = objective.conjugate(nu) / n_agents
     costs += objective.regulariser_conjugate(np.matmul(nu, dictionaries.swapaxes(1, 2)))
-    seen = _informed(informed, n_agents)
+    seen = list(informed_agents(informed, n_agents))
     costs[seen] -= np.einsum("kim,im->ki", nu[seen], X) / len(seen)
     return costs
 
@@ -275,7 +275,7 @@ def average_scores(
         raise ValueError("weights must be doubly stochastic to average, got weights that are not.")
     if weights.topology.n_nodes != n_agents or not weights.is_connected:
         raise ValueError(f"weights must connect all {n_agents} agents, got {weights}.")
-    seen = _informed(informed, n_agents)
+    seen = list(informed_agents(informed, n_agents))
     if n_rounds is None:
         n_rounds = averaging_rounds(weights, step)
     n_rounds = check_count("n_rounds", n_rounds)
@@ -323,20 +323,10 @@ def _averaged(
 ) -> Matrix:
     """Run `Averaging` in memory: (n_agents, n_parts, n_samples)."""
     program = Averaging(np.stack(parts, axis=1), step)
-    state = program.start(np.arange(len(parts[0])))
-    for round_ in range(1, n_rounds + 1):
-        state, _ = hear_all(program, state, round_, weights.matrix, weights.topology.adjacency)
-    return state.estimate
-
-
-def _informed(informed: Sequence[int] | None, n_agents: int) -> NDArray[np.intp]:
-    """Return the ids of the informed agents, checked."""
-    if informed is None:
-        return np.arange(n_agents)
-    ids = np.unique(np.array([check_count("informed", k, 0, n_agents - 1) for k in informed]))
-    if not len(ids):
-        raise ValueError("informed must name at least 1 agent, got none.")
-    return ids.astype(np.intp)
+    links = weights.topology.adjacency
+    *_, ran = rounds_in_memory(program, len(parts[0]), n_rounds, weights.matrix, links)
+    estimate: Matrix = ran.state.estimate
+    return estimate
 
 
 def _check_nu(objective: Objective, nu: Matrix, n_agents: int, X: Matrix) -> Matrix:

@@ -7,11 +7,11 @@ Algorithm 1).
 ===========================  ==========================================================
 paper                        here
 ===========================  ==========================================================
-neighbourhood N_k (with k)   ``topology.neighbours(k)`` (without k)
+neighborhood N_k (with k)    ``topology.neighbours(k)`` (without k)
 a_{lk} (k combines from l)   ``W[k, l]``: the papers' A, transposed, so that rows are nodes
 A' 1 = 1 (left-stochastic)   rows of W sum to one; required of every combination matrix
 A 1 = 1 as well              ``CombinationMatrix.doubly_stochastic``; required for a plain average
-degree nu_l (P3 eq. 5)       ``topology.degrees[l] + 1``: the neighbourhood counts the node itself
+degree nu_l (P3 eq. 5)       ``topology.degrees[l] + 1``: the neighborhood counts the node itself
 ===========================  ==========================================================
 """
 
@@ -180,7 +180,7 @@ class Topology:
     def small_world(cls, n_nodes: int, degree: int, p: float, *, seed: int = 0) -> Topology:
         """Return a small world (Watts and Strogatz): a ring whose edges are rewired at random.
 
-        Every node starts with ``degree`` (even) nearest neighbours; one end of each edge moves
+        Every node starts with ``degree`` (even) nearest neighbors; one end of each edge moves
         with probability ``p`` to a random node. Redrawn until connected.
         """
         check_count("n_nodes", n_nodes, 3)
@@ -433,7 +433,7 @@ class CombinationMatrix:
 
 
 def metropolis_weights(topology: Topology) -> CombinationMatrix:
-    """Return Metropolis weights: 1 / (1 + max(degree_k, degree_l)) for neighbours k, l.
+    """Return Metropolis weights: 1 / (1 + max(degree_k, degree_l)) for neighbors k, l.
 
     Symmetric, hence doubly stochastic: the right choice where the nodes' plain mean is wanted.
 
@@ -491,3 +491,41 @@ def relative_degree_variance_weights(topology: Topology, variances: ArrayLike) -
 def _with_diagonal(weights: Csr, topology: Topology) -> CombinationMatrix:
     own = 1.0 - np.asarray(weights.sum(axis=1)).ravel()
     return CombinationMatrix(weights + sparse.diags_array(own), topology)
+
+
+def rounds_to_all(network: Any) -> int:
+    """Return the rounds that a value of any node takes to reach every other node.
+
+    Parameters
+    ----------
+    network : CombinationMatrix, or a network of `flwr_perdl.network`
+        If links change from round to round, the links of all rounds count together. Without any
+        link every node learns alone: a baseline, which takes no rounds.
+
+    Raises
+    ------
+    ValueError
+        If the network consists of several parts that do not hear each other.
+    """
+    matrices = getattr(getattr(network, "plan", None), "matrices", ())
+    if isinstance(network, CombinationMatrix):
+        matrices = (network,)
+    topologies = [matrix.topology for matrix in matrices] or [network.topology]
+    heard = sum(topology.adjacency for topology in topologies)
+    count = 1
+    if heard.nnz:
+        weights = sum((matrix.matrix for matrix in matrices), heard * 0)
+        count, _ = connected_components(weights if matrices else heard, connection="strong")
+    if count > 1:
+        raise ValueError(
+            f"network must be connected, got {network.topology!r} in {count} separate parts."
+        )
+    return len(topologies) * news_takes(Topology(heard))
+
+
+def news_takes(topology: Topology) -> int:
+    """Return the diameter; of a topology in several parts, the largest diameter of a part."""
+    if topology.is_connected:
+        return topology.diameter
+    distances = shortest_path(topology.adjacency, unweighted=True)
+    return int(distances[np.isfinite(distances)].max())

@@ -1,7 +1,7 @@
 """Blind hyperspectral unmixing: pixels as non-negative mixtures of a few materials' spectra.
 
 The application at the end of P3 (Chainais and Richard, iTWIST 2014): tiles of an image are nodes
-that learn the spectra together (:func:`unmix`), their neighbours the tiles next to them and those
+that learn the spectra together (:func:`unmix`), their neighbors the tiles next to them and those
 with a similar mean spectrum (:func:`tile_topology`). Every node starts from its own tile, by vertex
 component analysis, and by default from what the others have found so as well
 (:class:`SharedCandidates`): a tile rarely has all materials.
@@ -36,15 +36,13 @@ from flwr_perdl._checks import Matrix, check_array, check_choice, check_count, c
 from flwr_perdl._random import spawn
 from flwr_perdl.dictionary import normalize_atoms
 from flwr_perdl.dictionary.coding import nonnegative_from_gram
-from flwr_perdl.diffusion.combine import Inbox, shown
+from flwr_perdl.diffusion.combine import Inbox, carry, shown
 from flwr_perdl.diffusion.data_diffusion import (
     DataDiffusion,
     DictionaryState,
     Diffused,
-    carry,
-    rounds_to_all,
 )
-from flwr_perdl.diffusion.topology import Topology, metropolis_weights
+from flwr_perdl.diffusion.topology import Topology, metropolis_weights, rounds_to_all
 
 #: How much more than the data the equation "abundances sum to one" counts while it is decided
 #: which abundances are zero.
@@ -268,7 +266,7 @@ def tile_pixels(shape: tuple[int, int], tiles: int) -> list[NDArray[np.intp]]:
 
 
 def tile_topology(means: Matrix, tiles: int, *, n_spectral: int = 3) -> Topology:
-    """Return the graph of tiles: spatial neighbours, and those with the most similar mean spectra.
+    """Return the graph of tiles: spatial neighbors, and those with the most similar mean spectra.
 
     Parameters
     ----------
@@ -317,7 +315,7 @@ def unmix(
 ) -> Diffused:
     """Learn the spectra of an image's materials at many nodes, each with pixels of its own.
 
-    **What a neighbour receives**: spectra in every round. The first are means of some of a node's
+    **What a neighbor receives**: spectra in every round. The first are means of some of a node's
     pixels, and go to everyone in the network (``start="pooled"``); or single pixels but for noise
     (``start="own"``).
 
@@ -334,7 +332,7 @@ def unmix(
     start : {"pooled", "own"}, default "pooled"
         "pooled": nodes first tell each other what vertex component analysis finds in their pixels
         (as many rounds as the network's diameter), and all choose from that alike. "own": every
-        node starts from what it finds itself; neighbours' spectra are matched one to one. That may
+        node starts from what it finds itself; neighbors' spectra are matched one to one. That may
         mix materials up where most nodes have a few of them only.
     seed : int, default 0
         Seed of all draws.
@@ -374,7 +372,7 @@ def unmix(
 def unmixing_learner(n_endmembers: int) -> DataDiffusion:
     """Return the learner of spectra: non-negative codes and atoms, gradient steps.
 
-    Neighbours' spectra are matched one to one before they are combined.
+    Neighbors' spectra are matched one to one before they are combined.
 
     Parameters
     ----------
@@ -414,7 +412,7 @@ class SharedCandidates:
 
     A node's candidates are what vertex component analysis finds in its pixels, each the mean of
     the pixels most like it (at most ten, a tenth of the node's), which keeps odd pixels out. They
-    are handed on from neighbour to neighbour for as many rounds as the network's diameter. Then
+    are handed on from neighbor to neighbor for as many rounds as the network's diameter. Then
     every node holds the same candidates and draws the same directions, and vertex component
     analysis of the candidates gives all nodes the same spectra.
 
@@ -470,7 +468,7 @@ class SharedCandidates:
         return state.known, state.spectra
 
     def combine(self, state: CandidateState, inbox: Inbox) -> CandidateState:
-        """Take over what the neighbours know."""
+        """Take over what the neighbors know."""
         known, spectra = inbox.arrays
         best = inbox.argmax(known)
         return state._replace(

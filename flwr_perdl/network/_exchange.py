@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,7 +14,7 @@ from scipy import sparse
 from flwr_perdl.diffusion.combine import Array, Csr, Inbox
 from flwr_perdl.diffusion.topology import CombinationMatrix, Topology, metropolis_weights
 from flwr_perdl.network.faults import Faults
-from flwr_perdl.network.messages import Message, Rejected
+from flwr_perdl.network.messages import cleared, finite_rows, shared_weights
 
 State = TypeVar("State", bound=tuple[Any, ...])
 
@@ -72,15 +72,12 @@ class Links(NamedTuple):
 class Plan:
     """Who hears whom with which weight, in every round: the same in every process.
 
-    Parameters
+    Attributes
     ----------
-    topology : Topology
-        The graph, where ``weights`` does not say.
-    weights : CombinationMatrix, sequence of them, or None
-        Combination weights; a sequence is cycled through, round by round, each with its own
-        topology. Metropolis weights by default.
-    faults : Faults, optional
-        What goes wrong; nothing by default.
+    matrices : tuple of CombinationMatrix
+        One per round, cycled through.
+    faults : Faults
+        Faults to simulate.
     """
 
     matrices: tuple[CombinationMatrix, ...]
@@ -93,7 +90,7 @@ class Plan:
         weights: CombinationMatrix | Sequence[CombinationMatrix] | None,
         faults: Faults | None,
     ) -> Plan:
-        """Return the plan of a network's arguments, checked."""
+        """Return the plan of the arguments of `Network`, checked."""
         if weights is None:
             weights = metropolis_weights(topology)
         matrices = (weights,) if isinstance(weights, CombinationMatrix) else tuple(weights)
@@ -132,6 +129,35 @@ class Plan:
         """Return whom these nodes may ever hear, themselves included, ascending."""
         heard = [matrix.topology.adjacency[nodes].indices for matrix in self.matrices]
         return np.unique(np.concatenate([nodes, *heard])).astype(np.intp)
+
+
+class Network:
+    """Nodes that send messages to their neighbors only.
+
+    Parameters
+    ----------
+    topology : Topology
+        Who hears whom.
+    weights : CombinationMatrix, or sequence of them, optional
+        Combination weights; Metropolis weights by default. A sequence is cycled through round by
+        round, each matrix with its own topology: a network that changes in time.
+    faults : Faults, optional
+        Faults to simulate; none by default.
+
+    Raises
+    ------
+    ValueError
+        If weights and topology have different numbers of nodes.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        weights: CombinationMatrix | Sequence[CombinationMatrix] | None = None,
+        faults: Faults | None = None,
+    ) -> None:
+        self.topology = topology
+        self.plan = Plan.make(topology, weights, faults)
 
 
 class Mailbox:
@@ -187,7 +213,7 @@ class Mailbox:
         if self.plan.faults.any:  # who sleeps sends nothing, neither now nor late
             sent = sent & self.plan.faults.awake(self.plan.n_nodes, round_)[self.senders]
         if not finite.all():
-            arrays = tuple(_cleared(array, ~finite) for array in arrays)
+            arrays = tuple(cleared(array, ~finite) for array in arrays)
             for node in self.senders[~finite & sent]:
                 self.unheard[int(node)] = self.unheard.get(int(node), 0) + 1
         heard = finite & sent
@@ -204,7 +230,7 @@ class Mailbox:
             where = len(senders) + np.arange(len(self.nodes))
             senders = np.concatenate([senders, self.nodes])
             stacked = tuple(
-                np.concatenate([array, _cleared(mine, ~sound)])
+                np.concatenate([array, cleared(mine, ~sound)])
                 for array, mine in zip(stacked, own, strict=True)
             )
         elif not finite.all():
@@ -233,7 +259,7 @@ class Mailbox:
         good = np.flatnonzero((rows >= 0) & (late < len(heard)))
         good = good[heard[late[good], columns[good]]]
         places = rows[good], late[good] * s + columns[good]
-        return _shared(links.weights[good], places, (m, n_columns), own, sound)
+        return shared_weights(links.weights[good], places, (m, n_columns), own, sound)
 
     @property
     def traffic(self) -> Csr:
@@ -257,127 +283,6 @@ class Mailbox:
             self._uncounted = (links, senders, floats, 1)
 
 
-def finite_rows(arrays: Sequence[Array]) -> NDArray[np.bool_]:
-    """Return which rows are finite in all arrays, shape (n_rows,)."""
-    finite = np.ones(len(arrays[0]), dtype=bool)
-    for array in arrays:
-        flat = array.reshape(len(array), -1)
-        with np.errstate(over="ignore", invalid="ignore"):
-            sums = flat.sum(axis=1)  # finite only if all terms are
-        odd = ~np.isfinite(sums)
-        if odd.any():
-            odd[odd] = ~np.isfinite(flat[odd]).all(axis=1)
-        finite &= ~odd
-    return finite
-
-
-def inbox_of(
-    node: int,
-    round_: int,
-    own: tuple[Array, ...],
-    messages: Sequence[Message],
-    *,
-    max_delay: int = 0,
-    unseal: Callable[[Array, int, int], Sequence[Array]] | None = None,
-) -> tuple[Inbox, dict[int, str]]:
-    """Return the inbox of a node from single messages, by the rules of `Mailbox`.
-
-    A message counts if it comes from another node and is not too late, is the first from that
-    sender and round, can be unsealed, has the shapes and dtypes of the node's own message, and is
-    finite.
-
-    Parameters
-    ----------
-    node : int
-        The receiver.
-    round_ : int
-        The round, from 1.
-    own : tuple of ndarray of shape (1, ...)
-        Its own message.
-    messages : sequence of Message
-        What it received.
-    max_delay : int, default 0
-        How many rounds late a message may be.
-    unseal : callable, optional
-        ``unseal(array, sender, round)`` returns the arrays of a sealed message or raises
-        `Rejected`.
-
-    Returns
-    -------
-    inbox : Inbox
-        What the node hears.
-    left_out : dict of int to str
-        Senders of messages that do not count, with the reason.
-    """
-    form = [(array.shape, array.dtype) for array in own]
-    good: dict[tuple[int, int], Message] = {}
-    left_out: dict[int, str] = {}
-    for message in messages:
-        sender, late, _, arrays = message
-        try:
-            if not 0 <= late <= min(max_delay, round_ - 1):
-                raise Rejected(f"it is {late} rounds late")
-            if sender == node or (late, sender) in good:
-                raise Rejected("it is the node's own, or a second one")
-            if unseal is not None:
-                if len(arrays) != 1:
-                    raise Rejected(f"it has {len(arrays)} arrays, and is not sealed")
-                arrays = unseal(arrays[0], sender, round_ - late)
-            alike = [(array.shape, array.dtype) for array in arrays] == form
-            if not alike or not finite_rows(arrays).all():
-                raise Rejected("it has another form, or NaN or infinite values")
-            good[late, sender] = message._replace(arrays=arrays)
-        except Rejected as reason:
-            left_out[sender] = str(reason)
-    sound = finite_rows(own)
-    # The node's own message stands among the others in the order of (late, sender).
-    good[0, node] = Message(node, 0, 0.0, [_cleared(array, ~sound) for array in own])
-    stack = [good[key] for key in sorted(good)]
-    senders = np.array([message.sender for message in stack])
-    others = np.flatnonzero(senders != node)
-    where = np.flatnonzero(senders == node)
-    heard = np.array([message.weight for message in stack])[others]
-    places = np.zeros_like(others), others
-    weights, links = _shared(heard, places, (1, len(stack)), where, sound)
-    arrays = tuple(map(np.concatenate, zip(*(message.arrays for message in stack), strict=True)))
-    return Inbox(round_, np.array([node]), senders, arrays, weights, links, where), left_out
-
-
-def _shared(
-    heard: NDArray[np.float64],
-    places: tuple[NDArray[np.intp], NDArray[np.intp]],
-    shape: tuple[int, int],
-    own: NDArray[np.intp],
-    sound: NDArray[np.bool_],
-) -> tuple[Csr, Csr]:
-    """Return the weights and links of an inbox: the rule for what is missing.
-
-    The weight of what a node has not heard falls to the node itself. A node whose own message is
-    not finite takes the mean of its neighbors' alone.
-
-    Parameters
-    ----------
-    heard : ndarray of shape (n_heard,)
-        Combination weights of the messages that were heard.
-    places : pair of ndarray of shape (n_heard,)
-        Row of the receiver and column of the message of each.
-    shape : tuple of int
-        Numbers of receivers and of stacked messages.
-    own : ndarray of shape (n_receivers,)
-        Columns of the receivers' own messages.
-    sound : ndarray of shape (n_receivers,)
-        Whether these are finite.
-    """
-    links = sparse.csr_array((np.ones(len(heard)), places), shape=shape)
-    weights = sparse.csr_array((heard, places), shape=shape)
-    total = np.asarray(weights.sum(axis=1)).ravel()
-    lost = ~sound & (total > 0)
-    scale = np.where(lost, 1.0 / np.where(lost, total, 1.0), 1.0)
-    rest = np.where(lost, 0.0, 1.0 - total)
-    itself = sparse.csr_array((rest, (np.arange(len(own)), own)), shape=shape)
-    return sparse.csr_array(sparse.diags_array(scale) @ weights + itself), links
-
-
 def spread(rows: Array, there: NDArray[np.bool_]) -> Array:
     """Return the rows of the nodes that are there, with NaN for the others."""
     if there.all():
@@ -395,11 +300,3 @@ def _entries(matrix: Csr, k: NDArray[np.intp], j: NDArray[np.intp]) -> NDArray[n
     at = np.minimum(np.searchsorted(stored, wanted), len(stored) - 1)
     entries: NDArray[np.float64] = np.where(stored[at] == wanted, matrix.data[at], 0.0)
     return entries
-
-
-def _cleared(array: Array, rows: NDArray[np.bool_]) -> Array:
-    if not rows.any():
-        return array
-    cleared = array.copy()
-    cleared[rows] = 0.0
-    return cleared

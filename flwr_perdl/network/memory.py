@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,38 +10,12 @@ from numpy.typing import NDArray
 
 from flwr_perdl._checks import check_count
 from flwr_perdl.diffusion.combine import Array, Program, State, step_back
-from flwr_perdl.diffusion.topology import CombinationMatrix, Topology
-from flwr_perdl.network._exchange import Mailbox, Plan, Run, finite_rows
-from flwr_perdl.network.faults import Faults
+from flwr_perdl.network._exchange import Mailbox, Network, Plan, Run
+from flwr_perdl.network.messages import finite_rows
 
 
-class InMemoryNetwork:
-    """Nodes of one process that talk to their neighbors only.
-
-    Parameters
-    ----------
-    topology : Topology
-        Who hears whom.
-    weights : CombinationMatrix, or sequence of them, optional
-        Combination weights; Metropolis weights by default. A sequence is cycled through round by
-        round, each matrix with its own topology: a network that changes in time.
-    faults : Faults, optional
-        What goes wrong; nothing by default.
-
-    Raises
-    ------
-    ValueError
-        If weights and topology have different numbers of nodes.
-    """
-
-    def __init__(
-        self,
-        topology: Topology,
-        weights: CombinationMatrix | Sequence[CombinationMatrix] | None = None,
-        faults: Faults | None = None,
-    ) -> None:
-        self.topology = topology
-        self.plan = Plan.make(topology, weights, faults)
+class InMemoryNetwork(Network):
+    """Nodes of one process that send messages to their neighbors only: see `Network`."""
 
     def run(
         self,
@@ -61,7 +35,7 @@ class InMemoryNetwork:
         n_rounds : int
             Rounds at most, at least 0; one exchange with all neighbors each.
         state : NamedTuple of arrays, optional
-            Where to go on from; the program's start by default.
+            The state to continue from; the program's start by default.
         callback : callable, optional
             Called with round and state after every round.
         stop : callable, optional

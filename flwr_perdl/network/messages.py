@@ -1,10 +1,11 @@
-"""Messages between neighbors: their records, and the lists of arrays in which they cross Flower.
+"""Messages between neighbors: their records, their form on Flower's wire, and which of them count.
 
 =================  ==============================================================================
 `Message`          what one node hears from one neighbor
 `Delivery`         a request of the server to a node: the messages that it hears, and whose public
                    keys it needs for its own next one
 `Sent`             the node's reply: its message
+`inbox_of`         which messages count, and with which weights: what the node hears
 =================  ==============================================================================
 
 In a *sealed* message the arrays are encrypted for one receiver (see `flwr_perdl.network.sealed`).
@@ -12,13 +13,15 @@ In a *sealed* message the arrays are encrypted for one receiver (see `flwr_perdl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
+from scipy import sparse
 
 from flwr_perdl._checks import Matrix, check_array
-from flwr_perdl.diffusion.combine import Array
+from flwr_perdl.diffusion.combine import Array, Csr, Inbox
 
 #: Up to here every whole number is a float.
 _LARGEST = 2**53
@@ -134,6 +137,136 @@ class Sent(NamedTuple):
     def from_arrays(cls, arrays: Sequence[Matrix], sealed: bool) -> Sent:
         """Return what the arrays of a reply mean."""
         return cls(arrays[0], arrays[1:]) if sealed and len(arrays) else cls(None, arrays)
+
+
+def inbox_of(
+    node: int,
+    round_: int,
+    own: tuple[Array, ...],
+    messages: Sequence[Message],
+    *,
+    max_delay: int = 0,
+    unseal: Callable[[Array, int, int], Sequence[Array]] | None = None,
+) -> tuple[Inbox, dict[int, str]]:
+    """Return the inbox of a node from single messages, by the rules of `Mailbox`.
+
+    A message counts if it comes from another node and is not too late, is the first from that
+    sender and round, can be unsealed, has the shapes and dtypes of the node's own message, and is
+    finite.
+
+    Parameters
+    ----------
+    node : int
+        The receiver.
+    round_ : int
+        The round, from 1.
+    own : tuple of ndarray of shape (1, ...)
+        Its own message.
+    messages : sequence of Message
+        What it received.
+    max_delay : int, default 0
+        How many rounds late a message may be.
+    unseal : callable, optional
+        ``unseal(array, sender, round)`` returns the arrays of a sealed message or raises
+        `Rejected`.
+
+    Returns
+    -------
+    inbox : Inbox
+        What the node hears.
+    left_out : dict of int to str
+        Senders of messages that do not count, with the reason.
+    """
+    form = [(array.shape, array.dtype) for array in own]
+    good: dict[tuple[int, int], Message] = {}
+    left_out: dict[int, str] = {}
+    for message in messages:
+        sender, late, _, arrays = message
+        try:
+            if not 0 <= late <= min(max_delay, round_ - 1):
+                raise Rejected(f"it is {late} rounds late")
+            if sender == node or (late, sender) in good:
+                raise Rejected("it is the node's own, or a second one")
+            if unseal is not None:
+                if len(arrays) != 1:
+                    raise Rejected(f"it has {len(arrays)} arrays, and is not sealed")
+                arrays = unseal(arrays[0], sender, round_ - late)
+            alike = [(array.shape, array.dtype) for array in arrays] == form
+            if not alike or not finite_rows(arrays).all():
+                raise Rejected("it has another form, or NaN or infinite values")
+            good[late, sender] = message._replace(arrays=arrays)
+        except Rejected as reason:
+            left_out[sender] = str(reason)
+    sound = finite_rows(own)
+    # The node's own message stands among the others in the order of (late, sender).
+    good[0, node] = Message(node, 0, 0.0, [cleared(array, ~sound) for array in own])
+    stack = [good[key] for key in sorted(good)]
+    senders = np.array([message.sender for message in stack])
+    others = np.flatnonzero(senders != node)
+    where = np.flatnonzero(senders == node)
+    heard = np.array([message.weight for message in stack])[others]
+    places = np.zeros_like(others), others
+    weights, links = shared_weights(heard, places, (1, len(stack)), where, sound)
+    arrays = tuple(map(np.concatenate, zip(*(message.arrays for message in stack), strict=True)))
+    return Inbox(round_, np.array([node]), senders, arrays, weights, links, where), left_out
+
+
+def shared_weights(
+    heard: NDArray[np.float64],
+    places: tuple[NDArray[np.intp], NDArray[np.intp]],
+    shape: tuple[int, int],
+    own: NDArray[np.intp],
+    sound: NDArray[np.bool_],
+) -> tuple[Csr, Csr]:
+    """Return the weights and links of an inbox: the rule for what is missing.
+
+    The weight of what a node has not heard falls to the node itself. A node whose own message is
+    not finite takes the mean of its neighbors' alone.
+
+    Parameters
+    ----------
+    heard : ndarray of shape (n_heard,)
+        Combination weights of the messages that were heard.
+    places : pair of ndarray of shape (n_heard,)
+        Row of the receiver and column of the message of each.
+    shape : tuple of int
+        Numbers of receivers and of stacked messages.
+    own : ndarray of shape (n_receivers,)
+        Columns of the receivers' own messages.
+    sound : ndarray of shape (n_receivers,)
+        Whether these are finite.
+    """
+    links = sparse.csr_array((np.ones(len(heard)), places), shape=shape)
+    weights = sparse.csr_array((heard, places), shape=shape)
+    total = np.asarray(weights.sum(axis=1)).ravel()
+    lost = ~sound & (total > 0)
+    scale = np.where(lost, 1.0 / np.where(lost, total, 1.0), 1.0)
+    rest = np.where(lost, 0.0, 1.0 - total)
+    itself = sparse.csr_array((rest, (np.arange(len(own)), own)), shape=shape)
+    return sparse.csr_array(sparse.diags_array(scale) @ weights + itself), links
+
+
+def finite_rows(arrays: Sequence[Array]) -> NDArray[np.bool_]:
+    """Return which rows are finite in all arrays, shape (n_rows,)."""
+    finite = np.ones(len(arrays[0]), dtype=bool)
+    for array in arrays:
+        flat = array.reshape(len(array), -1)
+        with np.errstate(over="ignore", invalid="ignore"):
+            sums = flat.sum(axis=1)  # finite only if all terms are
+        odd = ~np.isfinite(sums)
+        if odd.any():
+            odd[odd] = ~np.isfinite(flat[odd]).all(axis=1)
+        finite &= ~odd
+    return finite
+
+
+def cleared(array: Array, rows: NDArray[np.bool_]) -> Array:
+    """Return the array with zeros in these rows."""
+    if not rows.any():
+        return array
+    copy = array.copy()
+    copy[rows] = 0.0
+    return copy
 
 
 def _check_whole(name: str, numbers: Matrix) -> None:

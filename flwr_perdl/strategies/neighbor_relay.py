@@ -15,7 +15,7 @@ observe                                its reply to ``"show"``
 
 A message takes this way: `DiffusionClient.fit` of the sender, reply, `_Held.take`,
 `_Held.deliveries`, request, `DiffusionClient.fit` of the receiver, whose `inbox_of` decides whether
-it counts. Its records are in `flwr_perdl.network.messages`.
+it counts. Records and rules are in `flwr_perdl.network.messages`.
 
 ``n_rounds`` rounds of the algorithm take ``n_rounds + 1`` communication rounds, and one more for
 the nodes' public keys where messages are sealed. A node that does not reply is silent in that
@@ -300,13 +300,10 @@ class FlowerNetwork:
             Ignored, and may be None: the nodes run their own.
         n_rounds : int
             Rounds, at least 0.
-        state : None
-            Nodes keep their states: to continue, use the options ``checkpoint_dir`` and ``resume``.
+        state, stop : None
+            Nodes keep their states. To continue a run, use ``checkpoint_dir`` and ``resume``.
         callback : callable, optional
-            Called with the round, and None for the state, when the server knows that the round is
-            over.
-        stop : None
-            Nobody sees the states on which the decision to stop would depend.
+            Called after every round with the round and None for the state.
 
         Returns
         -------
@@ -318,7 +315,7 @@ class FlowerNetwork:
         ValueError
             If ``state`` or ``stop`` is given.
         TooFewReplies
-            If fewer than ``min_clients`` nodes answer in a round.
+            If fewer than ``min_clients`` nodes reply in a round.
         """
         for name, given in (("state", state), ("stop", stop)):
             if given is not None:

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flwr_perdl.diffusion import Topology, averaging_weights
-from flwr_perdl.network._exchange import Mailbox, Plan, inbox_of, spread
-from flwr_perdl.network.messages import Message
+from flwr_perdl.network._exchange import Mailbox, Plan, spread
+from flwr_perdl.network.messages import Message, inbox_of
 
 
 @settings(max_examples=50, deadline=None)
