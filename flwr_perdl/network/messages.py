@@ -228,7 +228,7 @@ def shared_weights(
     heard : ndarray of shape (n_heard,)
         Combination weights of the messages that were heard.
     places : pair of ndarray of shape (n_heard,)
-        Row of the receiver and column of the message of each.
+        Row of the receiver, ascending, and column of the message of each.
     shape : tuple of int
         Numbers of receivers and of stacked messages.
     own : ndarray of shape (n_receivers,)
@@ -236,14 +236,29 @@ def shared_weights(
     sound : ndarray of shape (n_receivers,)
         Whether these are finite.
     """
-    links = sparse.csr_array((np.ones(len(heard)), places), shape=shape)
-    weights = sparse.csr_array((heard, places), shape=shape)
-    total = np.asarray(weights.sum(axis=1)).ravel()
+    (rows, columns), n = places, shape[0]
+    total = np.bincount(rows, heard, minlength=n)
     lost = ~sound & (total > 0)
     scale = np.where(lost, 1.0 / np.where(lost, total, 1.0), 1.0)
     rest = np.where(lost, 0.0, 1.0 - total)
-    itself = sparse.csr_array((rest, (np.arange(len(own)), own)), shape=shape)
-    return sparse.csr_array(sparse.diags_array(scale) @ weights + itself), links
+    links = _by_rows(np.ones(len(heard)), rows, columns, shape)
+    values = np.concatenate([heard * scale[rows], rest])
+    rows, columns = np.concatenate([rows, np.arange(n)]), np.concatenate([columns, own])
+    order = np.lexsort((columns, rows))
+    order = order[values[order] != 0]
+    return _by_rows(values[order], rows[order], columns[order], shape), links
+
+
+def _by_rows(
+    values: NDArray[np.float64],
+    rows: NDArray[np.intp],
+    columns: NDArray[np.intp],
+    shape: tuple[int, int],
+) -> Csr:
+    """Return the sparse array of entries that are in the order of their rows."""
+    starts = np.zeros(shape[0] + 1, dtype=np.int32)
+    np.cumsum(np.bincount(rows, minlength=shape[0]), out=starts[1:])
+    return sparse.csr_array((values, columns.astype(np.int32), starts), shape=shape)
 
 
 def finite_rows(arrays: Sequence[Array]) -> NDArray[np.bool_]:

@@ -270,6 +270,17 @@ def test_sealed_letters_by_hand() -> None:
     assert metrics == {"floats": 2}
 
 
+def test_a_sealed_message_of_several_arrays_does_not_spoil_the_others() -> None:
+    """Before, the whole request was refused with a sentence about unpacking."""
+    where, other = context(), Keys(5, "run")
+    ((card, *_), _, _) = client(where).fit([*NOTHING, *to(other)], sealed(1))
+    mine = other.seal((np.array([[2.0, 4.0]]),), 2, 1, card)
+    request = [*letters((6, 0, 0.25, 2), (5, 0, 0.5, 1), texts=[]), *to(other), mine, mine, mine]
+    (_, message), _, metrics = client(where).fit(request, sealed(2))
+    np.testing.assert_allclose(other.open(message, 2, 2), [[[4.0, 2.0]]])
+    assert metrics == {"floats": 2, "rejected-6": 1}
+
+
 def test_a_replayed_or_changed_letter_is_left_out_and_its_sender_named() -> None:
     where, other, third = context(), Keys(5, "run"), Keys(6, "run")
     ((card, *_), _, _) = client(where).fit(NOTHING, sealed(0, "announce"))
