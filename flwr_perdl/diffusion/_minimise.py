@@ -1,6 +1,6 @@
 """The exact minimum of an agent's cost plus a quadratic: what ADMM solves, and a lone agent's dual.
 
-For atoms W, any number of centres c, and curvature a > 0:
+For atoms W, any number of centers c, and curvature a > 0:
 
     nu = argmin over V_f of  a / 2 ||nu - c||^2 + h*(W nu)
     y  = argmin of  h(y) + phi_a(a c - y W),   nu = clip(c - y W / a),   y = code(W nu)
@@ -10,8 +10,9 @@ that turns linear at a. With all atoms in one place, a = ``strong_convexity`` an
 the inference problem (7) itself and its dual (28).
 
 The codes are an elastic net in as many unknowns as there are atoms, found by Newton steps with a
-line search; under Huber's loss, a few such elastic nets in turn. Both are piecewise quadratic: the
-steps end at the minimum, but for rounding, after finitely many.
+line search; under Huber's loss, a few such elastic nets in turn. Both are piecewise quadratic, so
+that finitely many steps end at the minimum, but for rounding. Without such accuracy
+:func:`descend` is faster for many atoms.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def minimise(
     a: Matrix,
     codes: Matrix | None = None,
 ) -> Minimum:
-    """Return the minima of ``m`` agents and ``n_samples`` centres each.
+    """Return the minima of ``m`` agents and ``n_samples`` centers each.
 
     Parameters
     ----------

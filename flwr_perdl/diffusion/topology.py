@@ -81,8 +81,7 @@ class Topology:
         Raises
         ------
         ValueError
-            If an edge is no pair of integers, names a node that is not there, or joins a node to
-            itself.
+            If an edge is not a pair of integers, names an unknown node, or joins a node to itself.
         """
         check_count("n_nodes", n_nodes, 1)
         given = [tuple(edge) for edge in edges]
@@ -155,7 +154,7 @@ class Topology:
 
     @classmethod
     def erdos_renyi(cls, n_nodes: int, p: float, *, seed: int = 0) -> Topology:
-        """Return a random graph whose every edge is there with probability ``p``.
+        """Return a random graph that has every edge with probability ``p``.
 
         Redrawn until connected.
 
@@ -249,13 +248,13 @@ class Topology:
 
     @cached_property
     def is_connected(self) -> bool:
-        """Whether news of any node reaches every other."""
+        """Whether a value of any node reaches every other node."""
         count, _ = connected_components(self.adjacency, connection="strong")
         return bool(count == 1)
 
     @cached_property
     def diameter(self) -> int:
-        """Most rounds that news of a node need to reach another.
+        """Rounds that a value takes at most to reach another node.
 
         Raises
         ------
@@ -288,8 +287,8 @@ class Topology:
             return 0.0
         if self.n_nodes <= DENSE:
             return float(np.linalg.eigvalsh(self.laplacian.toarray())[1])
-        # The constant vector is moved to the top of the spectrum, the rest is turned over, so
-        # that the wanted eigenvalue is the largest: Lanczos finds it without a factorisation.
+        # The operator turns the spectrum over, without the constant vector, so that the wanted
+        # eigenvalue is the largest: Lanczos iterations find it without a factorization.
         top = 2.0 * float(self.degrees.max())
         n = self.n_nodes
 
@@ -302,13 +301,13 @@ class Topology:
         return float(top - eigsh(operator, k=1, which="LA", v0=start, return_eigenvectors=False)[0])
 
     def __repr__(self) -> str:
-        """Say how many nodes and edges there are."""
+        """Return the numbers of nodes and edges."""
         kind = "directed" if self.directed else "undirected"
         return f"Topology({self.n_nodes} nodes, {self.n_edges} edges, {kind})"
 
 
 def _matrix(name: str, values: Any) -> Csr:
-    """Return a sparse copy of a matrix, or raise a ValueError if it is none."""
+    """Return a sparse copy of a matrix, checked."""
     if not sparse.issparse(values):
         values = np.asarray(values)
     if values.ndim != 2 or values.dtype.kind not in "biuf":
@@ -435,7 +434,7 @@ class CombinationMatrix:
 def metropolis_weights(topology: Topology) -> CombinationMatrix:
     """Return Metropolis weights: 1 / (1 + max(degree_k, degree_l)) for neighbors k, l.
 
-    Symmetric, hence doubly stochastic: the right choice where the nodes' plain mean is wanted.
+    Symmetric, hence doubly stochastic: the right choice to find the plain mean of the nodes.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""What all transports have in common: who hears whom in a round, and the inbox that results."""
+"""What all transports share: who hears whom in a round, and the inbox that results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Run(NamedTuple):
     Attributes
     ----------
     state : NamedTuple of arrays, or None
-        The program's state of all nodes, in order; None where nodes keep it to themselves.
+        The program's state of all nodes, in order; None if the nodes do not show it.
     observed : dict of str to ndarray
         What the nodes showed at the end (`Program.observe`), in order, shape (n_nodes, ...).
     rounds : int
@@ -113,7 +113,7 @@ class Plan:
         return self.matrices[(round_ - 1) % len(self.matrices)]
 
     def links(self, round_: int) -> Links:
-        """Return who would be heard in a round if every message were in order."""
+        """Return who is heard in a round if every message counts."""
         matrix = self.matrix(round_)
         heard = self.faults.links(matrix.topology, round_)
         k, j = sparse.coo_array(heard).coords
@@ -170,8 +170,8 @@ class Mailbox:
     nodes : ndarray of shape (m,)
         The hosted nodes.
     senders : ndarray of shape (s,)
-        Ids, ascending, of those whose messages are handed in every round; the hosted nodes and
-        all whom they ever hear are among them.
+        Ids, ascending, of the nodes whose messages `inbox` gets in every round: at least the hosted
+        nodes and all whom they ever hear.
     """
 
     def __init__(self, plan: Plan, nodes: NDArray[np.intp], senders: NDArray[np.intp]) -> None:
@@ -203,14 +203,14 @@ class Mailbox:
         arrays : tuple of ndarray of shape (s, ...)
             The messages of the round as they arrived, by sender.
         own : tuple of ndarray of shape (m, ...), optional
-            The hosted nodes' own messages where they differ from what arrived.
+            The hosted nodes' own messages, if they differ from what arrived.
         arrived : ndarray of shape (s,), optional
-            Whose message arrived at all; everybody's by default. What the arrays hold of the others
-            is not looked at.
+            Whose message arrived; by default everybody's. The arrays' rows of the others are
+            ignored.
         """
         finite = finite_rows(arrays)
         sent = np.ones(len(finite), dtype=bool) if arrived is None else arrived
-        if self.plan.faults.any:  # who sleeps sends nothing, neither now nor late
+        if self.plan.faults.any:  # a node that is asleep sends nothing
             sent = sent & self.plan.faults.awake(self.plan.n_nodes, round_)[self.senders]
         if not finite.all():
             arrays = tuple(cleared(array, ~finite) for array in arrays)
@@ -225,7 +225,7 @@ class Mailbox:
                 np.concatenate([old[i] for old, _ in self._last]) for i in range(len(arrays))
             )
         where, sound = self._own, np.ones(len(self.nodes), dtype=bool)
-        if own is not None:  # a node knows its own estimate, whatever became of the message
+        if own is not None:  # a node uses its own message as it was sent
             sound = finite_rows(own)
             where = len(senders) + np.arange(len(self.nodes))
             senders = np.concatenate([senders, self.nodes])

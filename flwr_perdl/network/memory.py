@@ -33,7 +33,7 @@ class InMemoryNetwork(Network):
         program : Program
             The algorithm, with the data of all nodes.
         n_rounds : int
-            Rounds at most, at least 0; one exchange with all neighbors each.
+            Rounds at most; each is one exchange with all neighbors.
         state : NamedTuple of arrays, optional
             The state to continue from; the program's start by default.
         callback : callable, optional
@@ -102,7 +102,7 @@ class Host:
         sent = self._program.message(self._adapted)
         plan = self.mailbox.plan
         broken = plan.faults.broken(plan.n_nodes, round_)[self.mailbox.nodes]
-        # What a node has itself is given beside what arrives only where the two differ.
+        # A node's own message is passed separately only if it differs from what arrives.
         self._own = None if finite_rows(sent).all() and not broken.any() else sent
         if broken.any():
             sent = tuple(array.copy() for array in sent)
@@ -113,7 +113,7 @@ class Host:
     def receive(
         self, round_: int, arrays: tuple[Array, ...], arrived: NDArray[np.bool_] | None = None
     ) -> None:
-        """Take in the messages of a round, see `Mailbox.inbox`; who is asleep stays as it was."""
+        """Take in the messages of a round, see `Mailbox.inbox`; a node that is asleep does not."""
         after = self._program.combine(
             self._adapted, self.mailbox.inbox(round_, arrays, self._own, arrived)
         )

@@ -28,7 +28,7 @@ _LARGEST = 2**53
 
 
 class Rejected(ValueError):
-    """A message, or a card, that is not what it claims to be."""
+    """A message, or a card, that is refused; the text says why."""
 
 
 class Message(NamedTuple):
@@ -285,7 +285,7 @@ def cleared(array: Array, rows: NDArray[np.bool_]) -> Array:
 
 
 def _check_whole(name: str, numbers: Matrix) -> None:
-    """Raise a ValueError if numbers that travel as floats are no ids or counts."""
+    """Raise a ValueError if floats are not ids or counts."""
     odd = (numbers != np.rint(numbers)) | (numbers < 0) | (numbers > _LARGEST)
     if odd.any():
         raise ValueError(f"{name} must have whole numbers from 0 on, got {numbers[odd][0]:g}.")

@@ -49,7 +49,7 @@ from flwr_perdl.network.messages import Rejected
 
 _KEY, _NONCE = 32, 12
 _CARD = 2 * _KEY
-_NONE = bytes(_KEY)  # stands for the lasting key of a node that has none
+_NONE = bytes(_KEY)  # in place of the lasting key of a node without one
 
 
 class Keys:
@@ -100,7 +100,7 @@ class Keys:
 
     @property
     def card(self) -> NDArray[np.float64]:
-        """What this node announces."""
+        """The public keys that this node announces."""
         return pack(self._card)
 
     def seal(
@@ -183,7 +183,7 @@ class Keys:
                     self._run.exchange(X25519PublicKey.from_public_bytes(lasting)),
                 )
                 secret += b"".join(parts if self.node < other else parts[::-1])
-        except ValueError:  # a point of small order, which no key pair has
+        except ValueError:  # a point of small order: not the public key of any key pair
             raise Rejected("its card is no public key") from None
         cards = (self._card, card) if sender == self.node else (card, self._card)
         info = b"flwr-perdl letter" + struct.pack("<QQ", sender, receiver) + b"".join(cards)
