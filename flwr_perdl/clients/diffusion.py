@@ -1,73 +1,64 @@
-"""The client of a diffusion: one node, which talks to its neighbours through the server."""
+"""The client of a diffusion: one node, which talks to its neighbors through the server."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from logging import WARNING
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from flwr.app import Context
 from flwr.common import log
 from numpy.typing import NDArray
 
-from flwr_perdl._checks import (
-    Matrix,
-    check_array,
-    check_choice,
-    check_count,
-    check_flag,
-    check_kind,
-)
+from flwr_perdl._checks import Matrix, check_choice, check_count, check_flag, check_kind
 from flwr_perdl._records import ANEW, ROUND, RUN, STEP, Scalar
 from flwr_perdl._store import LAST_ROUND
 from flwr_perdl._threads import one_blas_thread
 from flwr_perdl.clients._state import PrivateState, private_shelf
 from flwr_perdl.clients.app import Member
 from flwr_perdl.diffusion.combine import Array, Program
-from flwr_perdl.network._exchange import Letter, finite_rows, inbox_of
 from flwr_perdl.network._packing import pack_arrays, text_array, texts_of
-from flwr_perdl.network.sealed import Keys, Rejected, read_key, read_pinned
+from flwr_perdl.network.messages import Delivery, Rejected, Sent, finite_rows, inbox_of
+from flwr_perdl.network.sealed import Keys, read_key, read_pinned
 
 #: The protocol's steps.
 ANNOUNCE = "announce"
 EXCHANGE = "exchange"
 SHOW = "show"
-#: The keys of its requests' config: the algorithm's round, and who sleeps through it.
+#: The keys of its requests' config: the algorithm's round, who is asleep in it, and whether
+#: messages are sealed.
 AT = "perdl.at"
 ASLEEP = "perdl.asleep"
 SEALED = "perdl.sealed"
-#: The metrics of its replies: floats of the message, whether it is broken, whose letters were left
-#: out.
+#: The metrics of its replies: floats of the message, whether it is not finite, and whose messages
+#: were left out.
 FLOATS = "floats"
 BROKEN = "broken"
 REJECTED = "rejected-"
-#: How the state's fields are called among what a node shows.
+#: Prefix of the state's fields among what a node shows.
 STATE = "state."
 
 SHOWS = ("observed", "state", "nothing")
 
-#: The private state, besides the program's: the round whose letters it waits for, and its key; or,
-#: where the run is over for this node, the metrics of its last reply.
+#: Names of the private arrays besides the program's state, see `_Kept`.
 _PENDING = "pending"
 _RUN_KEY = "run-key"
 _OVER = "over"
-_NONE = np.zeros(1, dtype=int)
-#: Up to here every whole number is a float.
-_LARGEST = 2**53
 
 
 class DiffusionClient(Member):
     """A node of a network that runs a distributed algorithm, with this node's data only.
 
-    In every round the node receives its neighbours' messages of the last round, combines them,
-    does its work for the next round, and sends its own message, which the server hands on. What
-    leaves the node: its messages to its neighbours, which the server can read unless they are
-    sealed (see `flwr_perdl.network.sealed`); how many floats they have, and whose letters could not
-    be read; and at the end what ``shows`` says. What the messages give away is the algorithm's
-    affair: its docstring says it, for neighbors that do as they should. One that sends what it
-    likes, and a server that can write letters, may learn samples from the answers.
+    In every round the node receives its neighbors' messages of the last round, combines them,
+    does its work for the next round, and sends its own message, which the server delivers.
+
+    **What leaves the node**: its messages to its neighbors, which the server can read unless they
+    are sealed (see `flwr_perdl.network.sealed`); their size, and whose messages were left out; at
+    the end what ``shows`` says. The docstring of the algorithm says what its messages reveal to
+    neighbors that follow the protocol. A neighbor that does not, or a server that can write
+    messages, may learn samples from the answers (docs/security.md).
 
     Parameters
     ----------
@@ -82,7 +73,7 @@ class DiffusionClient(Member):
         state besides; or nothing.
     sealed : bool, default False
         Whether the node refuses to send messages that the server can read. A node that pins its
-        neighbours' keys always does.
+        neighbors' keys always does.
     max_delay : int, default 0
         How many rounds late a message may be; an older one is left out.
     on_end : callable, optional
@@ -93,16 +84,16 @@ class DiffusionClient(Member):
 
     Notes
     -----
-    With sealed letters the last step ends the run for the node: it deletes its key of the run, in
-    memory and on disk, and answers from then on only with what it has shown.
+    With sealed messages the last step ends the run for the node: it deletes its key of the run, in
+    memory and on disk, and from then on answers only with what it has shown.
 
     Node config: ``key-file`` is the file of this node's lasting private key, ``neighbour-keys``
-    the JSON file of its neighbours' public keys, which pins them.
+    the JSON file of its neighbors' public keys, which pins them.
 
     Raises
     ------
     ValueError
-        If who the node is is not known, or its keys are not readable.
+        If the context does not say which node this is, or the keys are not readable.
     """
 
     def __init__(
@@ -142,35 +133,34 @@ class DiffusionClient(Member):
     def fit(
         self, parameters: list[Matrix], config: dict[str, Scalar]
     ) -> tuple[list[Matrix], int, dict[str, Scalar]]:
-        """Take in what the neighbours sent, and send on.
+        """Take in what the neighbors have sent, do the work of a round, and send a message.
 
         Parameters
         ----------
         parameters : list of ndarray
-            What the letters are, a row each (sender, rounds late, weight, number of arrays); where
-            they are sealed, the receivers of the node's own letters and their cards; then the
-            letters' arrays.
+            A `flwr_perdl.network.messages.Delivery`.
         config : dict
-            The step, the algorithm's round, whether letters are sealed, and who sleeps.
+            The step, the algorithm's round, whether messages are sealed, and who is asleep.
 
         Returns
         -------
         parameters : list of ndarray
-            The message; or the node's card and a sealed letter per receiver; or, at the end, what
-            the node shows, packed into one array.
+            A `flwr_perdl.network.messages.Sent`; at the end, what the node shows, packed into one
+            array.
         num_examples : int
             One.
         metrics : dict
             ``"floats"`` of the message, ``"broken": 1`` if it has NaN or infinite values (it is not
-            sent), ``"rejected-K": 1`` for every neighbour K whose letter, or card, was left out,
+            sent), ``"rejected-K": 1`` for every neighbor K whose message, or card, was left out,
             ``"anew": 1`` if the node found no state after round one, and began from its start.
         """
-        step, run = config[STEP], str(config[RUN])
+        step, run, server_round = config[STEP], str(config[RUN]), int(config[ROUND])
         round_ = check_count(AT, config.get(AT, 0), 0, LAST_ROUND)
         check_choice("step", step, (ANNOUNCE, EXCHANGE, SHOW))
-        if self.sealed and not config.get(SEALED):
+        sealed = bool(config.get(SEALED))
+        if self.sealed and not sealed:
             raise ValueError(
-                f"node {self.node} sends sealed letters only, and was asked for others."
+                f"node {self.node} sends sealed messages only, and was asked for others."
             )
         private = PrivateState(self.context, run, self._shelf)
         newest = private.newest() or {}
@@ -180,47 +170,68 @@ class DiffusionClient(Member):
                     f"step must be {SHOW!r} after node {self.node} has deleted its key of this run,"
                     f" got {step!r}."
                 )
-            return self._end(self._state(newest)), 1, dict.fromkeys(texts_of(newest[_OVER]), 1)
-        kept = private.before(int(config[ROUND])) or {}
-        keys = self._keys(run, kept) if config.get(SEALED) else None
-        desk = _Desk(self, keys)
-        if round_ > 1 and _PENDING not in kept:
-            desk.metrics[ANEW] = 1
-        state, pending = self._state(kept), int(kept.get(_PENDING, _NONE)[0])
-        reply: list[Matrix] = [] if keys is None else [keys.card]
+            kept = self._kept(newest)
+            return self._end(kept.state), 1, dict.fromkeys(kept.over or (), 1)
+        found = private.before(server_round)
+        state, pending, run_key, _ = self._kept(found)
+        keys = None
+        if sealed:
+            keys = Keys(self.node, run, own_key=self._own_key, pinned=self._pinned, run_key=run_key)
+            run_key = keys.run_key
+        delivery = Delivery() if step == ANNOUNCE else Delivery.from_arrays(parameters, sealed)
+        metrics: dict[str, Scalar] = {ANEW: 1} if round_ > 1 and found is None else {}
         if pending:
-            letters = desk.receive(parameters, pending) if pending == round_ - 1 else []
-            inbox, odd = inbox_of(self.node, pending, self.program.message(state), letters)
-            for letter in odd:
-                desk.leave_out(letter.sender, "it has another form, or NaN or infinite values")
+            inbox, left_out = inbox_of(
+                self.node,
+                pending,
+                self.program.message(state),
+                delivery.messages if pending == round_ - 1 else (),
+                max_delay=self.max_delay,
+                unseal=None if keys is None else keys.open,
+            )
+            metrics |= self._left_out(left_out)
             state, pending = self.program.combine(state, inbox), 0
+        reply = Sent(None if keys is None else keys.card).to_arrays()
         if step == SHOW:
             reply = self._end(state)
         elif step == EXCHANGE and str(self.node) not in str(config.get(ASLEEP, "")).split():
             state, pending = self.program.adapt(state, round_), round_
-            reply += desk.send(parameters, round_, self.program.message(state))
-        fields: dict[str, NDArray[Any]] = {
-            STATE + name: field for name, field in state._asdict().items()
-        }
-        over = step == SHOW and (keys is not None or _RUN_KEY in newest)
-        if over:
-            fields[_OVER] = text_array(list(desk.metrics))
-        elif keys is not None:
-            fields[_RUN_KEY] = np.frombuffer(keys.run_key, dtype=np.uint8)
-        private.save(int(config[ROUND]), {**fields, _PENDING: np.array([pending])}, alone=over)
-        return reply, 1, desk.metrics
+            sent, more = self._sent(self.program.message(state), delivery, round_, keys)
+            reply, metrics = sent.to_arrays(), metrics | more
+        over = step == SHOW and (sealed or _RUN_KEY in newest)
+        kept = _Kept(state, pending, None if over else run_key, list(metrics) if over else None)
+        private.save(server_round, kept.to_arrays(), alone=over)
+        return reply, 1, metrics
 
-    def _keys(self, run: str, kept: Mapping[str, Array]) -> Keys:
-        """Return this node's keys in this run."""
-        known = kept[_RUN_KEY].tobytes() if _RUN_KEY in kept else None
-        return Keys(self.node, run, own_key=self._own_key, pinned=self._pinned, run_key=known)
+    def _kept(self, arrays: Mapping[str, Array] | None) -> _Kept:
+        """Return what was kept, or the program's start."""
+        start = self.program.start(np.array([self.node]))
+        return _Kept(start) if arrays is None else _Kept.from_arrays(arrays, type(start))
 
-    def _state(self, kept: Mapping[str, Array]) -> Any:
-        """Return the state that was kept, or the program's start."""
-        state = self.program.start(np.array([self.node]))
-        if _PENDING not in kept:
-            return state
-        return type(state)(**{name: kept[STATE + name] for name in state._fields})
+    def _sent(
+        self, message: tuple[Array, ...], delivery: Delivery, round_: int, keys: Keys | None
+    ) -> tuple[Sent, dict[str, Scalar]]:
+        """Return what the node sends, and the metrics of it."""
+        metrics: dict[str, Scalar] = {FLOATS: sum(array.size for array in message)}
+        card = None if keys is None else keys.card
+        if not finite_rows(message).all():
+            return Sent(card), {**metrics, BROKEN: 1}
+        if keys is None or delivery.cards is None:
+            return Sent(None, message), metrics
+        sealed: dict[int, Matrix] = {}
+        left_out: dict[int, str] = {}
+        for receiver, its_card in delivery.cards.items():
+            try:
+                sealed[receiver] = keys.seal(message, receiver, round_, its_card)
+            except Rejected as reason:
+                sealed[receiver], left_out[receiver] = np.zeros(0), str(reason)
+        return Sent(card, list(sealed.values())), metrics | self._left_out(left_out)
+
+    def _left_out(self, reasons: Mapping[int, str]) -> dict[str, Scalar]:
+        """Log which neighbors' messages or cards were rejected; return the metrics of that."""
+        for neighbor, reason in reasons.items():
+            log(WARNING, "Node %d leaves out node %d: %s", self.node, neighbor, reason)
+        return {f"{REJECTED}{neighbor}": 1 for neighbor in reasons}
 
     def _end(self, state: Any) -> list[Matrix]:
         """Call ``on_end``, and return what the node shows at the end."""
@@ -237,77 +248,43 @@ class DiffusionClient(Member):
         return [pack_arrays(shown)] if shown else []
 
 
-class _Desk:
-    """Where a node reads and writes its letters, open or sealed."""
+class _Kept(NamedTuple):
+    """What a node keeps between two requests.
 
-    def __init__(self, client: DiffusionClient, keys: Keys | None) -> None:
-        self._client, self._keys = client, keys
-        self.metrics: dict[str, Scalar] = {}
+    Attributes
+    ----------
+    state : NamedTuple of arrays
+        The program's state.
+    pending : int
+        The round whose messages the node waits for; 0 if it waits for none.
+    run_key : bytes or None
+        The node's private key in this run.
+    over : list of str or None
+        Where the run is over for this node, the metrics of its last reply.
+    """
 
-    def leave_out(self, neighbour: int, reason: str) -> None:
-        """Note that a neighbour is not heard, or not written to."""
-        log(WARNING, "Node %d leaves out node %d: %s", self._client.node, neighbour, reason)
-        self.metrics[f"{REJECTED}{neighbour}"] = 1
+    state: Any
+    pending: int = 0
+    run_key: bytes | None = None
+    over: list[str] | None = None
 
-    def receive(self, parameters: list[Matrix], round_: int) -> list[Letter]:
-        """Return the letters of a request."""
-        table = check_array("letters", _part(parameters, 0), columns=4)
-        _check_whole("letters", table[:, [0, 3]])
-        _check_whole("rounds late", np.abs(table[:, 1]))
-        if (table[:, 2] < 0).any() or table[:, 2].sum() > 1 + 1e-9:
-            raise ValueError(f"weights must be at least 0, at most 1 in all, got {table[:, 2]}.")
-        texts = parameters[1 if self._keys is None else 3 :]
-        letters: dict[tuple[int, int], Letter] = {}
-        for sender, late, weight, n_arrays in table.tolist():
-            who, when, size = int(sender), int(late), int(n_arrays)
-            text, texts = tuple(texts[:size]), texts[size:]
-            try:
-                if not 0 <= when <= min(self._client.max_delay, round_ - 1):
-                    raise Rejected(f"it is {when} rounds late")
-                if who == self._client.node or (who, when) in letters:
-                    raise Rejected("it is its own, or a second one")
-                if self._keys is not None:
-                    (sealed,) = text
-                    text = self._keys.open(sealed, who, round_ - when)
-                letters[who, when] = Letter(who, when, weight, text)
-            except Rejected as reason:
-                self.leave_out(who, str(reason))
-        return list(letters.values())
+    def to_arrays(self) -> dict[str, NDArray[Any]]:
+        """Return the private arrays."""
+        arrays: dict[str, NDArray[Any]] = {
+            STATE + name: field for name, field in self.state._asdict().items()
+        }
+        if self.over is not None:
+            arrays[_OVER] = text_array(self.over)
+        if self.run_key is not None:
+            arrays[_RUN_KEY] = np.frombuffer(self.run_key, dtype=np.uint8)
+        return {**arrays, _PENDING: np.array([self.pending])}
 
-    def send(
-        self, parameters: list[Matrix], round_: int, message: tuple[Array, ...]
-    ) -> list[Matrix]:
-        """Return the message, or its sealed letters."""
-        self.metrics[FLOATS] = sum(array.size for array in message)
-        if not finite_rows(message).all():
-            self.metrics[BROKEN] = 1
-            return []
-        if self._keys is None:
-            return list(message)
-        receivers = check_array("receivers", _part(parameters, 1), ndim=1)
-        cards = check_array("cards", _part(parameters, 2))
-        _check_whole("receivers", receivers)
-        if len(cards) != len(receivers):
-            raise ValueError(f"cards must be of {len(receivers)} receivers, got {len(cards)}.")
-        letters: list[Matrix] = []
-        for receiver, card in zip(receivers.tolist(), cards, strict=True):
-            try:
-                letters.append(self._keys.seal(message, int(receiver), round_, card))
-            except Rejected as reason:
-                self.leave_out(int(receiver), str(reason))
-                letters.append(np.zeros(0))
-        return letters
-
-
-def _part(parameters: list[Matrix], at: int) -> Matrix:
-    """Return an array of a request, or say that there are too few."""
-    if len(parameters) <= at:
-        raise ValueError(f"parameters must have {at + 1} arrays or more, got {len(parameters)}.")
-    return parameters[at]
-
-
-def _check_whole(name: str, numbers: Matrix) -> None:
-    """Raise a ValueError if numbers that travel as floats are no ids or counts."""
-    odd = (numbers != np.rint(numbers)) | (numbers < 0) | (numbers > _LARGEST)
-    if odd.any():
-        raise ValueError(f"{name} must have whole numbers from 0 on, got {numbers[odd][0]:g}.")
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, Array], state: Any) -> _Kept:
+        """Return what `to_arrays` was called on; ``state`` is the type of the program's state."""
+        return cls(
+            state(**{name: arrays[STATE + name] for name in state._fields}),
+            int(arrays[_PENDING][0]),
+            arrays[_RUN_KEY].tobytes() if _RUN_KEY in arrays else None,
+            texts_of(arrays[_OVER]) if _OVER in arrays else None,
+        )

@@ -1,4 +1,4 @@
-"""Learning by talking to neighbours only: topologies, dual inference, both diffusion learners."""
+"""Learning by talking to neighbors only: topologies, dual inference, both diffusion learners."""
 
 from flwr_perdl.diffusion.combine import Inbox, Program
 from flwr_perdl.diffusion.data_diffusion import DataDiffusion

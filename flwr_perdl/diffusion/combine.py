@@ -1,6 +1,6 @@
 """The combine step: what a distributed algorithm is, and what a node has heard in a round.
 
-A `Program` is one distributed algorithm, told as adapt, message, combine (P1 eq. 31, P3
+A `Program` is one distributed algorithm in the form adapt, message, combine (P1 eq. 31, P3
 Algorithm 1). A network carries its messages: see `flwr_perdl.network`. Every part of a program's
 state has a leading axis over the nodes that are hosted together: all of them in memory, some in
 a worker process, one on a real node. The program need not know which.
@@ -17,13 +17,15 @@ N_k without k                       ``Inbox.links[k]``: those who were heard thi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+from flwr_perdl.diffusion.topology import CombinationMatrix
 
 Array = NDArray[Any]
 Csr = Any  # scipy.sparse.csr_array; SciPy ships no types
@@ -38,7 +40,7 @@ class Program(Protocol[State]):
     """One distributed algorithm, for however many nodes are hosted together.
 
     A state is a NamedTuple of arrays with a leading axis over the hosted nodes; its first field
-    is ``nodes``, their ids. Nothing is kept outside it but parameters and the nodes' own data.
+    is ``nodes``, their ids. Everything but parameters and the nodes' own data is in it.
     """
 
     def start(self, nodes: NDArray[np.intp]) -> State:
@@ -50,7 +52,7 @@ class Program(Protocol[State]):
         ...
 
     def message(self, state: State) -> tuple[Array, ...]:
-        """Return what every neighbour receives: float arrays with a leading axis over the nodes."""
+        """Return what every neighbor receives: float arrays with a leading axis over the nodes."""
         ...
 
     def combine(self, state: State, inbox: Inbox) -> State:
@@ -58,13 +60,13 @@ class Program(Protocol[State]):
         ...
 
     def observe(self, state: State) -> dict[str, Array]:
-        """Return what the nodes show to whoever runs the network; never raw data."""
+        """Return what the nodes show to the operator of the network; never raw data."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Inbox:
-    """What the hosted nodes have heard in one round.
+    """The messages that the hosted nodes have received in one round.
 
     Attributes
     ----------
@@ -73,14 +75,14 @@ class Inbox:
     nodes : ndarray of shape (m,)
         Ids of the receivers: the nodes that are hosted together.
     senders : ndarray of shape (s,)
-        Ids of the nodes whose messages are at hand, ascending; the receivers are among them. A
-        message that came late is a sender of its own: ids may repeat.
+        Ids of the senders of the messages, ascending; the receivers are among them. Messages of
+        several rounds, if some are late, have an entry each: ids may repeat.
     arrays : tuple of ndarray of shape (s, ...)
         The messages, by sender.
     weights : sparse array of shape (m, s)
         The round's combination weights, a node's own included; rows sum to one.
     links : sparse array of shape (m, s)
-        One where a neighbour was heard, a node itself excluded.
+        One where a neighbor was heard, a node itself excluded.
     own : ndarray of shape (m,)
         Where each receiver stands among the senders.
     """
@@ -98,12 +100,12 @@ class Inbox:
         return product(self.weights, self.arrays[i])
 
     def total(self, i: int = 0) -> Array:
-        """Return the sum of the ``i``-th array over the neighbours heard: (m, ...)."""
+        """Return the sum of the ``i``-th array over the neighbors heard: (m, ...)."""
         return product(self.links, self.arrays[i])
 
     @cached_property
     def degrees(self) -> NDArray[np.intp]:
-        """How many neighbours each node has heard: (m,)."""
+        """How many neighbors each node has heard: (m,)."""
         degrees: NDArray[np.intp] = np.diff(self.links.indptr).astype(np.intp)
         return degrees
 
@@ -173,28 +175,90 @@ def product(weights: Csr, array: Array) -> Array:
     return combined.reshape(weights.shape[0], *array.shape[1:])
 
 
-def hear_all(
-    program: Program[State], state: State, round_: int, weights: Csr, links: Csr
-) -> tuple[State, tuple[Array, ...]]:
-    """Return the state after a round, and what was sent: all nodes here, every message heard.
+class Ran(NamedTuple):
+    """Where a run in memory is after a round.
 
-    What a network without faults does in memory, for algorithms that need no more than that.
+    Attributes
+    ----------
+    round : int
+        The round; 0 before the first.
+    state : NamedTuple of arrays
+        All nodes' state.
+    floats : float
+        Floats that reached a neighbor so far, counted once per link.
+    """
+
+    round: int
+    state: Any
+    floats: float
+
+
+def rounds_in_memory(
+    program: Program[State], n_nodes: int, n_rounds: int, weights: Csr, links: Csr
+) -> Iterator[Ran]:
+    """Run a program with all nodes here and every message heard; yield the start and every round.
+
+    For the maths, which knows no networks: `flwr_perdl.network.InMemoryNetwork` without faults.
 
     Parameters
     ----------
     program : Program
         The algorithm, with the data of all nodes.
-    state : NamedTuple of arrays
-        All nodes' state before the round.
-    round_ : int
-        The round, from 1.
-    weights, links : sparse array of shape (n, n)
+    n_nodes, n_rounds : int
+        Numbers of nodes and of rounds.
+    weights, links : sparse array of shape (n_nodes, n_nodes)
         Combination weights, and one where k hears l.
     """
-    nodes = state[0]
-    adapted = program.adapt(state, round_)
-    sent = program.message(adapted)
-    return program.combine(adapted, Inbox(round_, nodes, nodes, sent, weights, links, nodes)), sent
+    nodes = np.arange(n_nodes)
+    state, floats = program.start(nodes), 0.0
+    yield Ran(0, state, floats)
+    for round_ in range(1, n_rounds + 1):
+        adapted = program.adapt(state, round_)
+        sent = program.message(adapted)
+        state = program.combine(adapted, Inbox(round_, nodes, nodes, sent, weights, links, nodes))
+        floats += float(links.nnz * sum(array[0].size for array in sent))
+        yield Ran(round_, state, floats)
+
+
+class Carried(NamedTuple):
+    """What `carry` returns."""
+
+    #: What the nodes showed at the end, (n_nodes, ...).
+    observed: dict[str, Array]
+    #: Communication rounds.
+    rounds: int
+    #: Floats that reached a neighbor, counted once per link.
+    floats_sent: float
+
+
+def carry(
+    program: Program[Any],
+    network: Any,
+    n_rounds: int,
+    callback: Callable[[int, Any], Any] | None = None,
+) -> Carried:
+    """Run a program.
+
+    Parameters
+    ----------
+    program : Program
+        With the data of all nodes.
+    network : CombinationMatrix, or a network of `flwr_perdl.network`
+        A matrix stands for all nodes in this process, without faults.
+    n_rounds : int
+        Communication rounds.
+    callback : callable, optional
+        Called with round and state after every round.
+    """
+    if not isinstance(network, CombinationMatrix):
+        told = {} if callback is None else {"callback": callback}
+        ran = network.run(program, n_rounds, **told)
+        return Carried(ran.observed, ran.rounds, ran.floats_sent)
+    n, links = network.topology.n_nodes, network.topology.adjacency
+    for ran in rounds_in_memory(program, n, n_rounds, network.matrix, links):
+        if callback is not None and ran.round:
+            callback(ran.round, ran.state)
+    return Carried(program.observe(ran.state), n_rounds, ran.floats)
 
 
 def step_back(state: State, before: State, rows: NDArray[np.bool_]) -> State:

@@ -1,4 +1,4 @@
-"""Diffusion over data: nodes with data of their own learn one dictionary, by talking to neighbours.
+"""Diffusion over data: nodes with their own data learn one dictionary with their neighbors.
 
 P3 = Chainais and Richard, "A diffusion strategy for distributed dictionary learning", iTWIST 2014.
 
@@ -15,9 +15,9 @@ eq. (5), relative degree-variance           `relative_degree_variance_weights`
 ==========================================  =====================================================
 
 Deviations. The combination takes the psi of the same round (printed: of the last). MOD and K-SVD
-send unit atoms. Atoms that fewer than two samples stand behind do not move
+send unit atoms. An atom to which fewer than two samples contribute is not updated
 (`flwr_perdl.dictionary.atom_support`), so that no update shows a raw sample. Dead and double atoms
-are replaced, which the paper does not do, and without which some atoms are rarely found; see
+are replaced: the paper does not do this, and then rarely finds all atoms; see
 :class:`DataDiffusion`.
 """
 
@@ -30,7 +30,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
-from scipy.sparse.csgraph import connected_components, shortest_path
 
 from flwr_perdl._checks import (
     LARGE,
@@ -53,9 +52,20 @@ from flwr_perdl.dictionary import (
     omp,
 )
 from flwr_perdl.dictionary.coding import focuss, nonnegative_from_gram
-from flwr_perdl.diffusion.combine import Inbox, Program, hear_all, shown
+from flwr_perdl.diffusion._replacement import (
+    SLOTS,
+    TIE,
+    is_double,
+    key_of,
+    propose,
+    replace,
+    shares_of,
+    unit_rows,
+    value_of,
+)
+from flwr_perdl.diffusion.combine import Inbox, carry, shown
 from flwr_perdl.diffusion.objectives import check_positive
-from flwr_perdl.diffusion.topology import CombinationMatrix, Topology, metropolis_weights
+from flwr_perdl.diffusion.topology import Topology, metropolis_weights, rounds_to_all
 
 #: A node's data: all of it, or a function of the round that returns a batch.
 Data = Matrix | Callable[[int], Matrix]
@@ -70,18 +80,9 @@ ALIGNMENTS = ("none", "sign", "assignment")
 REPLACEMENTS = ("private", "samples")
 STARTS = ("samples", "common")
 
-#: Atoms that can be replaced at a time.
-SLOTS = 8
-#: Two atoms with a cosine above this count as one.
-COHERENT = 0.95
-#: Members of a group whose common direction may become an atom.
-LEAST_GROUP = 5
-#: Makes equal scores of different nodes unequal.
-_TIE = 1e-9
-
 
 class DictionaryState(NamedTuple):
-    """The state of the nodes hosted here; all but the dictionaries is there for replacement.
+    """The state of the nodes hosted here; from ``use`` on it serves the replacement of atoms.
 
     Attributes
     ----------
@@ -90,15 +91,15 @@ class DictionaryState(NamedTuple):
     dictionaries : ndarray of shape (m, n_atoms, n_features)
         Unit atoms; after ``adapt`` what is sent (psi).
     error : ndarray of shape (m,)
-        Share of the last batch's energy that its codes left.
+        Share of the last batch's energy that its codes do not explain.
     use : ndarray of shape (m, n_atoms)
         An atom's share of a sample's code, mean over samples, summed over ``counted`` rounds.
     counted : ndarray of shape (m,)
         Rounds since the last replacement.
     worth : ndarray of shape (m, n_atoms)
-        The most that an atom is used anywhere, as far as is known here (see `_key`).
+        The largest use of an atom at any node, as far as known here (see `key_of`).
     score : ndarray of shape (m, n_slots)
-        How badly the best candidate known here is needed (see `_key`).
+        Scores of the best candidates known here (see `key_of`).
     candidates : ndarray of shape (m, n_slots, n_features)
         These candidates, unit vectors.
     """
@@ -121,13 +122,13 @@ class Diffused(NamedTuple):
     dictionaries : ndarray of shape (n_nodes, n_atoms, n_features)
         Every node's dictionary, unit atoms.
     error : ndarray of shape (n_nodes,)
-        Share of the energy of a node's last batch that its codes left, in the last round.
+        Share of the energy of a node's last batch that its codes do not explain.
     disagreement : float
         The largest distance of an atom from the same atom of node 0, over atoms and nodes.
     rounds : int
         Communication rounds.
     floats_sent : float
-        Floats that reached a neighbour, counted once per link, all nodes and rounds.
+        Floats that reached a neighbor, counted once per link, all nodes and rounds.
     """
 
     dictionaries: Matrix
@@ -142,18 +143,18 @@ class DataDiffusion:
     """Learn one dictionary at many nodes, each with data of its own (P3 Algorithm 1).
 
     In every round a node codes its data with its dictionary, updates the dictionary from the
-    codes, sends it to its neighbours, and takes the weighted mean of what it hears, atoms brought
+    codes, sends it to its neighbors, and takes the weighted mean of what it hears, atoms brought
     back to unit norm.
 
-    **What a neighbour receives**: the updated dictionary; with ``replacement``, how much each atom
-    is used (the most of all nodes) and up to eight candidates, which travel on from node to node.
-    Never codes. With ``start="common"`` and ``replacement="private"``, the defaults, all that
-    leaves a node is made from sums over at least two of its samples. That does not hold against a
-    neighbor that lies: from the answers to dictionaries of its choice it computes samples (see
-    docs/security.md). Two choices do show samples:
-    with ``start="samples"``, the paper's, a node's first dictionary is ``n_atoms`` of its samples,
-    normalised, and an atom stays one until at least two samples stand behind it; with
-    ``replacement="samples"`` the worst represented samples go to everyone in the network.
+    **What a neighbor receives**: the updated dictionary; with ``replacement``, how much each atom
+    is used (the largest value of all nodes) and up to eight candidates, which nodes forward. Never
+    codes. With ``start="common"`` and ``replacement="private"``, the defaults, all that leaves a
+    node is made from sums over at least two of its samples. That does not hold against a neighbor
+    that lies: from the answers to dictionaries of its choice it computes samples (see
+    docs/security.md). Two choices do show samples. With ``start="samples"``, the paper's, a node's
+    first dictionary is ``n_atoms`` of its samples, normalized, and an atom remains a sample until
+    at least two samples contribute to it. With ``replacement="samples"`` the worst represented
+    samples go to everyone in the network.
 
     Parameters
     ----------
@@ -161,14 +162,14 @@ class DataDiffusion:
         Atoms of the dictionary.
     coder : str or callable, default "omp"
         "omp" with ``n_nonzero`` atoms per sample; "lasso" or "focuss" with penalty ``alpha``;
-        "nonnegative", least squares without penalty but for a ridge of the size of rounding, which
-        tells atoms apart that have become equal (no more atoms than features); or ``coder(X, D)``
-        that returns codes.
+        "nonnegative", least squares with a ridge of the size of rounding, which keeps the problem
+        solvable when atoms have become equal (at most as many atoms as features); or
+        ``coder(X, D)`` that returns codes.
     n_nonzero : int, default 3
         Atoms per sample of "omp".
     alpha : float, default 0.1
         Penalty of "lasso", in units of the data, and of "focuss", in units of the data to the power
-        of 1.5: data ``s`` times as large need ``s**1.5`` times as much.
+        of 1.5.
     update : {"mod", "ksvd", "gradient"}, default "mod"
         Least squares, approximate K-SVD, or the paper's gradient steps.
     step : float or None, default None
@@ -178,22 +179,21 @@ class DataDiffusion:
     nonnegative : bool, default False
         Set negative entries of updated atoms to zero.
     alignment : {"none", "sign", "assignment"}, default "none"
-        What happens to a neighbour's atoms before they are combined. "none": atom j is combined
-        with atom j, right where nodes start alike and also where each starts at random: they agree
-        before they have learned. "sign": the neighbour's atom is turned where it points the other
-        way, for nodes that start from the same atoms up to signs; harmful where starts are random.
-        "assignment": the neighbour's atoms are matched one to one, for nodes that have learned
-        already and whose atoms come in any order.
+        How a neighbor's atoms are combined with a node's own. "none": atom j with atom j, which is
+        right for equal starts and for random ones: the nodes agree before they have learned.
+        "sign": the same after a flip of the sign where needed, for nodes that start from the same
+        atoms up to signs; harmful with random starts. "assignment": matched one to one, for nodes
+        that have already learned, each with its own order of atoms.
     replacement : {"private", "samples", None}, default "private"
-        What takes the place of an atom that nobody uses much or that is nearly another one.
-        "samples": the worst represented samples. "private": where an atom's users are represented
-        badly, as if it stood for two, the leading direction of the larger half of them. None:
-        nothing.
+        What replaces an atom that no node uses much or that is nearly equal to another one.
+        "samples": the worst represented samples. "private": the leading direction of a half of the
+        users of another atom, whose users are represented badly, as if it stood for two. None: no
+        replacement.
     replace_every : int, default 10
-        Rounds between replacements; never fewer than news takes to reach every node.
+        Rounds between replacements, at least as many as a value takes to reach every node.
     least_use : float, default 0.5
-        An atom is dead if at no node its share of the codes is more than this times what an atom's
-        is on average.
+        An atom is dead if its share of the codes is at every node at most this times the mean share
+        of an atom.
 
     Raises
     ------
@@ -203,15 +203,14 @@ class DataDiffusion:
 
     Notes
     -----
-    *How replacement stays decentralised.* Every ``replace_every`` rounds each node notes what it
-    finds an atom worth (its mean share ``|c_j| / sum |c|`` of a sample's code; 0 if another atom
-    before it is nearly the same) and what it would rather have (candidates, each with a score).
-    These travel with the dictionaries, the largest value winning at every node, for as many rounds
-    as the network's diameter. Then all nodes hold the same numbers. What no node finds worth
-    keeping is replaced, the least used first, by the candidates in order: at all nodes in the same
-    round by the same vectors. Where messages are lost, some nodes may miss a replacement; the
-    combination averages it in. Scores compare with what the same node leaves elsewhere, so that a
-    noisy node's candidates do not always win.
+    *Replacement without a coordinator.* Every ``replace_every`` rounds each node computes the worth
+    of its atoms (the mean share ``|c_j| / sum |c|`` of a sample's code; 0 if an earlier atom is
+    nearly equal) and its candidates, each with a score. These travel with the dictionaries for as
+    many rounds as the network's diameter, and every node keeps the largest values. Then all nodes
+    hold the same numbers, and replace the same atoms, the least used first, by the same candidates
+    in the same round. If messages are lost, some nodes may miss a replacement, which the
+    combination then averages in. Scores are relative to what else the same node does not explain,
+    so that a noisy node's candidates do not always win.
     """
 
     n_atoms: int
@@ -268,13 +267,13 @@ class DataDiffusion:
             Every node's data, as many or few samples as it has; or a function of the round (from
             1) that returns a new batch, the same whenever it is asked for the same round.
         network : Topology, CombinationMatrix, or a network of `flwr_perdl.network`
-            Who hears whom: connected, or without any link, where every node learns alone. A
-            topology stands for Metropolis weights in memory, without faults.
+            Who hears whom: connected, or without any link, so that every node learns alone. A
+            topology means Metropolis weights in memory, without faults.
         n_rounds : int, default 100
             Communication rounds.
         start : str, ndarray, mapping or callable, default "common"
             "common": random atoms from the seed, the same at all nodes. "samples": a random subset
-            of each node's own data (the paper's). An array (n_atoms, n_features), or
+            of each node's own data (the paper's). Or an array (n_atoms, n_features), or
             (n_nodes, n_atoms, n_features); a mapping from node to its array; or ``start(X, rng)``,
             called with each node's own data.
         seed : int, default 0
@@ -321,7 +320,7 @@ class DataDiffusion:
         data : mapping of int to ndarray or callable
             Node -> its data, of the nodes that may be hosted here; see :meth:`fit`.
         agreement : int
-            Rounds that news takes to reach every node: the diameter of the network.
+            Rounds that a value takes to reach every node: the diameter of the network.
         start : str, ndarray, mapping or callable, default "common"
             See :meth:`fit`.
         seed : int, default 0
@@ -364,21 +363,7 @@ class DataDiffusion:
 
 
 class DictionaryProgram:
-    """`DataDiffusion` as a `flwr_perdl.diffusion.Program`; made by :meth:`DataDiffusion.program`.
-
-    Parameters
-    ----------
-    learner : DataDiffusion
-        The options.
-    data : mapping of int to ndarray or callable
-        Node -> its data.
-    agreement : int
-        Rounds that news takes to reach every node.
-    start : str, ndarray, mapping or callable
-        The first dictionaries.
-    seed : int
-        Seed of all draws.
-    """
+    """`DataDiffusion` as a `flwr_perdl.diffusion.Program`: see :meth:`DataDiffusion.program`."""
 
     def __init__(
         self,
@@ -429,7 +414,7 @@ class DictionaryProgram:
         )
 
     def adapt(self, state: DictionaryState, round_: int) -> DictionaryState:
-        """Code and update at every node; every so often, say what should be replaced."""
+        """Code and update at every node; every ``every`` rounds, propose replacements."""
         learner = self.learner
         after = _copy(state)
         for i, node in enumerate(state.nodes):
@@ -446,18 +431,21 @@ class DictionaryProgram:
             after.dictionaries[i] = learner.adapted(X, C, D)
             if learner.replacement is None:
                 continue
-            after.use[i] += _shares(C)
+            after.use[i] += shares_of(C)
             after.counted[i] += 1
             if round_ % self.every == 0:
                 epoch = round_ // self.every
-                worth = np.where(_doubled(D), 0, after.use[i] / after.counted[i])
-                propose = _bad_halves if learner.replacement == "private" else _worst_samples
-                score, vectors = propose(X, C, D, len(after.score[i]))
-                if learner.nonnegative:
-                    turned = np.where(vectors.sum(axis=1, keepdims=True) < 0, -vectors, vectors)
-                    vectors = _unit(np.maximum(turned, 0))
-                after.worth[i] = _key(epoch, worth)
-                after.score[i] = _key(epoch, score * (1 - _TIE * int(node)))
+                worth = np.where(is_double(D), 0, after.use[i] / after.counted[i])
+                score, vectors = propose(
+                    learner.replacement,
+                    X,
+                    C,
+                    D,
+                    len(after.score[i]),
+                    nonnegative=learner.nonnegative,
+                )
+                after.worth[i] = key_of(epoch, worth)
+                after.score[i] = key_of(epoch, score * (1 - TIE * int(node)))
                 after.candidates[i] = vectors
         return after
 
@@ -468,11 +456,11 @@ class DictionaryProgram:
         return state.dictionaries, state.worth, state.score, state.candidates
 
     def combine(self, state: DictionaryState, inbox: Inbox) -> DictionaryState:
-        """Average the dictionaries heard; replace atoms when everyone knows which."""
+        """Average the dictionaries; replace atoms when all nodes know which."""
         sent = state.dictionaries
         mean = inbox.mean() if self.learner.alignment == "none" else self._aligned_mean(inbox)
         combined = np.stack(
-            [normalize_atoms(*pair) for pair in zip(mean, _unit(sent), strict=True)]
+            [normalize_atoms(*pair) for pair in zip(mean, unit_rows(sent), strict=True)]
         )
         state = state._replace(dictionaries=combined)
         if self.learner.replacement is None:
@@ -496,14 +484,10 @@ class DictionaryProgram:
         """Put the candidates in the place of the atoms that no node finds worth keeping."""
         D, epoch = state.dictionaries.copy(), round_ // self.every
         for i in range(len(D)):
-            worth, score = _value(epoch, state.worth[i]), _value(epoch, state.score[i])
-            if np.isnan(worth).any():  # the news did not get through
+            worth, score = value_of(epoch, state.worth[i]), value_of(epoch, state.score[i])
+            if np.isnan(worth).any():  # not all values have arrived
                 continue
-            dead = np.flatnonzero(worth < self.learner.least_use * worth.mean())
-            dead = dead[np.argsort(worth[dead], kind="stable")]
-            offered = np.flatnonzero(score > 0)
-            n = min(len(dead), len(offered))
-            D[i, dead[:n]] = state.candidates[i, offered[:n]]
+            D[i] = replace(D[i], worth, score, state.candidates[i], self.learner.least_use)
         zeros = np.zeros_like
         return state._replace(dictionaries=D, use=zeros(state.use), counted=zeros(state.counted))
 
@@ -526,7 +510,7 @@ class DictionaryProgram:
         return self._checked(node, own(round_)) if callable(own) else own
 
     def _checked(self, node: int, own: Matrix) -> Matrix:
-        """Return a node's data, or raise a ValueError if nothing can be learned from them."""
+        """Return a node's data, checked."""
         name = f"data of node {node}"
         X = check_magnitude(name, check_array(name, own))
         if self.learner.nonnegative and self.learner.coder == "nonnegative":
@@ -554,44 +538,6 @@ class DictionaryProgram:
         return normalize_atoms(D).astype(X.dtype)
 
 
-def rounds_to_all(network: Any) -> int:
-    """Return the rounds in which news of any node reaches every other.
-
-    Parameters
-    ----------
-    network : CombinationMatrix, or a network of `flwr_perdl.network`
-        Where links change from round to round, all rounds' links count together. Without any link
-        every node learns alone: a baseline, which takes no rounds.
-
-    Raises
-    ------
-    ValueError
-        If the network consists of several parts that do not hear each other.
-    """
-    matrices = getattr(getattr(network, "plan", None), "matrices", ())
-    if isinstance(network, CombinationMatrix):
-        matrices = (network,)
-    topologies = [matrix.topology for matrix in matrices] or [network.topology]
-    heard = sum(topology.adjacency for topology in topologies)
-    count = 1
-    if heard.nnz:
-        weights = sum((matrix.matrix for matrix in matrices), heard * 0)
-        count, _ = connected_components(weights if matrices else heard, connection="strong")
-    if count > 1:
-        raise ValueError(
-            f"network must be connected, got {network.topology!r} in {count} separate parts."
-        )
-    return len(topologies) * news_takes(Topology(heard))
-
-
-def news_takes(topology: Topology) -> int:
-    """Return the rounds that news takes to reach whom it can: the diameter, if connected."""
-    if topology.is_connected:
-        return topology.diameter
-    distances = shortest_path(topology.adjacency, unweighted=True)
-    return int(distances[np.isfinite(distances)].max())
-
-
 def aligned(D: Matrix, reference: Matrix, *, order: bool = True) -> Matrix:
     """Return the atoms of ``D`` in the order and with the signs of ``reference``.
 
@@ -600,7 +546,7 @@ def aligned(D: Matrix, reference: Matrix, *, order: bool = True) -> Matrix:
     D : ndarray of shape (n_atoms, n_features)
         Atoms, of any length.
     reference : ndarray of shape (n_atoms, n_features)
-        What to be like.
+        Atoms in the wanted order.
     order : bool, default True
         Whether the order may change (the assignment with the largest sum of cosines), or signs
         only.
@@ -618,53 +564,9 @@ def aligned(D: Matrix, reference: Matrix, *, order: bool = True) -> Matrix:
 
 def _aligned(D: Matrix, reference: Matrix, *, order: bool) -> Matrix:
     if order:
-        cosines = np.abs(_unit(reference) @ _unit(D).T)
+        cosines = np.abs(unit_rows(reference) @ unit_rows(D).T)
         D = D[linear_sum_assignment(cosines, maximize=True)[1]]
     return np.where(np.sum(D * reference, axis=1, keepdims=True) < 0, -D, D)
-
-
-class Carried(NamedTuple):
-    """What :func:`carry` came to."""
-
-    #: What the nodes showed at the end, (n_nodes, ...).
-    observed: dict[str, Matrix]
-    #: Communication rounds.
-    rounds: int
-    #: Floats that reached a neighbour, counted once per link.
-    floats_sent: float
-
-
-def carry(
-    program: Program[Any],
-    network: Any,
-    n_rounds: int,
-    callback: Callable[[int, Any], Any] | None = None,
-) -> Carried:
-    """Run a program.
-
-    Parameters
-    ----------
-    program : Program
-        With the data of all nodes.
-    network : CombinationMatrix, or a network of `flwr_perdl.network`
-        A matrix stands for all nodes in this process, without faults.
-    n_rounds : int
-        Communication rounds.
-    callback : callable, optional
-        Called with round and state after every round.
-    """
-    if not isinstance(network, CombinationMatrix):
-        told = {} if callback is None else {"callback": callback}
-        ran = network.run(program, n_rounds, **told)
-        return Carried(ran.observed, ran.rounds, ran.floats_sent)
-    links = network.topology.adjacency
-    state, floats = program.start(np.arange(network.topology.n_nodes)), 0.0
-    for round_ in range(1, n_rounds + 1):
-        state, sent = hear_all(program, state, round_, network.matrix, links)
-        floats += float(links.nnz * sum(array[0].size for array in sent))
-        if callback is not None:
-            callback(round_, state)
-    return Carried(program.observe(state), n_rounds, floats)
 
 
 def _copy(state: DictionaryState) -> DictionaryState:
@@ -685,13 +587,13 @@ def _nonnegative_codes(X: Matrix, D: Matrix) -> Matrix:
 
 
 def _clipped(D: Matrix, fallback: Matrix) -> Matrix:
-    """Set what is negative to zero; an atom of which nothing would be left stays as it was."""
+    """Set negative entries to zero; an atom without positive entries stays as it was."""
     clipped = np.maximum(D, 0)
     return np.where(clipped.any(axis=1, keepdims=True), clipped, fallback)
 
 
 def _gradient_steps(X: Matrix, C: Matrix, D: Matrix, step: float | None, n_steps: int) -> Matrix:
-    """Step 2 of Algorithm 1, for the atoms that at least two samples stand behind."""
+    """Step 2 of Algorithm 1, for the atoms to which at least two samples contribute."""
     kept = np.where(atom_support(C) >= 2 * (1 - 1e-9), C, 0).astype(C.dtype)
     if step is None:
         curvature = float(np.linalg.norm(kept.T @ kept, 2))
@@ -700,76 +602,3 @@ def _gradient_steps(X: Matrix, C: Matrix, D: Matrix, step: float | None, n_steps
     for _ in range(n_steps):
         D = D + D.dtype.type(step) * (moment - gram @ D)
     return D
-
-
-def _shares(C: Matrix) -> Matrix:
-    """Return every atom's share ``|c_j| / sum |c|`` of a sample's code, mean over samples."""
-    sizes = np.abs(C).astype(np.float64)
-    total = sizes.sum(axis=1, keepdims=True)
-    shares: Matrix = (sizes / np.where(total == 0, 1, total)).mean(axis=0)
-    return shares
-
-
-def _doubled(D: Matrix) -> NDArray[np.bool_]:
-    """Return which atoms are nearly one of those before them."""
-    doubled: NDArray[np.bool_] = np.tril(np.abs(D @ D.T), -1).max(axis=1) > COHERENT
-    return doubled
-
-
-def _worst_samples(X: Matrix, C: Matrix, D: Matrix, n: int) -> tuple[Matrix, Matrix]:
-    """Return scores and directions of the ``n`` samples that are represented worst."""
-    score, vectors = np.zeros(n), np.zeros((n, X.shape[1]), dtype=X.dtype)
-    rest = _energies(X - C @ D)
-    worst = np.argsort(-rest, kind="stable")[:n]
-    worst = worst[rest[worst] > 0]
-    score[: len(worst)] = rest[worst] / (rest[worst] + rest.mean())
-    vectors[: len(worst)] = _unit(X[worst])
-    return score, vectors
-
-
-def _bad_halves(X: Matrix, C: Matrix, D: Matrix, n: int) -> tuple[Matrix, Matrix]:
-    """Return scores and directions for the ``n`` atoms whose users are represented worst.
-
-    An atom that stands for two true ones leaves their difference in its users' residuals, with
-    opposite signs. Where the residuals' leading direction is positive the users belong to one of
-    the two, else to the other; what an atom's users would have in its place (their residual and
-    their part of the atom) has in the larger group the true atom as its leading direction.
-    """
-    score, vectors = np.zeros(n), np.zeros((n, X.shape[1]), dtype=X.dtype)
-    rest = X - C @ D
-    left = (C != 0).T.astype(np.float64) @ _energies(rest)
-    for slot, j in enumerate(np.argsort(-left, kind="stable")[:n]):
-        users = np.flatnonzero(C[:, j])
-        residuals = np.sign(C[users, j])[:, None] * rest[users]
-        wanted = residuals + np.abs(C[users, j])[:, None] * D[j]
-        if not residuals.any():
-            break
-        side = wanted @ np.linalg.svd(residuals, full_matrices=False)[2][0] > 0
-        group = wanted[side if 2 * side.sum() >= len(side) else ~side]
-        if len(group) >= LEAST_GROUP:
-            score[slot] = left[j] / left.sum()
-            vectors[slot] = np.linalg.svd(group, full_matrices=False)[2][0]
-    return score, vectors
-
-
-def _key(epoch: int, values: Matrix) -> Matrix:
-    """Return numbers that a later decision's outrank, whatever the values in [0, 1] are."""
-    keys: Matrix = epoch + np.asarray(values, dtype=np.float64) / 2
-    return keys
-
-
-def _value(epoch: int, keys: Matrix) -> Matrix:
-    """Return the values of a decision, NaN where a key is from an earlier one."""
-    values: Matrix = np.where(keys >= epoch, 2 * (keys - epoch), np.nan)
-    return values
-
-
-def _energies(X: Matrix) -> Matrix:
-    energies: Matrix = np.einsum("ij,ij->i", X, X).astype(np.float64)
-    return energies
-
-
-def _unit(D: Matrix) -> Matrix:
-    norms = np.linalg.norm(D, axis=-1, keepdims=True)
-    unit: Matrix = D / np.where(norms == 0, 1, norms)
-    return unit

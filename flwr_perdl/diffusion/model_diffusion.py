@@ -17,15 +17,15 @@ Algorithm 1                                  `ModelDiffusion.partial_fit` in mem
 "add nodes to network" (Algorithm 2)         `ModelDiffusion.grow`, then another topology
 ============================================ =====================================================
 
-Deviations. The duals of a batch travel together; a batch of B samples takes one step B times as
-long, the sum of the samples' own, where the paper takes B steps. Inference is by the consensus
-ADMM unless told otherwise (the paper's is ``method="atc"``).
+Deviations. The duals of a batch travel together; a batch of B samples takes one step, the sum
+of the samples' steps, where the paper takes B steps. The default inference is the consensus ADMM
+(the paper's is ``method="atc"``).
 
-**What each party receives.** Neighbours hear an agent's estimates of the samples' dual variables,
-in every round, and nothing else: no atom and no code leaves an agent. But the dual variables *are*
-the samples' residuals (58): whoever hears an agent learns each sample up to what the atoms explain,
-which early on is the sample itself, informed or not. Whoever runs the
-network sees estimates of the duals' errors, and the dictionary only if ``show`` asks for it.
+**What each party receives.** An agent's neighbors receive its estimates of the samples' dual
+variables, in every round, and nothing else: no atom and no code leaves an agent. But the dual
+variables *are* the samples' residuals (58): an agent's neighbors learn each sample up to what the
+atoms explain, informed or not; in the beginning that is the sample itself. Who runs the network
+sees estimates of the duals' errors, and the dictionary only with ``show``.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from flwr_perdl._checks import (
     own_numbers,
 )
 from flwr_perdl._random import spawn
-from flwr_perdl.diffusion._compress import infer_bounded
+from flwr_perdl.diffusion._minimise import correlate
 from flwr_perdl.diffusion.combine import Array, Inbox, step_back
 from flwr_perdl.diffusion.inference import (
     METHODS,
@@ -112,29 +112,22 @@ class ModelDiffusion:
         Samples whose duals travel together.
     method : {"admm", "atc", "exact_diffusion", "jacobian_admm", "exact"}, default "admm"
         How the duals are found, see `infer`; ``"exact"``: in one place by `exact_dual`, the limit
-        of the others but for ATC, in memory only.
+        of all others but ATC, in memory only.
     n_iterations : int, optional
         Communication rounds per batch; by default as many as the method needs for a relative error
         of ``tolerance``, or of 1e-2 (40 dB), on the topology at hand, and 100,000 at most.
     tolerance : float, default 0.0
-        In memory, where all agents' residuals can be seen, a batch ends when they are within this;
+        In memory, where all agents' residuals are known, a batch ends when they are within this;
         0: never, as on a network.
     informed : sequence of int, optional
         The agents N_I that see the samples; all by default.
     compress : bool, optional
-        Whether to iterate in fewer coordinates in memory. By default where that changes nothing but
-        rounding (`infer`). With a bounded V_f, True keeps only those entries of nu that meet
-        their bounds as they are; the same for ``"atc"`` and ``"exact_diffusion"`` unless an entry
-        meets a bound and leaves it again.
+        Whether to iterate in fewer coordinates in memory, see `infer`.
     seed : int, default 0
         Of the agents' first atoms.
     options : mapping of str to float, optional
-        Options of the method, see `infer`: ``step`` is the paper's mu.
-
-    Raises
-    ------
-    ValueError
-        If an argument is out of range.
+        Options of the method, see `infer`: ``step`` is the paper's mu. Of ``"exact"``:
+        ``tolerance``, see `exact_dual`.
     """
 
     objective: Objective
@@ -172,11 +165,6 @@ class ModelDiffusion:
             At least 1 each.
         dtype : data-type, default float64
             float64 or float32.
-
-        Raises
-        ------
-        ValueError
-            If an argument is out of range.
         """
         ids = range(check_count("n_agents", n_agents, 1))
         check_count("n_features", n_features, 1)
@@ -236,12 +224,12 @@ class ModelDiffusion:
         weights: CombinationMatrix | None = None,
         network: Network | None = None,
     ) -> Model:
-        """Go on learning: every sample is seen once, in order.
+        """Continue learning: every sample is seen once, in order.
 
         Parameters
         ----------
         model : Model
-            Where to go on from; not modified.
+            The model to continue from; not modified.
         X : ndarray of shape (n_samples, n_features)
             The next samples, of the model's dtype.
         topology : Topology
@@ -249,8 +237,8 @@ class ModelDiffusion:
         weights : CombinationMatrix, optional
             Of the diffusions; symmetric; Metropolis weights by default.
         network : Network, optional
-            Carries the messages of each batch's inference; in memory by default. To have the
-            updates at the agents too, run `program` on the network instead.
+            Carries the messages of each batch's inference; in memory by default. To run the updates
+            at the agents as well, run `program` on the network instead.
 
         Returns
         -------
@@ -272,9 +260,7 @@ class ModelDiffusion:
             found = self._infer(W, batch, topology, network, given)
             assert found.nu is not None
             t += 1
-            W = update_dictionary(
-                self.objective, W, found.nu, np.stack(found.codes), self.step / t**self.decay
-            )
+            W = self._updated(W, found.nu, np.stack(found.codes), t)
             rounds += found.rounds
             worst = max(worst, float(found.residual.max(initial=0)))
         return Model(W, model.n_samples + len(X), t, rounds, worst)
@@ -322,6 +308,10 @@ class ModelDiffusion:
             See `Learning`.
         """
         return Learning(self, X, topology, model=model, shape=shape, dtype=dtype, show=show)
+
+    def _updated(self, W: Matrix, nu: Matrix, codes: Matrix, t: int) -> Matrix:
+        """Return the atoms after the update of the t-th batch."""
+        return update_dictionary(self.objective, W, nu, codes, self.step / t**self.decay)
 
     def _first_atoms(self, agent: int, n_features: int) -> Matrix:
         atoms = spawn(self.seed, agent).standard_normal((self.n_atoms_per_agent, n_features))
@@ -373,13 +363,10 @@ class ModelDiffusion:
         if self.method == EXACT:
             if network is not None:
                 raise ValueError("network must be None with method='exact', got one.")
-            exact = exact_dual(self.objective, X, list(W))
+            exact = exact_dual(self.objective, X, list(W), **self.options)
             nu = np.broadcast_to(exact.nu, (len(W), *X.shape))
-            none = np.zeros((len(W), len(X)), dtype=X.dtype)
-            return Inference(exact.codes, nu, 0, none, True)
-        bounded = bool(np.isfinite(self.objective.bound))
-        if self.compress and bounded and network is None and self.method in _DIFFUSIONS:
-            return infer_bounded(self.objective, X, list(W), topology, **given)
+            error = np.broadcast_to(exact.error, (len(W), len(X)))
+            return Inference(exact.codes, nu, 0, error, True)
         return infer(
             self.objective,
             X,
@@ -389,9 +376,6 @@ class ModelDiffusion:
             compress=self.compress,
             **given,
         )
-
-
-_DIFFUSIONS = ("atc", "exact_diffusion")
 
 
 def _atoms(model: Model) -> Matrix:
@@ -443,65 +427,30 @@ def update_dictionary(
     return objective.project_dictionary(objective.prox_dictionary(moved, step * nu.shape[1]))
 
 
-class LearningState(NamedTuple):
-    """State of `Learning`: the number of the batch in hand, and that of its inference.
-
-    Attributes
-    ----------
-    nodes : ndarray of shape (m,)
-        Ids.
-    batch : ndarray of shape (m,)
-        Which batch each agent works on, from 1; 0 before the first.
-    atoms, linear, memory, excess, nu, sent, codes, change, residual
-        As in `DualState`; ``atoms`` are what is learned.
-    """
-
-    nodes: NDArray[np.intp]
-    batch: NDArray[np.intp]
-    atoms: Matrix
-    linear: Matrix
-    memory: Matrix
-    excess: Matrix
-    nu: Matrix
-    sent: Matrix
-    codes: Matrix
-    change: Matrix
-    residual: Matrix
-
-    @property
-    def dual(self) -> DualState:
-        """The inference's part."""
-        return DualState(self.nodes, *self[2:])
-
-    def with_dual(self, dual: DualState) -> LearningState:
-        """Return the state with another inference's part."""
-        return LearningState(self.nodes, self.batch, *dual[1:])
-
-
 class Learning:
     """Algorithm 1 as a `Program`: the agents infer, then update, batch after batch.
 
-    Every batch takes `n_iterations` rounds; at the end of the last each agent updates its atoms, by
-    itself. Which batch it is follows from the round, so that an agent that has slept goes on with
-    the others' batch; what it has missed it does not learn from.
+    Every batch takes `n_iterations` rounds; after the last one each agent updates its own atoms.
+    The round determines the batch: an agent that was asleep continues with the others' batch, and
+    does not learn from what it has missed.
 
     Parameters
     ----------
     learner : ModelDiffusion
-        What to learn, and how. Its ``tolerance`` and ``compress`` do not matter here.
+        The options. ``tolerance`` and ``compress`` have no effect here.
     X : ndarray of shape (n_samples, n_features), or mapping of int to such
         The stream; in a mapping, as the informed agents that are hosted here see it.
     topology : Topology
         Who hears whom.
     model : Model, optional
-        Where to go on from; by default each agent draws its own atoms. Of its dictionaries only
-        those of hosted agents are looked at.
+        The model to continue from; by default each agent draws its own atoms. Only the dictionaries
+        of hosted agents are read.
     shape : tuple of int, optional
         ``(n_samples, n_features)``; needed where X is a mapping and may be empty.
     dtype : data-type, optional
-        float64 or float32: what all agents of the network compute with, wherever they are hosted,
-        since a letter of another dtype is left out. That of X and of the model by default; float64
-        where neither is given, so that a host without either must name it where X is float32.
+        float64 or float32: the dtype in which all agents of the network compute, since a message of
+        another dtype is left out. By default that of X and of the model; float64 if neither is
+        given, so that a host without either must say float32 if X is float32 elsewhere.
     show : bool, default False
         Whether `observe` shows the dictionaries to whoever runs the network.
 
@@ -563,7 +512,7 @@ class Learning:
         self.n_batches = -(-self.n_samples // learner.batch_size)
         self.n_rounds = self.n_batches * self.n_iterations
 
-    def start(self, nodes: NDArray[np.intp]) -> LearningState:
+    def start(self, nodes: NDArray[np.intp]) -> DualState:
         """Return the state before the first round."""
         first = self.model
         atoms = np.stack(
@@ -574,47 +523,40 @@ class Learning:
                 for k in nodes
             ]
         ).astype(self.dtype)
-        batch = np.zeros(len(nodes), dtype=np.intp)
-        return LearningState(nodes, batch, *self._begin(nodes, atoms, 0)[1:])
+        return self._begin(nodes, atoms, 0)
 
-    def adapt(self, state: LearningState, round_: int) -> LearningState:
+    def adapt(self, state: DualState, round_: int) -> DualState:
         """Begin the round's batch where it is a new one, and do the inference's local work."""
         batch, within = self._place(round_)
         if batch >= self.n_batches:
             return state
         new = state.batch != batch + 1
         if new.any():
-            fresh = self._begin(state.nodes, state.atoms, batch)
-            begun = LearningState(state.nodes, np.full_like(state.batch, batch + 1), *fresh[1:])
+            begun = self._begin(state.nodes, state.atoms, batch)
+            begun = begun._replace(batch=np.full_like(state.batch, batch + 1))
             state = step_back(begun, state, ~new)
-        return state.with_dual(self.inference.adapt(state.dual, within))
+        return self.inference.adapt(state, within)
 
-    def message(self, state: LearningState) -> tuple[Array, ...]:
+    def message(self, state: DualState) -> tuple[Array, ...]:
         """Return the inference's message."""
-        return self.inference.message(state.dual)
+        return self.inference.message(state)
 
-    def combine(self, state: LearningState, inbox: Inbox) -> LearningState:
+    def combine(self, state: DualState, inbox: Inbox) -> DualState:
         """Take in what was heard; at the end of a batch, update the atoms (56)."""
         batch, within = self._place(inbox.round)
         if batch >= self.n_batches:
             return state
-        state = state.with_dual(self.inference.combine(state.dual, replace(inbox, round=within)))
+        state = self.inference.combine(state, replace(inbox, round=within))
         if within < self.n_iterations:
             return state
-        learner, count = self.learner, self._count(batch)
-        codes = learner.objective.code(np.matmul(state.nu, state.atoms.swapaxes(1, 2)))
+        count = self._count(batch)
+        codes = self.learner.objective.code(correlate(state.nu, state.atoms))
         t = batch + 1 + (self.model.n_updates if self.model else 0)
-        atoms = update_dictionary(
-            learner.objective,
-            state.atoms,
-            state.nu[:, :count],
-            codes[:, :count],
-            learner.step / t**learner.decay,
-        )
+        atoms = self.learner._updated(state.atoms, state.nu[:, :count], codes[:, :count], t)
         return state._replace(atoms=atoms, codes=codes)
 
-    def observe(self, state: LearningState) -> dict[str, Array]:
-        """Return how far the agents are, and the dictionaries if they are to be shown."""
+    def observe(self, state: DualState) -> dict[str, Array]:
+        """Return the batch and the residuals, and with ``show`` the dictionaries."""
         seen: dict[str, Array] = {"batch": state.batch, "residual": state.residual}
         return {**seen, "dictionary": state.atoms} if self.show else seen
 

@@ -1,9 +1,9 @@
-r"""How new a sample is to what a network has learned: Section IV-B and Algorithm 2.
+r"""How new a sample is to a network: Section IV-B and Algorithm 2.
 
-P1 = Chen, Towfic, Sayed, "Dictionary Learning over Distributed Models", IEEE TSP 2015. What the
-network cannot explain costs more: the least cost (64) of coding a sample, by strong duality
-``-sum_k J_k(nu; x)`` (65), is its score. Each agent knows its own term; their mean spreads through
-the network, one number per sample and message.
+P1 = Chen, Towfic, Sayed, "Dictionary Learning over Distributed Models", IEEE TSP 2015. The
+score of a sample is the least cost (64) of coding it, by strong duality ``-sum_k J_k(nu; x)``
+(65): what the network cannot explain costs more. Each agent knows its own term; the agents find the
+mean of all terms with messages of one number per sample.
 
 ========================================== ====================================================
 paper                                      here
@@ -13,17 +13,17 @@ paper                                      here
 threshold ``chi`` (69)                     the caller's; a score above it is called novel
 ========================================== ====================================================
 
-Two deviations, each with the paper's own form one argument away.
+There are two deviations; an argument selects the paper's own form of each.
 
 *The mean.* (68) starts from ``g = 0``, and its fixed point is off the mean by O(mu_g), 7 % at
-``mu_g = 0.1``. Starting from ``g_k = -J_k`` and averaging plainly (``step=None``) has the mean as
-its limit, and gets there at the rate of the combination matrix.
+``mu_g = 0.1``. Plain averaging from ``g_k = -J_k`` (``step=None``) converges to the mean, at the
+rate of the combination matrix.
 
-*The score.* The cost grows with what there is to explain. Under Huber's loss even samples of one
-norm differ in that: a few large entries cost less than many small ones. The normalised score is the
-cost over the cost of explaining nothing, ``f(x)``: 1 where no atom is of use, near 0 where all is
-explained. The paper's figures come from inference that was stopped long before convergence, where
-the raw cost does not have that fault.
+*The score.* The cost grows with the sample. Under Huber's loss this holds even for samples of one
+norm: a few large entries cost less than many small ones. The normalised score divides the cost by
+``f(x)``, the cost of explaining nothing: it is 1 if no atom helps, and near 0 if all is explained.
+The paper's figures come from inference that was stopped long before convergence, where the raw cost
+does not have this fault.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from flwr_perdl._checks import (
     check_magnitude,
     check_real,
 )
-from flwr_perdl.diffusion.combine import Array, Inbox, hear_all
-from flwr_perdl.diffusion.inference import checked_samples
+from flwr_perdl.diffusion._dual import checked_samples, informed_agents
+from flwr_perdl.diffusion.combine import Array, Inbox, rounds_in_memory
 from flwr_perdl.diffusion.objectives import Objective
 from flwr_perdl.diffusion.topology import CombinationMatrix, Topology, metropolis_weights
 
@@ -64,7 +64,7 @@ class AveragingState(NamedTuple):
     own : ndarray of shape (m, ...)
         What each node contributes.
     estimate : ndarray of shape (m, ...)
-        What each node takes the mean for.
+        Each node's estimate of the mean.
     """
 
     nodes: NDArray[np.intp]
@@ -73,18 +73,18 @@ class AveragingState(NamedTuple):
 
 
 class Averaging:
-    """Every node learns the mean of all nodes' values: scalar diffusion (68), as a `Program`.
+    """Every node finds the mean of all nodes' values: scalar diffusion (68), as a `Program`.
 
-    Needs a doubly stochastic combination matrix; then the mean is kept in every round. A node's
-    first message is its own value: neighbours learn it.
+    The combination matrix must be doubly stochastic, which keeps the mean in every round. A node's
+    first message is its own value: its neighbors learn it.
 
     Parameters
     ----------
     values : sequence of ndarray, or mapping of int to ndarray
-        Each node's own, of one shape; only those of hosted nodes are looked at.
+        Each node's own, of one shape; only those of hosted nodes are read.
     step : float, optional
-        ``mu_g`` of (68): the estimate starts from 0 and is drawn to the node's own value by this
-        part in every round; its limit is only near the mean. By default it starts at the node's
+        ``mu_g`` of (68): the estimate starts from 0 and moves by this share towards the node's own
+        value in every round; its limit is only near the mean. By default it starts at the node's
         own value and is averaged plainly.
     """
 
@@ -100,8 +100,7 @@ class Averaging:
         Raises
         ------
         ValueError
-            If there are too few values, or they are not float64 or float32: means of integers are
-            no integers.
+            If there are too few values, or they are not float64 or float32.
         """
         values = self.values
         if not isinstance(values, Mapping) and not len(values) > max(nodes):
@@ -112,7 +111,7 @@ class Averaging:
         return AveragingState(nodes, own, own if self.step is None else np.zeros_like(own))
 
     def adapt(self, state: AveragingState, round_: int) -> AveragingState:
-        """Draw the estimate to the node's own value (68), or leave it."""
+        """Move the estimate towards the node's own value (68), or keep it."""
         if self.step is None:
             return state
         estimate = state.estimate - self.step * (state.estimate - state.own)
@@ -123,7 +122,7 @@ class Averaging:
         return (state.estimate,)
 
     def combine(self, state: AveragingState, inbox: Inbox) -> AveragingState:
-        """Average over the neighbourhood."""
+        """Average over the neighborhood."""
         return state._replace(estimate=inbox.mean())
 
     def observe(self, state: AveragingState) -> dict[str, Array]:
@@ -164,7 +163,7 @@ def local_costs(
     nu = _check_nu(objective, nu, n_agents, X)
     costs = objective.conjugate(nu) / n_agents
     costs += objective.regulariser_conjugate(np.matmul(nu, dictionaries.swapaxes(1, 2)))
-    seen = _informed(informed, n_agents)
+    seen = list(informed_agents(informed, n_agents))
     costs[seen] -= np.einsum("kim,im->ki", nu[seen], X) / len(seen)
     return costs
 
@@ -182,9 +181,9 @@ def novelty_scores(
     informed: Sequence[int] | None = None,
     weights: CombinationMatrix | None = None,
 ) -> Matrix:
-    """Return how new each sample is in the eyes of each agent (Algorithm 2).
+    """Return every agent's score of how new each sample is (Algorithm 2).
 
-    In memory; on another transport run `Averaging` over minus the `local_costs`.
+    In memory; on another transport run `Averaging` of minus the `local_costs`.
 
     Parameters
     ----------
@@ -207,7 +206,7 @@ def novelty_scores(
         ``mu_g`` of the paper's biased average (68), see `Averaging`.
     informed : sequence of int, optional
         The agents that see the samples; all by default. Where not all are, ``f(x)`` is averaged
-        too: a second number per sample and message.
+        as well: a second number per sample and message.
     weights : CombinationMatrix, optional
         Doubly stochastic; Metropolis weights by default.
 
@@ -275,7 +274,7 @@ def average_scores(
         raise ValueError("weights must be doubly stochastic to average, got weights that are not.")
     if weights.topology.n_nodes != n_agents or not weights.is_connected:
         raise ValueError(f"weights must connect all {n_agents} agents, got {weights}.")
-    seen = _informed(informed, n_agents)
+    seen = list(informed_agents(informed, n_agents))
     if n_rounds is None:
         n_rounds = averaging_rounds(weights, step)
     n_rounds = check_count("n_rounds", n_rounds)
@@ -323,24 +322,14 @@ def _averaged(
 ) -> Matrix:
     """Run `Averaging` in memory: (n_agents, n_parts, n_samples)."""
     program = Averaging(np.stack(parts, axis=1), step)
-    state = program.start(np.arange(len(parts[0])))
-    for round_ in range(1, n_rounds + 1):
-        state, _ = hear_all(program, state, round_, weights.matrix, weights.topology.adjacency)
-    return state.estimate
-
-
-def _informed(informed: Sequence[int] | None, n_agents: int) -> NDArray[np.intp]:
-    """Return the ids of the informed agents, checked."""
-    if informed is None:
-        return np.arange(n_agents)
-    ids = np.unique(np.array([check_count("informed", k, 0, n_agents - 1) for k in informed]))
-    if not len(ids):
-        raise ValueError("informed must name at least 1 agent, got none.")
-    return ids.astype(np.intp)
+    links = weights.topology.adjacency
+    *_, ran = rounds_in_memory(program, len(parts[0]), n_rounds, weights.matrix, links)
+    estimate: Matrix = ran.state.estimate
+    return estimate
 
 
 def _check_nu(objective: Objective, nu: Matrix, n_agents: int, X: Matrix) -> Matrix:
-    """Return dual variables, brought back to V_f if rounding has moved them out of it."""
+    """Return dual variables, projected on V_f if rounding has moved them out of it."""
     nu = check_magnitude("nu", check_array("nu", nu, ndim=3), floor=0.8)
     if nu.shape != (n_agents, *X.shape):
         raise ValueError(f"nu must have shape {(n_agents, *X.shape)}, got {nu.shape}.")

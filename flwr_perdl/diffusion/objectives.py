@@ -68,11 +68,6 @@ class Objective(ABC):
         Weight of the codes' l1 norm in ``h(y) = gamma ||y||_1 + delta / 2 ||y||^2``, at least 0.
     delta : float
         Weight of their squared l2 norm, at least 1e-30: it makes h strongly convex (Assumption 1).
-
-    Raises
-    ------
-    ValueError
-        If a parameter is out of its range.
     """
 
     gamma: float
@@ -186,20 +181,9 @@ class Objective(ABC):
 class SparseSVD(Objective):
     """Sparse SVD: squared loss ``||u||^2 / 2``, elastic net, atoms in the unit ball."""
 
-    @property
-    def strong_convexity(self) -> float:
-        """Modulus of f*: 1."""
-        return 1.0
-
-    @property
-    def bound(self) -> float:
-        """Infinite: V_f is all of the space."""
-        return np.inf
-
-    @property
-    def nonnegative(self) -> bool:
-        """False."""
-        return False
+    strong_convexity = 1.0
+    bound = np.inf
+    nonnegative = False
 
     def loss(self, U: Matrix) -> Matrix:
         """Return ``||u||^2 / 2`` of every row, (...,)."""
@@ -236,17 +220,14 @@ class Biclustering(SparseSVD):
 
 @dataclass(frozen=True)
 class NonnegativeMF(SparseSVD):
-    """Nonnegative matrix factorisation: squared loss, codes and atoms nonnegative."""
+    """Nonnegative matrix factorization: squared loss, codes and atoms nonnegative."""
 
-    @property
-    def nonnegative(self) -> bool:
-        """True."""
-        return True
+    nonnegative = True
 
 
 @dataclass(frozen=True)
 class HuberNMF(Objective):
-    r"""Nonnegative factorisation under Huber's loss, which is linear in large residuals.
+    r"""Nonnegative factorization under Huber's loss, which is linear in large residuals.
 
     ``L(u) = u^2 / (2 eta)`` where ``|u| < eta``, else ``|u| - eta / 2``.
 
@@ -259,6 +240,8 @@ class HuberNMF(Objective):
     """
 
     eta: float
+    bound = 1.0  # (35)
+    nonnegative = True
 
     def __post_init__(self) -> None:
         """Check the parameters."""
@@ -269,16 +252,6 @@ class HuberNMF(Objective):
     def strong_convexity(self) -> float:
         """Modulus of f*: eta."""
         return self.eta
-
-    @property
-    def bound(self) -> float:
-        """V_f is ``|nu_m| <= 1`` (35)."""
-        return 1.0
-
-    @property
-    def nonnegative(self) -> bool:
-        """True."""
-        return True
 
     def loss(self, U: Matrix) -> Matrix:
         """Return the sum of Huber's losses of every row, (...,)."""

@@ -7,11 +7,11 @@ Algorithm 1).
 ===========================  ==========================================================
 paper                        here
 ===========================  ==========================================================
-neighbourhood N_k (with k)   ``topology.neighbours(k)`` (without k)
+neighborhood N_k (with k)    ``topology.neighbours(k)`` (without k)
 a_{lk} (k combines from l)   ``W[k, l]``: the papers' A, transposed, so that rows are nodes
 A' 1 = 1 (left-stochastic)   rows of W sum to one; required of every combination matrix
 A 1 = 1 as well              ``CombinationMatrix.doubly_stochastic``; required for a plain average
-degree nu_l (P3 eq. 5)       ``topology.degrees[l] + 1``: the neighbourhood counts the node itself
+degree nu_l (P3 eq. 5)       ``topology.degrees[l] + 1``: the neighborhood counts the node itself
 ===========================  ==========================================================
 """
 
@@ -81,8 +81,7 @@ class Topology:
         Raises
         ------
         ValueError
-            If an edge is no pair of integers, names a node that is not there, or joins a node to
-            itself.
+            If an edge is not a pair of integers, names an unknown node, or joins a node to itself.
         """
         check_count("n_nodes", n_nodes, 1)
         given = [tuple(edge) for edge in edges]
@@ -155,7 +154,7 @@ class Topology:
 
     @classmethod
     def erdos_renyi(cls, n_nodes: int, p: float, *, seed: int = 0) -> Topology:
-        """Return a random graph whose every edge is there with probability ``p``.
+        """Return a random graph that has every edge with probability ``p``.
 
         Redrawn until connected.
 
@@ -180,7 +179,7 @@ class Topology:
     def small_world(cls, n_nodes: int, degree: int, p: float, *, seed: int = 0) -> Topology:
         """Return a small world (Watts and Strogatz): a ring whose edges are rewired at random.
 
-        Every node starts with ``degree`` (even) nearest neighbours; one end of each edge moves
+        Every node starts with ``degree`` (even) nearest neighbors; one end of each edge moves
         with probability ``p`` to a random node. Redrawn until connected.
         """
         check_count("n_nodes", n_nodes, 3)
@@ -249,13 +248,13 @@ class Topology:
 
     @cached_property
     def is_connected(self) -> bool:
-        """Whether news of any node reaches every other."""
+        """Whether a value of any node reaches every other node."""
         count, _ = connected_components(self.adjacency, connection="strong")
         return bool(count == 1)
 
     @cached_property
     def diameter(self) -> int:
-        """Most rounds that news of a node need to reach another.
+        """Rounds that a value takes at most to reach another node.
 
         Raises
         ------
@@ -288,8 +287,8 @@ class Topology:
             return 0.0
         if self.n_nodes <= DENSE:
             return float(np.linalg.eigvalsh(self.laplacian.toarray())[1])
-        # The constant vector is moved to the top of the spectrum, the rest is turned over, so
-        # that the wanted eigenvalue is the largest: Lanczos finds it without a factorisation.
+        # The operator turns the spectrum over, without the constant vector, so that the wanted
+        # eigenvalue is the largest: Lanczos iterations find it without a factorization.
         top = 2.0 * float(self.degrees.max())
         n = self.n_nodes
 
@@ -302,13 +301,13 @@ class Topology:
         return float(top - eigsh(operator, k=1, which="LA", v0=start, return_eigenvectors=False)[0])
 
     def __repr__(self) -> str:
-        """Say how many nodes and edges there are."""
+        """Return the numbers of nodes and edges."""
         kind = "directed" if self.directed else "undirected"
         return f"Topology({self.n_nodes} nodes, {self.n_edges} edges, {kind})"
 
 
 def _matrix(name: str, values: Any) -> Csr:
-    """Return a sparse copy of a matrix, or raise a ValueError if it is none."""
+    """Return a sparse copy of a matrix, checked."""
     if not sparse.issparse(values):
         values = np.asarray(values)
     if values.ndim != 2 or values.dtype.kind not in "biuf":
@@ -433,9 +432,9 @@ class CombinationMatrix:
 
 
 def metropolis_weights(topology: Topology) -> CombinationMatrix:
-    """Return Metropolis weights: 1 / (1 + max(degree_k, degree_l)) for neighbours k, l.
+    """Return Metropolis weights: 1 / (1 + max(degree_k, degree_l)) for neighbors k, l.
 
-    Symmetric, hence doubly stochastic: the right choice where the nodes' plain mean is wanted.
+    Symmetric, hence doubly stochastic: the right choice to find the plain mean of the nodes.
 
     Raises
     ------
@@ -491,3 +490,41 @@ def relative_degree_variance_weights(topology: Topology, variances: ArrayLike) -
 def _with_diagonal(weights: Csr, topology: Topology) -> CombinationMatrix:
     own = 1.0 - np.asarray(weights.sum(axis=1)).ravel()
     return CombinationMatrix(weights + sparse.diags_array(own), topology)
+
+
+def rounds_to_all(network: Any) -> int:
+    """Return the rounds that a value of any node takes to reach every other node.
+
+    Parameters
+    ----------
+    network : CombinationMatrix, or a network of `flwr_perdl.network`
+        If links change from round to round, the links of all rounds count together. Without any
+        link every node learns alone: a baseline, which takes no rounds.
+
+    Raises
+    ------
+    ValueError
+        If the network consists of several parts that do not hear each other.
+    """
+    matrices = getattr(getattr(network, "plan", None), "matrices", ())
+    if isinstance(network, CombinationMatrix):
+        matrices = (network,)
+    topologies = [matrix.topology for matrix in matrices] or [network.topology]
+    heard = sum(topology.adjacency for topology in topologies)
+    count = 1
+    if heard.nnz:
+        weights = sum((matrix.matrix for matrix in matrices), heard * 0)
+        count, _ = connected_components(weights if matrices else heard, connection="strong")
+    if count > 1:
+        raise ValueError(
+            f"network must be connected, got {network.topology!r} in {count} separate parts."
+        )
+    return len(topologies) * news_takes(Topology(heard))
+
+
+def news_takes(topology: Topology) -> int:
+    """Return the diameter; of a topology in several parts, the largest diameter of a part."""
+    if topology.is_connected:
+        return topology.diameter
+    distances = shortest_path(topology.adjacency, unweighted=True)
+    return int(distances[np.isfinite(distances)].max())

@@ -1,10 +1,10 @@
 """Blind hyperspectral unmixing: pixels as non-negative mixtures of a few materials' spectra.
 
 The application at the end of P3 (Chainais and Richard, iTWIST 2014): tiles of an image are nodes
-that learn the spectra together (:func:`unmix`), their neighbours the tiles next to them and those
-with a similar mean spectrum (:func:`tile_topology`). Every node starts from its own tile, by vertex
-component analysis, and by default from what the others have found so as well
-(:class:`SharedCandidates`): a tile rarely has all materials.
+that learn the spectra together (:func:`unmix`). A tile's neighbors are the tiles next to it and
+those with a similar mean spectrum (:func:`tile_topology`). Every node applies vertex component
+analysis to its own tile; by default the nodes then share what they have found, since a tile rarely
+has all materials (:class:`SharedCandidates`).
 
 VCA = Nascimento and Bioucas-Dias, "Vertex component analysis: a fast algorithm to unmix
 hyperspectral data", IEEE TGRS 43(4), 2005.
@@ -36,20 +36,18 @@ from flwr_perdl._checks import Matrix, check_array, check_choice, check_count, c
 from flwr_perdl._random import spawn
 from flwr_perdl.dictionary import normalize_atoms
 from flwr_perdl.dictionary.coding import nonnegative_from_gram
-from flwr_perdl.diffusion.combine import Inbox, shown
+from flwr_perdl.diffusion.combine import Inbox, carry, shown
 from flwr_perdl.diffusion.data_diffusion import (
     DataDiffusion,
     DictionaryState,
     Diffused,
-    carry,
-    rounds_to_all,
 )
-from flwr_perdl.diffusion.topology import Topology, metropolis_weights
+from flwr_perdl.diffusion.topology import Topology, metropolis_weights, rounds_to_all
 
-#: How much more than the data the equation "abundances sum to one" counts while it is decided
+#: Weight of the equation "abundances sum to one" relative to the data, in the step that decides
 #: which abundances are zero.
 _SUM_WEIGHT = 1e3
-#: Pixels around the one that VCA finds whose mean is a candidate, at most.
+#: A candidate is the mean of at most so many pixels, those most similar to the one that VCA finds.
 _NEAREST = 10
 #: Pixels with less than this share of the mean pixel's brightness are not projected by VCA.
 _DARK = 1e-3
@@ -102,10 +100,10 @@ def vca(X: Matrix, n_endmembers: int, *, rng: np.random.Generator) -> Endmembers
 
     Notes
     -----
-    The paper projects all pixels on a plane by dividing by their product with the mean pixel; a
-    pixel that is nearly black would be blown up to anything, so those with less than a thousandth
-    of the mean pixel's product are left out. As in the paper a direction in which nothing is left
-    (fewer materials than asked for) yields some pixel, maybe one chosen before.
+    The paper projects all pixels on a plane by dividing by their product with the mean pixel. For
+    nearly black pixels that amplifies noise, so those with less than a thousandth of the mean
+    pixel's product are left out. As in the paper, if there are fewer materials than asked for, the
+    last directions yield arbitrary pixels, possibly some that were chosen before.
     """
     X = check_magnitude("X", check_array("X", X, min_rows=1))
     n, bands = X.shape
@@ -268,7 +266,7 @@ def tile_pixels(shape: tuple[int, int], tiles: int) -> list[NDArray[np.intp]]:
 
 
 def tile_topology(means: Matrix, tiles: int, *, n_spectral: int = 3) -> Topology:
-    """Return the graph of tiles: spatial neighbours, and those with the most similar mean spectra.
+    """Return the graph of tiles: spatial neighbors, and those with the most similar mean spectra.
 
     Parameters
     ----------
@@ -317,7 +315,7 @@ def unmix(
 ) -> Diffused:
     """Learn the spectra of an image's materials at many nodes, each with pixels of its own.
 
-    **What a neighbour receives**: spectra in every round. The first are means of some of a node's
+    **What a neighbor receives**: spectra in every round. The first are means of some of a node's
     pixels, and go to everyone in the network (``start="pooled"``); or single pixels but for noise
     (``start="own"``).
 
@@ -332,10 +330,10 @@ def unmix(
     n_rounds : int, default 100
         Communication rounds of learning.
     start : {"pooled", "own"}, default "pooled"
-        "pooled": nodes first tell each other what vertex component analysis finds in their pixels
-        (as many rounds as the network's diameter), and all choose from that alike. "own": every
-        node starts from what it finds itself; neighbours' spectra are matched one to one. That may
-        mix materials up where most nodes have a few of them only.
+        "pooled": nodes first share what vertex component analysis finds in their pixels (in as many
+        rounds as the network's diameter), and all make the same choice from it. "own": every node
+        starts from what it finds itself, and neighbors' spectra are matched one to one. That may
+        mix up materials if most nodes have only a few of them.
     seed : int, default 0
         Seed of all draws.
     callback : callable, optional
@@ -374,7 +372,7 @@ def unmix(
 def unmixing_learner(n_endmembers: int) -> DataDiffusion:
     """Return the learner of spectra: non-negative codes and atoms, gradient steps.
 
-    Neighbours' spectra are matched one to one before they are combined.
+    Neighbors' spectra are matched one to one before they are combined.
 
     Parameters
     ----------
@@ -410,11 +408,11 @@ class CandidateState(NamedTuple):
 
 
 class SharedCandidates:
-    """A program by which all nodes come to know, and choose from, everyone's candidates.
+    """A program by which all nodes receive, and choose from, the candidates of all.
 
     A node's candidates are what vertex component analysis finds in its pixels, each the mean of
     the pixels most like it (at most ten, a tenth of the node's), which keeps odd pixels out. They
-    are handed on from neighbour to neighbour for as many rounds as the network's diameter. Then
+    are handed on from neighbor to neighbor for as many rounds as the network's diameter. Then
     every node holds the same candidates and draws the same directions, and vertex component
     analysis of the candidates gives all nodes the same spectra.
 
@@ -470,7 +468,7 @@ class SharedCandidates:
         return state.known, state.spectra
 
     def combine(self, state: CandidateState, inbox: Inbox) -> CandidateState:
-        """Take over what the neighbours know."""
+        """Take over what the neighbors know."""
         known, spectra = inbox.arrays
         best = inbox.argmax(known)
         return state._replace(
@@ -502,8 +500,8 @@ class SharedCandidates:
 def own_start(X: Matrix, rng: np.random.Generator, n_endmembers: int) -> Matrix:
     """Return the spectra that VCA finds in a node's own pixels, as non-negative unit atoms.
 
-    They are, but for noise, spectra of single pixels. Flat spectra fill up where there are too few
-    pixels, or only black ones.
+    They are, but for noise, spectra of single pixels. If there are too few pixels, or only black
+    ones, the rest are flat spectra.
 
     Parameters
     ----------

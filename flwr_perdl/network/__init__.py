@@ -1,4 +1,4 @@
-"""The neighbour-message layer: the same algorithms in memory, on Ray actors, and on Flower."""
+"""The neighbor-message layer: the same algorithms in memory, on Ray actors, and on Flower."""
 
 from importlib import import_module
 from typing import Any

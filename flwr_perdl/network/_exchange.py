@@ -1,4 +1,4 @@
-"""What all transports have in common: who hears whom in a round, and the inbox that results."""
+"""What all transports share: who hears whom in a round, and the inbox that results."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from scipy import sparse
 from flwr_perdl.diffusion.combine import Array, Csr, Inbox
 from flwr_perdl.diffusion.topology import CombinationMatrix, Topology, metropolis_weights
 from flwr_perdl.network.faults import Faults
+from flwr_perdl.network.messages import cleared, finite_rows, shared_weights
 
 State = TypeVar("State", bound=tuple[Any, ...])
 
@@ -24,13 +25,13 @@ class Run(NamedTuple):
     Attributes
     ----------
     state : NamedTuple of arrays, or None
-        The program's state of all nodes, in order; None where nodes keep it to themselves.
+        The program's state of all nodes, in order; None if the nodes do not show it.
     observed : dict of str to ndarray
         What the nodes showed at the end (`Program.observe`), in order, shape (n_nodes, ...).
     rounds : int
         Communication rounds.
     floats_sent : float
-        Floats that reached a neighbour, in all, counted once per link.
+        Floats that reached a neighbor, in all, counted once per link.
     traffic : sparse array of shape (n_nodes, n_nodes)
         Floats that node k heard from node j.
     unheard : dict of int to int
@@ -48,19 +49,35 @@ class Run(NamedTuple):
     alive: NDArray[np.bool_]
 
 
+class Links(NamedTuple):
+    """The links on which something may be heard in a round, an entry each.
+
+    Attributes
+    ----------
+    receivers, senders : ndarray of shape (n_links,)
+        Ids, ascending by receiver, then by sender.
+    late : ndarray of shape (n_links,)
+        How many rounds ago the message that arrives now was sent.
+    weights : ndarray of shape (n_links,)
+        The receivers' combination weights.
+    """
+
+    receivers: NDArray[np.intp]
+    senders: NDArray[np.intp]
+    late: NDArray[np.intp]
+    weights: NDArray[np.float64]
+
+
 @dataclass(frozen=True)
 class Plan:
     """Who hears whom with which weight, in every round: the same in every process.
 
-    Parameters
+    Attributes
     ----------
-    topology : Topology
-        The graph, where ``weights`` does not say.
-    weights : CombinationMatrix, sequence of them, or None
-        Combination weights; a sequence is cycled through, round by round, each with its own
-        topology. Metropolis weights by default.
-    faults : Faults, optional
-        What goes wrong; nothing by default.
+    matrices : tuple of CombinationMatrix
+        One per round, cycled through.
+    faults : Faults
+        Faults to simulate.
     """
 
     matrices: tuple[CombinationMatrix, ...]
@@ -73,7 +90,7 @@ class Plan:
         weights: CombinationMatrix | Sequence[CombinationMatrix] | None,
         faults: Faults | None,
     ) -> Plan:
-        """Return the plan of a network's arguments, checked."""
+        """Return the plan of the arguments of `Network`, checked."""
         if weights is None:
             weights = metropolis_weights(topology)
         matrices = (weights,) if isinstance(weights, CombinationMatrix) else tuple(weights)
@@ -95,9 +112,12 @@ class Plan:
         """Return the combination matrix of a round."""
         return self.matrices[(round_ - 1) % len(self.matrices)]
 
-    def links(self, round_: int) -> Csr:
-        """Return who would be heard in a round if every message were in order."""
-        return self.faults.links(self.matrix(round_).topology, round_)
+    def links(self, round_: int) -> Links:
+        """Return who is heard in a round if every message counts."""
+        matrix = self.matrix(round_)
+        heard = self.faults.links(matrix.topology, round_)
+        k, j = sparse.coo_array(heard).coords
+        return Links(k, j, self.faults.delays(heard, round_), _entries(matrix.matrix, k, j))
 
     def hearing(self, round_: int) -> Csr:
         """Return who may hear a message of a round, now or late: non-zero at ``[k, j]``."""
@@ -111,6 +131,35 @@ class Plan:
         return np.unique(np.concatenate([nodes, *heard])).astype(np.intp)
 
 
+class Network:
+    """Nodes that send messages to their neighbors only.
+
+    Parameters
+    ----------
+    topology : Topology
+        Who hears whom.
+    weights : CombinationMatrix, or sequence of them, optional
+        Combination weights; Metropolis weights by default. A sequence is cycled through round by
+        round, each matrix with its own topology: a network that changes in time.
+    faults : Faults, optional
+        Faults to simulate; none by default.
+
+    Raises
+    ------
+    ValueError
+        If weights and topology have different numbers of nodes.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        weights: CombinationMatrix | Sequence[CombinationMatrix] | None = None,
+        faults: Faults | None = None,
+    ) -> None:
+        self.topology = topology
+        self.plan = Plan.make(topology, weights, faults)
+
+
 class Mailbox:
     """Messages of the last rounds, and the inboxes of the nodes that are hosted here.
 
@@ -121,8 +170,8 @@ class Mailbox:
     nodes : ndarray of shape (m,)
         The hosted nodes.
     senders : ndarray of shape (s,)
-        Ids, ascending, of those whose messages are handed in every round; the hosted nodes and
-        all whom they ever hear are among them.
+        Ids, ascending, of the nodes whose messages `inbox` gets in every round: at least the hosted
+        nodes and all whom they ever hear.
     """
 
     def __init__(self, plan: Plan, nodes: NDArray[np.intp], senders: NDArray[np.intp]) -> None:
@@ -154,17 +203,17 @@ class Mailbox:
         arrays : tuple of ndarray of shape (s, ...)
             The messages of the round as they arrived, by sender.
         own : tuple of ndarray of shape (m, ...), optional
-            The hosted nodes' own messages where they differ from what arrived.
+            The hosted nodes' own messages, if they differ from what arrived.
         arrived : ndarray of shape (s,), optional
-            Whose message arrived at all; everybody's by default. What the arrays hold of the others
-            is not looked at.
+            Whose message arrived; by default everybody's. The arrays' rows of the others are
+            ignored.
         """
         finite = finite_rows(arrays)
         sent = np.ones(len(finite), dtype=bool) if arrived is None else arrived
-        if self.plan.faults.any:  # who sleeps sends nothing, neither now nor late
+        if self.plan.faults.any:  # a node that is asleep sends nothing
             sent = sent & self.plan.faults.awake(self.plan.n_nodes, round_)[self.senders]
         if not finite.all():
-            arrays = tuple(_cleared(array, ~finite) for array in arrays)
+            arrays = tuple(cleared(array, ~finite) for array in arrays)
             for node in self.senders[~finite & sent]:
                 self.unheard[int(node)] = self.unheard.get(int(node), 0) + 1
         heard = finite & sent
@@ -176,12 +225,12 @@ class Mailbox:
                 np.concatenate([old[i] for old, _ in self._last]) for i in range(len(arrays))
             )
         where, sound = self._own, np.ones(len(self.nodes), dtype=bool)
-        if own is not None:  # a node knows its own estimate, whatever became of the message
+        if own is not None:  # a node uses its own message as it was sent
             sound = finite_rows(own)
             where = len(senders) + np.arange(len(self.nodes))
             senders = np.concatenate([senders, self.nodes])
             stacked = tuple(
-                np.concatenate([array, _cleared(mine, ~sound)])
+                np.concatenate([array, cleared(mine, ~sound)])
                 for array, mine in zip(stacked, own, strict=True)
             )
         elif not finite.all():
@@ -198,27 +247,19 @@ class Mailbox:
         return Inbox(round_, self.nodes, senders, stacked, weights, links, where)
 
     def _route(
-        self, round_: int, n_columns: int, where: NDArray[np.intp], sound: NDArray[np.bool_]
+        self, round_: int, n_columns: int, own: NDArray[np.intp], sound: NDArray[np.bool_]
     ) -> tuple[Csr, Csr]:
         """Return the round's weights and links over the stacked messages."""
         n, m, s = self.plan.n_nodes, len(self.nodes), len(self.senders)
-        full = self.plan.links(round_)
-        k, j = sparse.coo_array(full).coords
-        late = self.plan.faults.delays(full, round_)
+        links = self.plan.links(round_)
         receiver, sender = np.full(n, -1), np.full(n, -1)
         receiver[self.nodes], sender[self.senders] = np.arange(m), np.arange(s)
-        here = (receiver[k] >= 0) & (late < len(self._last))
-        k, j, late = k[here], j[here], late[here]
-        good = np.stack([heard for _, heard in self._last])[late, sender[j]]
-        k, j, late = k[good], j[good], late[good]
-        rows, columns = receiver[k], late * s + sender[j]
-        shape = (m, n_columns)
-        links = sparse.csr_array((np.ones(len(k)), (rows, columns)), shape=shape)
-        values = entries(self.plan.matrix(round_).matrix, k, j)
-        weights = sparse.csr_array((values, (rows, columns)), shape=shape)
-        scale, rest = _shares(np.asarray(weights.sum(axis=1)).ravel(), sound)
-        own = sparse.csr_array((rest, (np.arange(m), where)), shape=shape)
-        return sparse.csr_array(sparse.diags_array(scale) @ weights + own), links
+        rows, columns, late = receiver[links.receivers], sender[links.senders], links.late
+        heard = np.stack([heard for _, heard in self._last])
+        good = np.flatnonzero((rows >= 0) & (late < len(heard)))
+        good = good[heard[late[good], columns[good]]]
+        places = rows[good], late[good] * s + columns[good]
+        return shared_weights(links.weights[good], places, (m, n_columns), own, sound)
 
     @property
     def traffic(self) -> Csr:
@@ -242,112 +283,6 @@ class Mailbox:
             self._uncounted = (links, senders, floats, 1)
 
 
-def finite_rows(arrays: tuple[Array, ...]) -> NDArray[np.bool_]:
-    """Return which rows are finite in all arrays, shape (n_rows,)."""
-    finite = np.ones(len(arrays[0]), dtype=bool)
-    for array in arrays:
-        flat = array.reshape(len(array), -1)
-        with np.errstate(over="ignore", invalid="ignore"):
-            sums = flat.sum(axis=1)  # finite only if all terms are
-        odd = ~np.isfinite(sums)
-        if odd.any():
-            odd[odd] = ~np.isfinite(flat[odd]).all(axis=1)
-        finite &= ~odd
-    return finite
-
-
-class Letter(NamedTuple):
-    """One neighbour's message to one node.
-
-    Attributes
-    ----------
-    sender : int
-        The neighbour.
-    late : int
-        How many rounds ago it was sent.
-    weight : float
-        The receiver's combination weight for the sender.
-    arrays : tuple of ndarray of shape (1, ...)
-        The message.
-    """
-
-    sender: int
-    late: int
-    weight: float
-    arrays: tuple[Array, ...]
-
-
-def inbox_of(
-    node: int, round_: int, own: tuple[Array, ...], letters: Sequence[Letter]
-) -> tuple[Inbox, list[Letter]]:
-    """Return the inbox of a node that is alone with its letters, by a `Mailbox`'s rules.
-
-    Parameters
-    ----------
-    node : int
-        The receiver.
-    round_ : int
-        The round, from 1.
-    own : tuple of ndarray of shape (1, ...)
-        Its own message.
-    letters : sequence of Letter
-        What it received; what has not the form of its own message is left out.
-
-    Returns
-    -------
-    inbox : Inbox
-        What the node hears.
-    left_out : list of Letter
-        Letters of another form, or with NaN or infinite values.
-    """
-    form = [(array.shape, array.dtype) for array in own]
-    good: list[Letter] = []
-    left_out: list[Letter] = []
-    for letter in letters:
-        alike = [(array.shape, array.dtype) for array in letter.arrays] == form
-        (good if alike and finite_rows(letter.arrays).all() else left_out).append(letter)
-    sound = finite_rows(own)
-    mine = Letter(node, 0, 0.0, tuple(_cleared(array, ~sound) for array in own))
-    stack = sorted([*good, mine], key=lambda letter: (letter.late, letter.sender))
-    others = np.array([i for i, letter in enumerate(stack) if letter is not mine], dtype=np.intp)
-    where = np.delete(np.arange(len(stack)), others)
-    weights = np.array([letter.weight for letter in stack])
-    scale, rest = _shares(weights.sum(keepdims=True), sound)
-    weights *= scale
-    weights[where] = rest
-    shape = (1, len(stack))
-    inbox = Inbox(
-        round_,
-        np.array([node]),
-        np.array([letter.sender for letter in stack]),
-        tuple(map(np.concatenate, zip(*(letter.arrays for letter in stack), strict=True))),
-        sparse.csr_array((weights, np.arange(len(stack)), [0, len(stack)]), shape=shape),
-        sparse.csr_array((np.ones(len(others)), others, [0, len(others)]), shape=shape),
-        where,
-    )
-    return inbox, left_out
-
-
-def _shares(
-    heard: NDArray[np.float64], sound: NDArray[np.bool_]
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return by what to scale the weights of those heard, and the weight of the node itself.
-
-    What was not heard falls to the node itself; a node whose own estimate is broken takes its
-    neighbours' alone.
-
-    Parameters
-    ----------
-    heard : ndarray of shape (m,)
-        Sum of the weights of those whom a node has heard.
-    sound : ndarray of shape (m,)
-        Whether its own estimate is finite.
-    """
-    lost = ~sound & (heard > 0)
-    scale: NDArray[np.float64] = np.where(lost, 1.0 / np.where(lost, heard, 1.0), 1.0)
-    return scale, np.where(lost, 0.0, 1.0 - heard)
-
-
 def spread(rows: Array, there: NDArray[np.bool_]) -> Array:
     """Return the rows of the nodes that are there, with NaN for the others."""
     if there.all():
@@ -357,7 +292,7 @@ def spread(rows: Array, there: NDArray[np.bool_]) -> Array:
     return full
 
 
-def entries(matrix: Csr, k: NDArray[np.intp], j: NDArray[np.intp]) -> NDArray[np.float64]:
+def _entries(matrix: Csr, k: NDArray[np.intp], j: NDArray[np.intp]) -> NDArray[np.float64]:
     """Return the entries at ``[k, j]`` of a sparse matrix, zeros where nothing is stored."""
     rows, columns = sparse.coo_array(matrix).coords
     stored = rows.astype(np.int64) * matrix.shape[1] + columns  # ascending: CSR, sorted indices
@@ -365,11 +300,3 @@ def entries(matrix: Csr, k: NDArray[np.intp], j: NDArray[np.intp]) -> NDArray[np
     at = np.minimum(np.searchsorted(stored, wanted), len(stored) - 1)
     entries: NDArray[np.float64] = np.where(stored[at] == wanted, matrix.data[at], 0.0)
     return entries
-
-
-def _cleared(array: Array, rows: NDArray[np.bool_]) -> Array:
-    if not rows.any():
-        return array
-    cleared = array.copy()
-    cleared[rows] = 0.0
-    return cleared

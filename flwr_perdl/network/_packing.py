@@ -1,4 +1,4 @@
-"""Bytes as numbers: Flower's replies carry finite floats, and nothing else passes their checks."""
+"""Bytes as finite floats: the only numbers that pass the checks of Flower replies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flwr_perdl._npy import read_files, write_files
 
 Array = NDArray[Any]
 
-#: The highest byte of every number that carries bytes: it is finite whatever they are.
+#: The highest byte of every number that carries bytes: it makes the number finite.
 _MARK = 0x3F
 
 
@@ -28,12 +28,12 @@ def pack(data: bytes) -> NDArray[np.float64]:
 
 
 def unpack(array: Array) -> bytes:
-    """Return the bytes that `pack` made an array of.
+    """Return the bytes that `pack` was given.
 
     Raises
     ------
     ValueError
-        If it did not.
+        If the array is not one that `pack` returns.
     """
     numbers = np.ascontiguousarray(array, dtype="<f8")
     if numbers.ndim == 1 and len(numbers):
@@ -55,7 +55,7 @@ def unpack_arrays(array: Array) -> dict[str, Array]:
     Raises
     ------
     ValueError
-        If the array does not come from there; nothing larger than it is allocated.
+        If the array is not one that `pack_arrays` returns; nothing larger than it is allocated.
     """
     try:
         names, *arrays = read_files(unpack(array))

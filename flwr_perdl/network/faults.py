@@ -1,4 +1,4 @@
-"""What can go wrong between nodes, drawn from a seed so that every transport sees the same."""
+"""Simulated faults between nodes, drawn from a seed: the same on every transport."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ Csr = Any
 
 @dataclass(frozen=True)
 class Faults:
-    """Links that drop, nodes that sleep or die, messages that come late or broken.
+    """Links that fail, nodes that sleep or die, messages that are late or broken.
 
     Parameters
     ----------
     drop : float, default 0.0
         Probability that a link is down in a round, in both directions at once.
     sleep : float, default 0.0
-        Probability that a node sleeps through a round: it neither works nor sends nor hears.
+        Probability that a node is asleep in a round: it does not compute, send or hear.
     dead : mapping of int to int
-        Node -> the round from which it is silent for good.
+        Node -> the round from which on it is silent.
     corrupt : mapping of int to int
-        Node -> the round from which all that it sends is NaN.
+        Node -> the round from which on its messages are NaN.
     max_delay : int, default 0
         A message arrives 0 to ``max_delay`` rounds late, each with the same probability.
     seed : int, default 0
-        Seed of all draws; round and link decide, not the order of events.
+        Seed of all draws. A draw depends on the round and the link only.
 
     Raises
     ------
@@ -50,7 +50,7 @@ class Faults:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check the parameters, and bring those that are equal to one form, so that texts are."""
+        """Check the parameters; equal ones get one form, so that their texts are equal."""
         for name in ("drop", "sleep"):
             object.__setattr__(self, name, check_real(name, getattr(self, name), 0.0, 1.0))
         for name in ("max_delay", "seed"):
@@ -86,7 +86,7 @@ class Faults:
         return broken
 
     def links(self, topology: Topology, round_: int) -> Csr:
-        """Return who is heard in a round: one at ``[k, j]`` where k hears j."""
+        """Return who is heard in a round: one at ``[k, j]`` if k hears j."""
         if not self.any:
             return topology.adjacency
         heard = sparse.coo_array(topology.adjacency)
@@ -105,7 +105,7 @@ class Faults:
         return late.astype(np.intp)
 
 
-# "Partitions" of the draws: what happens to links and nodes is no node's own randomness.
+# Faults have their own streams of random numbers, apart from those of the nodes.
 _DROP, _SLEEP, _DELAY = 2**31, 2**31 + 1, 2**31 + 2
 
 

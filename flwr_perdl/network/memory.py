@@ -2,45 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flwr_perdl._checks import check_count
 from flwr_perdl.diffusion.combine import Array, Program, State, step_back
-from flwr_perdl.diffusion.topology import CombinationMatrix, Topology
-from flwr_perdl.network._exchange import Mailbox, Plan, Run, finite_rows
-from flwr_perdl.network.faults import Faults
+from flwr_perdl.network._exchange import Mailbox, Network, Plan, Run
+from flwr_perdl.network.messages import finite_rows
 
 
-class InMemoryNetwork:
-    """Nodes of one process that talk to their neighbours only.
-
-    Parameters
-    ----------
-    topology : Topology
-        Who hears whom.
-    weights : CombinationMatrix, or sequence of them, optional
-        Combination weights; Metropolis weights by default. A sequence is cycled through round by
-        round, each matrix with its own topology: a network that changes in time.
-    faults : Faults, optional
-        What goes wrong; nothing by default.
-
-    Raises
-    ------
-    ValueError
-        If weights and topology have different numbers of nodes.
-    """
-
-    def __init__(
-        self,
-        topology: Topology,
-        weights: CombinationMatrix | Sequence[CombinationMatrix] | None = None,
-        faults: Faults | None = None,
-    ) -> None:
-        self.topology = topology
-        self.plan = Plan.make(topology, weights, faults)
+class InMemoryNetwork(Network):
+    """Nodes of one process that send messages to their neighbors only: see `Network`."""
 
     def run(
         self,
@@ -58,9 +33,9 @@ class InMemoryNetwork:
         program : Program
             The algorithm, with the data of all nodes.
         n_rounds : int
-            Rounds at most, at least 0; one exchange with all neighbours each.
+            Rounds at most; each is one exchange with all neighbors.
         state : NamedTuple of arrays, optional
-            Where to go on from; the program's start by default.
+            The state to continue from; the program's start by default.
         callback : callable, optional
             Called with round and state after every round.
         stop : callable, optional
@@ -72,46 +47,76 @@ class InMemoryNetwork:
             With the state of all nodes.
         """
         check_count("n_rounds", n_rounds)
-        faults, n = self.plan.faults, self.plan.n_nodes
-        nodes = np.arange(n)
-        mailbox = Mailbox(self.plan, nodes, nodes)
-        current: State = program.start(nodes) if state is None else state
+        everyone = np.arange(self.plan.n_nodes)
+        host = Host(program, self.plan, everyone, everyone, state)
         done = 0
         for round_ in range(1, n_rounds + 1):
-            current = advance(program, current, mailbox, round_)
+            host.receive(round_, host.send(round_))
             done = round_
             if callback is not None:
-                callback(round_, current)
-            if stop is not None and stop(current):
+                callback(round_, host.state)
+            if stop is not None and stop(host.state):
                 break
+        traffic = host.mailbox.traffic
         return Run(
-            state=current,
-            observed=program.observe(current),
+            state=host.state,
+            observed=program.observe(host.state),
             rounds=done,
-            floats_sent=float(mailbox.traffic.sum()),
-            traffic=mailbox.traffic,
-            unheard=dict(sorted(mailbox.unheard.items())),
-            alive=faults.awake(n, max(done, 1)),
+            floats_sent=float(traffic.sum()),
+            traffic=traffic,
+            unheard=dict(sorted(host.mailbox.unheard.items())),
+            alive=self.plan.faults.awake(self.plan.n_nodes, max(done, 1)),
         )
 
 
-def advance(program: Program[State], before: State, mailbox: Mailbox, round_: int) -> State:
-    """Return the state after one round of nodes that are all hosted here."""
-    adapted = program.adapt(before, round_)
-    sent, own = broken_on_the_way(program.message(adapted), mailbox, round_)
-    after = program.combine(adapted, mailbox.inbox(round_, sent, own))
-    awake = mailbox.plan.faults.awake(mailbox.plan.n_nodes, round_)[mailbox.nodes]
-    return step_back(after, before, ~awake)
+class Host:
+    """Nodes of a program that are hosted in one process: all of them, or those of a Ray actor.
 
+    Parameters
+    ----------
+    program : Program
+        The algorithm, with at least these nodes' data.
+    plan : Plan
+        Who hears whom.
+    nodes, senders : ndarray
+        See `Mailbox`.
+    state : NamedTuple of arrays, optional
+        Where to go on from; the program's start by default.
+    """
 
-def broken_on_the_way(
-    own: tuple[Array, ...], mailbox: Mailbox, round_: int
-) -> tuple[tuple[Array, ...], tuple[Array, ...] | None]:
-    """Return the hosted nodes' messages as they arrive and, if that differs, as they left."""
-    broken = mailbox.plan.faults.broken(mailbox.plan.n_nodes, round_)[mailbox.nodes]
-    if not broken.any():
-        return own, None if finite_rows(own).all() else own
-    sent = tuple(array.copy() for array in own)
-    for array in sent:
-        array[broken] = np.nan
-    return sent, own
+    def __init__(
+        self,
+        program: Program[State],
+        plan: Plan,
+        nodes: NDArray[np.intp],
+        senders: NDArray[np.intp],
+        state: State | None = None,
+    ) -> None:
+        self.mailbox = Mailbox(plan, nodes, senders)
+        self.state: Any = program.start(nodes) if state is None else state
+        self._program = program
+
+    def send(self, round_: int) -> tuple[Array, ...]:
+        """Do the work before the exchange of a round; return the messages as they arrive."""
+        self._adapted = self._program.adapt(self.state, round_)
+        sent = self._program.message(self._adapted)
+        plan = self.mailbox.plan
+        broken = plan.faults.broken(plan.n_nodes, round_)[self.mailbox.nodes]
+        # A node's own message is passed separately only if it differs from what arrives.
+        self._own = None if finite_rows(sent).all() and not broken.any() else sent
+        if broken.any():
+            sent = tuple(array.copy() for array in sent)
+            for array in sent:
+                array[broken] = np.nan
+        return sent
+
+    def receive(
+        self, round_: int, arrays: tuple[Array, ...], arrived: NDArray[np.bool_] | None = None
+    ) -> None:
+        """Take in the messages of a round, see `Mailbox.inbox`; a node that is asleep does not."""
+        after = self._program.combine(
+            self._adapted, self.mailbox.inbox(round_, arrays, self._own, arrived)
+        )
+        plan = self.mailbox.plan
+        awake = plan.faults.awake(plan.n_nodes, round_)[self.mailbox.nodes]
+        self.state = step_back(after, self.state, ~awake)

@@ -1,8 +1,8 @@
 """Nodes in Ray actors: messages go from actor to actor, and not through the driver.
 
 Every actor hosts some nodes, next to each other by id. In a round it puts its nodes' messages into
-Ray's object store and gives the driver a reference; the driver hands references on to the actors
-that host neighbours, which fetch the messages themselves. The driver waits for rounds to be done
+Ray's object store and gives the driver a reference; the driver passes references to the actors
+that host neighbors, which fetch the messages themselves. The driver waits for rounds to be done
 (which tells it when an actor is lost), and sees states only where a callback or a stopping rule
 asks for them. Every actor computes with one BLAS thread: there are as many actors as processors.
 """
@@ -22,11 +22,11 @@ from numpy.typing import NDArray
 from scipy import sparse
 
 from flwr_perdl._checks import check_count
-from flwr_perdl.diffusion.combine import Array, Csr, Program, State, step_back
+from flwr_perdl.diffusion.combine import Array, Csr, Program, State
 from flwr_perdl.diffusion.topology import CombinationMatrix, Topology
-from flwr_perdl.network._exchange import Mailbox, Plan, Run, spread
+from flwr_perdl.network._exchange import Network, Plan, Run, spread
 from flwr_perdl.network.faults import Faults
-from flwr_perdl.network.memory import broken_on_the_way
+from flwr_perdl.network.memory import Host
 
 #: How many rounds the driver asks for ahead of the slowest actor.
 AHEAD = 16
@@ -34,29 +34,24 @@ AHEAD = 16
 _LOG = getLogger(__name__)
 
 
-class RayNetwork:
-    """Nodes in Ray actors that talk to their neighbours only.
+class RayNetwork(Network):
+    """Nodes in Ray actors that send messages to their neighbors only: see `Network`.
 
-    Runs on the Ray cluster that this process is connected to; where there is none, one is started
-    on this machine and ended afterwards. An actor that is lost takes its nodes with it: they are
-    silent from then on, the others go on without them, and the log says so.
+    Runs on the Ray cluster that this process is connected to; if there is none, one is started on
+    this machine and ended afterwards. If an actor is lost, its nodes are silent from then on; the
+    others continue without them, and the log says so.
 
     Parameters
     ----------
-    topology : Topology
-        Who hears whom.
-    weights : CombinationMatrix, or sequence of them, optional
-        Combination weights; Metropolis weights by default. A sequence is cycled through.
-    faults : Faults, optional
-        What goes wrong; nothing by default.
+    topology, weights, faults
+        See `Network`.
     agents_per_actor : int, optional
         Nodes per actor; by default there is one actor per processor of the cluster.
 
     Raises
     ------
     ValueError
-        If weights and topology have different numbers of nodes, or ``agents_per_actor`` is less
-        than one.
+        See `Network`; or if ``agents_per_actor`` is less than one.
     """
 
     def __init__(
@@ -67,8 +62,7 @@ class RayNetwork:
         *,
         agents_per_actor: int | None = None,
     ) -> None:
-        self.topology = topology
-        self.plan = Plan.make(topology, weights, faults)
+        super().__init__(topology, weights, faults)
         if agents_per_actor is not None:
             check_count("agents_per_actor", agents_per_actor, 1)
         self.agents_per_actor = agents_per_actor
@@ -82,28 +76,23 @@ class RayNetwork:
         callback: Callable[[int, State], Any] | None = None,
         stop: Callable[[State], bool] | None = None,
     ) -> Run:
-        """Run a distributed algorithm for some rounds.
+        """Run a distributed algorithm for some rounds: see `InMemoryNetwork.run`.
 
         Parameters
         ----------
         program : Program
-            The algorithm, with the data of all nodes. Where it has a method ``hosted(nodes)`` that
-            returns it with these nodes' data only, an actor receives no more than that.
-        n_rounds : int
-            Rounds at most, at least 0; one exchange with all neighbours each.
-        state : NamedTuple of arrays, optional
-            Where to go on from; the program's start by default.
-        callback : callable, optional
-            Called with round and state after every round; makes the driver fetch the states and
-            wait for every round.
-        stop : callable, optional
-            Ends the run when it returns True for the state; costs what a callback costs.
+            If it has a method ``hosted(nodes)`` that returns it with these nodes' data only, an
+            actor receives no more than that.
+        n_rounds, state
+            See `InMemoryNetwork.run`.
+        callback, stop : callable, optional
+            See `InMemoryNetwork.run`; the driver then fetches the states and waits in every round.
 
         Returns
         -------
         Run
-            With the state of all nodes. Of nodes that were lost there is no state (the field
-            ``nodes`` says whose there is), what they observed is NaN, and ``alive`` is False.
+            Of lost nodes there is no state (the field ``nodes`` says whose there is), what they
+            observed is NaN, and ``alive`` is False.
 
         Raises
         ------
@@ -146,7 +135,7 @@ class RayNetwork:
 
 
 class _End(NamedTuple):
-    """What an actor says at the end."""
+    """The result of an actor's nodes."""
 
     nodes: NDArray[np.intp]
     state: Any
@@ -155,46 +144,29 @@ class _End(NamedTuple):
     unheard: dict[int, int]
 
 
-class _Host:
+class _Actor:
     """The nodes of one actor."""
 
     def begin(
         self, program: Any, plan: Plan, groups: list[NDArray[np.intp]], me: int, state: Any
     ) -> None:
-        """Take up the program and a state, or the program's start.
-
-        Parameters
-        ----------
-        program : Program
-            The algorithm, with at least these nodes' data.
-        plan : Plan
-            Who hears whom.
-        groups : list of ndarray
-            The nodes of all actors, ascending.
-        me : int
-            Which of them these are.
-        state : NamedTuple of arrays, or None
-            Where to go on from.
-        """
+        """Begin with a state, or the program's start; ``groups[me]`` are the nodes hosted here."""
         self._ray: Any = import_module("ray")
         if find_spec("threadpoolctl"):  # without it OMP_NUM_THREADS counts, which Ray sets to one
             import_module("threadpoolctl").threadpool_limits(1, "blas")
-        self._program, self._plan, self._me, self._nodes = program, plan, me, groups[me]
+        self._program, self._me, self._nodes = program, me, groups[me]
         heard = plan.heard_by(self._nodes)
-        self._mailbox = Mailbox(plan, self._nodes, heard)
+        self._host = Host(program, plan, self._nodes, heard, state)
         # The rows of every actor's messages that matter here; together, the mailbox's senders.
         self._rows = {i: np.flatnonzero(np.isin(nodes, heard)) for i, nodes in enumerate(groups)}
-        self._state = program.start(self._nodes) if state is None else state
 
     def send(self, round_: int) -> list[Any]:
         """Do the work before the exchange of a round; return a reference to the messages."""
-        self._adapted = self._program.adapt(self._state, round_)
-        message = self._program.message(self._adapted)
-        self._sent, self._own = broken_on_the_way(message, self._mailbox, round_)
+        self._sent = self._host.send(round_)
         return [self._ray.put(self._sent)]
 
     def step(self, round_: int, messages: Mapping[int, Any], last: bool) -> tuple[list[Any], int]:
-        """Take in the messages of a round, and send those of the next one; say that it is done."""
+        """Take in the messages of a round, and send those of the next one."""
         blocks, there = [], []
         for host, rows in self._rows.items():
             block = self._sent if host == self._me else self._fetch(messages.get(host))
@@ -204,14 +176,11 @@ class _Host:
             else:
                 blocks.append([array[rows] for array in block])
         arrays = tuple(np.concatenate(parts) for parts in zip(*blocks, strict=True))
-        inbox = self._mailbox.inbox(round_, arrays, self._own, np.concatenate(there))
-        after = self._program.combine(self._adapted, inbox)
-        awake = self._plan.faults.awake(self._plan.n_nodes, round_)[self._nodes]
-        self._state = step_back(after, self._state, ~awake)
+        self._host.receive(round_, arrays, np.concatenate(there))
         return ([] if last else self.send(round_ + 1)), round_
 
     def _fetch(self, sent: Any) -> tuple[Array, ...] | None:
-        """Return what another actor has sent; None if it is lost."""
+        """Return the messages of another actor; None if it is lost."""
         if sent is None:
             return None
         try:
@@ -223,24 +192,24 @@ class _Host:
 
     def state(self) -> Any:
         """Return the state after the last round."""
-        return self._state
+        return self._host.state
 
     def end(self) -> _End:
-        """Return all that there is to know at the end."""
+        """Return the result of the actor's nodes."""
         mine = set(self._nodes.tolist())
-        unheard = {node: n for node, n in self._mailbox.unheard.items() if node in mine}
-        observed = self._program.observe(self._state)
-        return _End(self._nodes, self._state, observed, self._mailbox.traffic, unheard)
+        state, mailbox = self._host.state, self._host.mailbox
+        unheard = {node: n for node, n in mailbox.unheard.items() if node in mine}
+        return _End(self._nodes, state, self._program.observe(state), mailbox.traffic, unheard)
 
 
 class _Crew:
-    """The actors of a run as the driver sees them: references in, references out."""
+    """The actors of a run. The driver handles references to messages, never messages."""
 
     def __init__(self, ray: Any, plan: Plan, groups: list[NDArray[np.intp]]) -> None:
         self._ray, self._plan, self._groups = ray, plan, groups
         home = np.repeat(np.arange(len(groups)), [len(nodes) for nodes in groups])
         self._hears = [set(home[plan.heard_by(nodes)].tolist()) for nodes in groups]
-        make = ray.remote(_Host).options(scheduling_strategy="SPREAD")
+        make = ray.remote(_Actor).options(scheduling_strategy="SPREAD")
         self._actors: dict[int, Any] = {host: make.remote() for host in range(len(groups))}
 
     def go(
@@ -286,12 +255,12 @@ class _Crew:
         return round_
 
     def ask(self, method: str) -> list[Any]:
-        """Return what every actor that is there answers."""
+        """Return the answers of all actors that are left."""
         answers = {host: getattr(actor, method).remote() for host, actor in self._actors.items()}
         return list(self._collect(answers).values())
 
     def _collect(self, answers: Mapping[int, Any]) -> dict[int, Any]:
-        """Return the answers; an actor that has none is lost.
+        """Return the answers; an actor without one is lost.
 
         Raises
         ------
@@ -337,7 +306,7 @@ def _ray() -> Iterator[Any]:
 
 
 def _lost(ray: Any) -> tuple[type[Exception], ...]:
-    """Return the exceptions that say that an actor, or what it held, is no more."""
+    """Return the exceptions for a lost actor, or a lost object of it."""
     return ray.exceptions.RayActorError, ray.exceptions.ObjectLostError
 
 

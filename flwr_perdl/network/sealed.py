@@ -1,25 +1,27 @@
-"""Letters that only the neighbour they are addressed to can read.
+"""Sealed messages: encrypted, so that only the neighbor they are addressed to can read them.
 
 Every node draws an X25519 key pair for every run, and may have a lasting one besides, in a key
-file. What it announces, its *card*, is the public halves of both. A letter from one node to another
-is encrypted and authenticated with ChaCha20-Poly1305 under a key that only these two can compute,
+file. Its *card*, which it announces, holds the public keys of both pairs. A message from one node
+to another is encrypted and authenticated with ChaCha20-Poly1305 under a key that only these two can
+compute,
 
     HKDF-SHA256( e_a·e_b || s_a·e_b || e_a·s_b,  salt = run,  info = sender, receiver, both cards )
 
 where e are the run's keys and s the lasting ones (a < b; without lasting keys on both sides the
 first product alone counts: this is the triple Diffie-Hellman of the Signal protocol). Run, sender,
-receiver and round are authenticated with the letter, so that a letter of another round, edge or
-run does not open. Nonces are random.
+receiver and round are authenticated with the message, so that a message of another round, edge or
+run cannot be unsealed. Nonces are random.
 
 Secrecy is forward per run, not per round: a node has one key for all rounds of a run and deletes it
-after the last one. From then on neither its disk nor a lasting key opens a recorded letter. Until
-then, and at a node that the server never asks for its last step, whoever gets hold of that key and
-of recorded letters reads those to and from this node.
+after the last one. From then on neither its disk nor a lasting key unseals a recorded message.
+Until then, and at a node that the server never asks for its last step, an attacker with that key
+and recorded messages reads those to and from this node.
 
-Cards pass through the server. A server that hands on its own cards instead of the nodes' could
-read and write letters, unless the nodes *pin* their neighbours' lasting public keys: then such a
-card is rejected, or the letter does not open. Without pinned keys letters are safe from an
-honest-but-curious server only. How long letters are, and who writes to whom, is seen in any case.
+Cards pass through the server. A server that delivers its own cards instead of the nodes' could
+read and write messages, unless the nodes *pin* their neighbors' lasting public keys: then such a
+card is rejected, or the message cannot be unsealed. Without pinned keys messages are safe from an
+honest-but-curious server only. In all cases the server sees the size of every message, its sender
+and its receiver.
 
 Flower's replies carry floats: bytes travel as float64 arrays, seven in each number.
 """
@@ -29,7 +31,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -43,14 +45,11 @@ from numpy.typing import NDArray
 from flwr_perdl._npy import read_files, write_files
 from flwr_perdl.diffusion.combine import Array
 from flwr_perdl.network._packing import pack, unpack
+from flwr_perdl.network.messages import Rejected
 
 _KEY, _NONCE = 32, 12
 _CARD = 2 * _KEY
-_NONE = bytes(_KEY)  # stands for the lasting key of a node that has none
-
-
-class Rejected(ValueError):
-    """A letter, or a card, that is not what it says it is."""
+_NONE = bytes(_KEY)  # in place of the lasting key of a node without one
 
 
 class Keys:
@@ -65,7 +64,7 @@ class Keys:
     own_key : X25519PrivateKey, optional
         The node's lasting key.
     pinned : mapping of int to bytes, optional
-        The lasting public keys of the nodes that this one may talk to; it rejects any other.
+        The lasting public keys of the only nodes whose cards and messages are accepted.
     run_key : bytes, optional
         The private key of this run, as `run_key` gave it; a new one by default.
 
@@ -101,29 +100,29 @@ class Keys:
 
     @property
     def card(self) -> NDArray[np.float64]:
-        """What this node announces."""
+        """The public keys that this node announces."""
         return pack(self._card)
 
     def seal(
-        self, arrays: tuple[Array, ...], receiver: int, round_: int, card: Array
+        self, arrays: Sequence[Array], receiver: int, round_: int, card: Array
     ) -> NDArray[np.float64]:
-        """Return the letter that takes ``arrays`` to a neighbour.
+        """Return the sealed message that carries ``arrays`` to a neighbor.
 
         Parameters
         ----------
         arrays : tuple of ndarray
             The message.
         receiver : int
-            The neighbour.
+            The neighbor.
         round_ : int
             The round of the message.
         card : ndarray
-            The neighbour's card.
+            The neighbor's card.
 
         Raises
         ------
         Rejected
-            If the card is not the neighbour's.
+            If the card is not the neighbor's.
         """
         key = self._key(self.node, receiver, _bytes(card))
         nonce = os.urandom(_NONCE)
@@ -131,32 +130,31 @@ class Keys:
         sealed = ChaCha20Poly1305(key).encrypt(nonce, write_files(arrays), bound)
         return pack(self._card + nonce + sealed)
 
-    def open(self, letter: Array, sender: int, round_: int) -> tuple[Array, ...]:
-        """Return the message of a letter.
+    def open(self, sealed: Array, sender: int, round_: int) -> tuple[Array, ...]:
+        """Return the arrays of a sealed message.
 
         Parameters
         ----------
-        letter : ndarray
+        sealed : ndarray
             What `seal` of the sender returned.
         sender : int
-            Who is said to have sent it.
+            Its sender, according to the server.
         round_ : int
-            The round that it is said to be of.
+            Its round, according to the server.
 
         Raises
         ------
         Rejected
-            If it does not come from there, is not for this node, this run or that round, or was
-            changed.
+            If it is not from this sender, for this node, or of this run and round, or was changed.
         """
-        data = _bytes(letter)
+        data = _bytes(sealed)
         if len(data) < _CARD + _NONCE:
-            raise Rejected(f"{len(data)} bytes are no letter")
-        card, nonce, sealed = data[:_CARD], data[_CARD : _CARD + _NONCE], data[_CARD + _NONCE :]
+            raise Rejected(f"{len(data)} bytes are no message")
+        card, nonce, cipher = data[:_CARD], data[_CARD : _CARD + _NONCE], data[_CARD + _NONCE :]
         key = self._key(sender, self.node, card)
         try:
             bound = self._bound(sender, self.node, round_)
-            text = ChaCha20Poly1305(key).decrypt(nonce, sealed, bound)
+            text = ChaCha20Poly1305(key).decrypt(nonce, cipher, bound)
         except InvalidTag:
             raise Rejected("it was changed, or is of another sender, round or run") from None
         try:
@@ -165,11 +163,11 @@ class Keys:
             raise Rejected(f"it holds no arrays: {error}") from None
 
     def _bound(self, sender: int, receiver: int, round_: int) -> bytes:
-        """Return what is authenticated with a letter."""
+        """Return what is authenticated with a message."""
         return struct.pack("<QQQ", sender, receiver, round_) + self.run.encode()
 
     def _key(self, sender: int, receiver: int, card: bytes) -> bytes:
-        """Return the key of the letters from one node to another, one of which is this one."""
+        """Return the key of the messages from one node to another; one of them is this node."""
         other = receiver if sender == self.node else sender
         if len(card) != _CARD:
             raise Rejected(f"{len(card)} bytes are no card")
@@ -185,7 +183,7 @@ class Keys:
                     self._run.exchange(X25519PublicKey.from_public_bytes(lasting)),
                 )
                 secret += b"".join(parts if self.node < other else parts[::-1])
-        except ValueError:  # a point of small order, which no key pair has
+        except ValueError:  # a point of small order: not the public key of any key pair
             raise Rejected("its card is no public key") from None
         cards = (self._card, card) if sender == self.node else (card, self._card)
         info = b"flwr-perdl letter" + struct.pack("<QQ", sender, receiver) + b"".join(cards)
@@ -203,7 +201,7 @@ def make_key(path: str | Path) -> str:
     Returns
     -------
     str
-        The public key, in hexadecimal digits: what neighbours pin.
+        The public key, in hexadecimal digits: what neighbors pin.
     """
     key = X25519PrivateKey.generate()
     pem = key.private_bytes(
@@ -239,12 +237,12 @@ def read_key(path: str | Path) -> X25519PrivateKey:
 
 
 def read_pinned(path: str | Path) -> dict[int, bytes]:
-    """Return the public keys of a node's neighbours from a JSON file: node -> hexadecimal digits.
+    """Return the public keys of a node's neighbors from a JSON file: node -> hexadecimal digits.
 
     Raises
     ------
     ValueError
-        If it is not that.
+        If the file holds anything else.
     """
     try:
         pinned = {int(k): bytes.fromhex(v) for k, v in json.loads(Path(path).read_text()).items()}

@@ -1,6 +1,6 @@
-"""Neighbours that talk through the server: a distributed algorithm on a Flower federation.
+"""Messages between neighbors through the server: a distributed algorithm on a Flower federation.
 
-Flower's nodes can reach the server only. Here the server hands on what one neighbour addressed to
+Flower's nodes can reach the server only. The server delivers what one neighbor addresses to
 another, and never combines: the algorithm, a `flwr_perdl.diffusion.Program`, runs at the nodes
 (`flwr_perdl.clients.DiffusionClient`), each with its own data only.
 
@@ -13,23 +13,29 @@ combine, adapt, message of round i+1   its reply
 observe                                its reply to ``"show"``
 =====================================  =========================================================
 
+A message takes this way: `DiffusionClient.fit` of the sender, reply, `_Held.take`,
+`_Held.deliveries`, request, `DiffusionClient.fit` of the receiver, whose `inbox_of` decides whether
+it counts. Records and rules are in `flwr_perdl.network.messages`.
+
 ``n_rounds`` rounds of the algorithm take ``n_rounds + 1`` communication rounds, and one more for
-the nodes' public keys where letters are sealed. Who does not answer is silent in that round: the
-others' weights for it fall to themselves. Who comes late, or comes back under another node id, is
-the node of its ``partition-id``, and goes on from the state that it has kept, or from its start.
+the nodes' public keys where messages are sealed. A node that does not reply is silent in that
+round: the others give its weight to themselves. A node that joins late, or returns under another
+node id, is identified by its ``partition-id``, and continues from the state that it has kept, or
+from its start.
 
 What each party receives:
 
 - *The server*: every message of every node, in the clear; with ``sealed=True`` its ciphertext and
-  the nodes' public keys instead. In both cases: who wrote to whom and how many floats, who could
+  the nodes' public keys instead. In both cases: who sends to whom and how many floats, who could
   not read what, and at the end what each node chooses to show. Never: data, or states that are
   neither sent nor shown.
-- *A node*: the messages of the neighbours that it hears, with their ids, its weights for them, and
-  their ages; sealed, also the public keys of those who hear it. With simulated faults: who sleeps.
-- *A node that is no neighbour*: nothing.
+- *A node*: the messages of the neighbors that it hears, with their ids, its weights for them, and
+  their delays; sealed, also the public keys of those who hear it. With simulated faults: who is
+  asleep.
+- *A node that is no neighbor*: nothing.
 
-What a message gives away is in the algorithm's docstring; it says so for neighbors that do as they
-should. A neighbor that sends what it likes may learn samples (docs/security.md).
+The algorithm's docstring says what a message reveals to neighbors that follow it. A neighbor that
+sends what it likes may learn samples (docs/security.md).
 """
 
 from __future__ import annotations
@@ -65,21 +71,22 @@ from flwr_perdl.clients.diffusion import (
     STATE,
 )
 from flwr_perdl.diffusion.topology import CombinationMatrix, Topology
-from flwr_perdl.network._exchange import Plan, Run, entries, spread
+from flwr_perdl.network._exchange import Plan, Run, spread
 from flwr_perdl.network._packing import text_array, texts_of, unpack_arrays
 from flwr_perdl.network.faults import Faults
+from flwr_perdl.network.messages import Delivery, Message, Sent
 from flwr_perdl.strategies._conversation import ServerOptions, ServerSettings
 from flwr_perdl.strategies._protocol import Protocol, Replies, Request, RoundReport, State
 from flwr_perdl.strategies._strategy import ProtocolStrategy
 
 Weights = CombinationMatrix | Sequence[CombinationMatrix] | None
 
-#: The "receiver" of a message that goes to all neighbours alike.
+#: The "receiver" of a message that is the same for all neighbors.
 EVERYBODY = -1
 
 
 class NeighborRelay(ProtocolStrategy):
-    """Hand on what neighbours send each other while they run a distributed algorithm.
+    """Deliver the messages of neighbors that run a distributed algorithm.
 
     Parameters
     ----------
@@ -90,11 +97,10 @@ class NeighborRelay(ProtocolStrategy):
     weights : CombinationMatrix, or sequence of them, optional
         Combination weights; Metropolis weights by default. A sequence is cycled through.
     faults : Faults, optional
-        Faults to simulate: the relay does not hand on what is lost, hands on late what is delayed,
-        and tells nodes when to sleep; nothing by default. For delays the nodes' ``max_delay`` must
-        allow them.
+        Faults to simulate: the relay drops or delays messages, and tells nodes when they are
+        asleep; none by default. The nodes' ``max_delay`` must allow the delays.
     sealed : bool, default False
-        Whether nodes encrypt their letters (see `flwr_perdl.network.sealed`).
+        Whether messages are sealed: encrypted end to end (see `flwr_perdl.network.sealed`).
     **options
         See `ServerOptions`; ``num_clients`` is by default the number of nodes.
 
@@ -105,8 +111,8 @@ class NeighborRelay(ProtocolStrategy):
 
     Notes
     -----
-    Floats per node and round: its message up (sealed: once per neighbour, a seventh more, and about
-    ninety for keys and headers), its neighbours' messages down. A checkpoint holds the messages in
+    Floats per node and round: its message up (sealed: once per neighbor, a seventh more, and about
+    ninety for keys and headers), its neighbors' messages down. A checkpoint holds the messages in
     transit. ``outcome`` has the result.
     """
 
@@ -150,8 +156,8 @@ class NeighborRelay(ProtocolStrategy):
         """How the run ended.
 
         ``state`` is None unless every node shows its own; what a node did not show is NaN.
-        ``unheard`` counts the rounds in which a node's message was broken, or left out by one who
-        received it.
+        ``unheard`` counts the rounds in which a node's message was not finite, or was left out by
+        a node that received it.
 
         Raises
         ------
@@ -160,18 +166,16 @@ class NeighborRelay(ProtocolStrategy):
         """
         if self._conversation is None or not self._conversation.finished:
             raise RuntimeError(f"the run must be over, which takes {self.exchanges} exchanges.")
-        n = self.topology.n_nodes
-        *shown, traffic, (unheard, alive), (whole,), names = self._conversation.model
-        named = dict(zip(texts_of(names), shown, strict=True))
-        state = {name: rows for name, rows in named.items() if name.startswith(STATE)}
+        end, n = _End.from_arrays(self._conversation.model), self.topology.n_nodes
+        state = {name: rows for name, rows in end.shown.items() if name.startswith(STATE)}
         return Run(
-            state=_state(state) if whole else None,
-            observed={name: rows for name, rows in named.items() if name not in state},
+            state=_state(state) if end.whole else None,
+            observed={name: rows for name, rows in end.shown.items() if name not in state},
             rounds=self.n_rounds,
-            floats_sent=float(traffic[2].sum()),
-            traffic=sparse.csr_array((traffic[2], traffic[:2].astype(np.intp)), shape=(n, n)),
-            unheard={int(k): int(unheard[k]) for k in np.flatnonzero(unheard)},
-            alive=alive.astype(bool),
+            floats_sent=float(end.traffic[2].sum()),
+            traffic=_matrix(end.traffic, n),
+            unheard={int(k): int(end.unheard[k]) for k in np.flatnonzero(end.unheard)},
+            alive=end.alive.astype(bool),
         )
 
     def settings(self) -> dict[str, Any]:
@@ -201,48 +205,46 @@ class NeighborRelay(ProtocolStrategy):
         return super().start(grid, initial_arrays, rounds, *args, **options)
 
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
-        """Hand on, round by round; nothing is combined here."""
+        """Deliver messages round by round; nothing is combined here."""
         if initial:
             raise ValueError(f"initial_arrays must be left out, got {len(initial)} arrays.")
         faults, n = self.plan.faults, self.topology.n_nodes
-        post = _Post(self.plan, self.sealed)
+        held = _Held(self.plan, self.sealed)
         if state is not None:
-            post.unpack(state)
+            held.unpack(state)
         elif self.sealed:
-            post.keep_cards((yield Request(ANNOUNCE, config={SEALED: True})))
-        for round_ in range(post.round + 1, self.n_rounds + 2):
+            held.keep_cards((yield Request(ANNOUNCE, config={SEALED: True})))
+        for round_ in range(held.round + 1, self.n_rounds + 2):
             asleep = np.flatnonzero(~faults.awake(n, round_))
             last = round_ > self.n_rounds
-            bags = post.bags(round_)
+            deliveries = held.deliveries(round_)
             replies = yield Request(
                 SHOW if last else EXCHANGE,
                 config={AT: round_, ASLEEP: " ".join(map(str, asleep)), SEALED: self.sealed},
-                state=post.pack(),
-                own=_contents(bags),
+                state=held.pack(),
+                own=_contents(deliveries, self.sealed),
                 model=(),
             )
-            post.count(replies, bags)
+            held.count(replies, deliveries)
             if not last:
-                post.take(replies, bags, round_)
+                held.take(replies, deliveries, round_)
         shown = {node: _opened(node, reply) for node, reply in replies.items() if node < n}
         there = np.isin(np.arange(n), list(shown))
         rows = _rows(shown, n)
         whole = [nodes.all() for name, (_, nodes) in rows.items() if name.startswith(STATE)]
-        traffic = sparse.coo_array(post.traffic)
-        alive = post.took_part if self.n_rounds else there & faults.awake(n, 1)
-        return [
-            *(spread(*row) for row in rows.values()),
-            np.stack([*traffic.coords, traffic.data]),
-            np.stack([post.unheard, alive]),
-            np.array([float(bool(whole) and all(whole))]),
-            text_array(list(rows)),
-        ]
+        return _End(
+            traffic=_entries(held.traffic),
+            unheard=held.unheard,
+            alive=held.took_part if self.n_rounds else there & faults.awake(n, 1),
+            whole=bool(whole) and all(whole),
+            shown={name: spread(*row) for name, row in rows.items()},
+        ).to_arrays()
 
 
 class FlowerNetwork:
-    """Nodes of a Flower federation that talk to their neighbours only.
+    """Nodes of a Flower federation that send messages to their neighbors only.
 
-    What `flwr_perdl.network.InMemoryNetwork` is in one process, on SuperNodes: every node runs a
+    The counterpart of `flwr_perdl.network.InMemoryNetwork` on SuperNodes: every node runs a
     `flwr_perdl.clients.DiffusionClient` with the program and its own data.
 
     Parameters
@@ -253,7 +255,7 @@ class FlowerNetwork:
     topology, weights, faults
         As in `NeighborRelay`.
     sealed : bool, default False
-        Whether nodes encrypt what they write to each other.
+        Whether messages are sealed.
     timeout : float, default 3600.0
         Seconds to wait for the replies of a round.
     **options
@@ -281,7 +283,7 @@ class FlowerNetwork:
         self._relay = partial(
             NeighborRelay, topology, weights=weights, faults=faults, sealed=sealed
         )
-        self.plan = self._relay(0, **options).plan  # also to say at once what is wrong
+        self.plan = self._relay(0, **options).plan  # refuses bad arguments at once
 
     def run(
         self,
@@ -297,16 +299,13 @@ class FlowerNetwork:
         Parameters
         ----------
         program : object
-            Not looked at, and may be None: the nodes run their own.
+            Ignored, and may be None: the nodes run their own.
         n_rounds : int
             Rounds, at least 0.
-        state : None
-            Nodes keep their states: go on with the options ``checkpoint_dir`` and ``resume``.
+        state, stop : None
+            Nodes keep their states. To continue a run, use ``checkpoint_dir`` and ``resume``.
         callback : callable, optional
-            Called with the round, and None for the state, when the server knows that a round is
-            over.
-        stop : None
-            Nobody sees the states by which to stop.
+            Called after every round with the round and None for the state.
 
         Returns
         -------
@@ -318,7 +317,7 @@ class FlowerNetwork:
         ValueError
             If ``state`` or ``stop`` is given.
         TooFewReplies
-            If fewer than ``min_clients`` nodes answer in a round.
+            If fewer than ``min_clients`` nodes reply in a round.
         """
         for name, given in (("state", state), ("stop", stop)):
             if given is not None:
@@ -332,33 +331,65 @@ class FlowerNetwork:
         return relay.outcome
 
 
-class _Bag(NamedTuple):
-    """What a node receives in one exchange.
+class _End(NamedTuple):
+    """What a relay knows when the run is over: its final model.
 
     Attributes
     ----------
-    arrays : list of ndarray
-        The request's arrays.
-    letters : list of (int, int)
-        Sender and round of each letter in it.
-    receivers : list of int
-        To whom it is to write.
+    traffic : ndarray of shape (3, n_links)
+        Receiver, sender, and floats that were heard.
+    unheard, alive : ndarray of shape (n_nodes,)
+        As in `Run`.
+    whole : bool
+        Whether every node has shown its state.
+    shown : dict of str to ndarray of shape (n_nodes, ...)
+        What the nodes have shown.
     """
 
-    arrays: list[Matrix]
-    letters: list[tuple[int, int]]
-    receivers: list[int]
+    traffic: Matrix
+    unheard: Matrix
+    alive: NDArray[Any]
+    whole: bool
+    shown: dict[str, Matrix]
+
+    def to_arrays(self) -> list[Matrix]:
+        """Return what is shown, and then all else, as a model's arrays."""
+        nodes = np.stack([self.unheard, self.alive])
+        whole, names = np.array([float(self.whole)]), text_array(list(self.shown))
+        return [*self.shown.values(), self.traffic, nodes, whole, names]
+
+    @classmethod
+    def from_arrays(cls, arrays: Sequence[Matrix]) -> _End:
+        """Return what `to_arrays` was called on."""
+        *shown, traffic, (unheard, alive), (whole,), names = arrays
+        named = dict(zip(texts_of(names), shown, strict=True))
+        return cls(traffic, unheard, alive, bool(whole), named)
 
 
-class _Post:
-    """What the server holds: messages in transit, public keys, and what it has counted.
+class _HeldMessage(NamedTuple):
+    """A node's message of one round, as long as the server holds it.
+
+    Attributes
+    ----------
+    floats : float
+        Its size before it was sealed.
+    arrays : dict of int to list of ndarray
+        What each receiver gets; ``EVERYBODY`` where all get the same.
+    """
+
+    floats: float
+    arrays: dict[int, Sequence[Matrix]]
+
+
+class _Held:
+    """What the server holds: messages in transit, the nodes' cards, and counts.
 
     Parameters
     ----------
     plan : Plan
         Who hears whom.
     sealed : bool
-        Whether a message is one text for all neighbours or a letter for each.
+        Whether a node sends a message to each neighbor, or one to all.
     """
 
     def __init__(self, plan: Plan, sealed: bool) -> None:
@@ -369,94 +400,79 @@ class _Post:
         self.unheard = np.zeros(n)
         self.traffic: Any = sparse.csr_array((n, n))
         self.cards: dict[int, Matrix] = {}
-        #: By round and sender: floats of the message; and, by receiver too, what is handed on.
-        self.floats: dict[tuple[int, int], float] = {}
-        self.texts: dict[tuple[int, int, int], list[Matrix]] = {}
+        #: By round and sender.
+        self.messages: dict[tuple[int, int], _HeldMessage] = {}
 
-    def bags(self, round_: int) -> dict[int, _Bag]:
-        """Return what each node receives in an exchange: the letters of the round before."""
+    def deliveries(self, round_: int) -> dict[int, Delivery]:
+        """Return what each node receives in an exchange: the messages of the round before."""
         n = self.plan.n_nodes
-        rows: list[list[list[float]]] = [[] for _ in range(n)]
-        letters: list[list[tuple[int, int]]] = [[] for _ in range(n)]
-        texts: list[list[Matrix]] = [[] for _ in range(n)]
+        messages: list[list[Message]] = [[] for _ in range(n)]
         if self.round:
             links = self.plan.links(self.round)
-            late = self.plan.faults.delays(links, self.round)
-            k, j = sparse.coo_array(links).coords
-            weights = entries(self.plan.matrix(self.round).matrix, k, j)
-            for receiver, sender, age, weight in zip(
-                k.tolist(), j.tolist(), late.tolist(), weights.tolist(), strict=True
-            ):
-                when = self.round - age
-                text = self.texts.get((when, sender, receiver if self.sealed else EVERYBODY))
-                if text is not None and self.took_part[receiver]:
-                    rows[receiver].append([sender, age, weight, len(text)])
-                    letters[receiver].append((sender, when))
-                    texts[receiver] += text
+            for receiver, sender, late, weight in zip(*(x.tolist() for x in links), strict=True):
+                held = self.messages.get((self.round - late, sender))
+                arrays = held and held.arrays.get(receiver if self.sealed else EVERYBODY)
+                if arrays is not None and self.took_part[receiver]:
+                    messages[receiver].append(Message(sender, late, weight, arrays))
+        if not self.sealed:
+            return {node: Delivery(messages[node]) for node in range(n)}
         hearers = sparse.csr_array(self.plan.hearing(round_).T)
-        bags = {}
-        for node in range(n):
-            arrays: list[Matrix] = [np.array(rows[node], dtype=np.float64).reshape(-1, 4)]
-            out = hearers.indices[hearers.indptr[node] : hearers.indptr[node + 1]].tolist()
-            receivers = sorted(receiver for receiver in out if receiver in self.cards)
-            if self.sealed:
-                cards = [self.cards[receiver] for receiver in receivers]
-                arrays += [
-                    np.array(receivers, dtype=np.float64),
-                    np.stack(cards) if cards else np.zeros((0, 1)),
-                ]
-            bags[node] = _Bag(arrays + texts[node], letters[node], receivers)
-        return bags
+        return {
+            node: Delivery(
+                messages[node],
+                {to: self.cards[to] for to in _row(hearers, node) if to in self.cards},
+            )
+            for node in range(n)
+        }
 
-    def count(self, replies: Replies, bags: Mapping[int, _Bag]) -> None:
-        """Count what was heard: a node that answers has heard its letters but those it left out."""
+    def count(self, replies: Replies, deliveries: Mapping[int, Delivery]) -> None:
+        """Count what was heard: who answers has heard all messages that it has not left out."""
         n, left_out = self.plan.n_nodes, set()
         heard: list[tuple[int, int, float]] = []
         for node, reply in replies.items():
-            for sender, when in bags[node].letters if node in bags else ():
-                if f"{REJECTED}{sender}" in reply.metrics:
-                    left_out.add(sender)
+            for message in deliveries[node].messages if node in deliveries else ():
+                if f"{REJECTED}{message.sender}" in reply.metrics:
+                    left_out.add(message.sender)
                 else:
-                    heard.append((node, sender, self.floats[when, sender]))
+                    held = self.messages[self.round - message.late, message.sender]
+                    heard.append((node, message.sender, held.floats))
         self.unheard[list(left_out)] += 1
         if heard:
-            k, j, floats = zip(*heard, strict=True)
-            self.traffic = self.traffic + sparse.csr_array((floats, (k, j)), shape=(n, n))
+            self.traffic = self.traffic + _matrix(np.array(heard).T, n)
 
-    def take(self, replies: Replies, bags: Mapping[int, _Bag], round_: int) -> None:
-        """Take in the messages of a round, and forget those that are too old to be handed on."""
+    def take(self, replies: Replies, deliveries: Mapping[int, Delivery], round_: int) -> None:
+        """Take in the messages of a round, and forget those that are too old to be delivered."""
         n, faults = self.plan.n_nodes, self.plan.faults
         oldest = round_ - faults.max_delay
-        self.texts = {key: text for key, text in self.texts.items() if key[0] >= oldest}
-        self.floats = {key: floats for key, floats in self.floats.items() if key[0] >= oldest}
+        self.messages = {key: held for key, held in self.messages.items() if key[0] >= oldest}
         awake, broken = faults.awake(n, round_), faults.broken(n, round_)
         self.round, self.took_part = round_, np.zeros(n, dtype=bool)
         if self.sealed:
             self.keep_cards(replies)
         for node, reply in replies.items():
-            if node not in bags:
+            if node not in deliveries:
                 log(WARNING, "Client %d is no node of a network of %d: it is left out.", node, n)
             elif awake[node]:
                 self.took_part[node] = True
-                texts = self._texts(reply, bags[node].receivers)
-                if broken[node] or texts is None:
+                held = self._held(reply, deliveries[node])
+                if broken[node] or held is None:
                     self.unheard[node] += 1
-                    continue
-                self.texts.update({(round_, node, to): text for to, text in texts.items()})
-                plain = sum(array.size for array in reply.arrays)
-                floats = reply.metrics.get(FLOATS, 0.0) if self.sealed else plain
-                self.floats[round_, node] = float(floats)
+                else:
+                    self.messages[round_, node] = held
 
-    def _texts(self, reply: Reply, receivers: list[int]) -> dict[int, list[Matrix]] | None:
-        """Return what a node sends, by receiver; None if it is broken."""
+    def _held(self, reply: Reply, delivery: Delivery) -> _HeldMessage | None:
+        """Return what a node has sent; None if it is not as it must be."""
+        sent = Sent.from_arrays(reply.arrays, self.sealed).arrays
         if BROKEN in reply.metrics:
             return None
-        if not self.sealed:
-            return {EVERYBODY: reply.arrays} if reply.arrays else None
-        letters = reply.arrays[1:]
-        if len(letters) != len(receivers):
+        if delivery.cards is None:
+            floats = float(sum(array.size for array in sent))
+            return _HeldMessage(floats, {EVERYBODY: sent}) if sent else None
+        if len(sent) != len(delivery.cards):
             return None
-        return {to: [letter] for to, letter in zip(receivers, letters, strict=True) if letter.size}
+        each = zip(delivery.cards, sent, strict=True)
+        arrays: dict[int, Sequence[Matrix]] = {to: [array] for to, array in each if array.size}
+        return _HeldMessage(float(reply.metrics.get(FLOATS, 0.0)), arrays)
 
     def keep_cards(self, replies: Replies) -> None:
         """Keep the nodes' public keys."""
@@ -466,43 +482,61 @@ class _Post:
 
     def pack(self) -> dict[str, NDArray[Any]]:
         """Return all of this as named arrays."""
-        traffic = sparse.coo_array(self.traffic)
-        floats = [[*key, value] for key, value in self.floats.items()]
+        floats = [[*key, held.floats] for key, held in self.messages.items()]
         return {
             "round": np.array(self.round),
             "took_part": self.took_part.copy(),
             "unheard": self.unheard.copy(),
-            "traffic": np.stack([*traffic.coords, traffic.data]),
+            "traffic": _entries(self.traffic),
             "floats": np.array(floats, dtype=np.float64).reshape(-1, 3),
             **{f"card/{node}": card for node, card in self.cards.items()},
             **{
-                "/".join(map(str, ("text", *key, i))): array
-                for key, text in self.texts.items()
-                for i, array in enumerate(text)
+                "/".join(map(str, ("message", *key, receiver, i))): array
+                for key, held in self.messages.items()
+                for receiver, arrays in held.arrays.items()
+                for i, array in enumerate(arrays)
             },
         }
 
     def unpack(self, state: State) -> None:
-        """Take up what `pack` returned."""
-        n = self.plan.n_nodes
+        """Continue from what `pack` returned."""
         self.round, self.took_part = int(state["round"]), state["took_part"].astype(bool)
         self.unheard = state["unheard"].copy()
-        k, j, floats = state["traffic"]
-        self.traffic = sparse.csr_array((floats, (k.astype(np.intp), j.astype(np.intp))), (n, n))
-        self.floats = {(int(r), int(k)): float(size) for r, k, size in state["floats"]}
+        self.traffic = _matrix(state["traffic"], self.plan.n_nodes)
+        for round_, sender, floats in state["floats"]:
+            self.messages[int(round_), int(sender)] = _HeldMessage(float(floats), {})
         for name, array in state.items():
             kind, *key = name.split("/")
             if kind == "card":
                 self.cards[int(key[0])] = array
-            elif kind == "text":
+            elif kind == "message":
                 round_, sender, receiver, _ = map(int, key)
-                self.texts.setdefault((round_, sender, receiver), []).append(array)
+                arrays = self.messages[round_, sender].arrays
+                arrays[receiver] = [*arrays.get(receiver, ()), array]
 
 
-def _contents(bags: Mapping[int, _Bag]) -> Callable[[int], Sequence[Matrix]]:
-    """Return who receives which arrays; one that is no node of the network receives no letters."""
-    stranger: list[Matrix] = [np.zeros((0, 4)), np.zeros(0), np.zeros((0, 1))]
-    return lambda node: bags[node].arrays if node in bags else stranger
+def _row(matrix: Any, k: int) -> list[int]:
+    """Return the columns that are stored in a row of a sparse matrix, ascending."""
+    return sorted(matrix.indices[matrix.indptr[k] : matrix.indptr[k + 1]].tolist())
+
+
+def _entries(matrix: Any) -> Matrix:
+    """Return the rows, columns and values of a sparse matrix, (3, n_entries)."""
+    entries = sparse.coo_array(matrix)
+    return np.stack([*entries.coords, entries.data])
+
+
+def _matrix(entries: Matrix, n: int) -> Any:
+    """Return the sparse matrix of shape (n, n) with these entries; several at a place add up."""
+    return sparse.csr_array((entries[2], entries[:2].astype(np.intp)), shape=(n, n))
+
+
+def _contents(
+    deliveries: Mapping[int, Delivery], sealed: bool
+) -> Callable[[int], Sequence[Matrix]]:
+    """Return who receives which arrays; a client that is no node of the network: no messages."""
+    stranger = Delivery((), {} if sealed else None)
+    return lambda node: deliveries.get(node, stranger).to_arrays()
 
 
 def _opened(node: int, reply: Reply) -> dict[str, Matrix]:

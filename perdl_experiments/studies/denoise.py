@@ -5,9 +5,9 @@ image denoising that it refers to. The samples are the noisy image's own patches
 their duals are inferred and every agent updates its atom (Algorithm 1). Then all patches are
 coded, and every pixel is the mean of the patches that cover it.
 
-With ``connectivity = 1`` all agents hear all others, and inference is computed at once for all of
-them (`Agreement`): what the agents of any connected network agree on in the end. Below 1, it goes
-by messages between the neighbors of a random network, to the same end, in far more time.
+With ``connectivity = 1`` inference is computed in one place (``method="exact"``): its result is
+what the agents of any connected network agree on in the end. Below 1, the agents find it by
+messages between the neighbors of a random network, in far more time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_perdl.checks import Matrix
-from flwr_perdl.diffusion.inference import DualInference
+from flwr_perdl.diffusion.inference import exact_dual
 from flwr_perdl.diffusion.model_diffusion import Model, ModelDiffusion
 from flwr_perdl.diffusion.objectives import Objective, SparseSVD
 from flwr_perdl.diffusion.topology import Topology
@@ -48,9 +48,8 @@ STEP, DECAY = 0.015, 0.5
 #: Relative error of the dual variables at which inference ends.
 TOLERANCE = 0.05
 
-#: Patches coded in one piece; iterations between two looks at the error; points of the curve, and
-#: patches that each is measured on.
-_PIECE, _CHECK, _POINTS, _MEASURED = 500, 10, 20, 500
+#: Patches coded in one piece; points of the curve, and patches that each is measured on.
+_PIECE, _POINTS, _MEASURED = 500, 20, 500
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,99 +159,6 @@ def run(config: Config, keep: Keep) -> Outcome:
 # The network ---------------------------------------------------------------------------------
 
 
-class Agreed(NamedTuple):
-    """What all agents of a connected network agree on.
-
-    Attributes
-    ----------
-    codes : ndarray of shape (n_samples, n_atoms)
-    nu : ndarray of shape (n_samples, n_features)
-        The dual variables, which under the squared loss are the residuals (58).
-    error : ndarray of shape (n_samples,)
-        No less than the relative error of ``nu``.
-    """
-
-    codes: Matrix
-    nu: Matrix
-    error: Matrix
-
-
-def agree(objective: Objective, X: Matrix, W: Matrix, *, max_iter: int = 10_000) -> Agreed:
-    r"""Infer samples with all atoms in one place: what inference over a network tends to.
-
-    Under the squared loss. The codes minimize (7) by accelerated proximal gradient steps, whose
-    momentum knows that h is strongly convex (delta). They end when the duality gap shows that
-    ``||nu - nu^o|| <= TOLERANCE * ||x||`` for every sample: f* is strongly convex (1), so that
-    ``||nu - nu^o||^2 / 2`` is at most the gap.
-
-    Parameters
-    ----------
-    objective : Objective
-        With the squared loss.
-    X : ndarray of shape (n_samples, n_features)
-        Samples.
-    W : ndarray of shape (n_atoms, n_features)
-        All atoms.
-    max_iter : int, default 10,000
-        Most iterations.
-
-    Returns
-    -------
-    Agreed
-    """
-    gram, products = W @ W.T, X @ W.T
-    lesser = gram if len(W) <= W.shape[1] else W.T @ W
-    top = float(np.linalg.eigvalsh(lesser)[-1])
-    forward = X.dtype.type(top) * np.eye(len(W), dtype=X.dtype) - gram
-    shrink = objective.delta / (top + objective.delta)
-    momentum = X.dtype.type((1 - np.sqrt(shrink)) / (1 + np.sqrt(shrink)))
-    size = np.maximum(np.linalg.norm(X, axis=1), np.finfo(X.dtype).tiny)
-    codes = ahead = np.zeros_like(products)
-    nu, error = X, np.ones_like(size)
-    for n_iter in range(1, max_iter + 1):
-        before = codes
-        codes = objective.code(ahead @ forward + products) * X.dtype.type(shrink)
-        ahead = codes + momentum * (codes - before)
-        if n_iter % _CHECK == 0:
-            nu = X - codes @ W
-            error = np.sqrt(2 * np.maximum(_gap(objective, X, W, codes, nu), 0)) / size
-            if (error <= TOLERANCE).all():
-                break
-    return Agreed(codes, nu, error)
-
-
-def _gap(objective: Objective, X: Matrix, W: Matrix, codes: Matrix, nu: Matrix) -> Matrix:
-    """Return the cost (7) less its dual (28) with the residuals for nu, (n_samples,)."""
-    cost = objective.loss(nu) + objective.regulariser(codes)
-    conjugates = objective.conjugate(nu) + objective.regulariser_conjugate(nu @ W.T)
-    gap: Matrix = cost + conjugates - np.einsum("sm,sm->s", nu, X)
-    return gap
-
-
-class Ran(NamedTuple):
-    """What a `Network` returns."""
-
-    observed: dict[str, Matrix]
-    rounds: int
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """A `Network` on which all agents know at once what they would agree on; an atom per agent."""
-
-    def run(self, program: DualInference, n_rounds: int) -> Ran:
-        """Return every agent's codes, and nu, in 0 rounds."""
-        n_agents = program.topology.n_nodes
-        W = np.concatenate([program.dictionaries[k] for k in range(n_agents)])
-        found = [agree(program.objective, part, W) for part in _pieces(program.X)]
-        codes, nu, error = (np.concatenate(parts) for parts in zip(*found, strict=True))
-        everywhere = {
-            "nu": np.broadcast_to(nu, (n_agents, *nu.shape)),
-            "residual": np.broadcast_to(error, (n_agents, *error.shape)),
-        }
-        return Ran({"codes": codes.T[:, :, None], **everywhere}, 0)
-
-
 def _pieces(X: Matrix) -> list[Matrix]:
     return [X[start : start + _PIECE] for start in range(0, len(X), _PIECE)]
 
@@ -264,39 +170,36 @@ def _by_the_network(task: Task, objective: SparseSVD, config: Config) -> Arrays:
     topology = Topology.complete(n_agents)
     if share < 1:
         topology = Topology.erdos_renyi(n_agents, share, seed=seed)
-    network = Agreement() if share == 1 else None
     learner = ModelDiffusion(
-        objective,
-        step=STEP * n_agents,
-        decay=DECAY,
-        batch_size=BATCH,
-        tolerance=TOLERANCE,
-        seed=seed,
+        objective, step=STEP * n_agents, decay=DECAY, batch_size=BATCH, seed=seed
     )
+    if share == 1:
+        learner = replace(learner, method="exact", options={"tolerance": TOLERANCE})
+    else:
+        learner = replace(learner, tolerance=TOLERANCE)
     X = task.X
     model = learner.start(n_agents, X.shape[1], X.dtype)
     measured = X[spawn(seed, SERVER, 1).permutation(len(X))[:_MEASURED]]
     costs, learning = [_cost(objective, measured, model)], 0.0
     for rows in np.array_split(task.order, min(_POINTS, len(task.order))):
         started = time.perf_counter()
-        model = learner.partial_fit(model, X[rows.ravel()], topology, network=network)
+        model = learner.partial_fit(model, X[rows.ravel()], topology)
         learning += time.perf_counter() - started
         costs.append(_cost(objective, measured, model))
     started, rounds, exchanges = time.perf_counter(), model.rounds, model.rounds * BATCH
-    rebuilt, nonzeros = [], 0
-    for part in _pieces(X) if network is None else [X]:  # by messages, nu takes memory
-        found = learner.infer(model, part, topology, network=network)
-        codes = np.concatenate(found.codes, axis=1)
-        rebuilt.append(codes @ model.dictionaries[:, 0])
-        nonzeros += int(np.count_nonzero(codes))
+    codes = []
+    for part in _pieces(X):  # nu takes memory
+        found = learner.infer(model, part, topology)
+        codes.append(np.concatenate(found.codes, axis=1))
         rounds += found.rounds
-        exchanges += found.rounds * len(codes)
-    images = task.rebuild(np.concatenate(rebuilt))
+        exchanges += found.rounds * len(part)
+    Y = np.concatenate(codes)
+    images = task.rebuild(Y @ model.dictionaries[:, 0])
     return {
         "images": images,
         "atoms": model.dictionaries[:, 0],
         "costs": np.array(costs),
-        "codes_per_patch": np.array(nonzeros / len(X)),
+        "codes_per_patch": np.array(np.count_nonzero(Y) / len(X)),
         "seconds": np.array([learning, time.perf_counter() - started]),
         "rounds": np.array(rounds),
         "floats": np.array(exchanges * X.shape[1] * float(topology.degrees.mean())),
@@ -305,8 +208,13 @@ def _by_the_network(task: Task, objective: SparseSVD, config: Config) -> Arrays:
 
 def _cost(objective: Objective, X: Matrix, model: Model) -> float:
     """Return the mean cost (7) of samples."""
-    found = agree(objective, X, model.dictionaries[:, 0])
-    return float((objective.loss(found.nu) + objective.regulariser(found.codes)).mean())
+    found = exact_dual(objective, X, [model.dictionaries[:, 0]], tolerance=TOLERANCE)
+    return float(found.cost.mean())
+
+
+def _coded(objective: Objective, X: Matrix, W: Matrix) -> Matrix:
+    """Return the codes that the network would find with these atoms."""
+    return exact_dual(objective, X, [W], tolerance=TOLERANCE).codes[0]
 
 
 # scikit-learn --------------------------------------------------------------------------------
@@ -341,7 +249,7 @@ def _by_sklearn(task: Task, objective: SparseSVD, config: Config) -> Arrays:
         learner.fit(X[task.order.ravel()].astype(np.float64))
         learned = time.perf_counter()
         W = learner.components_.astype(X.dtype)
-        rebuilt = np.concatenate([agree(objective, part, W).codes @ W for part in pieces])
+        rebuilt = np.concatenate([_coded(objective, part, W) @ W for part in pieces])
         images = task.rebuild(rebuilt)
         alike = time.perf_counter()
         codes = np.concatenate([learner.transform(part.astype(np.float64)) for part in pieces])

@@ -175,7 +175,7 @@ def test_weights_that_are_none_are_refused(weights: tuple[float, float]) -> None
     client(where).fit(NOTHING, asked(1))
     entries = [(sender, 0, weight, 1) for sender, weight in enumerate(weights)]
     request = letters(*entries, texts=[[[1.0, 1.0]], [[1.0, 1.0]]])
-    with pytest.raises(ValueError, match=r"weights must be at least 0|letters must be finite"):
+    with pytest.raises(ValueError, match=r"weights must be at least 0|messages must be finite"):
         client(where).fit(request, asked(2))
 
 
@@ -270,6 +270,17 @@ def test_sealed_letters_by_hand() -> None:
     assert metrics == {"floats": 2}
 
 
+def test_a_sealed_message_of_several_arrays_does_not_spoil_the_others() -> None:
+    """Before, the whole request was refused with a sentence about unpacking."""
+    where, other = context(), Keys(5, "run")
+    ((card, *_), _, _) = client(where).fit([*NOTHING, *to(other)], sealed(1))
+    mine = other.seal((np.array([[2.0, 4.0]]),), 2, 1, card)
+    request = [*letters((6, 0, 0.25, 2), (5, 0, 0.5, 1), texts=[]), *to(other), mine, mine, mine]
+    (_, message), _, metrics = client(where).fit(request, sealed(2))
+    np.testing.assert_allclose(other.open(message, 2, 2), [[[4.0, 2.0]]])
+    assert metrics == {"floats": 2, "rejected-6": 1}
+
+
 def test_a_replayed_or_changed_letter_is_left_out_and_its_sender_named() -> None:
     where, other, third = context(), Keys(5, "run"), Keys(6, "run")
     ((card, *_), _, _) = client(where).fit(NOTHING, sealed(0, "announce"))
@@ -326,10 +337,10 @@ def test_a_substituted_card_is_rejected_where_keys_are_pinned(tmp_path: Path) ->
 
 
 def test_a_server_cannot_talk_a_node_out_of_sealing(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="node 2 sends sealed letters only"):
+    with pytest.raises(ValueError, match="node 2 sends sealed messages only"):
         client(context(), sealed=True).fit(NOTHING, asked(1))
     config, _ = keyed(tmp_path, 2)
-    with pytest.raises(ValueError, match="node 2 sends sealed letters only"):
+    with pytest.raises(ValueError, match="node 2 sends sealed messages only"):
         client(context(**config[2])).fit(NOTHING, asked(1))
 
 

@@ -31,9 +31,8 @@ from flwr_perdl.diffusion.data_diffusion import (
     DictionaryProgram,
     DictionaryState,
     aligned,
-    news_takes,
-    rounds_to_all,
 )
+from flwr_perdl.diffusion.topology import news_takes, rounds_to_all
 from flwr_perdl.diffusion.unmixing import unmix
 from flwr_perdl.network import Faults, InMemoryNetwork
 

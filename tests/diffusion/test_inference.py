@@ -104,6 +104,36 @@ def test_the_exact_dual_agrees_with_cvxpy(objective: Objective, n_atoms: int) ->
         assert (np.abs(exact.nu) == 1).any()
 
 
+@pytest.mark.parametrize("n_atoms", [5, 16])
+@pytest.mark.parametrize("objective", OBJECTIVES[:3], ids=lambda o: type(o).__name__)
+def test_a_tolerance_bounds_the_error_of_the_exact_dual(objective: Objective, n_atoms: int) -> None:
+    rng = np.random.default_rng(0)
+    X, W = rng.standard_normal((20, 9)), rng.standard_normal((16, 9))
+    W = objective.project_dictionary(W / np.linalg.norm(W, axis=1, keepdims=True))[:n_atoms]
+    exact = exact_dual(objective, X, [W])
+    for tolerance in (0.05, 1e-7):
+        found = exact_dual(objective, X, [W], tolerance=tolerance)
+        error = np.linalg.norm(found.nu - exact.nu, axis=1) / np.linalg.norm(X, axis=1)
+        assert (error <= tolerance).all()
+        np.testing.assert_allclose(found.codes[0], exact.codes[0], atol=100 * tolerance)
+    assert np.abs(found.nu - exact.nu).max() > 0  # it stops before the exact solution
+
+
+def test_a_tolerance_keeps_the_dtype_and_leaves_zeros_alone() -> None:
+    X, D = problem(LOSSES[0], n_agents=16)
+    D32 = [W.astype(np.float32) for W in D]
+    found = exact_dual(LOSSES[0], np.zeros((2, 12), dtype=np.float32), D32, tolerance=0.05)
+    assert not found.nu.any()
+    assert not np.concatenate(found.codes).any()
+    assert found.nu.dtype == found.codes[0].dtype == np.float32
+    huber = OBJECTIVES[3]  # bounds: exact whatever the tolerance
+    np.testing.assert_array_equal(
+        exact_dual(huber, X, D, tolerance=0.5).nu, exact_dual(huber, X, D).nu
+    )
+    with pytest.raises(ValueError, match=r"tolerance must be in \[0, inf\], got -1"):
+        exact_dual(LOSSES[0], X, D, tolerance=-1)
+
+
 @every
 @pytest.mark.parametrize(
     ("method", "n_atoms"),

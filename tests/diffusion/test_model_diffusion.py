@@ -21,7 +21,7 @@ from flwr_perdl.diffusion.objectives import (
 )
 from flwr_perdl.diffusion.topology import Topology, metropolis_weights
 from flwr_perdl.network import Faults, InMemoryNetwork
-from flwr_perdl.network._exchange import Letter, inbox_of
+from flwr_perdl.network.messages import Message, inbox_of
 
 OBJECTIVES: list[Objective] = [
     SparseSVD(0.05, 0.1),
@@ -217,7 +217,7 @@ def test_agents_hosted_apart_compute_in_the_dtype_of_those_that_see_the_samples(
         states = [host.adapt(state, round_) for host, state in zip(hosts, states, strict=True)]
         sent = [host.message(state) for host, state in zip(hosts, states, strict=True)]
         for k, host in enumerate(hosts):
-            letters = [Letter(j, 0, weights[k, j], sent[j]) for j in range(3) if j != k]
+            letters = [Message(j, 0, weights[k, j], sent[j]) for j in range(3) if j != k]
             inbox, left_out = inbox_of(k, round_, sent[k], letters)
             assert not left_out
             states[k] = host.combine(states[k], inbox)
@@ -232,6 +232,19 @@ def test_agents_hosted_apart_compute_in_the_dtype_of_those_that_see_the_samples(
 
 
 # Bounded dual variables in fewer coordinates ------------------------------------------------
+
+
+def test_learning_in_one_place_within_a_tolerance_is_learning_over_a_sparse_network() -> None:
+    X = np.random.default_rng(0).standard_normal((24, 9))
+    learner = ModelDiffusion(SparseSVD(0.3, 0.1), step=0.5, decay=0.5, batch_size=8, tolerance=1e-7)
+    exact = replace(learner, method="exact", options={"tolerance": 1e-7})
+    at_once = exact.fit(X, Topology.complete(12))
+    by_messages = learner.fit(X, Topology.erdos_renyi(12, 0.3, seed=1))
+    moved = np.abs(at_once.dictionaries - learner.start(12, 9).dictionaries).max()
+    assert moved > 0.1
+    np.testing.assert_allclose(at_once.dictionaries, by_messages.dictionaries, atol=1e-4 * moved)
+    assert at_once.rounds == 0 < by_messages.rounds
+    assert 0 < at_once.residual <= 1e-7
 
 
 @pytest.mark.parametrize("method", ["atc", "exact_diffusion"])

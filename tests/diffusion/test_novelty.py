@@ -171,7 +171,7 @@ def test_bad_arguments_get_one_sentence() -> None:
         novelty_scores(objective, case.X, case.nu[:, 1:], case.W, NETWORK)
     with pytest.raises(ValueError, match="informed must be between 0 and 6, got 7"):
         novelty_scores(*arguments, NETWORK, informed=[7])
-    with pytest.raises(ValueError, match="informed must name at least 1 agent, got none"):
+    with pytest.raises(ValueError, match="informed must name at least one agent, got none"):
         novelty_scores(*arguments, NETWORK, informed=[])
     with pytest.raises(ValueError, match="weights must be doubly stochastic"):
         novelty_scores(*arguments, NETWORK, weights=averaging_weights(NETWORK))

@@ -14,10 +14,11 @@ from flwr_perdl._random import spawn
 from flwr_perdl.clients import DiffusionClient, client_app
 from flwr_perdl.dictionary import normalize_atoms
 from flwr_perdl.diffusion import Topology
-from flwr_perdl.diffusion.data_diffusion import DataDiffusion, news_takes
+from flwr_perdl.diffusion.data_diffusion import DataDiffusion
 from flwr_perdl.diffusion.inference import METHODS, exact_dual, infer
 from flwr_perdl.diffusion.model_diffusion import ModelDiffusion
 from flwr_perdl.diffusion.objectives import HuberNMF, SparseSVD
+from flwr_perdl.diffusion.topology import news_takes
 from flwr_perdl.network import Faults, FlowerNetwork, InMemoryNetwork, RayNetwork, Run
 from flwr_perdl.simulations import InProcessGrid
 

@@ -1,4 +1,4 @@
-"""Denoising: patches by hand, agreement against exact and distributed inference, whole runs."""
+"""Denoising: patches by hand, whole runs in one place and by messages."""
 
 from __future__ import annotations
 
@@ -11,9 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 
-from flwr_perdl.diffusion.inference import exact_dual
-from flwr_perdl.diffusion.model_diffusion import ModelDiffusion
-from flwr_perdl.diffusion.objectives import NonnegativeMF, Objective, SparseSVD
 from flwr_perdl.diffusion.topology import Topology
 from perdl_experiments import run_experiment
 from perdl_experiments.patches import cut, join
@@ -59,57 +56,6 @@ def test_cut_and_join_are_inverse(height: int, width: int, side: int, single: bo
 def test_a_patch_must_fit() -> None:
     with pytest.raises(ValueError, match="side must be between 1 and 3, got 4"):
         cut(np.ones((3, 5)), 4)
-
-
-# What the agents agree on --------------------------------------------------------------------
-
-
-def samples(seed: int = 0, n: int = 20) -> tuple[np.ndarray, np.ndarray]:
-    """Return samples, and more unit atoms than features."""
-    rng = np.random.default_rng(seed)
-    W = rng.standard_normal((16, 9))
-    return rng.standard_normal((n, 9)), W / np.linalg.norm(W, axis=1, keepdims=True)
-
-
-@pytest.mark.parametrize("objective", [SparseSVD(0.5, 0.1), NonnegativeMF(0.2, 0.05)])
-@pytest.mark.parametrize("n_atoms", [5, 16])
-def test_they_agree_on_the_exact_dual(
-    objective: Objective, n_atoms: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    X, W = samples()
-    W = objective.project_dictionary(W[:n_atoms])
-    exact = exact_dual(objective, X, [W])
-    loose = denoise.agree(objective, X, W)
-    error = np.linalg.norm(loose.nu - exact.nu, axis=1) / np.linalg.norm(X, axis=1)
-    assert (error <= loose.error + 1e-12).all()
-    assert (loose.error <= denoise.TOLERANCE).all()
-    monkeypatch.setattr(denoise, "TOLERANCE", 1e-7)
-    tight = denoise.agree(objective, X, W)
-    np.testing.assert_allclose(tight.nu, exact.nu, atol=1e-6)
-    np.testing.assert_allclose(tight.codes, exact.codes[0], atol=1e-5)
-
-
-def test_a_sample_of_zeros_ends_well() -> None:
-    _, W = samples()
-    found = denoise.agree(SparseSVD(0.5, 0.1), np.zeros((2, 9), dtype=np.float32), np.float32(W))
-    assert not found.codes.any()
-    assert not found.nu.any()
-    assert found.codes.dtype == np.float32
-
-
-def test_learning_in_agreement_is_learning_over_a_sparse_network(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(denoise, "TOLERANCE", 1e-7)
-    X, _ = samples(n=24)
-    learner = ModelDiffusion(SparseSVD(0.3, 0.1), step=0.5, decay=0.5, batch_size=8, tolerance=1e-7)
-    at_once = learner.fit(X, Topology.complete(12), network=denoise.Agreement())
-    by_messages = learner.fit(X, Topology.erdos_renyi(12, 0.3, seed=1))
-    moved = np.abs(at_once.dictionaries - learner.start(12, 9).dictionaries).max()
-    assert moved > 0.1
-    np.testing.assert_allclose(at_once.dictionaries, by_messages.dictionaries, atol=1e-4 * moved)
-    assert at_once.rounds == 0 < by_messages.rounds
-    assert at_once.residual <= 1e-7
 
 
 # The experiment ------------------------------------------------------------------------------

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flwr_perdl.diffusion import Topology, averaging_weights
-from flwr_perdl.network._exchange import Letter, Mailbox, Plan, inbox_of, spread
+from flwr_perdl.network._exchange import Mailbox, Plan, spread
+from flwr_perdl.network.messages import Delivery, Message, Rejected, Sent, inbox_of
 
 
 @settings(max_examples=50, deadline=None)
@@ -28,12 +29,12 @@ def test_a_node_alone_with_its_letters_hears_what_a_mailbox_hears(
             1, tuple(array[senders] for array in arrays), None, arrived
         )
         letters = [
-            Letter(int(j), 0, weights.matrix[k, j], tuple(array[[j]] for array in arrays))
+            Message(int(j), 0, weights.matrix[k, j], tuple(array[[j]] for array in arrays))
             for j in senders
             if j != k and j not in gone
         ]
         own, left_out = inbox_of(k, 1, tuple(array[[k]] for array in arrays), letters)
-        assert [letter.sender for letter in left_out] == sorted((broken - gone - {k}) & {*senders})
+        assert sorted(left_out) == sorted((broken - gone - {k}) & {*senders})
         np.testing.assert_allclose(own.mean(), whole.mean(), atol=1e-15)
         np.testing.assert_allclose(own.mean(1), whole.mean(1), atol=1e-15)
         np.testing.assert_allclose(own.total(), whole.total(), atol=1e-15)
@@ -66,7 +67,70 @@ def test_rows_of_some_nodes() -> None:
 
 def test_letters_of_another_dtype_are_left_out() -> None:
     own = (np.ones((1, 2)),)
-    letter = Letter(3, 0, 0.5, (np.ones((1, 2), dtype=np.float32),))
+    letter = Message(3, 0, 0.5, (np.ones((1, 2), dtype=np.float32),))
     inbox, left_out = inbox_of(1, 1, own, [letter])
-    assert left_out == [letter]
+    assert list(left_out) == [3]
     assert inbox.weights.toarray() == pytest.approx(1.0)
+
+
+def test_which_messages_count() -> None:
+    own = (np.array([[1.0, 1.0]]),)
+
+    def message(sender: int, late: int, *arrays: np.ndarray) -> Message:
+        return Message(sender, late, 0.1, arrays or (np.array([[2.0, 4.0]]),))
+
+    inbox, left_out = inbox_of(
+        1,
+        3,
+        own,
+        [
+            message(0, 0),
+            message(0, 0),  # a second one of that round
+            message(0, 1),
+            message(1, 0),  # its own
+            message(2, 2),  # too late
+            message(3, -1),
+            message(4, 0, np.array([[2.0, np.inf]])),
+            message(5, 0, np.array([[2.0, 4.0]]), np.ones(1)),
+        ],
+        max_delay=1,
+    )
+    assert sorted(left_out) == [0, 1, 2, 3, 4, 5]
+    assert inbox.senders.tolist() == [0, 1, 0]  # in the order of delay, then of sender
+    np.testing.assert_allclose(inbox.weights.toarray(), [[0.1, 0.8, 0.1]])
+    np.testing.assert_array_equal(inbox.links.toarray(), [[1.0, 0.0, 1.0]])
+    np.testing.assert_allclose(inbox.mean(), [[1.2, 1.6]])
+
+
+def test_a_message_that_cannot_be_unsealed_is_left_out() -> None:
+    def unseal(array: np.ndarray, sender: int, round_: int) -> list[np.ndarray]:
+        if sender == 2:
+            raise Rejected("it was changed")
+        return [array + round_]
+
+    sealed = [Message(k, k % 2, 0.25, [np.zeros((1, 2))]) for k in (2, 3)]
+    two = Message(4, 0, 0.25, [np.zeros((1, 2))] * 2)
+    inbox, left_out = inbox_of(1, 5, (np.ones((1, 2)),), [*sealed, two], max_delay=1, unseal=unseal)
+    assert left_out == {2: "it was changed", 4: "it has 2 arrays, and is not sealed"}
+    np.testing.assert_allclose(inbox.mean(), [[1.75, 1.75]])  # 1/4 of 4 (round 4), 3/4 of 1
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_records_of_messages_are_what_their_arrays_mean(sealed: bool) -> None:
+    messages = [
+        Message(3, 0, 0.25, [np.ones((1, 2)), np.zeros(1)]),
+        Message(0, 2, 0.5, []),
+    ]
+    cards = {7: np.arange(3.0), 9: np.ones(3)} if sealed else None
+    for delivery in (Delivery(messages, cards), Delivery((), {} if sealed else None)):
+        again = Delivery.from_arrays(delivery.to_arrays(), sealed)
+        assert [message[:3] for message in again.messages] == [m[:3] for m in delivery.messages]
+        for one, other in zip(again.messages, delivery.messages, strict=True):
+            for array, wanted in zip(one.arrays, other.arrays, strict=True):
+                np.testing.assert_array_equal(array, wanted)
+        assert (again.cards is None) == (not sealed)
+        assert list(again.cards or {}) == list(delivery.cards or {})
+    sent = Sent(np.ones(3) if sealed else None, [np.zeros(2)])
+    again_sent = Sent.from_arrays(sent.to_arrays(), sealed)
+    assert (again_sent.card is None) == (not sealed)
+    np.testing.assert_array_equal(again_sent.arrays, sent.arrays)

@@ -194,7 +194,7 @@ def test_a_letter_that_holds_no_arrays_is_rejected(text: bytes) -> None:
 
 def test_what_is_no_letter_is_rejected() -> None:
     b = Keys(1, "run")
-    with pytest.raises(Rejected, match="are no letter"):
+    with pytest.raises(Rejected, match="are no message"):
         b.open(pack(b"short"), 0, 5)
     with pytest.raises(Rejected, match="hold no bytes"):
         b.open(np.zeros(5), 0, 5)

@@ -1,28 +1,62 @@
-"""Diffusion in fewer coordinates where V_f bounds the dual variables (37): an in-memory fast path.
+"""Inference in fewer coordinates, in memory: the same iteration in the span of sample and atoms.
 
-Where no bound ever binds, the agents' estimates stay in the span of the sample and the atoms, and
-`infer` iterates there. Under Huber's loss a few entries meet their bounds: large ones of the
-sample. Those stay as they are; all others are turned into the span, an isometry under which f*, the
-atoms' correlations and (37) keep their form. What a projection does elsewhere is looked at
-afterwards: an entry that left its bounds stays as it is in a second run.
+This file holds a trick that saves time where the span is much smaller than the space; without it
+every result is the same but for rounding.
+
+Where no bound ever binds, the agents' estimates stay in the span of the sample and the atoms
+(:class:`Span`: an isometry). With a bounded V_f (37), as under Huber's loss, a few entries meet
+their bounds: large ones of the sample. These entries are kept; all others are expressed in the
+span, where f*, the atoms' correlations and (37) keep their form (:func:`bounded`). Afterwards the
+other entries are checked: if one has left its bounds, it is kept as well in a second run.
 
 An estimate of nu that starts from 0 never exceeds ``x / strong_convexity`` in size where codes and
 atoms are nonnegative, and after ``n`` rounds of step mu not ``1 - (1 - mu strong_convexity / N)^n``
-of that: entries of x that this keeps within the bound need no watching from above.
+of that: entries of x that stay below the bound for this reason need not be kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from flwr_perdl._checks import Matrix
-from flwr_perdl.diffusion.inference import ATC, Inference, Span, infer
+from flwr_perdl.diffusion._dual import norms
 from flwr_perdl.diffusion.objectives import Objective
-from flwr_perdl.diffusion.topology import CombinationMatrix, Topology
+
+#: ``solve(objective, X, dictionaries)`` returns an `Inference`.
+Solve = Callable[[Objective, Matrix, Sequence[Matrix]], Any]
+
+
+class Span:
+    """Coordinates in the span of all atoms and a sample; the last is the sample's own: an isometry.
+
+    Parameters
+    ----------
+    atoms : ndarray of shape (n_atoms, n_features)
+        All agents' atoms.
+    """
+
+    def __init__(self, atoms: Matrix) -> None:
+        self._basis = np.linalg.qr(atoms.T)[0]
+
+    def atoms(self, D: Matrix) -> Matrix:
+        """Return an agent's atoms in these coordinates."""
+        return np.pad(D @ self._basis, ((0, 0), (0, 1)))
+
+    def samples(self, X: Matrix) -> tuple[Matrix, Matrix]:
+        """Return samples in these coordinates, and what is across the atoms' span of each."""
+        along = X @ self._basis
+        across = X - along @ self._basis.T
+        return np.hstack([along, norms(across)[:, None]]), across
+
+    def back(self, nu: Matrix, turned: Matrix, across: Matrix) -> Matrix:
+        """Return estimates (..., n_samples, n_coordinates) in the original coordinates."""
+        unit = across / np.maximum(turned[:, -1:], np.finfo(across.dtype).tiny)
+        original: Matrix = nu[..., :-1] @ self._basis.T + nu[..., -1:] * unit
+        return original
 
 
 @dataclass(frozen=True)
@@ -71,58 +105,31 @@ class _Turned(Objective):
         return projected
 
 
-def infer_bounded(
-    objective: Objective,
-    X: Matrix,
-    dictionaries: Sequence[Matrix],
-    topology: Topology,
-    *,
-    method: str,
-    n_rounds: int,
-    tolerance: float,
-    informed: Sequence[int] | None = None,
-    weights: CombinationMatrix | None = None,
-    **options: Any,
-) -> Inference:
-    """Return what `infer` does by a diffusion with a bounded V_f, in fewer coordinates.
+def bounded(
+    objective: Objective, X: Matrix, dictionaries: Sequence[Matrix], reach: float, solve: Solve
+) -> Any:
+    """Return what ``solve`` returns, for an objective with a finite bound, in fewer coordinates.
 
     Parameters
     ----------
-    objective : Objective
-        With a finite bound.
-    X, dictionaries, topology, method, n_rounds, tolerance, informed, weights, **options
-        As in `infer`; the method is ``"atc"`` or ``"exact_diffusion"``.
-
-    Returns
-    -------
-    Inference
-        With ``nu`` in the original coordinates.
+    objective, X, dictionaries
+        As in `infer`.
+    reach : float
+        Share of ``x / strong_convexity`` that an entry of nu can reach.
+    solve : callable
+        See `Solve`; called with other coordinates, once or more.
     """
     W = np.concatenate(list(dictionaries))
-    reach = 1.0
-    if objective.nonnegative and method == "atc":
-        program = ATC(objective, topology, dictionaries, X, informed, step=options.get("step"))
-        reach = 1 - (1 - program.mu * program.curvature) ** n_rounds
     kept = (np.abs(X) * reach > objective.bound * objective.strong_convexity).any(axis=0)
     while True:
         on, off = np.flatnonzero(kept), np.flatnonzero(~kept)
         span = Span(W[:, off])
         turned, across = span.samples(X[:, off])
-        inner = [np.hstack([D[:, on], span.atoms(D[:, off])]) for D in dictionaries]
-        found = infer(
+        found = solve(
             _Turned(objective.gamma, objective.delta, objective, len(on)),
             np.hstack([X[:, on], turned]),
-            inner,
-            topology,
-            method=method,
-            n_rounds=n_rounds,
-            tolerance=tolerance,
-            informed=informed,
-            weights=weights,
-            compress=False,
-            **options,
+            [np.hstack([D[:, on], span.atoms(D[:, off])]) for D in dictionaries],
         )
-        assert found.nu is not None
         nu = np.empty((len(dictionaries), *X.shape), dtype=X.dtype)
         nu[..., on] = found.nu[..., : len(on)]
         nu[..., off] = span.back(found.nu[..., len(on) :], turned, across)

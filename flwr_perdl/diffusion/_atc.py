@@ -1,0 +1,162 @@
+"""Diffusion: every agent takes a gradient step and averages with its neighbors.
+
+=========================================== ===================================================
+paper (P1), Section III-C                   here
+=========================================== ===================================================
+ATC diffusion (31), projected (37)          :class:`ATC`
+gradient (62)                               ``ATC._descended``
+Table III's bound of mu                     ``objective.step_bound``
+=========================================== ===================================================
+
+:class:`ExactDiffusion` is not in the paper: Yuan, Ying, Zhao, Sayed, "Exact diffusion for
+distributed optimization and learning", IEEE TSP 2019; with V_f as in NIDS: Li, Shi, Yan, IEEE TSP
+2019.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import sqrt
+
+import numpy as np
+
+from flwr_perdl._checks import LARGE, Matrix, check_real
+from flwr_perdl.diffusion._dual import DualInference, DualState, Nodes, due, norms
+from flwr_perdl.diffusion._minimise import correlate, reconstruct
+from flwr_perdl.diffusion.combine import Inbox
+from flwr_perdl.diffusion.topology import CombinationMatrix, metropolis_weights
+
+
+@dataclass(frozen=True, eq=False)
+class ATC(DualInference):
+    """Adapt-then-combine diffusion, (31a)-(31b); with a bounded V_f the projected form (37).
+
+    The paper's method. It ends O(mu) away from nu, and the slowest part of the error shrinks by
+    ``1 - mu * strong_convexity / N`` per round. The combination weights must be doubly stochastic.
+
+    Even at the end, the messages of neighbors differ by mu times the differences of their
+    gradients. The combination shrinks these differences: for its residual an agent multiplies its
+    distance to the neighbors' mean by ``contraction``.
+
+    Parameters
+    ----------
+    objective, topology, dictionaries, X, informed, n_atoms
+        As in `DualInference`.
+    step : float, optional
+        mu; 0.9 of Table III's bound by default.
+    contraction : float, optional
+        A bound of the second largest absolute eigenvalue of the combination weights; by default
+        the distance of Metropolis weights from uniform ones in the Frobenius norm, and at most 1:
+        0 on complete graphs, 1 on graphs of few links.
+    """
+
+    step: float | None = None
+    contraction: float | None = None
+
+    @cached_property
+    def mu(self) -> float:
+        """The step."""
+        if self.step is not None:
+            return check_real("step", self.step, 0, LARGE, open_low=True)
+        return 0.9 * self.objective.step_bound(self.n_atoms or 1)
+
+    @cached_property
+    def time_constant(self) -> float:
+        """``1 / (mu * strong_convexity / N)``."""
+        return 1 / (self.mu * self.curvature)
+
+    @cached_property
+    def shrinking(self) -> float:
+        """The factor by which a combination shrinks the differences between agents."""
+        if self.contraction is not None:
+            return check_real("contraction", self.contraction, 0, 1)
+        return contraction_bound(metropolis_weights(self.topology))
+
+    def begin(self, nodes: Nodes, atoms: Matrix, X: Matrix) -> DualState:
+        """Return the state before the first round; ``linear`` is ``mu theta_k x``."""
+        state = super().begin(nodes, atoms, X)
+        return state._replace(linear=self.mu * state.linear)
+
+    def adapt(self, state: DualState, round_: int) -> DualState:
+        """Take a gradient step (31a), with the gradient (62)."""
+        return state._replace(sent=self._descended(state))
+
+    def _descended(self, state: DualState) -> Matrix:
+        codes = self.objective.code(correlate(state.nu, state.atoms))
+        psi = reconstruct(-self.mu * codes, state.atoms)
+        psi += state.linear
+        psi += (1 - self.mu * self.curvature) * state.nu
+        return psi
+
+    def combine(self, state: DualState, inbox: Inbox) -> DualState:
+        """Average with the neighbors (31b) and project on V_f (37b)."""
+        nu = self.objective.project(inbox.mean())
+        if not due(inbox.round):
+            return state._replace(nu=nu)
+        change = norms(nu - state.nu)
+        apart = self.objective.project(state.sent) - nu
+        apart *= self.shrinking
+        residual = self._residual(change, apart, nu)
+        return state._replace(nu=nu, change=change, residual=residual)
+
+
+@dataclass(frozen=True, eq=False)
+class ExactDiffusion(ATC):
+    """Diffusion without ATC's bias: adapt, correct, combine.
+
+    With ``psi_i = nu_{i-1} - mu grad J_k(nu_{i-1})``, neighbors hear
+    ``phi_i = psi_i + nu_{i-1} - psi_{i-1}``, and nu is the projection of ``phi_i``, averaged with
+    weights ``(I + A) / 2``, plus what the last projection removed. The combination weights must be
+    symmetric. The larger step that this allows, 1.8 of the bound (33), is the default.
+
+    Parameters
+    ----------
+    objective, topology, dictionaries, X, informed, n_atoms
+        As in `DualInference`.
+    step : float, optional
+        mu; below twice `Objective.step_bound`.
+    """
+
+    @cached_property
+    def mu(self) -> float:
+        """The step."""
+        if self.step is not None:
+            return check_real("step", self.step, 0, LARGE, open_low=True)
+        return 1.8 * self.objective.step_bound(self.n_atoms or 1, self.topology.n_nodes)
+
+    def begin(self, nodes: Nodes, atoms: Matrix, X: Matrix) -> DualState:
+        """Return the state before the first round."""
+        state = super().begin(nodes, atoms, X)
+        return state._replace(memory=state.nu, excess=state.nu)
+
+    def adapt(self, state: DualState, round_: int) -> DualState:
+        """Take a gradient step and correct it by the last one."""
+        psi = self._descended(state)
+        sent = psi + state.nu
+        sent -= state.memory
+        return state._replace(sent=sent, memory=psi)
+
+    def combine(self, state: DualState, inbox: Inbox) -> DualState:
+        """Average half-way with the neighbors, and project on V_f."""
+        mean = inbox.mean()
+        nu = state.sent + mean
+        nu /= 2
+        excess = state.excess
+        if np.isfinite(self.objective.bound):
+            full = nu + excess
+            nu = self.objective.project(full)
+            excess = full - nu
+        after = state._replace(nu=nu, excess=excess)
+        if not due(inbox.round):
+            return after
+        change = norms(nu - state.nu)
+        residual = self._residual(change, state.sent - mean, nu)
+        return after._replace(change=change, residual=residual)
+
+
+def contraction_bound(weights: CombinationMatrix) -> float:
+    """Return a bound, at most 1, of the factor by which weights shrink differences."""
+    excess = float(np.square(weights.matrix.data).sum()) - 1  # squared distance from 1 / N
+    rounding = 4 * weights.topology.n_nodes * float(np.finfo(np.float64).eps)
+    return min(1.0, sqrt(excess)) if excess > rounding else 0.0

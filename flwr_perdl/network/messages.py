@@ -1,0 +1,291 @@
+"""Messages between neighbors: their records, their form on Flower's wire, and which of them count.
+
+=================  ==============================================================================
+`Message`          what one node hears from one neighbor
+`Delivery`         a request of the server to a node: the messages that it hears, and whose public
+                   keys it needs for its own next one
+`Sent`             the node's reply: its message
+`inbox_of`         which messages count, and with which weights: what the node hears
+=================  ==============================================================================
+
+In a *sealed* message the arrays are encrypted for one receiver (see `flwr_perdl.network.sealed`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import sparse
+
+from flwr_perdl._checks import Matrix, check_array
+from flwr_perdl.diffusion.combine import Array, Csr, Inbox
+
+#: Up to here every whole number is a float.
+_LARGEST = 2**53
+
+
+class Rejected(ValueError):
+    """A message, or a card, that is refused; the text says why."""
+
+
+class Message(NamedTuple):
+    """One neighbor's message to one node.
+
+    Attributes
+    ----------
+    sender : int
+        The neighbor.
+    late : int
+        How many rounds ago it was sent.
+    weight : float
+        The receiver's combination weight for the sender.
+    arrays : sequence of ndarray of shape (1, ...)
+        The message; sealed, one array of numbers that carry its bytes.
+    """
+
+    sender: int
+    late: int
+    weight: float
+    arrays: Sequence[Array]
+
+
+class Delivery(NamedTuple):
+    """What the server hands to a node in an exchange.
+
+    On the wire: a table with a row (sender, rounds late, weight, number of arrays) per message;
+    where messages are sealed, the receivers and their cards; then the arrays of all messages.
+
+    Attributes
+    ----------
+    messages : sequence of Message
+        Of the neighbors that the node hears.
+    cards : mapping of int to ndarray, or None
+        Public keys of those who may hear the node's next message; None where messages are open.
+    """
+
+    messages: Sequence[Message] = ()
+    cards: Mapping[int, Matrix] | None = None
+
+    def to_arrays(self) -> list[Matrix]:
+        """Return the arrays of the request."""
+        rows = [[m.sender, m.late, m.weight, len(m.arrays)] for m in self.messages]
+        arrays: list[Matrix] = [np.array(rows, dtype=np.float64).reshape(-1, 4)]
+        if self.cards is not None:
+            cards = np.stack([*self.cards.values()]) if self.cards else np.zeros((0, 1))
+            arrays += [np.array([*self.cards], dtype=np.float64), cards]
+        return arrays + [array for message in self.messages for array in message.arrays]
+
+    @classmethod
+    def from_arrays(cls, arrays: Sequence[Matrix], sealed: bool) -> Delivery:
+        """Return what the arrays of a request mean.
+
+        Raises
+        ------
+        ValueError
+            If ids or counts are not whole numbers, weights are negative or sum to more than one,
+            or the cards are not one per receiver.
+        """
+        fewest = 3 if sealed else 1
+        if len(arrays) < fewest:
+            raise ValueError(f"parameters must have {fewest} arrays or more, got {len(arrays)}.")
+        table = check_array("messages", arrays[0], columns=4)
+        _check_whole("messages", table[:, [0, 3]])
+        _check_whole("rounds late", np.abs(table[:, 1]))
+        weights = table[:, 2]
+        if (weights < 0).any() or weights.sum() > 1 + 1e-9:
+            raise ValueError(f"weights must be at least 0, at most 1 in all, got {weights}.")
+        cards = None
+        if sealed:
+            receivers = check_array("receivers", arrays[1], ndim=1)
+            _check_whole("receivers", receivers)
+            keys = check_array("cards", arrays[2])
+            if len(keys) != len(receivers):
+                raise ValueError(f"cards must be of {len(receivers)} receivers, got {len(keys)}.")
+            cards = dict(zip(receivers.astype(int).tolist(), keys, strict=True))
+        messages, at = [], fewest
+        for sender, late, weight, n_arrays in table.tolist():
+            end = at + int(n_arrays)
+            messages.append(Message(int(sender), int(late), weight, arrays[at:end]))
+            at = end
+        return cls(messages, cards)
+
+
+class Sent(NamedTuple):
+    """What a node sends in an exchange: one message for all neighbors, or sealed, one for each.
+
+    Attributes
+    ----------
+    card : ndarray or None
+        Public keys of the node where messages are sealed.
+    arrays : sequence of ndarray
+        The open message; sealed, a message for each receiver in the order of `Delivery.cards`,
+        of size 0 where the receiver's card was rejected. Empty if the node is asleep or its message
+        is not finite.
+    """
+
+    card: Matrix | None = None
+    arrays: Sequence[Matrix] = ()
+
+    def to_arrays(self) -> list[Matrix]:
+        """Return the arrays of the reply."""
+        return [*([] if self.card is None else [self.card]), *self.arrays]
+
+    @classmethod
+    def from_arrays(cls, arrays: Sequence[Matrix], sealed: bool) -> Sent:
+        """Return what the arrays of a reply mean."""
+        return cls(arrays[0], arrays[1:]) if sealed and len(arrays) else cls(None, arrays)
+
+
+def inbox_of(
+    node: int,
+    round_: int,
+    own: tuple[Array, ...],
+    messages: Sequence[Message],
+    *,
+    max_delay: int = 0,
+    unseal: Callable[[Array, int, int], Sequence[Array]] | None = None,
+) -> tuple[Inbox, dict[int, str]]:
+    """Return the inbox of a node from single messages, by the rules of `Mailbox`.
+
+    A message counts if it comes from another node and is not too late, is the first from that
+    sender and round, can be unsealed, has the shapes and dtypes of the node's own message, and is
+    finite.
+
+    Parameters
+    ----------
+    node : int
+        The receiver.
+    round_ : int
+        The round, from 1.
+    own : tuple of ndarray of shape (1, ...)
+        Its own message.
+    messages : sequence of Message
+        What it received.
+    max_delay : int, default 0
+        How many rounds late a message may be.
+    unseal : callable, optional
+        ``unseal(array, sender, round)`` returns the arrays of a sealed message or raises
+        `Rejected`.
+
+    Returns
+    -------
+    inbox : Inbox
+        What the node hears.
+    left_out : dict of int to str
+        Senders of messages that do not count, with the reason.
+    """
+    form = [(array.shape, array.dtype) for array in own]
+    good: dict[tuple[int, int], Message] = {}
+    left_out: dict[int, str] = {}
+    for message in messages:
+        sender, late, _, arrays = message
+        try:
+            if not 0 <= late <= min(max_delay, round_ - 1):
+                raise Rejected(f"it is {late} rounds late")
+            if sender == node or (late, sender) in good:
+                raise Rejected("it is the node's own, or a second one")
+            if unseal is not None:
+                if len(arrays) != 1:
+                    raise Rejected(f"it has {len(arrays)} arrays, and is not sealed")
+                arrays = unseal(arrays[0], sender, round_ - late)
+            alike = [(array.shape, array.dtype) for array in arrays] == form
+            if not alike or not finite_rows(arrays).all():
+                raise Rejected("it has another form, or NaN or infinite values")
+            good[late, sender] = message._replace(arrays=arrays)
+        except Rejected as reason:
+            left_out[sender] = str(reason)
+    sound = finite_rows(own)
+    # The node's own message stands among the others in the order of (late, sender).
+    good[0, node] = Message(node, 0, 0.0, [cleared(array, ~sound) for array in own])
+    stack = [good[key] for key in sorted(good)]
+    senders = np.array([message.sender for message in stack])
+    others = np.flatnonzero(senders != node)
+    where = np.flatnonzero(senders == node)
+    heard = np.array([message.weight for message in stack])[others]
+    places = np.zeros_like(others), others
+    weights, links = shared_weights(heard, places, (1, len(stack)), where, sound)
+    arrays = tuple(map(np.concatenate, zip(*(message.arrays for message in stack), strict=True)))
+    return Inbox(round_, np.array([node]), senders, arrays, weights, links, where), left_out
+
+
+def shared_weights(
+    heard: NDArray[np.float64],
+    places: tuple[NDArray[np.intp], NDArray[np.intp]],
+    shape: tuple[int, int],
+    own: NDArray[np.intp],
+    sound: NDArray[np.bool_],
+) -> tuple[Csr, Csr]:
+    """Return the weights and links of an inbox: the rule for what is missing.
+
+    The weight of what a node has not heard falls to the node itself. A node whose own message is
+    not finite takes the mean of its neighbors' alone.
+
+    Parameters
+    ----------
+    heard : ndarray of shape (n_heard,)
+        Combination weights of the messages that were heard.
+    places : pair of ndarray of shape (n_heard,)
+        Row of the receiver, ascending, and column of the message of each.
+    shape : tuple of int
+        Numbers of receivers and of stacked messages.
+    own : ndarray of shape (n_receivers,)
+        Columns of the receivers' own messages.
+    sound : ndarray of shape (n_receivers,)
+        Whether these are finite.
+    """
+    (rows, columns), n = places, shape[0]
+    total = np.bincount(rows, heard, minlength=n)
+    lost = ~sound & (total > 0)
+    scale = np.where(lost, 1.0 / np.where(lost, total, 1.0), 1.0)
+    rest = np.where(lost, 0.0, 1.0 - total)
+    links = _by_rows(np.ones(len(heard)), rows, columns, shape)
+    values = np.concatenate([heard * scale[rows], rest])
+    rows, columns = np.concatenate([rows, np.arange(n)]), np.concatenate([columns, own])
+    order = np.lexsort((columns, rows))
+    order = order[values[order] != 0]
+    return _by_rows(values[order], rows[order], columns[order], shape), links
+
+
+def _by_rows(
+    values: NDArray[np.float64],
+    rows: NDArray[np.intp],
+    columns: NDArray[np.intp],
+    shape: tuple[int, int],
+) -> Csr:
+    """Return the sparse array of entries that are in the order of their rows."""
+    starts = np.zeros(shape[0] + 1, dtype=np.int32)
+    np.cumsum(np.bincount(rows, minlength=shape[0]), out=starts[1:])
+    return sparse.csr_array((values, columns.astype(np.int32), starts), shape=shape)
+
+
+def finite_rows(arrays: Sequence[Array]) -> NDArray[np.bool_]:
+    """Return which rows are finite in all arrays, shape (n_rows,)."""
+    finite = np.ones(len(arrays[0]), dtype=bool)
+    for array in arrays:
+        flat = array.reshape(len(array), -1)
+        with np.errstate(over="ignore", invalid="ignore"):
+            sums = flat.sum(axis=1)  # finite only if all terms are
+        odd = ~np.isfinite(sums)
+        if odd.any():
+            odd[odd] = ~np.isfinite(flat[odd]).all(axis=1)
+        finite &= ~odd
+    return finite
+
+
+def cleared(array: Array, rows: NDArray[np.bool_]) -> Array:
+    """Return the array with zeros in these rows."""
+    if not rows.any():
+        return array
+    copy = array.copy()
+    copy[rows] = 0.0
+    return copy
+
+
+def _check_whole(name: str, numbers: Matrix) -> None:
+    """Raise a ValueError if floats are not ids or counts."""
+    odd = (numbers != np.rint(numbers)) | (numbers < 0) | (numbers > _LARGEST)
+    if odd.any():
+        raise ValueError(f"{name} must have whole numbers from 0 on, got {numbers[odd][0]:g}.")
