@@ -55,6 +55,9 @@ NAME = "name"
 #: The metric of a client that found no private state of the run and had to make it anew.
 ANEW = "anew"
 
+#: The record of a client's state that says which requests of this run of Flower it has answered.
+ANSWERED = "perdl.answered"
+
 #: The largest integer that Flower's records carry, signed or not.
 LARGEST_INT = 2**63 - 1
 #: A reply with more examples than a float can count, more arrays than this, or more numbers in its

@@ -141,6 +141,16 @@ def test_what_code_outside_needs_is_public_and_documented(name: str) -> None:
     assert module.__doc__
 
 
+def test_the_grid_loads_few_of_the_librarys_modules() -> None:
+    asked = """
+import sys
+from flwr_perdl.simulations import InProcessGrid
+print(sum(name.partition(".")[0] == "flwr_perdl" for name in sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", asked], cwd=ROOT, capture_output=True, check=True)
+    assert int(done.stdout) < 60
+
+
 @pytest.mark.parametrize("floor", sorted(FLOORS))
 def test_imports_point_down(floor: str) -> None:
     above = {f"flwr_perdl.{name}" for name in FLOORS if name not in FLOORS[floor] | {floor}}

@@ -30,7 +30,7 @@ import numpy as np
 from flwr.app import ConfigRecord, Context
 
 from flwr_perdl._checks import Matrix
-from flwr_perdl._records import ROUND, Scalar, filled
+from flwr_perdl._records import ANSWERED, ROUND, Scalar, filled
 
 #: Significant digits of the metrics that leave a client: more would tell what single samples are.
 DIGITS = 6
@@ -41,7 +41,6 @@ _ODD = 2e-3
 #: are almost equal would show single samples.
 _MOST_COHERENT = 0.99
 
-_ANSWERED = "perdl.answered"
 TRAIN, EVALUATE = "train", "evaluate"
 
 
@@ -124,11 +123,11 @@ def admit(
     max_runs, max_requests : int
         See the module's docstring.
     """
-    record = context.state.get(_ANSWERED)
-    known = str(record[_ANSWERED]) if isinstance(record, ConfigRecord) else "{}"
+    record = context.state.get(ANSWERED)
+    known = str(record[ANSWERED]) if isinstance(record, ConfigRecord) else "{}"
     noted = _admitted(known, kind, asked, run, round_, first, max_runs, max_requests)
     if noted is not known:
-        filled(context.state, {_ANSWERED: _record(noted)})
+        filled(context.state, {ANSWERED: _record(noted)})
 
 
 @lru_cache(maxsize=64)  # a round's request is the same for most clients, and so is their past
@@ -175,12 +174,7 @@ def _admitted(
 @lru_cache(maxsize=64)
 def _record(noted: str) -> ConfigRecord:
     """Return the record of a note; nobody changes it, so that clients in one process share it."""
-    return filled(ConfigRecord(), {_ANSWERED: noted})
-
-
-def forget(context: Context) -> None:
-    """Forget what the client has answered: a new run of Flower begins."""
-    context.state.pop(_ANSWERED, None)
+    return filled(ConfigRecord(), {ANSWERED: noted})
 
 
 def rounded(value: float) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from logging import DEBUG, WARNING
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from flwr.app import (
@@ -25,10 +25,15 @@ from flwr.serverapp import Grid
 
 from flwr_perdl import _compat
 from flwr_perdl._checks import check_count, check_kind
-from flwr_perdl._records import PARTITION_ID, directed, filled, no_collection, same_request
+from flwr_perdl._records import (
+    ANSWERED,
+    PARTITION_ID,
+    directed,
+    filled,
+    no_collection,
+    same_request,
+)
 from flwr_perdl._store import together
-from flwr_perdl.clients._requests import forget
-from flwr_perdl.clients.app import NumPyClientApp
 
 RUN_ID = 1
 #: More nodes than this, each with a context of its own, do not fit into a process.
@@ -37,6 +42,16 @@ _MOST_NODES = 10_000_000
 #: What may go wrong with one message: ``(partition, message) -> fault or None``.
 Faults = Callable[[int, Message], str | None]
 FAULTS = ("error", "silence", "nan", "shape", "empty")
+
+
+@runtime_checkable
+class TrainsTogether(Protocol):
+    """An app that can reply for several clients at once, such as `client_app`'s."""
+
+    def train_together(
+        self, messages: Sequence[Message], contexts: Sequence[Context]
+    ) -> list[Message] | None:
+        """Return the replies to messages that ask the same; None: ask one by one."""
 
 
 class InProcessGrid(Grid):
@@ -116,7 +131,7 @@ class InProcessGrid(Grid):
         one run of Flower each. Everything else that the clients keep stays.
         """
         for context in self.contexts.values():
-            forget(context)
+            context.state.pop(ANSWERED, None)
 
     @property
     def run(self) -> Any:
@@ -206,7 +221,7 @@ class InProcessGrid(Grid):
     def _call_together(self, cohort: list[Message]) -> None:
         """Let the app reply to messages that ask the same; one by one if it cannot or errs."""
         replies: Sequence[Message | None] | None = None
-        if len(cohort) > 1 and isinstance(self.app, NumPyClientApp):
+        if len(cohort) > 1 and isinstance(self.app, TrainsTogether):
             contexts = [self._context(message) for message in cohort]
             states = [dict(context.state) for context in contexts]
             try:
