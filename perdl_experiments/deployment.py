@@ -165,14 +165,14 @@ class Deployment:
         _signal_group(node, signal.SIGKILL)
         node.wait()
 
-    def online(self) -> int:
-        """Return how many SuperNodes the SuperLink has; a dead one counts for a minute more."""
+    def online(self) -> set[str]:
+        """Return the ids of the SuperLink's SuperNodes; a dead one counts for a minute more."""
         listed = self._call(["flwr", "supernode", "list", _LINK, "--format", "json"]).stdout
         try:
             nodes = json.loads(listed)["nodes"]
         except (ValueError, KeyError):
             raise RuntimeError(f"the SuperLink does not list its nodes: {_tail(listed)}") from None
-        return sum(node["status"] == "online" for node in nodes)
+        return {node["node-id"] for node in nodes if node["status"] == "online"}
 
     # Parts -----------------------------------------------------------------------------------
 
