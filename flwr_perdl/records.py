@@ -4,8 +4,8 @@
 name                where it stands
 ==================  ==============================================================================
 ``PARTITION_ID``    key of a node's config
-``ROUND``,          keys of a request's config: round, seed, and which step is asked for
-``SEED``, ``STEP``
+``ROUND``, ``RUN``  keys of a request's config: the round, and the token of the strategy's run
+``SEED``, ``STEP``  keys of a request's config: the seed, and which step is asked for
 ``NUM_EXAMPLES``,   keys of a reply's metrics: weight, and whether the private state was made anew
 ``ANEW``
 ``EVALUATE``        the step of a report that is an evaluation
@@ -19,6 +19,7 @@ from flwr_perdl._records import (
     NUM_EXAMPLES,
     PARTITION_ID,
     ROUND,
+    RUN,
     SEED,
     STEP,
     Scalar,
@@ -32,6 +33,7 @@ __all__ = [
     "NUM_EXAMPLES",
     "PARTITION_ID",
     "ROUND",
+    "RUN",
     "SEED",
     "STEP",
     "Scalar",

@@ -30,6 +30,14 @@ def test_pages_show_the_tables_as_the_benchmarks_wrote_them() -> None:
     assert shown > 8
 
 
+def test_programs_on_pages_import_public_names_only() -> None:
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        private = re.findall(
+            r"^(?:from|import) flwr_perdl\S*\._.*|import _\w+", page.read_text(), re.M
+        )
+        assert not private, page.name
+
+
 def test_every_test_that_the_security_page_names_is_there() -> None:
     page = (ROOT / "docs" / "security.md").read_text()
     named = re.findall(r"`([\w/]+\.py)::(\w+)`", page)

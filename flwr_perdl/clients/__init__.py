@@ -1,9 +1,19 @@
 """NumPyClients of the protocols, and the way to a Message-API ClientApp."""
 
 from flwr_perdl.clients.app import client_app
+from flwr_perdl.clients.base import Member, PrivateState, private_shelf
 from flwr_perdl.clients.dictionary import DictionaryClient
 from flwr_perdl.clients.diffusion import DiffusionClient
 from flwr_perdl.clients.privacy import LocalPrivacy
 from flwr_perdl.clients.regression import RegressionClient
 
-__all__ = ["DictionaryClient", "DiffusionClient", "LocalPrivacy", "RegressionClient", "client_app"]
+__all__ = [
+    "DictionaryClient",
+    "DiffusionClient",
+    "LocalPrivacy",
+    "Member",
+    "PrivateState",
+    "RegressionClient",
+    "client_app",
+    "private_shelf",
+]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from math import isnan
 from typing import Any
@@ -14,17 +13,15 @@ from flwr.clientapp import ClientApp
 from flwr_perdl._checks import check_flag, check_kind
 from flwr_perdl._records import (
     CONFIG,
-    NAME,
     PARTITION_ID,
-    Scalar,
     directed,
-    read_partition,
     read_request,
     reply_to,
 )
 from flwr_perdl._threads import one_blas_thread
 from flwr_perdl.clients._cohort import cohort_of
 from flwr_perdl.clients._secure import in_secure_round, masked
+from flwr_perdl.clients.base import identify
 
 Factory = Callable[[Context], NumPyClient]
 
@@ -183,50 +180,3 @@ class NumPyClientApp(ClientApp):
             if type(client) is not type(first) or "fit" in vars(client):
                 raise TypeError("a cohort must be of one type.")
             yield client
-
-
-def identify(context: Context) -> dict[str, Scalar]:
-    """Return who a client is: its partition id, and its name where the node config gives one.
-
-    Flower's node ids are random in every run; ``partition-id`` (set by the simulation, or by
-    ``--node-config``) is not. A node with a ``name`` alone gets its partition id from the name.
-
-    Raises
-    ------
-    ValueError
-        If the node config has neither, or its partition id is no integer.
-    """
-    config = check_kind("context", context, Context, "the Context of Flower").node_config
-    name = str(config.get(NAME, ""))
-    partition = config.get(PARTITION_ID)
-    if partition is None:
-        if not name:
-            raise ValueError(
-                f"node_config must have {PARTITION_ID!r} or {NAME!r}, got {dict(config)}."
-            )
-        partition = zlib.crc32(name.encode())
-    properties: dict[str, Scalar] = {PARTITION_ID: read_partition(partition)}
-    return {**properties, NAME: name} if name else properties
-
-
-class Member(NumPyClient):
-    """A client that knows, and says, who it is.
-
-    Parameters
-    ----------
-    context : Context
-        What Flower hands to the client's factory.
-
-    Raises
-    ------
-    ValueError
-        If it does not say who the client is.
-    """
-
-    def __init__(self, context: Context) -> None:
-        self.properties = identify(context)
-        self.partition = int(self.properties[PARTITION_ID])
-
-    def get_properties(self, config: dict[str, Scalar]) -> dict[str, Scalar]:
-        """Return who this client is: ``"partition-id"`` and, where it has one, ``"name"``."""
-        return dict(self.properties)

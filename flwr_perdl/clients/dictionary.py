@@ -39,8 +39,7 @@ from flwr_perdl.clients._requests import (
     rounded,
 )
 from flwr_perdl.clients._secure import MAX_WEIGHT
-from flwr_perdl.clients._state import PrivateState, private_shelf
-from flwr_perdl.clients.app import Member
+from flwr_perdl.clients.base import Member, PrivateState, private_shelf
 from flwr_perdl.dictionary import (
     Learner,
     OrthogonalLearner,

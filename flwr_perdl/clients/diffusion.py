@@ -16,8 +16,7 @@ from flwr_perdl._checks import Matrix, check_choice, check_count, check_flag, ch
 from flwr_perdl._records import ANEW, ROUND, RUN, STEP, Scalar
 from flwr_perdl._store import LAST_ROUND
 from flwr_perdl._threads import one_blas_thread
-from flwr_perdl.clients._state import PrivateState, private_shelf
-from flwr_perdl.clients.app import Member
+from flwr_perdl.clients.base import Member, PrivateState, private_shelf
 from flwr_perdl.diffusion.combine import Array, Program
 from flwr_perdl.network._packing import pack_arrays, text_array, texts_of
 from flwr_perdl.network.messages import Delivery, Rejected, Sent, finite_rows, inbox_of

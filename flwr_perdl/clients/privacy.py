@@ -67,7 +67,7 @@ from flwr_perdl._records import (
     to_arrays,
     to_record,
 )
-from flwr_perdl.clients.app import identify
+from flwr_perdl.clients.base import identify
 from flwr_perdl.clients.dictionary import (
     ATOMS,
     LOCAL_STEPS,

@@ -21,7 +21,7 @@ from flwr_perdl._records import STEP, Scalar
 from flwr_perdl._threads import one_blas_thread
 from flwr_perdl.clients._cohort import Fitted, alike, windows
 from flwr_perdl.clients._requests import rounded
-from flwr_perdl.clients.app import Member
+from flwr_perdl.clients.base import Member
 from flwr_perdl.regression import (
     SQUARED,
     Ask,

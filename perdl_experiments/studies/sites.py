@@ -16,7 +16,7 @@ from flwr.app import Context
 
 from flwr_perdl.checks import Matrix, check_array
 from flwr_perdl.clients import DictionaryClient
-from flwr_perdl.clients.app import identify
+from flwr_perdl.clients.base import identify
 from flwr_perdl.random import DATA, spawn
 from flwr_perdl.records import EVALUATE, NUM_EXAMPLES, PARTITION_ID
 from flwr_perdl.strategies import PerMA

@@ -23,7 +23,7 @@ from flwr_perdl import _store
 from flwr_perdl._records import decode
 from flwr_perdl.clients import DiffusionClient
 from flwr_perdl.clients._at_rest import KEY_VARIABLE
-from flwr_perdl.clients._state import (
+from flwr_perdl.clients.base import (
     _RUNS,
     _RUNS_BEGUN,
     PrivateState,

@@ -23,7 +23,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 
 from flwr_perdl import _compat, _store
 from flwr_perdl._records import Limits, read_reply, reply_to
-from flwr_perdl.clients._state import PrivateState, Shelf, run_folder
+from flwr_perdl.clients.base import PrivateState, Shelf, run_folder
 from flwr_perdl.network._packing import pack, pack_arrays, unpack, unpack_arrays
 from flwr_perdl.network.sealed import Keys, Rejected
 from flwr_perdl.strategies import PerMA, ServerSettings

@@ -1,4 +1,7 @@
-"""A client's private state: in Flower's ``context.state`` and, on request, on disk.
+"""What every client has: who it is, and private state that lasts from round to round.
+
+`Member` says who the client is. `PrivateState` keeps arrays in Flower's ``context.state`` and, on
+request, on disk.
 
 The states after the last two rounds are kept, each under its round, in one record (engines send it
 along with every message). A server that crashed asks for a round again; the client then takes the
@@ -16,6 +19,7 @@ stops the client, before it overwrites what somebody may still want to read.
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Mapping
 from hashlib import sha256
 from logging import WARNING
@@ -25,12 +29,21 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context
+from flwr.client import NumPyClient
 from flwr.common import log
 from numpy.typing import NDArray
 
 from flwr_perdl import _store
-from flwr_perdl._checks import check_count
-from flwr_perdl._records import NAME, PARTITION_ID, decode, encode, filled
+from flwr_perdl._checks import check_count, check_kind
+from flwr_perdl._records import (
+    NAME,
+    PARTITION_ID,
+    Scalar,
+    decode,
+    encode,
+    filled,
+    read_partition,
+)
 from flwr_perdl.clients._at_rest import KEY_VARIABLE, StateKey, key_from_environment
 
 PrivateArrays = dict[str, NDArray[Any]]
@@ -44,6 +57,53 @@ _BEGUN = "perdl.runs-on-disk"
 _STANDSTILL = 30 * 86400.0
 #: The most characters of a run's token, and bytes of a folder's name.
 _TOKEN, _NAME_MAX = 256, 255
+
+
+def identify(context: Context) -> dict[str, Scalar]:
+    """Return who a client is: its partition id, and its name where the node config gives one.
+
+    Flower's node ids are random in every run; ``partition-id`` (set by the simulation, or by
+    ``--node-config``) is not. A node with a ``name`` alone gets its partition id from the name.
+
+    Raises
+    ------
+    ValueError
+        If the node config has neither, or its partition id is no integer.
+    """
+    config = check_kind("context", context, Context, "the Context of Flower").node_config
+    name = str(config.get(NAME, ""))
+    partition = config.get(PARTITION_ID)
+    if partition is None:
+        if not name:
+            raise ValueError(
+                f"node_config must have {PARTITION_ID!r} or {NAME!r}, got {dict(config)}."
+            )
+        partition = zlib.crc32(name.encode())
+    properties: dict[str, Scalar] = {PARTITION_ID: read_partition(partition)}
+    return {**properties, NAME: name} if name else properties
+
+
+class Member(NumPyClient):
+    """A client that knows, and says, who it is.
+
+    Parameters
+    ----------
+    context : Context
+        What Flower hands to the client's factory.
+
+    Raises
+    ------
+    ValueError
+        If it does not say who the client is.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self.properties = identify(context)
+        self.partition = int(self.properties[PARTITION_ID])
+
+    def get_properties(self, config: dict[str, Scalar]) -> dict[str, Scalar]:
+        """Return who this client is: ``"partition-id"`` and, where it has one, ``"name"``."""
+        return dict(self.properties)
 
 
 class Shelf(NamedTuple):

@@ -9,7 +9,7 @@ from flwr.app import Context, RecordDict
 
 from flwr_perdl import _store
 from flwr_perdl.clients._at_rest import KEY_VARIABLE
-from flwr_perdl.clients._state import (
+from flwr_perdl.clients.base import (
     _RUNS,
     PrivateArrays,
     PrivateState,
