@@ -1,5 +1,6 @@
 # The two commands to know: `make run` and `make test`. All that they need is python3.
 #
+#   make test-all            everything: more runs on Ray and SuperLinks, clean environments
 #   FLWR=1.26.1 make test    the tests on that version of Flower
 #   RAY=0 make test          the tests without Flower's simulation extra (Ray)
 #   ARGS="-m 'not slow'"     more arguments for pytest or, in `make run`, for flwr-perdl
@@ -24,15 +25,20 @@ python := $(venv)/bin/python
 export FLWR_TELEMETRY_ENABLED = 0
 export OPENBLAS_NUM_THREADS = 1
 
-.PHONY: run test test-kernels torch lint bench bench-check docs-figures gallery site fuzz clean
+.PHONY: run test test-all test-kernels torch lint bench bench-check docs-figures gallery site fuzz clean
 .DEFAULT_GOAL := run
 
 run: .venv/.installed
 	.venv/bin/flwr-perdl run digits --out $(OUT) $(if $(findstring --resume,$(ARGS)),,--overwrite) $(ARGS)
 
+# All that computes in the tests' own process, and one run each on Ray and on a SuperLink (`tour`).
+WHICH = -m "tour or not (ray or deployment or environments)"
 # A worker per core, four at most; a file's tests stay together, since they share what they start.
 test: $(venv)/.installed
-	$(python) -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(python) -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(WHICH) $(ARGS)
+
+test-all:
+	$(MAKE) test WHICH=
 
 # The maths once more under OpenBLAS's other kernels that run here: rounding must decide nothing.
 KERNEL_TESTS := tests/test_robust.py tests/regression/test_anchors.py \

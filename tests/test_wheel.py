@@ -26,7 +26,7 @@ import numpy as np
 import pytest
 from packaging.requirements import Requirement
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.environments]
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [

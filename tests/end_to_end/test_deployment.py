@@ -144,6 +144,7 @@ def main(grid, context):
 """
 
 
+@pytest.mark.tour
 def test_neighbours_write_sealed_letters_from_supernode_to_supernode(tmp_path: Path) -> None:
     app: dict[str, Any] = {}
     exec(SEALED_DIFFUSION, app)
