@@ -55,7 +55,7 @@ def test_all_talk_to_the_one_superlink_and_to_nobody_outside() -> None:
 def test_the_run_is_of_an_experiment_with_its_options() -> None:
     config = parse_config_args([after(SERVICES["run"]["command"], "--run-config")])
     name, options = read_run_config(config)
-    assert configure(find(name), options=options)["clients"] == len(NODES)
+    assert configure(find(name), options=options).clients == len(NODES)
     assert str(config["out"]).startswith(SERVICES["superlink"]["volumes"][0].split(":")[1])
 
 

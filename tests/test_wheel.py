@@ -340,7 +340,8 @@ def test_a_missing_extra_is_named_before_anything_starts(
     done = subprocess.run(
         [command, *arguments.split()],
         cwd=tmp_path,
-        env=os.environ | {"FLWR_HOME": str(tmp_path / "home"), "COLUMNS": "400"},
+        env=os.environ
+        | {"FLWR_HOME": str(tmp_path / "home"), "PYTHONPATH": str(tmp_path), "COLUMNS": "400"},
         text=True,
         capture_output=True,
         check=False,

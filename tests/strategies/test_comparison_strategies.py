@@ -26,7 +26,7 @@ from flwr_perdl.dictionary import (
     warm_start,
 )
 from flwr_perdl.strategies import DictionaryAveraging, PerPCA, ProtocolStrategy, ServerSettings
-from perdl_experiments.engine import federate
+from perdl_experiments.engine import arranged, federate
 
 MakeFederation = Callable[..., Any]
 STRATEGIES: dict[str, Callable[..., ProtocolStrategy]] = {
@@ -193,8 +193,10 @@ def test_ray_gives_the_same_bits(name: str) -> None:
         )
 
     make = STRATEGIES[name]
-    experiment: Any = SimpleNamespace(client=client, strategy=lambda config, **o: make(**o))
-    config = {"clients": 3, "rounds": 3, "seed": 0}
+    experiment: Any = SimpleNamespace(
+        client=client, strategy=lambda config, **o: make(**arranged(o))
+    )
+    config: Any = SimpleNamespace(clients=3, rounds=3, seed=0)
     one, other = (federate(experiment, config, engine=e) for e in ("in-process", "ray"))
     np.testing.assert_array_equal(one.arrays[0], other.arrays[0])
 
