@@ -332,8 +332,10 @@ def check_metrics(metrics: Mapping[str, Any]) -> None:
 
     A value may be a list, which is not read, but counts.
     """
-    lists = [value for value in metrics.values() if isinstance(value, list)]
-    count = len(metrics) - len(lists) + sum(map(len, lists))
+    count = len(metrics)
+    for value in metrics.values():
+        if isinstance(value, list):
+            count += len(value) - 1
     if count > _MOST_METRICS:
         raise ValueError(f"metrics must hold at most {_MOST_METRICS} numbers, got {count}")
     check_names("metrics", metrics)
@@ -341,9 +343,11 @@ def check_metrics(metrics: Mapping[str, Any]) -> None:
 
 def check_names(what: str, names: Iterable[str]) -> None:
     """Raise a ValueError if a name from a client is too long, or not printable."""
-    names = list(names)
-    if max(map(len, names), default=0) <= _LONGEST_NAME and all(map(str.isprintable, names)):
-        return
+    _check_names(what, tuple(names))
+
+
+@lru_cache(maxsize=64)  # all clients of a round use the same names; what raises is not kept
+def _check_names(what: str, names: tuple[str, ...]) -> None:
     for name in names:
         if len(name) > _LONGEST_NAME:
             raise ValueError(
