@@ -69,7 +69,7 @@ SENDS = "perdl.sends"
 ATOMS = "atoms"
 STATISTICS = "statistics"
 ORTHOGONAL = "perdl.orthogonal"
-#: In place of 1 or 0: as the client's learner is.
+#: Instead of 1 or 0, where the server does not know yet: every client replies as its learner does.
 OWN = -1
 LOCAL_STEPS = "perdl.local-steps"
 REFINE_STEPS = "perdl.refine-steps"
@@ -236,8 +236,8 @@ class DictionaryClient(Member):
             Number of samples.
         metrics : dict
             ``"mse"`` of the client's dictionary on its own samples with its learner's codes, where
-            there are ``min_support`` of them (for an update: of the global atoms that it was sent
-            with its local ones, before the step;
+            there are ``min_support`` of them (for an update: before the step, of the received
+            global atoms together with its own local ones;
             for ``"components"`` likewise, by projection), ``"n_atoms"``, ``"orthogonal"``
             (1 or 0), and ``"anew"``: 1 if an update of PerMA or PerPCA found no private state, and
             the client made its local atoms anew, else 0.

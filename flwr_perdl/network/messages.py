@@ -8,6 +8,9 @@
 `inbox_of`         which messages count, and with which weights: what the node hears
 =================  ==============================================================================
 
+These records exist on Flower only. In memory and on Ray, `flwr_perdl.network._exchange.Mailbox`
+keeps the messages of all nodes in stacks, and leaves out missing and non-finite ones likewise.
+
 In a *sealed* message the arrays are encrypted for one receiver (see `flwr_perdl.network.sealed`).
 """
 

@@ -108,7 +108,7 @@ class ServerSettings:
     clients_by_node : mapping of int to int, optional
         The partition of every node that may take part, by Flower's node id. Other nodes are not
         asked, and a node that says that it is another client is left out. Without it, the first
-        node that says that it is a client keeps that place while it is there.
+        node that claims a partition keeps it while it is connected.
 
     Raises
     ------

@@ -27,18 +27,17 @@ Deviations from the paper, and why:
   of averaging its result; ``"mean"`` is the paper's.
 - ``matching="consensus"`` (the default) has an error that does not grow with the number of
   clients; ``"paths"`` is the paper's.
-- Atoms that few samples stand behind are withheld by the client (``min_support``), in every round.
+- The client withholds atoms that few samples stand behind (``min_support``), or that one sample
+  dominates (see `DictionaryClient`), in every round.
 
 What each party receives:
 
 - *The server*, in round one: every client's dictionary, without withheld atoms. Later: per client
   and global atom, the updated atom, or (statistics) the row of C_g' (X - C_l D_l), a sum over the
-  samples that use the atom. In every round: numbers of samples and atoms, mean errors, and whether
-  the client had lost its state. Never:
-  samples, codes, or, after round one, local atoms.
-  With ``secure=True`` the update rounds go through Flower's SecAgg+: of the atoms, or the rows of
-  statistics, the server gets the weighted mean over all clients of the round, and no client's own.
-  Round one and the numbers stay in the clear. docs/security.md says what this does not hide.
+  samples that use the atom; for learners that are not orthogonal also the row of C_g' C_g. In
+  every round: numbers of samples and atoms, mean errors, and whether the client had lost its state.
+  Never: samples, codes, or, after round one, local atoms.
+  With ``secure=True`` the updates of later rounds reach it as a sum over clients only.
 - *A client*: the global atoms, the seed and the options above; nothing of any other client.
 - *Evaluations* return mean errors only.
 """

@@ -1,7 +1,7 @@
 """Training with imbalanced data: Section 5.2 and Fig. 3, on the user's own images.
 
-Nine tenths of a client's images carry one label; where the data say whose an image is, clients are
-those with the most images. The error is measured on held-out images of all
+Nine tenths of a client's images carry one label; if the data have an array ``client``, the clients
+are the owners with the most images. The error is measured on held-out images of all
 labels, coded by orthogonal matching pursuit with k atoms of each dictionary. With ``methods="all"``
 Table 1 is added: the baselines' strategies beside PerMA, each tuned by the same budget, which
 `perdl_experiments.studies._methods` states.
