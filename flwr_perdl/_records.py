@@ -55,6 +55,9 @@ NAME = "name"
 #: The metric of a client that found no private state of the run and had to make it anew.
 ANEW = "anew"
 
+#: What an evaluation is called: as a step in reports, and as a kind of request at a client.
+EVALUATE = "evaluate"
+
 #: The record of a client's state that says which requests of this run of Flower it has answered.
 ANSWERED = "perdl.answered"
 

@@ -5,7 +5,7 @@ and ``load`` keep arrays with a description; ``EventLog`` writes the file ``EVEN
 by line, and ``read_events`` reads it while it grows.
 """
 
+from flwr_perdl._events import EVENTS, Event, EventLog, read_events
 from flwr_perdl._store import Saved, load, replacing, save
-from flwr_perdl.strategies._events import EVENTS, Event, EventLog, read_events
 
 __all__ = ["EVENTS", "Event", "EventLog", "Saved", "load", "read_events", "replacing", "save"]

@@ -16,6 +16,7 @@ name                where it stands
 
 from flwr_perdl._records import (
     ANEW,
+    EVALUATE,
     NUM_EXAMPLES,
     PARTITION_ID,
     ROUND,
@@ -25,7 +26,6 @@ from flwr_perdl._records import (
     Scalar,
     to_arrays,
 )
-from flwr_perdl.strategies._conversation import EVALUATE
 
 __all__ = [
     "ANEW",

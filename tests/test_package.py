@@ -161,6 +161,13 @@ def test_imports_point_down(floor: str) -> None:
             assert ".".join(module.split(".")[:2]) not in above, f"{file.name} imports {module}"
 
 
+def test_what_all_floors_share_imports_none_of_them() -> None:
+    floors = {f"flwr_perdl.{name}" for name in FLOORS}
+    for file in sorted((ROOT / "flwr_perdl").glob("*.py")):
+        for module in imported_modules(file):
+            assert ".".join(module.split(".")[:2]) not in floors, f"{file.name} imports {module}"
+
+
 def test_the_maths_needs_neither_flower_nor_files() -> None:
     allowed = {"numpy", "scipy", "flwr_perdl"} | set(sys.stdlib_module_names) - {"os", "pathlib"}
     for maths in ("dictionary", "diffusion", "regression"):

@@ -41,7 +41,7 @@ _ODD = 2e-3
 #: are almost equal would show single samples.
 _MOST_COHERENT = 0.99
 
-TRAIN, EVALUATE = "train", "evaluate"
+TRAIN = "train"
 
 
 def check_atoms(atoms: Matrix, *, most: int) -> Matrix:

@@ -26,11 +26,10 @@ from flwr_perdl._checks import (
 )
 from flwr_perdl._parallel import in_threads, n_threads
 from flwr_perdl._random import spawn
-from flwr_perdl._records import AFTER, ANEW, LARGEST_INT, ROUND, RUN, SEED, STEP, Scalar
+from flwr_perdl._records import AFTER, ANEW, EVALUATE, LARGEST_INT, ROUND, RUN, SEED, STEP, Scalar
 from flwr_perdl._threads import one_blas_thread
 from flwr_perdl.clients._cohort import Fitted, alike, windows
 from flwr_perdl.clients._requests import (
-    EVALUATE,
     TRAIN,
     admit,
     check_atoms,

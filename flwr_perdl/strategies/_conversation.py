@@ -32,10 +32,12 @@ from flwr_perdl._checks import (
     own_numbers,
     plain,
 )
+from flwr_perdl._events import EventLog
 from flwr_perdl._random import EVALUATION, SAMPLING, spawn
 from flwr_perdl._records import (
     AFTER,
     ANEW,
+    EVALUATE,
     LARGEST_INT,
     NAME,
     NUM_EXAMPLES,
@@ -52,7 +54,6 @@ from flwr_perdl._records import (
     read_partition,
 )
 from flwr_perdl._threads import one_blas_thread
-from flwr_perdl.strategies._events import EventLog
 from flwr_perdl.strategies._protocol import (
     REFUSED,
     Lost,
@@ -62,8 +63,6 @@ from flwr_perdl.strategies._protocol import (
     RoundReport,
     State,
 )
-
-EVALUATE = "evaluate"
 
 #: Characters of a client's name in logs and reports.
 _LONGEST_NAME = 80

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from flwr.app import Message
 
+from flwr_perdl._events import EventLog, read_events
 from flwr_perdl.clients import client_app
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import PerMA, ServerSettings, TooFewReplies, client_report
-from flwr_perdl.strategies._events import EventLog, read_events
 
 RESUME = ServerSettings(resume=True)
 

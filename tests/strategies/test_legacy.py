@@ -22,8 +22,8 @@ from flwr.common import (
 from flwr.server import Server, SimpleClientManager
 from flwr.server.client_proxy import ClientProxy
 
+from flwr_perdl._events import read_events
 from flwr_perdl.strategies import PerMA, ServerSettings, TooFewReplies, as_legacy
-from flwr_perdl.strategies._events import read_events
 from tests.bits import assert_same_bits
 
 MakeFederation = Callable[..., Any]
