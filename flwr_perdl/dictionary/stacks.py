@@ -123,10 +123,9 @@ def update_stack(
     )
     shared = supports >= min_support
     if not statistics:
-        for i in range(X.shape[0] if min_support > 1 else 0):
-            mixed = mixing(D[i, ...], moments[i, ...])[:, :r]
-            weights = transposed(mixed) @ _code(X[i, ...], made_from[i, ...], thresholds[i, ...])
-            shared[i, ...] &= ~dominated(X[i, ...], weights, D[i, :r, :])
+        if min_support > 1:
+            (one,) = _by_blocks(partial(_moved_by_one, r), X, D, moments, made_from, thresholds)
+            shared &= ~one
         return Updates(D, xp.where(shared[..., None], D[:, :r, :], 0), errors)
     sent = _statistics(before, moments, gram, shared, orthogonal)
     scale = xp.where(energies == 0, 1, energies)[:, None, None]
@@ -173,6 +172,14 @@ def _sums(r: int, X: Matrix, D: Matrix, levels: Matrix, lengths: Matrix) -> tupl
     sizes = xp.abs(own)
     longest = xp.max(sizes * lengths, axis=2)
     return across @ X, own @ transposed(across), xp.sum(sizes, axis=2), longest
+
+
+def _moved_by_one(
+    r: int, X: Matrix, D: Matrix, moments: Matrix, before: Matrix, levels: Matrix
+) -> tuple[Matrix]:
+    """Return which of the first ``r`` atoms, made with the codes of ``before``, are one sample's."""
+    weights = transposed(mixing(D, moments)[..., :r]) @ _code(X, before, levels)
+    return (dominated(X, weights, D[:, :r, :]),)
 
 
 def _sizes(X: Matrix, D: Matrix, levels: Matrix) -> tuple[Matrix, Matrix]:
