@@ -99,7 +99,7 @@ def main(
     with threadpool_limits(1):
         results = {
             "command": f"python benchmarks/{name}.py",
-            "commit": _commit(),
+            "commit": commit(),
             "machine": {"platform": platform.platform(), "cores": os.cpu_count()},
             "versions": {
                 "python": platform.python_version(),
@@ -117,7 +117,8 @@ def main(
             picture(results).savefig(given.out / f"{name}.png", dpi=80)
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
+    """Return the commit that is measured, None outside of a repository."""
     asked = ["git", "rev-parse", "HEAD"]
     said = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
     return said or None

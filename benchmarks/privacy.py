@@ -10,14 +10,13 @@ from __future__ import annotations
 import json
 import logging
 import platform
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from _measure import RESULTS, commit
 from flwr.app import ArrayRecord, Context
 from flwr.client import NumPyClient
 from threadpoolctl import threadpool_limits
@@ -36,7 +35,6 @@ from flwr_perdl.strategies import FedX, PerMA, ProtocolStrategy
 from perdl_experiments.data import planted_clients
 from perdl_experiments.mixed_regression_data import mixed_regression
 
-RESULTS = Path(__file__).parent / "results"
 EPSILONS = (1.0, 3.0, 10.0, 30.0, 100.0)
 DELTA = 1e-5
 CLIENTS = (100, 1000)
@@ -132,9 +130,6 @@ def table(results: dict[str, Any]) -> str:
 def main() -> None:
     """Measure, print and write."""
     logging.getLogger("flwr").setLevel(logging.ERROR)
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
     errors = []
     with threadpool_limits(1):
         for what, (make, n_rounds, clip) in TASKS.items():
@@ -151,7 +146,7 @@ def main() -> None:
                 )
     results = {
         "command": "python benchmarks/privacy.py",
-        "commit": commit or None,
+        "commit": commit(),
         "versions": {"python": platform.python_version(), "numpy": np.__version__},
         "seeds": SEEDS,
         "delta": DELTA,

@@ -10,14 +10,13 @@ from __future__ import annotations
 import json
 import logging
 import platform
-import subprocess
 import sys
 import time
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from _measure import RESULTS, commit
 from flwr.app import Context
 from sklearn.datasets import load_digits
 from threadpoolctl import threadpool_limits
@@ -28,7 +27,6 @@ from flwr_perdl.dictionary import OrthogonalLearner, reconstruct, sparse_code
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import PerMA, ServerSettings
 
-RESULTS = Path(__file__).parent / "results"
 SEEDS = 1
 GLOBAL, ATOMS = 20, 32
 HELD_OUT = 300
@@ -155,9 +153,6 @@ def differences() -> list[dict[str, Any]]:
 
 def write(cost: list[dict[str, float]], differ: list[dict[str, Any]]) -> None:
     """Print and write the tables."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
     lines = [
         "| clients | samples of each | error in the clear | secure |"
         " seconds of an update round in the clear | secure |",
@@ -180,7 +175,7 @@ def write(cost: list[dict[str, float]], differ: list[dict[str, Any]]) -> None:
     ]
     results = {
         "command": "python benchmarks/secure.py",
-        "commit": commit or None,
+        "commit": commit(),
         "versions": {"python": platform.python_version(), "numpy": np.__version__},
         "seeds": SEEDS,
         "cost": cost,

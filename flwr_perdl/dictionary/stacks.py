@@ -177,7 +177,7 @@ def _sums(r: int, X: Matrix, D: Matrix, levels: Matrix, lengths: Matrix) -> tupl
 def _moved_by_one(
     r: int, X: Matrix, D: Matrix, moments: Matrix, before: Matrix, levels: Matrix
 ) -> tuple[Matrix]:
-    """Return which of the first ``r`` atoms, made with the codes of ``before``, are one sample's."""
+    """Return which of the first ``r`` atoms one sample dominates; ``before`` gave their codes."""
     weights = transposed(mixing(D, moments)[..., :r]) @ _code(X, before, levels)
     return (dominated(X, weights, D[:, :r, :]),)
 

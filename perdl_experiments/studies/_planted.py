@@ -8,17 +8,19 @@ Errors are distances d_{1,2} (Definition 1) to the planted atoms.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from flwr_perdl.checks import Matrix
+from flwr_perdl.checks import Matrix, check_count
 from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.dictionary import OrthogonalLearner
 from flwr_perdl.random import DATA, spawn
 from perdl_experiments.data import Planted, planted_clients
 from perdl_experiments.engine import Federated
+from perdl_experiments.studies._experiment import PermaConfig
 
 #: Atoms that all clients share, and the learner's threshold, unless a study varies them.
 N_GLOBAL = 3
@@ -70,6 +72,24 @@ def plant(
 def sizes(clients: int, samples: int, weak: int, weak_samples: int) -> tuple[int, ...]:
     """Return each client's number of samples; the last ``weak`` clients have fewer."""
     return (samples,) * (clients - weak) + (weak_samples,) * weak
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(PermaConfig):
+    """Options of a study whose last clients may have fewer samples than the others."""
+
+    samples: int
+    weak: int
+    weak_samples: int
+
+    def check(self) -> None:
+        """Reject options that do not fit together."""
+        check_count("weak", self.weak, 0, self.clients)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Each client's number of samples."""
+        return sizes(self.clients, self.samples, self.weak, self.weak_samples)
 
 
 def learn_alone(X: Matrix, learner: OrthogonalLearner, D: Matrix, rounds: int) -> Matrix:

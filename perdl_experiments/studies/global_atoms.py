@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from flwr.app import Context
 
-from flwr_perdl.checks import Matrix, check_count
+from flwr_perdl.checks import Matrix
 from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.dictionary import OrthogonalLearner, global_matching, warm_start
 from flwr_perdl.random import spawn
@@ -23,31 +23,23 @@ from perdl_experiments.data import Planted
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import Record
 from perdl_experiments.studies import _planted
-from perdl_experiments.studies._experiment import Arrays, Federate, Keep, PermaConfig
+from perdl_experiments.studies._experiment import Arrays, Federate, Keep
 
 N_ATOMS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(PermaConfig):
+class Config(_planted.Config):
     """The options of global-atoms; a federation has one number of ``n_global``."""
 
     n_global: tuple[int, ...]
     noise: float
-    samples: int
-    weak: int
-    weak_samples: int
-
-    def check(self) -> None:
-        """Reject options that do not fit together."""
-        check_count("weak", self.weak, 0, self.clients)
 
     @property
     def planted(self) -> Planted:
         """The clients' data."""
-        n_samples = _planted.sizes(self.clients, self.samples, self.weak, self.weak_samples)
         n_atoms = (N_ATOMS,) * self.clients
-        return _planted.plant(self.seed, n_atoms, n_samples, self.n_global[0], noise=self.noise)
+        return _planted.plant(self.seed, n_atoms, self.sizes, self.n_global[0], noise=self.noise)
 
 
 def client(context: Context, config: Config) -> DictionaryClient:

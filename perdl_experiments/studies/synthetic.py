@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from flwr.app import Context
 
-from flwr_perdl.checks import Matrix, check_count
+from flwr_perdl.checks import Matrix
 from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.dictionary import (
     OrthogonalLearner,
@@ -24,30 +24,22 @@ from perdl_experiments.data import Planted
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import Record
 from perdl_experiments.studies import _planted
-from perdl_experiments.studies._experiment import Arrays, Federate, Keep, PermaConfig
+from perdl_experiments.studies._experiment import Arrays, Federate, Keep
 from perdl_experiments.studies._planted import N_GLOBAL, STARTS, THRESHOLD
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(PermaConfig):
+class Config(_planted.Config):
     """The options of synthetic.toml."""
 
-    samples: int
     atoms: tuple[int, ...]
     start: str
-    weak: int
-    weak_samples: int
-
-    def check(self) -> None:
-        """Reject options that do not fit together."""
-        check_count("weak", self.weak, 0, self.clients)
 
     @property
     def planted(self) -> Planted:
         """The clients' data."""
         n_atoms = tuple(self.atoms[i % len(self.atoms)] for i in range(self.clients))
-        n_samples = _planted.sizes(self.clients, self.samples, self.weak, self.weak_samples)
-        return _planted.plant(self.seed, n_atoms, n_samples)
+        return _planted.plant(self.seed, n_atoms, self.sizes)
 
     @property
     def warm_start(self) -> partial[WarmStart]:
