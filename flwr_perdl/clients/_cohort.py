@@ -23,6 +23,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from itertools import accumulate
 from typing import Any, TypeVar
 
+import numpy as np
 from flwr.client import NumPyClient
 
 from flwr_perdl._checks import Matrix
@@ -93,3 +94,8 @@ def alike(items: Iterable[T], key: Callable[[T], Hashable]) -> list[list[int]]:
     for position, item in enumerate(items):
         positions.setdefault(key(item), []).append(position)
     return list(positions.values())
+
+
+def stack(arrays: list[Matrix]) -> Matrix:
+    """Return arrays of one shape as one; a single one, which may be large, without a copy."""
+    return arrays[0][None] if len(arrays) == 1 else np.stack(arrays)

@@ -6,7 +6,7 @@ the server's.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from itertools import groupby
 from math import nan
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 from flwr.app import Context
+from numpy.typing import NDArray
 
 from flwr_perdl._checks import (
     LARGE,
@@ -24,11 +25,12 @@ from flwr_perdl._checks import (
     check_kind,
     check_real,
 )
+from flwr_perdl._exposure import shown
 from flwr_perdl._parallel import in_threads, n_threads
 from flwr_perdl._random import spawn
 from flwr_perdl._records import AFTER, ANEW, EVALUATE, LARGEST_INT, ROUND, RUN, SEED, STEP, Scalar
 from flwr_perdl._threads import one_blas_thread
-from flwr_perdl.clients._cohort import Fitted, alike, windows
+from flwr_perdl.clients._cohort import Fitted, alike, stack, windows
 from flwr_perdl.clients._requests import (
     TRAIN,
     admit,
@@ -53,8 +55,8 @@ from flwr_perdl.dictionary import (
     update_support,
     warm_start,
 )
-from flwr_perdl.dictionary.atoms import principal_directions
-from flwr_perdl.dictionary.averaging import update_dictionary
+from flwr_perdl.dictionary.atoms import match_atoms, principal_directions
+from flwr_perdl.dictionary.averaging import LocalDictionary, update_dictionary
 from flwr_perdl.dictionary.learners import LEARNERS, limited
 from flwr_perdl.dictionary.perpca import local_start, perpca_step
 from flwr_perdl.dictionary.stacks import Updates, update_stack
@@ -124,7 +126,9 @@ class DictionaryClient(Member):
     or a row of the update's statistics, and never for an atom that fewer than ``min_support``
     samples stand behind. With ``min_support`` above 1 an atom is also withheld where one sample
     dominates it: where the sum that it is made of, without that sample, is shorter than 0.7 times
-    the sample's own term (`flwr_perdl.dictionary.row_support`). Samples, codes and local atoms
+    the sample's own term (`flwr_perdl.dictionary.row_support`); and, of several iterations (the
+    start, or ``local_steps`` above 1), where an atom is near fewer than ``min_support`` samples and
+    would not be near one of them had it not been there. Samples, codes and local atoms
     stay: the latter in ``context.state`` and, with ``state_dir``, on this client's disk. Metrics
     are means over at least ``min_support`` samples, with six significant digits; of fewer samples
     there are none.
@@ -349,9 +353,19 @@ class DictionaryClient(Member):
 
     def _start(self, asked: _Asked, state: PrivateState) -> tuple[Matrix, Matrix]:
         """Local initialisation (P0, Algorithm 1, lines 2-5)."""
-        D = self._warm_start(asked)
+        D = self._warm_start(self.X, asked)
         state.save(asked.round, {_DICTIONARY: D})
-        return D[self._supported(self.learner.code(self.X, D), D)], D
+        supported = self._supported(self.learner.code(self.X, D), D)
+        return D[supported & ~self._shown(D, lambda X: self._warm_start(X, asked))], D
+
+    def _shown(self, D: Matrix, learn: Callable[[Matrix], Matrix]) -> NDArray[np.bool_]:
+        """Return which atoms show one of the samples that they were learned from."""
+
+        def without(i: int) -> Matrix:
+            others = learn(np.delete(self.X, i, axis=0))
+            return others[match_atoms(D, others).indices]
+
+        return shown(D, self.X, without, self.min_support)
 
     def _update(
         self, G: Matrix, asked: _Asked, state: PrivateState, config: Mapping[str, Scalar]
@@ -363,12 +377,40 @@ class DictionaryClient(Member):
         refine_steps = int(config.get(REFINE_STEPS, 0))
         if refine_steps:
             D = refine_local(self.X, D, n_global, self.learner, n_iter=refine_steps)
-        if _kind(self) is not None:
-            D, sent, error = (part[0] for part in _stacked([self], D[None], G, config))
-        else:
-            D, sent, error = self._steps(D, G, config)
+        begun = D
+        D, sent, error = self._updated(self.X, begun, G, config, self.min_support)
         state.save(asked.round, {_LOCAL_ATOMS: D[n_global:]})
-        return sent, D, float(error), anew
+        return self._unexposed(sent, begun, G, config), D, float(error), anew
+
+    def _updated(
+        self, X: Matrix, D: Matrix, G: Matrix, config: Mapping[str, Scalar], min_support: int
+    ) -> tuple[Matrix, Matrix, float]:
+        """Return the dictionary after an update's steps, what is sent of it, and the error."""
+        if _kind(self) is None:
+            return self._steps(X, D, G, config, min_support)
+        updates = _stacked(X[None], D[None], G, self, config, min_support)
+        return updates.dictionaries[0], updates.sent[0], float(updates.errors[0])
+
+    def _unexposed(
+        self, sent: Matrix, D: Matrix, G: Matrix, config: Mapping[str, Scalar]
+    ) -> Matrix:
+        """Return what is sent after several steps from ``D``, but for rows that show a sample.
+
+        Each step turns an atom towards a sample that the last one gave it, until other samples are
+        coded with it as well, and the last step alone does not tell. Sums are one whole: they are
+        all withheld.
+        """
+        if int(config.get(LOCAL_STEPS, 1)) == 1:
+            return sent
+        d = self.X.shape[1]
+
+        def without(i: int) -> Matrix:
+            return self._updated(np.delete(self.X, i, axis=0), D, G, config, 0)[1][:, -d:]
+
+        shows = shown(sent[:, -d:], self.X, without, self.min_support)
+        if config.get(SENDS) == STATISTICS:
+            shows |= shows.any()
+        return np.where(shows[:, None], 0, sent)
 
     def _scaled(self, sent: Matrix, asked: _Asked) -> Matrix:
         """Return an update at the scale that all clients of a secure round share.
@@ -381,27 +423,27 @@ class DictionaryClient(Member):
         return sent / sent.dtype.type(scale) if scale else sent
 
     def _steps(
-        self, D: Matrix, G: Matrix, config: Mapping[str, Scalar]
+        self, X: Matrix, D: Matrix, G: Matrix, config: Mapping[str, Scalar], min_support: int
     ) -> tuple[Matrix, Matrix, float]:
         """Take an update's steps with any learner."""
         n_global = len(G)
         for step in range(int(config.get(LOCAL_STEPS, 1))):
-            before, codes = D, self.learner.code(self.X, D)
+            before, codes = D, self.learner.code(X, D)
             if not step:
-                error = _mse(self.X, reconstruct(codes, D))
-            aligned = align_to_global(self.learner.update(self.X, codes, D), G)
+                error = _mse(X, reconstruct(codes, D))
+            aligned = align_to_global(self.learner.update(X, codes, D), G)
             D = np.vstack([aligned.global_atoms, aligned.local_atoms])
         if config.get(SENDS) != STATISTICS:
             order = [*aligned.indices, *np.delete(np.arange(len(D)), aligned.indices)]
-            supported = self._supported(codes[:, order], D)[:n_global, None]
-            return D, np.where(supported, D[:n_global], 0), error
+            supported = update_support(X, codes[:, order], D, self.learner) >= min_support
+            return D, np.where(supported[:n_global, None], D[:n_global], 0), error
         sent = local_statistics(
-            self.X,
+            X,
             codes,
             before,
             n_global,
             orthogonal=_sends_orthogonal(self, config),
-            min_support=self.min_support,
+            min_support=min_support,
         )
         return D, sent, error
 
@@ -414,12 +456,18 @@ class DictionaryClient(Member):
     ) -> tuple[Matrix, Matrix, float]:
         """Take a round of `DictionaryAveraging`: the own start, or the dictionary of all."""
         steps = int(config.get(LOCAL_STEPS, 1)) if parameters else 0
-        D = self._global_atoms(parameters) if parameters else self._warm_start(asked)
-        found = update_dictionary(
-            self.X, D, self.learner, n_steps=steps, min_support=self.min_support
-        )
+
+        def learned(X: Matrix) -> LocalDictionary:
+            D = self._global_atoms(parameters) if parameters else self._warm_start(X, asked)
+            return update_dictionary(
+                X, D, self.learner, n_steps=steps, min_support=self.min_support
+            )
+
+        D, sent, error = learned(self.X)
+        if steps != 1:  # else the one step has been judged
+            sent[:-1][self._shown(D, lambda X: learned(X).dictionary)] = 0
         state.save(asked.round, {_LOCAL_ATOMS: D[:0]})
-        return found.sent, found.dictionary, found.error
+        return sent, D, error
 
     def _components(
         self,
@@ -434,6 +482,7 @@ class DictionaryClient(Member):
             D = principal_directions(self.X, n_atoms)
             codes = self.X @ D.T
             supported = row_support(self.X, codes) >= self.min_support
+            supported &= ~self._shown(D, lambda X: principal_directions(X, n_atoms))
             state.save(asked.round, {_LOCAL_ATOMS: D[:0]})  # says that this client has taken part
             return D[supported], _mse(self.X, codes @ D), False
         U, saved = self._global_atoms(parameters), state.before(asked.round)
@@ -461,12 +510,12 @@ class DictionaryClient(Member):
         saved = state.before(asked.round)
         if saved is not None and _LOCAL_ATOMS in saved:
             return saved[_LOCAL_ATOMS], False
-        D = self._warm_start(asked) if saved is None else saved[_DICTIONARY]
+        D = self._warm_start(self.X, asked) if saved is None else saved[_DICTIONARY]
         return align_to_global(D, G).local_atoms, saved is None
 
-    def _warm_start(self, asked: _Asked) -> Matrix:
+    def _warm_start(self, X: Matrix, asked: _Asked) -> Matrix:
         rng = spawn(asked.seed, self.partition)
-        return self.start(self.X, self.learner, rng=rng).dictionary
+        return self.start(X, self.learner, rng=rng).dictionary
 
     def _supported(self, C: Matrix, D: Matrix) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """Return which atoms, updated from these codes, may leave the client."""
@@ -581,19 +630,23 @@ def _kind(client: DictionaryClient) -> Hashable:
 
 
 def _stacked(
-    clients: list[DictionaryClient], D: Matrix, G: Matrix, config: Mapping[str, Scalar]
+    X: Matrix,
+    D: Matrix,
+    G: Matrix,
+    first: DictionaryClient,
+    config: Mapping[str, Scalar],
+    min_support: int,
 ) -> Updates:
-    """Take an update's steps at clients of one kind (`_kind`)."""
-    first = clients[0]
+    """Take an update's steps at clients of one kind (`_kind`), such as the first."""
     return update_stack(
-        first.X[None] if len(clients) == 1 else np.stack([client.X for client in clients]),
+        X,
         D,
         G,
         cast(OrthogonalLearner, first.learner),
         n_steps=int(config.get(LOCAL_STEPS, 1)),
         statistics=config.get(SENDS) == STATISTICS,
         orthogonal=_sends_orthogonal(first, config),
-        min_support=first.min_support,
+        min_support=min_support,
     )
 
 
@@ -621,10 +674,12 @@ def _update_together(
     fitted: dict[int, Fitted] = {}
     for same in alike(range(len(clients)), lambda i: (_kind(clients[i]), found[i][0].shape)):
         D = np.stack([np.vstack([G, found[i][0]]) for i in same])
-        updates = _stacked([clients[i] for i in same], D, G, config)
-        for i, D, sent, error in zip(same, *updates, strict=True):
-            states[i].save(asked.round, {_LOCAL_ATOMS: D[len(G) :]})
-            metrics = clients[i]._metrics(float(error), len(D), found[i][1])
+        X, first = stack([clients[i].X for i in same]), clients[same[0]]
+        updates = _stacked(X, D, G, first, config, first.min_support)
+        for i, before, after, sent, error in zip(same, D, *updates, strict=True):
+            states[i].save(asked.round, {_LOCAL_ATOMS: after[len(G) :]})
+            metrics = clients[i]._metrics(float(error), len(after), found[i][1])
+            sent = clients[i]._unexposed(sent, before, G, config)
             fitted[i] = [_coarse(sent, clients[i].digits)], len(clients[i].X), metrics
     return [fitted[i] for i in range(len(clients))]
 

@@ -19,7 +19,7 @@ from flwr_perdl._checks import (
 )
 from flwr_perdl._records import STEP, Scalar
 from flwr_perdl._threads import one_blas_thread
-from flwr_perdl.clients._cohort import Fitted, alike, windows
+from flwr_perdl.clients._cohort import Fitted, alike, stack, windows
 from flwr_perdl.clients._requests import rounded
 from flwr_perdl.clients.base import Member
 from flwr_perdl.regression import (
@@ -33,6 +33,7 @@ from flwr_perdl.regression import (
     apply_features,
 )
 from flwr_perdl.regression.answers import EXACT, check_ask, check_norms, points_of
+from flwr_perdl.regression.exposure import withheld
 from flwr_perdl.regression.losses import check_labels
 
 #: Options of a request travel in its config under this prefix.
@@ -52,10 +53,10 @@ class RegressionClient(Member):
     Phase 1 its part of the residual moment, a d x w matrix that sums over its pairs of points, and,
     where it has enough points, its own estimate; in Phase 2 its cluster, its loss and its update of
     its own cluster's model. Of a client with one point these are the point and its response: with
-    fewer than ``min_support`` points nothing leaves. Among points of very different lengths, an
-    update can still show the longest (docs/security.md). What it receives: the models of all
-    clusters, the step size, the basis of the clients' moments and, with ``n_iterations`` above 1,
-    every anchor's estimate without its name.
+    fewer than ``min_support`` points nothing leaves. A row of an answer that is near one point
+    because of that point is sent as zeros (`flwr_perdl.regression.exposure`). What it receives: the
+    models of all clusters, the step size, the basis of the clients' moments and, with
+    ``n_iterations`` above 1, every anchor's estimate without its name.
 
     Parameters
     ----------
@@ -182,16 +183,21 @@ class RegressionClient(Member):
                 one._check_ask(ask)
             for one in window:
                 one._check_size(ask)
-            for same in alike(window, lambda one: (one.X.shape, one.X.dtype, id(one.loss))):
-                X, y = _stack([window[i].X for i in same]), _stack([window[i].y for i in same])
+            kinds = alike(
+                window, lambda one: (one.X.shape, one.X.dtype, id(one.loss), one.min_support)
+            )
+            for same in kinds:
+                X, y = stack([window[i].X for i in same]), stack([window[i].y for i in same])
+                first = window[same[0]]
                 try:
-                    stack = answer(X, y, ask, window[same[0]].loss)
+                    answered = answer(X, y, ask, first.loss)
                 except (KeyError, IndexError) as error:
                     raise ValueError(
                         f"parameters and config must be complete for step {ask.step!r}, got "
                         f"{len(parameters)} arrays and {sorted(config)} ({error})."
                     ) from error
-                answers.update(zip(same, stack, strict=True))
+                kept = withheld(X, y, ask, first.loss, answered, first.min_support)
+                answers.update(zip(same, kept, strict=True))
             for i, client in enumerate(window):
                 yield [answers[i]], len(client.y), {}
 
@@ -259,11 +265,6 @@ class RegressionClient(Member):
             raise ValueError(f"y must have {len(X)} entries, got {len(y)}.")
         check_labels("y", y, self.loss)
         return X, y.astype(X.dtype, copy=False)
-
-
-def _stack(arrays: list[Matrix]) -> Matrix:
-    """Return arrays of one shape as one; a single one, which may be large, without a copy."""
-    return arrays[0][None] if len(arrays) == 1 else np.stack(arrays)
 
 
 def _check_loss(loss: Loss, X: Matrix, y: Matrix) -> None:

@@ -14,8 +14,7 @@ What each party receives:
   moment, if the client allows it with ``allow_exact``). In every round: numbers of samples. No
   message holds a sample or a response as it is, but of a client with one point the mean squares,
   the loss and the update give both: clients with fewer than ``min_support`` points do not train.
-  Clients refuse models above ``max_norm``. Among points of very different lengths, an update can
-  still show the longest one (docs/security.md).
+  Clients refuse models above ``max_norm``, and send zeros instead of a row that shows a point.
 - *A client*: the models of all clusters; the step size, which one client's curvature decides; from
   the second product on the basis that the sums over all clients span. With ``n_iterations`` above
   1 every client receives every anchor's last estimate, without names, and perturbed where

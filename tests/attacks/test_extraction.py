@@ -2,8 +2,9 @@
 
 A client with its defaults and 40 samples: no reply may have a row, or two rows whose difference is,
 at a cosine above .95 with one of the samples because of that sample; or the request is refused.
-"Because of": without the sample the same request has an answer at a cosine below .7. Rows are also
-near samples that the server guesses, and near samples that many others resemble.
+"Because of": without the sample the same request has an answer at a cosine below .7, and fewer than
+three samples are at a cosine above .9 with the row. Rows are also near samples that the server
+guesses, and near directions that several samples share.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from sklearn.datasets import load_digits
 
 from flwr_perdl.clients import DictionaryClient, RegressionClient, client_app
 from flwr_perdl.dictionary import GradientLearner, MODLearner, OrthogonalLearner, WarmStart
-from flwr_perdl.regression import LogisticLoss
+from flwr_perdl.regression import SQUARED, LogisticLoss
 from flwr_perdl.simulations import InProcessGrid
 
 N, D, ATOMS = 40, 16, 8
@@ -173,7 +174,9 @@ ASKS: list[tuple[str, str, Any]] = [
 ]
 
 
-def answered(samples: np.ndarray, G: np.ndarray, ask: tuple[str, str, Any], **more: Any) -> Any:
+def answered(
+    samples: np.ndarray, G: np.ndarray, ask: tuple[str, str, Any], steps: int = 1, **more: Any
+) -> Any:
     """Return a client's answer to a request for atoms or sums, a row for each of ``G``."""
     protocol, sends, learner = ask
 
@@ -182,7 +185,8 @@ def answered(samples: np.ndarray, G: np.ndarray, ask: tuple[str, str, Any], **mo
 
     client = DictionaryClient(samples, learner, context(), protocol=protocol, start=start, **more)
     orthogonal = int(learner.orthogonal)
-    request = asks(PROTOCOLS[protocol][-1], sends=sends, orthogonal=orthogonal, step_length=1e3)
+    options = {"sends": sends, "orthogonal": orthogonal, "step_length": 1e3, "local_steps": steps}
+    request = asks(PROTOCOLS[protocol][-1], **options)
     (rows,), _, _ = client.fit([G], request)
     return rows[: len(G), -samples.shape[1] :]
 
@@ -194,21 +198,25 @@ def near(rows: np.ndarray, sample: np.ndarray) -> np.ndarray:
     return cosines
 
 
-def without(samples: np.ndarray, i: int, G: np.ndarray, ask: tuple[str, str, Any]) -> np.ndarray:
+def without(
+    samples: np.ndarray, i: int, G: np.ndarray, ask: tuple[str, str, Any], steps: int = 1
+) -> np.ndarray:
     """Return the answer without a sample, the others coded with the threshold that they had."""
     protocol, sends, learner = ask
     learner = replace(learner, threshold=learner.level(samples))
     others = np.delete(samples, i, axis=0)
-    return np.asarray(answered(others, G, (protocol, sends, learner), min_support=0))
+    return np.asarray(answered(others, G, (protocol, sends, learner), steps, min_support=0))
 
 
-def betrayed(samples: np.ndarray, G: np.ndarray, ask: tuple[str, str, Any]) -> list[int]:
+def betrayed(
+    samples: np.ndarray, G: np.ndarray, ask: tuple[str, str, Any], steps: int = 1
+) -> list[int]:
     """Return the samples that an answer shows, and does not show without them."""
-    rows, found = answered(samples, G, ask), []
+    rows, found = answered(samples, G, ask, steps), []
     for i, sample in enumerate(samples):
         close = near(rows, sample) > 0.95
-        if close.any():
-            others = without(samples, i, G, ask)
+        if any((near(samples, row) > 0.9).sum() < 3 for row in rows[close]):
+            others = without(samples, i, G, ask, steps)
             found += [i] if np.any(near(others, sample)[close] < 0.7) else []
     return found
 
@@ -218,14 +226,17 @@ def orthonormal(rows: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("ask", ASKS, ids=lambda ask: f"{ask[0]}-{ask[1]}-{ask[2].orthogonal}")
+@pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("kind", SAMPLES)
-def test_requests_drawn_at_random_show_no_sample(kind: str, ask: tuple[str, str, Any]) -> None:
+def test_requests_drawn_at_random_show_no_sample(
+    kind: str, steps: int, ask: tuple[str, str, Any]
+) -> None:
     """Of samples with heavy tails they showed three in sixty requests: many small codes hid one."""
     rng = np.random.default_rng(5)
     samples = SAMPLES[kind](np.random.default_rng(0))
     for n_global in (1, 1, 2, 4, 8, 8):
         G = orthonormal(rng.standard_normal((n_global, samples.shape[1])))
-        assert betrayed(samples, G, ask) == []
+        assert betrayed(samples, G, ask, steps) == []
 
 
 @pytest.mark.parametrize("ask", ASKS[:2] + ASKS[4:], ids=lambda ask: f"{ask[0]}-{ask[1]}")
@@ -265,6 +276,25 @@ def test_replies_sent_back_as_the_next_request_show_no_sample(kind: str) -> None
         G = orthonormal(
             np.where(rows.any(axis=1, keepdims=True), rows, rng.standard_normal(G.shape))
         )
+
+
+@pytest.mark.parametrize("learner", [LEARNER, GENERAL, MODLearner(ATOMS)])
+@pytest.mark.parametrize("kind", SAMPLES)
+def test_a_start_shows_no_sample(kind: str, learner: Any) -> None:
+    """Iterations turned up to every third atom towards one of samples with few entries."""
+
+    def started(samples: np.ndarray, **more: Any) -> np.ndarray:
+        client = DictionaryClient(samples, learner, context(), **more)
+        return np.asarray(client.fit([], asks("start"))[0][0])
+
+    for seed in range(2):
+        samples = SAMPLES[kind](np.random.default_rng(seed))
+        rows = started(samples)
+        for i, sample in enumerate(samples):
+            close = rows[near(rows, sample) > 0.95]
+            if any((near(samples, row) > 0.9).sum() < 3 for row in close):
+                others = started(np.delete(samples, i, axis=0), min_support=0)
+                assert near(others, sample).max() >= 0.7
 
 
 @pytest.mark.parametrize("sends", ["statistics", "atoms"])
@@ -421,23 +451,74 @@ def test_models_of_the_largest_norm_show_no_sample() -> None:
     assert logistic(4.999).max() == 0
 
 
-@pytest.mark.parametrize("kind", ["dense", "few entries", "one entry", "clustered", "images"])
-def test_no_model_shows_a_point_among_points_of_like_lengths(kind: str) -> None:
-    """Models along and against points that the server knows, with the logistic loss."""
+def responses(points: np.ndarray, loss: Any) -> np.ndarray:
+    """Return responses; one of a squared loss is far from all others."""
+    sums = points.sum(axis=1)
+    if loss is not SQUARED:
+        return np.where(sums > 0, 1.0, -1.0)
+    return sums + 1000 * (np.arange(N) == 7)
+
+
+def told(client: RegressionClient, parameters: list[np.ndarray], config: Any) -> np.ndarray:
+    """Return the rows of a client's answer that are sums over its points."""
+    reply = client.fit(parameters, config)[0][0]
+    if config["perdl.step"] == "moment":
+        return np.concatenate([head.T for head in reply])
+    if config["perdl.step"] == "update":
+        return np.asarray(reply[:, 2:])
+    return np.asarray(reply[None, 1:])
+
+
+def exposed(X: np.ndarray, y: np.ndarray, loss: Any, *request: Any) -> list[int]:
+    """Return which points an answer shows, and does not show without them."""
+    rows, found = told(RegressionClient(X, y, context(), loss=loss), *request), []
+    for i, point in enumerate(X):
+        close = near(rows, point) > 0.95
+        if any((near(X, row) > 0.9).sum() < 3 for row in rows[close]):
+            others = np.delete(X, i, axis=0), np.delete(y, i)
+            without = RegressionClient(*others, context(), loss=loss, min_support=0)
+            found += [i] if np.any(near(told(without, *request), point)[close] < 0.7) else []
+    return found
+
+
+@pytest.mark.parametrize("steps", [1, 5])
+@pytest.mark.parametrize("loss", [SQUARED, LogisticLoss()], ids=["squared", "logistic"])
+@pytest.mark.parametrize("kind", SAMPLES)
+def test_no_update_shows_a_point(kind: str, loss: Any, steps: int) -> None:
+    """Models along and against points that the server knows; one point may be longest by far."""
     points, rng = SAMPLES[kind](np.random.default_rng(0)), np.random.default_rng(1)
-    labels = np.where(points.sum(axis=1) > 0, 1.0, -1.0)
-
-    def change(X: np.ndarray, y: np.ndarray, models: np.ndarray) -> np.ndarray:
-        client = RegressionClient(X, y, context(), loss=LogisticLoss())
-        return np.asarray(client.fit([models], for_models("update"))[0][0][:, 2:])
-
-    for i in range(0, N, 4):
+    config = for_models("update", n_steps=steps, step_size=0.01)
+    for i in (7, int(np.linalg.norm(points, axis=1).argmax()), 20):
         noise = unit(rng.standard_normal((16, points.shape[1])))
         towards = np.where(np.arange(16)[:, None] % 2, 1, -1) * unit(points[i : i + 1])
         models = 4.999 * unit(towards + np.linspace(0, 1, 16)[:, None] * noise)
-        close = near(change(points, labels, models), points[i]) > 0.95
-        others = change(np.delete(points, i, axis=0), np.delete(labels, i), models)
-        assert np.all(near(others, points[i])[close] > 0.7)
+        assert exposed(points, responses(points, loss), loss, [models], config) == []
+
+
+@pytest.mark.parametrize("kind", SAMPLES)
+def test_updates_sent_back_as_the_next_model_show_no_point(kind: str) -> None:
+    """The power iteration finds the longest of points that are nearly orthogonal."""
+    points, rng = SAMPLES[kind](np.random.default_rng(0)), np.random.default_rng(4)
+    model, config = rng.standard_normal((1, points.shape[1])), for_models("update")
+    for _ in range(10):
+        assert exposed(points, np.zeros(N), SQUARED, [model], config) == []
+        (reply,), _, _ = RegressionClient(points, np.zeros(N), context()).fit([model], config)
+        change = reply[:, 2:]
+        model = 10 * unit(change) if change.any() else rng.standard_normal(model.shape)
+
+
+@pytest.mark.parametrize("kind", SAMPLES)
+@pytest.mark.parametrize("step", ["describe", "moment", "anchors"])
+def test_no_step_of_the_search_shows_a_point(step: str, kind: str) -> None:
+    points, rng = SAMPLES[kind](np.random.default_rng(0)), np.random.default_rng(2)
+    d = points.shape[1]
+    basis = orthonormal(np.vstack([unit(points[7:8]), rng.standard_normal((3, d))])).T[None]
+    options = {"estimate": "u-statistic", "transpose": 0, "variance": 0.0, "min_points": 3}
+    config = for_models(step, **options, anchor_step="least-squares")
+    arrays = {"describe": [], "moment": [np.zeros((1, 1, d)), basis, np.zeros((0, d))]}
+    anchors = [np.zeros((1, d)), basis, np.zeros((0, d))]
+    asked = arrays.get(step, anchors), config
+    assert exposed(points, responses(points, SQUARED), SQUARED, *asked) == []
 
 
 def test_a_gram_matrix_leaves_only_where_the_client_says_so() -> None:
