@@ -373,7 +373,7 @@ def read_reply(message: Message, *, with_arrays: bool, limits: Limits = _ANY) ->
     error = error_of(message)
     if error is not None:
         raise ValueError(error)
-    content = message.content
+    content = entries(message.content)
     record = content.get(METRICS)
     metrics = entries(record) if isinstance(record, MetricRecord) else {}
     if NUM_EXAMPLES not in metrics:
@@ -385,7 +385,7 @@ def read_reply(message: Message, *, with_arrays: bool, limits: Limits = _ANY) ->
         if not isinstance(record, ArrayRecord):
             raise ValueError(f"no ArrayRecord {ARRAYS!r}")
         arrays = limits.read([array.data for array in entries(record).values()])
-    numbers = {name: value for name, value in metrics.items() if isinstance(value, _NUMBERS)}
+    numbers = {name: float(v) for name, v in metrics.items() if isinstance(v, _NUMBERS)}
     return _checked(arrays, numbers.pop(NUM_EXAMPLES, nan), numbers, limits)
 
 
@@ -405,16 +405,17 @@ def check_reply(
         `check_metrics`.
     """
     check_metrics(metrics)
-    return _checked(arrays, num_examples, metrics, limits)
+    numbers = {name: float(v) for name, v in metrics.items() if isinstance(v, _NUMBERS)}
+    return _checked(arrays, num_examples, numbers, limits)
 
 
 def _checked(
     arrays: Sequence[Matrix],
     num_examples: float,
-    metrics: Mapping[str, Scalar],
+    numbers: dict[str, float],
     limits: Limits,
 ) -> Reply:
-    """Return the reply, whose metrics have good names."""
+    """Return the reply, whose metrics are numbers with good names."""
     for position, array in enumerate(arrays):
         if array.dtype not in FLOATS:
             raise ValueError(f"array {position} has dtype {array.dtype}")
@@ -426,7 +427,6 @@ def _checked(
             raise ValueError(f"array {position} has numbers beyond {limits.magnitude:g}")
     if not isfinite(num_examples) or not 1 <= num_examples <= _MOST_EXAMPLES:
         raise ValueError(f"{NUM_EXAMPLES} is {num_examples}")
-    numbers = {name: float(v) for name, v in metrics.items() if isinstance(v, _NUMBERS)}
     for name, value in numbers.items():
         if not isfinite(value) or abs(value) > limits.magnitude:
             raise ValueError(f"metric {name} is {value}")

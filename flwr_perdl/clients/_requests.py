@@ -30,7 +30,7 @@ import numpy as np
 from flwr.app import ConfigRecord, Context
 
 from flwr_perdl._checks import Matrix
-from flwr_perdl._records import ANSWERED, ROUND, Scalar, filled
+from flwr_perdl._records import ANSWERED, ROUND, Scalar, entries, filled
 
 #: Significant digits of the metrics that leave a client: more would tell what single samples are.
 DIGITS = 6
@@ -123,8 +123,8 @@ def admit(
     max_runs, max_requests : int
         See the module's docstring.
     """
-    record = context.state.get(ANSWERED)
-    known = str(record[ANSWERED]) if isinstance(record, ConfigRecord) else "{}"
+    record = entries(context.state).get(ANSWERED)
+    known = str(entries(record)[ANSWERED]) if isinstance(record, ConfigRecord) else "{}"
     noted = _admitted(known, kind, asked, run, round_, first, max_runs, max_requests)
     if noted is not known:
         filled(context.state, {ANSWERED: _record(noted)})
