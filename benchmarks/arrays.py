@@ -18,7 +18,7 @@ from _measure import fastest, main
 
 from flwr_perdl._arrays import on_cpu, on_host
 from flwr_perdl.dictionary import OrthogonalLearner, normalize_atoms, omp
-from flwr_perdl.dictionary.atoms import polar_factors
+from flwr_perdl.dictionary.polar import polar_factors
 from flwr_perdl.dictionary.stacks import update_stack
 
 try:

@@ -26,8 +26,8 @@ from flwr_perdl.clients._cohort import windows
 from flwr_perdl.clients.dictionary import _WINDOW
 from flwr_perdl.dictionary import warm_start
 from flwr_perdl.dictionary.aggregation import aggregate_statistics
-from flwr_perdl.dictionary.atoms import polar_factor, polar_factors
 from flwr_perdl.dictionary.learners import OrthogonalLearner
+from flwr_perdl.dictionary.polar import polar_factor, polar_factors
 from flwr_perdl.dictionary.stacks import update_stack
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import PerMA, ServerSettings

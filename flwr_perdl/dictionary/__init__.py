@@ -14,7 +14,6 @@ from flwr_perdl.dictionary.atoms import (
     dictionary_distance,
     match_atoms,
     normalize_atoms,
-    polar_factor,
 )
 from flwr_perdl.dictionary.averaging import (
     LocalDictionary,
@@ -44,6 +43,7 @@ from flwr_perdl.dictionary.learners import (
 )
 from flwr_perdl.dictionary.matching import Alignment, Matching, align_to_global, global_matching
 from flwr_perdl.dictionary.perpca import PersonalizedPCA, personalized_pca
+from flwr_perdl.dictionary.polar import polar_factor
 from flwr_perdl.dictionary.refinement import refine_local
 from flwr_perdl.dictionary.warm_start import WarmStart, warm_start
 

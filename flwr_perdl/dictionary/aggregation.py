@@ -29,14 +29,9 @@ from flwr_perdl._checks import Matrix, check_array, check_choice, check_count, c
 from flwr_perdl._memory import short_buffers
 from flwr_perdl._parallel import in_threads
 from flwr_perdl._robust import DEEDS, average_of, far, geometric_median, reach, shortening
-from flwr_perdl.dictionary.atoms import (
-    least_squares_atoms,
-    normalize_atoms,
-    polar_factor_beside,
-    polar_factors,
-    unit_atoms,
-)
+from flwr_perdl.dictionary.atoms import least_squares_atoms, normalize_atoms, unit_atoms
 from flwr_perdl.dictionary.learners import atom_support, dominated
+from flwr_perdl.dictionary.polar import polar_factor_beside, polar_factors
 
 METHODS = ("mean", "weighted", "median", "geometric-median", "trimmed")
 #: A second moment's least eigenvalue may be this much of the largest below zero.

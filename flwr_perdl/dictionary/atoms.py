@@ -7,13 +7,10 @@ paper (Liang et al., NeurIPS 2023)      here
 signed permutation ``Pi``               ``AtomMatch.indices`` and ``AtomMatch.signs``
 ``d_2(a, b)`` of two atoms              :func:`atom_distances`, ``min(|a - b|, |a + b|)``
 ``d_{1,2}``, eq. 3; ``d_2``, eq. 4      :func:`dictionary_distance`, norms "1,2" and "2"
-``Polar(A) = U V'`` (Algorithm 4)       :func:`polar_factor`
 ======================================= ====================================================
 
 Deviations: distances come from differences of atoms, never from ``sqrt(2 - 2|c|)``, whose floor
-is 1.5e-8; the polar factor of a rank-deficient matrix, which the paper leaves open, is completed
-as near as possible to a given dictionary; ``sign(0) = 1``, also where only rounding makes it
-non-zero.
+is 1.5e-8; ``sign(0) = 1``, also where only rounding makes it non-zero.
 """
 
 from __future__ import annotations
@@ -22,47 +19,33 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.linalg import eigh, svd
+from scipy.linalg import eigh
 from scipy.optimize import linear_sum_assignment
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_bipartite_matching
 
 from flwr_perdl._arrays import (
-    add_to_diagonals,
     beside,
     cast,
     copied,
     joined,
     like,
     namespace,
-    on_cpu,
     on_host,
-    reshaped,
-    row_norms,
     row_products,
     spectral_norm,
     transposed,
     where_true,
 )
 from flwr_perdl._checks import Matrix, check_array, check_choice, check_count
+from flwr_perdl.dictionary.polar import SAFE_GRAM, orthonormal, thin_svd
 
 #: Squared distances below this are recomputed from the differences of the atoms.
 _CLOSE = 1e-2
-#: Least ratio of the Gram matrix' extreme eigenvalues at which it stands in for an SVD; right
-#: there the factor is off by less than 1e-9, at 1e-4 by 1e-13.
-_SAFE_GRAM = 1e-8
-#: The largest share of a matrix' norm that counts as rounding.
-_FEW = 1e-6
-#: Least eigenvalue, relative to the norm, down to which products alone find inverse roots.
-_PLAIN_GRAM = 1e-3
-#: Eigenvalues of so many atoms' Gram matrix take no longer than products, called for one matrix.
-_SMALL = 8
 #: Cosines up to this, of atoms in float32 too, are nothing but rounding.
 _ORTHOGONAL = 1e-6
 #: Squared norms this near to 1 are those of unit atoms.
 _UNIT = 1e-5
-#: Numbers in the matrices whose polar factors are computed at once; a megabyte.
-_WINDOW = 2**17
 
 
 class AtomMatch(NamedTuple):
@@ -165,18 +148,6 @@ def signs_of(cosines: Matrix) -> Matrix:
     return 1 - 2 * cast(cosines < -_ORTHOGONAL, cosines.dtype)
 
 
-def thin_svd(X: Matrix) -> tuple[Matrix, Matrix, Matrix]:
-    """Return ``U, s, Vt`` with ``X = U * s @ Vt``, also where the divide-and-conquer SVD gives up.
-
-    LAPACK's fast routine does not converge on some finite matrices of low rank; its slow one does.
-    """
-    try:
-        return np.linalg.svd(X, full_matrices=False)
-    except np.linalg.LinAlgError:
-        U, s, Vt = svd(X, full_matrices=False, lapack_driver="gesvd")
-        return U, s, Vt
-
-
 def principal_directions(X: Matrix, n_components: int) -> Matrix:
     """Return the first right singular vectors of ``X``, whose rows are not centred.
 
@@ -203,277 +174,11 @@ def principal_directions(X: Matrix, n_components: int) -> Matrix:
     if 0 < n_components < n < d:
         S = X.astype(np.float64, copy=False)
         w, U = eigh(S @ S.T, subset_by_index=(n - n_components, n - 1))
-        if w[0] > _SAFE_GRAM * w[-1]:
-            return _orthonormal((U / np.sqrt(w)).T[::-1] @ S).astype(X.dtype)
+        if w[0] > SAFE_GRAM * w[-1]:
+            return orthonormal((U / np.sqrt(w)).T[::-1] @ S).astype(X.dtype)
     _, s, Vt = thin_svd(X)
     rank = int((s > s.max(initial=0) * max(X.shape) * np.finfo(X.dtype).eps).sum())
     return Vt[: min(rank, n_components)].copy()
-
-
-def polar_factor(S: Matrix, fallback: Matrix) -> Matrix:
-    """Return the matrix with orthonormal rows that is nearest to ``S``.
-
-    With ``S = U diag(s) V'`` this is ``U V'``. Directions in which ``S`` is zero, but for the
-    rounding of its dtype, are filled in as near as possible to ``fallback``; if ``S`` is zero
-    altogether, that is ``fallback``.
-
-    Parameters
-    ----------
-    S : ndarray of shape (n_atoms, n_features)
-        Any matrix that is not taller than wide.
-    fallback : ndarray of shape (n_atoms, n_features)
-        A dictionary with orthonormal rows.
-
-    Returns
-    -------
-    ndarray of shape (n_atoms, n_features)
-        Orthonormal rows, in the dtype of ``S``; computed in float64. Of a matrix with a zero row,
-        or too badly conditioned for the Gram matrix, NumPy computes them, on the host.
-
-    Raises
-    ------
-    ValueError
-        If the shapes differ or there are more rows than columns.
-
-    Notes
-    -----
-    Where the Gram matrix is well conditioned a few products, else its eigenvalues, do the work of
-    the SVD at a fraction of the time. The filled-in part minimises the distance to ``fallback``
-    among all that make the rows orthonormal.
-    """
-    xp = namespace(S, fallback)
-    S = check_array("S", S, xp=xp)
-    shape = tuple(S.shape)
-    if shape[0] > shape[1]:
-        raise ValueError(f"S must not have more rows than columns, got shape {shape}.")
-    fallback = check_array("fallback", fallback, xp=xp)
-    if fallback.shape != S.shape:
-        raise ValueError(f"fallback must have S's shape {shape}, got {tuple(fallback.shape)}.")
-    if 0 in shape:
-        return cast(copied(fallback), S.dtype)
-    peaks = xp.max(xp.abs(S), axis=1)
-    largest = float(xp.max(peaks))
-    if largest == 0:
-        return cast(copied(fallback), S.dtype)
-    M = cast(S / largest, xp.float64)
-    Q = _gram_polar(M, _safe_gram(S)) if xp.min(peaks) > 0 else None
-    if Q is None:
-        Q = like(
-            _polar_completed(on_host(M), on_host(fallback), _safe_gram(S), rounding_share(S)), M
-        )
-    return cast(_orthonormal(Q), S.dtype)
-
-
-def polar_factor_beside(S: Matrix, fixed: Matrix, fallback: Matrix) -> Matrix:
-    """Return :func:`polar_factor` of what ``fixed`` leaves of ``S``: orthogonal to ``fixed``.
-
-    Parameters
-    ----------
-    S : ndarray of shape (n_atoms, n_features)
-        Any matrix.
-    fixed : ndarray of shape (n_fixed, n_features)
-        Orthonormal rows, with ``n_fixed + n_atoms <= n_features``.
-    fallback : ndarray of shape (n_atoms, n_features)
-        Orthonormal rows, orthogonal to those of ``fixed``.
-
-    Returns
-    -------
-    ndarray of shape (n_atoms, n_features)
-        Orthonormal rows. Directions of which ``fixed`` leaves no more than the rounding of ``S``
-        are filled in as near as possible to ``fallback``.
-    """
-    if 0 in (len(S), len(fixed)):
-        return polar_factor(S, fallback)
-    X, F = cast(S, np.float64), cast(fixed, np.float64)
-    if S.dtype != X.dtype:
-        F = _orthonormal(F)
-    rest = X - (X @ F.T) @ F
-    largest = np.abs(X).max() or 1
-    M, norm = rest / largest, float(np.linalg.norm(X / largest))
-    if not M.any() or np.linalg.eigvalsh(M @ M.T)[0] > _safe_gram(S) * norm**2:
-        return polar_factor(rest, fallback.astype(np.float64)).astype(S.dtype)
-    return _orthonormal(_polar_by_levels(M, F, fallback, norm * rounding_share(S))).astype(S.dtype)
-
-
-def rounding_share(S: Matrix) -> float:
-    """Return which share of a matrix' norm is nothing but rounding.
-
-    As in `numpy.linalg`, but no more than that of a few numbers of float32: rows of atoms that few
-    samples use are as small beside others, and right.
-    """
-    return float(min(max(S.shape[-2:]) * namespace(S).finfo(S.dtype).eps, _FEW))
-
-
-def _safe_gram(S: Matrix) -> float:
-    """Return the least ratio of the Gram matrix' eigenvalues at which it stands in for an SVD."""
-    return max(_SAFE_GRAM, float(S.shape[-2] * rounding_share(S) ** 2))
-
-
-def _polar_completed(M: Matrix, fallback: Matrix, safe: float, rounding: float) -> Matrix:
-    """Nearly the polar factor of what has a zero row, or is badly conditioned."""
-    used = M.any(axis=1)
-    V = None if used.all() else _gram_polar(M[used], safe)
-    if V is not None:
-        Q = np.empty_like(M)
-        Q[used], Q[~used] = V, _polar_in_complement(fallback[~used].astype(np.float64), V)
-        return Q
-    return _polar_by_levels(M, M[:0], fallback, float(np.linalg.norm(M)) * rounding)
-
-
-def polar_factors(S: Matrix, fallback: Matrix) -> Matrix:
-    """Return :func:`polar_factor` of every matrix of a stack, the same bits.
-
-    Parameters
-    ----------
-    S : ndarray of shape (n, n_atoms, n_features)
-        Finite matrices.
-    fallback : ndarray of shape (n, n_atoms, n_features)
-        A dictionary with orthonormal rows for each.
-
-    Returns
-    -------
-    ndarray of shape (n, n_atoms, n_features)
-        Those of matrices with a zero row, or too badly conditioned for the Gram matrix, are
-        computed one by one.
-    """
-    n, r, d = S.shape
-    xp = namespace(S, fallback)
-    factors: Matrix = xp.empty_like(S)
-    step = max(1, _WINDOW // max(r * d, 1)) if on_cpu(S) else n
-    for at in range(0, n, step):
-        window = slice(at, min(at + step, n))
-        if window.stop == at + 1:
-            factors[at, ...] = polar_factor(S[at, ...], fallback[at, ...])
-        else:
-            factors[window, ...] = _polar_window(S[window, ...], fallback[window, ...])
-    return factors
-
-
-def _polar_window(S: Matrix, fallback: Matrix) -> Matrix:
-    """Return the polar factors of as many matrices as the processor's cache holds."""
-    xp = namespace(S, fallback)
-    largest = xp.max(xp.abs(S), axis=(1, 2), keepdims=True)
-    M = cast(S / xp.where(largest == 0, 1, largest), xp.float64)
-    roots, safe = _inverse_roots(M @ transposed(M), _safe_gram(S))
-    factors = cast(_orthonormal(roots @ M), S.dtype)
-    if not xp.all(safe):
-        for i in where_true(~safe).tolist():
-            factors[i, ...] = polar_factor(S[i, ...], fallback[i, ...])
-    return factors
-
-
-def _orthonormal(Q: Matrix) -> Matrix:
-    """Take a Newton-Schulz step: rows that are nearly orthonormal become so to rounding."""
-    nearest: Matrix = add_to_diagonals(-0.5 * (Q @ transposed(Q)), 1.5) @ Q
-    return nearest
-
-
-def _gram_polar(M: Matrix, least: float = _SAFE_GRAM) -> Matrix | None:
-    """Nearly the polar factor of ``M`` by its Gram matrix, None if that is too badly conditioned.
-
-    What is left is a step of :func:`_orthonormal`.
-    """
-    roots, safe = _inverse_roots((M @ M.T)[None, ...], least)
-    return roots[0, ...] @ M if safe[0] else None
-
-
-def _inverse_roots(grams: Matrix, least: float) -> tuple[Matrix, NDArray[np.bool_]]:
-    """Return the inverse square roots of Gram matrices, to eight digits, and which have one.
-
-    Newton-Schulz steps take products alone, and half the time of eigenvalues, which serve matrices
-    too small for that, those that are too badly conditioned by their diagonals, and those that the
-    steps do not bring to the identity; each matrix for itself, whatever is beside it.
-    """
-    n = grams.shape[1]
-    if n <= _SMALL:
-        return _inverse_roots_by_eigenvalues(grams, least)
-    xp = namespace(grams)
-    flat = reshaped(grams, (grams.shape[0], n * n))
-    scale = row_norms(flat)[:, None, None]
-    scale = xp.where(scale == 0, 1, scale)
-    left = grams / scale
-    lowest = xp.min(reshaped(left, flat.shape)[:, :: n + 1], axis=1)
-    safe: NDArray[np.bool_] = lowest > _PLAIN_GRAM
-    if xp.all(safe):
-        roots, safe = _inverse_roots_by_products(left, scale)
-    else:
-        roots, plain = xp.zeros_like(grams), copied(safe)
-        if xp.any(plain):
-            roots[plain], safe[plain] = _inverse_roots_by_products(left[plain], scale[plain])
-    if not xp.all(safe):
-        weak = ~safe & (lowest > 0)  # the others have a row of zeros
-        roots[weak], safe[weak] = _inverse_roots_by_eigenvalues(grams[weak], least)
-    return roots, safe
-
-
-def _inverse_roots_by_products(left: Matrix, scale: Matrix) -> tuple[Matrix, NDArray[np.bool_]]:
-    xp = namespace(left)
-    roots = 1 / xp.sqrt(scale)
-    for stretch in _STRETCHES:  # q = 1.5 a I - 0.5 a^3 A, then A^(-1/2) <- A^(-1/2) q, A <- q A q
-        q = add_to_diagonals((-0.5 * stretch**3) * left, 1.5 * stretch)
-        roots = roots @ q if roots.shape == q.shape else roots * q
-        left = q @ left @ q
-    return roots, xp.max(xp.abs(add_to_diagonals(left, -1)), axis=(1, 2)) < 1e-7
-
-
-def _inverse_roots_by_eigenvalues(grams: Matrix, least: float) -> tuple[Matrix, NDArray[np.bool_]]:
-    xp = namespace(grams)
-    w, U = xp.linalg.eigh(grams)
-    low, high = w[:, 0], w[:, -1]
-    safe: NDArray[np.bool_] = (low > least * high) & (low > least)
-    w = xp.where(safe[:, None], w, 1)
-    return (U / xp.sqrt(w)[:, None, :]) @ transposed(U), safe
-
-
-def _stretches(least: float) -> tuple[float, ...]:
-    """Return by how much to scale before each Newton-Schulz step.
-
-    With eigenvalues of a Gram matrix in ``[least, 1]``, singular values ``s`` in ``[l, 1]``, a step
-    ``1.5 a s - 0.5 (a s)^3`` leaves the narrowest range about 1 with ``a^2 = 3 / (1 + l + l^2)``
-    (Chen and Chow, "A Stable Scaling of Newton-Schulz", 2014).
-    """
-    found, low = [], np.sqrt(least)
-    while 1 - low > 1e-8:
-        found.append(float(np.sqrt(3 / (1 + low + low**2))))
-        low = 1.5 * found[-1] * low - 0.5 * (found[-1] * low) ** 3
-    return tuple(found)
-
-
-_STRETCHES = _stretches(_PLAIN_GRAM)
-
-
-def _polar_by_levels(M: Matrix, V: Matrix, fallback: Matrix, least: float) -> Matrix:
-    """Nearly the polar factor of a badly conditioned matrix, orthogonal to the rows of ``V``.
-
-    The eigenvalues of a Gram matrix are good for some orders of magnitude of the singular values:
-    three are taken, to ten digits.
-    What lies below is taken out, ``rest' M``, and has a Gram matrix of its own, until nothing
-    but rounding is left, singular values up to ``least``: in its place comes ``fallback``.
-    """
-    Q, rest, rows = np.zeros_like(M), np.eye(len(M)), M
-    while rest.shape[1]:
-        rows = rows - (rows @ V.T) @ V
-        w, U = np.linalg.eigh(rows @ rows.T)
-        if w[-1] <= least**2:
-            return Q + rest @ _polar_in_complement(rest.T @ fallback.astype(np.float64), V)
-        known, directions = w > max(1e-6 * w[-1], least**2), rest @ U
-        found = (U[:, known] / np.sqrt(w[known])).T @ rows
-        Q += directions[:, known] @ found
-        V, rest = np.vstack([V, found]), directions[:, ~known]
-        rows = rest.T @ M
-    return Q
-
-
-def _polar_in_complement(M: Matrix, V: Matrix) -> Matrix:
-    """Rows orthonormal and orthogonal to those of ``V``, as near as possible to ``M``."""
-    M = M - (M @ V.T) @ V
-    Q = _gram_polar(M)
-    if Q is not None:
-        return Q
-    basis = np.linalg.svd(V, full_matrices=True)[2][len(V) :]
-    U, _, Wt = thin_svd(M @ basis.T)
-    filled: Matrix = U @ Wt @ basis
-    return filled
 
 
 def least_squares_atoms(gram: Matrix, moment: Matrix, current: Matrix) -> Matrix:

@@ -56,12 +56,11 @@ from flwr_perdl._checks import (
 from flwr_perdl.dictionary.atoms import (
     least_squares_atoms,
     normalize_atoms,
-    polar_factor,
     principal_directions,
-    rounding_share,
     unit_atoms,
 )
 from flwr_perdl.dictionary.coding import kept_above, omp, pursue
+from flwr_perdl.dictionary.polar import polar_factor, rounding_share
 
 #: ``threshold="auto"`` is this multiple of the root mean square norm of the samples.
 AUTO_THRESHOLD = 0.11

@@ -33,9 +33,10 @@ from numpy.typing import NDArray
 
 from flwr_perdl._checks import Matrix, check_array, check_count, check_real
 from flwr_perdl.dictionary.aggregation import aggregate_atoms
-from flwr_perdl.dictionary.atoms import polar_factor, principal_directions
+from flwr_perdl.dictionary.atoms import principal_directions
 from flwr_perdl.dictionary.coding import remainder
 from flwr_perdl.dictionary.learners import dominated, mixing
+from flwr_perdl.dictionary.polar import polar_factor
 
 #: First step, as a multiple of 1 / ||X_i||_2^2; halved whenever the clients' loss has risen.
 STEP = 1.0

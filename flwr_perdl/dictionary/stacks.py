@@ -42,7 +42,7 @@ from flwr_perdl._arrays import (
 from flwr_perdl._checks import Matrix
 from flwr_perdl._memory import short_buffers
 from flwr_perdl.dictionary.aggregation import shared_rows
-from flwr_perdl.dictionary.atoms import match_stack, polar_factors
+from flwr_perdl.dictionary.atoms import match_stack
 from flwr_perdl.dictionary.learners import (
     ALONE,
     OrthogonalLearner,
@@ -51,6 +51,7 @@ from flwr_perdl.dictionary.learners import (
     dominated,
     mixing,
 )
+from flwr_perdl.dictionary.polar import polar_factors
 
 #: Numbers of samples' features whose codes are computed at once: two megabytes.
 _BLOCK = 2**18

@@ -30,13 +30,9 @@ from flwr_perdl.dictionary import (
     sparse_code,
     top_k,
 )
-from flwr_perdl.dictionary.atoms import (
-    _symmetric_inverse,
-    least_squares_atoms,
-    polar_factors,
-    signs_of,
-)
+from flwr_perdl.dictionary.atoms import _symmetric_inverse, least_squares_atoms, signs_of
 from flwr_perdl.dictionary.learners import atom_support
+from flwr_perdl.dictionary.polar import polar_factors
 from flwr_perdl.dictionary.stacks import update_stack
 
 # Clients, samples, features, atoms (more than eigenvalues serve best, atoms._SMALL), global ones.
@@ -288,10 +284,11 @@ def test_results_are_those_of_numpy(name: str, dtype: type, library: Library) ->
 LEAVE = {
     "lasso": 20,  # squares of the atoms
     "sparse_code, lasso": 20,
-    **{name: 2 * R * D for name in CASES if name.startswith("polar_factor, ")},  # badly conditioned
-    **{name: 2 * R * D for name in CASES if name.startswith("OrthogonalLearner.update")},
+    # which matrices are badly conditioned, and these with their fallbacks
+    **{name: 1 + 2 * R * D for name in CASES if name.startswith("polar_factor, ")},
+    **{name: 1 + 2 * R * D for name in CASES if name.startswith("OrthogonalLearner.update")},
     "polar_factor, small": 0,
-    "polar_factors, some bad": N + 4 * R * D,  # which are, and two of them
+    "polar_factors, some bad": N + 6 * R * D,
     "match_atoms, two want one": 1 + 20 * 20,  # that they do, and an assignment's costs
     "dictionary_distance": R * R,
     "dictionary_distance, 2": R * R,

@@ -16,7 +16,8 @@ from flwr_perdl.dictionary import (
     normalize_atoms,
     polar_factor,
 )
-from flwr_perdl.dictionary.atoms import least_squares_atoms, polar_factors, principal_directions
+from flwr_perdl.dictionary.atoms import least_squares_atoms, principal_directions
+from flwr_perdl.dictionary.polar import polar_factors
 from tests.bits import assert_same_bits
 
 numbers = st.floats(-10, 10).map(lambda x: round(x, 3))

@@ -16,7 +16,8 @@ from flwr_perdl.dictionary import (
     polar_factor,
     update_support,
 )
-from flwr_perdl.dictionary.atoms import match_stack, polar_factors
+from flwr_perdl.dictionary.atoms import match_stack
+from flwr_perdl.dictionary.polar import polar_factors
 from flwr_perdl.dictionary.stacks import update_stack
 from tests.bits import assert_same_bits
 

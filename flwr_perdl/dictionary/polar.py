@@ -1,0 +1,306 @@
+"""Polar factors: the nearest matrices with orthonormal rows (P0, Algorithm 4), many at a time.
+
+======================================= ====================================================
+paper (Liang et al., NeurIPS 2023)      here
+======================================= ====================================================
+``Polar(A) = U V'`` of an SVD           :func:`polar_factor`, of one matrix
+(Algorithm 4)                           :func:`polar_factors`, of a stack
+======================================= ====================================================
+
+``U V' = (A A')^(-1/2) A``: a Gram matrix of ``n_atoms`` rows does the work of the SVD. The inverse
+root is found by Newton-Schulz steps, products alone, where the Gram matrix is well conditioned (by
+eigenvalues instead, a PerMA round of 1,000 clients with 32 atoms of 64 features takes 1.11 times as
+much processor time, by SVDs 1.28 times), else by its eigenvalues. A matrix that is too badly
+conditioned even for these gets an SVD.
+
+Deviation: the polar factor of a rank-deficient matrix, which the paper leaves open, is completed as
+near as possible to a given dictionary.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.linalg import svd
+
+from flwr_perdl._arrays import (
+    add_to_diagonals,
+    cast,
+    copied,
+    like,
+    namespace,
+    on_cpu,
+    on_host,
+    reshaped,
+    row_norms,
+    transposed,
+    where_true,
+)
+from flwr_perdl._checks import Matrix, check_array
+
+#: Least ratio of the Gram matrix' extreme eigenvalues at which it stands in for an SVD; right
+#: there the factor is off by less than 1e-9, at 1e-4 by 1e-13.
+SAFE_GRAM = 1e-8
+#: The largest share of a matrix' norm that counts as rounding.
+_FEW = 1e-6
+#: Least eigenvalue, relative to the norm, down to which products alone find inverse roots.
+_PLAIN_GRAM = 1e-3
+#: Eigenvalues of so many atoms' Gram matrix take no longer than products, called for one matrix.
+_SMALL = 8
+#: Numbers in the matrices whose polar factors are computed at once; a megabyte.
+_WINDOW = 2**17
+
+
+def polar_factor(S: Matrix, fallback: Matrix) -> Matrix:
+    """Return the matrix with orthonormal rows that is nearest to ``S``.
+
+    With ``S = U diag(s) V'`` this is ``U V'``. Directions in which ``S`` is zero, but for the
+    rounding of its dtype, are filled in as near as possible to ``fallback``; if ``S`` is zero
+    altogether, that is ``fallback``.
+
+    Parameters
+    ----------
+    S : ndarray of shape (n_atoms, n_features)
+        Any matrix that is not taller than wide.
+    fallback : ndarray of shape (n_atoms, n_features)
+        A dictionary with orthonormal rows.
+
+    Returns
+    -------
+    ndarray of shape (n_atoms, n_features)
+        Orthonormal rows, in the dtype of ``S``; computed in float64. Of a matrix with a zero row,
+        or too badly conditioned for the Gram matrix, NumPy computes them, on the host.
+
+    Raises
+    ------
+    ValueError
+        If the shapes differ or there are more rows than columns.
+
+    Notes
+    -----
+    Where the Gram matrix is well conditioned a few products, else its eigenvalues, do the work of
+    the SVD at a fraction of the time. The filled-in part minimises the distance to ``fallback``
+    among all that make the rows orthonormal.
+    """
+    xp = namespace(S, fallback)
+    S = check_array("S", S, xp=xp)
+    shape = tuple(S.shape)
+    if shape[0] > shape[1]:
+        raise ValueError(f"S must not have more rows than columns, got shape {shape}.")
+    fallback = check_array("fallback", fallback, xp=xp)
+    if fallback.shape != S.shape:
+        raise ValueError(f"fallback must have S's shape {shape}, got {tuple(fallback.shape)}.")
+    factor: Matrix = polar_factors(S[None, ...], fallback[None, ...])[0, ...]
+    return factor
+
+
+def polar_factors(S: Matrix, fallback: Matrix) -> Matrix:
+    """Return :func:`polar_factor` of every matrix of a stack, the same bits.
+
+    Parameters
+    ----------
+    S : ndarray of shape (n, n_atoms, n_features)
+        Finite matrices.
+    fallback : ndarray of shape (n, n_atoms, n_features)
+        A dictionary with orthonormal rows for each.
+
+    Returns
+    -------
+    ndarray of shape (n, n_atoms, n_features)
+        Those of matrices with a zero row, or too badly conditioned for the Gram matrix, are
+        computed one by one.
+    """
+    n, r, d = S.shape
+    if 0 in (r, d):
+        return cast(copied(fallback), S.dtype)
+    factors: Matrix = namespace(S, fallback).empty_like(S)
+    step = max(1, _WINDOW // (r * d)) if on_cpu(S) else n
+    for at in range(0, n, step):  # as many as the processor's cache holds
+        window = slice(at, min(at + step, n))
+        factors[window, ...] = _polar_window(S[window, ...], fallback[window, ...])
+    return factors
+
+
+def _polar_window(S: Matrix, fallback: Matrix) -> Matrix:
+    xp = namespace(S, fallback)
+    largest = xp.max(xp.abs(S), axis=(1, 2), keepdims=True)
+    M = cast(S / xp.where(largest == 0, 1, largest), xp.float64)
+    roots, safe = _inverse_roots(M @ transposed(M), _safe_gram(S))
+    factors = cast(orthonormal(roots @ M), S.dtype)
+    for i in [] if xp.all(safe) else where_true(~safe).tolist():
+        own, spare = on_host(M[i, ...]), on_host(fallback[i, ...]).astype(np.float64)
+        factors[i, ...] = cast(
+            like(_completed(own, spare, _safe_gram(S), rounding_share(S)), M), S.dtype
+        )
+    return factors
+
+
+def polar_factor_beside(S: Matrix, fixed: Matrix, fallback: Matrix) -> Matrix:
+    """Return :func:`polar_factor` of what ``fixed`` leaves of ``S``: orthogonal to ``fixed``.
+
+    Parameters
+    ----------
+    S : ndarray of shape (n_atoms, n_features)
+        Any matrix.
+    fixed : ndarray of shape (n_fixed, n_features)
+        Orthonormal rows, with ``n_fixed + n_atoms <= n_features``.
+    fallback : ndarray of shape (n_atoms, n_features)
+        Orthonormal rows, orthogonal to those of ``fixed``.
+
+    Returns
+    -------
+    ndarray of shape (n_atoms, n_features)
+        Orthonormal rows. Directions of which ``fixed`` leaves no more than the rounding of ``S``
+        are filled in as near as possible to ``fallback``.
+    """
+    if 0 in (len(S), len(fixed)):
+        return polar_factor(S, fallback)
+    X, F = cast(S, np.float64), cast(fixed, np.float64)
+    if S.dtype != X.dtype:
+        F = orthonormal(F)
+    largest = np.abs(X).max() or 1
+    M = (X - (X @ F.T) @ F) / largest
+    least = float(np.linalg.norm(X / largest)) * rounding_share(S)
+    return _by_svd(M, F, fallback.astype(np.float64), least).astype(S.dtype)
+
+
+def rounding_share(S: Matrix) -> float:
+    """Return which share of a matrix' norm is nothing but rounding.
+
+    As in `numpy.linalg`, but no more than that of a few numbers of float32: rows of atoms that few
+    samples use are as small beside others, and right.
+    """
+    return float(min(max(S.shape[-2:]) * namespace(S).finfo(S.dtype).eps, _FEW))
+
+
+def orthonormal(Q: Matrix) -> Matrix:
+    """Take a Newton-Schulz step: rows that are nearly orthonormal become so to rounding."""
+    nearest: Matrix = add_to_diagonals(-0.5 * (Q @ transposed(Q)), 1.5) @ Q
+    return nearest
+
+
+def thin_svd(X: Matrix) -> tuple[Matrix, Matrix, Matrix]:
+    """Return ``U, s, Vt`` with ``X = U * s @ Vt``, also where the divide-and-conquer SVD gives up.
+
+    LAPACK's fast routine does not converge on some finite matrices of low rank; its slow one does.
+    """
+    try:
+        return np.linalg.svd(X, full_matrices=False)
+    except np.linalg.LinAlgError:
+        U, s, Vt = svd(X, full_matrices=False, lapack_driver="gesvd")
+        return U, s, Vt
+
+
+def _safe_gram(S: Matrix) -> float:
+    """Return the least ratio of the Gram matrix' eigenvalues at which it stands in for an SVD."""
+    return max(SAFE_GRAM, float(S.shape[-2] * rounding_share(S) ** 2))
+
+
+def _inverse_roots(grams: Matrix, least: float) -> tuple[Matrix, NDArray[np.bool_]]:
+    """Return the inverse square roots of Gram matrices, to eight digits, and which have one.
+
+    Newton-Schulz steps take products alone, and half the time of eigenvalues, which serve matrices
+    too small for that, those that are too badly conditioned by their diagonals, and those that the
+    steps do not bring to the identity; each matrix for itself, whatever is beside it.
+    """
+    n = grams.shape[1]
+    if n <= _SMALL:
+        return _inverse_roots_by_eigenvalues(grams, least)
+    xp = namespace(grams)
+    flat = reshaped(grams, (grams.shape[0], n * n))
+    scale = row_norms(flat)[:, None, None]
+    scale = xp.where(scale == 0, 1, scale)
+    left = grams / scale
+    lowest = xp.min(reshaped(left, flat.shape)[:, :: n + 1], axis=1)
+    safe: NDArray[np.bool_] = lowest > _PLAIN_GRAM
+    if xp.all(safe):
+        roots, safe = _inverse_roots_by_products(left, scale)
+    else:
+        roots, plain = xp.zeros_like(grams), copied(safe)
+        if xp.any(plain):
+            roots[plain], safe[plain] = _inverse_roots_by_products(left[plain], scale[plain])
+    if not xp.all(safe):
+        weak = ~safe & (lowest > 0)  # the others have a row of zeros
+        roots[weak], safe[weak] = _inverse_roots_by_eigenvalues(grams[weak], least)
+    return roots, safe
+
+
+def _inverse_roots_by_products(left: Matrix, scale: Matrix) -> tuple[Matrix, NDArray[np.bool_]]:
+    xp = namespace(left)
+    roots = 1 / xp.sqrt(scale)
+    for stretch in _STRETCHES:  # q = 1.5 a I - 0.5 a^3 A, then A^(-1/2) <- A^(-1/2) q, A <- q A q
+        q = add_to_diagonals((-0.5 * stretch**3) * left, 1.5 * stretch)
+        roots = roots @ q if roots.shape == q.shape else roots * q
+        left = q @ left @ q
+    return roots, xp.max(xp.abs(add_to_diagonals(left, -1)), axis=(1, 2)) < 1e-7
+
+
+def _inverse_roots_by_eigenvalues(grams: Matrix, least: float) -> tuple[Matrix, NDArray[np.bool_]]:
+    xp = namespace(grams)
+    w, U = xp.linalg.eigh(grams)
+    low, high = w[:, 0], w[:, -1]
+    safe: NDArray[np.bool_] = (low > least * high) & (low > least)
+    w = xp.where(safe[:, None], w, 1)
+    return (U / xp.sqrt(w)[:, None, :]) @ transposed(U), safe
+
+
+def _stretches(least: float) -> tuple[float, ...]:
+    """Return by how much to scale before each Newton-Schulz step.
+
+    With eigenvalues of a Gram matrix in ``[least, 1]``, singular values ``s`` in ``[l, 1]``, a step
+    ``1.5 a s - 0.5 (a s)^3`` leaves the narrowest range about 1 with ``a^2 = 3 / (1 + l + l^2)``
+    (Chen and Chow, "A Stable Scaling of Newton-Schulz", 2014).
+    """
+    found, low = [], np.sqrt(least)
+    while 1 - low > 1e-8:
+        found.append(float(np.sqrt(3 / (1 + low + low**2))))
+        low = 1.5 * found[-1] * low - 0.5 * (found[-1] * low) ** 3
+    return tuple(found)
+
+
+_STRETCHES = _stretches(_PLAIN_GRAM)
+
+
+def _completed(M: Matrix, fallback: Matrix, safe: float, rounding: float) -> Matrix:
+    """Return the polar factor of what has a row of zeros, or is badly conditioned."""
+    used = M.any(axis=1)
+    if not used.any():
+        return fallback
+    V = None if used.all() else _gram_polar(M[used], safe)
+    if V is None:
+        return _by_svd(M, M[:0], fallback, float(np.linalg.norm(M)) * rounding)
+    Q = np.empty_like(M)
+    Q[used], Q[~used] = V, _in_complement(fallback[~used], V)
+    return Q
+
+
+def _gram_polar(M: Matrix, least: float = SAFE_GRAM) -> Matrix | None:
+    """Return the polar factor by the Gram matrix, None if that is too badly conditioned."""
+    roots, safe = _inverse_roots((M @ M.T)[None], least)
+    return orthonormal(roots[0] @ M) if safe[0] else None
+
+
+def _by_svd(M: Matrix, V: Matrix, fallback: Matrix, least: float) -> Matrix:
+    """Return the polar factor of a matrix whose rows are orthogonal to those of ``V``.
+
+    In place of singular values up to ``least`` comes ``fallback``.
+    """
+    U, s, Wt = thin_svd(M)
+    known = s > least
+    found = orthonormal(Wt[known] - (Wt[known] @ V.T) @ V)  # rounding is not orthogonal to V
+    Q, rest = U[:, known] @ found, U[:, ~known]
+    if rest.shape[1]:
+        Q += rest @ _in_complement(rest.T @ fallback, np.vstack([V, found]))
+    return orthonormal(Q)
+
+
+def _in_complement(M: Matrix, V: Matrix) -> Matrix:
+    """Return rows orthonormal and orthogonal to those of ``V``, as near as possible to ``M``."""
+    M = M - (M @ V.T) @ V
+    Q = _gram_polar(M)
+    if Q is not None:
+        return Q
+    basis = np.linalg.svd(V, full_matrices=True)[2][len(V) :]
+    U, _, Wt = thin_svd(M @ basis.T)
+    filled: Matrix = U @ Wt @ basis
+    return filled
