@@ -1,16 +1,20 @@
-"""How the inner loops are compiled: by Numba, at their first call, for every later process too.
+"""How the inner loops are compiled: by Numba, at their first call, for all later processes too.
 
-Only modules of kernels import this one, and a function imports its kernels when it is called: what
-computes nothing does not wait for Numba.
+Only modules of kernels import this one, and a function imports its kernels when it is called: a
+process that codes nothing does not wait for Numba.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from logging import getLogger
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from numba import njit
+
+#: The GIL is released, and a division by zero gives what NumPy gives.
+_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -24,15 +28,21 @@ def compiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Resul
     of them can be written, every process compiles for itself.
 
     The code runs in one thread and releases the GIL, so that callers may share the work among
-    Python's threads: it needs no thread pool of its own, which calls from several threads or a
-    fork would break. Floating-point arithmetic is exactly what the loops say (no "fastmath"); a
-    division by zero gives what NumPy gives.
+    Python's threads. Numba's own thread pool is not used: calls from several threads, or a fork,
+    can end the process. The arithmetic is exactly what the loops say (no "fastmath").
     """
     try:
-        fast: Callable[Arguments, Result] = njit(cache=True, nogil=True, error_model="numpy")(
-            function
-        )
-    except RuntimeError as error:  # Numba has found no folder to write to
-        getLogger("flwr").warning("Compiled code is not cached (%s): set NUMBA_CACHE_DIR.", error)
-        fast = njit(nogil=True, error_model="numpy")(function)
+        fast: Callable[Arguments, Result] = njit(cache=True, **_OPTIONS)(function)
+    except RuntimeError:  # what Numba raises where it finds no folder to write to
+        _warn_once()
+        fast = njit(**_OPTIONS)(function)
     return fast
+
+
+@cache
+def _warn_once() -> None:
+    getLogger("flwr").warning(
+        "Every process compiles the inner loops for itself (a few seconds), since neither the "
+        "installed package nor the user's cache folder can be written: set NUMBA_CACHE_DIR to a "
+        "folder that can."
+    )
