@@ -19,6 +19,7 @@ def pursue(
     level: float,
     by_residual: bool,
     tiny: float,
+    least: float,
 ) -> Matrix:
     """Return the codes of orthogonal matching pursuit."""
     xp, here = namespace(products, gram), beside(products)
@@ -47,7 +48,7 @@ def pursue(
             break
         before = basis[steps[:s], rows[:, None], choice[:, None]]
         square = gram[choice, choice] - xp.sum(before**2, axis=1)
-        live = going & (square > tiny)
+        live = going & (square > least)
         pivot = xp.sqrt(xp.where(live, square, 1))
         told = (before[:, None, :] @ xp.permute_dims(basis[:s, ...], (1, 0, 2)))[:, 0, :]
         new = (xp.take(gram, choice, axis=0) - told) / pivot[:, None]
@@ -59,7 +60,7 @@ def pursue(
         score = xp.abs(rest)
         if by_residual:
             left = left - basis[s, ...] ** 2
-            score = xp.where(left > tiny, score / xp.sqrt(xp.where(left > tiny, left, 1)), 0)
+            score = xp.where(left > least, score / xp.sqrt(xp.where(left > least, left, 1)), 0)
     C: Matrix = xp.zeros((n, r), dtype=dtype, **here)
     if k:
         put(C, taken[:, :k], xp.linalg.solve(factor[:, :k, :k], along[:, :k, None])[..., 0])

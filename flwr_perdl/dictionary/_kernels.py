@@ -28,6 +28,7 @@ def pursue(
     level: float,
     by_residual: bool,
     tiny: float,
+    least: float,
     C: Matrix,
 ) -> None:
     """Write the codes of orthogonal matching pursuit to ``C``.
@@ -52,7 +53,9 @@ def pursue(
     by_residual : bool
         Whether the atom is taken after which least is left, or the one with the largest product.
     tiny : float
-        What counts as rounding.
+        What counts as rounding, relative to products.
+    least : float
+        Squared distance from the span of the atoms taken that an atom must have.
     C : ndarray of shape (n_samples, n_atoms)
         Zeros.
     """
@@ -94,7 +97,7 @@ def pursue(
             square = gram[new, new]
             for t in range(s):
                 square -= factor[t, s] ** 2
-            if square <= tiny:  # the atoms taken span it
+            if square <= least:
                 continue
             pivot = np.sqrt(square)
             taken[s] = new
@@ -112,7 +115,7 @@ def pursue(
                 for j in range(r):
                     left[j] -= basis[s, j] ** 2
                     if weight[j] > 0:
-                        weight[j] = 1 / np.sqrt(left[j]) if left[j] > tiny else 0
+                        weight[j] = 1 / np.sqrt(left[j]) if left[j] > least else 0
             s += 1
         for t in range(s - 1, -1, -1):
             code = along[t]

@@ -179,7 +179,9 @@ def pursue(
     """
     xp, (n, r) = namespace(X, D), (X.shape[0], D.shape[0])
     dtype, by_residual = xp.result_type(X, D), selection == "residual"
-    tiny = 100 * float(xp.finfo(dtype).eps)
+    eps = float(xp.finfo(dtype).eps)
+    # What an atom leaves of the sample is a ratio: both of its terms need digits.
+    tiny, least = 100 * eps, eps**0.5 if by_residual else 100 * eps
     X, D = cast(X, dtype), cast(D, dtype)
     C: Matrix = xp.zeros((n, r), dtype=dtype, **beside(X))
     if not k or not n:
@@ -188,13 +190,15 @@ def pursue(
     if xp is not np:
         for rows in _blocks(n, k * r, _WORKSPACE):
             peaks, products = xp.max(xp.abs(X[rows, :]), axis=1), X[rows, :] @ D.T
-            C[rows, :] = _array_api.pursue(products, peaks, gram, k, level, by_residual, tiny)
+            C[rows, :] = _array_api.pursue(
+                products, peaks, gram, k, level, by_residual, tiny, least
+            )
         return C
     from flwr_perdl.dictionary import _kernels  # compiled: Numba is imported where it is needed
 
     def code(rows: slice) -> None:
         peaks = np.maximum(X[rows].max(axis=1), -X[rows].min(axis=1))
-        _kernels.pursue(X[rows] @ D.T, peaks, gram, k, level, by_residual, tiny, C[rows])
+        _kernels.pursue(X[rows] @ D.T, peaks, gram, k, level, by_residual, tiny, least, C[rows])
 
     _in_threads(code, _blocks(n, r, _BLOCK))
     return C

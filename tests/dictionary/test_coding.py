@@ -13,6 +13,7 @@ from sklearn.linear_model import orthogonal_mp
 from flwr_perdl.dictionary import (
     hard_threshold,
     lasso,
+    normalize_atoms,
     omp,
     reconstruct,
     soft_threshold,
@@ -131,6 +132,17 @@ def test_omp_takes_the_first_of_equal_atoms_and_none_that_the_taken_span(selecti
     assert np.allclose(C @ D, X, atol=1e-14)
     assert not C[:, [1, 4]].any()
     assert (np.count_nonzero(C, axis=1) <= 2).all()
+
+
+@pytest.mark.parametrize("selection", ["correlation", "residual"])
+def test_omp_fits_with_atoms_that_are_nearly_alike(rng, unit, selection):
+    D = unit(12, 6)
+    D[6:] = normalize_atoms(D[:6] + 1e-7 * rng.standard_normal((6, 6)))
+    X = rng.standard_normal((100, 6))
+    for x, codes in zip(X, omp(X, D, 5, selection=selection), strict=True):
+        own = D[codes != 0]
+        best = x - np.linalg.lstsq(own.T, x)[0] @ own
+        assert np.linalg.norm(x - codes @ D) == pytest.approx(np.linalg.norm(best), abs=1e-8)
 
 
 @pytest.mark.parametrize(
