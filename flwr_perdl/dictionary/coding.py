@@ -53,7 +53,7 @@ Selection = Literal["correlation", "residual"]
 #: The largest share of a sample's norm that counts as rounding.
 _FEW = 1e-4
 #: Products of samples and atoms that a thread holds at once: they stay in its cache.
-_BLOCK = 2**18
+_BLOCK = 2**16
 #: Numbers held at once by :func:`focuss`, and by :func:`omp` on arrays of other libraries.
 _WORKSPACE = 2**24
 #: Exchanges of many variables in a row that :func:`nonnegative_least_squares` allows without gain.
