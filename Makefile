@@ -103,7 +103,7 @@ clean:
 	rm -rf .venv .venv-* dist site .pytest_cache .mypy_cache .ruff_cache .coverage
 
 .venv/.installed: pyproject.toml .ci/flwr-newest
-	.ci/venv .venv --editable '.[simulation,experiments]' flwr==$(NEWEST)
+	.ci/venv .venv --editable '.[simulation,benchmarks]' flwr==$(NEWEST)
 	@touch $@
 
 $(venv)/.installed: pyproject.toml .ci/flwr-newest
