@@ -1,7 +1,4 @@
-"""What differs between the supported versions of Flower, and what is made without its constructors.
-
-In one place: flwr >= 1.26.1, < 2.
-"""
+"""What differs between the supported versions of Flower, in one place: flwr >= 1.26.1, < 2."""
 
 from __future__ import annotations
 
@@ -9,6 +6,8 @@ from importlib import import_module
 from typing import Any
 
 from flwr.app import Message, RecordDict
+
+from flwr_perdl._shortcuts import alike
 
 
 def _first(*candidates: str) -> Any:
@@ -54,13 +53,13 @@ def stamp(message: Message, run_id: int, message_id: str) -> None:
 def addressed(request: Message, node: int) -> Message:
     """Return a request like ``request``, whose content it shares, to another node."""
     content, kind = request.content, request.metadata.message_type
-    return _alike(request, content, _dst_node_id=node) or Message(content, node, kind)
+    return alike(request, content, _dst_node_id=node) or Message(content, node, kind)
 
 
 def answered(reply: Message, content: RecordDict, request: Message) -> Message:
     """Return a reply like ``reply`` with this content, to a request like that of ``reply``."""
     asked = request.metadata
-    return _alike(
+    return alike(
         reply,
         content,
         _src_node_id=asked.dst_node_id,
@@ -68,19 +67,3 @@ def answered(reply: Message, content: RecordDict, request: Message) -> Message:
         _reply_to_message_id=asked.message_id,
         _group_id=asked.group_id,
     ) or Message(content, reply_to=request)
-
-
-def _alike(message: Message, content: RecordDict, **changed: Any) -> Message | None:
-    """Return a copy of ``message`` with this content and these fields of its metadata.
-
-    The constructor checks and stamps each of a thousand messages that are alike, which takes longer
-    than what else is done for them. None where Flower keeps its fields under other names.
-    """
-    parts, fields = vars(message), vars(message.metadata)
-    if not ({"_metadata", "_content"} <= parts.keys() and changed.keys() <= fields.keys()):
-        return None
-    metadata: Any = object.__new__(type(message.metadata))
-    metadata.__dict__.update(fields, **changed)
-    copied: Message = object.__new__(type(message))
-    copied.__dict__.update(parts, _metadata=metadata, _content=content)
-    return copied

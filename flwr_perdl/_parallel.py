@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from itertools import chain, islice
-from threading import Lock
 from typing import TypeVar
-
-#: Seconds after which a thread that wants Python's lock is given it: products take less.
-_TURN = 5e-4
 
 #: Whether this is one of the threads that :func:`in_threads` computes in.
 _SHARED: ContextVar[bool] = ContextVar("_SHARED", default=False)
@@ -50,34 +44,6 @@ def _at_most(*variables: str) -> int:
     return max(1, min(cores, int(asked)))
 
 
-class _Turns:
-    """How long turns are, and how many blocks want them short: a process has one interval."""
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._inside = 0
-        self._before = 0.0
-
-    @contextmanager
-    def short(self) -> Iterator[None]:
-        """Let threads that wait for Python's lock have it after half a millisecond, not after 5."""
-        with self._lock:
-            self._inside += 1
-            if self._inside == 1:
-                self._before = sys.getswitchinterval()
-                sys.setswitchinterval(min(self._before, _TURN))
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._inside -= 1
-                if not self._inside:
-                    sys.setswitchinterval(self._before)
-
-
-short_turns = _Turns().short
-
-
 def in_threads(
     function: Callable[[Item], Result], items: Iterable[Item], *, n: int | None = None
 ) -> Iterator[Result]:
@@ -106,7 +72,7 @@ def in_threads(
         yield from map(function, left)
         return
     waiting: deque[tuple[Item, Future[Result]]] = deque()
-    with short_turns(), ThreadPoolExecutor(n - 1) as pool:
+    with ThreadPoolExecutor(n - 1) as pool:
         for item in left:
             waiting.append((item, pool.submit(copy_context().run, _share, function, item)))
             if len(waiting) == 2 * n:

@@ -10,28 +10,23 @@ is made, and understood, once.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from io import BytesIO
 from math import isfinite, nan
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.common.constant import ErrorCode
-from numpy.lib import format as npy
 
 from flwr_perdl._checks import FLOATS, Matrix
 from flwr_perdl._compat import answered
 from flwr_perdl._npy import view_file
+from flwr_perdl._shortcuts import NPY, encode, entries, filled
 
 Scalar = bool | bytes | float | int | str
 #: For `isinstance`: tuples, as ``int | float`` would be made anew for every number of every reply.
 _NUMBERS, _TEXTS = (int, float), (bytes, str)
-Record = TypeVar("Record", bound=MutableMapping[str, Any])
-Entry = TypeVar("Entry")
 
 ARRAYS = "arrays"
 CONFIG = "config"
@@ -75,9 +70,6 @@ _SAID = "Message: "
 #: Characters of a client's words that logs and reports show, and that are read at all.
 _LONGEST_REASON = 300
 _READ_OF_REASON = 100_000
-
-#: What Flower calls an array that is in this format.
-_STYPE = "numpy.ndarray"
 
 
 class Limits(NamedTuple):
@@ -133,63 +125,8 @@ class Reply(NamedTuple):
     metrics: dict[str, float]
 
 
-#: New objects after which garbage is searched for, see `rare_collections`.
-_RARE = 100_000
-
 #: No limits but what a message can be.
 _ANY = Limits(n_bytes=2**63)
-
-
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """Put off the search for cyclic garbage while a round's records are made or read.
-
-    What a round leaves behind is freed by counting references; going through thousands of live
-    records again and again would cost a seventh of a message's time.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@contextmanager
-def rare_collections() -> Iterator[None]:
-    """Have the search for cyclic garbage wait for a hundred thousand new objects instead of 700.
-
-    The records of a round, tens of thousands with a thousand clients, live until the next. Python
-    takes them for garbage to come, and goes through them several times a round.
-    """
-    thresholds = gc.get_threshold()
-    if thresholds[0]:  # 0: never
-        gc.set_threshold(max(thresholds[0], _RARE), *thresholds[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*thresholds)
-
-
-def filled(record: Record, entries: Mapping[str, Any]) -> Record:
-    """Return ``record`` after ``record.update(entries)``, for entries of the kind it takes.
-
-    Flower's records make two type aliases for every entry that they check, which takes longer
-    than all else: most of a small message's time.
-    """
-    held = record.__dict__.get("_data")
-    if isinstance(held, dict):
-        held.update(entries)
-    else:
-        record.update(entries)
-    return record
-
-
-def entries(record: Mapping[str, Entry]) -> Mapping[str, Entry]:
-    """Return what a record holds, not copied, as a mapping that is read faster than the record."""
-    held = record.__dict__.get("_data")
-    return held if isinstance(held, dict) else record
 
 
 def to_record(arrays: Iterable[Matrix]) -> ArrayRecord:
@@ -220,17 +157,6 @@ def to_arrays(record: ArrayRecord) -> list[Matrix]:
     return [decode(array) for array in record.values()]
 
 
-def encode(array: Matrix) -> Array:
-    """Return what Flower's ``Array(array)`` is."""
-    array = np.asarray(array, order="C")  # ascontiguousarray would make a row of one number
-    if array.dtype not in FLOATS:
-        return Array(array)
-    empty = _empty(array.dtype, array.shape)
-    full = Array.__new__(Array)  # its constructor takes longer than all else here
-    full.__dict__.update(empty.__dict__, data=empty.data + array.tobytes())
-    return full
-
-
 def decode(array: Array) -> Matrix:
     """Return what ``array.numpy()`` is: an array of the caller's own.
 
@@ -239,16 +165,7 @@ def decode(array: Array) -> Matrix:
     ValueError
         If the bytes are no ``.npy`` file, or fewer than its header says: nothing is allocated.
     """
-    return array.numpy() if array.stype != _STYPE else view_file(array.data)[0].copy("A")
-
-
-@lru_cache(maxsize=256)
-def _empty(dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
-    """Return the Array of a C-contiguous array, with a header and no numbers yet."""
-    stream = BytesIO()
-    layout = {"descr": npy.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
-    npy.write_array_header_1_0(stream, layout)
-    return Array(str(dtype), shape, _STYPE, stream.getvalue())
+    return array.numpy() if array.stype != NPY else view_file(array.data)[0].copy("A")
 
 
 def reply_to(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 
-from flwr_perdl._parallel import in_threads, n_kernel_threads, n_threads, short_turns
+from flwr_perdl._parallel import in_threads, n_kernel_threads, n_threads
 
 
 @pytest.fixture(params=["1", "2", "64"])
@@ -88,15 +87,3 @@ def test_kernels_have_no_more_threads_than_blas_unless_told(
     assert n_kernel_threads() == 1
     monkeypatch.setenv("OMP_NUM_THREADS", "64")
     assert n_kernel_threads() == n_threads()
-
-
-def test_turns_are_as_long_afterwards_however_many_had_them_short() -> None:
-    before = sys.getswitchinterval()
-    first, second = short_turns(), short_turns()
-    first.__enter__()
-    second.__enter__()
-    assert sys.getswitchinterval() < before
-    first.__exit__(None, None, None)
-    assert sys.getswitchinterval() < before
-    second.__exit__(None, None, None)
-    assert sys.getswitchinterval() == before

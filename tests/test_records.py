@@ -18,16 +18,13 @@ from flwr_perdl._compat import addressed, answered
 from flwr_perdl._records import (
     check_reply,
     decode,
-    encode,
-    filled,
-    no_collection,
-    rare_collections,
     read_reply,
     reply_to,
     same_request,
     to_arrays,
     to_records,
 )
+from flwr_perdl._shortcuts import encode, filled, rare_collections
 
 FLOATS = arrays.arrays(
     st.sampled_from([np.float64, np.float32]),
@@ -213,13 +210,3 @@ def test_collections_are_rare_and_then_as_they_were(before: int, within: int) ->
         assert gc.get_threshold()[0] == before
     finally:
         gc.set_threshold(*thresholds)
-
-
-def test_no_collection_leaves_the_collector_as_it_was() -> None:
-    assert gc.isenabled()
-    with no_collection():
-        assert not gc.isenabled()
-        with no_collection():
-            assert not gc.isenabled()
-        assert not gc.isenabled()
-    assert gc.isenabled()

@@ -30,7 +30,8 @@ import numpy as np
 from flwr.app import ConfigRecord, Context
 
 from flwr_perdl._checks import Matrix
-from flwr_perdl._records import ANSWERED, ROUND, Scalar, entries, filled
+from flwr_perdl._records import ANSWERED, ROUND, Scalar
+from flwr_perdl._shortcuts import entries, filled
 
 #: Significant digits of the metrics that leave a client: more would tell what single samples are.
 DIGITS = 6

@@ -35,15 +35,8 @@ from numpy.typing import NDArray
 
 from flwr_perdl import _store
 from flwr_perdl._checks import check_count, check_kind
-from flwr_perdl._records import (
-    NAME,
-    PARTITION_ID,
-    Scalar,
-    decode,
-    encode,
-    filled,
-    read_partition,
-)
+from flwr_perdl._records import NAME, PARTITION_ID, Scalar, decode, read_partition
+from flwr_perdl._shortcuts import encode, filled
 from flwr_perdl.clients._at_rest import KEY_VARIABLE, StateKey, key_from_environment
 
 PrivateArrays = dict[str, NDArray[Any]]

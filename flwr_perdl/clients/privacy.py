@@ -61,12 +61,12 @@ from flwr_perdl._records import (
     STEP,
     Scalar,
     error_of,
-    filled,
     read_request,
     reply_to,
     to_arrays,
     to_record,
 )
+from flwr_perdl._shortcuts import filled
 from flwr_perdl.clients.base import identify
 from flwr_perdl.clients.dictionary import (
     ATOMS,

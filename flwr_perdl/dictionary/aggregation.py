@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 
 from flwr_perdl._arrays import beside, joined, namespace, row_products, squared_norm
 from flwr_perdl._checks import Matrix, check_array, check_choice, check_count, check_real
-from flwr_perdl._memory import short_buffers
 from flwr_perdl._parallel import in_threads
 from flwr_perdl._robust import DEEDS, average_of, far, geometric_median, reach, shortening
 from flwr_perdl.dictionary.atoms import least_squares_atoms, normalize_atoms, unit_atoms
@@ -201,7 +200,6 @@ def shared_rows(X: Matrix, C: Matrix, D: Matrix, n_global: int, min_support: flo
     return shared
 
 
-@short_buffers()
 def aggregate_statistics(stack: Matrix, current: Matrix, *, orthogonal: bool) -> Aggregation:
     """Solve for the global atoms from the sum of the clients' statistics.
 

@@ -40,7 +40,6 @@ from flwr_perdl._arrays import (
     where_true,
 )
 from flwr_perdl._checks import Matrix
-from flwr_perdl._memory import short_buffers
 from flwr_perdl.dictionary.aggregation import shared_rows
 from flwr_perdl.dictionary.atoms import match_stack
 from flwr_perdl.dictionary.learners import (
@@ -68,7 +67,6 @@ class Updates(NamedTuple):
     errors: Matrix
 
 
-@short_buffers()
 def update_stack(
     X: Matrix,
     D: Matrix,

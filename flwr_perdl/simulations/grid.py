@@ -25,14 +25,8 @@ from flwr.serverapp import Grid
 
 from flwr_perdl import _compat
 from flwr_perdl._checks import check_count, check_kind
-from flwr_perdl._records import (
-    ANSWERED,
-    PARTITION_ID,
-    directed,
-    filled,
-    no_collection,
-    same_request,
-)
+from flwr_perdl._records import ANSWERED, PARTITION_ID, directed, same_request
+from flwr_perdl._shortcuts import filled
 from flwr_perdl._store import together
 
 RUN_ID = 1
@@ -153,7 +147,6 @@ class InProcessGrid(Grid):
         """Return the ids of all nodes."""
         return list(self.contexts)
 
-    @no_collection()
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Call the ClientApp, and return the messages' ids; the replies wait to be pulled.
 

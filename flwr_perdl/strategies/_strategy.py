@@ -17,7 +17,6 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from flwr_perdl._checks import Matrix, check_count, check_kind, check_real
 from flwr_perdl._compat import addressed
-from flwr_perdl._parallel import short_turns
 from flwr_perdl._records import (
     ANEW,
     ARRAYS,
@@ -28,13 +27,12 @@ from flwr_perdl._records import (
     Scalar,
     brief,
     error_of,
-    no_collection,
-    rare_collections,
     read_reply,
     to_arrays,
     to_record,
     to_records,
 )
+from flwr_perdl._shortcuts import rare_collections
 from flwr_perdl.strategies._conversation import (
     Conversation,
     Options,
@@ -329,7 +327,6 @@ class ProtocolStrategy(Strategy):
             wait,
         )
 
-    @no_collection()
     def _ask(
         self, plan: Plan, nodes: Mapping[int, int], message_type: str, config: ConfigRecord
     ) -> list[Message]:
@@ -346,7 +343,6 @@ class ProtocolStrategy(Strategy):
             self._sent.append((partition, message))
         return [message for _, message in self._sent]
 
-    @no_collection()
     def _read(
         self, replies: Iterable[Message], limits: Limits, phase: str
     ) -> tuple[dict[int, Reply], dict[int, Lost]]:
@@ -372,24 +368,17 @@ class ProtocolStrategy(Strategy):
 
 @contextmanager
 def attentive(grid: Grid) -> Iterator[None]:
-    """Have Flower's simulation engine wait less while a strategy runs.
-
-    The engine hands messages on in threads of the server's process, one per worker, and another
-    looks for messages all the time. Python lets a thread compute for 5 ms before the next has its
-    turn, as long as several workers' replies; here for half a millisecond. And the engine's grid
-    looks for replies ten times a second; here twenty times.
-    """
+    """Have Flower's simulation engine look for replies twenty times a second, instead of ten."""
     engine: Any = grid
     interval: float | None = getattr(grid, "pull_interval", None)
-    with short_turns():
-        if interval is None:  # a grid of another kind
-            yield
-            return
-        engine.pull_interval = min(interval, _PULL_INTERVAL)
-        try:
-            yield
-        finally:
-            engine.pull_interval = interval
+    if interval is None:  # a grid of another kind
+        yield
+        return
+    engine.pull_interval = min(interval, _PULL_INTERVAL)
+    try:
+        yield
+    finally:
+        engine.pull_interval = interval
 
 
 def await_nodes(grid: Grid, options: Options) -> int:

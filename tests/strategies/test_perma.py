@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -206,23 +205,20 @@ def test_a_simulation_waits_less_while_a_strategy_runs(
     federation: MakeFederation, interval: float | None, crashes: bool
 ) -> None:
     """Flower's in-memory grid has its interval as an attribute, others have none."""
-    grid, turns = federation().grid(), sys.getswitchinterval()
+    grid = federation().grid()
     if interval is not None:
         grid.pull_interval = interval
-    seen: list[tuple[float | None, float]] = []
+    seen: list[float | None] = []
 
     def look(report: Any) -> None:
-        seen.append((getattr(grid, "pull_interval", None), sys.getswitchinterval()))
+        seen.append(getattr(grid, "pull_interval", None))
         if crashes:
             raise RuntimeError("the server stops")
 
     with pytest.raises(RuntimeError, match="the server stops") if crashes else nullcontext():
         PerMA(3, server=ServerSettings(on_round=look)).start(grid, num_rounds=2)
-    while_running, turn = seen[0]
-    assert while_running == (None if interval is None else min(interval, 0.05))
-    assert turn == pytest.approx(5e-4)
-    assert turn < turns
-    assert (getattr(grid, "pull_interval", None), sys.getswitchinterval()) == (interval, turns)
+    assert seen[0] == (None if interval is None else min(interval, 0.05))
+    assert getattr(grid, "pull_interval", None) == interval
 
 
 @pytest.mark.parametrize("remember", [1, 3])
