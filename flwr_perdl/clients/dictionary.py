@@ -55,7 +55,7 @@ from flwr_perdl.dictionary import (
     update_support,
     warm_start,
 )
-from flwr_perdl.dictionary.atoms import match_atoms, principal_directions
+from flwr_perdl.dictionary.atoms import principal_directions
 from flwr_perdl.dictionary.averaging import LocalDictionary, update_dictionary
 from flwr_perdl.dictionary.learners import LEARNERS, limited
 from flwr_perdl.dictionary.perpca import local_start, perpca_step
@@ -363,7 +363,10 @@ class DictionaryClient(Member):
 
         def without(i: int) -> Matrix:
             others = learn(np.delete(self.X, i, axis=0))
-            return others[match_atoms(D, others).indices]
+            if not len(others):
+                return np.zeros_like(D)
+            nearest = int(np.abs(others @ self.X[i]).argmax())
+            return np.broadcast_to(others[nearest], D.shape)
 
         return shown(D, self.X, without, self.min_support)
 
