@@ -208,9 +208,8 @@ def peers() -> dict[str, Any]:
         for seed in range(DRAWS):
             data = setting(where, np.random.default_rng(seed))
             clients, best = Clients(data.X, data.y), model_error(oracle(data), data.theta)
-            rng = np.random.default_rng(seed)
+            rng = np.random.default_rng([seed, 1])  # not the one that draws the true models
             start = rng.standard_normal(data.theta.shape) / np.sqrt(data.theta.shape[1])
-
             errors = [model_error(theta, data.theta) / best for theta in ifca(data, start, FEWER)]
             plain = settled(np.array(errors))
             if not np.isfinite(plain):

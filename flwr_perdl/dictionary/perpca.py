@@ -123,29 +123,43 @@ def perpca_step(X: Matrix, U: Matrix, V: Matrix, step: float) -> PCAStep:
     U = check_array("U", U, columns=X.shape[1])
     V = check_array("V", V, columns=X.shape[1])
     check_real("step", step, 0)
-    stack, losses, moved, codes = _steps(X[None], U, V[None], step)
-    (W,), weights = stack, codes[0] @ mixing(stack, moved)[0, :, : len(U)]
+    W, lengths, losses, moved, stack = _steps(_root(X)[None], U, V[None], step, _squares(X))
+    weights = lengths[0] * (X @ (W[0].T @ mixing(stack, moved)[0, :, : len(U)]))
     one = dominated(X, weights.T, weights.T @ X)
-    return PCAStep(W[: len(U)], W[len(U) :], float(losses[0]), one)
+    return PCAStep(stack[0, : len(U)], stack[0, len(U) :], float(losses[0]), one)
 
 
-def _steps(X: Matrix, U: Matrix, V: Matrix, step: float) -> tuple[Matrix, Matrix, Matrix, Matrix]:
-    """Take the steps of clients with as many samples each, as :func:`perpca_step` of each.
+def _squares(X: Matrix) -> Matrix:
+    """Return the sum of squares of one client's samples, (1,)."""
+    return np.array([np.vdot(X, X)])
 
-    From (n_clients, n_samples, n_features) and (n_clients, n_local, n_features) to all components,
-    the losses before, and what the components are the polar factor of, with the codes that it is
-    made of.
+
+def _root(X: Matrix) -> Matrix:
+    """Return the samples, or their Gram matrix over the features where that is smaller."""
+    root: Matrix = X.T @ X if len(X) >= X.shape[1] else X
+    return root
+
+
+def _steps(
+    roots: Matrix, U: Matrix, V: Matrix, step: float, total: Matrix
+) -> tuple[Matrix, Matrix, Matrix, Matrix, Matrix]:
+    """Take the steps of clients with roots of one shape, as :func:`perpca_step` of each.
+
+    From (n_clients, n_rows, n_features), (n_clients, n_local, n_features) and the sums of the
+    samples' squares to the components before, the steps' lengths, the losses before, what the
+    components are the polar factor of, and the components.
     """
     W = _apart(V, U, V.shape[1])
-    codes = X @ transposed(W)
-    lost = np.einsum("mnd,mnd->m", X, X) - np.einsum("mnr,mnr->m", codes, codes)
     if not W.shape[1]:
-        return W, lost, W, codes
-    curvature = np.linalg.eigvalsh(transposed(codes) @ codes)[:, -1]
+        return W, np.zeros(len(W), W.dtype), total, W, W
+    gram = roots.shape[1] == roots.shape[2]
+    product = W @ roots if gram else transposed(roots @ transposed(W)) @ roots
+    inner = product @ transposed(W)
+    curvature = np.linalg.eigvalsh(inner)[:, -1]
     lengths = np.divide(step, curvature, out=np.zeros_like(curvature), where=curvature > 0)
-    sums = lengths[:, None, None] * codes
-    moved = W + transposed(sums) @ X
-    return polar_factors(moved, W), np.maximum(lost, 0.0), moved, sums
+    moved = W + lengths[:, None, None] * product
+    lost = np.maximum(total - np.trace(inner, axis1=1, axis2=2), 0.0)
+    return W, lengths, lost, moved, polar_factors(moved, W)
 
 
 def next_step(step: float, losses: Sequence[float]) -> float:
@@ -194,14 +208,15 @@ def personalized_pca(
     check_count("n_rounds", n_rounds)
     check_real("step", step, 0)
     U = shared_start([principal_directions(X, n_global + n_local) for X in samples], n_global)
-    alike = [np.flatnonzero([len(X) == n for X in samples]) for n in sorted({*map(len, samples)})]
-    stacks = [np.stack([samples[i] for i in same]) for same in alike]
+    roots, total = [_root(X) for X in samples], np.concatenate([_squares(X) for X in samples])
+    alike = [np.flatnonzero([len(R) == n for R in roots]) for n in sorted({*map(len, roots)})]
+    stacks = [np.stack([roots[i] for i in same]) for same in alike]
     own = np.stack([local_start(X, U, n_local) for X in samples])
     losses: list[float] = []
     for _ in range(n_rounds):
         shared, lost = np.empty((len(samples), *U.shape), U.dtype), np.empty(len(samples))
-        for same, X in zip(alike, stacks, strict=True):
-            W, lost[same], _, _ = _steps(X, U, own[same], step)
+        for same, R in zip(alike, stacks, strict=True):
+            _, _, lost[same], _, W = _steps(R, U, own[same], step, total[same])
             shared[same], own[same] = W[:, :n_global], W[:, n_global:]
         U = aggregate_atoms(shared, U, orthogonal=True).global_atoms
         losses.append(sum(lost.tolist()))
