@@ -76,7 +76,7 @@ def models(seed: int, n_clients: int) -> Task:
         i = int(context.node_config["partition-id"])
         return RegressionClient(data.X[i], data.y[i], context)
 
-    phase_2 = Refinement(step_size=0.2, momentum=False, check_every=0)
+    phase_2 = Refinement(n_steps=5, step_size=0.2, momentum=False, check_every=0)
     strategy = FedX(3, phase_2=phase_2, fraction_evaluate=0.0)
     return Task(make_client, strategy, start, lambda found: model_error(found, data.theta))
 

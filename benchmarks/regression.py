@@ -36,6 +36,8 @@ SEEDS = 4
 ROUNDS, FEWER, FEWEST = 400, 100, 20
 #: So many rounds by plain loops, and the batched ``ROUNDS``, are timed so often, in turn.
 PLAIN, TIMES = 5, 6
+#: Draws for the times until close to the oracle.
+DRAWS = 3
 #: Within so much of the oracle's error a run counts as good.
 CLOSE = 1.05
 PAPER = TwoPhase.paper(3)
@@ -56,10 +58,11 @@ CHANGES: dict[str, TwoPhase] = {
     ),
     "all able clients are anchors": TwoPhase(3, phase_2=PAPER.phase_2),
     "… and division by the cluster's points": TwoPhase(
-        3, phase_2=Refinement(work=3.0, momentum=False, check_every=0)
+        3, phase_2=Refinement(n_steps=5, work=3.0, momentum=False, check_every=0)
     ),
-    "… and momentum": TwoPhase(3, phase_2=Refinement(work=3.0, check_every=0)),
-    "… and a third of the step": TwoPhase(3, phase_2=Refinement(check_every=0)),
+    "… and acceleration": TwoPhase(3, phase_2=Refinement(n_steps=5, work=3.0, check_every=0)),
+    "… and a third of the step": TwoPhase(3, phase_2=Refinement(n_steps=5, check_every=0)),
+    "… and one local step": TwoPhase(3, phase_2=Refinement(check_every=0)),
     "defaults (… and checks)": TwoPhase(3),
     "defaults, k unknown": TwoPhase(),
     "defaults, the server solves": TwoPhase(3, phase_2=Refinement(local="exact")),
@@ -160,7 +163,8 @@ def speed() -> dict[str, Any]:
     """Time rounds of Phase 2: plain per-client loops, batched, and through Flower's messages."""
     logging.getLogger("flwr").setLevel(logging.WARNING)
     found: dict[str, Any] = {}
-    settings = TwoPhase(3, phase_2=Refinement(step_size=0.01, momentum=False, check_every=0))
+    phase_2 = Refinement(n_steps=5, step_size=0.01, momentum=False, check_every=0)
+    settings = TwoPhase(3, phase_2=phase_2)
     for where in ("C1", "C2"):
         data = setting(where, np.random.default_rng(0))
         clients = Clients(data.X, data.y)
@@ -181,6 +185,48 @@ def speed() -> dict[str, Any]:
     return found
 
 
+def ifca(data: Mixed, centers: np.ndarray, n_rounds: int) -> list[np.ndarray]:
+    """Run IFCA as a plain loop: one local step of length 1, divided by the cluster's points."""
+    history = []
+    for _ in range(n_rounds):
+        total, counts = np.zeros_like(centers), np.zeros(len(centers))
+        for X, y in zip(data.X, data.y, strict=True):
+            residuals = y[:, None] - X @ centers.T
+            j = int(np.argmin((residuals**2).sum(axis=0)))
+            total[j] += X.T @ residuals[:, j]
+            counts[j] += len(y)
+        centers = centers + total / np.maximum(counts, 1)[:, None]
+        history.append(centers)
+    return history
+
+
+def peers() -> dict[str, Any]:
+    """Time the defaults, batched, and IFCA's plain loop until within 5 % of the oracle."""
+    found: dict[str, Any] = {}
+    for where in ("C1", "C2"):
+        rows = []
+        for seed in range(DRAWS):
+            data = setting(where, np.random.default_rng(seed))
+            clients, best = Clients(data.X, data.y), model_error(oracle(data), data.theta)
+            rng = np.random.default_rng([seed, 1])  # not the one that draws the true models
+            start = rng.standard_normal(data.theta.shape) / np.sqrt(data.theta.shape[1])
+            errors = [model_error(theta, data.theta) / best for theta in ifca(data, start, FEWER)]
+            plain = settled(np.array(errors))
+            if not np.isfinite(plain):
+                continue  # a start from which IFCA does not find the clusters
+            ours = settled(over_oracle(data, clients, TwoPhase(3), FEWER, seed))
+            runs = {
+                "plain": partial(ifca, data, start, int(plain)),
+                "batched": partial(simulate, clients, TwoPhase(3), int(ours), seed=seed),
+            }
+            took = fastest(runs, TIMES)
+            rows.append([plain, ours, 1000 * took["plain"], 1000 * took["batched"]])
+        names = ("rounds_plain", "rounds_batched", "ms_plain", "ms_batched")
+        found[where] = dict(zip(names, np.median(rows, axis=0).tolist(), strict=True))
+        found[where]["draws"] = len(rows)
+    return found
+
+
 def messages(
     data: Mixed,
     start: np.ndarray,
@@ -196,7 +242,7 @@ def messages(
 
     def make_client(context: Context) -> RegressionClient:
         i = int(context.node_config["partition-id"])
-        return RegressionClient(data.X[i], data.y[i], context)
+        return RegressionClient(data.X[i], data.y[i], context, min_support=0)  # as batched
 
     def unchanged(message: Message, context: Context, call: Any) -> Message:
         return call(message, context)  # a mod: clients are then called one by one
@@ -294,6 +340,26 @@ def tables(results: dict[str, Any]) -> str:
             ],
         ),
         "",
+        "Until within 5 % of the oracle: the defaults (Phase 1 included), batched, and IFCA as a "
+        "plain loop with one local step of length 1 (medians of the draws, of "
+        f"{DRAWS}, in which IFCA finds the clusters from its one random start):",
+        "",
+        *_lines(
+            ["", "draws", "plain: rounds", "plain: ms", "batched: rounds", "batched: ms", "ratio"],
+            [
+                [
+                    where,
+                    str(own["draws"]),
+                    f"{own['rounds_plain']:.0f}",
+                    f"{own['ms_plain']:.0f}",
+                    f"{own['rounds_batched']:.0f}",
+                    f"{own['ms_batched']:.0f}",
+                    f"{own['ms_batched'] / own['ms_plain']:.1f}",
+                ]
+                for where, own in results["peers"].items()
+            ],
+        ),
+        "",
         f"{sent['clients']} clients x {sent['rounds']} rounds through Flower's messages, in "
         f"process, one core: {sent['seconds']:.0f} s, a round {sent['ms_round']:.0f} ms "
         f"({sent['ms_round_one_by_one']:.0f} ms where clients are called one by one), a client's "
@@ -307,14 +373,21 @@ def tables(results: dict[str, Any]) -> str:
 
 def ratios() -> dict[str, Any]:
     """Measure times."""
-    found = speed()
+    found, beside = speed(), peers()
+    close = {
+        f"IFCA's plain loop / batched defaults, to 5 %, {where}": own["ms_plain"]
+        / own["ms_batched"]
+        for where, own in beside.items()
+    }
     return {
         "ratios": {
             "plain loops / batched, C1": found["C1"]["ratio"],
             "plain loops / batched, C2": found["C2"]["ratio"],
             "plain loops / through messages, C2": 1 / found["messages"]["over_plain"],
+            **close,
         },
         "speed": found,
+        "peers": beside,
     }
 
 

@@ -17,10 +17,13 @@ One round: every client corrects its local components against the shared ones it
 gradient step on both together and retracts them to orthonormal rows; the server averages the
 clients' shared parts and orthonormalises.
 
-Deviations: the step is a multiple of ``1 / ||X_i||_2^2``, so that no client's scale matters; the
-start is the subspace that the clients' own principal directions have in common, where the paper
-starts at random; means (:func:`aggregate_atoms`) are orthonormalised by the polar factor, the
-nearest orthonormal rows, which span what those of a QR decomposition do.
+Deviations: the step is a multiple of ``1 / ||X_i W'||_2^2``, so that no client's scale matters; it
+takes the largest eigenvalue of the samples along the components ``W``, a few numbers, which is that
+of all samples where the components span their first principal direction. The start is the subspace
+that the clients' own principal directions have in common, where the paper starts at random; with no
+round after it, it is the authors' two-shot form. Means (:func:`aggregate_atoms`) are made
+orthonormal by the polar factor, the nearest orthonormal rows, which span what those of a QR
+decomposition do.
 """
 
 from __future__ import annotations
@@ -31,14 +34,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from flwr_perdl._arrays import transposed
 from flwr_perdl._checks import Matrix, check_array, check_count, check_real
 from flwr_perdl.dictionary.aggregation import aggregate_atoms
 from flwr_perdl.dictionary.atoms import principal_directions
 from flwr_perdl.dictionary.coding import remainder
 from flwr_perdl.dictionary.learners import dominated, mixing
-from flwr_perdl.dictionary.polar import polar_factor
+from flwr_perdl.dictionary.polar import polar_factors
 
-#: First step, as a multiple of 1 / ||X_i||_2^2; halved whenever the clients' loss has risen.
+#: First step, as a multiple of 1 / ||X_i W'||_2^2; halved whenever the clients' loss has risen.
 STEP = 1.0
 
 
@@ -86,13 +90,16 @@ def shared_start(directions: Sequence[Matrix], n_global: int) -> Matrix:
     found = np.vstack(directions)
     if len(found):
         found = principal_directions(found, n_global)
-    return _apart(found, found[:0], n_global)
+    (start,) = _apart(found[None], found[:0], n_global)
+    return np.asarray(start)
 
 
 def local_start(X: Matrix, U: Matrix, n_local: int) -> Matrix:
     """Return the principal directions of what the shared components ``U`` leave of ``X``."""
     check_count("n_local", n_local, 0, X.shape[1] - len(U))
-    return _apart(principal_directions(remainder(X, (X @ U.T) @ U), n_local), U, n_local)
+    own = principal_directions(remainder(X, (X @ U.T) @ U), n_local)
+    (joined,) = _apart(own[None], U, n_local)
+    return np.asarray(joined[len(U) :])
 
 
 def perpca_step(X: Matrix, U: Matrix, V: Matrix, step: float) -> PCAStep:
@@ -107,7 +114,7 @@ def perpca_step(X: Matrix, U: Matrix, V: Matrix, step: float) -> PCAStep:
     V : ndarray of shape (n_local, n_features)
         The client's own, orthonormal.
     step : float
-        Length of the step, as a multiple of ``1 / ||X||_2^2``.
+        Length of the step, as a multiple of ``1 / ||X W'||_2^2`` with ``W`` both components.
 
     Returns
     -------
@@ -117,19 +124,43 @@ def perpca_step(X: Matrix, U: Matrix, V: Matrix, step: float) -> PCAStep:
     U = check_array("U", U, columns=X.shape[1])
     V = check_array("V", V, columns=X.shape[1])
     check_real("step", step, 0)
-    W = np.vstack([U, _apart(V, U, len(V))])
-    codes = X @ W.T
-    loss = max(float(np.vdot(X, X) - np.vdot(codes, codes)), 0.0)
-    lesser = X @ X.T if len(X) <= X.shape[1] else X.T @ X
-    scale = float(np.linalg.eigvalsh(lesser)[-1])
-    one = np.zeros(len(U), dtype=np.bool_)
-    if scale > 0:
-        length = X.dtype.type(step / scale)
-        moved = W + length * (codes.T @ X)
-        W = polar_factor(moved, W)
-        weights = length * (codes @ mixing(W, moved)[:, : len(U)])
-        one = dominated(X, weights.T, weights.T @ X)
-    return PCAStep(W[: len(U)], W[len(U) :], loss, one)
+    W, lengths, losses, moved, stack = _steps(_root(X)[None], U, V[None], step, _squares(X))
+    weights = lengths[0] * (X @ (W[0].T @ mixing(stack, moved)[0, :, : len(U)]))
+    one = dominated(X, weights.T, weights.T @ X)
+    return PCAStep(stack[0, : len(U)], stack[0, len(U) :], float(losses[0]), one)
+
+
+def _squares(X: Matrix) -> Matrix:
+    """Return the sum of squares of one client's samples, (1,)."""
+    return np.array([np.vdot(X, X)])
+
+
+def _root(X: Matrix) -> Matrix:
+    """Return the samples, or their Gram matrix over the features where that is smaller."""
+    root: Matrix = X.T @ X if len(X) >= X.shape[1] else X
+    return root
+
+
+def _steps(
+    roots: Matrix, U: Matrix, V: Matrix, step: float, total: Matrix
+) -> tuple[Matrix, Matrix, Matrix, Matrix, Matrix]:
+    """Take the steps of clients with roots of one shape, as :func:`perpca_step` of each.
+
+    From (n_clients, n_rows, n_features), (n_clients, n_local, n_features) and the sums of the
+    samples' squares to the components before, the steps' lengths, the losses before, what the
+    components are the polar factor of, and the components.
+    """
+    W = _apart(V, U, V.shape[1])
+    if not W.shape[1]:
+        return W, np.zeros(len(W), W.dtype), total, W, W
+    gram = roots.shape[1] == roots.shape[2]
+    product = W @ roots if gram else transposed(roots @ transposed(W)) @ roots
+    inner = product @ transposed(W)
+    curvature = np.linalg.eigvalsh(inner)[:, -1]
+    lengths = np.divide(step, curvature, out=np.zeros_like(curvature), where=curvature > 0)
+    moved = W + lengths[:, None, None] * product
+    lost = np.maximum(total - np.trace(inner, axis1=1, axis2=2), 0.0)
+    return W, lengths, lost, moved, polar_factors(moved, W)
 
 
 def next_step(step: float, losses: Sequence[float]) -> float:
@@ -157,9 +188,10 @@ def personalized_pca(
     n_global, n_local : int
         Shared components, and components of each client; together at most ``n_features``.
     n_rounds : int, default 20
-        Rounds after the start.
+        Rounds after the start. 0: the authors' two-shot form.
     step : float, default 1.0
-        The first step, as a multiple of ``1 / ||X_i||_2^2``; halved whenever the loss has risen.
+        The first step, as a multiple of ``1 / ||X_i W'||_2^2`` with all components ``W`` of a
+        client; halved whenever the loss has risen.
 
     Returns
     -------
@@ -177,21 +209,28 @@ def personalized_pca(
     check_count("n_rounds", n_rounds)
     check_real("step", step, 0)
     U = shared_start([principal_directions(X, n_global + n_local) for X in samples], n_global)
-    own = [local_start(X, U, n_local) for X in samples]
+    roots, total = [_root(X) for X in samples], np.concatenate([_squares(X) for X in samples])
+    alike = [np.flatnonzero([len(R) == n for R in roots]) for n in sorted({*map(len, roots)})]
+    stacks = [np.stack([roots[i] for i in same]) for same in alike]
+    own = np.stack([local_start(X, U, n_local) for X in samples])
     losses: list[float] = []
     for _ in range(n_rounds):
-        steps = [perpca_step(X, U, V, step) for X, V in zip(samples, own, strict=True)]
-        stack = np.stack([one.global_components for one in steps])
-        U = aggregate_atoms(stack, U, orthogonal=True).global_atoms
-        own = [one.local_components for one in steps]
-        losses.append(sum(one.loss for one in steps))
+        shared, lost = np.empty((len(samples), *U.shape), U.dtype), np.empty(len(samples))
+        for same, R in zip(alike, stacks, strict=True):
+            _, _, lost[same], _, W = _steps(R, U, own[same], step, total[same])
+            shared[same], own[same] = W[:, :n_global], W[:, n_global:]
+        U = aggregate_atoms(shared, U, orthogonal=True).global_atoms
+        losses.append(sum(lost.tolist()))
         step = next_step(step, losses)
-    return PersonalizedPCA(U, [_apart(V, U, n_local) for V in own], losses)
+    return PersonalizedPCA(U, [*_apart(own, U, n_local)[:, n_global:]], losses)
 
 
 def _apart(V: Matrix, U: Matrix, n_rows: int) -> Matrix:
-    """Return ``n_rows`` orthonormal rows near those of ``V``, orthogonal to ``U``."""
-    wanted = np.zeros((len(U) + n_rows, U.shape[1]), U.dtype)
-    wanted[: len(U)] = U
-    wanted[len(U) :][: len(V)] = V - (V @ U.T) @ U
-    return polar_factor(wanted, np.eye(*wanted.shape, dtype=U.dtype))[len(U) :]
+    """Return ``U`` and, below, ``n_rows`` orthonormal rows near those of each ``V``, as stacks."""
+    wanted = np.zeros((len(V), len(U) + n_rows, U.shape[1]), U.dtype)
+    if not wanted.shape[1]:
+        return wanted
+    wanted[:, : len(U)] = U
+    wanted[:, len(U) :][:, : V.shape[1]] = V - (V @ U.T) @ U
+    fallback = np.broadcast_to(np.eye(*wanted.shape[1:], dtype=U.dtype), wanted.shape)
+    return polar_factors(wanted, fallback)

@@ -38,7 +38,13 @@ from flwr_perdl._random import spawn
 from flwr_perdl.regression.anchors import nearest_group
 from flwr_perdl.regression.clustering import LOCALS, assign, moved
 from flwr_perdl.regression.losses import SQUARED, Loss, check_labels, check_points, of_stacks
-from flwr_perdl.regression.moments import ESTIMATES, moment_step, residual_moment
+from flwr_perdl.regression.moments import (
+    ESTIMATES,
+    STEPS,
+    anchor_moved,
+    check_subspace,
+    residual_moment,
+)
 
 DESCRIBE = "describe"
 MOMENT = "moment"
@@ -253,9 +259,11 @@ def _anchor(X: Matrix, y: Matrix, ask: Ask) -> Matrix:
     if not ask.arrays or X.shape[1] < int(ask.options["min_points"]):
         return found
     theta, U = ask.arrays[0][0], ask.arrays[1][0]
+    step = check_choice("step", str(ask.options["anchor_step"]), STEPS)
+    theta, U = check_subspace(theta, U, X.shape[2])
     for i in np.flatnonzero(_misfits(X, y, ask)):
         found[i, 0] = 1
-        found[i, 1:] = moment_step(X[i], y[i], theta, U, step=str(ask.options["anchor_step"]))
+        found[i, 1:] = anchor_moved(X[i], y[i], theta, U, step)
     return found
 
 
@@ -295,7 +303,8 @@ def estimate_alone(X: Matrix, y: Matrix) -> Matrix:
     """Return what every client of a stack estimates from its own points, (n_clients, d)."""
     d = X.shape[2]
     zero, whole = np.zeros(d, X.dtype), np.eye(d, dtype=X.dtype)
-    return np.stack([moment_step(A, b, zero, whole) for A, b in zip(X, y, strict=True)])
+    each = zip(X, y, strict=True)
+    return np.stack([anchor_moved(A, b, zero, whole, "least-squares") for A, b in each])
 
 
 def _change(X: Matrix, y: Matrix, theta: Matrix, weight: Matrix, ask: Ask, loss: Loss) -> Matrix:

@@ -121,6 +121,8 @@ def simulate(
 ) -> Run:
     """Run both phases, or the second from given models, for a number of exchanges.
 
+    What the strategies compute with clients that withhold nothing (``min_support=0``).
+
     Parameters
     ----------
     clients : Clients

@@ -40,7 +40,7 @@ from typing import NamedTuple
 import numpy as np
 
 from flwr_perdl._checks import Matrix, check_array, check_choice, check_count, check_magnitude
-from flwr_perdl.regression.losses import check_points, check_shapes
+from flwr_perdl.regression.losses import check_points
 
 #: Along directions in which a client's points vary less than this, over the most, nothing moves.
 _VARIES = 0.1
@@ -232,11 +232,23 @@ def moment_step(
     """
     check_choice("step", step, STEPS)
     X, y = check_points(X, y)
+    theta, U = check_subspace(theta, U, X.shape[1])
+    return anchor_moved(X, y, theta, U, step)
+
+
+def check_subspace(theta: Matrix, U: Matrix, d: int) -> tuple[Matrix, Matrix]:
+    """Return an estimate and a basis, or raise a ValueError unless they are of ``d`` features."""
     theta = check_magnitude("theta", check_array("theta", theta, ndim=1), floor=np.inf)
+    if len(theta) != d:
+        raise ValueError(f"theta must have shape ({d},), as X has columns, got {theta.shape}.")
     U = check_magnitude("U", check_array("U", U))
-    check_shapes(X, y, theta)
-    if U.ndim != 2 or len(U) != len(theta):
-        raise ValueError(f"U must have {len(theta)} rows, as X has columns, got shape {U.shape}.")
+    if U.ndim != 2 or len(U) != d:
+        raise ValueError(f"U must have {d} rows, as X has columns, got shape {U.shape}.")
+    return theta, U
+
+
+def anchor_moved(X: Matrix, y: Matrix, theta: Matrix, U: Matrix, step: str) -> Matrix:
+    """Return :func:`moment_step` of arguments that are as they should be."""
     residual = y - X @ theta
     projected = X @ U
     if step == "least-squares":

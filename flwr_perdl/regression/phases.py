@@ -125,8 +125,9 @@ class Refinement:
     ----------
     local : {"fedavg", "fedprox", "exact"}, default "fedavg"
         Local work. "exact": clients send their Gram matrix, and the server solves.
-    n_steps : int, default 5
-        Local gradient steps s of "fedavg".
+    n_steps : int, default 1
+        Local gradient steps s of "fedavg". With one the models converge to least squares; with
+        more to a point nearby, further away the larger the steps and the fewer a client's points.
     step_size : float, optional
         eta; by default ``work / n_steps`` ("fedprox": ``work``) over the largest curvature of the
         clients that hold 90 % of the points, and stable at all of them. One client's curvature does
@@ -134,15 +135,18 @@ class Refinement:
         ``robust="mean"``, whose average they would ruin, leaves them out of Phase 2, unless
         ``step_size`` is given; with another rule none counts for more than three medians.
     work : float, default 1
-        See ``step_size``. With more local work the models converge in fewer rounds, but to what is
-        further from least squares: at 3, up to 7 % further from the truth in setting C.1.
+        See ``step_size``. With several local steps, more local work ends further from least
+        squares: at 3, up to 7 % further from the truth in setting C.1.
     softness : float, default 0
         0 for hard assignment; otherwise the temperature of `assign` in units of twice the mean
         loss, which is the noise's variance.
     normalise : {"cluster", "all"}, default "cluster"
         Divide by the cluster's points or by all.
     momentum : bool, default True
-        Nesterov's, with gradient restart.
+        Whether the server accelerates: Anderson acceleration over the last eleven rounds while a
+        model's clients stay the same (at most 2 % of its points come or go) and robust="mean";
+        otherwise Nesterov's momentum with gradient restart. Replies with noise, as under local
+        differential privacy, want False.
     check_every : int, default 60
         Rounds between checks of the models; 0: never. Needs the squared loss.
 
@@ -153,7 +157,7 @@ class Refinement:
     """
 
     local: str = "fedavg"
-    n_steps: int = 5
+    n_steps: int = 1
     step_size: float | None = None
     work: float = 1.0
     softness: float = 0.0
@@ -174,7 +178,7 @@ class Refinement:
         check_flag("momentum", self.momentum)
         check_count("check_every", self.check_every)
         if self.local != "fedavg":
-            refuse_idle(self, f"with local={self.local!r}", n_steps=5)
+            refuse_idle(self, f"with local={self.local!r}", n_steps=1)
         if self.local == EXACT:
             idle = {"step_size": None, "work": 1, "normalise": "cluster", "momentum": False}
             refuse_idle(self, 'with local="exact"', **idle)

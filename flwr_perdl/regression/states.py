@@ -118,6 +118,13 @@ class Refining(Known):
     heard: Matrix
     #: One-shot: the groups to which clients belong for good, (k, d), else (0, d).
     groups: Matrix
+    #: What the acceleration remembers: the models that the clients had and their mean changes, the
+    #: last rounds (rounds, k, d), how many of these count (k,), and who answered the last, and its
+    #: points in every cluster (m, 1 + k).
+    points: Matrix
+    changes: Matrix
+    memory: Matrix
+    told: Matrix
     #: Rounds since the last check of the models.
     since: int = 0
 
@@ -125,6 +132,7 @@ class Refining(Known):
     def start(cls, known: Known, centers: Matrix, groups: Matrix | None = None) -> Refining:
         """Return the state in which Phase 2 starts from these models."""
         k = len(centers)
+        none = np.zeros((0, *centers.shape))
         return known.to(
             cls,
             centers=centers,
@@ -132,6 +140,10 @@ class Refining(Known):
             tempo=np.zeros(k),
             counts=np.zeros(k),
             heard=np.zeros((0, 1 + k)),
+            points=none,
+            changes=none,
+            memory=np.zeros(k),
+            told=np.zeros((0, 1 + k)),
             groups=centers[:0] if groups is None else groups,
         )
 

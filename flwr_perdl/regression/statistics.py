@@ -30,9 +30,12 @@ from scipy.special import logsumexp, softmax
 
 from flwr_perdl._checks import LARGE, Matrix, check_array, check_count, check_magnitude, check_real
 
-#: Relative change of the weights at which the alternation ends.
-_SETTLED = 1e-3
+#: The alternation ends where the weights change by less, or the log-likelihood, per point, rises by
+#: less than this: with too many models, clients move between them for hundreds of iterations.
+_SETTLED, _GAIN = 1e-3, 1e-5
 _MOST_ITERATIONS = 200
+#: Iterations after which only the likeliest start goes on.
+_TRIAL = 10
 #: Share of the least error by which that of fewer models may always exceed it.
 _SLACK = 0.001
 #: Directions of the features, of length one each, along which all points vary less do not count.
@@ -104,8 +107,8 @@ def fit_mixture(
     n_clusters: int,
     *,
     rng: np.random.Generator,
-    softness: float = 2.0,
-    shrinkage: float = 100.0,
+    softness: float = 1.0,
+    shrinkage: float = 0.0,
     restarts: int = 4,
 ) -> Mixture:
     """Alternate soft assignments and least squares on the clients' second moments.
@@ -118,15 +121,15 @@ def fit_mixture(
         Number of models k.
     rng : numpy.random.Generator
         Source of the starts.
-    softness : float, default 2
+    softness : float, default 1
         The assignment's temperature in units of the noise's variance: 1 is the posterior of a
         Gaussian mixture; more allows for clients that are in no cluster exactly.
-    shrinkage : float, default 100
+    shrinkage : float, default 0
         How many points the model of all clients together, their least squares, counts for in
-        every cluster. With clear clusters of few points it is too much: :func:`choose_mixture`
-        finds out what is right.
+        every cluster. 0: the least squares of the cluster's own points. :func:`choose_mixture`
+        finds out what predicts best.
     restarts : int, default 4
-        Starts; the largest likelihood wins.
+        Starts; after ten iterations the one with the largest likelihood goes on.
 
     Returns
     -------
@@ -139,8 +142,11 @@ def fit_mixture(
         If the statistics are of no width that there is, or an option breaks its rule.
     """
     statistics = _checked(statistics, 2)
+    check_real("softness", softness, 0, LARGE, open_low=True)
+    check_real("shrinkage", shrinkage, 0, LARGE)
     starts = _starts(len(statistics), n_clusters, restarts, rng)
-    return _fit(statistics, starts, softness, shrinkage)
+    (found,) = _fit(_sums(statistics), starts, softness, [shrinkage])
+    return found
 
 
 def _checked(statistics: Matrix, ndim: int) -> Matrix:
@@ -164,19 +170,29 @@ def _starts(n_clients: int, n_clusters: int, restarts: int, rng: np.random.Gener
     return rng.dirichlet(np.full(n_clusters, 0.3), size=size)
 
 
-def _fit(statistics: Matrix, starts: Matrix, softness: float, shrinkage: float) -> Mixture:
-    """Return the best mixture of all starts, the largest cluster first."""
-    check_real("softness", softness, 0, LARGE, open_low=True)
-    check_real("shrinkage", shrinkage, 0, LARGE)
+class _Sums(NamedTuple):
+    """All clients' second moments, with residuals of the pooled model instead of responses.
+
+    The origin of the responses is then of no consequence.
+    """
+
+    #: Number of points, (n_clients,).
+    n: Matrix
+    #: Upper triangles of ``[X r]' [X r]``, (n_clients, (d + 1) (d + 2) / 2).
+    packed: Matrix
+    #: The pooled model, (d,).
+    pooled: Matrix
+
+
+def _sums(statistics: Matrix) -> _Sums:
     moments = _moments(statistics)
     pooled = _pooled(moments.sum(axis=0))
-    turned = np.eye(len(pooled) + 1)
-    turned[:-1, -1] = -pooled  # residuals instead of responses: their origin is of no consequence
-    left = turned.T @ moments @ turned
-    runs = [_alternate(statistics[:, 0], left, start, softness, shrinkage) for start in starts]
-    best = max(runs, key=lambda run: run.objective)
-    order = np.argsort(-best.weights.sum(axis=0), kind="stable")
-    return best._replace(centers=pooled + best.centers[order], weights=best.weights[:, order])
+    packed = moments[:, *np.triu_indices(len(pooled) + 1)]
+    turn = np.append(-pooled, 1.0)
+    last = moments @ turn
+    last[:, -1] = last @ turn
+    packed[:, np.cumsum(np.arange(len(turn), 0, -1)) - 1] = last
+    return _Sums(statistics[:, 0], packed, pooled)
 
 
 def _moments(statistics: Matrix) -> Matrix:
@@ -193,43 +209,74 @@ def _pooled(total: Matrix) -> Matrix:
     return theta
 
 
-def _alternate(
-    n: Matrix, moments: Matrix, weights: Matrix, softness: float, shrinkage: float
-) -> Mixture:
-    """Run EM with assignments at a higher temperature, from given assignments."""
-    d = moments.shape[1] - 1
-    total = moments.sum(axis=0)
+def _fit(sums: _Sums, starts: Matrix, softness: float, strengths: Sequence[float]) -> list[Mixture]:
+    """Return the best mixture of all starts for every shrinkage, the largest cluster first."""
+    runs = _alternate(sums, starts, softness, np.asarray(strengths))
+    orders = [np.argsort(-run.weights.sum(axis=0), kind="stable") for run in runs]
+    return [
+        run._replace(centers=sums.pooled + run.centers[order], weights=run.weights[:, order])
+        for run, order in zip(runs, orders, strict=True)
+    ]
+
+
+def _alternate(sums: _Sums, starts: Matrix, softness: float, strengths: Matrix) -> list[Mixture]:
+    """Run EM with assignments at a higher temperature; return the best run for every shrinkage.
+
+    All runs go at once: both steps are products with all clients' moments, which are so read once.
+    After ``_TRIAL`` iterations the likeliest start goes on alone.
+    """
+    (n_starts, m, k), d = starts.shape, len(sums.pooled)
+    n, packed, points = sums.n, sums.packed, max(float(sums.n.sum()), 1)
+    rows, columns = np.triu_indices(d + 1)
+    times = np.where(rows == columns, 1.0, 2.0)
+    square = np.zeros((d + 1, d + 1), np.intp)
+    square[rows, columns] = square[columns, rows] = np.arange(len(rows))
     tiny = np.finfo(float).tiny
-    prior = total[:d, :d] / max(n.sum(), 1)  # a point of the mean of all
-    prior = shrinkage * prior + 1e-9 * np.diag(np.maximum(np.diag(prior), tiny))
-    for _ in range(_MOST_ITERATIONS):
-        sums = np.tensordot(weights, moments, axes=(0, 0))
-        centers = _solve(sums[:, :d, :d] + prior, sums[:, :d, d])
-        squares = _squares(moments, centers)
-        variance = max(float((weights * squares).sum() / max(n.sum(), 1)), tiny)
-        shares = np.log(np.maximum(weights.mean(axis=0), tiny))
-        scores = shares - squares / (2 * softness * variance)
+    prior = strengths[:, None, None] * packed.sum(axis=0)[square][:d, :d] / points
+    prior += 1e-9 * np.maximum(np.einsum("sdd->sd", prior), tiny)[..., None] * np.eye(d)
+    group = np.repeat(np.arange(len(strengths)), n_starts)
+    weights = np.tile(starts.swapaxes(1, 2), (len(strengths), 1, 1))  # (n_runs, k, m)
+    gained, best = np.full(len(group), -np.inf), dict[int, Mixture]()
+    for iteration in range(1, _MOST_ITERATIONS + 1):
+        own = (weights.reshape(-1, m) @ packed)[:, square].reshape(-1, k, d + 1, d + 1)
+        centers = _solve(own[..., :d, :d] + prior[group][:, None], own[..., :d, d])
+        signed = np.concatenate([-centers, np.ones((*centers.shape[:2], 1))], axis=2)
+        outer = (times * signed[..., rows] * signed[..., columns]).reshape(-1, len(rows))
+        squares = np.maximum(outer @ packed.T, 0).reshape(-1, k, m)
+        variance = np.maximum((weights * squares).sum(axis=(1, 2)) / points, tiny)
+        shares = np.log(np.maximum(weights.mean(axis=2), tiny))[..., None]
+        scores = shares - squares / (2 * softness * variance)[:, None, None]
+        fits = logsumexp(scores, axis=1).sum(axis=1) - n.sum() / (2 * softness) * np.log(variance)
         last, weights = weights, softmax(scores, axis=1)
-        if np.abs(weights - last).max() <= _SETTLED:
+        settled = np.abs(weights - last).max(axis=(1, 2)) <= _SETTLED
+        settled |= (fits - gained <= _GAIN * n.sum()) | (iteration == _MOST_ITERATIONS)
+        for i in np.flatnonzero(settled):
+            known = best.get(int(group[i]))
+            if known is None or fits[i] > known.objective:
+                run = Mixture(centers[i], weights[i].T, float(variance[i]), float(fits[i]))
+                best[int(group[i])] = run
+        going = ~settled
+        if iteration == _TRIAL:
+            for j in range(len(strengths)):
+                mine = np.flatnonzero(going & (group == j))
+                leader = mine[fits[mine].argmax()] if len(mine) else -1
+                if j in best and best[j].objective >= fits[leader]:
+                    leader = -1
+                going[mine[mine != leader]] = False
+        group, weights, gained = group[going], weights[going], fits[going]
+        if not len(group):
             break
-    fit = logsumexp(scores, axis=1).sum() - n.sum() / (2 * softness) * np.log(variance)
-    return Mixture(centers, weights, variance, float(fit))
+    return [best[j] for j in range(len(strengths))]
 
 
 def _solve(A: Matrix, b: Matrix) -> Matrix:
-    """Least squares by normal equations, (k, d, d) and (k, d), of any rank."""
+    """Least squares by normal equations, (..., d, d) and (..., d), of any rank."""
     try:
         return np.linalg.solve(A, b[..., None])[..., 0]
     except np.linalg.LinAlgError:
-        return np.stack([np.linalg.lstsq(S, c, rcond=None)[0] for S, c in zip(A, b, strict=True)])
-
-
-def _squares(moments: Matrix, centers: Matrix) -> Matrix:
-    """Return sums of squared residuals, (n_clients, k)."""
-    signed = np.column_stack([-centers, np.ones(len(centers))])
-    products = moments @ signed.T
-    squares: Matrix = np.maximum(np.einsum("idk,kd->ik", products, signed), 0)
-    return squares
+        pairs = zip(A.reshape(-1, *A.shape[-2:]), b.reshape(-1, b.shape[-1]), strict=True)
+        solved = [np.linalg.lstsq(S, c, rcond=None)[0] for S, c in pairs]
+        return np.stack(solved).reshape(b.shape)
 
 
 def choose_mixture(
@@ -255,7 +302,9 @@ def choose_mixture(
         Numbers of clusters.
     rng : numpy.random.Generator
         Source of the starts.
-    softness, restarts
+    softness : float, default 2
+        As in :func:`fit_mixture`; real clients are rarely in one cluster exactly.
+    restarts : int, default 4
         As in :func:`fit_mixture`.
     shrinkage : float or sequence of float, default (1, 10, 100)
         As in :func:`fit_mixture`; of several, the one with which the least error is reached.
@@ -276,29 +325,29 @@ def choose_mixture(
         raise ValueError(f"statistics must have at least 2 folds, got {statistics.shape[1]}.")
     if not len(candidates):
         raise ValueError("candidates must have at least one number, got none.")
-    strengths = [shrinkage] if isinstance(shrinkage, str) else np.atleast_1d(shrinkage).tolist()
-    for strength in strengths:
-        check_real("shrinkage", strength, 0, LARGE)
+    given = [shrinkage] if isinstance(shrinkage, str) else np.atleast_1d(shrinkage).tolist()
+    check_real("softness", softness, 0, LARGE, open_low=True)
+    strengths = [float(check_real("shrinkage", strength, 0, LARGE)) for strength in given]
     if not len(strengths):
         raise ValueError("shrinkage must have at least one number, got none.")
-    whole = statistics.sum(axis=1)
-    tried = np.zeros((len(strengths), len(candidates), len(whole)))
     for k in candidates:
         check_count("candidates", k, 1)
-    for i, k in enumerate(candidates):
-        for fold in np.moveaxis(statistics, 1, 0):
-            starts, moments = _starts(len(whole), k, restarts, rng), _moments(fold)
-            for squares, strength in zip(tried[:, i], strengths, strict=True):
-                mixture = _fit(whole - fold, starts, softness, float(strength))
+    whole = statistics.sum(axis=1)
+    tried = np.zeros((len(strengths), len(candidates), len(whole)))
+    for fold in np.moveaxis(statistics, 1, 0):
+        sums, moments = _sums(whole - fold), _moments(fold)
+        for i, k in enumerate(candidates):
+            mixtures = _fit(sums, _starts(len(whole), k, restarts, rng), softness, strengths)
+            for squares, mixture in zip(tried[:, i], mixtures, strict=True):
                 own = mixture.weights @ mixture.centers
                 signed = np.column_stack([-own, np.ones(len(own))])
-                squares += np.einsum("id,ide,ie->i", signed, moments, signed)
+                squares += ((moments @ signed[..., None])[..., 0] * signed).sum(axis=1)
     chosen = tried.sum(axis=2).min(axis=1).argmin()
     squares = tried[chosen]
     errors = squares.sum(axis=1) / max(float(whole[:, 0].sum()), 1)
     best = min(k for k, good in zip(candidates, _as_good(squares), strict=True) if good)
     starts = _starts(len(whole), best, restarts, rng)
-    mixture = _fit(whole, starts, softness, float(strengths[chosen]))
+    (mixture,) = _fit(_sums(whole), starts, softness, strengths[chosen : chosen + 1])
     used = np.unique(mixture.weights.argmax(axis=1))
     if len(used) >= min(candidates):
         weights = mixture.weights[:, used]

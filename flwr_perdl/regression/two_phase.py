@@ -23,7 +23,11 @@ does not:
 - Phase 1 starts from zero, so that all anchors share one subspace and nobody's estimate is
   broadcast, and takes one least-squares step at every client with enough points; where no merge of
   their estimates stands out, it begins with too many models rather than too few;
-- Phase 2 divides by the cluster's points and has Nesterov's momentum with gradient restart;
+- Phase 2 takes one local step, whose fixed point is least squares, divides by the cluster's points
+  and accelerates on the server (``acceleration.py``): Anderson acceleration of a model while its
+  clients stay the same, which needs no larger step to converge in few rounds; otherwise, and with
+  a robust average, Nesterov's momentum with gradient restart, which withstands the noise of clients
+  that come and go;
 - whenever the models have settled, and every ``check_every`` rounds, models without clients are
   dropped, models closer than four standard errors merge, and if more than 2 % of the clients fit
   none, Phase 1 is run on those to find what they need. Five times the models' last movement, and
@@ -52,6 +56,7 @@ from flwr_perdl._checks import (
     own_numbers,
 )
 from flwr_perdl._robust import CAP, capped
+from flwr_perdl.regression.acceleration import accelerated, replaced_points
 from flwr_perdl.regression.anchors import cluster_anchors, kmeans
 from flwr_perdl.regression.answers import (
     ANCHORS,
@@ -94,6 +99,10 @@ _OVERSAMPLING = 4
 _POINTS_PER_DIMENSION = 4
 #: Clients whose curvature is above this many times the median do not count for the step size.
 _STEEP = 10
+#: Rounds that the acceleration of Phase 2 remembers, the current one included.
+_MEMORY = 11
+#: Share of a cluster's points that may come or go between two rounds that it compares.
+_REPLACED = 0.02
 #: Share of the points whose clients decide about the step size.
 _TYPICAL = 0.9
 #: Relative movement in a round below which the models have settled.
@@ -210,7 +219,7 @@ class TwoPhase:
             separation=separation,
             random_start=True,
         )
-        refinement = Refinement(work=3.0, normalise="all", momentum=False, check_every=0)
+        refinement = Refinement(n_steps=5, work=3.0, normalise="all", momentum=False, check_every=0)
         return cls(n_clusters, descent, refinement)
 
     # Where to begin ---------------------------------------------------------------------------
@@ -517,31 +526,51 @@ class TwoPhase:
                 self.robust,
             )
             state = replace(state, odd=_odd(answers, odd))
-        centers = np.where(counts[:, None] > 0, ahead + change, state.centers)
-        moved = centers - state.centers
-        tempo = np.where(np.einsum("kd,kd->k", change, moved) < 0, 0, state.tempo + 1)
+        shares = packed[:, :, 0] if phase.softness else packed[:, :1, 0] == np.arange(k)
+        told = np.empty((len(shares), 1 + k))
+        told[:, 0] = answers.partitions
+        np.multiply(answers.n_samples[:, None], shares, out=told[:, 1:])
+        state = self._moved(state, ahead, change, counts, told)
         if self._adapts(k):
-            shares = packed[:, :, 0] if phase.softness else packed[:, :1, 0] == np.arange(k)
-            told = np.empty((len(shares), 1 + k))
-            told[:, 0] = answers.partitions
-            np.multiply(answers.n_samples[:, None], shares, out=told[:, 1:])
             if len(state.heard) and not np.array_equal(state.heard[:, 0], answers.partitions):
                 absent = state.heard[~np.isin(state.heard[:, 0], answers.partitions)]
                 told = np.vstack([absent, told])
                 counts = counts + absent[:, 1:].sum(axis=0)
             state = replace(state, heard=told)
-        after = replace(
-            state,
-            centers=centers,
-            previous=state.centers,
-            tempo=tempo if phase.local != EXACT else state.tempo,
-            counts=counts,
-            since=state.since + 1,
-        )
+        state = replace(state, counts=counts, since=state.since + 1)
         if phase.softness:
             n = answers.n_samples
-            after = replace(after, variance=float(2 * (n @ loss) / n.sum()))
-        return self._adapt(after, loss, answers, rng)
+            state = replace(state, variance=float(2 * (n @ loss) / n.sum()))
+        return self._adapt(state, loss, answers, rng)
+
+    def _moved(
+        self, state: Refining, ahead: Matrix, change: Matrix, counts: Matrix, told: Matrix
+    ) -> Refining:
+        """Move the models by the clients' mean changes, accelerated."""
+        phase = self.phase_2
+        centers = np.where(counts[:, None] > 0, ahead + change, state.centers)
+        after = replace(state, centers=centers, previous=state.centers)
+        if phase.local == EXACT or not phase.momentum:
+            return after
+        uphill = np.einsum("kd,kd->k", change, centers - state.centers) < 0
+        tempo = np.where(uphill, 0, state.tempo + 1)
+        if self.robust != "mean":
+            return replace(after, tempo=tempo)
+        # Differences between rounds say how the changes depend on the model only where the same
+        # clients made them.
+        same = replaced_points(state.told, told) <= _REPLACED * counts
+        memory = np.where(counts > 0, np.where(same, state.memory + 1, 1), 0)
+        points = np.concatenate([state.points, ahead[None]])[-_MEMORY:]
+        changes = np.concatenate([state.changes, change[None]])[-_MEMORY:]
+        return replace(
+            after,
+            centers=np.where(memory[:, None] > 1, accelerated(points, changes, memory), centers),
+            tempo=np.where(memory > 1, 0, tempo),
+            points=points,
+            changes=changes,
+            memory=memory,
+            told=told,
+        )
 
     def _adapt(
         self, state: Refining, loss: Matrix, answers: Answers, rng: np.random.Generator

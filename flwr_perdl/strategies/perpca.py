@@ -28,7 +28,7 @@ from typing import Unpack
 import numpy as np
 from flwr.common import log
 
-from flwr_perdl._checks import Matrix, check_count, check_real
+from flwr_perdl._checks import Matrix, check_count, check_flag, check_real
 from flwr_perdl._records import ANEW, Reply
 from flwr_perdl.clients.dictionary import COMPONENTS, STEP_LENGTH
 from flwr_perdl.dictionary.aggregation import aggregate_atoms
@@ -54,16 +54,23 @@ class PerPCA(ProtocolStrategy):
 
     Round one asks for the clients' principal directions, every further one for a step;
     ``num_rounds`` of `start` counts both. Started with ``[shared components]`` as initial arrays it
-    skips round one. A client has ``learner.n_atoms`` components in all; its learner does nothing
-    but code in evaluations (``OrthogonalLearner(n, threshold=0.0)`` projects).
+    skips round one. With ``two_shot=True`` the run ends after round one. A client has
+    ``learner.n_atoms`` components in all; its learner does nothing but code in evaluations
+    (``OrthogonalLearner(n, threshold=0.0)`` projects).
 
     Parameters
     ----------
     n_global : int
         Number of shared components.
     step : float, default 1.0
-        The first step, as a multiple of ``1 / ||X_i||_2^2`` at every client; halved whenever the
-        clients' mean error has risen.
+        The first step, as a multiple of ``1 / ||X_i W'||_2^2`` at every client, with its components
+        ``W``; halved whenever the clients' mean error has risen.
+    two_shot : bool, default False
+        Whether the shared components are those that the clients' principal directions have in
+        common, without any step from there: the authors' two-shot form. Each client's own are the
+        principal directions of what these leave of its samples. It costs one round, and ends close
+        to where the steps end if the shared components are among the principal directions of
+        most clients.
     max_atoms : int, optional
         Maximum number of components in a client's first reply; by default ten times the median
         over the clients, and at most 4,096. A client with more is left out of round one and named.
@@ -91,6 +98,7 @@ class PerPCA(ProtocolStrategy):
         n_global: int,
         *,
         step: float = STEP,
+        two_shot: bool = False,
         max_atoms: int | None = None,
         **options: Unpack[ServerOptions],
     ) -> None:
@@ -99,16 +107,25 @@ class PerPCA(ProtocolStrategy):
         self.step = check_real("step", step, 0, open_low=True)
         if not isfinite(self.step):
             raise ValueError(f"step must be finite, got {self.step}.")
+        self.two_shot = check_flag("two_shot", two_shot)
+        if two_shot and step != STEP:
+            raise ValueError(f"step must be left out with two_shot=True, got {step}.")
         self.max_atoms = check_max_atoms(max_atoms)
 
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """One request per communication round."""
+        if initial and self.two_shot:
+            raise ValueError(
+                f"initial_arrays must be left out with two_shot=True, got {len(initial)}."
+            )
         if state is None and initial:
             state = self._state(self._given(initial))
         if state is None:
             check = partial(check_dictionary, max_atoms=self.max_atoms)
             replies = yield Request(COMPONENTS, check=check)
             state = self._state(self._start(replies))
+        if self.two_shot:
+            return [state["global_components"]]
         while True:
             U, step, errors = state["global_components"], float(state["step"]), state["errors"]
             replies = yield Request(

@@ -242,7 +242,9 @@ def test_fedx_refines_given_models_privately() -> None:
             epsilon, 1e-5, 5, clip=0.3, rng=lambda: np.random.default_rng(rng.integers(2**60))
         )
         app = client_app(make_client, train_mods=[mod])
-        strategy = FedX(3, phase_2=Refinement(step_size=0.1, momentum=False, check_every=0))
+        strategy = FedX(
+            3, phase_2=Refinement(n_steps=5, step_size=0.1, momentum=False, check_every=0)
+        )
         result = strategy.start(InProcessGrid(app, 150), ArrayRecord([start]), num_rounds=5)
         assert strategy.history[-1].aggregate == {"clients": 150, "dropped": 0}
         return model_error(result.arrays.to_numpy_ndarrays()[0], data.theta)

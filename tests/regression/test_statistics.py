@@ -8,9 +8,10 @@ from flwr_perdl.regression import (
     choose_mixture,
     fit_mixture,
     model_error,
+    statistics,
     sufficient_statistics,
 )
-from perdl_experiments.mixed_regression_data import Mixed, mixed_regression
+from perdl_experiments.mixed_regression_data import Mixed, mixed_regression, oracle
 
 
 def planted(noise: float = 0.3, clusters: int = 3) -> Mixed:
@@ -44,6 +45,23 @@ def test_one_cluster_is_least_squares(shrinkage: float) -> None:
         found.centers[0], LinearRegression(fit_intercept=False).fit(X, y).coef_, atol=1e-6
     )
     assert found.variance == pytest.approx(np.mean((y - X @ found.centers[0]) ** 2))
+
+
+def test_the_defaults_are_least_squares_of_clear_clusters() -> None:
+    data = planted(noise=0.1)
+    found = fit_mixture(by_client(data)[:, 0], 3, rng=np.random.default_rng(0))
+    assert model_error(found.centers, oracle(data)) < 1e-6
+
+
+def test_every_shrinkage_at_once_is_each_alone() -> None:
+    sums = statistics._sums(by_client(planted())[:, 0])
+    starts = np.random.default_rng(0).dirichlet(np.full(3, 0.3), size=(2, 60))
+    strengths = np.array([1.0, 100.0])
+    together = statistics._alternate(sums, starts, 2.0, strengths)
+    for strength, found in zip(strengths, together, strict=True):
+        (alone,) = statistics._alternate(sums, starts, 2.0, np.array([strength]))
+        np.testing.assert_allclose(found.centers, alone.centers, atol=1e-8)
+        np.testing.assert_allclose(found.objective, alone.objective)
 
 
 def test_shrinkage_is_so_many_points_of_all_on_the_pooled_model() -> None:

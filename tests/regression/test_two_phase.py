@@ -20,7 +20,12 @@ from flwr_perdl.regression import (
     model_error,
     simulate,
 )
-from perdl_experiments.mixed_regression_data import Mixed, mixed_regression, oracle, setting
+from perdl_experiments.mixed_regression_data import (
+    Mixed,
+    mixed_regression,
+    oracle,
+    setting,
+)
 
 THIRDS = np.full(3, 1 / 3)
 
@@ -226,6 +231,56 @@ def test_the_exact_solve_is_the_oracle_in_a_few_rounds() -> None:
     )
     best = oracle(data)
     assert model_error(run.state.centers, best) < 1e-8
+
+
+@pytest.mark.parametrize(("name", "rounds"), [("C1", 8), ("C2", 10), ("C3", 12)])
+@pytest.mark.parametrize("n_clusters", [3, "auto"])
+def test_the_defaults_are_the_oracle_in_a_few_rounds(
+    name: str, rounds: int, n_clusters: int | str
+) -> None:
+    data = setting(name, np.random.default_rng(1))
+    run = simulate(Clients(data.X, data.y), TwoPhase(n_clusters), 20)
+    errors = {at: model_error(centers, data.theta) for at, centers in run.history}
+    best = model_error(oracle(data), data.theta)
+    assert max(errors[at] for at in range(rounds, 21)) < 1.05 * best
+    assert errors[20] == pytest.approx(best, rel=1e-3)
+
+
+def ill_conditioned(seed: int, n_clients: int, size: int) -> Mixed:
+    """Clients whose features' covariance has condition number 1e4, and no axis is special."""
+    rng = np.random.default_rng(seed)
+    d, turn = 20, np.linalg.qr(rng.standard_normal((20, 20)))[0]
+    theta = rng.standard_normal((3, d)) / np.sqrt(d)
+    labels = np.arange(n_clients) % 3
+    spread = np.geomspace(1, 1e-2, d)[:, None] * turn
+    X = [rng.standard_normal((size, d)) @ spread for _ in labels]
+    y = [A @ theta[j] + 0.2 * rng.standard_normal(size) for A, j in zip(X, labels, strict=True)]
+    return Mixed(X, y, labels, theta)
+
+
+@pytest.mark.parametrize(("n_clients", "size"), [(200, 50), (400, 10)])
+def test_ill_conditioned_features_are_predicted_as_by_the_oracle(n_clients: int, size: int) -> None:
+    data = ill_conditioned(0, n_clients, size)
+    run = simulate(Clients(data.X, data.y), TwoPhase(3), 100)
+
+    def excess(centers: np.ndarray) -> float:
+        """Largest error of a cluster's predictions, beyond its noise, on the clients' points."""
+        points = np.vstack(data.X)
+        return max(
+            min(float(np.sum((points @ (model - theta)) ** 2)) for model in centers)
+            for theta in data.theta
+        )
+
+    assert excess(run.state.centers) <= 1.05 * excess(oracle(data))
+
+
+def test_momentum_takes_over_where_clients_come_and_go() -> None:
+    data = small(n_clients=40, d=5)
+    clients, best = Clients(data.X, data.y), model_error(oracle(data), data.theta)
+    for dropout, remembered in ((0.0, 11), (0.3, 1)):
+        run = simulate(clients, TwoPhase(3), 30, dropout=dropout)
+        assert np.array_equal(run.state.memory.clip(max=11), np.full(3, remembered))
+        assert model_error(run.state.centers, data.theta) <= 2 * best
 
 
 def test_logistic_models_are_clustered() -> None:

@@ -96,6 +96,23 @@ def test_perpca_does_what_it_does_in_one_place(federation: MakeFederation) -> No
     np.testing.assert_array_equal(U, together.global_components)
 
 
+def test_the_two_shot_form_ends_after_round_one(federation: MakeFederation) -> None:
+    planted = federation(protocol="perpca", learner=OrthogonalLearner(5, threshold=0.0), noise=0.1)
+    strategy = PerPCA(3, two_shot=True)
+    U = planted.learn(strategy, 11)
+    together = personalized_pca(planted.planted.samples, 3, 2, n_rounds=0)
+    np.testing.assert_array_equal(U, together.global_components)
+    assert [report.floats_up for report in strategy.history] == [5 * 6, 0]
+    errors = [
+        np.mean((X - X @ W.T @ W) ** 2)
+        for X, V in zip(planted.planted.samples, together.local_components, strict=True)
+        for W in [np.vstack([U, V])]
+    ]
+    assert strategy.history[-1].aggregate["mse_full"] == pytest.approx(np.mean(errors), rel=1e-5)
+    with pytest.raises(ValueError, match="step must be left out with two_shot=True, got 2"):
+        PerPCA(3, two_shot=True, step=2.0)
+
+
 def test_perpca_halves_its_step_when_the_error_rises(federation: MakeFederation) -> None:
     planted = federation(protocol="perpca", learner=OrthogonalLearner(5), noise=0.3)
     strategy = PerPCA(3, step=50.0, fraction_evaluate=0.0)

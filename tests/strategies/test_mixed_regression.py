@@ -61,6 +61,8 @@ def planted(seed: int = 0, n_clients: int = 24) -> Mixed:
 
 
 OPEN = partial(RegressionClient, allow_exact=True)
+#: As the batched path has clients: they withhold nothing.
+FREE = partial(OPEN, min_support=0)
 
 
 def grid(data: Mixed, make: Callable[..., RegressionClient] = OPEN, **options: Any):
@@ -127,7 +129,7 @@ CASES: dict[str, tuple[int | str, dict[str, Any], Any]] = {
 def test_fedx_is_the_batched_path(name: str) -> None:
     n_clusters, options, initial = CASES[name]
     data = planted()
-    found = learn(data, FedX(n_clusters, seed=5, **options, **QUIET), 14, initial)
+    found = learn(data, FedX(n_clusters, seed=5, **options, **QUIET), 14, initial, make=FREE)
     settings = TwoPhase(n_clusters, **options)
     batched = simulate(Clients(data.X, data.y), settings, 14, centers=initial, seed=5)
     np.testing.assert_allclose(found, batched.state.centers, rtol=0, atol=1e-10)
@@ -166,7 +168,7 @@ def test_a_cohort_has_the_bits_of_one_by_one(name: str, dtype: type) -> None:
 def test_a_random_start_is_the_batched_path_from_the_same_models(options: dict[str, Any]) -> None:
     data, settings = planted(), TwoPhase(3, **options)
     start = random_models(3, D, spawn(7, SERVER, 1))
-    found = learn(data, FedX(3, start="random", seed=7, **options, **QUIET), 12, None)
+    found = learn(data, FedX(3, start="random", seed=7, **options, **QUIET), 12, make=FREE)
     skipped = int(bool(options))  # round one only finds the dimension
     batched = simulate(Clients(data.X, data.y), settings, 12 - skipped, centers=start, seed=7)
     np.testing.assert_allclose(found, batched.state.centers, rtol=0, atol=1e-10)
@@ -175,7 +177,7 @@ def test_a_random_start_is_the_batched_path_from_the_same_models(options: dict[s
 def test_fedmd_is_phase_1_and_ends_by_itself() -> None:
     data = planted()
     strategy = FedMD(3, **QUIET)
-    found = learn(data, strategy, 20)
+    found = learn(data, strategy, 20, make=FREE)
     assert [r.step for r in strategy.history] == ["describe", "moment", "moment", "anchors"]
     batched = simulate(Clients(data.X, data.y), TwoPhase(3), PHASE_1).state.centers
     np.testing.assert_allclose(found, batched, rtol=0, atol=1e-10)
@@ -186,7 +188,7 @@ def test_fedmd_is_phase_1_and_ends_by_itself() -> None:
 def test_one_shot_clustering_is_the_batched_path() -> None:
     data = planted()
     strategy = OneShotClustering(3, **QUIET)
-    found = learn(data, strategy, 12)
+    found = learn(data, strategy, 12, make=FREE)
     assert [r.step for r in strategy.history[:3]] == ["describe", "anchors", "update"]
     batched = simulate(Clients(data.X, data.y), TwoPhase(3, OneShot()), 12).state.centers
     np.testing.assert_allclose(found, batched, rtol=0, atol=1e-10)
@@ -458,7 +460,7 @@ def test_another_loss_goes_through_phase_2() -> None:
     signs = data._replace(y=[np.where(b > 0, 1.0, -1.0) for b in data.y])
 
     def make(X: Any, y: Any, context: Context) -> RegressionClient:
-        return RegressionClient(X, y, context, loss=LogisticLoss())
+        return RegressionClient(X, y, context, loss=LogisticLoss(), min_support=0)
 
     options = refined(check_every=0, n_steps=2)
     found = learn(signs, FedX(3, **options, **QUIET), 6, NEAR, make=make)

@@ -1,0 +1,146 @@
+"""PerPCA: a round beside its authors' arithmetic in a plain loop, and the two-shot form.
+
+Run from the repository's root: ``python benchmarks/perpca.py``; it writes
+``benchmarks/results/perpca.json`` and the table of it, ``perpca.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from _measure import fastest, main
+from sklearn.datasets import load_digits
+
+from flwr_perdl.dictionary import personalized_pca
+
+ROUNDS, TIMES = 20, 5
+
+
+def digits() -> list[np.ndarray]:
+    """Return ten clients of 100 images each."""
+    return list(np.array_split(load_digits().data[:1000] / 16, 10))
+
+
+def planted() -> list[np.ndarray]:
+    """Return 30 clients of 300 samples: 10 shared directions, 5 of each one's own, and noise."""
+    rng = np.random.default_rng(0)
+
+    def directions(count: int) -> np.ndarray:
+        return np.linalg.qr(rng.standard_normal((60, count)))[0].T
+
+    shared = directions(10)
+    return [
+        rng.standard_normal((300, 10)) @ shared
+        + 2 * rng.standard_normal((300, 5)) @ directions(5)
+        + 0.1 * rng.standard_normal((300, 60))
+        for _ in range(30)
+    ]
+
+
+#: Clients' samples, shared components, and components of each client.
+SETS = {"digits": (digits(), 12, 12), "planted": (planted(), 10, 5)}
+
+
+def polar(A: np.ndarray) -> np.ndarray:
+    """Return the matrix with orthonormal columns that is nearest to ``A``."""
+    left, _, right = np.linalg.svd(A, full_matrices=False)
+    return left @ right
+
+
+def plain(samples: Sequence[np.ndarray], n_global: int, n_local: int, n_rounds: int) -> float:
+    """Run PerPCA as its authors write it, client by client; return the last loss.
+
+    The start and the step are this library's: without rounds it is the two-shot form.
+    """
+    start = personalized_pca(samples, n_global, n_local, n_rounds=0)
+    U, own = start.global_components.T, [V.T for V in start.local_components]
+    step, losses = 1.0, [np.inf]
+    for _ in range(n_rounds):
+        shared, loss = [], 0.0
+        for i, X in enumerate(samples):
+            S = X.T @ X
+            W = np.hstack([U, polar(own[i] - U @ (U.T @ own[i]))])
+            product = S @ W
+            loss += np.trace(S) - np.sum(W * product)
+            curvature = np.linalg.eigvalsh(W.T @ product)[-1]
+            W = polar(W + step / curvature * product)
+            shared.append(W[:, :n_global])
+            own[i] = W[:, n_global:]
+        U = np.linalg.qr(np.mean(shared, axis=0))[0]
+        step = step / 2 if loss > losses[-1] else step
+        losses.append(loss)
+    return losses[-1]
+
+
+def error(samples: Sequence[np.ndarray], n_global: int, n_local: int, n_rounds: int) -> float:
+    """Return the share of the samples' squares that all components leave."""
+    found = personalized_pca(samples, n_global, n_local, n_rounds=n_rounds)
+    left = 0.0
+    for X, V in zip(samples, found.local_components, strict=True):
+        W = np.vstack([found.global_components, V])
+        left += float(np.sum((X - X @ W.T @ W) ** 2))
+    return left / sum(float(np.sum(X**2)) for X in samples)
+
+
+def ratios() -> dict[str, Any]:
+    """Measure times, and check that both compute the same."""
+    rows = []
+    for name, (samples, n_global, n_local) in SETS.items():
+        runs = {
+            "plain": partial(plain, samples, n_global, n_local, ROUNDS),
+            "ours": partial(personalized_pca, samples, n_global, n_local, n_rounds=ROUNDS),
+            "two-shot": partial(personalized_pca, samples, n_global, n_local, n_rounds=0),
+        }
+        took = fastest(runs, TIMES)
+        last = personalized_pca(samples, n_global, n_local, n_rounds=ROUNDS).losses[-1]
+        rows.append(
+            {
+                "name": name,
+                "ms_plain": 1000 * (took["plain"] - took["two-shot"]) / ROUNDS,
+                "ms_ours": 1000 * (took["ours"] - took["two-shot"]) / ROUNDS,
+                "ms_all_rounds": 1000 * took["ours"],
+                "ms_two_shot": 1000 * took["two-shot"],
+                "difference": abs(plain(samples, n_global, n_local, ROUNDS) - last) / last,
+            }
+        )
+    return {
+        "ratios": {f"plain loop / PerPCA, {r['name']}": r["ms_plain"] / r["ms_ours"] for r in rows},
+        "speed": rows,
+    }
+
+
+def rest() -> dict[str, Any]:
+    """Measure errors."""
+    return {
+        "errors": {
+            name: {str(n): error(*given, n) for n in (0, ROUNDS)} for name, given in SETS.items()
+        }
+    }
+
+
+def tables(results: dict[str, Any]) -> str:
+    """Return the results as Markdown."""
+    lines = [
+        "A round of PerPCA by its authors' arithmetic in a plain loop, and this library's, in "
+        f"milliseconds; {ROUNDS} rounds and the two-shot form, the start included: time, and the "
+        "share of the samples' squares that shared and own components leave:",
+        "",
+        "| | plain round | round | ratio | difference of loss | all | error | two-shot | error |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in results["speed"]:
+        errors = results["errors"][row["name"]]
+        lines.append(
+            f"| {row['name']} | {row['ms_plain']:.2f} | {row['ms_ours']:.2f} | "
+            f"{row['ms_ours'] / row['ms_plain']:.2f} | {row['difference']:.0e} | "
+            f"{row['ms_all_rounds']:.0f} | {errors[str(ROUNDS)]:.4f} | {row['ms_two_shot']:.0f} | "
+            f"{errors['0']:.4f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main("perpca", (__doc__ or "").splitlines()[0], ratios, rest, tables)

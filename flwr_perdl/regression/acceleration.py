@@ -1,0 +1,71 @@
+"""Anderson acceleration of Phase 2: the server's step from the clients' mean changes.
+
+======================================= ====================================================
+Walker and Ni (2011), type II           here
+======================================= ====================================================
+``x_{t-m}, ..., x_t``                   ``points`` (rounds, k, d), the models that clients had
+``f_{t-m}, ..., f_t``                   ``changes`` (rounds, k, d), how clients changed them
+``m_t``                                 ``rounds``, of each model, less the current round
+======================================= ====================================================
+
+H. F. Walker and P. Ni, "Anderson acceleration for fixed-point iterations", SIAM J. Numer. Anal.
+2011. Where the clients of a cluster stay the same, the squared loss makes the changes linear in the
+model, and the iteration is GMRES restricted to the last rounds: it needs no bound on the curvature
+to converge in few rounds, also where the features are ill-conditioned.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flwr_perdl._checks import Matrix
+
+#: Directions in which the changes differ by less than this, over the most, do not count.
+_DIFFERS = 1e-10
+
+
+def accelerated(points: Matrix, changes: Matrix, rounds: Matrix) -> Matrix:
+    """Return the models of the next round, each from its own last rounds.
+
+    Parameters
+    ----------
+    points, changes : ndarray of shape (n_rounds, k, d)
+        Models, and the clients' mean changes of them, the current round last.
+    rounds : ndarray of shape (k,)
+        How many of the last rounds count for each model; 0 or 1: a plain step.
+
+    Returns
+    -------
+    ndarray of shape (k, d)
+        The affine combination of the models whose changes, combined alike, are shortest, plus these
+        changes.
+    """
+    centers: Matrix = points[-1] + changes[-1]
+    for j, remembered in enumerate(np.minimum(rounds, len(points)).astype(int)):
+        if remembered > 1:
+            past = slice(-remembered, -1)
+            moves, differences = points[past, j] - points[-1, j], changes[past, j] - changes[-1, j]
+            weights = np.linalg.lstsq(differences.T, -changes[-1, j], rcond=_DIFFERS)[0]
+            centers[j] += weights @ (moves + differences)
+    return centers
+
+
+def replaced_points(before: Matrix, told: Matrix) -> Matrix:
+    """Return how many points each cluster won or lost between two rounds.
+
+    Parameters
+    ----------
+    before, told : ndarray of shape (n_clients, 1 + k)
+        Who answered, and its points in every cluster; ``n_clients`` may differ.
+
+    Returns
+    -------
+    ndarray of shape (k,)
+    """
+    if np.array_equal(before[:, 0], told[:, 0]):
+        replaced: Matrix = np.abs(told - before)[:, 1:].sum(axis=0)
+        return replaced
+    stayed, answered = np.isin(before[:, 0], told[:, 0]), np.isin(told[:, 0], before[:, 0])
+    came_and_went = before[~stayed, 1:].sum(axis=0) + told[~answered, 1:].sum(axis=0)
+    replaced = came_and_went + np.abs(told[answered] - before[stayed])[:, 1:].sum(axis=0)
+    return replaced
