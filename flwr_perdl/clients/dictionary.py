@@ -384,14 +384,17 @@ class DictionaryClient(Member):
         self, D: Matrix, G: Matrix, config: Mapping[str, Scalar]
     ) -> tuple[Matrix, Matrix, float]:
         """Take an update's steps with any learner."""
-        n_global = len(G)
-        for step in range(int(config.get(LOCAL_STEPS, 1))):
+        n_global, n_steps = len(G), int(config.get(LOCAL_STEPS, 1))
+        sums = config.get(SENDS) == STATISTICS
+        for step in range(n_steps):
             before, codes = D, self.learner.code(self.X, D)
             if not step:
                 error = _mse(self.X, reconstruct(codes, D))
+            if sums and len(D) == n_global and step == n_steps - 1:
+                break  # of the last update only the local atoms are kept
             aligned = align_to_global(self.learner.update(self.X, codes, D), G)
             D = np.vstack([aligned.global_atoms, aligned.local_atoms])
-        if config.get(SENDS) != STATISTICS:
+        if not sums:
             order = [*aligned.indices, *np.delete(np.arange(len(D)), aligned.indices)]
             supported = self._supported(codes[:, order], D)[:n_global, None]
             return D, np.where(supported, D[:n_global], 0), error

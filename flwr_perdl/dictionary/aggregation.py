@@ -30,7 +30,8 @@ from flwr_perdl._memory import short_buffers
 from flwr_perdl._parallel import in_threads
 from flwr_perdl._robust import DEEDS, average_of, far, geometric_median, reach, shortening
 from flwr_perdl.dictionary.atoms import (
-    least_squares_atoms,
+    coordinate_atoms,
+    descended_atoms,
     normalize_atoms,
     polar_factor_beside,
     polar_factors,
@@ -216,9 +217,12 @@ def aggregate_statistics(stack: Matrix, current: Matrix, *, orthogonal: bool) ->
         From :func:`local_statistics`; ``m`` is ``n_features`` if orthogonal, otherwise
         ``n_global + n_features``.
     current : ndarray of shape (n_global, n_features)
-        The current global atoms; one that all clients withhold stays as it is.
+        The current global atoms. One that all clients withhold stays as it is if ``orthogonal``;
+        otherwise it becomes the sum of two others that are used together.
     orthogonal : bool
-        Whether the learner's atoms are orthonormal.
+        Whether the learner's atoms are orthonormal. If not, the atoms are updated as by
+        `LassoLearner`: from the sum of the statistics of N clients that share all atoms comes what
+        their pooled samples give.
 
     Returns
     -------
@@ -250,7 +254,11 @@ def aggregate_statistics(stack: Matrix, current: Matrix, *, orthogonal: bool) ->
         "left out": (present & ~kept).astype(float),
         "clipped": np.where(kept, 1 - factors, 0),
     }
-    return Aggregation(_solve(total, current, orthogonal), kept, odd)
+    if orthogonal:
+        atoms = _solve(total, current, orthogonal)
+    else:
+        atoms = descended_atoms(total[:, :r], total[:, r:], current)
+    return Aggregation(atoms, kept, odd)
 
 
 def _moments(grams: Matrix) -> NDArray[np.bool_]:
@@ -282,14 +290,11 @@ def _solve_each(
 
 
 def _solve(S: Matrix, current: Matrix, orthogonal: bool) -> Matrix:
-    """Return the atoms that (a sum of) statistics give; rows without any stay as they are."""
+    """Return the atoms that statistics give; rows without any stay as they are."""
     if orthogonal:
         return finish_atoms(S, current, np.any(S != 0, axis=1), orthogonal=True)
-    r, limits = len(current), np.finfo(S.dtype)
-    peak, most = np.abs(S).max(initial=0), np.sqrt(limits.max) * limits.eps
-    if peak and not 1 / most < peak < most:  # what a client sends may be anything
-        S = S / peak
-    return least_squares_atoms(S[:, :r], S[:, r:], current)
+    r = len(current)  # one sweep tells whose atoms go elsewhere
+    return coordinate_atoms(S[:, :r], S[:, r:], current, n_sweeps=1)
 
 
 def _outliers(own: Matrix, sent: NDArray[np.bool_]) -> NDArray[np.bool_]:
