@@ -166,16 +166,6 @@ def row_norms(A: Array) -> Array:
     return norms
 
 
-def combinations(weights: Array, basis: Array) -> Array:
-    """Sum ``weights[i, s] * basis[s, i]`` over ``s``: shapes (n, k), (k, n, r) and (n, r)."""
-    if isinstance(weights, np.ndarray):
-        sums: Array = np.einsum("ns,snr->nr", weights, basis)
-    else:
-        xp = namespace(weights, basis)
-        sums = (weights[:, None, :] @ xp.permute_dims(basis, (1, 0, 2)))[:, 0, :]
-    return sums
-
-
 def spectral_norm(A: Array) -> float:
     """Return the largest singular value."""
     xp = namespace(A)

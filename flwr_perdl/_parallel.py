@@ -8,13 +8,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from contextvars import copy_context
+from contextvars import ContextVar, copy_context
 from itertools import chain, islice
 from threading import Lock
 from typing import TypeVar
 
 #: Seconds after which a thread that wants Python's lock is given it: products take less.
 _TURN = 5e-4
+
+#: Whether this is one of the threads that :func:`in_threads` computes in.
+_SHARED: ContextVar[bool] = ContextVar("_SHARED", default=False)
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -26,10 +29,25 @@ def n_threads() -> int:
     As many as it has cores, or ``OMP_NUM_THREADS`` where that says fewer: who limits the threads of
     BLAS, as Flower's Ray workers and cluster schedulers do, limits these too.
     """
+    return _at_most("OMP_NUM_THREADS")
+
+
+def n_kernel_threads() -> int:
+    """Return how many threads share the samples of one call of a compiled kernel.
+
+    Those of :func:`n_threads`; where ``OMP_NUM_THREADS`` says nothing, no more than
+    ``OPENBLAS_NUM_THREADS`` or ``MKL_NUM_THREADS`` allows BLAS.
+    """
+    return _at_most("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+def _at_most(*variables: str) -> int:
+    """Return the number of cores, or fewer where the first of the variables that is set says so."""
     available = getattr(os, "sched_getaffinity", None)
     cores = len(available(0)) if available else os.cpu_count() or 1
-    asked = os.environ.get("OMP_NUM_THREADS", "")
-    return max(1, min(cores, int(asked) if asked.isdigit() else cores))
+    said = (os.environ.get(variable, "") for variable in variables)
+    asked = next(filter(str.isdigit, said), cores)
+    return max(1, min(cores, int(asked)))
 
 
 class _Turns:
@@ -60,7 +78,9 @@ class _Turns:
 short_turns = _Turns().short
 
 
-def in_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+def in_threads(
+    function: Callable[[Item], Result], items: Iterable[Item], *, n: int | None = None
+) -> Iterator[Result]:
     """Yield ``function(item)`` for all items, in their order, some of them computed at once.
 
     Items are taken one after the other in the caller's thread, and only two for each thread ahead,
@@ -75,8 +95,11 @@ def in_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> Ite
         many threads there are.
     items : iterable
         Such as windows of clients.
+    n : int, optional
+        Number of threads, if not :func:`n_threads`. Inside of a call of this function it is one:
+        the threads of the outer call use the cores already.
     """
-    n, left = n_threads(), iter(items)
+    n, left = 1 if _SHARED.get() else n or n_threads(), iter(items)
     first = list(islice(left, min(n, 2)))
     left = chain(first, left)
     if len(first) < 2:  # one core, or one item
@@ -85,11 +108,20 @@ def in_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> Ite
     waiting: deque[tuple[Item, Future[Result]]] = deque()
     with short_turns(), ThreadPoolExecutor(n - 1) as pool:
         for item in left:
-            waiting.append((item, pool.submit(copy_context().run, function, item)))
+            waiting.append((item, pool.submit(copy_context().run, _share, function, item)))
             if len(waiting) == 2 * n:
                 yield _first(function, waiting)
         while waiting:
             yield _first(function, waiting)
+
+
+def _share(function: Callable[[Item], Result], item: Item) -> Result:
+    """Compute beside other threads."""
+    token = _SHARED.set(True)
+    try:
+        return function(item)
+    finally:
+        _SHARED.reset(token)
 
 
 def _first(
@@ -109,7 +141,7 @@ def _computed(function: Callable[[Item], Result], item: Item) -> Future[Result]:
     """Return what a thread would have come to, computed in this one."""
     future: Future[Result] = Future()
     try:
-        future.set_result(function(item))
+        future.set_result(_share(function, item))
     except Exception as error:
         future.set_exception(error)
     return future

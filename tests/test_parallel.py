@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from flwr_perdl._parallel import in_threads, n_threads, short_turns
+from flwr_perdl._parallel import in_threads, n_kernel_threads, n_threads, short_turns
 
 
 @pytest.fixture(params=["1", "2", "64"])
@@ -70,6 +70,24 @@ def test_a_limit_that_is_none_is_passed_over(asked: str, monkeypatch: pytest.Mon
     cores = n_threads()
     monkeypatch.setenv("OMP_NUM_THREADS", asked)
     assert n_threads() == (1 if asked == "0" else cores) >= 1
+
+
+def test_a_call_inside_of_another_has_one_thread(limit: int) -> None:
+    def threads(_: int) -> set[int]:
+        return {threading.get_ident(), *in_threads(lambda i: threading.get_ident(), range(9))}
+
+    inner = list(in_threads(threads, range(6)))
+    assert all(len(own) == 1 for own in inner) or limit == 1
+
+
+def test_kernels_have_no_more_threads_than_blas_unless_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert n_kernel_threads() == 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "64")
+    assert n_kernel_threads() == n_threads()
 
 
 def test_turns_are_as_long_afterwards_however_many_had_them_short() -> None:

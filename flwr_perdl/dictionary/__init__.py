@@ -1,4 +1,4 @@
-"""Personalized dictionary learning: the maths of PerMA, NumPy and SciPy only."""
+"""Personalized dictionary learning: the maths of PerMA."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ squares (:func:`nonnegative_least_squares`), which has no penalty at all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,6 @@ from scipy.optimize import nnls
 from flwr_perdl._arrays import (
     beside,
     cast,
-    combinations,
     copied,
     largest,
     namespace,
@@ -35,12 +34,19 @@ from flwr_perdl._arrays import (
     row_norms,
     squared_norm,
 )
-from flwr_perdl._checks import Matrix, check_array, check_count, check_real
+from flwr_perdl._checks import Matrix, check_array, check_choice, check_count, check_real
+from flwr_perdl._parallel import in_threads, n_kernel_threads
+from flwr_perdl.dictionary import _array_api
 from flwr_perdl.dictionary.atoms import unit_atoms
+
+#: How :func:`omp` chooses an atom.
+Selection = Literal["correlation", "residual"]
 
 #: The largest share of a sample's norm that counts as rounding.
 _FEW = 1e-4
-#: Numbers held at once by :func:`omp` and :func:`focuss`.
+#: Products of samples and atoms that a thread holds at once: they stay in its cache.
+_BLOCK = 2**18
+#: Numbers held at once by :func:`focuss`, and by :func:`omp` on arrays of other libraries.
 _WORKSPACE = 2**24
 #: Exchanges of many variables in a row that :func:`nonnegative_least_squares` allows without gain.
 _PATIENCE = 3
@@ -115,11 +121,11 @@ def top_k(A: Matrix, k: int) -> Matrix:
     return out
 
 
-def omp(X: Matrix, D: Matrix, n_nonzero: int) -> Matrix:
-    """Code by orthogonal matching pursuit, all samples at once.
+def omp(X: Matrix, D: Matrix, n_nonzero: int, *, selection: Selection = "correlation") -> Matrix:
+    """Code by orthogonal matching pursuit.
 
-    Each sample repeatedly takes the atom that correlates most with what is left of it (the first
-    of several that do but for rounding), and fits the atoms that it has taken by least squares.
+    Each sample repeatedly takes an atom (the first of several that are as good but for rounding),
+    and fits the atoms that it has taken by least squares.
 
     Parameters
     ----------
@@ -129,80 +135,73 @@ def omp(X: Matrix, D: Matrix, n_nonzero: int) -> Matrix:
         Atoms. Their lengths do not matter: codes are those of unit atoms divided by them.
     n_nonzero : int
         Atoms per sample, at most; a sample that is fitted exactly takes no more.
+    selection : {"correlation", "residual"}, default "correlation"
+        Which atom is taken: the one that correlates most with what is left of the sample (Pati,
+        Rezaiifar and Krishnaprasad 1993), or the one after which least is left (orthogonal least
+        squares: Chen, Billings and Luo 1989), which takes as long and often fits better.
 
     Returns
     -------
     ndarray of shape (n_samples, n_atoms)
         Codes.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> omp(np.array([[3.0, 1.0]]), np.eye(2), 1)
+    array([[3., 0.]])
     """
+    check_choice("selection", selection, get_args(Selection))
     xp = namespace(X, D)
     X = check_array("X", X, xp=xp)
     D = check_array("D", D, columns=X.shape[1], squares=True, xp=xp)
     k = min(check_count("n_nonzero", n_nonzero), *D.shape)
     unit, lengths = unit_atoms(D)
-    C = pursue(X, unit, k)
+    C = pursue(X, unit, k, selection=selection)
     return C if unit is D else C / lengths.T
 
 
-def pursue(X: Matrix, D: Matrix, k: int, level: float = 0.0) -> Matrix:
+def pursue(
+    X: Matrix, D: Matrix, k: int, level: float = 0.0, selection: Selection = "correlation"
+) -> Matrix:
     """Return :func:`omp`'s codes of checked samples with unit atoms, ``k`` of them at most.
 
     A sample takes no atom whose product with what is left of it is below ``level``: for orthonormal
     atoms these are the codes of :func:`hard_threshold`, of as many atoms as it leaves.
     """
     xp, (n, r) = namespace(X, D), (X.shape[0], D.shape[0])
+    dtype, by_residual = xp.result_type(X, D), selection == "residual"
+    tiny = 100 * float(xp.finfo(dtype).eps)
+    X, D = cast(X, dtype), cast(D, dtype)
+    C: Matrix = xp.zeros((n, r), dtype=dtype, **beside(X))
+    if not k or not n:
+        return C
     gram = D @ D.T
-    C: Matrix = xp.zeros((n, r), dtype=xp.result_type(X, D), **beside(X))
-    if k and n:
-        for rows in np.array_split(np.arange(n), min(n, n * k * r // _WORKSPACE + 1)):
-            piece = slice(int(rows[0]), int(rows[-1]) + 1)
-            peaks = xp.max(xp.abs(X[piece, :]), axis=1)
-            C[piece, :] = _pursue(X[piece, :] @ D.T, gram, peaks, k, level)
+    if xp is not np:
+        for rows in _blocks(n, k * r, _WORKSPACE):
+            peaks, products = xp.max(xp.abs(X[rows, :]), axis=1), X[rows, :] @ D.T
+            C[rows, :] = _array_api.pursue(products, peaks, gram, k, level, by_residual, tiny)
+        return C
+    from flwr_perdl.dictionary import _kernels  # compiled: Numba is imported where it is needed
+
+    def code(rows: slice) -> None:
+        peaks = np.maximum(X[rows].max(axis=1), -X[rows].min(axis=1))
+        _kernels.pursue(X[rows] @ D.T, peaks, gram, k, level, by_residual, tiny, C[rows])
+
+    _in_threads(code, _blocks(n, r, _BLOCK))
     return C
 
 
-def _pursue(correlation: Matrix, gram: Matrix, peaks: Matrix, k: int, level: float) -> Matrix:
-    """OMP from the products ``X @ D.T`` and ``D @ D.T``, and the samples' largest values.
+def _blocks(n: int, per_sample: int, numbers: int) -> list[slice]:
+    """Split samples into blocks with so many numbers at most."""
+    size = max(1, numbers // max(1, per_sample))
+    return [slice(at, min(at + size, n)) for at in range(0, n, size)]
 
-    The atoms that a sample has taken are orthonormalised one by one (Gram-Schmidt); ``basis[s]``
-    holds the products of the ``s``-th orthonormal direction with all atoms, ``R`` the triangular
-    factor that leads back from these directions to the atoms.
-    """
-    xp, here = namespace(correlation, gram), beside(correlation)
-    (n, r), dtype = correlation.shape, correlation.dtype
-    rows, steps = xp.arange(n, **here), xp.arange(k, **here)
-    tiny = float(100 * xp.finfo(dtype).eps)
-    done = tiny * xp.max(xp.abs(correlation), axis=1)
-    done = xp.maximum(done, tiny * cast(peaks, dtype))  # samples may be orthogonal to all atoms
-    basis = xp.zeros((k, n, r), dtype=dtype, **here)
-    R = xp.zeros((n, k, k), dtype=dtype, **here)
-    along = xp.zeros((n, k), dtype=dtype, **here)
-    taken = xp.zeros((n, k), dtype=xp.int64, **here)
-    free = xp.full((n, r), True, **here)
-    for s in range(k):
-        sizes = xp.where(free, xp.abs(correlation), -1)
-        best = xp.max(sizes, axis=1, keepdims=True)
-        choice = xp.argmax(cast(sizes >= (1 - tiny) * best, xp.int8), axis=1)
-        put(free, choice[:, None], False)
-        taken[:, s] = choice
-        before = basis[steps[:s], rows[:, None], choice[:, None]]
-        norm2 = gram[choice, choice] - xp.sum(before**2, axis=1)
-        chosen = correlation[rows, choice]
-        live = (xp.abs(chosen) > done) & (norm2 > tiny) & (xp.abs(chosen) >= level)
-        if level and not xp.any(live):
-            k = s
-            break
-        norm = xp.sqrt(xp.where(live, norm2, 1))
-        direction = xp.take(gram, choice, axis=0) - combinations(before, basis[:s, ...])
-        basis[s, ...] = xp.where(live[:, None], direction / norm[:, None], 0)
-        along[:, s] = xp.where(live, chosen / norm, 0)
-        R[:, :s, s] = xp.where(live[:, None], before, 0)
-        R[:, s, s] = norm
-        correlation = correlation - along[:, s, None] * basis[s, ...]
-    C: Matrix = xp.zeros((n, r), dtype=dtype, **here)
-    if k:
-        put(C, taken[:, :k], xp.linalg.solve(R[:, :k, :k], along[:, :k, None])[..., 0])
-    return C
+
+def _in_threads(code: Callable[[slice], None], blocks: list[slice]) -> None:
+    """Code all blocks; which one a thread takes changes no bit of the codes."""
+    for _ in in_threads(code, blocks, n=n_kernel_threads()):
+        pass
 
 
 def lasso(X: Matrix, D: Matrix, alpha: float, *, tol: float = 1e-8, max_iter: int = 1000) -> Lasso:

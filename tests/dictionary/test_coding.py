@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import spams
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -92,11 +93,56 @@ def test_omp_copes_with_equal_atoms_and_more_atoms_than_dimensions(rng):
     assert np.allclose(C @ D, X, atol=1e-12)
 
 
-def test_omp_in_pieces_is_omp(rng, unit, monkeypatch):
+def test_omp_in_blocks_is_omp(rng, unit, monkeypatch):
     X, D = rng.standard_normal((50, 8)), unit(12, 8)
     whole = omp(X, D, 3)
-    monkeypatch.setattr("flwr_perdl.dictionary.coding._WORKSPACE", 100)
+    monkeypatch.setattr("flwr_perdl.dictionary.coding._BLOCK", 100)
     assert np.allclose(omp(X, D, 3), whole, atol=1e-13)
+
+
+@pytest.mark.parametrize("k", [1, 3, 7])
+def test_omp_by_residual_is_spams(rng, unit, k):
+    X, D = rng.standard_normal((40, 12)), unit(25, 12)
+    X[:, 3] *= 4
+    expected = spams.omp(np.asfortranarray(X.T), np.asfortranarray(D.T), L=k, numThreads=1)
+    assert np.allclose(omp(X, D, k, selection="residual"), expected.toarray().T, atol=1e-10)
+
+
+def test_omp_by_residual_leaves_least_in_every_step(rng, unit):
+    """Beside a least squares fit for each atom that a step could take."""
+    X, D = rng.standard_normal((5, 6)), unit(9, 6)
+    for x in X:
+        taken = []
+        for k in range(1, 5):
+            left = [
+                np.linalg.norm(x - np.linalg.lstsq(own.T, x)[0] @ own)
+                for own in (D[[*taken, j]] for j in range(9))
+            ]
+            taken.append(int(np.argmin(left)))
+            codes = omp(x[None], D, k, selection="residual")
+            assert set(np.flatnonzero(codes)) == set(taken)
+
+
+@pytest.mark.parametrize("selection", ["correlation", "residual"])
+def test_omp_takes_the_first_of_equal_atoms_and_none_that_the_taken_span(selection):
+    D = np.array([[1.0, 0, 0], [1, 0, 0], [0, 1, 0], [0.6, 0.8, 0], [-1, 0, 0], [0, 0, 1]])
+    X = np.array([[3.0, 1, 0], [0, 0, 0], [1, 1, 1e-20]])
+    C = omp(X, D, 3, selection=selection)
+    assert np.allclose(C @ D, X, atol=1e-14)
+    assert not C[:, [1, 4]].any()
+    assert (np.count_nonzero(C, axis=1) <= 2).all()
+
+
+@pytest.mark.parametrize("function", [lambda X, D: omp(X, D, 4)])
+def test_codes_are_the_same_bits_in_any_number_of_threads(rng, unit, monkeypatch, function):
+    X, D = rng.standard_normal((200, 8)), unit(12, 8)
+    monkeypatch.setattr("flwr_perdl.dictionary.coding._BLOCK", 12 * 30)
+    codes = []
+    for threads in ("1", "2", "64"):
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+        codes.append(function(X, D))
+    assert np.array_equal(codes[0], codes[1])
+    assert np.array_equal(codes[0], codes[2])
 
 
 @pytest.mark.parametrize("alpha", [0.05, 0.5])
