@@ -539,8 +539,10 @@ class DictionaryClient(Member):
             error = nan
             for k in counts if len(samples) >= self.min_support else ():
                 tail = "".join(f"_{part}" for part in (k, name) if part)
-                metrics[f"mse_global{tail}"] = rounded(self._error(samples, G, k))
-                metrics[f"mse_full{tail}"] = error = rounded(self._error(samples, D, k))
+                metrics[f"mse_global{tail}"] = error = rounded(self._error(samples, G, k))
+                if len(local_atoms):
+                    error = rounded(self._error(samples, D, k))
+                metrics[f"mse_full{tail}"] = error
             losses.append(error)
         if min(map(len, [self.X, *self.evaluation.values()])) >= self.min_support:
             extra = self.extra_metrics(G, local_atoms)

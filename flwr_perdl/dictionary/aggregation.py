@@ -199,7 +199,7 @@ def shared_rows(X: Matrix, C: Matrix, D: Matrix, n_global: int, min_support: flo
     while min_support > 1 and xp.any(shared):
         local = xp.ones(C.shape[1] - n_global, dtype=xp.bool_, **beside(X))
         keeps = joined([~shared, local], 0)
-        rest = X - xp.where(keeps, C, 0) @ D
+        rest = X - xp.where(keeps, C, 0) @ D if xp.any(keeps) else X
         alone = shared & dominated(rest, across / scale, across @ rest / scale)
         if not xp.any(alone):
             break

@@ -205,6 +205,11 @@ def dominated(X: Matrix, weights: Matrix, rows: Matrix) -> Any:
     ndarray of shape (..., n_rows)
     """
     xp, terms = namespace(X), weights * row_norms(X)[..., None, :]
+    near = row_norms(rows) < 2 * xp.max(xp.abs(terms), axis=-1)  # else no term dominates: ALONE < 1
+    if rows.ndim == 2 and not xp.all(near):
+        if xp.any(near):
+            near[near] = dominated(X, weights[near], rows[near])
+        return near
     rest = row_products(rows, rows)[..., None] - 2 * weights * (rows @ transposed(X))
     return xp.any(rest + (1 - ALONE**2) * terms * terms < 0, axis=-1)
 

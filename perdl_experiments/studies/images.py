@@ -155,7 +155,12 @@ class ImageClient(DictionaryClient):
         )
 
     def extra_metrics(self, global_atoms: Matrix, local_atoms: Matrix) -> dict[str, float]:
-        """Return the quality with global + local atoms: of all images, and of the own kind."""
+        """Return the quality with global + local atoms: of all images, and of the own kind.
+
+        Nothing where all atoms are global: `run` measures these.
+        """
+        if not len(local_atoms):
+            return {}
         D = np.vstack([global_atoms, local_atoms])
         held_out = {"full": self.task.test, "own_full": self.task.own_test(self.partition)}
         return {
@@ -202,6 +207,9 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
         )
     last = federated.history[-1].metrics.values()
     for name in ("full", "own_full"):
+        if len(global_atoms) == config.n_atoms:
+            measured[name] = measured[name.replace("full", "global")]
+            continue
         names = [[_reported(field, name, k) for k in N_NONZERO] for field in FIELDS]
         measured[name] = _mean([np.array([[m[one] for one in row] for row in names]) for m in last])
     records = [record for name in ROWS for record in _records(name, measured[name])]
