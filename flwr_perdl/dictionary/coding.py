@@ -28,13 +28,21 @@ from flwr_perdl._arrays import (
     cast,
     copied,
     largest,
+    like,
     namespace,
     on_host,
     put,
     row_norms,
     squared_norm,
 )
-from flwr_perdl._checks import Matrix, check_array, check_choice, check_count, check_real
+from flwr_perdl._checks import (
+    Matrix,
+    check_array,
+    check_choice,
+    check_count,
+    check_flag,
+    check_real,
+)
 from flwr_perdl._parallel import in_threads, n_kernel_threads
 from flwr_perdl.dictionary import _array_api
 from flwr_perdl.dictionary.atoms import unit_atoms
@@ -59,11 +67,11 @@ class Lasso(NamedTuple):
 
     #: Codes, (n_samples, n_atoms).
     codes: Matrix
-    #: Sweeps over the atoms.
+    #: Sweeps over the active atoms of the sample that took most.
     n_iter: int
-    #: The largest violation of the optimality conditions, relative to ``max |X @ D.T|``.
-    violation: float
-    #: Whether ``violation`` is within the tolerance.
+    #: The largest duality gap of a sample, relative to the objective of zeros.
+    gap: float
+    #: Whether ``gap`` is within the tolerance.
     converged: bool
 
 
@@ -204,11 +212,20 @@ def _in_threads(code: Callable[[slice], None], blocks: list[slice]) -> None:
         pass
 
 
-def lasso(X: Matrix, D: Matrix, alpha: float, *, tol: float = 1e-8, max_iter: int = 1000) -> Lasso:
+def lasso(
+    X: Matrix,
+    D: Matrix,
+    alpha: float,
+    *,
+    nonnegative: bool = False,
+    start: Matrix | None = None,
+    tol: float = 1e-8,
+    max_iter: int = 1000,
+) -> Lasso:
     """Minimise ``0.5 * ||x - c @ D||^2 + alpha * ||c||_1`` for every sample ``x``.
 
-    Coordinate descent in Gram form, one atom at a time for all samples at once; after each, the
-    host asks whether anything changed.
+    Coordinate descent on active atoms of the Gram matrix, with Newton steps once the signs of the
+    codes hold: on most data the codes are exact but for rounding.
 
     Parameters
     ----------
@@ -219,53 +236,61 @@ def lasso(X: Matrix, D: Matrix, alpha: float, *, tol: float = 1e-8, max_iter: in
     alpha : float
         Weight of the penalty, positive (scikit-learn's ``Lasso`` divides the first term by the
         number of features: its ``alpha`` is this one over ``n_features``).
+    nonnegative : bool, default False
+        Whether codes must be zero or positive.
+    start : ndarray of shape (n_samples, n_atoms), optional
+        Codes to start from, such as those of nearly the same atoms; without them, zeros.
     tol : float, default 1e-8
-        Largest violation of the optimality conditions, relative to ``max |X @ D.T|``.
+        Duality gap that is small enough, relative to the objective of zeros, ``0.5 * ||x||^2``. No
+        codes have an objective that is lower by more than the gap.
     max_iter : int, default 1000
-        Largest number of sweeps over the atoms.
+        Largest number of sweeps over a sample's active atoms.
 
     Returns
     -------
     Lasso
-        Codes, sweeps, violation, and whether ``tol`` was reached.
+        Codes, sweeps, duality gap, and whether ``tol`` was reached.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> lasso(np.array([[3.0, 1.0]]), np.eye(2), 2.0).codes
+    array([[1., 0.]])
     """
-    xp = namespace(X, D)
+    xp = namespace(X, D) if start is None else namespace(X, D, start)
     X = check_array("X", X, squares=True, xp=xp)
     D = check_array("D", D, columns=X.shape[1], squares=True, xp=xp)
     alpha = check_real("alpha", alpha, 0, open_low=True)
-    tol = check_real("tol", tol, 0)
+    nonnegative = check_flag("nonnegative", nonnegative)
+    tol = max(check_real("tol", tol, 0), 100 * float(np.finfo(np.float64).eps))
     check_count("max_iter", max_iter)
-    gram = D @ D.T
-    rest = D @ X.T  # (n_atoms, n_samples): products of the atoms with what is left of the samples
-    C = xp.zeros_like(rest)
-    limits = xp.finfo(rest.dtype)
-    alpha = min(alpha, float(limits.max))
-    scale = max(_most(xp.abs(rest)), float(limits.smallest_normal))
-    tol = max(tol, 10 * float(limits.eps))
-    violation, n_iter = _violation(C, rest, alpha) / scale, 0
-    numbers = xp.arange(D.shape[0], **beside(D))
-    squares = [(j, s) for j, s in enumerate(on_host(gram[numbers, numbers]).tolist()) if s > 0]
-    while violation > tol and n_iter < max_iter:
-        for j, square in squares:
-            new = _shrunk(rest[j, :] + square * C[j, :], alpha) / square
-            step = new - C[j, :]
-            if xp.any(step):
-                C[j, :] = new
-                rest -= gram[j, :][:, None] * step
-        violation, n_iter = _violation(C, rest, alpha) / scale, n_iter + 1
-    return Lasso(copied(C.T), n_iter, violation, bool(violation <= tol))
+    if start is not None:
+        start = check_array("start", start, columns=D.shape[0], squares=True, xp=xp)
+        if start.shape[0] != X.shape[0]:
+            raise ValueError(
+                f"start must have {X.shape[0]} row(s), as X has, got shape {tuple(start.shape)}."
+            )
+        if nonnegative and xp.any(start < 0):
+            raise ValueError(
+                f"start must be zero or positive where nonnegative=True, got {xp.min(start):.3g}."
+            )
+    from flwr_perdl.dictionary import _kernels  # compiled: Numba is imported where it is needed
 
+    there, warm, (n, r) = X, start is not None, (X.shape[0], D.shape[0])
+    X, D = on_host(X), on_host(D)  # descent would ask a GPU after each atom
+    dtype, wide = np.result_type(X, D), cast(D, np.float64)
+    C = np.zeros((n, r), dtype) if start is None else np.array(on_host(start), dtype)
+    X, D, gram = cast(X, dtype), cast(D, dtype), wide @ wide.T
+    sweeps, gaps = np.zeros(n, np.intp), np.zeros(n)
 
-def _violation(C: Matrix, rest: Matrix, alpha: float) -> float:
-    """How far ``rest`` is from ``alpha * sign(C)`` (where ``C = 0``: from ``[-alpha, alpha]``)."""
-    xp = namespace(C, rest)
-    inside, at = xp.abs(_shrunk(rest, alpha)), xp.abs(rest - alpha * xp.sign(C))
-    return _most(xp.where(C == 0, inside, at))
+    def code(rows: slice) -> None:
+        squares = np.einsum("ij,ij->i", X[rows], X[rows], dtype=np.float64)
+        given = X[rows] @ D.T, squares, gram, alpha, nonnegative, tol, max_iter, warm
+        _kernels.lasso(*given, C[rows], sweeps[rows], gaps[rows])
 
-
-def _most(A: Matrix) -> float:
-    """Return the largest entry, zero of none."""
-    return float(namespace(A).max(A)) if 0 not in A.shape else 0.0
+    _in_threads(code, _blocks(n, r, _BLOCK))
+    gap = float(gaps.max(initial=0))
+    return Lasso(like(C, there), int(sweeps.max(initial=0)), gap, gap <= tol)
 
 
 def focuss(

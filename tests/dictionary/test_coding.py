@@ -133,7 +133,9 @@ def test_omp_takes_the_first_of_equal_atoms_and_none_that_the_taken_span(selecti
     assert (np.count_nonzero(C, axis=1) <= 2).all()
 
 
-@pytest.mark.parametrize("function", [lambda X, D: omp(X, D, 4)])
+@pytest.mark.parametrize(
+    "function", [lambda X, D: omp(X, D, 4), lambda X, D: lasso(X, D, 0.1).codes]
+)
 def test_codes_are_the_same_bits_in_any_number_of_threads(rng, unit, monkeypatch, function):
     X, D = rng.standard_normal((200, 8)), unit(12, 8)
     monkeypatch.setattr("flwr_perdl.dictionary.coding._BLOCK", 12 * 30)
@@ -145,38 +147,115 @@ def test_codes_are_the_same_bits_in_any_number_of_threads(rng, unit, monkeypatch
     assert np.array_equal(codes[0], codes[2])
 
 
+def lasso_objective(X, D, C, alpha):
+    return (0.5 * ((X - C @ D) ** 2).sum() + alpha * np.abs(C).sum()).item()
+
+
+@pytest.mark.parametrize("nonnegative", [False, True])
 @pytest.mark.parametrize("alpha", [0.05, 0.5])
-def test_lasso_is_scikit_learns(rng, unit, alpha):
+def test_lasso_is_scikit_learns(rng, unit, alpha, nonnegative):
     X, D = rng.standard_normal((6, 12)), unit(20, 12)
-    ours = lasso(X, D, alpha, tol=1e-12, max_iter=20000)
+    ours = lasso(X, D, alpha, nonnegative=nonnegative)
     assert ours.converged
-    oracle = SklearnLasso(alpha=alpha / 12, fit_intercept=False, tol=1e-12, max_iter=100000)
+    oracle = SklearnLasso(
+        alpha=alpha / 12, fit_intercept=False, tol=1e-12, max_iter=100000, positive=nonnegative
+    )
     expected = np.stack([oracle.fit(D.T, x).coef_ for x in X])
     assert np.allclose(ours.codes, expected, atol=1e-7)
 
 
-def test_lasso_optimality(rng, unit):
-    X, D = rng.standard_normal((30, 10)), unit(15, 10)
-    codes, n_iter, violation, converged = lasso(X, D, 0.3)
+@pytest.mark.parametrize("nonnegative", [False, True])
+@pytest.mark.parametrize("alpha", [0.02, 1.0])
+@pytest.mark.parametrize("r", [8, 90])
+def test_lasso_is_spams(rng, unit, r, alpha, nonnegative):
+    D = unit(r, 20)
+    D[1::2] += D[0] + D[2]  # atoms that have much in common, of any length
+    X = rng.standard_normal((50, 20))
+    codes = lasso(X, D, alpha, nonnegative=nonnegative).codes
+    options = {"lambda1": alpha, "pos": nonnegative, "numThreads": 1}
+    expected = spams.lasso(np.asfortranarray(X.T), np.asfortranarray(D.T), **options).toarray().T
+    found, wanted = (lasso_objective(X, D, C, alpha) for C in (codes, expected))
+    assert found == pytest.approx(wanted, rel=1e-9)
+
+
+@pytest.mark.parametrize("nonnegative", [False, True])
+def test_lasso_optimality(rng, unit, nonnegative):
+    X, D = rng.standard_normal((30, 10)), 3 * unit(15, 10)
+    codes, n_iter, gap, converged = lasso(X, D, 0.3, nonnegative=nonnegative)
     products = (X - codes @ D) @ D.T
-    scale = np.abs(X @ D.T).max()
     assert converged
     assert n_iter > 0
-    assert violation <= 1e-8
-    assert np.abs(products[codes != 0] - 0.3 * np.sign(codes[codes != 0])).max() < 1e-7 * scale
-    assert np.abs(products[codes == 0]).max() < 0.3 + 1e-7 * scale
+    assert gap <= 1e-8
+    assert (codes >= 0).all() or not nonnegative
+    assert np.abs(products[codes != 0] - 0.3 * np.sign(codes[codes != 0])).max() < 1e-7
+    assert (products if nonnegative else np.abs(products))[codes == 0].max() < 0.3 + 1e-7
 
 
 def test_lasso_with_orthonormal_atoms_is_the_soft_threshold(rng, orthonormal):
     X, D = rng.standard_normal((20, 8)), orthonormal(6, 8)
     result = lasso(X, D, 0.4)
     assert np.allclose(result.codes, soft_threshold(X @ D.T, 0.4), atol=1e-12)
+    positive = lasso(X, D, 0.4, nonnegative=True)
+    assert np.allclose(positive.codes, np.maximum(X @ D.T - 0.4, 0), atol=1e-12)
 
 
-def test_lasso_says_when_it_has_not_converged(rng, unit):
-    result = lasso(rng.standard_normal((5, 10)), unit(40, 10), 0.01, max_iter=2)
-    assert result.n_iter == 2
-    assert not result.converged
+@pytest.mark.parametrize("nonnegative", [False, True])
+def test_lasso_may_start_from_any_codes(rng, unit, nonnegative):
+    X, D = rng.standard_normal((20, 10)), unit(30, 10)
+    D[4] = 0  # an atom that was withheld
+    cold = lasso(X, D, 0.2, nonnegative=nonnegative)
+    start = rng.standard_normal((20, 30))
+    start = np.abs(start) if nonnegative else start
+    before = start.copy()
+    found = lasso(X, D, 0.2, nonnegative=nonnegative, start=start)
+    assert np.array_equal(start, before)
+    assert found.converged
+    assert np.allclose(found.codes, cold.codes, atol=1e-6)
+    again = lasso(X, D, 0.2, nonnegative=nonnegative, start=cold.codes)
+    assert again.n_iter == 0
+    assert np.array_equal(again.codes, cold.codes)
+
+
+def test_the_gap_bounds_what_the_objective_can_still_lose(rng, unit):
+    X, D = rng.standard_normal((1, 10)), unit(40, 10)
+    best = lasso_objective(X, D, lasso(X, D, 0.01, tol=0.0).codes, 0.01)
+    for sweeps in (0, 1, 2, 4):
+        codes, n_iter, gap, converged = lasso(X, D, 0.01, max_iter=sweeps)
+        assert n_iter == sweeps
+        assert not converged
+        lost = lasso_objective(X, D, codes, 0.01) - best
+        assert 0 < lost <= gap * 0.5 * (X**2).sum()
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    arrays(float, (3, 4), elements=st.integers(-3, 3).map(float)),
+    arrays(float, (7, 4), elements=st.integers(-2, 2).map(float)),
+    st.sampled_from([0.01, 1.0, 2.0]),
+    st.booleans(),
+    st.booleans(),
+)
+def test_lasso_ends_where_atoms_are_equal_or_products_are_tied(X, D, alpha, nonnegative, warm):
+    """Whole numbers: atoms that are zero, equal, opposite or dependent, and codes that tie."""
+    start = np.ones((3, 7)) if warm else None
+    found = lasso(X, D, alpha, nonnegative=nonnegative, start=start)
+    assert found.converged
+    products = (X - found.codes @ D) @ D.T
+    assert (products if nonnegative else np.abs(products)).max() < alpha + 1e-3
+    slack = alpha * np.abs(found.codes).sum() - (found.codes * products).sum()
+    assert slack < 1e-6
+
+
+def test_lasso_in_float32_is_float64s(rng, unit):
+    X, D = rng.standard_normal((30, 12)).astype(np.float32), unit(40, 12).astype(np.float32)
+    for alpha in (1.0, 1e-3):
+        found = lasso(X, D, alpha)
+        wide = lasso(X.astype(float), D.astype(float), alpha)
+        assert found.codes.dtype == np.float32
+        assert found.converged
+        assert lasso_objective(X, D, found.codes.astype(float), alpha) == pytest.approx(
+            lasso_objective(X, D, wide.codes, alpha), rel=1e-4
+        )
 
 
 @pytest.mark.parametrize("option", [{"n_nonzero": 2}, {"threshold": 0.1}, {"alpha": 0.1}])
@@ -231,7 +310,7 @@ def focuss_objective(X, D, C, alpha, power):
 def test_focuss_with_power_one_is_the_lasso(rng, unit, r, d):
     X, D = rng.standard_normal((20, d)), unit(r, d)
     ours = focuss(X, D, 0.3, power=1.0, tol=1e-8, max_iter=20000)
-    expected = lasso(X, D, 0.3, tol=1e-12, max_iter=20000).codes
+    expected = lasso(X, D, 0.3).codes
     assert np.abs(ours.codes - expected).max() < 1e-4
 
 
@@ -358,6 +437,14 @@ def test_coders_name_options_that_are_wrong(unit):
         (lambda: soft_threshold(X, -3), r"threshold must be in \[0, inf\], got -3"),
         (lambda: lasso(X, D, 0.1, tol=-1.0), "tol must be in"),
         (lambda: lasso(X, D, 0.1, max_iter=-1), "max_iter must be at least 0"),
+        (lambda: lasso(X, D, 0.1, nonnegative="yes"), "nonnegative must be True or False"),
+        (lambda: lasso(X, D, 0.1, start=np.ones((2, 3))), "start must have 4 columns"),
+        (lambda: lasso(X, D, 0.1, start=np.ones((1, 4))), r"start must have 2 row\(s\), as X has"),
+        (
+            lambda: lasso(X, D, 0.1, start=-np.ones((2, 4)), nonnegative=True),
+            "start must be zero or positive where nonnegative=True, got -1",
+        ),
+        (lambda: omp(X, D, 1, selection="best"), "selection must be one of 'correlation', 'res"),
         (lambda: focuss(X, D, 0.1, max_iter=1.5), "max_iter must be an integer"),
     ):
         with pytest.raises(ValueError, match=message):
