@@ -15,6 +15,7 @@ from flwr_perdl.clients import DictionaryClient, RegressionClient, client_app
 from flwr_perdl.dictionary import (
     GradientLearner,
     KSVDLearner,
+    LassoLearner,
     Learner,
     MODLearner,
     OrthogonalLearner,
@@ -34,6 +35,7 @@ LEARNERS: dict[str, Learner] = {
     "gradient": GradientLearner(ROWS),
     "mod": MODLearner(ROWS),
     "ksvd": KSVDLearner(ROWS),
+    "lasso": LassoLearner(ROWS),
 }
 
 
