@@ -564,12 +564,13 @@ def coordinate_atoms(gram: Matrix, moment: Matrix, current: Matrix, n_sweeps: in
 
 
 def merged_atoms(gram: Matrix, D: Matrix) -> Matrix:
-    """Replace atoms that no sample uses, and near copies, by sums of two that are used together.
+    """Replace atoms that no sample uses, and copies, by sums of two that are used together.
 
     Samples that use two atoms together can have the normalized sum of both instead: the penalty on
     ``c`` and ``s * c`` is ``2 |c|``, and on the code of the sum ``|c|`` times its norm. The pairs
-    for which this saves most, by ``gram``, are taken, each atom once. No sample is looked at, and
-    none can come out that is not in the atoms already.
+    for which this saves most, by ``gram``, are taken, each atom once. Without such a pair an unused
+    atom stays, and a copy becomes a random direction, the same in every call: which of two equal
+    atoms a sample uses would be decided by rounding. No rule looks at a sample.
 
     Parameters
     ----------
@@ -581,8 +582,7 @@ def merged_atoms(gram: Matrix, D: Matrix) -> Matrix:
     Returns
     -------
     ndarray of shape (n_atoms, n_features)
-        Unit atoms. Of two whose cosine is beyond ``_COPY`` the first stays. Where no pair is left,
-        the rest stays as it is.
+        Unit atoms. Of two whose cosine is beyond ``_COPY`` the first stays.
     """
     cosines = D @ D.T
     copies = np.any(np.triu(np.abs(cosines) > _COPY, 1), axis=0)
@@ -592,16 +592,17 @@ def merged_atoms(gram: Matrix, D: Matrix) -> Matrix:
     signs = np.where(gram < 0, -1, 1)
     lengths = np.sqrt(np.maximum(2 + 2 * signs * cosines, 0))
     savings = np.triu(np.abs(gram) * (2 - lengths), 1) * good * good[:, None]
-    order = np.argsort(-savings, axis=None, kind="stable")
-    pairs = zip(*np.unravel_index(order[: np.count_nonzero(savings > 0)], gram.shape), strict=True)
+    order = np.argsort(-savings, axis=None, kind="stable")[: np.count_nonzero(savings > 0)]
     atoms, free, spare = D.copy(), good.copy(), list(np.flatnonzero(~good))
-    for i, j in pairs:
+    for i, j in zip(*np.unravel_index(order, gram.shape), strict=True):
         if not spare:
             break
         merged = normalize_atoms((D[i] + signs[i, j] * D[j])[None], D[i, None])[0]
         if free[i] and free[j] and np.abs(atoms[good] @ merged).max() <= _COPY:
             atoms[spare[0]], good[spare.pop(0)] = merged, True
             free[[i, j]] = False
+    left = [j for j in spare if copies[j]]
+    atoms[left] = normalize_atoms(np.random.default_rng(0).standard_normal(D.shape))[left]
     return atoms
 
 

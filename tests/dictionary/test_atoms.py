@@ -325,6 +325,9 @@ def test_an_atom_without_samples_becomes_the_sum_of_two_that_are_used_together()
     copies[2] /= np.linalg.norm(copies[2])
     found = merged_atoms(np.ones((3, 3)), copies)
     assert np.allclose(found, [*copies[:2], [np.sqrt(0.5), np.sqrt(0.5), 0]])
+    found = merged_atoms(np.eye(3), copies)  # none are used together
+    assert np.array_equal(found[:2], copies[:2])
+    assert np.abs(found[:2] @ found[2]).max() < 0.98
 
 
 def test_atoms_without_samples_are_used_after_an_update(rng):
