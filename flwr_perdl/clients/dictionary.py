@@ -396,7 +396,9 @@ class DictionaryClient(Member):
             D = np.vstack([aligned.global_atoms, aligned.local_atoms])
         if not sums:
             order = [*aligned.indices, *np.delete(np.arange(len(D)), aligned.indices)]
-            supported = self._supported(codes[:, order], D)[:n_global, None]
+            codes = codes[:, order]
+            codes[:, :n_global] *= aligned.signs
+            supported = self._supported(codes, D)[:n_global, None]
             return D, np.where(supported, D[:n_global], 0), error
         sent = local_statistics(
             self.X,

@@ -37,7 +37,7 @@ from flwr_perdl.dictionary.atoms import (
     polar_factors,
     unit_atoms,
 )
-from flwr_perdl.dictionary.learners import atom_support, dominated
+from flwr_perdl.dictionary.learners import atom_support, dominated, made_by_one
 
 METHODS = ("mean", "weighted", "median", "geometric-median", "trimmed")
 #: A second moment's least eigenvalue may be this much of the largest below zero.
@@ -168,7 +168,7 @@ def local_statistics(
     check_count("n_global", n_global, 0, len(D))
     check_real("min_support", min_support, 0)
     own = C[:, :n_global]
-    shared = shared_rows(X, C, D, n_global, min_support)
+    shared = shared_rows(X, C, D, n_global, min_support, orthogonal=orthogonal)
     rest = own.T @ C  # C_g.T (X - C_l D_l) = C_g.T X - (C_g.T C_l) D_l
     gram = rest[:, :n_global] * shared
     rest[:, :n_global] -= gram
@@ -178,24 +178,34 @@ def local_statistics(
     return np.where(shared[:, None], sent, 0)
 
 
-def shared_rows(X: Matrix, C: Matrix, D: Matrix, n_global: int, min_support: float) -> Any:
+def shared_rows(
+    X: Matrix,
+    C: Matrix,
+    D: Matrix,
+    n_global: int,
+    min_support: float,
+    *,
+    orthogonal: bool = True,
+) -> Any:
     """Return which rows of its statistics a client sends, (n_global,).
 
     Parameters
     ----------
-    X, C, D, n_global, min_support
+    X, C, D, n_global, min_support, orthogonal
         As in :func:`local_statistics`, checked.
 
     Returns
     -------
     ndarray of shape (n_global,)
         A row is withheld where fewer samples use its atom (:func:`atom_support`), or one sample
-        dominates it (`row_support`). As what is withheld counts as local, and is subtracted from
-        the samples, the others are looked at again.
+        dominates it (`row_support`; unless orthogonal, also `made_by_one`). As what is withheld
+        counts as local, and is subtracted from the samples, the others are looked at again.
     """
     xp, scale = namespace(X, C, D), squared_norm(X) or 1.0
     across = C[:, :n_global].T
     shared = atom_support(C[:, :n_global]) >= min_support
+    if min_support > 1 and not orthogonal and xp.any(shared):
+        shared = shared & ~made_by_one(X, C, D)[:n_global]
     while min_support > 1 and xp.any(shared):
         local = xp.ones(C.shape[1] - n_global, dtype=xp.bool_, **beside(X))
         keeps = joined([~shared, local], 0)

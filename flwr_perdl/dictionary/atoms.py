@@ -550,7 +550,7 @@ def coordinate_atoms(gram: Matrix, moment: Matrix, current: Matrix, n_sweeps: in
         Unit atoms; one that no sample uses stays exactly as it is.
     """
     atoms, used = current.copy(), np.flatnonzero(np.diagonal(gram) > 0)
-    scale = np.maximum(np.abs(gram).max(axis=1), np.abs(moment).max(axis=1))
+    scale = np.maximum(*(np.abs(A).max(axis=1, initial=0) for A in (gram, moment)))
     scale = np.where(scale > 0, scale, 1)[:, None]  # an atom's row may have any length
     others, sums = gram / scale, moment / scale
     np.fill_diagonal(others, 0)

@@ -173,12 +173,16 @@ def update_support(X: Matrix, C: Matrix, D: Matrix, learner: Learner) -> Matrix:
     -------
     ndarray of shape (n_atoms,)
         `atom_support` of the codes with the new atoms, but at most 1 where one sample dominates the
-        sum that an atom was made of (`row_support`). Of orthonormal atoms each is a mixture of all
-        rows of ``C.T @ X``.
+        sum that an atom was made of (`row_support`, and of a general learner `made_by_one`, with
+        the codes before and after the update). Of orthonormal atoms each is a mixture of all rows
+        of ``C.T @ X``.
     """
-    support = atom_support(learner.code(X, D))
+    new = learner.code(X, D)
+    support = atom_support(new)
     if not learner.orthogonal:
-        return limited(support, row_support(X, C) <= 1)
+        unit, lengths = unit_atoms(D)
+        one = made_by_one(X, C, unit) | made_by_one(X, new * lengths.T, unit)
+        return limited(support, one | (row_support(X, C) <= 1))
     return limited(support, dominated(X, (C @ mixing(D, C.T @ X)).T, D))
 
 
@@ -212,6 +216,43 @@ def dominated(X: Matrix, weights: Matrix, rows: Matrix) -> Any:
         return near
     rest = row_products(rows, rows)[..., None] - 2 * weights * (rows @ transposed(X))
     return xp.any(rest + (1 - ALONE**2) * terms * terms < 0, axis=-1)
+
+
+def made_by_one(X: Matrix, C: Matrix, D: Matrix) -> Any:
+    """Return which atoms of a general learner one sample dominates.
+
+    Atom ``j`` points to ``sum_i c_ij e_ij``, where ``e_ij = x_i - c_i @ D + c_ij d_j`` is what the
+    other atoms leave of a sample. A sample dominates where the sum without its term is shorter than
+    that term. In this sum a code counts about by its square, so that a few large codes weigh more
+    than in ``C.T @ X``: the limit is 1, not ``ALONE``.
+
+    Parameters
+    ----------
+    X : ndarray of shape (n_samples, n_features)
+        Data.
+    C : ndarray of shape (n_samples, n_atoms)
+        Codes.
+    D : ndarray of shape (n_atoms, n_features)
+        Unit atoms.
+
+    Returns
+    -------
+    ndarray of shape (n_atoms,)
+    """
+    xp, scale = namespace(X, C, D), squared_norm(X) ** 0.5 or 1.0
+    X, C = X / scale, C / scale
+    rest = X - C @ D
+    sums = C.T @ rest + xp.sum(C * C, axis=0)[:, None] * D
+    left = row_products(rest, rest)[:, None] + 2 * C * (rest @ D.T) + C * C  # |e_ij|^2
+    terms = C * C * left
+    near = row_products(sums, sums) < 4 * xp.max(terms, axis=0)  # else no term dominates
+    if not xp.any(near):
+        return near
+    own, terms, sums = C[:, near], terms[:, near], sums[near, :]
+    across = own * (rest @ sums.T + own * row_products(sums, D[near, :]))
+    apart = row_products(sums, sums) - 2 * across
+    near[near] = xp.any(apart < 0, axis=0)
+    return near
 
 
 def mixing(D: Matrix, S: Matrix) -> Matrix:
