@@ -39,6 +39,7 @@ PUBLIC = {
     "dictionary": {
         "GradientLearner",
         "KSVDLearner",
+        "LassoLearner",
         "MODLearner",
         "OrthogonalLearner",
         "align_to_global",

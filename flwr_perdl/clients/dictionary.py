@@ -429,16 +429,21 @@ class DictionaryClient(Member):
         self, X: Matrix, D: Matrix, G: Matrix, config: Mapping[str, Scalar], min_support: int
     ) -> tuple[Matrix, Matrix, float]:
         """Take an update's steps with any learner."""
-        n_global = len(G)
-        for step in range(int(config.get(LOCAL_STEPS, 1))):
+        n_global, n_steps = len(G), int(config.get(LOCAL_STEPS, 1))
+        sums = config.get(SENDS) == STATISTICS
+        for step in range(n_steps):
             before, codes = D, self.learner.code(X, D)
             if not step:
                 error = _mse(X, reconstruct(codes, D))
+            if sums and len(D) == n_global and step == n_steps - 1:
+                break  # of the last update only the local atoms are kept
             aligned = align_to_global(self.learner.update(X, codes, D), G)
             D = np.vstack([aligned.global_atoms, aligned.local_atoms])
-        if config.get(SENDS) != STATISTICS:
+        if not sums:
             order = [*aligned.indices, *np.delete(np.arange(len(D)), aligned.indices)]
-            supported = update_support(X, codes[:, order], D, self.learner) >= min_support
+            codes = codes[:, order]
+            codes[:, :n_global] *= aligned.signs
+            supported = update_support(X, codes, D, self.learner) >= min_support
             return D, np.where(supported[:n_global, None], D[:n_global], 0), error
         sent = local_statistics(
             X,
@@ -588,8 +593,10 @@ class DictionaryClient(Member):
             error = nan
             for k in counts if len(samples) >= self.min_support else ():
                 tail = "".join(f"_{part}" for part in (k, name) if part)
-                metrics[f"mse_global{tail}"] = rounded(self._error(samples, G, k))
-                metrics[f"mse_full{tail}"] = error = rounded(self._error(samples, D, k))
+                metrics[f"mse_global{tail}"] = error = rounded(self._error(samples, G, k))
+                if len(local_atoms):
+                    error = rounded(self._error(samples, D, k))
+                metrics[f"mse_full{tail}"] = error
             losses.append(error)
         if min(map(len, [self.X, *self.evaluation.values()])) >= self.min_support:
             extra = self.extra_metrics(G, local_atoms)

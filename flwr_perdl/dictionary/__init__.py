@@ -34,6 +34,7 @@ from flwr_perdl.dictionary.coding import (
 from flwr_perdl.dictionary.learners import (
     GradientLearner,
     KSVDLearner,
+    LassoLearner,
     Learner,
     MODLearner,
     OrthogonalLearner,
@@ -54,6 +55,7 @@ __all__ = [
     "GradientLearner",
     "KSVDLearner",
     "Lasso",
+    "LassoLearner",
     "Learner",
     "LocalDictionary",
     "MODLearner",

@@ -28,8 +28,13 @@ from flwr_perdl._arrays import beside, joined, namespace, row_products, squared_
 from flwr_perdl._checks import Matrix, check_array, check_choice, check_count, check_real
 from flwr_perdl._parallel import in_threads
 from flwr_perdl._robust import DEEDS, average_of, far, geometric_median, reach, shortening
-from flwr_perdl.dictionary.atoms import least_squares_atoms, normalize_atoms, unit_atoms
-from flwr_perdl.dictionary.learners import atom_support, dominated
+from flwr_perdl.dictionary.atoms import (
+    coordinate_atoms,
+    descended_atoms,
+    normalize_atoms,
+    unit_atoms,
+)
+from flwr_perdl.dictionary.learners import atom_support, dominated, made_by_one
 from flwr_perdl.dictionary.polar import polar_factor_beside, polar_factors
 
 METHODS = ("mean", "weighted", "median", "geometric-median", "trimmed")
@@ -161,7 +166,7 @@ def local_statistics(
     check_count("n_global", n_global, 0, len(D))
     check_real("min_support", min_support, 0)
     own = C[:, :n_global]
-    shared = shared_rows(X, C, D, n_global, min_support)
+    shared = shared_rows(X, C, D, n_global, min_support, orthogonal=orthogonal)
     rest = own.T @ C  # C_g.T (X - C_l D_l) = C_g.T X - (C_g.T C_l) D_l
     gram = rest[:, :n_global] * shared
     rest[:, :n_global] -= gram
@@ -171,28 +176,38 @@ def local_statistics(
     return np.where(shared[:, None], sent, 0)
 
 
-def shared_rows(X: Matrix, C: Matrix, D: Matrix, n_global: int, min_support: float) -> Any:
+def shared_rows(
+    X: Matrix,
+    C: Matrix,
+    D: Matrix,
+    n_global: int,
+    min_support: float,
+    *,
+    orthogonal: bool = True,
+) -> Any:
     """Return which rows of its statistics a client sends, (n_global,).
 
     Parameters
     ----------
-    X, C, D, n_global, min_support
+    X, C, D, n_global, min_support, orthogonal
         As in :func:`local_statistics`, checked.
 
     Returns
     -------
     ndarray of shape (n_global,)
         A row is withheld where fewer samples use its atom (:func:`atom_support`), or one sample
-        dominates it (`row_support`). As what is withheld counts as local, and is subtracted from
-        the samples, the others are looked at again.
+        dominates it (`row_support`; unless orthogonal, also `made_by_one`). As what is withheld
+        counts as local, and is subtracted from the samples, the others are looked at again.
     """
     xp, scale = namespace(X, C, D), squared_norm(X) or 1.0
     across = C[:, :n_global].T
     shared = atom_support(C[:, :n_global]) >= min_support
+    if min_support > 1 and not orthogonal and xp.any(shared):
+        shared = shared & ~made_by_one(X, C, D)[:n_global]
     while min_support > 1 and xp.any(shared):
         local = xp.ones(C.shape[1] - n_global, dtype=xp.bool_, **beside(X))
         keeps = joined([~shared, local], 0)
-        rest = X - xp.where(keeps, C, 0) @ D
+        rest = X - xp.where(keeps, C, 0) @ D if xp.any(keeps) else X
         alone = shared & dominated(rest, across / scale, across @ rest / scale)
         if not xp.any(alone):
             break
@@ -209,9 +224,12 @@ def aggregate_statistics(stack: Matrix, current: Matrix, *, orthogonal: bool) ->
         From :func:`local_statistics`; ``m`` is ``n_features`` if orthogonal, otherwise
         ``n_global + n_features``.
     current : ndarray of shape (n_global, n_features)
-        The current global atoms; one that all clients withhold stays as it is.
+        The current global atoms. One that all clients withhold stays as it is if ``orthogonal``;
+        otherwise it becomes the sum of two others that are used together.
     orthogonal : bool
-        Whether the learner's atoms are orthonormal.
+        Whether the learner's atoms are orthonormal. If not, the atoms are updated as by
+        `LassoLearner`: from the sum of the statistics of N clients that share all atoms comes what
+        their pooled samples give.
 
     Returns
     -------
@@ -243,7 +261,11 @@ def aggregate_statistics(stack: Matrix, current: Matrix, *, orthogonal: bool) ->
         "left out": (present & ~kept).astype(float),
         "clipped": np.where(kept, 1 - factors, 0),
     }
-    return Aggregation(_solve(total, current, orthogonal), kept, odd)
+    if orthogonal:
+        atoms = _solve(total, current, orthogonal)
+    else:
+        atoms = descended_atoms(total[:, :r], total[:, r:], current)
+    return Aggregation(atoms, kept, odd)
 
 
 def _moments(grams: Matrix) -> NDArray[np.bool_]:
@@ -275,14 +297,11 @@ def _solve_each(
 
 
 def _solve(S: Matrix, current: Matrix, orthogonal: bool) -> Matrix:
-    """Return the atoms that (a sum of) statistics give; rows without any stay as they are."""
+    """Return the atoms that statistics give; rows without any stay as they are."""
     if orthogonal:
         return finish_atoms(S, current, np.any(S != 0, axis=1), orthogonal=True)
-    r, limits = len(current), np.finfo(S.dtype)
-    peak, most = np.abs(S).max(initial=0), np.sqrt(limits.max) * limits.eps
-    if peak and not 1 / most < peak < most:  # what a client sends may be anything
-        S = S / peak
-    return least_squares_atoms(S[:, :r], S[:, r:], current)
+    r = len(current)  # one sweep tells whose atoms go elsewhere
+    return coordinate_atoms(S[:, :r], S[:, r:], current, n_sweeps=1)
 
 
 def _outliers(own: Matrix, sent: NDArray[np.bool_]) -> NDArray[np.bool_]:

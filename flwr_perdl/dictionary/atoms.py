@@ -46,6 +46,8 @@ _CLOSE = 1e-2
 _ORTHOGONAL = 1e-6
 #: Squared norms this near to 1 are those of unit atoms.
 _UNIT = 1e-5
+#: Atoms with a larger cosine than this are copies of each other; clients refuse those above .99.
+_COPY = 0.98
 
 
 class AtomMatch(NamedTuple):
@@ -208,6 +210,104 @@ def least_squares_atoms(gram: Matrix, moment: Matrix, current: Matrix) -> Matrix
         step = inverse @ xp.take(moment - gram @ current, rows, axis=0)
         before = xp.take(current, rows, axis=0)
         atoms[used] = cast(normalize_atoms(before + step, before), current.dtype)
+    return atoms
+
+
+def descended_atoms(gram: Matrix, moment: Matrix, current: Matrix) -> Matrix:
+    """Return the atoms after one update of online dictionary learning.
+
+    Mairal, Bach, Ponce and Sapiro, "Online Dictionary Learning for Sparse Coding", ICML 2009:
+    `coordinate_atoms`, then `merged_atoms` for what no sample uses.
+
+    Parameters
+    ----------
+    gram : ndarray of shape (n_atoms, n_atoms)
+        ``C.T @ C``, or a sum of such.
+    moment : ndarray of shape (n_atoms, n_features)
+        ``C.T @ X``, or a sum of such.
+    current : ndarray of shape (n_atoms, n_features)
+        The unit atoms to start from.
+
+    Returns
+    -------
+    ndarray of shape (n_atoms, n_features)
+        Unit atoms.
+    """
+    return merged_atoms(gram, coordinate_atoms(gram, moment, current))
+
+
+def coordinate_atoms(gram: Matrix, moment: Matrix, current: Matrix, n_sweeps: int = 5) -> Matrix:
+    """Lower ``||X - C @ D||^2`` over unit atoms, one after the other (block-coordinate descent).
+
+    A step is exact: with the other atoms fixed, the best unit vector for atom ``j`` has the
+    direction of ``sum_i c_ij (x_i - what the others make of it)``.
+
+    Parameters
+    ----------
+    gram, moment, current
+        As in :func:`descended_atoms`, NumPy's.
+    n_sweeps : int, default 5
+        Passes over the atoms.
+
+    Returns
+    -------
+    ndarray of shape (n_atoms, n_features)
+        Unit atoms; one that no sample uses stays exactly as it is.
+    """
+    atoms, used = current.copy(), np.flatnonzero(np.diagonal(gram) > 0)
+    scale = np.maximum(*(np.abs(A).max(axis=1, initial=0) for A in (gram, moment)))
+    scale = np.where(scale > 0, scale, 1)[:, None]  # an atom's row may have any length
+    others, sums = gram / scale, moment / scale
+    np.fill_diagonal(others, 0)
+    for _ in range(n_sweeps):
+        for j in used:
+            atom = sums[j] - others[j] @ atoms
+            norm = np.sqrt(atom @ atom)
+            if norm > 0:
+                atoms[j] = atom / norm
+    return atoms
+
+
+def merged_atoms(gram: Matrix, D: Matrix) -> Matrix:
+    """Replace atoms that no sample uses, and copies, by sums of two that are used together.
+
+    Samples that use two atoms together can have the normalized sum of both instead: the penalty on
+    ``c`` and ``s * c`` is ``2 |c|``, and on the code of the sum ``|c|`` times its norm. The pairs
+    for which this saves most, by ``gram``, are taken, each atom once. Without such a pair an unused
+    atom stays, and a copy becomes a random direction, the same in every call: which of two equal
+    atoms a sample uses would be decided by rounding. No rule looks at a sample.
+
+    Parameters
+    ----------
+    gram : ndarray of shape (n_atoms, n_atoms)
+        ``C.T @ C``, or a sum of such.
+    D : ndarray of shape (n_atoms, n_features)
+        Unit atoms.
+
+    Returns
+    -------
+    ndarray of shape (n_atoms, n_features)
+        Unit atoms. Of two whose cosine is beyond ``_COPY`` the first stays.
+    """
+    cosines = D @ D.T
+    copies = np.any(np.triu(np.abs(cosines) > _COPY, 1), axis=0)
+    good = ~copies & (np.diagonal(gram) > 0)
+    if good.all():
+        return D
+    signs = np.where(gram < 0, -1, 1)
+    lengths = np.sqrt(np.maximum(2 + 2 * signs * cosines, 0))
+    savings = np.triu(np.abs(gram) * (2 - lengths), 1) * good * good[:, None]
+    order = np.argsort(-savings, axis=None, kind="stable")[: np.count_nonzero(savings > 0)]
+    atoms, free, spare = D.copy(), good.copy(), list(np.flatnonzero(~good))
+    for i, j in zip(*np.unravel_index(order, gram.shape), strict=True):
+        if not spare:
+            break
+        merged = normalize_atoms((D[i] + signs[i, j] * D[j])[None], D[i, None])[0]
+        if free[i] and free[j] and np.abs(atoms[good] @ merged).max() <= _COPY:
+            atoms[spare[0]], good[spare.pop(0)] = merged, True
+            free[[i, j]] = False
+    left = [j for j in spare if copies[j]]
+    atoms[left] = normalize_atoms(np.random.default_rng(0).standard_normal(D.shape))[left]
     return atoms
 
 

@@ -16,7 +16,8 @@ gradient step ``eta``, Alg. 5 line 3    :class:`GradientLearner`
 Deviations: Algorithm 4 also learns thin dictionaries (fewer atoms than features); Algorithm 5's
 step is scaled, ``eta = 0.5 / ||C' C||_2``, and its atoms are brought back to unit norm, without
 which it stalls; learners whose atoms need not be orthogonal code by orthogonal matching pursuit
-that stops at the threshold. MOD and approximate K-SVD are not in the paper.
+that stops at the threshold. MOD, approximate K-SVD and online dictionary learning
+(:class:`LassoLearner`) are not in the paper.
 
 No start and no update puts a raw sample into a dictionary: starts are random rotations of the
 data's principal directions, and where each atom has an update of its own, it moves only if at
@@ -54,16 +55,19 @@ from flwr_perdl._checks import (
     own_numbers,
 )
 from flwr_perdl.dictionary.atoms import (
+    descended_atoms,
     least_squares_atoms,
     normalize_atoms,
     principal_directions,
     unit_atoms,
 )
-from flwr_perdl.dictionary.coding import kept_above, omp, pursue
+from flwr_perdl.dictionary.coding import kept_above, lasso, omp, pursue
 from flwr_perdl.dictionary.polar import polar_factor, rounding_share
 
 #: ``threshold="auto"`` is this multiple of the root mean square norm of the samples.
 AUTO_THRESHOLD = 0.11
+#: ``alpha="auto"`` is this multiple of a sample's norm.
+AUTO_PENALTY = 0.05
 #: Atoms that a sample may have where a pursuit with a threshold codes it.
 PURSUED = 10
 #: Samples that must stand behind an atom before a learner moves it.
@@ -168,12 +172,16 @@ def update_support(X: Matrix, C: Matrix, D: Matrix, learner: Learner) -> Matrix:
     -------
     ndarray of shape (n_atoms,)
         `atom_support` of the codes with the new atoms, but at most 1 where one sample dominates the
-        sum that an atom was made of (`row_support`). Of orthonormal atoms each is a mixture of all
-        rows of ``C.T @ X``.
+        sum that an atom was made of (`row_support`, and of a general learner `made_by_one`, with
+        the codes before and after the update). Of orthonormal atoms each is a mixture of all rows
+        of ``C.T @ X``.
     """
-    support = atom_support(learner.code(X, D))
+    new = learner.code(X, D)
+    support = atom_support(new)
     if not learner.orthogonal:
-        return limited(support, row_support(X, C) <= 1)
+        unit, lengths = unit_atoms(D)
+        one = made_by_one(X, C, unit) | made_by_one(X, new * lengths.T, unit)
+        return limited(support, one | (row_support(X, C) <= 1))
     return limited(support, dominated(X, (C @ mixing(D, C.T @ X)).T, D))
 
 
@@ -200,8 +208,50 @@ def dominated(X: Matrix, weights: Matrix, rows: Matrix) -> Any:
     ndarray of shape (..., n_rows)
     """
     xp, terms = namespace(X), weights * row_norms(X)[..., None, :]
+    near = row_norms(rows) < 2 * xp.max(xp.abs(terms), axis=-1)  # else no term dominates: ALONE < 1
+    if rows.ndim == 2 and not xp.all(near):
+        if xp.any(near):
+            near[near] = dominated(X, weights[near], rows[near])
+        return near
     rest = row_products(rows, rows)[..., None] - 2 * weights * (rows @ transposed(X))
     return xp.any(rest + (1 - ALONE**2) * terms * terms < 0, axis=-1)
+
+
+def made_by_one(X: Matrix, C: Matrix, D: Matrix) -> Any:
+    """Return which atoms of a general learner one sample dominates.
+
+    Atom ``j`` points to ``sum_i c_ij e_ij``, where ``e_ij = x_i - c_i @ D + c_ij d_j`` is what the
+    other atoms leave of a sample. A sample dominates where the sum without its term is shorter than
+    that term. In this sum a code counts about by its square, so that a few large codes weigh more
+    than in ``C.T @ X``: the limit is 1, not ``ALONE``.
+
+    Parameters
+    ----------
+    X : ndarray of shape (n_samples, n_features)
+        Data.
+    C : ndarray of shape (n_samples, n_atoms)
+        Codes.
+    D : ndarray of shape (n_atoms, n_features)
+        Unit atoms.
+
+    Returns
+    -------
+    ndarray of shape (n_atoms,)
+    """
+    xp, scale = namespace(X, C, D), squared_norm(X) ** 0.5 or 1.0
+    X, C = X / scale, C / scale
+    rest = X - C @ D
+    sums = C.T @ rest + xp.sum(C * C, axis=0)[:, None] * D
+    left = row_products(rest, rest)[:, None] + 2 * C * (rest @ D.T) + C * C  # |e_ij|^2
+    terms = C * C * left
+    near = row_products(sums, sums) < 4 * xp.max(terms, axis=0)  # else no term dominates
+    if not xp.any(near):
+        return near
+    own, terms, sums = C[:, near], terms[:, near], sums[near, :]
+    across = own * (rest @ sums.T + own * row_products(sums, D[near, :]))
+    apart = row_products(sums, sums) - 2 * across
+    near[near] = xp.any(apart < 0, axis=0)
+    return near
 
 
 def mixing(D: Matrix, S: Matrix) -> Matrix:
@@ -272,23 +322,15 @@ def column_sums(A: Matrix) -> Matrix:
 
 @dataclass(frozen=True)
 class AlternatingLearner(ABC):
-    """Coding, start and objective, which all learners share.
+    """Start, coding and update, which all learners share.
 
     Parameters
     ----------
     n_atoms : int
         Atoms of the dictionary.
-    threshold : float or "auto", default "auto"
-        Codes are ``X @ D.T`` without the entries below this; "auto" is ``AUTO_THRESHOLD`` times
-        the root mean square norm of the samples, so that the data's scale does not matter.
-    n_nonzero : int or None, default None
-        If given, codes come from orthogonal matching pursuit with this many atoms per sample,
-        and ``threshold`` is not used.
     """
 
     n_atoms: int
-    threshold: float | Literal["auto"] = "auto"
-    n_nonzero: int | None = None
 
     orthogonal: ClassVar[bool] = False
 
@@ -296,10 +338,6 @@ class AlternatingLearner(ABC):
         """Check the options."""
         own_numbers(self)
         check_count("n_atoms", self.n_atoms, 1)
-        if self.threshold != "auto":
-            check_real("threshold", self.threshold, 0, 1e150)  # its square is a number
-        if self.n_nonzero is not None:
-            check_count("n_nonzero", self.n_nonzero, 1)
 
     def start(self, X: Matrix, rng: np.random.Generator) -> Matrix:
         """Return a random rotation of the data's principal directions.
@@ -327,28 +365,6 @@ class AlternatingLearner(ABC):
         more = normalize_atoms(rng.standard_normal((self.n_atoms - k, k)))
         return np.vstack([rotation, more]).astype(X.dtype) @ basis.astype(X.dtype)
 
-    def level(self, X: Matrix) -> float:
-        """Return the threshold that applies to ``X``."""
-        return float(self.levels_of(np.array([squared_norm(X)]), X.shape[0])[0])
-
-    def levels_of(self, energies: Matrix, n_samples: int) -> Matrix:
-        """Return the thresholds of clients with ``n_samples`` each, by the sums of their squares.
-
-        Parameters
-        ----------
-        energies : ndarray of shape (n_clients,)
-            Sums of squares of all of a client's samples.
-        n_samples : int
-            Samples of each client.
-
-        Returns
-        -------
-        ndarray of shape (n_clients,)
-        """
-        if self.threshold == "auto":
-            return AUTO_THRESHOLD * np.sqrt(energies / max(n_samples, 1))
-        return np.full_like(energies, self.threshold)
-
     def code(self, X: Matrix, D: Matrix, scale: float = 1.0) -> Matrix:
         """Return the codes of ``X``, ``C`` with ``X ≈ C @ D``.
 
@@ -359,7 +375,7 @@ class AlternatingLearner(ABC):
         D : ndarray of shape (n_atoms, n_features)
             Atoms. Their lengths do not matter: codes are those of unit atoms divided by them.
         scale : float, default 1
-            Multiplies the threshold (or divides ``n_nonzero``).
+            Multiplies the threshold or penalty (or divides ``n_nonzero``).
 
         Returns
         -------
@@ -373,11 +389,9 @@ class AlternatingLearner(ABC):
         C = self._code(X, unit, scale)
         return C if unit is D else C / lengths.T
 
+    @abstractmethod
     def _code(self, X: Matrix, D: Matrix, scale: float = 1.0) -> Matrix:
-        if self.n_nonzero is not None:
-            return omp(X, D, max(1, round(self.n_nonzero / scale)))
-        products, level = X @ D.T, scale * self.level(X)
-        return kept_above(products, min(level, float(namespace(X).finfo(products.dtype).max)))
+        """Return the codes of arguments that are as they should be, of unit atoms."""
 
     def update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
         """Return the next dictionary.
@@ -414,8 +428,72 @@ class AlternatingLearner(ABC):
         return self._update(X, self._code(X, D, scale), D)
 
     def loss(self, X: Matrix, C: Matrix, D: Matrix) -> float:
-        """Return ``||X - C @ D||^2``, plus ``threshold^2`` per non-zero code if thresholding."""
-        X, C, D = _checked(X, C, D)
+        """Return the objective that the iterations bring down, as the learner's class states it."""
+        return self._loss(*_checked(X, C, D))
+
+    @abstractmethod
+    def _loss(self, X: Matrix, C: Matrix, D: Matrix) -> float:
+        """Return the objective of arguments that are as they should be."""
+
+
+@dataclass(frozen=True)
+class ThresholdLearner(AlternatingLearner):
+    """Coding by a threshold, or by a number of atoms per sample.
+
+    The objective is ``||X - C @ D||^2``, plus ``threshold^2`` per non-zero code if thresholding.
+
+    Parameters
+    ----------
+    n_atoms : int
+        Atoms of the dictionary.
+    threshold : float or "auto", default "auto"
+        Codes are ``X @ D.T`` without the entries below this; "auto" is ``AUTO_THRESHOLD`` times
+        the root mean square norm of the samples, so that the data's scale does not matter.
+    n_nonzero : int or None, default None
+        If given, codes come from orthogonal matching pursuit with this many atoms per sample,
+        and ``threshold`` is not used.
+    """
+
+    threshold: float | Literal["auto"] = "auto"
+    n_nonzero: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        if self.threshold != "auto":
+            check_real("threshold", self.threshold, 0, 1e150)  # its square is a number
+        if self.n_nonzero is not None:
+            check_count("n_nonzero", self.n_nonzero, 1)
+
+    def level(self, X: Matrix) -> float:
+        """Return the threshold that applies to ``X``."""
+        return float(self.levels_of(np.array([squared_norm(X)]), X.shape[0])[0])
+
+    def levels_of(self, energies: Matrix, n_samples: int) -> Matrix:
+        """Return the thresholds of clients with ``n_samples`` each, by the sums of their squares.
+
+        Parameters
+        ----------
+        energies : ndarray of shape (n_clients,)
+            Sums of squares of all of a client's samples.
+        n_samples : int
+            Samples of each client.
+
+        Returns
+        -------
+        ndarray of shape (n_clients,)
+        """
+        if self.threshold == "auto":
+            return AUTO_THRESHOLD * np.sqrt(energies / max(n_samples, 1))
+        return np.full_like(energies, self.threshold)
+
+    def _code(self, X: Matrix, D: Matrix, scale: float = 1.0) -> Matrix:
+        if self.n_nonzero is not None:
+            return omp(X, D, max(1, round(self.n_nonzero / scale)))
+        products, level = X @ D.T, scale * self.level(X)
+        return kept_above(products, min(level, float(namespace(X).finfo(products.dtype).max)))
+
+    def _loss(self, X: Matrix, C: Matrix, D: Matrix) -> float:
         xp = namespace(X)
         error = float(xp.sum((X - C @ D) ** 2))
         if self.n_nonzero is not None:
@@ -424,7 +502,7 @@ class AlternatingLearner(ABC):
 
 
 @dataclass(frozen=True)
-class OrthogonalLearner(AlternatingLearner):
+class OrthogonalLearner(ThresholdLearner):
     """Algorithm 4: orthonormal atoms, as many as features or fewer.
 
     The update is the orthonormal dictionary that minimises ``||X - C @ D||``, the polar factor of
@@ -454,7 +532,7 @@ class OrthogonalLearner(AlternatingLearner):
 
 
 @dataclass(frozen=True)
-class GeneralLearner(AlternatingLearner):
+class GeneralLearner(ThresholdLearner):
     """Coding for atoms that need not be orthogonal.
 
     Parameters
@@ -565,8 +643,7 @@ class KSVDLearner(GeneralLearner):
     """
 
     def _update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
-        if namespace(X, C, D) is not np:
-            raise ValueError(f"X must be a NumPy array for K-SVD, got one of {place(X)}.")
+        _check_numpy(X, "K-SVD")
         D = D.copy()
         rest = X - C @ D
         for j in np.flatnonzero(atom_support(C) >= _LEAST_SUPPORT):
@@ -575,6 +652,67 @@ class KSVDLearner(GeneralLearner):
             D[j] = normalize_atoms((C[users, j] @ own)[None], D[j, None])[0]
             rest[users] = own - (own @ D[j])[:, None] * D[j]
         return D
+
+
+@dataclass(frozen=True)
+class LassoLearner(AlternatingLearner):
+    """Online dictionary learning (Mairal, Bach, Ponce and Sapiro, ICML 2009).
+
+    Codes are the lasso's. The update is block-coordinate descent on ``C.T @ C`` and ``C.T @ X``.
+    These are sums over samples, so that a round of `PerMA` with "statistics" over clients is an
+    iteration over their pooled samples. The objective is the sum over samples of
+    ``||x - c @ D||^2 / 2 + penalty * ||c||_1``.
+
+    Deviations from the paper: an iteration takes all samples and forgets earlier codes; atoms have
+    norm 1, not at most 1; an atom that no sample uses becomes the normalized sum of two others that
+    are used together, never a sample. Updates take NumPy's arrays only.
+
+    Parameters
+    ----------
+    n_atoms : int
+        Atoms of the dictionary; may exceed the number of features.
+    alpha : float or "auto", default "auto"
+        The penalty, the same for all samples; for "auto" a sample's own is ``AUTO_PENALTY`` times
+        its norm. Then the data's scale does not matter, clients need not agree on a number, and
+        dark and bright images count alike.
+
+    Examples
+    --------
+    >>> rng = np.random.default_rng(0)
+    >>> X = rng.standard_normal((200, 8))
+    >>> learner = LassoLearner(12)
+    >>> D = learner.start(X, rng)
+    >>> better = learner.step(X, D)
+    >>> learner.loss(X, learner.code(X, better), better) < learner.loss(X, learner.code(X, D), D)
+    True
+    """
+
+    alpha: float | Literal["auto"] = "auto"
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        if self.alpha != "auto":
+            check_real("alpha", self.alpha, 0, 1e150, open_low=True)
+
+    def _code(self, X: Matrix, D: Matrix, scale: float = 1.0) -> Matrix:
+        if self.alpha != "auto":
+            return lasso(X, D, scale * self.alpha).codes
+        norms = row_norms(X)[:, None]
+        unit = X / namespace(X).where(norms > 0, norms, 1)
+        return lasso(unit, D, scale * AUTO_PENALTY).codes * norms
+
+    def _update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
+        _check_numpy(X, "the lasso's learner")
+        kept = _well_supported(C)
+        rest = X - (C - kept) @ D
+        return descended_atoms(kept.T @ kept, kept.T @ rest, D)
+
+    def _loss(self, X: Matrix, C: Matrix, D: Matrix) -> float:
+        xp = namespace(X)
+        penalties = AUTO_PENALTY * row_norms(X) if self.alpha == "auto" else self.alpha
+        penalty = xp.sum(penalties * xp.sum(xp.abs(C), axis=1))
+        return float(0.5 * xp.sum((X - C @ D) ** 2) + penalty)
 
 
 def _checked(X: Matrix, C: Matrix, D: Matrix) -> tuple[Matrix, Matrix, Matrix]:
@@ -588,6 +726,12 @@ def _checked(X: Matrix, C: Matrix, D: Matrix) -> tuple[Matrix, Matrix, Matrix]:
     return X, C, D
 
 
+def _check_numpy(X: Matrix, user: str) -> None:
+    """Refuse arrays that are not NumPy's."""
+    if namespace(X) is not np:
+        raise ValueError(f"X must be a NumPy array for {user}, got one of {place(X)}.")
+
+
 def _well_supported(C: Matrix) -> Matrix:
     """Codes without those of the atoms that fewer than two samples stand behind."""
     kept: Matrix = namespace(C).where(atom_support(C) >= _LEAST_SUPPORT, C, 0)
@@ -595,4 +739,4 @@ def _well_supported(C: Matrix) -> Matrix:
 
 
 #: The learners of this library; a subclass may do what these do not.
-LEARNERS = (OrthogonalLearner, GradientLearner, MODLearner, KSVDLearner)
+LEARNERS = (OrthogonalLearner, GradientLearner, MODLearner, KSVDLearner, LassoLearner)

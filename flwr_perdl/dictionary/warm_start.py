@@ -22,7 +22,12 @@ from typing import NamedTuple
 import numpy as np
 
 from flwr_perdl._checks import Matrix, check_array, check_count, check_real
-from flwr_perdl.dictionary.learners import LEARNERS, AlternatingLearner, Learner
+from flwr_perdl.dictionary.learners import (
+    LEARNERS,
+    AlternatingLearner,
+    LassoLearner,
+    Learner,
+)
 
 _OURS = AlternatingLearner.code, AlternatingLearner.update
 
@@ -92,6 +97,30 @@ def warm_start(
     objectives = tuple(objective for objective, _ in runs)
     objective, dictionary = runs[int(np.argmin(objectives))]
     return WarmStart(dictionary, objective, objectives)
+
+
+def pooled_start(dictionaries: Sequence[Matrix], atoms: Matrix, *, n_iter: int = 10) -> Matrix:
+    """Learn one dictionary from the atoms of several, where all atoms are to be shared.
+
+    Matching brings together atoms that are alike. Where clients describe the same samples by
+    different atoms, a dictionary in which all their atoms are sparse is a better start.
+
+    Parameters
+    ----------
+    dictionaries : sequence of ndarray of shape (n_atoms, n_features)
+        The clients' own: their atoms are the samples here.
+    atoms : ndarray of shape (n_global, n_features)
+        The matched atoms, which it starts from.
+    n_iter : int, default 10
+        Iterations of `LassoLearner`.
+
+    Returns
+    -------
+    ndarray of shape (n_global, n_features)
+        Unit atoms.
+    """
+    learner, X = LassoLearner(max(len(atoms), 1)), np.vstack(dictionaries)
+    return _iterate(learner, X, atoms, [1.0] * n_iter)
 
 
 def _iterate(learner: Learner, X: Matrix, D: Matrix, scales: Sequence[float]) -> Matrix:

@@ -80,6 +80,7 @@ from flwr_perdl.dictionary import (
     polar_factor,
 )
 from flwr_perdl.dictionary.aggregation import finish_atoms
+from flwr_perdl.dictionary.warm_start import pooled_start
 from flwr_perdl.strategies._conversation import ServerOptions
 from flwr_perdl.strategies._protocol import Lost, Protocol, Replies, Request, State
 from flwr_perdl.strategies._secure import check_secure, secure_mean
@@ -329,6 +330,8 @@ class PerMA(ProtocolStrategy):
             )
         if orthogonal and len(atoms):
             atoms = polar_factor(atoms, atoms)
+        elif len(atoms) >= np.median(lengths):  # no atoms of their own, which matching sets apart
+            atoms = pooled_start(dictionaries, atoms)
         return {
             "global_atoms": atoms,
             "orthogonal": np.array(int(orthogonal)),

@@ -13,7 +13,7 @@ key             meaning
 ``limit``       maximum of an integer that only protects time and memory; a million if not stated
 ``choices``     the words that it may be
 ``type``        of a text: "integers", "numbers" or "words", separated by commas; or "count or
-                auto"
+                auto", "number or auto"
 =============== ================================================================================
 
 A study's `Config` is a frozen dataclass with a field per option, so that code reads
@@ -26,7 +26,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from math import inf, isfinite
 from pathlib import Path
@@ -41,6 +41,7 @@ from flwr_perdl.checks import check_choice, check_count, check_real
 from flwr_perdl.dictionary import (
     GradientLearner,
     KSVDLearner,
+    LassoLearner,
     Learner,
     MODLearner,
     OrthogonalLearner,
@@ -114,7 +115,9 @@ class Option:
             reals = self._listed(value, float, "numbers such as '0.5,1,2'")
             return tuple(check_real(self.name, one, self.least, self.most) for one in reals)
         if self.type == "count or auto":
-            return self._count_or_auto(str(value))
+            return self._or_auto(value, partial(self._count, str(value)), "an integer of at least")
+        if self.type == "number or auto":
+            return self._or_auto(value, partial(self._positive, str(value)), "a number above")
         if isinstance(value, float):
             low = self.least if self.above is None else self.above
             return check_real(self.name, value, low, self.most, open_low=self.above is not None)
@@ -128,16 +131,21 @@ class Option:
         except ValueError:
             raise ValueError(f"{self.name} must be {words}, got {text!r}.") from None
 
-    def _count_or_auto(self, text: str) -> int | Auto:
-        if text == "auto":
+    def _or_auto(self, value: Value, read: Callable[[], Number], what: str) -> Number | Auto:
+        if value == "auto":
             return "auto"
         try:
-            return check_count(self.name, int(text), int(self.least))
+            return read()
         except ValueError:
             raise ValueError(
-                f"{self.name} must be 'auto' or an integer of at least {self.least:.0f}, got "
-                f"{text!r}."
+                f"{self.name} must be 'auto' or {what} {self.least:.0f}, got {value!r}."
             ) from None
+
+    def _count(self, text: str) -> int:
+        return check_count(self.name, int(text), int(self.least))
+
+    def _positive(self, text: str) -> float:
+        return check_real(self.name, float(text), self.least, open_low=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,12 +229,15 @@ class LearnerConfig(PermaConfig):
 
     learner: str
     n_atoms: int
+    alpha: float | Auto = "auto"
 
     def make_learner(self, n_atoms: int | None = None) -> Learner:
         """Return the learner; it has ``n_atoms`` atoms if this is given."""
         count = self.n_atoms if n_atoms is None else n_atoms
         if self.learner == "orthogonal":
             return OrthogonalLearner(count)
+        if self.learner == "lasso":
+            return LassoLearner(count, self.alpha)
         return GENERAL[self.learner](count, n_nonzero=min(GENERAL_N_NONZERO, count))
 
 

@@ -17,9 +17,9 @@ method          what it is
 
 The budget is `TRIES` values of one parameter per method, of which the one that codes the clients'
 own images best, by orthogonal matching pursuit with `CODED` atoms, is kept: PerPCA's step,
-scikit-learn's penalty, and for all others the learner's threshold or, where it codes by matching
-pursuit, its number of atoms per sample. Held-out images are not seen. The federations run in this
-process, whatever the engine: they give the same bits on all.
+scikit-learn's penalty, and for all others the learner's threshold or penalty or, where it codes by
+matching pursuit, its number of atoms per sample. Held-out images are not seen. The federations run
+in this process, whatever the engine: they give the same bits on all.
 """
 
 from __future__ import annotations
@@ -35,8 +35,14 @@ from flwr.app import Context
 from flwr_perdl.checks import Matrix
 from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.clients.dictionary import PROTOCOLS, Start
-from flwr_perdl.dictionary import Learner, OrthogonalLearner, reconstruct, sparse_code
-from flwr_perdl.dictionary.learners import AUTO_THRESHOLD
+from flwr_perdl.dictionary import (
+    LassoLearner,
+    Learner,
+    OrthogonalLearner,
+    reconstruct,
+    sparse_code,
+)
+from flwr_perdl.dictionary.learners import AUTO_PENALTY, AUTO_THRESHOLD
 from flwr_perdl.random import SERVER, spawn
 from flwr_perdl.records import PARTITION_ID
 from flwr_perdl.strategies import DictionaryAveraging, PerPCA, ProtocolStrategy
@@ -138,7 +144,8 @@ def settings(method: str, samples: Sequence[Matrix], config: Config) -> tuple[fl
         default = float(GENERAL_N_NONZERO)
         if config.learner not in GENERAL:
             X = np.vstack(samples)
-            default = AUTO_THRESHOLD * float(np.sqrt((X**2).sum(axis=1).mean()))
+            share = AUTO_PENALTY if config.learner == "lasso" else AUTO_THRESHOLD
+            default = share * float(np.sqrt((X**2).sum(axis=1).mean()))
     return tuple(factor * default for factor in _FACTORS)
 
 
@@ -177,6 +184,8 @@ def _learn(
 
 
 def _learner(config: Config, n_atoms: int, setting: float) -> Learner:
+    if config.learner == "lasso":
+        return LassoLearner(n_atoms, setting)
     general = GENERAL.get(config.learner)
     if general is None:
         return OrthogonalLearner(n_atoms, threshold=setting)

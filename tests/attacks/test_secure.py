@@ -22,6 +22,7 @@ from flwr_perdl._npy import view_file
 from flwr_perdl.clients import DictionaryClient, client_app
 from flwr_perdl.clients.privacy import LocalPrivacy
 from flwr_perdl.dictionary import (
+    LassoLearner,
     Learner,
     MODLearner,
     OrthogonalLearner,
@@ -113,6 +114,7 @@ def error(atoms: np.ndarray, images: np.ndarray) -> float:
         (OrthogonalLearner(ATOMS), (120,) * CLIENTS, "statistics"),
         (OrthogonalLearner(ATOMS), (40, 60, 140, 140), "statistics"),
         (MODLearner(ATOMS), (120,) * CLIENTS, "statistics"),
+        (LassoLearner(ATOMS), (40, 60, 140, 140), "statistics"),
         (OrthogonalLearner(ATOMS), (40, 60, 140, 140), "weighted"),
     ],
 )

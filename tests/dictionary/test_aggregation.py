@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from flwr_perdl.dictionary import (
+    LassoLearner,
     OrthogonalLearner,
     aggregate_atoms,
     aggregate_statistics,
@@ -195,13 +196,31 @@ def test_a_withheld_atom_counts_as_local():
     assert np.allclose(S[0, 2:], (kept.T @ (X - (C - kept) @ D))[0])
 
 
-def test_one_general_client_alone_gets_the_least_squares_dictionary(rng, unit):
+def test_one_general_client_alone_gets_the_update_of_online_dictionary_learning(rng, unit):
     C, X, D = rng.standard_normal((60, 4)), rng.standard_normal((60, 6)), unit(4, 6)
     S = local_statistics(X, C, D, 3, orthogonal=False)
-    rest = X - C[:, 3:] @ D[3:]
-    expected = normalize_atoms(np.linalg.lstsq(C[:, :3], rest, rcond=None)[0])
+    expected = LassoLearner(3).update(X - C[:, 3:] @ D[3:], C[:, :3], D[:3])
     found = aggregate_statistics(S[None], D[:3], orthogonal=False)
-    assert np.allclose(found.global_atoms, expected, atol=1e-10)
+    assert np.allclose(found.global_atoms, expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("sizes", [[300], [80, 100, 120], [20] * 5 + [40] * 5])
+def test_rounds_over_clients_are_iterations_over_their_pooled_samples(sizes, rng, unit):
+    X = rng.standard_normal((300, 16)) * (rng.random((300, 16)) < 0.3) @ unit(16, 10)
+    learner, clients = LassoLearner(12), np.split(X, np.cumsum(sizes)[:-1])
+    pooled = federated = learner.start(X, rng)
+    for _ in range(10):
+        pooled = learner.step(X, pooled)
+        stack = [
+            local_statistics(
+                Y, learner.code(Y, federated), federated, 12, orthogonal=False, min_support=0
+            )
+            for Y in clients
+        ]
+        found = aggregate_statistics(np.stack(stack), federated, orthogonal=False)
+        assert found.kept.all()
+        federated = found.global_atoms
+    assert np.allclose(federated, pooled, rtol=0, atol=1e-8)
 
 
 def test_a_wrong_client_is_left_out(rng, orthonormal, sparse, orthogonal):

@@ -10,13 +10,19 @@ from hypothesis.extra.numpy import arrays
 from scipy.linalg import polar
 
 from flwr_perdl.dictionary import (
+    LassoLearner,
     atom_distances,
     dictionary_distance,
     match_atoms,
     normalize_atoms,
     polar_factor,
 )
-from flwr_perdl.dictionary.atoms import least_squares_atoms, principal_directions
+from flwr_perdl.dictionary.atoms import (
+    coordinate_atoms,
+    least_squares_atoms,
+    merged_atoms,
+    principal_directions,
+)
 from flwr_perdl.dictionary.polar import polar_factors
 from tests.bits import assert_same_bits
 
@@ -287,3 +293,52 @@ def test_directions_too_weak_for_the_gram_matrix_are_found() -> None:
     U, V = (np.linalg.qr(rng.standard_normal((size, 6)))[0] for size in (6, 20))
     X = (U * 10.0 ** -np.linspace(0, 10, 6)) @ V.T
     np.testing.assert_allclose(np.abs(principal_directions(X, 5) @ V), np.eye(6)[:5], atol=1e-5)
+
+
+def test_coordinate_descent_ends_where_no_atom_alone_can_do_better(rng, unit):
+    C, X = rng.standard_normal((50, 4)), rng.standard_normal((50, 6))
+    D = coordinate_atoms(C.T @ C, C.T @ X, unit(4, 6), n_sweeps=200)
+    for j in range(4):
+        rest = X - np.delete(C, j, axis=1) @ np.delete(D, j, axis=0)
+        assert np.allclose(D[j], normalize_atoms((C[:, j] @ rest)[None])[0], atol=1e-10)
+
+
+def test_a_sweep_by_hand():
+    # Atom 0 first: [4, 2] - 1 * [0, 1] = [4, 1]; then atom 1, given the new atom 0: [1, 3] - a_0.
+    gram, moment = np.array([[2.0, 1.0], [1.0, 2.0]]), np.array([[4.0, 2.0], [1.0, 3.0]])
+    first = np.array([4.0, 1.0]) / np.sqrt(17)
+    expected = normalize_atoms(np.vstack([first, [1.0, 3.0] - first]))
+    for scale in (1e-200, 1.0, 1e200):
+        found = coordinate_atoms(scale * gram, scale * moment, np.eye(2), n_sweeps=1)
+        assert np.allclose(found, expected, atol=1e-15)
+
+
+def test_an_atom_without_samples_becomes_the_sum_of_two_that_are_used_together():
+    D = np.eye(5)
+    gram = np.diag([3.0, 3.0, 3.0, 3.0, 0.0])
+    gram[0, 1] = gram[1, 0] = 1.0
+    gram[2, 3] = gram[3, 2] = -2.0
+    expected = [0, 0, np.sqrt(0.5), -np.sqrt(0.5), 0]
+    assert np.allclose(merged_atoms(gram, D), np.vstack([D[:4], expected]))
+    assert merged_atoms(np.diag([1.0, 1.0, 0.0]), np.eye(3)).tolist() == np.eye(3).tolist()
+    copies = np.array([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.1, 1.0, 0.0]])
+    copies[2] /= np.linalg.norm(copies[2])
+    found = merged_atoms(np.ones((3, 3)), copies)
+    assert np.allclose(found, [*copies[:2], [np.sqrt(0.5), np.sqrt(0.5), 0]])
+    found = merged_atoms(np.eye(3), copies)  # none are used together
+    assert np.array_equal(found[:2], copies[:2])
+    assert np.abs(found[:2] @ found[2]).max() < 0.98
+
+
+def test_atoms_without_samples_are_used_after_an_update(rng):
+    """Of twelve atoms, four lie in directions that the samples do not have."""
+    X = np.hstack([rng.standard_normal((300, 8)) ** 3, np.zeros((300, 8))])
+    D = normalize_atoms(
+        np.vstack([np.eye(16)[:8], rng.standard_normal((4, 16)) * ([0] * 8 + [1] * 8)])
+    )
+    learner = LassoLearner(12, 0.2)
+    before = learner.loss(X, learner.code(X, D), D)
+    new = learner.step(X, D)
+    C = learner.code(X, new)
+    assert np.all(np.any(C != 0, axis=0))
+    assert learner.loss(X, C, new) < before

@@ -9,6 +9,7 @@ from sklearn.datasets import load_digits
 from flwr_perdl.dictionary import (
     GradientLearner,
     KSVDLearner,
+    LassoLearner,
     MODLearner,
     OrthogonalLearner,
     atom_support,
@@ -19,8 +20,12 @@ from flwr_perdl.dictionary import (
     warm_start,
 )
 
-CLASSES = [OrthogonalLearner, GradientLearner, MODLearner, KSVDLearner]
+PLAIN = [OrthogonalLearner, GradientLearner, MODLearner, KSVDLearner]
+CLASSES = [*PLAIN, LassoLearner]
 GENERAL = CLASSES[1:]
+#: The three settings of a learner's coder that tests run through; the lasso has penalties.
+CODERS = [{}, {"threshold": 0.2}, {"n_nonzero": 2}]
+PENALTIES = [{}, {"alpha": 0.2}, {"alpha": 1}]
 
 
 @pytest.fixture(params=CLASSES, ids=lambda cls: cls.__name__)
@@ -28,9 +33,12 @@ def cls(request):
     return request.param
 
 
-@pytest.fixture(params=[{}, {"threshold": 0.2}, {"n_nonzero": 2}], ids=str)
-def coder(request):
-    return request.param
+@pytest.fixture(params=range(3))
+def coder(request, cls):
+    return (PENALTIES if cls is LassoLearner else CODERS)[request.param]
+
+
+planted_is_exact = pytest.mark.parametrize("cls", PLAIN, indirect=True)  # the lasso's codes shrink
 
 
 def run(learner, X, rng, n_iter=10):
@@ -87,6 +95,7 @@ def test_a_step_is_coding_and_updating(cls, coder, rng):
     assert np.array_equal(learner.step(X, D), learner.update(X, learner.code(X, D), D))
 
 
+@planted_is_exact
 def test_the_planted_dictionary_is_a_fixed_point(cls, coder, rng, orthonormal, sparse):
     D = orthonormal(5, 7)
     X = sparse(300, 5) @ D
@@ -95,6 +104,7 @@ def test_the_planted_dictionary_is_a_fixed_point(cls, coder, rng, orthonormal, s
     assert np.allclose(cls(5, **coder).step(X, D), D, atol=1e-13)
 
 
+@planted_is_exact
 def test_steps_converge_to_the_planted_dictionary(cls, rng, orthonormal, sparse):
     truth = orthonormal(5, 7)
     X = sparse(300, 5) @ truth
@@ -126,7 +136,7 @@ def test_steps_bring_the_loss_down(cls, rng, orthonormal, sparse):
 
 def test_an_update_does_not_raise_the_error_of_its_codes(rng, orthonormal):
     X = rng.standard_normal((50, 6))
-    for learner in (OrthogonalLearner(4), KSVDLearner(4)):
+    for learner in (OrthogonalLearner(4), KSVDLearner(4), LassoLearner(4)):
         D = orthonormal(4, 6)
         C = learner.code(X, D)
         new = learner.update(X, C, D)
@@ -136,7 +146,7 @@ def test_an_update_does_not_raise_the_error_of_its_codes(rng, orthonormal):
 
 @pytest.mark.parametrize("cls", GENERAL)
 def test_general_learners_take_more_atoms_than_features(cls, rng):
-    D = run(cls(12, n_nonzero=2), rng.standard_normal((80, 6)), rng)
+    D = run(cls(12), rng.standard_normal((80, 6)), rng)
     assert D.shape == (12, 6)
     assert np.allclose(np.linalg.norm(D, axis=1), 1)
 
@@ -176,6 +186,31 @@ def test_ksvd_by_hand():
     assert np.allclose(new, normalize_atoms(np.array([[6.0, 3.0]])))
 
 
+@pytest.mark.parametrize("alpha", [0, -1.0, "low", np.inf, 1e200])
+def test_a_penalty_is_positive(alpha):
+    with pytest.raises(ValueError, match="alpha must be"):
+        LassoLearner(3, alpha)
+
+
+def test_the_automatic_penalty_is_a_share_of_each_sample_s_norm(rng, unit):
+    X, D = rng.standard_normal((6, 8)), unit(5, 8)
+    X[2] = 0
+    expected = [sparse_code(x[None], D, alpha=0.05 * (np.linalg.norm(x) or 1))[0] for x in X]
+    assert np.allclose(LassoLearner(5).code(X, D), expected, atol=1e-7)
+    expected = [sparse_code(x[None], D, alpha=0.1 * (np.linalg.norm(x) or 1))[0] for x in X]
+    assert np.allclose(LassoLearner(5).code(X, D, 2.0), expected, atol=1e-7)
+    norms, C = np.linalg.norm(X, axis=1), LassoLearner(5).code(X, D)
+    loss = 0.5 * np.sum((X - C @ D) ** 2) + 0.05 * norms @ np.abs(C).sum(axis=1)
+    assert np.isclose(LassoLearner(5).loss(X, C, D), loss)
+
+
+def test_the_lasso_s_learner_comes_near_the_planted_dictionary(rng, unit, sparse):
+    truth = unit(12, 8)  # more atoms than features
+    X = sparse(600, 12) @ truth
+    found = warm_start(X, LassoLearner(12), rng=rng).dictionary
+    assert np.median(np.abs(found @ truth.T).max(axis=0)) > 0.99
+
+
 def test_support_counts_effective_samples():
     C = np.array([[1.0, 0.0, 3.0, 2.0], [-1.0, 0.0, 0.0, 1.0], [1.0, 0.0, 0.0, 1.0]])
     assert np.allclose(atom_support(C), [3, 0, 1, 16 / 6])
@@ -209,6 +244,7 @@ def test_a_scale_asks_for_sparser_codes(rng, unit):
         ({"n_atoms": 3, "n_nonzero": 0}, "n_nonzero must be at least 1"),
     ],
 )
+@planted_is_exact
 def test_options_are_checked(cls, options, message):
     with pytest.raises(ValueError, match=message):
         cls(**options)
@@ -237,6 +273,7 @@ def test_orthonormal_atoms_cannot_outnumber_the_features(rng):
 # Warm start
 
 
+@planted_is_exact
 def test_the_warm_start_finds_the_planted_dictionary(cls, rng, orthonormal, sparse):
     truth = orthonormal(6, 6)
     X = sparse(200, 6) @ truth

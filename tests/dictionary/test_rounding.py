@@ -16,6 +16,7 @@ import pytest
 from flwr_perdl.dictionary import (
     GradientLearner,
     KSVDLearner,
+    LassoLearner,
     Learner,
     MODLearner,
     OrthogonalLearner,
@@ -77,6 +78,7 @@ LEARNERS: list[Learner] = [
     GradientLearner(R, n_nonzero=2),
     MODLearner(R, n_nonzero=2),
     KSVDLearner(R, n_nonzero=2),
+    LassoLearner(R),
 ]
 CHANGES: dict[str, Change] = {
     "ulp": ulp,

@@ -8,6 +8,7 @@ import pytest
 from flwr_perdl.dictionary import (
     GradientLearner,
     KSVDLearner,
+    LassoLearner,
     MODLearner,
     OrthogonalLearner,
     aggregate_atoms,
@@ -58,7 +59,8 @@ def test_codes_of_long_atoms_stand_for_the_same_samples(rng, unit):
         lambda D: OrthogonalLearner(4).code(X, D),
     ):
         assert np.allclose(reconstruct(code(long), long), reconstruct(code(D), D), atol=1e-10)
-    for learner in (OrthogonalLearner(4), GradientLearner(4), MODLearner(4), KSVDLearner(4)):
+    kinds = OrthogonalLearner, GradientLearner, MODLearner, KSVDLearner, LassoLearner
+    for learner in (kind(4) for kind in kinds):
         assert np.allclose(learner.step(X, long), learner.step(X, D), atol=1e-10)
 
 
@@ -83,7 +85,7 @@ def test_one_client_with_enormous_statistics_does_not_stop_the_server(rng, unit)
     ("dtype", "scale"),
     [(np.float32, 1e20), (np.float32, 1e-25), (np.float64, 1e160), (np.float64, 1e-160)],
 )
-@pytest.mark.parametrize("kind", [OrthogonalLearner, GradientLearner, MODLearner, KSVDLearner])
+@pytest.mark.parametrize("kind", [OrthogonalLearner, MODLearner, KSVDLearner, LassoLearner])
 def test_samples_whose_squares_are_out_of_range_are_named(kind, dtype, scale, rng, orthonormal):
     X, D = (scale * rng.standard_normal((20, 6))).astype(dtype), orthonormal(4, 6).astype(dtype)
     learner = kind(4)
@@ -102,7 +104,7 @@ def test_samples_whose_squares_are_out_of_range_are_named(kind, dtype, scale, rn
 def test_scales_in_range_change_nothing(dtype, scale, rng):
     X = rng.standard_normal((40, 6)).astype(dtype)
     scale = 2.0 ** round(np.log2(scale))
-    for learner in (OrthogonalLearner(4), MODLearner(4), KSVDLearner(4)):
+    for learner in (OrthogonalLearner(4), MODLearner(4), KSVDLearner(4), LassoLearner(4)):
         found = [
             warm_start(Y, learner, rng=np.random.default_rng(0), n_iter=5).dictionary
             for Y in (X, (scale * X).astype(dtype))

@@ -35,7 +35,7 @@ IMAGES = PERMA | {
 }
 OPTIONS = {
     "digits": IMAGES,
-    "images": IMAGES | {"data"},
+    "images": IMAGES | {"alpha", "data"},
     "sites": PERMA | {"data", "n_atoms", "n_global", "learner", "local_steps"},
     "synthetic": PERMA
     | {"seeds", "start", "weak", "weak_samples", "samples", "atoms", "local_steps"},

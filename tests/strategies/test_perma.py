@@ -15,6 +15,7 @@ from flwr_perdl.clients import client_app
 from flwr_perdl.dictionary import (
     GradientLearner,
     KSVDLearner,
+    LassoLearner,
     MODLearner,
     OrthogonalLearner,
     dictionary_distance,
@@ -50,8 +51,19 @@ def test_the_planted_atoms_are_found(
         ({}, {"refine_steps": 1}),
         ({"learner": OrthogonalLearner(6, n_nonzero=2)}, {}),
         ({"learner": MODLearner(6)}, {"local_steps": 2}),
+        ({"learner": LassoLearner(6)}, {}),
     ],
-    ids=["defaults", "mean", "all sent", "withheld", "few samples", "refined", "omp", "mod"],
+    ids=[
+        "defaults",
+        "mean",
+        "all sent",
+        "withheld",
+        "few samples",
+        "refined",
+        "omp",
+        "mod",
+        "lasso",
+    ],
 )
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
 def test_a_cohort_has_the_bits_of_one_by_one(
@@ -104,6 +116,7 @@ def test_the_number_of_global_atoms_is_found(federation: MakeFederation) -> None
         GradientLearner(6),
         MODLearner(6),
         KSVDLearner(6),
+        LassoLearner(6),
     ],
 )
 @pytest.mark.parametrize("aggregation", ["statistics", "mean"])
@@ -345,3 +358,17 @@ def test_an_orthonormal_start_does_not_make_other_learners_atoms_orthonormal(
         learned.append(result.arrays.to_numpy_ndarrays()[0])
     assert dictionary_distance(*learned) < 1e-2
     assert np.abs(learned[0] @ learned[0].T - np.eye(3)).max() > 0.05
+
+
+@pytest.mark.parametrize("options", [{}, {"min_support": 0}])
+def test_where_all_atoms_are_global_a_federation_learns_what_pooled_samples_give(
+    federation: MakeFederation, options: dict[str, Any]
+) -> None:
+    planted = federation(learner=LassoLearner(6), noise=0.05, **options)
+    grid, learner = planted.grid(), LassoLearner(6)
+    start = PerMA(6).start(grid, num_rounds=1).arrays
+    atoms = start.to_numpy_ndarrays()[0]
+    found = PerMA().start(planted.grid(), start, num_rounds=5).arrays.to_numpy_ndarrays()[0]
+    for _ in range(5):
+        atoms = learner.step(np.vstack(planted.planted.samples), atoms)
+    np.testing.assert_allclose(found, atoms, rtol=0, atol=1e-8)
