@@ -126,12 +126,12 @@ class DictionaryClient(Member):
     or a row of the update's statistics, and never for an atom that fewer than ``min_support``
     samples stand behind. With ``min_support`` above 1 an atom is also withheld where one sample
     dominates it: where the sum that it is made of, without that sample, is shorter than 0.7 times
-    the sample's own term (`flwr_perdl.dictionary.row_support`); and, of several iterations (the
-    start, or ``local_steps`` above 1), where an atom is near fewer than ``min_support`` samples and
-    would not be near one of them had it not been there. Samples, codes and local atoms
-    stay: the latter in ``context.state`` and, with ``state_dir``, on this client's disk. Metrics
-    are means over at least ``min_support`` samples, with six significant digits; of fewer samples
-    there are none.
+    the sample's own term (`flwr_perdl.dictionary.row_support`, and of a general learner
+    `made_by_one`); and, of several iterations (the start, or ``local_steps`` above 1), where an
+    atom is near fewer than ``min_support`` samples and would not be near one of them had it not
+    been there. Samples, codes and local atoms stay: the latter in ``context.state`` and, with
+    ``state_dir``, on this client's disk. Metrics are means over at least ``min_support`` samples,
+    with six significant digits; of fewer samples there are none.
 
     The promise holds for every row of one reply, also against a server that sends what it likes.
     Differences of several replies, and combinations of rows, can show single samples
@@ -330,7 +330,7 @@ class DictionaryClient(Member):
         stacked = updates and len(parameters) == 1 and parameters[0].size > 0
 
         def how(client: DictionaryClient) -> tuple[bool, bool]:
-            at_once = stacked and _kind(client) is not None
+            at_once = stacked and _kind(client, config) is not None
             return at_once, client._is_ours() and (at_once or client.X.size >= _LARGE)
 
         def one_by_one(window: list[DictionaryClient]) -> list[Fitted]:
@@ -389,7 +389,7 @@ class DictionaryClient(Member):
         self, X: Matrix, D: Matrix, G: Matrix, config: Mapping[str, Scalar], min_support: int
     ) -> tuple[Matrix, Matrix, float]:
         """Return the dictionary after an update's steps, what is sent of it, and the error."""
-        if _kind(self) is None:
+        if _kind(self, config) is None:
             return self._steps(X, D, G, config, min_support)
         updates = _stacked(X[None], D[None], G, self, config, min_support)
         return updates.dictionaries[0], updates.sent[0], float(updates.errors[0])
@@ -631,10 +631,12 @@ def _coarse(sent: Matrix, digits: int | None) -> Matrix:
     return np.round(sent / unit) * unit if unit else sent
 
 
-def _kind(client: DictionaryClient) -> Hashable:
+def _kind(client: DictionaryClient, config: Mapping[str, Scalar]) -> Hashable:
     """Return what clients must share to be updated at once, None if they cannot be."""
     learner = client.learner
     if type(learner) is not OrthogonalLearner or learner.n_nonzero is not None:
+        return None
+    if config.get(SENDS) == STATISTICS and not _sends_orthogonal(client, config):
         return None
     return client.X.shape, client.X.dtype, learner, client.min_support
 
@@ -655,7 +657,6 @@ def _stacked(
         cast(OrthogonalLearner, first.learner),
         n_steps=int(config.get(LOCAL_STEPS, 1)),
         statistics=config.get(SENDS) == STATISTICS,
-        orthogonal=_sends_orthogonal(first, config),
         min_support=min_support,
     )
 
@@ -682,7 +683,9 @@ def _update_together(
     states = [PrivateState(one.context, asked.run, one._shelf) for one in clients]
     found = [one._local_atoms(G, asked, state) for one, state in zip(clients, states, strict=True)]
     fitted: dict[int, Fitted] = {}
-    for same in alike(range(len(clients)), lambda i: (_kind(clients[i]), found[i][0].shape)):
+    for same in alike(
+        range(len(clients)), lambda i: (_kind(clients[i], config), found[i][0].shape)
+    ):
         D = np.stack([np.vstack([G, found[i][0]]) for i in same])
         X, first = stack([clients[i].X for i in same]), clients[same[0]]
         updates = _stacked(X, D, G, first, config, first.min_support)

@@ -24,7 +24,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl._arrays import beside, joined, namespace, row_products, squared_norm
+from flwr_perdl._arrays import (
+    beside,
+    cast,
+    copied,
+    joined,
+    mask_in_place,
+    namespace,
+    row_products,
+    squared_norm,
+)
 from flwr_perdl._checks import Matrix, check_array, check_choice, check_count, check_real
 from flwr_perdl._parallel import in_threads
 from flwr_perdl._robust import DEEDS, average_of, far, geometric_median, reach, shortening
@@ -167,13 +176,32 @@ def local_statistics(
     check_real("min_support", min_support, 0)
     own = C[:, :n_global]
     shared = shared_rows(X, C, D, n_global, min_support, orthogonal=orthogonal)
-    rest = own.T @ C  # C_g.T (X - C_l D_l) = C_g.T X - (C_g.T C_l) D_l
-    gram = rest[:, :n_global] * shared
-    rest[:, :n_global] -= gram
-    sent = own.T @ X - rest @ D
-    if not orthogonal:
-        sent = np.hstack([gram, sent])
-    return np.where(shared[:, None], sent, 0)
+    gram = own.T @ C
+    (sent,) = shared_sums(D[None], (own.T @ X)[None], gram[None], shared[None])
+    if orthogonal:
+        return np.asarray(sent)
+    return np.hstack([np.where(np.outer(shared, shared), gram[:, :n_global], 0), sent])
+
+
+def shared_sums(D: Matrix, moments: Matrix, gram: Matrix, shared: Any) -> Matrix:
+    """Return ``C_g' (X - C_l D_l)`` of every client: ``C_g' X - (C_g' C_l) D_l``.
+
+    Parameters
+    ----------
+    D : ndarray of shape (n_clients, n_atoms, n_features)
+        Dictionaries, the global atoms first.
+    moments : ndarray of shape (n_clients, m, n_features)
+        ``C' X``, of the global atoms at least.
+    gram : ndarray of shape (n_clients, n_global, n_atoms)
+        ``C_g' C``.
+    shared : ndarray of shape (n_clients, n_global)
+        Which rows are sent; the others are zero, and their atoms count as local.
+    """
+    r, rest = shared.shape[1], copied(gram)
+    rest[:, :, :r] -= rest[:, :, :r] * cast(shared, D.dtype)[:, None, :]
+    sent = moments[:, :r, :] - rest @ D
+    mask_in_place(sent, shared[..., None])
+    return sent
 
 
 def shared_rows(

@@ -25,8 +25,6 @@ import numpy as np
 from flwr_perdl._arrays import (
     add_to_diagonals,
     beside,
-    cast,
-    copied,
     joined,
     like,
     mask_in_place,
@@ -40,7 +38,7 @@ from flwr_perdl._arrays import (
     where_true,
 )
 from flwr_perdl._checks import Matrix
-from flwr_perdl.dictionary.aggregation import shared_rows
+from flwr_perdl.dictionary.aggregation import shared_rows, shared_sums
 from flwr_perdl.dictionary.atoms import match_stack
 from flwr_perdl.dictionary.learners import (
     ALONE,
@@ -75,7 +73,6 @@ def update_stack(
     *,
     n_steps: int = 1,
     statistics: bool = True,
-    orthogonal: bool = True,
     min_support: float = 3,
 ) -> Updates:
     """Take a round's steps at every client (Algorithm 3).
@@ -94,8 +91,6 @@ def update_stack(
         Iterations of the learner.
     statistics : bool, default True
         Whether clients send `local_statistics` of the last iteration, or their updated atoms.
-    orthogonal : bool, default True
-        As in `local_statistics`.
     min_support : float, default 3
         Atoms with fewer samples behind them are withheld.
 
@@ -126,16 +121,16 @@ def update_stack(
             (one,) = _by_blocks(partial(_moved_by_one, r), X, D, moments, made_from, thresholds)
             shared &= ~one
         return Updates(D, xp.where(shared[..., None], D[:, :r, :], 0), errors)
-    sent = _statistics(before, moments, gram, shared, orthogonal)
+    sent = shared_sums(before, moments, gram, shared)
     scale = xp.where(energies == 0, 1, energies)[:, None, None]
-    rows = row_norms(sent[:, :, -X.shape[2] :] / scale)
+    rows = row_norms(sent / scale)
     near = shared & ((1 + ALONE) * longest > rows)  # else no term dominates
     for i in where_true(xp.any(near, axis=1)).tolist() if min_support > 1 else []:
         own = X[i, ...], _code(X[i, ...], before[i, ...], thresholds[i, ...]).T, before[i, ...]
         shared[i, ...] = shared_rows(*own, r, min_support)
         one = slice(i, i + 1)
         parts = before[one, ...], moments[one, ...], gram[one, ...], shared[one, ...]
-        sent[one, ...] = _statistics(*parts, orthogonal)
+        sent[one, ...] = shared_sums(*parts)
     return Updates(D, sent, errors)
 
 
@@ -273,16 +268,3 @@ def _align(D: Matrix, G: Matrix) -> Matrix:
         D = reshaped(atoms, (n, n_atoms, d))
     D[:, :r, :] *= signs[..., None]
     return D
-
-
-def _statistics(D: Matrix, moments: Matrix, gram: Matrix, shared: Any, orthogonal: bool) -> Matrix:
-    """Return what `local_statistics` does, of every client; withheld are atoms not ``shared``."""
-    r = shared.shape[1]
-    own = gram[:, :, :r] * cast(shared, D.dtype)[:, None, :]
-    rest = copied(gram)
-    rest[:, :, :r] -= own
-    sent = moments[:, :r, :] - rest @ D  # C_g' (X - C D), C and D without what is sent
-    if not orthogonal:
-        sent = joined([own, sent], 2)
-    mask_in_place(sent, shared[..., None])
-    return sent

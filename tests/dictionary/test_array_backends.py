@@ -231,8 +231,8 @@ CASES: dict[str, Case] = {
         for words, options, arrays in (
             ("statistics", {}, lambda s: (s["stack_X"], s["stack_D"], s["G"])),
             (
-                "not orthogonal",
-                {"orthogonal": False, "min_support": 10},
+                "much support",
+                {"min_support": 10},
                 lambda s: (s["stack_X"], s["stack_D"], s["G"]),
             ),
             (

@@ -101,7 +101,6 @@ def test_large_dictionaries(size: int) -> None:
     n_local=st.integers(0, 3),
     n_steps=st.integers(1, 2),
     orthonormal_atoms=st.sampled_from(["all", "global", "local", "none"]),
-    orthogonal=st.booleans(),
     exact=st.booleans(),
     seed=st.integers(0, 2**16),
 )
@@ -111,7 +110,6 @@ def test_updates_are_what_they_are_defined_to_be(
     n_local: int,
     n_steps: int,
     orthonormal_atoms: str,
-    orthogonal: bool,
     exact: bool,
     seed: int,
 ) -> None:
@@ -133,7 +131,6 @@ def test_updates_are_what_they_are_defined_to_be(
             learner,
             n_steps=n_steps,
             statistics=statistics,
-            orthogonal=orthogonal,
             min_support=4,
         )
         for i in range(m):
@@ -143,9 +140,7 @@ def test_updates_are_what_they_are_defined_to_be(
                 before, codes = atoms, learner.code(X[i], atoms)
                 aligned = align_to_global(learner.update(X[i], codes, atoms), G)
                 atoms = np.vstack([aligned.global_atoms, aligned.local_atoms])
-            sent = local_statistics(
-                X[i], codes, before, n_global, orthogonal=orthogonal, min_support=4
-            )
+            sent = local_statistics(X[i], codes, before, n_global, orthogonal=True, min_support=4)
             if not statistics:
                 supported = update_support(X[i], codes, atoms, learner)[:n_global] >= 4
                 sent = np.where(supported[:, None], atoms[:n_global], 0)
