@@ -20,7 +20,7 @@ SHOWS, NEAR, STILL = 0.94, 0.9, 0.7
 
 
 def shown(
-    rows: Matrix, X: Matrix, without: Callable[[int], Matrix], min_support: float
+    rows: Matrix, X: Matrix, without: Callable[[int], Matrix] | None, min_support: float
 ) -> NDArray[np.bool_]:
     """Return which rows show a sample.
 
@@ -30,9 +30,10 @@ def shown(
         What is to leave the client.
     X : ndarray of shape (n_samples, n_features)
         Its samples.
-    without : callable
+    without : callable or None
         Returns the same rows, computed without the sample of an index. It is called for samples
-        that a row is near to, mostly none.
+        that a row is near to, mostly none. None, where that takes too long: such rows are taken to
+        be elsewhere then.
     min_support : float
         Rows that are near so many samples show none; below 2, no row does.
 
@@ -45,6 +46,8 @@ def shown(
         return shows
     found = cosines(rows, X)
     few = (found >= SHOWS) & ((found >= NEAR).sum(axis=-1, keepdims=True) < min_support)
+    if without is None:
+        return shows | few.any(axis=-1)
     for i in np.flatnonzero(few.any(axis=tuple(range(few.ndim - 1)))):
         shows |= few[..., i] & (cosines(without(int(i)), X[i : i + 1])[..., 0] < STILL)
     return shows

@@ -6,7 +6,7 @@ the server's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from itertools import groupby
 from math import nan
 from pathlib import Path
@@ -14,7 +14,6 @@ from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 from flwr.app import Context
-from numpy.typing import NDArray
 
 from flwr_perdl._checks import (
     LARGE,
@@ -128,10 +127,10 @@ class DictionaryClient(Member):
     dominates it: where the sum that it is made of, without that sample, is shorter than 0.7 times
     the sample's own term (`flwr_perdl.dictionary.row_support`, and of a general learner
     `made_by_one`); and, of several iterations (the start, or ``local_steps`` above 1), where an
-    atom is near fewer than ``min_support`` samples and would not be near one of them had it not
-    been there. Samples, codes and local atoms stay: the latter in ``context.state`` and, with
-    ``state_dir``, on this client's disk. Metrics are means over at least ``min_support`` samples,
-    with six significant digits; of fewer samples there are none.
+    atom is near fewer than ``min_support`` samples and, but for the start, would not be near one
+    of them had it not been there. Samples, codes and local atoms stay: the latter in
+    ``context.state`` and, with ``state_dir``, on this client's disk. Metrics are means over at
+    least ``min_support`` samples, with six significant digits; of fewer samples there are none.
 
     The promise holds for every row of one reply, also against a server that sends what it likes.
     Differences of several replies, and combinations of rows, can show single samples
@@ -353,22 +352,10 @@ class DictionaryClient(Member):
 
     def _start(self, asked: _Asked, state: PrivateState) -> tuple[Matrix, Matrix]:
         """Local initialisation (P0, Algorithm 1, lines 2-5)."""
-        D = self._warm_start(self.X, asked)
+        D = self._warm_start(asked)
         state.save(asked.round, {_DICTIONARY: D})
         supported = self._supported(self.learner.code(self.X, D), D)
-        return D[supported & ~self._shown(D, lambda X: self._warm_start(X, asked))], D
-
-    def _shown(self, D: Matrix, learn: Callable[[Matrix], Matrix]) -> NDArray[np.bool_]:
-        """Return which atoms show one of the samples that they were learned from."""
-
-        def without(i: int) -> Matrix:
-            others = learn(np.delete(self.X, i, axis=0))
-            if not len(others):
-                return np.zeros_like(D)
-            nearest = int(np.abs(others @ self.X[i]).argmax())
-            return np.broadcast_to(others[nearest], D.shape)
-
-        return shown(D, self.X, without, self.min_support)
+        return D[supported & ~shown(D, self.X, None, self.min_support)], D
 
     def _update(
         self, G: Matrix, asked: _Asked, state: PrivateState, config: Mapping[str, Scalar]
@@ -465,15 +452,20 @@ class DictionaryClient(Member):
         """Take a round of `DictionaryAveraging`: the own start, or the dictionary of all."""
         steps = int(config.get(LOCAL_STEPS, 1)) if parameters else 0
 
+        begun = self._global_atoms(parameters) if parameters else self._warm_start(asked)
+
         def learned(X: Matrix) -> LocalDictionary:
-            D = self._global_atoms(parameters) if parameters else self._warm_start(X, asked)
             return update_dictionary(
-                X, D, self.learner, n_steps=steps, min_support=self.min_support
+                X, begun, self.learner, n_steps=steps, min_support=self.min_support
             )
 
         D, sent, error = learned(self.X)
         if steps != 1:  # else the one step has been judged
-            sent[:-1][self._shown(D, lambda X: learned(X).dictionary)] = 0
+
+            def without(i: int) -> Matrix:
+                return learned(np.delete(self.X, i, axis=0)).dictionary
+
+            sent[:-1][shown(D, self.X, without if steps else None, self.min_support)] = 0
         state.save(asked.round, {_LOCAL_ATOMS: D[:0]})
         return sent, D, error
 
@@ -490,7 +482,12 @@ class DictionaryClient(Member):
             D = principal_directions(self.X, n_atoms)
             codes = self.X @ D.T
             supported = row_support(self.X, codes) >= self.min_support
-            supported &= ~self._shown(D, lambda X: principal_directions(X, n_atoms))
+
+            def without(i: int) -> Matrix:
+                others = principal_directions(np.delete(self.X, i, axis=0), n_atoms)
+                return np.vstack([others, np.zeros_like(D[len(others) :])])
+
+            supported &= ~shown(D, self.X, without, self.min_support)
             state.save(asked.round, {_LOCAL_ATOMS: D[:0]})  # says that this client has taken part
             return D[supported], _mse(self.X, codes @ D), False
         U, saved = self._global_atoms(parameters), state.before(asked.round)
@@ -518,12 +515,12 @@ class DictionaryClient(Member):
         saved = state.before(asked.round)
         if saved is not None and _LOCAL_ATOMS in saved:
             return saved[_LOCAL_ATOMS], False
-        D = self._warm_start(self.X, asked) if saved is None else saved[_DICTIONARY]
+        D = self._warm_start(asked) if saved is None else saved[_DICTIONARY]
         return align_to_global(D, G).local_atoms, saved is None
 
-    def _warm_start(self, X: Matrix, asked: _Asked) -> Matrix:
+    def _warm_start(self, asked: _Asked) -> Matrix:
         rng = spawn(asked.seed, self.partition)
-        return self.start(X, self.learner, rng=rng).dictionary
+        return self.start(self.X, self.learner, rng=rng).dictionary
 
     def _supported(self, C: Matrix, D: Matrix) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """Return which atoms, updated from these codes, may leave the client."""
