@@ -47,7 +47,8 @@ def shown(
     found = cosines(rows, X)
     few = (found >= SHOWS) & ((found >= NEAR).sum(axis=-1, keepdims=True) < min_support)
     if without is None:
-        return shows | few.any(axis=-1)
+        shows |= few.any(axis=-1)
+        return shows
     for i in np.flatnonzero(few.any(axis=tuple(range(few.ndim - 1)))):
         shows |= few[..., i] & (cosines(without(int(i)), X[i : i + 1])[..., 0] < STILL)
     return shows

@@ -482,12 +482,6 @@ class DictionaryClient(Member):
             D = principal_directions(self.X, n_atoms)
             codes = self.X @ D.T
             supported = row_support(self.X, codes) >= self.min_support
-
-            def without(i: int) -> Matrix:
-                others = principal_directions(np.delete(self.X, i, axis=0), n_atoms)
-                return np.vstack([others, np.zeros_like(D[len(others) :])])
-
-            supported &= ~shown(D, self.X, without, self.min_support)
             state.save(asked.round, {_LOCAL_ATOMS: D[:0]})  # says that this client has taken part
             return D[supported], _mse(self.X, codes @ D), False
         U, saved = self._global_atoms(parameters), state.before(asked.round)
