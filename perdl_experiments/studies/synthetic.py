@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -38,13 +38,19 @@ class Config(_planted.Config):
     @property
     def planted(self) -> Planted:
         """The clients' data."""
-        n_atoms = tuple(self.atoms[i % len(self.atoms)] for i in range(self.clients))
-        return _planted.plant(self.seed, n_atoms, self.sizes)
+        return _plant(self)
 
     @property
     def warm_start(self) -> partial[WarmStart]:
         """The clients' start."""
         return partial(warm_start, **STARTS[self.start])
+
+
+@lru_cache(maxsize=4)
+def _plant(config: Config) -> Planted:
+    """Return the clients' data; every client asks, and lists of all sizes take long to compare."""
+    n_atoms = tuple(config.atoms[i % len(config.atoms)] for i in range(config.clients))
+    return _planted.plant(config.seed, n_atoms, config.sizes)
 
 
 def client(context: Context, config: Config) -> DictionaryClient:
