@@ -1,4 +1,4 @@
-"""What each shortcut of ``flwr_perdl/_shortcuts.py`` saves: processor time with it and without.
+"""What each shortcut of ``_shortcuts.py`` and ``_memory.py`` saves: processor time with and without.
 
 Run from the repository's root: ``python benchmarks/shortcuts.py``; it writes
 ``benchmarks/results/shortcuts.json`` and its table, ``shortcuts.md``. About three minutes. Each
@@ -20,7 +20,7 @@ import numpy as np
 from _measure import main
 from flwr.app import Array, ArrayRecord, Context
 
-from flwr_perdl import _shortcuts
+from flwr_perdl import _memory, _shortcuts
 
 
 def _updated(record: Any, entries: Mapping[str, Any]) -> Any:
@@ -87,7 +87,8 @@ def alone(shortcut: str, workload: str) -> None:
     """Print the seconds of a workload without a shortcut, in this process."""
     logging.disable(logging.INFO)
     if shortcut in WITHOUT:
-        setattr(_shortcuts, shortcut, WITHOUT[shortcut][1])
+        home = _shortcuts if hasattr(_shortcuts, shortcut) else _memory
+        setattr(home, shortcut, WITHOUT[shortcut][1])
     print(inference() if workload == INFERENCE else perma(*ROUNDS[workload]))
 
 

@@ -1,8 +1,8 @@
-"""Shortcuts past the usual ways of Flower, Python and the C library, and what each one saves.
+"""Shortcuts past the usual ways of Flower and of Python's garbage collector, and what each saves.
 
 Everything here could go, and no result would change. Each stays because without it a PerMA round in
-process takes more than a tenth more processor time, or dual inference does:
-``python benchmarks/shortcuts.py`` measures that, and `benchmarks/README.md` has its table.
+process takes more than a tenth more processor time: ``python benchmarks/shortcuts.py`` measures
+that, and benchmarks/README.md has its table.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from functools import cache, lru_cache
+from functools import lru_cache
 from io import BytesIO
 from typing import Any, TypeVar
 
@@ -27,8 +27,6 @@ Entry = TypeVar("Entry")
 NPY = "numpy.ndarray"
 #: New objects after which garbage is searched for; Python's own figure is 700.
 _RARE = 100_000
-#: Just below the largest array after which a GNU C library keeps what is freed.
-_LARGEST_KEPT = 2**25 - 2**20
 
 
 def filled(record: Record, entries: Mapping[str, Any]) -> Record:
@@ -101,13 +99,3 @@ def rare_collections() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*thresholds)
-
-
-@cache
-def keep_freed_memory() -> None:
-    """Let the C library keep freed arrays, where its threshold for that follows the largest freed.
-
-    A GNU C library gives the memory of a freed array back to the system, page by page, unless it
-    has seen a larger one freed: a round's temporary arrays would cost more than their arithmetic.
-    """
-    np.empty(_LARGEST_KEPT, dtype=np.uint8)

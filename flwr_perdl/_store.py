@@ -13,7 +13,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
@@ -72,7 +72,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     waiting = _WAITING.get()
-    _remove_stale(path.parent, () if waiting is None else waiting.files)
+    ours = set() if waiting is None else waiting.temporary.setdefault(path.parent, set())
+    _remove_stale(path.parent, ours)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=_PREFIX, suffix=_SUFFIX)
     try:
         with os.fdopen(handle, "wb") as stream:
@@ -85,6 +86,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             _sync_folder(path.parent)
         else:
             waiting.files.append((temporary, path))
+            ours.add(os.path.basename(temporary))
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
@@ -97,11 +99,14 @@ class _Waiting(NamedTuple):
     ----------
     files : list of (str, Path)
         Files, complete but perhaps not on the disk yet, and the paths that they are to have.
+    temporary : dict of Path to set of str
+        By folder, the names that these files have there until then.
     afterward : dict of Path to callable
         By folder, what deletes the files of earlier rounds there.
     """
 
     files: list[tuple[str, Path]]
+    temporary: dict[Path, set[str]]
     afterward: dict[Path, Callable[[], None]]
 
 
@@ -119,7 +124,7 @@ def together() -> Iterator[None]:
     before its end, a file may be incomplete, which `load` notices, and the round before it is
     there.
     """
-    waiting = _Waiting([], {})
+    waiting = _Waiting([], {}, {})
     token = _WAITING.set(waiting)
     try:
         yield
@@ -158,9 +163,8 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _remove_stale(folder: Path, waiting: Iterable[tuple[str, Path]]) -> None:
+def _remove_stale(folder: Path, ours: Container[str]) -> None:
     """Delete the unfinished files that processes which died have left in a folder."""
-    ours = {os.path.basename(temporary) for temporary, _ in waiting}
     with os.scandir(folder) as entries:
         for entry in entries:
             unfinished = entry.name.startswith(_PREFIX) and entry.name.endswith(_SUFFIX)

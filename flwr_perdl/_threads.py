@@ -18,7 +18,7 @@ from typing import Any
 import numpy.linalg
 import scipy.linalg
 
-from flwr_perdl._shortcuts import keep_freed_memory
+from flwr_perdl._memory import keep_freed_memory
 
 
 @lru_cache(maxsize=1)

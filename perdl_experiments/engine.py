@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -100,6 +101,7 @@ def federate(
     engine: str | Grid = "in-process",
     evaluate_fn: EvaluateFn | None = None,
     evaluate_config: Mapping[str, Any] | None = None,
+    state_dir: Path | None = None,
     **options: Any,
 ) -> Federated:
     """Run one federation of ``experiment`` and return what it came to.
@@ -116,6 +118,8 @@ def federate(
         ``(round, model) -> metrics``, before the first round and after every round, as Flower's.
     evaluate_config : mapping, optional
         Config of the clients' evaluations.
+    state_dir : Path, optional
+        In process: where the states of all clients are kept, as `InProcessGrid` does it.
     **options
         Further server options, such as ``checkpoint_dir``, ``resume`` and ``on_round``.
     """
@@ -132,7 +136,7 @@ def federate(
     check_engine(engine)
     app = client_app(partial(experiment.client, config=config))
     if engine == "in-process":
-        return run(InProcessGrid(app, config.clients))
+        return run(InProcessGrid(app, config.clients, state_dir=state_dir))
     return on_ray(run, app, config.clients)
 
 

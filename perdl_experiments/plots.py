@@ -267,11 +267,10 @@ def boxes(groups: Mapping[str, Sequence[Sequence[float]]], *, x: str, y: str) ->
     for index, (label, values) in enumerate(groups.items()):
         color = COLORS[index % len(COLORS)]
         center = np.arange(count) + (index - (len(groups) - 1) / 2) * width
-        for position, sample in zip(center, values, strict=True):
-            shown = np.maximum(np.asarray(sample), 1e-16)
-            low, median, high = np.quantile(shown, [0.0, 0.5, 1.0])
-            axes.plot([position, position], [low, high], color=color, alpha=0.35, lw=4)
-            axes.plot(position, median, "o", ms=4, color=color)
+        shown = [np.maximum(np.asarray(sample), 1e-16) for sample in values]
+        low, median, high = np.transpose([np.quantile(one, [0.0, 0.5, 1.0]) for one in shown])
+        axes.vlines(center, low, high, color=color, alpha=0.35, lw=4, capstyle="projecting")
+        axes.plot(center, median, "o", ms=4, color=color)
         axes.plot([], [], "o", color=color, label=label)
     axes.set_yscale("log")
     axes.set(xlabel=x, ylabel=y)

@@ -519,7 +519,11 @@ class _Session:
         if self._folder is not None and len(self._federations) == 1:
             options["checkpoint_dir"] = self._folder.work / _CHECKPOINTS
             options["resume"] = self._resume
-            config = replace(config, state_dir=str((self._folder.work / _STATE).absolute()))
+            state_dir = (self._folder.work / _STATE).absolute()
+            if self._keeps_together(state_dir):
+                options["state_dir"] = state_dir
+            else:
+                config = replace(config, state_dir=str(state_dir))
         federated = run_federation(
             study,
             config,
@@ -533,6 +537,18 @@ class _Session:
         if len(self._federations) == 1:
             self.mishaps = mishaps(federated.history)
         return federated
+
+    def _keeps_together(self, state_dir: Path) -> bool:
+        """Return whether the clients' states are in one file, and not in a folder per client.
+
+        In process they are, unless the run was begun elsewhere.
+        """
+        begun = {path.name.startswith("client-") for path in state_dir.glob("*")}
+        if self._engine != "in-process" and False in begun:
+            raise ValueError(
+                "engine must be 'in-process', which the run to resume was begun with, got another."
+            )
+        return self._engine == "in-process" and True not in begun
 
     def check_single(self) -> None:
         """Refuse several federations, where there is one grid for them."""

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from itertools import groupby
 from math import nan
 from pathlib import Path
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 from flwr.app import Context
@@ -53,6 +53,7 @@ from flwr_perdl.dictionary import (
     sparse_code,
     update_support,
     warm_start,
+    warm_starts,
 )
 from flwr_perdl.dictionary.atoms import principal_directions
 from flwr_perdl.dictionary.averaging import LocalDictionary, update_dictionary
@@ -246,8 +247,14 @@ class DictionaryClient(Member):
         """
         return self._fit(parameters, config, _read(parameters, config))
 
-    def _fit(self, parameters: list[Matrix], config: dict[str, Scalar], asked: _Asked) -> Fitted:
-        """Take the step of a request that `_read` has read."""
+    def _fit(
+        self,
+        parameters: list[Matrix],
+        config: dict[str, Scalar],
+        asked: _Asked,
+        begun: Matrix | None = None,
+    ) -> Fitted:
+        """Take the step of a request that `_read` has read; ``begun`` is the start, where known."""
         self._check_training(parameters, asked)
         if MAX_WEIGHT in config:  # what is summed must be of one kind
             own, said = int(self.learner.orthogonal), config.get(ORTHOGONAL)
@@ -272,7 +279,7 @@ class DictionaryClient(Member):
             elif asked.step == AVERAGE:
                 sent, D, error = self._average(parameters, asked, state, config)
             else:
-                sent, D = self._start(asked, state)
+                sent, D = self._start(asked, state, begun)
                 error = _mse(self.X, reconstruct(self.learner.code(self.X, D), D))
             n_atoms = len(D)
         return [sent], len(self.X), self._metrics(error, n_atoms, anew)
@@ -333,7 +340,13 @@ class DictionaryClient(Member):
             return at_once, client._is_ours() and (at_once or client.X.size >= _LARGE)
 
         def one_by_one(window: list[DictionaryClient]) -> list[Fitted]:
-            return [client._fit(parameters, config, asked) for client in window]
+            starts: list[Matrix | None] = [None] * len(window)
+            if asked.step == START and not parameters:
+                starts = _started_together(window, asked)
+            return [
+                client._fit(parameters, config, asked, begun)
+                for client, begun in zip(window, starts, strict=True)
+            ]
 
         def together(window: list[DictionaryClient]) -> list[Fitted]:
             return _update_together(window, parameters, config, asked)
@@ -350,9 +363,11 @@ class DictionaryClient(Member):
         start = getattr(self.start, "func", self.start)  # of a partial
         return type(self.learner) in LEARNERS and start is warm_start
 
-    def _start(self, asked: _Asked, state: PrivateState) -> tuple[Matrix, Matrix]:
+    def _start(
+        self, asked: _Asked, state: PrivateState, begun: Matrix | None
+    ) -> tuple[Matrix, Matrix]:
         """Local initialisation (P0, Algorithm 1, lines 2-5)."""
-        D = self._warm_start(asked)
+        D = self._warm_start(asked) if begun is None else begun
         state.save(asked.round, {_DICTIONARY: D})
         supported = self._supported(self.learner.code(self.X, D), D)
         return D[supported & ~shown(D, self.X, None, self.min_support)], D
@@ -630,6 +645,36 @@ def _kind(client: DictionaryClient, config: Mapping[str, Scalar]) -> Hashable:
     if config.get(SENDS) == STATISTICS and not _sends_orthogonal(client, config):
         return None
     return client.X.shape, client.X.dtype, learner, client.min_support
+
+
+def _started_together(clients: list[DictionaryClient], asked: _Asked) -> list[Matrix | None]:
+    """Return the starts that clients of one kind make at once; None: the client makes its own."""
+    starts: list[Matrix | None] = [None] * len(clients)
+
+    def how(i: int) -> Hashable:
+        one = clients[i]
+        ours = (
+            _kind(one, {}) is not None and one._is_ours() and not getattr(one.start, "args", None)
+        )
+        return (_kind(one, {}), tuple(_options(one).items())) if ours else None
+
+    for same in alike(range(len(clients)), how):
+        first = clients[same[0]]
+        if how(same[0]) is None:
+            continue
+        first._check_training([], asked)
+        rngs = [spawn(asked.seed, clients[i].partition) for i in same]
+        X = [clients[i].X for i in same]
+        for i, one in zip(
+            same, warm_starts(X, first.learner, rngs=rngs, **_options(first)), strict=True
+        ):
+            starts[i] = one.dictionary
+    return starts
+
+
+def _options(client: DictionaryClient) -> dict[str, Any]:
+    """Return the options of a start that is a partial `warm_start`."""
+    return dict(getattr(client.start, "keywords", {}))
 
 
 def _stacked(

@@ -46,7 +46,7 @@ from flwr_perdl.dictionary.matching import Alignment, Matching, align_to_global,
 from flwr_perdl.dictionary.perpca import PersonalizedPCA, personalized_pca
 from flwr_perdl.dictionary.polar import polar_factor
 from flwr_perdl.dictionary.refinement import refine_local
-from flwr_perdl.dictionary.warm_start import WarmStart, warm_start
+from flwr_perdl.dictionary.warm_start import WarmStart, iterate, warm_start, warm_starts
 
 __all__ = [
     "Aggregation",
@@ -73,6 +73,7 @@ __all__ = [
     "dictionary_distance",
     "global_matching",
     "hard_threshold",
+    "iterate",
     "lasso",
     "local_statistics",
     "match_atoms",
@@ -89,4 +90,5 @@ __all__ = [
     "update_dictionary",
     "update_support",
     "warm_start",
+    "warm_starts",
 ]

@@ -27,8 +27,12 @@ from flwr_perdl.dictionary.learners import (
     AlternatingLearner,
     LassoLearner,
     Learner,
+    OrthogonalLearner,
 )
+from flwr_perdl.dictionary.polar import polar_factors
 
+#: Numbers of samples' features that are multiplied at once: a quarter of a megabyte.
+_TOGETHER = 2**15
 _OURS = AlternatingLearner.code, AlternatingLearner.update
 
 
@@ -77,26 +81,70 @@ def warm_start(
     WarmStart
         Dictionary, its loss, and the losses of all starts.
     """
-    X = check_array("X", X, min_rows=1, squares=True)
+    (found,) = warm_starts(
+        [X], learner, rngs=[rng], n_iter=n_iter, restarts=restarts, boost=boost, decay=decay
+    )
+    return found
+
+
+def warm_starts(
+    samples: Sequence[Matrix],
+    learner: Learner,
+    *,
+    rngs: Sequence[np.random.Generator],
+    n_iter: int = 100,
+    restarts: int = 1,
+    boost: float = 8.0,
+    decay: float = 0.97,
+) -> list[WarmStart]:
+    """Return :func:`warm_start` of several clients, the same bits in less time.
+
+    Parameters
+    ----------
+    samples : sequence of ndarray of shape (n_samples, n_features)
+        Each client's data.
+    learner : Learner
+        The local algorithm of all clients.
+    rngs : sequence of numpy.random.Generator
+        Source of each client's starts.
+    n_iter, restarts, boost, decay
+        As in :func:`warm_start`.
+
+    Returns
+    -------
+    list of WarmStart
+    """
+    samples = [check_array("X", X, min_rows=1, squares=True) for X in samples]
     check_count("n_iter", n_iter)
     check_count("restarts", restarts, 1)
     check_real("boost", boost, 1)
     check_real("decay", decay, 0, 1)
     scales = [max(1.0, boost * decay**t) for t in range(n_iter)]
-    basis = _row_space(X) if _worth(X, learner, n_iter * restarts) else None
-    Y = X if basis is None else X @ basis.T
-    runs = []
+    worth = [_worth(X, learner, n_iter * restarts) for X in samples]
+    bases = [_row_space(X) if own else None for X, own in zip(samples, worth, strict=True)]
+    found: list[list[tuple[float, Matrix]]] = [[] for _ in samples]
     for _ in range(restarts):
-        D = learner.start(X, rng)
-        inner = None if basis is None else _within(D, basis)
-        if basis is None or inner is None:
-            D = _iterate(learner, X, D, scales)
-        else:
-            D = _iterate(learner, Y, inner, scales) @ basis
-        runs.append((learner.loss(X, learner.code(X, D), D), D))
-    objectives = tuple(objective for objective, _ in runs)
-    objective, dictionary = runs[int(np.argmin(objectives))]
-    return WarmStart(dictionary, objective, objectives)
+        data, starts = (
+            list(samples),
+            [learner.start(X, rng) for X, rng in zip(samples, rngs, strict=True)],
+        )
+        within = [
+            None if basis is None else _within(D, basis)
+            for D, basis in zip(starts, bases, strict=True)
+        ]
+        for i, (inner, basis) in enumerate(zip(within, bases, strict=True)):
+            if inner is not None and basis is not None:
+                data[i], starts[i] = samples[i] @ basis.T, inner
+        learned = iterate(learner, data, starts, scales)
+        for runs, X, D, inner, basis in zip(found, samples, learned, within, bases, strict=True):
+            whole = D if inner is None or basis is None else D @ basis
+            runs.append((learner.loss(X, learner.code(X, whole), whole), whole))
+    results = []
+    for runs in found:
+        objectives = tuple(objective for objective, _ in runs)
+        objective, dictionary = runs[int(np.argmin(objectives))]
+        results.append(WarmStart(dictionary, objective, objectives))
+    return results
 
 
 def pooled_start(dictionaries: Sequence[Matrix], atoms: Matrix, *, n_iter: int = 10) -> Matrix:
@@ -121,6 +169,50 @@ def pooled_start(dictionaries: Sequence[Matrix], atoms: Matrix, *, n_iter: int =
     """
     learner, X = LassoLearner(max(len(atoms), 1)), np.vstack(dictionaries)
     return _iterate(learner, X, atoms, [1.0] * n_iter)
+
+
+def iterate(
+    learner: Learner, samples: Sequence[Matrix], starts: Sequence[Matrix], scales: Sequence[float]
+) -> list[Matrix]:
+    """Take a learner's iterations at several clients, the same bits as at each of them alone.
+
+    Parameters
+    ----------
+    learner : Learner
+        The local algorithm of all clients.
+    samples : sequence of ndarray of shape (n_samples, n_features)
+        Each client's data, checked.
+    starts : sequence of ndarray of shape (n_atoms, n_features)
+        Each client's unit atoms; orthonormal ones for `OrthogonalLearner`.
+    scales : sequence of float
+        The threshold of each iteration, as a multiple of the learner's own.
+
+    Returns
+    -------
+    list of ndarray of shape (n_atoms, n_features)
+        For `OrthogonalLearner` with a threshold, small clients of one size are multiplied many at
+        a time.
+    """
+    if type(learner) is not OrthogonalLearner or learner.n_nonzero is not None:
+        return [_iterate(learner, X, D, scales) for X, D in zip(samples, starts, strict=True)]
+    learned: list[Matrix] = []
+    kinds = [(X.shape, X.dtype, D.dtype) for X, D in zip(samples, starts, strict=True)]
+    while len(learned) < len(samples):
+        at = len(learned)
+        most = at + max(1, _TOGETHER // max(samples[at].size, 1))
+        end = next((i for i in range(at, len(samples)) if i == most or kinds[i] != kinds[at]), None)
+        if len(samples[at:end]) == 1:
+            learned.append(_iterate(learner, samples[at], starts[at], scales))
+            continue
+        X, D = np.stack(samples[at:end]), np.stack(starts[at:end])
+        levels = np.array([learner.level(own) for own in samples[at:end]])[:, None, None]
+        for scale in scales:
+            products = X @ D.swapaxes(1, 2)
+            bounds = np.minimum(scale * levels, np.finfo(products.dtype).max)
+            codes = products * (np.abs(products) >= bounds.astype(products.dtype))
+            D = polar_factors(codes.swapaxes(1, 2) @ X, D)
+        learned += list(D)
+    return learned
 
 
 def _iterate(learner: Learner, X: Matrix, D: Matrix, scales: Sequence[float]) -> Matrix:

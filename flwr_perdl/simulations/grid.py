@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from logging import DEBUG, WARNING
-from typing import Any, Protocol, runtime_checkable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 from flwr.app import (
@@ -28,6 +29,9 @@ from flwr_perdl._checks import check_count, check_kind
 from flwr_perdl._records import ANSWERED, PARTITION_ID, directed, same_request
 from flwr_perdl._shortcuts import filled
 from flwr_perdl._store import together
+
+if TYPE_CHECKING:
+    from flwr_perdl.simulations._states import NodeStates
 
 RUN_ID = 1
 #: More nodes than this, each with a context of its own, do not fit into a process.
@@ -68,6 +72,11 @@ class InProcessGrid(Grid):
         For tests: ``(partition, message) -> None`` or one of ``FAULTS``: the node answers with an
         error ("error"), not at all ("silence"), with NaN ("nan"), an array too short by a row
         ("shape"), or without records ("empty").
+    state_dir : str or Path, optional
+        Folder in which the arrays of all nodes' ``context.state`` are kept, one file for all of
+        them, from which a later grid of as many nodes goes on. With ``state-dir`` in its node
+        config a node keeps files of its own instead, which takes longer than all else that
+        thousands of small nodes do.
     """
 
     #: All nodes are there from the start: strategies need not wait for registrations.
@@ -81,6 +90,7 @@ class InProcessGrid(Grid):
         run_config: Mapping[str, Any] | None = None,
         node_config: Callable[[int], Mapping[str, Any]] | None = None,
         faults: Faults | None = None,
+        state_dir: str | Path | None = None,
     ) -> None:
         check_kind("app", app, ClientApp, "a ClientApp")
         check_count("num_nodes", num_nodes, 1, _MOST_NODES)
@@ -88,6 +98,7 @@ class InProcessGrid(Grid):
             if given is not None and not callable(given):
                 raise TypeError(f"{name} must be a function or None, got {given!r}.")
         check_kind("run_config", run_config, (Mapping, type(None)), "a mapping or None")
+        check_kind("state_dir", state_dir, (str, Path, type(None)), "a path or None")
         self.app = app
         self.faults = faults
         self.contexts = {
@@ -104,6 +115,12 @@ class InProcessGrid(Grid):
             )
             for partition in range(num_nodes)
         }
+        self._states: NodeStates | None = None
+        if state_dir is not None:
+            from flwr_perdl.simulations._states import NodeStates  # loads what clients need
+
+            self._states = NodeStates(Path(state_dir))
+            self._states.restore(list(self.contexts.values()))
         self._run = _compat.empty_run(RUN_ID)
         self._replies: dict[str, Message] = {}
         self._count = 0
@@ -154,8 +171,13 @@ class InProcessGrid(Grid):
         the clients' type can take the step in one go; the replies are the same bits. What clients
         keep on disk is there when this returns, with one sync for all of them.
         """
+        pushed = list(messages)
         with together():
-            return self._push(messages)
+            ids = self._push(pushed)
+        trained = any(one.metadata.message_type == MessageType.TRAIN for one in pushed)
+        if self._states is not None and trained:
+            self._states.save(list(self.contexts.values()))
+        return ids
 
     def _push(self, messages: Iterable[Message]) -> list[str]:
         """Call the ClientApp, and return the messages' ids."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,9 @@ from flwr_perdl.dictionary import (
     OrthogonalLearner,
     WarmStart,
     dictionary_distance,
+    iterate,
     warm_start,
+    warm_starts,
 )
 from flwr_perdl.random import spawn
 from flwr_perdl.records import PARTITION_ID
@@ -38,13 +40,19 @@ class Config(_planted.Config):
     @property
     def planted(self) -> Planted:
         """The clients' data."""
-        n_atoms = tuple(self.atoms[i % len(self.atoms)] for i in range(self.clients))
-        return _planted.plant(self.seed, n_atoms, self.sizes)
+        return _plant(self)
 
     @property
     def warm_start(self) -> partial[WarmStart]:
         """The clients' start."""
         return partial(warm_start, **STARTS[self.start])
+
+
+@lru_cache(maxsize=4)
+def _plant(config: Config) -> Planted:
+    """Return the clients' data; every client asks, and lists of all sizes take long to compare."""
+    n_atoms = tuple(config.atoms[i % len(config.atoms)] for i in range(config.clients))
+    return _planted.plant(config.seed, n_atoms, config.sizes)
 
 
 def client(context: Context, config: Config) -> DictionaryClient:
@@ -122,23 +130,27 @@ def _one_seed(config: Config, federate: Federate) -> Arrays:
     return {
         "global": np.array([max(m["error_global"] for m in one.values()) for one in reports]),
         "local": np.array([m["error_local"] for m in reports[-1].values()]),
-        "alone": np.array(alone),
+        "alone": alone,
         "atoms": federated.arrays[0],
         "cost": _planted.cost(federated),
     }
 
 
-def _alone(config: Config) -> list[float]:
+def _alone(config: Config) -> Matrix:
     """Return every client's error where it learns by itself, from its start in the federation.
 
     As in the paper, those of its atoms count that align best with the planted global ones.
     """
-    planted, errors = config.planted, []
-    for i, X in enumerate(planted.samples):
-        learner = _learner(planted, i)
-        start = config.warm_start(X, learner, rng=spawn(config.seed, i)).dictionary
-        D = _planted.learn_alone(X, learner, start, config.rounds)
-        errors.append(dictionary_distance(planted.global_atoms, D))
+    planted = config.planted
+    errors = np.empty(config.clients)
+    for size in sorted({len(local) for local in planted.local_atoms}):
+        same = [i for i, local in enumerate(planted.local_atoms) if len(local) == size]
+        samples, learner = [planted.samples[i] for i in same], _learner(planted, same[0])
+        rngs = [spawn(config.seed, i) for i in same]
+        started = warm_starts(samples, learner, rngs=rngs, **STARTS[config.start])
+        starts = [one.dictionary for one in started]
+        learned = iterate(learner, samples, starts, [1.0] * (config.rounds - 1))
+        errors[same] = [dictionary_distance(planted.global_atoms, D) for D in learned]
     return errors
 
 

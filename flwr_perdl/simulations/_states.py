@@ -1,0 +1,106 @@
+"""The states of all nodes of one process, in one file.
+
+Thousands of files, one per node, take longer than all else that small nodes do in a round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from logging import WARNING
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, Context
+from flwr.common import log
+
+from flwr_perdl import _store
+from flwr_perdl._shortcuts import entries, filled
+from flwr_perdl.clients._at_rest import KEY_VARIABLE, key_from_environment
+
+_FILE, _BYTES = "nodes.npz", "bytes"
+
+
+class NodeStates:
+    """The arrays in the states of a grid's nodes, as they were after its last training messages.
+
+    Other records stay in memory: they count what a client has answered in one run of Flower. With a
+    key in the environment the arrays are encrypted, as in the files of single clients.
+
+    Parameters
+    ----------
+    folder : Path
+        Where the file is.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._path = folder, folder / _FILE
+
+    def save(self, contexts: Sequence[Context]) -> None:
+        """Replace the file; afterwards it holds all of these states, or what it held."""
+        parts: list[bytes] = []
+        nodes = [_described(context, parts) for context in contexts]
+        named = {_BYTES: np.frombuffer(b"".join(parts), dtype=np.uint8)}
+        key = key_from_environment()
+        about = {"key": None if key is None else key.name, "nodes": nodes}
+        _store.refuse_link(self._folder)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._folder.chmod(0o700)
+        _store.save(self._path, named if key is None else key.lock(named, about), about)
+
+    def restore(self, contexts: Sequence[Context]) -> None:
+        """Put the arrays of the file, if there is one, into these states.
+
+        A file that is damaged, or of another number of nodes, is named in the log and left out.
+
+        Raises
+        ------
+        ValueError
+            If the file is locked, and the key in the environment is not its own.
+        """
+        if not self._path.exists():
+            return
+        key = key_from_environment()
+        try:
+            for path in (self._folder, self._path):
+                _store.refuse_link(path)
+            named, about = _store.load(self._path)
+            about = {name: about[name] for name in ("key", "nodes")}
+            if len(about["nodes"]) != len(contexts):
+                raise ValueError(
+                    f"{self._path} must be of {len(contexts)} nodes, got {len(about['nodes'])}."
+                )
+        except (ValueError, KeyError) as error:
+            log(WARNING, "%s It is left out.", error)
+            return
+        if about["key"] not in (None, None if key is None else key.name):
+            raise ValueError(
+                f"{KEY_VARIABLE} must be the key that {self._path.name} is locked with, got "
+                f"{'none' if key is None else 'another one'}."
+            )
+        try:
+            numbers = (named if key is None else key.unlock(named, about))[_BYTES]
+        except ValueError as error:
+            log(WARNING, "%s is left out: %s.", self._path, error)
+            return
+        whole, at = numbers.tobytes(), 0
+        for context, node in zip(contexts, about["nodes"], strict=True):
+            for name, described in node.items():
+                arrays = {}
+                for key_, dtype, shape, stype, size in described:
+                    arrays[key_] = Array(dtype, tuple(shape), stype, whole[at : at + size])
+                    at += size
+                filled(context.state, {name: filled(ArrayRecord(), arrays)})
+
+
+def _described(context: Context, parts: list[bytes]) -> dict[str, list[list[Any]]]:
+    """Return what a state's arrays are called and how they are stored; append their bytes."""
+    found: dict[str, list[list[Any]]] = {}
+    for name, record in entries(context.state).items():
+        if isinstance(record, ArrayRecord):
+            arrays = entries(record)
+            found[name] = [
+                [key, one.dtype, one.shape, one.stype, len(one.data)] for key, one in arrays.items()
+            ]
+            parts += [one.data for one in arrays.values()]
+    return found
