@@ -4,7 +4,7 @@
 paper (P1), Section III-C                   here
 =========================================== ===================================================
 ATC diffusion (31), projected (37)          :class:`ATC`
-gradient (62)                               ``ATC._descended``
+gradient (62)                               ``_step`` in ``_kernels.py``
 Table III's bound of mu                     ``objective.step_bound``
 =========================================== ===================================================
 
@@ -18,13 +18,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from math import sqrt
+from typing import Any
 
 import numpy as np
+from scipy import sparse
 
 from flwr_perdl._checks import LARGE, Matrix, check_real
-from flwr_perdl.diffusion._dual import DualInference, DualState, Nodes, due, norms
-from flwr_perdl.diffusion._minimise import correlate, reconstruct
-from flwr_perdl.diffusion.combine import Inbox
+from flwr_perdl.diffusion._dual import (
+    DualInference,
+    DualState,
+    Nodes,
+    due,
+    edges_of,
+    heard,
+    norms,
+)
+from flwr_perdl.diffusion._minimise import cost_of
+from flwr_perdl.diffusion.combine import Csr, Inbox
 from flwr_perdl.diffusion.topology import CombinationMatrix, metropolis_weights
 
 
@@ -80,25 +90,57 @@ class ATC(DualInference):
 
     def adapt(self, state: DualState, round_: int) -> DualState:
         """Take a gradient step (31a), with the gradient (62)."""
-        return state._replace(sent=self._descended(state))
+        from flwr_perdl.diffusion import _kernels  # compiled: Numba is imported where it is needed
 
-    def _descended(self, state: DualState) -> Matrix:
-        codes = self.objective.code(correlate(state.nu, state.atoms))
-        psi = reconstruct(-self.mu * codes, state.atoms)
-        psi += state.linear
-        psi += (1 - self.mu * self.curvature) * state.nu
-        return psi
+        nu, memory, sent = state.nu, state.memory.copy(), np.empty_like(state.nu)
+        cost = cost_of(self.objective, nu)
+        _kernels.descend(state.atoms, state.linear, nu, memory, cost, self.mu, self._kept(nu), sent)
+        return state._replace(sent=sent, memory=memory)
 
     def combine(self, state: DualState, inbox: Inbox) -> DualState:
         """Average with the neighbors (31b) and project on V_f (37b)."""
-        nu = self.objective.project(inbox.mean())
+        from flwr_perdl.diffusion import _kernels
+
+        nu, excess = np.empty_like(state.nu), state.excess.copy()
+        edges = edges_of(self._weights(inbox.weights, inbox.own), nu)
+        _kernels.diffuse(edges, heard(inbox, nu), excess, cost_of(self.objective, nu), nu)
+        after = state._replace(nu=nu, excess=excess)
         if not due(inbox.round):
-            return state._replace(nu=nu)
+            return after
         change = norms(nu - state.nu)
-        apart = self.objective.project(state.sent) - nu
-        apart *= self.shrinking
-        residual = self._residual(change, apart, nu)
-        return state._replace(nu=nu, change=change, residual=residual)
+        residual = self._residual(change, self._apart(state, after), nu)
+        return after._replace(change=change, residual=residual)
+
+    def advance(self, state: DualState, n_rounds: int, weights: Csr) -> DualState:
+        """Make rounds with all agents here."""
+        from flwr_perdl.diffusion import _kernels
+
+        nu, edges = state.nu, edges_of(self._weights(weights, state.nodes), state.nu)
+        _kernels.diffusion(
+            n_rounds,
+            edges,
+            state.atoms,
+            state.linear,
+            state.memory,
+            state.excess,
+            cost_of(self.objective, nu),
+            self.mu,
+            self._kept(nu),
+            nu,
+        )
+        return state
+
+    def _kept(self, nu: Matrix) -> Any:
+        """Return the share of nu that a step leaves, in nu's dtype."""
+        return nu.dtype.type(1 - self.mu * self.curvature)
+
+    def _weights(self, weights: Csr, own: Nodes) -> Csr:
+        """Return the weights of the messages; ``own`` is where the receivers are among them."""
+        return weights
+
+    def _apart(self, state: DualState, after: DualState) -> Matrix:
+        """Return the distances to the neighbors, from the states before and after a round."""
+        return (self.objective.project(state.sent) - after.nu) * self.shrinking
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,31 +170,21 @@ class ExactDiffusion(ATC):
     def begin(self, nodes: Nodes, atoms: Matrix, X: Matrix) -> DualState:
         """Return the state before the first round."""
         state = super().begin(nodes, atoms, X)
-        return state._replace(memory=state.nu, excess=state.nu)
+        bounded = np.isfinite(self.objective.bound)
+        return state._replace(memory=state.nu, excess=state.nu if bounded else state.excess)
 
-    def adapt(self, state: DualState, round_: int) -> DualState:
-        """Take a gradient step and correct it by the last one."""
-        psi = self._descended(state)
-        sent = psi + state.nu
-        sent -= state.memory
-        return state._replace(sent=sent, memory=psi)
+    def _weights(self, weights: Csr, own: Nodes) -> Csr:
+        """Return the weights half-way to a node's own message."""
+        everyone = np.arange(len(own))
+        selection = sparse.csr_array((np.ones(len(own)), (everyone, own)), shape=weights.shape)
+        return (weights + selection) / 2
 
-    def combine(self, state: DualState, inbox: Inbox) -> DualState:
-        """Average half-way with the neighbors, and project on V_f."""
-        mean = inbox.mean()
-        nu = state.sent + mean
-        nu /= 2
-        excess = state.excess
-        if np.isfinite(self.objective.bound):
-            full = nu + excess
-            nu = self.objective.project(full)
-            excess = full - nu
-        after = state._replace(nu=nu, excess=excess)
-        if not due(inbox.round):
-            return after
-        change = norms(nu - state.nu)
-        residual = self._residual(change, state.sent - mean, nu)
-        return after._replace(change=change, residual=residual)
+    def _apart(self, state: DualState, after: DualState) -> Matrix:
+        half = after.nu  # the mean of a node's own message and its neighborhood's mean
+        if after.excess.size:
+            half = half + after.excess - state.excess
+        apart: Matrix = 2 * (state.sent - half)
+        return apart
 
 
 def contraction_bound(weights: CombinationMatrix) -> float:

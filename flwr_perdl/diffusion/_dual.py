@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, inf, log
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,9 +23,12 @@ from numpy.typing import NDArray
 from flwr_perdl._arrays import row_norms
 from flwr_perdl._checks import Matrix, check_array, check_count, check_magnitude, own_numbers
 from flwr_perdl.diffusion._minimise import correlate
-from flwr_perdl.diffusion.combine import Inbox
+from flwr_perdl.diffusion.combine import Csr, Inbox
 from flwr_perdl.diffusion.objectives import Objective
 from flwr_perdl.diffusion.topology import Topology
+
+if TYPE_CHECKING:
+    from flwr_perdl.diffusion._kernels import Edges
 
 Nodes = NDArray[np.intp]
 Dictionaries = Sequence[Matrix] | Mapping[int, Matrix]
@@ -53,9 +56,9 @@ class DualState(NamedTuple):
         The linear part of what an agent minimizes: ``theta_k x``. In the ADMMs it includes what the
         neighbors have sent, and is divided by the curvature: the minimum of the quadratic part.
     memory : ndarray of shape (m, n_samples, n_features)
-        Further memory of a method; (m, 0) where it needs none.
+        Further memory of a method; (m, n_samples, 0) where it needs none.
     excess : ndarray of shape (m, n_samples, n_features)
-        What projections on V_f have removed; (m, 0) where a method does not use it.
+        What projections on V_f have removed; (m, n_samples, 0) where a method does not use it.
     nu : ndarray of shape (m, n_samples, n_features)
         The estimates.
     sent : ndarray of shape (m, n_samples, n_features)
@@ -184,7 +187,8 @@ class DualInference(ABC):
         seeing = np.isin(nodes, agents)
         linear = np.zeros((m, n_samples, n_features), dtype=X.dtype)
         linear[seeing] = X / len(agents)
-        none = np.zeros((m, 0), dtype=X.dtype)
+        none = np.zeros((m, n_samples, 0), dtype=X.dtype)
+        atoms = np.require(atoms, requirements=["C", "W"])
         far = np.full((m, n_samples), inf, dtype=X.dtype)
         zeros = np.zeros_like(linear)
         codes = np.zeros((m, n_samples, atoms.shape[1]), dtype=X.dtype)
@@ -203,6 +207,22 @@ class DualInference(ABC):
     def combine(self, state: DualState, inbox: Inbox) -> DualState:
         """Take in the neighbors' messages."""
 
+    @abstractmethod
+    def advance(self, state: DualState, n_rounds: int, weights: Csr) -> DualState:
+        """Make rounds that do not measure residuals, with all agents here and every message heard.
+
+        The result has the bits of `adapt` and `combine` in turn.
+
+        Parameters
+        ----------
+        state : DualState
+            After the first round, of all agents. Its arrays are written to.
+        n_rounds : int
+            At least 1.
+        weights : sparse array of shape (n_nodes, n_nodes)
+            The combination weights.
+        """
+
     def observe(self, state: DualState) -> dict[str, Matrix]:
         """Return codes (42), estimates and residuals."""
         S = correlate(state.nu, state.atoms)
@@ -218,6 +238,24 @@ class DualInference(ABC):
 def due(round_: int) -> bool:
     """Whether residuals are measured in this round."""
     return round_ <= _EVERY or round_ % _EVERY == 0
+
+
+def rounds_until_due(round_: int) -> int:
+    """Return how many rounds after this one do not measure residuals."""
+    return 0 if due(round_ + 1) else _EVERY - 1 - round_ % _EVERY
+
+
+def edges_of(weights: Csr, like: Matrix) -> Edges:
+    """Return weights as the kernels take them, in the dtype of ``like``."""
+    from flwr_perdl.diffusion import _kernels  # compiled: Numba is imported where it is needed
+
+    first, senders = (part.astype(np.intp) for part in (weights.indptr, weights.indices))
+    return _kernels.Edges(first, senders, weights.data.astype(like.dtype))
+
+
+def heard(inbox: Inbox, like: Matrix) -> Matrix:
+    """Return the messages of an inbox as the kernels take them, in the dtype of ``like``."""
+    return np.require(inbox.arrays[0], like.dtype, ["C", "W"])
 
 
 def checked_samples(X: Matrix, dictionaries: Sequence[Matrix]) -> tuple[Matrix, list[Matrix]]:
