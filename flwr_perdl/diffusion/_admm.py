@@ -30,10 +30,10 @@ from flwr_perdl.diffusion._dual import (
     DualState,
     Nodes,
     column,
+    distances,
     due,
     edges_of,
     heard,
-    norms,
 )
 from flwr_perdl.diffusion._minimise import cost_of, minimise
 from flwr_perdl.diffusion.combine import Csr, Inbox
@@ -113,7 +113,7 @@ class ADMM(DualInference):
         """Minimize the agent's cost and the penalties exactly, (39a)."""
         a = self.curvatures[state.nodes]
         nu, codes = minimise(self.objective, state.atoms, state.linear, a, state.codes)
-        change = norms(nu - state.nu) if due(round_) else state.change
+        change = distances(nu, state.nu) if due(round_) else state.change
         return state._replace(nu=nu, sent=nu, codes=codes, change=change)
 
     def combine(self, state: DualState, inbox: Inbox) -> DualState:
@@ -129,35 +129,48 @@ class ADMM(DualInference):
         factors = self.factors[state.nodes]
         # A missing message is replaced by the node's own estimate.
         factors[:, 1] += np.where(np.isclose(sums, whole, rtol=1e-6, atol=0), 0, whole - sums)
-        edges, linear, memory = edges_of(weights, nu), state.linear.copy(), state.memory.copy()
-        _kernels.recur(edges, messages, factors.astype(nu.dtype), nu, linear, memory)
-        after = state._replace(linear=linear, memory=memory)
+        after = state._replace(linear=state.linear.copy(), memory=state.memory.copy())
+        self._continue(after, weights, factors, received=messages)
         if not due(inbox.round):
             return after
         around = np.empty_like(nu)
-        _kernels.total(edges, messages, around)
+        _kernels.total(*edges_of(weights, nu), messages, around)
         share = np.where(sums > 0, 1 / np.where(sums > 0, sums, 1), 0)
-        apart = nu * column(sums > 0, nu) - around * column(share, nu)
+        apart = distances(nu, around, share) * (sums > 0)[:, None]
         return after._replace(residual=self._residual(state.change, apart, nu))
 
     def advance(self, state: DualState, n_rounds: int, weights: Csr) -> DualState:
         """Make rounds with all agents here; the weights are not used."""
+        self._continue(state, self.edges, self.factors, n_rounds=n_rounds)
+        return state._replace(sent=state.nu)
+
+    def _continue(
+        self,
+        state: DualState,
+        weights: Csr,
+        factors: NDArray[np.float64],
+        *,
+        received: Matrix | None = None,
+        n_rounds: int = 0,
+    ) -> None:
+        """Update linear, memory, codes and nu of a state in place, see the kernel."""
         from flwr_perdl.diffusion import _kernels
 
         nu = state.nu
         _kernels.admm(
+            nu[:0] if received is None else received,
             n_rounds,
-            edges_of(self.edges, nu),
+            nu[:0],
+            *edges_of(weights, nu),
             state.atoms,
-            1 / self.curvatures,
-            cost_of(self.objective, nu),
-            self.factors.astype(nu.dtype),
+            1 / self.curvatures[state.nodes],
+            factors.astype(nu.dtype),
             state.linear,
             state.memory,
+            *cost_of(self.objective, nu),
             state.codes,
             nu,
         )
-        return state._replace(sent=nu)
 
 
 @dataclass(frozen=True, eq=False)

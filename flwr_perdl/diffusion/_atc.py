@@ -4,7 +4,7 @@
 paper (P1), Section III-C                   here
 =========================================== ===================================================
 ATC diffusion (31), projected (37)          :class:`ATC`
-gradient (62)                               ``_step`` in ``_kernels.py``
+gradient (62)                               in ``_kernels.py``
 Table III's bound of mu                     ``objective.step_bound``
 =========================================== ===================================================
 
@@ -28,10 +28,10 @@ from flwr_perdl.diffusion._dual import (
     DualInference,
     DualState,
     Nodes,
+    distances,
     due,
     edges_of,
     heard,
-    norms,
 )
 from flwr_perdl.diffusion._minimise import cost_of
 from flwr_perdl.diffusion.combine import Csr, Inbox
@@ -90,49 +90,54 @@ class ATC(DualInference):
 
     def adapt(self, state: DualState, round_: int) -> DualState:
         """Take a gradient step (31a), with the gradient (62)."""
-        from flwr_perdl.diffusion import _kernels  # compiled: Numba is imported where it is needed
-
-        nu, memory, sent = state.nu, state.memory.copy(), np.empty_like(state.nu)
-        cost = cost_of(self.objective, nu)
-        _kernels.descend(state.atoms, state.linear, nu, memory, cost, self.mu, self._kept(nu), sent)
+        memory, sent = state.memory.copy(), np.empty_like(state.nu)
+        self._continue(state._replace(memory=memory), None, sent=sent)
         return state._replace(sent=sent, memory=memory)
 
     def combine(self, state: DualState, inbox: Inbox) -> DualState:
         """Average with the neighbors (31b) and project on V_f (37b)."""
-        from flwr_perdl.diffusion import _kernels
-
-        nu, excess = np.empty_like(state.nu), state.excess.copy()
-        edges = edges_of(self._weights(inbox.weights, inbox.own), nu)
-        _kernels.diffuse(edges, heard(inbox, nu), excess, cost_of(self.objective, nu), nu)
-        after = state._replace(nu=nu, excess=excess)
+        after = state._replace(nu=np.empty_like(state.nu), excess=state.excess.copy())
+        weights = self._weights(inbox.weights, inbox.own)
+        self._continue(after, weights, received=heard(inbox, state.nu))
         if not due(inbox.round):
             return after
-        change = norms(nu - state.nu)
-        residual = self._residual(change, self._apart(state, after), nu)
+        change = distances(after.nu, state.nu)
+        residual = self._residual(change, self._apart(state, after), after.nu)
         return after._replace(change=change, residual=residual)
 
     def advance(self, state: DualState, n_rounds: int, weights: Csr) -> DualState:
         """Make rounds with all agents here."""
-        from flwr_perdl.diffusion import _kernels
+        self._continue(state, self._weights(weights, state.nodes), n_rounds=n_rounds)
+        return state
 
-        nu, edges = state.nu, edges_of(self._weights(weights, state.nodes), state.nu)
+    def _continue(
+        self,
+        state: DualState,
+        weights: Csr | None,
+        *,
+        received: Matrix | None = None,
+        n_rounds: int = 0,
+        sent: Matrix | None = None,
+    ) -> None:
+        """Update memory, excess and nu of a state in place, see the kernel."""
+        from flwr_perdl.diffusion import _kernels  # compiled: Numba is imported where it is needed
+
+        nu = state.nu
+        kept: Any = nu.dtype.type(1 - self.mu * self.curvature)
         _kernels.diffusion(
+            nu[:0] if received is None else received,
             n_rounds,
-            edges,
+            nu[:0] if sent is None else sent,
+            *edges_of(weights, nu),
             state.atoms,
             state.linear,
             state.memory,
             state.excess,
-            cost_of(self.objective, nu),
+            *cost_of(self.objective, nu),
             self.mu,
-            self._kept(nu),
+            kept,
             nu,
         )
-        return state
-
-    def _kept(self, nu: Matrix) -> Any:
-        """Return the share of nu that a step leaves, in nu's dtype."""
-        return nu.dtype.type(1 - self.mu * self.curvature)
 
     def _weights(self, weights: Csr, own: Nodes) -> Csr:
         """Return the weights of the messages; ``own`` is where the receivers are among them."""
@@ -140,7 +145,7 @@ class ATC(DualInference):
 
     def _apart(self, state: DualState, after: DualState) -> Matrix:
         """Return the distances to the neighbors, from the states before and after a round."""
-        return (self.objective.project(state.sent) - after.nu) * self.shrinking
+        return distances(self.objective.project(state.sent), after.nu) * self.shrinking
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,8 +188,7 @@ class ExactDiffusion(ATC):
         half = after.nu  # the mean of a node's own message and its neighborhood's mean
         if after.excess.size:
             half = half + after.excess - state.excess
-        apart: Matrix = 2 * (state.sent - half)
-        return apart
+        return 2 * distances(state.sent, half)
 
 
 def contraction_bound(weights: CombinationMatrix) -> float:

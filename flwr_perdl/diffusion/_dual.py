@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, inf, log
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,9 +26,6 @@ from flwr_perdl.diffusion._minimise import correlate
 from flwr_perdl.diffusion.combine import Csr, Inbox
 from flwr_perdl.diffusion.objectives import Objective
 from flwr_perdl.diffusion.topology import Topology
-
-if TYPE_CHECKING:
-    from flwr_perdl.diffusion._kernels import Edges
 
 Nodes = NDArray[np.intp]
 Dictionaries = Sequence[Matrix] | Mapping[int, Matrix]
@@ -230,8 +227,8 @@ class DualInference(ABC):
 
     def _residual(self, change: Matrix, apart: Matrix, nu: Matrix) -> Matrix:
         """Return the residuals from the last steps' lengths and the distances to the neighbors."""
-        size = np.maximum(norms(nu), np.finfo(nu.dtype).tiny)
-        residual: Matrix = np.maximum(change * self.time_constant, norms(apart)) / size
+        size = np.maximum(distances(nu, nu, 0), np.finfo(nu.dtype).tiny)
+        residual: Matrix = np.maximum(change * self.time_constant, apart) / size
         return residual
 
 
@@ -245,12 +242,13 @@ def rounds_until_due(round_: int) -> int:
     return 0 if due(round_ + 1) else _EVERY - 1 - round_ % _EVERY
 
 
-def edges_of(weights: Csr, like: Matrix) -> Edges:
-    """Return weights as the kernels take them, in the dtype of ``like``."""
-    from flwr_perdl.diffusion import _kernels  # compiled: Numba is imported where it is needed
-
+def edges_of(weights: Csr | None, like: Matrix) -> tuple[Nodes, Nodes, Matrix]:
+    """Return weights as the kernels take them, in the dtype of ``like``; None: no weights."""
+    if weights is None:
+        none = np.empty(0, dtype=np.intp)
+        return none, none, np.empty(0, dtype=like.dtype)
     first, senders = (part.astype(np.intp) for part in (weights.indptr, weights.indices))
-    return _kernels.Edges(first, senders, weights.data.astype(like.dtype))
+    return first, senders, weights.data.astype(like.dtype)
 
 
 def heard(inbox: Inbox, like: Matrix) -> Matrix:
@@ -272,6 +270,16 @@ def checked_samples(X: Matrix, dictionaries: Sequence[Matrix]) -> tuple[Matrix, 
     if longest > 1 + _SLACK:  # steps and their bounds hold for no other atoms
         raise ValueError(f"dictionaries must have atoms of norm at most 1, got {longest:g}.")
     return X, atoms
+
+
+def distances(A: Matrix, B: Matrix, share: Any = 1) -> Matrix:
+    """Return the norms (m, n_samples) of ``A - share * B``; a share may be given for each node."""
+    from flwr_perdl.diffusion import _kernels  # compiled: Numba is imported where it is needed
+
+    shares, out = np.empty(len(A), dtype=A.dtype), np.empty(A.shape[:2], dtype=A.dtype)
+    shares[:] = share
+    _kernels.distances(A, B, shares, out)
+    return out
 
 
 def norms(A: Matrix) -> Matrix:

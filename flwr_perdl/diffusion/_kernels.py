@@ -1,14 +1,13 @@
 """The inner loops of dual inference, compiled: agent by agent and sample by sample.
 
-What an agent does before an exchange (:func:`descend`, :func:`minimise`), what it does with the
-messages (:func:`diffuse`, :func:`recur`), and rounds of both where all agents are in one process
-(:func:`diffusion`, :func:`admm`). In such rounds an agent's numbers are in the cache when its next
-message is computed from them, so that a round passes over memory once. Both forms call the same
-functions: a network gives the same bits as one process.
+:func:`diffusion` and :func:`admm` do what an agent does before an exchange, what it does with the
+messages, and rounds of both where all agents are in one process. In such rounds an agent's numbers
+are in the cache when its next message is computed from them: a round passes over memory once. A
+network gives the same bits as one process, since the loops are the same.
 
 Arrays have the shapes of `DualState`: (m, n_samples, n_features) for estimates and messages, (m,
-n_atoms, n_features) for atoms, (m, n_samples, n_atoms) for codes. All numbers of a call are of one
-dtype.
+n_atoms, n_features) for atoms, (m, n_samples, n_atoms) for codes. The loops index whole arrays: a
+slice for every agent would cost as much as 50 features.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from flwr_perdl._compiled import compiled
 from flwr_perdl.dictionary._kernels import _descend as sweep
 from flwr_perdl.dictionary._kernels import _newton as newton
 
-#: Sums of a product of two rows that are added up side by side.
-_LANES = 32
+Ints = NDArray[np.intp]
+
 #: Newton steps, and halvings of a step, at most.
 _STEPS, _HALVINGS = 200, 40
 #: Violations of the optimality conditions that count as rounding, in units of the dtype's eps.
@@ -33,45 +32,13 @@ _EPS = float(np.finfo(np.float64).eps)
 
 
 class Cost(NamedTuple):
-    """What the kernels know of an objective: h, and V_f by the bound of every feature."""
+    """What the kernels know of an objective: h."""
 
     gamma: float
     delta: float
     nonnegative: bool
-    #: Whether any bound is finite.
+    #: Whether V_f is not all of space.
     bounded: bool
-    #: (n_features,).
-    bounds: Matrix
-
-
-class Edges(NamedTuple):
-    """A sparse matrix of weights: receiver k hears ``senders[first[k] : first[k + 1]]``."""
-
-    first: NDArray[np.intp]
-    senders: NDArray[np.intp]
-    weights: Matrix
-
-
-@compiled
-def _dot(row: Matrix, other: Matrix, lanes: Matrix) -> float:
-    n = len(row)
-    whole = n - n % _LANES
-    lanes[:] = 0
-    for start in range(0, whole, _LANES):
-        a, b = row[start : start + _LANES], other[start : start + _LANES]
-        for j in range(_LANES):
-            lanes[j] += a[j] * b[j]
-    a, b = row[whole:], other[whole:]
-    for j in range(len(a)):
-        lanes[j] += a[j] * b[j]
-    half = _LANES // 2
-    while half:
-        upper = lanes[half:]
-        for j in range(half):
-            lanes[j] += upper[j]
-        half //= 2
-    total: float = lanes[0]
-    return total
 
 
 @compiled
@@ -85,194 +52,163 @@ def _code(s: float, cost: Cost) -> float:
 
 
 @compiled
-def _project(row: Matrix, bounds: Matrix) -> None:
-    for f in range(len(row)):
-        row[f] = max(-bounds[f], min(bounds[f], row[f]))
-
-
-@compiled
-def _subtract(row: Matrix, codes: Matrix, W: Matrix) -> None:
-    """Subtract ``y W`` from a row."""
-    for a in range(len(codes)):
-        y, atom = codes[a], W[a]
-        for f in range(len(row)):
-            row[f] -= y * atom[f]
-
-
-@compiled
-def _total(k: int, i: int, edges: Edges, messages: Matrix, row: Matrix) -> None:
+def _total(
+    k: int,
+    i: int,
+    first: Ints,
+    senders: Ints,
+    weights: Matrix,
+    messages: Matrix,
+    row: Matrix,
+) -> None:
     """Write the weighted sum of what agent k has heard about sample i, four senders at a time."""
-    row[:] = 0
-    e, end = edges.first[k], edges.first[k + 1]
+    n_features = messages.shape[2]
+    for f in range(n_features):
+        row[f] = 0
+    e, end = first[k], first[k + 1]
     while e + 4 <= end:
-        s, w = edges.senders[e : e + 4], edges.weights[e : e + 4]
-        a, b, c, d = messages[s[0], i], messages[s[1], i], messages[s[2], i], messages[s[3], i]
-        wa, wb, wc, wd = w[0], w[1], w[2], w[3]
-        for f in range(len(row)):
-            row[f] = row[f] + wa * a[f] + wb * b[f] + wc * c[f] + wd * d[f]
+        a, b, c, d = senders[e], senders[e + 1], senders[e + 2], senders[e + 3]
+        u, v, w, z = weights[e], weights[e + 1], weights[e + 2], weights[e + 3]
+        for f in range(n_features):
+            before = row[f] + u * messages[a, i, f] + v * messages[b, i, f]
+            row[f] = before + w * messages[c, i, f] + z * messages[d, i, f]
         e += 4
     while e < end:
-        w1, a = edges.weights[e], messages[edges.senders[e], i]
-        for f in range(len(row)):
-            row[f] += w1 * a[f]
+        a, u = senders[e], weights[e]
+        for f in range(n_features):
+            row[f] += u * messages[a, i, f]
         e += 1
 
 
 @compiled
-def total(edges: Edges, messages: Matrix, out: Matrix) -> None:
-    """Write the weighted sums of what each agent has heard."""
-    for k in range(out.shape[0]):
-        for i in range(out.shape[1]):
-            _total(k, i, edges, messages, out[k, i])
-
-
-@compiled
-def _step(
-    W: Matrix,
-    linear: Matrix,
-    nu: Matrix,
-    memory: Matrix,
-    cost: Cost,
-    mu: float,
-    kept: float,
-    sent: Matrix,
-    codes: Matrix,
-    lanes: Matrix,
-) -> None:
-    """Write an agent's message of a diffusion about a sample: a gradient step (31a), (62).
-
-    If there is a memory of the last step, the message is corrected by it (exact diffusion).
-    """
-    for a in range(len(W)):
-        codes[a] = mu * _code(_dot(nu, W[a], lanes), cost)
-    for f in range(len(nu)):
-        sent[f] = linear[f] + kept * nu[f]
-    _subtract(sent, codes, W)
-    for f in range(len(memory)):
-        psi = sent[f]
-        sent[f] = psi + nu[f] - memory[f]
-        memory[f] = psi
-
-
-@compiled
-def descend(
-    atoms: Matrix,
-    linear: Matrix,
-    nu: Matrix,
-    memory: Matrix,
-    cost: Cost,
-    mu: float,
-    kept: float,
-    sent: Matrix,
-) -> None:
-    """Write the messages of a diffusion, and of exact diffusion its memory.
+def total(first: Ints, senders: Ints, weights: Matrix, messages: Matrix, out: Matrix) -> None:
+    """Write the weighted sums of what each agent has heard.
 
     Parameters
     ----------
-    atoms, linear, nu, memory
-        As in `DualState`; without a memory, of no features.
-    cost : Cost
-        The objective.
-    mu, kept : float
-        The step, and the share of nu that it leaves.
-    sent : ndarray of nu's shape
-        Is written.
-    """
-    codes, lanes = np.empty(atoms.shape[1], nu.dtype), np.empty(_LANES, nu.dtype)
-    for k in range(nu.shape[0]):
-        for i in range(nu.shape[1]):
-            _step(
-                atoms[k],
-                linear[k, i],
-                nu[k, i],
-                memory[k, i],
-                cost,
-                mu,
-                kept,
-                sent[k, i],
-                codes,
-                lanes,
-            )
-
-
-@compiled
-def _mix(
-    k: int, i: int, edges: Edges, messages: Matrix, excess: Matrix, cost: Cost, nu: Matrix
-) -> None:
-    """Write an agent's next estimate of a sample's dual: (31b), projected (37b).
-
-    If what projections have removed is remembered, it is added first (NIDS).
-    """
-    _total(k, i, edges, messages, nu)
-    for f in range(len(excess)):
-        nu[f] += excess[f]
-        excess[f] = nu[f]
-    if cost.bounded:
-        _project(nu, cost.bounds)
-    for f in range(len(excess)):
-        excess[f] -= nu[f]
-
-
-@compiled
-def diffuse(edges: Edges, messages: Matrix, excess: Matrix, cost: Cost, nu: Matrix) -> None:
-    """Write the agents' next estimates, and what the projections have removed.
-
-    Parameters
-    ----------
-    edges : Edges
-        The combination weights.
+    first, senders, weights : ndarrays
+        Agent k hears ``senders[first[k] : first[k + 1]]`` with these weights.
     messages : ndarray of shape (s, n_samples, n_features)
         What the senders have sent.
-    excess : ndarray of nu's shape, or of no features
-        As in `DualState`.
-    cost : Cost
-        The objective.
-    nu : ndarray of shape (m, n_samples, n_features)
+    out : ndarray of shape (m, n_samples, n_features)
         Is written.
     """
-    for k in range(nu.shape[0]):
-        for i in range(nu.shape[1]):
-            _mix(k, i, edges, messages, excess[k, i], cost, nu[k, i])
+    for k in range(out.shape[0]):
+        for i in range(out.shape[1]):
+            _total(k, i, first, senders, weights, messages, out[k, i])
+
+
+@compiled
+def distances(A: Matrix, B: Matrix, shares: Matrix, out: Matrix) -> None:
+    """Write the norms of ``A - share * B`` over features, also where squares would underflow.
+
+    Parameters
+    ----------
+    A, B : ndarrays of shape (m, n_samples, n_features)
+    shares : ndarray of shape (m,)
+    out : ndarray of shape (m, n_samples)
+        Is written.
+    """
+    limits, rest = np.finfo(A.dtype), np.empty(A.shape[2], A.dtype)
+    for k in range(A.shape[0]):
+        for i in range(A.shape[1]):
+            for f in range(len(rest)):
+                rest[f] = A[k, i, f] - shares[k] * B[k, i, f]
+            scale, square = 1.0, float(np.dot(rest, rest))
+            if square < limits.tiny / limits.eps**2:
+                scale = 0.0
+                for f in range(len(rest)):
+                    scale = max(scale, abs(rest[f]))
+                if scale > 0:
+                    for f in range(len(rest)):
+                        rest[f] /= scale
+                    square = float(np.dot(rest, rest))
+            out[k, i] = scale * np.sqrt(square)
 
 
 @compiled
 def diffusion(
+    received: Matrix,
     n_rounds: int,
-    edges: Edges,
+    sent: Matrix,
+    first: Ints,
+    senders: Ints,
+    weights: Matrix,
     atoms: Matrix,
     linear: Matrix,
     memory: Matrix,
     excess: Matrix,
     cost: Cost,
+    bounds: Matrix,
     mu: float,
     kept: float,
     nu: Matrix,
 ) -> None:
-    """Make rounds of :func:`descend` and :func:`diffuse`, with all agents here."""
+    """Continue a diffusion: take in messages, make rounds among the agents here, write messages.
+
+    Parameters
+    ----------
+    received : ndarray of shape (s, n_samples, n_features)
+        The messages that are taken in first; of no senders: none are.
+    n_rounds : int
+        Rounds among the agents here, which are all there are.
+    sent : ndarray of nu's shape
+        Where the messages of the next round are written; of no agents: nowhere.
+    first, senders, weights : ndarrays
+        The combination weights, see `total`.
+    atoms, linear : ndarrays
+        As in `DualState`.
+    memory, excess : ndarrays of nu's shape
+        As in `DualState`; of no features: none. Are updated.
+    cost, bounds
+        The objective, and the bound of every feature.
+    mu, kept : float
+        The step, and the share of nu that it leaves.
+    nu : ndarray of shape (m, n_samples, n_features)
+        The estimates. Is updated.
+    """
     m, n_samples, n_features = nu.shape
-    codes, lanes = np.empty(atoms.shape[1], nu.dtype), np.empty(_LANES, nu.dtype)
-    sent, following = np.empty((m, 1, n_features), nu.dtype), np.empty((m, 1, n_features), nu.dtype)
-    spare = np.empty(n_features, nu.dtype)
+    n_atoms, corrected, remembered = atoms.shape[1], memory.shape[2] > 0, excess.shape[2] > 0
+    buffers = np.empty((2, m if n_rounds else 0, 1, n_features), nu.dtype)
+    row, moves = np.empty(n_features, nu.dtype), np.empty(n_atoms, nu.dtype)
     for i in range(n_samples):
         for round_ in range(n_rounds + 1):
+            begins, ends = round_ == 0, round_ == n_rounds
+            heard, at = (received, i) if begins else (buffers[round_ % 2], 0)
+            out, to = (sent, i) if ends else (buffers[1 - round_ % 2], 0)
             for k in range(m):
-                row = nu[k, i] if round_ in (0, n_rounds) else spare
-                if round_ > 0:
-                    _mix(k, 0, edges, sent, excess[k, i], cost, row)
-                if round_ < n_rounds:
-                    _step(
-                        atoms[k],
-                        linear[k, i],
-                        row,
-                        memory[k, i],
-                        cost,
-                        mu,
-                        kept,
-                        following[k, 0],
-                        codes,
-                        lanes,
-                    )
-            sent, following = following, sent
+                if len(heard) == 0:
+                    for f in range(n_features):
+                        row[f] = nu[k, i, f]
+                else:  # (31b), projected (37b); NIDS adds what the last projection removed
+                    _total(k, at, first, senders, weights, heard, row)
+                    if remembered:
+                        for f in range(n_features):
+                            row[f] += excess[k, i, f]
+                            excess[k, i, f] = row[f]
+                    if cost.bounded:
+                        for f in range(n_features):
+                            row[f] = max(-bounds[f], min(bounds[f], row[f]))
+                    if remembered:
+                        for f in range(n_features):
+                            excess[k, i, f] -= row[f]
+                    if ends:
+                        for f in range(n_features):
+                            nu[k, i, f] = row[f]
+                if len(out) > 0:  # (31a) with the gradient (62)
+                    for a in range(n_atoms):
+                        moves[a] = mu * _code(np.dot(row, atoms[k, a]), cost)
+                    for f in range(n_features):
+                        out[k, to, f] = linear[k, i, f] + kept * row[f]
+                    for a in range(n_atoms):
+                        move = moves[a]
+                        for f in range(n_features):
+                            out[k, to, f] -= move * atoms[k, a, f]
+                    if corrected:  # by the last step: exact diffusion
+                        for f in range(n_features):
+                            psi = out[k, to, f]
+                            out[k, to, f] = psi + row[f] - memory[k, i, f]
+                            memory[k, i, f] = psi
 
 
 @compiled
@@ -306,13 +242,19 @@ def _elastic_net(gram: Matrix, products: Matrix, cost: Cost, y: Matrix) -> None:
 
 
 @compiled
-def _free(center: Matrix, W: Matrix, scale: float, y: Matrix, codes: Matrix, free: Matrix) -> None:
+def _project(row: Matrix, bounds: Matrix) -> None:
+    for f in range(len(row)):
+        row[f] = max(-bounds[f], min(bounds[f], row[f]))
+
+
+@compiled
+def _free(center: Matrix, W: Matrix, scale: float, y: Matrix, free: Matrix) -> None:
     """Write ``c - y W / a``: nu but for the bounds."""
-    for f in range(len(free)):
-        free[f] = center[f]
+    free[:] = center
     for a in range(len(y)):
-        codes[a] = scale * y[a]
-    _subtract(free, codes, W)
+        move = free.dtype.type(scale * y[a])
+        for f in range(len(free)):
+            free[f] -= move * W[a, f]
 
 
 @compiled
@@ -325,19 +267,19 @@ def _penalty(y: Matrix, cost: Cost) -> float:
 
 
 @compiled
-def _height(free: Matrix, scale: float, y: Matrix, cost: Cost) -> float:
+def _height(free: Matrix, scale: float, y: Matrix, cost: Cost, bounds: Matrix) -> float:
     """Return ``h(y) + phi_a(a c - y W)``."""
     value = _penalty(y, cost)
     for f in range(len(free)):
         size = np.float64(abs(free[f]))
-        inner = min(size, cost.bounds[f])
+        inner = min(size, bounds[f])
         value += (size - inner / 2) * inner / scale
     return value
 
 
 @compiled
 def _meet_bounds(
-    center: Matrix, W: Matrix, scale: float, cost: Cost, y: Matrix, free: Matrix, lanes: Matrix
+    center: Matrix, W: Matrix, scale: float, cost: Cost, bounds: Matrix, y: Matrix, free: Matrix
 ) -> None:
     """Find the codes of a center whose nu meets bounds, and ``c - y W / a``, from a guess.
 
@@ -345,7 +287,7 @@ def _meet_bounds(
     bounds have no curvature.
     """
     n_atoms, eps = len(y), np.finfo(free.dtype).eps
-    inside, codes = np.empty_like(free), np.empty(n_atoms, free.dtype)
+    inside = np.empty_like(free)
     s, products, new, ahead = (
         np.empty(n_atoms),
         np.empty(n_atoms),
@@ -353,198 +295,137 @@ def _meet_bounds(
         np.empty(n_atoms),
     )
     gram = np.empty((n_atoms, n_atoms))
-    _free(center, W, scale, y, codes, free)
+    _free(center, W, scale, y, free)
     for _ in range(_STEPS):
         inside[:] = free
-        _project(inside, cost.bounds)
-        size, gap = np.sqrt(_dot(inside, inside, lanes)) / cost.delta, 0.0
+        _project(inside, bounds)
+        size, gap = np.sqrt(np.dot(inside, inside)) / cost.delta, 0.0
         for a in range(n_atoms):
-            s[a] = _dot(inside, W[a], lanes)
+            s[a] = np.dot(inside, W[a])
             gap = max(gap, abs(y[a] - _code(s[a], cost)))
         if gap <= _ROUNDING * eps * size:
             break
         for a in range(n_atoms):
             for f in range(len(free)):
-                inside[f] = W[a, f] if abs(free[f]) < cost.bounds[f] else 0
+                inside[f] = W[a, f] if abs(free[f]) < bounds[f] else 0
             new[a], products[a] = y[a], s[a]
             for b in range(n_atoms):
-                gram[a, b] = scale * _dot(inside, W[b], lanes)
+                gram[a, b] = scale * np.dot(inside, W[b])
                 products[a] += gram[a, b] * y[b]
             gram[a, a] += cost.delta
         _elastic_net(gram, products, cost, new)
         slope = _penalty(new, cost) - _penalty(y, cost)
         for a in range(n_atoms):
             slope -= (new[a] - y[a]) * s[a]
-        start, length = _height(free, scale, y, cost), 1.0
+        start, length = _height(free, scale, y, cost, bounds), 1.0
         for _ in range(_HALVINGS):
             for a in range(n_atoms):
                 ahead[a] = y[a] + length * (new[a] - y[a])
-            _free(center, W, scale, ahead, codes, free)
+            _free(center, W, scale, ahead, free)
             gain = 0.1 * length * slope + _ROUNDING * eps * abs(start)
-            if _height(free, scale, ahead, cost) <= start + gain:
+            if _height(free, scale, ahead, cost, bounds) <= start + gain:
                 break
             length /= 2
         y[:] = ahead
 
 
 @compiled
-def _gram(W: Matrix, scale: float, delta: float, lanes: Matrix, gram: Matrix) -> None:
-    """Write ``W W' / a + delta``."""
-    for a in range(len(W)):
-        for b in range(a + 1):
-            gram[a, b] = gram[b, a] = scale * _dot(W[a], W[b], lanes)
-        gram[a, a] += delta
-
-
-@compiled
-def _minimum(
-    center: Matrix,
-    W: Matrix,
-    gram: Matrix,
-    scale: float,
+def admm(
+    received: Matrix,
+    n_rounds: int,
+    sent: Matrix,
+    first: Ints,
+    senders: Ints,
+    weights: Matrix,
+    atoms: Matrix,
+    scales: Matrix,
+    factors: Matrix,
+    linear: Matrix,
+    memory: Matrix,
     cost: Cost,
+    bounds: Matrix,
     codes: Matrix,
     nu: Matrix,
-    products: Matrix,
-    y: Matrix,
-    lanes: Matrix,
 ) -> None:
-    """Write the nu at which an agent's cost plus a quadratic is least, and its codes."""
-    for a in range(len(y)):
-        y[a], products[a] = codes[a], _dot(center, W[a], lanes)
-    _elastic_net(gram, products, cost, y)
-    _free(center, W, scale, y, codes, nu)
-    if cost.bounded:
-        outside = False
-        for f in range(len(nu)):
-            outside = outside or abs(nu[f]) > cost.bounds[f]
-        if outside:
-            _meet_bounds(center, W, scale, cost, y, nu, lanes)
-            _project(nu, cost.bounds)
-    for a in range(len(y)):
-        codes[a] = y[a]
+    """Continue an ADMM: take in messages, make rounds among the agents here, write messages.
 
-
-@compiled
-def minimise(
-    atoms: Matrix, centers: Matrix, scales: Matrix, cost: Cost, codes: Matrix, nu: Matrix
-) -> None:
-    """Write the minima of agents' costs plus quadratics.
-
-    Parameters
-    ----------
-    atoms : ndarray of shape (m, n_atoms, n_features)
-        Each agent's atoms.
-    centers : ndarray of shape (m, n_samples, n_features)
-        Where the quadratics are least.
-    scales : ndarray of shape (m,)
-        ``1 / a``, a the quadratics' curvatures.
-    cost : Cost
-        The objective.
-    codes : ndarray of shape (m, n_samples, n_atoms)
-        A guess, in which the codes are written.
-    nu : ndarray of shape (m, n_samples, n_features)
-        Is written.
-    """
-    n_atoms, lanes = atoms.shape[1], np.empty(_LANES, nu.dtype)
-    gram, products, y = np.empty((n_atoms, n_atoms)), np.empty(n_atoms), np.empty(n_atoms)
-    for k in range(nu.shape[0]):
-        _gram(atoms[k], scales[k], cost.delta, lanes, gram)
-        for i in range(nu.shape[1]):
-            _minimum(
-                centers[k, i],
-                atoms[k],
-                gram,
-                scales[k],
-                cost,
-                codes[k, i],
-                nu[k, i],
-                products,
-                y,
-                lanes,
-            )
-
-
-@compiled
-def _recur(around: Matrix, nu: Matrix, linear: Matrix, memory: Matrix, factors: Matrix) -> None:
-    a, b, c, d, e, g = factors
-    for f in range(len(nu)):
-        new = a * memory[f] + around[f] + b * nu[f]
-        memory[f] = c * memory[f] + d * new + e * linear[f] + g * nu[f]
-        linear[f] = new
-
-
-@compiled
-def recur(
-    edges: Edges, messages: Matrix, factors: Matrix, nu: Matrix, linear: Matrix, memory: Matrix
-) -> None:
-    """Update what the ADMMs remember, from the weighted sum of what was heard.
-
-    With the agent's factors a, b, c, d, e, g::
+    An agent's message is the nu at which its cost plus a quadratic is least (39a). From the
+    weighted sum of what it hears it updates what it remembers. With its factors a, b, c, d, e, g::
 
         linear' = a memory + sum + b nu
         memory' = c memory + d linear' + e linear + g nu
 
     Parameters
     ----------
-    edges : Edges
-        Weights of the senders.
-    messages : ndarray of shape (s, n_samples, n_features)
-        What the senders have sent.
+    received, n_rounds, sent, first, senders, weights
+        As in `diffusion`; messages that are taken in are answers to ``nu``.
+    atoms : ndarray
+        As in `DualState`.
+    scales : ndarray of shape (m,)
+        ``1 / a``, a the quadratics' curvatures.
     factors : ndarray of shape (m, 6)
         Each agent's.
-    nu : ndarray of shape (m, n_samples, n_features)
-        The agents' own estimates.
     linear, memory : ndarrays of nu's shape
-        Are updated.
+        As in `DualState`: the quadratics are least at ``linear``. Are updated.
+    cost, bounds
+        The objective, and the bound of every feature.
+    codes : ndarray of shape (m, n_samples, n_atoms)
+        A guess, in which the codes are written.
+    nu : ndarray of shape (m, n_samples, n_features)
+        The agents' last messages. Is updated.
     """
-    around = np.empty(nu.shape[2], nu.dtype)
-    for k in range(nu.shape[0]):
-        for i in range(nu.shape[1]):
-            _total(k, i, edges, messages, around)
-            _recur(around, nu[k, i], linear[k, i], memory[k, i], factors[k])
-
-
-@compiled
-def admm(
-    n_rounds: int,
-    edges: Edges,
-    atoms: Matrix,
-    scales: Matrix,
-    cost: Cost,
-    factors: Matrix,
-    linear: Matrix,
-    memory: Matrix,
-    codes: Matrix,
-    nu: Matrix,
-) -> None:
-    """Make rounds of :func:`minimise` and :func:`recur`, with all agents here."""
     m, n_samples, n_features = nu.shape
-    n_atoms, lanes = atoms.shape[1], np.empty(_LANES, nu.dtype)
+    n_atoms = atoms.shape[1]
     grams, products, y = np.empty((m, n_atoms, n_atoms)), np.empty(n_atoms), np.empty(n_atoms)
     for k in range(m):
-        _gram(atoms[k], scales[k], cost.delta, lanes, grams[k])
-    sent, following = np.empty((m, 1, n_features), nu.dtype), np.empty((m, 1, n_features), nu.dtype)
-    around = np.empty(n_features, nu.dtype)
+        for a in range(n_atoms):
+            for b in range(a + 1):
+                product = scales[k] * np.dot(atoms[k, a], atoms[k, b])
+                grams[k, a, b] = grams[k, b, a] = product
+            grams[k, a, a] += cost.delta
+    buffers = np.empty((2, m if n_rounds else 0, 1, n_features), nu.dtype)
+    around, moves = np.empty(n_features, nu.dtype), np.empty(n_atoms, nu.dtype)
     for i in range(n_samples):
         for round_ in range(n_rounds + 1):
+            begins, ends = round_ == 0, round_ == n_rounds
+            heard, at = (received, i) if begins else (buffers[round_ % 2], 0)
+            own = nu if begins else heard
+            out, to = (sent, i) if ends else (buffers[1 - round_ % 2], 0)
             for k in range(m):
-                if round_ > 0:
-                    _total(k, 0, edges, sent, around)
-                    _recur(around, sent[k, 0], linear[k, i], memory[k, i], factors[k])
-                if round_ < n_rounds:
-                    _minimum(
-                        linear[k, i],
-                        atoms[k],
-                        grams[k],
-                        scales[k],
-                        cost,
-                        codes[k, i],
-                        following[k, 0],
-                        products,
-                        y,
-                        lanes,
-                    )
-                else:
-                    nu[k, i] = sent[k, 0]
-            sent, following = following, sent
+                if len(heard) > 0:
+                    _total(k, at, first, senders, weights, heard, around)
+                    fa, fb, fc = factors[k, 0], factors[k, 1], factors[k, 2]
+                    fd, fe, fg = factors[k, 3], factors[k, 4], factors[k, 5]
+                    for f in range(n_features):
+                        around[f] += fa * memory[k, i, f] + fb * own[k, at, f]
+                    for f in range(n_features):
+                        rest = fe * linear[k, i, f] + fg * own[k, at, f]
+                        memory[k, i, f] = fc * memory[k, i, f] + fd * around[f] + rest
+                    for f in range(n_features):
+                        linear[k, i, f] = around[f]
+                    if ends and not begins:
+                        for f in range(n_features):
+                            nu[k, i, f] = own[k, 0, f]
+                if len(out) > 0:
+                    for a in range(n_atoms):
+                        y[a] = codes[k, i, a]
+                        products[a] = np.dot(linear[k, i], atoms[k, a])
+                    _elastic_net(grams[k], products, cost, y)
+                    for a in range(n_atoms):
+                        moves[a] = scales[k] * y[a]
+                    for f in range(n_features):
+                        out[k, to, f] = linear[k, i, f]
+                    for a in range(n_atoms):
+                        move = moves[a]
+                        for f in range(n_features):
+                            out[k, to, f] -= move * atoms[k, a, f]
+                    if cost.bounded:
+                        outside = False
+                        for f in range(n_features):
+                            outside = outside or abs(out[k, to, f]) > bounds[f]
+                        if outside:
+                            center, W, row = linear[k, i], atoms[k], out[k, to]
+                            _meet_bounds(center, W, scales[k], cost, bounds, y, row)
+                            _project(row, bounds)
+                    for a in range(n_atoms):
+                        codes[k, i, a] = y[a]

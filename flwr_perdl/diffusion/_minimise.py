@@ -71,19 +71,21 @@ def minimise(
     centres = np.ascontiguousarray(centres)
     if codes is None:
         codes = np.zeros((*centres.shape[:2], atoms.shape[1]), dtype=centres.dtype)
-    codes, nu = codes.copy(), np.empty_like(centres)
-    _kernels.minimise(atoms, centres, 1 / a, cost_of(objective, centres), codes, nu)
+    codes, nu, none = codes.copy(), np.empty_like(centres), np.empty_like(centres[:0])
+    edges = np.empty(0, np.intp), np.empty(0, np.intp), np.empty(0, centres.dtype)
+    factors, cost = np.empty((0, 6), centres.dtype), cost_of(objective, centres)
+    _kernels.admm(none, 0, nu, *edges, atoms, 1 / a, factors, centres, none, *cost, codes, nu)
     return Minimum(nu, codes)
 
 
-def cost_of(objective: Objective, nu: Matrix) -> Cost:
-    """Return what the kernels know of an objective, for estimates such as ``nu``."""
+def cost_of(objective: Objective, nu: Matrix) -> tuple[Cost, Matrix]:
+    """Return what the kernels know of an objective, and the bound of every feature of ``nu``."""
     from flwr_perdl.diffusion import _kernels
 
     gamma, delta = float(objective.gamma), float(objective.delta)
-    bounds = objective.project(np.full(nu.shape[-1], np.inf, dtype=nu.dtype))
     bounded = bool(np.isfinite(objective.bound))
-    return _kernels.Cost(gamma, delta, bool(objective.nonnegative), bounded, bounds)
+    cost = _kernels.Cost(gamma, delta, bool(objective.nonnegative), bounded)
+    return cost, objective.project(np.full(nu.shape[-1], np.inf, dtype=nu.dtype))
 
 
 def descend(objective: Objective, W: Matrix, X: Matrix, tolerance: float) -> Matrix:
