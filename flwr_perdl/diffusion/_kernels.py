@@ -212,16 +212,13 @@ def diffusion(
 
 
 @compiled
-def _elastic_net(gram: Matrix, products: Matrix, cost: Cost, y: Matrix) -> None:
+def _elastic_net(k: int, grams: Matrix, products: Matrix, cost: Cost, y: Matrix) -> None:
     """Find the y that minimise ``y gram y' / 2 - products'y + gamma ||y||_1``, from a guess.
 
-    The Gram matrix includes delta. Sweeps of coordinate descent find the signs, Newton steps the
-    minimum for these signs.
+    Agent k's Gram matrix includes delta. Sweeps of coordinate descent find the signs, Newton steps
+    the minimum for these signs.
     """
-    n_atoms = len(y)
-    if n_atoms == 1:
-        y[0] = cost.delta / gram[0, 0] * _code(products[0], cost)
-        return
+    n_atoms, gram = len(y), grams[k]
     left, step, used = np.empty(n_atoms), np.empty(n_atoms), np.empty(n_atoms, np.intp)
     factor = np.empty((n_atoms, n_atoms))
     largest = 0.0
@@ -279,13 +276,23 @@ def _height(free: Matrix, scale: float, y: Matrix, cost: Cost, bounds: Matrix) -
 
 @compiled
 def _meet_bounds(
-    center: Matrix, W: Matrix, scale: float, cost: Cost, bounds: Matrix, y: Matrix, free: Matrix
+    k: int,
+    i: int,
+    atoms: Matrix,
+    scale: float,
+    linear: Matrix,
+    cost: Cost,
+    bounds: Matrix,
+    y: Matrix,
+    nu: Matrix,
+    to: int,
 ) -> None:
-    """Find the codes of a center whose nu meets bounds, and ``c - y W / a``, from a guess.
+    """Find the codes and the nu of a center (``linear``) whose nu meets bounds, from a guess.
 
     Newton steps with a line search. Each is an elastic net in which the features that meet their
     bounds have no curvature.
     """
+    center, W, free = linear[k, i], atoms[k], nu[k, to]
     n_atoms, eps = len(y), np.finfo(free.dtype).eps
     inside = np.empty_like(free)
     s, products, new, ahead = (
@@ -294,7 +301,7 @@ def _meet_bounds(
         np.empty(n_atoms),
         np.empty(n_atoms),
     )
-    gram = np.empty((n_atoms, n_atoms))
+    grams = np.empty((1, n_atoms, n_atoms))
     _free(center, W, scale, y, free)
     for _ in range(_STEPS):
         inside[:] = free
@@ -310,10 +317,10 @@ def _meet_bounds(
                 inside[f] = W[a, f] if abs(free[f]) < bounds[f] else 0
             new[a], products[a] = y[a], s[a]
             for b in range(n_atoms):
-                gram[a, b] = scale * np.dot(inside, W[b])
-                products[a] += gram[a, b] * y[b]
-            gram[a, a] += cost.delta
-        _elastic_net(gram, products, cost, new)
+                grams[0, a, b] = scale * np.dot(inside, W[b])
+                products[a] += grams[0, a, b] * y[b]
+            grams[0, a, a] += cost.delta
+        _elastic_net(0, grams, products, cost, new)
         slope = _penalty(new, cost) - _penalty(y, cost)
         for a in range(n_atoms):
             slope -= (new[a] - y[a]) * s[a]
@@ -327,6 +334,7 @@ def _meet_bounds(
                 break
             length /= 2
         y[:] = ahead
+    _project(free, bounds)
 
 
 @compiled
@@ -410,7 +418,10 @@ def admm(
                     for a in range(n_atoms):
                         y[a] = codes[k, i, a]
                         products[a] = np.dot(linear[k, i], atoms[k, a])
-                    _elastic_net(grams[k], products, cost, y)
+                    if n_atoms == 1:
+                        y[0] = cost.delta / grams[k, 0, 0] * _code(products[0], cost)
+                    else:
+                        _elastic_net(k, grams, products, cost, y)
                     for a in range(n_atoms):
                         moves[a] = scales[k] * y[a]
                     for f in range(n_features):
@@ -424,8 +435,6 @@ def admm(
                         for f in range(n_features):
                             outside = outside or abs(out[k, to, f]) > bounds[f]
                         if outside:
-                            center, W, row = linear[k, i], atoms[k], out[k, to]
-                            _meet_bounds(center, W, scales[k], cost, bounds, y, row)
-                            _project(row, bounds)
+                            _meet_bounds(k, i, atoms, scales[k], linear, cost, bounds, y, out, to)
                     for a in range(n_atoms):
                         codes[k, i, a] = y[a]
