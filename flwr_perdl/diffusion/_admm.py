@@ -30,10 +30,11 @@ from flwr_perdl.diffusion._dual import (
     DualState,
     Nodes,
     column,
-    distances,
     due,
     edges_of,
     heard,
+    measures_of,
+    norms,
 )
 from flwr_perdl.diffusion._minimise import cost_of, minimise
 from flwr_perdl.diffusion.combine import Csr, Inbox
@@ -113,15 +114,12 @@ class ADMM(DualInference):
         """Minimize the agent's cost and the penalties exactly, (39a)."""
         a = self.curvatures[state.nodes]
         nu, codes = minimise(self.objective, state.atoms, state.linear, a, state.codes)
-        change = distances(nu, state.nu) if due(round_) else state.change
+        change = norms(nu - state.nu) if due(round_) else state.change
         return state._replace(nu=nu, sent=nu, codes=codes, change=change)
 
     def combine(self, state: DualState, inbox: Inbox) -> DualState:
         """Update multipliers and estimates in the form of ``linear`` and ``memory``."""
-        from flwr_perdl.diffusion import _kernels  # compiled: Numba is imported where it is needed
-
-        nu, messages = state.nu, heard(inbox, state.nu)
-        links = inbox.links
+        messages, links = heard(inbox, state.nu), inbox.links
         known = links is self.topology.adjacency  # in memory, all heard: the same every round
         weights = self.edges if known else self._edges(links, state.nodes, inbox.senders)
         sums = np.asarray(weights.sum(axis=1), dtype=np.float64)
@@ -130,33 +128,36 @@ class ADMM(DualInference):
         # A missing message is replaced by the node's own estimate.
         factors[:, 1] += np.where(np.isclose(sums, whole, rtol=1e-6, atol=0), 0, whole - sums)
         after = state._replace(linear=state.linear.copy(), memory=state.memory.copy())
-        self._continue(after, weights, factors, received=messages)
-        if not due(inbox.round):
-            return after
-        around = np.empty_like(nu)
-        _kernels.total(*edges_of(weights, nu), messages, around)
-        share = np.where(sums > 0, 1 / np.where(sums > 0, sums, 1), 0)
-        apart = distances(nu, around, share) * (sums > 0)[:, None]
-        return after._replace(residual=self._residual(state.change, apart, nu))
+        measures = measures_of(state, inbox.round)
+        measures[:1] = state.change
+        self._continue(after, weights, factors, measures, received=messages)
+        return self._measured(after, measures)
 
-    def advance(self, state: DualState, n_rounds: int, weights: Csr) -> DualState:
+    def advance(self, state: DualState, round_: int, n_rounds: int, weights: Csr) -> DualState:
         """Make rounds with all agents here; the weights are not used."""
-        self._continue(state, self.edges, self.factors, n_rounds=n_rounds)
-        return state._replace(sent=state.nu)
+        linear, memory, nu = state.linear.copy(), state.memory.copy(), state.nu.copy()
+        after = state._replace(
+            linear=linear, memory=memory, codes=state.codes.copy(), nu=nu, sent=nu
+        )
+        measures = measures_of(state, round_)
+        self._continue(after, self.edges, self.factors, measures, n_rounds=n_rounds)
+        return self._measured(after, measures)
 
     def _continue(
         self,
         state: DualState,
         weights: Csr,
         factors: NDArray[np.float64],
+        measures: Matrix,
         *,
         received: Matrix | None = None,
         n_rounds: int = 0,
     ) -> None:
         """Update linear, memory, codes and nu of a state in place, see the kernel."""
-        from flwr_perdl.diffusion import _kernels
+        from flwr_perdl.diffusion import _kernels  # compiled: Numba is imported where it is needed
 
-        nu = state.nu
+        nu, sums = state.nu, np.asarray(weights.sum(axis=1), dtype=np.float64)
+        shares = np.where(sums > 0, 1 / np.where(sums > 0, sums, 1), 0)
         _kernels.admm(
             nu[:0] if received is None else received,
             n_rounds,
@@ -170,6 +171,8 @@ class ADMM(DualInference):
             *cost_of(self.objective, nu),
             state.codes,
             nu,
+            shares.astype(nu.dtype),
+            measures,
         )
 
 

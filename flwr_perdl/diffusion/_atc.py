@@ -28,10 +28,9 @@ from flwr_perdl.diffusion._dual import (
     DualInference,
     DualState,
     Nodes,
-    distances,
-    due,
     edges_of,
     heard,
+    measures_of,
 )
 from flwr_perdl.diffusion._minimise import cost_of
 from flwr_perdl.diffusion.combine import Csr, Inbox
@@ -96,19 +95,22 @@ class ATC(DualInference):
 
     def combine(self, state: DualState, inbox: Inbox) -> DualState:
         """Average with the neighbors (31b) and project on V_f (37b)."""
-        after = state._replace(nu=np.empty_like(state.nu), excess=state.excess.copy())
-        weights = self._weights(inbox.weights, inbox.own)
-        self._continue(after, weights, received=heard(inbox, state.nu))
-        if not due(inbox.round):
-            return after
-        change = distances(after.nu, state.nu)
-        residual = self._residual(change, self._apart(state, after), after.nu)
-        return after._replace(change=change, residual=residual)
+        after = state._replace(nu=state.nu.copy(), excess=state.excess.copy())
+        weights, measures = self._weights(inbox.weights, inbox.own), measures_of(state, inbox.round)
+        self._continue(after, weights, received=heard(inbox, state.nu), measures=measures)
+        return self._measured(after, measures)
 
-    def advance(self, state: DualState, n_rounds: int, weights: Csr) -> DualState:
+    def advance(self, state: DualState, round_: int, n_rounds: int, weights: Csr) -> DualState:
         """Make rounds with all agents here."""
-        self._continue(state, self._weights(weights, state.nodes), n_rounds=n_rounds)
-        return state
+        memory, excess, nu = state.memory.copy(), state.excess.copy(), state.nu.copy()
+        after = state._replace(memory=memory, excess=excess, nu=nu)
+        weights, measures = self._weights(weights, state.nodes), measures_of(state, round_)
+        self._continue(after, weights, n_rounds=n_rounds, measures=measures)
+        return self._measured(after, measures)
+
+    def _measured(self, state: DualState, measures: Matrix) -> DualState:
+        measures[1:2] *= self.shrinks
+        return super()._measured(state, measures)
 
     def _continue(
         self,
@@ -118,6 +120,7 @@ class ATC(DualInference):
         received: Matrix | None = None,
         n_rounds: int = 0,
         sent: Matrix | None = None,
+        measures: Matrix | None = None,
     ) -> None:
         """Update memory, excess and nu of a state in place, see the kernel."""
         from flwr_perdl.diffusion import _kernels  # compiled: Numba is imported where it is needed
@@ -136,16 +139,19 @@ class ATC(DualInference):
             *cost_of(self.objective, nu),
             self.mu,
             kept,
+            state.sent,
             nu,
+            measures_of(state, 0)[:0] if measures is None else measures,
         )
 
     def _weights(self, weights: Csr, own: Nodes) -> Csr:
         """Return the weights of the messages; ``own`` is where the receivers are among them."""
         return weights
 
-    def _apart(self, state: DualState, after: DualState) -> Matrix:
-        """Return the distances to the neighbors, from the states before and after a round."""
-        return distances(self.objective.project(state.sent), after.nu) * self.shrinking
+    @property
+    def shrinks(self) -> float:
+        """By what an agent multiplies its distance to its neighbors for its residual."""
+        return self.shrinking
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,11 +190,10 @@ class ExactDiffusion(ATC):
         selection = sparse.csr_array((np.ones(len(own)), (everyone, own)), shape=weights.shape)
         return (weights + selection) / 2
 
-    def _apart(self, state: DualState, after: DualState) -> Matrix:
-        half = after.nu  # the mean of a node's own message and its neighborhood's mean
-        if after.excess.size:
-            half = half + after.excess - state.excess
-        return 2 * distances(state.sent, half)
+    @property
+    def shrinks(self) -> float:
+        """Messages do not differ at the end: their distance is the error."""
+        return 1.0
 
 
 def contraction_bound(weights: CombinationMatrix) -> float:

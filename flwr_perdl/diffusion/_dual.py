@@ -205,17 +205,17 @@ class DualInference(ABC):
         """Take in the neighbors' messages."""
 
     @abstractmethod
-    def advance(self, state: DualState, n_rounds: int, weights: Csr) -> DualState:
-        """Make rounds that do not measure residuals, with all agents here and every message heard.
+    def advance(self, state: DualState, round_: int, n_rounds: int, weights: Csr) -> DualState:
+        """Make rounds up to the next that measures, with all agents here and every message heard.
 
         The result has the bits of `adapt` and `combine` in turn.
 
         Parameters
         ----------
         state : DualState
-            After the first round, of all agents. Its arrays are written to.
-        n_rounds : int
-            At least 1.
+            Of all agents.
+        round_, n_rounds : int
+            The last of the rounds, and how many they are, at least 1.
         weights : sparse array of shape (n_nodes, n_nodes)
             The combination weights.
         """
@@ -225,11 +225,19 @@ class DualInference(ABC):
         S = correlate(state.nu, state.atoms)
         return {"codes": self.objective.code(S), "nu": state.nu, "residual": state.residual}
 
-    def _residual(self, change: Matrix, apart: Matrix, nu: Matrix) -> Matrix:
-        """Return the residuals from the last steps' lengths and the distances to the neighbors."""
-        size = np.maximum(distances(nu, nu, 0), np.finfo(nu.dtype).tiny)
-        residual: Matrix = np.maximum(change * self.time_constant, apart) / size
-        return residual
+    def _measured(self, state: DualState, measures: Matrix) -> DualState:
+        """Return the state with its residual, if anything was measured: see the kernels."""
+        if not len(measures):
+            return state
+        change, apart, size = measures
+        size = np.maximum(size, np.finfo(size.dtype).tiny)
+        residual = np.maximum(change * self.time_constant, apart) / size
+        return state._replace(change=change, residual=residual)
+
+
+def measures_of(state: DualState, round_: int) -> Matrix:
+    """Return room for what the kernels measure in a round, if they do."""
+    return np.empty((3 * due(round_), *state.nu.shape[:2]), dtype=state.nu.dtype)
 
 
 def due(round_: int) -> bool:
@@ -238,8 +246,8 @@ def due(round_: int) -> bool:
 
 
 def rounds_until_due(round_: int) -> int:
-    """Return how many rounds after this one do not measure residuals."""
-    return 0 if due(round_ + 1) else _EVERY - 1 - round_ % _EVERY
+    """Return in how many rounds residuals are measured next."""
+    return 1 if round_ < _EVERY else _EVERY - round_ % _EVERY
 
 
 def edges_of(weights: Csr | None, like: Matrix) -> tuple[Nodes, Nodes, Matrix]:
@@ -272,24 +280,13 @@ def checked_samples(X: Matrix, dictionaries: Sequence[Matrix]) -> tuple[Matrix, 
     return X, atoms
 
 
-def distances(A: Matrix, B: Matrix, share: Any = 1) -> Matrix:
-    """Return the norms (m, n_samples) of ``A - share * B``; a share may be given for each node."""
-    from flwr_perdl.diffusion import _kernels  # compiled: Numba is imported where it is needed
-
-    shares, out = np.empty(len(A), dtype=A.dtype), np.empty(A.shape[:2], dtype=A.dtype)
-    shares[:] = share
-    _kernels.distances(A, B, shares, out)
-    return out
-
-
 def norms(A: Matrix) -> Matrix:
     """Return the norms over the last axis, also where squares would underflow."""
-    norms = row_norms(A)
-    limits = np.finfo(A.dtype)
-    faint = norms < np.sqrt(limits.tiny) / limits.eps
-    if faint.any():
-        size = np.abs(A[faint]).max(axis=-1, initial=0)
-        norms[faint] = size * row_norms(A[faint] / np.where(size > 0, size, 1)[:, None])
+    from flwr_perdl.diffusion import _kernels  # compiled: Numba is imported where it is needed
+
+    norms = np.empty(A.shape[:-1], dtype=A.dtype)
+    rows = np.require(A.reshape(norms.size, A.shape[-1]), requirements=["C", "W"])
+    _kernels.norms(rows, norms.reshape(-1))
     return norms
 
 

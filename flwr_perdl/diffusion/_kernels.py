@@ -81,49 +81,29 @@ def _total(
 
 
 @compiled
-def total(first: Ints, senders: Ints, weights: Matrix, messages: Matrix, out: Matrix) -> None:
-    """Write the weighted sums of what each agent has heard.
-
-    Parameters
-    ----------
-    first, senders, weights : ndarrays
-        Agent k hears ``senders[first[k] : first[k + 1]]`` with these weights.
-    messages : ndarray of shape (s, n_samples, n_features)
-        What the senders have sent.
-    out : ndarray of shape (m, n_samples, n_features)
-        Is written.
-    """
-    for k in range(out.shape[0]):
-        for i in range(out.shape[1]):
-            _total(k, i, first, senders, weights, messages, out[k, i])
+def _norm(row: Matrix) -> float:
+    """Return the norm, also where squares would underflow; the row may be scaled."""
+    limits, scale, square = np.finfo(row.dtype), 1.0, float(np.dot(row, row))
+    if square < limits.tiny / limits.eps**2:
+        scale = 0.0
+        for f in range(len(row)):
+            scale = max(scale, abs(row[f]))
+        if scale > 0:
+            for f in range(len(row)):
+                row[f] /= scale
+            square = float(np.dot(row, row))
+    norm: float = scale * np.sqrt(square)
+    return norm
 
 
 @compiled
-def distances(A: Matrix, B: Matrix, shares: Matrix, out: Matrix) -> None:
-    """Write the norms of ``A - share * B`` over features, also where squares would underflow.
-
-    Parameters
-    ----------
-    A, B : ndarrays of shape (m, n_samples, n_features)
-    shares : ndarray of shape (m,)
-    out : ndarray of shape (m, n_samples)
-        Is written.
-    """
-    limits, rest = np.finfo(A.dtype), np.empty(A.shape[2], A.dtype)
-    for k in range(A.shape[0]):
-        for i in range(A.shape[1]):
-            for f in range(len(rest)):
-                rest[f] = A[k, i, f] - shares[k] * B[k, i, f]
-            scale, square = 1.0, float(np.dot(rest, rest))
-            if square < limits.tiny / limits.eps**2:
-                scale = 0.0
-                for f in range(len(rest)):
-                    scale = max(scale, abs(rest[f]))
-                if scale > 0:
-                    for f in range(len(rest)):
-                        rest[f] /= scale
-                    square = float(np.dot(rest, rest))
-            out[k, i] = scale * np.sqrt(square)
+def norms(A: Matrix, out: Matrix) -> None:
+    """Write the norms of the rows of ``A``."""
+    row = np.empty(A.shape[1], A.dtype)
+    for i in range(len(A)):
+        for f in range(len(row)):
+            row[f] = A[i, f]
+        out[i] = _norm(row)
 
 
 @compiled
@@ -142,7 +122,9 @@ def diffusion(
     bounds: Matrix,
     mu: float,
     kept: float,
+    own: Matrix,
     nu: Matrix,
+    measures: Matrix,
 ) -> None:
     """Continue a diffusion: take in messages, make rounds among the agents here, write messages.
 
@@ -155,7 +137,7 @@ def diffusion(
     sent : ndarray of nu's shape
         Where the messages of the next round are written; of no agents: nowhere.
     first, senders, weights : ndarrays
-        The combination weights, see `total`.
+        The combination weights: agent k hears ``senders[first[k] : first[k + 1]]``.
     atoms, linear : ndarrays
         As in `DualState`.
     memory, excess : ndarrays of nu's shape
@@ -164,24 +146,35 @@ def diffusion(
         The objective, and the bound of every feature.
     mu, kept : float
         The step, and the share of nu that it leaves.
+    own : ndarray of nu's shape
+        The agents' own messages among ``received``.
     nu : ndarray of shape (m, n_samples, n_features)
         The estimates. Is updated.
+    measures : ndarray of shape (3, m, n_samples)
+        The norms of the last step, of the distance to the neighbors, and of nu, after the last
+        round, are written; of shape (0, m, n_samples): are not measured.
     """
     m, n_samples, n_features = nu.shape
     n_atoms, corrected, remembered = atoms.shape[1], memory.shape[2] > 0, excess.shape[2] > 0
     buffers = np.empty((2, m if n_rounds else 0, 1, n_features), nu.dtype)
     row, moves = np.empty(n_features, nu.dtype), np.empty(n_atoms, nu.dtype)
+    rest = np.empty(n_features, nu.dtype)
     for i in range(n_samples):
         for round_ in range(n_rounds + 1):
             begins, ends = round_ == 0, round_ == n_rounds
             heard, at = (received, i) if begins else (buffers[round_ % 2], 0)
             out, to = (sent, i) if ends else (buffers[1 - round_ % 2], 0)
+            mine, measured = own if begins else heard, ends and len(measures) > 0
             for k in range(m):
                 if len(heard) == 0:
                     for f in range(n_features):
                         row[f] = nu[k, i, f]
                 else:  # (31b), projected (37b); NIDS adds what the last projection removed
                     _total(k, at, first, senders, weights, heard, row)
+                    if measured and corrected:
+                        for f in range(n_features):
+                            rest[f] = mine[k, at, f] - row[f]
+                        measures[1, k, i] = 2 * _norm(rest)
                     if remembered:
                         for f in range(n_features):
                             row[f] += excess[k, i, f]
@@ -192,7 +185,19 @@ def diffusion(
                     if remembered:
                         for f in range(n_features):
                             excess[k, i, f] -= row[f]
-                    if ends:
+                    if measured:
+                        if not corrected:
+                            for f in range(n_features):
+                                message = max(-bounds[f], min(bounds[f], mine[k, at, f]))
+                                rest[f] = message - row[f]
+                            measures[1, k, i] = _norm(rest)
+                        for f in range(n_features):
+                            rest[f] = row[f] - nu[k, i, f]
+                        measures[0, k, i] = _norm(rest)
+                        for f in range(n_features):
+                            rest[f] = row[f]
+                        measures[2, k, i] = _norm(rest)
+                    if round_ >= n_rounds - 1:
                         for f in range(n_features):
                             nu[k, i, f] = row[f]
                 if len(out) > 0:  # (31a) with the gradient (62)
@@ -354,6 +359,8 @@ def admm(
     bounds: Matrix,
     codes: Matrix,
     nu: Matrix,
+    shares: Matrix,
+    measures: Matrix,
 ) -> None:
     """Continue an ADMM: take in messages, make rounds among the agents here, write messages.
 
@@ -381,6 +388,10 @@ def admm(
         A guess, in which the codes are written.
     nu : ndarray of shape (m, n_samples, n_features)
         The agents' last messages. Is updated.
+    shares : ndarray of shape (m,)
+        One over the sum of an agent's weights; 0 where it hears nobody.
+    measures : ndarray of shape (3, m, n_samples)
+        As in `diffusion`; the last step is measured if it is made here.
     """
     m, n_samples, n_features = nu.shape
     n_atoms = atoms.shape[1]
@@ -393,25 +404,39 @@ def admm(
             grams[k, a, a] += cost.delta
     buffers = np.empty((2, m if n_rounds else 0, 1, n_features), nu.dtype)
     around, moves = np.empty(n_features, nu.dtype), np.empty(n_atoms, nu.dtype)
+    rest = np.empty(n_features, nu.dtype)
     for i in range(n_samples):
         for round_ in range(n_rounds + 1):
             begins, ends = round_ == 0, round_ == n_rounds
             heard, at = (received, i) if begins else (buffers[round_ % 2], 0)
             own = nu if begins else heard
             out, to = (sent, i) if ends else (buffers[1 - round_ % 2], 0)
+            measured = ends and len(measures) > 0
             for k in range(m):
                 if len(heard) > 0:
                     _total(k, at, first, senders, weights, heard, around)
+                    if measured:
+                        hears = nu.dtype.type(shares[k] > 0)
+                        for f in range(n_features):
+                            rest[f] = hears * own[k, at, f] - shares[k] * around[f]
+                        measures[1, k, i] = _norm(rest)
+                        for f in range(n_features):
+                            rest[f] = own[k, at, f]
+                        measures[2, k, i] = _norm(rest)
+                        if not begins:
+                            for f in range(n_features):
+                                rest[f] = own[k, at, f] - nu[k, i, f]
+                            measures[0, k, i] = _norm(rest)
                     fa, fb, fc = factors[k, 0], factors[k, 1], factors[k, 2]
                     fd, fe, fg = factors[k, 3], factors[k, 4], factors[k, 5]
                     for f in range(n_features):
                         around[f] += fa * memory[k, i, f] + fb * own[k, at, f]
                     for f in range(n_features):
-                        rest = fe * linear[k, i, f] + fg * own[k, at, f]
-                        memory[k, i, f] = fc * memory[k, i, f] + fd * around[f] + rest
+                        memory[k, i, f] = fc * memory[k, i, f] + fd * around[f]
+                        memory[k, i, f] += fe * linear[k, i, f] + fg * own[k, at, f]
                     for f in range(n_features):
                         linear[k, i, f] = around[f]
-                    if ends and not begins:
+                    if round_ >= n_rounds - 1 and not begins:
                         for f in range(n_features):
                             nu[k, i, f] = own[k, 0, f]
                 if len(out) > 0:

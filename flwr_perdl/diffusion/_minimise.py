@@ -74,7 +74,8 @@ def minimise(
     codes, nu, none = codes.copy(), np.empty_like(centres), np.empty_like(centres[:0])
     edges = np.empty(0, np.intp), np.empty(0, np.intp), np.empty(0, centres.dtype)
     factors, cost = np.empty((0, 6), centres.dtype), cost_of(objective, centres)
-    _kernels.admm(none, 0, nu, *edges, atoms, 1 / a, factors, centres, none, *cost, codes, nu)
+    given = (*edges, atoms, 1 / a, factors, centres, none, *cost, codes, nu, factors[:, 0], none)
+    _kernels.admm(none, 0, nu, *given)
     return Minimum(nu, codes)
 
 

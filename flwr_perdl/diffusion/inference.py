@@ -61,12 +61,13 @@ from flwr_perdl.diffusion._dual import (
     DualInference,
     DualState,
     checked_samples,
+    due,
     informed_agents,
     rounds_until_due,
 )
 from flwr_perdl.diffusion._minimise import costs, descend, minimise
 from flwr_perdl.diffusion._span import Span, bounded
-from flwr_perdl.diffusion.combine import Csr, Inbox, shown
+from flwr_perdl.diffusion.combine import Csr, shown
 from flwr_perdl.diffusion.objectives import Objective
 from flwr_perdl.diffusion.topology import CombinationMatrix, Topology, metropolis_weights
 
@@ -361,18 +362,12 @@ def _in_memory(
     program: DualInference, state: DualState, weights: Csr, n_rounds: int, tolerance: float
 ) -> tuple[int, dict[str, Matrix]]:
     """Run a program from its start, with all agents hosted here, and every message heard."""
-    nodes, links, round_ = state.nodes, program.topology.adjacency, 0
+    round_ = 0
     while round_ < n_rounds:
-        unseen = min(rounds_until_due(round_), n_rounds - round_)
-        if unseen:
-            state = program.advance(state, unseen, weights)
-            round_ += unseen
-            continue
-        round_ += 1
-        state = program.adapt(state, round_)
-        inbox = Inbox(round_, nodes, nodes, program.message(state), weights, links, nodes)
-        state = program.combine(state, inbox)
-        if state.residual.max(initial=0) <= tolerance:
+        n = min(rounds_until_due(round_), n_rounds - round_)
+        round_ += n
+        state = program.advance(state, round_, n, weights)
+        if due(round_) and state.residual.max(initial=0) <= tolerance:
             break
     return round_, program.observe(state)
 
