@@ -1,4 +1,4 @@
-"""What each shortcut of ``_shortcuts.py`` and ``_memory.py`` saves: processor time with and without.
+"""What each shortcut of ``_shortcuts.py`` and ``_memory.py`` saves in processor time.
 
 Run from the repository's root: ``python benchmarks/shortcuts.py``; it writes
 ``benchmarks/results/shortcuts.json`` and its table, ``shortcuts.md``. About three minutes. Each
