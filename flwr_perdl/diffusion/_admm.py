@@ -25,19 +25,9 @@ from scipy.sparse.linalg import LinearOperator, eigsh
 
 from flwr_perdl._checks import LARGE, Matrix, check_real
 from flwr_perdl._random import spawn
-from flwr_perdl.diffusion._dual import (
-    DualInference,
-    DualState,
-    Nodes,
-    column,
-    due,
-    edges_of,
-    heard,
-    measures_of,
-    norms,
-)
-from flwr_perdl.diffusion._minimise import cost_of, minimise
-from flwr_perdl.diffusion.combine import Csr, Inbox
+from flwr_perdl.diffusion._dual import DualInference, DualState, Nodes, column, due, norms
+from flwr_perdl.diffusion._minimise import minimise
+from flwr_perdl.diffusion.combine import Csr, Inbox, product
 from flwr_perdl.diffusion.topology import Topology
 
 #: Up to this many nodes the spectral gap comes from a dense eigenvalue routine.
@@ -81,29 +71,6 @@ class ADMM(DualInference):
     def curvatures(self) -> NDArray[np.float64]:
         """The curvature a_k of what each agent minimises, but for its atoms: (n_nodes,)."""
 
-    @property
-    @abstractmethod
-    def pull(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Factors u, v of the weights ``u_k v_l`` with which k hears l: (n_nodes,) each."""
-
-    @property
-    @abstractmethod
-    def factors(self) -> NDArray[np.float64]:
-        """Each agent's factors in the recursion of ``linear`` and ``memory``: (n_nodes, 6).
-
-        See `flwr_perdl.diffusion._kernels.recur`.
-        """
-
-    @cached_property
-    def edges(self) -> Csr:
-        """The weights where all are heard: sparse, (n_nodes, n_nodes)."""
-        everyone = np.arange(self.topology.n_nodes)
-        return self._edges(self.topology.adjacency, everyone, everyone)
-
-    def _edges(self, links: Csr, nodes: Nodes, senders: Nodes) -> Csr:
-        rows, columns = self.pull
-        return _scaled(links, rows[nodes], columns[senders]).astype(self.X.dtype, copy=False)
-
     def begin(self, nodes: Nodes, atoms: Matrix, X: Matrix) -> DualState:
         """Return the state before the first round; ``linear`` is ``theta_k x / a_k``."""
         state = super().begin(nodes, atoms, X)
@@ -116,64 +83,6 @@ class ADMM(DualInference):
         nu, codes = minimise(self.objective, state.atoms, state.linear, a, state.codes)
         change = norms(nu - state.nu) if due(round_) else state.change
         return state._replace(nu=nu, sent=nu, codes=codes, change=change)
-
-    def combine(self, state: DualState, inbox: Inbox) -> DualState:
-        """Update multipliers and estimates in the form of ``linear`` and ``memory``."""
-        messages, links = heard(inbox, state.nu), inbox.links
-        known = links is self.topology.adjacency  # in memory, all heard: the same every round
-        weights = self.edges if known else self._edges(links, state.nodes, inbox.senders)
-        sums = np.asarray(weights.sum(axis=1), dtype=np.float64)
-        whole = np.asarray(self.edges.sum(axis=1), dtype=np.float64)[state.nodes]
-        factors = self.factors[state.nodes]
-        # A missing message is replaced by the node's own estimate.
-        factors[:, 1] += np.where(np.isclose(sums, whole, rtol=1e-6, atol=0), 0, whole - sums)
-        after = state._replace(linear=state.linear.copy(), memory=state.memory.copy())
-        measures = measures_of(state, inbox.round)
-        measures[:1] = state.change
-        self._continue(after, weights, factors, measures, received=messages)
-        return self._measured(after, measures)
-
-    def advance(self, state: DualState, round_: int, n_rounds: int, weights: Csr) -> DualState:
-        """Make rounds with all agents here; the weights are not used."""
-        linear, memory, nu = state.linear.copy(), state.memory.copy(), state.nu.copy()
-        after = state._replace(
-            linear=linear, memory=memory, codes=state.codes.copy(), nu=nu, sent=nu
-        )
-        measures = measures_of(state, round_)
-        self._continue(after, self.edges, self.factors, measures, n_rounds=n_rounds)
-        return self._measured(after, measures)
-
-    def _continue(
-        self,
-        state: DualState,
-        weights: Csr,
-        factors: NDArray[np.float64],
-        measures: Matrix,
-        *,
-        received: Matrix | None = None,
-        n_rounds: int = 0,
-    ) -> None:
-        """Update linear, memory, codes and nu of a state in place, see the kernel."""
-        from flwr_perdl.diffusion import _kernels  # compiled: Numba is imported where it is needed
-
-        nu, sums = state.nu, np.asarray(weights.sum(axis=1), dtype=np.float64)
-        shares = np.where(sums > 0, 1 / np.where(sums > 0, sums, 1), 0)
-        _kernels.admm(
-            nu[:0] if received is None else received,
-            n_rounds,
-            nu[:0],
-            *edges_of(weights, nu),
-            state.atoms,
-            1 / self.curvatures[state.nodes],
-            factors.astype(nu.dtype),
-            state.linear,
-            state.memory,
-            *cost_of(self.objective, nu),
-            state.codes,
-            nu,
-            shares.astype(nu.dtype),
-            measures,
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -234,25 +143,54 @@ class ConsensusADMM(ADMM):
         return degrees
 
     @cached_property
-    def pull(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Factors of the weights ``2 r c_kl / a_k``."""
-        return 2 * self.relaxation * self.roots / self.curvatures, self.roots
+    def edges(self) -> Csr:
+        """``2 r c_kl / a_k`` where k hears l: sparse, (n_nodes, n_nodes)."""
+        everyone = np.arange(self.topology.n_nodes)
+        return self._edges(self.topology.adjacency, everyone, everyone)
 
-    @cached_property
-    def factors(self) -> NDArray[np.float64]:
-        """Each agent's factors in the recursion of ``linear`` and ``memory``: (n_nodes, 6)."""
-        r, own = self.relaxation, self.degrees / self.curvatures
-        return _columns(1 - r, 0, 1 - r, 1, (2 * r - 1) / (1 - r), -2 * r**2 / (1 - r) * own)
+    def _edges(self, links: Csr, nodes: Nodes, senders: Nodes) -> Csr:
+        rows = 2 * self.relaxation * self.roots[nodes] / self.curvatures[nodes]
+        return _scaled(links, rows, self.roots[senders]).astype(self.X.dtype, copy=False)
 
     @cached_property
     def curvatures(self) -> NDArray[np.float64]:
         """``a_k = strong_convexity / N + D_k``: (n_nodes,)."""
         return self.curvature + self.degrees
 
+    @cached_property
+    def _whole(self) -> NDArray[np.float64]:
+        """What each node's row of `edges` sums to, ``2 r D_k / a_k``: (n_nodes,)."""
+        return 2 * self.relaxation * self.degrees / self.curvatures
+
     def begin(self, nodes: Nodes, atoms: Matrix, X: Matrix) -> DualState:
         """Return the state before the first round: p and q are 0."""
         state = super().begin(nodes, atoms, X)
         return state._replace(memory=state.linear / (1 - self.relaxation))
+
+    def combine(self, state: DualState, inbox: Inbox) -> DualState:
+        """Update multipliers and estimates in the form of ``linear`` and ``memory``."""
+        r, nu, whole = self.relaxation, state.nu, self._whole[state.nodes]
+        if inbox.links is self.topology.adjacency:  # in memory, all heard: the same every round
+            edges, heard = self.edges, whole
+        else:
+            edges = self._edges(inbox.links, state.nodes, inbox.senders)
+            heard = np.asarray(edges.sum(axis=1), dtype=np.float64)
+        linear = product(edges, inbox.arrays[0])
+        after = state
+        if due(inbox.round):
+            share = np.where(heard > 0, 1 / np.where(heard > 0, heard, 1), 0)
+            apart = nu * column(heard > 0, nu) - linear * column(share, nu)
+            after = state._replace(residual=self._residual(state.change, apart, nu))
+        if heard is not whole and not np.allclose(heard, whole, rtol=1e-6):
+            linear += nu * column(whole - heard, nu)
+        memory = (1 - r) * state.memory
+        linear += memory
+        memory += linear
+        term = (2 * r - 1) / (1 - r) * state.linear
+        memory += term
+        np.multiply(nu, column(r / (1 - r) * whole, nu), out=term)
+        memory -= term
+        return after._replace(linear=linear, memory=memory)
 
 
 @dataclass(frozen=True, eq=False)
@@ -264,14 +202,7 @@ class JacobianADMM(ADMM):
         nu_k = argmin over V_f of J_k(nu) - lambda_k'nu + c sum_l ||nu - nu_l||^2
         lambda <- lambda - mu L nu
 
-    where ``lambda_k`` is the sum of the paper's ``lambda_kl`` and the paper has c = 1. Stored are
-    ``memory = (theta_k x + lambda_k) / a_k`` and ``linear``, the minimum of the quadratic part.
-    With ``a_k = strong_convexity / N + 2 c d_k`` and ``t = mu / (2 + mu)``:
-
-        linear' = memory - mu c d_k nu / a_k + (2 + mu) c B nu / a_k
-        memory' = (1 - t) (memory - mu c d_k nu / a_k) + t linear'
-
-    Deviations:
+    where ``lambda_k`` is the sum of the paper's ``lambda_kl`` and the paper has c = 1. Deviations:
     (39b) has the wrong sign (as printed the recursion diverges), and (39a) should not sum over k.
     Combination weights are not used.
 
@@ -310,27 +241,26 @@ class JacobianADMM(ADMM):
         """``a_k = strong_convexity / N + 2 c d_k``: (n_nodes,)."""
         return self.curvature + 2 * self.edge * self.topology.degrees.astype(np.float64)
 
-    @cached_property
-    def pull(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Factors of the weights ``(2 + mu) c / a_k``."""
-        return (2 + self.mu) * self.edge / self.curvatures, np.ones(self.topology.n_nodes)
-
-    @cached_property
-    def factors(self) -> NDArray[np.float64]:
-        """Each agent's factors in the recursion of ``linear`` and ``memory``: (n_nodes, 6)."""
-        own = self.mu * self.edge * self.topology.degrees / self.curvatures
-        share = self.mu / (2 + self.mu)
-        return _columns(1, -own, 1 - share, share, 0, -(1 - share) * own)
-
     def begin(self, nodes: Nodes, atoms: Matrix, X: Matrix) -> DualState:
         """Return the state before the first round."""
         state = super().begin(nodes, atoms, X)
         return state._replace(memory=state.linear)
 
-
-def _columns(*values: float | NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return one column for each value."""
-    return np.column_stack(np.broadcast_arrays(*values))
+    def combine(self, state: DualState, inbox: Inbox) -> DualState:
+        """Update the multipliers (39b); ``memory`` is ``(theta_k x + lambda_k) / a_k``."""
+        nu, degree = state.nu, self.topology.degrees[state.nodes]
+        edge = self.edge / self.curvatures[state.nodes]
+        around = inbox.total()
+        missing = degree - inbox.degrees
+        if missing.any():
+            around += nu * column(missing, nu)
+        apart = nu * column(degree, nu) - around
+        memory = state.memory - apart * column(self.mu * edge, nu)
+        after = state._replace(memory=memory, linear=memory + around * column(2 * edge, nu))
+        if not due(inbox.round):
+            return after
+        apart = apart / column(np.maximum(degree, 1), nu)
+        return after._replace(residual=self._residual(state.change, apart, nu))
 
 
 def _spectrum(topology: Topology) -> tuple[float, float]:

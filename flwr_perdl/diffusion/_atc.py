@@ -4,7 +4,7 @@
 paper (P1), Section III-C                   here
 =========================================== ===================================================
 ATC diffusion (31), projected (37)          :class:`ATC`
-gradient (62)                               in ``_kernels.py``
+gradient (62)                               ``ATC._descended``
 Table III's bound of mu                     ``objective.step_bound``
 =========================================== ===================================================
 
@@ -18,22 +18,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from math import sqrt
-from typing import Any
 
 import numpy as np
-from scipy import sparse
 
 from flwr_perdl._checks import LARGE, Matrix, check_real
-from flwr_perdl.diffusion._dual import (
-    DualInference,
-    DualState,
-    Nodes,
-    edges_of,
-    heard,
-    measures_of,
-)
-from flwr_perdl.diffusion._minimise import cost_of
-from flwr_perdl.diffusion.combine import Csr, Inbox
+from flwr_perdl.diffusion._dual import DualInference, DualState, Nodes, due, norms
+from flwr_perdl.diffusion._minimise import correlate, reconstruct
+from flwr_perdl.diffusion.combine import Inbox
 from flwr_perdl.diffusion.topology import CombinationMatrix, metropolis_weights
 
 
@@ -89,69 +80,25 @@ class ATC(DualInference):
 
     def adapt(self, state: DualState, round_: int) -> DualState:
         """Take a gradient step (31a), with the gradient (62)."""
-        memory, sent = state.memory.copy(), np.empty_like(state.nu)
-        self._continue(state._replace(memory=memory), None, sent=sent)
-        return state._replace(sent=sent, memory=memory)
+        return state._replace(sent=self._descended(state))
+
+    def _descended(self, state: DualState) -> Matrix:
+        codes = self.objective.code(correlate(state.nu, state.atoms))
+        psi = reconstruct(-self.mu * codes, state.atoms)
+        psi += state.linear
+        psi += (1 - self.mu * self.curvature) * state.nu
+        return psi
 
     def combine(self, state: DualState, inbox: Inbox) -> DualState:
         """Average with the neighbors (31b) and project on V_f (37b)."""
-        after = state._replace(nu=state.nu.copy(), excess=state.excess.copy())
-        weights, measures = self._weights(inbox.weights, inbox.own), measures_of(state, inbox.round)
-        self._continue(after, weights, received=heard(inbox, state.nu), measures=measures)
-        return self._measured(after, measures)
-
-    def advance(self, state: DualState, round_: int, n_rounds: int, weights: Csr) -> DualState:
-        """Make rounds with all agents here."""
-        memory, excess, nu = state.memory.copy(), state.excess.copy(), state.nu.copy()
-        after = state._replace(memory=memory, excess=excess, nu=nu)
-        weights, measures = self._weights(weights, state.nodes), measures_of(state, round_)
-        self._continue(after, weights, n_rounds=n_rounds, measures=measures)
-        return self._measured(after, measures)
-
-    def _measured(self, state: DualState, measures: Matrix) -> DualState:
-        measures[1:2] *= self.shrinks
-        return super()._measured(state, measures)
-
-    def _continue(
-        self,
-        state: DualState,
-        weights: Csr | None,
-        *,
-        received: Matrix | None = None,
-        n_rounds: int = 0,
-        sent: Matrix | None = None,
-        measures: Matrix | None = None,
-    ) -> None:
-        """Update memory, excess and nu of a state in place, see the kernel."""
-        from flwr_perdl.diffusion import _kernels  # compiled: Numba is imported where it is needed
-
-        nu = state.nu
-        kept: Any = nu.dtype.type(1 - self.mu * self.curvature)
-        _kernels.diffusion(
-            nu[:0] if received is None else received,
-            n_rounds,
-            nu[:0] if sent is None else sent,
-            *edges_of(weights, nu),
-            state.atoms,
-            state.linear,
-            state.memory,
-            state.excess,
-            *cost_of(self.objective, nu),
-            self.mu,
-            kept,
-            state.sent,
-            nu,
-            measures_of(state, 0)[:0] if measures is None else measures,
-        )
-
-    def _weights(self, weights: Csr, own: Nodes) -> Csr:
-        """Return the weights of the messages; ``own`` is where the receivers are among them."""
-        return weights
-
-    @property
-    def shrinks(self) -> float:
-        """By what an agent multiplies its distance to its neighbors for its residual."""
-        return self.shrinking
+        nu = self.objective.project(inbox.mean())
+        if not due(inbox.round):
+            return state._replace(nu=nu)
+        change = norms(nu - state.nu)
+        apart = self.objective.project(state.sent) - nu
+        apart *= self.shrinking
+        residual = self._residual(change, apart, nu)
+        return state._replace(nu=nu, change=change, residual=residual)
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,19 +128,31 @@ class ExactDiffusion(ATC):
     def begin(self, nodes: Nodes, atoms: Matrix, X: Matrix) -> DualState:
         """Return the state before the first round."""
         state = super().begin(nodes, atoms, X)
-        bounded = np.isfinite(self.objective.bound)
-        return state._replace(memory=state.nu, excess=state.nu if bounded else state.excess)
+        return state._replace(memory=state.nu, excess=state.nu)
 
-    def _weights(self, weights: Csr, own: Nodes) -> Csr:
-        """Return the weights half-way to a node's own message."""
-        everyone = np.arange(len(own))
-        selection = sparse.csr_array((np.ones(len(own)), (everyone, own)), shape=weights.shape)
-        return (weights + selection) / 2
+    def adapt(self, state: DualState, round_: int) -> DualState:
+        """Take a gradient step and correct it by the last one."""
+        psi = self._descended(state)
+        sent = psi + state.nu
+        sent -= state.memory
+        return state._replace(sent=sent, memory=psi)
 
-    @property
-    def shrinks(self) -> float:
-        """Messages do not differ at the end: their distance is the error."""
-        return 1.0
+    def combine(self, state: DualState, inbox: Inbox) -> DualState:
+        """Average half-way with the neighbors, and project on V_f."""
+        mean = inbox.mean()
+        nu = state.sent + mean
+        nu /= 2
+        excess = state.excess
+        if np.isfinite(self.objective.bound):
+            full = nu + excess
+            nu = self.objective.project(full)
+            excess = full - nu
+        after = state._replace(nu=nu, excess=excess)
+        if not due(inbox.round):
+            return after
+        change = norms(nu - state.nu)
+        residual = self._residual(change, state.sent - mean, nu)
+        return after._replace(change=change, residual=residual)
 
 
 def contraction_bound(weights: CombinationMatrix) -> float:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from flwr_perdl._arrays import row_norms
 from flwr_perdl._checks import Matrix, check_array, check_count, check_magnitude, own_numbers
 from flwr_perdl.diffusion._minimise import correlate
-from flwr_perdl.diffusion.combine import Csr, Inbox
+from flwr_perdl.diffusion.combine import Inbox
 from flwr_perdl.diffusion.objectives import Objective
 from flwr_perdl.diffusion.topology import Topology
 
@@ -53,9 +53,9 @@ class DualState(NamedTuple):
         The linear part of what an agent minimizes: ``theta_k x``. In the ADMMs it includes what the
         neighbors have sent, and is divided by the curvature: the minimum of the quadratic part.
     memory : ndarray of shape (m, n_samples, n_features)
-        Further memory of a method; (m, n_samples, 0) where it needs none.
+        Further memory of a method; (m, 0) where it needs none.
     excess : ndarray of shape (m, n_samples, n_features)
-        What projections on V_f have removed; (m, n_samples, 0) where a method does not use it.
+        What projections on V_f have removed; (m, 0) where a method does not use it.
     nu : ndarray of shape (m, n_samples, n_features)
         The estimates.
     sent : ndarray of shape (m, n_samples, n_features)
@@ -184,8 +184,7 @@ class DualInference(ABC):
         seeing = np.isin(nodes, agents)
         linear = np.zeros((m, n_samples, n_features), dtype=X.dtype)
         linear[seeing] = X / len(agents)
-        none = np.zeros((m, n_samples, 0), dtype=X.dtype)
-        atoms = np.require(atoms, requirements=["C", "W"])
+        none = np.zeros((m, 0), dtype=X.dtype)
         far = np.full((m, n_samples), inf, dtype=X.dtype)
         zeros = np.zeros_like(linear)
         codes = np.zeros((m, n_samples, atoms.shape[1]), dtype=X.dtype)
@@ -204,64 +203,21 @@ class DualInference(ABC):
     def combine(self, state: DualState, inbox: Inbox) -> DualState:
         """Take in the neighbors' messages."""
 
-    @abstractmethod
-    def advance(self, state: DualState, round_: int, n_rounds: int, weights: Csr) -> DualState:
-        """Make rounds up to the next that measures, with all agents here and every message heard.
-
-        The result has the bits of `adapt` and `combine` in turn.
-
-        Parameters
-        ----------
-        state : DualState
-            Of all agents.
-        round_, n_rounds : int
-            The last of the rounds, and how many they are, at least 1.
-        weights : sparse array of shape (n_nodes, n_nodes)
-            The combination weights.
-        """
-
     def observe(self, state: DualState) -> dict[str, Matrix]:
         """Return codes (42), estimates and residuals."""
         S = correlate(state.nu, state.atoms)
         return {"codes": self.objective.code(S), "nu": state.nu, "residual": state.residual}
 
-    def _measured(self, state: DualState, measures: Matrix) -> DualState:
-        """Return the state with its residual, if anything was measured: see the kernels."""
-        if not len(measures):
-            return state
-        change, apart, size = measures
-        size = np.maximum(size, np.finfo(size.dtype).tiny)
-        residual = np.maximum(change * self.time_constant, apart) / size
-        return state._replace(change=change, residual=residual)
-
-
-def measures_of(state: DualState, round_: int) -> Matrix:
-    """Return room for what the kernels measure in a round, if they do."""
-    return np.empty((3 * due(round_), *state.nu.shape[:2]), dtype=state.nu.dtype)
+    def _residual(self, change: Matrix, apart: Matrix, nu: Matrix) -> Matrix:
+        """Return the residuals from the last steps' lengths and the distances to the neighbors."""
+        size = np.maximum(norms(nu), np.finfo(nu.dtype).tiny)
+        residual: Matrix = np.maximum(change * self.time_constant, norms(apart)) / size
+        return residual
 
 
 def due(round_: int) -> bool:
     """Whether residuals are measured in this round."""
     return round_ <= _EVERY or round_ % _EVERY == 0
-
-
-def rounds_until_due(round_: int) -> int:
-    """Return in how many rounds residuals are measured next."""
-    return 1 if round_ < _EVERY else _EVERY - round_ % _EVERY
-
-
-def edges_of(weights: Csr | None, like: Matrix) -> tuple[Nodes, Nodes, Matrix]:
-    """Return weights as the kernels take them, in the dtype of ``like``; None: no weights."""
-    if weights is None:
-        none = np.empty(0, dtype=np.intp)
-        return none, none, np.empty(0, dtype=like.dtype)
-    first, senders = (part.astype(np.intp) for part in (weights.indptr, weights.indices))
-    return first, senders, weights.data.astype(like.dtype)
-
-
-def heard(inbox: Inbox, like: Matrix) -> Matrix:
-    """Return the messages of an inbox as the kernels take them, in the dtype of ``like``."""
-    return np.require(inbox.arrays[0], like.dtype, ["C", "W"])
 
 
 def checked_samples(X: Matrix, dictionaries: Sequence[Matrix]) -> tuple[Matrix, list[Matrix]]:
@@ -282,11 +238,12 @@ def checked_samples(X: Matrix, dictionaries: Sequence[Matrix]) -> tuple[Matrix, 
 
 def norms(A: Matrix) -> Matrix:
     """Return the norms over the last axis, also where squares would underflow."""
-    from flwr_perdl.diffusion import _kernels  # compiled: Numba is imported where it is needed
-
-    norms = np.empty(A.shape[:-1], dtype=A.dtype)
-    rows = np.require(A.reshape(norms.size, A.shape[-1]), requirements=["C", "W"])
-    _kernels.norms(rows, norms.reshape(-1))
+    norms = row_norms(A)
+    limits = np.finfo(A.dtype)
+    faint = norms < np.sqrt(limits.tiny) / limits.eps
+    if faint.any():
+        size = np.abs(A[faint]).max(axis=-1, initial=0)
+        norms[faint] = size * row_norms(A[faint] / np.where(size > 0, size, 1)[:, None])
     return norms
 
 

@@ -36,9 +36,9 @@ But nu *is* the residual of the sample (58): an agent's neighbors learn the samp
 atoms explain, whether they are informed or not.
 
 The methods are in ``_atc.py`` and ``_admm.py``, what they share in ``_dual.py``, the exact solution
-in ``_minimise.py``, the compiled loops in ``_kernels.py``. Two tricks save time and change nothing
-but rounding: blocks of samples run in threads (``flwr_perdl/_parallel.py``), and `infer` iterates
-in fewer coordinates where it can (``_span.py``).
+in ``_minimise.py``. Two tricks save time and change nothing but rounding: blocks of samples run in
+threads with short NumPy buffers (``flwr_perdl/_parallel.py``, ``flwr_perdl/_memory.py``), and
+`infer` iterates in fewer coordinates where it can (``_span.py``).
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ import numpy as np
 from scipy import sparse
 
 from flwr_perdl._checks import Matrix, check_choice, check_count, check_real
+from flwr_perdl._memory import short_buffers
 from flwr_perdl._parallel import in_threads
 from flwr_perdl._threads import one_blas_thread
 from flwr_perdl.diffusion._admm import ADMM, ConsensusADMM, JacobianADMM
@@ -63,11 +64,10 @@ from flwr_perdl.diffusion._dual import (
     checked_samples,
     due,
     informed_agents,
-    rounds_until_due,
 )
 from flwr_perdl.diffusion._minimise import costs, descend, minimise
 from flwr_perdl.diffusion._span import Span, bounded
-from flwr_perdl.diffusion.combine import Csr, shown
+from flwr_perdl.diffusion.combine import rounds_in_memory, shown
 from flwr_perdl.diffusion.objectives import Objective
 from flwr_perdl.diffusion.topology import CombinationMatrix, Topology, metropolis_weights
 
@@ -325,23 +325,24 @@ def infer(
         return found
     span = Span(np.concatenate(atoms)) if compress else None
     inner = atoms if span is None else [span.atoms(D) for D in atoms]
-    samples, across = (X, None) if span is None else span.samples(X)
-    inference = program(samples, inner)
-    means, start = matrix.matrix.astype(X.dtype), inference.start(np.arange(topology.n_nodes))
+    most = max(1, _BLOCK // max(1, topology.n_nodes * inner[0].shape[1] * X.itemsize))
 
+    @short_buffers()
     def block(Y: Matrix) -> tuple[int, dict[str, Matrix]]:
-        state = inference.begin(start.nodes, start.atoms, Y)
-        return _in_memory(inference, state, means, n_rounds, tolerance)
+        if span is None:
+            return _in_memory(program(Y, atoms), matrix, n_rounds, tolerance)
+        turned, across = span.samples(Y)
+        rounds, seen = _in_memory(program(turned, inner), matrix, n_rounds, tolerance)
+        if return_nu:
+            seen = {**seen, "nu": span.back(seen["nu"], turned, across)}
+        return rounds, seen
 
-    most = max(1, _BLOCK // max(1, topology.n_nodes * samples.shape[1] * X.itemsize))
-    blocks = np.array_split(samples, max(1, ceil(len(X) / most)))
+    blocks = np.array_split(X, max(1, ceil(len(X) / most)))
     with one_blas_thread():
         parts = list(in_threads(block, blocks))
     joined = {
         name: np.concatenate([seen[name] for _, seen in parts], axis=1) for name in parts[0][1]
     }
-    if span is not None and across is not None and return_nu:
-        joined["nu"] = span.back(joined["nu"], samples, across)
     return _inference(joined, atoms, max(rounds for rounds, _ in parts), tolerance, return_nu)
 
 
@@ -359,17 +360,15 @@ def _inference(
 
 
 def _in_memory(
-    program: DualInference, state: DualState, weights: Csr, n_rounds: int, tolerance: float
+    program: DualInference, weights: CombinationMatrix, n_rounds: int, tolerance: float
 ) -> tuple[int, dict[str, Matrix]]:
-    """Run a program from its start, with all agents hosted here, and every message heard."""
-    round_ = 0
-    while round_ < n_rounds:
-        n = min(rounds_until_due(round_), n_rounds - round_)
-        round_ += n
-        state = program.advance(state, round_, n, weights)
-        if due(round_) and state.residual.max(initial=0) <= tolerance:
+    """Run a program with all agents hosted here, and every message heard."""
+    n, links = program.topology.n_nodes, program.topology.adjacency
+    means = weights.matrix.astype(program.X.dtype, copy=False)
+    for ran in rounds_in_memory(program, n, n_rounds, means, links):
+        if ran.round and due(ran.round) and ran.state.residual.max(initial=0) <= tolerance:
             break
-    return round_, program.observe(state)
+    return ran.round, program.observe(ran.state)
 
 
 def _check_network(network: Network, program: DualInference) -> None:
