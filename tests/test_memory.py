@@ -1,12 +1,16 @@
-"""A setting of the process that spares NumPy's loops memory."""
+"""Settings of process and thread that spare NumPy's loops memory: set where asked, put back."""
 
 from __future__ import annotations
 
 import platform
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
+
+from flwr_perdl._memory import short_buffers
 
 #: Prints the page faults of forty temporary arrays of two megabytes, before and after.
 FAULTS = """
@@ -36,3 +40,17 @@ def test_our_maths_does_not_fetch_the_memory_of_its_temporary_arrays_anew() -> N
     fresh, kept = map(int, told.stdout.split())
     assert fresh >= 40
     assert kept <= 4
+
+
+def test_short_buffers_are_put_back_also_after_an_error() -> None:
+    before = np.getbufsize()
+    with short_buffers():
+        inside = np.getbufsize()
+    with pytest.raises(RuntimeError, match="as asked"), short_buffers():
+        raise RuntimeError("as asked")
+    assert inside < before == np.getbufsize()
+
+
+def test_short_buffers_are_this_threads_own() -> None:
+    with short_buffers(), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(np.getbufsize).result() > np.getbufsize()

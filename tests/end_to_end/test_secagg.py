@@ -38,7 +38,7 @@ MakeFederation = Callable[..., Any]
 
 ROUNDS = 3
 #: Flower rounds replies to a few digits before it adds them up: noise to the acceleration.
-STEP = Refinement(step_size=0.1, momentum=False)
+STEP = Refinement(step_size=0.1, n_steps=5, momentum=False)
 
 
 class Tap(InProcessGrid):
