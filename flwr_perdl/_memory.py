@@ -2,7 +2,7 @@
 
 Both are settings of the process or thread; no result depends on them but for the order in which
 NumPy before 2.3 sums arrays that are not contiguous. What the first saves:
-``python benchmarks/shortcuts.py``; without the second, dual inference takes more than a tenth longer.
+``python benchmarks/shortcuts.py``; without the second, dual inference takes a tenth longer or more.
 """
 
 from __future__ import annotations
