@@ -1,20 +1,25 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 from threadpoolctl import ThreadpoolController, threadpool_limits
 
 from flwr_perdl._threads import one_blas_thread
 
+#: Where the wheels of NumPy and SciPy have their libraries, on Linux and on a Mac.
+OWN = re.compile(r"(numpy|scipy)(\.libs|[/\\]\.dylibs)")
+
 
 def threads() -> set[int]:
     """Return the numbers of threads that the loaded BLAS libraries would use.
 
-    A library built without threads, such as the one that a solver of cvxpy brings, always has one.
+    NumPy's and SciPy's: other packages bring libraries of their own.
     """
     return {
         library["num_threads"]
         for library in ThreadpoolController().info()
-        if library["user_api"] == "blas" and library.get("threading_layer") != "disabled"
+        if library["user_api"] == "blas" and OWN.search(library["filepath"])
     }
 
 

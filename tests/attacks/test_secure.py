@@ -327,11 +327,11 @@ def test_a_client_with_huge_statistics_counts_by_its_samples() -> None:
 
 
 def test_data_in_another_unit_change_nothing() -> None:
-    """Of a client whose numbers are a thousand times as large, as where the unit was forgotten."""
+    """Of a client whose numbers are 1,024 times as large, as where the unit was forgotten."""
     parts, images = digits()
     learner = MODLearner(ATOMS, n_nonzero=4)
     usual, _ = learn(make_grid(parts, learner), secure=True)
-    odd, _ = learn(make_grid([1000 * parts[0], *parts[1:]], learner), secure=True)
+    odd, _ = learn(make_grid([1024 * parts[0], *parts[1:]], learner), secure=True)
     assert error(odd, images) < 1.02 * error(usual, images)
 
 
