@@ -325,8 +325,8 @@ class DictionaryClient(Member):
     ) -> Iterator[Fitted]:
         """Yield what `fit` of each client returns.
 
-        Updates of orthogonal learners with a threshold are computed many at once, of clients of
-        one size; everything else one by one. Clients with this library's learners and start go on
+        Starts and updates of orthogonal learners with a threshold are computed many at once, of
+        clients of one size; everything else one by one. Clients with this library's learners and start go on
         as many cores as there are, where that is faster: many at once, or one by one with many
         samples.
         """
