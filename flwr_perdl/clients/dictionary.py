@@ -326,9 +326,9 @@ class DictionaryClient(Member):
         """Yield what `fit` of each client returns.
 
         Starts and updates of orthogonal learners with a threshold are computed many at once, of
-        clients of one size; everything else one by one. Clients with this library's learners and start go on
-        as many cores as there are, where that is faster: many at once, or one by one with many
-        samples.
+        clients of one size; everything else one by one. Clients with this library's learners and
+        start go on as many cores as there are, where that is faster: many at once, or one by one
+        with many samples.
         """
         asked = _read(parameters, config)
         updates = asked.step == UPDATE and not int(config.get(REFINE_STEPS, 0))
