@@ -263,7 +263,12 @@ def test_the_wheel_has_the_package_and_its_metadata(wheel: Path) -> None:
     assert {name.split("/")[0].split("-")[0] for name in names} == packages
     headers = metadata_of(wheel)
     core = {line for line in headers.get_all("Requires-Dist", []) if "extra ==" not in line}
-    assert {line.split("<")[0].split(">")[0] for line in core} == {"flwr", "numpy", "scipy"}
+    assert {line.split("<")[0].split(">")[0] for line in core} == {
+        "flwr",
+        "numba",
+        "numpy",
+        "scipy",
+    }
     assert headers["License-Expression"] == "Apache-2.0"
     assert any(name.endswith("/licenses/LICENSE") for name in names)
 

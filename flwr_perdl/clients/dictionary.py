@@ -6,7 +6,7 @@ the server's.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from itertools import groupby
 from math import nan
 from pathlib import Path
@@ -90,6 +90,9 @@ _WINDOW = 2**20
 #: Python's lock most of the time.
 _LARGE = 2**16
 
+#: Numbers of samples' features times atoms with which a start is not made a second time.
+_LONG = 2**22
+
 _DICTIONARY = "dictionary"
 _LOCAL_ATOMS = "local_atoms"
 
@@ -128,10 +131,11 @@ class DictionaryClient(Member):
     dominates it: where the sum that it is made of, without that sample, is shorter than 0.7 times
     the sample's own term (`flwr_perdl.dictionary.row_support`, and of a general learner
     `made_by_one`); and, of several iterations (the start, or ``local_steps`` above 1), where an
-    atom is near fewer than ``min_support`` samples and, but for the start, would not be near one
-    of them had it not been there. Samples, codes and local atoms stay: the latter in
-    ``context.state`` and, with ``state_dir``, on this client's disk. Metrics are means over at
-    least ``min_support`` samples, with six significant digits; of fewer samples there are none.
+    atom is near fewer than ``min_support`` samples and would not be near one of them had it not
+    been there (a long start is not made again to find that out: such atoms are withheld). Samples,
+    codes and local atoms stay: the latter in ``context.state`` and, with ``state_dir``, on this
+    client's disk. Metrics are means over at least ``min_support`` samples, with six significant
+    digits; of fewer samples there are none.
 
     The promise holds for every row of one reply, also against a server that sends what it likes.
     Differences of several replies, and combinations of rows, can show single samples
@@ -370,7 +374,23 @@ class DictionaryClient(Member):
         D = self._warm_start(asked) if begun is None else begun
         state.save(asked.round, {_DICTIONARY: D})
         supported = self._supported(self.learner.code(self.X, D), D)
-        return D[supported & ~shown(D, self.X, None, self.min_support)], D
+        again = self._started_without(asked)
+        return D[supported & ~shown(D, self.X, again, self.min_support)], D
+
+    def _started_without(self, asked: _Asked) -> Callable[[int], Matrix] | None:
+        """Return how to start without a sample, None where that takes long.
+
+        The atom that is nearest to the sample stands for all: atoms have no order in a start.
+        """
+        if len(self.X) == 1 or self.X.size * self.learner.n_atoms > _LONG:
+            return None
+
+        def without(i: int) -> Matrix:
+            others = self._warm_start(asked, np.delete(self.X, i, axis=0))
+            nearest = np.abs(others @ self.X[i]).argsort()[-1:]
+            return others[nearest] if len(others) else np.zeros_like(self.X[:1])
+
+        return without
 
     def _update(
         self, G: Matrix, asked: _Asked, state: PrivateState, config: Mapping[str, Scalar]
@@ -480,7 +500,8 @@ class DictionaryClient(Member):
             def without(i: int) -> Matrix:
                 return learned(np.delete(self.X, i, axis=0)).dictionary
 
-            sent[:-1][shown(D, self.X, without if steps else None, self.min_support)] = 0
+            judge = without if steps else self._started_without(asked)
+            sent[:-1][shown(D, self.X, judge, self.min_support)] = 0
         state.save(asked.round, {_LOCAL_ATOMS: D[:0]})
         return sent, D, error
 
@@ -527,9 +548,9 @@ class DictionaryClient(Member):
         D = self._warm_start(asked) if saved is None else saved[_DICTIONARY]
         return align_to_global(D, G).local_atoms, saved is None
 
-    def _warm_start(self, asked: _Asked) -> Matrix:
+    def _warm_start(self, asked: _Asked, X: Matrix | None = None) -> Matrix:
         rng = spawn(asked.seed, self.partition)
-        return self.start(self.X, self.learner, rng=rng).dictionary
+        return self.start(self.X if X is None else X, self.learner, rng=rng).dictionary
 
     def _supported(self, C: Matrix, D: Matrix) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """Return which atoms, updated from these codes, may leave the client."""
