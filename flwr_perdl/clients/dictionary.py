@@ -283,8 +283,7 @@ class DictionaryClient(Member):
             elif asked.step == AVERAGE:
                 sent, D, error = self._average(parameters, asked, state, config)
             else:
-                sent, D = self._start(asked, state, begun)
-                error = _mse(self.X, reconstruct(self.learner.code(self.X, D), D))
+                sent, D, error = self._start(asked, state, begun)
             n_atoms = len(D)
         return [sent], len(self.X), self._metrics(error, n_atoms, anew)
 
@@ -369,13 +368,13 @@ class DictionaryClient(Member):
 
     def _start(
         self, asked: _Asked, state: PrivateState, begun: Matrix | None
-    ) -> tuple[Matrix, Matrix]:
+    ) -> tuple[Matrix, Matrix, float]:
         """Local initialisation (P0, Algorithm 1, lines 2-5)."""
         D = self._warm_start(asked) if begun is None else begun
         state.save(asked.round, {_DICTIONARY: D})
-        supported = self._supported(self.learner.code(self.X, D), D)
-        again = self._started_without(asked)
-        return D[supported & ~shown(D, self.X, again, self.min_support)], D
+        codes, again = self.learner.code(self.X, D), self._started_without(asked)
+        sent = D[self._supported(codes, D) & ~shown(D, self.X, again, self.min_support)]
+        return sent, D, _mse(self.X, reconstruct(codes, D))
 
     def _started_without(self, asked: _Asked) -> Callable[[int], Matrix] | None:
         """Return how to start without a sample, None where that takes long.
@@ -672,24 +671,21 @@ def _started_together(clients: list[DictionaryClient], asked: _Asked) -> list[Ma
     """Return the starts that clients of one kind make at once; None: the client makes its own."""
     starts: list[Matrix | None] = [None] * len(clients)
 
-    def how(i: int) -> Hashable:
-        one = clients[i]
-        ours = (
-            _kind(one, {}) is not None and one._is_ours() and not getattr(one.start, "args", None)
-        )
-        return (_kind(one, {}), tuple(_options(one).items())) if ours else None
+    def how(one: DictionaryClient) -> Hashable:
+        kind = _kind(one, {}) if one._is_ours() and not getattr(one.start, "args", None) else None
+        return None if kind is None else (kind, tuple(_options(one).items()))
 
-    for same in alike(range(len(clients)), how):
-        first = clients[same[0]]
-        if how(same[0]) is None:
+    kinds = [how(one) for one in clients]
+    for same in alike(kinds, lambda kind: kind):
+        if kinds[same[0]] is None:
             continue
+        first = clients[same[0]]
         first._check_training([], asked)
         rngs = [spawn(asked.seed, clients[i].partition) for i in same]
         X = [clients[i].X for i in same]
-        for i, one in zip(
-            same, warm_starts(X, first.learner, rngs=rngs, **_options(first)), strict=True
-        ):
-            starts[i] = one.dictionary
+        begun = warm_starts(X, first.learner, rngs=rngs, **_options(first))
+        for i, start in zip(same, begun, strict=True):
+            starts[i] = start.dictionary
     return starts
 
 

@@ -124,10 +124,8 @@ def warm_starts(
     bases = [_row_space(X) if own else None for X, own in zip(samples, worth, strict=True)]
     found: list[list[tuple[float, Matrix]]] = [[] for _ in samples]
     for _ in range(restarts):
-        data, starts = (
-            list(samples),
-            [learner.start(X, rng) for X, rng in zip(samples, rngs, strict=True)],
-        )
+        data = list(samples)
+        starts = [learner.start(X, rng) for X, rng in zip(samples, rngs, strict=True)]
         within = [
             None if basis is None else _within(D, basis)
             for D, basis in zip(starts, bases, strict=True)
