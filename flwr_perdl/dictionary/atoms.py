@@ -493,6 +493,9 @@ def _match(A: Matrix, B: Matrix, indices: NDArray[np.intp]) -> AtomMatch:
 
 def _bottleneck_assignment(costs: Matrix) -> NDArray[np.intp]:
     """Columns for all rows with the least largest cost, and of these the least sum."""
+    nearest: NDArray[np.intp] = costs.argmin(axis=1)
+    if len(set(nearest.tolist())) == len(costs):  # every row has its least cost, in a column alone
+        return nearest
     indices = linear_sum_assignment(costs)[1]
     high = costs[np.arange(len(costs)), indices].max()
     low = costs.min(axis=1).max()
