@@ -2,7 +2,7 @@
 
 Everything here could go, and no result would change. Each stays because without it a PerMA round in
 process takes more than a tenth more processor time: ``python benchmarks/shortcuts.py`` measures
-that, and benchmarks/README.md has its table.
+that, and benchmarks/results/shortcuts.md has its table.
 """
 
 from __future__ import annotations

@@ -131,6 +131,8 @@ class Panel(NamedTuple):
         Whether positions are logarithmic; values are unless ``linear``.
     linear : bool, default False
         Whether values are drawn as they are, from 0.
+    levels : mapping of str to float, optional
+        Label -> constant, dashed.
     """
 
     x: str
@@ -140,6 +142,7 @@ class Panel(NamedTuple):
     ranges: Mapping[str, Matrix] = MappingProxyType({})
     log: bool = False
     linear: bool = False
+    levels: Mapping[str, float] = MappingProxyType({})
 
 
 def panels(drawings: Sequence[Panel], *, columns: int) -> Figure:
@@ -171,6 +174,8 @@ def panels(drawings: Sequence[Panel], *, columns: int) -> Figure:
             if label in panel.ranges:
                 low, high = np.maximum(panel.ranges[label], floor)
                 axes.fill_between(panel.at, low, high, color=color, alpha=0.15, lw=0)
+        for index, (label, level) in enumerate(panel.levels.items()):
+            axes.axhline(level, ls="--", lw=1.2, color=COLORS[-1 - index], label=label)
         scales = {"xscale": "log" if panel.log else "linear"}
         scales["yscale"] = "linear" if panel.linear else "log"
         axes.set(xlabel=panel.x, ylabel=panel.y, **scales)

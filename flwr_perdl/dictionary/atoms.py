@@ -302,8 +302,10 @@ def merged_atoms(gram: Matrix, D: Matrix) -> Matrix:
     for i, j in zip(*np.unravel_index(order, gram.shape), strict=True):
         if not spare:
             break
+        if not (free[i] and free[j]):
+            continue
         merged = normalize_atoms((D[i] + signs[i, j] * D[j])[None], D[i, None])[0]
-        if free[i] and free[j] and np.abs(atoms[good] @ merged).max() <= _COPY:
+        if np.abs(atoms[good] @ merged).max() <= _COPY:
             atoms[spare[0]], good[spare.pop(0)] = merged, True
             free[[i, j]] = False
     left = [j for j in spare if copies[j]]

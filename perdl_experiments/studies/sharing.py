@@ -5,7 +5,8 @@ Heterogeneous Datasets", NeurIPS 2023) does not have, on the clients of its Sect
 of a client's images carry one label. Every client has as many atoms; r_g of them are everybody's.
 With r_g = 0 clients are alone. Two errors of a client's whole dictionary, by orthogonal matching
 pursuit with `N_NONZERO` atoms per image: on held-out images of its own kind, and on those of
-all kinds; with and without local refinement (Algorithm 6) before every round.
+all kinds; with and without local refinement (Algorithm 6) before every round. *Pooled* is one dictionary
+of as many atoms, of all clients' images, with five times the iterations.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from flwr.app import Context
 
 from flwr_perdl.checks import Matrix, check_count
 from flwr_perdl.dictionary import reconstruct, sparse_code
+from flwr_perdl.random import SERVER, spawn
 from flwr_perdl.strategies import PerMA
+from perdl_experiments.baselines import learn
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import Record
 from perdl_experiments.studies import _planted
 from perdl_experiments.studies._experiment import Arrays, Auto, Federate, Keep, LearnerConfig, words
-from perdl_experiments.studies.images import ImageClient, Task, load_task
+from perdl_experiments.studies.images import ImageClient, Task, load_task, start
 from perdl_experiments.words import plural
 
 #: Atoms per image.
@@ -66,13 +69,16 @@ class SharingClient(ImageClient):
     def extra_metrics(self, global_atoms: Matrix, local_atoms: Matrix) -> dict[str, float]:
         """Return the errors on images of the client's own kind, and of all."""
         D = np.vstack([global_atoms, local_atoms])
-        held_out = {"own": self.task.own_test(self.partition), "all": self.task.test}
-        return {
-            f"error_{kind}": float(
-                np.mean((X - reconstruct(sparse_code(X, D, n_nonzero=N_NONZERO), D)) ** 2)
-            )
-            for kind, X in held_out.items()
-        }
+        found = zip(KINDS, _measured(self.task, self.partition, D), strict=True)
+        return {f"error_{kind}": error for kind, error in found}
+
+
+def _measured(task: Task, partition: int, D: Matrix) -> list[float]:
+    """Return a dictionary's errors on images of a client's own kind, and of all."""
+    return [
+        float(np.mean((X - reconstruct(sparse_code(X, D, n_nonzero=N_NONZERO), D)) ** 2))
+        for X in (task.own_test(partition), task.test)
+    ]
 
 
 def client(context: Context, config: Config) -> SharingClient:
@@ -99,11 +105,13 @@ def federations(config: Config) -> list[Config]:
 def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
     """Run all federations and compare what sharing brings with what it costs."""
     natural = config.task.natural  # and wrong data are rejected before anything runs
-    chosen, costs = [], []
+    chosen, pooled, costs = [], [], []
     found: dict[tuple[int, int], list[Matrix]] = {}
     for seed in config.each_seed:
         counting = partial(_count, _counting(config, seed), federate)
         chosen.append(int(keep(f"auto-seed-{seed}", counting)["n_global"]))
+        pool = partial(_pooled, replace(config, seed=seed))
+        pooled.append(keep(f"pooled-seed-{seed}", pool)["errors"])
         for (n_global, refine_steps), point in _points(config, seed).items():
             name = f"global-{n_global}-refine-{refine_steps}-seed-{seed}"
             kept = keep(name, partial(_errors, point, federate))
@@ -126,6 +134,10 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
             ),
             *(Record("best", float(shares[int(np.argmin(v))]), kind) for kind, v in curves.items()),
             Record("auto", chosen),
+            *(
+                Record("pooled", errors_of, kind)
+                for kind, errors_of in zip(KINDS, np.transpose(pooled), strict=True)
+            ),
         ],
         curves={
             f"error_{kind}_refine_{t}": np.median(table[i], axis=1).tolist()
@@ -137,7 +149,7 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
             "auto": np.array(chosen),
             **{f"errors_refine_{t}": table for t, table in errors.items()},
         },
-        figures=_figures(shares, errors),
+        figures=_figures(shares, errors, np.median(pooled, axis=0)),
         facts={
             "n_nonzero": N_NONZERO,
             "first": _label(refined[0]),
@@ -175,6 +187,13 @@ def _errors(config: Config, federate: Federate) -> Arrays:
     return {"errors": np.array(errors), "cost": _planted.cost(federated)}
 
 
+def _pooled(config: Config) -> Arrays:
+    """Return the errors of one dictionary that learns from all clients' images: means over clients."""
+    task, rng = config.task, spawn(config.seed, SERVER, 1)
+    D = learn(np.vstack(task.clients), config.make_learner(), rng, config.rounds, start(config))
+    return {"errors": np.mean([_measured(task, i, D) for i in range(len(task.clients))], axis=0)}
+
+
 def _said(kind: str, shares: Sequence[int], curve: Matrix) -> str:
     """Return a sentence about what sharing all atoms does to an error."""
     verb = "helps" if curve[-1] < curve[0] else "hurts"
@@ -190,7 +209,9 @@ def _label(refine_steps: int) -> str:
     return f"{plural(refine_steps, 'step')} of refinement" if refine_steps else "no refinement"
 
 
-def _figures(shares: Sequence[int], errors: Mapping[int, Matrix]) -> dict[str, Any]:
+def _figures(
+    shares: Sequence[int], errors: Mapping[int, Matrix], pooled: Matrix
+) -> dict[str, Any]:
     from perdl_experiments import plots  # an extra: clients must not need it
 
     medians = {_label(t): np.median(table, axis=2) for t, table in errors.items()}
@@ -202,6 +223,7 @@ def _figures(shares: Sequence[int], errors: Mapping[int, Matrix]) -> dict[str, A
             {label: table[i].tolist() for label, table in medians.items()},
             {_label(t): np.quantile(table[i], [0, 1], axis=1) for t, table in errors.items()},
             linear=True,
+            levels={"pooled data": float(pooled[i])},
         )
         for i, kind in enumerate(KINDS.values())
     ]

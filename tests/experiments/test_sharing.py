@@ -11,7 +11,13 @@ from perdl_experiments import run_experiment
 from perdl_experiments.engine import federate
 from perdl_experiments.studies import configure, find, images, sharing
 
-SMALL: dict[str, Any] = {"seeds": 1, "n_atoms": 16, "n_global": "16,0,8", "refine_steps": "0,2"}
+SMALL: dict[str, Any] = {
+    "learner": "orthogonal",
+    "seeds": 1,
+    "n_atoms": 16,
+    "n_global": "16,0,8",
+    "refine_steps": "0,2",
+}
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +47,13 @@ def test_refinement_changes_nothing_where_all_atoms_are_global(small: dict[str, 
     metrics = small["metrics"]
     assert metrics["error_all_16_refine_2"] == metrics["error_all_16_refine_0"]
     assert metrics["error_all_8_refine_2"] != metrics["error_all_8_refine_0"]
+
+
+def test_pooled_data_are_the_best_that_sharing_all_can_reach(small: dict[str, Any]) -> None:
+    metrics = small["metrics"]
+    assert metrics["error_all_pooled"] < metrics["error_all_8_refine_0"]
+    assert metrics["error_all_pooled"] == pytest.approx(metrics["error_all_16_refine_0"], rel=0.1)
+    assert f"{metrics['error_own_pooled']:.4f} on the own kind" in " ".join(small["notes"])
 
 
 def test_without_global_atoms_clients_are_alone() -> None:
