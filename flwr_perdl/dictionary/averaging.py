@@ -32,6 +32,7 @@ from flwr_perdl.dictionary.aggregation import aggregate_atoms, finish_atoms
 from flwr_perdl.dictionary.atoms import normalize_atoms, principal_directions, unit_atoms
 from flwr_perdl.dictionary.coding import remainder
 from flwr_perdl.dictionary.learners import Learner, row_support, update_support
+from flwr_perdl.dictionary.polar import polar_factor
 
 #: Directions shorter than this after projection lie in the span of the other atoms.
 _TINY = 1e-6
@@ -148,7 +149,11 @@ def average_dictionaries(
 
 
 def common_start(
-    dictionaries: Mapping[int, Matrix], sizes: Mapping[int, int], rng: np.random.Generator
+    dictionaries: Mapping[int, Matrix],
+    sizes: Mapping[int, int],
+    rng: np.random.Generator,
+    *,
+    orthogonal: bool = False,
 ) -> Matrix:
     """Return the dictionary of the client with the most samples, for all to start from.
 
@@ -160,6 +165,8 @@ def common_start(
         Numbers of samples; of clients with as many, the first counts.
     rng : Generator
         Draws atoms where that client's are withheld.
+    orthogonal : bool, default False
+        Whether atoms are orthonormal: then those that are drawn are orthogonal to the others.
 
     Returns
     -------
@@ -167,5 +174,7 @@ def common_start(
         Unit atoms.
     """
     D = dictionaries[max(dictionaries, key=lambda i: (sizes[i], -i))]
-    fallback = normalize_atoms(rng.standard_normal(D.shape).astype(D.dtype))
-    return normalize_atoms(D, fallback)
+    drawn = normalize_atoms(rng.standard_normal(D.shape).astype(D.dtype))
+    if orthogonal and not D.any(axis=1).all():
+        return polar_factor(D, polar_factor(drawn, drawn))
+    return normalize_atoms(D, drawn)

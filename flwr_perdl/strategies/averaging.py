@@ -148,7 +148,9 @@ class DictionaryAveraging(ProtocolStrategy):
         replies = alike(replies, lambda reply: reply.arrays[0].shape, "shape")
         own = {partition: reply.arrays[0][:-1] for partition, reply in replies.items()}
         sizes = {partition: reply.num_examples for partition, reply in replies.items()}
-        atoms = common_start(own, sizes, spawn(self.options.seed, SERVER, 1))
+        orthogonal = _all_orthogonal(replies)
+        rng = spawn(self.options.seed, SERVER, 1)
+        atoms = common_start(own, sizes, rng, orthogonal=bool(orthogonal))
         if self.start_from == "own":
             atoms = aggregate_atoms(
                 np.stack(list(own.values())),
@@ -157,7 +159,7 @@ class DictionaryAveraging(ProtocolStrategy):
                 weights=self._weights(replies),
                 orthogonal=False,
             ).global_atoms
-        return {"atoms": atoms, "orthogonal": np.array(_all_orthogonal(replies))}
+        return {"atoms": atoms, "orthogonal": np.array(orthogonal)}
 
     def _weights(self, replies: Replies) -> Matrix | None:
         if not self.weighted:

@@ -120,6 +120,18 @@ def test_the_common_start_is_the_largest_clients() -> None:
     np.testing.assert_allclose(np.linalg.norm(start, axis=1), 1)
 
 
+def test_orthonormal_atoms_stay_so_where_some_of_the_start_are_withheld() -> None:
+    rng = np.random.default_rng(0)
+    D = np.linalg.qr(rng.standard_normal((6, 6)))[0][:4]
+    held_back = np.array([False, True, False, True])
+    own = {0: np.where(held_back[:, None], 0, D)}
+    start = common_start(own, {0: 9}, np.random.default_rng(1), orthogonal=True)
+    np.testing.assert_allclose(start @ start.T, np.eye(4), atol=1e-12)
+    np.testing.assert_allclose(start[~held_back], D[~held_back], atol=1e-12)
+    other = common_start(own, {0: 9}, np.random.default_rng(2), orthogonal=True)
+    assert not np.allclose(start[held_back], other[held_back])
+
+
 def test_averaging_from_a_common_start_does_what_pooled_data_do() -> None:
     rng = np.random.default_rng(0)
     truth = np.linalg.qr(rng.standard_normal((10, 10)))[0].T[:6]
