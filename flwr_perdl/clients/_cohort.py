@@ -88,11 +88,11 @@ def windows(
         left -= 1
 
 
-def alike(items: Iterable[T], key: Callable[[T], Hashable]) -> list[list[int]]:
-    """Return the positions of the items with the same key, key by key."""
+def alike(kinds: Iterable[Hashable]) -> list[list[int]]:
+    """Return the positions of what is of the same kind, kind by kind."""
     positions: dict[Hashable, list[int]] = {}
-    for position, item in enumerate(items):
-        positions.setdefault(key(item), []).append(position)
+    for position, kind in enumerate(kinds):
+        positions.setdefault(kind, []).append(position)
     return list(positions.values())
 
 

@@ -60,9 +60,9 @@ from flwr_perdl._checks import Matrix, check_array, check_choice, check_count, c
 from flwr_perdl._records import ANEW, Limits, Reply
 from flwr_perdl._robust import CAP, DEEDS
 from flwr_perdl.clients._secure import MAX_WEIGHT
-from flwr_perdl.clients.dictionary import (
+from flwr_perdl.clients._steps import LOCAL_STEPS
+from flwr_perdl.clients.perma import (
     ATOMS,
-    LOCAL_STEPS,
     ORTHOGONAL,
     OWN,
     REFINE_STEPS,
