@@ -285,7 +285,7 @@ def read_reply(message: Message, *, with_arrays: bool, limits: Limits = _ANY) ->
     ------
     ValueError
         If it is an error, a record is missing, or it is more than ``limits`` allow; the message
-        says which.
+        says which. Metrics are checked before arrays are read.
     """
     error = error_of(message)
     if error is not None:
@@ -302,8 +302,9 @@ def read_reply(message: Message, *, with_arrays: bool, limits: Limits = _ANY) ->
         if not isinstance(record, ArrayRecord):
             raise ValueError(f"no ArrayRecord {ARRAYS!r}")
         arrays = limits.read([array.data for array in entries(record).values()])
-    numbers = {name: float(v) for name, v in metrics.items() if isinstance(v, _NUMBERS)}
-    return _checked(arrays, numbers.pop(NUM_EXAMPLES, nan), numbers, limits)
+    others: dict[str, Any] = dict(metrics)
+    count = others.pop(NUM_EXAMPLES)
+    return check_reply(arrays, count if isinstance(count, _NUMBERS) else nan, others, limits)
 
 
 def check_reply(
@@ -322,17 +323,6 @@ def check_reply(
         `check_metrics`.
     """
     check_metrics(metrics)
-    numbers = {name: float(v) for name, v in metrics.items() if isinstance(v, _NUMBERS)}
-    return _checked(arrays, num_examples, numbers, limits)
-
-
-def _checked(
-    arrays: Sequence[Matrix],
-    num_examples: float,
-    numbers: dict[str, float],
-    limits: Limits,
-) -> Reply:
-    """Return the reply, whose metrics are numbers with good names."""
     for position, array in enumerate(arrays):
         if array.dtype not in FLOATS:
             raise ValueError(f"array {position} has dtype {array.dtype}")
@@ -344,6 +334,7 @@ def _checked(
             raise ValueError(f"array {position} has numbers beyond {limits.magnitude:g}")
     if not isfinite(num_examples) or not 1 <= num_examples <= _MOST_EXAMPLES:
         raise ValueError(f"{NUM_EXAMPLES} is {num_examples}")
+    numbers = {name: float(v) for name, v in metrics.items() if isinstance(v, _NUMBERS)}
     for name, value in numbers.items():
         if not isfinite(value) or abs(value) > limits.magnitude:
             raise ValueError(f"metric {name} is {value}")
