@@ -295,25 +295,40 @@ def read_reply(message: Message, *, with_arrays: bool, limits: Limits = _ANY) ->
     metrics = entries(record) if isinstance(record, MetricRecord) else {}
     if NUM_EXAMPLES not in metrics:
         raise ValueError(f"no MetricRecord {METRICS!r} with {NUM_EXAMPLES!r}")
-    check_metrics(metrics)
-    arrays: list[Matrix] = []
+    files: list[bytes] = []
     if with_arrays:
         record = content.get(ARRAYS)
         if not isinstance(record, ArrayRecord):
             raise ValueError(f"no ArrayRecord {ARRAYS!r}")
-        arrays = limits.read([array.data for array in entries(record).values()])
-    others: dict[str, Any] = dict(metrics)
-    count = others.pop(NUM_EXAMPLES)
-    return check_reply(arrays, count if isinstance(count, _NUMBERS) else nan, others, limits)
+        files = [array.data for array in entries(record).values()]
+    count = metrics[NUM_EXAMPLES]
+    return check_reply(
+        [], count if isinstance(count, _NUMBERS) else nan, metrics, limits, files=files
+    )
 
 
 def check_reply(
     arrays: Sequence[Matrix],
     num_examples: float,
-    metrics: Mapping[str, Scalar],
+    metrics: Mapping[str, Any],
     limits: Limits = _ANY,
+    *,
+    files: Iterable[bytes] = (),
 ) -> Reply:
     """Return the reply made of these parts.
+
+    Parameters
+    ----------
+    arrays : sequence of ndarray
+        Its arrays, as far as they are read.
+    num_examples : float
+        Number of samples behind it.
+    metrics : mapping
+        Numbers by name; what is no number is left out, and so is ``"num-examples"``.
+    limits : Limits
+        What the reply may be at most.
+    files : iterable of bytes
+        The ``.npy`` files of its other arrays, which are read once the metrics are good.
 
     Raises
     ------
@@ -323,6 +338,7 @@ def check_reply(
         `check_metrics`.
     """
     check_metrics(metrics)
+    arrays = [*arrays, *limits.read(files)] if files else list(arrays)
     for position, array in enumerate(arrays):
         if array.dtype not in FLOATS:
             raise ValueError(f"array {position} has dtype {array.dtype}")
@@ -335,10 +351,11 @@ def check_reply(
     if not isfinite(num_examples) or not 1 <= num_examples <= _MOST_EXAMPLES:
         raise ValueError(f"{NUM_EXAMPLES} is {num_examples}")
     numbers = {name: float(v) for name, v in metrics.items() if isinstance(v, _NUMBERS)}
+    numbers.pop(NUM_EXAMPLES, None)
     for name, value in numbers.items():
         if not isfinite(value) or abs(value) > limits.magnitude:
             raise ValueError(f"metric {name} is {value}")
-    return Reply(list(arrays), int(num_examples), numbers)
+    return Reply(arrays, int(num_examples), numbers)
 
 
 def read_request(message: Message) -> tuple[list[Matrix], dict[str, Scalar]]:
