@@ -1,7 +1,7 @@
-"""What the three dictionary protocols share at a client: the request, and whom it is put to.
+"""What the clients of the three dictionary protocols share: reading a request, and the start.
 
-`flwr_perdl.clients.perma`, `averaging` and `perpca` hold the steps of one protocol each;
-`flwr_perdl.clients.dictionary.DictionaryClient` takes them.
+`flwr_perdl.clients.perma`, `averaging` and `perpca` each hold the steps of one protocol, which
+`flwr_perdl.clients.DictionaryClient` takes.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from flwr_perdl.dictionary.learners import LEARNERS
 
 #: Iterations of the client's learner that an update asks for.
 LOCAL_STEPS = "perdl.local-steps"
-#: The most local steps, refinement steps and atoms per sample that a request may ask for.
+#: Maximum number of local steps, refinement steps and atoms per sample in a request.
 MOST_STEPS = 10_000
 #: The name of a client's own atoms in its private state.
 LOCAL_ATOMS = "local_atoms"
 
-#: Numbers of samples' features times atoms with which a start is not made a second time.
+#: Samples times features times atoms above which a start is not repeated without a sample.
 _LONG = 2**22
 
 
@@ -53,7 +53,7 @@ class Asked(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """What a client comes to by a step."""
+    """The result of a step at a client."""
 
     #: What leaves the client; withheld rows are zero.
     sent: Matrix
@@ -91,7 +91,7 @@ class Steps(ABC):
     def check(self, client: DictionaryMember, asked: Asked) -> Matrix | None:
         """Return the request's global atoms, None in a first step.
 
-        A ValueError says what the protocol does not ask for.
+        Raises a ValueError if the protocol does not send such a request.
         """
 
     def at_once(self, client: DictionaryMember, asked: Asked) -> bool:
@@ -108,7 +108,7 @@ class Steps(ABC):
     def own_atoms(
         self, client: DictionaryMember, G: Matrix, asked: Asked, saved: PrivateArrays | None
     ) -> tuple[Matrix, bool]:
-        """Return the client's own atoms by its ``saved`` state; whether they are made anew."""
+        """Return the client's own atoms, and whether they are made anew, without a saved state."""
 
 
 def read(parameters: list[Matrix], config: Mapping[str, Scalar]) -> Asked:

@@ -1,8 +1,8 @@
 """The step of `DictionaryAveraging` at a client: the baseline of P0's B.1.
 
-The maths, its source and its deviations are in `flwr_perdl.dictionary.averaging`. The first
-``"average"`` is answered with the client's own start, every other one with iterations of its
-learner from the dictionary of all.
+The maths, its source and its deviations are in `flwr_perdl.dictionary.averaging`. A client answers
+the first ``"average"`` with its own start, and every later one with iterations of its learner from
+the dictionary of all clients.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class AveragingSteps(Steps):
     names = (AVERAGE,)
 
     def check(self, client: DictionaryMember, asked: Asked) -> Matrix | None:
-        """Accept any atoms of norm 1: the reply is a dictionary, and no sum."""
+        """Accept any atoms of norm 1, since the reply is a dictionary and not a sum."""
         read_local_steps(asked)
         return global_atoms(client, asked) if asked.parameters else None
 
     def take(
         self, participants: Sequence[Participant], G: Matrix | None, asked: Asked
     ) -> list[Taken]:
-        """Start, or go on from the dictionary ``G`` of all."""
+        """Start, or iterate from ``G``, the dictionary of all clients."""
         return [_average(client, state, G, asked) for client, state in participants]
 
     def own_atoms(

@@ -53,11 +53,11 @@ PROTOCOLS: Mapping[str, Steps] = {
     "perpca": PerPCASteps(),
 }
 
-#: Numbers of samples' features of the clients that are updated at once: eight megabytes.
+#: Samples times features of the clients that are updated at once: eight megabytes.
 _WINDOW = 2**20
 
-#: One by one, clients with fewer numbers are computed in one thread: several would wait for
-#: the GIL most of the time.
+#: Clients that are computed one by one, and have fewer numbers than this, share one thread:
+#: several threads would wait for the GIL most of the time.
 _LARGE = 2**16
 
 
@@ -71,17 +71,17 @@ class DictionaryClient(DictionaryMember):
     or a row of the update's statistics, and never for an atom that fewer than ``min_support``
     samples stand behind. With ``min_support`` above 1 an atom is also withheld where one sample
     dominates it: where the sum that it is made of, without that sample, is shorter than 0.7 times
-    the sample's own term (`flwr_perdl.dictionary.row_support`, and of a general learner
-    `made_by_one`); and, of several iterations (the start, or ``local_steps`` above 1), where an
-    atom is near fewer than ``min_support`` samples and would not be near one of them had it not
-    been there (a long start is not made again to find that out: such atoms are withheld). Samples,
-    codes and local atoms stay: the latter in ``context.state`` and, with ``state_dir``, on this
-    client's disk. Metrics are means over at least ``min_support`` samples, with six significant
-    digits; of fewer samples there are none.
+    the sample's own term (`flwr_perdl.dictionary.row_support`, and for a general learner
+    `made_by_one`). After several iterations (the start, or ``local_steps`` above 1) an atom is also
+    withheld where it is near fewer than ``min_support`` samples, and the same computation without
+    one of these gives no atom near that sample. (A long start is not repeated to find that out: all
+    atoms near few samples are withheld.) Samples, codes and local atoms stay: the latter in
+    ``context.state`` and, with ``state_dir``, on this client's disk. Metrics are means over at
+    least ``min_support`` samples, with six significant digits; with fewer samples none are sent.
 
-    The promise holds for every row of one reply, also against a server that sends what it likes.
-    Differences of several replies, and combinations of rows, can show single samples
-    (docs/security.md), so ``max_requests`` limits the number of replies.
+    This holds for every row of a single reply, whatever the server sends. Differences of several
+    replies, and combinations of rows, can show single samples (docs/security.md), so
+    ``max_requests`` limits the number of replies.
 
     Parameters
     ----------
@@ -101,10 +101,10 @@ class DictionaryClient(DictionaryMember):
         See above; 0 sends everything, 1 all atoms that a sample uses. More hides better what single
         samples look like, and costs accuracy where clients have few samples.
     digits : int, optional
-        An update is rounded to so many digits of its largest entry before it leaves; by default it
-        is not rounded. With two digits, differences between replies of several rounds show far
-        fewer samples, at a small cost in accuracy (docs/security.md, SecAgg+); this guarantees
-        nothing.
+        An update is rounded to this number of digits of its largest entry before it leaves; by
+        default it is not rounded. With two digits, differences between replies of several rounds
+        show far fewer samples, at a small cost in accuracy (docs/security.md, SecAgg+); this
+        guarantees nothing.
     state_dir : str or Path, optional
         Folder for the private state; by default ``state-dir`` of the node config, then of the run
         config, and nothing is kept on disk where both are missing.

@@ -114,7 +114,7 @@ class PerMASteps(Steps):
         return [_start(client, state, D, asked) for (client, state), D in each]
 
     def _update(self, participants: Sequence[Participant], G: Matrix, asked: Asked) -> list[Taken]:
-        """Local update (Algorithm 3), after local refinement (Algorithm 6) where asked for."""
+        """Local update (Algorithm 3), after local refinement (Algorithm 6) if asked for."""
         options, refine_steps = _options(asked.config), int(asked.config.get(REFINE_STEPS, 0))
         kinds, begun, anew = [], [], []
         for i, (client, state) in enumerate(participants):
@@ -203,7 +203,7 @@ def _options(config: Mapping[str, Scalar]) -> dict[str, Any]:
 
 
 def _kind(client: DictionaryMember, options: Mapping[str, Any]) -> Hashable:
-    """Return what clients must share to be updated at once, None if they cannot be."""
+    """Return what clients that are updated at once have in common, None if this one is not."""
     if not updated_at_once(client.learner, options["statistics"], options["orthogonal"]):
         return None
     return client.X.shape, client.X.dtype, client.learner, client.min_support
@@ -212,11 +212,11 @@ def _kind(client: DictionaryMember, options: Mapping[str, Any]) -> Hashable:
 def _unexposed(
     client: DictionaryMember, sent: Matrix, D: Matrix, G: Matrix, options: Mapping[str, Any]
 ) -> Matrix:
-    """Return what is sent after several steps from ``D``, but for rows that show a sample.
+    """Return what is sent after several steps from ``D``, without rows that show a sample.
 
-    Each step turns an atom towards a sample that the step before gave it, until other samples are
-    coded with it as well, and the last step alone does not tell. Sums are one whole: they are all
-    withheld.
+    Each step turns an atom towards a sample that is coded with it, until other samples are coded
+    with it as well; the last step alone does not tell. Statistics depend on each other: if one row
+    shows a sample, all rows are withheld.
     """
     if options["n_steps"] == 1:
         return sent
@@ -234,7 +234,7 @@ def _unexposed(
 
 
 def _rounded(sent: Matrix, digits: int | None) -> Matrix:
-    """Return ``sent`` rounded to so many digits of its largest entry; None: as it is."""
+    """Return ``sent`` rounded to this number of digits of its largest entry; None: unchanged."""
     if digits is None:
         return sent
     unit = sent.dtype.type(np.abs(sent).max(initial=0) * 10.0**-digits)

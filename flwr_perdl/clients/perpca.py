@@ -1,8 +1,8 @@
 """The step of `PerPCA` at a client: the baseline of Shi and Kontar (2022).
 
-The maths, its source and its deviations are in `flwr_perdl.dictionary.perpca`. The first
-``"components"`` is answered with the principal directions of the samples, every other one with the
-shared components after a gradient step on them and on the client's own.
+The maths, its source and its deviations are in `flwr_perdl.dictionary.perpca`. A client answers the
+first ``"components"`` with the principal directions of its samples, and every later one with the
+shared components after a gradient step on these and on its own components.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class PerPCASteps(Steps):
     def own_atoms(
         self, client: DictionaryMember, G: Matrix, asked: Asked, saved: PrivateArrays | None
     ) -> tuple[Matrix, bool]:
-        """Return the client's own components; before its first step, those that it begins with."""
+        """Return the client's own components; before its first step, their start."""
         V = None if saved is None else saved.get(LOCAL_ATOMS)
         if V is None or not len(V):
             V = local_start(client.X, G, max(_n_components(client) - len(G), 0))

@@ -58,7 +58,7 @@ _BLOCK = 2**18
 
 
 class Updates(NamedTuple):
-    """What one round comes to at every client."""
+    """The result of one round at every client."""
 
     #: Dictionaries, global atoms first, (n_clients, n_atoms, n_features).
     dictionaries: Matrix

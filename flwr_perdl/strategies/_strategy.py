@@ -93,7 +93,7 @@ class ProtocolStrategy(Strategy):
         self._conversation: Conversation | None = None
         self._roster: Roster[int] = Roster()
         self._sent: list[tuple[int, Message]] | None = None
-        #: What a subclass that has asked the round's question itself was told, as `_read` returns.
+        #: The round's replies, as `_read` returns them, if a subclass has collected them itself.
         self._gathered: tuple[dict[int, Reply], dict[int, Lost]] | None = None
         self._returned: ArrayRecord | None = None
         self._timeout = 3600.0
@@ -389,9 +389,10 @@ def _within(seconds: float | None) -> str:
 def _read(
     sent: Sequence[tuple[int, Message]], replies: Iterable[Message], read: Callable[[Message], T]
 ) -> tuple[dict[int, T], dict[int, Lost]]:
-    """Return what is read of the replies, by who was asked, and why the others have no good one.
+    """Read the replies: return them by who was asked, and why others have no good reply.
 
-    A reply belongs to the message that it answers: an error's source may be the server's own id.
+    The message that a reply answers identifies the sender: the source of an error may be the
+    server's own id.
     """
     asked = {message.metadata.message_id: who for who, message in sent}
     answers: dict[int, Message] = {}
@@ -424,7 +425,7 @@ def _log_received(phase: str, good: Sized, lost: Sized) -> None:
 
 
 def _properties(answer: Message) -> Mapping[str, Any]:
-    """Return what a node said of itself."""
+    """Return the properties that a node reports."""
     record = answer.content.get(CONFIG)
     if not isinstance(record, ConfigRecord):
         raise ValueError(f"no ConfigRecord {CONFIG!r}")
