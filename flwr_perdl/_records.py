@@ -313,7 +313,7 @@ def check_reply(
     metrics: Mapping[str, Any],
     limits: Limits = _ANY,
     *,
-    files: Iterable[bytes] = (),
+    files: Sequence[bytes] = (),
 ) -> Reply:
     """Return the reply made of these parts.
 
@@ -327,7 +327,7 @@ def check_reply(
         Numbers by name; other values, and ``"num-examples"``, are left out.
     limits : Limits
         The limits of a reply.
-    files : iterable of bytes
+    files : sequence of bytes
         The ``.npy`` files of further arrays, read after the metrics have been checked.
 
     Raises

@@ -116,7 +116,7 @@ class PerMASteps(Steps):
     def _update(self, participants: Sequence[Participant], G: Matrix, asked: Asked) -> list[Taken]:
         """Local update (Algorithm 3), after local refinement (Algorithm 6) if asked for."""
         options, refine_steps = _options(asked.config), int(asked.config.get(REFINE_STEPS, 0))
-        kinds, begun, anew = [], [], []
+        kinds, begun, anew = [], [], []  # of each client: `_kind` and shape, D_i, if made anew
         for i, (client, state) in enumerate(participants):
             local_atoms, made = self.own_atoms(client, G, asked, state.before(asked.round))
             D = np.vstack([G, local_atoms])
@@ -132,7 +132,7 @@ class PerMASteps(Steps):
             updates = update_stack(X, D, G, first.learner, min_support=first.min_support, **options)
             for i, after, sent, error in zip(same, *updates, strict=True):
                 client, state = participants[i]
-                state.save(asked.round, {LOCAL_ATOMS: after[len(G) :]})
+                state.save(asked.round, {LOCAL_ATOMS: after[len(G) :]})  # they never leave
                 sent = _unexposed(client, sent, begun[i], G, options)
                 sent = _rounded(sent, client.digits)
                 if MAX_WEIGHT in asked.config:
