@@ -3,9 +3,9 @@
 Requests carry an ArrayRecord ``"arrays"`` and a ConfigRecord ``"config"``; replies an ArrayRecord
 ``"arrays"`` and a MetricRecord ``"metrics"`` with ``"num-examples"``: what Flower's FedAvg uses.
 
-Arrays travel as the bytes of NumPy's ``.npy`` format, which is Flower's choice. Writing and reading
-its header costs more than the bytes of a small array, and a federation has few different ones: each
-is made, and understood, once.
+Arrays travel as the bytes of NumPy's ``.npy`` format, which is Flower's choice. For a small array,
+writing and parsing the header costs more than the numbers. A federation has few different headers,
+so each is written and parsed once.
 """
 
 from __future__ import annotations
@@ -58,31 +58,31 @@ ANSWERED = "perdl.answered"
 
 #: The largest integer that Flower's records carry, signed or not.
 LARGEST_INT = 2**63 - 1
-#: A reply with more examples than a float can count, more arrays than this, or more numbers in its
-#: metrics, those in lists too, is refused.
+#: Maximum number of examples (a float counts up to there), of arrays, and of numbers in the
+#: metrics of a reply, lists included.
 _MOST_EXAMPLES = 2**53
 _MOST_ARRAYS = 10_000
 _MOST_METRICS = 10_000
 #: Characters of a metric's name, all of them printable.
 _LONGEST_NAME = 100
-#: What comes before a ClientApp's own words in an error's reason.
+#: What precedes the text of a ClientApp's exception in an error's reason.
 _SAID = "Message: "
-#: Characters of a client's words that logs and reports show, and that are read at all.
+#: Maximum number of characters of a client's text in logs and reports, and of those searched.
 _LONGEST_REASON = 300
 _READ_OF_REASON = 100_000
 
 
 class Limits(NamedTuple):
-    """What a reply may be at most; checked before its arrays are read.
+    """The limits of a reply, checked before its arrays are read.
 
     Attributes
     ----------
     n_bytes : int
-        Bytes of all its arrays.
+        Maximum number of bytes of all its arrays.
     most : int or None
-        Numbers in all its arrays, as their headers say.
+        Maximum number of values in all its arrays, as their headers announce them.
     magnitude : float
-        Size of a number in an array or a metric.
+        Maximum absolute value of a number in an array or a metric.
     """
 
     n_bytes: int = 2**28
@@ -90,9 +90,9 @@ class Limits(NamedTuple):
     magnitude: float = np.inf
 
     def read(self, files: Iterable[bytes]) -> list[Matrix]:
-        """Return the arrays in ``.npy`` files; a ValueError if together they are too large.
+        """Return the arrays in ``.npy`` files.
 
-        Nothing is allocated before that is known.
+        Raises a ValueError if together they are too large, before anything is allocated.
         """
         files = list(files)
         if len(files) > _MOST_ARRAYS:
@@ -158,7 +158,7 @@ def to_arrays(record: ArrayRecord) -> list[Matrix]:
 
 
 def decode(array: Array) -> Matrix:
-    """Return what ``array.numpy()`` is: an array of the caller's own.
+    """Return a copy of the array, as ``array.numpy()`` does.
 
     Raises
     ------
@@ -284,8 +284,8 @@ def read_reply(message: Message, *, with_arrays: bool, limits: Limits = _ANY) ->
     Raises
     ------
     ValueError
-        If it is an error, a record is missing, or it is more than ``limits`` allow; the message
-        says which.
+        If it is an error, a record is missing, or it exceeds the limits; the message says which.
+        Metrics are checked before arrays are read.
     """
     error = error_of(message)
     if error is not None:
@@ -295,24 +295,40 @@ def read_reply(message: Message, *, with_arrays: bool, limits: Limits = _ANY) ->
     metrics = entries(record) if isinstance(record, MetricRecord) else {}
     if NUM_EXAMPLES not in metrics:
         raise ValueError(f"no MetricRecord {METRICS!r} with {NUM_EXAMPLES!r}")
-    check_metrics(metrics)
-    arrays: list[Matrix] = []
+    files: list[bytes] = []
     if with_arrays:
         record = content.get(ARRAYS)
         if not isinstance(record, ArrayRecord):
             raise ValueError(f"no ArrayRecord {ARRAYS!r}")
-        arrays = limits.read([array.data for array in entries(record).values()])
-    numbers = {name: float(v) for name, v in metrics.items() if isinstance(v, _NUMBERS)}
-    return _checked(arrays, numbers.pop(NUM_EXAMPLES, nan), numbers, limits)
+        files = [array.data for array in entries(record).values()]
+    count = metrics[NUM_EXAMPLES]
+    return check_reply(
+        [], count if isinstance(count, _NUMBERS) else nan, metrics, limits, files=files
+    )
 
 
 def check_reply(
     arrays: Sequence[Matrix],
     num_examples: float,
-    metrics: Mapping[str, Scalar],
+    metrics: Mapping[str, Any],
     limits: Limits = _ANY,
+    *,
+    files: Sequence[bytes] = (),
 ) -> Reply:
     """Return the reply made of these parts.
+
+    Parameters
+    ----------
+    arrays : sequence of ndarray
+        Arrays that have been read already.
+    num_examples : float
+        Number of samples behind it.
+    metrics : mapping
+        Numbers by name; other values, and ``"num-examples"``, are left out.
+    limits : Limits
+        The limits of a reply.
+    files : sequence of bytes
+        The ``.npy`` files of further arrays, read after the metrics have been checked.
 
     Raises
     ------
@@ -322,17 +338,7 @@ def check_reply(
         `check_metrics`.
     """
     check_metrics(metrics)
-    numbers = {name: float(v) for name, v in metrics.items() if isinstance(v, _NUMBERS)}
-    return _checked(arrays, num_examples, numbers, limits)
-
-
-def _checked(
-    arrays: Sequence[Matrix],
-    num_examples: float,
-    numbers: dict[str, float],
-    limits: Limits,
-) -> Reply:
-    """Return the reply, whose metrics are numbers with good names."""
+    arrays = [*arrays, *limits.read(files)] if files else list(arrays)
     for position, array in enumerate(arrays):
         if array.dtype not in FLOATS:
             raise ValueError(f"array {position} has dtype {array.dtype}")
@@ -344,10 +350,12 @@ def _checked(
             raise ValueError(f"array {position} has numbers beyond {limits.magnitude:g}")
     if not isfinite(num_examples) or not 1 <= num_examples <= _MOST_EXAMPLES:
         raise ValueError(f"{NUM_EXAMPLES} is {num_examples}")
+    numbers = {name: float(v) for name, v in metrics.items() if isinstance(v, _NUMBERS)}
+    numbers.pop(NUM_EXAMPLES, None)
     for name, value in numbers.items():
         if not isfinite(value) or abs(value) > limits.magnitude:
             raise ValueError(f"metric {name} is {value}")
-    return Reply(list(arrays), int(num_examples), numbers)
+    return Reply(arrays, int(num_examples), numbers)
 
 
 def read_request(message: Message) -> tuple[list[Matrix], dict[str, Scalar]]:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from flwr_perdl.checks import Matrix, check_choice
 from flwr_perdl.clients import DictionaryClient
-from flwr_perdl.clients.dictionary import START
+from flwr_perdl.clients.perma import START
 from flwr_perdl.random import SERVER, spawn
 from flwr_perdl.records import STEP, Scalar
 from flwr_perdl.regression import Answers, Clients, TwoPhase

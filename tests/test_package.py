@@ -162,6 +162,18 @@ def test_imports_point_down(floor: str) -> None:
             assert ".".join(module.split(".")[:2]) not in above, f"{file.name} imports {module}"
 
 
+def test_the_library_imports_none_of_its_modules_by_a_string_but_flower_network() -> None:
+    found = set()
+    for file in sorted((ROOT / "flwr_perdl").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and "import" in ast.unparse(node.func):
+                found |= {
+                    (file.parent.name, text)
+                    for text in re.findall(r"'(flwr_perdl[^']*)'", ast.unparse(node))
+                }
+    assert found == {("network", "flwr_perdl.strategies.neighbor_relay")}
+
+
 def test_what_all_floors_share_imports_none_of_them() -> None:
     floors = {f"flwr_perdl.{name}" for name in FLOORS}
     for file in sorted((ROOT / "flwr_perdl").glob("*.py")):

@@ -13,7 +13,7 @@ need not be kept. ``parameters`` are shared and read-only.
 It stands for the ``fit`` of the same class: a subclass with a ``fit`` of its own is called one by
 one again, unless it has a ``fit_cohort`` too. If it raises, the clients' states are put back (they
 are to be written by replacing records, not by changing what is in them), and the clients are called
-one by one, so that the fault is laid at the right door.
+one by one, so that the error names the client that causes it.
 """
 
 from __future__ import annotations
@@ -88,11 +88,11 @@ def windows(
         left -= 1
 
 
-def alike(items: Iterable[T], key: Callable[[T], Hashable]) -> list[list[int]]:
-    """Return the positions of the items with the same key, key by key."""
+def alike(kinds: Iterable[Hashable]) -> list[list[int]]:
+    """Return the positions of what is of the same kind, kind by kind."""
     positions: dict[Hashable, list[int]] = {}
-    for position, item in enumerate(items):
-        positions.setdefault(key(item), []).append(position)
+    for position, kind in enumerate(kinds):
+        positions.setdefault(kind, []).append(position)
     return list(positions.values())
 
 

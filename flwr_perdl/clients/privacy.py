@@ -67,10 +67,10 @@ from flwr_perdl._records import (
     to_record,
 )
 from flwr_perdl._shortcuts import filled
+from flwr_perdl.clients._steps import LOCAL_STEPS
 from flwr_perdl.clients.base import identify
-from flwr_perdl.clients.dictionary import (
+from flwr_perdl.clients.perma import (
     ATOMS,
-    LOCAL_STEPS,
     ORTHOGONAL,
     OWN,
     REFINE_STEPS,

@@ -183,10 +183,8 @@ class RegressionClient(Member):
                 one._check_ask(ask)
             for one in window:
                 one._check_size(ask)
-            kinds = alike(
-                window, lambda one: (one.X.shape, one.X.dtype, id(one.loss), one.min_support)
-            )
-            for same in kinds:
+            kinds = ((one.X.shape, one.X.dtype, id(one.loss), one.min_support) for one in window)
+            for same in alike(kinds):
                 X, y = stack([window[i].X for i in same]), stack([window[i].y for i in same])
                 first = window[same[0]]
                 try:

@@ -290,7 +290,7 @@ def aggregate_statistics(stack: Matrix, current: Matrix, *, orthogonal: bool) ->
         "clipped": np.where(kept, 1 - factors, 0),
     }
     if orthogonal:
-        atoms = _solve(total, current, orthogonal)
+        atoms = finish_atoms(total, current, np.any(total != 0, axis=1), orthogonal=True)
     else:
         atoms = descended_atoms(total[:, :r], total[:, r:], current)
     return Aggregation(atoms, kept, odd)

@@ -94,8 +94,11 @@ def hard_threshold(A: Matrix, threshold: float) -> Matrix:
     return kept_above(*_thresholded(A, threshold))
 
 
-def kept_above(A: Matrix, threshold: float) -> Matrix:
-    """Return :func:`hard_threshold` of arguments that are as they should be."""
+def kept_above(A: Matrix, threshold: float | Matrix) -> Matrix:
+    """Return :func:`hard_threshold` of arguments that are as they should be.
+
+    Of a stack of arrays the thresholds may be an array too, which NumPy broadcasts.
+    """
     return A * cast(namespace(A).abs(A) >= threshold, A.dtype)
 
 

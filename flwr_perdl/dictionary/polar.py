@@ -113,25 +113,20 @@ def polar_factors(S: Matrix, fallback: Matrix) -> Matrix:
     n, r, d = S.shape
     if 0 in (r, d):
         return cast(copied(fallback), S.dtype)
-    factors: Matrix = namespace(S, fallback).empty_like(S)
+    xp, least = namespace(S, fallback), _safe_gram(S)
+    factors: Matrix = xp.empty_like(S)
     step = max(1, _WINDOW // (r * d)) if on_cpu(S) else n
     for at in range(0, n, step):  # as many as the processor's cache holds
         window = slice(at, min(at + step, n))
-        factors[window, ...] = _polar_window(S[window, ...], fallback[window, ...])
-    return factors
-
-
-def _polar_window(S: Matrix, fallback: Matrix) -> Matrix:
-    xp = namespace(S, fallback)
-    largest = xp.max(xp.abs(S), axis=(1, 2), keepdims=True)
-    M = cast(S / xp.where(largest == 0, 1, largest), xp.float64)
-    roots, safe = _inverse_roots(M @ transposed(M), _safe_gram(S))
-    factors = cast(orthonormal(roots @ M), S.dtype)
-    for i in [] if xp.all(safe) else where_true(~safe).tolist():
-        own, spare = on_host(M[i, ...]), on_host(fallback[i, ...]).astype(np.float64)
-        factors[i, ...] = cast(
-            like(_completed(own, spare, _safe_gram(S), rounding_share(S)), M), S.dtype
-        )
+        part = S[window, ...]
+        largest = xp.max(xp.abs(part), axis=(1, 2), keepdims=True)
+        M = cast(part / xp.where(largest == 0, 1, largest), xp.float64)
+        roots, safe = _inverse_roots(M @ transposed(M), least)
+        factors[window, ...] = cast(orthonormal(roots @ M), S.dtype)
+        for i in [] if xp.all(safe) else where_true(~safe).tolist():
+            own, spare = on_host(M[i, ...]), on_host(fallback[at + i, ...]).astype(np.float64)
+            completed = _completed(own, spare, least, rounding_share(S))
+            factors[at + i, ...] = cast(like(completed, M), S.dtype)
     return factors
 
 

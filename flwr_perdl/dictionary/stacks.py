@@ -1,4 +1,4 @@
-"""The local updates of many clients at once, the same bits as one by one.
+"""The local updates of many clients: a single client is a stack of one.
 
 ======================================= ====================================================
 paper (Liang et al., NeurIPS 2023)      here
@@ -8,9 +8,8 @@ paper (Liang et al., NeurIPS 2023)      here
 ``local_update`` (Algorithm 3)          one step of :func:`update_stack`
 ======================================= ====================================================
 
-For clients with as many samples and atoms each, and `OrthogonalLearner` with a threshold: small
-matrices are multiplied, and their polar factors found, many at a time. What else a client may be
-asked, it does alone.
+With `OrthogonalLearner` and a threshold small matrices are multiplied, and their polar factors
+found, many at a time; other learners compute one client after the other (`updated_at_once`).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
@@ -38,16 +37,20 @@ from flwr_perdl._arrays import (
     where_true,
 )
 from flwr_perdl._checks import Matrix
-from flwr_perdl.dictionary.aggregation import shared_rows, shared_sums
+from flwr_perdl.dictionary.aggregation import local_statistics, shared_rows, shared_sums
 from flwr_perdl.dictionary.atoms import match_stack
+from flwr_perdl.dictionary.coding import reconstruct
 from flwr_perdl.dictionary.learners import (
     ALONE,
+    Learner,
     OrthogonalLearner,
     atom_supports,
     code_sums,
     dominated,
     mixing,
+    update_support,
 )
+from flwr_perdl.dictionary.matching import align_to_global
 from flwr_perdl.dictionary.polar import polar_factors
 
 #: Numbers of samples' features whose codes are computed at once: two megabytes.
@@ -55,7 +58,7 @@ _BLOCK = 2**18
 
 
 class Updates(NamedTuple):
-    """What one round comes to at every client."""
+    """The result of one round at every client."""
 
     #: Dictionaries, global atoms first, (n_clients, n_atoms, n_features).
     dictionaries: Matrix
@@ -65,14 +68,23 @@ class Updates(NamedTuple):
     errors: Matrix
 
 
+def updated_at_once(
+    learner: Learner, statistics: bool, orthogonal: bool | None
+) -> TypeGuard[OrthogonalLearner]:
+    """Return whether `update_stack` multiplies the matrices of many clients at a time."""
+    at_once = type(learner) is OrthogonalLearner and learner.n_nonzero is None
+    return at_once and not (statistics and orthogonal is False)
+
+
 def update_stack(
     X: Matrix,
     D: Matrix,
     G: Matrix,
-    learner: OrthogonalLearner,
+    learner: Learner,
     *,
     n_steps: int = 1,
     statistics: bool = True,
+    orthogonal: bool | None = None,
     min_support: float = 3,
 ) -> Updates:
     """Take a round's steps at every client (Algorithm 3).
@@ -85,21 +97,76 @@ def update_stack(
         The clients' dictionaries, in which ``G`` comes first.
     G : ndarray of shape (n_global, n_features)
         The global atoms.
-    learner : OrthogonalLearner
-        With a threshold, that is without ``n_nonzero``.
+    learner : Learner
+        The local algorithm of all clients.
     n_steps : int, default 1
         Iterations of the learner.
     statistics : bool, default True
         Whether clients send `local_statistics` of the last iteration, or their updated atoms.
+    orthogonal : bool, optional
+        Whether the statistics are those of orthonormal atoms; by default as the learner says.
     min_support : float, default 3
         Atoms with fewer samples behind them are withheld.
 
     Returns
     -------
     Updates
-        On the host are computed the clients' thresholds, from a number each, and what
-        `polar_factors` and `match_stack` leave to it.
+        Arrays of another library than NumPy's (`OrthogonalLearner` with a threshold takes them)
+        stay on their device, but for a number of each client, its threshold, and what
+        `polar_factors` and `match_stack` compute on the host.
     """
+    if updated_at_once(learner, statistics, orthogonal):
+        return _update_at_once(X, D, G, learner, n_steps, statistics, min_support)
+    orthogonal = learner.orthogonal if orthogonal is None else orthogonal
+    each = [
+        _update(own, atoms, G, learner, n_steps, statistics, orthogonal, min_support)
+        for own, atoms in zip(X, D, strict=True)
+    ]
+    return Updates(*map(np.stack, zip(*each, strict=True)))
+
+
+def _update(
+    X: Matrix,
+    D: Matrix,
+    G: Matrix,
+    learner: Learner,
+    n_steps: int,
+    statistics: bool,
+    orthogonal: bool,
+    min_support: float,
+) -> tuple[Matrix, Matrix, float]:
+    """Take one client's steps with any learner."""
+    n_global = len(G)
+    for step in range(n_steps):
+        before, codes = D, learner.code(X, D)
+        if not step:
+            error = float(np.mean((X - reconstruct(codes, D)) ** 2))
+        if statistics and len(D) == n_global and step == n_steps - 1:
+            break  # of the last update only the local atoms are kept
+        aligned = align_to_global(learner.update(X, codes, D), G)
+        D = np.vstack([aligned.global_atoms, aligned.local_atoms])
+    if statistics:
+        sent = local_statistics(
+            X, codes, before, n_global, orthogonal=orthogonal, min_support=min_support
+        )
+        return D, sent, error
+    order = [*aligned.indices, *np.delete(np.arange(len(D)), aligned.indices)]
+    codes = codes[:, order]
+    codes[:, :n_global] *= aligned.signs
+    supported = update_support(X, codes, D, learner) >= min_support
+    return D, np.where(supported[:n_global, None], D[:n_global], 0), error
+
+
+def _update_at_once(
+    X: Matrix,
+    D: Matrix,
+    G: Matrix,
+    learner: OrthogonalLearner,
+    n_steps: int,
+    statistics: bool,
+    min_support: float,
+) -> Updates:
+    """Take the steps of clients for which `updated_at_once` is true."""
     xp, r, before = namespace(X, D, G), G.shape[0], D
     begun = _by_blocks(partial(_begin, learner, r), X, D)
     energies, thresholds, lengths, moments, gram, sums, longest = begun

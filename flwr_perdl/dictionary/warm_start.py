@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from flwr_perdl._checks import Matrix, check_array, check_count, check_real
+from flwr_perdl.dictionary.coding import kept_above
 from flwr_perdl.dictionary.learners import (
     LEARNERS,
     AlternatingLearner,
@@ -199,15 +200,12 @@ def iterate(
         at = len(learned)
         most = at + max(1, _TOGETHER // max(samples[at].size, 1))
         end = next((i for i in range(at, len(samples)) if i == most or kinds[i] != kinds[at]), None)
-        if len(samples[at:end]) == 1:
-            learned.append(_iterate(learner, samples[at], starts[at], scales))
-            continue
         X, D = np.stack(samples[at:end]), np.stack(starts[at:end])
         levels = np.array([learner.level(own) for own in samples[at:end]])[:, None, None]
         for scale in scales:
             products = X @ D.swapaxes(1, 2)
             bounds = np.minimum(scale * levels, np.finfo(products.dtype).max)
-            codes = products * (np.abs(products) >= bounds.astype(products.dtype))
+            codes = kept_above(products, bounds.astype(products.dtype))
             D = polar_factors(codes.swapaxes(1, 2) @ X, D)
         learned += list(D)
     return learned

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
+from functools import partial
 from inspect import signature
 from logging import INFO, WARNING
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar, TypeVar, Unpack
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
@@ -22,7 +23,6 @@ from flwr_perdl._records import (
     ARRAYS,
     CONFIG,
     STEP,
-    Limits,
     Reply,
     Scalar,
     brief,
@@ -52,6 +52,8 @@ from flwr_perdl.strategies._protocol import (
     RoundReport,
     State,
 )
+
+T = TypeVar("T")
 
 #: Seconds between looks for replies in a simulation.
 _PULL_INTERVAL = 0.05
@@ -91,6 +93,8 @@ class ProtocolStrategy(Strategy):
         self._conversation: Conversation | None = None
         self._roster: Roster[int] = Roster()
         self._sent: list[tuple[int, Message]] | None = None
+        #: The round's replies, as `_read` returns them, if a subclass has collected them itself.
+        self._gathered: tuple[dict[int, Reply], dict[int, Lost]] | None = None
         self._returned: ArrayRecord | None = None
         self._timeout = 3600.0
 
@@ -201,7 +205,7 @@ class ProtocolStrategy(Strategy):
     ) -> list[Message]:
         """Ask this round's question of the sampled clients."""
         conversation = self._conversation or self.open(to_arrays(arrays))
-        self._sent = None
+        self._sent = self._gathered = None
         self._check_returned(arrays)
         if server_round <= conversation.done:
             return []
@@ -218,7 +222,9 @@ class ProtocolStrategy(Strategy):
         """Hand the good replies to the protocol and return its new model."""
         conversation = self._running()
         if self._sent is not None:
-            good, lost = self._read(replies, conversation.limits, "aggregate_train")
+            read = partial(read_reply, with_arrays=True, limits=conversation.limits)
+            good, lost = self._gathered or _read(self._sent, replies, read)
+            _log_received("aggregate_train", good, lost)
             report: RoundReport | None = conversation.conclude(
                 server_round, good, lost, self._roster
             )
@@ -249,7 +255,9 @@ class ProtocolStrategy(Strategy):
         """Return the means (of flags and labels, the counts) of the clients' evaluation metrics."""
         conversation = self._running()
         if self._sent is not None:
-            good, lost = self._read(replies, conversation.limits, "aggregate_evaluate")
+            read = partial(read_reply, with_arrays=False, limits=conversation.limits)
+            good, lost = _read(self._sent, replies, read)
+            _log_received("aggregate_evaluate", good, lost)
             report: RoundReport | None = conversation.conclude_evaluation(
                 server_round, good, lost, self._roster
             )
@@ -303,13 +311,13 @@ class ProtocolStrategy(Strategy):
             patience = max(patience, self._options.node_timeout)
         if not _fixed(grid):
             log(INFO, "Asking %d %s node(s) who they are, %s.", len(nodes), kind, _within(patience))
-        answers = _answers(
-            questions,
-            grid.send_and_receive([message for _, message in questions], timeout=patience),
-        )
+        replies = grid.send_and_receive([message for _, message in questions], timeout=patience)
+        answers, lost = _read(questions, replies, _properties)
         for node in nodes:
             try:
-                self._roster.enrol(node, _properties(answers.get(node)))
+                if node in lost:
+                    raise ValueError(lost[node].reason)
+                self._roster.enrol(node, answers[node])
             except ValueError as error:
                 self._roster.refuse(node, str(error))
 
@@ -342,28 +350,6 @@ class ProtocolStrategy(Strategy):
                 message = first[id(record)] = Message(content, nodes[partition], message_type)
             self._sent.append((partition, message))
         return [message for _, message in self._sent]
-
-    def _read(
-        self, replies: Iterable[Message], limits: Limits, phase: str
-    ) -> tuple[dict[int, Reply], dict[int, Lost]]:
-        """Return the readable replies by partition, and why the other clients have none."""
-        with_arrays = phase == "aggregate_train"
-        sent = self._sent or []
-        answers = _answers(sent, replies)
-        good: dict[int, Reply] = {}
-        lost: dict[int, Lost] = {}
-        for partition, _ in sent:
-            answer = answers.get(partition)
-            if answer is None or answer.has_error():
-                why = "no reply in time" if answer is None else error_of(answer)
-                lost[partition] = Lost(FAILED, str(why))
-                continue
-            try:
-                good[partition] = read_reply(answer, with_arrays=with_arrays, limits=limits)
-            except Exception as error:
-                lost[partition] = Lost(REFUSED, brief(str(error)))
-        log(INFO, "%s: Received %d results and %d failures", phase, len(good), len(lost))
-        return good, lost
 
 
 @contextmanager
@@ -400,34 +386,46 @@ def _within(seconds: float | None) -> str:
     return "as long as it takes" if seconds is None else f"at most {seconds:g} s"
 
 
-def _answers(sent: list[tuple[int, Message]], replies: Iterable[Message]) -> dict[int, Message]:
-    """Return the replies by who was asked: an error's source may be the server's own id."""
+def _read(
+    sent: Sequence[tuple[int, Message]], replies: Iterable[Message], read: Callable[[Message], T]
+) -> tuple[dict[int, T], dict[int, Lost]]:
+    """Read the replies: return them by who was asked, and why others have no good reply.
+
+    The message that a reply answers identifies the sender: the source of an error may be the
+    server's own id.
+    """
     asked = {message.metadata.message_id: who for who, message in sent}
     answers: dict[int, Message] = {}
     for reply in replies:
         who = asked.get(reply.metadata.reply_to_message_id)
         if who is None or who in answers:
             what = "a second reply to one message" if who in answers else "a reply to no message"
-            said = error_of(reply)
+            why = error_of(reply)
             node = reply.metadata.src_node_id
-            log(WARNING, "Left out %s, from node %d%s", what, node, f": {said}" if said else ".")
+            log(WARNING, "Left out %s, from node %d%s", what, node, f": {why}" if why else ".")
             continue
         answers[who] = reply
-    return answers
+    good: dict[int, T] = {}
+    lost: dict[int, Lost] = {}
+    for who, _ in sent:
+        why = error_of(answers[who]) if who in answers else "no reply in time"
+        if why is not None:
+            lost[who] = Lost(FAILED, why)
+            continue
+        try:
+            good[who] = read(answers[who])
+        except Exception as error:
+            lost[who] = Lost(REFUSED, brief(str(error)))
+    return good, lost
 
 
-def _properties(answer: Message | None) -> Mapping[str, Any]:
-    """Return what a node said of itself.
+def _log_received(phase: str, good: Sized, lost: Sized) -> None:
+    """Log the replies of a phase as Flower's own strategies do."""
+    log(INFO, "%s: Received %d results and %d failures", phase, len(good), len(lost))
 
-    Raises
-    ------
-    ValueError
-        If it did not answer, or answered with an error.
-    """
-    if answer is None:
-        raise ValueError("no reply in time")
-    if answer.has_error():
-        raise ValueError(error_of(answer))
+
+def _properties(answer: Message) -> Mapping[str, Any]:
+    """Return the properties that a node reports."""
     record = answer.content.get(CONFIG)
     if not isinstance(record, ConfigRecord):
         raise ValueError(f"no ConfigRecord {CONFIG!r}")

@@ -29,7 +29,9 @@ import numpy as np
 from flwr_perdl._checks import Matrix, check_choice, check_count, check_flag
 from flwr_perdl._random import SERVER, spawn
 from flwr_perdl._records import ANEW, Reply
-from flwr_perdl.clients.dictionary import AVERAGE, LOCAL_STEPS, OWN
+from flwr_perdl.clients._steps import LOCAL_STEPS
+from flwr_perdl.clients.averaging import AVERAGE
+from flwr_perdl.clients.perma import OWN
 from flwr_perdl.dictionary.aggregation import aggregate_atoms
 from flwr_perdl.dictionary.averaging import average_dictionaries, common_start
 from flwr_perdl.strategies._conversation import ServerOptions

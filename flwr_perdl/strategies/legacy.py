@@ -242,9 +242,8 @@ class LegacyStrategy(Strategy):
                 continue
             num_examples, parameters, metrics = replies[cid]
             try:
-                limits = self.conversation.limits
-                arrays = limits.read(parameters.tensors)
-                good[partition] = check_reply(arrays, num_examples, metrics, limits)
+                limits, files = self.conversation.limits, parameters.tensors
+                good[partition] = check_reply([], num_examples, metrics, limits, files=files)
             except Exception as error:
                 lost[partition] = Lost(REFUSED, brief(str(error)))
         return good, lost

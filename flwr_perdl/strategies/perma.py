@@ -45,7 +45,7 @@ What each party receives:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from logging import WARNING
 from math import prod
@@ -57,12 +57,12 @@ from flwr.common import log
 from flwr.serverapp import Grid
 
 from flwr_perdl._checks import Matrix, check_array, check_choice, check_count, check_flag
-from flwr_perdl._records import ANEW, Limits, Reply
+from flwr_perdl._records import ANEW, Reply
 from flwr_perdl._robust import CAP, DEEDS
 from flwr_perdl.clients._secure import MAX_WEIGHT
-from flwr_perdl.clients.dictionary import (
+from flwr_perdl.clients._steps import LOCAL_STEPS
+from flwr_perdl.clients.perma import (
     ATOMS,
-    LOCAL_STEPS,
     ORTHOGONAL,
     OWN,
     REFINE_STEPS,
@@ -82,7 +82,7 @@ from flwr_perdl.dictionary import (
 from flwr_perdl.dictionary.aggregation import finish_atoms
 from flwr_perdl.dictionary.warm_start import pooled_start
 from flwr_perdl.strategies._conversation import ServerOptions
-from flwr_perdl.strategies._protocol import Lost, Protocol, Replies, Request, State
+from flwr_perdl.strategies._protocol import Protocol, Replies, Request, State
 from flwr_perdl.strategies._secure import check_secure, secure_mean
 from flwr_perdl.strategies._strategy import ProtocolStrategy
 
@@ -199,7 +199,6 @@ class PerMA(ProtocolStrategy):
                     "secure must come with remember=0, since the server has no client's own "
                     f"contribution, got remember={self.remember}."
                 )
-        self._summed: tuple[dict[int, Reply], dict[int, Lost]] | None = None
 
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """P0, Algorithm 1: one request per communication round."""
@@ -234,7 +233,7 @@ class PerMA(ProtocolStrategy):
                 kind = partial(is_orthogonal, atoms=global_atoms)
                 same = alike(replies, kind, "orthogonal")
                 known = int(kind(next(iter(same.values()))))
-            told, heard = self._recall(state, same)
+            told, heard = self._recall(state, same) if self.remember else ({}, same)
             if self.secure is not None:  # all have brought the same, their mean
                 told = {"samples": median_samples(same)}
                 heard = Replies(dict(list(same.items())[:1]))
@@ -249,12 +248,11 @@ class PerMA(ProtocolStrategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
         """Ask this round's question of the sampled clients; a secure round is asked here."""
-        self._summed = None
         messages = super().configure_train(server_round, arrays, config, grid)
         request = self._running().request
         if not messages or request is None or MAX_WEIGHT not in request.config:
             return messages
-        self._summed = secure_mean(
+        self._gathered = secure_mean(
             grid,
             self._sent or [],
             server_round,
@@ -265,13 +263,6 @@ class PerMA(ProtocolStrategy):
             timeout=self._timeout,
         )
         return []
-
-    def _read(
-        self, replies: Iterable[Message], limits: Limits, phase: str
-    ) -> tuple[dict[int, Reply], dict[int, Lost]]:
-        """Return the readable replies by partition, and why the other clients have none."""
-        summed, self._summed = self._summed, None
-        return super()._read(replies, limits, phase) if summed is None else summed
 
     def _max_weight(self, state: State) -> int:
         """Return for how many samples a client counts at most in a secure sum.
@@ -341,8 +332,6 @@ class PerMA(ProtocolStrategy):
 
     def _recall(self, state: State, replies: Replies) -> tuple[State, Replies]:
         """Return what is to be remembered, and the replies with those of absent clients."""
-        if not self.remember:
-            return {}, replies
         update, heard = int(state.get("update", np.array(0))) + 1, dict(replies)
         since = dict.fromkeys(replies, update)
         if "told" in state:

@@ -30,7 +30,7 @@ from flwr.common import log
 
 from flwr_perdl._checks import Matrix, check_count, check_flag, check_real
 from flwr_perdl._records import ANEW, Reply
-from flwr_perdl.clients.dictionary import COMPONENTS, STEP_LENGTH
+from flwr_perdl.clients.perpca import COMPONENTS, STEP_LENGTH
 from flwr_perdl.dictionary.aggregation import aggregate_atoms
 from flwr_perdl.dictionary.perpca import STEP, next_step, shared_start
 from flwr_perdl.strategies._conversation import ServerOptions

@@ -100,6 +100,7 @@ def test_large_dictionaries(size: int) -> None:
     n_global=st.integers(0, 3),
     n_local=st.integers(0, 3),
     n_steps=st.integers(1, 2),
+    n_nonzero=st.sampled_from([None, 1]),
     orthonormal_atoms=st.sampled_from(["all", "global", "local", "none"]),
     exact=st.booleans(),
     seed=st.integers(0, 2**16),
@@ -109,12 +110,14 @@ def test_updates_are_what_they_are_defined_to_be(
     n_global: int,
     n_local: int,
     n_steps: int,
+    n_nonzero: int | None,
     orthonormal_atoms: str,
     exact: bool,
     seed: int,
 ) -> None:
     n_atoms = max(n_global + n_local, 1)
-    rng, learner, d = np.random.default_rng(seed), OrthogonalLearner(n_atoms), n_atoms + 2
+    learner = OrthogonalLearner(n_atoms, n_nonzero=n_nonzero)
+    rng, d = np.random.default_rng(seed), n_atoms + 2
     G = np.linalg.qr(rng.standard_normal((d, n_global)))[0].T
     D = orthonormal(m, n_atoms, d, rng)
     if orthonormal_atoms in ("local", "none"):
@@ -145,5 +148,6 @@ def test_updates_are_what_they_are_defined_to_be(
                 supported = update_support(X[i], codes, atoms, learner)[:n_global] >= 4
                 sent = np.where(supported[:, None], atoms[:n_global], 0)
             assert found.errors[i] == pytest.approx(error, rel=1e-6, abs=1e-12)
-            np.testing.assert_allclose(found.dictionaries[i], atoms, atol=1e-9)
+            local = found.dictionaries[i, n_global:]
+            np.testing.assert_allclose(local, atoms[n_global:], atol=1e-9)
             np.testing.assert_allclose(found.sent[i], sent, atol=1e-8)
