@@ -25,9 +25,17 @@ from scipy.sparse.linalg import LinearOperator, eigsh
 
 from flwr_perdl._checks import LARGE, Matrix, check_real
 from flwr_perdl._random import spawn
-from flwr_perdl.diffusion._dual import DualInference, DualState, Nodes, column, due, norms
-from flwr_perdl.diffusion._minimise import minimise
-from flwr_perdl.diffusion.combine import Csr, Inbox, product
+from flwr_perdl.diffusion._dual import (
+    DualInference,
+    DualState,
+    Nodes,
+    column,
+    distances,
+    due,
+    norms,
+)
+from flwr_perdl.diffusion._minimise import hessians, minimise, shrinkage
+from flwr_perdl.diffusion.combine import Csr, Inbox, entries, product
 from flwr_perdl.diffusion.topology import Topology
 
 #: Up to this many nodes the spectral gap comes from a dense eigenvalue routine.
@@ -81,7 +89,7 @@ class ADMM(DualInference):
         """Minimize the agent's cost and the penalties exactly, (39a)."""
         a = self.curvatures[state.nodes]
         nu, codes = minimise(self.objective, state.atoms, state.linear, a, state.codes)
-        change = norms(nu - state.nu) if due(round_) else state.change
+        change = distances(nu, state.nu) if due(round_) else state.change
         return state._replace(nu=nu, sent=nu, codes=codes, change=change)
 
 
@@ -178,8 +186,8 @@ class ConsensusADMM(ADMM):
         linear = product(edges, inbox.arrays[0])
         after = state
         if due(inbox.round):
-            share = np.where(heard > 0, 1 / np.where(heard > 0, heard, 1), 0)
-            apart = nu * column(heard > 0, nu) - linear * column(share, nu)
+            apart = distances(nu, linear, 1 / np.where(heard > 0, heard, 1))
+            apart *= heard[:, None] > 0
             after = state._replace(residual=self._residual(state.change, apart, nu))
         if heard is not whole and not np.allclose(heard, whole, rtol=1e-6):
             linear += nu * column(whole - heard, nu)
@@ -191,6 +199,41 @@ class ConsensusADMM(ADMM):
         np.multiply(nu, column(r / (1 - r) * whole, nu), out=term)
         memory -= term
         return after._replace(linear=linear, memory=memory)
+
+    def advance(self, state: DualState, round_: int, n_rounds: int, weights: Csr) -> DualState:
+        """Make rounds with all agents here: over a sparse network, compiled."""
+        if not self._compiles(state, self.edges):
+            return super().advance(state, round_, n_rounds, weights)
+        from flwr_perdl.diffusion import _kernels  # compiled: Numba is imported where it is needed
+
+        o, r, whole, nu = self.objective, self.relaxation, self._whole, state.nu
+        number, change, apart = (
+            nu.dtype.type,
+            np.empty_like(state.change),
+            np.empty_like(state.change),
+        )
+        _kernels.admm(
+            n_rounds,
+            *entries(self.edges, nu.dtype),
+            (1 / whole).astype(nu.dtype),
+            state.atoms,
+            number(o.gamma),
+            number(o.delta),
+            o.nonnegative,
+            shrinkage(o, hessians(state.atoms, self.curvatures)).ravel(),
+            (1 / self.curvatures).astype(nu.dtype),
+            number(1 - r),
+            number((2 * r - 1) / (1 - r)),
+            (r / (1 - r) * whole).astype(nu.dtype),
+            state.linear,
+            state.memory,
+            nu,
+            change,
+            apart,
+        )
+        if not due(round_ + n_rounds):
+            return state
+        return state._replace(change=change, residual=self._residual(change, apart, nu))
 
 
 @dataclass(frozen=True, eq=False)
@@ -259,8 +302,8 @@ class JacobianADMM(ADMM):
         after = state._replace(memory=memory, linear=memory + around * column(2 * edge, nu))
         if not due(inbox.round):
             return after
-        apart = apart / column(np.maximum(degree, 1), nu)
-        return after._replace(residual=self._residual(state.change, apart, nu))
+        far = norms(apart / column(np.maximum(degree, 1), nu))
+        return after._replace(residual=self._residual(state.change, far, nu))
 
 
 def _spectrum(topology: Topology) -> tuple[float, float]:

@@ -22,9 +22,9 @@ from math import sqrt
 import numpy as np
 
 from flwr_perdl._checks import LARGE, Matrix, check_real
-from flwr_perdl.diffusion._dual import DualInference, DualState, Nodes, due, norms
+from flwr_perdl.diffusion._dual import DualInference, DualState, Nodes, distances, due
 from flwr_perdl.diffusion._minimise import correlate, reconstruct
-from flwr_perdl.diffusion.combine import Inbox
+from flwr_perdl.diffusion.combine import Csr, Inbox, entries
 from flwr_perdl.diffusion.topology import CombinationMatrix, metropolis_weights
 
 
@@ -73,6 +73,12 @@ class ATC(DualInference):
             return check_real("contraction", self.contraction, 0, 1)
         return contraction_bound(metropolis_weights(self.topology))
 
+    @cached_property
+    def _alike(self) -> Nodes:
+        """For every agent the first whose ``linear`` is the same: informed or not, (n_nodes,)."""
+        informed = np.isin(np.arange(self.topology.n_nodes), list(self.informed or ()))
+        return np.where(informed, informed.argmax(), informed.argmin())
+
     def begin(self, nodes: Nodes, atoms: Matrix, X: Matrix) -> DualState:
         """Return the state before the first round; ``linear`` is ``mu theta_k x``."""
         state = super().begin(nodes, atoms, X)
@@ -94,11 +100,38 @@ class ATC(DualInference):
         nu = self.objective.project(inbox.mean())
         if not due(inbox.round):
             return state._replace(nu=nu)
-        change = norms(nu - state.nu)
-        apart = self.objective.project(state.sent) - nu
-        apart *= self.shrinking
-        residual = self._residual(change, apart, nu)
+        change = distances(nu, state.nu)
+        apart = distances(self.objective.project(state.sent), nu)
+        residual = self._residual(change, self.shrinking * apart, nu)
         return state._replace(nu=nu, change=change, residual=residual)
+
+    def advance(self, state: DualState, round_: int, n_rounds: int, weights: Csr) -> DualState:
+        """Make rounds with all agents here: over a sparse network, compiled."""
+        if type(self) is not ATC or not self._compiles(state, weights):
+            return super().advance(state, round_, n_rounds, weights)
+        from flwr_perdl.diffusion import _kernels  # compiled: Numba is imported where it is needed
+
+        o, nu, number = self.objective, state.nu, state.nu.dtype.type
+        change, apart = np.empty_like(state.change), np.empty_like(state.change)
+        _kernels.atc(
+            n_rounds,
+            *entries(weights, nu.dtype),
+            state.atoms,
+            state.linear,
+            self._alike,
+            number(o.gamma),
+            number(o.delta),
+            o.nonnegative,
+            number(self.mu),
+            number(1 - self.mu * self.curvature),
+            nu,
+            change,
+            apart,
+        )
+        if not due(round_ + n_rounds):
+            return state
+        residual = self._residual(change, self.shrinking * apart, nu)
+        return state._replace(change=change, residual=residual)
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,8 +183,8 @@ class ExactDiffusion(ATC):
         after = state._replace(nu=nu, excess=excess)
         if not due(inbox.round):
             return after
-        change = norms(nu - state.nu)
-        residual = self._residual(change, state.sent - mean, nu)
+        change = distances(nu, state.nu)
+        residual = self._residual(change, distances(state.sent, mean), nu)
         return after._replace(change=change, residual=residual)
 
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from flwr_perdl._arrays import row_norms
 from flwr_perdl._checks import Matrix, check_array, check_count, check_magnitude, own_numbers
 from flwr_perdl.diffusion._minimise import correlate
-from flwr_perdl.diffusion.combine import Inbox
+from flwr_perdl.diffusion.combine import Csr, Inbox, exchanged, is_long, is_sparse
 from flwr_perdl.diffusion.objectives import Objective
 from flwr_perdl.diffusion.topology import Topology
 
@@ -203,15 +203,40 @@ class DualInference(ABC):
     def combine(self, state: DualState, inbox: Inbox) -> DualState:
         """Take in the neighbors' messages."""
 
+    def advance(self, state: DualState, round_: int, n_rounds: int, weights: Csr) -> DualState:
+        """Make rounds with all agents here, in which every message is heard.
+
+        The results are those of `adapt`, `message` and `combine`, to the bit. Residuals are
+        measured in the last round only.
+
+        Parameters
+        ----------
+        state : DualState
+            All agents' state. Its arrays may be overwritten.
+        round_, n_rounds : int
+            Rounds made so far, and rounds to make, at least one.
+        weights : sparse array of shape (n_agents, n_agents)
+            The combination weights, in the dtype of the samples.
+        """
+        for number in range(round_ + 1, round_ + n_rounds + 1):
+            state, _ = exchanged(self, state, number, weights, self.topology.adjacency)
+        return state
+
+    def _compiles(self, state: DualState, weights: Csr) -> bool:
+        """Whether compiled rounds are faster: one atom each, few links, long rows, no bounds."""
+        simple = state.atoms.shape[1] == 1 and not np.isfinite(self.objective.bound)
+        return simple and is_sparse(weights) and is_long(state.nu)
+
     def observe(self, state: DualState) -> dict[str, Matrix]:
         """Return codes (42), estimates and residuals."""
         S = correlate(state.nu, state.atoms)
         return {"codes": self.objective.code(S), "nu": state.nu, "residual": state.residual}
 
     def _residual(self, change: Matrix, apart: Matrix, nu: Matrix) -> Matrix:
-        """Return the residuals from the last steps' lengths and the distances to the neighbors."""
+        """Return the residuals from the lengths of the last steps and distances to neighbors."""
         size = np.maximum(norms(nu), np.finfo(nu.dtype).tiny)
-        residual: Matrix = np.maximum(change * self.time_constant, norms(apart)) / size
+        with np.errstate(over="ignore"):  # where an agent has heard nothing yet, nu is 0
+            residual: Matrix = np.maximum(change * self.time_constant, apart) / size
         return residual
 
 
@@ -234,6 +259,19 @@ def checked_samples(X: Matrix, dictionaries: Sequence[Matrix]) -> tuple[Matrix, 
     if longest > 1 + _SLACK:  # steps and their bounds hold for no other atoms
         raise ValueError(f"dictionaries must have atoms of norm at most 1, got {longest:g}.")
     return X, atoms
+
+
+def distances(A: Matrix, B: Matrix, scales: NDArray[Any] | None = None) -> Matrix:
+    """Return the norms of ``A - scales * B`` over the last axis, with one scale per agent."""
+    scales = np.ones(len(A)) if scales is None else scales
+    if not is_long(A):
+        return norms(A - B * column(scales, B))
+    from flwr_perdl.diffusion import _kernels  # compiled: Numba is imported where it is needed
+
+    found: Matrix = np.empty(A.shape[:2], dtype=A.dtype)
+    A, B = np.ascontiguousarray(A), np.ascontiguousarray(B)
+    _kernels.distances(A, B, scales.astype(A.dtype), found)
+    return found
 
 
 def norms(A: Matrix) -> Matrix:

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_perdl._checks import Matrix
+from flwr_perdl.diffusion.combine import is_long
 from flwr_perdl.diffusion.objectives import Objective
 
 Rows = NDArray[np.intp]
@@ -76,7 +77,7 @@ def minimise(
     if codes is None:
         codes = np.zeros((m, n_samples, n_atoms), dtype=centres.dtype)
     scale = (1 / a).astype(centres.dtype)[:, None, None]
-    hessian = (scale * correlate(atoms, atoms))[:, None]
+    hessian = hessians(atoms, a)
     codes = _elastic_net(objective, hessian, correlate(centres, atoms), codes)
     nu = reconstruct(codes * scale, atoms)
     np.subtract(centres, nu, out=nu)
@@ -138,9 +139,27 @@ def costs(
     return cost, cost + conjugates - np.einsum("sm,sm->s", nu, X)
 
 
+def hessians(atoms: Matrix, a: Matrix) -> Matrix:
+    """Return ``W W' / a`` of every agent: (m, 1, n_atoms, n_atoms)."""
+    scaled: Matrix = (1 / a).astype(atoms.dtype)[:, None, None] * correlate(atoms, atoms)
+    return scaled[:, None]
+
+
+def shrinkage(objective: Objective, hessian: Matrix) -> Matrix:
+    """Return by what the code of one atom falls short of the code of its center."""
+    return objective.delta / (objective.delta + hessian)
+
+
 def correlate(nu: Matrix, atoms: Matrix) -> Matrix:
     """Return ``W nu``: (m, n_samples, n_atoms)."""
-    correlations: Matrix = np.matmul(nu, atoms.swapaxes(1, 2))
+    if atoms.shape[1] == 1 and is_long(nu):
+        from flwr_perdl.diffusion import _kernels  # compiled: Numba is imported where it is needed
+
+        correlations: Matrix = np.empty(nu.shape[:2], dtype=nu.dtype)
+        nu, atoms = np.ascontiguousarray(nu), np.ascontiguousarray(atoms)
+        _kernels.correlations(nu, atoms, correlations)
+        return correlations[..., None]
+    correlations = np.matmul(nu, atoms.swapaxes(1, 2))
     return correlations
 
 
@@ -169,7 +188,7 @@ def _elastic_net(objective: Objective, hessian: Matrix, r: Matrix, codes: Matrix
     if n_atoms == 0:
         return codes
     if n_atoms == 1:
-        return objective.code(r) * (objective.delta / (objective.delta + hessian[..., 0]))
+        return objective.code(r) * shrinkage(objective, hessian[..., 0])
     H = np.broadcast_to(hessian, (*r.shape, n_atoms)).reshape(-1, n_atoms, n_atoms)
     r, y = r.reshape(-1, n_atoms), codes.reshape(-1, n_atoms).copy()
     identity = objective.delta * np.eye(n_atoms, dtype=r.dtype)

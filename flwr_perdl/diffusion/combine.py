@@ -32,6 +32,8 @@ Csr = Any  # scipy.sparse.csr_array; SciPy ships no types
 
 #: Share of non-zero weights above which the combination is a dense product.
 DENSE_SHARE = 0.2
+#: Numbers in a row from which on compiled loops are faster than calls of NumPy and SciPy.
+LONG = 128
 
 State = TypeVar("State", bound=tuple[Any, ...])
 
@@ -151,7 +153,8 @@ def shown(observed: Mapping[str, Array], *names: str) -> list[Array]:
 def product(weights: Csr, array: Array) -> Array:
     """Return ``weights @ array`` over the leading axis, in the array's dtype.
 
-    Dense or sparse, whichever is faster at the weights' density.
+    Dense or sparse, whichever is faster at the weights' density; over long rows compiled, which
+    takes half the time of SciPy's product.
 
     Parameters
     ----------
@@ -168,11 +171,34 @@ def product(weights: Csr, array: Array) -> Array:
     if array.dtype.kind != "f":
         raise ValueError(f"messages must be arrays of floats, got {array.dtype}.")
     flat = array.reshape(len(array), -1)
-    matrix: Any = weights.astype(array.dtype, copy=False)
-    if weights.nnz > DENSE_SHARE * weights.shape[0] * weights.shape[1]:
-        matrix = matrix.toarray()
-    combined: Array = matrix @ flat
+    combined: Array
+    if not is_sparse(weights):
+        combined = weights.astype(array.dtype, copy=False).toarray() @ flat
+    elif is_long(flat):
+        from flwr_perdl.diffusion import _kernels  # compiled: Numba is imported where it is needed
+
+        combined = np.empty((weights.shape[0], 1, flat.shape[1]), dtype=array.dtype)
+        where = entries(weights, array.dtype)
+        _kernels.weighted_sums(*where, np.ascontiguousarray(flat), combined)
+    else:
+        combined = weights.astype(array.dtype, copy=False) @ flat
     return combined.reshape(weights.shape[0], *array.shape[1:])
+
+
+def is_sparse(weights: Csr) -> bool:
+    """Whether a sparse product is faster than a dense one."""
+    return bool(weights.nnz <= DENSE_SHARE * weights.shape[0] * weights.shape[1])
+
+
+def is_long(rows: Array) -> bool:
+    """Whether compiled loops over rows are faster; they know single and double precision."""
+    return rows.shape[-1] >= LONG and rows.dtype in (np.float32, np.float64)
+
+
+def entries(weights: Csr, dtype: np.dtype[Any]) -> tuple[NDArray[np.intp], NDArray[np.intp], Array]:
+    """Return where the entries of each row begin, their columns and their values."""
+    first, columns = (a.astype(np.intp, copy=False) for a in (weights.indptr, weights.indices))
+    return first, columns, weights.data.astype(dtype, copy=False)
 
 
 class Ran(NamedTuple):
@@ -213,11 +239,20 @@ def rounds_in_memory(
     state, floats = program.start(nodes), 0.0
     yield Ran(0, state, floats)
     for round_ in range(1, n_rounds + 1):
-        adapted = program.adapt(state, round_)
-        sent = program.message(adapted)
-        state = program.combine(adapted, Inbox(round_, nodes, nodes, sent, weights, links, nodes))
+        state, sent = exchanged(program, state, round_, weights, links)
         floats += float(links.nnz * sum(array[0].size for array in sent))
         yield Ran(round_, state, floats)
+
+
+def exchanged(
+    program: Program[State], state: State, round_: int, weights: Csr, links: Csr
+) -> tuple[State, tuple[Array, ...]]:
+    """Make a round with all nodes here; return the state after it, and what was sent."""
+    nodes = np.arange(links.shape[0])
+    adapted = program.adapt(state, round_)
+    sent = program.message(adapted)
+    inbox = Inbox(round_, nodes, nodes, sent, weights, links, nodes)
+    return program.combine(adapted, inbox), sent
 
 
 class Carried(NamedTuple):

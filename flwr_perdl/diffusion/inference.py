@@ -45,6 +45,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import count
 from math import ceil
 from typing import Any, NamedTuple, Protocol
 
@@ -67,7 +68,7 @@ from flwr_perdl.diffusion._dual import (
 )
 from flwr_perdl.diffusion._minimise import costs, descend, minimise
 from flwr_perdl.diffusion._span import Span, bounded
-from flwr_perdl.diffusion.combine import rounds_in_memory, shown
+from flwr_perdl.diffusion.combine import shown
 from flwr_perdl.diffusion.objectives import Objective
 from flwr_perdl.diffusion.topology import CombinationMatrix, Topology, metropolis_weights
 
@@ -363,12 +364,14 @@ def _in_memory(
     program: DualInference, weights: CombinationMatrix, n_rounds: int, tolerance: float
 ) -> tuple[int, dict[str, Matrix]]:
     """Run a program with all agents hosted here, and every message heard."""
-    n, links = program.topology.n_nodes, program.topology.adjacency
     means = weights.matrix.astype(program.X.dtype, copy=False)
-    for ran in rounds_in_memory(program, n, n_rounds, means, links):
-        if ran.round and due(ran.round) and ran.state.residual.max(initial=0) <= tolerance:
-            break
-    return ran.round, program.observe(ran.state)
+    state, round_, found = program.start(np.arange(program.topology.n_nodes)), 0, False
+    while round_ < n_rounds and not found:
+        ahead = next(n for n in count(1) if due(round_ + n) or round_ + n == n_rounds)
+        state = program.advance(state, round_, ahead, means)
+        round_ += ahead
+        found = due(round_) and bool(state.residual.max(initial=0) <= tolerance)
+    return round_, program.observe(state)
 
 
 def _check_network(network: Network, program: DualInference) -> None:

@@ -488,7 +488,8 @@ def relative_degree_variance_weights(topology: Topology, variances: ArrayLike) -
 
 
 def _with_diagonal(weights: Csr, topology: Topology) -> CombinationMatrix:
-    own = 1.0 - np.asarray(weights.sum(axis=1)).ravel()
+    rows = sparse.coo_array(weights).coords[0]
+    own = 1.0 - np.bincount(rows, weights.data, minlength=topology.n_nodes)  # in order, as networks
     return CombinationMatrix(weights + sparse.diags_array(own), topology)
 
 

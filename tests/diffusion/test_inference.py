@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import sparse
 
 from flwr_perdl.diffusion import CombinationMatrix, Topology, metropolis_weights
 from flwr_perdl.diffusion import inference as module
+from flwr_perdl.diffusion._dual import distances
 from flwr_perdl.diffusion._minimise import minimise
+from flwr_perdl.diffusion.combine import LONG, product
 from flwr_perdl.diffusion.inference import (
     ATC,
     METHODS,
@@ -383,6 +386,52 @@ def test_a_network_gives_the_same_bits(objective: Objective, method: str) -> Non
     np.testing.assert_array_equal(network.nu, memory.nu)
     np.testing.assert_array_equal(network.residual, memory.residual)
     assert network.rounds == memory.rounds == 23
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("informed", [None, [3, 5]])
+@every_method
+def test_compiled_rounds_give_the_same_bits(
+    method: str, informed: list[int] | None, dtype: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objective = OBJECTIVES[0]
+    X, D = problem(objective, n_agents=20, n_features=LONG + 3, n_samples=2)
+    X, D = X.astype(dtype), [W.astype(dtype) for W in D]
+    topology = Topology.erdos_renyi(20, 0.12, seed=2)
+    options: dict[str, Any] = {"method": method, "n_rounds": 23, "tolerance": 0}
+    options |= {"informed": informed, "compress": False}
+    atc = ATC(objective, topology, D, X)
+    assert atc._compiles(atc.start(np.arange(20)), metropolis_weights(topology).matrix)
+    compiled = infer(objective, X, D, topology, **options)
+    network = infer(objective, X, D, topology, network=InMemoryNetwork(topology), **options)
+    monkeypatch.setattr(DualInference, "_compiles", lambda *_: False)
+    plain = infer(objective, X, D, topology, **options)
+    for other in (network, plain):
+        np.testing.assert_array_equal(other.nu, compiled.nu)
+        np.testing.assert_array_equal(other.residual, compiled.residual)
+        np.testing.assert_array_equal(other.codes, compiled.codes)
+
+
+@pytest.mark.parametrize("n", [5, LONG + 5])
+def test_distances_are_exact_where_squares_underflow(n: int) -> None:
+    rng = np.random.default_rng(0)
+    A, B = rng.standard_normal((2, 3, 2, n))
+    scales = np.array([1.0, 0.0, 0.5])
+    truth = np.linalg.norm(A - scales[:, None, None] * B, axis=2)
+    for dtype, size in ((np.float64, 1.0), (np.float64, 2.0**-800), (np.float32, 2.0**-100)):
+        found = distances((size * A).astype(dtype), (size * B).astype(dtype), scales)
+        assert found.dtype == dtype
+        np.testing.assert_allclose(found.astype(float) / size, truth, rtol=1e-5)
+    assert not distances(A, A).any()
+
+
+@pytest.mark.parametrize("n", [5, LONG + 5])
+def test_a_sparse_product_is_that_of_the_dense_matrix(n: int) -> None:
+    rng = np.random.default_rng(0)
+    dense = rng.standard_normal((40, 60)) * (rng.random((40, 60)) < 0.1)
+    dense[3] = 0
+    weights, X = sparse.csr_array(dense), rng.standard_normal((60, n, 1))
+    np.testing.assert_allclose(product(weights, X)[..., 0], dense @ X[..., 0], atol=1e-13)
 
 
 def test_agents_may_have_different_numbers_of_atoms() -> None:
