@@ -300,9 +300,15 @@ class AveragingProgram:
         self.clients = clients
         self.initial = None if initial is None else [np.array(array) for array in initial]
         self._known_form: Form | None = None
-        self._train = [f"train-{name}" for name in learner.metrics]
-        self._evaluate = [f"evaluate-{name}" for name in ("loss", *learner.metrics)]
-        self.names = [DISTANCE, *self._train, *(self._evaluate if learner.evaluate_every else ())]
+        self._trained = list(dict.fromkeys(learner.metrics))
+        self._evaluated = list(dict.fromkeys(("loss", *learner.metrics)))
+        if not learner.evaluate_every:
+            self._evaluated = []
+        self.names = [
+            DISTANCE,
+            *(f"train-{name}" for name in self._trained),
+            *(f"evaluate-{name}" for name in self._evaluated),
+        ]
 
     def start(self, nodes: NDArray[np.intp]) -> AveragingState:
         """Return the state before the first round."""
@@ -324,7 +330,7 @@ class AveragingProgram:
         method, w = self.learner.method, state.model
         if method == "cta":
             return state
-        state, psi = self._trained(state, w, round_)
+        state, psi = self._train(state, w, round_)
         if method == "exact_diffusion":
             return state._replace(model=psi + w - state.last, last=psi)
         if method == "gradient_tracking":
@@ -347,13 +353,13 @@ class AveragingProgram:
         reports[:, 0] = np.linalg.norm(sent - mean, axis=1)
         state = state._replace(model=mean, reports=reports)
         if method == "cta":
-            state, w = self._trained(state, mean, inbox.round)
+            state, w = self._train(state, mean, inbox.round)
             state = state._replace(model=w)
         elif method == "exact_diffusion":
             state = state._replace(model=(sent + mean) / 2)
         elif method == "gradient_tracking":
             state = state._replace(tracker=ordered_mean(inbox, 1))
-        return self._evaluated(state, inbox.round) if every else state
+        return self._evaluate(state, inbox.round) if every else state
 
     def observe(self, state: AveragingState) -> dict[str, Array]:
         """Return nothing: the models stay at the nodes."""
@@ -370,7 +376,7 @@ class AveragingProgram:
             for node, w in zip(state.nodes, state.model, strict=True)
         }
 
-    def _trained(
+    def _train(
         self, state: AveragingState, models: Array, round_: int
     ) -> tuple[AveragingState, Array]:
         """Return the state with reports of ``fit``, and what ``fit`` makes of the models."""
@@ -379,13 +385,14 @@ class AveragingProgram:
             form = self._form(node)
             given = form.arrays(models[i])
             answer = self.clients(node).fit(given, {ROUND: round_, **self.learner.config})
-            fitted[i] = form.vector(f"fit of node {node}", answer[0])
-            reports[i, 1 : 1 + len(self._train)] = self._numbers(f"fit of node {node}", answer[2])
+            whose = f"fit of node {node}"
+            fitted[i] = form.vector(whose, answer[0])
+            reports[i, 1 : 1 + len(self._trained)] = _numbers(whose, answer[2], self._trained)
         return state._replace(reports=reports), fitted
 
-    def _evaluated(self, state: AveragingState, round_: int) -> AveragingState:
+    def _evaluate(self, state: AveragingState, round_: int) -> AveragingState:
         """Return the state with reports of ``evaluate``; NaN where this is no round for that."""
-        reports, first = state.reports.copy(), 1 + len(self._train)
+        reports, first = state.reports.copy(), 1 + len(self._trained)
         reports[:, first:] = np.nan
         if round_ % self.learner.evaluate_every == 0:
             for i, node in enumerate(map(int, state.nodes)):
@@ -393,18 +400,9 @@ class AveragingProgram:
                 config = {ROUND: round_, **self.learner.config}
                 loss, n_examples, metrics = self.clients(node).evaluate(given, config)
                 if n_examples:  # none: the client has nothing to evaluate on
-                    own = self._numbers(f"evaluate of node {node}", metrics)
-                    reports[i, first:] = [float(loss), *own]
+                    own = {**metrics, "loss": loss}
+                    reports[i, first:] = _numbers(f"evaluate of node {node}", own, self._evaluated)
         return state._replace(reports=reports)
-
-    def _numbers(self, whose: str, metrics: Mapping[str, Any]) -> list[float]:
-        """Return the metrics that are kept; NaN for one that a client does not have."""
-        for name in self.learner.metrics:
-            if not isinstance(metrics.get(name, 0.0), Real):
-                raise ValueError(
-                    f"{whose} must return a number as {name!r}, got {metrics[name]!r}."
-                )
-        return [float(metrics.get(name, np.nan)) for name in self.learner.metrics]
 
     def _first(self, node: int) -> Array:
         """Return a node's first model."""
@@ -504,3 +502,11 @@ def ordered_mean(inbox: Inbox, i: int) -> Array:
         for at in np.argsort(inbox.senders[places], kind="stable"):
             mean[k] += sent.dtype.type(weights[at]) * sent[places[at]]
     return mean
+
+
+def _numbers(whose: str, metrics: Mapping[str, Any], names: Sequence[str]) -> list[float]:
+    """Return the metrics of these names; NaN for one that a client does not have."""
+    for name in names:
+        if not isinstance(metrics.get(name, 0.0), Real):
+            raise ValueError(f"{whose} must return a number as {name!r}, got {metrics[name]!r}.")
+    return [float(metrics.get(name, np.nan)) for name in names]

@@ -58,7 +58,7 @@ from numpy.typing import NDArray
 from scipy import sparse
 
 from flwr_perdl._checks import Matrix, check_count, check_flag, check_kind
-from flwr_perdl._records import ANEW, Reply, brief, check_names
+from flwr_perdl._records import ANEW, NUM_EXAMPLES, Reply, brief, check_names
 from flwr_perdl.clients.diffusion import (
     ANNOUNCE,
     ASLEEP,
@@ -283,6 +283,9 @@ class FlowerNetwork:
     ValueError
         As `NeighborRelay`.
     """
+
+    #: The program that `run` is given is ignored: it may be None.
+    nodes_have_programs = True
 
     def __init__(
         self,
@@ -596,7 +599,7 @@ def _state(fields: Mapping[str, Matrix]) -> Any:
 
 def _about_messages(metric: str) -> bool:
     """Whether a metric is `DiffusionClient`'s own, and not what its program reports."""
-    return metric in (ANEW, BROKEN, FLOATS) or metric.startswith(REJECTED)
+    return metric in (NUM_EXAMPLES, ANEW, BROKEN, FLOATS) or metric.startswith(REJECTED)
 
 
 def _telling(
