@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -259,6 +260,24 @@ def test_flower_in_process(method: str, faults: Faults | None) -> None:
         np.testing.assert_array_equal(kept[node], model)
     assert len(told) == 9
     np.testing.assert_array_equal(told[-1]["train-loss"], here.curves["train-loss"][-1])
+
+
+def test_a_resumed_run_has_the_curves_of_one_that_was_not_stopped(tmp_path: Path) -> None:
+    learner = DiffusionAveraging(RING, method="gradient_tracking", metrics=["loss"])
+    grid = InProcessGrid(client_app(federation(learner)), N)
+
+    def stop(round_: int, row: Any) -> None:
+        if round_ == 3:
+            raise KeyboardInterrupt
+
+    def network(**server: Any) -> FlowerNetwork:
+        settings = ServerSettings(**server)
+        return FlowerNetwork(grid, RING, checkpoint_dir=tmp_path, server=settings)
+
+    with pytest.raises(KeyboardInterrupt):
+        learner.fit(None, 6, network=network(), callback=stop)
+    resumed = learner.fit(None, 6, network=network(resume=True))
+    assert_same_bits(resumed, learner.fit(LeastSquares, 6, initial=START))
 
 
 @pytest.mark.slow
