@@ -446,6 +446,15 @@ def test_what_a_client_returns_is_checked(returned: Any, match: str) -> None:
         DiffusionAveraging(RING, metrics=["loss"]).fit(Wrong, 1, initial=START)
 
 
+def test_what_is_no_client_is_named() -> None:
+    learner = DiffusionAveraging(RING)
+    with pytest.raises(TypeError, match=r"clients must return a NumPyClient with a method fit"):
+        learner.fit(lambda node: node, 1, initial=START)
+    wrong: Any = [LeastSquares(0)]
+    with pytest.raises(TypeError, match="clients must be a function of the node"):
+        learner.fit(wrong, 1, initial=START)
+
+
 def test_a_client_without_a_first_model_needs_initial() -> None:
     with pytest.raises(ValueError, match="initial, or what get_parameters returns"):
         DiffusionAveraging(RING).fit(LeastSquares, 1)
