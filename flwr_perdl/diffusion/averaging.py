@@ -124,8 +124,9 @@ class DiffusionAveraging:
         end near the minimum of the sum of losses, the nearer the shorter the steps.
         "exact_diffusion" and "gradient_tracking" remove that bias, also where links drop, nodes
         sleep or the network changes. Exact diffusion sends as many floats as "atc", gradient
-        tracking twice as many. Late messages (``Faults(max_delay=...)``) and a node that returns
-        without its state make both worse than "atc": their corrections no longer sum to zero.
+        tracking twice as many. After a late message (``Faults(max_delay=...)``), or where a node
+        returns without its state, their corrections no longer sum to zero: both keep an error
+        that does not shrink. "atc" and "cta" forget such a fault.
     evaluate_every : int, default 1
         Rounds between two calls of ``evaluate``; 0: it is never called.
     metrics : sequence of str, default ()
