@@ -15,7 +15,7 @@ observe                                its reply to ``"show"``
 
 A message takes this way: `DiffusionClient.fit` of the sender, reply, `_Held.take`,
 `_Held.deliveries`, request, `DiffusionClient.fit` of the receiver, whose `inbox_of` decides whether
-it counts. Records and rules are in `flwr_perdl.network.messages`.
+it counts. Its form on the wire, and the rules, are in `flwr_perdl.network.messages`.
 
 ``n_rounds`` rounds of the algorithm take ``n_rounds + 1`` communication rounds, and one more for
 the nodes' public keys where messages are sealed. A node that does not reply is silent in that
@@ -27,8 +27,9 @@ What each party receives:
 
 - *The server*: every message of every node, in the clear; with ``sealed=True`` its ciphertext and
   the nodes' public keys instead. In both cases: who sends to whom and how many floats, who could
-  not read what, and at the end what each node chooses to show. Never: data, or states that are
-  neither sent nor shown.
+  not read what, in every round what the node's program reports about the last one (numbers, in the
+  clear), and at the end what each node chooses to show. Never: data, or states that are neither
+  sent nor shown.
 - *A node*: the messages of the neighbors that it hears, with their ids, its weights for them, and
   their delays; sealed, also the public keys of those who hear it. With simulated faults: who is
   asleep.
@@ -41,7 +42,7 @@ sends what it likes may learn samples (docs/security.md).
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, namedtuple
+from collections import Counter, defaultdict, namedtuple
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -57,7 +58,7 @@ from numpy.typing import NDArray
 from scipy import sparse
 
 from flwr_perdl._checks import Matrix, check_count, check_flag, check_kind
-from flwr_perdl._records import ANEW, Reply, brief, check_names
+from flwr_perdl._records import ANEW, NUM_EXAMPLES, Reply, brief, check_names
 from flwr_perdl.clients.diffusion import (
     ANNOUNCE,
     ASLEEP,
@@ -70,11 +71,12 @@ from flwr_perdl.clients.diffusion import (
     SHOW,
     STATE,
 )
+from flwr_perdl.diffusion.combine import curves
 from flwr_perdl.diffusion.topology import CombinationMatrix, Topology
 from flwr_perdl.network._exchange import Plan, Run, spread
 from flwr_perdl.network._packing import text_array, texts_of, unpack_arrays
 from flwr_perdl.network.faults import Faults
-from flwr_perdl.network.messages import Delivery, Message, Sent
+from flwr_perdl.network.messages import Delivery, Message
 from flwr_perdl.strategies._conversation import ServerOptions, ServerSettings
 from flwr_perdl.strategies._protocol import Protocol, Replies, Request, RoundReport, State
 from flwr_perdl.strategies._strategy import ProtocolStrategy
@@ -176,7 +178,22 @@ class NeighborRelay(ProtocolStrategy):
             traffic=_matrix(end.traffic, n),
             unheard={int(k): int(end.unheard[k]) for k in np.flatnonzero(end.unheard)},
             alive=end.alive.astype(bool),
+            curves=curves(list(map(self.reports_of, self.history[1 + self.sealed :])), n),
         )
+
+    def round_of(self, report: RoundReport) -> int:
+        """Return the round of the algorithm that is over with an exchange; 0 or less: none yet."""
+        return report.round - 1 - self.sealed
+
+    def reports_of(self, report: RoundReport) -> dict[str, Matrix]:
+        """Return what the nodes reported in an exchange, by name, NaN where nothing: (n_nodes,)."""
+        rows: dict[str, Matrix] = {}
+        for node, metrics in report.metrics.items():
+            for name in metrics:
+                if node < self.topology.n_nodes and not _about_messages(name):
+                    row = rows.setdefault(name, np.full(self.topology.n_nodes, np.nan))
+                    row[node] = metrics[name]
+        return rows
 
     def settings(self) -> dict[str, Any]:
         """Return what makes two runs the same run; the network by a digest."""
@@ -210,6 +227,7 @@ class NeighborRelay(ProtocolStrategy):
             raise ValueError(f"initial_arrays must be left out, got {len(initial)} arrays.")
         faults, n = self.plan.faults, self.topology.n_nodes
         held = _Held(self.plan, self.sealed)
+        stranger = Delivery((), {} if self.sealed else None)  # for a client that is no node
         if state is not None:
             held.unpack(state)
         elif self.sealed:
@@ -218,11 +236,14 @@ class NeighborRelay(ProtocolStrategy):
             asleep = np.flatnonzero(~faults.awake(n, round_))
             last = round_ > self.n_rounds
             deliveries = held.deliveries(round_)
+            contents = defaultdict(
+                stranger.to_arrays, {k: each.to_arrays() for k, each in deliveries.items()}
+            )
             replies = yield Request(
                 SHOW if last else EXCHANGE,
                 config={AT: round_, ASLEEP: " ".join(map(str, asleep)), SEALED: self.sealed},
                 state=held.pack(),
-                own=_contents(deliveries, self.sealed),
+                own=contents.__getitem__,
                 model=(),
             )
             held.count(replies, deliveries)
@@ -267,6 +288,9 @@ class FlowerNetwork:
         As `NeighborRelay`.
     """
 
+    #: The program that `run` is given is ignored: it may be None.
+    nodes_have_programs = True
+
     def __init__(
         self,
         grid: Grid,
@@ -293,6 +317,7 @@ class FlowerNetwork:
         state: None = None,
         callback: Callable[[int, Any], Any] | None = None,
         stop: None = None,
+        on_report: Callable[[int, dict[str, Matrix]], Any] | None = None,
     ) -> Run:
         """Run the nodes' algorithm for some rounds.
 
@@ -306,6 +331,9 @@ class FlowerNetwork:
             Nodes keep their states. To continue a run, use ``checkpoint_dir`` and ``resume``.
         callback : callable, optional
             Called after every round with the round and None for the state.
+        on_report : callable, optional
+            Called after every round with the round and what the nodes report, as in
+            `InMemoryNetwork.run`. The log has the means, and `NeighborRelay.history` all of it.
 
         Returns
         -------
@@ -323,8 +351,8 @@ class FlowerNetwork:
             if given is not None:
                 raise ValueError(f"{name} must be None on Flower, where nodes keep their states.")
         options = self._options.copy()
-        if callback is not None:
-            telling = _telling(callback, self._relay(n_rounds, **options))
+        if callback is not None or on_report is not None:
+            telling = _telling(callback, on_report, self._relay(n_rounds, **options))
             options["server"] = replace(options.get("server", ServerSettings()), on_round=telling)
         relay = self._relay(n_rounds, **options)
         relay.start(self._grid, timeout=self._timeout)
@@ -454,25 +482,20 @@ class _Held:
                 log(WARNING, "Client %d is no node of a network of %d: it is left out.", node, n)
             elif awake[node]:
                 self.took_part[node] = True
-                held = self._held(reply, deliveries[node])
-                if broken[node] or held is None:
+                cards = deliveries[node].cards
+                addressed: dict[int, Sequence[Matrix]]
+                if cards is None:  # open: one message for all
+                    floats = float(sum(array.size for array in reply.arrays))
+                    addressed, complete = {EVERYBODY: reply.arrays}, bool(reply.arrays)
+                else:  # the node's card, and a sealed message for each receiver
+                    floats, sent = float(reply.metrics.get(FLOATS, 0.0)), reply.arrays[1:]
+                    each = zip(cards, sent, strict=False)
+                    addressed = {to: [array] for to, array in each if array.size}
+                    complete = len(sent) == len(cards)
+                if broken[node] or BROKEN in reply.metrics or not complete:
                     self.unheard[node] += 1
                 else:
-                    self.messages[round_, node] = held
-
-    def _held(self, reply: Reply, delivery: Delivery) -> _HeldMessage | None:
-        """Return what a node has sent; None if it is not as it must be."""
-        sent = Sent.from_arrays(reply.arrays, self.sealed).arrays
-        if BROKEN in reply.metrics:
-            return None
-        if delivery.cards is None:
-            floats = float(sum(array.size for array in sent))
-            return _HeldMessage(floats, {EVERYBODY: sent}) if sent else None
-        if len(sent) != len(delivery.cards):
-            return None
-        each = zip(delivery.cards, sent, strict=True)
-        arrays: dict[int, Sequence[Matrix]] = {to: [array] for to, array in each if array.size}
-        return _HeldMessage(float(reply.metrics.get(FLOATS, 0.0)), arrays)
+                    self.messages[round_, node] = _HeldMessage(floats, addressed)
 
     def keep_cards(self, replies: Replies) -> None:
         """Keep the nodes' public keys."""
@@ -531,14 +554,6 @@ def _matrix(entries: Matrix, n: int) -> Any:
     return sparse.csr_array((entries[2], entries[:2].astype(np.intp)), shape=(n, n))
 
 
-def _contents(
-    deliveries: Mapping[int, Delivery], sealed: bool
-) -> Callable[[int], Sequence[Matrix]]:
-    """Return who receives which arrays; a client that is no node of the network: no messages."""
-    stranger = Delivery((), {} if sealed else None)
-    return lambda node: deliveries.get(node, stranger).to_arrays()
-
-
 def _opened(node: int, reply: Reply) -> dict[str, Matrix]:
     """Return what a node shows; nothing if it cannot be read."""
     if not reply.arrays:
@@ -573,16 +588,25 @@ def _state(fields: Mapping[str, Matrix]) -> Any:
     return make("State", [name.removeprefix(STATE) for name in fields])(*fields.values())
 
 
+def _about_messages(metric: str) -> bool:
+    """Whether a metric is `DiffusionClient`'s own, and not what its program reports."""
+    return metric in (NUM_EXAMPLES, ANEW, BROKEN, FLOATS) or metric.startswith(REJECTED)
+
+
 def _telling(
-    callback: Callable[[int, Any], Any], relay: NeighborRelay
+    callback: Callable[[int, Any], Any] | None,
+    on_report: Callable[[int, dict[str, Matrix]], Any] | None,
+    relay: NeighborRelay,
 ) -> Callable[[RoundReport], None]:
     """Return the relay's ``on_round``, which also tells which round of the algorithm is over."""
 
     def tell(report: RoundReport) -> None:
         if relay.options.on_round is not None:
             relay.options.on_round(report)
-        over = report.round - relay.exchanges + relay.n_rounds
-        if over > 0:
+        over = relay.round_of(report)
+        if over > 0 and callback is not None:
             callback(over, None)
+        if over > 0 and on_report is not None:
+            on_report(over, relay.reports_of(report))
 
     return tell
