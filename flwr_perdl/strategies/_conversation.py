@@ -54,6 +54,7 @@ from flwr_perdl._records import (
     read_partition,
 )
 from flwr_perdl._threads import one_blas_thread
+from flwr_perdl.clients._clusters import NO_EVALUATE
 from flwr_perdl.strategies._protocol import (
     CAPPED,
     REFUSED,
@@ -153,7 +154,9 @@ class ServerOptions(TypedDict, total=False):
     """The options that every strategy of this library takes, all by keyword.
 
     fraction_train, fraction_evaluate : float, default 1.0
-        Share of the clients asked in a training round and in an evaluation after it (0: never).
+        Share of the clients asked in a training round, and of those that evaluate the model after
+        it by their own ``evaluate``. With ``fraction_evaluate=0`` nobody is asked to evaluate: for
+        clients that define no ``evaluate``, and for protocols whose arrays are no model.
     min_clients : int, default 2
         Fewest good replies with which a round goes on; also the fewest clients sampled.
     num_clients : int or None, default None
@@ -470,6 +473,8 @@ class Conversation:
         self._run = uuid.uuid4().hex
         self._evaluated = 0
         self._warned_of_no_state = False
+        self._clients_evaluate = True
+        self._told: set[tuple[str, str]] = set()  # who was left out of evaluations, and why
         self._request: Request | None = None
         self._asked: dict[int, list[Matrix]] = {}
         self._asked_at = 0.0
@@ -643,6 +648,7 @@ class Conversation:
     def evaluates(self, round_: int) -> bool:
         """Return whether clients evaluate the model after ``round_``."""
         due = self.options.fraction_evaluate > 0 and round_ % self.options.evaluate_every == 0
+        due = due and self._clients_evaluate
         return due and bool(self.model) and round_ == self.done and round_ > self._evaluated
 
     def plan_evaluation(
@@ -663,8 +669,16 @@ class Conversation:
         replies: Mapping[int, Reply],
         lost: Mapping[int, Lost],
         roster: Roster[Any],
-    ) -> RoundReport:
-        """Note the replies to the last evaluation."""
+    ) -> RoundReport | None:
+        """Note the replies to the last evaluation; None if no client has any way to evaluate."""
+        if lost and not replies and all(NO_EVALUATE in why.reason for why in lost.values()):
+            self._clients_evaluate, self._evaluated = False, round_
+            log(
+                INFO,
+                "No client defines evaluate, so this run has no further evaluations; with "
+                "fraction_evaluate=0 it asks for none.",
+            )
+            return None
         self._warn_of_lost_state(replies, roster)
         report = self._report(round_, EVALUATE, replies, lost, roster)
         self._evaluated = round_
@@ -729,8 +743,17 @@ class Conversation:
     ) -> RoundReport:
         """Return the report of an exchange, and log who was left out."""
         dropped = {roster.label(p): why.reason for p, why in sorted(lost.items())}
-        for label, reason in dropped.items():
-            log(WARNING, "Round %d (%s): left out %s: %s", round_, step, label, reason)
+        for reason in dict.fromkeys(dropped.values()):
+            who = [label for label, why in dropped.items() if why == reason]
+            if step == EVALUATE:  # a client without evaluate has none in the next round either
+                who = [label for label in who if (label, reason) not in self._told]
+                self._told |= {(label, reason) for label in who}
+            if who:
+                log(
+                    WARNING,
+                    "Round %d (%s): left out %s: %s",
+                    *(round_, step, ", ".join(who), reason),
+                )
         aggregate = summarized(good, self._flags, self._labels)
         aggregate |= {"clients": float(len(good)), "dropped": float(len(dropped))}
         ups = [sum(array.size for array in reply.arrays) for reply in good.values()]

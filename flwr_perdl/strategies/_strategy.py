@@ -253,9 +253,7 @@ class ProtocolStrategy(Strategy):
         conversation = self._running()
         if self._sent is not None:
             good, lost = self._read(replies, conversation.limits, "aggregate_evaluate")
-            report: RoundReport | None = conversation.conclude_evaluation(
-                server_round, good, lost, self._roster
-            )
+            report = conversation.conclude_evaluation(server_round, good, lost, self._roster)
         else:
             report = conversation.past(server_round, evaluation=True)
         return None if report is None else MetricRecord(dict(report.aggregate))

@@ -49,6 +49,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
 from flwr_perdl._checks import (
+    FLOATS,
     LARGE,
     Matrix,
     check_array,
@@ -339,12 +340,12 @@ class ClusteredFedAvg(ProtocolStrategy):
             raise ValueError("initial_arrays must be the arrays of a model, got none.")
         model = []
         for array in initial:
-            floats = array if array.dtype.kind == "f" else array.astype(np.float64)
-            model.append(check_array("initial_arrays", floats, ndim=array.ndim))
-            model[-1] = model[-1].reshape(array.shape)  # a number stays one
+            other = array.dtype.kind in "biuf" and array.dtype not in FLOATS
+            values = array.astype(np.float64) if other else array
+            model.append(check_array("initial_arrays", values.ravel(), ndim=1).reshape(array.shape))
         if self.start_from == "given":
             for array in model:
-                if array.shape[:1] != (self.k,):
+                if not array.ndim or len(array) != self.k:
                     raise ValueError(
                         f"initial_arrays must be {self.k} models, stacked along a first axis, with "
                         f'start="given", got an array of shape {array.shape}.'
