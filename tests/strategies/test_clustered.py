@@ -160,6 +160,15 @@ def test_planted_clusters_are_found(start: str, choose_every: int) -> None:
     assert (START[0] == 0).all()
 
 
+@pytest.mark.parametrize("robust", ["mean", "trimmed", "clip"])
+def test_soft_weights_find_planted_clusters_by_every_rule(robust: str) -> None:
+    strategy = ClusteredFedAvg(3, temperature=1.0, robust=robust)
+    run(strategy, 5)
+    if robust != "trimmed":  # which counts every client's model alike, whatever its share
+        assert sorted(kinds(strategy), key=min) == [{0}, {1}, {2}]
+    assert strategy.history[-1].aggregate["clients"] == N
+
+
 def test_random_starts_are_perturbations_of_one_model() -> None:
     strategy = ClusteredFedAvg(3, start="random", spread=2.0)
     run(strategy, 4)
@@ -331,6 +340,7 @@ def test_what_each_party_receives(tmp_path: Path) -> None:
         ({"k": 2, "start": "random", "start_rounds": 2}, "start_rounds must be left out"),
         ({"k": 2, "max_clusters": 3}, "max_clusters must be left out"),
         ({"k": 2, "temperature": 1.0, "choose_every": 2}, "choose_every must be left out"),
+        ({"k": 1, "temperature": 1.0}, "temperature must be left out where it does nothing"),
         ({"k": 2, "proximal_mu": -1.0}, r"proximal_mu must be in \[0"),
         ({"k": 2, "robust": "krum"}, "robust must be one of 'mean', 'filtered'"),
     ],
