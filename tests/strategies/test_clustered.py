@@ -14,7 +14,7 @@ from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import fixedclipping_mod
-from flwr.serverapp.strategy import FedAvg
+from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping, FedAvg
 
 from flwr_perdl.clients import DictionaryClient, client_app, client_fn
 from flwr_perdl.dictionary import OrthogonalLearner
@@ -289,9 +289,15 @@ def test_mods_see_one_model_at_a_time() -> None:
         return call_next(message, context)
 
     app = client_app(make, train_mods=[watch, fixedclipping_mod])
-    with pytest.raises(TooFewReplies, match="clipping_norm"):  # Flower's mod asks for its config
-        run(ClusteredFedAvg(3), 1, app=app)
+    strategy = ClusteredFedAvg(3, fraction_evaluate=0.0, num_clients=N)
+    private = DifferentialPrivacyClientSideFixedClipping(
+        strategy, noise_multiplier=0.0, clipping_norm=0.1, num_sampled_clients=N
+    )
+    result = private.start(InProcessGrid(app, N), ArrayRecord(START), num_rounds=3)
     assert set(seen) == {4}
+    models = np.concatenate(result.arrays.to_numpy_ndarrays(), axis=1)
+    assert (np.linalg.norm(models, axis=1) < 0.1 * 3 + 1e-6).all()  # 0.1 a round, from 0
+    assert (np.linalg.norm(models, axis=1) > 0.2).all()
 
 
 def test_what_each_party_receives(tmp_path: Path) -> None:
