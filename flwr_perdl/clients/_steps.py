@@ -14,9 +14,9 @@ import numpy as np
 
 from flwr_perdl._checks import Matrix, check_array, check_count
 from flwr_perdl._random import spawn
-from flwr_perdl._records import LARGEST_INT, ROUND, RUN, SEED, STEP, Scalar
+from flwr_perdl._records import LARGEST_INT, ROUND, RUN, SEED, Scalar
 from flwr_perdl.clients._requests import check_atoms, digest
-from flwr_perdl.clients.base import Member, PrivateArrays, PrivateState
+from flwr_perdl.clients.base import Member, PrivateArrays, PrivateState, step_of
 from flwr_perdl.dictionary import Learner, WarmStart, warm_start
 from flwr_perdl.dictionary.learners import LEARNERS
 
@@ -114,7 +114,7 @@ class Steps(ABC):
 def read(parameters: list[Matrix], config: Mapping[str, Scalar]) -> Asked:
     """Return what the request says; a missing key, or one out of its range, is named."""
     try:
-        step, run = str(config[STEP]), str(config.get(RUN, ""))
+        step, run = step_of(config), str(config.get(RUN, ""))
         round_ = check_count(ROUND, config[ROUND], 0, LARGEST_INT)
         seed = check_count(SEED, config[SEED], 0, LARGEST_INT)
     except KeyError as error:

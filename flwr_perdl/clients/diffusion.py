@@ -15,10 +15,10 @@ from flwr.common import log
 from numpy.typing import NDArray
 
 from flwr_perdl._checks import Matrix, check_choice, check_count, check_flag, check_kind
-from flwr_perdl._records import ANEW, ROUND, RUN, STEP, Scalar
+from flwr_perdl._records import ANEW, ROUND, RUN, Scalar
 from flwr_perdl._store import LAST_ROUND
 from flwr_perdl._threads import one_blas_thread
-from flwr_perdl.clients.base import Member, PrivateState, private_shelf
+from flwr_perdl.clients.base import Member, PrivateState, private_shelf, step_of
 from flwr_perdl.diffusion.combine import Array, Program, reported
 from flwr_perdl.network._packing import pack_arrays, text_array, texts_of
 from flwr_perdl.network.messages import Delivery, Rejected, finite_rows, inbox_of
@@ -157,7 +157,7 @@ class DiffusionClient(Member):
             ``"anew": 1`` if the node found no state after round one, and began from its start, and
             what the program reports about the round before, as far as it is finite.
         """
-        step, run, server_round = config[STEP], str(config[RUN]), int(config[ROUND])
+        step, run, server_round = step_of(config), str(config[RUN]), int(config[ROUND])
         round_ = check_count(AT, config.get(AT, 0), 0, LAST_ROUND)
         check_choice("step", step, (ANNOUNCE, EXCHANGE, SHOW))
         sealed = bool(config.get(SEALED))

@@ -80,6 +80,8 @@ class ProtocolStrategy(Strategy):
 
     flags: ClassVar[tuple[str, ...]] = (ANEW,)
     labels: ClassVar[tuple[str, ...]] = ()
+    #: What is added to the config of all evaluations.
+    evaluation_config: ClassVar[Mapping[str, Scalar]] = {}
     #: How options are given that are fields of another one.
     _inside: ClassVar[Mapping[str, str]] = {}
 
@@ -140,6 +142,7 @@ class ProtocolStrategy(Strategy):
             initial,
             flags=self.flags,
             labels=self.labels,
+            evaluation_config=self.evaluation_config,
         )
         return self._conversation
 
@@ -258,9 +261,7 @@ class ProtocolStrategy(Strategy):
             read = partial(read_reply, with_arrays=False, limits=conversation.limits)
             good, lost = _read(self._sent, replies, read)
             _log_received("aggregate_evaluate", good, lost)
-            report: RoundReport | None = conversation.conclude_evaluation(
-                server_round, good, lost, self._roster
-            )
+            report = conversation.conclude_evaluation(server_round, good, lost, self._roster)
         else:
             report = conversation.past(server_round, evaluation=True)
         return None if report is None else MetricRecord(dict(report.aggregate))
