@@ -4,6 +4,7 @@ from flwr_perdl.clients.app import client_app
 from flwr_perdl.clients.base import Member, PrivateState, private_shelf
 from flwr_perdl.clients.dictionary import DictionaryClient
 from flwr_perdl.clients.diffusion import DiffusionClient
+from flwr_perdl.clients.personal import local_atoms
 from flwr_perdl.clients.privacy import LocalPrivacy
 from flwr_perdl.clients.regression import RegressionClient
 
@@ -15,5 +16,6 @@ __all__ = [
     "PrivateState",
     "RegressionClient",
     "client_app",
+    "local_atoms",
     "private_shelf",
 ]
