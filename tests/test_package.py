@@ -33,6 +33,10 @@ FLOORS = {
     "clients": {"dictionary", "regression", "diffusion", "network"},
     "strategies": {"dictionary", "regression", "diffusion", "network", "clients"},
     "simulations": {"dictionary", "regression", "diffusion", "network", "clients", "strategies"},
+    "estimators": {
+        *("dictionary", "regression", "diffusion", "network", "clients", "strategies"),
+        "simulations",
+    },
 }
 
 PUBLIC = {
@@ -63,7 +67,10 @@ PUBLIC = {
         "relative_degree_variance_weights",
     },
     "network": {"FlowerNetwork", "InMemoryNetwork", "RayNetwork"},
-    "clients": {"DictionaryClient", "DiffusionClient", "RegressionClient", "client_app"},
+    "clients": {
+        *("DictionaryClient", "DiffusionClient", "RegressionClient", "client_app"),
+        "local_atoms",
+    },
     "strategies": {
         "DictionaryAveraging",
         "FedMD",
@@ -75,6 +82,11 @@ PUBLIC = {
         "as_legacy",
     },
     "simulations": {"InProcessGrid"},
+    "estimators": {
+        "MixedRegression",
+        "NetworkDictionaryLearning",
+        "PersonalizedDictionaryLearning",
+    },
 }
 
 
