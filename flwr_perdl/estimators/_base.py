@@ -16,6 +16,7 @@ from typing import Any, Self
 import numpy as np
 
 from flwr_perdl._checks import FLOATS, Matrix, brief_repr, check_array
+from flwr_perdl.dictionary import reconstruct
 
 
 class NotFittedError(ValueError, AttributeError):
@@ -154,6 +155,12 @@ class Estimator:
                 f"{self.n_features_in_} features as input."
             )
         return rows
+
+
+def rebuilt(codes: Any, D: Matrix) -> Matrix:
+    """Return the samples of these codes, which are checked; ``D`` are the atoms."""
+    read = check_array("codes", as_matrix("codes", codes, min_columns=0), columns=len(D))
+    return reconstruct(read.astype(D.dtype, copy=False), D)
 
 
 def feature_names(table: Any) -> list[str] | None:

@@ -18,8 +18,8 @@ from flwr_perdl._checks import Matrix, check_count
 from flwr_perdl._records import PARTITION_ID
 from flwr_perdl.clients import DictionaryClient, client_app
 from flwr_perdl.clients.dictionary import Start
-from flwr_perdl.dictionary import LassoLearner, Learner, reconstruct, sparse_code, warm_start
-from flwr_perdl.estimators._base import Estimator, quiet
+from flwr_perdl.dictionary import LassoLearner, Learner, sparse_code, warm_start
+from flwr_perdl.estimators._base import Estimator, quiet, rebuilt
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import PerMA
 
@@ -238,8 +238,7 @@ class PersonalizedDictionaryLearning(Estimator):
         -------
         ndarray of shape (n_samples, n_features)
         """
-        D = self.atoms(client)
-        return reconstruct(np.asarray(codes, D.dtype), D)
+        return rebuilt(codes, self.atoms(client))
 
     def reconstruct(self, X: Any, client: int | None = None) -> Matrix:
         """Return what the atoms make of samples: ``inverse_transform(transform(X))``.

@@ -12,9 +12,9 @@ from typing import Any, Self
 import numpy as np
 
 from flwr_perdl._checks import Matrix, check_count, check_kind
-from flwr_perdl.dictionary import normalize_atoms, reconstruct
+from flwr_perdl.dictionary import normalize_atoms
 from flwr_perdl.diffusion import CombinationMatrix, DataDiffusion, Topology, metropolis_weights
-from flwr_perdl.estimators._base import Estimator
+from flwr_perdl.estimators._base import Estimator, rebuilt
 from flwr_perdl.estimators.dictionary import explained
 from flwr_perdl.network import InMemoryNetwork
 
@@ -187,8 +187,7 @@ class NetworkDictionaryLearning(Estimator):
         -------
         ndarray of shape (n_samples, n_features)
         """
-        D = self._dictionary(node)
-        return reconstruct(np.asarray(codes, D.dtype), D)
+        return rebuilt(codes, self._dictionary(node))
 
     def score(self, X: Any, y: Any = None, *, node: int | None = None) -> float:
         """Return the share of the samples' energy that their codes explain, at most 1.

@@ -129,6 +129,8 @@ class MixedRegression(Estimator):
         groups : array_like of shape (n_samples,)
             The group of each sample: numbers or names.
         """
+        if self.k != "auto":
+            check_count("k", self.k, 1)
         n_rounds = check_count("rounds", self.rounds, 1)
         check_count("min_support", self.min_support)
         inputs = as_matrix("X", X, min_rows=1)
@@ -257,4 +259,7 @@ def as_groups(groups: Any, length: int) -> NDArray[Any]:
     owners = np.asarray(groups)
     if owners.shape != (length,):
         raise ValueError(f"groups must have shape ({length},), got {owners.shape}.")
+    for group in owners.tolist():
+        if not isinstance(group, str) and (group is None or group != group):
+            raise ValueError(f"groups must have a group for every sample, got {group!r}.")
     return owners

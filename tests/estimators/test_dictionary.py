@@ -172,6 +172,12 @@ def test_a_site_that_is_not_there_is_named() -> None:
         model.transform(planted(40)[0], client=4)
 
 
+def test_codes_of_another_width_are_refused() -> None:
+    model = orthogonal().fit(planted(40))
+    with pytest.raises(ValueError, match=r"codes must have 5 columns, got shape \(2, 3\)"):
+        model.inverse_transform(np.zeros((2, 3)), client=0)
+
+
 def test_a_site_of_two_samples_has_atoms_of_its_own_and_sends_none() -> None:
     sites = [*planted(40), planted(40)[0][:2]]
     model = PersonalizedDictionaryLearning(5, 3, learner=partial(MODLearner, n_nonzero=1), rounds=3)

@@ -69,6 +69,8 @@ def test_a_group_with_too_few_points_has_a_label_and_no_part() -> None:
     [
         ({"y": np.zeros(3)}, r"y should be a 1d array of 600 numbers, got one of shape \(3,\)"),
         ({"groups": np.zeros((600, 1))}, r"groups must have shape \(600,\), got \(600, 1\)"),
+        ({"groups": [None] * 600}, "groups must have a group for every sample, got None"),
+        ({"groups": [np.nan] * 600}, "groups must have a group for every sample, got nan"),
         ({"X": np.full((600, 3), np.inf)}, "X must be finite, got 1800"),
     ],
 )
@@ -76,3 +78,8 @@ def test_wrong_input_is_named(change: dict[str, Any], said: str) -> None:
     given = dict(zip(("X", "y", "groups"), planted(), strict=True))
     with pytest.raises(ValueError, match=said):
         MixedRegression(2).fit(**{**given, **change})
+
+
+def test_a_wrong_parameter_is_named() -> None:
+    with pytest.raises(ValueError, match="k must be at least 1, got 0"):
+        MixedRegression(0).fit(*planted())
