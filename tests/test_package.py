@@ -33,6 +33,10 @@ FLOORS = {
     "clients": {"dictionary", "regression", "diffusion", "network"},
     "strategies": {"dictionary", "regression", "diffusion", "network", "clients"},
     "simulations": {"dictionary", "regression", "diffusion", "network", "clients", "strategies"},
+    "estimators": {
+        *("dictionary", "regression", "diffusion", "network", "clients", "strategies"),
+        "simulations",
+    },
 }
 
 PUBLIC = {
@@ -71,6 +75,7 @@ PUBLIC = {
         "RegressionClient",
         "client_app",
         "client_fn",
+        "local_atoms",
     },
     "strategies": {
         "ClusteredFedAvg",
@@ -86,6 +91,11 @@ PUBLIC = {
         "as_legacy",
     },
     "simulations": {"InProcessGrid"},
+    "estimators": {
+        "MixedRegression",
+        "NetworkDictionaryLearning",
+        "PersonalizedDictionaryLearning",
+    },
 }
 
 

@@ -306,7 +306,7 @@ def test_the_library_loads_nothing_of_the_applications(
     asked = f"""
 import sys, flwr.app, flwr.client, flwr.server, flwr.serverapp, flwr.clientapp, flwr.simulation
 flower = set(sys.modules)
-from flwr_perdl import clients, diffusion, dictionary, network, regression, strategies
+from flwr_perdl import clients, diffusion, dictionary, estimators, network, regression, strategies
 from flwr_perdl.simulations import InProcessGrid
 loaded = {{name.partition(".")[0] for name in set(sys.modules) - flower}}
 assert not loaded & {HEAVY | {"perdl_experiments", "rich", "typer"}}, loaded

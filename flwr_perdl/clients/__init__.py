@@ -4,6 +4,7 @@ from flwr_perdl.clients.app import client_app, client_fn
 from flwr_perdl.clients.base import Member, PrivateState, private_shelf
 from flwr_perdl.clients.dictionary import DictionaryClient
 from flwr_perdl.clients.diffusion import DiffusionClient
+from flwr_perdl.clients.personal import local_atoms
 from flwr_perdl.clients.privacy import LocalPrivacy
 from flwr_perdl.clients.regression import RegressionClient
 
@@ -16,5 +17,6 @@ __all__ = [
     "RegressionClient",
     "client_app",
     "client_fn",
+    "local_atoms",
     "private_shelf",
 ]

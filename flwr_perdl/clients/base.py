@@ -41,7 +41,7 @@ from flwr_perdl.clients._at_rest import KEY_VARIABLE, StateKey, key_from_environ
 
 PrivateArrays = dict[str, NDArray[Any]]
 
-_PREFIX = "perdl.private."
+PREFIX = "perdl.private."
 #: Runs whose folders are kept, the newest ones; how many of them one Flower run may begin, and
 #: where ``context.state``, which lasts as long as a Flower run, has which those are.
 _RUNS, _RUNS_BEGUN = 128, 16
@@ -181,7 +181,7 @@ class PrivateState:
             raise ValueError(f"run must have at most {_TOKEN} characters, got {len(run)}.")
         self._records = context.state
         self._run = run
-        self._name = f"{_PREFIX}{run}"
+        self._name = f"{PREFIX}{run}"
         self._shelf = shelf
         self._held = _by_round(context.state.get(self._name, {}))
 
@@ -235,7 +235,7 @@ class PrivateState:
         self._held = {r: self._held[r] for r in before}
         self._held[round_] = {name: encode(array) for name, array in arrays.items()}
         kept = {f"{r}/{name}": own for r, some in self._held.items() for name, own in some.items()}
-        for stale in [name for name in self._records if name.startswith(_PREFIX)]:
+        for stale in [name for name in self._records if name.startswith(PREFIX)]:
             del self._records[stale]
         filled(self._records, {self._name: filled(ArrayRecord(), kept)})
 

@@ -25,7 +25,7 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 from flwr_perdl import _compat
-from flwr_perdl._checks import check_count, check_kind
+from flwr_perdl._checks import Matrix, check_count, check_kind
 from flwr_perdl._records import ANSWERED, PARTITION_ID, directed, same_request
 from flwr_perdl._shortcuts import filled
 from flwr_perdl._store import together
@@ -131,6 +131,15 @@ class InProcessGrid(Grid):
     @staticmethod
     def _node_id(partition: int) -> int:
         return partition + 1000
+
+    def local_atoms(self) -> list[Matrix]:
+        """Return every client's own atoms, by partition: see `flwr_perdl.clients.local_atoms`.
+
+        No message carries them: they are read where the clients keep them, in this process.
+        """
+        from flwr_perdl.clients import local_atoms  # loads what clients need
+
+        return [local_atoms(context) for context in self.contexts.values()]
 
     def set_run(self, run: Any) -> None:
         """Set the run; ids and runs are both taken, as Flower's versions hand in either."""

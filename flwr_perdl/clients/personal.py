@@ -1,0 +1,95 @@
+"""A client's own atoms: read where the client keeps them, on the client's own machine.
+
+They never travel. Whoever may read a client's Flower context, or the folder that the node config
+names as ``state-dir``, may read them: the client itself, and in a simulation the process that runs
+all clients.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flwr.app import Context, RecordDict
+
+from flwr_perdl import _store
+from flwr_perdl._checks import Matrix, check_kind
+from flwr_perdl.clients.base import PREFIX, PrivateState, Shelf
+
+#: The name of a client's own atoms in its private state.
+LOCAL_ATOMS = "local_atoms"
+
+
+def local_atoms(source: Context | str | Path) -> Matrix:
+    """Return the local atoms that a `DictionaryClient` has learned.
+
+    Parameters
+    ----------
+    source : Context, str or Path
+        The client's Flower context, which `InProcessGrid` has for every node in ``contexts``; or
+        the client's folder, ``client-NAME`` in its ``state-dir``. Of a folder with several runs the
+        run that wrote last is taken. An encrypted folder needs the key in the environment
+        (docs/security.md).
+
+    Returns
+    -------
+    ndarray of shape (n_local, n_features)
+        Unit atoms, of the last round that the client took part in. None (``n_local`` = 0) where
+        all atoms are global.
+
+    Raises
+    ------
+    ValueError
+        If there is no state of a client that has taken part in an update round of `PerMA`, or in a
+        run of `PerPCA` or `DictionaryAveraging`; or if the key is missing or not the folder's.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.clients import DictionaryClient, client_app, local_atoms
+    >>> from flwr_perdl.dictionary import OrthogonalLearner
+    >>> from flwr_perdl.simulations import InProcessGrid
+    >>> from flwr_perdl.strategies import PerMA
+    >>> X = np.random.default_rng(0).standard_normal((3, 50, 6))
+    >>> def make_client(context):
+    ...     own = X[context.node_config["partition-id"]]
+    ...     return DictionaryClient(own, OrthogonalLearner(5), context)
+    >>> grid = InProcessGrid(client_app(make_client), 3)
+    >>> result = PerMA(n_global=2).start(grid, num_rounds=2)
+    >>> [local_atoms(context).shape for context in grid.contexts.values()]
+    [(3, 6), (3, 6), (3, 6)]
+    """
+    check_kind("source", source, (Context, str, Path), "a Context or a path")
+    state = _of_context(source) if isinstance(source, Context) else _of_folder(Path(source))
+    kept = None if state is None else state.newest()
+    if kept is None or LOCAL_ATOMS not in kept:
+        where = "a Context without them" if isinstance(source, Context) else repr(str(source))
+        raise ValueError(
+            "source must be the Context, or the folder client-NAME, of a DictionaryClient that has "
+            f"taken part in an update round, got {where}."
+        )
+    atoms: Matrix = kept[LOCAL_ATOMS]
+    return atoms
+
+
+def _of_context(context: Context) -> PrivateState | None:
+    """Return the one private state that a context keeps."""
+    runs = [name.removeprefix(PREFIX) for name in context.state if name.startswith(PREFIX)]
+    return PrivateState(context, runs[0]) if runs else None
+
+
+def _of_folder(folder: Path) -> PrivateState | None:
+    """Return the private state of the run that wrote into a client's folder last."""
+    files = [
+        _store.round_path(run, max(rounds))
+        for run in folder.glob("run-*")
+        if (rounds := _store.rounds_in(run))
+    ]
+    if not files:
+        return None
+    newest = max(files, key=lambda path: path.stat().st_mtime_ns)
+    _store.refuse_link(newest.parent)
+    _store.refuse_link(newest)
+    about = _store.load(newest).meta
+    shelf = Shelf(folder, str(about["client"]), str(about["algorithm"]))
+    empty = Context(run_id=0, node_id=0, node_config={}, state=RecordDict(), run_config={})
+    return PrivateState(empty, str(about["run"]), shelf)

@@ -1,0 +1,25 @@
+"""Fit and transform over a list of sites, as in scikit-learn; Flower runs underneath, in process.
+
+============================  =====================================================================
+you have                      take
+============================  =====================================================================
+tables of several sites with  `PersonalizedDictionaryLearning`: the factors that all sites share,
+the same columns              and those that are a site's own (PerMA)
+groups of few points, each    `MixedRegression`: the models, and which group follows which
+of one of k linear models     (FedMD and FedX)
+nodes that only talk to       `NetworkDictionaryLearning`: one dictionary, without a server
+their neighbors               (diffusion over data)
+============================  =====================================================================
+"""
+
+from flwr_perdl.estimators._base import NotFittedError
+from flwr_perdl.estimators.dictionary import PersonalizedDictionaryLearning
+from flwr_perdl.estimators.network import NetworkDictionaryLearning
+from flwr_perdl.estimators.regression import MixedRegression
+
+__all__ = [
+    "MixedRegression",
+    "NetworkDictionaryLearning",
+    "NotFittedError",
+    "PersonalizedDictionaryLearning",
+]

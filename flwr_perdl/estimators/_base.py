@@ -1,0 +1,230 @@
+"""scikit-learn's conventions, without scikit-learn: parameters, fitted attributes, input.
+
+scikit-learn's own functions (``clone``, ``check_is_fitted``, ``get_tags``) work on these
+estimators. What only they call finds scikit-learn among the loaded modules.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from inspect import signature
+from typing import Any, Self
+
+import numpy as np
+
+from flwr_perdl._checks import FLOATS, Matrix, brief_repr, check_array
+from flwr_perdl.dictionary import reconstruct
+
+
+class NotFittedError(ValueError, AttributeError):
+    """An estimator was asked for what only ``fit`` gives it.
+
+    It has the bases of scikit-learn's error of this name, and where scikit-learn is loaded, what is
+    raised is that error too.
+    """
+
+
+class Estimator:
+    """What all estimators share; a subclass's ``__init__`` only stores its parameters.
+
+    Attributes
+    ----------
+    n_features_in_ : int
+        Number of columns that ``fit`` saw.
+    feature_names_in_ : ndarray of str
+        Their names, where ``fit`` was given data frames.
+    """
+
+    #: "transformer" or "regressor": for scikit-learn.
+    _estimator_type = "transformer"
+
+    @classmethod
+    def _parameters(cls) -> dict[str, Any]:
+        """Return the parameters' names, in order, and their defaults."""
+        own = list(signature(cls.__init__).parameters.values())[1:]
+        return {parameter.name: parameter.default for parameter in own}
+
+    def get_params(self, deep: bool = True) -> dict[str, Any]:
+        """Return the parameters by name.
+
+        Parameters
+        ----------
+        deep : bool, default True
+            For scikit-learn; no parameter is an estimator itself.
+        """
+        return {name: getattr(self, name) for name in self._parameters()}
+
+    def set_params(self, **params: Any) -> Self:
+        """Set parameters by name, and return the estimator.
+
+        Raises
+        ------
+        ValueError
+            If there is no parameter of a name; then none is set.
+        """
+        known = self._parameters()
+        for name in params:
+            if name not in known:
+                raise ValueError(
+                    f"params must be of {', '.join(known)} for {type(self).__name__}, got {name!r}."
+                )
+        for name, value in params.items():
+            setattr(self, name, value)
+        return self
+
+    def __repr__(self) -> str:
+        """Return the call that makes the estimator, without defaults."""
+        known, said = self._parameters(), []
+        for name, value in self.get_params().items():
+            default = known[name]
+            if type(value) is not type(default) or repr(value) != repr(default):
+                said.append(f"{name}={brief_repr(value)}")
+        return f"{type(self).__name__}({', '.join(said)})"
+
+    def __sklearn_tags__(self) -> Any:
+        """Return scikit-learn's tags of the estimator; scikit-learn alone calls this."""
+        utils: Any = sys.modules["sklearn.utils"]
+        regressor = self._estimator_type == "regressor"
+        return utils.Tags(
+            estimator_type=self._estimator_type,
+            target_tags=utils.TargetTags(required=regressor),
+            transformer_tags=None if regressor else utils.TransformerTags(["float64", "float32"]),
+            regressor_tags=utils.RegressorTags() if regressor else None,
+            input_tags=utils.InputTags(),
+        )
+
+    def __sklearn_is_fitted__(self) -> bool:
+        """Return whether ``fit`` has been called; scikit-learn's ``check_is_fitted`` asks."""
+        return hasattr(self, "n_features_in_")
+
+    def _check_fitted(self) -> None:
+        """Raise a NotFittedError, which is also scikit-learn's, before ``fit``."""
+        if self.__sklearn_is_fitted__():
+            return
+        theirs = getattr(sys.modules.get("sklearn.exceptions"), "NotFittedError", None)
+        kind: type[NotFittedError] = NotFittedError
+        if theirs is not None:
+            kind = type("NotFittedError", (NotFittedError, theirs), {})
+        raise kind(f"{type(self).__name__} must be fitted first: call fit.")
+
+    def _read_sites(self, X: Any, *, min_columns: int = 1) -> list[Matrix]:
+        """Return the sites' tables of a call of ``fit``, and remember their columns."""
+        if isinstance(X, np.ndarray) and X.ndim == 3:
+            X = list(X)
+        if not isinstance(X, Sequence) or isinstance(X, str):
+            raise TypeError(f"X must be a list of tables, one per site, got {brief_repr(X)}.")
+        if not len(X):
+            raise ValueError("X must have at least one site, got none.")
+        first = feature_names(X[0])
+        sites: list[Matrix] = []
+        for i, table in enumerate(X):
+            if feature_names(table) != first:
+                raise ValueError(
+                    f"X[{i}] must have the columns of X[0] in the same order, got "
+                    f"{brief_repr(feature_names(table))} and {brief_repr(first)}."
+                )
+            site = as_matrix(f"X[{i}]", table, min_rows=1, min_columns=min_columns)
+            sites.append(check_array(f"X[{i}]", site, columns=sites[0].shape[1] if sites else None))
+        self._remember_columns(sites[0], first)
+        kind = np.result_type(*sites)
+        return [site.astype(kind, copy=False) for site in sites]
+
+    def _remember_columns(self, X: Matrix, names: list[str] | None) -> None:
+        """Set what scikit-learn's estimators say of their columns."""
+        self.n_features_in_ = X.shape[1]
+        vars(self).pop("feature_names_in_", None)
+        if names is not None:
+            self.feature_names_in_ = np.array(names, dtype=object)
+
+    def _read_rows(self, X: Any) -> Matrix:
+        """Return the rows of a call after ``fit``, with the columns that ``fit`` saw."""
+        self._check_fitted()
+        names, known = feature_names(X), getattr(self, "feature_names_in_", None)
+        if names is not None and known is not None and names != list(known):
+            raise ValueError(
+                f"X must have the columns of fit in the same order, got {brief_repr(names)} and "
+                f"{brief_repr(list(known))}."
+            )
+        rows = as_matrix("X", X)
+        if rows.shape[1] != self.n_features_in_:
+            raise ValueError(
+                f"X has {rows.shape[1]} features, but {type(self).__name__} is expecting "
+                f"{self.n_features_in_} features as input."
+            )
+        return rows
+
+
+def rebuilt(codes: Any, D: Matrix) -> Matrix:
+    """Return the samples of these codes, which are checked; ``D`` are the atoms."""
+    read = check_array("codes", as_matrix("codes", codes, min_columns=0), columns=len(D))
+    return reconstruct(read.astype(D.dtype, copy=False), D)
+
+
+def feature_names(table: Any) -> list[str] | None:
+    """Return the names of a data frame's columns; None of anything else, or if not all are text."""
+    columns = getattr(table, "columns", None)
+    names = None if columns is None else list(columns)
+    return names if names and all(isinstance(name, str) for name in names) else None
+
+
+def as_matrix(
+    name: str, table: Any, *, min_rows: int = 0, min_columns: int = 1, ndim: int = 2
+) -> Matrix:
+    """Return a table as a float array: numbers of other kinds become float64.
+
+    Parameters
+    ----------
+    name : str
+        The argument's name, for the message.
+    table : array_like
+        An array, a list of rows, or a data frame; never modified.
+    min_rows, min_columns : int
+        Least number of rows and of columns.
+    ndim : int
+        Required number of dimensions.
+
+    Raises
+    ------
+    ValueError
+        If the table is sparse or complex, or a rule of `flwr_perdl.checks.check_array` is broken.
+    TypeError
+        If an entry is no number.
+    """
+    if hasattr(table, "tocsr"):
+        raise ValueError(f"{name} must be dense, got a sparse {type(table).__name__}.")
+    array = np.asarray(table)
+    if array.dtype.kind == "c":
+        raise ValueError(f"Complex data not supported: {name} must be real, got {array.dtype}.")
+    if array.dtype not in FLOATS:
+        try:
+            array = array.astype(float)
+        except ValueError as error:
+            raise ValueError(f"{name} must be numbers, got others: {error}.") from error
+    if array.ndim != ndim:
+        raise ValueError(
+            f"Reshape your data: {name} must have {ndim} dimension(s), got shape {array.shape}."
+        )
+    if ndim == 2:
+        for axis, found, least in ((0, "sample", min_rows), (1, "feature", min_columns)):
+            if array.shape[axis] < least:
+                raise ValueError(
+                    f"{name} must have rows and columns, got {array.shape[axis]} {found}(s) "
+                    f"(shape={array.shape}) while a minimum of {least} is required."
+                )
+    return check_array(name, array, ndim=ndim, squares=True)
+
+
+@contextmanager
+def quiet(verbose: bool) -> Iterator[None]:
+    """Keep Flower's lines about every round out of the log, but for warnings."""
+    logger = logging.getLogger("flwr")
+    level = logger.level
+    if not verbose:
+        logger.setLevel(max(level, logging.WARNING))
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

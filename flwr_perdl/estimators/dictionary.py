@@ -1,0 +1,313 @@
+"""Which factors all sites share, and which are a site's own: PerMA behind ``fit``.
+
+Liang, Shi, Al Kontar, Fattahi, "Personalized Dictionary Learning for Heterogeneous Datasets",
+NeurIPS 2023: `flwr_perdl.strategies.PerMA` has its symbols, and what each party receives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal, Self
+
+import numpy as np
+from flwr.app import Context
+from flwr.clientapp import ClientApp
+
+from flwr_perdl._checks import Matrix, check_count
+from flwr_perdl._records import PARTITION_ID
+from flwr_perdl.clients import DictionaryClient, client_app
+from flwr_perdl.clients.dictionary import Start
+from flwr_perdl.dictionary import LassoLearner, Learner, sparse_code, warm_start
+from flwr_perdl.estimators._base import Estimator, quiet, rebuilt
+from flwr_perdl.simulations import InProcessGrid
+from flwr_perdl.strategies import PerMA
+
+#: How a site learns its first dictionary where no learner is given: the lasso needs few iterations,
+#: and larger penalties only make the first ones faster.
+LASSO_START: Start = partial(warm_start, n_iter=10, boost=4, decay=0.7)
+
+#: Makes the grid of so many nodes that all run one app.
+MakeGrid = Callable[[ClientApp, int], InProcessGrid]
+
+
+class PersonalizedDictionaryLearning(Estimator):
+    """Learn atoms that all sites share, and atoms that are a site's own.
+
+    The samples of site i are sparse combinations of the global atoms and of the site's local ones:
+    ``X[i] ≈ codes @ [global_atoms_; local_atoms_[i]]``. ``fit`` runs `PerMA` with a
+    `DictionaryClient` per site, as a federation does in which no site sees another one's samples.
+
+    Parameters
+    ----------
+    n_atoms : int
+        Atoms of a site, the global ones included.
+    n_global : int or "auto", default "auto"
+        How many of them are global. "auto" finds on how many the sites agree, which on images may
+        be none though sharing pays (docs/perma.md): then give a number.
+    learner : callable, optional
+        ``n_atoms -> Learner``: what a site learns with, such as `OrthogonalLearner` or
+        ``partial(MODLearner, n_nonzero=5)``; by default `LassoLearner`, which does best without
+        tuning.
+    alpha : float or "auto", default "auto"
+        The default learner's penalty; "auto" is a twentieth of each sample's norm.
+    n_nonzero : int, optional
+        Atoms per sample of ``transform`` (orthogonal matching pursuit); by default the learner's
+        own codes.
+    rounds : int, default 20
+        Communication rounds; the first one finds the global atoms.
+    aggregation, matching : str, default "statistics", "consensus"
+        See `PerMA`.
+    min_support : int, default 3
+        Samples that must stand behind each atom that a site sends: see `DictionaryClient`.
+    seed : int, default 0
+        Seed of all draws.
+    grid : callable, optional
+        ``(app, n_sites) -> InProcessGrid``, such as ``partial(InProcessGrid, state_dir="kept")``;
+        by default `InProcessGrid`.
+    verbose : bool, default False
+        Whether Flower logs every round.
+
+    Attributes
+    ----------
+    global_atoms_ : ndarray of shape (n_global, n_features)
+        The atoms that all sites share, unit rows.
+    local_atoms_ : list of ndarray of shape (n_local, n_features)
+        Each site's own, unit rows. In a federation of several parties these stay at the sites.
+    history_ : list of RoundReport
+        What happened in every round: errors by site, who was left out, floats sent.
+    n_iter_ : int
+        Rounds that were run.
+    n_features_in_, feature_names_in_
+        The columns, as in scikit-learn.
+
+    Raises
+    ------
+    ValueError
+        When ``fit`` is called: if a table is empty or not finite, has other columns than the first
+        one, or a parameter breaks its rule.
+
+    See Also
+    --------
+    flwr_perdl.strategies.PerMA : the protocol, for Flower projects.
+
+    Examples
+    --------
+    Four sites share two of their four atoms.
+
+    >>> import numpy as np
+    >>> from flwr_perdl.dictionary import OrthogonalLearner, dictionary_distance
+    >>> from flwr_perdl.estimators import PersonalizedDictionaryLearning
+    >>> rng = np.random.default_rng(0)
+    >>> basis = np.linalg.qr(rng.standard_normal((10, 10)))[0]
+    >>> own = [np.vstack([basis[:2], basis[2 + 2 * i : 4 + 2 * i]]) for i in range(4)]
+    >>> sites = [rng.choice([-1, 0, 1], (100, 4), p=[0.2, 0.6, 0.2]) @ D for D in own]
+    >>> model = PersonalizedDictionaryLearning(4, 2, learner=OrthogonalLearner).fit(sites)
+    >>> bool(dictionary_distance(basis[:2], model.global_atoms_) < 1e-6)
+    True
+    >>> model.transform(sites[3], client=3).shape
+    (100, 4)
+    """
+
+    def __init__(
+        self,
+        n_atoms: int,
+        n_global: int | Literal["auto"] = "auto",
+        *,
+        learner: Callable[[int], Learner] | None = None,
+        alpha: float | Literal["auto"] = "auto",
+        n_nonzero: int | None = None,
+        rounds: int = 20,
+        aggregation: str = "statistics",
+        matching: str = "consensus",
+        min_support: int = 3,
+        seed: int = 0,
+        grid: MakeGrid | None = None,
+        verbose: bool = False,
+    ) -> None:
+        self.n_atoms = n_atoms
+        self.n_global = n_global
+        self.learner = learner
+        self.alpha = alpha
+        self.n_nonzero = n_nonzero
+        self.rounds = rounds
+        self.aggregation = aggregation
+        self.matching = matching
+        self.min_support = min_support
+        self.seed = seed
+        self.grid = grid
+        self.verbose = verbose
+
+    def fit(self, X: Sequence[Any], y: Any = None) -> Self:
+        """Learn from the sites' tables.
+
+        Parameters
+        ----------
+        X : list of array_like of shape (n_samples_i, n_features)
+            One table per site, rows are samples; the columns are the same everywhere.
+        y : ignored
+            For scikit-learn.
+        """
+        learner = self._learner()
+        n_rounds = check_count("rounds", self.rounds, 2)
+        check_count("min_support", self.min_support)
+        sites = self._read_sites(X, min_columns=2)  # of one column there is one atom
+        most = max(map(len, sites))
+        if most < self.min_support:
+            raise ValueError(
+                f"X must have a table with at least min_support={self.min_support} samples, got "
+                f"n_samples={most} in the largest."
+            )
+        strategy = PerMA(
+            self.n_global,
+            aggregation=self.aggregation,
+            matching=self.matching,
+            seed=self.seed,
+            num_clients=len(sites),
+            min_clients=1,
+            fraction_evaluate=0.0,
+        )
+
+        def make_client(context: Context) -> DictionaryClient:
+            return DictionaryClient(
+                sites[int(context.node_config[PARTITION_ID])],
+                learner,
+                context,
+                start=LASSO_START if isinstance(learner, LassoLearner) else warm_start,
+                min_support=self.min_support,
+            )
+
+        with quiet(self.verbose):
+            grid = (self.grid or InProcessGrid)(client_app(make_client), len(sites))
+            result = strategy.start(grid, num_rounds=n_rounds)
+        (self.global_atoms_,) = result.arrays.to_numpy_ndarrays()
+        self.local_atoms_ = grid.local_atoms()
+        self.history_ = strategy.history
+        self.n_iter_ = len(self.history_)
+        return self
+
+    def fit_transform(self, X: Sequence[Any], y: Any = None) -> list[Matrix]:
+        """Learn from the tables, and return each table's codes: see `fit` and `transform`.
+
+        Parameters
+        ----------
+        X : list of array_like of shape (n_samples_i, n_features)
+            One table per site.
+        y : ignored
+            For scikit-learn.
+
+        Returns
+        -------
+        list of ndarray
+        """
+        self.fit(X)
+        return [self.transform(table, i) for i, table in enumerate(X)]
+
+    def transform(self, X: Any, client: int | None = None) -> Matrix:
+        """Return the codes of samples.
+
+        Parameters
+        ----------
+        X : array_like of shape (n_samples, n_features)
+            Samples.
+        client : int, optional
+            Whose atoms: the global ones, then those of this site. Without it the global ones alone,
+            which is what a site that was not there can do.
+
+        Returns
+        -------
+        ndarray of shape (n_samples, n_global + n_local)
+        """
+        rows, D = self._read_rows(X), self.atoms(client)
+        rows = rows.astype(D.dtype, copy=False)
+        if self.n_nonzero is not None:
+            return sparse_code(rows, D, n_nonzero=min(self.n_nonzero, len(D)))
+        return self._learner().code(rows, D)
+
+    def inverse_transform(self, codes: Any, client: int | None = None) -> Matrix:
+        """Return the samples that have these codes.
+
+        Parameters
+        ----------
+        codes : array_like of shape (n_samples, n_global + n_local)
+            What ``transform`` returns for the same ``client``.
+        client : int, optional
+            See `transform`.
+
+        Returns
+        -------
+        ndarray of shape (n_samples, n_features)
+        """
+        return rebuilt(codes, self.atoms(client))
+
+    def reconstruct(self, X: Any, client: int | None = None) -> Matrix:
+        """Return what the atoms make of samples: ``inverse_transform(transform(X))``.
+
+        Parameters
+        ----------
+        X : array_like of shape (n_samples, n_features)
+            Samples.
+        client : int, optional
+            See `transform`.
+
+        Returns
+        -------
+        ndarray of shape (n_samples, n_features)
+        """
+        return self.inverse_transform(self.transform(X, client), client)
+
+    def score(self, X: Any, y: Any = None, *, client: int | None = None) -> float:
+        """Return the share of the samples' energy that their codes explain, at most 1.
+
+        This is ``1 - ||X - reconstruct(X)||^2 / ||X||^2``.
+
+        Parameters
+        ----------
+        X : array_like of shape (n_samples, n_features)
+            Samples.
+        y : ignored
+            For scikit-learn.
+        client : int, optional
+            See `transform`.
+        """
+        rows = self._read_rows(X)
+        return explained(rows, self.reconstruct(rows, client))
+
+    def atoms(self, client: int | None = None) -> Matrix:
+        """Return a site's whole dictionary: the global atoms, then its local ones.
+
+        Parameters
+        ----------
+        client : int, optional
+            The site, by its place in the list of ``fit``; without it the global atoms alone.
+
+        Returns
+        -------
+        ndarray of shape (n_global + n_local, n_features)
+        """
+        self._check_fitted()
+        if client is None:
+            return self.global_atoms_
+        i = check_count("client", client, 0, len(self.local_atoms_) - 1)
+        return np.vstack([self.global_atoms_, self.local_atoms_[i]])
+
+    def _learner(self) -> Learner:
+        """Return what a site learns with."""
+        n_atoms = check_count("n_atoms", self.n_atoms, 1)
+        if self.n_global != "auto":
+            check_count("n_global", self.n_global, 1, n_atoms)
+        if self.n_nonzero is not None:
+            check_count("n_nonzero", self.n_nonzero, 1)
+        if self.learner is None:
+            return LassoLearner(n_atoms, self.alpha)
+        if self.alpha != "auto":
+            raise ValueError(f"alpha must be left out where learner is given, got {self.alpha!r}.")
+        if not callable(self.learner):
+            raise TypeError(f"learner must be a function of n_atoms, got {self.learner!r}.")
+        return self.learner(n_atoms)
+
+
+def explained(X: Matrix, approximation: Matrix) -> float:
+    """Return the share of the energy of ``X`` that an approximation explains; 1 of zeros."""
+    energy = float(np.sum(X**2))
+    return 1 - float(np.sum((X - approximation) ** 2)) / energy if energy else 1.0

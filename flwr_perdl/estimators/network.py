@@ -1,0 +1,225 @@
+"""One dictionary from nodes that only talk to their neighbors: diffusion over data behind ``fit``.
+
+Chainais and Richard, "A diffusion strategy for distributed dictionary learning", iTWIST 2014:
+`flwr_perdl.diffusion.DataDiffusion` has its symbols, and what a neighbor receives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import numpy as np
+
+from flwr_perdl._checks import Matrix, check_count, check_kind
+from flwr_perdl.dictionary import normalize_atoms
+from flwr_perdl.diffusion import CombinationMatrix, DataDiffusion, Topology, metropolis_weights
+from flwr_perdl.estimators._base import Estimator, rebuilt
+from flwr_perdl.estimators.dictionary import explained
+from flwr_perdl.network import InMemoryNetwork
+
+
+class NetworkDictionaryLearning(Estimator):
+    """Learn one dictionary at nodes that keep their data and talk to their neighbors.
+
+    ``fit`` runs `DataDiffusion` on an `InMemoryNetwork`: in every round a node codes its samples,
+    updates its dictionary, and averages it with its neighbors'. There is no server.
+
+    Parameters
+    ----------
+    topology : Topology or CombinationMatrix
+        Who hears whom, one node per table of ``fit``; a topology means Metropolis weights.
+    n_atoms : int, default 10
+        Atoms of the dictionary.
+    coder : {"omp", "lasso", "focuss", "nonnegative"}, default "omp"
+        How samples are coded: see `DataDiffusion`.
+    n_nonzero : int, default 3
+        Atoms per sample of "omp".
+    alpha : float, default 0.1
+        Penalty of "lasso" and "focuss".
+    update : {"mod", "ksvd", "gradient"}, default "mod"
+        How a node updates its dictionary.
+    nonnegative : bool, default False
+        Whether negative entries of atoms are set to zero.
+    rounds : int, default 100
+        Communication rounds.
+    seed : int, default 0
+        Seed of all draws.
+
+    Attributes
+    ----------
+    components_ : ndarray of shape (n_atoms, n_features)
+        The mean of the nodes' dictionaries, unit rows.
+    node_components_ : ndarray of shape (n_nodes, n_atoms, n_features)
+        Every node's own.
+    disagreement_ : ndarray of shape (n_nodes,)
+        The largest distance of a node's atom from the same atom of ``components_``: near 0 where
+        the nodes agree. Nodes that have not enough samples, or a network that mixes slowly, need
+        more rounds.
+    n_iter_ : int
+        Rounds that were run.
+    floats_sent_ : float
+        Floats that reached a neighbor, all nodes and rounds.
+    n_features_in_, feature_names_in_
+        The columns, as in scikit-learn.
+
+    Raises
+    ------
+    ValueError
+        When ``fit`` is called: if there is not one table per node, a table breaks a rule, or a
+        parameter does.
+
+    See Also
+    --------
+    flwr_perdl.diffusion.DataDiffusion : with streams, other networks, and every option.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.diffusion import Topology
+    >>> from flwr_perdl.estimators import NetworkDictionaryLearning
+    >>> rng = np.random.default_rng(0)
+    >>> atoms = rng.standard_normal((12, 8))
+    >>> atoms /= np.linalg.norm(atoms, axis=1, keepdims=True)
+    >>> codes = rng.uniform(-1, 1, (600, 12)) * (rng.random((600, 12)).argsort(axis=1) < 2)
+    >>> tables = np.split(codes @ atoms, 4)
+    >>> model = NetworkDictionaryLearning(Topology.ring(4), n_atoms=12, n_nonzero=2).fit(tables)
+    >>> bool(np.all(np.abs(atoms @ model.components_.T).max(axis=1) > 0.99))
+    True
+    >>> model.transform(tables[0]).shape
+    (150, 12)
+    """
+
+    def __init__(
+        self,
+        topology: Topology | CombinationMatrix,
+        n_atoms: int = 10,
+        *,
+        coder: str = "omp",
+        n_nonzero: int = 3,
+        alpha: float = 0.1,
+        update: str = "mod",
+        nonnegative: bool = False,
+        rounds: int = 100,
+        seed: int = 0,
+    ) -> None:
+        self.topology = topology
+        self.n_atoms = n_atoms
+        self.coder = coder
+        self.n_nonzero = n_nonzero
+        self.alpha = alpha
+        self.update = update
+        self.nonnegative = nonnegative
+        self.rounds = rounds
+        self.seed = seed
+
+    def fit(self, X: Sequence[Any], y: Any = None) -> Self:
+        """Learn from the nodes' tables.
+
+        Parameters
+        ----------
+        X : list of array_like of shape (n_samples_i, n_features)
+            One table per node, rows are samples; the columns are the same everywhere.
+        y : ignored
+            For scikit-learn.
+        """
+        learner = self._learner()
+        wanted = "a Topology or a CombinationMatrix"
+        given = check_kind("topology", self.topology, (Topology, CombinationMatrix), wanted)
+        weights = metropolis_weights(given) if isinstance(given, Topology) else given
+        tables = self._read_sites(X)
+        network = InMemoryNetwork(weights.topology, weights)
+        learned = learner.fit(tables, network, self.rounds, seed=self.seed)
+        self.node_components_ = learned.dictionaries
+        self.components_ = normalize_atoms(
+            learned.dictionaries.mean(axis=0), learned.dictionaries[0]
+        )
+        apart = np.linalg.norm(learned.dictionaries - self.components_, axis=2)
+        self.disagreement_ = apart.max(axis=1)
+        self.n_iter_, self.floats_sent_ = learned.rounds, learned.floats_sent
+        return self
+
+    def fit_transform(self, X: Sequence[Any], y: Any = None) -> list[Matrix]:
+        """Learn from the tables, and return each table's codes: see `fit` and `transform`.
+
+        Parameters
+        ----------
+        X : list of array_like of shape (n_samples_i, n_features)
+            One table per node.
+        y : ignored
+            For scikit-learn.
+
+        Returns
+        -------
+        list of ndarray
+        """
+        self.fit(X)
+        return [self.transform(table, i) for i, table in enumerate(X)]
+
+    def transform(self, X: Any, node: int | None = None) -> Matrix:
+        """Return the codes of samples.
+
+        Parameters
+        ----------
+        X : array_like of shape (n_samples, n_features)
+            Samples.
+        node : int, optional
+            With whose dictionary; by default ``components_``.
+
+        Returns
+        -------
+        ndarray of shape (n_samples, n_atoms)
+        """
+        rows, D = self._read_rows(X), self._dictionary(node)
+        return self._learner().code(rows.astype(D.dtype, copy=False), D)
+
+    def inverse_transform(self, codes: Any, node: int | None = None) -> Matrix:
+        """Return the samples that have these codes.
+
+        Parameters
+        ----------
+        codes : array_like of shape (n_samples, n_atoms)
+            What ``transform`` returns.
+        node : int, optional
+            See `transform`.
+
+        Returns
+        -------
+        ndarray of shape (n_samples, n_features)
+        """
+        return rebuilt(codes, self._dictionary(node))
+
+    def score(self, X: Any, y: Any = None, *, node: int | None = None) -> float:
+        """Return the share of the samples' energy that their codes explain, at most 1.
+
+        Parameters
+        ----------
+        X : array_like of shape (n_samples, n_features)
+            Samples.
+        y : ignored
+            For scikit-learn.
+        node : int, optional
+            See `transform`.
+        """
+        rows = self._read_rows(X)
+        return explained(rows, self.inverse_transform(self.transform(rows, node), node))
+
+    def _dictionary(self, node: int | None) -> Matrix:
+        """Return a node's dictionary, or that of all."""
+        self._check_fitted()
+        if node is None:
+            return self.components_
+        nodes: Matrix = self.node_components_
+        chosen: Matrix = nodes[check_count("node", node, 0, len(nodes) - 1)]
+        return chosen
+
+    def _learner(self) -> DataDiffusion:
+        """Return the algorithm with this estimator's options."""
+        return DataDiffusion(
+            self.n_atoms,
+            coder=self.coder,
+            n_nonzero=self.n_nonzero,
+            alpha=self.alpha,
+            update=self.update,
+            nonnegative=self.nonnegative,
+        )

@@ -1,0 +1,265 @@
+"""Groups of few points, each of one of k linear models: FedMD and FedX behind ``fit``.
+
+Su, Xu, Yang, "Global Convergence of Federated Learning for Mixed Regression", NeurIPS 2022:
+`flwr_perdl.regression.TwoPhase` has its symbols, `flwr_perdl.strategies.FedX` what each party
+receives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, Self
+
+import numpy as np
+from flwr.app import Context
+from flwr.clientapp import ClientApp
+from numpy.typing import NDArray
+
+from flwr_perdl._checks import Matrix, check_count
+from flwr_perdl._records import PARTITION_ID
+from flwr_perdl.clients import RegressionClient, client_app
+from flwr_perdl.estimators._base import Estimator, as_matrix, feature_names, quiet
+from flwr_perdl.regression import SQUARED
+from flwr_perdl.simulations import InProcessGrid
+from flwr_perdl.strategies import FedX
+
+
+class MixedRegression(Estimator):
+    """Find k linear models, and which group of points follows which of them.
+
+    Nobody knows which group follows which model; one model for all would be wrong for everybody,
+    and a group alone has too few points. ``fit`` runs `FedX`, which begins with `FedMD`, with a
+    `RegressionClient` per group.
+
+    Parameters
+    ----------
+    k : int or "auto", default "auto"
+        Number of models; "auto" finds it, at most ``max_clusters``. It needs models that differ by
+        more than the noise.
+    max_clusters : int, default 8
+        Most models that "auto" looks for.
+    rounds : int, default 50
+        Communication rounds.
+    min_support : int, default 3
+        Groups with fewer points take no part in ``fit``; they still have a label.
+    seed : int, default 0
+        Seed of all draws.
+    grid : callable, optional
+        ``(app, n_groups) -> InProcessGrid``; by default `InProcessGrid`.
+    verbose : bool, default False
+        Whether Flower logs every round.
+
+    Attributes
+    ----------
+    coef_ : ndarray of shape (k, n_features)
+        The models.
+    groups_ : ndarray of shape (n_groups,)
+        The groups' names, sorted.
+    labels_ : ndarray of shape (n_groups,)
+        The model of each of ``groups_``, a row of ``coef_``.
+    history_ : list of RoundReport
+        What happened in every round.
+    n_iter_ : int
+        Rounds that were run.
+    n_features_in_, feature_names_in_
+        The columns, as in scikit-learn.
+
+    Raises
+    ------
+    ValueError
+        When ``fit`` is called: if the arrays do not fit each other, are not finite, or a parameter
+        breaks its rule.
+
+    See Also
+    --------
+    flwr_perdl.strategies.FedX : the protocol, for Flower projects, with every option.
+
+    Notes
+    -----
+    There is no intercept: add a column of ones, or center the responses. Bring the columns to
+    about the same scale.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.estimators import MixedRegression
+    >>> rng = np.random.default_rng(0)
+    >>> slopes = np.array([[2.0, 0.0, 1.0], [-1.0, 1.0, 0.0]])
+    >>> groups = np.repeat(np.arange(40), 15)
+    >>> X = rng.standard_normal((600, 3))
+    >>> y = np.sum(X * slopes[groups % 2], axis=1) + 0.1 * rng.standard_normal(600)
+    >>> model = MixedRegression(k=2).fit(X, y, groups)
+    >>> model.coef_[model.labels_[:2]].round(1) + 0
+    array([[ 2.,  0.,  1.],
+           [-1.,  1.,  0.]])
+    >>> model.predict([[1.0, 1.0, 1.0]], groups=[6]).round(1)
+    array([3.])
+    """
+
+    _estimator_type = "regressor"
+
+    def __init__(
+        self,
+        k: int | Literal["auto"] = "auto",
+        *,
+        max_clusters: int = 8,
+        rounds: int = 50,
+        min_support: int = 3,
+        seed: int = 0,
+        grid: Callable[[ClientApp, int], InProcessGrid] | None = None,
+        verbose: bool = False,
+    ) -> None:
+        self.k = k
+        self.max_clusters = max_clusters
+        self.rounds = rounds
+        self.min_support = min_support
+        self.seed = seed
+        self.grid = grid
+        self.verbose = verbose
+
+    def fit(self, X: Any, y: Any, groups: Any) -> Self:
+        """Find the models from all groups' points.
+
+        Parameters
+        ----------
+        X : array_like of shape (n_samples, n_features)
+            Inputs.
+        y : array_like of shape (n_samples,)
+            Responses.
+        groups : array_like of shape (n_samples,)
+            The group of each sample: numbers or names.
+        """
+        if self.k != "auto":
+            check_count("k", self.k, 1)
+        n_rounds = check_count("rounds", self.rounds, 1)
+        check_count("min_support", self.min_support)
+        inputs = as_matrix("X", X, min_rows=1)
+        responses = as_column("y", y, len(inputs))
+        owners = as_groups(groups, len(inputs))
+        names, which, sizes = np.unique(owners, return_inverse=True, return_counts=True)
+        enough = np.flatnonzero(sizes >= self.min_support)
+        if not len(enough):
+            raise ValueError(
+                f"groups must have one with at least min_support={self.min_support} samples, got "
+                f"n_samples={sizes.max()} in the largest."
+            )
+        own = [(inputs[which == i], responses[which == i]) for i in enough]
+        strategy = FedX(
+            self.k,
+            max_clusters=self.max_clusters,
+            seed=self.seed,
+            num_clients=len(own),
+            min_clients=1,
+            fraction_evaluate=0.0,
+        )
+
+        def make_client(context: Context) -> RegressionClient:
+            data = own[int(context.node_config[PARTITION_ID])]
+            return RegressionClient(*data, context, min_support=self.min_support)
+
+        with quiet(self.verbose):
+            grid = (self.grid or InProcessGrid)(client_app(make_client), len(own))
+            result = strategy.start(grid, num_rounds=n_rounds)
+        self._remember_columns(inputs, feature_names(X))
+        (self.coef_,) = result.arrays.to_numpy_ndarrays()
+        self.groups_ = names
+        self.labels_ = np.array(
+            [self._nearest(inputs[which == i], responses[which == i]) for i in range(len(names))]
+        )
+        self.history_ = strategy.history
+        self.n_iter_ = len(self.history_)
+        return self
+
+    def predict(self, X: Any, groups: Any = None, y_own: Any = None) -> Matrix:
+        """Return predictions.
+
+        Parameters
+        ----------
+        X : array_like of shape (n_samples, n_features)
+            Inputs.
+        groups : array_like of shape (n_samples,), optional
+            The group of each sample; without it all samples are of one group that ``fit`` did not
+            see.
+        y_own : array_like of shape (n_samples,), optional
+            Responses where they are known, NaN elsewhere: a group that ``fit`` did not see has the
+            model that fits these best.
+
+        Returns
+        -------
+        ndarray of shape (n_samples,)
+
+        Raises
+        ------
+        ValueError
+            If there is a group that ``fit`` did not see and that has no response in ``y_own``.
+        """
+        rows = self._read_rows(X).astype(self.coef_.dtype, copy=False)
+        known = np.full(len(rows), np.nan)
+        if y_own is not None:
+            known = as_column("y_own", y_own, len(rows), missing=True)
+        if groups is None:
+            owners, seen = np.zeros(len(rows), dtype=int), {}
+        else:
+            owners = as_groups(groups, len(rows))
+            seen = dict(zip(self.groups_.tolist(), self.labels_.tolist(), strict=True))
+        predictions: Matrix = np.zeros(len(rows), self.coef_.dtype)
+        for group in np.unique(owners).tolist():
+            members = owners == group
+            label = seen.get(group)
+            if label is None:
+                told = members & ~np.isnan(known)
+                if not told.any():
+                    raise ValueError(
+                        "y_own must have a response of every group that fit did not see, got none "
+                        f"of {'the samples' if groups is None else f'group {group!r}'}."
+                    )
+                label = self._nearest(rows[told], known[told])
+            predictions[members] = rows[members] @ self.coef_[label]
+        return predictions
+
+    def score(self, X: Any, y: Any, groups: Any = None, y_own: Any = None) -> float:
+        """Return the coefficient of determination R^2 of the predictions.
+
+        Parameters
+        ----------
+        X : array_like of shape (n_samples, n_features)
+            Inputs.
+        y : array_like of shape (n_samples,)
+            Responses.
+        groups, y_own : array_like, optional
+            See `predict`.
+        """
+        predictions = self.predict(X, groups, y_own)
+        truth = as_column("y", y, len(predictions))
+        spread = float(np.sum((truth - truth.mean()) ** 2))
+        missed = float(np.sum((truth - predictions) ** 2))
+        return 1 - missed / spread if spread else float(not missed)
+
+    def _nearest(self, X: Matrix, y: Matrix) -> int:
+        """Return the model that fits points best, the first of equals."""
+        return int(SQUARED.values(X, y, self.coef_).argmin())
+
+
+def as_column(name: str, values: Any, length: int, *, missing: bool = False) -> Matrix:
+    """Return one number per sample; with ``missing`` NaN is one, too."""
+    column = np.asarray(values)
+    if column.ndim != 1 or len(column) != length:
+        raise ValueError(
+            f"{name} should be a 1d array of {length} numbers, got one of shape {column.shape}."
+        )
+    if not missing:
+        return as_matrix(name, column, ndim=1)
+    numbers: Matrix = column.astype(float)
+    as_matrix(name, numbers[~np.isnan(numbers)], ndim=1)
+    return numbers
+
+
+def as_groups(groups: Any, length: int) -> NDArray[Any]:
+    """Return the group of every sample."""
+    owners = np.asarray(groups)
+    if owners.shape != (length,):
+        raise ValueError(f"groups must have shape ({length},), got {owners.shape}.")
+    for group in owners.tolist():
+        if not isinstance(group, str) and (group is None or group != group):
+            raise ValueError(f"groups must have a group for every sample, got {group!r}.")
+    return owners

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Context, RecordDict
+
+from flwr_perdl.clients import DictionaryClient, client_app, local_atoms
+from flwr_perdl.clients._at_rest import KEY_VARIABLE
+from flwr_perdl.dictionary import OrthogonalLearner
+from flwr_perdl.simulations import InProcessGrid
+from flwr_perdl.strategies import PerMA
+
+X = np.random.default_rng(0).standard_normal((2, 30, 6))
+
+
+def run(state_dir: Path | None = None, rounds: int = 2, seed: int = 0) -> InProcessGrid:
+    def make_client(context: Context) -> DictionaryClient:
+        own = X[int(context.node_config["partition-id"])]
+        return DictionaryClient(own, OrthogonalLearner(5), context, state_dir=state_dir)
+
+    grid = InProcessGrid(client_app(make_client), len(X))
+    PerMA(n_global=2, seed=seed).start(grid, num_rounds=rounds)
+    return grid
+
+
+def test_a_context_and_its_folder_hold_the_same_atoms(tmp_path: Path) -> None:
+    grid = run(tmp_path)
+    for i, (context, atoms) in enumerate(
+        zip(grid.contexts.values(), grid.local_atoms(), strict=True)
+    ):
+        assert atoms.shape == (3, 6)
+        np.testing.assert_allclose(np.linalg.norm(atoms, axis=1), 1)
+        np.testing.assert_array_equal(local_atoms(context), atoms)
+        np.testing.assert_array_equal(local_atoms(tmp_path / f"client-{i}"), atoms)
+    assert not np.array_equal(*grid.local_atoms())
+
+
+def test_of_several_runs_the_last_one_is_read(tmp_path: Path) -> None:
+    first = run(tmp_path).local_atoms()[0]
+    second = run(tmp_path, seed=1).local_atoms()[0]
+    assert not np.array_equal(first, second)
+    np.testing.assert_array_equal(local_atoms(str(tmp_path / "client-0")), second)
+
+
+def test_an_encrypted_folder_needs_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, "ab" * 32)
+    atoms = run(tmp_path).local_atoms()[0]
+    np.testing.assert_array_equal(local_atoms(tmp_path / "client-0"), atoms)
+    monkeypatch.delenv(KEY_VARIABLE)
+    with pytest.raises(ValueError, match="must be the key"):
+        local_atoms(tmp_path / "client-0")
+
+
+def test_where_there_are_none_is_said(tmp_path: Path) -> None:
+    empty = Context(run_id=1, node_id=2, node_config={}, state=RecordDict(), run_config={})
+    begun = next(iter(run(rounds=1).contexts.values()))  # the matching round alone
+    for source in (empty, begun, tmp_path):
+        with pytest.raises(ValueError, match="source must be the Context, or the folder client-"):
+            local_atoms(source)
+    wrong: Any = 3
+    with pytest.raises(TypeError, match="source must be a Context or a path, got 3"):
+        local_atoms(wrong)

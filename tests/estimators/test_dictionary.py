@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+import logging
+import re
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sklearn.datasets import load_digits
+from sklearn.decomposition import MiniBatchDictionaryLearning
+from sklearn.exceptions import ConvergenceWarning
+
+from flwr_perdl.clients import local_atoms
+from flwr_perdl.dictionary import (
+    MODLearner,
+    OrthogonalLearner,
+    dictionary_distance,
+    normalize_atoms,
+    sparse_code,
+)
+from flwr_perdl.estimators import PersonalizedDictionaryLearning
+from flwr_perdl.simulations import InProcessGrid
+
+PAGE = (Path(__file__).parents[2] / "docs" / "estimators.md").read_text()
+BASIS = np.linalg.qr(np.random.default_rng(1).standard_normal((12, 12)))[0]
+SHARED, OWN = BASIS[:3], [BASIS[3 + 2 * i : 5 + 2 * i] for i in range(4)]
+
+
+def planted(n_samples: int = 120) -> list[np.ndarray]:
+    """Four sites: three atoms in common, two of its own each."""
+    rng = np.random.default_rng(2)
+    return [
+        rng.choice([-1, 0, 1], (n_samples, 5), p=[0.15, 0.7, 0.15])
+        * rng.uniform(1, 2, (n_samples, 5))
+        @ np.vstack([SHARED, own])
+        for own in OWN
+    ]
+
+
+def orthogonal(n_atoms: int = 5, n_global: Any = 3, **options: Any) -> Any:
+    return PersonalizedDictionaryLearning(
+        n_atoms, n_global, learner=OrthogonalLearner, rounds=5, **options
+    )
+
+
+@pytest.mark.parametrize("n_global", [3, "auto"])
+def test_planted_atoms_are_found_shared_and_own(n_global: Any) -> None:
+    sites = planted()
+    kept = [site.copy() for site in sites]
+    model = orthogonal(n_global=n_global).fit(sites)
+    np.testing.assert_array_equal(sites, kept)
+    assert dictionary_distance(SHARED, model.global_atoms_) < 1e-6
+    assert len(model.local_atoms_) == 4
+    for i, (own, site) in enumerate(zip(OWN, sites, strict=True)):
+        assert dictionary_distance(own, model.local_atoms_[i]) < 1e-6
+        codes = model.transform(site, client=i)
+        assert codes.shape == (120, 5)
+        np.testing.assert_allclose(model.inverse_transform(codes, client=i), site, atol=1e-6)
+        np.testing.assert_allclose(model.reconstruct(site, client=i), site, atol=1e-6)
+        assert model.score(site, client=i) > 1 - 1e-9
+        # the shared part alone explains what the site's own atoms do not
+        alone = 1 - np.sum((site @ own.T) ** 2) / np.sum(site**2)
+        assert model.score(site) == pytest.approx(alone, abs=1e-6)
+    assert model.transform(sites[0]).shape == (120, 3)
+    assert model.n_iter_ == len(model.history_) == 5
+
+
+def test_fit_transform_returns_every_sites_codes() -> None:
+    sites, model = planted(40), orthogonal()
+    for i, codes in enumerate(model.fit_transform(sites)):
+        np.testing.assert_array_equal(codes, model.transform(sites[i], i))
+
+
+def test_n_nonzero_is_the_number_of_atoms_per_sample() -> None:
+    sites = planted(40)
+    model = orthogonal(n_nonzero=2).fit(sites)
+    assert set(np.count_nonzero(model.transform(sites[0], client=0), axis=1)) <= {0, 1, 2}
+    np.testing.assert_array_equal(
+        model.transform(sites[1], client=1),
+        sparse_code(sites[1], model.atoms(client=1), n_nonzero=2),
+    )
+
+
+class Frame:
+    """What is asked of a data frame."""
+
+    def __init__(self, values: np.ndarray, columns: list[str]) -> None:
+        self.values, self.columns = values, columns
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.values, dtype)
+
+
+def test_one_seed_gives_the_same_atoms_and_a_data_frame_the_same_as_an_array() -> None:
+    sites = planted(40)
+    names = [f"gene {j}" for j in range(12)]
+    tables = [Frame(site, names) for site in sites]
+    first, second = orthogonal(seed=4).fit(sites), orthogonal(seed=4).fit(tables)
+    np.testing.assert_array_equal(first.global_atoms_, second.global_atoms_)
+    assert list(second.feature_names_in_) == names
+    assert not hasattr(first, "feature_names_in_")
+    other = Frame(sites[1], names[::-1])
+    with pytest.raises(ValueError, match=r"X\[1\] must have the columns of X\[0\]"):
+        second.fit([tables[0], other])
+    with pytest.raises(ValueError, match="X must have the columns of fit in the same order"):
+        second.transform(other)
+
+
+def test_the_grid_is_the_callers_where_one_is_given(tmp_path: Path) -> None:
+    def node_config(partition: int) -> dict[str, str]:
+        return {"state-dir": str(tmp_path)}
+
+    model = orthogonal(grid=partial(InProcessGrid, node_config=node_config)).fit(planted(40))
+    np.testing.assert_array_equal(local_atoms(tmp_path / "client-2"), model.local_atoms_[2])
+
+
+def test_flower_is_silent_unless_asked(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("flwr")
+    logger.addHandler(caplog.handler)
+    caplog.set_level(logging.INFO, "flwr")
+    try:
+        orthogonal().fit(planted(40))
+        assert not caplog.records
+        orthogonal(verbose=True).fit(planted(40))
+        assert len(caplog.records) > 20
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert logger.level == logging.INFO
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"n_global": 9}, "n_global must be between 1 and 5, got 9"),
+        ({"n_atoms": 0}, "n_atoms must be at least 1, got 0"),
+        ({"alpha": 1.0}, r"alpha must be left out where learner is given, got 1\.0"),
+        ({"n_nonzero": 0}, "n_nonzero must be at least 1, got 0"),
+        ({"min_support": 500}, "at least min_support=500 samples, got n_samples=40 in the largest"),
+        ({"rounds": 1}, "rounds must be at least 2, got 1"),
+        ({"aggregation": "sum"}, "aggregation must be one of"),
+    ],
+)
+def test_a_wrong_parameter_is_named_when_fit_is_called(options: Any, said: str) -> None:
+    model = orthogonal().set_params(**options)
+    with pytest.raises(ValueError, match=said):
+        model.fit(planted(40))
+    assert not hasattr(model, "global_atoms_")
+
+
+@pytest.mark.parametrize(
+    ("X", "kind", "said"),
+    [
+        (np.zeros((4, 3)), TypeError, "X must be a list of tables, one per site, got array"),
+        ([], ValueError, "X must have at least one site, got none"),
+        ([np.eye(3), np.eye(4)], ValueError, r"X\[1\] must have 3 columns, got shape \(4, 4\)"),
+        ([np.eye(3), np.eye(3)[:0]], ValueError, r"X\[1\] must have rows and columns, got 0 samp"),
+        ([[["a", "b"]]], ValueError, r"X\[0\] must be numbers, got others: .*'a'"),
+        ([np.eye(3) * np.nan], ValueError, r"X\[0\] must be finite, got 9 NaN"),
+    ],
+)
+def test_wrong_tables_are_named(X: Any, kind: type[Exception], said: str) -> None:
+    with pytest.raises(kind, match=said):
+        orthogonal().fit(X)
+
+
+def test_a_site_that_is_not_there_is_named() -> None:
+    model = orthogonal().fit(planted(40))
+    with pytest.raises(ValueError, match="client must be between 0 and 3, got 4"):
+        model.transform(planted(40)[0], client=4)
+
+
+def test_codes_of_another_width_are_refused() -> None:
+    model = orthogonal().fit(planted(40))
+    with pytest.raises(ValueError, match=r"codes must have 5 columns, got shape \(2, 3\)"):
+        model.inverse_transform(np.zeros((2, 3)), client=0)
+
+
+def test_a_site_of_two_samples_has_atoms_of_its_own_and_sends_none() -> None:
+    sites = [*planted(40), planted(40)[0][:2]]
+    model = PersonalizedDictionaryLearning(5, 3, learner=partial(MODLearner, n_nonzero=1), rounds=3)
+    assert [len(atoms) for atoms in model.fit(sites).local_atoms_] == [2] * 5
+    assert not model.history_[-1].dropped
+
+
+def test_digits_at_ten_sites_are_within_five_percent_of_pooled_scikit_learn() -> None:
+    X = load_digits().data / 16
+    train, new = X[:1500], X[1500:]
+    model = PersonalizedDictionaryLearning(n_atoms=32, n_global=32).fit(np.array_split(train, 10))
+
+    def error(D: np.ndarray, k: int) -> float:
+        return float(np.mean((new - sparse_code(new, D, n_nonzero=k) @ D) ** 2))
+
+    # what docs/estimators.md says of both, here and pooled
+    said = {
+        10: r"(?s)ten atoms per image:.*# (0\.\d{4}).*leaves (0\.\d{4})",
+        20: r"it is (?=0\.\d{4} there\sand (0\.\d{4}))(0\.\d{4})",
+    }
+    pooled = []
+    for penalty in (0.5, 1.0):
+        learner = MiniBatchDictionaryLearning(32, alpha=penalty, fit_algorithm="cd", random_state=0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            pooled.append(normalize_atoms(learner.fit(train).components_))
+    for k in (10, 20):
+        own = float(np.mean((new - model.set_params(n_nonzero=k).reconstruct(new)) ** 2))
+        assert own == pytest.approx(error(model.global_atoms_, k))
+        best = min(error(D, k) for D in pooled)
+        assert own < 1.05 * best
+        printed = re.search(said[k], PAGE)
+        assert printed
+        assert [own, best] == pytest.approx([float(printed[1]), float(printed[2])], rel=0.1)

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flwr_perdl.estimators import MixedRegression
+
+SLOPES = np.array([[2.0, 0.0, 1.0], [-1.0, 1.0, 0.0]])
+
+
+def planted(n_groups: int = 40, n: int = 15) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Even groups follow the first slopes, odd groups the second; the rows are shuffled."""
+    rng = np.random.default_rng(0)
+    groups = rng.permutation(np.repeat(np.arange(n_groups), n))
+    X = rng.standard_normal((len(groups), 3))
+    y = np.sum(X * SLOPES[groups % 2], axis=1) + 0.1 * rng.standard_normal(len(groups))
+    return X, y, groups
+
+
+@pytest.mark.parametrize("k", [2, "auto"])
+def test_models_and_members_are_found(k: Any) -> None:
+    X, y, groups = planted()
+    names = np.array([f"ward {i:02d}" for i in range(40)])
+    model = MixedRegression(k).fit(X, y, names[groups])
+    np.testing.assert_array_equal(model.groups_, names)
+    assert model.coef_.shape == (2, 3)
+    np.testing.assert_allclose(model.coef_[model.labels_], SLOPES[np.arange(40) % 2], atol=0.05)
+    for j in range(2):  # the oracle: least squares on the cluster's points
+        mine = np.isin(groups % 2, j)
+        oracle = np.linalg.lstsq(X[mine], y[mine])[0]
+        np.testing.assert_allclose(model.coef_[model.labels_[j]], oracle, atol=1e-3)
+    assert model.score(X, y, names[groups]) > 0.99
+    np.testing.assert_allclose(
+        model.predict(X, names[groups]),
+        np.sum(X * model.coef_[model.labels_[groups]], axis=1),
+    )
+
+
+def test_a_new_group_has_the_model_that_its_own_responses_follow() -> None:
+    model = MixedRegression(2).fit(*planted())
+    X = np.random.default_rng(1).standard_normal((6, 3))
+    truth = X @ SLOPES[1]
+    told = np.where(np.arange(6) < 3, truth, np.nan)
+    np.testing.assert_allclose(model.predict(X, y_own=told), truth, atol=0.2)
+    both = model.predict(X, groups=[0, 0, 99, 99, 0, 99], y_own=truth)  # 0 was in fit: its model
+    np.testing.assert_allclose(both[[0, 1, 4]], X[[0, 1, 4]] @ SLOPES[0], atol=0.2)
+    np.testing.assert_allclose(both[[2, 3, 5]], truth[[2, 3, 5]], atol=0.2)
+    with pytest.raises(ValueError, match=r"y_own must have a response of every .* of group 99"):
+        model.predict(X, groups=[0, 0, 0, 0, 0, 99])
+    with pytest.raises(ValueError, match=r"y_own must have .* of the samples"):
+        model.predict(X)
+
+
+def test_a_group_with_too_few_points_has_a_label_and_no_part() -> None:
+    X, y, groups = planted()
+    few = np.append(np.flatnonzero(groups != 7), np.flatnonzero(groups == 7)[:2])
+    model = MixedRegression(2).fit(X[few], y[few], groups[few])
+    without = MixedRegression(2).fit(X[groups != 7], y[groups != 7], groups[groups != 7])
+    np.testing.assert_array_equal(model.coef_, without.coef_)
+    assert model.labels_[7] == model.labels_[1]
+    with pytest.raises(ValueError, match="at least min_support=99 samples, got n_samples=15"):
+        MixedRegression(2, min_support=99).fit(X, y, groups)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"y": np.zeros(3)}, r"y should be a 1d array of 600 numbers, got one of shape \(3,\)"),
+        ({"groups": np.zeros((600, 1))}, r"groups must have shape \(600,\), got \(600, 1\)"),
+        ({"groups": [None] * 600}, "groups must have a group for every sample, got None"),
+        ({"groups": [np.nan] * 600}, "groups must have a group for every sample, got nan"),
+        ({"X": np.full((600, 3), np.inf)}, "X must be finite, got 1800"),
+    ],
+)
+def test_wrong_input_is_named(change: dict[str, Any], said: str) -> None:
+    given = dict(zip(("X", "y", "groups"), planted(), strict=True))
+    with pytest.raises(ValueError, match=said):
+        MixedRegression(2).fit(**{**given, **change})
+
+
+def test_a_wrong_parameter_is_named() -> None:
+    with pytest.raises(ValueError, match="k must be at least 1, got 0"):
+        MixedRegression(0).fit(*planted())
