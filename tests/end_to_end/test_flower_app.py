@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from perdl_experiments import run_experiment
 ROOT = Path(__file__).parents[2]
 
 
-def run_app(environment: dict[str, str], nodes: int, run_config: str = "", app: Path = ROOT) -> str:
+def run_app(environment: dict[str, str], nodes: int, run_config: str = "") -> str:
     """Run an app on Ray with ``nodes`` virtual nodes; return what it printed."""
     simulation = Path(sys.executable).with_name("flower-simulation")
     if simulation.exists():
@@ -31,7 +30,7 @@ def run_app(environment: dict[str, str], nodes: int, run_config: str = "", app: 
         command += ["--federation-config", federation]
     command += ["--run-config", run_config] if run_config else []
     done = subprocess.run(
-        command, cwd=app, env=environment, capture_output=True, text=True, check=False, timeout=540
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=540
     )
     printed = done.stdout + done.stderr
     assert done.returncode == 0, printed[-6000:]
@@ -65,27 +64,6 @@ def test_the_app_learns_what_the_in_process_run_learns(
     with np.load(app / "arrays.npz") as flower, np.load(here / "arrays.npz") as in_process:
         np.testing.assert_array_equal(flower[learned], in_process[learned])
     assert (app / "report.html").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.ray
-def test_the_guides_project_runs_also_where_it_lists_flwr_perdl(
-    flower_environment: dict[str, str], tmp_path: Path
-) -> None:
-    """The project of docs/use-in-your-project.md, with its cure of exit code 608."""
-    page = (ROOT / "docs" / "use-in-your-project.md").read_text()
-    app = tmp_path / "my-app"
-    app.mkdir()
-    for name, language in (("my_app.py", "python"), ("pyproject.toml", "toml")):
-        found = re.search(rf"```{language}\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-        assert found
-        (app / name).write_text(
-            found[1].replace("dependencies = []", 'dependencies = ["flwr-perdl"]')
-        )
-    assert 'dependencies = ["flwr-perdl"]' in (app / "pyproject.toml").read_text()
-    printed = run_app(flower_environment, 10, app=app)
-    (distance,) = re.findall(r"distance from the shared atoms: (\S+)", printed)
-    assert float(distance) < 1e-12
 
 
 def test_the_app_bundle_carries_the_library(

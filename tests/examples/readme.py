@@ -51,12 +51,14 @@ def read(name: str) -> Readme:
     )
 
 
-def run(readme: Readme, blocks: list[str], folder: Path, environment: Mapping[str, str]) -> str:
-    """Run blocks in a copy of the example in ``folder``; return what they print."""
-    here = folder / readme.name
-    shutil.copytree(
-        ROOT / "examples" / readme.name, here, ignore=shutil.ignore_patterns("__pycache__")
-    )
+def copied(readme: Readme, folder: Path) -> Path:
+    """Return a copy of the example in ``folder``."""
+    ignored = shutil.ignore_patterns("__pycache__")
+    return shutil.copytree(ROOT / "examples" / readme.name, folder / readme.name, ignore=ignored)
+
+
+def run(readme: Readme, blocks: list[str], here: Path, environment: Mapping[str, str]) -> None:
+    """Run blocks in a folder, and compare what they print with what the README says."""
     done = subprocess.run(
         ["bash", "-eu", "-c", "\n".join(blocks)],
         cwd=here,
@@ -71,4 +73,3 @@ def run(readme: Readme, blocks: list[str], folder: Path, environment: Mapping[st
     assert done.returncode == 0, f"{readme.name}\n{done.stdout[-6000:]}"
     missing = [line for line in readme.printed if line not in done.stdout]
     assert not missing, f"{readme.name} does not print {missing}\n{done.stdout[-6000:]}"
-    return done.stdout

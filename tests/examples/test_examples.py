@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.readme import EXAMPLES, ROOT, Readme, read, run
+from tests.examples.readme import EXAMPLES, ROOT, Readme, copied, read, run
 
 READMES = [read(name) for name in EXAMPLES]
 SCREEN = 60  # lines
@@ -41,7 +41,8 @@ def test_a_readme_is_a_screen_and_has_commands_and_what_they_print(readme: Readm
 @named([readme for readme in READMES if readme.scripts])
 def test_scripts_print_what_the_readme_says(readme: Readme, tmp_path: Path) -> None:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    run(readme, readme.scripts, tmp_path, {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)})
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
+    run(readme, readme.scripts, copied(readme, tmp_path), environment)
 
 
 @pytest.mark.slow
@@ -50,5 +51,11 @@ def test_scripts_print_what_the_readme_says(readme: Readme, tmp_path: Path) -> N
 def test_apps_print_what_the_readme_says(
     readme: Readme, flower_environment: dict[str, str], tmp_path: Path
 ) -> None:
+    """Also where the project lists flwr-perdl: the cure of exit code 608 is in the environment."""
+    here = copied(readme, tmp_path)
+    project = here / "pyproject.toml"
+    listed = 'dependencies = ["flwr-perdl"]'
+    project.write_text(project.read_text().replace("dependencies = []", listed))
+    assert listed in project.read_text()
     blocks = [block for block in readme.blocks if not block.startswith(OTHER)]
-    run(readme, blocks, tmp_path, {**flower_environment, "PYTHONPATH": str(ROOT)})
+    run(readme, blocks, here, {**flower_environment, "PYTHONPATH": str(ROOT)})
