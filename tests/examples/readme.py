@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import shutil
+import signal
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,8 +17,21 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = re.findall(r"\]\(([\w-]+)/README\.md\)", (ROOT / "examples" / "README.md").read_text())
 
 BLOCK = re.compile(r"^```(sh|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-STARTS_FLOWER = re.compile(r"^(?:flwr|flower-\w+) ", re.MULTILINE)
 INSTALL = re.compile(r"^pip install (?:\.|'\.\[(?P<extras>[\w,]+)\]')", re.MULTILINE)
+FLOWER = re.compile(r"^(?:flwr|flower-\w+) ", re.MULTILINE)
+
+
+class Step(NamedTuple):
+    """A block of commands."""
+
+    commands: str
+    printed: list[str]
+    """Lines of the block below, which the commands print."""
+
+    @property
+    def starts_flower(self) -> bool:
+        """Return whether Ray or a SuperLink is needed."""
+        return FLOWER.search(self.commands) is not None
 
 
 class Readme(NamedTuple):
@@ -24,31 +40,29 @@ class Readme(NamedTuple):
     name: str
     extras: str
     """Of the installation, such as ``simulation``."""
-    blocks: list[str]
-    """Of commands, without the one that installs."""
-    printed: list[str]
-    """Lines that the commands print."""
+    steps: list[Step]
+    """All but the installation."""
 
     @property
-    def scripts(self) -> list[str]:
-        """Return the blocks that need neither Ray nor a SuperLink."""
-        return [block for block in self.blocks if not STARTS_FLOWER.search(block)]
+    def scripts(self) -> list[Step]:
+        """Return the steps that need neither Ray nor a SuperLink."""
+        return [step for step in self.steps if not step.starts_flower]
 
 
 def read(name: str) -> Readme:
     """Return what the README of an example says."""
     text = (ROOT / "examples" / name / "README.md").read_text()
-    blocks = [match.groups() for match in BLOCK.finditer(text)]
-    first, *commands = (block for kind, block in blocks if kind == "sh")
+    steps: list[Step] = []
+    for kind, block in BLOCK.findall(text):
+        if kind == "sh":
+            steps.append(Step(block, []))
+        else:
+            steps[-1].printed.extend(block.splitlines())
+    first = steps.pop(0).commands
     install = INSTALL.match(first)
     assert install, f"{name} does not begin with what to install"
     assert f"cd examples/{name}\n" in first, f"{name} does not say where its commands run"
-    return Readme(
-        name,
-        install["extras"] or "",
-        commands,
-        [line for kind, block in blocks if kind == "text" for line in block.splitlines()],
-    )
+    return Readme(name, install["extras"] or "", steps)
 
 
 def copied(readme: Readme, folder: Path) -> Path:
@@ -57,19 +71,25 @@ def copied(readme: Readme, folder: Path) -> Path:
     return shutil.copytree(ROOT / "examples" / readme.name, folder / readme.name, ignore=ignored)
 
 
-def run(readme: Readme, blocks: list[str], here: Path, environment: Mapping[str, str]) -> None:
-    """Run blocks in a folder, and compare what they print with what the README says."""
-    done = subprocess.run(
-        ["bash", "-eu", "-c", "\n".join(blocks)],
+def run(steps: Iterable[Step], here: Path, environment: Mapping[str, str]) -> None:
+    """Take steps in a folder, and compare what they print with what the README says."""
+    steps = list(steps)
+    process = subprocess.Popen(
+        ["bash", "-eu", "-c", "\n".join(step.commands for step in steps)],
         cwd=here,
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         stdin=subprocess.DEVNULL,
         text=True,
-        timeout=540,
-        check=False,
+        start_new_session=True,
     )
-    assert done.returncode == 0, f"{readme.name}\n{done.stdout[-6000:]}"
-    missing = [line for line in readme.printed if line not in done.stdout]
-    assert not missing, f"{readme.name} does not print {missing}\n{done.stdout[-6000:]}"
+    try:
+        printed, _ = process.communicate(timeout=540)
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # what the commands left running
+            os.killpg(process.pid, signal.SIGKILL)
+    said = f"{here.name}\n{printed[-6000:]}"
+    assert process.returncode == 0, said
+    missing = [line for step in steps for line in step.printed if line not in printed]
+    assert not missing, f"{missing} is not in {said}"

@@ -8,46 +8,44 @@ from pathlib import Path
 
 import pytest
 
+from perdl_experiments.deployment import free_port
 from tests.examples.readme import EXAMPLES, ROOT, Readme, copied, read, run
 
 READMES = [read(name) for name in EXAMPLES]
 SCREEN = 60  # lines
 #: The command of the other Flower versions: 1.26.1 is the last with `flower-simulation`.
 OTHER = "flwr run" if Path(sys.executable).with_name("flower-simulation").exists() else "flower-sim"
+ENVIRONMENT = {
+    **os.environ,
+    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    "PYTHONPATH": str(ROOT),
+}
 
 
 def named(readmes: list[Readme]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("readme", readmes, ids=[readme.name for readme in readmes])
 
 
-def simulated(readme: Readme) -> bool:
-    return any(block.startswith("flwr run") for block in readme.blocks)
-
-
 def test_the_table_has_every_example() -> None:
-    assert sorted(EXAMPLES) == sorted(
-        path.parent.name for path in (ROOT / "examples").glob("*/README.md")
-    )
+    folders = [path.parent.name for path in (ROOT / "examples").glob("*/README.md")]
+    assert sorted(EXAMPLES) == sorted(folders)
 
 
 @named(READMES)
-def test_a_readme_is_a_screen_and_has_commands_and_what_they_print(readme: Readme) -> None:
+def test_a_readme_is_a_screen_and_says_what_is_printed(readme: Readme) -> None:
     lines = (ROOT / "examples" / readme.name / "README.md").read_text().splitlines()
     assert len(lines) <= SCREEN
-    assert readme.blocks
-    assert readme.printed
+    assert any(step.printed for step in readme.steps)
 
 
-@named([readme for readme in READMES if readme.scripts])
+@named([readme for readme in READMES if any(step.printed for step in readme.scripts)])
 def test_scripts_print_what_the_readme_says(readme: Readme, tmp_path: Path) -> None:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
-    run(readme, readme.scripts, copied(readme, tmp_path), environment)
+    run(readme.scripts, copied(readme, tmp_path), ENVIRONMENT)
 
 
 @pytest.mark.slow
 @pytest.mark.ray
-@named([readme for readme in READMES if simulated(readme)])
+@named([one for one in READMES if any("flower-sim" in step.commands for step in one.steps)])
 def test_apps_print_what_the_readme_says(
     readme: Readme, flower_environment: dict[str, str], tmp_path: Path
 ) -> None:
@@ -57,5 +55,17 @@ def test_apps_print_what_the_readme_says(
     listed = 'dependencies = ["flwr-perdl"]'
     project.write_text(project.read_text().replace("dependencies = []", listed))
     assert listed in project.read_text()
-    blocks = [block for block in readme.blocks if not block.startswith(OTHER)]
-    run(readme, blocks, here, {**flower_environment, "PYTHONPATH": str(ROOT)})
+    steps = [step for step in readme.steps if not step.commands.startswith(OTHER)]
+    run(steps, here, {**flower_environment, "PYTHONPATH": str(ROOT)})
+
+
+@pytest.mark.slow
+@pytest.mark.deployment
+def test_a_superlink_with_three_supernodes(tmp_path: Path) -> None:
+    readme = read("superlink-three-supernodes")
+    ports = f"port={free_port()};"
+    steps = [
+        step._replace(commands=step.commands.replace("port=9300;", ports)) for step in readme.steps
+    ]
+    assert steps != readme.steps
+    run(steps, copied(readme, tmp_path), ENVIRONMENT)
