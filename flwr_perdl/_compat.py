@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import Any
 
 from flwr.app import Message, RecordDict
+from flwr.clientapp import ClientApp
 
 from flwr_perdl._shortcuts import alike
 
@@ -54,6 +55,22 @@ def addressed(request: Message, node: int) -> Message:
     """Return a request like ``request``, whose content it shares, to another node."""
     content, kind = request.content, request.metadata.message_type
     return alike(request, content, _dst_node_id=node) or Message(content, node, kind)
+
+
+def of_type(request: Message, content: RecordDict, kind: str) -> Message:
+    """Return a message of this type with this content, whose reply answers ``request``."""
+    node = request.metadata.dst_node_id
+    return alike(request, content, _message_type=kind) or Message(content, node, kind)
+
+
+def has_handler(app: ClientApp, name: str) -> bool:
+    """Whether a ClientApp has a handler of this name, such as ``"query.default"``."""
+    return name in getattr(app, "_registered_funcs", {})
+
+
+def is_legacy(app: ClientApp) -> bool:
+    """Whether a ClientApp was made from a ``client_fn``."""
+    return getattr(app, "_call", None) is not None
 
 
 def answered(reply: Message, content: RecordDict, request: Message) -> Message:

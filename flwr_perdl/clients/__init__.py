@@ -1,6 +1,6 @@
 """NumPyClients of the protocols, and the way to a Message-API ClientApp."""
 
-from flwr_perdl.clients.app import client_app
+from flwr_perdl.clients.app import client_app, client_fn
 from flwr_perdl.clients.base import Member, PrivateState, private_shelf
 from flwr_perdl.clients.dictionary import DictionaryClient
 from flwr_perdl.clients.diffusion import DiffusionClient
@@ -15,5 +15,6 @@ __all__ = [
     "PrivateState",
     "RegressionClient",
     "client_app",
+    "client_fn",
     "private_shelf",
 ]

@@ -1,35 +1,52 @@
-"""From a ``NumPyClient`` to a Message-API ``ClientApp``."""
+"""From a ``NumPyClient``, or another ``ClientApp``, to one that every strategy here can ask."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from math import isnan
 from typing import Any
 
-from flwr.app import ConfigRecord, Context, Message, RecordDict
-from flwr.client import NumPyClient
+from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
+from flwr.client import Client, NumPyClient
 from flwr.clientapp import ClientApp
 
-from flwr_perdl._checks import check_flag, check_kind
+from flwr_perdl._checks import Matrix, check_flag, check_kind
+from flwr_perdl._compat import has_handler, is_legacy
 from flwr_perdl._records import (
     CONFIG,
     PARTITION_ID,
+    Scalar,
     directed,
     read_request,
     reply_to,
 )
 from flwr_perdl._threads import one_blas_thread
+from flwr_perdl.clients._clusters import (
+    CLUSTERED,
+    Evaluated,
+    Fitted,
+    answer_clustered,
+    evaluate_clustered,
+    evaluation_of,
+    fit_clustered,
+    in_clustered_round,
+)
 from flwr_perdl.clients._cohort import cohort_of
 from flwr_perdl.clients._secure import in_secure_round, masked
 from flwr_perdl.clients.base import identify
 
-Factory = Callable[[Context], NumPyClient]
+#: A NumPyClient, or what its ``to_client()`` returns.
+Factory = Callable[[Context], NumPyClient | Client]
+
+#: The client that answers all parts of one message.
+_MADE: ContextVar[NumPyClient | None] = ContextVar("made", default=None)
 
 _NOT_BOTH = "with LocalPrivacy, which adds noise to every single reply"
 
 
 def client_app(
-    factory: Factory,
+    factory: Factory | ClientApp,
     *,
     train_mods: Sequence[Any] = (),
     evaluate_mods: Sequence[Any] = (),
@@ -37,17 +54,21 @@ def client_app(
 ) -> ClientApp:
     """Return the ClientApp whose train and evaluate handlers call a NumPyClient.
 
-    The same client runs in older projects as ``ClientApp(lambda context:
-    factory(context).to_client())``.
+    The client may be any NumPyClient: ``fit`` and ``evaluate`` are enough, and with them it takes
+    part in `ClusteredFedAvg` and in Flower's own strategies. For older projects see `client_fn`.
 
     Parameters
     ----------
-    factory : callable
-        ``Context -> NumPyClient``; called for every message. Under Ray the app is pickled with
-        every message: close over no data, read it in the factory.
+    factory : callable or ClientApp
+        ``Context -> NumPyClient``; called for every message. A ``client_fn`` that returns
+        ``client.to_client()`` may stay as it is. Under Ray the app is pickled with every message:
+        close over no data, read it in the factory. A ClientApp with handlers of its own
+        (``@app.train()``, ``@app.evaluate()``) may stand in its place: its evaluation replies need
+        the metric ``"loss"`` or ``"eval_loss"`` for `ClusteredFedAvg`.
     train_mods, evaluate_mods : sequence of Flower mods
         Mods around training and around evaluation, outermost first. Requests and replies carry one
-        ArrayRecord each way, so that Flower's differential-privacy mods compose. A training mod
+        ArrayRecord each way, so that Flower's differential-privacy mods compose; of
+        `ClusteredFedAvg`'s requests they see one model at a time. A training mod
         with a true ``for_all_messages``, as `LocalPrivacy`, is around evaluation and queries too.
     secure : bool, default False
         Whether to train in secure rounds alone (`PerMA` with ``secure=True``), but for a protocol's
@@ -59,7 +80,42 @@ def client_app(
         Training replies carry ``"arrays"`` and ``"metrics"``, evaluation replies ``"metrics"``
         with the loss, unless it is NaN, as ``"loss"``. A query is answered with the client's
         properties; the ``partition-id`` of a client that does not say it is its context's.
+
+    Raises
+    ------
+    TypeError
+        If an argument is of another kind.
+    ValueError
+        If ``secure`` comes with a mod that adds noise, or an option with a ClientApp, which has
+        its own.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr.client import NumPyClient
+    >>> from flwr_perdl.clients import client_app
+    >>> class Mean(NumPyClient):
+    ...     def __init__(self, X):
+    ...         self.X = X
+    ...     def fit(self, parameters, config):
+    ...         return [self.X.mean(axis=0)], len(self.X), {}
+    ...     def evaluate(self, parameters, config):
+    ...         return float(np.mean((self.X - parameters[0]) ** 2)), len(self.X), {}
+    >>> app = client_app(lambda context: Mean(np.eye(3)))
     """
+    check_flag("secure", secure)
+    if isinstance(factory, ClientApp):
+        if train_mods or evaluate_mods or secure:
+            raise ValueError(
+                "train_mods, evaluate_mods and secure must be left out with a ClientApp, which has "
+                "its own mods, got some of them."
+            )
+        if is_legacy(factory):
+            raise TypeError(
+                "factory must be the client_fn itself where a ClientApp was made from one, got "
+                "ClientApp(client_fn)."
+            )
+        return factory if isinstance(factory, AnsweringApp) else OtherApp(factory)
     for name, given in (
         ("factory", [factory]),
         ("train_mods", train_mods),
@@ -69,13 +125,111 @@ def client_app(
         for function in given:
             if not callable(function):
                 raise TypeError(f"{name} must be callable, got {function!r}.")
-    app = NumPyClientApp(factory, train_mods, evaluate_mods, check_flag("secure", secure))
+    app = NumPyClientApp(factory, train_mods, evaluate_mods, secure)
     if secure and app.noisy:
         raise ValueError(f"secure must be False {_NOT_BOTH}, got True.")
     return app
 
 
-class NumPyClientApp(ClientApp):
+def client_fn(factory: Factory) -> Callable[[Context], Client]:
+    """Return the ``client_fn`` of a client in an older project: ``ClientApp(client_fn(factory))``.
+
+    Parameters
+    ----------
+    factory : callable
+        As in `client_app`.
+
+    Returns
+    -------
+    callable
+        ``Context -> Client``, for ``ClientApp(client_fn=...)``. The client says who it is, and
+        takes part in `ClusteredFedAvg`, as one of `client_app` does.
+    """
+    return lambda context: AnyClient(_numpy_client(factory(context)), context).to_client()
+
+
+class AnyClient(NumPyClient):
+    """Any NumPyClient, with what `client_app` adds to it; for the older interface."""
+
+    def __init__(self, client: NumPyClient, context: Context) -> None:
+        self._client, self._context = client, context
+
+    def get_properties(self, config: dict[str, Scalar]) -> dict[str, Scalar]:
+        """Return who the client is, and its own properties."""
+        return _properties(self._client, self._context)
+
+    def fit(self, parameters: list[Matrix], config: dict[str, Scalar]) -> Fitted:
+        """Train as the client does, or take a step of clustered learning."""
+        if CLUSTERED in config:
+            return fit_clustered(self._client.fit, evaluation_of(self._client), parameters, config)
+        return self._client.fit(parameters, config)
+
+    def evaluate(self, parameters: list[Matrix], config: dict[str, Scalar]) -> Evaluated:
+        """Evaluate as the client does."""
+        evaluate = evaluation_of(self._client)
+        if CLUSTERED in config:
+            return evaluate_clustered(evaluate, parameters, config)
+        return evaluate(parameters, config)
+
+
+def _numpy_client(client: Any) -> NumPyClient:
+    """Return what a factory made as a NumPyClient, of which ``to_client()`` keeps it."""
+    wanted = "a function that returns a NumPyClient"
+    made: NumPyClient = check_kind(
+        "factory", getattr(client, "numpy_client", client), NumPyClient, wanted
+    )
+    return made
+
+
+def _properties(client: NumPyClient, context: Context) -> dict[str, Any]:
+    """Return what a client says of itself, and who its context says it is."""
+    properties: dict[str, Any] = dict(client.get_properties({}))
+    return properties if PARTITION_ID in properties else {**identify(context), **properties}
+
+
+class AnsweringApp(ClientApp):
+    """A ClientApp that takes part in secure and in clustered rounds, by its own handlers."""
+
+    noisy = False
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        """Answer a message, also where a mod returned something else than a reply to it."""
+        if in_secure_round(message):
+            if self.noisy:
+                raise ValueError(f"the round must not be a secure one {_NOT_BOTH}.")
+            answered = masked(message, context, self._answer)
+        elif in_clustered_round(message):
+            answered = self._answer_clustered(message, context)
+        else:
+            answered = self._answer(message, context)
+        reply: Any = directed(answered, message)
+        answer: Message = reply
+        return answer
+
+    def _answer(self, message: Message, context: Context) -> Message:
+        """Answer a message by the handlers."""
+        return super().__call__(message, context)
+
+    def _answer_clustered(self, message: Message, context: Context) -> Message:
+        return answer_clustered(message, context, self._answer)
+
+
+class OtherApp(AnsweringApp):
+    """A ClientApp of somebody else; who the client is this one says for it."""
+
+    def __init__(self, app: ClientApp) -> None:
+        super().__init__()
+        self._app = app
+
+    def _answer(self, message: Message, context: Context) -> Message:
+        asks_who = message.metadata.message_type == MessageType.QUERY
+        if asks_who and not has_handler(self._app, "query.default"):
+            who = ConfigRecord({**identify(context)})
+            return Message(RecordDict({CONFIG: who}), reply_to=message)
+        return self._app(message, context)
+
+
+class NumPyClientApp(AnsweringApp):
     """See `client_app`; in process it can also answer for many clients at once."""
 
     def __init__(
@@ -99,18 +253,16 @@ class NumPyClientApp(ClientApp):
 
     # Methods and not closures: Ray pickles the app with every message, these by their names.
 
-    def __call__(self, message: Message, context: Context) -> Message:
-        """Answer a message, also where a mod returned something else than a reply to it."""
-        call = super().__call__
-        if in_secure_round(message):
-            if self.noisy:
-                raise ValueError(f"the round must not be a secure one {_NOT_BOTH}.")
-            answered = masked(message, context, call)
-        else:
-            answered = call(message, context)
-        reply: Any = directed(answered, message)
-        answer: Message = reply
-        return answer
+    def _answer_clustered(self, message: Message, context: Context) -> Message:
+        token = _MADE.set(self._made(context))  # many models, one client: its data are read once
+        try:
+            return super()._answer_clustered(message, context)
+        finally:
+            _MADE.reset(token)
+
+    def _made(self, context: Context) -> NumPyClient:
+        """Return the client that answers this message."""
+        return _MADE.get() or _numpy_client(self._factory(context))
 
     def _train(self, message: Message, context: Context) -> Message:
         arrays, config = read_request(message)
@@ -119,19 +271,18 @@ class NumPyClientApp(ClientApp):
                 "secure=True must be the strategy's option too, got a request to send an update in "
                 "the clear."
             )
-        updated, num_examples, metrics = self._factory(context).fit(arrays, config)
+        updated, num_examples, metrics = self._made(context).fit(arrays, config)
         return reply_to(message, updated, num_examples, metrics)
 
     def _evaluate(self, message: Message, context: Context) -> Message:
         arrays, config = read_request(message)
-        loss, num_examples, metrics = self._factory(context).evaluate(arrays, config)
+        evaluate = evaluation_of(self._made(context))
+        loss, num_examples, metrics = evaluate(arrays, config)
         measured = {} if isnan(loss) else {"loss": loss}  # NaN: too few samples to say
         return reply_to(message, None, num_examples, {**measured, **metrics})
 
     def _query(self, message: Message, context: Context) -> Message:
-        properties: dict[str, Any] = dict(self._factory(context).get_properties({}))
-        if PARTITION_ID not in properties:
-            properties = {**identify(context), **properties}
+        properties = _properties(self._made(context), context)
         return Message(RecordDict({CONFIG: ConfigRecord(properties)}), reply_to=message)
 
     def lifespan(self) -> Any:
@@ -157,9 +308,10 @@ class NumPyClientApp(ClientApp):
             None where the clients have to be called one by one: their type has no ``fit_cohort``,
             or there are mods or a lifespan.
         """
-        if self._one_by_one or self._secure or in_secure_round(messages[0]):
+        asked = messages[0]
+        if self._one_by_one or self._secure or in_secure_round(asked) or in_clustered_round(asked):
             return None
-        first = self._factory(contexts[0])
+        first = self._made(contexts[0])
         together = cohort_of(first)
         if together is None:
             self._one_by_one = True
@@ -176,7 +328,7 @@ class NumPyClientApp(ClientApp):
     def _like(self, first: NumPyClient, contexts: Sequence[Context]) -> Iterator[NumPyClient]:
         """Yield ``first`` and the clients of these contexts."""
         yield first
-        for client in map(self._factory, contexts):
+        for client in map(self._made, contexts):
             if type(client) is not type(first) or "fit" in vars(client):
                 raise TypeError("a cohort must be of one type.")
             yield client

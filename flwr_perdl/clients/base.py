@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 
 from flwr_perdl import _store
 from flwr_perdl._checks import check_count, check_kind
-from flwr_perdl._records import NAME, PARTITION_ID, Scalar, decode, read_partition
+from flwr_perdl._records import NAME, PARTITION_ID, STEP, Scalar, decode, read_partition
 from flwr_perdl._shortcuts import encode, filled
 from flwr_perdl.clients._at_rest import KEY_VARIABLE, StateKey, key_from_environment
 
@@ -74,6 +74,16 @@ def identify(context: Context) -> dict[str, Scalar]:
         partition = zlib.crc32(name.encode())
     properties: dict[str, Scalar] = {PARTITION_ID: read_partition(partition)}
     return {**properties, NAME: name} if name else properties
+
+
+def step_of(config: Mapping[str, Scalar]) -> str:
+    """Return the step that a request asks for, or raise a ValueError if it asks for none."""
+    if STEP not in config:
+        raise ValueError(
+            f"config must have {STEP!r}, got {sorted(config)}: the strategies that this client is "
+            "made for send it, Flower's own, such as FedAvg, do not."
+        )
+    return str(config[STEP])
 
 
 class Member(NumPyClient):

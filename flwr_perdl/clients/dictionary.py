@@ -27,7 +27,7 @@ from flwr_perdl._checks import (
 from flwr_perdl._exposure import shown
 from flwr_perdl._parallel import in_threads, n_threads
 from flwr_perdl._random import spawn
-from flwr_perdl._records import AFTER, ANEW, EVALUATE, LARGEST_INT, ROUND, RUN, SEED, STEP, Scalar
+from flwr_perdl._records import AFTER, ANEW, EVALUATE, LARGEST_INT, ROUND, RUN, SEED, Scalar
 from flwr_perdl._threads import one_blas_thread
 from flwr_perdl.clients._cohort import Fitted, alike, stack, windows
 from flwr_perdl.clients._requests import (
@@ -39,7 +39,7 @@ from flwr_perdl.clients._requests import (
     rounded,
 )
 from flwr_perdl.clients._secure import MAX_WEIGHT
-from flwr_perdl.clients.base import Member, PrivateState, private_shelf
+from flwr_perdl.clients.base import Member, PrivateState, private_shelf, step_of
 from flwr_perdl.dictionary import (
     Learner,
     OrthogonalLearner,
@@ -753,7 +753,7 @@ def _update_together(
 def _read(parameters: list[Matrix], config: Mapping[str, Scalar]) -> _Asked:
     """Return what the request says; a missing key, or one out of its range, is named."""
     try:
-        step, run = str(config[STEP]), str(config.get(RUN, ""))
+        step, run = step_of(config), str(config.get(RUN, ""))
         round_ = check_count(ROUND, config[ROUND], 0, LARGEST_INT)
         seed = check_count(SEED, config[SEED], 0, LARGEST_INT)
     except KeyError as error:

@@ -13,10 +13,10 @@ from flwr.common import log
 from numpy.typing import NDArray
 
 from flwr_perdl._checks import Matrix, check_choice, check_count, check_flag, check_kind
-from flwr_perdl._records import ANEW, ROUND, RUN, STEP, Scalar
+from flwr_perdl._records import ANEW, ROUND, RUN, Scalar
 from flwr_perdl._store import LAST_ROUND
 from flwr_perdl._threads import one_blas_thread
-from flwr_perdl.clients.base import Member, PrivateState, private_shelf
+from flwr_perdl.clients.base import Member, PrivateState, private_shelf, step_of
 from flwr_perdl.diffusion.combine import Array, Program
 from flwr_perdl.network._packing import pack_arrays, text_array, texts_of
 from flwr_perdl.network.messages import Delivery, Rejected, Sent, finite_rows, inbox_of
@@ -153,7 +153,7 @@ class DiffusionClient(Member):
             sent), ``"rejected-K": 1`` for every neighbor K whose message, or card, was left out,
             ``"anew": 1`` if the node found no state after round one, and began from its start.
         """
-        step, run, server_round = config[STEP], str(config[RUN]), int(config[ROUND])
+        step, run, server_round = step_of(config), str(config[RUN]), int(config[ROUND])
         round_ = check_count(AT, config.get(AT, 0), 0, LAST_ROUND)
         check_choice("step", step, (ANNOUNCE, EXCHANGE, SHOW))
         sealed = bool(config.get(SEALED))

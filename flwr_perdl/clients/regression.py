@@ -17,11 +17,11 @@ from flwr_perdl._checks import (
     check_kind,
     check_real,
 )
-from flwr_perdl._records import STEP, Scalar
+from flwr_perdl._records import Scalar
 from flwr_perdl._threads import one_blas_thread
 from flwr_perdl.clients._cohort import Fitted, alike, stack, windows
 from flwr_perdl.clients._requests import rounded
-from flwr_perdl.clients.base import Member
+from flwr_perdl.clients.base import Member, step_of
 from flwr_perdl.regression import (
     SQUARED,
     Ask,
@@ -289,11 +289,9 @@ def _check_loss(loss: Loss, X: Matrix, y: Matrix) -> None:
 
 def _asked(parameters: list[Matrix], config: Mapping[str, Scalar]) -> Ask:
     """Return the request in the maths' own terms."""
-    if STEP not in config:
-        raise ValueError(f"config must have {STEP!r}, got {sorted(config)}.")
     options: dict[str, float | int | str] = {
         key.removeprefix(OPTION): value
         for key, value in config.items()
         if key.startswith(OPTION) and not isinstance(value, bytes)
     }
-    return Ask(str(config[STEP]), tuple(np.asarray(array) for array in parameters), options)
+    return Ask(step_of(config), tuple(np.asarray(array) for array in parameters), options)

@@ -56,7 +56,9 @@ class InProcessGrid(Grid):
     """Virtual nodes that are called in this process, one after the other or many at once.
 
     Records are copied both ways, as on a wire: what one side changes, the other does not see. An
-    exception in the ClientApp becomes an error reply, and the client's state is what it was before.
+    exception in the ClientApp becomes an error reply, and the client's state is what it was before;
+    its traceback is in Flower's log at level DEBUG
+    (``logging.getLogger("flwr").setLevel("DEBUG")``).
 
     Parameters
     ----------
@@ -267,6 +269,8 @@ class InProcessGrid(Grid):
             reply.content = _spoilt(_twin(reply.content), fault)
         except (Exception, SystemExit) as error:
             context.state = kept
+            partition = context.node_config[PARTITION_ID]
+            log(DEBUG, "Client %s erred.", partition, exc_info=error)
             code = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
             reason = f"{type(error).__name__}: {error}"
             reply = Message(Error(code=code, reason=reason), reply_to=message)

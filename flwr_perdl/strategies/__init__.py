@@ -15,6 +15,7 @@ from flwr_perdl.strategies._protocol import (
 )
 from flwr_perdl.strategies._strategy import ProtocolStrategy, await_nodes
 from flwr_perdl.strategies.averaging import DictionaryAveraging
+from flwr_perdl.strategies.clustered import ClusteredFedAvg, Clusters
 from flwr_perdl.strategies.legacy import as_legacy
 from flwr_perdl.strategies.mixed_regression import FedMD, FedX, OneShotClustering
 from flwr_perdl.strategies.neighbor_relay import FlowerNetwork, NeighborRelay
@@ -22,6 +23,8 @@ from flwr_perdl.strategies.perma import PerMA
 from flwr_perdl.strategies.perpca import PerPCA
 
 __all__ = [
+    "ClusteredFedAvg",
+    "Clusters",
     "DictionaryAveraging",
     "FedMD",
     "FedX",

@@ -54,7 +54,9 @@ from flwr_perdl._records import (
     read_partition,
 )
 from flwr_perdl._threads import one_blas_thread
+from flwr_perdl.clients._clusters import NO_EVALUATE
 from flwr_perdl.strategies._protocol import (
+    CAPPED,
     REFUSED,
     Lost,
     Protocol,
@@ -62,6 +64,8 @@ from flwr_perdl.strategies._protocol import (
     Request,
     RoundReport,
     State,
+    check_arrays,
+    check_request,
 )
 
 #: Characters of a client's name in logs and reports.
@@ -150,7 +154,9 @@ class ServerOptions(TypedDict, total=False):
     """The options that every strategy of this library takes, all by keyword.
 
     fraction_train, fraction_evaluate : float, default 1.0
-        Share of the clients asked in a training round and in an evaluation after it (0: never).
+        Share of the clients asked in a training round, and of those that evaluate the model after
+        it by their own ``evaluate``. With ``fraction_evaluate=0`` nobody is asked to evaluate: for
+        clients that define no ``evaluate``, and for protocols whose arrays are no model.
     min_clients : int, default 2
         Fewest good replies with which a round goes on; also the fewest clients sampled.
     num_clients : int or None, default None
@@ -439,6 +445,8 @@ class Conversation:
         The user's initial arrays, possibly none.
     flags, labels : collection of str
         Metrics of which a mean says nothing, see `summarized`.
+    evaluation_config : mapping, optional
+        What is added to the config of all evaluations.
     """
 
     def __init__(
@@ -450,8 +458,10 @@ class Conversation:
         *,
         flags: Collection[str] = (),
         labels: Collection[str] = (),
+        evaluation_config: Mapping[str, Scalar] | None = None,
     ) -> None:
         self.options = options
+        self._evaluation_config = dict(evaluation_config or {})
         self._flags, self._labels = flags, labels
         self.identity = said(identity, strict=options.checkpoint_dir is not None)
         self.history: list[RoundReport] = []
@@ -462,6 +472,9 @@ class Conversation:
         self.done = 0
         self._run = uuid.uuid4().hex
         self._evaluated = 0
+        self._warned_of_no_state = False
+        self._clients_evaluate = True
+        self._told: set[tuple[str, str]] = set()  # who was left out of evaluations, and why
         self._request: Request | None = None
         self._asked: dict[int, list[Matrix]] = {}
         self._asked_at = 0.0
@@ -471,6 +484,10 @@ class Conversation:
             return
         state = None if saved is None else _part(saved.arrays, "state")
         self._steps = protocol(initial, state)
+        if not hasattr(self._steps, "send"):
+            raise ValueError(
+                f"protocol must be a generator, with yield Request(...), got {self._steps!r}."
+            )
         try:
             self._advance(lambda: next(self._steps))
         except (KeyError, TypeError, IndexError) as error:
@@ -536,7 +553,9 @@ class Conversation:
             )
         chosen = self._sample(partitions, self.options.fraction_train, SAMPLING, round_)
         request, own, same = self._request, self._request.own, list(self._request.arrays)
-        arrays = {p: same if own is None else list(own(p)) for p in chosen}
+        arrays = dict.fromkeys(chosen, same)
+        if own is not None:
+            arrays = {p: check_arrays("Request.own(partition)", own(p)) for p in chosen}
         return self._plan(round_, arrays, request.step, request.config)
 
     def conclude(
@@ -571,11 +590,21 @@ class Conversation:
         bad = dict(lost)
         for partition in sorted(replies):
             try:
+                _check_metrics(request.metrics, replies[partition])
                 request.check(replies[partition])
             except ValueError as error:
                 bad[partition] = Lost(REFUSED, brief(str(error)))
             else:
                 good[partition] = replies[partition]
+        good, capped = _capped(good, request.max_weight)
+        for partition in capped:
+            log(
+                WARNING,
+                "Round %d (%s): %s counts for %d examples, as more than %g times the median is not "
+                "believed (Request.max_weight).",
+                *(round_, request.step, roster.label(partition), good[partition].num_examples),
+                request.max_weight,
+            )
         report = self._report(round_, request.step, good, bad, roster)
         if len(good) < self.options.min_clients:
             self._tell(report)
@@ -588,6 +617,7 @@ class Conversation:
         self._warn_of_lost_state(good, roster)
         with one_blas_thread():
             heard = Replies(good)
+            heard.note(CAPPED, capped)
             self._advance(lambda: self._steps.send(heard))
         for partition, what in heard.noted.items():
             report.anomalies.setdefault(partition, {}).update(what)
@@ -618,6 +648,7 @@ class Conversation:
     def evaluates(self, round_: int) -> bool:
         """Return whether clients evaluate the model after ``round_``."""
         due = self.options.fraction_evaluate > 0 and round_ % self.options.evaluate_every == 0
+        due = due and self._clients_evaluate
         return due and bool(self.model) and round_ == self.done and round_ > self._evaluated
 
     def plan_evaluation(
@@ -629,7 +660,8 @@ class Conversation:
         steps = (report.step for report in reversed(self.history) if report.step != EVALUATE)
         last = next(steps, None)
         after = {} if last is None else {AFTER: last}
-        return self._plan(round_, dict.fromkeys(chosen, self.model), EVALUATE, {**config, **after})
+        config = {**config, **after, **self._evaluation_config}
+        return self._plan(round_, dict.fromkeys(chosen, self.model), EVALUATE, config)
 
     def conclude_evaluation(
         self,
@@ -637,8 +669,16 @@ class Conversation:
         replies: Mapping[int, Reply],
         lost: Mapping[int, Lost],
         roster: Roster[Any],
-    ) -> RoundReport:
-        """Note the replies to the last evaluation."""
+    ) -> RoundReport | None:
+        """Note the replies to the last evaluation; None if no client has any way to evaluate."""
+        if lost and not replies and all(NO_EVALUATE in why.reason for why in lost.values()):
+            self._clients_evaluate, self._evaluated = False, round_
+            log(
+                INFO,
+                "No client defines evaluate, so this run has no further evaluations; with "
+                "fraction_evaluate=0 it asks for none.",
+            )
+            return None
         self._warn_of_lost_state(replies, roster)
         report = self._report(round_, EVALUATE, replies, lost, roster)
         self._evaluated = round_
@@ -681,12 +721,17 @@ class Conversation:
     def _advance(self, move: Callable[[], Request]) -> None:
         """Move the protocol to its next request, or to its end."""
         try:
-            self._request = move()
+            self._request = check_request(move())
             model = self._request.model
             self.model = list(self._request.arrays if model is None else model)
         except StopIteration as end:
+            if end.value is None:
+                raise ValueError(
+                    "protocol must end with `return [arrays]`, its final model, got its end "
+                    "without one."
+                ) from None
             self._request = None
-            self.model = list(end.value)
+            self.model = check_arrays("what protocol returns", end.value)
 
     def _report(
         self,
@@ -698,8 +743,17 @@ class Conversation:
     ) -> RoundReport:
         """Return the report of an exchange, and log who was left out."""
         dropped = {roster.label(p): why.reason for p, why in sorted(lost.items())}
-        for label, reason in dropped.items():
-            log(WARNING, "Round %d (%s): left out %s: %s", round_, step, label, reason)
+        for reason in dict.fromkeys(dropped.values()):
+            who = [label for label, why in dropped.items() if why == reason]
+            if step == EVALUATE:  # a client without evaluate has none in the next round either
+                who = [label for label in who if (label, reason) not in self._told]
+                self._told |= {(label, reason) for label in who}
+            if who:
+                log(
+                    WARNING,
+                    "Round %d (%s): left out %s: %s",
+                    *(round_, step, ", ".join(who), reason),
+                )
         aggregate = summarized(good, self._flags, self._labels)
         aggregate |= {"clients": float(len(good)), "dropped": float(len(dropped))}
         ups = [sum(array.size for array in reply.arrays) for reply in good.values()]
@@ -759,6 +813,10 @@ class Conversation:
         self._journal.append(report._asdict() for report in self.history[self._noted :])
         self._noted = len(self.history)
         state = request.state if request is not None and request.state is not None else {}
+        resumable = request is None or request.state is not None
+        if not resumable and not self._warned_of_no_state:
+            self._warned_of_no_state = True
+            log(WARNING, "This run cannot be resumed: its protocol yields a Request without state.")
         arrays: dict[str, NDArray[Any]] = {
             f"state/{name}": np.asarray(a) for name, a in state.items()
         }
@@ -769,6 +827,7 @@ class Conversation:
             "round": self.done,
             "evaluated": self._evaluated,
             "finished": self.finished,
+            "resumable": resumable,
             "history": self._journal.mark,
             "server_metrics": self.server_metrics,
         }
@@ -795,6 +854,11 @@ class Conversation:
                 raise ValueError(
                     f"checkpoint_dir must hold a run with the same options, got one of "
                     f"{saved.meta['identity']}; this is {self.identity}."
+                )
+            if not saved.meta.get("resumable", True):
+                raise ValueError(
+                    f"checkpoint_dir must hold a state to go on from, got none in {path}: the "
+                    "protocol yielded its Request without state=."
                 )
             self._run, self.done, self._evaluated, self.server_metrics = meta
             self._recall(folder, mark)
@@ -853,6 +917,33 @@ def said(identity: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
 def _same(one: Any, other: Any) -> bool:
     """Whether two identities say the same; NaN is the same as NaN here."""
     return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
+
+
+def _check_metrics(names: Iterable[str], reply: Reply) -> None:
+    """Raise a ValueError if a reply lacks one of these metrics."""
+    for name in names:
+        if name not in reply.metrics:
+            raise ValueError(f"metrics must have {name!r}, got {sorted(reply.metrics)}")
+
+
+def _capped(
+    replies: dict[int, Reply], most: float | None
+) -> tuple[dict[int, Reply], dict[int, float]]:
+    """Return the replies with bounded numbers of examples, and by which shares they went down.
+
+    Parameters
+    ----------
+    replies : dict of int to Reply
+        By partition.
+    most : float or None
+        The bound in medians; None: none.
+    """
+    if most is None or not replies:
+        return replies, {}
+    bound = int(min(most * np.median([reply.num_examples for reply in replies.values()]), 2**53))
+    above = {p: reply for p, reply in replies.items() if reply.num_examples > bound}
+    shares = {p: 1 - bound / reply.num_examples for p, reply in above.items()}
+    return {**replies, **{p: r._replace(num_examples=bound) for p, r in above.items()}}, shares
 
 
 def summarized(

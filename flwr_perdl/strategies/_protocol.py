@@ -1,8 +1,8 @@
 """What a protocol is: a generator whose every ``yield`` is one communication round.
 
 A protocol reads like the paper's listing. It yields a `Request`, gets the good replies by
-partition, computes, and yields the next one; it ends by returning the final model, or runs until
-the rounds are over::
+partition, computes, and yields the next one; it ends by ``return [arrays]``, its final model, or
+runs until the rounds are over::
 
     def protocol(self, initial, state):
         if state is None:
@@ -21,9 +21,10 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl._checks import Matrix
+from flwr_perdl._checks import Matrix, brief_repr, check_real, plain
 from flwr_perdl._records import Reply, Scalar
 
 #: Named arrays from which a protocol continues.
@@ -31,6 +32,8 @@ State = Mapping[str, NDArray[Any]]
 
 #: Kinds of anomaly that the driver itself notes: an error or no reply; a reply that broke a rule.
 FAILED, REFUSED = "failed", "refused"
+#: And a third: the weight was brought down to the request's bound.
+CAPPED = "capped"
 
 
 class Replies(dict[int, Reply]):
@@ -100,7 +103,12 @@ class Request(NamedTuple):
     model : sequence of ndarray, optional
         The model that evaluations and the result see; by default ``arrays``.
     most : int, optional
-        Most numbers in a reply; one that says it has more is refused before they are read.
+        Maximum number of values in a reply; one that announces more is refused before it is read.
+    metrics : sequence of str, default ()
+        Metrics that the protocol needs; a reply without one of them is refused.
+    max_weight : float or None, default 10.0
+        A reply's ``num_examples`` count for at most this many times the round's median; a client
+        that says more is named in the log and in `client_report` (``"capped"``). None: no bound.
     """
 
     step: str
@@ -111,9 +119,73 @@ class Request(NamedTuple):
     own: Callable[[int], Sequence[Matrix]] | None = None
     model: Sequence[Matrix] | None = None
     most: int | None = None
+    metrics: Sequence[str] = ()
+    max_weight: float | None = 10.0
 
 
 Protocol = Generator[Request, Replies, list[Matrix]]
+
+
+def check_request(request: object) -> Request:
+    """Return what a protocol yielded, or raise a ValueError that says what is wrong with it."""
+    if not isinstance(request, Request):
+        raise ValueError(f"protocol must yield a Request, got {brief_repr(request)}.")
+    if not isinstance(request.step, str) or not request.step:
+        raise ValueError(f"Request.step must be a name, got {brief_repr(request.step)}.")
+    check_arrays("Request.arrays", request.arrays)
+    if request.model is not None:
+        check_arrays("Request.model", request.model)
+    if not isinstance(request.config, Mapping):
+        raise ValueError(f"Request.config must be a mapping, got {brief_repr(request.config)}.")
+    for name, value in request.config.items():
+        if not isinstance(name, str) or not isinstance(plain(value), Scalar):
+            raise ValueError(
+                "Request.config must have names with numbers, texts or bytes, got "
+                f"{name!r}: {brief_repr(value)}."
+            )
+    if request.state is not None:
+        _check_state(request.state)
+    if isinstance(request.metrics, str) or not all(isinstance(m, str) for m in request.metrics):
+        raise ValueError(f"Request.metrics must be a list of names, got {request.metrics!r}.")
+    if request.max_weight is not None:
+        check_real("Request.max_weight", request.max_weight, 1)
+    return request
+
+
+def check_arrays(name: str, arrays: object) -> list[Matrix]:
+    """Return a list of arrays as such, or raise a ValueError that says what is wrong with it."""
+    if isinstance(arrays, np.ndarray):
+        raise ValueError(
+            f"{name} must be a list of arrays, got one array, of shape {arrays.shape}: write "
+            "[array]."
+        )
+    if not isinstance(arrays, Sequence) or isinstance(arrays, str | bytes):
+        raise ValueError(f"{name} must be a list of arrays, got {brief_repr(arrays)}.")
+    for position, array in enumerate(arrays):
+        if not isinstance(array, np.ndarray) or array.dtype.hasobject:
+            raise ValueError(
+                f"{name} must be a list of arrays of numbers, got {brief_repr(array)} at position "
+                f"{position}."
+            )
+    return list(arrays)
+
+
+def _check_state(state: object) -> None:
+    """Raise a ValueError unless a checkpoint can hold this state."""
+    if not isinstance(state, Mapping):
+        raise ValueError(
+            f"Request.state must be a mapping of names to arrays, got {brief_repr(state)}."
+        )
+    for name, value in state.items():
+        try:
+            kept = isinstance(name, str) and not np.asarray(value).dtype.hasobject
+        except ValueError:  # lists of different lengths
+            kept = False
+        if not kept:
+            raise ValueError(
+                f"Request.state must have names with arrays or numbers, got {name!r}: "
+                f"{brief_repr(value)}."
+            )
 
 
 class RoundReport(NamedTuple):
@@ -135,7 +207,8 @@ class RoundReport(NamedTuple):
         Floats sent to, and received from, a client; the mean over the good replies.
     anomalies : dict of int to dict
         By partition, what was odd: ``"failed"`` (an error, or no reply), ``"refused"`` (a reply
-        that broke a rule), and to which share of the reply the aggregation did what, such as
+        that broke a rule), ``"capped"`` (by which share its weight was brought down, see
+        `Request.max_weight`), and to which share of the reply the aggregation did what, such as
         ``"left out"`` or ``"clipped"``.
     """
 

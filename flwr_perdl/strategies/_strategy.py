@@ -78,6 +78,8 @@ class ProtocolStrategy(Strategy):
 
     flags: ClassVar[tuple[str, ...]] = (ANEW,)
     labels: ClassVar[tuple[str, ...]] = ()
+    #: What is added to the config of all evaluations.
+    evaluation_config: ClassVar[Mapping[str, Scalar]] = {}
     #: How options are given that are fields of another one.
     _inside: ClassVar[Mapping[str, str]] = {}
 
@@ -136,6 +138,7 @@ class ProtocolStrategy(Strategy):
             initial,
             flags=self.flags,
             labels=self.labels,
+            evaluation_config=self.evaluation_config,
         )
         return self._conversation
 
@@ -250,9 +253,7 @@ class ProtocolStrategy(Strategy):
         conversation = self._running()
         if self._sent is not None:
             good, lost = self._read(replies, conversation.limits, "aggregate_evaluate")
-            report: RoundReport | None = conversation.conclude_evaluation(
-                server_round, good, lost, self._roster
-            )
+            report = conversation.conclude_evaluation(server_round, good, lost, self._roster)
         else:
             report = conversation.past(server_round, evaluation=True)
         return None if report is None else MetricRecord(dict(report.aggregate))

@@ -118,7 +118,9 @@ class DictionaryAveraging(ProtocolStrategy):
         if state is None and initial:
             state = {"atoms": given_atoms(initial), "orthogonal": np.array(OWN)}
         if state is None:
-            replies = yield Request(AVERAGE, check=partial(_check_own, self.max_atoms))
+            replies = yield Request(
+                AVERAGE, check=partial(_check_own, self.max_atoms), max_weight=None
+            )
             state = self._first(replies)
             if self.start_from == "own":
                 return [state["atoms"]]
@@ -130,6 +132,7 @@ class DictionaryAveraging(ProtocolStrategy):
                 {LOCAL_STEPS: self.local_steps},
                 state,
                 shape_check((len(atoms) + 1, atoms.shape[1]), _PACKED),
+                max_weight=None,
             )
             if orthogonal == OWN:
                 orthogonal = _all_orthogonal(replies, atoms)

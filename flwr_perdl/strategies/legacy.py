@@ -159,6 +159,8 @@ class LegacyStrategy(Strategy):
         }
         good, lost = self._read(replies, failures)
         report = self.conversation.conclude_evaluation(server_round, good, lost, self._roster)
+        if report is None:
+            return None, {}
         return report.aggregate.get("loss"), dict(report.aggregate)
 
     def evaluate(

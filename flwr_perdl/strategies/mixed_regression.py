@@ -117,6 +117,7 @@ class _MixedRegression(ProtocolStrategy):
                 own=_own(ask),
                 model=[now.centers] if now.centers.size else (),
                 most=None if shape is None else prod(shape),
+                max_weight=None,
             )
             count += 1
             answers = _collect(replies)

@@ -213,7 +213,7 @@ class NeighborRelay(ProtocolStrategy):
         if state is not None:
             held.unpack(state)
         elif self.sealed:
-            held.keep_cards((yield Request(ANNOUNCE, config={SEALED: True})))
+            held.keep_cards((yield Request(ANNOUNCE, config={SEALED: True}, max_weight=None)))
         for round_ in range(held.round + 1, self.n_rounds + 2):
             asleep = np.flatnonzero(~faults.awake(n, round_))
             last = round_ > self.n_rounds
@@ -224,6 +224,7 @@ class NeighborRelay(ProtocolStrategy):
                 state=held.pack(),
                 own=_contents(deliveries, self.sealed),
                 model=(),
+                max_weight=None,
             )
             held.count(replies, deliveries)
             if not last:

@@ -207,7 +207,7 @@ class PerMA(ProtocolStrategy):
             state = {"global_atoms": given_atoms(initial), "orthogonal": np.array(OWN)}
         if state is None:
             check = partial(check_dictionary, max_atoms=self.max_atoms)
-            replies = yield Request(START, check=check)
+            replies = yield Request(START, check=check, max_weight=None)
             state = self._match(replies)
         while True:
             global_atoms, known = state["global_atoms"], int(state["orthogonal"])
@@ -228,6 +228,7 @@ class PerMA(ProtocolStrategy):
                 state,
                 partial(self._check, state),
                 most=prod(self._shape(state)),
+                max_weight=None,
             )
             same = replies
             if known == OWN:

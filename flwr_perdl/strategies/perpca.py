@@ -122,14 +122,19 @@ class PerPCA(ProtocolStrategy):
             state = self._state(self._given(initial))
         if state is None:
             check = partial(check_dictionary, max_atoms=self.max_atoms)
-            replies = yield Request(COMPONENTS, check=check)
+            replies = yield Request(COMPONENTS, check=check, max_weight=None)
             state = self._state(self._start(replies))
         if self.two_shot:
             return [state["global_components"]]
         while True:
             U, step, errors = state["global_components"], float(state["step"]), state["errors"]
             replies = yield Request(
-                COMPONENTS, [U], {STEP_LENGTH: step}, state, partial(_check_step, U.shape)
+                COMPONENTS,
+                [U],
+                {STEP_LENGTH: step},
+                state,
+                partial(_check_step, U.shape),
+                max_weight=None,
             )
             stack = np.stack([reply.arrays[0] for reply in replies.values()])
             errors = np.append(errors, _mean_error(replies))[-2:]

@@ -9,13 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Message, RecordDict
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.client import NumPyClient
+from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import fixedclipping_mod
 from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping
 
 from flwr_perdl.clients import client_app
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import PerMA
+from flwr_perdl.strategies import ClusteredFedAvg, PerMA, ProtocolStrategy, Request
 from perdl_experiments.studies import configure, find, synthetic
 
 MakeFederation = Callable[..., Any]
@@ -63,8 +65,6 @@ def test_a_strategy_also_runs_through_flowers_privacy_wrapper(federation: MakeFe
     private = DifferentialPrivacyClientSideFixedClipping(
         strategy, noise_multiplier=0.0, clipping_norm=100.0, num_sampled_clients=3
     )
-    from flwr.app import ArrayRecord
-
     result = private.start(InProcessGrid(app, 3), ArrayRecord([start]), num_rounds=2)
     atoms = result.arrays.to_numpy_ndarrays()[0]
     np.testing.assert_allclose(np.abs(np.sum(atoms * start, axis=1)), 1, atol=1e-6)
@@ -97,3 +97,112 @@ def test_an_app_is_pickled_by_names_since_ray_does_it_with_every_message() -> No
         for one in (app, pickle.loads(pickled))
     ]
     np.testing.assert_array_equal(*learned)
+
+
+class Slope(NumPyClient):
+    """Fits ``y = a x`` by one gradient step; nothing of this library."""
+
+    def __init__(self, x: np.ndarray, y: np.ndarray) -> None:
+        self.x, self.y = x, y
+
+    def fit(self, parameters: Any, config: Any) -> Any:
+        (a,) = parameters
+        gradient = np.mean((a * self.x - self.y) * self.x)
+        return [a - config["rate"] * gradient], len(self.x), {}
+
+    def evaluate(self, parameters: Any, config: Any) -> Any:
+        return float(np.mean((parameters[0] * self.x - self.y) ** 2)), len(self.x), {}
+
+
+def make_slope(context: Context) -> Slope:
+    """Client i has the points (1, i + 1) and (2, 2 i + 2): its slope is i + 1."""
+    i = int(context.node_config["partition-id"])
+    return Slope(np.array([1.0, 2.0]), np.array([1.0, 2.0]) * (i + 1))
+
+
+class Mean(ProtocolStrategy):
+    """FedAvg of one array, as a protocol."""
+
+    def protocol(self, initial: Any, state: Any) -> Any:
+        model = initial[0]
+        while True:
+            replies = yield Request("mean", [model], {"rate": 0.4}, {"model": model})
+            model = np.mean([reply.arrays[0] for reply in replies.values()], axis=0)
+
+
+def handlers() -> ClientApp:
+    """Return the same client as an app of messages, with names and the templates' metric."""
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        content = message.content
+        arrays = content["arrays"].to_numpy_ndarrays()
+        fitted, n, _ = make_slope(context).fit(arrays, dict(content["config"]))
+        records = {"arrays": ArrayRecord(fitted), "metrics": MetricRecord({"num-examples": n})}
+        return Message(RecordDict(records), reply_to=message)
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        arrays = message.content["arrays"].to_numpy_ndarrays()
+        loss, n, _ = make_slope(context).evaluate(arrays, {})
+        records = {"metrics": MetricRecord({"num-examples": n, "eval_loss": loss})}
+        return Message(RecordDict(records), reply_to=message)
+
+    return app
+
+
+@pytest.mark.parametrize(
+    "given", [make_slope, lambda context: make_slope(context).to_client(), handlers()]
+)
+def test_any_client_takes_part_and_is_known_by_its_partition(given: Any) -> None:
+    strategy = Mean(num_clients=3)
+    result = strategy.start(
+        InProcessGrid(client_app(given), 3), ArrayRecord([np.zeros(1)]), num_rounds=1
+    )
+    # The gradient at 0 is -2.5 (i + 1), so that a step of 0.4 leads to the client's own slope.
+    np.testing.assert_allclose(result.arrays["0"].numpy(), [2.0])
+    train, evaluation = strategy.history
+    assert list(train.metrics) == list(evaluation.metrics) == [0, 1, 2]
+
+
+def test_a_classifier_of_scikit_learn_takes_part() -> None:
+    linear_model = pytest.importorskip("sklearn.linear_model")
+
+    class Classifier(NumPyClient):
+        """An SGDClassifier as Flower's template has it."""
+
+        def __init__(self, seed: int) -> None:
+            self.model = linear_model.SGDClassifier(
+                random_state=0, learning_rate="constant", eta0=0.1
+            )
+            self.X = np.random.default_rng(seed).standard_normal((60, 2))
+            self.y = (self.X[:, 0] > 0).astype(int)
+
+        def fit(self, parameters: Any, config: Any) -> Any:
+            self.model.coef_, self.model.intercept_ = parameters
+            self.model.partial_fit(self.X, self.y, classes=[0, 1])
+            return [self.model.coef_, self.model.intercept_], len(self.X), {}
+
+        def evaluate(self, parameters: Any, config: Any) -> Any:
+            self.model.coef_, self.model.intercept_ = parameters
+            self.model.classes_ = np.array([0, 1])
+            accuracy = self.model.score(self.X, self.y)
+            return 1 - accuracy, len(self.X), {"accuracy": accuracy}
+
+    app = client_app(lambda context: Classifier(int(context.node_config["partition-id"])))
+    strategy = ClusteredFedAvg(1, num_clients=3)
+    start = ArrayRecord([np.zeros((1, 2)), np.zeros(1)])
+    strategy.start(InProcessGrid(app, 3), start, num_rounds=4)
+    assert strategy.history[-1].aggregate["accuracy"] > 0.95
+
+
+def test_what_is_no_client_is_named() -> None:
+    with pytest.raises(TypeError, match="factory must be the client_fn itself"):
+        client_app(ClientApp(client_fn=lambda context: make_slope(context).to_client()))
+    with pytest.raises(ValueError, match="train_mods, evaluate_mods and secure must be left out"):
+        client_app(handlers(), secure=True)
+    no_client: Any = "a client"
+    app = client_app(lambda context: no_client)
+    with pytest.raises(RuntimeError, match="factory must be a function that returns a NumPyClient"):
+        Mean().start(InProcessGrid(app, 2), ArrayRecord([np.zeros(1)]), num_rounds=1)

@@ -15,7 +15,14 @@ from flwr.client import NumPyClient
 
 from flwr_perdl.clients import client_app
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import Options, ProtocolStrategy, Request, ServerSettings, TooFewReplies
+from flwr_perdl.strategies import (
+    Options,
+    ProtocolStrategy,
+    Request,
+    ServerSettings,
+    TooFewReplies,
+    client_report,
+)
 from flwr_perdl.strategies._conversation import Roster, settle
 
 RESUME = ServerSettings(resume=True)
@@ -355,3 +362,155 @@ def test_a_resumed_run_does_not_measure_a_later_model_for_an_early_round(tmp_pat
     again = Sum(checkpoint_dir=tmp_path, server=RESUME)
     result = again.start(grid(), num_rounds=3, timeout=None, evaluate_fn=measured)  # no limit
     assert list(result.evaluate_metrics_serverapp) == [2, 3]
+
+
+class Asks(ProtocolStrategy):
+    """Makes these requests one after the other, and returns what it is told to."""
+
+    def __init__(self, *requests: Any, returns: Any = None, **options: Any) -> None:
+        super().__init__(**{"fraction_evaluate": 0.0, **options})
+        self._requests, self._returns = requests, returns
+
+    def protocol(self, initial: Any, state: Any) -> Any:
+        for request in self._requests:
+            self.heard = yield request
+        return self._returns
+
+
+ONE = [np.zeros(1)]
+
+
+def times(log: pytest.LogCaptureFixture, text: str) -> int:
+    """Return how often this is said; some loggers hand a record to the fixture twice."""
+    return len({id(record) for record in log.records if text in record.getMessage()})
+
+
+@pytest.mark.parametrize(
+    ("request_", "said"),
+    [
+        ("add", "protocol must yield a Request, got 'add'"),
+        (Request(""), "Request.step must be a name, got ''"),
+        (Request("add", np.zeros(4)), r"one array, of shape \(4,\): write \[array\]"),
+        (Request("add", [[0.0, 1.0]]), r"arrays of numbers, got \[0.0, 1.0\] at position 0"),
+        (Request("add", [np.array([{}])]), r"got array\(\[\{\}\], dtype=object\) at position 0"),
+        (Request("add", "text"), "Request.arrays must be a list of arrays, got 'text'"),
+        (Request("add", ONE, model=np.zeros(2)), "Request.model must be a list of arrays"),
+        (Request("add", ONE, 3), "Request.config must be a mapping, got 3"),
+        (Request("add", ONE, {"n": [1]}), r"with numbers, texts or bytes, got 'n': \[1\]"),
+        (Request("add", ONE, state=[1]), r"Request.state must be a mapping .*, got \[1\]"),
+        (Request("add", ONE, state={"a": {"b": 1}}), "with arrays or numbers, got 'a': {'b': 1}"),
+        (Request("add", ONE, state={"a": [[1], [1, 2]]}), r"got 'a': \[\[1\], \[1, 2\]\]"),
+        (Request("add", ONE, state={1: ONE}), r"got 1: \[array"),
+        (
+            Request("add", ONE, metrics="seen"),
+            "Request.metrics must be a list of names, got 'seen'",
+        ),
+        (Request("add", ONE, max_weight=0.5), r"Request.max_weight must be in \[1, inf\], got 0.5"),
+    ],
+)
+def test_what_a_protocol_asks_is_checked_before_anything_is_sent(
+    tmp_path: Path, request_: Any, said: str
+) -> None:
+    asked: list[Message] = []
+    with pytest.raises(ValueError, match=said):
+        Asks(request_, checkpoint_dir=tmp_path).start(
+            grid(faults=lambda partition, message: asked.append(message)), num_rounds=1
+        )
+    assert not asked
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_each_client_receives_is_checked() -> None:
+    own = Request("add", own=lambda partition: np.zeros(1))
+    with pytest.raises(ValueError, match=r"Request.own\(partition\) must be a list of arrays"):
+        Asks(own).start(grid(), num_rounds=1)
+
+
+def test_a_protocol_that_ends_without_a_model_is_told_how() -> None:
+    request = Request("add", ONE, {"n": 0})
+    with pytest.raises(ValueError, match=r"protocol must end with `return \[arrays\]`"):
+        Asks(request).start(grid(), num_rounds=2)
+    with pytest.raises(ValueError, match="what protocol returns must be a list of arrays, got one"):
+        Asks(request, returns=np.zeros(2)).start(grid(), num_rounds=2)
+
+    class NoGenerator(ProtocolStrategy):
+        def protocol(self, initial: Any, state: Any) -> Any:
+            return None
+
+    with pytest.raises(ValueError, match="protocol must be a generator"):
+        NoGenerator().start(grid(), num_rounds=1)
+
+
+def test_a_reply_without_a_metric_that_is_asked_for_is_left_out() -> None:
+    class Some(Adder):
+        def fit(self, parameters: Any, config: Any) -> Any:
+            metrics = {} if self.partition == 1 else {"loss": 1.0}
+            return parameters, 1, metrics
+
+    strategy = Asks(Request("add", ONE, metrics=("loss",)), returns=ONE)
+    strategy.start(InProcessGrid(client_app(Some), 3), num_rounds=1)
+    assert list(strategy.heard) == [0, 2]
+    assert strategy.history[0].dropped == {"client 1": "metrics must have 'loss', got []"}
+    assert client_report(strategy.history)[1]["refused"] == 1
+
+
+@pytest.mark.parametrize("bound", [None, 2.0, "default"])
+def test_a_client_that_claims_many_examples_is_capped_and_named(bound: Any, warned: Any) -> None:
+    class Boasts(Adder):
+        def fit(self, parameters: Any, config: Any) -> Any:
+            return parameters, 2**53 if self.partition == 2 else 4, {"value": self.partition}
+
+    options = {} if bound == "default" else {"max_weight": bound}
+    strategy = Asks(Request("add", ONE, **options), returns=ONE)
+    strategy.start(InProcessGrid(client_app(Boasts), 3), num_rounds=1)
+    counts = {"default": 40, None: 2**53, 2.0: 8}[bound]
+    assert [reply.num_examples for reply in strategy.heard.values()] == [4, 4, counts]
+    report = strategy.history[0]
+    assert report.aggregate["value"] == pytest.approx((4 + 2 * counts) / (8 + counts))
+    named = client_report(strategy.history)[2].get("capped", 0.0)
+    assert named == pytest.approx(1 - counts / 2**53)
+    assert ("client 2 counts for" in warned.text) == (bound is not None)
+
+
+def test_a_run_without_state_cannot_be_resumed(tmp_path: Path, warned: Any) -> None:
+    request = Request("add", ONE, {"n": 0})
+    Asks(*[request] * 4, returns=ONE, checkpoint_dir=tmp_path).start(grid(), num_rounds=2)
+    assert times(warned, "This run cannot be resumed") == 1
+    again = Asks(*[request] * 4, returns=ONE, checkpoint_dir=tmp_path, server=RESUME)
+    with pytest.raises(
+        ValueError, match="checkpoint_dir must hold a state to go on from, got none"
+    ):
+        again.start(grid(), num_rounds=4)
+
+
+def test_clients_without_evaluate_are_asked_once_and_nobody_is_blamed(warned: Any) -> None:
+    class Silent(NumPyClient):
+        def fit(self, parameters: Any, config: Any) -> Any:
+            return parameters, 1, {}
+
+    strategy = Asks(*[Request("add", ONE)] * 3, returns=ONE, fraction_evaluate=1.0)
+    result = strategy.start(InProcessGrid(client_app(lambda context: Silent()), 3), num_rounds=3)
+    assert [report.step for report in strategy.history] == ["add"] * 3
+    assert not result.evaluate_metrics_clientapp
+    assert not warned.text
+
+    class Both(Silent):
+        evaluate = Adder.evaluate
+
+    mixed = Asks(*[Request("add", ONE)] * 3, returns=ONE, fraction_evaluate=1.0)
+    app = client_app(lambda c: Silent() if c.node_config["partition-id"] == 1 else Both())
+    mixed.start(InProcessGrid(app, 3), num_rounds=3)
+    assert times(warned, "left out client 1: error 2: NotImplementedError: the client must") == 1
+    assert client_report(mixed.history)[1]["failed"] == 3
+
+
+def test_a_clients_traceback_is_in_the_log(warned: Any) -> None:
+    class Errs(Adder):
+        def fit(self, parameters: Any, config: Any) -> Any:
+            raise ZeroDivisionError("in fit")
+
+    warned.set_level("DEBUG", logger="flwr")
+    with pytest.raises(TooFewReplies, match="ZeroDivisionError: in fit"):
+        Asks(Request("add", ONE)).start(InProcessGrid(client_app(Errs), 3), num_rounds=1)
+    assert "Traceback" in warned.text
+    assert "in fit\n" in warned.text

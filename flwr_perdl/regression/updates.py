@@ -1,0 +1,199 @@
+"""Where clustered learning of any model starts: groups of clients by how they change one model.
+
+Every client trains the same model alone. Two clients are alike if their changes of it point the
+same way: what is compared are cosines, since clients with more samples, or more steps, only go
+farther. The methods follow, for other distances and models:
+
+- groups: one-shot clustering (Ghosh et al., "Robust Federated Learning in a Heterogeneous
+  Environment", 2019), here by Ward's method on the changes' directions;
+- anchors: farthest-point traversal (Gonzalez, 1985), then k-medoids;
+- the number of groups: the standard-error rule of Breiman et al. (1984) on held-out losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.cluster.hierarchy import cut_tree, linkage
+from scipy.spatial.distance import squareform
+
+from flwr_perdl._arrays import row_norms
+from flwr_perdl._checks import Matrix, check_array, check_count, check_magnitude, check_real
+
+#: Digits of cosines: what is equal but for rounding is equal.
+_DIGITS = 9
+#: Standard errors within which two numbers of groups are as good as each other.
+_ERRORS = 2
+
+
+def cosines(changes: Matrix) -> Matrix:
+    """Return the cosine of each pair of changes; a change of nothing has cosine 0 with others.
+
+    Parameters
+    ----------
+    changes : ndarray of shape (n_clients, d)
+        One per client.
+
+    Returns
+    -------
+    ndarray of shape (n_clients, n_clients)
+    """
+    changes = check_array("changes", changes, min_rows=1)
+    check_magnitude("changes", changes, floor=np.inf)
+    norms = row_norms(changes)[:, None]
+    directions = changes / np.where(norms > 0, norms, 1)
+    found = np.round(np.clip(directions @ directions.T, -1, 1), _DIGITS).astype(float)
+    np.fill_diagonal(found, 1)
+    return found
+
+
+class Nested(NamedTuple):
+    """Groups of clients, for one group up to the largest number of groups.
+
+    Attributes
+    ----------
+    members : ndarray of bool, of shape (n_groups, n_clients)
+        Who is in each of all the groups; at most 2 most - 1 of them, as each further number of
+        groups splits one of those before.
+    of : ndarray of int, of shape (most, n_clients)
+        Row k - 1: each client's group, a row of ``members``, where there are k.
+    """
+
+    members: NDArray[np.bool_]
+    of: NDArray[np.intp]
+
+
+def nested_groups(changes: Matrix, most: int) -> Nested:
+    """Group clients whose changes point the same way (Ward's method on the directions).
+
+    Parameters
+    ----------
+    changes : ndarray of shape (n_clients, d)
+        One per client.
+    most : int
+        Largest number of groups; at most the number of clients.
+
+    Returns
+    -------
+    Nested
+
+    Raises
+    ------
+    ValueError
+        If there are fewer clients than groups, or an argument breaks its rule.
+    """
+    alike = cosines(changes)
+    check_count("most", most, 1, len(alike))
+    cuts = np.ones((1, len(alike)), dtype=np.intp)
+    if most > 1:
+        apart = np.sqrt(2 - 2 * alike)  # between directions, vectors of length 1
+        tree = linkage(squareform(apart, checks=False), "ward")
+        cuts = cut_tree(tree, range(1, most + 1)).T
+    rows: dict[bytes, int] = {}
+    of = np.empty(cuts.shape, dtype=np.intp)
+    for groups, own in zip(cuts, of, strict=True):
+        for label in dict.fromkeys(groups.tolist()):  # in the order of their first clients
+            own[groups == label] = rows.setdefault((groups == label).tobytes(), len(rows))
+    members = np.stack([np.frombuffer(row, dtype=np.bool_) for row in rows])
+    return Nested(members, of)
+
+
+def choose_anchors(changes: Matrix, n_anchors: int) -> NDArray[np.intp]:
+    """Return clients whose changes stand for all: far from each other, then central in their group.
+
+    The first anchor is the most central client, each further one the farthest from those before.
+    Then, again and again, every client joins the nearest anchor, and the most central client of
+    each group becomes its anchor, until none changes.
+
+    Parameters
+    ----------
+    changes : ndarray of shape (n_clients, d)
+        One per client.
+    n_anchors : int
+        At most the number of clients.
+
+    Returns
+    -------
+    ndarray of int, of shape (n_anchors,)
+        Rows of ``changes``, ascending.
+
+    Raises
+    ------
+    ValueError
+        If there are fewer clients than anchors, or an argument breaks its rule.
+    """
+    alike = cosines(changes)
+    check_count("n_anchors", n_anchors, 1, len(alike))
+    anchors = [int(alike.sum(axis=1).argmax())]
+    while len(anchors) < n_anchors:
+        nearest = alike[:, anchors].max(axis=1)
+        nearest[anchors] = np.inf
+        anchors.append(int(nearest.argmin()))
+    for _ in range(len(alike)):
+        group = alike[:, anchors].argmax(axis=1)
+        group[anchors] = np.arange(n_anchors)
+        before, anchors = anchors, []
+        for j in range(n_anchors):
+            own = np.flatnonzero(group == j)
+            anchors.append(int(own[alike[np.ix_(own, own)].sum(axis=1).argmax()]))
+        if anchors == before:
+            break
+    return np.sort(np.array(anchors, dtype=np.intp))
+
+
+def smallest_as_good(losses: Matrix) -> int:
+    """Return the smallest number of groups that is as good as the best but for chance.
+
+    As good: the mean difference of the clients' losses is at most two of its standard errors.
+
+    Parameters
+    ----------
+    losses : ndarray of shape (n_clients, most)
+        Each client's held-out loss with one group, two groups, ...
+
+    Returns
+    -------
+    int
+        From 1.
+    """
+    losses = check_array("losses", losses, min_rows=1)
+    worse = losses - losses[:, [losses.mean(axis=0).argmin()]]
+    error = worse.std(axis=0, ddof=len(losses) > 1) / np.sqrt(len(losses))
+    return int((worse.mean(axis=0) <= _ERRORS * error).argmax()) + 1
+
+
+def perturbed(
+    model: Sequence[Matrix], n_models: int, scale: float, rng: np.random.Generator
+) -> list[Matrix]:
+    """Return random models around one, as a stack: where IFCA starts.
+
+    Parameters
+    ----------
+    model : sequence of ndarray
+        The arrays of one model.
+    n_models : int
+        How many.
+    scale : float
+        Standard deviation of the perturbation, in units of the array's own. An array whose values
+        are all alike stays what it is; if all arrays are such, the unit is 1 / sqrt(columns).
+    rng : numpy.random.Generator
+        Source of the draw.
+
+    Returns
+    -------
+    list of ndarray
+        Per array, one of shape (n_models, ...).
+    """
+    check_count("n_models", n_models, 1)
+    check_real("scale", scale, 0)
+    units = [float(array.std()) if array.size else 0.0 for array in model]
+    if not any(units):
+        units = [max(array.shape[-1:], default=1) ** -0.5 for array in model]
+    draws = [rng.standard_normal((n_models, *array.shape)) for array in model]
+    return [
+        (array + scale * unit * draw).astype(array.dtype)
+        for array, unit, draw in zip(model, units, draws, strict=True)
+    ]

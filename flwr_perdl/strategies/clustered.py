@@ -1,0 +1,527 @@
+"""ClusteredFedAvg: clients of k kinds, a model for each, of whatever shape (P2, Phase 2).
+
+P2 = Su, Xu, Yang, "Global Convergence of Federated Learning for Mixed Regression", NeurIPS 2022,
+whose second phase needs no linear model: IFCA (Ghosh et al., "An Efficient Framework for Clustered
+Federated Learning", NeurIPS 2020) is the same from a random start.
+
+======================================= ====================================================
+paper (P2, Phase 2)                     here
+======================================= ====================================================
+``theta_{t-1}`` (k models)              the models, stacked: one array (k, ...) per array
+``z_{i,t}`` (equation 8)                the client's choice, by the loss that its ``evaluate``
+                                        returns
+``lambda_{i,t}`` (equation 7)           ``temperature``: soft weights
+local update (line 7)                   the client's own ``fit``
+``theta_t = sum_i w_i theta_{i.,t}``    `flwr_perdl.regression.clustering.average_updates`
+======================================= ====================================================
+
+Deviations, and why: the client's loss may be one on held-out data, as ``evaluate`` mostly is, which
+overfits less than the paper's; soft weights enter the average and not the client's training, whose
+loss is the client's own.
+
+What each party receives:
+
+- *The server*: in every round, per client: the number of its cluster, the loss of that model at
+  this client (where there was a choice), the model after the client's training, its number of
+  samples, and the metrics that the client's own ``fit`` returns. With ``temperature`` above 0: a
+  trained model for each cluster that has a share of the weight, and the shares. For the starts
+  "one-shot" and "anchors", once: the initial model after the client's training alone. With
+  ``k="auto"``, once: the losses of up to 2 ``max_clusters`` - 1 models. Never a sample; what a
+  trained model says of the samples is not hidden (see ``client_app``'s mods).
+- *A client*: the models of all clusters (between choices that of its own), and the options. The
+  model of a cluster with one member is what that member sent. With the start "anchors" the first
+  models are those of k single clients, as they sent them. With ``k="auto"``: once the models of up
+  to 2 ``max_clusters`` - 1 groups, some of which may have one member.
+- *Evaluations* return what the client's own ``evaluate`` does, and its cluster.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
+from math import prod
+from typing import Any, ClassVar, NamedTuple, Unpack
+
+import numpy as np
+from flwr.app import ArrayRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result
+
+from flwr_perdl._checks import (
+    FLOATS,
+    LARGE,
+    Matrix,
+    check_array,
+    check_choice,
+    check_count,
+    check_magnitude,
+    check_real,
+)
+from flwr_perdl._random import SERVER, spawn
+from flwr_perdl._records import NUM_EXAMPLES, Reply, Scalar, to_record
+from flwr_perdl._robust import DEEDS
+from flwr_perdl.clients._clusters import (
+    ALONE,
+    ARRAY_NAMES,
+    CHOOSE,
+    CLUSTER,
+    CLUSTERED,
+    MEASURE,
+    N_FITS,
+    SHARE,
+    TEMPERATURE,
+)
+from flwr_perdl.regression.clustering import ROBUST, average_updates
+from flwr_perdl.regression.updates import (
+    choose_anchors,
+    nested_groups,
+    perturbed,
+    smallest_as_good,
+)
+from flwr_perdl.strategies._conversation import ServerOptions, summarized
+from flwr_perdl.strategies._protocol import Protocol, Replies, Request, State
+from flwr_perdl.strategies._strategy import ProtocolStrategy
+
+STARTS = ("given", "random", "one-shot", "anchors")
+_AUTO = "auto"
+#: Names in a checkpoint: a model's arrays, who chose what when, the round, each client's groups.
+_MODELS, _CHOSEN, _ROUND, _GROUPS = "models", "chosen", "round", "groups"
+
+
+class Clusters(NamedTuple):
+    """What `ClusteredFedAvg` has learned.
+
+    Attributes
+    ----------
+    models : list of ArrayRecord
+        Each cluster's model, with the names of the initial arrays.
+    members : dict of int to int
+        Each client's cluster, by partition, as it said last.
+    sizes : list of int
+        Number of clients in each cluster.
+    metrics : list of dict
+        Per cluster, means over its clients in the last exchange in which they named it, weighted by
+        their examples; empty for a cluster without clients there.
+    """
+
+    models: list[ArrayRecord]
+    members: dict[int, int]
+    sizes: list[int]
+    metrics: list[dict[str, float]]
+
+
+class ClusteredFedAvg(ProtocolStrategy):
+    """Learn k models of any kind for clients of k kinds, without knowing who is of which kind.
+
+    In every round each client receives the k models, takes the one with the least loss by its own
+    ``evaluate``, trains it by its own ``fit``, and sends it back with its choice; the server
+    averages per cluster. A client needs no more than these two methods (`client_app`). Clusters of
+    one model, ``k=1``, are FedAvg.
+
+    Parameters
+    ----------
+    k : int or "auto"
+        Number of models. "auto" (with the start "one-shot"): the smallest number of groups, at
+        most ``max_clusters``, whose mean models are as good as the best on the clients' own
+        ``evaluate``, up to two standard errors. See Notes.
+    start : {"one-shot", "anchors", "random", "given"}, default "one-shot"
+        Where the k models come from. "one-shot": the clients train the initial model alone, and
+        the server averages the models of clients whose changes point the same way. "anchors":
+        likewise, but takes the models of k clients that are far from each other. "random": the
+        initial model, perturbed k times (IFCA); it often loses clusters. "given": the initial
+        arrays are k models, stacked: each array has a first axis of length k.
+    start_rounds : int, default 1
+        How often a client calls its ``fit`` when it trains alone, all in one message.
+    spread : float, default 1.0
+        Size of the perturbations of "random", in standard deviations of the array's own values.
+    choose_every : int, default 1
+        Rounds from one choice to the next. In between, a client receives and trains the model of
+        its own cluster only; one that has missed the last choice chooses when it is back.
+    temperature : float, default 0.0
+        0: a client takes the model with the least loss. Above: soft weights
+        ``exp(-n loss / temperature)``; the client trains every model with a share of at least
+        0.001 and sends all k.
+    proximal_mu : float, optional
+        Sent in the config as ``"proximal-mu"``, as Flower's FedProx does, and as ``"proximal_mu"``,
+        its older name; the client's ``fit`` adds the term.
+    robust : bool or str, default False
+        Whether to expect clients that lie: True stands for "filtered", False for "mean"; other
+        rules: see `flwr_perdl.regression.aggregate`.
+    max_clusters : int, default 8
+        Largest number of clusters with ``k="auto"``.
+    **options
+        See `ServerOptions`.
+
+    Raises
+    ------
+    ValueError
+        If an option breaks its rule, or does nothing beside the others; if there are fewer clients
+        than clusters.
+
+    Notes
+    -----
+    Result: ``strategy.result`` (`Clusters`); ``strategy.start(...).arrays`` has the stacked models,
+    under the names of the initial arrays. ``evaluate_fn`` receives them stacked too.
+
+    Numbers of samples weigh, those above ten times the round's median as that
+    (`Request.max_weight`).
+
+    Floats per client and round: k models and k numbers down, one model up; between choices one
+    model down; with a temperature k models up. "one-shot" and "anchors" cost one round more, in
+    which one model goes down and one comes up, ``k="auto"`` a further one, in which up to
+    2 ``max_clusters`` - 1 models go down.
+
+    ``k="auto"`` can tell kinds apart only by ``evaluate``. If that measures the loss on the samples
+    of ``fit``, more clusters always look better; with few samples a client, kinds that differ by
+    less than two standard errors over clients are joined; and with too little training alone the
+    groups are not the kinds.
+
+    Arrays of other dtypes than float32 and float64, counters for example, travel as float64.
+
+    Examples
+    --------
+    >>> from flwr_perdl.strategies import ClusteredFedAvg
+    >>> strategy = ClusteredFedAvg(4, start="one-shot", num_clients=40)
+    >>> strategy = ClusteredFedAvg("auto", max_clusters=6, choose_every=5)
+    """
+
+    labels = (CLUSTER,)
+    evaluation_config: ClassVar[Mapping[str, Scalar]] = {CLUSTERED: True}
+
+    def __init__(
+        self,
+        k: int | str,
+        *,
+        start: str = "one-shot",
+        start_rounds: int = 1,
+        spread: float = 1.0,
+        choose_every: int = 1,
+        temperature: float = 0.0,
+        proximal_mu: float | None = None,
+        robust: str | bool = False,
+        max_clusters: int = 8,
+        **options: Unpack[ServerOptions],
+    ) -> None:
+        super().__init__(**options)
+        self.k = k if k == _AUTO else check_count("k", k, 1)
+        self.start_from = check_choice("start", start, STARTS)
+        if k == _AUTO and start != "one-shot":
+            raise ValueError(f'k must be a number unless start="one-shot", got "auto", {start!r}.')
+        self.start_rounds = check_count("start_rounds", start_rounds, 1)
+        self.spread = check_real("spread", spread, 0, LARGE)
+        self.choose_every = check_count("choose_every", choose_every, 1)
+        self.temperature = check_real("temperature", temperature, 0, LARGE)
+        self.proximal_mu = proximal_mu
+        if proximal_mu is not None:
+            self.proximal_mu = check_real("proximal_mu", proximal_mu, 0, LARGE)
+        rule = ("filtered" if robust else "mean") if isinstance(robust, bool) else robust
+        self.robust = check_choice("robust", rule, ROBUST)
+        self.max_clusters = check_count("max_clusters", max_clusters, 2)
+        alone = start in ("one-shot", "anchors")
+        for name, value, default, used in (
+            ("start_rounds", start_rounds, 1, alone),
+            ("spread", spread, 1.0, start == "random"),
+            ("max_clusters", max_clusters, 8, k == _AUTO),
+            ("choose_every", choose_every, 1, not temperature),
+        ):
+            if value != default and not used:
+                raise ValueError(
+                    f"{name} must be left out where it does nothing, got {value} with k={k!r}, "
+                    f"start={start!r}, temperature={temperature}."
+                )
+        self._names: list[str] = []
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord | None = None,
+        *args: Any,
+        **options: Any,
+    ) -> Result:
+        """Run; the result's arrays have the names of the initial ones."""
+        self._names = list(initial_arrays or ())
+        result = super().start(grid, initial_arrays, *args, **options)
+        result.arrays = self._named(result.arrays)
+        return result
+
+    @property
+    def result(self) -> Clusters:
+        """The models so far, and who is where."""
+        stacks = [] if self._conversation is None else self._conversation.model
+        k = len(stacks[0]) if stacks else 0
+        members: dict[int, int] = {}
+        last: dict[int, Reply] = {}
+        for report in self.history:
+            said = {p: own for p, own in report.metrics.items() if CLUSTER in own}
+            members |= {partition: int(own[CLUSTER]) for partition, own in said.items()}
+            if said:
+                last = {p: Reply([], int(own[NUM_EXAMPLES]), own) for p, own in said.items()}
+        groups = [{p: r for p, r in last.items() if members[p] == j} for j in range(k)]
+        return Clusters(
+            [self._named(to_record([stack[j] for stack in stacks])) for j in range(k)],
+            dict(sorted(members.items())),
+            [list(members.values()).count(j) for j in range(k)],
+            [_means(group) for group in groups],
+        )
+
+    def _named(self, record: ArrayRecord) -> ArrayRecord:
+        if len(record) != len(self._names):
+            return record
+        return ArrayRecord(dict(zip(self._names, record.values(), strict=True)))
+
+    # The protocol ---------------------------------------------------------------------------
+
+    def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
+        """Find k models to start from; then choose, train and average, round by round."""
+        if state is None:
+            model = self._checked(initial)
+            state = self._begun(model)
+            if state is None:
+                replies = yield Request(
+                    ALONE,
+                    model,
+                    {**self._config(), N_FITS: self.start_rounds},
+                    None,
+                    partial(_check_model, [array.shape for array in model]),
+                    model=[array[None] for array in model],
+                    most=sum(array.size for array in model),
+                )
+                state = self._grouped(model, replies)
+        if _GROUPS in state:
+            stacks = _unpack(state)
+            replies = yield Request(
+                MEASURE,
+                stacks,
+                self._config(),
+                state,
+                partial(_check_losses, len(stacks[0])),
+                model=[stack[:1] for stack in stacks],  # the mean of all
+                most=len(stacks[0]),
+            )
+            state = _state(self._fewest(stacks, state[_GROUPS], replies))
+        while True:
+            stacks, round_, chosen = _unpack(state), int(state[_ROUND]), state[_CHOSEN]
+            k, choice = len(stacks[0]), round_ - round_ % self.choose_every
+            labels = np.arange(k, dtype=float)
+            each = [[labels[[j]], *(stack[[j]] for stack in stacks)] for j in range(k)]
+            everything = [labels, *stacks]
+            known = {int(p): each[int(j)] for p, j, at in chosen if choice <= at < round_}
+            soft = self.temperature > 0
+            shapes = [stack.shape if soft else stack.shape[1:] for stack in stacks]
+            replies = yield Request(
+                CHOOSE,
+                everything,
+                {**self._config(), TEMPERATURE: self.temperature},
+                state,
+                partial(_check_choice, shapes, k, soft),
+                own=partial(_sent_to, known, everything) if known else None,
+                model=stacks,
+                most=sum(map(prod, shapes)),
+                metrics=(CLUSTER,),
+            )
+            moved = self._averaged(stacks, replies)
+            now = {int(p): (int(j), int(at)) for p, j, at in chosen}
+            now |= {p: (int(r.metrics[CLUSTER]), round_) for p, r in replies.items()}
+            state = _state(moved, round_ + 1, now)
+
+    def _config(self) -> dict[str, Scalar]:
+        """Return what every request says."""
+        config: dict[str, Scalar] = {CLUSTERED: True}
+        if self._names and self._names != [str(i) for i in range(len(self._names))]:
+            config[ARRAY_NAMES] = json.dumps(self._names)
+        if self.proximal_mu is not None:
+            config |= {"proximal-mu": self.proximal_mu, "proximal_mu": self.proximal_mu}
+        return config
+
+    def _checked(self, initial: list[Matrix]) -> list[Matrix]:
+        """Return the initial arrays: one model, or k of them, stacked."""
+        if not initial:
+            raise ValueError("initial_arrays must be the arrays of a model, got none.")
+        model = []
+        for array in initial:
+            other = array.dtype.kind in "biuf" and array.dtype not in FLOATS
+            values = array.astype(np.float64) if other else array
+            model.append(check_array("initial_arrays", values.ravel(), ndim=1).reshape(array.shape))
+        if self.start_from == "given":
+            for array in model:
+                if not array.ndim or len(array) != self.k:
+                    raise ValueError(
+                        f"initial_arrays must be {self.k} models, stacked along a first axis, with "
+                        f'start="given", got an array of shape {array.shape}.'
+                    )
+        return model
+
+    def _begun(self, model: list[Matrix]) -> State | None:
+        """Return the k models that no client has to be asked for, None if there are none."""
+        if self.start_from == "given":
+            return _state(model)
+        if self.k == 1:
+            return _state([array[None] for array in model])
+        if self.start_from == "random":
+            rng = spawn(self.options.seed, SERVER, 0)
+            return _state(perturbed(model, int(self.k), self.spread, rng))
+        return None
+
+    def _grouped(self, model: list[Matrix], replies: Replies) -> State:
+        """Return the models that follow from what the clients learned alone."""
+        packed = _packed([array[None] for array in model], replies, np.zeros(len(replies)))
+        changes = packed[:, 0, 1:]
+        most = min(self.max_clusters, len(replies)) if self.k == _AUTO else int(self.k)
+        if most > len(replies):
+            raise ValueError(
+                f"k must be at most the number of clients that replied, got {most} with "
+                f"{len(replies)}."
+            )
+        if self.start_from == "anchors":
+            return _state(_shifted(model, changes[choose_anchors(changes, most)]))
+        groups = nested_groups(changes, most)
+        wanted = np.arange(len(groups.members)) if self.k == _AUTO else np.unique(groups.of[-1])
+        sizes, means = _sizes(replies), []
+        for j in wanted:
+            own = groups.members[j]
+            means.append(average_updates(packed[own], sizes[own], 1, False, "cluster", self.robust))
+            partitions = np.array(list(replies))[own].tolist()
+            replies.note(DEEDS[self.robust], dict(zip(partitions, means[-1].odd, strict=True)))
+        stacks = _shifted(model, np.concatenate([mean.change for mean in means]))
+        if self.k != _AUTO:
+            return _state(stacks)
+        table = np.column_stack([list(replies), groups.of.T])
+        return {**_state(stacks), _GROUPS: table}
+
+    def _fewest(self, stacks: list[Matrix], table: Matrix, replies: Replies) -> list[Matrix]:
+        """Return the mean models of as few groups as are as good as any."""
+        of = {int(row[0]): row[1:] for row in table}
+        losses = [reply.arrays[0][of[who]] for who, reply in replies.items() if who in of]
+        if not losses:
+            raise ValueError(
+                "fraction_train must let clients that trained alone measure the groups, got other "
+                "clients only."
+            )
+        k = smallest_as_good(np.stack(losses))
+        return [stack[np.unique(table[:, k])] for stack in stacks]
+
+    def _averaged(self, stacks: list[Matrix], replies: Replies) -> list[Matrix]:
+        """Return the models after a round (line 8)."""
+        k, soft = len(stacks[0]), self.temperature > 0
+        chosen = np.array([reply.metrics[CLUSTER] for reply in replies.values()])
+        packed = _packed(stacks, replies, None if soft else chosen)
+        mean = average_updates(packed, _sizes(replies), k, soft, "cluster", self.robust)
+        replies.note(DEEDS[self.robust], dict(zip(replies, mean.odd.tolist(), strict=True)))
+        change = _split(mean.change, [stack.shape[1:] for stack in stacks])
+        return [
+            (stack + step).astype(stack.dtype) for stack, step in zip(stacks, change, strict=True)
+        ]
+
+
+def _sent_to(
+    known: Mapping[int, list[Matrix]], everything: list[Matrix], partition: int
+) -> list[Matrix]:
+    """Return what a client receives between choices: its own cluster's model, where it has one."""
+    return known.get(partition, everything)
+
+
+def _means(group: Mapping[int, Reply]) -> dict[str, float]:
+    return {name: x for name, x in summarized(group).items() if name != CLUSTER}
+
+
+# States -------------------------------------------------------------------------------------
+
+
+def _state(
+    stacks: Sequence[Matrix], round_: int = 0, chosen: Mapping[int, tuple[int, int]] | None = None
+) -> State:
+    """Return the state: the models, the round, and who chose which cluster in which round."""
+    rows = [(partition, *what) for partition, what in sorted((chosen or {}).items())]
+    return {
+        **{f"{_MODELS}/{i:06d}": stack for i, stack in enumerate(stacks)},
+        _ROUND: np.array(round_),
+        _CHOSEN: np.array(rows, dtype=np.int64).reshape(-1, 3),
+    }
+
+
+def _unpack(state: State) -> list[Matrix]:
+    """Return the models in a state."""
+    return [state[name] for name in sorted(state) if name.startswith(_MODELS)]
+
+
+# Models as vectors ---------------------------------------------------------------------------
+
+
+def _sizes(replies: Replies) -> Matrix:
+    return np.array([float(reply.num_examples) for reply in replies.values()])
+
+
+def _packed(stacks: Sequence[Matrix], replies: Replies, chosen: Matrix | None) -> Matrix:
+    """Return each reply's changes, a row per model, after the cluster; soft: after the share.
+
+    Parameters
+    ----------
+    stacks : sequence of ndarray
+        The models that were sent.
+    replies : Replies
+        One model each; soft: all of them.
+    chosen : ndarray of shape (n_clients,), or None
+        Each client's cluster; None: soft.
+    """
+    before = _joined(stacks)
+    packed = np.empty((len(replies), 1 if chosen is not None else len(before), before.shape[1] + 1))
+    packed = packed.astype(before.dtype, copy=False)
+    for i, (row, reply) in enumerate(zip(packed, replies.values(), strict=True)):
+        if chosen is not None:
+            row[0, 0] = chosen[i]
+            row[0, 1:] = _joined([array[None] for array in reply.arrays])[0]
+            row[0, 1:] -= before[int(chosen[i])]
+        else:
+            row[:, 0] = [reply.metrics[f"{SHARE}{j}"] for j in range(len(before))]
+            row[:, 1:] = _joined(reply.arrays) - before
+    return packed
+
+
+def _joined(stacks: Sequence[Matrix]) -> Matrix:
+    """Return a stack of models as rows."""
+    rows: Matrix = np.concatenate([stack.reshape(len(stack), -1) for stack in stacks], axis=1)
+    return rows
+
+
+def _split(rows: Matrix, shapes: Sequence[tuple[int, ...]]) -> list[Matrix]:
+    """Return rows as stacks of arrays of these shapes."""
+    ends = np.cumsum([prod(shape) for shape in shapes])[:-1]
+    parts = np.split(rows, ends, axis=1)
+    return [part.reshape(len(rows), *shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _shifted(model: Sequence[Matrix], changes: Matrix) -> list[Matrix]:
+    """Return the stack of one model after each of several changes."""
+    steps = _split(changes, [array.shape for array in model])
+    return [(array + step).astype(array.dtype) for array, step in zip(model, steps, strict=True)]
+
+
+# Checks of replies ----------------------------------------------------------------------------
+
+
+def _check_model(shapes: Sequence[tuple[int, ...]], reply: Reply) -> None:
+    """Accept a model of these shapes."""
+    given = [array.shape for array in reply.arrays]
+    if given != list(shapes):
+        raise ValueError(f"wrong shapes: {list(shapes)} are asked for, got {given}")
+    for array in reply.arrays:
+        check_magnitude("arrays", array, floor=np.inf)
+
+
+def _check_losses(n_models: int, reply: Reply) -> None:
+    """Accept a loss for each model."""
+    if [array.shape for array in reply.arrays] != [(n_models,)]:
+        raise ValueError(f"wrong shape: {n_models} losses are asked for")
+
+
+def _check_choice(shapes: Sequence[tuple[int, ...]], k: int, soft: bool, reply: Reply) -> None:
+    """Accept a model, or all of them, and the number of a cluster."""
+    _check_model(shapes, reply)
+    cluster = reply.metrics[CLUSTER]
+    if cluster not in range(k):
+        raise ValueError(f"{CLUSTER} must be one of {k}, from 0, got {cluster:g}")
+    if soft:
+        shares = [reply.metrics.get(f"{SHARE}{j}", np.nan) for j in range(k)]
+        if not (min(shares) >= 0 and abs(sum(shares) - 1) <= 1e-3):
+            raise ValueError(f"{SHARE}0 to {SHARE}{k - 1} must be shares of 1, got {shares}")

@@ -1,0 +1,422 @@
+"""ClusteredFedAvg over clients that know nothing of it: hand arithmetic and planted clusters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.client import NumPyClient
+from flwr.clientapp import ClientApp
+from flwr.clientapp.mod import fixedclipping_mod
+from flwr.serverapp.strategy import FedAvg
+
+from flwr_perdl.clients import DictionaryClient, client_app, client_fn
+from flwr_perdl.dictionary import OrthogonalLearner
+from flwr_perdl.regression.updates import choose_anchors, nested_groups, smallest_as_good
+from flwr_perdl.simulations import InProcessGrid
+from flwr_perdl.strategies import (
+    ClusteredFedAvg,
+    ServerSettings,
+    TooFewReplies,
+    as_legacy,
+    client_report,
+)
+from tests.bits import assert_same_bits
+from tests.strategies.test_legacy import serve
+
+#: The kinds of client: client i is of kind i % 3.
+TRUTH = np.array([[2.0, 0.0, 1.0], [0.0, 2.0, -1.0], [-2.0, -2.0, 0.0]])
+N = 12
+START = [np.zeros(3), np.zeros(1)]
+RESUME = ServerSettings(resume=True)
+
+
+class Linear(NumPyClient):
+    """A linear model by three gradient steps; it measures its loss on points held out."""
+
+    def __init__(self, partition: int, n: int = 40) -> None:
+        rng = np.random.default_rng(partition)
+        self.X = rng.standard_normal((2 * n, 3))
+        self.y = self.X @ TRUTH[partition % 3] + 0.3 * rng.standard_normal(2 * n)
+        self.n = n
+
+    def fit(self, parameters: Any, config: Any) -> Any:
+        w, b = parameters
+        X, y = self.X[: self.n], self.y[: self.n]
+        for _ in range(3):
+            error = X @ w + b - y
+            w -= 0.3 * X.T @ error / len(y)  # in place, as many a client does
+            b -= 0.3 * error.mean()
+        return [w, b], len(y), {}
+
+    def evaluate(self, parameters: Any, config: Any) -> Any:
+        w, b = parameters
+        X, y = self.X[self.n :], self.y[self.n :]
+        return float(np.mean((X @ w + b - y) ** 2)), len(y), {"shift": float(b[0])}
+
+
+def make(context: Context) -> Linear:
+    return Linear(int(context.node_config["partition-id"]))
+
+
+def run(
+    strategy: ClusteredFedAvg, rounds: int, start: Any = START, app: Any = None, **options: Any
+) -> list[np.ndarray]:
+    grid = InProcessGrid(app or client_app(make), N, **options)
+    result = strategy.start(grid, ArrayRecord(list(start)), num_rounds=rounds)
+    return result.arrays.to_numpy_ndarrays()
+
+
+def kinds(strategy: ClusteredFedAvg) -> list[set[int]]:
+    """Return the true kinds of each cluster's members."""
+    clusters = strategy.result
+    return [
+        {partition % 3 for partition, own in clusters.members.items() if own == j}
+        for j in range(len(clusters.models))
+    ]
+
+
+class Given(NumPyClient):
+    """Has losses of its own for each model, and adds one to what it trains."""
+
+    def __init__(self, losses: dict[float, float], n: int) -> None:
+        self.losses, self.n = losses, n
+
+    def fit(self, parameters: Any, config: Any) -> Any:
+        assert set(config) == {"server-round", "perdl.seed", "perdl.run", "proximal-mu"} | {
+            "proximal_mu"
+        }
+        return [parameters[0] + config["proximal-mu"]], self.n, {}
+
+    def evaluate(self, parameters: Any, config: Any) -> Any:
+        return self.losses[float(parameters[0][0])], self.n, {}
+
+
+def given(*clients: Given) -> ClientApp:
+    return client_app(lambda context: clients[int(context.node_config["partition-id"])])
+
+
+def test_a_round_by_hand() -> None:
+    nan = float("nan")
+    app = given(
+        Given({0.0: 1.0, 10.0: 5.0}, 1),
+        Given({0.0: 2.0, 10.0: 5.0}, 3),
+        Given({0.0: nan, 10.0: 9.0}, 4),
+    )
+    strategy = ClusteredFedAvg(2, start="given", proximal_mu=1.0, fraction_evaluate=0.0)
+    models = ArrayRecord([np.array([[0.0], [10.0]])])
+    result = strategy.start(InProcessGrid(app, 3), models, num_rounds=1)
+    np.testing.assert_array_equal(result.arrays["0"].numpy(), [[1.0], [11.0]])
+    (report,) = strategy.history
+    assert report.aggregate["cluster_0"] == 2
+    assert report.metrics[2] == {"num-examples": 4, "cluster": 1.0, "cluster-loss": 9.0}
+    assert report.aggregate["cluster-loss"] == pytest.approx((1 * 1 + 3 * 2 + 4 * 9) / 8)
+    assert (report.floats_down, report.floats_up) == (4, 1)  # two numbers, two models; a model
+    clusters = strategy.result
+    assert clusters.members == {0: 0, 1: 0, 2: 1}
+    assert clusters.sizes == [2, 1]
+    assert clusters.metrics[0]["cluster-loss"] == pytest.approx((1 * 1 + 3 * 2) / 4)
+    assert clusters.models[1]["0"].numpy() == [11.0]
+
+
+def test_soft_weights_by_hand() -> None:
+    # The weights of n = 1 and temperature 1: 1 : e^-log(3), that is .75 and .25.
+    app = given(Given({0.0: 0.0, 10.0: np.log(3)}, 1), Given({0.0: 50.0, 10.0: 0.0}, 1))
+    strategy = ClusteredFedAvg(
+        2, start="given", temperature=1.0, proximal_mu=1.0, fraction_evaluate=0.0
+    )
+    models = ArrayRecord([np.array([[0.0], [10.0]])])
+    result = strategy.start(InProcessGrid(app, 2), models, num_rounds=1)
+    # Model 0 is trained by client 0 alone; of model 1 both send one that is larger by 1.
+    np.testing.assert_allclose(result.arrays["0"].numpy(), [[1.0], [11.0]], rtol=1e-12)
+    assert strategy.history[0].metrics[0]["share_0"] == pytest.approx(0.75)
+    assert strategy.history[0].metrics[1]["cluster"] == 1
+
+
+def test_one_cluster_is_fedavg() -> None:
+    app = client_app(make)
+    flower = FedAvg(fraction_evaluate=0.0, min_available_nodes=N)
+    wanted = flower.start(InProcessGrid(app, N), ArrayRecord(START), num_rounds=3)
+    found = run(ClusteredFedAvg(1, fraction_evaluate=0.0), 3)
+    for array, same in zip(found, wanted.arrays.to_numpy_ndarrays(), strict=True):
+        np.testing.assert_allclose(array[0], same, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("start", ["one-shot", "anchors"])
+@pytest.mark.parametrize("choose_every", [1, 3])
+def test_planted_clusters_are_found(start: str, choose_every: int) -> None:
+    strategy = ClusteredFedAvg(3, start=start, choose_every=choose_every)
+    w = run(strategy, 8)[0]
+    assert sorted(kinds(strategy), key=min) == [{0}, {1}, {2}]
+    for j, (kind,) in enumerate(kinds(strategy)):
+        np.testing.assert_allclose(w[j], TRUTH[kind], atol=0.2)
+    assert strategy.result.sizes == [4, 4, 4]
+    assert (START[0] == 0).all()
+
+
+def test_random_starts_are_perturbations_of_one_model() -> None:
+    strategy = ClusteredFedAvg(3, start="random", spread=2.0)
+    run(strategy, 4)
+    assert sum(strategy.result.sizes) == N
+    begun = strategy.protocol([np.arange(4.0), np.ones(2)], None)
+    _, moved, constant = next(begun).arrays
+    assert moved.shape == (3, 4)
+    assert len(np.unique(moved)) == 12
+    assert (constant == 1).all()
+
+
+def test_the_number_of_clusters_is_found() -> None:
+    strategy = ClusteredFedAvg("auto", start_rounds=3, max_clusters=6)
+    run(strategy, 5)
+    assert sorted(kinds(strategy), key=min) == [{0}, {1}, {2}]
+    assert [r.step for r in strategy.history if r.step != "evaluate"][:3] == [
+        "train-alone",
+        "measure-models",
+        "cluster",
+    ]
+
+
+def test_between_choices_a_client_receives_its_own_model_unless_it_missed_the_choice() -> None:
+    def faults(partition: int, message: Message) -> str | None:
+        config = message.content.get("config", {})
+        missed = partition == 5 and config.get("server-round") == 2
+        return "error" if missed else None
+
+    strategy = ClusteredFedAvg(3, choose_every=3, fraction_evaluate=0.0)
+    run(strategy, 5, faults=faults)
+    downs = [report.floats_down for report in strategy.history]
+    every, one = 3 * 4 + 3, 4 + 1
+    # Alone; choice (client 5 is away); own models, but all for client 5; own models; choice.
+    assert downs == [4, every, pytest.approx((11 * one + every) / 12), one, every]
+    assert strategy.result.members[5] == strategy.result.members[8]
+
+
+@pytest.mark.parametrize("k", [3, "auto"])
+@pytest.mark.parametrize("after", [1, 2, 4])
+def test_a_resumed_run_has_the_same_bits(tmp_path: Path, k: Any, after: int) -> None:
+    def new(**options: Any) -> ClusteredFedAvg:
+        return ClusteredFedAvg(k, choose_every=2, fraction_train=0.8, seed=3, **options)
+
+    whole = new()
+    wanted = run(whole, 6)
+    run(new(checkpoint_dir=tmp_path), after)
+    again = new(checkpoint_dir=tmp_path, server=RESUME)
+    for array, same in zip(run(again, 6), wanted, strict=True):
+        assert_same_bits(array, same)
+    assert again.result.members == whole.result.members
+
+
+def test_the_older_interface_has_the_same_bits() -> None:
+    wanted = run(ClusteredFedAvg(3, num_clients=N), 4)
+    older = SimpleNamespace(
+        make_client=client_fn(make), grid=lambda: InProcessGrid(client_app(make), N)
+    )
+    strategy = as_legacy(ClusteredFedAvg(3, num_clients=N), initial=START)
+    found, history = serve(older, strategy, 4)
+    assert_same_bits(found, wanted[0])
+    assert history.losses_distributed[-1][1] < 0.2
+
+
+def test_a_client_that_lies_does_not_move_a_robust_average() -> None:
+    class Liar(Linear):
+        def fit(self, parameters: Any, config: Any) -> Any:
+            model, n, metrics = super().fit(parameters, config)
+            return [array + 1000 for array in model], n, metrics
+
+    def some_lie(context: Context) -> Linear:
+        partition = int(context.node_config["partition-id"])
+        return Liar(partition) if partition == 4 else Linear(partition)
+
+    strategy = ClusteredFedAvg(1, robust=True)
+    (w, _) = run(strategy, 6, app=client_app(some_lie))
+    assert np.abs(w).max() < 5
+    assert client_report(strategy.history)[4]["left out"] > 0
+
+
+def test_an_app_of_messages_keeps_its_arrays_names() -> None:
+    app = ClientApp()
+    names = ["layer.weight", "layer.bias"]
+
+    def taken(message: Message) -> list[np.ndarray]:
+        record = message.content["arrays"]
+        assert list(record) == names
+        return record.to_numpy_ndarrays()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        fitted, n, _ = make(context).fit(taken(message), {})
+        turned = dict(zip(reversed(names), reversed(fitted), strict=True))  # in another order
+        records = {
+            "arrays": ArrayRecord({name: ArrayRecord([a])["0"] for name, a in turned.items()}),
+            "metrics": MetricRecord({"num-examples": n}),
+        }
+        return Message(RecordDict(records), reply_to=message)
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        loss, n, _ = make(context).evaluate(taken(message), {})
+        metrics = MetricRecord({"num-examples": n, "eval_loss": loss})
+        return Message(RecordDict({"metrics": metrics}), reply_to=message)
+
+    strategy = ClusteredFedAvg(3)
+    start = ArrayRecord(dict(zip(names, ArrayRecord(START).values(), strict=True)))
+    result = strategy.start(InProcessGrid(client_app(app), N), start, num_rounds=4)
+    assert list(result.arrays) == list(strategy.result.models[0]) == names
+    for name, array in zip(names, run(ClusteredFedAvg(3), 4), strict=True):
+        assert_same_bits(result.arrays[name].numpy(), array)
+
+
+def test_mods_see_one_model_at_a_time() -> None:
+    seen: list[int] = []
+
+    def watch(message: Message, context: Context, call_next: Callable[..., Message]) -> Message:
+        seen.append(sum(a.numpy().size for a in message.content["arrays"].values()))
+        return call_next(message, context)
+
+    app = client_app(make, train_mods=[watch, fixedclipping_mod])
+    with pytest.raises(TooFewReplies, match="clipping_norm"):  # Flower's mod asks for its config
+        run(ClusteredFedAvg(3), 1, app=app)
+    assert set(seen) == {4}
+
+
+def test_what_each_party_receives(tmp_path: Path) -> None:
+    """The module's list: what is in a message, in which size, and nothing else."""
+    seen: dict[tuple[str, str], Any] = {}
+
+    class Watching(InProcessGrid):
+        def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
+            asked = list(messages)
+            replies = list(super().send_and_receive(asked, timeout=timeout))
+            for question, reply in zip(asked, replies, strict=True):
+                config = question.content.get("config", {})
+                step = config.get("perdl.step", "who")
+                for way, content in (("down", question.content), ("up", reply.content)):
+                    arrays = content.get("arrays", {})
+                    shapes = tuple(array.shape for array in arrays.values())
+                    metrics = frozenset(content.get("metrics", {}))
+                    seen.setdefault((step, way), set()).add((shapes, metrics))
+            return replies
+
+    strategy = ClusteredFedAvg("auto", start_rounds=3, max_clusters=4)
+    strategy.start(Watching(client_app(make), N), ArrayRecord(START), num_rounds=3)
+    model, none = ((3,), (1,)), frozenset()
+    told = frozenset({"num-examples", "cluster"})
+    assert seen == {
+        ("who", "down"): {((), none)},
+        ("who", "up"): {((), none)},
+        ("train-alone", "down"): {(model, none)},
+        ("train-alone", "up"): {(model, frozenset({"num-examples"}))},
+        ("measure-models", "down"): {(((7, 3), (7, 1)), none)},
+        ("measure-models", "up"): {(((7,),), frozenset({"num-examples"}))},
+        ("cluster", "down"): {(((3,), (3, 3), (3, 1)), none)},
+        ("cluster", "up"): {(model, told | {"cluster-loss"})},
+        ("evaluate", "down"): {(((1, 3), (1, 1)), none), (((3, 3), (3, 1)), none)},
+        ("evaluate", "up"): {((), told | {"loss", "shift"})},
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"k": 0}, "k must be at least 1, got 0"),
+        ({"k": "auto", "start": "random"}, 'k must be a number unless start="one-shot"'),
+        ({"k": 2, "start": "fedmd"}, "start must be one of 'given', 'random'"),
+        ({"k": 2, "spread": 2.0}, "spread must be left out where it does nothing, got 2.0"),
+        ({"k": 2, "start": "random", "start_rounds": 2}, "start_rounds must be left out"),
+        ({"k": 2, "max_clusters": 3}, "max_clusters must be left out"),
+        ({"k": 2, "temperature": 1.0, "choose_every": 2}, "choose_every must be left out"),
+        ({"k": 2, "proximal_mu": -1.0}, r"proximal_mu must be in \[0"),
+        ({"k": 2, "robust": "krum"}, "robust must be one of 'mean', 'filtered'"),
+    ],
+)
+def test_bad_options_are_named(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        ClusteredFedAvg(**options)
+
+
+def test_bad_initial_arrays_and_replies_are_named() -> None:
+    with pytest.raises(ValueError, match="initial_arrays must be the arrays of a model, got none"):
+        run(ClusteredFedAvg(2), 1, start=[])
+    with pytest.raises(ValueError, match="initial_arrays must be 2 models, stacked along a first"):
+        run(ClusteredFedAvg(2, start="given"), 1)
+    with pytest.raises(ValueError, match="initial_arrays must be finite"):
+        run(ClusteredFedAvg(2), 1, start=[np.array([np.nan])])
+    with pytest.raises(ValueError, match="k must be at most the number of clients that replied"):
+        run(ClusteredFedAvg(N + 1), 1)
+
+    class NoLoss(Linear):
+        def evaluate(self, parameters: Any, config: Any) -> Any:
+            return float("nan"), 1, {}
+
+    class Short(Linear):
+        def fit(self, parameters: Any, config: Any) -> Any:
+            return [parameters[0]], 1, {}
+
+    for kind, said in ((NoLoss, "evaluate must return a finite loss"), (Short, "wrong shapes: ")):
+        app = client_app(lambda context, kind=kind: kind(context.node_config["partition-id"]))
+        with pytest.raises(TooFewReplies, match=said):
+            run(ClusteredFedAvg(2, start="random"), 1, app=app)
+
+
+def test_counters_travel_as_floats() -> None:
+    class Counting(Linear):
+        def fit(self, parameters: Any, config: Any) -> Any:
+            fitted, n, metrics = super().fit(parameters[:2], config)
+            return [*fitted, np.int64(parameters[2]) + 1], n, metrics
+
+        def evaluate(self, parameters: Any, config: Any) -> Any:
+            return super().evaluate(parameters[:2], config)
+
+    app = client_app(lambda context: Counting(int(context.node_config["partition-id"])))
+    *_, count = run(ClusteredFedAvg(3), 3, start=[*START, np.array(7)], app=app)
+    np.testing.assert_array_equal(count, [10.0] * 3)
+
+
+@pytest.mark.parametrize("strategy", [FedAvg(min_available_nodes=3), ClusteredFedAvg(1)])
+def test_a_client_of_a_protocol_is_refused_by_other_strategies(
+    strategy: Any, warned: pytest.LogCaptureFixture
+) -> None:
+    def learner(context: Context) -> DictionaryClient:
+        X = np.random.default_rng(int(context.node_config["partition-id"])).random((20, 4))
+        return DictionaryClient(X, OrthogonalLearner(4), context)
+
+    grid = InProcessGrid(client_app(learner), 3)
+    said = r"config must have 'perdl.step', got .*: the strategies that this client is made for"
+    if isinstance(strategy, ClusteredFedAvg):
+        with pytest.raises(TooFewReplies, match=said):
+            strategy.start(grid, ArrayRecord([np.eye(4)]), num_rounds=2)
+    else:
+        warned.set_level("INFO", logger="flwr")  # where FedAvg says what its clients answered
+        result = strategy.start(grid, ArrayRecord([np.eye(4)]), num_rounds=2)
+        assert not len(result.arrays)
+        assert re.search(said, warned.text)
+
+
+def test_groups_and_anchors_of_directions() -> None:
+    rng = np.random.default_rng(0)
+    kinds = np.repeat([0, 1, 2], 5)
+    changes = np.eye(6)[kinds] + 0.1 * rng.standard_normal((15, 6))
+    changes *= rng.uniform(0.1, 10, (15, 1))  # lengths say nothing
+    groups = nested_groups(changes, 4)
+    np.testing.assert_array_equal(groups.of[2] == groups.of[2][:, None], kinds == kinds[:, None])
+    assert len(groups.members) == 7
+    for own in groups.of:
+        for i in np.unique(own):
+            np.testing.assert_array_equal(groups.members[i], own == i)
+    assert sorted(kinds[choose_anchors(changes, 3)]) == [0, 1, 2]
+    np.testing.assert_array_equal(choose_anchors(np.eye(3), 3), [0, 1, 2])
+    assert nested_groups(np.zeros((1, 2)), 1).members.tolist() == [[True]]
+
+
+def test_no_more_groups_than_chance_allows() -> None:
+    noise = np.random.default_rng(0).standard_normal((30, 1))
+    losses = np.concatenate([2 + noise, 1 + noise, 0.999 + noise], axis=1)
+    losses[:, 2] += 0.1 * np.random.default_rng(1).standard_normal(30)
+    assert smallest_as_good(losses) == 2
+    assert smallest_as_good(np.ones((4, 3))) == 1
