@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from logging import WARNING
+from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +19,7 @@ from flwr_perdl._records import ANEW, ROUND, RUN, Scalar
 from flwr_perdl._store import LAST_ROUND
 from flwr_perdl._threads import one_blas_thread
 from flwr_perdl.clients.base import Member, PrivateState, private_shelf, step_of
-from flwr_perdl.diffusion.combine import Array, Program
+from flwr_perdl.diffusion.combine import Array, Program, reported
 from flwr_perdl.network._packing import pack_arrays, text_array, texts_of
 from flwr_perdl.network.messages import Delivery, Rejected, Sent, finite_rows, inbox_of
 from flwr_perdl.network.sealed import Keys, read_key, read_pinned
@@ -54,8 +56,9 @@ class DiffusionClient(Member):
     does its work for the next round, and sends its own message, which the server delivers.
 
     **What leaves the node**: its messages to its neighbors, which the server can read unless they
-    are sealed (see `flwr_perdl.network.sealed`); their size, and whose messages were left out; at
-    the end what ``shows`` says. The docstring of the algorithm says what its messages reveal to
+    are sealed (see `flwr_perdl.network.sealed`); their size, and whose messages were left out;
+    after every round, in the clear, what the program's ``report`` returns, if it has one; at the
+    end what ``shows`` says. The docstring of the algorithm says what its messages reveal to
     neighbors that follow the protocol. A neighbor that does not, or a server that can write
     messages, may learn samples from the answers (docs/security.md).
 
@@ -151,7 +154,8 @@ class DiffusionClient(Member):
         metrics : dict
             ``"floats"`` of the message, ``"broken": 1`` if it has NaN or infinite values (it is not
             sent), ``"rejected-K": 1`` for every neighbor K whose message, or card, was left out,
-            ``"anew": 1`` if the node found no state after round one, and began from its start.
+            ``"anew": 1`` if the node found no state after round one, and began from its start, and
+            what the program reports about the round before, as far as it is finite.
         """
         step, run, server_round = step_of(config), str(config[RUN]), int(config[ROUND])
         round_ = check_count(AT, config.get(AT, 0), 0, LAST_ROUND)
@@ -170,7 +174,7 @@ class DiffusionClient(Member):
                     f" got {step!r}."
                 )
             kept = self._kept(newest)
-            return self._end(kept.state), 1, dict.fromkeys(kept.over or (), 1)
+            return self._end(kept.state), 1, kept.over or {}
         found = private.before(server_round)
         state, pending, run_key, _ = self._kept(found)
         keys = None
@@ -190,6 +194,8 @@ class DiffusionClient(Member):
             )
             metrics |= self._left_out(left_out)
             state, pending = self.program.combine(state, inbox), 0
+            reports = {name: float(own) for name, (own,) in reported(self.program, state).items()}
+            metrics = {name: own for name, own in reports.items() if isfinite(own)} | metrics
         reply = Sent(None if keys is None else keys.card).to_arrays()
         if step == SHOW:
             reply = self._end(state)
@@ -198,7 +204,7 @@ class DiffusionClient(Member):
             sent, more = self._sent(self.program.message(state), delivery, round_, keys)
             reply, metrics = sent.to_arrays(), metrics | more
         over = step == SHOW and (sealed or _RUN_KEY in newest)
-        kept = _Kept(state, pending, None if over else run_key, list(metrics) if over else None)
+        kept = _Kept(state, pending, None if over else run_key, metrics if over else None)
         private.save(server_round, kept.to_arrays(), alone=over)
         return reply, 1, metrics
 
@@ -258,14 +264,14 @@ class _Kept(NamedTuple):
         The round whose messages the node waits for; 0 if it waits for none.
     run_key : bytes or None
         The node's private key in this run.
-    over : list of str or None
+    over : dict or None
         Where the run is over for this node, the metrics of its last reply.
     """
 
     state: Any
     pending: int = 0
     run_key: bytes | None = None
-    over: list[str] | None = None
+    over: dict[str, Scalar] | None = None
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
         """Return the private arrays."""
@@ -273,7 +279,7 @@ class _Kept(NamedTuple):
             STATE + name: field for name, field in self.state._asdict().items()
         }
         if self.over is not None:
-            arrays[_OVER] = text_array(self.over)
+            arrays[_OVER] = text_array([json.dumps(self.over)])
         if self.run_key is not None:
             arrays[_RUN_KEY] = np.frombuffer(self.run_key, dtype=np.uint8)
         return {**arrays, _PENDING: np.array([self.pending])}
@@ -285,5 +291,5 @@ class _Kept(NamedTuple):
             state(**{name: arrays[STATE + name] for name in state._fields}),
             int(arrays[_PENDING][0]),
             arrays[_RUN_KEY].tobytes() if _RUN_KEY in arrays else None,
-            texts_of(arrays[_OVER]) if _OVER in arrays else None,
+            json.loads(*texts_of(arrays[_OVER])) if _OVER in arrays else None,
         )

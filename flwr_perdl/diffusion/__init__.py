@@ -1,5 +1,6 @@
 """Learning by talking to neighbors only: topologies, dual inference, both diffusion learners."""
 
+from flwr_perdl.diffusion.averaging import DiffusionAveraging
 from flwr_perdl.diffusion.combine import Inbox, Program
 from flwr_perdl.diffusion.data_diffusion import DataDiffusion
 from flwr_perdl.diffusion.inference import exact_dual, infer
@@ -24,6 +25,7 @@ __all__ = [
     "Biclustering",
     "CombinationMatrix",
     "DataDiffusion",
+    "DiffusionAveraging",
     "HuberNMF",
     "Inbox",
     "ModelDiffusion",

@@ -17,7 +17,7 @@ N_k without k                       ``Inbox.links[k]``: those who were heard thi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -41,6 +41,9 @@ class Program(Protocol[State]):
 
     A state is a NamedTuple of arrays with a leading axis over the hosted nodes; its first field
     is ``nodes``, their ids. Everything but parameters and the nodes' own data is in it.
+
+    A program may have a method ``report(state)`` besides: what the nodes tell the operator after
+    every round, a dict of float arrays of shape (m,), with NaN where a node has nothing to tell.
     """
 
     def start(self, nodes: NDArray[np.intp]) -> State:
@@ -229,6 +232,36 @@ class Carried(NamedTuple):
     rounds: int
     #: Floats that reached a neighbor, counted once per link.
     floats_sent: float
+    #: The state of all nodes; None if they do not show it.
+    state: Any
+    #: What the nodes reported, (rounds, n_nodes); see `curves`.
+    curves: dict[str, Array]
+
+
+def reported(
+    program: Program[State], state: State, taking_part: NDArray[np.bool_] | None = None
+) -> dict[str, Array]:
+    """Return what the hosted nodes report after a round, NaN for those that took no part in it."""
+    report = getattr(program, "report", None)
+    rows: dict[str, Array] = {} if report is None else report(state)
+    if taking_part is None or taking_part.all():
+        return rows
+    return {name: np.where(taking_part, values, np.nan) for name, values in rows.items()}
+
+
+def curves(rows: Sequence[Mapping[str, Array]], n_nodes: int) -> dict[str, Array]:
+    """Return the reports of all rounds by name, (rounds, n_nodes); NaN where there is none.
+
+    Parameters
+    ----------
+    rows : sequence of dict of str to ndarray of shape (n_nodes,)
+        What all nodes reported, by round.
+    n_nodes : int
+        Number of nodes.
+    """
+    silent = np.full(n_nodes, np.nan)
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: np.stack([row.get(name, silent) for row in rows]) for name in names}
 
 
 def carry(
@@ -236,6 +269,7 @@ def carry(
     network: Any,
     n_rounds: int,
     callback: Callable[[int, Any], Any] | None = None,
+    on_report: Callable[[int, dict[str, Array]], Any] | None = None,
 ) -> Carried:
     """Run a program.
 
@@ -249,16 +283,26 @@ def carry(
         Communication rounds.
     callback : callable, optional
         Called with round and state after every round.
+    on_report : callable, optional
+        Called with round and what the nodes report (`Program`) after every round.
     """
     if not isinstance(network, CombinationMatrix):
-        told = {} if callback is None else {"callback": callback}
+        asked = {"callback": callback, "on_report": on_report}
+        told = {name: function for name, function in asked.items() if function is not None}
         ran = network.run(program, n_rounds, **told)
-        return Carried(ran.observed, ran.rounds, ran.floats_sent)
+        return Carried(ran.observed, ran.rounds, ran.floats_sent, ran.state, ran.curves)
     n, links = network.topology.n_nodes, network.topology.adjacency
+    rows = []
     for ran in rounds_in_memory(program, n, n_rounds, network.matrix, links):
-        if callback is not None and ran.round:
+        if not ran.round:
+            continue
+        rows.append(reported(program, ran.state))
+        if callback is not None:
             callback(ran.round, ran.state)
-    return Carried(program.observe(ran.state), n_rounds, ran.floats)
+        if on_report is not None:
+            on_report(ran.round, rows[-1])
+    observed = program.observe(ran.state)
+    return Carried(observed, n_rounds, ran.floats, ran.state, curves(rows, n))
 
 
 def step_back(state: State, before: State, rows: NDArray[np.bool_]) -> State:

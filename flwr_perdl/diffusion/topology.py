@@ -130,6 +130,29 @@ class Topology:
         return cls.from_edges(rows * columns, map(tuple, np.vstack([across, down]).tolist()))
 
     @classmethod
+    def torus(cls, rows: int, columns: int) -> Topology:
+        """Return a grid whose opposite edges are joined: every node hears its four neighbors."""
+        check_count("rows", rows, 1)
+        check_count("columns", columns, 1)
+        node = np.arange(rows * columns).reshape(rows, columns)
+        ends = [np.roll(node, -1, axis) for axis in (0, 1)]
+        edges = np.concatenate([np.stack([node.ravel(), end.ravel()], axis=1) for end in ends])
+        return cls.from_edges(rows * columns, edges[edges[:, 0] != edges[:, 1]].tolist())
+
+    @classmethod
+    def exponential(cls, n_nodes: int) -> Topology:
+        """Return an exponential graph: nodes hear those 1, 2, 4, 8, … places before and after.
+
+        About ``2 * log2(n_nodes)`` neighbors for each, and a spectral gap that shrinks only as
+        ``1 / log2(n_nodes)``.
+        """
+        check_count("n_nodes", n_nodes, 1)
+        steps = [2**power for power in range(n_nodes.bit_length()) if 2**power < n_nodes]
+        return cls.from_edges(
+            n_nodes, [(k, (k + step) % n_nodes) for step in steps for k in range(n_nodes)]
+        )
+
+    @classmethod
     def k_regular(cls, n_nodes: int, degree: int, *, seed: int = 0) -> Topology:
         """Return a random connected graph in which every node hears ``degree`` others.
 

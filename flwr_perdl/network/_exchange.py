@@ -38,6 +38,9 @@ class Run(NamedTuple):
         Node -> in how many rounds its message was left out for NaN or infinite values.
     alive : ndarray of shape (n_nodes,)
         Which nodes took part in the last round.
+    curves : dict of str to ndarray of shape (rounds, n_nodes)
+        What the nodes reported after every round (``report`` of a `Program`); NaN where a node has
+        reported nothing.
     """
 
     state: Any
@@ -47,6 +50,7 @@ class Run(NamedTuple):
     traffic: Csr
     unheard: dict[int, int]
     alive: NDArray[np.bool_]
+    curves: dict[str, Array]
 
 
 class Links(NamedTuple):

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_perdl._checks import check_count
-from flwr_perdl.diffusion.combine import Array, Program, State, step_back
+from flwr_perdl.diffusion.combine import Array, Program, State, curves, reported, step_back
 from flwr_perdl.network._exchange import Mailbox, Network, Plan, Run
 from flwr_perdl.network.messages import finite_rows
 
@@ -25,6 +25,7 @@ class InMemoryNetwork(Network):
         state: State | None = None,
         callback: Callable[[int, State], Any] | None = None,
         stop: Callable[[State], bool] | None = None,
+        on_report: Callable[[int, dict[str, Array]], Any] | None = None,
     ) -> Run:
         """Run a distributed algorithm for some rounds.
 
@@ -40,6 +41,9 @@ class InMemoryNetwork(Network):
             Called with round and state after every round.
         stop : callable, optional
             Ends the run when it returns True for the state.
+        on_report : callable, optional
+            Called after every round with the round and what the nodes report: a dict of arrays of
+            shape (n_nodes,), NaN for a node that reports nothing.
 
         Returns
         -------
@@ -49,10 +53,13 @@ class InMemoryNetwork(Network):
         check_count("n_rounds", n_rounds)
         everyone = np.arange(self.plan.n_nodes)
         host = Host(program, self.plan, everyone, everyone, state)
-        done = 0
+        done, rows = 0, []
         for round_ in range(1, n_rounds + 1):
             host.receive(round_, host.send(round_))
             done = round_
+            rows.append(host.reported(round_))
+            if on_report is not None:
+                on_report(round_, rows[-1])
             if callback is not None:
                 callback(round_, host.state)
             if stop is not None and stop(host.state):
@@ -66,6 +73,7 @@ class InMemoryNetwork(Network):
             traffic=traffic,
             unheard=dict(sorted(host.mailbox.unheard.items())),
             alive=self.plan.faults.awake(self.plan.n_nodes, max(done, 1)),
+            curves=curves(rows, self.plan.n_nodes),
         )
 
 
@@ -117,6 +125,12 @@ class Host:
         after = self._program.combine(
             self._adapted, self.mailbox.inbox(round_, arrays, self._own, arrived)
         )
+        self.state = step_back(after, self.state, ~self._awake(round_))
+
+    def reported(self, round_: int) -> dict[str, Array]:
+        """Return what the nodes report after a round."""
+        return reported(self._program, self.state, self._awake(round_))
+
+    def _awake(self, round_: int) -> NDArray[np.bool_]:
         plan = self.mailbox.plan
-        awake = plan.faults.awake(plan.n_nodes, round_)[self.mailbox.nodes]
-        self.state = step_back(after, self.state, ~awake)
+        return plan.faults.awake(plan.n_nodes, round_)[self.mailbox.nodes]

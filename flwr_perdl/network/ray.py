@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from scipy import sparse
 
 from flwr_perdl._checks import check_count
-from flwr_perdl.diffusion.combine import Array, Csr, Program, State
+from flwr_perdl.diffusion.combine import Array, Csr, Program, State, curves
 from flwr_perdl.diffusion.topology import CombinationMatrix, Topology
 from flwr_perdl.network._exchange import Network, Plan, Run, spread
 from flwr_perdl.network.faults import Faults
@@ -75,6 +75,7 @@ class RayNetwork(Network):
         state: State | None = None,
         callback: Callable[[int, State], Any] | None = None,
         stop: Callable[[State], bool] | None = None,
+        on_report: Callable[[int, dict[str, Array]], Any] | None = None,
     ) -> Run:
         """Run a distributed algorithm for some rounds: see `InMemoryNetwork.run`.
 
@@ -87,6 +88,8 @@ class RayNetwork(Network):
             See `InMemoryNetwork.run`.
         callback, stop : callable, optional
             See `InMemoryNetwork.run`; the driver then fetches the states and waits in every round.
+        on_report : callable, optional
+            See `InMemoryNetwork.run`; called up to ``AHEAD`` rounds after the fastest actor.
 
         Returns
         -------
@@ -105,11 +108,11 @@ class RayNetwork(Network):
         with _ray() as ray:
             crew = _Crew(ray, self.plan, self._groups(ray))
             try:
-                done = crew.go(program, n_rounds, state, callback, stop)
+                rows = crew.go(program, n_rounds, state, callback, stop, on_report)
                 ends = crew.ask("end")
             finally:
                 crew.dismiss()
-        faults, n = self.plan.faults, self.plan.n_nodes
+        faults, n, done = self.plan.faults, self.plan.n_nodes, len(rows)
         there = np.zeros(n, dtype=bool)
         there[np.concatenate([end.nodes for end in ends])] = True
         traffic = sum((end.traffic for end in ends), sparse.csr_array((n, n)))
@@ -124,6 +127,7 @@ class RayNetwork(Network):
             traffic=traffic,
             unheard=dict(sorted(item for end in ends for item in end.unheard.items())),
             alive=faults.awake(n, max(done, 1)) & there,
+            curves=curves(rows, n),
         )
 
     def _groups(self, ray: Any) -> list[NDArray[np.intp]]:
@@ -165,8 +169,10 @@ class _Actor:
         self._sent = self._host.send(round_)
         return [self._ray.put(self._sent)]
 
-    def step(self, round_: int, messages: Mapping[int, Any], last: bool) -> tuple[list[Any], int]:
-        """Take in the messages of a round, and send those of the next one."""
+    def step(
+        self, round_: int, messages: Mapping[int, Any], last: bool
+    ) -> tuple[list[Any], dict[str, Array]]:
+        """Take in the messages of a round, and send those of the next one; return the reports."""
         blocks, there = [], []
         for host, rows in self._rows.items():
             block = self._sent if host == self._me else self._fetch(messages.get(host))
@@ -177,7 +183,8 @@ class _Actor:
                 blocks.append([array[rows] for array in block])
         arrays = tuple(np.concatenate(parts) for parts in zip(*blocks, strict=True))
         self._host.receive(round_, arrays, np.concatenate(there))
-        return ([] if last else self.send(round_ + 1)), round_
+        reports = self._host.reported(round_)
+        return ([] if last else self.send(round_ + 1)), reports
 
     def _fetch(self, sent: Any) -> tuple[Array, ...] | None:
         """Return the messages of another actor; None if it is lost."""
@@ -219,8 +226,9 @@ class _Crew:
         state: State | None,
         callback: Callable[[int, Any], Any] | None,
         stop: Callable[[Any], bool] | None,
-    ) -> int:
-        """Run up to ``n_rounds`` rounds and return how many were run."""
+        on_report: Callable[[int, dict[str, Array]], Any] | None,
+    ) -> list[dict[str, Array]]:
+        """Run up to ``n_rounds`` rounds and return what the nodes reported after each."""
         hosted: Callable[[NDArray[np.intp]], Any] | None = getattr(program, "hosted", None)
         whole = None if hosted else self._ray.put(program)
         plan, groups = self._ray.put(self._plan), self._ray.put(self._groups)
@@ -234,7 +242,14 @@ class _Crew:
         sent = {h: actor.send.remote(1) for h, actor in self._actors.items() if n_rounds}
         self._collect(sent)
         ahead: deque[dict[int, Any]] = deque()
-        round_ = 0
+        rows: list[dict[str, Array]] = []
+
+        def note(done: Mapping[int, Any]) -> None:
+            """Wait until a round is done, and note what was reported."""
+            rows.append(self._by_node(self._collect(done)))
+            if on_report is not None:
+                on_report(len(rows), rows[-1])
+
         for round_ in range(1, n_rounds + 1):
             here, sent, done = sent, {}, {}
             for host, actor in self._actors.items():
@@ -243,7 +258,7 @@ class _Crew:
                 sent[host], done[host] = step.remote(round_, messages, round_ == n_rounds)
             ahead.append(done)
             if len(ahead) > AHEAD:
-                self._collect(ahead.popleft())
+                note(ahead.popleft())
             if callback is not None or stop is not None:
                 now = _joined(self.ask("state"))
                 if callback is not None:
@@ -251,8 +266,17 @@ class _Crew:
                 if stop is not None and stop(now):
                     break
         for done in ahead:
-            self._collect(done)
-        return round_
+            note(done)
+        return rows
+
+    def _by_node(self, reports: Mapping[int, Mapping[str, Array]]) -> dict[str, Array]:
+        """Return the reports of all nodes, NaN for those of lost actors."""
+        names = dict.fromkeys(name for report in reports.values() for name in report)
+        row = {name: np.full(self._plan.n_nodes, np.nan) for name in names}
+        for host, report in reports.items():
+            for name, values in report.items():
+                row[name][self._groups[host]] = values
+        return row
 
     def ask(self, method: str) -> list[Any]:
         """Return the answers of all actors that are left."""

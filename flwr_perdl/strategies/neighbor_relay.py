@@ -27,8 +27,9 @@ What each party receives:
 
 - *The server*: every message of every node, in the clear; with ``sealed=True`` its ciphertext and
   the nodes' public keys instead. In both cases: who sends to whom and how many floats, who could
-  not read what, and at the end what each node chooses to show. Never: data, or states that are
-  neither sent nor shown.
+  not read what, in every round what the node's program reports about the last one (numbers, in the
+  clear), and at the end what each node chooses to show. Never: data, or states that are neither
+  sent nor shown.
 - *A node*: the messages of the neighbors that it hears, with their ids, its weights for them, and
   their delays; sealed, also the public keys of those who hear it. With simulated faults: who is
   asleep.
@@ -57,7 +58,7 @@ from numpy.typing import NDArray
 from scipy import sparse
 
 from flwr_perdl._checks import Matrix, check_count, check_flag, check_kind
-from flwr_perdl._records import ANEW, Reply, brief, check_names
+from flwr_perdl._records import ANEW, NUM_EXAMPLES, Reply, brief, check_names
 from flwr_perdl.clients.diffusion import (
     ANNOUNCE,
     ASLEEP,
@@ -70,6 +71,7 @@ from flwr_perdl.clients.diffusion import (
     SHOW,
     STATE,
 )
+from flwr_perdl.diffusion.combine import curves
 from flwr_perdl.diffusion.topology import CombinationMatrix, Topology
 from flwr_perdl.network._exchange import Plan, Run, spread
 from flwr_perdl.network._packing import text_array, texts_of, unpack_arrays
@@ -176,7 +178,22 @@ class NeighborRelay(ProtocolStrategy):
             traffic=_matrix(end.traffic, n),
             unheard={int(k): int(end.unheard[k]) for k in np.flatnonzero(end.unheard)},
             alive=end.alive.astype(bool),
+            curves=curves(list(map(self.reports_of, self.history[1 + self.sealed :])), n),
         )
+
+    def round_of(self, report: RoundReport) -> int:
+        """Return the round of the algorithm that is over with an exchange; 0 or less: none yet."""
+        return report.round - 1 - self.sealed
+
+    def reports_of(self, report: RoundReport) -> dict[str, Matrix]:
+        """Return what the nodes reported in an exchange, by name, NaN where nothing: (n_nodes,)."""
+        rows: dict[str, Matrix] = {}
+        for node, metrics in report.metrics.items():
+            for name in metrics:
+                if node < self.topology.n_nodes and not _about_messages(name):
+                    row = rows.setdefault(name, np.full(self.topology.n_nodes, np.nan))
+                    row[node] = metrics[name]
+        return rows
 
     def settings(self) -> dict[str, Any]:
         """Return what makes two runs the same run; the network by a digest."""
@@ -268,6 +285,9 @@ class FlowerNetwork:
         As `NeighborRelay`.
     """
 
+    #: The program that `run` is given is ignored: it may be None.
+    nodes_have_programs = True
+
     def __init__(
         self,
         grid: Grid,
@@ -294,6 +314,7 @@ class FlowerNetwork:
         state: None = None,
         callback: Callable[[int, Any], Any] | None = None,
         stop: None = None,
+        on_report: Callable[[int, dict[str, Matrix]], Any] | None = None,
     ) -> Run:
         """Run the nodes' algorithm for some rounds.
 
@@ -307,6 +328,9 @@ class FlowerNetwork:
             Nodes keep their states. To continue a run, use ``checkpoint_dir`` and ``resume``.
         callback : callable, optional
             Called after every round with the round and None for the state.
+        on_report : callable, optional
+            Called after every round with the round and what the nodes report, as in
+            `InMemoryNetwork.run`. The log has the means, and `NeighborRelay.history` all of it.
 
         Returns
         -------
@@ -324,8 +348,8 @@ class FlowerNetwork:
             if given is not None:
                 raise ValueError(f"{name} must be None on Flower, where nodes keep their states.")
         options = self._options.copy()
-        if callback is not None:
-            telling = _telling(callback, self._relay(n_rounds, **options))
+        if callback is not None or on_report is not None:
+            telling = _telling(callback, on_report, self._relay(n_rounds, **options))
             options["server"] = replace(options.get("server", ServerSettings()), on_round=telling)
         relay = self._relay(n_rounds, **options)
         relay.start(self._grid, timeout=self._timeout)
@@ -574,16 +598,25 @@ def _state(fields: Mapping[str, Matrix]) -> Any:
     return make("State", [name.removeprefix(STATE) for name in fields])(*fields.values())
 
 
+def _about_messages(metric: str) -> bool:
+    """Whether a metric is `DiffusionClient`'s own, and not what its program reports."""
+    return metric in (NUM_EXAMPLES, ANEW, BROKEN, FLOATS) or metric.startswith(REJECTED)
+
+
 def _telling(
-    callback: Callable[[int, Any], Any], relay: NeighborRelay
+    callback: Callable[[int, Any], Any] | None,
+    on_report: Callable[[int, dict[str, Matrix]], Any] | None,
+    relay: NeighborRelay,
 ) -> Callable[[RoundReport], None]:
     """Return the relay's ``on_round``, which also tells which round of the algorithm is over."""
 
     def tell(report: RoundReport) -> None:
         if relay.options.on_round is not None:
             relay.options.on_round(report)
-        over = report.round - relay.exchanges + relay.n_rounds
-        if over > 0:
+        over = relay.round_of(report)
+        if over > 0 and callback is not None:
             callback(over, None)
+        if over > 0 and on_report is not None:
+            on_report(over, relay.reports_of(report))
 
     return tell

@@ -1,0 +1,512 @@
+"""Decentralized averaging of any model: nodes train by themselves and average with their neighbors.
+
+Every node k has a model ``w_k``, data of its own, and a client with Flower's ``fit(parameters,
+config)``, which stands for the gradient step: ``fit_k(w) = w - mu g_k(w)``, however many epochs of
+whatever optimizer it is. ``A`` are the network's weights, symmetric or at least doubly stochastic,
+``t`` is the round.
+
+=========================================  ======================================================
+literature                                 here
+=========================================  ======================================================
+adapt-then-combine (ATC)                   ``method="atc"``
+``psi_k = fit_k(w_k)``                     `AveragingProgram.adapt`
+``w_k <- sum_l a_kl psi_l``                `AveragingProgram.combine`
+combine-then-adapt (CTA)                   ``method="cta"``
+``w_k <- fit_k(sum_l a_kl w_l)``           `AveragingProgram.combine`
+exact diffusion                            ``method="exact_diffusion"``
+``psi_k(t) = fit_k(w_k(t-1))``             `AveragingProgram.adapt`, ``state.last``
+``phi_k = psi_k(t) + w_k(t-1)              `AveragingProgram.adapt`; ``psi_k(0) = w_k(0)``
+- psi_k(t-1)``
+``w_k(t) = (phi_k + sum_l a_kl phi_l)/2``  `AveragingProgram.combine`
+gradient tracking                          ``method="gradient_tracking"``
+``g_k(t) = w_k(t-1) - fit_k(w_k(t-1))``    `AveragingProgram.adapt`, ``state.last``
+``y_k(t) = sum_l a_kl y_l(t-1)             `AveragingProgram.adapt`, ``state.tracker``; zero at
++ g_k(t) - g_k(t-1)``                      the start
+``w_k(t) = sum_l a_kl (w_l - y_l)``        `AveragingProgram.combine`
+=========================================  ======================================================
+
+Sources. ATC and CTA: Sayed, "Adaptation, learning, and optimization over networks", Foundations and
+Trends in Machine Learning 7, 2014; CTA with one gradient step is decentralized SGD. Exact
+diffusion: Yuan, Ying, Zhao, Sayed, "Exact diffusion for distributed optimization and learning",
+IEEE Transactions on Signal Processing 67, 2019. Gradient tracking: Nedić, Olshevsky, Shi,
+"Achieving geometric convergence for distributed optimization over time-varying graphs", SIAM
+Journal on Optimization 27, 2017, in the form that combines the model after the step.
+
+Deviation: the papers take one gradient step of a known length where this takes the client's
+``fit``. The two corrected methods then end where the changes that the nodes' ``fit`` would make sum
+to zero; for one full gradient step that is the minimum of the sum of the nodes' losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flwr_perdl._checks import check_choice, check_count, check_kind
+from flwr_perdl._threads import one_blas_thread
+from flwr_perdl.diffusion.combine import Array, Inbox, carry
+from flwr_perdl.diffusion.topology import (
+    CombinationMatrix,
+    Topology,
+    metropolis_weights,
+    rounds_to_all,
+)
+
+#: ``node -> client``; a client has Flower's ``fit``, and ``evaluate`` where models are evaluated.
+Clients = Callable[[int], Any]
+
+METHODS = ("atc", "cta", "exact_diffusion", "gradient_tracking")
+
+#: The round's name in the config of ``fit`` and ``evaluate``, as Flower's own strategies call it.
+ROUND = "server-round"
+#: The report that every method makes: how far a node's model was from its neighborhood's mean.
+DISTANCE = "neighbor-distance"
+
+
+class Averaged(NamedTuple):
+    """What the nodes have learned.
+
+    Attributes
+    ----------
+    models : dict of int to list of ndarray
+        Every node's model. Empty on Flower, where models stay at the nodes.
+    curves : dict of str to ndarray of shape (rounds, n_nodes)
+        What the nodes reported after every round, NaN where nothing: ``"neighbor-distance"``, the
+        Euclidean distance between what a node sent and the mean of what it heard;
+        ``"train-NAME"``, a metric of ``fit``; ``"evaluate-loss"`` and ``"evaluate-NAME"``, loss
+        and metrics that ``evaluate`` returned for the node's model after the round.
+    disagreement : float
+        The largest Euclidean distance of a node's model from the mean of all; NaN on Flower.
+    rounds : int
+        Communication rounds.
+    floats_sent : float
+        Floats that reached a neighbor, counted once per link, all nodes and rounds.
+    """
+
+    models: dict[int, list[Array]]
+    curves: dict[str, Array]
+    disagreement: float
+    rounds: int
+    floats_sent: float
+
+
+class DiffusionAveraging:
+    """Train any model at many nodes that exchange models with their neighbors only.
+
+    In every round each node trains its model with its client's ``fit`` and replaces it by the
+    weighted mean of its own and its neighbors' models. There is no server and no global model:
+    every node ends with a model of its own, and these are nearly the same.
+
+    **What each party receives**:
+
+    - *A neighbor*: in every round the node's model after ``fit`` (``"cta"``: the model itself;
+      ``"exact_diffusion"``: corrected by the last change; ``"gradient_tracking"``: the tracker
+      besides). From successive models, and those of all neighbors of the node, it computes the
+      change that ``fit`` has made: with one sample per step that may show the sample. Use
+      Flower's or the framework's differential privacy in ``fit`` where this matters.
+    - *A node that is no neighbor*: nothing.
+    - *The server* of a Flower federation: the same messages, in the clear; ciphertext with
+      ``FlowerNetwork(..., sealed=True)``. In both cases, for every node and round, in the clear:
+      ``"neighbor-distance"``, the loss of ``evaluate``, and the metrics that ``metrics`` names;
+      no other metric leaves a node. A node's model only where its ``DiffusionClient`` has
+      ``shows="state"``.
+
+    Parameters
+    ----------
+    topology : Topology or CombinationMatrix
+        Who hears whom, connected; the weights are Metropolis weights where none are given.
+    method : {"atc", "cta", "exact_diffusion", "gradient_tracking"}, default "atc"
+        "atc": adapt, then combine. "cta": combine, then adapt. Where the nodes' data differ both
+        end near the minimum of the sum of losses, the nearer the shorter the steps.
+        "exact_diffusion" and "gradient_tracking" remove that bias, also where links drop, nodes
+        sleep or the network changes. Exact diffusion sends as many floats as "atc", gradient
+        tracking twice as many. Late messages (``Faults(max_delay=...)``) and a node that returns
+        without its state make both worse than "atc": their corrections no longer sum to zero.
+    evaluate_every : int, default 1
+        Rounds between two calls of ``evaluate``; 0: it is never called.
+    metrics : sequence of str, default ()
+        Which metrics of ``fit`` and ``evaluate`` are kept (and, on Flower, told to the server).
+    config : mapping, optional
+        Config of ``fit`` and ``evaluate``, beside the round under ``"server-round"``.
+
+    Raises
+    ------
+    ValueError
+        If an option breaks its rule; if the network is in several parts, or its weights are not
+        doubly stochastic.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.diffusion import DiffusionAveraging, Topology
+    >>> class Client:  # any flwr.client.NumPyClient
+    ...     def __init__(self, node):
+    ...         self.target = float(node)
+    ...
+    ...     def fit(self, parameters, config):
+    ...         return [w - 0.5 * (w - self.target) for w in parameters], 1, {}
+    ...
+    ...     def evaluate(self, parameters, config):
+    ...         return float(np.sum((parameters[0] - self.target) ** 2)), 1, {}
+    >>> learner = DiffusionAveraging(Topology.ring(4), method="exact_diffusion")
+    >>> learned = learner.fit(Client, 60, initial=[np.zeros(1)])
+    >>> [round(float(w[0]), 6) for w, in learned.models.values()]
+    [1.5, 1.5, 1.5, 1.5]
+    """
+
+    def __init__(
+        self,
+        topology: Topology | CombinationMatrix,
+        *,
+        method: str = "atc",
+        evaluate_every: int = 1,
+        metrics: Sequence[str] = (),
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        kinds = (Topology, CombinationMatrix)
+        check_kind("topology", topology, kinds, "a Topology or a CombinationMatrix")
+        self.method = check_choice("method", method, METHODS)
+        self.weights = metropolis_weights(topology) if isinstance(topology, Topology) else topology
+        self.topology = self.weights.topology
+        self._check_network(self.weights)
+        self.evaluate_every = check_count("evaluate_every", evaluate_every)
+        if isinstance(metrics, str) or not all(isinstance(name, str) for name in metrics):
+            raise ValueError(f"metrics must be a sequence of names, got {metrics!r}.")
+        self.metrics = tuple(metrics)
+        self.config = dict(config or {})
+
+    def fit(
+        self,
+        clients: Clients | None,
+        n_rounds: int,
+        *,
+        initial: Sequence[Array] | None = None,
+        network: Any = None,
+        callback: Callable[[int, dict[str, Array]], Any] | None = None,
+    ) -> Averaged:
+        """Train over a network.
+
+        Parameters
+        ----------
+        clients : callable
+            ``node -> client``, called for every round as Flower does: a client keeps nothing
+            between two calls. On Ray it is pickled: read the data in it. None on Flower, where
+            nodes have their own clients (see `program`).
+        n_rounds : int
+            Communication rounds.
+        initial : sequence of ndarray, optional
+            The first model of all nodes; by default that of each node's client
+            (``get_parameters``). Start networks (neural ones) from equal models.
+        network : network of `flwr_perdl.network`, optional
+            What carries the messages, over the same nodes; with weights of its own, perhaps
+            different in every round, and faults. By default all nodes run in this process.
+        callback : callable, optional
+            Called with the round and what the nodes report, (n_nodes,) by name, after every round.
+
+        Returns
+        -------
+        Averaged
+            Models, curves, and what they cost.
+
+        Raises
+        ------
+        ValueError
+            If the network is of other nodes, or not one that ``method`` can use, or a client
+            returns something else than a finite model of the form that it received.
+        """
+        check_count("n_rounds", n_rounds)
+        if network is not None:
+            if network.topology.n_nodes != self.topology.n_nodes:
+                raise ValueError(
+                    f"network must be of {self.topology.n_nodes} nodes, got {network.topology!r}."
+                )
+            self._check_network(network)
+        if clients is None and not getattr(network, "nodes_have_programs", False):
+            raise ValueError("clients may be None with a FlowerNetwork only, got None.")
+        program: Any = None if clients is None else self.program(clients, initial=initial)
+        ran = carry(program, network or self.weights, n_rounds, on_report=callback)
+        models: dict[int, list[Array]] = {}
+        apart = np.nan
+        if program is not None and ran.state is not None:
+            models = program.models(ran.state)
+            mean = ran.state.model.mean(axis=0)
+            apart = float(np.linalg.norm(ran.state.model - mean, axis=1).max())
+        return Averaged(models, ran.curves, apart, ran.rounds, ran.floats_sent)
+
+    def program(
+        self, clients: Clients, *, initial: Sequence[Array] | None = None
+    ) -> AveragingProgram:
+        """Return the program that a network runs; on Flower, one for each `DiffusionClient`.
+
+        Parameters
+        ----------
+        clients, initial
+            See `fit`.
+        """
+        return AveragingProgram(self, clients, initial)
+
+    def _check_network(self, network: Any) -> None:
+        """Refuse networks on which the method does not find the plain mean."""
+        rounds_to_all(network)
+        matrices = (network,) if isinstance(network, CombinationMatrix) else network.plan.matrices
+        for matrix in matrices:
+            if not matrix.doubly_stochastic:
+                raise ValueError(f"weights must be doubly stochastic, got {matrix!r}.")
+
+
+class AveragingState(NamedTuple):
+    """The state of the nodes hosted here; models are vectors of all parameters.
+
+    Attributes
+    ----------
+    nodes : ndarray of shape (m,)
+        Their ids.
+    model : ndarray of shape (m, n_parameters)
+        ``w``; after ``adapt`` what is sent.
+    last : ndarray of shape (m, n_parameters), or (m, 0)
+        With exact diffusion ``psi``, with gradient tracking ``g``, of the last round.
+    tracker : ndarray of shape (m, n_parameters), or (m, 0)
+        ``y`` of gradient tracking.
+    reports : ndarray of shape (m, n_reports)
+        What the nodes report about the last round, in the order of `AveragingProgram.names`.
+    """
+
+    nodes: NDArray[np.intp]
+    model: Array
+    last: Array
+    tracker: Array
+    reports: NDArray[np.float64]
+
+
+class AveragingProgram:
+    """`DiffusionAveraging` as a `flwr_perdl.diffusion.Program`: see `DiffusionAveraging.program`.
+
+    Attributes
+    ----------
+    names : list of str
+        Names of the reports.
+    """
+
+    def __init__(
+        self, learner: DiffusionAveraging, clients: Clients, initial: Sequence[Array] | None
+    ) -> None:
+        if not callable(clients):
+            raise TypeError(f"clients must be a function of the node, got {clients!r}.")
+        self.learner = learner
+        self.clients = clients
+        self.initial = None if initial is None else [np.array(array) for array in initial]
+        self._known_form: Form | None = None
+        self._trained = list(dict.fromkeys(learner.metrics))
+        self._evaluated = list(dict.fromkeys(("loss", *learner.metrics)))
+        if not learner.evaluate_every:
+            self._evaluated = []
+        self.names = [
+            DISTANCE,
+            *(f"train-{name}" for name in self._trained),
+            *(f"evaluate-{name}" for name in self._evaluated),
+        ]
+
+    def start(self, nodes: NDArray[np.intp]) -> AveragingState:
+        """Return the state before the first round."""
+        model = np.stack([self._first(int(node)) for node in nodes])
+        method, none = self.learner.method, np.zeros((len(nodes), 0), model.dtype)
+        return AveragingState(
+            nodes,
+            model,
+            last={"exact_diffusion": model, "gradient_tracking": np.zeros_like(model)}.get(
+                method, none
+            ),
+            tracker=np.zeros_like(model) if method == "gradient_tracking" else none,
+            reports=np.full((len(nodes), len(self.names)), np.nan),
+        )
+
+    @one_blas_thread()
+    def adapt(self, state: AveragingState, round_: int) -> AveragingState:
+        """Train every node's model; what is sent is the result, corrected where the method does."""
+        method, w = self.learner.method, state.model
+        if method == "cta":
+            return state
+        state, psi = self._train(state, w, round_)
+        if method == "exact_diffusion":
+            return state._replace(model=psi + w - state.last, last=psi)
+        if method == "gradient_tracking":
+            g = w - psi
+            y = state.tracker + g - state.last
+            return state._replace(model=w - y, last=g, tracker=y)
+        return state._replace(model=psi)
+
+    def message(self, state: AveragingState) -> tuple[Array, ...]:
+        """Return the model, with gradient tracking the tracker besides."""
+        tracking = self.learner.method == "gradient_tracking"
+        return (state.model, state.tracker) if tracking else (state.model,)
+
+    @one_blas_thread()
+    def combine(self, state: AveragingState, inbox: Inbox) -> AveragingState:
+        """Average over the neighborhood; evaluate the model where it is the round for that."""
+        sent, mean = state.model, ordered_mean(inbox, 0)
+        method, every = self.learner.method, self.learner.evaluate_every
+        reports = state.reports.copy()
+        reports[:, 0] = np.linalg.norm(sent - mean, axis=1)
+        state = state._replace(model=mean, reports=reports)
+        if method == "cta":
+            state, w = self._train(state, mean, inbox.round)
+            state = state._replace(model=w)
+        elif method == "exact_diffusion":
+            state = state._replace(model=(sent + mean) / 2)
+        elif method == "gradient_tracking":
+            state = state._replace(tracker=ordered_mean(inbox, 1))
+        return self._evaluate(state, inbox.round) if every else state
+
+    def observe(self, state: AveragingState) -> dict[str, Array]:
+        """Return nothing: the models stay at the nodes."""
+        return {}
+
+    def report(self, state: AveragingState) -> dict[str, Array]:
+        """Return what the nodes tell the operator about the last round, (m,) by name."""
+        return dict(zip(self.names, state.reports.T, strict=True))
+
+    def models(self, state: AveragingState) -> dict[int, list[Array]]:
+        """Return the nodes' models, as their clients have them: what ``on_end`` may keep."""
+        return {
+            int(node): self._form(int(node)).arrays(w)
+            for node, w in zip(state.nodes, state.model, strict=True)
+        }
+
+    def _train(
+        self, state: AveragingState, models: Array, round_: int
+    ) -> tuple[AveragingState, Array]:
+        """Return the state with reports of ``fit``, and what ``fit`` makes of the models."""
+        fitted, reports = np.empty_like(models), state.reports.copy()
+        for i, node in enumerate(map(int, state.nodes)):
+            form = self._form(node)
+            given = form.arrays(models[i])
+            answer = self.clients(node).fit(given, {ROUND: round_, **self.learner.config})
+            whose = f"fit of node {node}"
+            fitted[i] = form.vector(whose, answer[0])
+            reports[i, 1 : 1 + len(self._trained)] = _numbers(whose, answer[2], self._trained)
+        return state._replace(reports=reports), fitted
+
+    def _evaluate(self, state: AveragingState, round_: int) -> AveragingState:
+        """Return the state with reports of ``evaluate``; NaN where this is no round for that."""
+        reports, first = state.reports.copy(), 1 + len(self._trained)
+        reports[:, first:] = np.nan
+        if round_ % self.learner.evaluate_every == 0:
+            for i, node in enumerate(map(int, state.nodes)):
+                given = self._form(node).arrays(state.model[i])
+                config = {ROUND: round_, **self.learner.config}
+                loss, n_examples, metrics = self.clients(node).evaluate(given, config)
+                if n_examples:  # none: the client has nothing to evaluate on
+                    own = {**metrics, "loss": loss}
+                    reports[i, first:] = _numbers(f"evaluate of node {node}", own, self._evaluated)
+        return state._replace(reports=reports)
+
+    def _first(self, node: int) -> Array:
+        """Return a node's first model."""
+        if self.initial is not None:
+            return self._form(node).vector("initial", self.initial)
+        own = self.clients(node).get_parameters({})
+        return self._form(node).vector(f"get_parameters of node {node}", own)
+
+    def _form(self, node: int) -> Form:
+        """Return the models' form; without ``initial``, the client of a hosted node says it."""
+        if self._known_form is None:
+            first = self.initial
+            if first is None:
+                first = self.clients(node).get_parameters({})
+            self._known_form = Form.of(first)
+        return self._known_form
+
+
+class Form(NamedTuple):
+    """Shapes and types of a model's arrays: the way between the arrays and one vector.
+
+    Attributes
+    ----------
+    shapes : list of tuple of int
+        The arrays' shapes.
+    dtypes : list of dtype
+        Their types.
+    """
+
+    shapes: list[tuple[int, ...]]
+    dtypes: list[np.dtype[Any]]
+
+    @classmethod
+    def of(cls, arrays: Sequence[Array]) -> Form:
+        """Return the form of a model.
+
+        Raises
+        ------
+        ValueError
+            If there are no arrays, or one is not of real numbers.
+        """
+        own = [np.asarray(array) for array in arrays]
+        if not own or any(array.dtype.kind not in "fiu" for array in own):
+            raise ValueError(
+                "initial, or what get_parameters returns, must be arrays of real numbers, got "
+                f"{[str(array.dtype) for array in own]}."
+            )
+        return cls([array.shape for array in own], [array.dtype for array in own])
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of the vector: float32 if all arrays fit into it, else float64."""
+        return np.dtype(
+            np.float32 if np.result_type(np.float32, *self.dtypes) == np.float32 else float
+        )
+
+    def vector(self, name: str, arrays: Sequence[Array]) -> Array:
+        """Return all numbers of a model in one vector.
+
+        Raises
+        ------
+        ValueError
+            If the arrays have other shapes, or a number is not finite.
+        """
+        own = [np.asarray(array) for array in arrays]
+        if [array.shape for array in own] != self.shapes:
+            raise ValueError(
+                f"{name} must have arrays of shapes {self.shapes}, "
+                f"got {[array.shape for array in own]}."
+            )
+        vector = np.concatenate([array.ravel() for array in own]).astype(self.dtype)
+        if not np.isfinite(vector).all():
+            raise ValueError(f"{name} must be finite, got NaN or an infinite value.")
+        return vector
+
+    def arrays(self, vector: Array) -> list[Array]:
+        """Return the model of a vector, in arrays of its own; integers are rounded."""
+        ends = np.cumsum([int(np.prod(shape)) for shape in self.shapes])
+        parts = zip(np.split(vector, ends[:-1]), self.shapes, self.dtypes, strict=True)
+        return [
+            (part if dtype.kind == "f" else np.rint(part)).reshape(shape).astype(dtype)
+            for part, shape, dtype in parts
+        ]
+
+
+def ordered_mean(inbox: Inbox, i: int) -> Array:
+    """Return ``inbox.mean(i)`` with the same last bits wherever the nodes are hosted.
+
+    A matrix product sums in an order that depends on how many nodes are hosted together; this adds
+    the messages one by one, in the order of their senders' ids.
+    """
+    sent = inbox.arrays[i]
+    mean = np.zeros((len(inbox.nodes), *sent.shape[1:]), dtype=sent.dtype)
+    for k in range(len(mean)):
+        row = slice(inbox.weights.indptr[k], inbox.weights.indptr[k + 1])
+        places, weights = inbox.weights.indices[row], inbox.weights.data[row]
+        for at in np.argsort(inbox.senders[places], kind="stable"):
+            mean[k] += sent.dtype.type(weights[at]) * sent[places[at]]
+    return mean
+
+
+def _numbers(whose: str, metrics: Mapping[str, Any], names: Sequence[str]) -> list[float]:
+    """Return the metrics of these names; NaN for one that a client does not have."""
+    for name in names:
+        if not isinstance(metrics.get(name, 0.0), Real):
+            raise ValueError(f"{whose} must return a number as {name!r}, got {metrics[name]!r}.")
+    return [float(metrics.get(name, np.nan)) for name in names]

@@ -1,0 +1,484 @@
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, Context, Message
+from flwr.client import NumPyClient
+from numpy.typing import NDArray
+
+from flwr_perdl._random import spawn
+from flwr_perdl.clients import DiffusionClient, client_app
+from flwr_perdl.diffusion import (
+    CombinationMatrix,
+    DiffusionAveraging,
+    Topology,
+    averaging_weights,
+    metropolis_weights,
+)
+from flwr_perdl.diffusion.averaging import METHODS, Averaged
+from flwr_perdl.network import Faults, FlowerNetwork, InMemoryNetwork, RayNetwork
+from flwr_perdl.simulations import InProcessGrid
+from flwr_perdl.strategies import ServerSettings
+
+Array = NDArray[Any]
+
+N, FEATURES, SAMPLES = 6, 3, 12
+RING = Topology.ring(N)
+START = [np.zeros(FEATURES)]
+
+
+def samples(node: int) -> tuple[Array, Array]:
+    """Return a node's least squares, whose solutions differ by much from node to node."""
+    X = spawn(1, node).standard_normal((SAMPLES, FEATURES))
+    return X, X @ (spawn(2, node).standard_normal(FEATURES) + node)
+
+
+class LeastSquares(NumPyClient):
+    """One gradient step per fit."""
+
+    step = 0.1
+
+    def __init__(self, node: int) -> None:
+        self.X, self.y = samples(node)
+
+    def fit(self, parameters: list[Array], config: Any) -> tuple[list[Array], int, dict[str, Any]]:
+        (w,) = parameters
+        error = self.X @ w - self.y
+        metrics = {"loss": float(error @ error), "secret": float(self.y[0]), "name": "someone"}
+        w -= self.step * self.X.T @ error / SAMPLES  # in place: the array is the client's own
+        return [w], SAMPLES, metrics
+
+    def evaluate(self, parameters: list[Array], config: Any) -> tuple[float, int, dict[str, Any]]:
+        (w,) = parameters
+        error = self.X @ w - self.y
+        return float(error @ error), SAMPLES, {"round": config["server-round"]}
+
+
+def with_step(step: float) -> Callable[[int], LeastSquares]:
+    def make(node: int) -> LeastSquares:
+        client = LeastSquares(node)
+        client.step = step
+        return client
+
+    return make
+
+
+GRAMS = [X.T @ X / SAMPLES for X, _ in map(samples, range(N))]
+MOMENTS = [X.T @ y / SAMPLES for X, y in map(samples, range(N))]
+CONSENSUS = np.linalg.solve(sum(GRAMS), sum(MOMENTS))
+
+
+def models_of(learned: Averaged) -> Array:
+    return np.stack([w for (w,) in learned.models.values()])
+
+
+# Where the nodes end -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["exact_diffusion", "gradient_tracking"])
+@pytest.mark.parametrize(
+    "network",
+    [
+        InMemoryNetwork(RING),
+        InMemoryNetwork(RING, faults=Faults(drop=0.2, sleep=0.1, seed=1)),
+        InMemoryNetwork(
+            RING,
+            [
+                metropolis_weights(Topology.from_edges(N, [(0, 1), (2, 3), (4, 5)])),
+                metropolis_weights(Topology.from_edges(N, [(1, 2), (3, 4), (5, 0)])),
+            ],
+        ),
+    ],
+    ids=["ring", "faults", "changing"],
+)
+def test_corrected_methods_end_at_the_solution_of_all_data(
+    method: str, network: InMemoryNetwork
+) -> None:
+    learner = DiffusionAveraging(RING, method=method, evaluate_every=0)
+    learned = learner.fit(LeastSquares, 800, initial=START, network=network)
+    np.testing.assert_allclose(models_of(learned), np.tile(CONSENSUS, (N, 1)), rtol=0, atol=1e-6)
+    assert learned.disagreement < 1e-6
+
+
+@pytest.mark.parametrize("method", ["atc", "cta"])
+def test_the_bias_of_the_other_methods_is_the_known_one_and_shrinks_with_the_step(
+    method: str,
+) -> None:
+    """Their fixed point solves a linear system over all nodes' models, stacked."""
+    A = np.kron(metropolis_weights(RING).matrix.toarray(), np.eye(FEATURES))
+    H = np.zeros((N * FEATURES, N * FEATURES))
+    for k, gram in enumerate(GRAMS):
+        rows = slice(k * FEATURES, (k + 1) * FEATURES)
+        H[rows, rows] = gram
+    b, one = np.concatenate(MOMENTS), np.eye(N * FEATURES)
+    biases = []
+    for step in (0.2, 0.1, 0.05):
+        map_, shift = (one - step * H) @ A, step * b  # cta: w <- fit(A w)
+        if method == "atc":  # w <- A fit(w)
+            map_, shift = A @ (one - step * H), A @ (step * b)
+        fixed = np.linalg.solve(one - map_, shift).reshape(N, FEATURES)
+        learner = DiffusionAveraging(RING, method=method, evaluate_every=0)
+        learned = learner.fit(with_step(step), 1000, initial=START)
+        np.testing.assert_allclose(models_of(learned), fixed, rtol=0, atol=1e-6)
+        biases.append(np.linalg.norm(fixed - CONSENSUS, axis=1).max())
+    assert biases[0] > biases[1] > biases[2] > 0.1
+
+
+def test_one_round_by_hand() -> None:
+    """Two nodes at 0 and 4 that move halfway to 8: 4 and 6 after fit, 5 after the mean."""
+
+    class Half(NumPyClient):
+        def __init__(self, node: int) -> None:
+            self.first = 4.0 * node
+
+        def get_parameters(self, config: Any) -> list[Array]:
+            return [np.array([self.first])]
+
+        def fit(self, parameters: list[Array], config: Any) -> Any:
+            return [(parameters[0] + 8) / 2], 1, {"seen": parameters[0][0]}
+
+        def evaluate(self, parameters: list[Array], config: Any) -> Any:
+            return parameters[0][0], 1, {}
+
+    pair = Topology.complete(2)
+    learned = DiffusionAveraging(pair, metrics=["seen"]).fit(Half, 1)
+    assert models_of(learned).tolist() == [[5.0], [5.0]]
+    assert learned.curves["train-seen"].tolist() == [[0.0, 4.0]]
+    assert np.isnan(learned.curves["evaluate-seen"]).tolist() == [[True, True]]
+    assert learned.curves["evaluate-loss"].tolist() == [[5.0, 5.0]]
+    assert learned.curves["neighbor-distance"].tolist() == [[1.0, 1.0]]
+    assert (learned.rounds, learned.floats_sent, learned.disagreement) == (1, 2.0, 0.0)
+    # Combine first: both at 2, then halfway to 8.
+    assert models_of(DiffusionAveraging(pair, method="cta").fit(Half, 1)).tolist() == [[5.0]] * 2
+    # Two corrected rounds. Exact diffusion halves the step to the mean: 4.5 and 5.5; then fit gives
+    # 6.25 and 6.75, phi 6.25 + 4.5 - 4 and 6.75 + 5.5 - 6, mean 6.5.
+    exact = DiffusionAveraging(pair, method="exact_diffusion")
+    assert models_of(exact.fit(Half, 2)).tolist() == [[6.625], [6.375]]
+    tracking = DiffusionAveraging(pair, method="gradient_tracking").fit(Half, 2)
+    # g: -4 and -2, w: 5, y: -3; g: -1.5, y: -3 - 1.5 + 4 and -3 - 1.5 + 2, w - y: 5.5 and 7.5.
+    assert models_of(tracking).tolist() == [[6.5], [6.5]]
+    assert tracking.floats_sent == 8
+
+
+def test_several_epochs_end_where_the_changes_sum_to_zero() -> None:
+    def three(node: int) -> Any:
+        class Three(LeastSquares):
+            def fit(self, parameters: list[Array], config: Any) -> Any:
+                for _ in range(3):
+                    parameters, *rest = super().fit(parameters, config)
+                return parameters, *rest
+
+        return Three(node)
+
+    learner = DiffusionAveraging(RING, method="exact_diffusion", evaluate_every=0)
+    learned = learner.fit(three, 400, initial=START)
+    w = models_of(learned)
+    changes = sum(three(k).fit([w[k].copy()], {})[0][0] - w[k] for k in range(N))
+    assert np.abs(changes).max() < 1e-9
+    assert learned.disagreement < 1e-9
+
+
+def test_models_keep_their_shapes_and_types() -> None:
+    seen: list[Any] = []
+
+    class Mixed(NumPyClient):
+        def fit(self, parameters: list[Array], config: Any) -> Any:
+            seen.append([(array.shape, array.dtype) for array in parameters])
+            return [array + 1 for array in parameters], 1, {}
+
+    def learn(*initial: Array) -> Averaged:
+        learner = DiffusionAveraging(Topology.ring(3), evaluate_every=0)
+        return learner.fit(lambda node: Mixed(), 2, initial=initial)
+
+    first = [np.zeros((2, 3), np.float32), np.array(5), np.zeros(0)]
+    last = learn(*first).models[1]
+    for before, after in zip(first, last, strict=True):
+        assert (after.shape, after.dtype) == (before.shape, before.dtype)
+        assert (after == before + 2).all()
+    assert all(form == [(a.shape, a.dtype) for a in first] for form in seen)
+    assert first[0].max() == 0  # inputs are as they were
+
+
+def test_evaluations_come_every_few_rounds_and_see_the_model_after_the_round() -> None:
+    learner = DiffusionAveraging(RING, evaluate_every=3, metrics=["round", "loss"])
+    told: list[int] = []
+    learned = learner.fit(LeastSquares, 7, initial=START, callback=lambda at, _: told.append(at))
+    assert told == [1, 2, 3, 4, 5, 6, 7]
+    rounds = learned.curves["evaluate-round"]
+    assert np.isfinite(rounds).all(axis=1).tolist() == [False, False, True] * 2 + [False]
+    assert rounds[2].tolist() == [3.0] * N
+    # Without any combination the loss before round 4 is the one that was evaluated after round 3.
+    alone = CombinationMatrix(np.eye(2), Topology.from_edges(2, []))
+    learned = DiffusionAveraging(alone, metrics=["loss"]).fit(LeastSquares, 4, initial=START)
+    train, evaluated = learned.curves["train-loss"], learned.curves["evaluate-loss"]
+    np.testing.assert_array_equal(train[1:], evaluated[:-1])
+
+
+# The same bits everywhere ------------------------------------------------------------------------
+
+FAULTS = Faults(0.1, 0.1, {1: 5}, {3: 4}, 1, seed=2)
+
+
+def assert_same_bits(learned: Averaged, expected: Averaged) -> None:
+    assert learned.curves.keys() == expected.curves.keys()
+    for name, rows in expected.curves.items():
+        np.testing.assert_array_equal(learned.curves[name], rows, err_msg=name)
+    assert learned.floats_sent == expected.floats_sent
+
+
+def federation(learner: DiffusionAveraging, **client: Any) -> Callable[[Context], DiffusionClient]:
+    def make_client(context: Context) -> DiffusionClient:
+        program = learner.program(LeastSquares, initial=START)
+        return DiffusionClient(program, context, max_delay=1, **client)
+
+    return make_client
+
+
+@pytest.mark.parametrize("faults", [None, FAULTS], ids=["no faults", "faults"])
+@pytest.mark.parametrize("method", METHODS)
+def test_flower_in_process(method: str, faults: Faults | None) -> None:
+    learner = DiffusionAveraging(RING, method=method, evaluate_every=2, metrics=["loss"])
+    kept: dict[int, list[Array]] = {}
+
+    def keep(state: Any) -> None:
+        kept.update(learner.program(LeastSquares, initial=START).models(state))
+
+    grid = InProcessGrid(client_app(federation(learner, on_end=keep)), N)
+    network = FlowerNetwork(grid, RING, faults=faults, sealed=faults is not None)
+    told: list[dict[str, Array]] = []
+    learned = learner.fit(None, 9, network=network, callback=lambda _, row: told.append(row))
+    here = learner.fit(LeastSquares, 9, initial=START, network=InMemoryNetwork(RING, faults=faults))
+    assert_same_bits(learned, here)
+    assert learned.models == {}
+    assert np.isnan(learned.disagreement)
+    for node, model in here.models.items():
+        np.testing.assert_array_equal(kept[node], model)
+    assert len(told) == 9
+    np.testing.assert_array_equal(told[-1]["train-loss"], here.curves["train-loss"][-1])
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_ray_actors() -> None:
+    import ray
+
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors have no tests
+    try:
+        for method, faults in (
+            ("exact_diffusion", None),
+            ("cta", FAULTS),
+            ("gradient_tracking", FAULTS),
+        ):
+            learner = DiffusionAveraging(RING, method=method, evaluate_every=2, metrics=["loss"])
+            told: list[int] = []
+
+            def tell(round_: int, row: Any, told: list[int] = told) -> None:
+                told.append(round_)
+
+            network = RayNetwork(RING, faults=faults, agents_per_actor=4)
+            learned = learner.fit(LeastSquares, 9, initial=START, network=network, callback=tell)
+            memory = InMemoryNetwork(RING, faults=faults)
+            here = learner.fit(LeastSquares, 9, initial=START, network=memory)
+            assert_same_bits(learned, here)
+            np.testing.assert_array_equal(models_of(learned), models_of(here))
+            assert told == list(range(1, 10))
+    finally:
+        ray.shutdown()
+
+
+# Who learns what ---------------------------------------------------------------------------------
+
+
+class Tap(InProcessGrid):
+    """A grid that keeps what it carries: arrays as bytes, and the names of metrics."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.seen: list[bytes] = []
+        self.metrics: set[str] = set()
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        asked = list(messages)
+        replies = list(super().send_and_receive(asked, timeout=timeout))
+        for message in [*asked, *replies]:
+            for name, record in message.content.items():
+                if isinstance(record, ArrayRecord):
+                    self.seen += [array.tobytes() for array in record.to_numpy_ndarrays()]
+                elif name == "metrics":
+                    self.metrics |= set(record)
+        return replies
+
+
+@pytest.mark.parametrize("sealed", [False, True], ids=["open", "sealed"])
+def test_the_server_sees_the_metrics_that_are_named_and_models_only_where_they_are_open(
+    sealed: bool,
+) -> None:
+    learner = DiffusionAveraging(RING, metrics=["loss"])
+    models: list[bytes] = []
+
+    class Noted(LeastSquares):
+        def fit(self, parameters: list[Array], config: Any) -> Any:
+            own, *rest = super().fit(parameters, config)
+            models.append(own[0].tobytes())
+            return own, *rest
+
+    def make_client(context: Context) -> DiffusionClient:
+        return DiffusionClient(learner.program(Noted, initial=START), context, sealed=sealed)
+
+    grid = Tap(client_app(make_client), N)
+    reports: list[dict[int, dict[str, float]]] = []
+    settings = ServerSettings(on_round=lambda report: reports.append(report.metrics))
+    network = FlowerNetwork(grid, RING, sealed=sealed, server=settings)
+    learned = learner.fit(None, 3, network=network)
+    crossed = b"".join(grid.seen)
+    assert len(models) == 3 * N
+    assert all((model in crossed) != sealed for model in models)
+    told = {"neighbor-distance", "train-loss", "evaluate-loss"}
+    assert grid.metrics - {"num-examples", "floats"} == told
+    assert set(learned.curves) == told
+    # While it runs: from the second exchange on, every node's report about the round before.
+    assert told.isdisjoint(reports[int(sealed)][0])
+    for t, report in enumerate(reports[1 + sealed :]):
+        for name in told:
+            assert [report[k][name] for k in range(N)] == learned.curves[name][t].tolist()
+
+
+def test_a_node_receives_messages_of_its_neighbors_only() -> None:
+    """Node 0 of a path of three never hears node 2, whose model is the only one at 100."""
+    path = Topology.from_edges(3, [(0, 1), (1, 2)])
+    heard: list[Array] = []
+    learner = DiffusionAveraging(path, evaluate_every=0)
+
+    class Alone(NumPyClient):
+        def __init__(self, node: int) -> None:
+            self.target = 100.0 * (node == 2)
+
+        def fit(self, parameters: list[Array], config: Any) -> Any:
+            return [np.full(1, self.target)], 1, {}
+
+    class Listening(Tap):
+        def send_and_receive(self, messages: Iterable[Message], **options: Any) -> Any:
+            asked = list(messages)
+            for message in asked:
+                if message.metadata.dst_node_id == 1000 and "arrays" in message.content:
+                    heard.extend(message.content["arrays"].to_numpy_ndarrays()[1:])
+            return super().send_and_receive(asked, **options)
+
+    def make_client(context: Context) -> DiffusionClient:
+        return DiffusionClient(learner.program(Alone, initial=[np.zeros(1)]), context)
+
+    learner.fit(None, 3, network=FlowerNetwork(Listening(client_app(make_client), 3), path))
+    assert len(heard) == 3
+    assert all(array.max() == 0.0 for array in heard)
+
+
+# What is refused ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"method": "gossip"}, "method"),
+        ({"evaluate_every": -1}, "evaluate_every"),
+        ({"metrics": "loss"}, "metrics"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        DiffusionAveraging(RING, **options)
+
+
+def test_networks_that_do_not_lead_to_the_plain_mean() -> None:
+    star = Topology.star(4)
+    with pytest.raises(ValueError, match="doubly stochastic"):
+        DiffusionAveraging(averaging_weights(star))
+    with pytest.raises(ValueError, match="connected"):
+        DiffusionAveraging(Topology.from_edges(4, [(0, 1), (2, 3)]))
+    learner = DiffusionAveraging(star)
+    with pytest.raises(ValueError, match="doubly stochastic"):
+        learner.fit(LeastSquares, 1, network=InMemoryNetwork(star, averaging_weights(star)))
+    with pytest.raises(ValueError, match="of 4 nodes"):
+        learner.fit(LeastSquares, 1, network=InMemoryNetwork(RING))
+    with pytest.raises(ValueError, match="clients may be None"):
+        learner.fit(None, 1)
+
+
+@pytest.mark.parametrize(
+    ("returned", "match"),
+    [
+        (([np.zeros(4)], 1, {}), r"fit of node 0 must have arrays of shapes \[\(3,\)\]"),
+        (([np.full(3, np.nan)], 1, {}), "fit of node 0 must be finite"),
+        (([np.zeros(3)], 1, {"loss": "low"}), "fit of node 0 must return a number as 'loss'"),
+    ],
+)
+def test_what_a_client_returns_is_checked(returned: Any, match: str) -> None:
+    class Wrong(LeastSquares):
+        def fit(self, parameters: list[Array], config: Any) -> Any:
+            return returned
+
+    with pytest.raises(ValueError, match=match):
+        DiffusionAveraging(RING, metrics=["loss"]).fit(Wrong, 1, initial=START)
+
+
+def test_a_client_without_a_first_model_needs_initial() -> None:
+    with pytest.raises(ValueError, match="initial, or what get_parameters returns"):
+        DiffusionAveraging(RING).fit(LeastSquares, 1)
+
+
+# A real model ------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_worst_of_sixteen_nodes_is_as_good_as_fedavg_on_digits() -> None:
+    """scikit-learn's SGDClassifier; every node has two or three of the ten digits."""
+    from sklearn.datasets import load_digits
+    from sklearn.linear_model import SGDClassifier
+
+    X, y = load_digits(return_X_y=True)
+    X, order = X / 16, spawn(0).permutation(len(y))
+    test, train = order[:400], order[400:1040]
+    parts = np.array_split(train[np.argsort(y[train], kind="stable")], 32)
+    parts = [parts[i] for i in spawn(1).permutation(32)]
+    own = [np.concatenate(parts[2 * k : 2 * k + 2]) for k in range(16)]
+    assert max(len(np.unique(y[mine])) for mine in own) <= 4
+
+    class Digits(NumPyClient):
+        def __init__(self, node: int) -> None:
+            self.node = node
+
+        def model(self, parameters: list[Array], seed: int) -> Any:
+            model = SGDClassifier(
+                "log_loss", learning_rate="constant", eta0=0.05, random_state=seed
+            )
+            model.classes_, (model.coef_, model.intercept_) = np.arange(10), parameters
+            return model
+
+        def fit(self, parameters: list[Array], config: Any) -> Any:
+            model, mine = self.model(parameters, config["server-round"]), own[self.node]
+            model.partial_fit(X[mine], y[mine], classes=np.arange(10))
+            return [model.coef_, model.intercept_], len(mine), {}
+
+        def evaluate(self, parameters: list[Array], config: Any) -> Any:
+            model = self.model(parameters, 0)
+            return 0.0, len(test), {"accuracy": model.score(X[test], y[test])}
+
+    rounds, average = 80, [np.zeros((10, 64)), np.zeros(10)]
+    for round_ in range(1, rounds + 1):
+        copies = [[array.copy() for array in average] for _ in own]
+        fitted = [Digits(k).fit(w, {"server-round": round_})[0] for k, w in enumerate(copies)]
+        average = [np.mean(arrays, axis=0) for arrays in zip(*fitted, strict=True)]
+    fedavg = Digits(0).evaluate(average, {})[2]["accuracy"]
+    assert fedavg > 0.9
+    for topology in (Topology.ring(16), Topology.exponential(16)):
+        learner = DiffusionAveraging(
+            topology, method="exact_diffusion", evaluate_every=rounds, metrics=["accuracy"]
+        )
+        learned = learner.fit(Digits, rounds, initial=[np.zeros((10, 64)), np.zeros(10)])
+        assert learned.curves["evaluate-accuracy"][-1].min() >= fedavg - 0.01
