@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from perdl_experiments.deployment import free_port
 from tests.examples.readme import EXAMPLES, ROOT, Readme, copied, read, run
 
 READMES = [read(name) for name in EXAMPLES]
-SCREEN = 60  # lines
+SCREEN = 70  # lines
 #: The command of the other Flower versions: 1.26.1 is the last with `flower-simulation`.
 OTHER = "flwr run" if Path(sys.executable).with_name("flower-simulation").exists() else "flower-sim"
 ENVIRONMENT = {
@@ -36,6 +37,12 @@ def test_a_readme_is_a_screen_and_says_what_is_printed(readme: Readme) -> None:
     lines = (ROOT / "examples" / readme.name / "README.md").read_text().splitlines()
     assert len(lines) <= SCREEN
     assert any(step.printed for step in readme.steps)
+
+
+def test_clustered_learning_takes_ten_changed_lines() -> None:
+    text = (ROOT / "examples" / "quickstart-clustered" / "README.md").read_text()
+    (diff,) = re.findall(r"^```diff\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert 0 < len(re.findall(r"^[+-](?![+-]{2} )", diff, re.MULTILINE)) <= 10
 
 
 @named([readme for readme in READMES if any(step.printed for step in readme.scripts)])
