@@ -4,8 +4,9 @@
 
 A page names its source between markers, ``<!-- begin SOURCE -->`` and ``<!-- end -->``. A source is
 ``runs/NAME``, the tables of the experiment NAME with its defaults; ``comparisons/NAME``, metrics of
-that experiment with several options, see ``COMPARISONS``; ``topologies``, see there; or a Markdown
-file: a picture of its name beside it becomes one of the guides'. All but these files are made here.
+that experiment with several options, see ``COMPARISONS``; ``topologies``, see there; a file of an
+example; or a Markdown file: a picture of its name beside it becomes one of the guides'. All but
+these are made here.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ PAGES = (
     ROOT / "docs" / "security.md",
     ROOT / "docs" / "speed.md",
     ROOT / "docs" / "arrays.md",
+    ROOT / "docs" / "use-in-your-project.md",
+    ROOT / "docs" / "add-a-protocol.md",
 )
 PICTURES = {
     "digits": "reconstructions.png",
@@ -128,10 +131,18 @@ def content(source: str) -> str:
         return markdown(["", *metrics.values()], rows)
     if kind == "topologies":
         return topologies()
+    if kind == "examples":
+        return fenced(ROOT / source)
     picture = (ROOT / source).with_suffix(".png")
     if picture.exists():
         shutil.copy(picture, ROOT / "docs" / "images")
     return (ROOT / source).read_text()
+
+
+def fenced(file: Path) -> str:
+    """Return a file as a block of code."""
+    language = {".py": "python"}.get(file.suffix, file.suffix[1:])
+    return f"```{language}\n{file.read_text()}```\n"
 
 
 def topologies(n_nodes: int = 64, accuracy: float = 1e-3) -> str:

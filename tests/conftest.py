@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
@@ -19,6 +22,7 @@ from flwr_perdl.dictionary import Learner, OrthogonalLearner
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import PerMA
 from perdl_experiments.data import Planted, planted_clients
+from perdl_experiments.deployment import free_port
 
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
@@ -56,6 +60,24 @@ def _private_flower(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
         os.environ["RAY_TMPDIR"] = folder
         yield
+
+
+@pytest.fixture(scope="session")
+def flower_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Return an environment for Flower's commands with a home of their own.
+
+    `flwr run` starts a SuperLink that stays; it is ended at the end.
+    """
+    home = tmp_path_factory.mktemp("flower-home")
+    yield {
+        **os.environ,
+        "FLWR_HOME": str(home),
+        "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(free_port()),
+        "FLWR_LOCAL_CONTROL_API_PORT": str(free_port()),
+        "FLWR_LOCAL_SUPERLINK_PORT": str(free_port()),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }
+    subprocess.run(["pkill", "-f", str(home)], check=False)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def test_links_between_pages_lead_somewhere() -> None:
     top = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
-    for page in [*top, *(ROOT / "docs").rglob("*.md")]:
+    for page in [*top, *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]:
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name} points to {target}"
@@ -28,6 +28,16 @@ def test_pages_show_the_tables_as_the_benchmarks_wrote_them() -> None:
             assert text == (ROOT / source).read_text(), f"{page.name} has an older {source}"
             shown += 1
     assert shown > 8
+
+
+def test_pages_show_the_files_of_examples_as_they_are() -> None:
+    region = re.compile(r"<!-- begin (examples/\S+) -->\n```\w+\n(.*?)```\n<!-- end -->", re.DOTALL)
+    shown = 0
+    for page in (ROOT / "docs").glob("*.md"):
+        for source, text in region.findall(page.read_text()):
+            assert text == (ROOT / source).read_text(), f"{page.name} has an older {source}"
+            shown += 1
+    assert shown > 2
 
 
 def test_programs_on_pages_import_public_names_only() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -37,7 +38,10 @@ PAGES = [
 
 # How a page says what its blocks need, and the blocks. What holds is the command above a block.
 INSTALL = re.compile(r"pip install (?:-e )?(?:\.(?=[`\s])|'\.\[(?P<extras>[\w,]+)\]')")
-BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(
+    r"^(?:<!-- begin (?P<example>examples/[\w-]+)/\S+ -->\n)?```python\n(?P<code>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
 
 # Commands of pages whose files a block reads, and what makes them quick.
 COMMANDS = {"flwr-perdl run digits --out runs/atoms": ("--clients", "3", "--rounds", "2")}
@@ -50,12 +54,15 @@ warnings.simplefilter("error")
 warnings.filterwarnings("ignore", "'click.utils.get_", DeprecationWarning)  # typer's imports
 failed = 0
 for path in sys.argv[1:]:
-    os.chdir(os.path.dirname(path))
+    folder = os.path.dirname(path)
+    os.chdir(folder)
+    sys.path.insert(0, folder)
     try:
         runpy.run_path(path)
     except Exception:
         failed += 1
         traceback.print_exc()
+    sys.path.remove(folder)
 sys.exit(failed)
 """
 
@@ -158,6 +165,8 @@ class Program(NamedTuple):
     """Commands of the page that must have run before."""
     lines: list[str]
     """In the page's places, so that a traceback names the page's lines."""
+    examples: set[str]
+    """Folders of which the page shows files: its other blocks run there."""
 
 
 def execute(*command: str | Path, cwd: Path) -> None:
@@ -398,7 +407,10 @@ def programs(page: Path) -> list[Program]:
         assert above, f"{page.name} does not say what to install before its first block"
         said = text[above[-1].end() : block.start()].splitlines()
         first = block.start() if page.name == "README.md" else above[-1].start()
-        program = found.setdefault(first, Program(page, above[-1]["extras"] or "", [], []))
+        program = found.setdefault(first, Program(page, above[-1]["extras"] or "", [], [], set()))
+        if block["example"]:
+            program.examples.add(block["example"])
+            continue
         program.commands[:] = [command for command in COMMANDS if command in said]
         program.lines.extend([""] * (text.count("\n", 0, block.start("code")) - len(program.lines)))
         program.lines.extend(block["code"].splitlines())
@@ -418,6 +430,8 @@ def test_blocks_run_with_what_their_page_says_to_install(
         if program.extras == extras:
             file = tmp_path / f"{number}" / program.page.with_suffix(".py").name
             file.parent.mkdir()
+            for example in program.examples:
+                shutil.copytree(ROOT / example, file.parent, dirs_exist_ok=True)
             file.write_text("\n".join(program.lines))
             files.append(file)
             for command in program.commands:

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import shutil
-import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,31 +17,7 @@ from perdl_experiments import run_experiment
 ROOT = Path(__file__).parents[2]
 
 
-def free_port() -> str:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])
-
-
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Return an environment with its own Flower home; the SuperLink started in it is ended."""
-    home = tmp_path_factory.mktemp("flower-home")
-    yield {
-        **os.environ,
-        "FLWR_HOME": str(home),
-        "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": free_port(),
-        "FLWR_LOCAL_CONTROL_API_PORT": free_port(),
-        "FLWR_LOCAL_SUPERLINK_PORT": free_port(),
-        "FLWR_TELEMETRY_ENABLED": "0",
-        "FLWR_DISABLE_UPDATE_CHECK": "1",
-        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-    }
-    subprocess.run(["pkill", "-f", str(home)], check=False)
-
-
-def run_app(environment: dict[str, str], nodes: int, run_config: str = "", app: Path = ROOT) -> str:
+def run_app(environment: dict[str, str], nodes: int, run_config: str = "") -> str:
     """Run an app on Ray with ``nodes`` virtual nodes; return what it printed."""
     simulation = Path(sys.executable).with_name("flower-simulation")
     if simulation.exists():
@@ -58,7 +30,7 @@ def run_app(environment: dict[str, str], nodes: int, run_config: str = "", app: 
         command += ["--federation-config", federation]
     command += ["--run-config", run_config] if run_config else []
     done = subprocess.run(
-        command, cwd=app, env=environment, capture_output=True, text=True, check=False, timeout=540
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=540
     )
     printed = done.stdout + done.stderr
     assert done.returncode == 0, printed[-6000:]
@@ -76,7 +48,7 @@ def run_app(environment: dict[str, str], nodes: int, run_config: str = "", app: 
     ],
 )
 def test_the_app_learns_what_the_in_process_run_learns(
-    environment: dict[str, str],
+    flower_environment: dict[str, str],
     tmp_path: Path,
     name: str,
     nodes: int,
@@ -87,35 +59,16 @@ def test_the_app_learns_what_the_in_process_run_learns(
     app, here = tmp_path / "app", tmp_path / "here"
     config = {"experiment": name, "rounds": rounds, "out": str(app), **options}
     pairs = " ".join(f"{key}={json.dumps(value)}" for key, value in config.items())
-    run_app(environment, nodes, pairs)
+    run_app(flower_environment, nodes, pairs)
     run_experiment(name, clients=nodes, rounds=rounds, out=here, options=options)
     with np.load(app / "arrays.npz") as flower, np.load(here / "arrays.npz") as in_process:
         np.testing.assert_array_equal(flower[learned], in_process[learned])
     assert (app / "report.html").exists()
 
 
-@pytest.mark.slow
-@pytest.mark.ray
-def test_the_guides_project_runs_also_where_it_lists_flwr_perdl(
-    environment: dict[str, str], tmp_path: Path
+def test_the_app_bundle_carries_the_library(
+    flower_environment: dict[str, str], tmp_path: Path
 ) -> None:
-    """The project of docs/use-in-your-project.md, with its cure of exit code 608."""
-    page = (ROOT / "docs" / "use-in-your-project.md").read_text()
-    app = tmp_path / "my-app"
-    app.mkdir()
-    for name, language in (("my_app.py", "python"), ("pyproject.toml", "toml")):
-        found = re.search(rf"```{language}\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-        assert found
-        (app / name).write_text(
-            found[1].replace("dependencies = []", 'dependencies = ["flwr-perdl"]')
-        )
-    assert 'dependencies = ["flwr-perdl"]' in (app / "pyproject.toml").read_text()
-    printed = run_app(environment, 10, app=app)
-    (distance,) = re.findall(r"distance from the shared atoms: (\S+)", printed)
-    assert float(distance) < 1e-12
-
-
-def test_the_app_bundle_carries_the_library(environment: dict[str, str], tmp_path: Path) -> None:
     """What Flower ships to SuperNodes has every module of the package."""
     app = tmp_path / "flwr-perdl"
     shutil.copytree(
@@ -125,7 +78,12 @@ def test_the_app_bundle_carries_the_library(environment: dict[str, str], tmp_pat
     )
     flwr = Path(sys.executable).with_name("flwr")
     built = subprocess.run(
-        [str(flwr), "build"], cwd=app, env=environment, capture_output=True, text=True, check=False
+        [str(flwr), "build"],
+        cwd=app,
+        env=flower_environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert built.returncode == 0, built.stdout + built.stderr
     (bundle,) = app.glob("*.fab")

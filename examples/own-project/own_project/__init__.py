@@ -1,0 +1,1 @@
+"""A Flower project with PerMA."""

@@ -1,0 +1,1 @@
+"""PerMA on a table of one's own, as a Flower app."""

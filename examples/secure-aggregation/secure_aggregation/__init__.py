@@ -1,0 +1,1 @@
+"""PerMA through Flower's SecAgg+."""

@@ -1,0 +1,1 @@
+"""PerMA on three SuperNodes, each beside its own table."""

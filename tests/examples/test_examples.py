@@ -1,0 +1,80 @@
+"""Every example by the commands in its own README, and what the README says that they print."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from perdl_experiments.deployment import free_port
+from tests.examples.readme import EXAMPLES, ROOT, Readme, copied, read, run
+
+READMES = [read(name) for name in EXAMPLES]
+SCREEN = 70  # lines
+#: The command of the other Flower versions: 1.26.1 is the last with `flower-simulation`.
+OTHER = "flwr run" if Path(sys.executable).with_name("flower-simulation").exists() else "flower-sim"
+ENVIRONMENT = {
+    **os.environ,
+    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    "PYTHONPATH": str(ROOT),
+}
+
+
+def named(readmes: list[Readme]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("readme", readmes, ids=[readme.name for readme in readmes])
+
+
+def test_the_table_has_every_example() -> None:
+    folders = [path.parent.name for path in (ROOT / "examples").glob("*/README.md")]
+    assert sorted(EXAMPLES) == sorted(folders)
+
+
+@named(READMES)
+def test_a_readme_is_a_screen_and_says_what_is_printed(readme: Readme) -> None:
+    lines = (ROOT / "examples" / readme.name / "README.md").read_text().splitlines()
+    assert len(lines) <= SCREEN
+    assert any(step.printed for step in readme.steps)
+
+
+def test_clustered_learning_takes_ten_changed_lines() -> None:
+    text = (ROOT / "examples" / "quickstart-clustered" / "README.md").read_text()
+    (diff,) = re.findall(r"^```diff\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert 0 < len(re.findall(r"^[+-](?![+-]{2} )", diff, re.MULTILINE)) <= 10
+
+
+@named([readme for readme in READMES if any(step.printed for step in readme.scripts)])
+def test_scripts_print_what_the_readme_says(readme: Readme, tmp_path: Path) -> None:
+    if "pytorch" in readme.name:
+        pytest.importorskip("torch")
+    run(readme.scripts, copied(readme, tmp_path), ENVIRONMENT)
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@named([one for one in READMES if any("flower-sim" in step.commands for step in one.steps)])
+def test_apps_print_what_the_readme_says(
+    readme: Readme, flower_environment: dict[str, str], tmp_path: Path
+) -> None:
+    """Also where the project lists flwr-perdl: the cure of exit code 608 is in the environment."""
+    here = copied(readme, tmp_path)
+    project = here / "pyproject.toml"
+    listed = 'dependencies = ["flwr-perdl"]'
+    project.write_text(project.read_text().replace("dependencies = []", listed))
+    assert listed in project.read_text()
+    steps = [step for step in readme.steps if not step.commands.startswith(OTHER)]
+    run(steps, here, {**flower_environment, "PYTHONPATH": str(ROOT)})
+
+
+@pytest.mark.slow
+@pytest.mark.deployment
+def test_a_superlink_with_three_supernodes(tmp_path: Path) -> None:
+    readme = read("superlink-three-supernodes")
+    ports = f"port={free_port()};"
+    steps = [
+        step._replace(commands=step.commands.replace("port=9300;", ports)) for step in readme.steps
+    ]
+    assert steps != readme.steps
+    run(steps, copied(readme, tmp_path), ENVIRONMENT)
