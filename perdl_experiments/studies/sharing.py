@@ -5,8 +5,8 @@ Heterogeneous Datasets", NeurIPS 2023) does not have, on the clients of its Sect
 of a client's images carry one label. Every client has as many atoms; r_g of them are everybody's.
 With r_g = 0 clients are alone. Two errors of a client's whole dictionary, by orthogonal matching
 pursuit with `N_NONZERO` atoms per image: on held-out images of its own kind, and on those of
-all kinds; with and without local refinement (Algorithm 6) before every round. *Pooled* is one dictionary
-of as many atoms, of all clients' images, with five times the iterations.
+all kinds; with and without local refinement (Algorithm 6) before every round. *Pooled* is one
+dictionary of as many atoms, of all clients' images, with five times the iterations.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def _errors(config: Config, federate: Federate) -> Arrays:
 
 
 def _pooled(config: Config) -> Arrays:
-    """Return the errors of one dictionary that learns from all clients' images: means over clients."""
+    """Return the errors of one dictionary of all clients' images: means over clients."""
     task, rng = config.task, spawn(config.seed, SERVER, 1)
     D = learn(np.vstack(task.clients), config.make_learner(), rng, config.rounds, start(config))
     return {"errors": np.mean([_measured(task, i, D) for i in range(len(task.clients))], axis=0)}
@@ -209,9 +209,7 @@ def _label(refine_steps: int) -> str:
     return f"{plural(refine_steps, 'step')} of refinement" if refine_steps else "no refinement"
 
 
-def _figures(
-    shares: Sequence[int], errors: Mapping[int, Matrix], pooled: Matrix
-) -> dict[str, Any]:
+def _figures(shares: Sequence[int], errors: Mapping[int, Matrix], pooled: Matrix) -> dict[str, Any]:
     from perdl_experiments import plots  # an extra: clients must not need it
 
     medians = {_label(t): np.median(table, axis=2) for t, table in errors.items()}
