@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import doctest
+import sys
+from importlib import import_module
+from types import SimpleNamespace
+
+import pytest
+
+from flwr_perdl.estimators import history_rows, to_frame
+from flwr_perdl.strategies import RoundReport
+
+MODULES = [
+    *(
+        f"flwr_perdl.estimators.{name}"
+        for name in ("dictionary", "history", "network", "regression")
+    ),
+    "flwr_perdl.clients.personal",
+]
+REPORTS = [
+    RoundReport(1, "start", {0: {"mse": 0.5}, 1: {"mse": 0.7}}, {}, {}, 0.0, 8.0, {}),
+    RoundReport(
+        2, "update", {0: {"mse": 0.4}}, {}, {"client 1": "no reply"}, 4.0, 4.0, {1: {"failed": 1.0}}
+    ),
+]
+ROWS = [
+    {"round": 1, "step": "start", "client": 0, "mse": 0.5, "floats_up": 8.0, "floats_down": 0.0},
+    {"round": 1, "step": "start", "client": 1, "mse": 0.7, "floats_up": 8.0, "floats_down": 0.0},
+    {"round": 2, "step": "update", "client": 0, "mse": 0.4, "floats_up": 4.0, "floats_down": 4.0},
+    {
+        "round": 2,
+        "step": "update",
+        "client": 1,
+        "failed": 1.0,
+        "floats_up": 4.0,
+        "floats_down": 4.0,
+    },
+]
+
+
+def test_every_client_of_every_round_has_a_row() -> None:
+    assert history_rows(REPORTS) == ROWS
+    assert history_rows([]) == []
+
+
+def test_pandas_makes_a_frame_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=tuple))
+    assert to_frame(REPORTS) == tuple(ROWS)
+    monkeypatch.setitem(sys.modules, "pandas", None)  # as where it is not installed
+    with pytest.raises(ImportError, match="pandas must be installed for to_frame"):
+        to_frame(REPORTS)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_examples_of_the_docstrings_run(name: str) -> None:
+    failed, attempted = doctest.testmod(import_module(name))
+    assert attempted > 3
+    assert not failed
