@@ -1,6 +1,7 @@
 """The wheel and the sdist; environments that have nothing but the wheel and the extras asked for.
 
-In such environments run a foreign Flower project and the Python blocks of README.md and the guides.
+In such environments run a foreign Flower project, the Python blocks of README.md and the guides,
+and the examples.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from packaging.requirements import Requirement
+
+from tests.examples.readme import EXAMPLES, copied, read, run, tells
 
 pytestmark = [pytest.mark.slow, pytest.mark.environments]
 
@@ -438,3 +441,15 @@ def test_blocks_run_with_what_their_page_says_to_install(
                 name, *arguments = command.split()
                 execute(python.with_name(name), *arguments, *COMMANDS[command], cwd=file.parent)
     execute(python, "-I", "-c", RUN_ALL, *files, cwd=tmp_path)
+
+
+@pytest.mark.parametrize("name", [one for one in EXAMPLES if "torch" not in one and tells(one)])
+def test_examples_run_with_what_their_readme_says_to_install(
+    name: str, environment: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Their scripts do, for which the extra `simulation` need not be there."""
+    readme = read(name)
+    python = environment(readme.extras.replace("simulation", ""))
+    path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
+    clean = {**os.environ, "PATH": path, "PYTHONPATH": ""}
+    run(readme.scripts, copied(readme, tmp_path), clean)

@@ -65,6 +65,11 @@ def read(name: str) -> Readme:
     return Readme(name, install["extras"] or "", steps)
 
 
+def tells(name: str) -> bool:
+    """Return whether an example's README says what its scripts print."""
+    return any(step.printed for step in read(name).scripts)
+
+
 def copied(readme: Readme, folder: Path) -> Path:
     """Return a copy of the example in ``folder``."""
     ignored = shutil.ignore_patterns("__pycache__")

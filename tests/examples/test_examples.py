@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from perdl_experiments.deployment import free_port
-from tests.examples.readme import EXAMPLES, ROOT, Readme, copied, read, run
+from tests.examples.readme import EXAMPLES, ROOT, Readme, copied, read, run, tells
 
 READMES = [read(name) for name in EXAMPLES]
 SCREEN = 70  # lines
@@ -45,7 +45,7 @@ def test_clustered_learning_takes_ten_changed_lines() -> None:
     assert 0 < len(re.findall(r"^[+-](?![+-]{2} )", diff, re.MULTILINE)) <= 10
 
 
-@named([readme for readme in READMES if any(step.printed for step in readme.scripts)])
+@named([readme for readme in READMES if tells(readme.name)])
 def test_scripts_print_what_the_readme_says(readme: Readme, tmp_path: Path) -> None:
     if "pytorch" in readme.name:
         pytest.importorskip("torch")
