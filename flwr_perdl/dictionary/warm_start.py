@@ -200,6 +200,9 @@ def iterate(
         at = len(learned)
         most = at + max(1, _TOGETHER // max(samples[at].size, 1))
         end = next((i for i in range(at, len(samples)) if i == most or kinds[i] != kinds[at]), None)
+        if len(samples[at:end]) == 1:
+            learned.append(_iterate(learner, samples[at], starts[at], scales))
+            continue
         X, D = np.stack(samples[at:end]), np.stack(starts[at:end])
         levels = np.array([learner.level(own) for own in samples[at:end]])[:, None, None]
         for scale in scales:
