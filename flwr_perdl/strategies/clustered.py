@@ -178,7 +178,8 @@ class ClusteredFedAvg(ProtocolStrategy):
     less than two standard errors over clients are joined; and with too little training alone the
     groups are not the kinds.
 
-    Arrays of other dtypes than float32 and float64, counters for example, travel as float64.
+    Arrays of other dtypes than float32 and float64, counters for example, travel as float64. To
+    resume, give the same initial arrays again: a ClientApp of your own receives their names.
 
     Examples
     --------
