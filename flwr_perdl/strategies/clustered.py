@@ -448,7 +448,8 @@ def _sent_to(
 
 
 def _means(group: Mapping[int, Reply]) -> dict[str, float]:
-    return {name: x for name, x in summarized(group).items() if name != CLUSTER}
+    means = summarized(group)
+    return {name: x for name, x in means.items() if name not in (CLUSTER, NUM_EXAMPLES)}
 
 
 # States -------------------------------------------------------------------------------------

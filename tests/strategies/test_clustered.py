@@ -121,7 +121,7 @@ def test_a_round_by_hand() -> None:
     clusters = strategy.result
     assert clusters.members == {0: 0, 1: 0, 2: 1}
     assert clusters.sizes == [2, 1]
-    assert clusters.metrics[0]["cluster-loss"] == pytest.approx((1 * 1 + 3 * 2) / 4)
+    assert clusters.metrics[0] == {"cluster-loss": pytest.approx((1 * 1 + 3 * 2) / 4)}
     assert clusters.models[1]["0"].numpy() == [11.0]
 
 
