@@ -178,7 +178,8 @@ class ClusteredFedAvg(ProtocolStrategy):
     less than two standard errors over clients are joined; and with too little training alone the
     groups are not the kinds.
 
-    Arrays of other dtypes than float32 and float64, counters for example, travel as float64.
+    Arrays of other dtypes than float32 and float64, counters for example, travel as float64. To
+    resume, give the same initial arrays again: a ClientApp of your own receives their names.
 
     Examples
     --------
@@ -447,7 +448,8 @@ def _sent_to(
 
 
 def _means(group: Mapping[int, Reply]) -> dict[str, float]:
-    return {name: x for name, x in summarized(group).items() if name != CLUSTER}
+    means = summarized(group)
+    return {name: x for name, x in means.items() if name not in (CLUSTER, NUM_EXAMPLES)}
 
 
 # States -------------------------------------------------------------------------------------
