@@ -9,18 +9,20 @@ The client is any NumPyClient, or any ClientApp with train and evaluate handlers
   a temperature, train every model that has a share of the weight.
 
 A stack of models is one array per array of a model, whose first axis counts the models. An
-evaluation of such a stack is the evaluation of the model with the least loss.
+evaluation of such a stack is the evaluation of the model with the least loss. Where there is
+nothing to choose, one model comes, as FedAvg sends it, after the number of its cluster.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isnan, nan
 from typing import Any
 
 import numpy as np
 from flwr.app import (
+    Array,
     ArrayRecord,
     ConfigRecord,
     Context,
@@ -40,12 +42,12 @@ from flwr_perdl._records import (
     NUM_EXAMPLES,
     STEP,
     Scalar,
+    decode,
     error_of,
-    read_request,
     reply_to,
     to_arrays,
-    to_record,
 )
+from flwr_perdl._shortcuts import encode, filled
 from flwr_perdl.regression.clustering import assign
 
 ALONE, MEASURE, CHOOSE = "train-alone", "measure-models", "cluster"
@@ -72,6 +74,9 @@ NO_EVALUATE = "the client must define evaluate to take part in evaluations, got 
 #: What ClientApps call the loss, the first of these that is there.
 _LOSSES = ("loss", "eval_loss")
 
+#: How Flower writes the dtypes that the server takes.
+_FLOATS = tuple(map(str, FLOATS))
+
 Fitted = tuple[list[Matrix], int, dict[str, Scalar]]
 Evaluated = tuple[float, int, dict[str, Scalar]]
 Fit = Callable[[list[Matrix], dict[str, Scalar]], Fitted]
@@ -89,7 +94,7 @@ def fit_clustered(
         The client's own.
     parameters : sequence of ndarray
         One model (``train-alone``); a stack of models (``measure-models``); the numbers of the
-        clusters, (m,), and the stack of their models (``cluster``).
+        clusters, (k,), and the stack of their models, or (1,) and one model (``cluster``).
     config : mapping
         The request's; the client's own ``fit`` and ``evaluate`` receive it without this protocol's
         keys.
@@ -130,14 +135,11 @@ def _choose(
     temperature: float,
 ) -> Fitted:
     """Choose among the models, and train what is chosen."""
-    losses: dict[str, Scalar] = {}
-    weights: Matrix = np.ones(1)
-    if len(labels) > 1:  # nothing to choose from: nothing to evaluate
-        measured = _evaluations(evaluate, stacks, config)
-        weights = _weights(measured, temperature)
-        losses = {CLUSTER_LOSS: measured[int(weights.argmax())][0]}
+    if len(labels) == 1:
+        model, n, metrics = fit(list(stacks), dict(config))
+        return _floats(model), n, {**metrics, CLUSTER: int(labels[0])}
+    weights, told = _weighed(evaluate, labels, stacks, config, temperature)
     chosen = int(weights.argmax())
-    told = {CLUSTER: int(labels[chosen]), **losses}
     if not temperature:
         model, n, metrics = fit(_model(stacks, chosen), dict(config))
         return _floats(model), n, {**metrics, **told}
@@ -150,6 +152,20 @@ def _choose(
             stack[j] = array
     shares = {f"{SHARE}{j}": float(w) for j, w in enumerate(weights)}
     return trained, n, {**metrics, **shares, **told}
+
+
+def _weighed(
+    evaluate: Evaluate,
+    labels: Matrix,
+    stacks: Sequence[Matrix],
+    config: Mapping[str, Scalar],
+    temperature: float,
+) -> tuple[Matrix, dict[str, Scalar]]:
+    """Return each model's share of the weight, and what the reply says of the choice."""
+    measured = _evaluations(evaluate, stacks, config)
+    weights = _weights(measured, temperature)
+    chosen = int(weights.argmax())
+    return weights, {CLUSTER: int(labels[chosen]), CLUSTER_LOSS: measured[chosen][0]}
 
 
 def _model(stacks: Sequence[Matrix], j: int) -> list[Matrix]:
@@ -203,37 +219,61 @@ def answer_clustered(
     The app receives one model at a time, in the messages that FedAvg sends: mods around its
     handlers see those.
     """
-    arrays, config = read_request(message)
+    record, config = message.content.array_records[ARRAYS], _scalars(message)
     names = json.loads(str(config.get(ARRAY_NAMES, "null")))
+    own = {key: value for key, value in config.items() if key not in _OURS}
 
-    def ask(kind: str, model: list[Matrix], own: dict[str, Scalar]) -> RecordDict:
-        record = to_record(model)
-        if names is not None:
-            record = ArrayRecord(dict(zip(names, record.values(), strict=True)))
-        content = RecordDict({ARRAYS: record, CONFIG: ConfigRecord({**own})})
+    def ask(kind: str, model: Iterable[Array], own: Mapping[str, Scalar]) -> RecordDict:
+        named = enumerate(model) if names is None else zip(names, model, strict=True)
+        arrays = filled(ArrayRecord(), {str(name): array for name, array in named})
+        content = RecordDict({ARRAYS: arrays, CONFIG: ConfigRecord({**own})})
         reply = call(of_type(message, content, kind), context)
         if reply.has_error():
             raise ValueError(error_of(reply))
         return reply.content
 
-    def fit(model: list[Matrix], own: dict[str, Scalar]) -> Fitted:
+    def fitted(model: Iterable[Array], own: Mapping[str, Scalar]) -> tuple[RecordDict, list[Array]]:
         content = ask(MessageType.TRAIN, model, own)
         found = content.get(ARRAYS)
         if not isinstance(found, ArrayRecord):
             raise ValueError(f"a training reply must have an ArrayRecord {ARRAYS!r}, got none.")
-        kept = found if names is None else ArrayRecord({name: found[name] for name in names})
+        return content, list(found.values()) if names is None else [found[name] for name in names]
+
+    def fit(model: list[Matrix], own: dict[str, Scalar]) -> Fitted:
+        content, arrays = fitted(map(encode, model), own)
         numbers, n = _numbers(content)
-        return to_arrays(kept), n, numbers
+        return [decode(array) for array in arrays], n, numbers
 
     def evaluate(model: list[Matrix], own: dict[str, Scalar]) -> Evaluated:
-        numbers, n = _numbers(ask(MessageType.EVALUATE, model, own))
+        numbers, n = _numbers(ask(MessageType.EVALUATE, map(encode, model), own))
         loss = next((float(numbers[name]) for name in _LOSSES if name in numbers), nan)
         return loss, n, numbers
 
     if message.metadata.message_type == MessageType.EVALUATE:
-        loss, n, metrics = evaluate_clustered(evaluate, arrays, config)
+        loss, n, metrics = evaluate_clustered(evaluate, to_arrays(record), config)
         return reply_to(message, None, n, {"loss": loss, **metrics})
-    return reply_to(message, *fit_clustered(fit, evaluate, arrays, config))
+    if config[STEP] != CHOOSE or config[TEMPERATURE]:
+        return reply_to(message, *fit_clustered(fit, evaluate, to_arrays(record), config))
+    # What FedAvg would send and receive passes as it is: large models are not copied here.
+    first, *rest = record.values()
+    labels = decode(first)
+    if len(labels) == 1:
+        told: dict[str, Scalar] = {CLUSTER: int(labels[0])}
+    else:
+        stacks = [decode(array) for array in rest]
+        weights, told = _weighed(evaluate, labels, stacks, own, 0.0)
+        rest = [encode(array) for array in _model(stacks, int(weights.argmax()))]
+    content, arrays = fitted(rest, own)
+    numbers, n = _numbers(content)
+    reply = reply_to(message, (), n, {**numbers, **told})
+    floats = [a if a.dtype in _FLOATS else encode(*_floats([decode(a)])) for a in arrays]
+    filled(reply.content[ARRAYS], {str(i): array for i, array in enumerate(floats)})
+    return reply
+
+
+def _scalars(message: Message) -> dict[str, Scalar]:
+    record = message.content.config_records[CONFIG]
+    return {key: value for key, value in record.items() if not isinstance(value, list)}
 
 
 def _numbers(content: RecordDict) -> tuple[dict[str, Scalar], int]:

@@ -189,7 +189,7 @@ def _check_state(state: object) -> None:
 
 
 class RoundReport(NamedTuple):
-    """What happened in one exchange.
+    """What happened in one exchange: the messages of a training round, or of an evaluation.
 
     Attributes
     ----------

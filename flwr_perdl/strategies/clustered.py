@@ -12,7 +12,8 @@ paper (P2, Phase 2)                     here
                                         returns
 ``lambda_{i,t}`` (equation 7)           ``temperature``: soft weights
 local update (line 7)                   the client's own ``fit``
-``theta_t = sum_i w_i theta_{i.,t}``    `flwr_perdl.regression.clustering.average_updates`
+``theta_t = sum_i w_i theta_{i.,t}``    the mean of the cluster's models, by numbers of samples,
+                                        or `flwr_perdl.regression.aggregate`'s robust rules
 ======================================= ====================================================
 
 Deviations, and why: the client's loss may be one on held-out data, as ``evaluate`` mostly is, which
@@ -224,6 +225,7 @@ class ClusteredFedAvg(ProtocolStrategy):
             ("spread", spread, 1.0, start == "random"),
             ("max_clusters", max_clusters, 8, k == _AUTO),
             ("choose_every", choose_every, 1, not temperature),
+            ("temperature", temperature, 0.0, k != 1),
         ):
             if value != default and not used:
                 raise ValueError(
@@ -304,15 +306,15 @@ class ClusteredFedAvg(ProtocolStrategy):
             stacks, round_, chosen = _unpack(state), int(state[_ROUND]), state[_CHOSEN]
             k, choice = len(stacks[0]), round_ - round_ % self.choose_every
             labels = np.arange(k, dtype=float)
-            each = [[labels[[j]], *(stack[[j]] for stack in stacks)] for j in range(k)]
-            everything = [labels, *stacks]
+            each = [[labels[[j]], *(np.asarray(stack[j]) for stack in stacks)] for j in range(k)]
+            everything = [labels, *stacks] if k > 1 else each[0]
             known = {int(p): each[int(j)] for p, j, at in chosen if choice <= at < round_}
-            soft = self.temperature > 0
+            soft = self.temperature > 0 and k > 1
             shapes = [stack.shape if soft else stack.shape[1:] for stack in stacks]
             replies = yield Request(
                 CHOOSE,
                 everything,
-                {**self._config(), TEMPERATURE: self.temperature},
+                {**self._config(), TEMPERATURE: self.temperature if soft else 0.0},
                 state,
                 partial(_check_choice, shapes, k, soft),
                 own=partial(_sent_to, known, everything) if known else None,
@@ -320,7 +322,7 @@ class ClusteredFedAvg(ProtocolStrategy):
                 most=sum(map(prod, shapes)),
                 metrics=(CLUSTER,),
             )
-            moved = self._averaged(stacks, replies)
+            moved = self._averaged(stacks, replies, soft)
             now = {int(p): (int(j), int(at)) for p, j, at in chosen}
             now |= {p: (int(r.metrics[CLUSTER]), round_) for p, r in replies.items()}
             state = _state(moved, round_ + 1, now)
@@ -401,9 +403,11 @@ class ClusteredFedAvg(ProtocolStrategy):
         k = smallest_as_good(np.stack(losses))
         return [stack[np.unique(table[:, k])] for stack in stacks]
 
-    def _averaged(self, stacks: list[Matrix], replies: Replies) -> list[Matrix]:
+    def _averaged(self, stacks: list[Matrix], replies: Replies, soft: bool) -> list[Matrix]:
         """Return the models after a round (line 8)."""
-        k, soft = len(stacks[0]), self.temperature > 0
+        k = len(stacks[0])
+        if self.robust == "mean":
+            return _weighted_means(stacks, replies, soft)
         chosen = np.array([reply.metrics[CLUSTER] for reply in replies.values()])
         packed = _packed(stacks, replies, None if soft else chosen)
         mean = average_updates(packed, _sizes(replies), k, soft, "cluster", self.robust)
@@ -412,6 +416,27 @@ class ClusteredFedAvg(ProtocolStrategy):
         return [
             (stack + step).astype(stack.dtype) for stack, step in zip(stacks, change, strict=True)
         ]
+
+
+def _weighted_means(stacks: list[Matrix], replies: Replies, soft: bool) -> list[Matrix]:
+    """Return each cluster's mean of what its clients sent; one without clients stays."""
+    k = len(stacks[0])
+    weights = np.zeros((k, len(replies)))
+    for i, reply in enumerate(replies.values()):
+        for j in range(k) if soft else [int(reply.metrics[CLUSTER])]:
+            share = reply.metrics[f"{SHARE}{j}"] if soft else 1.0
+            weights[j, i] = share * reply.num_examples
+    moved = [stack.copy() for stack in stacks]
+    for j in np.flatnonzero(weights.any(axis=1)).tolist():
+        own = weights[j] / weights[j].sum()
+        for position, stack in enumerate(moved):
+            mean = np.zeros_like(stack[j])
+            for weight, reply in zip(own.tolist(), replies.values(), strict=True):
+                if weight:
+                    array = reply.arrays[position]
+                    mean += weight * (array[j] if soft else array)
+            stack[j] = mean
+    return moved
 
 
 def _sent_to(

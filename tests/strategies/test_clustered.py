@@ -14,7 +14,7 @@ from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import fixedclipping_mod
-from flwr.serverapp.strategy import FedAvg
+from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping, FedAvg
 
 from flwr_perdl.clients import DictionaryClient, client_app, client_fn
 from flwr_perdl.dictionary import OrthogonalLearner
@@ -160,6 +160,15 @@ def test_planted_clusters_are_found(start: str, choose_every: int) -> None:
     assert (START[0] == 0).all()
 
 
+@pytest.mark.parametrize("robust", ["mean", "trimmed", "clip"])
+def test_soft_weights_find_planted_clusters_by_every_rule(robust: str) -> None:
+    strategy = ClusteredFedAvg(3, temperature=1.0, robust=robust)
+    run(strategy, 5)
+    if robust != "trimmed":  # which counts every client's model alike, whatever its share
+        assert sorted(kinds(strategy), key=min) == [{0}, {1}, {2}]
+    assert strategy.history[-1].aggregate["clients"] == N
+
+
 def test_random_starts_are_perturbations_of_one_model() -> None:
     strategy = ClusteredFedAvg(3, start="random", spread=2.0)
     run(strategy, 4)
@@ -280,9 +289,15 @@ def test_mods_see_one_model_at_a_time() -> None:
         return call_next(message, context)
 
     app = client_app(make, train_mods=[watch, fixedclipping_mod])
-    with pytest.raises(TooFewReplies, match="clipping_norm"):  # Flower's mod asks for its config
-        run(ClusteredFedAvg(3), 1, app=app)
+    strategy = ClusteredFedAvg(3, fraction_evaluate=0.0, num_clients=N)
+    private = DifferentialPrivacyClientSideFixedClipping(
+        strategy, noise_multiplier=0.0, clipping_norm=0.1, num_sampled_clients=N
+    )
+    result = private.start(InProcessGrid(app, N), ArrayRecord(START), num_rounds=3)
     assert set(seen) == {4}
+    models = np.concatenate(result.arrays.to_numpy_ndarrays(), axis=1)
+    assert (np.linalg.norm(models, axis=1) < 0.1 * 3 + 1e-6).all()  # 0.1 a round, from 0
+    assert (np.linalg.norm(models, axis=1) > 0.2).all()
 
 
 def test_what_each_party_receives(tmp_path: Path) -> None:
@@ -331,6 +346,7 @@ def test_what_each_party_receives(tmp_path: Path) -> None:
         ({"k": 2, "start": "random", "start_rounds": 2}, "start_rounds must be left out"),
         ({"k": 2, "max_clusters": 3}, "max_clusters must be left out"),
         ({"k": 2, "temperature": 1.0, "choose_every": 2}, "choose_every must be left out"),
+        ({"k": 1, "temperature": 1.0}, "temperature must be left out where it does nothing"),
         ({"k": 2, "proximal_mu": -1.0}, r"proximal_mu must be in \[0"),
         ({"k": 2, "robust": "krum"}, "robust must be one of 'mean', 'filtered'"),
     ],

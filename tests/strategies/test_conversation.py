@@ -13,7 +13,8 @@ import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord
 from flwr.client import NumPyClient
 
-from flwr_perdl.clients import client_app
+from flwr_perdl.clients import Member, PrivateState, client_app
+from flwr_perdl.records import ROUND, RUN
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
     Options,
@@ -514,3 +515,40 @@ def test_a_clients_traceback_is_in_the_log(warned: Any) -> None:
         Asks(Request("add", ONE)).start(InProcessGrid(client_app(Errs), 3), num_rounds=1)
     assert "Traceback" in warned.text
     assert "in fit\n" in warned.text
+
+
+class Remembers(Member):
+    """Sends the sum of the rounds that it has seen, which it keeps as the guide says."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.context = context
+
+    def fit(self, parameters: list[Any], config: dict[str, Any]) -> Any:
+        state = PrivateState(self.context, config[RUN])
+        before = state.before(config[ROUND]) or {"sum": np.zeros(1)}
+        total = before["sum"] + config[ROUND]
+        state.save(config[ROUND], {"sum": total})
+        return [total], 1, {}
+
+
+def test_a_client_with_memory_counts_a_round_once_that_is_asked_again(tmp_path: Path) -> None:
+    crashes = [3]
+
+    class Last(ProtocolStrategy):
+        """Its model is what the clients sent last; its server crashes once, with all replies in."""
+
+        def protocol(self, initial: Any, state: Any) -> Any:
+            state = state or {"sum": np.zeros(1)}
+            while True:
+                replies = yield Request("sum", [state["sum"]], state=state)
+                if replies[0].arrays[0][0] == 6 and crashes:
+                    raise OSError(crashes.pop())
+                state = {"sum": replies[0].arrays[0]}
+
+    nodes = InProcessGrid(client_app(Remembers), 2)
+    options: dict[str, Any] = {"fraction_evaluate": 0.0, "checkpoint_dir": tmp_path}
+    with pytest.raises(OSError, match="3"):
+        Last(**options).start(nodes, num_rounds=6)
+    result = Last(**options, server=RESUME).start(nodes, num_rounds=6)
+    np.testing.assert_array_equal(result.arrays["0"].numpy(), [1 + 2 + 3 + 4 + 5 + 6])
