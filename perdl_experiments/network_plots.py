@@ -1,4 +1,4 @@
-"""Drawings of networks: who hears whom."""
+"""Drawings of networks: who hears whom, and how their nodes learn."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from scipy import sparse
 
+from flwr_perdl.checks import Matrix
 from flwr_perdl.diffusion import CombinationMatrix, Topology
-from perdl_experiments.plots import COLORS, _figure
+from perdl_experiments.plots import COLORS, _figure, _plain
 
 #: Up to this many nodes carry their number.
 NUMBERED = 60
@@ -37,6 +38,55 @@ def networks(named: Mapping[str, CombinationMatrix]) -> Figure:
     for axes, (title, weights) in zip(panels, named.items(), strict=True):
         _draw(axes, weights)
         axes.set_title(title)
+    return figure
+
+
+def learning_curves(named: Mapping[str, Matrix], *, y: str, level: float | None = None) -> Figure:
+    """Draw the curves of every node over the rounds, a panel for each network.
+
+    Parameters
+    ----------
+    named : mapping of str to ndarray of shape (n_rounds, n_nodes)
+        Title -> a curve per node, NaN where a node has reported nothing, such as
+        ``Averaged.curves["evaluate-accuracy"]``.
+    y : str
+        What the curves show.
+    level : float, optional
+        Height of a dashed line, such as FedAvg's accuracy.
+    """
+    figure = _figure(3.2 * len(named), 3.2)
+    panels = figure.subplots(1, len(named), sharey=True, squeeze=False)[0]
+    for axes, (title, curves) in zip(panels, named.items(), strict=True):
+        _plain(axes)
+        told = np.flatnonzero(np.isfinite(curves).any(axis=1))  # not every round is evaluated
+        rounds, rows = told + 1, curves[told]
+        axes.plot(rounds, rows, color=COLORS[0], lw=0.6, alpha=0.4)
+        for bound in (np.nanmin(rows, axis=1), np.nanmax(rows, axis=1)):
+            axes.plot(rounds, bound, color=COLORS[0], lw=1.8)
+        if level is not None:
+            axes.axhline(level, ls="--", lw=1.2, color="black")
+        axes.set_xlabel("communication round")
+        axes.set_title(title, fontsize=10, loc="left")
+    panels[0].set_ylabel(y)
+    return figure
+
+
+def rounds_against_gaps(named: Mapping[str, tuple[float, float]]) -> Figure:
+    """Draw how many rounds networks take against their spectral gaps.
+
+    Parameters
+    ----------
+    named : mapping of str to pair of float
+        Name of the network -> spectral gap and rounds.
+    """
+    figure = _figure(6, 4)
+    axes = _plain(figure.add_subplot())
+    for name, at in named.items():
+        axes.plot(*at, "o", color=COLORS[0])
+        axes.annotate(name, at, xytext=(4, 4), textcoords="offset points", fontsize=9, rotation=40)
+    axes.set(xscale="log", xlabel="spectral gap", ylabel="rounds to FedAvg")
+    axes.margins(0.15)
+    axes.set_ylim(0, 1.3 * max((rounds for _, rounds in named.values()), default=1.0))
     return figure
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from logging import WARNING
 from math import isfinite
 from pathlib import Path
@@ -21,7 +21,7 @@ from flwr_perdl._threads import one_blas_thread
 from flwr_perdl.clients.base import Member, PrivateState, private_shelf, step_of
 from flwr_perdl.diffusion.combine import Array, Program, reported
 from flwr_perdl.network._packing import pack_arrays, text_array, texts_of
-from flwr_perdl.network.messages import Delivery, Rejected, Sent, finite_rows, inbox_of
+from flwr_perdl.network.messages import Delivery, Rejected, finite_rows, inbox_of
 from flwr_perdl.network.sealed import Keys, read_key, read_pinned
 
 #: The protocol's steps.
@@ -147,8 +147,8 @@ class DiffusionClient(Member):
         Returns
         -------
         parameters : list of ndarray
-            A `flwr_perdl.network.messages.Sent`; at the end, what the node shows, packed into one
-            array.
+            The node's message (see `flwr_perdl.network.messages`); at the end, what the node shows,
+            packed into one array.
         num_examples : int
             One.
         metrics : dict
@@ -196,13 +196,13 @@ class DiffusionClient(Member):
             state, pending = self.program.combine(state, inbox), 0
             reports = {name: float(own) for name, (own,) in reported(self.program, state).items()}
             metrics = {name: own for name, own in reports.items() if isfinite(own)} | metrics
-        reply = Sent(None if keys is None else keys.card).to_arrays()
+        reply: list[Matrix] = [] if keys is None else [keys.card]
         if step == SHOW:
             reply = self._end(state)
         elif step == EXCHANGE and str(self.node) not in str(config.get(ASLEEP, "")).split():
             state, pending = self.program.adapt(state, round_), round_
             sent, more = self._sent(self.program.message(state), delivery, round_, keys)
-            reply, metrics = sent.to_arrays(), metrics | more
+            reply, metrics = [*reply, *sent], metrics | more
         over = step == SHOW and (sealed or _RUN_KEY in newest)
         kept = _Kept(state, pending, None if over else run_key, metrics if over else None)
         private.save(server_round, kept.to_arrays(), alone=over)
@@ -215,14 +215,13 @@ class DiffusionClient(Member):
 
     def _sent(
         self, message: tuple[Array, ...], delivery: Delivery, round_: int, keys: Keys | None
-    ) -> tuple[Sent, dict[str, Scalar]]:
-        """Return what the node sends, and the metrics of it."""
+    ) -> tuple[Sequence[Matrix], dict[str, Scalar]]:
+        """Return what the node sends, sealed for each receiver or open for all, and its metrics."""
         metrics: dict[str, Scalar] = {FLOATS: sum(array.size for array in message)}
-        card = None if keys is None else keys.card
         if not finite_rows(message).all():
-            return Sent(card), {**metrics, BROKEN: 1}
+            return [], {**metrics, BROKEN: 1}
         if keys is None or delivery.cards is None:
-            return Sent(None, message), metrics
+            return message, metrics
         sealed: dict[int, Matrix] = {}
         left_out: dict[int, str] = {}
         for receiver, its_card in delivery.cards.items():
@@ -230,7 +229,7 @@ class DiffusionClient(Member):
                 sealed[receiver] = keys.seal(message, receiver, round_, its_card)
             except Rejected as reason:
                 sealed[receiver], left_out[receiver] = np.zeros(0), str(reason)
-        return Sent(card, list(sealed.values())), metrics | self._left_out(left_out)
+        return list(sealed.values()), metrics | self._left_out(left_out)
 
     def _left_out(self, reasons: Mapping[int, str]) -> dict[str, Scalar]:
         """Log which neighbors' messages or cards were rejected; return the metrics of that."""

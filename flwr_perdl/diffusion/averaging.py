@@ -124,8 +124,9 @@ class DiffusionAveraging:
         end near the minimum of the sum of losses, the nearer the shorter the steps.
         "exact_diffusion" and "gradient_tracking" remove that bias, also where links drop, nodes
         sleep or the network changes. Exact diffusion sends as many floats as "atc", gradient
-        tracking twice as many. Late messages (``Faults(max_delay=...)``) and a node that returns
-        without its state make both worse than "atc": their corrections no longer sum to zero.
+        tracking twice as many. After a late message (``Faults(max_delay=...)``), or where a node
+        returns without its state, their corrections no longer sum to zero: both keep an error
+        that does not shrink. "atc" and "cta" forget such a fault.
     evaluate_every : int, default 1
         Rounds between two calls of ``evaluate``; 0: it is never called.
     metrics : sequence of str, default ()
@@ -135,7 +136,7 @@ class DiffusionAveraging:
 
     Raises
     ------
-    ValueError
+    ValueError, TypeError
         If an option breaks its rule; if the network is in several parts, or its weights are not
         doubly stochastic.
 
@@ -174,10 +175,11 @@ class DiffusionAveraging:
         self.topology = self.weights.topology
         self._check_network(self.weights)
         self.evaluate_every = check_count("evaluate_every", evaluate_every)
+        check_kind("metrics", metrics, Sequence, "a sequence of names")
         if isinstance(metrics, str) or not all(isinstance(name, str) for name in metrics):
             raise ValueError(f"metrics must be a sequence of names, got {metrics!r}.")
         self.metrics = tuple(metrics)
-        self.config = dict(config or {})
+        self.config = dict(check_kind("config", config or {}, Mapping, "a mapping or None"))
 
     def fit(
         self,
@@ -313,16 +315,13 @@ class AveragingProgram:
     def start(self, nodes: NDArray[np.intp]) -> AveragingState:
         """Return the state before the first round."""
         model = np.stack([self._first(int(node)) for node in nodes])
-        method, none = self.learner.method, np.zeros((len(nodes), 0), model.dtype)
-        return AveragingState(
-            nodes,
-            model,
-            last={"exact_diffusion": model, "gradient_tracking": np.zeros_like(model)}.get(
-                method, none
-            ),
-            tracker=np.zeros_like(model) if method == "gradient_tracking" else none,
-            reports=np.full((len(nodes), len(self.names)), np.nan),
-        )
+        last = tracker = np.zeros((len(nodes), 0), model.dtype)
+        if self.learner.method == "exact_diffusion":
+            last = model
+        elif self.learner.method == "gradient_tracking":
+            last = tracker = np.zeros_like(model)
+        reports = np.full((len(nodes), len(self.names)), np.nan)
+        return AveragingState(nodes, model, last, tracker, reports)
 
     @one_blas_thread()
     def adapt(self, state: AveragingState, round_: int) -> AveragingState:
@@ -384,10 +383,11 @@ class AveragingProgram:
         for i, node in enumerate(map(int, state.nodes)):
             form = self._form(node)
             given = form.arrays(models[i])
-            answer = self.clients(node).fit(given, {ROUND: round_, **self.learner.config})
+            config = {ROUND: round_, **self.learner.config}
+            parameters, _, metrics = self._client(node).fit(given, config)
             whose = f"fit of node {node}"
-            fitted[i] = form.vector(whose, answer[0])
-            reports[i, 1 : 1 + len(self._trained)] = _numbers(whose, answer[2], self._trained)
+            fitted[i] = form.vector(whose, parameters)
+            reports[i, 1 : 1 + len(self._trained)] = _numbers(whose, metrics, self._trained)
         return state._replace(reports=reports), fitted
 
     def _evaluate(self, state: AveragingState, round_: int) -> AveragingState:
@@ -398,17 +398,29 @@ class AveragingProgram:
             for i, node in enumerate(map(int, state.nodes)):
                 given = self._form(node).arrays(state.model[i])
                 config = {ROUND: round_, **self.learner.config}
-                loss, n_examples, metrics = self.clients(node).evaluate(given, config)
+                loss, n_examples, metrics = self._client(node).evaluate(given, config)
                 if n_examples:  # none: the client has nothing to evaluate on
                     own = {**metrics, "loss": loss}
                     reports[i, first:] = _numbers(f"evaluate of node {node}", own, self._evaluated)
         return state._replace(reports=reports)
 
+    def _client(self, node: int) -> Any:
+        """Return a node's client, checked."""
+        client = self.clients(node)
+        needed = ["fit", *(["evaluate"] if self.learner.evaluate_every else [])]
+        needed += ["get_parameters"] if self.initial is None else []
+        for method in needed:
+            if not callable(getattr(client, method, None)):
+                raise TypeError(
+                    f"clients must return a NumPyClient with a method {method}, got {client!r}."
+                )
+        return client
+
     def _first(self, node: int) -> Array:
         """Return a node's first model."""
         if self.initial is not None:
             return self._form(node).vector("initial", self.initial)
-        own = self.clients(node).get_parameters({})
+        own = self._client(node).get_parameters({})
         return self._form(node).vector(f"get_parameters of node {node}", own)
 
     def _form(self, node: int) -> Form:
@@ -416,7 +428,7 @@ class AveragingProgram:
         if self._known_form is None:
             first = self.initial
             if first is None:
-                first = self.clients(node).get_parameters({})
+                first = self._client(node).get_parameters({})
             self._known_form = Form.of(first)
         return self._known_form
 

@@ -4,14 +4,16 @@
 `Message`          what one node hears from one neighbor
 `Delivery`         a request of the server to a node: the messages that it hears, and whose public
                    keys it needs for its own next one
-`Sent`             the node's reply: its message
 `inbox_of`         which messages count, and with which weights: what the node hears
 =================  ==============================================================================
 
+A node's reply has no record: its arrays are the node's message, none if it is asleep or its message
+is not finite. Where messages are *sealed*, encrypted for one receiver (see
+`flwr_perdl.network.sealed`), its arrays are the node's card and then a message for each receiver,
+in the order of `Delivery.cards`, of size 0 where the receiver's card was rejected.
+
 These records exist on Flower only. In memory and on Ray, `flwr_perdl.network._exchange.Mailbox`
 keeps the messages of all nodes in stacks, and leaves out missing and non-finite ones likewise.
-
-In a *sealed* message the arrays are encrypted for one receiver (see `flwr_perdl.network.sealed`).
 """
 
 from __future__ import annotations
@@ -114,32 +116,6 @@ class Delivery(NamedTuple):
             messages.append(Message(int(sender), int(late), weight, arrays[at:end]))
             at = end
         return cls(messages, cards)
-
-
-class Sent(NamedTuple):
-    """What a node sends in an exchange: one message for all neighbors, or sealed, one for each.
-
-    Attributes
-    ----------
-    card : ndarray or None
-        Public keys of the node where messages are sealed.
-    arrays : sequence of ndarray
-        The open message; sealed, a message for each receiver in the order of `Delivery.cards`,
-        of size 0 where the receiver's card was rejected. Empty if the node is asleep or its message
-        is not finite.
-    """
-
-    card: Matrix | None = None
-    arrays: Sequence[Matrix] = ()
-
-    def to_arrays(self) -> list[Matrix]:
-        """Return the arrays of the reply."""
-        return [*([] if self.card is None else [self.card]), *self.arrays]
-
-    @classmethod
-    def from_arrays(cls, arrays: Sequence[Matrix], sealed: bool) -> Sent:
-        """Return what the arrays of a reply mean."""
-        return cls(arrays[0], arrays[1:]) if sealed and len(arrays) else cls(None, arrays)
 
 
 def inbox_of(

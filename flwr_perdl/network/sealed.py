@@ -154,11 +154,11 @@ class Keys:
         key = self._key(sender, self.node, card)
         try:
             bound = self._bound(sender, self.node, round_)
-            text = ChaCha20Poly1305(key).decrypt(nonce, cipher, bound)
+            opened = ChaCha20Poly1305(key).decrypt(nonce, cipher, bound)
         except InvalidTag:
             raise Rejected("it was changed, or is of another sender, round or run") from None
         try:
-            return tuple(read_files(text))
+            return tuple(read_files(opened))
         except ValueError as error:
             raise Rejected(f"it holds no arrays: {error}") from None
 

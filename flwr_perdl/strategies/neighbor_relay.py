@@ -15,7 +15,7 @@ observe                                its reply to ``"show"``
 
 A message takes this way: `DiffusionClient.fit` of the sender, reply, `_Held.take`,
 `_Held.deliveries`, request, `DiffusionClient.fit` of the receiver, whose `inbox_of` decides whether
-it counts. Records and rules are in `flwr_perdl.network.messages`.
+it counts. Its form on the wire, and the rules, are in `flwr_perdl.network.messages`.
 
 ``n_rounds`` rounds of the algorithm take ``n_rounds + 1`` communication rounds, and one more for
 the nodes' public keys where messages are sealed. A node that does not reply is silent in that
@@ -42,7 +42,7 @@ sends what it likes may learn samples (docs/security.md).
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, namedtuple
+from collections import Counter, defaultdict, namedtuple
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -76,7 +76,7 @@ from flwr_perdl.diffusion.topology import CombinationMatrix, Topology
 from flwr_perdl.network._exchange import Plan, Run, spread
 from flwr_perdl.network._packing import text_array, texts_of, unpack_arrays
 from flwr_perdl.network.faults import Faults
-from flwr_perdl.network.messages import Delivery, Message, Sent
+from flwr_perdl.network.messages import Delivery, Message
 from flwr_perdl.strategies._conversation import ServerOptions, ServerSettings
 from flwr_perdl.strategies._protocol import Protocol, Replies, Request, RoundReport, State
 from flwr_perdl.strategies._strategy import ProtocolStrategy
@@ -227,6 +227,7 @@ class NeighborRelay(ProtocolStrategy):
             raise ValueError(f"initial_arrays must be left out, got {len(initial)} arrays.")
         faults, n = self.plan.faults, self.topology.n_nodes
         held = _Held(self.plan, self.sealed)
+        stranger = Delivery((), {} if self.sealed else None)  # for a client that is no node
         if state is not None:
             held.unpack(state)
         elif self.sealed:
@@ -235,11 +236,14 @@ class NeighborRelay(ProtocolStrategy):
             asleep = np.flatnonzero(~faults.awake(n, round_))
             last = round_ > self.n_rounds
             deliveries = held.deliveries(round_)
+            contents = defaultdict(
+                stranger.to_arrays, {k: each.to_arrays() for k, each in deliveries.items()}
+            )
             replies = yield Request(
                 SHOW if last else EXCHANGE,
                 config={AT: round_, ASLEEP: " ".join(map(str, asleep)), SEALED: self.sealed},
                 state=held.pack(),
-                own=_contents(deliveries, self.sealed),
+                own=contents.__getitem__,
                 model=(),
                 max_weight=None,
             )
@@ -479,25 +483,20 @@ class _Held:
                 log(WARNING, "Client %d is no node of a network of %d: it is left out.", node, n)
             elif awake[node]:
                 self.took_part[node] = True
-                held = self._held(reply, deliveries[node])
-                if broken[node] or held is None:
+                cards = deliveries[node].cards
+                addressed: dict[int, Sequence[Matrix]]
+                if cards is None:  # open: one message for all
+                    floats = float(sum(array.size for array in reply.arrays))
+                    addressed, complete = {EVERYBODY: reply.arrays}, bool(reply.arrays)
+                else:  # the node's card, and a sealed message for each receiver
+                    floats, sent = float(reply.metrics.get(FLOATS, 0.0)), reply.arrays[1:]
+                    each = zip(cards, sent, strict=False)
+                    addressed = {to: [array] for to, array in each if array.size}
+                    complete = len(sent) == len(cards)
+                if broken[node] or BROKEN in reply.metrics or not complete:
                     self.unheard[node] += 1
                 else:
-                    self.messages[round_, node] = held
-
-    def _held(self, reply: Reply, delivery: Delivery) -> _HeldMessage | None:
-        """Return what a node has sent; None if it is not as it must be."""
-        sent = Sent.from_arrays(reply.arrays, self.sealed).arrays
-        if BROKEN in reply.metrics:
-            return None
-        if delivery.cards is None:
-            floats = float(sum(array.size for array in sent))
-            return _HeldMessage(floats, {EVERYBODY: sent}) if sent else None
-        if len(sent) != len(delivery.cards):
-            return None
-        each = zip(delivery.cards, sent, strict=True)
-        arrays: dict[int, Sequence[Matrix]] = {to: [array] for to, array in each if array.size}
-        return _HeldMessage(float(reply.metrics.get(FLOATS, 0.0)), arrays)
+                    self.messages[round_, node] = _HeldMessage(floats, addressed)
 
     def keep_cards(self, replies: Replies) -> None:
         """Keep the nodes' public keys."""
@@ -554,14 +553,6 @@ def _entries(matrix: Any) -> Matrix:
 def _matrix(entries: Matrix, n: int) -> Any:
     """Return the sparse matrix of shape (n, n) with these entries; several at a place add up."""
     return sparse.csr_array((entries[2], entries[:2].astype(np.intp)), shape=(n, n))
-
-
-def _contents(
-    deliveries: Mapping[int, Delivery], sealed: bool
-) -> Callable[[int], Sequence[Matrix]]:
-    """Return who receives which arrays; a client that is no node of the network: no messages."""
-    stranger = Delivery((), {} if sealed else None)
-    return lambda node: deliveries.get(node, stranger).to_arrays()
 
 
 def _opened(node: int, reply: Reply) -> dict[str, Matrix]:

@@ -43,6 +43,7 @@ _FILES = (
     "denoise",
     "patches",
     "unmixing",
+    "decentralized",
     "video",
 )
 EXPERIMENTS: dict[str, Experiment] = {one.name: one for one in map(load, _FILES)}

@@ -60,12 +60,12 @@ def asked(at: int, step: str = "exchange", **more: Any) -> dict[str, Any]:
     return {**config, "perdl.asleep": "", "perdl.sealed": False, **more}
 
 
-def letters(*entries: tuple[float, ...], texts: list[Any]) -> list[Array]:
+def delivery(*entries: tuple[float, ...], arrays: list[Any]) -> list[Array]:
     table = np.array(entries, dtype=float).reshape(-1, 4)
-    return [table, *(np.array(text, dtype=float) for text in texts)]
+    return [table, *(np.array(array, dtype=float) for array in arrays)]
 
 
-NOTHING = letters(texts=[])
+NOTHING = delivery(arrays=[])
 
 
 def test_two_rounds_by_hand() -> None:
@@ -73,7 +73,7 @@ def test_two_rounds_by_hand() -> None:
     reply, examples, metrics = client(where).fit(NOTHING, asked(1))
     np.testing.assert_array_equal(reply, [[[6.0, 0.0]]])
     assert (examples, metrics) == (1, {"floats": 2})
-    request = letters((0, 0, 0.25, 1), (5, 0, 0.5, 1), texts=[[[2.0, 4.0]], [[1.0, 2.0]]])
+    request = delivery((0, 0, 0.25, 1), (5, 0, 0.5, 1), arrays=[[[2.0, 4.0]], [[1.0, 2.0]]])
     reply, _, metrics = client(where).fit(request, asked(2))
     # 1/4 (2, 4) + 1/2 (1, 2) + 1/4 (6, 0)
     np.testing.assert_allclose(reply, [[[2.5, 2.0]]])
@@ -88,7 +88,7 @@ def test_two_rounds_by_hand() -> None:
 def test_a_round_that_is_asked_again_has_the_same_reply() -> None:
     where = context()
     client(where).fit(NOTHING, asked(1))
-    request = letters((0, 0, 0.5, 1), texts=[[[2.0, 4.0]]])
+    request = delivery((0, 0, 0.5, 1), arrays=[[[2.0, 4.0]]])
     first, _, _ = client(where).fit(request, asked(2))
     again, _, _ = client(where).fit(request, asked(2))
     np.testing.assert_array_equal(first, again)
@@ -97,7 +97,7 @@ def test_a_round_that_is_asked_again_has_the_same_reply() -> None:
 def test_who_sleeps_keeps_its_state_and_sends_nothing() -> None:
     where = context()
     client(where).fit(NOTHING, asked(1))
-    request = letters((0, 0, 0.5, 1), texts=[[[2.0, 4.0]]])
+    request = delivery((0, 0, 0.5, 1), arrays=[[[2.0, 4.0]]])
     sleeping = asked(2, **{"perdl.asleep": "0 2"})
     reply, _, metrics = client(where).fit(request, sleeping)
     assert (reply, metrics) == ([], {})
@@ -112,7 +112,7 @@ def test_who_sleeps_keeps_its_state_and_sends_nothing() -> None:
 def test_who_missed_a_round_has_heard_nobody_in_it() -> None:
     where = context()
     client(where).fit(NOTHING, asked(1))
-    request = letters((0, 0, 0.5, 1), texts=[[[2.0, 4.0]]])
+    request = delivery((0, 0, 0.5, 1), arrays=[[[2.0, 4.0]]])
     reply, _, _ = client(where).fit(request, asked(3))
     np.testing.assert_array_equal(reply, [[[6.0, 0.0]]])
 
@@ -129,41 +129,41 @@ def test_who_missed_a_round_has_heard_nobody_in_it() -> None:
     ],
     ids=["shape", "nan", "flat", "late", "early", "own"],
 )
-def test_a_bad_letter_is_left_out_and_its_sender_named(
+def test_a_bad_message_is_left_out_and_its_sender_named(
     entry: tuple[float, ...], text: list[Any]
 ) -> None:
     where = context()
     client(where).fit(NOTHING, asked(1))
-    request = letters(entry, (5, 0, 0.25, 1), texts=[text, [[2.0, 4.0]]])
+    request = delivery(entry, (5, 0, 0.25, 1), arrays=[text, [[2.0, 4.0]]])
     reply, _, metrics = client(where).fit(request, asked(2))
     np.testing.assert_allclose(reply, [[[5.0, 1.0]]])  # 1/4 (2, 4) + 3/4 (6, 0)
     assert metrics == {"floats": 2, f"rejected-{entry[0]}": 1}
 
 
-def test_letters_of_another_number_of_arrays_do_not_shift_the_others() -> None:
+def test_messages_of_another_number_of_arrays_do_not_shift_the_others() -> None:
     where = context()
     client(where).fit(NOTHING, asked(1))
     entries = [(0, 0, 0.25, 2), (1, 0, 0.25, 0), (5, 0, 0.25, 1)]
-    request = letters(*entries, texts=[[[9.0, 9.0]], [[9.0, 9.0]], [[2.0, 4.0]]])
+    request = delivery(*entries, arrays=[[[9.0, 9.0]], [[9.0, 9.0]], [[2.0, 4.0]]])
     reply, _, metrics = client(where).fit(request, asked(2))
     np.testing.assert_allclose(reply, [[[5.0, 1.0]]])
     assert metrics == {"floats": 2, "rejected-0": 1, "rejected-1": 1}
 
 
-def test_a_letter_counts_once() -> None:
+def test_a_message_counts_once() -> None:
     where = context()
     client(where).fit(NOTHING, asked(1))
-    request = letters((0, 0, 0.25, 1), (0, 0, 0.25, 1), texts=[[[2.0, 4.0]], [[2.0, 4.0]]])
+    request = delivery((0, 0, 0.25, 1), (0, 0, 0.25, 1), arrays=[[[2.0, 4.0]], [[2.0, 4.0]]])
     reply, _, metrics = client(where).fit(request, asked(2))
     np.testing.assert_allclose(reply, [[[5.0, 1.0]]])
     assert metrics["rejected-0"] == 1
 
 
-def test_late_letters_are_taken_where_that_is_agreed() -> None:
+def test_late_messages_are_taken_where_that_is_agreed() -> None:
     where = context()
     for at in (1, 2):
         client(where, max_delay=1).fit(NOTHING, asked(at))
-    request = letters((0, 1, 0.5, 1), texts=[[[2.0, 4.0]]])
+    request = delivery((0, 1, 0.5, 1), arrays=[[[2.0, 4.0]]])
     reply, _, metrics = client(where, max_delay=1).fit(request, asked(3))
     np.testing.assert_allclose(reply, [[[4.0, 2.0]]])
     assert metrics == {"floats": 2}
@@ -174,7 +174,7 @@ def test_weights_that_are_none_are_refused(weights: tuple[float, float]) -> None
     where = context()
     client(where).fit(NOTHING, asked(1))
     entries = [(sender, 0, weight, 1) for sender, weight in enumerate(weights)]
-    request = letters(*entries, texts=[[[1.0, 1.0]], [[1.0, 1.0]]])
+    request = delivery(*entries, arrays=[[[1.0, 1.0]], [[1.0, 1.0]]])
     with pytest.raises(ValueError, match=r"weights must be at least 0|messages must be finite"):
         client(where).fit(request, asked(2))
 
@@ -223,7 +223,7 @@ def test_what_is_shown_may_be_infinite() -> None:
 
 def test_state_on_disk_survives_the_loss_of_the_context(tmp_path: Path) -> None:
     client(context(**{"state-dir": str(tmp_path)})).fit(NOTHING, asked(1))
-    request = letters((0, 0, 0.5, 1), texts=[[[2.0, 4.0]]])
+    request = delivery((0, 0, 0.5, 1), arrays=[[[2.0, 4.0]]])
     reply, _, _ = client(context(**{"state-dir": str(tmp_path)})).fit(request, asked(2))
     np.testing.assert_allclose(reply, [[[4.0, 2.0]]])
     assert [path.name for path in tmp_path.iterdir()] == ["client-2"]
@@ -257,17 +257,38 @@ def to(*neighbours: Keys) -> list[Array]:
     return [ids, np.stack(cards) if cards else np.zeros((0, 1))]
 
 
-def test_sealed_letters_by_hand() -> None:
+def test_sealed_messages_by_hand() -> None:
     where, other = context(), Keys(5, "run")
     (card,), _, _ = client(where).fit(NOTHING, sealed(0, "announce"))
-    again, letter = client(where).fit([*NOTHING, *to(other)], sealed(1))[0]
+    again, sent = client(where).fit([*NOTHING, *to(other)], sealed(1))[0]
     np.testing.assert_array_equal(card, again)
-    np.testing.assert_array_equal(other.open(letter, 2, 1), [[[6.0, 0.0]]])
+    np.testing.assert_array_equal(other.open(sent, 2, 1), [[[6.0, 0.0]]])
     mine = other.seal((np.array([[2.0, 4.0]]),), 2, 1, card)
-    request = [*letters((5, 0, 0.5, 1), texts=[]), *to(other), mine]
-    (_, letter), _, metrics = client(where).fit(request, sealed(2))
-    np.testing.assert_allclose(other.open(letter, 2, 2), [[[4.0, 2.0]]])
+    request = [*delivery((5, 0, 0.5, 1), arrays=[]), *to(other), mine]
+    (_, sent), _, metrics = client(where).fit(request, sealed(2))
+    np.testing.assert_allclose(other.open(sent, 2, 2), [[[4.0, 2.0]]])
     assert metrics == {"floats": 2}
+
+
+def test_what_the_program_reports_comes_with_the_next_reply_and_again_after_the_end() -> None:
+    class Telling(Consensus):
+        def report(self, state: Held) -> dict[str, Array]:
+            return {"first": state.value[:, 0], "second": np.full(1, np.nan)}
+
+    where, other = context(), Keys(5, "run")
+
+    def ask(request: list[Array], config: dict[str, Any]) -> Any:
+        return DiffusionClient(Telling({2: np.array([6.0, 0.0])}), where).fit(request, config)
+
+    (card, _), _, metrics = ask([*NOTHING, *to(other)], sealed(1))
+    assert metrics == {"floats": 2}  # no round is over
+    mine = other.seal((np.array([[2.0, 4.0]]),), 2, 1, card)
+    request = [*delivery((5, 0, 0.5, 1), arrays=[]), *to(other), mine]
+    last = ask(request, sealed(2, "show"))
+    assert last[2] == {"first": 4.0}
+    again = ask([*NOTHING, *to(other)], sealed(3, "show"))  # the key is gone, the end is not
+    np.testing.assert_array_equal(again[0], last[0])
+    assert again[1:] == last[1:]
 
 
 def test_a_sealed_message_of_several_arrays_does_not_spoil_the_others() -> None:
@@ -275,13 +296,13 @@ def test_a_sealed_message_of_several_arrays_does_not_spoil_the_others() -> None:
     where, other = context(), Keys(5, "run")
     ((card, *_), _, _) = client(where).fit([*NOTHING, *to(other)], sealed(1))
     mine = other.seal((np.array([[2.0, 4.0]]),), 2, 1, card)
-    request = [*letters((6, 0, 0.25, 2), (5, 0, 0.5, 1), texts=[]), *to(other), mine, mine, mine]
+    request = [*delivery((6, 0, 0.25, 2), (5, 0, 0.5, 1), arrays=[]), *to(other), mine, mine, mine]
     (_, message), _, metrics = client(where).fit(request, sealed(2))
     np.testing.assert_allclose(other.open(message, 2, 2), [[[4.0, 2.0]]])
     assert metrics == {"floats": 2, "rejected-6": 1}
 
 
-def test_a_replayed_or_changed_letter_is_left_out_and_its_sender_named() -> None:
+def test_a_replayed_or_changed_message_is_left_out_and_its_sender_named() -> None:
     where, other, third = context(), Keys(5, "run"), Keys(6, "run")
     ((card, *_), _, _) = client(where).fit(NOTHING, sealed(0, "announce"))
     empty = [*NOTHING, *to()]
@@ -298,11 +319,11 @@ def test_a_replayed_or_changed_letter_is_left_out_and_its_sender_named() -> None
         "another run": Keys(5, "other").seal(message, 2, 2, card),
     }
     for text in bad.values():
-        request = [*letters((5, 0, 0.5, 1), texts=[]), *to(other), text]
-        (_, letter), _, metrics = client(where).fit(request, sealed(3))
+        request = [*delivery((5, 0, 0.5, 1), arrays=[]), *to(other), text]
+        (_, sent), _, metrics = client(where).fit(request, sealed(3))
         assert metrics == {"floats": 2, "rejected-5": 1}
-        np.testing.assert_array_equal(other.open(letter, 2, 3), [[[6.0, 0.0]]])  # nobody heard
-    request = [*letters((5, 0, 0.5, 1), texts=[]), *to(other), other.seal(message, 2, 2, card)]
+        np.testing.assert_array_equal(other.open(sent, 2, 3), [[[6.0, 0.0]]])  # nobody heard
+    request = [*delivery((5, 0, 0.5, 1), arrays=[]), *to(other), other.seal(message, 2, 2, card)]
     assert client(where).fit(request, sealed(3))[2] == {"floats": 2}
 
 
@@ -321,19 +342,19 @@ def test_a_substituted_card_is_rejected_where_keys_are_pinned(tmp_path: Path) ->
     other = Keys(5, "run", own_key=read_key(tmp_path / "5.pem"), pinned=pinned)
     impostor = Keys(5, "run")
     (card,), _, _ = client(where).fit(NOTHING, sealed(0, "announce"))
-    (_, letter), _, metrics = client(where).fit([*NOTHING, *to(impostor)], sealed(1))
-    assert letter.size == 0
+    (_, sent), _, metrics = client(where).fit([*NOTHING, *to(impostor)], sealed(1))
+    assert sent.size == 0
     assert metrics == {"floats": 2, "rejected-5": 1}
     message = (np.array([[2.0, 4.0]]),)
     forged = impostor.seal(message, 2, 1, card)
-    request = [*letters((5, 0, 0.5, 1), texts=[]), *to(other), forged]
-    (_, letter), _, metrics = client(where).fit(request, sealed(2))
+    request = [*delivery((5, 0, 0.5, 1), arrays=[]), *to(other), forged]
+    (_, sent), _, metrics = client(where).fit(request, sealed(2))
     assert metrics == {"floats": 2, "rejected-5": 1}
-    np.testing.assert_array_equal(other.open(letter, 2, 2), [[[6.0, 0.0]]])
+    np.testing.assert_array_equal(other.open(sent, 2, 2), [[[6.0, 0.0]]])
     request[-1] = other.seal(message, 2, 1, card)
-    (_, letter), _, metrics = client(where).fit(request, sealed(2))
+    (_, sent), _, metrics = client(where).fit(request, sealed(2))
     assert metrics == {"floats": 2}
-    np.testing.assert_array_equal(other.open(letter, 2, 2), [[[4.0, 2.0]]])
+    np.testing.assert_array_equal(other.open(sent, 2, 2), [[[4.0, 2.0]]])
 
 
 def test_a_server_cannot_talk_a_node_out_of_sealing(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -261,6 +262,24 @@ def test_flower_in_process(method: str, faults: Faults | None) -> None:
     np.testing.assert_array_equal(told[-1]["train-loss"], here.curves["train-loss"][-1])
 
 
+def test_a_resumed_run_has_the_curves_of_one_that_was_not_stopped(tmp_path: Path) -> None:
+    learner = DiffusionAveraging(RING, method="gradient_tracking", metrics=["loss"])
+    grid = InProcessGrid(client_app(federation(learner)), N)
+
+    def stop(round_: int, row: Any) -> None:
+        if round_ == 3:
+            raise KeyboardInterrupt
+
+    def network(**server: Any) -> FlowerNetwork:
+        settings = ServerSettings(**server)
+        return FlowerNetwork(grid, RING, checkpoint_dir=tmp_path, server=settings)
+
+    with pytest.raises(KeyboardInterrupt):
+        learner.fit(None, 6, network=network(), callback=stop)
+    resumed = learner.fit(None, 6, network=network(resume=True))
+    assert_same_bits(resumed, learner.fit(LeastSquares, 6, initial=START))
+
+
 @pytest.mark.slow
 @pytest.mark.ray
 def test_ray_actors() -> None:
@@ -425,6 +444,15 @@ def test_what_a_client_returns_is_checked(returned: Any, match: str) -> None:
 
     with pytest.raises(ValueError, match=match):
         DiffusionAveraging(RING, metrics=["loss"]).fit(Wrong, 1, initial=START)
+
+
+def test_what_is_no_client_is_named() -> None:
+    learner = DiffusionAveraging(RING)
+    with pytest.raises(TypeError, match=r"clients must return a NumPyClient with a method fit"):
+        learner.fit(lambda node: node, 1, initial=START)
+    wrong: Any = [LeastSquares(0)]
+    with pytest.raises(TypeError, match="clients must be a function of the node"):
+        learner.fit(wrong, 1, initial=START)
 
 
 def test_a_client_without_a_first_model_needs_initial() -> None:

@@ -26,6 +26,8 @@ def as_networkx(topology: Topology) -> nx.Graph:
 MADE = {
     "ring": Topology.ring(7),
     "grid": Topology.grid(3, 4),
+    "torus": Topology.torus(3, 4),
+    "exponential": Topology.exponential(11),
     "k_regular": Topology.k_regular(12, 5, seed=1),
     "erdos_renyi": Topology.erdos_renyi(20, 0.2, seed=2),
     "small_world": Topology.small_world(16, 4, 0.3, seed=3),
@@ -55,6 +57,11 @@ def test_the_regular_constructors_match_networkx() -> None:
     for ours, theirs in [
         (Topology.ring(7), nx.cycle_graph(7)),
         (Topology.grid(3, 4), nx.convert_node_labels_to_integers(nx.grid_2d_graph(3, 4))),
+        (
+            Topology.torus(3, 4),
+            nx.convert_node_labels_to_integers(nx.grid_2d_graph(3, 4, periodic=True)),
+        ),
+        (Topology.exponential(11), nx.circulant_graph(11, [1, 2, 4, 8])),
         (Topology.star(6), nx.star_graph(5)),
         (Topology.complete(5), nx.complete_graph(5)),
     ]:
@@ -67,6 +74,9 @@ def test_rings_of_one_and_two_nodes_have_no_loop_and_no_double_edge() -> None:
     assert Topology.ring(1).n_edges == 0
     assert Topology.ring(1).is_connected
     assert Topology.ring(2).n_edges == 1
+    assert Topology.torus(1, 2).n_edges == 1
+    assert Topology.exponential(1).n_edges == 0
+    assert Topology.exponential(4).n_edges == 6  # two places before is two places after
 
 
 @settings(max_examples=30, deadline=None)

@@ -21,7 +21,6 @@ import pytest
 from flwr.app import Context, RecordDict
 
 from flwr_perdl import _store
-from flwr_perdl.network import InMemoryNetwork
 from perdl_experiments import run_experiment
 from perdl_experiments.data import planted_clients
 from perdl_experiments.deployment import Deployment, make_certificates, make_key
@@ -110,27 +109,35 @@ def test_registered_nodes_learn_what_a_run_in_process_learns_and_others_are_refu
         np.testing.assert_array_equal(deployed["global_atoms"], in_process["global_atoms"])
 
 
-SEALED_DIFFUSION = """\
+SEALED_AVERAGING = """\
 import numpy as np
+from flwr.client import NumPyClient
+from flwr.common import log
 from flwr.serverapp import ServerApp
 
 from flwr_perdl.clients import DiffusionClient, client_app
-from flwr_perdl.diffusion import SparseSVD, Topology
-from flwr_perdl.diffusion.inference import ConsensusADMM
+from flwr_perdl.diffusion import DiffusionAveraging, Topology
 from flwr_perdl.network import FlowerNetwork
 
-topology = Topology.from_edges(3, [(0, 1), (1, 2)])
-rng = np.random.default_rng(0)
-X, D = rng.standard_normal((2, 5)), rng.standard_normal((3, 2, 5)) / 4
+learner = DiffusionAveraging(Topology.ring(4), method="exact_diffusion", evaluate_every=2)
+initial = [np.zeros(3)]
 
 
-def program(nodes):
-    atoms = {k: D[k] for k in nodes}
-    return ConsensusADMM(SparseSVD(0.1, 0.5), topology, atoms, X, n_atoms=2)
+class LeastSquares(NumPyClient):
+    def __init__(self, node):
+        rng = np.random.default_rng(node)
+        self.X, self.y = rng.standard_normal((9, 3)), node + rng.standard_normal(9)
+
+    def fit(self, parameters, config):
+        (w,) = parameters
+        return [w - 0.1 * self.X.T @ (self.X @ w - self.y) / 9], 9, {}
+
+    def evaluate(self, parameters, config):
+        return float(np.mean((self.X @ parameters[0] - self.y) ** 2)), 9, {}
 
 
 def make_client(context):
-    return DiffusionClient(program([context.node_config["partition-id"]]), context)
+    return DiffusionClient(learner.program(LeastSquares, initial=initial), context)
 
 
 client = client_app(make_client)
@@ -139,24 +146,33 @@ server = ServerApp()
 
 @server.main()
 def main(grid, context):
-    run = FlowerNetwork(grid, topology, sealed=True).run(None, 3)
-    np.savez(context.run_config["out"], unheard=len(run.unheard), **run.observed)
+    def tell(round_, row):
+        log(20, "Round %d, distances %s", round_, row["neighbor-distance"].tolist())
+
+    network = FlowerNetwork(grid, learner.topology, sealed=True)
+    learned = learner.fit(None, 4, network=network, callback=tell)
+    np.savez(context.run_config["out"], **learned.curves)
 """
 
 
 @pytest.mark.tour
-def test_neighbours_write_sealed_letters_from_supernode_to_supernode(tmp_path: Path) -> None:
+def test_supernodes_average_their_models_by_sealed_messages_and_report_every_round(
+    tmp_path: Path,
+) -> None:
     app: dict[str, Any] = {}
-    exec(SEALED_DIFFUSION, app)
-    in_memory = InMemoryNetwork(app["topology"]).run(app["program"](range(3)), 3).observed
+    exec(SEALED_AVERAGING, app)
+    here = app["learner"].fit(app["LeastSquares"], 4, initial=app["initial"]).curves
     out = tmp_path / "out.npz"
-    with Deployment(tmp_path / "deployment", 3, app=SEALED_DIFFUSION) as deployment:
-        deployment.run({"out": str(out)}, timeout=400)
+    with Deployment(tmp_path / "deployment", 4, app=SEALED_AVERAGING) as deployment:
+        said = deployment.run({"out": str(out)}, timeout=400)
+    assert [
+        f"Round {t}, distances {here['neighbor-distance'][t - 1].tolist()}" in said
+        for t in (1, 2, 3, 4)
+    ] == [True] * 4
     with np.load(out) as deployed:
-        assert deployed["unheard"] == 0
-        assert {*deployed} == {"unheard", *in_memory}
-        for name, expected in in_memory.items():
-            np.testing.assert_allclose(deployed[name], expected, rtol=1e-12, atol=1e-12)
+        assert {*deployed} == {*here}
+        for name, rows in here.items():
+            np.testing.assert_array_equal(deployed[name], rows, err_msg=name)
 
 
 OPTIONS = {"n_atoms": 6, "n_global": 3}

@@ -13,7 +13,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr_perdl._random import spawn
 from flwr_perdl.clients import DiffusionClient, client_app
 from flwr_perdl.dictionary import normalize_atoms
-from flwr_perdl.diffusion import Topology
+from flwr_perdl.diffusion import DiffusionAveraging, Topology
 from flwr_perdl.diffusion.data_diffusion import DataDiffusion
 from flwr_perdl.diffusion.inference import METHODS, exact_dual, infer
 from flwr_perdl.diffusion.model_diffusion import ModelDiffusion
@@ -74,7 +74,27 @@ def model_diffusion(objective: Any) -> Maker:
     return make
 
 
+class Centroid:
+    """A client whose fit goes halfway to the mean of its node's samples."""
+
+    def __init__(self, node: int) -> None:
+        self.mean = spawn(6, node).standard_normal((7, FEATURES)).mean(axis=0)
+
+    def fit(self, parameters: list[np.ndarray], config: Any) -> Any:
+        return [(parameters[0] + self.mean) / 2], 7, {}
+
+
+def averaging(method: str) -> Maker:
+    def make(topology: Topology, hosted: list[int]) -> Any:
+        learner = DiffusionAveraging(topology, method=method, evaluate_every=0)
+        return learner.program(Centroid, initial=[np.zeros(FEATURES)])
+
+    return make
+
+
 PROGRAMS: dict[str, Maker] = {
+    "averaging": averaging("atc"),
+    "averaging-tracking": averaging("gradient_tracking"),
     "admm": inference("admm", SparseSVD(0.1, 0.2)),
     "admm-huber": inference("admm", HuberNMF(0.1, 0.2, 0.3)),
     "atc-huber": inference("atc", HuberNMF(0.1, 0.2, 0.3)),

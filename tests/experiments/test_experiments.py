@@ -77,6 +77,7 @@ OPTIONS = {
     "denoise": {"data", "sigma", "atoms", "delta", "connectivity", "size", "images"},
     "patches": {"seeds", "update", "replacement", "samples", "noise"},
     "unmixing": {"data", "tiles", "n_endmembers"},
+    "decentralized": {"seeds", "method", "step", "local_steps"},
     "video": PERMA | {"data", "patch", "n_atoms", "n_global", "learner", "refine_steps"},
 }
 
@@ -571,6 +572,7 @@ NETWORKS = (
     "denoise",
     "patches",
     "unmixing",
+    "decentralized",
 )
 
 

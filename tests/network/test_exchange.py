@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 
 from flwr_perdl.diffusion import Topology, averaging_weights
 from flwr_perdl.network._exchange import Mailbox, Plan, spread
-from flwr_perdl.network.messages import Delivery, Message, Rejected, Sent, inbox_of
+from flwr_perdl.network.messages import Delivery, Message, Rejected, inbox_of
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(2, 7), st.integers(0, 99), st.data())
-def test_a_node_alone_with_its_letters_hears_what_a_mailbox_hears(
+def test_a_node_alone_with_its_messages_hears_what_a_mailbox_hears(
     n: int, seed: int, draw: st.DataObject
 ) -> None:
     weights = averaging_weights(Topology.erdos_renyi(n, 0.6, seed=seed))
@@ -28,12 +28,12 @@ def test_a_node_alone_with_its_letters_hears_what_a_mailbox_hears(
         whole = Mailbox(plan, np.array([k]), senders).inbox(
             1, tuple(array[senders] for array in arrays), None, arrived
         )
-        letters = [
+        messages = [
             Message(int(j), 0, weights.matrix[k, j], tuple(array[[j]] for array in arrays))
             for j in senders
             if j != k and j not in gone
         ]
-        own, left_out = inbox_of(k, 1, tuple(array[[k]] for array in arrays), letters)
+        own, left_out = inbox_of(k, 1, tuple(array[[k]] for array in arrays), messages)
         assert sorted(left_out) == sorted((broken - gone - {k}) & {*senders})
         np.testing.assert_allclose(own.mean(), whole.mean(), atol=1e-15)
         np.testing.assert_allclose(own.mean(1), whole.mean(1), atol=1e-15)
@@ -65,10 +65,10 @@ def test_rows_of_some_nodes() -> None:
     assert spread(rows, np.ones(2, dtype=bool)) is rows
 
 
-def test_letters_of_another_dtype_are_left_out() -> None:
+def test_messages_of_another_dtype_are_left_out() -> None:
     own = (np.ones((1, 2)),)
-    letter = Message(3, 0, 0.5, (np.ones((1, 2), dtype=np.float32),))
-    inbox, left_out = inbox_of(1, 1, own, [letter])
+    message = Message(3, 0, 0.5, (np.ones((1, 2), dtype=np.float32),))
+    inbox, left_out = inbox_of(1, 1, own, [message])
     assert list(left_out) == [3]
     assert inbox.weights.toarray() == pytest.approx(1.0)
 
@@ -130,7 +130,3 @@ def test_records_of_messages_are_what_their_arrays_mean(sealed: bool) -> None:
                 np.testing.assert_array_equal(array, wanted)
         assert (again.cards is None) == (not sealed)
         assert list(again.cards or {}) == list(delivery.cards or {})
-    sent = Sent(np.ones(3) if sealed else None, [np.zeros(2)])
-    again_sent = Sent.from_arrays(sent.to_arrays(), sealed)
-    assert (again_sent.card is None) == (not sealed)
-    np.testing.assert_array_equal(again_sent.arrays, sent.arrays)

@@ -28,14 +28,14 @@ def by_mailboxes(
     values: NDArray[np.float64],
     n_rounds: int,
 ) -> NDArray[np.float64]:
-    """The reference: one node after the other, one letter per link, everything by hand."""
+    """The reference: one node after the other, one message per link, everything by hand."""
     dense = weights.matrix.toarray()
     n = topology.n_nodes
-    letters: list[dict[int, NDArray[np.float64]]] = [{}]
+    messages: list[dict[int, NDArray[np.float64]]] = [{}]
     for round_ in range(1, n_rounds + 1):
         awake = faults.awake(n, round_)
         broken = faults.broken(n, round_)
-        letters.append({j: values[j] * np.nan if broken[j] else values[j] for j in range(n)})
+        messages.append({j: values[j] * np.nan if broken[j] else values[j] for j in range(n)})
         links = faults.links(topology, round_)
         late = dict(
             zip(
@@ -53,9 +53,9 @@ def by_mailboxes(
                 sent_in = round_ - late.get((k, j), 0)
                 if (k, j) not in late or sent_in < 1 or not faults.awake(n, sent_in)[j]:
                     continue
-                if not np.isfinite(letters[sent_in][j]).all():
+                if not np.isfinite(messages[sent_in][j]).all():
                     continue
-                total = total + dense[k, j] * letters[sent_in][j]
+                total = total + dense[k, j] * messages[sent_in][j]
                 own -= dense[k, j]
             new[k] = total + own * values[k]
         values = new

@@ -47,18 +47,18 @@ def pinned_pair() -> tuple[Keys, Keys, dict[str, X25519PrivateKey]]:
 
 
 @pytest.mark.parametrize("pinned", [False, True])
-def test_a_letter_arrives_as_it_was_written(pinned: bool) -> None:
+def test_a_message_arrives_as_it_was_written(pinned: bool) -> None:
     a, b = pinned_pair()[:2] if pinned else (Keys(3, "run"), Keys(8, "run"))
     for sender, receiver in ((a, b), (b, a)):
-        letter = sender.seal(MESSAGE, receiver.node, 5, receiver.card)
-        opened = receiver.open(letter, sender.node, 5)
+        sealed = sender.seal(MESSAGE, receiver.node, 5, receiver.card)
+        opened = receiver.open(sealed, sender.node, 5)
         assert [array.dtype for array in opened] == [np.float64, np.float32]
         for one, other in zip(opened, MESSAGE, strict=True):
             np.testing.assert_array_equal(one, other)
 
 
 def test_the_key_is_the_one_of_the_docstring() -> None:
-    """RFC 5869's HKDF and the three products by hand open a letter."""
+    """RFC 5869's HKDF and the three products by hand open a sealed message."""
     low, high, own = pinned_pair()
     e_low = X25519PrivateKey.from_private_bytes(low.run_key)
     e_high = X25519PrivateKey.from_private_bytes(high.run_key)
@@ -82,13 +82,13 @@ def test_the_key_is_the_one_of_the_docstring() -> None:
         assert MESSAGE[0].tobytes() not in data
 
 
-def test_two_letters_of_one_message_have_nothing_in_common() -> None:
+def test_two_sealed_messages_of_one_content_have_nothing_in_common() -> None:
     a, b, c = Keys(0, "run"), Keys(1, "run"), Keys(2, "run")
-    letters = [unpack(a.seal(MESSAGE, k.node, 1, k.card)) for k in (b, b, c)]
+    sealed = [unpack(a.seal(MESSAGE, k.node, 1, k.card)) for k in (b, b, c)]
     for i in range(3):
-        assert letters[i][:64] == unpack(a.card)
-        assert letters[i][64:80] != letters[i - 1][64:80]
-        assert letters[i][80:96] != letters[i - 1][80:96]
+        assert sealed[i][:64] == unpack(a.card)
+        assert sealed[i][64:80] != sealed[i - 1][64:80]
+        assert sealed[i][80:96] != sealed[i - 1][80:96]
 
 
 @pytest.mark.parametrize("position", [0, 40, 64, 70, 80, -1])
@@ -100,18 +100,18 @@ def test_a_changed_byte_is_noticed(position: int) -> None:
         b.open(pack(bytes(data)), 0, 5)
 
 
-def test_a_letter_opens_in_its_round_run_and_on_its_edge_only() -> None:
+def test_a_message_opens_in_its_round_run_and_on_its_edge_only() -> None:
     a, b, c = Keys(0, "run"), Keys(1, "run"), Keys(2, "run")
-    letter = a.seal(MESSAGE, 1, 5, b.card)
-    b.open(letter, 0, 5)
+    sealed = a.seal(MESSAGE, 1, 5, b.card)
+    b.open(sealed, 0, 5)
     later_run = Keys(1, "another run", run_key=b.run_key)
     for who, sender, round_ in [(b, 0, 6), (b, 0, 4), (b, 2, 5), (c, 0, 5), (later_run, 0, 5)]:
         with pytest.raises(Rejected):
-            who.open(letter, sender, round_)
-    with pytest.raises(Rejected):  # a letter that comes back to its sender
-        a.open(letter, 1, 5)
-    with pytest.raises(Rejected):  # a letter of another run under the same token: fresh keys
-        Keys(1, "run").open(letter, 0, 5)
+            who.open(sealed, sender, round_)
+    with pytest.raises(Rejected):  # a message that comes back to its sender
+        a.open(sealed, 1, 5)
+    with pytest.raises(Rejected):  # a message of another run under the same token: fresh keys
+        Keys(1, "run").open(sealed, 0, 5)
 
 
 def test_without_pinned_keys_a_server_that_hands_on_its_own_card_reads_everything() -> None:
@@ -129,14 +129,14 @@ def test_with_pinned_keys_it_does_not() -> None:
     impostor = Keys(8, "run", own_key=lasting()[0], pinned={})
     with pytest.raises(Rejected, match="not the pinned one"):
         low.seal(MESSAGE, 8, 5, impostor.card)
-    # The pinned lasting key beside a run key of the server's own: it cannot read the letter, …
+    # The pinned lasting key beside a run key of the server's own: it cannot read the message, …
     server = Keys(8, "run")
     mixed = pack(unpack(high.card)[:32] + unpack(server.card)[32:])
-    letter = low.seal(MESSAGE, 8, 5, mixed)
+    sealed = low.seal(MESSAGE, 8, 5, mixed)
     with pytest.raises(Rejected):
-        server.open(letter, 3, 5)
+        server.open(sealed, 3, 5)
     with pytest.raises(Rejected):
-        high.open(letter, 3, 5)
+        high.open(sealed, 3, 5)
     # … nor write one.
     server = Keys(3, "run")
     forged = unpack(server.seal(MESSAGE, 8, 5, high.card))
@@ -181,7 +181,7 @@ def headed(header: bytes) -> bytes:
     ],
     ids=["bytes", "numbers", "archive", "terabytes", "header", "dates"],
 )
-def test_a_letter_that_holds_no_arrays_is_rejected(text: bytes) -> None:
+def test_a_message_that_holds_no_arrays_is_rejected(text: bytes) -> None:
     """Its writer has the keys: a neighbour may lie, too."""
     a, b = Keys(0, "run"), Keys(1, "run")
     nonce, bound = bytes(12), a._bound(0, 1, 5)
@@ -192,7 +192,7 @@ def test_a_letter_that_holds_no_arrays_is_rejected(text: bytes) -> None:
             b.open(pack(unpack(a.card) + nonce + sealed), 0, 5)
 
 
-def test_what_is_no_letter_is_rejected() -> None:
+def test_what_is_no_message_is_rejected() -> None:
     b = Keys(1, "run")
     with pytest.raises(Rejected, match="are no message"):
         b.open(pack(b"short"), 0, 5)

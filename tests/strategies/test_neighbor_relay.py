@@ -196,7 +196,7 @@ def test_rounds_and_floats_are_counted() -> None:
     steps = [report.step for report in relay.history]
     assert steps == ["exchange"] * 6 + ["show"]
     assert len(steps) == relay.exchanges == 7
-    # Up: the node's two numbers. Down: two letters of two numbers, and four on each letter.
+    # Up: the node's two numbers. Down: two messages of two numbers, and four on each message.
     assert [report.floats_up for report in relay.history[:6]] == [2.0] * 6
     assert [report.floats_down for report in relay.history] == [0.0] + [12.0] * 6
     assert relay.outcome.floats_sent == 6 * 4 * 2 * 2
@@ -278,7 +278,7 @@ def test_a_node_that_fails_in_a_round_is_silent_in_it(fault: str) -> None:
         assert run.unheard == {2: 1}
         assert run.alive.all()
         return
-    # Of round 2 the node has heard nothing; of round 1 only where it got its letters and the
+    # Of round 2 the node has heard nothing; of round 1 only where it got its messages and the
     # reply was lost or spoilt on the way.
     assert state[2] == pytest.approx(3.0 if fault in ("nan", "empty") else 6.0)
     assert heard[2].tolist() == [0, 0, 0]

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import numpy as np
+
+from perdl_experiments import network_plots
+from perdl_experiments.studies import decentralized
+from tests.studies import run_study
+
+
+def test_the_order_of_graphs_and_the_figures() -> None:
+    found = run_study("decentralized", clients=6, rounds=12, seeds=1, local_steps=2)
+    gaps = [found.metrics[f"spectral_gap_{name}"] for name in ("ring", "torus", "complete")]
+    assert gaps == sorted(gaps)
+    assert found.metrics["accuracy_alone"] < 0.6 < found.metrics["accuracy_fedavg"]
+    # On the complete graph all nodes have FedAvg's model half way: (own + mean) / 2.
+    complete = found.arrays["accuracy_complete"]
+    assert complete.shape == (1, 12, 6)
+    np.testing.assert_allclose(complete[0, -1], found.metrics["accuracy_fedavg"], atol=0.02)
+    assert found.figures == ["curves.png", "gaps.png"]
+    assert [row[0] for row in found.tables[0].rows][:2] == ["a server (FedAvg)", "ring"]
+
+
+def test_when_fedavg_is_reached() -> None:
+    assert decentralized.reached(np.array([0.9, 0.5, 0.9, 0.9]), 0.8) == 3
+    assert decentralized.reached(np.array([0.9, 0.5]), 0.8) == np.inf
+
+
+def test_learning_curves_by_node_leave_out_rounds_without_evaluation() -> None:
+    curves = np.full((4, 3), np.nan)
+    curves[1], curves[3] = [0.1, 0.2, 0.3], [0.4, np.nan, 0.6]
+    figure = network_plots.learning_curves({"ring": curves}, y="accuracy", level=0.5)
+    *nodes, worst, best, level = figure.axes[0].lines
+    assert len(nodes) == 3
+    assert np.asarray(worst.get_xdata()).tolist() == [2, 4]
+    assert np.asarray(worst.get_ydata()).tolist() == [0.1, 0.4]
+    assert np.asarray(best.get_ydata()).tolist() == [0.3, 0.6]
+    assert np.asarray(level.get_ydata()).tolist() == [0.5, 0.5]
