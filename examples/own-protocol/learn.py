@@ -1,9 +1,10 @@
-"""The clients' side, and a run of three clients in this process."""
+"""The clients' side, and runs of three clients in this process."""
 
 import numpy as np
 from flwr.client import NumPyClient
 
 from federated_mean import FederatedMean
+from federated_median import FederatedMedian
 from flwr_perdl.clients import client_app
 from flwr_perdl.simulations import InProcessGrid
 
@@ -21,8 +22,8 @@ class MeanClient(NumPyClient):
         return [self.X.mean(axis=0)], len(self.X), {}
 
 
-strategy = FederatedMean(fraction_evaluate=0.0)
-result = strategy.start(InProcessGrid(client_app(MeanClient), 3), num_rounds=1)
-(mean,) = result.arrays.to_numpy_ndarrays()
-print(f"mean of all samples: {mean.round(6)}")
-assert np.allclose(mean, (0 * 1 + 1 * 2 + 2 * 3) / 6)
+for Protocol in (FederatedMean, FederatedMedian):
+    strategy = Protocol(fraction_evaluate=0.0)
+    result = strategy.start(InProcessGrid(client_app(MeanClient), 3), num_rounds=1)
+    (found,) = result.arrays.to_numpy_ndarrays()
+    print(f"{Protocol.__name__}: {found.round(6)}")

@@ -49,7 +49,7 @@ def learn(k: int) -> None:
     grid = InProcessGrid(client_app(DigitsClient), N_CLIENTS)
     result = strategy.start(grid, ArrayRecord([np.zeros((10, 64)), np.zeros(10)]), num_rounds=5)
     accuracy = result.evaluate_metrics_clientapp[5]["accuracy"]
-    print(f"{k} models: accuracy {accuracy:.2f}, clusters {list(strategy.result.members.values())}")
+    print(f"{k} models: accuracy {accuracy:.1f}, clusters {list(strategy.result.members.values())}")
 
 
 learn(1)  # FedAvg

@@ -78,3 +78,11 @@ def test_a_superlink_with_three_supernodes(tmp_path: Path) -> None:
     ]
     assert steps != readme.steps
     run(steps, copied(readme, tmp_path), ENVIRONMENT)
+
+
+def test_the_table_names_a_command_of_each_readme() -> None:
+    table = (ROOT / "examples" / "README.md").read_text()
+    rows = re.findall(r"\[([\w-]+)\]\(\S+\) \| `(.+)` \|$", table, re.MULTILINE)
+    assert [name for name, _ in rows] == EXAMPLES
+    for name, command in rows:
+        assert any(command in step.commands for step in read(name).steps), name
