@@ -23,9 +23,10 @@ from flwr_perdl.estimators._base import Estimator, quiet, rebuilt
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import PerMA
 
-#: How a site learns its first dictionary where no learner is given: the lasso needs few iterations,
-#: and larger penalties only make the first ones faster.
-LASSO_START: Start = partial(warm_start, n_iter=10, boost=4, decay=0.7)
+#: How a site learns its first dictionary where no learner is given. With a third of the iterations
+#: digits' error (k = 10) is 0.0085 too, but in a third of the draws of planted factors a site's own
+#: ones are missed.
+LASSO_START: Start = partial(warm_start, n_iter=30, boost=4, decay=0.9)
 
 #: Makes the grid of so many nodes that all run one app.
 MakeGrid = Callable[[ClientApp, int], InProcessGrid]

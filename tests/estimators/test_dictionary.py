@@ -68,6 +68,23 @@ def test_planted_atoms_are_found_shared_and_own(n_global: Any) -> None:
     assert model.n_iter_ == len(model.history_) == 5
 
 
+@pytest.mark.parametrize("seed", [3, 4, 9])  # a short start misses own factors of these
+def test_by_default_planted_factors_that_are_not_orthogonal_are_found(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    factors = normalize_atoms(rng.standard_normal((12, 20)))
+    own = factors[2:].reshape(5, 2, 20)
+    sites = []
+    for mine in own:
+        codes = rng.standard_normal((200, 4)) * (rng.random((200, 4)) < 0.3)
+        noise = 0.01 * rng.standard_normal((200, 20))
+        sites.append(codes @ np.vstack([factors[:2], mine]) + noise)
+    model = PersonalizedDictionaryLearning(4, "auto").fit(sites)
+    assert len(model.global_atoms_) == 2
+    assert np.abs(factors[:2] @ model.global_atoms_.T).max(axis=1).min() > 0.98
+    for mine, found in zip(own, model.local_atoms_, strict=True):
+        assert np.abs(mine @ found.T).max(axis=1).min() > 0.98
+
+
 def test_fit_transform_returns_every_sites_codes() -> None:
     sites, model = planted(40), orthogonal()
     for i, codes in enumerate(model.fit_transform(sites)):
