@@ -185,7 +185,7 @@ class PersonalizedDictionaryLearning(Estimator):
         self.local_atoms_ = grid.local_atoms()
         self.history_ = strategy.history
         self.n_iter_ = len(self.history_)
-        return self
+        return self._fitted(sites[0].shape[1], X[0])
 
     def fit_transform(self, X: Sequence[Any], y: Any = None) -> list[Matrix]:
         """Learn from the tables, and return each table's codes: see `fit` and `transform`.

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from flwr_perdl._checks import Matrix, check_count
 from flwr_perdl._records import PARTITION_ID
 from flwr_perdl.clients import RegressionClient, client_app
-from flwr_perdl.estimators._base import Estimator, as_matrix, feature_names, quiet
+from flwr_perdl.estimators._base import Estimator, as_matrix, quiet
 from flwr_perdl.regression import SQUARED
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import FedX
@@ -160,7 +160,6 @@ class MixedRegression(Estimator):
         with quiet(self.verbose):
             grid = (self.grid or InProcessGrid)(client_app(make_client), len(own))
             result = strategy.start(grid, num_rounds=n_rounds)
-        self._remember_columns(inputs, feature_names(X))
         (self.coef_,) = result.arrays.to_numpy_ndarrays()
         self.groups_ = names
         self.labels_ = np.array(
@@ -168,7 +167,7 @@ class MixedRegression(Estimator):
         )
         self.history_ = strategy.history
         self.n_iter_ = len(self.history_)
-        return self
+        return self._fitted(inputs.shape[1], X)
 
     def predict(self, X: Any, groups: Any = None, y_own: Any = None) -> Matrix:
         """Return predictions.

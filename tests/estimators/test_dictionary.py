@@ -21,7 +21,7 @@ from flwr_perdl.dictionary import (
     normalize_atoms,
     sparse_code,
 )
-from flwr_perdl.estimators import PersonalizedDictionaryLearning
+from flwr_perdl.estimators import NotFittedError, PersonalizedDictionaryLearning
 from flwr_perdl.simulations import InProcessGrid
 
 PAGE = (Path(__file__).parents[2] / "docs" / "estimators.md").read_text()
@@ -164,7 +164,8 @@ def test_a_wrong_parameter_is_named_when_fit_is_called(options: Any, said: str) 
     model = orthogonal().set_params(**options)
     with pytest.raises(ValueError, match=said):
         model.fit(planted(40))
-    assert not hasattr(model, "global_atoms_")
+    with pytest.raises(NotFittedError):
+        model.transform(planted(40)[0])
 
 
 @pytest.mark.parametrize(
@@ -202,6 +203,7 @@ def test_a_site_of_two_samples_has_atoms_of_its_own_and_sends_none() -> None:
     assert not model.history_[-1].dropped
 
 
+@pytest.mark.slow
 def test_digits_at_ten_sites_are_within_five_percent_of_pooled_scikit_learn() -> None:
     X = load_digits().data / 16
     train, new = X[:1500], X[1500:]
