@@ -87,6 +87,8 @@ class PersonalizedDictionaryLearning(Estimator):
     ValueError
         When ``fit`` is called: if a table is empty or not finite, has other columns than the first
         one, or a parameter breaks its rule.
+    TooFewReplies
+        When ``fit`` is called: if a site's client fails. The error names the reason.
 
     See Also
     --------
@@ -165,7 +167,7 @@ class PersonalizedDictionaryLearning(Estimator):
             matching=self.matching,
             seed=self.seed,
             num_clients=len(sites),
-            min_clients=1,
+            min_clients=len(sites),
             fraction_evaluate=0.0,
         )
 

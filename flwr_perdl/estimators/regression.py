@@ -69,6 +69,8 @@ class MixedRegression(Estimator):
     ValueError
         When ``fit`` is called: if the arrays do not fit each other, are not finite, or a parameter
         breaks its rule.
+    TooFewReplies
+        When ``fit`` is called: if a group's client fails. The error names the reason.
 
     See Also
     --------
@@ -149,7 +151,7 @@ class MixedRegression(Estimator):
             max_clusters=self.max_clusters,
             seed=self.seed,
             num_clients=len(own),
-            min_clients=1,
+            min_clients=len(own),
             fraction_evaluate=0.0,
         )
 

@@ -23,6 +23,7 @@ from flwr_perdl.dictionary import (
 )
 from flwr_perdl.estimators import NotFittedError, PersonalizedDictionaryLearning
 from flwr_perdl.simulations import InProcessGrid
+from flwr_perdl.strategies import TooFewReplies
 
 PAGE = (Path(__file__).parents[2] / "docs" / "estimators.md").read_text()
 BASIS = np.linalg.qr(np.random.default_rng(1).standard_normal((12, 12)))[0]
@@ -188,6 +189,20 @@ def test_a_site_that_is_not_there_is_named() -> None:
     model = orthogonal().fit(planted(40))
     with pytest.raises(ValueError, match="client must be between 0 and 3, got 4"):
         model.transform(planted(40)[0], client=4)
+
+
+def test_a_site_that_fails_stops_the_fit_with_its_reason() -> None:
+    sites = planted(40)
+
+    class Failing(OrthogonalLearner):
+        def update(self, X: Any, C: Any, D: Any) -> Any:
+            if np.array_equal(X, sites[2]):
+                raise RuntimeError("the disk is full")
+            return super().update(X, C, D)
+
+    model = PersonalizedDictionaryLearning(5, 3, learner=Failing, rounds=3)
+    with pytest.raises(TooFewReplies, match=r"client 2, .*the disk is full"):
+        model.fit(sites)
 
 
 def test_codes_of_another_width_are_refused() -> None:
