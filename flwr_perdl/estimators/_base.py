@@ -111,7 +111,7 @@ class Estimator:
         raise kind(f"{type(self).__name__} must be fitted first: call fit.")
 
     def _read_sites(self, X: Any, *, min_columns: int = 1) -> list[Matrix]:
-        """Return the sites' tables of a call of ``fit``, and remember their columns."""
+        """Return the sites' tables of a call of ``fit``."""
         if isinstance(X, np.ndarray) and X.ndim == 3:
             X = list(X)
         if not isinstance(X, Sequence) or isinstance(X, str):
@@ -128,16 +128,25 @@ class Estimator:
                 )
             site = as_matrix(f"X[{i}]", table, min_rows=1, min_columns=min_columns)
             sites.append(check_array(f"X[{i}]", site, columns=sites[0].shape[1] if sites else None))
-        self._remember_columns(sites[0], first)
         kind = np.result_type(*sites)
         return [site.astype(kind, copy=False) for site in sites]
 
-    def _remember_columns(self, X: Matrix, names: list[str] | None) -> None:
-        """Set what scikit-learn's estimators say of their columns."""
-        self.n_features_in_ = X.shape[1]
+    def _fitted(self, n_features: int, table: Any) -> Self:
+        """Set what scikit-learn's estimators say of their columns, when all else has been learned.
+
+        Parameters
+        ----------
+        n_features : int
+            Number of columns.
+        table : array_like
+            What ``fit`` was given, or the first of it: a data frame has names.
+        """
+        names = feature_names(table)
+        self.n_features_in_ = n_features
         vars(self).pop("feature_names_in_", None)
         if names is not None:
             self.feature_names_in_ = np.array(names, dtype=object)
+        return self
 
     def _read_rows(self, X: Any) -> Matrix:
         """Return the rows of a call after ``fit``, with the columns that ``fit`` saw."""

@@ -137,7 +137,7 @@ class NetworkDictionaryLearning(Estimator):
         apart = np.linalg.norm(learned.dictionaries - self.components_, axis=2)
         self.disagreement_ = apart.max(axis=1)
         self.n_iter_, self.floats_sent_ = learned.rounds, learned.floats_sent
-        return self
+        return self._fitted(tables[0].shape[1], X[0])
 
     def fit_transform(self, X: Sequence[Any], y: Any = None) -> list[Matrix]:
         """Learn from the tables, and return each table's codes: see `fit` and `transform`.

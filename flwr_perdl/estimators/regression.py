@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from flwr_perdl._checks import Matrix, check_count
 from flwr_perdl._records import PARTITION_ID
 from flwr_perdl.clients import RegressionClient, client_app
-from flwr_perdl.estimators._base import Estimator, as_matrix, feature_names, quiet
+from flwr_perdl.estimators._base import Estimator, as_matrix, quiet
 from flwr_perdl.regression import SQUARED
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import FedX
@@ -69,6 +69,8 @@ class MixedRegression(Estimator):
     ValueError
         When ``fit`` is called: if the arrays do not fit each other, are not finite, or a parameter
         breaks its rule.
+    TooFewReplies
+        When ``fit`` is called: if a group's client fails. The error names the reason.
 
     See Also
     --------
@@ -149,7 +151,7 @@ class MixedRegression(Estimator):
             max_clusters=self.max_clusters,
             seed=self.seed,
             num_clients=len(own),
-            min_clients=1,
+            min_clients=len(own),
             fraction_evaluate=0.0,
         )
 
@@ -160,7 +162,6 @@ class MixedRegression(Estimator):
         with quiet(self.verbose):
             grid = (self.grid or InProcessGrid)(client_app(make_client), len(own))
             result = strategy.start(grid, num_rounds=n_rounds)
-        self._remember_columns(inputs, feature_names(X))
         (self.coef_,) = result.arrays.to_numpy_ndarrays()
         self.groups_ = names
         self.labels_ = np.array(
@@ -168,7 +169,7 @@ class MixedRegression(Estimator):
         )
         self.history_ = strategy.history
         self.n_iter_ = len(self.history_)
-        return self
+        return self._fitted(inputs.shape[1], X)
 
     def predict(self, X: Any, groups: Any = None, y_own: Any = None) -> Matrix:
         """Return predictions.

@@ -21,8 +21,9 @@ from flwr_perdl.dictionary import (
     normalize_atoms,
     sparse_code,
 )
-from flwr_perdl.estimators import PersonalizedDictionaryLearning
+from flwr_perdl.estimators import NotFittedError, PersonalizedDictionaryLearning
 from flwr_perdl.simulations import InProcessGrid
+from flwr_perdl.strategies import TooFewReplies
 
 PAGE = (Path(__file__).parents[2] / "docs" / "estimators.md").read_text()
 BASIS = np.linalg.qr(np.random.default_rng(1).standard_normal((12, 12)))[0]
@@ -66,6 +67,23 @@ def test_planted_atoms_are_found_shared_and_own(n_global: Any) -> None:
         assert model.score(site) == pytest.approx(alone, abs=1e-6)
     assert model.transform(sites[0]).shape == (120, 3)
     assert model.n_iter_ == len(model.history_) == 5
+
+
+@pytest.mark.parametrize("seed", [3, 4, 9])  # a short start misses own factors of these
+def test_by_default_planted_factors_that_are_not_orthogonal_are_found(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    factors = normalize_atoms(rng.standard_normal((12, 20)))
+    own = factors[2:].reshape(5, 2, 20)
+    sites = []
+    for mine in own:
+        codes = rng.standard_normal((200, 4)) * (rng.random((200, 4)) < 0.3)
+        noise = 0.01 * rng.standard_normal((200, 20))
+        sites.append(codes @ np.vstack([factors[:2], mine]) + noise)
+    model = PersonalizedDictionaryLearning(4, "auto").fit(sites)
+    assert len(model.global_atoms_) == 2
+    assert np.abs(factors[:2] @ model.global_atoms_.T).max(axis=1).min() > 0.98
+    for mine, found in zip(own, model.local_atoms_, strict=True):
+        assert np.abs(mine @ found.T).max(axis=1).min() > 0.98
 
 
 def test_fit_transform_returns_every_sites_codes() -> None:
@@ -147,7 +165,8 @@ def test_a_wrong_parameter_is_named_when_fit_is_called(options: Any, said: str) 
     model = orthogonal().set_params(**options)
     with pytest.raises(ValueError, match=said):
         model.fit(planted(40))
-    assert not hasattr(model, "global_atoms_")
+    with pytest.raises(NotFittedError):
+        model.transform(planted(40)[0])
 
 
 @pytest.mark.parametrize(
@@ -172,6 +191,20 @@ def test_a_site_that_is_not_there_is_named() -> None:
         model.transform(planted(40)[0], client=4)
 
 
+def test_a_site_that_fails_stops_the_fit_with_its_reason() -> None:
+    sites = planted(40)
+
+    class Failing(OrthogonalLearner):
+        def update(self, X: Any, C: Any, D: Any) -> Any:
+            if np.array_equal(X, sites[2]):
+                raise RuntimeError("the disk is full")
+            return super().update(X, C, D)
+
+    model = PersonalizedDictionaryLearning(5, 3, learner=Failing, rounds=3)
+    with pytest.raises(TooFewReplies, match=r"client 2, .*the disk is full"):
+        model.fit(sites)
+
+
 def test_codes_of_another_width_are_refused() -> None:
     model = orthogonal().fit(planted(40))
     with pytest.raises(ValueError, match=r"codes must have 5 columns, got shape \(2, 3\)"):
@@ -185,6 +218,7 @@ def test_a_site_of_two_samples_has_atoms_of_its_own_and_sends_none() -> None:
     assert not model.history_[-1].dropped
 
 
+@pytest.mark.slow
 def test_digits_at_ten_sites_are_within_five_percent_of_pooled_scikit_learn() -> None:
     X = load_digits().data / 16
     train, new = X[:1500], X[1500:]
