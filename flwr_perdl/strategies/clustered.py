@@ -163,7 +163,8 @@ class ClusteredFedAvg(ProtocolStrategy):
     Notes
     -----
     Result: ``strategy.result`` (`Clusters`); ``strategy.start(...).arrays`` has the stacked models,
-    under the names of the initial arrays. ``evaluate_fn`` receives them stacked too.
+    under the names of the initial arrays. ``evaluate_fn`` receives them stacked too, and in round 0
+    the initial arrays as they are.
 
     Numbers of samples weigh, those above ten times the round's median as that
     (`Request.max_weight`).
