@@ -137,11 +137,9 @@ class DictionaryClient(DictionaryMember):
     ) -> None:
         super().__init__(context)
         self.X = check_array("X", X, min_rows=1, squares=True)
-        for method in ("code", "update"):
-            if not callable(getattr(learner, method, None)) or isinstance(learner, type):
-                raise TypeError(
-                    f"learner must be a Learner with a method {method}, got {learner!r}."
-                )
+        methods = getattr(learner, "code", None), getattr(learner, "update", None)
+        if isinstance(learner, type) or not all(map(callable, methods)):
+            raise TypeError(f"learner must be a Learner with code and update, got {learner!r}.")
         if not callable(start):
             raise TypeError(f"start must be a function, got {start!r}.")
         check_kind("evaluation", evaluation, (type(None), Mapping), "a mapping or None")

@@ -116,24 +116,26 @@ class PerMASteps(Steps):
     def _update(self, participants: Sequence[Participant], G: Matrix, asked: Asked) -> list[Taken]:
         """Local update (Algorithm 3), after local refinement (Algorithm 6) if asked for."""
         options, refine_steps = _options(asked.config), int(asked.config.get(REFINE_STEPS, 0))
-        kinds, begun, anew = [], [], []  # of each client: `_kind` and shape, D_i, if made anew
+        kinds, begun, anew = [], [], []  # of each client: its kind, local atoms, if made anew
         for i, (client, state) in enumerate(participants):
             local_atoms, made = self.own_atoms(client, G, asked, state.before(asked.round))
-            D = np.vstack([G, local_atoms])
             if refine_steps:
-                D = refine_local(client.X, D, len(G), client.learner, n_iter=refine_steps)
-            kinds.append((_kind(client, options) or i, D.shape))
-            begun.append(D)
+                D = np.vstack([G, local_atoms])
+                refined = refine_local(client.X, D, len(G), client.learner, n_iter=refine_steps)
+                local_atoms = refined[len(G) :]
+            kinds.append((_kind(client, options) or i, local_atoms.shape))
+            begun.append(local_atoms)
             anew.append(made)
         taken: dict[int, Taken] = {}
         for same in alike(kinds):
             X = stack([participants[i].client.X for i in same])
-            D, first = stack([begun[i] for i in same]), participants[same[0]].client
+            shared, first = np.broadcast_to(G, (len(same), *G.shape)), participants[same[0]].client
+            D = np.concatenate([shared, stack([begun[i] for i in same])], axis=1)
             updates = update_stack(X, D, G, first.learner, min_support=first.min_support, **options)
-            for i, after, sent, error in zip(same, *updates, strict=True):
+            for i, before, after, sent, error in zip(same, D, *updates, strict=True):
                 client, state = participants[i]
                 state.save(asked.round, {LOCAL_ATOMS: after[len(G) :]})  # they never leave
-                sent = _unexposed(client, sent, begun[i], G, options)
+                sent = _unexposed(client, sent, before, G, options)
                 sent = _rounded(sent, client.digits)
                 if MAX_WEIGHT in asked.config:
                     sent = _scaled(client, sent, options["statistics"])

@@ -57,6 +57,10 @@ from flwr_perdl.dictionary.polar import polar_factors
 _BLOCK = 2**18
 
 
+#: Rows up to this length are summed faster by a product of all of them.
+_SHORT = 16
+
+
 class Updates(NamedTuple):
     """The result of one round at every client."""
 
@@ -219,8 +223,10 @@ def _begin(learner: OrthogonalLearner, r: int, X: Matrix, D: Matrix) -> tuple[Ma
     The lengths are the samples', divided by ``|X|^2``: terms of codes are then at most 1.
     """
     xp, energies = namespace(X), _products(X, X)
-    ones = xp.ones(X.shape[-1], dtype=X.dtype, **beside(X))  # a product sums short rows faster
-    lengths = xp.sqrt((X * X) @ ones) / xp.where(energies == 0, 1, energies)[:, None]
+    squares = row_products(X, X) if X.shape[-1] > _SHORT else (X * X) @ xp.ones(
+        X.shape[-1], dtype=X.dtype, **beside(X)
+    )
+    lengths = xp.sqrt(squares) / xp.where(energies == 0, 1, energies)[:, None]
     lengths = lengths[:, None, :]
     known = on_host(energies)
     levels = learner.levels_of(known.astype(np.float64), X.shape[1])
