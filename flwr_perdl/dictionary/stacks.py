@@ -223,8 +223,10 @@ def _begin(learner: OrthogonalLearner, r: int, X: Matrix, D: Matrix) -> tuple[Ma
     The lengths are the samples', divided by ``|X|^2``: terms of codes are then at most 1.
     """
     xp, energies = namespace(X), _products(X, X)
-    squares = row_products(X, X) if X.shape[-1] > _SHORT else (X * X) @ xp.ones(
-        X.shape[-1], dtype=X.dtype, **beside(X)
+    squares = (
+        row_products(X, X)
+        if X.shape[-1] > _SHORT
+        else (X * X) @ xp.ones(X.shape[-1], dtype=X.dtype, **beside(X))
     )
     lengths = xp.sqrt(squares) / xp.where(energies == 0, 1, energies)[:, None]
     lengths = lengths[:, None, :]
