@@ -17,7 +17,7 @@ atoms at once by optimal assignment, so that no two of them take the same local 
 "predefined threshold" is replaced by a rule without one (:func:`count_shared`).
 
 The paper's chain of shortest paths (``method="paths"``) needs every client to be close to its
-neighbours in the chain, ``4 sum_i eps_i <= ...`` (Theorem 1), so it fails with many clients, or
+neighbors in the chain, ``4 sum_i eps_i <= ...`` (Theorem 1), so it fails with many clients, or
 with one bad one. ``method="consensus"``, the default, takes a few clients' atoms as candidates,
 keeps those that most other clients have too, assigns every client's atoms to them optimally and
 averages, with little weight on what fits badly: its error does not grow with the clients' number.
@@ -259,7 +259,7 @@ def _shortest_paths(dictionaries: list[Matrix], n_global: int) -> Matching:
 
 
 class _Edges:
-    """Lengths of the edges between neighbouring layers, ``d_2`` of unit atoms."""
+    """Lengths of the edges between neighboring layers, ``d_2`` of unit atoms."""
 
     def __init__(self, dictionaries: list[Matrix]) -> None:
         """Compute all of them, unless they are too many to hold."""

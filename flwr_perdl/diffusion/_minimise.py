@@ -170,7 +170,7 @@ def reconstruct(codes: Matrix, atoms: Matrix) -> Matrix:
 
 
 def _free(centres: Matrix, codes: Matrix, scale: Matrix, W: Matrix) -> Matrix:
-    """Return ``c - y W / a``, one centre each; ``scale`` (n, 1) is 1 / a."""
+    """Return ``c - y W / a``, one center each; ``scale`` (n, 1) is 1 / a."""
     free: Matrix = centres - reconstruct((codes * scale)[:, None], W)[:, 0]
     return free
 

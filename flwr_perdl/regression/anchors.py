@@ -167,7 +167,7 @@ def kmeans(
 
 
 def _spread(points: Matrix, n_clusters: int, rng: np.random.Generator) -> Matrix:
-    """Draw each centre with a probability that grows with the distance to those before."""
+    """Draw each center with a probability that grows with the distance to those before."""
     rows = [int(rng.integers(len(points)))]
     for _ in range(n_clusters - 1):
         squares = ((points[:, None] - points[rows]) ** 2).sum(axis=2).min(axis=1)
