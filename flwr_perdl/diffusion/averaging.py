@@ -39,6 +39,7 @@ to zero; for one full gradient step that is the minimum of the sum of the nodes'
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any, NamedTuple
@@ -231,6 +232,11 @@ class DiffusionAveraging:
             raise ValueError("clients may be None with a FlowerNetwork only, got None.")
         program: Any = None if clients is None else self.program(clients, initial=initial)
         ran = carry(program, network or self.weights, n_rounds, on_report=callback)
+        for name in self.metrics:
+            known = [ran.curves.get(f"{kind}-{name}") for kind in ("train", "evaluate")]
+            if n_rounds and not any(own is not None and np.isfinite(own).any() for own in known):
+                told = f"No node returned the metric {name!r}, neither from fit nor from evaluate."
+                warnings.warn(told, RuntimeWarning, stacklevel=2)
         models: dict[int, list[Array]] = {}
         apart = np.nan
         if program is not None and ran.state is not None:
@@ -298,6 +304,11 @@ class AveragingProgram:
     ) -> None:
         if not callable(clients):
             raise TypeError(f"clients must be a function of the node, got {clients!r}.")
+        for array in initial or ():
+            if isinstance(array, int):  # an array of integers is a counter, and is rounded
+                raise ValueError(
+                    f"initial must be arrays, got the integer {array}: write {array}.0."
+                )
         self.learner = learner
         self.clients = clients
         self.initial = None if initial is None else [np.array(array) for array in initial]

@@ -57,8 +57,7 @@ class InProcessGrid(Grid):
 
     Records are copied both ways, as on a wire: what one side changes, the other does not see. An
     exception in the ClientApp becomes an error reply, and the client's state is what it was before;
-    its traceback is in Flower's log at level DEBUG
-    (``logging.getLogger("flwr").setLevel("DEBUG")``).
+    its traceback is in Flower's log at level DEBUG (environment variable ``FLWR_LOG_LEVEL=DEBUG``).
 
     Parameters
     ----------

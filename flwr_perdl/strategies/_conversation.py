@@ -92,7 +92,7 @@ class ServerSettings:
     Parameters
     ----------
     resume : bool, default False
-        Continue from the newest checkpoint in ``checkpoint_dir``, if there is one.
+        Continue from the newest checkpoint in ``checkpoint_dir``; where there is none, begin.
     evaluate_every : int, default 1
         Rounds from one evaluation by the clients to the next.
     allow_fewer : bool, default False
@@ -165,7 +165,8 @@ class ServerOptions(TypedDict, total=False):
     seed : int, default 0
         The run's one seed, below 2**63.
     checkpoint_dir : str, Path or None, default None
-        Folder for a checkpoint after every round.
+        Folder for a checkpoint after every round; one that holds a run is refused without
+        ``resume``.
     server : ServerSettings
         Everything else: ``resume``, ``on_round``, ``events``, ``clients_by_node``, …
     """
@@ -478,6 +479,8 @@ class Conversation:
         self._request: Request | None = None
         self._asked: dict[int, list[Matrix]] = {}
         self._asked_at = 0.0
+        if not options.resume:
+            _refuse_earlier_run(options.checkpoint_dir)
         self._events = EventLog(options.events)
         saved = self._load() if options.resume else None
         if saved is not None and saved.meta["finished"]:
@@ -591,7 +594,12 @@ class Conversation:
         for partition in sorted(replies):
             try:
                 _check_metrics(request.metrics, replies[partition])
-                request.check(replies[partition])
+                told = request.check(replies[partition])
+                if told is not None:
+                    raise TypeError(
+                        "Request.check must raise a ValueError for a wrong reply, and return "
+                        f"nothing, got {told!r}."
+                    )
             except ValueError as error:
                 bad[partition] = Lost(REFUSED, brief(str(error)))
             else:
@@ -917,6 +925,16 @@ def said(identity: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
 def _same(one: Any, other: Any) -> bool:
     """Whether two identities say the same; NaN is the same as NaN here."""
     return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
+
+
+def _refuse_earlier_run(checkpoint_dir: str | Path | None) -> None:
+    """Raise a ValueError if a folder for checkpoints has those of a run: they would be deleted."""
+    rounds = [] if checkpoint_dir is None else _store.rounds_in(Path(checkpoint_dir))
+    if rounds:
+        raise ValueError(
+            f"checkpoint_dir must hold no run, got one after round {rounds[-1]} in "
+            f"{str(checkpoint_dir)!r}: resume=True goes on with it; a new run needs another folder."
+        )
 
 
 def _check_metrics(names: Iterable[str], reply: Reply) -> None:

@@ -19,6 +19,7 @@ started afresh, yields that same request again. That is all a checkpoint needs.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -177,11 +178,9 @@ def _check_state(state: object) -> None:
             f"Request.state must be a mapping of names to arrays, got {brief_repr(state)}."
         )
     for name, value in state.items():
-        try:
-            kept = isinstance(name, str) and not np.asarray(value).dtype.hasobject
-        except ValueError:  # lists of different lengths
-            kept = False
-        if not kept:
+        number = isinstance(value, Real | np.generic)
+        array = isinstance(value, np.ndarray) and not value.dtype.hasobject
+        if not isinstance(name, str) or not (number or array):
             raise ValueError(
                 f"Request.state must have names with arrays or numbers, got {name!r}: "
                 f"{brief_repr(value)}."

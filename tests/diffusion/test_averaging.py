@@ -460,6 +460,16 @@ def test_a_client_without_a_first_model_needs_initial() -> None:
         DiffusionAveraging(RING).fit(LeastSquares, 1)
 
 
+def test_an_integer_in_initial_is_named_before_it_is_rounded() -> None:
+    with pytest.raises(ValueError, match=r"initial must be arrays, got the integer 0: write 0.0"):
+        DiffusionAveraging(RING).fit(LeastSquares, 1, initial=[0])
+
+
+def test_a_metric_that_no_node_returns_is_named() -> None:
+    with pytest.warns(RuntimeWarning, match="No node returned the metric 'rmse'"):
+        DiffusionAveraging(RING, metrics=["rmse"]).fit(LeastSquares, 2, initial=START)
+
+
 # A real model ------------------------------------------------------------------------------------
 
 

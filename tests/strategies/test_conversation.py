@@ -176,6 +176,14 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
     assert [report.round for report in again.history] == [1, 1, 2, 2, 3, 3, 4, 4]
 
 
+def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
+    Sum(checkpoint_dir=tmp_path).start(grid(), num_rounds=2)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(ValueError, match=r"must hold no run, got one after round 2 .*resume=True"):
+        Sum(checkpoint_dir=tmp_path, seed=1).start(grid(), num_rounds=1)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
 def test_a_run_that_had_ended_stays_ended(tmp_path: Path) -> None:
     Sum(stop=1, checkpoint_dir=tmp_path).start(grid(), num_rounds=3)
     again = Sum(stop=1, checkpoint_dir=tmp_path, server=RESUME)
@@ -194,11 +202,12 @@ def test_a_broken_checkpoint_falls_back_to_the_one_before(tmp_path: Path) -> Non
 def test_a_checkpoint_does_not_grow_with_the_rounds(tmp_path: Path) -> None:
     sizes = []
     for rounds in (2, 40):
-        Sum(checkpoint_dir=tmp_path).start(grid(), num_rounds=rounds)
-        sizes.append((tmp_path / f"round-{rounds:06d}.npz").stat().st_size)
+        folder = tmp_path / f"{rounds}"
+        Sum(checkpoint_dir=folder).start(grid(), num_rounds=rounds)
+        sizes.append((folder / f"round-{rounds:06d}.npz").stat().st_size)
+        assert len(list(folder.iterdir())) == 3  # two rounds, one history
     assert sizes[1] < 1.1 * sizes[0]
-    assert len(list(tmp_path.iterdir())) == 3  # two rounds, one history: none of the first run
-    again = Sum(checkpoint_dir=tmp_path, server=RESUME)
+    again = Sum(checkpoint_dir=folder, server=RESUME)
     again.start(grid(), num_rounds=40)
     assert [report.round for report in again.history if report.step == "add"] == [*range(1, 41)]
 
@@ -401,6 +410,7 @@ def times(log: pytest.LogCaptureFixture, text: str) -> int:
         (Request("add", ONE, state=[1]), r"Request.state must be a mapping .*, got \[1\]"),
         (Request("add", ONE, state={"a": {"b": 1}}), "with arrays or numbers, got 'a': {'b': 1}"),
         (Request("add", ONE, state={"a": [[1], [1, 2]]}), r"got 'a': \[\[1\], \[1, 2\]\]"),
+        (Request("add", ONE, state={"a": [5]}), r"with arrays or numbers, got 'a': \[5\]"),
         (Request("add", ONE, state={1: ONE}), r"got 1: \[array"),
         (
             Request("add", ONE, metrics="seen"),
@@ -425,6 +435,16 @@ def test_what_each_client_receives_is_checked() -> None:
     own = Request("add", own=lambda partition: np.zeros(1))
     with pytest.raises(ValueError, match=r"Request.own\(partition\) must be a list of arrays"):
         Asks(own).start(grid(), num_rounds=1)
+
+
+def test_a_check_that_only_says_no_is_told_how() -> None:
+    class Bounded(ProtocolStrategy):
+        def protocol(self, initial: Any, state: Any) -> Any:
+            while True:
+                yield Request("add", [np.zeros(1)], {"n": 0}, check=lambda reply: False)
+
+    with pytest.raises(TypeError, match=r"a wrong reply, and return nothing, got False"):
+        Bounded().start(grid(), num_rounds=1)
 
 
 def test_a_protocol_that_ends_without_a_model_is_told_how() -> None:
