@@ -116,15 +116,15 @@ def client_app(
                 "ClientApp(client_fn)."
             )
         return factory if isinstance(factory, AnsweringApp) else OtherApp(factory)
-    for name, given in (
-        ("factory", [factory]),
-        ("train_mods", train_mods),
-        ("evaluate_mods", evaluate_mods),
+    for name, wanted, given in (
+        ("factory", "a function that makes a client from Flower's Context", [factory]),
+        ("train_mods", "functions", train_mods),
+        ("evaluate_mods", "functions", evaluate_mods),
     ):
         check_kind(name, given, Sequence, "a sequence of functions")
         for function in given:
             if not callable(function):
-                raise TypeError(f"{name} must be callable, got {function!r}.")
+                raise TypeError(f"{name} must be {wanted}, got {function!r}.")
     app = NumPyClientApp(factory, train_mods, evaluate_mods, secure)
     if secure and app.noisy:
         raise ValueError(f"secure must be False {_NOT_BOTH}, got True.")
