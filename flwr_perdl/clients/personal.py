@@ -13,10 +13,8 @@ from flwr.app import Context, RecordDict
 
 from flwr_perdl import _store
 from flwr_perdl._checks import Matrix, check_kind
+from flwr_perdl.clients._steps import LOCAL_ATOMS
 from flwr_perdl.clients.base import PREFIX, PrivateState, Shelf
-
-#: The name of a client's own atoms in its private state.
-LOCAL_ATOMS = "local_atoms"
 
 
 def local_atoms(source: Context | str | Path) -> Matrix:

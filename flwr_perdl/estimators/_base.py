@@ -8,15 +8,25 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from inspect import signature
 from typing import Any, Self
 
 import numpy as np
+from flwr.app import Context
+from flwr.client import NumPyClient
+from flwr.clientapp import ClientApp
 
 from flwr_perdl._checks import FLOATS, Matrix, brief_repr, check_array
+from flwr_perdl.clients import client_app
 from flwr_perdl.dictionary import reconstruct
+from flwr_perdl.simulations import InProcessGrid
+from flwr_perdl.strategies import ProtocolStrategy
+
+#: Makes the grid of so many nodes that all run one app.
+MakeGrid = Callable[[ClientApp, int], InProcessGrid]
 
 
 class NotFittedError(ValueError, AttributeError):
@@ -164,6 +174,64 @@ class Estimator:
                 f"{self.n_features_in_} features as input."
             )
         return rows
+
+
+class Federated(Estimator):
+    """An estimator whose ``fit`` runs a strategy, with a client per site, in this process."""
+
+    grid: MakeGrid | None
+    verbose: bool
+
+    def _federate(
+        self,
+        strategy: ProtocolStrategy,
+        make_client: Callable[[Context], NumPyClient],
+        n_sites: int,
+        n_rounds: int,
+    ) -> tuple[Matrix, InProcessGrid]:
+        """Run the strategy, and return what it learned, and the grid; set the history."""
+        with quiet(self.verbose):
+            grid = (self.grid or InProcessGrid)(client_app(make_client), n_sites)
+            result = strategy.start(grid, num_rounds=n_rounds)
+        self.history_ = strategy.history
+        self.n_iter_ = len(self.history_)
+        (learned,) = result.arrays.to_numpy_ndarrays()
+        return learned, grid
+
+
+class SiteTransformer(Estimator):
+    """An estimator that codes tables, each with the dictionary of one of ``fit``'s sites."""
+
+    @abstractmethod
+    def fit(self, X: Sequence[Any], y: Any = None) -> Self:
+        """Learn from the sites' tables."""
+
+    @abstractmethod
+    def transform(self, X: Any, site: int | None = None, /) -> Matrix:
+        """Return the codes of samples with a site's dictionary."""
+
+    def fit_transform(self, X: Sequence[Any], y: Any = None) -> list[Matrix]:
+        """Learn from the tables, and return each table's codes: see `fit` and `transform`.
+
+        Parameters
+        ----------
+        X : list of array_like of shape (n_samples_i, n_features)
+            One table per site.
+        y : ignored
+            For scikit-learn.
+
+        Returns
+        -------
+        list of ndarray
+        """
+        self.fit(X)
+        return [self.transform(table, i) for i, table in enumerate(X)]
+
+
+def explained(X: Matrix, approximation: Matrix) -> float:
+    """Return the share of the energy of ``X`` that an approximation explains; 1 of zeros."""
+    energy = float(np.sum(X**2))
+    return 1 - float(np.sum((X - approximation) ** 2)) / energy if energy else 1.0
 
 
 def rebuilt(codes: Any, D: Matrix) -> Matrix:

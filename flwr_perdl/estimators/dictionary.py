@@ -12,15 +12,19 @@ from typing import Any, Literal, Self
 
 import numpy as np
 from flwr.app import Context
-from flwr.clientapp import ClientApp
 
 from flwr_perdl._checks import Matrix, check_count
 from flwr_perdl._records import PARTITION_ID
-from flwr_perdl.clients import DictionaryClient, client_app
+from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.clients.dictionary import Start
 from flwr_perdl.dictionary import LassoLearner, Learner, sparse_code, warm_start
-from flwr_perdl.estimators._base import Estimator, quiet, rebuilt
-from flwr_perdl.simulations import InProcessGrid
+from flwr_perdl.estimators._base import (
+    Federated,
+    MakeGrid,
+    SiteTransformer,
+    explained,
+    rebuilt,
+)
 from flwr_perdl.strategies import PerMA
 
 #: How a site learns its first dictionary where no learner is given. With a third of the iterations
@@ -28,11 +32,8 @@ from flwr_perdl.strategies import PerMA
 #: ones are missed.
 LASSO_START: Start = partial(warm_start, n_iter=30, boost=4, decay=0.9)
 
-#: Makes the grid of so many nodes that all run one app.
-MakeGrid = Callable[[ClientApp, int], InProcessGrid]
 
-
-class PersonalizedDictionaryLearning(Estimator):
+class PersonalizedDictionaryLearning(SiteTransformer, Federated):
     """Learn atoms that all sites share, and atoms that are a site's own.
 
     The samples of site i are sparse combinations of the global atoms and of the site's local ones:
@@ -180,31 +181,9 @@ class PersonalizedDictionaryLearning(Estimator):
                 min_support=self.min_support,
             )
 
-        with quiet(self.verbose):
-            grid = (self.grid or InProcessGrid)(client_app(make_client), len(sites))
-            result = strategy.start(grid, num_rounds=n_rounds)
-        (self.global_atoms_,) = result.arrays.to_numpy_ndarrays()
-        self.local_atoms_ = grid.local_atoms()
-        self.history_ = strategy.history
-        self.n_iter_ = len(self.history_)
+        learned, grid = self._federate(strategy, make_client, len(sites), n_rounds)
+        self.global_atoms_, self.local_atoms_ = learned, grid.local_atoms()
         return self._fitted(sites[0].shape[1], X[0])
-
-    def fit_transform(self, X: Sequence[Any], y: Any = None) -> list[Matrix]:
-        """Learn from the tables, and return each table's codes: see `fit` and `transform`.
-
-        Parameters
-        ----------
-        X : list of array_like of shape (n_samples_i, n_features)
-            One table per site.
-        y : ignored
-            For scikit-learn.
-
-        Returns
-        -------
-        list of ndarray
-        """
-        self.fit(X)
-        return [self.transform(table, i) for i, table in enumerate(X)]
 
     def transform(self, X: Any, client: int | None = None) -> Matrix:
         """Return the codes of samples.
@@ -308,9 +287,3 @@ class PersonalizedDictionaryLearning(Estimator):
         if not callable(self.learner):
             raise TypeError(f"learner must be a function of n_atoms, got {self.learner!r}.")
         return self.learner(n_atoms)
-
-
-def explained(X: Matrix, approximation: Matrix) -> float:
-    """Return the share of the energy of ``X`` that an approximation explains; 1 of zeros."""
-    energy = float(np.sum(X**2))
-    return 1 - float(np.sum((X - approximation) ** 2)) / energy if energy else 1.0

@@ -14,12 +14,11 @@ import numpy as np
 from flwr_perdl._checks import Matrix, check_count, check_kind
 from flwr_perdl.dictionary import normalize_atoms
 from flwr_perdl.diffusion import CombinationMatrix, DataDiffusion, Topology, metropolis_weights
-from flwr_perdl.estimators._base import Estimator, rebuilt
-from flwr_perdl.estimators.dictionary import explained
+from flwr_perdl.estimators._base import SiteTransformer, explained, rebuilt
 from flwr_perdl.network import InMemoryNetwork
 
 
-class NetworkDictionaryLearning(Estimator):
+class NetworkDictionaryLearning(SiteTransformer):
     """Learn one dictionary at nodes that keep their data and talk to their neighbors.
 
     ``fit`` runs `DataDiffusion` on an `InMemoryNetwork`: in every round a node codes its samples,
@@ -138,23 +137,6 @@ class NetworkDictionaryLearning(Estimator):
         self.disagreement_ = apart.max(axis=1)
         self.n_iter_, self.floats_sent_ = learned.rounds, learned.floats_sent
         return self._fitted(tables[0].shape[1], X[0])
-
-    def fit_transform(self, X: Sequence[Any], y: Any = None) -> list[Matrix]:
-        """Learn from the tables, and return each table's codes: see `fit` and `transform`.
-
-        Parameters
-        ----------
-        X : list of array_like of shape (n_samples_i, n_features)
-            One table per node.
-        y : ignored
-            For scikit-learn.
-
-        Returns
-        -------
-        list of ndarray
-        """
-        self.fit(X)
-        return [self.transform(table, i) for i, table in enumerate(X)]
 
     def transform(self, X: Any, node: int | None = None) -> Matrix:
         """Return the codes of samples.

@@ -7,24 +7,21 @@ receives.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal, Self
 
 import numpy as np
 from flwr.app import Context
-from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 
 from flwr_perdl._checks import Matrix, check_count
 from flwr_perdl._records import PARTITION_ID
-from flwr_perdl.clients import RegressionClient, client_app
-from flwr_perdl.estimators._base import Estimator, as_matrix, quiet
+from flwr_perdl.clients import RegressionClient
+from flwr_perdl.estimators._base import Federated, MakeGrid, as_matrix
 from flwr_perdl.regression import SQUARED
-from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import FedX
 
 
-class MixedRegression(Estimator):
+class MixedRegression(Federated):
     """Find k linear models, and which group of points follows which of them.
 
     Nobody knows which group follows which model; one model for all would be wrong for everybody,
@@ -108,7 +105,7 @@ class MixedRegression(Estimator):
         rounds: int = 50,
         min_support: int = 3,
         seed: int = 0,
-        grid: Callable[[ClientApp, int], InProcessGrid] | None = None,
+        grid: MakeGrid | None = None,
         verbose: bool = False,
     ) -> None:
         self.k = k
@@ -159,16 +156,11 @@ class MixedRegression(Estimator):
             data = own[int(context.node_config[PARTITION_ID])]
             return RegressionClient(*data, context, min_support=self.min_support)
 
-        with quiet(self.verbose):
-            grid = (self.grid or InProcessGrid)(client_app(make_client), len(own))
-            result = strategy.start(grid, num_rounds=n_rounds)
-        (self.coef_,) = result.arrays.to_numpy_ndarrays()
+        self.coef_, _ = self._federate(strategy, make_client, len(own), n_rounds)
         self.groups_ = names
         self.labels_ = np.array(
             [self._nearest(inputs[which == i], responses[which == i]) for i in range(len(names))]
         )
-        self.history_ = strategy.history
-        self.n_iter_ = len(self.history_)
         return self._fitted(inputs.shape[1], X)
 
     def predict(self, X: Any, groups: Any = None, y_own: Any = None) -> Matrix:
