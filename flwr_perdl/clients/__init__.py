@@ -4,7 +4,7 @@ from flwr_perdl.clients.app import client_app, client_fn
 from flwr_perdl.clients.base import Member, PrivateState, private_shelf
 from flwr_perdl.clients.dictionary import DictionaryClient
 from flwr_perdl.clients.diffusion import DiffusionClient
-from flwr_perdl.clients.personal import local_atoms
+from flwr_perdl.clients.personal import kept_local_atoms, local_atoms
 from flwr_perdl.clients.privacy import LocalPrivacy
 from flwr_perdl.clients.regression import RegressionClient
 
@@ -17,6 +17,7 @@ __all__ = [
     "RegressionClient",
     "client_app",
     "client_fn",
+    "kept_local_atoms",
     "local_atoms",
     "private_shelf",
 ]

@@ -13,6 +13,8 @@ from flwr.app import Context, RecordDict
 
 from flwr_perdl import _store
 from flwr_perdl._checks import Matrix, check_kind
+from flwr_perdl._records import PARTITION_ID
+from flwr_perdl.clients._states import NodeStates
 from flwr_perdl.clients._steps import LOCAL_ATOMS
 from flwr_perdl.clients.base import PREFIX, PrivateState, Shelf
 
@@ -69,6 +71,64 @@ def local_atoms(source: Context | str | Path) -> Matrix:
     return atoms
 
 
+def kept_local_atoms(state_dir: str | Path) -> dict[str, Matrix]:
+    """Return the local atoms of every client whose state is kept in a folder.
+
+    They have not travelled: this reads what the clients, or the process that simulated them, keep
+    on this machine. Whoever is given them learns each client's own structure, which `PerMA` keeps
+    from the server.
+
+    Parameters
+    ----------
+    state_dir : str or Path
+        A SuperNode's ``state-dir``, `InProcessGrid`'s ``state_dir``, or the folder ``state`` of a
+        run of ``flwr-perdl run --out``. An encrypted folder needs the key in the environment
+        (docs/security.md).
+
+    Returns
+    -------
+    dict of str to ndarray of shape (n_local, n_features)
+        By the client's name, or its partition where it has none; see
+        `local_atoms`.
+
+    Raises
+    ------
+    ValueError
+        If there is no state of a client, or one that keeps no local atoms; or if the key is missing
+        or not the folder's.
+
+    Examples
+    --------
+    >>> from tempfile import TemporaryDirectory
+    >>> import numpy as np
+    >>> from flwr_perdl.clients import DictionaryClient, client_app, kept_local_atoms
+    >>> from flwr_perdl.dictionary import OrthogonalLearner
+    >>> from flwr_perdl.simulations import InProcessGrid
+    >>> from flwr_perdl.strategies import PerMA
+    >>> X = np.random.default_rng(0).standard_normal((2, 50, 6))
+    >>> def make_client(context):
+    ...     own = X[context.node_config["partition-id"]]
+    ...     return DictionaryClient(own, OrthogonalLearner(5), context)
+    >>> with TemporaryDirectory() as folder:
+    ...     grid = InProcessGrid(client_app(make_client), 2, state_dir=folder)
+    ...     result = PerMA(n_global=2).start(grid, num_rounds=2)
+    ...     {name: atoms.shape for name, atoms in kept_local_atoms(folder).items()}
+    {'0': (3, 6), '1': (3, 6)}
+    """
+    check_kind("state_dir", state_dir, (str, Path), "a path")
+    folder = Path(state_dir)
+    contexts = NodeStates(folder).contexts()
+    found = {str(context.node_config[PARTITION_ID]): local_atoms(context) for context in contexts}
+    clients = [path for path in sorted(folder.glob("client-*")) if path.is_dir()]
+    found |= {_name(path): local_atoms(path) for path in clients}
+    if not found:
+        raise ValueError(
+            "state_dir must have the state of a client (client-NAME or nodes.npz), got "
+            f"{str(folder)!r} without one."
+        )
+    return found
+
+
 def _of_context(context: Context) -> PrivateState | None:
     """Return the one private state that a context keeps."""
     runs = [name.removeprefix(PREFIX) for name in context.state if name.startswith(PREFIX)]
@@ -91,3 +151,9 @@ def _of_folder(folder: Path) -> PrivateState | None:
     shelf = Shelf(folder, str(about["client"]), str(about["algorithm"]))
     empty = Context(run_id=0, node_id=0, node_config={}, state=RecordDict(), run_config={})
     return PrivateState(empty, str(about["run"]), shelf)
+
+
+def _name(folder: Path) -> str:
+    """Return the name of the client that a folder is of."""
+    written = sorted(folder.glob("run-*/*.npz"))
+    return str(_store.load(written[0]).meta["client"]) if written else folder.name

@@ -6,11 +6,9 @@ estimators. What only they call finds scikit-learn among the loaded modules.
 
 from __future__ import annotations
 
-import logging
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from inspect import signature
 from typing import Any, Self
 
@@ -190,9 +188,9 @@ class Federated(Estimator):
         n_rounds: int,
     ) -> tuple[Matrix, InProcessGrid]:
         """Run the strategy, and return what it learned, and the grid; set the history."""
-        with quiet(self.verbose):
-            grid = (self.grid or InProcessGrid)(client_app(make_client), n_sites)
-            result = strategy.start(grid, num_rounds=n_rounds)
+        grid = (self.grid or InProcessGrid)(client_app(make_client), n_sites)
+        verbose = "bar" if self.verbose else "quiet"
+        result = strategy.start(grid, num_rounds=n_rounds, verbose=verbose)
         self.history_ = strategy.history
         self.n_iter_ = len(self.history_)
         (learned,) = result.arrays.to_numpy_ndarrays()
@@ -292,16 +290,3 @@ def as_matrix(
                     f"(shape={array.shape}) while a minimum of {least} is required."
                 )
     return check_array(name, array, ndim=ndim, squares=True)
-
-
-@contextmanager
-def quiet(verbose: bool) -> Iterator[None]:
-    """Keep Flower's lines about every round out of the log, but for warnings."""
-    logger = logging.getLogger("flwr")
-    level = logger.level
-    if not verbose:
-        logger.setLevel(max(level, logging.WARNING))
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

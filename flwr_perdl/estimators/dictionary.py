@@ -68,7 +68,7 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         ``(app, n_sites) -> InProcessGrid``, such as ``partial(InProcessGrid, state_dir="kept")``;
         by default `InProcessGrid`.
     verbose : bool, default False
-        Whether Flower logs every round.
+        Whether a progress bar of the rounds is shown.
 
     Attributes
     ----------

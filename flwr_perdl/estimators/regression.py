@@ -44,7 +44,7 @@ class MixedRegression(Federated):
     grid : callable, optional
         ``(app, n_groups) -> InProcessGrid``; by default `InProcessGrid`.
     verbose : bool, default False
-        Whether Flower logs every round.
+        Whether a progress bar of the rounds is shown.
 
     Attributes
     ----------

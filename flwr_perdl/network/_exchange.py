@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
+from flwr_perdl._repr import ShownAsCalled, short_repr
 from flwr_perdl.diffusion.combine import Array, Csr, Inbox
 from flwr_perdl.diffusion.topology import CombinationMatrix, Topology, metropolis_weights
 from flwr_perdl.network.faults import Faults
@@ -51,6 +52,10 @@ class Run(NamedTuple):
     unheard: dict[int, int]
     alive: NDArray[np.bool_]
     curves: dict[str, Array]
+
+    def __repr__(self) -> str:
+        """Return the fields in one line; what is large is only described."""
+        return short_repr(self)
 
 
 class Links(NamedTuple):
@@ -135,7 +140,7 @@ class Plan:
         return np.unique(np.concatenate([nodes, *heard])).astype(np.intp)
 
 
-class Network:
+class Network(ShownAsCalled):
     """Nodes that send messages to their neighbors only.
 
     Parameters

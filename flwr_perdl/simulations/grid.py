@@ -27,11 +27,12 @@ from flwr.serverapp import Grid
 from flwr_perdl import _compat
 from flwr_perdl._checks import Matrix, check_count, check_kind
 from flwr_perdl._records import ANSWERED, PARTITION_ID, directed, same_request
+from flwr_perdl._repr import ShownAsCalled
 from flwr_perdl._shortcuts import filled
 from flwr_perdl._store import together
 
 if TYPE_CHECKING:
-    from flwr_perdl.simulations._states import NodeStates
+    from flwr_perdl.clients._states import NodeStates
 
 RUN_ID = 1
 #: More nodes than this, each with a context of its own, do not fit into a process.
@@ -52,7 +53,7 @@ class TrainsTogether(Protocol):
         """Return the replies to messages that ask the same; None: ask one by one."""
 
 
-class InProcessGrid(Grid):
+class InProcessGrid(ShownAsCalled, Grid):
     """Virtual nodes that are called in this process, one after the other or many at once.
 
     Records are copied both ways, as on a wire: what one side changes, the other does not see. An
@@ -118,7 +119,7 @@ class InProcessGrid(Grid):
         }
         self._states: NodeStates | None = None
         if state_dir is not None:
-            from flwr_perdl.simulations._states import NodeStates  # loads what clients need
+            from flwr_perdl.clients._states import NodeStates  # loads what clients need
 
             self._states = NodeStates(Path(state_dir))
             self._states.restore(list(self.contexts.values()))

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from flwr_perdl._checks import Matrix, brief_repr, check_real, plain
 from flwr_perdl._records import Reply, Scalar
+from flwr_perdl._repr import short_repr
 
 #: Named arrays from which a protocol continues.
 State = Mapping[str, NDArray[Any]]
@@ -219,6 +220,10 @@ class RoundReport(NamedTuple):
     floats_down: float
     floats_up: float
     anomalies: dict[int, dict[str, float]]
+
+    def __repr__(self) -> str:
+        """Return the fields in one line; what is large is only described."""
+        return short_repr(self)
 
 
 def client_report(history: Iterable[RoundReport]) -> dict[int, dict[str, float]]:

@@ -16,7 +16,7 @@ from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from flwr_perdl._checks import Matrix, check_count, check_kind, check_real
+from flwr_perdl._checks import Matrix, check_choice, check_count, check_kind, check_real
 from flwr_perdl._compat import addressed
 from flwr_perdl._records import (
     ANEW,
@@ -32,6 +32,7 @@ from flwr_perdl._records import (
     to_record,
     to_records,
 )
+from flwr_perdl._repr import ShownAsCalled
 from flwr_perdl._shortcuts import rare_collections
 from flwr_perdl.strategies._conversation import (
     Conversation,
@@ -52,6 +53,7 @@ from flwr_perdl.strategies._protocol import (
     RoundReport,
     State,
 )
+from flwr_perdl.strategies._shown import VERBOSE, Show, shown
 
 T = TypeVar("T")
 
@@ -59,7 +61,7 @@ T = TypeVar("T")
 _PULL_INTERVAL = 0.05
 
 
-class ProtocolStrategy(Strategy):
+class ProtocolStrategy(ShownAsCalled, Strategy):
     """A Flower Strategy that drives the generator of its ``protocol`` method.
 
     A subclass sets its own options as public attributes, passes the rest on, and writes
@@ -99,6 +101,7 @@ class ProtocolStrategy(Strategy):
         self._gathered: tuple[dict[int, Reply], dict[int, Lost]] | None = None
         self._returned: ArrayRecord | None = None
         self._timeout = 3600.0
+        self._show: Show = lambda report: None
 
     @abstractmethod
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
@@ -162,11 +165,15 @@ class ProtocolStrategy(Strategy):
         train_config: ConfigRecord | None = None,
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+        *,
+        verbose: str = "log",
     ) -> Result:
         """Run the protocol for ``num_rounds`` communication rounds.
 
         As `flwr.serverapp.strategy.Strategy.start`; ``initial_arrays`` may be left out, and a
-        resumed run does not ask for its finished rounds again.
+        resumed run does not ask for its finished rounds again. With ``verbose="bar"`` a progress
+        bar takes the place of Flower's lines in the log, with ``"quiet"`` nothing does; warnings
+        are logged in any case.
         """
         initial = ArrayRecord() if initial_arrays is None else initial_arrays
         if not isinstance(initial, ArrayRecord):
@@ -178,6 +185,7 @@ class ProtocolStrategy(Strategy):
         config = (ConfigRecord, type(None))
         check_kind("train_config", train_config, config, "a ConfigRecord or None")
         check_kind("evaluate_config", evaluate_config, config, "a ConfigRecord or None")
+        check_choice("verbose", verbose, VERBOSE)
         if evaluate_fn is not None and not callable(evaluate_fn):
             raise TypeError(f"evaluate_fn must be a function or None, got {evaluate_fn!r}.")
         self._timeout = timeout
@@ -185,7 +193,11 @@ class ProtocolStrategy(Strategy):
         conversation.begin(num_rounds)
         getattr(grid, "begin_run", lambda: None)()  # only an InProcessGrid has it
         try:
-            with attentive(grid), rare_collections():
+            with (
+                attentive(grid),
+                rare_collections(),
+                shown(verbose, type(self).__name__, num_rounds) as self._show,
+            ):
                 result = super().start(
                     grid,
                     initial,
@@ -235,6 +247,7 @@ class ProtocolStrategy(Strategy):
             report = conversation.past(server_round, evaluation=False)
         if report is None:
             return None, None
+        self._show(report)
         self._returned = to_record(conversation.model)
         return self._returned, MetricRecord(dict(report.aggregate))
 
@@ -264,7 +277,10 @@ class ProtocolStrategy(Strategy):
             report = conversation.conclude_evaluation(server_round, good, lost, self._roster)
         else:
             report = conversation.past(server_round, evaluation=True)
-        return None if report is None else MetricRecord(dict(report.aggregate))
+        if report is None:
+            return None
+        self._show(report)
+        return MetricRecord(dict(report.aggregate))
 
     def _check_returned(self, arrays: ArrayRecord) -> None:
         """Refuse a model that is not the one that the last aggregation returned.

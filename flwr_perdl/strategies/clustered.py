@@ -61,6 +61,7 @@ from flwr_perdl._checks import (
 )
 from flwr_perdl._random import SERVER, spawn
 from flwr_perdl._records import NUM_EXAMPLES, Reply, Scalar, to_record
+from flwr_perdl._repr import short_repr
 from flwr_perdl._robust import DEEDS
 from flwr_perdl.clients._clusters import (
     ALONE,
@@ -110,6 +111,10 @@ class Clusters(NamedTuple):
     members: dict[int, int]
     sizes: list[int]
     metrics: list[dict[str, float]]
+
+    def __repr__(self) -> str:
+        """Return the fields in one line; what is large is only described."""
+        return short_repr(self)
 
 
 class ClusteredFedAvg(ProtocolStrategy):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flwr.app import Context, RecordDict
 
-from flwr_perdl.clients import DictionaryClient, client_app, local_atoms
+from flwr_perdl.clients import DictionaryClient, client_app, kept_local_atoms, local_atoms
 from flwr_perdl.clients._at_rest import KEY_VARIABLE
 from flwr_perdl.dictionary import OrthogonalLearner
 from flwr_perdl.simulations import InProcessGrid
@@ -63,3 +63,28 @@ def test_where_there_are_none_is_said(tmp_path: Path) -> None:
     wrong: Any = 3
     with pytest.raises(TypeError, match="source must be a Context or a path, got 3"):
         local_atoms(wrong)
+
+
+@pytest.mark.parametrize("key", ["", "ab" * 32])
+def test_a_folder_of_all_clients_has_everybodys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    if key:
+        monkeypatch.setenv(KEY_VARIABLE, key)
+    apart = run(tmp_path / "apart").local_atoms()
+
+    def make_client(context: Context) -> DictionaryClient:
+        own = X[int(context.node_config["partition-id"])]
+        return DictionaryClient(own, OrthogonalLearner(5), context)
+
+    grid = InProcessGrid(client_app(make_client), len(X), state_dir=tmp_path / "together")
+    PerMA(n_global=2).start(grid, num_rounds=2)
+    for folder in ("apart", "together"):
+        kept = kept_local_atoms(tmp_path / folder)
+        assert list(kept) == ["0", "1"]
+        np.testing.assert_array_equal(list(kept.values()), apart)
+
+
+def test_a_folder_without_clients_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="state_dir must have the state of a client"):
+        kept_local_atoms(tmp_path)

@@ -135,15 +135,18 @@ def test_the_grid_is_the_callers_where_one_is_given(tmp_path: Path) -> None:
     np.testing.assert_array_equal(local_atoms(tmp_path / "client-2"), model.local_atoms_[2])
 
 
-def test_flower_is_silent_unless_asked(caplog: pytest.LogCaptureFixture) -> None:
+def test_fit_is_silent_or_shows_a_bar(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
     logger = logging.getLogger("flwr")
     logger.addHandler(caplog.handler)
     caplog.set_level(logging.INFO, "flwr")
     try:
         orthogonal().fit(planted(40))
-        assert not caplog.records
+        assert capfd.readouterr().err == ""
         orthogonal(verbose=True).fit(planted(40))
-        assert len(caplog.records) > 20
+        assert "5/5" in capfd.readouterr().err.splitlines()[-1]
+        assert not caplog.records
     finally:
         logger.removeHandler(caplog.handler)
     assert logger.level == logging.INFO

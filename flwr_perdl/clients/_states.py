@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, Context
+from flwr.app import Array, ArrayRecord, Context, RecordDict
 from flwr.common import log
 
 from flwr_perdl import _store
+from flwr_perdl._records import PARTITION_ID
 from flwr_perdl._shortcuts import entries, filled
 from flwr_perdl.clients._at_rest import KEY_VARIABLE, key_from_environment
 
@@ -47,6 +48,17 @@ class NodeStates:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._folder.chmod(0o700)
         _store.save(self._path, named if key is None else key.lock(named, about), about)
+
+    def contexts(self) -> list[Context]:
+        """Return contexts of their own for all nodes of the file, with these states; or none."""
+        if not self._path.exists():
+            return []
+        n_nodes = len(_store.load(self._path).meta.get("nodes", ()))
+        contexts = [
+            Context(0, 0, {PARTITION_ID: node}, RecordDict(), {}) for node in range(n_nodes)
+        ]
+        self.restore(contexts)
+        return contexts
 
     def restore(self, contexts: Sequence[Context]) -> None:
         """Put the arrays of the file, if there is one, into these states.
