@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from inspect import signature
 from typing import Any, Self
 
@@ -16,8 +17,9 @@ import numpy as np
 from flwr.app import Context
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
+from numpy.typing import NDArray
 
-from flwr_perdl._checks import FLOATS, Matrix, brief_repr, check_array
+from flwr_perdl._checks import FLOATS, Matrix, brief_repr, check_array, check_choice
 from flwr_perdl.clients import client_app
 from flwr_perdl.dictionary import reconstruct
 from flwr_perdl.simulations import InProcessGrid
@@ -205,10 +207,38 @@ class SiteTransformer(Estimator):
         """Learn from the sites' tables."""
 
     @abstractmethod
-    def transform(self, X: Any, site: int | None = None, /) -> Matrix:
+    def transform(self, X: Any, site: int | None = None, /) -> Any:
         """Return the codes of samples with a site's dictionary."""
 
-    def fit_transform(self, X: Sequence[Any], y: Any = None) -> list[Matrix]:
+    @abstractmethod
+    def get_feature_names_out(self, input_features: Any = None) -> NDArray[Any]:
+        """Return the names of the columns that ``transform`` returns without a site."""
+
+    def set_output(self, *, transform: str | None = None) -> Self:
+        """Choose what ``transform`` returns, and return the estimator.
+
+        Parameters
+        ----------
+        transform : {"default", "pandas"}, optional
+            Arrays, or data frames with a named column per atom and the index of ``X``; None leaves
+            it as it is. Without a choice, scikit-learn's ``set_config(transform_output=...)``
+            holds.
+        """
+        if transform is not None:
+            chosen = check_choice("transform", transform, ("default", "pandas"))
+            self._sklearn_output_config = {"transform": chosen}  # scikit-learn's clone copies it
+        return self
+
+    def _framed(self, codes: Matrix, X: Any, names: Sequence[str]) -> Any:
+        """Return codes, the rows of ``X``, in the form that `set_output` has chosen."""
+        theirs: Any = sys.modules.get("sklearn")
+        default = "default" if theirs is None else theirs.get_config()["transform_output"]
+        own: dict[str, str] = getattr(self, "_sklearn_output_config", {})
+        if own.get("transform", default) != "pandas":
+            return codes
+        return data_frame(codes, columns=list(names), index=getattr(X, "index", None))
+
+    def fit_transform(self, X: Sequence[Any], y: Any = None) -> list[Any]:
         """Learn from the tables, and return each table's codes: see `fit` and `transform`.
 
         Parameters
@@ -220,10 +250,21 @@ class SiteTransformer(Estimator):
 
         Returns
         -------
-        list of ndarray
+        list of ndarray or DataFrame
         """
         self.fit(X)
         return [self.transform(table, i) for i, table in enumerate(X)]
+
+
+def data_frame(rows: Any, **how: Any) -> Any:
+    """Return a pandas DataFrame, or raise an ImportError that says what to install."""
+    try:
+        pandas = import_module("pandas")
+    except ImportError as error:
+        raise ImportError(
+            "pandas must be installed for data frames: pip install pandas."
+        ) from error
+    return pandas.DataFrame(rows, **how)
 
 
 def explained(X: Matrix, approximation: Matrix) -> float:

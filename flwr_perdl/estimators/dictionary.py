@@ -12,6 +12,7 @@ from typing import Any, Literal, Self
 
 import numpy as np
 from flwr.app import Context
+from numpy.typing import NDArray
 
 from flwr_perdl._checks import Matrix, check_count
 from flwr_perdl._records import PARTITION_ID
@@ -185,7 +186,7 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         self.global_atoms_, self.local_atoms_ = learned, grid.local_atoms()
         return self._fitted(sites[0].shape[1], X[0])
 
-    def transform(self, X: Any, client: int | None = None) -> Matrix:
+    def transform(self, X: Any, client: int | None = None) -> Any:
         """Return the codes of samples.
 
         Parameters
@@ -198,13 +199,29 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
 
         Returns
         -------
-        ndarray of shape (n_samples, n_global + n_local)
+        ndarray or DataFrame of shape (n_samples, n_global + n_local)
+            See `set_output`; the columns of a frame are "global0", …, "local0", ….
         """
         rows, D = self._read_rows(X), self.atoms(client)
         rows = rows.astype(D.dtype, copy=False)
-        if self.n_nonzero is not None:
-            return sparse_code(rows, D, n_nonzero=min(self.n_nonzero, len(D)))
-        return self._learner().code(rows, D)
+        if self.n_nonzero is None:
+            codes = self._learner().code(rows, D)
+        else:
+            codes = sparse_code(rows, D, n_nonzero=min(self.n_nonzero, len(D)))
+        n_local = len(D) - len(self.global_atoms_)
+        names = [*self.get_feature_names_out(), *(f"local{i}" for i in range(n_local))]
+        return self._framed(codes, X, names)
+
+    def get_feature_names_out(self, input_features: Any = None) -> NDArray[Any]:
+        """Return the global atoms' names: "global0", "global1", ….
+
+        Parameters
+        ----------
+        input_features : ignored
+            For scikit-learn.
+        """
+        self._check_fitted()
+        return np.array([f"global{i}" for i in range(len(self.global_atoms_))], dtype=object)
 
     def inverse_transform(self, codes: Any, client: int | None = None) -> Matrix:
         """Return the samples that have these codes.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from importlib import import_module
 from typing import Any
 
+from flwr_perdl.estimators._base import data_frame
 from flwr_perdl.strategies import RoundReport
 
 
@@ -57,8 +57,4 @@ def to_frame(history: Iterable[RoundReport]) -> Any:
     ImportError
         If pandas is not installed.
     """
-    try:
-        pandas = import_module("pandas")
-    except ImportError as error:
-        raise ImportError("pandas must be installed for to_frame (pip install pandas).") from error
-    return pandas.DataFrame(history_rows(history))
+    return data_frame(history_rows(history))

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flwr_perdl._checks import Matrix, check_count, check_kind
 from flwr_perdl.dictionary import normalize_atoms
@@ -138,7 +139,7 @@ class NetworkDictionaryLearning(SiteTransformer):
         self.n_iter_, self.floats_sent_ = learned.rounds, learned.floats_sent
         return self._fitted(tables[0].shape[1], X[0])
 
-    def transform(self, X: Any, node: int | None = None) -> Matrix:
+    def transform(self, X: Any, node: int | None = None) -> Any:
         """Return the codes of samples.
 
         Parameters
@@ -150,10 +151,23 @@ class NetworkDictionaryLearning(SiteTransformer):
 
         Returns
         -------
-        ndarray of shape (n_samples, n_atoms)
+        ndarray or DataFrame of shape (n_samples, n_atoms)
+            See `set_output`; the columns of a frame are "atom0", "atom1", ….
         """
         rows, D = self._read_rows(X), self._dictionary(node)
-        return self._learner().code(rows.astype(D.dtype, copy=False), D)
+        codes = self._learner().code(rows.astype(D.dtype, copy=False), D)
+        return self._framed(codes, X, self.get_feature_names_out().tolist())
+
+    def get_feature_names_out(self, input_features: Any = None) -> NDArray[Any]:
+        """Return the atoms' names: "atom0", "atom1", ….
+
+        Parameters
+        ----------
+        input_features : ignored
+            For scikit-learn.
+        """
+        self._check_fitted()
+        return np.array([f"atom{i}" for i in range(len(self.components_))], dtype=object)
 
     def inverse_transform(self, codes: Any, node: int | None = None) -> Matrix:
         """Return the samples that have these codes.

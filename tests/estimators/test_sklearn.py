@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import numpy as np
+import pandas
 import pytest
 from sklearn.base import clone
 from sklearn.exceptions import NotFittedError as TheirError
@@ -36,6 +37,10 @@ class OneSite(PersonalizedDictionaryLearning):
 
     def transform(self, X: Any, client: int | None = 0) -> Any:
         return super().transform(X, client)
+
+    def get_feature_names_out(self, input_features: Any = None) -> Any:
+        names = super().get_feature_names_out().tolist()
+        return [*names, *(f"local{i}" for i in range(self.n_atoms - len(names)))]
 
     def score(self, X: Any, y: Any = None, *, client: int | None = 0) -> float:
         return super().score(X, client=client)
@@ -144,3 +149,22 @@ def test_before_fit_the_error_is_scikit_learns_too(
     with pytest.raises(NotFittedError) as raised:
         ask(np.zeros((1, 5)))
     assert type(raised.value) is NotFittedError
+
+
+def test_data_frames_come_out_where_they_are_asked_for() -> None:
+    tables = [
+        pandas.DataFrame(table, columns=list("abcde"), index=range(100, 130))
+        for table in np.random.default_rng(0).standard_normal((2, 30, 5))
+    ]
+    model = PersonalizedDictionaryLearning(3, 2, rounds=2).fit(tables)
+    arrays = model.transform(tables[0], client=0)
+    frame = model.set_output(transform="pandas").transform(tables[0], client=0)
+    assert list(frame.columns) == ["global0", "global1", "local0"]
+    assert list(frame.index) == list(range(100, 130))
+    np.testing.assert_array_equal(frame.to_numpy(), arrays)
+    np.testing.assert_array_equal(
+        model.inverse_transform(frame, client=0), model.reconstruct(tables[0], client=0)
+    )
+    assert list(clone(model).fit(tables).transform(tables[1]).columns) == ["global0", "global1"]
+    with pytest.raises(ValueError, match="transform must be one of"):
+        model.set_output(transform="list")
