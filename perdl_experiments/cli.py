@@ -23,11 +23,18 @@ from rich.text import Text
 
 from flwr_perdl import __version__
 from flwr_perdl.checks import check_count
+from flwr_perdl.clients import kept_local_atoms
 from perdl_experiments.deployment import MOST_NODES, Deployment
 from perdl_experiments.fetch import HUB, SCIKIT_LEARN, check_target, save
 from perdl_experiments.fetch import fetch as fetch_images
 from perdl_experiments.report import odd_clients, read_results, write_report
-from perdl_experiments.runner import Progress, check_deployed, resumable, run_experiment
+from perdl_experiments.runner import (
+    LOCAL_ATOMS,
+    Progress,
+    check_deployed,
+    resumable,
+    run_experiment,
+)
 from perdl_experiments.studies import COMMON, EXPERIMENTS, find, sites
 from perdl_experiments.terminal import Rows, console, plain_logs, printable_lines
 from perdl_experiments.watch import watch as watch_run
@@ -136,6 +143,13 @@ def run(
     out: Out = None,
     resume: Resume = False,
     overwrite: Overwrite = False,
+    keep_local: Annotated[
+        bool,
+        typer.Option(
+            "--keep-local",
+            help="Also write local-atoms.npz: clients' own atoms, which show what data they have.",
+        ),
+    ] = False,
     option: Options = None,
 ) -> None:
     """Run an experiment; write results.json, arrays.npz, figures and report.html."""
@@ -155,6 +169,7 @@ def run(
             overwrite=overwrite,
             options=_pairs(option),
             progress=progress,
+            keep_local=keep_local,
         )
     _show(shown, results, folder)
 
@@ -195,6 +210,33 @@ def fetch(
     whose = f" of {plural(arrays['client'].max() + 1, 'client')}" if "client" in arrays else ""
     labels = plural(len(set(arrays["y"].tolist())), "label")
     print(f"{path}: {plural(n, 'image')}{whose}, {height}x{width}, {labels}")
+
+
+@app.command("local-atoms")
+def local_atoms(
+    folder: Annotated[
+        Path, typer.Argument(help="A SuperNode's state-dir, or the folder of a finished run.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="The .npz file; local-atoms.npz by default.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file.")] = False,
+) -> None:
+    """Write the own atoms of the clients whose state is in a folder to a file, an array per client.
+
+    They have never travelled: this reads what is kept on this machine. An encrypted state needs its
+    key in the environment (docs/security.md). The file shows what each client's data are like: keep
+    it as you keep the data.
+    """
+    path = out or Path(LOCAL_ATOMS)
+    with _errors_in_a_sentence():
+        check_target(path, overwrite=overwrite)
+        found = kept_local_atoms(folder / "state" if (folder / "state").is_dir() else folder)
+        save(path, found)
+    sizes = sorted(
+        {f"{plural(len(D), 'atom')} of {plural(D.shape[1], 'feature')}" for D in found.values()}
+    )
+    print(f"{path}: {plural(len(found), 'client')}, {' or '.join(sizes)}")
 
 
 @app.command()

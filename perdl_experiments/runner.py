@@ -15,12 +15,13 @@ from tempfile import TemporaryFile
 from typing import Any, NamedTuple, cast
 
 from flwr.app import ArrayRecord, Context, MetricRecord, RecordDict
+from flwr.client import NumPyClient
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
 from flwr_perdl import files
 from flwr_perdl.checks import check_count
-from flwr_perdl.clients import DictionaryClient
+from flwr_perdl.clients import DictionaryClient, kept_local_atoms
 from flwr_perdl.files import EVENTS, EventLog
 from flwr_perdl.records import PARTITION_ID
 from flwr_perdl.strategies import RoundReport, client_report
@@ -28,6 +29,7 @@ from flwr_perdl.threads import one_blas_thread
 from perdl_experiments.data import digest
 from perdl_experiments.engine import EvaluateFn, Federated, check_engine, mishaps
 from perdl_experiments.engine import federate as run_federation
+from perdl_experiments.fetch import save
 from perdl_experiments.outcome import ARRAYS, NEXT, RESULTS, to_results, write
 from perdl_experiments.report import REPORT, read_results, write_report
 from perdl_experiments.studies import (
@@ -47,7 +49,8 @@ Options = Mapping[str, Value]
 _NEEDED = ("matplotlib", "sklearn", "skimage", "networkx", "joblib")
 _RUN = "run.json"
 _CHECKPOINTS, _STATE, _KEPT = _FOLDERS = "checkpoints", "state", "kept"
-_FILES = (EVENTS, RESULTS, ARRAYS, REPORT)
+LOCAL_ATOMS = "local-atoms.npz"
+_FILES = (EVENTS, RESULTS, ARRAYS, REPORT, LOCAL_ATOMS)
 _DIGEST = "data_sha256"  # beside the config in run.json; older runs have none
 
 
@@ -80,6 +83,7 @@ def run_experiment(
     overwrite: bool = False,
     options: Mapping[str, Value] | None = None,
     progress: Callable[[Progress], None] | None = None,
+    keep_local: bool = False,
 ) -> dict[str, Any]:
     """Run an experiment and write what it found.
 
@@ -106,6 +110,9 @@ def run_experiment(
         The experiment's further options by name.
     progress : callable, optional
         Called with a `Progress` after every round, or part of a run that is no federation.
+    keep_local : bool, default False
+        Write the clients' own atoms to local-atoms.npz in ``out``, an array per client. They are
+        what PerMA keeps from the server: the file is for whoever may see all clients' data.
 
     Returns
     -------
@@ -131,6 +138,8 @@ def run_experiment(
         options=options,
     )
     session = _Session(experiment, config, engine, folder, resume, progress)
+    if keep_local:
+        session.check_keeps_local()
     session.check()
     started = time.perf_counter()
     with one_blas_thread(), session.told():
@@ -156,6 +165,8 @@ def run_experiment(
             session.begin()
             write(folder.work, outcome, results)
             write_report(folder.work)
+            if keep_local:
+                save(folder.work / LOCAL_ATOMS, kept_local_atoms(folder.work / _STATE))
     if folder is not None:
         folder.finish()
     return results
@@ -558,6 +569,24 @@ class _Session:
                 f"{len(self._federations)}: choose one seed (seeds=1) and one setting."
             )
 
+    def check_keeps_local(self) -> None:
+        """Refuse to keep local atoms where the run has none, or no folder."""
+        study = self._experiment.federated
+        if self._folder is None or not isinstance(self._engine, str):
+            raise ValueError(
+                "keep_local must come with a folder (out), on an engine of this machine."
+            )
+        first = self._client(study) if study and self._federations else None
+        if not isinstance(first, DictionaryClient):
+            raise ValueError(
+                f"keep_local must be left out: clients of {self._experiment.name} have no atoms."
+            )
+        if len(self._federations) > 1:
+            raise ValueError(
+                f"keep_local must come with one federation, got {len(self._federations)}: choose "
+                "one seed (seeds=1) and one setting."
+            )
+
     def check(self, node_config: Mapping[str, Any] | None = None) -> None:
         """Refuse options and data that the server, or a client that is here, does not accept."""
         study = self._experiment.federated
@@ -566,16 +595,22 @@ class _Session:
         for config in self._federations:
             study.strategy(config)
         if isinstance(self._engine, str) and self._federations:
-            context = Context(
-                run_id=0,
-                node_id=0,
-                node_config={PARTITION_ID: 0, **(node_config or {})},
-                state=RecordDict(),
-                run_config={},
-            )
-            client = study.client(context, self._federations[0])
+            client = self._client(study, node_config)
             if isinstance(client, DictionaryClient) and client.learner.orthogonal:
                 check_count("n_atoms", client.learner.n_atoms, 1, client.X.shape[1])
+
+    def _client(
+        self, study: FederatedStudy, node_config: Mapping[str, Any] | None = None
+    ) -> NumPyClient:
+        """Return the first client."""
+        context = Context(
+            run_id=0,
+            node_id=0,
+            node_config={PARTITION_ID: 0, **(node_config or {})},
+            state=RecordDict(),
+            run_config={},
+        )
+        return study.client(context, self._federations[0])
 
     def keep(
         self, name: str, compute: Callable[[], dict[str, NDArray[Any]]], *, of: int = 0

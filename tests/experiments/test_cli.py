@@ -214,3 +214,37 @@ def test_a_missing_extra_is_named():
     done = run_python("-c", code)
     assert done.returncode == 1
     assert "matplotlib must be installed to run experiments" in done.stderr
+
+
+def test_local_atoms_of_a_run_are_written_where_they_are_asked_for(tmp_path):
+    out, file = tmp_path / "run", tmp_path / "mine.npz"
+    given = ("--clients", 3, "--rounds", 2, "-o", "seeds=1")
+    assert invoke("run", "synthetic", "--out", out, "--keep-local", *given).exit_code == 0
+    with np.load(out / "local-atoms.npz") as kept:
+        atoms = dict(kept)
+    assert list(atoms) == ["0", "1", "2"]
+    np.testing.assert_allclose(np.linalg.norm(atoms["1"], axis=1), 1)
+    result = invoke("local-atoms", out, "--out", file)
+    assert result.exit_code == 0
+    assert "3 clients" in result.stdout
+    with np.load(file) as read:
+        assert all(np.array_equal(read[name], atoms[name]) for name in atoms)
+    again = invoke("local-atoms", out, "--out", file)
+    assert again.exit_code == 2
+    invoke("run", "synthetic", "--out", out, "--overwrite", *given)
+    assert not (out / "local-atoms.npz").exists()
+
+
+@pytest.mark.parametrize(
+    ("experiment", "sentence"),
+    [
+        ("patches", "keep_local must be left out: clients of patches have no atoms."),
+        ("mixed-regression", "clients of mixed-regression have no atoms."),
+        ("synthetic", "keep_local must come with one federation, got 10"),
+    ],
+)
+def test_local_atoms_are_refused_where_there_are_none(tmp_path, experiment, sentence):
+    result = invoke("run", experiment, "--out", tmp_path / "run", "--keep-local")
+    assert result.exit_code == 2
+    assert sentence in result.stderr
+    assert not (tmp_path / "run").exists()
