@@ -1,0 +1,114 @@
+# %% [markdown]
+# # Learning with neighbors: one model, and no server
+#
+# Sixteen hospitals want one classifier. None may give its model to a server, but each exchanges
+# models with a few others. In this tutorial each of them has only two of ten handwritten digits,
+# and after enough rounds all know all ten.
+#
+# You need `pip install '.[experiments]'` in a clone ([installation](../installation.md)), and less
+# than a minute.
+
+# %% [markdown]
+# ## The client
+#
+# An ordinary client of Flower, here softmax regression in NumPy. Node k has the digits k and k + 1
+# (from 0 again after 9).
+
+# %%
+import numpy as np
+from flwr.client import NumPyClient
+from sklearn.datasets import load_digits
+
+N_NODES = 16
+X, y = load_digits(return_X_y=True)
+X = X / 16
+order = np.random.default_rng(0).permutation(len(y))
+train, test = order[:1400], order[1400:]
+
+
+def read_data(node):
+    """Return a node's samples: two digits only."""
+    mine = train[np.isin(y[train], [node % 10, (node + 1) % 10])]
+    return X[mine[node // 10 :: 2]], y[mine[node // 10 :: 2]]
+
+
+class Softmax(NumPyClient):
+    def __init__(self, node):
+        self.X, self.y = read_data(node)
+
+    def fit(self, parameters, config):
+        W, b = parameters
+        for _ in range(5):
+            scores = self.X @ W + b
+            p = np.exp(scores - scores.max(axis=1, keepdims=True))
+            error = (p / p.sum(axis=1, keepdims=True) - np.eye(10)[self.y]) / len(self.y)
+            W, b = W - 0.3 * self.X.T @ error, b - 0.3 * error.sum(axis=0)
+        return [W, b], len(self.y), {}
+
+    def evaluate(self, parameters, config):
+        W, b = parameters
+        accuracy = float(np.mean((X[test] @ W + b).argmax(axis=1) == y[test]))
+        return 1 - accuracy, len(test), {"accuracy": accuracy}
+
+
+# %% [markdown]
+# ## Who hears whom
+#
+# A ring is the sparsest network; in an exponential graph node k hears nodes k + 1, k + 2, k + 4, …
+# The spectral gap says how fast news spreads.
+
+# %%
+from flwr_perdl.diffusion import DiffusionAveraging, Topology, metropolis_weights
+
+networks = {"ring": Topology.ring(N_NODES), "exponential": Topology.exponential(N_NODES)}
+for name, topology in networks.items():
+    links = topology.adjacency.sum() / N_NODES
+    gap = metropolis_weights(topology).spectral_gap
+    print(f"{name}: {links:.0f} neighbors each, spectral gap {gap:.2f}")
+
+# %% [markdown]
+# ## Learn
+#
+# In every round each node trains its own model, sends it to its neighbors, and combines what it
+# hears. `fit` runs all nodes in this process; [other networks](../decentralized-learning.md) are Ray
+# actors and a Flower federation whose server cannot read the messages.
+
+# %%
+initial = [np.zeros((64, 10)), np.zeros(10)]
+learned = {
+    name: DiffusionAveraging(topology, metrics=["accuracy"], evaluate_every=5).fit(
+        Softmax, 300, initial=initial
+    )
+    for name, topology in networks.items()
+}
+alone = initial
+for _ in range(300):
+    alone = Softmax(3).fit(alone, {})[0]
+print(f"node 3 alone: accuracy {Softmax(3).evaluate(alone, {})[2]['accuracy']:.2f}")
+for name, done in learned.items():
+    last = done.curves["evaluate-accuracy"][-1]
+    print(f"{name}: accuracy {last.min():.2f} at the worst node, {last.max():.2f} at the best")
+
+# %% [markdown]
+# ## The worst node, round by round
+#
+# `curves` has a row per round and a column per node.
+
+# %% Accuracy of the worst node by round: the exponential graph is ahead of the ring
+import matplotlib.pyplot as plt
+
+figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
+rounds = np.arange(5, 301, 5)
+for (name, done), style in zip(learned.items(), ("-", "--"), strict=True):
+    worst = done.curves["evaluate-accuracy"][rounds - 1].min(axis=1)
+    axes.plot(rounds, worst, style, label=name)
+axes.set(xlabel="communication round", ylabel="accuracy, worst node", ylim=(0, 1))
+axes.legend(loc="lower right")
+
+# %% [markdown]
+# ## Next
+#
+# - Methods, lost messages, sleeping nodes, graphs that change, on Flower:
+#   [decentralized learning](../decentralized-learning.md).
+# - Who hears whom, and with which weight: [topologies](../topologies.md).
+# - One *dictionary* instead of a classifier: [data distributed](../data-diffusion.md).
