@@ -320,7 +320,9 @@ def _solve_each(
         (S,) = stack[one]
         return coordinate_atoms(S[:, :r], S[:, r:], current, n_sweeps=1)
 
-    for piece, atoms in zip(pieces, in_threads(polar if orthogonal else sweep, pieces), strict=True):
+    for piece, atoms in zip(
+        pieces, in_threads(polar if orthogonal else sweep, pieces), strict=True
+    ):
         own[piece] = atoms
     return own
 

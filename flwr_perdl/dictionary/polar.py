@@ -121,14 +121,14 @@ def polar_factors(S: Matrix, fallback: Matrix, fixed: NDArray[np.bool_] | None =
     if 0 in (r, d):
         return cast(copied(fallback), S.dtype)
     if fixed is not None and fixed.any():
-        factors, free = fallback.astype(np.result_type(S, fallback)), ~fixed.any(axis=1)
-        factors[free] = polar_factors(S[free], fallback[free])
+        beside, free = fallback.astype(np.result_type(S, fallback)), ~fixed.any(axis=1)
+        beside[free] = polar_factors(S[free], fallback[free])
         for i in np.flatnonzero(~free & ~fixed.all(axis=1)):
             moved, V = ~fixed[i], fallback[i]
-            factors[i, moved] = _beside(S[i, moved], V[fixed[i]], V[moved])
-        return factors
+            beside[i, moved] = _beside(S[i, moved], V[fixed[i]], V[moved])
+        return beside
     xp, least = namespace(S, fallback), _safe_gram(S)
-    factors = xp.empty_like(S)
+    factors: Matrix = xp.empty_like(S)
     step = max(1, _WINDOW // (r * d)) if on_cpu(S) else n
     for at in range(0, n, step):  # as many as the processor's cache holds
         window = slice(at, min(at + step, n))

@@ -33,15 +33,12 @@ from flwr_perdl._records import (
     to_records,
 )
 from flwr_perdl._shortcuts import rare_collections
-from flwr_perdl.strategies._conversation import (
-    Conversation,
+from flwr_perdl.strategies._conversation import Conversation, Plan
+from flwr_perdl.strategies._options import (
     Options,
-    Plan,
-    Roster,
     ServerOptions,
     ServerSettings,
     refuse_unknown,
-    settle,
     spelled,
 )
 from flwr_perdl.strategies._protocol import (
@@ -52,6 +49,7 @@ from flwr_perdl.strategies._protocol import (
     RoundReport,
     State,
 )
+from flwr_perdl.strategies._roster import Roster, settle
 
 T = TypeVar("T")
 
@@ -225,7 +223,7 @@ class ProtocolStrategy(Strategy):
         """Hand the good replies to the protocol and return its new model."""
         conversation = self._running()
         if self._sent is not None:
-            read = partial(read_reply, with_arrays=True, limits=conversation.limits)
+            read = partial(read_reply, limits=conversation.limits)
             good, lost = self._gathered or _read(self._sent, replies, read)
             _log_received("aggregate_train", good, lost)
             report: RoundReport | None = conversation.conclude(
@@ -388,7 +386,7 @@ def _within(seconds: float | None) -> str:
 
 
 def _read(
-    sent: Sequence[tuple[int, Message]], replies: Iterable[Message], read: Callable[[Message], T]
+    sent: Sequence[tuple[int, Message]], replies: Iterable[Message], read: Callable[[RecordDict], T]
 ) -> tuple[dict[int, T], dict[int, Lost]]:
     """Read the replies: return them by who was asked, and why others have no good reply.
 
@@ -414,7 +412,7 @@ def _read(
             lost[who] = Lost(FAILED, why)
             continue
         try:
-            good[who] = read(answers[who])
+            good[who] = read(answers[who].content)
         except Exception as error:
             lost[who] = Lost(REFUSED, brief(str(error)))
     return good, lost
@@ -425,9 +423,9 @@ def _log_received(phase: str, good: Sized, lost: Sized) -> None:
     log(INFO, "%s: Received %d results and %d failures", phase, len(good), len(lost))
 
 
-def _properties(answer: Message) -> Mapping[str, Any]:
+def _properties(answer: RecordDict) -> Mapping[str, Any]:
     """Return the properties that a node reports."""
-    record = answer.content.get(CONFIG)
+    record = answer.get(CONFIG)
     if not isinstance(record, ConfigRecord):
         raise ValueError(f"no ConfigRecord {CONFIG!r}")
     return record

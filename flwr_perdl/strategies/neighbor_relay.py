@@ -77,7 +77,7 @@ from flwr_perdl.network._exchange import Plan, Run, spread
 from flwr_perdl.network._packing import text_array, texts_of, unpack_arrays
 from flwr_perdl.network.faults import Faults
 from flwr_perdl.network.messages import Delivery, Message
-from flwr_perdl.strategies._conversation import ServerOptions, ServerSettings
+from flwr_perdl.strategies._options import ServerOptions, ServerSettings
 from flwr_perdl.strategies._protocol import Protocol, Replies, Request, RoundReport, State
 from flwr_perdl.strategies._strategy import ProtocolStrategy
 
