@@ -336,8 +336,12 @@ def read_request(message: Message) -> tuple[list[Matrix], dict[str, Scalar]]:
         raise ValueError(
             f"a request must carry an ArrayRecord {ARRAYS!r} and a ConfigRecord {CONFIG!r}"
         )
-    scalars = {key: value for key, value in config.items() if not isinstance(value, list)}
-    return to_arrays(record), scalars
+    return to_arrays(record), scalars(config)
+
+
+def scalars(record: Mapping[str, Any]) -> dict[str, Scalar]:
+    """Return what is no list in a record of a config or of metrics."""
+    return {key: value for key, value in record.items() if not isinstance(value, list)}
 
 
 def same_request(one: Message, other: Message) -> bool:

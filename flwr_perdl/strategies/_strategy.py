@@ -28,6 +28,7 @@ from flwr_perdl._records import (
     brief,
     error_of,
     read_reply,
+    scalars,
     to_arrays,
     to_record,
     to_records,
@@ -246,7 +247,7 @@ class ProtocolStrategy(Strategy):
             return []
         self._check_returned(arrays)
         nodes = self._present(grid)
-        plan = conversation.plan_evaluation(server_round, list(nodes), _scalars(config))
+        plan = conversation.plan_evaluation(server_round, list(nodes), scalars(config))
         self._log_asked("configure_evaluate", plan, nodes, grid)
         return self._ask(plan, nodes, MessageType.EVALUATE, config)
 
@@ -433,10 +434,6 @@ def _properties(answer: RecordDict) -> Mapping[str, Any]:
 
 def _equal(some: list[Matrix], others: list[Matrix]) -> bool:
     return len(some) == len(others) and all(map(np.array_equal, some, others))
-
-
-def _scalars(config: ConfigRecord) -> dict[str, Scalar]:
-    return {key: value for key, value in config.items() if not isinstance(value, list)}
 
 
 def _remembering(
