@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import sys
 from collections.abc import Callable
@@ -19,12 +18,7 @@ from flwr_perdl.diffusion import Topology
 from flwr_perdl.network import FlowerNetwork
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import PerMA
-
-_spec = importlib.util.spec_from_file_location(
-    "programs", Path(__file__).parents[1] / "network" / "programs.py"
-)
-programs = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(programs)
+from tests.network.programs import Consensus
 
 HOME = str(Path(flwr_perdl.__file__).parent)
 
@@ -107,7 +101,7 @@ def test_a_message_takes_nine_calls_to_its_request_and_three_to_the_inbox(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # only this thread's calls are seen
-    program = programs.Consensus(np.eye(3))
+    program = Consensus(np.eye(3))
     app = client_app(lambda context: DiffusionClient(program, context))
     network = FlowerNetwork(InProcessGrid(app, 3), Topology.ring(3))
     found = calls(lambda: network.run(None, 2))
