@@ -202,7 +202,7 @@ def messages() -> dict[str, float]:
         request = Message(content, node, MessageType.TRAIN)
         requests = [request, *(addressed(request, node) for node in others)]
         for reply in grid.send_and_receive(requests):
-            read_reply(reply, with_arrays=True)
+            read_reply(reply.content)
 
     kinds: dict[str, type[NumPyClient]] = {"cohort": Together, "one_by_one": Echo}
     runs = {}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from math import isfinite, nan
+from math import isfinite
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -88,23 +88,6 @@ class Limits(NamedTuple):
     n_bytes: int = 2**28
     most: int | None = None
     magnitude: float = np.inf
-
-    def read(self, files: Iterable[bytes]) -> list[Matrix]:
-        """Return the arrays in ``.npy`` files.
-
-        Raises a ValueError if together they are too large, before anything is allocated.
-        """
-        files = list(files)
-        if len(files) > _MOST_ARRAYS:
-            raise ValueError(f"too many arrays: at most {_MOST_ARRAYS} are read, got {len(files)}")
-        size = sum(map(len, files))
-        if size > self.n_bytes:
-            raise ValueError(f"too large: {size} bytes of arrays, at most {self.n_bytes} are read")
-        views = [view_file(data)[0] for data in files]
-        numbers = sum(view.size for view in views)
-        if self.most is not None and numbers > self.most:
-            raise ValueError(f"too many numbers: {self.most} are asked for, {numbers} came")
-        return [view.copy("A") for view in views]
 
 
 class Reply(NamedTuple):
@@ -278,67 +261,49 @@ def _check_names(what: str, names: tuple[str, ...]) -> None:
             raise ValueError(f"names of {what} must be printable, got {name!r}")
 
 
-def read_reply(message: Message, *, with_arrays: bool, limits: Limits = _ANY) -> Reply:
-    """Return what a reply says.
-
-    Raises
-    ------
-    ValueError
-        If it is an error, a record is missing, or it exceeds the limits; the message says which.
-        Metrics are checked before arrays are read.
-    """
-    error = error_of(message)
-    if error is not None:
-        raise ValueError(error)
-    content = entries(message.content)
-    record = content.get(METRICS)
-    metrics = entries(record) if isinstance(record, MetricRecord) else {}
-    if NUM_EXAMPLES not in metrics:
-        raise ValueError(f"no MetricRecord {METRICS!r} with {NUM_EXAMPLES!r}")
-    files: list[bytes] = []
-    if with_arrays:
-        record = content.get(ARRAYS)
-        if not isinstance(record, ArrayRecord):
-            raise ValueError(f"no ArrayRecord {ARRAYS!r}")
-        files = [array.data for array in entries(record).values()]
-    count = metrics[NUM_EXAMPLES]
-    return check_reply(
-        [], count if isinstance(count, _NUMBERS) else nan, metrics, limits, files=files
-    )
-
-
-def check_reply(
-    arrays: Sequence[Matrix],
-    num_examples: float,
-    metrics: Mapping[str, Any],
-    limits: Limits = _ANY,
-    *,
-    files: Sequence[bytes] = (),
-) -> Reply:
-    """Return the reply made of these parts.
+def read_reply(content: RecordDict, limits: Limits = _ANY, *, with_arrays: bool = True) -> Reply:
+    """Return what a reply says, by the rules for the replies of all protocols.
 
     Parameters
     ----------
-    arrays : sequence of ndarray
-        Arrays that have been read already.
-    num_examples : float
-        Number of samples behind it.
-    metrics : mapping
-        Numbers by name; other values, and ``"num-examples"``, are left out.
+    content : RecordDict
+        The reply's records. Of the metrics that are no numbers nothing is read.
     limits : Limits
         The limits of a reply.
-    files : sequence of bytes
-        The ``.npy`` files of further arrays, read after the metrics have been checked.
+    with_arrays : bool, default True
+        Whether it must have arrays; without, none are read.
 
     Raises
     ------
     ValueError
-        If an array is not float32 or float64, a number is not finite or too large, there are no
-        examples, or more of them than can be counted, or the metrics break a rule of
-        `check_metrics`.
+        If a record is missing, metrics break a rule of `check_metrics`, arrays exceed the limits
+        (found before any is copied), an array is not float32 or float64, a number is not finite or
+        too large, there are no examples, or more of them than can be counted.
     """
+    records = entries(content)
+    record = records.get(METRICS)
+    metrics = entries(record) if isinstance(record, MetricRecord) else {}
+    if NUM_EXAMPLES not in metrics:
+        raise ValueError(f"no MetricRecord {METRICS!r} with {NUM_EXAMPLES!r}")
     check_metrics(metrics)
-    arrays = [*arrays, *limits.read(files)] if files else list(arrays)
+    arrays: list[Matrix] = []
+    if with_arrays:
+        record = records.get(ARRAYS)
+        if not isinstance(record, ArrayRecord):
+            raise ValueError(f"no ArrayRecord {ARRAYS!r}")
+        files = [array.data for array in entries(record).values()]
+        if len(files) > _MOST_ARRAYS:
+            raise ValueError(f"too many arrays: at most {_MOST_ARRAYS} are read, got {len(files)}")
+        size = sum(map(len, files))
+        if size > limits.n_bytes:
+            raise ValueError(
+                f"too large: {size} bytes of arrays, at most {limits.n_bytes} are read"
+            )
+        views = [view_file(data)[0] for data in files]
+        count = sum(view.size for view in views)
+        if limits.most is not None and count > limits.most:
+            raise ValueError(f"too many numbers: {limits.most} are asked for, {count} came")
+        arrays = [view.copy("A") for view in views]
     for position, array in enumerate(arrays):
         if array.dtype not in FLOATS:
             raise ValueError(f"array {position} has dtype {array.dtype}")
@@ -348,14 +313,20 @@ def check_reply(
             raise ValueError(f"array {position} has NaN or infinite values")
         if squares > limits.magnitude * limits.magnitude and np.abs(array).max() > limits.magnitude:
             raise ValueError(f"array {position} has numbers beyond {limits.magnitude:g}")
-    if not isfinite(num_examples) or not 1 <= num_examples <= _MOST_EXAMPLES:
+    num_examples = metrics[NUM_EXAMPLES]
+    if not isinstance(num_examples, _NUMBERS) or not 1 <= num_examples <= _MOST_EXAMPLES:
         raise ValueError(f"{NUM_EXAMPLES} is {num_examples}")
     numbers = {name: float(v) for name, v in metrics.items() if isinstance(v, _NUMBERS)}
-    numbers.pop(NUM_EXAMPLES, None)
+    del numbers[NUM_EXAMPLES]
     for name, value in numbers.items():
         if not isfinite(value) or abs(value) > limits.magnitude:
             raise ValueError(f"metric {name} is {value}")
     return Reply(arrays, int(num_examples), numbers)
+
+
+def received(arrays: ArrayRecord, metrics: Mapping[str, Any]) -> RecordDict:
+    """Return the records of a reply that no Message has brought, for `read_reply`."""
+    return filled(RecordDict(), {ARRAYS: arrays, METRICS: filled(MetricRecord(), metrics)})
 
 
 def read_request(message: Message) -> tuple[list[Matrix], dict[str, Scalar]]:
@@ -365,8 +336,12 @@ def read_request(message: Message) -> tuple[list[Matrix], dict[str, Scalar]]:
         raise ValueError(
             f"a request must carry an ArrayRecord {ARRAYS!r} and a ConfigRecord {CONFIG!r}"
         )
-    scalars = {key: value for key, value in config.items() if not isinstance(value, list)}
-    return to_arrays(record), scalars
+    return to_arrays(record), scalars(config)
+
+
+def scalars(record: Mapping[str, Any]) -> dict[str, Scalar]:
+    """Return what is no list in a record of a config or of metrics."""
+    return {key: value for key, value in record.items() if not isinstance(value, list)}
 
 
 def same_request(one: Message, other: Message) -> bool:

@@ -1,4 +1,8 @@
-"""A run's results as one self-contained page, and as lines for a terminal."""
+"""A run's results as one self-contained page, and as lines for a terminal.
+
+The page's words are in the study's TOML file (``studies/``), and `perdl_experiments.render` fills
+in the numbers; here is the frame around them.
+"""
 
 from __future__ import annotations
 

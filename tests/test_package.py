@@ -166,6 +166,8 @@ def test_what_code_outside_needs_is_public_and_documented(name: str) -> None:
 def test_the_grid_loads_few_of_the_librarys_modules() -> None:
     asked = """
 import sys
+import flwr_perdl.network
+assert "flwr_perdl.strategies" not in sys.modules, "the networks load a floor above"
 from flwr_perdl.simulations import InProcessGrid
 print(sum(name.partition(".")[0] == "flwr_perdl" for name in sys.modules))
 """

@@ -16,9 +16,9 @@ from hypothesis.extra import numpy as arrays
 from flwr_perdl import _compat
 from flwr_perdl._compat import addressed, answered
 from flwr_perdl._records import (
-    check_reply,
     decode,
     read_reply,
+    received,
     reply_to,
     same_request,
     to_arrays,
@@ -181,20 +181,23 @@ def test_requests_are_the_same_if_all_of_them_is() -> None:
 
 def test_a_reply_is_read_as_it_was_sent() -> None:
     reply = reply_to(request(), [np.arange(3.0)], 7, {"loss": 0.5, "hit": True})
-    read = read_reply(reply, with_arrays=True)
+    read = read_reply(reply.content)
     np.testing.assert_array_equal(read.arrays[0], np.arange(3.0))
     assert (read.num_examples, read.metrics) == (7, {"loss": 0.5, "hit": 1.0})
     assert isinstance(reply.content["metrics"], MetricRecord)
 
 
 def test_large_numbers_are_finite_and_infinite_ones_are_not() -> None:
-    check_reply([np.array([1e300, -1e300])], 1, {})
-    check_reply([np.array([1e38], np.float32)], 1, {})
+    def read(*arrays: Any) -> None:
+        read_reply(received(ArrayRecord(list(arrays)), {"num-examples": 1}))
+
+    read(np.array([1e300, -1e300]))
+    read(np.array([1e38], np.float32))
     for bad in (np.inf, -np.inf, np.nan):
         with pytest.raises(ValueError, match="array 1 has NaN or infinite values"):
-            check_reply([np.ones(1), np.array([1.0, bad])], 1, {})
+            read(np.ones(1), np.array([1.0, bad]))
     with pytest.raises(ValueError, match="array 0 has dtype int64"):
-        check_reply([np.arange(2)], 1, {})
+        read(np.arange(2))
 
 
 # Garbage ------------------------------------------------------------------------------------

@@ -45,6 +45,7 @@ from flwr_perdl._records import (
     decode,
     error_of,
     reply_to,
+    scalars,
     to_arrays,
 )
 from flwr_perdl._shortcuts import encode, filled
@@ -219,7 +220,8 @@ def answer_clustered(
     The app receives one model at a time, in the messages that FedAvg sends: mods around its
     handlers see those.
     """
-    record, config = message.content.array_records[ARRAYS], _scalars(message)
+    content = message.content
+    record, config = content.array_records[ARRAYS], scalars(content.config_records[CONFIG])
     names = json.loads(str(config.get(ARRAY_NAMES, "null")))
     own = {key: value for key, value in config.items() if key not in _OURS}
 
@@ -271,18 +273,13 @@ def answer_clustered(
     return reply
 
 
-def _scalars(message: Message) -> dict[str, Scalar]:
-    record = message.content.config_records[CONFIG]
-    return {key: value for key, value in record.items() if not isinstance(value, list)}
-
-
 def _numbers(content: RecordDict) -> tuple[dict[str, Scalar], int]:
     """Return a reply's metrics that are numbers, and the number of its examples."""
     record = content.get(METRICS)
     if not isinstance(record, MetricRecord) or NUM_EXAMPLES not in record:
         raise ValueError(f"a reply must have a MetricRecord {METRICS!r} with {NUM_EXAMPLES!r}.")
-    numbers = {name: value for name, value in record.items() if not isinstance(value, list)}
-    return dict(numbers), int(numbers.pop(NUM_EXAMPLES))
+    numbers = scalars(record)
+    return numbers, int(numbers[NUM_EXAMPLES])
 
 
 # For NumPyClients ----------------------------------------------------------------------------

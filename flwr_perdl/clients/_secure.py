@@ -41,7 +41,7 @@ def _summand(request: Message, reply: Message) -> Message:
     """Return what Flower's mod masks: arrays of norm 1 at most, and the weight of the client."""
     if reply.has_error():
         raise ValueError(error_of(reply))
-    arrays, n_samples, metrics = read_reply(reply, with_arrays=True)
+    arrays, n_samples, metrics = read_reply(reply.content)
     config = request.content.config_records[CONFIG]
     most = check_count(MAX_WEIGHT, config.get(MAX_WEIGHT), 1, LARGEST_INT)
     fitted = FitRes(

@@ -13,6 +13,10 @@ local refinement (Algorithm 6)           `flwr_perdl.dictionary.refine_local`
 local_update (Algorithm 3)               `flwr_perdl.dictionary.stacks.update_stack`
 =======================================  =======================================================
 
+What a client sends: in reply to ``"start"`` its dictionary; to ``"update"`` a row per global atom,
+statistics or the updated atom, as the server asks. `flwr_perdl.strategies.perma` lists what each
+party receives.
+
 Deviations: a client keeps its own local atoms instead of receiving them (line 7); it withholds rows
 of its replies that show single samples (`flwr_perdl.clients.DictionaryClient`).
 """

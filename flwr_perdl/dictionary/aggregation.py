@@ -44,7 +44,7 @@ from flwr_perdl.dictionary.atoms import (
     unit_atoms,
 )
 from flwr_perdl.dictionary.learners import atom_support, dominated, made_by_one
-from flwr_perdl.dictionary.polar import polar_factor_beside, polar_factors
+from flwr_perdl.dictionary.polar import polar_factors
 
 METHODS = ("mean", "weighted", "median", "geometric-median", "trimmed")
 #: A second moment's least eigenvalue may be this much of the largest below zero.
@@ -129,11 +129,10 @@ def finish_atoms(
     S: Matrix, current: Matrix, seen: NDArray[np.bool_], *, orthogonal: bool
 ) -> Matrix:
     """Make unit (or orthonormal) atoms of ``S``; those not ``seen`` stay exactly as they are."""
-    atoms = current.copy()
     if orthogonal:
-        atoms[seen] = polar_factor_beside(S[seen], current[~seen], current[seen])
-    else:
-        atoms[seen] = normalize_atoms(S[seen], current[seen])
+        return cast(polar_factors(S[None], current[None], ~seen[None])[0], current.dtype)
+    atoms = current.copy()
+    atoms[seen] = normalize_atoms(S[seen], current[seen])
     return atoms
 
 
@@ -290,7 +289,9 @@ def aggregate_statistics(stack: Matrix, current: Matrix, *, orthogonal: bool) ->
         "clipped": np.where(kept, 1 - factors, 0),
     }
     if orthogonal:
-        atoms = finish_atoms(total, current, np.any(total != 0, axis=1), orthogonal=True)
+        withheld = ~np.any(total != 0, axis=1)
+        (atoms,) = polar_factors(total[None], current[None], withheld[None])
+        atoms = cast(atoms, current.dtype)
     else:
         atoms = descended_atoms(total[:, :r], total[:, r:], current)
     return Aggregation(atoms, kept, odd)
@@ -306,30 +307,24 @@ def _moments(grams: Matrix) -> NDArray[np.bool_]:
 def _solve_each(
     stack: Matrix, sent: NDArray[np.bool_], current: Matrix, orthogonal: bool
 ) -> Matrix:
-    """Return the atoms that each client's statistics give; all at once where it sends all rows."""
+    """Return the atoms that each client's statistics give; rows without any stay as they are."""
     own = np.empty((len(stack), *current.shape), np.result_type(stack, current))
-    at_once = sent.all(axis=1) & np.full(len(stack), orthogonal)
-    rows, size = np.flatnonzero(at_once), max(_PIECE // max(current.size, 1), 1)
-    pieces = [rows[at : at + size] for at in range(0, len(rows), size)]
+    r, size = len(current), max(_PIECE // max(current.size, 1), 1) if orthogonal else 1
+    pieces = [slice(at, at + size) for at in range(0, len(stack), size)]
 
-    def polar(piece: NDArray[np.intp]) -> Matrix:
+    def polar(piece: slice) -> Matrix:
         S = stack[piece].astype(own.dtype, copy=False)
-        return polar_factors(S, np.broadcast_to(current, S.shape))
+        return polar_factors(S, np.broadcast_to(current, S.shape), ~sent[piece])
 
-    for piece, atoms in zip(pieces, in_threads(polar, pieces), strict=True):
+    def sweep(one: slice) -> Matrix:  # one sweep tells whose atoms go elsewhere
+        (S,) = stack[one]
+        return coordinate_atoms(S[:, :r], S[:, r:], current, n_sweeps=1)
+
+    for piece, atoms in zip(
+        pieces, in_threads(polar if orthogonal else sweep, pieces), strict=True
+    ):
         own[piece] = atoms
-    if not at_once.all():
-        others = in_threads(lambda S: _solve(S, current, orthogonal), stack[~at_once])
-        own[~at_once] = list(others)
     return own
-
-
-def _solve(S: Matrix, current: Matrix, orthogonal: bool) -> Matrix:
-    """Return the atoms that statistics give; rows without any stay as they are."""
-    if orthogonal:
-        return finish_atoms(S, current, np.any(S != 0, axis=1), orthogonal=True)
-    r = len(current)  # one sweep tells whose atoms go elsewhere
-    return coordinate_atoms(S[:, :r], S[:, r:], current, n_sweeps=1)
 
 
 def _outliers(own: Matrix, sent: NDArray[np.bool_]) -> NDArray[np.bool_]:

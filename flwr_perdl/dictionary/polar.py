@@ -83,18 +83,15 @@ def polar_factor(S: Matrix, fallback: Matrix) -> Matrix:
     among all that make the rows orthonormal.
     """
     xp = namespace(S, fallback)
-    S = check_array("S", S, xp=xp)
-    shape = tuple(S.shape)
-    if shape[0] > shape[1]:
-        raise ValueError(f"S must not have more rows than columns, got shape {shape}.")
-    fallback = check_array("fallback", fallback, xp=xp)
+    S, fallback = check_array("S", S, xp=xp), check_array("fallback", fallback, xp=xp)
     if fallback.shape != S.shape:
+        shape = tuple(S.shape)
         raise ValueError(f"fallback must have S's shape {shape}, got {tuple(fallback.shape)}.")
     factor: Matrix = polar_factors(S[None, ...], fallback[None, ...])[0, ...]
     return factor
 
 
-def polar_factors(S: Matrix, fallback: Matrix) -> Matrix:
+def polar_factors(S: Matrix, fallback: Matrix, fixed: NDArray[np.bool_] | None = None) -> Matrix:
     """Return :func:`polar_factor` of every matrix of a stack, the same bits.
 
     Parameters
@@ -103,16 +100,33 @@ def polar_factors(S: Matrix, fallback: Matrix) -> Matrix:
         Finite matrices.
     fallback : ndarray of shape (n, n_atoms, n_features)
         A dictionary with orthonormal rows for each.
+    fixed : ndarray of bool of shape (n, n_atoms), optional
+        Rows that stay exactly as ``fallback`` has them; the others become orthogonal to them. None
+        by default.
 
     Returns
     -------
     ndarray of shape (n, n_atoms, n_features)
-        Those of matrices with a zero row, or too badly conditioned for the Gram matrix, are
-        computed one by one.
+        Those of matrices with a zero row or a fixed one, or too badly conditioned for the Gram
+        matrix, are computed one by one.
+
+    Raises
+    ------
+    ValueError
+        If there are more rows than columns.
     """
     n, r, d = S.shape
+    if r > d:
+        raise ValueError(f"S must not have more rows than columns, got shape {(r, d)}.")
     if 0 in (r, d):
         return cast(copied(fallback), S.dtype)
+    if fixed is not None and fixed.any():
+        beside, free = fallback.astype(np.result_type(S, fallback)), ~fixed.any(axis=1)
+        beside[free] = polar_factors(S[free], fallback[free])
+        for i in np.flatnonzero(~free & ~fixed.all(axis=1)):
+            moved, V = ~fixed[i], fallback[i]
+            beside[i, moved] = _beside(S[i, moved], V[fixed[i]], V[moved])
+        return beside
     xp, least = namespace(S, fallback), _safe_gram(S)
     factors: Matrix = xp.empty_like(S)
     step = max(1, _WINDOW // (r * d)) if on_cpu(S) else n
@@ -130,26 +144,12 @@ def polar_factors(S: Matrix, fallback: Matrix) -> Matrix:
     return factors
 
 
-def polar_factor_beside(S: Matrix, fixed: Matrix, fallback: Matrix) -> Matrix:
-    """Return :func:`polar_factor` of what ``fixed`` leaves of ``S``: orthogonal to ``fixed``.
+def _beside(S: Matrix, fixed: Matrix, fallback: Matrix) -> Matrix:
+    """Return the polar factor of what ``fixed`` leaves of ``S``: rows orthogonal to ``fixed``.
 
-    Parameters
-    ----------
-    S : ndarray of shape (n_atoms, n_features)
-        Any matrix.
-    fixed : ndarray of shape (n_fixed, n_features)
-        Orthonormal rows, with ``n_fixed + n_atoms <= n_features``.
-    fallback : ndarray of shape (n_atoms, n_features)
-        Orthonormal rows, orthogonal to those of ``fixed``.
-
-    Returns
-    -------
-    ndarray of shape (n_atoms, n_features)
-        Orthonormal rows. Directions of which ``fixed`` leaves no more than the rounding of ``S``
-        are filled in as near as possible to ``fallback``.
+    Directions of which ``fixed`` leaves no more than the rounding of ``S`` are filled in as near as
+    possible to ``fallback``, whose rows are orthogonal to ``fixed`` too.
     """
-    if 0 in (len(S), len(fixed)):
-        return polar_factor(S, fallback)
     X, F = cast(S, np.float64), cast(fixed, np.float64)
     if S.dtype != X.dtype:
         F = orthonormal(F)

@@ -1,16 +1,12 @@
 """Flower Strategies, one file per protocol."""
 
-from flwr_perdl.strategies._conversation import (
-    Options,
-    ServerOptions,
-    ServerSettings,
-    TooFewReplies,
-)
+from flwr_perdl.strategies._options import Options, ServerOptions, ServerSettings
 from flwr_perdl.strategies._protocol import (
     Protocol,
     Replies,
     Request,
     RoundReport,
+    TooFewReplies,
     client_report,
 )
 from flwr_perdl.strategies._strategy import ProtocolStrategy, await_nodes

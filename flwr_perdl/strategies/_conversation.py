@@ -10,38 +10,25 @@ import json
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from difflib import get_close_matches
+from collections.abc import Callable, Collection, Mapping
 from fnmatch import fnmatchcase
 from logging import INFO, WARNING
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypedDict, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from flwr.common import log
 from numpy.typing import NDArray
 
 from flwr_perdl import _store
-from flwr_perdl._checks import (
-    Matrix,
-    check_count,
-    check_flag,
-    check_kind,
-    check_real,
-    own_numbers,
-    plain,
-)
+from flwr_perdl._checks import Matrix, check_count, plain
 from flwr_perdl._events import EventLog
 from flwr_perdl._random import EVALUATION, SAMPLING, spawn
 from flwr_perdl._records import (
     AFTER,
     ANEW,
     EVALUATE,
-    LARGEST_INT,
-    NAME,
     NUM_EXAMPLES,
-    PARTITION_ID,
     ROUND,
     RUN,
     SEED,
@@ -50,11 +37,10 @@ from flwr_perdl._records import (
     Reply,
     Scalar,
     brief,
-    printable,
-    read_partition,
 )
 from flwr_perdl._threads import one_blas_thread
 from flwr_perdl.clients._clusters import NO_EVALUATE
+from flwr_perdl.strategies._options import Options
 from flwr_perdl.strategies._protocol import (
     CAPPED,
     REFUSED,
@@ -64,16 +50,14 @@ from flwr_perdl.strategies._protocol import (
     Request,
     RoundReport,
     State,
+    TooFewReplies,
     check_arrays,
     check_request,
 )
+from flwr_perdl.strategies._roster import Roster
 
-#: Characters of a client's name in logs and reports.
-_LONGEST_NAME = 80
 #: Characters of a run's token in a checkpoint.
 _LONGEST_RUN = 64
-
-
 #: What a project can do whose nodes do not say who they are.
 _REMEDY = (
     "; make the ClientApp with flwr_perdl.clients.client_app, which says who a client is, or "
@@ -81,354 +65,11 @@ _REMEDY = (
 )
 
 
-class TooFewReplies(RuntimeError):
-    """A round had fewer good replies than ``min_clients``."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerSettings:
-    """What a server rarely has to be told: ``server=ServerSettings(...)`` of every strategy.
-
-    Parameters
-    ----------
-    resume : bool, default False
-        Continue from the newest checkpoint in ``checkpoint_dir``; where there is none, begin.
-    evaluate_every : int, default 1
-        Rounds from one evaluation by the clients to the next.
-    allow_fewer : bool, default False
-        Whether the run begins with fewer than ``num_clients``, but at least ``min_clients``, where
-        not all have come in time; otherwise it stops with `TooFewReplies`.
-    node_timeout : float, default 60.0
-        Seconds to wait for them.
-    on_round : callable, optional
-        Called with each `RoundReport`.
-    events : str or Path, optional
-        File to which every event of the run is appended as a line of JSON (docs/faults.md).
-    max_reply_bytes : int, default 2**28
-        Most bytes of arrays in a reply; a larger one is refused before its arrays are read.
-    max_magnitude : float, default 1e100
-        Largest size of a number in a reply, of metrics too; a reply with a larger one is refused.
-    clients_by_node : mapping of int to int, optional
-        The partition of every node that may take part, by Flower's node id. Other nodes are not
-        asked, and a node that says that it is another client is left out. Without it, the first
-        node that claims a partition keeps it while it is connected.
-
-    Raises
-    ------
-    ValueError, TypeError
-        If an option breaks its rule.
-    """
-
-    resume: bool = False
-    evaluate_every: int = 1
-    allow_fewer: bool = False
-    node_timeout: float = 60.0
-    on_round: Callable[[RoundReport], None] | None = None
-    events: str | Path | None = None
-    max_reply_bytes: int = 2**28
-    max_magnitude: float = 1e100
-    clients_by_node: Mapping[int, int] | None = None
-
-    def __post_init__(self) -> None:
-        """Check the options."""
-        own_numbers(self)
-        check_flag("resume", self.resume)
-        check_count("evaluate_every", self.evaluate_every, 1)
-        check_flag("allow_fewer", self.allow_fewer)
-        check_real("node_timeout", self.node_timeout, 0)
-        if self.on_round is not None and not callable(self.on_round):
-            raise TypeError(f"on_round must be a function or None, got {self.on_round!r}.")
-        check_kind("events", self.events, (str, Path, type(None)), "a path or None")
-        check_count("max_reply_bytes", self.max_reply_bytes, 1)
-        check_real("max_magnitude", self.max_magnitude, 0, open_low=True)
-        nodes = self.clients_by_node
-        check_kind("clients_by_node", nodes, (Mapping, type(None)), "a mapping or None")
-        if nodes is not None and not nodes:
-            raise ValueError("clients_by_node must name at least one node, got an empty mapping.")
-        for node, partition in ({} if nodes is None else nodes).items():
-            check_count("node ids in clients_by_node", node)
-            check_count("partitions in clients_by_node", partition, 0, LARGEST_INT)
-
-
-class ServerOptions(TypedDict, total=False):
-    """The options that every strategy of this library takes, all by keyword.
-
-    fraction_train, fraction_evaluate : float, default 1.0
-        Share of the clients asked in a training round, and of those that evaluate the model after
-        it by their own ``evaluate``. With ``fraction_evaluate=0`` nobody is asked to evaluate: for
-        clients that define no ``evaluate``, and for protocols whose arrays are no model.
-    min_clients : int, default 2
-        Fewest good replies with which a round goes on; also the fewest clients sampled.
-    num_clients : int or None, default None
-        Number of clients to wait for before round one; None waits until ``min_clients`` are there
-        and no further one has come for a few seconds.
-    seed : int, default 0
-        The run's one seed, below 2**63.
-    checkpoint_dir : str, Path or None, default None
-        Folder for a checkpoint after every round; one that holds a run is refused without
-        ``resume``.
-    server : ServerSettings
-        Everything else: ``resume``, ``on_round``, ``events``, ``clients_by_node``, …
-    """
-
-    fraction_train: float
-    fraction_evaluate: float
-    min_clients: int
-    num_clients: int | None
-    seed: int
-    checkpoint_dir: str | Path | None
-    server: ServerSettings
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options(ServerSettings):
-    """`ServerOptions` with `ServerSettings`'s fields among them, complete and checked."""
-
-    fraction_train: float = 1.0
-    fraction_evaluate: float = 1.0
-    min_clients: int = 2
-    num_clients: int | None = None
-    seed: int = 0
-    checkpoint_dir: str | Path | None = None
-
-    @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Options:
-        """Return the options with defaults filled in; ValueError or TypeError if one is wrong."""
-        refuse_unknown("Options", given, ServerOptions.__annotations__)
-        direct = dict(given)
-        server = check_kind(
-            "server", direct.pop("server", ServerSettings()), ServerSettings, "a ServerSettings"
-        )
-        return cls(**vars(server), **direct)
-
-    def __post_init__(self) -> None:
-        """Check the options."""
-        super().__post_init__()
-        check_real("fraction_train", self.fraction_train, 0, 1, open_low=True)
-        check_real("fraction_evaluate", self.fraction_evaluate, 0, 1)
-        check_count("min_clients", self.min_clients, 1)
-        if self.num_clients is not None:
-            check_count("num_clients", self.num_clients, 1)
-        check_count("seed", self.seed, 0, LARGEST_INT)
-        path = self.checkpoint_dir
-        check_kind("checkpoint_dir", path, (str, Path, type(None)), "a path or None")
-        if self.resume and path is None:
-            raise ValueError("resume must come with a checkpoint_dir, got checkpoint_dir=None.")
-
-
-def spelled(argument: str, kind: type) -> dict[str, str]:
-    """Return how each field of a dataclass that is an argument is given, by its name."""
-    names = [field.name for field in fields(kind)]
-    return {name: f"{argument}={kind.__name__}({name}=...)" for name in names}
-
-
-def refuse_unknown(
-    owner: str, given: Iterable[str], known: Iterable[str], inside: Mapping[str, str] | None = None
-) -> None:
-    """Raise a TypeError that says what there is instead if an option is given that is not known.
-
-    Parameters
-    ----------
-    owner : str
-        Whose options they are.
-    given, known : iterable of str
-        The options that are given, and those that there are.
-    inside : mapping of str to str, optional
-        How options are given that are fields of another one, by their names.
-    """
-    names, inside = list(known), {} if inside is None else inside
-    for name in given:
-        if name in inside:
-            raise TypeError(f"{owner} has no option {name!r}: it is given as {inside[name]}.")
-        if name not in names:
-            close = get_close_matches(name, [*names, *inside], n=1)
-            place = f", given as {inside[close[0]]}" if close and close[0] in inside else ""
-            meant = f"did you mean {close[0]!r}{place}? " if close else ""
-            raise TypeError(f"{owner} has no option {name!r}: {meant}It takes {', '.join(names)}.")
-
-
 class Plan(NamedTuple):
     """Who is asked what in one exchange: arrays by partition, ascending, and the config of all."""
 
     arrays: dict[int, list[Matrix]]
     config: dict[str, Scalar]
-
-
-Node = TypeVar("Node", bound=Hashable)
-
-
-class Roster(Generic[Node]):
-    """Which node is which client: Flower's node ids are random, partitions are not.
-
-    Of several nodes that say that they are the same client, the first has the place as long as it
-    is present. A newcomer makes the driver ask the first again (`contested`): a node that has died
-    counts as present for a while, and the newcomer may be its successor.
-
-    Parameters
-    ----------
-    allowed : mapping, optional
-        Partition by node: no other node takes part, and none as another client.
-    """
-
-    def __init__(self, allowed: Mapping[Node, int] | None = None) -> None:
-        self.allowed = allowed
-        self._partitions: dict[Node, int] = {}
-        self._doubles: set[tuple[Node, Node]] = set()
-        self._told: set[tuple[Node, Node]] = set()
-        self._silent: set[Node] = set()
-        self._names: dict[Node, str] = {}
-        #: How the clients call themselves.
-        self.names: dict[int, str] = {}
-        #: Why nodes take no part that do not say who they are.
-        self.strangers: dict[Node, str] = {}
-
-    def unknown(self, nodes: Iterable[Node]) -> list[Node]:
-        """Return the nodes that are to say who they are."""
-        known = self._partitions.keys() - self._silent
-        return [node for node in nodes if node not in known and self._admits(node)]
-
-    def enrol(self, node: Node, properties: Mapping[str, Any]) -> None:
-        """Note who ``node`` says it is.
-
-        Raises
-        ------
-        ValueError
-            If it does not say its partition-id, or not the one that it is allowed.
-        """
-        partition = read_partition(properties.get(PARTITION_ID))
-        if self.allowed is not None and partition != self.allowed[node]:
-            raise ValueError(
-                f"it says that it is client {partition}, and clients_by_node that it is client "
-                f"{self.allowed[node]}"
-            )
-        self.strangers.pop(node, None)
-        self._silent.discard(node)
-        if self._partitions.get(node, partition) != partition:
-            del self._partitions[node]  # who becomes another client is not the first to be it
-        self._partitions[node] = partition
-        name = properties.get(NAME)
-        own = printable(name, _LONGEST_NAME) if isinstance(name, str) else ""
-        self._names[node] = own or str(partition)
-        self.names.setdefault(partition, self._names[node])
-
-    def refuse(self, node: Node, reason: str) -> None:
-        """Note why a node takes no part; one that has enrolled loses its place until it answers."""
-        self._silent.add(node)
-        self.strangers[node] = brief(reason)
-        log(
-            WARNING,
-            "Left out node %s, which does not say who it is: %s",
-            *(node, self.strangers[node]),
-        )
-
-    def contested(self, nodes: Collection[Node]) -> list[Node]:
-        """Return the nodes whose place a newcomer claims: they are to say again who they are."""
-        here = self._here(nodes)
-        holders = self._holders(here)
-        if len(holders) == len(here):
-            return []
-        claims = {
-            (holders[self._partitions[node]], node)
-            for node in here
-            if holders[self._partitions[node]] != node
-        }
-        new = claims - self._doubles
-        self._doubles |= new
-        return [node for node in holders.values() if any(node == holder for holder, _ in new)]
-
-    def present(self, nodes: Collection[Node]) -> dict[int, Node]:
-        """Return the present clients' nodes by partition, ascending; the first enrolled wins."""
-        here = self._here(nodes)
-        holders = self._holders(here)
-        for node in here:
-            holder = holders[self._partitions[node]]
-            if node == holder:
-                self.names[self._partitions[node]] = self._names[node]
-            elif (holder, node) not in self._told:
-                self._told.add((holder, node))
-                log(
-                    WARNING,
-                    "Nodes %s and %s both say that they are %s: only %s, the first, is asked. Each "
-                    "needs a partition-id of its own; clients_by_node says which node is which.",
-                    *(holder, node, self.label(self._partitions[node]), holder),
-                )
-        return dict(sorted(holders.items()))
-
-    def _admits(self, node: Node) -> bool:
-        """Whether a node may take part; why not is logged once."""
-        if self.allowed is None or node in self.allowed:
-            return True
-        if node not in self.strangers:
-            self.strangers[node] = "clients_by_node does not name it"
-            log(WARNING, "Left out node %s: clients_by_node does not name it.", node)
-        return False
-
-    def _here(self, nodes: Collection[Node]) -> list[Node]:
-        """Return the present nodes that have said who they are, in the order in which they did."""
-        here = set(nodes) - self._silent
-        return [node for node in self._partitions if node in here]
-
-    def _holders(self, here: Sequence[Node]) -> dict[int, Node]:
-        """Return, by partition, who has the place: the first of these, as `_here` orders them."""
-        return {self._partitions[node]: node for node in reversed(here)}
-
-    def label(self, partition: int) -> str:
-        """Return how logs and reports call a client."""
-        name = self.names.get(partition, str(partition))
-        return f"client {partition}" if name == str(partition) else f"client {partition} ({name})"
-
-
-def settle(
-    count: Callable[[], int], options: Options, *, fixed: bool = False, poll: float = 0.5
-) -> int:
-    """Wait until the clients of a run have registered, and return how many there are.
-
-    In a simulation the ServerApp starts while virtual nodes still register, so that a strategy
-    that begins at once trains on a few of them.
-
-    Parameters
-    ----------
-    count : callable
-        Returns the number of nodes registered so far.
-    options : Options
-        ``num_clients``, ``allow_fewer``, ``min_clients`` and ``node_timeout`` apply.
-    fixed : bool
-        True where all nodes are known to be there from the start.
-    poll : float
-        Seconds between two looks; without ``num_clients``, six looks alike end the wait.
-
-    Raises
-    ------
-    TooFewReplies
-        If fewer than ``min_clients`` nodes are there in time, or, without ``allow_fewer``, fewer
-        than ``num_clients``.
-    """
-    wanted = options.num_clients or options.min_clients
-    deadline = time.monotonic() + options.node_timeout
-    seen, same = count(), 0
-    if not fixed:
-        patience = f"at most {options.node_timeout:g} s"
-        log(INFO, "Waiting for clients to register: %d of %d so far, %s.", seen, wanted, patience)
-    while time.monotonic() < deadline and not (fixed and seen < wanted):
-        if seen >= wanted and (fixed or options.num_clients is not None or same >= 6):
-            return seen
-        time.sleep(poll)
-        before, seen = seen, count()
-        same = same + 1 if seen == before else 0
-    waited = f" within {0 if fixed else options.node_timeout:g} s"
-    if seen < options.min_clients:
-        raise TooFewReplies(
-            f"{seen} client(s) registered{waited}, fewer than the "
-            f"{options.min_clients} that a round needs (min_clients)."
-        )
-    if seen < wanted and not options.allow_fewer:
-        raise TooFewReplies(
-            f"{seen} client(s) registered{waited}, fewer than num_clients={wanted}; with "
-            "ServerSettings(allow_fewer=True) the run begins without the others."
-        )
-    if seen < wanted:
-        log(WARNING, "Starting with %d of %d clients%s.", seen, wanted, waited)
-    return seen
 
 
 class Conversation:
@@ -492,7 +133,9 @@ class Conversation:
                 f"protocol must be a generator, with yield Request(...), got {self._steps!r}."
             )
         try:
-            self._advance(lambda: next(self._steps))
+            self._ask(next(self._steps))
+        except StopIteration as end:
+            self._finish(end.value)
         except (KeyError, TypeError, IndexError) as error:
             if saved is None:
                 raise
@@ -589,30 +232,25 @@ class Conversation:
         request = self._request
         if request is None:
             raise RuntimeError("conclude must follow a plan.")
-        good: dict[int, Reply] = {}
-        bad = dict(lost)
+        good, bad = Replies(), dict(lost)
         for partition in sorted(replies):
+            reply = replies[partition]
             try:
-                _check_metrics(request.metrics, replies[partition])
-                told = request.check(replies[partition])
-                if told is not None:
-                    raise TypeError(
-                        "Request.check must raise a ValueError for a wrong reply, and return "
-                        f"nothing, got {told!r}."
-                    )
+                for name in request.metrics:
+                    if name not in reply.metrics:
+                        raise ValueError(f"metrics must have {name!r}, got {sorted(reply.metrics)}")
+                told = request.check(reply)
             except ValueError as error:
                 bad[partition] = Lost(REFUSED, brief(str(error)))
-            else:
-                good[partition] = replies[partition]
-        good, capped = _capped(good, request.max_weight)
-        for partition in capped:
-            log(
-                WARNING,
-                "Round %d (%s): %s counts for %d examples, as more than %g times the median is not "
-                "believed (Request.max_weight).",
-                *(round_, request.step, roster.label(partition), good[partition].num_examples),
-                request.max_weight,
-            )
+                continue
+            if told is not None:
+                raise TypeError(
+                    "Request.check must raise a ValueError for a wrong reply, and return nothing, "
+                    f"got {told!r}."
+                )
+            good[partition] = reply
+        if request.max_weight is not None:
+            self._cap(good, request.max_weight, round_, request.step, roster)
         report = self._report(round_, request.step, good, bad, roster)
         if len(good) < self.options.min_clients:
             self._tell(report)
@@ -624,14 +262,30 @@ class Conversation:
             )
         self._warn_of_lost_state(good, roster)
         with one_blas_thread():
-            heard = Replies(good)
-            heard.note(CAPPED, capped)
-            self._advance(lambda: self._steps.send(heard))
-        for partition, what in heard.noted.items():
+            try:
+                self._ask(self._steps.send(good))
+            except StopIteration as end:
+                self._finish(end.value)
+        for partition, what in good.noted.items():
             report.anomalies.setdefault(partition, {}).update(what)
         self.done = round_
         self._remember(report)
         return report
+
+    def _cap(self, good: Replies, most: float, round_: int, step: str, roster: Roster[Any]) -> None:
+        """Have no reply count for more than ``most`` times the median number of examples."""
+        numbers = [reply.num_examples for reply in good.values()]
+        bound = int(min(most * np.median(numbers), 2**53)) if numbers else 0
+        above = {p: reply for p, reply in good.items() if reply.num_examples > bound}
+        for partition, reply in above.items():
+            good[partition] = reply._replace(num_examples=bound)
+            log(
+                WARNING,
+                "Round %d (%s): %s counts for %d examples, as more than %g times the median is not "
+                "believed (Request.max_weight).",
+                *(round_, step, roster.label(partition), bound, most),
+            )
+        good.note(CAPPED, {p: 1 - bound / reply.num_examples for p, reply in above.items()})
 
     def _warn_of_lost_state(self, good: Mapping[int, Reply], roster: Roster[Any]) -> None:
         """Warn of clients that took part before and have lost their private state since."""
@@ -726,20 +380,21 @@ class Conversation:
         self._events.write("ask", round=round_, step=step, asked=len(arrays))
         return Plan(arrays, {**{key: plain(value) for key, value in config.items()}, **common})
 
-    def _advance(self, move: Callable[[], Request]) -> None:
-        """Move the protocol to its next request, or to its end."""
-        try:
-            self._request = check_request(move())
-            model = self._request.model
-            self.model = list(self._request.arrays if model is None else model)
-        except StopIteration as end:
-            if end.value is None:
-                raise ValueError(
-                    "protocol must end with `return [arrays]`, its final model, got its end "
-                    "without one."
-                ) from None
-            self._request = None
-            self.model = check_arrays("what protocol returns", end.value)
+    def _ask(self, request: object) -> None:
+        """Take up what the protocol asks next."""
+        self._request = check_request(request)
+        model = self._request.model
+        self.model = list(self._request.arrays if model is None else model)
+
+    def _finish(self, model: object) -> None:
+        """Take up what the protocol returns."""
+        if model is None:
+            raise ValueError(
+                "protocol must end with `return [arrays]`, its final model, got its end without "
+                "one."
+            )
+        self._request = None
+        self.model = check_arrays("what protocol returns", model)
 
     def _report(
         self,
@@ -935,33 +590,6 @@ def _refuse_earlier_run(checkpoint_dir: str | Path | None) -> None:
             f"checkpoint_dir must hold no run, got one after round {rounds[-1]} in "
             f"{str(checkpoint_dir)!r}: resume=True goes on with it; a new run needs another folder."
         )
-
-
-def _check_metrics(names: Iterable[str], reply: Reply) -> None:
-    """Raise a ValueError if a reply lacks one of these metrics."""
-    for name in names:
-        if name not in reply.metrics:
-            raise ValueError(f"metrics must have {name!r}, got {sorted(reply.metrics)}")
-
-
-def _capped(
-    replies: dict[int, Reply], most: float | None
-) -> tuple[dict[int, Reply], dict[int, float]]:
-    """Return the replies with bounded numbers of examples, and by which shares they went down.
-
-    Parameters
-    ----------
-    replies : dict of int to Reply
-        By partition.
-    most : float or None
-        The bound in medians; None: none.
-    """
-    if most is None or not replies:
-        return replies, {}
-    bound = int(min(most * np.median([reply.num_examples for reply in replies.values()]), 2**53))
-    above = {p: reply for p, reply in replies.items() if reply.num_examples > bound}
-    shares = {p: 1 - bound / reply.num_examples for p, reply in above.items()}
-    return {**replies, **{p: r._replace(num_examples=bound) for p, r in above.items()}}, shares
 
 
 def summarized(

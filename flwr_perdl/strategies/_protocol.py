@@ -19,6 +19,7 @@ started afresh, yields that same request again. That is all a checkpoint needs.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from functools import cached_property
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -39,17 +40,12 @@ CAPPED = "capped"
 
 
 class Replies(dict[int, Reply]):
-    """The good replies of a round, by partition, in ascending order.
+    """The good replies of a round, by partition, in ascending order."""
 
-    Attributes
-    ----------
-    noted : dict of int to dict
-        What the protocol noted of each client, see `note`.
-    """
-
-    def __init__(self, replies: Mapping[int, Reply]) -> None:
-        super().__init__(sorted(replies.items()))
-        self.noted: dict[int, dict[str, float]] = {}
+    @cached_property
+    def noted(self) -> dict[int, dict[str, float]]:
+        """What the protocol noted of each client, see `note`."""
+        return {}
 
     def note(self, what: str, shares: Mapping[int, float]) -> None:
         """Note for the report what the aggregation did to clients' replies.
@@ -68,6 +64,10 @@ class Replies(dict[int, Reply]):
 
 def accept(reply: Reply) -> None:
     """Accept every reply (the default check of a request)."""
+
+
+class TooFewReplies(RuntimeError):
+    """A round had fewer good replies than ``min_clients``."""
 
 
 class Lost(NamedTuple):

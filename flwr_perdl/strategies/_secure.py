@@ -25,8 +25,8 @@ from flwr.serverapp import Grid
 
 from flwr_perdl._checks import check_count, check_kind, check_real
 from flwr_perdl._npy import view_file
-from flwr_perdl._records import NUM_EXAMPLES, Limits, Reply, brief, check_reply, error_of
-from flwr_perdl.strategies._conversation import refuse_unknown
+from flwr_perdl._records import Limits, Reply, brief, error_of, read_reply, received, to_record
+from flwr_perdl.strategies._options import refuse_unknown
 from flwr_perdl.strategies._protocol import FAILED, REFUSED, Lost
 
 #: Share of the clients that must answer to the end: with two thirds, no two halves of the clients
@@ -134,10 +134,9 @@ def secure_mean(
     if finished:
         (mean,) = parameters_to_ndarrays(results[0][1].parameters)
         for proxy, fitted in results:
-            partition, metrics = asked[proxy.node_id][0], dict(fitted.metrics)
-            n_samples = metrics.pop(NUM_EXAMPLES, float("nan"))
+            partition = asked[proxy.node_id][0]
             try:
-                good[partition] = check_reply([mean], cast(float, n_samples), metrics, limits)
+                good[partition] = read_reply(received(to_record([mean]), fitted.metrics), limits)
             except ValueError as error:
                 lost[partition] = Lost(REFUSED, brief(str(error)))
             else:

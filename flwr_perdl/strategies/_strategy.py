@@ -28,21 +28,19 @@ from flwr_perdl._records import (
     brief,
     error_of,
     read_reply,
+    scalars,
     to_arrays,
     to_record,
     to_records,
 )
 from flwr_perdl._repr import ShownAsCalled
 from flwr_perdl._shortcuts import rare_collections
-from flwr_perdl.strategies._conversation import (
-    Conversation,
+from flwr_perdl.strategies._conversation import Conversation, Plan
+from flwr_perdl.strategies._options import (
     Options,
-    Plan,
-    Roster,
     ServerOptions,
     ServerSettings,
     refuse_unknown,
-    settle,
     spelled,
 )
 from flwr_perdl.strategies._protocol import (
@@ -53,6 +51,7 @@ from flwr_perdl.strategies._protocol import (
     RoundReport,
     State,
 )
+from flwr_perdl.strategies._roster import Roster, settle
 from flwr_perdl.strategies._shown import VERBOSE, Show, shown
 
 T = TypeVar("T")
@@ -237,7 +236,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         """Hand the good replies to the protocol and return its new model."""
         conversation = self._running()
         if self._sent is not None:
-            read = partial(read_reply, with_arrays=True, limits=conversation.limits)
+            read = partial(read_reply, limits=conversation.limits)
             good, lost = self._gathered or _read(self._sent, replies, read)
             _log_received("aggregate_train", good, lost)
             report: RoundReport | None = conversation.conclude(
@@ -261,7 +260,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
             return []
         self._check_returned(arrays)
         nodes = self._present(grid)
-        plan = conversation.plan_evaluation(server_round, list(nodes), _scalars(config))
+        plan = conversation.plan_evaluation(server_round, list(nodes), scalars(config))
         self._log_asked("configure_evaluate", plan, nodes, grid)
         return self._ask(plan, nodes, MessageType.EVALUATE, config)
 
@@ -404,7 +403,7 @@ def _within(seconds: float | None) -> str:
 
 
 def _read(
-    sent: Sequence[tuple[int, Message]], replies: Iterable[Message], read: Callable[[Message], T]
+    sent: Sequence[tuple[int, Message]], replies: Iterable[Message], read: Callable[[RecordDict], T]
 ) -> tuple[dict[int, T], dict[int, Lost]]:
     """Read the replies: return them by who was asked, and why others have no good reply.
 
@@ -430,7 +429,7 @@ def _read(
             lost[who] = Lost(FAILED, why)
             continue
         try:
-            good[who] = read(answers[who])
+            good[who] = read(answers[who].content)
         except Exception as error:
             lost[who] = Lost(REFUSED, brief(str(error)))
     return good, lost
@@ -441,9 +440,9 @@ def _log_received(phase: str, good: Sized, lost: Sized) -> None:
     log(INFO, "%s: Received %d results and %d failures", phase, len(good), len(lost))
 
 
-def _properties(answer: Message) -> Mapping[str, Any]:
+def _properties(answer: RecordDict) -> Mapping[str, Any]:
     """Return the properties that a node reports."""
-    record = answer.content.get(CONFIG)
+    record = answer.get(CONFIG)
     if not isinstance(record, ConfigRecord):
         raise ValueError(f"no ConfigRecord {CONFIG!r}")
     return record
@@ -451,10 +450,6 @@ def _properties(answer: Message) -> Mapping[str, Any]:
 
 def _equal(some: list[Matrix], others: list[Matrix]) -> bool:
     return len(some) == len(others) and all(map(np.array_equal, some, others))
-
-
-def _scalars(config: ConfigRecord) -> dict[str, Scalar]:
-    return {key: value for key, value in config.items() if not isinstance(value, list)}
 
 
 def _remembering(

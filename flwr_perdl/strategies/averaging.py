@@ -34,16 +34,16 @@ from flwr_perdl.clients.averaging import AVERAGE
 from flwr_perdl.clients.perma import OWN
 from flwr_perdl.dictionary.aggregation import aggregate_atoms
 from flwr_perdl.dictionary.averaging import average_dictionaries, common_start
-from flwr_perdl.strategies._conversation import ServerOptions
+from flwr_perdl.strategies._options import ServerOptions
 from flwr_perdl.strategies._protocol import Protocol, Replies, Request, State
 from flwr_perdl.strategies._strategy import ProtocolStrategy
 from flwr_perdl.strategies.perma import (
     alike,
     check_max_atoms,
     check_number_of_atoms,
+    check_shape,
     given_atoms,
     is_orthogonal,
-    shape_check,
     within_bounds,
 )
 
@@ -133,7 +133,7 @@ class DictionaryAveraging(ProtocolStrategy):
                 [atoms],
                 {LOCAL_STEPS: self.local_steps},
                 state,
-                shape_check((len(atoms) + 1, atoms.shape[1]), _PACKED),
+                partial(check_shape, (len(atoms) + 1, atoms.shape[1]), what=_PACKED),
                 max_weight=None,
             )
             if orthogonal == OWN:

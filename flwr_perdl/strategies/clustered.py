@@ -81,7 +81,8 @@ from flwr_perdl.regression.updates import (
     perturbed,
     smallest_as_good,
 )
-from flwr_perdl.strategies._conversation import ServerOptions, summarized
+from flwr_perdl.strategies._conversation import summarized
+from flwr_perdl.strategies._options import ServerOptions
 from flwr_perdl.strategies._protocol import Protocol, Replies, Request, State
 from flwr_perdl.strategies._strategy import ProtocolStrategy
 

@@ -7,6 +7,7 @@ from inspect import signature
 from typing import Any
 
 import numpy as np
+from flwr.app import Array, ArrayRecord
 from flwr.common import (
     Code,
     EvaluateIns,
@@ -23,9 +24,11 @@ from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import Strategy
 
 from flwr_perdl._checks import Matrix, check_kind, plain
-from flwr_perdl._records import Reply, Scalar, brief, check_reply
-from flwr_perdl.strategies._conversation import Conversation, Plan, Roster, settle
+from flwr_perdl._records import NUM_EXAMPLES, Reply, Scalar, brief, read_reply, received
+from flwr_perdl._shortcuts import NPY
+from flwr_perdl.strategies._conversation import Conversation, Plan
 from flwr_perdl.strategies._protocol import FAILED, REFUSED, Lost
+from flwr_perdl.strategies._roster import Roster, settle
 from flwr_perdl.strategies._strategy import ProtocolStrategy
 
 #: How the server's own loss is called among the metrics that a checkpoint keeps.
@@ -242,10 +245,11 @@ class LegacyStrategy(Strategy):
             if cid not in replies:
                 lost[partition] = Lost(FAILED, brief(causes) or "no reply in time")
                 continue
-            num_examples, parameters, metrics = replies[cid]
+            n_samples, parameters, metrics = replies[cid]
+            files = {str(i): Array("", (), NPY, data) for i, data in enumerate(parameters.tensors)}
+            content = received(ArrayRecord(files), {**metrics, NUM_EXAMPLES: n_samples})
             try:
-                limits, files = self.conversation.limits, parameters.tensors
-                good[partition] = check_reply([], num_examples, metrics, limits, files=files)
+                good[partition] = read_reply(content, self.conversation.limits)
             except Exception as error:
                 lost[partition] = Lost(REFUSED, brief(str(error)))
         return good, lost

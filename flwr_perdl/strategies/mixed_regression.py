@@ -52,7 +52,7 @@ from flwr_perdl.regression.answers import DESCRIBE
 from flwr_perdl.regression.phases import DESCENT, REFINEMENT
 from flwr_perdl.regression.states import Known
 from flwr_perdl.strategies import _protocol
-from flwr_perdl.strategies._conversation import ServerOptions, spelled
+from flwr_perdl.strategies._options import ServerOptions, spelled
 from flwr_perdl.strategies._protocol import Protocol, Replies, Request
 from flwr_perdl.strategies._strategy import ProtocolStrategy
 

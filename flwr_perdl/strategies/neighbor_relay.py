@@ -14,8 +14,9 @@ observe                                its reply to ``"show"``
 =====================================  =========================================================
 
 A message takes this way: `DiffusionClient.fit` of the sender, reply, `_Held.take`,
-`_Held.deliveries`, request, `DiffusionClient.fit` of the receiver, whose `inbox_of` decides whether
-it counts. Its form on the wire, and the rules, are in `flwr_perdl.network.messages`.
+`_Held.deliveries`, `Delivery.to_arrays`, request, `DiffusionClient.fit` of the receiver,
+`Delivery.from_arrays`, and `inbox_of`, which decides whether it counts. Its form on the wire, and
+the rules, are in `flwr_perdl.network.messages`.
 
 ``n_rounds`` rounds of the algorithm take ``n_rounds + 1`` communication rounds, and one more for
 the nodes' public keys where messages are sealed. A node that does not reply is silent in that
@@ -77,7 +78,7 @@ from flwr_perdl.network._exchange import Plan, Run, spread
 from flwr_perdl.network._packing import text_array, texts_of, unpack_arrays
 from flwr_perdl.network.faults import Faults
 from flwr_perdl.network.messages import Delivery, Message
-from flwr_perdl.strategies._conversation import ServerOptions, ServerSettings
+from flwr_perdl.strategies._options import ServerOptions, ServerSettings
 from flwr_perdl.strategies._protocol import Protocol, Replies, Request, RoundReport, State
 from flwr_perdl.strategies._strategy import ProtocolStrategy
 

@@ -81,7 +81,7 @@ from flwr_perdl.dictionary import (
 )
 from flwr_perdl.dictionary.aggregation import finish_atoms
 from flwr_perdl.dictionary.warm_start import pooled_start
-from flwr_perdl.strategies._conversation import ServerOptions
+from flwr_perdl.strategies._options import ServerOptions
 from flwr_perdl.strategies._protocol import Protocol, Replies, Request, State
 from flwr_perdl.strategies._secure import check_secure, secure_mean
 from flwr_perdl.strategies._strategy import ProtocolStrategy
@@ -239,7 +239,11 @@ class PerMA(ProtocolStrategy):
                 told = {"samples": median_samples(same)}
                 heard = Replies(dict(list(same.items())[:1]))
             replies.note(REMEMBERED, {who: 1.0 for who in heard if who not in replies})
-            found = self._aggregate(heard, global_atoms, bool(known))
+            stack = np.stack([reply.arrays[0] for reply in heard.values()])
+            if self.aggregation == "statistics":  # line 13
+                found = aggregate_statistics(stack, global_atoms, orthogonal=bool(known))
+            else:
+                found = self._average(stack, heard, global_atoms, bool(known))
             for deed, shares in found.odd.items():
                 replies.note(deed, dict(zip(heard, shares, strict=True)))
             new = {"global_atoms": found.global_atoms, "orthogonal": np.array(known)}
@@ -282,7 +286,7 @@ class PerMA(ProtocolStrategy):
             what += "the updated atoms themselves)"
         else:
             what = "the updated global atoms"
-        shape_check(self._shape(state, reply), what)(reply)
+        check_shape(self._shape(state, reply), reply, what)
 
     def _shape(self, state: State, reply: Reply | None = None) -> tuple[int, int]:
         """Return the shape of an update's reply, and without one the largest that may come."""
@@ -340,18 +344,15 @@ class PerMA(ProtocolStrategy):
                 if who not in heard and when >= update - self.remember:
                     heard[int(who)] = Reply([array], int(n_samples), {})
                     since[int(who)] = int(when)
-        kept = Replies(heard)
+        kept = Replies(sorted(heard.items()))
         who = [[p, since[p], reply.num_examples] for p, reply in kept.items()]
         told = np.stack([reply.arrays[0] for reply in kept.values()])
         return {"update": np.array(update), "who": np.array(who), "told": told}, kept
 
-    def _aggregate(self, replies: Replies, current: Matrix, orthogonal: bool) -> Aggregation:
-        """Return the new global atoms (line 13)."""
-        if not len(current):
-            return Aggregation(current, np.ones(len(replies), dtype=bool), {})
-        stack = np.stack([reply.arrays[0] for reply in replies.values()])
-        if self.aggregation == "statistics":
-            return aggregate_statistics(stack, current, orthogonal=orthogonal)
+    def _average(
+        self, stack: Matrix, replies: Replies, current: Matrix, orthogonal: bool
+    ) -> Aggregation:
+        """Return the new global atoms, an average of the updated ones (line 13)."""
         if self.secure is not None:
             (mean,) = stack  # its rows are shorter the less the clients agree
             atoms = finish_atoms(mean, current, np.any(mean != 0, axis=1), orthogonal=orthogonal)
@@ -489,14 +490,10 @@ def check_dictionary(reply: Reply, max_atoms: int | None = None) -> None:
         )
 
 
-def shape_check(shape: tuple[int, int], what: str = "") -> Any:
-    """Return the check that a reply is one matrix of this shape, which holds ``what``."""
-
-    def check(reply: Reply) -> None:
-        shapes: list[Any] = [array.shape for array in reply.arrays]
-        if shapes != [shape]:
-            raise ValueError(
-                f"wrong shape: {shape} is asked for, got {shapes}{what and f': one matrix, {what}'}"
-            )
-
-    return check
+def check_shape(shape: tuple[int, int], reply: Reply, what: str = "") -> None:
+    """Accept one matrix of this shape, which holds ``what``."""
+    shapes: list[Any] = [array.shape for array in reply.arrays]
+    if shapes != [shape]:
+        raise ValueError(
+            f"wrong shape: {shape} is asked for, got {shapes}{what and f': one matrix, {what}'}"
+        )

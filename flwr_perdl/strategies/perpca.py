@@ -33,7 +33,7 @@ from flwr_perdl._records import ANEW, Reply
 from flwr_perdl.clients.perpca import COMPONENTS, STEP_LENGTH
 from flwr_perdl.dictionary.aggregation import aggregate_atoms
 from flwr_perdl.dictionary.perpca import STEP, next_step, shared_start
-from flwr_perdl.strategies._conversation import ServerOptions
+from flwr_perdl.strategies._options import ServerOptions
 from flwr_perdl.strategies._protocol import Protocol, Replies, Request, State
 from flwr_perdl.strategies._strategy import ProtocolStrategy
 from flwr_perdl.strategies.perma import (
@@ -41,9 +41,9 @@ from flwr_perdl.strategies.perma import (
     are_orthonormal,
     check_dictionary,
     check_max_atoms,
+    check_shape,
     given_atoms,
     leave_out,
-    shape_check,
     with_enough,
     within_bounds,
 )
@@ -187,7 +187,7 @@ def _are_components(rows: Matrix) -> bool:
 
 def _check_step(shape: tuple[int, int], reply: Reply) -> None:
     """Accept one matrix of this shape, and the error that the step's length depends on."""
-    shape_check(shape)(reply)
+    check_shape(shape, reply)
     if not np.isfinite(reply.metrics.get("mse", np.nan)):
         raise ValueError("metrics must have a finite mse")
 

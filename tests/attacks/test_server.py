@@ -21,8 +21,8 @@ import pytest
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from rich.console import Console
 
-from flwr_perdl import _compat
-from flwr_perdl._records import Limits, Reply, check_reply, read_reply
+from flwr_perdl import _compat, _records
+from flwr_perdl._records import Reply, read_reply, received
 from flwr_perdl.clients import DictionaryClient, RegressionClient, client_app
 from flwr_perdl.dictionary import OrthogonalLearner, dictionary_distance
 from flwr_perdl.network._packing import pack_arrays
@@ -39,8 +39,8 @@ from flwr_perdl.strategies import (
     neighbor_relay,
     perma,
 )
-from flwr_perdl.strategies._conversation import Roster
 from flwr_perdl.strategies._protocol import Replies
+from flwr_perdl.strategies._roster import Roster
 from perdl_experiments import runner
 from perdl_experiments.liars import LyingDictionaryClient
 from perdl_experiments.report import write_report
@@ -181,24 +181,24 @@ def test_metrics_that_cannot_be_shown_are_refused_before_anything_is_copied(
     monkeypatch: pytest.MonkeyPatch, metrics: dict[str, Any], sentence: str
 ) -> None:
     hostile = answer(metrics)
-    monkeypatch.setattr(Limits, "read", None)  # arrays are not read
+    monkeypatch.setattr(_records, "view_file", None)  # arrays are not read
     with pytest.raises(ValueError, match=sentence) as caught:
-        read_reply(hostile, with_arrays=True)
+        read_reply(hostile.content)
     assert len(str(caught.value)) < 200
     with pytest.raises(ValueError, match=sentence):  # the older interface
-        check_reply([], 1, {**metrics, "num-examples": 1})
+        read_reply(received(ArrayRecord(), {**metrics, "num-examples": 1}))
 
 
 def test_metrics_within_the_limits_are_good() -> None:
     name = "Größe in m²".ljust(100, "x")
-    good = read_reply(answer({name: 2.0, "many": [0.0] * 9_000}), with_arrays=True)
+    good = read_reply(answer({name: 2.0, "many": [0.0] * 9_000}).content)
     assert good.metrics == {name: 2.0}
 
 
 def test_an_array_for_every_byte_is_refused() -> None:
-    files = [next(iter(ArrayRecord([np.zeros(0)]).values())).data] * 10_001
+    many = ArrayRecord([np.zeros(0)] * 10_001)
     with pytest.raises(ValueError, match="at most 10000 are read, got 10001"):
-        Limits().read(files)
+        read_reply(received(many, {"num-examples": 1}))
 
 
 def test_a_run_goes_on_without_the_client_whose_metrics_are_refused(

@@ -117,7 +117,7 @@ def reply(data: bytes) -> None:
         answer.content["metrics"] = MetricRecord({"num-examples": 3, **metrics})
     answer.content["arrays"] = record
     with suppress(ValueError):
-        good = read_reply(answer, with_arrays=True, limits=Limits(2**20, 2**16, 1e100))
+        good = read_reply(answer.content, Limits(2**20, 2**16, 1e100))
         assert all(np.isfinite(array).all() for array in good.arrays)
         with suppress(ValueError):
             for array in good.arrays:
@@ -125,7 +125,7 @@ def reply(data: bytes) -> None:
     said = Message(
         RecordDict({"config": ConfigRecord({"name": tail.decode("latin1")})}), reply_to=request
     )
-    assert _properties(said)
+    assert _properties(said.content)
 
 
 def letter(data: bytes) -> None:

@@ -24,7 +24,7 @@ from flwr_perdl.strategies import (
     TooFewReplies,
     client_report,
 )
-from flwr_perdl.strategies._conversation import Roster, settle
+from flwr_perdl.strategies._roster import Roster, settle
 
 RESUME = ServerSettings(resume=True)
 

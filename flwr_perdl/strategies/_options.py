@@ -1,0 +1,175 @@
+"""The options that every strategy takes: sampling, seed, checkpoints, limits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, TypedDict
+
+from flwr_perdl._checks import check_count, check_flag, check_kind, check_real, own_numbers
+from flwr_perdl._records import LARGEST_INT
+from flwr_perdl.strategies._protocol import RoundReport
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """What a server rarely has to be told: ``server=ServerSettings(...)`` of every strategy.
+
+    Parameters
+    ----------
+    resume : bool, default False
+        Continue from the newest checkpoint in ``checkpoint_dir``; where there is none, begin.
+    evaluate_every : int, default 1
+        Rounds from one evaluation by the clients to the next.
+    allow_fewer : bool, default False
+        Whether the run begins with fewer than ``num_clients``, but at least ``min_clients``, where
+        not all have come in time; otherwise it stops with `TooFewReplies`.
+    node_timeout : float, default 60.0
+        Seconds to wait for them.
+    on_round : callable, optional
+        Called with each `RoundReport`.
+    events : str or Path, optional
+        File to which every event of the run is appended as a line of JSON (docs/faults.md).
+    max_reply_bytes : int, default 2**28
+        Most bytes of arrays in a reply; a larger one is refused before its arrays are read.
+    max_magnitude : float, default 1e100
+        Largest size of a number in a reply, of metrics too; a reply with a larger one is refused.
+    clients_by_node : mapping of int to int, optional
+        The partition of every node that may take part, by Flower's node id. Other nodes are not
+        asked, and a node that says that it is another client is left out. Without it, the first
+        node that claims a partition keeps it while it is connected.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an option breaks its rule.
+    """
+
+    resume: bool = False
+    evaluate_every: int = 1
+    allow_fewer: bool = False
+    node_timeout: float = 60.0
+    on_round: Callable[[RoundReport], None] | None = None
+    events: str | Path | None = None
+    max_reply_bytes: int = 2**28
+    max_magnitude: float = 1e100
+    clients_by_node: Mapping[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        own_numbers(self)
+        check_flag("resume", self.resume)
+        check_count("evaluate_every", self.evaluate_every, 1)
+        check_flag("allow_fewer", self.allow_fewer)
+        check_real("node_timeout", self.node_timeout, 0)
+        if self.on_round is not None and not callable(self.on_round):
+            raise TypeError(f"on_round must be a function or None, got {self.on_round!r}.")
+        check_kind("events", self.events, (str, Path, type(None)), "a path or None")
+        check_count("max_reply_bytes", self.max_reply_bytes, 1)
+        check_real("max_magnitude", self.max_magnitude, 0, open_low=True)
+        nodes = self.clients_by_node
+        check_kind("clients_by_node", nodes, (Mapping, type(None)), "a mapping or None")
+        if nodes is not None and not nodes:
+            raise ValueError("clients_by_node must name at least one node, got an empty mapping.")
+        for node, partition in ({} if nodes is None else nodes).items():
+            check_count("node ids in clients_by_node", node)
+            check_count("partitions in clients_by_node", partition, 0, LARGEST_INT)
+
+
+class ServerOptions(TypedDict, total=False):
+    """The options that every strategy of this library takes, all by keyword.
+
+    fraction_train, fraction_evaluate : float, default 1.0
+        Share of the clients asked in a training round, and of those that evaluate the model after
+        it by their own ``evaluate``. With ``fraction_evaluate=0`` nobody is asked to evaluate: for
+        clients that define no ``evaluate``, and for protocols whose arrays are no model.
+    min_clients : int, default 2
+        Fewest good replies with which a round goes on; also the fewest clients sampled.
+    num_clients : int or None, default None
+        Number of clients to wait for before round one; None waits until ``min_clients`` are there
+        and no further one has come for a few seconds.
+    seed : int, default 0
+        The run's one seed, below 2**63.
+    checkpoint_dir : str, Path or None, default None
+        Folder for a checkpoint after every round; one that holds a run is refused without
+        ``resume``.
+    server : ServerSettings
+        Everything else: ``resume``, ``on_round``, ``events``, ``clients_by_node``, …
+    """
+
+    fraction_train: float
+    fraction_evaluate: float
+    min_clients: int
+    num_clients: int | None
+    seed: int
+    checkpoint_dir: str | Path | None
+    server: ServerSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(ServerSettings):
+    """`ServerOptions` with `ServerSettings`'s fields among them, complete and checked."""
+
+    fraction_train: float = 1.0
+    fraction_evaluate: float = 1.0
+    min_clients: int = 2
+    num_clients: int | None = None
+    seed: int = 0
+    checkpoint_dir: str | Path | None = None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Options:
+        """Return the options with defaults filled in; ValueError or TypeError if one is wrong."""
+        refuse_unknown("Options", given, ServerOptions.__annotations__)
+        direct = dict(given)
+        server = check_kind(
+            "server", direct.pop("server", ServerSettings()), ServerSettings, "a ServerSettings"
+        )
+        return cls(**vars(server), **direct)
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        check_real("fraction_train", self.fraction_train, 0, 1, open_low=True)
+        check_real("fraction_evaluate", self.fraction_evaluate, 0, 1)
+        check_count("min_clients", self.min_clients, 1)
+        if self.num_clients is not None:
+            check_count("num_clients", self.num_clients, 1)
+        check_count("seed", self.seed, 0, LARGEST_INT)
+        path = self.checkpoint_dir
+        check_kind("checkpoint_dir", path, (str, Path, type(None)), "a path or None")
+        if self.resume and path is None:
+            raise ValueError("resume must come with a checkpoint_dir, got checkpoint_dir=None.")
+
+
+def spelled(argument: str, kind: type) -> dict[str, str]:
+    """Return how each field of a dataclass that is an argument is given, by its name."""
+    names = [field.name for field in fields(kind)]
+    return {name: f"{argument}={kind.__name__}({name}=...)" for name in names}
+
+
+def refuse_unknown(
+    owner: str, given: Iterable[str], known: Iterable[str], inside: Mapping[str, str] | None = None
+) -> None:
+    """Raise a TypeError that says what there is instead if an option is given that is not known.
+
+    Parameters
+    ----------
+    owner : str
+        Whose options they are.
+    given, known : iterable of str
+        The options that are given, and those that there are.
+    inside : mapping of str to str, optional
+        How options are given that are fields of another one, by their names.
+    """
+    names, inside = list(known), {} if inside is None else inside
+    for name in given:
+        if name in inside:
+            raise TypeError(f"{owner} has no option {name!r}: it is given as {inside[name]}.")
+        if name not in names:
+            close = get_close_matches(name, [*names, *inside], n=1)
+            place = f", given as {inside[close[0]]}" if close and close[0] in inside else ""
+            meant = f"did you mean {close[0]!r}{place}? " if close else ""
+            raise TypeError(f"{owner} has no option {name!r}: {meant}It takes {', '.join(names)}.")
