@@ -11,6 +11,7 @@ from flwr_perdl.strategies._protocol import (
     Replies,
     Request,
     RoundReport,
+    SecureMean,
     client_report,
 )
 from flwr_perdl.strategies._strategy import ProtocolStrategy, await_nodes
@@ -39,6 +40,7 @@ __all__ = [
     "Replies",
     "Request",
     "RoundReport",
+    "SecureMean",
     "ServerOptions",
     "ServerSettings",
     "TooFewReplies",

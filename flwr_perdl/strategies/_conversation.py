@@ -559,7 +559,8 @@ class Conversation:
         arrays = dict.fromkeys(chosen, same)
         if own is not None:
             arrays = {p: check_arrays("Request.own(partition)", own(p)) for p in chosen}
-        return self._plan(round_, arrays, request.step, request.config)
+        secure = {} if request.secure is None else request.secure.config
+        return self._plan(round_, arrays, request.step, {**request.config, **secure})
 
     def conclude(
         self,

@@ -52,6 +52,7 @@ from flwr_perdl.strategies._protocol import (
     RoundReport,
     State,
 )
+from flwr_perdl.strategies._secure import secure_mean
 
 T = TypeVar("T")
 
@@ -95,7 +96,7 @@ class ProtocolStrategy(Strategy):
         self._conversation: Conversation | None = None
         self._roster: Roster[int] = Roster()
         self._sent: list[tuple[int, Message]] | None = None
-        #: The round's replies, as `_read` returns them, if a subclass has collected them itself.
+        #: A secure round's replies, as `_read` returns those of other rounds.
         self._gathered: tuple[dict[int, Reply], dict[int, Lost]] | None = None
         self._returned: ArrayRecord | None = None
         self._timeout = 3600.0
@@ -217,7 +218,19 @@ class ProtocolStrategy(Strategy):
         if plan is None:
             return []
         self._log_asked("configure_train", plan, nodes, grid)
-        return self._ask(plan, nodes, MessageType.TRAIN, config)
+        messages = self._ask(plan, nodes, MessageType.TRAIN, config)
+        secure = None if conversation.request is None else conversation.request.secure
+        if secure is None:
+            return messages
+        self._gathered = secure_mean(
+            grid,
+            self._sent or [],
+            server_round,
+            secure,
+            limits=conversation.limits,
+            timeout=self._timeout,
+        )
+        return []
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
