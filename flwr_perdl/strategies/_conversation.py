@@ -54,7 +54,7 @@ from flwr_perdl._records import (
     read_partition,
 )
 from flwr_perdl._threads import one_blas_thread
-from flwr_perdl.clients._clusters import NO_EVALUATE
+from flwr_perdl.clients._handlers import NO_EVALUATE
 from flwr_perdl.strategies._protocol import (
     CAPPED,
     REFUSED,

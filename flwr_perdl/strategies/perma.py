@@ -49,13 +49,13 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from logging import WARNING
 from math import prod
-from typing import Any, Literal, Unpack
+from typing import Any, ClassVar, Literal, Unpack
 
 import numpy as np
 from flwr.common import log
 
 from flwr_perdl._checks import Matrix, check_array, check_choice, check_count, check_flag
-from flwr_perdl._records import ANEW, Reply
+from flwr_perdl._records import ANEW, Reply, Scalar
 from flwr_perdl._robust import CAP, DEEDS
 from flwr_perdl.clients._steps import LOCAL_STEPS
 from flwr_perdl.clients.perma import (
@@ -150,9 +150,16 @@ class PerMA(ProtocolStrategy):
     (n_global, n_features). Floats per client: its dictionary up once; then n_global x n_features
     down, and as much up (learners that are not orthogonal send n_global x n_global more with
     "statistics").
+
+    Clients are `DictionaryClient`, or, except with "statistics" and ``refine_steps``, any
+    NumPyClient or ClientApp behind `client_app` whose model is a dictionary: its ``fit`` receives
+    nothing in round one and returns ``[dictionary]``, its own; later it receives the global atoms
+    with its own below them, and returns them trained. `client_app` keeps the client's own atoms at
+    the client. Such a client withholds nothing.
     """
 
     flags = (ANEW, "orthogonal")
+    evaluation_config: ClassVar[Mapping[str, Scalar]] = {SENDS: ATOMS}  # whose evaluations they are
 
     def __init__(
         self,
@@ -203,7 +210,7 @@ class PerMA(ProtocolStrategy):
             state = {"global_atoms": given_atoms(initial), "orthogonal": np.array(OWN)}
         if state is None:
             check = partial(check_dictionary, max_atoms=self.max_atoms)
-            replies = yield Request(START, check=check, max_weight=None)
+            replies = yield Request(START, (), {SENDS: self._sends}, None, check, max_weight=None)
             state = self._match(replies)
         while True:
             global_atoms, known = state["global_atoms"], int(state["orthogonal"])
@@ -214,7 +221,7 @@ class PerMA(ProtocolStrategy):
                 UPDATE,
                 [global_atoms],
                 {
-                    SENDS: STATISTICS if self.aggregation == "statistics" else ATOMS,
+                    SENDS: self._sends,
                     ORTHOGONAL: known,
                     LOCAL_STEPS: self.local_steps,
                     REFINE_STEPS: self.refine_steps,
@@ -240,6 +247,11 @@ class PerMA(ProtocolStrategy):
                 replies.note(deed, dict(zip(heard, shares, strict=True)))
             new = {"global_atoms": found.global_atoms, "orthogonal": np.array(known)}
             state = {**state, **told, **new}
+
+    @property
+    def _sends(self) -> str:
+        """What a client sends of an update."""
+        return STATISTICS if self.aggregation == "statistics" else ATOMS
 
     def _secure_mean(self, state: State) -> SecureMean | None:
         """Return what a secure round asks for; all replies have norm 1 at most."""
