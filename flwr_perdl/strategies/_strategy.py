@@ -123,6 +123,11 @@ class ProtocolStrategy(Strategy):
         """What happened so far: one report per training round and per evaluation."""
         return [] if self._conversation is None else self._conversation.history
 
+    @property
+    def client_names(self) -> dict[int, str]:
+        """How the clients call themselves, by partition; a number where they have no name."""
+        return dict(sorted(self._roster.names.items()))
+
     def settings(self) -> dict[str, Any]:
         """Return the strategy's own options by name."""
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
@@ -212,6 +217,7 @@ class ProtocolStrategy(Strategy):
         self._sent = self._gathered = None
         self._check_returned(arrays)
         if server_round <= conversation.done:
+            log(INFO, "configure_train: this round was finished before; nobody is asked again")
             return []
         nodes = self._present(grid)
         plan = conversation.plan(server_round, list(nodes), self._roster)
