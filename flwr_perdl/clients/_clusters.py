@@ -16,39 +16,24 @@ nothing to choose, one model comes, as FedAvg sends it, after the number of its 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from math import isnan, nan
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from math import isnan
 
 import numpy as np
-from flwr.app import (
-    Array,
-    ArrayRecord,
-    ConfigRecord,
-    Context,
-    Message,
-    MessageType,
-    MetricRecord,
-    RecordDict,
-)
-from flwr.client import NumPyClient
+from flwr.app import ConfigRecord, Context, Message, MessageType
 
 from flwr_perdl._checks import FLOATS, Matrix
-from flwr_perdl._compat import of_type
-from flwr_perdl._records import (
-    ARRAYS,
-    CONFIG,
-    METRICS,
-    NUM_EXAMPLES,
-    STEP,
-    Scalar,
-    decode,
-    error_of,
-    reply_to,
-    scalars,
-    to_arrays,
-)
+from flwr_perdl._records import ARRAYS, CONFIG, STEP, Scalar, decode, reply_to, scalars, to_arrays
 from flwr_perdl._shortcuts import encode, filled
+from flwr_perdl.clients._handlers import (
+    Evaluate,
+    Evaluated,
+    Fit,
+    Fitted,
+    Handlers,
+    floats,
+    numbers_of,
+)
 from flwr_perdl.regression.clustering import assign
 
 ALONE, MEASURE, CHOOSE = "train-alone", "measure-models", "cluster"
@@ -70,18 +55,8 @@ SHARE = "share_"
 #: A model with a smaller share of the weight is not trained.
 _LEAST_SHARE = 1e-3
 
-#: Why a client cannot take part in an evaluation.
-NO_EVALUATE = "the client must define evaluate to take part in evaluations, got none"
-#: What ClientApps call the loss, the first of these that is there.
-_LOSSES = ("loss", "eval_loss")
-
 #: How Flower writes the dtypes that the server takes.
 _FLOATS = tuple(map(str, FLOATS))
-
-Fitted = tuple[list[Matrix], int, dict[str, Scalar]]
-Evaluated = tuple[float, int, dict[str, Scalar]]
-Fit = Callable[[list[Matrix], dict[str, Scalar]], Fitted]
-Evaluate = Callable[[list[Matrix], dict[str, Scalar]], Evaluated]
 
 
 def fit_clustered(
@@ -106,7 +81,7 @@ def fit_clustered(
         model = list(parameters)
         for _ in range(int(config[N_FITS])):
             model, n, metrics = fit(model, dict(own))
-        return _floats(model), n, metrics
+        return floats(model), n, metrics
     if step == MEASURE:
         measured = _evaluations(evaluate, parameters, own)
         return [np.array([loss for loss, _, _ in measured])], measured[0][1], {}
@@ -138,12 +113,12 @@ def _choose(
     """Choose among the models, and train what is chosen."""
     if len(labels) == 1:
         model, n, metrics = fit(list(stacks), dict(config))
-        return _floats(model), n, {**metrics, CLUSTER: int(labels[0])}
+        return floats(model), n, {**metrics, CLUSTER: int(labels[0])}
     weights, told = _weighed(evaluate, labels, stacks, config, temperature)
     chosen = int(weights.argmax())
     if not temperature:
         model, n, metrics = fit(_model(stacks, chosen), dict(config))
-        return _floats(model), n, {**metrics, **told}
+        return floats(model), n, {**metrics, **told}
     trained = [stack.copy() for stack in stacks]
     for j in np.flatnonzero(weights >= _LEAST_SHARE).tolist():
         model, n, found = fit(_model(stacks, j), dict(config))
@@ -197,12 +172,6 @@ def _weights(measured: Sequence[Evaluated], temperature: float) -> Matrix:
     return weights
 
 
-def _floats(model: Sequence[Any]) -> list[Matrix]:
-    """Return a model's arrays as the server takes them: counters and half floats are converted."""
-    arrays = map(np.asarray, model)
-    return [a if a.dtype in FLOATS else a.astype(np.float64) for a in arrays]
-
-
 # For messages -------------------------------------------------------------------------------
 
 
@@ -217,45 +186,17 @@ def answer_clustered(
 ) -> Message:
     """Answer a message of clustered learning by an app that knows nothing of it.
 
-    The app receives one model at a time, in the messages that FedAvg sends: mods around its
-    handlers see those.
+    The app receives one model at a time (`Handlers`).
     """
     content = message.content
     record, config = content.array_records[ARRAYS], scalars(content.config_records[CONFIG])
-    names = json.loads(str(config.get(ARRAY_NAMES, "null")))
     own = {key: value for key, value in config.items() if key not in _OURS}
-
-    def ask(kind: str, model: Iterable[Array], own: Mapping[str, Scalar]) -> RecordDict:
-        named = enumerate(model) if names is None else zip(names, model, strict=True)
-        arrays = filled(ArrayRecord(), {str(name): array for name, array in named})
-        content = RecordDict({ARRAYS: arrays, CONFIG: ConfigRecord({**own})})
-        reply = call(of_type(message, content, kind), context)
-        if reply.has_error():
-            raise ValueError(error_of(reply))
-        return reply.content
-
-    def fitted(model: Iterable[Array], own: Mapping[str, Scalar]) -> tuple[RecordDict, list[Array]]:
-        content = ask(MessageType.TRAIN, model, own)
-        found = content.get(ARRAYS)
-        if not isinstance(found, ArrayRecord):
-            raise ValueError(f"a training reply must have an ArrayRecord {ARRAYS!r}, got none.")
-        return content, list(found.values()) if names is None else [found[name] for name in names]
-
-    def fit(model: list[Matrix], own: dict[str, Scalar]) -> Fitted:
-        content, arrays = fitted(map(encode, model), own)
-        numbers, n = _numbers(content)
-        return [decode(array) for array in arrays], n, numbers
-
-    def evaluate(model: list[Matrix], own: dict[str, Scalar]) -> Evaluated:
-        numbers, n = _numbers(ask(MessageType.EVALUATE, map(encode, model), own))
-        loss = next((float(numbers[name]) for name in _LOSSES if name in numbers), nan)
-        return loss, n, numbers
-
+    app = Handlers(message, context, call, json.loads(str(config.get(ARRAY_NAMES, "null"))))
     if message.metadata.message_type == MessageType.EVALUATE:
-        loss, n, metrics = evaluate_clustered(evaluate, to_arrays(record), config)
+        loss, n, metrics = evaluate_clustered(app.evaluate, to_arrays(record), config)
         return reply_to(message, None, n, {"loss": loss, **metrics})
     if config[STEP] != CHOOSE or config[TEMPERATURE]:
-        return reply_to(message, *fit_clustered(fit, evaluate, to_arrays(record), config))
+        return reply_to(message, *fit_clustered(app.fit, app.evaluate, to_arrays(record), config))
     # What FedAvg would send and receive passes as it is: large models are not copied here.
     first, *rest = record.values()
     labels = decode(first)
@@ -263,34 +204,13 @@ def answer_clustered(
         told: dict[str, Scalar] = {CLUSTER: int(labels[0])}
     else:
         stacks = [decode(array) for array in rest]
-        weights, told = _weighed(evaluate, labels, stacks, own, 0.0)
+        weights, told = _weighed(app.evaluate, labels, stacks, own, 0.0)
         rest = [encode(array) for array in _model(stacks, int(weights.argmax()))]
-    content, arrays = fitted(rest, own)
-    numbers, n = _numbers(content)
+    content, arrays = app.train(rest, own)
+    numbers, n = numbers_of(content)
     reply = reply_to(message, (), n, {**numbers, **told})
-    floats = [a if a.dtype in _FLOATS else encode(*_floats([decode(a)])) for a in arrays]
-    filled(reply.content[ARRAYS], {str(i): array for i, array in enumerate(floats)})
+    sent = [a if a.dtype in _FLOATS else encode(*floats([decode(a)])) for a in arrays]
+    filled(reply.content[ARRAYS], {str(i): array for i, array in enumerate(sent)})
     return reply
 
 
-def _numbers(content: RecordDict) -> tuple[dict[str, Scalar], int]:
-    """Return a reply's metrics that are numbers, and the number of its examples."""
-    record = content.get(METRICS)
-    if not isinstance(record, MetricRecord) or NUM_EXAMPLES not in record:
-        raise ValueError(f"a reply must have a MetricRecord {METRICS!r} with {NUM_EXAMPLES!r}.")
-    numbers = scalars(record)
-    return numbers, int(numbers[NUM_EXAMPLES])
-
-
-# For NumPyClients ----------------------------------------------------------------------------
-
-
-def evaluation_of(client: NumPyClient) -> Evaluate:
-    """Return the client's ``evaluate``; what raises a NotImplementedError if it has none."""
-    if type(client).evaluate is NumPyClient.evaluate and "evaluate" not in vars(client):
-        return _no_evaluate
-    return client.evaluate
-
-
-def _no_evaluate(parameters: list[Matrix], config: dict[str, Scalar]) -> Evaluated:
-    raise NotImplementedError(f"{NO_EVALUATE}.")

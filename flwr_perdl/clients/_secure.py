@@ -14,13 +14,15 @@ from flwr.client.mod import secaggplus_mod
 from flwr.common import Code, FitRes, Status, ndarrays_to_parameters
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS
 
-from flwr_perdl._checks import Matrix, check_count
+from flwr_perdl._checks import LARGE, Matrix, check_count, check_real
 from flwr_perdl._compat import fitres_to_recorddict
 from flwr_perdl._records import CONFIG, LARGEST_INT, NUM_EXAMPLES, error_of, read_reply
 
 #: The config key of a request whose replies are summed under masks: a client counts by its number
 #: of samples, and for at most so many.
 MAX_WEIGHT = "perdl.max-weight"
+#: And the largest norm of the arrays that it sends.
+NORM = "perdl.norm"
 
 
 def in_secure_round(message: Message) -> bool:
@@ -38,15 +40,19 @@ def masked(message: Message, context: Context, call_next: Any) -> Message:
 
 
 def _summand(request: Message, reply: Message) -> Message:
-    """Return what Flower's mod masks: arrays of norm 1 at most, and the weight of the client."""
+    """Return what Flower's mod masks: arrays of norm 1 at most, and the weight of the client.
+
+    The request's largest norm becomes 1, the range in which the mod counts.
+    """
     if reply.has_error():
         raise ValueError(error_of(reply))
     arrays, n_samples, metrics = read_reply(reply.content)
     config = request.content.config_records[CONFIG]
     most = check_count(MAX_WEIGHT, config.get(MAX_WEIGHT), 1, LARGEST_INT)
+    norm = check_real(NORM, config.get(NORM), 0, LARGE, open_low=True)
     fitted = FitRes(
         Status(Code.OK, ""),
-        ndarrays_to_parameters(_clipped(arrays)),
+        ndarrays_to_parameters(_clipped([array / norm for array in arrays])),
         min(n_samples, most),
         {**metrics, NUM_EXAMPLES: n_samples},
     )

@@ -24,17 +24,18 @@ from flwr_perdl._records import (
 from flwr_perdl._threads import one_blas_thread
 from flwr_perdl.clients._clusters import (
     CLUSTERED,
-    Evaluated,
-    Fitted,
     answer_clustered,
     evaluate_clustered,
-    evaluation_of,
     fit_clustered,
     in_clustered_round,
 )
 from flwr_perdl.clients._cohort import cohort_of
+from flwr_perdl.clients._handlers import Evaluated, Fit, Fitted, Handlers, evaluation_of
+from flwr_perdl.clients._own_fit import evaluate_perma, fit_perma
 from flwr_perdl.clients._secure import in_secure_round, masked
-from flwr_perdl.clients.base import identify
+from flwr_perdl.clients.base import Member, identify
+from flwr_perdl.clients.perma import SENDS
+from flwr_perdl.clients.regression import LINEAR, ONLY_LINEAR
 
 #: A NumPyClient, or what its ``to_client()`` returns.
 Factory = Callable[[Context], NumPyClient | Client]
@@ -46,7 +47,7 @@ _NOT_BOTH = "with LocalPrivacy, which adds noise to every single reply"
 
 
 def client_app(
-    factory: Factory | ClientApp,
+    make_client: Factory | ClientApp,
     *,
     train_mods: Sequence[Any] = (),
     evaluate_mods: Sequence[Any] = (),
@@ -59,10 +60,10 @@ def client_app(
 
     Parameters
     ----------
-    factory : callable or ClientApp
+    make_client : callable or ClientApp
         ``Context -> NumPyClient``; called for every message. A ``client_fn`` that returns
         ``client.to_client()`` may stay as it is. Under Ray the app is pickled with every message:
-        close over no data, read it in the factory. A ClientApp with handlers of its own
+        close over no data, read it in ``make_client``. A ClientApp with handlers of its own
         (``@app.train()``, ``@app.evaluate()``) may stand in its place: its evaluation replies need
         the metric ``"loss"`` or ``"eval_loss"`` for `ClusteredFedAvg`.
     train_mods, evaluate_mods : sequence of Flower mods
@@ -104,20 +105,20 @@ def client_app(
     >>> app = client_app(lambda context: Mean(np.eye(3)))
     """
     check_flag("secure", secure)
-    if isinstance(factory, ClientApp):
+    if isinstance(make_client, ClientApp):
         if train_mods or evaluate_mods or secure:
             raise ValueError(
                 "train_mods, evaluate_mods and secure must be left out with a ClientApp, which has "
                 "its own mods, got some of them."
             )
-        if is_legacy(factory):
+        if is_legacy(make_client):
             raise TypeError(
-                "factory must be the client_fn itself where a ClientApp was made from one, got "
+                "make_client must be the client_fn itself where a ClientApp was made from one, got "
                 "ClientApp(client_fn)."
             )
-        return factory if isinstance(factory, AnsweringApp) else OtherApp(factory)
+        return make_client if isinstance(make_client, AnsweringApp) else OtherApp(make_client)
     for name, wanted, given in (
-        ("factory", "a function that makes a client from Flower's Context", [factory]),
+        ("make_client", "a function that makes a client from Flower's Context", [make_client]),
         ("train_mods", "functions", train_mods),
         ("evaluate_mods", "functions", evaluate_mods),
     ):
@@ -125,18 +126,18 @@ def client_app(
         for function in given:
             if not callable(function):
                 raise TypeError(f"{name} must be {wanted}, got {function!r}.")
-    app = NumPyClientApp(factory, train_mods, evaluate_mods, secure)
+    app = NumPyClientApp(make_client, train_mods, evaluate_mods, secure)
     if secure and app.noisy:
         raise ValueError(f"secure must be False {_NOT_BOTH}, got True.")
     return app
 
 
-def client_fn(factory: Factory) -> Callable[[Context], Client]:
-    """Return the ``client_fn`` of a client in an older project: ``ClientApp(client_fn(factory))``.
+def client_fn(make_client: Factory) -> Callable[[Context], Client]:
+    """Return the ``client_fn`` of an older project: ``ClientApp(client_fn(make_client))``.
 
     Parameters
     ----------
-    factory : callable
+    make_client : callable
         As in `client_app`.
 
     Returns
@@ -145,7 +146,7 @@ def client_fn(factory: Factory) -> Callable[[Context], Client]:
         ``Context -> Client``, for ``ClientApp(client_fn=...)``. The client says who it is, and
         takes part in `ClusteredFedAvg`, as one of `client_app` does.
     """
-    return lambda context: AnyClient(_numpy_client(factory(context)), context).to_client()
+    return lambda context: AnyClient(_numpy_client(make_client(context)), context).to_client()
 
 
 class AnyClient(NumPyClient):
@@ -159,24 +160,28 @@ class AnyClient(NumPyClient):
         return _properties(self._client, self._context)
 
     def fit(self, parameters: list[Matrix], config: dict[str, Scalar]) -> Fitted:
-        """Train as the client does, or take a step of clustered learning."""
+        """Train as the client does, or take a step of clustered learning or of PerMA."""
         if CLUSTERED in config:
             return fit_clustered(self._client.fit, evaluation_of(self._client), parameters, config)
-        return self._client.fit(parameters, config)
+        if isinstance(self._client, Member):
+            return self._client.fit(parameters, config)
+        return _own_fit(self._client.fit, parameters, config, self._context)
 
     def evaluate(self, parameters: list[Matrix], config: dict[str, Scalar]) -> Evaluated:
         """Evaluate as the client does."""
         evaluate = evaluation_of(self._client)
         if CLUSTERED in config:
             return evaluate_clustered(evaluate, parameters, config)
+        if SENDS in config and not isinstance(self._client, Member):
+            return evaluate_perma(self._client.fit, evaluate, parameters, config, self._context)
         return evaluate(parameters, config)
 
 
 def _numpy_client(client: Any) -> NumPyClient:
-    """Return what a factory made as a NumPyClient, of which ``to_client()`` keeps it."""
+    """Return what ``make_client`` made as a NumPyClient, of which ``to_client()`` keeps it."""
     wanted = "a function that returns a NumPyClient"
     made: NumPyClient = check_kind(
-        "factory", getattr(client, "numpy_client", client), NumPyClient, wanted
+        "make_client", getattr(client, "numpy_client", client), NumPyClient, wanted
     )
     return made
 
@@ -226,7 +231,38 @@ class OtherApp(AnsweringApp):
         if asks_who and not has_handler(self._app, "query.default"):
             who = ConfigRecord({**identify(context)})
             return Message(RecordDict({CONFIG: who}), reply_to=message)
-        return self._app(message, context)
+        if asks_who or not _of_a_protocol(message):
+            return self._app(message, context)
+        (arrays, config), app = read_request(message), Handlers(message, context, self._app)
+        if message.metadata.message_type == MessageType.EVALUATE:
+            measured = evaluate_perma(app.fit, app.evaluate, arrays, config, context)
+            return _evaluation(message, *measured)
+        return reply_to(message, *_own_fit(app.fit, arrays, config, context))
+
+
+def _of_a_protocol(message: Message) -> bool:
+    """Whether a message asks for more than the own ``fit`` and ``evaluate`` of any client."""
+    record = message.content.get(CONFIG)
+    return isinstance(record, ConfigRecord) and (SENDS in record or LINEAR in record)
+
+
+def _own_fit(
+    fit: Fit, parameters: list[Matrix], config: dict[str, Scalar], context: Context
+) -> Fitted:
+    """Train by the own ``fit`` of a client that is made for no protocol."""
+    if LINEAR in config:
+        raise ValueError(f"the client must be another one: {ONLY_LINEAR}.")
+    if SENDS in config:
+        return fit_perma(fit, parameters, config, context)
+    return fit(parameters, config)
+
+
+def _evaluation(
+    message: Message, loss: float, num_examples: int, metrics: dict[str, Scalar]
+) -> Message:
+    """Return the reply to an evaluation."""
+    measured = {} if isnan(loss) else {"loss": loss}  # NaN: too few samples to say
+    return reply_to(message, None, num_examples, {**measured, **metrics})
 
 
 class NumPyClientApp(AnsweringApp):
@@ -234,13 +270,13 @@ class NumPyClientApp(AnsweringApp):
 
     def __init__(
         self,
-        factory: Factory,
+        make_client: Factory,
         train_mods: Sequence[Any],
         evaluate_mods: Sequence[Any],
         secure: bool = False,
     ) -> None:
         super().__init__()
-        self._factory = factory
+        self._make_client = make_client
         self._secure = secure
         self._one_by_one = bool(train_mods)
 
@@ -262,7 +298,7 @@ class NumPyClientApp(AnsweringApp):
 
     def _made(self, context: Context) -> NumPyClient:
         """Return the client that answers this message."""
-        return _MADE.get() or _numpy_client(self._factory(context))
+        return _MADE.get() or _numpy_client(self._make_client(context))
 
     def _train(self, message: Message, context: Context) -> Message:
         arrays, config = read_request(message)
@@ -271,15 +307,14 @@ class NumPyClientApp(AnsweringApp):
                 "secure=True must be the strategy's option too, got a request to send an update in "
                 "the clear."
             )
-        updated, num_examples, metrics = self._made(context).fit(arrays, config)
+        client = AnyClient(self._made(context), context)
+        updated, num_examples, metrics = client.fit(arrays, config)
         return reply_to(message, updated, num_examples, metrics)
 
     def _evaluate(self, message: Message, context: Context) -> Message:
         arrays, config = read_request(message)
-        evaluate = evaluation_of(self._made(context))
-        loss, num_examples, metrics = evaluate(arrays, config)
-        measured = {} if isnan(loss) else {"loss": loss}  # NaN: too few samples to say
-        return reply_to(message, None, num_examples, {**measured, **metrics})
+        client = AnyClient(self._made(context), context)
+        return _evaluation(message, *client.evaluate(arrays, config))
 
     def _query(self, message: Message, context: Context) -> Message:
         properties = _properties(self._made(context), context)
@@ -312,6 +347,8 @@ class NumPyClientApp(AnsweringApp):
         if self._one_by_one or self._secure or in_secure_round(asked) or in_clustered_round(asked):
             return None
         first = self._made(contexts[0])
+        if _of_a_protocol(asked) and not isinstance(first, Member):
+            return None
         together = cohort_of(first)
         if together is None:
             self._one_by_one = True

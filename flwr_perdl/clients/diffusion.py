@@ -19,7 +19,7 @@ from flwr_perdl._records import ANEW, ROUND, RUN, Scalar
 from flwr_perdl._store import LAST_ROUND
 from flwr_perdl._threads import one_blas_thread
 from flwr_perdl.clients.base import Member, PrivateState, private_shelf, step_of
-from flwr_perdl.diffusion.combine import Array, Program, reported
+from flwr_perdl.diffusion.combine import Array, Program, check_message, check_state, reported
 from flwr_perdl.network._packing import pack_arrays, text_array, texts_of
 from flwr_perdl.network.messages import Delivery, Rejected, finite_rows, inbox_of
 from flwr_perdl.network.sealed import Keys, read_key, read_pinned
@@ -187,21 +187,22 @@ class DiffusionClient(Member):
             inbox, left_out = inbox_of(
                 self.node,
                 pending,
-                self.program.message(state),
+                check_message(self.program.message(state), 1),
                 delivery.messages if pending == round_ - 1 else (),
                 max_delay=self.max_delay,
                 unseal=None if keys is None else keys.open,
             )
             metrics |= self._left_out(left_out)
-            state, pending = self.program.combine(state, inbox), 0
+            state, pending = check_state("combine", self.program.combine(state, inbox), 1), 0
             reports = {name: float(own) for name, (own,) in reported(self.program, state).items()}
             metrics = {name: own for name, own in reports.items() if isfinite(own)} | metrics
         reply: list[Matrix] = [] if keys is None else [keys.card]
         if step == SHOW:
             reply = self._end(state)
         elif step == EXCHANGE and str(self.node) not in str(config.get(ASLEEP, "")).split():
-            state, pending = self.program.adapt(state, round_), round_
-            sent, more = self._sent(self.program.message(state), delivery, round_, keys)
+            state, pending = check_state("adapt", self.program.adapt(state, round_), 1), round_
+            message = check_message(self.program.message(state), 1)
+            sent, more = self._sent(message, delivery, round_, keys)
             reply, metrics = [*reply, *sent], metrics | more
         over = step == SHOW and (sealed or _RUN_KEY in newest)
         kept = _Kept(state, pending, None if over else run_key, metrics if over else None)
@@ -210,7 +211,7 @@ class DiffusionClient(Member):
 
     def _kept(self, arrays: Mapping[str, Array] | None) -> _Kept:
         """Return what was kept, or the program's start."""
-        start = self.program.start(np.array([self.node]))
+        start = check_state("start", self.program.start(np.array([self.node])), 1)
         return _Kept(start) if arrays is None else _Kept.from_arrays(arrays, type(start))
 
     def _sent(

@@ -73,7 +73,7 @@ OWN = -1
 REFINE_STEPS = "perdl.refine-steps"
 
 #: The name of the first dictionary in a client's private state, before it knows its local atoms.
-_DICTIONARY = "dictionary"
+DICTIONARY = "dictionary"
 
 
 class PerMASteps(Steps):
@@ -156,14 +156,14 @@ class PerMASteps(Steps):
         """
         if saved is not None and LOCAL_ATOMS in saved:
             return saved[LOCAL_ATOMS], False
-        D = own_start(client, asked) if saved is None else saved[_DICTIONARY]
+        D = own_start(client, asked) if saved is None else saved[DICTIONARY]
         return align_to_global(D, G).local_atoms, saved is None
 
 
 def _start(client: DictionaryMember, state: PrivateState, D: Matrix, asked: Asked) -> Taken:
     """Local initialization (Algorithm 1, lines 2-5): ``D`` without atoms that show a sample."""
     X, learner, least = client.X, client.learner, client.min_support
-    state.save(asked.round, {_DICTIONARY: D})
+    state.save(asked.round, {DICTIONARY: D})
     codes = learner.code(X, D)
     hidden = shown(D, X, started_without(client, asked), least)
     if least:

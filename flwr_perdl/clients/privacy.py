@@ -363,7 +363,7 @@ def _read(message: Message) -> _Asked:
     if step != UPDATE or not arrays or not private:
         raise ValueError(
             f"step must be an update of atoms or of models under local privacy, got {step!r}"
-            f"{sends and ' of ' + sends}."
+            f"{' of ' + sends if sends and arrays else ''}."
         )
     if len(arrays) != 1:
         raise ValueError(f"arrays must be [global atoms] or [models], got {len(arrays)} arrays.")

@@ -38,6 +38,14 @@ from flwr_perdl.regression.losses import check_labels
 
 #: Options of a request travel in its config under this prefix.
 OPTION = "perdl.option."
+#: Marks the requests of clustered regression, which no other client can answer.
+LINEAR = "perdl.linear"
+#: What a client of another kind is told.
+ONLY_LINEAR = (
+    "this strategy clusters linear models, which RegressionClient fits, with a feature map and a "
+    "loss of one's own where wanted; ClusteredFedAvg clusters models of any kind by the clients' "
+    "own fit"
+)
 #: The largest norms of models by default. With the squared loss replies are linear in the model,
 #: and a large one shows no more; other gradients become steps, and show single points.
 _LINEAR_NORM, _OTHER_NORM = 1e9, 5.0

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from flwr_perdl._checks import brief_repr
 from flwr_perdl.diffusion.topology import CombinationMatrix
 
 Array = NDArray[Any]
@@ -338,6 +339,39 @@ def carry(
             on_report(ran.round, rows[-1])
     observed = program.observe(ran.state)
     return Carried(observed, n_rounds, ran.floats, ran.state, curves(rows, n))
+
+
+def check_message(message: Any, n_nodes: int) -> tuple[Array, ...]:
+    """Return what a program's ``message`` returned, or say what is wrong with it."""
+    if not isinstance(message, tuple | list) or not message:
+        raise ValueError(
+            f"message must return a tuple of arrays, (array,) for one, got {brief_repr(message)}."
+        )
+    _check_rows("message", message, n_nodes)
+    return tuple(message)
+
+
+def check_state(method: str, state: Any, n_nodes: int) -> Any:
+    """Return what a program's ``method`` returned as its state, or say what is wrong with it."""
+    if not isinstance(state, tuple) or not hasattr(state, "_fields"):
+        raise ValueError(f"{method} must return a NamedTuple of arrays, got {brief_repr(state)}.")
+    _check_rows(method, state, n_nodes)
+    return state
+
+
+def _check_rows(method: str, arrays: Sequence[Any], n_nodes: int) -> None:
+    """Raise a ValueError unless these are arrays with a row per node."""
+    for position, array in enumerate(arrays):
+        if not isinstance(array, np.ndarray) or array.dtype.hasobject:
+            raise ValueError(
+                f"{method} must return arrays of numbers, got {brief_repr(array)} at position "
+                f"{position}."
+            )
+        if array.shape[:1] != (n_nodes,):
+            raise ValueError(
+                f"{method} must return arrays whose first axis has the {n_nodes} nodes, got shape "
+                f"{array.shape} at position {position}."
+            )
 
 
 def step_back(state: State, before: State, rows: NDArray[np.bool_]) -> State:

@@ -9,7 +9,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_perdl._checks import check_count
-from flwr_perdl.diffusion.combine import Array, Program, State, curves, reported, step_back
+from flwr_perdl.diffusion.combine import (
+    Array,
+    Program,
+    State,
+    check_message,
+    check_state,
+    curves,
+    reported,
+    step_back,
+)
 from flwr_perdl.network._exchange import Mailbox, Network, Plan, Run
 from flwr_perdl.network.messages import finite_rows
 
@@ -101,13 +110,15 @@ class Host:
         state: State | None = None,
     ) -> None:
         self.mailbox = Mailbox(plan, nodes, senders)
-        self.state: Any = program.start(nodes) if state is None else state
+        begun = program.start(nodes) if state is None else state
+        self.state: Any = check_state("start", begun, len(nodes))
         self._program = program
 
     def send(self, round_: int) -> tuple[Array, ...]:
         """Do the work before the exchange of a round; return the messages as they arrive."""
-        self._adapted = self._program.adapt(self.state, round_)
-        sent = self._program.message(self._adapted)
+        n = len(self.mailbox.nodes)
+        self._adapted = check_state("adapt", self._program.adapt(self.state, round_), n)
+        sent = check_message(self._program.message(self._adapted), n)
         plan = self.mailbox.plan
         broken = plan.faults.broken(plan.n_nodes, round_)[self.mailbox.nodes]
         # A node's own message is passed separately only if it differs from what arrives.
@@ -125,6 +136,7 @@ class Host:
         after = self._program.combine(
             self._adapted, self.mailbox.inbox(round_, arrays, self._own, arrived)
         )
+        after = check_state("combine", after, len(self.mailbox.nodes))
         self.state = step_back(after, self.state, ~self._awake(round_))
 
     def reported(self, round_: int) -> dict[str, Array]:

@@ -168,6 +168,12 @@ class Refinement:
     def __post_init__(self) -> None:
         """Check the options."""
         own_numbers(self)
+        if self.local == "client":
+            raise ValueError(
+                "local must be 'fedavg', 'fedprox' or 'exact', got 'client': models that "
+                'the clients\' own fit trains are for ClusteredFedAvg(k, start="given"), which '
+                "takes those that FedMD finds."
+            )
         check_choice("local", self.local, (*LOCALS, EXACT))
         check_count("n_steps", self.n_steps, 1, MOST_STEPS)
         if self.step_size is not None:

@@ -6,6 +6,7 @@ from flwr_perdl.strategies._protocol import (
     Replies,
     Request,
     RoundReport,
+    SecureMean,
     TooFewReplies,
     client_report,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "Replies",
     "Request",
     "RoundReport",
+    "SecureMean",
     "ServerOptions",
     "ServerSettings",
     "TooFewReplies",

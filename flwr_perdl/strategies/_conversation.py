@@ -39,7 +39,7 @@ from flwr_perdl._records import (
     brief,
 )
 from flwr_perdl._threads import one_blas_thread
-from flwr_perdl.clients._clusters import NO_EVALUATE
+from flwr_perdl.clients._handlers import NO_EVALUATE
 from flwr_perdl.strategies._options import Options
 from flwr_perdl.strategies._protocol import (
     CAPPED,
@@ -202,7 +202,8 @@ class Conversation:
         arrays = dict.fromkeys(chosen, same)
         if own is not None:
             arrays = {p: check_arrays("Request.own(partition)", own(p)) for p in chosen}
-        return self._plan(round_, arrays, request.step, request.config)
+        secure = {} if request.secure is None else request.secure.config
+        return self._plan(round_, arrays, request.step, {**request.config, **secure})
 
     def conclude(
         self,

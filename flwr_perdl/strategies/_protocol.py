@@ -19,6 +19,7 @@ started afresh, yields that same request again. That is all a checkpoint needs.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
 from typing import Any, NamedTuple
@@ -26,9 +27,19 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl._checks import Matrix, brief_repr, check_real, plain
-from flwr_perdl._records import Reply, Scalar
+from flwr_perdl._checks import (
+    LARGE,
+    Matrix,
+    brief_repr,
+    check_count,
+    check_kind,
+    check_real,
+    own_numbers,
+    plain,
+)
+from flwr_perdl._records import LARGEST_INT, Reply, Scalar
 from flwr_perdl._repr import short_repr
+from flwr_perdl.clients._secure import MAX_WEIGHT, NORM
 
 #: Named arrays from which a protocol continues.
 State = Mapping[str, NDArray[Any]]
@@ -85,6 +96,60 @@ class Lost(NamedTuple):
     reason: str
 
 
+@dataclass(frozen=True)
+class SecureMean:
+    """What the server gets in a secure round: the clients' weighted mean, and no single reply.
+
+    Flower's SecAgg+ adds the replies up under masks. Every good reply then holds that mean in place
+    of the client's own array, so that a protocol that averages its replies does not change. Numbers
+    of examples and metrics are each client's own, and in the clear.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        The shape of a reply's one array.
+    norm : float, default 1.0
+        Largest norm of that array; a client scales a longer one down to it. Up to a thousand
+        clients, the mean is rounded to less than a millionth of this bound.
+    max_weight : int, default 1
+        A client counts by its number of examples, and for at most so many; with 1 all count alike.
+    num_shares : int or float, optional
+        Among how many clients each client's keys are shared: 3 or more. By default all, at most 51.
+    reconstruction_threshold : float, optional
+        The share of these that must answer to the end, above 0.5; by default two thirds.
+
+    Raises
+    ------
+    ValueError
+        If an option breaks its rule.
+    """
+
+    shape: tuple[int, ...]
+    norm: float = 1.0
+    max_weight: int = 1
+    num_shares: float | None = None
+    reconstruction_threshold: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        own_numbers(self)
+        check_kind("shape in secure", self.shape, tuple, "a tuple of integers")
+        for size in self.shape:
+            check_count("sizes of shape in secure", size, 1)
+        check_real("norm in secure", self.norm, 0, LARGE, open_low=True)
+        check_count("max_weight in secure", self.max_weight, 1, LARGEST_INT)
+        if self.num_shares is not None:
+            check_count("num_shares in secure", self.num_shares, 3)
+        if self.reconstruction_threshold is not None:
+            threshold = self.reconstruction_threshold
+            check_real("reconstruction_threshold in secure", threshold, 0.5, 1, open_low=True)
+
+    @property
+    def config(self) -> dict[str, Scalar]:
+        """What the clients are told."""
+        return {MAX_WEIGHT: self.max_weight, NORM: float(self.norm)}
+
+
 class Request(NamedTuple):
     """One round's question to every participating client.
 
@@ -111,6 +176,9 @@ class Request(NamedTuple):
     max_weight : float or None, default 10.0
         A reply's ``num_examples`` count for at most this many times the round's median; a client
         that says more is named in the log and in `client_report` (``"capped"``). None: no bound.
+    secure : SecureMean or None, default None
+        Whether the server gets the replies' mean only, and of which shape. The clients need
+        `client_app`.
     """
 
     step: str
@@ -123,6 +191,7 @@ class Request(NamedTuple):
     most: int | None = None
     metrics: Sequence[str] = ()
     max_weight: float | None = 10.0
+    secure: SecureMean | None = None
 
 
 Protocol = Generator[Request, Replies, list[Matrix]]
@@ -151,6 +220,7 @@ def check_request(request: object) -> Request:
         raise ValueError(f"Request.metrics must be a list of names, got {request.metrics!r}.")
     if request.max_weight is not None:
         check_real("Request.max_weight", request.max_weight, 1)
+    check_kind("Request.secure", request.secure, (SecureMean, type(None)), "a SecureMean or None")
     return request
 
 

@@ -23,11 +23,11 @@ from flwr.server.workflow.constant import Key as RoundKey
 from flwr.server.workflow.secure_aggregation.secaggplus_workflow import WorkflowState
 from flwr.serverapp import Grid
 
-from flwr_perdl._checks import check_count, check_kind, check_real
+from flwr_perdl._checks import check_kind
 from flwr_perdl._npy import view_file
 from flwr_perdl._records import Limits, Reply, brief, error_of, read_reply, received, to_record
 from flwr_perdl.strategies._options import refuse_unknown
-from flwr_perdl.strategies._protocol import FAILED, REFUSED, Lost
+from flwr_perdl.strategies._protocol import FAILED, REFUSED, Lost, SecureMean
 
 #: Share of the clients that must answer to the end: with two thirds, no two halves of the clients
 #: can be told different things and both be enough.
@@ -59,13 +59,9 @@ def check_secure(secure: bool | Mapping[str, float]) -> dict[str, float] | None:
     check_kind("secure", secure, (bool, Mapping), "True, False or a mapping of options")
     if isinstance(secure, bool):
         return {} if secure else None
-    options = dict(secure)
+    options: dict[str, Any] = dict(secure)
     refuse_unknown("secure", options, ("num_shares", "reconstruction_threshold"))
-    if "num_shares" in options:
-        check_count("num_shares in secure", options["num_shares"], 3)
-    if "reconstruction_threshold" in options:
-        threshold = options["reconstruction_threshold"]
-        check_real("reconstruction_threshold in secure", threshold, 0.5, 1, open_low=True)
+    SecureMean((1,), **options)  # checks them
     return options
 
 
@@ -73,10 +69,8 @@ def secure_mean(
     grid: Grid,
     sent: Sequence[tuple[int, Message]],
     round_: int,
+    secure: SecureMean,
     *,
-    max_weight: int,
-    shape: tuple[int, ...],
-    options: Mapping[str, float],
     limits: Limits,
     timeout: float | None,
 ) -> tuple[dict[int, Reply], dict[int, Lost]]:
@@ -90,12 +84,8 @@ def secure_mean(
         Partitions and the requests to them, which are not sent as they are.
     round_ : int
         The communication round.
-    max_weight : int
-        The largest weight of a client, as the requests' config says it.
-    shape : tuple of int
-        The shape of a reply's one array, in which no number is larger than 1.
-    options : mapping
-        From `check_secure`.
+    secure : SecureMean
+        What the requests' config says.
     limits : Limits
         What a reply may be at most.
     timeout : float or None
@@ -113,16 +103,16 @@ def secure_mean(
         return {}, {p: Lost(FAILED, "a sum over one client hides nothing") for p, _ in sent}
     shares: float = 1.0 if len(sent) <= _MOST_SHARES else _MOST_SHARES
     workflow = SecAggPlusWorkflow(
-        options.get("num_shares", shares),
-        float(options.get("reconstruction_threshold", _THRESHOLD)),
-        max_weight=float(max_weight),
+        shares if secure.num_shares is None else secure.num_shares,
+        _THRESHOLD if secure.reconstruction_threshold is None else secure.reconstruction_threshold,
+        max_weight=float(secure.max_weight),
         clipping_range=1.0,
         quantization_range=2 ** min(_MOST_BITS, _BITS - len(sent).bit_length()),
         modulus_range=2**_BITS,
         timeout=timeout,
     )
     asked = {message.metadata.dst_node_id: (partition, message) for partition, message in sent}
-    state, exchanges = WorkflowState(), _Exchanges(grid, shape, limits)
+    state, exchanges = WorkflowState(), _Exchanges(grid, secure.shape, limits)
     results: list[tuple[Any, FitRes]] = []
     reason = ""
     try:
@@ -132,7 +122,8 @@ def secure_mean(
     good: dict[int, Reply] = {}
     lost = {asked[node][0]: why for node, why in exchanges.lost.items()}
     if finished:
-        (mean,) = parameters_to_ndarrays(results[0][1].parameters)
+        (scaled,) = parameters_to_ndarrays(results[0][1].parameters)
+        mean = secure.norm * scaled
         for proxy, fitted in results:
             partition = asked[proxy.node_id][0]
             try:

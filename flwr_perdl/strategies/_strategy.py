@@ -52,6 +52,7 @@ from flwr_perdl.strategies._protocol import (
     State,
 )
 from flwr_perdl.strategies._roster import Roster, settle
+from flwr_perdl.strategies._secure import secure_mean
 from flwr_perdl.strategies._shown import VERBOSE, Show, shown
 
 T = TypeVar("T")
@@ -96,7 +97,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         self._conversation: Conversation | None = None
         self._roster: Roster[int] = Roster()
         self._sent: list[tuple[int, Message]] | None = None
-        #: The round's replies, as `_read` returns them, if a subclass has collected them itself.
+        #: A secure round's replies, as `_read` returns those of other rounds.
         self._gathered: tuple[dict[int, Reply], dict[int, Lost]] | None = None
         self._returned: ArrayRecord | None = None
         self._timeout = 3600.0
@@ -123,6 +124,11 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
     def history(self) -> list[RoundReport]:
         """What happened so far: one report per training round and per evaluation."""
         return [] if self._conversation is None else self._conversation.history
+
+    @property
+    def client_names(self) -> dict[int, str]:
+        """How the clients call themselves, by partition; a number where they have no name."""
+        return dict(sorted(self._roster.names.items()))
 
     def settings(self) -> dict[str, Any]:
         """Return the strategy's own options by name."""
@@ -222,13 +228,26 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         self._sent = self._gathered = None
         self._check_returned(arrays)
         if server_round <= conversation.done:
+            log(INFO, "configure_train: this round was finished before; nobody is asked again")
             return []
         nodes = self._present(grid)
         plan = conversation.plan(server_round, list(nodes), self._roster)
         if plan is None:
             return []
         self._log_asked("configure_train", plan, nodes, grid)
-        return self._ask(plan, nodes, MessageType.TRAIN, config)
+        messages = self._ask(plan, nodes, MessageType.TRAIN, config)
+        secure = None if conversation.request is None else conversation.request.secure
+        if secure is None:
+            return messages
+        self._gathered = secure_mean(
+            grid,
+            self._sent or [],
+            server_round,
+            secure,
+            limits=conversation.limits,
+            timeout=self._timeout,
+        )
+        return []
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]

@@ -33,6 +33,10 @@ from flwr_perdl.strategies._strategy import ProtocolStrategy
 
 #: How the server's own loss is called among the metrics that a checkpoint keeps.
 _LOSS = "perdl.loss"
+_SECURE = (
+    "strategy must be started with its own start for secure rounds, got it for the older "
+    "interface, where every update would reach the server by itself."
+)
 
 #: Flower's ``(round, model arrays, config)``; also without the config.
 EvaluateFn = Callable[..., tuple[float, dict[str, Scalar]] | None]
@@ -68,14 +72,11 @@ def as_legacy(
     TypeError
         If an argument is of another kind, or ``evaluate_fn`` takes neither three arguments nor two.
     ValueError
-        If the strategy has ``secure=True``.
+        If the strategy has ``secure=True``; a later secure round is refused when it comes.
     """
     check_kind("strategy", strategy, ProtocolStrategy, "a strategy of this library")
-    if getattr(strategy, "secure", None) is not None:
-        raise ValueError(
-            "strategy must be started with its own start for secure=True, got it for the older "
-            "interface, where every update would reach the server by itself."
-        )
+    if getattr(strategy, "secure", None) not in (None, False):
+        raise ValueError(_SECURE)
     check_kind("initial", initial, (list, tuple), "a list of arrays")
     for array in initial:
         check_kind("initial", array, np.ndarray, "a list of arrays")
@@ -118,6 +119,9 @@ class LegacyStrategy(Strategy):
     ) -> list[tuple[ClientProxy, FitIns]]:
         """Ask this round's question of the sampled clients."""
         if server_round == self.conversation.done + 1:
+            request = self.conversation.request
+            if request is not None and request.secure is not None:
+                raise ValueError(_SECURE)
             proxies = self._present(client_manager)
             plan = self.conversation.plan(server_round, list(proxies), self._roster)
             return [(p, FitIns(a, c)) for p, a, c in self._ask(plan, proxies)]

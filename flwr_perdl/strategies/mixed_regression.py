@@ -38,7 +38,7 @@ from flwr_perdl._checks import Matrix, check_array, check_choice, check_kind
 from flwr_perdl._random import SERVER, spawn
 from flwr_perdl._records import Reply
 from flwr_perdl._robust import DEEDS
-from flwr_perdl.clients.regression import OPTION
+from flwr_perdl.clients.regression import LINEAR, ONLY_LINEAR, OPTION
 from flwr_perdl.regression import (
     Answers,
     Ask,
@@ -57,11 +57,6 @@ from flwr_perdl.strategies._protocol import Protocol, Replies, Request
 from flwr_perdl.strategies._strategy import ProtocolStrategy
 
 _COUNT = "rounds"
-#: What a client of another kind is told.
-_LINEAR = (
-    ": this strategy clusters linear models, which RegressionClient fits, with a feature map and a "
-    "loss of one's own where wanted; it takes no models of other kinds"
-)
 STARTS = ("fedmd", "random")
 
 
@@ -111,7 +106,7 @@ class _MixedRegression(ProtocolStrategy):
             replies = yield Request(
                 ask.step,
                 ask.arrays,
-                {OPTION + name: value for name, value in ask.options.items()},
+                {LINEAR: True, **{OPTION + name: value for name, value in ask.options.items()}},
                 {**now.pack(), _COUNT: np.array(count)},
                 _check(phases, now),
                 own=_own(ask),
@@ -350,13 +345,13 @@ def _check(phases: TwoPhase, state: State) -> Callable[[Reply], None]:
     def check(reply: Reply) -> None:
         if len(reply.arrays) != 1:
             raise ValueError(
-                f"wrong number of arrays: 1 is asked for, got {len(reply.arrays)}{_LINEAR}"
+                f"wrong number of arrays: 1 is asked for, got {len(reply.arrays)}: {ONLY_LINEAR}"
             )
         wanted = phases.answer_shape(state)
         given = reply.arrays[0].shape
         if given != wanted if wanted else len(given) != 1 or given[0] < 2:
             shape = "(n_features + 1,)" if wanted is None else wanted
-            raise ValueError(f"wrong shape: {shape} is asked for, got {given}{_LINEAR}")
+            raise ValueError(f"wrong shape: {shape} is asked for, got {given}: {ONLY_LINEAR}")
         phases.check(state, reply.arrays[0])
 
     return check

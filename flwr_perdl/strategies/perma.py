@@ -49,17 +49,14 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from logging import WARNING
 from math import prod
-from typing import Any, Literal, Unpack
+from typing import Any, ClassVar, Literal, Unpack
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.common import log
-from flwr.serverapp import Grid
 
 from flwr_perdl._checks import Matrix, check_array, check_choice, check_count, check_flag
-from flwr_perdl._records import ANEW, Reply
+from flwr_perdl._records import ANEW, Reply, Scalar
 from flwr_perdl._robust import CAP, DEEDS
-from flwr_perdl.clients._secure import MAX_WEIGHT
 from flwr_perdl.clients._steps import LOCAL_STEPS
 from flwr_perdl.clients.perma import (
     ATOMS,
@@ -82,8 +79,8 @@ from flwr_perdl.dictionary import (
 from flwr_perdl.dictionary.aggregation import finish_atoms
 from flwr_perdl.dictionary.warm_start import pooled_start
 from flwr_perdl.strategies._options import ServerOptions
-from flwr_perdl.strategies._protocol import Protocol, Replies, Request, State
-from flwr_perdl.strategies._secure import check_secure, secure_mean
+from flwr_perdl.strategies._protocol import Protocol, Replies, Request, SecureMean, State
+from flwr_perdl.strategies._secure import check_secure
 from flwr_perdl.strategies._strategy import ProtocolStrategy
 
 AGGREGATIONS = ("statistics", "mean", "weighted", "median", "geometric-median", "trimmed")
@@ -153,9 +150,16 @@ class PerMA(ProtocolStrategy):
     (n_global, n_features). Floats per client: its dictionary up once; then n_global x n_features
     down, and as much up (learners that are not orthogonal send n_global x n_global more with
     "statistics").
+
+    Clients are `DictionaryClient`, or, except with "statistics" and ``refine_steps``, any
+    NumPyClient or ClientApp behind `client_app` whose model is a dictionary: its ``fit`` receives
+    nothing in round one and returns ``[dictionary]``, its own; later it receives the global atoms
+    with its own below them, and returns them trained. `client_app` keeps the client's own atoms at
+    the client. Such a client withholds nothing.
     """
 
     flags = (ANEW, "orthogonal")
+    evaluation_config: ClassVar[Mapping[str, Scalar]] = {SENDS: ATOMS}  # whose evaluations they are
 
     def __init__(
         self,
@@ -206,28 +210,27 @@ class PerMA(ProtocolStrategy):
             state = {"global_atoms": given_atoms(initial), "orthogonal": np.array(OWN)}
         if state is None:
             check = partial(check_dictionary, max_atoms=self.max_atoms)
-            replies = yield Request(START, check=check, max_weight=None)
+            replies = yield Request(START, (), {SENDS: self._sends}, None, check, max_weight=None)
             state = self._match(replies)
         while True:
             global_atoms, known = state["global_atoms"], int(state["orthogonal"])
             if self.secure is not None and known == OWN:  # what is summed must be of one kind
                 known = int(are_orthonormal(global_atoms))
                 state = {**state, "orthogonal": np.array(known)}
-            weight = {} if self.secure is None else {MAX_WEIGHT: self._max_weight(state)}
             replies = yield Request(
                 UPDATE,
                 [global_atoms],
                 {
-                    SENDS: STATISTICS if self.aggregation == "statistics" else ATOMS,
+                    SENDS: self._sends,
                     ORTHOGONAL: known,
                     LOCAL_STEPS: self.local_steps,
                     REFINE_STEPS: self.refine_steps,
-                    **weight,
                 },
                 state,
                 partial(self._check, state),
                 most=prod(self._shape(state)),
                 max_weight=None,
+                secure=self._secure_mean(state),
             )
             same = replies
             if known == OWN:
@@ -249,25 +252,17 @@ class PerMA(ProtocolStrategy):
             new = {"global_atoms": found.global_atoms, "orthogonal": np.array(known)}
             state = {**state, **told, **new}
 
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> list[Message]:
-        """Ask this round's question of the sampled clients; a secure round is asked here."""
-        messages = super().configure_train(server_round, arrays, config, grid)
-        request = self._running().request
-        if not messages or request is None or MAX_WEIGHT not in request.config:
-            return messages
-        self._gathered = secure_mean(
-            grid,
-            self._sent or [],
-            server_round,
-            max_weight=int(request.config[MAX_WEIGHT]),
-            shape=self._shape(request.state or {}),
-            options=self.secure or {},
-            limits=self._running().limits,
-            timeout=self._timeout,
-        )
-        return []
+    @property
+    def _sends(self) -> str:
+        """What a client sends of an update."""
+        return STATISTICS if self.aggregation == "statistics" else ATOMS
+
+    def _secure_mean(self, state: State) -> SecureMean | None:
+        """Return what a secure round asks for; all replies have norm 1 at most."""
+        if self.secure is None:
+            return None
+        options: dict[str, Any] = self.secure
+        return SecureMean(self._shape(state), max_weight=self._max_weight(state), **options)
 
     def _max_weight(self, state: State) -> int:
         """Return for how many samples a client counts at most in a secure sum.

@@ -198,11 +198,13 @@ def test_a_classifier_of_scikit_learn_takes_part() -> None:
 
 
 def test_what_is_no_client_is_named() -> None:
-    with pytest.raises(TypeError, match="factory must be the client_fn itself"):
+    with pytest.raises(TypeError, match="make_client must be the client_fn itself"):
         client_app(ClientApp(client_fn=lambda context: make_slope(context).to_client()))
     with pytest.raises(ValueError, match="train_mods, evaluate_mods and secure must be left out"):
         client_app(handlers(), secure=True)
     no_client: Any = "a client"
     app = client_app(lambda context: no_client)
-    with pytest.raises(RuntimeError, match="factory must be a function that returns a NumPyClient"):
+    with pytest.raises(
+        RuntimeError, match="make_client must be a function that returns a NumPyClient"
+    ):
         Mean().start(InProcessGrid(app, 2), ArrayRecord([np.zeros(1)]), num_rounds=1)

@@ -55,7 +55,7 @@ MADE: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
         {"epsilon": 1.0, "delta": 1e-5, "n_rounds": 2, "clip": 1.0},
         ["epsilon", "delta", "n_rounds", "clip", "rng"],
     ),
-    "app": (client_app, {"factory": len}, ["factory", "train_mods", "evaluate_mods"]),
+    "app": (client_app, {"make_client": len}, ["make_client", "train_mods", "evaluate_mods"]),
     "grid": (
         InProcessGrid,
         {"app": client_app(len), "num_nodes": 2},

@@ -15,8 +15,10 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import LocalDpMod
 from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, FedAvg
 
-from flwr_perdl.clients import DictionaryClient, client_app
+from flwr_perdl.clients import DictionaryClient, DiffusionClient, RegressionClient, client_app
 from flwr_perdl.dictionary import OrthogonalLearner
+from flwr_perdl.diffusion import DiffusionAveraging, Topology
+from flwr_perdl.regression import Refinement
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import ClusteredFedAvg, FedX, PerMA, TooFewReplies
 
@@ -41,6 +43,9 @@ def make_dictionary_client(context: Context) -> DictionaryClient:
 
 
 MEANS, DICTIONARIES = client_app(MeanClient), client_app(make_dictionary_client)
+REGRESSIONS = client_app(lambda context: RegressionClient(np.eye(4), np.ones(4), context))
+GOSSIP = DiffusionAveraging(Topology.ring(3)).program(lambda node: None, initial=[np.zeros(3)])
+DIFFUSIONS = client_app(lambda context: DiffusionClient(GOSSIP, context))
 WITH_NOISE = [LocalDpMod(1.0, 1.0, 1.0, 1e-3)]
 
 
@@ -57,8 +62,19 @@ def run(strategy: Any, app: ClientApp, model: ArrayRecord | None = None) -> Any:
             "PerMA has no option 'min_available_nodes': It takes n_global, ",
         ),
         (lambda: run(ClusteredFedAvg(1), DICTIONARIES, ATOMS), TooFewReplies, "must have 'perdl."),
-        (lambda: run(PerMA(2), MEANS), TooFewReplies, "IndexError"),
-        (lambda: run(FedX(2), MEANS), TooFewReplies, "IndexError"),
+        (lambda: run(PerMA(2), MEANS), TooFewReplies, 'aggregation must be "mean"'),
+        (
+            lambda: run(PerMA(2, aggregation="mean"), MEANS),
+            TooFewReplies,
+            "fit must return [dictionary], the client's own, where it receives no parameters (the "
+            "start of PerMA), got IndexError",
+        ),
+        (lambda: run(FedX(2), MEANS), TooFewReplies, "this strategy clusters linear models"),
+        (
+            lambda: Refinement(local="client"),
+            ValueError,
+            'models that the clients\' own fit trains are for ClusteredFedAvg(k, start="given")',
+        ),
         (
             lambda: run(ClusteredFedAvg(2), ClientApp(), MODEL),
             TooFewReplies,
@@ -67,7 +83,7 @@ def run(strategy: Any, app: ClientApp, model: ArrayRecord | None = None) -> Any:
         (
             lambda: client_app(ClientApp(client_fn=lambda c: MeanClient(c).to_client())),
             TypeError,
-            "factory must be the client_fn itself",
+            "make_client must be the client_fn itself",
         ),
         (
             lambda: run(ClusteredFedAvg(2), MEANS),
@@ -96,10 +112,32 @@ def test_what_fails_says_why(combine: Callable[[], Any], error: type[Exception],
         combine()
 
 
-def test_fedavg_learns_nothing_from_a_client_of_another_protocol() -> None:
-    result = run(FedAvg(), DICTIONARIES, ATOMS)
+def test_fedmd_finds_the_models_that_the_clients_own_fit_refines() -> None:
+    found: dict[str, Any] = {}
+    exec("".join(re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)), found)
+    models = found["models"]
+    own = found["strategy"].result.members
+    assert [own[i] == own[0] for i in range(10)] == [i % 2 == 0 for i in range(10)]
+    error = models[[own[0], own[1]]] - found["TRUTH"]
+    assert np.abs(error).max() < 0.05  # noise 0.1, 100 points a cluster: 0.01 in each direction
+
+
+@pytest.mark.parametrize("app", [DICTIONARIES, REGRESSIONS, DIFFUSIONS])
+def test_fedavg_is_refused_with_a_sentence_by_a_client_of_another_protocol(app: ClientApp) -> None:
+    said: list[str] = []
+
+    class Tap(InProcessGrid):
+        def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
+            replies = list(super().send_and_receive(messages, timeout=timeout))
+            said.extend(str(r.error.reason) for r in replies if r.has_error())
+            return replies
+
+    result = FedAvg(fraction_evaluate=0.0).start(Tap(app, 3), ATOMS, num_rounds=1)
     assert len(result.arrays) == 0
     assert result.train_metrics_clientapp == {}
+    assert len(said) == 3
+    sentence = "the strategies that this client is made for send it, Flower's own, such as FedAvg,"
+    assert all(sentence in reason for reason in said)
 
 
 def test_noise_at_the_client_goes_with_clusters() -> None:

@@ -15,7 +15,7 @@ from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import LocalDpMod
 
-from flwr_perdl.clients import DictionaryClient, DiffusionClient, client_app
+from flwr_perdl.clients import DictionaryClient, DiffusionClient, Member, client_app
 from flwr_perdl.dictionary import OrthogonalLearner
 from flwr_perdl.diffusion import Topology
 from flwr_perdl.simulations import InProcessGrid
@@ -58,6 +58,14 @@ class Template(NumPyClient):
         return 0.0, 1, {}
 
 
+class Speaking(Member, Template):
+    """One that answers the steps itself."""
+
+    def __init__(self, context: Any, reply: Any) -> None:
+        super().__init__(context)
+        self.reply = reply
+
+
 def grid(n: int = 3, factory: Any = dictionary, mods: Any = (), **options: Any) -> InProcessGrid:
     return InProcessGrid(client_app(factory, train_mods=mods), n, **options)
 
@@ -74,7 +82,7 @@ def test_what_a_client_says_of_itself_goes_before_its_context() -> None:
             return {"name": "north"}
 
     strategy = PerMA(2, min_clients=1)
-    with pytest.raises(TooFewReplies, match=r"client 0 \(north\), asked for step 'update'"):
+    with pytest.raises(TooFewReplies, match=r"client 0 \(north\), asked for step 'start'"):
         strategy.start(grid(1, lambda context: Named()), num_rounds=2)
 
 
@@ -98,13 +106,14 @@ def test_an_app_that_does_not_say_who_it_is_is_told_the_remedy(how: str) -> None
         (lambda: PerMA(2), 2 * np.eye(2), "one atom per row, and row 0 has norm 2"),
         (DictionaryAveraging, np.ones(2), "a last row for its residuals"),
         (lambda: FedX(1), np.eye(2), "this strategy clusters linear models"),
+        (lambda: FedX(1), np.ones((1, 3)), "is asked for, got (1, 3): this strategy clusters"),
     ],
 )
 def test_a_refusal_says_what_is_asked_for(
     strategy: Callable[[], ProtocolStrategy], reply: Any, said: str
 ) -> None:
     with pytest.raises(TooFewReplies) as error:
-        strategy().start(grid(factory=lambda context: Template(reply)), num_rounds=2)
+        strategy().start(grid(factory=lambda context: Speaking(context, reply)), num_rounds=2)
     assert said in str(error.value)
 
 
@@ -280,3 +289,30 @@ def test_a_round_that_is_cut_off_while_its_state_is_written_is_resumed_to_the_sa
             PerMA(2, **options, server=RESUME).start(here(), num_rounds=4)
     result = PerMA(2, **options, server=RESUME).start(here(), num_rounds=4)
     np.testing.assert_array_equal(result.arrays.to_numpy_ndarrays()[0], whole)
+
+
+def test_names_of_the_clients_are_by_partition() -> None:
+    sites = ["north", "south", "west"]
+    here = grid(node_config=lambda partition: {"partition-id": partition, "name": sites[partition]})
+    strategy = PerMA(2, fraction_evaluate=0.0)
+    strategy.start(here, num_rounds=1)
+    assert strategy.client_names == dict(enumerate(sites))
+    assert PerMA(2).client_names == {}
+
+
+def test_a_resumed_run_says_which_rounds_it_does_not_ask_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    PerMA(2, checkpoint_dir=tmp_path).start(grid(), num_rounds=2)
+    logger = logging.getLogger("flwr")
+    before = logger.level
+    logger.addHandler(caplog.handler)
+    logger.setLevel(logging.INFO)
+    try:
+        PerMA(2, checkpoint_dir=tmp_path, server=RESUME).start(grid(), num_rounds=3)
+    finally:
+        logger.setLevel(before)
+        logger.removeHandler(caplog.handler)
+    assert "this round was finished before; nobody is asked again" in caplog.text
+    assert "for step 'start'" not in caplog.text
+    assert "for step 'update'" in caplog.text

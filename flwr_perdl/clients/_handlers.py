@@ -1,0 +1,131 @@
+"""Any client, or any ClientApp, as the two functions that a protocol here needs of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import nan
+from typing import Any
+
+import numpy as np
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+)
+from flwr.client import NumPyClient
+
+from flwr_perdl._checks import FLOATS, Matrix
+from flwr_perdl._compat import of_type
+from flwr_perdl._records import (
+    ARRAYS,
+    CONFIG,
+    METRICS,
+    NUM_EXAMPLES,
+    Scalar,
+    decode,
+    error_of,
+    scalars,
+)
+from flwr_perdl._shortcuts import encode, filled
+
+Fitted = tuple[list[Matrix], int, dict[str, Scalar]]
+Evaluated = tuple[float, int, dict[str, Scalar]]
+Fit = Callable[[list[Matrix], dict[str, Scalar]], Fitted]
+Evaluate = Callable[[list[Matrix], dict[str, Scalar]], Evaluated]
+
+#: Why a client cannot take part in an evaluation.
+NO_EVALUATE = "the client must define evaluate to take part in evaluations, got none"
+#: What ClientApps call the loss, the first of these that is there.
+_LOSSES = ("loss", "eval_loss")
+
+
+class Handlers:
+    """The train and evaluate handlers of an app, as ``fit`` and ``evaluate``.
+
+    The app receives the messages that FedAvg sends: mods around its handlers see those.
+
+    Parameters
+    ----------
+    message : Message
+        The request that all this is to answer.
+    context : Context
+        The client's.
+    call : callable
+        Answers a message by the app's handlers.
+    names : sequence of str, optional
+        The names of a model's arrays; by default "0", "1", ...
+    """
+
+    def __init__(
+        self,
+        message: Message,
+        context: Context,
+        call: Callable[[Message, Context], Message],
+        names: Sequence[str] | None = None,
+    ) -> None:
+        self._message, self._context, self._call, self._names = message, context, call, names
+
+    def fit(self, model: list[Matrix], config: dict[str, Scalar]) -> Fitted:
+        """Train by the app's handler."""
+        content, arrays = self.train(map(encode, model), config)
+        numbers, n = numbers_of(content)
+        return [decode(array) for array in arrays], n, numbers
+
+    def evaluate(self, model: list[Matrix], config: dict[str, Scalar]) -> Evaluated:
+        """Evaluate by the app's handler; NaN where its reply has no loss."""
+        numbers, n = numbers_of(self._ask(MessageType.EVALUATE, map(encode, model), config))
+        loss = next((float(numbers[name]) for name in _LOSSES if name in numbers), nan)
+        return loss, n, numbers
+
+    def train(
+        self, model: Iterable[Array], config: Mapping[str, Scalar]
+    ) -> tuple[RecordDict, list[Array]]:
+        """Return the content of a training reply, and its arrays in the order of the model's."""
+        content = self._ask(MessageType.TRAIN, model, config)
+        found = content.get(ARRAYS)
+        if not isinstance(found, ArrayRecord):
+            raise ValueError(f"a training reply must have an ArrayRecord {ARRAYS!r}, got none.")
+        if self._names is None:
+            return content, list(found.values())
+        return content, [found[name] for name in self._names]
+
+    def _ask(self, kind: str, model: Iterable[Array], config: Mapping[str, Scalar]) -> RecordDict:
+        names = self._names
+        named = enumerate(model) if names is None else zip(names, model, strict=True)
+        arrays = filled(ArrayRecord(), {str(name): array for name, array in named})
+        content = RecordDict({ARRAYS: arrays, CONFIG: ConfigRecord({**config})})
+        reply = self._call(of_type(self._message, content, kind), self._context)
+        if reply.has_error():
+            raise ValueError(error_of(reply))
+        return reply.content
+
+
+def numbers_of(content: RecordDict) -> tuple[dict[str, Scalar], int]:
+    """Return a reply's metrics that are numbers, and the number of its examples."""
+    record = content.get(METRICS)
+    if not isinstance(record, MetricRecord) or NUM_EXAMPLES not in record:
+        raise ValueError(f"a reply must have a MetricRecord {METRICS!r} with {NUM_EXAMPLES!r}.")
+    numbers = scalars(record)
+    return numbers, int(numbers[NUM_EXAMPLES])
+
+
+def floats(model: Sequence[Any]) -> list[Matrix]:
+    """Return a model's arrays as the server takes them: counters and half floats are converted."""
+    arrays = map(np.asarray, model)
+    return [a if a.dtype in FLOATS else a.astype(np.float64) for a in arrays]
+
+
+def evaluation_of(client: NumPyClient) -> Evaluate:
+    """Return the client's ``evaluate``; what raises a NotImplementedError if it has none."""
+    if type(client).evaluate is NumPyClient.evaluate and "evaluate" not in vars(client):
+        return _no_evaluate
+    return client.evaluate
+
+
+def _no_evaluate(parameters: list[Matrix], config: dict[str, Scalar]) -> Evaluated:
+    raise NotImplementedError(f"{NO_EVALUATE}.")

@@ -1,0 +1,124 @@
+"""PerMA's steps at a client with nothing but its own ``fit`` and ``evaluate`` (P0, Algorithm 1).
+
+P0 = Liang, Shi, Al Kontar, Fattahi, "Personalized Dictionary Learning for Heterogeneous Datasets",
+NeurIPS 2023, whose local algorithm A_i may be any. Here it is the client's ``fit``, which takes a
+dictionary and returns it trained, as for FedAvg, and makes the client's first dictionary where it
+receives none. What `flwr_perdl.clients.perma` does for a `DictionaryClient` is done around it: the
+local atoms stay in the client's private state, and only the global ones leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from flwr.app import Context
+
+from flwr_perdl._checks import Matrix, check_array, check_choice, check_count
+from flwr_perdl._records import ANEW, ROUND, RUN, STEP, Scalar
+from flwr_perdl.clients._handlers import Evaluate, Evaluated, Fit, Fitted, floats
+from flwr_perdl.clients._secure import MAX_WEIGHT
+from flwr_perdl.clients._steps import LOCAL_ATOMS, LOCAL_STEPS, MOST_STEPS
+from flwr_perdl.clients.base import PrivateArrays, PrivateState, private_shelf
+from flwr_perdl.clients.perma import (
+    ATOMS,
+    DICTIONARY,
+    ORTHOGONAL,
+    REFINE_STEPS,
+    SENDS,
+    START,
+    UPDATE,
+)
+from flwr_perdl.dictionary import align_to_global, normalize_atoms
+
+#: What the client's own functions do not see of the config.
+_OURS = (STEP, SENDS, ORTHOGONAL, LOCAL_STEPS, REFINE_STEPS, MAX_WEIGHT)
+
+
+def fit_perma(
+    fit: Fit, parameters: list[Matrix], config: Mapping[str, Scalar], context: Context
+) -> Fitted:
+    """Start, or update the global atoms and the client's own (Algorithm 1, lines 3, 10 and 11)."""
+    step = check_choice(STEP, config.get(STEP), (START, UPDATE))
+    if config[SENDS] != ATOMS:
+        raise ValueError(
+            'aggregation must be "mean", or another one that takes atoms, for a client with fit '
+            f"and evaluate alone, got {config[SENDS]!r}, which DictionaryClient computes."
+        )
+    if config.get(REFINE_STEPS):
+        raise ValueError(
+            "refine_steps must be 0 for a client with fit and evaluate alone, got "
+            f"{config[REFINE_STEPS]!r}."
+        )
+    own = _own(config)
+    state, round_ = _state(context, config), int(config[ROUND])
+    if step == START:
+        D, n, metrics = _started(fit, own)
+        state.save(round_, {DICTIONARY: D})
+        return [D], n, {**metrics, "n_atoms": len(D)}
+    G = check_array("global atoms", parameters[0])
+    local_atoms, anew = _local_atoms(fit, own, G, state.before(round_))
+    D = np.vstack([G, local_atoms])
+    for _ in range(check_count(LOCAL_STEPS, config.get(LOCAL_STEPS, 1), 1, MOST_STEPS)):
+        trained, n, metrics = fit([D], dict(own))
+        D = _dictionary(trained, D.shape)
+    aligned = align_to_global(D, G)
+    state.save(round_, {LOCAL_ATOMS: aligned.local_atoms})
+    sent = aligned.global_atoms
+    if MAX_WEIGHT in config:
+        sent = sent / sent.dtype.type(len(sent) ** 0.5)  # all of them have norm 1 then
+    return [sent], n, {**metrics, "n_atoms": len(D), ANEW: int(anew)}
+
+
+def evaluate_perma(
+    fit: Fit,
+    evaluate: Evaluate,
+    parameters: list[Matrix],
+    config: Mapping[str, Scalar],
+    context: Context,
+) -> Evaluated:
+    """Return the client's evaluation of its own dictionary: global atoms first, then its own."""
+    G, own = check_array("global atoms", parameters[0]), _own(config)
+    saved = _state(context, config).before(int(config[ROUND]) + 1)
+    local_atoms, anew = _local_atoms(fit, own, G, saved)
+    loss, n, metrics = evaluate([np.vstack([G, local_atoms])], own)
+    return loss, n, {**metrics, **({ANEW: 1} if anew else {})}
+
+
+def _own(config: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    return {key: value for key, value in config.items() if key not in _OURS}
+
+
+def _state(context: Context, config: Mapping[str, Scalar]) -> PrivateState:
+    return PrivateState(context, str(config[RUN]), private_shelf(context, "dictionary, own fit"))
+
+
+def _started(fit: Fit, config: Mapping[str, Scalar]) -> tuple[Matrix, int, dict[str, Scalar]]:
+    """Return the dictionary that the client makes by itself."""
+    try:
+        trained, n, metrics = fit([], dict(config))
+        return _dictionary(trained), n, metrics
+    except Exception as error:
+        raise ValueError(
+            "fit must return [dictionary], the client's own, where it receives no parameters (the "
+            f"start of PerMA), got {type(error).__name__}: {error}"
+        ) from error
+
+
+def _local_atoms(
+    fit: Fit, config: Mapping[str, Scalar], G: Matrix, saved: PrivateArrays | None
+) -> tuple[Matrix, bool]:
+    """Return the client's own atoms, and whether they are made anew, as without a saved state."""
+    if saved is not None and LOCAL_ATOMS in saved:
+        return saved[LOCAL_ATOMS], False
+    D = _started(fit, config)[0] if saved is None else saved[DICTIONARY]
+    return align_to_global(D, G).local_atoms, saved is None
+
+
+def _dictionary(trained: list[Matrix], shape: tuple[int, int] | None = None) -> Matrix:
+    """Return the dictionary that ``fit`` returned, with atoms of norm 1."""
+    shapes = [np.shape(array) for array in trained]
+    if len(shapes) != 1 or len(shapes[0]) != 2 or shape not in (None, shapes[0]):
+        wanted = "one matrix, a row per atom" if shape is None else f"the dictionary, {shape}"
+        raise ValueError(f"fit must return [dictionary], {wanted}, got shapes {shapes}.")
+    return normalize_atoms(floats(trained)[0])

@@ -1,0 +1,136 @@
+"""Secure rounds of a protocol of one's own: `Request(secure=SecureMean(...))`.
+
+Those of `PerMA`, and attacks on them, are in ``tests/attacks/test_secure.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, Context, Message
+from flwr.client import NumPyClient
+from flwr.server.client_manager import SimpleClientManager
+
+from flwr_perdl.clients import client_app
+from flwr_perdl.simulations import InProcessGrid
+from flwr_perdl.strategies import (
+    Protocol,
+    ProtocolStrategy,
+    Replies,
+    Request,
+    SecureMean,
+    TooFewReplies,
+    as_legacy,
+)
+
+VALUES = np.array([[1.0, -2.0], [0.5, 4.0], [-3.0, 0.25]])
+SIZES = (2, 4, 30)
+
+
+class Mean(ProtocolStrategy):
+    """One mean of the clients' vectors."""
+
+    def __init__(self, asked: SecureMean | None, **options: Any) -> None:
+        super().__init__(fraction_evaluate=0.0, **options)
+        self.asked = asked
+        self.heard = Replies({})
+
+    def protocol(self, initial: list[Any], state: Any) -> Protocol:
+        self.heard = yield Request("mean", [np.ones(1)], {}, {}, secure=self.asked)
+        return [np.mean([reply.arrays[0] for reply in self.heard.values()], axis=0)]
+
+
+class Client(NumPyClient):
+    def __init__(self, context: Context) -> None:
+        self.i = int(context.node_config["partition-id"])
+
+    def fit(self, parameters: Any, config: Any) -> Any:
+        return [VALUES[self.i]], SIZES[self.i], {"size": SIZES[self.i]}
+
+
+class Tap(InProcessGrid):
+    """Notes the arrays that clients send in the clear."""
+
+    shown = 0
+
+    def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
+        replies: list[Message] = list(super().send_and_receive(messages, timeout=timeout))
+        records = [r.content.array_records.values() for r in replies if r.has_content()]
+        self.shown += sum(len(record) for own in records for record in own)
+        return replies
+
+
+def mean(asked: SecureMean | None, **options: Any) -> tuple[Any, Mean, Tap]:
+    grid, strategy = Tap(client_app(Client), 3), Mean(asked, **options)
+    (found,) = strategy.start(grid, num_rounds=1).arrays.to_numpy_ndarrays()
+    return found, strategy, grid
+
+
+@pytest.mark.parametrize(
+    ("max_weight", "weights"), [(1, (1, 1, 1)), (4, (2, 4, 4)), (10**6, SIZES)]
+)
+def test_a_secure_mean_is_the_weighted_mean_and_no_array_travels_in_the_clear(
+    max_weight: int, weights: tuple[int, ...]
+) -> None:
+    found, strategy, grid = mean(SecureMean((2,), norm=10.0, max_weight=max_weight))
+    # A number is rounded to 2**-30 of twice the norm, of a weight to as much of the largest one.
+    np.testing.assert_allclose(
+        found, np.average(VALUES, axis=0, weights=weights), atol=1e-7 * max(1, max_weight / 30)
+    )
+    assert grid.shown == 0
+    assert [reply.metrics["size"] for reply in strategy.heard.values()] == list(SIZES)
+    assert [reply.num_examples for reply in strategy.heard.values()] == list(SIZES)
+
+
+def test_without_it_the_same_protocol_runs_in_the_clear() -> None:
+    found, _, grid = mean(None)
+    np.testing.assert_allclose(found, VALUES.mean(axis=0))
+    assert grid.shown == 3
+
+
+def test_a_reply_longer_than_the_norm_is_scaled_down_to_it() -> None:
+    found, _, _ = mean(SecureMean((2,), norm=1.0))
+    lengths = np.linalg.norm(VALUES, axis=1, keepdims=True)
+    np.testing.assert_allclose(found, (VALUES / lengths).mean(axis=0), atol=1e-7)
+
+
+def test_another_shape_is_refused_and_named() -> None:
+    with pytest.raises(TooFewReplies, match=r"masked arrays of \[\(1,\), \(3,\)\] are asked for"):
+        mean(SecureMean((3,), norm=10.0))
+
+
+def test_a_client_that_insists_on_masks_gives_nothing_in_the_clear() -> None:
+    app = client_app(Client, secure=True)
+    Mean(SecureMean((2,))).start(InProcessGrid(app, 3), num_rounds=1)
+    with pytest.raises(TooFewReplies, match="secure=True must be the strategy's option too"):
+        Mean(None).start(InProcessGrid(app, 3), ArrayRecord(), num_rounds=1)
+
+
+def test_the_older_interface_refuses_a_secure_round_before_it_asks() -> None:
+    legacy = as_legacy(Mean(SecureMean((2,))))
+    start = legacy.initialize_parameters(SimpleClientManager())
+    with pytest.raises(ValueError, match="must be started with its own start for secure rounds"):
+        legacy.configure_fit(1, start, SimpleClientManager())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"shape": [2]}, "shape in secure must be a tuple of integers"),
+        ({"shape": (0,)}, "sizes of shape in secure must be at least 1, got 0"),
+        ({"shape": (2,), "norm": 0.0}, "norm in secure must be"),
+        ({"shape": (2,), "max_weight": 0}, "max_weight in secure must be between 1 and"),
+        ({"shape": (2,), "num_shares": 2}, "num_shares in secure must be at least 3, got 2"),
+    ],
+)
+def test_options_are_checked(options: dict[str, Any], said: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=said):
+        SecureMean(**options)
+
+
+def test_something_else_than_a_secure_mean_is_refused() -> None:
+    asked: Any = True
+    with pytest.raises((ValueError, TypeError), match=r"Request\.secure must be a SecureMean"):
+        mean(asked)
