@@ -651,14 +651,13 @@ class KSVDLearner(GeneralLearner):
 
     def _update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
         _check_numpy(X, "K-SVD")
-        D = D.copy()
-        rest = X - C @ D
-        for j in np.flatnonzero(atom_support(C) >= _LEAST_SUPPORT):
-            users = np.flatnonzero(C[:, j])
-            own = rest[users] + C[users, j, None] * D[j]
-            D[j] = normalize_atoms((C[users, j] @ own)[None], D[j, None])[0]
-            rest[users] = own - (own @ D[j])[:, None] * D[j]
-        return D
+        from flwr_perdl.dictionary import _kernels  # compiled: Numba is imported where it is needed
+
+        rest = np.ascontiguousarray(X - C @ D)
+        atoms = np.array(D, rest.dtype, order="C")
+        chosen = np.flatnonzero(atom_support(C) >= _LEAST_SUPPORT)
+        _kernels.fit_atoms(rest, np.ascontiguousarray(C, rest.dtype), chosen, atoms)
+        return cast(atoms, D.dtype)
 
 
 @dataclass(frozen=True)
