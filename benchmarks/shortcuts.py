@@ -38,9 +38,9 @@ WITHOUT: dict[str, tuple[str, Callable[..., Any]]] = {
     "keep_freed_memory": ("the C library's threshold", lambda: None),
 }
 #: Clients, features, atoms and samples of a PerMA round; and dual inference.
-ROUNDS = {"1,000 clients": (1000, 6, 6, 200), "8,000 clients": (8000, 6, 6, 50)}
+ROUNDS = {"1,000 clients": (1000, 6, 6, 200), "4,000 clients": (4000, 6, 6, 50)}
 INFERENCE = "inference"
-TIMES = 3
+TIMES = 2
 
 
 def perma(n_clients: int, d: int, r: int, n: int) -> float:

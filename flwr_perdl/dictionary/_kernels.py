@@ -1,7 +1,7 @@
-"""The inner loops of sparse coding, compiled: one sample after the other.
+"""The inner loops of sparse coding, compiled, one sample after the other; and of K-SVD's update.
 
 With the Gram matrix ``D @ D.T`` of the atoms, what a sample ``x`` still has to do with them follows
-from its products ``D @ x`` alone; no loop here runs over features. The functions of
+from its products ``D @ x`` alone; no loop of the coding runs over features. The functions of
 :mod:`flwr_perdl.dictionary.coding` check the arguments, bring all arrays to one dtype, and share
 blocks of samples among threads.
 """
@@ -334,3 +334,48 @@ def lasso(
             C[i, atoms[a]] = codes[a]
         sweeps[i] = sweep
         gaps[i] = 2 * gap / squares[i] if gap > 0 else 0
+
+
+@compiled
+def fit_atoms(rest: Matrix, C: Matrix, chosen: NDArray[np.intp], D: Matrix) -> None:
+    """Fit atoms and their codes, one after the other, to what the others leave of the samples.
+
+    One power iteration stands for the singular value decomposition of K-SVD: the atom becomes the
+    sum of what the others leave, weighted by its codes, and each sample's code its product with it.
+
+    Parameters
+    ----------
+    rest : ndarray of shape (n_samples, n_features)
+        ``X - C @ D``. Is updated with the new atoms and codes.
+    C : ndarray of shape (n_samples, n_atoms)
+        The codes before.
+    chosen : ndarray of shape (n_chosen,)
+        The atoms to fit.
+    D : ndarray of shape (n_atoms, n_features)
+        Unit atoms. Are updated, but for one whose sum is zero.
+    """
+    (n, d), users = rest.shape, np.empty(len(rest), np.intp)
+    for j in chosen:
+        m, squares = 0, rest.dtype.type(0)
+        for i in range(n):
+            if C[i, j] != 0:
+                users[m], m, squares = i, m + 1, squares + C[i, j] ** 2
+        atom = squares * D[j]
+        for i in users[:m]:
+            for f in range(d):
+                atom[f] += C[i, j] * rest[i, f]
+        peak = rest.dtype.type(0)
+        for f in range(d):
+            peak = max(peak, abs(atom[f]))
+        if peak > 0:
+            atom /= peak  # squares would leave the range where samples are very long or short
+            atom /= np.sqrt(np.dot(atom, atom))
+        else:
+            atom[:] = D[j]
+        turn = np.dot(D[j], atom)
+        for i in users[:m]:
+            before = C[i, j]
+            code = np.dot(rest[i], atom) + before * turn
+            for f in range(d):
+                rest[i, f] += before * D[j, f] - code * atom[f]
+        D[j] = atom

@@ -43,7 +43,7 @@ from flwr_perdl.dictionary.atoms import (
     normalize_atoms,
     unit_atoms,
 )
-from flwr_perdl.dictionary.learners import atom_support, dominated, made_by_one
+from flwr_perdl.dictionary.learners import atom_support, dominated, made_by, made_by_one
 from flwr_perdl.dictionary.polar import polar_factors
 
 METHODS = ("mean", "weighted", "median", "geometric-median", "trimmed")
@@ -173,10 +173,27 @@ def local_statistics(
     C = check_array("C", C, columns=len(D))
     check_count("n_global", n_global, 0, len(D))
     check_real("min_support", min_support, 0)
+    return statistics_of(
+        X, C, D, X - C @ D, n_global, orthogonal=orthogonal, min_support=min_support
+    )
+
+
+def statistics_of(
+    X: Matrix,
+    C: Matrix,
+    D: Matrix,
+    rest: Matrix,
+    n_global: int,
+    *,
+    orthogonal: bool,
+    min_support: float,
+) -> Matrix:
+    """Return :func:`local_statistics` of checked arguments; ``rest`` is ``X - C @ D``."""
     own = C[:, :n_global]
-    shared = shared_rows(X, C, D, n_global, min_support, orthogonal=orthogonal)
-    gram = own.T @ C
-    (sent,) = shared_sums(D[None], (own.T @ X)[None], gram[None], shared[None])
+    moments, gram = own.T @ X, own.T @ C
+    looks = len(X) > 0 and min_support > 1 and not orthogonal
+    alone = made_by_one(rest, own, D[:n_global]) if looks else None
+    shared, sent = shared_rows(X, C, D, moments, gram, min_support, alone)
     if orthogonal:
         return np.asarray(sent)
     return np.hstack([np.where(np.outer(shared, shared), gram[:, :n_global], 0), sent])
@@ -207,39 +224,49 @@ def shared_rows(
     X: Matrix,
     C: Matrix,
     D: Matrix,
-    n_global: int,
+    moments: Matrix,
+    gram: Matrix,
     min_support: float,
-    *,
-    orthogonal: bool = True,
-) -> Any:
-    """Return which rows of its statistics a client sends, (n_global,).
+    alone: Any = None,
+) -> tuple[Any, Matrix]:
+    """Return which rows of its statistics a client sends, and these rows.
 
     Parameters
     ----------
-    X, C, D, n_global, min_support, orthogonal
+    X, C, D, min_support
         As in :func:`local_statistics`, checked.
+    moments : ndarray of shape (n_global, n_features)
+        ``C_g' X``.
+    gram : ndarray of shape (n_global, n_atoms)
+        ``C_g' C``.
+    alone : ndarray of shape (n_global,), optional
+        Atoms that one sample dominates (`made_by_one`).
 
     Returns
     -------
-    ndarray of shape (n_global,)
+    shared : ndarray of shape (n_global,)
         A row is withheld where fewer samples use its atom (:func:`atom_support`), or one sample
-        dominates it (`row_support`; unless orthogonal, also `made_by_one`). As what is withheld
-        counts as local, and is subtracted from the samples, the others are looked at again.
+        dominates the atom or the row (`row_support`). As what is withheld counts as local, and is
+        subtracted from the samples, the others are looked at again.
+    sent : ndarray of shape (n_global, n_features)
+        `shared_sums`.
     """
-    xp, scale = namespace(X, C, D), squared_norm(X) or 1.0
+    xp, scale, n_global = namespace(X, C, D), squared_norm(X) or 1.0, len(gram)
     across = C[:, :n_global].T
     shared = atom_support(C[:, :n_global]) >= min_support
-    if min_support > 1 and not orthogonal and xp.any(shared):
-        shared = shared & ~made_by_one(X, C, D)[:n_global]
-    while min_support > 1 and xp.any(shared):
+    if alone is not None:
+        shared = shared & ~alone
+    while True:
+        (sent,) = shared_sums(D[None, ...], moments[None, ...], gram[None, ...], shared[None, ...])
+        if min_support <= 1 or not xp.any(shared):
+            return shared, sent
         local = xp.ones(C.shape[1] - n_global, dtype=xp.bool_, **beside(X))
         keeps = joined([~shared, local], 0)
-        rest = X - xp.where(keeps, C, 0) @ D if xp.any(keeps) else X
-        alone = shared & dominated(rest, across / scale, across @ rest / scale)
-        if not xp.any(alone):
-            break
-        shared = shared & ~alone
-    return shared
+        rest = X - made_by(keeps, C, D) if xp.any(keeps) else X
+        found = dominated(rest, across[shared] / scale, sent[shared] / scale)
+        if not xp.any(found):
+            return shared, sent
+        shared[shared] = ~found
 
 
 def aggregate_statistics(stack: Matrix, current: Matrix, *, orthogonal: bool) -> Aggregation:

@@ -180,8 +180,9 @@ def update_support(X: Matrix, C: Matrix, D: Matrix, learner: Learner) -> Matrix:
     support = atom_support(new)
     if not learner.orthogonal:
         unit, lengths = unit_atoms(D)
-        one = made_by_one(X, C, unit) | made_by_one(X, new * lengths.T, unit)
-        return limited(support, one | (row_support(X, C) <= 1))
+        coded = C, new * lengths.T
+        before, after = (made_by_one(X - codes @ unit, codes, unit) for codes in coded)
+        return limited(support, before | after | (row_support(X, C) <= 1))
     return limited(support, dominated(X, (C @ mixing(D, C.T @ X)).T, D))
 
 
@@ -217,30 +218,29 @@ def dominated(X: Matrix, weights: Matrix, rows: Matrix) -> Any:
     return xp.any(rest + (1 - ALONE**2) * terms * terms < 0, axis=-1)
 
 
-def made_by_one(X: Matrix, C: Matrix, D: Matrix) -> Any:
+def made_by_one(rest: Matrix, C: Matrix, D: Matrix) -> Any:
     """Return which atoms of a general learner one sample dominates.
 
-    Atom ``j`` points to ``sum_i c_ij e_ij``, where ``e_ij = x_i - c_i @ D + c_ij d_j`` is what the
-    other atoms leave of a sample. A sample dominates where the sum without its term is shorter than
-    that term. In this sum a code counts about by its square, so that a few large codes weigh more
-    than in ``C.T @ X``: the limit is 1, not ``ALONE``.
+    Atom ``j`` points to ``sum_i c_ij e_ij``, where ``e_ij`` is what the other atoms leave of a
+    sample: what all leave, and ``c_ij d_j``. A sample dominates where the sum without its term is
+    shorter than that term. In this sum a code counts about by its square, so that a few large codes
+    weigh more than in ``C.T @ X``: the limit is 1, not ``ALONE``.
 
     Parameters
     ----------
-    X : ndarray of shape (n_samples, n_features)
-        Data.
+    rest : ndarray of shape (n_samples, n_features)
+        What all atoms leave of the samples.
     C : ndarray of shape (n_samples, n_atoms)
-        Codes.
+        Codes of the atoms in question.
     D : ndarray of shape (n_atoms, n_features)
-        Unit atoms.
+        These atoms, of unit norm.
 
     Returns
     -------
     ndarray of shape (n_atoms,)
     """
-    xp, scale = namespace(X, C, D), squared_norm(X) ** 0.5 or 1.0
-    X, C = X / scale, C / scale
-    rest = X - C @ D
+    xp, scale = namespace(rest, C, D), (squared_norm(rest) + squared_norm(C)) ** 0.5 or 1.0
+    rest, C = rest / scale, C / scale
     sums = C.T @ rest + xp.sum(C * C, axis=0)[:, None] * D
     left = row_products(rest, rest)[:, None] + 2 * C * (rest @ D.T) + C * C  # |e_ij|^2
     terms = C * C * left
@@ -252,6 +252,14 @@ def made_by_one(X: Matrix, C: Matrix, D: Matrix) -> Any:
     apart = row_products(sums, sums) - 2 * across
     near[near] = xp.any(apart < 0, axis=0)
     return near
+
+
+def made_by(atoms: Any, C: Matrix, D: Matrix) -> Matrix:
+    """Return what the atoms for which ``atoms`` is true make of the samples."""
+    xp = namespace(C, D)
+    (some,) = xp.nonzero(atoms)
+    made: Matrix = xp.take(C, some, axis=1) @ xp.take(D, some, axis=0)
+    return made
 
 
 def mixing(D: Matrix, S: Matrix) -> Matrix:
@@ -588,7 +596,7 @@ class GradientLearner(GeneralLearner):
     """
 
     def _update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
-        kept = _well_supported(C)
+        kept, _ = _well_supported(X, C, D)
         curvature = spectral_norm(kept.T @ kept)
         if curvature == 0:
             return copied(D)
@@ -616,8 +624,7 @@ class MODLearner(GeneralLearner):
     """
 
     def _update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
-        kept = _well_supported(C)
-        rest = X - (C - kept) @ D
+        kept, rest = _well_supported(X, C, D)
         return least_squares_atoms(kept.T @ kept, kept.T @ rest, D)
 
 
@@ -644,14 +651,13 @@ class KSVDLearner(GeneralLearner):
 
     def _update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
         _check_numpy(X, "K-SVD")
-        D = D.copy()
-        rest = X - C @ D
-        for j in np.flatnonzero(atom_support(C) >= _LEAST_SUPPORT):
-            users = np.flatnonzero(C[:, j])
-            own = rest[users] + C[users, j, None] * D[j]
-            D[j] = normalize_atoms((C[users, j] @ own)[None], D[j, None])[0]
-            rest[users] = own - (own @ D[j])[:, None] * D[j]
-        return D
+        from flwr_perdl.dictionary import _kernels  # compiled: Numba is imported where it is needed
+
+        rest = np.ascontiguousarray(X - C @ D)
+        atoms = np.array(D, rest.dtype, order="C")
+        chosen = np.flatnonzero(atom_support(C) >= _LEAST_SUPPORT)
+        _kernels.fit_atoms(rest, np.ascontiguousarray(C, rest.dtype), chosen, atoms)
+        return cast(atoms, D.dtype)
 
 
 @dataclass(frozen=True)
@@ -704,8 +710,7 @@ class LassoLearner(AlternatingLearner):
 
     def _update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
         _check_numpy(X, "the lasso's learner")
-        kept = _well_supported(C)
-        rest = X - (C - kept) @ D
+        kept, rest = _well_supported(X, C, D)
         return descended_atoms(kept.T @ kept, kept.T @ rest, D)
 
     def _loss(self, X: Matrix, C: Matrix, D: Matrix) -> float:
@@ -732,10 +737,12 @@ def _check_numpy(X: Matrix, user: str) -> None:
         raise ValueError(f"X must be a NumPy array for {user}, got one of {place(X)}.")
 
 
-def _well_supported(C: Matrix) -> Matrix:
-    """Codes without those of the atoms that fewer than two samples stand behind."""
-    kept: Matrix = namespace(C).where(atom_support(C) >= _LEAST_SUPPORT, C, 0)
-    return kept
+def _well_supported(X: Matrix, C: Matrix, D: Matrix) -> tuple[Matrix, Matrix]:
+    """Codes of the atoms that at least two samples stand behind, and what the others leave of X."""
+    xp, weak = namespace(C), atom_support(C) < _LEAST_SUPPORT
+    if not xp.any(weak):
+        return C, X
+    return xp.where(weak, 0, C), X - made_by(weak, C, D)
 
 
 #: The learners of this library; a subclass may do what these do not.

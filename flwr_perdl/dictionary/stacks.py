@@ -33,11 +33,12 @@ from flwr_perdl._arrays import (
     reshaped,
     row_norms,
     row_products,
+    squared_norm,
     transposed,
     where_true,
 )
 from flwr_perdl._checks import Matrix
-from flwr_perdl.dictionary.aggregation import local_statistics, shared_rows, shared_sums
+from flwr_perdl.dictionary.aggregation import shared_rows, shared_sums, statistics_of
 from flwr_perdl.dictionary.atoms import match_stack
 from flwr_perdl.dictionary.coding import reconstruct
 from flwr_perdl.dictionary.learners import (
@@ -143,15 +144,17 @@ def _update(
     n_global = len(G)
     for step in range(n_steps):
         before, codes = D, learner.code(X, D)
+        if not step or (statistics and step == n_steps - 1):
+            rest = X - reconstruct(codes, D)
         if not step:
-            error = float(np.mean((X - reconstruct(codes, D)) ** 2))
+            error = squared_norm(rest) / X.size
         if statistics and len(D) == n_global and step == n_steps - 1:
             break  # of the last update only the local atoms are kept
         aligned = align_to_global(learner.update(X, codes, D), G)
         D = np.vstack([aligned.global_atoms, aligned.local_atoms])
     if statistics:
-        sent = local_statistics(
-            X, codes, before, n_global, orthogonal=orthogonal, min_support=min_support
+        sent = statistics_of(
+            X, codes, before, rest, n_global, orthogonal=orthogonal, min_support=min_support
         )
         return D, sent, error
     order = [*aligned.indices, *np.delete(np.arange(len(D)), aligned.indices)]
@@ -197,11 +200,9 @@ def _update_at_once(
     rows = row_norms(sent / scale)
     near = shared & ((1 + ALONE) * longest > rows)  # else no term dominates
     for i in where_true(xp.any(near, axis=1)).tolist() if min_support > 1 else []:
-        own = X[i, ...], _code(X[i, ...], before[i, ...], thresholds[i, ...]).T, before[i, ...]
-        shared[i, ...] = shared_rows(*own, r, min_support)
-        one = slice(i, i + 1)
-        parts = before[one, ...], moments[one, ...], gram[one, ...], shared[one, ...]
-        sent[one, ...] = shared_sums(*parts)
+        codes = _code(X[i, ...], before[i, ...], thresholds[i, ...]).T
+        own = X[i, ...], codes, before[i, ...], moments[i, :r, :], gram[i, ...]
+        _, sent[i, ...] = shared_rows(*own, min_support)
     return Updates(D, sent, errors)
 
 
