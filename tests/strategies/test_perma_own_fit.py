@@ -11,7 +11,7 @@ from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 
-from flwr_perdl.clients import client_app
+from flwr_perdl.clients import client_app, client_fn
 from flwr_perdl.dictionary import OrthogonalLearner, dictionary_distance, warm_start
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import PerMA, ServerSettings, TooFewReplies
@@ -112,6 +112,15 @@ def test_local_atoms_survive_on_disk_and_a_resumed_run_has_the_same_bits(tmp_pat
     learn(grid(), 2, checkpoint_dir=tmp_path / "run")
     again = learn(grid(), 4, checkpoint_dir=tmp_path / "run", server=ServerSettings(resume=True))
     np.testing.assert_array_equal(whole, again)
+
+
+def test_the_older_interface_of_clients_gives_the_same_bits() -> None:
+    def learn(app: ClientApp) -> Any:
+        strategy = PerMA(N_GLOBAL, aggregation="mean")
+        return strategy.start(InProcessGrid(app, CLIENTS), num_rounds=3).arrays.to_numpy_ndarrays()
+
+    older = ClientApp(client_fn=client_fn(Ordinary))
+    np.testing.assert_array_equal(learn(older), learn(client_app(Ordinary)))
 
 
 def test_a_client_that_was_not_there_at_the_start_makes_its_own_atoms_anew() -> None:
