@@ -75,7 +75,8 @@ def client_app(
         with a true ``for_all_messages``, as `LocalPrivacy`, is around evaluation and queries too.
     secure : bool, default False
         Whether to train in secure rounds alone (`PerMA` with ``secure=True``, `SecureMean`), but
-        for a request without arrays, as PerMA's first. With False the client takes part in secure rounds and in others.
+        for a request without arrays, as PerMA's first. With False the client takes part in secure
+        rounds and in others.
 
     Returns
     -------
