@@ -56,7 +56,9 @@ def client_app(
     """Return the ClientApp whose train and evaluate handlers call a NumPyClient.
 
     The client may be any NumPyClient: ``fit`` and ``evaluate`` are enough, and with them it takes
-    part in `ClusteredFedAvg` and in Flower's own strategies. For older projects see `client_fn`.
+    part in `ClusteredFedAvg`, in Flower's own strategies and, where the model is a dictionary, in
+    `PerMA` with ``aggregation="mean"``. A client that answers PerMA's steps by itself is a
+    `Member`. For older projects see `client_fn`.
 
     Parameters
     ----------
@@ -72,8 +74,9 @@ def client_app(
         `ClusteredFedAvg`'s requests they see one model at a time. A training mod
         with a true ``for_all_messages``, as `LocalPrivacy`, is around evaluation and queries too.
     secure : bool, default False
-        Whether to train in secure rounds alone (`PerMA` with ``secure=True``), but for a protocol's
-        first round. With False the client takes part in secure rounds and in others.
+        Whether to train in secure rounds alone (`PerMA` with ``secure=True``, `SecureMean`), but
+        for a request without arrays, as PerMA's first. With False the client takes part in secure
+        rounds and in others.
 
     Returns
     -------
@@ -144,7 +147,7 @@ def client_fn(make_client: Factory) -> Callable[[Context], Client]:
     -------
     callable
         ``Context -> Client``, for ``ClientApp(client_fn=...)``. The client says who it is, and
-        takes part in `ClusteredFedAvg`, as one of `client_app` does.
+        takes part in `ClusteredFedAvg` and `PerMA`, as one of `client_app` does.
     """
     return lambda context: AnyClient(_numpy_client(make_client(context)), context).to_client()
 

@@ -304,6 +304,11 @@ class AveragingProgram:
     ) -> None:
         if not callable(clients):
             raise TypeError(f"clients must be a function of the node, got {clients!r}.")
+        if isinstance(initial, np.ndarray):
+            raise ValueError(
+                f"initial must be a list of arrays, got one array, of shape {initial.shape}: write "
+                "[array]."
+            )
         for array in initial or ():
             if isinstance(array, int):  # an array of integers is a counter, and is rounded
                 raise ValueError(

@@ -589,7 +589,8 @@ def _refuse_earlier_run(checkpoint_dir: str | Path | None) -> None:
     if rounds:
         raise ValueError(
             f"checkpoint_dir must hold no run, got one after round {rounds[-1]} in "
-            f"{str(checkpoint_dir)!r}: resume=True goes on with it; a new run needs another folder."
+            f"{str(checkpoint_dir)!r}: with ServerSettings(resume=True) it goes on; another run "
+            "wants another folder."
         )
 
 

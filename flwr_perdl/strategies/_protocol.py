@@ -109,10 +109,11 @@ class SecureMean:
     shape : tuple of int
         The shape of a reply's one array.
     norm : float, default 1.0
-        Largest norm of that array; a client scales a longer one down to it. Up to a thousand
-        clients, the mean is rounded to less than a millionth of this bound.
+        Largest norm of that array; a client scales a longer one down to it. Where all count alike,
+        up to a thousand clients, the mean is rounded to less than a millionth of this bound.
     max_weight : int, default 1
         A client counts by its number of examples, and for at most so many; with 1 all count alike.
+        The rounding is as many times coarser as this is larger than the clients' mean number.
     num_shares : int or float, optional
         Among how many clients each client's keys are shared: 3 or more. By default all, at most 51.
     reconstruction_threshold : float, optional

@@ -460,6 +460,12 @@ def test_a_client_without_a_first_model_needs_initial() -> None:
         DiffusionAveraging(RING).fit(LeastSquares, 1)
 
 
+def test_one_array_in_place_of_a_list_is_named() -> None:
+    one: Any = np.zeros(3)
+    with pytest.raises(ValueError, match=r"initial must be a list of arrays, got one array, of"):
+        DiffusionAveraging(RING).fit(LeastSquares, 1, initial=one)
+
+
 def test_an_integer_in_initial_is_named_before_it_is_rounded() -> None:
     with pytest.raises(ValueError, match=r"initial must be arrays, got the integer 0: write 0.0"):
         DiffusionAveraging(RING).fit(LeastSquares, 1, initial=[0])

@@ -151,6 +151,10 @@ def test_noise_at_the_client_goes_with_clusters() -> None:
         "make the ClientApp with flwr_perdl.clients.client_app, which says who a client is",
         "initial_arrays must be the arrays of a model, got none.",
         "PerMA has no option 'min_available_nodes': It takes n_global, ",
+        "the strategies that this client is made for send it, Flower's own, such as FedAvg, do",
+        'aggregation must be "mean", or another one that takes atoms, for a client with fit and ',
+        "fit must return [dictionary], the client's own, where it receives no parameters",
+        "this strategy clusters linear models, which RegressionClient fits",
     ],
 )
 def test_the_page_quotes_what_is_said(quoted: str) -> None:

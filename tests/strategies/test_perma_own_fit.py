@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,11 @@ from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 
-from flwr_perdl.clients import client_app
+from flwr_perdl.clients import client_app, client_fn
 from flwr_perdl.dictionary import OrthogonalLearner, dictionary_distance, warm_start
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import PerMA, ServerSettings, TooFewReplies
+from flwr_perdl.strategies import PerMA, ServerSettings, TooFewReplies, as_legacy
+from tests.strategies.test_legacy import serve
 
 N_ATOMS, N_GLOBAL, CLIENTS = 12, 3, 4
 LEARNER = OrthogonalLearner(N_ATOMS)
@@ -112,6 +114,17 @@ def test_local_atoms_survive_on_disk_and_a_resumed_run_has_the_same_bits(tmp_pat
     learn(grid(), 2, checkpoint_dir=tmp_path / "run")
     again = learn(grid(), 4, checkpoint_dir=tmp_path / "run", server=ServerSettings(resume=True))
     np.testing.assert_array_equal(whole, again)
+
+
+def test_the_older_interface_gives_the_same_bits() -> None:
+    def grid() -> InProcessGrid:
+        return InProcessGrid(client_app(Ordinary), CLIENTS)
+
+    options: dict[str, Any] = {"aggregation": "mean", "num_clients": CLIENTS}
+    old = SimpleNamespace(make_client=client_fn(Ordinary), grid=grid)
+    found, _ = serve(old, as_legacy(PerMA(N_GLOBAL, **options)), 3)
+    result = PerMA(N_GLOBAL, **options).start(grid(), num_rounds=3)
+    np.testing.assert_array_equal(found, result.arrays.to_numpy_ndarrays()[0])
 
 
 def test_a_client_that_was_not_there_at_the_start_makes_its_own_atoms_anew() -> None:
