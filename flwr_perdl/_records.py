@@ -153,7 +153,17 @@ def _numbered(encoded: Iterable[Array]) -> ArrayRecord:
 
 
 def to_arrays(record: ArrayRecord) -> list[Matrix]:
-    """Return an ArrayRecord's arrays in the order in which they were put in."""
+    """Return an ArrayRecord's arrays in the order in which they were put in.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr.app import ArrayRecord
+    >>> from flwr_perdl.records import to_arrays
+    >>> to_arrays(ArrayRecord([np.eye(2)]))
+    [array([[1., 0.],
+           [0., 1.]])]
+    """
     return [decode(array) for array in record.values()]
 
 

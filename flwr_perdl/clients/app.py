@@ -144,6 +144,12 @@ def client_fn(factory: Factory) -> Callable[[Context], Client]:
     callable
         ``Context -> Client``, for ``ClientApp(client_fn=...)``. The client says who it is, and
         takes part in `ClusteredFedAvg`, as one of `client_app` does.
+
+    Examples
+    --------
+    >>> from flwr.client import ClientApp, NumPyClient
+    >>> from flwr_perdl.clients import client_fn
+    >>> app = ClientApp(client_fn(lambda context: NumPyClient()))
     """
     return lambda context: AnyClient(_numpy_client(factory(context)), context).to_client()
 

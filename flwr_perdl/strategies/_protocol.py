@@ -44,6 +44,12 @@ class Replies(dict[int, Reply]):
     ----------
     noted : dict of int to dict
         What the protocol noted of each client, see `note`.
+
+    Examples
+    --------
+    >>> from flwr_perdl.strategies import Replies
+    >>> list(Replies({}))
+    []
     """
 
     def __init__(self, replies: Mapping[int, Reply]) -> None:
@@ -110,6 +116,13 @@ class Request(NamedTuple):
     max_weight : float or None, default 10.0
         A reply's ``num_examples`` count for at most this many times the round's median; a client
         that says more is named in the log and in `client_report` (``"capped"``). None: no bound.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.strategies import Request
+    >>> Request("update", [np.zeros((2, 3))], {"steps": 5}).config
+    {'steps': 5}
     """
 
     step: str
@@ -209,6 +222,13 @@ class RoundReport(NamedTuple):
         that broke a rule), ``"capped"`` (by which share its weight was brought down, see
         `Request.max_weight`), and to which share of the reply the aggregation did what, such as
         ``"left out"`` or ``"clipped"``.
+
+    Examples
+    --------
+    >>> from flwr_perdl.strategies import RoundReport, client_report
+    >>> report = RoundReport(1, "update", {0: {"error": 0.5}}, {"error": 0.5}, {}, 12.0, 6.0, {})
+    >>> report.metrics[0], report.floats_up
+    ({'error': 0.5}, 6.0)
     """
 
     round: int
@@ -234,6 +254,13 @@ def client_report(history: Iterable[RoundReport]) -> dict[int, dict[str, float]]
     dict of int to dict
         By partition: ``"asked"``, the exchanges that it was asked in, and sums over them of what
         `RoundReport.anomalies` says. A client that is never left out has ``"asked"`` alone.
+
+    Examples
+    --------
+    >>> from flwr_perdl.strategies import RoundReport, client_report
+    >>> history = [RoundReport(1, "update", {0: {"error": 0.5}}, {}, {}, 12.0, 6.0, {})]
+    >>> client_report(history)[0]
+    {'asked': 1.0}
     """
     totals: dict[int, dict[str, float]] = {}
     for report in history:

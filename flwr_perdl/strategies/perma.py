@@ -153,6 +153,22 @@ class PerMA(ProtocolStrategy):
     (n_global, n_features). Floats per client: its dictionary up once; then n_global x n_features
     down, and as much up (learners that are not orthogonal send n_global x n_global more with
     "statistics").
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.clients import DictionaryClient, client_app
+    >>> from flwr_perdl.dictionary import OrthogonalLearner
+    >>> from flwr_perdl.simulations import InProcessGrid
+    >>> from flwr_perdl.strategies import PerMA
+    >>> X = np.random.default_rng(0).standard_normal((3, 50, 6))
+    >>> def make_client(context):
+    ...     own = X[context.node_config["partition-id"]]
+    ...     return DictionaryClient(own, OrthogonalLearner(5), context)
+    >>> grid = InProcessGrid(client_app(make_client), 3)
+    >>> result = PerMA(n_global=2).start(grid, num_rounds=3)
+    >>> result.arrays.to_numpy_ndarrays()[0].shape
+    (2, 6)
     """
 
     flags = (ANEW, "orthogonal")
