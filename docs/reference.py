@@ -224,7 +224,7 @@ def _add(files: Files, config: MkDocsConfig, uri: str, content: str) -> None:
 def _fill(nav: Any, pages: list[Any]) -> None:
     """Put pages in the place of the navigation's entry ``API: reference``."""
     for entry in nav if isinstance(nav, list) else ():
-        for key, value in entry.items():
+        for key, value in entry.items() if isinstance(entry, dict) else ():
             if value == FOLDER:
                 entry[key] = pages
             _fill(value, pages)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from flwr_perdl._arrays import squared_norm
 
+#: An array of float64 or float32.
 Matrix = NDArray[np.floating[Any]]
 
 #: The dtypes of arrays that are computed with.

@@ -15,6 +15,7 @@ from flwr.common import log
 #: A run's events, in its folder.
 EVENTS = "events.jsonl"
 
+#: A line of the events' file; its fields are in docs/faults.md.
 Event = dict[str, Any]
 
 

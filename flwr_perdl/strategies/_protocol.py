@@ -137,6 +137,8 @@ class Request(NamedTuple):
     max_weight: float | None = 10.0
 
 
+#: What `ProtocolStrategy.protocol` returns: a generator that yields a request and receives its
+#: replies, once per round, and returns the result.
 Protocol = Generator[Request, Replies, list[Matrix]]
 
 
