@@ -119,8 +119,19 @@ def public_names() -> dict[str, list[griffe.Object | griffe.Alias]]:
         module = loader.modules_collection[package]
         names = module.exports or [name for name in module.functions if name[0] != "_"]
         paths = sorted(LATE.get(f"{package}.{name}", f"{package}.{name}") for name in names)
-        found[package] = [loader.modules_collection[path] for path in paths]
+        found[package] = [_own(loader.modules_collection[path]) for path in paths]
     return found
+
+
+def _own(one: griffe.Object | griffe.Alias) -> griffe.Object | griffe.Alias:
+    """Return the function of a module that has its name, such as `warm_start`, or the object."""
+    return one.members[one.name] if one.is_module else one
+
+
+def _folder(one: griffe.Object | griffe.Alias) -> str:
+    """Return the package whose page an object is on."""
+    path = one.path.rpartition(".")[0]
+    return path if path in PACKAGES else path.rpartition(".")[0]
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -134,10 +145,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the reference's pages, and list them in the navigation."""
     names = public_names()
     count: dict[str, int] = {}
-    for members in names.values():
-        for path in {one.path for one in members}:
-            name = path.rpartition(".")[2]
-            count[name] = count.get(name, 0) + 1
+    for package, members in names.items():
+        for one in members:
+            own = _folder(one) == package
+            count[one.name] = count.get(one.name, 0) + own
     navigation: list[Any] = []
     overview = ["# API reference", "", "Every public name, by package.", ""]
     overview += ["| package | what it has |", "|---|---|"]
@@ -147,7 +158,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         pages: list[Any] = [index]
         constants = [one for one in names[package] if one.is_attribute]
         for one in names[package]:
-            if one.path.rpartition(".")[0] != package:
+            if _folder(one) != package:
                 continue  # its page is in another package
             target = f"{FOLDER}/{package}/{one.name}.md"
             if one.is_attribute:
@@ -199,8 +210,8 @@ def _index(
             lines += [f"## {summary.rstrip('.')}", ""]
         lines += ["| name | |", "|---|---|"]
         for one in group:
-            folder, _, name = one.path.rpartition(".")
-            lines.append(f"| [`{name}`](../{folder}/{name}.md) | {_summary(one)} |")
+            target = f"../{_folder(one)}/{one.name}.md"
+            lines.append(f"| [`{one.name}`]({target}) | {_summary(one)} |")
         public = not any(part.startswith("_") for part in path.split("."))
         if rest.strip() and public and path != package:
             indented = "\n".join(f"    {line}".rstrip() for line in rest.strip().splitlines())

@@ -7,6 +7,7 @@ missing.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -73,13 +74,17 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_every_public_name_has_a_page_with_its_summary(package: str, site: Path) -> None:
+def test_every_public_name_has_a_page_with_an_example(package: str, site: Path) -> None:
     module = import_module(f"flwr_perdl.{package}")
     folder = site / "reference" / module.__name__
     index = (folder / "index.html").read_text()
     for name in module.__all__:
-        own = f'{name}.html"' in index  # or, a constant, a place on the package's page
-        assert own or f'id="{module.__name__}.{name}"' in index, f"{name} has no page"
+        link = re.search(rf'href="([^"]*\b{name}\.html)"', index)
+        page = (folder / link[1]).read_text() if link else index
+        assert re.search(rf'id="flwr_perdl\.(\w+\.)*{name}"', page), f"{name} has no page"
+        if link:
+            assert ">Examples:<" in page, f"the page of {name} has no example"
+            assert "doc-symbol-module" not in page, f"the page of {name} is of a module"
 
 
 def complaints(browser: Any, url: str, width: int, scheme: str) -> list[str]:
