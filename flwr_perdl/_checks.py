@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from flwr_perdl._arrays import squared_norm
 
+#: An array of float64 or float32.
 Matrix = NDArray[np.floating[Any]]
 
 #: The dtypes of arrays that are computed with.
@@ -62,6 +63,13 @@ def check_array(
     ------
     ValueError
         If dtype, number of dimensions, shape or a value is not as required.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.checks import check_array
+    >>> check_array("X", [[1.0, 2.0]], columns=2)
+    array([[1., 2.]])
     """
     array: Any = np.asarray(value) if xp is np else value
     if array.dtype not in (FLOATS if xp is np else (xp.float64, xp.float32)):
@@ -125,7 +133,14 @@ def check_magnitude(name: str, array: Matrix, *, floor: float = 0.4) -> Matrix:
 
 
 def check_count(name: str, value: object, low: int = 0, high: int | None = None) -> int:
-    """Return ``value`` as an int within ``[low, high]``, or raise a ValueError that says so."""
+    """Return ``value`` as an int within ``[low, high]``, or raise a ValueError that says so.
+
+    Examples
+    --------
+    >>> from flwr_perdl.checks import check_count
+    >>> check_count("n_atoms", 5, low=1)
+    5
+    """
     if type(value) is int:  # an abstract class takes longer to recognize it
         count = value
     elif isinstance(value, bool) or not isinstance(value, Integral):
@@ -144,6 +159,12 @@ def check_real(
     """Return ``value`` as a float within ``[low, high]``, or raise a ValueError that says so.
 
     With ``open_low`` the lower end itself is refused too.
+
+    Examples
+    --------
+    >>> from flwr_perdl.checks import check_real
+    >>> check_real("step", 1, 0.0, 2.0)
+    1.0
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(f"{name} must be a number, got {value!r}.")
@@ -190,7 +211,14 @@ def own_numbers(record: Any) -> None:
 
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> str:
-    """Return ``value`` if it is one of ``choices``, or raise a ValueError that lists them."""
+    """Return ``value`` if it is one of ``choices``, or raise a ValueError that lists them.
+
+    Examples
+    --------
+    >>> from flwr_perdl.checks import check_choice
+    >>> check_choice("method", "mean", ("mean", "median"))
+    'mean'
+    """
     names = tuple(choices)
     if not isinstance(value, str) or value not in names:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, names))}, got {value!r}.")

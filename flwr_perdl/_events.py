@@ -15,6 +15,7 @@ from flwr.common import log
 #: A run's events, in its folder.
 EVENTS = "events.jsonl"
 
+#: A line of the events' file; its fields are in docs/faults.md.
 Event = dict[str, Any]
 
 
@@ -28,6 +29,17 @@ class EventLog:
     ----------
     path : str, Path or None
         The file, made with its folder when missing; None writes nothing.
+
+    Examples
+    --------
+    >>> from pathlib import Path
+    >>> from tempfile import TemporaryDirectory
+    >>> from flwr_perdl.files import EventLog, read_events
+    >>> with TemporaryDirectory() as folder:
+    ...     EventLog(Path(folder, "events.jsonl")).write("round", round=1)
+    ...     events, end = read_events(Path(folder, "events.jsonl"))
+    >>> events[0]["event"], events[0]["round"]
+    ('round', 1)
     """
 
     def __init__(self, path: str | Path | None) -> None:
@@ -56,6 +68,18 @@ def read_events(path: Path, start: int = 0) -> tuple[list[Event], int]:
 
     A last line without an end is still being written, and is left for the next call; a line that
     is no event is left out.
+
+    Examples
+    --------
+    >>> from pathlib import Path
+    >>> from tempfile import TemporaryDirectory
+    >>> from flwr_perdl.files import EventLog, read_events
+    >>> with TemporaryDirectory() as folder:
+    ...     path = Path(folder, "events.jsonl")
+    ...     EventLog(path).write("round", round=1)
+    ...     events, end = read_events(path)
+    >>> [event["event"] for event in events]
+    ['round']
     """
     with path.open("rb") as stream:
         stream.seek(start)

@@ -22,6 +22,12 @@ def n_threads() -> int:
 
     As many as it has cores, or ``OMP_NUM_THREADS`` where that says fewer: who limits the threads of
     BLAS, as Flower's Ray workers and cluster schedulers do, limits these too.
+
+    Examples
+    --------
+    >>> from flwr_perdl.threads import n_threads
+    >>> n_threads() >= 1
+    True
     """
     return _at_most("OMP_NUM_THREADS")
 
@@ -64,6 +70,12 @@ def in_threads(
     n : int, optional
         Number of threads, if not :func:`n_threads`. Inside of a call of this function it is one:
         the threads of the outer call use the cores already.
+
+    Examples
+    --------
+    >>> from flwr_perdl.threads import in_threads
+    >>> list(in_threads(abs, [-1, 2, -3]))
+    [1, 2, 3]
     """
     n, left = 1 if _SHARED.get() else n or n_threads(), iter(items)
     first = list(islice(left, min(n, 2)))

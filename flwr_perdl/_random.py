@@ -25,5 +25,11 @@ def spawn(seed: int, partition: int = SERVER, round_: int = 0) -> np.random.Gene
         The client's partition id; the server's draws by default.
     round_ : int
         Communication round, 0 for what happens before the first.
+
+    Examples
+    --------
+    >>> from flwr_perdl.random import spawn
+    >>> spawn(0, partition=3).integers(10) == spawn(0, partition=3).integers(10)
+    np.True_
     """
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(partition, round_)))

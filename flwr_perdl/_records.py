@@ -24,6 +24,7 @@ from flwr_perdl._compat import answered
 from flwr_perdl._npy import view_file
 from flwr_perdl._shortcuts import NPY, encode, entries, filled
 
+#: A value of a config or of a metric.
 Scalar = bool | bytes | float | int | str
 #: For `isinstance`: tuples, as ``int | float`` would be made anew for every number of every reply.
 _NUMBERS, _TEXTS = (int, float), (bytes, str)
@@ -31,6 +32,7 @@ _NUMBERS, _TEXTS = (int, float), (bytes, str)
 ARRAYS = "arrays"
 CONFIG = "config"
 METRICS = "metrics"
+#: The metric that says how many examples a reply stands for.
 NUM_EXAMPLES = "num-examples"
 
 #: Which step of a protocol a request asks for.
@@ -136,7 +138,17 @@ def _numbered(encoded: Iterable[Array]) -> ArrayRecord:
 
 
 def to_arrays(record: ArrayRecord) -> list[Matrix]:
-    """Return an ArrayRecord's arrays in the order in which they were put in."""
+    """Return an ArrayRecord's arrays in the order in which they were put in.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr.app import ArrayRecord
+    >>> from flwr_perdl.records import to_arrays
+    >>> to_arrays(ArrayRecord([np.eye(2)]))
+    [array([[1., 0.],
+           [0., 1.]])]
+    """
     return [decode(array) for array in record.values()]
 
 

@@ -39,7 +39,14 @@ _STALE = 3600.0
 
 
 class Saved(NamedTuple):
-    """What a file holds: named arrays and a JSON-like record."""
+    """What a file holds: named arrays and a JSON-like record.
+
+    Examples
+    --------
+    >>> from flwr_perdl.files import Saved
+    >>> Saved({}, {"round": 3}).meta["round"]
+    3
+    """
 
     arrays: dict[str, NDArray[Any]]
     meta: dict[str, Any]
@@ -56,6 +63,17 @@ def save(path: Path, arrays: Mapping[str, NDArray[Any]], meta: Mapping[str, Any]
         Arrays of numbers.
     meta : mapping
         Anything that JSON can say.
+
+    Examples
+    --------
+    >>> from pathlib import Path
+    >>> from tempfile import TemporaryDirectory
+    >>> import numpy as np
+    >>> from flwr_perdl.files import load, save
+    >>> with TemporaryDirectory() as folder:
+    ...     save(Path(folder, "state.npz"), {"atoms": np.eye(2)}, {"round": 3})
+    ...     print(load(Path(folder, "state.npz")).meta)
+    {'format': 2, 'round': 3}
     """
     named: dict[str, Any] = {f"a/{name}": np.asarray(array) for name, array in arrays.items()}
     named[_META] = np.array(json.dumps({"format": FORMAT, **meta}))
@@ -69,6 +87,18 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """Let the block write a file; afterwards ``path`` holds all of it, or what it held.
 
     Inside `together` that is so when its block ends.
+
+    Examples
+    --------
+    >>> from pathlib import Path
+    >>> from tempfile import TemporaryDirectory
+    >>> from flwr_perdl.files import replacing
+    >>> with TemporaryDirectory() as folder:
+    ...     path = Path(folder, "note.txt")
+    ...     with replacing(path) as file:
+    ...         written = file.write(b"whole")
+    ...     print(path.read_text())
+    whole
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     waiting = _WAITING.get()
@@ -182,6 +212,18 @@ def load(path: Path) -> Saved:
     ------
     ValueError
         If the file cannot be read, is not ours, has another version, or was changed.
+
+    Examples
+    --------
+    >>> from pathlib import Path
+    >>> from tempfile import TemporaryDirectory
+    >>> import numpy as np
+    >>> from flwr_perdl.files import load, save
+    >>> with TemporaryDirectory() as folder:
+    ...     save(Path(folder, "state.npz"), {"atoms": np.eye(2)}, {"round": 3})
+    ...     print(load(Path(folder, "state.npz")).arrays["atoms"])
+    [[1. 0.]
+     [0. 1.]]
     """
     try:
         named = _members(path)

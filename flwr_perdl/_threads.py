@@ -76,5 +76,12 @@ def one_blas_thread() -> _Limit:
     From the first block on the process keeps the memory of freed arrays (`keep_freed_memory`).
 
     A block inside another costs nothing: the limit is set by the first and lifted by the last.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.threads import one_blas_thread
+    >>> with one_blas_thread():
+    ...     product = np.eye(2) @ np.eye(2)
     """
     return _LIMIT

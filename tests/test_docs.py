@@ -16,7 +16,7 @@ def test_links_between_pages_lead_somewhere() -> None:
     top = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
     for page in [*top, *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]:
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
-            if "://" not in target:
+            if "://" not in target and not target.startswith("reference/"):  # made with the site
                 assert (page.parent / target).exists(), f"{page.name} points to {target}"
 
 

@@ -6,7 +6,7 @@
 # a shop alone has too few days. In this tutorial the shops find the kinds together, and no day of
 # any shop leaves it.
 #
-# You need `pip install '.[experiments]'` in a clone ([installation](../installation.md)), and less
+# You need `pip install '.[experiments]'` in a clone ([installation](../install.md)), and less
 # than a minute.
 
 # %% [markdown]

@@ -5,7 +5,7 @@
 # models with a few others. In this tutorial each of them has only two of ten handwritten digits,
 # and after enough rounds all know all ten.
 #
-# You need `pip install '.[experiments]'` in a clone ([installation](../installation.md)), and less
+# You need `pip install '.[experiments]'` in a clone ([installation](../install.md)), and less
 # than a minute.
 
 # %% [markdown]
@@ -33,10 +33,13 @@ def read_data(node):
 
 
 class Softmax(NumPyClient):
+    """Softmax regression."""
+
     def __init__(self, node):
         self.X, self.y = read_data(node)
 
     def fit(self, parameters, config):
+        """Take five gradient steps."""
         W, b = parameters
         for _ in range(5):
             scores = self.X @ W + b
@@ -46,6 +49,7 @@ class Softmax(NumPyClient):
         return [W, b], len(self.y), {}
 
     def evaluate(self, parameters, config):
+        """Return the accuracy on digits that no node has."""
         W, b = parameters
         accuracy = float(np.mean((X[test] @ W + b).argmax(axis=1) == y[test]))
         return 1 - accuracy, len(test), {"accuracy": accuracy}
@@ -70,8 +74,8 @@ for name, topology in networks.items():
 # ## Learn
 #
 # In every round each node trains its own model, sends it to its neighbors, and combines what it
-# hears. `fit` runs all nodes in this process; [other networks](../decentralized-learning.md) are Ray
-# actors and a Flower federation whose server cannot read the messages.
+# hears. `fit` runs all nodes in this process; [other networks](../decentralized-learning.md) are
+# Ray actors, and a Flower federation whose server cannot read the messages.
 
 # %%
 initial = [np.zeros((64, 10)), np.zeros(10)]

@@ -2,11 +2,11 @@
 # # Your own model: clusters of clients, without knowing them
 #
 # Sixteen clients hold handwritten digits, and each of them scans its pages in one of four
-# directions. One classifier for all directions is poor. `ClusteredFedAvg` learns four, and finds out
-# which client needs which. The classifier here is scikit-learn's `SGDClassifier`; a PyTorch network
-# takes the same few lines (`examples/pytorch-clustered`).
+# directions. One classifier for all directions is poor. `ClusteredFedAvg` learns four, and finds
+# out which client needs which. The classifier here is scikit-learn's `SGDClassifier`; a PyTorch
+# network takes the same few lines (`examples/pytorch-clustered`).
 #
-# You need `pip install '.[experiments]'` in a clone ([installation](../installation.md)), and less
+# You need `pip install '.[experiments]'` in a clone ([installation](../install.md)), and less
 # than a minute.
 
 # %% [markdown]
@@ -16,8 +16,6 @@
 # Nothing in it knows of clusters.
 
 # %%
-import warnings
-
 import numpy as np
 from flwr.client import NumPyClient
 from sklearn.datasets import load_digits
@@ -36,6 +34,8 @@ def read_data(partition):
 
 
 class DigitsClient(NumPyClient):
+    """Trains on 80 of its images, and measures on the others."""
+
     def __init__(self, context):
         X, y = read_data(context.node_config["partition-id"])
         self.train, self.test = (X[:80], y[:80]), (X[80:], y[80:])
@@ -45,12 +45,14 @@ class DigitsClient(NumPyClient):
         self.model.classes_ = np.arange(10)
 
     def fit(self, parameters, config):
+        """Train five epochs from the weights that came."""
         X, y = self.train
         coef, intercept = (array.copy() for array in parameters)
         self.model.fit(X, y, coef_init=coef, intercept_init=intercept)
         return [self.model.coef_, self.model.intercept_], len(y), {}
 
     def evaluate(self, parameters, config):
+        """Return the loss, by which a client chooses its cluster."""
         X, y = self.test
         self.model.coef_, self.model.intercept_ = parameters
         loss = log_loss(y, self.model.predict_proba(X), labels=self.model.classes_)

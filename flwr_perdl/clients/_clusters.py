@@ -212,5 +212,3 @@ def answer_clustered(
     sent = [a if a.dtype in _FLOATS else encode(*floats([decode(a)])) for a in arrays]
     filled(reply.content[ARRAYS], {str(i): array for i, array in enumerate(sent)})
     return reply
-
-

@@ -148,6 +148,12 @@ def client_fn(make_client: Factory) -> Callable[[Context], Client]:
     callable
         ``Context -> Client``, for ``ClientApp(client_fn=...)``. The client says who it is, and
         takes part in `ClusteredFedAvg` and `PerMA`, as one of `client_app` does.
+
+    Examples
+    --------
+    >>> from flwr.client import ClientApp, NumPyClient
+    >>> from flwr_perdl.clients import client_fn
+    >>> app = ClientApp(client_fn(lambda context: NumPyClient()))
     """
     return lambda context: AnyClient(_numpy_client(make_client(context)), context).to_client()
 

@@ -98,6 +98,14 @@ class Member(NumPyClient):
     ------
     ValueError
         If it does not say who the client is.
+
+    Examples
+    --------
+    >>> from flwr.app import Context, RecordDict
+    >>> from flwr_perdl.clients import Member
+    >>> context = Context(1, 1, {"partition-id": 3}, RecordDict(), {})
+    >>> Member(context).partition
+    3
     """
 
     def __init__(self, context: Context) -> None:
@@ -140,6 +148,14 @@ def private_shelf(
         What the state is of.
     state_dir : str or Path, optional
         Folder of all clients; by default ``state-dir`` of the node config, then of the run config.
+
+    Examples
+    --------
+    >>> from flwr.app import Context, RecordDict
+    >>> from flwr_perdl.clients import private_shelf
+    >>> context = Context(1, 1, {"partition-id": 3}, RecordDict(), {})
+    >>> private_shelf(context, "perma") is None  # the node config has no state-dir
+    True
     """
     given = state_dir or context.node_config.get("state-dir") or context.run_config.get("state-dir")
     if not given:
@@ -174,6 +190,17 @@ class PrivateState:
         If the token has more than 256 characters. When files are read or written: if the key in the
         environment is no key, or not theirs; if there is a symbolic link in place of a folder; if
         this Flower run has begun 16 runs and this is another one.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr.app import Context, RecordDict
+    >>> from flwr_perdl.clients import PrivateState
+    >>> context = Context(1, 1, {"partition-id": 3}, RecordDict(), {})
+    >>> PrivateState(context, "run").save(1, {"atoms": np.eye(2)})
+    >>> PrivateState(context, "run").after(1)["atoms"]
+    array([[1., 0.],
+           [0., 1.]])
     """
 
     def __init__(self, context: Context, run: str, shelf: Shelf | None = None) -> None:

@@ -118,6 +118,22 @@ class DictionaryClient(DictionaryMember):
     ------
     ValueError
         If ``X`` is empty, has another dtype, or is not finite, or who the client is is not known.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.clients import DictionaryClient, client_app
+    >>> from flwr_perdl.dictionary import OrthogonalLearner
+    >>> from flwr_perdl.simulations import InProcessGrid
+    >>> from flwr_perdl.strategies import PerMA
+    >>> X = np.random.default_rng(0).standard_normal((3, 50, 6))
+    >>> def make_client(context):
+    ...     own = X[context.node_config["partition-id"]]
+    ...     return DictionaryClient(own, OrthogonalLearner(5), context)
+    >>> grid = InProcessGrid(client_app(make_client), 3)
+    >>> result = PerMA(n_global=2).start(grid, num_rounds=2)
+    >>> grid.local_atoms()[0].shape
+    (3, 6)
     """
 
     def __init__(

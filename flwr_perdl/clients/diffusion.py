@@ -96,6 +96,20 @@ class DiffusionClient(Member):
     ------
     ValueError
         If the context does not say which node this is, or the keys are not readable.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.clients import DiffusionClient, client_app
+    >>> from flwr_perdl.diffusion import Topology
+    >>> from flwr_perdl.diffusion.novelty import Averaging
+    >>> from flwr_perdl.simulations import InProcessGrid
+    >>> from flwr_perdl.network import FlowerNetwork
+    >>> values = {node: np.array([float(node)]) for node in range(4)}
+    >>> app = client_app(lambda context: DiffusionClient(Averaging(values), context))
+    >>> run = FlowerNetwork(InProcessGrid(app, 4), Topology.ring(4)).run(None, 30)
+    >>> run.rounds, run.floats_sent
+    (30, 240.0)
     """
 
     def __init__(

@@ -165,6 +165,12 @@ class LocalPrivacy:
         If an argument breaks its rule, or a request cannot be answered privately.
     ImportError
         If OpenDP is not installed and ``rng`` is not given.
+
+    Examples
+    --------
+    >>> from flwr_perdl.clients import LocalPrivacy, client_app
+    >>> mod = LocalPrivacy(epsilon=8.0, delta=1e-5, n_rounds=10, clip=1.0)
+    >>> app = client_app(lambda context: None, train_mods=[mod])
     """
 
     #: `client_app` puts the mod around evaluations and queries, too.

@@ -96,6 +96,21 @@ class RegressionClient(Member):
         If the data are empty, not finite, or of different lengths or widths, a response is not -1
         or 1 with the logistic loss, the loss is not one of a linear predictor, or who the client is
         is not known.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.clients import RegressionClient, client_app
+    >>> from flwr_perdl.simulations import InProcessGrid
+    >>> from flwr_perdl.strategies import FedX
+    >>> X = np.random.default_rng(0).standard_normal((6, 10, 2))
+    >>> def make_client(context):
+    ...     own = X[context.node_config["partition-id"]]
+    ...     return RegressionClient(own, own @ [2.0, -1.0], context)
+    >>> grid = InProcessGrid(client_app(make_client), 6)
+    >>> result = FedX(1).start(grid, num_rounds=20)
+    >>> result.arrays.to_numpy_ndarrays()[0].round(3)
+    array([[ 2., -1.]])
     """
 
     def __init__(

@@ -54,7 +54,17 @@ _PIECE = 2**17
 
 
 class Aggregation(NamedTuple):
-    """The new global atoms, whose contributions they are made of, and which of them stood out."""
+    """The new global atoms, whose contributions they are made of, and which of them stood out.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.dictionary import aggregate_atoms
+    >>> stack = np.array([[[1.0, 0.0]], [[1.0, 0.0]], [[0.0, 1.0]]])
+    >>> found = aggregate_atoms(stack, stack[0], method="median", orthogonal=True)
+    >>> found.global_atoms, found.kept
+    (array([[1., 0.]]), array([ True,  True,  True]))
+    """
 
     #: Unit atoms (orthonormal for orthogonal learners), (n_global, n_features).
     global_atoms: Matrix
@@ -99,6 +109,15 @@ def aggregate_atoms(
     ------
     ValueError
         If shapes do not fit, ``method`` is unknown, or weights are missing or not positive.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.dictionary import aggregate_atoms
+    >>> stack = np.array([[[1.0, 0.0]], [[0.0, 1.0]]])  # one atom of each of two clients
+    >>> found = aggregate_atoms(stack, np.array([[1.0, 0.0]]), orthogonal=True)
+    >>> found.global_atoms.round(3)
+    array([[0.707, 0.707]])
     """
     check_choice("method", method, METHODS)
     current, _ = unit_atoms(check_array("current", current))
@@ -167,6 +186,15 @@ def local_statistics(
     -------
     ndarray of shape (n_global, n_features) or (n_global, n_global + n_features)
         ``C_g.T @ (X - C_l @ D_l)``; unless orthogonal, ``C_g.T @ C_g`` comes before it.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.dictionary import local_statistics
+    >>> X = np.array([[1.0, 0.5]] * 4)
+    >>> codes = np.array([[1.0, 0.0]] * 4)
+    >>> local_statistics(X, codes, np.eye(2), 1, orthogonal=True)
+    array([[4., 2.]])
     """
     D = check_array("D", D)
     X = check_array("X", X, columns=D.shape[1], squares=True)
@@ -297,6 +325,14 @@ def aggregate_statistics(stack: Matrix, current: Matrix, *, orthogonal: bool) ->
     ------
     ValueError
         If shapes do not fit.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.dictionary import aggregate_statistics
+    >>> stack = np.array([[[2.0, 0.0]], [[4.0, 0.0]]])  # from `local_statistics` of two clients
+    >>> aggregate_statistics(stack, np.array([[1.0, 0.0]]), orthogonal=True).global_atoms
+    array([[1., 0.]])
     """
     current, _ = unit_atoms(check_array("current", current))
     r, d = current.shape

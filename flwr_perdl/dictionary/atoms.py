@@ -51,7 +51,15 @@ _COPY = 0.98
 
 
 class AtomMatch(NamedTuple):
-    """Each atom's partner in another dictionary."""
+    """Each atom's partner in another dictionary.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.dictionary import match_atoms
+    >>> match_atoms(np.eye(3), np.eye(3)[[2, 0, 1]]).distances
+    array([0., 0., 0.])
+    """
 
     #: ``indices[j]``: the row of ``B`` that atom ``j`` of ``A`` is matched with.
     indices: NDArray[np.intp]
@@ -79,6 +87,14 @@ def normalize_atoms(D: Matrix, fallback: Matrix | None = None) -> Matrix:
     ------
     ValueError
         If a row is zero and there is no ``fallback``, or if its shape is another.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.dictionary import normalize_atoms
+    >>> normalize_atoms(np.array([[3.0, 4.0], [0.0, 2.0]]))
+    array([[0.6, 0.8],
+           [0. , 1. ]])
     """
     xp = namespace(D) if fallback is None else namespace(D, fallback)
     D = check_array("D", D, xp=xp)
@@ -341,6 +357,14 @@ def atom_distances(A: Matrix, B: Matrix) -> Matrix:
     -------
     ndarray of shape (n_a, n_b)
         float64; small distances are exact to rounding of the atoms, not of their products.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.dictionary import atom_distances
+    >>> atom_distances(np.eye(2), -np.eye(2)).round(3)  # signs do not matter
+    array([[0.   , 1.414],
+           [1.414, 0.   ]])
     """
     xp = namespace(A, B)
     A = check_array("A", A, squares=True, xp=xp)
@@ -429,6 +453,14 @@ def match_atoms(A: Matrix, B: Matrix) -> AtomMatch:
     ------
     ValueError
         If ``A`` has more atoms than ``B``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.dictionary import match_atoms
+    >>> found = match_atoms(np.eye(3)[:2], -np.eye(3)[::-1])
+    >>> found.indices, found.signs
+    (array([2, 1]), array([-1., -1.]))
     """
     A, B = _fewer_and_more(A, B)
     return _match(A, B, match_stack(A, B[None, ...])[0][0, :])
@@ -462,6 +494,13 @@ def dictionary_distance(A: Matrix, B: Matrix, norm: str = "1,2") -> float:
     ------
     ValueError
         If ``A`` has more atoms than ``B`` or ``norm`` is neither.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.dictionary import dictionary_distance
+    >>> dictionary_distance(np.eye(3), -np.eye(3)[::-1])
+    0.0
     """
     check_choice("norm", norm, ("1,2", "2"))
     A, B = _fewer_and_more(A, B)

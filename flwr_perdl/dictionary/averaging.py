@@ -39,7 +39,16 @@ _TINY = 1e-6
 
 
 class LocalDictionary(NamedTuple):
-    """What a client comes to in a round."""
+    """What a client comes to in a round.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.dictionary import OrthogonalLearner, update_dictionary
+    >>> X = np.random.default_rng(0).standard_normal((30, 4))
+    >>> bool(update_dictionary(X, np.eye(4), OrthogonalLearner(4, threshold=0.0)).error < 1e-12)
+    True
+    """
 
     #: Its dictionary, (n_atoms, n_features).
     dictionary: Matrix
@@ -71,6 +80,15 @@ def update_dictionary(
     Returns
     -------
     LocalDictionary
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.dictionary import OrthogonalLearner, update_dictionary
+    >>> X = np.random.default_rng(0).standard_normal((30, 4))
+    >>> found = update_dictionary(X, np.eye(4), OrthogonalLearner(4))
+    >>> found.dictionary.shape, found.sent.shape
+    ((4, 4), (5, 4))
     """
     X = check_array("X", X, min_rows=1, squares=True)
     D = check_array("D", D, columns=X.shape[1])
@@ -120,6 +138,15 @@ def average_dictionaries(
     Returns
     -------
     ndarray of shape (n_atoms, n_features)
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.dictionary import OrthogonalLearner, average_dictionaries, update_dictionary
+    >>> X = np.random.default_rng(0).standard_normal((2, 30, 4))
+    >>> sent = [update_dictionary(own, np.eye(4), OrthogonalLearner(4)).sent for own in X]
+    >>> average_dictionaries(np.stack(sent), np.eye(4), orthogonal=True).shape
+    (4, 4)
     """
     current = check_array("current", current)
     stack = check_array("stack", stack, ndim=3, min_rows=1, columns=current.shape[1])
@@ -172,6 +199,15 @@ def common_start(
     -------
     ndarray of shape (n_atoms, n_features)
         Unit atoms.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.dictionary import common_start
+    >>> rng = np.random.default_rng(0)
+    >>> common_start({0: np.eye(2), 1: np.eye(2)[::-1]}, {0: 10, 1: 50}, rng, orthogonal=True)
+    array([[0., 1.],
+           [1., 0.]])
     """
     D = dictionaries[max(dictionaries, key=lambda i: (sizes[i], -i))]
     drawn = normalize_atoms(rng.standard_normal(D.shape).astype(D.dtype))

@@ -63,7 +63,16 @@ _EXCHANGES = 200
 
 
 class Lasso(NamedTuple):
-    """What :func:`lasso` found."""
+    """What :func:`lasso` found.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.dictionary import lasso
+    >>> found = lasso(np.array([[2.0, 0.5]]), np.eye(2), alpha=1.0)
+    >>> found.codes.round(6) + 0.0, found.converged
+    (array([[1., 0.]]), True)
+    """
 
     #: Codes, (n_samples, n_atoms).
     codes: Matrix
@@ -90,7 +99,15 @@ class Focuss(NamedTuple):
 
 
 def hard_threshold(A: Matrix, threshold: float) -> Matrix:
-    """Keep the entries with ``|a| >= threshold``, set the others to zero."""
+    """Keep the entries with ``|a| >= threshold``, set the others to zero.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.dictionary import hard_threshold
+    >>> hard_threshold(np.array([[0.2, -1.0, 3.0]]), 1.0)
+    array([[ 0., -1.,  3.]])
+    """
     return kept_above(*_thresholded(A, threshold))
 
 
@@ -103,7 +120,15 @@ def kept_above(A: Matrix, threshold: float | Matrix) -> Matrix:
 
 
 def soft_threshold(A: Matrix, threshold: float) -> Matrix:
-    """Move every entry towards zero by ``threshold``, not negative, and no further than zero."""
+    """Move every entry towards zero by ``threshold``, not negative, and no further than zero.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.dictionary import soft_threshold
+    >>> soft_threshold(np.array([[0.5, -2.0, 3.0]]), 1.0)
+    array([[ 0., -1.,  2.]])
+    """
     return _shrunk(*_thresholded(A, threshold))
 
 
@@ -120,7 +145,15 @@ def _shrunk(A: Matrix, threshold: float) -> Matrix:
 
 
 def top_k(A: Matrix, k: int) -> Matrix:
-    """Keep the ``k`` largest magnitudes of each row, set the others to zero."""
+    """Keep the ``k`` largest magnitudes of each row, set the others to zero.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.dictionary import top_k
+    >>> top_k(np.array([[0.5, -2.0, 3.0]]), 2)
+    array([[ 0., -2.,  3.]])
+    """
     xp = namespace(A)
     A = check_array("A", A, xp=xp)
     if check_count("k", k) >= A.shape[1]:
@@ -159,6 +192,8 @@ def omp(X: Matrix, D: Matrix, n_nonzero: int, *, selection: Selection = "correla
     Examples
     --------
     >>> import numpy as np
+    >>> import numpy as np
+    >>> from flwr_perdl.dictionary import omp
     >>> omp(np.array([[3.0, 1.0]]), np.eye(2), 1)
     array([[3., 0.]])
     """
@@ -261,6 +296,8 @@ def lasso(
     Examples
     --------
     >>> import numpy as np
+    >>> import numpy as np
+    >>> from flwr_perdl.dictionary import lasso
     >>> lasso(np.array([[3.0, 1.0]]), np.eye(2), 2.0).codes
     array([[1., 0.]])
     """
@@ -519,6 +556,8 @@ def sparse_code(
     Examples
     --------
     >>> import numpy as np
+    >>> import numpy as np
+    >>> from flwr_perdl.dictionary import sparse_code
     >>> sparse_code(np.array([[3.0, 1.0]]), np.eye(2), n_nonzero=1)
     array([[3., 0.]])
     """
@@ -577,6 +616,13 @@ def reconstruct(C: Matrix, D: Matrix) -> Matrix:
     Returns
     -------
     ndarray of shape (n_samples, n_features)
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.dictionary import reconstruct
+    >>> reconstruct(np.array([[2.0, 0.0]]), np.eye(2))
+    array([[2., 0.]])
     """
     xp = namespace(C, D)
     D = check_array("D", D, xp=xp)

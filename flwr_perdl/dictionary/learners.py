@@ -80,7 +80,19 @@ ALONE = 0.7
 
 
 class Learner(Protocol):
-    """What PerMA asks of a local learner; `D` may have any number of atoms."""
+    """What PerMA asks of a local learner; `D` may have any number of atoms.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.dictionary import Learner, OrthogonalLearner
+    >>> learner: Learner = OrthogonalLearner(2, threshold=0.5)
+    >>> X = np.array([[1.0, 0.1], [0.2, 2.0]])
+    >>> codes = learner.code(X, np.eye(2))
+    >>> codes
+    array([[1., 0.],
+           [0., 2.]])
+    """
 
     @property
     def n_atoms(self) -> int:
@@ -123,6 +135,13 @@ def atom_support(C: Matrix) -> Matrix:
     -------
     ndarray of shape (n_atoms,)
         0 for an atom that no sample uses.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.dictionary import atom_support
+    >>> atom_support(np.array([[1.0, 5.0], [1.0, 0.0], [-1.0, 0.0]]))
+    array([3., 1.])
     """
     C = check_array("C", C, xp=namespace(C))
     return atom_supports(*code_sums(C[None, ...]), lambda i: C)[0, :]
@@ -147,6 +166,13 @@ def row_support(X: Matrix, C: Matrix) -> Matrix:
     -------
     ndarray of shape (n_rows,)
         0 for a row without terms.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.dictionary import row_support
+    >>> row_support(np.eye(3), np.array([[1.0, 5.0], [1.0, 0.0], [-1.0, 0.0]]))
+    array([3., 1.])
     """
     X = check_array("X", X, squares=True, xp=namespace(X, C))
     support = atom_support(C)
@@ -175,6 +201,15 @@ def update_support(X: Matrix, C: Matrix, D: Matrix, learner: Learner) -> Matrix:
         sum that an atom was made of (`row_support`, and of a general learner `made_by_one`, with
         the codes before and after the update). Of orthonormal atoms each is a mixture of all rows
         of ``C.T @ X``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.dictionary import OrthogonalLearner, update_support
+    >>> X = np.array([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
+    >>> learner = OrthogonalLearner(2, threshold=0.5)
+    >>> update_support(X, learner.code(X, np.eye(2)), np.eye(2), learner)
+    array([2., 1.])
     """
     new = learner.code(X, D)
     support = atom_support(new)
@@ -525,6 +560,17 @@ class OrthogonalLearner(ThresholdLearner):
         the root mean square norm of the samples.
     n_nonzero : int or None, default None
         If given, this many codes per sample are kept instead.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.dictionary import OrthogonalLearner, dictionary_distance, warm_start
+    >>> rng = np.random.default_rng(0)
+    >>> D = np.linalg.qr(rng.standard_normal((6, 6)))[0]
+    >>> X = rng.choice([-1, 0, 1], (200, 6), p=[0.1, 0.8, 0.1]) @ D
+    >>> found = warm_start(X, OrthogonalLearner(6), rng=rng, restarts=5)
+    >>> bool(dictionary_distance(D, found.dictionary) < 1e-6)
+    True
     """
 
     orthogonal: ClassVar[bool] = True
@@ -593,6 +639,15 @@ class GradientLearner(GeneralLearner):
         ``threshold`` is not used.
     coding : {"pursuit", "threshold"}, default "pursuit"
         See `GeneralLearner`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.dictionary import GradientLearner, warm_start
+    >>> rng = np.random.default_rng(0)
+    >>> X = rng.standard_normal((100, 6))
+    >>> warm_start(X, GradientLearner(8, n_nonzero=2), rng=rng, n_iter=5).dictionary.shape
+    (8, 6)
     """
 
     def _update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
@@ -621,6 +676,15 @@ class MODLearner(GeneralLearner):
         ``threshold`` is not used.
     coding : {"pursuit", "threshold"}, default "pursuit"
         See `GeneralLearner`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.dictionary import MODLearner, warm_start
+    >>> rng = np.random.default_rng(0)
+    >>> X = rng.standard_normal((100, 6))
+    >>> warm_start(X, MODLearner(8, n_nonzero=2), rng=rng, n_iter=5).dictionary.shape
+    (8, 6)
     """
 
     def _update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
@@ -647,6 +711,15 @@ class KSVDLearner(GeneralLearner):
         ``threshold`` is not used.
     coding : {"pursuit", "threshold"}, default "pursuit"
         See `GeneralLearner`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.dictionary import KSVDLearner, warm_start
+    >>> rng = np.random.default_rng(0)
+    >>> X = rng.standard_normal((100, 6))
+    >>> warm_start(X, KSVDLearner(8, n_nonzero=2), rng=rng, n_iter=5).dictionary.shape
+    (8, 6)
     """
 
     def _update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
@@ -684,6 +757,8 @@ class LassoLearner(AlternatingLearner):
 
     Examples
     --------
+    >>> import numpy as np
+    >>> from flwr_perdl.dictionary import LassoLearner
     >>> rng = np.random.default_rng(0)
     >>> X = rng.standard_normal((200, 8))
     >>> learner = LassoLearner(12)

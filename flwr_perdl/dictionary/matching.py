@@ -62,7 +62,17 @@ Count = int | NDArray[np.int_]
 
 
 class Matching(NamedTuple):
-    """Which atoms the clients share."""
+    """Which atoms the clients share.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.dictionary import global_matching
+    >>> axes = np.eye(4)
+    >>> found = global_matching([axes[[0, 1]], axes[[2, 0]], axes[[3, 0]]], 1)
+    >>> found.indices.ravel()  # atom 0 of the first client, atom 1 of the others
+    array([0, 1, 1])
+    """
 
     #: Unit atoms, (n_global, n_features).
     global_atoms: Matrix
@@ -75,7 +85,16 @@ class Matching(NamedTuple):
 
 
 class Alignment(NamedTuple):
-    """A dictionary parted into global and local atoms."""
+    """A dictionary parted into global and local atoms.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.dictionary import align_to_global
+    >>> found = align_to_global(np.eye(3), -np.eye(3)[[2]])
+    >>> found.indices, found.signs
+    (array([2]), array([-1.]))
+    """
 
     #: The atoms that stand for the global ones, in their order and with their signs.
     global_atoms: Matrix
@@ -119,6 +138,18 @@ def global_matching(
     ------
     ValueError
         If no client (for "consensus": not all clients together) has ``n_global`` atoms.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.dictionary import global_matching
+    >>> axes = np.eye(6)
+    >>> dictionaries = [axes[[0, 1, 2]], axes[[1, 0, 3]], axes[[4, 0, 1]]]
+    >>> found = global_matching(dictionaries, "auto")
+    >>> found.global_atoms.shape
+    (2, 6)
+    >>> np.abs(found.global_atoms[:, :2]).sum().round(6)
+    np.float64(2.0)
     """
     check_choice("method", method, ("consensus", "paths"))
     if not len(dictionaries):
@@ -210,6 +241,17 @@ def align_to_global(D: Matrix, global_atoms: Matrix) -> Alignment:
     ------
     ValueError
         If there are more global atoms than atoms.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.dictionary import align_to_global
+    >>> found = align_to_global(np.eye(3), -np.eye(3)[[2]])
+    >>> found.indices  # the last atom stands for the global one
+    array([2])
+    >>> found.local_atoms
+    array([[1., 0., 0.],
+           [0., 1., 0.]])
     """
     D, _ = unit_atoms(check_array("D", D))
     global_atoms = check_array("global_atoms", global_atoms, columns=D.shape[1])

@@ -60,7 +60,16 @@ class PCAStep(NamedTuple):
 
 
 class PersonalizedPCA(NamedTuple):
-    """What :func:`personalized_pca` finds."""
+    """What :func:`personalized_pca` finds.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.dictionary import personalized_pca
+    >>> found = personalized_pca([np.diag([3.0, 2.0, 0.0]), np.diag([3.0, 0.0, 2.0])], 1, 1)
+    >>> [np.abs(one).round(3).tolist() for one in found.local_components]
+    [[[0.0, 1.0, 0.0]], [[0.0, 0.0, 1.0]]]
+    """
 
     #: Orthonormal rows, (n_global, n_features).
     global_components: Matrix
@@ -196,6 +205,15 @@ def personalized_pca(
     Returns
     -------
     PersonalizedPCA
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.dictionary import personalized_pca
+    >>> samples = [np.diag([3.0, 2.0, 0.0]), np.diag([3.0, 0.0, 2.0])]
+    >>> found = personalized_pca(samples, n_global=1, n_local=1)
+    >>> np.abs(found.global_components).round(3)
+    array([[1., 0., 0.]])
     """
     if not len(samples):
         raise ValueError("samples must hold at least one client's array, got none.")

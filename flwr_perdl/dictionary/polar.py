@@ -81,6 +81,14 @@ def polar_factor(S: Matrix, fallback: Matrix) -> Matrix:
     Where the Gram matrix is well conditioned a few products, else its eigenvalues, do the work of
     the SVD at a fraction of the time. The filled-in part minimises the distance to ``fallback``
     among all that make the rows orthonormal.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.dictionary import polar_factor
+    >>> polar_factor(np.diag([3.0, 0.5]), np.eye(2)).round(3)
+    array([[1., 0.],
+           [0., 1.]])
     """
     xp = namespace(S, fallback)
     S, fallback = check_array("S", S, xp=xp), check_array("fallback", fallback, xp=xp)

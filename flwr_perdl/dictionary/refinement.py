@@ -45,6 +45,18 @@ def refine_local(
     -------
     ndarray of shape (n_atoms, n_features)
         The same global atoms, then the refined local ones.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.dictionary import OrthogonalLearner, refine_local
+    >>> X = np.random.default_rng(0).standard_normal((30, 4))
+    >>> D = refine_local(X, np.eye(4), 2, OrthogonalLearner(4))
+    >>> np.abs(D[:, :2].round(6))
+    array([[1., 0.],
+           [0., 1.],
+           [0., 0.],
+           [0., 0.]])
     """
     X = check_array("X", X, squares=True)
     D, _ = unit_atoms(check_array("D", D, columns=X.shape[1]))

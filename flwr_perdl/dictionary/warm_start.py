@@ -38,7 +38,17 @@ _OURS = AlternatingLearner.code, AlternatingLearner.update
 
 
 class WarmStart(NamedTuple):
-    """A dictionary learned from scratch."""
+    """A dictionary learned from scratch.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.dictionary import OrthogonalLearner, warm_start
+    >>> rng = np.random.default_rng(0)
+    >>> found = warm_start(rng.standard_normal((50, 4)), OrthogonalLearner(3), rng=rng, restarts=2)
+    >>> found.objective == min(found.objectives)
+    True
+    """
 
     #: Unit atoms, (n_atoms, n_features).
     dictionary: Matrix
@@ -81,6 +91,16 @@ def warm_start(
     -------
     WarmStart
         Dictionary, its loss, and the losses of all starts.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.dictionary import LassoLearner, warm_start
+    >>> rng = np.random.default_rng(0)
+    >>> X = rng.standard_normal((50, 4))
+    >>> found = warm_start(X, LassoLearner(3), rng=rng, n_iter=10, restarts=2)
+    >>> found.dictionary.shape, len(found.objectives)
+    ((3, 4), 2)
     """
     (found,) = warm_starts(
         [X], learner, rngs=[rng], n_iter=n_iter, restarts=restarts, boost=boost, decay=decay
@@ -114,6 +134,16 @@ def warm_starts(
     Returns
     -------
     list of WarmStart
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.dictionary import OrthogonalLearner, warm_starts
+    >>> rng = np.random.default_rng(0)
+    >>> samples = [rng.standard_normal((30, 4)), rng.standard_normal((50, 4))]
+    >>> rngs = [np.random.default_rng(1), np.random.default_rng(2)]
+    >>> [one.dictionary.shape for one in warm_starts(samples, OrthogonalLearner(3), rngs=rngs)]
+    [(3, 4), (3, 4)]
     """
     samples = [check_array("X", X, min_rows=1, squares=True) for X in samples]
     check_count("n_iter", n_iter)
@@ -191,6 +221,15 @@ def iterate(
     list of ndarray of shape (n_atoms, n_features)
         For `OrthogonalLearner` with a threshold, small clients of one size are multiplied many at
         a time.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.dictionary import OrthogonalLearner, iterate
+    >>> samples = np.random.default_rng(0).standard_normal((2, 30, 4))
+    >>> starts = [np.eye(4), np.eye(4)]
+    >>> [D.shape for D in iterate(OrthogonalLearner(4), samples, starts, scales=[2.0, 1.0])]
+    [(4, 4), (4, 4)]
     """
     if type(learner) is not OrthogonalLearner or learner.n_nonzero is not None:
         return [_iterate(learner, X, D, scales) for X, D in zip(samples, starts, strict=True)]

@@ -47,6 +47,16 @@ class Program(Protocol[State]):
 
     A program may have a method ``report(state)`` besides: what the nodes tell the operator after
     every round, a dict of float arrays of shape (m,), with NaN where a node has nothing to tell.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.diffusion import Program, Topology
+    >>> from flwr_perdl.diffusion.novelty import Averaging
+    >>> from flwr_perdl.network import InMemoryNetwork
+    >>> program: Program = Averaging(np.arange(4.0)[:, None])
+    >>> InMemoryNetwork(Topology.ring(4)).run(program, 30).state.estimate.ravel().round(6)
+    array([1.5, 1.5, 1.5, 1.5])
     """
 
     def start(self, nodes: NDArray[np.intp]) -> State:
@@ -91,6 +101,17 @@ class Inbox:
         One where a neighbor was heard, a node itself excluded.
     own : ndarray of shape (m,)
         Where each receiver stands among the senders.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from scipy.sparse import csr_array
+    >>> from flwr_perdl.diffusion import Inbox
+    >>> own, links = np.array([0]), csr_array([[0.0, 1.0]])
+    >>> weights, heard = csr_array([[0.5, 0.5]]), np.array([[1.0], [3.0]])
+    >>> inbox = Inbox(1, own, np.array([0, 1]), (heard,), weights, links, own)
+    >>> inbox.mean()
+    array([[2.]])
     """
 
     round: int

@@ -211,6 +211,16 @@ class DataDiffusion:
     in the same round. If messages are lost, some nodes may miss a replacement, which the
     combination then averages in. Scores are relative to what else the same node does not explain,
     so that a noisy node's candidates do not always win.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.diffusion import DataDiffusion, Topology
+    >>> rng = np.random.default_rng(0)
+    >>> data = [rng.standard_normal((30, 5)) for node in range(4)]
+    >>> learned = DataDiffusion(n_atoms=3, n_nonzero=1).fit(data, Topology.ring(4), n_rounds=5)
+    >>> learned.dictionaries.shape
+    (4, 3, 5)
     """
 
     n_atoms: int

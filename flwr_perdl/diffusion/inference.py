@@ -148,6 +148,15 @@ def exact_dual(
     ------
     ValueError
         If shapes do not fit or values are not finite.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.diffusion import SparseSVD, exact_dual
+    >>> X = np.array([[2.0, 0.0]])
+    >>> found = exact_dual(SparseSVD(gamma=0.1, delta=0.1), X, [np.eye(2)])
+    >>> np.concatenate(found.codes, axis=1).round(3) + 0.0
+    array([[1.727, 0.   ]])
     """
     X, atoms = checked_samples(X, dictionaries)
     tolerance = check_real("tolerance", tolerance, 0)
@@ -274,6 +283,16 @@ def infer(
     ------
     ValueError
         If an argument breaks its rule, or the topology is directed or not connected.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.diffusion import SparseSVD, Topology, infer
+    >>> D = np.eye(4)[:, None]  # four agents with one atom each
+    >>> X = np.array([[2.0, 0.0, 0.0, -1.0]])
+    >>> found = infer(SparseSVD(gamma=0.1, delta=0.1), X, list(D), Topology.ring(4), tolerance=1e-6)
+    >>> np.concatenate(found.codes, axis=1).round(2) + 0.0
+    array([[ 1.73,  0.  ,  0.  , -0.82]])
     """
     X, atoms = checked_samples(X, dictionaries)
     kind = METHODS[check_choice("method", method, METHODS)]

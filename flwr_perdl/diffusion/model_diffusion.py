@@ -128,6 +128,17 @@ class ModelDiffusion:
     options : mapping of str to float, optional
         Options of the method, see `infer`: ``step`` is the paper's mu. Of ``"exact"``:
         ``tolerance``, see `exact_dual`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.diffusion import ModelDiffusion, SparseSVD, Topology
+    >>> X = np.random.default_rng(0).standard_normal((20, 5))
+    >>> objective = SparseSVD(gamma=0.1, delta=0.1)
+    >>> learner = ModelDiffusion(objective, n_atoms_per_agent=2, n_iterations=20)
+    >>> model = learner.fit(X, Topology.ring(4))
+    >>> np.shape(model.dictionaries)
+    (4, 2, 5)
     """
 
     objective: Objective

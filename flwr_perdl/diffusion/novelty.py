@@ -219,6 +219,18 @@ def novelty_scores(
     ------
     ValueError
         If an argument is out of range, shapes differ, or the weights are not doubly stochastic.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.diffusion import SparseSVD, Topology, infer, novelty_scores
+    >>> objective, topology = SparseSVD(gamma=0.1, delta=0.1), Topology.ring(3)
+    >>> D = np.eye(4)[:3, None]  # three agents with one atom each
+    >>> X = np.array([[1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0]])  # the second has no atom
+    >>> nu = infer(objective, X, list(D), topology).nu
+    >>> scores = novelty_scores(objective, X, nu, D, topology)
+    >>> bool(np.all(scores[:, 1] > scores[:, 0]))
+    True
     """
     X = check_array("X", X)
     costs = local_costs(objective, X, nu, dictionaries, informed)

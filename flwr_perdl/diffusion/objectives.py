@@ -68,6 +68,14 @@ class Objective(ABC):
         Weight of the codes' l1 norm in ``h(y) = gamma ||y||_1 + delta / 2 ||y||^2``, at least 0.
     delta : float
         Weight of their squared l2 norm, at least 1e-30: it makes h strongly convex (Assumption 1).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.diffusion import Objective, SparseSVD
+    >>> objective: Objective = SparseSVD(gamma=1.0, delta=1.0)
+    >>> objective.loss(np.array([3.0, 4.0])), objective.regulariser(np.array([2.0]))
+    (np.float64(12.5), np.float64(4.0))
     """
 
     gamma: float
@@ -179,7 +187,15 @@ class Objective(ABC):
 
 @dataclass(frozen=True)
 class SparseSVD(Objective):
-    """Sparse SVD: squared loss ``||u||^2 / 2``, elastic net, atoms in the unit ball."""
+    """Sparse SVD: squared loss ``||u||^2 / 2``, elastic net, atoms in the unit ball.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.diffusion import SparseSVD
+    >>> SparseSVD(gamma=0.5, delta=1.0).code(np.array([2.0, -0.1]))
+    array([1.5, 0. ])
+    """
 
     strong_convexity = 1.0
     bound = np.inf
@@ -201,6 +217,13 @@ class Biclustering(SparseSVD):
         As in `Objective`.
     beta : float
         Weight of h_W, at least 0.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.diffusion import Biclustering
+    >>> Biclustering(gamma=0.5, delta=1.0, beta=1.0).prox_dictionary(np.array([[0.5, 0.05]]), 0.1)
+    array([[0.4, 0. ]])
     """
 
     beta: float
@@ -220,7 +243,15 @@ class Biclustering(SparseSVD):
 
 @dataclass(frozen=True)
 class NonnegativeMF(SparseSVD):
-    """Nonnegative matrix factorization: squared loss, codes and atoms nonnegative."""
+    """Nonnegative matrix factorization: squared loss, codes and atoms nonnegative.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.diffusion import NonnegativeMF
+    >>> NonnegativeMF(gamma=0.5, delta=1.0).code(np.array([2.0, -3.0]))
+    array([1.5, 0. ])
+    """
 
     nonnegative = True
 
@@ -237,6 +268,13 @@ class HuberNMF(Objective):
         As in `Objective`.
     eta : float
         Where the loss turns linear, at least 1e-30; in the units of the data.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.diffusion import HuberNMF
+    >>> HuberNMF(gamma=0.5, delta=1.0, eta=0.5).loss(np.array([[0.1], [10.0]])).round(3)
+    array([0.01, 9.75])
     """
 
     eta: float

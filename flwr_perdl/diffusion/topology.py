@@ -53,6 +53,13 @@ class Topology:
     ------
     ValueError
         If the matrix is not square and finite, has fewer than one row, or a non-zero diagonal.
+
+    Examples
+    --------
+    >>> from flwr_perdl.diffusion import Topology
+    >>> topology = Topology.grid(2, 3)
+    >>> topology.n_edges, topology.diameter, topology.neighbours(0).tolist()
+    (7, 3, [1, 3])
     """
 
     adjacency: Csr
@@ -382,6 +389,13 @@ class CombinationMatrix:
     ------
     ValueError
         If a weight is negative or not finite, a row does not sum to one, or a weight has no link.
+
+    Examples
+    --------
+    >>> from flwr_perdl.diffusion import Topology, metropolis_weights
+    >>> weights = metropolis_weights(Topology.ring(4))
+    >>> weights.doubly_stochastic, round(weights.spectral_gap, 3)
+    (True, 0.667)
     """
 
     matrix: Csr
@@ -463,6 +477,14 @@ def metropolis_weights(topology: Topology) -> CombinationMatrix:
     ------
     ValueError
         If the topology is directed.
+
+    Examples
+    --------
+    >>> from flwr_perdl.diffusion import Topology, metropolis_weights
+    >>> metropolis_weights(Topology.star(3)).matrix.toarray().round(3)
+    array([[0.333, 0.333, 0.333],
+           [0.333, 0.667, 0.   ],
+           [0.333, 0.   , 0.667]])
     """
     if topology.directed:
         raise ValueError(f"metropolis_weights needs an undirected topology, got {topology!r}.")
@@ -477,6 +499,14 @@ def averaging_weights(topology: Topology) -> CombinationMatrix:
     """Return uniform weights: a node gives the same to itself and to everyone whom it hears.
 
     Rows sum to one; columns only where all degrees are equal.
+
+    Examples
+    --------
+    >>> from flwr_perdl.diffusion import Topology, averaging_weights
+    >>> averaging_weights(Topology.star(3)).matrix.toarray().round(3)
+    array([[0.333, 0.333, 0.333],
+           [0.5  , 0.5  , 0.   ],
+           [0.5  , 0.   , 0.5  ]])
     """
     scale = sparse.diags_array(1.0 / (1.0 + topology.degrees))
     return CombinationMatrix(
@@ -497,6 +527,13 @@ def relative_degree_variance_weights(topology: Topology, variances: ArrayLike) -
         The graph.
     variances : array_like of shape (n_nodes,)
         Every node's noise variance, within [1e-100, 1e100].
+
+    Examples
+    --------
+    >>> from flwr_perdl.diffusion import Topology, relative_degree_variance_weights
+    >>> weights = relative_degree_variance_weights(Topology.complete(3), [1.0, 1.0, 8.0])
+    >>> weights.matrix.toarray()[0].round(3)  # the noisy node counts least
+    array([0.471, 0.471, 0.059])
     """
     variance = np.asarray(variances, dtype=np.float64)
     if variance.shape != (topology.n_nodes,):

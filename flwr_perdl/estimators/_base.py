@@ -34,6 +34,15 @@ class NotFittedError(ValueError, AttributeError):
 
     It has the bases of scikit-learn's error of this name, and where scikit-learn is loaded, what is
     raised is that error too.
+
+    Examples
+    --------
+    >>> from flwr_perdl.estimators import NotFittedError, PersonalizedDictionaryLearning
+    >>> try:
+    ...     PersonalizedDictionaryLearning(4).transform([[1.0, 2.0]])
+    ... except NotFittedError as error:
+    ...     print(error)
+    PersonalizedDictionaryLearning must be fitted first: call fit.
     """
 
 

@@ -56,5 +56,13 @@ def to_frame(history: Iterable[RoundReport]) -> Any:
     ------
     ImportError
         If pandas is not installed.
+
+    Examples
+    --------
+    >>> from flwr_perdl.estimators import to_frame
+    >>> from flwr_perdl.strategies import RoundReport
+    >>> history = [RoundReport(1, "update", {0: {"mse": 0.5}}, {}, {}, 12.0, 6.0, {})]
+    >>> len(to_frame(history))
+    1
     """
     return data_frame(history_rows(history))

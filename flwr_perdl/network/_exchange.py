@@ -42,6 +42,16 @@ class Run(NamedTuple):
     curves : dict of str to ndarray of shape (rounds, n_nodes)
         What the nodes reported after every round (``report`` of a `Program`); NaN where a node has
         reported nothing.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.diffusion import Topology
+    >>> from flwr_perdl.diffusion.novelty import Averaging
+    >>> from flwr_perdl.network import InMemoryNetwork
+    >>> run = InMemoryNetwork(Topology.ring(4)).run(Averaging(np.arange(4.0)[:, None]), 30)
+    >>> run.rounds, run.floats_sent
+    (30, 240.0)
     """
 
     state: Any

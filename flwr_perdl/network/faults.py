@@ -40,6 +40,17 @@ class Faults:
     ------
     ValueError
         If a probability is not within [0, 1], or a number is negative.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.diffusion import Topology
+    >>> from flwr_perdl.diffusion.novelty import Averaging
+    >>> from flwr_perdl.network import Faults, InMemoryNetwork
+    >>> faults = Faults(dead={3: 5})  # node 3 dies in round 5
+    >>> network = InMemoryNetwork(Topology.ring(4), faults=faults)
+    >>> network.run(Averaging(np.arange(4.0)[:, None]), 30).alive
+    array([ True,  True,  True, False])
     """
 
     drop: float = 0.0

@@ -24,7 +24,18 @@ from flwr_perdl.network.messages import finite_rows
 
 
 class InMemoryNetwork(Network):
-    """Nodes of one process that send messages to their neighbors only: see `Network`."""
+    """Nodes of one process that send messages to their neighbors only: see `Network`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.diffusion import Topology
+    >>> from flwr_perdl.diffusion.novelty import Averaging
+    >>> from flwr_perdl.network import InMemoryNetwork
+    >>> run = InMemoryNetwork(Topology.ring(4)).run(Averaging(np.arange(4.0)[:, None]), 30)
+    >>> run.state.estimate.ravel().round(6)
+    array([1.5, 1.5, 1.5, 1.5])
+    """
 
     def run(
         self,

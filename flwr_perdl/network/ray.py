@@ -52,6 +52,12 @@ class RayNetwork(Network):
     ------
     ValueError
         See `Network`; or if ``agents_per_actor`` is less than one.
+
+    Examples
+    --------
+    >>> from flwr_perdl.diffusion import Topology
+    >>> from flwr_perdl.network import RayNetwork
+    >>> network = RayNetwork(Topology.ring(4), agents_per_actor=2)
     """
 
     def __init__(

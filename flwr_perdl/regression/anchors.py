@@ -33,7 +33,15 @@ _RARE = 0.02
 
 
 class AnchorClusters(NamedTuple):
-    """Groups of like estimates, the largest first."""
+    """Groups of like estimates, the largest first.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.regression import cluster_anchors
+    >>> cluster_anchors(np.array([[0.0], [0.1], [0.05], [5.0], [5.1]]), 2).labels
+    array([0, 0, 0, 1, 1])
+    """
 
     #: Means of the groups, (n_clusters, d).
     centers: Matrix
@@ -71,6 +79,16 @@ def cluster_anchors(
     ------
     ValueError
         If there is no estimate, or a number is not positive.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.regression import cluster_anchors
+    >>> estimates = np.array([[0.0], [0.1], [0.05], [5.0], [5.1]])
+    >>> found = cluster_anchors(estimates, 2)
+    >>> found.centers.round(2)
+    array([[0.05],
+           [5.05]])
     """
     estimates = check_array("estimates", estimates, min_rows=1)
     check_magnitude("estimates", estimates, floor=np.inf)

@@ -77,6 +77,14 @@ class Ask(NamedTuple):
     noise, seed : float, int
         Remark 2: the first array is followed by a second copy, and this noise, a client's own, is
         added to both.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.regression import TwoPhase
+    >>> settings = TwoPhase(2)
+    >>> settings.ask(settings.begin(np.eye(2)), np.random.default_rng(0)).step
+    'describe'
     """
 
     step: str
@@ -98,7 +106,16 @@ class Ask(NamedTuple):
 
 
 class Answers(NamedTuple):
-    """The clients' answers, in ascending order of partition."""
+    """The clients' answers, in ascending order of partition.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.regression import Ask, Clients
+    >>> X = np.random.default_rng(0).standard_normal((3, 10, 2))
+    >>> Clients(X, X[..., 0]).answer(Ask("describe")).partitions
+    array([0, 1, 2])
+    """
 
     #: Who answered, (n_clients,).
     partitions: NDArray[np.intp]
@@ -202,6 +219,14 @@ def answer(X: Matrix, y: Matrix, ask: Ask, loss: Loss = SQUARED) -> Matrix:
     ------
     ValueError
         If the data or the request are not as they should be.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.regression import Ask, answer
+    >>> X, y = np.eye(2), np.array([1.0, 3.0])
+    >>> answer(X, y, Ask("describe")).shape
+    (3,)
     """
     X, y = check_points(X, y, ndim=3 if np.ndim(X) == 3 else 2)
     check_labels("y", y, loss)

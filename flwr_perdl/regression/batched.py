@@ -44,6 +44,17 @@ class Clients:
     ValueError
         If there is no client, or one has no points, another number of features, responses that are
         not as many as its points, or, with the logistic loss, one other than -1 and 1.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.regression import Clients, TwoPhase, simulate
+    >>> slopes = np.array([[2.0, 0.0], [-2.0, 1.0]])
+    >>> X = np.random.default_rng(0).standard_normal((20, 8, 2))
+    >>> y = [own @ slopes[i % 2] for i, own in enumerate(X)]
+    >>> run = simulate(Clients(X, y), TwoPhase(2), 40)
+    >>> sorted((run.state.centers.round(3) + 0.0).tolist())
+    [[-2.0, 1.0], [2.0, 0.0]]
     """
 
     def __init__(self, X: Sequence[Matrix], y: Sequence[Matrix], loss: Loss = SQUARED) -> None:
@@ -102,7 +113,17 @@ class Clients:
 
 
 class Run(NamedTuple):
-    """What a simulated run came to."""
+    """What a simulated run came to.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.regression import Clients, TwoPhase, simulate
+    >>> X = np.random.default_rng(0).standard_normal((10, 8, 2))
+    >>> run = simulate(Clients(X, X[..., 0]), TwoPhase(1), 10)
+    >>> run.state.centers.shape
+    (1, 2)
+    """
 
     #: The server's last state.
     state: State
@@ -147,6 +168,17 @@ def simulate(
     ------
     ValueError
         If an argument is not as it must be.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.regression import Clients, TwoPhase, model_error, simulate
+    >>> slopes = np.array([[2.0, 0.0], [-2.0, 1.0]])
+    >>> X = np.random.default_rng(0).standard_normal((20, 8, 2))
+    >>> y = [own @ slopes[i % 2] for i, own in enumerate(X)]
+    >>> run = simulate(Clients(X, y), TwoPhase(2), 40)
+    >>> model_error(run.state.centers, slopes) < 1e-3
+    True
     """
     check_count("n_rounds", n_rounds)
     check_count("seed", seed)

@@ -78,6 +78,14 @@ def assign(losses: Matrix, n_samples: Matrix | int, temperature: float = 0.0) ->
     ------
     ValueError
         If a client has no finite loss, a loss is NaN, or a number is negative.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.regression import assign
+    >>> assign(np.array([[3.0, 1.0], [0.5, 4.0]]), np.array([10, 10]))
+    array([[0., 1.],
+           [1., 0.]])
     """
     temperature = check_real("temperature", temperature, 0, LARGE)
     losses, n_samples = np.asarray(losses), np.asarray(n_samples)
@@ -145,6 +153,14 @@ def local_change(
     ValueError
         If an option breaks its rule, there is no point, or the data and the model are not finite
         floats of like shapes.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.regression import local_change
+    >>> X, y = np.eye(2), np.array([1.0, 2.0])
+    >>> local_change(X, y, np.zeros(2), step=1.0, n_steps=1)
+    array([0.5, 1. ])
     """
     check_choice("local", local, LOCALS)
     check_count("n_steps", n_steps, 1)
@@ -233,6 +249,13 @@ def lemma1_filter(gram: Matrix, step: float, n_steps: int = 5, local: str = "fed
     -------
     ndarray of shape (..., m, m)
         ``sum_{l < s} (I - eta gram)^l``, or ``(I + eta gram)^{-1}``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.regression import lemma1_filter
+    >>> lemma1_filter(np.eye(1), 0.5, n_steps=2)
+    array([[1.5]])
     """
     check_choice("local", local, LOCALS)
     check_count("n_steps", n_steps, 1)
@@ -254,7 +277,16 @@ def lemma1_filter(gram: Matrix, step: float, n_steps: int = 5, local: str = "fed
 
 
 class Average(NamedTuple):
-    """What the clients' updates come to."""
+    """What the clients' updates come to.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.regression import aggregate
+    >>> packed = np.array([[[0.0, 1.0]], [[0.0, 4.0]], [[1.0, 5.0]]])
+    >>> aggregate(packed, np.array([1.0, 2.0, 7.0]), 2).counts
+    array([3., 7.])
+    """
 
     #: Change of every model, zero for one without clients, (k, d).
     change: Matrix
@@ -303,6 +335,16 @@ def aggregate(
     ------
     ValueError
         If an argument is not as it must be, or an update names a cluster that there is not.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.regression import aggregate
+    >>> packed = np.array([[[0.0, 1.0]], [[0.0, 4.0]], [[1.0, 5.0]]])  # per client: cluster, change
+    >>> found = aggregate(packed, np.array([1.0, 2.0, 7.0]), 2)
+    >>> found.change
+    array([[3.],
+           [5.]])
     """
     check_choice("normalise", normalise, ("cluster", "all"))
     check_choice("robust", robust, ROBUST)
@@ -407,6 +449,13 @@ def model_error(centers: Matrix, theta: Matrix) -> float:
     Returns
     -------
     float
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.regression import model_error
+    >>> model_error(np.array([[0.0, 1.0], [1.0, 0.0]]), np.array([[1.0, 0.0], [0.0, 0.5]]))
+    0.5
     """
     centers = check_magnitude("centers", check_array("centers", centers, min_rows=1), floor=np.inf)
     theta = check_array("theta", theta, min_rows=1, columns=centers.shape[1])

@@ -38,6 +38,13 @@ class Polynomial:
     ------
     ValueError
         If ``degree`` is not a positive integer.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.regression import Polynomial
+    >>> Polynomial(2)(np.array([[2.0, 3.0]]))
+    array([[1., 2., 3., 4., 6., 9.]])
     """
 
     degree: int = 2
@@ -91,6 +98,14 @@ def apply_features(X: Matrix, features: FeatureMap | None = None) -> Matrix:
     ------
     ValueError
         If the map returns anything but one finite row per sample.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.regression import Polynomial, apply_features
+    >>> apply_features(np.array([[2.0], [3.0]]), Polynomial(2))
+    array([[1., 2., 4.],
+           [1., 3., 9.]])
     """
     X = check_array("X", X)
     if features is None:

@@ -19,7 +19,16 @@ from flwr_perdl._checks import Matrix, check_array, check_magnitude
 
 
 class Loss(Protocol):
-    """A client's mean loss of a linear predictor."""
+    """A client's mean loss of a linear predictor.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.regression import LogisticLoss, Loss
+    >>> loss: Loss = LogisticLoss()
+    >>> loss.gradient(np.eye(2), np.array([1.0, -1.0]), np.zeros(2))
+    array([-0.25,  0.25])
+    """
 
     def values(self, X: Matrix, y: Matrix, centers: Matrix) -> Matrix:
         """Return the mean loss of every model: (n, d), (n,), (k, d) -> (k,)."""
@@ -35,6 +44,13 @@ class SquaredLoss:
     """Half the mean squared residual: ``||y - X @ theta||^2 / (2 n)``.
 
     ``X``, ``y`` and ``theta`` may have further axes in front: many clients of one size at once.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.regression import SquaredLoss
+    >>> SquaredLoss().values(np.eye(2), np.array([1.0, 3.0]), np.zeros((1, 2)))
+    array([2.5])
     """
 
     def values(self, X: Matrix, y: Matrix, centers: Matrix) -> Matrix:
@@ -57,7 +73,15 @@ class SquaredLoss:
 
 
 class LogisticLoss:
-    """Mean logistic loss ``log(1 + exp(-y * (X @ theta)))`` of labels -1 and 1."""
+    """Mean logistic loss ``log(1 + exp(-y * (X @ theta)))`` of labels -1 and 1.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.regression import LogisticLoss
+    >>> LogisticLoss().values(np.eye(2), np.array([1.0, -1.0]), np.zeros((1, 2))).round(3)
+    array([0.693])
+    """
 
     def values(self, X: Matrix, y: Matrix, centers: Matrix) -> Matrix:
         """Return the mean logistic loss of every model."""

@@ -87,6 +87,15 @@ def residual_moment(
     ------
     ValueError
         If an argument is not finite or not of these shapes, or ``estimate`` is none of these.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.regression import residual_moment
+    >>> X, y = np.eye(2), np.array([1.0, 2.0])
+    >>> residual_moment(X, y, np.zeros((1, 1, 2)), np.eye(2)[None])
+    array([[[0., 2.],
+            [2., 0.]]])
     """
     check_choice("estimate", estimate, ESTIMATES)
     X = check_array("X", X, ndim=3 if np.ndim(X) == 3 else 2, min_rows=1)
@@ -126,13 +135,34 @@ def _all_pairs(X: Matrix, first: Matrix, second: Matrix, Q: Matrix) -> Matrix:
 
 
 def orthonormal(Q: Matrix) -> Matrix:
-    """Return orthonormal columns that span those of each ``Q[h]`` (n, d, width)."""
+    """Return orthonormal columns that span those of each ``Q[h]`` (n, d, width).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.regression import orthonormal
+    >>> Q = orthonormal(np.array([[[3.0], [4.0]]]))
+    >>> np.abs(Q).round(3)
+    array([[[0.6],
+            [0.8]]])
+    """
     Q = check_array("Q", Q, ndim=max(np.ndim(Q), 2))
     return np.linalg.qr(check_magnitude("Q", Q, floor=np.inf))[0]
 
 
 class Subspace(NamedTuple):
-    """Where the residual moment is large."""
+    """Where the residual moment is large.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.regression import symmetric_subspace
+    >>> found = symmetric_subspace(np.eye(3)[None], np.diag([1.0, 5.0, 0.1])[None], 1)
+    >>> np.abs(found.U[0]).round(6)
+    array([[0.],
+           [1.],
+           [0.]])
+    """
 
     #: Orthonormal columns, (n_estimates, d, n_dimensions).
     U: Matrix
@@ -158,6 +188,15 @@ def symmetric_subspace(Q: Matrix, product: Matrix, n_dimensions: int | None = No
     -------
     Subspace
         Rayleigh-Ritz on ``Q``, then one more multiplication; eigenvalues in descending order.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.regression import symmetric_subspace
+    >>> Q = np.eye(3)[None]
+    >>> found = symmetric_subspace(Q, np.diag([1.0, 5.0, 0.1]) @ Q, 2)
+    >>> found.values
+    array([[5. , 1. , 0.1]])
     """
     Q, product = _like(Q, product)
     if n_dimensions is not None:
@@ -195,6 +234,16 @@ def left_subspace(Q: Matrix, product: Matrix, n_dimensions: int) -> Subspace:
     Returns
     -------
     Subspace
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.regression import left_subspace
+    >>> found = left_subspace(np.eye(3)[None], np.diag([1.0, 5.0, 0.1])[None], 1)
+    >>> np.abs(found.U[0]).round(6)
+    array([[0.],
+           [1.],
+           [0.]])
     """
     Q, product = _like(Q, product)
     check_count("n_dimensions", n_dimensions, 1)
@@ -229,6 +278,14 @@ def moment_step(
     ------
     ValueError
         If ``step`` is none of these, or the arrays are not of like shapes.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.regression import moment_step
+    >>> X, y = np.eye(2), np.array([1.0, 2.0])
+    >>> moment_step(X, y, np.zeros(2), np.eye(2)[:, :1]).round(6)
+    array([1., 0.])
     """
     check_choice("step", step, STEPS)
     X, y = check_points(X, y)
@@ -270,7 +327,15 @@ def anchor_moved(X: Matrix, y: Matrix, theta: Matrix, U: Matrix, step: str) -> M
 
 
 def sketch(n_estimates: int, d: int, width: int, rng: np.random.Generator) -> Matrix:
-    """Return random orthonormal columns, (n_estimates, d, min(width, d))."""
+    """Return random orthonormal columns, (n_estimates, d, min(width, d)).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.regression import sketch
+    >>> sketch(2, 5, 3, np.random.default_rng(0)).shape
+    (2, 5, 3)
+    """
     for name, value in (("n_estimates", n_estimates), ("d", d), ("width", width)):
         check_count(name, value, 1)
     return orthonormal(rng.standard_normal((n_estimates, d, min(width, d))))

@@ -78,6 +78,12 @@ class MomentDescent:
     ------
     ValueError
         If an option breaks its rule.
+
+    Examples
+    --------
+    >>> from flwr_perdl.regression import MomentDescent
+    >>> from flwr_perdl.strategies import FedMD
+    >>> strategy = FedMD(3, phase_1=MomentDescent(n_anchors=50))
     """
 
     estimate: str = "u-statistic"
@@ -114,6 +120,12 @@ class OneShot:
 
     The estimates are least squares on a client's own points, and are clustered by k-means (Ghosh et
     al., 2019).
+
+    Examples
+    --------
+    >>> from flwr_perdl.regression import OneShot, TwoPhase
+    >>> TwoPhase(3, OneShot()).n_clusters
+    3
     """
 
 
@@ -154,6 +166,12 @@ class Refinement:
     ------
     ValueError
         If an option breaks its rule, or does nothing beside the others.
+
+    Examples
+    --------
+    >>> from flwr_perdl.regression import Refinement
+    >>> from flwr_perdl.strategies import FedX
+    >>> strategy = FedX(3, phase_2=Refinement(local="fedprox"))
     """
 
     local: str = "fedavg"

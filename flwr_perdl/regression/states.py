@@ -17,7 +17,17 @@ K = TypeVar("K", bound="Known")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class State:
-    """What the server knows in every step."""
+    """What the server knows in every step.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.regression import TwoPhase
+    >>> state = TwoPhase(2).begin(np.eye(2))
+    >>> state.centers
+    array([[1., 0.],
+           [0., 1.]])
+    """
 
     #: The step to take next.
     step: ClassVar[str]

@@ -43,7 +43,18 @@ _COLLINEAR = 1e-12
 
 
 class Mixture(NamedTuple):
-    """Regression models, and whose they are."""
+    """Regression models, and whose they are.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.regression import fit_mixture, sufficient_statistics
+    >>> rng = np.random.default_rng(0)
+    >>> X = rng.standard_normal((6, 20, 1))
+    >>> statistics = np.concatenate([sufficient_statistics(own, 2 * own[:, 0]) for own in X])
+    >>> fit_mixture(statistics, 1, rng=rng).weights.shape
+    (6, 1)
+    """
 
     #: Models, (k, d).
     centers: Matrix
@@ -56,7 +67,18 @@ class Mixture(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The mixture with the fewest clusters that predicts as well as any."""
+    """The mixture with the fewest clusters that predicts as well as any.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.regression import choose_mixture, sufficient_statistics
+    >>> rng = np.random.default_rng(0)
+    >>> X = rng.standard_normal((12, 20, 1))
+    >>> folds = np.stack([sufficient_statistics(own, own[:, 0], 4, rng=rng) for own in X])
+    >>> choose_mixture(folds, (1, 2), rng=rng).candidates
+    (1, 2)
+    """
 
     mixture: Mixture
     #: Numbers of clusters tried.
@@ -90,6 +112,13 @@ def sufficient_statistics(
     ------
     ValueError
         If the data are not finite or not of like lengths, or there is no ``rng`` for several folds.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.regression import sufficient_statistics
+    >>> sufficient_statistics(np.array([[1.0], [2.0]]), np.array([3.0, 4.0]))
+    array([[ 2.,  5., 11., 11., 25.]])
     """
     X = check_magnitude("X", check_array("X", X), floor=np.inf)
     y = check_magnitude("y", check_array("y", y, ndim=1, columns=len(X)), floor=np.inf)
@@ -140,6 +169,18 @@ def fit_mixture(
     ------
     ValueError
         If the statistics are of no width that there is, or an option breaks its rule.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.regression import fit_mixture, sufficient_statistics
+    >>> rng = np.random.default_rng(0)
+    >>> X = rng.standard_normal((8, 20, 1))
+    >>> y = X[..., 0] * np.where(np.arange(8) % 2, 2, -1)[:, None] + rng.normal(0, 0.1, (8, 20))
+    >>> statistics = np.concatenate([sufficient_statistics(X[i], y[i]) for i in range(8)])
+    >>> found = fit_mixture(statistics, 2, rng=rng)
+    >>> sorted(found.centers.ravel().round(1).tolist())
+    [-1.0, 2.0]
     """
     statistics = _checked(statistics, 2)
     check_real("softness", softness, 0, LARGE, open_low=True)
@@ -319,6 +360,17 @@ def choose_mixture(
     ValueError
         If the statistics have no two folds or no width that there is, there is nothing to choose
         from, or an option breaks its rule.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.regression import choose_mixture, sufficient_statistics
+    >>> rng = np.random.default_rng(0)
+    >>> X = rng.standard_normal((12, 20, 1))
+    >>> y = X[..., 0] * np.where(np.arange(12) % 2, 2, -1)[:, None] + rng.normal(0, 0.1, (12, 20))
+    >>> folds = np.stack([sufficient_statistics(X[i], y[i], 4, rng=rng) for i in range(12)])
+    >>> choose_mixture(folds, (1, 2, 3), rng=rng).mixture.centers.shape
+    (2, 1)
     """
     statistics = _checked(statistics, 3)
     if statistics.shape[1] < 2:

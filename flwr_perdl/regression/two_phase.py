@@ -161,6 +161,12 @@ class TwoPhase:
     iteration on, a product takes ``h (width + 1) d`` down and ``h * width * d`` up. Where it is run
     again later, k d more go down with each request. Phase 2 takes k d down and d + 2 up per round
     (soft: k (d + 2) up).
+
+    Examples
+    --------
+    >>> from flwr_perdl.regression import TwoPhase
+    >>> TwoPhase.paper(3).n_clusters
+    3
     """
 
     n_clusters: int | str = "auto"

@@ -79,6 +79,21 @@ class InProcessGrid(ShownAsCalled, Grid):
         them, from which a later grid of as many nodes goes on. With ``state-dir`` in its node
         config a node keeps files of its own instead, which takes longer than all else that
         thousands of small nodes do.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.clients import RegressionClient, client_app
+    >>> from flwr_perdl.simulations import InProcessGrid
+    >>> from flwr_perdl.strategies import FedX
+    >>> X = np.random.default_rng(0).standard_normal((6, 10, 2))
+    >>> def make_client(context):
+    ...     own = X[context.node_config["partition-id"]]
+    ...     return RegressionClient(own, own @ [2.0, -1.0], context)
+    >>> grid = InProcessGrid(client_app(make_client), 6)
+    >>> result = FedX(1).start(grid, num_rounds=20)
+    >>> len(grid.contexts)
+    6
     """
 
     #: All nodes are there from the start: strategies need not wait for registrations.

@@ -45,6 +45,14 @@ class ServerSettings:
     ------
     ValueError, TypeError
         If an option breaks its rule.
+
+    Examples
+    --------
+    >>> from flwr_perdl.strategies import PerMA, ServerSettings
+    >>> settings = ServerSettings(evaluate_every=5, on_round=lambda report: print(report.round))
+    >>> strategy = PerMA(n_global=2, server=settings)
+    >>> strategy.options.evaluate_every
+    5
     """
 
     resume: bool = False
@@ -97,6 +105,13 @@ class ServerOptions(TypedDict, total=False):
         ``resume``.
     server : ServerSettings
         Everything else: ``resume``, ``on_round``, ``events``, ``clients_by_node``, …
+
+    Examples
+    --------
+    >>> from flwr_perdl.strategies import PerMA, ServerOptions
+    >>> options = ServerOptions(fraction_train=0.5, min_clients=3, seed=7)
+    >>> PerMA(n_global=2, **options).options.min_clients
+    3
     """
 
     fraction_train: float
@@ -110,7 +125,15 @@ class ServerOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Options(ServerSettings):
-    """`ServerOptions` with `ServerSettings`'s fields among them, complete and checked."""
+    """`ServerOptions` with `ServerSettings`'s fields among them, complete and checked.
+
+    Examples
+    --------
+    >>> from flwr_perdl.strategies import FedX
+    >>> options = FedX(2, num_clients=10).options
+    >>> options.num_clients, options.fraction_train, options.resume
+    (10, 1.0, False)
+    """
 
     fraction_train: float = 1.0
     fraction_evaluate: float = 1.0

@@ -51,7 +51,14 @@ CAPPED = "capped"
 
 
 class Replies(dict[int, Reply]):
-    """The good replies of a round, by partition, in ascending order."""
+    """The good replies of a round, by partition, in ascending order.
+
+    Examples
+    --------
+    >>> from flwr_perdl.strategies import Replies
+    >>> list(Replies({}))
+    []
+    """
 
     @cached_property
     def noted(self) -> dict[int, dict[str, float]]:
@@ -78,7 +85,21 @@ def accept(reply: Reply) -> None:
 
 
 class TooFewReplies(RuntimeError):
-    """A round had fewer good replies than ``min_clients``."""
+    """A round had fewer good replies than ``min_clients``.
+
+    Examples
+    --------
+    >>> from flwr.client import NumPyClient
+    >>> from flwr_perdl.clients import client_app
+    >>> from flwr_perdl.simulations import InProcessGrid
+    >>> from flwr_perdl.strategies import PerMA, TooFewReplies
+    >>> grid = InProcessGrid(client_app(lambda context: 1 / 0), 2)
+    >>> try:
+    ...     PerMA(n_global=2).start(grid, num_rounds=1)
+    ... except TooFewReplies:
+    ...     print("Both clients failed.")
+    Both clients failed.
+    """
 
 
 class Lost(NamedTuple):
@@ -180,6 +201,13 @@ class Request(NamedTuple):
     secure : SecureMean or None, default None
         Whether the server gets the replies' mean only, and of which shape. The clients need
         `client_app`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.strategies import Request
+    >>> Request("update", [np.zeros((2, 3))], {"steps": 5}).config
+    {'steps': 5}
     """
 
     step: str
@@ -195,6 +223,8 @@ class Request(NamedTuple):
     secure: SecureMean | None = None
 
 
+#: What `ProtocolStrategy.protocol` returns: a generator that yields a request and receives its
+#: replies, once per round, and returns the result.
 Protocol = Generator[Request, Replies, list[Matrix]]
 
 
@@ -281,6 +311,13 @@ class RoundReport(NamedTuple):
         that broke a rule), ``"capped"`` (by which share its weight was brought down, see
         `Request.max_weight`), and to which share of the reply the aggregation did what, such as
         ``"left out"`` or ``"clipped"``.
+
+    Examples
+    --------
+    >>> from flwr_perdl.strategies import RoundReport, client_report
+    >>> report = RoundReport(1, "update", {0: {"error": 0.5}}, {"error": 0.5}, {}, 12.0, 6.0, {})
+    >>> report.metrics[0], report.floats_up
+    ({'error': 0.5}, 6.0)
     """
 
     round: int
@@ -310,6 +347,13 @@ def client_report(history: Iterable[RoundReport]) -> dict[int, dict[str, float]]
     dict of int to dict
         By partition: ``"asked"``, the exchanges that it was asked in, and sums over them of what
         `RoundReport.anomalies` says. A client that is never left out has ``"asked"`` alone.
+
+    Examples
+    --------
+    >>> from flwr_perdl.strategies import RoundReport, client_report
+    >>> history = [RoundReport(1, "update", {0: {"error": 0.5}}, {}, {}, 12.0, 6.0, {})]
+    >>> client_report(history)[0]
+    {'asked': 1.0}
     """
     totals: dict[int, dict[str, float]] = {}
     for report in history:

@@ -78,6 +78,28 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         Metrics of which a mean over clients says nothing. The aggregate of a flag is the number of
         clients where it is not zero; of a label it is the number of clients with each label, under
         ``"NAME_LABEL"``. A flag that ends with ``*`` stands for all names that begin so.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr.client import NumPyClient
+    >>> from flwr_perdl.clients import client_app
+    >>> from flwr_perdl.simulations import InProcessGrid
+    >>> from flwr_perdl.strategies import ProtocolStrategy, Request
+    >>> class FederatedMean(ProtocolStrategy):
+    ...     def protocol(self, initial, state):
+    ...         mean = np.zeros(2)
+    ...         while True:
+    ...             replies = yield Request("mean", [mean], state={"mean": mean})
+    ...             mean = np.mean([reply.arrays[0] for reply in replies.values()], axis=0)
+    >>> class Client(NumPyClient):
+    ...     def fit(self, parameters, config):
+    ...         return [np.array([1.0, 3.0])], 1, {}
+    >>> grid = InProcessGrid(client_app(lambda context: Client()), 3)
+    >>> strategy = FederatedMean()
+    >>> result = strategy.start(grid, num_rounds=2)
+    >>> [report.step for report in strategy.history]
+    ['mean', 'mean']
     """
 
     flags: ClassVar[tuple[str, ...]] = (ANEW,)
@@ -403,7 +425,17 @@ def attentive(grid: Grid) -> Iterator[None]:
 
 
 def await_nodes(grid: Grid, options: Options) -> int:
-    """Wait until the nodes of a run have registered (see `settle`), and return their number."""
+    """Wait until the nodes of a run have registered (see `settle`), and return their number.
+
+    Examples
+    --------
+    >>> from flwr_perdl.clients import client_app
+    >>> from flwr_perdl.simulations import InProcessGrid
+    >>> from flwr_perdl.strategies import PerMA, await_nodes
+    >>> grid = InProcessGrid(client_app(lambda context: None), 3)
+    >>> await_nodes(grid, PerMA(num_clients=3).options)
+    3
+    """
     allowed = options.clients_by_node
 
     def count() -> int:

@@ -94,6 +94,22 @@ class DictionaryAveraging(ProtocolStrategy):
     replace an atom that no client uses, or zeros. Its metrics may have ``"orthogonal"``: 1 if the
     client's learner keeps its atoms orthonormal. `DictionaryClient` replies so; a client of one's
     own packs with ``np.vstack([atoms, np.zeros((1, n_features))])``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.clients import DictionaryClient, client_app
+    >>> from flwr_perdl.dictionary import LassoLearner
+    >>> from flwr_perdl.simulations import InProcessGrid
+    >>> from flwr_perdl.strategies import DictionaryAveraging
+    >>> X = np.random.default_rng(0).standard_normal((3, 50, 6))
+    >>> def make_client(context):
+    ...     own = X[context.node_config["partition-id"]]
+    ...     return DictionaryClient(own, LassoLearner(4), context, protocol="averaging")
+    >>> grid = InProcessGrid(client_app(make_client), 3)
+    >>> result = DictionaryAveraging().start(grid, num_rounds=3)
+    >>> result.arrays.to_numpy_ndarrays()[0].shape
+    (4, 6)
     """
 
     flags = (ANEW, "orthogonal")

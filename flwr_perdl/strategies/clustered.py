@@ -106,6 +106,14 @@ class Clusters(NamedTuple):
     metrics : list of dict
         Per cluster, means over its clients in the last exchange in which they named it, weighted by
         their examples; empty for a cluster without clients there.
+
+    Examples
+    --------
+    >>> from flwr.app import ArrayRecord
+    >>> from flwr_perdl.strategies import Clusters
+    >>> clusters = Clusters([ArrayRecord(), ArrayRecord()], {0: 0, 1: 1, 2: 1}, [1, 2], [{}, {}])
+    >>> clusters.members[2], clusters.sizes
+    (1, [1, 2])
     """
 
     models: list[ArrayRecord]

@@ -73,6 +73,13 @@ def as_legacy(
         If an argument is of another kind, or ``evaluate_fn`` takes neither three arguments nor two.
     ValueError
         If the strategy has ``secure=True``; a later secure round is refused when it comes.
+
+    Examples
+    --------
+    >>> from flwr.server import ServerAppComponents, ServerConfig
+    >>> from flwr_perdl.strategies import PerMA, as_legacy
+    >>> strategy = as_legacy(PerMA(n_global=2))
+    >>> components = ServerAppComponents(strategy=strategy, config=ServerConfig(num_rounds=5))
     """
     check_kind("strategy", strategy, ProtocolStrategy, "a strategy of this library")
     if getattr(strategy, "secure", None) not in (None, False):

@@ -117,6 +117,21 @@ class NeighborRelay(ProtocolStrategy):
     Floats per node and round: its message up (sealed: once per neighbor, a seventh more, and about
     ninety for keys and headers), its neighbors' messages down. A checkpoint holds the messages in
     transit. ``outcome`` has the result.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.clients import DiffusionClient, client_app
+    >>> from flwr_perdl.diffusion import Topology
+    >>> from flwr_perdl.diffusion.novelty import Averaging
+    >>> from flwr_perdl.simulations import InProcessGrid
+    >>> from flwr_perdl.strategies import NeighborRelay
+    >>> values = {node: np.array([float(node)]) for node in range(4)}
+    >>> app = client_app(lambda context: DiffusionClient(Averaging(values), context))
+    >>> grid = InProcessGrid(app, 4)
+    >>> result = NeighborRelay(Topology.ring(4), n_rounds=30).start(grid, num_rounds=31)
+    >>> len(result.arrays.to_numpy_ndarrays())
+    5
     """
 
     flags = (ANEW, BROKEN, f"{REJECTED}*")
@@ -288,6 +303,20 @@ class FlowerNetwork:
     ------
     ValueError
         As `NeighborRelay`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.clients import DiffusionClient, client_app
+    >>> from flwr_perdl.diffusion import Topology
+    >>> from flwr_perdl.diffusion.novelty import Averaging
+    >>> from flwr_perdl.simulations import InProcessGrid
+    >>> from flwr_perdl.strategies import FlowerNetwork
+    >>> values = {node: np.array([float(node)]) for node in range(4)}
+    >>> app = client_app(lambda context: DiffusionClient(Averaging(values), context))
+    >>> run = FlowerNetwork(InProcessGrid(app, 4), Topology.ring(4)).run(None, 30)
+    >>> {name: value.ravel().round(3) for name, value in run.observed.items()}
+    {'estimate': array([1.5, 1.5, 1.5, 1.5])}
     """
 
     #: The program that `run` is given is ignored: it may be None.

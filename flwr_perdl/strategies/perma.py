@@ -156,6 +156,22 @@ class PerMA(ProtocolStrategy):
     nothing in round one and returns ``[dictionary]``, its own; later it receives the global atoms
     with its own below them, and returns them trained. `client_app` keeps the client's own atoms at
     the client. Such a client withholds nothing.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.clients import DictionaryClient, client_app
+    >>> from flwr_perdl.dictionary import OrthogonalLearner
+    >>> from flwr_perdl.simulations import InProcessGrid
+    >>> from flwr_perdl.strategies import PerMA
+    >>> X = np.random.default_rng(0).standard_normal((3, 50, 6))
+    >>> def make_client(context):
+    ...     own = X[context.node_config["partition-id"]]
+    ...     return DictionaryClient(own, OrthogonalLearner(5), context)
+    >>> grid = InProcessGrid(client_app(make_client), 3)
+    >>> result = PerMA(n_global=2).start(grid, num_rounds=3)
+    >>> result.arrays.to_numpy_ndarrays()[0].shape
+    (2, 6)
     """
 
     flags = (ANEW, "orthogonal")

@@ -89,6 +89,22 @@ class PerPCA(ProtocolStrategy):
     Result: ``strategy.start(...).arrays.to_numpy_ndarrays()`` is ``[shared components]`` of shape
     (n_global, n_features), orthonormal rows. Floats per client: n_atoms x n_features up once; then
     n_global x n_features down and as many up.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.clients import DictionaryClient, client_app
+    >>> from flwr_perdl.dictionary import OrthogonalLearner
+    >>> from flwr_perdl.simulations import InProcessGrid
+    >>> from flwr_perdl.strategies import PerPCA
+    >>> X = np.random.default_rng(0).standard_normal((3, 50, 6))
+    >>> def make_client(context):
+    ...     own = X[context.node_config["partition-id"]]
+    ...     return DictionaryClient(own, OrthogonalLearner(3), context, protocol="perpca")
+    >>> grid = InProcessGrid(client_app(make_client), 3)
+    >>> result = PerPCA(n_global=2).start(grid, num_rounds=3)
+    >>> result.arrays.to_numpy_ndarrays()[0].shape
+    (2, 6)
     """
 
     flags = (ANEW, "orthogonal")

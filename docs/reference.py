@@ -1,0 +1,241 @@
+"""The API reference: a page for every public name, made from its docstring while MkDocs builds.
+
+`mkdocs.yml` names this file twice: as a hook that writes the pages and links names to them, and as
+an extension of Griffe that turns docstrings into Markdown. Nothing of the library is imported.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any
+
+import griffe
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+from mkdocs.utils import get_relative_url
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = "reference"
+
+#: Packages and their titles, in the order of the navigation: what most users need comes first.
+PACKAGES = {
+    "flwr_perdl.estimators": "Estimators",
+    "flwr_perdl.strategies": "Strategies",
+    "flwr_perdl.clients": "Clients",
+    "flwr_perdl.simulations": "Simulations",
+    "flwr_perdl.network": "Networks",
+    "flwr_perdl.dictionary": "Dictionary learning",
+    "flwr_perdl.regression": "Mixed regression",
+    "flwr_perdl.diffusion": "Diffusion",
+    "flwr_perdl.checks": "Argument checks",
+    "flwr_perdl.files": "Files",
+    "flwr_perdl.random": "Random numbers",
+    "flwr_perdl.records": "Records",
+    "flwr_perdl.threads": "Threads",
+    "perdl_experiments": "Experiments",
+    "perdl_experiments.estimator_plots": "Plots",
+}
+#: Where `flwr_perdl.network.FlowerNetwork` is defined: on a floor above, so it is imported late.
+LATE = {"flwr_perdl.network.FlowerNetwork": "flwr_perdl.strategies.FlowerNetwork"}
+
+#: The page of every name that stands for one object only.
+_page_of: dict[str, str] = {}
+
+
+class Docstrings(griffe.Extension):
+    """Read what the docstrings say as Markdown, and attributes' ``#:`` comments as docstrings."""
+
+    def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Change the docstring of an object that Griffe has just read."""
+        if obj.docstring:
+            obj.docstring.value = to_markdown(obj.docstring.value)
+
+    def on_attribute_instance(self, *, attr: griffe.Attribute, **_: Any) -> None:
+        """Take the comment above an attribute, or above the block of constants that it is in."""
+        if attr.docstring or not isinstance(attr.filepath, Path) or not attr.lineno:
+            return
+        lines = attr.filepath.read_text().splitlines()[: attr.lineno - 1]
+        while attr.parent.is_module and lines and re.match(r"\w+ = ", lines[-1]):
+            lines.pop()
+        comment: list[str] = []
+        while lines and lines[-1].strip().startswith("#:"):
+            comment.insert(0, lines.pop().strip().removeprefix("#:").strip())
+        if comment:
+            text = to_markdown("\n".join(comment))
+            attr.docstring = griffe.Docstring(text, parent=attr, parser="numpy")
+
+
+def to_markdown(text: str) -> str:
+    """Return a docstring with its roles and simple tables in Markdown."""
+    text = re.sub(r":\w+:`[~.]?([^`]+)`", r"`\1`", text)
+    lines, out = text.splitlines(), []
+    while lines:
+        if not re.fullmatch(r"\s*=+(?: +=+)+\s*", lines[0]):
+            out.append(lines.pop(0))
+            continue
+        rules = [i for i, line in enumerate(lines) if line.strip() == lines[0].strip()][:3]
+        spans = [match.span() for match in re.finditer("=+", lines[0])]
+        starts = [start for start, _ in spans]
+        rows: list[list[str]] = []
+        header = len(rules) == 3
+        for line in lines[1 : rules[-1]]:
+            if line.strip() == lines[0].strip():
+                continue
+            cells = [line[a:b].strip() for a, b in pairwise([*starts, None])]
+            if cells[0] or not rows:
+                rows.append(cells)
+            else:  # a row goes on
+                rows[-1] = [f"{a} {b}".strip() for a, b in zip(rows[-1], cells, strict=True)]
+        rows = rows if header else [[""] * len(starts), *rows]
+        rows.insert(1, ["---"] * len(starts))
+        indent = " " * starts[0]
+        out += [f"{indent}| {' | '.join(map(_cell, row))} |" for row in rows]
+        lines = lines[rules[-1] + 1 :]
+    return "\n".join(out)
+
+
+def _cell(text: str) -> str:
+    """Return a table's cell whose bars outside of code do not end it."""
+    parts = re.split(r"(``.*?``|`.*?`)", text)
+    return "".join(part if part.startswith("`") else part.replace("|", r"\|") for part in parts)
+
+
+def public_names() -> dict[str, list[griffe.Object | griffe.Alias]]:
+    """Return what each package lists in ``__all__``, or else its functions without underscore."""
+    loader = griffe.GriffeLoader(
+        search_paths=[ROOT],
+        extensions=griffe.load_extensions(Docstrings),
+        docstring_parser="numpy",
+    )
+    for package in ("flwr_perdl", "perdl_experiments"):
+        loader.load(package)
+    loader.resolve_aliases(external=False)
+    found = {}
+    for package in PACKAGES:
+        module = loader.modules_collection[package]
+        names = module.exports or [name for name in module.functions if name[0] != "_"]
+        paths = sorted(LATE.get(f"{package}.{name}", f"{package}.{name}") for name in names)
+        found[package] = [_own(loader.modules_collection[path]) for path in paths]
+    return found
+
+
+def _own(one: griffe.Object | griffe.Alias) -> griffe.Object | griffe.Alias:
+    """Return the function of a module that has its name, such as `warm_start`, or the object."""
+    return one.members[one.name] if one.is_module else one
+
+
+def _folder(one: griffe.Object | griffe.Alias) -> str:
+    """Return the package whose page an object is on."""
+    path = one.path.rpartition(".")[0]
+    return path if path in PACKAGES else path.rpartition(".")[0]
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Show the version beside the name."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    config.site_name = f"{project['name']} {project['version']}"
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the reference's pages, and list them in the navigation."""
+    names = public_names()
+    count: dict[str, int] = {}
+    for package, members in names.items():
+        for one in members:
+            own = _folder(one) == package
+            count[one.name] = count.get(one.name, 0) + own
+    navigation: list[Any] = []
+    overview = ["# API reference", "", "Every public name, by package.", ""]
+    overview += ["| package | what it has |", "|---|---|"]
+    for package, title in PACKAGES.items():
+        module = names[package][0].package.modules_collection[package]
+        index = f"{FOLDER}/{package}/index.md"
+        pages: list[Any] = [index]
+        constants = [one for one in names[package] if one.is_attribute]
+        for one in names[package]:
+            if _folder(one) != package:
+                continue  # its page is in another package
+            target = f"{FOLDER}/{package}/{one.name}.md"
+            if one.is_attribute:
+                target = index
+            else:
+                pages.append({one.name: target})
+                _add(files, config, target, f"::: {one.path}\n")
+            if count[one.name] == 1 and (not one.name.islower() or "_" in one.name):
+                _page_of[one.name] = target
+        _add(files, config, index, _index(package, title, module, names[package], constants))
+        navigation.append({title: pages})
+        overview.append(f"| [`{package}`]({package}/index.md) | {_summary(module)} |")
+    _add(files, config, f"{FOLDER}/index.md", "\n".join(overview))
+    _fill(config.nav, [f"{FOLDER}/index.md", *navigation])
+    return files
+
+
+def on_page_content(html: str, page: Page, **_: Any) -> str:
+    """Link every public name that stands in code, outside of blocks, headings and links."""
+
+    def link(match: re.Match[str]) -> str:
+        target = _page_of.get(match[1])
+        if target is None or target == page.file.src_uri:
+            return match[0]
+        url = get_relative_url(target.removesuffix(".md") + ".html", page.url)
+        return f'<a class="name" href="{url}">{match[0]}</a>'
+
+    return re.sub(r'(?<!">)(?<!<pre>)<code>(\w+)</code>', link, html)
+
+
+def _index(
+    package: str,
+    title: str,
+    module: griffe.Module,
+    names: list[griffe.Object | griffe.Alias],
+    constants: list[griffe.Object | griffe.Alias],
+) -> str:
+    """Return a package's page: its names, by the file that defines them."""
+
+    def home(one: griffe.Object | griffe.Alias) -> str:
+        return one.canonical_path.rpartition(".")[0]
+
+    lines = [f"# {title}", "", f"`{package}`: {module.docstring.value}", ""]
+    objects = [one for one in names if not one.is_attribute]
+    for path, group in groupby(sorted(objects, key=home), home):
+        source = module.modules_collection[path]
+        summary, _, rest = source.docstring.value.partition("\n")
+        if path != package:
+            lines += [f"## {summary.rstrip('.')}", ""]
+        lines += ["| name | |", "|---|---|"]
+        for one in group:
+            target = f"../{_folder(one)}/{one.name}.md"
+            lines.append(f"| [`{one.name}`]({target}) | {_summary(one)} |")
+        public = not any(part.startswith("_") for part in path.split("."))
+        if rest.strip() and public and path != package:
+            indented = "\n".join(f"    {line}".rstrip() for line in rest.strip().splitlines())
+            lines += ["", '??? note "Symbols, and how it is done"', "", indented]
+        lines.append("")
+    if constants:
+        lines += ["## Constants and types", ""]
+        lines += [f"::: {one.path}\n    options:\n      heading_level: 3\n" for one in constants]
+    return "\n".join(lines)
+
+
+def _summary(one: griffe.Object | griffe.Alias) -> str:
+    """Return the first line of a docstring."""
+    return _cell(one.docstring.value.partition("\n")[0]) if one.docstring else ""
+
+
+def _add(files: Files, config: MkDocsConfig, uri: str, content: str) -> None:
+    files.append(File.generated(config, uri, content=content))
+
+
+def _fill(nav: Any, pages: list[Any]) -> None:
+    """Put pages in the place of the navigation's entry ``API: reference``."""
+    for entry in nav if isinstance(nav, list) else ():
+        for key, value in entry.items() if isinstance(entry, dict) else ():
+            if value == FOLDER:
+                entry[key] = pages
+            _fill(value, pages)

@@ -1,0 +1,149 @@
+"""The site: it builds, every public name has a page, and a browser finds nothing to complain about.
+
+Needs what the extra `dev` brings, and Chromium; both are looked for, and named where they are
+missing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.test_reference import PACKAGES
+
+ROOT = Path(__file__).resolve().parent.parent
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or ""
+#: Of axe-core.
+RULES = ["color-contrast", "image-alt", "link-name", "button-name", "document-title"]
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.environments,
+    pytest.mark.skipif(
+        not find_spec("mkdocs") or not find_spec("mkdocstrings"),
+        reason="MkDocs is not installed: the extra 'docs' brings it",
+    ),
+]
+looks = pytest.mark.skipif(
+    not CHROMIUM or not find_spec("playwright") or not find_spec("axe_core_python"),
+    reason="Chromium, Playwright or axe-core is not installed",
+)
+
+PAGES = (
+    *("index.html", "quickstart.html", "which-algorithm.html", "security.html"),
+    *("gallery/index.html", "gallery/synthetic.html", "tutorials/personal-dictionaries.html"),
+    *("reference/index.html", "reference/flwr_perdl.strategies/PerMA.html"),
+    "reference/flwr_perdl.dictionary/index.html",
+)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the site, built as `make site` does: a warning is an error."""
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_public_name_has_a_page_with_an_example(package: str, site: Path) -> None:
+    module = import_module(f"flwr_perdl.{package}")
+    folder = site / "reference" / module.__name__
+    index = (folder / "index.html").read_text()
+    for name in module.__all__:
+        link = re.search(rf'href="([^"]*\b{name}\.html)"', index)
+        page = (folder / link[1]).read_text() if link else index
+        assert re.search(rf'id="flwr_perdl\.(\w+\.)*{name}"', page), f"{name} has no page"
+        if link:
+            assert ">Examples:<" in page, f"the page of {name} has no example"
+            assert "doc-symbol-module" not in page, f"the page of {name} is of a module"
+
+
+def complaints(browser: Any, url: str, width: int, scheme: str) -> list[str]:
+    """Return what the console, the layout and axe-core have to say of a page."""
+    axe = Path(import_module("axe_core_python").__file__ or "").parent / "axe.min.js"
+    context = browser.new_context(
+        viewport={"width": width, "height": 900}, color_scheme=scheme, reduced_motion="reduce"
+    )
+    page = context.new_page()
+    found: list[str] = []
+    page.on("console", lambda one: found.append(one.text) if one.type == "error" else None)
+    page.on("pageerror", lambda error: found.append(str(error)))
+    page.on("requestfailed", lambda request: found.append(f"not loaded: {request.url}"))
+    page.goto(url)
+    page.wait_for_load_state("load")
+    wider = page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
+    if wider > 0:
+        found.append(f"{wider} pixels wider than the window")
+    page.evaluate(axe.read_text())
+    said = page.evaluate("rules => axe.run({runOnly: {type: 'rule', values: rules}})", RULES)
+    for violation in said["violations"]:
+        for node in violation["nodes"]:
+            found.append(f"{violation['id']}: {node['html'][:120]}")
+    context.close()
+    return found
+
+
+@looks
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_opens_from_disk_without_error_overflow_or_poor_contrast(
+    page: str, site: Path, browser: Any
+) -> None:
+    for width in (1280, 420):
+        for scheme in ("light", "dark"):
+            found = complaints(browser, (site / page).as_uri(), width, scheme)
+            assert not found, f"{width} pixels, {scheme}: {found}"
+
+
+@looks
+def test_search_works_when_the_site_is_opened_from_disk(site: Path, browser: Any) -> None:
+    page = browser.new_page()
+    page.goto((site / "index.html").as_uri())
+    page.keyboard.press("f")
+    page.keyboard.type("global_matching")
+    first = page.locator(".md-search-result__link").first
+    first.wait_for(state="attached")
+    assert "flwr_perdl.dictionary/global_matching.html" in first.get_attribute("href")
+    page.close()
+
+
+@looks
+def test_a_runs_report_opens_without_error_overflow_or_poor_contrast(
+    tmp_path: Path, browser: Any
+) -> None:
+    command = "-m perdl_experiments run synthetic -o seeds=2 --rounds 3 --out"
+    run = [sys.executable, *command.split(), tmp_path / "run"]
+    subprocess.run(run, cwd=ROOT, check=True, capture_output=True)
+    for width in (1280, 420):
+        for scheme in ("light", "dark"):
+            report = (tmp_path / "run" / "report.html").as_uri()
+            found = complaints(browser, report, width, scheme)
+            assert not found, f"{width} pixels, {scheme}: {found}"
