@@ -8,44 +8,39 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from flwr_perdl.checks import Matrix
-from perdl_experiments.plots import _figure, _plain
-
-#: Colors that stay apart for up to ten curves.
-_COLORS = (
-    "#0b6e99",
-    "#d9730d",
-    "#4d7c0f",
-    "#9333ea",
-    "#b91c1c",
-    "#0f766e",
-    "#a16207",
-    "#db2777",
-    "#6b7280",
-    "#1e293b",
+from perdl_experiments.plots import (
+    WIDTH,
+    _figure,
+    _plain,
+    name_lines,
+    panel_grid,
+    share_legend,
+    style,
 )
 
 
-def recovery(curves: Mapping[str, Matrix], level: float) -> Figure:
+def recovery(curves: Mapping[str, Matrix], levels: Mapping[str, float]) -> Figure:
     """Draw counts over rounds: every method's median over seeds, and its range.
 
     Parameters
     ----------
     curves : mapping of str to ndarray of shape (n_seeds, n_rounds)
-        Label -> counts.
-    level : float
-        Height of a dashed line.
+        Label -> counts; at most six lines stay apart.
+    levels : mapping of str to float
+        Label -> constant.
     """
-    figure = _figure(9, 4.2)
+    figure = _figure(WIDTH, 3.8)
     axes = _plain(figure.add_subplot())
     for index, (label, values) in enumerate(curves.items()):
         rounds = np.arange(1, values.shape[1] + 1)
         low, median, high = np.quantile(values, [0, 0.5, 1], axis=0)
-        color = _COLORS[index % len(_COLORS)]
-        axes.fill_between(rounds, low, high, color=color, alpha=0.1, lw=0)
-        axes.plot(rounds, median, color=color, label=label)
-    axes.axhline(level, ls="--", lw=1.2, color="black")
-    axes.set(xlabel="round", ylabel="atoms found at every node", ylim=(0, None))
-    figure.legend(frameon=False, loc="outside right upper", fontsize=8)
+        drawn = style(index)
+        axes.fill_between(rounds, low, high, color=drawn["color"], alpha=0.1, lw=0)
+        axes.plot(rounds, median, label=label, **drawn)
+    for index, (label, level) in enumerate(levels.items(), len(curves)):
+        axes.axhline(level, lw=1.2, label=label, **style(index))
+    axes.set(xlabel="round", ylabel="atoms found at the worst node", ylim=(0, None))
+    name_lines(axes)
     return figure
 
 
@@ -59,21 +54,18 @@ def spectra(panels: Mapping[str, Mapping[str, Matrix]], *, x: str) -> Figure:
     x : str
         What the axes show.
     """
-    figure = _figure(3.6 * len(panels), 3.4)
-    grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    figure, grid = panel_grid(len(panels), sharey=True)
     for axes, (title, curves) in zip(grid, panels.items(), strict=True):
-        _plain(axes).set(xlabel=x)
+        _plain(axes).set(xlabel=x, ylabel="share of the peak")
         axes.set_title(title, fontsize=10, loc="left")
         for index, (label, values) in enumerate(curves.items()):
             several = np.atleast_2d(values)
             peaks = several.max(axis=1, keepdims=True)
             low, median, high = np.quantile(several / np.where(peaks > 0, peaks, 1), [0, 0.5, 1], 0)
-            color = _COLORS[index % len(_COLORS)]
-            axes.fill_between(range(len(median)), low, high, color=color, alpha=0.2, lw=0)
-            axes.plot(median, color=color, label=label)
-    figure.legend(
-        *grid[0].get_legend_handles_labels(), frameon=False, loc="outside upper center", ncols=4
-    )
+            drawn = style(index)
+            axes.fill_between(range(len(median)), low, high, color=drawn["color"], alpha=0.2, lw=0)
+            axes.plot(median, label=label, **drawn)
+    share_legend(figure, grid)
     return figure
 
 
@@ -87,8 +79,7 @@ def maps(panels: Mapping[str, Matrix], tiles: int) -> Figure:
     tiles : int
         Tiles along each side.
     """
-    figure = _figure(3.6 * len(panels) + 0.6, 3.8)
-    grid = figure.subplots(1, len(panels), squeeze=False)[0]
+    figure, grid = panel_grid(len(panels), height=2.8)
     for axes, (title, image) in zip(grid, panels.items(), strict=True):
         shown = axes.imshow(image, cmap="viridis", vmin=0, vmax=1, interpolation="nearest")
         axes.set_title(title, fontsize=10, loc="left")
