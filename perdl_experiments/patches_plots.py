@@ -8,14 +8,20 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from flwr_perdl.checks import Matrix
-from perdl_experiments.plots import (
-    WIDTH,
-    _figure,
-    _plain,
-    name_lines,
-    panel_grid,
-    share_legend,
-    style,
+from perdl_experiments.plots import WIDTH, _figure, _plain, name_lines, style
+
+#: Colors of spectra.
+_COLORS = (
+    "#0b6e99",
+    "#d9730d",
+    "#4d7c0f",
+    "#9333ea",
+    "#b91c1c",
+    "#0f766e",
+    "#a16207",
+    "#db2777",
+    "#6b7280",
+    "#1e293b",
 )
 
 
@@ -54,18 +60,21 @@ def spectra(panels: Mapping[str, Mapping[str, Matrix]], *, x: str) -> Figure:
     x : str
         What the axes show.
     """
-    figure, grid = panel_grid(len(panels), sharey=True)
+    figure = _figure(3.6 * len(panels), 3.4)
+    grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, (title, curves) in zip(grid, panels.items(), strict=True):
-        _plain(axes).set(xlabel=x, ylabel="share of the peak")
+        _plain(axes).set(xlabel=x)
         axes.set_title(title, fontsize=10, loc="left")
         for index, (label, values) in enumerate(curves.items()):
             several = np.atleast_2d(values)
             peaks = several.max(axis=1, keepdims=True)
             low, median, high = np.quantile(several / np.where(peaks > 0, peaks, 1), [0, 0.5, 1], 0)
-            drawn = style(index)
-            axes.fill_between(range(len(median)), low, high, color=drawn["color"], alpha=0.2, lw=0)
-            axes.plot(median, label=label, **drawn)
-    share_legend(figure, grid)
+            color = _COLORS[index % len(_COLORS)]
+            axes.fill_between(range(len(median)), low, high, color=color, alpha=0.2, lw=0)
+            axes.plot(median, color=color, label=label)
+    figure.legend(
+        *grid[0].get_legend_handles_labels(), frameon=False, loc="outside upper center", ncols=4
+    )
     return figure
 
 
@@ -79,7 +88,8 @@ def maps(panels: Mapping[str, Matrix], tiles: int) -> Figure:
     tiles : int
         Tiles along each side.
     """
-    figure, grid = panel_grid(len(panels), height=2.8)
+    figure = _figure(3.6 * len(panels) + 0.6, 3.8)
+    grid = figure.subplots(1, len(panels), squeeze=False)[0]
     for axes, (title, image) in zip(grid, panels.items(), strict=True):
         shown = axes.imshow(image, cmap="viridis", vmin=0, vmax=1, interpolation="nearest")
         axes.set_title(title, fontsize=10, loc="left")

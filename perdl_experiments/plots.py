@@ -60,21 +60,25 @@ def style(index: int) -> dict[str, Any]:
     return {"color": COLORS[index % len(COLORS)], "ls": DASHES[index % len(DASHES)]}
 
 
-def panel_grid(n_panels: int, *, height: float = 2.6, **shared: Any) -> tuple[Figure, list[Axes]]:
-    """Return a figure of panels, two side by side, so that text stays legible on a small screen.
+def panel_grid(
+    n_panels: int, *, columns: int = 2, height: float = 2.6, **shared: Any
+) -> tuple[Figure, list[Axes]]:
+    """Return a figure of panels, row by row.
 
     Parameters
     ----------
     n_panels : int
         At least 1.
+    columns : int, default 2
+        At most so many side by side. The text of more than two is too small on a small screen.
     height : float, default 2.6
         Inches of a row.
     **shared
         Such as ``sharex=True``, for ``Figure.subplots``.
     """
-    columns = min(2, n_panels)
+    columns = min(columns, n_panels)
     rows = ceil(n_panels / columns)
-    figure = _figure(WIDTH, height * rows + 0.5)
+    figure = _figure(max(WIDTH, columns * WIDTH / 2), height * rows + 0.5)
     every = figure.subplots(rows, columns, squeeze=False, **shared).ravel()
     for axes in every[n_panels:]:
         axes.set_visible(False)
@@ -288,15 +292,17 @@ class Panel(NamedTuple):
     floor: float = 1e-16
 
 
-def panels(drawings: Sequence[Panel]) -> Figure:
+def panels(drawings: Sequence[Panel], *, columns: int = 2) -> Figure:
     """Draw lines in several panels with one legend (Fig. 5).
 
     Parameters
     ----------
     drawings : sequence of Panel
-        Row by row, two side by side.
+        Row by row.
+    columns : int, default 2
+        Panels side by side, see `panel_grid`.
     """
-    figure, grid = panel_grid(len(drawings), height=2.5)
+    figure, grid = panel_grid(len(drawings), columns=columns, height=2.5)
     for axes, panel in zip(grid, drawings, strict=True):
         floor = -np.inf if panel.linear else panel.floor
         for index, (label, values) in enumerate(panel.lines.items()):

@@ -352,4 +352,4 @@ def _figure(config: Config, curves: Mapping[str, Sequence[float]], methods: Sequ
             if axis == "dimension":
                 times = {METHODS[m]: curves[f"seconds_{prefix}{m}"] for m in methods}
                 panels.append(plots.Panel(titles[axis], "seconds", values, times))
-    return plots.panels(panels)
+    return plots.panels(panels, columns=4)
