@@ -68,9 +68,9 @@ COMPARISONS = {
         {
             f"{words}, {variant}": {"seeds": 40, **regime, **options}
             for words, regime in {
-                "good start": {},
+                "good start": {"start": "good"},
                 "poor start": {"start": "poor"},
-                "three clients with 20 samples": {"weak": 3},
+                "three clients with 20 samples": {"start": "good", "weak": 3},
             }.items()
             for variant, options in {"defaults": {}, "the paper's": PAPER}.items()
         },

@@ -8,21 +8,7 @@ goes on.
 
 What the runs came to is ``gallery/results.json``; the pages are made of that and the entries alone.
 
-=============== ===============================================================================
-verdict         rule
-=============== ===============================================================================
-beaten          even the worst of our runs is better than the paper's number by more than the
-                tolerance
-matched         our median is as good as the paper's number, within the tolerance; or the paper
-                has no number, and its claim holds of our medians
-not reached     neither
-not comparable  the data stand in for the paper's
-new             no paper shows it
-=============== ===============================================================================
-
-A page's verdict is *not reached* if one of its figures or of the paper's claims is; *beaten* if
-all figures are; else *matched*. One median is better than another if it is so by more than a
-hundredth of the latter (of decibels, by more than a tenth of one), and by more than rounding.
+The rules behind the verdicts are in `MEANING` and `RULES`, which the index page shows.
 """
 
 from __future__ import annotations
@@ -46,6 +32,8 @@ from PIL import Image
 
 from perdl_experiments import run_experiment
 from perdl_experiments.render import (
+    DECIBELS,
+    SHARE,
     claim_holds,
     fill,
     first_sentence,
@@ -59,21 +47,49 @@ from perdl_experiments.studies import configure, find
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "docs" / "gallery"
 ENTRIES, RESULTS = PAGES / "entries.toml", PAGES / "results.json"
+THUMBNAILS = PAGES / "thumbnails"
 RUNS = ROOT / "runs" / "gallery"
+STUDIES = "../../perdl_experiments/studies"  # from a page
 
 REPEATS, PROCESSES = 3, 2
+LEVEL, RESAMPLES = 0.95, 2000  # of bootstrap intervals
 BEATEN, MATCHED, NOT_REACHED = "beaten", "matched", "not reached"
 NOT_COMPARABLE, NEW = "not comparable", "new"
+#: The rules, as the index page shows them.
 MEANING = {
-    BEATEN: "even our worst run is better than the paper's number",
-    MATCHED: "as good as the paper's number, or what the paper claims holds",
-    NOT_REACHED: "a figure or a claim of the paper that we do not reach",
-    NOT_COMPARABLE: "our data stand in for the paper's; the page says how to run it on the latter",
-    NEW: "no paper shows it",
+    BEATEN: "Even our worst run is better than the paper's number by more than the tolerance.",
+    MATCHED: "Our median is as good as the paper's number, within the tolerance; or the paper has "
+    "no number, and its claim holds of our medians.",
+    NOT_REACHED: "Neither is so, or one of the paper's claims does not hold of our medians.",
+    NOT_COMPARABLE: "Our data stand in for the paper's. The page says how to run it on those.",
+    NEW: "No paper shows it.",
+}
+RULES = (
+    "Each figure beside a number of a paper has a verdict. The tolerance is 5 % of the paper's "
+    "number, unless the entry in [entries.toml](entries.toml) has another one.",
+    "A page is *not reached* if one of its figures or one of the paper's claims is not; *beaten* "
+    "if all its figures are; else *matched*. A figure that does not count, such as the paper's own "
+    "variant beside ours, is judged and shown, but does not change the verdict of its page.",
+    f"One median is better than another if the difference is more than {SHARE:.0%} of the other "
+    f"(for decibels: more than {DECIBELS:g} dB), and more than rounding. A page lists every rival "
+    "with its median. Where runs share seeds, it also counts the seeds in which the rival is "
+    "better by this rule.",
+    f"Numbers are medians over runs with different seeds. In brackets stands the {LEVEL:.0%} "
+    "bootstrap interval of the median. For five runs or fewer, this interval is the range of the "
+    "runs.",
+)
+PAPERS = {
+    "P0": "Personalized dictionaries (P0: Liang, Shi, Al Kontar and Fattahi, NeurIPS 2023)",
+    "P1": "Dictionaries over networks (P1: Chen, Towfic and Sayed, IEEE TSP 2015)",
+    "P2": "Clustered regression (P2: Su, Xu and Yang, NeurIPS 2022)",
+    "P3": "One dictionary from distributed data (P3: Chainais and Richard, iTWIST 2014)",
+    "": "Not in the papers",
 }
 LARGE, WIDTH = 200_000, 1100  # bytes of a picture; pixels to which a larger one is brought
+THUMBNAIL = 320, 200  # pixels at most
 MANY = 6  # comparisons in a cell at most
 _KEPT = 6  # significant digits
+_BRACKETS = str.maketrans("[]", "()")  # in alt text
 
 
 # The entries ---------------------------------------------------------------------------------
@@ -125,6 +141,8 @@ class Entry(NamedTuple):
     small: bool
     runs: Mapping[str, Mapping[str, Any]]
     figures: Sequence[Figure]
+    needs: str = ""
+    repeats: int = REPEATS
     claims: Sequence[Claim] = ()
     rivals: Sequence[Rivals] = ()
     paper_tables: Sequence[Mapping[str, Any]] = ()
@@ -133,7 +151,7 @@ class Entry(NamedTuple):
         """Return the seed of each repetition; where one runs many seeds, the first of its own."""
         options = configure(find(self.experiment), options=self.runs[run])
         step = getattr(options, "splits", options.seeds)
-        return [repeat * step for repeat in range(REPEATS)]
+        return [repeat * step for repeat in range(self.repeats)]
 
     def folder(self, run: str, seed: int) -> Path:
         """Return where the run of a seed goes."""
@@ -281,15 +299,17 @@ def _points(entry: Entry, curves: Mapping[str, Sequence[float]]) -> dict[str, fl
     return found
 
 
-def spread(name: str, values: Sequence[float]) -> dict[str, float | None]:
-    """Return median, low and high; None stands for never, in a number of rounds."""
+def spread(name: str, values: Sequence[float]) -> dict[str, Any]:
+    """Return median, low, high and all values; None stands for never, in a number of rounds."""
     rounds = name.startswith("rounds_")
     known = [np.inf if rounds and value == -1 else value for value in values]
     found = {"median": np.median(known), "low": min(known), "high": max(known)}
-    return {
-        key: float(f"{value:.{_KEPT}g}") if np.isfinite(value) else None
-        for key, value in found.items()
-    }
+    kept = {key: _kept(value) for key, value in found.items()}
+    return {**kept, "values": [_kept(value) for value in known]}
+
+
+def _kept(value: float) -> float | None:
+    return float(f"{value:.{_KEPT}g}") if np.isfinite(value) else None
 
 
 def _shrink(source: Path, target: Path) -> None:
@@ -314,9 +334,9 @@ class Found:
         self.runs = results[entry.name]
         self.first = next(iter(entry.runs))
 
-    def metrics(self, run: str) -> Mapping[str, Mapping[str, float | None]]:
+    def metrics(self, run: str) -> Mapping[str, Mapping[str, Any]]:
         """Return all metrics of a run."""
-        metrics: Mapping[str, Mapping[str, float | None]] = self.runs[run]["metrics"]
+        metrics: Mapping[str, Mapping[str, Any]] = self.runs[run]["metrics"]
         return metrics
 
     def get(self, reference: str | float, key: str = "median") -> float:
@@ -324,12 +344,38 @@ class Found:
         if not isinstance(reference, str):
             return float(reference)
         run, _, metric = reference.rpartition(":")
-        value = self.metrics(run or self.first)[metric][key]
+        value: float | None = self.metrics(run or self.first)[metric][key]
         return float("inf") if value is None else value
+
+    def values(self, metric: str) -> list[float]:
+        """Return a metric of the first run for each seed; none where they were not kept."""
+        values = self.metrics(self.first)[metric].get("values", [])
+        return [float("inf") if value is None else value for value in values]
+
+    def interval(self, reference: str | float) -> tuple[float, float]:
+        """Return the bootstrap interval of a metric's median."""
+        run, _, metric = str(reference).rpartition(":")
+        values = self.metrics(run or self.first)[metric].get("values", [])
+        if len(values) <= 5:  # then the interval is the range, see `bootstrap`
+            return self.get(reference, "low"), self.get(reference, "high")
+        return bootstrap([float("inf") if value is None else value for value in values])
 
     def fill(self, template: str) -> str:
         """Return a sentence with its metrics filled in."""
         return fill(template, self.get)
+
+
+def bootstrap(values: Sequence[float]) -> tuple[float, float]:
+    """Return the percentile interval of the median of resampled values.
+
+    The median of five draws is the smallest of five values in 5.8 % of the resamples, so that the
+    interval of five values is their range.
+    """
+    drawn = np.random.default_rng(0).integers(len(values), size=(RESAMPLES, len(values)))
+    medians = np.median(np.asarray(values)[drawn], axis=1)
+    tail = (1 - LEVEL) / 2
+    low, high = np.quantile(medians, [tail, 1 - tail], method="inverted_cdf")
+    return float(low), float(high)
 
 
 def finding(entry: Entry, found: Found) -> str:
@@ -371,18 +417,34 @@ def verdict(entry: Entry, found: Found) -> str:
     return BEATEN if figures and set(figures) == {BEATEN} else MATCHED
 
 
-def better_rivals(rivals: Rivals, found: Found) -> tuple[dict[str, float], list[str]]:
-    """Return the medians of the rivals that do better, and the names of all."""
-    ours, sign = found.get(rivals.ours), 1 if rivals.better == "lower" else -1
-    better, names = {}, []
+class Rival(NamedTuple):
+    """A method beside ours: its metric, and whether its median is better."""
+
+    name: str
+    metric: str
+    better: bool
+    seeds: str
+    """In how many of the seeds that both have it is better; "" where values were not kept."""
+
+
+def compare(rivals: Rivals, found: Found) -> list[Rival]:
+    """Return all rivals, held against ours."""
+    sign = 1 if rivals.better == "lower" else -1
+
+    def is_better(theirs: float, ours: float) -> bool:
+        return is_less(sign * theirs, sign * ours, rivals.ours)
+
+    compared = []
     for metric in found.metrics(found.first):
         match = re.fullmatch(rivals.others, metric)
         if match:
-            names.append(rivals.names.get(match[1], match[1].replace("_", " ")))
-            theirs = found.get(metric)
-            if is_less(sign * theirs, sign * ours, metric):
-                better[names[-1]] = theirs
-    return better, names
+            name = rivals.names.get(match[1], match[1].replace("_", " "))
+            pairs = list(zip(found.values(metric), found.values(rivals.ours), strict=False))
+            wins = sum(is_better(theirs, ours) for theirs, ours in pairs)
+            better = is_better(found.get(metric), found.get(rivals.ours))
+            seeds = f"{wins} of {len(pairs)}" if pairs else ""
+            compared.append(Rival(name, metric, better, seeds))
+    return compared
 
 
 def judgement(entry: Entry, found: Found) -> str:
@@ -398,26 +460,53 @@ def judgement(entry: Entry, found: Found) -> str:
 
 def beaten_by_rivals(entry: Entry, found: Found) -> bool:
     """Return whether a rival does better in one figure or more."""
-    return any(better_rivals(rivals, found)[0] for rivals in entry.rivals)
+    return any(rival.better for rivals in entry.rivals for rival in compare(rivals, found))
 
 
-def against(rivals: Rivals, found: Found) -> str:
-    """Return who does better than ours, or that nobody does."""
-    better, names = better_rivals(rivals, found)
+def against(rivals: Rivals, found: Found) -> Iterator[str]:
+    """Yield a sentence that says who does better than ours, and the table of all rivals."""
+    compared = compare(rivals, found)
+    better = [f"{one.name} ({number(found.get(one.metric))})" for one in compared if one.better]
     ours = f"`{rivals.ours}`, ours {number(found.get(rivals.ours))}"
+    rule = f"by more than {SHARE:.0%}"
+    if "psnr_" in rivals.ours:
+        rule = f"by more than {DECIBELS:g} dB"
     if better:
-        them = "; ".join(f"{name} ({number(value)})" for name, value in better.items())
-        return f"**Better than ours** ({ours}): {them}."
-    return f"None is better than ours ({ours}): {'; '.join(names)}."
+        yield f"**Better than ours** {rule} ({ours}): {'; '.join(better)}.\n"
+    else:
+        yield f"No rival is better than ours {rule} ({ours}).\n"
+    rows = [["ours", _with_interval(rivals.ours, found), "", ""]]
+    for one in compared:
+        said = "yes" if one.better else "no"
+        rows.append([one.name, _with_interval(one.metric, found), said, one.seeds])
+    if not any(row[-1] for row in rows):
+        rows = [row[:-1] for row in rows]
+    columns = ["", f"median, {rivals.better} is better", "better than ours", "in how many seeds"]
+    yield markdown_table(columns[: len(rows[0])], rows)
 
 
 # The pages -----------------------------------------------------------------------------------
 
 
 def write_pages(results: Mapping[str, Any]) -> None:
-    """Write every page that the results make."""
+    """Write every page that the results make, and the index's thumbnails."""
     for name, text in pages(results).items():
         (PAGES / name).write_text(text)
+    for entry in entries():
+        picture = PAGES / f"{entry.name}-{entry.pictures[0]}.png"
+        if entry.name in results and picture.is_file():
+            _thumbnail(picture, THUMBNAILS / f"{entry.name}.png")
+
+
+def _thumbnail(source: Path, target: Path) -> None:
+    """Write a small picture: of a tall one the upper part."""
+    target.parent.mkdir(exist_ok=True)
+    width, height = THUMBNAIL
+    with Image.open(source) as picture:
+        shown = picture.convert("RGB")
+        shown = shown.crop((0, 0, shown.width, min(shown.height, shown.width * height // width)))
+        shown.thumbnail(THUMBNAIL, Image.Resampling.LANCZOS)
+        shown.quantize(64).save(target, optimize=True)
 
 
 def pages(results: Mapping[str, Any]) -> dict[str, str]:
@@ -427,43 +516,60 @@ def pages(results: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _index(results: Mapping[str, Any]) -> Iterator[str]:
-    rows, minutes = [], 0.0
-    for entry in entries():
-        shows = ", ".join(entry.shows) or "not in the papers"
-        if entry.name not in results:
-            rows.append([shows, entry.title, "", "not run yet"])
-            continue
-        found = Found(entry, results)
-        minutes += sum(
-            one["seconds"]["median"] * len(one["seeds"]) / 60 for one in found.runs.values()
-        )
-        headline = entry.figures[0]
-        value = f"{headline.words}: {_with_range(headline.metric, found)}"
-        if headline.paper is not None:
-            value += f"; the paper {number(headline.paper)}"
-        rows.append([shows, f"[{entry.title}]({entry.name}.md)", value, _verdict(entry, found)])
+    every = [entry for entry in entries() if entry.name in results]
+    verdicts = [verdict(entry, Found(entry, results)) for entry in every]
+    counts = ", ".join(f"{verdicts.count(one)} {one}" for one in MEANING if one in verdicts)
     yield "# Gallery\n"
+    yield f"**{len(every)} pages: {counts}.**\n"
     yield (
         "The figures and tables in which the four papers show results, made again by one command, "
         "beside the papers' own numbers; and results that the papers do not have. Diagrams and "
-        "tables of definitions are left out. Where a paper's data are not at hand, other data "
-        "stand in: the verdict is then *not comparable*, because our numbers cannot be held "
-        "against the paper's. All numbers are medians over three runs with their range, and come "
-        "from [results.json](results.json), from which these pages are made. Pictures and tables "
-        "are those of the first run.\n"
+        "tables of definitions are left out. Pages on the papers' own data say which file they "
+        "were measured on, with its checksum. All numbers come from [results.json](results.json), "
+        "from which these pages are made. Pictures and tables are those of the first run.\n"
     )
     yield "```sh\nmake gallery                  # all of it, resumable: runs/gallery"
+    yield "make gallery DATA=FOLDER      # with the papers' data: flwr-perdl fetch lists the files"
     yield "make gallery ARGS=--small     # the quick ones"
     yield "make gallery ARGS=synthetic   # some, by the names of their pages\n```\n"
-    yield markdown_table(["", "what", "headline", "verdict"], rows)
-    yield "".join(f"- **{name}**: {meaning}\n" for name, meaning in MEANING.items())
+    minutes = 0.0
+    for paper, heading in PAPERS.items():
+        yield f"## {heading}\n"
+        for entry in every:
+            if (entry.shows[0][:2] if entry.shows else "") == paper:
+                found = Found(entry, results)
+                minutes += sum(
+                    one["seconds"]["median"] * len(one["seeds"]) / 60 for one in found.runs.values()
+                )
+                yield from _card(entry, found)
+    yield "## How verdicts are computed\n"
+    yield markdown_table(["verdict", "rule"], [[f"**{k}**", v] for k, v in MEANING.items()])
+    yield "".join(f"- {rule}\n" for rule in RULES)
+    yield f"The runs shown took {minutes:.0f} minutes in all, one after the other.\n"
+
+
+def _card(entry: Entry, found: Found) -> Iterator[str]:
+    """Yield what the index says of an entry."""
+    headline = entry.figures[0]
+    value = f"{headline.words}: {_with_interval(headline.metric, found)}"
+    if headline.paper is not None:
+        value += f"; the paper {number(headline.paper)}"
+    shows = f"{', '.join(entry.shows)}. " if entry.shows else ""
+    alt = f"Thumbnail of the first picture of {entry.title}"
+    yield f"### [{entry.title}]({entry.name}.md)\n"
+    yield f"[![{alt}](thumbnails/{entry.name}.png)]({entry.name}.md)\n"
+    yield f"**{markdown_text(finding(entry, found))}**\n"
     yield (
-        "P0: Liang, Shi, Al Kontar and Fattahi, NeurIPS 2023. P1: Chen, Towfic and Sayed, IEEE TSP "
-        "2015. P2: Su, Xu and Yang, NeurIPS 2022. P3: Chainais and Richard, iTWIST 2014. The rules "
-        "behind the verdicts are at the top of `docs/gallery.py`, the papers' numbers and claims "
-        "in [entries.toml](entries.toml)."
+        f"{shows}Verdict: {_verdict(entry, found)}. Headline: {markdown_text(value)}. "
+        f"{_source(entry)}\n"
     )
-    yield f"\nThe runs shown took {minutes:.0f} minutes of one core's time in all.\n"
+
+
+def _source(entry: Entry) -> str:
+    """Return links to the study's program and to its texts."""
+    code = find(entry.experiment).code.__name__.rpartition(".")[2]
+    files = f"{code}.py", f"{entry.experiment.replace('-', '_')}.toml"
+    return f"Source: {', '.join(f'[{name}]({STUDIES}/{name})' for name in files)}."
 
 
 def _page(entry: Entry, results: Mapping[str, Any]) -> Iterator[str]:
@@ -473,20 +579,26 @@ def _page(entry: Entry, results: Mapping[str, Any]) -> Iterator[str]:
     found_first = finding(entry, found)
     if found_first:
         yield f"**{markdown_text(found_first)}**\n"
-    yield f"{', '.join(entry.shows) or 'Not in the papers'}. Verdict: {_verdict(entry, found)}.\n"
+    yield (
+        f"{', '.join(entry.shows) or 'Not in the papers'}. Verdict: {_verdict(entry, found)} "
+        f"([rules](index.md#how-verdicts-are-computed)). {_source(entry)}\n"
+    )
     yield f"{' '.join(entry.about.split())}\n"
     yield f"```sh\n{_command(entry)}\n```\n"
     for figure in first["figures"]:
         name, _, ending = figure["file"].rpartition(".")
         if name in entry.pictures and ending == "png":
-            yield f"![{figure['title']}]({entry.name}-{name}.png)\n"
+            alt = markdown_text(figure.get("alt") or figure["title"]).translate(_BRACKETS)
+            kind = "#chart" if figure.get("kind") == "chart" else ""
+            yield f"![{alt}]({entry.name}-{name}.png{kind})\n"
             yield f"*{markdown_text(figure['caption'])}*\n"
     yield "## Judgement\n"
     yield f"{markdown_text(judgement(entry, found))}\n"
     if entry.rivals:
         yield "## Beside other methods\n"
-        yield from (f"- {markdown_text(against(rivals, found))}" for rivals in entry.rivals)
-        yield f"- {' '.join(entry.tuning.split())}\n"
+        for rivals in entry.rivals:
+            yield from against(rivals, found)
+        yield f"{' '.join(entry.tuning.split())}\n"
     yield "## Beside the paper\n" if entry.shows else "## Figures\n"
     yield _figures(entry, found)
     yield from _claims(entry, found)
@@ -533,9 +645,9 @@ def _figures(entry: Entry, found: Found) -> str:
     """Return the table of figures, beside the paper's where there is one."""
     rows = []
     for figure in entry.figures:
-        low, high = (number(found.get(figure.metric, key)) for key in ("low", "high"))
+        low, high = map(number, found.interval(figure.metric))
         rows.append([figure.words, number(found.get(figure.metric)), f"{low} to {high}"])
-    columns = ["", "here, median", "range"]
+    columns = ["", "here, median", f"{LEVEL:.0%} interval"]
     if not entry.shows:
         return markdown_table(columns, rows)
     for row, figure in zip(rows, entry.figures, strict=True):
@@ -568,8 +680,8 @@ def _verdict(entry: Entry, found: Found) -> str:
     return f"{said}; a baseline does better" if beaten_by_rivals(entry, found) else said
 
 
-def _with_range(metric: str, found: Found) -> str:
-    low, high = (number(found.get(metric, key)) for key in ("low", "high"))
+def _with_interval(metric: str, found: Found) -> str:
+    low, high = map(number, found.interval(metric))
     return f"{number(found.get(metric))} ({low} to {high})"
 
 

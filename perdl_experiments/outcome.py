@@ -23,6 +23,8 @@ RESULTS = "results.json"
 ARRAYS = "arrays.npz"
 #: In the folder of a run that is being replaced: the run that takes its place when it has finished.
 NEXT = "next"
+#: Pixels per inch of a figure: a page shows it at about half of that.
+DPI = 180
 _FRAME_TIME = 100  # of a film, in milliseconds
 
 
@@ -101,11 +103,32 @@ def to_results(outcome: Outcome, page: Page, **run: Any) -> dict[str, Any]:
         "floats_down": float(outcome.floats_down),
         "tables": [*found["tables"], *(table._asdict() for table in outcome.tables)],
         "figures": [
-            {"file": one["file"], **{part: say(one[part], told) for part in ("title", "caption")}}
+            {
+                "file": one["file"],
+                **{part: say(one[part], told) for part in ("title", "caption")},
+                **_seen(outcome.figures[Path(one["file"]).stem], one, told),
+            }
             for one in page.get("figures", ())
             if Path(one["file"]).stem in outcome.figures
         ],
     }
+
+
+def _seen(drawn: Figure | NDArray[np.uint8], one: Page, told: Mapping[str, Any]) -> dict[str, str]:
+    """Return what a figure shows for those who do not see it, and whether it is a chart.
+
+    The colors of a chart, which holds no picture, may be inverted on a dark page.
+    """
+    chart = not isinstance(drawn, np.ndarray) and not any(axes.images for axes in drawn.axes)
+    if "alt" in one:
+        alt = say(one["alt"], told)
+    elif isinstance(drawn, np.ndarray):
+        alt = f"Film of {len(drawn)} frames."
+    else:
+        from perdl_experiments.plots import describe  # an extra: matplotlib
+
+        alt = describe(drawn)
+    return {"alt": alt, "kind": "chart" if chart else "picture"}
 
 
 def versions() -> dict[str, str]:
@@ -134,7 +157,7 @@ def write(out: Path, outcome: Outcome, results: Mapping[str, Any]) -> None:
             _write_film(path, drawn)
             continue
         with replacing(path) as stream:
-            drawn.savefig(stream, format="png", dpi=144, bbox_inches="tight")
+            drawn.savefig(stream, format="png", dpi=DPI, bbox_inches="tight")
     arrays: dict[str, Any] = dict(outcome.arrays)
     with replacing(out / ARRAYS) as stream:
         np.savez_compressed(stream, **arrays)

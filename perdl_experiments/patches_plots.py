@@ -8,9 +8,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from flwr_perdl.checks import Matrix
-from perdl_experiments.plots import _figure, _plain
+from perdl_experiments.plots import WIDTH, _figure, _plain, name_lines, style
 
-#: Colors that stay apart for up to ten curves.
+#: Colors of spectra.
 _COLORS = (
     "#0b6e99",
     "#d9730d",
@@ -25,27 +25,28 @@ _COLORS = (
 )
 
 
-def recovery(curves: Mapping[str, Matrix], level: float) -> Figure:
+def recovery(curves: Mapping[str, Matrix], levels: Mapping[str, float]) -> Figure:
     """Draw counts over rounds: every method's median over seeds, and its range.
 
     Parameters
     ----------
     curves : mapping of str to ndarray of shape (n_seeds, n_rounds)
-        Label -> counts.
-    level : float
-        Height of a dashed line.
+        Label -> counts; at most six lines stay apart.
+    levels : mapping of str to float
+        Label -> constant.
     """
-    figure = _figure(9, 4.2)
+    figure = _figure(WIDTH, 3.8)
     axes = _plain(figure.add_subplot())
     for index, (label, values) in enumerate(curves.items()):
         rounds = np.arange(1, values.shape[1] + 1)
         low, median, high = np.quantile(values, [0, 0.5, 1], axis=0)
-        color = _COLORS[index % len(_COLORS)]
-        axes.fill_between(rounds, low, high, color=color, alpha=0.1, lw=0)
-        axes.plot(rounds, median, color=color, label=label)
-    axes.axhline(level, ls="--", lw=1.2, color="black")
-    axes.set(xlabel="round", ylabel="atoms found at every node", ylim=(0, None))
-    figure.legend(frameon=False, loc="outside right upper", fontsize=8)
+        drawn = style(index)
+        axes.fill_between(rounds, low, high, color=drawn["color"], alpha=0.1, lw=0)
+        axes.plot(rounds, median, label=label, **drawn)
+    for index, (label, level) in enumerate(levels.items(), len(curves)):
+        axes.axhline(level, lw=1.2, label=label, **style(index))
+    axes.set(xlabel="round", ylabel="atoms found at the worst node", ylim=(0, None))
+    name_lines(axes)
     return figure
 
 

@@ -1,24 +1,46 @@
-"""Drawings for the reports; no global state, no display."""
+"""Drawings for the reports; no global state, no display.
+
+A figure is at most `WIDTH` wide: on a page of 420 pixels its text is then 9 pixels high. Lines
+differ in color and in dashes, and carry their names where there is one panel; `describe` says in
+words what a figure shows, for those who do not see it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import ceil
+from textwrap import fill
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from flwr_perdl.checks import Matrix
+from perdl_experiments.words import plural
 
-COLORS = ("#0b6e99", "#d9730d", "#4d7c0f", "#9333ea", "#6b7280")
+#: Colors that stay apart for readers who do not tell red from green, each readable on white.
+COLORS = ("#0065a3", "#c85200", "#1b7837", "#b03a9e", "#5a5a5a", "#000000")
+DASHES: tuple[Any, ...] = ("-", (0, (6, 1.5)), (0, (1.5, 1.2)), (0, (7, 1.5, 1.5, 1.5)))
 _MARKERS = "os^Dv*"
+#: Inches of the widest figure, and points of its smallest text.
+WIDTH, SMALL = 6.0, 9.0
+#: Characters of a line's name before it wraps, and the height of its lines in inches.
+_WRAP, _LEADING = 18, 0.155
+#: Characters of the name of a panel's vertical axis before it wraps.
+_AXIS = 26
 #: Points nearer than this share of both axes have one name between them.
 _ROOM = 0.05
+#: Lines with more points than this have no marker at each.
+_MARKED = 30
+#: Panels and lines that a description names.
+_MOST_PANELS, _MOST_LINES = 8, 6
+#: What matplotlib labels the axes of a scale of colors.
+_BAR = "<colorbar>"
 
 
 def _figure(width: float, height: float) -> Figure:
@@ -31,6 +53,123 @@ def _plain(axes: Axes) -> Axes:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
     return axes
+
+
+def style(index: int) -> dict[str, Any]:
+    """Return color and dashes of a line by its place; the first twelve all differ."""
+    return {"color": COLORS[index % len(COLORS)], "ls": DASHES[index % len(DASHES)]}
+
+
+def panel_grid(
+    n_panels: int, *, columns: int = 2, height: float = 2.6, **shared: Any
+) -> tuple[Figure, list[Axes]]:
+    """Return a figure of panels, row by row.
+
+    Parameters
+    ----------
+    n_panels : int
+        At least 1.
+    columns : int, default 2
+        At most so many side by side. The text of more than two is too small on a small screen.
+    height : float, default 2.6
+        Inches of a row.
+    **shared
+        Such as ``sharex=True``, for ``Figure.subplots``.
+    """
+    columns = min(columns, n_panels)
+    rows = ceil(n_panels / columns)
+    figure = _figure(max(WIDTH, columns * WIDTH / 2), height * rows + 0.5)
+    every = figure.subplots(rows, columns, squeeze=False, **shared).ravel()
+    for axes in every[n_panels:]:
+        axes.set_visible(False)
+    if shared.get("sharex") and n_panels < len(every):  # the last of the second column
+        every[n_panels - 1].tick_params(labelbottom=True)
+    return figure, list(every[:n_panels])
+
+
+def name_lines(axes: Axes) -> None:
+    """Write the names of lines at their right ends, pushed apart where they meet.
+
+    To be called when all lines are drawn and the axis has its scale.
+    """
+    named = [line for line in axes.get_lines() if not str(line.get_label()).startswith("_")]
+    names = [fill(str(line.get_label()), _WRAP) for line in named]
+    height = axes.bbox.height / axes.figure.dpi  # inches
+    sizes = np.array([_LEADING * (1.4 + name.count("\n")) / height for name in names])
+    axes.set_ylim(axes.get_ylim())
+    to_axes = axes.transData + axes.transAxes.inverted()
+    x = axes.get_xlim()[0]
+    ends = [to_axes.transform((x, float(np.asarray(one.get_ydata())[-1])))[1] for one in named]
+    for line, name, at in zip(named, names, _pushed_apart(np.array(ends), sizes), strict=True):
+        axes.annotate(
+            name,
+            (1.0, at),
+            xycoords="axes fraction",
+            xytext=(6, 0),
+            textcoords="offset points",
+            va="center",
+            color=line.get_color(),
+            fontsize=SMALL,
+        )
+
+
+def _pushed_apart(ends: Matrix, sizes: Matrix) -> Matrix:
+    """Return centers of texts of these heights, near ``ends`` and in their order, in [0, 1]."""
+    order, at = np.argsort(-ends, kind="stable"), np.clip(ends, 0, 1)
+    ceiling = np.inf
+    for i in order:  # downward: each below the one above it
+        at[i] = min(at[i], ceiling - sizes[i] / 2)
+        ceiling = at[i] - sizes[i] / 2
+    floor = min(ceiling, 0.0) if sizes.sum() > 1 else 0.0
+    for i in order[::-1]:  # upward: the lowest back into the figure, each above the one below it
+        at[i] = max(at[i], floor + sizes[i] / 2)
+        floor = at[i] + sizes[i] / 2
+    return at
+
+
+def describe(figure: Figure) -> str:
+    """Return in words what a figure shows: its panels, their axes, and where each line goes.
+
+    Returns
+    -------
+    str
+        Such as "error against round: PerMA from 0.5 to 0.001; clients alone from 0.5 to 0.2."
+    """
+    panels = [axes for axes in figure.axes if axes.get_visible() and axes.get_label() != _BAR]
+    told = [said for said in map(_describe, panels) if said]
+    rest = len(told) - _MOST_PANELS
+    more = [f"and {plural(rest, 'panel')} more"] if rest > 0 else []
+    return ". ".join([*told[:_MOST_PANELS], *more]) + "." if told else ""
+
+
+def _describe(axes: Axes) -> str:
+    title = axes.get_title(loc="left") or axes.get_title()
+    if axes.images:
+        return " ".join(f"picture: {title or axes.get_ylabel()}".split()).rstrip(":")
+    lines = [said for said in map(_describe_line, axes.get_lines()) if said]
+    if len(lines) > _MOST_LINES:
+        lines[_MOST_LINES:] = [f"and {plural(len(lines) - _MOST_LINES, 'line')} more"]
+    y, x = axes.get_ylabel(), axes.get_xlabel()
+    what = f"{y} against {x}" if x and y else x or y
+    head = ", ".join(dict.fromkeys(part for part in (title, what) if part))
+    return " ".join(": ".join(part for part in (head, "; ".join(lines)) if part).split())
+
+
+def _describe_line(line: Line2D) -> str:
+    label, values = str(line.get_label()), np.asarray(line.get_ydata(), dtype=float)
+    values = values[np.isfinite(values)]
+    if label.startswith("_") or not len(values):
+        return ""
+    if np.ptp(values) == 0:
+        return f"{label} at {values[0]:.3g}"
+    if line.get_linestyle() == "None":
+        return f"{label} between {values.min():.3g} and {values.max():.3g}"
+    between = "".join(
+        f" by way of {extreme:.3g}"
+        for extreme in (values.min(), values.max())
+        if extreme not in (values[0], values[-1])
+    )
+    return f"{label} from {values[0]:.3g}{between} to {values[-1]:.3g}"
 
 
 def atoms(groups: Mapping[str, Matrix], shape: tuple[int, int], *, columns: int = 12) -> Figure:
@@ -48,7 +187,7 @@ def atoms(groups: Mapping[str, Matrix], shape: tuple[int, int], *, columns: int 
     sheets = {title: _sheet(_scaled(D), shape, columns) for title, D in groups.items()}
     heights = [sheet.shape[0] for sheet in sheets.values()]
     width = next(iter(sheets.values())).shape[1]
-    figure = _figure(7, 7 * sum(heights) / width + 0.4 * len(heights))
+    figure = _figure(WIDTH, WIDTH * sum(heights) / width + 0.4 * len(heights))
     rows = figure.subplots(len(sheets), 1, squeeze=False, height_ratios=heights)
     for axes, (title, sheet) in zip(rows[:, 0], sheets.items(), strict=True):
         _show(axes, sheet, title)
@@ -66,11 +205,11 @@ def images(rows: Mapping[str, Matrix], shape: tuple[int, int]) -> Figure:
         Height and width of an image.
     """
     count = len(next(iter(rows.values())))
-    figure = _figure(8, 6.2 * len(rows) / count * shape[0] / shape[1])
+    figure = _figure(WIDTH, 4.8 * len(rows) / count * shape[0] / shape[1])
     grid = figure.subplots(len(rows), 1, squeeze=False)
     for axes, (title, values) in zip(grid[:, 0], rows.items(), strict=True):
         _show(axes, _sheet(np.clip(values, 0, 1), shape, count), "")
-        axes.set_ylabel(title, rotation=0, ha="right", va="center", labelpad=8)
+        axes.set_ylabel(fill(title, _WRAP), rotation=0, ha="right", va="center", labelpad=8)
     return figure
 
 
@@ -82,8 +221,9 @@ def lines(
     levels: Mapping[str, float] | None = None,
     log: bool = False,
     start: int = 1,
+    floor: float = 1e-16,
 ) -> Figure:
-    """Draw curves over 1, 2, … (or from ``start``), and constant levels as dashes.
+    """Draw curves over 1, 2, … (or from ``start``), and constant levels as thin lines.
 
     Parameters
     ----------
@@ -94,23 +234,27 @@ def lines(
     levels : mapping of str to float, optional
         Label -> constant.
     log : bool
-        Logarithmic y axis, values floored at 1e-16.
+        Logarithmic y axis, its values raised to ``floor``.
     start : int
         Where x starts.
+    floor : float
+        Below it differences mean nothing, such as rounding.
     """
-    figure = _figure(7, 3.8)
+    figure = _figure(WIDTH, 3.4)
     axes = _plain(figure.add_subplot())
     for index, (label, values) in enumerate(curves.items()):
         steps = np.arange(start, start + len(values))
-        shown = np.maximum(values, 1e-16) if log else np.asarray(values)
-        axes.plot(steps, shown, "o-", ms=3.5, color=COLORS[index % len(COLORS)], label=label)
-    for index, (label, level) in enumerate((levels or {}).items()):
-        axes.axhline(level, ls="--", lw=1.2, color=COLORS[-1 - index % len(COLORS)], label=label)
+        shown = np.maximum(values, floor) if log else np.asarray(values)
+        marker = "o" if len(values) <= _MARKED else ""
+        axes.plot(steps, shown, marker=marker, ms=3.5, label=label, **style(index))
+    for index, (label, level) in enumerate((levels or {}).items(), len(curves)):
+        shown_level = max(level, floor) if log else level
+        axes.axhline(shown_level, lw=1.2, label=label, **style(index))
     if log:
         axes.set_yscale("log")
     axes.set(xlabel=x, ylabel=y)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    _legend(axes)
+    name_lines(axes)
     return figure
 
 
@@ -132,7 +276,9 @@ class Panel(NamedTuple):
     linear : bool, default False
         Whether values are drawn as they are, from 0.
     levels : mapping of str to float, optional
-        Label -> constant, dashed.
+        Label -> constant.
+    floor : float, default 1e-16
+        Logarithmic values are raised to it: below it differences mean nothing, such as rounding.
     """
 
     x: str
@@ -143,50 +289,64 @@ class Panel(NamedTuple):
     log: bool = False
     linear: bool = False
     levels: Mapping[str, float] = MappingProxyType({})
+    floor: float = 1e-16
 
 
-def panels(drawings: Sequence[Panel], *, columns: int) -> Figure:
-    """Draw lines in several panels with one legend; logarithmic ones are floored at 1e-16 (Fig. 5).
+def panels(drawings: Sequence[Panel], *, columns: int = 2) -> Figure:
+    """Draw lines in several panels with one legend (Fig. 5).
 
     Parameters
     ----------
     drawings : sequence of Panel
         Row by row.
-    columns : int
-        Panels side by side.
+    columns : int, default 2
+        Panels side by side, see `panel_grid`.
     """
-    rows = ceil(len(drawings) / columns)
-    figure = _figure(3.4 * columns, 2.9 * rows + 0.5)
-    grid = figure.subplots(rows, columns, squeeze=False).ravel()
-    for axes, panel in zip(grid, drawings, strict=False):
-        floor = -np.inf if panel.linear else 1e-16
+    figure, grid = panel_grid(len(drawings), columns=columns, height=2.5)
+    for axes, panel in zip(grid, drawings, strict=True):
+        floor = -np.inf if panel.linear else panel.floor
         for index, (label, values) in enumerate(panel.lines.items()):
-            color = (*COLORS, "#b91c1c")[index % 6]
             _plain(axes).plot(
                 panel.at,
                 np.maximum(values, floor),
                 marker=_MARKERS[index % len(_MARKERS)],
                 ms=4,
                 lw=1.3,
-                color=color,
                 label=label,
+                **style(index),
             )
             if label in panel.ranges:
                 low, high = np.maximum(panel.ranges[label], floor)
-                axes.fill_between(panel.at, low, high, color=color, alpha=0.15, lw=0)
-        for index, (label, level) in enumerate(panel.levels.items()):
-            axes.axhline(level, ls="--", lw=1.2, color=COLORS[-1 - index], label=label)
+                axes.fill_between(
+                    panel.at, low, high, color=style(index)["color"], alpha=0.15, lw=0
+                )
+        for index, (label, level) in enumerate(panel.levels.items(), len(panel.lines)):
+            axes.axhline(level, lw=1.2, label=label, **style(index))
         scales = {"xscale": "log" if panel.log else "linear"}
         scales["yscale"] = "linear" if panel.linear else "log"
-        axes.set(xlabel=panel.x, ylabel=panel.y, **scales)
+        axes.set(xlabel=panel.x, ylabel=fill(panel.y, _AXIS), **scales)
         axes.set_xticks(panel.at, [f"{position:g}" for position in panel.at])
         axes.set_xticks([], minor=True)
-    for axes in grid[len(drawings) :]:
-        axes.axis("off")
-    figure.legend(
-        *grid[0].get_legend_handles_labels(), frameon=False, loc="outside upper center", ncols=6
-    )
+    share_legend(figure, grid)
     return figure
+
+
+def share_legend(figure: Figure, grid: Sequence[Axes]) -> None:
+    """Put one legend above all panels; each name stands once."""
+    handles = {
+        str(label): handle
+        for axes in grid
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(
+        handles.values(),
+        [fill(label, 2 * _WRAP) for label in handles],
+        frameon=False,
+        loc="outside upper center",
+        ncols=2,
+        fontsize=SMALL,
+        handlelength=3,
+    )
 
 
 def trails(curves: Mapping[str, Matrix], names: Sequence[str], *, x: str, y: str) -> Figure:
@@ -201,13 +361,12 @@ def trails(curves: Mapping[str, Matrix], names: Sequence[str], *, x: str, y: str
     x, y : str
         What the axes show.
     """
-    figure = _figure(7, 4.6)
+    figure = _figure(WIDTH, 4.2)
     axes = _plain(figure.add_subplot())
     room = _ROOM * np.ptp(np.vstack(list(curves.values())), axis=0)
     named: list[Matrix] = []
     for index, (label, points) in enumerate(curves.items()):
-        color = COLORS[index % len(COLORS)]
-        axes.plot(*points.T, "o-", ms=4, lw=1.2, color=color, label=label)
+        axes.plot(*points.T, marker="o", ms=4, lw=1.2, label=label, **style(index))
         for name, point in zip(names, points, strict=True):
             if any((np.abs(point - other) < room).all() for other in named):
                 continue
@@ -217,8 +376,8 @@ def trails(curves: Mapping[str, Matrix], names: Sequence[str], *, x: str, y: str
                 point,
                 xytext=(5, 5 - 14 * (index % 2)),
                 textcoords="offset points",
-                color=color,
-                fontsize=8,
+                color=style(index)["color"],
+                fontsize=SMALL,
             )
     axes.set(xlabel=x, ylabel=y)
     _legend(axes)
@@ -228,7 +387,7 @@ def trails(curves: Mapping[str, Matrix], names: Sequence[str], *, x: str, y: str
 def roc_curves(
     panels: Mapping[str, Mapping[str, tuple[Matrix, Matrix, str]]], *, x: str, y: str
 ) -> Figure:
-    """Draw ROC curves, at most three panels side by side (Fig. 7 of P1).
+    """Draw ROC curves, two panels side by side (Fig. 7 of P1).
 
     Parameters
     ----------
@@ -237,46 +396,49 @@ def roc_curves(
     x, y : str
         What the axes show.
     """
-    columns = min(3, len(panels))
-    rows = ceil(len(panels) / columns)
-    figure = _figure(3.2 * columns + 0.6, 3.0 * rows + 0.6)
-    grid = figure.subplots(rows, columns, sharey=True, squeeze=False).ravel()
-    for axes, (title, curves) in zip(grid, panels.items(), strict=False):
+    figure, grid = panel_grid(len(panels), height=2.8, sharey=True)
+    for axes, (title, curves) in zip(grid, panels.items(), strict=True):
         _plain(axes)
-        for color, (label, (false, true, style)) in zip(COLORS, curves.items(), strict=False):
-            axes.plot(false, true, style, color=color, label=label)
+        for color, (label, (false, true, ls)) in zip(COLORS, curves.items(), strict=False):
+            axes.plot(false, true, ls, color=color, label=label)
         axes.plot([0, 1], [0, 1], ls=":", lw=1, color="black")
         axes.set_title(title, fontsize=10, loc="left")
-        axes.legend(frameon=False, loc="lower right", fontsize=8)
-    for axes in grid[len(panels) :]:
-        axes.set_visible(False)
+        axes.legend(frameon=False, loc="lower right", fontsize=SMALL)
     figure.supxlabel(x, fontsize=10)
     figure.supylabel(y, fontsize=10)
     return figure
 
 
-def boxes(groups: Mapping[str, Sequence[Sequence[float]]], *, x: str, y: str) -> Figure:
-    """Draw side by side, per position, the spread of each group on a logarithmic axis (Fig. 2).
+def dots(
+    groups: Mapping[str, Sequence[Sequence[float]]], *, x: str, y: str, floor: float = 1e-16
+) -> Figure:
+    """Draw side by side, per position, every value of each group on a logarithmic axis (Fig. 2).
 
     Parameters
     ----------
     groups : mapping of str to sequence of sequence of float
-        Label -> for every position its values; floored at 1e-16.
+        Label -> for every position its values, raised to ``floor``.
     x, y : str
         What the axes show.
+    floor : float
+        Below it differences mean nothing, such as rounding.
     """
-    count = len(next(iter(groups.values())))
-    figure = _figure(min(max(7.0, 0.45 * count), 14.0), 3.8)
+    figure = _figure(WIDTH, 3.4)
     axes = _plain(figure.add_subplot())
-    width = 0.7 / len(groups)
+    width = 0.6 / len(groups)
     for index, (label, values) in enumerate(groups.items()):
-        color = COLORS[index % len(COLORS)]
-        center = np.arange(count) + (index - (len(groups) - 1) / 2) * width
-        shown = [np.maximum(np.asarray(sample), 1e-16) for sample in values]
-        low, median, high = np.transpose([np.quantile(one, [0.0, 0.5, 1.0]) for one in shown])
-        axes.vlines(center, low, high, color=color, alpha=0.35, lw=4, capstyle="projecting")
-        axes.plot(center, median, "o", ms=4, color=color)
-        axes.plot([], [], "o", color=color, label=label)
+        shift = (index - (len(groups) - 1) / 2) * width
+        at = np.concatenate([np.full(len(v), i + shift) for i, v in enumerate(values)])
+        axes.plot(
+            at,
+            np.maximum(np.concatenate([np.asarray(v, dtype=float) for v in values]), floor),
+            _MARKERS[index % len(_MARKERS)],
+            ms=5,
+            alpha=0.5,
+            mew=0,
+            color=COLORS[index % len(COLORS)],
+            label=label,
+        )
     axes.set_yscale("log")
     axes.set(xlabel=x, ylabel=y)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -286,7 +448,14 @@ def boxes(groups: Mapping[str, Sequence[Sequence[float]]], *, x: str, y: str) ->
 
 def _legend(axes: Axes) -> None:
     """Put the legend above the axes, where it hides nothing."""
-    axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=4)
+    axes.legend(
+        frameon=False,
+        loc="lower center",
+        bbox_to_anchor=(0.5, 1),
+        ncols=2,
+        fontsize=SMALL,
+        handlelength=3,
+    )
 
 
 def _scaled(D: Matrix) -> Matrix:

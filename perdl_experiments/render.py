@@ -15,7 +15,7 @@ part of a TOML  what it says
                 field; ``only``: conditions on fields
 ``columns``     title, metric, ``show`` (a template of statistics), ``each``: a column per value of
                 these fields; ``only``
-``figures``     file, title, caption
+``figures``     file, title, caption; ``alt``: what is seen, by default computed from the drawing
 ``claims``      ``less``: pairs of metrics or numbers, ``holds`` and ``fails``: the two sentences
 ``notes``       templates, or ``{text, when}`` / ``{text, unless}`` with the name of a fact
 =============== ================================================================================
@@ -367,10 +367,12 @@ def _notes(page: Page, records: Sequence[Record], facts: Mapping[str, Any]) -> I
 
 def html_table(table: Mapping[str, Any]) -> str:
     """Return a table with its title and caption as HTML."""
-    head = "".join(f"<th>{escape(column)}</th>" for column in table["columns"])
+    head = "".join(f"<th scope='col'>{escape(column)}</th>" for column in table["columns"])
     rows = "".join(f"<tr>{''.join(map(_html_cell, row))}</tr>" for row in table["rows"])
+    title = escape(table["title"])
     return (
-        f"<h2>{escape(table['title'])}</h2><div class='scroll'><table>"
+        f"<h2>{title}</h2>"
+        f"<div class='scroll' tabindex='0' role='region' aria-label='{title}'><table>"
         f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
         f"<p class='caption'>{escape(table['caption'])}</p>"
     )

@@ -61,6 +61,7 @@ p { margin: .3rem 0 .8rem }
 .facts b { display: block; color: var(--accent); font-size: 1.1rem }
 .facts span { color: var(--soft); font-size: .85rem }
 .scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: .5rem }
+.scroll:focus-visible { outline: 2px solid var(--accent) }
 table { border-collapse: collapse; width: 100%; font-size: .93rem }
 th, td { padding: .4rem .6rem; text-align: right; white-space: nowrap;
   font-variant-numeric: tabular-nums }
@@ -68,9 +69,15 @@ th { background: var(--band); font-weight: 600 }
 th:first-child, td:first-child { text-align: left; white-space: normal; min-width: 8rem }
 td.long { text-align: left; white-space: normal; min-width: 20rem }
 tbody tr + tr td { border-top: 1px solid var(--line) }
+@media (max-width: 30rem) {
+  th, td { padding: .3rem .45rem; font-size: .85rem }
+  th:first-child, td:first-child { min-width: 6rem; max-width: 8rem }
+  td.long { min-width: 14rem } }
 figure { margin: 0 }
-img { display: block; width: 100%; height: auto; background: #fff; border: 1px solid var(--line);
-  border-radius: .5rem; padding: .5rem }
+img { display: block; max-width: 100%; height: auto; background: #fff; border-radius: .5rem }
+img.chart { width: 42rem }
+@media (prefers-color-scheme: dark) {
+  img.chart { filter: invert(1) hue-rotate(180deg); mix-blend-mode: screen } }
 figcaption { margin-top: .4rem }
 details { margin-top: 2.4rem }
 summary { cursor: pointer; font-weight: 600 }
@@ -166,6 +173,7 @@ def _check(results: Mapping[str, Any]) -> None:
         )
         _demand(whole, "tables has one without a text for every row and column")
     for figure in _entries(results, "figures", ("file", "title", "caption")):
+        _demand(isinstance(figure.get("alt", ""), str), "figures has an alt that is no text")
         named = _FIGURE.fullmatch(figure["file"])
         _demand(named, f"figures has {figure['file']!r}, which is no name of a .png or .gif file")
     clients = results.get("clients", {})
@@ -279,8 +287,9 @@ def _figure(figure: Mapping[str, str], out: Path) -> str:
             "which is no file there."
         )
     source = f"data:image/{path.suffix[1:]};base64,{b64encode(path.read_bytes()).decode()}"
-    title = escape(figure["title"])
+    title, alt = escape(figure["title"]), escape(figure.get("alt") or figure["title"])
+    kind = " class='chart'" if figure.get("kind") == "chart" else ""
     return (
-        f"<h2>{title}</h2><figure><img alt='{title}' src='{source}'>"
+        f"<h2>{title}</h2><figure><img{kind} alt='{alt}' src='{source}'>"
         f"<figcaption>{escape(figure['caption'])}</figcaption></figure>"
     )

@@ -88,18 +88,23 @@ class Rows(NamedTuple):
             min(width, max(low, _NARROWEST)) if wrap else low
             for low, width, wrap in zip(least, widest, wraps, strict=True)
         ]
-        if sum(wanted) + _GAP * len(wanted) > options.max_width:
+        room = options.max_width - sum(wanted) - _GAP * (len(wanted) - 1)
+        if room < 0:
             yield from self._blocks()
             return
-        table = Table(title=self.title or None, box=box.SIMPLE_HEAD, title_justify="left")
-        for i, head in enumerate(self.columns):
-            left = i == 0 or wraps[i]
-            table.add_column(
-                Text(head), justify="left" if left else "right", min_width=min(wanted[i], widest[i])
-            )
+        widths = list(wanted)
+        for i in sorted(range(len(widths)), key=lambda i: wraps[i]):  # heads of numbers first
+            more = min(widest[i] - wanted[i], room)
+            widths[i], room = wanted[i] + more, room - more
+        if self.title:  # a table's own title wraps where the table ends
+            yield Text(f"\n{self.title}", style="italic")
+        table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
+        for head, width, wrap in zip(self.columns, widths, wraps, strict=True):
+            table.add_column(Text(head), justify="left" if wrap else "right", width=width)
         for row in self.rows:
             table.add_row(*map(Text, row))
         yield table
+        yield Text("")
 
     def _blocks(self) -> RenderResult:
         if self.title:

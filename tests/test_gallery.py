@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from scipy.stats import binom
 
 from perdl_experiments import run_experiment
 from perdl_experiments.studies import EXPERIMENTS, configure
@@ -112,7 +113,7 @@ def test_pictures_are_those_of_the_pages_and_small() -> None:
     assert sum(there.values()) < 3e6
     for name, entry in ENTRIES.items():
         text = (FOLDER / f"{name}.md").read_text()
-        assert all(f"({name}-{one}.png)" in text for one in entry.pictures)
+        assert all(f"({name}-{one}.png" in text for one in entry.pictures)
 
 
 # Judgement -----------------------------------------------------------------------------------
@@ -130,7 +131,7 @@ def test_words_have_no_number_of_their_own_and_all_metrics_exist(name: str) -> N
         assert found.get(figure.metric, "low") <= found.get(figure.metric, "high")
         assert figure.source or figure.paper is None
     for rivals in entry.rivals:
-        assert gallery.better_rivals(rivals, found)[1], f"{rivals.others} names nobody"
+        assert gallery.compare(rivals, found), f"{rivals.others} names nobody"
         assert entry.tuning
 
 
@@ -191,12 +192,49 @@ def test_a_baseline_that_wins_is_named_with_its_number() -> None:
     entry = ENTRIES["digits"]
     rivals = entry.rivals[0]
     alone = {"mse_local_10": {"low": 1e-3, "median": 1.5e-3, "high": 2e-3}}
-    said = gallery.against(rivals, changed("digits", lambda metrics: metrics.update(alone)))
+    found = changed("digits", lambda metrics: metrics.update(alone))
+    said = "".join(gallery.against(rivals, found))
     assert said.startswith("**Better than ours**")
     assert "clients alone (0.0015)" in said
     unheard = {"mse_novelty_10": {"low": 1e-3, "median": 1.6e-3, "high": 2e-3}}
-    said = gallery.against(rivals, changed("digits", lambda metrics: metrics.update(unheard)))
-    assert "novelty (0.0016)" in said
+    found = changed("digits", lambda metrics: metrics.update(unheard))
+    assert "novelty (0.0016)" in "".join(gallery.against(rivals, found))
+
+
+def test_rivals_are_counted_seed_by_seed() -> None:
+    ours = {"low": 1.0, "median": 2.0, "high": 3.0, "values": [1.0, 2.0, 3.0]}
+    theirs = {"low": 0.5, "median": 2.0, "high": 2.99, "values": [0.5, 2.0, 2.99]}
+    rivals = gallery.Rivals("ours", "lower", "their_(x)", {"x": "the rival"})
+    found = changed("digits", lambda metrics: metrics.update(ours=ours, their_x=theirs))
+    (one,) = gallery.compare(rivals, found)
+    assert one == gallery.Rival("the rival", "their_x", better=False, seeds="1 of 3")
+    table = "".join(gallery.against(rivals, found))
+    assert "No rival is better than ours by more than 1%" in table
+    assert "| the rival | 2 (0.5 to 2.99) | no | 1 of 3 |" in table
+
+
+def test_intervals_of_a_few_runs_are_their_range_and_of_many_are_narrower() -> None:
+    few = [5.0, 1.0, 4.0, 2.0, 3.0]
+    assert gallery.bootstrap(few) == (1.0, 5.0)
+    low, high = gallery.bootstrap([float(n) for n in range(41)])
+    # Of order statistics: the binomial interval of the median of 41 values.
+    below = int(binom.ppf(0.025, 41, 0.5)), int(binom.ppf(0.975, 41, 0.5))
+    assert abs(low - below[0]) <= 1
+    assert abs(high - below[1]) <= 1
+
+
+def test_the_index_has_a_card_for_every_page_and_the_rules() -> None:
+    index = (FOLDER / "index.md").read_text()
+    for name, entry in ENTRIES.items():
+        card = index.partition(f"### [{entry.title}]({name}.md)")[2].partition("###")[0]
+        assert f"(thumbnails/{name}.png)" in card
+        assert gallery.markdown_text(gallery.finding(entry, gallery.Found(entry, STORED))) in card
+        assert f"**{gallery.verdict(entry, gallery.Found(entry, STORED))}**" in card
+        assert f"{entry.experiment.replace('-', '_')}.toml" in card
+    assert all(rule in index for rule in gallery.RULES)
+    small = {path.stem: path.stat().st_size for path in (FOLDER / "thumbnails").glob("*.png")}
+    assert small.keys() == ENTRIES.keys()
+    assert sum(small.values()) < 6e5
 
 
 def test_a_trifle_is_no_difference_and_never_is_more_than_any_number() -> None:
@@ -207,8 +245,9 @@ def test_a_trifle_is_no_difference_and_never_is_more_than_any_number() -> None:
     assert not gallery.is_less(29.65, 29.7, "psnr_noisy psnr_denoised")
     assert gallery.is_less(500.0, float("inf"))
     assert not gallery.is_less(float("inf"), float("inf"))
-    assert gallery.spread("rounds_to", [-1, 7, 9]) == {"median": 9.0, "low": 7.0, "high": None}
-    assert gallery.spread("k", [-1, 7, 9]) == {"median": 7.0, "low": -1.0, "high": 9.0}
+    never = {"median": 9.0, "low": 7.0, "high": None, "values": [None, 7.0, 9.0]}
+    assert gallery.spread("rounds_to", [-1, 7, 9]) == never
+    assert gallery.spread("k", [-1, 7, 9])["median"] == 7.0
 
 
 # Runs ----------------------------------------------------------------------------------------

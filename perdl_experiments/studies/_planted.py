@@ -25,6 +25,8 @@ from perdl_experiments.studies._experiment import PermaConfig
 #: Atoms that all clients share, and the learner's threshold, unless a study varies them.
 N_GLOBAL = 3
 THRESHOLD = 0.15
+#: Figures draw smaller errors there: they are rounding.
+EXACT = 1e-8
 #: "good" is the library's warm start; "poor" begins with too small a threshold and ends early, so
 #: that about one client in five fails by itself; "short" leaves most of the work to the rounds.
 STARTS: dict[str, dict[str, Any]] = {

@@ -54,7 +54,7 @@ from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import Record
 from perdl_experiments.studies import _planted
 from perdl_experiments.studies._experiment import Arrays, ClientConfig, Federate, Keep, words
-from perdl_experiments.studies._planted import N_GLOBAL, STARTS, THRESHOLD
+from perdl_experiments.studies._planted import EXACT, N_GLOBAL, STARTS, THRESHOLD
 
 N_ATOMS = 6
 METHODS = words("federations")
@@ -201,6 +201,7 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
         facts={
             "n_atoms": N_ATOMS,
             "n_global": N_GLOBAL,
+            "exact": EXACT,
             "most_clients": most,
             **{f"most_{m}": float(np.median(column)) for m, column in at_most.items()},
         },
@@ -300,7 +301,8 @@ def _figure(axes: Mapping[str, Sequence[int]], errors: Mapping[tuple[str, str], 
             {title: np.median(errors[axis, m], axis=0).tolist() for m, title in METHODS.items()},
             {title: np.quantile(errors[axis, m], [0, 1], axis=0) for m, title in METHODS.items()},
             log=axis != "failing",
+            floor=EXACT,
         )
         for axis, values in axes.items()
     ]
-    return plots.panels(panels, columns=len(panels))
+    return plots.panels(panels)

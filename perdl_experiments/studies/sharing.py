@@ -228,6 +228,6 @@ def _figures(shares: Sequence[int], errors: Mapping[int, Matrix], pooled: Matrix
     trails = {label: table[::-1].T for label, table in medians.items()}
     names = [str(g) for g in shares]
     return {
-        "errors": plots.panels(panels, columns=2),
+        "errors": plots.panels(panels),
         "trade-off": plots.trails(trails, names, x="error, all kinds", y="error, own kind"),
     }

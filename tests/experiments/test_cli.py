@@ -149,11 +149,11 @@ def test_the_manual_says_of_options_what_the_command_says(name, monkeypatch):
         assert " ".join(f"{one.name} {one.default} {words}".split()) in shown
 
 
-@pytest.mark.parametrize("columns", [30, 40, 80, 200])
+@pytest.mark.parametrize("columns", [30, 40, *range(55, 85), 200])
 def test_no_number_is_broken_at_any_width(monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
-    heads = ["", *(f"MSE {k}" for k in (5, 10, 20)), "a longer head"]
-    rows = [["PerMA, global + local atoms (48)", "0.0123", "12,345,678", "1.5e-16", "9.87"]]
+    heads = ["", *(f"MSE {k}" for k in (5, 10, 20)), "a longer head", "below 1e-6"]
+    rows = [["PerMA, global + local atoms (48)", "0.0123", "12,345,678", "1.5e-16", "9.87", "99%"]]
     console().print(Rows(heads, rows, "Errors"))
     console_lines = io.StringIO()
     Console(file=console_lines, width=columns, color_system=None).print(Rows(heads, rows, "E"))

@@ -1,0 +1,31 @@
+"""A hook of MkDocs: links from pages to the repository's programs lead to copies in the site.
+
+In the repository ``../../perdl_experiments/studies/patches.py`` leads to the file. The site has
+only what is below ``docs/``: each file that a page links to is copied to ``source/``, as text.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parent.parent
+LINK = re.compile(r"\]\(((?:\.\./)+(\w+/[\w/.-]+\.(?:py|toml)))\)")
+
+
+def on_files(files: Files, *, config: Any) -> Files:
+    """Add a copy of every file that a page links to."""
+    pages = [Path(page.abs_src_path) for page in files.documentation_pages()]
+    named = {match[2] for page in pages for match in LINK.finditer(page.read_text())}
+    for name in sorted(name for name in named if not (ROOT / "docs" / name).exists()):
+        files.append(File.generated(config, f"source/{name}.txt", abs_src_path=str(ROOT / name)))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> str:
+    """Point the page's links to the copies."""
+    up = "../" * (len(Path(page.file.src_uri).parts) - 1)
+    return LINK.sub(lambda found: f"]({up}source/{found[2]}.txt)", markdown)
