@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from math import ceil
 from types import MappingProxyType
 from typing import NamedTuple
@@ -111,6 +112,70 @@ def lines(
     axes.set(xlabel=x, ylabel=y)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     _legend(axes)
+    return figure
+
+
+def labeled_lines(curves: Mapping[str, Sequence[float]], *, x: str, y: str) -> Figure:
+    """Draw curves over 1, 2, …, each with its label at its end.
+
+    Parameters
+    ----------
+    curves : mapping of str to sequence of float
+        Label -> values.
+    x, y : str
+        What the axes show.
+    """
+    figure = _figure(8, 4.6)
+    axes = _plain(figure.add_subplot())
+    ends = {label: float(values[-1]) for label, values in curves.items()}
+    low, high = min(map(min, curves.values())), max(map(max, curves.values()))
+    at = _apart(list(ends.values()), (high - low) / 20)
+    for index, (label, values) in enumerate(curves.items()):
+        color = (*COLORS, "#b91c1c")[index % 6]
+        style = "-" if index < 6 else "--"
+        axes.plot(np.arange(1, 1 + len(values)), values, style, lw=1.5, color=color)
+        axes.annotate(
+            label,
+            (len(values), ends[label]),
+            xytext=(1.04, at[index]),
+            textcoords=axes.get_yaxis_transform(),
+            color=color,
+            va="center",
+            fontsize=8,
+            arrowprops={"arrowstyle": "-", "color": color, "lw": 0.6, "relpos": (0, 0.5)},
+        )
+    axes.set(xlabel=x, ylabel=y)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return figure
+
+
+def _apart(heights: Sequence[float], gap: float) -> Matrix:
+    """Return heights, moved until any two are at least ``gap`` apart, in their order."""
+    moved = np.array(heights)
+    order = np.argsort(moved, kind="stable")
+    for below, above in pairwise(order):
+        moved[above] = max(moved[above], moved[below] + gap)
+    moved -= np.mean(moved - heights)  # as far up as down
+    return moved
+
+
+def strips(groups: Mapping[str, Sequence[float]], *, x: str) -> Figure:
+    """Draw every value of a group as a dot in the group's row.
+
+    Parameters
+    ----------
+    groups : mapping of str to sequence of float
+        Label -> values.
+    x : str
+        What the axis shows.
+    """
+    figure = _figure(7, 0.34 * len(groups) + 0.9)
+    axes = _plain(figure.add_subplot())
+    for row, values in enumerate(groups.values()):
+        axes.plot(values, np.full(len(values), row), "o", ms=5, alpha=0.6, color=COLORS[0])
+    axes.set_yticks(range(len(groups)), list(groups))
+    axes.invert_yaxis()
+    axes.set_xlabel(x)
     return figure
 
 

@@ -24,6 +24,7 @@ from flwr_perdl.checks import Matrix
 from flwr_perdl.diffusion import DiffusionAveraging, Topology
 from flwr_perdl.random import DATA, spawn
 from perdl_experiments.data import load_images
+from perdl_experiments.measures import rounds_to
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import Record
 from perdl_experiments.studies._experiment import Arrays, Keep, words
@@ -135,10 +136,10 @@ def run(config: Config, keep: Keep) -> Outcome:
     worst = {name: curve.min(axis=2) for name, curve in curves.items()}
     targets = fedavg[:, -1] - NEAR
     rounds = {
-        name: [reached(row, target) for row, target in zip(rows, targets, strict=True)]
+        name: [rounds_to(row, target) for row, target in zip(rows, targets, strict=True)]
         for name, rows in worst.items()
     }
-    server = np.array([reached(*pair) for pair in zip(fedavg, targets, strict=True)])
+    server = np.array([rounds_to(*pair) for pair in zip(fedavg, targets, strict=True)])
     gaps = {name: np.array([one[f"gap/{name}"] for one in kept]) for name in GRAPHS}
     floats = {name: np.array([one[f"floats/{name}"] for one in kept]) for name in GRAPHS}
     return Outcome(
@@ -173,13 +174,6 @@ def run(config: Config, keep: Keep) -> Outcome:
         floats_down=float(np.median(floats["ring"])) * config.rounds,
         facts={"near": NEAR},
     )
-
-
-def reached(accuracies: Matrix, target: float) -> float:
-    """Return the round from which on accuracies stay at the target; infinite: never."""
-    below = np.flatnonzero(accuracies < target)
-    last = int(below[-1]) + 1 if len(below) else 0
-    return float(last + 1) if last < len(accuracies) else np.inf
 
 
 def _one_seed(config: Config, seed: int) -> Arrays:

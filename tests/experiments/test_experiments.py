@@ -68,6 +68,7 @@ OPTIONS = {
         "refine_steps",
         "learner",
     },
+    "rotated-digits": {"data", "seeds", "hidden", "step", "starts"},
     "separation": {"seeds", "dimension", "separations", "noises", "points"},
     "mixed-regression": {"setting", "seeds", "k", "variant"},
     "regression": {"data", "k", "splits"},
