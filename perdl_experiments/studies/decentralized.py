@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from flwr.client import NumPyClient
-from scipy.special import softmax
 
 from flwr_perdl.checks import Matrix
 from flwr_perdl.diffusion import DiffusionAveraging, Topology
@@ -87,7 +86,7 @@ class Nodes:
             own = [np.concatenate(dealt[each * k : each * (k + 1)]) for k in range(n)]
         X, y = images.X, np.eye(10)[images.y]
         self.train = [(X[mine], y[mine]) for mine in own]
-        self.test = X[test], y[test]
+        self.test = X[test], images.y[test]
         self.config = config
 
     def __call__(self, node: int) -> NumPyClient:
@@ -102,7 +101,7 @@ class Nodes:
     def accuracy(self, parameters: list[Matrix]) -> float:
         """Return a model's accuracy on the held-out images."""
         (W, b), (X, y) = parameters, self.test
-        return float(np.mean((X @ W + b).argmax(axis=1) == y.argmax(axis=1)))
+        return float(np.mean((X @ W + b).argmax(axis=1) == y))
 
 
 class _Softmax(NumPyClient):
@@ -118,7 +117,9 @@ class _Softmax(NumPyClient):
         W, b = parameters
         step = self.nodes.config.step / len(self.y)
         for _ in range(self.nodes.config.local_steps):
-            error = softmax(self.X @ W + b, axis=1) - self.y
+            scores = self.X @ W + b
+            p = np.exp(scores - scores.max(axis=1, keepdims=True))
+            error = p / p.sum(axis=1, keepdims=True) - self.y
             W, b = W - step * self.X.T @ error, b - step * error.sum(axis=0)
         return [W, b], len(self.y), {}
 
