@@ -1,28 +1,35 @@
 """ClusteredFedAvg beside Flower's FedAvg: a client's share of a round, in processor time.
 
 Run from the repository's root: ``python benchmarks/clustered.py``; it writes
-``benchmarks/results/clustered.json`` and the table of it, ``clustered.md``. Under a minute. The
-clients train and evaluate nothing: what is measured is the strategy, the
-messages and the averages alone. Both strategies run in process, in turn.
+``benchmarks/results/clustered.json`` and the table of it, ``clustered.md``. Under two minutes. The
+clients train and evaluate nothing: what is measured is the strategy, the messages and the averages
+alone. The strategies run in turn: in process, then, with one model, on Flower's simulation engine
+(Ray), where the time is that of all processes.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from _measure import main
 from flwr.app import ArrayRecord, Context
 from flwr.client import NumPyClient
+from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 
 from flwr_perdl.clients import client_app
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import ClusteredFedAvg
+from perdl_experiments.engine import on_ray
 
 CLIENTS, ROUNDS, TIMES = 20, 4, 3
+#: On Ray: clients, rounds of a run, runs of each strategy.
+RAY_CLIENTS, RAY_ROUNDS, RAY_TIMES = 40, 5, 3
 #: Shapes of a model's arrays.
 MODELS = {
     "650": [(64, 10), (10,)],
@@ -63,6 +70,64 @@ def seconds(strategy: Any, model: list[np.ndarray]) -> float:
         evaluate_fn=lambda round_, arrays: ends.append(time.process_time()),
     )
     return float(np.diff(ends)[1:].min()) / CLIENTS
+
+
+def on_flowers_engine() -> dict[str, Any]:
+    """Return processor and wall-clock time of a round on Ray, per client: medians of all rounds."""
+    rng = np.random.default_rng(0)
+    models = {
+        size: [rng.standard_normal(shape) for shape in shapes] for size, shapes in MODELS.items()
+    }
+    options: dict[str, Any] = {"fraction_evaluate": 0.0}
+    took: dict[str, list[np.ndarray]] = {}
+
+    def rounds(grid: Grid, strategy: Any, model: list[np.ndarray]) -> np.ndarray:
+        ends: list[tuple[float, float]] = []
+        strategy.start(
+            grid,
+            ArrayRecord(model),
+            num_rounds=RAY_ROUNDS,
+            evaluate_fn=lambda r, a: ends.append((all_processes(), time.perf_counter())),
+        )
+        return np.diff(ends, axis=0)[1:] / RAY_CLIENTS  # the first also waits for the nodes
+
+    def serve(grid: Grid) -> None:
+        rounds(grid, FedAvg(min_available_nodes=RAY_CLIENTS, **options), models["650"])  # to warm
+        for _ in range(RAY_TIMES):
+            for size, model in models.items():
+                for name, strategy in {
+                    "FedAvg": FedAvg(min_available_nodes=RAY_CLIENTS, **options),
+                    "k = 1": ClusteredFedAvg(1, num_clients=RAY_CLIENTS, **options),
+                }.items():
+                    took.setdefault(f"{name}, {size} numbers", []).append(
+                        rounds(grid, strategy, model)
+                    )
+
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    on_ray(serve, client_app(idle), RAY_CLIENTS)
+    medians = {key: np.median(np.concatenate(runs), axis=0) for key, runs in took.items()}
+    return {
+        "ray": {
+            key: {"processor": float(cpu), "wall": float(wall)}
+            for key, (cpu, wall) in medians.items()
+        }
+    }
+
+
+def all_processes() -> float:
+    """Return the processor time of this process and all that it has started, in seconds (Linux)."""
+    parents, ticks = {}, {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        pid = int(path.parent.name)
+        parents[pid], ticks[pid] = int(fields[1]), sum(map(int, fields[11:15]))
+    ours = {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in ours} - ours:
+        ours |= more
+    return sum(ticks[pid] for pid in ours) / os.sysconf("SC_CLK_TCK")
 
 
 def ratios() -> dict[str, Any]:
@@ -106,8 +171,24 @@ def tables(results: dict[str, Any]) -> str:
             own = results["seconds"][f"{name}, {size} numbers"]
             row.append(f"{1e3 * own:.3f} ({own / base:.2f})")
         lines.append(f"| {size} | {' | '.join(row)} |")
+    lines += [
+        "",
+        f"The same on Flower's simulation engine (Ray), {RAY_CLIENTS} clients, processor time of "
+        "all processes, and wall-clock time:",
+        "",
+        "| numbers in a model | FedAvg | k = 1 | FedAvg, wall clock | k = 1, wall clock |",
+        "|---:|---:|---:|---:|---:|",
+    ]
+    for size in MODELS:
+        row = [size]
+        for clock in ("processor", "wall"):
+            base, own = (
+                results["ray"][f"{name}, {size} numbers"][clock] for name in ("FedAvg", "k = 1")
+            )
+            row += [f"{1e3 * base:.2f}", f"{1e3 * own:.2f} ({own / base:.2f})"]
+        lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
-    main("clustered", (__doc__ or "").splitlines()[0], ratios, dict, tables)
+    main("clustered", (__doc__ or "").splitlines()[0], ratios, on_flowers_engine, tables)

@@ -57,7 +57,10 @@ class Config(Protocol):
 
 
 class Federation(Protocol):
-    """What an engine needs of an experiment (a module with these two functions)."""
+    """What an engine needs of an experiment (a module with these two functions).
+
+    A module may have a third, ``initial(config)``: the arrays that the strategy starts from.
+    """
 
     def client(self, context: Context, config: Any) -> NumPyClient:
         """Return the client of ``context``'s partition."""
@@ -172,9 +175,11 @@ def _run_on(
         "min_clients": min(2, config.clients),
     }
     strategy = experiment.strategy(config, **{**server, **options})
+    initial = getattr(experiment, "initial", None)
     started = time.perf_counter()
     result = strategy.start(
         grid,
+        None if initial is None else ArrayRecord(initial(config)),
         num_rounds=config.rounds,
         evaluate_config=ConfigRecord(dict(evaluate_config or {})),
         evaluate_fn=evaluate_fn,

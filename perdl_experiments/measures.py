@@ -1,4 +1,4 @@
-"""How close a reconstruction comes to its image: mean squared error, PSNR and SSIM.
+"""How close a reconstruction comes to its image, and when a learning curve reaches its goal.
 
 Images are rows, brought to [0, 1]. The error and the PSNR are taken of the reconstructions as they
 are, SSIM of the reconstructions clipped to [0, 1]. PSNR and SSIM are means over images.
@@ -101,3 +101,18 @@ def _window(size: int) -> Matrix:
     """Return the matrix that smooths ``size`` pixels in a row, reflected at the ends."""
     smooth: Matrix = gaussian_filter1d(np.eye(size), SIGMA, axis=0, radius=_REACH)
     return smooth
+
+
+def rounds_to(values: Matrix, target: float) -> float:
+    """Return the round from which on values stay at a target or above it; infinite: never.
+
+    Parameters
+    ----------
+    values : ndarray of shape (n_rounds,)
+        One value per round.
+    target : float
+        What is to be reached.
+    """
+    below = np.flatnonzero(values < target)
+    last = int(below[-1]) + 1 if len(below) else 0
+    return float(last + 1) if last < len(values) else np.inf

@@ -258,6 +258,26 @@ def lines(
     return figure
 
 
+def strips(groups: Mapping[str, Sequence[float]], *, x: str) -> Figure:
+    """Draw every value of a group as a dot in the group's row.
+
+    Parameters
+    ----------
+    groups : mapping of str to sequence of float
+        Label -> values.
+    x : str
+        What the axis shows.
+    """
+    figure = _figure(7, 0.34 * len(groups) + 0.9)
+    axes = _plain(figure.add_subplot())
+    for row, values in enumerate(groups.values()):
+        axes.plot(values, np.full(len(values), row), "o", ms=5, alpha=0.6, color=COLORS[0])
+    axes.set_yticks(range(len(groups)), list(groups))
+    axes.invert_yaxis()
+    axes.set_xlabel(x)
+    return figure
+
+
 class Panel(NamedTuple):
     """One of several drawings side by side.
 

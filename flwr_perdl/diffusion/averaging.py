@@ -120,7 +120,7 @@ class DiffusionAveraging:
     ----------
     topology : Topology or CombinationMatrix
         Who hears whom, connected; the weights are Metropolis weights where none are given.
-    method : {"atc", "cta", "exact_diffusion", "gradient_tracking"}, default "atc"
+    method : {"atc", "cta", "exact_diffusion", "gradient_tracking"}, default "exact_diffusion"
         "atc": adapt, then combine. "cta": combine, then adapt. Where the nodes' data differ both
         end near the minimum of the sum of losses, the nearer the shorter the steps.
         "exact_diffusion" and "gradient_tracking" remove that bias, also where links drop, nodes
@@ -164,7 +164,7 @@ class DiffusionAveraging:
         self,
         topology: Topology | CombinationMatrix,
         *,
-        method: str = "atc",
+        method: str = "exact_diffusion",
         evaluate_every: int = 1,
         metrics: Sequence[str] = (),
         config: Mapping[str, Any] | None = None,

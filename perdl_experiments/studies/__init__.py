@@ -36,6 +36,7 @@ _FILES = (
     "sharing",
     "mixed_regression",
     "regression",
+    "rotated_digits",
     "separation",
     "inference",
     "novel_documents",

@@ -1,9 +1,10 @@
 """Decentralized averaging on label-skewed digits: what the graph costs, against FedAvg.
 
-Every node has two labels' worth of training images, sorted by label, and a softmax regression whose
-``fit`` takes a few gradient steps on all of them. `DiffusionAveraging` trains it on each graph;
-FedAvg averages all nodes' models in every round; a node alone averages nothing. Accuracy is that on
-held-out images of all ten digits.
+Every node has a few shards of the training images, which are sorted by label, and a softmax
+regression whose ``fit`` takes a few gradient steps on all of them. `DiffusionAveraging` trains it
+on each graph; FedAvg averages all nodes' models in every round; a node alone averages nothing.
+Accuracy is that on held-out images of all ten digits. A second, larger set of networks, over the
+same images, can be asked for.
 
 A network has reached FedAvg from the round on in which its *worst* node stays within a hundredth of
 FedAvg's accuracy after the last round.
@@ -11,19 +12,19 @@ FedAvg's accuracy after the last round.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from flwr.client import NumPyClient
-from scipy.special import softmax
 
 from flwr_perdl.checks import Matrix
 from flwr_perdl.diffusion import DiffusionAveraging, Topology
 from flwr_perdl.random import DATA, spawn
 from perdl_experiments.data import load_images
+from perdl_experiments.measures import rounds_to
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import Record
 from perdl_experiments.studies._experiment import Arrays, Keep, words
@@ -47,6 +48,17 @@ class Config(Common):
     method: str
     step: float
     local_steps: int
+    shards: int
+    larger: int
+    larger_rounds: int
+
+    @property
+    def sizes(self) -> dict[str, Config]:
+        """The config of each set of networks, by its name."""
+        found = {"": self}
+        if self.larger:
+            found["larger"] = replace(self, clients=self.larger, rounds=self.larger_rounds)
+        return found
 
 
 class Nodes:
@@ -65,12 +77,16 @@ class Nodes:
         order = rng.permutation(len(images.y))
         n_test = int(HELD_OUT * len(order))
         test, train = order[:n_test], order[n_test:]
-        shards = np.array_split(train[np.argsort(images.y[train], kind="stable")], 2 * n)
-        dealt = [shards[i] for i in rng.permutation(2 * n)]
-        own = [np.concatenate(dealt[2 * k : 2 * k + 2]) for k in range(n)]
+        if not config.shards:
+            own = np.array_split(train, n)
+        else:
+            each, by_label = config.shards, train[np.argsort(images.y[train], kind="stable")]
+            shards = np.array_split(by_label, each * n)
+            dealt = [shards[i] for i in rng.permutation(each * n)]
+            own = [np.concatenate(dealt[each * k : each * (k + 1)]) for k in range(n)]
         X, y = images.X, np.eye(10)[images.y]
         self.train = [(X[mine], y[mine]) for mine in own]
-        self.test = X[test], y[test]
+        self.test = X[test], images.y[test]
         self.config = config
 
     def __call__(self, node: int) -> NumPyClient:
@@ -85,7 +101,7 @@ class Nodes:
     def accuracy(self, parameters: list[Matrix]) -> float:
         """Return a model's accuracy on the held-out images."""
         (W, b), (X, y) = parameters, self.test
-        return float(np.mean((X @ W + b).argmax(axis=1) == y.argmax(axis=1)))
+        return float(np.mean((X @ W + b).argmax(axis=1) == y))
 
 
 class _Softmax(NumPyClient):
@@ -101,7 +117,9 @@ class _Softmax(NumPyClient):
         W, b = parameters
         step = self.nodes.config.step / len(self.y)
         for _ in range(self.nodes.config.local_steps):
-            error = softmax(self.X @ W + b, axis=1) - self.y
+            scores = self.X @ W + b
+            p = np.exp(scores - scores.max(axis=1, keepdims=True))
+            error = p / p.sum(axis=1, keepdims=True) - self.y
             W, b = W - step * self.X.T @ error, b - step * error.sum(axis=0)
         return [W, b], len(self.y), {}
 
@@ -127,59 +145,98 @@ def topologies(n: int, seed: int) -> dict[str, Topology]:
 
 def run(config: Config, keep: Keep) -> Outcome:
     """Run all graphs, FedAvg and the nodes alone with every seed."""
-    kept = keep_all(
-        keep, {f"seed-{seed}": partial(_one_seed, config, seed) for seed in config.each_seed}
-    )
-    fedavg = np.array([one["fedavg"] for one in kept])
-    curves = {name: np.stack([one[name] for one in kept]) for name in GRAPHS}
-    worst = {name: curve.min(axis=2) for name, curve in curves.items()}
-    targets = fedavg[:, -1] - NEAR
-    rounds = {
-        name: [reached(row, target) for row, target in zip(rows, targets, strict=True)]
-        for name, rows in worst.items()
+    parts = {
+        "-".join(filter(None, [size, f"seed-{seed}"])): partial(_one_seed, one, seed)
+        for size, one in config.sizes.items()
+        for seed in config.each_seed
     }
-    server = np.array([reached(*pair) for pair in zip(fedavg, targets, strict=True)])
-    gaps = {name: np.array([one[f"gap/{name}"] for one in kept]) for name in GRAPHS}
-    floats = {name: np.array([one[f"floats/{name}"] for one in kept]) for name in GRAPHS}
+    kept = keep_all(keep, parts)
+    found = {
+        size: _Found.of(kept[i * config.seeds : (i + 1) * config.seeds])
+        for i, size in enumerate(config.sizes)
+    }
+    first = found[""]
     return Outcome(
-        records=[
-            Record("worst", fedavg[:, -1], parameters={"graph": "fedavg"}),
-            Record("rounds", server, parameters={"graph": "fedavg"}, unit="rounds"),
-            Record("floats", MODEL * server, parameters={"graph": "fedavg"}),
-            Record("accuracy_alone", np.array([one["alone"].mean() for one in kept])),
-            *(
-                record
-                for name in GRAPHS
-                for record in (
-                    Record("gap", gaps[name], parameters={"graph": name}),
-                    Record("worst", worst[name][:, -1], parameters={"graph": name}),
-                    Record("rounds", rounds[name], parameters={"graph": name}, unit="rounds"),
-                    Record("floats", floats[name] * rounds[name], parameters={"graph": name}),
-                )
-            ),
-        ],
+        records=[record for size, one in found.items() for record in one.records(size)],
         curves={
-            "accuracy_fedavg": np.median(fedavg, axis=0).tolist(),
-            **{f"worst_{name}": np.median(rows, axis=0).tolist() for name, rows in worst.items()},
+            "_".join(filter(None, [name, size])): np.median(rows, axis=0).tolist()
+            for size, one in found.items()
+            for name, rows in {
+                "accuracy_fedavg": one.fedavg,
+                **{f"worst_{graph}": curve.min(axis=2) for graph, curve in one.curves.items()},
+            }.items()
         },
-        arrays={f"accuracy_{name}": curve for name, curve in curves.items()},
+        arrays={
+            "_".join(filter(None, ["accuracy", graph, size])): curve
+            for size, one in found.items()
+            for graph, curve in one.curves.items()
+        },
         figures=_figures(
-            {name: curve[0] for name, curve in curves.items()},
-            float(fedavg[0, -1]),
-            {name: (np.median(gaps[name]), np.median(rounds[name])) for name in GRAPHS},
+            {name: curve[0] for name, curve in first.curves.items()},
+            float(first.fedavg[0, -1]),
+            {f"{config.sizes[size].clients} nodes": one for size, one in found.items()},
         ),
         rounds=config.rounds,
         floats_up=float(MODEL * config.rounds),
-        floats_down=float(np.median(floats["ring"])) * config.rounds,
-        facts={"near": NEAR},
+        floats_down=float(np.median(first.floats["ring"])) * config.rounds,
+        facts={"near": NEAR, "skewed": bool(config.shards), "has_larger": bool(config.larger)},
     )
 
 
-def reached(accuracies: Matrix, target: float) -> float:
-    """Return the round from which on accuracies stay at the target; infinite: never."""
-    below = np.flatnonzero(accuracies < target)
-    last = int(below[-1]) + 1 if len(below) else 0
-    return float(last + 1) if last < len(accuracies) else np.inf
+class _Found(NamedTuple):
+    """What networks of one size come to, with every seed.
+
+    Attributes
+    ----------
+    fedavg : ndarray of shape (n_seeds, n_rounds)
+        FedAvg's accuracy.
+    alone : ndarray of shape (n_seeds,)
+        Mean accuracy of the nodes alone after the last round.
+    curves : dict of str to ndarray of shape (n_seeds, n_rounds, n_nodes)
+        Every node's accuracy, by graph.
+    gaps, floats : dict of str to ndarray of shape (n_seeds,)
+        Spectral gaps, and what a node sends per round, by graph.
+    """
+
+    fedavg: Matrix
+    alone: Matrix
+    curves: dict[str, Matrix]
+    gaps: dict[str, Matrix]
+    floats: dict[str, Matrix]
+
+    @classmethod
+    def of(cls, kept: Sequence[Arrays]) -> _Found:
+        """Return what was kept of each seed as one."""
+        by_graph = [
+            {name: np.stack([one[f"{kind}{name}"] for one in kept]) for name in GRAPHS}
+            for kind in ("", "gap/", "floats/")
+        ]
+        fedavg, alone = (np.stack([one[name] for one in kept]) for name in ("fedavg", "alone"))
+        return cls(fedavg, alone.mean(axis=1), *by_graph)
+
+    @property
+    def rounds(self) -> dict[str, Matrix]:
+        """The round in which each seed has reached FedAvg, by graph; FedAvg itself last."""
+        targets = self.fedavg[:, -1] - NEAR
+        worst = {name: curve.min(axis=2) for name, curve in self.curves.items()}
+        return {
+            name: np.array([rounds_to(*pair) for pair in zip(rows, targets, strict=True)])
+            for name, rows in {**worst, "fedavg": self.fedavg}.items()
+        }
+
+    def records(self, size: str) -> Iterator[Record]:
+        """Yield the results."""
+        yield Record("accuracy_alone", self.alone, parameters={"size": size})
+        floats = {**self.floats, "fedavg": np.array(float(MODEL))}
+        worst = {name: curve[:, -1].min(axis=1) for name, curve in self.curves.items()}
+        worst["fedavg"] = self.fedavg[:, -1]
+        for name in WORDS:
+            at, rounds = {"graph": name, "size": size}, self.rounds[name]
+            if name in self.gaps:
+                yield Record("gap", self.gaps[name], parameters=at)
+            yield Record("worst", worst[name], parameters=at)
+            yield Record("rounds", rounds, parameters=at, unit="rounds")
+            yield Record("floats", floats[name] * rounds, parameters=at)
 
 
 def _one_seed(config: Config, seed: int) -> Arrays:
@@ -203,13 +260,21 @@ def _one_seed(config: Config, seed: int) -> Arrays:
 
 
 def _figures(
-    curves: Mapping[str, Matrix], level: float, costs: Mapping[str, tuple[float, float]]
+    curves: Mapping[str, Matrix], level: float, found: Mapping[str, _Found]
 ) -> dict[str, Any]:
     from perdl_experiments import network_plots  # an extra: clients must not need it
 
-    named = {WORDS[name]: curve for name, curve in curves.items()}
-    found = {WORDS[name]: at for name, at in costs.items() if np.isfinite(at[1])}
+    costs = {}
+    for size, one in found.items():
+        rounds = {name: float(np.median(values)) for name, values in one.rounds.items()}
+        costs[size] = {
+            WORDS[name]: (float(np.median(one.gaps.get(name, np.nan))), rounds[name])
+            for name in WORDS
+            if np.isfinite(rounds[name])
+        }
     return {
-        "curves": network_plots.learning_curves(named, y="accuracy", level=level),
-        "gaps": network_plots.rounds_against_gaps(found),
+        "curves": network_plots.learning_curves(
+            {WORDS[name]: curve for name, curve in curves.items()}, y="accuracy", level=level
+        ),
+        "gaps": network_plots.rounds_against_gaps(costs),
     }

@@ -146,7 +146,7 @@ def test_one_round_by_hand() -> None:
             return parameters[0][0], 1, {}
 
     pair = Topology.complete(2)
-    learned = DiffusionAveraging(pair, metrics=["seen"]).fit(Half, 1)
+    learned = DiffusionAveraging(pair, method="atc", metrics=["seen"]).fit(Half, 1)
     assert models_of(learned).tolist() == [[5.0], [5.0]]
     assert learned.curves["train-seen"].tolist() == [[0.0, 4.0]]
     assert np.isnan(learned.curves["evaluate-seen"]).tolist() == [[True, True]]
@@ -339,7 +339,7 @@ class Tap(InProcessGrid):
 def test_the_server_sees_the_metrics_that_are_named_and_models_only_where_they_are_open(
     sealed: bool,
 ) -> None:
-    learner = DiffusionAveraging(RING, metrics=["loss"])
+    learner = DiffusionAveraging(RING, method="atc", metrics=["loss"])  # it sends what fit returns
     models: list[bytes] = []
 
     class Noted(LeastSquares):
@@ -373,7 +373,7 @@ def test_a_node_receives_messages_of_its_neighbors_only() -> None:
     """Node 0 of a path of three never hears node 2, whose model is the only one at 100."""
     path = Topology.from_edges(3, [(0, 1), (1, 2)])
     heard: list[Array] = []
-    learner = DiffusionAveraging(path, evaluate_every=0)
+    learner = DiffusionAveraging(path, method="atc", evaluate_every=0)
 
     class Alone(NumPyClient):
         def __init__(self, node: int) -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 
 from perdl_experiments import network_plots
-from perdl_experiments.studies import decentralized
+from perdl_experiments.measures import rounds_to
 from tests.studies import run_study
 
 
@@ -20,9 +20,22 @@ def test_the_order_of_graphs_and_the_figures() -> None:
     assert [row[0] for row in found.tables[0].rows][:2] == ["a server (FedAvg)", "ring"]
 
 
-def test_when_fedavg_is_reached() -> None:
-    assert decentralized.reached(np.array([0.9, 0.5, 0.9, 0.9]), 0.8) == 3
-    assert decentralized.reached(np.array([0.9, 0.5]), 0.8) == np.inf
+def test_a_larger_set_of_networks_and_images_at_random() -> None:
+    found = run_study(
+        "decentralized", clients=4, rounds=6, seeds=1, shards=0, larger=8, larger_rounds=4
+    )
+    assert found.arrays["accuracy_ring"].shape == (1, 6, 4)
+    assert found.arrays["accuracy_ring_larger"].shape == (1, 4, 8)
+    assert found.metrics["spectral_gap_ring_larger"] < found.metrics["spectral_gap_ring"]
+    assert found.metrics["accuracy_alone"] > 0.6  # every node has all digits
+    assert [table.title for table in found.tables] == ["Graphs of 4 nodes", "Graphs of 8 nodes"]
+    last = found.arrays["accuracy_torus_larger"][0, -1].min()
+    assert found.metrics["accuracy_worst_torus_larger"] == last
+
+
+def test_from_which_round_on_a_target_is_reached() -> None:
+    assert rounds_to(np.array([0.9, 0.5, 0.9, 0.9]), 0.8) == 3
+    assert rounds_to(np.array([0.9, 0.5]), 0.8) == np.inf
 
 
 def test_learning_curves_by_node_leave_out_rounds_without_evaluation() -> None:

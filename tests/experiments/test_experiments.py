@@ -68,6 +68,7 @@ OPTIONS = {
         "refine_steps",
         "learner",
     },
+    "rotated-digits": {"data", "seeds", "hidden", "step", "starts"},
     "separation": {"seeds", "dimension", "separations", "noises", "points"},
     "mixed-regression": {"setting", "seeds", "k", "variant"},
     "regression": {"data", "k", "splits"},
@@ -77,7 +78,15 @@ OPTIONS = {
     "denoise": {"data", "sigma", "atoms", "delta", "connectivity", "size", "images"},
     "patches": {"seeds", "update", "replacement", "samples", "noise"},
     "unmixing": {"data", "tiles", "n_endmembers"},
-    "decentralized": {"seeds", "method", "step", "local_steps"},
+    "decentralized": {
+        "seeds",
+        "method",
+        "step",
+        "local_steps",
+        "shards",
+        "larger",
+        "larger_rounds",
+    },
     "video": PERMA | {"data", "patch", "n_atoms", "n_global", "learner", "refine_steps"},
 }
 

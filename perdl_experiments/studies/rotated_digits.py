@@ -1,0 +1,372 @@
+"""Rotated images: clients of four kinds that nobody has told apart, and a small network (IFCA's).
+
+The experiment is that of Ghosh et al., "An Efficient Framework for Clustered Federated Learning",
+NeurIPS 2020, on scikit-learn's digits or the user's images: every client sees its images rotated by
+0, 90, 180 or 270 degrees. The clients of one angle share all images among them. A client trains on
+six tenths of its own, chooses among models by the loss on two tenths, and its accuracy is that on
+the last two tenths.
+
+================  ================================================================================
+method            what it is
+================  ================================================================================
+``one-shot``      `ClusteredFedAvg` with k = 4: clients train alone, the server groups them
+``economical``    the same, a choice every five rounds
+``anchors``       clients train alone, four of their models are the start
+``given``         IFCA's start: four random networks
+``random``        one random network, perturbed four times
+``auto``          ``k="auto"``, clients train alone for five epochs
+``oracle``        FedAvg among the clients of each angle
+``fedavg``        FedAvg among all clients
+``tuned``         FedAvg's last model, trained further by each client alone, for as many epochs as
+                  have the least mean loss on the clients' second part, at most one per round
+``alone``         each client alone, one epoch per round
+================  ================================================================================
+
+The last four exchange no messages: they are loops over the same clients.
+
+A method has reached the oracle from the round on in which its mean accuracy stays within a
+hundredth of the oracle's after the last round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from flwr.app import Context
+from flwr.client import NumPyClient
+from numpy.typing import NDArray
+from scipy.optimize import linear_sum_assignment
+from scipy.special import log_softmax, softmax
+
+from flwr_perdl.checks import Matrix
+from flwr_perdl.random import DATA, spawn
+from flwr_perdl.records import EVALUATE, PARTITION_ID, ROUND, Scalar
+from flwr_perdl.strategies import ClusteredFedAvg
+from perdl_experiments.data import cached_by_file, load_images
+from perdl_experiments.engine import arranged
+from perdl_experiments.measures import rounds_to
+from perdl_experiments.outcome import Outcome
+from perdl_experiments.render import Record
+from perdl_experiments.studies._experiment import Arrays, Federate, Keep, words
+from perdl_experiments.studies._experiment import Config as Common
+
+#: Angles, in quarter turns; images of a step of training; the least number of a client's images.
+KINDS, BATCH, LEAST = 4, 16, 10
+#: What counts as the oracle's accuracy.
+NEAR = 0.01
+#: `ClusteredFedAvg`'s arguments.
+STARTS: dict[str, dict[str, Any]] = {
+    "one-shot": {"k": KINDS},
+    "economical": {"k": KINDS, "choose_every": 5},
+    "anchors": {"k": KINDS, "start": "anchors"},
+    "given": {"k": KINDS, "start": "given"},
+    "random": {"k": KINDS, "start": "random"},
+    "auto": {"k": "auto", "start_rounds": 5},
+}
+METHODS = words("rotated_digits")
+
+Model = list[Matrix]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Common):
+    """The options of rotated_digits.toml; below them, what one federation adds."""
+
+    hidden: int
+    step: float
+    starts: tuple[str, ...]
+
+    method: str = ""
+
+
+# The clients ---------------------------------------------------------------------------------
+
+
+class Network(NumPyClient):
+    """A network with one hidden layer, on a client's images.
+
+    Parameters
+    ----------
+    X : ndarray of shape (n_images, n_features)
+        Six tenths are for training, two for the choice of a model, two for the accuracy.
+    y : ndarray of shape (n_images,)
+        Labels from 0.
+    seed, partition : int
+        The run's seed and the client's number: what the order of the images is drawn by.
+    step : float
+        Length of a gradient step.
+    """
+
+    def __init__(
+        self, X: Matrix, y: NDArray[np.intp], seed: int, partition: int, step: float
+    ) -> None:
+        self.X, self.y = X, y
+        self.seed, self.partition, self.step = seed, partition, step
+        n = len(y)
+        self.train, self.choice, self.test = np.split(np.arange(n), [6 * n // 10, 8 * n // 10])
+
+    def fit(
+        self, parameters: Model, config: Mapping[str, Scalar]
+    ) -> tuple[Model, int, dict[str, Scalar]]:
+        """Train for one epoch."""
+        W, b, V, c = model = [array.copy() for array in parameters]
+        rng = spawn(self.seed, self.partition, int(config[ROUND]))
+        batches = max(1, len(self.train) // BATCH)
+        for rows in np.array_split(rng.permutation(self.train), batches):
+            X, step = self.X[rows], self.step / len(rows)
+            hidden, scores = _layers(model, X)
+            error = softmax(scores, axis=1)
+            error[np.arange(len(rows)), self.y[rows]] -= 1
+            back = error @ V.T * (hidden > 0)
+            V -= step * hidden.T @ error
+            c -= step * error.sum(axis=0)
+            W -= step * X.T @ back
+            b -= step * back.sum(axis=0)
+        return model, len(self.train), {}
+
+    def evaluate(
+        self, parameters: Model, config: Mapping[str, Scalar]
+    ) -> tuple[float, int, dict[str, Scalar]]:
+        """Return the loss that a choice is made by, and the accuracy on other images."""
+        scores = _layers(parameters, self.X[self.choice])[1]
+        losses = -log_softmax(scores, axis=1)[np.arange(len(scores)), self.y[self.choice]]
+        return float(losses.mean()), len(self.choice), {"accuracy": self.accuracy(parameters)}
+
+    def accuracy(self, model: Model) -> float:
+        """Return the accuracy on the images that neither training nor choice has seen."""
+        scores = _layers(model, self.X[self.test])[1]
+        return float(np.mean(scores.argmax(axis=1) == self.y[self.test]))
+
+
+def _layers(model: Model, X: Matrix) -> tuple[Matrix, Matrix]:
+    """Return the hidden layer and the scores of the labels."""
+    W, b, V, c = model
+    hidden = np.maximum(X @ W + b, 0)
+    return hidden, hidden @ V + c
+
+
+@cached_by_file(maxsize=2)
+def load_clients(data: str, n_clients: int, seed: int, step: float) -> list[Network]:
+    """Return all clients; client i sees its images rotated by i % 4 quarter turns."""
+    images, rng = load_images(data), spawn(seed, DATA)
+    height, width = images.shape
+    if height != width:
+        raise ValueError(f"X in {data} must be square images, got {height}x{width}.")
+    shares = -(-n_clients // KINDS)
+    if len(images.X) < LEAST * shares:
+        most = KINDS * (len(images.X) // LEAST)
+        raise ValueError(
+            f"clients must be at most {most}, with {LEAST} of the {len(images.X)} images each, "
+            f"got {n_clients}."
+        )
+    stack, labels = images.X.reshape(-1, height, width), np.unique(images.y, return_inverse=True)[1]
+    dealt = [np.array_split(rng.permutation(len(stack)), shares) for _ in range(KINDS)]
+    clients = []
+    for i in range(n_clients):
+        rows = dealt[i % KINDS][i // KINDS]
+        X = np.rot90(stack[rows], i % KINDS, axes=(1, 2)).reshape(len(rows), -1)
+        clients.append(Network(X, labels[rows], seed, i, step))
+    return clients
+
+
+def _clients(config: Config) -> list[Network]:
+    return load_clients(config.data, config.clients, config.seed, config.step)
+
+
+def initial(config: Config) -> Model:
+    """Return a random network; for the method "given" four of them, stacked."""
+    clients, rng = _clients(config), spawn(config.seed, DATA, 1)
+    d, n_labels = clients[0].X.shape[1], 1 + max(int(one.y.max()) for one in clients)
+    shapes = [(d, config.hidden), (config.hidden,), (config.hidden, n_labels), (n_labels,)]
+
+    def network() -> Model:
+        drawn = [rng.standard_normal(shape) / np.sqrt(shape[0]) for shape in shapes]
+        return [x if x.ndim == 2 else np.zeros_like(x) for x in drawn]
+
+    if config.method == "given":
+        return [np.stack(arrays) for arrays in zip(*(network() for _ in range(KINDS)), strict=True)]
+    return network()
+
+
+# The federations -----------------------------------------------------------------------------
+
+
+def client(context: Context, config: Config) -> Network:
+    """Return the client of partition ``context.node_config["partition-id"]``."""
+    return _clients(config)[int(context.node_config[PARTITION_ID])]
+
+
+def strategy(config: Config, **options: Any) -> ClusteredFedAvg:
+    """Return the strategy of ``config.method``; ``options`` are the server's own."""
+    return ClusteredFedAvg(**STARTS[config.method], **arranged(options))
+
+
+def federations(config: Config) -> list[Config]:
+    """Return the config of every federation: all starts with every seed."""
+    return [
+        replace(config, seed=seed, seeds=1, method=method)
+        for seed in config.each_seed
+        for method in config.starts
+    ]
+
+
+def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
+    """Run all starts, and what they are compared with, with every seed."""
+    found: dict[str, list[Arrays]] = {name: [] for name in METHODS}
+    for one in federations(config):
+        kept = keep(f"{one.method}-seed-{one.seed}", partial(_learned, one, federate))
+        found[one.method].append(kept)
+    for seed in config.each_seed:
+        one = replace(config, seed=seed)
+        kept = keep(f"baselines-seed-{seed}", partial(_baselines, one), of=config.seeds)
+        for name in ("oracle", "fedavg", "tuned", "alone"):
+            found[name].append({part: kept[f"{name}/{part}"] for part in ("accuracy", "floats")})
+    curves = {
+        name: np.stack([one["accuracy"] for one in runs]) for name, runs in found.items() if runs
+    }
+    costs = {name: np.stack([one["floats"] for one in found[name]]) for name in curves}
+    last = {name: rows[:, -1] for name, rows in curves.items()}
+    targets = last["oracle"] - NEAR
+    reached = {
+        name: np.array([rounds_to(*pair) for pair in zip(rows, targets, strict=True)])
+        for name, rows in curves.items()
+        if name != "tuned"
+    }
+    headline = config.starts[0]
+    records = [Record("images", len(_clients(config)[0].y))]
+    for name in curves:
+        records.append(Record("accuracy", last[name], name))
+        records.append(Record("close", last[name] >= targets, name))
+        if name in reached:
+            floats = [_until(*pair) for pair in zip(costs[name], reached[name], strict=True)]
+            records.append(Record("rounds", reached[name], name, unit="rounds"))
+            records.append(Record("floats", np.array(floats), name))
+        if name in STARTS:
+            right = np.array([one["right"] for one in found[name]])
+            records.append(Record("right", right, name))
+            records.append(Record("found", right == 1, name))
+            records.append(Record("models", np.array([one["models"] for one in found[name]]), name))
+    return Outcome(
+        records=records,
+        curves={
+            f"accuracy_{name}": np.median(rows, axis=0).tolist() for name, rows in curves.items()
+        },
+        arrays={f"accuracy_{name}": rows for name, rows in curves.items()}
+        | {f"right_{name}": np.array([one["right"] for one in found[name]]) for name in STARTS},
+        figures=_figures(curves),
+        rounds=config.rounds,
+        floats_up=float(np.median([one["up"] for one in found[headline]])),
+        floats_down=float(np.median([one["down"] for one in found[headline]])),
+        facts={"kinds": KINDS, "near": NEAR, "headline": METHODS[headline]},
+    )
+
+
+def _learned(config: Config, federate: Federate) -> Arrays:
+    """Return what a federation comes to: accuracy and floats by round, and who is where."""
+    federated = federate(config)
+    measured = [report.metrics for report in federated.history if report.step == EVALUATE]
+    training = [report for report in federated.history if report.step != EVALUATE]
+    members = {partition: int(own["cluster"]) for partition, own in measured[-1].items()}
+    return {
+        "accuracy": np.array(
+            [np.mean([own["accuracy"] for own in one.values()]) for one in measured]
+        ),
+        "floats": np.cumsum([report.floats_down + report.floats_up for report in training]),
+        "right": np.array(share_right(members)),
+        "models": np.array(len(federated.arrays[0])),
+        "up": np.array(federated.floats_up),
+        "down": np.array(federated.floats_down),
+    }
+
+
+def share_right(members: Mapping[int, int]) -> float:
+    """Return the share of clients in their kind's cluster, clusters matched to kinds at best.
+
+    Parameters
+    ----------
+    members : mapping of int to int
+        Each client's cluster, by partition.
+    """
+    counts = np.zeros((1 + max(members.values()), KINDS))
+    for partition, cluster in members.items():
+        counts[cluster, partition % KINDS] += 1
+    matched = linear_sum_assignment(counts, maximize=True)
+    return float(counts[matched].sum() / len(members))
+
+
+# What they are compared with -----------------------------------------------------------------
+
+
+def _baselines(config: Config) -> Arrays:
+    """Return accuracy and floats by round of the methods that need no clusters."""
+    clients, first = _clients(config), initial(config)
+    n, size = len(clients), sum(array.size for array in first)
+    groups: dict[str, list[Sequence[int]]] = {
+        "oracle": [range(kind, n, KINDS) for kind in range(min(KINDS, n))],
+        "fedavg": [range(n)],
+        "alone": [[i] for i in range(n)],
+    }
+    kept: Arrays = {}
+    for name, of in groups.items():
+        models, accuracies = _averaged(clients, of, first, config.rounds)
+        kept[f"{name}/accuracy"] = accuracies
+        sent = 0 if name == "alone" else 2 * size
+        kept[f"{name}/floats"] = sent * np.arange(1.0, config.rounds + 1)
+        if name == "fedavg":
+            kept["tuned/accuracy"] = np.array([_tuned(clients, models[0], config.rounds)])
+            kept["tuned/floats"] = kept["fedavg/floats"][-1:]
+    return kept
+
+
+def _averaged(
+    clients: Sequence[Network], groups: Sequence[Sequence[int]], model: Model, rounds: int
+) -> tuple[list[Model], Matrix]:
+    """Run FedAvg in each group by itself; return its models, and the mean accuracy by round."""
+    models, accuracies = [model] * len(groups), np.empty(rounds)
+    for t in range(rounds):
+        measured = []
+        for j, group in enumerate(groups):
+            fitted = [clients[i].fit(models[j], {ROUND: t + 1})[:2] for i in group]
+            sizes = [n for _, n in fitted]
+            arrays = zip(*(own for own, _ in fitted), strict=True)
+            models[j] = [np.average(own, axis=0, weights=sizes) for own in arrays]
+            measured += [clients[i].accuracy(models[j]) for i in group]
+        accuracies[t] = np.mean(measured)
+    return models, accuracies
+
+
+def _tuned(clients: Sequence[Network], model: Model, epochs: int) -> float:
+    """Return the accuracy of the model that each client trains further, stopped in time."""
+    models = [model] * len(clients)
+    found = []
+    for t in range(epochs + 1):
+        measured = [one.evaluate(own, {}) for one, own in zip(clients, models, strict=True)]
+        loss = float(np.mean([loss for loss, _, _ in measured]))
+        found.append((loss, float(np.mean([own["accuracy"] for _, _, own in measured]))))
+        models = [one.fit(own, {ROUND: t + 1})[0] for one, own in zip(clients, models, strict=True)]
+    return min(found)[1]
+
+
+def _until(floats: Matrix, rounds: float) -> float:
+    """Return the floats until a round; infinite where it never comes."""
+    return float(floats[int(rounds) - 1]) if np.isfinite(rounds) else np.inf
+
+
+def _figures(curves: Mapping[str, Matrix]) -> dict[str, Any]:
+    from perdl_experiments import plots  # an extra: clients must not need it
+
+    named = {METHODS[name]: rows for name, rows in curves.items()}
+    by_round = {
+        label: np.median(rows, axis=0).tolist()
+        for label, rows in named.items()
+        if rows.shape[1] > 1
+    }
+    last = {label: rows[:, -1].tolist() for label, rows in named.items()}
+    return {
+        "curves": plots.lines(by_round, x="communication round", y="accuracy"),
+        "seeds": plots.strips(last, x="accuracy"),
+    }
