@@ -31,8 +31,8 @@ from perdl_experiments.studies._experiment import Config as Common
 from perdl_experiments.studies._parts import keep_all
 
 #: Algorithm 4's parameters, in units of the expressions' root mean square: the paper's gamma = 0.5,
-#: beta = 0.01 on data like lung200, where that is 1.63. Its mu_w = 0.005 is ``step=0.75, decay=0``
-#: there, with 56 subjects.
+#: beta = 0.01 on data like lung200, where that is 1.63. Its mu_w = 0.005 is ``step=0.75`` there,
+#: with 56 subjects.
 GAMMA, BETA, DELTA = 0.3, 0.004, 0.01
 #: Relative error of the dual variables at which inference ends.
 TOLERANCE = 1e-2
