@@ -493,8 +493,9 @@ def _index(results: Mapping[str, Any]) -> Iterator[str]:
         "beside the papers' own numbers; and results that the papers do not have. Diagrams and "
         "tables of definitions are left out. Pages on the papers' own data say which file they "
         "were measured on, with its checksum; where other data stand in, the verdict is *not "
-        "comparable*, because our numbers cannot be held against the paper's. All numbers are medians over "
-        "runs with three seeds, or as many as the page names, with their range, and come "
+        "comparable*, because our numbers cannot be held against the paper's. All numbers are "
+        "medians over runs with three seeds, or as many as the page names, with their range, "
+        "and come "
         "from [results.json](results.json), from which these pages are made. Pictures and tables "
         "are those of the first run.\n"
     )
