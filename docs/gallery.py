@@ -77,7 +77,7 @@ MEANING = {
     NOT_COMPARABLE: "our data stand in for the paper's; the page says how to run it on the latter",
     NEW: "no paper shows it",
 }
-LARGE, WIDTH = 200_000, 1100  # bytes of a picture; pixels to which a larger one is brought
+LARGE, WIDTH = 200_000, 960  # bytes of a picture; pixels to which a larger one is brought
 MANY = 6  # comparisons in a cell at most
 _KEPT = 6  # significant digits
 

@@ -197,12 +197,12 @@ def test_a_worse_number_changes_the_verdict(name: str) -> None:
 
 def test_a_baseline_that_wins_is_named_with_its_number() -> None:
     entry = ENTRIES["digits"]
-    rivals = entry.rivals[0]
-    alone = {"mse_local_10": {"low": 1e-3, "median": 1.5e-3, "high": 2e-3}}
+    rivals = entry.rivals[2]
+    alone = {"mse_tuned_local_10": {"low": 1e-3, "median": 1.5e-3, "high": 2e-3}}
     said = gallery.against(rivals, changed("digits", lambda metrics: metrics.update(alone)))
     assert said.startswith("**Better than ours**")
     assert "clients alone (0.0015)" in said
-    unheard = {"mse_novelty_10": {"low": 1e-3, "median": 1.6e-3, "high": 2e-3}}
+    unheard = {"mse_tuned_novelty_10": {"low": 1e-3, "median": 1.6e-3, "high": 2e-3}}
     said = gallery.against(rivals, changed("digits", lambda metrics: metrics.update(unheard)))
     assert "novelty (0.0016)" in said
 
@@ -245,7 +245,8 @@ def test_an_entry_runs_on_the_papers_data_where_they_are(
     monkeypatch.setattr(gallery, "RUNS", tmp_path / "runs")
     digits, entry = load_digits(), ENTRIES["mnist"]
     small = {"methods": "main", "n_atoms": 4, "n_global": 4, "samples_per_client": 9, "rounds": 2}
-    entry = entry._replace(runs={"defaults": {**small, "clients": 2}}, repeats=1)
+    runs = {"defaults": {**small, "clients": 2}}
+    entry = entry._replace(runs=runs, repeats=1, figures=[], claims=[])
     assert gallery.runnable([entry], None) == gallery.runnable([entry], tmp_path) == []
     assert capsys.readouterr().out.count(entry.needs) == 2
     file = tmp_path / entry.needs
