@@ -2,9 +2,13 @@
 
 ``python docs/gallery.py [NAME…]`` does all entries of ``gallery/entries.toml``, or those named;
 ``--small`` the quick ones; ``--pages`` only makes the pages again. Every run of an entry is
-repeated with three seeds (where an experiment runs many seeds, with three batches of them) in its
-own folder under ``runs/gallery``; what is finished there is not run again, what was interrupted
-goes on.
+repeated with three seeds or as many as the entry says (where an experiment runs many seeds, with as
+many batches of them) in its own folder under ``runs/gallery``; what is finished there is not run
+again, what was interrupted goes on.
+
+An entry that needs a file of the papers' data is run only with ``--data FOLDER`` (``make gallery
+DATA=FOLDER``), the folder of these files; ``flwr-perdl fetch`` lists where each can be had. Without
+it the page keeps its stored figures, with the checksum of the data that they were measured on.
 
 What the runs came to is ``gallery/results.json``; the pages are made of that and the entries alone.
 
@@ -23,6 +27,7 @@ import time
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from hashlib import file_digest
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +36,7 @@ import numpy as np
 from PIL import Image
 
 from perdl_experiments import run_experiment
+from perdl_experiments.data import digest
 from perdl_experiments.render import (
     DECIBELS,
     SHARE,
@@ -85,7 +91,7 @@ PAPERS = {
     "P3": "One dictionary from distributed data (P3: Chainais and Richard, iTWIST 2014)",
     "": "Not in the papers",
 }
-LARGE, WIDTH = 200_000, 1100  # bytes of a picture; pixels to which a larger one is brought
+LARGE, WIDTH = 200_000, 960  # bytes of a picture; pixels to which a larger one is brought
 THUMBNAIL = 320, 200  # pixels at most
 MANY = 6  # comparisons in a cell at most
 _KEPT = 6  # significant digits
@@ -176,13 +182,24 @@ class Job(NamedTuple):
     entry: Entry
     run: str
     seed: int
+    data: Path | None = None
+
+    @property
+    def file(self) -> Path | None:
+        """The file of the papers' data that it needs, if any."""
+        return self.data / self.entry.needs if self.data and self.entry.needs else None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options that differ from the defaults, the file among them."""
+        return {**self.entry.runs[self.run], **({"data": str(self.file)} if self.file else {})}
 
     @property
     def config(self) -> dict[str, Any]:
         """The complete config, as ``run.json`` has it."""
-        experiment = find(self.entry.experiment)
-        given = configure(experiment, seed=self.seed, options=self.entry.runs[self.run])
-        return dict(given.options)
+        given = configure(find(self.entry.experiment), seed=self.seed, options=self.options)
+        checksum = {"data_sha256": digest(str(self.file))} if self.file else {}
+        return {**given.options, **checksum}
 
     @property
     def folder(self) -> Path:
@@ -191,21 +208,21 @@ class Job(NamedTuple):
 
     def done(self) -> bool:
         """Return whether the folder has the results of this very run."""
-        path = self.folder / "results.json"
-        if not path.is_file():
+        begun = self.folder / "run.json"
+        if not (self.folder / "results.json").is_file() or not begun.is_file():
             return False
-        found = json.loads(path.read_text())
-        return {"experiment": found["experiment"], **found["config"]} == self.config
+        return _without_folder(json.loads(begun.read_text())) == _without_folder(self.config)
 
     def work(self) -> float:
         """Run it, or go on with it; return the seconds."""
         begun = self.folder / "run.json"
-        same = begun.is_file() and json.loads(begun.read_text()) == self.config
+        found = json.loads(begun.read_text()) if begun.is_file() else {}
+        same = _without_folder(found) == _without_folder(self.config)
         started = time.perf_counter()
         run_experiment(
             self.entry.experiment,
             seed=self.seed,
-            options=self.entry.runs[self.run],
+            options=self.options,
             out=self.folder,
             resume=same,
             overwrite=not same,
@@ -213,9 +230,26 @@ class Job(NamedTuple):
         return time.perf_counter() - started
 
 
-def run_all(chosen: Sequence[Entry], results: dict[str, Any]) -> bool:
+def _without_folder(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config with its file's name only: the file may have moved, its checksum tells."""
+    return {n: Path(v).name if n == "data" and v else v for n, v in config.items()}
+
+
+def runnable(chosen: Sequence[Entry], data: Path | None) -> list[Entry]:
+    """Return the entries whose files are there; print the others."""
+    there = []
+    for entry in chosen:
+        if entry.needs and (data is None or not (data / entry.needs).is_file()):
+            print(f"{entry.name}: the stored figures stay, as it needs DATA/{entry.needs}")
+        else:
+            there.append(entry)
+    return there
+
+
+def run_all(chosen: Sequence[Entry], results: dict[str, Any], data: Path | None = None) -> bool:
     """Run what is missing, longest first; write results and pages as entries end."""
-    jobs = [Job(e, run, seed) for e in chosen for run in e.runs for seed in e.seeds(run)]
+    chosen = runnable(chosen, data)
+    jobs = [Job(e, run, seed, data) for e in chosen for run in e.runs for seed in e.seeds(run)]
     missing = [job for job in jobs if not job.done()]
     missing.sort(key=lambda job: -_seconds(results, job))
     for job in missing:
@@ -223,7 +257,7 @@ def run_all(chosen: Sequence[Entry], results: dict[str, Any]) -> bool:
     print(f"{len(jobs)} runs, {len(jobs) - len(missing)} of them finished before", flush=True)
     started, good = time.perf_counter(), True
     for entry in chosen:
-        _collect(entry, results)
+        _collect(entry, results, data)
     write_pages(results)
     with ProcessPoolExecutor(PROCESSES, get_context("spawn"), quiet) as pool:
         waiting = {pool.submit(Job.work, job): job for job in missing}
@@ -235,7 +269,7 @@ def run_all(chosen: Sequence[Entry], results: dict[str, Any]) -> bool:
             said = f"{ended.result():.0f} s" if error is None else f"failed: {error}"
             passed = (time.perf_counter() - started) / 60
             print(f"[{number}/{len(missing)}, {passed:.1f} min] {what}: {said}", flush=True)
-            _collect(job.entry, results)
+            _collect(job.entry, results, data)
             write_pages(results)
     return good
 
@@ -252,9 +286,9 @@ def _seconds(results: Mapping[str, Any], job: Job) -> float:
     return float(before["seconds"]["median"]) if before else float("inf")
 
 
-def _collect(entry: Entry, results: dict[str, Any]) -> None:
+def _collect(entry: Entry, results: dict[str, Any], data: Path | None) -> None:
     """Bring an entry whose runs are all there into the results file and the pictures."""
-    jobs = {run: [Job(entry, run, seed) for seed in entry.seeds(run)] for run in entry.runs}
+    jobs = {run: [Job(entry, run, seed, data) for seed in entry.seeds(run)] for run in entry.runs}
     if not all(job.done() for of_run in jobs.values() for job in of_run):
         return
     results[entry.name] = {run: _summary(of_run) for run, of_run in jobs.items()}
@@ -273,6 +307,7 @@ def _summary(jobs: Sequence[Job]) -> dict[str, Any]:
     return {
         "options": dict(jobs[0].entry.runs[jobs[0].run]),
         "seeds": [job.seed for job in jobs],
+        **_data(jobs[0].file),
         "versions": first["versions"],
         "seconds": spread("seconds", [one["seconds"] for one in found]),
         **{cost: first[cost] for cost in ("rounds", "floats_up", "floats_down")},
@@ -285,6 +320,14 @@ def _summary(jobs: Sequence[Job]) -> dict[str, Any]:
         "notes": first["notes"],
         "figures": first["figures"],
     }
+
+
+def _data(path: Path | None) -> dict[str, Any]:
+    """Return the name and the SHA-256 of a file of the papers' data."""
+    if path is None:
+        return {}
+    with path.open("rb") as stream:
+        return {"data": {"file": path.name, "sha256": file_digest(stream, "sha256").hexdigest()}}
 
 
 def _points(entry: Entry, curves: Mapping[str, Sequence[float]]) -> dict[str, float]:
@@ -620,6 +663,11 @@ def _page(entry: Entry, results: Mapping[str, Any]) -> Iterator[str]:
             yield f"{markdown_text(table['caption'])}\n"
     yield "## Notes\n"
     yield from (f"- {markdown_text(note)}" for note in first["notes"])
+    if "data" in first:
+        yield (
+            f"- Measured on `{first['data']['file']}`, SHA-256 `{first['data']['sha256']}`; "
+            "`flwr-perdl fetch` without a name lists where it can be had."
+        )
     versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
     yield f"- {versions}.\n"
     yield "## All metrics\n"
@@ -687,11 +735,13 @@ def _with_interval(metric: str, found: Found) -> str:
 
 def _command(entry: Entry) -> str:
     """Return the commands of the first seed's runs, and that of all."""
-    lines = [f"make gallery ARGS={entry.name}   # all runs of this page; or one of them:"]
+    folder = " DATA=FOLDER" if entry.needs else ""
+    lines = [f"make gallery ARGS={entry.name}{folder}   # all runs of this page; or one of them:"]
     for run, options in entry.runs.items():
         seed = entry.seeds(run)[0]
         out = entry.folder(run, seed).relative_to(ROOT)
-        given = f" {_options(options)}" if options else ""
+        given = f" --data FOLDER/{entry.needs}" if entry.needs else ""
+        given += f" {_options(options)}" if options else ""
         lines.append(f"flwr-perdl run {entry.experiment} --seed {seed} --out {out}{given}")
     return "\n".join(lines)
 
@@ -711,15 +761,18 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="entries; by default all")
     parser.add_argument("--small", action="store_true", help="only the quick ones")
     parser.add_argument("--pages", action="store_true", help="only make the pages again")
+    parser.add_argument("--data", type=Path, metavar="FOLDER", help="with the papers' data")
     given = parser.parse_args(arguments)
     known = {entry.name: entry for entry in entries()}
+    if given.data is not None and not given.data.is_dir():
+        parser.error(f"--data must be a folder, got {str(given.data)!r}.")
     unknown = sorted(set(given.names) - set(known))
     if unknown:
         parser.error(f"NAME must be of {', '.join(known)}, got {', '.join(unknown)}.")
     results = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
     chosen = [known[name] for name in given.names or known]
     chosen = [entry for entry in chosen if entry.small or not given.small]
-    good = given.pages or run_all(chosen, results)
+    good = given.pages or run_all(chosen, results, given.data)
     write_pages(results)
     return 0 if good else 1
 

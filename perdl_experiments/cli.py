@@ -25,7 +25,7 @@ from flwr_perdl import __version__
 from flwr_perdl.checks import check_count
 from flwr_perdl.clients import kept_local_atoms
 from perdl_experiments.deployment import MOST_NODES, Deployment
-from perdl_experiments.fetch import HUB, SCIKIT_LEARN, check_target, save
+from perdl_experiments.fetch import HUB, PAPERS, SCIKIT_LEARN, check_target, save
 from perdl_experiments.fetch import fetch as fetch_images
 from perdl_experiments.report import odd_clients, read_results, write_report
 from perdl_experiments.runner import (
@@ -176,10 +176,11 @@ def run(
 
 @app.command(
     help=f"""Fetch public images for --data: {", ".join([*HUB, *SCIKIT_LEARN])},
-    or any image set of the Hugging Face Hub by its name."""
+    or any image set of the Hugging Face Hub by its name. Without a name: list the files of the
+    papers' data that the gallery uses, and where each can be had."""
 )
 def fetch(
-    name: Annotated[str, typer.Argument(help="Which images.")],
+    name: Annotated[str | None, typer.Argument(help="Which images.")] = None,
     out: Annotated[Path | None, typer.Option(help="The .npz file; NAME.npz by default.")] = None,
     image: Annotated[str | None, typer.Option(help="The Hub's column of images.")] = None,
     label: Annotated[str | None, typer.Option(help="The column of labels.")] = None,
@@ -192,6 +193,10 @@ def fetch(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file.")] = False,
 ) -> None:
     """Write images, labels and, where they are known, clients to an .npz file."""
+    if name is None:
+        for file, said in PAPERS.items():
+            print(f"{file}: {said.arrays}\n    from {said.source}")
+        return
     path = out or Path(f"{name.replace('/', '-')}.npz")
     with _errors_in_a_sentence():
         check_target(path, overwrite=overwrite)

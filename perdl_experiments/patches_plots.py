@@ -50,14 +50,20 @@ def recovery(curves: Mapping[str, Matrix], levels: Mapping[str, float]) -> Figur
     return figure
 
 
-def spectra(panels: Mapping[str, Mapping[str, Matrix]], *, x: str) -> Figure:
+#: Lines that stay visible where they coincide: the first is wide, those above it ever thinner.
+_LINES = ("-", "-", "--", ":", "-.")
+
+
+def spectra(panels: Mapping[str, Mapping[str, Matrix]], *, x: str, y: str) -> Figure:
     """Draw spectra, a panel per material, each curve with its greatest value at one.
+
+    The first curve of a panel is a wide gray band, on which all others stay visible.
 
     Parameters
     ----------
     panels : mapping of str to mapping of str to ndarray of shape (n_bands,) or (n, n_bands)
         Title -> label -> a spectrum, or several whose range is shown.
-    x : str
+    x, y : str
         What the axes show.
     """
     figure = _figure(3.6 * len(panels), 3.4)
@@ -69,27 +75,32 @@ def spectra(panels: Mapping[str, Mapping[str, Matrix]], *, x: str) -> Figure:
             several = np.atleast_2d(values)
             peaks = several.max(axis=1, keepdims=True)
             low, median, high = np.quantile(several / np.where(peaks > 0, peaks, 1), [0, 0.5, 1], 0)
-            color = _COLORS[index % len(_COLORS)]
+            color = _COLORS[index - 1] if index else "#c4c9d0"
             axes.fill_between(range(len(median)), low, high, color=color, alpha=0.2, lw=0)
-            axes.plot(median, color=color, label=label)
+            line = _LINES[index % len(_LINES)]
+            axes.plot(median, line, color=color, lw=1.5 if index else 6, label=label)
+    grid[0].set_ylabel(y)
     figure.legend(
-        *grid[0].get_legend_handles_labels(), frameon=False, loc="outside upper center", ncols=4
+        *grid[0].get_legend_handles_labels(), frameon=False, loc="outside upper center", ncols=5
     )
     return figure
 
 
-def maps(panels: Mapping[str, Matrix], tiles: int) -> Figure:
+def maps(panels: Mapping[str, Matrix], tiles: int, n_rows: int = 1) -> Figure:
     """Draw shares in [0, 1] as images, with the borders of the tiles.
 
     Parameters
     ----------
     panels : mapping of str to ndarray of shape (height, width)
-        Title -> image.
+        Title -> image, row by row.
     tiles : int
         Tiles along each side.
+    n_rows : int, default 1
+        Rows of panels, all equally long.
     """
-    figure = _figure(3.6 * len(panels) + 0.6, 3.8)
-    grid = figure.subplots(1, len(panels), squeeze=False)[0]
+    n_columns = len(panels) // n_rows
+    figure = _figure(2.9 * n_columns + 0.6, 3.1 * n_rows)
+    grid = figure.subplots(n_rows, n_columns, squeeze=False).ravel()
     for axes, (title, image) in zip(grid, panels.items(), strict=True):
         shown = axes.imshow(image, cmap="viridis", vmin=0, vmax=1, interpolation="nearest")
         axes.set_title(title, fontsize=10, loc="left")

@@ -7,14 +7,19 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 from scipy.stats import binom
+from sklearn.datasets import load_digits
+from typer.testing import CliRunner
 
 from perdl_experiments import run_experiment
+from perdl_experiments.cli import app
 from perdl_experiments.studies import EXPERIMENTS, configure
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -67,7 +72,10 @@ def test_results_are_of_the_entry_as_it_stands(name: str) -> None:
     assert {run: one["options"] for run, one in stored.items()} == entry.runs
     for run, one in stored.items():
         assert one["seeds"] == entry.seeds(run)
-        assert len(one["seeds"]) >= 3
+        assert len(one["seeds"]) == entry.repeats
+        measured = one.get("data", {"file": "", "sha256": "0" * 64})
+        assert measured["file"] == entry.needs
+        assert re.fullmatch("[0-9a-f]{64}", measured["sha256"])
         assert one["versions"].keys() >= {"flwr", "numpy", "scipy"}
         configure(EXPERIMENTS[entry.experiment], seed=0, options=entry.runs[run])
         for spread in [one["seconds"], *one["metrics"].values()]:
@@ -190,13 +198,13 @@ def test_a_worse_number_changes_the_verdict(name: str) -> None:
 
 def test_a_baseline_that_wins_is_named_with_its_number() -> None:
     entry = ENTRIES["digits"]
-    rivals = entry.rivals[0]
-    alone = {"mse_local_10": {"low": 1e-3, "median": 1.5e-3, "high": 2e-3}}
+    rivals = entry.rivals[2]
+    alone = {"mse_tuned_local_10": {"low": 1e-3, "median": 1.5e-3, "high": 2e-3}}
     found = changed("digits", lambda metrics: metrics.update(alone))
     said = "".join(gallery.against(rivals, found))
     assert said.startswith("**Better than ours**")
     assert "clients alone (0.0015)" in said
-    unheard = {"mse_novelty_10": {"low": 1e-3, "median": 1.6e-3, "high": 2e-3}}
+    unheard = {"mse_tuned_novelty_10": {"low": 1e-3, "median": 1.6e-3, "high": 2e-3}}
     found = changed("digits", lambda metrics: metrics.update(unheard))
     assert "novelty (0.0016)" in "".join(gallery.against(rivals, found))
 
@@ -268,6 +276,46 @@ def test_a_finished_run_counts_only_for_the_options_that_it_had(
     other.work()
     assert other.done()
     assert not job.done()
+
+
+def test_an_entry_runs_on_the_papers_data_where_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gallery, "RUNS", tmp_path / "runs")
+    digits, entry = load_digits(), ENTRIES["mnist"]
+    small = {"methods": "main", "n_atoms": 4, "n_global": 4, "samples_per_client": 9, "rounds": 2}
+    runs = {"defaults": {**small, "clients": 2}}
+    entry = entry._replace(runs=runs, repeats=1, figures=[], claims=[])
+    assert gallery.runnable([entry], None) == gallery.runnable([entry], tmp_path) == []
+    assert capsys.readouterr().out.count(entry.needs) == 2
+    file = tmp_path / entry.needs
+    np.savez(file, X=digits.images[:200], y=digits.target[:200])
+    assert gallery.runnable([entry], tmp_path) == [entry]
+    job = gallery.Job(entry, "defaults", 0, tmp_path)
+    job.work()
+    assert job.done()
+    found = gallery._summary([job])
+    assert found["data"] == {
+        "file": entry.needs,
+        "sha256": sha256(file.read_bytes()).hexdigest(),
+    }
+    assert str(tmp_path) not in json.dumps(found)
+    moved = tmp_path / "elsewhere"
+    moved.mkdir()
+    file.rename(moved / entry.needs)
+    assert job._replace(data=moved).done()
+    np.savez(moved / entry.needs, X=digits.images[:199], y=digits.target[:199])
+    assert not job._replace(data=moved).done()
+
+
+def test_the_papers_files_and_their_checksums_are_named() -> None:
+    listed = CliRunner().invoke(app, ["fetch"]).output
+    for name, entry in ENTRIES.items():
+        assert entry.needs in listed
+        page = (FOLDER / f"{name}.md").read_text()
+        if entry.needs:
+            assert STORED[name][next(iter(entry.runs))]["data"]["sha256"] in page
+            assert f"--data FOLDER/{entry.needs}" in page
 
 
 def drifted(found: dict[str, float], stored: dict[str, Any]) -> dict[str, tuple[float, ...]]:

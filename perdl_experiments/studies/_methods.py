@@ -7,19 +7,29 @@ NeurIPS 2023.
 method          what it is
 ==============  =================================================================================
 ``perma``       PerMA as the run's options describe it
-``averaging``   `DictionaryAveraging` from a common start
-``naive``       its one-shot average of the clients' own dictionaries, without matching
-``perpca``      `PerPCA`: shared and own orthonormal components
+``averaging``   `DictionaryAveraging` from a common start, with PerMA's learner
+``gkillas``     after Gkillas et al. (2022): gradient steps, plain means, from a common start
+``huang``       after Huang et al. (2022): K-SVD, means weighted by samples, from a common start
+``naive``       the one-shot average of the clients' own dictionaries, without matching
+``perpca``      `PerPCA`: shared and own orthonormal components, rotated to principal axes
 ``local``       every client alone, five times the iterations
 ``pooled``      one dictionary of all clients' images, five times the iterations
 ``sklearn``     scikit-learn's dictionary of all clients' images
 ==============  =================================================================================
+
+The shared dictionaries of ``perma``, ``perpca``, ``pooled`` and ``sklearn`` have ``n_global``
+atoms; where clients have more, ``pooled_full`` and ``sklearn_full`` have as many as a client.
 
 The budget is `TRIES` values of one parameter per method, of which the one that codes the clients'
 own images best, by orthogonal matching pursuit with `CODED` atoms, is kept: PerPCA's step,
 scikit-learn's penalty, and for all others the learner's threshold or penalty or, where it codes by
 matching pursuit, its number of atoms per sample. Held-out images are not seen. The federations run
 in this process, whatever the engine: they give the same bits on all.
+
+P0 compares with Gkillas et al. and Huang et al. without their settings. From both, these rows have
+the local algorithm and the mean; the start is the dictionary of one client for all, one iteration
+per round, and matching pursuit codes. From starts that differ both fail as in the paper, which
+``naive`` shows.
 """
 
 from __future__ import annotations
@@ -36,6 +46,8 @@ from flwr_perdl.checks import Matrix
 from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.clients.dictionary import PROTOCOLS, Start
 from flwr_perdl.dictionary import (
+    GradientLearner,
+    KSVDLearner,
     LassoLearner,
     Learner,
     OrthogonalLearner,
@@ -53,10 +65,20 @@ from perdl_experiments.studies._experiment import GENERAL, GENERAL_N_NONZERO, re
 if TYPE_CHECKING:
     from perdl_experiments.studies.images import Config
 
-_NAMES = ("perma", "averaging", "naive", "perpca", "local", "pooled", "sklearn")
+#: Methods without a server that see all clients' images; with as many atoms as a client.
+POOLED, POOLED_FULL = ("pooled", "sklearn"), ("pooled_full", "sklearn_full")
+#: The learners of the averages that are not PerMA's.
+AVERAGED: dict[str, type[GradientLearner | KSVDLearner]] = {
+    "gkillas": GradientLearner,
+    "huang": KSVDLearner,
+}
+_NAMES = (
+    *("perma", "averaging", *AVERAGED, "naive", "perpca", "local"),
+    *("pooled", "pooled_full", "sklearn", "sklearn_full"),
+)
 METHODS = {name: words("images")[f"tuned_{name}"] for name in _NAMES}
-#: Methods without a server, and of these the ones that see all clients' images.
-ALONE, POOLED = ("local", "pooled", "sklearn"), ("pooled", "sklearn")
+#: Methods without a server.
+ALONE = ("local", *POOLED, *POOLED_FULL)
 #: What the library's default of a parameter is multiplied by: as many values for every method.
 _FACTORS = (0.5, 1.0, 2.0)
 TRIES = len(_FACTORS)
@@ -135,14 +157,19 @@ def learn_tuned(
     return best, failures
 
 
+def compared(config: Config) -> tuple[str, ...]:
+    """Return the methods that differ: with all atoms shared, pooled data have one size only."""
+    return tuple(m for m in METHODS if m not in POOLED_FULL or config.n_global < config.n_atoms)
+
+
 def settings(method: str, samples: Sequence[Matrix], config: Config) -> tuple[float, ...]:
     """Return the values of its parameter that a method is tuned over."""
-    if method == "sklearn":
+    if method.startswith("sklearn"):
         return _PENALTIES
     default = 1.0
     if method != "perpca":
         default = float(GENERAL_N_NONZERO)
-        if config.learner not in GENERAL:
+        if config.learner not in GENERAL and method not in AVERAGED:
             X = np.vstack(samples)
             share = AUTO_PENALTY if config.learner == "lasso" else AUTO_THRESHOLD
             default = share * float(np.sqrt((X**2).sum(axis=1).mean()))
@@ -165,21 +192,21 @@ def _learn(
     if method not in ALONE:
         return _Federation(method, setting, samples, config, start).learn()
     seed, rounds = config.seed, config.rounds
-    n_atoms, n_global = config.n_atoms, config.n_global
+    n_shared = config.n_atoms if method in POOLED_FULL else config.n_global
     X, started = np.vstack(samples), time.perf_counter()
     shared: list[Matrix] = []
     full: list[Matrix] = []
-    if method == "sklearn":
-        shared = [sklearn_dictionary(X, n_global, seed, (setting,))]
-    elif method == "pooled":
-        learner, rng = _learner(config, n_global, setting), spawn(seed, SERVER, 1)
+    if method.startswith("sklearn"):
+        shared = [sklearn_dictionary(X, n_shared, seed, (setting,))]
+    elif method.startswith("pooled"):
+        learner, rng = _learner(config, n_shared, setting), spawn(seed, SERVER, 1)
         shared = learn_each([X], [learner], [rng], rounds, start)
     else:
-        learners = [_learner(config, n_atoms, setting)] * len(samples)
+        learners = [_learner(config, config.n_atoms, setting)] * len(samples)
         rngs = [spawn(seed, i) for i in range(len(samples))]
         full = learn_each(samples, learners, rngs, rounds, start)
     seconds = time.perf_counter() - started
-    floats_up = X.size / len(samples) if method in POOLED else 0.0
+    floats_up = 0.0 if method == "local" else X.size / len(samples)
     return Learned(shared, full, setting, seconds, 0, floats_up, 0.0)
 
 
@@ -219,7 +246,9 @@ class _Federation:
     def client(self, context: Context, config: Config) -> DictionaryClient:
         """Return the client of ``context``'s partition."""
         learner: Learner = OrthogonalLearner(config.n_atoms, threshold=0.0)
-        if self.method != "perpca":  # PerPCA's setting is the step of its strategy
+        if self.method in AVERAGED:
+            learner = AVERAGED[self.method](config.n_atoms, n_nonzero=round(self.setting))
+        elif self.method != "perpca":  # PerPCA's setting is the step of its strategy
             learner = _learner(config, config.n_atoms, self.setting)
         X = self.samples[int(context.node_config[PARTITION_ID])]
         protocol = self.method if self.method in PROTOCOLS else "averaging"
@@ -238,11 +267,37 @@ class _Federation:
         """Run the federation."""
         ran = federate(self, self.config)
         (shared,) = ran.arrays
-        own = [self.found[i] for i in sorted(self.found)]
-        full = own if len(own[0]) > len(shared) else []
+        own = [self.found[i][len(shared) :] for i in sorted(self.found)]
+        if self.method == "perpca":
+            own = [principal_axes(X, V) for X, V in zip(self.samples, own, strict=True)]
+            shared = principal_axes(np.vstack(self.samples), shared)
+        full = [np.vstack([shared, V]) for V in own] if len(own[0]) else []
         return Learned(
             [shared], full, self.setting, ran.seconds, ran.rounds, ran.floats_up, ran.floats_down
         )
+
+
+def principal_axes(X: Matrix, W: Matrix) -> Matrix:
+    """Return the principal axes of samples within the subspace of orthonormal rows.
+
+    PerPCA determines a subspace and no basis of it; sparse codes need one. The axes follow from
+    the sum over clients of the codes' products, (n_components, n_components) floats each, once.
+
+    Parameters
+    ----------
+    X : ndarray of shape (n_samples, n_features)
+        Samples.
+    W : ndarray of shape (n_components, n_features)
+        Orthonormal rows.
+
+    Returns
+    -------
+    ndarray of shape (n_components, n_features)
+        Orthonormal rows that span the same subspace, the most important first.
+    """
+    codes = X @ W.T
+    axes: Matrix = np.linalg.eigh(codes.T @ codes)[1][:, ::-1].T @ W
+    return axes
 
 
 def rival(
@@ -252,7 +307,7 @@ def rival(
 
     Parameters
     ----------
-    method : {"perpca", "naive", "averaging"}
+    method : {"perpca", "naive", "averaging", "gkillas", "huang"}
         See the module's table.
     n_global : int
         Shared components of PerPCA.
@@ -266,4 +321,9 @@ def rival(
     if method == "perpca":
         return PerPCA(n_global, step=setting, **arranged(options))
     start_from = "own" if method == "naive" else "common"
-    return DictionaryAveraging(start_from=start_from, local_steps=local_steps, **arranged(options))
+    return DictionaryAveraging(
+        start_from=start_from,
+        weighted=method != "gkillas",
+        local_steps=local_steps,
+        **arranged(options),
+    )

@@ -57,11 +57,14 @@ START = partial(warm_start, n_iter=60, decay=0.93)
 #: The lasso needs few iterations, and larger penalties only make the first ones faster: the error
 #: (k = 10) on MNIST is 0.0155 with them and 0.0154 without.
 LASSO_START = partial(warm_start, n_iter=10, boost=4, decay=0.7)
-#: The row of Table 1 that has the paper's learner.
-PAPERS = "orthogonal"
+#: Rows of Table 1 that are PerMA with other options than the run's: half the rounds; the paper's
+#: learner; and its matching and averages too.
+ORTHOGONAL = {"learner": "orthogonal"}
+PAPERS = {**ORTHOGONAL, "matching": "paths", "aggregation": "mean", "min_support": 0}
+VARIANTS: dict[str, dict[str, Any]] = {"half": {}, "orthogonal": ORTHOGONAL, "papers": PAPERS}
 
 #: The rows of Table 1.
-TUNED = {**_methods.METHODS, PAPERS: words("images")[f"tuned_{PAPERS}"]}
+TUNED = {**_methods.METHODS, **{row: words("images")[f"tuned_{row}"] for row in VARIANTS}}
 
 #: Numbers of atoms per image at which reconstructions are measured; the one in curves; in Table 1;
 #: in Fig. 3.
@@ -217,7 +220,9 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
     records.append(Record("samples_per_client", len(task.clients[0])))
     tuned: dict[str, Mapping[str, NDArray[Any]]] = {}
     if config.methods == "all":
-        compared = [m for m in TUNED if m != PAPERS or config.learner != PAPERS]
+        own, *others = _methods.compared(config)
+        variants = [row for row in VARIANTS if _variant(row, config) != config]
+        compared = [own, *variants, *others]
         for method in compared:
             compute = partial(_tuned, method, task, config)
             tuned[method] = keep(f"tuned-{method}", compute, of=len(compared))
@@ -250,10 +255,16 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
 # Table 1 -------------------------------------------------------------------------------------
 
 
+def _variant(row: str, config: Config) -> Config:
+    """Return the config of a row of PerMA."""
+    rounds = max(config.rounds // 2, 1) if row == "half" else config.rounds
+    return replace(config, rounds=rounds, **VARIANTS[row])
+
+
 def _tuned(method: str, task: Task, config: Config) -> Arrays:
     """Return what a method's best setting comes to on the held-out images, and what it costs."""
-    if method == PAPERS:
-        method, config = "perma", replace(config, learner=PAPERS)
+    if method in VARIANTS:
+        method, config = "perma", _variant(method, config)
     learned, failures = _methods.learn_tuned(method, task.clients, config, start(config))
     if learned is None:
         learned = _methods.Learned([], [], *[0.0] * len(_methods.COSTS))

@@ -74,11 +74,14 @@ class Scene(NamedTuple):
         Height and width.
     endmembers : ndarray of shape (n_endmembers, n_bands) or None
         The true spectra, where they are known.
+    shares : ndarray of shape (height * width, n_endmembers) or None
+        The true shares of the materials, where they are known.
     """
 
     X: Matrix
     shape: tuple[int, int]
     endmembers: Matrix | None
+    shares: Matrix | None = None
 
 
 def run(config: Config, keep: Keep) -> Outcome:
@@ -232,12 +235,15 @@ def _drawn(seed: int, n_endmembers: int) -> Scene:
     shares = (sharp / sharp.sum(axis=0)).reshape(p, -1).T
     X = shares @ endmembers
     X = X + NOISE * np.sqrt(np.mean(X**2)) * rng.standard_normal(X.shape)
-    return Scene(np.maximum(X, 0), (SIDE, SIDE), endmembers)
+    return Scene(np.maximum(X, 0), (SIDE, SIDE), endmembers, shares)
 
 
 @cached_by_file(maxsize=2)
 def _load(path: str) -> Scene:
-    """Return the scene in an ``.npz`` file with ``X``, ``shape`` and maybe ``endmembers``."""
+    """Return the scene in an ``.npz`` file: ``X``, ``shape``; maybe the truth.
+
+    That is ``endmembers`` and, with these, ``abundances``.
+    """
     X, shape = read_arrays(path, "X", "shape")
     if X.ndim != 2 or not X.size or X.dtype.kind not in "fiub":
         raise ValueError(
@@ -266,7 +272,16 @@ def _load(path: str) -> Scene:
                 f"{endmembers.dtype} {endmembers.shape}."
             )
         endmembers = check_array(f"endmembers in {path}", endmembers.astype(np.float64))
-    return Scene(X, (int(shape[0]), int(shape[1])), endmembers)
+    shares = None
+    if endmembers is not None and "abundances" in names_in(path):
+        (shares,) = read_arrays(path, "abundances")
+        if shares.shape != (len(X), len(endmembers)) or shares.dtype.kind not in "fiub":
+            raise ValueError(
+                f"abundances in {path} must be numbers of shape {(len(X), len(endmembers))}, got "
+                f"{shares.dtype} {shares.shape}."
+            )
+        shares = check_array(f"abundances in {path}", shares.astype(np.float64))
+    return Scene(X, (int(shape[0]), int(shape[1])), endmembers, shares)
 
 
 # The report ----------------------------------------------------------------------------------
@@ -300,7 +315,12 @@ def _figures(
 
     order = spectra["network"][0] if scene.endmembers is None else scene.endmembers
     names = [f"material {j + 1}" for j in range(len(order))]
-    shown = {"all nodes": "network", "all pixels, VCA": "vca"}
+    shown = {
+        "the tiles together": "network",
+        "each from its own spectra": "network_own",
+        "each tile alone": "isolated",
+        "all pixels, VCA": "vca",
+    }
     matched = {
         label: np.stack([D[match_spectra(order, D).indices] for D in spectra[name]])
         for label, name in shown.items()
@@ -308,14 +328,18 @@ def _figures(
     }
     panels = {
         name: {
-            **{label: values[:, j] for label, values in matched.items()},
             **({} if scene.endmembers is None else {"the truth": scene.endmembers[j]}),
+            **{label: values[:, j] for label, values in matched.items()},
         }
         for j, name in enumerate(names)
     }
+    shares = {n: maps[..., j] for j, n in enumerate(names)}
+    if scene.shares is not None:
+        truth = scene.shares.reshape(*scene.shape, -1)
+        shares |= {f"{n}, the truth": truth[..., j] for j, n in enumerate(names)}
     figures: dict[str, Any] = {
-        "spectra": patches_plots.spectra(panels, x="band"),
-        "abundances": patches_plots.maps({n: maps[..., j] for j, n in enumerate(names)}, tiles),
+        "spectra": patches_plots.spectra(panels, x="band number", y="reflectance, peak at one"),
+        "abundances": patches_plots.maps(shares, tiles, len(shares) // len(names)),
     }
     if scene.endmembers is not None:
         curves = {

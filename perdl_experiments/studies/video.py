@@ -50,6 +50,7 @@ from perdl_experiments.data import cached_by_file
 from perdl_experiments.engine import EvaluateFn
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import FAILED, Record
+from perdl_experiments.robust_pca import principal_component_pursuit
 from perdl_experiments.studies._experiment import (
     GENERAL,
     Arrays,
@@ -67,8 +68,6 @@ REFINE = 5
 BLUR = 1.0
 #: A pixel is taken for an object's where that is so many times its median over the clip.
 FOUND = 3.0
-#: Shares of ``n_global`` that PerPCA is tuned over.
-PCA_SHARES = (1.0, 0.5, 0.25)
 _SHOWN = 4  # frames in the strip
 _MOST_WIDTH = 200  # of a panel of the film, in pixels
 
@@ -181,17 +180,21 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
     federated = federate(config, evaluate_fn=_on_all_frames(samples, clip, truth, config))
     global_atoms, learner = federated.arrays[0], config.make_learner()
     ours = _assembled([separate(X, global_atoms, learner) for X in samples], clip, patch)
-    tuned = keep("perpca", lambda: attempt(lambda: _perpca(samples, clip, truth, config)))
+    rivals = {
+        "perpca": keep("perpca", lambda: attempt(lambda: _perpca(samples, clip, config)), of=2),
+        "pcp": keep("pcp", lambda: attempt(lambda: _robust_pca(clip)), of=2),
+    }
     median = still(Clip(clip.frames))
     methods = {"perma": ours}
-    if FAILED not in tuned:
-        methods["perpca"] = Parts(tuned["background"], tuned["objects"])
+    for name, one in rivals.items():
+        if FAILED not in one:
+            methods[name] = Parts(one["background"], one["objects"])
     methods["median"] = Parts(median, clip.frames - median)
     evaluations = federated.result.evaluate_metrics_serverapp
     curve = [float(str(evaluations[r][ERROR])) for r in sorted(evaluations)]
     raw = _psnr(clip.frames, truth)
     return Outcome(
-        records=list(_records(methods, tuned, raw, federated.seconds, clip, truth)),
+        records=list(_records(methods, rivals, raw, federated.seconds, clip, truth)),
         curves={ERROR: curve},
         arrays={
             "global_atoms": global_atoms,
@@ -199,7 +202,7 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
             "objects": ours.objects.astype(np.float16),
         },
         figures=_figures(clip, methods, curve, truth),
-        facts=_facts(config, clip, tuned),
+        facts=_facts(config, clip),
         rounds=federated.rounds,
         floats_up=federated.floats_up,
         floats_down=federated.floats_down,
@@ -225,29 +228,21 @@ def _assembled(parts: Sequence[tuple[Matrix, Matrix]], clip: Clip, patch: int) -
     )
 
 
-def _perpca(samples: list[Matrix], clip: Clip, truth: Matrix, config: Config) -> Arrays:
-    """Return the best of PerPCA over its grid, judged by the background that it ought to find."""
+def _perpca(samples: list[Matrix], clip: Clip, config: Config) -> Arrays:
+    """Return what PerPCA makes of the clip, with as many components as PerMA has atoms."""
     n_global, n_local = config.n_global, max(config.n_atoms - config.n_global, 1)
-    tried: dict[int, tuple[float, Parts]] = {}
-    for count in sorted({max(round(share * n_global), 1) for share in PCA_SHARES}):
-        found = personalized_pca(samples, count, n_local, n_rounds=config.rounds)
-        U = found.global_components
-        parts = _assembled(
-            [
-                ((X @ U.T) @ U, (X @ V.T) @ V)
-                for X, V in zip(samples, found.local_components, strict=True)
-            ],
-            clip,
-            config.patch,
-        )
-        tried[count] = _psnr(parts.background, truth), parts
-    best = max(tried, key=lambda count: tried[count][0])
-    return {
-        "background": tried[best][1].background,
-        "objects": tried[best][1].objects,
-        "n_global": np.array(best),
-        "tried": np.array(list(tried)),
-    }
+    learned = personalized_pca(samples, n_global, n_local, n_rounds=config.rounds)
+    U = learned.global_components
+    pairs = zip(samples, learned.local_components, strict=True)
+    taken = [((X @ U.T) @ U, (X @ V.T) @ V) for X, V in pairs]
+    return _assembled(taken, clip, config.patch)._asdict()
+
+
+def _robust_pca(clip: Clip) -> Arrays:
+    """Return what principal component pursuit makes of all frames in one place."""
+    learned = principal_component_pursuit(clip.frames.reshape(len(clip.frames), -1))
+    shape = clip.frames.shape
+    return {"background": learned.low_rank.reshape(shape), "objects": learned.sparse.reshape(shape)}
 
 
 def _on_all_frames(samples: list[Matrix], clip: Clip, truth: Matrix, config: Config) -> EvaluateFn:
@@ -314,7 +309,7 @@ def _psnr(frames: Matrix, truth: Matrix) -> float:
 
 def _records(
     methods: Mapping[str, Parts],
-    tuned: Mapping[str, NDArray[Any]],
+    rivals: Mapping[str, Arrays],
     raw: float,
     seconds: float,
     clip: Clip,
@@ -323,10 +318,9 @@ def _records(
     """Yield the scores of all methods; what needs a mask is left out where there is none."""
     yield Record("psnr_background", raw, "raw", unit="dB")
     yield Record("perma_seconds", seconds, unit="s")
-    if FAILED in tuned:
-        yield Record(FAILED, str(tuned[FAILED]), "perpca")
-    else:
-        yield Record("n_global", float(tuned["n_global"]), "perpca")
+    for method, one in rivals.items():
+        if FAILED in one:
+            yield Record(FAILED, str(one[FAILED]), method)
     for method, parts in methods.items():
         for name, value in _scores(parts, clip, truth)._asdict().items():
             # Without a true background the median is what backgrounds are compared with.
@@ -335,7 +329,7 @@ def _records(
                 yield Record(name, value, method)
 
 
-def _facts(config: Config, clip: Clip, tuned: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
+def _facts(config: Config, clip: Clip) -> dict[str, Any]:
     n_frames, height, width, channels = clip.frames.shape
     return {
         "n_frames": n_frames,
@@ -346,8 +340,6 @@ def _facts(config: Config, clip: Clip, tuned: Mapping[str, NDArray[Any]]) -> dic
         "unknown": clip.background is None,
         "masked": clip.mask is not None,
         "uncovered": " in which no object covers the pixel" * (clip.mask is not None),
-        "tried": ", ".join(str(one) for one in tuned.get("tried", ())),
-        "shared": f" ({int(tuned['n_global'])} shared)" if "n_global" in tuned else "",
         "blur": BLUR,
         "times": FOUND,
         "painted": (
@@ -364,8 +356,8 @@ def _figures(
 
     at = np.linspace(0, len(clip.frames) - 1, min(_SHOWN, len(clip.frames))).astype(int)
     named = {"PerMA": methods["perma"]}
-    if "perpca" in methods:
-        named["PerPCA"] = methods["perpca"]
+    titles = {"perpca": "PerPCA", "pcp": "PCP"}
+    named |= {title: methods[name] for name, title in titles.items() if name in methods}
     columns = {"frame": clip.frames[at]}
     for title, parts in named.items():
         columns[f"{title}: background"] = parts.background[at]
@@ -373,8 +365,7 @@ def _figures(
     if clip.mask is not None:
         columns["objects found (PerMA)"] = _outlined(clip, methods["perma"])[at]
     levels = {"raw frames": _psnr(clip.frames, truth)}
-    if "PerPCA" in named:
-        levels["PerPCA"] = _psnr(named["PerPCA"].background, truth)
+    levels |= {n: _psnr(p.background, truth) for n, p in named.items() if n != "PerMA"}
     return {
         "strip": pictures.side_by_side({title: _rgb(them) for title, them in columns.items()}),
         "psnr": plots.lines(

@@ -37,19 +37,26 @@ def test_every_method_has_quality_and_cost(ran: Any) -> None:
     for field in ("mse", "psnr", "ssim"):
         assert {f"{field}_tuned_{row}_{k}" for row in rows for k in (5, 10, 20)} <= set(metrics)
     quality, cost = results["tables"][-2:]
-    assert [row[0] for row in cost["rows"]] == list(_methods.METHODS.values())
+    variants = {images.TUNED[row] for row in ("half", "papers")}  # the learner is orthogonal
+    assert {row[0] for row in cost["rows"]} == {*_methods.METHODS.values(), *variants}
+    assert metrics["rounds_tuned_half"] == 3
+    assert metrics["floats_up_tuned_half"] < metrics["floats_up_tuned_perma"]
     for k in (10, 20):
         ours = min(metrics[f"mse_tuned_perma{tail}_{k}"] for tail in ("", "_full"))
         sentence = quality["caption"].split(f"With k = {k}, ")[1].split(".")[0]
         named = sentence.partition(": ")[2].split(", ")
         best = min(metrics[f"mse_tuned_{m}_{k}"] for m in ("naive", "local"))
         assert ("Naive average" in named or "Clients alone" in named) == (best < ours)
-    assert [row[1] for row in quality["rows"]][:3] == ["6", "12", "12"]
+    atoms = {row[0]: row[1] for row in quality["rows"]}
+    assert [atoms["PerMA"], atoms["PerMA, global + local"]] == ["6", "12"]
+    for pooled in ("pooled", "sklearn"):  # nobody wins by more atoms
+        assert atoms[_methods.METHODS[pooled]] == "6"
+        assert atoms[_methods.METHODS[f"{pooled}_full"]] == "12"
     assert metrics["rounds_tuned_naive"] == 1
     assert metrics["rounds_tuned_perma"] == metrics["rounds_tuned_perpca"] == 6
     assert metrics["floats_up_tuned_local"] == 0
     assert metrics["floats_up_tuned_pooled"] == metrics["samples_per_client"] * 64
-    assert (seen[5].done, seen[-1].done, seen[-1].total) == (6, 13, 13)
+    assert (seen[5].done, seen[-1].done, seen[-1].total) == (6, 19, 19)
 
 
 def test_more_atoms_of_their_own_help_and_matching_beats_the_naive_average(ran: Any) -> None:
@@ -70,12 +77,35 @@ def test_settings_are_judged_by_the_clients_own_images_alone() -> None:
     assert _methods.settings("pooled", task.clients, mod) == (5, 10, 20)
 
 
-def test_perpca_is_the_mathematics_in_one_place() -> None:
+def test_perpca_is_the_mathematics_in_one_place_rotated_to_principal_axes() -> None:
     task = config().task
     learned = _methods._learn("perpca", 1.0, task.clients, config(), images.START)
     expected = personalized_pca(task.clients, 6, 6, n_rounds=5)
-    np.testing.assert_array_equal(learned.shared[0], expected.global_components)
+    (shared,), U = learned.shared, expected.global_components
+    np.testing.assert_allclose(shared.T @ shared, U.T @ U, atol=1e-12)
     assert [len(D) for D in learned.full] == [12] * 3
+    pooled = np.vstack(task.clients)
+    for X, axes in [(pooled, shared), (task.clients[1], learned.full[1][6:])]:
+        products = axes @ X.T @ X @ axes.T
+        np.testing.assert_allclose(products, np.diag(np.diag(products)), atol=1e-9)
+        assert (np.diff(np.diag(products)) <= 0).all()
+
+
+def test_averages_after_other_papers_have_their_learner_and_weights() -> None:
+    task = config().task
+    for method, weighted in {"gkillas": False, "huang": True}.items():
+        federation = _methods._Federation(method, 4, task.clients, config(), images.START)
+        strategy = federation.strategy(config())
+        assert (strategy.start_from, strategy.weighted) == ("common", weighted)
+        learned = federation.learn()
+        assert len(learned.shared[0]) == 12
+        assert learned.full == []
+
+
+def test_pooled_data_have_one_size_where_all_atoms_are_shared() -> None:
+    assert set(_methods.compared(config())) == set(_methods.METHODS)
+    shared = _methods.compared(replace(config(), n_global=12))
+    assert set(_methods.METHODS) - set(shared) == set(_methods.POOLED_FULL)
 
 
 def test_a_resumed_run_takes_the_methods_from_disk(ran: Any) -> None:

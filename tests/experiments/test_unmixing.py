@@ -83,6 +83,17 @@ def test_maps_say_whose_share_is_where(tmp_path: Path) -> None:
     assert len(tile_pixels((12, 12), 2)) == 4
 
 
+def test_true_shares_are_drawn_and_must_fit(tmp_path: Path) -> None:
+    data = small()
+    shares = np.full((144, 3), 1 / 3)
+    outcome = run(data=save(tmp_path, **data, abundances=shares), tiles=2, rounds=3)
+    assert outcome.figures == ["spectra.png", "abundances.png", "angles.png"]
+    with pytest.raises(
+        ValueError, match=r"abundances in .* shape \(144, 3\), got float64 \(3, 3\)"
+    ):
+        run(data=save(tmp_path, **data, abundances=shares[:3]), tiles=2, rounds=3)
+
+
 def test_black_pixels_and_integers_are_welcome(tmp_path: Path) -> None:
     data = small()
     data["X"] = (1000 * data["X"]).astype(np.int32)
