@@ -144,6 +144,13 @@ class SecureMean:
     ------
     ValueError
         If an option breaks its rule.
+
+    Examples
+    --------
+    >>> from flwr_perdl.strategies import Request, SecureMean
+    >>> request = Request("add", secure=SecureMean((2, 3), norm=10.0))
+    >>> request.secure.shape
+    (2, 3)
     """
 
     shape: tuple[int, ...]
