@@ -56,7 +56,7 @@ DIMENSION, DENSITY = 6, 20
 _TUNING = 10_000
 #: What a client measures: `Errors` but for the time.
 _ERRORS = ("error_full", "error_shared", "error_own")
-_ROWS = {"": "clients alike", "weak": "one client with few samples"}
+_ROWS = {"": "clients alike", "weak": "weak client"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -359,7 +359,7 @@ def _figure(config: Config, curves: Mapping[str, Sequence[float]], methods: Sequ
         for part in ("shared", "own"):
             for axis, values in config.axes.items():
                 lines = {METHODS[m]: curves[f"error_{part}_{prefix}{m}_{axis}"] for m in methods}
-                y = f"error of {part} atoms, {said}"
+                y = f"{part} atoms, {said}"
                 panels.append(plots.Panel(titles[axis], y, values, lines))
     for row, said in _ROWS.items():
         prefix = f"{row}_" if row else ""
