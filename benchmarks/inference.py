@@ -180,11 +180,11 @@ def tables(results: dict[str, Any]) -> str:
     """Return the results as Markdown."""
 
     def count(n: float) -> str:
-        return f"{n:.0f}" if n >= 0 else "never"
+        return f"{n:.0f}" if n >= 0 else f"> {LIMIT:,}"
 
     lines = [
-        f"Rounds to {FOUND:.0f} dB on the worst agent's nu, median (worst) of {GRAPHS} graphs, at "
-        f"most {LIMIT}; N = {AGENTS}, M = 300, one atom each:",
+        f"Rounds to {FOUND:.0f} dB on the worst agent's nu, median (worst) of {GRAPHS} graphs that "
+        f"are not fully connected, default parameters; N = {AGENTS}, M = 300, one atom each:",
         "",
         "| | " + " | ".join(method.words for method in METHODS.values()) + " |",
         "|---" * (len(METHODS) + 1) + "|",

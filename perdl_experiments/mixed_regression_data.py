@@ -1,5 +1,7 @@
 """Planted mixed regressions: settings C.1, C.2 and C.3 of P2 (Su, Xu, Yang, NeurIPS 2022).
 
+"few" is not the paper's: as many points in all, five per client.
+
 The paper's "N = 1000 data points" are 10,000: 200 x 50, and 900 x 10 + 20 x 50. Its models are
 ``N(0, I) / sqrt(d)`` and its noise 0.2 N(0, 1): 0.2 is a standard deviation.
 """
@@ -14,6 +16,8 @@ from numpy.typing import NDArray
 from flwr_perdl.checks import Matrix, check_choice
 
 SETTINGS = ("C1", "C2", "C3")
+#: A setting that is not the paper's: five points per client.
+FEW = "few"
 
 
 class Mixed(NamedTuple):
@@ -38,13 +42,14 @@ class Mixed(NamedTuple):
 
 
 def setting(name: str, rng: np.random.Generator) -> Mixed:
-    """Draw setting ``"C1"``, ``"C2"`` or ``"C3"`` (Appendix C).
+    """Draw setting ``"C1"``, ``"C2"`` or ``"C3"`` (Appendix C), or ``"few"``.
 
     Parameters
     ----------
-    name : {"C1", "C2", "C3"}
+    name : {"C1", "C2", "C3", "few"}
         C1: 200 clients of 50 points. C2: 900 clients of 10 and 20 of 50. C3: like C2, with
-        clusters of 20, 30 and 50 % of the clients instead of a third each.
+        clusters of 20, 30 and 50 % of the clients instead of a third each. few: 2,000 clients of
+        five points.
     rng : numpy.random.Generator
         Source of the draw.
 
@@ -52,8 +57,8 @@ def setting(name: str, rng: np.random.Generator) -> Mixed:
     -------
     Mixed
     """
-    check_choice("name", name, SETTINGS)
-    sizes = np.array([50] * 200 if name == "C1" else [10] * 900 + [50] * 20)
+    check_choice("name", name, (*SETTINGS, FEW))
+    sizes = np.array({"C1": [50] * 200, FEW: [5] * 2000}.get(name, [10] * 900 + [50] * 20))
     shares = np.array([0.2, 0.3, 0.5] if name == "C3" else [1 / 3] * 3)
     return mixed_regression(sizes, shares, rng)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -10,37 +11,59 @@ from matplotlib.figure import Figure
 from flwr_perdl.checks import Matrix
 from perdl_experiments.plots import COLORS, _figure, _legend, _plain
 
+STYLES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1)))
 
-def panels(
-    groups: Mapping[str, Mapping[str, Matrix]], *, level: tuple[str, float], x: str, y: str
-) -> Figure:
-    """Draw panels side by side: every curve's median over seeds, and its range.
+
+class Curves(NamedTuple):
+    """A panel of curves.
+
+    Attributes
+    ----------
+    title, x : str
+        Above it, and what its axis shows.
+    lines : mapping of str to ndarray of shape (n_seeds, n_points)
+        Label -> curves; NaN where there is nothing yet.
+    level : tuple of str and float, optional
+        Label and height of a dashed line. Its axis counts from 1, with logarithms; that of a panel
+        without it from 0, without.
+    """
+
+    title: str
+    x: str
+    lines: Mapping[str, Matrix]
+    level: tuple[str, float] | None = None
+
+
+def panels(drawn: Sequence[Curves], *, y: str, columns: int = 2) -> Figure:
+    """Draw panels of curves: every curve's median over seeds, and its range.
 
     Parameters
     ----------
-    groups : mapping of str to mapping of str to ndarray of shape (n_seeds, n_rounds)
-        Title of the panel -> label -> curves; NaN where there is nothing yet.
-    level : tuple of str and float
-        Label and height of a dashed line.
-    x, y : str
-        What the axes show.
+    drawn : sequence of Curves
+        Row by row.
+    y : str
+        What the upright axes show, with logarithms.
+    columns : int, default 2
+        Panels in a row.
     """
-    figure = _figure(11, 4.2)
-    grid = figure.subplots(1, len(groups), sharex=True, sharey=True, squeeze=False)[0]
-    for axes, (title, curves) in zip(grid, groups.items(), strict=True):
+    rows = -(-len(drawn) // columns)
+    figure = _figure(5.5 * columns, 4.2 * rows)
+    grid = figure.subplots(rows, columns, squeeze=False).ravel()
+    for axes, (title, x, lines, level) in zip(grid, drawn, strict=False):
         _plain(axes)
-        for index, (label, values) in enumerate(curves.items()):
+        for index, (label, values) in enumerate(lines.items()):
             shown = ~np.isnan(values).any(axis=0)
-            rounds = np.flatnonzero(shown) + 1
+            at = np.flatnonzero(shown) + (level is not None)
             low, median, high = np.quantile(values[:, shown], [0, 0.5, 1], axis=0)
-            color = COLORS[index % len(COLORS)]
-            axes.fill_between(rounds, low, high, color=color, alpha=0.15, lw=0)
-            axes.plot(rounds, median, color=color, label=label)
-        axes.axhline(level[1], ls="--", lw=1.2, color="black", label=level[0])
-        axes.set(xscale="log", yscale="log", xlabel=x)
-        axes.set_title(title, fontsize=10, loc="left", pad=40)
-        axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3)
-    grid[0].set(ylabel=y, ylim=(level[1] / 2, None))
+            color, style = COLORS[index % len(COLORS)], STYLES[index % len(STYLES)]
+            axes.fill_between(at, low, high, color=color, alpha=0.12, lw=0)
+            axes.plot(at, median, color=color, ls=style, marker="o" * (level is None), label=label)
+        if level is not None:
+            axes.axhline(level[1], ls="--", lw=1.2, color="black", label=level[0])
+            axes.set(xscale="log", ylim=(level[1] / 2, None))
+        axes.set(yscale="log", xlabel=x, ylabel=y)
+        axes.set_title(title, fontsize=10, loc="left", pad=54)
+        axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, fontsize=8)
     return figure
 
 

@@ -1,7 +1,9 @@
 """PerMA against other methods on planted dictionaries: B.1 and Fig. 5 of P0.
 
 The data of A.1 with other dimensions, numbers of clients and shares of non-zero codes. In the
-figure's second row one client has few samples, and the errors are that client's.
+figure's second half one client has few samples, in proportion to the dimension, and the errors are
+that client's. Errors on shared and on own atoms are told apart: one dictionary for all clients has
+no room for the own atoms of each, however well it finds what they share.
 
 Every method has as many communication rounds and local iterations, the same learner and warm
 starts, and is tuned over as many values of one parameter, on a seed of its own, at the middle of
@@ -52,7 +54,9 @@ _EXACT = 1e-12
 DIMENSION, DENSITY = 6, 20
 #: Seeds for tuning are the run's and so much.
 _TUNING = 10_000
-_ROWS = {"": "clients alike", "weak": "one client with few samples"}
+#: What a client measures: `Errors` but for the time.
+_ERRORS = ("error_full", "error_shared", "error_own")
+_ROWS = {"": "clients alike", "weak": "weak client"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +100,8 @@ class Config(ClientConfig):
     @property
     def planted(self) -> Planted:
         """The clients' data."""
-        sizes = _planted.sizes(self.clients, self.samples, self.weak, self.weak_samples)
+        few = round(self.weak_samples * self.dimension / DIMENSION)
+        sizes = _planted.sizes(self.clients, self.samples, self.weak, few)
         atoms = (self.dimension,) * self.clients
         return _planted.plant(self.seed, atoms, sizes, self.n_global, density=self.density / 100)
 
@@ -114,14 +119,15 @@ class Errors(NamedTuple):
     full : float
         Distance d_{1,2} of a client's planted atoms to its dictionary; the mean over clients, or
         the weak client's.
-    shared : float
-        The same of the planted global atoms alone.
+    shared, own : float
+        The same of the planted global atoms alone, and of the client's own.
     seconds : float
         Learning time, starts included.
     """
 
     full: float
     shared: float
+    own: float
     seconds: float
 
 
@@ -140,8 +146,7 @@ def client(context: Context, config: Config) -> _planted.PlantedClient:
 
 
 def _measure(planted: Planted, partition: int, shared: Matrix, own: Matrix) -> dict[str, float]:
-    full, of_shared = _distances(planted, partition, np.vstack([shared, own]))
-    return {"error_full": full, "error_shared": of_shared}
+    return dict(zip(_ERRORS, _distances(planted, partition, np.vstack([shared, own])), strict=True))
 
 
 def strategy(config: Config, **options: Any) -> ProtocolStrategy:
@@ -253,7 +258,7 @@ def _learn(config: Config, federate: Federate) -> Errors:
     if config.method in FEDERATED:
         federated = federate(config)
         last = federated.history[-1].metrics
-        together = [(one["error_full"], one["error_shared"]) for _, one in sorted(last.items())]
+        together = [tuple(one[name] for name in _ERRORS) for _, one in sorted(last.items())]
         return _chosen(config, together, federated.seconds)
     planted, started = config.planted, time.perf_counter()
     everybody = range(len(planted.samples))
@@ -266,11 +271,11 @@ def _learn(config: Config, federate: Federate) -> Errors:
     return _chosen(config, [_distances(planted, i, D) for i, D in enumerate(own)], seconds)
 
 
-def _chosen(config: Config, distances: Sequence[tuple[float, float]], seconds: float) -> Errors:
+def _chosen(config: Config, distances: Sequence[tuple[float, ...]], seconds: float) -> Errors:
     """Return the mean over clients, or what the weak client has."""
     counted = distances[-1:] if config.weak else distances
-    full, shared = np.mean(counted, axis=0)
-    return Errors(float(full), float(shared), seconds)
+    full, shared, own = np.mean(counted, axis=0)
+    return Errors(float(full), float(shared), float(own), seconds)
 
 
 def _alone(X: Matrix, rng: np.random.Generator, config: Config) -> Matrix:
@@ -278,10 +283,12 @@ def _alone(X: Matrix, rng: np.random.Generator, config: Config) -> Matrix:
     return _planted.learn_alone(X, config.learner, start, config.rounds)
 
 
-def _distances(planted: Planted, partition: int, D: Matrix) -> tuple[float, float]:
-    shared = planted.global_atoms
-    truth = np.vstack([shared, planted.local_atoms[partition]])
-    return dictionary_distance(truth, D), dictionary_distance(shared, D)
+def _distances(planted: Planted, partition: int, D: Matrix) -> tuple[float, float, float]:
+    """Return the distances of all, of the shared and of the own atoms of a client to ``D``."""
+    shared, own = planted.global_atoms, planted.local_atoms[partition]
+    parts = (np.vstack([shared, own]), shared, own)
+    full, of_shared, of_own = (dictionary_distance(part, D) for part in parts)
+    return full, of_shared, of_own
 
 
 # The report ----------------------------------------------------------------------------------
@@ -310,11 +317,14 @@ def _outcome(
             records += [
                 Record("error", one.full, method, {"row": row}),
                 Record("error_shared", one.shared, method, {"row": row}),
+                Record("error_own", one.own, method, {"row": row}),
                 Record("seconds", one.seconds, method, {"row": row}, "s"),
             ]
             for axis, values in config.axes.items():
                 along = [errors(method, weak=weak, **{axis: value}) for value in values]
-                curves[f"error_{prefix}{method}_{axis}"] = [point.full for point in along]
+                for part in ("", "shared_", "own_"):
+                    errors_of = [getattr(point, part.strip("_") or "full") for point in along]
+                    curves[f"error_{part}{prefix}{method}_{axis}"] = errors_of
                 if axis == "dimension":
                     curves[f"seconds_{prefix}{method}"] = [point.seconds for point in along]
     return Outcome(
@@ -346,10 +356,15 @@ def _figure(config: Config, curves: Mapping[str, Sequence[float]], methods: Sequ
     panels = []
     for row, said in _ROWS.items():
         prefix = f"{row}_" if row else ""
-        for axis, values in config.axes.items():
-            lines = {METHODS[m]: curves[f"error_{prefix}{m}_{axis}"] for m in methods}
-            panels.append(plots.Panel(titles[axis], f"error, {said}", values, lines))
-            if axis == "dimension":
-                times = {METHODS[m]: curves[f"seconds_{prefix}{m}"] for m in methods}
-                panels.append(plots.Panel(titles[axis], "seconds", values, times))
-    return plots.panels(panels, columns=4)
+        for part in ("shared", "own"):
+            for axis, values in config.axes.items():
+                lines = {METHODS[m]: curves[f"error_{part}_{prefix}{m}_{axis}"] for m in methods}
+                y = f"{part} atoms, {said}"
+                panels.append(plots.Panel(titles[axis], y, values, lines))
+    for row, said in _ROWS.items():
+        prefix = f"{row}_" if row else ""
+        times = {METHODS[m]: curves[f"seconds_{prefix}{m}"] for m in methods}
+        panels.append(
+            plots.Panel(titles["dimension"], f"seconds, {said}", config.dimensions, times)
+        )
+    return plots.panels(panels, columns=3)

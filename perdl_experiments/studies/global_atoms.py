@@ -1,11 +1,14 @@
 """How many atoms are shared: Appendix B.2 and Fig. 7.
 
 The matching round alone, with ``n_global="auto"``: the server counts the atoms on which the
-clients' dictionaries agree, and is right if it finds as many as were planted.
+clients' dictionaries agree, and is right if it finds as many as were planted. Beside it the paper's
+rule, the largest jump of the lengths of the shortest paths (Algorithm 2), and the same rule on the
+lengths of consensus matching, both on the dictionaries that the clients start with.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,6 +29,8 @@ from perdl_experiments.studies import _planted
 from perdl_experiments.studies._experiment import Arrays, Federate, Keep
 
 N_ATOMS = 10
+#: Matchings whose lengths are drawn, the paper's first.
+MATCHINGS = ("paths", "consensus")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,25 +70,37 @@ def federations(config: Config) -> list[Config]:
 def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
     """Run all federations and count the right answers."""
     found: dict[int, list[int]] = {}
+    lengths: dict[str, dict[int, list[Matrix]]] = {matching: {} for matching in MATCHINGS}
     costs: list[Matrix] = []
     for one in federations(config):
         (planted,) = one.n_global
         kept = keep(f"shared-{planted}-seed-{one.seed}", partial(_one_seed, one, federate))
         found.setdefault(planted, []).append(int(kept["found"]))
         costs.append(kept["cost"])
-    lengths = {g: _path_lengths(replace(config, n_global=(g,))) for g in found}
+        for matching, of in lengths.items():
+            of.setdefault(planted, []).append(kept[matching])
+    counted = {"": found} | {
+        matching: {g: [_jump(one) for one in each] for g, each in of.items()}
+        for matching, of in lengths.items()
+    }
+    first = {m: {g: each[0].tolist() for g, each in of.items()} for m, of in lengths.items()}
     return Outcome(
         records=[
             record
-            for g, counts in found.items()
+            for rule, of in counted.items()
+            for g, counts in of.items()
             for record in (
-                Record("correct", np.array(counts) == g, parameters={"planted": g}),
-                Record("found", counts, parameters={"planted": g}),
+                Record("correct", np.array(counts) == g, rule, {"planted": g}),
+                Record("found", counts, rule, {"planted": g}),
             )
         ],
-        curves={f"path_lengths_{g}": values for g, values in lengths.items()},
+        curves={
+            f"{'path' if matching == 'paths' else matching}_lengths_{g}": values
+            for matching, of in first.items()
+            for g, values in of.items()
+        },
         arrays={f"found_{g}": np.array(counts) for g, counts in found.items()},
-        figures=_figures(lengths),
+        figures=_figures(first),
         facts={
             "n_atoms": N_ATOMS,
             "right": float(np.mean([c == g for g, counts in found.items() for c in counts])),
@@ -94,25 +111,40 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
 
 
 def _one_seed(config: Config, federate: Federate) -> Arrays:
-    """Return how many atoms the federation found, and what it cost."""
-    federated = federate(config)
-    return {"found": np.array(len(federated.arrays[0])), "cost": _planted.cost(federated)}
-
-
-def _path_lengths(config: Config) -> list[float]:
-    """Return how far apart the first seed's clients are in their best, second best, … atom."""
-    learner = OrthogonalLearner(N_ATOMS)
+    """Return how many atoms the federation found, what it cost, and the lengths of matchings."""
+    federated, learner = federate(config), OrthogonalLearner(N_ATOMS)
     dictionaries = [
         warm_start(X, learner, rng=spawn(config.seed, i)).dictionary
         for i, X in enumerate(config.planted.samples)
     ]
-    matching = global_matching(dictionaries, N_ATOMS, method=config.matching)
-    lengths: list[float] = matching.path_lengths.tolist()
-    return lengths
+    lengths = {
+        matching: global_matching(dictionaries, N_ATOMS, method=matching).path_lengths
+        for matching in MATCHINGS
+    }
+    found = np.array(len(federated.arrays[0]))
+    return {"found": found, "cost": _planted.cost(federated), **lengths}
 
 
-def _figures(lengths: dict[int, list[float]]) -> dict[str, Any]:
+def _jump(lengths: Matrix) -> int:
+    """Return the number of atoms before the largest jump of the lengths, best atom first (B.2)."""
+    return int(np.diff(lengths).argmax()) + 1
+
+
+def _figures(lengths: Mapping[str, Mapping[int, list[float]]]) -> dict[str, Any]:
     from perdl_experiments import plots  # an extra: clients must not need it
 
-    curves = {f"{g} shared": values for g, values in lengths.items()}
-    return {"paths": plots.lines(curves, x="matched atom, best first", y="path length")}
+    says = {
+        "paths": "length of the path, shortest paths",
+        "consensus": "length, consensus",
+    }
+    panels = [
+        plots.Panel(
+            "matched atom, best first",
+            says[matching],
+            range(1, N_ATOMS + 1),
+            {f"{g} shared": values for g, values in of.items()},
+            linear=True,
+        )
+        for matching, of in lengths.items()
+    ]
+    return {"paths": plots.panels(panels, columns=2)}

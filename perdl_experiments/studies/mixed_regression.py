@@ -1,9 +1,14 @@
-"""Clustered mixed regression: Appendix C and Fig. 1-3, both panels.
+"""Clustered mixed regression: Appendix C and Fig. 1-3.
 
 P2 = Su, Xu, Yang, "Global Convergence of Federated Learning for Mixed Regression", NeurIPS 2022.
-What it is compared with has the paper's Phase 2; IFCA is also shown with this library's. All run
-batched (`flwr_perdl.regression.simulate`), which gives the Strategies' results; where there is one
-federation only (one setting, one seed), the two phases run through Flower's messages.
+Every method is a start and a Phase 2. Both Phases 2, this library's and the paper's, run from the
+same starts: Phase 1, one random start (IFCA), one-shot clustering, one model (FedAvg), and the true
+models, which is the paper's oracle. What all are measured by is least squares with the true labels.
+
+The paper gives s but no eta. Here ``s * eta`` is 3 over the largest curvature of any client, with
+s = 5, and eta stays what it is where s is another. All run batched (`Clients`), which gives the
+Strategies' results; where there is one federation only (one setting, one seed), the headline's two
+phases run through Flower's messages.
 """
 
 from __future__ import annotations
@@ -26,43 +31,42 @@ from flwr_perdl.regression import (
     Answers,
     Ask,
     Clients,
+    MomentDescent,
     OneShot,
     Refinement,
+    State,
     TwoPhase,
     model_error,
-    simulate,
 )
+from flwr_perdl.regression.states import Searching
 from flwr_perdl.strategies.mixed_regression import FedX, random_models
 from flwr_perdl.threads import in_threads
 from perdl_experiments.engine import arranged
-from perdl_experiments.mixed_regression_data import SETTINGS, Mixed, oracle, setting
+from perdl_experiments.mixed_regression_data import FEW, SETTINGS, Mixed, oracle, setting
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import Record
-from perdl_experiments.studies._experiment import Arrays, Auto, Federate, Keep
+from perdl_experiments.studies._experiment import Arrays, Auto, Federate, Keep, words
 from perdl_experiments.studies._experiment import Config as Common
 from perdl_experiments.studies._parts import keep_all
 
 K = 3
-#: Within so much of the oracle's error, and within so many rounds in all, a run counts as good.
+#: Within so much of a mark's error, and within so many rounds in all, a run counts as good.
 CLOSE, BUDGET = 1.05, 100
-#: The two-phase method in the left panel.
-LEFT: dict[str, dict[str, Any]] = {
-    "s = 1": {"n_steps": 1},
-    "s = 5": {"n_steps": 5},
-    "s = 10": {"n_steps": 10},
-    "FedProx": {"local": "fedprox", "n_steps": 1},
-}
+#: The methods with each Phase 2; the true models as a start are the oracle of the others.
+OURS = ("ours", "k_unknown", "ifca_same", "oneshot_same", "fedavg_same", "truth_same")
+PAPERS = ("paper", "ours_phase_1", "ifca", "oneshot", "fedavg", "truth")
+#: The paper's left panels: its Phase 2 with more or less local work and the same eta.
+LEFT = ("s_1", "ours_phase_1", "s_10", "fedprox")
+METHODS = tuple(dict.fromkeys((*OURS, *PAPERS, *LEFT)))
 #: Which of them the results are about, by variant.
-HEADLINES = {"default": "s = 1", "paper": "s = 5"}
-RIGHT = ("FedAvg", "IFCA", "one-shot", "from the truth")
-#: Further rows of the table.
-ALSO = ("k unknown", "the paper's variant", "a random start")
-METHODS = (*LEFT, *RIGHT, *ALSO)
-#: How a reader sees the methods.
-_TITLES = {
-    **{method: f"two phases, {method}" for method in METHODS if method not in RIGHT},
-    "a random start": "IFCA with this library's Phase 2",
-}
+HEADLINES = {"default": "ours", "paper": "paper"}
+#: Methods that start from as many models as there are clusters, or from one.
+RIVALS = tuple(method for method in METHODS if method.startswith(("ifca", "oneshot", "fedavg")))
+_FIGURES = {**{name: f"fig{i}-{name}" for i, name in enumerate(SETTINGS, 1)}, FEW: FEW}
+#: ``s * eta`` times the largest curvature, and the paper's s.
+WORK, STEPS = 3.0, 5
+#: A run ends when no model has moved by more than this share of its length in so many rounds.
+_STILL, _ROUNDS_STILL = 1e-13, 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +97,9 @@ class Study(NamedTuple):
     found: Mapping[str, NDArray[np.intp]]
     #: Error of least squares with the true labels, (n_seeds,).
     oracle: Matrix
+    #: Mean errors of the anchors' estimates before and after every iteration of Phase 1, the
+    #: paper's (n_seeds, 6) and this library's (n_seeds, 2).
+    phase_1: Mapping[str, Matrix]
 
     def ratio(self, method: str) -> Matrix:
         """Return the final errors over the oracle's."""
@@ -101,17 +108,27 @@ class Study(NamedTuple):
 
     def rounds(self, method: str) -> Matrix:
         """Return the rounds after which a run stays close to the oracle; infinite: never."""
-        near = self.errors[method] <= CLOSE * self.oracle[:, None]
-        last_far = near.shape[1] - np.argmin(near[:, ::-1], axis=1)
-        rounds = np.where(near.all(axis=1), 1.0, last_far + 1.0)
-        return np.where(near[:, -1], rounds, np.inf)
+        return _rounds(self.errors[method], self.oracle)
+
+    def own_oracle(self, method: str) -> Matrix:
+        """Return the error at which the same Phase 2 ends from the true models."""
+        errors: Matrix = self.errors["truth_same" if method in OURS else "truth"][:, -1]
+        return errors
 
     def good(self, method: str) -> NDArray[np.bool_]:
         """Return which seeds end close, in time, and with as many models as there are."""
         right = np.ones_like(self.oracle, dtype=bool)
-        if method not in RIGHT:
+        if method not in RIVALS:
             right = self.found[method] == K
         return right & (self.rounds(method) <= BUDGET)
+
+
+def _rounds(errors: Matrix, marks: Matrix) -> Matrix:
+    """Return the rounds after which runs stay close to their marks; infinite: never."""
+    near = errors <= CLOSE * marks[:, None]
+    last_far = near.shape[1] - np.argmin(near[:, ::-1], axis=1)
+    rounds = np.where(near.all(axis=1), 1.0, last_far + 1.0)
+    return np.where(near[:, -1], rounds, np.inf)
 
 
 def client(context: Context, config: Config) -> RegressionClient:
@@ -170,25 +187,24 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
             *(record for study in studies for record in _records(study)),
         ],
         curves={
-            f"error_{study.name}_{_key(method)}": _median(study.errors[method])
+            f"error_{study.name}_{method}": _median(study.errors[method])
             for study in studies
             for method in METHODS
         },
         arrays=learned
         | {
-            f"{study.name}_{_key(method)}": study.errors[method]
+            f"{study.name}_{method}": study.errors[method]
             for study in studies
             for method in METHODS
         },
-        figures={f"fig{SETTINGS.index(one.name) + 1}-{one.name}": _figure(one) for one in studies},
+        figures={_FIGURES[one.name]: _figure(one) for one in studies},
         rounds=config.rounds,
         floats_up=float(np.mean([end[:, 0].mean() for end in ends])),
         floats_down=float(np.mean([end[:, 1].mean() for end in ends])),
         facts={
             "n_clusters": K,
             "federated": bool(single),
-            "headline": headline,
-            "words": {"method": _TITLES},
+            "headline": words("mixed_regression")[headline],
         },
     )
 
@@ -211,44 +227,109 @@ class _Counted(Clients):
 
 def _one_seed(name: str, seed: int, config: Config) -> Arrays:
     """Return all methods' errors and costs with one seed."""
-    data, n_rounds = _data(name, seed), config.rounds
+    data = _data(name, seed)
     clients = _Counted(data)
 
     def learn(given: tuple[str, TwoPhase, Matrix | None]) -> Arrays:
         method, settings, start = given
-        own, errors = copy(clients), np.full(n_rounds, np.nan)
-        own.floats = []
-        ran = simulate(own, settings, n_rounds, centers=start, seed=seed)
-        for round_, centers in ran.history:
-            errors[round_ - 1] = model_error(centers, data.theta)
-        return {
-            f"{method}/errors": errors,
-            f"{method}/floats": np.cumsum(own.floats, axis=0),
-            f"{method}/found": np.array(len(ran.state.centers)),
-        }
+        return _learned(method, copy(clients), data, settings, start, config.rounds, seed)
 
     kept = {"oracle": np.array(model_error(oracle(data), data.theta))}
     for found in in_threads(learn, _methods(config, data, seed)):
         kept.update(found)
+    for variant, settings in {"paper": _paper(data), "ours": TwoPhase(K)}.items():
+        kept[f"phase_1/{variant}"] = _phase_1(clients, data, settings, seed)
     return kept
+
+
+def _learned(
+    method: str,
+    clients: _Counted,
+    data: Mixed,
+    settings: TwoPhase,
+    start: Matrix | None,
+    n_rounds: int,
+    seed: int,
+) -> Arrays:
+    """Return a method's errors and costs by round; once its models stand still, they are kept."""
+    clients.floats, still = [], 0
+    errors = np.full(n_rounds, np.nan)
+    before: Matrix = np.empty((0, 0))
+    for round_, state in enumerate(_states(clients, settings, start, n_rounds, seed)):
+        centers = state.centers
+        if len(centers):
+            errors[round_:] = model_error(centers, data.theta)
+            moved = centers.shape != before.shape or (
+                np.abs(centers - before).max() > _STILL * np.abs(centers).max()
+            )
+            still, before = 0 if moved else still + 1, centers
+        if still == _ROUNDS_STILL:
+            clients.floats += [clients.floats[-1]] * (n_rounds - 1 - round_)
+            break
+    return {
+        f"{method}/errors": errors,
+        f"{method}/floats": np.cumsum(clients.floats, axis=0),
+        f"{method}/found": np.array(len(state.centers)),
+    }
+
+
+def _states(
+    clients: Clients, settings: TwoPhase, start: Matrix | None, n_rounds: int, seed: int
+) -> Iterator[State]:
+    """Yield the server's state after every exchange, as `flwr_perdl.regression.simulate` has it."""
+    state = settings.begin(start)
+    for round_ in range(1, n_rounds + 1):
+        rng = spawn(seed, SERVER, round_)
+        state = settings.advance(state, clients.answer(settings.ask(state, rng)), rng)
+        yield state
+
+
+def _phase_1(clients: Clients, data: Mixed, settings: TwoPhase, seed: int) -> Matrix:
+    """Return the mean error of the anchors' estimates at the start and after every iteration."""
+    descent = settings.phase_1
+    if not isinstance(descent, MomentDescent):
+        raise TypeError(f"phase_1 must be a MomentDescent, got {descent!r}.")
+    longer = replace(settings, phase_1=replace(descent, n_iterations=descent.n_iterations + 1))
+    errors: list[float] = []
+    for state in _states(clients, longer, None, 10_000, seed):
+        # the first state of an iteration has what the last one came to
+        if isinstance(state, Searching) and state.iteration == len(errors):
+            labels = data.labels[state.anchors] if len(state.anchors) else data.labels
+            distances = np.linalg.norm(state.thetas - data.theta[labels], axis=1)
+            errors.append(float(distances.mean()))
+        if len(errors) > descent.n_iterations:
+            break
+    return np.array(errors)
 
 
 def _methods(
     config: Config, data: Mixed, seed: int
 ) -> Iterator[tuple[str, TwoPhase, Matrix | None]]:
     """Yield every method's name, settings and start, those that take longest first."""
-    settings, paper = _settings(config, data), _paper(data)
-    yield "the paper's variant", paper, None
-    yield "one-shot", replace(paper, phase_1=OneShot()), None
-    for name, options in LEFT.items():
-        yield name, replace(settings, phase_2=replace(settings.phase_2, **options)), None
-    models = random_models(K, data.theta.shape[1], spawn(seed, SERVER, 1))
-    yield "FedAvg", replace(paper, n_clusters=1), models[:1]
-    yield "IFCA", paper, models
-    yield "from the truth", paper, data.theta
-    yield "k unknown", TwoPhase(), None
-    unchecked = TwoPhase(K, phase_2=Refinement(check_every=0))
-    yield "a random start", unchecked, models
+    ours, paper, truth = (
+        _settings(replace(config, variant="default"), data),
+        _paper(data),
+        data.theta,
+    )
+    models = random_models(K, truth.shape[1], spawn(seed, SERVER, 1))
+    papers = replace(paper, n_clusters=config.k if config.variant == "paper" else K)
+    left: dict[str, dict[str, Any]] = {
+        "s_1": {"n_steps": 1},
+        "s_10": {"n_steps": 2 * STEPS},
+        "fedprox": {"n_steps": 1, "local": "fedprox"},
+    }
+    yield "paper", papers, None
+    yield "ours_phase_1", TwoPhase(K, phase_2=paper.phase_2), None
+    for name, options in left.items():
+        yield name, TwoPhase(K, phase_2=replace(paper.phase_2, **options)), None
+    alike = Refinement(check_every=0)  # checks of the models would run Phase 1
+    for same, phase_2 in {"": paper.phase_2, "_same": alike}.items():
+        yield f"oneshot{same}", TwoPhase(K, OneShot(), phase_2), None
+        yield f"ifca{same}", TwoPhase(K, phase_2=phase_2), models
+        yield f"fedavg{same}", TwoPhase(1, phase_2=phase_2), models[:1]
+        yield f"truth{same}", TwoPhase(K, phase_2=phase_2), truth
+    yield "ours", ours, None
+    yield "k_unknown", TwoPhase(), None
 
 
 def _settings(config: Config, data: Mixed) -> TwoPhase:
@@ -259,9 +340,15 @@ def _settings(config: Config, data: Mixed) -> TwoPhase:
 
 
 def _paper(data: Mixed) -> TwoPhase:
-    """Return the paper's own variant, which knows how far apart the true models are."""
+    """Return the paper's own variant, which knows how far apart the true models are.
+
+    Its step follows the clients' largest curvature.
+    """
     apart = np.linalg.norm(data.theta[:, None] - data.theta, axis=2)
-    return TwoPhase.paper(K, float(apart[np.triu_indices(K, 1)].min()))
+    papers = TwoPhase.paper(K, float(apart[np.triu_indices(K, 1)].min()))
+    largest = max(float(np.linalg.norm(X, 2)) ** 2 / len(X) for X in data.X)
+    step_size = WORK / STEPS / largest
+    return replace(papers, phase_2=replace(papers.phase_2, work=1.0, step_size=step_size))
 
 
 def _federated(config: Config, federate: Federate) -> tuple[Matrix, Matrix]:
@@ -289,8 +376,15 @@ def _study(name: str, headline: str, kept: Sequence[Mapping[str, NDArray[Any]]])
     def stacked(part: str) -> dict[str, NDArray[Any]]:
         return {method: np.stack([one[f"{method}/{part}"] for one in kept]) for method in METHODS}
 
-    oracle = np.array([float(one["oracle"]) for one in kept])
-    return Study(name, headline, stacked("errors"), stacked("floats"), stacked("found"), oracle)
+    return Study(
+        name,
+        headline,
+        stacked("errors"),
+        stacked("floats"),
+        stacked("found"),
+        np.array([float(one["oracle"]) for one in kept]),
+        {one: np.stack([part[f"phase_1/{one}"] for part in kept]) for one in ("paper", "ours")},
+    )
 
 
 # The report ----------------------------------------------------------------------------------
@@ -302,57 +396,74 @@ def _summary(name: str, studies: Sequence[Study]) -> Iterator[Record]:
     def over(function: Callable[[Study], NDArray[Any]]) -> Matrix:
         return np.concatenate([function(study) for study in studies])
 
-    at = {"setting": name}
-    rounds = over(lambda study: study.rounds(study.headline))
-    yield Record("good", over(lambda study: study.good(study.headline)), "ours", at)
-    yield Record("ratio", over(lambda study: study.ratio(study.headline)), "ours", at)
-    yield Record("rounds", rounds, "ours", at, "rounds")
-    yield Record("good", over(lambda study: study.good("k unknown")), "k_unknown", at)
-    close = over(lambda study: study.ratio("the paper's variant") <= CLOSE)
-    yield Record("good", close, "paper", at)
+    at, headline = {"setting": name}, studies[0].headline
+    yield Record("good", over(lambda study: study.good(headline)), "ours", at)
+    yield Record("ratio", over(lambda study: study.ratio(headline)), "ours", at)
+    yield Record("rounds", over(lambda study: study.rounds(headline)), "ours", at, "rounds")
+    yield Record("good", over(lambda study: study.good("k_unknown")), "k_unknown", at)
+    yield Record("good", over(lambda study: study.good("ifca_same")), "ifca_same", at)
+    yield Record("rounds_start", over(lambda s: s.rounds("ifca_same")), "ifca_same", at, "rounds")
+    yield Record("good", over(lambda study: study.ratio("paper") <= CLOSE), "paper", at)
+    own = over(lambda study: study.errors["paper"][:, -1] <= CLOSE * study.own_oracle("paper"))
+    yield Record("good", own, "paper_own", at)
     yield Record("error", over(lambda study: study.oracle), "oracle", at)
-    ours = studies[0].headline
-    methods = {"ours": ours, "ifca": "IFCA", "oneshot": "one-shot", "fedavg": "FedAvg"}
-    for key, method in methods.items():
-        final = np.concatenate([study.errors[method][:, -1] for study in studies])
-        yield Record("error", final, key, at)
+    for key, method in {"ours": headline, **{m: m for m in METHODS if m != "ours"}}.items():
+        final = over(partial(_final, method=method))
+        if not np.isnan(final).any():
+            yield Record("error", final, key, at)
+
+
+def _final(study: Study, *, method: str) -> Matrix:
+    errors: Matrix = study.errors[method][:, -1]
+    return errors
 
 
 def _records(study: Study) -> Iterator[Record]:
-    """Yield what every method comes to in a setting, for its table."""
-    for method in METHODS:
-        at = {"table": study.name}
-        ratio, rounds = study.ratio(method), study.rounds(method)
-        if not np.isnan(ratio).any():
-            yield Record("over_oracle", ratio, method, at)
-        close, median = np.isfinite(rounds), np.median(rounds)
-        yield Record("close", f"{close.sum()} of {len(close)}", method, at)
-        yield Record("models", study.found[method] == K, method, at)
-        if np.isfinite(median):
-            yield Record("until", float(median), method, at, "rounds")
-            costs = study.floats[method][:, int(np.ceil(median)) - 1].mean(axis=0)
-            for way, cost in zip(("up", "down"), costs, strict=True):
-                yield Record(way, float(cost), method, at)
+    """Yield what every method comes to in a setting, for its two tables."""
+    for kind, methods in {"ours": OURS, "paper": (*PAPERS, "s_1", "s_10", "fedprox")}.items():
+        for method in methods:
+            at = {"table": study.name, "phase_2": kind}
+            ratio, own = study.ratio(method), study.own_oracle(method)
+            rounds = _rounds(study.errors[method], own)
+            if not np.isnan(ratio).any():
+                yield Record("over_oracle", ratio, method, at)
+            for mark, marks in {"close": study.oracle, "close_own": own}.items():
+                close = study.errors[method][:, -1] <= CLOSE * marks
+                yield Record(mark, f"{close.sum()} of {len(close)}", method, at)
+            yield Record("models", study.found[method] == K, method, at)
+            median = np.median(rounds)
+            if np.isfinite(median):
+                yield Record("until", float(median), method, at, "rounds")
+                costs = study.floats[method][:, int(np.ceil(median)) - 1].mean(axis=0)
+                for way, cost in zip(("up", "down"), costs, strict=True):
+                    yield Record(way, float(cost), method, at)
 
 
 def _figure(study: Study) -> Any:
-    from perdl_experiments import regression_plots  # an extra: clients must not need it
+    from perdl_experiments import regression_plots as plots  # an extra: clients must not need it
 
-    left = {name: study.errors[name] for name in LEFT}
-    right = {"two phases": study.errors[study.headline]} | {
-        name: study.errors[name] for name in RIGHT
-    }
-    return regression_plots.panels(
-        {"two phases": left, "against the others": right},
-        level=("oracle", float(np.median(study.oracle))),
-        x="communication round",
-        y="largest error of a model",
+    names, level = words("mixed_regression", "curve"), float(np.median(study.oracle))
+
+    def panel(title: str, methods: Sequence[str]) -> plots.Curves:
+        curves = {names[method]: study.errors[method] for method in methods}
+        return plots.Curves(title, "communication round", curves, ("least squares", level))
+
+    phase_1 = {names[f"phase_1_{one}"]: errors for one, errors in study.phase_1.items()}
+    return plots.panels(
+        [
+            plots.Curves("Phase 1", "iteration of Phase 1", phase_1),
+            panel("the paper's Phase 2, eta fixed, from this library's Phase 1", LEFT),
+            panel(
+                "the paper's Phase 2 from several starts",
+                ("paper", "fedavg", "ifca", "oneshot", "truth"),
+            ),
+            panel(
+                "this library's Phase 2 from the same starts",
+                ("ours", "fedavg_same", "ifca_same", "oneshot_same", "truth_same"),
+            ),
+        ],
+        y="error of the models",
     )
-
-
-def _key(method: str) -> str:
-    kept = "".join(letter if letter.isalnum() else " " for letter in method.lower())
-    return "_".join(kept.split())
 
 
 def _median(errors: Matrix) -> list[float]:

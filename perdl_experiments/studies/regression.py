@@ -1,14 +1,19 @@
-"""Cluster your clients' regressions: the user's data, or scikit-learn's diabetes patients.
+"""Cluster your clients' regressions: the user's data, or patients that come with scikit-learn.
 
 One exchange (`flwr_perdl.regression.choose_mixture`): every client sends the second moments of its
 training part, by fold; the server chooses the number of models and fits them. The held-out quarter
-of every client's points is only measured on. Compared with one pooled model, with a ridge
-regression per client, and with the two phases of FedMD and FedX given as many models.
+of every client's points is only measured on. Compared with the two phases of FedMD and FedX, given
+as many models; with one model for all: least squares, ridge, and ridge with an intercept per
+client; and with a ridge regression per client. All methods have the same splits, so differences are
+paired; their intervals count that splits overlap (Nadeau and Bengio, "Inference for the
+generalization error", Machine Learning 2003).
+
+The bundled data are real, their clients are made: each has patients of one kind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from flwr.app import Context
 from numpy.typing import NDArray
+from scipy import stats
 
 from flwr_perdl.checks import Matrix, check_array
 from flwr_perdl.clients.regression import RegressionClient
@@ -44,15 +50,23 @@ FOLDS = 5
 CANDIDATES = (1, 2, 3, 4, 5, 6)
 #: Ridge penalties of the per-client models, chosen by leave-one-out (points, standard deviations).
 PENALTIES = tuple(10.0**power for power in np.arange(-2, 4.5, 0.5))
-METHODS = ("clustered", "pooled", "local", "fedx")
-#: Blocks of patients per sex in the bundled data.
+METHODS = ("clustered", "fedx", "pooled", "ridge", "intercepts", "local")
+#: Methods whose residuals are drawn.
+_DRAWN = ("clustered", "pooled", "local")
+#: Diabetes: blocks of patients per sex.
 _BLOCKS = 10
+#: Tumors: patients of a client, what is predicted, and from what.
+_PATIENTS = 12
+_RESPONSE, _FEATURES = "mean concavity", ("mean radius", "mean texture", "mean smoothness")
+#: Probability that an interval covers the mean difference.
+_COVERAGE = 0.95
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Common):
     """The options of regression.toml."""
 
+    bundled: str
     k: int | Auto
     splits: int
 
@@ -81,7 +95,7 @@ class Split(NamedTuple):
 
 def client(context: Context, config: Config) -> RegressionClient:
     """Return the client of partition ``context.node_config["partition-id"]``."""
-    i, table = int(context.node_config[PARTITION_ID]), _load(config.data)
+    i, table = int(context.node_config[PARTITION_ID]), _load(config.data, config.bundled)
     split = _split(table, config.seed)
     features, responses, _ = _standard(table, split)
     X, y = features[i], responses[i]
@@ -97,7 +111,7 @@ def strategy(config: Config, **options: Any) -> FedX:
 
 def federations(config: Config) -> list[Config]:
     """Return nothing: the one exchange is computed here, batched."""
-    clients, there = config.clients, len(_load(config.data).X)
+    clients, there = config.clients, len(_load(config.data, config.bundled).X)
     if clients not in (0, there):
         raise ValueError(f"clients must be {there}, as in the data, got {clients}.")
     return []
@@ -105,7 +119,7 @@ def federations(config: Config) -> list[Config]:
 
 def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
     """Fit all methods on every split, measure what was held out, and fit once more to all."""
-    table, seed, k = _load(config.data), config.seed, config.n_models
+    table, seed, k = _load(config.data, config.bundled), config.seed, config.n_models
     parts: dict[str, Part] = {
         f"split-{i}": partial(_one_split, table, seed + i, k, config.rounds)
         for i in range(config.splits)
@@ -120,6 +134,7 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
     return Outcome(
         records=[
             *(Record("ev", values, name) for name, values in explained.items()),
+            *_gains(explained),
             Record("k", chosen),
             *(
                 Record("cv_error", float(error), parameters={"candidate": int(candidate)})
@@ -148,6 +163,9 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
             "least": min(sizes),
             "most": max(sizes),
             "models": chosen,
+            "source": _SAYS[config.bundled],
+            "coverage": f"{_COVERAGE:.0%}",
+            "held_out": f"{HELD_OUT:.0%}",
             "how": "The smallest number is chosen whose error is within one standard error and one "
             "thousandth of the minimum."
             if k is None
@@ -165,6 +183,8 @@ def _one_split(table: Data, seed: int, k: int | None, rounds: int) -> Arrays:
     thetas = {
         "clustered": fitted["weights"] @ fitted["models"],
         "pooled": np.tile(_pooled(X, y, split), (len(X), 1)),
+        "ridge": _pooled_ridge(X, y, split, intercepts=False),
+        "intercepts": _pooled_ridge(X, y, split, intercepts=True),
         "local": _ridges(X, y, split),
         "fedx": _two_phases(X, y, split, len(fitted["models"]), rounds, seed),
     }
@@ -206,6 +226,28 @@ def _pooled(X: Sequence[Matrix], y: Sequence[Matrix], split: Split) -> Matrix:
     return np.asarray(np.linalg.lstsq(rows, values, rcond=None)[0])
 
 
+def _pooled_ridge(
+    X: Sequence[Matrix], y: Sequence[Matrix], split: Split, *, intercepts: bool
+) -> Matrix:
+    """Return one ridge regression of all clients, as each client's model.
+
+    With ``intercepts`` every client adds its own, which the same penalty shrinks to the common one.
+    The penalty is chosen by leave-one-out.
+    """
+    from sklearn.linear_model import RidgeCV  # an extra: clients must not need it
+
+    rows = np.vstack([A[train, :-1] for A, train in zip(X, split.train, strict=True)])
+    values = np.concatenate([b[train] for b, train in zip(y, split.train, strict=True)])
+    who = np.repeat(np.arange(len(X)), [len(train) for train in split.train])
+    own = np.eye(len(X))[who] if intercepts else np.empty((len(who), 0))
+    ridge = RidgeCV(PENALTIES).fit(np.hstack([rows, own]), values)
+    d = rows.shape[1]
+    models = np.tile(np.append(ridge.coef_[:d], ridge.intercept_), (len(X), 1))
+    if intercepts:
+        models[:, -1] += ridge.coef_[d:]
+    return models
+
+
 def _ridges(X: Sequence[Matrix], y: Sequence[Matrix], split: Split) -> Matrix:
     """Return each client's own ridge regression, its penalty chosen by leave-one-out."""
     from sklearn.linear_model import RidgeCV  # an extra: clients must not need it
@@ -242,31 +284,23 @@ def _two_phases(
 
 
 @cached_by_file(maxsize=2)
-def _load(path: str) -> Data:
+def _load(path: str, bundled: str) -> Data:
     """Return the clients' data.
 
     Parameters
     ----------
     path : str
         An ``.npz`` file with ``X`` (n, n_features), ``y`` (n,) and ``client`` (n,), integers or
-        text; ``""`` for scikit-learn's diabetes patients: those of one sex, sorted by age, are ten
-        clients of like size.
+        text; ``""`` for bundled data.
+    bundled : {"tumors", "diabetes"}
+        Which: a client of `_tumors` has patients of one diagnosis, one of `_diabetes` patients of
+        one sex and about the same age.
     """
-    features = []
+    features: list[str] = []
     if path:
         X, y, client = read_arrays(path, "X", "y", "client")
     else:
-        from sklearn.datasets import load_diabetes  # an extra: not needed to import this module
-
-        bunch = load_diabetes(scaled=False)
-        X, y, features = bunch.data, bunch.target, list(bunch.feature_names)
-        age, sex = (X[:, features.index(name)] for name in ("age", "sex"))
-        client = np.empty(len(X), dtype=int)
-        for number, value in enumerate(np.unique(sex)):
-            of_sex = np.flatnonzero(sex == value)
-            by_age = of_sex[np.argsort(age[of_sex], kind="stable")]
-            for block, rows in enumerate(np.array_split(by_age, _BLOCKS)):
-                client[rows] = number * _BLOCKS + block
+        X, y, client, features = (_tumors if bundled == "tumors" else _diabetes)()
     if X.ndim != 2 or not len(X) or X.dtype.kind not in "fiub":
         raise ValueError(
             f"X in {path} must be numbers of shape (n, n_features), got {X.dtype} {X.shape}."
@@ -291,6 +325,45 @@ def _load(path: str) -> Data:
         [str(name) for name in names],
         [*(features or [f"x{i}" for i in range(X.shape[1])])],
     )
+
+
+def _tumors() -> tuple[Matrix, Matrix, NDArray[Any], list[str]]:
+    """Return scikit-learn's breast tumors; clients of about twelve patients with one diagnosis."""
+    from sklearn.datasets import load_breast_cancer  # an extra: not needed to import this module
+
+    bunch = load_breast_cancer()
+    names = [*bunch.feature_names]
+    client = np.empty(len(bunch.target), dtype="U16")
+    for kind, said in enumerate(bunch.target_names):
+        rows = np.flatnonzero(bunch.target == kind)  # in the file's order
+        for i, block in enumerate(np.array_split(rows, len(rows) // _PATIENTS)):
+            client[block] = f"{said} {i + 1:02}"
+    columns = [names.index(name) for name in _FEATURES]
+    return bunch.data[:, columns], bunch.data[:, names.index(_RESPONSE)], client, [*_FEATURES]
+
+
+def _diabetes() -> tuple[Matrix, Matrix, NDArray[Any], list[str]]:
+    """Return scikit-learn's diabetes patients; those of one sex, by age, are ten clients."""
+    from sklearn.datasets import load_diabetes  # an extra: not needed to import this module
+
+    bunch = load_diabetes(scaled=False)
+    X, features = bunch.data, [*bunch.feature_names]
+    age, sex = (X[:, features.index(name)] for name in ("age", "sex"))
+    client = np.empty(len(X), dtype=int)
+    for number, value in enumerate(np.unique(sex)):
+        of_sex = np.flatnonzero(sex == value)
+        by_age = of_sex[np.argsort(age[of_sex], kind="stable")]
+        for block, rows in enumerate(np.array_split(by_age, _BLOCKS)):
+            client[rows] = number * _BLOCKS + block
+    return X, bunch.target, client, features
+
+
+#: What a reader is told of the bundled data.
+_SAYS = {
+    "tumors": f"scikit-learn's breast tumors: {_RESPONSE} from {', '.join(_FEATURES)}; each client "
+    "has patients of one diagnosis, which no method is told.",
+    "diabetes": "scikit-learn's diabetes patients; of each sex ten clients, sorted by age.",
+}
 
 
 def _split(table: Data, seed: int) -> Split:
@@ -326,6 +399,31 @@ def _standard(table: Data, split: Split) -> tuple[list[Matrix], list[Matrix], fl
 # The report ----------------------------------------------------------------------------------
 
 
+def _gains(explained: Mapping[str, Sequence[float]]) -> Iterator[Record]:
+    """Yield by how much the clustered models are ahead of each method, with an interval."""
+    ours = np.array(explained["clustered"])
+    for method in METHODS[1:]:
+        difference = ours - explained[method]
+        mean, half = float(difference.mean().round(12)) + 0.0, _half_width(difference)  # no -0
+        yield Record("gain", mean, method)
+        if np.isfinite(half):
+            yield Record("gain_low", mean - half, method)
+            yield Record("gain_high", mean + half, method)
+
+
+def _half_width(differences: Matrix) -> float:
+    """Return half the width of an interval of the mean over splits; infinite for one split.
+
+    Test parts of random splits overlap, so the variance of the mean is that of the differences
+    times ``1 / n + test / train`` (Nadeau and Bengio), not ``1 / n``.
+    """
+    n = len(differences)
+    if n < 2:
+        return float("inf")
+    variance = float(differences.var(ddof=1)) * (1 / n + HELD_OUT / (1 - HELD_OUT))
+    return float(stats.t.ppf((1 + _COVERAGE) / 2, n - 1)) * float(np.sqrt(variance))
+
+
 def _members(table: Data, final: Mapping[str, NDArray[Any]]) -> Table:
     labels = final["weights"].argmax(axis=1)
     rows = []
@@ -357,7 +455,7 @@ def _figures(
         "clients": [float(len(mine)) for mine in members],
         "points": [float(sum(len(table.y[i]) for i in mine)) for mine in members],
     }
-    residuals = {name: split[f"residuals_{name}"] for name in METHODS[:3]}
+    residuals = {name: split[f"residuals_{name}"] for name in _DRAWN}
     names = [str(j + 1) for j in range(len(models))]
     return {
         "coefficients": plots.dots(coefficients, [*table.features, "intercept"], x="coefficient"),

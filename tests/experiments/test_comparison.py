@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,26 @@ def test_only_perma_finds_shared_and_own_atoms_and_carries_the_weak(small: Any) 
     assert metrics["error_shared_weak_perma"] < 1e-2 < metrics["error_shared_weak_local"]
     for method in ("averaging", "naive", "perpca", "pooled"):
         assert metrics[f"error_{method}"] > 0.1
+        assert metrics[f"error_own_{method}"] > 0.1
+    for of in ("shared", "own"):  # with enough samples nobody needs the others
+        assert metrics[f"error_{of}_local"] < 1e-6
+
+
+def test_the_weak_client_has_samples_in_proportion_to_the_dimension() -> None:
+    config = configure(find("comparison"), options=SMALL)
+    for dimension, few in ((6, 12), (12, 24)):
+        samples = replace(config, dimension=dimension, weak=1, clients=3).planted.samples
+        assert [len(X) for X in samples] == [200, 200, few]
+
+
+def test_errors_on_all_atoms_are_the_greater_of_shared_and_own() -> None:
+    """d_{1,2} is the greatest distance of any planted atom."""
+    planted = configure(find("comparison"), options=SMALL).planted
+    D = np.vstack([planted.global_atoms, planted.local_atoms[1]])
+    full, shared, own = comparison._distances(planted, 0, D)
+    assert shared == pytest.approx(0, abs=1e-7)
+    assert full == pytest.approx(own)
+    assert own > 0.1
 
 
 def test_averaging_is_given_a_fair_chance(small: Any) -> None:
@@ -72,7 +93,7 @@ def test_a_rival_that_fails_costs_its_row_and_not_the_run(monkeypatch: pytest.Mo
     results = run_experiment("comparison", clients=3, rounds=2, options=SMALL)
     rows = {row[0]: row[1:] for row in results["tables"][0]["rows"]}
     for title in ("naive average", "pooled data"):
-        assert rows[title] == ["failed", *["-"] * 5]
+        assert rows[title] == ["failed", *["-"] * 7]
         assert f"{title} failed: too few replies." in results["notes"]
     assert rows["PerPCA"][-1].startswith("step")
     assert not any("naive" in n or "pooled" in n for n in [*results["metrics"], *results["curves"]])

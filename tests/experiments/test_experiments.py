@@ -19,6 +19,7 @@ from perdl_experiments.studies import (
     biclustering,
     configure,
     find,
+    global_atoms,
     images,
     synthetic,
 )
@@ -71,8 +72,9 @@ OPTIONS = {
     "rotated-digits": {"data", "seeds", "hidden", "step", "starts"},
     "separation": {"seeds", "dimension", "separations", "noises", "points"},
     "mixed-regression": {"setting", "seeds", "k", "variant"},
-    "regression": {"data", "k", "splits"},
-    "inference": {"seeds", "agents", "dimension", "connectivity", "loss", "informed", "impulses"},
+    "regression": {"data", "bundled", "k", "splits"},
+    "inference": {"seeds", "agents", "dimension", "connectivity", "loss", "informed", "impulses"}
+    | {"density", "step"},
     "novel-documents": {"data", "score", "connectivity", "terms", "block"},
     "biclustering": {"data", "seeds", "atoms", "k", "thresholds", "noise", "informative"},
     "denoise": {"data", "sigma", "atoms", "delta", "connectivity", "size", "images"},
@@ -241,10 +243,18 @@ def test_synthetic_strong_clients_carry_weak_ones(options):
 def test_global_atoms_are_counted_none_and_all_included():
     results = run_experiment("global-atoms", options={"seeds": 2, "n_global": "0,4,10"})
     metrics = results["metrics"]
-    assert metrics == {"correct_0": 1, "correct_4": 1, "correct_10": 1}
-    lengths = results["curves"]["path_lengths_4"]
-    assert len(lengths) == 10
-    assert lengths[4] > 100 * lengths[3]
+    rules = ("", "paths_", "consensus_")  # the largest jump cannot say none or all
+    right = {f"correct_{rule}4": 1 for rule in rules} | {"correct_0": 1, "correct_10": 1}
+    assert metrics == right | {f"correct_{r}{g}": 0 for r in rules[1:] for g in (0, 10)}
+    for name in ("path_lengths_4", "consensus_lengths_4"):
+        lengths = results["curves"][name]
+        assert len(lengths) == 10
+        assert lengths[4] > 100 * lengths[3]
+
+
+def test_the_largest_jump_of_lengths_by_hand():
+    assert global_atoms._jump(np.array([0.1, 0.2, 1.0, 1.1])) == 2
+    assert global_atoms._jump(np.array([0.0, 3.0, 3.5, 3.6])) == 1
 
 
 class Killed(BaseException):

@@ -29,6 +29,32 @@ def test_the_stable_names_and_the_order_of_the_methods(loss: str) -> None:
     assert found.outcome.figures["inference"].axes
 
 
+def test_the_papers_figure_of_a_fully_connected_network() -> None:
+    """The slowest error shrinks by 1 - mu eta / N per round: 40 dB after at most 458 rounds."""
+    options = {"dimension": 300, "density": 0.1, "connectivity": 1.0, "loss": "huber", "step": 0.5}
+    found = outcome(500, **options)
+    latest = np.ceil(np.log(100) / -np.log(1 - 0.5 * 0.2 / 10))
+    assert 0.9 * latest < found.metrics["rounds_to_40db_atc"] <= latest
+    assert found.curves["snr_atc_nu"][99] < 40 < found.curves["snr_atc_y"][99]
+    assert found.metrics["rounds_to_40db_admm"] < 100
+
+
+def test_costs_until_40_db_and_none_where_they_are_not_reached() -> None:
+    found = outcome(100)
+    rounds, links = found.metrics["rounds_to_40db_admm"], found.outcome.floats_up / (100 * 30)
+    assert found.metrics["floats_to_40db_admm"] == pytest.approx(rounds * 30 * links)
+    assert found.metrics["milliseconds_to_40db_admm"] > 0
+    assert not {"floats_to_40db_atc", "milliseconds_to_40db_atc"} & set(found.metrics)
+
+
+def test_sparse_atoms_have_as_many_entries_as_are_asked_for() -> None:
+    rng = np.random.default_rng(0)
+    case = inference.draw("huber", 20, 500, 1.0, rng, 0.0, 0.1)
+    assert np.count_nonzero(case.atoms) == pytest.approx(1000, rel=0.15)
+    np.testing.assert_allclose(np.linalg.norm(case.atoms, axis=2), 1)
+    np.testing.assert_allclose(np.linalg.norm(case.X), 1)
+
+
 def test_one_informed_agent_is_enough() -> None:
     alone, together = outcome(informed=1), outcome()
     for found in (alone, together):
@@ -60,6 +86,8 @@ def test_when_40_db_are_reached() -> None:
         ({"agents": 1}, r"^agents must be at least 2, got 1\.$"),
         ({"informed": 11}, r"^informed must be between 0 and 10, got 11\.$"),
         ({"connectivity": 0.0}, r"^connectivity must be in \(0, 1\], got 0\.$"),
+        ({"density": 0.0}, r"^density must be in \(0, 1\], got 0\.$"),
+        ({"step": -1.0}, r"^step must be in \[0, 100\], got -1\.$"),
         ({"clients": 4}, r"^clients must be given as agents, got 4\.$"),
     ],
 )

@@ -28,9 +28,9 @@ def run(experiment: Any, keep: Any = compute_all, **options: Any) -> Ran:
 
 
 def study(errors: Any, oracle: Any, found: Any) -> mixed_regression.Study:
-    name = "s = 1"
+    name = "ours"
     return mixed_regression.Study(
-        "C1", name, {name: np.array(errors)}, {}, {name: np.array(found)}, np.array(oracle)
+        "C1", name, {name: np.array(errors)}, {}, {name: np.array(found)}, np.array(oracle), {}
     )
 
 
@@ -38,11 +38,11 @@ def test_a_run_counts_from_the_round_on_in_which_it_stays_close() -> None:
     near, far, nan = 1.04, 2.0, np.nan
     errors = [[nan, near, far, near], [nan, near, near, near], [near] * 4, [near, near, near, far]]
     found = study(errors, [1.0] * 4, [3, 3, 4, 3])
-    np.testing.assert_array_equal(found.rounds("s = 1"), [4, 2, 1, np.inf])
-    np.testing.assert_array_equal(found.ratio("s = 1"), [near, near, near, far])
-    np.testing.assert_array_equal(found.good("s = 1"), [True, True, False, False])
+    np.testing.assert_array_equal(found.rounds("ours"), [4, 2, 1, np.inf])
+    np.testing.assert_array_equal(found.ratio("ours"), [near, near, near, far])
+    np.testing.assert_array_equal(found.good("ours"), [True, True, False, False])
     slow = study([[far] * 100 + [near]], [1.0], [3])
-    assert not slow.good("s = 1")[0]
+    assert not slow.good("ours")[0]
 
 
 def test_the_oracle_is_least_squares_with_the_true_labels() -> None:
@@ -77,11 +77,11 @@ def test_one_federation_runs_through_flower_and_is_the_batched_path() -> None:
     errors, models = mixed_regression._federated(
         replace(one, clients=200), partial(federate, mixed_regression)
     )
-    np.testing.assert_allclose(errors, batched["s = 1/errors"], atol=1e-10)
+    np.testing.assert_allclose(errors, batched["ours/errors"], atol=1e-10)
     assert np.isfinite(errors[3:]).all()
-    assert len(models) == batched["s = 1/found"] == 3
+    assert len(models) == batched["ours/found"] == 3
     sent = (federated.floats_up, federated.floats_down)
-    np.testing.assert_allclose(batched["s = 1/floats"][-1], sent)
+    np.testing.assert_allclose(batched["ours/floats"][-1], sent)
 
 
 def test_the_papers_variant_sends_what_the_batched_path_counts() -> None:
@@ -91,11 +91,7 @@ def test_the_papers_variant_sends_what_the_batched_path_counts() -> None:
     federated = federate(mixed_regression, one)
     batched = mixed_regression._one_seed("C1", 0, one)
     sent = (federated.floats_up, federated.floats_down)
-    np.testing.assert_allclose(batched["the paper's variant/floats"][-1], sent)
-    headline = mixed_regression.HEADLINES["paper"]
-    np.testing.assert_array_equal(
-        batched[f"{headline}/errors"], batched["the paper's variant/errors"]
-    )
+    np.testing.assert_allclose(batched["paper/floats"][-1], sent)
 
 
 def test_a_study_has_the_stable_figures_and_both_panels() -> None:
@@ -117,10 +113,11 @@ def test_a_study_has_the_stable_figures_and_both_panels() -> None:
     assert metrics["error_ours"] < metrics["error_fedavg"]
     assert all(isinstance(value, float) for value in metrics.values())
     assert outcome.figures == ["fig1-C1.png"]
-    assert len(outcome.outcome.figures["fig1-C1"].axes) == 2
-    (table,) = outcome.tables
-    assert len(table.rows) == len(mixed_regression.METHODS)
-    assert {len(row) for row in table.rows} == {len(table.columns)}
+    assert len(outcome.outcome.figures["fig1-C1"].axes) == 4
+    ours, papers = outcome.tables
+    assert len(ours.rows) + len(papers.rows) == len(mixed_regression.METHODS)
+    for table in outcome.tables:
+        assert {len(row) for row in table.rows} == {len(table.columns)}
     assert outcome.outcome.floats_up < outcome.outcome.floats_down
 
     def refuse() -> Any:
@@ -140,7 +137,7 @@ def test_several_settings_have_figures_each() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"setting": "C4"}, "setting must be one of 'C1', 'C2', 'C3', got 'C4'"),
+        ({"setting": "C4"}, "setting must be one of 'C1', 'C2', 'C3', 'few', got 'C4'"),
         ({"k": "few"}, "k must be 'auto' or an integer of at least 1, got 'few'"),
         ({"k": "0"}, "k must be 'auto' or an integer of at least 1, got '0'"),
         ({"variant": "new"}, "variant must be one of 'default', 'paper', got 'new'"),
@@ -212,20 +209,51 @@ def test_few_points_of_clear_clusters_are_not_shrunk(tmp_path: Path) -> None:
         assert metrics.metrics["ev_clustered"] > 0.99
 
 
-def test_the_bundled_patients_and_their_pictures() -> None:
-    outcome = run(regression, splits=1)
+def test_the_clusters_of_the_bundled_tumors_are_the_diagnoses() -> None:
+    outcome = run(regression, splits=2)
     assert {"ev_clustered", "ev_pooled", "ev_local", "k"} <= set(outcome.metrics)
-    assert outcome.metrics["ev_clustered"] > outcome.metrics["ev_local"]
+    assert outcome.metrics["ev_clustered"] > outcome.metrics["ev_pooled"]
     assert outcome.figures == ["coefficients.png", "sizes.png", "residuals.png"]
     scores, _, members = outcome.tables
-    assert [len(row) for row in scores.rows] == [4] * 4
+    assert len(scores.rows) == len(regression.METHODS)
+    assert {len(row) for row in scores.rows} == {len(scores.columns)}
+    kinds = [{name.split()[0] for name in row[3].split(", ")} for row in members.rows]
+    assert sorted(map(sorted, kinds)) == [["benign"], ["malignant"]]
+    assert "breast tumors" in outcome.notes[0]
+
+
+def test_the_bundled_diabetes_patients_have_one_model() -> None:
+    outcome = run(regression, splits=1, bundled="diabetes", rounds=10)
+    assert outcome.metrics["k"] == 1
+    members = outcome.tables[-1]
     who = [name for row in members.rows for name in row[3].split(", ") if name]
     assert sorted(map(int, who)) == list(range(20))
     assert "diabetes" in outcome.notes[0]
+    assert "gain_over_pooled" in outcome.metrics
+    assert "gain_low_over_pooled" not in outcome.metrics  # one split tells no spread
+
+
+def test_an_interval_counts_that_splits_overlap() -> None:
+    differences = np.array([0.1, 0.3, 0.2, 0.4])
+    by_hand = 3.1824463 * np.sqrt(differences.var(ddof=1) * (1 / 4 + 1 / 3))
+    assert regression._half_width(differences) == pytest.approx(by_hand)
+
+
+def test_ridge_with_an_intercept_per_client_knows_the_clients() -> None:
+    rng = np.random.default_rng(0)
+    X = [np.column_stack([rng.standard_normal((40, 2)), np.ones(40)]) for _ in range(6)]
+    truth = np.column_stack([np.tile([1.0, -2.0], (6, 1)), [-5.0, -3.0, -1.0, 1.0, 3.0, 5.0]])
+    y = [A @ theta + 0.1 * rng.standard_normal(40) for A, theta in zip(X, truth, strict=True)]
+    split = regression.Split([np.arange(40)] * 6, [])
+    own = regression._pooled_ridge(X, y, split, intercepts=True)
+    np.testing.assert_allclose(own, truth, atol=0.1)
+    common = regression._pooled_ridge(X, y, split, intercepts=False)
+    assert len(np.unique(common, axis=0)) == 1
+    assert abs(common[0, -1]) < 1
 
 
 def test_the_bundled_clients_are_blocks_of_one_sex_by_age() -> None:
-    data = regression._load("")
+    data = regression._load("", "diabetes")
     age, sex = data.features.index("age"), data.features.index("sex")
     assert sum(map(len, data.y)) == 442
     for block in (data.X[:10], data.X[10:]):
@@ -236,7 +264,7 @@ def test_the_bundled_clients_are_blocks_of_one_sex_by_age() -> None:
 
 
 def test_pooled_is_least_squares_on_the_training_points() -> None:
-    data = regression._load("")
+    data = regression._load("", "diabetes")
     split = regression._split(data, 4)
     train = [(X[rows], y[rows]) for X, y, rows in zip(data.X, data.y, split.train, strict=True)]
     test = [(X[rows], y[rows]) for X, y, rows in zip(data.X, data.y, split.test, strict=True)]
@@ -305,6 +333,7 @@ def test_a_bad_file_gets_one_sentence(change: dict[str, Any], message: str, tmp_
     [
         ({"k": "0"}, "k must be 'auto' or an integer of at least 1, got '0'"),
         ({"splits": 0}, "splits must be at least 1, got 0"),
+        ({"bundled": "wine"}, "bundled must be one of 'tumors', 'diabetes', got 'wine'"),
         ({"data": "nowhere.npz"}, "data must be a file, got 'nowhere.npz'"),
     ],
 )
@@ -314,5 +343,5 @@ def test_bad_options_get_one_sentence(options: dict[str, Any], message: str) -> 
 
 
 def test_the_number_of_clients_is_the_datas() -> None:
-    with pytest.raises(ValueError, match="clients must be 20, as in the data, got 7"):
+    with pytest.raises(ValueError, match="clients must be 46, as in the data, got 7"):
         regression.federations(config_of("regression", clients=7))
