@@ -91,7 +91,7 @@ PAPERS = {
     "P3": "One dictionary from distributed data (P3: Chainais and Richard, iTWIST 2014)",
     "": "Not in the papers",
 }
-LARGE, WIDTH = 200_000, 960  # bytes of a picture; pixels to which a larger one is brought
+LARGE, WIDTH = 80_000, 960  # bytes of a picture; pixels to which a larger one is brought
 THUMBNAIL = 320, 200  # pixels at most
 MANY = 6  # comparisons in a cell at most
 _KEPT = 6  # significant digits

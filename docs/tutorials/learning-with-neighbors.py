@@ -98,7 +98,7 @@ for name, done in learned.items():
 #
 # `curves` has a row per round and a column per node.
 
-# %% Accuracy of the worst node by round: the exponential graph is ahead of the ring
+# %% Accuracy of the worst node by round: the exponential graph is ahead of the ring at first
 import matplotlib.pyplot as plt
 
 figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
