@@ -18,7 +18,8 @@ LINK = re.compile(r"\]\(((?:\.\./)+(\w+/[\w/.-]+\.(?:py|toml)))\)")
 
 def on_files(files: Files, *, config: Any) -> Files:
     """Add a copy of every file that a page links to."""
-    pages = [Path(page.abs_src_path) for page in files.documentation_pages()]
+    sources = (page.abs_src_path for page in files.documentation_pages())
+    pages = [Path(source) for source in sources if source]  # the reference has none
     named = {match[2] for page in pages for match in LINK.finditer(page.read_text())}
     for name in sorted(name for name in named if not (ROOT / "docs" / name).exists()):
         files.append(File.generated(config, f"source/{name}.txt", abs_src_path=str(ROOT / name)))

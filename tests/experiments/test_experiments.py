@@ -76,7 +76,17 @@ OPTIONS = {
     "inference": {"seeds", "agents", "dimension", "connectivity", "loss", "informed", "impulses"}
     | {"density", "step"},
     "novel-documents": {"data", "score", "connectivity", "terms", "block"},
-    "biclustering": {"data", "seeds", "atoms", "k", "thresholds", "noise", "informative"},
+    "biclustering": {
+        "data",
+        "seeds",
+        "atoms",
+        "k",
+        "thresholds",
+        "noise",
+        "informative",
+        "step",
+        "decay",
+    },
     "denoise": {"data", "sigma", "atoms", "delta", "connectivity", "size", "images"},
     "patches": {"seeds", "update", "replacement", "samples", "noise"},
     "unmixing": {"data", "tiles", "n_endmembers"},
