@@ -77,7 +77,7 @@ strategies = {k: ClusteredFedAvg(k, num_clients=N_CLIENTS, seed=1) for k in (1, 
 for k, strategy in strategies.items():
     grid = InProcessGrid(client_app(DigitsClient), N_CLIENTS)
     strategy.start(grid, start, num_rounds=8, verbose="quiet")
-    print(f"{k} model(s): accuracy {strategy.history[-1].aggregate['accuracy']:.2f}")
+    print(f"{k} model(s): accuracy {strategy.history[-1].aggregate['accuracy']:.1f}")
 
 # %% [markdown]
 # ## Who is where
