@@ -57,7 +57,7 @@ def picture(results: Mapping[str, Mapping[str, Any]]) -> Figure:
             fontsize=SMALL,
         )
     axes.set_yticks(rows, [fill(words, 34) for words in SHOWN.values()], fontsize=SMALL)
-    axes.set(xscale="log", xlim=(min(ratios) / 2, max(ratios) * 2), xlabel="ratio of times")
+    axes.set(xscale="log", xlim=(min(ratios) / 4, max(ratios) * 2), xlabel="ratio of times")
     axes.invert_yaxis()
     axes.axvline(1, color="black", lw=0.8)
     axes.tick_params(axis="y", length=0)
