@@ -273,6 +273,7 @@ def _alternate(sums: _Sums, starts: Matrix, softness: float, strengths: Matrix) 
     square = np.zeros((d + 1, d + 1), np.intp)
     square[rows, columns] = square[columns, rows] = np.arange(len(rows))
     tiny = np.finfo(float).tiny
+    rounding = np.finfo(float).eps ** 2 * packed.sum(axis=0)[square[d, d]] / points
     prior = strengths[:, None, None] * packed.sum(axis=0)[square][:d, :d] / points
     prior += 1e-9 * np.maximum(np.einsum("sdd->sd", prior), tiny)[..., None] * np.eye(d)
     group = np.repeat(np.arange(len(strengths)), n_starts)
@@ -284,7 +285,8 @@ def _alternate(sums: _Sums, starts: Matrix, softness: float, strengths: Matrix) 
         signed = np.concatenate([-centers, np.ones((*centers.shape[:2], 1))], axis=2)
         outer = (times * signed[..., rows] * signed[..., columns]).reshape(-1, len(rows))
         squares = np.maximum(outer @ packed.T, 0).reshape(-1, k, m)
-        variance = np.maximum((weights * squares).sum(axis=(1, 2)) / points, tiny)
+        variance = (weights * squares).sum(axis=(1, 2)) / points
+        variance = np.maximum(variance, max(rounding, tiny))  # 0 for data without noise
         shares = np.log(np.maximum(weights.mean(axis=2), tiny))[..., None]
         scores = shares - squares / (2 * softness * variance)[:, None, None]
         fits = logsumexp(scores, axis=1).sum(axis=1) - n.sum() / (2 * softness) * np.log(variance)

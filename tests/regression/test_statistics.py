@@ -53,6 +53,17 @@ def test_the_defaults_are_least_squares_of_clear_clusters() -> None:
     assert model_error(found.centers, oracle(data)) < 1e-6
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_data_without_noise_have_exact_models(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    slopes, statistics = [1.0, -2.0], []
+    for i in range(8):
+        X = rng.integers(-3, 4, (5, 1)).astype(float)
+        statistics.append(sufficient_statistics(X, X[:, 0] * slopes[i % 2]))
+    found = fit_mixture(np.concatenate(statistics), 2, rng=rng)
+    np.testing.assert_allclose(np.sort(found.centers[:, 0]), [-2, 1])
+
+
 def test_every_shrinkage_at_once_is_each_alone() -> None:
     sums = statistics._sums(by_client(planted())[:, 0])
     starts = np.random.default_rng(0).dirichlet(np.full(3, 0.3), size=(2, 60))
