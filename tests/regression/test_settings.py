@@ -31,5 +31,5 @@ def test_the_papers_settings(name: str, sizes: dict[int, int], shares: tuple[flo
 
 
 def test_an_unknown_setting_is_refused() -> None:
-    with pytest.raises(ValueError, match="name must be one of 'C1', 'C2', 'C3', got 'C4'"):
+    with pytest.raises(ValueError, match="name must be one of 'C1', 'C2', 'C3', 'few', got 'C4'"):
         setting("C4", np.random.default_rng(0))
