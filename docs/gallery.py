@@ -356,7 +356,7 @@ def _kept(value: float) -> float | None:
 
 
 def _shrink(source: Path, target: Path) -> None:
-    """Copy a picture; a large one no wider than a page and with 256 colours."""
+    """Copy a picture; a large one no wider than a page and with 256 colors."""
     if source.stat().st_size <= LARGE:
         target.write_bytes(source.read_bytes())
         return
