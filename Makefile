@@ -25,20 +25,25 @@ python := $(venv)/bin/python
 export FLWR_TELEMETRY_ENABLED = 0
 export OPENBLAS_NUM_THREADS = 1
 
-.PHONY: run test test-all test-kernels torch lint bench bench-check docs-figures gallery tutorials site fuzz clean
+.PHONY: run test test-all coverage test-kernels torch lint bench bench-check docs-figures gallery tutorials site fuzz clean
 .DEFAULT_GOAL := run
 
 run: .venv/.installed
 	.venv/bin/flwr-perdl run digits --out $(OUT) $(if $(findstring --resume,$(ARGS)),,--overwrite) $(ARGS)
 
-# All that computes in the tests' own process, and one run each on Ray and on a SuperLink (`tour`).
-WHICH = -m "tour or not (ray or deployment or environments)"
+# What computes in the tests' own process within a few seconds, and one run each on Ray and on a
+# SuperLink (`tour`).
+WHICH = -m "tour or not (ray or deployment or environments or slow)"
 # A worker per core, four at most; a file's tests stay together, since they share what they start.
 test: $(venv)/.installed
 	$(python) -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(WHICH) $(ARGS)
 
 test-all:
 	$(MAKE) test WHICH=
+
+# Tracing doubles the time of the tests: not in `.ci/run`.
+coverage:
+	$(MAKE) test-all ARGS="--cov --cov-report=term:skip-covered $(ARGS)"
 
 # The maths once more under OpenBLAS's other kernels that run here: rounding must decide nothing.
 KERNEL_TESTS := tests/test_robust.py tests/regression/test_anchors.py \
