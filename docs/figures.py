@@ -3,21 +3,23 @@
 ``python docs/figures.py PAGE…`` does some of the pages.
 
 A page names its source between markers, ``<!-- begin SOURCE -->`` and ``<!-- end -->``. A source is
-``runs/NAME``, the tables of the experiment NAME with its defaults; ``comparisons/NAME``, metrics of
-that experiment with several options, see ``COMPARISONS``; ``topologies``, see there; a file of an
-example; or a Markdown file: a picture of its name beside it becomes one of the guides'. All but
-these are made here.
+``runs/NAME``, the tables of the experiment NAME with its defaults; ``gallery/NAME``, those of the
+first run on the gallery's page NAME; ``comparisons/NAME``, metrics of that experiment with several
+options, see ``COMPARISONS``; ``topologies``, see there; a file of an example; or a Markdown file: a
+picture of its name beside it becomes one of the guides'. All but the gallery's and these are made
+here.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -121,7 +123,10 @@ def content(source: str) -> str:
     """Return what a page shows of ``source``."""
     kind, _, name = source.partition("/")
     if kind == "runs":
-        return "\n".join(tables(name))
+        return tables(name)
+    if kind == "gallery":
+        stored = json.loads((ROOT / "docs" / "gallery" / "results.json").read_text())[name]
+        return shown(next(iter(stored.values()))["tables"])
     if kind == "comparisons":
         settings, metrics, experiment = COMPARISONS[name]
         rows = []
@@ -186,16 +191,21 @@ def topologies(n_nodes: int = 64, accuracy: float = 1e-3) -> str:
     )
 
 
-def tables(name: str) -> list[str]:
+def tables(name: str) -> str:
     """Run an experiment with its defaults and return its tables; keep its picture."""
     out = ROOT / "runs" / "figures" / name
     found = run_experiment(name, out=out, overwrite=True)["tables"]
     if name in PICTURES:
         shutil.copy(out / PICTURES[name], ROOT / "docs" / "images" / f"{name}.png")
-    return [
+    return shown(found)
+
+
+def shown(found: Sequence[Mapping[str, Any]]) -> str:
+    """Return an experiment's tables as Markdown."""
+    return "\n".join(
         f"**{table['title']}**\n\n{markdown(table['columns'], table['rows'])}\n{table['caption']}\n"
         for table in found
-    ]
+    )
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

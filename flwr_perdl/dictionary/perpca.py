@@ -35,7 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_perdl._arrays import transposed
-from flwr_perdl._checks import Matrix, check_array, check_count, check_real
+from flwr_perdl._checks import Matrix, check_array, check_choice, check_count, check_real
 from flwr_perdl.dictionary.aggregation import aggregate_atoms
 from flwr_perdl.dictionary.atoms import principal_directions
 from flwr_perdl.dictionary.coding import remainder
@@ -44,6 +44,8 @@ from flwr_perdl.dictionary.polar import polar_factors
 
 #: First step, as a multiple of 1 / ||X_i W'||_2^2; halved whenever the clients' loss has risen.
 STEP = 1.0
+#: How the clients' shared components can be combined: as atoms, without weights.
+AGGREGATIONS = ("mean", "median", "geometric-median", "trimmed")
 
 
 class PCAStep(NamedTuple):
@@ -184,6 +186,7 @@ def personalized_pca(
     *,
     n_rounds: int = 20,
     step: float = STEP,
+    aggregation: str = "mean",
 ) -> PersonalizedPCA:
     """Run personalized PCA with all clients' samples in one place.
 
@@ -201,6 +204,11 @@ def personalized_pca(
     step : float, default 1.0
         The first step, as a multiple of ``1 / ||X_i W'||_2^2`` with all components ``W`` of a
         client; halved whenever the loss has risen.
+    aggregation : {"mean", "median", "geometric-median", "trimmed"}, default "mean"
+        How the server combines the clients' shared components (:func:`aggregate_atoms`). "mean":
+        the authors', and the only one of `flwr_perdl.strategies.PerPCA`. The others compare
+        component by component: all clients have stepped from the same ones. What these find depends
+        on the basis of the shared subspace; what the mean finds does not.
 
     Returns
     -------
@@ -226,6 +234,7 @@ def personalized_pca(
     check_count("n_local", n_local, 0, d - n_global)
     check_count("n_rounds", n_rounds)
     check_real("step", step, 0)
+    check_choice("aggregation", aggregation, AGGREGATIONS)
     U = shared_start([principal_directions(X, n_global + n_local) for X in samples], n_global)
     roots, total = [_root(X) for X in samples], np.concatenate([_squares(X) for X in samples])
     alike = [np.flatnonzero([len(R) == n for R in roots]) for n in sorted({*map(len, roots)})]
@@ -237,7 +246,7 @@ def personalized_pca(
         for same, R in zip(alike, stacks, strict=True):
             _, _, lost[same], _, W = _steps(R, U, own[same], step, total[same])
             shared[same], own[same] = W[:, :n_global], W[:, n_global:]
-        U = aggregate_atoms(shared, U, orthogonal=True).global_atoms
+        U = aggregate_atoms(shared, U, method=aggregation, orthogonal=True).global_atoms
         losses.append(sum(lost.tolist()))
         step = next_step(step, losses)
     return PersonalizedPCA(U, [*_apart(own, U, n_local)[:, n_global:]], losses)

@@ -3,9 +3,9 @@
 One exchange (`flwr_perdl.regression.choose_mixture`): every client sends the second moments of its
 training part, by fold; the server chooses the number of models and fits them. The held-out quarter
 of every client's points is only measured on. Compared with the two phases of FedMD and FedX, given
-as many models; with one model for all: least squares, ridge, and ridge with an intercept per
-client; and with a ridge regression per client. All methods have the same splits, so differences are
-paired; their intervals count that splits overlap (Nadeau and Bengio, "Inference for the
+as many models; with one model for all: FedAvg, least squares, ridge, and ridge with an intercept
+per client; and with a ridge regression per client. All methods have the same splits, so differences
+are paired; their intervals count that splits overlap (Nadeau and Bengio, "Inference for the
 generalization error", Machine Learning 2003).
 
 The bundled data are real, their clients are made: each has patients of one kind.
@@ -29,6 +29,7 @@ from flwr_perdl.random import DATA, SERVER, spawn
 from flwr_perdl.records import PARTITION_ID
 from flwr_perdl.regression import (
     Clients,
+    Refinement,
     TwoPhase,
     choose_mixture,
     simulate,
@@ -50,7 +51,9 @@ FOLDS = 5
 CANDIDATES = (1, 2, 3, 4, 5, 6)
 #: Ridge penalties of the per-client models, chosen by leave-one-out (points, standard deviations).
 PENALTIES = tuple(10.0**power for power in np.arange(-2, 4.5, 0.5))
-METHODS = ("clustered", "fedx", "pooled", "ridge", "intercepts", "local")
+METHODS = ("clustered", "fedx", "fedavg", "pooled", "ridge", "intercepts", "local")
+#: Gradient steps of a FedAvg client per round.
+_STEPS = 5
 #: Methods whose residuals are drawn.
 _DRAWN = ("clustered", "pooled", "local")
 #: Diabetes: blocks of patients per sex.
@@ -187,6 +190,7 @@ def _one_split(table: Data, seed: int, k: int | None, rounds: int) -> Arrays:
         "intercepts": _pooled_ridge(X, y, split, intercepts=True),
         "local": _ridges(X, y, split),
         "fedx": _two_phases(X, y, split, len(fitted["models"]), rounds, seed),
+        "fedavg": _fedavg(X, y, split, rounds, seed),
     }
     truth = np.concatenate([b[test] for b, test in zip(y, split.test, strict=True)])
     spread = float(np.var(truth)) or 1.0
@@ -267,17 +271,35 @@ def _two_phases(
     X: Sequence[Matrix], y: Sequence[Matrix], split: Split, k: int, rounds: int, seed: int
 ) -> Matrix:
     """Return the model of every client's cluster after FedMD and FedX."""
-    trained = [A[train] for A, train in zip(X, split.train, strict=True)]
-    values = [b[train] for b, train in zip(y, split.train, strict=True)]
-    models = simulate(Clients(trained, values), TwoPhase(k), rounds, seed=seed).state.centers
+    clients = _trained(X, y, split)
+    models = simulate(clients, TwoPhase(k), rounds, seed=seed).state.centers
     if not len(models):
         raise ValueError(f"rounds must be more than Phase 1 takes, got {rounds}.")
     errors = [
         np.sum((b[:, None] - A @ models.T) ** 2, axis=0)
-        for A, b in zip(trained, values, strict=True)
+        for A, b in zip(clients.X, clients.y, strict=True)
     ]
     own: Matrix = models[np.argmin(errors, axis=1)]
     return own
+
+
+def _fedavg(
+    X: Sequence[Matrix], y: Sequence[Matrix], split: Split, rounds: int, seed: int
+) -> Matrix:
+    """Return FedAvg's one model, from zero, as each client's."""
+    clients = _trained(X, y, split)
+    settings = TwoPhase(1, phase_2=Refinement(n_steps=_STEPS, momentum=False, check_every=0))
+    start = np.zeros((1, X[0].shape[1]))
+    (model,) = simulate(clients, settings, rounds, centers=start, seed=seed).state.centers
+    return np.tile(model, (len(X), 1))
+
+
+def _trained(X: Sequence[Matrix], y: Sequence[Matrix], split: Split) -> Clients:
+    """Return the clients with their training points."""
+    return Clients(
+        [A[train] for A, train in zip(X, split.train, strict=True)],
+        [b[train] for b, train in zip(y, split.train, strict=True)],
+    )
 
 
 # Data ---------------------------------------------------------------------------------------

@@ -68,6 +68,8 @@ STARTS: dict[str, dict[str, Any]] = {
     "auto": {"k": "auto", "start_rounds": 5},
 }
 METHODS = words("rotated_digits")
+#: Starts that the curves leave out beside one-shot's, for legibility.
+_NOT_DRAWN = ("economical", "anchors", "random")
 
 Model = list[Matrix]
 
@@ -359,13 +361,13 @@ def _until(floats: Matrix, rounds: float) -> float:
 def _figures(curves: Mapping[str, Matrix]) -> dict[str, Any]:
     from perdl_experiments import plots  # an extra: clients must not need it
 
-    named = {METHODS[name]: rows for name, rows in curves.items()}
+    drawn = [n for n in curves if "one-shot" not in curves or n not in _NOT_DRAWN]
     by_round = {
-        label: np.median(rows, axis=0).tolist()
-        for label, rows in named.items()
-        if rows.shape[1] > 1
+        METHODS[name]: np.median(curves[name], axis=0).tolist()
+        for name in drawn
+        if curves[name].shape[1] > 1
     }
-    last = {label: rows[:, -1].tolist() for label, rows in named.items()}
+    last = {METHODS[name]: rows[:, -1].tolist() for name, rows in curves.items()}
     return {
         "curves": plots.lines(by_round, x="communication round", y="accuracy"),
         "seeds": plots.strips(last, x="accuracy"),

@@ -18,7 +18,8 @@ k = 50 atoms                    all atoms of the client (orthogonal matching pur
 Deviations, and why. Patches are small (2x2): the background of all frames then has an exact
 dictionary of 4 atoms, in which an object finds little room. The server takes the coordinate-wise
 median of the clients' atoms, which an object that passes does not move; means leave its ghost in
-the background. The local atoms that a frame is taken apart with start from the principal directions
+the background. PerMA and PerPCA run with both, so that the two methods are compared and not their
+aggregations. The local atoms that a frame is taken apart with start from the principal directions
 of what the global atoms leave of it, and Algorithm 6 refines them; refined before every round
 (``refine_steps=5``, the paper's), they take a share of the background with them.
 
@@ -30,6 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,6 +50,7 @@ from flwr_perdl.strategies import PerMA
 from perdl_experiments.clips import Clip, load_clip, still, to_frame, to_samples
 from perdl_experiments.data import cached_by_file
 from perdl_experiments.engine import EvaluateFn
+from perdl_experiments.engine import federate as federate_here
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import FAILED, Record
 from perdl_experiments.robust_pca import principal_component_pursuit
@@ -180,9 +183,15 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
     federated = federate(config, evaluate_fn=_on_all_frames(samples, clip, truth, config))
     global_atoms, learner = federated.arrays[0], config.make_learner()
     ours = _assembled([separate(X, global_atoms, learner) for X in samples], clip, patch)
+    other = "median" if config.aggregation == "mean" else "mean"
     rivals = {
-        "perpca": keep("perpca", lambda: attempt(lambda: _perpca(samples, clip, config)), of=2),
-        "pcp": keep("pcp", lambda: attempt(lambda: _robust_pca(clip)), of=2),
+        name: keep(name, partial(attempt, compute), of=4)
+        for name, compute in {
+            f"perma_{other}": partial(_perma, samples, clip, replace(config, aggregation=other)),
+            "perpca": partial(_perpca, samples, clip, config, "mean"),
+            "perpca_median": partial(_perpca, samples, clip, config, "median"),
+            "pcp": partial(_robust_pca, clip),
+        }.items()
     }
     median = still(Clip(clip.frames))
     methods = {"perma": ours}
@@ -228,10 +237,26 @@ def _assembled(parts: Sequence[tuple[Matrix, Matrix]], clip: Clip, patch: int) -
     )
 
 
-def _perpca(samples: list[Matrix], clip: Clip, config: Config) -> Arrays:
+class _Frames:
+    """The federation that the experiment is, for an engine."""
+
+    client, strategy = staticmethod(client), staticmethod(strategy)
+
+
+def _perma(samples: list[Matrix], clip: Clip, config: Config) -> Arrays:
+    """Return what PerMA makes of the clip with another aggregation; in process on every engine."""
+    (global_atoms,) = federate_here(_Frames, config).arrays
+    learner = config.make_learner()
+    parts = [separate(X, global_atoms, learner) for X in samples]
+    return _assembled(parts, clip, config.patch)._asdict()
+
+
+def _perpca(samples: list[Matrix], clip: Clip, config: Config, aggregation: str) -> Arrays:
     """Return what PerPCA makes of the clip, with as many components as PerMA has atoms."""
     n_global, n_local = config.n_global, max(config.n_atoms - config.n_global, 1)
-    learned = personalized_pca(samples, n_global, n_local, n_rounds=config.rounds)
+    learned = personalized_pca(
+        samples, n_global, n_local, n_rounds=config.rounds, aggregation=aggregation
+    )
     U = learned.global_components
     pairs = zip(samples, learned.local_components, strict=True)
     taken = [((X @ U.T) @ U, (X @ V.T) @ V) for X, V in pairs]
@@ -356,7 +381,7 @@ def _figures(
 
     at = np.linspace(0, len(clip.frames) - 1, min(_SHOWN, len(clip.frames))).astype(int)
     named = {"PerMA": methods["perma"]}
-    titles = {"perpca": "PerPCA", "pcp": "PCP"}
+    titles = {"perpca": "PerPCA", "pcp": "PCP"}  # PerPCA as its authors have it, with the mean
     named |= {title: methods[name] for name, title in titles.items() if name in methods}
     columns = {"frame": clip.frames[at]}
     for title, parts in named.items():

@@ -66,6 +66,19 @@ def test_one_client_alone_does_pca() -> None:
     assert angle(W, np.linalg.svd(X)[2][:3]) < 1e-6
 
 
+def test_the_server_can_take_the_median_of_the_clients_components() -> None:
+    samples, _, _ = planted(0, noise=0.3)
+    U = shared_start([principal_directions(X, 5) for X in samples], 3)
+    steps = [perpca_step(X, U, local_start(X, U, 2), 1.0).global_components for X in samples]
+    found = personalized_pca(samples, 3, 2, n_rounds=1, aggregation="median").global_components
+    left, _, right = np.linalg.svd(np.median(steps, axis=0), full_matrices=False)
+    np.testing.assert_allclose(found, left @ right, atol=1e-10)
+    mean = personalized_pca(samples, 3, 2, n_rounds=1).global_components
+    assert np.abs(found - mean).max() > 1e-4
+    with pytest.raises(ValueError, match=r"aggregation must be one of 'mean', .* got 'weighted'"):
+        personalized_pca(samples, 3, 2, aggregation="weighted")
+
+
 def test_a_step_lowers_the_clients_loss() -> None:
     rng = np.random.default_rng(0)
     X = rng.standard_normal((30, 10)) * np.linspace(0.5, 3, 10)

@@ -252,6 +252,16 @@ def test_ridge_with_an_intercept_per_client_knows_the_clients() -> None:
     assert abs(common[0, -1]) < 1
 
 
+def test_fedavg_finds_the_one_model_where_there_is_one() -> None:
+    rng = np.random.default_rng(0)
+    X, theta = [rng.standard_normal((n, 3)) for n in (8, 20, 30)], np.array([1.0, -2.0, 0.5])
+    split = regression.Split([np.arange(len(A)) for A in X], [])
+    found = regression._fedavg(X, [A @ theta for A in X], split, 100, 0)
+    np.testing.assert_allclose(found, np.tile(theta, (3, 1)), atol=1e-6)
+    y = [A @ theta + i for i, A in enumerate(X)]
+    assert len(np.unique(regression._fedavg(X, y, split, 5, 0), axis=0)) == 1
+
+
 def test_the_bundled_clients_are_blocks_of_one_sex_by_age() -> None:
     data = regression._load("", "diabetes")
     age, sex = data.features.index("age"), data.features.index("sex")

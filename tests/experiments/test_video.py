@@ -214,6 +214,19 @@ def test_frames_with_less_in_them_than_the_global_atoms_are_refused(tmp_path: Pa
     assert results["metrics"]["psnr_background"] == 100
 
 
+def test_both_methods_run_with_both_aggregations(tmp_path: Path) -> None:
+    np.savez(tmp_path / "clip.npz", X=make_clip(0)[0])
+    given = {"data": tmp_path / "clip.npz", "rounds": 2}
+    by_median = run_experiment("video", **given)["metrics"]
+    by_mean = run_experiment("video", options={"aggregation": "mean"}, **given)["metrics"]
+    name = "psnr_background"
+    assert by_median[f"{name}_perma_mean"] == by_mean[name]
+    assert by_mean[f"{name}_perma_median"] == by_median[name]
+    assert by_median[f"{name}_perpca"] == by_mean[f"{name}_perpca"]
+    assert {f"{name}_perpca", f"{name}_perpca_median"} <= set(by_median)
+    assert f"{name}_perma_median" not in by_median
+
+
 def test_a_rival_that_fails_costs_its_row_and_not_the_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -226,7 +239,7 @@ def test_a_rival_that_fails_costs_its_row_and_not_the_run(
     np.savez(tmp_path / "clip.npz", X=frames)
     results = run_experiment("video", rounds=1, data=tmp_path / "clip.npz", out=tmp_path / "out")
     rows = {row[0]: row[1:] for row in results["tables"][0]["rows"]}
-    assert rows["PerPCA"][0] == "failed"
-    assert "PerPCA failed: SVD did not converge." in results["notes"]
+    assert rows["PerPCA, mean"][0] == rows["PerPCA, median"][0] == "failed"
+    assert "PerPCA, mean failed: SVD did not converge." in results["notes"]
     assert not any("perpca" in name for name in results["metrics"])
     assert (tmp_path / "out" / "video.gif").is_file()
