@@ -42,12 +42,6 @@ PAGES = (
     ROOT / "docs" / "use-in-your-project.md",
     ROOT / "docs" / "add-a-protocol.md",
 )
-PICTURES = {
-    "digits": "reconstructions.png",
-    "denoise": "images.png",
-    "patches": "recovery.png",
-    "unmixing": "spectra.png",
-}
 REGION = re.compile(r"(<!-- begin (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 PAPER = {"matching": "paths", "aggregation": "mean", "min_support": 0}
@@ -187,11 +181,9 @@ def topologies(n_nodes: int = 64, accuracy: float = 1e-3) -> str:
 
 
 def tables(name: str) -> list[str]:
-    """Run an experiment with its defaults and return its tables; keep its picture."""
+    """Run an experiment with its defaults and return its tables."""
     out = ROOT / "runs" / "figures" / name
     found = run_experiment(name, out=out, overwrite=True)["tables"]
-    if name in PICTURES:
-        shutil.copy(out / PICTURES[name], ROOT / "docs" / "images" / f"{name}.png")
     return [
         f"**{table['title']}**\n\n{markdown(table['columns'], table['rows'])}\n{table['caption']}\n"
         for table in found
