@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from textwrap import fill
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +12,8 @@ from matplotlib.figure import Figure
 from flwr_perdl.checks import Matrix
 from perdl_experiments.plots import COLORS, SMALL, _figure, _legend, _plain, panel_grid
 
+#: Letters of a line's name before it wraps.
+_LETTERS = 28
 STYLES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1)))
 
 
@@ -53,7 +56,8 @@ def panels(drawn: Sequence[Curves], *, y: str) -> Figure:
             low, median, high = np.quantile(values[:, shown], [0, 0.5, 1], axis=0)
             color, style = COLORS[index % len(COLORS)], STYLES[index % len(STYLES)]
             axes.fill_between(at, low, high, color=color, alpha=0.12, lw=0)
-            axes.plot(at, median, color=color, ls=style, marker="o" * (level is None), label=label)
+            marker, name = "o" * (level is None), fill(label, _LETTERS)
+            axes.plot(at, median, color=color, ls=style, marker=marker, label=name)
         if level is not None:
             axes.axhline(level[1], ls="--", lw=1.2, color="black", label=level[0])
             axes.set(xscale="log", ylim=(level[1] / 2, None))
