@@ -25,7 +25,7 @@ python := $(venv)/bin/python
 export FLWR_TELEMETRY_ENABLED = 0
 export OPENBLAS_NUM_THREADS = 1
 
-.PHONY: run test test-all coverage test-kernels torch lint bench bench-check docs-figures gallery tutorials site fuzz clean
+.PHONY: run test test-all coverage test-kernels torch lint bench bench-check docs-figures gallery tutorials site site-version fuzz clean
 .DEFAULT_GOAL := run
 
 run: .venv/.installed
@@ -95,9 +95,16 @@ gallery: .venv/.installed
 tutorials: .venv/.installed
 	.venv/bin/python docs/tutorials.py $(ARGS)
 
-# The guides and the API reference as pages, in site/; a dead link is an error.
+# The guides and the API reference as pages, in site/VERSION/; a dead link is an error. What site/ has
+# of other versions stays, and every page leads to them.
 site: .venv-site/.installed
 	NO_MKDOCS_2_WARNING=1 .venv-site/bin/mkdocs build
+
+# The same of another commit, such as a release: `make site-version AT=v0.1.0`.
+site-version: .venv-site/.installed
+	folder=$$(mktemp -d) && git archive $(AT) | tar --extract --directory $$folder && \
+	    cd $$folder && NO_MKDOCS_2_WARNING=1 $(CURDIR)/.venv-site/bin/mkdocs build \
+	        --site-dir $(CURDIR)/site && rm -r $$folder
 
 # Coverage-guided fuzzing of everything that parses, each target for SECONDS.
 FUZZ := reply letter shown data checkpoint state run-config events

@@ -44,12 +44,6 @@ PAGES = (
     ROOT / "docs" / "use-in-your-project.md",
     ROOT / "docs" / "add-a-protocol.md",
 )
-PICTURES = {
-    "digits": "reconstructions.png",
-    "denoise": "images.png",
-    "patches": "recovery.png",
-    "unmixing": "spectra.png",
-}
 REGION = re.compile(r"(<!-- begin (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 PAPER = {"matching": "paths", "aggregation": "mean", "min_support": 0}
@@ -192,12 +186,9 @@ def topologies(n_nodes: int = 64, accuracy: float = 1e-3) -> str:
 
 
 def tables(name: str) -> str:
-    """Run an experiment with its defaults and return its tables; keep its picture."""
+    """Run an experiment with its defaults and return its tables."""
     out = ROOT / "runs" / "figures" / name
-    found = run_experiment(name, out=out, overwrite=True)["tables"]
-    if name in PICTURES:
-        shutil.copy(out / PICTURES[name], ROOT / "docs" / "images" / f"{name}.png")
-    return shown(found)
+    return shown(run_experiment(name, out=out, overwrite=True)["tables"])
 
 
 def shown(found: Sequence[Mapping[str, Any]]) -> str:

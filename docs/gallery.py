@@ -94,6 +94,8 @@ PAPERS = {
 LARGE, WIDTH = 80_000, 960  # bytes of a picture; pixels to which a larger one is brought
 THUMBNAIL = 320, 200  # pixels at most
 MANY = 6  # comparisons in a cell at most
+#: Figures that are no charts, of stored runs that do not say which of theirs are.
+_PICTURES = {"abundances", "images", "reconstructions", "strip"}
 _KEPT = 6  # significant digits
 _BRACKETS = str.maketrans("[]", "()")  # in alt text
 
@@ -600,7 +602,9 @@ def _card(entry: Entry, found: Found) -> Iterator[str]:
     shows = f"{', '.join(entry.shows)}. " if entry.shows else ""
     alt = f"Thumbnail of the first picture of {entry.title}"
     yield f"### [{entry.title}]({entry.name}.md)\n"
-    yield f"[![{alt}](thumbnails/{entry.name}.png)]({entry.name}.md)\n"
+    figures = found.runs[found.first]["figures"]
+    [first] = [one for one in figures if one["file"] == f"{entry.pictures[0]}.png"]
+    yield f"[![{alt}](thumbnails/{entry.name}.png{_ending(first)})]({entry.name}.md)\n"
     yield f"**{markdown_text(finding(entry, found))}**\n"
     yield (
         f"{shows}Verdict: {_verdict(entry, found)}. Headline: {markdown_text(value)}. "
@@ -632,8 +636,7 @@ def _page(entry: Entry, results: Mapping[str, Any]) -> Iterator[str]:
         name, _, ending = figure["file"].rpartition(".")
         if name in entry.pictures and ending == "png":
             alt = markdown_text(figure.get("alt") or figure["title"]).translate(_BRACKETS)
-            kind = "#chart" if figure.get("kind") == "chart" else ""
-            yield f"![{alt}]({entry.name}-{name}.png{kind})\n"
+            yield f"![{alt}]({entry.name}-{name}.png{_ending(figure)})\n"
             yield f"*{markdown_text(figure['caption'])}*\n"
     yield "## Judgement\n"
     yield f"{markdown_text(judgement(entry, found))}\n"
@@ -687,6 +690,13 @@ def _page(entry: Entry, results: Mapping[str, Any]) -> Iterator[str]:
                 for n in one["metrics"]
             ],
         )
+
+
+def _ending(figure: Mapping[str, str]) -> str:
+    """Return what tells the site that a picture is a chart, whose colors a dark page inverts."""
+    stem = figure["file"].rpartition(".")[0]
+    chart = figure.get("kind", "picture" if stem in _PICTURES else "chart") == "chart"
+    return "#chart" if chart else ""
 
 
 def _figures(entry: Entry, found: Found) -> str:

@@ -7,7 +7,6 @@ an extension of Griffe that turns docstrings into Markdown. Nothing of the libra
 from __future__ import annotations
 
 import re
-import tomllib
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
@@ -132,13 +131,6 @@ def _folder(one: griffe.Object | griffe.Alias) -> str:
     """Return the package whose page an object is on."""
     path = one.path.rpartition(".")[0]
     return path if path in PACKAGES else path.rpartition(".")[0]
-
-
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Show the version beside the name."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    config.site_name = f"{project['name']} {project['version']}"
-    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -37,12 +37,20 @@ class Cell(NamedTuple):
     source: str
 
 
+class Picture(NamedTuple):
+    """What a figure looks like."""
+
+    png: bytes
+    chart: bool
+    """It has no image in it: the site inverts its colors on a dark page."""
+
+
 class Done(NamedTuple):
     """What a cell has printed and drawn."""
 
     cell: Cell
     text: str
-    pictures: list[bytes]
+    pictures: list[Picture]
 
 
 def cells(program: str) -> list[Cell]:
@@ -74,8 +82,10 @@ def execute(program: str) -> list[Done]:
                         print(repr(shown))
             for number in plt.get_fignums():
                 picture = io.BytesIO()
-                plt.figure(number).savefig(picture, dpi=110, metadata={"Software": None})
-                pictures.append(picture.getvalue())
+                figure = plt.figure(number)
+                figure.savefig(picture, dpi=110, metadata={"Software": None})
+                chart = not any(axes.images for axes in figure.axes)
+                pictures.append(Picture(picture.getvalue(), chart))
             plt.close("all")
         done.append(Done(cell, out.getvalue().rstrip(), pictures))
     return done
@@ -92,8 +102,8 @@ def page(name: str, done: list[Done]) -> tuple[str, dict[str, bytes]]:
             lines += ["", f"```text\n{text}\n```"]
         for picture in drawn:
             file = f"{name}-{len(pictures) + 1}.png"
-            pictures[file] = picture
-            lines += ["", f"![{cell.title}]({file})"]
+            pictures[file] = picture.png
+            lines += ["", f"![{cell.title}]({file}{'#chart' * picture.chart})"]
     return "\n".join(lines) + "\n", pictures
 
 
@@ -111,7 +121,7 @@ def notebook(done: list[Done]) -> str:
             lines = f"{text}\n".splitlines(keepends=True)
             outputs.append({"output_type": "stream", "name": "stdout", "text": lines})
         for picture in drawn:
-            data = {"image/png": base64.b64encode(picture).decode(), "text/plain": [cell.title]}
+            data = {"image/png": base64.b64encode(picture.png).decode(), "text/plain": [cell.title]}
             outputs.append({"output_type": "display_data", "data": data, "metadata": {}})
         listed.append({"cell_type": "code", **one, "execution_count": None, "outputs": outputs})
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}

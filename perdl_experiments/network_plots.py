@@ -14,14 +14,14 @@ from scipy import sparse
 
 from flwr_perdl.checks import Matrix
 from flwr_perdl.diffusion import CombinationMatrix, Topology
-from perdl_experiments.plots import COLORS, _figure, _plain
+from perdl_experiments.plots import COLORS, _figure, _plain, panel_grid
 
 #: Up to this many nodes carry their number.
 NUMBERED = 60
 
 
 def networks(named: Mapping[str, CombinationMatrix]) -> Figure:
-    """Draw topologies side by side: links as wide as their weights, nodes as large as their own.
+    """Draw topologies: links as wide as their weights, nodes as large as their own.
 
     Parameters
     ----------
@@ -33,8 +33,7 @@ def networks(named: Mapping[str, CombinationMatrix]) -> Figure:
     matplotlib.figure.Figure
         A panel for each; what the network is like is written below it.
     """
-    figure = _figure(4 * len(named), 4.4)
-    panels = figure.subplots(1, len(named), squeeze=False)[0]
+    figure, panels = panel_grid(len(named), height=3.3)
     for axes, (title, weights) in zip(panels, named.items(), strict=True):
         _draw(axes, weights)
         axes.set_title(title)
@@ -54,8 +53,7 @@ def learning_curves(named: Mapping[str, Matrix], *, y: str, level: float | None 
     level : float, optional
         Height of a dashed line, such as FedAvg's accuracy.
     """
-    figure = _figure(3.2 * len(named), 3.2)
-    panels = figure.subplots(1, len(named), sharey=True, squeeze=False)[0]
+    figure, panels = panel_grid(len(named), sharex=True, sharey=True)
     for axes, (title, curves) in zip(panels, named.items(), strict=True):
         _plain(axes)
         told = np.flatnonzero(np.isfinite(curves).any(axis=1))  # not every round is evaluated
@@ -65,9 +63,9 @@ def learning_curves(named: Mapping[str, Matrix], *, y: str, level: float | None 
             axes.plot(rounds, bound, color=COLORS[0], lw=1.8)
         if level is not None:
             axes.axhline(level, ls="--", lw=1.2, color="black")
-        axes.set_xlabel("communication round")
         axes.set_title(title, fontsize=10, loc="left")
-    panels[0].set_ylabel(y)
+    figure.supxlabel("communication round", fontsize=10)
+    figure.supylabel(y, fontsize=10)
     return figure
 
 

@@ -8,7 +8,15 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from flwr_perdl.checks import Matrix
-from perdl_experiments.plots import WIDTH, _figure, _plain, name_lines, style
+from perdl_experiments.plots import (
+    WIDTH,
+    _figure,
+    _plain,
+    name_lines,
+    panel_grid,
+    share_legend,
+    style,
+)
 
 #: Colors of spectra.
 _COLORS = (
@@ -66,8 +74,7 @@ def spectra(panels: Mapping[str, Mapping[str, Matrix]], *, x: str, y: str) -> Fi
     x, y : str
         What the axes show.
     """
-    figure = _figure(3.6 * len(panels), 3.4)
-    grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    figure, grid = panel_grid(len(panels), sharey=True)
     for axes, (title, curves) in zip(grid, panels.items(), strict=True):
         _plain(axes).set(xlabel=x)
         axes.set_title(title, fontsize=10, loc="left")
@@ -79,10 +86,8 @@ def spectra(panels: Mapping[str, Mapping[str, Matrix]], *, x: str, y: str) -> Fi
             axes.fill_between(range(len(median)), low, high, color=color, alpha=0.2, lw=0)
             line = _LINES[index % len(_LINES)]
             axes.plot(median, line, color=color, lw=1.5 if index else 6, label=label)
-    grid[0].set_ylabel(y)
-    figure.legend(
-        *grid[0].get_legend_handles_labels(), frameon=False, loc="outside upper center", ncols=5
-    )
+    figure.supylabel(y, fontsize=10)
+    share_legend(figure, grid)
     return figure
 
 
@@ -99,7 +104,7 @@ def maps(panels: Mapping[str, Matrix], tiles: int, n_rows: int = 1) -> Figure:
         Rows of panels, all equally long.
     """
     n_columns = len(panels) // n_rows
-    figure = _figure(2.9 * n_columns + 0.6, 3.1 * n_rows)
+    figure = _figure(WIDTH, n_rows * ((WIDTH - 0.6) / n_columns + 0.3))
     grid = figure.subplots(n_rows, n_columns, squeeze=False).ravel()
     for axes, (title, image) in zip(grid, panels.items(), strict=True):
         shown = axes.imshow(image, cmap="viridis", vmin=0, vmax=1, interpolation="nearest")

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import combinations
+from textwrap import fill
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from flwr_perdl.checks import Matrix
-from perdl_experiments.plots import COLORS, _figure, _plain, _show
+from perdl_experiments.plots import (
+    COLORS,
+    SMALL,
+    WIDTH,
+    _figure,
+    _plain,
+    _show,
+    panel_grid,
+    share_legend,
+)
+
+#: Letters of all titles in a row of `side_by_side`.
+_LETTERS = 80
 
 
 def side_by_side(columns: Mapping[str, Matrix]) -> Figure:
@@ -21,12 +34,15 @@ def side_by_side(columns: Mapping[str, Matrix]) -> Figure:
         Title -> images, gray or in color; values outside [0, 1] are clipped.
     """
     n_images, height, width = next(iter(columns.values())).shape[:3]
-    size = 12 / len(columns)
-    figure = _figure(12, n_images * (size * height / width + 0.3))
+    size = WIDTH / len(columns)
+    figure = _figure(WIDTH, n_images * (size * height / width + 0.1) + 0.5)
     grid = figure.subplots(n_images, len(columns), squeeze=False)
     for column, (title, images) in zip(grid.T, columns.items(), strict=True):
         for row, (axes, image) in enumerate(zip(column, images, strict=True)):
-            _show(axes, np.clip(image, 0, 1), "" if row else title)
+            _show(axes, np.clip(image, 0, 1), "")
+            if not row:
+                named = fill(title, _LETTERS // len(columns))
+                axes.set_title(named, fontsize=SMALL - 1, loc="left")
     return figure
 
 
@@ -43,8 +59,7 @@ def layers(panels: Mapping[str, Matrix], groups: Sequence[str], *, x: str) -> Fi
         What the columns are.
     """
     reach = float(np.quantile(np.abs(next(iter(panels.values()))), 0.99)) or 1.0
-    figure = _figure(3 * len(panels), 4.6)
-    grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    figure, grid = panel_grid(len(panels), height=3.6, sharey=True)
     names, starts, counts = np.unique(groups, return_index=True, return_counts=True)
     for axes, (title, matrix) in zip(grid, panels.items(), strict=True):
         axes.imshow(
@@ -52,14 +67,14 @@ def layers(panels: Mapping[str, Matrix], groups: Sequence[str], *, x: str) -> Fi
         )
         axes.set_title(title, fontsize=10, loc="left")
         axes.set_xlabel(x)
+        axes.set_yticks(starts + (counts - 1) / 2, names)
         for start in starts[starts > 0]:
             axes.axhline(start - 0.5, color="black", lw=0.8)
-    grid[0].set_yticks(starts + (counts - 1) / 2, names)
     return figure
 
 
 def scatter(panels: Mapping[str, Matrix], groups: Sequence[str], *, axis: str) -> Figure:
-    """Draw points in every pair of their coordinates, a row of pairs per panel (Fig. 8).
+    """Draw points in every pair of their coordinates, a column of pairs per panel (Fig. 8).
 
     Parameters
     ----------
@@ -71,12 +86,12 @@ def scatter(panels: Mapping[str, Matrix], groups: Sequence[str], *, axis: str) -
         What a coordinate is called, before its number.
     """
     pairs = list(combinations(range(next(iter(panels.values())).shape[1]), 2))
-    figure = _figure(4 * len(pairs), 3.6 * len(panels) + 0.3)
-    grid = figure.subplots(len(panels), len(pairs), squeeze=False)
+    figure = _figure(max(WIDTH, len(panels) * WIDTH / 2), 2.7 * len(pairs) + 0.3)
+    grid = figure.subplots(len(pairs), len(panels), squeeze=False)
     members = {name: np.asarray(groups) == name for name in dict.fromkeys(groups)}
-    for row, (title, points) in zip(grid, panels.items(), strict=True):
-        row[0].set_title(title, fontsize=10, loc="left")
-        for axes, (i, j) in zip(row, pairs, strict=True):
+    for column, (title, points) in zip(grid.T, panels.items(), strict=True):
+        column[0].set_title(title, fontsize=10, loc="left")
+        for axes, (i, j) in zip(column, pairs, strict=True):
             _plain(axes).set(xlabel=f"{axis} {i + 1}", ylabel=f"{axis} {j + 1}")
             for index, (name, mine) in enumerate(members.items()):
                 axes.scatter(
@@ -87,7 +102,5 @@ def scatter(panels: Mapping[str, Matrix], groups: Sequence[str], *, axis: str) -
                     marker="osD^vP*X"[index % 8],
                     label=name,
                 )
-    figure.legend(
-        *grid[0, 0].get_legend_handles_labels(), frameon=False, loc="outside upper center", ncols=6
-    )
+    share_legend(figure, grid[0])
     return figure

@@ -81,9 +81,10 @@ def panel_grid(
     figure = _figure(max(WIDTH, columns * WIDTH / 2), height * rows + 0.5)
     every = figure.subplots(rows, columns, squeeze=False, **shared).ravel()
     for axes in every[n_panels:]:
-        axes.set_visible(False)
-    if shared.get("sharex") and n_panels < len(every):  # the last of the second column
-        every[n_panels - 1].tick_params(labelbottom=True)
+        axes.remove()
+    if shared.get("sharex"):  # the last of every column
+        for axes in every[n_panels - columns : n_panels]:
+            axes.tick_params(labelbottom=True)
     return figure, list(every[:n_panels])
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from textwrap import fill
 from typing import NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from flwr_perdl.checks import Matrix
-from perdl_experiments.plots import COLORS, _figure, _legend, _plain
+from perdl_experiments.plots import COLORS, SMALL, _figure, _legend, _plain, panel_grid
 
+#: Letters of a line's name before it wraps.
+_LETTERS = 28
 STYLES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1)))
 
 
@@ -34,22 +37,18 @@ class Curves(NamedTuple):
     level: tuple[str, float] | None = None
 
 
-def panels(drawn: Sequence[Curves], *, y: str, columns: int = 2) -> Figure:
-    """Draw panels of curves: every curve's median over seeds, and its range.
+def panels(drawn: Sequence[Curves], *, y: str) -> Figure:
+    """Draw panels of curves below each other: every curve's median over seeds, and its range.
 
     Parameters
     ----------
     drawn : sequence of Curves
-        Row by row.
+        From top to bottom.
     y : str
         What the upright axes show, with logarithms.
-    columns : int, default 2
-        Panels in a row.
     """
-    rows = -(-len(drawn) // columns)
-    figure = _figure(5.5 * columns, 4.2 * rows)
-    grid = figure.subplots(rows, columns, squeeze=False).ravel()
-    for axes, (title, x, lines, level) in zip(grid, drawn, strict=False):
+    figure, grid = panel_grid(len(drawn), columns=1, height=3.9)
+    for axes, (title, x, lines, level) in zip(grid, drawn, strict=True):
         _plain(axes)
         for index, (label, values) in enumerate(lines.items()):
             shown = ~np.isnan(values).any(axis=0)
@@ -57,13 +56,16 @@ def panels(drawn: Sequence[Curves], *, y: str, columns: int = 2) -> Figure:
             low, median, high = np.quantile(values[:, shown], [0, 0.5, 1], axis=0)
             color, style = COLORS[index % len(COLORS)], STYLES[index % len(STYLES)]
             axes.fill_between(at, low, high, color=color, alpha=0.12, lw=0)
-            axes.plot(at, median, color=color, ls=style, marker="o" * (level is None), label=label)
+            marker, name = "o" * (level is None), fill(label, _LETTERS)
+            axes.plot(at, median, color=color, ls=style, marker=marker, label=name)
         if level is not None:
             axes.axhline(level[1], ls="--", lw=1.2, color="black", label=level[0])
             axes.set(xscale="log", ylim=(level[1] / 2, None))
         axes.set(yscale="log", xlabel=x, ylabel=y)
-        axes.set_title(title, fontsize=10, loc="left", pad=54)
-        axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, fontsize=8)
+        axes.set_title(title, fontsize=10, loc="left", pad=62)
+        axes.legend(
+            frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, fontsize=SMALL
+        )
     return figure
 
 
@@ -145,31 +147,35 @@ def maps(
     x: str,
     y: str,
 ) -> Figure:
-    """Draw maps of shares side by side, a row of them per method.
+    """Draw maps of shares, two side by side, those of a method after each other.
 
     Parameters
     ----------
     rows : mapping of str to ndarray of shape (n_maps, len(at_y), len(at_x))
         Method -> shares in [0, 1], drawn in percent.
     titles : sequence of str
-        What the columns are.
+        What the maps of a method are.
     at_x, at_y : sequence of float
         Positions.
     x, y : str
         What the axes show.
     """
-    figure = _figure(2.9 * len(titles), 2.3 * len(rows))
-    grid = figure.subplots(len(rows), len(titles), sharex=True, sharey=True, squeeze=False)
-    for line, (method, tables) in zip(grid, rows.items(), strict=True):
-        for axes, table in zip(line, tables, strict=True):
-            axes.imshow(table, cmap="viridis", vmin=0, vmax=1, origin="lower", aspect="auto")
-            axes.set_xticks(np.arange(len(at_x)), [f"{value:g}" for value in at_x])
-            axes.set_yticks(np.arange(len(at_y)), [f"{value:g}" for value in at_y])
-            for (i, j), share in np.ndenumerate(table):
-                color = "white" if share < 0.6 else "black"
-                axes.text(j, i, f"{share:.0%}", ha="center", va="center", color=color, fontsize=8)
-        line[0].set_ylabel(f"{method}\n{y}")
-    for top, bottom, title in zip(grid[0], grid[-1], titles, strict=True):
-        top.set_title(title, fontsize=10)
-        bottom.set_xlabel(x)
+    drawn = [
+        (f"{method}\n{title}", table)
+        for method, tables in rows.items()
+        for title, table in zip(titles, tables, strict=True)
+    ]
+    figure, grid = panel_grid(len(drawn), height=2.0, sharex=True, sharey=True)
+    for axes, (title, table) in zip(grid, drawn, strict=True):
+        axes.imshow(table, cmap="viridis", vmin=0, vmax=1, origin="lower", aspect="auto")
+        axes.set_title(title, fontsize=SMALL, loc="left")
+        axes.set_xticks(np.arange(len(at_x)), [f"{value:g}" for value in at_x])
+        axes.set_yticks(np.arange(len(at_y)), [f"{value:g}" for value in at_y])
+        for (i, j), share in np.ndenumerate(table):
+            color = "white" if share < 0.6 else "black"
+            axes.text(
+                j, i, f"{100 * share:.0f}", ha="center", va="center", color=color, fontsize=SMALL
+            )
+    figure.supxlabel(x, fontsize=10)
+    figure.supylabel(y, fontsize=10)
     return figure

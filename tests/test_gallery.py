@@ -235,7 +235,7 @@ def test_the_index_has_a_card_for_every_page_and_the_rules() -> None:
     index = (FOLDER / "index.md").read_text()
     for name, entry in ENTRIES.items():
         card = index.partition(f"### [{entry.title}]({name}.md)")[2].partition("###")[0]
-        assert f"(thumbnails/{name}.png)" in card
+        assert f"(thumbnails/{name}.png" in card
         assert gallery.markdown_text(gallery.finding(entry, gallery.Found(entry, STORED))) in card
         assert f"**{gallery.verdict(entry, gallery.Found(entry, STORED))}**" in card
         assert f"{entry.experiment.replace('-', '_')}.toml" in card

@@ -13,18 +13,22 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import import_module
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from flwr_perdl import __version__
 from tests.test_reference import PACKAGES
 
 ROOT = Path(__file__).resolve().parent.parent
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or ""
 #: Of axe-core.
-RULES = ["color-contrast", "image-alt", "link-name", "button-name", "document-title"]
+RULES = [
+    *("color-contrast", "image-alt", "link-name", "button-name", "document-title"),
+    "scrollable-region-focusable",
+]
 
 pytestmark = [
     pytest.mark.slow,
@@ -49,8 +53,13 @@ PAGES = (
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of the site, built as `make site` does: a warning is an error."""
+    """Return the folder of this version, built as `make site` does: a warning is an error.
+
+    The site has an older version already.
+    """
     folder = tmp_path_factory.mktemp("site")
+    (folder / "0.0.9").mkdir()
+    (folder / "0.0.9" / "index.html").write_text("<title>The older version</title>")
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder],
         cwd=ROOT,
@@ -60,7 +69,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return folder
+    return folder / __version__
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +130,38 @@ def test_a_page_opens_from_disk_without_error_overflow_or_poor_contrast(
         for scheme in ("light", "dark"):
             found = complaints(browser, (site / page).as_uri(), width, scheme)
             assert not found, f"{width} pixels, {scheme}: {found}"
+
+
+def test_the_folder_of_the_site_opens_the_newest_version(site: Path) -> None:
+    assert f'url={__version__}/index.html"' in (site.parent / "index.html").read_text()
+    names = re.findall(r'"([\d.]+)"', (site.parent / "versions.js").read_text())
+    assert names == [__version__, "0.0.9"]
+
+
+def test_versions_are_ordered_by_number_and_other_folders_are_none(tmp_path: Path) -> None:
+    for name in ("0.9.0", "0.10.0", "0.10.0rc1", "drafts", "0.11.0"):
+        (tmp_path / name).mkdir()
+        if name != "0.11.0":  # it was not built to its end
+            (tmp_path / name / "index.html").touch()
+    hook = spec_from_file_location("versions", ROOT / "docs" / "versions.py")
+    assert hook is not None
+    assert hook.loader is not None
+    versions = module_from_spec(hook)
+    hook.loader.exec_module(versions)
+    assert versions.write_versions(tmp_path) == ["0.10.0", "0.10.0rc1", "0.9.0"]
+
+
+@looks
+def test_a_page_leads_to_the_other_versions_when_it_is_opened_from_disk(
+    site: Path, browser: Any
+) -> None:
+    page = browser.new_page()
+    page.goto((site / "gallery" / "index.html").as_uri())
+    page.locator(".md-version__current", has_text=__version__).focus()
+    page.locator(".md-version__link", has_text="0.0.9").click()
+    page.wait_for_url("**/0.0.9/index.html")
+    assert page.title() == "The older version"
+    page.close()
 
 
 @looks

@@ -29,9 +29,9 @@ def test_a_cell_prints_its_last_expression_and_draws() -> None:
     first, second = TUTORIALS["execute"](program)
     assert (first.text, first.pictures) == ("a\n2", [])
     assert second.text == ""
-    assert second.pictures[0].startswith(b"\x89PNG")
+    assert second.pictures[0].png.startswith(b"\x89PNG")
     text, pictures = TUTORIALS["page"]("x", [first, first, second])
-    assert "![A line](x-1.png)" in text
+    assert "![A line](x-1.png#chart)" in text
     assert list(pictures) == ["x-1.png"]
 
 

@@ -1,0 +1,31 @@
+// What scrolls can be scrolled by keyboard: tables that are wider than the page.
+function reachTables() {
+  for (const table of document.querySelectorAll(".md-typeset__scrollwrap")) {
+    if (table.scrollWidth > table.clientWidth) {
+      table.tabIndex = 0;
+      table.setAttribute("role", "region");
+      table.setAttribute("aria-label", "Table that scrolls");
+    }
+  }
+}
+window.addEventListener("load", reachTables);
+window.addEventListener("resize", reachTables);
+
+// A list of versions beside the name, as Material for MkDocs draws it. `versions.js` calls this; it
+// lies above the folder of this version, so that an older version shows those that came later.
+const root = new URL("../", document.currentScript.src); // of docs/versions.py
+const current = decodeURIComponent(
+  new URL(".", document.currentScript.src).pathname.split("/").at(-2),
+);
+function showVersions(versions) {
+  const link = (name) =>
+    `<li class="md-version__item"><a class="md-version__link" href="${new URL(`${name}/index.html`, root)}">${name}</a></li>`;
+  document.querySelector(".md-header__topic").insertAdjacentHTML(
+    "beforeend",
+    `<div class="md-version"><button class="md-version__current" aria-label="Version ${current}">${current}</button>` +
+      `<ul class="md-version__list">${versions.map(link).join("")}</ul></div>`,
+  );
+}
+document.head.append(
+  Object.assign(document.createElement("script"), { src: new URL("versions.js", root) }),
+);
