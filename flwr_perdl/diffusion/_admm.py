@@ -24,6 +24,7 @@ from scipy import sparse
 from scipy.sparse.linalg import LinearOperator, eigsh
 
 from flwr_perdl._checks import LARGE, Matrix, check_real
+from flwr_perdl._memory import aligned, empty_aligned
 from flwr_perdl._random import spawn
 from flwr_perdl.diffusion._dual import (
     DualInference,
@@ -206,28 +207,28 @@ class ConsensusADMM(ADMM):
             return super().advance(state, round_, n_rounds, weights)
         from flwr_perdl.diffusion import _kernels  # compiled: Numba is imported where it is needed
 
-        o, r, whole, nu = self.objective, self.relaxation, self._whole, state.nu
-        number, change, apart = (
-            nu.dtype.type,
-            np.empty_like(state.change),
-            np.empty_like(state.change),
-        )
+        o, r, whole, number = self.objective, self.relaxation, self._whole, state.nu.dtype.type
+        held = state.atoms, state.linear, state.memory, state.nu
+        atoms, linear, memory, nu = (aligned(array) for array in held)
+        state = state._replace(atoms=atoms, linear=linear, memory=memory, nu=nu)
+        change, apart = np.empty_like(state.change), np.empty_like(state.change)
         _kernels.admm(
             n_rounds,
             *entries(self.edges, nu.dtype),
             (1 / whole).astype(nu.dtype),
-            state.atoms,
+            atoms,
             number(o.gamma),
             number(o.delta),
             o.nonnegative,
-            shrinkage(o, hessians(state.atoms, self.curvatures)).ravel(),
+            shrinkage(o, hessians(atoms, self.curvatures)).ravel(),
             (1 / self.curvatures).astype(nu.dtype),
             number(1 - r),
             number((2 * r - 1) / (1 - r)),
             (r / (1 - r) * whole).astype(nu.dtype),
-            state.linear,
-            state.memory,
+            linear,
+            memory,
             nu,
+            empty_aligned((2, len(nu), nu.shape[2]), nu.dtype),
             change,
             apart,
         )

@@ -22,6 +22,7 @@ from math import sqrt
 import numpy as np
 
 from flwr_perdl._checks import LARGE, Matrix, check_real
+from flwr_perdl._memory import aligned, empty_aligned
 from flwr_perdl.diffusion._dual import DualInference, DualState, Nodes, distances, due
 from flwr_perdl.diffusion._minimise import correlate, reconstruct
 from flwr_perdl.diffusion.combine import Csr, Inbox, entries
@@ -111,13 +112,15 @@ class ATC(DualInference):
             return super().advance(state, round_, n_rounds, weights)
         from flwr_perdl.diffusion import _kernels  # compiled: Numba is imported where it is needed
 
-        o, nu, number = self.objective, state.nu, state.nu.dtype.type
+        o, number = self.objective, state.nu.dtype.type
+        atoms, linear, nu = (aligned(a) for a in (state.atoms, state.linear, state.nu))
+        state = state._replace(atoms=atoms, linear=linear, nu=nu)
         change, apart = np.empty_like(state.change), np.empty_like(state.change)
         _kernels.atc(
             n_rounds,
             *entries(weights, nu.dtype),
-            state.atoms,
-            state.linear,
+            atoms,
+            linear,
             self._alike,
             number(o.gamma),
             number(o.delta),
@@ -125,6 +128,7 @@ class ATC(DualInference):
             number(self.mu),
             number(1 - self.mu * self.curvature),
             nu,
+            empty_aligned((2, len(nu), nu.shape[2]), nu.dtype),
             change,
             apart,
         )

@@ -153,6 +153,7 @@ def atc(
     mu: Number,
     kept: Number,
     nu: Matrix,
+    messages: Matrix,
     change: Matrix,
     apart: Matrix,
 ) -> None:
@@ -172,12 +173,14 @@ def atc(
         The step, and the share of nu that a step leaves.
     nu : ndarray of shape (m, n_samples, n_features)
         The estimates. Is updated.
+    messages : ndarray of shape (2, m, n_features)
+        Memory for the messages of a sample that are heard and sent in a round.
     change, apart : ndarrays of shape (m, n_samples)
         The lengths of the last step and of the distance to the neighbors are written.
     """
     m, n_samples, n = nu.shape
     one, lanes = nu.dtype.type(1), np.zeros(_LANES, nu.dtype)
-    row, messages = np.empty((1, 1, n), nu.dtype), np.empty((2, m, n), nu.dtype)
+    row = np.empty((1, 1, n), nu.dtype)
     for i in range(n_samples):
         for round_ in range(n_rounds + 1):
             heard, sent = messages[round_ % 2], messages[1 - round_ % 2]
@@ -220,6 +223,7 @@ def admm(
     linear: Matrix,
     memory: Matrix,
     nu: Matrix,
+    messages: Matrix,
     change: Matrix,
     apart: Matrix,
 ) -> None:
@@ -243,12 +247,12 @@ def admm(
         ``2 r^2 D_k / a_k / (1 - r)``.
     linear, memory, nu : ndarrays of shape (m, n_samples, n_features)
         As in `DualState`. Are updated.
-    change, apart
+    messages, change, apart
         As in `atc`.
     """
     m, n_samples, n = nu.shape
     one, lanes = nu.dtype.type(1), np.zeros(_LANES, nu.dtype)
-    row, messages = np.empty((1, 1, n), nu.dtype), np.empty((2, m, n), nu.dtype)
+    row = np.empty((1, 1, n), nu.dtype)
     for i in range(n_samples):
         for round_ in range(n_rounds + 1):
             heard, sent = messages[round_ % 2], messages[1 - round_ % 2]

@@ -180,8 +180,9 @@ class _Actor:
     ) -> tuple[list[Any], dict[str, Array]]:
         """Take in the messages of a round, and send those of the next one; return the reports."""
         blocks, there = [], []
+        heard = {self._me: self._sent, **self._fetched(messages)}
         for host, rows in self._rows.items():
-            block = self._sent if host == self._me else self._fetch(messages.get(host))
+            block = heard.get(host)
             there.append(np.full(len(rows), block is not None))
             if block is None:
                 blocks.append([np.zeros((len(rows), *a.shape[1:]), a.dtype) for a in self._sent])
@@ -192,16 +193,16 @@ class _Actor:
         reports = self._host.reported(round_)
         return ([] if last else self.send(round_ + 1)), reports
 
-    def _fetch(self, sent: Any) -> tuple[Array, ...] | None:
-        """Return the messages of another actor; None if it is lost."""
-        if sent is None:
-            return None
+    def _fetched(self, messages: Mapping[int, Any]) -> dict[int, tuple[Array, ...]]:
+        """Return the messages of other actors, but for those that are lost."""
         try:
-            (reference,) = self._ray.get(sent)
-            messages: tuple[Array, ...] = self._ray.get(reference)
+            references = [sent[0] for sent in self._ray.get(list(messages.values()))]
+            return dict(zip(messages, self._ray.get(references), strict=True))
         except _lost(self._ray):
-            return None
-        return messages
+            if len(messages) == 1:
+                return {}
+        each = (self._fetched({host: sent}) for host, sent in messages.items())
+        return {host: block for found in each for host, block in found.items()}
 
     def state(self) -> Any:
         """Return the state after the last round."""
