@@ -10,6 +10,12 @@ before convergence, the raw cost as score. The default has converged inference, 
 normalised, and squared loss with ``eta`` times the paper's gamma and delta: the same problem as
 with Huber's loss as far as no residual exceeds eta, up to the factor eta. Steps ``mu_w / eta`` then
 move the atoms alike. As documents have unit norm, their f(x) is then the same.
+
+Two options are not in the paper. ``learning=codes``: an agent divides the sum of its steps for a
+batch by the sum of the squares of all its codes so far, which it knows itself. That is the
+curvature of the squared loss in its own atom, so that an atom tends to an average over all
+documents that used it, as in online dictionary learning (Mairal et al., JMLR 2010), and no step
+length is chosen. ``counts=log``: a term's count n becomes 1 + log(n).
 """
 
 from __future__ import annotations
@@ -25,7 +31,7 @@ from numpy.typing import NDArray
 from scipy import sparse
 
 from flwr_perdl.checks import Matrix, check_count
-from flwr_perdl.diffusion.model_diffusion import Model, ModelDiffusion
+from flwr_perdl.diffusion.model_diffusion import Model, ModelDiffusion, update_dictionary
 from flwr_perdl.diffusion.novelty import novelty_scores
 from flwr_perdl.diffusion.objectives import HuberNMF, NonnegativeMF
 from flwr_perdl.diffusion.topology import Topology
@@ -65,9 +71,16 @@ class Config(Common):
     """The options of novel_documents.toml."""
 
     score: str
+    learning: str
+    counts: str
     connectivity: float
     terms: int
     block: int
+
+    def check(self) -> None:
+        """Reject options that do not fit together."""
+        if self.score == "paper" and self.learning != "paper":
+            raise ValueError(f"learning must be 'paper' with score=paper, got {self.learning!r}.")
 
 
 class Stream(NamedTuple):
@@ -104,7 +117,7 @@ class Stream(NamedTuple):
 
 def run(config: Config, keep: Keep) -> Outcome:
     """Run the network, a fully connected one and NMF through all time steps, and compare."""
-    stream = _stream(config.data, config.seed, config.terms, config.block)
+    stream = _stream(config.data, config.seed, config.terms, config.block, config.counts)
     last = stream.steps[-1]
     networks = ("network", "full") if config.connectivity < 1 else ("network",)
     parts = last * len(networks) + len(stream.steps)
@@ -112,7 +125,7 @@ def run(config: Config, keep: Keep) -> Outcome:
     for name in networks:
         found[name] = []
         for t in range(1, last + 1):
-            before = found[name][-1]["dictionary"] if t > 1 else None
+            before = found[name][-1] if t > 1 else None
             work = partial(_time_step, config, stream, name, t, before)
             found[name].append(keep(f"{name}-{t}", work, of=parts))
     nmf = {
@@ -174,7 +187,13 @@ def run(config: Config, keep: Keep) -> Outcome:
     )
 
 
-def _time_step(config: Config, stream: Stream, name: str, t: int, before: Matrix | None) -> Arrays:
+def _time_step(
+    config: Config,
+    stream: Stream,
+    name: str,
+    t: int,
+    before: Mapping[str, NDArray[Any]] | None,
+) -> Arrays:
     """Return the atoms after learning from block ``t - 1``, and the scores of block ``t``."""
     clients, seed = config.clients, config.seed
     connectivity = 1.0 if name == "full" else config.connectivity
@@ -182,14 +201,20 @@ def _time_step(config: Config, stream: Stream, name: str, t: int, before: Matrix
     if before is None:
         model = learner.start(clients, stream.X.shape[1], np.float32)
     else:
-        model = learner.grow(Model(before), clients)
+        model = learner.grow(Model(before["dictionary"]), clients)
     n_agents = len(model.dictionaries)
     topology = (
         Topology.complete(n_agents)
         if connectivity == 1
         else Topology.erdos_renyi(n_agents, connectivity, seed=seed + t)
     )
-    model = learner.partial_fit(model, stream.block(t - 1).toarray(), topology)
+    curvature = np.zeros(n_agents)
+    if config.learning == "codes":
+        if before is not None:
+            curvature[: -config.clients] = before["curvature"]
+        model = _learn(learner, model, stream.block(t - 1).toarray(), topology, curvature)
+    else:
+        model = learner.partial_fit(model, stream.block(t - 1).toarray(), topology)
     floats, rounds = model.rounds * BATCH, model.rounds
     scores, residual = [], model.residual
     if t in stream.steps:
@@ -219,7 +244,36 @@ def _time_step(config: Config, stream: Stream, name: str, t: int, before: Matrix
         "rounds": np.array(rounds),
         "floats": np.array(floats * per_link),
         "residual": np.array(residual),
+        "curvature": curvature,
     }
+
+
+def _learn(
+    learner: ModelDiffusion,
+    model: Model,
+    X: Matrix,
+    topology: Topology,
+    curvature: NDArray[np.float64],
+) -> Model:
+    """Return the model after a pass over ``X`` with steps that the agents' own codes determine.
+
+    ``curvature``, (n_agents,): each agent's sum of squared codes so far; those of X are added.
+    """
+    for at in range(0, len(X), learner.batch_size):
+        found = learner.infer(model, X[at : at + learner.batch_size], topology)
+        assert found.nu is not None
+        codes = np.stack(found.codes)
+        curvature += np.square(codes).sum(axis=(1, 2))
+        step = np.divide(1, curvature, out=np.zeros_like(curvature), where=curvature > 0)
+        scaled = (codes * step[:, None, None]).astype(codes.dtype)
+        model = model._replace(
+            dictionaries=update_dictionary(
+                learner.objective, model.dictionaries, found.nu, scaled, 1.0
+            ),
+            rounds=model.rounds + found.rounds,
+            residual=max(model.residual, float(found.residual.max())),
+        )
+    return model
 
 
 def _learner(config: Config, name: str, t: int) -> ModelDiffusion:
@@ -275,11 +329,12 @@ def _areas(novel: NDArray[np.bool_], scores: Matrix) -> list[float]:
 
 
 @cached_by_file(maxsize=1)
-def _stream(data: str, seed: int, terms: int, block: int) -> Stream:
+def _stream(data: str, seed: int, terms: int, block: int, how: str = "plain") -> Stream:
     """Return the documents as unit TF-IDF vectors, in blocks.
 
-    A term's weight is its count times ``log(n / documents that have it)``. Of the terms, those
-    that occur in the most documents are kept.
+    A term's weight is its count, or 1 + log(count) with ``how="log"``, times
+    ``log(n / documents that have it)``. Of the terms, those that occur in the most documents are
+    kept.
     """
     check_count("terms", terms, 1)
     check_count("block", block, 1)
@@ -291,7 +346,13 @@ def _stream(data: str, seed: int, terms: int, block: int) -> Stream:
     having = np.bincount(counts.indices[counts.data > 0], minlength=counts.shape[1])
     kept = np.sort(np.argsort(-having, kind="stable")[:terms])
     kept = kept[having[kept] > 0]
-    weighted = counts[:, kept] @ sparse.diags_array(np.log(n / having[kept]))
+    counts = counts[:, kept]
+    if how == "log":
+        logs = 1 + np.log(np.maximum(counts.data, 1))
+        counts = sparse.csr_array(
+            (np.minimum(counts.data, logs), counts.indices, counts.indptr), shape=counts.shape
+        )
+    weighted = counts @ sparse.diags_array(np.log(n / having[kept]))
     lengths = np.sqrt(np.asarray(weighted.multiply(weighted).sum(axis=1)).ravel())
     scale = np.divide(1.0, lengths, out=np.zeros(n), where=lengths > 0)
     X = sparse.csr_array(sparse.diags_array(scale) @ weighted)[: n_blocks * block]
@@ -342,6 +403,9 @@ def _facts(
         "kept_terms": len(stream.terms),
         "batch": BATCH,
         "paper": config.score == "paper",
+        "by_codes": config.learning == "codes",
+        "by_steps": config.learning == "paper" and config.score != "paper",
+        "counts_are": "1 + log(count)" if config.counts == "log" else "counts",
         "gamma": GAMMA,
         "delta": DELTA,
         "eta": ETA,

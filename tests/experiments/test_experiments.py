@@ -75,7 +75,7 @@ OPTIONS = {
     "regression": {"data", "bundled", "k", "splits"},
     "inference": {"seeds", "agents", "dimension", "connectivity", "loss", "informed", "impulses"}
     | {"density", "step"},
-    "novel-documents": {"data", "score", "connectivity", "terms", "block"},
+    "novel-documents": {"data", "score", "learning", "counts", "connectivity", "terms", "block"},
     "biclustering": {
         "data",
         "seeds",

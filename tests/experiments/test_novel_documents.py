@@ -14,6 +14,8 @@ from scipy import sparse
 from sklearn.metrics import roc_auc_score
 from sklearn.utils import Bunch
 
+from flwr_perdl.diffusion.model_diffusion import Model
+from flwr_perdl.diffusion.topology import Topology
 from perdl_experiments import documents
 from perdl_experiments.documents import (
     FIRST,
@@ -252,6 +254,14 @@ def test_the_stream_is_tf_idf_of_unit_norm_in_blocks(tmp_path: Path) -> None:
     np.testing.assert_allclose(weighted, [1, 0, 0, 0], atol=1e-7)
 
 
+def test_logarithms_of_counts_weigh_repeated_terms_less(tmp_path: Path) -> None:
+    counts = np.array([[4, 1, 0], [1, 0, 0], [0, 1, 0], [0, 0, 1]])
+    path = save(tmp_path / "x.npz", counts, y=list("aaab"))
+    found = novel_documents._stream(str(path), 0, 3, 2, "log").X.toarray()[0]
+    expected = np.array([1 + np.log(4), 1, 0]) * np.log([2, 2, 4])
+    np.testing.assert_allclose(found, expected / np.linalg.norm(expected), rtol=1e-6)
+
+
 def test_it_finds_the_novel_documents_and_says_how_well(path: Path) -> None:
     kept: dict[str, Any] = {}
 
@@ -307,6 +317,28 @@ def test_the_papers_settings_are_a_mode(path: Path) -> None:
     assert vars(full.objective) == {"gamma": 0.05, "delta": 0.1, "eta": 0.2}
 
 
+def test_a_step_from_the_codes_is_one_over_their_squares() -> None:
+    """Two agents whose atoms are orthogonal: codes in closed form, averages of their documents."""
+    learner = novel_documents._learner(config_of("novel-documents", connectivity=1.0), "full", 1)
+    gamma, delta = vars(learner.objective).values()
+    atoms, X = np.eye(2, 3)[:, None], np.array([[0.6, 0.0, 0.8]])
+    code = (0.6 - gamma) / (1 + delta)
+    curvature = np.array([3 * code**2, 0.0])
+    model = novel_documents._learn(learner, Model(atoms), X, Topology.complete(2), curvature)
+    np.testing.assert_allclose(curvature, [4 * code**2, 0], rtol=1e-4)
+    moved = np.array([1 + (0.6 - code) / (4 * code), 0, 0.8 / (4 * code)])
+    np.testing.assert_allclose(
+        model.dictionaries[0, 0], moved / max(1, np.linalg.norm(moved)), rtol=1e-4
+    )
+    np.testing.assert_array_equal(model.dictionaries[1], atoms[1])  # it had no code
+
+
+def test_steps_from_the_codes_find_the_novel_documents(path: Path) -> None:
+    outcome = run(path, learning="codes", counts="log", connectivity=1.0)
+    assert np.mean(outcome.curves["auc"]) > 0.75
+    assert any("squares of all its codes" in note for note in outcome.notes)
+
+
 def test_the_default_says_that_its_documents_are_not_real() -> None:
     assert "planted topic model" in small().about
     assert "not real" in small().about
@@ -315,6 +347,8 @@ def test_the_default_says_that_its_documents_are_not_real() -> None:
 def test_bad_options_get_one_sentence(path: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="score must be one of 'normalised', 'paper', got 'x'"):
         run(path, score="x")
+    with pytest.raises(ValueError, match="learning must be 'paper' with score=paper, got 'codes'"):
+        run(path, score="paper", learning="codes")
     with pytest.raises(ValueError, match=r"connectivity must be in \(0, 1\], got 0"):
         run(path, connectivity=0.0)
     with pytest.raises(ValueError, match="terms must be at least 1, got 0"):
