@@ -37,6 +37,7 @@ HOST = "127.0.0.1"
 MOST_NODES = 1000
 #: Name of the SuperLink in the private Flower configuration.
 _LINK = "lan"
+_UNKNOWN = "unknown"  # status of a run of which the SuperLink says nothing
 _PATIENCE = 60.0  # seconds until a process must be up
 
 # Flower looks for the assignments without importing anything.
@@ -308,8 +309,14 @@ class Deployment:
                 check=False,
             )
         said = log.read_text(errors="replace")
-        if self._status() != "finished:completed":
-            raise RuntimeError(f"the run ended as {self._status()}: {_tail(said)}")
+        status = self._status()
+        if status == _UNKNOWN:
+            raise RuntimeError(
+                "the SuperLink does not answer any more; with the same command and --resume the "
+                f"run goes on after the last finished round: {_tail(said)}"
+            )
+        if status != "finished:completed":
+            raise RuntimeError(f"the run ended as {status}: {_tail(said)}")
         return said
 
     def _status(self) -> str:
@@ -321,7 +328,7 @@ class Deployment:
         try:
             runs = json.loads(done.stdout)["runs"]
         except (ValueError, KeyError):
-            return "unknown"
+            return _UNKNOWN
         return str(runs[0]["status"]) if runs else "not submitted"
 
     def _write_app(self) -> None:

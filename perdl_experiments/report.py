@@ -241,7 +241,7 @@ def render(results: Mapping[str, Any], out: Path) -> str:
 
 
 def odd_clients(results: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the table of clients whose replies were odd, the oddest first; None: there are none.
+    """Return the table of clients whose replies failed or stood out; None: there are none.
 
     Parameters
     ----------
@@ -261,7 +261,7 @@ def odd_clients(results: Mapping[str, Any]) -> dict[str, Any] | None:
         for name in odd[:MOST_CLIENTS]
     ]
     return {
-        "title": "Clients whose replies were odd",
+        "title": "Clients whose replies failed or stood out",
         "caption": f"{len(odd)} of {len(clients)} clients, by partition: exchanges in which each "
         "was asked; failed: errors and silence; refused: replies that broke a rule; the others: "
         "what the aggregation did, to which share of the reply, summed over exchanges."

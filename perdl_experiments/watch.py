@@ -163,7 +163,7 @@ def _is_number(value: object) -> bool:
 
 
 def _client_table(clients: Mapping[str, Mapping[str, float]]) -> Rows:
-    """Return the table of clients whose replies were odd, the oddest first."""
+    """Return the table of clients whose replies failed or stood out, the oddest first."""
     rows = [
         [client[:_NAME], ", ".join(f"{what[:_NAME]} {n:.3g}" for what, n in list(odd.items())[:8])]
         for client, odd in clients.items()
@@ -209,7 +209,10 @@ def watch(
     path = _events_in(folder)
     if once:
         if not path.is_file():
-            raise ValueError(f"{str(folder)!r} must be a run's folder, but has no {EVENTS}.")
+            raise ValueError(
+                f"{str(folder)!r} must be a run's folder, but has no {EVENTS}: the run has not "
+                "begun yet, or this is another folder."
+            )
         view.take(read_events(path)[0])
         console.print(view.render())
         return

@@ -3,8 +3,8 @@
 #
 # Sixty shops have twelve days of sales each. How sales react to price and weather depends on the
 # shop's kind, and nobody knows the kinds. One regression for all shops is wrong for each of them;
-# a shop alone has too few days. In this tutorial the shops find the kinds together, and no day of
-# any shop leaves it.
+# a shop alone has too few days. In this tutorial the shops find the kinds together. No day is sent;
+# what is sent is computed from as few as eight days.
 #
 # You need `pip install '.[experiments]'` in a clone ([installation](../install.md)), and less
 # than a minute.

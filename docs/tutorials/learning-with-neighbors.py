@@ -74,8 +74,9 @@ for name, topology in networks.items():
 # ## Learn
 #
 # In every round each node trains its own model, sends it to its neighbors, and combines what it
-# hears. `fit` runs all nodes in this process; [other networks](../decentralized-learning.md) are
-# Ray actors, and a Flower federation whose server cannot read the messages.
+# hears. `fit` here runs all nodes in this process, and nothing is encrypted;
+# [other networks](../decentralized-learning.md) are Ray actors, and a Flower federation whose
+# server cannot read the messages.
 
 # %%
 initial = [np.zeros((64, 10)), np.zeros(10)]

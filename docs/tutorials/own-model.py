@@ -2,9 +2,9 @@
 # # Your own model: clusters of clients, without knowing them
 #
 # Sixteen clients hold handwritten digits, and each of them scans its pages in one of four
-# directions. One classifier for all directions is poor. `ClusteredFedAvg` learns four, and finds
-# out which client needs which. The classifier here is scikit-learn's `SGDClassifier`; a PyTorch
-# network takes the same few lines (`examples/pytorch-clustered`).
+# directions. One linear classifier for all directions is poor. `ClusteredFedAvg` learns four, and
+# finds out which client needs which. The classifier here is scikit-learn's `SGDClassifier`; a
+# PyTorch network takes the same few lines (`examples/pytorch-clustered`).
 #
 # You need `pip install '.[experiments]'` in a clone ([installation](../install.md)), and less
 # than a minute.
@@ -114,5 +114,5 @@ axes.margins(x=0.15)
 #
 # - All options: starts, an unknown number of clusters, robust averages, fewer floats:
 #   [clustered learning](../clustered-learning.md).
-# - The same as a change of nine lines in Flower's quickstart: `examples/quickstart-clustered`.
+# - The same change in Flower's quickstart: `examples/quickstart-clustered`.
 # - Four of you, and no server? [Learning with neighbors](learning-with-neighbors.md).

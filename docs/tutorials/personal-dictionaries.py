@@ -4,7 +4,7 @@
 # Six sites have handwritten digits. Every site has zeros and ones, and one further digit that no
 # other site has. In this tutorial the sites learn two sets of *atoms* (small images of which each
 # digit is a sum): *global* atoms, which all sites share, and *local* atoms, which stay at their
-# site.
+# site after the first round.
 #
 # You need `pip install '.[experiments]'` in a clone ([installation](../install.md)), and about a
 # minute.

@@ -170,7 +170,13 @@ def settle(
     seen, same = count(), 0
     if not fixed:
         patience = f"at most {options.node_timeout:g} s"
-        log(INFO, "Waiting for clients to register: %d of %d so far, %s.", seen, wanted, patience)
+        log(
+            INFO,
+            "Waiting for clients to register: %d so far, %d needed, %s.",
+            seen,
+            wanted,
+            patience,
+        )
     while time.monotonic() < deadline and not (fixed and seen < wanted):
         if seen >= wanted and (fixed or options.num_clients is not None or same >= 6):
             return seen

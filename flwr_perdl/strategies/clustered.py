@@ -41,11 +41,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from functools import partial
+from logging import WARNING
 from math import prod
 from typing import Any, ClassVar, NamedTuple, Unpack
 
 import numpy as np
 from flwr.app import ArrayRecord
+from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
@@ -254,12 +256,18 @@ class ClusteredFedAvg(ProtocolStrategy):
         self,
         grid: Grid,
         initial_arrays: ArrayRecord | None = None,
+        num_rounds: int = 3,
         *args: Any,
         **options: Any,
     ) -> Result:
         """Run; the result's arrays have the names of the initial ones."""
+        if self.k == _AUTO and num_rounds == 1:
+            log(
+                WARNING,
+                'k="auto" takes two rounds to find its models: one round leaves a single one.',
+            )
         self._names = list(initial_arrays or ())
-        result = super().start(grid, initial_arrays, *args, **options)
+        result = super().start(grid, initial_arrays, num_rounds, *args, **options)
         result.arrays = self._named(result.arrays)
         return result
 

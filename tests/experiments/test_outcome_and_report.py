@@ -139,7 +139,7 @@ def test_the_report_names_clients_whose_replies_were_odd(tmp_path):
     outcome = make_outcome()
     write(tmp_path, outcome, to_results(outcome, PAGE, **RUN, clients=counts))
     text = " ".join(Page(write_report(tmp_path).read_text(encoding="utf-8")).text)
-    assert "Clients whose replies were odd" in text
+    assert "Clients whose replies failed or stood out" in text
     assert odd_clients(read_results(tmp_path))["columns"] == [
         "client",
         "asked",

@@ -191,6 +191,11 @@ def test_the_number_of_clusters_is_found() -> None:
     ]
 
 
+def test_one_round_finds_no_number_of_clusters(caplog: pytest.LogCaptureFixture) -> None:
+    run(ClusteredFedAvg("auto"), 1)
+    assert 'k="auto" takes two rounds' in caplog.text
+
+
 def test_between_choices_a_client_receives_its_own_model_unless_it_missed_the_choice() -> None:
     def faults(partition: int, message: Message) -> str | None:
         config = message.content.get("config", {})
@@ -367,13 +372,16 @@ def test_bad_initial_arrays_and_replies_are_named() -> None:
 
     class NoLoss(Linear):
         def evaluate(self, parameters: Any, config: Any) -> Any:
-            return float("nan"), 1, {}
+            return float("nan"), 1, {"accuracy": 1.0}
 
     class Short(Linear):
         def fit(self, parameters: Any, config: Any) -> Any:
             return [parameters[0]], 1, {}
 
-    for kind, said in ((NoLoss, "evaluate must return a finite loss"), (Short, "wrong shapes: ")):
+    for kind, said in (
+        (NoLoss, "evaluate must return a finite loss of .*, got none, and accuracy"),
+        (Short, "wrong shapes: "),
+    ):
         app = client_app(lambda context, kind=kind: kind(context.node_config["partition-id"]))
         with pytest.raises(TooFewReplies, match=said):
             run(ClusteredFedAvg(2, start="random"), 1, app=app)

@@ -194,7 +194,7 @@ def test_log_lines_name_phase_and_numbers(caplog: pytest.LogCaptureFixture) -> N
     assert "configure_evaluate: Sampled 5 nodes (out of 5)\n" in here
     assert "aggregate_evaluate: Received 5 results and 0 failures\n" in here
     assert "Waiting" not in here
-    assert "Waiting for clients to register: 3 of 3 so far, at most 60 s." in caplog.text
+    assert "Waiting for clients to register: 3 so far, 3 needed, at most 60 s." in caplog.text
     assert "Asking 3 new node(s) who they are, at most 60 s." in caplog.text
     assert "waiting for their replies, at most 9 s" in caplog.text
 
