@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
@@ -42,6 +43,7 @@ from perdl_experiments.words import plural
 
 #: Seconds that everything has to end after a signal.
 _GRACE = 30.0
+_SILENCE = 10.0  # seconds between two lines of progress where there is no terminal
 
 app = typer.Typer(
     help="Federated dictionary learning, clustered regression, learning between neighbors.",
@@ -379,7 +381,8 @@ def _tell(sentence: str) -> None:
 def _bar(shown: Console) -> Iterator[Callable[[Progress], None]]:
     """Show rounds (or parts of a run), error and time left; yield what takes a `Progress`.
 
-    The bar appears with the first of them, and on a terminal only.
+    The bar appears with the first of them. Where there is no terminal, a line goes to standard
+    error every ten seconds.
     """
     columns = (
         TextColumn("step"),
@@ -390,9 +393,14 @@ def _bar(shown: Console) -> Iterator[Callable[[Progress], None]]:
     )
     bar = Bar(*columns, console=shown, disable=not shown.is_terminal)
     task = bar.add_task("rounds", total=None, error="-")
+    said = time.monotonic()
 
     def update(progress: Progress) -> None:
+        nonlocal said
         error = "-" if progress.error is None else f"{progress.error:.3g}"
+        if bar.disable and time.monotonic() - said > _SILENCE:
+            said = time.monotonic()
+            _tell(f"step {progress.done} of {progress.total}, error {error}")
         bar.update(task, completed=progress.done, total=progress.total, error=error)
         bar.start()
 

@@ -59,7 +59,7 @@ def _bar(name: str, rounds: int) -> Iterator[Show]:
             found["left out"] = str(len(report.dropped))
         if bar is not None:
             bar.set_postfix(found, refresh=False)
-            bar.update(report.round - bar.n)
+            bar.n = report.round
             bar.refresh()
         else:
             said = ", ".join(f"{what} {value}" for what, value in found.items())
