@@ -19,4 +19,4 @@ def main(grid: Grid, context: Context) -> None:
 
     result = strategy.start(grid=grid, initial_arrays=arrays, num_rounds=num_rounds)
     accuracy = result.evaluate_metrics_clientapp[num_rounds]["eval_acc"]
-    print(f"{type(strategy).__name__}: accuracy {accuracy:.2f}")
+    print(f"{type(strategy).__name__}: accuracy {accuracy:.3f}")
