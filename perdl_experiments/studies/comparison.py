@@ -367,4 +367,4 @@ def _figure(config: Config, curves: Mapping[str, Sequence[float]], methods: Sequ
         panels.append(
             plots.Panel(titles["dimension"], f"seconds, {said}", config.dimensions, times)
         )
-    return plots.panels(panels, columns=3)
+    return plots.panels(panels, columns=2)
