@@ -353,18 +353,17 @@ def _figure(config: Config, curves: Mapping[str, Sequence[float]], methods: Sequ
         "clients": "number of clients N",
         "density": "non-zero codes (%)",
     }
-    panels = []
-    for row, said in _ROWS.items():
-        prefix = f"{row}_" if row else ""
-        for part in ("shared", "own"):
-            for axis, values in config.axes.items():
+    panels = []  # side by side: the same with clients alike, and with a weak one
+    for part in ("shared", "own"):
+        for axis, values in config.axes.items():
+            for row, said in _ROWS.items():
+                prefix = f"{row}_" if row else ""
                 lines = {METHODS[m]: curves[f"error_{part}_{prefix}{m}_{axis}"] for m in methods}
-                y = f"{part} atoms, {said}"
-                panels.append(plots.Panel(titles[axis], y, values, lines))
+                panels.append(plots.Panel(titles[axis], f"{part} atoms, {said}", values, lines))
     for row, said in _ROWS.items():
         prefix = f"{row}_" if row else ""
         times = {METHODS[m]: curves[f"seconds_{prefix}{m}"] for m in methods}
         panels.append(
             plots.Panel(titles["dimension"], f"seconds, {said}", config.dimensions, times)
         )
-    return plots.panels(panels, columns=2)
+    return plots.panels(panels)
