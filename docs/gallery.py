@@ -57,7 +57,7 @@ THUMBNAILS = PAGES / "thumbnails"
 RUNS = ROOT / "runs" / "gallery"
 STUDIES = "../../perdl_experiments/studies"  # from a page
 
-REPEATS, PROCESSES = 3, 2
+REPEATS, PROCESSES = 5, 2
 LEVEL, RESAMPLES = 0.95, 2000  # of bootstrap intervals
 BEATEN, MATCHED, NOT_REACHED = "beaten", "matched", "not reached"
 NOT_COMPARABLE, NEW = "not comparable", "new"
@@ -91,7 +91,7 @@ PAPERS = {
     "P3": "One dictionary from distributed data (P3: Chainais and Richard, iTWIST 2014)",
     "": "Not in the papers",
 }
-LARGE, WIDTH = 50_000, 960  # bytes of a picture; pixels to which a larger one is brought
+LARGE, WIDTH = 30_000, 960  # bytes of a picture; pixels to which a larger one is brought
 THUMBNAIL = 320, 200  # pixels at most
 MANY = 6  # comparisons in a cell at most
 #: Figures that are no charts, of stored runs that do not say which of theirs are.
@@ -358,7 +358,7 @@ def _kept(value: float) -> float | None:
 
 
 def _shrink(source: Path, target: Path) -> None:
-    """Copy a picture; a large one no wider than a page and with 128 colors."""
+    """Copy a picture; a large one no wider than a page and with 64 colors."""
     if source.stat().st_size <= LARGE:
         target.write_bytes(source.read_bytes())
         return
@@ -366,7 +366,7 @@ def _shrink(source: Path, target: Path) -> None:
         width = min(picture.width, WIDTH)
         size = width, round(picture.height * width / picture.width)
         small = picture.convert("RGB").resize(size, Image.Resampling.LANCZOS)
-        small.quantize(128).save(target, optimize=True)
+        small.quantize(64).save(target, optimize=True)
 
 
 # What follows from the numbers ---------------------------------------------------------------
