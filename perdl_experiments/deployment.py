@@ -12,6 +12,7 @@ import datetime
 import ipaddress
 import json
 import os
+import secrets
 import shlex
 import signal
 import socket
@@ -467,11 +468,19 @@ def make_key(folder: Path, name: str) -> Path:
     return public
 
 
-def free_port() -> int:
-    """Return a port of the loopback interface that nobody listens at."""
-    with socket.socket() as listener:
-        listener.bind((HOST, 0))
-        return int(listener.getsockname()[1])
+def free_port(count: int = 1) -> int:
+    """Return the first of ``count`` successive ports of the loopback interface that are free.
+
+    They are below those that systems give to outgoing connections: one of these could take such a
+    port before the process that it is meant for.
+    """
+    for _ in range(100):
+        port = 10_000 + secrets.randbelow(22_000)
+        with contextlib.suppress(OSError), contextlib.ExitStack() as listeners:
+            for k in range(count):
+                listeners.enter_context(socket.socket()).bind((HOST, port + k))
+            return port
+    raise RuntimeError(f"found no {count} successive free ports from 10000 to 32000")
 
 
 def _write_secret(path: Path, content: bytes) -> None:

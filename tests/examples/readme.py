@@ -94,7 +94,8 @@ def run(steps: Iterable[Step], here: Path, environment: Mapping[str, str]) -> No
     finally:
         with contextlib.suppress(ProcessLookupError):  # what the commands left running
             os.killpg(process.pid, signal.SIGKILL)
-    said = f"{here.name}\n{printed[-6000:]}"
+    logs = [f"{log.name}\n{log.read_text()[-1000:]}" for log in sorted(here.glob("*.log"))]
+    said = "\n".join([here.name, printed[-6000:], *logs])
     assert process.returncode == 0, said
     missing = [line for step in steps for line in step.printed if line not in printed]
     assert not missing, f"{missing} is not in {said}"

@@ -72,7 +72,7 @@ def test_apps_print_what_the_readme_says(
 @pytest.mark.deployment
 def test_a_superlink_with_three_supernodes(tmp_path: Path) -> None:
     readme = read("superlink-three-supernodes")
-    ports = f"port={free_port()};"
+    ports = f"port={free_port(4)};"
     steps = [
         step._replace(commands=step.commands.replace("port=9300;", ports)) for step in readme.steps
     ]
