@@ -715,7 +715,7 @@ def _figures(entry: Entry, found: Found) -> str:
         known = "curve only" if figure.source else ""
         row.insert(1, known if figure.paper is None else number(figure.paper))
         row += [judged, figure.source]
-    return markdown_table(["", "paper", *columns[1:], "verdict", "the paper's from"], rows)
+    return markdown_table(["", "paper", *columns[1:], "verdict", "where in the paper"], rows)
 
 
 def _claims(entry: Entry, found: Found) -> Iterator[str]:
