@@ -38,8 +38,6 @@ PACKAGES = {
     "perdl_experiments": "Experiments",
     "perdl_experiments.estimator_plots": "Plots",
 }
-#: Where `flwr_perdl.network.FlowerNetwork` is defined: on a floor above, so it is imported late.
-LATE = {"flwr_perdl.network.FlowerNetwork": "flwr_perdl.strategies.FlowerNetwork"}
 
 #: The page of every name that stands for one object only.
 _page_of: dict[str, str] = {}
@@ -114,11 +112,12 @@ def public_names() -> dict[str, list[griffe.Object | griffe.Alias]]:
         loader.load(package)
     loader.resolve_aliases(external=False)
     found = {}
+    first: dict[str, griffe.Object | griffe.Alias] = {}  # a name of two packages: the first's page
     for package in PACKAGES:
         module = loader.modules_collection[package]
         names = module.exports or [name for name in module.functions if name[0] != "_"]
-        paths = sorted(LATE.get(f"{package}.{name}", f"{package}.{name}") for name in names)
-        found[package] = [_own(loader.modules_collection[path]) for path in paths]
+        members = [_own(loader.modules_collection[f"{package}.{name}"]) for name in sorted(names)]
+        found[package] = [first.setdefault(one.canonical_path, one) for one in members]
     return found
 
 
@@ -204,8 +203,8 @@ def _index(
         for one in group:
             target = f"../{_folder(one)}/{one.name}.md"
             lines.append(f"| [`{one.name}`]({target}) | {_summary(one)} |")
-        public = not any(part.startswith("_") for part in path.split("."))
-        if rest.strip() and public and path != package:
+        private = path.rpartition(".")[2].startswith("_")
+        if rest.strip() and not private and path != package:
             indented = "\n".join(f"    {line}".rstrip() for line in rest.strip().splitlines())
             lines += ["", '??? note "Symbols, and how it is done"', "", indented]
         lines.append("")

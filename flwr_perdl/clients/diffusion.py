@@ -15,14 +15,14 @@ from flwr.common import log
 from numpy.typing import NDArray
 
 from flwr_perdl._checks import Matrix, check_choice, check_count, check_flag, check_kind
+from flwr_perdl._network._packing import pack_arrays, text_array, texts_of
+from flwr_perdl._network.messages import Delivery, Rejected, finite_rows, inbox_of
+from flwr_perdl._network.sealed import Keys, read_key, read_pinned
 from flwr_perdl._records import ANEW, ROUND, RUN, Scalar
 from flwr_perdl._store import LAST_ROUND
 from flwr_perdl._threads import one_blas_thread
 from flwr_perdl.clients.base import Member, PrivateState, private_shelf, step_of
 from flwr_perdl.diffusion.combine import Array, Program, check_message, check_state, reported
-from flwr_perdl.network._packing import pack_arrays, text_array, texts_of
-from flwr_perdl.network.messages import Delivery, Rejected, finite_rows, inbox_of
-from flwr_perdl.network.sealed import Keys, read_key, read_pinned
 
 #: The protocol's steps.
 ANNOUNCE = "announce"
@@ -56,7 +56,7 @@ class DiffusionClient(Member):
     does its work for the next round, and sends its own message, which the server delivers.
 
     **What leaves the node**: its messages to its neighbors, which the server can read unless they
-    are sealed (see `flwr_perdl.network.sealed`); their size, and whose messages were left out;
+    are sealed (docs/diffusion-on-flower.md); their size, and whose messages were left out;
     after every round, in the clear, what the program's ``report`` returns, if it has one; at the
     end what ``shows`` says. The docstring of the algorithm says what its messages reveal to
     neighbors that follow the protocol. A neighbor that does not, or a server that can write
@@ -154,15 +154,15 @@ class DiffusionClient(Member):
         Parameters
         ----------
         parameters : list of ndarray
-            A `flwr_perdl.network.messages.Delivery`.
+            What the neighbors have sent: a ``Delivery`` (``_network/messages.py``).
         config : dict
             The step, the algorithm's round, whether messages are sealed, and who is asleep.
 
         Returns
         -------
         parameters : list of ndarray
-            The node's message (see `flwr_perdl.network.messages`); at the end, what the node shows,
-            packed into one array.
+            The node's message (``_network/messages.py``); at the end, what the node shows, packed
+            into one array.
         num_examples : int
             One.
         metrics : dict

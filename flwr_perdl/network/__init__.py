@@ -1,18 +1,22 @@
-"""The neighbor-message layer: the same algorithms in memory, on Ray actors, and on Flower."""
+"""The networks: the same algorithms in memory, on Ray actors, and on Flower.
 
-from importlib import import_module
-from typing import Any
+`FlowerNetwork` drives a strategy and stands in `flwr_perdl.strategies.neighbor_relay`; the others
+are in `flwr_perdl._network`, below the clients, who read and write its messages.
+"""
 
-from flwr_perdl.network._exchange import Run
-from flwr_perdl.network.faults import Faults
-from flwr_perdl.network.memory import InMemoryNetwork
-from flwr_perdl.network.ray import RayNetwork
+from flwr_perdl._network._exchange import Run
+from flwr_perdl._network.faults import Faults
+from flwr_perdl._network.memory import InMemoryNetwork
+from flwr_perdl._network.ray import RayNetwork
+from flwr_perdl._network.sealed import make_key, public_key
+from flwr_perdl.strategies.neighbor_relay import FlowerNetwork
 
-__all__ = ["Faults", "FlowerNetwork", "InMemoryNetwork", "RayNetwork", "Run"]
-
-
-def __getattr__(name: str) -> Any:
-    """Import `FlowerNetwork`, which lives on a floor above, when it is asked for."""
-    if name == "FlowerNetwork":
-        return import_module("flwr_perdl.strategies.neighbor_relay").FlowerNetwork
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__all__ = [
+    "Faults",
+    "FlowerNetwork",
+    "InMemoryNetwork",
+    "RayNetwork",
+    "Run",
+    "make_key",
+    "public_key",
+]

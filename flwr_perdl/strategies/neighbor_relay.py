@@ -16,7 +16,7 @@ observe                                its reply to ``"show"``
 A message takes this way: `DiffusionClient.fit` of the sender, reply, `_Held.take`,
 `_Held.deliveries`, `Delivery.to_arrays`, request, `DiffusionClient.fit` of the receiver,
 `Delivery.from_arrays`, and `inbox_of`, which decides whether it counts. Its form on the wire, and
-the rules, are in `flwr_perdl.network.messages`.
+the rules, are in `flwr_perdl._network.messages`.
 
 ``n_rounds`` rounds of the algorithm take ``n_rounds + 1`` communication rounds, and one more for
 the nodes' public keys where messages are sealed. A node that does not reply is silent in that
@@ -59,6 +59,10 @@ from numpy.typing import NDArray
 from scipy import sparse
 
 from flwr_perdl._checks import Matrix, check_count, check_flag, check_kind
+from flwr_perdl._network._exchange import Plan, Run, spread
+from flwr_perdl._network._packing import text_array, texts_of, unpack_arrays
+from flwr_perdl._network.faults import Faults
+from flwr_perdl._network.messages import Delivery, Message
 from flwr_perdl._records import ANEW, NUM_EXAMPLES, Reply, brief, check_names
 from flwr_perdl.clients.diffusion import (
     ANNOUNCE,
@@ -74,10 +78,6 @@ from flwr_perdl.clients.diffusion import (
 )
 from flwr_perdl.diffusion.combine import curves
 from flwr_perdl.diffusion.topology import CombinationMatrix, Topology
-from flwr_perdl.network._exchange import Plan, Run, spread
-from flwr_perdl.network._packing import text_array, texts_of, unpack_arrays
-from flwr_perdl.network.faults import Faults
-from flwr_perdl.network.messages import Delivery, Message
 from flwr_perdl.strategies._options import ServerOptions, ServerSettings
 from flwr_perdl.strategies._protocol import Protocol, Replies, Request, RoundReport, State
 from flwr_perdl.strategies._strategy import ProtocolStrategy
@@ -103,7 +103,7 @@ class NeighborRelay(ProtocolStrategy):
         Faults to simulate: the relay drops or delays messages, and tells nodes when they are
         asleep; none by default. The nodes' ``max_delay`` must allow the delays.
     sealed : bool, default False
-        Whether messages are sealed: encrypted end to end (see `flwr_perdl.network.sealed`).
+        Whether messages are sealed: encrypted end to end (docs/diffusion-on-flower.md).
     **options
         See `ServerOptions`; ``num_clients`` is by default the number of nodes.
 

@@ -22,10 +22,10 @@ from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from rich.console import Console
 
 from flwr_perdl import _compat, _records
+from flwr_perdl._network._packing import pack_arrays
 from flwr_perdl._records import Reply, read_reply, received
 from flwr_perdl.clients import DictionaryClient, RegressionClient, client_app
 from flwr_perdl.dictionary import OrthogonalLearner, dictionary_distance
-from flwr_perdl.network._packing import pack_arrays
 from flwr_perdl.regression import Answers, TwoPhase
 from flwr_perdl.regression import State as RegressionState
 from flwr_perdl.simulations import InProcessGrid

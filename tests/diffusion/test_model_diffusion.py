@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flwr_perdl._network.messages import Message, inbox_of
 from flwr_perdl.diffusion.inference import exact_dual, infer
 from flwr_perdl.diffusion.model_diffusion import Learning, Model, ModelDiffusion, update_dictionary
 from flwr_perdl.diffusion.objectives import (
@@ -21,7 +22,6 @@ from flwr_perdl.diffusion.objectives import (
 )
 from flwr_perdl.diffusion.topology import Topology, metropolis_weights
 from flwr_perdl.network import Faults, InMemoryNetwork
-from flwr_perdl.network.messages import Message, inbox_of
 
 OBJECTIVES: list[Objective] = [
     SparseSVD(0.05, 0.1),

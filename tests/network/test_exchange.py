@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flwr_perdl._network._exchange import Mailbox, Plan, spread
+from flwr_perdl._network.messages import Delivery, Message, Rejected, inbox_of
 from flwr_perdl.diffusion import Topology, averaging_weights
-from flwr_perdl.network._exchange import Mailbox, Plan, spread
-from flwr_perdl.network.messages import Delivery, Message, Rejected, inbox_of
 
 
 @settings(max_examples=50, deadline=None)

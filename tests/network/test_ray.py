@@ -76,20 +76,19 @@ def assert_same(one: Run, other: Run) -> None:
 
 
 def test_without_ray_one_sentence_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flwr_perdl.network.ray.find_spec", lambda name: None)
+    monkeypatch.setattr("flwr_perdl._network.ray.find_spec", lambda name: None)
     network = RayNetwork(Topology.ring(3))
     with pytest.raises(ModuleNotFoundError, match="RayNetwork needs Ray, which is not installed"):
         network.run(programs.Consensus(np.zeros((3, 1))), 1)
 
 
-def test_the_package_of_networks_imports_neither_flower_nor_ray() -> None:
+@pytest.mark.parametrize(("package", "loaded"), [("_network.ray", "[]"), ("network", "['flwr']")])
+def test_the_networks_import_ray_only_to_run(package: str, loaded: str) -> None:
     import subprocess
 
-    code = (
-        "import sys, flwr_perdl.network as n; n.RayNetwork; print({'flwr', 'ray'} & {*sys.modules})"
-    )
+    code = f"import sys, flwr_perdl.{package}; print(sorted({{'flwr', 'ray'}} & {{*sys.modules}}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
+    assert done.stdout.strip() == loaded
 
 
 def test_bad_arguments_are_refused() -> None:

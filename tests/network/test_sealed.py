@@ -19,9 +19,8 @@ from cryptography.hazmat.primitives.serialization import (
     PrivateFormat,
 )
 
-from flwr_perdl._npy import write_files
-from flwr_perdl.network._packing import pack, unpack
-from flwr_perdl.network.sealed import (
+from flwr_perdl._network._packing import pack, unpack
+from flwr_perdl._network.sealed import (
     Keys,
     Rejected,
     make_key,
@@ -29,6 +28,7 @@ from flwr_perdl.network.sealed import (
     read_key,
     read_pinned,
 )
+from flwr_perdl._npy import write_files
 
 MESSAGE = (np.arange(6.0).reshape(1, 3, 2), np.array([7.5], dtype=np.float32))
 

@@ -11,6 +11,7 @@ from flwr.server import Server, SimpleClientManager
 from flwr.server.client_proxy import ClientProxy
 from numpy.typing import NDArray
 
+from flwr_perdl._network._packing import pack, pack_arrays, text_array
 from flwr_perdl._npy import write_files
 from flwr_perdl._random import spawn
 from flwr_perdl.clients import DiffusionClient, client_app
@@ -23,7 +24,6 @@ from flwr_perdl.diffusion import (
     metropolis_weights,
 )
 from flwr_perdl.network import Faults, FlowerNetwork, InMemoryNetwork, Run
-from flwr_perdl.network._packing import pack, pack_arrays, text_array
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import NeighborRelay, ServerSettings, TooFewReplies, as_legacy
 
@@ -642,11 +642,3 @@ def test_who_needs_what_the_nodes_keep_to_themselves_is_told() -> None:
     network = FlowerNetwork(InProcessGrid(client_app(make_client), 3), topology)
     with pytest.raises(ValueError, match="network must be of nodes that show what they observe"):
         learner.fit(list(X), network, 2)
-
-
-def test_the_name_is_to_be_found_among_the_networks() -> None:
-    import flwr_perdl.network
-
-    assert flwr_perdl.network.FlowerNetwork is FlowerNetwork
-    with pytest.raises(AttributeError, match="no attribute 'FloverNetwork'"):
-        _ = flwr_perdl.network.FloverNetwork

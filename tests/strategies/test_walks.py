@@ -47,12 +47,12 @@ strategies/_conversation.py    Conversation.conclude
 strategies/neighbor_relay.py   NeighborRelay.protocol
 strategies/neighbor_relay.py   _Held.take
 strategies/neighbor_relay.py   _Held.deliveries
-network/messages.py            Delivery.to_arrays
+_network/messages.py           Delivery.to_arrays
 """
 HEARD = """
 clients/diffusion.py           DiffusionClient.fit
-network/messages.py            Delivery.from_arrays
-network/messages.py            inbox_of
+_network/messages.py           Delivery.from_arrays
+_network/messages.py           inbox_of
 """
 
 

@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
+from flwr_perdl._network.faults import Faults
+from flwr_perdl._network.messages import cleared, finite_rows, shared_weights
 from flwr_perdl._repr import ShownAsCalled, short_repr
 from flwr_perdl.diffusion.combine import Array, Csr, Inbox
 from flwr_perdl.diffusion.topology import CombinationMatrix, Topology, metropolis_weights
-from flwr_perdl.network.faults import Faults
-from flwr_perdl.network.messages import cleared, finite_rows, shared_weights
 
 State = TypeVar("State", bound=tuple[Any, ...])
 

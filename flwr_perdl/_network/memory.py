@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_perdl._checks import check_count
+from flwr_perdl._network._exchange import Mailbox, Network, Plan, Run
+from flwr_perdl._network.messages import finite_rows
 from flwr_perdl.diffusion.combine import (
     Array,
     Program,
@@ -19,8 +21,6 @@ from flwr_perdl.diffusion.combine import (
     reported,
     step_back,
 )
-from flwr_perdl.network._exchange import Mailbox, Network, Plan, Run
-from flwr_perdl.network.messages import finite_rows
 
 
 class InMemoryNetwork(Network):
