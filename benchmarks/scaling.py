@@ -1,4 +1,4 @@
-"""What grows how: seconds and memory against clients, atoms, features, agents and neighbours.
+"""What grows how: seconds and memory against clients, atoms, features, agents and neighbors.
 
 Run from the repository's root: ``python benchmarks/scaling.py``; it writes
 ``benchmarks/results/scaling.json``, the tables of it, ``scaling.md``, and a picture,
@@ -53,8 +53,8 @@ UPDATES = 4
 #: Iterations of a client's own start: enough for its cost, which every client bears by itself.
 START = 10
 AGENTS = (50, 200, 500, 1000, 2000)
-#: Neighbours of an agent, and agents where neighbours are varied.
-NEIGHBOURS, MANY = 4, 500
+#: Neighbors of an agent, and agents where neighbors are varied.
+NEIGHBORS, MANY = 4, 500
 #: Features and samples of an agent, and atoms of the dictionary that agents learn.
 SMALL, FOUR, SHARED = 100, 4, 16
 #: A round's time is the difference of a long and a short run, of inference and of learning.
@@ -236,10 +236,10 @@ MEASURES: dict[str, Callable[..., dict[str, float]]] = {
     "consensus": lambda x: matching(x, "consensus"),
     "paths": lambda x: matching(x, "paths"),
     "aggregation": aggregation,
-    "inference, agents": lambda x: inference(x, NEIGHBOURS),
-    "inference, neighbours": lambda x: inference(MANY, x),
-    "diffusion, agents": lambda x: diffusion(x, NEIGHBOURS),
-    "diffusion, neighbours": lambda x: diffusion(MANY, x),
+    "inference, agents": lambda x: inference(x, NEIGHBORS),
+    "inference, neighbors": lambda x: inference(MANY, x),
+    "diffusion, agents": lambda x: diffusion(x, NEIGHBORS),
+    "diffusion, neighbors": lambda x: diffusion(MANY, x),
 }
 POINTS: dict[str, Sequence[int]] = {
     "clients": CLIENTS,
@@ -250,9 +250,9 @@ POINTS: dict[str, Sequence[int]] = {
     "paths": CLIENTS,
     "aggregation": CLIENTS,
     "inference, agents": AGENTS,
-    "inference, neighbours": (4, 8, 16, 32, 64, 128),
+    "inference, neighbors": (4, 8, 16, 32, 64, 128),
     "diffusion, agents": AGENTS,
-    "diffusion, neighbours": (4, 8, 16, 32, 64, 128),
+    "diffusion, neighbors": (4, 8, 16, 32, 64, 128),
 }
 
 
@@ -401,7 +401,7 @@ def tables(results: dict[str, Any]) -> str:
         f"Atoms: {FEW} clients, {WIDE} features, 100 samples; features: "
         f"{FEW} clients, {ATOMS} atoms. Dual inference: {SMALL} features, {FOUR} samples, an atom "
         f"per agent; learning: {SHARED} features and atoms, 50 samples per agent. Agents have "
-        f"{NEIGHBOURS} neighbours; {MANY} agents where neighbours are varied.",
+        f"{NEIGHBORS} neighbors; {MANY} agents where neighbors are varied.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -411,9 +411,9 @@ OTHERS = {
     "atoms": ("an update of PerMA", "atoms", "seconds_update"),
     "features": ("an update of PerMA", "features", "seconds_update"),
     "inference, agents": ("a round of dual inference", "agents", "seconds"),
-    "inference, neighbours": ("a round of dual inference", "neighbours", "seconds"),
+    "inference, neighbors": ("a round of dual inference", "neighbors", "seconds"),
     "diffusion, agents": ("a round of learning over data", "agents", "seconds"),
-    "diffusion, neighbours": ("a round of learning over data", "neighbours", "seconds"),
+    "diffusion, neighbors": ("a round of learning over data", "neighbors", "seconds"),
 }
 
 
@@ -448,13 +448,13 @@ def picture(results: dict[str, Any]) -> Figure:
             "atoms": ("atoms", "seconds_update"),
             "features": ("features", "seconds_update"),
         },
-        ("a round between neighbours", "agents", "seconds"): {
+        ("a round between neighbors", "agents", "seconds"): {
             "dual inference": ("inference, agents", "seconds"),
             "learning over data": ("diffusion, agents", "seconds"),
         },
-        (f"a round between {MANY} agents", "neighbours of each", "seconds"): {
-            "dual inference": ("inference, neighbours", "seconds"),
-            "learning over data": ("diffusion, neighbours", "seconds"),
+        (f"a round between {MANY} agents", "neighbors of each", "seconds"): {
+            "dual inference": ("inference, neighbors", "seconds"),
+            "learning over data": ("diffusion, neighbors", "seconds"),
         },
     }
     figure = Figure(figsize=(10, 6), layout="constrained")

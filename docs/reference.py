@@ -168,7 +168,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_content(html: str, page: Page, **_: Any) -> str:
-    """Link every public name that stands in code, outside of blocks, headings and links."""
+    """Link the public names in code, outside of blocks, headings and links; let long code break."""
 
     def link(match: re.Match[str]) -> str:
         target = _page_of.get(match[1])
@@ -177,7 +177,14 @@ def on_page_content(html: str, page: Page, **_: Any) -> str:
         url = get_relative_url(target.removesuffix(".md") + ".html", page.url)
         return f'<a class="name" href="{url}">{match[0]}</a>'
 
-    return re.sub(r'(?<!">)(?<!<pre>)<code>(\w+)</code>', link, html)
+    html = re.sub(r'(?<!">)(?<!<pre>)<code>(\w+)</code>', link, html)
+    return re.sub(r"<code>([^<\n]{40,})</code>", _breakable, html)
+
+
+def _breakable(code: re.Match[str]) -> str:
+    """Return code that may break at its spaces, or where it names a test, at its underscores."""
+    text = re.sub("(::|_)", r"\1<wbr>", code[1]) if "::" in code[1] else code[1]
+    return f'<code class="long">{text}</code>'
 
 
 def _index(

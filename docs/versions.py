@@ -40,6 +40,11 @@ def on_config(config: Any) -> Any:
     return config
 
 
+def on_post_template(output: str, *, template_name: str, **_: Any) -> str:
+    """Leave out the page of what is not found: its links are for a site that is not in a folder."""
+    return "" if template_name == "404.html" else output
+
+
 def on_post_build(config: Any) -> None:
     """Write the list of versions, and the page that opens the newest."""
     if not _serving:

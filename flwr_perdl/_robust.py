@@ -76,13 +76,13 @@ def _same(distances: Matrix) -> float:
     return max(SAME, 100 * float(np.finfo(distances.dtype).eps))
 
 
-def _widest(centred: Matrix, n_iter: int = 30) -> Matrix:
-    """Return the direction in which centred points spread most, by power iteration."""
-    lengths = np.linalg.norm(centred, axis=1)
-    centred = centred / (lengths.max() or 1)
-    direction: Matrix = centred[lengths.argmax()]
+def _widest(centered: Matrix, n_iter: int = 30) -> Matrix:
+    """Return the direction in which centered points spread most, by power iteration."""
+    lengths = np.linalg.norm(centered, axis=1)
+    centered = centered / (lengths.max() or 1)
+    direction: Matrix = centered[lengths.argmax()]
     for _ in range(n_iter):
-        moved = (centred @ direction) @ centred
+        moved = (centered @ direction) @ centered
         length = np.linalg.norm(moved)
         if not length:
             break

@@ -13,7 +13,7 @@ from flwr_perdl._robust import average_of, capped, consistent, far, geometric_me
 
 @settings(max_examples=40, deadline=None)
 @given(arrays(float, (5, 3), elements=st.floats(-3, 3).map(lambda x: round(x, 2))))
-def test_the_geometric_median_minimises_the_sum_of_distances(points):
+def test_the_geometric_median_minimizes_the_sum_of_distances(points):
     def total(x):
         return np.linalg.norm(points - x, axis=1).sum()
 

@@ -142,7 +142,7 @@ def _gap(
 def _descend(
     m: int, codes: Matrix, left: Matrix, gram: Matrix, alpha: float, nonnegative: bool
 ) -> bool:
-    """Minimise over one code after the other; return whether any changed its sign."""
+    """Minimize over one code after the other; return whether any changed its sign."""
     changed = False
     for a in range(m):
         target = left[a] + gram[a, a] * codes[a]
@@ -237,7 +237,7 @@ def lasso(
     sweeps: NDArray[np.intp],
     gaps: Matrix,
 ) -> None:
-    """Write the codes that minimise ``0.5 * ||x - c @ D||^2 + alpha * ||c||_1`` to ``C``.
+    """Write the codes that minimize ``0.5 * ||x - c @ D||^2 + alpha * ||c||_1`` to ``C``.
 
     Coordinate descent on a set of active atoms. After a sweep that changes no sign, Newton steps
     lead to the minimum over the codes that are not zero. When the active atoms are optimal among

@@ -167,7 +167,7 @@ def signs_of(cosines: Matrix) -> Matrix:
 
 
 def principal_directions(X: Matrix, n_components: int) -> Matrix:
-    """Return the first right singular vectors of ``X``, whose rows are not centred.
+    """Return the first right singular vectors of ``X``, whose rows are not centered.
 
     Parameters
     ----------
@@ -482,7 +482,7 @@ def dictionary_distance(A: Matrix, B: Matrix, norm: str = "1,2") -> float:
         "1,2": the largest distance within a pair, least over all ways to pair (eq. 3; exact, a
         bottleneck assignment). "2": the largest singular value of the difference, at the
         pairing that "1,2" chooses (of several, the one with the least sum of distances); the
-        paper's eq. 4 minimises over pairings, which is out of reach, so this bounds it from
+        paper's eq. 4 minimizes over pairings, which is out of reach, so this bounds it from
         above.
 
     Returns

@@ -548,7 +548,7 @@ class ThresholdLearner(AlternatingLearner):
 class OrthogonalLearner(ThresholdLearner):
     """Algorithm 4: orthonormal atoms, as many as features or fewer.
 
-    The update is the orthonormal dictionary that minimises ``||X - C @ D||``, the polar factor of
+    The update is the orthonormal dictionary that minimizes ``||X - C @ D||``, the polar factor of
     ``C.T @ X``.
 
     Parameters

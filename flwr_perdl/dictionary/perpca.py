@@ -95,7 +95,7 @@ def shared_start(directions: Sequence[Matrix], n_global: int) -> Matrix:
     Returns
     -------
     ndarray of shape (n_global, n_features)
-        Orthonormal rows: those that maximise the summed squared projections on the clients'
+        Orthonormal rows: those that maximize the summed squared projections on the clients'
         subspaces, the principal directions of all their directions together.
     """
     found = np.vstack(directions)

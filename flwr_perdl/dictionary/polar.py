@@ -79,7 +79,7 @@ def polar_factor(S: Matrix, fallback: Matrix) -> Matrix:
     Notes
     -----
     Where the Gram matrix is well conditioned a few products, else its eigenvalues, do the work of
-    the SVD at a fraction of the time. The filled-in part minimises the distance to ``fallback``
+    the SVD at a fraction of the time. The filled-in part minimizes the distance to ``fallback``
     among all that make the rows orthonormal.
 
     Examples

@@ -35,7 +35,7 @@ from flwr_perdl.diffusion._dual import (
     due,
     norms,
 )
-from flwr_perdl.diffusion._minimise import hessians, minimise, shrinkage
+from flwr_perdl.diffusion._minimize import hessians, minimize, shrinkage
 from flwr_perdl.diffusion.combine import Csr, Inbox, entries, product
 from flwr_perdl.diffusion.topology import Topology
 
@@ -78,7 +78,7 @@ class ADMM(DualInference):
     @property
     @abstractmethod
     def curvatures(self) -> NDArray[np.float64]:
-        """The curvature a_k of what each agent minimises, but for its atoms: (n_nodes,)."""
+        """The curvature a_k of what each agent minimizes, but for its atoms: (n_nodes,)."""
 
     def begin(self, nodes: Nodes, atoms: Matrix, X: Matrix) -> DualState:
         """Return the state before the first round; ``linear`` is ``theta_k x / a_k``."""
@@ -89,7 +89,7 @@ class ADMM(DualInference):
     def adapt(self, state: DualState, round_: int) -> DualState:
         """Minimize the agent's cost and the penalties exactly, (39a)."""
         a = self.curvatures[state.nodes]
-        nu, codes = minimise(self.objective, state.atoms, state.linear, a, state.codes)
+        nu, codes = minimize(self.objective, state.atoms, state.linear, a, state.codes)
         change = distances(nu, state.nu) if due(round_) else state.change
         return state._replace(nu=nu, sent=nu, codes=codes, change=change)
 

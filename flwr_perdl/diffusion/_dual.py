@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from flwr_perdl._arrays import row_norms
 from flwr_perdl._checks import Matrix, check_array, check_count, check_magnitude, own_numbers
-from flwr_perdl.diffusion._minimise import correlate
+from flwr_perdl.diffusion._minimize import correlate
 from flwr_perdl.diffusion.combine import Csr, Inbox, exchanged, is_long, is_sparse
 from flwr_perdl.diffusion.objectives import Objective
 from flwr_perdl.diffusion.topology import Topology

@@ -36,7 +36,7 @@ But nu *is* the residual of the sample (58): an agent's neighbors learn the samp
 atoms explain, whether they are informed or not.
 
 The methods are in ``_atc.py`` and ``_admm.py``, what they share in ``_dual.py``, the exact solution
-in ``_minimise.py``. Two tricks save time and change nothing but rounding: blocks of samples run in
+in ``_minimize.py``. Two tricks save time and change nothing but rounding: blocks of samples run in
 threads with short NumPy buffers (``flwr_perdl/_parallel.py``, ``flwr_perdl/_memory.py``), and
 `infer` iterates in fewer coordinates where it can (``_span.py``). Rounds over sparse networks are
 compiled where that is faster (``_kernels.py``): the same bits.
@@ -67,7 +67,7 @@ from flwr_perdl.diffusion._dual import (
     due,
     informed_agents,
 )
-from flwr_perdl.diffusion._minimise import costs, descend, minimise
+from flwr_perdl.diffusion._minimize import costs, descend, minimize
 from flwr_perdl.diffusion._span import Span, bounded
 from flwr_perdl.diffusion.combine import shown
 from flwr_perdl.diffusion.objectives import Objective
@@ -165,7 +165,7 @@ def exact_dual(
     if exact:
         W, X = W.astype(np.float64), X.astype(np.float64, copy=False)
         a = objective.strong_convexity
-        found = minimise(objective, W[None], X[None] / a, np.array([a]))
+        found = minimize(objective, W[None], X[None] / a, np.array([a]))
         codes, nu = found.codes[0], found.nu[0]
     else:
         codes = descend(objective, W, X, tolerance)

@@ -49,7 +49,7 @@ from flwr_perdl._checks import (
     own_numbers,
 )
 from flwr_perdl._random import spawn
-from flwr_perdl.diffusion._minimise import correlate
+from flwr_perdl.diffusion._minimize import correlate
 from flwr_perdl.diffusion.combine import Array, Inbox, step_back
 from flwr_perdl.diffusion.inference import (
     METHODS,
@@ -96,7 +96,7 @@ class Model(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelDiffusion:
-    r"""The learner (Algorithm 1): what to minimise, and how.
+    r"""The learner (Algorithm 1): what to minimize, and how.
 
     Parameters
     ----------

@@ -122,11 +122,11 @@ class Objective(ABC):
         return np.clip(NU, -self.bound, self.bound) if np.isfinite(self.bound) else NU
 
     def residual(self, NU: Matrix) -> Matrix:
-        """Return the u that maximises ``nu'u - f(u)`` (41), (..., n_features).
+        """Return the u that maximizes ``nu'u - f(u)`` (41), (..., n_features).
 
         What the atoms explain of a sample x is then ``z = x - u``. For the squared loss u is nu
         itself. For the Huber loss u is unique only where ``|nu_m| < 1``: at a bound any
-        ``|u_m| >= eta`` of nu's sign is a maximiser, and the least, ``eta * nu_m``, is returned
+        ``|u_m| >= eta`` of nu's sign is a maximizer, and the least, ``eta * nu_m``, is returned
         (Table II: "nothing"); take ``z = sum_k y_k W_k`` there.
         """
         return self.conjugate_gradient(NU)

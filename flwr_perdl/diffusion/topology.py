@@ -515,7 +515,7 @@ def averaging_weights(topology: Topology) -> CombinationMatrix:
 
 
 def relative_degree_variance_weights(topology: Topology, variances: ArrayLike) -> CombinationMatrix:
-    """Return weights by relative degree and noise: degree_l / variance_l, normalised (P3 eq. 5).
+    """Return weights by relative degree and noise: degree_l / variance_l, normalized (P3 eq. 5).
 
     As printed the equation multiplies by the variance, so that the noisiest node counts most: with
     one noisy node nothing is recovered. The inverse, as in the adaptive-networks literature, is

@@ -14,9 +14,9 @@ VCA's paper, Algorithm 1 (columns)             here (rows)
 =============================================  ================================================
 ``R``, L bands x N pixels                      ``X``, (n_pixels, n_bands)
 ``p``                                          ``n_endmembers``
-``U_d``                                        leading directions, of ``X`` or centred ``X``
+``U_d``                                        leading directions, of ``X`` or centered ``X``
 ``[Y]_{:,j} = [X]_{:,j} / ([X]'_{:,j} u)``     pixels projected on the plane ``y @ mean = 1``
-``Y = [X; c]``                                 centred pixels with a last coordinate c
+``Y = [X; c]``                                 centered pixels with a last coordinate c
 ``f``                                          a random direction orthogonal to what was chosen
 ``M``, mixing matrix                           ``Endmembers.spectra``, pixels without their noise
 =============================================  ================================================
@@ -111,16 +111,16 @@ def vca(X: Matrix, n_endmembers: int, *, rng: np.random.Generator) -> Endmembers
     if not X.any():
         raise ValueError("X must have a pixel that is not zero, got zeros only.")
     dtype, X = X.dtype, X.astype(np.float64)
-    centre = X.mean(axis=0)
-    axes = _leading(X - centre, p)
-    snr = _snr(X, centre, (X - centre) @ axes.T, p)
+    center = X.mean(axis=0)
+    axes = _leading(X - center, p)
+    snr = _snr(X, center, (X - center) @ axes.T, p)
     if snr < 15 + 10 * np.log10(p):
         axes = axes[: p - 1]
-        inside = (X - centre) @ axes.T
+        inside = (X - center) @ axes.T
         height = np.sqrt(np.max(np.sum(inside**2, axis=1)))
         Y, lit = np.column_stack([inside, np.full(n, height)]), np.ones(n, dtype=bool)
     else:
-        axes, centre = _leading(X, p), np.zeros(bands)
+        axes, center = _leading(X, p), np.zeros(bands)
         inside = X @ axes.T
         products = inside @ inside.mean(axis=0)
         lit = products > _DARK * products.mean()
@@ -133,7 +133,7 @@ def vca(X: Matrix, n_endmembers: int, *, rng: np.random.Generator) -> Endmembers
         f = w - np.linalg.pinv(chosen) @ (chosen @ w)
         pixels[i] = np.where(lit, np.abs(Y @ f), -1).argmax()
         chosen[i] = Y[pixels[i]]
-    spectra = inside[pixels] @ axes + centre
+    spectra = inside[pixels] @ axes + center
     return Endmembers(spectra.astype(dtype), pixels, float(snr))
 
 
@@ -143,10 +143,10 @@ def _leading(X: Matrix, n: int) -> Matrix:
     return directions
 
 
-def _snr(X: Matrix, centre: Matrix, inside: Matrix, p: int) -> float:
+def _snr(X: Matrix, center: Matrix, inside: Matrix, p: int) -> float:
     """Estimate the signal-to-noise ratio in dB as the paper does; ``inside``: p directions."""
     total = float(np.mean(np.sum(X**2, axis=1)))
-    signal = float(np.mean(np.sum(inside**2, axis=1)) + centre @ centre)
+    signal = float(np.mean(np.sum(inside**2, axis=1)) + center @ center)
     least = np.finfo(np.float64).eps * total
     above, below = signal - p / X.shape[1] * total, total - signal
     return float(10 * np.log10(max(above, least) / max(below, least)))

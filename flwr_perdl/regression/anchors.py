@@ -149,14 +149,14 @@ def nearest_group(points: Matrix, groups: Matrix) -> Matrix:
 def kmeans(
     points: Matrix, n_clusters: int, rng: np.random.Generator, *, restarts: int = 10
 ) -> Matrix:
-    """Return the centres of the best of several runs of Lloyd's algorithm.
+    """Return the centers of the best of several runs of Lloyd's algorithm.
 
     Parameters
     ----------
     points : ndarray of shape (n, d)
         At least one.
     n_clusters : int
-        Number of centres; where there are fewer points, some are alike.
+        Number of centers; where there are fewer points, some are alike.
     rng : numpy.random.Generator
         Source of the starts (k-means++).
     restarts : int, default 10

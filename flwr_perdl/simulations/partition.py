@@ -1,4 +1,4 @@
-"""Splits of labelled samples over clients."""
+"""Splits of labeled samples over clients."""
 
 from __future__ import annotations
 

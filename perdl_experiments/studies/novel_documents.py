@@ -7,7 +7,7 @@ join, and the network is drawn anew. A document is novel if no earlier block has
 
 The paper's settings run as they are with ``score=paper``: Huber's loss, ATC diffusion stopped long
 before convergence, the raw cost as score. The default has converged inference, the score
-normalised, and squared loss with ``eta`` times the paper's gamma and delta: the same problem as
+normalized, and squared loss with ``eta`` times the paper's gamma and delta: the same problem as
 with Huber's loss as far as no residual exceeds eta, up to the factor eta. Steps ``mu_w / eta`` then
 move the atoms alike. As documents have unit norm, their f(x) is then the same.
 

@@ -39,7 +39,7 @@ def test_top_k_by_hand():
 
 
 @given(matrices, st.floats(0.01, 5))
-def test_thresholds_minimise_their_objectives(A, t):
+def test_thresholds_minimize_their_objectives(A, t):
     """Hard: (a - c)^2 + t^2 [c != 0]; soft: (a - c)^2 / 2 + t |c|."""
     hard, soft = hard_threshold(A, t), soft_threshold(A, t)
     for c in (np.zeros_like(A), A, hard + 0.01, hard - 0.01):

@@ -21,7 +21,7 @@ LUNG = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "lung200
 
 
 def planted(seed: int, *, noise: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
-    """Return 60 subjects of four types in 80 of 400 genes, centred: (genes, subjects), types."""
+    """Return 60 subjects of four types in 80 of 400 genes, centered: (genes, subjects), types."""
     X, rows, _ = make_biclusters((60, 80), 4, minval=1, maxval=2, random_state=seed)
     X = np.hstack([X, np.zeros((60, 320))])
     X += noise * np.random.default_rng(seed).standard_normal(X.shape)

@@ -16,7 +16,7 @@ from flwr_perdl._network.faults import Faults
 from flwr_perdl.diffusion import CombinationMatrix, Topology, metropolis_weights
 from flwr_perdl.diffusion import inference as module
 from flwr_perdl.diffusion._dual import distances
-from flwr_perdl.diffusion._minimise import minimise
+from flwr_perdl.diffusion._minimize import minimize
 from flwr_perdl.diffusion.combine import LONG, product
 from flwr_perdl.diffusion.inference import (
     ATC,
@@ -182,7 +182,7 @@ def test_the_minimum_of_an_agents_cost_meets_the_optimality_conditions(
     rng = np.random.default_rng(seed)
     W = rng.standard_normal((2, n_atoms, 5))
     b, a = scale * rng.standard_normal((2, 3, 5)), rng.uniform(0.01, 3, 2)
-    nu, codes = minimise(objective, W, b / a[:, None, None], a)
+    nu, codes = minimize(objective, W, b / a[:, None, None], a)
     np.testing.assert_allclose(
         codes, objective.code(np.matmul(nu, W.swapaxes(1, 2))), rtol=1e-9, atol=1e-9 * scale
     )
@@ -218,7 +218,7 @@ def test_atc_is_the_papers_recursion(objective: Objective) -> None:
 
 
 def quadratic_minimum(W: np.ndarray, b: np.ndarray, a: float, o: Objective) -> np.ndarray:
-    """Return the minimiser of ``a/2 |nu|^2 - b'nu + h*(W nu)`` by a general solver."""
+    """Return the minimizer of ``a/2 |nu|^2 - b'nu + h*(W nu)`` by a general solver."""
     y = cp.Variable(len(W))
     free = (b - W.T @ y) / np.sqrt(a)
     penalty = o.gamma * cp.norm1(y) + o.delta / 2 * cp.sum_squares(y)

@@ -37,8 +37,8 @@ def scene(
     rng = np.random.default_rng(seed)
     spectra = rng.random((p, bands)) + 0.05
     i, j = np.indices((side, side)).reshape(2, -1) / (side - 1)
-    centres = np.array([[0, 0], [0, 1], [1, 0], [1, 1]])[:p]
-    near = np.exp(-8 * ((i[:, None] - centres[:, 0]) ** 2 + (j[:, None] - centres[:, 1]) ** 2))
+    centers = np.array([[0, 0], [0, 1], [1, 0], [1, 1]])[:p]
+    near = np.exp(-8 * ((i[:, None] - centers[:, 0]) ** 2 + (j[:, None] - centers[:, 1]) ** 2))
     near[near < 0.05] = 0
     shares = (near + 1e-12) / (near + 1e-12).sum(axis=1, keepdims=True)
     X = shares @ spectra

@@ -39,7 +39,7 @@ def test_soft_assignment_is_the_posterior_of_a_gaussian_mixture() -> None:
     np.testing.assert_allclose(weights, likelihood / likelihood.sum())
 
 
-def test_soft_assignment_minimises_loss_plus_entropy() -> None:
+def test_soft_assignment_minimizes_loss_plus_entropy() -> None:
     losses, n, temperature = np.array([0.3, 0.5, 0.4]), 4.0, 0.6
     weights = assign(losses[None], np.array([n]), temperature)[0]
     gradient = n * losses + temperature * np.log(weights)

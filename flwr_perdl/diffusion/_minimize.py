@@ -51,10 +51,10 @@ class Minimum(NamedTuple):
     codes: Matrix
 
 
-def minimise(
+def minimize(
     objective: Objective,
     atoms: Matrix,
-    centres: Matrix,
+    centers: Matrix,
     a: Matrix,
     codes: Matrix | None = None,
 ) -> Minimum:
@@ -66,28 +66,28 @@ def minimise(
         Gives h and V_f.
     atoms : ndarray of shape (m, n_atoms, n_features)
         Each agent's atoms.
-    centres : ndarray of shape (m, n_samples, n_features)
+    centers : ndarray of shape (m, n_samples, n_features)
         Where the squares are least.
     a : ndarray of shape (m,)
         Each agent's curvature, positive.
     codes : ndarray of shape (m, n_samples, n_atoms), optional
         A guess of the codes; zeros by default. It matters for the time only.
     """
-    m, n_samples, n_atoms = len(atoms), centres.shape[1], atoms.shape[1]
+    m, n_samples, n_atoms = len(atoms), centers.shape[1], atoms.shape[1]
     if codes is None:
-        codes = np.zeros((m, n_samples, n_atoms), dtype=centres.dtype)
-    scale = (1 / a).astype(centres.dtype)[:, None, None]
+        codes = np.zeros((m, n_samples, n_atoms), dtype=centers.dtype)
+    scale = (1 / a).astype(centers.dtype)[:, None, None]
     hessian = hessians(atoms, a)
-    codes = _elastic_net(objective, hessian, correlate(centres, atoms), codes)
+    codes = _elastic_net(objective, hessian, correlate(centers, atoms), codes)
     nu = reconstruct(codes * scale, atoms)
-    np.subtract(centres, nu, out=nu)
+    np.subtract(centers, nu, out=nu)
     if np.isfinite(objective.bound):
         outside = np.abs(nu).max(axis=2, initial=0) > objective.bound
         if outside.any():
             k, i = np.nonzero(outside)
             codes = codes.copy()
-            codes[k, i] = _newton(objective, atoms, centres[k, i], scale[k, 0], k, codes[k, i])
-            nu[k, i] = objective.project(_free(centres[k, i], codes[k, i], scale[k, 0], atoms[k]))
+            codes[k, i] = _newton(objective, atoms, centers[k, i], scale[k, 0], k, codes[k, i])
+            nu[k, i] = objective.project(_free(centers[k, i], codes[k, i], scale[k, 0], atoms[k]))
     return Minimum(nu, codes)
 
 
@@ -169,14 +169,14 @@ def reconstruct(codes: Matrix, atoms: Matrix) -> Matrix:
     return combined
 
 
-def _free(centres: Matrix, codes: Matrix, scale: Matrix, W: Matrix) -> Matrix:
+def _free(centers: Matrix, codes: Matrix, scale: Matrix, W: Matrix) -> Matrix:
     """Return ``c - y W / a``, one center each; ``scale`` (n, 1) is 1 / a."""
-    free: Matrix = centres - reconstruct((codes * scale)[:, None], W)[:, 0]
+    free: Matrix = centers - reconstruct((codes * scale)[:, None], W)[:, 0]
     return free
 
 
 def _elastic_net(objective: Objective, hessian: Matrix, r: Matrix, codes: Matrix) -> Matrix:
-    """Return the y that minimise ``y H y' / 2 - r'y + h(y)``.
+    """Return the y that minimize ``y H y' / 2 - r'y + h(y)``.
 
     They are ``code(s)`` at ``s = r - H y``, found by Newton's method on the smooth convex function
     ``y H y' / 2 + h*(r - H y)``, whose gradient is ``H (y - code(s))``: each step solves a linear
@@ -254,18 +254,18 @@ def _line_search(height: Callable[[Matrix], Matrix], slope: Matrix) -> Matrix:
 
 
 def _newton(
-    objective: Objective, atoms: Matrix, centres: Matrix, scale: Matrix, agent: Rows, codes: Matrix
+    objective: Objective, atoms: Matrix, centers: Matrix, scale: Matrix, agent: Rows, codes: Matrix
 ) -> Matrix:
-    """Return the codes of single centres whose nu meets a bound.
+    """Return the codes of single centers whose nu meets a bound.
 
-    ``centres`` (n, n_features), ``scale`` = 1/a (n, 1), ``agent`` (n,): whose atoms, ``codes``
+    ``centers`` (n, n_features), ``scale`` = 1/a (n, 1), ``agent`` (n,): whose atoms, ``codes``
     (n, n_atoms): a guess.
     """
     y = codes.copy()
     tolerance = _ROUNDING * np.finfo(y.dtype).eps
     open_ = np.arange(len(y))
     for _ in range(_STEPS):
-        W, inverse, start, c = atoms[agent[open_]], scale[open_], y[open_], centres[open_]
+        W, inverse, start, c = atoms[agent[open_]], scale[open_], y[open_], centers[open_]
         v = _free(c, start, inverse, W)
         S = correlate(objective.project(v)[:, None], W)[:, 0]
         gap = np.abs(start - objective.code(S)).max(axis=1, initial=0)
