@@ -202,6 +202,21 @@ def make_key(path: str | Path) -> str:
     -------
     str
         The public key, in hexadecimal digits: what neighbors pin.
+
+    Raises
+    ------
+    FileExistsError
+        If there is a file: a key is never overwritten.
+
+    Examples
+    --------
+    >>> from pathlib import Path
+    >>> from tempfile import TemporaryDirectory
+    >>> from flwr_perdl.network import make_key
+    >>> with TemporaryDirectory() as folder:
+    ...     key = make_key(Path(folder, "node.pem"))
+    >>> len(key)
+    64
     """
     key = X25519PrivateKey.generate()
     pem = key.private_bytes(
@@ -215,7 +230,33 @@ def make_key(path: str | Path) -> str:
 
 
 def public_key(path: str | Path) -> str:
-    """Return the public key, in hexadecimal digits, of the private key in a file."""
+    """Return the public key of a private key in a file, in hexadecimal digits.
+
+    Parameters
+    ----------
+    path : str or Path
+        The file, from `make_key` or ``openssl genpkey -algorithm x25519``.
+
+    Returns
+    -------
+    str
+        What neighbors pin.
+
+    Raises
+    ------
+    ValueError
+        If the file cannot be read or has no such key.
+
+    Examples
+    --------
+    >>> from pathlib import Path
+    >>> from tempfile import TemporaryDirectory
+    >>> from flwr_perdl.network import make_key, public_key
+    >>> with TemporaryDirectory() as folder:
+    ...     key = make_key(Path(folder, "node.pem"))
+    ...     key == public_key(Path(folder, "node.pem"))
+    True
+    """
     return read_key(path).public_key().public_bytes_raw().hex()
 
 
