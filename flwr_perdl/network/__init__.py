@@ -1,7 +1,6 @@
-"""The networks: the same algorithms in memory, on Ray actors, and on Flower.
+"""Where nodes that talk to neighbors run: in memory, in Ray actors, on a Flower federation.
 
-`FlowerNetwork` drives a strategy and stands in `flwr_perdl.strategies.neighbor_relay`; the others
-are in `flwr_perdl._network`, below the clients, who read and write its messages.
+An algorithm of `flwr_perdl.diffusion` gives the same numbers on all three.
 """
 
 from flwr_perdl._network._exchange import Run
