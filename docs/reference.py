@@ -177,7 +177,7 @@ def on_page_content(html: str, page: Page, **_: Any) -> str:
         url = get_relative_url(target.removesuffix(".md") + ".html", page.url)
         return f'<a class="name" href="{url}">{match[0]}</a>'
 
-    html = re.sub(r'(?<=object-name )([^>]*>)([\w.]+)</span>', _dotted, html)
+    html = re.sub(r"(?<=object-name )([^>]*>)([\w.]+)</span>", _dotted, html)
     html = re.sub(r'(?<!">)(?<!<pre>)<code>(\w+)</code>', link, html)
     return re.sub(r"<code>([^<\n]{40,})</code>", _breakable, html)
 
