@@ -41,7 +41,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_post_template(output: str, *, template_name: str, **_: Any) -> str:
-    """Leave out the page of what is not found: its links are for a site that is not in a folder."""
+    """Leave out the page for unknown addresses: its links do not know the version's folder."""
     return "" if template_name == "404.html" else output
 
 

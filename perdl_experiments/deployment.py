@@ -471,8 +471,8 @@ def make_key(folder: Path, name: str) -> Path:
 def free_port(count: int = 1) -> int:
     """Return the first of ``count`` successive ports of the loopback interface that are free.
 
-    They are below those that systems give to outgoing connections: one of these could take such a
-    port before the process that it is meant for.
+    They are below the range from which systems take ports for outgoing connections: a port of that
+    range could be in use before the process for which it was chosen listens there.
     """
     for _ in range(100):
         port = 10_000 + secrets.randbelow(22_000)

@@ -12,8 +12,8 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Learn three shared atoms in two rounds, and save them."""
-    patient = ServerSettings(node_timeout=300.0)  # seconds for all three sites to join
-    strategy = PerMA(n_global=3, num_clients=3, fraction_evaluate=0.0, seed=1, server=patient)
+    settings = ServerSettings(node_timeout=300.0)  # seconds for all three sites to join
+    strategy = PerMA(n_global=3, num_clients=3, fraction_evaluate=0.0, seed=1, server=settings)
     result = strategy.start(grid, num_rounds=2)
     (atoms,) = result.arrays.to_numpy_ndarrays()
     np.save(str(context.run_config["out"]), atoms)
