@@ -36,7 +36,7 @@ from flwr_perdl.diffusion._dual import (
     norms,
 )
 from flwr_perdl.diffusion._minimize import hessians, minimize, shrinkage
-from flwr_perdl.diffusion.combine import Csr, Inbox, entries, product
+from flwr_perdl.diffusion.combine import Csr, Inbox, entries, is_sparse, product
 from flwr_perdl.diffusion.topology import Topology
 
 #: Up to this many nodes the spectral gap comes from a dense eigenvalue routine.
@@ -202,12 +202,17 @@ class ConsensusADMM(ADMM):
         return after._replace(linear=linear, memory=memory)
 
     def advance(self, state: DualState, round_: int, n_rounds: int, weights: Csr) -> DualState:
-        """Make rounds with all agents here: over a sparse network, compiled."""
-        if not self._compiles(state, self.edges):
+        """Make rounds with all agents here, compiled where that is faster."""
+        if not self._compiles(state):
             return super().advance(state, round_, n_rounds, weights)
+        run = self._sparse_rounds if is_sparse(self.edges) else self._dense_rounds
+        return run(state, round_, n_rounds, weights)
+
+    def _sparse_rounds(
+        self, state: DualState, round_: int, n_rounds: int, weights: Csr
+    ) -> DualState:
         from flwr_perdl.diffusion import _kernels  # compiled: Numba is imported where it is needed
 
-        o, r, whole, number = self.objective, self.relaxation, self._whole, state.nu.dtype.type
         held = state.atoms, state.linear, state.memory, state.nu
         atoms, linear, memory, nu = (aligned(array) for array in held)
         state = state._replace(atoms=atoms, linear=linear, memory=memory, nu=nu)
@@ -215,16 +220,8 @@ class ConsensusADMM(ADMM):
         _kernels.admm(
             n_rounds,
             *entries(self.edges, nu.dtype),
-            (1 / whole).astype(nu.dtype),
-            atoms,
-            number(o.gamma),
-            number(o.delta),
-            o.nonnegative,
-            shrinkage(o, hessians(atoms, self.curvatures)).ravel(),
-            (1 / self.curvatures).astype(nu.dtype),
-            number(1 - r),
-            number((2 * r - 1) / (1 - r)),
-            (r / (1 - r) * whole).astype(nu.dtype),
+            (1 / self._whole).astype(nu.dtype),
+            *self._constants(atoms),
             linear,
             memory,
             nu,
@@ -235,6 +232,37 @@ class ConsensusADMM(ADMM):
         if not due(round_ + n_rounds):
             return state
         return state._replace(change=change, residual=self._residual(change, apart, nu))
+
+    def _dense_rounds(
+        self, state: DualState, round_: int, n_rounds: int, weights: Csr
+    ) -> DualState:
+        from flwr_perdl.diffusion import _kernels  # compiled: Numba is imported where it is needed
+
+        links, nodes, last = self.topology.adjacency, state.nodes, round_ + n_rounds
+        constants, state = self._constants(state.atoms), self.adapt(state, round_ + 1)
+        for number in range(round_ + 2, last + 1):
+            before = state.nu.copy() if number == last else state.nu
+            sums = product(self.edges, state.nu)
+            _kernels.admm_step(sums, *constants, state.linear, state.memory, state.nu)
+            if number == last and due(last):
+                state = state._replace(change=distances(state.nu, before))
+        inbox = Inbox(last, nodes, nodes, (state.nu,), weights, links, nodes)
+        return self.combine(state, inbox)
+
+    def _constants(self, atoms: Matrix) -> tuple[Any, ...]:
+        """Return the kernels' arguments from ``atoms`` to ``back``."""
+        o, r, number = self.objective, self.relaxation, atoms.dtype.type
+        return (
+            atoms,
+            number(o.gamma),
+            number(o.delta),
+            o.nonnegative,
+            shrinkage(o, hessians(atoms, self.curvatures)).ravel(),
+            (1 / self.curvatures).astype(atoms.dtype),
+            number(1 - r),
+            number((2 * r - 1) / (1 - r)),
+            (r / (1 - r) * self._whole).astype(atoms.dtype),
+        )
 
 
 @dataclass(frozen=True, eq=False)

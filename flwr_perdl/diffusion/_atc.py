@@ -25,7 +25,7 @@ from flwr_perdl._checks import LARGE, Matrix, check_real
 from flwr_perdl._memory import aligned, empty_aligned
 from flwr_perdl.diffusion._dual import DualInference, DualState, Nodes, distances, due
 from flwr_perdl.diffusion._minimize import correlate, reconstruct
-from flwr_perdl.diffusion.combine import Csr, Inbox, entries
+from flwr_perdl.diffusion.combine import Csr, Inbox, entries, is_sparse
 from flwr_perdl.diffusion.topology import CombinationMatrix, metropolis_weights
 
 
@@ -108,7 +108,7 @@ class ATC(DualInference):
 
     def advance(self, state: DualState, round_: int, n_rounds: int, weights: Csr) -> DualState:
         """Make rounds with all agents here: over a sparse network, compiled."""
-        if type(self) is not ATC or not self._compiles(state, weights):
+        if type(self) is not ATC or not (self._compiles(state) and is_sparse(weights)):
             return super().advance(state, round_, n_rounds, weights)
         from flwr_perdl.diffusion import _kernels  # compiled: Numba is imported where it is needed
 

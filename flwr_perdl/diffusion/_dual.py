@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from flwr_perdl._arrays import row_norms
 from flwr_perdl._checks import Matrix, check_array, check_count, check_magnitude, own_numbers
 from flwr_perdl.diffusion._minimize import correlate
-from flwr_perdl.diffusion.combine import Csr, Inbox, exchanged, is_long, is_sparse
+from flwr_perdl.diffusion.combine import Csr, Inbox, exchanged, is_long
 from flwr_perdl.diffusion.objectives import Objective
 from flwr_perdl.diffusion.topology import Topology
 
@@ -222,10 +222,10 @@ class DualInference(ABC):
             state, _ = exchanged(self, state, number, weights, self.topology.adjacency)
         return state
 
-    def _compiles(self, state: DualState, weights: Csr) -> bool:
-        """Whether compiled rounds are faster: one atom each, few links, long rows, no bounds."""
+    def _compiles(self, state: DualState) -> bool:
+        """Whether rounds can be compiled, and are faster so: one atom each, no bounds, long rows."""
         simple = state.atoms.shape[1] == 1 and not np.isfinite(self.objective.bound)
-        return simple and is_sparse(weights) and is_long(state.nu)
+        return simple and is_long(state.nu)
 
     def observe(self, state: DualState) -> dict[str, Matrix]:
         """Return codes (42), estimates and residuals."""

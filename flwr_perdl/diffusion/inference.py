@@ -38,8 +38,8 @@ atoms explain, whether they are informed or not.
 The methods are in ``_atc.py`` and ``_admm.py``, what they share in ``_dual.py``, the exact solution
 in ``_minimize.py``. Two tricks save time and change nothing but rounding: blocks of samples run in
 threads with short NumPy buffers (``flwr_perdl/_parallel.py``, ``flwr_perdl/_memory.py``), and
-`infer` iterates in fewer coordinates where it can (``_span.py``). Rounds over sparse networks are
-compiled where that is faster (``_kernels.py``): the same bits.
+`infer` iterates in fewer coordinates where it can (``_span.py``). Rounds are compiled
+where that is faster (``_kernels.py``): the same bits.
 """
 
 from __future__ import annotations

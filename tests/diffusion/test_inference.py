@@ -17,7 +17,7 @@ from flwr_perdl.diffusion import CombinationMatrix, Topology, metropolis_weights
 from flwr_perdl.diffusion import inference as module
 from flwr_perdl.diffusion._dual import distances
 from flwr_perdl.diffusion._minimize import minimize
-from flwr_perdl.diffusion.combine import LONG, product
+from flwr_perdl.diffusion.combine import LONG, is_sparse, product
 from flwr_perdl.diffusion.inference import (
     ATC,
     METHODS,
@@ -389,19 +389,26 @@ def test_a_network_gives_the_same_bits(objective: Objective, method: str) -> Non
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("informed", [None, [3, 5]])
+@pytest.mark.parametrize(
+    ("connectivity", "informed"), [(0.12, None), (0.12, [3, 5]), (0.6, [3, 5])]
+)
 @every_method
 def test_compiled_rounds_give_the_same_bits(
-    method: str, informed: list[int] | None, dtype: type, monkeypatch: pytest.MonkeyPatch
+    method: str,
+    connectivity: float,
+    informed: list[int] | None,
+    dtype: type,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     objective = OBJECTIVES[0]
     X, D = problem(objective, n_agents=20, n_features=LONG + 3, n_samples=2)
     X, D = X.astype(dtype), [W.astype(dtype) for W in D]
-    topology = Topology.erdos_renyi(20, 0.12, seed=2)
+    topology = Topology.erdos_renyi(20, connectivity, seed=2)
+    assert is_sparse(topology.adjacency) == (connectivity == 0.12)
     options: dict[str, Any] = {"method": method, "n_rounds": 23, "tolerance": 0}
     options |= {"informed": informed, "compress": False}
     atc = ATC(objective, topology, D, X)
-    assert atc._compiles(atc.start(np.arange(20)), metropolis_weights(topology).matrix)
+    assert atc._compiles(atc.start(np.arange(20)))
     compiled = infer(objective, X, D, topology, **options)
     network = infer(objective, X, D, topology, network=InMemoryNetwork(topology), **options)
     monkeypatch.setattr(DualInference, "_compiles", lambda *_: False)
