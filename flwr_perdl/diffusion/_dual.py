@@ -223,7 +223,7 @@ class DualInference(ABC):
         return state
 
     def _compiles(self, state: DualState) -> bool:
-        """Whether rounds can be compiled, and are faster so: one atom each, no bounds, long rows."""
+        """Whether rounds compile, and are faster so: one atom each, no bounds, long rows."""
         simple = state.atoms.shape[1] == 1 and not np.isfinite(self.objective.bound)
         return simple and is_long(state.nu)
 
