@@ -16,7 +16,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,9 @@ from flwr_perdl.diffusion._dual import (
 from flwr_perdl.diffusion._minimize import hessians, minimize, shrinkage
 from flwr_perdl.diffusion.combine import Csr, Inbox, entries, is_sparse, product
 from flwr_perdl.diffusion.topology import Topology
+
+if TYPE_CHECKING:
+    from flwr_perdl.diffusion._kernels import Quadratics
 
 #: Up to this many nodes the spectral gap comes from a dense eigenvalue routine.
 _DENSE = 600
@@ -221,7 +224,8 @@ class ConsensusADMM(ADMM):
             n_rounds,
             *entries(self.edges, nu.dtype),
             (1 / self._whole).astype(nu.dtype),
-            *self._constants(atoms),
+            atoms,
+            self._known(atoms),
             linear,
             memory,
             nu,
@@ -239,21 +243,22 @@ class ConsensusADMM(ADMM):
         from flwr_perdl.diffusion import _kernels  # compiled: Numba is imported where it is needed
 
         links, nodes, last = self.topology.adjacency, state.nodes, round_ + n_rounds
-        constants, state = self._constants(state.atoms), self.adapt(state, round_ + 1)
+        known, state = self._known(state.atoms), self.adapt(state, round_ + 1)
         for number in range(round_ + 2, last + 1):
             before = state.nu.copy() if number == last else state.nu
             sums = product(self.edges, state.nu)
-            _kernels.admm_step(sums, *constants, state.linear, state.memory, state.nu)
+            _kernels.admm_step(sums, state.atoms, known, state.linear, state.memory, state.nu)
             if number == last and due(last):
                 state = state._replace(change=distances(state.nu, before))
         inbox = Inbox(last, nodes, nodes, (state.nu,), weights, links, nodes)
         return self.combine(state, inbox)
 
-    def _constants(self, atoms: Matrix) -> tuple[Any, ...]:
-        """Return the kernels' arguments from ``atoms`` to ``back``."""
+    def _known(self, atoms: Matrix) -> Quadratics:
+        """Return what the kernels know beforehand."""
+        from flwr_perdl.diffusion._kernels import Quadratics
+
         o, r, number = self.objective, self.relaxation, atoms.dtype.type
-        return (
-            atoms,
+        return Quadratics(
             number(o.gamma),
             number(o.delta),
             o.nonnegative,

@@ -17,7 +17,7 @@ hundred features.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -206,6 +206,39 @@ def atc(
                         nu[k, i, f] = row[0, 0, f]
 
 
+class Quadratics(NamedTuple):
+    """What the consensus ADMM's rounds know beforehand.
+
+    Attributes
+    ----------
+    gamma, delta, nonnegative
+        The objective's.
+    shrink, scales : ndarrays of shape (m,)
+        ``delta / (delta + ||W_k||^2 / a_k)`` and ``1 / a_k``, a the quadratics' curvatures.
+    fade, ahead : float
+        ``1 - r`` and ``(2r - 1) / (1 - r)``, r the relaxation.
+    back : ndarray of shape (m,)
+        ``2 r^2 D_k / a_k / (1 - r)``.
+    """
+
+    gamma: Number
+    delta: Number
+    nonnegative: bool
+    shrink: Matrix
+    scales: Matrix
+    fade: Number
+    ahead: Number
+    back: Matrix
+
+
+@compiled
+def _move(s: Number, k: int, known: Quadratics) -> Number:
+    """Return how far agent k goes against its atom in (39a)."""
+    code = _code(s, known.gamma, known.delta, known.nonnegative)
+    move: Number = code * known.shrink[k] * known.scales[k]
+    return move
+
+
 @compiled
 def admm(
     n_rounds: int,
@@ -214,14 +247,7 @@ def admm(
     weights: Matrix,
     shares: Matrix,
     atoms: Matrix,
-    gamma: Number,
-    delta: Number,
-    nonnegative: bool,
-    shrink: Matrix,
-    scales: Matrix,
-    fade: Number,
-    ahead: Number,
-    back: Matrix,
+    known: Quadratics,
     linear: Matrix,
     memory: Matrix,
     nu: Matrix,
@@ -239,14 +265,8 @@ def admm(
         One over the sum of an agent's weights.
     atoms : ndarray
         As in `DualState`.
-    gamma, delta, nonnegative
-        The objective's.
-    shrink, scales : ndarrays of shape (m,)
-        ``delta / (delta + ||W_k||^2 / a_k)`` and ``1 / a_k``, a the quadratics' curvatures.
-    fade, ahead : float
-        ``1 - r`` and ``(2r - 1) / (1 - r)``, r the relaxation.
-    back : ndarray of shape (m,)
-        ``2 r^2 D_k / a_k / (1 - r)``.
+    known : Quadratics
+        See there.
     linear, memory, nu : ndarrays of shape (m, n_samples, n_features)
         As in `DualState`. Are updated.
     messages, change, apart
@@ -263,16 +283,16 @@ def admm(
                     _weighted_sum(heard, first[k], first[k + 1], senders, weights, row, 0)
                     if round_ == n_rounds:
                         apart[k, i] = _distance(heard[k], row[0, 0], shares[k], lanes)
-                    leave = back[k]
+                    leave = known.back[k]
                     for f in range(n):
-                        faded = fade * memory[k, i, f]
+                        faded = known.fade * memory[k, i, f]
                         center = row[0, 0, f] + faded
-                        known = faded + center + ahead * linear[k, i, f]
-                        memory[k, i, f] = known - leave * heard[k, f]
+                        mixed = faded + center + known.ahead * linear[k, i, f]
+                        memory[k, i, f] = mixed - leave * heard[k, f]
                         linear[k, i, f] = center
                 if round_ < n_rounds:  # (39a)
                     s = _product(linear, k, i, atoms, k, lanes)
-                    move = _code(s, gamma, delta, nonnegative) * shrink[k] * scales[k]
+                    move = _move(s, k, known)
                     for f in range(n):
                         sent[k, f] = linear[k, i, f] - move * atoms[k, 0, f]
                 if round_ == n_rounds - 1:
@@ -286,14 +306,7 @@ def admm(
 def admm_step(
     sums: Matrix,
     atoms: Matrix,
-    gamma: Number,
-    delta: Number,
-    nonnegative: bool,
-    shrink: Matrix,
-    scales: Matrix,
-    fade: Number,
-    ahead: Number,
-    back: Matrix,
+    known: Quadratics,
     linear: Matrix,
     memory: Matrix,
     nu: Matrix,
@@ -304,7 +317,7 @@ def admm_step(
     ----------
     sums : ndarray of shape (m, n_samples, n_features)
         What the agents heard, times the weights of ``ConsensusADMM.edges``.
-    atoms, gamma, delta, nonnegative, shrink, scales, fade, ahead, back
+    atoms, known
         As in `admm`.
     linear, memory, nu : ndarrays of shape (m, n_samples, n_features)
         As in `DualState`. Are updated.
@@ -312,15 +325,15 @@ def admm_step(
     m, n_samples, n = nu.shape
     lanes = np.zeros(_LANES, nu.dtype)
     for k in range(m):
-        leave = back[k]
+        leave = known.back[k]
         for i in range(n_samples):
             for f in range(n):
-                faded = fade * memory[k, i, f]
+                faded = known.fade * memory[k, i, f]
                 center = sums[k, i, f] + faded
-                known = faded + center + ahead * linear[k, i, f]
-                memory[k, i, f] = known - leave * nu[k, i, f]
+                mixed = faded + center + known.ahead * linear[k, i, f]
+                memory[k, i, f] = mixed - leave * nu[k, i, f]
                 linear[k, i, f] = center
             s = _product(linear, k, i, atoms, k, lanes)  # (39a)
-            move = _code(s, gamma, delta, nonnegative) * shrink[k] * scales[k]
+            move = _move(s, k, known)
             for f in range(n):
                 nu[k, i, f] = linear[k, i, f] - move * atoms[k, 0, f]
