@@ -292,7 +292,7 @@ class _Folder:
                     f"{'an' if state[0] == 'u' else 'a'} {state} run of {of}: {how}replace it "
                     "with --overwrite."
                 )
-        if _state(path):
+        if _state(path) or _read_run(path / NEXT / _RUN):
             self.work = path / NEXT
 
     def _to_resume(self, config: Options, found: str) -> Path:
@@ -358,7 +358,10 @@ class _Folder:
         _remove_run(self.path)
         entries = sorted(self.work.iterdir(), key=lambda one: one.name == _RUN)  # run.json last
         for entry in entries:
-            entry.replace(self.path / entry.name)
+            place = self.path / entry.name
+            if place.is_dir():  # of a replacement that was interrupted
+                shutil.rmtree(place)
+            entry.replace(place)
         self.work.rmdir()
 
 

@@ -416,6 +416,29 @@ def test_a_run_is_replaced_when_asked_for_and_when_the_new_one_has_finished(tmp_
     assert left == {*files, *figures, "checkpoints", "state", "kept", "mine.png"}
 
 
+@pytest.mark.parametrize("again", ["resume", "overwrite"])
+def test_a_replacement_that_is_interrupted_can_be_made_again(tmp_path, monkeypatch, again):
+    """Between the moves of a finished run's files into the place of an earlier one."""
+    given: dict[str, Any] = {"clients": 3, "rounds": 1, "options": {"seeds": 1}, "out": tmp_path}
+    run_experiment("synthetic", **given)
+    replace, moves = Path.replace, []
+
+    def move(self, target):
+        if self.parent == tmp_path / "next" and self.parent != Path(target).parent:
+            moves.append(self)
+            if len(moves) > 3:
+                raise KeyboardInterrupt
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", move)
+    with pytest.raises(KeyboardInterrupt):
+        run_experiment("synthetic", overwrite=True, **given)
+    monkeypatch.undo()
+    results = run_experiment("synthetic", **{again: True}, **given)
+    assert json.loads((tmp_path / "results.json").read_text()) == results
+    assert not (tmp_path / "next").exists()
+
+
 def test_a_figure_that_is_not_the_earlier_runs_is_not_replaced(tmp_path):
     run_experiment("digits", clients=3, rounds=2, out=tmp_path, options=SMALL)
     (tmp_path / "rounds.png").write_text("mine")
