@@ -84,7 +84,7 @@ def fit_clustered(
         return floats(model), n, metrics
     if step == MEASURE:
         measured = _evaluations(evaluate, parameters, own)
-        return [np.array([loss for loss, _, _ in measured])], measured[0][1], {}
+        return [_finite(np.array([loss for loss, _, _ in measured]))], measured[0][1], {}
     if step != CHOOSE:
         raise ValueError(f"{STEP} must be a step of clustered learning, got {step!r}.")
     labels, *stacks = parameters
@@ -152,7 +152,7 @@ def _model(stacks: Sequence[Matrix], j: int) -> list[Matrix]:
 def _evaluations(
     evaluate: Evaluate, stacks: Sequence[Matrix], config: Mapping[str, Scalar]
 ) -> list[Evaluated]:
-    """Return the client's evaluation of each model; a loss that is NaN is infinite."""
+    """Return the client's evaluation of each model; NaN as a loss becomes infinity."""
     measured = []
     for j in range(len(stacks[0])):
         loss, n, metrics = evaluate(_model(stacks, j), dict(config))
@@ -164,6 +164,17 @@ def _evaluations(
             f'"loss" or "eval_loss"), got none, and {names}.'
         )
     return measured
+
+
+def _finite(losses: Matrix) -> Matrix:
+    """Return the losses, with a clearly larger one than all others where one is not finite.
+
+    Replies hold finite numbers only. The client's largest finite loss itself would not do: where
+    it has a single one, all models would look alike.
+    """
+    largest = float(losses[np.isfinite(losses)].max())
+    finite: Matrix = np.where(np.isfinite(losses), losses, largest + max(abs(largest), 1.0))
+    return finite
 
 
 def _weights(measured: Sequence[Evaluated], temperature: float) -> Matrix:

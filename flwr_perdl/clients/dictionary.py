@@ -156,6 +156,9 @@ class DictionaryClient(DictionaryMember):
         methods = getattr(learner, "code", None), getattr(learner, "update", None)
         if isinstance(learner, type) or not all(map(callable, methods)):
             raise TypeError(f"learner must be a Learner with code and update, got {learner!r}.")
+        missing = [name for name in ("n_atoms", "orthogonal") if not hasattr(learner, name)]
+        if missing:
+            raise TypeError(f"learner must be a Learner with {missing[0]}, got {learner!r}.")
         if not callable(start):
             raise TypeError(f"start must be a function, got {start!r}.")
         check_kind("evaluation", evaluation, (type(None), Mapping), "a mapping or None")

@@ -11,7 +11,6 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from fnmatch import fnmatchcase
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -243,6 +242,10 @@ class Conversation:
                 told = request.check(reply)
             except ValueError as error:
                 bad[partition] = Lost(REFUSED, brief(str(error)))
+                continue
+            except Exception as error:  # no reply that a check did not expect may end the run
+                why = f"the check of the reply ended with {error!r}"
+                bad[partition] = Lost(REFUSED, brief(why))
                 continue
             if told is not None:
                 raise TypeError(
@@ -604,15 +607,16 @@ def summarized(
     that begin so.
     """
     names = {name: None for reply in replies.values() for name in reply.metrics}
+    prefixes = tuple(flag.removesuffix("*") for flag in flags if flag.endswith("*"))
     found: dict[str, float] = {}
     for name in names:
         having = [reply for reply in replies.values() if name in reply.metrics]
         values = [reply.metrics[name] for reply in having]
-        if any(fnmatchcase(name, flag) for flag in flags):
+        if name in flags or name.startswith(prefixes):
             found[name] = float(sum(value != 0 for value in values))
         elif name in labels:
             sizes = Counter(values)
-            found |= {f"{name}_{label:g}": float(sizes[label]) for label in sorted(sizes)}
+            found |= {f"{name}_{label:.15g}": float(sizes[label]) for label in sorted(sizes)}
         else:
             total = sum(reply.num_examples for reply in having)
             found[name] = sum(reply.num_examples * reply.metrics[name] for reply in having) / total

@@ -29,7 +29,7 @@ import numpy as np
 from flwr_perdl._checks import Matrix, check_choice, check_count, check_flag
 from flwr_perdl._random import SERVER, spawn
 from flwr_perdl._records import ANEW, Reply
-from flwr_perdl.clients._steps import LOCAL_STEPS
+from flwr_perdl.clients._steps import LOCAL_STEPS, MOST_STEPS
 from flwr_perdl.clients.averaging import AVERAGE
 from flwr_perdl.clients.perma import OWN
 from flwr_perdl.dictionary.aggregation import aggregate_atoms
@@ -127,7 +127,7 @@ class DictionaryAveraging(ProtocolStrategy):
         super().__init__(**options)
         self.start_from = check_choice("start_from", start_from, STARTS)
         self.weighted = check_flag("weighted", weighted)
-        self.local_steps = check_count("local_steps", local_steps, 1)
+        self.local_steps = check_count("local_steps", local_steps, 1, MOST_STEPS)
         self.replace_unused = check_flag("replace_unused", replace_unused)
         self.max_atoms = check_max_atoms(max_atoms)
 

@@ -186,6 +186,7 @@ class NeighborRelay(ProtocolStrategy):
             raise RuntimeError(f"the run must be over, which takes {self.exchanges} exchanges.")
         end, n = _End.from_arrays(self._conversation.model), self.topology.n_nodes
         state = {name: rows for name, rows in end.shown.items() if name.startswith(STATE)}
+        reported = {self.round_of(report): self.reports_of(report) for report in self.history}
         return Run(
             state=_state(state) if end.whole else None,
             observed={name: rows for name, rows in end.shown.items() if name not in state},
@@ -194,7 +195,7 @@ class NeighborRelay(ProtocolStrategy):
             traffic=_matrix(end.traffic, n),
             unheard={int(k): int(end.unheard[k]) for k in np.flatnonzero(end.unheard)},
             alive=end.alive.astype(bool),
-            curves=curves(list(map(self.reports_of, self.history[1 + self.sealed :])), n),
+            curves=curves([reported.get(i + 1, {}) for i in range(self.n_rounds)], n),
         )
 
     def round_of(self, report: RoundReport) -> int:
@@ -382,9 +383,18 @@ class FlowerNetwork:
             if given is not None:
                 raise ValueError(f"{name} must be None on Flower, where nodes keep their states.")
         options = self._options.copy()
-        if callback is not None or on_report is not None:
-            telling = _telling(callback, on_report, self._relay(n_rounds, **options))
-            options["server"] = replace(options.get("server", ServerSettings()), on_round=telling)
+        server = options.get("server", ServerSettings())
+
+        def tell(report: RoundReport) -> None:
+            if server.on_round is not None:
+                server.on_round(report)
+            over = relay.round_of(report)
+            if over > 0 and callback is not None:
+                callback(over, None)
+            if over > 0 and on_report is not None:
+                on_report(over, relay.reports_of(report))
+
+        options["server"] = replace(server, on_round=tell)
         relay = self._relay(n_rounds, **options)
         relay.start(self._grid, timeout=self._timeout)
         return relay.outcome
@@ -622,22 +632,3 @@ def _state(fields: Mapping[str, Matrix]) -> Any:
 def _about_messages(metric: str) -> bool:
     """Whether a metric is `DiffusionClient`'s own, and not what its program reports."""
     return metric in (NUM_EXAMPLES, ANEW, BROKEN, FLOATS) or metric.startswith(REJECTED)
-
-
-def _telling(
-    callback: Callable[[int, Any], Any] | None,
-    on_report: Callable[[int, dict[str, Matrix]], Any] | None,
-    relay: NeighborRelay,
-) -> Callable[[RoundReport], None]:
-    """Return the relay's ``on_round``, which also tells which round of the algorithm is over."""
-
-    def tell(report: RoundReport) -> None:
-        if relay.options.on_round is not None:
-            relay.options.on_round(report)
-        over = relay.round_of(report)
-        if over > 0 and callback is not None:
-            callback(over, None)
-        if over > 0 and on_report is not None:
-            on_report(over, relay.reports_of(report))
-
-    return tell

@@ -57,7 +57,7 @@ from flwr.common import log
 from flwr_perdl._checks import Matrix, check_array, check_choice, check_count, check_flag
 from flwr_perdl._records import ANEW, Reply, Scalar
 from flwr_perdl._robust import CAP, DEEDS
-from flwr_perdl.clients._steps import LOCAL_STEPS
+from flwr_perdl.clients._steps import LOCAL_STEPS, MOST_STEPS
 from flwr_perdl.clients.perma import (
     ATOMS,
     ORTHOGONAL,
@@ -87,7 +87,7 @@ AGGREGATIONS = ("statistics", "mean", "weighted", "median", "geometric-median", 
 #: Those of which the server needs no more than a sum.
 SUMS = ("statistics", "mean", "weighted")
 MATCHINGS = ("consensus", "paths")
-#: The aggregation that withstands most liars.
+#: The aggregation that withstands the largest share of liars.
 ROBUST = "geometric-median"
 #: By default a client may send at most this many times the median number of atoms, and never more
 #: than `MOST_ATOMS`: the work of the matching round grows with the square of these numbers.
@@ -203,12 +203,14 @@ class PerMA(ProtocolStrategy):
                     f"aggregation={aggregation!r}."
                 )
             self.aggregation = ROBUST
-        self.local_steps = check_count("local_steps", local_steps, 1)
-        self.refine_steps = check_count("refine_steps", refine_steps, 0)
+        self.local_steps = check_count("local_steps", local_steps, 1, MOST_STEPS)
+        self.refine_steps = check_count("refine_steps", refine_steps, 0, MOST_STEPS)
         self.remember = check_count("remember", remember)
         self.max_atoms = check_max_atoms(max_atoms)
         self.secure = check_secure(secure)
         if self.secure is not None:
+            if self.n_global == 0:
+                raise ValueError("n_global must be at least 1 with secure, got 0: nothing to sum.")
             if self.aggregation not in SUMS:
                 raise ValueError(
                     f"secure must come with an aggregation that needs a sum only ({', '.join(SUMS)}"
@@ -254,7 +256,7 @@ class PerMA(ProtocolStrategy):
                 same = alike(replies, kind, "orthogonal")
                 known = int(kind(next(iter(same.values()))))
             told, heard = self._recall(state, same) if self.remember else ({}, same)
-            if self.secure is not None:  # all have brought the same, their mean
+            if self.secure is not None:  # every reply holds the same mean
                 told = {"samples": median_samples(same)}
                 heard = Replies(dict(list(same.items())[:1]))
             replies.note(REMEMBERED, {who: 1.0 for who in heard if who not in replies})
@@ -277,6 +279,11 @@ class PerMA(ProtocolStrategy):
         """Return what a secure round asks for; all replies have norm 1 at most."""
         if self.secure is None:
             return None
+        if not len(state["global_atoms"]):
+            raise ValueError(
+                'n_global must be a number with secure here: "auto" found no atom on which the '
+                "clients agree, so there is nothing to sum."
+            )
         options: dict[str, Any] = self.secure
         return SecureMean(self._shape(state), max_weight=self._max_weight(state), **options)
 

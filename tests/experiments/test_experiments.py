@@ -419,7 +419,7 @@ def test_a_run_is_replaced_when_asked_for_and_when_the_new_one_has_finished(tmp_
 @pytest.mark.parametrize("again", ["resume", "overwrite"])
 def test_a_replacement_that_is_interrupted_can_be_made_again(tmp_path, monkeypatch, again):
     """Between the moves of a finished run's files into the place of an earlier one."""
-    given: dict[str, Any] = {"clients": 3, "rounds": 1, "options": {"seeds": 1}, "out": tmp_path}
+    given = {"clients": 3, "rounds": 1, "options": {"seeds": 1}, "out": tmp_path}
     run_experiment("synthetic", **given)
     replace, moves = Path.replace, []
 

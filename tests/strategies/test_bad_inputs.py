@@ -117,6 +117,34 @@ def test_a_path_is_a_path(make: Callable[..., Any], option: str, value: Any) -> 
 
 
 @pytest.mark.parametrize(
+    ("make", "sentence_"),
+    [
+        (lambda: PerMA(local_steps=20_000), "local_steps must be between 1 and 10000, got 20000."),
+        (lambda: PerMA(refine_steps=20_000), "refine_steps must be between 0 and 10000"),
+        (lambda: DictionaryAveraging(local_steps=20_000), "local_steps must be between 1 and"),
+        (lambda: PerMA(0, secure=True), "n_global must be at least 1 with secure, got 0"),
+    ],
+)
+def test_what_no_client_can_answer_is_refused_at_once(
+    make: Callable[[], Any], sentence_: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence_) as error:
+        make()
+    sentence(error.value)
+
+
+def test_secure_rounds_need_shared_atoms() -> None:
+    def make(context: Any) -> DictionaryClient:
+        rng = np.random.default_rng(context.node_config["partition-id"])
+        basis = np.linalg.qr(rng.standard_normal((8, 8)))[0][:3]
+        codes = rng.choice([-1.0, 0.0, 1.0], (60, 3), p=[0.2, 0.6, 0.2])
+        return DictionaryClient(codes @ basis, OrthogonalLearner(3), context)
+
+    with pytest.raises(ValueError, match='n_global must be a number with secure here: "auto"'):
+        PerMA("auto", secure=True).start(InProcessGrid(client_app(make), 3), num_rounds=2)
+
+
+@pytest.mark.parametrize(
     ("make", "named"),
     [
         (lambda: FedX(k=3), "FedX has no option 'k': It takes n_clusters, start, phase_1, phase_2"),

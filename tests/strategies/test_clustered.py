@@ -191,6 +191,22 @@ def test_the_number_of_clusters_is_found() -> None:
     ]
 
 
+class OverflowingLinear(Linear):
+    """Has no finite loss for a model of another kind."""
+
+    def evaluate(self, parameters: Any, config: Any) -> Any:
+        loss, n, metrics = super().evaluate(parameters, config)
+        return loss if loss < 2 else float("nan"), n, metrics
+
+
+def test_the_number_of_clusters_is_found_where_models_of_other_kinds_have_no_finite_loss() -> None:
+    app = client_app(lambda context: OverflowingLinear(int(context.node_config["partition-id"])))
+    strategy = ClusteredFedAvg("auto", start_rounds=3, max_clusters=6)
+    run(strategy, 5, app=app)
+    assert sorted(kinds(strategy), key=min) == [{0}, {1}, {2}]
+    assert not any(r.dropped for r in strategy.history if r.step != "evaluate")
+
+
 def test_one_round_finds_no_number_of_clusters(caplog: pytest.LogCaptureFixture) -> None:
     run(ClusteredFedAvg("auto"), 1)
     assert 'k="auto" takes two rounds' in caplog.text

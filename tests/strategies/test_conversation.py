@@ -447,6 +447,20 @@ def test_a_check_that_only_says_no_is_told_how() -> None:
         Bounded().start(grid(), num_rounds=1)
 
 
+def test_a_check_that_trips_over_a_reply_leaves_it_out_and_the_run_goes_on() -> None:
+    def check(reply: Any) -> None:
+        if reply.arrays[7].shape != (1,):
+            raise ValueError("wrong shape")
+
+    class Checked(ProtocolStrategy):
+        def protocol(self, initial: Any, state: Any) -> Any:
+            yield Request("add", [np.zeros(1)], {"n": 0}, check=check)
+            return [np.zeros(1)]
+
+    with pytest.raises(TooFewReplies, match="check of the reply ended with IndexError"):
+        Checked().start(grid(), num_rounds=1)
+
+
 def test_a_protocol_that_ends_without_a_model_is_told_how() -> None:
     request = Request("add", ONE, {"n": 0})
     with pytest.raises(ValueError, match=r"protocol must end with `return \[arrays\]`"):

@@ -484,6 +484,26 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, cut: int, sealed
     np.testing.assert_array_equal(again.outcome.state.value, whole.outcome.state.value)
 
 
+def test_curves_keep_their_rounds_where_a_journal_was_lost(tmp_path: Path) -> None:
+    class Reporting(Drift):
+        def report(self, state: Any) -> dict[str, Any]:
+            return {"size": np.abs(state.value).sum(axis=1)}
+
+    data, topology = values(4), Topology.ring(4)
+    app = client_app(lambda context: DiffusionClient(Reporting(data), context))
+    nodes = InProcessGrid(app, 4)
+    NeighborRelay(topology, 6, checkpoint_dir=tmp_path).start(nodes, num_rounds=4)
+    for journal in tmp_path.glob("history-*.jsonl"):
+        journal.unlink()
+    again = NeighborRelay(topology, 6, checkpoint_dir=tmp_path, server=RESUME)
+    again.start(nodes)
+    whole = NeighborRelay(topology, 6)
+    whole.start(InProcessGrid(app, 4))
+    lost, curve = again.outcome.curves["size"], whole.outcome.curves["size"]
+    assert np.isnan(lost[:3]).all()
+    np.testing.assert_array_equal(lost[3:], curve[3:])
+
+
 def test_a_round_that_is_asked_again_has_the_same_answer(tmp_path: Path) -> None:
     """The server died after the nodes' answers to round 4, before it saved them."""
     data, topology = values(4), Topology.ring(4)

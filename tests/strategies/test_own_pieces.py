@@ -162,6 +162,9 @@ def test_flags_and_labels_are_counted() -> None:
     replies = {i: Reply([], 1 + i, one) for i, one in enumerate(metrics)}
     found = summarized(replies, flags=("anew", "rejected-*"), labels=("cluster",))
     assert found == {"cluster_0": 1, "cluster_2": 2, "anew": 2, "mse": 3.5, "rejected-3": 1}
+    odd = {i: Reply([], 1, {"odd[0]": 1.0, "site": 1_000_001.0 + i}) for i in range(2)}
+    found = summarized(odd, flags=("odd[0]",), labels=("site",))
+    assert found == {"odd[0]": 2, "site_1000001": 1, "site_1000002": 1}
 
 
 def test_an_aggregate_has_counts_of_flags() -> None:
