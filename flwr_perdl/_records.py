@@ -220,13 +220,21 @@ def read_partition(value: object) -> int:
 
 
 def error_of(message: Message) -> str | None:
-    """Return the error that a message is, in one short line; None if it is none."""
+    """Return the error that a message is, in one short line; None if it is none.
+
+    The line is the exception's type and the first line of its text, as far as the engine says them:
+    Ray and SuperNodes quote the text behind ``Message: ``, and a traceback before it.
+    """
     if not message.has_error():
         return None
     reason = (message.error.reason or "")[-_READ_OF_REASON:].strip()
-    _, said, text = reason.rpartition(_SAID)  # SuperNodes put more before that
-    lines = text.splitlines() if said else reason.splitlines()[-1:]
-    return f"error {message.error.code}: {brief(' '.join(lines) or 'no reason given')}"
+    traceback, said, text = reason.rpartition(_SAID)
+    lines = text.removesuffix("'>").splitlines() if said else reason.splitlines()
+    if not said and reason.startswith(("Traceback", "<class")):
+        lines = lines[-1:]
+    why = next(iter(lines), "").strip() or "no reason given"
+    named = [line for line in traceback.splitlines() if line.endswith(f": {why}")]
+    return f"error {message.error.code}: {brief(named[-1].strip() if named else why)}"
 
 
 def brief(text: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
@@ -17,6 +17,7 @@ from flwr_perdl import _compat
 from flwr_perdl._compat import addressed, answered
 from flwr_perdl._records import (
     decode,
+    error_of,
     read_reply,
     received,
     reply_to,
@@ -213,3 +214,28 @@ def test_collections_are_rare_and_then_as_they_were(before: int, within: int) ->
         assert gc.get_threshold()[0] == before
     finally:
         gc.set_threshold(*thresholds)
+
+
+@pytest.mark.parametrize(
+    ("reason", "line"),
+    [
+        ("RuntimeError: out of memory\nmore\nCompile with ...", "RuntimeError: out of memory"),
+        (
+            "<class 'ray.exceptions.RayTaskError'>:<'ray::run()\nTraceback (most recent call "
+            'last):\n  File "a.py"\nRuntimeError: disk gone\n\nThe above exception was the cause'
+            "\n\nException ClientAppException occurred. Message: disk gone'>",
+            "RuntimeError: disk gone",
+        ),
+        ("<class 'E'>:<'\nException ClientAppException occurred. Message: a\nb'>", "a"),
+        ('Traceback (most recent call last):\n  File "a.py"\nKeyError: 1', "KeyError: 1"),
+        ("", "no reason given"),
+    ],
+)
+def test_an_error_is_its_type_and_the_first_line_of_its_text(reason: str, line: str) -> None:
+    message = Message(Error(2, reason), reply_to=Message(RecordDict(), 1, "train"))
+    said = error_of(message)
+    assert said is not None
+    assert said.startswith("error 2: ")
+    assert line in said
+    assert "'>" not in said
+    assert "Compile" not in said

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from math import isnan
+from typing import NamedTuple
 
 import numpy as np
 from flwr.app import ConfigRecord, Context, Message, MessageType
@@ -47,6 +48,8 @@ TEMPERATURE = "perdl.temperature"
 #: The names of a model's arrays, as a list in JSON.
 ARRAY_NAMES = "perdl.array-names"
 _OURS = (STEP, CLUSTERED, N_FITS, TEMPERATURE, ARRAY_NAMES)
+#: The start of the keys of a training request's config that only ``evaluate`` receives.
+MEASURING = "perdl.evaluate."
 
 #: Metrics of a reply: the chosen model, and its loss before training.
 CLUSTER, CLUSTER_LOSS = "cluster", "cluster-loss"
@@ -57,6 +60,24 @@ _LEAST_SHARE = 1e-3
 
 #: How Flower writes the dtypes that the server takes.
 _FLOATS = tuple(map(str, FLOATS))
+
+
+class _Configs(NamedTuple):
+    """What the client's own ``fit`` and ``evaluate`` receive of a request's config."""
+
+    fit: dict[str, Scalar]
+    evaluate: dict[str, Scalar]
+
+
+def _configs(config: Mapping[str, Scalar]) -> _Configs:
+    """Take a request's config apart."""
+    own, more = {}, {}
+    for key, value in config.items():
+        if key.startswith(MEASURING):
+            more[key.removeprefix(MEASURING)] = value
+        elif key not in _OURS:
+            own[key] = value
+    return _Configs(own, {**own, **more})
 
 
 def fit_clustered(
@@ -73,17 +94,17 @@ def fit_clustered(
         clusters, (k,), and the stack of their models, or (1,) and one model (``cluster``).
     config : mapping
         The request's; the client's own ``fit`` and ``evaluate`` receive it without this protocol's
-        keys.
+        keys, and ``evaluate`` with the server's ``evaluate_config`` besides.
     """
     step = config[STEP]
-    own = {key: value for key, value in config.items() if key not in _OURS}
+    own = _configs(config)
     if step == ALONE:
         model = list(parameters)
         for _ in range(int(config[N_FITS])):
-            model, n, metrics = fit(model, dict(own))
+            model, n, metrics = fit(model, dict(own.fit))
         return floats(model), n, metrics
     if step == MEASURE:
-        measured = _evaluations(evaluate, parameters, own)
+        measured = _evaluations(evaluate, parameters, own.evaluate)
         return [_finite(np.array([loss for loss, _, _ in measured]))], measured[0][1], {}
     if step != CHOOSE:
         raise ValueError(f"{STEP} must be a step of clustered learning, got {step!r}.")
@@ -95,8 +116,7 @@ def evaluate_clustered(
     evaluate: Evaluate, parameters: Sequence[Matrix], config: Mapping[str, Scalar]
 ) -> Evaluated:
     """Return the evaluation of the model with the least loss, with its number as ``"cluster"``."""
-    own = {key: value for key, value in config.items() if key not in _OURS}
-    measured = _evaluations(evaluate, parameters, own)
+    measured = _evaluations(evaluate, parameters, _configs(config).evaluate)
     chosen = _weights(measured, 0.0).argmax()
     loss, n, metrics = measured[chosen]
     return loss, n, {**metrics, CLUSTER: int(chosen)}
@@ -107,21 +127,21 @@ def _choose(
     evaluate: Evaluate,
     labels: Matrix,
     stacks: Sequence[Matrix],
-    config: dict[str, Scalar],
+    config: _Configs,
     temperature: float,
 ) -> Fitted:
     """Choose among the models, and train what is chosen."""
     if len(labels) == 1:
-        model, n, metrics = fit(list(stacks), dict(config))
+        model, n, metrics = fit(list(stacks), dict(config.fit))
         return floats(model), n, {**metrics, CLUSTER: int(labels[0])}
-    weights, told = _weighed(evaluate, labels, stacks, config, temperature)
+    weights, told = _weighed(evaluate, labels, stacks, config.evaluate, temperature)
     chosen = int(weights.argmax())
     if not temperature:
-        model, n, metrics = fit(_model(stacks, chosen), dict(config))
+        model, n, metrics = fit(_model(stacks, chosen), dict(config.fit))
         return floats(model), n, {**metrics, **told}
     trained = [stack.copy() for stack in stacks]
     for j in np.flatnonzero(weights >= _LEAST_SHARE).tolist():
-        model, n, found = fit(_model(stacks, j), dict(config))
+        model, n, found = fit(_model(stacks, j), dict(config.fit))
         if j == chosen:
             metrics = found
         for stack, array in zip(trained, model, strict=True):
@@ -202,7 +222,7 @@ def answer_clustered(
     """
     content = message.content
     record, config = content.array_records[ARRAYS], scalars(content.config_records[CONFIG])
-    own = {key: value for key, value in config.items() if key not in _OURS}
+    own = _configs(config)
     app = Handlers(message, context, call, json.loads(str(config.get(ARRAY_NAMES, "null"))))
     if message.metadata.message_type == MessageType.EVALUATE:
         loss, n, metrics = evaluate_clustered(app.evaluate, to_arrays(record), config)
@@ -216,9 +236,9 @@ def answer_clustered(
         told: dict[str, Scalar] = {CLUSTER: int(labels[0])}
     else:
         stacks = [decode(array) for array in rest]
-        weights, told = _weighed(app.evaluate, labels, stacks, own, 0.0)
+        weights, told = _weighed(app.evaluate, labels, stacks, own.evaluate, 0.0)
         rest = [encode(array) for array in _model(stacks, int(weights.argmax()))]
-    content, arrays = app.train(rest, own)
+    content, arrays = app.train(rest, own.fit)
     numbers, n = numbers_of(content)
     reply = reply_to(message, (), n, {**numbers, **told})
     sent = [a if a.dtype in _FLOATS else encode(*floats([decode(a)])) for a in arrays]

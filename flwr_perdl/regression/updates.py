@@ -91,7 +91,9 @@ def nested_groups(changes: Matrix, most: int) -> Nested:
     if most > 1:
         apart = np.sqrt(2 - 2 * alike)  # between directions, vectors of length 1
         tree = linkage(squareform(apart, checks=False), "ward")
-        cuts = cut_tree(tree, range(1, most + 1)).T
+        cuts = cut_tree(tree, range(1, min(most, len(alike) - 1) + 1)).T
+    if 1 < most == len(alike):  # SciPy's cut into as many groups as clients is one group
+        cuts = np.vstack([cuts, np.arange(most)])
     rows: dict[bytes, int] = {}
     of = np.empty(cuts.shape, dtype=np.intp)
     for groups, own in zip(cuts, of, strict=True):

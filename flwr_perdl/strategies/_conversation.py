@@ -20,7 +20,7 @@ from flwr.common import log
 from numpy.typing import NDArray
 
 from flwr_perdl import _store
-from flwr_perdl._checks import Matrix, check_count, plain
+from flwr_perdl._checks import Matrix, brief_repr, check_count, plain
 from flwr_perdl._events import EventLog
 from flwr_perdl._random import EVALUATION, SAMPLING, spawn
 from flwr_perdl._records import (
@@ -105,6 +105,7 @@ class Conversation:
         self._evaluation_config = dict(evaluation_config or {})
         self._flags, self._labels = flags, labels
         self.identity = said(identity, strict=options.checkpoint_dir is not None)
+        self._initial = said({"": initial}, strict=False)[""] if initial else []
         self.history: list[RoundReport] = []
         self._journal: _store.Journal | None = None
         self._noted = 0  # reports that are in the journal
@@ -125,7 +126,7 @@ class Conversation:
         saved = self._load() if options.resume else None
         if saved is not None and saved.meta["finished"]:
             return
-        state = None if saved is None else _part(saved.arrays, "state")
+        state = None if saved is None else _state_of(saved)
         self._steps = protocol(initial, state)
         if not hasattr(self._steps, "send"):
             raise ValueError(
@@ -495,6 +496,8 @@ class Conversation:
             "evaluated": self._evaluated,
             "finished": self.finished,
             "resumable": resumable,
+            "initial": self._initial,
+            "numbers": [name for name, a in state.items() if not isinstance(a, np.ndarray)],
             "history": self._journal.mark,
             "server_metrics": self.server_metrics,
         }
@@ -519,9 +522,16 @@ class Conversation:
                 continue
             if not _same(saved.meta["identity"], self.identity):
                 raise ValueError(
-                    f"checkpoint_dir must hold a run with the same options, got one of "
-                    f"{saved.meta['identity']}; this is {self.identity}."
+                    "checkpoint_dir must hold a run with the same options, got one in which "
+                    f"{_difference(saved.meta['identity'], self.identity)}."
                 )
+            begun = saved.meta.get("initial", [])
+            if self._initial and begun != self._initial:
+                raise ValueError(
+                    "initial_arrays must be those with which the run to resume began, or be left "
+                    f"out, got others: {begun} there and {self._initial} here."
+                )
+            self._initial = begun
             if not saved.meta.get("resumable", True):
                 raise ValueError(
                     f"checkpoint_dir must hold a state to go on from, got none in {path}: the "
@@ -579,6 +589,28 @@ def said(identity: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
             f"for a checkpoint to say which run it is of, got one that is not: {error}."
         ) from None
     return found
+
+
+def _state_of(saved: _store.Saved) -> dict[str, Any]:
+    """Return a checkpoint's state as the protocol yielded it: numbers are numbers again."""
+    state: dict[str, Any] = _part(saved.arrays, "state")
+    return state | {name: state[name].item() for name in saved.meta.get("numbers", [])}
+
+
+def _difference(found: Any, wanted: Mapping[str, Any]) -> str:
+    """Return in what two identities differ."""
+    flat = []
+    for identity in (found, wanted):
+        own = dict(identity) if isinstance(identity, Mapping) else {"identity": identity}
+        settings = own.pop("settings", {})
+        flat.append({**own, **(settings if isinstance(settings, Mapping) else {"": settings})})
+    there, here = flat
+    return "; ".join(
+        f"{name} is {brief_repr(there.get(name, 'missing'))} and here "
+        f"{brief_repr(here.get(name, 'missing'))}"
+        for name in {**there, **here}
+        if not _same(there.get(name), here.get(name))
+    )
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -123,6 +123,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         self._gathered: tuple[dict[int, Reply], dict[int, Lost]] | None = None
         self._returned: ArrayRecord | None = None
         self._timeout = 3600.0
+        self._evaluate_config: ConfigRecord | None = None
         self._show: Show = lambda report: None
 
     @abstractmethod
@@ -215,7 +216,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         check_choice("verbose", verbose, VERBOSE)
         if evaluate_fn is not None and not callable(evaluate_fn):
             raise TypeError(f"evaluate_fn must be a function or None, got {evaluate_fn!r}.")
-        self._timeout = timeout
+        self._timeout, self._evaluate_config = timeout, evaluate_config
         conversation = self.open(to_arrays(initial))
         conversation.begin(num_rounds)
         getattr(grid, "begin_run", lambda: None)()  # only an InProcessGrid has it

@@ -62,7 +62,7 @@ from flwr_perdl._checks import (
     check_real,
 )
 from flwr_perdl._random import SERVER, spawn
-from flwr_perdl._records import NUM_EXAMPLES, Reply, Scalar, to_record
+from flwr_perdl._records import NUM_EXAMPLES, Reply, Scalar, scalars, to_record
 from flwr_perdl._repr import short_repr
 from flwr_perdl._robust import DEEDS
 from flwr_perdl.clients._clusters import (
@@ -72,6 +72,7 @@ from flwr_perdl.clients._clusters import (
     CLUSTER,
     CLUSTERED,
     MEASURE,
+    MEASURING,
     N_FITS,
     SHARE,
     TEMPERATURE,
@@ -252,6 +253,11 @@ class ClusteredFedAvg(ProtocolStrategy):
                 )
         self._names: list[str] = []
 
+    def settings(self) -> dict[str, Any]:
+        """Return the options by the names of the arguments."""
+        settings = super().settings()
+        return {**settings, "start": settings.pop("start_from")}
+
     def start(
         self,
         grid: Grid,
@@ -358,6 +364,9 @@ class ClusteredFedAvg(ProtocolStrategy):
             config[ARRAY_NAMES] = json.dumps(self._names)
         if self.proximal_mu is not None:
             config |= {"proximal-mu": self.proximal_mu, "proximal_mu": self.proximal_mu}
+        if self._evaluate_config is not None:
+            told = scalars(self._evaluate_config)
+            config |= {f"{MEASURING}{key}": value for key, value in told.items()}
         return config
 
     def _checked(self, initial: list[Matrix]) -> list[Matrix]:

@@ -7,7 +7,7 @@ from inspect import signature
 from typing import Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord
 from flwr.common import (
     Code,
     EvaluateIns,
@@ -105,6 +105,7 @@ class LegacyStrategy(Strategy):
         self._initial = initial
         self._evaluate_fn = None if evaluate_fn is None else _of_three(evaluate_fn)
         self._evaluate_config = evaluate_config
+        strategy._evaluate_config = ConfigRecord({**evaluate_config})
         self._roster = self._new_roster()
         self._asked: dict[str, int] = {}
 

@@ -93,6 +93,8 @@ class _MixedRegression(ProtocolStrategy):
     def settings(self) -> dict[str, Any]:
         """Return the options of the two phases."""
         settings = super().settings()
+        if "start_from" in settings:
+            settings["start"] = settings.pop("start_from")
         return {**asdict(settings.pop("two_phase")), **settings}
 
     def protocol(self, initial: list[Matrix], state: _protocol.State | None) -> Protocol:

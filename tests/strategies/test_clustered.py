@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import fixedclipping_mod
@@ -189,6 +189,28 @@ def test_the_number_of_clusters_is_found() -> None:
         "measure-models",
         "cluster",
     ]
+
+
+def test_choices_are_evaluated_with_the_evaluation_config() -> None:
+    class Batched(Linear):
+        def fit(self, parameters: Any, config: Any) -> Any:
+            assert (config["rate"], config["batch"]) == (0.1, 1)
+            return super().fit(parameters, config)
+
+        def evaluate(self, parameters: Any, config: Any) -> Any:
+            assert config["batch"] == 7
+            return super().evaluate(parameters, config)
+
+    app = client_app(lambda context: Batched(int(context.node_config["partition-id"])))
+    strategy = ClusteredFedAvg("auto", max_clusters=4)
+    strategy.start(
+        InProcessGrid(app, N),
+        ArrayRecord(START),
+        num_rounds=3,
+        train_config=ConfigRecord({"rate": 0.1, "batch": 1}),
+        evaluate_config=ConfigRecord({"batch": 7}),
+    )
+    assert not any(report.dropped for report in strategy.history)
 
 
 class OverflowingLinear(Linear):
@@ -451,6 +473,9 @@ def test_groups_and_anchors_of_directions() -> None:
     assert sorted(kinds[choose_anchors(changes, 3)]) == [0, 1, 2]
     np.testing.assert_array_equal(choose_anchors(np.eye(3), 3), [0, 1, 2])
     assert nested_groups(np.zeros((1, 2)), 1).members.tolist() == [[True]]
+    for n in (2, 3, 5):
+        apart = nested_groups(np.eye(n), n).of
+        assert [len(np.unique(row)) for row in apart] == list(range(1, n + 1))
 
 
 def test_no_more_groups_than_chance_allows() -> None:

@@ -230,8 +230,46 @@ def test_a_damaged_history_does_not_stop_the_run(
 
 def test_a_checkpoint_of_other_options_is_refused(tmp_path: Path) -> None:
     Sum(checkpoint_dir=tmp_path).start(grid(), num_rounds=1)
-    with pytest.raises(ValueError, match="checkpoint_dir must hold a run with the same options"):
+    said = "checkpoint_dir must hold a run with the same options, got one in which seed is 0 and "
+    with pytest.raises(ValueError, match=said + "here 1.$"):
         Sum(checkpoint_dir=tmp_path, server=RESUME, seed=1).start(grid(), num_rounds=1)
+
+
+def test_a_run_is_resumed_with_its_own_initial_arrays_or_none(tmp_path: Path) -> None:
+    class Shifted(ProtocolStrategy):
+        def protocol(self, initial: Any, state: Any) -> Any:
+            model = [state["model"]] if state is not None else initial
+            while True:
+                yield Request("add", model, {"n": 0}, {"model": model[0]})
+
+    def begin(*arrays: Any, rounds: int = 2, **options: Any) -> None:
+        given = ArrayRecord(list(arrays)) if arrays else None
+        Shifted(checkpoint_dir=tmp_path, **options).start(grid(), given, num_rounds=rounds)
+
+    begin(np.zeros(3), rounds=1)
+    for other in (np.ones(3), np.zeros(4)):
+        with pytest.raises(ValueError, match="initial_arrays must be those with which the run to"):
+            begin(other, server=RESUME)
+    begin(server=RESUME)
+    begin(np.zeros(3), server=RESUME, rounds=3)
+
+
+def test_numbers_in_a_state_are_numbers_again(tmp_path: Path) -> None:
+    seen = []
+
+    class Counting(ProtocolStrategy):
+        def protocol(self, initial: Any, state: Any) -> Any:
+            state = state or {"t": 0, "rate": 0.1, "on": True, "w": np.array(2.0)}
+            while True:
+                seen.append(dict(state))
+                yield Request("add", [np.zeros(1)], {"n": 0, "t": state["t"]}, state)
+                state = {**state, "t": state["t"] + 1}
+
+    Counting(checkpoint_dir=tmp_path).start(grid(), num_rounds=2)
+    Counting(checkpoint_dir=tmp_path, server=RESUME).start(grid(), num_rounds=3)
+    before, after = seen[2], seen[3]
+    assert [type(value) for value in after.values()] == [type(v) for v in before.values()]
+    assert after == before
 
 
 @pytest.mark.parametrize(

@@ -305,8 +305,8 @@ def test_more_global_atoms_than_atoms_are_refused(federation: MakeFederation) ->
         ({"n_global": "many"}, "n_global must be an integer, got 'many'"),
         ({"matching": "chain"}, "matching must be one of 'consensus', 'paths', got 'chain'"),
         ({"aggregation": "max"}, "aggregation must be one of 'statistics'"),
-        ({"local_steps": 0}, "local_steps must be at least 1, got 0"),
-        ({"refine_steps": -1}, "refine_steps must be at least 0, got -1"),
+        ({"local_steps": 0}, "local_steps must be between 1 and 10000, got 0"),
+        ({"refine_steps": -1}, "refine_steps must be between 0 and 10000, got -1"),
         ({"remember": -1}, "remember must be at least 0, got -1"),
     ],
 )
