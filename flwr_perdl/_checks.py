@@ -153,6 +153,13 @@ def check_count(name: str, value: object, low: int = 0, high: int | None = None)
     return count
 
 
+def is_auto(name: str, value: object) -> bool:
+    """Whether ``value`` is "auto"; any other text is refused, and numbers are the caller's."""
+    if isinstance(value, str) and value != "auto":
+        raise ValueError(f"{name} must be a number or 'auto', got {value!r}.")
+    return isinstance(value, str)
+
+
 def check_real(
     name: str, value: object, low: float, high: float = np.inf, *, open_low: bool = False
 ) -> float:

@@ -99,7 +99,7 @@ def plot_clusters(
         Where to draw; by default pyplot's current axes.
     """
     axes = _axes(axes)
-    squares = (np.asarray(y)[:, None] - np.asarray(X) @ model.coef_.T) ** 2
+    squares = (np.asarray(y)[:, None] - (np.asarray(X) @ model.coef_.T + model.intercept_)) ** 2
     owners = np.asarray(groups)
     errors = np.array([np.sqrt(squares[owners == g].mean(axis=0)) for g in model.groups_])
     order = np.argsort(model.labels_, kind="stable")

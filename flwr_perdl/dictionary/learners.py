@@ -52,6 +52,7 @@ from flwr_perdl._checks import (
     check_choice,
     check_count,
     check_real,
+    is_auto,
     own_numbers,
 )
 from flwr_perdl.dictionary.atoms import (
@@ -503,7 +504,7 @@ class ThresholdLearner(AlternatingLearner):
     def __post_init__(self) -> None:
         """Check the options."""
         super().__post_init__()
-        if self.threshold != "auto":
+        if not is_auto("threshold", self.threshold):
             check_real("threshold", self.threshold, 0, 1e150)  # its square is a number
         if self.n_nonzero is not None:
             check_count("n_nonzero", self.n_nonzero, 1)
@@ -773,7 +774,7 @@ class LassoLearner(AlternatingLearner):
     def __post_init__(self) -> None:
         """Check the options."""
         super().__post_init__()
-        if self.alpha != "auto":
+        if not is_auto("alpha", self.alpha):
             check_real("alpha", self.alpha, 0, 1e150, open_low=True)
 
     def _code(self, X: Matrix, D: Matrix, scale: float = 1.0) -> Matrix:

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 from scipy.special import betaincinv
 
-from flwr_perdl._checks import Matrix, check_array, check_choice, check_count
+from flwr_perdl._checks import Matrix, check_array, check_choice, check_count, is_auto
 from flwr_perdl.dictionary.atoms import match_stack, normalize_atoms, signs_of, unit_atoms
 
 #: Clients whose atoms are candidates in the consensus.
@@ -161,7 +161,7 @@ def global_matching(
     checked = [unit_atoms(D)[0] for D in checked]
     match = _shortest_paths if method == "paths" else _consensus
     if isinstance(n_global, str):
-        check_choice("n_global", n_global, ("auto",))
+        is_auto("n_global", n_global)  # refuses any other text
         most = min(int(np.median(sizes)), sorted(sizes)[-2:][0])
         found = match(checked, most)
         taking_part = sum(size >= most for size in sizes) if method == "paths" else len(sizes)

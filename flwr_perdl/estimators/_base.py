@@ -142,8 +142,8 @@ class Estimator:
         for i, table in enumerate(X):
             if feature_names(table) != first:
                 raise ValueError(
-                    f"X[{i}] must have the columns of X[0] in the same order, got "
-                    f"{brief_repr(feature_names(table))} and {brief_repr(first)}."
+                    f"X[{i}] must have the columns of X[0] in the same order, but it "
+                    f"{difference(feature_names(table), first)}."
                 )
             site = as_matrix(f"X[{i}]", table, min_rows=1, min_columns=min_columns)
             sites.append(check_array(f"X[{i}]", site, columns=sites[0].shape[1] if sites else None))
@@ -173,8 +173,8 @@ class Estimator:
         names, known = feature_names(X), getattr(self, "feature_names_in_", None)
         if names is not None and known is not None and names != list(known):
             raise ValueError(
-                f"X must have the columns of fit in the same order, got {brief_repr(names)} and "
-                f"{brief_repr(list(known))}."
+                "X must have the columns of fit in the same order, but it "
+                f"{difference(names, list(known))}."
             )
         rows = as_matrix("X", X)
         if rows.shape[1] != self.n_features_in_:
@@ -199,6 +199,8 @@ class Federated(Estimator):
         n_rounds: int,
     ) -> tuple[Matrix, InProcessGrid]:
         """Run the strategy, and return what it learned, and the grid; set the history."""
+        if self.grid is not None and not callable(self.grid):
+            raise TypeError(f"grid must be a function (app, n_sites) or None, got {self.grid!r}.")
         grid = (self.grid or InProcessGrid)(client_app(make_client), n_sites)
         verbose = "bar" if self.verbose else "quiet"
         result = strategy.start(grid, num_rounds=n_rounds, verbose=verbose)
@@ -293,6 +295,16 @@ def feature_names(table: Any) -> list[str] | None:
     columns = getattr(table, "columns", None)
     names = None if columns is None else list(columns)
     return names if names and all(isinstance(name, str) for name in names) else None
+
+
+def difference(names: list[str] | None, known: list[str] | None) -> str:
+    """Return in what the columns of a table differ from those that it must have."""
+    if names is None or known is None:
+        return "has no column names" if names is None else "has column names, which X[0] has not"
+    lacks, more = ([n for n in a if n not in b] for a, b in ((known, names), (names, known)))
+    parts = [f"lacks {lacks[0]!r}"] if lacks else []
+    parts += [f"has {more[0]!r}"] if more else []
+    return " and ".join(parts) or "has the same columns in another order"
 
 
 def as_matrix(

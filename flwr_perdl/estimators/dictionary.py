@@ -14,7 +14,7 @@ import numpy as np
 from flwr.app import Context
 from numpy.typing import NDArray
 
-from flwr_perdl._checks import Matrix, check_count
+from flwr_perdl._checks import Matrix, check_count, is_auto
 from flwr_perdl._records import PARTITION_ID
 from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.clients.dictionary import Start
@@ -293,7 +293,7 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
     def _learner(self) -> Learner:
         """Return what a site learns with."""
         n_atoms = check_count("n_atoms", self.n_atoms, 1)
-        if self.n_global != "auto":
+        if not is_auto("n_global", self.n_global):
             check_count("n_global", self.n_global, 1, n_atoms)
         if self.n_nonzero is not None:
             check_count("n_nonzero", self.n_nonzero, 1)

@@ -7,18 +7,20 @@ receives.
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 from flwr.app import Context
 from numpy.typing import NDArray
 
-from flwr_perdl._checks import Matrix, check_count
+from flwr_perdl._checks import Matrix, check_count, check_flag, is_auto
 from flwr_perdl._records import PARTITION_ID
 from flwr_perdl.clients import RegressionClient
 from flwr_perdl.estimators._base import Federated, MakeGrid, as_matrix
-from flwr_perdl.regression import SQUARED
 from flwr_perdl.strategies import FedX
+
+#: A column whose standard deviation is this share of its largest entry, or less, is constant.
+_CONSTANT = 1e-7
 
 
 class MixedRegression(Federated):
@@ -41,6 +43,12 @@ class MixedRegression(Federated):
         Groups with fewer points take no part in ``fit``; they still have a label.
     seed : int, default 0
         Seed of all draws.
+    fit_intercept : bool, default True
+        Whether the models have intercepts. Then ``fit`` also standardizes columns and responses by
+        the means and standard deviations of all points (sums over groups, as clients of a
+        federation could send them), so that their units and offsets do not matter. Without, it
+        takes the numbers as they are: bring the columns to about the same scale, and responses
+        and columns to a mean of about zero.
     grid : callable, optional
         ``(app, n_groups) -> InProcessGrid``; by default `InProcessGrid`.
     verbose : bool, default False
@@ -50,6 +58,8 @@ class MixedRegression(Federated):
     ----------
     coef_ : ndarray of shape (k, n_features)
         The models.
+    intercept_ : ndarray of shape (k,)
+        Their intercepts, zeros without ``fit_intercept``.
     groups_ : ndarray of shape (n_groups,)
         The groups' names, sorted.
     labels_ : ndarray of shape (n_groups,)
@@ -72,11 +82,6 @@ class MixedRegression(Federated):
     See Also
     --------
     flwr_perdl.strategies.FedX : the protocol, for Flower projects, with every option.
-
-    Notes
-    -----
-    There is no intercept: add a column of ones, or center the responses. Bring the columns to
-    about the same scale.
 
     Examples
     --------
@@ -105,6 +110,7 @@ class MixedRegression(Federated):
         rounds: int = 50,
         min_support: int = 3,
         seed: int = 0,
+        fit_intercept: bool = True,
         grid: MakeGrid | None = None,
         verbose: bool = False,
     ) -> None:
@@ -113,6 +119,7 @@ class MixedRegression(Federated):
         self.rounds = rounds
         self.min_support = min_support
         self.seed = seed
+        self.fit_intercept = fit_intercept
         self.grid = grid
         self.verbose = verbose
 
@@ -128,8 +135,9 @@ class MixedRegression(Federated):
         groups : array_like of shape (n_samples,)
             The group of each sample: numbers or names.
         """
-        if self.k != "auto":
+        if not is_auto("k", self.k):
             check_count("k", self.k, 1)
+        check_flag("fit_intercept", self.fit_intercept)
         n_rounds = check_count("rounds", self.rounds, 1)
         check_count("min_support", self.min_support)
         inputs = as_matrix("X", X, min_rows=1)
@@ -142,7 +150,9 @@ class MixedRegression(Federated):
                 f"groups must have one with at least min_support={self.min_support} samples, got "
                 f"n_samples={sizes.max()} in the largest."
             )
-        own = [(inputs[which == i], responses[which == i]) for i in enough]
+        units = Units.of(inputs, responses, np.isin(which, enough)) if self.fit_intercept else None
+        design, target = (inputs, responses) if units is None else units.apply(inputs, responses)
+        own = [(design[which == i], target[which == i]) for i in enough]
         strategy = FedX(
             self.k,
             max_clusters=self.max_clusters,
@@ -156,12 +166,41 @@ class MixedRegression(Federated):
             data = own[int(context.node_config[PARTITION_ID])]
             return RegressionClient(*data, context, min_support=self.min_support)
 
-        self.coef_, _ = self._federate(strategy, make_client, len(own), n_rounds)
+        models, _ = self._federate(strategy, make_client, len(own), n_rounds)
+        self.coef_, self.intercept_ = models, np.zeros(len(models), models.dtype)
+        if units is not None:
+            self.coef_, self.intercept_ = units.models(models)
         self.groups_ = names
         self.labels_ = np.array(
             [self._nearest(inputs[which == i], responses[which == i]) for i in range(len(names))]
         )
         return self._fitted(inputs.shape[1], X)
+
+    def assign(self, X: Any, y: Any, groups: Any = None) -> NDArray[np.intp]:
+        """Return the model of each point's group: the one that fits the group's points best.
+
+        Parameters
+        ----------
+        X : array_like of shape (n_samples, n_features)
+            Inputs.
+        y : array_like of shape (n_samples,)
+            Responses.
+        groups : array_like of shape (n_samples,), optional
+            The group of each sample; without it all samples are of one group.
+
+        Returns
+        -------
+        ndarray of shape (n_samples,)
+            Rows of ``coef_``.
+        """
+        rows = self._read_rows(X)
+        responses = as_column("y", y, len(rows))
+        owners = np.zeros(len(rows)) if groups is None else as_groups(groups, len(rows))
+        models = np.empty(len(rows), dtype=np.intp)
+        for group in np.unique(owners):
+            members = owners == group
+            models[members] = self._nearest(rows[members], responses[members])
+        return models
 
     def predict(self, X: Any, groups: Any = None, y_own: Any = None) -> Matrix:
         """Return predictions.
@@ -207,7 +246,7 @@ class MixedRegression(Federated):
                         f"of {'the samples' if groups is None else f'group {group!r}'}."
                     )
                 label = self._nearest(rows[told], known[told])
-            predictions[members] = rows[members] @ self.coef_[label]
+            predictions[members] = rows[members] @ self.coef_[label] + self.intercept_[label]
         return predictions
 
     def score(self, X: Any, y: Any, groups: Any = None, y_own: Any = None) -> float:
@@ -230,7 +269,47 @@ class MixedRegression(Federated):
 
     def _nearest(self, X: Matrix, y: Matrix) -> int:
         """Return the model that fits points best, the first of equals."""
-        return int(SQUARED.values(X, y, self.coef_).argmin())
+        errors = X @ self.coef_.T + self.intercept_ - y[:, None]
+        return int((errors**2).sum(axis=0).argmin())
+
+
+class Units(NamedTuple):
+    """Means and standard deviations of columns and responses.
+
+    Attributes
+    ----------
+    means, scales : ndarray of shape (n_features,)
+        Of the columns; the scale of one that is constant is 0, and its coefficient will be.
+    mean, scale : float
+        Of the responses; 1 if these are constant.
+    """
+
+    means: Matrix
+    scales: Matrix
+    mean: float
+    scale: float
+
+    @classmethod
+    def of(cls, X: Matrix, y: Matrix, rows: NDArray[np.bool_]) -> Units:
+        """Return the units of these rows."""
+        X, y = X[rows], y[rows]
+        means, scales = X.mean(axis=0), X.std(axis=0)
+        scales[scales <= _CONSTANT * np.abs(X).max(axis=0)] = 0
+        scale = float(y.std())
+        return cls(means, scales, float(y.mean()), scale if scale > 0 else 1.0)
+
+    def apply(self, X: Matrix, y: Matrix) -> tuple[Matrix, Matrix]:
+        """Return standardized columns, with one of ones, and responses."""
+        vary = self.scales > 0
+        columns = (X[:, vary] - self.means[vary]) / self.scales[vary]
+        return np.column_stack([columns, np.ones_like(y)]), (y - self.mean) / self.scale
+
+    def models(self, models: Matrix) -> tuple[Matrix, Matrix]:
+        """Return coefficients and intercepts in the units of the data."""
+        vary = self.scales > 0
+        coefficients = np.zeros((len(models), len(self.means)), models.dtype)
+        coefficients[:, vary] = self.scale * models[:, :-1] / self.scales[vary]
+        return coefficients, self.mean + self.scale * models[:, -1] - coefficients @ self.means
 
 
 def as_column(name: str, values: Any, length: int, *, missing: bool = False) -> Matrix:

@@ -53,6 +53,7 @@ from flwr_perdl._checks import (
     check_choice,
     check_count,
     check_kind,
+    is_auto,
     own_numbers,
 )
 from flwr_perdl._robust import CAP, capped
@@ -180,9 +181,7 @@ class TwoPhase:
         own_numbers(self)
         check_kind("phase_1", self.phase_1, (MomentDescent, OneShot), "a MomentDescent or OneShot")
         check_kind("phase_2", self.phase_2, Refinement, "a Refinement")
-        auto = isinstance(self.n_clusters, str)
-        if auto and self.n_clusters != "auto":
-            raise ValueError(f'n_clusters must be an integer or "auto", got {self.n_clusters!r}.')
+        auto = is_auto("n_clusters", self.n_clusters)
         if not auto:
             check_count("n_clusters", self.n_clusters, 1)
         check_count("max_clusters", self.max_clusters, 1)

@@ -60,6 +60,7 @@ from flwr_perdl._checks import (
     check_count,
     check_magnitude,
     check_real,
+    is_auto,
 )
 from flwr_perdl._random import SERVER, spawn
 from flwr_perdl._records import NUM_EXAMPLES, Reply, Scalar, scalars, to_record
@@ -224,7 +225,7 @@ class ClusteredFedAvg(ProtocolStrategy):
         **options: Unpack[ServerOptions],
     ) -> None:
         super().__init__(**options)
-        self.k = k if k == _AUTO else check_count("k", k, 1)
+        self.k = k if is_auto("k", k) else check_count("k", k, 1)
         self.start_from = check_choice("start", start, STARTS)
         if k == _AUTO and start != "one-shot":
             raise ValueError(f'k must be a number unless start="one-shot", got "auto", {start!r}.')

@@ -54,7 +54,7 @@ from typing import Any, ClassVar, Literal, Unpack
 import numpy as np
 from flwr.common import log
 
-from flwr_perdl._checks import Matrix, check_array, check_choice, check_count, check_flag
+from flwr_perdl._checks import Matrix, check_array, check_choice, check_count, check_flag, is_auto
 from flwr_perdl._records import ANEW, Reply, Scalar
 from flwr_perdl._robust import CAP, DEEDS
 from flwr_perdl.clients._steps import LOCAL_STEPS, MOST_STEPS
@@ -192,7 +192,7 @@ class PerMA(ProtocolStrategy):
         **options: Unpack[ServerOptions],
     ) -> None:
         super().__init__(**options)
-        auto = isinstance(n_global, str) and n_global == "auto"
+        auto = is_auto("n_global", n_global)
         self.n_global = n_global if auto else check_count("n_global", n_global)
         self.matching = check_choice("matching", matching, MATCHINGS)
         self.aggregation = check_choice("aggregation", aggregation, AGGREGATIONS)

@@ -123,7 +123,7 @@ def test_one_seed_gives_the_same_atoms_and_a_data_frame_the_same_as_an_array() -
     other = Frame(sites[1], names[::-1])
     with pytest.raises(ValueError, match=r"X\[1\] must have the columns of X\[0\]"):
         second.fit([tables[0], other])
-    with pytest.raises(ValueError, match="X must have the columns of fit in the same order"):
+    with pytest.raises(ValueError, match="X must have the columns of fit in the same order, but"):
         second.transform(other)
 
 
@@ -252,3 +252,22 @@ def test_digits_at_ten_sites_are_within_five_percent_of_pooled_scikit_learn() ->
         assert printed
         found = [own, best, error(in_one_place.global_atoms_, k)]
         assert found == pytest.approx([float(one) for one in printed.groups()], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["a", "b", "d"], "it lacks 'c' and has 'd'."),
+        (["b", "a", "c"], "it has the same columns in another order."),
+        (["a", "b"], "it lacks 'c'."),
+    ],
+)
+def test_other_columns_are_named(names: list[str], said: str) -> None:
+    tables = [Frame(np.zeros((5, 3)), ["a", "b", "c"]), Frame(np.zeros((5, len(names))), names)]
+    with pytest.raises(ValueError, match=said):
+        orthogonal().fit(tables)
+
+
+def test_a_grid_that_is_no_function_is_named() -> None:
+    with pytest.raises(TypeError, match="grid must be a function"):
+        orthogonal(grid="ray").fit(planted(40))

@@ -29,13 +29,40 @@ def test_models_and_members_are_found(k: Any) -> None:
     np.testing.assert_allclose(model.coef_[model.labels_], SLOPES[np.arange(40) % 2], atol=0.05)
     for j in range(2):  # the oracle: least squares on the cluster's points
         mine = np.isin(groups % 2, j)
-        oracle = np.linalg.lstsq(X[mine], y[mine])[0]
+        *oracle, level = np.linalg.lstsq(np.c_[X, np.ones(len(X))][mine], y[mine])[0]
         np.testing.assert_allclose(model.coef_[model.labels_[j]], oracle, atol=1e-3)
+        np.testing.assert_allclose(model.intercept_[model.labels_[j]], level, atol=1e-3)
     assert model.score(X, y, names[groups]) > 0.99
     np.testing.assert_allclose(
         model.predict(X, names[groups]),
-        np.sum(X * model.coef_[model.labels_[groups]], axis=1),
+        np.sum(X * model.coef_[model.labels_[groups]], axis=1)
+        + model.intercept_[model.labels_[groups]],
     )
+
+
+@pytest.mark.parametrize("level", [0.0, 20.0, 100.0, -1e4])
+def test_units_and_offsets_do_not_matter(level: float) -> None:
+    """Without standardized numbers an offset of twenty gives six models instead of two."""
+    X, y, groups = planted()
+    levels = level + np.array([-0.5, 0.5])[groups % 2]
+    scales, shifts = np.array([1e3, 1.0, 1e-4]), np.array([0.0, 50.0, -1.0])
+    table = np.c_[scales * X + shifts, np.full(len(X), 7.0)]
+    model = MixedRegression().fit(table, 30 * (y + levels), groups)
+    assert model.coef_.shape == (2, 4)
+    found = model.coef_[model.labels_][:, :3] * scales / 30
+    np.testing.assert_allclose(found, SLOPES[np.arange(40) % 2], atol=0.05)
+    assert not model.coef_[:, 3].any()
+    assert model.score(table, 30 * (y + levels), groups) > 0.99
+    plain = MixedRegression(2, fit_intercept=False).fit(X, y, groups)
+    assert not plain.intercept_.any()
+
+
+def test_new_groups_are_assigned_by_their_own_points() -> None:
+    X, y, groups = planted()
+    model = MixedRegression(2).fit(X, y, groups)
+    np.testing.assert_array_equal(model.assign(X, y, groups), model.labels_[groups])
+    alone = groups == 4
+    assert (model.assign(X[alone], y[alone]) == model.labels_[4]).all()
 
 
 def test_a_new_group_has_the_model_that_its_own_responses_follow() -> None:

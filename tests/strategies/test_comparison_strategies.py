@@ -222,7 +222,10 @@ def test_ray_gives_the_same_bits(name: str) -> None:
     ("make", "message"),
     [
         (lambda: DictionaryAveraging(start_from="mine"), "start_from must be one of 'common'"),
-        (lambda: DictionaryAveraging(local_steps=0), "local_steps must be between 1 and 10000, got 0"),
+        (
+            lambda: DictionaryAveraging(local_steps=0),
+            "local_steps must be between 1 and 10000, ",
+        ),
         (lambda: PerPCA(0), "n_global must be at least 1, got 0"),
         (lambda: PerPCA(3, step=0.0), r"step must be in \(0, inf\], got 0"),
     ],

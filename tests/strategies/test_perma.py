@@ -302,7 +302,7 @@ def test_more_global_atoms_than_atoms_are_refused(federation: MakeFederation) ->
     ("options", "message"),
     [
         ({"n_global": -1}, "n_global must be at least 0, got -1"),
-        ({"n_global": "many"}, "n_global must be an integer, got 'many'"),
+        ({"n_global": "many"}, "n_global must be a number or 'auto', got 'many'"),
         ({"matching": "chain"}, "matching must be one of 'consensus', 'paths', got 'chain'"),
         ({"aggregation": "max"}, "aggregation must be one of 'statistics'"),
         ({"local_steps": 0}, "local_steps must be between 1 and 10000, got 0"),
