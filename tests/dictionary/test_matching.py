@@ -219,7 +219,7 @@ def test_float32_is_kept(shared, method):
         (([np.eye(3), np.eye(4)], 1), r"dictionaries\[1\] must have 3 columns"),
         (([np.eye(3)], 4), "n_global must be at most 3"),
         (([np.eye(3)], -1), "n_global must be at least 0"),
-        (([np.eye(3)], "some"), "n_global must be one of 'auto'"),
+        (([np.eye(3)], "some"), "n_global must be a number or 'auto'"),
         (([np.eye(3)], 1.5), "n_global must be an integer"),
     ],
 )
