@@ -15,10 +15,18 @@ from flwr.app import Context
 from numpy.typing import NDArray
 
 from flwr_perdl._checks import Matrix, check_count, is_auto
+from flwr_perdl._random import spawn
 from flwr_perdl._records import PARTITION_ID
 from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.clients.dictionary import Start
-from flwr_perdl.dictionary import LassoLearner, Learner, sparse_code, warm_start
+from flwr_perdl.dictionary import (
+    LassoLearner,
+    Learner,
+    align_to_global,
+    refine_local,
+    sparse_code,
+    warm_start,
+)
 from flwr_perdl.estimators._base import (
     Federated,
     MakeGrid,
@@ -178,13 +186,50 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
                 sites[int(context.node_config[PARTITION_ID])],
                 learner,
                 context,
-                start=LASSO_START if isinstance(learner, LassoLearner) else warm_start,
+                start=_start(learner),
                 min_support=self.min_support,
             )
 
         learned, grid = self._federate(strategy, make_client, len(sites), n_rounds)
         self.global_atoms_, self.local_atoms_ = learned, grid.local_atoms()
         return self._fitted(sites[0].shape[1], X[0])
+
+    def add_site(self, X: Any) -> int:
+        """Learn the local atoms of a site that ``fit`` did not see; the global atoms stay.
+
+        What a client does that joins late: it learns a dictionary alone, takes out the atoms that
+        stand for the global ones, and refines the others beside these.
+
+        Parameters
+        ----------
+        X : array_like of shape (n_samples, n_features)
+            The site's samples.
+
+        Returns
+        -------
+        int
+            The site's number: ``client`` of `transform` and the other methods, and the place of its
+            atoms in ``local_atoms_``.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from flwr_perdl.estimators import PersonalizedDictionaryLearning
+        >>> sites = np.random.default_rng(0).standard_normal((4, 50, 6))
+        >>> model = PersonalizedDictionaryLearning(5, n_global=2, rounds=3).fit(list(sites[:3]))
+        >>> number = model.add_site(sites[3])
+        >>> number, model.transform(sites[3], client=number).shape
+        (3, (50, 5))
+        """
+        G, learner, number = self.atoms(), self._learner(), len(self.local_atoms_)
+        rows = self._read_rows(X).astype(G.dtype, copy=False)
+        if not len(rows):
+            raise ValueError("X must have at least one sample, got n_samples=0.")
+        alone = _start(learner)(rows, learner, rng=spawn(self.seed, number)).dictionary
+        own = align_to_global(alone, G).local_atoms
+        refined = refine_local(rows, np.vstack([G, own]), len(G), learner)
+        self.local_atoms_ = [*self.local_atoms_, refined[len(G) :]]
+        return number
 
     def transform(self, X: Any, client: int | None = None) -> Any:
         """Return the codes of samples.
@@ -304,3 +349,8 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         if not callable(self.learner):
             raise TypeError(f"learner must be a function of n_atoms, got {self.learner!r}.")
         return self.learner(n_atoms)
+
+
+def _start(learner: Learner) -> Start:
+    """Return how a site's dictionary starts."""
+    return LASSO_START if isinstance(learner, LassoLearner) else warm_start

@@ -326,13 +326,19 @@ class PerMA(ProtocolStrategy):
         dictionaries = [reply.arrays[0] for reply in replies.values() if len(reply.arrays[0])]
         if not dictionaries:
             raise ValueError(
-                "min_support must leave atoms to match, got none from any client: the clients "
-                "have too few samples."
+                "min_support must leave atoms to match, got none from any client: each atom must "
+                "be used by that many samples, so clients need more samples, or a learner with a "
+                "smaller penalty or threshold."
             )
         n_global, lengths = self.n_global, [len(D) for D in dictionaries]
         most = sum(lengths) if self.matching == "consensus" else max(lengths)
         if n_global != "auto" and n_global > most:
-            log(WARNING, "The clients sent %d atoms to match: n_global is %d.", most, most)
+            log(
+                WARNING,
+                "n_global is %d, since the clients sent no more atoms to match: those that fewer "
+                "than min_support samples use stay at the clients.",
+                most,
+            )
             n_global = most
         matching = global_matching(dictionaries, n_global, method=self.matching)
         atoms = matching.global_atoms

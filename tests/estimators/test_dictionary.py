@@ -271,3 +271,30 @@ def test_other_columns_are_named(names: list[str], said: str) -> None:
 def test_a_grid_that_is_no_function_is_named() -> None:
     with pytest.raises(TypeError, match="grid must be a function"):
         orthogonal(grid="ray").fit(planted(40))
+
+
+@pytest.mark.parametrize("learner", [None, OrthogonalLearner])
+def test_a_site_that_joins_late_has_local_atoms_as_good_as_the_others(learner: Any) -> None:
+    """Beside the same site in ``fit``, on samples that neither has seen."""
+    rng = np.random.default_rng(3)
+    basis = np.linalg.qr(rng.standard_normal((20, 20)))[0]
+
+    def site(seed: int) -> np.ndarray:
+        own = np.random.default_rng(seed)
+        atoms = np.vstack(
+            [basis[:3], np.linalg.qr(own.standard_normal((17, 17)))[0][:3] @ basis[3:]]
+        )
+        codes = own.standard_normal((200, 6)) * (own.random((200, 6)) < 0.3)
+        return codes @ atoms + 0.02 * own.standard_normal((200, 20))
+
+    tables = [site(seed) for seed in range(5)]
+    seen, held_out = [table[:120] for table in tables], tables[4][120:]
+    model = PersonalizedDictionaryLearning(6, n_global=3, learner=learner).fit(seen[:4])
+    before = model.global_atoms_.copy()
+    number = model.add_site(seen[4])
+    assert (number, len(model.local_atoms_), model.local_atoms_[4].shape) == (4, 5, (3, 20))
+    np.testing.assert_array_equal(model.global_atoms_, before)
+    whole = PersonalizedDictionaryLearning(6, n_global=3, learner=learner).fit(seen)
+    late, there = model.score(held_out, client=number), whole.score(held_out, client=4)
+    assert late > there - 0.02
+    assert late > model.score(held_out) + 0.2
