@@ -369,7 +369,8 @@ def _read(message: Message) -> _Asked:
     if step != UPDATE or not arrays or not private:
         raise ValueError(
             f"step must be an update of atoms or of models under local privacy, got {step!r}"
-            f"{' of ' + sends if sends and arrays else ''}."
+            f"{' of ' + sends if sends and arrays else ''}: PerMA needs initial_arrays and "
+            'aggregation="mean", FedX models to start from.'
         )
     if len(arrays) != 1:
         raise ValueError(f"arrays must be [global atoms] or [models], got {len(arrays)} arrays.")

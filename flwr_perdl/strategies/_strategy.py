@@ -50,6 +50,7 @@ from flwr_perdl.strategies._protocol import (
     Protocol,
     RoundReport,
     State,
+    TooFewReplies,
 )
 from flwr_perdl.strategies._roster import Roster, settle
 from flwr_perdl.strategies._secure import secure_mean
@@ -349,12 +350,22 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
 
     def _present(self, grid: Grid) -> dict[int, int]:
         """Return the present clients' node ids by partition; new nodes are asked who they are."""
-        if not self._roster.names:
+        first = not self._roster.names
+        if first:
             await_nodes(grid, self._options)
         ids = sorted(grid.get_node_ids())
         self._ask_who(grid, self._roster.unknown(ids), "new")
         self._ask_who(grid, self._roster.contested(ids), "known")
-        return self._roster.present(ids)
+        present, wanted = self._roster.present(ids), self._options.num_clients or 0
+        if first and self._options.min_clients <= len(present) < wanted <= len(ids):
+            who = f"{len(ids)} nodes are only {len(present)} clients, fewer than {wanted}"
+            if not self._options.allow_fewer:
+                raise TooFewReplies(
+                    f"{who} (num_clients): of nodes that say the same partition-id, or none, the "
+                    "log has a warning; with ServerSettings(allow_fewer=True) the run begins."
+                )
+            log(WARNING, "%s: the run begins without the others.", who)
+        return present
 
     def _ask_who(self, grid: Grid, nodes: list[int], kind: str) -> None:
         """Ask nodes who they are, and note their answers."""

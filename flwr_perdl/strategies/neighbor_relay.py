@@ -339,7 +339,10 @@ class FlowerNetwork:
         self._relay = partial(
             NeighborRelay, topology, weights=weights, faults=faults, sealed=sealed
         )
-        self.plan = self._relay(0, **options).plan  # refuses bad arguments at once
+        unused = self._relay(0, **options)  # refuses bad arguments at once
+        self.plan = unused.plan
+        #: What happened in every exchange of the last run: who was left out, and why.
+        self.history: list[RoundReport] = unused.history
 
     def run(
         self,
@@ -396,7 +399,10 @@ class FlowerNetwork:
 
         options["server"] = replace(server, on_round=tell)
         relay = self._relay(n_rounds, **options)
-        relay.start(self._grid, timeout=self._timeout)
+        try:
+            relay.start(self._grid, timeout=self._timeout)
+        finally:
+            self.history = relay.history
         return relay.outcome
 
 

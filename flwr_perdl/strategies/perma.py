@@ -76,14 +76,14 @@ from flwr_perdl.dictionary import (
     normalize_atoms,
     polar_factor,
 )
-from flwr_perdl.dictionary.aggregation import finish_atoms
+from flwr_perdl.dictionary.aggregation import METHODS, finish_atoms
 from flwr_perdl.dictionary.warm_start import pooled_start
 from flwr_perdl.strategies._options import ServerOptions
 from flwr_perdl.strategies._protocol import Protocol, Replies, Request, SecureMean, State
 from flwr_perdl.strategies._secure import check_secure
 from flwr_perdl.strategies._strategy import ProtocolStrategy
 
-AGGREGATIONS = ("statistics", "mean", "weighted", "median", "geometric-median", "trimmed")
+AGGREGATIONS = ("statistics", *METHODS)
 #: Those of which the server needs no more than a sum.
 SUMS = ("statistics", "mean", "weighted")
 MATCHINGS = ("consensus", "paths")
