@@ -13,7 +13,7 @@
 # ## The data
 #
 # Three kinds of shops, drawn here so that we can compare with the truth. Columns are price,
-# temperature, rain, and a column of ones for the level.
+# temperature and rain; each kind also has a level of its own.
 
 # %%
 import numpy as np
@@ -22,8 +22,9 @@ rng = np.random.default_rng(0)
 effects = np.array([[-2.0, 0.5, 0.0, 3.0], [-0.5, 1.5, -1.0, 2.0], [-1.0, -0.5, 1.0, 4.0]])
 kinds = rng.permutation(np.repeat([0, 1, 2], 20))
 shop = np.repeat(np.arange(60), 12)
-X = np.column_stack([rng.standard_normal((len(shop), 3)), np.ones(len(shop))])
-y = np.sum(X * effects[kinds[shop]], axis=1) + 0.5 * rng.standard_normal(len(shop))
+X = rng.standard_normal((len(shop), 3))
+Z = np.column_stack([X, np.ones(len(shop))])
+y = np.sum(Z * effects[kinds[shop]], axis=1) + 0.5 * rng.standard_normal(len(shop))
 print(len(np.unique(shop)), "shops,", len(shop), "days in all")
 
 # %% [markdown]
@@ -42,15 +43,15 @@ def error(predictions):
     return np.sqrt(np.mean((predictions - y[test]) ** 2))
 
 
-together = np.linalg.lstsq(X[train], y[train], rcond=None)[0]
+together = np.linalg.lstsq(Z[train], y[train], rcond=None)[0]
 apart = np.array(
     [
-        np.linalg.lstsq(X[train & (shop == s)], y[train & (shop == s)], rcond=None)[0]
+        np.linalg.lstsq(Z[train & (shop == s)], y[train & (shop == s)], rcond=None)[0]
         for s in range(60)
     ]
 )
-print(f"one model for all:   {error(X[test] @ together):.2f}")
-print(f"one model per shop:  {error(np.sum(X[test] * apart[shop[test]], axis=1)):.2f}")
+print(f"one model for all:   {error(Z[test] @ together):.2f}")
+print(f"one model per shop:  {error(np.sum(Z[test] * apart[shop[test]], axis=1)):.2f}")
 print("the noise itself:    0.50")
 
 # %% [markdown]
@@ -64,12 +65,12 @@ from flwr_perdl.estimators import MixedRegression
 
 model = MixedRegression(k="auto", seed=0).fit(X[train], y[train], groups=shop[train])
 print("models:", len(model.coef_))
-print(model.coef_.round(1))
+print(np.column_stack([model.coef_, model.intercept_]).round(1))
 print(f"clustered models:    {error(model.predict(X[test], groups=shop[test])):.2f}")
 
 # %% [markdown]
-# Each row is a model, near one of the three that we drew (in another order). Is every shop where it
-# belongs?
+# Each row is a model, its intercept last, near one of the three that we drew (in another order). Is
+# every shop where it belongs?
 
 # %%
 table = np.array(
@@ -101,8 +102,8 @@ plot_clusters(model, X[train], y[train], shop[train], axes=axes)
 # A new shop needs a few responses of its own, `y_own`, to find its model; the others are NaN.
 
 # %%
-new = np.column_stack([rng.standard_normal((10, 3)), np.ones(10)])
-sales = new @ effects[1] + 0.5 * rng.standard_normal(10)
+new = rng.standard_normal((10, 3))
+sales = new @ effects[1, :3] + effects[1, 3] + 0.5 * rng.standard_normal(10)
 known = np.where(np.arange(10) < 3, sales, np.nan)
 predicted = model.predict(new, y_own=known)
 print(f"from three known days: {np.sqrt(np.mean((predicted[3:] - sales[3:]) ** 2)):.2f}")

@@ -22,7 +22,7 @@ class PowerIteration(ProtocolStrategy):
     def protocol(self, initial, state):
         """Multiply by the clients' mean second moment, and bring the product to norm 1."""
         if state is None:
-            state = {"v": spawn(self.options.seed, 0, 0).standard_normal(N_FEATURES)}
+            state = {"v": spawn(self.options.seed).standard_normal(N_FEATURES)}
         while True:
             replies = yield Request("multiply", [state["v"]], state=state, secure=self.secure)
             product = np.mean([reply.arrays[0] for reply in replies.values()], axis=0)
