@@ -12,6 +12,17 @@ from flwr_perdl._checks import check_count, check_flag, check_kind, check_real, 
 from flwr_perdl._records import LARGEST_INT
 from flwr_perdl.strategies._protocol import RoundReport
 
+#: Options of Flower's strategies, of both interfaces, and what takes their place here.
+_FEDAVG = {
+    "min_available_nodes": "num_clients",
+    "min_available_clients": "num_clients",
+    "min_train_nodes": "min_clients",
+    "min_fit_clients": "min_clients",
+    "min_evaluate_nodes": "min_clients",
+    "min_evaluate_clients": "min_clients",
+    "fraction_fit": "fraction_train",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
@@ -191,6 +202,8 @@ def refuse_unknown(
     for name in given:
         if name in inside:
             raise TypeError(f"{owner} has no option {name!r}: it is given as {inside[name]}.")
+        if _FEDAVG.get(name) in names:
+            raise TypeError(f"{owner} has no option {name!r}: give {_FEDAVG[name]}.")
         if name not in names:
             close = get_close_matches(name, [*names, *inside], n=1)
             place = f", given as {inside[close[0]]}" if close and close[0] in inside else ""

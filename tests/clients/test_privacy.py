@@ -220,7 +220,10 @@ def test_what_cannot_be_private_is_refused(
     with pytest.raises(TooFewReplies, match="0 good replies"):
         PerMA(3, aggregation=aggregation).start(InProcessGrid(app, 3), start, num_rounds=2)
     step = "'start'" if aggregation == "mean" else "'update' of statistics"
-    assert f"an update of atoms or of models under local privacy, got {step}: PerMA needs" in warned.text
+    assert (
+        f"an update of atoms or of models under local privacy, got {step}: PerMA needs"
+        in warned.text
+    )
 
 
 def test_the_budget_is_for_so_many_rounds(nearby: tuple[Any, np.ndarray]) -> None:

@@ -151,6 +151,7 @@ def test_secure_rounds_need_shared_atoms() -> None:
         (lambda: FedX(n_cluster=3), "did you mean 'n_clusters'"),
         (lambda: FedMD(seperation=1.0), "did you mean 'separation'"),
         (lambda: PerMA(global_n=3), "It takes n_global, matching, aggregation"),
+        (lambda: FedX(3, min_available_nodes=4), "'min_available_nodes': give num_clients."),
         (lambda: PerPCA(2, steps=1), "did you mean 'step'"),
         (lambda: NeighborRelay(Topology.ring(3), 1, seal=True), "did you mean 'sealed'"),
         (lambda: DictionaryAveraging(weight=True), "did you mean 'weighted'"),

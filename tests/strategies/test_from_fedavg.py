@@ -59,7 +59,7 @@ def run(strategy: Any, app: ClientApp, model: ArrayRecord | None = None) -> Any:
         (
             lambda: PerMA(2, **{"min_available_nodes": 3}),
             TypeError,
-            "PerMA has no option 'min_available_nodes': It takes n_global, ",
+            "PerMA has no option 'min_available_nodes': give num_clients.",
         ),
         (lambda: run(ClusteredFedAvg(1), DICTIONARIES, ATOMS), TooFewReplies, "must have 'perdl."),
         (lambda: run(PerMA(2), MEANS), TooFewReplies, 'aggregation must be "mean"'),
@@ -150,7 +150,7 @@ def test_noise_at_the_client_goes_with_clusters() -> None:
     [
         "make the ClientApp with flwr_perdl.clients.client_app, which says who a client is",
         "initial_arrays must be the arrays of a model, got none.",
-        "PerMA has no option 'min_available_nodes': It takes n_global, ",
+        "PerMA has no option 'min_available_nodes': give num_clients.",
         "the strategies that this client is made for send it, Flower's own, such as FedAvg, do",
         'aggregation must be "mean", or another one that takes atoms, for a client with fit and ',
         "fit must return [dictionary], the client's own, where it receives no parameters",
