@@ -21,8 +21,9 @@ from perdl_experiments.render import html_table
 
 REPORT = "report.html"
 
-#: Clients with odd replies that the page shows.
+#: Clients with odd replies that the page shows, and what is counted of them; all else is a share.
 MOST_CLIENTS = 20
+_COUNTED = ("asked", "failed", "refused")
 
 #: What the parts of results.json are that are shown, where they are there.
 _TEXTS = ("experiment", "about", "source", "engine", "finding")
@@ -256,15 +257,20 @@ def odd_clients(results: Mapping[str, Any]) -> dict[str, Any] | None:
     kinds = sorted({what for counts in clients.values() for what in counts})
     if not odd:
         return None
+
+    def shown(name: str, kind: str) -> str:
+        number, asked = (results["clients"][name].get(key, 0) for key in (kind, "asked"))
+        return f"{number:.4g}" if kind in _COUNTED else f"{number / max(asked, 1):.0%}"
+
     rows = [
-        [name, *(f"{results['clients'][name].get(kind, 0):.4g}" for kind in ("asked", *kinds))]
-        for name in odd[:MOST_CLIENTS]
+        [name, *(shown(name, kind) for kind in ("asked", *kinds))] for name in odd[:MOST_CLIENTS]
     ]
     return {
         "title": "Clients whose replies failed or stood out",
         "caption": f"{len(odd)} of {len(clients)} clients, by partition: exchanges in which each "
         "was asked; failed: errors and silence; refused: replies that broke a rule; the others: "
-        "what the aggregation did, to which share of the reply, summed over exchanges."
+        "what the aggregation did, to which share of the client's replies. Honest clients whose data "
+        "differ much are clipped, too."
         + (f" The first {MOST_CLIENTS} are shown." if len(odd) > MOST_CLIENTS else ""),
         "columns": ["client", "asked", *kinds],
         "rows": rows,

@@ -146,7 +146,7 @@ def test_the_report_names_clients_whose_replies_were_odd(tmp_path):
         "left out",
         "refused",
     ]
-    assert odd_clients(read_results(tmp_path))["rows"] == [["1", "5", "2.5", "1"]]
+    assert odd_clients(read_results(tmp_path))["rows"] == [["1", "5", "50%", "1"]]
     assert odd_clients({"clients": {"0": {"asked": 5.0}}}) is None
 
 
