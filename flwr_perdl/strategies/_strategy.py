@@ -50,7 +50,6 @@ from flwr_perdl.strategies._protocol import (
     Protocol,
     RoundReport,
     State,
-    TooFewReplies,
 )
 from flwr_perdl.strategies._roster import Roster, settle
 from flwr_perdl.strategies._secure import secure_mean
@@ -358,13 +357,12 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         self._ask_who(grid, self._roster.contested(ids), "known")
         present, wanted = self._roster.present(ids), self._options.num_clients or 0
         if first and self._options.min_clients <= len(present) < wanted <= len(ids):
-            who = f"{len(ids)} nodes are only {len(present)} clients, fewer than {wanted}"
-            if not self._options.allow_fewer:
-                raise TooFewReplies(
-                    f"{who} (num_clients): of nodes that say the same partition-id, or none, the "
-                    "log has a warning; with ServerSettings(allow_fewer=True) the run begins."
-                )
-            log(WARNING, "%s: the run begins without the others.", who)
+            log(  # no error: a node that claims another one's place could stop every run
+                WARNING,
+                "%d nodes are only %d clients, fewer than num_clients=%d: the run begins without "
+                "the others.",
+                *(len(ids), len(present), wanted),
+            )
         return present
 
     def _ask_who(self, grid: Grid, nodes: list[int], kind: str) -> None:
