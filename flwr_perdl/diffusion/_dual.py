@@ -30,7 +30,8 @@ from flwr_perdl.diffusion.topology import Topology
 Nodes = NDArray[np.intp]
 Dictionaries = Sequence[Matrix] | Mapping[int, Matrix]
 
-#: Residuals are measured in the first ten rounds, then in every tenth.
+#: Residuals are measured in every tenth round (and in few before): a measurement costs as much as
+#: two compiled rounds.
 _EVERY = 10
 #: Communication rounds, at most, where their number is not given.
 MOST_ROUNDS = 100_000
@@ -87,8 +88,8 @@ class DualInference(ABC):
 
     The estimates start from 0. An agent's residual estimates its relative error from what the agent
     knows: the larger of its distance to its neighbors' mean and of its last step times
-    `time_constant`, divided by the norm of its estimate. It is measured in the first ten rounds and
-    then in every tenth.
+    `time_constant`, divided by the norm of its estimate. It is measured in rounds 1, 2, 4
+    and 8, and then in every tenth.
 
     Parameters
     ----------
@@ -241,8 +242,8 @@ class DualInference(ABC):
 
 
 def due(round_: int) -> bool:
-    """Whether residuals are measured in this round."""
-    return round_ <= _EVERY or round_ % _EVERY == 0
+    """Whether residuals are measured in this round: 1, 2, 4, 8, and then every tenth."""
+    return round_ % _EVERY == 0 or (round_ < _EVERY and round_.bit_count() == 1)
 
 
 def checked_samples(X: Matrix, dictionaries: Sequence[Matrix]) -> tuple[Matrix, list[Matrix]]:
