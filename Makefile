@@ -34,11 +34,9 @@ run: .venv/.installed
 # What computes in the tests' own process within a few seconds, and one run each on Ray and on a
 # SuperLink (`tour`).
 WHICH = -m "tour or not (ray or deployment or environments or slow)"
-# A worker more than there are cores, four at most: those that wait for a server leave their core to
-# others. A file's tests stay together, since they share what they start.
-WORKERS := $(shell python3 -c "import os; print(min(4, 1 + (os.cpu_count() or 1)))")
+# A worker per core, four at most; a file's tests stay together, since they share what they start.
 test: $(venv)/.installed
-	$(python) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(WHICH) $(ARGS)
+	$(python) -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(WHICH) $(ARGS)
 
 test-all:
 	$(MAKE) test WHICH=
