@@ -50,7 +50,7 @@ def test_rows_of_any_length_have_norm_one(rng, scale):
         np.testing.assert_allclose(np.linalg.norm(atoms, axis=1), 1, rtol=1e-6)
 
 
-@pytest.mark.parametrize("shape", [(32, 784), (60, 3000)])
+@pytest.mark.parametrize("shape", [(32, 784), pytest.param((60, 3000), marks=pytest.mark.slow)])
 def test_what_is_small_beside_others_is_no_rounding_in_float32(rng, orthonormal, shape):
     """Rows of atoms that few samples use: a hundred thousandth of those of others, and right."""
     weights = np.logspace(0, -4.5, shape[0])

@@ -146,7 +146,9 @@ def test_samples_codes_and_local_atoms_stay_at_home(name: str, aggregation: str)
     assert set(grid.rows) == {"start", "update", "evaluate"}
 
 
-@pytest.mark.parametrize("name", LEARNERS)
+@pytest.mark.parametrize(
+    "name", [*[n for n in LEARNERS if n != "lasso"], pytest.param("lasso", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("start_from", ["common", "own"])
 def test_averaging_sends_neither_samples_nor_codes(name: str, start_from: str) -> None:
     make = partial(DictionaryAveraging, start_from=start_from, weighted=False)

@@ -192,7 +192,7 @@ def test_bad_options_get_one_sentence(options: dict[str, Any], message: str) -> 
         run(**options)
 
 
-@pytest.mark.parametrize("unit", [1e200, 1e-200])
+@pytest.mark.parametrize("unit", [pytest.param(1e200, marks=pytest.mark.slow), 1e-200])
 def test_the_unit_of_the_expressions_does_not_matter(
     outcome: Ran, unit: float, tmp_path: Path
 ) -> None:

@@ -94,6 +94,7 @@ def test_the_papers_variant_sends_what_the_batched_path_counts() -> None:
     np.testing.assert_allclose(batched["paper/floats"][-1], sent)
 
 
+@pytest.mark.slow
 def test_a_study_has_the_stable_figures_and_both_panels() -> None:
     kept: dict[str, Any] = {}
 

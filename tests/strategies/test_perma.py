@@ -65,7 +65,7 @@ def test_the_planted_atoms_are_found(
         "lasso",
     ],
 )
-@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+@pytest.mark.parametrize("dtype", [np.float64, pytest.param(np.float32, marks=pytest.mark.slow)])
 def test_a_cohort_has_the_bits_of_one_by_one(
     federation: MakeFederation, make: dict[str, Any], options: dict[str, Any], dtype: type
 ) -> None:
