@@ -170,7 +170,7 @@ def smallest_as_good(losses: Matrix) -> int:
 def perturbed(
     model: Sequence[Matrix], n_models: int, scale: float, rng: np.random.Generator
 ) -> list[Matrix]:
-    """Return random models around one, as a stack: where IFCA starts.
+    """Return random models around one, as a stack.
 
     Parameters
     ----------

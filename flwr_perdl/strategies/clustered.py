@@ -148,7 +148,7 @@ class ClusteredFedAvg(ProtocolStrategy):
         Where the k models come from. "one-shot": the clients train the initial model alone, and
         the server averages the models of clients whose changes point the same way. "anchors":
         likewise, but takes the models of k clients that are far from each other. "random": the
-        initial model, perturbed k times (IFCA); it often loses clusters. "given": the initial
+        initial model, perturbed k times; it often loses clusters. "given": the initial
         arrays are k models, stacked: each array has a first axis of length k.
     start_rounds : int, default 1
         How often a client calls its ``fit`` when it trains alone, all in one message.
