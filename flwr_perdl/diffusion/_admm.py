@@ -245,10 +245,11 @@ class ConsensusADMM(ADMM):
         links, nodes, last = self.topology.adjacency, state.nodes, round_ + n_rounds
         known, state = self._known(state.atoms), self.adapt(state, round_ + 1)
         for number in range(round_ + 2, last + 1):
-            before = state.nu.copy() if number == last else state.nu
+            measured = number == last and due(last)
+            before = state.nu.copy() if measured else state.nu
             sums = product(self.edges, state.nu)
             _kernels.admm_step(sums, state.atoms, known, state.linear, state.memory, state.nu)
-            if number == last and due(last):
+            if measured:
                 state = state._replace(change=distances(state.nu, before))
         inbox = Inbox(last, nodes, nodes, (state.nu,), weights, links, nodes)
         return self.combine(state, inbox)
