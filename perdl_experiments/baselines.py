@@ -17,7 +17,7 @@ import numpy as np
 
 from flwr_perdl.checks import Matrix
 from flwr_perdl.clients.dictionary import Start
-from flwr_perdl.dictionary import Learner, normalize_atoms, sparse_code, warm_start
+from flwr_perdl.dictionary import Learner, iterate, normalize_atoms, sparse_code, warm_start
 
 #: Iterations of a baseline per iteration of PerMA.
 GENEROSITY = 5
@@ -54,8 +54,7 @@ def learn(
         Unit atoms.
     """
     D = start(X, learner, rng=rng).dictionary
-    for _ in range(GENEROSITY * n_rounds):
-        D = learner.step(X, D)
+    (D,) = iterate(learner, [X], [D], [1.0] * GENEROSITY * n_rounds)
     return D
 
 

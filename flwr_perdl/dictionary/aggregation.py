@@ -220,7 +220,7 @@ def statistics_of(
     own = C[:, :n_global]
     moments, gram = own.T @ X, own.T @ C
     looks = len(X) > 0 and min_support > 1 and not orthogonal
-    alone = made_by_one(rest, own, D[:n_global]) if looks else None
+    alone = made_by_one(rest, moments - gram @ D, own, D[:n_global]) if looks else None
     shared, sent = shared_rows(X, C, D, moments, gram, min_support, alone)
     if orthogonal:
         return np.asarray(sent)

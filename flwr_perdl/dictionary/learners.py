@@ -27,7 +27,7 @@ least two samples stand behind it (:func:`atom_support`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -216,9 +216,11 @@ def update_support(X: Matrix, C: Matrix, D: Matrix, learner: Learner) -> Matrix:
     support = atom_support(new)
     if not learner.orthogonal:
         unit, lengths = unit_atoms(D)
-        coded = C, new * lengths.T
-        before, after = (made_by_one(X - codes @ unit, codes, unit) for codes in coded)
-        return limited(support, before | after | (row_support(X, C) <= 1))
+        one = row_support(X, C) <= 1
+        for codes in (C, new * lengths.T):
+            rest = X - codes @ unit
+            one |= made_by_one(rest, codes.T @ rest, codes, unit)
+        return limited(support, one)
     return limited(support, dominated(X, (C @ mixing(D, C.T @ X)).T, D))
 
 
@@ -254,7 +256,7 @@ def dominated(X: Matrix, weights: Matrix, rows: Matrix) -> Any:
     return xp.any(rest + (1 - ALONE**2) * terms * terms < 0, axis=-1)
 
 
-def made_by_one(rest: Matrix, C: Matrix, D: Matrix) -> Any:
+def made_by_one(rest: Matrix, moments: Matrix, C: Matrix, D: Matrix) -> Any:
     """Return which atoms of a general learner one sample dominates.
 
     Atom ``j`` points to ``sum_i c_ij e_ij``, where ``e_ij`` is what the other atoms leave of a
@@ -266,6 +268,8 @@ def made_by_one(rest: Matrix, C: Matrix, D: Matrix) -> Any:
     ----------
     rest : ndarray of shape (n_samples, n_features)
         What all atoms leave of the samples.
+    moments : ndarray of shape (n_atoms, n_features)
+        ``C.T @ rest``.
     C : ndarray of shape (n_samples, n_atoms)
         Codes of the atoms in question.
     D : ndarray of shape (n_atoms, n_features)
@@ -277,7 +281,7 @@ def made_by_one(rest: Matrix, C: Matrix, D: Matrix) -> Any:
     """
     xp, scale = namespace(rest, C, D), (squared_norm(rest) + squared_norm(C)) ** 0.5 or 1.0
     rest, C = rest / scale, C / scale
-    sums = C.T @ rest + xp.sum(C * C, axis=0)[:, None] * D
+    sums = moments / scale / scale + xp.sum(C * C, axis=0)[:, None] * D
     left = row_products(rest, rest)[:, None] + 2 * C * (rest @ D.T) + C * C  # |e_ij|^2
     terms = C * C * left
     near = row_products(sums, sums) < 4 * xp.max(terms, axis=0)  # else no term dominates
@@ -465,11 +469,16 @@ class AlternatingLearner(ABC):
         xp = namespace(X, D)
         X = check_array("X", X, squares=True, xp=xp)
         D = check_array("D", D, columns=X.shape[1], xp=xp)
-        return self.unchecked_step(X, unit_atoms(D)[0])
+        return self.steps(X, unit_atoms(D)[0], [1.0])
 
-    def unchecked_step(self, X: Matrix, D: Matrix, scale: float = 1.0) -> Matrix:
-        """Return :meth:`step` of arguments that are as they should be; ``scale`` as in `code`."""
-        return self._update(X, self._code(X, D, scale), D)
+    def steps(self, X: Matrix, D: Matrix, scales: Sequence[float]) -> Matrix:
+        """Return the dictionary after one iteration per scale, which is that of `code`.
+
+        Arguments are as they should be, atoms of norm 1.
+        """
+        for scale in scales:
+            D = self._update(X, self._code(X, D, scale), D)
+        return D
 
     def loss(self, X: Matrix, C: Matrix, D: Matrix) -> float:
         """Return the objective that the iterations bring down, as the learner's class states it."""
@@ -777,12 +786,23 @@ class LassoLearner(AlternatingLearner):
         if not is_auto("alpha", self.alpha):
             check_real("alpha", self.alpha, 0, 1e150, open_low=True)
 
-    def _code(self, X: Matrix, D: Matrix, scale: float = 1.0) -> Matrix:
+    def steps(self, X: Matrix, D: Matrix, scales: Sequence[float]) -> Matrix:
+        """Return the dictionary after the iterations; each starts from the codes of the last."""
+        C = None
+        for scale in scales:
+            C = self._code(X, D, scale, C)
+            D = self._update(X, C, D)
+        return D
+
+    def _code(
+        self, X: Matrix, D: Matrix, scale: float = 1.0, start: Matrix | None = None
+    ) -> Matrix:
         if self.alpha != "auto":
-            return lasso(X, D, scale * self.alpha).codes
+            return lasso(X, D, scale * self.alpha, start=start).codes
         norms = row_norms(X)[:, None]
-        unit = X / namespace(X).where(norms > 0, norms, 1)
-        return lasso(unit, D, scale * AUTO_PENALTY).codes * norms
+        lengths = namespace(X).where(norms > 0, norms, 1)
+        start = None if start is None else start / lengths
+        return lasso(X / lengths, D, scale * AUTO_PENALTY, start=start).codes * norms
 
     def _update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
         _check_numpy(X, "the lasso's learner")

@@ -256,11 +256,10 @@ def iterate(
 def _iterate(learner: Learner, X: Matrix, D: Matrix, scales: Sequence[float]) -> Matrix:
     """Take the iterations; this library's learners need not check the samples every time."""
     kind = type(learner)
+    if isinstance(learner, AlternatingLearner) and (kind.code, kind.update) == _OURS:
+        return learner.steps(X, D, scales)
     for scale in scales:
-        if isinstance(learner, AlternatingLearner) and (kind.code, kind.update) == _OURS:
-            D = learner.unchecked_step(X, D, scale)
-        else:
-            D = learner.update(X, learner.code(X, D, scale), D)
+        D = learner.update(X, learner.code(X, D, scale), D)
     return D
 
 
