@@ -324,12 +324,13 @@ def lasso(
     X, D = on_host(X), on_host(D)  # descent would ask a GPU after each atom
     dtype, wide = np.result_type(X, D), cast(D, np.float64)
     C = np.zeros((n, r), dtype) if start is None else np.array(on_host(start), dtype)
-    X, D, gram = cast(X, dtype), cast(D, dtype), wide @ wide.T
+    X, gram = cast(X, dtype), wide @ wide.T
     sweeps, gaps = np.zeros(n, np.intp), np.zeros(n)
 
     def code(rows: slice) -> None:
         squares = np.einsum("ij,ij->i", X[rows], X[rows], dtype=np.float64)
-        given = X[rows] @ D.T, squares, gram, alpha, nonnegative, tol, max_iter, warm
+        products = cast(X[rows], np.float64) @ wide.T  # in single precision the gap would be wrong
+        given = products, squares, gram, alpha, nonnegative, tol, max_iter, warm
         _kernels.lasso(*given, C[rows], sweeps[rows], gaps[rows])
 
     _in_threads(code, _blocks(n, r, _BLOCK))

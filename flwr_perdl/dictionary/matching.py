@@ -326,7 +326,7 @@ class _Edges:
 def _consensus(dictionaries: list[Matrix], n_global: int) -> Matching:
     """Pick candidates near which most clients have an atom, then assign and average."""
     n, d = len(dictionaries), dictionaries[0].shape[1]
-    dtype = dictionaries[0].dtype
+    dtype = np.result_type(*dictionaries)
     chosen = np.unique(np.linspace(0, n - 1, min(n, _CANDIDATE_CLIENTS)).round().astype(int))
     candidates = np.vstack([dictionaries[i] for i in chosen])
     owner = np.repeat(chosen, [len(dictionaries[i]) for i in chosen])
@@ -336,6 +336,8 @@ def _consensus(dictionaries: list[Matrix], n_global: int) -> Matching:
         distances = np.sqrt(2 - 2 * np.minimum(np.abs(cosines), 1))
         typical = np.median(distances, axis=0)
         ratio = distances / np.maximum(typical, np.sqrt(np.finfo(dtype).eps))
+        if n == 2:  # no majority, and the start is one of the two: both count alike
+            ratio[:] = 0
         weights = np.where(indices < 0, 0, signs_of(cosines) / (1 + ratio**2) ** 2)
         total = np.zeros((n_global, d))
         for D, rows, w in zip(dictionaries, indices, weights, strict=True):

@@ -16,16 +16,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
-from scipy.sparse.linalg import LinearOperator, eigsh
 
 from flwr_perdl._checks import LARGE, Matrix, check_real
 from flwr_perdl._memory import aligned, empty_aligned
-from flwr_perdl._random import spawn
 from flwr_perdl.diffusion._dual import (
     DualInference,
     DualState,
@@ -37,13 +35,10 @@ from flwr_perdl.diffusion._dual import (
 )
 from flwr_perdl.diffusion._minimize import hessians, minimize, shrinkage
 from flwr_perdl.diffusion.combine import Csr, Inbox, entries, is_sparse, product
-from flwr_perdl.diffusion.topology import Topology
+from flwr_perdl.diffusion.topology import Topology, greatest_but, least
 
 if TYPE_CHECKING:
     from flwr_perdl.diffusion._kernels import Quadratics
-
-#: Up to this many nodes the spectral gap comes from a dense eigenvalue routine.
-_DENSE = 600
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,8 +70,18 @@ class ADMM(DualInference):
 
     @cached_property
     def time_constant(self) -> float:
-        """``2 c / sigma``: weakly curved directions settle in about half of that."""
-        return max(1.0, 2 * self.strength / self.curvature)
+        """``2 c / sigma``, or ``steepness / (gap s c)`` if that is longer.
+
+        In half of the first, weakly curved directions settle; in the second, the multipliers, with
+        s the relaxation or mu. It is the longer one over networks like a path or a large ring.
+        """
+        settling = self.steepness / (self.spectrum[0] * self.pace * self.strength)
+        return max(1.0, 2 * self.strength / self.curvature, settling)
+
+    @property
+    @abstractmethod
+    def pace(self) -> float:
+        """The share of c by which the multipliers move."""
 
     @property
     @abstractmethod
@@ -137,6 +142,11 @@ class ConsensusADMM(ADMM):
         super().__post_init__()
         if not 0.5 <= check_real("relaxation", self.relaxation, 0, 1) < 1:
             raise ValueError(f"relaxation must be in [0.5, 1), got {self.relaxation:g}.")
+
+    @property
+    def pace(self) -> float:
+        """The relaxation."""
+        return self.relaxation
 
     @cached_property
     def roots(self) -> NDArray[np.float64]:
@@ -309,6 +319,11 @@ class JacobianADMM(ADMM):
         most = (4 * (2 - top) + 2 * self.curvature / (self.edge * degree)) / top
         return min(1.0, most / 2)
 
+    @property
+    def pace(self) -> float:
+        """The step."""
+        return self.mu
+
     @cached_property
     def edge(self) -> float:
         """The penalty c of every edge."""
@@ -344,25 +359,8 @@ class JacobianADMM(ADMM):
 def _spectrum(topology: Topology) -> tuple[float, float]:
     """Return the second least and the greatest eigenvalue of ``I - D^(-1/2) A D^(-1/2)``."""
     roots = sparse.diags_array(1 / np.sqrt(topology.degrees))
-    matrix = roots @ topology.adjacency @ roots
-    if topology.n_nodes <= _DENSE:
-        values = np.linalg.eigvalsh(matrix.toarray())
-        return float(1 - values[-2]), float(1 - values[0])
-    # The greatest eigenvalue, 1, and its vector are known. The operator moves it to the other end
-    # of the spectrum, since the second may be too close to it for Lanczos iterations.
-    known = np.sqrt(topology.degrees / topology.degrees.sum())
-
-    def without(x: NDArray[Any]) -> NDArray[Any]:
-        rest: NDArray[Any] = matrix @ x - 2 * (known @ x) * known
-        return rest
-
-    operator = LinearOperator(matrix.shape, matvec=without, dtype=np.float64)
-    start = spawn(0).standard_normal(topology.n_nodes)
-    second, least = (
-        eigsh(of, k=1, which=end, v0=start, ncv=40, tol=1e-8, return_eigenvectors=False)[0]
-        for of, end in ((operator, "LA"), (matrix, "SA"))
-    )
-    return float(1 - second), float(1 - least)
+    matrix = sparse.csr_array(roots @ topology.adjacency @ roots)
+    return 1 - greatest_but(matrix, np.sqrt(topology.degrees)), 1 - least(matrix)
 
 
 def _scaled(links: Csr, rows: NDArray[np.float64], columns: NDArray[np.float64]) -> Csr:

@@ -153,6 +153,8 @@ class ExactDiffusion(ATC):
         As in `DualInference`.
     step : float, optional
         mu; below twice `Objective.step_bound`.
+    contraction : float, optional
+        The second greatest eigenvalue of the combination weights; by default of Metropolis weights.
     """
 
     @cached_property
@@ -161,6 +163,23 @@ class ExactDiffusion(ATC):
         if self.step is not None:
             return check_real("step", self.step, 0, LARGE, open_low=True)
         return 1.8 * self.objective.step_bound(self.n_atoms or 1, self.topology.n_nodes)
+
+    @cached_property
+    def shrinking(self) -> float:
+        """The second greatest eigenvalue of the combination weights."""
+        if self.contraction is not None:
+            return check_real("contraction", self.contraction, 0, 1)
+        return metropolis_weights(self.topology).second
+
+    @cached_property
+    def time_constant(self) -> float:
+        """ATC's, or ``2 mu steepness / (1 - shrinking)`` if that is longer.
+
+        In the second the corrections settle, which lead to the optimum: it is the longer one over
+        networks like a path or a large ring.
+        """
+        gap = max(1 - self.shrinking, float(np.finfo(np.float64).eps))
+        return max(super().time_constant, 2 * self.mu * self.steepness / gap)
 
     def begin(self, nodes: Nodes, atoms: Matrix, X: Matrix) -> DualState:
         """Return the state before the first round."""

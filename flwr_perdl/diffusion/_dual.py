@@ -140,6 +140,17 @@ class DualInference(ABC):
         """Every agent's share of f*'s curvature: ``strong_convexity / N``."""
         return self.objective.strong_convexity / self.topology.n_nodes
 
+    @cached_property
+    def steepness(self) -> float:
+        """An agent's curvature along an atom, in the mean over all agents.
+
+        ``strong_convexity / N`` and ``n_atoms / delta``, spread over the directions there are.
+        """
+        most = self.n_atoms or 1
+        directions = max(1, min(self.topology.n_nodes * most, self.X.shape[1]))
+        share: float = most / directions / self.objective.delta
+        return self.curvature + share
+
     @property
     @abstractmethod
     def time_constant(self) -> float:

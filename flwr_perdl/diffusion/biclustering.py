@@ -159,16 +159,21 @@ def _layer(
         choose = rule and n_iter <= SETTLED
         products = X @ atom
         if choose:
-            lam = choose_threshold(products, total - float(products @ products), X.size, rule)
+            lam = choose_threshold(products, _residual(total, products), X.size, rule)
         code = _unit(soft_threshold(products, lam), "lambda", lam)
         products = code @ X
         if choose:
-            beta = choose_threshold(products, total - float(products @ products), X.size, rule)
+            beta = choose_threshold(products, _residual(total, products), X.size, rule)
         before, atom = atom, _unit(soft_threshold(products, beta), "beta", beta)
         converged = bool(np.abs(atom - before).max() < tol)
         if converged:
             break
     return _Layer(atom, (code @ X @ atom) * code, (lam, beta), n_iter, converged)
+
+
+def _residual(total: float, products: Matrix) -> float:
+    """Return what a side of a layer leaves of the energy; not below 0, where rounding leads."""
+    return max(0.0, total - float(products @ products))
 
 
 def _unit(vector: Matrix, name: str, threshold: float) -> Matrix:

@@ -345,7 +345,7 @@ class DataDiffusion:
         if self.coder == "omp":
             return omp(X, D, self.n_nonzero)
         if self.coder == "lasso":
-            return lasso(X, D, self.alpha, tol=1e-2, max_iter=100).codes
+            return lasso(X, D, self.alpha).codes
         if self.coder == "focuss":
             return focuss(X, D, self.alpha, tol=1e-3).codes
         return _nonnegative_codes(X, D)

@@ -308,6 +308,12 @@ def infer(
             "the span of sample and atoms is known in memory only, and ADMM leaves it at bounds."
         )
 
+    if weights is not None and network is None:
+        _check_weights(weights, topology)
+        if issubclass(kind, ATC):
+            bound = contraction_bound(weights) if kind is ATC else weights.second
+            options.setdefault("contraction", min(max(bound, 0.0), 1.0))
+
     def program(Y: Matrix, W: Sequence[Matrix]) -> DualInference:
         return kind(objective, topology, W, Y, agents, **options)
 
@@ -321,12 +327,6 @@ def infer(
         run = network.run(first, n_rounds)
         return _inference(run.observed, atoms, run.rounds, tolerance, return_nu)
     matrix = metropolis_weights(topology) if weights is None else weights
-    if matrix.topology.n_nodes != topology.n_nodes or (matrix.matrix != matrix.matrix.T).nnz:
-        raise ValueError(f"weights must be symmetric, for {topology.n_nodes} nodes, got {matrix}.")
-    if not matrix.is_connected:
-        raise ValueError(f"weights must connect all nodes, got {matrix}.")
-    if kind is ATC:
-        options.setdefault("contraction", contraction_bound(matrix))
     if compress and not exact:
         reach = 1.0
         if method == "atc" and isinstance(first, ATC) and objective.nonnegative:
@@ -392,6 +392,14 @@ def _in_memory(
         round_ += ahead
         found = due(round_) and bool(state.residual.max(initial=0) <= tolerance)
     return round_, program.observe(state)
+
+
+def _check_weights(weights: CombinationMatrix, topology: Topology) -> None:
+    """Raise a ValueError if a diffusion cannot combine with these weights."""
+    if weights.topology.n_nodes != topology.n_nodes or (weights.matrix != weights.matrix.T).nnz:
+        raise ValueError(f"weights must be symmetric, for {topology.n_nodes} nodes, got {weights}.")
+    if not weights.is_connected:
+        raise ValueError(f"weights must connect all nodes, got {weights}.")
 
 
 def _check_network(network: Network, program: DualInference) -> None:

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import sparse
 from scipy.sparse.csgraph import connected_components, shortest_path
-from scipy.sparse.linalg import ArpackNoConvergence, eigs, eigsh
+from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigs, eigsh
 
 from flwr_perdl._checks import check_count, check_real
 from flwr_perdl._random import spawn
@@ -315,20 +315,9 @@ class Topology:
             raise ValueError(f"algebraic_connectivity needs an undirected topology, got {self}.")
         if self.n_nodes == 1 or not self.is_connected:
             return 0.0
-        if self.n_nodes <= DENSE:
-            return float(np.linalg.eigvalsh(self.laplacian.toarray())[1])
-        # The operator turns the spectrum over, without the constant vector, so that the wanted
-        # eigenvalue is the largest: Lanczos iterations find it without a factorization.
         top = 2.0 * float(self.degrees.max())
-        n = self.n_nodes
-
-        def turn(x: NDArray[Any]) -> NDArray[Any]:
-            turned: NDArray[Any] = top * x - self.laplacian @ x - top * x.mean()
-            return turned
-
-        operator = sparse.linalg.LinearOperator((n, n), matvec=turn, dtype=np.float64)
-        start = spawn(0).standard_normal(n)
-        return float(top - eigsh(operator, k=1, which="LA", v0=start, return_eigenvectors=False)[0])
+        turned = sparse.csr_array(top * sparse.eye_array(self.n_nodes) - self.laplacian)
+        return top - greatest_but(turned, np.ones(self.n_nodes))
 
     def __repr__(self) -> str:
         """Return the numbers of nodes and edges."""
@@ -448,24 +437,65 @@ class CombinationMatrix:
         n = self.topology.n_nodes
         if n == 1:
             return 1.0
-        symmetric = (self.matrix != self.matrix.T).nnz == 0
+        if (self.matrix != self.matrix.T).nnz == 0:
+            return max(0.0, 1.0 - max(self.second, -least(self.matrix)))
         if n <= DENSE:
-            dense = self.matrix.toarray()
-            values = np.linalg.eigvalsh(dense) if symmetric else np.linalg.eigvals(dense)
+            values = np.linalg.eigvals(self.matrix.toarray())
         else:
             start = spawn(0).standard_normal(n)
-            solve = eigsh if symmetric else eigs
             try:
-                values = solve(self.matrix, k=2, which="LM", v0=start, return_eigenvectors=False)
+                values = eigs(self.matrix, k=2, which="LM", v0=start, return_eigenvectors=False)
             except ArpackNoConvergence as none:
                 values = np.concatenate([none.eigenvalues, np.ones(2)])
-        second = float(np.sort(np.abs(values))[-2])
-        return max(0.0, 1.0 - second)
+        return max(0.0, 1.0 - float(np.sort(np.abs(values))[-2]))
+
+    @cached_property
+    def second(self) -> float:
+        """The second greatest eigenvalue of symmetric weights; 0 where there is one node."""
+        n = self.topology.n_nodes
+        return greatest_but(self.matrix, np.ones(n)) if n > 1 else 0.0
 
     def __repr__(self) -> str:
         """Say what the weights are like."""
         kind = "doubly stochastic" if self.doubly_stochastic else "row stochastic"
         return f"CombinationMatrix({self.topology!r}, {kind}, spectral gap {self.spectral_gap:.3g})"
+
+
+def greatest_but(matrix: Csr, known: NDArray[np.float64]) -> float:
+    """Return the second greatest eigenvalue of a symmetric matrix.
+
+    Parameters
+    ----------
+    matrix : sparse array of shape (n, n)
+        Of many nodes, it is multiplied with vectors only.
+    known : ndarray of shape (n,)
+        An eigenvector of the greatest eigenvalue, which is positive, of any length.
+    """
+    known = known / np.linalg.norm(known)
+    shift = 2 * float(known @ (matrix @ known))
+    if len(known) <= DENSE:
+        moved = matrix.toarray() - shift * np.outer(known, known)
+        return float(np.linalg.eigvalsh(moved)[-1])
+
+    # Moved to the other end of the spectrum, since the second may be too close to it for Lanczos.
+    def without(x: NDArray[Any]) -> NDArray[Any]:
+        rest: NDArray[Any] = matrix @ x - shift * (known @ x) * known
+        return rest
+
+    return _lanczos(LinearOperator(matrix.shape, matvec=without, dtype=np.float64), "LA")
+
+
+def least(matrix: Csr) -> float:
+    """Return the least eigenvalue of a symmetric matrix."""
+    if matrix.shape[0] <= DENSE:
+        return float(np.linalg.eigvalsh(matrix.toarray())[0])
+    return _lanczos(matrix, "SA")
+
+
+def _lanczos(operator: Any, end: str) -> float:
+    start = spawn(0).standard_normal(operator.shape[0])
+    options = {"k": 1, "v0": start, "ncv": 40, "tol": 1e-8, "return_eigenvectors": False}
+    return float(eigsh(operator, which=end, **options)[0])
 
 
 def metropolis_weights(topology: Topology) -> CombinationMatrix:

@@ -361,6 +361,12 @@ def unmix(
     if len(data) != n_nodes:
         raise ValueError(f"data must be of {n_nodes} nodes, got {len(data)}.")
     program = SharedCandidates(dict(enumerate(data)), n_nodes, n_endmembers, seed)
+    most = max(map(len, data))
+    if most < n_endmembers:
+        raise ValueError(
+            f"data must have a node with n_endmembers={n_endmembers} pixels or more where start is "
+            f'"pooled", got {most} at most.'
+        )
     told = carry(program, network, takes)
     (chosen,) = shown(told.observed, "spectra")
     ended = learner.fit(data, network, n_rounds, start=chosen, seed=seed, callback=callback)
@@ -410,11 +416,12 @@ class CandidateState(NamedTuple):
 class SharedCandidates:
     """A program by which all nodes receive, and choose from, the candidates of all.
 
-    A node's candidates are what vertex component analysis finds in its pixels, each the mean of
-    the pixels most like it (at most ten, a tenth of the node's), which keeps odd pixels out. They
-    are handed on from neighbor to neighbor for as many rounds as the network's diameter. Then
-    every node holds the same candidates and draws the same directions, and vertex component
-    analysis of the candidates gives all nodes the same spectra.
+    A node's candidates are what vertex component analysis finds in its pixels, each the mean of the
+    pixels most like it (at most ten, a tenth of the node's), which keeps odd pixels out; a node
+    with fewer pixels than materials has none. They are handed on from neighbor to neighbor for as
+    many rounds as the network's diameter. Then every node holds the same candidates and draws the
+    same directions, and vertex component analysis of the candidates gives all nodes the same
+    spectra.
 
     Parameters
     ----------
@@ -483,7 +490,7 @@ class SharedCandidates:
 
     def _candidates(self, node: int) -> Matrix:
         X = self.data[node]
-        if not X.any():
+        if len(X) < self.n_endmembers or not X.any():
             return np.zeros((self.n_endmembers, X.shape[1]), dtype=X.dtype)
         pixels = vca(X, self.n_endmembers, rng=spawn(self.seed, node)).pixels
         unit = normalize_atoms(X, np.zeros_like(X))

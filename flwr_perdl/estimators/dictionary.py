@@ -162,6 +162,8 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
             For scikit-learn.
         """
         learner = self._learner()
+        if not is_auto("n_global", self.n_global):
+            check_count("n_global", self.n_global, 1, self.n_atoms)
         n_rounds = check_count("rounds", self.rounds, 2)
         check_count("min_support", self.min_support)
         sites = self._read_sites(X, min_columns=2)  # of one column there is one atom
@@ -338,8 +340,6 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
     def _learner(self) -> Learner:
         """Return what a site learns with."""
         n_atoms = check_count("n_atoms", self.n_atoms, 1)
-        if not is_auto("n_global", self.n_global):
-            check_count("n_global", self.n_global, 1, n_atoms)
         if self.n_nonzero is not None:
             check_count("n_nonzero", self.n_nonzero, 1)
         if self.learner is None:

@@ -135,8 +135,7 @@ class MixedRegression(Federated):
         groups : array_like of shape (n_samples,)
             The group of each sample: numbers or names.
         """
-        if not is_auto("k", self.k):
-            check_count("k", self.k, 1)
+        asked = None if is_auto("k", self.k) else check_count("k", self.k, 1)
         check_flag("fit_intercept", self.fit_intercept)
         n_rounds = check_count("rounds", self.rounds, 1)
         check_count("min_support", self.min_support)
@@ -149,6 +148,11 @@ class MixedRegression(Federated):
             raise ValueError(
                 f"groups must have one with at least min_support={self.min_support} samples, got "
                 f"n_samples={sizes.max()} in the largest."
+            )
+        if asked is not None and asked > len(enough):
+            raise ValueError(
+                f"k must be at most the number of groups with min_support={self.min_support} "
+                f"samples or more, {len(enough)}, got {asked}."
             )
         units = Units.of(inputs, responses, np.isin(which, enough)) if self.fit_intercept else None
         design, target = (inputs, responses) if units is None else units.apply(inputs, responses)
@@ -292,11 +296,11 @@ class Units(NamedTuple):
     @classmethod
     def of(cls, X: Matrix, y: Matrix, rows: NDArray[np.bool_]) -> Units:
         """Return the units of these rows."""
-        X, y = X[rows], y[rows]
-        means, scales = X.mean(axis=0), X.std(axis=0)
-        scales[scales <= _CONSTANT * np.abs(X).max(axis=0)] = 0
-        scale = float(y.std())
-        return cls(means, scales, float(y.mean()), scale if scale > 0 else 1.0)
+        table = np.column_stack([X, y])[rows].astype(np.float64)  # sums of many, as of few
+        means, scales = table.mean(axis=0), table.std(axis=0)
+        scales[scales <= _CONSTANT * np.abs(table).max(axis=0)] = 0
+        columns = means[:-1].astype(X.dtype), scales[:-1].astype(X.dtype)
+        return cls(*columns, float(means[-1]), float(scales[-1]) or 1.0)
 
     def apply(self, X: Matrix, y: Matrix) -> tuple[Matrix, Matrix]:
         """Return standardized columns, with one of ones, and responses."""
@@ -334,4 +338,8 @@ def as_groups(groups: Any, length: int) -> NDArray[Any]:
     for group in owners.tolist():
         if not isinstance(group, str) and (group is None or group != group):
             raise ValueError(f"groups must have a group for every sample, got {group!r}.")
+    kinds = {type(group): group for group in owners.tolist()}
+    if str in kinds and len(kinds) > 1:
+        found = " and ".join(repr(group) for group in list(kinds.values())[:2])
+        raise ValueError(f"groups must be all numbers or all names, got {found}.")
     return owners

@@ -311,6 +311,16 @@ def test_counting_by_hand():
     assert count_shared(np.array([0.35, 0.36, 0.37, 0.38]), 64, 4) == 4
 
 
+def test_two_clients_count_alike(rng):
+    G = np.eye(12)[:1]
+    A, B = (normalize_atoms(G + 0.05 * rng.standard_normal((1, 12))) for _ in range(2))
+    B = -B.astype(np.float32)
+    one, other = (global_matching(pair, 1).global_atoms for pair in ([A, B], [B, A]))
+    assert one.dtype == other.dtype == np.float64
+    np.testing.assert_allclose(np.abs(one @ other.T), 1)
+    np.testing.assert_allclose(np.abs(one @ A.T), np.abs(one @ B.T), rtol=1e-6)
+
+
 # Alignment
 
 

@@ -48,6 +48,16 @@ def test_a_sparse_rank_one_matrix_is_found_exactly() -> None:
     np.testing.assert_array_equal(layers.atoms[1], np.zeros(4))
 
 
+@pytest.mark.parametrize("rule", ["sure", "bic"])
+def test_nothing_is_left_of_a_matrix_of_few_layers(rule: str) -> None:
+    rng = np.random.default_rng(0)
+    assert ssvd(np.ones((3, 3)), 1, thresholds=rule).thresholds.tolist() == [[0, 0]]
+    for _ in range(50):
+        X = np.outer(rng.standard_normal(6), rng.standard_normal(9))
+        found = ssvd(X, 1, thresholds=rule)
+        np.testing.assert_allclose(np.outer(found.codes[:, 0], found.atoms[0]), X, atol=1e-9)
+
+
 def test_without_thresholds_layers_are_singular_vectors() -> None:
     X = np.random.default_rng(0).standard_normal((20, 7))
     layers = ssvd(X, 4, thresholds=(0, 0), max_iter=10_000)

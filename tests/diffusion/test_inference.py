@@ -588,6 +588,21 @@ def test_the_spectrum_of_many_nodes_is_exact(topology: Topology, gap: float, top
     np.testing.assert_allclose(admm.spectrum, (gap, top), rtol=1e-6)
 
 
+@pytest.mark.parametrize("method", ["admm", "exact_diffusion", "jacobian_admm"])
+@pytest.mark.parametrize("delta", [10.0, 1.0])
+def test_over_a_long_path_convergence_is_not_said_too_early(method: str, delta: float) -> None:
+    rng = np.random.default_rng(0)
+    D = rng.standard_normal((20, 1, 5))
+    D /= np.linalg.norm(D, axis=2, keepdims=True)
+    objective, X = SparseSVD(0.1, delta), rng.standard_normal((2, 5))
+    path = Topology.grid(1, 20)
+    found = infer(objective, X, list(D), path, method=method, n_rounds=50_000)
+    exact = exact_dual(objective, X, list(D)).nu
+    error = np.linalg.norm(found.nu - exact, axis=2) / np.linalg.norm(exact, axis=1)
+    assert found.converged
+    assert error.max() <= 2e-3  # the residuals were measured to be 1e-3
+
+
 @every_method
 def test_a_network_may_lack_links_and_only_diffusions_may_use_others(method: str) -> None:
     objective = SparseSVD(0.2, 0.5)

@@ -193,6 +193,11 @@ def test_metropolis_weights_are_doubly_stochastic_and_lead_to_the_mean(
     assert np.linalg.norm(values - values.mean()) <= start * second**30 + 1e-12
 
 
+def test_the_gap_of_a_long_path_is_found() -> None:
+    gap = 2 / 3 * (1 - np.cos(np.pi / 2000))
+    assert metropolis_weights(Topology.grid(1, 2000)).spectral_gap == pytest.approx(gap, rel=1e-4)
+
+
 def test_spectra_of_large_sparse_graphs_agree_with_dense_ones() -> None:
     topology = Topology.k_regular(700, 6, seed=0)
     assert topology.algebraic_connectivity == pytest.approx(

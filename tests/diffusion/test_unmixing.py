@@ -301,6 +301,17 @@ def test_black_tiles_and_lost_messages_do_no_harm() -> None:
     np.testing.assert_allclose(nothing.dictionaries, 0.5)
 
 
+def test_a_node_with_fewer_pixels_than_materials_has_no_candidates() -> None:
+    spectra, parts, topology = tiled()
+    few = [*parts[:3], parts[3][:1]]
+    ended = unmix(few, topology, 3, 100)
+    assert max(match_spectra(spectra, D).angles.mean() for D in ended.dictionaries) < 0.1
+    state = SharedCandidates(dict(enumerate(few)), 4, 3).start(np.arange(4))
+    assert not state.spectra[3].any()  # not even the mean of its one pixel
+    with pytest.raises(ValueError, match='3 pixels or more where start is "pooled", got 2 at most'):
+        unmix([own[:2] for own in parts], topology, 3, 5)
+
+
 def test_unmix_says_what_is_wrong() -> None:
     _, parts, topology = tiled()
     with pytest.raises(ValueError, match="start must be one of 'pooled', 'own', got 'mine'"):

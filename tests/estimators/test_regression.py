@@ -98,6 +98,10 @@ def test_a_group_with_too_few_points_has_a_label_and_no_part() -> None:
         ({"groups": np.zeros((600, 1))}, r"groups must have shape \(600,\), got \(600, 1\)"),
         ({"groups": [None] * 600}, "groups must have a group for every sample, got None"),
         ({"groups": [np.nan] * 600}, "groups must have a group for every sample, got nan"),
+        (
+            {"groups": np.array(["a", 1] * 300, dtype=object)},
+            "groups must be all numbers or all names, got 'a' and 1",
+        ),
         ({"X": np.full((600, 3), np.inf)}, "X must be finite, got 1800"),
     ],
 )
@@ -107,6 +111,18 @@ def test_wrong_input_is_named(change: dict[str, Any], said: str) -> None:
         MixedRegression(2).fit(**{**given, **change})
 
 
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+@pytest.mark.parametrize("constant", [0.1, 3.3, 0.0])
+def test_a_constant_column_has_the_coefficient_0(constant: float, dtype: type) -> None:
+    X, y, groups = planted()
+    X = np.column_stack([X, np.full(len(X), constant)]).astype(dtype)
+    model = MixedRegression(3, rounds=20).fit(X, y.astype(dtype), groups)
+    np.testing.assert_array_equal(model.coef_[:, -1], 0)
+    assert model.score(X, y, groups) > 0.9
+
+
 def test_a_wrong_parameter_is_named() -> None:
+    with pytest.raises(ValueError, match="with min_support=3 samples or more, 40, got 41"):
+        MixedRegression(41).fit(*planted())
     with pytest.raises(ValueError, match="k must be at least 1, got 0"):
         MixedRegression(0).fit(*planted())
