@@ -179,7 +179,15 @@ def reply_to(
     for name, value in {NUM_EXAMPLES: num_examples, **metrics}.items():
         if not isinstance(name, str) or isinstance(value, _TEXTS):
             raise TypeError(f"metrics must be numbers with names, got {name!r}: {value!r}.")
-        numbers[name] = int(value) if isinstance(value, int) else float(value)
+        try:
+            if isinstance(value, list):  # nobody reads it, but Flower's own messages have such
+                numbers[name] = [float(one) for one in value]
+            else:
+                numbers[name] = int(value) if isinstance(value, int) else float(value)
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"metrics must be numbers with names, got {name!r}: {brief(repr(value))}."
+            ) from None
     records: dict[str, Any] = {METRICS: filled(MetricRecord(), numbers)}
     if arrays is not None:
         records[ARRAYS] = to_record(arrays)

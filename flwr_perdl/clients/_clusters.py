@@ -142,6 +142,11 @@ def _choose(
     trained = [stack.copy() for stack in stacks]
     for j in np.flatnonzero(weights >= _LEAST_SHARE).tolist():
         model, n, found = fit(_model(stacks, j), dict(config.fit))
+        if [np.shape(array) for array in model] != [stack.shape[1:] for stack in stacks]:
+            raise ValueError(
+                f"fit must return arrays of shapes {[stack.shape[1:] for stack in stacks]}, got "
+                f"{[np.shape(array) for array in model]}."
+            )
         if j == chosen:
             metrics = found
         for stack, array in zip(trained, model, strict=True):
@@ -226,7 +231,7 @@ def answer_clustered(
     app = Handlers(message, context, call, json.loads(str(config.get(ARRAY_NAMES, "null"))))
     if message.metadata.message_type == MessageType.EVALUATE:
         loss, n, metrics = evaluate_clustered(app.evaluate, to_arrays(record), config)
-        return reply_to(message, None, n, {"loss": loss, **metrics})
+        return reply_to(message, None, n, {"loss": loss} | metrics | {"loss": loss})
     if config[STEP] != CHOOSE or config[TEMPERATURE]:
         return reply_to(message, *fit_clustered(app.fit, app.evaluate, to_arrays(record), config))
     # What FedAvg would send and receive passes as it is: large models are not copied here.

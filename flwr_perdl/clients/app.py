@@ -34,6 +34,7 @@ from flwr_perdl.clients._handlers import Evaluated, Fit, Fitted, Handlers, evalu
 from flwr_perdl.clients._own_fit import evaluate_perma, fit_perma
 from flwr_perdl.clients._secure import in_secure_round, masked
 from flwr_perdl.clients.base import Member, identify
+from flwr_perdl.clients.diffusion import ONLY_DIFFUSION, SEALED
 from flwr_perdl.clients.perma import SENDS
 from flwr_perdl.clients.regression import LINEAR, ONLY_LINEAR
 
@@ -252,7 +253,9 @@ class OtherApp(AnsweringApp):
 def _of_a_protocol(message: Message) -> bool:
     """Whether a message asks for more than the own ``fit`` and ``evaluate`` of any client."""
     record = message.content.get(CONFIG)
-    return isinstance(record, ConfigRecord) and (SENDS in record or LINEAR in record)
+    return isinstance(record, ConfigRecord) and any(
+        key in record for key in (SENDS, LINEAR, SEALED)
+    )
 
 
 def _own_fit(
@@ -261,6 +264,8 @@ def _own_fit(
     """Train by the own ``fit`` of a client that is made for no protocol."""
     if LINEAR in config:
         raise ValueError(f"the client must be another one: {ONLY_LINEAR}.")
+    if SEALED in config:
+        raise ValueError(f"the client must be another one: {ONLY_DIFFUSION}.")
     if SENDS in config:
         return fit_perma(fit, parameters, config, context)
     return fit(parameters, config)
@@ -271,7 +276,7 @@ def _evaluation(
 ) -> Message:
     """Return the reply to an evaluation."""
     measured = {} if isnan(loss) else {"loss": loss}  # NaN: too few samples to say
-    return reply_to(message, None, num_examples, {**measured, **metrics})
+    return reply_to(message, None, num_examples, {**measured, **metrics, **measured})
 
 
 class NumPyClientApp(AnsweringApp):

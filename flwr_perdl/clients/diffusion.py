@@ -41,6 +41,12 @@ REJECTED = "rejected-"
 #: Prefix of the state's fields among what a node shows.
 STATE = "state."
 
+#: What a client of another kind is told.
+ONLY_DIFFUSION = (
+    "this strategy needs a DiffusionClient at every node; DiffusionAveraging.program makes its "
+    "program from an ordinary client"
+)
+
 SHOWS = ("observed", "state", "nothing")
 
 #: Names of the private arrays besides the program's state, see `_Kept`.

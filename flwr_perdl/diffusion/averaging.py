@@ -220,6 +220,9 @@ class DiffusionAveraging:
         ValueError
             If the network is of other nodes, or not one that ``method`` can use, or a client
             returns something else than a finite model of the form that it received.
+        TooFewReplies
+            On Flower, if fewer than ``min_clients`` nodes reply in a round, or their clients are
+            ordinary ones, without a `DiffusionClient`.
         """
         check_count("n_rounds", n_rounds)
         if network is not None:

@@ -435,8 +435,8 @@ class CombinationMatrix:
         means that consensus is never reached.
         """
         n = self.topology.n_nodes
-        if n == 1:
-            return 1.0
+        if n == 1 or not self.is_connected:
+            return float(n == 1)
         if (self.matrix != self.matrix.T).nnz == 0:
             return max(0.0, 1.0 - max(self.second, -least(self.matrix)))
         if n <= DENSE:

@@ -38,7 +38,7 @@ class MixedRegression(Federated):
     max_clusters : int, default 8
         Most models that "auto" looks for.
     rounds : int, default 50
-        Communication rounds.
+        Communication rounds, at least 4: `FedMD` takes so many.
     min_support : int, default 3
         Groups with fewer points take no part in ``fit``; they still have a label.
     seed : int, default 0
@@ -137,7 +137,7 @@ class MixedRegression(Federated):
         """
         asked = None if is_auto("k", self.k) else check_count("k", self.k, 1)
         check_flag("fit_intercept", self.fit_intercept)
-        n_rounds = check_count("rounds", self.rounds, 1)
+        n_rounds = check_count("rounds", self.rounds, 4)
         check_count("min_support", self.min_support)
         inputs = as_matrix("X", X, min_rows=1)
         responses = as_column("y", y, len(inputs))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tempfile
 import time
 import uuid
 from collections import Counter
@@ -26,8 +27,10 @@ from flwr_perdl._random import EVALUATION, SAMPLING, spawn
 from flwr_perdl._records import (
     AFTER,
     ANEW,
+    CONFIG,
     EVALUATE,
     NUM_EXAMPLES,
+    PARTITION_ID,
     ROUND,
     RUN,
     SEED,
@@ -55,6 +58,8 @@ from flwr_perdl.strategies._protocol import (
 )
 from flwr_perdl.strategies._roster import Roster
 
+#: Largest size of a number in replies where the model is in single precision.
+_SINGLE = 1e30
 #: Characters of a run's token in a checkpoint.
 _LONGEST_RUN = 64
 #: What a project can do whose nodes do not say who they are.
@@ -109,6 +114,7 @@ class Conversation:
         self.history: list[RoundReport] = []
         self._journal: _store.Journal | None = None
         self._noted = 0  # reports that are in the journal
+        self._saves = False
         self.server_metrics: dict[int, dict[str, Any]] = {}
         self.model: list[Matrix] = initial
         self.done = 0
@@ -120,6 +126,8 @@ class Conversation:
         self._request: Request | None = None
         self._asked: dict[int, list[Matrix]] = {}
         self._asked_at = 0.0
+        if options.checkpoint_dir is not None:
+            _check_writable(Path(options.checkpoint_dir))
         if not options.resume:
             _refuse_earlier_run(options.checkpoint_dir)
         self._events = EventLog(options.events)
@@ -167,6 +175,8 @@ class Conversation:
     def end(self, error: BaseException | None = None) -> None:
         """Note that the run is over, and what stopped it."""
         stopped = None if error is None else str(error) or type(error).__name__
+        if isinstance(error, SystemExit):  # its text would be a number
+            stopped = f"the program was ended from outside, with exit code {error.code}"
         self._events.write("end", done=self.done, stopped=stopped)
 
     def measured(self, round_: int, metrics: Mapping[str, Any]) -> None:
@@ -180,7 +190,10 @@ class Conversation:
     def limits(self) -> Limits:
         """What a reply to the last plan may be, decided before its arrays are read."""
         most = None if self._request is None else self._request.most
-        return Limits(self.options.max_reply_bytes, most, self.options.max_magnitude)
+        largest = self.options.max_magnitude
+        if any(array.dtype == np.float32 for array in self.model):
+            largest = min(largest, _SINGLE)
+        return Limits(self.options.max_reply_bytes, most, largest)
 
     def plan(
         self, round_: int, partitions: Collection[int], roster: Roster[Any] | None = None
@@ -194,7 +207,7 @@ class Conversation:
                 f"Round {round_} has {len(partitions)} client(s) to ask, fewer than "
                 f"min_clients={self.options.min_clients}; {self._where_saved()}"
                 + _first_reason({f"node {node}": why for node, why in strangers.items()})
-                + (_REMEDY if strangers and self.options.clients_by_node is None else "")
+                + (_REMEDY if any(map(_asks_who, strangers.values())) else "")
                 + "."
             )
         chosen = self._sample(partitions, self.options.fraction_train, SAMPLING, round_)
@@ -265,7 +278,8 @@ class Conversation:
                 + _first_reason(report.dropped, f", asked for step {request.step!r}")
                 + "."
             )
-        self._warn_of_lost_state(good, roster)
+        if ANEW in self._flags:
+            self._warn_of_lost_state(good, roster)
         with one_blas_thread():
             try:
                 self._ask(self._steps.send(good))
@@ -273,6 +287,7 @@ class Conversation:
                 self._finish(end.value)
         for partition, what in good.noted.items():
             report.anomalies.setdefault(partition, {}).update(what)
+        report = self._without(report, good.unlike, roster)
         self.done = round_
         self._remember(report)
         return report
@@ -346,7 +361,8 @@ class Conversation:
                 "fraction_evaluate=0 it asks for none.",
             )
             return None
-        self._warn_of_lost_state(replies, roster)
+        if ANEW in self._flags:
+            self._warn_of_lost_state(replies, roster)
         report = self._report(round_, EVALUATE, replies, lost, roster)
         self._evaluated = round_
         self._remember(report)
@@ -411,17 +427,8 @@ class Conversation:
     ) -> RoundReport:
         """Return the report of an exchange, and log who was left out."""
         dropped = {roster.label(p): why.reason for p, why in sorted(lost.items())}
-        for reason in dict.fromkeys(dropped.values()):
-            who = [label for label, why in dropped.items() if why == reason]
-            if step == EVALUATE:  # a client without evaluate has none in the next round either
-                who = [label for label in who if (label, reason) not in self._told]
-                self._told |= {(label, reason) for label in who}
-            if who:
-                log(
-                    WARNING,
-                    "Round %d (%s): left out %s: %s",
-                    *(round_, step, ", ".join(who), reason),
-                )
+        self._log_left_out(round_, step, dropped)
+        dropped |= {f"node {node}": why for node, why in roster.unanswered.items()}  # in the log
         aggregate = summarized(good, self._flags, self._labels)
         aggregate |= {"clients": float(len(good)), "dropped": float(len(dropped))}
         ups = [sum(array.size for array in reply.arrays) for reply in good.values()]
@@ -438,6 +445,35 @@ class Conversation:
             floats_up=float(np.mean(ups)) if ups else 0.0,
             anomalies={partition: {why.kind: 1.0} for partition, why in sorted(lost.items())},
         )
+
+    def _without(
+        self, report: RoundReport, unlike: Mapping[int, str], roster: Roster[Any]
+    ) -> RoundReport:
+        """Return the report without the replies that the protocol has left out; log them."""
+        if not unlike:
+            return report
+        left = {roster.label(p): why for p, why in sorted(unlike.items())}
+        self._log_left_out(report.round, report.step, left)
+        dropped = {**report.dropped, **left}
+        metrics = {p: own for p, own in report.metrics.items() if p not in unlike}
+        counts = {"clients": float(len(metrics)), "dropped": float(len(dropped))}
+        return report._replace(
+            metrics=metrics, dropped=dropped, aggregate={**report.aggregate, **counts}
+        )
+
+    def _log_left_out(self, round_: int, step: str, reasons: Mapping[str, str]) -> None:
+        """Log who was left out; those with one reason in one line."""
+        for reason in dict.fromkeys(reasons.values()):
+            who = [label for label, why in reasons.items() if why == reason]
+            if step == EVALUATE:  # a client without evaluate has none in the next round either
+                who = [label for label in who if (label, reason) not in self._told]
+                self._told |= {(label, reason) for label in who}
+            if who:
+                log(
+                    WARNING,
+                    "Round %d (%s): left out %s: %s",
+                    *(round_, step, ", ".join(who), reason),
+                )
 
     def _remember(self, report: RoundReport) -> None:
         """Append ``report`` to the history, save, and tell who wants to know."""
@@ -476,6 +512,13 @@ class Conversation:
         if self.options.checkpoint_dir is None:
             return
         folder, request = Path(self.options.checkpoint_dir), self._request
+        others = set(folder.glob("history-*.jsonl")) - {folder / f"history-{self._run}.jsonl"}
+        if others and (self._saves or (not self.options.resume and _store.rounds_in(folder))):
+            raise ValueError(
+                f"checkpoint_dir must be that of one run at a time, got {str(folder)!r}, where "
+                "another run has saved its rounds since this one began."
+            )
+        self._saves = True
         if self._journal is None:
             self._journal = _store.Journal(folder / f"history-{self._run}.jsonl")
         self._journal.append(report._asdict() for report in self.history[self._noted :])
@@ -502,7 +545,7 @@ class Conversation:
             "server_metrics": self.server_metrics,
         }
         _store.save_round(folder, self.done, arrays, meta)
-        for other in set(folder.glob("history-*.jsonl")) - {self._journal.path}:
+        for other in others:
             other.unlink(missing_ok=True)  # of a run that this one replaces
 
     def _load(self) -> _store.Saved | None:
@@ -618,9 +661,24 @@ def _same(one: Any, other: Any) -> bool:
     return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 
+def _check_writable(folder: Path) -> None:
+    """Raise a ValueError if nothing can be saved in a folder; it is made if it is not there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"checkpoint_dir must be a folder that can be written to, got {str(folder)!r}: "
+            f"{error.strerror}."
+        ) from error
+
+
 def _refuse_earlier_run(checkpoint_dir: str | Path | None) -> None:
     """Raise a ValueError if a folder for checkpoints has those of a run: they would be deleted."""
-    rounds = [] if checkpoint_dir is None else _store.rounds_in(Path(checkpoint_dir))
+    if checkpoint_dir is None:
+        return
+    rounds = _store.rounds_in(Path(checkpoint_dir))
     if rounds:
         raise ValueError(
             f"checkpoint_dir must hold no run, got one after round {rounds[-1]} in "
@@ -661,6 +719,11 @@ def _first_reason(reasons: Mapping[str, str], asked: str = "") -> str:
         rest = f" ({len(reasons)} in all)" if len(reasons) > 1 else ""
         return f"; the first reason{rest}: {who}{asked}: {why.rstrip('.')}"
     return ""
+
+
+def _asks_who(why: str) -> bool:
+    """Whether this is why a node took no part: its app does not answer who it is."""
+    return any(word in why for word in ("query", PARTITION_ID, f"no ConfigRecord {CONFIG!r}"))
 
 
 def _part(arrays: Mapping[str, NDArray[Any]], kind: str) -> dict[str, NDArray[Any]]:

@@ -47,6 +47,7 @@ class ServerSettings:
         Most bytes of arrays in a reply; a larger one is refused before its arrays are read.
     max_magnitude : float, default 1e100
         Largest size of a number in a reply, of metrics too; a reply with a larger one is refused.
+        Where the model is in single precision, it is 1e30 at most.
     clients_by_node : mapping of int to int, optional
         The partition of every node that may take part, by Flower's node id. Other nodes are not
         asked, and a node that says that it is another client is left out. Without it, the first

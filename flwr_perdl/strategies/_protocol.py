@@ -39,6 +39,7 @@ from flwr_perdl._checks import (
 )
 from flwr_perdl._records import LARGEST_INT, Reply, Scalar
 from flwr_perdl._repr import short_repr
+from flwr_perdl._robust import DEEDS
 from flwr_perdl.clients._secure import MAX_WEIGHT, NORM
 
 #: Named arrays from which a protocol continues.
@@ -48,6 +49,7 @@ State = Mapping[str, NDArray[Any]]
 FAILED, REFUSED = "failed", "refused"
 #: And a third: the weight was brought down to the request's bound.
 CAPPED = "capped"
+LEFT_OUT = DEEDS["filtered"]
 
 
 class Replies(dict[int, Reply]):
@@ -78,6 +80,25 @@ class Replies(dict[int, Reply]):
         for partition, share in shares.items():
             if share > 0:
                 self.noted.setdefault(partition, {})[what] = float(share)
+
+    @cached_property
+    def unlike(self) -> dict[int, str]:
+        """Why replies are left out that do not fit the others, see `leave_out`."""
+        return {}
+
+    def leave_out(self, reasons: Mapping[int, str]) -> Replies:
+        """Return the other replies: these do not fit them, and count as dropped.
+
+        Parameters
+        ----------
+        reasons : mapping of int to str
+            By partition, what does not fit, for log and report.
+        """
+        self.unlike.update(reasons)
+        self.note(LEFT_OUT, dict.fromkeys(reasons, 1.0))
+        others = Replies({p: reply for p, reply in self.items() if p not in reasons})
+        others.noted, others.unlike = self.noted, self.unlike
+        return others
 
 
 def accept(reply: Reply) -> None:

@@ -43,6 +43,8 @@ class Roster(Generic[Node]):
         self.names: dict[int, str] = {}
         #: Why nodes take no part that do not say who they are.
         self.strangers: dict[Node, str] = {}
+        #: Why nodes that are there now, and were asked, do not say who they are.
+        self.unanswered: dict[Node, str] = {}
 
     def unknown(self, nodes: Iterable[Node]) -> list[Node]:
         """Return the nodes that are to say who they are."""
@@ -79,7 +81,7 @@ class Roster(Generic[Node]):
         self.strangers[node] = brief(reason)
         log(
             WARNING,
-            "Left out node %s, which does not say who it is: %s",
+            "Left out node %s, whose client does not say who it is: %s",
             *(node, self.strangers[node]),
         )
 
@@ -102,6 +104,11 @@ class Roster(Generic[Node]):
         """Return the present clients' nodes by partition, ascending; the first enrolled wins."""
         here = self._here(nodes)
         holders = self._holders(here)
+        self.unanswered = {
+            node: self.strangers[node]
+            for node in nodes
+            if node in self._silent and self._partitions.get(node) not in holders
+        }
         for node in here:
             holder = holders[self._partitions[node]]
             if node == holder:

@@ -50,6 +50,7 @@ from flwr_perdl.strategies._protocol import (
     Protocol,
     RoundReport,
     State,
+    TooFewReplies,
 )
 from flwr_perdl.strategies._roster import Roster, settle
 from flwr_perdl.strategies._secure import secure_mean
@@ -218,6 +219,11 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
             raise TypeError(f"evaluate_fn must be a function or None, got {evaluate_fn!r}.")
         self._timeout, self._evaluate_config = timeout, evaluate_config
         conversation = self.open(to_arrays(initial))
+        if num_rounds < conversation.done:
+            raise ValueError(
+                f"num_rounds must be at least the {conversation.done} rounds that the run to "
+                f"resume has done, got {num_rounds}."
+            )
         conversation.begin(num_rounds)
         getattr(grid, "begin_run", lambda: None)()  # only an InProcessGrid has it
         try:
@@ -356,6 +362,14 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         self._ask_who(grid, self._roster.unknown(ids), "new")
         self._ask_who(grid, self._roster.contested(ids), "known")
         present, wanted = self._roster.present(ids), self._options.num_clients or 0
+        silent = self._roster.unanswered
+        if first and silent and len(present) < wanted and not self._options.allow_fewer:
+            node, why = next(iter(silent.items()))
+            raise TooFewReplies(
+                f"{len(present)} client(s) have said who they are, fewer than num_clients={wanted}"
+                f"; with ServerSettings(allow_fewer=True) the run begins without the others; the "
+                f"first reason: node {node}: {why.rstrip('.')}."
+            )
         if first and self._options.min_clients <= len(present) < wanted <= len(ids):
             log(  # no error: a node that claims another one's place could stop every run
                 WARNING,
@@ -374,7 +388,9 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
             for node in nodes
         ]
         patience = self._timeout  # None: as long as it takes
-        if patience is not None:  # workers may yet be starting
+        if self._roster.names:  # who has not answered before is not waited for as long again
+            patience = self._options.node_timeout
+        elif patience is not None:  # workers may yet be starting
             patience = max(patience, self._options.node_timeout)
         if not _fixed(grid):
             log(INFO, "Asking %d %s node(s) who they are, %s.", len(nodes), kind, _within(patience))

@@ -166,7 +166,7 @@ class DictionaryAveraging(ProtocolStrategy):
     def _first(self, replies: Replies) -> State:
         """Return the dictionary that all go on with, or the naive average."""
         replies = within_bounds(replies, self.max_atoms)
-        replies = alike(replies, lambda reply: reply.arrays[0].shape, "shape")
+        replies = alike(replies, lambda reply: reply.arrays[0].shape, "an array of shape {}".format)
         own = {partition: reply.arrays[0][:-1] for partition, reply in replies.items()}
         sizes = {partition: reply.num_examples for partition, reply in replies.items()}
         orthogonal = _all_orthogonal(replies)

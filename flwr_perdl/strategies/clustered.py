@@ -207,6 +207,7 @@ class ClusteredFedAvg(ProtocolStrategy):
     >>> strategy = ClusteredFedAvg("auto", max_clusters=6, choose_every=5)
     """
 
+    flags = ()  # all metrics but ours are the client's own, whatever their names
     labels = (CLUSTER,)
     evaluation_config: ClassVar[Mapping[str, Scalar]] = {CLUSTERED: True}
 
@@ -240,6 +241,12 @@ class ClusteredFedAvg(ProtocolStrategy):
         self.robust = check_choice("robust", rule, ROBUST)
         self.max_clusters = check_count("max_clusters", max_clusters, 2)
         alone = start in ("one-shot", "anchors")
+        most = self.options.num_clients
+        if alone and isinstance(self.k, int) and most is not None and self.k > most:
+            raise ValueError(
+                f"k must be at most num_clients={most} where the clients' own models are the "
+                f"start, got {self.k}."
+            )
         for name, value, default, used in (
             ("start_rounds", start_rounds, 1, alone),
             ("spread", spread, 1.0, start == "random"),

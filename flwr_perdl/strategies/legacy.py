@@ -169,7 +169,11 @@ class LegacyStrategy(Strategy):
         """Return the means of the clients' losses and evaluation metrics."""
         none = ndarrays_to_parameters([])
         replies = {
-            proxy.cid: (result.num_examples, none, {"loss": result.loss, **result.metrics})
+            proxy.cid: (
+                result.num_examples,
+                none,
+                {"loss": result.loss} | result.metrics | {"loss": result.loss},
+            )
             for proxy, result in results
         }
         good, lost = self._read(replies, failures)

@@ -32,7 +32,10 @@ from math import prod
 from typing import Any, ClassVar, Unpack
 
 import numpy as np
+from flwr.app import ArrayRecord
 from flwr.common import log
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result
 
 from flwr_perdl._checks import Matrix, check_array, check_choice, check_kind
 from flwr_perdl._random import SERVER, spawn
@@ -89,6 +92,43 @@ class _MixedRegression(ProtocolStrategy):
         super().__init__(**options)
         rule = ("filtered" if robust else "mean") if isinstance(robust, bool) else robust
         self.two_phase = TwoPhase(n_clusters, phase_1, phase_2, max_clusters, rule)
+        #: Communication rounds of the run that is on; None where they are not known.
+        self._num_rounds: int | None = None
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord | None = None,
+        num_rounds: int = 3,
+        *args: Any,
+        **options: Any,
+    ) -> Result:
+        """Run; where no models are given, ``num_rounds`` is at least what it takes to find some.
+
+        Fewer are allowed with a ``checkpoint_dir`` only, from which a strategy with
+        ``ServerSettings(resume=True)`` goes on.
+
+        Raises
+        ------
+        ValueError
+            If ``num_rounds`` ends the run before there are models (Phase 1 takes 4 rounds by
+            default), or if ``n_clusters`` is above the number of clients, or is not the number of
+            the given models.
+        """
+        self._num_rounds = num_rounds
+        try:
+            result = super().start(grid, initial_arrays, num_rounds, *args, **options)
+        finally:
+            self._num_rounds = None
+        run = self._running()
+        if not run.model:
+            log(
+                WARNING,
+                "The run has no models yet: %d of the %d rounds that they take are done. A "
+                "strategy with ServerSettings(resume=True) goes on.",
+                *(run.done, self._least_rounds()),
+            )
+        return result
 
     def settings(self) -> dict[str, Any]:
         """Return the options of the two phases."""
@@ -102,6 +142,8 @@ class _MixedRegression(ProtocolStrategy):
         phases = self.two_phase
         now = phases.begin(self._given(initial)) if state is None else State.unpack(state)
         count = 0 if state is None else int(state[_COUNT])
+        if not now.centers.size:
+            self._check_start()
         while not (self._phase_1_only and now.step == "update"):
             rng = spawn(self._options.seed, SERVER, count + 1)
             ask, shape = phases.ask(now, rng), phases.answer_shape(now)
@@ -118,8 +160,11 @@ class _MixedRegression(ProtocolStrategy):
             )
             count += 1
             answers = _collect(replies)
-            self._check_clusters(len(replies), answers.stack.shape[-1])
+            if not now.centers.size:
+                n_clients = len(replies) if self._one_shot else self._n_clients()
+                self._check_clusters(n_clients, f"{n_clients} clients")
             if self._random and not now.centers.size:
+                self._check_width(answers.stack.shape[1])
                 now = phases.begin(random_models(self._n_models(), answers.stack.shape[1] - 1, rng))
             if now.step == ask.step:
                 now = phases.advance(now, answers, rng)
@@ -142,7 +187,34 @@ class _MixedRegression(ProtocolStrategy):
         if len(initial) > self._takes_models:
             wanted = "[models]" if self._takes_models else "left out"
             raise ValueError(f"initial_arrays must be {wanted}, got {len(initial)} arrays.")
-        return check_array("initial_arrays", initial[0], min_rows=1) if initial else None
+        models = check_array("initial_arrays", initial[0], min_rows=1) if initial else None
+        if models is not None and self.two_phase.n_clusters not in ("auto", len(models)):
+            raise ValueError(
+                f"initial_arrays must be [models] with n_clusters={self._n_models()} models, got "
+                f"{len(models)}."
+            )
+        return models
+
+    def _check_start(self) -> None:
+        """Refuse, before the first message, a run that cannot find its models."""
+        rounds, least = self._num_rounds, self._least_rounds()
+        if rounds is not None and rounds < least and self._options.checkpoint_dir is None:
+            raise ValueError(
+                f"num_rounds must be at least {least} for these settings, got {rounds}: there are "
+                "no models before, and no checkpoint_dir keeps the run to go on with."
+            )
+        if self._options.num_clients is not None:
+            n_clients = self._options.num_clients
+            self._check_clusters(n_clients, f"num_clients={n_clients}")
+
+    def _least_rounds(self) -> int:
+        """Return after how many rounds there are models, where none are given."""
+        phase_1 = self.two_phase.phase_1
+        if self._random:
+            return 1
+        if isinstance(phase_1, OneShot):  # each client's estimate is the second answer
+            return 2
+        return 1 + phase_1.n_iterations * (phase_1.n_products + 1)
 
     def _check_no_phase_1(self, where: str) -> None:
         """Refuse options of a Phase 1 that never comes."""
@@ -153,19 +225,33 @@ class _MixedRegression(ProtocolStrategy):
                 f"{phases.phase_1}."
             )
 
-    def _check_clusters(self, n_clients: int, width: int) -> None:
-        """Refuse more clusters than estimates to cluster, or than random models that can travel."""
-        if isinstance(self.two_phase.phase_1, OneShot) and self._n_models() > n_clients:
+    def _check_clusters(self, n_clients: int, found: str) -> None:
+        """Refuse to look for more clusters than there are clients."""
+        if self.two_phase.n_clusters != "auto" and self._n_models() > n_clients:
             raise ValueError(
                 f"n_clusters must be at most the number of clients, got {self._n_models()} with "
-                f"{n_clients} clients."
+                f"{found}."
             )
+
+    def _check_width(self, width: int) -> None:
+        """Refuse more random models than can travel."""
         most = self._options.max_reply_bytes // (8 * width)
-        if self._random and self._n_models() > most:
+        if self._n_models() > most:
             raise ValueError(
                 f"n_clusters must be at most {most}, whose models have max_reply_bytes, got "
                 f"{self._n_models()}."
             )
+
+    def _n_clients(self) -> int:
+        """Return how many clients there are, those that were not drawn or did not answer too."""
+        if self._roster.names:
+            return len(self._roster.names)
+        # The older interface has a roster of its own: at most so many, by who was asked.
+        return int((len(self._running()._asked) + 0.5) / self._options.fraction_train)
+
+    @property
+    def _one_shot(self) -> bool:
+        return isinstance(self.two_phase.phase_1, OneShot)
 
     def _n_models(self) -> int:
         return int(self.two_phase.n_clusters)
@@ -381,12 +467,15 @@ def _collect(replies: Replies) -> Answers:
     """Return the answers of the shape that most have: in round one no other is known."""
     shapes = Counter(reply.arrays[0].shape for reply in replies.values())
     common = shapes.most_common(1)[0][0]
-    odd = [who for who, reply in replies.items() if reply.arrays[0].shape != common]
-    if odd:
-        log(WARNING, "Left out clients %s: the others have %d features.", odd, common[-1] - 1)
-    return Answers.collect(
-        {who: (r.arrays[0], r.num_examples) for who, r in replies.items() if who not in odd}
+    sizes = {who: reply.arrays[0].shape[-1] - 1 for who, reply in replies.items()}
+    same = replies.leave_out(
+        {
+            who: f"it has {sizes[who]} features, and most have {common[-1] - 1}"
+            for who, reply in replies.items()
+            if reply.arrays[0].shape != common
+        }
     )
+    return Answers.collect({who: (r.arrays[0], r.num_examples) for who, r in same.items()})
 
 
 def _check(phases: TwoPhase, state: State) -> Callable[[Reply], None]:

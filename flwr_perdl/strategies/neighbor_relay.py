@@ -60,7 +60,7 @@ from scipy import sparse
 
 from flwr_perdl._checks import Matrix, check_count, check_flag, check_kind
 from flwr_perdl._network._exchange import Plan, Run, spread
-from flwr_perdl._network._packing import text_array, texts_of, unpack_arrays
+from flwr_perdl._network._packing import text_array, texts_of, unpack, unpack_arrays
 from flwr_perdl._network.faults import Faults
 from flwr_perdl._network.messages import Delivery, Message
 from flwr_perdl._records import ANEW, NUM_EXAMPLES, Reply, brief, check_names
@@ -71,6 +71,7 @@ from flwr_perdl.clients.diffusion import (
     BROKEN,
     EXCHANGE,
     FLOATS,
+    ONLY_DIFFUSION,
     REJECTED,
     SEALED,
     SHOW,
@@ -234,9 +235,27 @@ class NeighborRelay(ProtocolStrategy):
         *args: Any,
         **options: Any,
     ) -> Result:
-        """Run to the end: ``num_rounds`` is by default ``exchanges``."""
-        rounds = self.exchanges if num_rounds is None else num_rounds
-        return super().start(grid, initial_arrays, rounds, *args, **options)
+        """Run to the end: ``num_rounds`` is by default ``exchanges``.
+
+        Fewer rounds have no result. They are allowed with a ``checkpoint_dir`` only, from which a
+        strategy with ``ServerSettings(resume=True)`` goes on.
+        """
+        rounds = self.exchanges if num_rounds is None else check_count("num_rounds", num_rounds)
+        if rounds < self.exchanges and self._options.checkpoint_dir is None:
+            raise ValueError(
+                f"num_rounds must be at least {self.exchanges} for n_rounds={self.n_rounds} "
+                f"without a checkpoint_dir, got {rounds}."
+            )
+        result = super().start(grid, initial_arrays, rounds, *args, **options)
+        run = self._conversation
+        if run is not None and not run.finished:
+            log(
+                WARNING,
+                "The run is not over and has no result: %d of its %d exchanges are done. A "
+                "strategy with ServerSettings(resume=True) goes on.",
+                *(run.done, self.exchanges),
+            )
+        return result
 
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """Deliver messages round by round; nothing is combined here."""
@@ -248,7 +267,9 @@ class NeighborRelay(ProtocolStrategy):
         if state is not None:
             held.unpack(state)
         elif self.sealed:
-            held.keep_cards((yield Request(ANNOUNCE, config={SEALED: True}, max_weight=None)))
+            check = partial(_check_reply, ANNOUNCE, 1)
+            config = {SEALED: True}
+            held.keep_cards((yield Request(ANNOUNCE, config=config, check=check, max_weight=None)))
         for round_ in range(held.round + 1, self.n_rounds + 2):
             asleep = np.flatnonzero(~faults.awake(n, round_))
             last = round_ > self.n_rounds
@@ -256,10 +277,13 @@ class NeighborRelay(ProtocolStrategy):
             contents = defaultdict(
                 stranger.to_arrays, {k: each.to_arrays() for k, each in deliveries.items()}
             )
+            step = SHOW if last else EXCHANGE
+            besides = int(self.sealed) if len(asleep) else None  # who sleeps sends at most a card
             replies = yield Request(
-                SHOW if last else EXCHANGE,
+                step,
                 config={AT: round_, ASLEEP: " ".join(map(str, asleep)), SEALED: self.sealed},
                 state=held.pack(),
+                check=partial(_check_reply, step, 1 if last else besides),
                 own=contents.__getitem__,
                 model=(),
                 max_weight=None,
@@ -380,7 +404,7 @@ class FlowerNetwork:
         ValueError
             If ``state`` or ``stop`` is given.
         TooFewReplies
-            If fewer than ``min_clients`` nodes reply in a round.
+            If fewer than ``min_clients`` nodes reply in a round as a `DiffusionClient` does.
         """
         for name, given in (("state", state), ("stop", stop)):
             if given is not None:
@@ -531,18 +555,31 @@ class _Held:
                 self.took_part[node] = True
                 cards = deliveries[node].cards
                 addressed: dict[int, Sequence[Matrix]]
+                flaw = ""
                 if cards is None:  # open: one message for all
                     floats = float(sum(array.size for array in reply.arrays))
-                    addressed, complete = {EVERYBODY: reply.arrays}, bool(reply.arrays)
+                    addressed = {EVERYBODY: reply.arrays}
+                    if not reply.arrays:
+                        flaw = "it has no arrays"
                 else:  # the node's card, and a sealed message for each receiver
                     floats, sent = float(reply.metrics.get(FLOATS, 0.0)), reply.arrays[1:]
                     each = zip(cards, sent, strict=False)
                     addressed = {to: [array] for to, array in each if array.size}
-                    complete = len(sent) == len(cards)
-                if broken[node] or BROKEN in reply.metrics or not complete:
-                    self.unheard[node] += 1
-                else:
+                    if len(sent) != len(cards):
+                        flaw = f"it is {len(sent)} sealed messages for {len(cards)} receivers"
+                if BROKEN in reply.metrics:
+                    flaw = "it has NaN or infinite values"
+                elif broken[node]:
+                    flaw = "a simulated fault broke it"
+                if not flaw:
                     self.messages[round_, node] = _HeldMessage(floats, addressed)
+                    continue
+                self.unheard[node] += 1
+                log(
+                    WARNING,
+                    "Round %d (%s): left out the message of node %d: %s",
+                    *(round_ + self.sealed, EXCHANGE, node, flaw),
+                )
 
     def keep_cards(self, replies: Replies) -> None:
         """Keep the nodes' public keys."""
@@ -599,6 +636,36 @@ def _entries(matrix: Any) -> Matrix:
 def _matrix(entries: Matrix, n: int) -> Any:
     """Return the sparse matrix of shape (n, n) with these entries; several at a place add up."""
     return sparse.csr_array((entries[2], entries[:2].astype(np.intp)), shape=(n, n))
+
+
+def _check_reply(step: str, most: int | None, reply: Reply) -> None:
+    """Raise a ValueError if a reply is not one of a `DiffusionClient`.
+
+    Parameters
+    ----------
+    step : str
+        What the nodes were asked for.
+    most : int or None
+        Maximum number of arrays in a reply that is no message: cards, or what a node shows. None if
+        every reply must be a message.
+    reply : Reply
+        The reply.
+    """
+    if step == EXCHANGE and FLOATS in reply.metrics:
+        return
+    if most is None:
+        raise ValueError(f"metrics must have {FLOATS!r}, got none of that name: {ONLY_DIFFUSION}")
+    if len(reply.arrays) > most:
+        raise ValueError(
+            f"arrays must be at most {most} here, got {len(reply.arrays)}: {ONLY_DIFFUSION}"
+        )
+    for array in reply.arrays:
+        try:
+            unpack(array)
+        except ValueError as error:
+            raise ValueError(
+                f"arrays must hold packed bytes, got other numbers: {ONLY_DIFFUSION}"
+            ) from error
 
 
 def _opened(node: int, reply: Reply) -> dict[str, Matrix]:

@@ -45,7 +45,7 @@ What each party receives:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from logging import WARNING
 from math import prod
@@ -56,7 +56,7 @@ from flwr.common import log
 
 from flwr_perdl._checks import Matrix, check_array, check_choice, check_count, check_flag, is_auto
 from flwr_perdl._records import ANEW, Reply, Scalar
-from flwr_perdl._robust import CAP, DEEDS
+from flwr_perdl._robust import CAP
 from flwr_perdl.clients._steps import LOCAL_STEPS, MOST_STEPS
 from flwr_perdl.clients.perma import (
     ATOMS,
@@ -225,7 +225,12 @@ class PerMA(ProtocolStrategy):
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """P0, Algorithm 1: one request per communication round."""
         if state is None and initial:
-            state = {"global_atoms": given_atoms(initial), "orthogonal": np.array(OWN)}
+            given = given_atoms(initial)
+            if self.n_global not in ("auto", len(given)):
+                raise ValueError(
+                    f"initial_arrays must have n_global={self.n_global} atoms, got {len(given)}."
+                )
+            state = {"global_atoms": given, "orthogonal": np.array(OWN)}
         if state is None:
             check = partial(check_dictionary, max_atoms=self.max_atoms)
             replies = yield Request(START, (), {SENDS: self._sends}, None, check, max_weight=None)
@@ -253,7 +258,7 @@ class PerMA(ProtocolStrategy):
             same = replies
             if known == OWN:
                 kind = partial(is_orthogonal, atoms=global_atoms)
-                same = alike(replies, kind, "orthogonal")
+                same = alike(replies, kind, atoms_kind)
                 known = int(kind(next(iter(same.values()))))
             told, heard = self._recall(state, same) if self.remember else ({}, same)
             if self.secure is not None:  # every reply holds the same mean
@@ -317,8 +322,8 @@ class PerMA(ProtocolStrategy):
 
     def _match(self, replies: Replies) -> State:
         """Find the global atoms in the clients' dictionaries (line 6)."""
-        replies = alike(replies, lambda reply: reply.arrays[0].shape[1], "features")
-        replies = alike(replies, is_orthogonal, "orthogonal")
+        replies = alike(replies, lambda reply: reply.arrays[0].shape[1], "{} features".format)
+        replies = alike(replies, is_orthogonal, atoms_kind)
         replies = within_bounds(replies, self.max_atoms)
         orthogonal = is_orthogonal(next(iter(replies.values())))
         if self.n_global != "auto":
@@ -427,8 +432,7 @@ def with_enough(replies: Replies, n_global: int, what: str = "atoms") -> Replies
                 f"n_global must be at most every client's number of {what}, got "
                 f"n_global={n_global} with {n_atoms} {what} at client {partition}."
             )
-        log(WARNING, "Client %d has %d %s only: left out.", partition, n_atoms, what)
-    return leave_out(replies, few)
+    return replies.leave_out({p: f"it has {n_atoms} {what} only" for p, n_atoms in few.items()})
 
 
 def _n_atoms(reply: Reply) -> int:
@@ -436,21 +440,22 @@ def _n_atoms(reply: Reply) -> int:
     return int(reply.metrics.get("n_atoms", len(reply.arrays[0])))
 
 
-def alike(replies: Replies, trait: Callable[[Reply], Any], name: str) -> Replies:
+def alike(replies: Replies, trait: Callable[[Reply], Any], words: Callable[[Any], str]) -> Replies:
     """Return the replies that have the trait that most have; the others are left out."""
     most = Counter(trait(reply) for reply in replies.values()).most_common(1)[0][0]
-    others = [p for p, reply in replies.items() if trait(reply) != most]
-    if others:
-        log(WARNING, "Left out clients %s: of %s, the others have %s.", others, name, most)
-    return leave_out(replies, others)
+    found = {partition: trait(reply) for partition, reply in replies.items()}
+    return replies.leave_out(
+        {
+            partition: f"it has {words(own)}, and most have {words(most)}"
+            for partition, own in found.items()
+            if own != most
+        }
+    )
 
 
-def leave_out(replies: Replies, partitions: Collection[int]) -> Replies:
-    """Note that these clients are left out, and return the others' replies."""
-    replies.note(DEEDS["filtered"], dict.fromkeys(partitions, 1.0))
-    others = Replies({p: reply for p, reply in replies.items() if p not in partitions})
-    others.noted = replies.noted
-    return others
+def atoms_kind(orthogonal: bool) -> str:
+    """Return what a client's atoms are, in words."""
+    return "orthonormal atoms" if orthogonal else "atoms of a general learner"
 
 
 def given_atoms(initial: list[Matrix]) -> Matrix:
@@ -486,14 +491,14 @@ def within_bounds(replies: Replies, max_atoms: int | None) -> Replies:
     sizes = {partition: len(reply.arrays[0]) for partition, reply in replies.items()}
     have = [_n_atoms(reply) for reply in replies.values()]  # withheld atoms are not sent
     most = ATOMS_FACTOR * max(float(np.median(have)), 1.0)
-    many = [partition for partition, n_atoms in sizes.items() if n_atoms > most]
-    for partition in many:
-        log(
-            WARNING,
-            "Left out client %d: it sent %d atoms, more than %d times the median (max_atoms).",
-            *(partition, sizes[partition], ATOMS_FACTOR),
-        )
-    return leave_out(replies, many)
+    return replies.leave_out(
+        {
+            partition: f"it sent {n_atoms} atoms, more than {ATOMS_FACTOR} times the median "
+            "(max_atoms)"
+            for partition, n_atoms in sizes.items()
+            if n_atoms > most
+        }
+    )
 
 
 def check_dictionary(reply: Reply, max_atoms: int | None = None) -> None:

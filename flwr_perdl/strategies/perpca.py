@@ -21,12 +21,10 @@ The clients are made with ``DictionaryClient(protocol="perpca")``, which says wh
 from __future__ import annotations
 
 from functools import partial
-from logging import WARNING
 from math import isfinite
 from typing import Unpack
 
 import numpy as np
-from flwr.common import log
 
 from flwr_perdl._checks import Matrix, check_count, check_flag, check_real
 from flwr_perdl._records import ANEW, Reply
@@ -43,7 +41,6 @@ from flwr_perdl.strategies.perma import (
     check_max_atoms,
     check_shape,
     given_atoms,
-    leave_out,
     with_enough,
     within_bounds,
 )
@@ -174,7 +171,7 @@ class PerPCA(ProtocolStrategy):
     def _start(self, replies: Replies) -> Matrix:
         """Return what the clients' principal directions have in common."""
         replies = with_enough(replies, self.n_global, "components")
-        replies = alike(replies, lambda reply: reply.arrays[0].shape[1], "features")
+        replies = alike(replies, lambda reply: reply.arrays[0].shape[1], "{} features".format)
         replies = within_bounds(replies, self.max_atoms)
         replies = orthonormal(replies)
         directions = [reply.arrays[0] for reply in replies.values() if len(reply.arrays[0])]
@@ -192,9 +189,7 @@ def orthonormal(replies: Replies) -> Replies:
     A client that sent one direction many times would decide the start alone.
     """
     odd = [who for who, reply in replies.items() if not _are_components(reply.arrays[0])]
-    if odd:
-        log(WARNING, "Left out clients %s: their components are not orthonormal.", odd)
-    return leave_out(replies, odd)
+    return replies.leave_out(dict.fromkeys(odd, "its components are not orthonormal"))
 
 
 def _are_components(rows: Matrix) -> bool:

@@ -23,7 +23,7 @@ from flwr_perdl.diffusion import (
 from flwr_perdl.diffusion.averaging import METHODS, Averaged
 from flwr_perdl.network import Faults, FlowerNetwork, InMemoryNetwork, RayNetwork
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import ServerSettings
+from flwr_perdl.strategies import ServerSettings, TooFewReplies
 
 Array = NDArray[Any]
 
@@ -260,6 +260,21 @@ def test_flower_in_process(method: str, faults: Faults | None) -> None:
         np.testing.assert_array_equal(kept[node], model)
     assert len(told) == 9
     np.testing.assert_array_equal(told[-1]["train-loss"], here.curves["train-loss"][-1])
+
+
+@pytest.mark.parametrize("sealed", [False, True], ids=["open", "sealed"])
+def test_flower_with_ordinary_clients_is_told_which_client_it_needs(sealed: bool) -> None:
+    """Their fit ignores what it is given, as a mean's does: nothing in it would fail."""
+
+    class Mean(NumPyClient):
+        def fit(self, parameters: list[Array], config: Any) -> Any:
+            return [np.ones(3)], 20, {}
+
+    learner = DiffusionAveraging(RING)
+    grid = InProcessGrid(client_app(lambda context: Mean()), N)
+    network = FlowerNetwork(grid, RING, sealed=sealed)
+    with pytest.raises(TooFewReplies, match=r"a DiffusionClient at every node; DiffusionAveraging"):
+        learner.fit(None, 3, network=network)
 
 
 def test_a_resumed_run_has_the_curves_of_one_that_was_not_stopped(tmp_path: Path) -> None:

@@ -84,9 +84,10 @@ def test_one_federation_runs_through_flower_and_is_the_batched_path() -> None:
     np.testing.assert_allclose(batched["ours/floats"][-1], sent)
 
 
+@pytest.mark.slow
 def test_the_papers_variant_sends_what_the_batched_path_counts() -> None:
     one = config_of(
-        "mixed-regression", setting="C1", seeds=1, rounds=12, variant="paper", clients=200
+        "mixed-regression", setting="C1", seeds=1, rounds=56, variant="paper", clients=200
     )
     federated = federate(mixed_regression, one)
     batched = mixed_regression._one_seed("C1", 0, one)

@@ -209,7 +209,7 @@ def test_one_client_and_one_sample_are_served_or_refused(
     kind = KINDS.get(name, "regression")
     strategy = STRATEGIES[name](min_clients=least)
     try:
-        result = strategy.start(grid(n, rows, kind), num_rounds=2)
+        result = strategy.start(grid(n, rows, kind), num_rounds=5)
     except (ValueError, TooFewReplies) as error:
         sentence(error)
     else:

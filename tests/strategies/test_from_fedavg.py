@@ -50,7 +50,7 @@ WITH_NOISE = [LocalDpMod(1.0, 1.0, 1.0, 1e-3)]
 
 
 def run(strategy: Any, app: ClientApp, model: ArrayRecord | None = None) -> Any:
-    return strategy.start(InProcessGrid(app, 3), model, num_rounds=2)
+    return strategy.start(InProcessGrid(app, 3), model, num_rounds=4)
 
 
 @pytest.mark.parametrize(

@@ -245,6 +245,63 @@ def test_a_resumed_run_has_the_same_bits(name: str, tmp_path: Path) -> None:
     np.testing.assert_array_equal(result.arrays.to_numpy_ndarrays()[0], whole)
 
 
+#: Strategies without given models, and the rounds after which there are some.
+LEAST: list[tuple[Callable[..., ProtocolStrategy], int]] = [
+    (partial(FedX, 2), PHASE_1),
+    (FedX, PHASE_1),
+    (partial(FedMD, 2), PHASE_1),
+    (partial(FedX, 2, phase_1=MomentDescent(n_products=3)), 5),
+    (partial(FedX, 2, phase_1=MomentDescent(n_iterations=2)), 7),
+    (partial(FedX, 3, **PAPER), 7),
+    (partial(FedX, 2, robust=True), PHASE_1),
+    (partial(FedX, 2, start="random"), 1),
+    (partial(OneShotClustering, 2), 2),
+]
+
+
+@pytest.mark.parametrize(("make", "least"), LEAST)
+def test_fewer_rounds_than_it_takes_to_find_models_are_refused(
+    make: Callable[..., ProtocolStrategy], least: int
+) -> None:
+    data, sent = planted(), []
+    strategy = make(**QUIET)
+    nodes = grid(data, faults=lambda partition, message: sent.append(message))
+    with pytest.raises(
+        ValueError, match=f"num_rounds must be at least {least} for these settings, got {least - 1}"
+    ):
+        strategy.start(nodes, num_rounds=least - 1)
+    assert not sent
+    (models,) = strategy.start(nodes, num_rounds=least).arrays.to_numpy_ndarrays()
+    assert len(models) >= 2
+    assert np.isfinite(models).all()
+
+
+def test_the_default_number_of_rounds_is_enough_from_given_models_only() -> None:
+    data, strategy = planted(), FedX(3, **QUIET)
+    with pytest.raises(ValueError, match="num_rounds must be at least 4 for these settings, got 3"):
+        strategy.start(grid(data))
+    result = strategy.start(grid(data), ArrayRecord([NEAR]))
+    assert result.arrays.to_numpy_ndarrays()[0].shape == (3, D)
+    old = as_legacy(strategy)  # it does not know the number of rounds
+    old.initialize_parameters(SimpleClientManager())
+
+
+def test_with_a_checkpoint_a_run_may_stop_without_models(tmp_path: Path, warned: Any) -> None:
+    data, options = planted(), {**QUIET, "checkpoint_dir": tmp_path}
+    result = FedX(3, **options).start(grid(data), num_rounds=3)
+    assert not result.arrays
+    assert "no models yet: 3 of the 4 rounds that they take are done" in warned.text
+    found = learn(data, FedX(3, **options, server=RESUME), 6)
+    np.testing.assert_array_equal(found, learn(data, FedX(3, **QUIET), 6))
+
+
+def test_a_resumed_run_from_given_models_may_be_short(tmp_path: Path) -> None:
+    data, options = planted(), {**QUIET, "checkpoint_dir": tmp_path}
+    learn(data, FedX(3, **options), 2, NEAR)
+    found = learn(data, FedX(3, **options, server=RESUME), 3)
+    np.testing.assert_array_equal(found, learn(data, FedX(3, **QUIET), 3, NEAR))
+
+
 class LocalProxy(ClientProxy):
     """A proxy of Flower's older server that calls the client in this process."""
 
@@ -428,6 +485,22 @@ def test_one_adversary_does_no_harm_to_a_robust_average(
             return [sent], n, metrics
 
     models = learn(data, FedX(n_clusters, robust=robust, **QUIET), 40, make=Adversary)
+    assert model_error(models, data.theta) < 0.12
+
+
+def test_a_client_with_another_number_of_features_is_dropped_with_its_own(warned: Any) -> None:
+    data = planted()
+    data.X[3] = np.hstack([data.X[3], data.X[3][:, :1]])
+    strategy = FedX(3, **QUIET)
+    models = learn(data, strategy, 20)
+    first, second = strategy.history[:2]
+    assert first.dropped == {"client 3": f"it has {D + 1} features, and most have {D}"}
+    assert first.aggregate["dropped"] == 1
+    assert first.aggregate["clients"] == len(data.X) - 1 == len(first.metrics)
+    assert first.anomalies == {3: {"left out": 1.0}}
+    assert list(second.dropped) == ["client 3"]
+    said = f"left out client 3: it has {D + 1} features, and most have {D}"
+    assert said in warned.text
     assert model_error(models, data.theta) < 0.12
 
 
@@ -622,6 +695,82 @@ def test_models_to_start_from_are_refused_where_they_are_not_used(
 ) -> None:
     with pytest.raises(ValueError, match=f"initial_arrays must be {wanted}, got 1 arrays"):
         learn(planted(), strategy, 2, NEAR)
+
+
+@pytest.mark.parametrize(("n_clusters", "n_models"), [(2, 3), (3, 1)])
+@pytest.mark.parametrize("options", [{}, {"start": "random"}, refined(check_every=0)])
+def test_another_number_of_initial_models_is_refused(
+    n_clusters: int, n_models: int, options: dict[str, Any]
+) -> None:
+    sent: list[Message] = []
+    with pytest.raises(
+        ValueError,
+        match=rf"^initial_arrays must be \[models\] with n_clusters={n_clusters} models, got "
+        rf"{n_models}\.$",
+    ):
+        learn(
+            planted(),
+            FedX(n_clusters, **options),
+            9,
+            NEAR[:n_models],
+            faults=lambda partition, message: sent.append(message),
+        )
+    assert not sent
+    assert learn(planted(), FedX(**QUIET), 3, NEAR).shape == NEAR.shape  # "auto": any number
+
+
+MANY: list[Callable[..., ProtocolStrategy]] = [
+    partial(FedX, 9),
+    partial(FedMD, 9),
+    partial(FedX, 9, start="random"),
+    partial(OneShotClustering, 9),
+]
+
+
+@pytest.mark.parametrize("make", MANY)
+def test_more_clusters_than_clients_are_refused(make: Callable[..., ProtocolStrategy]) -> None:
+    data, sent = planted(n_clients=6), []
+    nodes = grid(data, faults=lambda partition, message: sent.append(message))
+    said = "^n_clusters must be at most the number of clients, got 9 with "
+    with pytest.raises(ValueError, match=said + "num_clients=6"):
+        make(num_clients=6).start(nodes, num_rounds=9)
+    assert not sent
+    strategy = make()
+    with pytest.raises(ValueError, match=said + "6 clients"):
+        strategy.start(nodes, num_rounds=9)
+    assert {asked(message)[0] for message in sent} == {"describe", ""}
+    manager = SimpleClientManager()
+    for partition in range(6):
+        manager.register(LocalProxy(data, partition))
+    server = Server(client_manager=manager, strategy=as_legacy(make(num_clients=None)))
+    with pytest.raises(ValueError, match=said + "6 clients"):
+        server.fit(9, timeout=None)
+
+
+@pytest.mark.parametrize("options", [{"fraction_train": 0.5}, {"min_clients": 3}])
+def test_who_is_not_drawn_or_does_not_answer_is_a_client_too(options: dict[str, Any]) -> None:
+    data = planted(n_clients=6)
+
+    def faults(partition: int, message: Message) -> str | None:
+        absent = asked(message)[1] == 1 and "min_clients" in options and partition < 3
+        return "silence" if absent else None
+
+    models = learn(data, FedX(4, **options, **QUIET), 8, faults=faults)
+    assert np.isfinite(models).all()
+    with pytest.raises(ValueError, match=r"n_clusters must be at most .*, got 7 with 6 clients"):
+        learn(data, FedX(7, **options, **QUIET), 8, faults=faults)
+
+
+def test_given_models_may_be_more_than_the_clients() -> None:
+    data = planted(n_clients=2)
+    assert learn(data, FedX(3, **QUIET, num_clients=2), 3, NEAR).shape == (3, D)
+
+
+def test_one_shot_clustering_goes_on_with_fewer_clients_than_models() -> None:
+    def faults(partition: int, message: Message) -> str | None:
+        return "silence" if partition > 1 and asked(message)[1] == 5 else None
+
+    assert learn(planted(), OneShotClustering(3, **QUIET), 7, faults=faults).shape == (3, D)
 
 
 def test_initial_models_of_another_width_are_answered_with_errors() -> None:

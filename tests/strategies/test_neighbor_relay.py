@@ -2,11 +2,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pytest
 from flwr.app import Context, Message, RecordDict
+from flwr.client import NumPyClient
 from flwr.server import Server, SimpleClientManager
 from flwr.server.client_proxy import ClientProxy
 from numpy.typing import NDArray
@@ -365,6 +366,159 @@ def test_a_client_that_is_no_node_of_the_network_is_left_out() -> None:
     assert_same(run, InMemoryNetwork(Topology.ring(3)).run(Drift(values(5)), 3))
 
 
+def lines(warned: Any, part: str) -> list[str]:
+    """Return the lines of the log with this part; a record comes once for every logger above."""
+    records = dict.fromkeys(warned.records)
+    return [line for line in (record.getMessage() for record in records) if part in line]
+
+
+# Clients of another kind ------------------------------------------------------------------------
+
+
+class Ordinary(NumPyClient):
+    """Its fit knows nothing of messages."""
+
+    def fit(self, parameters: list[Array], config: Any) -> Any:
+        raise AssertionError("an ordinary client's fit must not be called")
+
+
+class Odd(DiffusionClient):
+    """Answers as an ordinary client would."""
+
+    sent: ClassVar[list[Array]] = [np.ones(2)]
+
+    def fit(self, parameters: list[Array], config: Any) -> Any:
+        return self.sent, 20, {"error": 0.5}
+
+
+class Several(Odd):
+    sent: ClassVar[list[Array]] = [np.ones(2)] * 2
+
+
+def ordinary(nodes: Iterable[int], n: int = 4, kind: type = Odd) -> InProcessGrid:
+    """Return a federation in which these nodes have another client."""
+    few, data = set(nodes), values(n)
+
+    def make_client(context: Context) -> NumPyClient:
+        node = int(context.node_config["partition-id"])
+        if node in few and kind is Ordinary:
+            return Ordinary()
+        one = kind if node in few else DiffusionClient
+        client: NumPyClient = one(Drift({node: data[node]}), context, shows="state", max_delay=1)
+        return client
+
+    return InProcessGrid(client_app(make_client), n)
+
+
+@pytest.mark.parametrize(
+    ("sealed", "rounds", "step", "rule"),
+    [
+        (False, 3, "exchange", "metrics must have 'floats', got none of that name"),
+        (True, 3, "announce", "arrays must hold packed bytes, got other numbers"),
+        (False, 0, "show", "arrays must hold packed bytes, got other numbers"),
+    ],
+    ids=["open", "sealed", "no rounds"],
+)
+def test_ordinary_clients_end_the_run_with_the_client_that_it_needs(
+    sealed: bool, rounds: int, step: str, rule: str
+) -> None:
+    network = FlowerNetwork(ordinary(range(4)), Topology.ring(4), sealed=sealed)
+    sentence = rf"Round 1 has 0 good .* \(4 in all\): client 0, asked for step '{step}': {rule}: "
+    with pytest.raises(TooFewReplies, match=sentence + "this strategy needs a DiffusionClient"):
+        network.run(None, rounds)
+
+
+@pytest.mark.parametrize("sealed", [False, True], ids=["open", "sealed"])
+def test_ordinary_clients_are_not_asked_to_train(sealed: bool) -> None:
+    network = FlowerNetwork(ordinary(range(4), kind=Ordinary), Topology.ring(4), sealed=sealed)
+    with pytest.raises(TooFewReplies, match="must be another one: this strategy needs a Diffusion"):
+        network.run(None, 3)
+
+
+def test_ordinary_clients_of_several_arrays_are_told_so() -> None:
+    network = FlowerNetwork(ordinary(range(4), kind=Several), Topology.ring(4))
+    with pytest.raises(TooFewReplies, match=r"arrays must be at most 1 here, got 2: this strategy"):
+        network.run(None, 0)
+
+
+@pytest.mark.parametrize("sealed", [False, True], ids=["open", "sealed"])
+@pytest.mark.parametrize(
+    "faults", [Faults(), Faults(sleep=0.4, seed=1)], ids=["none", "some nodes sleep"]
+)
+def test_one_ordinary_client_is_left_out_by_name_in_every_exchange(
+    faults: Faults, sealed: bool, warned: Any
+) -> None:
+    topology = Topology.complete(4)
+    relay = NeighborRelay(topology, 3, faults=faults, sealed=sealed)
+    relay.start(ordinary([2]))
+    assert [list(report.dropped) for report in relay.history] == [["client 2"]] * relay.exchanges
+    assert all("DiffusionClient" in report.dropped["client 2"] for report in relay.history)
+    assert all(report.anomalies == {2: {"refused": 1.0}} for report in relay.history)
+    assert len(lines(warned, "left out client 2: ")) == relay.exchanges
+    assert not relay.outcome.alive[2]
+    assert relay.outcome.traffic.toarray()[:, 2].tolist() == [0, 0, 0, 0]
+    without = Faults(sleep=faults.sleep, dead={2: 1}, seed=faults.seed)
+    here = InMemoryNetwork(topology, faults=without).run(Drift(values(4)), 3)
+    others = [0, 1, 3]
+    np.testing.assert_allclose(
+        relay.outcome.observed["norm"][others], here.observed["norm"][others], atol=1e-12
+    )
+
+
+# Who is left out, in the log -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sealed", [False, True], ids=["open", "sealed"])
+def test_the_log_names_the_sender_of_a_message_with_nan(sealed: bool, warned: Any) -> None:
+    class Broken(Drift):
+        def adapt(self, state: Held, round_: int) -> Held:
+            value = np.where(state.nodes[:, None] == 3, np.nan, state.value)
+            return state._replace(value=value)
+
+    nodes = grid(values(5), program=Broken)
+    run = FlowerNetwork(nodes, Topology.ring(5), sealed=sealed).run(None, 2)
+    assert run.unheard == {3: 2}
+    assert lines(warned, "left out the message of") == [
+        f"Round {round_ + sealed} (exchange): left out the message of node 3: it has NaN or "
+        "infinite values"
+        for round_ in (1, 2)
+    ]
+
+
+def test_the_log_names_the_sender_of_a_message_that_a_simulated_fault_broke(warned: Any) -> None:
+    run = FlowerNetwork(grid(values(3)), Topology.ring(3), faults=Faults(corrupt={1: 2}))
+    assert run.run(None, 3).unheard == {1: 2}
+    assert lines(warned, "left out the message of") == [
+        f"Round {round_} (exchange): left out the message of node 1: a simulated fault broke it"
+        for round_ in (2, 3)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sealed", "flaw"),
+    [(False, "it has no arrays"), (True, "it is 0 sealed messages for 2 receivers")],
+    ids=["open", "sealed"],
+)
+def test_the_log_names_the_sender_of_a_message_without_arrays(
+    sealed: bool, flaw: str, warned: Any
+) -> None:
+    class Short(DiffusionClient):
+        def fit(self, parameters: list[Array], config: Any) -> Any:
+            sent, n, metrics = super().fit(parameters, config)
+            return (sent[: int(sealed)] if "floats" in metrics else sent), n, metrics
+
+    data = values(3)
+
+    def make_client(context: Context) -> DiffusionClient:
+        node = int(context.node_config["partition-id"])
+        return (Short if node == 2 else DiffusionClient)(Drift({node: data[node]}), context)
+
+    nodes = InProcessGrid(client_app(make_client), 3)
+    assert FlowerNetwork(nodes, Topology.ring(3), sealed=sealed).run(None, 1).unheard == {2: 1}
+    (line,) = lines(warned, "left out the message of")
+    assert line.endswith(f"left out the message of node 2: {flaw}")
+
+
 class Moving(InProcessGrid):
     """Node 1 is restarted under another node id, and has lost its state, before exchange 4."""
 
@@ -482,6 +636,51 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, cut: int, sealed
     whole = NeighborRelay(topology, 6, faults=faults, sealed=sealed)
     whole.start(grid(data, client=client))
     np.testing.assert_array_equal(again.outcome.state.value, whole.outcome.state.value)
+
+
+@pytest.mark.parametrize("sealed", [False, True], ids=["open", "sealed"])
+def test_too_few_rounds_are_refused_before_the_first_message(sealed: bool) -> None:
+    class Untouched(InProcessGrid):
+        def get_node_ids(self) -> Iterable[int]:
+            raise AssertionError("nobody is asked")
+
+    nodes = grid(values(3), kind=Untouched)
+    relay = NeighborRelay(Topology.ring(3), 3, sealed=sealed)
+    for few in (0, 2, relay.exchanges - 1):
+        refused = rf"^num_rounds must be at least {4 + sealed} for n_rounds=3 .* got {few}\.$"
+        with pytest.raises(ValueError, match=refused):
+            relay.start(nodes, num_rounds=few)
+    with pytest.raises(ValueError, match=r"^num_rounds must be an integer, got 'all'\.$"):
+        relay.start(nodes, num_rounds="all")  # type: ignore[arg-type]
+    assert relay.history == []
+    with pytest.raises(RuntimeError, match=f"must be over, which takes {4 + sealed} exchanges"):
+        _ = relay.outcome
+
+
+def test_a_part_of_a_run_is_allowed_with_checkpoints_and_says_that_it_is_one(
+    tmp_path: Path, warned: Any
+) -> None:
+    data, topology = values(3), Topology.ring(3)
+    nodes = grid(data)
+
+    def told() -> list[str]:
+        found = [line.split(" are done.")[0] for line in lines(warned, "is not over")]
+        warned.clear()
+        return found
+
+    first = NeighborRelay(topology, 3, checkpoint_dir=tmp_path)
+    first.start(nodes, num_rounds=1)
+    assert told() == ["The run is not over and has no result: 1 of its 4 exchanges"]
+    with pytest.raises(RuntimeError, match="must be over, which takes 4 exchanges"):
+        _ = first.outcome
+    for done in (2, 2):  # and with no further round
+        again = NeighborRelay(topology, 3, checkpoint_dir=tmp_path, server=RESUME)
+        again.start(nodes, num_rounds=done)
+        assert told() == [f"The run is not over and has no result: {done} of its 4 exchanges"]
+    again = NeighborRelay(topology, 3, checkpoint_dir=tmp_path, server=RESUME)
+    again.start(nodes, num_rounds=4)
+    assert told() == []
+    assert_same(again.outcome, InMemoryNetwork(topology).run(Drift(data), 3))
 
 
 def test_curves_keep_their_rounds_where_a_journal_was_lost(tmp_path: Path) -> None:
@@ -644,9 +843,6 @@ def test_bad_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="state must be None on Flower"):
         network.run(None, 1, state=Drift(values(3)).start(np.arange(3)))
     relay = NeighborRelay(topology, 3)
-    with pytest.raises(RuntimeError, match="must be over, which takes 4 exchanges"):
-        _ = relay.outcome
-    relay.start(grid(values(3)), num_rounds=2)
     with pytest.raises(RuntimeError, match="must be over, which takes 4 exchanges"):
         _ = relay.outcome
 

@@ -113,7 +113,7 @@ def test_a_refusal_says_what_is_asked_for(
     strategy: Callable[[], ProtocolStrategy], reply: Any, said: str
 ) -> None:
     with pytest.raises(TooFewReplies) as error:
-        strategy().start(grid(factory=lambda context: Speaking(context, reply)), num_rounds=2)
+        strategy().start(grid(factory=lambda context: Speaking(context, reply)), num_rounds=4)
     assert said in str(error.value)
 
 
@@ -230,7 +230,7 @@ RESUMED: dict[str, tuple[Any, Any]] = {
     "PerMA": (lambda **options: PerMA(2, **options), dictionary),
     "PerPCA": (lambda **options: PerPCA(2, **options), components),
     "NeighborRelay": (
-        lambda **options: NeighborRelay(Topology.ring(3), 4, **options),
+        lambda **options: NeighborRelay(Topology.ring(3), 3, **options),
         lambda context: DiffusionClient(Walk(), context),
     ),
 }

@@ -1,0 +1,198 @@
+"""What a run says, keeps and refuses: clients that fail, folders in use, odd arguments."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, Context
+from flwr.client import NumPyClient
+
+from flwr_perdl.clients import DictionaryClient, client_app
+from flwr_perdl.dictionary import OrthogonalLearner
+from flwr_perdl.simulations import InProcessGrid
+from flwr_perdl.strategies import ClusteredFedAvg, PerMA, RoundReport, ServerSettings, TooFewReplies
+
+RESUME = ServerSettings(resume=True)
+
+
+def samples(partition: int, columns: int = 6) -> np.ndarray:
+    return np.random.default_rng(partition).standard_normal((30, columns))
+
+
+def dictionary(context: Context) -> DictionaryClient:
+    X = samples(int(context.node_config["partition-id"]))
+    return DictionaryClient(X, OrthogonalLearner(6), context)
+
+
+class Model(NumPyClient):
+    """Moves three numbers half of the way to its own; client 3 does what ``odd`` says."""
+
+    def __init__(self, context: Context, odd: dict[str, Any]) -> None:
+        self.partition = int(context.node_config["partition-id"])
+        self.odd = odd if self.partition == 3 else {}
+        self.target = np.full(3, 1.0 + self.partition % 2, np.float32)
+
+    def fit(self, parameters: list[Any], config: dict[str, Any]) -> Any:
+        moved = [(parameters[0] + self.target) / 2]
+        return self.odd.get("arrays", moved), 10, self.odd.get("fit", {})
+
+    def evaluate(self, parameters: list[Any], config: dict[str, Any]) -> Any:
+        loss = float(np.square(parameters[0] - self.target).sum())
+        return loss, 10, self.odd.get("evaluate", {})
+
+
+def clustered(
+    k: int = 1, n_rounds: int = 3, *, odd: dict[str, Any] | None = None, **options: Any
+) -> tuple[ClusteredFedAvg, np.ndarray]:
+    """Run four clients; the third is odd."""
+    strategy = ClusteredFedAvg(k, **{"start": "given", **options})
+    grid = InProcessGrid(client_app(lambda context: Model(context, odd or {})), 4)
+    initial = np.arange(3.0 * k, dtype=np.float32).reshape(k, 3)
+    found = strategy.start(grid, ArrayRecord([initial]), n_rounds, verbose="quiet")
+    return strategy, found.arrays.to_numpy_ndarrays()[0]
+
+
+@pytest.mark.parametrize("value", [1e60, 1e31])
+def test_a_model_of_single_precision_does_not_overflow(value: float) -> None:
+    strategy, model = clustered(odd={"arrays": [np.full(3, value)]})
+    assert np.abs(model).max() < 10
+    assert all("numbers beyond 1e+30" in r.dropped["client 3"] for r in strategy.history[::2])
+
+
+@pytest.mark.parametrize("arrays", [[np.ones(1)], [np.ones(3)] * 2, []])
+def test_soft_choices_refuse_fits_of_another_shape(arrays: list[np.ndarray]) -> None:
+    strategy, model = clustered(2, temperature=1.0, odd={"arrays": arrays})
+    assert "fit must return arrays of shapes [(3,)], got" in strategy.history[0].dropped["client 3"]
+    assert np.isfinite(model).all()
+
+
+@pytest.mark.parametrize("allow_fewer", [False, True])
+def test_a_client_that_cannot_be_made_is_named(allow_fewer: bool) -> None:
+    def make(context: Context) -> DictionaryClient:
+        if context.node_config["partition-id"] == 3:
+            raise OSError("cannot read /data/ward-3.csv")
+        return dictionary(context)
+
+    grid = InProcessGrid(client_app(make), 4)
+    strategy = PerMA(2, num_clients=4, server=ServerSettings(allow_fewer=allow_fewer))
+    if not allow_fewer:
+        with pytest.raises(TooFewReplies, match=r"num_clients=4.*read /data/ward-3"):
+            strategy.start(grid, num_rounds=2, verbose="quiet")
+        return
+    strategy.start(grid, num_rounds=2, verbose="quiet")
+    for report in strategy.history:
+        ((who, why),) = report.dropped.items()
+        assert who.startswith("node ")
+        assert "cannot read /data/ward-3.csv" in why
+        assert report.aggregate["dropped"] == 1
+
+
+def test_the_remedy_for_silent_apps_is_not_said_of_others() -> None:
+    grid = InProcessGrid(client_app(lambda context: 1 / 0), 2)
+    with pytest.raises(TooFewReplies, match="division by zero") as error:
+        PerMA(2).start(grid, num_rounds=1, verbose="quiet")
+    assert "make the ClientApp" not in str(error.value)
+
+
+def test_a_client_with_other_columns_counts_as_dropped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def make(context: Context) -> DictionaryClient:
+        partition = int(context.node_config["partition-id"])
+        own = samples(partition, 5 if partition == 3 else 6)
+        return DictionaryClient(own, OrthogonalLearner(5), context)
+
+    events = tmp_path / "events.jsonl"
+    strategy = PerMA(2, fraction_evaluate=0.0, server=ServerSettings(events=events))
+    strategy.start(InProcessGrid(client_app(make), 4), num_rounds=2, verbose="quiet")
+    why = {"client 3": "it has 5 features, and most have 6 features"}
+    first = strategy.history[0]
+    assert first.dropped == why
+    assert (first.aggregate["clients"], first.aggregate["dropped"]) == (3, 1)
+    assert list(first.metrics) == [0, 1, 2]
+    assert first.anomalies == {3: {"left out": 1.0}}
+    rounds = [json.loads(line) for line in events.read_text().splitlines()]
+    assert next(one for one in rounds if one["event"] == "round")["failed"] == why
+
+
+@pytest.mark.parametrize(
+    ("metrics", "why"),
+    [
+        ({"evaluate": {"per_class": [0.1, 0.2]}, "fit": {"several": [1, 2.5]}}, ""),
+        ({"fit": {"lost": None}}, "metrics must be numbers with names, got 'lost': None"),
+        ({"fit": {"lost": np.ones(2)}}, "metrics must be numbers with names, got 'lost': array"),
+        ({"fit": {"lost": ["a"]}}, "metrics must be numbers with names, got 'lost': ['a']"),
+    ],
+)
+def test_a_metric_that_is_a_list_is_not_read_and_others_are_named(
+    metrics: dict[str, Any], why: str
+) -> None:
+    strategy, _ = clustered(odd=metrics)
+    if why:
+        assert why in strategy.history[0].dropped["client 3"]
+    else:
+        assert not any(report.dropped for report in strategy.history)
+
+
+def test_a_clients_own_metrics_have_any_names(warned: pytest.LogCaptureFixture) -> None:
+    strategy, _ = clustered(odd={"fit": {"anew": 0.7}, "evaluate": {"loss": 123.0}})
+    assert "private state" not in warned.text
+    assert all(report.metrics[3]["loss"] < 10 for report in strategy.history[1::2])
+    assert strategy.history[0].metrics[3]["anew"] == 0.7
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_before_any_message(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    asked = []
+
+    def make(context: Context) -> DictionaryClient:
+        asked.append(context)
+        return dictionary(context)
+
+    with pytest.raises(ValueError, match="checkpoint_dir must be a folder that can be written to"):
+        PerMA(2, checkpoint_dir=tmp_path / "file").start(InProcessGrid(client_app(make), 2))
+    assert not asked
+
+
+def test_two_runs_in_one_folder_do_not_overwrite_each_other(tmp_path: Path) -> None:
+    def other(report: RoundReport) -> None:
+        if (report.round, report.step) == (2, "evaluate"):
+            for path in first.glob("*"):
+                (tmp_path / "both" / path.name).write_bytes(path.read_bytes())
+
+    first, both = tmp_path / "first", tmp_path / "both"
+    clustered(1, checkpoint_dir=first)
+    with pytest.raises(ValueError, match="checkpoint_dir must be that of one run at a time"):
+        clustered(1, 4, checkpoint_dir=both, server=ServerSettings(on_round=other))
+
+
+def test_a_resumed_run_has_no_fewer_rounds_than_were_done(tmp_path: Path) -> None:
+    clustered(1, 4, checkpoint_dir=tmp_path)
+    with pytest.raises(ValueError, match="at least the 4 rounds that the run to resume has done"):
+        clustered(1, 2, checkpoint_dir=tmp_path, server=RESUME)
+    strategy, _ = clustered(1, 4, checkpoint_dir=tmp_path, server=RESUME)
+    assert strategy.history[-1].round == 4
+
+
+def test_the_last_event_says_that_the_program_was_ended(tmp_path: Path) -> None:
+    def stop(report: RoundReport) -> None:
+        raise SystemExit(0)
+
+    events = tmp_path / "events.jsonl"
+    with pytest.raises(SystemExit):
+        clustered(server=ServerSettings(on_round=stop, events=events))
+    last = json.loads(events.read_text().splitlines()[-1])
+    assert last["stopped"] == "the program was ended from outside, with exit code 0"
+
+
+def test_initial_atoms_and_clusters_are_as_many_as_there_can_be() -> None:
+    grid = InProcessGrid(client_app(dictionary), 2)
+    with pytest.raises(ValueError, match="initial_arrays must have n_global=3 atoms, got 5"):
+        PerMA(3).start(grid, ArrayRecord([np.eye(5, 6)]))
+    with pytest.raises(ValueError, match="k must be at most num_clients=6 where"):
+        ClusteredFedAvg(7, num_clients=6)
+    ClusteredFedAvg(7, start="given", num_clients=6)
