@@ -169,12 +169,9 @@ class LegacyStrategy(Strategy):
         """Return the means of the clients' losses and evaluation metrics."""
         none = ndarrays_to_parameters([])
         replies = {
-            proxy.cid: (
-                result.num_examples,
-                none,
-                {"loss": result.loss} | result.metrics | {"loss": result.loss},
-            )
+            proxy.cid: (result.num_examples, none, {**loss, **result.metrics, **loss})
             for proxy, result in results
+            for loss in ({"loss": result.loss},)
         }
         good, lost = self._read(replies, failures)
         report = self.conversation.conclude_evaluation(server_round, good, lost, self._roster)
