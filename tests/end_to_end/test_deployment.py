@@ -119,7 +119,7 @@ from flwr_perdl.clients import DiffusionClient, client_app
 from flwr_perdl.diffusion import DiffusionAveraging, Topology
 from flwr_perdl.network import FlowerNetwork
 
-learner = DiffusionAveraging(Topology.ring(4), method="exact_diffusion", evaluate_every=2)
+learner = DiffusionAveraging(Topology.ring(3), method="exact_diffusion", evaluate_every=2)
 initial = [np.zeros(3)]
 
 
@@ -150,7 +150,7 @@ def main(grid, context):
         log(20, "Round %d, distances %s", round_, row["neighbor-distance"].tolist())
 
     network = FlowerNetwork(grid, learner.topology, sealed=True)
-    learned = learner.fit(None, 4, network=network, callback=tell)
+    learned = learner.fit(None, 2, network=network, callback=tell)
     np.savez(context.run_config["out"], **learned.curves)
 """
 
@@ -161,14 +161,13 @@ def test_supernodes_average_their_models_by_sealed_messages_and_report_every_rou
 ) -> None:
     app: dict[str, Any] = {}
     exec(SEALED_AVERAGING, app)
-    here = app["learner"].fit(app["LeastSquares"], 4, initial=app["initial"]).curves
+    here = app["learner"].fit(app["LeastSquares"], 2, initial=app["initial"]).curves
     out = tmp_path / "out.npz"
-    with Deployment(tmp_path / "deployment", 4, app=SEALED_AVERAGING) as deployment:
+    with Deployment(tmp_path / "deployment", 3, app=SEALED_AVERAGING) as deployment:
         said = deployment.run({"out": str(out)}, timeout=400)
     assert [
-        f"Round {t}, distances {here['neighbor-distance'][t - 1].tolist()}" in said
-        for t in (1, 2, 3, 4)
-    ] == [True] * 4
+        f"Round {t}, distances {here['neighbor-distance'][t - 1].tolist()}" in said for t in (1, 2)
+    ] == [True] * 2
     with np.load(out) as deployed:
         assert {*deployed} == {*here}
         for name, rows in here.items():

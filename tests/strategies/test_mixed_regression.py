@@ -739,11 +739,14 @@ def test_more_clusters_than_clients_are_refused(make: Callable[..., ProtocolStra
     with pytest.raises(ValueError, match=said + "6 clients"):
         strategy.start(nodes, num_rounds=9)
     assert {asked(message)[0] for message in sent} == {"describe", ""}
-    manager = SimpleClientManager()
+
+
+def test_more_clusters_than_clients_are_refused_on_the_older_interface() -> None:
+    data, manager = planted(n_clients=6), SimpleClientManager()
     for partition in range(6):
         manager.register(LocalProxy(data, partition))
-    server = Server(client_manager=manager, strategy=as_legacy(make(num_clients=None)))
-    with pytest.raises(ValueError, match=said + "6 clients"):
+    server = Server(client_manager=manager, strategy=as_legacy(FedX(9)))
+    with pytest.raises(ValueError, match="number of clients, got 9 with 6 clients"):
         server.fit(9, timeout=None)
 
 
