@@ -45,6 +45,7 @@ from flwr_perdl.clients._handlers import NO_EVALUATE
 from flwr_perdl.strategies._options import Options
 from flwr_perdl.strategies._protocol import (
     CAPPED,
+    LEFT_OUT,
     REFUSED,
     Lost,
     Protocol,
@@ -269,8 +270,9 @@ class Conversation:
             good[partition] = reply
         if request.max_weight is not None:
             self._cap(good, request.max_weight, round_, request.step, roster)
-        report = self._report(round_, request.step, good, bad, roster)
+        self._log_lost(round_, request.step, bad, roster)
         if len(good) < self.options.min_clients:
+            report = self._report(round_, request.step, good, bad, roster)
             self._tell(report)
             raise TooFewReplies(
                 f"Round {round_} has {len(good)} good replies, fewer than "
@@ -285,9 +287,12 @@ class Conversation:
                 self._ask(self._steps.send(good))
             except StopIteration as end:
                 self._finish(end.value)
+        unlike = {partition: Lost(LEFT_OUT, why) for partition, why in good.unlike.items()}
+        self._log_lost(round_, request.step, unlike, roster)
+        kept = {partition: reply for partition, reply in good.items() if partition not in unlike}
+        report = self._report(round_, request.step, kept, bad | unlike, roster)
         for partition, what in good.noted.items():
             report.anomalies.setdefault(partition, {}).update(what)
-        report = self._without(report, good.unlike, roster)
         self.done = round_
         self._remember(report)
         return report
@@ -363,6 +368,7 @@ class Conversation:
             return None
         if ANEW in self._flags:
             self._warn_of_lost_state(replies, roster)
+        self._log_lost(round_, EVALUATE, lost, roster)
         report = self._report(round_, EVALUATE, replies, lost, roster)
         self._evaluated = round_
         self._remember(report)
@@ -425,10 +431,9 @@ class Conversation:
         lost: Mapping[int, Lost],
         roster: Roster[Any],
     ) -> RoundReport:
-        """Return the report of an exchange, and log who was left out."""
+        """Return the report of an exchange."""
         dropped = {roster.label(p): why.reason for p, why in sorted(lost.items())}
-        self._log_left_out(round_, step, dropped)
-        dropped |= {f"node {node}": why for node, why in roster.unanswered.items()}  # in the log
+        dropped |= {f"node {node}": why for node, why in roster.unanswered.items()}
         aggregate = summarized(good, self._flags, self._labels)
         aggregate |= {"clients": float(len(good)), "dropped": float(len(dropped))}
         ups = [sum(array.size for array in reply.arrays) for reply in good.values()]
@@ -446,25 +451,12 @@ class Conversation:
             anomalies={partition: {why.kind: 1.0} for partition, why in sorted(lost.items())},
         )
 
-    def _without(
-        self, report: RoundReport, unlike: Mapping[int, str], roster: Roster[Any]
-    ) -> RoundReport:
-        """Return the report without the replies that the protocol has left out; log them."""
-        if not unlike:
-            return report
-        left = {roster.label(p): why for p, why in sorted(unlike.items())}
-        self._log_left_out(report.round, report.step, left)
-        dropped = {**report.dropped, **left}
-        metrics = {p: own for p, own in report.metrics.items() if p not in unlike}
-        counts = {"clients": float(len(metrics)), "dropped": float(len(dropped))}
-        return report._replace(
-            metrics=metrics, dropped=dropped, aggregate={**report.aggregate, **counts}
-        )
-
-    def _log_left_out(self, round_: int, step: str, reasons: Mapping[str, str]) -> None:
+    def _log_lost(
+        self, round_: int, step: str, lost: Mapping[int, Lost], roster: Roster[Any]
+    ) -> None:
         """Log who was left out; those with one reason in one line."""
-        for reason in dict.fromkeys(reasons.values()):
-            who = [label for label, why in reasons.items() if why == reason]
+        for reason in dict.fromkeys(why.reason for _, why in sorted(lost.items())):
+            who = [roster.label(p) for p, why in sorted(lost.items()) if why.reason == reason]
             if step == EVALUATE:  # a client without evaluate has none in the next round either
                 who = [label for label in who if (label, reason) not in self._told]
                 self._told |= {(label, reason) for label in who}

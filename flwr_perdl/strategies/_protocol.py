@@ -47,9 +47,8 @@ State = Mapping[str, NDArray[Any]]
 
 #: Kinds of anomaly that the driver itself notes: an error or no reply; a reply that broke a rule.
 FAILED, REFUSED = "failed", "refused"
-#: And a third: the weight was brought down to the request's bound.
-CAPPED = "capped"
-LEFT_OUT = DEEDS["filtered"]
+#: The weight was brought down to the request's bound; the reply does not fit the others'.
+CAPPED, LEFT_OUT = "capped", DEEDS["filtered"]
 
 
 class Replies(dict[int, Reply]):
@@ -95,7 +94,6 @@ class Replies(dict[int, Reply]):
             By partition, what does not fit, for log and report.
         """
         self.unlike.update(reasons)
-        self.note(LEFT_OUT, dict.fromkeys(reasons, 1.0))
         others = Replies({p: reply for p, reply in self.items() if p not in reasons})
         others.noted, others.unlike = self.noted, self.unlike
         return others
@@ -129,7 +127,7 @@ class Lost(NamedTuple):
     Attributes
     ----------
     kind : str
-        ``FAILED`` or ``REFUSED``.
+        ``FAILED``, ``REFUSED`` or ``LEFT_OUT``.
     reason : str
         A sentence.
     """

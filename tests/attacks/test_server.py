@@ -104,7 +104,6 @@ def test_only_dictionaries_of_likely_sizes_are_matched(
     steps.send(replies)
     assert matched == [8] * (9 - colluders) + [80]
     liars = range(10 - colluders, 10)
-    assert replies.noted == {i: {"left out": 1.0} for i in liars}
     assert list(replies.unlike) == [*liars]
     assert all("it sent 81 atoms, more than" in why for why in replies.unlike.values())
 
