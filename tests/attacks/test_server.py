@@ -138,7 +138,7 @@ def test_a_direction_sent_many_times_does_not_decide_where_perpca_starts() -> No
     next(steps)
     start = steps.send(replies).arrays[0]
     np.testing.assert_allclose(start.T @ start, np.diag([1.0, 1.0, 0.0, 0.0]), atol=1e-12)
-    assert replies.noted == {3: {"left out": 1.0}}
+    assert replies.unlike == {3: "its components are not orthonormal"}
 
 
 def test_a_large_work_of_scoring_is_done_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
