@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -356,6 +356,7 @@ class JacobianADMM(ADMM):
         return after._replace(residual=self._residual(state.change, far, nu))
 
 
+@lru_cache(maxsize=8)  # every block of samples has a program of its own
 def _spectrum(topology: Topology) -> tuple[float, float]:
     """Return the second least and the greatest eigenvalue of ``I - D^(-1/2) A D^(-1/2)``."""
     roots = sparse.diags_array(1 / np.sqrt(topology.degrees))

@@ -16,7 +16,7 @@ distributed optimization and learning", IEEE TSP 2019; with V_f as in NIDS: Li, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import sqrt
 
 import numpy as np
@@ -26,7 +26,7 @@ from flwr_perdl._memory import aligned, empty_aligned
 from flwr_perdl.diffusion._dual import DualInference, DualState, Nodes, distances, due
 from flwr_perdl.diffusion._minimize import correlate, reconstruct
 from flwr_perdl.diffusion.combine import Csr, Inbox, entries, is_sparse
-from flwr_perdl.diffusion.topology import CombinationMatrix, metropolis_weights
+from flwr_perdl.diffusion.topology import CombinationMatrix, Topology, metropolis_weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,7 +169,7 @@ class ExactDiffusion(ATC):
         """The second greatest eigenvalue of the combination weights."""
         if self.contraction is not None:
             return check_real("contraction", self.contraction, 0, 1)
-        return metropolis_weights(self.topology).second
+        return _second(self.topology)
 
     @cached_property
     def time_constant(self) -> float:
@@ -209,6 +209,12 @@ class ExactDiffusion(ATC):
         change = distances(nu, state.nu)
         residual = self._residual(change, distances(state.sent, mean), nu)
         return after._replace(change=change, residual=residual)
+
+
+@lru_cache(maxsize=8)  # every block of samples has a program of its own
+def _second(topology: Topology) -> float:
+    """Return the second greatest eigenvalue of Metropolis weights."""
+    return metropolis_weights(topology).second
 
 
 def contraction_bound(weights: CombinationMatrix) -> float:
