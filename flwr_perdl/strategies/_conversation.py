@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tempfile
+import os
 import time
 import uuid
 from collections import Counter
@@ -654,16 +654,13 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _check_writable(folder: Path) -> None:
-    """Raise a ValueError if nothing can be saved in a folder; it is made if it is not there."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
+    """Raise a ValueError if nothing can be saved in a folder, which need not be there yet."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
         raise ValueError(
-            f"checkpoint_dir must be a folder that can be written to, got {str(folder)!r}: "
-            f"{error.strerror}."
-        ) from error
+            f"checkpoint_dir must be a folder that can be written to, got {str(folder)!r}, and "
+            f"{there} is not one."
+        )
 
 
 def _refuse_earlier_run(checkpoint_dir: str | Path | None) -> None:
