@@ -359,16 +359,15 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         if first:
             await_nodes(grid, self._options)
         ids = sorted(grid.get_node_ids())
-        self._ask_who(grid, self._roster.unknown(ids), "new")
+        lost = self._ask_who(grid, self._roster.unknown(ids), "new")
         self._ask_who(grid, self._roster.contested(ids), "known")
         present, wanted = self._roster.present(ids), self._options.num_clients or 0
-        silent = self._roster.unanswered
-        if first and silent and len(present) < wanted and not self._options.allow_fewer:
-            node, why = next(iter(silent.items()))
+        if first and lost and len(present) < wanted and not self._options.allow_fewer:
+            node, why = next(iter(lost.items()))
             raise TooFewReplies(
                 f"{len(present)} client(s) have said who they are, fewer than num_clients={wanted}"
                 f"; with ServerSettings(allow_fewer=True) the run begins without the others; the "
-                f"first reason: node {node}: {why.rstrip('.')}."
+                f"first reason: node {node}: {why.reason.rstrip('.')}."
             )
         if first and self._options.min_clients <= len(present) < wanted <= len(ids):
             log(  # no error: a node that claims another one's place could stop every run
@@ -379,10 +378,10 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
             )
         return present
 
-    def _ask_who(self, grid: Grid, nodes: list[int], kind: str) -> None:
-        """Ask nodes who they are, and note their answers."""
+    def _ask_who(self, grid: Grid, nodes: list[int], kind: str) -> dict[int, Lost]:
+        """Ask nodes who they are, note their answers, and return why others have none."""
         if not nodes:
-            return
+            return {}
         questions = [
             (node, Message(RecordDict({CONFIG: ConfigRecord()}), node, MessageType.QUERY))
             for node in nodes
@@ -403,6 +402,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
                 self._roster.enrol(node, answers[node])
             except ValueError as error:
                 self._roster.refuse(node, str(error))
+        return lost
 
     def _log_asked(self, phase: str, plan: Plan, nodes: Mapping[int, int], grid: Grid) -> None:
         """Log a phase as Flower's own strategies do, and in deployments what is waited for."""
