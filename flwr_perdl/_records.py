@@ -197,6 +197,11 @@ def reply_to(
     return Message(content, reply_to=message)
 
 
+def with_loss(loss: float, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an evaluation's metrics, the loss first; a metric of that name does not replace it."""
+    return {"loss": loss} | {**metrics, "loss": loss}
+
+
 def directed(reply: Message | None, message: Message) -> Message | None:
     """Return ``reply`` as a reply to ``message``, which it may not be behind a mod.
 

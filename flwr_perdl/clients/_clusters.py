@@ -24,7 +24,17 @@ import numpy as np
 from flwr.app import ConfigRecord, Context, Message, MessageType
 
 from flwr_perdl._checks import FLOATS, Matrix
-from flwr_perdl._records import ARRAYS, CONFIG, STEP, Scalar, decode, reply_to, scalars, to_arrays
+from flwr_perdl._records import (
+    ARRAYS,
+    CONFIG,
+    STEP,
+    Scalar,
+    decode,
+    reply_to,
+    scalars,
+    to_arrays,
+    with_loss,
+)
 from flwr_perdl._shortcuts import encode, filled
 from flwr_perdl.clients._handlers import (
     Evaluate,
@@ -139,14 +149,11 @@ def _choose(
     if not temperature:
         model, n, metrics = fit(_model(stacks, chosen), dict(config.fit))
         return floats(model), n, {**metrics, **told}
-    trained = [stack.copy() for stack in stacks]
+    trained, shapes = [stack.copy() for stack in stacks], [stack.shape[1:] for stack in stacks]
     for j in np.flatnonzero(weights >= _LEAST_SHARE).tolist():
         model, n, found = fit(_model(stacks, j), dict(config.fit))
-        if [np.shape(array) for array in model] != [stack.shape[1:] for stack in stacks]:
-            raise ValueError(
-                f"fit must return arrays of shapes {[stack.shape[1:] for stack in stacks]}, got "
-                f"{[np.shape(array) for array in model]}."
-            )
+        if (own := [np.shape(array) for array in model]) != shapes:
+            raise ValueError(f"fit must return arrays of shapes {shapes}, got {own}.")
         if j == chosen:
             metrics = found
         for stack, array in zip(trained, model, strict=True):
@@ -231,7 +238,7 @@ def answer_clustered(
     app = Handlers(message, context, call, json.loads(str(config.get(ARRAY_NAMES, "null"))))
     if message.metadata.message_type == MessageType.EVALUATE:
         loss, n, metrics = evaluate_clustered(app.evaluate, to_arrays(record), config)
-        return reply_to(message, None, n, {"loss": loss} | metrics | {"loss": loss})
+        return reply_to(message, None, n, with_loss(loss, metrics))
     if config[STEP] != CHOOSE or config[TEMPERATURE]:
         return reply_to(message, *fit_clustered(app.fit, app.evaluate, to_arrays(record), config))
     # What FedAvg would send and receive passes as it is: large models are not copied here.

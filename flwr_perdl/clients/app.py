@@ -20,6 +20,7 @@ from flwr_perdl._records import (
     directed,
     read_request,
     reply_to,
+    with_loss,
 )
 from flwr_perdl._threads import one_blas_thread
 from flwr_perdl.clients._clusters import (
@@ -275,8 +276,8 @@ def _evaluation(
     message: Message, loss: float, num_examples: int, metrics: dict[str, Scalar]
 ) -> Message:
     """Return the reply to an evaluation."""
-    measured = {} if isnan(loss) else {"loss": loss}  # NaN: too few samples to say
-    return reply_to(message, None, num_examples, {**measured, **metrics, **measured})
+    measured = metrics if isnan(loss) else with_loss(loss, metrics)  # NaN: too few samples to say
+    return reply_to(message, None, num_examples, measured)
 
 
 class NumPyClientApp(AnsweringApp):

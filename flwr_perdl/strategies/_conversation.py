@@ -115,7 +115,7 @@ class Conversation:
         self.history: list[RoundReport] = []
         self._journal: _store.Journal | None = None
         self._noted = 0  # reports that are in the journal
-        self._saves = False
+        self._saves = False  # whether this process has saved a round
         self.server_metrics: dict[int, dict[str, Any]] = {}
         self.model: list[Matrix] = initial
         self.done = 0
@@ -280,8 +280,7 @@ class Conversation:
                 + _first_reason(report.dropped, f", asked for step {request.step!r}")
                 + "."
             )
-        if ANEW in self._flags:
-            self._warn_of_lost_state(good, roster)
+        self._warn_of_lost_state(good, roster)
         with one_blas_thread():
             try:
                 self._ask(self._steps.send(good))
@@ -314,6 +313,8 @@ class Conversation:
 
     def _warn_of_lost_state(self, good: Mapping[int, Reply], roster: Roster[Any]) -> None:
         """Warn of clients that took part before and have lost their private state since."""
+        if ANEW not in self._flags:  # where clients are anybody's, it is a metric of their own
+            return
         anew = {partition for partition, reply in good.items() if reply.metrics.get(ANEW)}
         before: set[int] = set()
         if anew:
@@ -366,8 +367,7 @@ class Conversation:
                 "fraction_evaluate=0 it asks for none.",
             )
             return None
-        if ANEW in self._flags:
-            self._warn_of_lost_state(replies, roster)
+        self._warn_of_lost_state(replies, roster)
         self._log_lost(round_, EVALUATE, lost, roster)
         report = self._report(round_, EVALUATE, replies, lost, roster)
         self._evaluated = round_

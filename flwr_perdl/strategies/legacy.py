@@ -24,7 +24,7 @@ from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import Strategy
 
 from flwr_perdl._checks import Matrix, check_kind, plain
-from flwr_perdl._records import NUM_EXAMPLES, Reply, Scalar, brief, read_reply, received
+from flwr_perdl._records import NUM_EXAMPLES, Reply, Scalar, brief, read_reply, received, with_loss
 from flwr_perdl._shortcuts import NPY
 from flwr_perdl.strategies._conversation import Conversation, Plan
 from flwr_perdl.strategies._protocol import FAILED, REFUSED, Lost
@@ -169,9 +169,8 @@ class LegacyStrategy(Strategy):
         """Return the means of the clients' losses and evaluation metrics."""
         none = ndarrays_to_parameters([])
         replies = {
-            proxy.cid: (result.num_examples, none, {**loss, **result.metrics, **loss})
+            proxy.cid: (result.num_examples, none, with_loss(result.loss, result.metrics))
             for proxy, result in results
-            for loss in ({"loss": result.loss},)
         }
         good, lost = self._read(replies, failures)
         report = self.conversation.conclude_evaluation(server_round, good, lost, self._roster)

@@ -651,7 +651,7 @@ def test_too_few_rounds_are_refused_before_the_first_message(sealed: bool) -> No
         with pytest.raises(ValueError, match=refused):
             relay.start(nodes, num_rounds=few)
     with pytest.raises(ValueError, match=r"^num_rounds must be an integer, got 'all'\.$"):
-        relay.start(nodes, num_rounds="all")  # type: ignore[arg-type]
+        relay.start(nodes, num_rounds="all")
     assert relay.history == []
     with pytest.raises(RuntimeError, match=f"must be over, which takes {4 + sealed} exchanges"):
         _ = relay.outcome
