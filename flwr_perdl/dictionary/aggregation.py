@@ -279,16 +279,17 @@ def shared_rows(
     sent : ndarray of shape (n_global, n_features)
         `shared_sums`.
     """
-    xp, scale, n_global = namespace(X, C, D), squared_norm(X) or 1.0, len(gram)
+    xp, scale, n_global = namespace(X, C, D), squared_norm(X) or 1.0, gram.shape[0]
     across = C[:, :n_global].T
     shared = atom_support(C[:, :n_global]) >= min_support
     if alone is not None:
         shared = shared & ~alone
     while True:
-        (sent,) = shared_sums(D[None, ...], moments[None, ...], gram[None, ...], shared[None, ...])
+        one = (array[None, ...] for array in (D, moments, gram, shared))
+        sent = shared_sums(*one)[0, ...]
         if min_support <= 1 or not xp.any(shared):
             return shared, sent
-        local = xp.ones(C.shape[1] - n_global, dtype=xp.bool_, **beside(X))
+        local = xp.ones(C.shape[1] - n_global, **beside(X)) > 0
         keeps = joined([~shared, local], 0)
         rest = X - made_by(keeps, C, D) if xp.any(keeps) else X
         found = dominated(rest, across[shared] / scale, sent[shared] / scale)

@@ -31,7 +31,6 @@ from flwr_perdl._arrays import (
     on_cpu,
     on_host,
     reshaped,
-    row_norms,
     row_products,
     squared_norm,
     transposed,
@@ -42,7 +41,6 @@ from flwr_perdl.dictionary.aggregation import shared_rows, shared_sums, statisti
 from flwr_perdl.dictionary.atoms import match_stack
 from flwr_perdl.dictionary.coding import reconstruct
 from flwr_perdl.dictionary.learners import (
-    ALONE,
     Learner,
     OrthogonalLearner,
     atom_supports,
@@ -56,10 +54,6 @@ from flwr_perdl.dictionary.polar import polar_factors
 
 #: Numbers of samples' features whose codes are computed at once: two megabytes.
 _BLOCK = 2**18
-
-
-#: Rows up to this length are summed faster by a product of all of them.
-_SHORT = 16
 
 
 class Updates(NamedTuple):
@@ -176,12 +170,12 @@ def _update_at_once(
     """Take the steps of clients for which `updated_at_once` is true."""
     xp, r, before = namespace(X, D, G), G.shape[0], D
     begun = _by_blocks(partial(_begin, learner, r), X, D)
-    energies, thresholds, lengths, moments, gram, sums, longest = begun
+    energies, thresholds, moments, gram, sums = begun
     errors = _mean_squared_errors(X, D, G, thresholds, moments, gram, energies)
     D = _align(polar_factors(moments, D), G)
     for _ in range(n_steps - 1):
         before = D
-        moments, gram, sums, longest = _by_blocks(partial(_sums, r), X, D, thresholds, lengths)
+        moments, gram, sums = _by_blocks(partial(_sums, r), X, D, thresholds)
         D = _align(polar_factors(moments, D), G)
     made_from, squares = before, _diagonals(gram)
     if not statistics:
@@ -196,10 +190,7 @@ def _update_at_once(
             shared &= ~one
         return Updates(D, xp.where(shared[..., None], D[:, :r, :], 0), errors)
     sent = shared_sums(before, moments, gram, shared)
-    scale = xp.where(energies == 0, 1, energies)[:, None, None]
-    rows = row_norms(sent / scale)
-    near = shared & ((1 + ALONE) * longest > rows)  # else no term dominates
-    for i in where_true(xp.any(near, axis=1)).tolist() if min_support > 1 else []:
+    for i in where_true(xp.any(shared, axis=1)).tolist() if min_support > 1 else []:
         codes = _code(X[i, ...], before[i, ...], thresholds[i, ...]).T
         own = X[i, ...], codes, before[i, ...], moments[i, :r, :], gram[i, ...]
         _, sent[i, ...] = shared_rows(*own, min_support)
@@ -219,31 +210,19 @@ def _by_blocks(reduce: Callable[..., tuple[Matrix, ...]], X: Matrix, *more: Matr
 
 
 def _begin(learner: OrthogonalLearner, r: int, X: Matrix, D: Matrix) -> tuple[Matrix, ...]:
-    """Return ``|X|^2``, thresholds (n_clients, 1, 1), lengths (n_clients, 1, n_samples), `_sums`.
-
-    The lengths are the samples', divided by ``|X|^2``: terms of codes are then at most 1.
-    """
-    xp, energies = namespace(X), _products(X, X)
-    squares = (
-        row_products(X, X)
-        if X.shape[-1] > _SHORT
-        else (X * X) @ xp.ones(X.shape[-1], dtype=X.dtype, **beside(X))
-    )
-    lengths = xp.sqrt(squares) / xp.where(energies == 0, 1, energies)[:, None]
-    lengths = lengths[:, None, :]
+    """Return ``|X|^2``, thresholds (n_clients, 1, 1), and `_sums`."""
+    energies = _products(X, X)
     known = on_host(energies)
     levels = learner.levels_of(known.astype(np.float64), X.shape[1])
     thresholds = like(levels.astype(known.dtype, copy=False)[:, None, None], X)
-    return energies, thresholds, lengths, *_sums(r, X, D, thresholds, lengths)
+    return energies, thresholds, *_sums(r, X, D, thresholds)
 
 
-def _sums(r: int, X: Matrix, D: Matrix, levels: Matrix, lengths: Matrix) -> tuple[Matrix, ...]:
-    """Return ``C' X``, and of ``C_g``: ``C_g' C``, sums of sizes, the longest terms' lengths."""
+def _sums(r: int, X: Matrix, D: Matrix, levels: Matrix) -> tuple[Matrix, ...]:
+    """Return ``C' X``, and of ``C_g``: ``C_g' C``, sums of sizes."""
     xp, across = namespace(X, D), _code(X, D, levels)
     own = across[:, :r, :]
-    sizes = xp.abs(own)
-    longest = xp.max(sizes * lengths, axis=2)
-    return across @ X, own @ transposed(across), xp.sum(sizes, axis=2), longest
+    return across @ X, own @ transposed(across), xp.sum(xp.abs(own), axis=2)
 
 
 def _moved_by_one(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flwr_perdl.dictionary import (
@@ -95,6 +95,16 @@ def test_large_dictionaries(size: int) -> None:
         assert_same_bits(found, polar_factor(one, fallback))
 
 
+@example(
+    m=3,
+    n_global=3,
+    n_local=3,
+    n_steps=1,
+    n_nonzero=None,
+    orthonormal_atoms="none",
+    exact=False,
+    seed=5392,
+)
 @given(
     m=st.integers(1, 3),
     n_global=st.integers(0, 3),
