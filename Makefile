@@ -25,7 +25,7 @@ python := $(venv)/bin/python
 export FLWR_TELEMETRY_ENABLED = 0
 export OPENBLAS_NUM_THREADS = 1
 
-.PHONY: run test test-all coverage test-kernels torch lint bench bench-check docs-figures gallery tutorials site site-version fuzz clean
+.PHONY: run test test-all coverage test-kernels torch lint bench bench-check docs-figures gallery tutorials site site-version fuzz fuzz-properties clean
 .DEFAULT_GOAL := run
 
 run: .venv/.installed
@@ -106,15 +106,20 @@ site-version: .venv-site/.installed
 	    cd $$folder && NO_MKDOCS_2_WARNING=1 $(CURDIR)/.venv-site/bin/mkdocs build \
 	        --site-dir $(CURDIR)/site && rm -r $$folder
 
-# Coverage-guided fuzzing of everything that parses, each target for SECONDS.
-FUZZ := reply letter shown data checkpoint state run-config events
-fuzz: .venv-fuzz/.installed
-	@for target in $(FUZZ); do \
-	    echo "== $$target"; \
-	    .venv-fuzz/bin/python tests/fuzz/fuzz.py $$target -max_total_time=$(SECONDS) \
-	        -rss_limit_mb=1024 -max_len=4096 -print_final_stats=1 \
-	        -artifact_prefix=runs/fuzz/$$target- runs/fuzz/$$target || exit 1; \
-	done
+# Each for SECONDS, `make fuzz-reply` one alone: coverage-guided fuzzing of everything that parses,
+# and all hypothesis tests at random.
+FUZZ := reply letter shown data checkpoint state run-config events properties
+fuzz: $(addprefix fuzz-,$(FUZZ))
+
+fuzz-%: .venv-fuzz/.installed
+	.venv-fuzz/bin/python tests/fuzz/fuzz.py $* -max_total_time=$(SECONDS) \
+	    -rss_limit_mb=1024 -max_len=4096 -print_final_stats=1 \
+	    -artifact_prefix=runs/fuzz/$*- runs/fuzz/$*
+
+# One pass after the other, until one fails or `timeout`, whose status is then 124, ends it.
+fuzz-properties: $(venv)/.installed
+	timeout --signal=INT $(SECONDS) sh -c 'while $(python) -m pytest -x -m hypothesis \
+	    --hypothesis-profile=fuzz $(ARGS); do :; done; exit 1' || test $$? = 124
 
 clean:
 	rm -rf .venv .venv-* dist site .pytest_cache .mypy_cache .ruff_cache .coverage

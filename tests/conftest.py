@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from flwr.app import Context
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from flwr_perdl.clients import DictionaryClient, client_app
 from flwr_perdl.dictionary import Learner, OrthogonalLearner
@@ -28,15 +28,23 @@ os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
 os.environ.setdefault("FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION", "1")
 
-# A change must not pass or fail by luck; whoever runs the tests elsewhere draws new examples.
-settings.register_profile("ci", derandomize=True)
-if os.environ.get("CI"):
-    settings.load_profile("ci")
+# A change must not pass or fail by luck, nor by the machine's speed; `make fuzz` draws at random.
+settings.register_profile(
+    "fuzz",
+    derandomize=False,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile("fixed", settings.get_profile("fuzz"), derandomize=True)
+settings.load_profile("fixed")
+#: How many times the examples of `make test` each test draws in one pass of `make fuzz`.
+MORE = 5
 
 HAS_RAY = find_spec("ray") is not None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip, and count, what needs Ray where Ray is not installed; begin with what waits longest.
 
     Deployments wait for processes to start and for nodes to report: beside them, the other worker
@@ -46,6 +54,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("ray") and not HAS_RAY:
             item.add_marker(pytest.mark.skip(reason="Flower's simulation extra is not installed"))
+    if config.getoption("--hypothesis-profile") == "fuzz":
+        # A test's own max_examples goes before the profile's; hypothesis has no public way around.
+        name = "_hypothesis_internal_use_settings"
+        for test in {item.obj for item in items if item.get_closest_marker("hypothesis")}:
+            own = getattr(test, name)
+            setattr(test, name, settings(own, max_examples=MORE * own.max_examples))
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -38,7 +38,7 @@ def renumbered(order: list[int]) -> Topology:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("objective", [SparseSVD(0.05, 0.1), HuberNMF(0.05, 0.1, 0.5)])
-@settings(max_examples=3, deadline=None, derandomize=True)
+@settings(max_examples=3)
 @given(order=orders, seed=seeds)
 def test_inference_converges_or_not_whatever_the_last_bits(
     objective: SparseSVD, method: str, order: list[int], seed: int
@@ -52,7 +52,7 @@ def test_inference_converges_or_not_whatever_the_last_bits(
         np.testing.assert_allclose(moved.codes[i], plain.codes[k], atol=0.01)
 
 
-@settings(max_examples=4, deadline=None, derandomize=True)
+@settings(max_examples=4)
 @given(order=orders, seed=seeds)
 def test_planted_atoms_are_found_whatever_the_last_bits(order: list[int], seed: int) -> None:
     learned = DataDiffusion(6, n_nonzero=2).fit(

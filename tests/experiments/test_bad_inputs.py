@@ -19,12 +19,7 @@ from perdl_experiments import run_experiment
 from perdl_experiments.cli import app
 from perdl_experiments.studies import EXPERIMENTS
 
-quick = settings(
-    deadline=None,
-    max_examples=40,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+quick = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 #: No option of the type of the default takes these.
 BAD: dict[type, list[str]] = {
     int: ["", "x", "2.5", "-1", "1e3", "nan", "1000000000000", "٣x"],

@@ -59,7 +59,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_bad_input_is_served_or_refused_in_a_sentence(name: str, data: st.DataObject) -> None:
     call, good = CALLS[name]

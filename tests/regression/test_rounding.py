@@ -53,7 +53,7 @@ def test_without_noise_there_are_as_many_models_as_planted(seed: int) -> None:
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.2])
-@settings(max_examples=4, deadline=None, derandomize=True)
+@settings(max_examples=4)
 @given(order=st.permutations(range(N)), seed=st.integers(0, 2**32 - 1))
 def test_models_and_clusters_are_the_same_whatever_the_last_bits(
     noise: float, order: list[int], seed: int
@@ -68,7 +68,7 @@ def test_models_and_clusters_are_the_same_whatever_the_last_bits(
     assert len(pairs) == K  # one name for each cluster
 
 
-@settings(max_examples=3, deadline=None, derandomize=True)
+@settings(max_examples=3)
 @given(order=st.permutations(range(N)), seed=st.integers(0, 2**32 - 1))
 def test_the_chosen_number_of_models_is_the_same_whatever_the_last_bits(
     order: list[int], seed: int
