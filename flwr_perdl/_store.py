@@ -263,6 +263,23 @@ def _members(path: Path) -> dict[str, NDArray[Any]]:
     return named
 
 
+@contextmanager
+def private(path: Path, flags: int = 0, *, buffering: int = -1) -> Iterator[Any]:
+    """Open a file to read and write that only its owner may read, and make it when missing.
+
+    A symbolic link is not followed, and an OSError in the block names the file.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    refuse_link(path)
+    flags |= os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+    try:
+        with os.fdopen(os.open(path, flags, 0o600), "r+b", buffering) as stream:
+            yield stream
+    except OSError as error:
+        error.filename = str(path)  # one of a full disk has none
+        raise
+
+
 class Journal:
     """A file of JSON lines that only grows, and of which a checkpoint knows how far it went.
 
@@ -286,10 +303,7 @@ class Journal:
     def append(self, entries: Iterable[Any]) -> None:
         """Write entries after the last one; what a run that was given up wrote there is lost."""
         lines = b"".join(json.dumps(entry).encode() + b"\n" for entry in entries)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        refuse_link(self.path)
-        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
-        with os.fdopen(os.open(self.path, flags, 0o600), "r+b") as stream:
+        with private(self.path) as stream:
             stream.truncate(self._size)
             stream.seek(self._size)
             stream.write(lines)

@@ -1,20 +1,26 @@
 """A client's part in a secure round: what it sends leaves it masked, as a summand.
 
 Flower's ``secaggplus_mod`` makes the keys, the shares of the keys and the masks. Here its requests
-are told from others, and the reply of a NumPyClient becomes what the mod masks.
+are told from others and checked, and the reply of a NumPyClient becomes what the mod masks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from flwr.app import Context, Message
+from flwr.app import ConfigRecord, Context, Message, MessageType
 from flwr.client.mod import secaggplus_mod
 from flwr.common import Code, FitRes, Status, ndarrays_to_parameters
-from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS
+from flwr.common.secure_aggregation.secaggplus_constants import (
+    RECORD_KEY_CONFIGS,
+    RECORD_KEY_STATE,
+    Key,
+    Stage,
+)
 
-from flwr_perdl._checks import LARGE, Matrix, check_count, check_real
+from flwr_perdl._checks import LARGE, Matrix, brief_repr, check_count, check_real
 from flwr_perdl._compat import fitres_to_recorddict
 from flwr_perdl._records import CONFIG, LARGEST_INT, NUM_EXAMPLES, error_of, read_reply
 
@@ -23,20 +29,66 @@ from flwr_perdl._records import CONFIG, LARGEST_INT, NUM_EXAMPLES, error_of, rea
 MAX_WEIGHT = "perdl.max-weight"
 #: And the largest norm of the arrays that it sends.
 NORM = "perdl.norm"
+#: The fewest clients whose sum a client takes part in, by default.
+MIN_CLIENTS = 3
 
 
 def in_secure_round(message: Message) -> bool:
     """Whether a message is a step of SecAgg+; `masked` then masks the reply."""
-    return RECORD_KEY_CONFIGS in message.content
+    # Of "train.default", which the same handler answers, Flower's mod masks nothing.
+    trains = message.metadata.message_type == MessageType.TRAIN
+    return trains and RECORD_KEY_CONFIGS in message.content
 
 
-def masked(message: Message, context: Context, call_next: Any) -> Message:
+def masked(message: Message, context: Context, call_next: Any, min_clients: int) -> Message:
     """Take a step of SecAgg+, in one of which ``call_next`` makes the reply that is masked."""
+    own = context.state.config_records.get(RECORD_KEY_STATE, ConfigRecord())
+    _check_step(message.content.config_records[RECORD_KEY_CONFIGS], own, min_clients)
 
     def summand(request: Message, context: Context) -> Message:
         return _summand(request, call_next(request, context))
 
     return secaggplus_mod(message, context, summand)
+
+
+def _check_step(asked: Mapping[str, Any], own: Mapping[str, Any], min_clients: int) -> None:
+    """Raise a ValueError where a step would help to unmask a sum over fewer than ``min_clients``.
+
+    Flower's mod believes the server, also where the client is alone in the round, or where one
+    client's two keys are asked for. Its state, ``own``, says what the server asked for at first.
+    """
+    stage = asked.get(Key.STAGE)
+    n_clients = min_clients
+    if stage == Stage.SHARE_KEYS:
+        n_clients = len({tuple(keys) for keys in asked.values() if isinstance(keys, list)})
+        # Else each of two parts of the clients would be enough to unmask another sum.
+        check_count("threshold in the secure round", own.get("threshold"), n_clients // 2 + 1)
+    elif stage == Stage.COLLECT_MASKED_VECTORS:
+        n_clients = 1 + len(_nodes(asked, Key.SOURCE_LIST))
+    elif stage == Stage.UNMASK:
+        active = _nodes(asked, Key.ACTIVE_NODE_ID_LIST)
+        both = active & _nodes(asked, Key.DEAD_NODE_ID_LIST)
+        if both:
+            raise ValueError(
+                f"clients must be active or lost in the secure round, got both for {len(both)}."
+            )
+        n_clients = len(active)
+    if n_clients < min_clients:
+        raise ValueError(
+            f"the secure round must have at least min_clients={min_clients} clients with keys of "
+            f"their own, got {n_clients}."
+        )
+
+
+def _nodes(asked: Mapping[str, Any], name: str) -> set[int]:
+    """Return the nodes that a request lists under ``name``."""
+    listed = asked.get(name)
+    if not isinstance(listed, list) or len(set(listed)) != len(listed):
+        raise ValueError(
+            f"{name} in the secure round must be a list of different nodes, got "
+            f"{brief_repr(listed)}."
+        )
+    return set(listed)
 
 
 def _summand(request: Message, reply: Message) -> Message:

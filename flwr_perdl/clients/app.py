@@ -11,7 +11,7 @@ from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
 from flwr.client import Client, NumPyClient
 from flwr.clientapp import ClientApp
 
-from flwr_perdl._checks import Matrix, check_flag, check_kind
+from flwr_perdl._checks import Matrix, check_count, check_flag, check_kind
 from flwr_perdl._compat import has_handler, is_legacy
 from flwr_perdl._records import (
     CONFIG,
@@ -33,7 +33,7 @@ from flwr_perdl.clients._clusters import (
 from flwr_perdl.clients._cohort import cohort_of
 from flwr_perdl.clients._handlers import Evaluated, Fit, Fitted, Handlers, evaluation_of
 from flwr_perdl.clients._own_fit import evaluate_perma, fit_perma
-from flwr_perdl.clients._secure import in_secure_round, masked
+from flwr_perdl.clients._secure import MIN_CLIENTS, in_secure_round, masked
 from flwr_perdl.clients.base import Member, identify
 from flwr_perdl.clients.diffusion import ONLY_DIFFUSION, SEALED
 from flwr_perdl.clients.perma import SENDS
@@ -54,6 +54,7 @@ def client_app(
     train_mods: Sequence[Any] = (),
     evaluate_mods: Sequence[Any] = (),
     secure: bool = False,
+    min_clients: int = MIN_CLIENTS,
 ) -> ClientApp:
     """Return the ClientApp whose train and evaluate handlers call a NumPyClient.
 
@@ -79,6 +80,10 @@ def client_app(
         Whether to train in secure rounds alone (`PerMA` with ``secure=True``, `SecureMean`), but
         for a request without arrays, as PerMA's first. With False the client takes part in secure
         rounds and in others.
+    min_clients : int, default 3
+        The fewest clients in a secure round that the client takes part in, at least 2. It counts
+        different public keys: in a round with fewer it sends no update, and it does not help to
+        unmask a sum over fewer.
 
     Returns
     -------
@@ -92,8 +97,8 @@ def client_app(
     TypeError
         If an argument is of another kind.
     ValueError
-        If ``secure`` comes with a mod that adds noise, or an option with a ClientApp, which has
-        its own.
+        If ``secure`` comes with a mod that adds noise, ``min_clients`` is below 2, or an option
+        comes with a ClientApp, which has its own (``min_clients`` with one of `client_app` only).
 
     Examples
     --------
@@ -110,18 +115,20 @@ def client_app(
     >>> app = client_app(lambda context: Mean(np.eye(3)))
     """
     check_flag("secure", secure)
+    check_count("min_clients", min_clients, 2)
     if isinstance(make_client, ClientApp):
-        if train_mods or evaluate_mods or secure:
+        ours = isinstance(make_client, AnsweringApp)
+        if train_mods or evaluate_mods or secure or (ours and min_clients != MIN_CLIENTS):
             raise ValueError(
                 "train_mods, evaluate_mods and secure must be left out with a ClientApp, which has "
-                "its own mods, got some of them."
+                "its own mods, and min_clients with one of client_app, got some of them."
             )
         if is_legacy(make_client):
             raise TypeError(
                 "make_client must be the client_fn itself where a ClientApp was made from one, got "
                 "ClientApp(client_fn)."
             )
-        return make_client if isinstance(make_client, AnsweringApp) else OtherApp(make_client)
+        return make_client if ours else OtherApp(make_client, min_clients)
     for name, wanted, given in (
         ("make_client", "a function that makes a client from Flower's Context", [make_client]),
         ("train_mods", "functions", train_mods),
@@ -131,7 +138,7 @@ def client_app(
         for function in given:
             if not callable(function):
                 raise TypeError(f"{name} must be {wanted}, got {function!r}.")
-    app = NumPyClientApp(make_client, train_mods, evaluate_mods, secure)
+    app = NumPyClientApp(make_client, train_mods, evaluate_mods, secure, min_clients)
     if secure and app.noisy:
         raise ValueError(f"secure must be False {_NOT_BOTH}, got True.")
     return app
@@ -208,12 +215,16 @@ class AnsweringApp(ClientApp):
 
     noisy = False
 
+    def __init__(self, min_clients: int) -> None:
+        super().__init__()
+        self._min_clients = min_clients
+
     def __call__(self, message: Message, context: Context) -> Message:
         """Answer a message, also where a mod returned something else than a reply to it."""
         if in_secure_round(message):
             if self.noisy:
                 raise ValueError(f"the round must not be a secure one {_NOT_BOTH}.")
-            answered = masked(message, context, self._answer)
+            answered = masked(message, context, self._answer, self._min_clients)
         elif in_clustered_round(message):
             answered = self._answer_clustered(message, context)
         else:
@@ -233,8 +244,8 @@ class AnsweringApp(ClientApp):
 class OtherApp(AnsweringApp):
     """A ClientApp of somebody else; who the client is this one says for it."""
 
-    def __init__(self, app: ClientApp) -> None:
-        super().__init__()
+    def __init__(self, app: ClientApp, min_clients: int) -> None:
+        super().__init__(min_clients)
         self._app = app
 
     def _answer(self, message: Message, context: Context) -> Message:
@@ -288,9 +299,10 @@ class NumPyClientApp(AnsweringApp):
         make_client: Factory,
         train_mods: Sequence[Any],
         evaluate_mods: Sequence[Any],
-        secure: bool = False,
+        secure: bool,
+        min_clients: int,
     ) -> None:
-        super().__init__()
+        super().__init__(min_clients)
         self._make_client = make_client
         self._secure = secure
         self._one_by_one = bool(train_mods)

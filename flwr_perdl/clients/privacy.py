@@ -49,6 +49,7 @@ from flwr.common import log
 from scipy.optimize import brentq
 from scipy.special import log_ndtr
 
+from flwr_perdl import _store
 from flwr_perdl._checks import Matrix, check_array, check_count, check_real
 from flwr_perdl._records import (
     ARRAYS,
@@ -152,8 +153,8 @@ class LocalPrivacy:
     clip : float
         Greatest Frobenius norm of a difference, 1e-100 to 1e100; more is scaled down.
     ledger : str or Path, optional
-        A folder on the client's disk in which it counts its replies over all runs. To grant a
-        client a further budget, remove its file.
+        A folder on the client's disk in which it counts its replies over all runs, in a file that
+        only its owner may read. To grant a client a further budget, remove its file.
     rng : callable, optional
         Makes a NumPy generator for each reply, for tests and simulations whose results shall be
         reproducible: whoever knows or guesses its state takes the noise away. By default the noise
@@ -244,17 +245,11 @@ class LocalPrivacy:
         if round_ <= last:
             raise ValueError(f"{ROUND} must be more than the last one, {last}, got {round_}.")
         file = None if self.ledger is None else self._file(self.ledger, context)
-        if file is not None and file.exists():
-            replies = file.read_text()
+        if file is not None and os.path.lexists(file):
+            replies = _noted(file)
         self._check_budget(replies + letter)
         if file is not None:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with file.open("a+b", buffering=0) as opened:
-                opened.write(letter.encode())
-                os.fsync(opened.fileno())
-                own = opened.tell()  # the end of this letter, although others may follow
-                opened.seek(0)
-                replies = opened.read(own).decode()[:-1]
+            replies = _noted(file, letter)
             self._check_budget(replies + letter)
         spent = ConfigRecord({"round": round_, "replies": replies + letter})
         context.state[_SPENT] = spent
@@ -357,6 +352,20 @@ class LocalPrivacy:
         if rng is None:
             return _response(n_labels, honest)(0)
         return int(rng.integers(1, n_labels)) if rng.random() >= honest else 0
+
+
+def _noted(ledger: Path, letter: str = "") -> str:
+    """Return the letters in a ledger, before one that is added at its end."""
+    with _store.private(ledger, os.O_APPEND, buffering=0) as opened:
+        opened.seek(0, os.SEEK_END)
+        opened.write(letter.encode())
+        os.fsync(opened.fileno())
+        before = opened.tell() - len(letter)  # others may follow
+        opened.seek(0)
+        found = opened.read(before).decode("latin-1")
+    if set(found) - {"m", "s"}:
+        raise ValueError(f"{ledger} must hold a letter m or s for each reply, got others.")
+    return str(found)
 
 
 def _read(message: Message) -> _Asked:

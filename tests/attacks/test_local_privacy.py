@@ -7,6 +7,7 @@ client's data are must show in none of them beyond the budget.
 from __future__ import annotations
 
 import logging
+import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -215,8 +216,36 @@ def test_with_a_ledger_another_run_begins_no_budget_of_its_own(tmp_path: Path) -
     assert "the budget is for 2" in reply.error.reason
     (file,) = (tmp_path / "l").iterdir()
     assert file.read_text() == "ss"
+    assert file.stat().st_mode & 0o777 == 0o600
     file.unlink()
     sent(server.ask(ATOMS, FOR_ATOMS))
+
+
+@pytest.mark.parametrize("what", ["link", "dangling link", "bytes", "text"])
+def test_a_ledger_that_is_none_is_named_and_left_as_it_is(tmp_path: Path, what: str) -> None:
+    file, other = tmp_path / "0.spent", tmp_path / "other"
+    content = {"link": b"s", "bytes": b"\xff", "text": b"s s"}.get(what)
+    if content is not None:
+        (other if what == "link" else file).write_bytes(content)
+    if "link" in what:
+        file.symlink_to(other)
+    server = Server(lambda G, _: G[0], LocalPrivacy(1.0, 1e-5, 9, clip=1.0, ledger=tmp_path))
+    reason = server.ask(ATOMS, FOR_ATOMS).error.reason
+    assert "ValueError" in reason
+    assert str(file) in reason
+    assert (file.read_bytes() if file.exists() else None) == content
+    assert server.calls == 0
+
+
+def test_a_full_disk_says_which_file_it_was_too_full_for(tmp_path: Path) -> None:
+    server = Server(lambda G, _: G[0], LocalPrivacy(1.0, 1e-5, 9, clip=1.0, ledger=tmp_path))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        reply = server.ask(ATOMS, FOR_ATOMS)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert str(tmp_path / "0.spent") in reply.error.reason
 
 
 def test_replies_with_and_without_a_choice_cannot_be_mixed(tmp_path: Path) -> None:

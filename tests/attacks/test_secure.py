@@ -8,16 +8,18 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
-from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Stage
+from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key, Stage
 from flwr.common.secure_aggregation.secaggplus_utils import pseudo_rand_gen
 from sklearn.datasets import load_digits
 
+from flwr_perdl._compat import become_server
 from flwr_perdl._npy import view_file
 from flwr_perdl.clients import DictionaryClient, client_app, perma
 from flwr_perdl.clients.privacy import LocalPrivacy
@@ -246,6 +248,92 @@ def test_flowers_masks_come_from_seeds_of_32_bits() -> None:
     other = bytes(28) + b"\1" + bytes(3)
     (mask,), (same,) = (pseudo_rand_gen(seed, 2**32, [(100,)]) for seed in (one, other))
     np.testing.assert_array_equal(mask, same)
+
+
+class Lies(NamedTuple):
+    """What a server changes of SecAgg+'s messages to three clients, of which 0 is its victim."""
+
+    kind: str = "train"
+    clients: tuple[int, ...] = (0, 1, 2)
+    shares: int = 3
+    threshold: int = 2
+    sources: tuple[int, ...] = (1, 2)
+    active: tuple[int, ...] = (0, 1, 2)
+    dead: tuple[int, ...] = ()
+
+
+def play(lies: Lies, **options: Any) -> None:
+    """Ask the four steps of the clients by hand."""
+
+    class Vector(NumPyClient):
+        def fit(self, parameters: Any, config: Any) -> Any:
+            return [np.arange(3) / 4], 1, {}
+
+    app = client_app(lambda context: Vector(), **options)
+    contexts = [Context(1, k, {"partition-id": k}, RecordDict(), {}) for k in range(3)]
+
+    def ask(client: int, step: str, kind: str = "train", **config: Any) -> Any:
+        summand = {"perdl.max-weight": 1, "perdl.norm": 1.0}
+        records = {"arrays": ArrayRecord([START]), "config": ConfigRecord(summand)}
+        content = RecordDict(
+            {**records, RECORD_KEY_CONFIGS: ConfigRecord({"stage": step, **config})}
+        )
+        become_server(1)
+        message = Message(content, dst_node_id=client, message_type=kind)
+        reply = app(message, contexts[client]).content
+        assert not any(len(record) for record in reply.array_records.values())
+        return reply.config_records[RECORD_KEY_CONFIGS]
+
+    setup = {Key.SAMPLE_NUMBER: 3, Key.SHARE_NUMBER: lies.shares, Key.THRESHOLD: lies.threshold}
+    setup |= {Key.TARGET_RANGE: 2**22, Key.MOD_RANGE: 2**32}
+    setup |= {Key.CLIPPING_RANGE: 1.0, Key.MAX_WEIGHT: 1.0}
+    made = {k: ask(k, Stage.SETUP, lies.kind, **setup) for k in lies.clients}
+    keys = {str(k): [own[Key.PUBLIC_KEY_1], own[Key.PUBLIC_KEY_2]] for k, own in made.items()}
+    shared = {k: ask(k, Stage.SHARE_KEYS, **keys) for k in lies.clients}
+    letters = [
+        shared[k][Key.CIPHERTEXT_LIST][list(shared[k][Key.DESTINATION_LIST]).index(0)]
+        for k in lies.sources
+    ]
+    given = {Key.CIPHERTEXT_LIST: letters, Key.SOURCE_LIST: list(lies.sources)}
+    assert ask(0, Stage.COLLECT_MASKED_VECTORS, **given)[Key.MASKED_PARAMETERS]
+    nodes = {Key.ACTIVE_NODE_ID_LIST: list(lies.active), Key.DEAD_NODE_ID_LIST: list(lies.dead)}
+    assert ask(0, Stage.UNMASK, **nodes)[Key.SHARE_LIST]
+
+
+def test_a_client_takes_the_steps_of_a_round_of_three() -> None:
+    play(Lies(), secure=True)
+    play(Lies(active=(0, 1), dead=(2,)), secure=True, min_clients=2)
+
+
+@pytest.mark.parametrize(
+    ("lies", "named"),
+    [
+        (Lies(clients=(0,), shares=1, threshold=1, sources=(), active=(0,)), "min_clients"),
+        (Lies(clients=(0, 1), sources=(1,), active=(0, 1)), "min_clients"),
+        (Lies(threshold=1), "threshold"),
+        (Lies(sources=(1,)), "min_clients"),
+        (Lies(sources=(1, 1, 2)), "different nodes"),
+        (Lies(active=(0, 1)), "min_clients"),
+        (Lies(active=(0, 1, 1)), "different nodes"),
+        (Lies(dead=(0,)), "active or lost"),
+        (Lies(kind="train.default"), "secure=True"),
+    ],
+)
+def test_a_server_cannot_have_one_update_unmasked(lies: Lies, named: str) -> None:
+    """Before: the first of these gave it the update."""
+    with pytest.raises(ValueError, match=named):
+        play(lies, secure=True)
+
+
+def test_clients_take_part_in_sums_over_at_least_min_clients() -> None:
+    two = digits()[0][:2]
+    with pytest.raises(TooFewReplies, match="min_clients=3"):
+        learn(make_grid(two), secure=True, initial=START)
+    learn(make_grid(two, app={"min_clients": 2}), 1, secure=True, initial=START)
+    with pytest.raises(ValueError, match="min_clients must be at least 2, got 1"):
+        client_app(lambda context: None, min_clients=1)
+    with pytest.raises(ValueError, match="min_clients"):
+        client_app(client_app(lambda context: None), min_clients=4)
 
 
 # A run in the clear ------------------------------------------------------------------------------
