@@ -10,6 +10,7 @@ so each is written and parsed once.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from math import isfinite
@@ -230,6 +231,11 @@ def read_partition(value: object) -> int:
     if type(partition) is int and 0 <= partition <= LARGEST_INT:
         return partition
     raise ValueError(f"{PARTITION_ID} must be an integer from 0 to 2**63 - 1, got {value!r}.")
+
+
+def named_partition(name: str) -> int:
+    """Return the partition id of a client that has a name alone."""
+    return zlib.crc32(name.encode())
 
 
 def error_of(message: Message) -> str | None:

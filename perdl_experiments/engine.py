@@ -30,7 +30,7 @@ from flwr_perdl.checks import Matrix, check_choice
 from flwr_perdl.clients import client_app
 from flwr_perdl.records import ANEW, EVALUATE
 from flwr_perdl.simulations.grid import InProcessGrid
-from flwr_perdl.strategies import ProtocolStrategy, RoundReport, ServerSettings
+from flwr_perdl.strategies import ProtocolStrategy, RoundReport, ServerSettings, client_report
 from perdl_experiments.words import plural
 
 ENGINES = ("in-process", "ray")
@@ -78,6 +78,8 @@ class Federated(NamedTuple):
         The final model.
     history : list of RoundReport
         Every training round and every evaluation.
+    names : dict of int to str
+        How reports call the clients, by partition.
     result : Result
         Flower's own result.
     rounds : int
@@ -90,6 +92,7 @@ class Federated(NamedTuple):
 
     arrays: list[Matrix]
     history: list[RoundReport]
+    names: dict[int, str]
     result: Result
     rounds: int
     floats_up: float
@@ -189,6 +192,7 @@ def _run_on(
     return Federated(
         arrays=result.arrays.to_numpy_ndarrays(),
         history=list(strategy.history),
+        names={who: str(who) for who in client_report(strategy.history)} | strategy.client_names,
         result=result,
         rounds=len(training),
         floats_up=float(np.sum([report.floats_up for report in training])),
@@ -197,8 +201,16 @@ def _run_on(
     )
 
 
-def mishaps(history: Sequence[RoundReport]) -> list[str]:
-    """Return a sentence about every client that was left out, or made its private state anew."""
+def mishaps(history: Sequence[RoundReport], names: Mapping[int, str] | None = None) -> list[str]:
+    """Return a sentence about every client that was left out, or made its private state anew.
+
+    Parameters
+    ----------
+    history : sequence of RoundReport
+        A federation's.
+    names : mapping of int to str, optional
+        The clients' names by partition; one that is not there is called by its number.
+    """
     left_out: dict[str, list[tuple[int, str]]] = {}
     anew: dict[int, list[int]] = {}
     seen: set[int] = set()
@@ -218,12 +230,13 @@ def mishaps(history: Sequence[RoundReport]) -> list[str]:
         times_ = plural(often, "time")
         notes.append(f"Left out {label} {times_}, first in round {round_}: {what}.")
     for partition, rounds in anew.items():
+        who = (names or {}).get(partition, partition)
         for round_ in rounds:
             notes.append(
-                f"Client {partition} had lost its private state in round {round_} and made its "
+                f"Client {who} had lost its private state in round {round_} and made its "
                 "local atoms anew."
                 if round_
-                else f"Client {partition} joined late and aligned its atoms with the global ones."
+                else f"Client {who} joined late and aligned its atoms with the global ones."
             )
     return notes
 

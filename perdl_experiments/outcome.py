@@ -74,7 +74,7 @@ def to_results(outcome: Outcome, page: Page, **run: Any) -> dict[str, Any]:
         The study's TOML file.
     **run
         ``experiment``, ``about``, ``source``, ``config``, ``seed``, ``engine``, ``seconds``,
-        ``clients`` (what happened to each client's replies, by partition).
+        ``clients`` (what happened to each client's replies, by its name).
 
     Returns
     -------

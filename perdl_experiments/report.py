@@ -267,7 +267,7 @@ def odd_clients(results: Mapping[str, Any]) -> dict[str, Any] | None:
     ]
     return {
         "title": "Clients whose replies failed or stood out",
-        "caption": f"{len(odd)} of {len(clients)} clients, by partition: exchanges in which each "
+        "caption": f"{len(odd)} of {len(clients)} clients: exchanges in which each "
         "was asked; failed: errors and silence; refused: replies that broke a rule; the others: "
         "what the aggregation did, to which share of the client's replies. Honest clients whose "
         "data differ much are clipped, too."

@@ -547,9 +547,9 @@ class _Session:
         )
         self._ran += 1
         found = client_report(federated.history)
-        _add(self.clients, {str(partition): counts for partition, counts in found.items()})
+        _add(self.clients, {federated.names[who]: counts for who, counts in found.items()})
         if len(self._federations) == 1:
-            self.mishaps = mishaps(federated.history)
+            self.mishaps = mishaps(federated.history, federated.names)
         return federated
 
     def _keeps_together(self, state_dir: Path) -> bool:

@@ -19,7 +19,6 @@ stops the client, before it overwrites what somebody may still want to read.
 from __future__ import annotations
 
 import time
-import zlib
 from collections.abc import Mapping
 from hashlib import sha256
 from logging import WARNING
@@ -35,7 +34,15 @@ from numpy.typing import NDArray
 
 from flwr_perdl import _store
 from flwr_perdl._checks import check_count, check_kind
-from flwr_perdl._records import NAME, PARTITION_ID, STEP, Scalar, decode, read_partition
+from flwr_perdl._records import (
+    NAME,
+    PARTITION_ID,
+    STEP,
+    Scalar,
+    decode,
+    named_partition,
+    read_partition,
+)
 from flwr_perdl._shortcuts import encode, filled
 from flwr_perdl.clients._at_rest import KEY_VARIABLE, StateKey, key_from_environment
 
@@ -71,7 +78,7 @@ def identify(context: Context) -> dict[str, Scalar]:
             raise ValueError(
                 f"node_config must have {PARTITION_ID!r} or {NAME!r}, got {dict(config)}."
             )
-        partition = zlib.crc32(name.encode())
+        partition = named_partition(name)
     properties: dict[str, Scalar] = {PARTITION_ID: read_partition(partition)}
     return {**properties, NAME: name} if name else properties
 

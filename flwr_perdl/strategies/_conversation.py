@@ -63,6 +63,8 @@ from flwr_perdl.strategies._roster import Roster
 _SINGLE = 1e30
 #: Characters of a run's token in a checkpoint.
 _LONGEST_RUN = 64
+#: Fields of a report that have an entry per client.
+_BY_PARTITION = ("metrics", "anomalies")
 #: What a project can do whose nodes do not say who they are.
 _REMEDY = (
     "; make the ClientApp with flwr_perdl.clients.client_app, which says who a client is, or "
@@ -113,6 +115,8 @@ class Conversation:
         self.identity = said(identity, strict=options.checkpoint_dir is not None)
         self._initial = said({"": initial}, strict=False)[""] if initial else []
         self.history: list[RoundReport] = []
+        #: How reports call the clients, by partition (`Roster.called`).
+        self.names: dict[int, str] = {}
         self._journal: _store.Journal | None = None
         self._noted = 0  # reports that are in the journal
         self._saves = False  # whether this process has saved a round
@@ -432,6 +436,7 @@ class Conversation:
         roster: Roster[Any],
     ) -> RoundReport:
         """Return the report of an exchange."""
+        self.names |= {partition: roster.called(partition) for partition in roster.names}
         dropped = {roster.label(p): why.reason for p, why in sorted(lost.items())}
         dropped |= {f"node {node}": why for node, why in roster.unanswered.items()}
         aggregate = summarized(good, self._flags, self._labels)
@@ -478,6 +483,8 @@ class Conversation:
     def _tell(self, report: RoundReport) -> None:
         """Write an exchange's event."""
         fields = report._asdict()
+        for name in _BY_PARTITION:
+            fields[name] = {self.names.get(p, p): each for p, each in fields[name].items()}
         self._events.write(
             "round",
             asked=len(self._asked),
@@ -534,6 +541,7 @@ class Conversation:
             "initial": self._initial,
             "numbers": [name for name, a in state.items() if not isinstance(a, np.ndarray)],
             "history": self._journal.mark,
+            "names": self.names,
             "server_metrics": self.server_metrics,
         }
         _store.save_round(folder, self.done, arrays, meta)
@@ -572,7 +580,7 @@ class Conversation:
                     f"checkpoint_dir must hold a state to go on from, got none in {path}: the "
                     "protocol yielded its Request without state=."
                 )
-            self._run, self.done, self._evaluated, self.server_metrics = meta
+            self._run, self.done, self._evaluated, self.server_metrics, self.names = meta
             self._recall(folder, mark)
             model = _part(saved.arrays, "model")
             self.model = [model[name] for name in sorted(model)]
@@ -723,12 +731,13 @@ def _part(arrays: Mapping[str, NDArray[Any]], kind: str) -> dict[str, NDArray[An
 
 def _meta_from(
     meta: Mapping[str, Any],
-) -> tuple[str, int, int, dict[int, dict[str, Any]]]:
-    """Return what a checkpoint's record says: run, rounds, the server's metrics."""
+) -> tuple[str, int, int, dict[int, dict[str, Any]], dict[int, str]]:
+    """Return what a checkpoint's record says: run, rounds, the server's metrics, names."""
     for key in ("identity", "finished"):
         if key not in meta:
             raise KeyError(key)
     metrics = {int(round_): dict(found) for round_, found in meta["server_metrics"].items()}
+    names = {int(partition): str(name) for partition, name in meta.get("names", {}).items()}
     run = str(meta["run"])
     if not run.isalnum() or len(run) > _LONGEST_RUN:  # it is part of a file's name
         raise ValueError(
@@ -739,13 +748,13 @@ def _meta_from(
         check_count(f"{name} in a checkpoint", meta[name], 0, _store.LAST_ROUND)
         for name in ("round", "evaluated")
     )
-    return run, done, evaluated, metrics
+    return run, done, evaluated, metrics, names
 
 
 def _report_from(entry: Mapping[str, Any]) -> RoundReport:
     """Return a report as it was before it was saved (JSON's keys are strings)."""
     by_partition = {
         name: {int(partition): values for partition, values in entry.get(name, {}).items()}
-        for name in ("metrics", "anomalies")
+        for name in _BY_PARTITION
     }
     return RoundReport(**{**entry, **by_partition})

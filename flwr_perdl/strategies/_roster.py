@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import re
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from logging import INFO, WARNING
 from typing import Any, Generic, TypeVar
 
 from flwr.common import log
 
-from flwr_perdl._records import NAME, PARTITION_ID, brief, printable, read_partition
+from flwr_perdl._records import (
+    NAME,
+    PARTITION_ID,
+    brief,
+    named_partition,
+    printable,
+    read_partition,
+)
 from flwr_perdl.strategies._options import Options
 from flwr_perdl.strategies._protocol import TooFewReplies
 
 #: Characters of a client's name in logs and reports.
 _LONGEST_NAME = 80
+#: A name that could be taken for the number of another client.
+_NUMBERED = re.compile(r"\d+( \(.*\))?")
 
 Node = TypeVar("Node", bound=Hashable)
 
@@ -39,6 +50,9 @@ class Roster(Generic[Node]):
         self._told: set[tuple[Node, Node]] = set()
         self._silent: set[Node] = set()
         self._names: dict[Node, str] = {}
+        #: Partitions that were made of the client's name: they say nothing to a reader.
+        self._hashed: set[int] = set()
+        self._count: Counter[str] = Counter()
         #: How the clients call themselves.
         self.names: dict[int, str] = {}
         #: Why nodes take no part that do not say who they are.
@@ -73,7 +87,10 @@ class Roster(Generic[Node]):
         name = properties.get(NAME)
         own = printable(name, _LONGEST_NAME) if isinstance(name, str) else ""
         self._names[node] = own or str(partition)
-        self.names.setdefault(partition, self._names[node])
+        if own and partition == named_partition(name):
+            self._hashed.add(partition)
+        if partition not in self.names:
+            self._call(partition, self._names[node])
 
     def refuse(self, node: Node, reason: str) -> None:
         """Note why a node takes no part; one that has enrolled loses its place until it answers."""
@@ -112,7 +129,7 @@ class Roster(Generic[Node]):
         for node in here:
             holder = holders[self._partitions[node]]
             if node == holder:
-                self.names[self._partitions[node]] = self._names[node]
+                self._call(self._partitions[node], self._names[node])
             elif (holder, node) not in self._told:
                 self._told.add((holder, node))
                 log(
@@ -142,9 +159,23 @@ class Roster(Generic[Node]):
         return {self._partitions[node]: node for node in reversed(here)}
 
     def label(self, partition: int) -> str:
-        """Return how logs and reports call a client."""
+        """Return how logs and reports call a client; no two have the same label."""
         name = self.names.get(partition, str(partition))
-        return f"client {partition}" if name == str(partition) else f"client {partition} ({name})"
+        if partition in self._hashed or name == str(partition):
+            return f"client {self.called(partition)}"
+        return f"client {partition} ({name})"
+
+    def called(self, partition: int) -> str:
+        """Return a client's name, with its number where it is not unique; or its number alone."""
+        name = self.names.get(partition, str(partition))
+        alone = self._count[name] == 1 and not _NUMBERED.fullmatch(name)
+        return name if alone or name == str(partition) else f"{partition} ({name})"
+
+    def _call(self, partition: int, name: str) -> None:
+        """Note a client's name."""
+        self._count[self.names.get(partition, "")] -= 1
+        self._count[name] += 1
+        self.names[partition] = name
 
 
 def settle(

@@ -151,8 +151,14 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
 
     @property
     def client_names(self) -> dict[int, str]:
-        """How the clients call themselves, by partition; a number where they have no name."""
-        return dict(sorted(self._roster.names.items()))
+        """How reports call the clients, by partition: the name that each sent, else its number.
+
+        Where several have one name, the number is before it.
+        """
+        before = {} if self._conversation is None else self._conversation.names
+        return dict(
+            sorted({**before, **{p: self._roster.called(p) for p in self._roster.names}}.items())
+        )
 
     def settings(self) -> dict[str, Any]:
         """Return the strategy's own options by name."""

@@ -170,13 +170,14 @@ class _MixedRegression(ProtocolStrategy):
                 now = phases.advance(now, answers, rng)
                 replies.note(DEEDS[phases.robust], {int(who): odd for who, odd in now.odd})
                 if ask.step == DESCRIBE and isinstance(now, Known) and len(now.steep):
+                    names = self.client_names
                     replies.note(DEEDS["filtered"], dict.fromkeys(now.steep.tolist(), 1.0))
                     log(
                         WARNING,
-                        "Left out of the models: clients %s, whose curvature is more than ten "
+                        "Left out of the models: clients [%s], whose curvature is more than ten "
                         "times the median: the step size would have to follow theirs. With "
                         "step_size given they count.",
-                        now.steep.tolist(),
+                        ", ".join(names.get(p, str(p)) for p in now.steep.tolist()),
                     )
         return [now.centers]
 

@@ -327,7 +327,7 @@ class PerMA(ProtocolStrategy):
         replies = within_bounds(replies, self.max_atoms)
         orthogonal = is_orthogonal(next(iter(replies.values())))
         if self.n_global != "auto":
-            replies = with_enough(replies, self.n_global)
+            replies = with_enough(replies, self.n_global, self.client_names)
         dictionaries = [reply.arrays[0] for reply in replies.values() if len(reply.arrays[0])]
         if not dictionaries:
             raise ValueError(
@@ -416,7 +416,9 @@ def are_orthonormal(atoms: Matrix, tol: float = 1e-5) -> bool:
     return bool(np.allclose(atoms @ atoms.T, np.eye(len(atoms)), atol=tol))
 
 
-def with_enough(replies: Replies, n_global: int, what: str = "atoms") -> Replies:
+def with_enough(
+    replies: Replies, n_global: int, names: Mapping[int, str], what: str = "atoms"
+) -> Replies:
     """Return the replies of clients with at least ``n_global`` atoms; the others are left out.
 
     Raises
@@ -430,7 +432,8 @@ def with_enough(replies: Replies, n_global: int, what: str = "atoms") -> Replies
         if 2 * len(few) >= len(sizes):
             raise ValueError(
                 f"n_global must be at most every client's number of {what}, got "
-                f"n_global={n_global} with {n_atoms} {what} at client {partition}."
+                f"n_global={n_global} with {n_atoms} {what} at client "
+                f"{names.get(partition, partition)}."
             )
     return replies.leave_out({p: f"it has {n_atoms} {what} only" for p, n_atoms in few.items()})
 

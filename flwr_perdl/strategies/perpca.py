@@ -170,7 +170,7 @@ class PerPCA(ProtocolStrategy):
 
     def _start(self, replies: Replies) -> Matrix:
         """Return what the clients' principal directions have in common."""
-        replies = with_enough(replies, self.n_global, "components")
+        replies = with_enough(replies, self.n_global, self.client_names, "components")
         replies = alike(replies, lambda reply: reply.arrays[0].shape[1], "{} features".format)
         replies = within_bounds(replies, self.max_atoms)
         replies = orthonormal(replies)

@@ -80,7 +80,7 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
     atoms = federated.arrays[0]
     training = [report.aggregate["mse"] for report in federated.history if report.step != EVALUATE]
     measured = {
-        partition: found
+        federated.names[partition]: found
         for report in federated.history
         if report.step == EVALUATE and report.round == federated.rounds
         for partition, found in report.metrics.items()

@@ -294,13 +294,26 @@ def test_a_round_that_is_cut_off_while_its_state_is_written_is_resumed_to_the_sa
     np.testing.assert_array_equal(result.arrays.to_numpy_ndarrays()[0], whole)
 
 
-def test_names_of_the_clients_are_by_partition() -> None:
-    sites = ["north", "south", "west"]
-    here = grid(node_config=lambda partition: {"partition-id": partition, "name": sites[partition]})
-    strategy = PerMA(2, fraction_evaluate=0.0)
+@pytest.mark.parametrize(
+    ("sites", "called"),
+    [
+        (["north", "south", "west"], ["north", "south", "west"]),
+        (["north", "", "north"], ["0 (north)", "1", "2 (north)"]),
+        (["1", "", "0 (north)"], ["0 (1)", "1", "2 (0 (north))"]),
+    ],
+)
+def test_names_of_the_clients_are_by_partition(
+    sites: list[str], called: list[str], tmp_path: Path
+) -> None:
+    """Also of a client that a resumed run has not seen."""
+    here = grid(node_config=lambda partition: {"name": sites[partition]})
+    strategy = PerMA(2, fraction_evaluate=0.0, checkpoint_dir=tmp_path)
     strategy.start(here, num_rounds=1)
-    assert strategy.client_names == dict(enumerate(sites))
+    assert strategy.client_names == dict(enumerate(called))
     assert PerMA(2).client_names == {}
+    resumed = PerMA(2, fraction_evaluate=0.0, checkpoint_dir=tmp_path, server=RESUME)
+    resumed.start(grid(2), num_rounds=2)
+    assert resumed.client_names[2] == called[2]
 
 
 def test_a_resumed_run_says_which_rounds_it_does_not_ask_again(
