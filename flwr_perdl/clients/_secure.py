@@ -42,13 +42,33 @@ def in_secure_round(message: Message) -> bool:
 
 def masked(message: Message, context: Context, call_next: Any, min_clients: int) -> Message:
     """Take a step of SecAgg+, in one of which ``call_next`` makes the reply that is masked."""
+    asked = message.content[RECORD_KEY_CONFIGS]
+    if not isinstance(asked, ConfigRecord) or Key.STAGE not in asked:
+        raise ValueError(
+            f"{RECORD_KEY_CONFIGS!r} must be a ConfigRecord with a {Key.STAGE!r} of SecAgg+, got "
+            f"{brief_repr(asked)}."
+        )
     own = context.state.config_records.get(RECORD_KEY_STATE, ConfigRecord())
-    _check_step(message.content.config_records[RECORD_KEY_CONFIGS], own, min_clients)
+    _check_step(asked, own, min_clients)
 
     def summand(request: Message, context: Context) -> Message:
         return _summand(request, call_next(request, context))
 
     return secaggplus_mod(message, context, summand)
+
+
+def in_plain_round(message: Message, context: Context, call_next: Any) -> Message:
+    """Reply to a request that is no step of SecAgg+; Flower's mod for it fails there by a key."""
+    try:
+        answer: Message = call_next(message, context)
+    except KeyError as error:
+        if error.args != (RECORD_KEY_CONFIGS,):
+            raise
+        raise ValueError(
+            "mods must be without Flower's secaggplus_mod, which fails in every round that is not "
+            "secure, got it: an app of client_app takes part in secure rounds without a mod."
+        ) from error
+    return answer
 
 
 def _check_step(asked: Mapping[str, Any], own: Mapping[str, Any], min_clients: int) -> None:

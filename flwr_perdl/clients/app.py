@@ -33,7 +33,7 @@ from flwr_perdl.clients._clusters import (
 from flwr_perdl.clients._cohort import cohort_of
 from flwr_perdl.clients._handlers import Evaluated, Fit, Fitted, Handlers, evaluation_of
 from flwr_perdl.clients._own_fit import evaluate_perma, fit_perma
-from flwr_perdl.clients._secure import MIN_CLIENTS, in_secure_round, masked
+from flwr_perdl.clients._secure import MIN_CLIENTS, in_plain_round, in_secure_round, masked
 from flwr_perdl.clients.base import Member, identify
 from flwr_perdl.clients.diffusion import ONLY_DIFFUSION, SEALED
 from flwr_perdl.clients.perma import SENDS
@@ -228,7 +228,7 @@ class AnsweringApp(ClientApp):
         elif in_clustered_round(message):
             answered = self._answer_clustered(message, context)
         else:
-            answered = self._answer(message, context)
+            answered = in_plain_round(message, context, self._answer)
         reply: Any = directed(answered, message)
         answer: Message = reply
         return answer

@@ -120,7 +120,10 @@ class Topology:
 
     @classmethod
     def ring(cls, n_nodes: int) -> Topology:
-        """Return a ring: every node hears the one before and the one after."""
+        """Return a ring: every node hears the one before and the one after.
+
+        Two nodes are joined by one edge, and a single node has none.
+        """
         check_count("n_nodes", n_nodes, 1)
         return cls.from_edges(
             n_nodes, [(k, (k + 1) % n_nodes) for k in range(n_nodes) if n_nodes > 1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from logging import DEBUG, WARNING
@@ -59,6 +60,10 @@ class InProcessGrid(ShownAsCalled, Grid):
     Records are copied both ways, as on a wire: what one side changes, the other does not see. An
     exception in the ClientApp becomes an error reply, and the client's state is what it was before;
     its traceback is in Flower's log at level DEBUG (environment variable ``FLWR_LOG_LEVEL=DEBUG``).
+
+    A call cannot be interrupted. After the timeout of `send_and_receive` no further node is called,
+    and the reply of the node that exceeded it is not received. Nodes that are called together
+    reply together.
 
     Parameters
     ----------
@@ -140,6 +145,7 @@ class InProcessGrid(ShownAsCalled, Grid):
             self._states.restore(list(self.contexts.values()))
         self._run = _compat.empty_run(RUN_ID)
         self._replies: dict[str, Message] = {}
+        self._deadline = float("inf")
         self._count = 0
         _compat.become_server(RUN_ID)
 
@@ -240,8 +246,16 @@ class InProcessGrid(ShownAsCalled, Grid):
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
-        """Push the messages and return the replies; a silent node is not waited for."""
-        return self.pull_messages(self.push_messages(messages))
+        """Push the messages and return the replies that come in time (``timeout`` in seconds)."""
+        if timeout is not None:
+            self._deadline = time.monotonic() + timeout
+        try:
+            return self.pull_messages(self.push_messages(messages))
+        finally:
+            self._deadline = float("inf")
+
+    def _late(self) -> bool:
+        return time.monotonic() >= self._deadline
 
     def _fault(self, message: Message) -> str | None:
         """Return what is to go wrong with this message."""
@@ -256,13 +270,13 @@ class InProcessGrid(ShownAsCalled, Grid):
         return self.contexts[message.metadata.dst_node_id]
 
     def _keep(self, message: Message, reply: Message | None) -> None:
-        if reply is not None:
+        if reply is not None and not self._late():
             self._replies[message.metadata.message_id] = reply
 
     def _call_together(self, cohort: list[Message]) -> None:
         """Let the app reply to messages that ask the same; one by one if it cannot or errs."""
         replies: Sequence[Message | None] | None = None
-        if len(cohort) > 1 and isinstance(self.app, TrainsTogether):
+        if len(cohort) > 1 and isinstance(self.app, TrainsTogether) and not self._late():
             contexts = [self._context(message) for message in cohort]
             states = [dict(context.state) for context in contexts]
             try:
@@ -272,14 +286,16 @@ class InProcessGrid(ShownAsCalled, Grid):
                 for context, state in zip(contexts, states, strict=True):
                     context.state = RecordDict(state)
         if replies is None:
-            replies = [self._call(message, None) for message in cohort]
+            for message in cohort:
+                self._keep(message, self._call(message, None))
+            return
         for message, reply in zip(cohort, replies, strict=True):
             self._keep(message, reply)
 
     def _call(self, message: Message, fault: str | None) -> Message | None:
         """Return the reply of the node that ``message`` is for."""
         context = self._context(message)
-        if fault == "silence":
+        if fault == "silence" or self._late():
             return None
         kept = _twin(context.state) if context.state else RecordDict()
         try:

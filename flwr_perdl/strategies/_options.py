@@ -12,7 +12,9 @@ from flwr_perdl._checks import check_count, check_flag, check_kind, check_real, 
 from flwr_perdl._records import LARGEST_INT
 from flwr_perdl.strategies._protocol import RoundReport
 
-#: Options of Flower's strategies, of both interfaces, and what takes their place here.
+_METRICS = "strategy.history has every client's metrics, by round"
+_FIXED = "it is always"
+#: Options of Flower's FedAvg, of both interfaces: the option here, or what takes its place.
 _FEDAVG = {
     "min_available_nodes": "num_clients",
     "min_available_clients": "num_clients",
@@ -21,6 +23,21 @@ _FEDAVG = {
     "min_evaluate_nodes": "min_clients",
     "min_evaluate_clients": "min_clients",
     "fraction_fit": "fraction_train",
+    "evaluate_fn": "give it to start or as_legacy",
+    "initial_parameters": "give start(initial_arrays=...) or as_legacy(initial=...)",
+    "on_fit_config_fn": "give as_legacy(on_fit_config_fn=...), or start(train_config=...) and "
+    "override configure_train, which may change it by round",
+    "on_evaluate_config_fn": "give as_legacy(on_evaluate_config_fn=...), or "
+    "start(evaluate_config=...) and override configure_evaluate, which may change it by round",
+    "accept_failures": "give min_clients, with how many good replies a round goes on",
+    "inplace": "leave it out",
+    "weighted_by_key": f'{_FIXED} "num-examples"',
+    "arrayrecord_key": f'{_FIXED} "arrays"',
+    "configrecord_key": f'{_FIXED} "config"',
+    "train_metrics_aggr_fn": _METRICS,
+    "evaluate_metrics_aggr_fn": _METRICS,
+    "fit_metrics_aggregation_fn": _METRICS,
+    "evaluate_metrics_aggregation_fn": _METRICS,
 }
 
 
@@ -200,13 +217,14 @@ def refuse_unknown(
         How options are given that are fields of another one, by their names.
     """
     names, inside = list(known), {} if inside is None else inside
-    for name in given:
+    for name in [name for name in given if name not in names]:
         if name in inside:
             raise TypeError(f"{owner} has no option {name!r}: it is given as {inside[name]}.")
-        if _FEDAVG.get(name) in names:
-            raise TypeError(f"{owner} has no option {name!r}: give {_FEDAVG[name]}.")
-        if name not in names:
-            close = get_close_matches(name, [*names, *inside], n=1)
-            place = f", given as {inside[close[0]]}" if close and close[0] in inside else ""
-            meant = f"did you mean {close[0]!r}{place}? " if close else ""
-            raise TypeError(f"{owner} has no option {name!r}: {meant}It takes {', '.join(names)}.")
+        place = _FEDAVG.get(name, "")
+        if place in names or " " in place:
+            given_as = place if " " in place else f"give {place}"
+            raise TypeError(f"{owner} has no option {name!r}: {given_as}.")
+        close = get_close_matches(name, [*names, *inside], n=1)
+        place = f", given as {inside[close[0]]}" if close and close[0] in inside else ""
+        meant = f"did you mean {close[0]!r}{place}? " if close else ""
+        raise TypeError(f"{owner} has no option {name!r}: {meant}It takes {', '.join(names)}.")

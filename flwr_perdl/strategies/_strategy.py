@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
@@ -58,6 +59,8 @@ from flwr_perdl.strategies._shown import VERBOSE, Show, shown
 
 T = TypeVar("T")
 
+EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
+
 #: Seconds between looks for replies in a simulation.
 _PULL_INTERVAL = 0.05
 
@@ -109,6 +112,8 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
     evaluation_config: ClassVar[Mapping[str, Scalar]] = {}
     #: How options are given that are fields of another one.
     _inside: ClassVar[Mapping[str, str]] = {}
+    #: ``num_rounds`` where it is not given; None: as many as it takes.
+    _default_rounds: ClassVar[int | None] = 3
 
     def __init__(self, **options: Unpack[ServerOptions]) -> None:
         parameters = signature(type(self).__init__).parameters.values()
@@ -124,6 +129,9 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         self._gathered: tuple[dict[int, Reply], dict[int, Lost]] | None = None
         self._returned: ArrayRecord | None = None
         self._timeout = 3600.0
+        #: Names of the initial arrays, and communication rounds of the run; None: not known.
+        self._names: list[str] = []
+        self._num_rounds: int | None = None
         self._evaluate_config: ConfigRecord | None = None
         self._show: Show = lambda report: None
 
@@ -195,65 +203,158 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         self,
         grid: Grid,
         initial_arrays: ArrayRecord | None = None,
-        num_rounds: int = 3,
+        num_rounds: int | None = None,
         timeout: float = 3600,
         train_config: ConfigRecord | None = None,
         evaluate_config: ConfigRecord | None = None,
-        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+        evaluate_fn: EvaluateFn | None = None,
+        should_stop: Callable[[int, Result], bool] | None = None,
         *,
         verbose: str = "log",
     ) -> Result:
         """Run the protocol for ``num_rounds`` communication rounds.
 
-        As `flwr.serverapp.strategy.Strategy.start`; ``initial_arrays`` may be left out, and a
-        resumed run does not ask for its finished rounds again. With ``verbose="bar"`` a progress
-        bar takes the place of Flower's lines in the log, with ``"quiet"`` nothing does; warnings
-        are logged in any case.
+        As `flwr.serverapp.strategy.Strategy.start` of Flower 1.43, with any version; a resumed
+        run does not ask the clients for its finished rounds again.
+
+        Parameters
+        ----------
+        grid : Grid
+            The way to the clients.
+        initial_arrays : ArrayRecord, optional
+            What the protocol starts from; many need none.
+        num_rounds : int, optional
+            Communication rounds in all, those of a run that is resumed included: 3 by default, for
+            `NeighborRelay` its ``exchanges``.
+        timeout : float, default 3600
+            Seconds to wait for the replies of a phase; None: as long as it takes.
+        train_config, evaluate_config : ConfigRecord, optional
+            What the clients' ``config`` has besides what the protocol sends. A subclass that
+            overrides `configure_train` may change it from round to round.
+        evaluate_fn : callable, optional
+            ``(server_round, arrays) -> MetricRecord or None``: evaluation at the server.
+        should_stop : callable, optional
+            ``(server_round, result) -> bool``, called after each round with the result so far. The
+            run ends when it returns true. A resumed run first calls it for the rounds that are
+            done, with their metrics and the last arrays, so that it can count.
+        verbose : {"log", "bar", "quiet"}, default "log"
+            Flower's lines in the log, a progress bar, or neither. Warnings are always logged.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If an argument breaks its rule, among them a ``num_rounds`` after which there would be
+            no result, without a ``checkpoint_dir`` from which
+            ``ServerSettings(resume=True)`` goes on.
+        TooFewReplies
+            If fewer than ``min_clients`` good replies come in a round.
         """
         initial = ArrayRecord() if initial_arrays is None else initial_arrays
         if not isinstance(initial, ArrayRecord):
             raise TypeError(f"initial_arrays must be an ArrayRecord, got {type(initial).__name__}.")
         check_kind("grid", grid, Grid, "a Grid")
-        check_count("num_rounds", num_rounds, 0)
+        least = 1 if len(initial) else self._least_rounds()
+        rounds = (self._default_rounds or least) if num_rounds is None else num_rounds
+        check_count("num_rounds", rounds, 1)
+        if rounds < least and self._options.checkpoint_dir is None:
+            raise ValueError(
+                f"num_rounds must be at least {least} for these settings, got {rounds}: there is "
+                "no result before, and no checkpoint_dir keeps the run to go on with."
+            )
         if timeout is not None:
             check_real("timeout", timeout, 0)
         config = (ConfigRecord, type(None))
         check_kind("train_config", train_config, config, "a ConfigRecord or None")
         check_kind("evaluate_config", evaluate_config, config, "a ConfigRecord or None")
         check_choice("verbose", verbose, VERBOSE)
-        if evaluate_fn is not None and not callable(evaluate_fn):
-            raise TypeError(f"evaluate_fn must be a function or None, got {evaluate_fn!r}.")
+        for name, given in (("evaluate_fn", evaluate_fn), ("should_stop", should_stop)):
+            if given is not None and not callable(given):
+                raise TypeError(f"{name} must be a function or None, got {given!r}.")
         self._timeout, self._evaluate_config = timeout, evaluate_config
+        self._names, self._num_rounds = list(initial), rounds
         conversation = self.open(to_arrays(initial))
-        if num_rounds < conversation.done:
+        if rounds < conversation.done:
             raise ValueError(
                 f"num_rounds must be at least the {conversation.done} rounds that the run to "
-                f"resume has done, got {num_rounds}."
+                f"resume has done, got {rounds}."
             )
-        conversation.begin(num_rounds)
+        conversation.begin(rounds)
         getattr(grid, "begin_run", lambda: None)()  # only an InProcessGrid has it
         try:
             with (
                 attentive(grid),
                 rare_collections(),
-                shown(verbose, type(self).__name__, num_rounds) as self._show,
+                shown(verbose, type(self).__name__, rounds) as self._show,
             ):
-                result = super().start(
+                result = self._run_rounds(
                     grid,
                     initial,
-                    num_rounds,
-                    timeout,
-                    train_config,
-                    evaluate_config,
+                    rounds,
+                    ConfigRecord() if train_config is None else train_config,
+                    ConfigRecord() if evaluate_config is None else evaluate_config,
                     None if evaluate_fn is None else _remembering(evaluate_fn, conversation),
+                    should_stop,
                 )
         except BaseException as error:
             conversation.end(error)
             raise
         conversation.end()
-        if conversation.done:
-            result.arrays = to_record(conversation.model)
+        if not conversation.model and conversation.done < least:
+            log(
+                WARNING,
+                "The run has no result yet: %d of the %d rounds that it takes are done. A strategy "
+                "with ServerSettings(resume=True) goes on from its checkpoint.",
+                *(conversation.done, least),
+            )
+        result.arrays = self._named(to_record(conversation.model))
         return result
+
+    def _run_rounds(
+        self,
+        grid: Grid,
+        arrays: ArrayRecord,
+        num_rounds: int,
+        train_config: ConfigRecord,
+        evaluate_config: ConfigRecord,
+        evaluate_fn: EvaluateFn | None,
+        should_stop: Callable[[int, Result], bool] | None,
+    ) -> Result:
+        """Take the rounds as Flower's `start` does, whose loop cannot end early before 1.43."""
+        result, resumed, began = Result(), self._running().done, time.monotonic()
+        log(INFO, "Starting %s strategy for %d rounds:", type(self).__name__, num_rounds)
+        self.summary()
+        for round_ in range(num_rounds + 1):  # before the first one the server evaluates
+            if round_:
+                log(INFO, "")
+                log(INFO, "[ROUND %s/%s]", round_, num_rounds)
+                asked = self.configure_train(round_, arrays, train_config, grid)
+                replies = grid.send_and_receive(messages=asked, timeout=self._timeout)
+                model, metrics = self.aggregate_train(round_, replies)
+                if model is not None:
+                    arrays = result.arrays = model
+                _note("Training", result.train_metrics_clientapp, round_, metrics)
+                asked = self.configure_evaluate(round_, arrays, evaluate_config, grid)
+                replies = grid.send_and_receive(messages=asked, timeout=self._timeout)
+                metrics = self.aggregate_evaluate(round_, replies)
+                _note("Evaluation", result.evaluate_metrics_clientapp, round_, metrics)
+            if evaluate_fn is not None:
+                metrics = evaluate_fn(round_, arrays)
+                _note("Server's evaluation", result.evaluate_metrics_serverapp, round_, metrics)
+            over = round_ and should_stop is not None and should_stop(round_, result)
+            if over and round_ >= resumed:
+                log(INFO, "should_stop ends the run after round %d.", round_)
+                break
+        log(INFO, "Strategy execution finished in %.2fs", time.monotonic() - began)
+        log(INFO, "Final results:\n%s", result)
+        return result
+
+    def _least_rounds(self) -> int:
+        """Return after how many rounds there is a result, where no initial arrays are given."""
+        return 1
+
+    def _named(self, record: ArrayRecord) -> ArrayRecord:
+        """Return a model's record with its arrays' names."""
+        return record
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -535,9 +636,16 @@ def _equal(some: list[Matrix], others: list[Matrix]) -> bool:
     return len(some) == len(others) and all(map(np.array_equal, some, others))
 
 
-def _remembering(
-    evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None], conversation: Conversation
-) -> Callable[[int, ArrayRecord], MetricRecord | None]:
+def _note(
+    what: str, found: dict[int, MetricRecord], round_: int, metrics: MetricRecord | None
+) -> None:
+    """Add a round's metrics to those of the others, if it has any."""
+    if metrics is not None:
+        log(INFO, "\t└──> %s: %s", what, metrics)
+        found[round_] = metrics
+
+
+def _remembering(evaluate_fn: EvaluateFn, conversation: Conversation) -> EvaluateFn:
     """Return ``evaluate_fn`` that answers for rounds before the resumed one from memory.
 
     Where there is no model yet, it is not called.

@@ -48,8 +48,6 @@ from typing import Any, ClassVar, NamedTuple, Unpack
 import numpy as np
 from flwr.app import ArrayRecord
 from flwr.common import log
-from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Result
 
 from flwr_perdl._checks import (
     FLOATS,
@@ -259,31 +257,11 @@ class ClusteredFedAvg(ProtocolStrategy):
                     f"{name} must be left out where it does nothing, got {value} with k={k!r}, "
                     f"start={start!r}, temperature={temperature}."
                 )
-        self._names: list[str] = []
 
     def settings(self) -> dict[str, Any]:
         """Return the options by the names of the arguments."""
         settings = super().settings()
         return {**settings, "start": settings.pop("start_from")}
-
-    def start(
-        self,
-        grid: Grid,
-        initial_arrays: ArrayRecord | None = None,
-        num_rounds: int = 3,
-        *args: Any,
-        **options: Any,
-    ) -> Result:
-        """Run; the result's arrays have the names of the initial ones."""
-        if self.k == _AUTO and num_rounds == 1:
-            log(
-                WARNING,
-                'k="auto" takes two rounds to find its models: one round leaves a single one.',
-            )
-        self._names = list(initial_arrays or ())
-        result = super().start(grid, initial_arrays, num_rounds, *args, **options)
-        result.arrays = self._named(result.arrays)
-        return result
 
     @property
     def result(self) -> Clusters:
@@ -315,6 +293,11 @@ class ClusteredFedAvg(ProtocolStrategy):
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """Find k models to start from; then choose, train and average, round by round."""
         if state is None:
+            if self.k == _AUTO and self._num_rounds == 1:
+                log(
+                    WARNING,
+                    'k="auto" takes two rounds to find its models: one round leaves a single one.',
+                )
             model = self._checked(initial)
             state = self._begun(model)
             if state is None:

@@ -7,7 +7,7 @@ from inspect import signature
 from typing import Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord
+from flwr.app import Array, ArrayRecord
 from flwr.common import (
     Code,
     EvaluateIns,
@@ -26,6 +26,7 @@ from flwr.server.strategy import Strategy
 from flwr_perdl._checks import Matrix, check_kind, plain
 from flwr_perdl._records import NUM_EXAMPLES, Reply, Scalar, brief, read_reply, received, with_loss
 from flwr_perdl._shortcuts import NPY
+from flwr_perdl.clients._clusters import CLUSTERED, MEASURING
 from flwr_perdl.strategies._conversation import Conversation, Plan
 from flwr_perdl.strategies._protocol import FAILED, REFUSED, Lost
 from flwr_perdl.strategies._roster import Roster, settle
@@ -40,6 +41,8 @@ _SECURE = (
 
 #: Flower's ``(round, model arrays, config)``; also without the config.
 EvaluateFn = Callable[..., tuple[float, dict[str, Scalar]] | None]
+#: Flower's ``round -> config``.
+ConfigFn = Callable[[int], Mapping[str, Scalar]]
 
 
 def as_legacy(
@@ -48,6 +51,8 @@ def as_legacy(
     initial: Sequence[Matrix] = (),
     evaluate_fn: EvaluateFn | None = None,
     evaluate_config: Mapping[str, Scalar] | None = None,
+    on_fit_config_fn: ConfigFn | None = None,
+    on_evaluate_config_fn: ConfigFn | None = None,
 ) -> LegacyStrategy:
     """Return ``strategy`` behind Flower's older strategy interface.
 
@@ -66,6 +71,9 @@ def as_legacy(
         rounds before a resumed one is remembered.
     evaluate_config : mapping, optional
         Config of the clients' evaluations.
+    on_fit_config_fn, on_evaluate_config_fn : callable, optional
+        ``round -> config``: what the clients' ``fit`` and ``evaluate`` receive in that round, such
+        as a learning rate. Keys that are also in ``evaluate_config`` replace those there.
 
     Raises
     ------
@@ -88,7 +96,20 @@ def as_legacy(
     for array in initial:
         check_kind("initial", array, np.ndarray, "a list of arrays")
     check_kind("evaluate_config", evaluate_config, (Mapping, type(None)), "a mapping or None")
-    return LegacyStrategy(strategy, list(initial), evaluate_fn, dict(evaluate_config or {}))
+    for name, given in (
+        ("on_fit_config_fn", on_fit_config_fn),
+        ("on_evaluate_config_fn", on_evaluate_config_fn),
+    ):
+        if given is not None and not callable(given):
+            raise TypeError(f"{name} must be a function or None, got {given!r}.")
+    return LegacyStrategy(
+        strategy,
+        list(initial),
+        evaluate_fn,
+        dict(evaluate_config or {}),
+        on_fit_config_fn,
+        on_evaluate_config_fn,
+    )
 
 
 class LegacyStrategy(Strategy):
@@ -100,12 +121,15 @@ class LegacyStrategy(Strategy):
         initial: list[Matrix],
         evaluate_fn: EvaluateFn | None,
         evaluate_config: dict[str, Scalar],
+        on_fit_config_fn: ConfigFn | None,
+        on_evaluate_config_fn: ConfigFn | None,
     ) -> None:
         self.strategy = strategy
         self._initial = initial
         self._evaluate_fn = None if evaluate_fn is None else _of_three(evaluate_fn)
         self._evaluate_config = evaluate_config
-        strategy._evaluate_config = ConfigRecord({**evaluate_config})
+        self._on_fit_config_fn = on_fit_config_fn
+        self._on_evaluate_config_fn = on_evaluate_config_fn
         self._roster = self._new_roster()
         self._asked: dict[str, int] = {}
 
@@ -132,7 +156,11 @@ class LegacyStrategy(Strategy):
                 raise ValueError(_SECURE)
             proxies = self._present(client_manager)
             plan = self.conversation.plan(server_round, list(proxies), self._roster)
-            return [(p, FitIns(a, c)) for p, a, c in self._ask(plan, proxies)]
+            own = _config("on_fit_config_fn", self._on_fit_config_fn, server_round)
+            if plan is not None and CLUSTERED in plan.config:  # clients evaluate to choose
+                measuring = self._evaluation(server_round)
+                own |= {f"{MEASURING}{key}": value for key, value in measuring.items()}
+            return [(p, FitIns(a, {**own, **c})) for p, a, c in self._ask(plan, proxies)]
         return []
 
     def aggregate_fit(
@@ -157,7 +185,8 @@ class LegacyStrategy(Strategy):
         if not self.conversation.evaluates(server_round):
             return []
         proxies = self._present(client_manager)
-        plan = self.conversation.plan_evaluation(server_round, list(proxies), self._evaluate_config)
+        config = self._evaluation(server_round)
+        plan = self.conversation.plan_evaluation(server_round, list(proxies), config)
         return [(p, EvaluateIns(a, c)) for p, a, c in self._ask(plan, proxies)]
 
     def aggregate_evaluate(
@@ -195,6 +224,11 @@ class LegacyStrategy(Strategy):
             said = {k: v for k, v in numbers.items() if isinstance(v, bool | int | float | str)}
             self.conversation.measured(server_round, {**said, _LOSS: float(found[0])})
         return found
+
+    def _evaluation(self, round_: int) -> dict[str, Scalar]:
+        """Return the config of a round's evaluations."""
+        own = _config("on_evaluate_config_fn", self._on_evaluate_config_fn, round_)
+        return {**self._evaluate_config, **own}
 
     def _new_roster(self) -> Roster[str]:
         allowed = self.strategy.options.clients_by_node
@@ -265,6 +299,13 @@ class LegacyStrategy(Strategy):
             except Exception as error:
                 lost[partition] = Lost(REFUSED, brief(str(error)))
         return good, lost
+
+
+def _config(name: str, function: ConfigFn | None, round_: int) -> dict[str, Scalar]:
+    """Return what one of the user's functions gives as a round's config."""
+    given = {} if function is None else function(round_)
+    check_kind(f"what {name} returns", given, Mapping, "a mapping")
+    return {key: plain(value) for key, value in given.items()}
 
 
 def _of_three(evaluate_fn: EvaluateFn) -> EvaluateFn:

@@ -32,10 +32,7 @@ from math import prod
 from typing import Any, ClassVar, Unpack
 
 import numpy as np
-from flwr.app import ArrayRecord
 from flwr.common import log
-from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Result
 
 from flwr_perdl._checks import Matrix, check_array, check_choice, check_kind
 from flwr_perdl._random import SERVER, spawn
@@ -92,43 +89,6 @@ class _MixedRegression(ProtocolStrategy):
         super().__init__(**options)
         rule = ("filtered" if robust else "mean") if isinstance(robust, bool) else robust
         self.two_phase = TwoPhase(n_clusters, phase_1, phase_2, max_clusters, rule)
-        #: Communication rounds of the run that is on; None where they are not known.
-        self._num_rounds: int | None = None
-
-    def start(
-        self,
-        grid: Grid,
-        initial_arrays: ArrayRecord | None = None,
-        num_rounds: int = 3,
-        *args: Any,
-        **options: Any,
-    ) -> Result:
-        """Run; where no models are given, ``num_rounds`` is at least what it takes to find some.
-
-        Fewer are allowed with a ``checkpoint_dir`` only, from which a strategy with
-        ``ServerSettings(resume=True)`` goes on.
-
-        Raises
-        ------
-        ValueError
-            If ``num_rounds`` ends the run before there are models (Phase 1 takes 4 rounds by
-            default), or if ``n_clusters`` is above the number of clients, or is not the number of
-            the given models.
-        """
-        self._num_rounds = num_rounds
-        try:
-            result = super().start(grid, initial_arrays, num_rounds, *args, **options)
-        finally:
-            self._num_rounds = None
-        run = self._running()
-        if not run.model:
-            log(
-                WARNING,
-                "The run has no models yet: %d of the %d rounds that they take are done. A "
-                "strategy with ServerSettings(resume=True) goes on.",
-                *(run.done, self._least_rounds()),
-            )
-        return result
 
     def settings(self) -> dict[str, Any]:
         """Return the options of the two phases."""
@@ -197,13 +157,7 @@ class _MixedRegression(ProtocolStrategy):
         return models
 
     def _check_start(self) -> None:
-        """Refuse, before the first message, a run that cannot find its models."""
-        rounds, least = self._num_rounds, self._least_rounds()
-        if rounds is not None and rounds < least and self._options.checkpoint_dir is None:
-            raise ValueError(
-                f"num_rounds must be at least {least} for these settings, got {rounds}: there are "
-                "no models before, and no checkpoint_dir keeps the run to go on with."
-            )
+        """Reject, before the first message, more clusters than there will be clients."""
         if self._options.num_clients is not None:
             n_clients = self._options.num_clients
             self._check_clusters(n_clients, f"num_clients={n_clients}")

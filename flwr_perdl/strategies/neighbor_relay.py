@@ -51,10 +51,8 @@ from logging import WARNING
 from typing import Any, NamedTuple, Unpack
 
 import numpy as np
-from flwr.app import ArrayRecord
 from flwr.common import log
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Result
 from numpy.typing import NDArray
 from scipy import sparse
 
@@ -136,6 +134,7 @@ class NeighborRelay(ProtocolStrategy):
     """
 
     flags = (ANEW, BROKEN, f"{REJECTED}*")
+    _default_rounds = None
 
     def __init__(
         self,
@@ -227,35 +226,8 @@ class NeighborRelay(ProtocolStrategy):
             "sealed": self.sealed,
         }
 
-    def start(
-        self,
-        grid: Grid,
-        initial_arrays: ArrayRecord | None = None,
-        num_rounds: int | None = None,
-        *args: Any,
-        **options: Any,
-    ) -> Result:
-        """Run to the end: ``num_rounds`` is by default ``exchanges``.
-
-        Fewer rounds have no result. They are allowed with a ``checkpoint_dir`` only, from which a
-        strategy with ``ServerSettings(resume=True)`` goes on.
-        """
-        rounds = self.exchanges if num_rounds is None else check_count("num_rounds", num_rounds)
-        if rounds < self.exchanges and self._options.checkpoint_dir is None:
-            raise ValueError(
-                f"num_rounds must be at least {self.exchanges} for n_rounds={self.n_rounds} "
-                f"without a checkpoint_dir, got {rounds}."
-            )
-        result = super().start(grid, initial_arrays, rounds, *args, **options)
-        run = self._conversation
-        if run is not None and not run.finished:
-            log(
-                WARNING,
-                "The run is not over and has no result: %d of its %d exchanges are done. A "
-                "strategy with ServerSettings(resume=True) goes on.",
-                *(run.done, self.exchanges),
-            )
-        return result
+    def _least_rounds(self) -> int:
+        return self.exchanges
 
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """Deliver messages round by round; nothing is combined here."""

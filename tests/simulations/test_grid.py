@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from typing import Any
 
 import numpy as np
@@ -103,6 +104,27 @@ def test_no_reply_is_none_and_who_is_not_there_does_not_answer(warned: Any) -> N
     content = RecordDict({"arrays": ArrayRecord(), "config": ConfigRecord()})
     assert list(grid.send_and_receive([grid.create_message(content, "train", 5, "")])) == []
     assert "There is no node 5" in warned.text
+
+
+def test_a_reply_after_the_timeout_is_not_received_and_no_further_node_is_called() -> None:
+    called = []
+
+    def slow(message: Message) -> Message:
+        called.append(message.metadata.dst_node_id)
+        if len(called) == 2:
+            time.sleep(1.1)
+        return Message(RecordDict(), reply_to=message)
+
+    app = ClientApp()
+    app.train()(lambda message, context: slow(message))
+    grid = InProcessGrid(app, 4)
+    messages = [grid.create_message(RecordDict(), "train", node, "") for node in (1000, 1001, 1002)]
+    replies = list(grid.send_and_receive(messages, timeout=1.0))
+    assert [reply.metadata.src_node_id for reply in replies] == called[:1] == [1000]
+    assert called == [1000, 1001]
+    assert list(grid.send_and_receive(messages, timeout=0)) == []
+    assert len(list(grid.send_and_receive(messages))) == 3
+    assert called[2:] == [1000, 1001, 1002]
 
 
 def test_an_app_that_exits_takes_nobody_with_it() -> None:

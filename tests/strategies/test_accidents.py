@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, Context
+from flwr.app import ArrayRecord, Context, MetricRecord
 from flwr.client import NumPyClient
+from flwr.serverapp.strategy import Result
 
 from flwr_perdl.clients import DictionaryClient, client_app
 from flwr_perdl.dictionary import OrthogonalLearner
@@ -176,6 +177,68 @@ def test_a_resumed_run_has_no_fewer_rounds_than_were_done(tmp_path: Path) -> Non
         clustered(1, 2, checkpoint_dir=tmp_path, server=RESUME)
     strategy, _ = clustered(1, 4, checkpoint_dir=tmp_path, server=RESUME)
     assert strategy.history[-1].round == 4
+
+
+class WithScore(ClusteredFedAvg):
+    """Adds a metric to the clients', as a Flower project may."""
+
+    def aggregate_evaluate(self, server_round: int, replies: Any) -> MetricRecord | None:
+        metrics = super().aggregate_evaluate(server_round, replies)
+        return metrics and MetricRecord({**metrics, "score": -metrics["loss"]})
+
+
+def test_should_stop_ends_a_run_as_its_last_round_would(tmp_path: Path) -> None:
+    scores: list[tuple[int, float]] = []
+
+    def at_three(server_round: int, result: Result) -> bool:
+        last = result.evaluate_metrics_clientapp[server_round]
+        assert result.evaluate_metrics_serverapp[server_round]["sum"] == measure(result.arrays)
+        scores.append((server_round, last["score"]))
+        return len(scores) == 3
+
+    def measure(arrays: ArrayRecord) -> float:
+        return float(arrays.to_numpy_ndarrays()[0].sum())
+
+    def run(n_rounds: int, folder: str, *, resume: bool = False, stop: Any = None) -> Any:
+        server = ServerSettings(resume=resume, events=tmp_path / f"{folder}.jsonl")
+        strategy = WithScore(1, start="given", checkpoint_dir=tmp_path / folder, server=server)
+        grid = InProcessGrid(client_app(lambda context: Model(context, {})), 4)
+        return strategy.start(
+            grid,
+            ArrayRecord([np.arange(3.0, dtype=np.float32).reshape(1, 3)]),
+            n_rounds,
+            evaluate_fn=lambda _, arrays: MetricRecord({"sum": measure(arrays)}),
+            should_stop=stop,
+        )
+
+    assert repr(run(9, "stopped", stop=at_three)) == repr(run(3, "whole"))
+    assert [server_round for server_round, _ in scores] == [1, 2, 3]
+    end = json.loads((tmp_path / "stopped.jsonl").read_text().splitlines()[-1])
+    assert (end["event"], end["done"], end["stopped"]) == ("end", 3, None)
+    longer = run(5, "stopped", resume=True)
+    assert list(longer.train_metrics_clientapp) == [1, 2, 3, 4, 5]
+    assert repr(longer) == repr(run(5, "whole", resume=True))
+
+
+def test_a_resumed_run_stops_where_one_without_a_break_does(tmp_path: Path) -> None:
+    def third(seen: list[int]) -> Any:
+        return lambda server_round, result: seen.append(server_round) or len(seen) >= 3
+
+    seen: list[int] = []
+    for rounds in (2, 9, 9):
+        seen.clear()
+        server = ServerSettings(resume=True)
+        strategy = ClusteredFedAvg(1, start="given", checkpoint_dir=tmp_path, server=server)
+        grid = InProcessGrid(client_app(lambda context: Model(context, {})), 4)
+        initial = ArrayRecord([np.zeros((1, 3), np.float32)])
+        strategy.start(grid, initial, rounds, should_stop=third(seen))
+    assert seen == [1, 2, 3]
+    assert strategy.history[-1].round == 3
+
+
+def test_a_run_has_a_round() -> None:
+    with pytest.raises(ValueError, match=r"num_rounds must be .*, got 0"):
+        clustered(1, 0)
 
 
 def test_the_last_event_says_that_the_program_was_ended(tmp_path: Path) -> None:

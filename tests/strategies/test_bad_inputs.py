@@ -164,7 +164,8 @@ def test_an_unknown_option_is_told_the_class_own_ones(make: Callable[[], Any], n
 
 
 @pytest.mark.parametrize(
-    "argument", ["grid", "num_rounds", "timeout", "train_config", "evaluate_fn"]
+    "argument",
+    ["grid", "num_rounds", "timeout", "train_config", "evaluate_fn", "should_stop"],
 )
 @given(value=NEVER)
 @settings(deadline=None, max_examples=8)

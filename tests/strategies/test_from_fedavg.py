@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import numpy as np
 import pytest
 from flwr.app import ArrayRecord, Context
 from flwr.client import NumPyClient
+from flwr.client.mod import secaggplus_mod
 from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import LocalDpMod
+from flwr.server.strategy import FedAvg as OlderFedAvg
 from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, FedAvg
 
 from flwr_perdl.clients import DictionaryClient, DiffusionClient, RegressionClient, client_app
@@ -20,7 +23,15 @@ from flwr_perdl.dictionary import OrthogonalLearner
 from flwr_perdl.diffusion import DiffusionAveraging, Topology
 from flwr_perdl.regression import Refinement
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import ClusteredFedAvg, FedX, PerMA, TooFewReplies
+from flwr_perdl.strategies import (
+    ClusteredFedAvg,
+    FedX,
+    NeighborRelay,
+    PerMA,
+    ProtocolStrategy,
+    ServerOptions,
+    TooFewReplies,
+)
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "from-fedavg.md").read_text()
 MODEL, ATOMS = ArrayRecord([np.zeros(3)]), ArrayRecord([np.eye(2, 6)])
@@ -97,6 +108,11 @@ def run(strategy: Any, app: ClientApp, model: ArrayRecord | None = None) -> Any:
             "LocalDpMod expects the keys",
         ),
         (
+            lambda: run(PerMA(2), client_app(make_dictionary_client, train_mods=[secaggplus_mod])),
+            TooFewReplies,
+            "mods must be without Flower's secaggplus_mod",
+        ),
+        (
             lambda: run(
                 DifferentialPrivacyServerSideFixedClipping(PerMA(2), 0.1, 1.0, 3),
                 DICTIONARIES,
@@ -110,6 +126,30 @@ def run(strategy: Any, app: ClientApp, model: ArrayRecord | None = None) -> Any:
 def test_what_fails_says_why(combine: Callable[[], Any], error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=re.escape(said)):
         combine()
+
+
+@pytest.mark.parametrize("theirs", [FedAvg, OlderFedAvg])
+def test_every_option_of_fedavg_has_its_place_named(theirs: Any) -> None:
+    for name in set(signature(theirs).parameters) - set(ServerOptions.__annotations__):
+        with pytest.raises(TypeError, match=f"PerMA has no option '{name}': ") as error:
+            PerMA(2, **{name: 3})
+        assert "It takes" not in str(error.value)  # a list of all options names no place
+
+
+def test_an_option_of_ones_own_may_have_fedavgs_name() -> None:
+    class Own(ClusteredFedAvg):
+        def __init__(self, k: int, evaluate_fn: Any, **options: Any) -> None:
+            super().__init__(k, **options)
+            self.measure = evaluate_fn
+
+    assert Own(2, evaluate_fn=len, num_clients=3).measure is len
+
+
+@pytest.mark.parametrize("kind", [ClusteredFedAvg, FedX, NeighborRelay])
+def test_start_shows_its_arguments(kind: type[ProtocolStrategy]) -> None:
+    assert signature(kind.start) == signature(ProtocolStrategy.start)
+    own, theirs = (signature(one.start).parameters for one in (kind, FedAvg))
+    assert list(own)[: len(theirs)] == list(theirs)  # by position, too
 
 
 def test_fedmd_finds_the_models_that_the_clients_own_fit_refines() -> None:

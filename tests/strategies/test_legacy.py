@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import MetricRecord
+from flwr.client import NumPyClient
 from flwr.common import (
     Code,
     EvaluateIns,
@@ -23,7 +24,14 @@ from flwr.server import Server, SimpleClientManager
 from flwr.server.client_proxy import ClientProxy
 
 from flwr_perdl._events import read_events
-from flwr_perdl.strategies import PerMA, ServerSettings, TooFewReplies, as_legacy
+from flwr_perdl.clients.app import AnyClient
+from flwr_perdl.strategies import (
+    ClusteredFedAvg,
+    PerMA,
+    ServerSettings,
+    TooFewReplies,
+    as_legacy,
+)
 from tests.bits import assert_same_bits
 
 MakeFederation = Callable[..., Any]
@@ -99,6 +107,44 @@ def test_the_servers_evaluation_takes_flowers_three_arguments(federation: MakeFe
         TypeError, match=r"evaluate_fn must take \(server_round, parameters, config"
     ):
         as_legacy(PerMA(3), evaluate_fn=lambda round_: None)
+
+
+@pytest.mark.parametrize("strategy", ["PerMA", "ClusteredFedAvg"])
+def test_configs_change_by_round(federation: MakeFederation, strategy: str) -> None:
+    seen: list[tuple[str, Any]] = []
+
+    class Client(NumPyClient):
+        def fit(self, parameters: Any, config: dict[str, Any]) -> Any:
+            seen.append(("fit", config["lr"]))
+            return parameters or [np.eye(4, 6)], 10, {}
+
+        def evaluate(self, parameters: Any, config: dict[str, Any]) -> Any:
+            seen.append(("evaluate", (config["steps"], config["depth"])))
+            return 0.0, 10, {}
+
+    planted = federation(2)._replace(make_client=lambda context: AnyClient(Client(), context))
+    made = (
+        PerMA(2, aggregation="mean") if strategy == "PerMA" else ClusteredFedAvg(2, start="given")
+    )
+    adapted = as_legacy(
+        made,
+        initial=[np.eye(2, 6)] if strategy == "PerMA" else [np.ones((2, 3))],
+        evaluate_config={"steps": 0, "depth": 3},
+        on_fit_config_fn=lambda server_round: {"lr": np.float64(0.1 / server_round)},
+        on_evaluate_config_fn=lambda server_round: {"steps": server_round},
+    )
+    serve(planted, adapted, 2)
+    assert {what for what in seen if what[0] == "fit"} == {("fit", 0.1), ("fit", 0.05)}
+    expected = [("evaluate", (1, 3)), ("evaluate", (2, 3))]
+    assert list(dict.fromkeys(what for what in seen if what[0] == "evaluate")) == expected
+
+
+def test_configs_by_round_are_functions_that_return_mappings(federation: MakeFederation) -> None:
+    with pytest.raises(TypeError, match="on_evaluate_config_fn must be a function or None, got 3"):
+        as_legacy(PerMA(2), on_evaluate_config_fn=3)
+    adapted = as_legacy(PerMA(3, num_clients=5), on_fit_config_fn=lambda server_round: None)
+    with pytest.raises(TypeError, match="what on_fit_config_fn returns must be a mapping, got"):
+        serve(federation(), adapted, 1)
 
 
 def test_a_resumed_run_remembers_what_the_server_measured(

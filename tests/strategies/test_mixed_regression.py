@@ -267,7 +267,7 @@ def test_fewer_rounds_than_it_takes_to_find_models_are_refused(
     strategy = make(**QUIET)
     nodes = grid(data, faults=lambda partition, message: sent.append(message))
     with pytest.raises(
-        ValueError, match=f"num_rounds must be at least {least} for these settings, got {least - 1}"
+        ValueError, match=rf"num_rounds must be at least {least}\b.*, got {least - 1}\b"
     ):
         strategy.start(nodes, num_rounds=least - 1)
     assert not sent
@@ -290,7 +290,7 @@ def test_with_a_checkpoint_a_run_may_stop_without_models(tmp_path: Path, warned:
     data, options = planted(), {**QUIET, "checkpoint_dir": tmp_path}
     result = FedX(3, **options).start(grid(data), num_rounds=3)
     assert not result.arrays
-    assert "no models yet: 3 of the 4 rounds that they take are done" in warned.text
+    assert "no result yet: 3 of the 4 rounds that it takes are done" in warned.text
     found = learn(data, FedX(3, **options, server=RESUME), 6)
     np.testing.assert_array_equal(found, learn(data, FedX(3, **QUIET), 6))
 
