@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -36,7 +36,8 @@ class Run(NamedTuple):
     traffic : sparse array of shape (n_nodes, n_nodes)
         Floats that node k heard from node j.
     unheard : dict of int to int
-        Node -> in how many rounds its message was left out for NaN or infinite values.
+        Node -> in how many rounds its message was left out: for NaN or infinite values, or beyond
+        a receiver's limit (`Program`).
     alive : ndarray of shape (n_nodes,)
         Which nodes took part in the last round.
     curves : dict of str to ndarray of shape (rounds, n_nodes)
@@ -197,7 +198,8 @@ class Mailbox:
         self.plan = plan
         self.nodes = nodes
         self.senders = senders
-        self.unheard: dict[int, int] = {}
+        #: In which round whose message was left out.
+        self.left_out: set[tuple[int, int]] = set()
         self._traffic: Csr = sparse.csr_array((plan.n_nodes, plan.n_nodes))
         self._uncounted: tuple[Csr, NDArray[np.intp], int, int] | None = None
         self._own = np.searchsorted(senders, nodes)
@@ -212,6 +214,7 @@ class Mailbox:
         arrays: tuple[Array, ...],
         own: tuple[Array, ...] | None = None,
         arrived: NDArray[np.bool_] | None = None,
+        screen: Callable[[Inbox], tuple[Inbox, list[int]]] = lambda inbox: (inbox, []),
     ) -> Inbox:
         """Return what the hosted nodes hear in a round.
 
@@ -226,6 +229,8 @@ class Mailbox:
         arrived : ndarray of shape (s,), optional
             Whose message arrived; by default everybody's. The arrays' rows of the others are
             ignored.
+        screen : callable, optional
+            Returns the inbox without what the nodes leave out, and who has sent that.
         """
         finite = finite_rows(arrays)
         sent = np.ones(len(finite), dtype=bool) if arrived is None else arrived
@@ -233,8 +238,7 @@ class Mailbox:
             sent = sent & self.plan.faults.awake(self.plan.n_nodes, round_)[self.senders]
         if not finite.all():
             arrays = tuple(cleared(array, ~finite) for array in arrays)
-            for node in self.senders[~finite & sent]:
-                self.unheard[int(node)] = self.unheard.get(int(node), 0) + 1
+            self.left_out |= {(round_, int(node)) for node in self.senders[~finite & sent]}
         heard = finite & sent
         self._last.appendleft((arrays, heard))
         senders, stacked = self.senders, arrays
@@ -262,8 +266,10 @@ class Mailbox:
             weights, links = self._route(round_, len(senders), where, sound)
             if simple:
                 self._routes[key] = weights, links
-        self._count(links, senders, sum(array[0].size for array in arrays))
-        return Inbox(round_, self.nodes, senders, stacked, weights, links, where)
+        inbox, left_out = screen(Inbox(round_, self.nodes, senders, stacked, weights, links, where))
+        self.left_out |= {(round_, node) for node in left_out}
+        self._count(inbox.links, senders, sum(array[0].size for array in arrays))
+        return inbox
 
     def _route(
         self, round_: int, n_columns: int, own: NDArray[np.intp], sound: NDArray[np.bool_]
@@ -300,6 +306,11 @@ class Mailbox:
         else:
             _ = self.traffic
             self._uncounted = (links, senders, floats, 1)
+
+
+def unheard_of(left_out: Iterable[tuple[int, int]]) -> dict[int, int]:
+    """Return in how many rounds each node's message was left out, of (round, node)."""
+    return dict(sorted(Counter(node for _, node in left_out).items()))
 
 
 def spread(rows: Array, there: NDArray[np.bool_]) -> Array:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flwr_perdl._checks import check_count
-from flwr_perdl._network._exchange import Mailbox, Network, Plan, Run
+from flwr_perdl._network._exchange import Mailbox, Network, Plan, Run, unheard_of
 from flwr_perdl._network.messages import finite_rows
 from flwr_perdl.diffusion.combine import (
     Array,
@@ -20,6 +21,7 @@ from flwr_perdl.diffusion.combine import (
     curves,
     reported,
     step_back,
+    within_limits,
 )
 
 
@@ -91,7 +93,7 @@ class InMemoryNetwork(Network):
             rounds=done,
             floats_sent=float(traffic.sum()),
             traffic=traffic,
-            unheard=dict(sorted(host.mailbox.unheard.items())),
+            unheard=unheard_of(host.mailbox.left_out),
             alive=self.plan.faults.awake(self.plan.n_nodes, max(done, 1)),
             curves=curves(rows, self.plan.n_nodes),
         )
@@ -144,9 +146,9 @@ class Host:
         self, round_: int, arrays: tuple[Array, ...], arrived: NDArray[np.bool_] | None = None
     ) -> None:
         """Take in the messages of a round, see `Mailbox.inbox`; a node that is asleep does not."""
-        after = self._program.combine(
-            self._adapted, self.mailbox.inbox(round_, arrays, self._own, arrived)
-        )
+        screen = partial(within_limits, self._program, self._adapted)
+        inbox = self.mailbox.inbox(round_, arrays, self._own, arrived, screen)
+        after = self._program.combine(self._adapted, inbox)
         after = check_state("combine", after, len(self.mailbox.nodes))
         self.state = step_back(after, self.state, ~self._awake(round_))
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from scipy import sparse
 
 from flwr_perdl._checks import check_count
-from flwr_perdl._network._exchange import Network, Plan, Run, spread
+from flwr_perdl._network._exchange import Network, Plan, Run, spread, unheard_of
 from flwr_perdl._network.faults import Faults
 from flwr_perdl._network.memory import Host
 from flwr_perdl.diffusion.combine import Array, Csr, Program, State, curves
@@ -131,7 +131,7 @@ class RayNetwork(Network):
             rounds=done,
             floats_sent=float(traffic.sum()),
             traffic=traffic,
-            unheard=dict(sorted(item for end in ends for item in end.unheard.items())),
+            unheard=unheard_of(set().union(*(end.left_out for end in ends))),
             alive=faults.awake(n, max(done, 1)) & there,
             curves=curves(rows, n),
         )
@@ -151,7 +151,7 @@ class _End(NamedTuple):
     state: Any
     observed: dict[str, Array]
     traffic: Csr
-    unheard: dict[int, int]
+    left_out: set[tuple[int, int]]
 
 
 class _Actor:
@@ -210,10 +210,9 @@ class _Actor:
 
     def end(self) -> _End:
         """Return the result of the actor's nodes."""
-        mine = set(self._nodes.tolist())
         state, mailbox = self._host.state, self._host.mailbox
-        unheard = {node: n for node, n in mailbox.unheard.items() if node in mine}
-        return _End(self._nodes, state, self._program.observe(state), mailbox.traffic, unheard)
+        observed = self._program.observe(state)
+        return _End(self._nodes, state, observed, mailbox.traffic, mailbox.left_out)
 
 
 class _Crew:

@@ -22,7 +22,14 @@ from flwr_perdl._records import ANEW, ROUND, RUN, Scalar
 from flwr_perdl._store import LAST_ROUND
 from flwr_perdl._threads import one_blas_thread
 from flwr_perdl.clients.base import Member, PrivateState, private_shelf, step_of
-from flwr_perdl.diffusion.combine import Array, Program, check_message, check_state, reported
+from flwr_perdl.diffusion.combine import (
+    Array,
+    Program,
+    check_message,
+    check_state,
+    reported,
+    within_limits,
+)
 
 #: The protocol's steps.
 ANNOUNCE = "announce"
@@ -46,6 +53,9 @@ ONLY_DIFFUSION = (
     "this strategy needs a DiffusionClient at every node; DiffusionAveraging.program makes its "
     "program from an ordinary client"
 )
+
+#: Why a node leaves out a message beyond its program's limit.
+OUTSIZED = "it has a value that is far larger than those of this node"
 
 SHOWS = ("observed", "state", "nothing")
 
@@ -212,7 +222,8 @@ class DiffusionClient(Member):
                 max_delay=self.max_delay,
                 unseal=None if keys is None else keys.open,
             )
-            metrics |= self._left_out(left_out)
+            inbox, outsized = within_limits(self.program, state, inbox)
+            metrics |= self._left_out(left_out | dict.fromkeys(outsized, OUTSIZED))
             state, pending = check_state("combine", self.program.combine(state, inbox), 1), 0
             reports = {name: float(own) for name, (own,) in reported(self.program, state).items()}
             metrics = {name: own for name, own in reports.items() if isfinite(own)} | metrics

@@ -231,7 +231,7 @@ class DualInference(ABC):
             The combination weights, in the dtype of the samples.
         """
         for number in range(round_ + 1, round_ + n_rounds + 1):
-            state, _ = exchanged(self, state, number, weights, self.topology.adjacency)
+            state, *_ = exchanged(self, state, number, weights, self.topology.adjacency)
         return state
 
     def _compiles(self, state: DualState) -> bool:

@@ -41,6 +41,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from logging import getLogger
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -67,6 +68,12 @@ ROUND = "server-round"
 #: The report that every method makes: how far a node's model was from its neighborhood's mean.
 DISTANCE = "neighbor-distance"
 
+#: A node leaves out values that are so many times larger than its own, which count as ``LEAST`` at
+#: least: nodes of different data may differ by much, above all when models begin at zero.
+LARGER, LEAST = 1e4, 10.0
+
+_LOG = getLogger(__name__)
+
 
 class Averaged(NamedTuple):
     """What the nodes have learned.
@@ -74,18 +81,24 @@ class Averaged(NamedTuple):
     Attributes
     ----------
     models : dict of int to list of ndarray
-        Every node's model. Empty on Flower, where models stay at the nodes.
+        Every node's model, without those of lost Ray actors. Empty on Flower, where models stay at
+        the nodes.
     curves : dict of str to ndarray of shape (rounds, n_nodes)
         What the nodes reported after every round, NaN where nothing: ``"neighbor-distance"``, the
         Euclidean distance between what a node sent and the mean of what it heard;
         ``"train-NAME"``, a metric of ``fit``; ``"evaluate-loss"`` and ``"evaluate-NAME"``, loss
         and metrics that ``evaluate`` returned for the node's model after the round.
     disagreement : float
-        The largest Euclidean distance of a node's model from the mean of all; NaN on Flower.
+        The largest Euclidean distance of a node's model from the mean, over the nodes that took
+        part in the last round; on Flower over those that show their state, NaN if none does.
     rounds : int
         Communication rounds.
     floats_sent : float
         Floats that reached a neighbor, counted once per link, all nodes and rounds.
+    unheard : dict of int to int
+        Node -> in how many rounds its message was left out: it was not finite, or too large.
+    alive : ndarray of shape (n_nodes,)
+        Which nodes took part in the last round.
     """
 
     models: dict[int, list[Array]]
@@ -93,6 +106,8 @@ class Averaged(NamedTuple):
     disagreement: float
     rounds: int
     floats_sent: float
+    unheard: dict[int, int]
+    alive: NDArray[np.bool_]
 
 
 class DiffusionAveraging:
@@ -101,6 +116,10 @@ class DiffusionAveraging:
     In every round each node trains its model with its client's ``fit`` and replaces it by the
     weighted mean of its own and its neighbors' models. There is no server and no global model:
     every node ends with a model of its own, and these are nearly the same.
+
+    A node leaves out a message that has a value beyond 100,000 and beyond 10,000 times the largest
+    value of its own message, or one that is not finite. The weight of that message falls to the
+    node itself, and ``unheard`` of the result names the sender.
 
     **What each party receives**:
 
@@ -187,7 +206,7 @@ class DiffusionAveraging:
         clients: Clients | None,
         n_rounds: int,
         *,
-        initial: Sequence[Array] | None = None,
+        initial: Sequence[Array] | Any = None,
         network: Any = None,
         callback: Callable[[int, dict[str, Array]], Any] | None = None,
     ) -> Averaged:
@@ -198,10 +217,10 @@ class DiffusionAveraging:
         clients : callable
             ``node -> client``, called for every round as Flower does: a client keeps nothing
             between two calls. On Ray it is pickled: read the data in it. None on Flower, where
-            nodes have their own clients (see `program`).
+            nodes have their own clients (see `program`). ``client.to_client()`` may be returned.
         n_rounds : int
             Communication rounds.
-        initial : sequence of ndarray, optional
+        initial : sequence of ndarray or ArrayRecord, optional
             The first model of all nodes; by default that of each node's client
             (``get_parameters``). Start networks (neural ones) from equal models.
         network : network of `flwr_perdl.network`, optional
@@ -240,16 +259,20 @@ class DiffusionAveraging:
             if n_rounds and not any(own is not None and np.isfinite(own).any() for own in known):
                 told = f"No node returned the metric {name!r}, neither from fit nor from evaluate."
                 warnings.warn(told, RuntimeWarning, stacklevel=2)
+        if ran.unheard:
+            _LOG.warning("Messages were left out, in so many rounds by node: %s.", ran.unheard)
         models: dict[int, list[Array]] = {}
         apart = np.nan
-        if program is not None and ran.state is not None:
-            models = program.models(ran.state)
-            mean = ran.state.model.mean(axis=0)
-            apart = float(np.linalg.norm(ran.state.model - mean, axis=1).max())
-        return Averaged(models, ran.curves, apart, ran.rounds, ran.floats_sent)
+        if ran.state is not None:
+            models = {} if program is None else program.models(ran.state)
+            living = ran.state.model[ran.alive[ran.state.nodes]]
+            if len(living):
+                apart = float(np.linalg.norm(living - living.mean(axis=0), axis=1).max())
+        costs = ran.rounds, ran.floats_sent
+        return Averaged(models, ran.curves, apart, *costs, ran.unheard, ran.alive)
 
     def program(
-        self, clients: Clients, *, initial: Sequence[Array] | None = None
+        self, clients: Clients, *, initial: Sequence[Array] | Any = None
     ) -> AveragingProgram:
         """Return the program that a network runs; on Flower, one for each `DiffusionClient`.
 
@@ -303,10 +326,17 @@ class AveragingProgram:
     """
 
     def __init__(
-        self, learner: DiffusionAveraging, clients: Clients, initial: Sequence[Array] | None
+        self, learner: DiffusionAveraging, clients: Clients, initial: Sequence[Array] | Any
     ) -> None:
+        if hasattr(clients, "lifespan"):  # a ClientApp: the maths do not import Flower
+            raise TypeError(
+                "clients must be a function that returns a node's NumPyClient, got a ClientApp: "
+                "write the function that makes its clients, with the node's number as argument."
+            )
         if not callable(clients):
             raise TypeError(f"clients must be a function of the node, got {clients!r}.")
+        if hasattr(initial, "to_numpy_ndarrays"):  # an ArrayRecord
+            initial = initial.to_numpy_ndarrays()
         if isinstance(initial, np.ndarray):
             raise ValueError(
                 f"initial must be a list of arrays, got one array, of shape {initial.shape}: write "
@@ -379,6 +409,11 @@ class AveragingProgram:
             state = state._replace(tracker=ordered_mean(inbox, 1))
         return self._evaluate(state, inbox.round) if every else state
 
+    def limits(self, state: AveragingState) -> Array:
+        """Return the largest absolute value that each node accepts in a message, (m,)."""
+        own: Array = np.abs(state.model).max(axis=1, initial=0.0)
+        return LARGER * np.maximum(own, LEAST)
+
     def observe(self, state: AveragingState) -> dict[str, Array]:
         """Return nothing: the models stay at the nodes."""
         return {}
@@ -425,7 +460,16 @@ class AveragingProgram:
 
     def _client(self, node: int) -> Any:
         """Return a node's client, checked."""
-        client = self.clients(node)
+        try:
+            client = self.clients(node)
+        except AttributeError as error:
+            if error.obj is not node:
+                raise
+            raise TypeError(
+                "clients must be a function of the node's number, got one that reads "
+                f"{error.name!r} of it, as of a Context: the number is the node's partition-id."
+            ) from error
+        client = getattr(client, "numpy_client", client)  # of what to_client() returned
         needed = ["fit", *(["evaluate"] if self.learner.evaluate_every else [])]
         needed += ["get_parameters"] if self.initial is None else []
         for method in needed:

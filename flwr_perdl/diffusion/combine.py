@@ -17,13 +17,15 @@ N_k without k                       ``Inbox.links[k]``: those who were heard thi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import sparse
 
 from flwr_perdl._checks import brief_repr
 from flwr_perdl.diffusion.topology import CombinationMatrix
@@ -47,6 +49,8 @@ class Program(Protocol[State]):
 
     A program may have a method ``report(state)`` besides: what the nodes tell the operator after
     every round, a dict of float arrays of shape (m,), with NaN where a node has nothing to tell.
+    With a method ``limits(state)`` a node leaves out messages that have a larger absolute value
+    than its limit, an array of shape (m,); a message that is left out counts as one that is lost.
 
     Examples
     --------
@@ -237,11 +241,14 @@ class Ran(NamedTuple):
         All nodes' state.
     floats : float
         Floats that reached a neighbor so far, counted once per link.
+    unheard : dict of int to int
+        Node -> in how many rounds a neighbor has left its message out.
     """
 
     round: int
     state: Any
     floats: float
+    unheard: Mapping[int, int]
 
 
 def rounds_in_memory(
@@ -261,23 +268,56 @@ def rounds_in_memory(
         Combination weights, and one where k hears l.
     """
     nodes = np.arange(n_nodes)
-    state, floats = program.start(nodes), 0.0
-    yield Ran(0, state, floats)
+    state, floats, unheard = program.start(nodes), 0.0, Counter[int]()
+    yield Ran(0, state, floats, unheard)
     for round_ in range(1, n_rounds + 1):
-        state, sent = exchanged(program, state, round_, weights, links)
-        floats += float(links.nnz * sum(array[0].size for array in sent))
-        yield Ran(round_, state, floats)
+        state, inbox, left_out = exchanged(program, state, round_, weights, links)
+        floats += float(inbox.links.nnz * sum(array[0].size for array in inbox.arrays))
+        unheard.update(left_out)
+        yield Ran(round_, state, floats, unheard)
 
 
 def exchanged(
     program: Program[State], state: State, round_: int, weights: Csr, links: Csr
-) -> tuple[State, tuple[Array, ...]]:
-    """Make a round with all nodes here; return the state after it, and what was sent."""
+) -> tuple[State, Inbox, list[int]]:
+    """Make a round with all nodes here; return state, inbox, and whose messages were left out."""
     nodes = np.arange(links.shape[0])
     adapted = program.adapt(state, round_)
-    sent = program.message(adapted)
-    inbox = Inbox(round_, nodes, nodes, sent, weights, links, nodes)
-    return program.combine(adapted, inbox), sent
+    sent = Inbox(round_, nodes, nodes, program.message(adapted), weights, links, nodes)
+    inbox, left_out = within_limits(program, adapted, sent)
+    return program.combine(adapted, inbox), inbox, left_out
+
+
+def within_limits(program: Program[State], state: State, inbox: Inbox) -> tuple[Inbox, list[int]]:
+    """Return the inbox without messages beyond the program's limits, and who has sent these.
+
+    As with a message that is lost, the weight falls to the receiver.
+
+    Parameters
+    ----------
+    program : Program
+        Where it has no ``limits``, the inbox is returned as it is.
+    state : NamedTuple of arrays
+        The receivers' state after ``adapt``.
+    inbox : Inbox
+        What they have received.
+    """
+    limits = getattr(program, "limits", None)
+    if limits is None:
+        return inbox, []
+    rows, columns = sparse.coo_array(inbox.links).coords
+    flat = [array.reshape(len(array), -1) for array in inbox.arrays]
+    each = [np.maximum(a.max(axis=1, initial=0), -a.min(axis=1, initial=0)) for a in flat]
+    outsized = np.max(each, axis=0)[columns] > limits(state)[rows]
+    if not outsized.any():
+        return inbox, []
+    shape, m = inbox.links.shape, len(inbox.nodes)
+    rows, columns = rows[outsized], columns[outsized]
+    out = sparse.csr_array((np.ones(len(rows)), (rows, columns)), shape=shape)
+    lost = inbox.weights.multiply(out).tocsr()
+    own = sparse.csr_array((lost.sum(axis=1), (np.arange(m), inbox.own)), shape=shape)
+    kept = replace(inbox, weights=inbox.weights - lost + own, links=inbox.links - out)
+    return kept, np.unique(inbox.senders[columns]).tolist()
 
 
 class Carried(NamedTuple):
@@ -293,6 +333,10 @@ class Carried(NamedTuple):
     state: Any
     #: What the nodes reported, (rounds, n_nodes); see `curves`.
     curves: dict[str, Array]
+    #: Node -> in how many rounds its message was left out.
+    unheard: dict[int, int]
+    #: Which nodes took part in the last round, (n_nodes,).
+    alive: NDArray[np.bool_]
 
 
 def reported(
@@ -347,7 +391,7 @@ def carry(
         asked = {"callback": callback, "on_report": on_report}
         told = {name: function for name, function in asked.items() if function is not None}
         ran = network.run(program, n_rounds, **told)
-        return Carried(ran.observed, ran.rounds, ran.floats_sent, ran.state, ran.curves)
+        return Carried(**{name: getattr(ran, name) for name in Carried._fields})
     n, links = network.topology.n_nodes, network.topology.adjacency
     rows = []
     for ran in rounds_in_memory(program, n, n_rounds, network.matrix, links):
@@ -359,7 +403,8 @@ def carry(
         if on_report is not None:
             on_report(ran.round, rows[-1])
     observed = program.observe(ran.state)
-    return Carried(observed, n_rounds, ran.floats, ran.state, curves(rows, n))
+    unheard, alive = dict(sorted(ran.unheard.items())), np.ones(n, dtype=bool)
+    return Carried(observed, n_rounds, ran.floats, ran.state, curves(rows, n), unheard, alive)
 
 
 def check_message(message: Any, n_nodes: int) -> tuple[Array, ...]:

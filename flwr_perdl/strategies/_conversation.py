@@ -127,7 +127,7 @@ class Conversation:
         self._evaluated = 0
         self._warned_of_no_state = False
         self._clients_evaluate = True
-        self._told: set[tuple[str, str]] = set()  # who was left out of evaluations, and why
+        self._logged: dict[tuple[str, bool], str] = {}  # why whom was left out, of evaluations too
         self._request: Request | None = None
         self._asked: dict[int, list[Matrix]] = {}
         self._asked_at = 0.0
@@ -293,6 +293,8 @@ class Conversation:
         unlike = {partition: Lost(LEFT_OUT, why) for partition, why in good.unlike.items()}
         self._log_lost(round_, request.step, unlike, roster)
         kept = {partition: reply for partition, reply in good.items() if partition not in unlike}
+        for partition in kept:
+            self._logged.pop((roster.label(partition), False), None)
         report = self._report(round_, request.step, kept, bad | unlike, roster)
         for partition, what in good.noted.items():
             report.anomalies.setdefault(partition, {}).update(what)
@@ -459,18 +461,15 @@ class Conversation:
     def _log_lost(
         self, round_: int, step: str, lost: Mapping[int, Lost], roster: Roster[Any]
     ) -> None:
-        """Log who was left out; those with one reason in one line."""
-        for reason in dict.fromkeys(why.reason for _, why in sorted(lost.items())):
-            who = [roster.label(p) for p, why in sorted(lost.items()) if why.reason == reason]
-            if step == EVALUATE:  # a client without evaluate has none in the next round either
-                who = [label for label in who if (label, reason) not in self._told]
-                self._told |= {(label, reason) for label in who}
-            if who:
-                log(
-                    WARNING,
-                    "Round %d (%s): left out %s: %s",
-                    *(round_, step, ", ".join(who), reason),
-                )
+        """Log who was left out, once until it is back; those with one reason in one line."""
+        new: dict[str, list[str]] = {}
+        for partition, (_, reason) in sorted(lost.items()):
+            label = roster.label(partition)
+            if self._logged.get((label, step == EVALUATE)) != reason:
+                self._logged[label, step == EVALUATE] = reason
+                new.setdefault(reason, []).append(label)
+        for reason, who in new.items():
+            log(WARNING, "Round %d (%s): left out %s: %s", round_, step, ", ".join(who), reason)
 
     def _remember(self, report: RoundReport) -> None:
         """Append ``report`` to the history, save, and tell who wants to know."""

@@ -130,7 +130,7 @@ class NeighborRelay(ProtocolStrategy):
     >>> grid = InProcessGrid(app, 4)
     >>> result = NeighborRelay(Topology.ring(4), n_rounds=30).start(grid, num_rounds=31)
     >>> len(result.arrays.to_numpy_ndarrays())
-    5
+    4
     """
 
     flags = (ANEW, BROKEN, f"{REJECTED}*")
@@ -173,9 +173,9 @@ class NeighborRelay(ProtocolStrategy):
     def outcome(self) -> Run:
         """How the run ended.
 
-        ``state`` is None unless every node shows its own; what a node did not show is NaN.
-        ``unheard`` counts the rounds in which a node's message was not finite, or was left out by
-        a node that received it.
+        ``state`` is that of the nodes that show theirs (its field ``nodes``), None if there are
+        none; what a node did not observe is NaN. ``unheard`` counts the rounds in which a node's
+        message was not finite, or was left out by a node that received it.
 
         Raises
         ------
@@ -188,7 +188,7 @@ class NeighborRelay(ProtocolStrategy):
         state = {name: rows for name, rows in end.shown.items() if name.startswith(STATE)}
         reported = {self.round_of(report): self.reports_of(report) for report in self.history}
         return Run(
-            state=_state(state) if end.whole else None,
+            state=_state(state, np.flatnonzero(end.whole)) if end.whole.any() else None,
             observed={name: rows for name, rows in end.shown.items() if name not in state},
             rounds=self.n_rounds,
             floats_sent=float(end.traffic[2].sum()),
@@ -266,13 +266,15 @@ class NeighborRelay(ProtocolStrategy):
         shown = {node: _opened(node, reply) for node, reply in replies.items() if node < n}
         there = np.isin(np.arange(n), list(shown))
         rows = _rows(shown, n)
-        whole = [nodes.all() for name, (_, nodes) in rows.items() if name.startswith(STATE)]
+        fields = [name for name in rows if name.startswith(STATE)]
+        whole = np.all([np.full(n, bool(fields)), *(rows[name][1] for name in fields)], axis=0)
+        states = {name: rows[name][0][whole[rows[name][1]]] for name in fields}
         return _End(
             traffic=_entries(held.traffic),
             unheard=held.unheard,
             alive=held.took_part if self.n_rounds else there & faults.awake(n, 1),
-            whole=bool(whole) and all(whole),
-            shown={name: spread(*row) for name, row in rows.items()},
+            whole=whole,
+            shown={name: spread(*row) for name, row in rows.items()} | states,
         ).to_arrays()
 
 
@@ -411,30 +413,29 @@ class _End(NamedTuple):
         Receiver, sender, and floats that were heard.
     unheard, alive : ndarray of shape (n_nodes,)
         As in `Run`.
-    whole : bool
-        Whether every node has shown its state.
+    whole : ndarray of shape (n_nodes,)
+        Which nodes have shown their state.
     shown : dict of str to ndarray of shape (n_nodes, ...)
-        What the nodes have shown.
+        What the nodes have shown; of the state's fields the rows of these nodes only.
     """
 
     traffic: Matrix
     unheard: Matrix
     alive: NDArray[Any]
-    whole: bool
+    whole: NDArray[Any]
     shown: dict[str, Matrix]
 
     def to_arrays(self) -> list[Matrix]:
         """Return what is shown, and then all else, as a model's arrays."""
-        nodes = np.stack([self.unheard, self.alive])
-        whole, names = np.array([float(self.whole)]), text_array(list(self.shown))
-        return [*self.shown.values(), self.traffic, nodes, whole, names]
+        nodes = np.stack([self.unheard, self.alive, self.whole])
+        return [*self.shown.values(), self.traffic, nodes, text_array(list(self.shown))]
 
     @classmethod
     def from_arrays(cls, arrays: Sequence[Matrix]) -> _End:
         """Return what `to_arrays` was called on."""
-        *shown, traffic, (unheard, alive), (whole,), names = arrays
+        *shown, traffic, (unheard, alive, whole), names = arrays
         named = dict(zip(texts_of(names), shown, strict=True))
-        return cls(traffic, unheard, alive, bool(whole), named)
+        return cls(traffic, unheard, alive, whole.astype(bool), named)
 
 
 class _HeldMessage(NamedTuple):
@@ -668,10 +669,11 @@ def _rows(
     return rows
 
 
-def _state(fields: Mapping[str, Matrix]) -> Any:
-    """Return a state of these fields."""
+def _state(fields: Mapping[str, Matrix], nodes: NDArray[np.intp]) -> Any:
+    """Return a state of these fields; whose it is, is not for the nodes to say."""
     make: Any = namedtuple
-    return make("State", [name.removeprefix(STATE) for name in fields])(*fields.values())
+    named = {name.removeprefix(STATE): own for name, own in fields.items()} | {"nodes": nodes}
+    return make("State", named)(**named)
 
 
 def _about_messages(metric: str) -> bool:

@@ -20,7 +20,7 @@ from flwr_perdl.diffusion import (
     averaging_weights,
     metropolis_weights,
 )
-from flwr_perdl.diffusion.averaging import METHODS, Averaged
+from flwr_perdl.diffusion.averaging import METHODS, Averaged, AveragingProgram
 from flwr_perdl.network import Faults, FlowerNetwork, InMemoryNetwork, RayNetwork
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import ServerSettings, TooFewReplies
@@ -229,6 +229,8 @@ def assert_same_bits(learned: Averaged, expected: Averaged) -> None:
     for name, rows in expected.curves.items():
         np.testing.assert_array_equal(learned.curves[name], rows, err_msg=name)
     assert learned.floats_sent == expected.floats_sent
+    assert learned.unheard == expected.unheard
+    assert learned.alive.tolist() == expected.alive.tolist()
 
 
 def federation(learner: DiffusionAveraging, **client: Any) -> Callable[[Context], DiffusionClient]:
@@ -323,6 +325,108 @@ def test_ray_actors() -> None:
             assert told == list(range(1, 10))
     finally:
         ray.shutdown()
+
+
+# Nodes that die, and nodes that lie --------------------------------------------------------------
+
+DEAD = 3
+
+
+def test_disagreement_after_a_death_is_that_of_the_living(warned: Any) -> None:
+    learner = DiffusionAveraging(RING, evaluate_every=0)
+    memory = InMemoryNetwork(RING, faults=Faults(dead={DEAD: 5}))
+    here = learner.fit(LeastSquares, 9, initial=START, network=memory)
+    living = np.delete(models_of(here), DEAD, axis=0)
+    apart = np.linalg.norm(living - living.mean(axis=0), axis=1).max()
+    assert here.disagreement == pytest.approx(apart)
+    assert here.alive.tolist() == [node != DEAD for node in range(N)]
+
+    def dies(node: int, message: Message) -> str | None:
+        round_ = message.content.get("config", {}).get("server-round", 0)
+        return "error" if node == DEAD and round_ >= 5 else None
+
+    grid = InProcessGrid(client_app(federation(learner, shows="state")), N, faults=dies)
+    learned = learner.fit(None, 9, network=FlowerNetwork(grid, RING))
+    assert learned.alive.tolist() == here.alive.tolist()
+    assert learned.disagreement == pytest.approx(here.disagreement)
+    assert warned.text.count(f"left out client {DEAD}") == 1
+
+
+class Lying(AveragingProgram):
+    """The last array of node 3's messages is a lie: its tracker, or its model."""
+
+    lie = staticmethod(lambda array: array)
+
+    def message(self, state: Any) -> tuple[Array, ...]:
+        *honest, last = super().message(state)
+        return *honest, np.where(state.nodes[:, None] == DEAD, self.lie(last), last)
+
+
+LIES: dict[str, Callable[[Array], Array]] = {
+    "huge": lambda array: np.full_like(array, 1e99),
+    "nan": lambda array: np.full_like(array, np.nan),
+    "bias": lambda array: array + 1e6,
+    "one bad value": lambda array: array + [1e6, 0, 0],
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("graph", [RING, Topology.exponential(N)], ids=["ring", "exponential"])
+def test_the_others_end_as_without_a_node_that_lies_without_measure(
+    graph: Topology, method: str, lie: str
+) -> None:
+    class Learner(DiffusionAveraging):
+        def program(self, *args: Any, **options: Any) -> AveragingProgram:
+            program = Lying(self, args[0], options["initial"])
+            program.lie = LIES[lie]
+            return program
+
+    options: dict[str, Any] = {"method": method, "evaluate_every": 0}
+    network = InMemoryNetwork(graph)
+    learned = Learner(graph, **options).fit(LeastSquares, 60, initial=START, network=network)
+    dead = InMemoryNetwork(graph, faults=Faults(dead={DEAD: 1}))
+    without = DiffusionAveraging(graph, **options)
+    expected = without.fit(LeastSquares, 60, initial=START, network=dead)
+    others = np.arange(N) != DEAD
+    np.testing.assert_allclose(models_of(learned)[others], models_of(expected)[others], atol=1e-9)
+    assert learned.alive.all()
+    assert learned.unheard == {DEAD: 60}
+
+    if lie == "nan":  # without a network, no message may be NaN
+        return
+    plain = Learner(graph, **options).fit(LeastSquares, 60, initial=START)
+    assert_same_bits(plain, learned)
+    np.testing.assert_array_equal(models_of(plain), models_of(learned))
+
+
+def test_a_lie_is_left_out_on_flower_as_in_memory() -> None:
+    learner = DiffusionAveraging(RING, method="gradient_tracking")
+
+    def program() -> AveragingProgram:
+        made = Lying(learner, LeastSquares, START)
+        made.lie = LIES["bias"]
+        return made
+
+    app = client_app(lambda context: DiffusionClient(program(), context, shows="state"))
+    run = FlowerNetwork(InProcessGrid(app, N), RING).run(None, 6)
+    here = InMemoryNetwork(RING).run(program(), 6)
+    np.testing.assert_array_equal(run.state.model, here.state.model)
+    np.testing.assert_array_equal(run.traffic.toarray(), here.traffic.toarray())
+    assert run.unheard == here.unheard == {DEAD: 6}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_among_honest_nodes_nothing_is_left_out(method: str) -> None:
+    class Unlimited(AveragingProgram):
+        limits = None
+
+    learner = DiffusionAveraging(RING, method=method)
+    honest = learner.fit(LeastSquares, 30, initial=START)
+    network = InMemoryNetwork(RING)
+    run = network.run(Unlimited(learner, LeastSquares, START), 30)
+    np.testing.assert_array_equal(models_of(honest), run.state.model)
+    assert honest.unheard == {}
 
 
 # Who learns what ---------------------------------------------------------------------------------
@@ -489,6 +593,21 @@ def test_an_integer_in_initial_is_named_before_it_is_rounded() -> None:
 def test_a_metric_that_no_node_returns_is_named() -> None:
     with pytest.warns(RuntimeWarning, match="No node returned the metric 'rmse'"):
         DiffusionAveraging(RING, metrics=["rmse"]).fit(LeastSquares, 2, initial=START)
+
+
+def test_what_else_flower_calls_a_client_is_named_or_taken() -> None:
+    learner = DiffusionAveraging(RING)
+    app: Any = client_app(lambda context: LeastSquares(0))
+    with pytest.raises(TypeError, match="clients must be .*got a ClientApp"):
+        learner.fit(app, 1, initial=START)
+    reads: Any = lambda context: LeastSquares(context.node_config["partition-id"])  # noqa: E731
+    with pytest.raises(TypeError, match="clients must be .*'node_config'"):
+        learner.fit(reads, 1, initial=START)
+    own = learner.fit(LeastSquares, 3, initial=START)
+    wrapped = learner.fit(
+        lambda node: LeastSquares(node).to_client(), 3, initial=ArrayRecord(START)
+    )
+    assert_same_bits(wrapped, own)
 
 
 # A real model ------------------------------------------------------------------------------------

@@ -51,10 +51,10 @@ def test_a_message_that_did_not_arrive_is_not_heard_nor_counted_as_broken() -> N
     values = np.array([[3.0], [6.0], [np.nan]])
     inbox = mailbox.inbox(1, (values,), None, np.array([True, True, False]))
     np.testing.assert_allclose(inbox.mean(), [[5.0]])
-    assert mailbox.unheard == {}
+    assert mailbox.left_out == set()
     assert mailbox.traffic.toarray()[1].tolist() == [1, 0, 0]
     np.testing.assert_allclose(mailbox.inbox(2, (values,)).mean(), [[5.0]])
-    assert mailbox.unheard == {2: 1}
+    assert mailbox.left_out == {(2, 2)}
 
 
 def test_rows_of_some_nodes() -> None:
