@@ -11,7 +11,8 @@ import os
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,6 +42,7 @@ from flwr_perdl._records import (
     brief,
 )
 from flwr_perdl._threads import one_blas_thread
+from flwr_perdl.clients._clusters import CLUSTER
 from flwr_perdl.clients._handlers import NO_EVALUATE
 from flwr_perdl.strategies._options import Options
 from flwr_perdl.strategies._protocol import (
@@ -96,6 +98,8 @@ class Conversation:
         Metrics of which a mean says nothing, see `summarized`.
     evaluation_config : mapping, optional
         What is added to the config of all evaluations.
+    clustered : bool, default False
+        Whether a model has a first axis of clusters, of which an evaluation names one.
     """
 
     def __init__(
@@ -108,8 +112,10 @@ class Conversation:
         flags: Collection[str] = (),
         labels: Collection[str] = (),
         evaluation_config: Mapping[str, Scalar] | None = None,
+        clustered: bool = False,
     ) -> None:
         self.options = options
+        self._clustered = clustered
         self._evaluation_config = dict(evaluation_config or {})
         self._flags, self._labels = flags, labels
         self.identity = said(identity, strict=options.checkpoint_dir is not None)
@@ -124,6 +130,7 @@ class Conversation:
         self.model: list[Matrix] = initial
         self.done = 0
         self._run = uuid.uuid4().hex
+        self._resumed: Path | None = None  # until a step from this checkpoint has gone well
         self._evaluated = 0
         self._warned_of_no_state = False
         self._clients_evaluate = True
@@ -139,23 +146,16 @@ class Conversation:
         saved = self._load() if options.resume else None
         if saved is not None and saved.meta["finished"]:
             return
-        state = None if saved is None else _state_of(saved)
-        self._steps = protocol(initial, state)
+        self._steps = protocol(initial, None if saved is None else _state_of(saved))
         if not hasattr(self._steps, "send"):
             raise ValueError(
                 f"protocol must be a generator, with yield Request(...), got {self._steps!r}."
             )
-        try:
-            self._ask(next(self._steps))
-        except StopIteration as end:
-            self._finish(end.value)
-        except (KeyError, TypeError, IndexError) as error:
-            if saved is None:
-                raise
-            raise ValueError(
-                f"checkpoint_dir must hold this protocol's state, got one that it cannot go on "
-                f"from in {options.checkpoint_dir}: {error!r}."
-            ) from error
+        with self._going_on():
+            try:
+                self._ask(next(self._steps))
+            except StopIteration as end:
+                self._finish(end.value)
 
     @property
     def request(self) -> Request | None:
@@ -219,7 +219,8 @@ class Conversation:
         request, own, same = self._request, self._request.own, list(self._request.arrays)
         arrays = dict.fromkeys(chosen, same)
         if own is not None:
-            arrays = {p: check_arrays("Request.own(partition)", own(p)) for p in chosen}
+            with self._going_on():
+                arrays = {p: check_arrays("Request.own(partition)", own(p)) for p in chosen}
         secure = {} if request.secure is None else request.secure.config
         return self._plan(round_, arrays, request.step, {**request.config, **secure})
 
@@ -285,11 +286,12 @@ class Conversation:
                 + "."
             )
         self._warn_of_lost_state(good, roster)
-        with one_blas_thread():
+        with one_blas_thread(), self._going_on():
             try:
                 self._ask(self._steps.send(good))
             except StopIteration as end:
                 self._finish(end.value)
+        self._resumed = None
         unlike = {partition: Lost(LEFT_OUT, why) for partition, why in good.unlike.items()}
         self._log_lost(round_, request.step, unlike, roster)
         kept = {partition: reply for partition, reply in good.items() if partition not in unlike}
@@ -373,6 +375,13 @@ class Conversation:
                 "fraction_evaluate=0 it asks for none.",
             )
             return None
+        if self._clustered:
+            named = {p: reply.metrics.get(CLUSTER, 0) for p, reply in replies.items()}
+            k = len(self.model[0])
+            odd = {p: cluster for p, cluster in named.items() if cluster not in range(k)}
+            replies = {p: reply for p, reply in replies.items() if p not in odd}
+            why = f"{CLUSTER} must be one of {k}, from 0, got "
+            lost = {**lost, **{p: Lost(REFUSED, f"{why}{found:g}") for p, found in odd.items()}}
         self._warn_of_lost_state(replies, roster)
         self._log_lost(round_, EVALUATE, lost, roster)
         report = self._report(round_, EVALUATE, replies, lost, roster)
@@ -418,6 +427,19 @@ class Conversation:
         self._request = check_request(request)
         model = self._request.model
         self.model = list(self._request.arrays if model is None else model)
+
+    @contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """Have an error in the first step after a resume name the checkpoint."""
+        try:
+            yield
+        except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
+            if self._resumed is None:
+                raise
+            raise ValueError(
+                "checkpoint_dir must hold a state that this protocol can go on from, got "
+                f"{self._resumed}, and in the first step from it {error!r}."
+            ) from error
 
     def _finish(self, model: object) -> None:
         """Take up what the protocol returns."""
@@ -542,6 +564,7 @@ class Conversation:
             "history": self._journal.mark,
             "names": self.names,
             "server_metrics": self.server_metrics,
+            "arrays": _forms(arrays),
         }
         _store.save_round(folder, self.done, arrays, meta)
         for other in others:
@@ -556,11 +579,16 @@ class Conversation:
                 saved = _store.load(path)
                 meta = _meta_from(saved.meta)
                 mark = dict(saved.meta["history"])
-            except ValueError as error:
-                log(WARNING, "%s The checkpoint before it is used.", error)
-                continue
-            except (KeyError, TypeError, AttributeError) as error:
-                log(WARNING, "%s is no checkpoint (%r). The one before it is used.", path, error)
+                if meta[1] != round_:
+                    raise ValueError(f"round must be {round_} in this file, got {meta[1]}")
+                forms = _forms(saved.arrays)
+                named = saved.meta.get("arrays", forms)  # older files do not say
+                if named != forms:
+                    raise ValueError(f"arrays must be those of its record, got {forms}")
+                _state_of(saved)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                text = "%s is no checkpoint (%r). The checkpoint before it is used."
+                log(WARNING, text, path, error)
                 continue
             if not _same(saved.meta["identity"], self.identity):
                 raise ValueError(
@@ -580,6 +608,7 @@ class Conversation:
                     "protocol yielded its Request without state=."
                 )
             self._run, self.done, self._evaluated, self.server_metrics, self.names = meta
+            self._resumed = path
             self._recall(folder, mark)
             model = _part(saved.arrays, "model")
             self.model = [model[name] for name in sorted(model)]
@@ -726,6 +755,11 @@ def _part(arrays: Mapping[str, NDArray[Any]], kind: str) -> dict[str, NDArray[An
     """Return the arrays saved under ``kind/``."""
     start = f"{kind}/"
     return {name.removeprefix(start): a for name, a in arrays.items() if name.startswith(start)}
+
+
+def _forms(arrays: Mapping[str, NDArray[Any]]) -> dict[str, list[Any]]:
+    """Return the dtype and the shape of each array, as JSON has them."""
+    return {name: [array.dtype.str, list(array.shape)] for name, array in arrays.items()}
 
 
 def _meta_from(

@@ -110,6 +110,8 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
     labels: ClassVar[tuple[str, ...]] = ()
     #: What is added to the config of all evaluations.
     evaluation_config: ClassVar[Mapping[str, Scalar]] = {}
+    #: Whether a model has a first axis of clusters, of which an evaluation names one.
+    _clustered: ClassVar[bool] = False
     #: How options are given that are fields of another one.
     _inside: ClassVar[Mapping[str, str]] = {}
     #: ``num_rounds`` where it is not given; None: as many as it takes.
@@ -189,6 +191,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
             flags=self.flags,
             labels=self.labels,
             evaluation_config=self.evaluation_config,
+            clustered=self._clustered,
         )
         return self._conversation
 

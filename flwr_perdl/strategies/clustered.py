@@ -208,6 +208,7 @@ class ClusteredFedAvg(ProtocolStrategy):
     flags = ()  # all metrics but ours are the client's own, whatever their names
     labels = (CLUSTER,)
     evaluation_config: ClassVar[Mapping[str, Scalar]] = {CLUSTERED: True}
+    _clustered = True
 
     def __init__(
         self,

@@ -68,6 +68,7 @@ class _MixedRegression(ProtocolStrategy):
     """What the three strategies share: `TwoPhase` as a protocol."""
 
     labels = ("cluster",)
+    _clustered = True
     _inside: ClassVar[Mapping[str, str]] = {**_PHASE_1, **_PHASE_2}
 
     #: Whether the run is over where Phase 2 would begin.
