@@ -63,9 +63,10 @@ def of_type(request: Message, content: RecordDict, kind: str) -> Message:
     return alike(request, content, _message_type=kind) or Message(content, node, kind)
 
 
-def has_handler(app: ClientApp, name: str) -> bool:
-    """Whether a ClientApp has a handler of this name, such as ``"query.default"``."""
-    return name in getattr(app, "_registered_funcs", {})
+def has_handler(app: ClientApp, name: str, *, unknown: bool = False) -> bool:
+    """Whether a ClientApp has a handler of this name; ``unknown`` where it has no list of them."""
+    registered = getattr(app, "_registered_funcs", {})
+    return name in registered if registered else unknown
 
 
 def is_legacy(app: ClientApp) -> bool:

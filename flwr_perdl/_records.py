@@ -10,9 +10,11 @@ so each is written and parsed once.
 
 from __future__ import annotations
 
+import re
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
+from itertools import dropwhile, takewhile
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -68,8 +70,11 @@ _MOST_ARRAYS = 10_000
 _MOST_METRICS = 10_000
 #: Characters of a metric's name, all of them printable.
 _LONGEST_NAME = 100
-#: What precedes the text of a ClientApp's exception in an error's reason.
+#: What precedes the text of a ClientApp's exception in an error's reason, and what the whole of it
+#: begins with; a line of a traceback.
 _SAID = "Message: "
+_CLASS = re.compile(r"\A<class '(?:\w+\.)*(\w+)'>:<'")
+_FRAME = re.compile(r'^[ \t]+File ".*\n?', re.MULTILINE)
 #: Maximum number of characters of a client's text in logs and reports, and of those searched.
 _LONGEST_REASON = 300
 _READ_OF_REASON = 100_000
@@ -115,12 +120,14 @@ class Reply(NamedTuple):
 _ANY = Limits(n_bytes=2**63)
 
 
-def to_record(arrays: Iterable[Matrix]) -> ArrayRecord:
-    """Return the ArrayRecord of a list of arrays (names "0", "1", …, as Flower gives them)."""
-    return _numbered(map(encode, arrays))
+def to_record(arrays: Iterable[Matrix], names: Collection[str] = ()) -> ArrayRecord:
+    """Return the ArrayRecord of a list of arrays, under their names (see `named`)."""
+    return named([*map(encode, arrays)], names)
 
 
-def to_records(lists: Mapping[int, Sequence[Matrix]]) -> dict[int, ArrayRecord]:
+def to_records(
+    lists: Mapping[int, Sequence[Matrix]], *names: Collection[str]
+) -> dict[int, ArrayRecord]:
     """Return the lists' ArrayRecords; what several share, a list or an array, is there once."""
     serialised: dict[int, Array] = {}
     records: dict[int, ArrayRecord] = {}
@@ -130,12 +137,24 @@ def to_records(lists: Mapping[int, Sequence[Matrix]]) -> dict[int, ArrayRecord]:
         for array in arrays:
             if id(array) not in serialised:
                 serialised[id(array)] = encode(array)
-        records[id(arrays)] = _numbered(serialised[id(array)] for array in arrays)
+        records[id(arrays)] = named([serialised[id(array)] for array in arrays], *names)
     return {key: records[id(arrays)] for key, arrays in lists.items()}
 
 
-def _numbered(encoded: Iterable[Array]) -> ArrayRecord:
-    return filled(ArrayRecord(), {str(position): own for position, own in enumerate(encoded)})
+def named(arrays: Sequence[Array], *names: Collection[str]) -> ArrayRecord:
+    """Return a record of arrays, under the first of these lists of names that has as many.
+
+    Without one the names are "0", "1", …, as Flower gives them.
+    """
+    numbers = map(str, range(len(arrays)))
+    found = next((each for each in names if len(each) == len(arrays)), numbers)
+    return filled(ArrayRecord(), dict(zip(found, arrays, strict=True)))
+
+
+def in_order(record: ArrayRecord, names: Collection[str]) -> list[Array]:
+    """Return a record's arrays in the order of these names, if it has just these; else in its."""
+    arrays = entries(record)
+    return [arrays[name] for name in (names if arrays.keys() == set(names) else arrays)]
 
 
 def to_arrays(record: ArrayRecord) -> list[Matrix]:
@@ -174,7 +193,8 @@ def reply_to(
 ) -> Message:
     """Return the reply that carries ``arrays`` (none for an evaluation) and ``metrics``.
 
-    With ``like``, a reply to a request that asks the same of another client, in less time.
+    As many arrays as the request has keep the request's names. With ``like``, a reply to a request
+    that asks the same of another client, in less time.
     """
     numbers: dict[str, Any] = {}
     for name, value in {NUM_EXAMPLES: num_examples, **metrics}.items():
@@ -191,7 +211,7 @@ def reply_to(
             ) from None
     records: dict[str, Any] = {METRICS: filled(MetricRecord(), numbers)}
     if arrays is not None:
-        records[ARRAYS] = to_record(arrays)
+        records[ARRAYS] = to_record(arrays, entries(message.content.get(ARRAYS, {})))
     content = filled(RecordDict(), records)
     if like is not None:
         return answered(like, content, message)
@@ -241,19 +261,34 @@ def named_partition(name: str) -> int:
 def error_of(message: Message) -> str | None:
     """Return the error that a message is, in one short line; None if it is none.
 
-    The line is the exception's type and the first line of its text, as far as the engine says them:
-    Ray and SuperNodes quote the text behind ``Message: ``, and a traceback before it.
+    The line is the exception's type and text, as far as the engine says them: SuperNodes quote the
+    text behind the type, Ray behind ``Message: ``, with a traceback before it.
     """
     if not message.has_error():
         return None
     reason = (message.error.reason or "")[-_READ_OF_REASON:].strip()
     traceback, said, text = reason.rpartition(_SAID)
-    lines = text.removesuffix("'>").splitlines() if said else reason.splitlines()
-    if not said and reason.startswith(("Traceback", "<class")):
-        lines = lines[-1:]
-    why = next(iter(lines), "").strip() or "no reason given"
-    named = [line for line in traceback.splitlines() if line.endswith(f": {why}")]
-    return f"error {message.error.code}: {brief(named[-1].strip() if named else why)}"
+    quoted = 1
+    if not said:
+        text, quoted = _CLASS.subn(r"\1: ", reason)
+    lines = _message_lines(text.removesuffix("'>") if quoted else text)
+    first, *more = lines or ["no reason given"]
+    typed = [line for line in traceback.splitlines() if line.endswith(f": {first}")]
+    why = " ".join(line.strip() for line in (*(typed[-1:] or [first]), *more))
+    return f"error {message.error.code}: {brief(why)}"
+
+
+def _message_lines(text: str) -> list[str]:
+    """Return the first line of an exception's text, which follows a traceback, and its indented."""
+    *before, text = _FRAME.split(text)
+    lines = [line for line in text.splitlines() if line.strip()]
+    if before:  # the source of the last frame
+        lines = [*dropwhile(_is_indented, lines)]
+    return [*lines[:1], *takewhile(_is_indented, lines[1:])]
+
+
+def _is_indented(line: str) -> bool:
+    return line[0].isspace()
 
 
 def brief(text: str) -> str:
@@ -300,7 +335,13 @@ def _check_names(what: str, names: tuple[str, ...]) -> None:
             raise ValueError(f"names of {what} must be printable, got {name!r}")
 
 
-def read_reply(content: RecordDict, limits: Limits = _ANY, *, with_arrays: bool = True) -> Reply:
+def read_reply(
+    content: RecordDict,
+    limits: Limits = _ANY,
+    *,
+    with_arrays: bool = True,
+    names: Collection[str] = (),
+) -> Reply:
     """Return what a reply says, by the rules for the replies of all protocols.
 
     Parameters
@@ -311,6 +352,8 @@ def read_reply(content: RecordDict, limits: Limits = _ANY, *, with_arrays: bool 
         The limits of a reply.
     with_arrays : bool, default True
         Whether it must have arrays; without, none are read.
+    names : collection of str
+        The names of the request's arrays, whose order those of the reply are brought to.
 
     Raises
     ------
@@ -330,7 +373,7 @@ def read_reply(content: RecordDict, limits: Limits = _ANY, *, with_arrays: bool 
         record = records.get(ARRAYS)
         if not isinstance(record, ArrayRecord):
             raise ValueError(f"no ArrayRecord {ARRAYS!r}")
-        files = [array.data for array in entries(record).values()]
+        files = [array.data for array in in_order(record, names)]
         if len(files) > _MOST_ARRAYS:
             raise ValueError(f"too many arrays: at most {_MOST_ARRAYS} are read, got {len(files)}")
         size = sum(map(len, files))

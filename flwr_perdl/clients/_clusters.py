@@ -15,7 +15,6 @@ nothing to choose, one model comes, as FedAvg sends it, after the number of its 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from math import isnan
 from typing import NamedTuple
@@ -30,18 +29,19 @@ from flwr_perdl._records import (
     STEP,
     Scalar,
     decode,
+    named,
     reply_to,
     scalars,
     to_arrays,
-    with_loss,
 )
-from flwr_perdl._shortcuts import encode, filled
+from flwr_perdl._shortcuts import encode
 from flwr_perdl.clients._handlers import (
     Evaluate,
     Evaluated,
     Fit,
     Fitted,
     Handlers,
+    evaluation_reply,
     floats,
     numbers_of,
 )
@@ -55,9 +55,9 @@ CLUSTERED = "perdl.clustered"
 N_FITS = "perdl.n-fits"
 #: 0: train the model with the least loss; above: how soft the choice is.
 TEMPERATURE = "perdl.temperature"
-#: The names of a model's arrays, as a list in JSON.
-ARRAY_NAMES = "perdl.array-names"
-_OURS = (STEP, CLUSTERED, N_FITS, TEMPERATURE, ARRAY_NAMES)
+#: The name of the array with the clusters' numbers, before those of a model.
+LABELS = "perdl.clusters"
+_OURS = (STEP, CLUSTERED, N_FITS, TEMPERATURE)
 #: The start of the keys of a training request's config that only ``evaluate`` receives.
 MEASURING = "perdl.evaluate."
 
@@ -112,6 +112,7 @@ def fit_clustered(
         model = list(parameters)
         for _ in range(int(config[N_FITS])):
             model, n, metrics = fit(model, dict(own.fit))
+        _evaluations(evaluate, [np.asarray(array)[None] for array in model], own.evaluate)
         return floats(model), n, metrics
     if step == MEASURE:
         measured = _evaluations(evaluate, parameters, own.evaluate)
@@ -125,11 +126,18 @@ def fit_clustered(
 def evaluate_clustered(
     evaluate: Evaluate, parameters: Sequence[Matrix], config: Mapping[str, Scalar]
 ) -> Evaluated:
-    """Return the evaluation of the model with the least loss, with its number as ``"cluster"``."""
-    measured = _evaluations(evaluate, parameters, _configs(config).evaluate)
-    chosen = _weights(measured, 0.0).argmax()
-    loss, n, metrics = measured[chosen]
-    return loss, n, {**metrics, CLUSTER: int(chosen)}
+    """Return the evaluation of the model with the least loss, with its number as ``"cluster"``.
+
+    Of a single model it is taken without a loss, too.
+    """
+    own = _configs(config).evaluate
+    if all(len(stack) == 1 for stack in parameters):
+        chosen, (loss, n, metrics) = 0, evaluate(_model(parameters, 0), own)
+    else:
+        measured = _evaluations(evaluate, parameters, own)
+        chosen = int(_weights(measured, 0.0).argmax())
+        loss, n, metrics = measured[chosen]
+    return loss, n, {**metrics, CLUSTER: chosen}
 
 
 def _choose(
@@ -232,15 +240,15 @@ def answer_clustered(
 
     The app receives one model at a time (`Handlers`).
     """
-    content = message.content
-    record, config = content.array_records[ARRAYS], scalars(content.config_records[CONFIG])
-    own = _configs(config)
-    app = Handlers(message, context, call, json.loads(str(config.get(ARRAY_NAMES, "null"))))
+    record, config = message.content.array_records[ARRAYS], message.content.config_records[CONFIG]
+    asked, own = scalars(config), _configs(scalars(config))
+    names = [name for name in record if name != LABELS]
+    app = Handlers(message, context, call, names)
     if message.metadata.message_type == MessageType.EVALUATE:
-        loss, n, metrics = evaluate_clustered(app.evaluate, to_arrays(record), config)
-        return reply_to(message, None, n, with_loss(loss, metrics))
-    if config[STEP] != CHOOSE or config[TEMPERATURE]:
-        return reply_to(message, *fit_clustered(app.fit, app.evaluate, to_arrays(record), config))
+        measured = evaluate_clustered(app.evaluate, to_arrays(record), asked)
+        return evaluation_reply(message, *measured)
+    if asked[STEP] != CHOOSE or asked[TEMPERATURE]:
+        return reply_to(message, *fit_clustered(app.fit, app.evaluate, to_arrays(record), asked))
     # What FedAvg would send and receive passes as it is: large models are not copied here.
     first, *rest = record.values()
     labels = decode(first)
@@ -254,5 +262,5 @@ def answer_clustered(
     numbers, n = numbers_of(content)
     reply = reply_to(message, (), n, {**numbers, **told})
     sent = [a if a.dtype in _FLOATS else encode(*floats([decode(a)])) for a in arrays]
-    filled(reply.content[ARRAYS], {str(i): array for i, array in enumerate(sent)})
+    reply.content[ARRAYS] = named(sent, names)
     return reply

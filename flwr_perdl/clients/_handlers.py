@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from math import nan
+from collections.abc import Callable, Collection, Mapping, Sequence
+from math import isnan, nan
 from typing import Any
 
 import numpy as np
@@ -29,9 +29,13 @@ from flwr_perdl._records import (
     Scalar,
     decode,
     error_of,
+    in_order,
+    named,
+    reply_to,
     scalars,
+    with_loss,
 )
-from flwr_perdl._shortcuts import encode, filled
+from flwr_perdl._shortcuts import encode
 
 Fitted = tuple[list[Matrix], int, dict[str, Scalar]]
 Evaluated = tuple[float, int, dict[str, Scalar]]
@@ -39,7 +43,9 @@ Fit = Callable[[list[Matrix], dict[str, Scalar]], Fitted]
 Evaluate = Callable[[list[Matrix], dict[str, Scalar]], Evaluated]
 
 #: Why a client cannot take part in an evaluation.
-NO_EVALUATE = "the client must define evaluate to take part in evaluations, got none"
+NO_EVALUATE = (
+    "the client must define evaluate, for evaluations and to choose among several models, got none"
+)
 #: What ClientApps call the loss, the first of these that is there.
 _LOSSES = ("loss", "eval_loss")
 
@@ -57,8 +63,8 @@ class Handlers:
         The client's.
     call : callable
         Answers a message by the app's handlers.
-    names : sequence of str, optional
-        The names of a model's arrays; by default "0", "1", ...
+    names : collection of str, default ()
+        The names of a model's arrays, see `named`.
     """
 
     def __init__(
@@ -66,38 +72,34 @@ class Handlers:
         message: Message,
         context: Context,
         call: Callable[[Message, Context], Message],
-        names: Sequence[str] | None = None,
+        names: Collection[str] = (),
     ) -> None:
         self._message, self._context, self._call, self._names = message, context, call, names
 
     def fit(self, model: list[Matrix], config: dict[str, Scalar]) -> Fitted:
         """Train by the app's handler."""
-        content, arrays = self.train(map(encode, model), config)
+        content, arrays = self.train([*map(encode, model)], config)
         numbers, n = numbers_of(content)
         return [decode(array) for array in arrays], n, numbers
 
     def evaluate(self, model: list[Matrix], config: dict[str, Scalar]) -> Evaluated:
         """Evaluate by the app's handler; NaN where its reply has no loss."""
-        numbers, n = numbers_of(self._ask(MessageType.EVALUATE, map(encode, model), config))
+        numbers, n = numbers_of(self._ask(MessageType.EVALUATE, [*map(encode, model)], config))
         loss = next((float(numbers[name]) for name in _LOSSES if name in numbers), nan)
         return loss, n, numbers
 
     def train(
-        self, model: Iterable[Array], config: Mapping[str, Scalar]
+        self, model: Sequence[Array], config: Mapping[str, Scalar]
     ) -> tuple[RecordDict, list[Array]]:
         """Return the content of a training reply, and its arrays in the order of the model's."""
         content = self._ask(MessageType.TRAIN, model, config)
         found = content.get(ARRAYS)
         if not isinstance(found, ArrayRecord):
             raise ValueError(f"a training reply must have an ArrayRecord {ARRAYS!r}, got none.")
-        if self._names is None:
-            return content, list(found.values())
-        return content, [found[name] for name in self._names]
+        return content, in_order(found, self._names)
 
-    def _ask(self, kind: str, model: Iterable[Array], config: Mapping[str, Scalar]) -> RecordDict:
-        names = self._names
-        named = enumerate(model) if names is None else zip(names, model, strict=True)
-        arrays = filled(ArrayRecord(), {str(name): array for name, array in named})
+    def _ask(self, kind: str, model: Sequence[Array], config: Mapping[str, Scalar]) -> RecordDict:
+        arrays = named(model, self._names)
         content = RecordDict({ARRAYS: arrays, CONFIG: ConfigRecord({**config})})
         reply = self._call(of_type(self._message, content, kind), self._context)
         if reply.has_error():
@@ -129,3 +131,11 @@ def evaluation_of(client: NumPyClient) -> Evaluate:
 
 def _no_evaluate(parameters: list[Matrix], config: dict[str, Scalar]) -> Evaluated:
     raise NotImplementedError(f"{NO_EVALUATE}.")
+
+
+def evaluation_reply(
+    message: Message, loss: float, num_examples: int, metrics: dict[str, Scalar]
+) -> Message:
+    """Return the reply to an evaluation."""
+    measured = metrics if isnan(loss) else with_loss(loss, metrics)  # NaN: too few samples to say
+    return reply_to(message, None, num_examples, measured)

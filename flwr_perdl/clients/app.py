@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from math import isnan
 from typing import Any
 
 from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
@@ -14,14 +13,15 @@ from flwr.clientapp import ClientApp
 from flwr_perdl._checks import Matrix, check_count, check_flag, check_kind
 from flwr_perdl._compat import has_handler, is_legacy
 from flwr_perdl._records import (
+    ARRAYS,
     CONFIG,
     PARTITION_ID,
     Scalar,
     directed,
     read_request,
     reply_to,
-    with_loss,
 )
+from flwr_perdl._shortcuts import entries
 from flwr_perdl._threads import one_blas_thread
 from flwr_perdl.clients._clusters import (
     CLUSTERED,
@@ -31,7 +31,15 @@ from flwr_perdl.clients._clusters import (
     in_clustered_round,
 )
 from flwr_perdl.clients._cohort import cohort_of
-from flwr_perdl.clients._handlers import Evaluated, Fit, Fitted, Handlers, evaluation_of
+from flwr_perdl.clients._handlers import (
+    NO_EVALUATE,
+    Evaluated,
+    Fit,
+    Fitted,
+    Handlers,
+    evaluation_of,
+    evaluation_reply,
+)
 from flwr_perdl.clients._own_fit import evaluate_perma, fit_perma
 from flwr_perdl.clients._secure import MIN_CLIENTS, in_plain_round, in_secure_round, masked
 from flwr_perdl.clients.base import Member, identify
@@ -253,12 +261,16 @@ class OtherApp(AnsweringApp):
         if asks_who and not has_handler(self._app, "query.default"):
             who = ConfigRecord({**identify(context)})
             return Message(RecordDict({CONFIG: who}), reply_to=message)
+        measures = message.metadata.message_type == MessageType.EVALUATE
+        if measures and not has_handler(self._app, "evaluate.default", unknown=True):
+            raise NotImplementedError(f"{NO_EVALUATE}.")
         if asks_who or not _of_a_protocol(message):
             return self._app(message, context)
-        (arrays, config), app = read_request(message), Handlers(message, context, self._app)
-        if message.metadata.message_type == MessageType.EVALUATE:
+        arrays, config = read_request(message)
+        app = Handlers(message, context, self._app, entries(message.content[ARRAYS]))
+        if measures:
             measured = evaluate_perma(app.fit, app.evaluate, arrays, config, context)
-            return _evaluation(message, *measured)
+            return evaluation_reply(message, *measured)
         return reply_to(message, *_own_fit(app.fit, arrays, config, context))
 
 
@@ -281,14 +293,6 @@ def _own_fit(
     if SENDS in config:
         return fit_perma(fit, parameters, config, context)
     return fit(parameters, config)
-
-
-def _evaluation(
-    message: Message, loss: float, num_examples: int, metrics: dict[str, Scalar]
-) -> Message:
-    """Return the reply to an evaluation."""
-    measured = metrics if isnan(loss) else with_loss(loss, metrics)  # NaN: too few samples to say
-    return reply_to(message, None, num_examples, measured)
 
 
 class NumPyClientApp(AnsweringApp):
@@ -341,7 +345,7 @@ class NumPyClientApp(AnsweringApp):
     def _evaluate(self, message: Message, context: Context) -> Message:
         arrays, config = read_request(message)
         client = AnyClient(self._made(context), context)
-        return _evaluation(message, *client.evaluate(arrays, config))
+        return evaluation_reply(message, *client.evaluate(arrays, config))
 
     def _query(self, message: Message, context: Context) -> Message:
         properties = _properties(self._made(context), context)

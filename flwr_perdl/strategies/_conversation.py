@@ -11,7 +11,7 @@ import os
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from logging import INFO, WARNING
 from pathlib import Path
@@ -94,6 +94,8 @@ class Conversation:
         What makes two runs the same run; a checkpoint of another one is refused.
     initial : list of ndarray
         The user's initial arrays, possibly none.
+    names : iterable of str, default ()
+        Their names; a model of as many arrays has them, too.
     flags, labels : collection of str
         Metrics of which a mean says nothing, see `summarized`.
     evaluation_config : mapping, optional
@@ -108,6 +110,7 @@ class Conversation:
         options: Options,
         identity: Mapping[str, Any],
         initial: list[Matrix],
+        names: Iterable[str] = (),
         *,
         flags: Collection[str] = (),
         labels: Collection[str] = (),
@@ -120,6 +123,7 @@ class Conversation:
         self._flags, self._labels = flags, labels
         self.identity = said(identity, strict=options.checkpoint_dir is not None)
         self._initial = said({"": initial}, strict=False)[""] if initial else []
+        self.array_names = list(names)
         self.history: list[RoundReport] = []
         #: How reports call the clients, by partition (`Roster.called`).
         self.names: dict[int, str] = {}
@@ -207,12 +211,10 @@ class Conversation:
         if self._request is None or round_ <= self.done:
             return None
         if len(partitions) < self.options.min_clients:
-            strangers = {} if roster is None else roster.strangers
             raise TooFewReplies(
                 f"Round {round_} has {len(partitions)} client(s) to ask, fewer than "
                 f"min_clients={self.options.min_clients}; {self._where_saved()}"
-                + _first_reason({f"node {node}": why for node, why in strangers.items()})
-                + (_REMEDY if any(map(_asks_who, strangers.values())) else "")
+                + ("" if roster is None else why_absent(roster))
                 + "."
             )
         chosen = self._sample(partitions, self.options.fraction_train, SAMPLING, round_)
@@ -551,7 +553,11 @@ class Conversation:
         arrays: dict[str, NDArray[Any]] = {
             f"state/{name}": np.asarray(a) for name, a in state.items()
         }
-        arrays |= {f"model/{i:04d}": array for i, array in enumerate(self.model)}
+        named = len(self.array_names) == len(self.model)
+        arrays |= {
+            f"model/{self.array_names[i] if named else f'{i:04d}'}": array
+            for i, array in enumerate(self.model)
+        }
         meta = {
             "identity": self.identity,
             "run": self._run,
@@ -560,6 +566,7 @@ class Conversation:
             "finished": self.finished,
             "resumable": resumable,
             "initial": self._initial,
+            "array_names": self.array_names,
             "numbers": [name for name, a in state.items() if not isinstance(a, np.ndarray)],
             "history": self._journal.mark,
             "names": self.names,
@@ -607,11 +614,11 @@ class Conversation:
                     f"checkpoint_dir must hold a state to go on from, got none in {path}: the "
                     "protocol yielded its Request without state=."
                 )
-            self._run, self.done, self._evaluated, self.server_metrics, self.names = meta
+            self._run, self.done, self._evaluated, self.server_metrics, self.names, arrays = meta
+            self.array_names = self.array_names or arrays
             self._resumed = path
             self._recall(folder, mark)
-            model = _part(saved.arrays, "model")
-            self.model = [model[name] for name in sorted(model)]
+            self.model = list(_part(saved.arrays, "model").values())
             log(INFO, "Resuming after round %d from %s.", self.done, folder)
             return saved
         return None
@@ -746,6 +753,13 @@ def _first_reason(reasons: Mapping[str, str], asked: str = "") -> str:
     return ""
 
 
+def why_absent(roster: Roster[Any]) -> str:
+    """Return the clause that says why nodes take no part, and what to do; empty if all do."""
+    strangers = roster.strangers
+    remedy = _REMEDY if any(map(_asks_who, strangers.values())) else ""
+    return _first_reason({f"node {node}": why for node, why in strangers.items()}) + remedy
+
+
 def _asks_who(why: str) -> bool:
     """Whether this is why a node took no part: its app does not answer who it is."""
     return any(word in why for word in ("query", PARTITION_ID, f"no ConfigRecord {CONFIG!r}"))
@@ -764,8 +778,8 @@ def _forms(arrays: Mapping[str, NDArray[Any]]) -> dict[str, list[Any]]:
 
 def _meta_from(
     meta: Mapping[str, Any],
-) -> tuple[str, int, int, dict[int, dict[str, Any]], dict[int, str]]:
-    """Return what a checkpoint's record says: run, rounds, the server's metrics, names."""
+) -> tuple[str, int, int, dict[int, dict[str, Any]], dict[int, str], list[str]]:
+    """Return what a checkpoint says: run, rounds, the server's metrics, the names in it."""
     for key in ("identity", "finished"):
         if key not in meta:
             raise KeyError(key)
@@ -781,7 +795,10 @@ def _meta_from(
         check_count(f"{name} in a checkpoint", meta[name], 0, _store.LAST_ROUND)
         for name in ("round", "evaluated")
     )
-    return run, done, evaluated, metrics, names
+    array_names = list(map(str, meta.get("array_names", ())))  # earlier files have none
+    if len(set(array_names)) < len(array_names):
+        raise ValueError(f"array_names must differ in a checkpoint, got {brief_repr(array_names)}.")
+    return run, done, evaluated, metrics, names, array_names
 
 
 def _report_from(entry: Mapping[str, Any]) -> RoundReport:

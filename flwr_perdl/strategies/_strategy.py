@@ -36,7 +36,7 @@ from flwr_perdl._records import (
 )
 from flwr_perdl._repr import ShownAsCalled
 from flwr_perdl._shortcuts import rare_collections
-from flwr_perdl.strategies._conversation import Conversation, Plan
+from flwr_perdl.strategies._conversation import Conversation, Plan, why_absent
 from flwr_perdl.strategies._options import (
     Options,
     ServerOptions,
@@ -112,6 +112,8 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
     evaluation_config: ClassVar[Mapping[str, Scalar]] = {}
     #: Whether a model has a first axis of clusters, of which an evaluation names one.
     _clustered: ClassVar[bool] = False
+    #: The names of the arrays that a request has before the model's.
+    _before_model: ClassVar[tuple[str, ...]] = ()
     #: How options are given that are fields of another one.
     _inside: ClassVar[Mapping[str, str]] = {}
     #: ``num_rounds`` where it is not given; None: as many as it takes.
@@ -131,8 +133,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         self._gathered: tuple[dict[int, Reply], dict[int, Lost]] | None = None
         self._returned: ArrayRecord | None = None
         self._timeout = 3600.0
-        #: Names of the initial arrays, and communication rounds of the run; None: not known.
-        self._names: list[str] = []
+        #: Communication rounds of the run; None: not known.
         self._num_rounds: int | None = None
         self._evaluate_config: ConfigRecord | None = None
         self._show: Show = lambda report: None
@@ -174,7 +175,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         """Return the strategy's own options by name."""
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
-    def open(self, initial: list[Matrix]) -> Conversation:
+    def open(self, initial: list[Matrix], names: Iterable[str] = ()) -> Conversation:
         """Begin a run (or take it up from its checkpoint) and return its conversation."""
         identity = {
             "protocol": type(self).__name__,
@@ -188,6 +189,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
             self._options,
             identity,
             initial,
+            names,
             flags=self.flags,
             labels=self.labels,
             evaluation_config=self.evaluation_config,
@@ -274,8 +276,8 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
             if given is not None and not callable(given):
                 raise TypeError(f"{name} must be a function or None, got {given!r}.")
         self._timeout, self._evaluate_config = timeout, evaluate_config
-        self._names, self._num_rounds = list(initial), rounds
-        conversation = self.open(to_arrays(initial))
+        self._num_rounds = rounds
+        conversation = self.open(to_arrays(initial), initial)
         if rounds < conversation.done:
             raise ValueError(
                 f"num_rounds must be at least the {conversation.done} rounds that the run to "
@@ -309,7 +311,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
                 "with ServerSettings(resume=True) goes on from its checkpoint.",
                 *(conversation.done, least),
             )
-        result.arrays = self._named(to_record(conversation.model))
+        result.arrays = to_record(conversation.model, conversation.array_names)
         return result
 
     def _run_rounds(
@@ -355,15 +357,11 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         """Return after how many rounds there is a result, where no initial arrays are given."""
         return 1
 
-    def _named(self, record: ArrayRecord) -> ArrayRecord:
-        """Return a model's record with its arrays' names."""
-        return record
-
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
         """Ask this round's question of the sampled clients."""
-        conversation = self._conversation or self.open(to_arrays(arrays))
+        conversation = self._conversation or self.open(to_arrays(arrays), arrays)
         self._sent = self._gathered = None
         self._check_returned(arrays)
         if server_round <= conversation.done:
@@ -394,7 +392,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         """Hand the good replies to the protocol and return its new model."""
         conversation = self._running()
         if self._sent is not None:
-            read = partial(read_reply, limits=conversation.limits)
+            read = partial(read_reply, limits=conversation.limits, names=conversation.array_names)
             good, lost = self._gathered or _read(self._sent, replies, read)
             _log_received("aggregate_train", good, lost)
             report: RoundReport | None = conversation.conclude(
@@ -405,7 +403,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         if report is None:
             return None, None
         self._show(report)
-        self._returned = to_record(conversation.model)
+        self._returned = to_record(conversation.model, conversation.array_names)
         return self._returned, MetricRecord(dict(report.aggregate))
 
     def configure_evaluate(
@@ -473,11 +471,10 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         self._ask_who(grid, self._roster.contested(ids), "known")
         present, wanted = self._roster.present(ids), self._options.num_clients or 0
         if first and lost and len(present) < wanted and not self._options.allow_fewer:
-            node, why = next(iter(lost.items()))
             raise TooFewReplies(
                 f"{len(present)} client(s) have said who they are, fewer than num_clients={wanted}"
-                f"; with ServerSettings(allow_fewer=True) the run begins without the others; the "
-                f"first reason: node {node}: {why.reason.rstrip('.')}."
+                "; with ServerSettings(allow_fewer=True) the run begins without the others"
+                f"{why_absent(self._roster)}."
             )
         if first and self._options.min_clients <= len(present) < wanted <= len(ids):
             log(  # no error: a node that claims another one's place could stop every run
@@ -535,7 +532,9 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         shared = ConfigRecord({**config, **plan.config})
         first: dict[int, Message] = {}
         self._sent = []
-        for partition, record in to_records(plan.arrays).items():
+        names = self._running().names
+        records = to_records(plan.arrays, names, (*self._before_model, *names))
+        for partition, record in records.items():
             if id(record) in first:
                 message = addressed(first[id(record)], nodes[partition])
             else:

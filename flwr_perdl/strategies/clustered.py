@@ -38,7 +38,6 @@ What each party receives:
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from logging import WARNING
@@ -66,10 +65,10 @@ from flwr_perdl._repr import short_repr
 from flwr_perdl._robust import DEEDS
 from flwr_perdl.clients._clusters import (
     ALONE,
-    ARRAY_NAMES,
     CHOOSE,
     CLUSTER,
     CLUSTERED,
+    LABELS,
     MEASURE,
     MEASURING,
     N_FITS,
@@ -195,8 +194,9 @@ class ClusteredFedAvg(ProtocolStrategy):
     less than two standard errors over clients are joined; and with too little training alone the
     groups are not the kinds.
 
-    Arrays of other dtypes than float32 and float64, counters for example, travel as float64. To
-    resume, give the same initial arrays again: a ClientApp of your own receives their names.
+    Arrays of other dtypes than float32 and float64, counters for example, travel as float64, which
+    PyTorch's ``load_state_dict`` takes. With more than one model every client must define
+    ``evaluate``, and return a finite loss.
 
     Examples
     --------
@@ -209,6 +209,7 @@ class ClusteredFedAvg(ProtocolStrategy):
     labels = (CLUSTER,)
     evaluation_config: ClassVar[Mapping[str, Scalar]] = {CLUSTERED: True}
     _clustered = True
+    _before_model = (LABELS,)
 
     def __init__(
         self,
@@ -267,7 +268,8 @@ class ClusteredFedAvg(ProtocolStrategy):
     @property
     def result(self) -> Clusters:
         """The models so far, and who is where."""
-        stacks = [] if self._conversation is None else self._conversation.model
+        run = self._conversation
+        stacks, names = ([], []) if run is None else (run.model, run.array_names)
         k = len(stacks[0]) if stacks else 0
         members: dict[int, int] = {}
         last: dict[int, Reply] = {}
@@ -278,16 +280,11 @@ class ClusteredFedAvg(ProtocolStrategy):
                 last = {p: Reply([], int(own[NUM_EXAMPLES]), own) for p, own in said.items()}
         groups = [{p: r for p, r in last.items() if members[p] == j} for j in range(k)]
         return Clusters(
-            [self._named(to_record([stack[j] for stack in stacks])) for j in range(k)],
+            [to_record([stack[j] for stack in stacks], names) for j in range(k)],
             dict(sorted(members.items())),
             [list(members.values()).count(j) for j in range(k)],
             [_means(group) for group in groups],
         )
-
-    def _named(self, record: ArrayRecord) -> ArrayRecord:
-        if len(record) != len(self._names):
-            return record
-        return ArrayRecord(dict(zip(self._names, record.values(), strict=True)))
 
     # The protocol ---------------------------------------------------------------------------
 
@@ -352,8 +349,6 @@ class ClusteredFedAvg(ProtocolStrategy):
     def _config(self) -> dict[str, Scalar]:
         """Return what every request says."""
         config: dict[str, Scalar] = {CLUSTERED: True}
-        if self._names and self._names != [str(i) for i in range(len(self._names))]:
-            config[ARRAY_NAMES] = json.dumps(self._names)
         if self.proximal_mu is not None:
             config |= {"proximal-mu": self.proximal_mu, "proximal_mu": self.proximal_mu}
         if self._evaluate_config is not None:
