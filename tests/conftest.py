@@ -96,11 +96,13 @@ def flower_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dic
 
 @pytest.fixture
 def warned(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """Return what Flower's logger, which does not propagate, warns of."""
+    """Return what Flower's logger warns of; it does not propagate, unless a test made it."""
     logger = logging.getLogger("flwr")
+    propagates, logger.propagate = logger.propagate, False
     logger.addHandler(caplog.handler)
     yield caplog
     logger.removeHandler(caplog.handler)
+    logger.propagate = propagates
 
 
 class Federation(NamedTuple):

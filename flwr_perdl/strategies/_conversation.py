@@ -138,7 +138,7 @@ class Conversation:
         self._evaluated = 0
         self._warned_of_no_state = False
         self._clients_evaluate = True
-        self._logged: dict[tuple[str, bool], str] = {}  # why whom was left out, of evaluations too
+        self._logged: set[tuple[str, bool]] = set()  # who is left out since, and if of evaluations
         self._request: Request | None = None
         self._asked: dict[int, list[Matrix]] = {}
         self._asked_at = 0.0
@@ -298,7 +298,7 @@ class Conversation:
         self._log_lost(round_, request.step, unlike, roster)
         kept = {partition: reply for partition, reply in good.items() if partition not in unlike}
         for partition in kept:
-            self._logged.pop((roster.label(partition), False), None)
+            self._logged.discard((roster.label(partition), False))
         report = self._report(round_, request.step, kept, bad | unlike, roster)
         for partition, what in good.noted.items():
             report.anomalies.setdefault(partition, {}).update(what)
@@ -386,6 +386,7 @@ class Conversation:
             lost = {**lost, **{p: Lost(REFUSED, f"{why}{found:g}") for p, found in odd.items()}}
         self._warn_of_lost_state(replies, roster)
         self._log_lost(round_, EVALUATE, lost, roster)
+        self._logged -= {(roster.label(partition), True) for partition in replies}
         report = self._report(round_, EVALUATE, replies, lost, roster)
         self._evaluated = round_
         self._remember(report)
@@ -489,8 +490,8 @@ class Conversation:
         new: dict[str, list[str]] = {}
         for partition, (_, reason) in sorted(lost.items()):
             label = roster.label(partition)
-            if self._logged.get((label, step == EVALUATE)) != reason:
-                self._logged[label, step == EVALUATE] = reason
+            if (label, step == EVALUATE) not in self._logged:
+                self._logged.add((label, step == EVALUATE))
                 new.setdefault(reason, []).append(label)
         for reason, who in new.items():
             log(WARNING, "Round %d (%s): left out %s: %s", round_, step, ", ".join(who), reason)

@@ -532,7 +532,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         shared = ConfigRecord({**config, **plan.config})
         first: dict[int, Message] = {}
         self._sent = []
-        names = self._running().names
+        names = self._running().array_names
         records = to_records(plan.arrays, names, (*self._before_model, *names))
         for partition, record in records.items():
             if id(record) in first:
