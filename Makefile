@@ -48,14 +48,14 @@ coverage:
 # The maths once more under OpenBLAS's other kernels that run here: rounding must decide nothing.
 KERNEL_TESTS := tests/test_robust.py tests/regression/test_anchors.py \
     tests/regression/test_answers.py tests/regression/test_clustering.py \
-    tests/regression/test_moments.py tests/diffusion/test_novelty.py \
+    tests/regression/test_moments.py tests/diffusion/test_local_costs.py \
     tests/diffusion/test_topology.py $(addprefix tests/dictionary/test_, rounding.py \
     aggregation.py atoms.py averaging.py coding.py learners.py matching.py perpca.py \
     refinement.py stacks.py)
 test-kernels: $(venv)/.installed
 	$(python) .ci/kernels $(KERNEL_TESTS) $(ARGS)
 
-# PyTorch beside the rest, for tests/dictionary/test_array_backends.py, which else leaves it out.
+# PyTorch beside the rest, for the examples with it.
 torch: $(venv)/.installed
 	$(python) -m pip install --quiet torch==$(TORCH)
 

@@ -40,7 +40,6 @@ PAGES = (
     ROOT / "docs" / "data-diffusion.md",
     ROOT / "docs" / "security.md",
     ROOT / "docs" / "speed.md",
-    ROOT / "docs" / "arrays.md",
     ROOT / "docs" / "use-in-your-project.md",
     ROOT / "docs" / "add-a-protocol.md",
     ROOT / "docs" / "clustered-learning.md",

@@ -31,7 +31,6 @@ def check_array(
     min_rows: int = 0,
     columns: int | None = None,
     squares: bool = False,
-    xp: Any = np,
 ) -> Matrix:
     """Return ``value`` as a C-contiguous float array, or say which rule it breaks.
 
@@ -50,14 +49,11 @@ def check_array(
     squares : bool
         Whether the sum of the squares must be within the dtype's range too, with the room that
         sums of products need. Zeros alone are.
-    xp : module, default numpy
-        What :func:`flwr_perdl._arrays.namespace` says of ``value`` where it may be of another
-        library. NumPy takes what `numpy.asarray` does.
 
     Returns
     -------
     ndarray
-        float64, or float32 where float32 was given; of another library ``value`` itself.
+        float64, or float32 where float32 was given.
 
     Raises
     ------
@@ -71,47 +67,45 @@ def check_array(
     >>> check_array("X", [[1.0, 2.0]], columns=2)
     array([[1., 2.]])
     """
-    array: Any = np.asarray(value) if xp is np else value
-    if array.dtype not in (FLOATS if xp is np else (xp.float64, xp.float32)):
+    array: Any = np.asarray(value)
+    if array.dtype not in FLOATS:
         raise ValueError(f"{name} must be float64 or float32, got {array.dtype}.")
-    shape = tuple(array.shape)
+    shape = array.shape
     if len(shape) != ndim:
         raise ValueError(f"{name} must have {ndim} dimensions, got shape {shape}.")
     if shape[0] < min_rows:
         raise ValueError(f"{name} must have at least {min_rows} row(s), got shape {shape}.")
     if columns is not None and shape[-1] != columns:
         raise ValueError(f"{name} must have {columns} columns, got shape {shape}.")
-    if xp is np:
-        array = np.ascontiguousarray(array)
-    energy = squared_norm(array)
-    if not isfinite(energy) and not bool(xp.all(xp.isfinite(array))):
-        bad = int(xp.count_nonzero(~xp.isfinite(array)))
+    checked: Matrix = np.ascontiguousarray(array)
+    energy = squared_norm(checked)
+    if not isfinite(energy) and not np.isfinite(checked).all():
+        bad = np.count_nonzero(~np.isfinite(checked))
         raise ValueError(f"{name} must be finite, got {bad} NaN or infinite value(s).")
     if squares:
-        least = _least_square(xp, array.dtype)
-        if not least <= energy <= 1 / least and xp.any(array):
+        least = _least_square(checked.dtype)
+        if not least <= energy <= 1 / least and checked.any():
             raise ValueError(
                 f"{name} must be rescaled, as the squares of its values leave the range of "
-                f"{array.dtype}, got values up to {float(xp.max(xp.abs(array))):.3g}."
+                f"{checked.dtype}, got values up to {np.abs(checked).max():.3g}."
             )
-    checked: Matrix = array
     return checked
 
 
 @lru_cache  # NumPy takes longer to say its limits than to check a small array
-def _least_square(xp: Any, dtype: Any) -> float:
+def _least_square(dtype: np.dtype[Any]) -> float:
     """Return the least sum of squares that has room for sums of products."""
-    limits = xp.finfo(dtype)
+    limits = np.finfo(dtype)
     return float(limits.smallest_normal) / float(limits.eps)
 
 
-def all_finite(array: Matrix, xp: Any = np) -> bool:
+def all_finite(array: Matrix) -> bool:
     """Tell whether all of an array's numbers are finite.
 
     The sum of squares, one pass of BLAS, is so only if all are; where it overflows, every number
     is looked at.
     """
-    return isfinite(squared_norm(array)) or bool(xp.all(xp.isfinite(array)))
+    return isfinite(squared_norm(array)) or bool(np.isfinite(array).all())
 
 
 def check_magnitude(name: str, array: Matrix, *, floor: float = 0.4) -> Matrix:

@@ -31,7 +31,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from flwr_perdl.checks import check_count
-from perdl_experiments._run_config import all_keys
+from perdl_experiments._run_config import all_keys, to_key
 
 HOST = "127.0.0.1"
 #: Nodes on one machine: more would take all of its ports and processes.
@@ -295,7 +295,7 @@ class Deployment:
         subprocess.TimeoutExpired
             If it took longer than ``timeout``.
         """
-        pairs = " ".join(f"{key}={json.dumps(value)}" for key, value in run_config.items())
+        pairs = " ".join(f"{to_key(key)}={json.dumps(value)}" for key, value in run_config.items())
         command = ["flwr", "run", str(self.folder / "app"), _LINK, "--stream"]
         log = self.folder / "run.log"
         self.tell(f"flwr run: {pairs}")

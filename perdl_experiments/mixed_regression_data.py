@@ -70,7 +70,6 @@ def mixed_regression(
     *,
     d: int = 100,
     noise: float = 0.2,
-    separation: float | None = None,
 ) -> Mixed:
     """Draw clients of given sizes from a mixture of linear regressions.
 
@@ -86,18 +85,12 @@ def mixed_regression(
         Number of features, standard normal.
     noise : float, default 0.2
         Standard deviation of the noise.
-    separation : float, optional
-        Distance between two models, on average, which then share a part ``N(0, I) / sqrt(d)``; by
-        default the models are ``N(0, I) / sqrt(d)`` each, and share nothing.
 
     Returns
     -------
     Mixed
     """
     theta = rng.standard_normal((len(shares), d)) / np.sqrt(d)
-    if separation is not None:
-        common = rng.standard_normal(d) / np.sqrt(d)
-        theta = common + separation / np.sqrt(2) * theta
     labels = rng.choice(len(shares), size=len(sizes), p=shares)
     X: list[Matrix] = [rng.standard_normal((n, d)) for n in sizes]
     y: list[Matrix] = [

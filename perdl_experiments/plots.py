@@ -33,8 +33,6 @@ WIDTH, SMALL = 6.0, 9.0
 _WRAP, _LEADING = 18, 0.155
 #: Characters of the name of a panel's vertical axis before it wraps.
 _AXIS = 26
-#: Points nearer than this share of both axes have one name between them.
-_ROOM = 0.05
 #: Lines with more points than this have no marker at each.
 _MARKED = 30
 #: Panels and lines that a description names.
@@ -368,41 +366,6 @@ def share_legend(figure: Figure, grid: Sequence[Axes]) -> None:
         fontsize=SMALL,
         handlelength=3,
     )
-
-
-def trails(curves: Mapping[str, Matrix], names: Sequence[str], *, x: str, y: str) -> Figure:
-    """Draw curves in the plane, their points with names where there is room.
-
-    Parameters
-    ----------
-    curves : mapping of str to ndarray of shape (n_points, 2)
-        Label -> positions.
-    names : sequence of str
-        Of the points, the same for every curve.
-    x, y : str
-        What the axes show.
-    """
-    figure = _figure(WIDTH, 4.2)
-    axes = _plain(figure.add_subplot())
-    room = _ROOM * np.ptp(np.vstack(list(curves.values())), axis=0)
-    named: list[Matrix] = []
-    for index, (label, points) in enumerate(curves.items()):
-        axes.plot(*points.T, marker="o", ms=4, lw=1.2, label=label, **style(index))
-        for name, point in zip(names, points, strict=True):
-            if any((np.abs(point - other) < room).all() for other in named):
-                continue
-            named.append(point)
-            axes.annotate(
-                name,
-                point,
-                xytext=(5, 5 - 14 * (index % 2)),
-                textcoords="offset points",
-                color=style(index)["color"],
-                fontsize=SMALL,
-            )
-    axes.set(xlabel=x, ylabel=y)
-    _legend(axes)
-    return figure
 
 
 def roc_curves(

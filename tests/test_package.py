@@ -15,6 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from flwr.cli.build import build_fab_from_disk
 from packaging.requirements import Requirement
 
 import flwr_perdl
@@ -23,6 +24,7 @@ from perdl_experiments._run_config import all_keys, read_run_config
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("flwr_perdl", "perdl_experiments")
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+APPS = [file.parent for file in (ROOT / "pyproject.toml", *ROOT.glob("examples/*/pyproject.toml"))]
 
 # An import only ever points down: what each package may import of the others.
 FLOORS = {
@@ -222,6 +224,27 @@ def test_every_option_of_every_federated_experiment_is_a_run_config_key() -> Non
     listed = PYPROJECT["tool"]["flwr"]["app"]["config"]
     assert listed == all_keys()
     assert read_run_config(listed) == ("digits", {})
+    for key in ("n-atoms", "n_atoms"):  # Flower's spelling, and the option's own
+        assert read_run_config({**listed, key: 12}).options == {"n_atoms": 12}
+
+
+@pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")  # of Flower
+@pytest.mark.parametrize("app", APPS, ids=lambda app: app.name)
+def test_an_app_bundle_follows_format_1(app: Path) -> None:
+    """What Flower demands of it, also where the installed Flower does not know the format."""
+    if app != ROOT:  # whose bundle is built below
+        build_fab_from_disk(app)
+    project = tomllib.loads((app / "pyproject.toml").read_text())
+    about = project["tool"]["flwr"]["app"]
+    (flwr,) = (
+        one for one in map(Requirement, project["project"]["dependencies"]) if one.name == "flwr"
+    )
+    assert about["fab-format-version"] == 1
+    assert about["publisher"]
+    assert {">=", "<"} == {bound.operator for bound in flwr.specifier}
+    assert about["flwr-version-target"] in flwr.specifier
+    assert project["project"]["license"] == {"file": "LICENSE"}
+    assert not [key for key in (*about, *about.get("config", {})) if "_" in key]
 
 
 def test_the_app_bundle_carries_both_packages_and_nothing_else(tmp_path: Path) -> None:

@@ -281,7 +281,8 @@ def test_the_wheel_has_the_package_and_its_metadata(wheel: Path) -> None:
         "numpy",
         "scipy",
     }
-    assert headers["License-Expression"] == "Apache-2.0"
+    assert headers["License"].strip().startswith("Apache License")
+    assert "License :: OSI Approved :: Apache Software License" in headers.get_all("Classifier", [])
     assert any(name.endswith("/licenses/LICENSE") for name in names)
 
 
@@ -367,25 +368,6 @@ def test_a_missing_extra_is_named_before_anything_starts(
     assert said in done.stderr
     assert "Traceback" not in done.stderr
     assert not list(tmp_path.iterdir())
-
-
-def test_arrays_of_another_library_without_their_extra_are_refused_in_a_sentence(
-    environment: Callable[[str], Path], tmp_path: Path
-) -> None:
-    asked = """
-from flwr_perdl.dictionary import OrthogonalLearner, sparse_code
-class Array:
-    __module__ = "torch"
-    shape, ndim, dtype = (3, 3), 2, "float32"
-    def __dlpack__(self): raise AssertionError
-try:
-    sparse_code(Array(), Array(), n_nonzero=1)
-except ImportError as error:
-    assert "need the extra 'arrays' (pip install array-api-compat)" in str(error), error
-else:
-    raise AssertionError("no error")
-"""
-    execute(environment(""), "-I", "-c", asked, cwd=tmp_path)
 
 
 def test_a_foreign_project_runs_new_style_and_legacy(

@@ -113,4 +113,4 @@ print(f"from three known days: {np.sqrt(np.mean((predicted[3:] - sales[3:]) ** 2
 #
 # - The strategy behind it, for Flower projects: [FedMD and FedX](../regression.md).
 # - Models that are not linear: [clustered learning of any model](own-model.md).
-# - How different must models be? [When clusters can be found](../gallery/separation.md).
+# - How different must models be? [when it works](../regression.md).

@@ -47,8 +47,7 @@ class Run(NamedTuple):
     Examples
     --------
     >>> import numpy as np
-    >>> from flwr_perdl.diffusion import Topology
-    >>> from flwr_perdl.diffusion.novelty import Averaging
+    >>> from flwr_perdl.diffusion import Averaging, Topology
     >>> from flwr_perdl.network import InMemoryNetwork
     >>> run = InMemoryNetwork(Topology.ring(4)).run(Averaging(np.arange(4.0)[:, None]), 30)
     >>> run.rounds, run.floats_sent

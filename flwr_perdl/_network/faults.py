@@ -44,8 +44,7 @@ class Faults:
     Examples
     --------
     >>> import numpy as np
-    >>> from flwr_perdl.diffusion import Topology
-    >>> from flwr_perdl.diffusion.novelty import Averaging
+    >>> from flwr_perdl.diffusion import Averaging, Topology
     >>> from flwr_perdl.network import Faults, InMemoryNetwork
     >>> faults = Faults(dead={3: 5})  # node 3 dies in round 5
     >>> network = InMemoryNetwork(Topology.ring(4), faults=faults)

@@ -31,8 +31,7 @@ class InMemoryNetwork(Network):
     Examples
     --------
     >>> import numpy as np
-    >>> from flwr_perdl.diffusion import Topology
-    >>> from flwr_perdl.diffusion.novelty import Averaging
+    >>> from flwr_perdl.diffusion import Averaging, Topology
     >>> from flwr_perdl.network import InMemoryNetwork
     >>> run = InMemoryNetwork(Topology.ring(4)).run(Averaging(np.arange(4.0)[:, None]), 30)
     >>> run.state.estimate.ravel().round(6)

@@ -117,8 +117,7 @@ class DiffusionClient(Member):
     --------
     >>> import numpy as np
     >>> from flwr_perdl.clients import DiffusionClient, client_app
-    >>> from flwr_perdl.diffusion import Topology
-    >>> from flwr_perdl.diffusion.novelty import Averaging
+    >>> from flwr_perdl.diffusion import Averaging, Topology
     >>> from flwr_perdl.simulations import InProcessGrid
     >>> from flwr_perdl.network import FlowerNetwork
     >>> values = {node: np.array([float(node)]) for node in range(4)}

@@ -24,16 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl._arrays import (
-    beside,
-    cast,
-    copied,
-    joined,
-    mask_in_place,
-    namespace,
-    row_products,
-    squared_norm,
-)
+from flwr_perdl._arrays import row_products, squared_norm
 from flwr_perdl._checks import Matrix, check_array, check_choice, check_count, check_real
 from flwr_perdl._parallel import in_threads
 from flwr_perdl._robust import DEEDS, average_of, far, geometric_median, reach, shortening
@@ -149,7 +140,8 @@ def finish_atoms(
 ) -> Matrix:
     """Make unit (or orthonormal) atoms of ``S``; those not ``seen`` stay exactly as they are."""
     if orthogonal:
-        return cast(polar_factors(S[None], current[None], ~seen[None])[0], current.dtype)
+        (atoms,) = polar_factors(S[None], current[None], ~seen[None])
+        return np.asarray(atoms, current.dtype)
     atoms = current.copy()
     atoms[seen] = normalize_atoms(S[seen], current[seen])
     return atoms
@@ -241,10 +233,9 @@ def shared_sums(D: Matrix, moments: Matrix, gram: Matrix, shared: Any) -> Matrix
     shared : ndarray of shape (n_clients, n_global)
         Which rows are sent; the others are zero, and their atoms count as local.
     """
-    r, rest = shared.shape[1], copied(gram)
-    rest[:, :, :r] -= rest[:, :, :r] * cast(shared, D.dtype)[:, None, :]
-    sent = moments[:, :r, :] - rest @ D
-    mask_in_place(sent, shared[..., None])
+    r, rest = shared.shape[1], gram.copy()
+    rest[:, :, :r] -= rest[:, :, :r] * shared[:, None, :]
+    sent: Matrix = (moments[:, :r] - rest @ D) * shared[..., None]
     return sent
 
 
@@ -279,21 +270,19 @@ def shared_rows(
     sent : ndarray of shape (n_global, n_features)
         `shared_sums`.
     """
-    xp, scale, n_global = namespace(X, C, D), squared_norm(X) or 1.0, gram.shape[0]
+    scale, n_global = squared_norm(X) or 1.0, len(gram)
     across = C[:, :n_global].T
     shared = atom_support(C[:, :n_global]) >= min_support
     if alone is not None:
         shared = shared & ~alone
     while True:
-        one = (array[None, ...] for array in (D, moments, gram, shared))
-        sent = shared_sums(*one)[0, ...]
-        if min_support <= 1 or not xp.any(shared):
+        (sent,) = shared_sums(D[None], moments[None], gram[None], shared[None])
+        if min_support <= 1 or not shared.any():
             return shared, sent
-        local = xp.ones(C.shape[1] - n_global, **beside(X)) > 0
-        keeps = joined([~shared, local], 0)
-        rest = X - made_by(keeps, C, D) if xp.any(keeps) else X
+        keeps = np.append(~shared, np.ones(C.shape[1] - n_global, dtype=bool))
+        rest = X - made_by(keeps, C, D) if keeps.any() else X
         found = dominated(rest, across[shared] / scale, sent[shared] / scale)
-        if not xp.any(found):
+        if not found.any():
             return shared, sent
         shared[shared] = ~found
 
@@ -355,7 +344,7 @@ def aggregate_statistics(stack: Matrix, current: Matrix, *, orthogonal: bool) ->
     if orthogonal:
         withheld = ~np.any(total != 0, axis=1)
         (atoms,) = polar_factors(total[None], current[None], withheld[None])
-        atoms = cast(atoms, current.dtype)
+        atoms = atoms.astype(current.dtype, copy=False)
     else:
         atoms = descended_atoms(total[:, :r], total[:, r:], current)
     return Aggregation(atoms, kept, odd)

@@ -24,19 +24,7 @@ from scipy.optimize import linear_sum_assignment
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_bipartite_matching
 
-from flwr_perdl._arrays import (
-    beside,
-    cast,
-    copied,
-    joined,
-    like,
-    namespace,
-    on_host,
-    row_products,
-    spectral_norm,
-    transposed,
-    where_true,
-)
+from flwr_perdl._arrays import row_products
 from flwr_perdl._checks import Matrix, check_array, check_choice, check_count
 from flwr_perdl.dictionary.polar import SAFE_GRAM, orthonormal, thin_svd
 
@@ -96,38 +84,32 @@ def normalize_atoms(D: Matrix, fallback: Matrix | None = None) -> Matrix:
     array([[0.6, 0.8],
            [0. , 1. ]])
     """
-    xp = namespace(D) if fallback is None else namespace(D, fallback)
-    D = check_array("D", D, xp=xp)
+    D = check_array("D", D)
     if fallback is not None:
-        fallback = check_array("fallback", fallback, xp=xp)
+        fallback = check_array("fallback", fallback)
         if fallback.shape != D.shape:
-            shapes = tuple(D.shape), tuple(fallback.shape)
-            raise ValueError(f"fallback must have D's shape {shapes[0]}, got {shapes[1]}.")
+            raise ValueError(f"fallback must have D's shape {D.shape}, got {fallback.shape}.")
     D, norms = _measured(D)
     zero = norms == 0
-    if not xp.any(zero):
-        unit: Matrix = D / norms
-        return unit
+    if not zero.any():
+        return D / norms
     if fallback is None:
-        row = int(where_true(zero[:, 0])[0])
-        raise ValueError(f"D must have no zero row, got one at {row}.")
-    filled: Matrix = xp.where(zero, cast(fallback, D.dtype), D / xp.where(zero, 1, norms))
-    return filled
+        raise ValueError(f"D must have no zero row, got one at {zero.argmax()}.")
+    return np.where(zero, fallback.astype(D.dtype, copy=False), D / np.where(zero, 1, norms))
 
 
 def _measured(D: Matrix) -> tuple[Matrix, Matrix]:
     """Return rows and their norms, (n_atoms, 1); rows whose squares are out of range are scaled."""
-    xp = namespace(D)
     with np.errstate(over="ignore", under="ignore"):
-        squares = xp.sum(D * D, axis=1, keepdims=True)
-    info = xp.finfo(D.dtype)
+        squares = np.sum(D * D, axis=1, keepdims=True)
+    info = np.finfo(D.dtype)
     tiny = float(info.smallest_normal) / float(info.eps)
     odd = ~((squares > tiny) & (squares < 1 / tiny))
-    if xp.any(odd) and D.shape[1]:
-        peaks = xp.max(xp.abs(D), axis=1, keepdims=True)
-        D = xp.where(odd & (peaks > 0), D / xp.where(peaks > 0, peaks, 1), D)
-        squares = xp.sum(D * D, axis=1, keepdims=True)
-    return D, xp.sqrt(squares)
+    if odd.any() and D.shape[1]:
+        peaks = np.abs(D).max(axis=1, keepdims=True)
+        D = np.where(odd & (peaks > 0), D / np.where(peaks > 0, peaks, 1), D)
+        squares = np.sum(D * D, axis=1, keepdims=True)
+    return D, np.sqrt(squares)
 
 
 def unit_atoms(D: Matrix) -> tuple[Matrix, Matrix]:
@@ -146,16 +128,15 @@ def unit_atoms(D: Matrix) -> tuple[Matrix, Matrix]:
     norms : ndarray of shape (n_atoms, 1)
         1 for rows that stay as they are.
     """
-    xp = namespace(D)
     with np.errstate(over="ignore", under="ignore"):
         squares = row_products(D, D)[:, None]
-    fine = (xp.abs(squares - 1) <= _UNIT) | ~xp.any(D, axis=1, keepdims=True)
-    if not D.shape[1] or xp.all(fine):
-        return D, xp.ones_like(squares)
+    fine = (np.abs(squares - 1) <= _UNIT) | ~D.any(axis=1, keepdims=True)
+    if not D.shape[1] or fine.all():
+        return D, np.ones_like(squares)
     scaled, norms = _measured(D)
-    peaks = (xp.max(xp.abs(A), axis=1, keepdims=True) for A in (D, xp.where(fine, 1, scaled)))
-    atoms = xp.where(fine, D, scaled / xp.where(fine, 1, norms))
-    return atoms, xp.where(fine, 1, norms * (next(peaks) / next(peaks)))
+    peaks = (np.abs(A).max(axis=1, keepdims=True) for A in (D, np.where(fine, 1, scaled)))
+    atoms = np.where(fine, D, scaled / np.where(fine, 1, norms))
+    return atoms, np.where(fine, 1, norms * (next(peaks) / next(peaks)))
 
 
 def signs_of(cosines: Matrix) -> Matrix:
@@ -163,7 +144,7 @@ def signs_of(cosines: Matrix) -> Matrix:
 
     Cosines as near to zero as ``_ORTHOGONAL`` are zeros but for rounding, which must not decide.
     """
-    return 1 - 2 * cast(cosines < -_ORTHOGONAL, cosines.dtype)
+    return 1 - 2 * (cosines < -_ORTHOGONAL).astype(cosines.dtype)
 
 
 def principal_directions(X: Matrix, n_components: int) -> Matrix:
@@ -217,15 +198,11 @@ def least_squares_atoms(gram: Matrix, moment: Matrix, current: Matrix) -> Matrix
     ndarray of shape (n_atoms, n_features)
         Unit atoms.
     """
-    xp = namespace(gram, moment, current)
-    used = xp.any(gram, axis=1)
-    rows = xp.nonzero(used)[0]
-    atoms = copied(current)
-    if rows.shape[0]:
-        inverse = _symmetric_inverse(xp.take(xp.take(gram, rows, axis=0), rows, axis=1))
-        step = inverse @ xp.take(moment - gram @ current, rows, axis=0)
-        before = xp.take(current, rows, axis=0)
-        atoms[used] = cast(normalize_atoms(before + step, before), current.dtype)
+    used = gram.any(axis=1)
+    atoms, before = current.copy(), current[used]
+    if used.any():
+        step = _symmetric_inverse(gram[np.ix_(used, used)]) @ (moment - gram @ current)[used]
+        atoms[used] = normalize_atoms(before + step, before)
     return atoms
 
 
@@ -334,12 +311,11 @@ def _symmetric_inverse(A: Matrix) -> Matrix:
 
     As `numpy.linalg.pinv` does, with eigenvalues below 1e-10 of the largest as zeros.
     """
-    xp = namespace(A)
-    w, U = xp.linalg.eigh(A)
-    order = xp.flip(xp.argsort(xp.abs(w)))
-    w, U = xp.take(w, order), xp.take(U, order, axis=1)
-    known = xp.abs(w) > 1e-10 * xp.abs(w[0])
-    inverse: Matrix = U @ (xp.where(known, 1 / xp.where(known, w, 1), 0)[:, None] * U.T)
+    w, U = np.linalg.eigh(A)
+    order = np.flip(np.argsort(np.abs(w)))
+    w, U = w[order], np.take(U, order, axis=1)
+    known = np.abs(w) > 1e-10 * np.abs(w[0])
+    inverse: Matrix = U @ (np.where(known, 1 / np.where(known, w, 1), 0)[:, None] * U.T)
     return inverse
 
 
@@ -366,34 +342,31 @@ def atom_distances(A: Matrix, B: Matrix) -> Matrix:
     array([[0.   , 1.414],
            [1.414, 0.   ]])
     """
-    xp = namespace(A, B)
-    A = check_array("A", A, squares=True, xp=xp)
-    return _distances(A, check_array("B", B, columns=A.shape[1], squares=True, xp=xp))
+    A = check_array("A", A, squares=True)
+    return _distances(A, check_array("B", B, columns=A.shape[1], squares=True))
 
 
 def _distances(A: Matrix, B: Matrix) -> Matrix:
     """Distances of the atoms of ``A`` and of ``B``."""
-    xp = namespace(A, B)
-    A, B = cast(A, xp.float64), cast(B, xp.float64)
+    A, B = A.astype(np.float64, copy=False), B.astype(np.float64, copy=False)
     products, squares = _squares(A, B)
     close = squares < _CLOSE
-    row, column = xp.nonzero(close)
+    row, column = np.nonzero(close)
     most, found = 2**24 // max(A.shape[1], 1) + 1, []
     for begin in range(0, row.shape[0], most):
         end = min(begin + most, row.shape[0])
         i, j = row[begin:end], column[begin:end]
-        nearer = signs_of(products[i, j])[:, None] * xp.take(B, j, axis=0)
-        found.append(xp.sum((xp.take(A, i, axis=0) - nearer) ** 2, axis=-1))
+        nearer = signs_of(products[i, j])[:, None] * B[j]
+        found.append(((A[i] - nearer) ** 2).sum(axis=-1))
     if found:
-        squares[close] = joined(found, 0)
-    distances: Matrix = xp.sqrt(squares)
-    return distances
+        squares[close] = np.concatenate(found)
+    return np.sqrt(squares)
 
 
 def _squares(A: Matrix, B: Matrix) -> tuple[Matrix, Matrix]:
     """Products, and squared distances up to rounding, of atoms; ``B`` may be a stack."""
-    products = A @ transposed(B)
-    squares: Matrix = namespace(A, B).abs(products)
+    products = A @ B.swapaxes(-1, -2)
+    squares = np.abs(products)
     squares *= -2
     squares += row_products(A, A)[:, None]
     squares += row_products(B, B)[..., None, :]
@@ -404,7 +377,7 @@ def match_stack(A: Matrix, B: Matrix) -> tuple[NDArray[np.intp], Matrix]:
     """Return the indices and signs of :func:`match_atoms` for a stack of ``B``, the same bits.
 
     Where every atom's nearest is nobody else's, that is the best pairing; only where two want the
-    same one is an assignment solved, by SciPy on the host.
+    same one is an assignment solved.
 
     Parameters
     ----------
@@ -417,20 +390,17 @@ def match_stack(A: Matrix, B: Matrix) -> tuple[NDArray[np.intp], Matrix]:
     -------
     indices, signs : ndarray of shape (n, n_a)
     """
-    xp = namespace(A, B)
-    (n, (r, _)), here = (B.shape[0], A.shape), beside(A)
+    n, r = len(B), len(A)
     if not r:
-        return xp.zeros((n, 0), dtype=xp.int64, **here), xp.zeros((n, 0), dtype=A.dtype, **here)
-    products, squares = _squares(cast(A, xp.float64), cast(B, xp.float64))
-    indices: NDArray[np.intp] = xp.argmin(squares, axis=2)
-    taken = xp.sort(indices, axis=1)
+        return np.zeros((n, 0), dtype=np.int64), np.zeros((n, 0), dtype=A.dtype)
+    products, squares = _squares(A.astype(np.float64, copy=False), B.astype(np.float64, copy=False))
+    indices: NDArray[np.intp] = squares.argmin(axis=2)
+    taken = np.sort(indices, axis=1)
     shared = taken[:, 1:] == taken[:, :-1]
-    if xp.any(shared):
-        for i in where_true(xp.any(shared, axis=1)).tolist():
-            costs = _distances(A, B[i, ...])
-            indices[i, :] = like(linear_sum_assignment(on_host(costs))[1], costs)
-    chosen = products[xp.arange(n, **here)[:, None], xp.arange(r, **here), indices]
-    return indices, cast(signs_of(chosen), xp.result_type(A, B))
+    for i in np.flatnonzero(shared.any(axis=1)):
+        indices[i] = linear_sum_assignment(_distances(A, B[i]))[1]
+    chosen = products[np.arange(n)[:, None], np.arange(r), indices]
+    return indices, signs_of(chosen).astype(np.result_type(A, B), copy=False)
 
 
 def match_atoms(A: Matrix, B: Matrix) -> AtomMatch:
@@ -446,8 +416,7 @@ def match_atoms(A: Matrix, B: Matrix) -> AtomMatch:
     Returns
     -------
     AtomMatch
-        Indices, signs and distances, each of shape (n_a,). Where two atoms want the same partner,
-        SciPy assigns them, on the host.
+        Indices, signs and distances, each of shape (n_a,).
 
     Raises
     ------
@@ -463,7 +432,7 @@ def match_atoms(A: Matrix, B: Matrix) -> AtomMatch:
     (array([2, 1]), array([-1., -1.]))
     """
     A, B = _fewer_and_more(A, B)
-    return _match(A, B, match_stack(A, B[None, ...])[0][0, :])
+    return _match(A, B, match_stack(A, B[None])[0][0])
 
 
 def dictionary_distance(A: Matrix, B: Matrix, norm: str = "1,2") -> float:
@@ -488,7 +457,6 @@ def dictionary_distance(A: Matrix, B: Matrix, norm: str = "1,2") -> float:
     Returns
     -------
     float
-        The pairing is SciPy's, on the host, from the distances of all atoms.
 
     Raises
     ------
@@ -507,28 +475,25 @@ def dictionary_distance(A: Matrix, B: Matrix, norm: str = "1,2") -> float:
     distances = _distances(A, B)
     if 0 in distances.shape:
         return 0.0
-    match = _match(A, B, like(_bottleneck_assignment(on_host(distances)), distances))
-    xp = namespace(A, B)
+    match = _match(A, B, _bottleneck_assignment(distances))
     if norm == "1,2":
-        return float(xp.max(match.distances))
-    return spectral_norm(A - match.signs[:, None] * xp.take(B, match.indices, axis=0))
+        return float(match.distances.max())
+    return float(np.linalg.norm(A - match.signs[:, None] * B[match.indices], 2))
 
 
 def _fewer_and_more(A: Matrix, B: Matrix) -> tuple[Matrix, Matrix]:
     """Check two dictionaries, of which the first takes its atoms' partners from the second."""
-    xp = namespace(A, B)
-    A = check_array("A", A, squares=True, xp=xp)
-    B = check_array("B", B, columns=A.shape[1], squares=True, xp=xp)
+    A = check_array("A", A, squares=True)
+    B = check_array("B", B, columns=A.shape[1], squares=True)
     if A.shape[0] > B.shape[0]:
         raise ValueError(f"A must not have more atoms than B, got {A.shape[0]} and {B.shape[0]}.")
     return A, B
 
 
 def _match(A: Matrix, B: Matrix, indices: NDArray[np.intp]) -> AtomMatch:
-    xp = namespace(A, B)
-    chosen = xp.take(B, indices, axis=0)
+    chosen = B[indices]
     signs = signs_of(row_products(A, chosen))
-    distances = xp.sqrt(xp.sum((A - signs[:, None] * chosen) ** 2, axis=1))
+    distances = np.sqrt(((A - signs[:, None] * chosen) ** 2).sum(axis=1))
     return AtomMatch(indices, signs, distances)
 
 

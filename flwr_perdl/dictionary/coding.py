@@ -23,18 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-from flwr_perdl._arrays import (
-    beside,
-    cast,
-    copied,
-    largest,
-    like,
-    namespace,
-    on_host,
-    put,
-    row_norms,
-    squared_norm,
-)
+from flwr_perdl._arrays import row_norms, squared_norm
 from flwr_perdl._checks import (
     Matrix,
     check_array,
@@ -44,7 +33,6 @@ from flwr_perdl._checks import (
     check_real,
 )
 from flwr_perdl._parallel import in_threads, n_kernel_threads
-from flwr_perdl.dictionary import _array_api
 from flwr_perdl.dictionary.atoms import unit_atoms
 
 #: How :func:`omp` chooses an atom.
@@ -54,7 +42,7 @@ Selection = Literal["correlation", "residual"]
 _FEW = 1e-4
 #: Products of samples and atoms that a thread holds at once: they stay in its cache.
 _BLOCK = 2**16
-#: Numbers held at once by :func:`focuss`, and by :func:`omp` on arrays of other libraries.
+#: Numbers held at once by :func:`focuss`.
 _WORKSPACE = 2**24
 #: Exchanges of many variables in a row that :func:`nonnegative_least_squares` allows without gain.
 _PATIENCE = 3
@@ -116,7 +104,7 @@ def kept_above(A: Matrix, threshold: float | Matrix) -> Matrix:
 
     Of a stack of arrays the thresholds may be an array too, which NumPy broadcasts.
     """
-    return A * cast(namespace(A).abs(A) >= threshold, A.dtype)
+    return A * (np.abs(A) >= threshold)
 
 
 def soft_threshold(A: Matrix, threshold: float) -> Matrix:
@@ -129,19 +117,15 @@ def soft_threshold(A: Matrix, threshold: float) -> Matrix:
     >>> soft_threshold(np.array([[0.5, -2.0, 3.0]]), 1.0)
     array([[ 0., -1.,  2.]])
     """
-    return _shrunk(*_thresholded(A, threshold))
+    A, threshold = _thresholded(A, threshold)
+    shrunk: Matrix = A - np.clip(A, -threshold, threshold)
+    return shrunk
 
 
 def _thresholded(A: Matrix, threshold: float) -> tuple[Matrix, float]:
     """Return an array of any shape and its threshold, no larger than the dtype allows."""
-    xp = namespace(A)
-    A = check_array("A", A, ndim=getattr(A, "ndim", 2), xp=xp)
-    return A, min(check_real("threshold", threshold, 0), float(xp.finfo(A.dtype).max))
-
-
-def _shrunk(A: Matrix, threshold: float) -> Matrix:
-    shrunk: Matrix = A - namespace(A).clip(A, -threshold, threshold)
-    return shrunk
+    A = check_array("A", A, ndim=getattr(A, "ndim", 2))
+    return A, min(check_real("threshold", threshold, 0), float(np.finfo(A.dtype).max))
 
 
 def top_k(A: Matrix, k: int) -> Matrix:
@@ -154,14 +138,13 @@ def top_k(A: Matrix, k: int) -> Matrix:
     >>> top_k(np.array([[0.5, -2.0, 3.0]]), 2)
     array([[ 0., -2.,  3.]])
     """
-    xp = namespace(A)
-    A = check_array("A", A, xp=xp)
+    A = check_array("A", A)
     if check_count("k", k) >= A.shape[1]:
-        return copied(A)
-    out: Matrix = xp.zeros_like(A)
+        return A.copy()
+    out = np.zeros_like(A)
     if k > 0:
-        columns = largest(xp.abs(A), k)
-        put(out, columns, xp.take_along_axis(A, columns, axis=1))
+        columns = np.argpartition(np.abs(A), -k, axis=1)[:, -k:]
+        np.put_along_axis(out, columns, np.take_along_axis(A, columns, axis=1), axis=1)
     return out
 
 
@@ -198,9 +181,8 @@ def omp(X: Matrix, D: Matrix, n_nonzero: int, *, selection: Selection = "correla
     array([[3., 0.]])
     """
     check_choice("selection", selection, get_args(Selection))
-    xp = namespace(X, D)
-    X = check_array("X", X, xp=xp)
-    D = check_array("D", D, columns=X.shape[1], squares=True, xp=xp)
+    X = check_array("X", X)
+    D = check_array("D", D, columns=X.shape[1], squares=True)
     k = min(check_count("n_nonzero", n_nonzero), *D.shape)
     unit, lengths = unit_atoms(D)
     C = pursue(X, unit, k, selection=selection)
@@ -215,41 +197,30 @@ def pursue(
     A sample takes no atom whose product with what is left of it is below ``level``: for orthonormal
     atoms these are the codes of :func:`hard_threshold`, of as many atoms as it leaves.
     """
-    xp, (n, r) = namespace(X, D), (X.shape[0], D.shape[0])
-    dtype, by_residual = xp.result_type(X, D), selection == "residual"
-    eps = float(xp.finfo(dtype).eps)
+    n, r = len(X), len(D)
+    dtype, by_residual = np.result_type(X, D), selection == "residual"
+    eps = float(np.finfo(dtype).eps)
     # What an atom leaves of the sample is a ratio: both of its terms need digits.
     tiny, least = 100 * eps, eps**0.5 if by_residual else 100 * eps
-    X, D = cast(X, dtype), cast(D, dtype)
-    C: Matrix = xp.zeros((n, r), dtype=dtype, **beside(X))
+    X, D = X.astype(dtype, copy=False), D.astype(dtype, copy=False)
+    C: Matrix = np.zeros((n, r), dtype=dtype)
     if not k or not n:
         return C
     gram = D @ D.T
-    if xp is not np:
-        for rows in _blocks(n, k * r, _WORKSPACE):
-            peaks, products = xp.max(xp.abs(X[rows, :]), axis=1), X[rows, :] @ D.T
-            C[rows, :] = _array_api.pursue(
-                products, peaks, gram, k, level, by_residual, tiny, least
-            )
-        return C
     from flwr_perdl.dictionary import _kernels  # compiled: Numba is imported where it is needed
 
     def code(rows: slice) -> None:
         peaks = np.maximum(X[rows].max(axis=1), -X[rows].min(axis=1))
         _kernels.pursue(X[rows] @ D.T, peaks, gram, k, level, by_residual, tiny, least, C[rows])
 
-    _in_threads(code, _blocks(n, r, _BLOCK))
+    _in_threads(code, n, r)
     return C
 
 
-def _blocks(n: int, per_sample: int, numbers: int) -> list[slice]:
-    """Split samples into blocks with so many numbers at most."""
-    size = max(1, numbers // max(1, per_sample))
-    return [slice(at, min(at + size, n)) for at in range(0, n, size)]
-
-
-def _in_threads(code: Callable[[slice], None], blocks: list[slice]) -> None:
-    """Code all blocks; which one a thread takes changes no bit of the codes."""
+def _in_threads(code: Callable[[slice], None], n: int, r: int) -> None:
+    """Code all samples in blocks; which one a thread takes changes no bit of the codes."""
+    size = max(1, _BLOCK // max(1, r))
+    blocks = [slice(at, min(at + size, n)) for at in range(0, n, size)]
     for _ in in_threads(code, blocks, n=n_kernel_threads()):
         pass
 
@@ -301,41 +272,38 @@ def lasso(
     >>> lasso(np.array([[3.0, 1.0]]), np.eye(2), 2.0).codes
     array([[1., 0.]])
     """
-    xp = namespace(X, D) if start is None else namespace(X, D, start)
-    X = check_array("X", X, squares=True, xp=xp)
-    D = check_array("D", D, columns=X.shape[1], squares=True, xp=xp)
+    X = check_array("X", X, squares=True)
+    D = check_array("D", D, columns=X.shape[1], squares=True)
     alpha = check_real("alpha", alpha, 0, open_low=True)
     nonnegative = check_flag("nonnegative", nonnegative)
     tol = max(check_real("tol", tol, 0), 100 * float(np.finfo(np.float64).eps))
     check_count("max_iter", max_iter)
     if start is not None:
-        start = check_array("start", start, columns=D.shape[0], squares=True, xp=xp)
-        if start.shape[0] != X.shape[0]:
+        start = check_array("start", start, columns=D.shape[0], squares=True)
+        if len(start) != len(X):
+            raise ValueError(f"start must have {len(X)} row(s), as X has, got shape {start.shape}.")
+        if nonnegative and (start < 0).any():
             raise ValueError(
-                f"start must have {X.shape[0]} row(s), as X has, got shape {tuple(start.shape)}."
-            )
-        if nonnegative and xp.any(start < 0):
-            raise ValueError(
-                f"start must be zero or positive where nonnegative=True, got {xp.min(start):.3g}."
+                f"start must be zero or positive where nonnegative=True, got {start.min():.3g}."
             )
     from flwr_perdl.dictionary import _kernels  # compiled: Numba is imported where it is needed
 
-    there, warm, (n, r) = X, start is not None, (X.shape[0], D.shape[0])
-    X, D = on_host(X), on_host(D)  # descent would ask a GPU after each atom
-    dtype, wide = np.result_type(X, D), cast(D, np.float64)
-    C = np.zeros((n, r), dtype) if start is None else np.array(on_host(start), dtype)
-    X, gram = cast(X, dtype), wide @ wide.T
+    n, r, warm = len(X), len(D), start is not None
+    dtype, wide = np.result_type(X, D), D.astype(np.float64, copy=False)
+    C = np.zeros((n, r), dtype) if start is None else np.array(start, dtype)
+    X, gram = X.astype(dtype, copy=False), wide @ wide.T
     sweeps, gaps = np.zeros(n, np.intp), np.zeros(n)
 
     def code(rows: slice) -> None:
         squares = np.einsum("ij,ij->i", X[rows], X[rows], dtype=np.float64)
-        products = cast(X[rows], np.float64) @ wide.T  # in single precision the gap would be wrong
+        # In single precision the gap would be wrong.
+        products = X[rows].astype(np.float64, copy=False) @ wide.T
         given = products, squares, gram, alpha, nonnegative, tol, max_iter, warm
         _kernels.lasso(*given, C[rows], sweeps[rows], gaps[rows])
 
-    _in_threads(code, _blocks(n, r, _BLOCK))
+    _in_threads(code, n, r)
     gap = float(gaps.max(initial=0))
-    return Lasso(like(C, there), int(sweeps.max(initial=0)), gap, gap <= tol)
+    return Lasso(C, int(sweeps.max(initial=0)), gap, gap <= tol)
 
 
 def focuss(
@@ -571,9 +539,8 @@ def sparse_code(
         return omp(X, D, n_nonzero)
     if alpha is not None:
         return lasso(X, D, alpha).codes
-    xp = namespace(X, D)
-    X = check_array("X", X, xp=xp)
-    D = check_array("D", D, columns=X.shape[1], squares=True, xp=xp)
+    X = check_array("X", X)
+    D = check_array("D", D, columns=X.shape[1], squares=True)
     unit, lengths = unit_atoms(D)
     C = kept_above(*_thresholded(X @ unit.T, check_real("threshold", threshold, 0)))
     return C if unit is D else C / lengths.T
@@ -625,7 +592,6 @@ def reconstruct(C: Matrix, D: Matrix) -> Matrix:
     >>> reconstruct(np.array([[2.0, 0.0]]), np.eye(2))
     array([[2., 0.]])
     """
-    xp = namespace(C, D)
-    D = check_array("D", D, xp=xp)
-    samples: Matrix = check_array("C", C, columns=D.shape[0], xp=xp) @ D
+    D = check_array("D", D)
+    samples: Matrix = check_array("C", C, columns=D.shape[0]) @ D
     return samples

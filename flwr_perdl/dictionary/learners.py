@@ -33,19 +33,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 
-from flwr_perdl._arrays import (
-    beside,
-    cast,
-    copied,
-    namespace,
-    place,
-    row_norms,
-    row_products,
-    spectral_norm,
-    squared_norm,
-    transposed,
-    where_true,
-)
+from flwr_perdl._arrays import row_norms, row_products, squared_norm
 from flwr_perdl._checks import (
     Matrix,
     check_array,
@@ -144,8 +132,9 @@ def atom_support(C: Matrix) -> Matrix:
     >>> atom_support(np.array([[1.0, 5.0], [1.0, 0.0], [-1.0, 0.0]]))
     array([3., 1.])
     """
-    C = check_array("C", C, xp=namespace(C))
-    return atom_supports(*code_sums(C[None, ...]), lambda i: C)[0, :]
+    C = check_array("C", C)
+    (support,) = atom_supports(*code_sums(C[None]), lambda i: C)
+    return np.asarray(support)
 
 
 def row_support(X: Matrix, C: Matrix) -> Matrix:
@@ -175,7 +164,7 @@ def row_support(X: Matrix, C: Matrix) -> Matrix:
     >>> row_support(np.eye(3), np.array([[1.0, 5.0], [1.0, 0.0], [-1.0, 0.0]]))
     array([3., 1.])
     """
-    X = check_array("X", X, squares=True, xp=namespace(X, C))
+    X = check_array("X", X, squares=True)
     support = atom_support(C)
     scale = squared_norm(X) or 1.0
     return limited(support, dominated(X, C.T / scale, C.T @ X / scale))
@@ -226,8 +215,7 @@ def update_support(X: Matrix, C: Matrix, D: Matrix, learner: Learner) -> Matrix:
 
 def limited(support: Matrix, one: Any) -> Matrix:
     """Return supports of at most 1 where one sample dominates."""
-    found: Matrix = namespace(support).where(one & (support > 1), 1, support)
-    return found
+    return np.where(one & (support > 1), 1, support)
 
 
 def dominated(X: Matrix, weights: Matrix, rows: Matrix) -> Any:
@@ -246,14 +234,14 @@ def dominated(X: Matrix, weights: Matrix, rows: Matrix) -> Any:
     -------
     ndarray of shape (..., n_rows)
     """
-    xp, terms = namespace(X), weights * row_norms(X)[..., None, :]
-    near = row_norms(rows) < 2 * xp.max(xp.abs(terms), axis=-1)  # else no term dominates: ALONE < 1
-    if rows.ndim == 2 and not xp.all(near):
-        if xp.any(near):
+    terms = weights * row_norms(X)[..., None, :]
+    near = row_norms(rows) < 2 * np.abs(terms).max(axis=-1)  # else no term dominates: ALONE < 1
+    if rows.ndim == 2 and not near.all():
+        if near.any():
             near[near] = dominated(X, weights[near], rows[near])
         return near
-    rest = row_products(rows, rows)[..., None] - 2 * weights * (rows @ transposed(X))
-    return xp.any(rest + (1 - ALONE**2) * terms * terms < 0, axis=-1)
+    rest = row_products(rows, rows)[..., None] - 2 * weights * (rows @ X.swapaxes(-1, -2))
+    return np.any(rest + (1 - ALONE**2) * terms * terms < 0, axis=-1)
 
 
 def made_by_one(rest: Matrix, moments: Matrix, C: Matrix, D: Matrix) -> Any:
@@ -279,26 +267,24 @@ def made_by_one(rest: Matrix, moments: Matrix, C: Matrix, D: Matrix) -> Any:
     -------
     ndarray of shape (n_atoms,)
     """
-    xp, scale = namespace(rest, C, D), (squared_norm(rest) + squared_norm(C)) ** 0.5 or 1.0
+    scale = (squared_norm(rest) + squared_norm(C)) ** 0.5 or 1.0
     rest, C = rest / scale, C / scale
-    sums = moments / scale / scale + xp.sum(C * C, axis=0)[:, None] * D
+    sums = moments / scale / scale + (C * C).sum(axis=0)[:, None] * D
     left = row_products(rest, rest)[:, None] + 2 * C * (rest @ D.T) + C * C  # |e_ij|^2
     terms = C * C * left
-    near = row_products(sums, sums) < 4 * xp.max(terms, axis=0)  # else no term dominates
-    if not xp.any(near):
+    near = row_products(sums, sums) < 4 * terms.max(axis=0)  # else no term dominates
+    if not near.any():
         return near
-    own, terms, sums = C[:, near], terms[:, near], sums[near, :]
-    across = own * (rest @ sums.T + own * row_products(sums, D[near, :]))
+    own, terms, sums = C[:, near], terms[:, near], sums[near]
+    across = own * (rest @ sums.T + own * row_products(sums, D[near]))
     apart = row_products(sums, sums) - 2 * across
-    near[near] = xp.any(apart < 0, axis=0)
+    near[near] = (apart < 0).any(axis=0)
     return near
 
 
 def made_by(atoms: Any, C: Matrix, D: Matrix) -> Matrix:
     """Return what the atoms for which ``atoms`` is true make of the samples."""
-    xp = namespace(C, D)
-    (some,) = xp.nonzero(atoms)
-    made: Matrix = xp.take(C, some, axis=1) @ xp.take(D, some, axis=0)
+    made: Matrix = np.compress(atoms, C, axis=1) @ D[atoms]
     return made
 
 
@@ -317,11 +303,8 @@ def mixing(D: Matrix, S: Matrix) -> Matrix:
     ndarray of shape (..., n_atoms, n_atoms)
         ``D S'`` is a square root of ``S S'``, and this its pseudo-inverse.
     """
-    xp = namespace(D, S)
-    root, least = cast(D @ transposed(S), xp.float64), 10 * rounding_share(S)
-    # NumPy before 2.0 does not know the standard's rtol
-    found: Matrix = np.linalg.pinv(root, least) if xp is np else xp.linalg.pinv(root, rtol=least)
-    return cast(found, S.dtype)
+    root, least = (D @ S.swapaxes(-1, -2)).astype(np.float64, copy=False), 10 * rounding_share(S)
+    return np.linalg.pinv(root, least).astype(S.dtype, copy=False)
 
 
 def atom_supports(sums: Matrix, squares: Matrix, codes: Callable[[int], Matrix]) -> Matrix:
@@ -340,31 +323,28 @@ def atom_supports(sums: Matrix, squares: Matrix, codes: Callable[[int], Matrix])
     -------
     ndarray of shape (n_clients, n_atoms)
     """
-    xp = namespace(sums)
-    tiny = float(xp.finfo(sums.dtype).smallest_normal / xp.finfo(sums.dtype).eps)
+    limits = np.finfo(sums.dtype)
+    tiny = float(limits.smallest_normal / limits.eps)
     odd = (sums > 0) & ~((squares > tiny) & (squares < 1 / tiny))
-    if xp.any(odd):
-        sums, squares = copied(sums), copied(squares)
-        for i in where_true(xp.any(odd, axis=1)).tolist():
+    if odd.any():
+        sums, squares = sums.copy(), squares.copy()
+        for i in np.flatnonzero(odd.any(axis=1)).tolist():
             own = codes(i)
-            sums[i, :], squares[i, :] = code_sums(own / xp.max(xp.abs(own)))
-    support: Matrix = sums * (sums / xp.where(squares == 0, 1, squares))
-    whole = xp.round(support)
-    slack = max(_WHOLE, 100 * float(xp.finfo(sums.dtype).eps))
-    support = xp.where(xp.abs(support - whole) <= slack * whole, whole, support)
-    return support
+            sums[i], squares[i] = code_sums(own / np.abs(own).max())
+    support = sums * (sums / np.where(squares == 0, 1, squares))
+    whole, slack = np.round(support), max(_WHOLE, 100 * float(limits.eps))
+    return np.where(np.abs(support - whole) <= slack * whole, whole, support)
 
 
 def code_sums(C: Matrix) -> tuple[Matrix, Matrix]:
     """Return the sums of the codes' sizes, and of their squares, over the samples."""
     with np.errstate(over="ignore"):
-        return column_sums(namespace(C).abs(C)), column_sums(C * C)
+        return column_sums(np.abs(C)), column_sums(C * C)
 
 
 def column_sums(A: Matrix) -> Matrix:
     """Return the sums over the samples: a product sums faster than sum() over few columns."""
-    ones = namespace(A).ones((1, A.shape[-2]), dtype=A.dtype, **beside(A))
-    sums: Matrix = (ones @ A)[..., 0, :]
+    sums: Matrix = (np.ones((1, A.shape[-2]), A.dtype) @ A)[..., 0, :]
     return sums
 
 
@@ -400,8 +380,7 @@ class AlternatingLearner(ABC):
         Returns
         -------
         ndarray of shape (n_atoms, n_features)
-            Orthonormal atoms, NumPy's whatever ``X`` is; beyond ``n_features`` of them, random unit
-            vectors are added.
+            Orthonormal atoms; beyond ``n_features`` of them, random unit vectors are added.
         """
         X = check_array("X", X, min_rows=1, squares=True)
         d = X.shape[1]
@@ -429,9 +408,8 @@ class AlternatingLearner(ABC):
         -------
         ndarray of shape (n_samples, n_atoms)
         """
-        xp = namespace(X, D)
-        X = check_array("X", X, squares=True, xp=xp)
-        D = check_array("D", D, columns=X.shape[1], squares=True, xp=xp)
+        X = check_array("X", X, squares=True)
+        D = check_array("D", D, columns=X.shape[1], squares=True)
         check_real("scale", scale, 0, open_low=True)
         unit, lengths = unit_atoms(D)
         C = self._code(X, unit, scale)
@@ -466,9 +444,8 @@ class AlternatingLearner(ABC):
 
     def step(self, X: Matrix, D: Matrix) -> Matrix:
         """Return ``update(X, code(X, D), D)``: one iteration."""
-        xp = namespace(X, D)
-        X = check_array("X", X, squares=True, xp=xp)
-        D = check_array("D", D, columns=X.shape[1], xp=xp)
+        X = check_array("X", X, squares=True)
+        D = check_array("D", D, columns=X.shape[1])
         return self.steps(X, unit_atoms(D)[0], [1.0])
 
     def steps(self, X: Matrix, D: Matrix, scales: Sequence[float]) -> Matrix:
@@ -544,14 +521,13 @@ class ThresholdLearner(AlternatingLearner):
         if self.n_nonzero is not None:
             return omp(X, D, max(1, round(self.n_nonzero / scale)))
         products, level = X @ D.T, scale * self.level(X)
-        return kept_above(products, min(level, float(namespace(X).finfo(products.dtype).max)))
+        return kept_above(products, min(level, float(np.finfo(products.dtype).max)))
 
     def _loss(self, X: Matrix, C: Matrix, D: Matrix) -> float:
-        xp = namespace(X)
-        error = float(xp.sum((X - C @ D) ** 2))
+        error = float(np.sum((X - C @ D) ** 2))
         if self.n_nonzero is not None:
             return error
-        return error + self.level(X) ** 2 * int(xp.count_nonzero(C))
+        return error + self.level(X) ** 2 * int(np.count_nonzero(C))
 
 
 @dataclass(frozen=True)
@@ -662,9 +638,9 @@ class GradientLearner(GeneralLearner):
 
     def _update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
         kept, _ = _well_supported(X, C, D)
-        curvature = spectral_norm(kept.T @ kept)
+        curvature = float(np.linalg.norm(kept.T @ kept, 2))
         if curvature == 0:
-            return copied(D)
+            return D.copy()
         return normalize_atoms(D + kept.T @ (X - C @ D) / curvature, D)
 
 
@@ -706,8 +682,7 @@ class MODLearner(GeneralLearner):
 class KSVDLearner(GeneralLearner):
     """Approximate K-SVD: each atom in turn is fitted, with its codes, to what the others leave.
 
-    One power iteration per atom stands in for the singular value decomposition. Updates take
-    NumPy's arrays only.
+    One power iteration per atom stands in for the singular value decomposition.
 
     Parameters
     ----------
@@ -733,14 +708,13 @@ class KSVDLearner(GeneralLearner):
     """
 
     def _update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
-        _check_numpy(X, "K-SVD")
         from flwr_perdl.dictionary import _kernels  # compiled: Numba is imported where it is needed
 
         rest = np.ascontiguousarray(X - C @ D)
         atoms = np.array(D, rest.dtype, order="C")
         chosen = np.flatnonzero(atom_support(C) >= _LEAST_SUPPORT)
         _kernels.fit_atoms(rest, np.ascontiguousarray(C, rest.dtype), chosen, atoms)
-        return cast(atoms, D.dtype)
+        return atoms.astype(D.dtype, copy=False)
 
 
 @dataclass(frozen=True)
@@ -754,7 +728,7 @@ class LassoLearner(AlternatingLearner):
 
     Deviations from the paper: an iteration takes all samples and forgets earlier codes; atoms have
     norm 1, not at most 1; an atom that no sample uses becomes the normalized sum of two others that
-    are used together, never a sample. Updates take NumPy's arrays only.
+    are used together, never a sample.
 
     Parameters
     ----------
@@ -800,45 +774,36 @@ class LassoLearner(AlternatingLearner):
         if self.alpha != "auto":
             return lasso(X, D, scale * self.alpha, start=start).codes
         norms = row_norms(X)[:, None]
-        lengths = namespace(X).where(norms > 0, norms, 1)
+        lengths = np.where(norms > 0, norms, 1)
         start = None if start is None else start / lengths
         return lasso(X / lengths, D, scale * AUTO_PENALTY, start=start).codes * norms
 
     def _update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
-        _check_numpy(X, "the lasso's learner")
         kept, rest = _well_supported(X, C, D)
         return descended_atoms(kept.T @ kept, kept.T @ rest, D)
 
     def _loss(self, X: Matrix, C: Matrix, D: Matrix) -> float:
-        xp = namespace(X)
         penalties = AUTO_PENALTY * row_norms(X) if self.alpha == "auto" else self.alpha
-        penalty = xp.sum(penalties * xp.sum(xp.abs(C), axis=1))
-        return float(0.5 * xp.sum((X - C @ D) ** 2) + penalty)
+        penalty = (penalties * np.abs(C).sum(axis=1)).sum()
+        return float(0.5 * np.sum((X - C @ D) ** 2) + penalty)
 
 
 def _checked(X: Matrix, C: Matrix, D: Matrix) -> tuple[Matrix, Matrix, Matrix]:
     """Return samples, codes and dictionary, if they fit."""
-    xp = namespace(X, C, D)
-    D = check_array("D", D, xp=xp)
-    X = check_array("X", X, columns=D.shape[1], squares=True, xp=xp)
-    C = check_array("C", C, columns=D.shape[0], xp=xp)
-    if C.shape[0] != X.shape[0]:
-        raise ValueError(f"C must have a row for each of {X.shape[0]} samples, got {C.shape[0]}.")
+    D = check_array("D", D)
+    X = check_array("X", X, columns=D.shape[1], squares=True)
+    C = check_array("C", C, columns=D.shape[0])
+    if len(C) != len(X):
+        raise ValueError(f"C must have a row for each of {len(X)} samples, got {len(C)}.")
     return X, C, D
-
-
-def _check_numpy(X: Matrix, user: str) -> None:
-    """Refuse arrays that are not NumPy's."""
-    if namespace(X) is not np:
-        raise ValueError(f"X must be a NumPy array for {user}, got one of {place(X)}.")
 
 
 def _well_supported(X: Matrix, C: Matrix, D: Matrix) -> tuple[Matrix, Matrix]:
     """Codes of the atoms that at least two samples stand behind, and what the others leave of X."""
-    xp, weak = namespace(C), atom_support(C) < _LEAST_SUPPORT
-    if not xp.any(weak):
+    weak = atom_support(C) < _LEAST_SUPPORT
+    if not weak.any():
         return C, X
-    return xp.where(weak, 0, C), X - made_by(weak, C, D)
+    return np.where(weak, 0, C), X - made_by(weak, C, D)
 
 
 #: The learners of this library; a subclass may do what these do not.

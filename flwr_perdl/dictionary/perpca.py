@@ -34,7 +34,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl._arrays import transposed
 from flwr_perdl._checks import Matrix, check_array, check_choice, check_count, check_real
 from flwr_perdl.dictionary.aggregation import aggregate_atoms
 from flwr_perdl.dictionary.atoms import principal_directions
@@ -165,8 +164,8 @@ def _steps(
     if not W.shape[1]:
         return W, np.zeros(len(W), W.dtype), total, W, W
     gram = roots.shape[1] == roots.shape[2]
-    product = W @ roots if gram else transposed(roots @ transposed(W)) @ roots
-    inner = product @ transposed(W)
+    product = W @ roots if gram else (roots @ W.swapaxes(-1, -2)).swapaxes(-1, -2) @ roots
+    inner = product @ W.swapaxes(-1, -2)
     curvature = np.linalg.eigvalsh(inner)[:, -1]
     lengths = np.divide(step, curvature, out=np.zeros_like(curvature), where=curvature > 0)
     moved = W + lengths[:, None, None] * product

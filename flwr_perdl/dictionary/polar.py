@@ -23,19 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.linalg import svd
 
-from flwr_perdl._arrays import (
-    add_to_diagonals,
-    cast,
-    copied,
-    like,
-    namespace,
-    on_cpu,
-    on_host,
-    reshaped,
-    row_norms,
-    transposed,
-    where_true,
-)
+from flwr_perdl._arrays import add_to_diagonals, row_norms
 from flwr_perdl._checks import Matrix, check_array
 
 #: Least ratio of the Gram matrix' extreme eigenvalues at which it stands in for an SVD; right
@@ -68,8 +56,7 @@ def polar_factor(S: Matrix, fallback: Matrix) -> Matrix:
     Returns
     -------
     ndarray of shape (n_atoms, n_features)
-        Orthonormal rows, in the dtype of ``S``; computed in float64. Of a matrix with a zero row,
-        or too badly conditioned for the Gram matrix, NumPy computes them, on the host.
+        Orthonormal rows, in the dtype of ``S``; computed in float64.
 
     Raises
     ------
@@ -90,13 +77,11 @@ def polar_factor(S: Matrix, fallback: Matrix) -> Matrix:
     array([[1., 0.],
            [0., 1.]])
     """
-    xp = namespace(S, fallback)
-    S, fallback = check_array("S", S, xp=xp), check_array("fallback", fallback, xp=xp)
+    S, fallback = check_array("S", S), check_array("fallback", fallback)
     if fallback.shape != S.shape:
-        shape = tuple(S.shape)
-        raise ValueError(f"fallback must have S's shape {shape}, got {tuple(fallback.shape)}.")
-    factor: Matrix = polar_factors(S[None, ...], fallback[None, ...])[0, ...]
-    return factor
+        raise ValueError(f"fallback must have S's shape {S.shape}, got {fallback.shape}.")
+    (factor,) = polar_factors(S[None], fallback[None])
+    return np.asarray(factor)
 
 
 def polar_factors(S: Matrix, fallback: Matrix, fixed: NDArray[np.bool_] | None = None) -> Matrix:
@@ -127,7 +112,7 @@ def polar_factors(S: Matrix, fallback: Matrix, fixed: NDArray[np.bool_] | None =
     if r > d:
         raise ValueError(f"S must not have more rows than columns, got shape {(r, d)}.")
     if 0 in (r, d):
-        return cast(copied(fallback), S.dtype)
+        return fallback.astype(S.dtype)
     if fixed is not None and fixed.any():
         beside, free = fallback.astype(np.result_type(S, fallback)), ~fixed.any(axis=1)
         beside[free] = polar_factors(S[free], fallback[free])
@@ -135,20 +120,19 @@ def polar_factors(S: Matrix, fallback: Matrix, fixed: NDArray[np.bool_] | None =
             moved, V = ~fixed[i], fallback[i]
             beside[i, moved] = _beside(S[i, moved], V[fixed[i]], V[moved])
         return beside
-    xp, least = namespace(S, fallback), _safe_gram(S)
-    factors: Matrix = xp.empty_like(S)
-    step = max(1, _WINDOW // (r * d)) if on_cpu(S) else n
+    least = _safe_gram(S)
+    factors: Matrix = np.empty_like(S)
+    step = max(1, _WINDOW // (r * d))
     for at in range(0, n, step):  # as many as the processor's cache holds
         window = slice(at, min(at + step, n))
-        part = S[window, ...]
-        largest = xp.max(xp.abs(part), axis=(1, 2), keepdims=True)
-        M = cast(part / xp.where(largest == 0, 1, largest), xp.float64)
-        roots, safe = _inverse_roots(M @ transposed(M), least)
-        factors[window, ...] = cast(orthonormal(roots @ M), S.dtype)
-        for i in [] if xp.all(safe) else where_true(~safe).tolist():
-            own, spare = on_host(M[i, ...]), on_host(fallback[at + i, ...]).astype(np.float64)
-            completed = _completed(own, spare, least, rounding_share(S))
-            factors[at + i, ...] = cast(like(completed, M), S.dtype)
+        part = S[window]
+        largest = np.abs(part).max(axis=(1, 2), keepdims=True)
+        M = (part / np.where(largest == 0, 1, largest)).astype(np.float64, copy=False)
+        roots, safe = _inverse_roots(M @ M.swapaxes(-1, -2), least)
+        factors[window] = orthonormal(roots @ M)
+        for i in np.flatnonzero(~safe):
+            spare = fallback[at + i].astype(np.float64)
+            factors[at + i] = _completed(M[i], spare, least, rounding_share(S))
     return factors
 
 
@@ -158,7 +142,8 @@ def _beside(S: Matrix, fixed: Matrix, fallback: Matrix) -> Matrix:
     Directions of which ``fixed`` leaves no more than the rounding of ``S`` are filled in as near as
     possible to ``fallback``, whose rows are orthogonal to ``fixed`` too.
     """
-    X, F = cast(S, np.float64), cast(fixed, np.float64)
+    X = S.astype(np.float64)
+    F: Matrix = fixed.astype(np.float64)
     if S.dtype != X.dtype:
         F = orthonormal(F)
     largest = np.abs(X).max() or 1
@@ -173,12 +158,12 @@ def rounding_share(S: Matrix) -> float:
     As in `numpy.linalg`, but no more than that of a few numbers of float32: rows of atoms that few
     samples use are as small beside others, and right.
     """
-    return float(min(max(S.shape[-2:]) * namespace(S).finfo(S.dtype).eps, _FEW))
+    return float(min(max(S.shape[-2:]) * np.finfo(S.dtype).eps, _FEW))
 
 
 def orthonormal(Q: Matrix) -> Matrix:
     """Take a Newton-Schulz step: rows that are nearly orthonormal become so to rounding."""
-    nearest: Matrix = add_to_diagonals(-0.5 * (Q @ transposed(Q)), 1.5) @ Q
+    nearest: Matrix = add_to_diagonals(-0.5 * (Q @ Q.swapaxes(-1, -2)), 1.5) @ Q
     return nearest
 
 
@@ -209,42 +194,39 @@ def _inverse_roots(grams: Matrix, least: float) -> tuple[Matrix, NDArray[np.bool
     n = grams.shape[1]
     if n <= _SMALL:
         return _inverse_roots_by_eigenvalues(grams, least)
-    xp = namespace(grams)
-    flat = reshaped(grams, (grams.shape[0], n * n))
+    flat = grams.reshape(grams.shape[0], n * n)
     scale = row_norms(flat)[:, None, None]
-    scale = xp.where(scale == 0, 1, scale)
+    scale = np.where(scale == 0, 1, scale)
     left = grams / scale
-    lowest = xp.min(reshaped(left, flat.shape)[:, :: n + 1], axis=1)
+    lowest = left.reshape(flat.shape)[:, :: n + 1].min(axis=1)
     safe: NDArray[np.bool_] = lowest > _PLAIN_GRAM
-    if xp.all(safe):
+    if safe.all():
         roots, safe = _inverse_roots_by_products(left, scale)
     else:
-        roots, plain = xp.zeros_like(grams), copied(safe)
-        if xp.any(plain):
+        roots, plain = np.zeros_like(grams), safe.copy()
+        if plain.any():
             roots[plain], safe[plain] = _inverse_roots_by_products(left[plain], scale[plain])
-    if not xp.all(safe):
+    if not safe.all():
         weak = ~safe & (lowest > 0)  # the others have a row of zeros
         roots[weak], safe[weak] = _inverse_roots_by_eigenvalues(grams[weak], least)
     return roots, safe
 
 
 def _inverse_roots_by_products(left: Matrix, scale: Matrix) -> tuple[Matrix, NDArray[np.bool_]]:
-    xp = namespace(left)
-    roots = 1 / xp.sqrt(scale)
+    roots = 1 / np.sqrt(scale)
     for stretch in _STRETCHES:  # q = 1.5 a I - 0.5 a^3 A, then A^(-1/2) <- A^(-1/2) q, A <- q A q
         q = add_to_diagonals((-0.5 * stretch**3) * left, 1.5 * stretch)
         roots = roots @ q if roots.shape == q.shape else roots * q
         left = q @ left @ q
-    return roots, xp.max(xp.abs(add_to_diagonals(left, -1)), axis=(1, 2)) < 1e-7
+    return roots, np.abs(add_to_diagonals(left, -1)).max(axis=(1, 2)) < 1e-7
 
 
 def _inverse_roots_by_eigenvalues(grams: Matrix, least: float) -> tuple[Matrix, NDArray[np.bool_]]:
-    xp = namespace(grams)
-    w, U = xp.linalg.eigh(grams)
+    w, U = np.linalg.eigh(grams)
     low, high = w[:, 0], w[:, -1]
     safe: NDArray[np.bool_] = (low > least * high) & (low > least)
-    w = xp.where(safe[:, None], w, 1)
-    return (U / xp.sqrt(w)[:, None, :]) @ transposed(U), safe
+    w = np.where(safe[:, None], w, 1)
+    return (U / np.sqrt(w)[:, None, :]) @ U.swapaxes(-1, -2), safe
 
 
 def _stretches(least: float) -> tuple[float, ...]:

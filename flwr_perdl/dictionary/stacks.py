@@ -21,26 +21,13 @@ from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
-from flwr_perdl._arrays import (
-    add_to_diagonals,
-    beside,
-    joined,
-    like,
-    mask_in_place,
-    namespace,
-    on_cpu,
-    on_host,
-    reshaped,
-    row_products,
-    squared_norm,
-    transposed,
-    where_true,
-)
+from flwr_perdl._arrays import add_to_diagonals, row_norms, row_products, squared_norm
 from flwr_perdl._checks import Matrix
 from flwr_perdl.dictionary.aggregation import shared_rows, shared_sums, statistics_of
 from flwr_perdl.dictionary.atoms import match_stack
 from flwr_perdl.dictionary.coding import reconstruct
 from flwr_perdl.dictionary.learners import (
+    ALONE,
     Learner,
     OrthogonalLearner,
     atom_supports,
@@ -54,6 +41,10 @@ from flwr_perdl.dictionary.polar import polar_factors
 
 #: Numbers of samples' features whose codes are computed at once: two megabytes.
 _BLOCK = 2**18
+
+
+#: Rows up to this length are summed faster by a product of all of them.
+_SHORT = 16
 
 
 class Updates(NamedTuple):
@@ -110,9 +101,6 @@ def update_stack(
     Returns
     -------
     Updates
-        Arrays of another library than NumPy's (`OrthogonalLearner` with a threshold takes them)
-        stay on their device, but for a number of each client, its threshold, and what
-        `polar_factors` and `match_stack` compute on the host.
     """
     if updated_at_once(learner, statistics, orthogonal):
         return _update_at_once(X, D, G, learner, n_steps, statistics, min_support)
@@ -168,93 +156,102 @@ def _update_at_once(
     min_support: float,
 ) -> Updates:
     """Take the steps of clients for which `updated_at_once` is true."""
-    xp, r, before = namespace(X, D, G), G.shape[0], D
+    r, before = len(G), D
     begun = _by_blocks(partial(_begin, learner, r), X, D)
-    energies, thresholds, moments, gram, sums = begun
+    energies, thresholds, lengths, moments, gram, sums, longest = begun
     errors = _mean_squared_errors(X, D, G, thresholds, moments, gram, energies)
     D = _align(polar_factors(moments, D), G)
     for _ in range(n_steps - 1):
         before = D
-        moments, gram, sums = _by_blocks(partial(_sums, r), X, D, thresholds)
+        moments, gram, sums, longest = _by_blocks(partial(_sums, r), X, D, thresholds, lengths)
         D = _align(polar_factors(moments, D), G)
     made_from, squares = before, _diagonals(gram)
     if not statistics:
         before, (sums, squares) = D, _by_blocks(_sizes, X, D[:, :r, :], thresholds)
     supports = atom_supports(
-        sums, squares, lambda i: _code(X[i, ...], before[i, :r, :], thresholds[i, ...]).T
+        sums, squares, lambda i: _code(X[i], before[i, :r, :], thresholds[i]).T
     )
     shared = supports >= min_support
     if not statistics:
         if min_support > 1:
             (one,) = _by_blocks(partial(_moved_by_one, r), X, D, moments, made_from, thresholds)
             shared &= ~one
-        return Updates(D, xp.where(shared[..., None], D[:, :r, :], 0), errors)
+        return Updates(D, np.where(shared[..., None], D[:, :r, :], 0), errors)
     sent = shared_sums(before, moments, gram, shared)
-    for i in where_true(xp.any(shared, axis=1)).tolist() if min_support > 1 else []:
-        codes = _code(X[i, ...], before[i, ...], thresholds[i, ...]).T
-        own = X[i, ...], codes, before[i, ...], moments[i, :r, :], gram[i, ...]
-        _, sent[i, ...] = shared_rows(*own, min_support)
+    scale = np.where(energies == 0, 1, energies)[:, None, None]
+    rows = row_norms(sent / scale)
+    near = shared & ((1 + ALONE) * longest > rows)  # else no term dominates
+    for i in np.flatnonzero(near.any(axis=1)) if min_support > 1 else []:
+        codes = _code(X[i], before[i], thresholds[i]).T
+        own = X[i], codes, before[i], moments[i, :r, :], gram[i]
+        _, sent[i] = shared_rows(*own, min_support)
     return Updates(D, sent, errors)
 
 
 def _by_blocks(reduce: Callable[..., tuple[Matrix, ...]], X: Matrix, *more: Matrix) -> list[Any]:
     """Return ``reduce(X, *more)``, of as many clients at a time as a processor's cache holds."""
     n = X.shape[0]
-    step = max(1, _BLOCK // max(prod(X.shape[1:]), 1)) if on_cpu(X) else n
+    step = max(1, _BLOCK // max(prod(X.shape[1:]), 1))
     if n <= step:
         return list(reduce(X, *more))
     count = -(-n // step)
     blocks = [slice(i * n // count, (i + 1) * n // count) for i in range(count)]
-    parts = [reduce(*(array[block, ...] for array in (X, *more))) for block in blocks]
-    return [joined(list(part), 0) for part in zip(*parts, strict=True)]
+    parts = [reduce(*(array[block] for array in (X, *more))) for block in blocks]
+    return [np.concatenate(part) for part in zip(*parts, strict=True)]
 
 
 def _begin(learner: OrthogonalLearner, r: int, X: Matrix, D: Matrix) -> tuple[Matrix, ...]:
-    """Return ``|X|^2``, thresholds (n_clients, 1, 1), and `_sums`."""
-    energies = _products(X, X)
-    known = on_host(energies)
-    levels = learner.levels_of(known.astype(np.float64), X.shape[1])
-    thresholds = like(levels.astype(known.dtype, copy=False)[:, None, None], X)
-    return energies, thresholds, *_sums(r, X, D, thresholds)
+    """Return ``|X|^2``, thresholds (n_clients, 1, 1), lengths (n_clients, 1, n_samples), `_sums`.
+
+    The lengths are the samples', divided by ``|X|^2``: terms of codes are then at most 1.
+    """
+    energies, d = _products(X, X), X.shape[-1]
+    squares = row_products(X, X) if d > _SHORT else (X * X) @ np.ones(d, X.dtype)
+    lengths = (np.sqrt(squares) / np.where(energies == 0, 1, energies)[:, None])[:, None, :]
+    levels = learner.levels_of(energies.astype(np.float64), X.shape[1])
+    thresholds = levels.astype(X.dtype)[:, None, None]
+    return energies, thresholds, lengths, *_sums(r, X, D, thresholds, lengths)
 
 
-def _sums(r: int, X: Matrix, D: Matrix, levels: Matrix) -> tuple[Matrix, ...]:
-    """Return ``C' X``, and of ``C_g``: ``C_g' C``, sums of sizes."""
-    xp, across = namespace(X, D), _code(X, D, levels)
-    own = across[:, :r, :]
-    return across @ X, own @ transposed(across), xp.sum(xp.abs(own), axis=2)
+def _sums(r: int, X: Matrix, D: Matrix, levels: Matrix, lengths: Matrix) -> tuple[Matrix, ...]:
+    """Return ``C' X``, and of ``C_g``: ``C_g' C``, sums of sizes, the longest terms' lengths."""
+    across = _code(X, D, levels)
+    own = across[:, :r]
+    sizes = np.abs(own)
+    longest = (sizes * lengths).max(axis=2)
+    return across @ X, own @ across.swapaxes(-1, -2), sizes.sum(axis=2), longest
 
 
 def _moved_by_one(
     r: int, X: Matrix, D: Matrix, moments: Matrix, before: Matrix, levels: Matrix
 ) -> tuple[Matrix]:
     """Return which of the first ``r`` atoms one sample dominates; ``before`` gave their codes."""
-    weights = transposed(mixing(D, moments)[..., :r]) @ _code(X, before, levels)
+    weights = mixing(D, moments)[..., :r].swapaxes(-1, -2) @ _code(X, before, levels)
     return (dominated(X, weights, D[:, :r, :]),)
 
 
 def _sizes(X: Matrix, D: Matrix, levels: Matrix) -> tuple[Matrix, Matrix]:
     """Return the sums of ``|C|`` and of its squares over the samples."""
-    return code_sums(transposed(_code(X, D, levels)))
+    return code_sums(_code(X, D, levels).swapaxes(-1, -2))
 
 
 def _code(X: Matrix, D: Matrix, levels: Matrix) -> Matrix:
     """Return ``C'``, an atom's codes side by side, (n_clients, n_atoms, n_samples)."""
-    across = D @ transposed(X)
-    mask_in_place(across, namespace(across).abs(across) >= levels)
+    across = D @ X.swapaxes(-1, -2)
+    across *= np.abs(across) >= levels
     return across
 
 
 def _products(A: Matrix, B: Matrix) -> Matrix:
     """Return the inner products of every client's two arrays, (n_clients,)."""
     n = A.shape[0]
-    return row_products(reshaped(A, (n, -1)), reshaped(B, (n, -1)))
+    return row_products(A.reshape(n, -1), B.reshape(n, -1))
 
 
 def _diagonals(gram: Matrix) -> Matrix:
     """Return the sums of the codes' squares, which ``C_g' C`` holds, (n_clients, n_global)."""
     n, r, n_atoms = gram.shape
-    return reshaped(gram, (n, r * n_atoms))[:, :: n_atoms + 1]
+    return gram.reshape(n, r * n_atoms)[:, :: n_atoms + 1]
 
 
 def _mean_squared_errors(
@@ -287,20 +284,18 @@ def _mean_squared_errors(
         ``K`` being ``D`` with its local atoms doubled. Where that cancels, as for samples that the
         atoms represent exactly, or the local atoms are not orthonormal, from the differences.
     """
-    xp, (n, r, n_atoms) = namespace(X, D, G), gram.shape
-    eps = float(xp.finfo(X.dtype).eps)
-    angles = reshaped(reshaped(D, (n * n_atoms, -1)) @ G.T, (n, n_atoms, r))
+    n, r, n_atoms = gram.shape
+    eps = float(np.finfo(X.dtype).eps)
+    angles = (D.reshape(n * n_atoms, -1) @ G.T).reshape(n, n_atoms, r)
     angles[:, r:, :] *= 2
-    errors: Matrix = energies - _products(moments, D) - xp.sum(_diagonals(gram), axis=1)
-    errors += xp.sum(gram * transposed(angles), axis=(1, 2))
-    apart = add_to_diagonals(D[:, r:, :] @ transposed(D[:, r:, :]), -1)
+    errors: Matrix = energies - _products(moments, D) - _diagonals(gram).sum(axis=1)
+    errors += (gram * angles.swapaxes(-1, -2)).sum(axis=(1, 2))
+    apart = add_to_diagonals(D[:, r:, :] @ D[:, r:, :].swapaxes(-1, -2), -1)
     safe = errors > 10 * float(np.sqrt(eps)) * energies
-    safe &= ~xp.any(xp.abs(apart) > 100 * eps, axis=(1, 2))
+    safe &= ~(np.abs(apart) > 100 * eps).any(axis=(1, 2))
     errors /= prod(X.shape[1:])
-    if not xp.all(safe):
-        for i in where_true(~safe).tolist():
-            own = X[i, ...], D[i, ...]
-            errors[i] = xp.mean((own[0] - _code(*own, levels[i, ...]).T @ own[1]) ** 2)
+    for i in np.flatnonzero(~safe):
+        errors[i] = np.mean((X[i] - _code(X[i], D[i], levels[i]).T @ D[i]) ** 2)
     return errors
 
 
@@ -309,17 +304,13 @@ def _align(D: Matrix, G: Matrix) -> Matrix:
 
     ``D`` is written to.
     """
-    xp, r, here = namespace(G, D), G.shape[0], beside(D)
+    r, (n, n_atoms, _) = len(G), D.shape
     indices, signs = match_stack(G, D)
-    places = xp.arange(r, **here)
-    if not xp.all(indices == places):
-        n, n_atoms, d = D.shape
-        rows = xp.arange(n_atoms, **here)
+    places, rows = np.arange(r), np.arange(n_atoms)
+    if (indices != places).any():
         taken = indices[:, :, None] == rows  # (n_clients, n_global, n_atoms)
-        ranks = xp.sum(xp.where(taken, places[:, None] - r, 0), axis=1)  # below 0: stands for one
-        order = xp.argsort(xp.where(ranks < 0, ranks, rows), axis=1)
-        order += n_atoms * xp.arange(n, **here)[:, None]
-        atoms = xp.take(reshaped(D, (n * n_atoms, d)), reshaped(order, (n * n_atoms,)), axis=0)
-        D = reshaped(atoms, (n, n_atoms, d))
-    D[:, :r, :] *= signs[..., None]
+        ranks = np.where(taken, places[:, None] - r, 0).sum(axis=1)  # below 0: stands for one
+        order = np.argsort(np.where(ranks < 0, ranks, rows), axis=1)
+        D = D[np.arange(n)[:, None], order]
+    D[:, :r] *= signs[..., None]
     return D

@@ -1,11 +1,10 @@
 """Learning by talking to neighbors only: topologies, dual inference, both diffusion learners."""
 
 from flwr_perdl.diffusion.averaging import DiffusionAveraging
-from flwr_perdl.diffusion.combine import Inbox, Program
+from flwr_perdl.diffusion.combine import Averaging, Inbox, Program
 from flwr_perdl.diffusion.data_diffusion import DataDiffusion
-from flwr_perdl.diffusion.inference import exact_dual, infer
+from flwr_perdl.diffusion.inference import exact_dual, infer, local_costs
 from flwr_perdl.diffusion.model_diffusion import ModelDiffusion
-from flwr_perdl.diffusion.novelty import novelty_scores
 from flwr_perdl.diffusion.objectives import (
     Biclustering,
     HuberNMF,
@@ -22,6 +21,7 @@ from flwr_perdl.diffusion.topology import (
 )
 
 __all__ = [
+    "Averaging",
     "Biclustering",
     "CombinationMatrix",
     "DataDiffusion",
@@ -37,7 +37,7 @@ __all__ = [
     "averaging_weights",
     "exact_dual",
     "infer",
+    "local_costs",
     "metropolis_weights",
-    "novelty_scores",
     "relative_degree_variance_weights",
 ]

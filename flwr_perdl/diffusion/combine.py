@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
-from flwr_perdl._checks import brief_repr
+from flwr_perdl._checks import FLOATS, brief_repr, check_real
 from flwr_perdl.diffusion.topology import CombinationMatrix
 
 Array = NDArray[Any]
@@ -55,8 +55,7 @@ class Program(Protocol[State]):
     Examples
     --------
     >>> import numpy as np
-    >>> from flwr_perdl.diffusion import Program, Topology
-    >>> from flwr_perdl.diffusion.novelty import Averaging
+    >>> from flwr_perdl.diffusion import Averaging, Program, Topology
     >>> from flwr_perdl.network import InMemoryNetwork
     >>> program: Program = Averaging(np.arange(4.0)[:, None])
     >>> InMemoryNetwork(Topology.ring(4)).run(program, 30).state.estimate.ravel().round(6)
@@ -451,3 +450,88 @@ def step_back(state: State, before: State, rows: NDArray[np.bool_]) -> State:
         return mixed
 
     return type(state)(*(chosen(new, old) for new, old in zip(state, before, strict=True)))
+
+
+class AveragingState(NamedTuple):
+    """State of `Averaging`; see `Program`.
+
+    Attributes
+    ----------
+    nodes : ndarray of shape (m,)
+        Ids.
+    own : ndarray of shape (m, ...)
+        What each node contributes.
+    estimate : ndarray of shape (m, ...)
+        Each node's estimate of the mean.
+    """
+
+    nodes: NDArray[np.intp]
+    own: Array
+    estimate: Array
+
+
+class Averaging:
+    """Every node finds the mean of all nodes' values: scalar diffusion (68), as a `Program`.
+
+    The combination matrix must be doubly stochastic, which keeps the mean in every round. A node's
+    first message is its own value: its neighbors learn it.
+
+    Parameters
+    ----------
+    values : sequence of ndarray, or mapping of int to ndarray
+        Each node's own, of one shape; only those of hosted nodes are read.
+    step : float, optional
+        ``mu_g`` of (68): the estimate starts from 0 and moves by this share towards the node's own
+        value in every round; its limit is only near the mean. By default it starts at the node's
+        own value and is averaged plainly, which converges to the mean.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.diffusion import Averaging, Topology
+    >>> from flwr_perdl.network import InMemoryNetwork
+    >>> run = InMemoryNetwork(Topology.ring(3)).run(Averaging(np.array([0.0, 1.0, 5.0])), 30)
+    >>> run.observed["estimate"].round(6)
+    array([2., 2., 2.])
+    """
+
+    def __init__(
+        self, values: Array | Sequence[Array] | Mapping[int, Array], step: float | None = None
+    ) -> None:
+        self.values = values
+        self.step = step if step is None else check_real("step", step, 0, 1, open_low=True)
+
+    def start(self, nodes: NDArray[np.intp]) -> AveragingState:
+        """Return the state before the first round.
+
+        Raises
+        ------
+        ValueError
+            If there are too few values, or they are not float64 or float32.
+        """
+        values = self.values
+        if not isinstance(values, Mapping) and not len(values) > max(nodes):
+            raise ValueError(f"values must be one per node, got {len(values)}.")
+        own = np.stack([values[k] for k in nodes])
+        if own.dtype not in FLOATS:
+            raise ValueError(f"values must be float64 or float32, got {own.dtype}.")
+        return AveragingState(nodes, own, own if self.step is None else np.zeros_like(own))
+
+    def adapt(self, state: AveragingState, round_: int) -> AveragingState:
+        """Move the estimate towards the node's own value (68), or keep it."""
+        if self.step is None:
+            return state
+        estimate = state.estimate - self.step * (state.estimate - state.own)
+        return state._replace(estimate=estimate)
+
+    def message(self, state: AveragingState) -> tuple[Array, ...]:
+        """Return the estimate."""
+        return (state.estimate,)
+
+    def combine(self, state: AveragingState, inbox: Inbox) -> AveragingState:
+        """Average over the neighborhood."""
+        return state._replace(estimate=inbox.mean())
+
+    def observe(self, state: AveragingState) -> dict[str, Array]:
+        """Return the estimates."""
+        return {"estimate": state.estimate}

@@ -19,6 +19,7 @@ ATC diffusion (31), projected (37)          :class:`ATC`
 Jacobian ADMM (39)                          :class:`JacobianADMM`
 (41), (42)                                  ``objective.residual(nu)``, ``objective.code(S)``
 CVX in Section IV-A                         :func:`exact_dual`
+``J_k(nu_k; xi)`` (29), (60)                :func:`local_costs`
 =========================================== ===================================================
 
 Two methods are not in the paper, because (31) converges slowly, and only to a point O(mu) away:
@@ -53,7 +54,14 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from scipy import sparse
 
-from flwr_perdl._checks import Matrix, check_choice, check_count, check_real
+from flwr_perdl._checks import (
+    Matrix,
+    check_array,
+    check_choice,
+    check_count,
+    check_magnitude,
+    check_real,
+)
 from flwr_perdl._memory import short_buffers
 from flwr_perdl._parallel import in_threads
 from flwr_perdl._threads import one_blas_thread
@@ -86,6 +94,7 @@ __all__ = [
     "Network",
     "exact_dual",
     "infer",
+    "local_costs",
 ]
 
 #: Bytes of one stacked array of a block of samples. A few such arrays fit into a CPU cache.
@@ -411,3 +420,66 @@ def _check_network(network: Network, program: DualInference) -> None:
     if isinstance(program, ADMM) and more.nnz:
         k, j = (int(nodes[0]) for nodes in more.coords)
         raise ValueError(f"network must have no links that topology lacks, got {k} - {j}.")
+
+
+def local_costs(
+    objective: Objective,
+    X: Matrix,
+    nu: Matrix,
+    dictionaries: Matrix,
+    informed: Sequence[int] | None = None,
+) -> Matrix:
+    """Return each agent's cost ``J_k(nu_k; x)`` (29) at its own dual variables.
+
+    Parameters
+    ----------
+    objective : Objective
+        f, h and V_f.
+    X : ndarray of shape (n_samples, n_features)
+        Samples; only informed agents look at them.
+    nu : ndarray of shape (n_agents, n_samples, n_features)
+        Every agent's dual variables, within V_f but for rounding.
+    dictionaries : ndarray of shape (n_agents, n_atoms, n_features)
+        Every agent's atoms, of norm at most 1.
+    informed : sequence of int, optional
+        The agents that see the samples (N_I); all by default.
+
+    Returns
+    -------
+    ndarray of shape (n_agents, n_samples)
+        At the optimum their sum is minus the least cost of coding the sample (65): how new it is to
+        the network. The agents find their mean by `Averaging`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.diffusion import SparseSVD, Topology, infer, local_costs
+    >>> objective, D = SparseSVD(gamma=0.1, delta=0.1), np.eye(4)[:3, None]  # three agents' atoms
+    >>> X = np.array([[1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0]])  # the second has no atom
+    >>> nu = infer(objective, X, list(D), Topology.ring(3)).nu
+    >>> cost = -local_costs(objective, X, nu, D).sum(axis=0)
+    >>> bool(cost[1] > cost[0])
+    True
+    """
+    dictionaries = check_array("dictionaries", dictionaries, ndim=3, min_rows=1)
+    X, _ = checked_samples(X, list(dictionaries))
+    n_agents = len(dictionaries)
+    nu = _check_nu(objective, nu, n_agents, X)
+    costs = objective.conjugate(nu) / n_agents
+    costs += objective.regulariser_conjugate(np.matmul(nu, dictionaries.swapaxes(1, 2)))
+    seen = list(informed_agents(informed, n_agents))
+    costs[seen] -= np.einsum("kim,im->ki", nu[seen], X) / len(seen)
+    return costs
+
+
+def _check_nu(objective: Objective, nu: Matrix, n_agents: int, X: Matrix) -> Matrix:
+    """Return dual variables, projected on V_f if rounding has moved them out of it."""
+    nu = check_magnitude("nu", check_array("nu", nu, ndim=3), floor=0.8)
+    if nu.shape != (n_agents, *X.shape):
+        raise ValueError(f"nu must have shape {(n_agents, *X.shape)}, got {nu.shape}.")
+    if nu.dtype != X.dtype:
+        raise ValueError(f"nu must be {X.dtype} as X is, got {nu.dtype}.")
+    largest = float(np.abs(nu).max(initial=0))
+    if largest > objective.bound * (1 + np.sqrt(np.finfo(nu.dtype).eps)):
+        raise ValueError(f"nu must be within {objective.bound:g}, got {largest:g}.")
+    return objective.project(nu)

@@ -121,8 +121,7 @@ class NeighborRelay(ProtocolStrategy):
     --------
     >>> import numpy as np
     >>> from flwr_perdl.clients import DiffusionClient, client_app
-    >>> from flwr_perdl.diffusion import Topology
-    >>> from flwr_perdl.diffusion.novelty import Averaging
+    >>> from flwr_perdl.diffusion import Averaging, Topology
     >>> from flwr_perdl.simulations import InProcessGrid
     >>> from flwr_perdl.strategies import NeighborRelay
     >>> values = {node: np.array([float(node)]) for node in range(4)}
@@ -307,8 +306,7 @@ class FlowerNetwork:
     --------
     >>> import numpy as np
     >>> from flwr_perdl.clients import DiffusionClient, client_app
-    >>> from flwr_perdl.diffusion import Topology
-    >>> from flwr_perdl.diffusion.novelty import Averaging
+    >>> from flwr_perdl.diffusion import Averaging, Topology
     >>> from flwr_perdl.simulations import InProcessGrid
     >>> from flwr_perdl.strategies import FlowerNetwork
     >>> values = {node: np.array([float(node)]) for node in range(4)}

@@ -107,7 +107,7 @@ class PerMA(ProtocolStrategy):
     ----------
     n_global : int or "auto", default "auto"
         Number of global atoms; "auto" finds in the matching round on how many the clients agree
-        (P0, B.2). On images these may be none, though sharing pays: see the experiment `sharing`.
+        (P0, B.2). On images these may be none, though sharing pays: then give a number.
     matching : {"consensus", "paths"}, default "consensus"
         How the server finds the global atoms among the clients' dictionaries.
     aggregation : str, default "statistics"

@@ -12,8 +12,8 @@ key             meaning
 ``most``
 ``limit``       maximum of an integer that only protects time and memory; a million if not stated
 ``choices``     the words that it may be
-``type``        of a text: "integers", "numbers" or "words", separated by commas; or "count or
-                auto", "number or auto"
+``type``        of a text: "integers" or "words", separated by commas; or "count or auto",
+                "number or auto"
 =============== ================================================================================
 
 A study's `Config` is a frozen dataclass with a field per option, so that code reads
@@ -109,11 +109,9 @@ class Option:
             return tuple(check_choice(self.name, o, self.choices) for o in str(value).split(","))
         most = None if self.most == inf else int(self.most)
         if self.type == "integers":
-            listed = self._listed(value, int, "integers such as '4,6,8'")
-            return tuple(check_count(self.name, one, int(self.least), most) for one in listed)
-        if self.type == "numbers":
-            reals = self._listed(value, float, "numbers such as '0.5,1,2'")
-            return tuple(check_real(self.name, one, self.least, self.most) for one in reals)
+            return tuple(
+                check_count(self.name, one, int(self.least), most) for one in self._listed(value)
+            )
         if self.type == "count or auto":
             return self._or_auto(value, partial(self._count, str(value)), "an integer of at least")
         if self.type == "number or auto":
@@ -125,11 +123,13 @@ class Option:
             return check_count(self.name, value, int(self.least), most)
         return value
 
-    def _listed(self, text: Value, kind: Callable[[str], Number], words: str) -> list[Number]:
+    def _listed(self, text: Value) -> list[int]:
         try:
-            return [kind(part) for part in str(text).split(",")]
+            return [int(part) for part in str(text).split(",")]
         except ValueError:
-            raise ValueError(f"{self.name} must be {words}, got {text!r}.") from None
+            raise ValueError(
+                f"{self.name} must be integers such as '4,6,8', got {text!r}."
+            ) from None
 
     def _or_auto(self, value: Value, read: Callable[[], Number], what: str) -> Number | Auto:
         if value == "auto":

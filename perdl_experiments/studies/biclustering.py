@@ -17,12 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_perdl.checks import Matrix, check_array, check_count
-from flwr_perdl.diffusion.biclustering import profiles, ssvd
 from flwr_perdl.diffusion.model_diffusion import ModelDiffusion
 from flwr_perdl.diffusion.objectives import Biclustering
 from flwr_perdl.diffusion.topology import Topology
 from flwr_perdl.random import DATA, SERVER, spawn
 from perdl_experiments.baselines import sklearn_seed
+from perdl_experiments.biclustering import profiles, ssvd
 from perdl_experiments.data import cached_by_file, names_in, read_arrays
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import Record

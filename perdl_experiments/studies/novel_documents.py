@@ -32,12 +32,12 @@ from scipy import sparse
 
 from flwr_perdl.checks import Matrix, check_count
 from flwr_perdl.diffusion.model_diffusion import Model, ModelDiffusion, update_dictionary
-from flwr_perdl.diffusion.novelty import novelty_scores
 from flwr_perdl.diffusion.objectives import HuberNMF, NonnegativeMF
 from flwr_perdl.diffusion.topology import Topology
 from perdl_experiments.baselines import sklearn_seed
 from perdl_experiments.data import cached_by_file
 from perdl_experiments.documents import Csr, load_documents
+from perdl_experiments.novelty import novelty_scores
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import FAILED, Record
 from perdl_experiments.studies._experiment import Arrays, Keep, attempt

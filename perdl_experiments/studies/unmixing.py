@@ -23,7 +23,13 @@ from scipy.ndimage import gaussian_filter
 from flwr_perdl.checks import Matrix, check_array, check_count
 from flwr_perdl.diffusion import Topology
 from flwr_perdl.diffusion.data_diffusion import DictionaryState
-from flwr_perdl.diffusion.unmixing import (
+from flwr_perdl.random import DATA, SERVER, spawn
+from perdl_experiments.data import cached_by_file, names_in, read_arrays
+from perdl_experiments.outcome import Outcome
+from perdl_experiments.render import FAILED, Record
+from perdl_experiments.studies._experiment import Arrays, Keep, attempt, words
+from perdl_experiments.studies._experiment import Config as Common
+from perdl_experiments.unmixing import (
     abundances,
     match_spectra,
     tile_pixels,
@@ -31,12 +37,6 @@ from flwr_perdl.diffusion.unmixing import (
     unmix,
     vca,
 )
-from flwr_perdl.random import DATA, SERVER, spawn
-from perdl_experiments.data import cached_by_file, names_in, read_arrays
-from perdl_experiments.outcome import Outcome
-from perdl_experiments.render import FAILED, Record
-from perdl_experiments.studies._experiment import Arrays, Keep, attempt, words
-from perdl_experiments.studies._experiment import Config as Common
 
 #: The drawn scene: pixels, bands, noise as a share of the root mean square.
 SIDE, BANDS, NOISE = 60, 100, 0.02

@@ -309,6 +309,26 @@ def test_more_atoms_never_fit_worse(X, k):
     assert (errors[1] <= errors[0] + 1e-9).all()
 
 
+class Tensor:
+    """An array of another library, which NumPy converts."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def __array__(self, dtype=None, copy=None):
+        return self.values
+
+    def __dlpack__(self):
+        raise AssertionError
+
+
+def test_arrays_of_other_libraries_are_converted(rng, unit):
+    X, D = rng.standard_normal((4, 6)), unit(8, 6)
+    found = sparse_code(Tensor(X), Tensor(D), n_nonzero=2)
+    assert type(found) is np.ndarray
+    assert np.array_equal(found, sparse_code(X, D, n_nonzero=2))
+
+
 def test_reconstruct_checks_shapes():
     with pytest.raises(ValueError, match="C must have 3 columns"):
         reconstruct(np.ones((2, 4)), np.eye(3))

@@ -21,24 +21,13 @@ from flwr_perdl.diffusion import (
     averaging_weights,
     exact_dual,
     infer,
+    local_costs,
     metropolis_weights,
-    novelty_scores,
     relative_degree_variance_weights,
 )
-from flwr_perdl.diffusion.biclustering import choose_threshold, profiles, ssvd
 from flwr_perdl.diffusion.data_diffusion import aligned
 from flwr_perdl.diffusion.inference import METHODS
 from flwr_perdl.diffusion.model_diffusion import update_dictionary
-from flwr_perdl.diffusion.novelty import average_scores, averaging_rounds, local_costs
-from flwr_perdl.diffusion.unmixing import (
-    abundances,
-    match_spectra,
-    spectral_angles,
-    tile_pixels,
-    tile_topology,
-    unmix,
-    vca,
-)
 from tests.hostile import arguments, right_or_refused
 
 RNG = np.random.default_rng(0)
@@ -48,7 +37,6 @@ ATOMS = [D / np.linalg.norm(D, axis=1, keepdims=True) for D in np.abs(RNG.random
 STACK = np.stack(ATOMS)
 NU = infer(HuberNMF(0.05, 0.1, 0.5), X, ATOMS, RING).nu
 DATA = [RNG.standard_normal((12, 5)) for _ in range(4)]
-PIXELS = [np.abs(block) for block in DATA]
 OBJECTIVES = (
     SparseSVD(0.05, 0.1),
     Biclustering(0.05, 0.1, 0.01),
@@ -69,10 +57,6 @@ def learned(objective: int, X: np.ndarray, **given: Any) -> Any:
 
 def diffused(update: str, coder: str, data: Any, n_rounds: Any, **given: Any) -> Any:
     return DataDiffusion(coder=coder, update=update, **given).fit(data, RING, n_rounds)
-
-
-def scored(**given: Any) -> Any:
-    return novelty_scores(OBJECTIVES[3], topology=RING, **given)
 
 
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
@@ -103,39 +87,11 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
             "least_use": 0.5,
         },
     ),
-    "novelty_scores": (scored, {"X": X, "nu": NU, "dictionaries": STACK, "n_rounds": 5}),
     "local_costs": (
         lambda **given: local_costs(OBJECTIVES[3], **given),
         {"X": X, "nu": NU, "dictionaries": STACK},
     ),
-    "average_scores": (
-        lambda **given: average_scores(topology=RING, n_rounds=4, **given),
-        {"costs": -np.ones((4, 6)), "loss": np.ones(6), "step": 0.1},
-    ),
-    "averaging_rounds": (
-        lambda step: averaging_rounds(metropolis_weights(RING), step),
-        {"step": 0.1},
-    ),
-    "ssvd": (ssvd, {"X": X, "n_layers": 2, "tol": 1e-6, "max_iter": 20}),
-    "choose_threshold": (choose_threshold, {"products": X[0], "residual": 1.0, "size": 30}),
-    "profiles": (profiles, {"atoms": STACK[0], "strengths": np.ones(2)}),
     "aligned": (aligned, {"D": STACK[0], "reference": STACK[1]}),
-    "vca": (
-        lambda X, n_endmembers: vca(X, n_endmembers, rng=np.random.default_rng(0))[:2],
-        {"X": X, "n_endmembers": 2},
-    ),
-    "abundances": (abundances, {"X": X, "spectra": STACK[0]}),
-    "spectral_angles": (spectral_angles, {"A": X, "B": STACK[0]}),
-    "match_spectra": (match_spectra, {"truth": STACK[0], "estimate": X}),
-    "tile_pixels": (lambda tiles: tile_pixels((4, 5), tiles), {"tiles": 2}),
-    "tile_topology": (
-        lambda **given: tile_topology(**given).degrees.astype(float),
-        {"means": X[:4], "tiles": 2, "n_spectral": 1},
-    ),
-    "unmix": (
-        lambda **given: unmix(network=RING, **given),
-        {"data": PIXELS, "n_endmembers": 2, "n_rounds": 2},
-    ),
     "relative_degree_variance_weights": (
         lambda variances: relative_degree_variance_weights(RING, variances).matrix.toarray(),
         {"variances": np.ones(4)},
@@ -164,9 +120,6 @@ VARIANTS: dict[str, dict[str, tuple[Any, ...]]] = {
         "update": ("mod", "ksvd", "gradient"),
         "coder": ("omp", "lasso", "focuss", "nonnegative"),
     },
-    "ssvd": {"thresholds": ("sure", "bic", (0.1, 0.1))},
-    "abundances": {"sum_to_one": (False, True)},
-    "unmix": {"start": ("pooled", "own")},
 }
 
 

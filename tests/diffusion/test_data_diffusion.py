@@ -33,7 +33,6 @@ from flwr_perdl.diffusion.data_diffusion import (
     aligned,
 )
 from flwr_perdl.diffusion.topology import news_takes, rounds_to_all
-from flwr_perdl.diffusion.unmixing import unmix
 from flwr_perdl.network import Faults, InMemoryNetwork
 
 
@@ -599,8 +598,6 @@ def test_separate_parts_of_a_network_are_refused_unless_they_meet_in_time() -> N
     for network in (islands, metropolis_weights(islands), InMemoryNetwork(islands)):
         with pytest.raises(ValueError, match=message):
             learner.fit(data, network, 2)
-    with pytest.raises(ValueError, match=message):
-        unmix([np.abs(X) for X in data], islands, 2, 2)
     turns = [metropolis_weights(islands), metropolis_weights(others)]
     network = InMemoryNetwork(islands, turns, Faults(drop=0.1))
     assert rounds_to_all(network) == 4  # two turns of two links

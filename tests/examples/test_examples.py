@@ -61,8 +61,8 @@ def test_apps_print_what_the_readme_says(
     """Also where the project lists flwr-perdl: the cure of exit code 608 is in the environment."""
     here = copied(readme, tmp_path)
     project = here / "pyproject.toml"
-    listed = 'dependencies = ["flwr-perdl"]'
-    project.write_text(project.read_text().replace("dependencies = []", listed))
+    listed = '"flwr>=1.26.1,<2", "flwr-perdl"'
+    project.write_text(project.read_text().replace('"flwr>=1.26.1,<2"', listed))
     assert listed in project.read_text()
     steps = [step for step in readme.steps if not step.commands.startswith(OTHER)]
     run(steps, here, {**flower_environment, "PYTHONPATH": str(ROOT)})

@@ -59,18 +59,7 @@ OPTIONS = {
         "weak_samples",
         "min_support",
     },
-    "sharing": PERMA
-    | {
-        "data",
-        "seeds",
-        "samples_per_client",
-        "n_atoms",
-        "n_global",
-        "refine_steps",
-        "learner",
-    },
     "rotated-digits": {"data", "seeds", "hidden", "step", "starts"},
-    "separation": {"seeds", "dimension", "separations", "noises", "points"},
     "mixed-regression": {"setting", "seeds", "k", "variant"},
     "regression": {"data", "bundled", "k", "splits"},
     "inference": {"seeds", "agents", "dimension", "connectivity", "loss", "informed", "impulses"}
@@ -618,7 +607,6 @@ def test_so_they_do_on_28_by_28_pixels(tmp_path):
 
 
 NETWORKS = (
-    "separation",
     "inference",
     "novel-documents",
     "biclustering",

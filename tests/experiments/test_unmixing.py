@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flwr_perdl.diffusion.unmixing import match_spectra, tile_pixels
 from perdl_experiments.studies import unmixing
+from perdl_experiments.unmixing import match_spectra, tile_pixels
 from tests.studies import Ran, config_of, run_study
 
 SAMSON = Path(__file__).resolve().parents[3] / "shared" / "data" / "samson.npz"

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flwr_perdl.diffusion import CombinationMatrix, Topology, metropolis_weights
-from flwr_perdl.diffusion.novelty import Averaging
+from flwr_perdl.diffusion.combine import Averaging
 from flwr_perdl.network import Faults, InMemoryNetwork
 from tests.hostile import arguments, right_or_refused
 

@@ -32,8 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
-from flwr_perdl._checks import Matrix, check_array, check_choice, check_count, check_magnitude
-from flwr_perdl._random import spawn
+from flwr_perdl.checks import Matrix, check_array, check_choice, check_count
 from flwr_perdl.dictionary import normalize_atoms
 from flwr_perdl.dictionary.coding import nonnegative_from_gram
 from flwr_perdl.diffusion.combine import Inbox, carry, shown
@@ -43,6 +42,7 @@ from flwr_perdl.diffusion.data_diffusion import (
     Diffused,
 )
 from flwr_perdl.diffusion.topology import Topology, metropolis_weights, rounds_to_all
+from flwr_perdl.random import spawn
 
 #: Weight of the equation "abundances sum to one" relative to the data, in the step that decides
 #: which abundances are zero.
@@ -105,7 +105,7 @@ def vca(X: Matrix, n_endmembers: int, *, rng: np.random.Generator) -> Endmembers
     pixel's product are left out. As in the paper, if there are fewer materials than asked for, the
     last directions yield arbitrary pixels, possibly some that were chosen before.
     """
-    X = check_magnitude("X", check_array("X", X, min_rows=1))
+    X = check_array("X", X, min_rows=1, squares=True)
     n, bands = X.shape
     p = check_count("n_endmembers", n_endmembers, 2, min(n, bands))
     if not X.any():
@@ -175,9 +175,9 @@ def abundances(X: Matrix, spectra: Matrix, *, sum_to_one: bool = False) -> Matri
     ValueError
         If the spectra are linearly dependent: the abundances would not be determined.
     """
-    spectra = check_array("spectra", spectra, min_rows=1 if sum_to_one else 0)
-    X = check_magnitude("X", check_array("X", X, columns=spectra.shape[1]))
-    check_magnitude("spectra", spectra)
+    least = 1 if sum_to_one else 0
+    spectra = check_array("spectra", spectra, min_rows=least, squares=True)
+    X = check_array("X", X, columns=spectra.shape[1], squares=True)
     if len(spectra) and np.linalg.matrix_rank(spectra) < len(spectra):
         raise ValueError(
             f"spectra must be linearly independent, got shape {spectra.shape}, dependent."
@@ -439,7 +439,7 @@ class SharedCandidates:
         self, data: Mapping[int, Matrix], n_nodes: int, n_endmembers: int, seed: int = 0
     ) -> None:
         self.data = {
-            node: check_magnitude(name := f"data of node {node}", check_array(name, X, min_rows=1))
+            node: check_array(f"data of node {node}", X, min_rows=1, squares=True)
             for node, X in data.items()
         }
         self.n_nodes = check_count("n_nodes", n_nodes, 1)

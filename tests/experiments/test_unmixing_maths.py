@@ -14,7 +14,8 @@ from scipy.optimize import nnls
 
 from flwr_perdl._random import spawn
 from flwr_perdl.diffusion import Topology
-from flwr_perdl.diffusion.unmixing import (
+from flwr_perdl.network import Faults, InMemoryNetwork
+from perdl_experiments.unmixing import (
     SharedCandidates,
     abundances,
     match_spectra,
@@ -27,7 +28,6 @@ from flwr_perdl.diffusion.unmixing import (
     unmixing_learner,
     vca,
 )
-from flwr_perdl.network import Faults, InMemoryNetwork
 
 
 def scene(
@@ -336,3 +336,10 @@ def test_the_start_is_the_nodes_own_and_travels_to_other_processes() -> None:
     learner = pickle.loads(pickle.dumps(unmixing_learner(3)))
     alike = learner.fit([np.ones((9, 4))], Topology.complete(1), 5, start=start)
     assert np.isfinite(alike.dictionaries).all()
+
+
+def test_separate_parts_of_a_network_are_rejected() -> None:
+    _, _, X = scene()
+    islands = Topology.from_edges(4, [(0, 1), (2, 3)])
+    with pytest.raises(ValueError, match="network must be connected, got"):
+        unmix(np.array_split(X, 4), islands, 3, 2)

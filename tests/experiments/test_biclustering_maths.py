@@ -15,7 +15,7 @@ from sklearn.datasets import make_biclusters
 from sklearn.metrics import adjusted_rand_score
 
 from flwr_perdl.dictionary.coding import soft_threshold
-from flwr_perdl.diffusion.biclustering import choose_threshold, profiles, ssvd
+from perdl_experiments.biclustering import choose_threshold, profiles, ssvd
 
 LUNG = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "lung200.npz"
 

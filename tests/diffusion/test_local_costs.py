@@ -1,0 +1,117 @@
+"""The least cost of a sample: its terms at the agents, by strong duality, and their mean."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from flwr_perdl.diffusion import (
+    Averaging,
+    Biclustering,
+    HuberNMF,
+    NonnegativeMF,
+    Objective,
+    SparseSVD,
+    Topology,
+    exact_dual,
+    infer,
+    local_costs,
+    metropolis_weights,
+)
+from flwr_perdl.diffusion.combine import product
+from flwr_perdl.network import InMemoryNetwork
+
+OBJECTIVES: list[Objective] = [
+    SparseSVD(0.05, 0.1),
+    Biclustering(0.05, 0.1, 0.01),
+    NonnegativeMF(0.05, 0.1),
+    HuberNMF(0.05, 0.1, 0.2),
+]
+NETWORK = Topology.erdos_renyi(7, 0.4, seed=3)
+
+
+class Case:
+    """Samples, atoms, and the exact duals as if every agent had them."""
+
+    def __init__(self, objective: Objective, n_atoms: int = 2) -> None:
+        rng = np.random.default_rng(1)
+        self.X = rng.random((5, 15)) ** 2
+        W = rng.random((7, n_atoms, 15)) ** 3
+        self.W = W / np.linalg.norm(W, axis=2, keepdims=True)
+        self.exact = exact_dual(objective, self.X, list(self.W))
+        self.nu = np.broadcast_to(self.exact.nu, (7, *self.X.shape))
+
+
+@pytest.mark.parametrize("informed", [None, [2], [0, 5, 5]])
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda o: type(o).__name__)
+def test_local_costs_add_up_to_the_least_cost(
+    objective: Objective, informed: list[int] | None
+) -> None:
+    case = Case(objective)
+    costs = local_costs(objective, case.X, case.nu, case.W, informed)
+    np.testing.assert_allclose(-costs.sum(axis=0), case.exact.cost, rtol=1e-10)
+    run = InMemoryNetwork(NETWORK).run(Averaging(-7 * costs), 300)
+    wanted = np.broadcast_to(case.exact.cost, costs.shape)
+    np.testing.assert_allclose(run.observed["estimate"], wanted, rtol=1e-9)
+
+
+def test_a_local_cost_by_hand() -> None:
+    objective = NonnegativeMF(0.5, 0.25)
+    X, atoms = np.array([[2.0, 1.0]]), np.array([[[1.0, 0.0]], [[0.0, 1.0]]])
+    nu = np.array([[[1.0, 0.5]], [[1.0, 0.0]]])
+    # f*: 1.25 / 2 and 1 / 2, halved; h*: (1 - 0.5)^2 / (2 * 0.25), and 0 since 0 < gamma;
+    # nu'x: 2.5 and 2, halved, or all of agent 1's
+    costs = local_costs(objective, X, nu, atoms)
+    np.testing.assert_allclose(costs, [[0.3125 + 0.5 - 1.25], [0.25 + 0.0 - 1.0]])
+    costs = local_costs(objective, X, nu, atoms, informed=[1])
+    np.testing.assert_allclose(costs, [[0.3125 + 0.5], [0.25 - 2.0]])
+
+
+def test_plain_averaging_has_the_mean_as_its_limit() -> None:
+    values = np.random.default_rng(0).normal(size=(7, 3))
+    run = InMemoryNetwork(NETWORK).run(Averaging(values), 150)
+    error = np.abs(run.observed["estimate"] - values.mean(axis=0)).max()
+    assert error < 1e-5 * np.abs(values).max()
+
+
+def test_the_papers_mean_is_biased_as_its_fixed_point_says() -> None:
+    """(68) ends at g = A (g - mu_g (J + g)): a linear system."""
+    costs = np.random.default_rng(0).normal(size=(7, 4))
+    weights = metropolis_weights(NETWORK).matrix.toarray()
+    fixed = np.linalg.solve(np.eye(7) - 0.9 * weights, 0.1 * weights @ -costs)
+    run = InMemoryNetwork(NETWORK).run(Averaging(-costs, 0.1), 150)
+    np.testing.assert_allclose(run.observed["estimate"], fixed, atol=1e-5)
+    assert np.abs(fixed - (-costs).mean(axis=0)).max() > 0.01
+
+
+def test_dual_variables_may_leave_their_bounds_by_rounding_only() -> None:
+    objective, ring = HuberNMF(0.05, 0.1, 0.5), Topology.ring(4)
+    rng = np.random.default_rng(0)
+    W = np.abs(rng.standard_normal((4, 1, 6)))
+    W /= np.linalg.norm(W, axis=2, keepdims=True)
+    X = 10 * np.abs(rng.standard_normal((3, 6)))
+    nu = infer(objective, X, list(W), ring, tolerance=1e-8).nu
+    assert nu is not None
+    assert np.abs(nu).max() == 1
+    moved = local_costs(objective, X, nu * (1 + 1e-12), W)
+    np.testing.assert_allclose(moved, local_costs(objective, X, nu, W), rtol=1e-9)
+    with pytest.raises(ValueError, match=r"^nu must be within 1, got 1\.1\.$"):
+        local_costs(objective, X, 1.1 * nu, W)
+
+
+def test_bad_arguments_get_one_sentence() -> None:
+    objective = OBJECTIVES[0]
+    case = Case(objective)
+    with pytest.raises(ValueError, match=r"nu must have shape \(7, 5, 15\), got \(7, 4, 15\)"):
+        local_costs(objective, case.X, case.nu[:, 1:], case.W)
+    with pytest.raises(ValueError, match="informed must be between 0 and 6, got 7"):
+        local_costs(objective, case.X, case.nu, case.W, informed=[7])
+    with pytest.raises(ValueError, match="informed must name at least one agent, got none"):
+        local_costs(objective, case.X, case.nu, case.W, informed=[])
+    with pytest.raises(ValueError, match=r"step must be in \(0, 1\], got 0"):
+        Averaging(np.ones((3, 1)), 0.0)
+    for values in (np.array([1, 2, 6]), np.ones(3, dtype=np.float16)):
+        with pytest.raises(ValueError, match="values must be float64 or float32, got"):
+            InMemoryNetwork(Topology.ring(3)).run(Averaging(values), 1)
+    with pytest.raises(ValueError, match="messages must be arrays of floats, got int64"):
+        product(metropolis_weights(NETWORK).matrix, np.arange(7))
