@@ -30,9 +30,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment, minimize
 from scipy.special import softmax
 
+from flwr_perdl._arrays import row_norms
 from flwr_perdl._checks import (
     LARGE,
     Matrix,
@@ -42,7 +44,7 @@ from flwr_perdl._checks import (
     check_magnitude,
     check_real,
 )
-from flwr_perdl._robust import average_of, capped, consistent, far, shortening
+from flwr_perdl._robust import FAR, average_of, capped, consistent, far, reach, shortening
 from flwr_perdl.regression.losses import (
     SQUARED,
     Loss,
@@ -376,26 +378,34 @@ def average_updates(
         labels = packed[:, 0, 0]
         if not ((labels >= 0) & (labels < n_clusters) & (labels % 1 == 0)).all():
             raise ValueError(f"packed must name clusters below {n_clusters}, got {labels.max()}.")
+    else:
+        labels = packed[:, :, 0].argmax(axis=1)
     at_once = not soft and robust == "mean"
     if at_once:
         change, counts, odd = _means(packed[:, 0], n_samples, n_clusters)
-    for j in range(0 if at_once else n_clusters):
-        chosen = np.arange(len(packed)) if soft else np.flatnonzero(labels == j)
-        row = packed[chosen, j if soft else 0]
-        sizes = n_samples[chosen] * (row[:, 0] if soft else 1.0)
-        if robust in ("filtered", "clip"):
-            sizes = capped(sizes)
-        if not sizes.sum() > 0:
+    multiplies = robust in ("filtered", "clip")
+    factors: Matrix = np.ones(len(packed), packed.dtype)
+    members = [] if at_once else [labels == j for j in range(n_clusters)]
+    sizes = n_samples.copy()
+    for j, own in enumerate(members if multiplies else ()):
+        if own.any():  # who hardly belongs to a cluster is no outlier there: each is judged once
+            factors[own] = factors_of(packed[own, j if soft else 0, 1:], robust)
+            sizes[own] = capped(sizes[own]) * (factors[own] > 0)
+    for j, own in enumerate(members):
+        if robust != "mean" and not sizes[own].any():
             continue
-        moves = row[:, 1:]
-        if robust in ("filtered", "clip"):
-            factors = factors_of(moves, robust)
-            moves, sizes = moves * factors[:, None], sizes * (factors > 0)
-        counts[j] = sizes.sum()
+        chosen = np.ones_like(own) if soft and (multiplies or robust == "mean") else own
+        row, mine, weights = packed[chosen, j if soft else 0], own[chosen], sizes[chosen]
+        moves = row[:, 1:] * factors[chosen, None] if multiplies else row[:, 1:]
+        if soft:
+            weights = weights * row[:, 0]
+            if multiplies:
+                weights *= _bounded(moves, row[:, 0], weights, mine)
+        counts[j] = weights.sum()
         if counts[j] > 0:
-            change[j] = average_of(moves, robust, sizes)
-        share = 1 - factors if robust in ("filtered", "clip") else far(moves, change[j])
-        odd[chosen] = np.maximum(odd[chosen], share)
+            change[j] = average_of(moves, robust, weights)
+        if own.any():
+            odd[own] = 1 - factors[own] if multiplies else far(moves[mine], change[j])
     if normalise == "all":
         change *= (counts / max(counts.sum(), 1e-300))[:, None]
     return Average(change, counts, odd)
@@ -412,6 +422,20 @@ def _means(packed: Matrix, n_samples: Matrix, n_clusters: int) -> Average:
         own = labels == j
         odd[own] = far(moves[own], change[j])
     return Average(change, counts, odd)
+
+
+def _bounded(moves: Matrix, shares: Matrix, weights: Matrix, mine: NDArray[np.bool_]) -> Matrix:
+    """Return factors by which nobody moves another's cluster more than a typical member does.
+
+    Who does well in one cluster can claim a share of another, and lie there.
+    """
+    members = mine & (weights > 0)
+    center = average_of(moves[members], "mean", weights[members])
+    apart = moves - center
+    typical = reach(row_norms(apart[members]), float(np.linalg.norm(center))) / FAR
+    pulls = row_norms(apart * shares[:, None])
+    factors: Matrix = np.where(mine | (pulls <= typical), 1, typical / np.maximum(pulls, 1e-300))
+    return factors
 
 
 def factors_of(stack: Matrix, robust: str) -> Matrix:

@@ -8,6 +8,8 @@ farther. The methods follow, for other distances and models:
   Environment", 2019), here by Ward's method on the changes' directions;
 - anchors: farthest-point traversal (Gonzalez, 1985), then k-medoids;
 - the number of groups: the standard-error rule of Breiman et al. (1984) on held-out losses.
+
+Where clients may lie, one of them founds no group, is no anchor, and does not decide the number.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ from flwr_perdl._checks import Matrix, check_array, check_count, check_magnitude
 
 #: Digits of cosines: what is equal but for rounding is equal.
 _DIGITS = 9
+#: Changes this many times as long as the median start no model where clients may lie.
+LONG = 10
 #: Standard errors within which two numbers of groups are as good as each other.
 _ERRORS = 2
 
@@ -103,12 +107,44 @@ def nested_groups(changes: Matrix, most: int) -> Nested:
     return Nested(members, of)
 
 
-def choose_anchors(changes: Matrix, n_anchors: int) -> NDArray[np.intp]:
+def supported(changes: Matrix, n_groups: int) -> NDArray[np.intp]:
+    """Return the clients whose changes may start models where some lie.
+
+    Left out are changes more than ``LONG`` times as long as the median, and those of clients that
+    are alone in their group, as long as the rest, at least half of all, can be grouped so that
+    nobody is alone.
+
+    Parameters
+    ----------
+    changes : ndarray of shape (n_clients, d)
+        One per client.
+    n_groups : int
+        At most the number of clients.
+
+    Returns
+    -------
+    ndarray of int
+        Rows of ``changes``, ascending, at least ``n_groups``.
+    """
+    lengths = row_norms(changes)
+    near = np.flatnonzero(lengths <= LONG * np.median(lengths))
+    kept = near
+    while 2 * len(kept) >= max(len(changes), 4 * n_groups):
+        groups = nested_groups(changes[kept], n_groups).of[-1]
+        alone = np.bincount(groups)[groups] == 1
+        if not alone.any():
+            return kept
+        kept = kept[~alone]
+    return near if len(near) >= n_groups else np.arange(len(changes))
+
+
+def choose_anchors(changes: Matrix, n_anchors: int, robust: bool = False) -> NDArray[np.intp]:
     """Return clients whose changes stand for all: far from each other, then central in their group.
 
-    The first anchor is the most central client, each further one the farthest from those before.
-    Then, again and again, every client joins the nearest anchor, and the most central client of
-    each group becomes its anchor, until none changes.
+    The first anchor is the most central client, each further one the farthest from those before;
+    robust: they are the most central clients of the groups of `nested_groups`, as what is farthest
+    may be a lie. Then, again and again, every client joins the nearest anchor, and the most central
+    client of each group becomes its anchor, until none changes.
 
     Parameters
     ----------
@@ -116,6 +152,8 @@ def choose_anchors(changes: Matrix, n_anchors: int) -> NDArray[np.intp]:
         One per client.
     n_anchors : int
         At most the number of clients.
+    robust : bool, default False
+        Whether clients may lie.
 
     Returns
     -------
@@ -130,6 +168,9 @@ def choose_anchors(changes: Matrix, n_anchors: int) -> NDArray[np.intp]:
     alike = cosines(changes)
     check_count("n_anchors", n_anchors, 1, len(alike))
     anchors = [int(alike.sum(axis=1).argmax())]
+    if robust:
+        groups = nested_groups(changes, n_anchors)
+        anchors = [_central(alike, groups.members[j]) for j in np.unique(groups.of[-1])]
     while len(anchors) < n_anchors:
         nearest = alike[:, anchors].max(axis=1)
         nearest[anchors] = np.inf
@@ -137,24 +178,31 @@ def choose_anchors(changes: Matrix, n_anchors: int) -> NDArray[np.intp]:
     for _ in range(len(alike)):
         group = alike[:, anchors].argmax(axis=1)
         group[anchors] = np.arange(n_anchors)
-        before, anchors = anchors, []
-        for j in range(n_anchors):
-            own = np.flatnonzero(group == j)
-            anchors.append(int(own[alike[np.ix_(own, own)].sum(axis=1).argmax()]))
+        before, anchors = anchors, [_central(alike, group == j) for j in range(n_anchors)]
         if anchors == before:
             break
     return np.sort(np.array(anchors, dtype=np.intp))
 
 
-def smallest_as_good(losses: Matrix) -> int:
+def _central(alike: Matrix, members: NDArray[np.bool_]) -> int:
+    """Return the member that is most like the others."""
+    own = np.flatnonzero(members)
+    return int(own[alike[np.ix_(own, own)].sum(axis=1).argmax()])
+
+
+def smallest_as_good(losses: Matrix, robust: bool = False) -> int:
     """Return the smallest number of groups that is as good as the best but for chance.
 
-    As good: the mean difference of the clients' losses is at most two of its standard errors.
+    As good: the mean difference of the clients' losses is at most two of its standard errors;
+    robust: their median difference too, of losses that exceed the client's least by no more than
+    the median client's do.
 
     Parameters
     ----------
     losses : ndarray of shape (n_clients, most)
         Each client's held-out loss with one group, two groups, ...
+    robust : bool, default False
+        Whether clients may lie.
 
     Returns
     -------
@@ -162,9 +210,17 @@ def smallest_as_good(losses: Matrix) -> int:
         From 1.
     """
     losses = check_array("losses", losses, min_rows=1)
+    if robust:
+        losses = losses - losses.min(axis=1, keepdims=True)
+        losses = np.minimum(losses, np.median(losses.max(axis=1)))
     worse = losses - losses[:, [losses.mean(axis=0).argmin()]]
     error = worse.std(axis=0, ddof=len(losses) > 1) / np.sqrt(len(losses))
-    return int((worse.mean(axis=0) <= _ERRORS * error).argmax()) + 1
+    good = worse.mean(axis=0) <= _ERRORS * error
+    if robust:  # the error of a median, from the median distance to it
+        middle = np.median(worse, axis=0)
+        away = np.median(np.abs(worse - middle), axis=0)
+        good &= middle <= _ERRORS * 1.2533 * 1.4826 * away / np.sqrt(len(losses))
+    return int(good.argmax()) + 1
 
 
 def perturbed(

@@ -81,6 +81,7 @@ from flwr_perdl.regression.updates import (
     nested_groups,
     perturbed,
     smallest_as_good,
+    supported,
 )
 from flwr_perdl.strategies._conversation import summarized
 from flwr_perdl.strategies._options import ServerOptions
@@ -395,20 +396,29 @@ class ClusteredFedAvg(ProtocolStrategy):
                 f"k must be at most the number of clients that replied, got {most} with "
                 f"{len(replies)}."
             )
+        sizes, partitions = _sizes(replies), np.array(list(replies))
+        robust = self.robust != "mean"
+        if robust:
+            kept = supported(changes, 1 if self.k == _AUTO else most)
+            alone = np.delete(partitions, kept).tolist()
+            replies.note(DEEDS["filtered"], dict.fromkeys(alone, 1.0))
+            changes, packed = changes[kept], packed[kept]
+            sizes, partitions = sizes[kept], partitions[kept]
+        most = min(most, len(changes))
         if self.start_from == "anchors":
-            return _state(_shifted(model, changes[choose_anchors(changes, most)]))
+            return _state(_shifted(model, changes[choose_anchors(changes, most, robust)]))
         groups = nested_groups(changes, most)
         wanted = np.arange(len(groups.members)) if self.k == _AUTO else np.unique(groups.of[-1])
-        sizes, means = _sizes(replies), []
+        means = []
         for j in wanted:
             own = groups.members[j]
             means.append(average_updates(packed[own], sizes[own], 1, False, "cluster", self.robust))
-            partitions = np.array(list(replies))[own].tolist()
-            replies.note(DEEDS[self.robust], dict(zip(partitions, means[-1].odd, strict=True)))
+            odd = dict(zip(partitions[own].tolist(), means[-1].odd, strict=True))
+            replies.note(DEEDS[self.robust], odd)
         stacks = _shifted(model, np.concatenate([mean.change for mean in means]))
         if self.k != _AUTO:
             return _state(stacks)
-        table = np.column_stack([list(replies), groups.of.T])
+        table = np.column_stack([partitions, groups.of.T])
         return {**_state(stacks), _GROUPS: table}
 
     def _fewest(self, stacks: list[Matrix], table: Matrix, replies: Replies) -> list[Matrix]:
@@ -420,8 +430,12 @@ class ClusteredFedAvg(ProtocolStrategy):
                 "fraction_train must let clients that trained alone measure the groups, got other "
                 "clients only."
             )
-        k = smallest_as_good(np.stack(losses))
-        return [stack[np.unique(table[:, k])] for stack in stacks]
+        robust = self.robust != "mean"
+        k = smallest_as_good(np.stack(losses), robust)
+        groups, sizes = np.unique(table[:, k], return_counts=True)
+        if robust and sizes.max() > 1:
+            groups = groups[sizes > 1]
+        return [stack[groups] for stack in stacks]
 
     def _averaged(self, stacks: list[Matrix], replies: Replies, soft: bool) -> list[Matrix]:
         """Return the models after a round (line 8)."""
