@@ -123,12 +123,10 @@ def test_configs_change_by_round(federation: MakeFederation, strategy: str) -> N
             return 0.0, 10, {}
 
     planted = federation(2)._replace(make_client=lambda context: AnyClient(Client(), context))
-    made = (
-        PerMA(2, aggregation="mean") if strategy == "PerMA" else ClusteredFedAvg(2, start="given")
-    )
+    perma = strategy == "PerMA"
     adapted = as_legacy(
-        made,
-        initial=[np.eye(2, 6)] if strategy == "PerMA" else [np.ones((2, 3))],
+        PerMA(2, aggregation="mean") if perma else ClusteredFedAvg(2, start="given"),
+        initial=[np.eye(2, 6)] if perma else [np.ones((2, 3))],
         evaluate_config={"steps": 0, "depth": 3},
         on_fit_config_fn=lambda server_round: {"lr": np.float64(0.1 / server_round)},
         on_evaluate_config_fn=lambda server_round: {"steps": server_round},
