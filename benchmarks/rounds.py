@@ -16,19 +16,19 @@ import numpy as np
 from _measure import CORES, fastest, main, on
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, RecordDict
 from flwr.client import NumPyClient
+from flwr_perdl.clients._cohort import windows
+from flwr_perdl.dictionary.stacks import update_stack
 
 from flwr_perdl._compat import addressed
 from flwr_perdl._parallel import in_threads, n_threads
 from flwr_perdl._records import ARRAYS, CONFIG, read_reply, to_record
 from flwr_perdl._threads import one_blas_thread
 from flwr_perdl.clients import DictionaryClient, client_app
-from flwr_perdl.clients._cohort import windows
 from flwr_perdl.clients.dictionary import _WINDOW
 from flwr_perdl.dictionary import warm_start
 from flwr_perdl.dictionary.aggregation import aggregate_statistics
 from flwr_perdl.dictionary.learners import OrthogonalLearner
 from flwr_perdl.dictionary.polar import polar_factor, polar_factors
-from flwr_perdl.dictionary.stacks import update_stack
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import PerMA, ServerSettings
 

@@ -54,8 +54,7 @@ def learn(
         Unit atoms.
     """
     D = start(X, learner, rng=rng).dictionary
-    (D,) = iterate(learner, [X], [D], [1.0] * GENEROSITY * n_rounds)
-    return D
+    return iterate(learner, X, D, [1.0] * GENEROSITY * n_rounds)
 
 
 def learn_each(

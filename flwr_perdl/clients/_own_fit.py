@@ -18,8 +18,8 @@ from flwr_perdl._checks import Matrix, check_array, check_choice, check_count
 from flwr_perdl._records import ANEW, ROUND, RUN, STEP, Scalar
 from flwr_perdl.clients._handlers import Evaluate, Evaluated, Fit, Fitted, floats
 from flwr_perdl.clients._secure import MAX_WEIGHT
-from flwr_perdl.clients._steps import LOCAL_ATOMS, LOCAL_STEPS, MOST_STEPS
 from flwr_perdl.clients.base import PrivateArrays, PrivateState, private_shelf
+from flwr_perdl.clients.dictionary import LOCAL_ATOMS, LOCAL_STEPS, MOST_STEPS
 from flwr_perdl.clients.perma import (
     ATOMS,
     DICTIONARY,

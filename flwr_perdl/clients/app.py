@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -22,7 +22,6 @@ from flwr_perdl._records import (
     reply_to,
 )
 from flwr_perdl._shortcuts import entries
-from flwr_perdl._threads import one_blas_thread
 from flwr_perdl.clients._clusters import (
     CLUSTERED,
     answer_clustered,
@@ -30,7 +29,6 @@ from flwr_perdl.clients._clusters import (
     fit_clustered,
     in_clustered_round,
 )
-from flwr_perdl.clients._cohort import cohort_of
 from flwr_perdl.clients._handlers import (
     NO_EVALUATE,
     Evaluated,
@@ -296,7 +294,7 @@ def _own_fit(
 
 
 class NumPyClientApp(AnsweringApp):
-    """See `client_app`; in process it can also answer for many clients at once."""
+    """See `client_app`."""
 
     def __init__(
         self,
@@ -309,7 +307,6 @@ class NumPyClientApp(AnsweringApp):
         super().__init__(min_clients)
         self._make_client = make_client
         self._secure = secure
-        self._one_by_one = bool(train_mods)
 
         # Local privacy is a promise about all that leaves a client: one mention is enough.
         everywhere = [mod for mod in train_mods if getattr(mod, "for_all_messages", False)]
@@ -350,53 +347,3 @@ class NumPyClientApp(AnsweringApp):
     def _query(self, message: Message, context: Context) -> Message:
         properties = _properties(self._made(context), context)
         return Message(RecordDict({CONFIG: ConfigRecord(properties)}), reply_to=message)
-
-    def lifespan(self) -> Any:
-        """Register a lifespan, as `ClientApp.lifespan`; every client then has its own."""
-        self._one_by_one = True
-        return super().lifespan()
-
-    def train_together(
-        self, messages: Sequence[Message], contexts: Sequence[Context]
-    ) -> list[Message] | None:
-        """Return the replies to training messages that ask the same of several clients.
-
-        Parameters
-        ----------
-        messages : sequence of Message
-            One per client, alike in content.
-        contexts : sequence of Context
-            The clients' own.
-
-        Returns
-        -------
-        list of Message or None
-            None where the clients have to be called one by one: their type has no ``fit_cohort``,
-            or there are mods or a lifespan.
-        """
-        asked = messages[0]
-        if self._one_by_one or self._secure or in_secure_round(asked) or in_clustered_round(asked):
-            return None
-        first = self._made(contexts[0])
-        if _of_a_protocol(asked) and not isinstance(first, Member):
-            return None
-        together = cohort_of(first)
-        if together is None:
-            self._one_by_one = True
-            return None
-        arrays, config = read_request(messages[0])
-        for array in arrays:
-            array.flags.writeable = False
-        with one_blas_thread():
-            fitted = list(together(self._like(first, contexts[1:]), arrays, config))
-        reply = reply_to(messages[0], *fitted[0])
-        others = zip(messages[1:], fitted[1:], strict=True)
-        return [reply, *(reply_to(message, *one, like=reply) for message, one in others)]
-
-    def _like(self, first: NumPyClient, contexts: Sequence[Context]) -> Iterator[NumPyClient]:
-        """Yield ``first`` and the clients of these contexts."""
-        yield first
-        for client in map(self._made, contexts):
-            if type(client) is not type(first) or "fit" in vars(client):
-                raise TypeError("a cohort must be of one type.")
-            yield client

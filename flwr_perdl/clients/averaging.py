@@ -1,4 +1,4 @@
-"""The step of `DictionaryAveraging` at a client: the baseline of P0's B.1.
+"""The client of `DictionaryAveraging`, the baseline of P0's B.1.
 
 The maths, its source and its deviations are in `flwr_perdl.dictionary.averaging`. A client answers
 the first ``"average"`` with its own start, and every later one with iterations of its learner from
@@ -7,70 +7,70 @@ the dictionary of all clients.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from flwr_perdl._checks import Matrix
-from flwr_perdl._exposure import shown
-from flwr_perdl.clients._steps import (
+from flwr_perdl.clients.dictionary import (
     LOCAL_ATOMS,
-    Asked,
-    DictionaryMember,
-    Participant,
-    Steps,
-    Taken,
-    global_atoms,
-    own_start,
+    LearnerClient,
+    mean_square,
     read_local_steps,
-    started_without,
 )
-from flwr_perdl.clients.base import PrivateArrays, PrivateState
-from flwr_perdl.dictionary.averaging import LocalDictionary, update_dictionary
+from flwr_perdl.clients.steps import StepRequest, StepResult, step
+from flwr_perdl.dictionary import reconstruct, update_weights
+from flwr_perdl.dictionary.atoms import principal_directions
+from flwr_perdl.dictionary.coding import remainder
 
 AVERAGE = "average"
 
 
-class AveragingSteps(Steps):
-    """``"average"`` in every round."""
+class DictionaryAveragingClient(LearnerClient):
+    """A client of `DictionaryAveraging`: all its atoms are everybody's.
 
-    names = (AVERAGE,)
+    What leaves it, in every round: the atoms of its dictionary, and the leading direction of what
+    it leaves of the samples where an atom is not sent. Each is a sum over samples, and is sent only
+    as `flwr_perdl.privacy.may_send` allows.
 
-    def check(self, client: DictionaryMember, asked: Asked) -> Matrix | None:
-        """Accept any atoms of norm 1, since the reply is a dictionary and not a sum."""
-        read_local_steps(asked)
-        return global_atoms(client, asked) if asked.parameters else None
+    Parameters
+    ----------
+    X, learner, context, **options
+        See `LearnerClient`.
 
-    def take(
-        self, participants: Sequence[Participant], G: Matrix | None, asked: Asked
-    ) -> list[Taken]:
-        """Start, or iterate from ``G``, the dictionary of all clients."""
-        return [_average(client, state, G, asked) for client, state in participants]
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.clients import DictionaryAveragingClient, client_app
+    >>> from flwr_perdl.dictionary import MODLearner
+    >>> from flwr_perdl.simulations import InProcessGrid
+    >>> from flwr_perdl.strategies import DictionaryAveraging
+    >>> X = np.random.default_rng(0).standard_normal((3, 50, 6))
+    >>> def make_client(context):
+    ...     own = X[context.node_config["partition-id"]]
+    ...     return DictionaryAveragingClient(own, MODLearner(8), context)
+    >>> grid = InProcessGrid(client_app(make_client), 3)
+    >>> result = DictionaryAveraging().start(grid, num_rounds=2)
+    >>> result.arrays.to_numpy_ndarrays()[0].shape
+    (8, 6)
+    """
 
-    def own_atoms(
-        self, client: DictionaryMember, G: Matrix, asked: Asked, saved: PrivateArrays | None
-    ) -> tuple[Matrix, bool]:
-        """Return no atoms: all are global."""
-        return G[:0], False
-
-
-def _average(
-    client: DictionaryMember, state: PrivateState, G: Matrix | None, asked: Asked
-) -> Taken:
-    """Return the dictionary after the client's iterations, none of them after its own start."""
-    begun, n_steps = (own_start(client, asked), 0) if G is None else (G, read_local_steps(asked))
-
-    def learned(X: Matrix) -> LocalDictionary:
-        return update_dictionary(
-            X, begun, client.learner, n_steps=n_steps, min_support=client.min_support
-        )
-
-    def without(i: int) -> Matrix:
-        return learned(np.delete(client.X, i, axis=0)).dictionary
-
-    D, sent, error = learned(client.X)
-    if n_steps != 1:  # else the one step has been judged
-        judge = without if n_steps else started_without(client, asked)
-        sent[:-1][shown(D, client.X, judge, client.min_support)] = 0
-    state.save(asked.round, {LOCAL_ATOMS: D[:0]})
-    return Taken(sent, error, len(D))
+    @step(AVERAGE)
+    def average(self, request: StepRequest) -> StepResult:
+        """Start, or iterate from the dictionary of all clients."""
+        X, learner, n_steps = self.X, self.learner, read_local_steps(request)
+        if request.arrays:
+            D = self.global_atoms(request)
+        else:
+            D, n_steps = self.first_dictionary(request), 0
+        C = learner.code(X, D)
+        weights = C
+        for _ in range(n_steps):
+            weights = update_weights(learner, X, C, D)
+            D = learner.update(X, C, D)
+            C = learner.code(X, D)
+        rest = remainder(X, reconstruct(C, D))
+        used = np.any(C, axis=0) & self.may_send(weights, X)
+        sent = np.vstack([np.where(used[:, None], D, 0), np.zeros_like(D[:1])])
+        if not used.all() and rest.any():
+            direction = principal_directions(rest, 1)
+            if self.may_send(rest @ direction.T, rest)[0]:
+                sent[-1] = direction
+        return self.result(sent, mean_square(rest), len(D), {LOCAL_ATOMS: D[:0]})

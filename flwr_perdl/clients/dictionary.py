@@ -1,87 +1,66 @@
-"""The client of the dictionary protocols: `PerMA`, and what P0 compares it with.
+"""What the clients of the three dictionary protocols share: samples, a learner, and evaluation.
 
-One client serves `PerMA`, `DictionaryAveraging` or `PerPCA`: which one is the client's choice, not
-the server's. The steps of each are in a file of their own beside this one: `perma`, `averaging`,
-`perpca`.
+`flwr_perdl.clients.perma`, `averaging` and `perpca` each have the steps of one protocol.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
-from itertools import groupby
+from collections.abc import Callable, Mapping
 from math import nan
 from pathlib import Path
+from typing import Protocol, TypedDict
 
 import numpy as np
 from flwr.app import Context
+from numpy.typing import NDArray
 
-from flwr_perdl._checks import Matrix, check_array, check_choice, check_count, check_kind
-from flwr_perdl._parallel import in_threads, n_threads
-from flwr_perdl._records import AFTER, ANEW, EVALUATE, Scalar
-from flwr_perdl._threads import one_blas_thread
-from flwr_perdl.clients._cohort import Fitted, windows
-from flwr_perdl.clients._requests import TRAIN, admit, rounded
-from flwr_perdl.clients._steps import (
-    MOST_STEPS,
-    Asked,
-    DictionaryMember,
-    Participant,
-    Start,
-    Steps,
-    Taken,
-    global_atoms,
-    is_ours,
-    mean_square,
-    read,
-)
-from flwr_perdl.clients.averaging import AveragingSteps
-from flwr_perdl.clients.base import PrivateState, private_shelf
-from flwr_perdl.clients.perma import PerMASteps
-from flwr_perdl.clients.perpca import PerPCASteps
-from flwr_perdl.dictionary import Learner, reconstruct, sparse_code, warm_start
+from flwr_perdl._checks import Matrix, check_array, check_count, check_kind
+from flwr_perdl._random import spawn
+from flwr_perdl._records import ANEW, EVALUATE, Scalar
+from flwr_perdl.clients._requests import admit, check_atoms, digest, rounded
+from flwr_perdl.clients.steps import ProtocolClient, StepRequest, StepResult, step
+from flwr_perdl.dictionary import Learner, WarmStart, reconstruct, sparse_code, warm_start
+from flwr_perdl.privacy import may_send
 
-__all__ = ["PROTOCOLS", "DictionaryClient", "Start"]
-
+#: Iterations of the client's learner that an update asks for.
+LOCAL_STEPS = "perdl.local-steps"
+#: Maximum number of local steps, refinement steps and atoms per sample in a request.
+MOST_STEPS = 10_000
 #: Evaluation: numbers of atoms per sample, such as "5,10,20" (orthogonal matching pursuit).
 N_NONZERO = "perdl.n-nonzero"
-
-#: The steps that a client of a protocol takes.
-PROTOCOLS: Mapping[str, Steps] = {
-    "perma": PerMASteps(),
-    "averaging": AveragingSteps(),
-    "perpca": PerPCASteps(),
-}
-
-#: Samples times features of the clients that are updated at once: eight megabytes.
-_WINDOW = 2**20
-
-#: Clients that are computed one by one, and have fewer numbers than this, share one thread:
-#: several threads would wait for the GIL most of the time.
-_LARGE = 2**16
+#: The name of a client's own atoms in its private state.
+LOCAL_ATOMS = "local_atoms"
 
 
-class DictionaryClient(DictionaryMember):
-    """A client that learns a dictionary of which the *global* atoms are everybody's.
+class Start(Protocol):
+    """How a client makes its first dictionary."""
 
-    It serves one protocol, and refuses a request that this protocol does not send before it touches
-    the samples. What leaves the client under PerMA (the other strategies' docstrings say what they
-    ask for): in the ``"start"`` round its whole dictionary (without atoms that fewer than
-    ``min_support`` samples stand behind); afterwards, per global atom, either the updated atom
-    or a row of the update's statistics, and never for an atom that fewer than ``min_support``
-    samples stand behind. With ``min_support`` above 1 an atom is also withheld where one sample
-    dominates it: where the sum that it is made of, without that sample, is shorter than 0.7 times
-    the sample's own term (`flwr_perdl.dictionary.row_support`, and for a general learner
-    `made_by_one`). After several iterations (the start, or ``local_steps`` above 1) an atom is also
-    withheld where it is near fewer than ``min_support`` samples, and the same computation without
-    one of these gives no atom near that sample. (A long start is not repeated to find that out: all
-    atoms near few samples are withheld.) Samples, codes and local atoms stay: the latter in
-    ``context.state`` and, with ``state_dir``, on this client's disk. Metrics are means over at
-    least ``min_support`` samples, with six significant digits; with fewer samples none are sent.
+    def __call__(self, X: Matrix, learner: Learner, *, rng: np.random.Generator) -> WarmStart:
+        """Return a dictionary learned from ``X`` alone."""
 
-    This holds for every row of a single reply, whatever the server sends. Differences of several
-    replies, and combinations of rows, can show single samples (docs/security.md), so
-    ``max_requests`` limits the number of replies.
+
+#: ``(global atoms, local atoms) -> metrics``.
+ExtraMetrics = Callable[[Matrix, Matrix], dict[str, float]]
+
+
+class LearnerOptions(TypedDict, total=False):
+    """The options of every `LearnerClient`."""
+
+    evaluation: Mapping[str, Matrix] | None
+    start: Start
+    min_support: int
+    state_dir: str | Path | None
+    max_runs: int
+    max_requests: int
+    extra_metrics: ExtraMetrics | None
+
+
+class LearnerClient(ProtocolClient):
+    """A client with samples and a learner; the protocols' own clients say what leaves it.
+
+    It refuses a request that its protocol does not send before it touches the samples, and answers
+    only so many (`flwr_perdl.clients._requests`). Metrics are means over at least ``min_support``
+    samples, with six significant digits; with fewer samples none are sent.
 
     Parameters
     ----------
@@ -95,16 +74,9 @@ class DictionaryClient(DictionaryMember):
         Named sets of samples for `evaluate`; by default ``X`` under the name ``""``.
     start : callable, default `warm_start`
         ``(X, learner, rng=rng) -> WarmStart``: makes the client's first dictionary.
-    protocol : {"perma", "averaging", "perpca"}, default "perma"
-        Whose requests the client answers: those of `PerMA`, `DictionaryAveraging` or `PerPCA`.
     min_support : int, default 3
-        See above; 0 sends everything, 1 all atoms that a sample uses. More hides better what single
-        samples look like, and costs accuracy where clients have few samples.
-    digits : int, optional
-        An update is rounded to this number of digits of its largest entry before it leaves; by
-        default it is not rounded. With two digits, differences between replies of several rounds
-        show far fewer samples, at a small cost in accuracy (docs/security.md, SecAgg+); this
-        guarantees nothing.
+        How many samples must stand behind a row of a reply (`flwr_perdl.privacy.may_send`); 0
+        sends every row.
     state_dir : str or Path, optional
         Folder for the private state; by default ``state-dir`` of the node config, then of the run
         config, and nothing is kept on disk where both are missing.
@@ -113,6 +85,8 @@ class DictionaryClient(DictionaryMember):
         takes part in.
     max_requests : int, default 1000
         Training requests within one run of Flower that the client answers, and as many evaluations.
+    extra_metrics : callable, optional
+        ``(global_atoms, local_atoms) -> {name: number}``: what an evaluation reports besides.
 
     Raises
     ------
@@ -122,18 +96,12 @@ class DictionaryClient(DictionaryMember):
     Examples
     --------
     >>> import numpy as np
-    >>> from flwr_perdl.clients import DictionaryClient, client_app
+    >>> from flwr.app import Context, RecordDict
+    >>> from flwr_perdl.clients import DictionaryClient, LearnerClient
     >>> from flwr_perdl.dictionary import OrthogonalLearner
-    >>> from flwr_perdl.simulations import InProcessGrid
-    >>> from flwr_perdl.strategies import PerMA
-    >>> X = np.random.default_rng(0).standard_normal((3, 50, 6))
-    >>> def make_client(context):
-    ...     own = X[context.node_config["partition-id"]]
-    ...     return DictionaryClient(own, OrthogonalLearner(5), context)
-    >>> grid = InProcessGrid(client_app(make_client), 3)
-    >>> result = PerMA(n_global=2).start(grid, num_rounds=2)
-    >>> grid.local_atoms()[0].shape
-    (3, 6)
+    >>> context = Context(1, 1, {"partition-id": 3}, RecordDict(), {})
+    >>> isinstance(DictionaryClient(np.eye(4), OrthogonalLearner(2), context), LearnerClient)
+    True
     """
 
     def __init__(
@@ -144,14 +112,14 @@ class DictionaryClient(DictionaryMember):
         *,
         evaluation: Mapping[str, Matrix] | None = None,
         start: Start = warm_start,
-        protocol: str = "perma",
         min_support: int = 3,
-        digits: int | None = None,
         state_dir: str | Path | None = None,
         max_runs: int = 8,
         max_requests: int = 1000,
+        extra_metrics: ExtraMetrics | None = None,
     ) -> None:
-        super().__init__(context)
+        algorithm = f"dictionary, {type(learner).__name__}"
+        super().__init__(context, algorithm=algorithm, state_dir=state_dir)
         self.X = check_array("X", X, min_rows=1, squares=True)
         methods = getattr(learner, "code", None), getattr(learner, "update", None)
         if isinstance(learner, type) or not all(map(callable, methods)):
@@ -161,143 +129,89 @@ class DictionaryClient(DictionaryMember):
             raise TypeError(f"learner must be a Learner with {missing[0]}, got {learner!r}.")
         if not callable(start):
             raise TypeError(f"start must be a function, got {start!r}.")
+        if extra_metrics is not None and not callable(extra_metrics):
+            raise TypeError(f"extra_metrics must be a function or None, got {extra_metrics!r}.")
         check_kind("evaluation", evaluation, (type(None), Mapping), "a mapping or None")
-        check_kind("state_dir", state_dir, (str, Path, type(None)), "a path or None")
         self.learner = learner
-        self.context = context
         self.evaluation = {
             name: check_array(f"evaluation[{name!r}]", samples, columns=self.X.shape[1])
             for name, samples in (evaluation or {}).items()
         } or {"": self.X}
         self.start = start
-        self.protocol = check_choice("protocol", protocol, PROTOCOLS)
-        self._steps = PROTOCOLS[protocol]
+        self.extra_metrics = extra_metrics
         self.min_support = check_count("min_support", min_support)
-        self.digits = None if digits is None else check_count("digits", digits, 1, 15)
         self.max_runs = check_count("max_runs", max_runs, 1)
         self.max_requests = check_count("max_requests", max_requests, 1)
-        algorithm = f"dictionary, {type(learner).__name__}"
-        self._shelf = private_shelf(context, algorithm, state_dir)
 
-    # Training --------------------------------------------------------------------------------
+    # What every step needs --------------------------------------------------------------------
 
-    @one_blas_thread()
-    def fit(
-        self, parameters: list[Matrix], config: dict[str, Scalar]
-    ) -> tuple[list[Matrix], int, dict[str, Scalar]]:
-        """Take the step that ``config`` asks for.
-
-        Parameters
-        ----------
-        parameters : list of ndarray
-            Nothing in a protocol's first round; then ``[global atoms (n_global, n_features)]``.
-        config : dict
-            The request's config.
-
-        Returns
-        -------
-        parameters : list of ndarray
-            One array: the dictionary's supported atoms; or the updated global atoms; or their
-            statistics; or what the other strategies ask for. Withheld rows are zero.
-        num_examples : int
-            Number of samples.
-        metrics : dict
-            ``"mse"`` of the client's dictionary on its own samples with its learner's codes, where
-            there are ``min_support`` of them (for an update: before the step, of the received
-            global atoms together with its own local ones;
-            for ``"components"`` likewise, by projection), ``"n_atoms"``, ``"orthogonal"``
-            (1 or 0), and ``"anew"``: 1 if an update of PerMA or PerPCA found no private state, and
-            the client made its local atoms anew, else 0.
-        """
-        (fitted,) = _fit([self], read(parameters, config))
-        return fitted
-
-    @classmethod
-    def fit_cohort(
-        cls,
-        clients: Iterable[DictionaryClient],
-        parameters: list[Matrix],
-        config: dict[str, Scalar],
-    ) -> Iterator[Fitted]:
-        """Yield what `fit` of each client returns.
-
-        Starts and updates of orthogonal learners with a threshold are computed many at once, of
-        clients of one size; everything else one by one. Clients with this library's learners and
-        start are computed on as many cores as there are, where that is faster: many at once, or one
-        by one with many samples.
-        """
-        asked = read(parameters, config)
-        step = partial(_fit, asked=asked)
-
-        def threaded(one: DictionaryClient) -> bool:
-            return is_ours(one) and (one.X.size >= _LARGE or one._steps.at_once(one, asked))
-
-        for threads, some in groupby(clients, threaded):
-            held = windows(some, lambda one: one.X.size, _WINDOW, n_threads() if threads else 1)
-            for fitted in in_threads(step, held) if threads else map(step, held):
-                yield from fitted
-
-    def _metrics(self, taken: Taken) -> dict[str, Scalar]:
-        """Return what a training reply says besides its array."""
-        mse = {} if len(self.X) < self.min_support else {"mse": rounded(taken.error)}
-        orthogonal = int(self.learner.orthogonal)
-        return {**mse, "n_atoms": taken.n_atoms, "orthogonal": orthogonal, ANEW: int(taken.anew)}
-
-    def _check_step(self, asked: Asked) -> Matrix | None:
-        """Return the global atoms of a training request that the client's protocol sends."""
-        check_choice("step", asked.step, self._steps.names)
-        return self._steps.check(self, asked)
-
-    def _admit(self, kind: str, asked: Asked) -> None:
+    def admit(self, kind: str, request: StepRequest) -> None:
         """Note the request, or refuse it: one too many, or not after the last one."""
         admit(
             self.context,
             kind,
-            asked.digest,
-            asked.run,
-            asked.round,
-            first=not asked.parameters,
+            digest(request.arrays, request.config),
+            request.run,
+            request.round,
+            first=not request.arrays,
             max_runs=self.max_runs,
             max_requests=self.max_requests,
         )
 
-    # Evaluation ------------------------------------------------------------------------------
+    def global_atoms(self, request: StepRequest) -> Matrix:
+        """Return the atoms of a request, which have norm 1 and fit the client."""
+        if len(request.arrays) != 1:
+            raise ValueError(
+                f"parameters must be [global atoms], got {len(request.arrays)} arrays."
+            )
+        G = check_array("global atoms", request.arrays[0], columns=self.X.shape[1])
+        return check_atoms(G, most=self.learner.n_atoms)
 
-    @one_blas_thread()
-    def evaluate(
-        self, parameters: list[Matrix], config: dict[str, Scalar]
-    ) -> tuple[float, int, dict[str, Scalar]]:
+    def first_dictionary(self, request: StepRequest) -> Matrix:
+        """Return the dictionary that the client learns from its samples alone."""
+        rng = spawn(request.seed, self.partition)
+        return self.start(self.X, self.learner, rng=rng).dictionary
+
+    def own_atoms(self, G: Matrix, request: StepRequest) -> tuple[Matrix, bool]:
+        """Return the client's own atoms, and whether they are made anew, without a kept state."""
+        return G[:0], False
+
+    def may_send(self, weights: Matrix, X: Matrix) -> NDArray[np.bool_]:
+        """Return which of the sums ``weights.T @ X`` may leave this client."""
+        return may_send(weights, X, self.min_support)
+
+    def result(
+        self,
+        sent: Matrix,
+        error: float,
+        n_atoms: int,
+        keep: Mapping[str, Matrix],
+        *,
+        anew: bool = False,
+    ) -> StepResult:
+        """Return a training step's result, with what it says besides its array."""
+        mse = {} if len(self.X) < self.min_support else {"mse": rounded(error)}
+        orthogonal = int(self.learner.orthogonal)
+        metrics = {**mse, "n_atoms": n_atoms, "orthogonal": orthogonal, ANEW: int(anew)}
+        return StepResult([sent], len(self.X), metrics, keep)
+
+    # Evaluation -------------------------------------------------------------------------------
+
+    @step(EVALUATE, kind=EVALUATE)
+    def measure(self, request: StepRequest) -> StepResult:
         """Measure the reconstruction with the global atoms alone and with global + local atoms.
 
-        Parameters
-        ----------
-        parameters : list of ndarray
-            ``[global atoms]``.
-        config : dict
-            With ``"perdl.n-nonzero"`` such as ``"5,10,20"``, samples are coded by orthogonal
-            matching pursuit with so many atoms; without it by the learner's own coder.
-
-        Returns
-        -------
-        loss : float
-            The first set's mean squared error with global + local atoms (the last number of atoms);
-            NaN, which `client_app` leaves out, where that set has fewer than ``min_support``
-            samples.
-        num_examples : int
-            Number of samples in that set.
-        metrics : dict
-            ``mse_global[_k][_set]`` and ``mse_full[_k][_set]`` of the sets with ``min_support``
-            samples, what `extra_metrics` adds where all sets have as many, and ``"anew": 1`` where
-            there was no private state to measure with.
+        With ``"perdl.n-nonzero"`` such as ``"5,10,20"`` in its config, samples are coded by
+        orthogonal matching pursuit with so many atoms; without it by the learner's own coder.
+        The loss is the first set's mean squared error with global + local atoms (the last number
+        of atoms); there is none where that set has fewer than ``min_support`` samples. Metrics are
+        ``mse_global[_k][_set]`` and ``mse_full[_k][_set]`` of the sets with as many, what
+        ``extra_metrics`` adds where all sets have as many, and ``"anew": 1`` where there was no
+        private state to measure with.
         """
-        asked = read(parameters, config)
-        if AFTER in config:
-            check_choice(AFTER, config[AFTER], self._steps.names)
-        counts = _counts(str(config.get(N_NONZERO, "")))
-        G = global_atoms(self, asked)
-        self._admit(EVALUATE, asked)
-        saved = PrivateState(self.context, asked.run, self._shelf).before(asked.round + 1)
-        local_atoms, anew = self._steps.own_atoms(self, G, asked, saved)
+        counts = _counts(str(request.config.get(N_NONZERO, "")))
+        G = self.global_atoms(request)
+        local_atoms, anew = self.own_atoms(G, request)
         metrics: dict[str, Scalar] = {ANEW: 1} if anew else {}
         D = np.vstack([G, local_atoms])
         losses: list[float] = []
@@ -311,21 +225,10 @@ class DictionaryClient(DictionaryMember):
                 metrics[f"mse_full{tail}"] = error
             losses.append(error)
         if min(map(len, [self.X, *self.evaluation.values()])) >= self.min_support:
-            extra = self.extra_metrics(G, local_atoms)
+            extra = {} if self.extra_metrics is None else self.extra_metrics(G, local_atoms)
             metrics.update({name: rounded(value) for name, value in extra.items()})
-        return losses[0], len(next(iter(self.evaluation.values()))), metrics
-
-    def extra_metrics(self, global_atoms: Matrix, local_atoms: Matrix) -> dict[str, float]:
-        """Return further metrics of an evaluation; a subclass's to add.
-
-        Parameters
-        ----------
-        global_atoms : ndarray of shape (n_global, n_features)
-            The server's atoms.
-        local_atoms : ndarray of shape (n_local, n_features)
-            This client's own.
-        """
-        return {}
+        n_samples = len(next(iter(self.evaluation.values())))
+        return StepResult([], n_samples, {**metrics, "loss": losses[0]})
 
     def _error(self, samples: Matrix, D: Matrix, k: str) -> float:
         """Return the mean squared error of ``samples`` coded with ``k`` atoms of ``D``."""
@@ -335,25 +238,14 @@ class DictionaryClient(DictionaryMember):
         return mean_square(samples - reconstruct(codes, D))
 
 
-def _fit(clients: list[DictionaryClient], asked: Asked) -> list[Fitted]:
-    """Take a training step at each of these clients."""
-    kinds = {_requirements(one): one for one in clients}
-    for one in kinds.values():  # the others are given the same, and would say the same
-        G = one._check_step(asked)
-    for one in clients:
-        one._admit(TRAIN, asked)
-    participants = [
-        Participant(one, PrivateState(one.context, asked.run, one._shelf)) for one in clients
-    ]
-    taken = clients[0]._steps.take(participants, G, asked)
-    each = zip(clients, taken, strict=True)
-    return [([own.sent], len(one.X), one._metrics(own)) for one, own in each]
+def read_local_steps(request: StepRequest) -> int:
+    """Return how many iterations of its learner a client is to take."""
+    return check_count(LOCAL_STEPS, request.config.get(LOCAL_STEPS, 1), 1, MOST_STEPS)
 
 
-def _requirements(client: DictionaryClient) -> tuple[str, int, bool, int]:
-    """Return all that a client's check of a request depends on."""
-    learner = client.learner
-    return client.protocol, learner.n_atoms, learner.orthogonal, client.X.shape[1]
+def mean_square(errors: Matrix) -> float:
+    """Return the mean of the squares."""
+    return float(np.mean(errors**2))
 
 
 def _counts(wanted: str) -> list[str]:

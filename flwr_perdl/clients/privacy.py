@@ -68,8 +68,8 @@ from flwr_perdl._records import (
     to_record,
 )
 from flwr_perdl._shortcuts import filled
-from flwr_perdl.clients._steps import LOCAL_STEPS
 from flwr_perdl.clients.base import identify
+from flwr_perdl.clients.dictionary import LOCAL_STEPS
 from flwr_perdl.clients.perma import (
     ATOMS,
     ORTHOGONAL,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from math import nan
 
 import numpy as np
@@ -19,7 +19,6 @@ from flwr_perdl._checks import (
 )
 from flwr_perdl._records import Scalar
 from flwr_perdl._threads import one_blas_thread
-from flwr_perdl.clients._cohort import Fitted, alike, stack, windows
 from flwr_perdl.clients._requests import rounded
 from flwr_perdl.clients.base import Member, step_of
 from flwr_perdl.regression import (
@@ -33,7 +32,6 @@ from flwr_perdl.regression import (
     apply_features,
 )
 from flwr_perdl.regression.answers import EXACT, check_ask, check_norms, points_of
-from flwr_perdl.regression.exposure import withheld
 from flwr_perdl.regression.losses import check_labels
 
 #: Options of a request travel in its config under this prefix.
@@ -49,22 +47,19 @@ ONLY_LINEAR = (
 #: The largest norms of models by default. With the squared loss replies are linear in the model,
 #: and a large one shows no more; other gradients become steps, and show single points.
 _LINEAR_NORM, _OTHER_NORM = 1e9, 5.0
-#: Numbers of features that a cohort holds at once, a megabyte.
-_WINDOW = 2**17
 
 
 class RegressionClient(Member):
     """A client whose data come from one of k unknown regression models.
 
     It keeps no state, and refuses a request that a protocol does not send before it touches its
-    data. What leaves it: first its curvature and its features' mean squares; in
-    Phase 1 its part of the residual moment, a d x w matrix that sums over its pairs of points, and,
-    where it has enough points, its own estimate; in Phase 2 its cluster, its loss and its update of
-    its own cluster's model. Of a client with one point these are the point and its response: with
-    fewer than ``min_support`` points nothing leaves. A row of an answer that is near one point
-    because of that point is sent as zeros (`flwr_perdl.regression.exposure`). What it receives: the
-    models of all clusters, the step size, the basis of the clients' moments and, with
-    ``n_iterations`` above 1, every anchor's estimate without its name.
+    data. What leaves it: first its curvature and its features' mean squares; in Phase 1 its part of
+    the residual moment, a d x w matrix that sums over its pairs of points, and, where it has enough
+    points, its own estimate; in Phase 2 its cluster, its loss and its update of its own cluster's
+    model. Of a client with one point these are the point and its response: with fewer than
+    ``min_support`` points nothing leaves. What it receives: the models of all clusters, the step
+    size, the basis of the clients' moments and, with ``n_iterations`` above 1, every anchor's
+    estimate without its name.
 
     Parameters
     ----------
@@ -170,8 +165,17 @@ class RegressionClient(Member):
         metrics : dict
             Nothing.
         """
-        ((answered, n, metrics),) = RegressionClient.fit_cohort([self], parameters, config)
-        return answered, n, metrics
+        ask = _asked(parameters, config)
+        self._check_ask(ask)
+        self._check_size(ask)
+        try:
+            answered = answer(self.X, self.y, ask, self.loss)
+        except (KeyError, IndexError) as error:
+            raise ValueError(
+                f"parameters and config must be complete for step {ask.step!r}, got "
+                f"{len(parameters)} arrays and {sorted(config)} ({error})."
+            ) from error
+        return [answered], len(self.y), {}
 
     def _check_ask(self, ask: Ask) -> None:
         """Refuse what no protocol asks for, or what this client does not answer."""
@@ -190,37 +194,6 @@ class RegressionClient(Member):
                 f"min_support must be at most {points} for this client to take step {ask.step!r}, "
                 f"which sums over {points} of its {len(self.y)} points, got {self.min_support}."
             )
-
-    @classmethod
-    def fit_cohort(
-        cls,
-        clients: Iterable[RegressionClient],
-        parameters: list[Matrix],
-        config: dict[str, Scalar],
-    ) -> Iterator[Fitted]:
-        """Yield what `fit` of each client returns; those of one size are computed at once."""
-        ask = _asked(parameters, config)
-        for window in windows(clients, lambda client: client.X.size, _WINDOW):
-            answers: dict[int, Matrix] = {}
-            for one in {(one.max_norm, one.allow_exact): one for one in window}.values():
-                one._check_ask(ask)
-            for one in window:
-                one._check_size(ask)
-            kinds = ((one.X.shape, one.X.dtype, id(one.loss), one.min_support) for one in window)
-            for same in alike(kinds):
-                X, y = stack([window[i].X for i in same]), stack([window[i].y for i in same])
-                first = window[same[0]]
-                try:
-                    answered = answer(X, y, ask, first.loss)
-                except (KeyError, IndexError) as error:
-                    raise ValueError(
-                        f"parameters and config must be complete for step {ask.step!r}, got "
-                        f"{len(parameters)} arrays and {sorted(config)} ({error})."
-                    ) from error
-                kept = withheld(X, y, ask, first.loss, answered, first.min_support)
-                answers.update(zip(same, kept, strict=True))
-            for i, client in enumerate(window):
-                yield [answers[i]], len(client.y), {}
 
     @one_blas_thread()
     def evaluate(

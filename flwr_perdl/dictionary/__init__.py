@@ -15,12 +15,7 @@ from flwr_perdl.dictionary.atoms import (
     match_atoms,
     normalize_atoms,
 )
-from flwr_perdl.dictionary.averaging import (
-    LocalDictionary,
-    average_dictionaries,
-    common_start,
-    update_dictionary,
-)
+from flwr_perdl.dictionary.averaging import average_dictionaries, common_start
 from flwr_perdl.dictionary.coding import (
     Lasso,
     hard_threshold,
@@ -39,14 +34,13 @@ from flwr_perdl.dictionary.learners import (
     MODLearner,
     OrthogonalLearner,
     atom_support,
-    row_support,
-    update_support,
+    update_weights,
 )
 from flwr_perdl.dictionary.matching import Alignment, Matching, align_to_global, global_matching
 from flwr_perdl.dictionary.perpca import PersonalizedPCA, personalized_pca
 from flwr_perdl.dictionary.polar import polar_factor
 from flwr_perdl.dictionary.refinement import refine_local
-from flwr_perdl.dictionary.warm_start import WarmStart, iterate, warm_start, warm_starts
+from flwr_perdl.dictionary.warm_start import WarmStart, iterate, warm_start
 
 __all__ = [
     "Aggregation",
@@ -57,7 +51,6 @@ __all__ = [
     "Lasso",
     "LassoLearner",
     "Learner",
-    "LocalDictionary",
     "MODLearner",
     "Matching",
     "OrthogonalLearner",
@@ -83,12 +76,9 @@ __all__ = [
     "polar_factor",
     "reconstruct",
     "refine_local",
-    "row_support",
     "soft_threshold",
     "sparse_code",
     "top_k",
-    "update_dictionary",
-    "update_support",
+    "update_weights",
     "warm_start",
-    "warm_starts",
 ]

@@ -19,13 +19,13 @@ A zero row in a stack means that the client withholds this atom.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl._arrays import row_products, squared_norm
-from flwr_perdl._checks import Matrix, check_array, check_choice, check_count, check_real
+from flwr_perdl._arrays import row_products
+from flwr_perdl._checks import Matrix, check_array, check_choice, check_count
 from flwr_perdl._parallel import in_threads
 from flwr_perdl._robust import DEEDS, average_of, far, geometric_median, reach, shortening
 from flwr_perdl.dictionary.atoms import (
@@ -34,14 +34,11 @@ from flwr_perdl.dictionary.atoms import (
     normalize_atoms,
     unit_atoms,
 )
-from flwr_perdl.dictionary.learners import atom_support, dominated, made_by, made_by_one
-from flwr_perdl.dictionary.polar import polar_factors
+from flwr_perdl.dictionary.polar import polar_factor
 
 METHODS = ("mean", "weighted", "median", "geometric-median", "trimmed")
 #: A second moment's least eigenvalue may be this much of the largest below zero.
 _NOISE = 0.1
-#: Numbers of clients' statistics that are solved at once: a megabyte.
-_PIECE = 2**17
 
 
 class Aggregation(NamedTuple):
@@ -140,21 +137,14 @@ def finish_atoms(
 ) -> Matrix:
     """Make unit (or orthonormal) atoms of ``S``; those not ``seen`` stay exactly as they are."""
     if orthogonal:
-        (atoms,) = polar_factors(S[None], current[None], ~seen[None])
-        return np.asarray(atoms, current.dtype)
+        return polar_factor(S, current, ~seen).astype(current.dtype, copy=False)
     atoms = current.copy()
     atoms[seen] = normalize_atoms(S[seen], current[seen])
     return atoms
 
 
 def local_statistics(
-    X: Matrix,
-    C: Matrix,
-    D: Matrix,
-    n_global: int,
-    *,
-    orthogonal: bool,
-    min_support: float = 3,
+    X: Matrix, C: Matrix, D: Matrix, shared: NDArray[np.bool_], *, orthogonal: bool
 ) -> Matrix:
     """Return what a client sends instead of its global atoms.
 
@@ -166,18 +156,17 @@ def local_statistics(
         Codes of ``X`` with ``D``.
     D : ndarray of shape (n_atoms, n_features)
         The current global atoms, then the client's local ones.
-    n_global : int
-        Number of global atoms.
+    shared : ndarray of bool of shape (n_global,)
+        Of which of the global atoms to return the statistics. The others count as local: what they
+        explain is no other atom's.
     orthogonal : bool
         Whether the learner's atoms are orthonormal.
-    min_support : float, default 3
-        Global atoms with fewer samples behind them (:func:`shared_rows`) are withheld: their
-        rows are zero, and they count as local.
 
     Returns
     -------
     ndarray of shape (n_global, n_features) or (n_global, n_global + n_features)
-        ``C_g.T @ (X - C_l @ D_l)``; unless orthogonal, ``C_g.T @ C_g`` comes before it.
+        ``C_g.T @ (X - C_l @ D_l)``; unless orthogonal, ``C_g.T @ C_g`` comes before it. Rows of
+        atoms that are not shared are zero.
 
     Examples
     --------
@@ -185,106 +174,23 @@ def local_statistics(
     >>> from flwr_perdl.dictionary import local_statistics
     >>> X = np.array([[1.0, 0.5]] * 4)
     >>> codes = np.array([[1.0, 0.0]] * 4)
-    >>> local_statistics(X, codes, np.eye(2), 1, orthogonal=True)
+    >>> local_statistics(X, codes, np.eye(2), np.array([True]), orthogonal=True)
     array([[4., 2.]])
     """
     D = check_array("D", D)
     X = check_array("X", X, columns=D.shape[1], squares=True)
     C = check_array("C", C, columns=len(D))
-    check_count("n_global", n_global, 0, len(D))
-    check_real("min_support", min_support, 0)
-    return statistics_of(
-        X, C, D, X - C @ D, n_global, orthogonal=orthogonal, min_support=min_support
-    )
-
-
-def statistics_of(
-    X: Matrix,
-    C: Matrix,
-    D: Matrix,
-    rest: Matrix,
-    n_global: int,
-    *,
-    orthogonal: bool,
-    min_support: float,
-) -> Matrix:
-    """Return :func:`local_statistics` of checked arguments; ``rest`` is ``X - C @ D``."""
-    own = C[:, :n_global]
-    moments, gram = own.T @ X, own.T @ C
-    looks = len(X) > 0 and min_support > 1 and not orthogonal
-    alone = made_by_one(rest, moments - gram @ D, own, D[:n_global]) if looks else None
-    shared, sent = shared_rows(X, C, D, moments, gram, min_support, alone)
-    if orthogonal:
-        return np.asarray(sent)
-    return np.hstack([np.where(np.outer(shared, shared), gram[:, :n_global], 0), sent])
-
-
-def shared_sums(D: Matrix, moments: Matrix, gram: Matrix, shared: Any) -> Matrix:
-    """Return ``C_g' (X - C_l D_l)`` of every client: ``C_g' X - (C_g' C_l) D_l``.
-
-    Parameters
-    ----------
-    D : ndarray of shape (n_clients, n_atoms, n_features)
-        Dictionaries, the global atoms first.
-    moments : ndarray of shape (n_clients, m, n_features)
-        ``C' X``, of the global atoms at least.
-    gram : ndarray of shape (n_clients, n_global, n_atoms)
-        ``C_g' C``.
-    shared : ndarray of shape (n_clients, n_global)
-        Which rows are sent; the others are zero, and their atoms count as local.
-    """
-    r, rest = shared.shape[1], gram.copy()
-    rest[:, :, :r] -= rest[:, :, :r] * shared[:, None, :]
-    sent: Matrix = (moments[:, :r] - rest @ D) * shared[..., None]
-    return sent
-
-
-def shared_rows(
-    X: Matrix,
-    C: Matrix,
-    D: Matrix,
-    moments: Matrix,
-    gram: Matrix,
-    min_support: float,
-    alone: Any = None,
-) -> tuple[Any, Matrix]:
-    """Return which rows of its statistics a client sends, and these rows.
-
-    Parameters
-    ----------
-    X, C, D, min_support
-        As in :func:`local_statistics`, checked.
-    moments : ndarray of shape (n_global, n_features)
-        ``C_g' X``.
-    gram : ndarray of shape (n_global, n_atoms)
-        ``C_g' C``.
-    alone : ndarray of shape (n_global,), optional
-        Atoms that one sample dominates (`made_by_one`).
-
-    Returns
-    -------
-    shared : ndarray of shape (n_global,)
-        A row is withheld where fewer samples use its atom (:func:`atom_support`), or one sample
-        dominates the atom or the row (`row_support`). As what is withheld counts as local, and is
-        subtracted from the samples, the others are looked at again.
-    sent : ndarray of shape (n_global, n_features)
-        `shared_sums`.
-    """
-    scale, n_global = squared_norm(X) or 1.0, len(gram)
-    across = C[:, :n_global].T
-    shared = atom_support(C[:, :n_global]) >= min_support
-    if alone is not None:
-        shared = shared & ~alone
-    while True:
-        (sent,) = shared_sums(D[None], moments[None], gram[None], shared[None])
-        if min_support <= 1 or not shared.any():
-            return shared, sent
-        keeps = np.append(~shared, np.ones(C.shape[1] - n_global, dtype=bool))
-        rest = X - made_by(keeps, C, D) if keeps.any() else X
-        found = dominated(rest, across[shared] / scale, sent[shared] / scale)
-        if not found.any():
-            return shared, sent
-        shared[shared] = ~found
+    check_count("rows of C", len(C), len(X), len(X))
+    shared = np.asarray(shared)
+    if shared.dtype != bool or shared.ndim != 1 or len(shared) > len(D):
+        raise ValueError(
+            f"shared must have a bool for each global atom, {len(D)} at most, got dtype "
+            f"{shared.dtype} and shape {shared.shape}."
+        )
+    local = np.concatenate([~shared, np.ones(len(D) - len(shared), dtype=bool)])
+    own = C[:, : len(shared)] * shared
+    moments = own.T @ (X - C[:, local] @ D[local])
+    return moments if orthogonal else np.hstack([own.T @ own, moments])
 
 
 def aggregate_statistics(stack: Matrix, current: Matrix, *, orthogonal: bool) -> Aggregation:
@@ -343,8 +249,7 @@ def aggregate_statistics(stack: Matrix, current: Matrix, *, orthogonal: bool) ->
     }
     if orthogonal:
         withheld = ~np.any(total != 0, axis=1)
-        (atoms,) = polar_factors(total[None], current[None], withheld[None])
-        atoms = atoms.astype(current.dtype, copy=False)
+        atoms = polar_factor(total, current, withheld).astype(current.dtype, copy=False)
     else:
         atoms = descended_atoms(total[:, :r], total[:, r:], current)
     return Aggregation(atoms, kept, odd)
@@ -361,22 +266,18 @@ def _solve_each(
     stack: Matrix, sent: NDArray[np.bool_], current: Matrix, orthogonal: bool
 ) -> Matrix:
     """Return the atoms that each client's statistics give; rows without any stay as they are."""
-    own = np.empty((len(stack), *current.shape), np.result_type(stack, current))
-    r, size = len(current), max(_PIECE // max(current.size, 1), 1) if orthogonal else 1
-    pieces = [slice(at, at + size) for at in range(0, len(stack), size)]
+    r = len(current)
 
-    def polar(piece: slice) -> Matrix:
-        S = stack[piece].astype(own.dtype, copy=False)
-        return polar_factors(S, np.broadcast_to(current, S.shape), ~sent[piece])
-
-    def sweep(one: slice) -> Matrix:  # one sweep tells whose atoms go elsewhere
-        (S,) = stack[one]
+    def solve(i: int) -> Matrix:
+        S = stack[i]
+        if orthogonal:
+            return polar_factor(S, current, ~sent[i])
+        # one sweep tells whose atoms go elsewhere
         return coordinate_atoms(S[:, :r], S[:, r:], current, n_sweeps=1)
 
-    for piece, atoms in zip(
-        pieces, in_threads(polar if orthogonal else sweep, pieces), strict=True
-    ):
-        own[piece] = atoms
+    own = np.empty((len(stack), *current.shape), np.result_type(stack, current))
+    for i, atoms in enumerate(in_threads(solve, range(len(stack)))):
+        own[i] = atoms
     return own
 
 

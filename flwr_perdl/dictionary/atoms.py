@@ -201,7 +201,7 @@ def least_squares_atoms(gram: Matrix, moment: Matrix, current: Matrix) -> Matrix
     used = gram.any(axis=1)
     atoms, before = current.copy(), current[used]
     if used.any():
-        step = _symmetric_inverse(gram[np.ix_(used, used)]) @ (moment - gram @ current)[used]
+        step = symmetric_inverse(gram[np.ix_(used, used)]) @ (moment - gram @ current)[used]
         atoms[used] = normalize_atoms(before + step, before)
     return atoms
 
@@ -306,7 +306,7 @@ def merged_atoms(gram: Matrix, D: Matrix) -> Matrix:
     return atoms
 
 
-def _symmetric_inverse(A: Matrix) -> Matrix:
+def symmetric_inverse(A: Matrix) -> Matrix:
     """Return the pseudo-inverse of a symmetric matrix.
 
     As `numpy.linalg.pinv` does, with eigenvalues below 1e-10 of the largest as zeros.
@@ -349,8 +349,9 @@ def atom_distances(A: Matrix, B: Matrix) -> Matrix:
 def _distances(A: Matrix, B: Matrix) -> Matrix:
     """Distances of the atoms of ``A`` and of ``B``."""
     A, B = A.astype(np.float64, copy=False), B.astype(np.float64, copy=False)
-    products, squares = _squares(A, B)
-    close = squares < _CLOSE
+    products = A @ B.T
+    squares = row_products(A, A)[:, None] - 2 * np.abs(products) + row_products(B, B)
+    close = squares < _CLOSE  # the difference of numbers that are nearly equal: by the atoms
     row, column = np.nonzero(close)
     most, found = 2**24 // max(A.shape[1], 1) + 1, []
     for begin in range(0, row.shape[0], most):
@@ -360,47 +361,8 @@ def _distances(A: Matrix, B: Matrix) -> Matrix:
         found.append(((A[i] - nearer) ** 2).sum(axis=-1))
     if found:
         squares[close] = np.concatenate(found)
-    return np.sqrt(squares)
-
-
-def _squares(A: Matrix, B: Matrix) -> tuple[Matrix, Matrix]:
-    """Products, and squared distances up to rounding, of atoms; ``B`` may be a stack."""
-    products = A @ B.swapaxes(-1, -2)
-    squares = np.abs(products)
-    squares *= -2
-    squares += row_products(A, A)[:, None]
-    squares += row_products(B, B)[..., None, :]
-    return products, squares
-
-
-def match_stack(A: Matrix, B: Matrix) -> tuple[NDArray[np.intp], Matrix]:
-    """Return the indices and signs of :func:`match_atoms` for a stack of ``B``, the same bits.
-
-    Where every atom's nearest is nobody else's, that is the best pairing; only where two want the
-    same one is an assignment solved.
-
-    Parameters
-    ----------
-    A : ndarray of shape (n_a, n_features)
-        The atoms that choose.
-    B : ndarray of shape (n, n_b, n_features)
-        The dictionaries to choose from, ``n_b >= n_a``.
-
-    Returns
-    -------
-    indices, signs : ndarray of shape (n, n_a)
-    """
-    n, r = len(B), len(A)
-    if not r:
-        return np.zeros((n, 0), dtype=np.int64), np.zeros((n, 0), dtype=A.dtype)
-    products, squares = _squares(A.astype(np.float64, copy=False), B.astype(np.float64, copy=False))
-    indices: NDArray[np.intp] = squares.argmin(axis=2)
-    taken = np.sort(indices, axis=1)
-    shared = taken[:, 1:] == taken[:, :-1]
-    for i in np.flatnonzero(shared.any(axis=1)):
-        indices[i] = linear_sum_assignment(_distances(A, B[i]))[1]
-    chosen = products[np.arange(n)[:, None], np.arange(r), indices]
-    return indices, signs_of(chosen).astype(np.result_type(A, B), copy=False)
+    distances: Matrix = np.sqrt(squares)
+    return distances
 
 
 def match_atoms(A: Matrix, B: Matrix) -> AtomMatch:
@@ -432,7 +394,7 @@ def match_atoms(A: Matrix, B: Matrix) -> AtomMatch:
     (array([2, 1]), array([-1., -1.]))
     """
     A, B = _fewer_and_more(A, B)
-    return _match(A, B, match_stack(A, B[None])[0][0])
+    return _match(A, B, linear_sum_assignment(_distances(A, B))[1])
 
 
 def dictionary_distance(A: Matrix, B: Matrix, norm: str = "1,2") -> float:

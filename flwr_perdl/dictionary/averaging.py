@@ -10,7 +10,7 @@ learner; plain or weighted means; atoms that nobody uses are replaced. Averages 
 ======================================= ====================================================
 in words                                here
 ======================================= ====================================================
-a client's round                        :func:`update_dictionary`
+a client's round                        `flwr_perdl.clients.DictionaryAveragingClient`
 the server's round                      :func:`average_dictionaries`
 a start that all have in common         :func:`common_start`
 ======================================= ====================================================
@@ -23,92 +23,16 @@ sample.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import numpy as np
 
-from flwr_perdl._checks import Matrix, check_array, check_count, check_real
+from flwr_perdl._checks import Matrix, check_array, check_count
 from flwr_perdl.dictionary.aggregation import aggregate_atoms, finish_atoms
-from flwr_perdl.dictionary.atoms import normalize_atoms, principal_directions, unit_atoms
-from flwr_perdl.dictionary.coding import remainder
-from flwr_perdl.dictionary.learners import Learner, row_support, update_support
+from flwr_perdl.dictionary.atoms import normalize_atoms, principal_directions
 from flwr_perdl.dictionary.polar import polar_factor
 
 #: Directions shorter than this after projection lie in the span of the other atoms.
 _TINY = 1e-6
-
-
-class LocalDictionary(NamedTuple):
-    """What a client comes to in a round.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from flwr_perdl.dictionary import OrthogonalLearner, update_dictionary
-    >>> X = np.random.default_rng(0).standard_normal((30, 4))
-    >>> bool(update_dictionary(X, np.eye(4), OrthogonalLearner(4, threshold=0.0)).error < 1e-12)
-    True
-    """
-
-    #: Its dictionary, (n_atoms, n_features).
-    dictionary: Matrix
-    #: The same and one row more: atoms that too few samples stand behind are zero, and the last
-    #: row is the leading direction of its residuals, or zero where no atom of its is zero.
-    sent: Matrix
-    #: The mean squared error of the samples with it.
-    error: float
-
-
-def update_dictionary(
-    X: Matrix, D: Matrix, learner: Learner, *, n_steps: int = 1, min_support: float = 3
-) -> LocalDictionary:
-    """Take a client's round: iterations of its learner from the dictionary of all.
-
-    Parameters
-    ----------
-    X : ndarray of shape (n_samples, n_features)
-        The client's samples.
-    D : ndarray of shape (n_atoms, n_features)
-        The dictionary of all.
-    learner : Learner
-        The local algorithm.
-    n_steps : int, default 1
-        Its iterations; 0 sends ``D`` itself.
-    min_support : float, default 3
-        Fewer samples (:func:`update_support`) and a row is withheld; at least 1 is asked for.
-
-    Returns
-    -------
-    LocalDictionary
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from flwr_perdl.dictionary import OrthogonalLearner, update_dictionary
-    >>> X = np.random.default_rng(0).standard_normal((30, 4))
-    >>> found = update_dictionary(X, np.eye(4), OrthogonalLearner(4))
-    >>> found.dictionary.shape, found.sent.shape
-    ((4, 4), (5, 4))
-    """
-    X = check_array("X", X, min_rows=1, squares=True)
-    D = check_array("D", D, columns=X.shape[1])
-    check_count("n_steps", n_steps)
-    D = unit_atoms(D)[0] if n_steps else D
-    C = made_from = learner.code(X, D)
-    for _ in range(n_steps):
-        made_from, D = C, learner.update(X, C, D)
-        C = learner.code(X, D)
-    least = max(check_real("min_support", min_support, 0), 1)
-    used = update_support(X, made_from, D, learner) >= least
-    sent = np.zeros((len(D) + 1, D.shape[1]), D.dtype)
-    sent[:-1] = np.where(used[:, None], D, 0)
-    fitted = C @ D
-    rest = remainder(X, fitted)
-    if not used.all() and rest.any():
-        direction = principal_directions(rest, 1)
-        if row_support(rest, rest @ direction.T)[0] >= least:
-            sent[-1] = direction
-    return LocalDictionary(D, sent, float(np.square(X - fitted).sum() / max(X.size, 1)))
 
 
 def average_dictionaries(
@@ -124,7 +48,8 @@ def average_dictionaries(
     Parameters
     ----------
     stack : ndarray of shape (n_clients, n_atoms + 1, n_features)
-        ``LocalDictionary.sent`` of every client.
+        Every client's atoms, zeros where it does not send one, and in the last row the leading
+        direction of what they leave of its samples, or zeros.
     current : ndarray of shape (n_atoms, n_features)
         The dictionary that they started from; an unused atom that is not replaced stays.
     weights : ndarray of shape (n_clients,), optional
@@ -142,11 +67,12 @@ def average_dictionaries(
     Examples
     --------
     >>> import numpy as np
-    >>> from flwr_perdl.dictionary import OrthogonalLearner, average_dictionaries, update_dictionary
-    >>> X = np.random.default_rng(0).standard_normal((2, 30, 4))
-    >>> sent = [update_dictionary(own, np.eye(4), OrthogonalLearner(4)).sent for own in X]
-    >>> average_dictionaries(np.stack(sent), np.eye(4), orthogonal=True).shape
-    (4, 4)
+    >>> from flwr_perdl.dictionary import average_dictionaries
+    >>> one, other = np.eye(3)[[0, 1, 2]], np.eye(3)[[0, 1, 2]]
+    >>> one[1] = other[1] = 0  # nobody uses atom 1: what is left of the samples replaces it
+    >>> average_dictionaries(np.stack([one, other]), np.eye(3)[:2], orthogonal=True)
+    array([[1., 0., 0.],
+           [0., 0., 1.]])
     """
     current = check_array("current", current)
     stack = check_array("stack", stack, ndim=3, min_rows=1, columns=current.shape[1])

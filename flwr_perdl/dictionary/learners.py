@@ -27,13 +27,13 @@ least two samples stand behind it (:func:`atom_support`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import numpy as np
 
-from flwr_perdl._arrays import row_norms, row_products, squared_norm
+from flwr_perdl._arrays import row_norms, squared_norm
 from flwr_perdl._checks import (
     Matrix,
     check_array,
@@ -48,6 +48,7 @@ from flwr_perdl.dictionary.atoms import (
     least_squares_atoms,
     normalize_atoms,
     principal_directions,
+    symmetric_inverse,
     unit_atoms,
 )
 from flwr_perdl.dictionary.coding import kept_above, lasso, omp, pursue
@@ -63,9 +64,6 @@ PURSUED = 10
 _LEAST_SUPPORT = 2
 #: Supports this near to a whole number, relative to it, are that number but for rounding.
 _WHOLE = 1e-9
-#: A sample dominates a sum where the rest is shorter than this share of its term. In all other
-#: cases, a sum that is at a cosine above .95 with a sample is at one above .7 without it.
-ALONE = 0.7
 
 
 class Learner(Protocol):
@@ -132,220 +130,47 @@ def atom_support(C: Matrix) -> Matrix:
     >>> atom_support(np.array([[1.0, 5.0], [1.0, 0.0], [-1.0, 0.0]]))
     array([3., 1.])
     """
-    C = check_array("C", C)
-    (support,) = atom_supports(*code_sums(C[None]), lambda i: C)
-    return np.asarray(support)
-
-
-def row_support(X: Matrix, C: Matrix) -> Matrix:
-    """Return the effective number of samples behind each row of ``C.T @ X``.
-
-    This is :func:`atom_support`, but at most 1 where one sample dominates the row: where what is
-    left of the row without the sample's term ``c x`` is shorter than ``ALONE`` times that term.
-    Many small weights raise the effective number of samples, and the sum still points to the one
-    with a large term. What leaves a client is measured in this way.
-
-    Parameters
-    ----------
-    X : ndarray of shape (n_samples, n_features)
-        Data.
-    C : ndarray of shape (n_samples, n_rows)
-        Weights, such as codes.
-
-    Returns
-    -------
-    ndarray of shape (n_rows,)
-        0 for a row without terms.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from flwr_perdl.dictionary import row_support
-    >>> row_support(np.eye(3), np.array([[1.0, 5.0], [1.0, 0.0], [-1.0, 0.0]]))
-    array([3., 1.])
-    """
-    X = check_array("X", X, squares=True)
-    support = atom_support(C)
-    scale = squared_norm(X) or 1.0
-    return limited(support, dominated(X, C.T / scale, C.T @ X / scale))
-
-
-def update_support(X: Matrix, C: Matrix, D: Matrix, learner: Learner) -> Matrix:
-    """Return the effective number of samples behind each atom of an updated dictionary.
-
-    Parameters
-    ----------
-    X : ndarray of shape (n_samples, n_features)
-        Data.
-    C : ndarray of shape (n_samples, n_atoms)
-        The codes from which the atoms were updated.
-    D : ndarray of shape (n_atoms, n_features)
-        The atoms after the update, for an orthogonal learner in any order.
-    learner : Learner
-        Codes the samples with them.
-
-    Returns
-    -------
-    ndarray of shape (n_atoms,)
-        `atom_support` of the codes with the new atoms, but at most 1 where one sample dominates the
-        sum that an atom was made of (`row_support`, and of a general learner `made_by_one`, with
-        the codes before and after the update). Of orthonormal atoms each is a mixture of all rows
-        of ``C.T @ X``.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from flwr_perdl.dictionary import OrthogonalLearner, update_support
-    >>> X = np.array([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
-    >>> learner = OrthogonalLearner(2, threshold=0.5)
-    >>> update_support(X, learner.code(X, np.eye(2)), np.eye(2), learner)
-    array([2., 1.])
-    """
-    new = learner.code(X, D)
-    support = atom_support(new)
-    if not learner.orthogonal:
-        unit, lengths = unit_atoms(D)
-        one = row_support(X, C) <= 1
-        for codes in (C, new * lengths.T):
-            rest = X - codes @ unit
-            one |= made_by_one(rest, codes.T @ rest, codes, unit)
-        return limited(support, one)
-    return limited(support, dominated(X, (C @ mixing(D, C.T @ X)).T, D))
-
-
-def limited(support: Matrix, one: Any) -> Matrix:
-    """Return supports of at most 1 where one sample dominates."""
-    return np.where(one & (support > 1), 1, support)
-
-
-def dominated(X: Matrix, weights: Matrix, rows: Matrix) -> Any:
-    """Return which sums of samples one sample dominates, as in `row_support`.
-
-    Parameters
-    ----------
-    X : ndarray of shape (..., n_samples, n_features)
-        Samples.
-    weights : ndarray of shape (..., n_rows, n_samples)
-        The weights of each sum.
-    rows : ndarray of shape (..., n_rows, n_features)
-        The sums, of a size that has squares.
-
-    Returns
-    -------
-    ndarray of shape (..., n_rows)
-    """
-    terms = weights * row_norms(X)[..., None, :]
-    near = row_norms(rows) < 2 * np.abs(terms).max(axis=-1)  # else no term dominates: ALONE < 1
-    if rows.ndim == 2 and not near.all():
-        if near.any():
-            near[near] = dominated(X, weights[near], rows[near])
-        return near
-    rest = row_products(rows, rows)[..., None] - 2 * weights * (rows @ X.swapaxes(-1, -2))
-    return np.any(rest + (1 - ALONE**2) * terms * terms < 0, axis=-1)
-
-
-def made_by_one(rest: Matrix, moments: Matrix, C: Matrix, D: Matrix) -> Any:
-    """Return which atoms of a general learner one sample dominates.
-
-    Atom ``j`` points to ``sum_i c_ij e_ij``, where ``e_ij`` is what the other atoms leave of a
-    sample: what all leave, and ``c_ij d_j``. A sample dominates where the sum without its term is
-    shorter than that term. In this sum a code counts about by its square, so that a few large codes
-    weigh more than in ``C.T @ X``: the limit is 1, not ``ALONE``.
-
-    Parameters
-    ----------
-    rest : ndarray of shape (n_samples, n_features)
-        What all atoms leave of the samples.
-    moments : ndarray of shape (n_atoms, n_features)
-        ``C.T @ rest``.
-    C : ndarray of shape (n_samples, n_atoms)
-        Codes of the atoms in question.
-    D : ndarray of shape (n_atoms, n_features)
-        These atoms, of unit norm.
-
-    Returns
-    -------
-    ndarray of shape (n_atoms,)
-    """
-    scale = (squared_norm(rest) + squared_norm(C)) ** 0.5 or 1.0
-    rest, C = rest / scale, C / scale
-    sums = moments / scale / scale + (C * C).sum(axis=0)[:, None] * D
-    left = row_products(rest, rest)[:, None] + 2 * C * (rest @ D.T) + C * C  # |e_ij|^2
-    terms = C * C * left
-    near = row_products(sums, sums) < 4 * terms.max(axis=0)  # else no term dominates
-    if not near.any():
-        return near
-    own, terms, sums = C[:, near], terms[:, near], sums[near]
-    across = own * (rest @ sums.T + own * row_products(sums, D[near]))
-    apart = row_products(sums, sums) - 2 * across
-    near[near] = (apart < 0).any(axis=0)
-    return near
-
-
-def made_by(atoms: Any, C: Matrix, D: Matrix) -> Matrix:
-    """Return what the atoms for which ``atoms`` is true make of the samples."""
-    made: Matrix = np.compress(atoms, C, axis=1) @ D[atoms]
-    return made
-
-
-def mixing(D: Matrix, S: Matrix) -> Matrix:
-    """Return ``M`` with ``D = M.T @ S``, but for the directions in which ``S`` is zero.
-
-    Parameters
-    ----------
-    D : ndarray of shape (..., n_atoms, n_features)
-        The polar factors of ``S``, their rows in any order and with any signs.
-    S : ndarray of shape (..., n_atoms, n_features)
-        Matrices.
-
-    Returns
-    -------
-    ndarray of shape (..., n_atoms, n_atoms)
-        ``D S'`` is a square root of ``S S'``, and this its pseudo-inverse.
-    """
-    root, least = (D @ S.swapaxes(-1, -2)).astype(np.float64, copy=False), 10 * rounding_share(S)
-    return np.linalg.pinv(root, least).astype(S.dtype, copy=False)
-
-
-def atom_supports(sums: Matrix, squares: Matrix, codes: Callable[[int], Matrix]) -> Matrix:
-    """Return :func:`atom_support` of every client's codes.
-
-    Parameters
-    ----------
-    sums : ndarray of shape (n_clients, n_atoms)
-        The sums of the codes' sizes over the samples.
-    squares : ndarray of shape (n_clients, n_atoms)
-        The sums of their squares.
-    codes : callable
-        Returns one client's codes, (n_samples, n_atoms); called where squares are out of range.
-
-    Returns
-    -------
-    ndarray of shape (n_clients, n_atoms)
-    """
-    limits = np.finfo(sums.dtype)
-    tiny = float(limits.smallest_normal / limits.eps)
-    odd = (sums > 0) & ~((squares > tiny) & (squares < 1 / tiny))
-    if odd.any():
-        sums, squares = sums.copy(), squares.copy()
-        for i in np.flatnonzero(odd.any(axis=1)).tolist():
-            own = codes(i)
-            sums[i], squares[i] = code_sums(own / np.abs(own).max())
-    support = sums * (sums / np.where(squares == 0, 1, squares))
-    whole, slack = np.round(support), max(_WHOLE, 100 * float(limits.eps))
+    C = np.abs(check_array("C", C))
+    largest = C.max(axis=0, initial=0)
+    C = C / np.where(largest > 0, largest, 1)  # squares of very small or large codes are no numbers
+    squares = (C * C).sum(axis=0)
+    support: Matrix = C.sum(axis=0) ** 2 / np.where(squares > 0, squares, 1)
+    # m codes of one size count m, whatever rounding makes of it
+    whole, slack = np.round(support), max(_WHOLE, 100 * float(np.finfo(C.dtype).eps))
     return np.where(np.abs(support - whole) <= slack * whole, whole, support)
 
 
-def code_sums(C: Matrix) -> tuple[Matrix, Matrix]:
-    """Return the sums of the codes' sizes, and of their squares, over the samples."""
-    with np.errstate(over="ignore"):
-        return column_sums(np.abs(C)), column_sums(C * C)
+def update_weights(learner: Learner, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
+    """Return the weights of the sums of samples that a learner's updated atoms are.
 
+    Parameters
+    ----------
+    learner : Learner
+        Its own ``weights(X, C, D)`` says them, where it has that method; else they are the codes.
+    X : ndarray of shape (n_samples, n_features)
+        Data.
+    C : ndarray of shape (n_samples, n_atoms)
+        Its codes, from which the atoms are updated.
+    D : ndarray of shape (n_atoms, n_features)
+        The current dictionary.
 
-def column_sums(A: Matrix) -> Matrix:
-    """Return the sums over the samples: a product sums faster than sum() over few columns."""
-    sums: Matrix = (np.ones((1, A.shape[-2]), A.dtype) @ A)[..., 0, :]
-    return sums
+    Returns
+    -------
+    ndarray of shape (n_samples, n_atoms)
+        ``W``: atom ``j`` of ``learner.update(X, C, D)`` is about ``sum_i w_ij x_i``, up to its
+        length.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.dictionary import MODLearner, update_weights
+    >>> X, C = np.eye(2), np.array([[1.0, 1.0], [1.0, -1.0]])
+    >>> update_weights(MODLearner(2), X, C, np.eye(2)).round(6)
+    array([[ 0.5,  0.5],
+           [ 0.5, -0.5]])
+    """
+    own = getattr(learner, "weights", None)
+    return C if own is None else np.asarray(own(X, C, D))
 
 
 @dataclass(frozen=True)
@@ -570,6 +395,14 @@ class OrthogonalLearner(ThresholdLearner):
     def _update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
         return polar_factor(C.T @ X, D)
 
+    def weights(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
+        """Return ``C (S S')^(-1/2)`` with ``S = C.T @ X``: each atom is a mixture of all sums."""
+        S = C.T @ X
+        squares, U = np.linalg.eigh((S @ S.T).astype(np.float64))
+        known = squares > (10 * rounding_share(S)) ** 2 * squares.max(initial=0)
+        root: Matrix = (U[:, known] / np.sqrt(squares[known])) @ U[:, known].T
+        return C @ root.astype(C.dtype)
+
 
 @dataclass(frozen=True)
 class GeneralLearner(ThresholdLearner):
@@ -676,6 +509,11 @@ class MODLearner(GeneralLearner):
     def _update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
         kept, rest = _well_supported(X, C, D)
         return least_squares_atoms(kept.T @ kept, kept.T @ rest, D)
+
+    def weights(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
+        """Return ``C (C' C)^(-1)``, whose columns are the weights of the least-squares atoms."""
+        kept, _ = _well_supported(X, C, D)
+        return kept @ symmetric_inverse(kept.T @ kept)
 
 
 @dataclass(frozen=True)
@@ -803,7 +641,7 @@ def _well_supported(X: Matrix, C: Matrix, D: Matrix) -> tuple[Matrix, Matrix]:
     weak = atom_support(C) < _LEAST_SUPPORT
     if not weak.any():
         return C, X
-    return np.where(weak, 0, C), X - made_by(weak, C, D)
+    return np.where(weak, 0, C), X - C[:, weak] @ D[weak]
 
 
 #: The learners of this library; a subclass may do what these do not.

@@ -35,7 +35,7 @@ from scipy.optimize import linear_sum_assignment
 from scipy.special import betaincinv
 
 from flwr_perdl._checks import Matrix, check_array, check_choice, check_count, is_auto
-from flwr_perdl.dictionary.atoms import match_stack, normalize_atoms, signs_of, unit_atoms
+from flwr_perdl.dictionary.atoms import match_atoms, normalize_atoms, signs_of, unit_atoms
 
 #: Clients whose atoms are candidates in the consensus.
 _CANDIDATE_CLIENTS = 16
@@ -258,7 +258,7 @@ def align_to_global(D: Matrix, global_atoms: Matrix) -> Alignment:
     global_atoms, _ = unit_atoms(global_atoms)
     if len(global_atoms) > len(D):
         raise ValueError(f"D must have at least {len(global_atoms)} atoms, got {len(D)}.")
-    (indices,), (signs,) = match_stack(global_atoms, D[None])
+    indices, signs, _ = match_atoms(global_atoms, D)
     own = np.ones(len(D), dtype=bool)
     own[indices] = False
     return Alignment(signs[:, None] * D[indices], D[own], indices, signs)

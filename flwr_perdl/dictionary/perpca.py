@@ -32,14 +32,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from flwr_perdl._arrays import squared_norm
 from flwr_perdl._checks import Matrix, check_array, check_choice, check_count, check_real
 from flwr_perdl.dictionary.aggregation import aggregate_atoms
 from flwr_perdl.dictionary.atoms import principal_directions
 from flwr_perdl.dictionary.coding import remainder
-from flwr_perdl.dictionary.learners import dominated, mixing
-from flwr_perdl.dictionary.polar import polar_factors
+from flwr_perdl.dictionary.polar import polar_factor
 
 #: First step, as a multiple of 1 / ||X_i W'||_2^2; halved whenever the clients' loss has risen.
 STEP = 1.0
@@ -56,8 +55,6 @@ class PCAStep(NamedTuple):
     local_components: Matrix
     #: Squared error of its samples before the step, with both kinds of components.
     loss: float
-    #: Which shared components one sample dominates (`row_support`), (n_global,).
-    dominated: NDArray[np.bool_]
 
 
 class PersonalizedPCA(NamedTuple):
@@ -100,16 +97,14 @@ def shared_start(directions: Sequence[Matrix], n_global: int) -> Matrix:
     found = np.vstack(directions)
     if len(found):
         found = principal_directions(found, n_global)
-    (start,) = _apart(found[None], found[:0], n_global)
-    return np.asarray(start)
+    return _apart(found, found[:0], n_global)
 
 
 def local_start(X: Matrix, U: Matrix, n_local: int) -> Matrix:
     """Return the principal directions of what the shared components ``U`` leave of ``X``."""
     check_count("n_local", n_local, 0, X.shape[1] - len(U))
     own = principal_directions(remainder(X, (X @ U.T) @ U), n_local)
-    (joined,) = _apart(own[None], U, n_local)
-    return np.asarray(joined[len(U) :])
+    return _apart(own, U, n_local)[len(U) :]
 
 
 def perpca_step(X: Matrix, U: Matrix, V: Matrix, step: float) -> PCAStep:
@@ -134,15 +129,7 @@ def perpca_step(X: Matrix, U: Matrix, V: Matrix, step: float) -> PCAStep:
     U = check_array("U", U, columns=X.shape[1])
     V = check_array("V", V, columns=X.shape[1])
     check_real("step", step, 0)
-    W, lengths, losses, moved, stack = _steps(_root(X)[None], U, V[None], step, _squares(X))
-    weights = lengths[0] * (X @ (W[0].T @ mixing(stack, moved)[0, :, : len(U)]))
-    one = dominated(X, weights.T, weights.T @ X)
-    return PCAStep(stack[0, : len(U)], stack[0, len(U) :], float(losses[0]), one)
-
-
-def _squares(X: Matrix) -> Matrix:
-    """Return the sum of squares of one client's samples, (1,)."""
-    return np.array([np.vdot(X, X)])
+    return _step(_root(X), squared_norm(X), U, V, step)
 
 
 def _root(X: Matrix) -> Matrix:
@@ -151,26 +138,18 @@ def _root(X: Matrix) -> Matrix:
     return root
 
 
-def _steps(
-    roots: Matrix, U: Matrix, V: Matrix, step: float, total: Matrix
-) -> tuple[Matrix, Matrix, Matrix, Matrix, Matrix]:
-    """Take the steps of clients with roots of one shape, as :func:`perpca_step` of each.
-
-    From (n_clients, n_rows, n_features), (n_clients, n_local, n_features) and the sums of the
-    samples' squares to the components before, the steps' lengths, the losses before, what the
-    components are the polar factor of, and the components.
-    """
-    W = _apart(V, U, V.shape[1])
-    if not W.shape[1]:
-        return W, np.zeros(len(W), W.dtype), total, W, W
-    gram = roots.shape[1] == roots.shape[2]
-    product = W @ roots if gram else (roots @ W.swapaxes(-1, -2)).swapaxes(-1, -2) @ roots
-    inner = product @ W.swapaxes(-1, -2)
-    curvature = np.linalg.eigvalsh(inner)[:, -1]
-    lengths = np.divide(step, curvature, out=np.zeros_like(curvature), where=curvature > 0)
-    moved = W + lengths[:, None, None] * product
-    lost = np.maximum(total - np.trace(inner, axis1=1, axis2=2), 0.0)
-    return W, lengths, lost, moved, polar_factors(moved, W)
+def _step(root: Matrix, energy: float, U: Matrix, V: Matrix, step: float) -> PCAStep:
+    """Take the step of a client whose samples have this root and this sum of squares."""
+    W = _apart(V, U, len(V))
+    if not len(W):
+        return PCAStep(W, W, energy)
+    product = W @ root if len(root) == root.shape[1] else (root @ W.T).T @ root  # W S
+    inner = product @ W.T
+    curvature = np.linalg.eigvalsh(inner)[-1]
+    length = step / curvature if curvature > 0 else 0.0
+    moved = polar_factor(W + W.dtype.type(length) * product, W)
+    lost = max(energy - float(np.trace(inner)), 0.0)
+    return PCAStep(moved[: len(U)], moved[len(U) :], lost)
 
 
 def next_step(step: float, losses: Sequence[float]) -> float:
@@ -235,28 +214,27 @@ def personalized_pca(
     check_real("step", step, 0)
     check_choice("aggregation", aggregation, AGGREGATIONS)
     U = shared_start([principal_directions(X, n_global + n_local) for X in samples], n_global)
-    roots, total = [_root(X) for X in samples], np.concatenate([_squares(X) for X in samples])
-    alike = [np.flatnonzero([len(R) == n for R in roots]) for n in sorted({*map(len, roots)})]
-    stacks = [np.stack([roots[i] for i in same]) for same in alike]
-    own = np.stack([local_start(X, U, n_local) for X in samples])
+    roots, energies = [_root(X) for X in samples], [squared_norm(X) for X in samples]
+    own = [local_start(X, U, n_local) for X in samples]
     losses: list[float] = []
     for _ in range(n_rounds):
-        shared, lost = np.empty((len(samples), *U.shape), U.dtype), np.empty(len(samples))
-        for same, R in zip(alike, stacks, strict=True):
-            _, _, lost[same], _, W = _steps(R, U, own[same], step, total[same])
-            shared[same], own[same] = W[:, :n_global], W[:, n_global:]
+        steps = [
+            _step(root, energy, U, V, step)
+            for root, energy, V in zip(roots, energies, own, strict=True)
+        ]
+        own = [one.local_components for one in steps]
+        shared = np.stack([one.global_components for one in steps])
         U = aggregate_atoms(shared, U, method=aggregation, orthogonal=True).global_atoms
-        losses.append(sum(lost.tolist()))
+        losses.append(sum(one.loss for one in steps))
         step = next_step(step, losses)
-    return PersonalizedPCA(U, [*_apart(own, U, n_local)[:, n_global:]], losses)
+    return PersonalizedPCA(U, [_apart(V, U, n_local)[n_global:] for V in own], losses)
 
 
 def _apart(V: Matrix, U: Matrix, n_rows: int) -> Matrix:
-    """Return ``U`` and, below, ``n_rows`` orthonormal rows near those of each ``V``, as stacks."""
-    wanted = np.zeros((len(V), len(U) + n_rows, U.shape[1]), U.dtype)
-    if not wanted.shape[1]:
+    """Return ``U`` and, below, ``n_rows`` orthonormal rows near those of ``V``."""
+    wanted = np.zeros((len(U) + n_rows, U.shape[1]), U.dtype)
+    if not len(wanted):
         return wanted
-    wanted[:, : len(U)] = U
-    wanted[:, len(U) :][:, : V.shape[1]] = V - (V @ U.T) @ U
-    fallback = np.broadcast_to(np.eye(*wanted.shape[1:], dtype=U.dtype), wanted.shape)
-    return polar_factors(wanted, fallback)
+    wanted[: len(U)] = U
+    wanted[len(U) :][: len(V)] = V - (V @ U.T) @ U
+    return polar_factor(wanted, np.eye(*wanted.shape, dtype=U.dtype))

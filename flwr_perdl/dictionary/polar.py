@@ -1,17 +1,13 @@
-"""Polar factors: the nearest matrices with orthonormal rows (P0, Algorithm 4), many at a time.
+"""Polar factors: the nearest matrix with orthonormal rows (P0, Algorithm 4).
 
 ======================================= ====================================================
 paper (Liang et al., NeurIPS 2023)      here
 ======================================= ====================================================
-``Polar(A) = U V'`` of an SVD           :func:`polar_factor`, of one matrix
-(Algorithm 4)                           :func:`polar_factors`, of a stack
+``Polar(A) = U V'`` of an SVD           :func:`polar_factor`
 ======================================= ====================================================
 
-``U V' = (A A')^(-1/2) A``: a Gram matrix of ``n_atoms`` rows does the work of the SVD. The inverse
-root is found by Newton-Schulz steps, products alone, where the Gram matrix is well conditioned (by
-eigenvalues instead, a PerMA round of 1,000 clients with 32 atoms of 64 features takes 1.11 times as
-much processor time, by SVDs 1.28 times), else by its eigenvalues. A matrix that is too badly
-conditioned even for these gets an SVD.
+``U V' = (A A')^(-1/2) A``: the eigenvalues of a Gram matrix of ``n_atoms`` rows do the work of the
+SVD in half its time. A matrix that is too badly conditioned for that gets an SVD.
 
 Deviation: the polar factor of a rank-deficient matrix, which the paper leaves open, is completed as
 near as possible to a given dictionary.
@@ -23,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.linalg import svd
 
-from flwr_perdl._arrays import add_to_diagonals, row_norms
 from flwr_perdl._checks import Matrix, check_array
 
 #: Least ratio of the Gram matrix' extreme eigenvalues at which it stands in for an SVD; right
@@ -31,15 +26,9 @@ from flwr_perdl._checks import Matrix, check_array
 SAFE_GRAM = 1e-8
 #: The largest share of a matrix' norm that counts as rounding.
 _FEW = 1e-6
-#: Least eigenvalue, relative to the norm, down to which products alone find inverse roots.
-_PLAIN_GRAM = 1e-3
-#: Eigenvalues of so many atoms' Gram matrix take no longer than products, called for one matrix.
-_SMALL = 8
-#: Numbers in the matrices whose polar factors are computed at once; a megabyte.
-_WINDOW = 2**17
 
 
-def polar_factor(S: Matrix, fallback: Matrix) -> Matrix:
+def polar_factor(S: Matrix, fallback: Matrix, fixed: NDArray[np.bool_] | None = None) -> Matrix:
     """Return the matrix with orthonormal rows that is nearest to ``S``.
 
     With ``S = U diag(s) V'`` this is ``U V'``. Directions in which ``S`` is zero, but for the
@@ -52,6 +41,9 @@ def polar_factor(S: Matrix, fallback: Matrix) -> Matrix:
         Any matrix that is not taller than wide.
     fallback : ndarray of shape (n_atoms, n_features)
         A dictionary with orthonormal rows.
+    fixed : ndarray of bool of shape (n_atoms,), optional
+        Rows that stay exactly as ``fallback`` has them; the others become orthogonal to them. None
+        by default.
 
     Returns
     -------
@@ -65,9 +57,8 @@ def polar_factor(S: Matrix, fallback: Matrix) -> Matrix:
 
     Notes
     -----
-    Where the Gram matrix is well conditioned a few products, else its eigenvalues, do the work of
-    the SVD at a fraction of the time. The filled-in part minimizes the distance to ``fallback``
-    among all that make the rows orthonormal.
+    The filled-in part minimizes the distance to ``fallback`` among all that make the rows
+    orthonormal.
 
     Examples
     --------
@@ -80,76 +71,35 @@ def polar_factor(S: Matrix, fallback: Matrix) -> Matrix:
     S, fallback = check_array("S", S), check_array("fallback", fallback)
     if fallback.shape != S.shape:
         raise ValueError(f"fallback must have S's shape {S.shape}, got {fallback.shape}.")
-    (factor,) = polar_factors(S[None], fallback[None])
-    return np.asarray(factor)
+    if S.shape[0] > S.shape[1]:
+        raise ValueError(f"S must not have more rows than columns, got shape {S.shape}.")
+    if fixed is None or not fixed.any():
+        return _nearest(S, fallback[:0], fallback)
+    factor = fallback.astype(S.dtype)
+    if not fixed.all():
+        factor[~fixed] = _nearest(S[~fixed], fallback[fixed], fallback[~fixed])
+    return factor
 
 
-def polar_factors(S: Matrix, fallback: Matrix, fixed: NDArray[np.bool_] | None = None) -> Matrix:
-    """Return :func:`polar_factor` of every matrix of a stack, the same bits.
+def _nearest(S: Matrix, fixed: Matrix, fallback: Matrix) -> Matrix:
+    """Return the polar factor of what ``fixed``, orthonormal rows, leaves of ``S``.
 
-    Parameters
-    ----------
-    S : ndarray of shape (n, n_atoms, n_features)
-        Finite matrices.
-    fallback : ndarray of shape (n, n_atoms, n_features)
-        A dictionary with orthonormal rows for each.
-    fixed : ndarray of bool of shape (n, n_atoms), optional
-        Rows that stay exactly as ``fallback`` has them; the others become orthogonal to them. None
-        by default.
-
-    Returns
-    -------
-    ndarray of shape (n, n_atoms, n_features)
-        Those of matrices with a zero row or a fixed one, or too badly conditioned for the Gram
-        matrix, are computed one by one.
-
-    Raises
-    ------
-    ValueError
-        If there are more rows than columns.
+    Directions of which it leaves no more than the rounding of ``S`` are filled in as near as
+    possible to ``fallback``, whose rows are orthogonal to it too.
     """
-    n, r, d = S.shape
-    if r > d:
-        raise ValueError(f"S must not have more rows than columns, got shape {(r, d)}.")
-    if 0 in (r, d):
+    largest = np.abs(S).max(initial=0)
+    if not largest:
         return fallback.astype(S.dtype)
-    if fixed is not None and fixed.any():
-        beside, free = fallback.astype(np.result_type(S, fallback)), ~fixed.any(axis=1)
-        beside[free] = polar_factors(S[free], fallback[free])
-        for i in np.flatnonzero(~free & ~fixed.all(axis=1)):
-            moved, V = ~fixed[i], fallback[i]
-            beside[i, moved] = _beside(S[i, moved], V[fixed[i]], V[moved])
-        return beside
-    least = _safe_gram(S)
-    factors: Matrix = np.empty_like(S)
-    step = max(1, _WINDOW // (r * d))
-    for at in range(0, n, step):  # as many as the processor's cache holds
-        window = slice(at, min(at + step, n))
-        part = S[window]
-        largest = np.abs(part).max(axis=(1, 2), keepdims=True)
-        M = (part / np.where(largest == 0, 1, largest)).astype(np.float64, copy=False)
-        roots, safe = _inverse_roots(M @ M.swapaxes(-1, -2), least)
-        factors[window] = orthonormal(roots @ M)
-        for i in np.flatnonzero(~safe):
-            spare = fallback[at + i].astype(np.float64)
-            factors[at + i] = _completed(M[i], spare, least, rounding_share(S))
-    return factors
-
-
-def _beside(S: Matrix, fixed: Matrix, fallback: Matrix) -> Matrix:
-    """Return the polar factor of what ``fixed`` leaves of ``S``: rows orthogonal to ``fixed``.
-
-    Directions of which ``fixed`` leaves no more than the rounding of ``S`` are filled in as near as
-    possible to ``fallback``, whose rows are orthogonal to ``fixed`` too.
-    """
-    X = S.astype(np.float64)
+    M: Matrix = (S / largest).astype(np.float64)
     F: Matrix = fixed.astype(np.float64)
-    if S.dtype != X.dtype:
+    if S.dtype != F.dtype:
         F = orthonormal(F)
-    largest = np.abs(X).max() or 1
-    M = (X - (X @ F.T) @ F) / largest
-    least = float(np.linalg.norm(X / largest)) * rounding_share(S)
-    return _by_svd(M, F, fallback.astype(np.float64), least).astype(S.dtype)
+    rounding = float(np.linalg.norm(M)) * rounding_share(S)
+    M -= (M @ F.T) @ F
+    Q = None if len(F) else _by_gram(M, max(SAFE_GRAM, len(S) * rounding_share(S) ** 2))
+    if Q is None:
+        Q = _by_svd(M, F, fallback.astype(np.float64), rounding)
+    return Q.astype(S.dtype)
 
 
 def rounding_share(S: Matrix) -> float:
@@ -163,7 +113,7 @@ def rounding_share(S: Matrix) -> float:
 
 def orthonormal(Q: Matrix) -> Matrix:
     """Take a Newton-Schulz step: rows that are nearly orthonormal become so to rounding."""
-    nearest: Matrix = add_to_diagonals(-0.5 * (Q @ Q.swapaxes(-1, -2)), 1.5) @ Q
+    nearest: Matrix = (1.5 * np.eye(len(Q)) - 0.5 * (Q @ Q.T)) @ Q
     return nearest
 
 
@@ -179,90 +129,12 @@ def thin_svd(X: Matrix) -> tuple[Matrix, Matrix, Matrix]:
         return U, s, Vt
 
 
-def _safe_gram(S: Matrix) -> float:
-    """Return the least ratio of the Gram matrix' eigenvalues at which it stands in for an SVD."""
-    return max(SAFE_GRAM, float(S.shape[-2] * rounding_share(S) ** 2))
-
-
-def _inverse_roots(grams: Matrix, least: float) -> tuple[Matrix, NDArray[np.bool_]]:
-    """Return the inverse square roots of Gram matrices, to eight digits, and which have one.
-
-    Newton-Schulz steps take products alone, and half the time of eigenvalues, which serve matrices
-    too small for that, those that are too badly conditioned by their diagonals, and those that the
-    steps do not bring to the identity; each matrix for itself, whatever is beside it.
-    """
-    n = grams.shape[1]
-    if n <= _SMALL:
-        return _inverse_roots_by_eigenvalues(grams, least)
-    flat = grams.reshape(grams.shape[0], n * n)
-    scale = row_norms(flat)[:, None, None]
-    scale = np.where(scale == 0, 1, scale)
-    left = grams / scale
-    lowest = left.reshape(flat.shape)[:, :: n + 1].min(axis=1)
-    safe: NDArray[np.bool_] = lowest > _PLAIN_GRAM
-    if safe.all():
-        roots, safe = _inverse_roots_by_products(left, scale)
-    else:
-        roots, plain = np.zeros_like(grams), safe.copy()
-        if plain.any():
-            roots[plain], safe[plain] = _inverse_roots_by_products(left[plain], scale[plain])
-    if not safe.all():
-        weak = ~safe & (lowest > 0)  # the others have a row of zeros
-        roots[weak], safe[weak] = _inverse_roots_by_eigenvalues(grams[weak], least)
-    return roots, safe
-
-
-def _inverse_roots_by_products(left: Matrix, scale: Matrix) -> tuple[Matrix, NDArray[np.bool_]]:
-    roots = 1 / np.sqrt(scale)
-    for stretch in _STRETCHES:  # q = 1.5 a I - 0.5 a^3 A, then A^(-1/2) <- A^(-1/2) q, A <- q A q
-        q = add_to_diagonals((-0.5 * stretch**3) * left, 1.5 * stretch)
-        roots = roots @ q if roots.shape == q.shape else roots * q
-        left = q @ left @ q
-    return roots, np.abs(add_to_diagonals(left, -1)).max(axis=(1, 2)) < 1e-7
-
-
-def _inverse_roots_by_eigenvalues(grams: Matrix, least: float) -> tuple[Matrix, NDArray[np.bool_]]:
-    w, U = np.linalg.eigh(grams)
-    low, high = w[:, 0], w[:, -1]
-    safe: NDArray[np.bool_] = (low > least * high) & (low > least)
-    w = np.where(safe[:, None], w, 1)
-    return (U / np.sqrt(w)[:, None, :]) @ U.swapaxes(-1, -2), safe
-
-
-def _stretches(least: float) -> tuple[float, ...]:
-    """Return by how much to scale before each Newton-Schulz step.
-
-    With eigenvalues of a Gram matrix in ``[least, 1]``, singular values ``s`` in ``[l, 1]``, a step
-    ``1.5 a s - 0.5 (a s)^3`` leaves the narrowest range about 1 with ``a^2 = 3 / (1 + l + l^2)``
-    (Chen and Chow, "A Stable Scaling of Newton-Schulz", 2014).
-    """
-    found, low = [], np.sqrt(least)
-    while 1 - low > 1e-8:
-        found.append(float(np.sqrt(3 / (1 + low + low**2))))
-        low = 1.5 * found[-1] * low - 0.5 * (found[-1] * low) ** 3
-    return tuple(found)
-
-
-_STRETCHES = _stretches(_PLAIN_GRAM)
-
-
-def _completed(M: Matrix, fallback: Matrix, safe: float, rounding: float) -> Matrix:
-    """Return the polar factor of what has a row of zeros, or is badly conditioned."""
-    used = M.any(axis=1)
-    if not used.any():
-        return fallback
-    V = None if used.all() else _gram_polar(M[used], safe)
-    if V is None:
-        return _by_svd(M, M[:0], fallback, float(np.linalg.norm(M)) * rounding)
-    Q = np.empty_like(M)
-    Q[used], Q[~used] = V, _in_complement(fallback[~used], V)
-    return Q
-
-
-def _gram_polar(M: Matrix, least: float = SAFE_GRAM) -> Matrix | None:
+def _by_gram(M: Matrix, least: float = SAFE_GRAM) -> Matrix | None:
     """Return the polar factor by the Gram matrix, None if that is too badly conditioned."""
-    roots, safe = _inverse_roots((M @ M.T)[None], least)
-    return orthonormal(roots[0] @ M) if safe[0] else None
+    squares, U = np.linalg.eigh(M @ M.T)
+    if not len(squares) or squares[0] <= least * max(squares[-1], 1.0):
+        return None
+    return orthonormal((U / np.sqrt(squares)) @ U.T @ M)
 
 
 def _by_svd(M: Matrix, V: Matrix, fallback: Matrix, least: float) -> Matrix:
@@ -282,7 +154,7 @@ def _by_svd(M: Matrix, V: Matrix, fallback: Matrix, least: float) -> Matrix:
 def _in_complement(M: Matrix, V: Matrix) -> Matrix:
     """Return rows orthonormal and orthogonal to those of ``V``, as near as possible to ``M``."""
     M = M - (M @ V.T) @ V
-    Q = _gram_polar(M)
+    Q = _by_gram(M)
     if Q is not None:
         return Q
     basis = np.linalg.svd(V, full_matrices=True)[2][len(V) :]

@@ -22,18 +22,8 @@ from typing import NamedTuple
 import numpy as np
 
 from flwr_perdl._checks import Matrix, check_array, check_count, check_real
-from flwr_perdl.dictionary.coding import kept_above
-from flwr_perdl.dictionary.learners import (
-    LEARNERS,
-    AlternatingLearner,
-    LassoLearner,
-    Learner,
-    OrthogonalLearner,
-)
-from flwr_perdl.dictionary.polar import polar_factors
+from flwr_perdl.dictionary.learners import LEARNERS, AlternatingLearner, LassoLearner, Learner
 
-#: Numbers of samples' features that are multiplied at once: a quarter of a megabyte.
-_TOGETHER = 2**15
 _OURS = AlternatingLearner.code, AlternatingLearner.update
 
 
@@ -102,78 +92,25 @@ def warm_start(
     >>> found.dictionary.shape, len(found.objectives)
     ((3, 4), 2)
     """
-    (found,) = warm_starts(
-        [X], learner, rngs=[rng], n_iter=n_iter, restarts=restarts, boost=boost, decay=decay
-    )
-    return found
-
-
-def warm_starts(
-    samples: Sequence[Matrix],
-    learner: Learner,
-    *,
-    rngs: Sequence[np.random.Generator],
-    n_iter: int = 100,
-    restarts: int = 1,
-    boost: float = 8.0,
-    decay: float = 0.97,
-) -> list[WarmStart]:
-    """Return :func:`warm_start` of several clients, the same bits in less time.
-
-    Parameters
-    ----------
-    samples : sequence of ndarray of shape (n_samples, n_features)
-        Each client's data.
-    learner : Learner
-        The local algorithm of all clients.
-    rngs : sequence of numpy.random.Generator
-        Source of each client's starts.
-    n_iter, restarts, boost, decay
-        As in :func:`warm_start`.
-
-    Returns
-    -------
-    list of WarmStart
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from flwr_perdl.dictionary import OrthogonalLearner, warm_starts
-    >>> rng = np.random.default_rng(0)
-    >>> samples = [rng.standard_normal((30, 4)), rng.standard_normal((50, 4))]
-    >>> rngs = [np.random.default_rng(1), np.random.default_rng(2)]
-    >>> [one.dictionary.shape for one in warm_starts(samples, OrthogonalLearner(3), rngs=rngs)]
-    [(3, 4), (3, 4)]
-    """
-    samples = [check_array("X", X, min_rows=1, squares=True) for X in samples]
+    X = check_array("X", X, min_rows=1, squares=True)
     check_count("n_iter", n_iter)
     check_count("restarts", restarts, 1)
     check_real("boost", boost, 1)
     check_real("decay", decay, 0, 1)
     scales = [max(1.0, boost * decay**t) for t in range(n_iter)]
-    worth = [_worth(X, learner, n_iter * restarts) for X in samples]
-    bases = [_row_space(X) if own else None for X, own in zip(samples, worth, strict=True)]
-    found: list[list[tuple[float, Matrix]]] = [[] for _ in samples]
+    basis = _row_space(X) if _worth(X, learner, n_iter * restarts) else None
+    runs = []
     for _ in range(restarts):
-        data = list(samples)
-        starts = [learner.start(X, rng) for X, rng in zip(samples, rngs, strict=True)]
-        within = [
-            None if basis is None else _within(D, basis)
-            for D, basis in zip(starts, bases, strict=True)
-        ]
-        for i, (inner, basis) in enumerate(zip(within, bases, strict=True)):
-            if inner is not None and basis is not None:
-                data[i], starts[i] = samples[i] @ basis.T, inner
-        learned = iterate(learner, data, starts, scales)
-        for runs, X, D, inner, basis in zip(found, samples, learned, within, bases, strict=True):
-            whole = D if inner is None or basis is None else D @ basis
-            runs.append((learner.loss(X, learner.code(X, whole), whole), whole))
-    results = []
-    for runs in found:
-        objectives = tuple(objective for objective, _ in runs)
-        objective, dictionary = runs[int(np.argmin(objectives))]
-        results.append(WarmStart(dictionary, objective, objectives))
-    return results
+        D = learner.start(X, rng)
+        within = None if basis is None else _within(D, basis)
+        if basis is not None and within is not None:
+            D = iterate(learner, X @ basis.T, within, scales) @ basis
+        else:
+            D = iterate(learner, X, D, scales)
+        runs.append((learner.loss(X, learner.code(X, D), D), D))
+    objectives = tuple(objective for objective, _ in runs)
+    objective, dictionary = runs[int(np.argmin(objectives))]
+    return WarmStart(dictionary, objective, objectives)
 
 
 def pooled_start(dictionaries: Sequence[Matrix], atoms: Matrix, *, n_iter: int = 10) -> Matrix:
@@ -197,65 +134,37 @@ def pooled_start(dictionaries: Sequence[Matrix], atoms: Matrix, *, n_iter: int =
         Unit atoms.
     """
     learner, X = LassoLearner(max(len(atoms), 1)), np.vstack(dictionaries)
-    return _iterate(learner, X, atoms, [1.0] * n_iter)
+    return iterate(learner, X, atoms, [1.0] * n_iter)
 
 
-def iterate(
-    learner: Learner, samples: Sequence[Matrix], starts: Sequence[Matrix], scales: Sequence[float]
-) -> list[Matrix]:
-    """Take a learner's iterations at several clients, the same bits as at each of them alone.
+def iterate(learner: Learner, X: Matrix, D: Matrix, scales: Sequence[float]) -> Matrix:
+    """Take a learner's iterations.
 
     Parameters
     ----------
     learner : Learner
-        The local algorithm of all clients.
-    samples : sequence of ndarray of shape (n_samples, n_features)
-        Each client's data, checked.
-    starts : sequence of ndarray of shape (n_atoms, n_features)
-        Each client's unit atoms; orthonormal ones for `OrthogonalLearner`.
+        The local algorithm.
+    X : ndarray of shape (n_samples, n_features)
+        Data, checked.
+    D : ndarray of shape (n_atoms, n_features)
+        Unit atoms to start from; orthonormal ones for `OrthogonalLearner`.
     scales : sequence of float
         The threshold of each iteration, as a multiple of the learner's own.
 
     Returns
     -------
-    list of ndarray of shape (n_atoms, n_features)
-        For `OrthogonalLearner` with a threshold, small clients of one size are multiplied many at
-        a time.
+    ndarray of shape (n_atoms, n_features)
 
     Examples
     --------
     >>> import numpy as np
     >>> from flwr_perdl.dictionary import OrthogonalLearner, iterate
-    >>> samples = np.random.default_rng(0).standard_normal((2, 30, 4))
-    >>> starts = [np.eye(4), np.eye(4)]
-    >>> [D.shape for D in iterate(OrthogonalLearner(4), samples, starts, scales=[2.0, 1.0])]
-    [(4, 4), (4, 4)]
+    >>> X = np.random.default_rng(0).standard_normal((30, 4))
+    >>> iterate(OrthogonalLearner(4), X, np.eye(4), scales=[2.0, 1.0]).shape
+    (4, 4)
     """
-    if type(learner) is not OrthogonalLearner or learner.n_nonzero is not None:
-        return [_iterate(learner, X, D, scales) for X, D in zip(samples, starts, strict=True)]
-    learned: list[Matrix] = []
-    kinds = [(X.shape, X.dtype, D.dtype) for X, D in zip(samples, starts, strict=True)]
-    while len(learned) < len(samples):
-        at = len(learned)
-        most = at + max(1, _TOGETHER // max(samples[at].size, 1))
-        end = next((i for i in range(at, len(samples)) if i == most or kinds[i] != kinds[at]), None)
-        if len(samples[at:end]) == 1:
-            learned.append(_iterate(learner, samples[at], starts[at], scales))
-            continue
-        X, D = np.stack(samples[at:end]), np.stack(starts[at:end])
-        levels = np.array([learner.level(own) for own in samples[at:end]])[:, None, None]
-        for scale in scales:
-            products = X @ D.swapaxes(1, 2)
-            bounds = np.minimum(scale * levels, np.finfo(products.dtype).max)
-            codes = kept_above(products, bounds.astype(products.dtype))
-            D = polar_factors(codes.swapaxes(1, 2) @ X, D)
-        learned += list(D)
-    return learned
-
-
-def _iterate(learner: Learner, X: Matrix, D: Matrix, scales: Sequence[float]) -> Matrix:
-    """Take the iterations; this library's learners need not check the samples every time."""
     kind = type(learner)
+    # this library's learners need not check the samples in every iteration
     if isinstance(learner, AlternatingLearner) and (kind.code, kind.update) == _OURS:
         return learner.steps(X, D, scales)
     for scale in scales:

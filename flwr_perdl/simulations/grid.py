@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from logging import DEBUG, WARNING
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from flwr.app import (
@@ -27,7 +27,7 @@ from flwr.serverapp import Grid
 
 from flwr_perdl import _compat
 from flwr_perdl._checks import Matrix, check_count, check_kind
-from flwr_perdl._records import ANSWERED, PARTITION_ID, directed, same_request
+from flwr_perdl._records import ANSWERED, PARTITION_ID, directed
 from flwr_perdl._repr import ShownAsCalled
 from flwr_perdl._shortcuts import filled
 from flwr_perdl._store import together
@@ -44,26 +44,15 @@ Faults = Callable[[int, Message], str | None]
 FAULTS = ("error", "silence", "nan", "shape", "empty")
 
 
-@runtime_checkable
-class TrainsTogether(Protocol):
-    """An app that can reply for several clients at once, such as `client_app`'s."""
-
-    def train_together(
-        self, messages: Sequence[Message], contexts: Sequence[Context]
-    ) -> list[Message] | None:
-        """Return the replies to messages that ask the same; None: ask one by one."""
-
-
 class InProcessGrid(ShownAsCalled, Grid):
-    """Virtual nodes that are called in this process, one after the other or many at once.
+    """Virtual nodes that are called in this process, one after the other.
 
     Records are copied both ways, as on a wire: what one side changes, the other does not see. An
     exception in the ClientApp becomes an error reply, and the client's state is what it was before;
     its traceback is in Flower's log at level DEBUG (environment variable ``FLWR_LOG_LEVEL=DEBUG``).
 
     A call cannot be interrupted. After the timeout of `send_and_receive` no further node is called,
-    and the reply of the node that exceeded it is not received. Nodes that are called together
-    reply together.
+    and the reply of the node that exceeded it is not received.
 
     Parameters
     ----------
@@ -199,9 +188,7 @@ class InProcessGrid(ShownAsCalled, Grid):
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Call the ClientApp, and return the messages' ids; the replies wait to be pulled.
 
-        Training messages that follow each other and ask the same are handed over together where
-        the clients' type can take the step in one go; the replies are the same bits. What clients
-        keep on disk is there when this returns, with one sync for all of them.
+        What clients keep on disk is there when this returns, with one sync for all of them.
         """
         pushed = list(messages)
         with together():
@@ -214,28 +201,18 @@ class InProcessGrid(ShownAsCalled, Grid):
     def _push(self, messages: Iterable[Message]) -> list[str]:
         """Call the ClientApp, and return the messages' ids."""
         ids: list[str] = []
-        cohort: list[Message] = []
-        asked: set[int] = set()
         for message in messages:
             self._count += 1
             identifier = f"message-{self._count}"
             _compat.stamp(message, RUN_ID, identifier)
             ids.append(identifier)
-            asks = message.metadata
-            node = asks.dst_node_id
+            node = message.metadata.dst_node_id
             if node not in self.contexts:
                 log(WARNING, "There is no node %d: nobody answers.", node)
                 continue
-            fault = self._fault(message)
-            if cohort and (fault or node in asked or not same_request(cohort[0], message)):
-                self._call_together(cohort)
-                cohort, asked = [], set()
-            if fault is None and asks.message_type == MessageType.TRAIN:
-                cohort.append(message)
-                asked.add(node)
-            else:
-                self._keep(message, self._call(message, fault))
-        self._call_together(cohort)
+            reply = self._call(message, self._fault(message))
+            if reply is not None and not self._late():
+                self._replies[identifier] = reply
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
@@ -268,29 +245,6 @@ class InProcessGrid(ShownAsCalled, Grid):
 
     def _context(self, message: Message) -> Context:
         return self.contexts[message.metadata.dst_node_id]
-
-    def _keep(self, message: Message, reply: Message | None) -> None:
-        if reply is not None and not self._late():
-            self._replies[message.metadata.message_id] = reply
-
-    def _call_together(self, cohort: list[Message]) -> None:
-        """Let the app reply to messages that ask the same; one by one if it cannot or errs."""
-        replies: Sequence[Message | None] | None = None
-        if len(cohort) > 1 and isinstance(self.app, TrainsTogether) and not self._late():
-            contexts = [self._context(message) for message in cohort]
-            states = [dict(context.state) for context in contexts]
-            try:
-                replies = self.app.train_together(cohort, contexts)
-            except (Exception, SystemExit) as error:
-                log(DEBUG, "A cohort of %d clients erred: %s", len(cohort), error)
-                for context, state in zip(contexts, states, strict=True):
-                    context.state = RecordDict(state)
-        if replies is None:
-            for message in cohort:
-                self._keep(message, self._call(message, None))
-            return
-        for message, reply in zip(cohort, replies, strict=True):
-            self._keep(message, reply)
 
     def _call(self, message: Message, fault: str | None) -> Message | None:
         """Return the reply of the node that ``message`` is for."""

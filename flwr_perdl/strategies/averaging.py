@@ -5,18 +5,16 @@ them; see `flwr_perdl.dictionary.averaging` for the maths and for what is fairer
 
 What each party receives:
 
-- *The server*, in round one: every client's own dictionary (a zero row for an atom that fewer than
-  ``min_support`` samples stand behind, or that one sample dominates). Later: every client's updated
-  dictionary, likewise. In every round: the leading direction of a client's residuals where it
-  withholds an atom and enough samples stand behind that direction, numbers of samples and atoms,
-  mean errors, and a 0 under ``"anew"``. Never: samples or codes. All atoms are everybody's: there
-  are no local ones to keep.
+- *The server*, in round one: every client's own dictionary (a zero row for an atom that too few
+  samples make up). Later: every client's updated dictionary, likewise. In every round: the leading
+  direction of a client's residuals where it withholds an atom and enough samples make up that
+  direction, numbers of samples and atoms, mean errors, and a 0 under ``"anew"``. Never: samples or
+  codes. All atoms are everybody's: there are no local ones to keep.
 - *A client*: the dictionary of all, the seed and the options; nothing of any other client. In round
   two that is the dictionary of *one* client, the one with the most samples.
 - *Evaluations* return mean errors only.
 
-The clients are made with ``DictionaryClient(protocol="averaging")``, which says what one reply
-shows.
+The clients are made with `DictionaryAveragingClient`, which says what leaves them.
 """
 
 from __future__ import annotations
@@ -29,8 +27,8 @@ import numpy as np
 from flwr_perdl._checks import Matrix, check_choice, check_count, check_flag
 from flwr_perdl._random import SERVER, spawn
 from flwr_perdl._records import ANEW, Reply
-from flwr_perdl.clients._steps import LOCAL_STEPS, MOST_STEPS
 from flwr_perdl.clients.averaging import AVERAGE
+from flwr_perdl.clients.dictionary import LOCAL_STEPS, MOST_STEPS
 from flwr_perdl.clients.perma import OWN
 from flwr_perdl.dictionary.aggregation import aggregate_atoms
 from flwr_perdl.dictionary.averaging import average_dictionaries, common_start
@@ -92,20 +90,20 @@ class DictionaryAveraging(ProtocolStrategy):
     A reply is one matrix of shape (n_atoms + 1, n_features): the client's atoms, each of norm 1, or
     zeros where it withholds one; and a last row, the leading direction of its residuals, which may
     replace an atom that no client uses, or zeros. Its metrics may have ``"orthogonal"``: 1 if the
-    client's learner keeps its atoms orthonormal. `DictionaryClient` replies so; a client of one's
-    own packs with ``np.vstack([atoms, np.zeros((1, n_features))])``.
+    client's learner keeps its atoms orthonormal. `DictionaryAveragingClient` replies so; a client
+    of one's own packs with ``np.vstack([atoms, np.zeros((1, n_features))])``.
 
     Examples
     --------
     >>> import numpy as np
-    >>> from flwr_perdl.clients import DictionaryClient, client_app
+    >>> from flwr_perdl.clients import DictionaryAveragingClient, client_app
     >>> from flwr_perdl.dictionary import LassoLearner
     >>> from flwr_perdl.simulations import InProcessGrid
     >>> from flwr_perdl.strategies import DictionaryAveraging
     >>> X = np.random.default_rng(0).standard_normal((3, 50, 6))
     >>> def make_client(context):
     ...     own = X[context.node_config["partition-id"]]
-    ...     return DictionaryClient(own, LassoLearner(4), context, protocol="averaging")
+    ...     return DictionaryAveragingClient(own, LassoLearner(4), context)
     >>> grid = InProcessGrid(client_app(make_client), 3)
     >>> result = DictionaryAveraging().start(grid, num_rounds=3)
     >>> result.arrays.to_numpy_ndarrays()[0].shape

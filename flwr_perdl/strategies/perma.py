@@ -27,8 +27,8 @@ Deviations from the paper, and why:
   of averaging its result; ``"mean"`` is the paper's.
 - ``matching="consensus"`` (the default) has an error that does not grow with the number of
   clients; ``"paths"`` is the paper's.
-- The client withholds atoms that few samples stand behind (``min_support``), or that one sample
-  dominates (see `DictionaryClient`), in every round.
+- The client withholds atoms that too few of its samples make up (`flwr_perdl.privacy.may_send`),
+  in every round.
 
 What each party receives:
 
@@ -57,7 +57,7 @@ from flwr.common import log
 from flwr_perdl._checks import Matrix, check_array, check_choice, check_count, check_flag, is_auto
 from flwr_perdl._records import ANEW, Reply, Scalar
 from flwr_perdl._robust import CAP
-from flwr_perdl.clients._steps import LOCAL_STEPS, MOST_STEPS
+from flwr_perdl.clients.dictionary import LOCAL_STEPS, MOST_STEPS
 from flwr_perdl.clients.perma import (
     ATOMS,
     ORTHOGONAL,

@@ -6,16 +6,15 @@ What P0 (Liang et al., NeurIPS 2023, B.1, Fig. 6 and Table 1) compares PerMA wit
 What each party receives:
 
 - *The server*, in round one: the principal directions of every client's samples, as many as it will
-  have components, without those that fewer than ``min_support`` samples stand behind. Later: per
-  client the shared components after its step (a zero row for one that fewer than ``min_support``
-  samples stand behind, or that one sample dominates). In every round: numbers of samples and
-  components, mean errors, and whether the client had lost its state. Never: samples, codes, or,
-  after round one, a client's own components.
+  have components, without those that too few samples make up. Later: per client the shared
+  components after its step (a zero row for one that too few samples make up). In every round:
+  numbers of samples and components, mean errors, and whether the client had lost its state. Never:
+  samples, codes, or, after round one, a client's own components.
 - *A client*: the shared components, the step, the seed and the options; nothing of any other
   client.
 - *Evaluations* return mean errors only.
 
-The clients are made with ``DictionaryClient(protocol="perpca")``, which says what one reply shows.
+The clients are made with `PerPCAClient`, which says what leaves them.
 """
 
 from __future__ import annotations
@@ -90,14 +89,14 @@ class PerPCA(ProtocolStrategy):
     Examples
     --------
     >>> import numpy as np
-    >>> from flwr_perdl.clients import DictionaryClient, client_app
+    >>> from flwr_perdl.clients import PerPCAClient, client_app
     >>> from flwr_perdl.dictionary import OrthogonalLearner
     >>> from flwr_perdl.simulations import InProcessGrid
     >>> from flwr_perdl.strategies import PerPCA
     >>> X = np.random.default_rng(0).standard_normal((3, 50, 6))
     >>> def make_client(context):
     ...     own = X[context.node_config["partition-id"]]
-    ...     return DictionaryClient(own, OrthogonalLearner(3), context, protocol="perpca")
+    ...     return PerPCAClient(own, OrthogonalLearner(3), context)
     >>> grid = InProcessGrid(client_app(make_client), 3)
     >>> result = PerPCA(n_global=2).start(grid, num_rounds=3)
     >>> result.arrays.to_numpy_ndarrays()[0].shape

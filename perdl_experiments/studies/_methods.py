@@ -37,14 +37,20 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from flwr.app import Context
 
 from flwr_perdl.checks import Matrix
-from flwr_perdl.clients import DictionaryClient
-from flwr_perdl.clients.dictionary import PROTOCOLS, Start
+from flwr_perdl.clients import (
+    DictionaryAveragingClient,
+    DictionaryClient,
+    LearnerClient,
+    PerPCAClient,
+)
+from flwr_perdl.clients.dictionary import Start
 from flwr_perdl.dictionary import (
     GradientLearner,
     KSVDLearner,
@@ -219,17 +225,12 @@ def _learner(config: Config, n_atoms: int, setting: float) -> Learner:
     return general(n_atoms, n_nonzero=min(round(setting), n_atoms))
 
 
-class _Client(DictionaryClient):
-    """A client that leaves its dictionary where this process finds it."""
-
-    def __init__(self, *args: Any, found: dict[int, Matrix], **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.found = found
-
-    def extra_metrics(self, global_atoms: Matrix, local_atoms: Matrix) -> dict[str, float]:
-        """Leave the dictionary; nothing to add to the metrics."""
-        self.found[self.partition] = np.vstack([global_atoms, local_atoms])
-        return {}
+#: The clients of the methods that are protocols of their own; all others average dictionaries.
+CLIENTS: dict[str, type[LearnerClient]] = {
+    "perma": DictionaryClient,
+    "averaging": DictionaryAveragingClient,
+    "perpca": PerPCAClient,
+}
 
 
 class _Federation:
@@ -243,7 +244,7 @@ class _Federation:
         self.config = replace(config, rounds=1) if method == "naive" else config
         self.found: dict[int, Matrix] = {}
 
-    def client(self, context: Context, config: Config) -> DictionaryClient:
+    def client(self, context: Context, config: Config) -> LearnerClient:
         """Return the client of ``context``'s partition."""
         learner: Learner = OrthogonalLearner(config.n_atoms, threshold=0.0)
         if self.method in AVERAGED:
@@ -251,9 +252,15 @@ class _Federation:
         elif self.method != "perpca":  # PerPCA's setting is the step of its strategy
             learner = _learner(config, config.n_atoms, self.setting)
         X = self.samples[int(context.node_config[PARTITION_ID])]
-        protocol = self.method if self.method in PROTOCOLS else "averaging"
-        given = {"start": self.start, "protocol": protocol, **config.private}
-        return _Client(X, learner, context, found=self.found, **given)
+        client = CLIENTS.get(self.method, DictionaryAveragingClient)
+        noted = partial(self._note, int(context.node_config[PARTITION_ID]))
+        given = {"start": self.start, "extra_metrics": noted, **config.private}
+        return client(X, learner, context, **given)
+
+    def _note(self, partition: int, global_atoms: Matrix, local_atoms: Matrix) -> dict[str, float]:
+        """Note a client's dictionary; nothing to add to the metrics."""
+        self.found[partition] = np.vstack([global_atoms, local_atoms])
+        return {}
 
     def strategy(self, config: Config, **options: Any) -> ProtocolStrategy:
         """Return the method's strategy."""

@@ -7,7 +7,7 @@ Errors are distances d_{1,2} (Definition 1) to the planted atoms.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from flwr_perdl.checks import Matrix, check_count
-from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.dictionary import OrthogonalLearner
 from flwr_perdl.random import DATA, spawn
 from perdl_experiments.data import Planted, planted_clients
@@ -34,28 +33,6 @@ STARTS: dict[str, dict[str, Any]] = {
     "poor": {"boost": 0.5 / THRESHOLD, "decay": 0.97, "n_iter": 100, "restarts": 1},
     "short": {"n_iter": 5},
 }
-
-Measure = Callable[[Planted, int, Matrix, Matrix], dict[str, float]]
-
-
-class PlantedClient(DictionaryClient):
-    """A client that knows what was planted and reports how far its atoms are from it.
-
-    Parameters
-    ----------
-    planted : Planted
-        All clients' data.
-    measure : callable
-        ``(planted, partition, global_atoms, local_atoms) -> metrics``.
-    """
-
-    def __init__(self, *args: Any, planted: Planted, measure: Measure, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.planted, self.measure = planted, measure
-
-    def extra_metrics(self, global_atoms: Matrix, local_atoms: Matrix) -> dict[str, float]:
-        """Return what the study measures."""
-        return self.measure(self.planted, self.partition, global_atoms, local_atoms)
 
 
 @lru_cache(maxsize=4)

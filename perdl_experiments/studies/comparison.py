@@ -24,7 +24,7 @@ from flwr.app import Context
 from numpy.typing import NDArray
 
 from flwr_perdl.checks import Matrix
-from flwr_perdl.clients.dictionary import PROTOCOLS
+from flwr_perdl.clients import DictionaryAveragingClient, LearnerClient
 from flwr_perdl.dictionary import OrthogonalLearner, dictionary_distance, warm_start
 from flwr_perdl.random import SERVER, spawn
 from flwr_perdl.records import PARTITION_ID
@@ -42,7 +42,7 @@ from perdl_experiments.studies._experiment import (
     attempt,
     words,
 )
-from perdl_experiments.studies._methods import rival
+from perdl_experiments.studies._methods import CLIENTS, rival
 
 METHODS = words("comparison")
 FEDERATED = ("perma", "averaging", "naive", "perpca")
@@ -131,16 +131,14 @@ class Errors(NamedTuple):
     seconds: float
 
 
-def client(context: Context, config: Config) -> _planted.PlantedClient:
+def client(context: Context, config: Config) -> LearnerClient:
     """Return the client of partition ``context.node_config["partition-id"]``."""
     partition, planted = int(context.node_config[PARTITION_ID]), config.planted
-    return _planted.PlantedClient(
+    return CLIENTS.get(config.method, DictionaryAveragingClient)(
         planted.samples[partition],
         config.learner,
         context,
-        planted=planted,
-        measure=_measure,
-        protocol=config.method if config.method in PROTOCOLS else "averaging",
+        extra_metrics=partial(_measure, planted, partition),
         **config.private,
     )
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 from flwr.app import ArrayRecord, Context, MetricRecord
@@ -125,9 +125,17 @@ def start(config: LearnerConfig) -> Start:
     return LASSO_START if config.learner == "lasso" else START
 
 
-def client(context: Context, config: Config) -> ImageClient:
+def client(context: Context, config: Config) -> DictionaryClient:
     """Return the client of partition ``context.node_config["partition-id"]``."""
-    return ImageClient.of(config.task, context, config)
+    task, partition = config.task, int(context.node_config[PARTITION_ID])
+    return DictionaryClient(
+        task.clients[partition],
+        config.make_learner(),
+        context,
+        start=start(config),
+        extra_metrics=partial(_quality, task, partition),
+        **config.private,
+    )
 
 
 def strategy(config: Config, **options: Any) -> PerMA:
@@ -140,41 +148,24 @@ def federations(config: Config) -> list[Config]:
     return [config]
 
 
-class ImageClient(DictionaryClient):
-    """A client that measures held-out images with its whole dictionary."""
+def _quality(
+    task: Task, partition: int, global_atoms: Matrix, local_atoms: Matrix
+) -> dict[str, float]:
+    """Return the quality with global + local atoms: of all held-out images, and of the own kind.
 
-    def __init__(self, *args: Any, task: Task, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.task = task
-
-    @classmethod
-    def of(cls, task: Task, context: Context, config: LearnerConfig) -> Self:
-        """Return the task's client of partition ``context.node_config["partition-id"]``."""
-        return cls(
-            task.clients[int(context.node_config[PARTITION_ID])],
-            config.make_learner(),
-            context,
-            task=task,
-            start=start(config),
-            **config.private,
-        )
-
-    def extra_metrics(self, global_atoms: Matrix, local_atoms: Matrix) -> dict[str, float]:
-        """Return the quality with global + local atoms: of all images, and of the own kind.
-
-        Nothing where all atoms are global: `run` measures these.
-        """
-        if not len(local_atoms):
-            return {}
-        D = np.vstack([global_atoms, local_atoms])
-        held_out = {"full": self.task.test, "own_full": self.task.own_test(self.partition)}
-        return {
-            _reported(field, kind, k): float(measured[i, j])
-            for kind, X in held_out.items()
-            for measured in [_measured(X, [D], self.task.shape)]
-            for j, k in enumerate(N_NONZERO)
-            for i, field in enumerate(FIELDS)
-        }
+    Nothing where all atoms are global: `run` measures these.
+    """
+    if not len(local_atoms):
+        return {}
+    D = np.vstack([global_atoms, local_atoms])
+    held_out = {"full": task.test, "own_full": task.own_test(partition)}
+    return {
+        _reported(field, kind, k): float(measured[i, j])
+        for kind, X in held_out.items()
+        for measured in [_measured(X, [D], task.shape)]
+        for j, k in enumerate(N_NONZERO)
+        for i, field in enumerate(FIELDS)
+    }
 
 
 def _reported(field: str, kind: str, k: int) -> str:

@@ -17,7 +17,6 @@ from flwr_perdl.dictionary import (
     dictionary_distance,
     iterate,
     warm_start,
-    warm_starts,
 )
 from flwr_perdl.random import spawn
 from flwr_perdl.records import PARTITION_ID
@@ -58,12 +57,11 @@ def _plant(config: Config) -> Planted:
 def client(context: Context, config: Config) -> DictionaryClient:
     """Return the client of partition ``context.node_config["partition-id"]``."""
     partition, planted = int(context.node_config[PARTITION_ID]), config.planted
-    return _planted.PlantedClient(
+    return DictionaryClient(
         planted.samples[partition],
         _learner(planted, partition),
         context,
-        planted=planted,
-        measure=_measure,
+        extra_metrics=partial(_measure, planted, partition),
         start=config.warm_start,
         **config.private,
     )
@@ -143,14 +141,11 @@ def _alone(config: Config) -> Matrix:
     """
     planted = config.planted
     errors = np.empty(config.clients)
-    for size in sorted({len(local) for local in planted.local_atoms}):
-        same = [i for i, local in enumerate(planted.local_atoms) if len(local) == size]
-        samples, learner = [planted.samples[i] for i in same], _learner(planted, same[0])
-        rngs = [spawn(config.seed, i) for i in same]
-        started = warm_starts(samples, learner, rngs=rngs, **STARTS[config.start])
-        starts = [one.dictionary for one in started]
-        learned = iterate(learner, samples, starts, [1.0] * (config.rounds - 1))
-        errors[same] = [dictionary_distance(planted.global_atoms, D) for D in learned]
+    for i, X in enumerate(planted.samples):
+        learner = _learner(planted, i)
+        D = warm_start(X, learner, rng=spawn(config.seed, i), **STARTS[config.start]).dictionary
+        learned = iterate(learner, X, D, [1.0] * (config.rounds - 1))
+        errors[i] = dictionary_distance(planted.global_atoms, learned)
     return errors
 
 

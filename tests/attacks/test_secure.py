@@ -21,7 +21,7 @@ from sklearn.datasets import load_digits
 
 from flwr_perdl._compat import become_server
 from flwr_perdl._npy import view_file
-from flwr_perdl.clients import DictionaryClient, client_app, perma
+from flwr_perdl.clients import DictionaryClient, client_app
 from flwr_perdl.clients.privacy import LocalPrivacy
 from flwr_perdl.dictionary import (
     LassoLearner,
@@ -64,19 +64,10 @@ class Sending(DictionaryClient):
     """A client whose updates a test notes or changes before they are clipped and masked."""
 
     adapt: Adapt
-    fit_cohort = None  # one by one
 
-
-@pytest.fixture(autouse=True)
-def updates_pass_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hand each update of a `Sending` client to its ``adapt``, before it is clipped."""
-    unexposed = perma._unexposed
-
-    def adapted(client: Any, *asked: Any) -> np.ndarray:
-        sent = unexposed(client, *asked)
-        return client.adapt(client.partition, sent) if isinstance(client, Sending) else sent
-
-    monkeypatch.setattr(perma, "_unexposed", adapted)
+    def fit(self, parameters: Any, config: Any) -> Any:
+        sent, n, metrics = super().fit(parameters, config)
+        return [self.adapt(self.partition, sent[0])] if parameters else sent, n, metrics
 
 
 def make_grid(
@@ -345,8 +336,6 @@ def shown(digits_sent: int | None) -> int:
     sent: dict[int, list[np.ndarray]] = {}
 
     class Noting(DictionaryClient):
-        fit_cohort = None
-
         def fit(self, parameters: Any, config: Any) -> Any:
             fitted = super().fit(parameters, config)
             if parameters:
@@ -376,7 +365,6 @@ def test_few_digits_hide_samples_from_differences_between_rounds() -> None:
 
 
 def test_an_update_is_rounded_to_its_largest_entrys_digits() -> None:
-    """In a cohort as one by one; what is not an update is as it was."""
     parts, _ = digits()
 
     def run(digits_sent: int | None) -> np.ndarray:
@@ -388,8 +376,7 @@ def test_an_update_is_rounded_to_its_largest_entrys_digits() -> None:
         own = {"perdl.step": "update", "perdl.sends": "statistics", "perdl.orthogonal": 1}
         config = {**own, "server-round": 1, "perdl.seed": 0, "perdl.run": "r"}
         ones = list(map(make_client, contexts))
-        found = DictionaryClient.fit_cohort(ones, [START], config)
-        return np.stack([fitted[0][0] for fitted in found])
+        return np.stack([one.fit([START], config)[0][0] for one in ones])
 
     exact, coarse = run(None), run(2)
     for one, other in zip(exact, coarse, strict=True):

@@ -21,6 +21,8 @@ from flwr_perdl.dictionary import (
 from flwr_perdl.dictionary.aggregation import METHODS
 from perdl_experiments.data import planted_clients
 
+ALL = np.ones(3, dtype=bool)
+
 ROBUST = ["median", "geometric-median", "trimmed"]
 
 
@@ -162,8 +164,8 @@ def test_the_truth_is_a_fixed_point_with_rows_withheld(rng, orthonormal, sparse,
     clients, shared = federation(rng, orthonormal, sparse, orthogonal)
     stack = np.stack(
         [
-            local_statistics(C @ D, C, D, 3, orthogonal=orthogonal, min_support=support)
-            for (C, D), support in zip(clients, [0, 5, 20, 12, 15, 18], strict=True)
+            local_statistics(C @ D, C, D, np.arange(3) != i, orthogonal=orthogonal)
+            for i, (C, D) in enumerate(clients)
         ]
     )
     assert (stack == 0).all(axis=2).any()
@@ -179,9 +181,9 @@ def test_statistics_by_hand():
     rest = [[3.0, 1.0, -1.0], [0.0, 2.0, 0.0]]  # X without the local atom
     moment = np.array([[6.0, 2.0, -2.0], [0.0, 2.0, 0.0]])
     assert np.array_equal(C[:, :2].T @ rest, moment)
-    found = local_statistics(X, C, D, 2, orthogonal=True, min_support=0)
+    found = local_statistics(X, C, D, np.ones(2, bool), orthogonal=True)
     assert np.array_equal(found, moment)
-    found = local_statistics(X, C, D, 2, orthogonal=False, min_support=0)
+    found = local_statistics(X, C, D, np.ones(2, bool), orthogonal=False)
     assert np.array_equal(found, np.hstack([[[4.0, 0.0], [0.0, 1.0]], moment]))
 
 
@@ -189,7 +191,7 @@ def test_a_withheld_atom_counts_as_local():
     C = np.array([[1.0, 1.0, 0.0]] * 3 + [[1.0, 0.0, 1.0]] * 3)
     D = np.eye(3)
     X = C @ D + 0.5
-    S = local_statistics(X, C, D, 2, orthogonal=False, min_support=5)
+    S = local_statistics(X, C, D, np.array([True, False]), orthogonal=False)
     kept = C * [1, 0, 0]
     assert np.array_equal(S[1], np.zeros(5))
     assert np.array_equal(S[:, 1], np.zeros(2))
@@ -198,7 +200,7 @@ def test_a_withheld_atom_counts_as_local():
 
 def test_one_general_client_alone_gets_the_update_of_online_dictionary_learning(rng, unit):
     C, X, D = rng.standard_normal((60, 4)), rng.standard_normal((60, 6)), unit(4, 6)
-    S = local_statistics(X, C, D, 3, orthogonal=False)
+    S = local_statistics(X, C, D, np.ones(3, bool), orthogonal=False)
     expected = LassoLearner(3).update(X - C[:, 3:] @ D[3:], C[:, :3], D[:3])
     found = aggregate_statistics(S[None], D[:3], orthogonal=False)
     assert np.allclose(found.global_atoms, expected, atol=1e-12)
@@ -213,7 +215,7 @@ def test_rounds_over_clients_are_iterations_over_their_pooled_samples(sizes, rng
         pooled = learner.step(X, pooled)
         stack = [
             local_statistics(
-                Y, learner.code(Y, federated), federated, 12, orthogonal=False, min_support=0
+                Y, learner.code(Y, federated), federated, np.ones(12, bool), orthogonal=False
             )
             for Y in clients
         ]
@@ -227,7 +229,7 @@ def test_a_wrong_client_is_left_out(rng, orthonormal, sparse, orthogonal):
     clients, shared = federation(rng, orthonormal, sparse, orthogonal)
     stack = [
         local_statistics(
-            C @ D + 0.01 * rng.standard_normal((150, 8)), C, D, 3, orthogonal=orthogonal
+            C @ D + 0.01 * rng.standard_normal((150, 8)), C, D, ALL, orthogonal=orthogonal
         )
         for C, D in clients
     ]
@@ -273,7 +275,7 @@ def test_the_default_aggregation_recovers_the_global_atoms(start, weak):
                 stepped = learner.step(X, np.vstack([G, local[i]]))
                 local[i] = align_to_global(stepped, G).local_atoms
                 D = np.vstack([G, local[i]])
-                stack.append(local_statistics(X, learner.code(X, D), D, 3, orthogonal=True))
+                stack.append(local_statistics(X, learner.code(X, D), D, ALL, orthogonal=True))
             G = aggregate_statistics(np.stack(stack), G, orthogonal=True).global_atoms
         assert dictionary_distance(G, planted.global_atoms) < 1e-6
 

@@ -23,8 +23,6 @@ from flwr_perdl.dictionary.atoms import (
     merged_atoms,
     principal_directions,
 )
-from flwr_perdl.dictionary.polar import polar_factors
-from tests.bits import assert_same_bits
 
 numbers = st.floats(-10, 10).map(lambda x: round(x, 3))
 
@@ -150,38 +148,6 @@ def test_polar_factor_of_an_ill_conditioned_matrix(rng, orthonormal):
         Q = polar_factor((U * s) @ V, orthonormal(5, 9))
         assert np.allclose(Q, U @ V, atol=1e-15 * 10**power * 100)
         assert np.allclose(Q @ Q.T, np.eye(5), atol=1e-12)
-
-
-@pytest.mark.parametrize("n_atoms", [3, 8, 9, 20])
-def test_polar_factors_of_a_stack_of_all_conditions_are_those_of_each(orthonormal, n_atoms):
-    powers = (0, 0.5, 1, 1.4, 1.6, 2, 3, 5)
-    U, V = orthonormal(n_atoms, n_atoms), orthonormal(n_atoms, 24)
-    S = np.stack(
-        [10.0**k * (U * np.logspace(0, -power, n_atoms)) @ V for k, power in enumerate(powers)]
-    )
-    fallback = np.broadcast_to(V, S.shape)
-    stack = polar_factors(S, fallback)
-    for matrix, factor, power in zip(S, stack, powers, strict=True):
-        assert_same_bits(factor, polar_factor(matrix, V))
-        assert np.allclose(factor, polar(matrix)[0], rtol=0, atol=1e-13 + 1e-15 * 10 ** (2 * power))
-        assert np.allclose(factor @ factor.T, np.eye(n_atoms), rtol=0, atol=1e-14)
-
-
-@pytest.mark.parametrize("share", [1.0, 0.99, 0.9, 0.7])
-def test_a_polar_factor_does_not_depend_on_what_is_beside_it(orthonormal, share):
-    good, V = orthonormal(12, 20), orthonormal(12, 20)
-    weak = V * np.append(np.ones(11), np.sqrt(share * 1e-3 * np.sqrt(11)))[:, None]
-    many = polar_factors(np.stack([weak, good]), np.stack([V, good]))
-    assert_same_bits(many[0], polar_factor(weak, V))
-    assert_same_bits(many[1], polar_factor(good, good))
-
-
-def test_polar_factors_of_well_conditioned_matrices_need_products_only(rng, monkeypatch):
-    S = rng.standard_normal((5, 20, 80))
-    expected = [polar(matrix)[0] for matrix in S]
-    for name in ("eigh", "svd"):
-        monkeypatch.setattr(np.linalg, name, None)
-    assert np.allclose(polar_factors(S, S), expected, rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize("zero_rows", [False, True])

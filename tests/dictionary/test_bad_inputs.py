@@ -19,6 +19,7 @@ from flwr_perdl.dictionary import (
     local_statistics,
     normalize_atoms,
 )
+from flwr_perdl.privacy import may_send
 
 
 def with_one(A: np.ndarray, value: float) -> np.ndarray:
@@ -165,13 +166,10 @@ def test_clients(kind: Any, samples: str, atoms: str, count: Any, other: Any) ->
     X, D = ODD[samples](plain(0, 6)), ODD[atoms](plain(1, 4, unit=True))
     algorithm = kind(4)
     answers(lambda: perdl.refine_local(X, D, count, algorithm, n_iter=other))
-    answers(lambda: perdl.update_dictionary(X, D, algorithm, n_steps=count, min_support=other))
-    answers(
-        lambda: local_statistics(
-            X, algorithm.code(X, D), D, count, orthogonal=kind.orthogonal, min_support=other
-        )
-    )
-    answers(lambda: local_statistics(X, D, D, count, orthogonal=True))
+    for shared in ([], [True], [True] * 5, [1.0], count):
+        answers(lambda shared=shared: local_statistics(X, D, D, shared, orthogonal=kind.orthogonal))
+    answers(lambda: perdl.update_weights(algorithm, X, algorithm.code(X, D), D))
+    answers(lambda: may_send(D, X, count))
 
 
 @generated

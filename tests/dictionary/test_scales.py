@@ -20,7 +20,6 @@ from flwr_perdl.dictionary import (
     reconstruct,
     refine_local,
     sparse_code,
-    update_dictionary,
     warm_start,
 )
 
@@ -93,7 +92,6 @@ def test_samples_whose_squares_are_out_of_range_are_named(kind, dtype, scale, rn
         lambda: warm_start(X, learner, rng=rng, n_iter=2),
         lambda: learner.step(X, D),
         lambda: refine_local(X, D, 2, learner),
-        lambda: update_dictionary(X, D, learner),
         lambda: personalized_pca([X, X], 1, 1),
     ):
         with pytest.raises(ValueError, match=r"must be rescaled, as the squares .*, got values up"):

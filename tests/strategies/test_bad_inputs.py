@@ -13,7 +13,13 @@ from flwr.app import ArrayRecord
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flwr_perdl.clients import DictionaryClient, RegressionClient, client_app
+from flwr_perdl.clients import (
+    DictionaryAveragingClient,
+    DictionaryClient,
+    PerPCAClient,
+    RegressionClient,
+    client_app,
+)
 from flwr_perdl.dictionary import OrthogonalLearner
 from flwr_perdl.diffusion import Topology
 from flwr_perdl.regression import MomentDescent, Refinement
@@ -69,15 +75,19 @@ OWN = {
 ALL = [(name, option) for name, own in OWN.items() for option in own]
 ALL += [("PerMA", option) for option in ServerOptions.__annotations__ if option != "checkpoint_dir"]
 
-#: The protocols of the clients that the strategies ask.
-KINDS = {"PerMA": "perma", "DictionaryAveraging": "averaging", "PerPCA": "perpca"}
+#: The clients that the strategies ask.
+KINDS = {
+    "PerMA": DictionaryClient,
+    "DictionaryAveraging": DictionaryAveragingClient,
+    "PerPCA": PerPCAClient,
+}
 
 
-def grid(n: int = 3, rows: int = 30, kind: str = "perma") -> InProcessGrid:
+def grid(n: int = 3, rows: int = 30, kind: Any = DictionaryClient) -> InProcessGrid:
     def make(context: Any) -> Any:
-        if kind == "regression":
+        if kind is RegressionClient:
             return RegressionClient(X[:rows], Y[:rows], context)
-        return DictionaryClient(X[:rows], OrthogonalLearner(4), context, protocol=kind)
+        return kind(X[:rows], OrthogonalLearner(4), context)
 
     return InProcessGrid(client_app(make), n)
 
@@ -192,7 +202,7 @@ def _filled(shape: tuple[int, ...], value: float, dtype: Any) -> np.ndarray[Any,
 @given(arrays=st.lists(initial(), min_size=1, max_size=2))
 @settings(deadline=None, max_examples=8)
 def test_initial_arrays_lead_to_finite_models_or_one_sentence(name: str, arrays: Any) -> None:
-    kind = KINDS.get(name, "regression")
+    kind = KINDS.get(name, RegressionClient)
     try:
         result = STRATEGIES[name]().start(grid(kind=kind), ArrayRecord(arrays), num_rounds=2)
     except (ValueError, TypeError, TooFewReplies) as error:
@@ -207,7 +217,7 @@ def test_initial_arrays_lead_to_finite_models_or_one_sentence(name: str, arrays:
 def test_one_client_and_one_sample_are_served_or_refused(
     name: str, n: int, rows: int, least: int
 ) -> None:
-    kind = KINDS.get(name, "regression")
+    kind = KINDS.get(name, RegressionClient)
     strategy = STRATEGIES[name](min_clients=least)
     try:
         result = strategy.start(grid(n, rows, kind), num_rounds=5)
@@ -221,11 +231,15 @@ def test_one_client_and_one_sample_are_served_or_refused(
 @pytest.mark.parametrize(
     ("strategy", "kind", "named"),
     [
-        (lambda: PerMA(9), "perma", "n_global must be at most every client's number of atoms"),
-        (lambda: PerMA(10**30), "perma", "n_global must be at most"),
-        (lambda: PerPCA(10**18), "perpca", "n_global must be at most"),
-        (lambda: OneShotClustering(10**9), "regression", "at most the number of clients"),
-        (lambda: FedX(10**12, start="random"), "regression", "n_clusters must be at most"),
+        (
+            lambda: PerMA(9),
+            DictionaryClient,
+            "n_global must be at most every client's number of atoms",
+        ),
+        (lambda: PerMA(10**30), DictionaryClient, "n_global must be at most"),
+        (lambda: PerPCA(10**18), PerPCAClient, "n_global must be at most"),
+        (lambda: OneShotClustering(10**9), RegressionClient, "at most the number of clients"),
+        (lambda: FedX(10**12, start="random"), RegressionClient, "n_clusters must be at most"),
     ],
 )
 def test_more_than_the_data_can_serve_is_refused(

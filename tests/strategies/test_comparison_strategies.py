@@ -13,7 +13,7 @@ from flwr.app import ArrayRecord, Context, Message
 from scipy.linalg import subspace_angles
 
 from flwr_perdl._random import spawn
-from flwr_perdl.clients import DictionaryClient
+from flwr_perdl.clients import DictionaryAveragingClient, DictionaryClient, PerPCAClient
 from flwr_perdl.dictionary import (
     GradientLearner,
     KSVDLearner,
@@ -36,6 +36,8 @@ STRATEGIES: dict[str, Callable[..., ProtocolStrategy]] = {
 
 RESUME = ServerSettings(resume=True)
 
+CLIENTS = {"averaging": DictionaryAveragingClient, "perpca": PerPCAClient}
+
 
 @pytest.mark.parametrize(
     "learner",
@@ -50,7 +52,7 @@ RESUME = ServerSettings(resume=True)
 def test_averaging_finds_a_dictionary_that_all_share(
     federation: MakeFederation, learner: Any
 ) -> None:
-    planted = federation(protocol="averaging", n_global=6, learner=learner)
+    planted = federation(client=DictionaryAveragingClient, n_global=6, learner=learner, seed=2)
     strategy = DictionaryAveraging(local_steps=2)
     atoms = planted.learn(strategy, 8)
     assert dictionary_distance(atoms, planted.planted.global_atoms) < 1e-2
@@ -59,7 +61,7 @@ def test_averaging_finds_a_dictionary_that_all_share(
 
 
 def test_the_naive_average_is_the_plain_mean_and_ends_the_run(federation: MakeFederation) -> None:
-    planted = federation(protocol="averaging", n_global=6, min_support=0)
+    planted = federation(client=DictionaryAveragingClient, n_global=6, min_support=0)
     strategy = DictionaryAveraging(start_from="own", weighted=False)
     atoms = planted.learn(strategy, 5)
     assert [report.step for report in strategy.history] == ["average", "evaluate"]
@@ -72,14 +74,14 @@ def test_the_naive_average_is_the_plain_mean_and_ends_the_run(federation: MakeFe
 
 
 def test_averaging_cannot_have_local_atoms(federation: MakeFederation) -> None:
-    planted = federation(protocol="averaging")
+    planted = federation(client=DictionaryAveragingClient)
     atoms = planted.learn(DictionaryAveraging(), 10)
     local = [match_atoms(own, atoms).distances.max() for own in planted.planted.local_atoms]
     assert max(local) > 0.3
 
 
 def test_perpca_finds_the_shared_subspace(federation: MakeFederation) -> None:
-    planted = federation(protocol="perpca", learner=OrthogonalLearner(4, threshold=0.0))
+    planted = federation(client=PerPCAClient, learner=OrthogonalLearner(4, threshold=0.0))
     for X, local in zip(planted.planted.samples, planted.planted.local_atoms, strict=True):
         X -= (X @ local[1:].T) @ local[1:]  # one direction of its own is left to each client
     strategy = PerPCA(3)
@@ -90,14 +92,16 @@ def test_perpca_finds_the_shared_subspace(federation: MakeFederation) -> None:
 
 
 def test_perpca_does_what_it_does_in_one_place(federation: MakeFederation) -> None:
-    planted = federation(protocol="perpca", learner=OrthogonalLearner(5), noise=0.1)
+    planted = federation(client=PerPCAClient, learner=OrthogonalLearner(5), noise=0.1)
     U = planted.learn(PerPCA(3), 11)
     together = personalized_pca(planted.planted.samples, 3, 2, n_rounds=10)
     np.testing.assert_array_equal(U, together.global_components)
 
 
 def test_the_two_shot_form_ends_after_round_one(federation: MakeFederation) -> None:
-    planted = federation(protocol="perpca", learner=OrthogonalLearner(5, threshold=0.0), noise=0.1)
+    planted = federation(
+        client=PerPCAClient, learner=OrthogonalLearner(5, threshold=0.0), noise=0.1
+    )
     strategy = PerPCA(3, two_shot=True)
     U = planted.learn(strategy, 11)
     together = personalized_pca(planted.planted.samples, 3, 2, n_rounds=0)
@@ -114,7 +118,7 @@ def test_the_two_shot_form_ends_after_round_one(federation: MakeFederation) -> N
 
 
 def test_perpca_halves_its_step_when_the_error_rises(federation: MakeFederation) -> None:
-    planted = federation(protocol="perpca", learner=OrthogonalLearner(5), noise=0.3)
+    planted = federation(client=PerPCAClient, learner=OrthogonalLearner(5), noise=0.3)
     strategy = PerPCA(3, step=50.0, fraction_evaluate=0.0)
     planted.learn(strategy, 40)
     errors = [report.aggregate["mse"] for report in strategy.history[1:]]
@@ -133,7 +137,7 @@ def test_a_client_that_fails_is_left_out(
         return fault if partition == 2 and trains and config["server-round"] == round_ else None
 
     strategy = STRATEGIES[name](fraction_evaluate=0.0)
-    planted = federation(protocol=name)
+    planted = federation(client=CLIENTS[name])
     assert np.isfinite(planted.learn(strategy, faults=faults)).all()
     dropped = {report.round: list(report.dropped) for report in strategy.history}
     if (name, fault, round_) == ("perpca", "shape", 1):  # a direction less is a good reply
@@ -153,7 +157,7 @@ def test_a_resumed_run_has_the_same_bits(
         return {"state-dir": str(tmp_path / "state")}
 
     make, options = STRATEGIES[name], {"fraction_train": 0.6}
-    planted = federation(protocol=name, noise=0.05)
+    planted = federation(client=CLIENTS[name], noise=0.05)
     whole = planted.learn(make(**options), 6)
     saving = {**options, "checkpoint_dir": tmp_path / "server"}
     planted.learn(make(**saving), 3, node_config=node_config)
@@ -163,7 +167,7 @@ def test_a_resumed_run_has_the_same_bits(
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_client_that_joins_late_carries_on(federation: MakeFederation, name: str) -> None:
-    grid = federation(protocol=name).grid()
+    grid = federation(client=CLIENTS[name]).grid()
     late = grid.contexts.pop(next(iter(grid.contexts)))
 
     def join(report: Any) -> None:
@@ -179,7 +183,7 @@ def test_a_client_that_joins_late_carries_on(federation: MakeFederation, name: s
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_run_may_start_from_given_atoms(federation: MakeFederation, name: str) -> None:
-    planted = federation(protocol=name, noise=0.05)
+    planted = federation(client=CLIENTS[name], noise=0.05)
     strategy = STRATEGIES[name](fraction_evaluate=0.0)
     strategy.start(planted.grid(), ArrayRecord([planted.planted.global_atoms]), num_rounds=2)
     assert [len(report.metrics) for report in strategy.history] == [5, 5]
@@ -188,12 +192,12 @@ def test_a_run_may_start_from_given_atoms(federation: MakeFederation, name: str)
 def test_perpca_refuses_components_that_are_not(federation: MakeFederation) -> None:
     skew = normalize_atoms(np.random.default_rng(0).standard_normal((3, 6)))
     with pytest.raises(ValueError, match="initial_arrays must be 3 orthonormal components"):
-        PerPCA(3).start(federation(protocol="perpca").grid(), ArrayRecord([skew]), num_rounds=1)
+        PerPCA(3).start(federation(client=PerPCAClient).grid(), ArrayRecord([skew]), num_rounds=1)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_float32_stays_float32(federation: MakeFederation, name: str) -> None:
-    planted = federation(protocol=name)
+    planted = federation(client=CLIENTS[name])
     planted.planted.samples[:] = [X.astype(np.float32) for X in planted.planted.samples]
     assert planted.learn(STRATEGIES[name]()).dtype == np.float32
 
@@ -205,7 +209,7 @@ def test_ray_gives_the_same_bits(name: str) -> None:
     def client(context: Context, config: Any) -> DictionaryClient:
         rng = np.random.default_rng(int(context.node_config["partition-id"]))
         return DictionaryClient(
-            rng.standard_normal((50, 8)), OrthogonalLearner(5), context, protocol=name
+            rng.standard_normal((50, 8)), OrthogonalLearner(5), context, client=CLIENTS[name]
         )
 
     make = STRATEGIES[name]
@@ -236,14 +240,14 @@ def test_a_bad_option_is_named(make: Callable[[], Any], message: str) -> None:
 
 def test_more_shared_components_than_components_are_refused(federation: MakeFederation) -> None:
     with pytest.raises(ValueError, match="n_global=7 with 6 components at client 0"):
-        federation(protocol="perpca").learn(PerPCA(7))
+        federation(client=PerPCAClient).learn(PerPCA(7))
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_clients_with_too_few_samples_are_told_so_or_withhold(
     federation: MakeFederation, name: str
 ) -> None:
-    planted = federation(protocol=name, n_samples=2)
+    planted = federation(client=CLIENTS[name], n_samples=2)
     if name == "perpca":
         with pytest.raises(ValueError, match="min_support must leave components to start from"):
             planted.learn(STRATEGIES[name]())
@@ -256,7 +260,7 @@ def test_clients_that_were_never_asked_evaluate_what_they_would_begin_with(
     federation: MakeFederation, name: str
 ) -> None:
     strategy = STRATEGIES[name](fraction_train=0.4)
-    planted = federation(protocol=name, learner=OrthogonalLearner(5), noise=0.05)
+    planted = federation(client=CLIENTS[name], learner=OrthogonalLearner(5), noise=0.05)
     planted.learn(strategy, 2)
     for report in strategy.history:
         if report.step != "evaluate":

@@ -159,7 +159,8 @@ def test_a_resumed_run_remembers_what_the_server_measured(
     whole = run(3)
     run(2, checkpoint_dir=tmp_path)
     again = run(3, checkpoint_dir=tmp_path, server=RESUME)
-    assert_same_bits(np.array(again.losses_centralized), np.array(whole.losses_centralized))
+    # the clients have lost their states: the same, but for rounding
+    np.testing.assert_allclose(again.losses_centralized, whole.losses_centralized, rtol=1e-12)
     assert again.metrics_centralized.keys() == whole.metrics_centralized.keys() == {"size"}
     sizes = (np.array(found.metrics_centralized["size"]) for found in (again, whole))
     assert_same_bits(*sizes)

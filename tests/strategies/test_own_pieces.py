@@ -15,7 +15,13 @@ from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import LocalDpMod
 
-from flwr_perdl.clients import DictionaryClient, DiffusionClient, Member, client_app
+from flwr_perdl.clients import (
+    DictionaryClient,
+    DiffusionClient,
+    Member,
+    PerPCAClient,
+    client_app,
+)
 from flwr_perdl.dictionary import OrthogonalLearner
 from flwr_perdl.diffusion import Topology
 from flwr_perdl.simulations import InProcessGrid
@@ -41,8 +47,8 @@ def dictionary(context: Any) -> DictionaryClient:
     return DictionaryClient(X, OrthogonalLearner(4), context)
 
 
-def components(context: Any) -> DictionaryClient:
-    return DictionaryClient(X, OrthogonalLearner(4), context, protocol="perpca")
+def components(context: Any) -> PerPCAClient:
+    return PerPCAClient(X, OrthogonalLearner(4), context)
 
 
 class Template(NumPyClient):

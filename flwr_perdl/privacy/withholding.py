@@ -1,0 +1,67 @@
+"""Which rows of a reply a client withholds: one rule, asked for a mask before sums are formed.
+
+A row of a reply is a sum of terms ``w_ij x_i`` over samples. It shows a sample where that sample's
+term is most of the sum, so the rule looks at the terms alone, not at the sum: a mask that depended
+on the sum would itself say something about it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flwr_perdl._checks import Matrix, check_array, check_count
+
+#: The largest share of a row's squared terms that one sample may have. Of 51,964 rows that servers
+#: with random and near-sample atoms received, 6 showed a sample; with 4/5 or a plain count of
+#: samples many more do, with 1/2 clients of few samples withhold half of their atoms.
+MOST_OF_ONE = 2 / 3
+
+
+def may_send(weights: Matrix, X: Matrix, min_support: int) -> NDArray[np.bool_]:
+    """Return which of the sums ``weights.T @ X`` may leave a client.
+
+    At least ``min_support`` samples must have a term ``w_ij x_i``, and none of them more than two
+    thirds of ``sum_i |w_ij|^2 |x_i|^2``. This protects from a glance, not from an attack:
+    differences of replies can still show samples, and only noise helps against those.
+
+    Parameters
+    ----------
+    weights : ndarray of shape (n_samples, n_rows)
+        The weights of each row.
+    X : ndarray of shape (n_samples, n_features)
+        The samples, or what the rows sum up of them.
+    min_support : int
+        The least number of samples behind a row; 0 lets every row through.
+
+    Returns
+    -------
+    ndarray of bool of shape (n_rows,)
+
+    Raises
+    ------
+    ValueError
+        If shapes do not fit, or ``min_support`` is negative.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.privacy import may_send
+    >>> weights = np.array([[1.0, 9.0], [1.0, 1.0], [1.0, 1.0]])
+    >>> may_send(weights, np.eye(3), min_support=3)
+    array([ True, False])
+    """
+    X = check_array("X", X, squares=True)
+    weights = check_array("weights", weights)
+    check_count("rows of weights", len(weights), len(X), len(X))
+    if not check_count("min_support", min_support):
+        return np.ones(weights.shape[1], dtype=bool)
+    # Relative to the longest term of each row: squares of very small or large terms are no numbers.
+    terms = np.abs(weights) * np.linalg.norm(X, axis=1)[:, None]
+    longest = terms.max(axis=0, initial=0)
+    shares = (terms / np.where(longest > 0, longest, 1)) ** 2
+    enough = np.count_nonzero(terms, axis=0) >= min_support
+    # the longest term's share is 1 here
+    alone = MOST_OF_ONE * shares.sum(axis=0) < 1
+    allowed: NDArray[np.bool_] = enough & ~alone
+    return allowed
