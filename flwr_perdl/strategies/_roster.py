@@ -87,7 +87,7 @@ class Roster(Generic[Node]):
         name = properties.get(NAME)
         own = printable(name, _LONGEST_NAME) if isinstance(name, str) else ""
         self._names[node] = own or str(partition)
-        if own and partition == named_partition(name):
+        if own and partition == named_partition(str(name)):
             self._hashed.add(partition)
         if partition not in self.names:
             self._call(partition, self._names[node])

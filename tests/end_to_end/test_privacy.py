@@ -87,17 +87,15 @@ def run(
     learner: Learner,
     make: Callable[..., ProtocolStrategy],
     min_support: int = 3,
-    protocol: str = "perma",
+    client: type[LearnerClient] = DictionaryClient,
 ) -> tuple[Any, ...]:
     digits = load_digits()
     X = digits.images.reshape(-1, 64) / 16
     own = [X[digits.target == label][:100] for label in range(4)]
 
-    def make_client(context: Context) -> DictionaryClient:
+    def make_client(context: Context) -> LearnerClient:
         samples = own[int(context.node_config["partition-id"])]
-        return DictionaryClient(
-            samples, learner, context, protocol=protocol, min_support=min_support
-        )
+        return client(samples, learner, context, min_support=min_support)
 
     grid = Tap(client_app(make_client), len(own))
     local_atoms: list[np.ndarray] = []
@@ -152,14 +150,14 @@ def test_samples_codes_and_local_atoms_stay_at_home(name: str, aggregation: str)
 @pytest.mark.parametrize("start_from", ["common", "own"])
 def test_averaging_sends_neither_samples_nor_codes(name: str, start_from: str) -> None:
     make = partial(DictionaryAveraging, start_from=start_from, weighted=False)
-    grid, samples, _, _ = run(LEARNERS[name], make, protocol="averaging")
+    grid, samples, _, _ = run(LEARNERS[name], make, client=DictionaryAveragingClient)
     for rows in grid.rows["average"]:
         assert closest(rows, samples) <= 0.999
     assert set(grid.rows) == {"average", "evaluate"}
 
 
 def test_perpca_keeps_samples_and_after_round_one_own_components() -> None:
-    grid, samples, _, local = run(OrthogonalLearner(ROWS), partial(PerPCA, 24), protocol="perpca")
+    grid, samples, _, local = run(OrthogonalLearner(ROWS), partial(PerPCA, 24), client=PerPCAClient)
     own = ROWS - 24
     assert len(local) == 4 * own * 3 * 2  # clients x components x rounds after the first, reports
     for rows in grid.rows["components"]:
