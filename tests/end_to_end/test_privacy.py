@@ -11,7 +11,14 @@ import pytest
 from flwr.app import ArrayRecord, Context, RecordDict
 from sklearn.datasets import load_digits
 
-from flwr_perdl.clients import DictionaryClient, RegressionClient, client_app
+from flwr_perdl.clients import (
+    DictionaryAveragingClient,
+    DictionaryClient,
+    LearnerClient,
+    PerPCAClient,
+    RegressionClient,
+    client_app,
+)
 from flwr_perdl.dictionary import (
     GradientLearner,
     KSVDLearner,
