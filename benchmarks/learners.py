@@ -28,7 +28,7 @@ from sklearn.datasets import load_digits
 from sklearn.decomposition import DictionaryLearning, MiniBatchDictionaryLearning, sparse_encode
 from sklearn.exceptions import ConvergenceWarning
 
-from flwr_perdl.clients import DictionaryClient, client_app
+from flwr_perdl.clients import DictionaryAveragingClient, client_app
 from flwr_perdl.dictionary import (
     GradientLearner,
     KSVDLearner,
@@ -37,7 +37,6 @@ from flwr_perdl.dictionary import (
     normalize_atoms,
     sparse_code,
 )
-from flwr_perdl.dictionary.averaging import average_dictionaries, update_dictionary
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import DictionaryAveraging
 
@@ -249,7 +248,7 @@ def pursuits() -> list[dict[str, Any]]:
 
 
 def loops() -> list[dict[str, Any]]:
-    """Time rounds of federated averaging: a plain loop, its arithmetic complete, on Flower."""
+    """Time rounds of federated averaging: a plain loop, and on Flower."""
     rows = []
     for n_clients, d, r, n in LOOPS:
         # A start near the truth: every client uses every atom, and a plain loop does all there is.
@@ -266,22 +265,11 @@ def loops() -> list[dict[str, Any]]:
                 D = normalize_atoms(total / len(X))
             return D
 
-        def complete(
-            n_rounds: int, X: Any = X, D: Any = start, learner: Any = learner
-        ) -> np.ndarray:
-            for _ in range(n_rounds):
-                sent = []
-                for samples in X:
-                    found = update_dictionary(samples, D, learner, min_support=0)
-                    codes = learner.code(samples, found.dictionary)
-                    np.mean((samples - codes @ found.dictionary) ** 2)  # what clients report
-                    sent.append(found.sent)
-                D = average_dictionaries(np.stack(sent), D, orthogonal=False)
-            return D
-
-        def make_client(context: Context, X: Any = X, learner: Any = learner) -> DictionaryClient:
+        def make_client(
+            context: Context, X: Any = X, learner: Any = learner
+        ) -> DictionaryAveragingClient:
             samples = X[int(context.node_config["partition-id"])]
-            return DictionaryClient(samples, learner, context, protocol="averaging", min_support=0)
+            return DictionaryAveragingClient(samples, learner, context, min_support=0)
 
         def messages(
             n_rounds: int, n_clients: int = n_clients, D: Any = start, make: Any = make_client
@@ -291,7 +279,7 @@ def loops() -> list[dict[str, Any]]:
             result = strategy.start(grid, ArrayRecord([D]), num_rounds=n_rounds)
             return result.arrays.to_numpy_ndarrays()[0]
 
-        ways = {"plain": plain, "complete": complete, "messages": messages}
+        ways = {"plain": plain, "messages": messages}
         ends = {name: way(LONG) for name, way in ways.items()}
         differences = {name: float(np.abs(D - ends["plain"]).max()) for name, D in ends.items()}
         if max(differences.values()) > 1e-9:
@@ -389,19 +377,18 @@ def tables(results: dict[str, Any]) -> str:
         )
     lines += [
         "",
-        "A round of federated averaging, in process (milliseconds; the same dictionaries in all "
-        "three): a loop of five lines; the same with what clients report and check beside it; "
-        "through Flower's messages, on all cores where clients are large:",
+        "A round of federated averaging, in process (milliseconds; the same dictionaries): a loop "
+        "of five lines; through Flower's messages:",
         "",
-        "| clients; features, atoms, samples | loop | with reports | messages |",
-        "| --- | ---: | ---: | ---: |",
+        "| clients; features, atoms, samples | loop | messages |",
+        "| --- | ---: | ---: |",
     ]
     for row in results["loops"]:
         ms = row["ms_round"]
         sizes = ", ".join(str(row[key]) for key in ("features", "atoms", "samples"))
         lines.append(
-            f"| {row['clients']}; {sizes} | {ms['plain']:.0f} | {ms['complete']:.0f} "
-            f"({ms['complete'] / ms['plain']:.2f}) | {ms['messages']:.0f} "
+            f"| {row['clients']}; {sizes} | {ms['plain']:.0f} | "
+            f"{ms['messages']:.0f} "
             f"({ms['messages'] / ms['plain']:.2f}) |"
         )
     return "\n".join(lines) + "\n"

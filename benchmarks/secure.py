@@ -46,7 +46,6 @@ SENT: dict[str, tuple[dict[str, Any], int | None]] = {
 class Noting(DictionaryClient):
     """A client that notes what it sends in update rounds."""
 
-    fit_cohort = None  # one by one
     sent: dict[int, list[Matrix]]
 
     def fit(self, parameters: list[Matrix], config: dict[str, Any]) -> Any:
