@@ -211,7 +211,8 @@ def reply_to(
             ) from None
     records: dict[str, Any] = {METRICS: filled(MetricRecord(), numbers)}
     if arrays is not None:
-        records[ARRAYS] = to_record(arrays, entries(message.content.get(ARRAYS, {})))
+        asked = entries(message.content).get(ARRAYS)
+        records[ARRAYS] = to_record(arrays, () if asked is None else entries(asked))
     content = filled(RecordDict(), records)
     if like is not None:
         return answered(like, content, message)
@@ -283,11 +284,11 @@ def _message_lines(text: str) -> list[str]:
     *before, text = _FRAME.split(text)
     lines = [line for line in text.splitlines() if line.strip()]
     if before:  # the source of the last frame
-        lines = [*dropwhile(_is_indented, lines)]
-    return [*lines[:1], *takewhile(_is_indented, lines[1:])]
+        lines = [*dropwhile(_indented, lines)]
+    return [*lines[:1], *takewhile(_indented, lines[1:])]
 
 
-def _is_indented(line: str) -> bool:
+def _indented(line: str) -> bool:
     return line[0].isspace()
 
 

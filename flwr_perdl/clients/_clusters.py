@@ -3,7 +3,8 @@
 The client is any NumPyClient, or any ClientApp with train and evaluate handlers. Three steps of
 `flwr_perdl.strategies.ClusteredFedAvg` are taken for it:
 
-- ``train-alone``: train the model that came, several times in a row;
+- ``train-alone``: train the model that came, several times in a row, and evaluate what comes of it:
+  who has no finite loss can choose no model later;
 - ``measure-models``: evaluate every model that came, and send the losses;
 - ``cluster``: evaluate every model that came, train the one with the least loss, and send it. With
   a temperature, train every model that has a share of the weight.

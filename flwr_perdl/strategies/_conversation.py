@@ -182,11 +182,19 @@ class Conversation:
         )
 
     def end(self, error: BaseException | None = None) -> None:
-        """Note that the run is over, and what stopped it."""
+        """Note that the run is over, and what stopped it; warn of evaluations without a reply."""
         stopped = None if error is None else str(error) or type(error).__name__
         if isinstance(error, SystemExit):  # its text would be a number
             stopped = f"the program was ended from outside, with exit code {error.code}"
         self._events.write("end", done=self.done, stopped=stopped)
+        evaluations = [report for report in self.history if report.step == EVALUATE]
+        failed = [report for report in evaluations if not report.metrics]
+        if failed and error is None:
+            log(
+                WARNING,
+                "%d of %d evaluations have no good reply%s.",
+                *(len(failed), len(evaluations), _first_reason(failed[0].dropped)),
+            )
 
     def measured(self, round_: int, metrics: Mapping[str, Any]) -> None:
         """Remember the server's own evaluation of the model after ``round_``."""

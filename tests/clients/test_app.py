@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import fixedclipping_mod
-from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping
+from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping, FedAvg
 
 from flwr_perdl.clients import client_app
 from flwr_perdl.simulations import InProcessGrid
@@ -54,6 +54,18 @@ def test_records_are_those_of_fedavg(federation: MakeFederation) -> None:
     train_replies = [replied for _, replied in grid.seen if "arrays" in replied]
     assert all(len(reply["arrays"]) == 1 for reply in train_replies)
     assert all(reply["metrics"]["num-examples"] == 200 for reply in train_replies)
+
+
+def test_a_numpy_client_replies_with_the_requests_names() -> None:
+    class Adds(NumPyClient):
+        def fit(self, parameters: Any, config: Any) -> Any:
+            return [array + 1 for array in parameters], 1, {}
+
+    model = ArrayRecord({name: Array(np.zeros(2)) for name in ("b.weight", "a.bias")})
+    grid = InProcessGrid(client_app(lambda context: Adds()), 2)
+    result = FedAvg(fraction_evaluate=0.0).start(grid, model, num_rounds=2)
+    assert list(result.arrays) == ["b.weight", "a.bias"]
+    assert result.arrays["a.bias"].numpy().tolist() == [2.0, 2.0]
 
 
 def test_a_strategy_also_runs_through_flowers_privacy_wrapper(federation: MakeFederation) -> None:

@@ -319,6 +319,7 @@ def test_an_app_of_messages_keeps_its_arrays_names() -> None:
     start = ArrayRecord(dict(zip(names, ArrayRecord(START).values(), strict=True)))
     result = strategy.start(InProcessGrid(client_app(app), N), start, num_rounds=4)
     assert list(result.arrays) == list(strategy.result.models[0]) == names
+    assert not any(report.dropped for report in strategy.history)
     for name, array in zip(names, run(ClusteredFedAvg(3), 4), strict=True):
         assert_same_bits(result.arrays[name].numpy(), array)
 
@@ -423,6 +424,50 @@ def test_bad_initial_arrays_and_replies_are_named() -> None:
         app = client_app(lambda context, kind=kind: kind(context.node_config["partition-id"]))
         with pytest.raises(TooFewReplies, match=said):
             run(ClusteredFedAvg(2, start="random"), 1, app=app)
+
+
+class NoEvaluate(NumPyClient):
+    def __init__(self, context: Context) -> None:
+        self.linear = make(context)
+
+    def fit(self, parameters: Any, config: Any) -> Any:
+        return self.linear.fit(parameters, config)
+
+
+class NoLoss(NoEvaluate):
+    def evaluate(self, parameters: Any, config: Any) -> Any:
+        return float("nan"), 5, {"accuracy": 1.0}
+
+
+def no_handler() -> ClientApp:
+    """Return an app of messages that cannot evaluate."""
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        fitted, n, _ = make(context).fit(message.content["arrays"].to_numpy_ndarrays(), {})
+        records = {"arrays": ArrayRecord(fitted), "metrics": MetricRecord({"num-examples": n})}
+        return Message(RecordDict(records), reply_to=message)
+
+    return app
+
+
+@pytest.mark.parametrize(
+    ("client", "evaluations"),
+    [(NoEvaluate, []), (no_handler(), []), (NoLoss, [{"accuracy": 1.0, "cluster_0": N}] * 3)],
+)
+def test_clients_without_a_loss_train_one_model_and_are_named_in_round_one_of_several(
+    client: Any, evaluations: list[Any]
+) -> None:
+    strategy = ClusteredFedAvg(1)
+    run(strategy, 3, app=client_app(client))
+    assert [r.aggregate["clients"] for r in strategy.history if r.step == "cluster"] == [N] * 3
+    assert [r.aggregate for r in strategy.history if r.step == "evaluate"] == [
+        {**means, "clients": N, "dropped": 0} for means in evaluations
+    ]
+    for k in (2, "auto"):
+        with pytest.raises(TooFewReplies, match=r"Round 1 .*the client must|Round 1 .*finite loss"):
+            run(ClusteredFedAvg(k), 3, app=client_app(client))
 
 
 def test_counters_travel_as_floats() -> None:

@@ -10,10 +10,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Message,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.client import NumPyClient
+from flwr.clientapp import ClientApp
 
 from flwr_perdl.clients import Member, PrivateState, client_app
+from flwr_perdl.files import load, save
 from flwr_perdl.records import ROUND, RUN
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
@@ -575,6 +585,89 @@ def test_clients_without_evaluate_are_asked_once_and_nobody_is_blamed(warned: An
     mixed.start(InProcessGrid(app, 3), num_rounds=3)
     assert times(warned, "left out client 1: error 2: NotImplementedError: the client must") == 1
     assert client_report(mixed.history)[1]["failed"] == 3
+
+
+def test_evaluations_that_all_fail_are_named_at_the_end_and_in_the_result(warned: Any) -> None:
+    class Errs(Adder):
+        def evaluate(self, parameters: Any, config: Any) -> Any:
+            raise RuntimeError("Error(s) in loading state_dict:\n\tMissing key(s): weight")
+
+    strategy = Asks(*[Request("add", ONE, {"n": 1})] * 3, returns=ONE, fraction_evaluate=1.0)
+    result = strategy.start(InProcessGrid(client_app(Errs), 3), num_rounds=3, verbose="quiet")
+    for metrics in result.evaluate_metrics_clientapp.values():
+        assert dict(metrics) == {"clients": 0, "dropped": 3}
+    assert list(result.evaluate_metrics_clientapp) == [1, 2, 3]
+    last = warned.records[-1].getMessage()
+    assert "3 of 3 evaluations" in last
+    assert "Missing key(s): weight" in last
+
+
+NAMES = ["b.weight", "a.bias"]
+
+
+def test_names_and_their_order_survive_every_message_the_result_and_a_resumption(
+    tmp_path: Path,
+) -> None:
+    """With an app of messages, whose replies are in another order."""
+    app, seen = ClientApp(), []
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        record = message.content["arrays"]
+        seen.append(list(record))
+        arrays = {name: Array(record[name].numpy() + 1) for name in reversed(NAMES)}
+        return Message(
+            RecordDict(
+                {"arrays": ArrayRecord(arrays), "metrics": MetricRecord({"num-examples": 1})}
+            ),
+            reply_to=message,
+        )
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        seen.append(list(message.content["arrays"]))
+        metrics = MetricRecord({"num-examples": 1, "loss": 0.0})
+        return Message(RecordDict({"metrics": metrics}), reply_to=message)
+
+    class Mean(ProtocolStrategy):
+        def protocol(self, initial: Any, state: Any) -> Any:
+            model = initial if state is None else [state["0"], state["1"]]
+            while True:
+                replies = yield Request("mean", model, state={"0": model[0], "1": model[1]})
+                model = list(replies[0].arrays)
+
+    def measured(round_: int, arrays: ArrayRecord) -> None:
+        seen.append(list(arrays))
+
+    initial = ArrayRecord(
+        {name: Array(np.full(1, i)) for name, i in zip(NAMES, (0.0, 7.0), strict=True)}
+    )
+    Mean(checkpoint_dir=tmp_path).start(
+        InProcessGrid(client_app(app), 2), initial, num_rounds=2, evaluate_fn=measured
+    )
+    saved = load(tmp_path / "round-000002.npz")
+    assert [name for name in saved.arrays if name.startswith("model/")] == [
+        f"model/{name}" for name in NAMES
+    ]
+    again = Mean(checkpoint_dir=tmp_path, server=RESUME)
+    result = again.start(InProcessGrid(client_app(app), 2), num_rounds=3, evaluate_fn=measured)
+    assert {name: float(a.numpy()[0]) for name, a in result.arrays.items()} == {
+        "b.weight": 3.0,
+        "a.bias": 10.0,
+    }
+    assert [list(result.arrays), *seen] == [NAMES] * (1 + len(seen))
+    assert not any(report.dropped for report in again.history)
+
+    # A checkpoint of a version that kept no names.
+    arrays = {name: a for name, a in saved.arrays.items() if name.startswith("state/")}
+    arrays |= {f"model/{i:04d}": saved.arrays[f"model/{name}"] for i, name in enumerate(NAMES)}
+    meta = {key: value for key, value in saved.meta.items() if key not in ("names", "format")}
+    (tmp_path / "round-000003.npz").unlink()
+    save(tmp_path / "round-000002.npz", arrays, meta)
+    older = Mean(checkpoint_dir=tmp_path, server=RESUME)
+    result = older.start(InProcessGrid(client_app(app), 2), initial, num_rounds=3)
+    assert list(result.arrays) == NAMES
+    assert result.arrays["a.bias"].numpy() == [10.0]
 
 
 def test_a_clients_traceback_is_in_the_log(warned: Any) -> None:

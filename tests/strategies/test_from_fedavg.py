@@ -92,6 +92,11 @@ def run(strategy: Any, app: ClientApp, model: ArrayRecord | None = None) -> Any:
             "make the ClientApp with flwr_perdl.clients.client_app, which says who a client is",
         ),
         (
+            lambda: run(ClusteredFedAvg(2, num_clients=3), ClientApp(), MODEL),
+            TooFewReplies,
+            "make the ClientApp with flwr_perdl.clients.client_app, which says who a client is",
+        ),
+        (
             lambda: client_app(ClientApp(client_fn=lambda c: MeanClient(c).to_client())),
             TypeError,
             "make_client must be the client_fn itself",
