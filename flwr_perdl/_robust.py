@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -14,6 +16,8 @@ TRIM = 0.2
 CAP = 3.0
 #: Points this many median distances from the geometric median are outliers.
 FAR = 5.0
+#: Points this many times as long as the median start no model.
+LONG = 10
 #: Points this many standard deviations from the median, in the direction of most spread, are too.
 SPREAD = 4.0
 #: Fewer points than this have no direction of most spread.
@@ -59,6 +63,39 @@ def consistent(points: Matrix) -> NDArray[np.bool_]:
             break
         kept[np.flatnonzero(kept)[outlying]] = False
     return kept
+
+
+def supported(
+    points: Matrix, n_groups: int, group: Callable[[Matrix], NDArray[np.intp]]
+) -> NDArray[np.intp]:
+    """Return the points that models may start from.
+
+    Set aside are those more than ``LONG`` times as long as the median, and those that are alone in
+    their group, as long as half of all are left and can be grouped so that none is alone.
+
+    Parameters
+    ----------
+    points : ndarray of shape (n, d)
+        One per client.
+    n_groups : int
+        Number of groups.
+    group : callable
+        Returns the group of each of at least ``n_groups`` points, as a count from 0.
+
+    Returns
+    -------
+    ndarray of int
+        Rows of ``points``, ascending.
+    """
+    lengths = row_norms(points)
+    kept = near = np.flatnonzero(lengths <= LONG * np.median(lengths))
+    while n_groups > 1 and 2 * len(kept) >= max(len(points), 4 * n_groups):
+        groups = group(points[kept])
+        alone = np.bincount(groups)[groups] == 1
+        if not alone.any():
+            return kept
+        kept = kept[~alone]
+    return near
 
 
 def reach(distances: Matrix, size: float) -> float:

@@ -327,7 +327,9 @@ def aggregate(
         (`flwr_perdl._robust.consistent`), of clients that count for no more than three times the
         median size. "clip": of all updates, those longer than three times the median length
         shortened to it. "trimmed", "median" and "geometric-median" count clients alike; on clients
-        with fewer points than features they are biased.
+        with fewer points than features they are biased. Soft: a client is judged in the cluster of
+        its largest share. In others it counts by its shares, for no more than a typical member,
+        with "filtered" and "clip", and with "trimmed", "median" and "geometric-median" not at all.
 
     Returns
     -------

@@ -56,9 +56,9 @@ from flwr_perdl._checks import (
     is_auto,
     own_numbers,
 )
-from flwr_perdl._robust import CAP, capped
+from flwr_perdl._robust import CAP, capped, supported
 from flwr_perdl.regression.acceleration import accelerated, replaced_points
-from flwr_perdl.regression.anchors import cluster_anchors, kmeans
+from flwr_perdl.regression.anchors import cluster_anchors, kmeans, nearest_group
 from flwr_perdl.regression.answers import (
     ANCHORS,
     DESCRIBE,
@@ -477,8 +477,14 @@ class TwoPhase:
                 "its estimate."
             )
         if self.robust != "mean":
-            lengths = np.linalg.norm(estimates, axis=1)
-            estimates = estimates[lengths <= 10 * np.median(lengths)]
+            n_groups = int(self.n_clusters) if self._one_shot else 1
+
+            def group(own: Matrix) -> NDArray[np.intp]:
+                centers = kmeans(own, n_groups, rng.spawn(1)[0])  # leaves the draws of rng
+                labels: NDArray[np.intp] = nearest_group(own, centers).argmax(axis=1)
+                return labels
+
+            estimates = estimates[supported(estimates, n_groups, group)]
         if self._one_shot:
             groups = kmeans(estimates, int(self.n_clusters), rng)
             return Refining.start(state, groups, groups)
@@ -592,6 +598,8 @@ class TwoPhase:
         honest = np.ones(len(loss), dtype=bool)
         if self.robust == "filtered":
             honest = ~np.isin(answers.partitions, state.odd[state.odd[:, 1] == 1, 0])
+        if not honest.any():  # noise can turn everyone's steps round
+            return state
         n, squares = answers.n_samples[honest], 2 * loss[honest]
         variance = float(np.quantile(n * squares / chi2.ppf(0.2, n), 0.2))
         # Without noise, residuals are how far the models still have to go, and then rounding.

@@ -9,7 +9,7 @@ farther. The methods follow, for other distances and models:
 - anchors: farthest-point traversal (Gonzalez, 1985), then k-medoids;
 - the number of groups: the standard-error rule of Breiman et al. (1984) on held-out losses.
 
-Where clients may lie, one of them founds no group, is no anchor, and does not decide the number.
+Where clients may lie, the farthest is no anchor, and one does not decide the number of groups.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from flwr_perdl._checks import Matrix, check_array, check_count, check_magnitude
 
 #: Digits of cosines: what is equal but for rounding is equal.
 _DIGITS = 9
-#: Changes this many times as long as the median start no model where clients may lie.
-LONG = 10
 #: Standard errors within which two numbers of groups are as good as each other.
 _ERRORS = 2
+#: Standard error of a median of normal draws, times sqrt(n), over the median distance to it.
+_OF_MEDIAN = 1.858
 
 
 def cosines(changes: Matrix) -> Matrix:
@@ -107,44 +107,13 @@ def nested_groups(changes: Matrix, most: int) -> Nested:
     return Nested(members, of)
 
 
-def supported(changes: Matrix, n_groups: int) -> NDArray[np.intp]:
-    """Return the clients whose changes may start models where some lie.
-
-    Left out are changes more than ``LONG`` times as long as the median, and those of clients that
-    are alone in their group, as long as the rest, at least half of all, can be grouped so that
-    nobody is alone.
-
-    Parameters
-    ----------
-    changes : ndarray of shape (n_clients, d)
-        One per client.
-    n_groups : int
-        At most the number of clients.
-
-    Returns
-    -------
-    ndarray of int
-        Rows of ``changes``, ascending, at least ``n_groups``.
-    """
-    lengths = row_norms(changes)
-    near = np.flatnonzero(lengths <= LONG * np.median(lengths))
-    kept = near
-    while 2 * len(kept) >= max(len(changes), 4 * n_groups):
-        groups = nested_groups(changes[kept], n_groups).of[-1]
-        alone = np.bincount(groups)[groups] == 1
-        if not alone.any():
-            return kept
-        kept = kept[~alone]
-    return near if len(near) >= n_groups else np.arange(len(changes))
-
-
 def choose_anchors(changes: Matrix, n_anchors: int, robust: bool = False) -> NDArray[np.intp]:
     """Return clients whose changes stand for all: far from each other, then central in their group.
 
     The first anchor is the most central client, each further one the farthest from those before;
-    robust: they are the most central clients of the groups of `nested_groups`, as what is farthest
-    may be a lie. Then, again and again, every client joins the nearest anchor, and the most central
-    client of each group becomes its anchor, until none changes.
+    robust: they are the most central clients of the groups of `nested_groups`, since what is
+    farthest may be a lie. Then, again and again, every client joins the nearest anchor, and the
+    most central client of each group becomes its anchor, until none changes.
 
     Parameters
     ----------
@@ -216,10 +185,10 @@ def smallest_as_good(losses: Matrix, robust: bool = False) -> int:
     worse = losses - losses[:, [losses.mean(axis=0).argmin()]]
     error = worse.std(axis=0, ddof=len(losses) > 1) / np.sqrt(len(losses))
     good = worse.mean(axis=0) <= _ERRORS * error
-    if robust:  # the error of a median, from the median distance to it
+    if robust:
         middle = np.median(worse, axis=0)
         away = np.median(np.abs(worse - middle), axis=0)
-        good &= middle <= _ERRORS * 1.2533 * 1.4826 * away / np.sqrt(len(losses))
+        good &= middle <= _ERRORS * _OF_MEDIAN * away / np.sqrt(len(losses))
     return int(good.argmax()) + 1
 
 

@@ -62,7 +62,7 @@ from flwr_perdl._checks import (
 from flwr_perdl._random import SERVER, spawn
 from flwr_perdl._records import NUM_EXAMPLES, Reply, Scalar, scalars, to_record
 from flwr_perdl._repr import short_repr
-from flwr_perdl._robust import DEEDS
+from flwr_perdl._robust import DEEDS, supported
 from flwr_perdl.clients._clusters import (
     ALONE,
     CHOOSE,
@@ -81,7 +81,6 @@ from flwr_perdl.regression.updates import (
     nested_groups,
     perturbed,
     smallest_as_good,
-    supported,
 )
 from flwr_perdl.strategies._conversation import summarized
 from flwr_perdl.strategies._options import ServerOptions
@@ -164,7 +163,10 @@ class ClusteredFedAvg(ProtocolStrategy):
         its older name; the client's ``fit`` adds the term.
     robust : bool or str, default False
         Whether to expect clients that lie: True stands for "filtered", False for "mean"; other
-        rules: see `flwr_perdl.regression.aggregate`.
+        rules: see `flwr_perdl.regression.aggregate`. With any but "mean", no model starts from a
+        client that is alone in its group, or from a change ten times as long as the median, as long
+        as enough others are left to make k groups of two, and ``k="auto"`` is not one client's
+        decision.
     max_clusters : int, default 8
         Largest number of clusters with ``k="auto"``.
     **options
@@ -399,7 +401,9 @@ class ClusteredFedAvg(ProtocolStrategy):
         sizes, partitions = _sizes(replies), np.array(list(replies))
         robust = self.robust != "mean"
         if robust:
-            kept = supported(changes, 1 if self.k == _AUTO else most)
+            n = 1 if self.k == _AUTO else most
+            kept = supported(changes, n, lambda rows: nested_groups(rows, n).of[-1])
+            kept = kept if len(kept) >= n else np.arange(len(changes))
             alone = np.delete(partitions, kept).tolist()
             replies.note(DEEDS["filtered"], dict.fromkeys(alone, 1.0))
             changes, packed = changes[kept], packed[kept]
@@ -409,12 +413,15 @@ class ClusteredFedAvg(ProtocolStrategy):
             return _state(_shifted(model, changes[choose_anchors(changes, most, robust)]))
         groups = nested_groups(changes, most)
         wanted = np.arange(len(groups.members)) if self.k == _AUTO else np.unique(groups.of[-1])
+        # Of a group of several kinds a robust average is that of the largest, and measurements
+        # could not tell that it has several.
+        rule = "clip" if robust and self.k == _AUTO else self.robust
         means = []
         for j in wanted:
             own = groups.members[j]
-            means.append(average_updates(packed[own], sizes[own], 1, False, "cluster", self.robust))
+            means.append(average_updates(packed[own], sizes[own], 1, False, "cluster", rule))
             odd = dict(zip(partitions[own].tolist(), means[-1].odd, strict=True))
-            replies.note(DEEDS[self.robust], odd)
+            replies.note(DEEDS[rule], odd)
         stacks = _shifted(model, np.concatenate([mean.change for mean in means]))
         if self.k != _AUTO:
             return _state(stacks)

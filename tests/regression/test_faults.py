@@ -9,6 +9,7 @@ from flwr_perdl._random import SERVER, spawn
 from flwr_perdl.regression import (
     Answers,
     Clients,
+    OneShot,
     Refinement,
     State,
     TwoPhase,
@@ -202,6 +203,54 @@ def test_one_adversary_with_huge_values(n_clusters: int | str, size: float, robu
     assert coarse is not None
     assert coarse < 0.6
     assert model_error(state.centers, data.theta) < 0.2
+
+
+def two_kinds(sizes: tuple[int, int]) -> Mixed:
+    theta, labels = np.array([[2.0, 0.0, 1.0], [0.0, 2.0, -1.0]]), np.repeat([0, 1], sizes)
+    rng = np.random.default_rng(0)
+    X = [rng.standard_normal((40, 3)) for _ in labels]
+    y = [A @ theta[j] + 0.3 * rng.standard_normal(40) for A, j in zip(X, labels, strict=True)]
+    return Mixed(X, y, labels, theta)
+
+
+@pytest.mark.parametrize("robust", ["filtered", "geometric-median"])
+@pytest.mark.parametrize("softness", [1.0, 30.0])
+@pytest.mark.parametrize("sizes", [(4, 8), (6, 6), (8, 4), (10, 20)])
+def test_with_soft_clusters_honest_clients_are_not_taken_for_liars(
+    sizes: tuple[int, int], softness: float, robust: str
+) -> None:
+    data = two_kinds(sizes)
+    for n_clusters in (2, "auto"):
+        settings = TwoPhase(n_clusters, phase_2=Refinement(softness=softness), robust=robust)
+        found = simulate(Clients(data.X, data.y), settings, 70).state.centers
+        assert model_error(found, data.theta) < 0.1
+
+
+def test_one_shot_clustering_starts_no_model_from_an_outlier() -> None:
+    data, settings = two_kinds((4, 8)), TwoPhase(2, OneShot(), robust="filtered")
+    clients, state = Clients(data.X, data.y), settings.begin()
+    for round_ in range(1, 31):
+        rng = spawn(0, SERVER, round_)
+        answers = clients.answer(settings.ask(state, rng))
+        first = 2 if state.step == "update" else 1
+        answers.stack[-1, ..., first:] *= -8.0 if state.step != "describe" else 1.0
+        state = settings.advance(state, answers, rng)
+    assert model_error(state.centers, data.theta) < 0.1
+
+
+def test_a_robust_run_goes_on_where_noise_makes_every_client_look_like_a_liar() -> None:
+    data, check = two_kinds((1, 2)), Refinement(check_every=5)
+    clients, settings = Clients(data.X, data.y), TwoPhase(2, robust="filtered", phase_2=check)
+    for seed in range(5):
+        state = settings.begin()
+        for round_ in range(1, 41):
+            rng = spawn(seed, SERVER, round_)
+            answers = clients.answer(settings.ask(state, rng))
+            if state.step == "update":
+                noise = rng.choice([0.5, 5, 50]) * rng.standard_normal(answers.stack[..., 2:].shape)
+                answers.stack[..., 2:] += noise
+            state = settings.advance(state, answers, rng)
+        assert state.centers.shape == data.theta.shape
 
 
 def test_a_round_without_any_answer_changes_nothing() -> None:

@@ -18,6 +18,8 @@ from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping, 
 
 from flwr_perdl.clients import DictionaryClient, client_app, client_fn
 from flwr_perdl.dictionary import OrthogonalLearner
+from flwr_perdl.regression import model_error
+from flwr_perdl.regression.clustering import ROBUST
 from flwr_perdl.regression.updates import choose_anchors, nested_groups, smallest_as_good
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
@@ -160,12 +162,11 @@ def test_planted_clusters_are_found(start: str, choose_every: int) -> None:
     assert (START[0] == 0).all()
 
 
-@pytest.mark.parametrize("robust", ["mean", "trimmed", "clip"])
+@pytest.mark.parametrize("robust", ROBUST)
 def test_soft_weights_find_planted_clusters_by_every_rule(robust: str) -> None:
     strategy = ClusteredFedAvg(3, temperature=1.0, robust=robust)
     run(strategy, 5)
-    if robust != "trimmed":  # which counts every client's model alike, whatever its share
-        assert sorted(kinds(strategy), key=min) == [{0}, {1}, {2}]
+    assert sorted(kinds(strategy), key=min) == [{0}, {1}, {2}]
     assert strategy.history[-1].aggregate["clients"] == N
 
 
@@ -288,6 +289,89 @@ def test_a_client_that_lies_does_not_move_a_robust_average() -> None:
     (w, _) = run(strategy, 6, app=client_app(some_lie))
     assert np.abs(w).max() < 5
     assert client_report(strategy.history)[4]["left out"] > 0
+
+
+def planted_error(
+    sizes: tuple[int, ...], rounds: int, lie: Callable[..., Any] | None = None, **options: Any
+) -> float:
+    """Return the largest error of a model, clients of each kind being so many.
+
+    The last quarter of each kind lies: ``lie`` returns what is sent, from the models before and
+    after training.
+    """
+    truth = np.repeat(np.arange(len(sizes)), sizes)
+    ends = np.cumsum(sizes) - 1
+    k = options.pop("k", len(sizes))
+    liars = {int(end) - i for end, n in zip(ends, sizes, strict=True) for i in range(n // 4)}
+
+    class Kind(Linear):
+        def __init__(self, i: int) -> None:
+            super().__init__(3 * i + int(truth[i]))
+            self.lies = lie is not None and i in liars
+
+        def fit(self, parameters: Any, config: Any) -> Any:
+            before = [array.copy() for array in parameters]
+            model, n, metrics = super().fit(parameters, config)
+            return (lie(before, model) if self.lies else model), n, metrics
+
+    app = client_app(lambda context: Kind(int(context.node_config["partition-id"])))
+    strategy = ClusteredFedAvg(k, fraction_evaluate=0.0, **options)
+    strategy.start(InProcessGrid(app, len(truth)), ArrayRecord(START), num_rounds=rounds)
+    models = np.stack([model["0"].numpy() for model in strategy.result.models])
+    return model_error(models, TRUTH[: len(sizes)])
+
+
+def far_away(before: list[np.ndarray], model: list[np.ndarray]) -> list[np.ndarray]:
+    return [array - 1000 for array in model]
+
+
+def turned_round(before: list[np.ndarray], model: list[np.ndarray]) -> list[np.ndarray]:
+    return [b - (m - b) for b, m in zip(before, model, strict=True)]
+
+
+SIZES = [(4, 8), (5, 6), (8, 4), (10, 20)]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 30.0])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_with_soft_weights_honest_clients_are_not_taken_for_liars(
+    sizes: tuple[int, ...], temperature: float
+) -> None:
+    plain = planted_error(sizes, 6, temperature=temperature)
+    assert abs(planted_error(sizes, 6, temperature=temperature, robust=True) - plain) < 0.1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 30.0])
+@pytest.mark.parametrize("lie", [far_away, turned_round])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_a_minority_of_liars_in_each_cluster_is_withstood(
+    sizes: tuple[int, ...], lie: Any, temperature: float
+) -> None:
+    assert planted_error(sizes, 6, lie, temperature=temperature, robust=True) < 0.3
+
+
+@pytest.mark.parametrize("robust", [True, "geometric-median"])
+@pytest.mark.parametrize("options", [{"start": "anchors"}, {"k": "auto"}])
+def test_no_model_starts_from_an_outlier(options: dict[str, Any], robust: Any) -> None:
+    assert planted_error((6, 3), 8, far_away, robust=robust, **options) < 0.3
+
+
+def test_one_clients_losses_do_not_decide_k() -> None:
+    class Stubborn(Linear):
+        asked = False
+
+        def evaluate(self, parameters: Any, config: Any) -> Any:
+            _, n, metrics = super().evaluate(parameters, config)
+            loss, self.asked = 300.0 * self.asked, True
+            return loss, n, metrics
+
+    def make_one(context: Context) -> Linear:
+        partition = int(context.node_config["partition-id"])
+        return (Stubborn if partition == 5 else Linear)(partition)
+
+    strategy = ClusteredFedAvg("auto", start_rounds=3, max_clusters=6, robust=True)
+    run(strategy, 5, app=client_app(make_one))
+    assert len(strategy.result.models) == 3
 
 
 def test_an_app_of_messages_keeps_its_arrays_names() -> None:
@@ -529,3 +613,13 @@ def test_no_more_groups_than_chance_allows() -> None:
     losses[:, 2] += 0.1 * np.random.default_rng(1).standard_normal(30)
     assert smallest_as_good(losses) == 2
     assert smallest_as_good(np.ones((4, 3))) == 1
+
+
+@pytest.mark.parametrize("best", range(4))
+def test_one_clients_losses_do_not_decide_the_number_of_groups(best: int) -> None:
+    rng = np.random.default_rng(0)
+    losses = np.array([4.0, 1.0, 1.0, 1.0]) + 0.1 * rng.standard_normal((12, 4))
+    assert smallest_as_good(losses, robust=True) == smallest_as_good(losses) == 2
+    losses[3] = 300
+    losses[3, best] = 0
+    assert smallest_as_good(losses, robust=True) == 2
