@@ -124,7 +124,7 @@ def _checked_mask(mask: NDArray[Any], X: NDArray[Any], path: str) -> NDArray[np.
 
 def _from_folder(folder: Path) -> NDArray[Any]:
     """Return the frames of a folder, in the order of their names."""
-    import imageio.v3 as iio  # an extra: comes with scikit-image
+    import imageio.v3 as iio  # an extra
 
     files = sorted(one for one in folder.iterdir() if one.suffix.lower() in IMAGES)
     if not files:
@@ -143,7 +143,7 @@ def _from_folder(folder: Path) -> NDArray[Any]:
 
 def _from_video(path: Path) -> NDArray[Any]:
     """Return the frames of a video file or of an animated picture."""
-    import imageio.v3 as iio  # an extra: comes with scikit-image
+    import imageio.v3 as iio  # an extra
 
     try:
         frames = [np.asarray(one) for one in iio.imiter(path.read_bytes(), extension=path.suffix)]

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -144,7 +144,7 @@ class Deployment:
         with _signals_later():
             running = self._processes[::-1]
             # Flower gives the apps' processes sessions of their own: no signal to a group is theirs
-            theirs = _descendants([process.pid for process in running])
+            theirs = _started_by(running)
             for process in running:
                 _signal_group(process, signal.SIGTERM)
             deadline = time.monotonic() + 10
@@ -153,10 +153,7 @@ class Deployment:
                     process.wait(timeout=max(deadline - time.monotonic(), 0))
                 _signal_group(process, signal.SIGKILL)
                 process.wait()
-            for number in theirs:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(number, signal.SIGKILL)
-            while time.monotonic() < deadline + 5 and set(theirs) & {one for one, _ in _parents()}:
+            while _kill(theirs) and time.monotonic() < deadline + 5:
                 time.sleep(0.05)
             self._processes.clear()
             self.nodes.clear()
@@ -531,34 +528,27 @@ def _signals_later() -> Iterator[None]:
             signal.raise_signal(number)
 
 
-def _descendants(ancestors: Sequence[int]) -> list[int]:
+def _started_by(processes: Iterable[subprocess.Popen[bytes]]) -> list[Any]:
     """Return the processes that others have started, and those that these have started."""
-    children: dict[int, list[int]] = {}
-    for process, parent in _parents():
-        children.setdefault(parent, []).append(process)
-    found: list[int] = []
-    waiting = list(ancestors)
-    while waiting:
-        own = children.get(waiting.pop(), [])
-        found += own
-        waiting += own
+    import psutil  # an extra brings it, and the command loads without
+
+    found = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += psutil.Process(process.pid).children(recursive=True)
     return found
 
 
-def _parents() -> Iterator[tuple[int, int]]:
-    """Yield every process that is alive, with its parent."""
-    if sys.platform == "linux":  # containers often have no `ps`
-        for entry in Path("/proc").glob("[0-9]*/stat"):
-            with contextlib.suppress(OSError):
-                fields = entry.read_text(errors="replace").rpartition(")")[2].split()
-                if fields[0] != "Z":  # ended, and its parent has not asked how
-                    yield int(entry.parent.name), int(fields[1])
-        return
-    listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True)
-    for line in listed.stdout.splitlines():
-        process, parent, state = line.split()
-        if not state.startswith("Z"):
-            yield int(process), int(parent)
+def _kill(processes: Iterable[Any]) -> bool:
+    """End processes at once, and return whether one is still alive."""
+    import psutil
+
+    alive = False
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+            alive |= process.status() != psutil.STATUS_ZOMBIE  # ended; its parent has not asked
+    return alive
 
 
 def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:

@@ -166,7 +166,7 @@ def write(out: Path, outcome: Outcome, results: Mapping[str, Any]) -> None:
 
 
 def _write_film(path: Path, frames: NDArray[np.uint8]) -> None:
-    from PIL import Image  # comes with matplotlib
+    from PIL import Image  # an extra
 
     first, *rest = [Image.fromarray(frame) for frame in frames]
     with replacing(path) as stream:

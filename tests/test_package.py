@@ -11,12 +11,13 @@ import sys
 import tomllib
 import zipfile
 from importlib import import_module
-from importlib.metadata import version
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
 import pytest
 from flwr.cli.build import build_fab_from_disk
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import flwr_perdl
 from perdl_experiments._run_config import all_keys, read_run_config
@@ -150,6 +151,21 @@ def test_the_library_imports_nothing_of_the_application() -> None:
     for file in sorted((ROOT / "flwr_perdl").rglob("*.py")):
         roots = {module.split(".")[0] for module in imported_modules(file)}
         assert not roots & above, f"{file.name} imports {roots & above}"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_what_is_imported_is_declared(package: str) -> None:
+    """By its own name: what other packages depend on may change."""
+    project = PYPROJECT["project"]
+    lists = [project["optional-dependencies"][own] for own in ("arrays", "datasets", "privacy")]
+    lists += [project["dependencies"], project["optional-dependencies"]["experiments"]]
+    declared = {canonicalize_name(Requirement(line).name) for lines in lists for line in lines}
+    names = packages_distributions()
+    for file in sorted((ROOT / package).rglob("*.py")):
+        roots = {module.split(".")[0] for module in imported_modules(file)}
+        for root in roots - set(sys.stdlib_module_names) - set(PACKAGES):
+            known = map(canonicalize_name, [root, *names.get(root, ())])
+            assert declared & set(known), f"{file.name} imports {root}"
 
 
 def test_the_application_imports_public_names_only() -> None:

@@ -276,6 +276,7 @@ def test_the_wheel_has_the_package_and_its_metadata(wheel: Path) -> None:
     headers = metadata_of(wheel)
     core = {line for line in headers.get_all("Requires-Dist", []) if "extra ==" not in line}
     assert {line.split("<")[0].split(">")[0] for line in core} == {
+        "cryptography",
         "flwr",
         "numba",
         "numpy",

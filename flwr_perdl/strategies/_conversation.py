@@ -599,8 +599,9 @@ class Conversation:
                     raise ValueError(f"round must be {round_} in this file, got {meta[1]}")
                 forms = _forms(saved.arrays)
                 named = saved.meta.get("arrays", forms)  # older files do not say
-                if named != forms:
-                    raise ValueError(f"arrays must be those of its record, got {forms}")
+                odd = [one for one in {**named, **forms} if named.get(one) != forms.get(one)]
+                if odd:
+                    raise ValueError(f"arrays must be those of its record, got others at {odd}")
                 _state_of(saved)
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 text = "%s is no checkpoint (%r). The checkpoint before it is used."

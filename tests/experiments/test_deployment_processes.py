@@ -3,6 +3,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import psutil
+
 from perdl_experiments import deployment
 
 CHILD = "import time; time.sleep(60)"
@@ -21,9 +23,8 @@ def test_processes_with_sessions_of_their_own_end_with_the_deployment(tmp_path):
     )
     parts._processes.append(parent)
     assert parent.stdout is not None
-    child = int(parent.stdout.readline())
-    assert child in dict(deployment._parents())
+    child = psutil.Process(int(parent.stdout.readline()))
     parts.stop()
     assert parent.poll() is not None
-    assert child not in dict(deployment._parents())
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
     parent.stdout.close()

@@ -16,7 +16,7 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import fixedclipping_mod
 from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping, FedAvg
 
-from flwr_perdl.clients import DictionaryClient, client_app, client_fn
+from flwr_perdl.clients import DictionaryClient, RegressionClient, client_app, client_fn
 from flwr_perdl.dictionary import OrthogonalLearner
 from flwr_perdl.regression import model_error
 from flwr_perdl.regression.clustering import ROBUST
@@ -24,6 +24,7 @@ from flwr_perdl.regression.updates import choose_anchors, nested_groups, smalles
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
     ClusteredFedAvg,
+    FedX,
     ServerSettings,
     TooFewReplies,
     as_legacy,
@@ -248,6 +249,31 @@ def test_between_choices_a_client_receives_its_own_model_unless_it_missed_the_ch
     # Alone; choice (client 5 is away); own models, but all for client 5; own models; choice.
     assert downs == [4, every, pytest.approx((11 * one + every) / 12), one, every]
     assert strategy.result.members[5] == strategy.result.members[8]
+
+
+@pytest.mark.parametrize("cluster", [-1.0, 3.0, 0.5])
+@pytest.mark.parametrize(("kind", "start"), [(ClusteredFedAvg, START), (FedX, [TRUTH])])
+def test_an_evaluation_of_no_cluster_is_left_out_and_named(
+    kind: Any, start: Any, cluster: float
+) -> None:
+    class Lying(InProcessGrid):
+        def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
+            replies = list(super().send_and_receive(messages, timeout=timeout))
+            if replies[5].metadata.message_type == "evaluate":
+                replies[5].content["metrics"]["cluster"] = cluster
+            return replies
+
+    def client(context: Context) -> NumPyClient:
+        own = make(context)
+        return own if kind is ClusteredFedAvg else RegressionClient(own.X, own.y, context)
+
+    strategy = kind(3)
+    strategy.start(Lying(client_app(client), N), ArrayRecord(list(start)), num_rounds=1)
+    report = strategy.history[-1]
+    assert sorted(report.metrics) == [i for i in range(N) if i != 5]
+    assert list(report.dropped) == ["client 5"]
+    assert report.anomalies == {5: {"refused": 1.0}}
+    assert sum(report.aggregate[f"cluster_{j}"] for j in range(3)) == N - 1
 
 
 @pytest.mark.parametrize(("k", "after"), [(3, 1), (3, 4), ("auto", 1), ("auto", 2)])

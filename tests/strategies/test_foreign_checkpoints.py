@@ -1,0 +1,194 @@
+"""Checkpoints that lack an entry or have another one: the run is right, or the file is named."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, Context
+from flwr.client import NumPyClient
+
+from flwr_perdl import _store
+from flwr_perdl.clients import DictionaryClient, DiffusionClient, RegressionClient, client_app
+from flwr_perdl.dictionary import OrthogonalLearner
+from flwr_perdl.diffusion import Topology
+from flwr_perdl.diffusion.novelty import Averaging
+from flwr_perdl.simulations import InProcessGrid
+from flwr_perdl.strategies import (
+    ClusteredFedAvg,
+    DictionaryAveraging,
+    FedMD,
+    FedX,
+    NeighborRelay,
+    OneShotClustering,
+    PerMA,
+    PerPCA,
+    ProtocolStrategy,
+    Request,
+    ServerSettings,
+)
+
+N = 6
+SLOPES = np.array([[2.0, 0.0], [-2.0, 1.0]])
+X = np.random.default_rng(0).standard_normal((N, 12, 2))
+ATOMS = np.random.default_rng(1).standard_normal((N, 30, 5))
+VALUES = {node: np.array([float(node)]) for node in range(N)}
+ZEROS = np.zeros(12)
+RESUME = ServerSettings(resume=True)
+
+
+class Mean(NumPyClient):
+    """A model of one vector, for `ClusteredFedAvg`."""
+
+    def __init__(self, partition: int) -> None:
+        self.own = X[partition] @ SLOPES[partition % 2]
+
+    def fit(self, parameters: Any, config: Any) -> Any:
+        return [(parameters[0] + self.own) / 2], 1, {}
+
+    def evaluate(self, parameters: Any, config: Any) -> Any:
+        return float(np.sum((parameters[0] - self.own) ** 2)), 1, {}
+
+
+def dictionaries(protocol: str) -> Callable[[Context, int], Any]:
+    return lambda context, i: DictionaryClient(
+        ATOMS[i], OrthogonalLearner(4), context, protocol=protocol
+    )
+
+
+def regressions(context: Context, i: int) -> Any:
+    return RegressionClient(X[i], X[i] @ SLOPES[i % 2], context)
+
+
+class Case(NamedTuple):
+    strategy: Callable[..., ProtocolStrategy]
+    client: Callable[[Context, int], Any]
+    cut: int
+    initial: Any = None
+
+    def run(self, grid: InProcessGrid, rounds: int, **options: Any) -> list[np.ndarray]:
+        strategy = self.strategy(fraction_evaluate=0.0, **options)
+        start = None if self.initial is None else ArrayRecord([self.initial])
+        return strategy.start(grid, start, num_rounds=rounds).arrays.to_numpy_ndarrays()
+
+    def grid(self) -> InProcessGrid:
+        def make(context: Context) -> Any:
+            return self.client(context, int(context.node_config["partition-id"]))
+
+        return InProcessGrid(client_app(make), N)
+
+
+def means(context: Context, i: int) -> Any:
+    return Mean(i)
+
+
+def nodes(context: Context, i: int) -> Any:
+    return DiffusionClient(Averaging(VALUES), context)
+
+
+CASES = {
+    "perma": Case(lambda **o: PerMA(2, remember=2, **o), dictionaries("perma"), 2),
+    "averaging": Case(DictionaryAveraging, dictionaries("averaging"), 2),
+    "perpca": Case(lambda **o: PerPCA(2, **o), dictionaries("perpca"), 2),
+    "clusters": Case(lambda **o: ClusteredFedAvg(2, choose_every=2, **o), means, 2, ZEROS),
+    "measured": Case(lambda **o: ClusteredFedAvg("auto", **o), means, 1, ZEROS),
+    "fedmd": Case(lambda **o: FedMD(2, **o), regressions, 2),
+    "fedx": Case(lambda **o: FedX(2, robust=True, **o), regressions, 6),
+    "one-shot": Case(lambda **o: OneShotClustering(2, **o), regressions, 3),
+    "relay": Case(lambda **o: NeighborRelay(Topology.ring(N), 5, **o), nodes, 3),
+}
+
+
+@pytest.mark.parametrize("damage", ["missing", "another one"])
+@pytest.mark.parametrize("name", CASES)
+def test_an_entry_that_is_missing_or_another_one_is_noticed(
+    name: str, damage: str, tmp_path: Path, warned: Any
+) -> None:
+    """Where one is missing, also of the record, as in a file of an older version."""
+    case, folder = CASES[name], tmp_path / "damaged"
+    whole = case.run(case.grid(), case.cut + 3)
+    grid = case.grid()
+    case.run(grid, case.cut, checkpoint_dir=tmp_path / "whole")
+    path = max((tmp_path / "whole").glob("round-*.npz"))
+    states = {node: deepcopy(context.state) for node, context in grid.contexts.items()}
+    saved = _store.load(path)
+    for entry, array in saved.arrays.items():
+        arrays, meta = dict(saved.arrays), dict(saved.meta)
+        if damage == "another one":
+            arrays[entry] = np.zeros((0, *array.shape))
+        elif entry.startswith(("state/groups", "state/message/")):  # there may be none
+            continue
+        else:
+            del arrays[entry]
+            meta.pop("arrays", None)
+        shutil.copytree(tmp_path / "whole", folder)
+        _store.save(folder / path.name, arrays, meta)
+        for node, context in grid.contexts.items():
+            context.state = deepcopy(states[node])
+        warned.clear()
+        said = ""
+        try:
+            found = case.run(grid, case.cut + 3, checkpoint_dir=folder, server=RESUME)
+        except ValueError as error:
+            said = str(error)
+        else:
+            for one, wanted in zip(found, whole, strict=True):
+                np.testing.assert_array_equal(one, wanted, err_msg=entry)
+        if said or damage == "another one":
+            assert str(folder / path.name) in said + warned.text, entry
+        shutil.rmtree(folder)
+
+
+class Older(ProtocolStrategy):
+    """Its state once lacked an entry, which it takes up at once, for a client, or after a round."""
+
+    def __init__(self, when: str, adds: str = "new", **options: Any) -> None:
+        super().__init__(**options)
+        self.__dict__["_when"], self.__dict__["_adds"] = when, adds
+
+    def protocol(self, initial: Any, state: Any) -> Any:
+        state = state or {self._adds: np.zeros(12)}
+        while True:
+            model = state["new"] if self._when == "at once" else np.zeros(12)
+            own = partial(self._own, state) if self._when == "for a client" else None
+            replies = yield Request("go", [model], state=state, own=own)
+            if self._when == "after a round":
+                state = {self._adds: state["new"] + replies[0].arrays[0]}
+
+    @staticmethod
+    def _own(state: Any, partition: int) -> list[np.ndarray]:
+        return [state["new"]]
+
+
+@pytest.mark.parametrize("when", ["at once", "for a client", "after a round"])
+def test_a_state_that_a_protocol_cannot_go_on_from_names_the_file(
+    when: str, tmp_path: Path
+) -> None:
+    case = Case(lambda **o: Older("later", "old", **o), means, 1)
+    case.run(case.grid(), 1, checkpoint_dir=tmp_path)
+    now = Case(lambda **o: Older(when, **o), means, 1)
+    with pytest.raises(ValueError, match=r"round-000001\.npz.*KeyError\('new'\)"):
+        now.run(now.grid(), 2, checkpoint_dir=tmp_path, server=RESUME)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("numbers", 5), ("numbers", ["none"]), ("round", 1), ("arrays", 5)]
+)
+def test_a_record_of_another_kind_is_left_out(
+    key: str, value: Any, tmp_path: Path, warned: Any
+) -> None:
+    case = CASES["averaging"]
+    grid = case.grid()
+    case.run(grid, 2, checkpoint_dir=tmp_path)
+    path = tmp_path / "round-000002.npz"
+    saved = _store.load(path)
+    _store.save(path, saved.arrays, {**saved.meta, key: value})
+    found = case.run(grid, 3, checkpoint_dir=tmp_path, server=RESUME)
+    np.testing.assert_array_equal(found[0], case.run(case.grid(), 3)[0])
+    assert str(path) in warned.text
