@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache, wraps
@@ -144,6 +145,11 @@ def load_images(path: str) -> Images:
     ValueError
         If the file cannot be read, a key is missing, or an array is not as described.
     """
+    if path and Path(path).is_dir():
+        raise ValueError(
+            f"data must be an .npz file of images, got {path!r}, which is a folder: "
+            f"`flwr-perdl fetch imagefolder --folder {shlex.quote(path)}` makes one of it."
+        )
     X, y = _bundled_digits() if not path else read_arrays(path, "X", "y")
     client = read_npz(path, "client").get("client") if path else None
     if X.ndim not in (2, 3) or not len(X):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from perdl_experiments.deployment import free_port
@@ -43,6 +45,16 @@ def test_clustered_learning_takes_ten_changed_lines() -> None:
     text = (ROOT / "examples" / "quickstart-clustered" / "README.md").read_text()
     (diff,) = re.findall(r"^```diff\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     assert 0 < len(re.findall(r"^[+-](?![+-]{2} )", diff, re.MULTILINE)) <= 10
+
+
+def test_a_quickstart_node_may_have_a_name_instead_of_a_number() -> None:
+    task = runpy.run_path(str(ROOT / "examples/quickstart-clustered/quickstart/task.py"))
+    numbers = ({"partition-id": 3}, {"partition-id": "3"}, {"name": "ward-7"})
+    first, same, other = (task["load_data"](node_config)[0] for node_config in numbers)
+    np.testing.assert_array_equal(first, same)
+    assert (first != other).all()
+    with pytest.raises(ValueError, match=r"node_config .* 'partition-id' or 'name', got \{\}"):
+        task["load_data"]({})
 
 
 @named([readme for readme in READMES if tells(readme.name)])

@@ -82,6 +82,8 @@ def test_unreadable_image_files_get_one_sentence(tmp_path):
     path.write_bytes(b"PK\x03\x04 not really a zip")
     with pytest.raises(ValueError, match=r"must be a whole \.npz file"):
         load_images(str(path))
+    with pytest.raises(ValueError, match=r"data .* folder.*fetch imagefolder --folder"):
+        load_images(str(tmp_path))
 
 
 @settings(max_examples=40, deadline=None)

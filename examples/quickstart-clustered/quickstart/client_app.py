@@ -14,7 +14,7 @@ app = ClientApp()
 def train(msg: Message, context: Context) -> Message:
     """Train the model on local data."""
     weights = msg.content["arrays"].to_numpy_ndarrays()
-    X, y, _, _ = load_data(context.node_config["partition-id"])
+    X, y, _, _ = load_data(context.node_config)
     epochs, rate = context.run_config["local-epochs"], context.run_config["learning-rate"]
     weights = train_fn(weights, X, y, epochs, rate)
 
@@ -27,7 +27,7 @@ def train(msg: Message, context: Context) -> Message:
 def evaluate(msg: Message, context: Context) -> Message:
     """Evaluate the model on local data."""
     weights = msg.content["arrays"].to_numpy_ndarrays()
-    _, _, X, y = load_data(context.node_config["partition-id"])
+    _, _, X, y = load_data(context.node_config)
     loss, accuracy = test_fn(weights, X, y)
 
     metrics = MetricRecord({"eval_loss": loss, "eval_acc": accuracy, "num-examples": len(X)})

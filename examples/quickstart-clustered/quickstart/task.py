@@ -1,5 +1,9 @@
 """Model and data: logistic regression; the clients are of two kinds, whose labels are opposite."""
 
+from collections.abc import Mapping
+from typing import Any
+from zlib import crc32
+
 import numpy as np
 
 
@@ -8,8 +12,20 @@ def get_weights() -> list[np.ndarray]:
     return [np.zeros(10), np.zeros(1)]
 
 
-def load_data(partition: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def partition_of(node_config: Mapping[str, Any]) -> int:
+    """Return which part of the data a node has; a SuperNode may have a name alone."""
+    if "partition-id" in node_config:
+        return int(node_config["partition-id"])
+    if "name" in node_config:
+        return crc32(str(node_config["name"]).encode())
+    raise ValueError(f"node_config must have 'partition-id' or 'name', got {dict(node_config)}.")
+
+
+def load_data(
+    node_config: Mapping[str, Any],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return a client's samples and labels, to train with and to test with."""
+    partition = partition_of(node_config)
     rule = np.random.default_rng(0).standard_normal(10)
     rng = np.random.default_rng([1, partition])
     X = rng.standard_normal((160, 10))
