@@ -1,8 +1,10 @@
-"""What secure rounds cost PerMA, and what the statistics of an honest run in the clear show.
+"""What secure rounds cost PerMA, and which samples replies in the clear show.
 
 Handwritten digits (scikit-learn's, 8 x 8), nine tenths of a client's images of one digit. Run from
 the repository's root: ``python benchmarks/secure.py``; it writes ``benchmarks/results/secure.json``
-and two tables, ``secure.md`` (cost) and ``differences.md`` (samples shown).
+and three tables: ``secure.md`` (cost), ``differences.md`` (samples that differences between rounds
+of an honest run show), and ``attackers.md`` (rows that show a sample to a server that sends what it
+likes, by the rule of withholding).
 """
 
 from __future__ import annotations
@@ -12,18 +14,26 @@ import logging
 import platform
 import sys
 import time
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
 from _measure import RESULTS, commit
-from flwr.app import Context
+from flwr.app import Context, RecordDict
 from sklearn.datasets import load_digits
 from threadpoolctl import threadpool_limits
 
-from flwr_perdl._checks import Matrix
+from flwr_perdl.checks import Matrix
 from flwr_perdl.clients import DictionaryClient, client_app
-from flwr_perdl.dictionary import OrthogonalLearner, reconstruct, sparse_code
+from flwr_perdl.dictionary import (
+    LassoLearner,
+    MODLearner,
+    OrthogonalLearner,
+    WarmStart,
+    normalize_atoms,
+    reconstruct,
+    sparse_code,
+)
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import PerMA, ServerSettings
 
@@ -150,7 +160,74 @@ def differences() -> list[dict[str, Any]]:
     return found
 
 
-def write(cost: list[dict[str, float]], differ: list[dict[str, Any]]) -> None:
+def draws() -> dict[str, Matrix]:
+    """Return 40 samples of each kind."""
+    rng = np.random.default_rng(0)
+    sparse = rng.standard_normal((40, 16)) * (rng.random((40, 16)) < 0.15)
+    sparse[~sparse.any(axis=1), 0] = 1
+    centers = 3 * rng.standard_normal((12, 16))
+    return {
+        "digits": load_digits().data[rng.choice(1797, 40, replace=False)] / 16,
+        "normal": rng.standard_normal((40, 16)),
+        "Student t(2)": rng.standard_t(2, (40, 16)),
+        "sparse": sparse,
+        "clustered": centers[rng.integers(12, size=40)] + 0.5 * rng.standard_normal((40, 16)),
+    }
+
+
+def answer(X: Matrix, G: Matrix, learner: Any, min_support: int) -> Matrix:
+    """Return the rows of statistics that a client without local atoms answers with."""
+    client = DictionaryClient(
+        X,
+        learner,
+        Context(1, 1, {"partition-id": 0}, RecordDict(), {}),
+        start=lambda X, learner, *, rng: WarmStart(G, 0.0, (0.0,)),
+        min_support=min_support,
+    )
+    asked = {"perdl.step": "update", "server-round": 1, "perdl.seed": 0, "perdl.run": "r"}
+    asked |= {"perdl.sends": "statistics", "perdl.orthogonal": int(learner.orthogonal)}
+    return client.fit([G], asked)[0][0][:, -X.shape[1] :]
+
+
+def attackers(n_requests: int = 100, n_atoms: int = 12) -> list[dict[str, Any]]:
+    """Count rows that show a sample: a cosine above .95, and below .7 without the sample."""
+
+    def near(rows: Matrix, x: Matrix) -> Matrix:
+        lengths = np.linalg.norm(rows, axis=1) * np.linalg.norm(x)
+        return np.abs(rows @ x) / np.where(lengths > 1e-12, lengths, np.inf)
+
+    learners = {
+        "MOD, k = 2": MODLearner(n_atoms, n_nonzero=2),
+        "orthogonal, k = 2": OrthogonalLearner(n_atoms, n_nonzero=2),
+        "lasso": LassoLearner(n_atoms),
+    }
+    found = []
+    for (kind, X), (name, learner) in product(draws().items(), learners.items()):
+        row: dict[str, Any] = {"samples": kind, "learner": name}
+        for least in (0, 3):
+            rng, left, shows = np.random.default_rng(5), 0, 0
+            for attempt in range(n_requests):
+                G = rng.standard_normal((n_atoms, X.shape[1]))
+                if learner.orthogonal:
+                    G = np.linalg.qr(G.T)[0].T
+                elif attempt % 2:  # samples with noise
+                    G = normalize_atoms(X[rng.choice(len(X), n_atoms, replace=False)]) + 0.1 * G
+                rows = answer(X, normalize_atoms(G), learner, least)
+                left += int(rows.any(axis=1).sum())
+                for i, x in enumerate(X):
+                    close = near(rows, x) > 0.95
+                    if close.any():
+                        others = answer(np.delete(X, i, axis=0), normalize_atoms(G), learner, 0)
+                        shows += int((near(others, x)[close] < 0.7).sum())
+            row |= {f"left_{least}": left, f"shown_{least}": shows}
+        found.append(row)
+    total = {key: sum(row[key] for row in found) for key in found[0] if "_" in key}
+    return [*found, {"samples": "all", "learner": "", **total}]
+
+
+def write(
+    cost: list[dict[str, float]], differ: list[dict[str, Any]], attacked: list[dict[str, Any]]
+) -> None:
     """Print and write the tables."""
     lines = [
         "| clients | samples of each | error in the clear | secure |"
@@ -172,6 +249,15 @@ def write(cost: list[dict[str, float]], differ: list[dict[str, Any]]) -> None:
         f"| {row['sent']} | {row['above_99']:.0f} | {row['above_95']:.0f} | {row['error']:.4f} |"
         for row in differ
     ]
+    rows = [
+        "| samples, learner | nothing withheld: rows that show a sample | the rule |",
+        "|---|---:|---:|",
+    ]
+    rows += [
+        f"| {row['samples']}{row['learner'] and ', ' + row['learner']} | "
+        f"{row['shown_0']} of {row['left_0']:,} | {row['shown_3']} of {row['left_3']:,} |"
+        for row in attacked
+    ]
     results = {
         "command": "python benchmarks/secure.py",
         "commit": commit(),
@@ -179,10 +265,11 @@ def write(cost: list[dict[str, float]], differ: list[dict[str, Any]]) -> None:
         "seeds": SEEDS,
         "cost": cost,
         "differences": differ,
+        "attackers": attacked,
     }
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "secure.json").write_text(json.dumps(results, indent=2) + "\n")
-    for name, table in (("secure", lines), ("differences", others)):
+    for name, table in (("secure", lines), ("differences", others), ("attackers", rows)):
         (RESULTS / f"{name}.md").write_text("\n".join(table) + "\n")
         sys.stdout.write("\n".join(table) + "\n")
 
@@ -191,7 +278,7 @@ def main() -> None:
     """Measure, print and write."""
     logging.getLogger("flwr").setLevel(logging.ERROR)
     with threadpool_limits(1):
-        write(costs(), differences())
+        write(costs(), differences(), attackers())
 
 
 if __name__ == "__main__":

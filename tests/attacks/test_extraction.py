@@ -3,7 +3,7 @@
 A client with its defaults and 40 samples. A row of a reply shows a sample if it is at a cosine
 above .95 with it because of it: without the sample the same request has an answer at a cosine below
 .7. Requests that a protocol does not send are refused; of the rows that leave, at most one in a
-thousand here shows a sample (one in five thousand over more requests: benchmarks/secure.py).
+thousand shows a sample (benchmarks/secure.py counts more of them).
 """
 
 from __future__ import annotations
