@@ -157,7 +157,7 @@ def test_the_library_imports_nothing_of_the_application() -> None:
 def test_what_is_imported_is_declared(package: str) -> None:
     """By its own name: what other packages depend on may change."""
     project = PYPROJECT["project"]
-    lists = [project["optional-dependencies"][own] for own in ("arrays", "datasets", "privacy")]
+    lists = [project["optional-dependencies"][own] for own in ("datasets", "privacy")]
     lists += [project["dependencies"], project["optional-dependencies"]["experiments"]]
     declared = {canonicalize_name(Requirement(line).name) for lines in lists for line in lines}
     names = packages_distributions()

@@ -169,6 +169,7 @@ def update_weights(learner: Learner, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
     array([[ 0.5,  0.5],
            [ 0.5, -0.5]])
     """
+    X, C, D = _checked(X, C, D)
     own = getattr(learner, "weights", None)
     return C if own is None else np.asarray(own(X, C, D))
 

@@ -192,7 +192,7 @@ def fit_mixture(
 
 def _checked(statistics: Matrix, ndim: int) -> Matrix:
     """Return the clients' statistics, if there are any and their width is that of some d."""
-    statistics = check_array("statistics", statistics, ndim=ndim, min_rows=1)
+    statistics = check_array("statistics", statistics, ndim=ndim, min_rows=1).astype(float)
     check_magnitude("statistics", statistics, floor=np.inf)
     width = statistics.shape[-1]
     if width < 5 or width != isqrt(width - 1) ** 2 + 1:
@@ -288,7 +288,8 @@ def _alternate(sums: _Sums, starts: Matrix, softness: float, strengths: Matrix) 
         variance = (weights * squares).sum(axis=(1, 2)) / points
         variance = np.maximum(variance, max(rounding, tiny))  # 0 for data without noise
         shares = np.log(np.maximum(weights.mean(axis=2), tiny))[..., None]
-        scores = shares - squares / (2 * softness * variance)[:, None, None]
+        least = max(tiny, 1e-300 * squares.max())  # else the product may be 0
+        scores = shares - squares / np.maximum(2 * softness * variance, least)[:, None, None]
         fits = logsumexp(scores, axis=1).sum(axis=1) - n.sum() / (2 * softness) * np.log(variance)
         last, weights = weights, softmax(scores, axis=1)
         settled = np.abs(weights - last).max(axis=(1, 2)) <= _SETTLED

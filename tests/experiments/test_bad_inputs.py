@@ -110,8 +110,8 @@ def test_unknown_names_are_refused_with_the_likest(name: str) -> None:
 
 
 def arrays() -> st.SearchStrategy[np.ndarray[Any, Any]]:
-    """Arrays as files may have them by mistake."""
-    shapes = st.sampled_from([(), (0,), (7,), (20, 9), (20, 10), (0, 9), (20, 2, 2), (20, 3, 3, 3)])
+    """Arrays as files may have them by mistake: none has the ten by ten pixels of an image."""
+    shapes = st.sampled_from([(), (0,), (7,), (20, 9), (20, 8), (0, 9), (20, 2, 2), (20, 3, 3, 3)])
     dtypes = st.sampled_from(["f8", "f4", "f2", "i8", "u1", "?", "c16", "U3", "M8[s]", "g"])
     special = st.sampled_from([0.0, 1.0, np.nan, np.inf, -1e300])
     return st.builds(

@@ -22,6 +22,9 @@ UPDATE: dict[str, Any] = {
 SOFT = {"soft": 1, "temperature": 0.5}
 
 
+# OpenBLAS's AVX-512 kernel for five float32 features may warn by what is left on the stack; its
+# results, which have the same bits one by one, are right.
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
 @given(
     m=st.integers(1, 6),
     n=st.integers(1, 40),
@@ -50,6 +53,7 @@ def test_updates_of_many_are_those_of_one(
     ask = Ask("update", (centers, centers[::-1]) if grouped else (centers,), UPDATE | options)
     together = answer(X, y, ask)
     assert together.dtype == dtype
+    assert np.isfinite(together).all()
     for A, b, found in zip(X, y, together, strict=True):
         assert_same_bits(found, answer(A.copy(), b.copy(), ask))
 

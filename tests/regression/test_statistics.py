@@ -209,6 +209,14 @@ def test_degenerate_data_stay_finite(fault: str) -> None:
     assert np.isfinite(choice.errors).all()
 
 
+@pytest.mark.parametrize(("scale", "dtype"), [(1, float), (1e-170, float), (1, np.float32)])
+def test_the_least_softness_assigns_without_doubt(scale: float, dtype: type) -> None:
+    statistics = (scale * by_client(planted())[:, 0]).astype(dtype)
+    found = fit_mixture(statistics, 2, rng=np.random.default_rng(0), softness=1e-300)
+    assert np.isfinite(found.centers).all()
+    assert set(found.weights.ravel()) == {0.0, 1.0}
+
+
 def test_bad_statistics_are_refused() -> None:
     rng, folds = np.random.default_rng(0), by_client(planted(), 2)
     with pytest.raises(ValueError, match=r"statistics must have \(d \+ 1\)\^2 \+ 1 columns, got 7"):

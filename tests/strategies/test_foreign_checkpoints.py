@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 from flwr.app import ArrayRecord, Context
 from flwr.client import NumPyClient
-from flwr_perdl.diffusion.novelty import Averaging
 
 from flwr_perdl import _store
 from flwr_perdl.clients import DictionaryClient, DiffusionClient, RegressionClient, client_app
 from flwr_perdl.dictionary import OrthogonalLearner
-from flwr_perdl.diffusion import Topology
+from flwr_perdl.diffusion import Averaging, Topology
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
     ClusteredFedAvg,
