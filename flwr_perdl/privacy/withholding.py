@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from flwr_perdl._checks import Matrix, check_array, check_count
 
-#: The largest share of a row's squared terms that one sample may have. A plain count of samples lets
-#: through rows of heavy-tailed samples that show one; with 1/2 clients of few samples withhold half
-#: of their atoms. benchmarks/secure.py measures what is left (results/attackers.md).
+#: The largest share of a row's squared terms that one sample may have. A plain count of samples
+#: lets through rows of heavy-tailed samples that show one; with 1/2 clients of few samples withhold
+#: half of their atoms. benchmarks/secure.py measures what is left (results/attackers.md).
 MOST_OF_ONE = 2 / 3
 
 

@@ -15,7 +15,15 @@ from flwr.app import ArrayRecord, Context
 from flwr.client import NumPyClient
 
 from flwr_perdl import _store
-from flwr_perdl.clients import DictionaryClient, DiffusionClient, RegressionClient, client_app
+from flwr_perdl.clients import (
+    DictionaryAveragingClient,
+    DictionaryClient,
+    DiffusionClient,
+    LearnerClient,
+    PerPCAClient,
+    RegressionClient,
+    client_app,
+)
 from flwr_perdl.dictionary import OrthogonalLearner
 from flwr_perdl.diffusion import Averaging, Topology
 from flwr_perdl.simulations import InProcessGrid
@@ -55,10 +63,8 @@ class Mean(NumPyClient):
         return float(np.sum((parameters[0] - self.own) ** 2)), 1, {}
 
 
-def dictionaries(protocol: str) -> Callable[[Context, int], Any]:
-    return lambda context, i: DictionaryClient(
-        ATOMS[i], OrthogonalLearner(4), context, protocol=protocol
-    )
+def dictionaries(client: type[LearnerClient]) -> Callable[[Context, int], Any]:
+    return lambda context, i: client(ATOMS[i], OrthogonalLearner(4), context)
 
 
 def regressions(context: Context, i: int) -> Any:
@@ -92,9 +98,9 @@ def nodes(context: Context, i: int) -> Any:
 
 
 CASES = {
-    "perma": Case(lambda **o: PerMA(2, remember=2, **o), dictionaries("perma"), 2),
-    "averaging": Case(DictionaryAveraging, dictionaries("averaging"), 2),
-    "perpca": Case(lambda **o: PerPCA(2, **o), dictionaries("perpca"), 2),
+    "perma": Case(lambda **o: PerMA(2, remember=2, **o), dictionaries(DictionaryClient), 2),
+    "averaging": Case(DictionaryAveraging, dictionaries(DictionaryAveragingClient), 2),
+    "perpca": Case(lambda **o: PerPCA(2, **o), dictionaries(PerPCAClient), 2),
     "clusters": Case(lambda **o: ClusteredFedAvg(2, choose_every=2, **o), means, 2, ZEROS),
     "measured": Case(lambda **o: ClusteredFedAvg("auto", **o), means, 1, ZEROS),
     "fedmd": Case(lambda **o: FedMD(2, **o), regressions, 2),
