@@ -315,6 +315,13 @@ class NumPyClientApp(AnsweringApp):
         self.evaluate(mods=[*everywhere, *evaluate_mods])(self._evaluate)
         self.query(mods=everywhere)(self._query)
 
+    def allows_threads(self, context: Context) -> bool:
+        """Whether clients like that of this context may be called in threads (`InProcessGrid`)."""
+        try:
+            return bool(getattr(self._made(context), "allows_threads", False))
+        except Exception:  # who asks it for a reply will hear of it
+            return False
+
     # Methods and not closures: Ray pickles the app with every message, these by their names.
 
     def _answer_clustered(self, message: Message, context: Context) -> Message:

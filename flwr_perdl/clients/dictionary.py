@@ -20,6 +20,7 @@ from flwr_perdl._records import ANEW, EVALUATE, Scalar
 from flwr_perdl.clients._requests import admit, check_atoms, digest, rounded
 from flwr_perdl.clients.steps import ProtocolClient, StepRequest, StepResult, step
 from flwr_perdl.dictionary import Learner, WarmStart, reconstruct, sparse_code, warm_start
+from flwr_perdl.dictionary.learners import LEARNERS
 from flwr_perdl.privacy import may_send
 
 #: Iterations of the client's learner that an update asks for.
@@ -28,6 +29,8 @@ LOCAL_STEPS = "perdl.local-steps"
 MOST_STEPS = 10_000
 #: Evaluation: numbers of atoms per sample, such as "5,10,20" (orthogonal matching pursuit).
 N_NONZERO = "perdl.n-nonzero"
+#: Numbers in a client's samples from which on its products take longer than Python's own work.
+_LARGE = 2**16
 #: The name of a client's own atoms in its private state.
 LOCAL_ATOMS = "local_atoms"
 
@@ -139,6 +142,10 @@ class LearnerClient(ProtocolClient):
         } or {"": self.X}
         self.start = start
         self.extra_metrics = extra_metrics
+        # Threads pay where this library's code alone computes, and mostly without the GIL.
+        ours = type(learner) in LEARNERS and getattr(start, "func", start) is warm_start
+        long = not learner.orthogonal or self.X.size >= _LARGE
+        self.allows_threads = ours and extra_metrics is None and long
         self.min_support = check_count("min_support", min_support)
         self.max_runs = check_count("max_runs", max_runs, 1)
         self.max_requests = check_count("max_requests", max_requests, 1)

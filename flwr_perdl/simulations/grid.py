@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from logging import DEBUG, WARNING
 from pathlib import Path
@@ -27,6 +27,7 @@ from flwr.serverapp import Grid
 
 from flwr_perdl import _compat
 from flwr_perdl._checks import Matrix, check_count, check_kind
+from flwr_perdl._parallel import in_threads
 from flwr_perdl._records import ANSWERED, PARTITION_ID, directed
 from flwr_perdl._repr import ShownAsCalled
 from flwr_perdl._shortcuts import filled
@@ -45,7 +46,10 @@ FAULTS = ("error", "silence", "nan", "shape", "empty")
 
 
 class InProcessGrid(ShownAsCalled, Grid):
-    """Virtual nodes that are called in this process, one after the other.
+    """Virtual nodes that are called in this process.
+
+    They are called one after the other, and on several cores where their clients compute long, and
+    by nothing but this library's code. The replies are the same bits.
 
     Records are copied both ways, as on a wire: what one side changes, the other does not see. An
     exception in the ClientApp becomes an error reply, and the client's state is what it was before;
@@ -136,6 +140,8 @@ class InProcessGrid(ShownAsCalled, Grid):
         self._replies: dict[str, Message] = {}
         self._deadline = float("inf")
         self._count = 0
+        #: Called with the numbers of nodes that have replied to a push, and that are asked.
+        self.on_reply: Callable[[int, int], object] = lambda done, asked: None
         _compat.become_server(RUN_ID)
 
     @staticmethod
@@ -201,19 +207,34 @@ class InProcessGrid(ShownAsCalled, Grid):
     def _push(self, messages: Iterable[Message]) -> list[str]:
         """Call the ClientApp, and return the messages' ids."""
         ids: list[str] = []
+        asked: list[tuple[Message, str | None]] = []
         for message in messages:
             self._count += 1
-            identifier = f"message-{self._count}"
-            _compat.stamp(message, RUN_ID, identifier)
-            ids.append(identifier)
+            _compat.stamp(message, RUN_ID, f"message-{self._count}")
+            ids.append(message.metadata.message_id)
             node = message.metadata.dst_node_id
-            if node not in self.contexts:
+            if node in self.contexts:
+                asked.append((message, self._fault(message)))
+            else:
                 log(WARNING, "There is no node %d: nobody answers.", node)
-                continue
-            reply = self._call(message, self._fault(message))
+        replies = self._call_each(asked)
+        for done, ((message, _), reply) in enumerate(zip(asked, replies, strict=True), start=1):
             if reply is not None and not self._late():
-                self._replies[identifier] = reply
+                self._replies[message.metadata.message_id] = reply
+            self.on_reply(done, len(asked))
         return ids
+
+    def _call_each(self, asked: list[tuple[Message, str | None]]) -> Iterator[Message | None]:
+        """Yield the nodes' replies; where the app allows it, several are called at a time."""
+        nodes = {message.metadata.dst_node_id for message, _ in asked}
+        allows = getattr(self.app, "allows_threads", None)
+        if (
+            allows is None
+            or len(nodes) < max(2, len(asked))
+            or not allows(self._context(asked[0][0]))
+        ):
+            return (self._call(*one) for one in asked)
+        return in_threads(lambda one: self._call(*one), asked)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Return the replies to these messages, each once."""

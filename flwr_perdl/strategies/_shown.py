@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from types import ModuleType
@@ -13,8 +14,18 @@ from flwr_perdl.strategies._protocol import RoundReport
 
 #: How much a run shows.
 VERBOSE = ("log", "bar", "quiet")
+#: Seconds between two drawings of a bar within a round.
+_EVERY = 0.3
 
-Show = Callable[[RoundReport], None]
+
+class Show:
+    """Takes what happens in a run; this one shows nothing."""
+
+    def __call__(self, report: RoundReport) -> None:
+        """Take an exchange's report."""
+
+    def replies(self, done: int, asked: int) -> None:
+        """Take the numbers of nodes that have replied in an exchange, and that are asked."""
 
 
 @contextmanager
@@ -32,44 +43,63 @@ def shown(verbose: str, name: str, rounds: int) -> Iterator[Show]:
         Communication rounds in all.
     """
     if verbose == "log":
-        yield lambda report: None
+        yield Show()
         return
     logger = logging.getLogger("flwr")
     level = logger.level
     logger.setLevel(max(level, logging.WARNING))
     try:
         if verbose == "quiet":
-            yield lambda report: None
+            yield Show()
         else:
-            with _bar(name, rounds) as show:
+            show = _Bar(name, rounds)
+            try:
                 yield show
+            finally:
+                show.close()
     finally:
         logger.setLevel(level)
 
 
-@contextmanager
-def _bar(name: str, rounds: int) -> Iterator[Show]:
-    """Yield what draws a bar: rounds that are over, and the first metric of each kind of step."""
-    tqdm, found = _tqdm(), dict[str, str]()
-    bar = None if tqdm is None else tqdm.tqdm(total=rounds, desc=name, unit="round")
+class _Bar(Show):
+    """A bar: rounds that are over, and the first metric of each kind of step."""
 
-    def show(report: RoundReport) -> None:
-        found.update(_first_metric(report.aggregate))
+    def __init__(self, name: str, rounds: int) -> None:
+        tqdm = _tqdm()
+        self._name, self._rounds, self._found = name, rounds, dict[str, str]()
+        self._bar = None if tqdm is None else tqdm.tqdm(total=rounds, desc=name, unit="round")
+        self._drawn = time.monotonic()
+
+    def __call__(self, report: RoundReport) -> None:
+        """Draw the bar, or print a line."""
+        self._found.pop("replies", None)
+        self._found.update(_first_metric(report.aggregate))
         if report.dropped:
-            found["left out"] = str(len(report.dropped))
-        if bar is not None:
-            bar.set_postfix(found, refresh=False)
-            bar.n = report.round
-            bar.refresh()
+            self._found["left out"] = str(len(report.dropped))
+        if self._bar is not None:
+            self._bar.n = report.round
+            self._draw()
         else:
-            said = ", ".join(f"{what} {value}" for what, value in found.items())
-            print(f"{name}: round {report.round} of {rounds}: {said}", file=sys.stderr, flush=True)
+            said = ", ".join(f"{what} {value}" for what, value in self._found.items())
+            line = f"{self._name}: round {report.round} of {self._rounds}: {said}"
+            print(line, file=sys.stderr, flush=True)
 
-    try:
-        yield show
-    finally:
-        if bar is not None:
-            bar.close()
+    def replies(self, done: int, asked: int) -> None:
+        """Draw how many clients have replied, a few times a second."""
+        if self._bar is not None and time.monotonic() > self._drawn + _EVERY:
+            self._found["replies"] = f"{done}/{asked}"
+            self._draw()
+
+    def _draw(self) -> None:
+        if self._bar is not None:
+            self._bar.set_postfix(self._found, refresh=False)
+            self._bar.refresh()
+        self._drawn = time.monotonic()
+
+    def close(self) -> None:
+        """End the bar."""
+        if self._bar is not None:
+            self._bar.close()
 
 
 def _tqdm() -> ModuleType | None:

@@ -136,7 +136,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         #: Communication rounds of the run; None: not known.
         self._num_rounds: int | None = None
         self._evaluate_config: ConfigRecord | None = None
-        self._show: Show = lambda report: None
+        self._show = Show()
 
     @abstractmethod
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
@@ -291,6 +291,8 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
                 rare_collections(),
                 shown(verbose, type(self).__name__, rounds) as self._show,
             ):
+                if hasattr(grid, "on_reply"):  # an InProcessGrid
+                    grid.on_reply = self._show.replies
                 result = self._run_rounds(
                     grid,
                     initial,
