@@ -55,6 +55,7 @@ import os, runpy, sys, traceback, warnings
 
 warnings.simplefilter("error")
 warnings.filterwarnings("ignore", "'click.utils.get_", DeprecationWarning)  # typer's imports
+warnings.filterwarnings("ignore", "Tip. In future versions of Ray", FutureWarning)
 failed = 0
 for path in sys.argv[1:]:
     folder = os.path.dirname(path)
@@ -169,7 +170,7 @@ class Program(NamedTuple):
     lines: list[str]
     """In the page's places, so that a traceback names the page's lines."""
     examples: set[str]
-    """Folders of which the page shows files: its other blocks run there."""
+    """Folders of which the page shows files: its other blocks run beside these."""
 
 
 def execute(*command: str | Path, cwd: Path) -> None:
@@ -387,15 +388,16 @@ def programs(page: Path) -> list[Program]:
     """Return a page's programs: all blocks below one command, in README.md each by itself."""
     text = page.read_text()
     installs = list(INSTALL.finditer(text))
+    examples = {block["example"] for block in BLOCK.finditer(text) if block["example"]}
     found: dict[int, Program] = {}
     for block in BLOCK.finditer(text):
         above = [install for install in installs if install.start() < block.start()]
         assert above, f"{page.name} does not say what to install before its first block"
         said = text[above[-1].end() : block.start()].splitlines()
         first = block.start() if page.name == "README.md" else above[-1].start()
-        program = found.setdefault(first, Program(page, above[-1]["extras"] or "", [], [], set()))
+        program = Program(page, above[-1]["extras"] or "", [], [], examples)
+        program = found.setdefault(first, program)
         if block["example"]:
-            program.examples.add(block["example"])
             continue
         program.commands[:] = [command for command in COMMANDS if command in said]
         program.lines.extend([""] * (text.count("\n", 0, block.start("code")) - len(program.lines)))
@@ -406,7 +408,13 @@ def programs(page: Path) -> list[Program]:
 PROGRAMS = [program for page in PAGES for program in programs(page)]
 
 
-@pytest.mark.parametrize("extras", sorted({program.extras for program in PROGRAMS}))
+@pytest.mark.parametrize(
+    "extras",
+    [
+        pytest.param(extras, marks=[pytest.mark.ray] if "simulation" in extras else [])
+        for extras in sorted({program.extras for program in PROGRAMS})
+    ],
+)
 def test_blocks_run_with_what_their_page_says_to_install(
     extras: str, environment: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -66,11 +66,21 @@ def test_scripts_print_what_the_readme_says(readme: Readme, tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.ray
-@named([one for one in READMES if any("flower-sim" in step.commands for step in one.steps)])
+@pytest.mark.parametrize(
+    "readme",
+    [
+        # With PyTorch they run where it is installed, by `make test`.
+        pytest.param(one, id=one.name, marks=[pytest.mark.tour] if "pytorch" in one.name else [])
+        for one in READMES
+        if any("flower-sim" in step.commands for step in one.steps)
+    ],
+)
 def test_apps_print_what_the_readme_says(
     readme: Readme, flower_environment: dict[str, str], tmp_path: Path
 ) -> None:
     """Also where the project lists flwr-perdl: the cure of exit code 608 is in the environment."""
+    if "pytorch" in readme.name:
+        pytest.importorskip("torch")
     here = copied(readme, tmp_path)
     project = here / "pyproject.toml"
     listed = '"flwr>=1.26.1,<2", "flwr-perdl"'
