@@ -27,6 +27,9 @@ Loaded = TypeVar("Loaded")
 #: The most numbers that an experiment draws: eight gigabytes.
 MOST_NUMBERS = 2**30
 
+#: Characters of a label's name that are shown.
+_LONGEST = 80
+
 #: Files that a folder of frames may hold.
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp", ".pgm", ".ppm")
 
@@ -44,12 +47,15 @@ class Images(NamedTuple):
         Height and width.
     client : ndarray of shape (n_images,), optional
         Whose each image is, where the federation has natural clients; integers.
+    names : list of str, optional
+        The labels' names, by label.
     """
 
     X: Matrix
     y: NDArray[np.integer[Any]]
     shape: tuple[int, int]
     client: NDArray[np.integer[Any]] | None = None
+    names: list[str] | None = None
 
 
 class Planted(NamedTuple):
@@ -132,8 +138,9 @@ def load_images(path: str) -> Images:
     ----------
     path : str
         An ``.npz`` file with ``X`` (n, height, width) or (n, n_features), n_features a square
-        number, ``y`` (n,) integer labels, and ``client`` (n,) integers where clients are natural;
-        ``""`` for scikit-learn's handwritten digits.
+        number, ``y`` (n,) integer labels, ``names`` (n_labels,) where labels from 0 on have names,
+        and ``client`` (n,) integers where clients are natural; ``""`` for scikit-learn's
+        handwritten digits.
 
     Returns
     -------
@@ -151,7 +158,8 @@ def load_images(path: str) -> Images:
             f"`flwr-perdl fetch imagefolder --folder {shlex.quote(path)}` makes one of it."
         )
     X, y = _bundled_digits() if not path else read_arrays(path, "X", "y")
-    client = read_npz(path, "client").get("client") if path else None
+    more = read_npz(path, "client", "names") if path else {}
+    client, names = more.get("client"), more.get("names")
     if X.ndim not in (2, 3) or not len(X):
         raise ValueError(f"X in {path} must be (n, h, w) or (n, n_features), got shape {X.shape}.")
     if X.dtype.kind not in "biu" and X.dtype not in (np.float64, np.float32):
@@ -173,7 +181,17 @@ def load_images(path: str) -> Images:
     shape = (side, side) if X.ndim == 2 else (X.shape[1], X.shape[2])
     if min(shape) < 3:
         raise ValueError(f"X in {path} must be images of at least 3x3 pixels, got {shape}.")
-    return Images(to_unit_range(X).reshape(len(X), -1), y, shape, client)
+    if names is not None and (names.dtype.kind != "U" or not 0 <= y.min() <= y.max() < names.size):
+        raise ValueError(
+            f"names in {path} must be a text for each label from 0 to {y.max()}, got {names.size} "
+            f"of {names.dtype}."
+        )
+    called = None
+    if names is not None:
+        called = [
+            "".join(filter(str.isprintable, name[:_LONGEST])) for name in names.ravel().tolist()
+        ]
+    return Images(to_unit_range(X).reshape(len(X), -1), y, shape, client, called)
 
 
 def _bundled_digits() -> tuple[NDArray[Any], NDArray[Any]]:

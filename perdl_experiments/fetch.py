@@ -106,8 +106,9 @@ def fetch(
     Returns
     -------
     dict
-        ``X`` (n, height, width), gray, bytes or float32; ``y`` (n,), integers; with natural
-        clients ``client`` (n,), integers from 0 on in the order of the clients' names.
+        ``X`` (n, height, width), gray, bytes or float32; ``y`` (n,), integers; where the labels
+        have names (as folders have) ``names`` (n_labels,), by label; with natural clients
+        ``client`` (n,), integers from 0 on in the order of the clients' names.
 
     Raises
     ------
@@ -166,6 +167,9 @@ def columns(rows: Any, source: Source) -> dict[str, NDArray[Any]]:
             f"column {source.label!r} of {source.dataset} must hold integers, got {y.dtype}."
         )
     arrays = {"X": _gray(rows, source), "y": y}
+    names = getattr(rows.features[source.label], "names", None)
+    if names:
+        arrays["names"] = np.array(names)
     if source.client is not None:
         whose = _column(rows, source, source.client)
         if whose.dtype.kind not in "iuU":

@@ -208,7 +208,8 @@ def images(rows: Mapping[str, Matrix], shape: tuple[int, int]) -> Figure:
     grid = figure.subplots(len(rows), 1, squeeze=False)
     for axes, (title, values) in zip(grid[:, 0], rows.items(), strict=True):
         _show(axes, _sheet(np.clip(values, 0, 1), shape, count), "")
-        axes.set_ylabel(fill(title, _WRAP), rotation=0, ha="right", va="center", labelpad=8)
+        at = {"rotation": 0, "ha": "right", "va": "center", "labelpad": 8}
+        axes.set_ylabel(fill(title, _WRAP), parse_math=False, **at)
     return figure
 
 

@@ -113,6 +113,7 @@ class Task(NamedTuple):
     test: Matrix
     test_kinds: NDArray[Any]
     natural: bool
+    names: list[str] | None
 
     def own_test(self, partition: int) -> Matrix:
         """Return the held-out images of this client's own label; where it is natural, its own."""
@@ -329,6 +330,7 @@ def load_task(data: str, n_clients: int, n_samples: int, seed: int) -> Task:
         images.X[parts.test],
         kinds[parts.test],
         images.client is not None,
+        images.names,
     )
 
 
@@ -407,7 +409,8 @@ def _figures(
     from perdl_experiments import plots  # an extra: clients must not need it
 
     one_each = [int(np.argmax(task.test_kinds == kind)) for kind in np.unique(task.test_kinds)]
-    own = "" if task.natural else f"\n(mostly label {task.kinds[0]})"
+    kind = f"label {task.kinds[0]}" if task.names is None else task.names[task.kinds[0]]
+    own = "" if task.natural else f"\n(mostly {kind})"
     shown = task.test[one_each[:10]]
     k = PICTURE_N_NONZERO
     rows = {

@@ -63,6 +63,10 @@ GOOD = {"X": np.zeros((4, 3, 3)), "y": np.arange(4)}
         (GOOD | {"y": np.arange(3)}, "must be 4 integer labels"),
         (GOOD | {"y": np.linspace(0, 1, 4)}, "must be 4 integer labels"),
         (GOOD | {"client": np.arange(3)}, r"client in .* must be 4 integers, got shape \(3,\)"),
+        (
+            GOOD | {"names": np.array(["brick", "sand"])},
+            "names in .* a text for each label from 0 to 3",
+        ),
         (GOOD | {"y": np.array([None] * 4)}, "readable .npz file"),
         (GOOD | {"y": np.array([*"abcd"], object)}, "y.npy holds Python objects; text must be"),
     ],

@@ -72,6 +72,24 @@ def test_images_of_a_folder_become_data_for_run(pictures: Path, tmp_path: Path) 
     assert half["X"].dtype == np.uint8
 
 
+def test_a_report_has_the_names_of_the_folders(pictures: Path, tmp_path: Path) -> None:
+    names = ["brick & $a$", *(f"kind-{label}" for label in range(1, 10))]
+    for label, name in enumerate(names):
+        (pictures / str(label)).rename(pictures / name)
+    runner, data = CliRunner(), tmp_path / "textures.npz"
+    options = [f"-o{one}" for one in ("n_atoms=4", "n_global=2", "methods=main")]
+    run = ["run", "images", "--clients=2", "--rounds=1", *options, f"--out={tmp_path / 'out'}"]
+    refused = runner.invoke(app, [*run, f"--data={pictures}"])
+    assert refused.exit_code == 2
+    assert f"fetch imagefolder --folder {pictures}" in " ".join(refused.output.split())
+    runner.invoke(app, ["fetch", "imagefolder", "--folder", str(pictures), "--out", str(data)])
+    with np.load(data) as arrays:
+        assert arrays["names"].tolist() == names
+    done = runner.invoke(app, [*run, f"--data={data}"])
+    assert done.exit_code == 0, done.output
+    assert "(mostly brick &amp; $a$)" in (tmp_path / "out" / "report.html").read_text()
+
+
 def test_the_partitioner_splits_as_the_experiment_does(pictures: Path) -> None:
     parts = MajorityLabelPartitioner(4, size=6, seed=2)
     source = FederatedDataset(
