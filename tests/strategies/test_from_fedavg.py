@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, Context
+from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.client import NumPyClient
 from flwr.client.mod import secaggplus_mod
 from flwr.clientapp import ClientApp
@@ -188,6 +188,29 @@ def test_fedavg_is_refused_with_a_sentence_by_a_client_of_another_protocol(app: 
 def test_noise_at_the_client_goes_with_clusters() -> None:
     result = run(ClusteredFedAvg(1), client_app(MeanClient, train_mods=WITH_NOISE), MODEL)
     assert result.evaluate_metrics_clientapp[2]["clients"] == 3
+
+
+@pytest.mark.parametrize(
+    ("base", "options"), [(FedAvg, {}), (ClusteredFedAvg, {"k": 2}), (ClusteredFedAvg, {"k": 1})]
+)
+def test_an_override_of_configure_train_changes_the_config_by_round(
+    base: Any, options: Any
+) -> None:
+    seen = []
+
+    class Client(MeanClient):
+        def fit(self, parameters: Any, config: Any) -> Any:
+            seen.append(config["lr"])
+            return super().fit(parameters, config)
+
+    class Halving(base):
+        def configure_train(self, server_round: int, arrays: Any, config: Any, grid: Any) -> Any:
+            config["lr"] /= 2
+            return super().configure_train(server_round, arrays, config, grid)
+
+    grid = InProcessGrid(client_app(Client), 3)
+    Halving(**options).start(grid, MODEL, 3, train_config=ConfigRecord({"lr": 1.0}))
+    assert sorted(seen, reverse=True) == [0.5] * 3 + [0.25] * 3 + [0.125] * 3
 
 
 @pytest.mark.parametrize(
