@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from typing import Any
 
@@ -9,6 +10,9 @@ from flwr.app import Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from flwr_perdl._shortcuts import alike
+
+#: Flower's log. Its name is public, Flower's function of this name is not.
+log = logging.getLogger("flwr").log
 
 
 def _first(*candidates: str) -> Any:

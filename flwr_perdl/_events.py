@@ -10,7 +10,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from flwr.common import log
+from flwr_perdl._compat import log
 
 #: A run's events, in its folder.
 EVENTS = "events.jsonl"

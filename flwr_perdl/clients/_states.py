@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, Context, RecordDict
-from flwr.common import log
 
 from flwr_perdl import _store
+from flwr_perdl._compat import log
 from flwr_perdl._records import PARTITION_ID
 from flwr_perdl._shortcuts import entries, filled
 from flwr_perdl.clients._at_rest import KEY_VARIABLE, key_from_environment

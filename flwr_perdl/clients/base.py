@@ -29,11 +29,11 @@ from urllib.parse import quote
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context
 from flwr.client import NumPyClient
-from flwr.common import log
 from numpy.typing import NDArray
 
 from flwr_perdl import _store
 from flwr_perdl._checks import check_count, check_kind
+from flwr_perdl._compat import log
 from flwr_perdl._records import (
     NAME,
     PARTITION_ID,

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from flwr.app import Context
-from flwr.common import log
 from numpy.typing import NDArray
 
 from flwr_perdl._checks import Matrix, check_choice, check_count, check_flag, check_kind
+from flwr_perdl._compat import log
 from flwr_perdl._network._packing import pack_arrays, text_array, texts_of
 from flwr_perdl._network.messages import Delivery, Rejected, finite_rows, inbox_of
 from flwr_perdl._network.sealed import Keys, read_key, read_pinned

@@ -45,12 +45,12 @@ from urllib.parse import quote
 
 import numpy as np
 from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
-from flwr.common import log
 from scipy.optimize import brentq
 from scipy.special import log_ndtr
 
 from flwr_perdl import _store
 from flwr_perdl._checks import Matrix, check_array, check_count, check_real
+from flwr_perdl._compat import log
 from flwr_perdl._records import (
     ARRAYS,
     CONFIG,

@@ -21,12 +21,12 @@ from flwr.app import (
     RecordDict,
 )
 from flwr.clientapp import ClientApp
-from flwr.common import log
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 from flwr_perdl import _compat
 from flwr_perdl._checks import Matrix, check_count, check_kind
+from flwr_perdl._compat import log
 from flwr_perdl._parallel import in_threads
 from flwr_perdl._records import ANSWERED, PARTITION_ID, directed
 from flwr_perdl._repr import ShownAsCalled

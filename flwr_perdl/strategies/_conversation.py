@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from flwr.common import log
 from numpy.typing import NDArray
 
 from flwr_perdl import _store
 from flwr_perdl._checks import Matrix, brief_repr, check_count, plain
+from flwr_perdl._compat import log
 from flwr_perdl._events import EventLog
 from flwr_perdl._random import EVALUATION, SAMPLING, spawn
 from flwr_perdl._records import (

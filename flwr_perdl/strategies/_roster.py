@@ -9,8 +9,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from logging import INFO, WARNING
 from typing import Any, Generic, TypeVar
 
-from flwr.common import log
-
+from flwr_perdl._compat import log
 from flwr_perdl._records import (
     NAME,
     PARTITION_ID,

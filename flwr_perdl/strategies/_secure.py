@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
-from flwr.common import FitIns, FitRes, Parameters, log, parameters_to_ndarrays
+from flwr.common import FitIns, FitRes, Parameters, parameters_to_ndarrays
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS
 from flwr.common.secure_aggregation.secaggplus_constants import Key as Word
 from flwr.server.workflow import SecAggPlusWorkflow
@@ -24,6 +24,7 @@ from flwr.server.workflow.secure_aggregation.secaggplus_workflow import Workflow
 from flwr.serverapp import Grid
 
 from flwr_perdl._checks import check_kind
+from flwr_perdl._compat import log
 from flwr_perdl._npy import view_file
 from flwr_perdl._records import Limits, Reply, brief, error_of, read_reply, received, to_record
 from flwr_perdl.strategies._options import refuse_unknown

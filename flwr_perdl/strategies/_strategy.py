@@ -13,12 +13,11 @@ from typing import Any, ClassVar, TypeVar, Unpack
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
-from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from flwr_perdl._checks import Matrix, check_choice, check_count, check_kind, check_real
-from flwr_perdl._compat import addressed
+from flwr_perdl._compat import addressed, log
 from flwr_perdl._records import (
     ANEW,
     ARRAYS,

@@ -46,7 +46,6 @@ from typing import Any, ClassVar, NamedTuple, Unpack
 
 import numpy as np
 from flwr.app import ArrayRecord
-from flwr.common import log
 
 from flwr_perdl._checks import (
     FLOATS,
@@ -59,6 +58,7 @@ from flwr_perdl._checks import (
     check_real,
     is_auto,
 )
+from flwr_perdl._compat import log
 from flwr_perdl._random import SERVER, spawn
 from flwr_perdl._records import NUM_EXAMPLES, Reply, Scalar, scalars, to_record
 from flwr_perdl._repr import short_repr

@@ -32,9 +32,9 @@ from math import prod
 from typing import Any, ClassVar, Unpack
 
 import numpy as np
-from flwr.common import log
 
 from flwr_perdl._checks import Matrix, check_array, check_choice, check_kind
+from flwr_perdl._compat import log
 from flwr_perdl._random import SERVER, spawn
 from flwr_perdl._records import Reply
 from flwr_perdl._robust import DEEDS

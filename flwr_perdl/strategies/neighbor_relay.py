@@ -51,12 +51,12 @@ from logging import WARNING
 from typing import Any, NamedTuple, Unpack
 
 import numpy as np
-from flwr.common import log
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
 from scipy import sparse
 
 from flwr_perdl._checks import Matrix, check_count, check_flag, check_kind
+from flwr_perdl._compat import log
 from flwr_perdl._network._exchange import Plan, Run, spread
 from flwr_perdl._network._packing import text_array, texts_of, unpack, unpack_arrays
 from flwr_perdl._network.faults import Faults

@@ -52,9 +52,9 @@ from math import prod
 from typing import Any, ClassVar, Literal, Unpack
 
 import numpy as np
-from flwr.common import log
 
 from flwr_perdl._checks import Matrix, check_array, check_choice, check_count, check_flag, is_auto
+from flwr_perdl._compat import log
 from flwr_perdl._records import ANEW, Reply, Scalar
 from flwr_perdl._robust import CAP
 from flwr_perdl.clients.dictionary import LOCAL_STEPS, MOST_STEPS
