@@ -35,6 +35,7 @@ from flwr_perdl.diffusion._dual import (
 )
 from flwr_perdl.diffusion._minimize import hessians, minimize, shrinkage
 from flwr_perdl.diffusion.combine import Csr, Inbox, entries, is_sparse, product
+from flwr_perdl.diffusion.objectives import check_closed_forms
 from flwr_perdl.diffusion.topology import Topology, greatest_but, least
 
 if TYPE_CHECKING:
@@ -46,6 +47,11 @@ class ADMM(DualInference):
     """What both ADMMs share: agents minimize J_k plus a quadratic exactly."""
 
     penalty: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check that the agents' minima have the closed form."""
+        super().__post_init__()
+        check_closed_forms(self.objective)
 
     @cached_property
     def strength(self) -> float:

@@ -236,7 +236,8 @@ class DualInference(ABC):
 
     def _compiles(self, state: DualState) -> bool:
         """Whether rounds compile, and are faster so: one atom each, no bounds, long rows."""
-        simple = state.atoms.shape[1] == 1 and not np.isfinite(self.objective.bound)
+        objective, one_atom = self.objective, state.atoms.shape[1] == 1
+        simple = one_atom and not np.isfinite(objective.bound) and not objective.own_forms
         return simple and is_long(state.nu)
 
     def observe(self, state: DualState) -> dict[str, Matrix]:

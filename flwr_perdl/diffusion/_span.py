@@ -84,6 +84,10 @@ class _Turned(Objective):
         """That of the original: codes' signs are the same in all coordinates."""
         return self.of.nonnegative
 
+    def code(self, S: Matrix) -> Matrix:
+        """Return the original's codes: the atoms' correlations are the same."""
+        return self.of.code(S)
+
     def loss(self, U: Matrix) -> Matrix:
         """Return the original's f on the first coordinates, and half a square on the others."""
         square = np.square(U[..., self.n_kept :]).sum(axis=-1) / (2 * self.strong_convexity)

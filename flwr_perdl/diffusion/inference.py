@@ -78,7 +78,7 @@ from flwr_perdl.diffusion._dual import (
 from flwr_perdl.diffusion._minimize import costs, descend, minimize
 from flwr_perdl.diffusion._span import Span, bounded
 from flwr_perdl.diffusion.combine import shown
-from flwr_perdl.diffusion.objectives import Objective
+from flwr_perdl.diffusion.objectives import Objective, check_closed_forms
 from flwr_perdl.diffusion.topology import CombinationMatrix, Topology, metropolis_weights
 
 __all__ = [
@@ -168,6 +168,7 @@ def exact_dual(
     array([[1.727, 0.   ]])
     """
     X, atoms = checked_samples(X, dictionaries)
+    check_closed_forms(objective)
     tolerance = check_real("tolerance", tolerance, 0)
     dtype, W = X.dtype, np.concatenate(atoms)
     exact = tolerance == 0 or bool(np.isfinite(objective.bound))
@@ -269,8 +270,8 @@ def infer(
     informed : sequence of int, optional
         The agents that see the samples; all by default.
     weights : CombinationMatrix, optional
-        Combination weights of the diffusions, Metropolis' by default; symmetric, hence doubly
-        stochastic.
+        Combination weights of the diffusions, doubly stochastic; Metropolis' by default.
+        ``"exact_diffusion"`` needs symmetric ones. The ADMMs do not use them.
     network : Network, optional
         Carries the messages; by default all is in memory, without faults. Its topology must have
         as many nodes; for the ADMMs, which keep a multiplier per link, its links must be among
@@ -318,7 +319,7 @@ def infer(
         )
 
     if weights is not None and network is None:
-        _check_weights(weights, topology)
+        _check_weights(weights, topology, kind)
         if issubclass(kind, ATC):
             bound = contraction_bound(weights) if kind is ATC else weights.second
             options.setdefault("contraction", min(max(bound, 0.0), 1.0))
@@ -338,7 +339,8 @@ def infer(
     matrix = metropolis_weights(topology) if weights is None else weights
     if compress and not exact:
         reach = 1.0
-        if method == "atc" and isinstance(first, ATC) and objective.nonnegative:
+        codes_known = objective.nonnegative and not objective.own_forms
+        if method == "atc" and isinstance(first, ATC) and codes_known:
             reach -= (1 - first.mu * first.curvature) ** n_rounds
         solve = partial(
             infer,
@@ -403,12 +405,26 @@ def _in_memory(
     return round_, program.observe(state)
 
 
-def _check_weights(weights: CombinationMatrix, topology: Topology) -> None:
-    """Raise a ValueError if a diffusion cannot combine with these weights."""
-    if weights.topology.n_nodes != topology.n_nodes or (weights.matrix != weights.matrix.T).nnz:
-        raise ValueError(f"weights must be symmetric, for {topology.n_nodes} nodes, got {weights}.")
+def _check_weights(
+    weights: CombinationMatrix, topology: Topology, kind: type[DualInference]
+) -> None:
+    """Raise a ValueError if a method cannot combine with these weights."""
+    if weights.topology.n_nodes != topology.n_nodes:
+        raise ValueError(f"weights must be for {topology.n_nodes} nodes, got {weights}.")
     if not weights.is_connected:
         raise ValueError(f"weights must connect all nodes, got {weights}.")
+    _check_sums(weights, kind)
+
+
+def _check_sums(weights: CombinationMatrix, kind: type[DualInference]) -> None:
+    """Raise a ValueError if a diffusion with these weights does not lead to the optimum."""
+    if not weights.doubly_stochastic:
+        raise ValueError(f"weights must be doubly stochastic, got {weights}.")
+    if kind is ExactDiffusion and (weights.matrix != weights.matrix.T).nnz:
+        raise ValueError(
+            f'weights must be symmetric with method "exact_diffusion", got {weights}: "atc" takes '
+            "any doubly stochastic ones."
+        )
 
 
 def _check_network(network: Network, program: DualInference) -> None:
@@ -416,6 +432,9 @@ def _check_network(network: Network, program: DualInference) -> None:
     ours, theirs = program.topology, getattr(network, "topology", program.topology)
     if theirs.n_nodes != ours.n_nodes:
         raise ValueError(f"network must have {ours.n_nodes} nodes as topology, got {theirs!r}.")
+    if isinstance(program, ATC):
+        for matrix in getattr(getattr(network, "plan", None), "matrices", ()):
+            _check_sums(matrix, type(program))
     more = sparse.coo_array(theirs.adjacency > ours.adjacency)
     if isinstance(program, ADMM) and more.nnz:
         k, j = (int(nodes[0]) for nodes in more.coords)

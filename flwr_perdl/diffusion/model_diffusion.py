@@ -246,7 +246,7 @@ class ModelDiffusion:
         topology : Topology
             Who hears whom: as many nodes as the model has agents.
         weights : CombinationMatrix, optional
-            Of the diffusions; symmetric; Metropolis weights by default.
+            Of the diffusions, see `infer`; Metropolis weights by default.
         network : Network, optional
             Carries the messages of each batch's inference; in memory by default. To run the updates
             at the agents as well, run `program` on the network instead.

@@ -44,6 +44,16 @@ def positive_threshold(A: Matrix, threshold: float) -> Matrix:
     return lowered
 
 
+def check_closed_forms(objective: Objective) -> None:
+    """Raise a ValueError if an objective has formulas that a closed form would not know."""
+    if objective.own_forms:
+        raise ValueError(
+            "objective must keep the code, the regularizer and the conjugates of Objective for an "
+            f"ADMM or an exact solution, got {type(objective).__name__}: infer with method "
+            '"exact_diffusion" or "atc" instead.'
+        )
+
+
 def check_positive(name: str, X: Matrix) -> None:
     """Raise a ValueError if nonnegative codes and atoms cannot explain anything of X.
 
@@ -61,6 +71,10 @@ class Objective(ABC):
     r"""A residual loss f, an elastic net h, and a constraint set for the atoms.
 
     All methods take any number of leading axes and keep the dtype.
+
+    A subclass may have another h, such as one that bounds the codes, (5)-(6): it overrides `code`,
+    `regulariser` and `regulariser_conjugate` consistently. h must stay strongly convex with modulus
+    ``delta``. Only diffusions infer with it, see `own_forms`.
 
     Parameters
     ----------
@@ -101,6 +115,17 @@ class Objective(ABC):
     @abstractmethod
     def nonnegative(self) -> bool:
         """Whether codes and atoms must be nonnegative."""
+
+    @property
+    def own_forms(self) -> bool:
+        """Whether a subclass has formulas of its own for h or f*.
+
+        Closed forms of their minima hold for those of `Objective` only: ADMM and `exact_dual`,
+        which use them, reject such an objective. Diffusions need its `code` and `project` alone.
+        """
+        h = ("_threshold", "code", "regulariser", "regulariser_conjugate")
+        names = (*h, "conjugate", "conjugate_gradient", "project")
+        return any(getattr(type(self), name) is not getattr(Objective, name) for name in names)
 
     @abstractmethod
     def loss(self, U: Matrix) -> Matrix:

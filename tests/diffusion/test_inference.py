@@ -3,6 +3,7 @@ from __future__ import annotations
 import pickle
 import re
 import tracemalloc
+from dataclasses import dataclass
 from typing import Any
 
 import cvxpy as cp
@@ -215,6 +216,92 @@ def test_atc_is_the_papers_recursion(objective: Objective) -> None:
                 psi.append(nu[k] - 0.1 * (gradient - (x / 2 if k in (1, 4) else 0)))
             nu = [objective.project(sum(A[k, j] * psi[j] for j in range(N))) for k in range(N)]
         np.testing.assert_allclose(estimates(atc, 15)[:, i], nu, atol=1e-12)
+
+
+def by_hand(objective: Objective, x: Any, D: Any, A: Any, mu: float, n_rounds: int) -> Any:
+    """Return every agent's estimate after rounds of ATC (31), agent by agent."""
+    N = len(D)
+    nu = [np.zeros(len(x)) for _ in range(N)]
+    for _ in range(n_rounds):
+        psi = []
+        for k, W in enumerate(D):
+            gradient = (objective.strong_convexity * nu[k] - x) / N  # (62), everyone is informed
+            psi.append(nu[k] - mu * (gradient + objective.code(W @ nu[k]) @ W))
+        nu = [sum(A[k, j] * psi[j] for j in range(N)) for k in range(N)]
+    return np.array(nu)
+
+
+@pytest.mark.parametrize("n_features", [12, LONG + 3])
+@pytest.mark.parametrize("on_a_network", [False, True])
+def test_atc_takes_any_doubly_stochastic_weights(n_features: int, on_a_network: bool) -> None:
+    objective, n = SparseSVD(0.2, 0.5), 16
+    X, D = problem(objective, n_agents=n, n_features=n_features)
+    A = 0.5 * np.eye(n) + 0.3 * np.roll(np.eye(n), 1, axis=1) + 0.2 * np.roll(np.eye(n), 3, axis=1)
+    topology = Topology((A + A.T > 0) - np.eye(n))
+    weights = CombinationMatrix(A, topology)
+    options: dict[str, Any] = {"weights": weights}
+    if on_a_network:
+        options = {"network": InMemoryNetwork(topology, weights=weights)}
+    found = infer(
+        objective, X, D, topology, method="atc", step=0.1, n_rounds=40, tolerance=0, **options
+    )
+    assert found.nu is not None
+    for i, x in enumerate(X):
+        np.testing.assert_allclose(
+            found.nu[:, i], by_hand(objective, x, D, A, 0.1, 40), rtol=0, atol=1e-12
+        )
+    with pytest.raises(ValueError, match=r"^weights must be symmetric"):
+        infer(objective, X, D, topology, method="exact_diffusion", **options)
+
+
+@dataclass(frozen=True)
+class Boxed(SparseSVD):
+    """An elastic net whose codes are bounded, (5)-(6)."""
+
+    low: float
+    high: float
+
+    def code(self, S: np.ndarray) -> np.ndarray:
+        return np.clip(super().code(S), self.low, self.high)
+
+    def regulariser(self, Y: np.ndarray) -> np.ndarray:
+        inside = ((self.low <= Y) & (self.high >= Y)).all(axis=-1)
+        return np.where(inside, super().regulariser(Y), np.inf)
+
+    def regulariser_conjugate(self, S: np.ndarray) -> np.ndarray:
+        Y = self.code(S)
+        return (S * Y).sum(axis=-1) - super().regulariser(Y)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("n_features", [12, LONG + 3])
+def test_codes_may_be_bounded_with_the_diffusions(seed: int, n_features: int) -> None:
+    low, high = np.random.default_rng(seed).uniform([-0.6, 0.05], [0.0, 0.6])
+    objective = Boxed(0.1, 0.5, low, high)
+    X, D = problem(objective, n_agents=16, n_features=n_features, n_samples=2, seed=seed)
+    topology = Topology.small_world(16, 4, 0.3, seed=seed)
+    found = infer(objective, X, D, topology, method="exact_diffusion", tolerance=1e-9)
+    assert found.converged
+    W, tight = np.concatenate(D), {"tol_gap_abs": 1e-11, "tol_gap_rel": 1e-11, "tol_feas": 1e-11}
+    for i, x in enumerate(X):
+        y = cp.Variable(16)
+        penalty = 0.1 * cp.norm1(y) + 0.25 * cp.sum_squares(y)
+        cost = cp.Minimize(cp.sum_squares(x - W.T @ y) / 2 + penalty)
+        cp.Problem(cost, [y >= low, y <= high]).solve(solver=cp.CLARABEL, **tight)
+        codes = np.concatenate([C[i] for C in found.codes])
+        np.testing.assert_allclose(codes, y.value, rtol=0, atol=1e-6)
+        assert ((codes == low) | (codes == high)).any()
+    A = metropolis_weights(topology).matrix.toarray()
+    atc = infer(objective, X, D, topology, method="atc", step=0.1, n_rounds=40, tolerance=0)
+    assert atc.nu is not None
+    np.testing.assert_allclose(
+        atc.nu[:, 0], by_hand(objective, X[0], D, A, 0.1, 40), rtol=0, atol=1e-12
+    )
+    for method in ("admm", "jacobian_admm"):
+        with pytest.raises(ValueError, match=r'^objective .* got Boxed: .*"atc"'):
+            infer(objective, X, D, topology, method=method)
+    with pytest.raises(ValueError, match=r'^objective .* got Boxed: .*"atc"'):
+        exact_dual(objective, X, D)
 
 
 def quadratic_minimum(W: np.ndarray, b: np.ndarray, a: float, o: Objective) -> np.ndarray:
@@ -679,7 +766,9 @@ def test_what_is_wrong_is_said_in_a_sentence() -> None:
     lopsided = np.full((4, 4), 0.25)
     lopsided[0], everyone = [0.7, 0.1, 0.1, 0.1], Topology.complete(4)
     refuse(
-        r"^weights must be symmetric", X, D, everyone, weights=CombinationMatrix(lopsided, everyone)
+        r"^weights must be doubly stochastic",
+        *(X, D, everyone),
+        weights=CombinationMatrix(lopsided, everyone),
     )
     with pytest.raises(ValueError, match=r"^dictionaries must have at least one, got none\.$"):
         exact_dual(objective, X, [])
