@@ -1,42 +1,146 @@
-"""What differs between the supported versions of Flower, in one place: flwr >= 1.26.1, < 2."""
+"""All that is not public in Flower, and what differs between its versions: flwr >= 1.26.1, < 2.
+
+Public is what ``flwr.app``, ``flwr.clientapp`` and ``flwr.serverapp`` list in ``__all__``. No other
+module of the library imports anything else of Flower, and this one does so where a feature needs it
+(the application imports ``flwr.simulation``, for ``--engine ray``):
+
+====================  ===================================  ========================================
+name                  from Flower                          without it
+====================  ===================================  ========================================
+`NumPyClient`         ``flwr.client``; if it is gone,      a base class of our own; `client_fn`
+                      ``flwr.compat.client``               raises an ImportError
+`older_interface`     ``flwr.common``, ``flwr.server``     `as_legacy` raises an ImportError
+`secagg_client`,      SecAgg+'s mod and workflow, and      a client that is asked for a secure sum,
+`secagg_server`       its words                            or its server, raises an ImportError
+`empty_run`           1.26: ``flwr.common``; later         ``InProcessGrid.run`` has a run id alone
+                      ``flwr.supercore``
+`become_server`       from 1.38: ``TaskIdentity``          before 1.38 messages need no identity
+====================  ===================================  ========================================
+
+Private attributes are read or set here alone too: of a message's metadata, which a grid stamps, and
+of a ClientApp, whose handlers have no public list.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import copy
+from functools import cache
 from importlib import import_module
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 from flwr.app import Message, RecordDict
 from flwr.clientapp import ClientApp
+from numpy.typing import NDArray
 
-from flwr_perdl._shortcuts import alike
-
-#: Flower's log. Its name is public, Flower's function of this name is not.
+#: What Flower's ``flwr.common.log`` is; its handler is there once ``flwr.app`` is imported.
 log = logging.getLogger("flwr").log
+#: Flower's ``ErrorCode`` of a ClientApp that raised an exception; it is part of the wire format.
+CLIENT_APP_RAISED_EXCEPTION = 2
+#: The record that SecAgg+'s requests and replies carry; it is part of the wire format.
+SECAGG = "secaggplus_configs"
 
 
-def _first(*candidates: str) -> Any:
-    """Return the first ``module:name`` that exists, or None."""
-    for candidate in candidates:
-        module, name = candidate.split(":")
+class _Client:
+    """A client by its methods, for Flower's versions without a ``NumPyClient``."""
+
+    def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Return the client's properties."""
+        return {}
+
+    def get_parameters(self, config: dict[str, Any]) -> list[NDArray[Any]]:
+        """Return the client's model."""
+        return []
+
+    def fit(
+        self, parameters: list[NDArray[Any]], config: dict[str, Any]
+    ) -> tuple[list[NDArray[Any]], int, dict[str, Any]]:
+        """Train, and return the arrays, the number of samples and metrics."""
+        raise NotImplementedError("the client must define fit, got none.")
+
+    def evaluate(
+        self, parameters: list[NDArray[Any]], config: dict[str, Any]
+    ) -> tuple[float, int, dict[str, Any]]:
+        """Evaluate, and return the loss, the number of samples and metrics."""
+        raise NotImplementedError("the client must define evaluate, got none.")
+
+
+def _first(*places: Callable[[], Any]) -> Any:
+    """Return what is in the first of these places of Flower that exists, or None."""
+    for place in places:
         try:
-            return getattr(import_module(module), name)
+            return place()
         except (ImportError, AttributeError):
             continue
     return None
 
 
-#: From the older interface's reply to the records of a message.
-fitres_to_recorddict = _first(
-    "flwr.compat.common.recorddict_compat:fitres_to_recorddict",
-    "flwr.common.recorddict_compat:fitres_to_recorddict",
-)
+if TYPE_CHECKING:
+    NumPyClient = _Client
+else:
+    NumPyClient = (
+        _first(
+            lambda: import_module("flwr.client").NumPyClient,
+            lambda: import_module("flwr.compat.client.numpy_client").NumPyClient,
+        )
+        or _Client
+    )
+
+
+def to_client(client: Any, feature: str) -> Any:
+    """Return what Flower's older interface calls: ``client.to_client()``."""
+    with _needed(feature, "older clients (flwr.client)"):
+        made = client.to_client  # our own base class has none
+    return made()
+
+
+@contextmanager
+def _needed(feature: str, what: str) -> Iterator[None]:
+    """Raise an ImportError that names the feature, where this Flower does not have ``what``."""
+    try:
+        yield
+    except (ImportError, AttributeError) as error:
+        raise ImportError(
+            f"{feature} needs Flower's {what}, which this version of Flower does not have."
+        ) from error
+
+
+def older_interface() -> tuple[Any, Any]:
+    """Return Flower's older types, by ``flwr.common``, and the base class of its strategies."""
+    with _needed("as_legacy", "older strategies (flwr.server)"):
+        return import_module("flwr.common"), import_module("flwr.server.strategy").Strategy
+
+
+@cache
+def secagg_client() -> Any:
+    """Return the client's part of SecAgg+: its mod, and the words of its messages."""
+    with _needed("a secure sum", "SecAgg+ (flwr.client.mod.secaggplus_mod)"):
+        words = import_module("flwr.common.secure_aggregation.secaggplus_constants")
+        return SimpleNamespace(
+            mod=import_module("flwr.client.mod").secaggplus_mod,
+            state=words.RECORD_KEY_STATE,
+            Key=words.Key,
+            Stage=words.Stage,
+        )
+
+
+@cache
+def secagg_server() -> Any:
+    """Return the server's part of SecAgg+: its workflow, with all names that this one uses."""
+    with _needed("a secure sum", "SecAgg+ (flwr.server.workflow.SecAggPlusWorkflow)"):
+        return import_module("flwr.server.workflow.secure_aggregation.secaggplus_workflow")
 
 
 def empty_run(run_id: int) -> Any:
     """Return a Flower ``Run`` with nothing in it but its id."""
-    run = _first("flwr.supercore.run:Run", "flwr.common.typing:Run")
-    return run.create_empty(run_id)
+    kind = _first(
+        lambda: import_module("flwr.supercore.run").Run,
+        lambda: import_module("flwr.common").typing.Run,
+    )
+    return SimpleNamespace(run_id=run_id) if kind is None else kind.create_empty(run_id)
 
 
 def become_server(run_id: int) -> None:
@@ -45,7 +149,7 @@ def become_server(run_id: int) -> None:
     Since 1.38 a message takes its origin from the process-wide TaskIdentity; inside a real run
     that is set already and is left alone.
     """
-    identity = _first("flwr.supercore.task_identity:TaskIdentity")
+    identity = _first(lambda: import_module("flwr.supercore.task_identity").TaskIdentity)
     if identity is not None and identity._run_id is None:
         identity.run_id, identity.node_id, identity.task_id = run_id, 1, 1
 
@@ -55,16 +159,18 @@ def stamp(message: Message, run_id: int, message_id: str) -> None:
     message.metadata.__dict__.update(_run_id=run_id, _message_id=message_id, _src_node_id=1)
 
 
-def addressed(request: Message, node: int) -> Message:
-    """Return a request like ``request``, whose content it shares, to another node."""
-    content, kind = request.content, request.metadata.message_type
-    return alike(request, content, _dst_node_id=node) or Message(content, node, kind)
+def like(request: Message, content: RecordDict, kind: str | None = None) -> Message:
+    """Return ``request`` with this content, and of this type; a reply to it answers ``request``.
 
-
-def of_type(request: Message, content: RecordDict, kind: str) -> Message:
-    """Return a message of this type with this content, whose reply answers ``request``."""
-    node = request.metadata.dst_node_id
-    return alike(request, content, _message_type=kind) or Message(content, node, kind)
+    Since 1.38 a process that is no server, as a client's, can make a request in no other way.
+    """
+    metadata = request.metadata
+    if kind is not None:
+        metadata = copy(metadata)
+        metadata.message_type = kind
+    made: Any = Message  # its signatures do not list metadata
+    message: Message = made(content=content, metadata=metadata)
+    return message
 
 
 def has_handler(app: ClientApp, name: str, *, unknown: bool = False) -> bool:
@@ -76,16 +182,3 @@ def has_handler(app: ClientApp, name: str, *, unknown: bool = False) -> bool:
 def is_legacy(app: ClientApp) -> bool:
     """Whether a ClientApp was made from a ``client_fn``."""
     return getattr(app, "_call", None) is not None
-
-
-def answered(reply: Message, content: RecordDict, request: Message) -> Message:
-    """Return a reply like ``reply`` with this content, to a request like that of ``reply``."""
-    asked = request.metadata
-    return alike(
-        reply,
-        content,
-        _src_node_id=asked.dst_node_id,
-        _dst_node_id=asked.src_node_id,
-        _reply_to_message_id=asked.message_id,
-        _group_id=asked.group_id,
-    ) or Message(content, reply_to=request)

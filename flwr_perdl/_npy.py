@@ -33,6 +33,15 @@ def write_files(arrays: Iterable[Array]) -> bytes:
     return stream.getvalue()
 
 
+@lru_cache(maxsize=256)
+def file_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    """Return how the file of an array in the order of its rows begins."""
+    stream = BytesIO()
+    layout = {"descr": npy.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    npy.write_array_header_1_0(stream, layout)
+    return stream.getvalue()
+
+
 def read_files(data: bytes) -> list[Array]:
     """Return the arrays of numbers that `write_files` was given: copies.
 

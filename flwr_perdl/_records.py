@@ -20,18 +20,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
-from flwr.common.constant import ErrorCode
 
 from flwr_perdl._checks import FLOATS, Matrix
-from flwr_perdl._compat import answered
-from flwr_perdl._npy import view_file
-from flwr_perdl._shortcuts import NPY, encode, entries, filled
+from flwr_perdl._compat import CLIENT_APP_RAISED_EXCEPTION
+from flwr_perdl._npy import file_header, view_file
 
 #: A value of a config or of a metric.
 Scalar = bool | bytes | float | int | str
 #: For `isinstance`: tuples, as ``int | float`` would be made anew for every number of every reply.
 _NUMBERS, _TEXTS = (int, float), (bytes, str)
 
+#: What Flower calls an array in NumPy's ``.npy`` format.
+NPY = "numpy.ndarray"
 ARRAYS = "arrays"
 CONFIG = "config"
 METRICS = "metrics"
@@ -120,6 +120,15 @@ class Reply(NamedTuple):
 _ANY = Limits(n_bytes=2**63)
 
 
+def encode(array: Matrix) -> Array:
+    """Return what Flower's ``Array(array)`` is, in the order of the rows."""
+    array = np.asarray(array, order="C")  # ascontiguousarray would make a row of one number
+    if array.dtype not in FLOATS:
+        return Array(array)
+    data = file_header(array.dtype, array.shape) + array.tobytes()
+    return Array(str(array.dtype), array.shape, NPY, data)
+
+
 def to_record(arrays: Iterable[Matrix], names: Collection[str] = ()) -> ArrayRecord:
     """Return the ArrayRecord of a list of arrays, under their names (see `named`)."""
     return named([*map(encode, arrays)], names)
@@ -148,13 +157,14 @@ def named(arrays: Sequence[Array], *names: Collection[str]) -> ArrayRecord:
     """
     numbers = map(str, range(len(arrays)))
     found = next((each for each in names if len(each) == len(arrays)), numbers)
-    return filled(ArrayRecord(), dict(zip(found, arrays, strict=True)))
+    record = ArrayRecord()  # made from a mapping it would have copies of the arrays
+    record.update(zip(found, arrays, strict=True))
+    return record
 
 
 def in_order(record: ArrayRecord, names: Collection[str]) -> list[Array]:
     """Return a record's arrays in the order of these names, if it has just these; else in its."""
-    arrays = entries(record)
-    return [arrays[name] for name in (names if arrays.keys() == set(names) else arrays)]
+    return [record[name] for name in (names if record.keys() == set(names) else record)]
 
 
 def to_arrays(record: ArrayRecord) -> list[Matrix]:
@@ -188,13 +198,10 @@ def reply_to(
     arrays: Sequence[Matrix] | None,
     num_examples: int,
     metrics: Mapping[str, Scalar],
-    *,
-    like: Message | None = None,
 ) -> Message:
     """Return the reply that carries ``arrays`` (none for an evaluation) and ``metrics``.
 
-    As many arrays as the request has keep the request's names. With ``like``, a reply to a request
-    that asks the same of another client, in less time.
+    As many arrays as the request has keep the request's names.
     """
     numbers: dict[str, Any] = {}
     for name, value in {NUM_EXAMPLES: num_examples, **metrics}.items():
@@ -209,14 +216,10 @@ def reply_to(
             raise TypeError(
                 f"metrics must be numbers with names, got {name!r}: {brief(repr(value))}."
             ) from None
-    records: dict[str, Any] = {METRICS: filled(MetricRecord(), numbers)}
+    records: dict[str, Any] = {METRICS: MetricRecord(numbers)}
     if arrays is not None:
-        asked = entries(message.content).get(ARRAYS)
-        records[ARRAYS] = to_record(arrays, () if asked is None else entries(asked))
-    content = filled(RecordDict(), records)
-    if like is not None:
-        return answered(like, content, message)
-    return Message(content, reply_to=message)
+        records[ARRAYS] = to_record(arrays, message.content.get(ARRAYS, ()))
+    return Message(RecordDict(records), reply_to=message)
 
 
 def with_loss(loss: float, metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -236,7 +239,7 @@ def directed(reply: Message | None, message: Message) -> Message | None:
     if reply.has_error():
         return Message(reply.error, reply_to=message)
     reason = "A mod must return a reply to the message that it was given, got another message."
-    return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
+    return Message(Error(CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
 
 
 def read_partition(value: object) -> int:
@@ -363,30 +366,39 @@ def read_reply(
         (found before any is copied), an array is not float32 or float64, a number is not finite or
         too large, there are no examples, or more of them than can be counted.
     """
-    records = entries(content)
-    record = records.get(METRICS)
-    metrics = entries(record) if isinstance(record, MetricRecord) else {}
-    if NUM_EXAMPLES not in metrics:
+    metrics = content.get(METRICS)
+    if not isinstance(metrics, MetricRecord) or NUM_EXAMPLES not in metrics:
         raise ValueError(f"no MetricRecord {METRICS!r} with {NUM_EXAMPLES!r}")
     check_metrics(metrics)
-    arrays: list[Matrix] = []
-    if with_arrays:
-        record = records.get(ARRAYS)
-        if not isinstance(record, ArrayRecord):
-            raise ValueError(f"no ArrayRecord {ARRAYS!r}")
-        files = [array.data for array in in_order(record, names)]
-        if len(files) > _MOST_ARRAYS:
-            raise ValueError(f"too many arrays: at most {_MOST_ARRAYS} are read, got {len(files)}")
-        size = sum(map(len, files))
-        if size > limits.n_bytes:
-            raise ValueError(
-                f"too large: {size} bytes of arrays, at most {limits.n_bytes} are read"
-            )
-        views = [view_file(data)[0] for data in files]
-        count = sum(view.size for view in views)
-        if limits.most is not None and count > limits.most:
-            raise ValueError(f"too many numbers: {limits.most} are asked for, {count} came")
-        arrays = [view.copy("A") for view in views]
+    record = content.get(ARRAYS) if with_arrays else ArrayRecord()
+    if not isinstance(record, ArrayRecord):
+        raise ValueError(f"no ArrayRecord {ARRAYS!r}")
+    return read_parts([array.data for array in in_order(record, names)], metrics, limits)
+
+
+def read_parts(files: Sequence[bytes], metrics: Mapping[str, Any], limits: Limits = _ANY) -> Reply:
+    """Return what a reply says that has no records, as `read_reply` does.
+
+    Parameters
+    ----------
+    files : sequence of bytes
+        Its arrays, as ``.npy`` files.
+    metrics : mapping of str to any
+        Its metrics, with the number of examples.
+    limits : Limits
+        The limits of a reply.
+    """
+    check_metrics(metrics)
+    if len(files) > _MOST_ARRAYS:
+        raise ValueError(f"too many arrays: at most {_MOST_ARRAYS} are read, got {len(files)}")
+    size = sum(map(len, files))
+    if size > limits.n_bytes:
+        raise ValueError(f"too large: {size} bytes of arrays, at most {limits.n_bytes} are read")
+    views = [view_file(data)[0] for data in files]
+    count = sum(view.size for view in views)
+    if limits.most is not None and count > limits.most:
+        raise ValueError(f"too many numbers: {limits.most} are asked for, {count} came")
+    arrays = [view.copy("A") for view in views]
     for position, array in enumerate(arrays):
         if array.dtype not in FLOATS:
             raise ValueError(f"array {position} has dtype {array.dtype}")
@@ -407,11 +419,6 @@ def read_reply(
     return Reply(arrays, int(num_examples), numbers)
 
 
-def received(arrays: ArrayRecord, metrics: Mapping[str, Any]) -> RecordDict:
-    """Return the records of a reply that no Message has brought, for `read_reply`."""
-    return filled(RecordDict(), {ARRAYS: arrays, METRICS: filled(MetricRecord(), metrics)})
-
-
 def read_request(message: Message) -> tuple[list[Matrix], dict[str, Scalar]]:
     """Return a request's arrays and config."""
     record, config = message.content[ARRAYS], message.content[CONFIG]
@@ -425,11 +432,3 @@ def read_request(message: Message) -> tuple[list[Matrix], dict[str, Scalar]]:
 def scalars(record: Mapping[str, Any]) -> dict[str, Scalar]:
     """Return what is no list in a record of a config or of metrics."""
     return {key: value for key, value in record.items() if not isinstance(value, list)}
-
-
-def same_request(one: Message, other: Message) -> bool:
-    """Whether two messages ask for the same."""
-    if one.metadata.message_type != other.metadata.message_type:
-        return False
-    asked, also = one.content, other.content
-    return asked is also or bool(asked == also)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from flwr.app import Context
-from flwr.client import NumPyClient
 
 from flwr_perdl.clients import client_app
 from perdl_experiments._run_config import read_run_config
 from perdl_experiments.studies import configure, find
 
 
-def make_client(context: Context) -> NumPyClient:
+def make_client(context: Context) -> Any:
     """Return the experiment's client of this node; simulations say how many nodes there are."""
     name, options = read_run_config(context.run_config)
     clients = int(context.node_config.get("num-partitions", 0))

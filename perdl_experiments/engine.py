@@ -21,7 +21,6 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
-from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import Result
@@ -62,7 +61,7 @@ class Federation(Protocol):
     A module may have a third, ``initial(config)``: the arrays that the strategy starts from.
     """
 
-    def client(self, context: Context, config: Any) -> NumPyClient:
+    def client(self, context: Context, config: Any) -> Any:
         """Return the client of ``context``'s partition."""
 
     def strategy(self, config: Any, **options: Any) -> ProtocolStrategy:

@@ -15,7 +15,6 @@ from tempfile import TemporaryFile
 from typing import Any, NamedTuple, cast
 
 from flwr.app import ArrayRecord, Context, MetricRecord, RecordDict
-from flwr.client import NumPyClient
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
@@ -602,9 +601,7 @@ class _Session:
             if isinstance(client, DictionaryClient) and client.learner.orthogonal:
                 check_count("n_atoms", client.learner.n_atoms, 1, client.X.shape[1])
 
-    def _client(
-        self, study: FederatedStudy, node_config: Mapping[str, Any] | None = None
-    ) -> NumPyClient:
+    def _client(self, study: FederatedStudy, node_config: Mapping[str, Any] | None = None) -> Any:
         """Return the first client."""
         context = Context(
             run_id=0,

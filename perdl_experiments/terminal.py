@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
-from flwr.common.logger import update_console_handler
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -127,4 +127,6 @@ def _longest_word(cell: str) -> int:
 def plain_logs() -> None:
     """Keep colors out of Flower's log where they are no use: in a pipe, or under ``NO_COLOR``."""
     if os.environ.get("NO_COLOR") or not sys.stderr.isatty():
-        update_console_handler(colored=False)
+        for handler in logging.getLogger("flwr").handlers:
+            if hasattr(handler, "colored"):  # Flower's own
+                handler.colored = False

@@ -192,6 +192,80 @@ print(sum(name.partition(".")[0] == "flwr_perdl" for name in sys.modules))
     assert int(done.stdout) < 60
 
 
+def in_flowers_all(name: str) -> bool:
+    """Whether ``__all__`` leads to a name of Flower from its root: Flower's rule for public."""
+    module, _, last = name.rpartition(".")
+    if not module:
+        return True
+    return in_flowers_all(module) and last in getattr(import_module(module), "__all__", ())
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_one_module_imports_what_flower_does_not_call_public(package: str) -> None:
+    allowed = {"engine.py": {"flwr.simulation", "flwr.simulation.run_simulation"}}
+    for file in sorted((ROOT / package).rglob("*.py")):
+        if file.name == "_compat.py":
+            continue
+        names = imported_modules(file)
+        names |= set(re.findall(r"import_module\(\"(flwr\.[\w.]+)", file.read_text()))
+        flowers = {name for name in names if name.split(".")[0] == "flwr"}
+        private = {name for name in flowers if not in_flowers_all(name)}
+        assert not private - allowed.get(file.name, set()), f"{file.name} imports {private}"
+
+
+def test_all_but_the_older_interface_works_without_flowers_private_modules() -> None:
+    script = """
+import importlib, sys
+import flwr.app, flwr.clientapp, flwr.serverapp.strategy, numpy as np
+
+GONE = ("flwr.server", "flwr.client", "flwr.common", "flwr.compat", "flwr.simulation")
+class Gone:
+    def find_spec(self, name, path=None, target=None):
+        if name in GONE or name.startswith(tuple(f"{one}." for one in GONE)):
+            raise ModuleNotFoundError(name)
+for name in [one for one in sys.modules if f"{one}.".startswith(tuple(f"{g}." for g in GONE))]:
+    del sys.modules[name]
+sys.meta_path.insert(0, Gone())
+
+for room in sys.argv[1:]:
+    importlib.import_module(f"flwr_perdl.{room}")
+from flwr.app import ArrayRecord
+from flwr_perdl import clients, simulations, strategies
+
+class Mean:  # no NumPyClient
+    def __init__(self, context): self.value = float(context.node_config["partition-id"])
+    def fit(self, parameters, config): return [np.array([self.value])], 1, {}
+    def evaluate(self, parameters, config): return abs(self.value - parameters[0][0]), 1, {}
+
+class Average(strategies.ProtocolStrategy):
+    def protocol(self, initial, state):
+        mean, secure = np.zeros(1), strategies.SecureMean((1,)) if initial else None
+        while True:
+            replies = yield strategies.Request("mean", [mean], secure=secure)
+            mean = np.mean([one.arrays[0] for one in replies.values()], axis=0)
+
+grid = simulations.InProcessGrid(clients.client_app(Mean), 3)
+result = Average().start(grid, num_rounds=2)
+print(result.arrays.to_numpy_ndarrays())
+client_fn = clients.client_fn(Mean)
+for ask in (
+    lambda: strategies.as_legacy(strategies.PerMA(2)),
+    lambda: client_fn(grid.contexts[1000]),
+    lambda: Average().start(grid, ArrayRecord([np.zeros(1)]), num_rounds=2),
+):
+    try: ask()
+    except ImportError as error: print(str(error).split(" needs Flower's ")[0])
+"""
+    command = [sys.executable, "-c", script, *FLOORS]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == [
+        "[array([1.])]",
+        "as_legacy",
+        "client_fn",
+        "a secure sum",
+    ], done.stderr
+
+
 @pytest.mark.parametrize("floor", sorted(FLOORS))
 def test_imports_point_down(floor: str) -> None:
     above = {f"flwr_perdl.{name}" for name in FLOORS if name not in FLOORS[floor] | {floor}}

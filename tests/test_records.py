@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections import UserDict
 from typing import Any
 
 import numpy as np
@@ -14,18 +12,16 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from flwr_perdl import _compat
-from flwr_perdl._compat import addressed, answered
 from flwr_perdl._records import (
     decode,
+    encode,
     error_of,
+    read_parts,
     read_reply,
-    received,
     reply_to,
-    same_request,
     to_arrays,
     to_records,
 )
-from flwr_perdl._shortcuts import encode, filled, rare_collections
 
 FLOATS = arrays.arrays(
     st.sampled_from([np.float64, np.float32]),
@@ -106,78 +102,21 @@ def request(value: float = 1.0, step: str = "go", kind: str = "train") -> Messag
     return Message(content, dst_node_id=3, message_type=kind)
 
 
-@pytest.mark.parametrize(
-    ("record", "entries"),
-    [
-        (ArrayRecord(), {"0": encode(np.ones(2)), "1": encode(np.zeros(3))}),
-        (MetricRecord({"loss": 1.0}), {"loss": 2.0, "n": 3}),
-        (ConfigRecord(), {"step": "update"}),
-        (RecordDict(), {"metrics": MetricRecord({"n": 1})}),
-    ],
-)
-def test_a_filled_record_is_an_updated_one(record: RecordDict, entries: dict[str, Any]) -> None:
-    updated = record.copy()
-    updated.update(entries)
-    assert "_data" in vars(record), "Flower keeps entries elsewhere: filling would be slow"
-    assert filled(record, entries) is record
-    assert record == updated
-    assert list(record.items()) == list(updated.items())
-
-
-def test_records_of_another_make_are_updated() -> None:
-    other: Any = UserDict(a=1)  # keeps entries as ``data``
-    assert dict(filled(other, {"b": 2})) == {"a": 1, "b": 2}
-
-
 @pytest.mark.parametrize("metrics", [{"name": "x"}, {"bytes": b"x"}, {3: 1.0}])
 def test_metrics_that_are_no_numbers_with_names_are_refused(metrics: dict[Any, Any]) -> None:
     with pytest.raises(TypeError, match="metrics must be numbers with names"):
         reply_to(request(), None, 1, metrics)
 
 
-def fields(message: Message) -> dict[str, Any]:
-    stamps = ("_created_at", "_ttl")
-    return {name: v for name, v in vars(message.metadata).items() if name not in stamps}
-
-
-def test_a_copied_request_is_what_its_constructor_makes() -> None:
-    one = request()
-    other = addressed(one, 9)
-    made = Message(one.content, 9, "train")
-    assert fields(other) == fields(made)
-    assert vars(other).keys() == vars(made).keys()
-    assert other.content is one.content
-    assert one.metadata.dst_node_id == 3
-    other.metadata.ttl = 5.0
-    assert one.metadata.ttl != 5.0
-
-
-def test_a_copied_reply_is_what_its_constructor_makes() -> None:
-    first, second = request(), addressed(request(), 9)
-    for number, message in enumerate((first, second)):
-        _compat.stamp(message, 1, f"message-{number}")
-    reply = reply_to(first, [np.ones(2)], 3, {"loss": 1.0})
-    copied = reply_to(second, [np.zeros(2)], 4, {"loss": 2.0}, like=reply)
-    made = reply_to(second, [np.zeros(2)], 4, {"loss": 2.0})
-    assert fields(copied) == fields(made)
-    assert copied.metadata.src_node_id == 9
-    assert copied.content == made.content
-    assert reply.content["metrics"]["loss"] == 1.0
-
-
-def test_messages_of_another_make_are_constructed() -> None:
-    one, reply = request(), reply_to(request(), None, 1, {})
-    for message in (one, reply):
-        del message.metadata.__dict__["_dst_node_id"]  # as if it had another name
-    assert addressed(one, 9).metadata.dst_node_id == 9
-    assert answered(reply, RecordDict(), request()).metadata.src_node_id == 3
-
-
-def test_requests_are_the_same_if_all_of_them_is() -> None:
-    assert same_request(request(), request())
-    assert not same_request(request(), request(value=2.0))
-    assert not same_request(request(), request(step="stop"))
-    assert not same_request(request(), request(kind="evaluate"))
+def test_a_request_of_another_type_is_answered_as_the_request_itself() -> None:
+    one, content = request(), RecordDict()
+    _compat.stamp(one, 1, "message-1")
+    other = _compat.like(one, content, "evaluate")
+    assert (other.metadata.message_type, one.metadata.message_type) == ("evaluate", "train")
+    assert other.content is content
+    answers = [Message(RecordDict(), reply_to=each).metadata for each in (one, other)]
+    assert {a.reply_to_message_id for a in answers} == {"message-1"}
+    assert {a.src_node_id for a in answers} == {3}
 
 
 def test_a_reply_is_read_as_it_was_sent() -> None:
@@ -190,7 +129,7 @@ def test_a_reply_is_read_as_it_was_sent() -> None:
 
 def test_large_numbers_are_finite_and_infinite_ones_are_not() -> None:
     def read(*arrays: Any) -> None:
-        read_reply(received(ArrayRecord(list(arrays)), {"num-examples": 1}))
+        read_parts([encode(array).data for array in arrays], {"num-examples": 1})
 
     read(np.array([1e300, -1e300]))
     read(np.array([1e38], np.float32))
@@ -199,21 +138,6 @@ def test_large_numbers_are_finite_and_infinite_ones_are_not() -> None:
             read(np.ones(1), np.array([1.0, bad]))
     with pytest.raises(ValueError, match="array 0 has dtype int64"):
         read(np.arange(2))
-
-
-# Garbage ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("before", "within"), [(700, 100_000), (10**6, 10**6), (0, 0)])
-def test_collections_are_rare_and_then_as_they_were(before: int, within: int) -> None:
-    thresholds = gc.get_threshold()
-    gc.set_threshold(before)
-    try:
-        with rare_collections():
-            assert gc.get_threshold()[0] == within
-        assert gc.get_threshold()[0] == before
-    finally:
-        gc.set_threshold(*thresholds)
 
 
 @pytest.mark.parametrize(

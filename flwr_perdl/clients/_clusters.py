@@ -30,12 +30,12 @@ from flwr_perdl._records import (
     STEP,
     Scalar,
     decode,
+    encode,
     named,
     reply_to,
     scalars,
     to_arrays,
 )
-from flwr_perdl._shortcuts import encode
 from flwr_perdl.clients._handlers import (
     Evaluate,
     Evaluated,

@@ -17,10 +17,9 @@ from flwr.app import (
     MetricRecord,
     RecordDict,
 )
-from flwr.client import NumPyClient
 
 from flwr_perdl._checks import FLOATS, Matrix
-from flwr_perdl._compat import of_type
+from flwr_perdl._compat import NumPyClient, like
 from flwr_perdl._records import (
     ARRAYS,
     CONFIG,
@@ -28,6 +27,7 @@ from flwr_perdl._records import (
     NUM_EXAMPLES,
     Scalar,
     decode,
+    encode,
     error_of,
     in_order,
     named,
@@ -35,7 +35,6 @@ from flwr_perdl._records import (
     scalars,
     with_loss,
 )
-from flwr_perdl._shortcuts import encode
 
 Fitted = tuple[list[Matrix], int, dict[str, Scalar]]
 Evaluated = tuple[float, int, dict[str, Scalar]]
@@ -101,7 +100,7 @@ class Handlers:
     def _ask(self, kind: str, model: Sequence[Array], config: Mapping[str, Scalar]) -> RecordDict:
         arrays = named(model, self._names)
         content = RecordDict({ARRAYS: arrays, CONFIG: ConfigRecord({**config})})
-        reply = self._call(of_type(self._message, content, kind), self._context)
+        reply = self._call(like(self._message, content, kind), self._context)
         if reply.has_error():
             raise ValueError(error_of(reply))
         return reply.content
@@ -122,11 +121,11 @@ def floats(model: Sequence[Any]) -> list[Matrix]:
     return [a if a.dtype in FLOATS else a.astype(np.float64) for a in arrays]
 
 
-def evaluation_of(client: NumPyClient) -> Evaluate:
+def evaluation_of(client: Any) -> Evaluate:
     """Return the client's ``evaluate``; what raises a NotImplementedError if it has none."""
-    if type(client).evaluate is NumPyClient.evaluate and "evaluate" not in vars(client):
-        return _no_evaluate
-    return client.evaluate
+    evaluate: Evaluate | None = getattr(client, "evaluate", None)
+    inherited = getattr(evaluate, "__func__", None) is NumPyClient.evaluate
+    return evaluate if evaluate is not None and not inherited else _no_evaluate
 
 
 def _no_evaluate(parameters: list[Matrix], config: dict[str, Scalar]) -> Evaluated:

@@ -31,7 +31,6 @@ from flwr.app import ConfigRecord, Context
 
 from flwr_perdl._checks import Matrix
 from flwr_perdl._records import ANSWERED, ROUND, Scalar
-from flwr_perdl._shortcuts import entries, filled
 
 #: Significant digits of the metrics that leave a client: more would tell what single samples are.
 DIGITS = 6
@@ -124,11 +123,11 @@ def admit(
     max_runs, max_requests : int
         See the module's docstring.
     """
-    record = entries(context.state).get(ANSWERED)
-    known = str(entries(record)[ANSWERED]) if isinstance(record, ConfigRecord) else "{}"
+    record = context.state.get(ANSWERED)
+    known = str(record[ANSWERED]) if isinstance(record, ConfigRecord) else "{}"
     noted = _admitted(known, kind, asked, run, round_, first, max_runs, max_requests)
     if noted is not known:
-        filled(context.state, {ANSWERED: _record(noted)})
+        context.state[ANSWERED] = _record(noted)
 
 
 @lru_cache(maxsize=64)  # a round's request is the same for most clients, and so is their past
@@ -175,7 +174,7 @@ def _admitted(
 @lru_cache(maxsize=64)
 def _record(noted: str) -> ConfigRecord:
     """Return the record of a note; nobody changes it, so that clients in one process share it."""
-    return filled(ConfigRecord(), {ANSWERED: noted})
+    return ConfigRecord({ANSWERED: noted})
 
 
 def rounded(value: float) -> float:

@@ -10,19 +10,19 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from flwr.app import ConfigRecord, Context, Message, MessageType
-from flwr.client.mod import secaggplus_mod
-from flwr.common import Code, FitRes, Status, ndarrays_to_parameters
-from flwr.common.secure_aggregation.secaggplus_constants import (
-    RECORD_KEY_CONFIGS,
-    RECORD_KEY_STATE,
-    Key,
-    Stage,
+from flwr.app import (
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
 )
 
 from flwr_perdl._checks import LARGE, Matrix, brief_repr, check_count, check_real
-from flwr_perdl._compat import fitres_to_recorddict
-from flwr_perdl._records import CONFIG, LARGEST_INT, NUM_EXAMPLES, error_of, read_reply
+from flwr_perdl._compat import SECAGG, secagg_client
+from flwr_perdl._records import CONFIG, LARGEST_INT, NUM_EXAMPLES, error_of, read_reply, to_record
 
 #: The config key of a request whose replies are summed under masks: a client counts by its number
 #: of samples, and for at most so many.
@@ -37,24 +37,25 @@ def in_secure_round(message: Message) -> bool:
     """Whether a message is a step of SecAgg+; `masked` then masks the reply."""
     # Of "train.default", which the same handler answers, Flower's mod masks nothing.
     trains = message.metadata.message_type == MessageType.TRAIN
-    return trains and RECORD_KEY_CONFIGS in message.content
+    return trains and SECAGG in message.content
 
 
 def masked(message: Message, context: Context, call_next: Any, min_clients: int) -> Message:
     """Take a step of SecAgg+, in one of which ``call_next`` makes the reply that is masked."""
-    asked = message.content[RECORD_KEY_CONFIGS]
-    if not isinstance(asked, ConfigRecord) or Key.STAGE not in asked:
+    secagg, asked = secagg_client(), message.content[SECAGG]
+    if not isinstance(asked, ConfigRecord) or secagg.Key.STAGE not in asked:
         raise ValueError(
-            f"{RECORD_KEY_CONFIGS!r} must be a ConfigRecord with a {Key.STAGE!r} of SecAgg+, got "
+            f"{SECAGG!r} must be a ConfigRecord with a {secagg.Key.STAGE!r} of SecAgg+, got "
             f"{brief_repr(asked)}."
         )
-    own = context.state.config_records.get(RECORD_KEY_STATE, ConfigRecord())
+    own = context.state.config_records.get(secagg.state, ConfigRecord())
     _check_step(asked, own, min_clients)
 
     def summand(request: Message, context: Context) -> Message:
         return _summand(request, call_next(request, context))
 
-    return secaggplus_mod(message, context, summand)
+    answer: Message = secagg.mod(message, context, summand)
+    return answer
 
 
 def in_plain_round(message: Message, context: Context, call_next: Any) -> Message:
@@ -62,7 +63,7 @@ def in_plain_round(message: Message, context: Context, call_next: Any) -> Messag
     try:
         answer: Message = call_next(message, context)
     except KeyError as error:
-        if error.args != (RECORD_KEY_CONFIGS,):
+        if error.args != (SECAGG,):
             raise
         raise ValueError(
             "mods must be without Flower's secaggplus_mod, which fails in every round that is not "
@@ -77,6 +78,7 @@ def _check_step(asked: Mapping[str, Any], own: Mapping[str, Any], min_clients: i
     Flower's mod believes the server, also where the client is alone in the round, or where one
     client's two keys are asked for. Its state, ``own``, says what the server asked for at first.
     """
+    Key, Stage = secagg_client().Key, secagg_client().Stage
     stage = asked.get(Key.STAGE)
     n_clients = min_clients
     if stage == Stage.SHARE_KEYS:
@@ -122,14 +124,14 @@ def _summand(request: Message, reply: Message) -> Message:
     config = request.content.config_records[CONFIG]
     most = check_count(MAX_WEIGHT, config.get(MAX_WEIGHT), 1, LARGEST_INT)
     norm = check_real(NORM, config.get(NORM), 0, LARGE, open_low=True)
-    fitted = FitRes(
-        Status(Code.OK, ""),
-        ndarrays_to_parameters(_clipped([array / norm for array in arrays])),
-        min(n_samples, most),
-        {**metrics, NUM_EXAMPLES: n_samples},
-    )
-    content = fitres_to_recorddict(fitted, keep_input=True)
-    return Message(content, reply_to=request)
+    # The records in which Flower's older interface sends a FitRes.
+    content: dict[str, ArrayRecord | ConfigRecord | MetricRecord] = {
+        "fitres.parameters": to_record(_clipped([array / norm for array in arrays])),
+        "fitres.num_examples": MetricRecord({"num_examples": min(n_samples, most)}),
+        "fitres.metrics": ConfigRecord({**metrics, NUM_EXAMPLES: n_samples}),
+        "fitres.status": ConfigRecord({"code": 0, "message": ""}),
+    }
+    return Message(RecordDict(content), reply_to=request)
 
 
 def _clipped(arrays: list[Matrix]) -> list[Matrix]:

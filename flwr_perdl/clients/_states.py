@@ -16,7 +16,6 @@ from flwr.app import Array, ArrayRecord, Context, RecordDict
 from flwr_perdl import _store
 from flwr_perdl._compat import log
 from flwr_perdl._records import PARTITION_ID
-from flwr_perdl._shortcuts import entries, filled
 from flwr_perdl.clients._at_rest import KEY_VARIABLE, key_from_environment
 
 _FILE, _BYTES = "nodes.npz", "bytes"
@@ -102,17 +101,16 @@ class NodeStates:
                 for key_, dtype, shape, stype, size in described:
                     arrays[key_] = Array(dtype, tuple(shape), stype, whole[at : at + size])
                     at += size
-                filled(context.state, {name: filled(ArrayRecord(), arrays)})
+                context.state[name] = ArrayRecord(arrays)
 
 
 def _described(context: Context, parts: list[bytes]) -> dict[str, list[list[Any]]]:
     """Return what a state's arrays are called and how they are stored; append their bytes."""
     found: dict[str, list[list[Any]]] = {}
-    for name, record in entries(context.state).items():
+    for name, record in context.state.items():
         if isinstance(record, ArrayRecord):
-            arrays = entries(record)
             found[name] = [
-                [key, one.dtype, one.shape, one.stype, len(one.data)] for key, one in arrays.items()
+                [key, one.dtype, one.shape, one.stype, len(one.data)] for key, one in record.items()
             ]
-            parts += [one.data for one in arrays.values()]
+            parts += [one.data for one in record.values()]
     return found

@@ -7,11 +7,10 @@ from contextvars import ContextVar
 from typing import Any
 
 from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
-from flwr.client import Client, NumPyClient
 from flwr.clientapp import ClientApp
 
 from flwr_perdl._checks import Matrix, check_count, check_flag, check_kind
-from flwr_perdl._compat import has_handler, is_legacy
+from flwr_perdl._compat import NumPyClient, has_handler, is_legacy, to_client
 from flwr_perdl._records import (
     ARRAYS,
     CONFIG,
@@ -21,7 +20,6 @@ from flwr_perdl._records import (
     read_request,
     reply_to,
 )
-from flwr_perdl._shortcuts import entries
 from flwr_perdl.clients._clusters import (
     CLUSTERED,
     answer_clustered,
@@ -45,11 +43,11 @@ from flwr_perdl.clients.diffusion import ONLY_DIFFUSION, SEALED
 from flwr_perdl.clients.perma import SENDS
 from flwr_perdl.clients.regression import LINEAR, ONLY_LINEAR
 
-#: A NumPyClient, or what its ``to_client()`` returns.
-Factory = Callable[[Context], NumPyClient | Client]
+#: Makes a client: an object with ``fit`` and ``evaluate``, or what its ``to_client()`` returns.
+Factory = Callable[[Context], Any]
 
 #: The client that answers all parts of one message.
-_MADE: ContextVar[NumPyClient | None] = ContextVar("made", default=None)
+_MADE: ContextVar[Any] = ContextVar("made", default=None)
 
 _NOT_BOTH = "with LocalPrivacy, which adds noise to every single reply"
 
@@ -64,15 +62,15 @@ def client_app(
 ) -> ClientApp:
     """Return the ClientApp whose train and evaluate handlers call a NumPyClient.
 
-    The client may be any NumPyClient: ``fit`` and ``evaluate`` are enough, and with them it takes
-    part in `ClusteredFedAvg`, in Flower's own strategies and, where the model is a dictionary, in
-    `PerMA` with ``aggregation="mean"``. A client that answers PerMA's steps by itself is a
-    `Member`. For older projects see `client_fn`.
+    The client may be a NumPyClient, or any other object with ``fit`` and ``evaluate``. With these
+    it takes part in `ClusteredFedAvg`, in Flower's own strategies and, where the model is a
+    dictionary, in `PerMA` with ``aggregation="mean"``. A client that answers PerMA's steps by
+    itself is a `Member`. For older projects see `client_fn`.
 
     Parameters
     ----------
     make_client : callable or ClientApp
-        ``Context -> NumPyClient``; called for every message. A ``client_fn`` that returns
+        ``Context -> client``; called for every message. A ``client_fn`` that returns
         ``client.to_client()`` may stay as it is. Under Ray the app is pickled with every message:
         close over no data, read it in ``make_client``. A ClientApp with handlers of its own
         (``@app.train()``, ``@app.evaluate()``) may stand in its place: its evaluation replies need
@@ -150,7 +148,7 @@ def client_app(
     return app
 
 
-def client_fn(make_client: Factory) -> Callable[[Context], Client]:
+def client_fn(make_client: Factory) -> Callable[[Context], Any]:
     """Return the ``client_fn`` of an older project: ``ClientApp(client_fn(make_client))``.
 
     Parameters
@@ -164,19 +162,29 @@ def client_fn(make_client: Factory) -> Callable[[Context], Client]:
         ``Context -> Client``, for ``ClientApp(client_fn=...)``. The client says who it is, and
         takes part in `ClusteredFedAvg` and `PerMA`, as one of `client_app` does.
 
+    Raises
+    ------
+    ImportError
+        When a client is made, where Flower has no older clients.
+
     Examples
     --------
     >>> from flwr.client import ClientApp, NumPyClient
     >>> from flwr_perdl.clients import client_fn
     >>> app = ClientApp(client_fn(lambda context: NumPyClient()))
     """
-    return lambda context: AnyClient(_numpy_client(make_client(context)), context).to_client()
+
+    def make(context: Context) -> Any:
+        client = AnyClient(_numpy_client(make_client(context)), context)
+        return to_client(client, "client_fn")
+
+    return make
 
 
 class AnyClient(NumPyClient):
     """Any NumPyClient, with what `client_app` adds to it; for the older interface."""
 
-    def __init__(self, client: NumPyClient, context: Context) -> None:
+    def __init__(self, client: Any, context: Context) -> None:
         self._client, self._context = client, context
 
     def get_properties(self, config: dict[str, Scalar]) -> dict[str, Scalar]:
@@ -201,18 +209,20 @@ class AnyClient(NumPyClient):
         return evaluate(parameters, config)
 
 
-def _numpy_client(client: Any) -> NumPyClient:
-    """Return what ``make_client`` made as a NumPyClient, of which ``to_client()`` keeps it."""
-    wanted = "a function that returns a NumPyClient"
-    made: NumPyClient = check_kind(
-        "make_client", getattr(client, "numpy_client", client), NumPyClient, wanted
-    )
+def _numpy_client(client: Any) -> Any:
+    """Return the client that ``make_client`` made, or of which it made ``to_client()``."""
+    made = getattr(client, "numpy_client", client)
+    if isinstance(made, type) or not callable(getattr(made, "fit", None)):
+        raise TypeError(
+            f"make_client must be a function that returns a client with a method fit, got {made!r}."
+        )
     return made
 
 
-def _properties(client: NumPyClient, context: Context) -> dict[str, Any]:
+def _properties(client: Any, context: Context) -> dict[str, Any]:
     """Return what a client says of itself, and who its context says it is."""
-    properties: dict[str, Any] = dict(client.get_properties({}))
+    given = getattr(client, "get_properties", None)
+    properties: dict[str, Any] = {} if given is None else dict(given({}))
     return properties if PARTITION_ID in properties else {**identify(context), **properties}
 
 
@@ -265,7 +275,7 @@ class OtherApp(AnsweringApp):
         if asks_who or not _of_a_protocol(message):
             return self._app(message, context)
         arrays, config = read_request(message)
-        app = Handlers(message, context, self._app, entries(message.content[ARRAYS]))
+        app = Handlers(message, context, self._app, message.content[ARRAYS])
         if measures:
             measured = evaluate_perma(app.fit, app.evaluate, arrays, config, context)
             return evaluation_reply(message, *measured)
@@ -331,7 +341,7 @@ class NumPyClientApp(AnsweringApp):
         finally:
             _MADE.reset(token)
 
-    def _made(self, context: Context) -> NumPyClient:
+    def _made(self, context: Context) -> Any:
         """Return the client that answers this message."""
         return _MADE.get() or _numpy_client(self._make_client(context))
 

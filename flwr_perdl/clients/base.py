@@ -28,22 +28,21 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context
-from flwr.client import NumPyClient
 from numpy.typing import NDArray
 
 from flwr_perdl import _store
 from flwr_perdl._checks import check_count, check_kind
-from flwr_perdl._compat import log
+from flwr_perdl._compat import NumPyClient, log
 from flwr_perdl._records import (
     NAME,
     PARTITION_ID,
     STEP,
     Scalar,
     decode,
+    encode,
     named_partition,
     read_partition,
 )
-from flwr_perdl._shortcuts import encode, filled
 from flwr_perdl.clients._at_rest import KEY_VARIABLE, StateKey, key_from_environment
 
 PrivateArrays = dict[str, NDArray[Any]]
@@ -271,7 +270,7 @@ class PrivateState:
         kept = {f"{r}/{name}": own for r, some in self._held.items() for name, own in some.items()}
         for stale in [name for name in self._records if name.startswith(PREFIX)]:
             del self._records[stale]
-        filled(self._records, {self._name: filled(ArrayRecord(), kept)})
+        self._records[self._name] = ArrayRecord(kept)
 
     # On disk ---------------------------------------------------------------------------------
 

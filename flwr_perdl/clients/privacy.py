@@ -67,7 +67,6 @@ from flwr_perdl._records import (
     to_arrays,
     to_record,
 )
-from flwr_perdl._shortcuts import filled
 from flwr_perdl.clients.base import identify
 from flwr_perdl.clients.dictionary import LOCAL_STEPS
 from flwr_perdl.clients.perma import (
@@ -210,7 +209,7 @@ class LocalPrivacy:
         if kind == MessageType.EVALUATE:
             return reply_to(message, None, 1, {})
         if kind == MessageType.QUERY:
-            who = filled(ConfigRecord(), identify(context))
+            who = ConfigRecord({**identify(context)})
             return Message(RecordDict({CONFIG: who}), reply_to=message)
         if kind != MessageType.TRAIN:
             raise ValueError(f"message_type must be one of Flower's own three, got {kind!r}.")
@@ -219,8 +218,8 @@ class LocalPrivacy:
         # Drawn before the data are touched: what goes wrong here says nothing of them.
         rng = None if self._rng is None else self._rng()
         noise, shift = self._noise(asked, rng), self._shift(asked.n_labels, rng)
-        records = {ARRAYS: to_record([asked.given]), CONFIG: filled(ConfigRecord(), asked.config)}
-        message.content = filled(RecordDict(), records)
+        config = ConfigRecord({**asked.config})
+        message.content = RecordDict({ARRAYS: to_record([asked.given]), CONFIG: config})
         label, difference = self._ask(message, context, call_next, asked)
         context.state[_SPENT] = spent  # the client may have put another state in its place
         # The sum is of whole numbers: its rounding, and all that follows, adds no information.

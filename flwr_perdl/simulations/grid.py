@@ -21,16 +21,14 @@ from flwr.app import (
     RecordDict,
 )
 from flwr.clientapp import ClientApp
-from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 from flwr_perdl import _compat
 from flwr_perdl._checks import Matrix, check_count, check_kind
-from flwr_perdl._compat import log
+from flwr_perdl._compat import CLIENT_APP_RAISED_EXCEPTION, log
 from flwr_perdl._parallel import in_threads
 from flwr_perdl._records import ANSWERED, PARTITION_ID, directed
 from flwr_perdl._repr import ShownAsCalled
-from flwr_perdl._shortcuts import filled
 from flwr_perdl._store import together
 
 if TYPE_CHECKING:
@@ -42,6 +40,8 @@ _MOST_NODES = 10_000_000
 
 #: What may go wrong with one message: ``(partition, message) -> fault or None``.
 Faults = Callable[[int, Message], str | None]
+#: What a record holds that can be changed in place.
+_CHANGEABLE = (Array, list)
 FAULTS = ("error", "silence", "nan", "shape", "empty")
 
 
@@ -276,8 +276,7 @@ class InProcessGrid(ShownAsCalled, Grid):
         try:
             if fault == "error":
                 raise RuntimeError("a fault was injected")
-            received = Message(_twin(message.content), 0, message.metadata.message_type)
-            received.__dict__["_metadata"] = message.metadata
+            received = _compat.like(message, _twin(message.content))
             reply = directed(self.app(received, context), received)
             if reply is None or reply.has_error():
                 return reply
@@ -286,19 +285,21 @@ class InProcessGrid(ShownAsCalled, Grid):
             context.state = kept
             partition = context.node_config[PARTITION_ID]
             log(DEBUG, "Client %s erred.", partition, exc_info=error)
-            code = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
             reason = f"{type(error).__name__}: {error}"
-            reply = Message(Error(code=code, reason=reason), reply_to=message)
+            reply = Message(Error(CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
         return reply
 
 
 def _twin(content: RecordDict) -> RecordDict:
     """Return a copy of all records; only the arrays' bytes, which cannot change, are shared."""
-    twins: dict[str, Any] = {}
+    twin = content.copy()
     for name, record in content.items():
-        owned = {k: copy(v) for k, v in record.items() if isinstance(v, Array | list)}
-        twins[name] = filled(record.copy(), owned)
-    return filled(RecordDict(), twins)
+        own: Any = record.copy()
+        for key, value in record.items():
+            if isinstance(value, _CHANGEABLE):
+                own[key] = copy(value)
+        twin[name] = own
+    return twin
 
 
 def _spoilt(content: RecordDict, fault: str | None) -> RecordDict:

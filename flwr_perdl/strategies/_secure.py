@@ -14,19 +14,12 @@ from typing import Any, cast
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
-from flwr.common import FitIns, FitRes, Parameters, parameters_to_ndarrays
-from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS
-from flwr.common.secure_aggregation.secaggplus_constants import Key as Word
-from flwr.server.workflow import SecAggPlusWorkflow
-from flwr.server.workflow.constant import MAIN_CONFIGS_RECORD, MAIN_PARAMS_RECORD
-from flwr.server.workflow.constant import Key as RoundKey
-from flwr.server.workflow.secure_aggregation.secaggplus_workflow import WorkflowState
 from flwr.serverapp import Grid
 
 from flwr_perdl._checks import check_kind
-from flwr_perdl._compat import log
+from flwr_perdl._compat import SECAGG, log, secagg_server
 from flwr_perdl._npy import view_file
-from flwr_perdl._records import Limits, Reply, brief, error_of, read_reply, received, to_record
+from flwr_perdl._records import Limits, Reply, brief, encode, error_of, read_parts
 from flwr_perdl.strategies._options import refuse_unknown
 from flwr_perdl.strategies._protocol import FAILED, REFUSED, Lost, SecureMean
 
@@ -39,13 +32,6 @@ _MOST_SHARES = 51
 #: Bits of a masked sum, and the most of them that one client's number takes (Flower's 32 have a
 #: sign). A few clients count in far smaller steps than with Flower's own 22 bits for each.
 _BITS, _MOST_BITS = 32, 30
-#: What a reply to each of SecAgg+'s exchanges holds.
-_ANSWERS: tuple[dict[str, type], ...] = (
-    {Word.PUBLIC_KEY_1: bytes, Word.PUBLIC_KEY_2: bytes},
-    {Word.DESTINATION_LIST: list, Word.CIPHERTEXT_LIST: list},
-    {Word.MASKED_PARAMETERS: list},
-    {Word.NODE_ID_LIST: list, Word.SHARE_LIST: list},
-)
 _MASKED = 2  # the exchange in which the masked replies come
 
 
@@ -102,8 +88,9 @@ def secure_mean(
     """
     if len(sent) < 2:
         return {}, {p: Lost(FAILED, "a sum over one client hides nothing") for p, _ in sent}
+    secagg = secagg_server()
     shares: float = 1.0 if len(sent) <= _MOST_SHARES else _MOST_SHARES
-    workflow = SecAggPlusWorkflow(
+    workflow = secagg.SecAggPlusWorkflow(
         shares if secure.num_shares is None else secure.num_shares,
         _THRESHOLD if secure.reconstruction_threshold is None else secure.reconstruction_threshold,
         max_weight=float(secure.max_weight),
@@ -113,8 +100,8 @@ def secure_mean(
         timeout=timeout,
     )
     asked = {message.metadata.dst_node_id: (partition, message) for partition, message in sent}
-    state, exchanges = WorkflowState(), _Exchanges(grid, secure.shape, limits)
-    results: list[tuple[Any, FitRes]] = []
+    state, exchanges = secagg.WorkflowState(), _Exchanges(grid, secure.shape, limits)
+    results: list[tuple[Any, Any]] = []  # of Flower's FitRes
     reason = ""
     try:
         finished = _run(workflow, exchanges, state, asked, round_, results)
@@ -123,12 +110,12 @@ def secure_mean(
     good: dict[int, Reply] = {}
     lost = {asked[node][0]: why for node, why in exchanges.lost.items()}
     if finished:
-        (scaled,) = parameters_to_ndarrays(results[0][1].parameters)
-        mean = secure.norm * scaled
+        (file,) = results[0][1].parameters.tensors
+        mean = encode(secure.norm * view_file(file)[0]).data
         for proxy, fitted in results:
             partition = asked[proxy.node_id][0]
             try:
-                good[partition] = read_reply(received(to_record([mean]), fitted.metrics), limits)
+                good[partition] = read_parts([mean], fitted.metrics, limits)
             except ValueError as error:
                 lost[partition] = Lost(REFUSED, brief(str(error)))
             else:
@@ -143,12 +130,12 @@ def secure_mean(
 
 
 def _run(
-    workflow: SecAggPlusWorkflow,
+    workflow: Any,
     exchanges: _Exchanges,
-    state: WorkflowState,
+    state: Any,
     asked: Mapping[int, tuple[int, Message]],
     round_: int,
-    results: list[tuple[Any, FitRes]],
+    results: list[tuple[Any, Any]],
 ) -> bool:
     """Take the workflow's four steps, and return whether all went well; fill ``results``."""
 
@@ -156,14 +143,17 @@ def _run(
         results.extend(fitted)
         return None, {}
 
-    nothing = FitIns(Parameters([], ""), {})
+    secagg = secagg_server()
+    number = secagg.WorkflowKey.CURRENT_ROUND
+    # The parts of a FitIns, a LegacyContext and a legacy strategy that the workflow uses.
+    parameters = SimpleNamespace(tensors=[], tensor_type="")
+    nothing = SimpleNamespace(parameters=parameters, config={})
     calls = [(SimpleNamespace(node_id=node), nothing) for node in asked]
-    # The parts of a LegacyContext and of a legacy strategy that the workflow uses.
     context: Any = SimpleNamespace(
         state=RecordDict(
             {
-                MAIN_CONFIGS_RECORD: ConfigRecord({RoundKey.CURRENT_ROUND: round_}),
-                MAIN_PARAMS_RECORD: ArrayRecord(),
+                secagg.MAIN_CONFIGS_RECORD: ConfigRecord({number: round_}),
+                secagg.MAIN_PARAMS_RECORD: ArrayRecord(),
             }
         ),
         strategy=SimpleNamespace(configure_fit=lambda *_: calls, aggregate_fit=aggregate_fit),
@@ -181,9 +171,9 @@ def _run(
     state.nid_to_fitins = {
         node: RecordDict(dict(message.content)) for node, (_, message) in asked.items()
     }
-    return workflow.collect_masked_vectors_stage(grid, context, state) and workflow.unmask_stage(
-        grid, context, state
-    )
+    if not workflow.collect_masked_vectors_stage(grid, context, state):
+        return False
+    return bool(workflow.unmask_stage(grid, context, state))
 
 
 class _Exchanges:
@@ -192,6 +182,14 @@ class _Exchanges:
     def __init__(self, grid: Grid, shape: tuple[int, ...], limits: Limits) -> None:
         self._grid, self._limits = grid, limits
         self._shapes = [(1,), shape]  # SecAgg+ puts the weight first
+        word = secagg_server().Key
+        #: What a reply to each of SecAgg+'s exchanges holds.
+        self._answers: tuple[dict[str, type], ...] = (
+            {word.PUBLIC_KEY_1: bytes, word.PUBLIC_KEY_2: bytes},
+            {word.DESTINATION_LIST: list, word.CIPHERTEXT_LIST: list},
+            {word.MASKED_PARAMETERS: list},
+            {word.NODE_ID_LIST: list, word.SHARE_LIST: list},
+        )
         self._number = 0
         #: Why nodes have not answered, or not well; and how many have in the last exchange.
         self.lost: dict[int, Lost] = {}
@@ -232,15 +230,15 @@ class _Exchanges:
 
     def _check(self, reply: Message, node: int) -> None:
         """Raise a ValueError unless a reply is what SecAgg+ asks for in this exchange."""
-        record = reply.content.get(RECORD_KEY_CONFIGS)
+        record = reply.content.get(SECAGG)
         answers: Mapping[str, Any] = record if isinstance(record, ConfigRecord) else {}
-        for name, kind in _ANSWERS[self._number].items():
+        for name, kind in self._answers[self._number].items():
             if not isinstance(answers.get(name), kind):
                 raise ValueError(f"no {name!r} of SecAgg+ in the reply")
         if reply.metadata.src_node_id != node:
             raise ValueError("the reply is another node's")
         if self._number == _MASKED:
-            files = answers[Word.MASKED_PARAMETERS]
+            files = answers[secagg_server().Key.MASKED_PARAMETERS]
             if sum(map(len, files)) > self._limits.n_bytes:
                 raise ValueError(f"too large: at most {self._limits.n_bytes} bytes are read")
             found = [(view.shape, view.dtype) for view, _ in map(view_file, files)]

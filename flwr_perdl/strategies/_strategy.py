@@ -17,7 +17,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from flwr_perdl._checks import Matrix, check_choice, check_count, check_kind, check_real
-from flwr_perdl._compat import addressed, log
+from flwr_perdl._compat import log
 from flwr_perdl._records import (
     ANEW,
     ARRAYS,
@@ -34,7 +34,6 @@ from flwr_perdl._records import (
     to_records,
 )
 from flwr_perdl._repr import ShownAsCalled
-from flwr_perdl._shortcuts import rare_collections
 from flwr_perdl.strategies._conversation import Conversation, Plan, why_absent
 from flwr_perdl.strategies._options import (
     Options,
@@ -287,7 +286,6 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         try:
             with (
                 attentive(grid),
-                rare_collections(),
                 shown(verbose, type(self).__name__, rounds) as self._show,
             ):
                 if hasattr(grid, "on_reply"):  # an InProcessGrid
@@ -531,16 +529,14 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
     ) -> list[Message]:
         """Return a message per client; as in Flower's own strategies they share their content."""
         shared = ConfigRecord({**config, **plan.config})
-        first: dict[int, Message] = {}
+        contents: dict[int, RecordDict] = {}
         self._sent = []
         names = self._running().array_names
         records = to_records(plan.arrays, names, (*self._before_model, *names))
         for partition, record in records.items():
-            if id(record) in first:
-                message = addressed(first[id(record)], nodes[partition])
-            else:
-                content = RecordDict({ARRAYS: record, CONFIG: shared})
-                message = first[id(record)] = Message(content, nodes[partition], message_type)
+            if id(record) not in contents:
+                contents[id(record)] = RecordDict({ARRAYS: record, CONFIG: shared})
+            message = Message(contents[id(record)], nodes[partition], message_type)
             self._sent.append((partition, message))
         return [message for _, message in self._sent]
 

@@ -4,28 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
-from flwr.app import Array, ArrayRecord
-from flwr.common import (
-    Code,
-    EvaluateIns,
-    EvaluateRes,
-    FitIns,
-    FitRes,
-    GetPropertiesIns,
-    Parameters,
-    ndarrays_to_parameters,
-    parameters_to_ndarrays,
-)
-from flwr.server.client_manager import ClientManager
-from flwr.server.client_proxy import ClientProxy
-from flwr.server.strategy import Strategy
 
 from flwr_perdl._checks import Matrix, check_kind, plain
-from flwr_perdl._records import NUM_EXAMPLES, Reply, Scalar, brief, read_reply, received, with_loss
-from flwr_perdl._shortcuts import NPY
+from flwr_perdl._compat import older_interface
+from flwr_perdl._records import NUM_EXAMPLES, Reply, Scalar, brief, read_parts, with_loss
 from flwr_perdl.clients._clusters import CLUSTERED, MEASURING
 from flwr_perdl.strategies._conversation import Conversation, Plan
 from flwr_perdl.strategies._protocol import FAILED, REFUSED, Lost
@@ -38,6 +23,15 @@ _SECURE = (
     "strategy must be started with its own start for secure rounds, got it for the older "
     "interface, where every update would reach the server by itself."
 )
+
+#: Flower's older types, which are looked up when `as_legacy` is called.
+ClientManager: TypeAlias = Any
+ClientProxy: TypeAlias = Any
+FitIns: TypeAlias = Any
+FitRes: TypeAlias = Any
+EvaluateIns: TypeAlias = Any
+EvaluateRes: TypeAlias = Any
+Parameters: TypeAlias = Any
 
 #: Flower's ``(round, model arrays, config)``; also without the config.
 EvaluateFn = Callable[..., tuple[float, dict[str, Scalar]] | None]
@@ -53,7 +47,7 @@ def as_legacy(
     evaluate_config: Mapping[str, Scalar] | None = None,
     on_fit_config_fn: ConfigFn | None = None,
     on_evaluate_config_fn: ConfigFn | None = None,
-) -> LegacyStrategy:
+) -> Any:
     """Return ``strategy`` behind Flower's older strategy interface.
 
     The clients are the same NumPyClients, through ``.to_client()``; the results are the same bits.
@@ -81,6 +75,8 @@ def as_legacy(
         If an argument is of another kind, or ``evaluate_fn`` takes neither three arguments nor two.
     ValueError
         If the strategy has ``secure=True``; a later secure round is refused when it comes.
+    ImportError
+        If Flower has no older strategies.
 
     Examples
     --------
@@ -112,8 +108,8 @@ def as_legacy(
     )
 
 
-class LegacyStrategy(Strategy):
-    """See `as_legacy`."""
+class LegacyStrategy:
+    """See `as_legacy`, which makes a Flower ``Strategy`` of it."""
 
     def __init__(
         self,
@@ -124,6 +120,8 @@ class LegacyStrategy(Strategy):
         on_fit_config_fn: ConfigFn | None,
         on_evaluate_config_fn: ConfigFn | None,
     ) -> None:
+        self._flower, kind = older_interface()
+        kind.register(type(self))
         self.strategy = strategy
         self._initial = initial
         self._evaluate_fn = None if evaluate_fn is None else _of_three(evaluate_fn)
@@ -144,7 +142,7 @@ class LegacyStrategy(Strategy):
         self._roster = self._new_roster()
         conversation = self.strategy.open(self._initial)
         conversation.begin(None)
-        return ndarrays_to_parameters(conversation.model)
+        return self._flower.ndarrays_to_parameters(conversation.model)
 
     def configure_fit(
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
@@ -160,7 +158,9 @@ class LegacyStrategy(Strategy):
             if plan is not None and CLUSTERED in plan.config:  # clients evaluate to choose
                 measuring = self._evaluation(server_round)
                 own |= {f"{MEASURING}{key}": value for key, value in measuring.items()}
-            return [(p, FitIns(a, {**own, **c})) for p, a, c in self._ask(plan, proxies)]
+            return [
+                (p, self._flower.FitIns(a, {**own, **c})) for p, a, c in self._ask(plan, proxies)
+            ]
         return []
 
     def aggregate_fit(
@@ -176,7 +176,7 @@ class LegacyStrategy(Strategy):
         }
         good, lost = self._read(replies, failures)
         report = self.conversation.conclude(server_round, good, lost, self._roster)
-        return ndarrays_to_parameters(self.conversation.model), dict(report.aggregate)
+        return self._flower.ndarrays_to_parameters(self.conversation.model), dict(report.aggregate)
 
     def configure_evaluate(
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
@@ -187,7 +187,7 @@ class LegacyStrategy(Strategy):
         proxies = self._present(client_manager)
         config = self._evaluation(server_round)
         plan = self.conversation.plan_evaluation(server_round, list(proxies), config)
-        return [(p, EvaluateIns(a, c)) for p, a, c in self._ask(plan, proxies)]
+        return [(p, self._flower.EvaluateIns(a, c)) for p, a, c in self._ask(plan, proxies)]
 
     def aggregate_evaluate(
         self,
@@ -196,7 +196,7 @@ class LegacyStrategy(Strategy):
         failures: list[Any],
     ) -> tuple[float | None, dict[str, Scalar]]:
         """Return the means of the clients' losses and evaluation metrics."""
-        none = ndarrays_to_parameters([])
+        none = self._flower.ndarrays_to_parameters([])
         replies = {
             proxy.cid: (result.num_examples, none, with_loss(result.loss, result.metrics))
             for proxy, result in results
@@ -218,7 +218,7 @@ class LegacyStrategy(Strategy):
             return known[_LOSS], {k: v for k, v in known.items() if k != _LOSS}
         if server_round < self.conversation.done:  # the model at hand is a later one
             return None
-        found = self._evaluate_fn(server_round, parameters_to_ndarrays(parameters), {})
+        found = self._evaluate_fn(server_round, self._flower.parameters_to_ndarrays(parameters), {})
         if found is not None:
             numbers = {k: plain(v) for k, v in found[1].items()}
             said = {k: v for k, v in numbers.items() if isinstance(v, bool | int | float | str)}
@@ -239,7 +239,7 @@ class LegacyStrategy(Strategy):
         """Return how many clients have registered that may take part."""
         allowed = self._roster.allowed
         if allowed is None:
-            return client_manager.num_available()
+            return int(client_manager.num_available())
         return sum(cid in allowed for cid in client_manager.all())
 
     def _present(self, client_manager: ClientManager) -> dict[int, ClientProxy]:
@@ -255,10 +255,9 @@ class LegacyStrategy(Strategy):
         """Ask clients who they are, and note their answers."""
         for cid in sorted(cids):
             try:
-                answer = proxies[cid].get_properties(
-                    GetPropertiesIns(config={}), timeout=None, group_id=None
-                )
-                if answer.status.code != Code.OK:
+                ask = self._flower.GetPropertiesIns(config={})
+                answer = proxies[cid].get_properties(ask, timeout=None, group_id=None)
+                if answer.status.code != self._flower.Code.OK:
                     raise ValueError(answer.status.message)
                 self._roster.enrol(cid, answer.properties)
             except Exception as error:
@@ -272,7 +271,9 @@ class LegacyStrategy(Strategy):
             return []
         self._asked = {proxies[partition].cid: partition for partition in plan.arrays}
         different = {id(arrays): arrays for arrays in plan.arrays.values()}
-        parameters = {key: ndarrays_to_parameters(arrays) for key, arrays in different.items()}
+        parameters = {
+            key: self._flower.ndarrays_to_parameters(arrays) for key, arrays in different.items()
+        }
         return [
             (proxies[partition], parameters[id(arrays)], dict(plan.config))
             for partition, arrays in plan.arrays.items()
@@ -292,10 +293,10 @@ class LegacyStrategy(Strategy):
                 lost[partition] = Lost(FAILED, brief(causes) or "no reply in time")
                 continue
             n_samples, parameters, metrics = replies[cid]
-            files = {str(i): Array("", (), NPY, data) for i, data in enumerate(parameters.tensors)}
-            content = received(ArrayRecord(files), {**metrics, NUM_EXAMPLES: n_samples})
+            numbers = {**metrics, NUM_EXAMPLES: n_samples}
             try:
-                good[partition] = read_reply(content, self.conversation.limits)
+                limits = self.conversation.limits
+                good[partition] = read_parts(parameters.tensors, numbers, limits)
             except Exception as error:
                 lost[partition] = Lost(REFUSED, brief(str(error)))
         return good, lost

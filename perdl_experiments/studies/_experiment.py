@@ -34,7 +34,6 @@ from typing import Any, Literal, Protocol, TypeVar, cast
 
 import numpy as np
 from flwr.app import Context
-from flwr.client import NumPyClient
 from numpy.typing import NDArray
 
 from flwr_perdl.checks import check_choice, check_count, check_real
@@ -271,7 +270,7 @@ class Study(Protocol):
 class FederatedStudy(Study, Protocol):
     """A study with a server and clients: it runs on every engine."""
 
-    def client(self, context: Context, config: Any) -> NumPyClient:
+    def client(self, context: Context, config: Any) -> Any:
         """Return the client of ``context``'s partition."""
 
     def strategy(self, config: Any, **options: Any) -> ProtocolStrategy:

@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from flwr.client import NumPyClient
 
 from flwr_perdl.checks import Matrix
 from flwr_perdl.diffusion import DiffusionAveraging, Topology
@@ -89,7 +88,7 @@ class Nodes:
         self.test = X[test], images.y[test]
         self.config = config
 
-    def __call__(self, node: int) -> NumPyClient:
+    def __call__(self, node: int) -> Any:
         """Return a node's client."""
         return _Softmax(*self.train[node], self)
 
@@ -104,7 +103,7 @@ class Nodes:
         return float(np.mean((X @ W + b).argmax(axis=1) == y))
 
 
-class _Softmax(NumPyClient):
+class _Softmax:
     """Softmax regression on a node's images."""
 
     def __init__(self, X: Matrix, y: Matrix, nodes: Nodes) -> None:

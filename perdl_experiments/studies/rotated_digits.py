@@ -37,7 +37,6 @@ from typing import Any
 
 import numpy as np
 from flwr.app import Context
-from flwr.client import NumPyClient
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 from scipy.special import log_softmax, softmax
@@ -88,7 +87,7 @@ class Config(Common):
 # The clients ---------------------------------------------------------------------------------
 
 
-class Network(NumPyClient):
+class Network:
     """A network with one hidden layer, on a client's images.
 
     Parameters

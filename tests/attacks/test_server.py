@@ -23,7 +23,7 @@ from rich.console import Console
 
 from flwr_perdl import _compat, _records
 from flwr_perdl._network._packing import pack_arrays
-from flwr_perdl._records import Reply, read_reply, received
+from flwr_perdl._records import Reply, read_parts, read_reply
 from flwr_perdl.clients import DictionaryClient, RegressionClient, client_app
 from flwr_perdl.dictionary import OrthogonalLearner, dictionary_distance
 from flwr_perdl.regression import Answers, TwoPhase
@@ -186,7 +186,7 @@ def test_metrics_that_cannot_be_shown_are_refused_before_anything_is_copied(
         read_reply(hostile.content)
     assert len(str(caught.value)) < 200
     with pytest.raises(ValueError, match=sentence):  # the older interface
-        read_reply(received(ArrayRecord(), {**metrics, "num-examples": 1}))
+        read_parts([], {**metrics, "num-examples": 1})
 
 
 def test_metrics_within_the_limits_are_good() -> None:
@@ -196,9 +196,9 @@ def test_metrics_within_the_limits_are_good() -> None:
 
 
 def test_an_array_for_every_byte_is_refused() -> None:
-    many = ArrayRecord([np.zeros(0)] * 10_001)
+    many = {"arrays": ArrayRecord([np.zeros(0)] * 10_001)}
     with pytest.raises(ValueError, match="at most 10000 are read, got 10001"):
-        read_reply(received(many, {"num-examples": 1}))
+        read_reply(RecordDict({**many, "metrics": MetricRecord({"num-examples": 1})}))
 
 
 def test_a_run_goes_on_without_the_client_whose_metrics_are_refused(

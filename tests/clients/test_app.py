@@ -217,6 +217,6 @@ def test_what_is_no_client_is_named() -> None:
     no_client: Any = "a client"
     app = client_app(lambda context: no_client)
     with pytest.raises(
-        RuntimeError, match="make_client must be a function that returns a NumPyClient"
+        RuntimeError, match="make_client must be a function that returns a client with a method fit"
     ):
         Mean().start(InProcessGrid(app, 2), ArrayRecord([np.zeros(1)]), num_rounds=1)
