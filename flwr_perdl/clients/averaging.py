@@ -30,10 +30,7 @@ class DictionaryAveragingClient(LearnerClient):
     it leaves of the samples where an atom is not sent. Each is a sum over samples, and is sent only
     as `flwr_perdl.privacy.may_send` allows.
 
-    Parameters
-    ----------
-    X, learner, context, **options
-        See `LearnerClient`.
+    Its parameters are those of `LearnerClient`.
 
     Examples
     --------

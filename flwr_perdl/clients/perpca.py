@@ -27,10 +27,7 @@ class PerPCAClient(LearnerClient):
     the shared components after its step. Each is a sum over samples, and is sent only as
     `flwr_perdl.privacy.may_send` allows.
 
-    Parameters
-    ----------
-    X, learner, context, **options
-        See `LearnerClient`; of the learner only its number of atoms counts.
+    Its parameters are those of `LearnerClient`; of the learner only its number of atoms counts.
 
     Examples
     --------

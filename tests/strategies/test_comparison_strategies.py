@@ -13,7 +13,7 @@ from flwr.app import ArrayRecord, Context, Message
 from scipy.linalg import subspace_angles
 
 from flwr_perdl._random import spawn
-from flwr_perdl.clients import DictionaryAveragingClient, DictionaryClient, PerPCAClient
+from flwr_perdl.clients import DictionaryAveragingClient, LearnerClient, PerPCAClient
 from flwr_perdl.dictionary import (
     GradientLearner,
     KSVDLearner,
@@ -36,7 +36,13 @@ STRATEGIES: dict[str, Callable[..., ProtocolStrategy]] = {
 
 RESUME = ServerSettings(resume=True)
 
-CLIENTS = {"averaging": DictionaryAveragingClient, "perpca": PerPCAClient}
+CLIENTS: dict[str, type[LearnerClient]] = {
+    "averaging": DictionaryAveragingClient,
+    "perpca": PerPCAClient,
+}
+    "averaging": DictionaryAveragingClient,
+    "perpca": PerPCAClient,
+}
 
 
 @pytest.mark.parametrize(
@@ -206,11 +212,9 @@ def test_float32_stays_float32(federation: MakeFederation, name: str) -> None:
 @pytest.mark.ray
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_ray_gives_the_same_bits(name: str) -> None:
-    def client(context: Context, config: Any) -> DictionaryClient:
+    def client(context: Context, config: Any) -> LearnerClient:
         rng = np.random.default_rng(int(context.node_config["partition-id"]))
-        return DictionaryClient(
-            rng.standard_normal((50, 8)), OrthogonalLearner(5), context, client=CLIENTS[name]
-        )
+        return CLIENTS[name](rng.standard_normal((50, 8)), OrthogonalLearner(5), context)
 
     make = STRATEGIES[name]
     experiment: Any = SimpleNamespace(
