@@ -199,10 +199,10 @@ def _evaluations(
         loss, n, metrics = evaluate(_model(stacks, j), dict(config))
         measured.append((float("inf") if isnan(loss) else float(loss), int(n), dict(metrics)))
     if not any(np.isfinite(loss) for loss, _, _ in measured):
-        names = ", ".join(sorted(measured[0][2])) or "no other metric"
+        names = ", ".join(sorted(measured[0][2])) or "none"
         raise ValueError(
-            "evaluate must return a finite loss of at least one model (in messages the metric "
-            f'"loss" or "eval_loss"), got none, and {names}.'
+            "evaluate must return a finite loss of at least one model (a ClientApp: as the metric "
+            f'"loss" or "eval_loss"), got no finite loss; other metrics: {names}.'
         )
     return measured
 

@@ -67,7 +67,7 @@ def in_plain_round(message: Message, context: Context, call_next: Any) -> Messag
             raise
         raise ValueError(
             "mods must be without Flower's secaggplus_mod, which fails in every round that is not "
-            "secure, got it: an app of client_app takes part in secure rounds without a mod."
+            "secure: leave it out, as an app of client_app takes part in secure rounds without it."
         ) from error
     return answer
 

@@ -241,10 +241,10 @@ class AnsweringApp(ClientApp):
             if self.noisy:
                 raise ValueError(f"the round must not be a secure one {_NOT_BOTH}.")
             answered = masked(message, context, self._answer, self._min_clients)
-        elif in_clustered_round(message):
-            answered = self._answer_clustered(message, context)
         else:
-            answered = in_plain_round(message, context, self._answer)
+            clustered = in_clustered_round(message)
+            call = self._answer_clustered if clustered else self._answer
+            answered = in_plain_round(message, context, call)
         reply: Any = directed(answered, message)
         answer: Message = reply
         return answer

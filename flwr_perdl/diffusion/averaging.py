@@ -334,7 +334,10 @@ class AveragingProgram:
                 "write the function that makes its clients, with the node's number as argument."
             )
         if not callable(clients):
-            raise TypeError(f"clients must be a function of the node, got {clients!r}.")
+            raise TypeError(
+                "clients must be a function that takes a node's number and returns its "
+                f"NumPyClient, got {clients!r}."
+            )
         if hasattr(initial, "to_numpy_ndarrays"):  # an ArrayRecord
             initial = initial.to_numpy_ndarrays()
         if isinstance(initial, np.ndarray):
@@ -466,8 +469,8 @@ class AveragingProgram:
             if error.obj is not node:
                 raise
             raise TypeError(
-                "clients must be a function of the node's number, got one that reads "
-                f"{error.name!r} of it, as of a Context: the number is the node's partition-id."
+                "clients must be a function of the node's number, got one that reads the attribute "
+                f"{error.name!r} of its argument: the number itself is the node's partition-id."
             ) from error
         client = getattr(client, "numpy_client", client)  # of what to_client() returned
         needed = ["fit", *(["evaluate"] if self.learner.evaluate_every else [])]

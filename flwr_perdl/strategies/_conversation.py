@@ -193,7 +193,8 @@ class Conversation:
             log(
                 WARNING,
                 "%d of %d evaluations have no good reply%s.",
-                *(len(failed), len(evaluations), _first_reason(failed[0].dropped)),
+                *(len(failed), len(evaluations)),
+                _first_reason(failed[0].dropped, f", in round {failed[0].round}"),
             )
 
     def measured(self, round_: int, metrics: Mapping[str, Any]) -> None:

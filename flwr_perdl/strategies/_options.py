@@ -29,7 +29,7 @@ _FEDAVG = {
     "override configure_train, which may change it by round",
     "on_evaluate_config_fn": "give as_legacy(on_evaluate_config_fn=...), or "
     "start(evaluate_config=...) and override configure_evaluate, which may change it by round",
-    "accept_failures": "give min_clients, with how many good replies a round goes on",
+    "accept_failures": "give min_clients, the fewest good replies with which a round goes on",
     "inplace": "leave it out",
     "weighted_by_key": f'{_FIXED} "num-examples"',
     "arrayrecord_key": f'{_FIXED} "arrays"',

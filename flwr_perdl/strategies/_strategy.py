@@ -470,9 +470,10 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         self._ask_who(grid, self._roster.contested(ids), "known")
         present, wanted = self._roster.present(ids), self._options.num_clients or 0
         if first and lost and len(present) < wanted and not self._options.allow_fewer:
+            begin = "; with ServerSettings(allow_fewer=True) the run begins without the others"
             raise TooFewReplies(
                 f"{len(present)} client(s) have said who they are, fewer than num_clients={wanted}"
-                "; with ServerSettings(allow_fewer=True) the run begins without the others"
+                f"{begin if len(present) >= self._options.min_clients else ''}"
                 f"{why_absent(self._roster)}."
             )
         if first and self._options.min_clients <= len(present) < wanted <= len(ids):

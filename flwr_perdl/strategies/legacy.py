@@ -306,6 +306,8 @@ def _config(name: str, function: ConfigFn | None, round_: int) -> dict[str, Scal
     """Return what one of the user's functions gives as a round's config."""
     given = {} if function is None else function(round_)
     check_kind(f"what {name} returns", given, Mapping, "a mapping")
+    for key in given:
+        check_kind(f"keys of what {name} returns", key, str, "strings")
     return {key: plain(value) for key, value in given.items()}
 
 

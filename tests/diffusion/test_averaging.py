@@ -570,7 +570,7 @@ def test_what_is_no_client_is_named() -> None:
     with pytest.raises(TypeError, match=r"clients must return a NumPyClient with a method fit"):
         learner.fit(lambda node: node, 1, initial=START)
     wrong: Any = [LeastSquares(0)]
-    with pytest.raises(TypeError, match="clients must be a function of the node"):
+    with pytest.raises(TypeError, match="clients must be a function that takes"):
         learner.fit(wrong, 1, initial=START)
 
 

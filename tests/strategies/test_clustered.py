@@ -528,7 +528,7 @@ def test_bad_initial_arrays_and_replies_are_named() -> None:
             return [parameters[0]], 1, {}
 
     for kind, said in (
-        (NoLoss, "evaluate must return a finite loss of .*, got none, and accuracy"),
+        (NoLoss, "evaluate must return a finite loss of .*; other metrics: accuracy"),
         (Short, "wrong shapes: "),
     ):
         app = client_app(lambda context, kind=kind: kind(context.node_config["partition-id"]))

@@ -119,6 +119,13 @@ def run(strategy: Any, app: ClientApp, model: ArrayRecord | None = None) -> Any:
         ),
         (
             lambda: run(
+                ClusteredFedAvg(2), client_app(MeanClient, train_mods=[secaggplus_mod]), MODEL
+            ),
+            TooFewReplies,
+            "mods must be without Flower's secaggplus_mod",
+        ),
+        (
+            lambda: run(
                 DifferentialPrivacyServerSideFixedClipping(PerMA(2), 0.1, 1.0, 3),
                 DICTIONARIES,
                 ATOMS,

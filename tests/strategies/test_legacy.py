@@ -140,9 +140,10 @@ def test_configs_change_by_round(federation: MakeFederation, strategy: str) -> N
 def test_configs_by_round_are_functions_that_return_mappings(federation: MakeFederation) -> None:
     with pytest.raises(TypeError, match="on_evaluate_config_fn must be a function or None, got 3"):
         as_legacy(PerMA(2), on_evaluate_config_fn=3)
-    adapted = as_legacy(PerMA(3, num_clients=5), on_fit_config_fn=lambda server_round: None)
-    with pytest.raises(TypeError, match="what on_fit_config_fn returns must be a mapping, got"):
-        serve(federation(), adapted, 1)
+    for wrong, rule in ((None, "a mapping, got None"), ({1: 0.1}, "strings, got 1")):
+        adapted = as_legacy(PerMA(3, num_clients=5), on_fit_config_fn=lambda _, wrong=wrong: wrong)
+        with pytest.raises(TypeError, match=f"what on_fit_config_fn returns must be {rule}"):
+            serve(federation(), adapted, 1)
 
 
 def test_a_resumed_run_remembers_what_the_server_measured(
