@@ -40,9 +40,6 @@ CLIENTS: dict[str, type[LearnerClient]] = {
     "averaging": DictionaryAveragingClient,
     "perpca": PerPCAClient,
 }
-    "averaging": DictionaryAveragingClient,
-    "perpca": PerPCAClient,
-}
 
 
 @pytest.mark.parametrize(
