@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import partial
+from importlib import import_module
 from typing import NamedTuple
 
 from rich import box
@@ -127,6 +128,7 @@ def _longest_word(cell: str) -> int:
 def plain_logs() -> None:
     """Keep colors out of Flower's log where they are no use: in a pipe, or under ``NO_COLOR``."""
     if os.environ.get("NO_COLOR") or not sys.stderr.isatty():
+        import_module("flwr.app")  # Flower's handler is there from then on
         for handler in logging.getLogger("flwr").handlers:
             if hasattr(handler, "colored"):  # Flower's own
                 handler.colored = False

@@ -22,6 +22,7 @@ from flwr.common import (
 )
 from flwr.server import Server, SimpleClientManager
 from flwr.server.client_proxy import ClientProxy
+from flwr.server.strategy import Strategy
 
 from flwr_perdl._events import read_events
 from flwr_perdl.clients.app import AnyClient
@@ -90,6 +91,7 @@ def test_the_server_may_evaluate(federation: MakeFederation) -> None:
         return float(round_), {"arrays": len(arrays)}
 
     strategy = as_legacy(PerMA(3, num_clients=5), evaluate_fn=evaluate)
+    assert isinstance(strategy, Strategy)
     _, history = serve(federation(), strategy, 2)
     assert history.losses_centralized == [(1, 1.0), (2, 2.0)]
     assert history.metrics_centralized["arrays"] == [(1, 1), (2, 1)]
@@ -101,6 +103,7 @@ def test_the_servers_evaluation_takes_flowers_three_arguments(federation: MakeFe
         return None if server_round == 1 else (float(server_round), {"arrays": len(parameters)})
 
     strategy = as_legacy(PerMA(3, num_clients=5), evaluate_fn=evaluate)
+    assert isinstance(strategy, Strategy)
     _, history = serve(federation(), strategy, 2)
     assert history.losses_centralized == [(2, 2.0)]
     with pytest.raises(
