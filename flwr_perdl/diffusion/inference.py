@@ -339,8 +339,8 @@ def infer(
     matrix = metropolis_weights(topology) if weights is None else weights
     if compress and not exact:
         reach = 1.0
-        codes_known = objective.nonnegative and not objective.own_forms
-        if method == "atc" and isinstance(first, ATC) and codes_known:
+        known = objective.nonnegative and not objective.own_forms
+        if method == "atc" and isinstance(first, ATC) and known:
             reach -= (1 - first.mu * first.curvature) ** n_rounds
         solve = partial(
             infer,

@@ -120,12 +120,13 @@ class Objective(ABC):
     def own_forms(self) -> bool:
         """Whether a subclass has formulas of its own for h or f*.
 
-        Closed forms of their minima hold for those of `Objective` only: ADMM and `exact_dual`,
-        which use them, reject such an objective. Diffusions need its `code` and `project` alone.
+        Closed forms of minima hold for those of `Objective` only: ADMM and `exact_dual`, which use
+        them, reject such an objective. Diffusions need its `code` and `project` alone.
         """
         h = ("_threshold", "code", "regulariser", "regulariser_conjugate")
-        names = (*h, "conjugate", "conjugate_gradient", "project")
-        return any(getattr(type(self), name) is not getattr(Objective, name) for name in names)
+        conjugate = ("conjugate", "conjugate_gradient", "project")
+        kind = type(self)
+        return any(getattr(kind, name) is not getattr(Objective, name) for name in h + conjugate)
 
     @abstractmethod
     def loss(self, U: Matrix) -> Matrix:

@@ -89,7 +89,7 @@ def test_inference_refuses_a_network_in_parts_and_uneven_weights(method: str) ->
     directed = Topology.from_edges(3, [(0, 1), (1, 2), (2, 0)], directed=True)
     with pytest.raises(ValueError, match="connected and undirected"):
         infer(OBJECTIVES[0], X, ATOMS[:3], directed, method=method)
-    with pytest.raises(ValueError, match="symmetric"):
+    with pytest.raises(ValueError, match="doubly stochastic"):
         infer(OBJECTIVES[0], X, ATOMS, TOPOLOGY, weights=averaging_weights(TOPOLOGY))
 
 
