@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 from flwr_perdl.strategies._protocol import RoundReport
 
@@ -67,7 +68,9 @@ class _Bar(Show):
     def __init__(self, name: str, rounds: int) -> None:
         tqdm = _tqdm()
         self._name, self._rounds, self._found = name, rounds, dict[str, str]()
-        self._bar = None if tqdm is None else tqdm.tqdm(total=rounds, desc=name, unit="round")
+        self._bar: Any = None
+        if tqdm is not None:
+            self._bar = tqdm.tqdm(total=rounds, desc=name, unit="round")
         self._drawn = time.monotonic()
 
     def __call__(self, report: RoundReport) -> None:
@@ -91,15 +94,15 @@ class _Bar(Show):
             self._draw()
 
     def _draw(self) -> None:
-        if self._bar is not None:
-            self._bar.set_postfix(self._found, refresh=False)
-            self._bar.refresh()
+        self._bar.set_postfix(self._found, refresh=False)
+        self._bar.refresh()
         self._drawn = time.monotonic()
 
     def close(self) -> None:
-        """End the bar."""
+        """End the bar; replies that come after the run draw nothing."""
         if self._bar is not None:
             self._bar.close()
+        self._bar = None
 
 
 def _tqdm() -> ModuleType | None:

@@ -600,7 +600,10 @@ def test_what_else_flower_calls_a_client_is_named_or_taken() -> None:
     app: Any = client_app(lambda context: LeastSquares(0))
     with pytest.raises(TypeError, match="clients must be"):
         learner.fit(app, 1, initial=START)
-    reads: Any = lambda context: LeastSquares(context.node_config["partition-id"])  # noqa: E731
+
+    def reads(context: Any) -> LeastSquares:
+        return LeastSquares(context.node_config["partition-id"])
+
     with pytest.raises(TypeError, match="clients must be"):
         learner.fit(reads, 1, initial=START)
     own = learner.fit(LeastSquares, 3, initial=START)
