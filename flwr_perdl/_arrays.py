@@ -25,10 +25,3 @@ def row_norms(A: Array) -> Array:
     """Return the Euclidean norms over the last axis."""
     norms: Array = np.sqrt(row_products(A, A))
     return norms
-
-
-def add_to_diagonals(A: Array, value: float) -> Array:
-    """Add a number to the diagonals of a stack of square matrices, in place."""
-    n = A.shape[-1]
-    A.reshape(*A.shape[:-2], n * n)[..., :: n + 1] += value
-    return A

@@ -41,8 +41,6 @@ _ODD = 2e-3
 #: are almost equal would show single samples.
 _MOST_COHERENT = 0.99
 
-TRAIN = "train"
-
 
 def check_atoms(atoms: Matrix, *, most: int) -> Matrix:
     """Return the atoms of a request, or raise a ValueError unless they have norm 1.

@@ -58,11 +58,12 @@ class DictionaryAveragingClient(LearnerClient):
         else:
             D, n_steps = self.first_dictionary(request), 0
         C = learner.code(X, D)
-        weights = C
+        before = C, D
         for _ in range(n_steps):
-            weights = update_weights(learner, X, C, D)
+            before = C, D
             D = learner.update(X, C, D)
             C = learner.code(X, D)
+        weights = update_weights(learner, X, *before) if n_steps else C
         rest = remainder(X, reconstruct(C, D))
         used = np.any(C, axis=0) & self.may_send(weights, X)
         sent = np.vstack([np.where(used[:, None], D, 0), np.zeros_like(D[:1])])
