@@ -514,7 +514,8 @@ class MODLearner(GeneralLearner):
     def weights(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
         """Return ``C (C' C)^(-1)``, whose columns are the weights of the least-squares atoms."""
         kept, _ = _well_supported(X, C, D)
-        return kept @ symmetric_inverse(kept.T @ kept)
+        # The inverse leaves rounding in the column of an atom that no sample uses.
+        return kept @ symmetric_inverse(kept.T @ kept) * kept.any(axis=0)
 
 
 @dataclass(frozen=True)
