@@ -133,7 +133,7 @@ def capped(sizes: Matrix, bound: float = CAP) -> Matrix:
 
 
 #: What a rule does to contributions that stand out, in reports.
-DEEDS = {
+EFFECTS = {
     "filtered": "left out",
     "clip": "clipped",
     "trimmed": "trimmed",

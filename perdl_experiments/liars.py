@@ -26,9 +26,8 @@ from numpy.typing import NDArray
 from flwr_perdl.checks import Matrix, check_choice
 from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.clients.perma import START
-from flwr_perdl.random import SERVER, spawn
 from flwr_perdl.records import STEP, Scalar
-from flwr_perdl.regression import Answers, Clients, TwoPhase
+from flwr_perdl.regression import Answers, Ask, Clients, TwoPhase, simulate
 from perdl_experiments.mixed_regression_data import Mixed
 
 MESSAGES = ("sign", "scaled", "sign-scaled", "collude", "collude-scaled")
@@ -149,18 +148,29 @@ def regress(
         for i in who:
             j = data.labels[i] if attack == "false model" else 0
             y[i] = y[i] + data.X[i] @ (false[j] - data.theta[data.labels[i]])
-    clients, state = Clients(data.X, y), settings.begin()
-    for round_ in range(1, n_rounds + 1):
-        draws = spawn(seed, SERVER, round_)
-        ask = settings.ask(state, draws)
-        partitions, n_samples, stack = clients.answer(ask)
-        if attack in (*MESSAGES, NUDGE):
-            stack = stack.copy()
-            first = {"update": 2, "anchors": 1}.get(ask.step, 0)
-            for i in who:
-                lied = lie(np.atleast_2d(stack[i, ..., first:]), attack, int(data.labels[i]))
-                stack[i, ..., first:] = lied.reshape(stack[i, ..., first:].shape)
-            if ask.step == "describe":  # the server refuses what is below zero
-                stack[who] = np.abs(stack[who])
-        state = settings.advance(state, Answers(partitions, n_samples, stack), draws)
-    return state.centers
+    clients = _Liars(data.X, y)
+    clients.labels = {int(i): int(data.labels[i]) for i in who}
+    clients.attack = attack if attack in (*MESSAGES, NUDGE) else None
+    return simulate(clients, settings, n_rounds, seed=seed).state.centers
+
+
+class _Liars(Clients):
+    """Clients of whom some send lies in place of their answers."""
+
+    #: The true clusters of those that lie, and what they do; None: their data are the lie.
+    labels: dict[int, int]
+    attack: str | None
+
+    def answer(self, ask: Ask, present: NDArray[np.bool_] | None = None) -> Answers:
+        """Return the answers, some of them lies."""
+        answers = super().answer(ask, present)
+        if self.attack is None:
+            return answers
+        stack = answers.stack.copy()
+        first = {"update": 2, "anchors": 1}.get(ask.step, 0)
+        for i, label in self.labels.items():
+            lied = lie(np.atleast_2d(stack[i, ..., first:]), self.attack, label)
+            stack[i, ..., first:] = lied.reshape(stack[i, ..., first:].shape)
+            if ask.step == "describe":  # the server rejects what is below zero
+                stack[i] = np.abs(stack[i])
+        return answers._replace(stack=stack)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
+from functools import partial
 from math import nan
+from typing import Any
 
 import numpy as np
 from flwr.app import Context
@@ -20,7 +22,7 @@ from flwr_perdl._checks import (
 from flwr_perdl._records import Scalar
 from flwr_perdl._threads import one_blas_thread
 from flwr_perdl.clients._requests import rounded
-from flwr_perdl.clients.base import Member, step_of
+from flwr_perdl.clients.steps import ProtocolClient, StepRequest, StepResult, step
 from flwr_perdl.regression import (
     SQUARED,
     Ask,
@@ -28,17 +30,17 @@ from flwr_perdl.regression import (
     LogisticLoss,
     Loss,
     SquaredLoss,
-    answer,
     apply_features,
 )
-from flwr_perdl.regression.answers import EXACT, check_ask, check_norms, points_of
 from flwr_perdl.regression.losses import check_labels
+from flwr_perdl.regression.phases import EXACT, RULES
+from flwr_perdl.regression.two_phase import answered
 
 #: Options of a request travel in its config under this prefix.
 OPTION = "perdl.option."
 #: Marks the requests of clustered regression, which no other client can answer.
 LINEAR = "perdl.linear"
-#: What a client of another kind is told.
+#: The error of a client of another kind.
 ONLY_LINEAR = (
     "this strategy clusters linear models, which RegressionClient fits, with a feature map and a "
     "loss of one's own where wanted; ClusteredFedAvg clusters models of any kind by the clients' "
@@ -49,10 +51,19 @@ ONLY_LINEAR = (
 _LINEAR_NORM, _OTHER_NORM = 1e9, 5.0
 
 
-class RegressionClient(Member):
+_SIZE = partial(check_real, low=0, high=LARGE)
+#: The options of requests, and their rules.
+_OPTIONS: dict[str, Callable[[str, Any], float | int | str]] = {
+    **{name: RULES[name] for name in ("estimate", "anchor_step", "local", "n_steps")},
+    **{"transpose": check_flag, "min_points": check_count, "variance": partial(check_real, low=0)},
+    **{"step_size": _SIZE, "soft": check_flag, "temperature": _SIZE},
+}
+
+
+class RegressionClient(ProtocolClient):
     """A client whose data come from one of k unknown regression models.
 
-    It keeps no state, and refuses a request that a protocol does not send before it touches its
+    It keeps no state, and rejects a request that a protocol does not send before it touches its
     data. What leaves it: first its curvature and its features' mean squares; in Phase 1 its part of
     the residual moment, a d x w matrix that sums over its pairs of points, and, where it has enough
     points, its own estimate; in Phase 2 its cluster, its loss and its update of its own cluster's
@@ -143,57 +154,48 @@ class RegressionClient(Member):
         if evaluation is not None:
             self.held_out = self._checked(*evaluation, columns=self.X.shape[1])
 
-    @one_blas_thread()
-    def fit(
-        self, parameters: list[Matrix], config: dict[str, Scalar]
-    ) -> tuple[list[Matrix], int, dict[str, Scalar]]:
-        """Answer what the server asks (see `flwr_perdl.regression.answer`).
+    @step("describe")
+    def describe(self, request: StepRequest) -> StepResult:
+        """Not in the paper: send the loss's curvature and the features' mean squares."""
+        return self._answer(request)
 
-        Parameters
-        ----------
-        parameters : list of ndarray
-            The request's arrays.
-        config : dict
-            The step and its options.
+    @step("moment")
+    def moment(self, request: StepRequest) -> StepResult:
+        """Phase 1, line 9: send the part of the products with the residual moment."""
+        return self._answer(request)
 
-        Returns
-        -------
-        parameters : list of ndarray
-            One array: the answer.
-        num_examples : int
-            Number of samples.
-        metrics : dict
-            Nothing.
-        """
-        ask = _asked(parameters, config)
-        self._check_ask(ask)
-        self._check_size(ask)
-        try:
-            answered = answer(self.X, self.y, ask, self.loss)
-        except (KeyError, IndexError) as error:
-            raise ValueError(
-                f"parameters and config must be complete for step {ask.step!r}, got "
-                f"{len(parameters)} arrays and {sorted(config)} ({error})."
-            ) from error
-        return [answered], len(self.y), {}
+    @step("anchors")
+    def anchor(self, request: StepRequest) -> StepResult:
+        """Phase 1, lines 10-15: send the estimate of the own model, of too few points zeros."""
+        return self._answer(request)
 
-    def _check_ask(self, ask: Ask) -> None:
-        """Refuse what no protocol asks for, or what this client does not answer."""
-        check_ask(ask, max_norm=self.max_norm)
+    @step("update")
+    def update(self, request: StepRequest) -> StepResult:
+        """Phase 2, lines 5-7: find the cluster, and send its number, its loss and its change."""
+        return self._answer(request)
+
+    def _answer(self, request: StepRequest) -> StepResult:
+        """Return what leaves the client: sums over at least ``min_support`` points."""
+        ask, n = _read(request, self.max_norm), len(self.y)
         if ask.options.get("local") == EXACT and not self.allow_exact:
             raise ValueError(
                 'allow_exact must be True in this client for local="exact", which sends its Gram '
                 "matrix."
             )
-
-    def _check_size(self, ask: Ask) -> None:
-        """Refuse sums over fewer points than ``min_support``."""
-        points = points_of(ask, len(self.y))
+        points = {"halves": n // 2, "pair": 1}.get(str(ask.options.get("estimate")), n)
         if points < self.min_support:
             raise ValueError(
                 f"min_support must be at most {points} for this client to take step {ask.step!r}, "
-                f"which sums over {points} of its {len(self.y)} points, got {self.min_support}."
+                f"which sums over {points} of its {n} points, got {self.min_support}."
             )
+        try:  # the formulas are over stacks of clients: one client is a stack of one
+            (sent,) = answered(self.X[None], self.y[None], ask, self.loss)
+        except (KeyError, IndexError) as error:
+            raise ValueError(
+                f"parameters and config must be complete for step {ask.step!r}, got "
+                f"{len(ask.arrays)} arrays and {sorted(request.config)} ({error})."
+            ) from error
+        return StepResult([sent], n)
 
     @one_blas_thread()
     def evaluate(
@@ -222,7 +224,7 @@ class RegressionClient(Member):
         if len(parameters) != 1:
             raise ValueError(f"parameters must be [models], got {len(parameters)} arrays.")
         centers = check_array("parameters", parameters[0], min_rows=1, columns=self.X.shape[1])
-        check_norms("parameters", centers, self.max_norm)
+        _check_norms("parameters", centers, self.max_norm)
         if min(len(self.y), len(self.held_out[1])) < self.min_support:
             return nan, len(self.held_out[1]), {}
         cluster = self.cluster(centers)
@@ -270,22 +272,33 @@ def _check_loss(loss: Loss, X: Matrix, y: Matrix) -> None:
             np.shape(loss.gradient(X, y, theta)),
             np.shape(loss.curvature(X)),
         )
-        said = f"results of shapes {shapes}"
+        found = f"results of shapes {shapes}"
     except Exception as error:
-        shapes, said = ((), (), ()), f"{type(error).__name__}: {error}"
+        shapes, found = ((), (), ()), f"{type(error).__name__}: {error}"
     if shapes != ((2,), theta.shape, ()):
         raise ValueError(
             "loss must be one of a linear predictor, with values(X, y, centers) of shape (k,), "
             "gradient(X, y, theta) of shape (d,) and the number curvature(X) "
-            f"(flwr_perdl.regression.Loss), got {loss!r} with {said}."
+            f"(flwr_perdl.regression.Loss), got {loss!r} with {found}."
         )
 
 
-def _asked(parameters: list[Matrix], config: Mapping[str, Scalar]) -> Ask:
-    """Return the request in the maths' own terms."""
-    options: dict[str, float | int | str] = {
-        key.removeprefix(OPTION): value
-        for key, value in config.items()
-        if key.startswith(OPTION) and not isinstance(value, bytes)
-    }
-    return Ask(step_of(config), tuple(np.asarray(array) for array in parameters), options)
+def _check_norms(name: str, models: Matrix, most: float) -> None:
+    """Raise a ValueError if a model, along the last axis, has a norm above ``most``."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        largest = float(np.linalg.norm(models, axis=-1).max(initial=0))
+    if not largest <= most:
+        raise ValueError(f"{name} must have norms of at most {most:g}, got {largest:g}.")
+
+
+def _read(request: StepRequest, max_norm: float) -> Ask:
+    """Return the request, or raise a ValueError unless `two_phases` asks it, whatever the data."""
+    name: Any = request.step
+    arrays = tuple(map(np.asarray, request.arrays))
+    for position, array in enumerate(arrays):
+        check_array(f"array {position}", array, ndim=array.ndim)
+        if name == "update" or position != 1:  # the others are models, these are directions
+            _check_norms(f"array {position}", array, max_norm)
+    given = {key.removeprefix(OPTION): value for key, value in request.config.items()}
+    options = {key: check(key, given[key]) for key, check in _OPTIONS.items() if key in given}
+    return Ask(name, arrays, options)

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from flwr_perdl._arrays import row_products
 from flwr_perdl._checks import Matrix, check_array, check_choice, check_count
 from flwr_perdl._parallel import in_threads
-from flwr_perdl._robust import DEEDS, average_of, far, geometric_median, reach, shortening
+from flwr_perdl._robust import EFFECTS, average_of, far, geometric_median, reach, shortening
 from flwr_perdl.dictionary.atoms import (
     coordinate_atoms,
     descended_atoms,
@@ -58,7 +58,7 @@ class Aggregation(NamedTuple):
     global_atoms: Matrix
     #: Per client: whether it sent anything that was used.
     kept: NDArray[np.bool_]
-    #: By what was done to them ("left out", "clipped", … as in ``_robust.DEEDS``): to which share
+    #: By what was done to them ("left out", "clipped", … as in ``_robust.EFFECTS``): to which share
     #: of each client's contribution, (n_clients,).
     odd: dict[str, Matrix]
 
@@ -129,7 +129,7 @@ def aggregate_atoms(
             odd[mine] += far(stack[mine, j], average[j])
     atoms = finish_atoms(average, current, sent.any(axis=0), orthogonal=orthogonal)
     odd /= np.maximum(sent.sum(axis=1), 1)
-    return Aggregation(atoms, sent.any(axis=1), {DEEDS[method]: odd})
+    return Aggregation(atoms, sent.any(axis=1), {EFFECTS[method]: odd})
 
 
 def finish_atoms(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from flwr_perdl.regression.anchors import AnchorClusters, cluster_anchors
-from flwr_perdl.regression.answers import Answers, Ask, answer
-from flwr_perdl.regression.batched import Clients, Run, simulate
+from flwr_perdl.regression.batched import Clients, Run, simulate, simulate_rounds
 from flwr_perdl.regression.clustering import (
     Average,
     aggregate,
@@ -13,6 +12,7 @@ from flwr_perdl.regression.clustering import (
     local_change,
     model_error,
 )
+from flwr_perdl.regression.exchange import Answers, Ask, Descent, State
 from flwr_perdl.regression.features import FeatureMap, Polynomial, apply_features
 from flwr_perdl.regression.losses import SQUARED, LogisticLoss, Loss, SquaredLoss
 from flwr_perdl.regression.moments import (
@@ -24,8 +24,7 @@ from flwr_perdl.regression.moments import (
     sketch,
     symmetric_subspace,
 )
-from flwr_perdl.regression.phases import MomentDescent, OneShot, Refinement
-from flwr_perdl.regression.states import State
+from flwr_perdl.regression.phases import MomentDescent, OneShot, Refinement, TwoPhase
 from flwr_perdl.regression.statistics import (
     Choice,
     Mixture,
@@ -33,7 +32,7 @@ from flwr_perdl.regression.statistics import (
     fit_mixture,
     sufficient_statistics,
 )
-from flwr_perdl.regression.two_phase import TwoPhase
+from flwr_perdl.regression.two_phase import answer, two_phases
 
 __all__ = [
     "SQUARED",
@@ -43,6 +42,7 @@ __all__ = [
     "Average",
     "Choice",
     "Clients",
+    "Descent",
     "FeatureMap",
     "LogisticLoss",
     "Loss",
@@ -71,7 +71,9 @@ __all__ = [
     "orthonormal",
     "residual_moment",
     "simulate",
+    "simulate_rounds",
     "sketch",
     "sufficient_statistics",
     "symmetric_subspace",
+    "two_phases",
 ]

@@ -50,22 +50,22 @@ def accelerated(points: Matrix, changes: Matrix, rounds: Matrix) -> Matrix:
     return centers
 
 
-def replaced_points(before: Matrix, told: Matrix) -> Matrix:
+def replaced_points(before: Matrix, now: Matrix) -> Matrix:
     """Return how many points each cluster won or lost between two rounds.
 
     Parameters
     ----------
-    before, told : ndarray of shape (n_clients, 1 + k)
+    before, now : ndarray of shape (n_clients, 1 + k)
         Who answered, and its points in every cluster; ``n_clients`` may differ.
 
     Returns
     -------
     ndarray of shape (k,)
     """
-    if np.array_equal(before[:, 0], told[:, 0]):
-        replaced: Matrix = np.abs(told - before)[:, 1:].sum(axis=0)
+    if np.array_equal(before[:, 0], now[:, 0]):
+        replaced: Matrix = np.abs(now - before)[:, 1:].sum(axis=0)
         return replaced
-    stayed, answered = np.isin(before[:, 0], told[:, 0]), np.isin(told[:, 0], before[:, 0])
-    came_and_went = before[~stayed, 1:].sum(axis=0) + told[~answered, 1:].sum(axis=0)
-    replaced = came_and_went + np.abs(told[answered] - before[stayed])[:, 1:].sum(axis=0)
+    stayed, answered = np.isin(before[:, 0], now[:, 0]), np.isin(now[:, 0], before[:, 0])
+    came_and_went = before[~stayed, 1:].sum(axis=0) + now[~answered, 1:].sum(axis=0)
+    replaced = came_and_went + np.abs(now[answered] - before[stayed])[:, 1:].sum(axis=0)
     return replaced

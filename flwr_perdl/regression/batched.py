@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,10 +10,11 @@ from numpy.typing import NDArray
 
 from flwr_perdl._checks import Matrix, check_array, check_count, check_real
 from flwr_perdl._random import SERVER, spawn
-from flwr_perdl.regression.answers import UPDATE, Answers, Ask, answered, estimate_alone, groups_of
+from flwr_perdl.regression.exchange import Answers, Ask, State
+from flwr_perdl.regression.fedx import estimate_alone
 from flwr_perdl.regression.losses import SQUARED, Loss, check_labels, check_points
-from flwr_perdl.regression.states import State
-from flwr_perdl.regression.two_phase import TwoPhase
+from flwr_perdl.regression.phases import TwoPhase
+from flwr_perdl.regression.two_phase import answered, two_phases
 
 #: Numbers of features that are computed at once: a megabyte, which a processor's cache holds.
 _WINDOW = 2**17
@@ -103,7 +104,7 @@ class Clients:
             return Answers(here, self.n_samples[here], np.concatenate(each))
         parts = []
         for i, (_, X, y) in enumerate(self._stacks):
-            if ask.step == UPDATE and len(groups_of(ask)) and i not in self._alone:
+            if ask.step == "update" and len(ask.arrays) > 1 and i not in self._alone:
                 self._alone[i] = estimate_alone(X, y)  # the same in every round
             parts.append(answered(X, y, ask, self.loss, self._alone.get(i)))
         stack = np.empty((len(self), *parts[0].shape[1:]))
@@ -142,7 +143,8 @@ def simulate(
 ) -> Run:
     """Run both phases, or the second from given models, for a number of exchanges.
 
-    What the strategies compute with clients that withhold nothing (``min_support=0``).
+    What the strategies compute with clients that withhold nothing (``min_support=0``), by the same
+    generator, `two_phases`.
 
     Parameters
     ----------
@@ -180,18 +182,46 @@ def simulate(
     >>> model_error(run.state.centers, slopes) < 1e-3
     True
     """
-    check_count("n_rounds", n_rounds)
-    check_count("seed", seed)
-    check_real("dropout", dropout, 0, 1)
     if centers is not None:
         centers = check_array("centers", centers, columns=clients.X[0].shape[1])
     state, history = settings.begin(centers), []
+    rounds = simulate_rounds(
+        clients, settings, n_rounds, centers=centers, seed=seed, dropout=dropout
+    )
+    for round_, state in enumerate(rounds, start=1):
+        if len(state.centers):
+            history.append((round_, state.centers))
+    return Run(state, history)
+
+
+def simulate_rounds(
+    clients: Clients,
+    settings: TwoPhase,
+    n_rounds: int,
+    *,
+    centers: Matrix | None = None,
+    seed: int = 0,
+    dropout: float = 0.0,
+) -> Iterator[State]:
+    """Yield the server's state after every exchange; the arguments are those of `simulate`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.regression import Clients, TwoPhase, simulate_rounds
+    >>> X = np.random.default_rng(0).standard_normal((20, 8, 2))
+    >>> clients = Clients(X, X[..., 0])
+    >>> [state.step for state in simulate_rounds(clients, TwoPhase(1), 4)]
+    ['moment', 'moment', 'moment', 'update']
+    """
+    check_count("n_rounds", n_rounds)
+    check_count("seed", seed)
+    check_real("dropout", dropout, 0, 1)
+    run = two_phases(settings, settings.begin(centers))
+    ask = next(run)
     for round_ in range(1, n_rounds + 1):
         rng = spawn(seed, SERVER, round_)
         present = rng.random(len(clients)) >= dropout if dropout else None
         if present is None or present.any():
-            answers = clients.answer(settings.ask(state, rng), present)
-            state = settings.advance(state, answers, rng)
-        if len(state.centers):
-            history.append((round_, state.centers))
-    return Run(state, history)
+            ask = run.send((clients.answer(ask.drawn(rng), present), rng))
+        yield ask.state

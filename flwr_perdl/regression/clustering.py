@@ -294,7 +294,7 @@ class Average(NamedTuple):
     change: Matrix
     #: Points in every cluster, (k,).
     counts: Matrix
-    #: Share of each client's update to which the rule did what ``_robust.DEEDS`` says,
+    #: Share of each client's update to which the rule did what ``_robust.EFFECTS`` says,
     #: (n_clients,).
     odd: Matrix
 

@@ -1,4 +1,4 @@
-"""How each of the two phases is done: the options, and what is refused.
+"""How each of the two phases is done: the options, and their rules.
 
 ======================================= ====================================================
 paper (Su, Xu, Yang, NeurIPS 2022)      here
@@ -13,23 +13,59 @@ Phase 2, FedX + clustering              :class:`Refinement`
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
+
+import numpy as np
 
 from flwr_perdl._checks import (
     LARGE,
+    Matrix,
+    check_array,
     check_choice,
     check_count,
     check_flag,
+    check_kind,
     check_real,
+    is_auto,
     own_numbers,
 )
-from flwr_perdl.regression.answers import EXACT, MOST_STEPS
-from flwr_perdl.regression.clustering import LOCALS
+from flwr_perdl.regression.clustering import LOCALS, ROBUST
+from flwr_perdl.regression.exchange import Refining, State
 from flwr_perdl.regression.moments import ESTIMATES, STEPS
 
+#: Local work of an "update" that sends second moments, for the server to solve with.
+EXACT = "exact"
+_SIZE = partial(check_real, low=0, high=LARGE)
+_COUNTS = "n_anchors", "n_iterations", "n_products", "max_clusters"
+#: The rules of the options that have one of their own, and of what a request asks for.
+RULES: dict[str, Callable[[str, Any], float | int | str]] = {
+    "estimate": partial(check_choice, choices=ESTIMATES),
+    "anchor_step": partial(check_choice, choices=STEPS),
+    "local": partial(check_choice, choices=(*LOCALS, EXACT)),
+    "normalise": partial(check_choice, choices=("cluster", "all")),
+    "robust": partial(check_choice, choices=ROBUST),
+    "n_steps": partial(check_count, low=1, high=10_000),  # a client's time is its own
+    "check_every": check_count,
+    **dict.fromkeys(_COUNTS, partial(check_count, low=1)),
+    **dict.fromkeys(("random_start", "momentum"), check_flag),
+    **dict.fromkeys(("perturbation", "softness"), _SIZE),
+    **dict.fromkeys(("separation", "step_size", "work"), partial(_SIZE, open_low=True)),
+}
 
-def refuse_idle(options: Any, where: str, **harmless: Any) -> None:
+
+def _check_each(options: Any) -> None:
+    """Raise a ValueError if an option breaks its own rule; None may stay what it is by default."""
+    own_numbers(options)
+    for own in fields(options):
+        value = getattr(options, own.name)
+        if own.name in RULES and (value is not None or own.default is not None):
+            RULES[own.name](own.name, value)
+
+
+def reject_idle(options: Any, where: str, **harmless: Any) -> None:
     """Raise a ValueError if an option is given that does nothing.
 
     Parameters
@@ -97,21 +133,11 @@ class MomentDescent:
 
     def __post_init__(self) -> None:
         """Check the options."""
-        own_numbers(self)
-        check_choice("estimate", self.estimate, ESTIMATES)
-        check_choice("anchor_step", self.anchor_step, STEPS)
-        if self.n_anchors is not None:
-            check_count("n_anchors", self.n_anchors, 1)
-        check_count("n_iterations", self.n_iterations, 1)
-        check_count("n_products", self.n_products, 1)
+        _check_each(self)
         if self.estimate != "u-statistic" and self.n_products % 2:
             raise ValueError(f"n_products must be even, got {self.n_products}.")
-        if self.separation is not None:
-            check_real("separation", self.separation, 0, LARGE, open_low=True)
-        check_flag("random_start", self.random_start)
-        check_real("perturbation", self.perturbation, 0, LARGE)
         if self.n_iterations == 1:
-            refuse_idle(self, "with n_iterations=1", perturbation=0)
+            reject_idle(self, "with n_iterations=1", perturbation=0)
 
 
 @dataclass(frozen=True)
@@ -185,30 +211,158 @@ class Refinement:
 
     def __post_init__(self) -> None:
         """Check the options."""
-        own_numbers(self)
-        if isinstance(self.local, str) and self.local == "client":
+        if self.local == "client":
             raise ValueError(
                 "local must be 'fedavg', 'fedprox' or 'exact', got 'client': models that "
                 'the clients\' own fit trains are for ClusteredFedAvg(k, start="given"), which '
                 "takes those that FedMD finds."
             )
-        check_choice("local", self.local, (*LOCALS, EXACT))
-        check_count("n_steps", self.n_steps, 1, MOST_STEPS)
-        if self.step_size is not None:
-            check_real("step_size", self.step_size, 0, LARGE, open_low=True)
-        check_real("work", self.work, 0, LARGE, open_low=True)
-        check_real("softness", self.softness, 0, LARGE)
-        check_choice("normalise", self.normalise, ("cluster", "all"))
-        check_flag("momentum", self.momentum)
-        check_count("check_every", self.check_every)
+        _check_each(self)
         if self.local != "fedavg":
-            refuse_idle(self, f"with local={self.local!r}", n_steps=1)
+            reject_idle(self, f"with local={self.local!r}", n_steps=1)
         if self.local == EXACT:
             idle = {"step_size": None, "work": 1, "normalise": "cluster", "momentum": False}
-            refuse_idle(self, 'with local="exact"', **idle)
+            reject_idle(self, 'with local="exact"', **idle)
         if self.step_size is not None:
-            refuse_idle(self, "with step_size given", work=1)
+            reject_idle(self, "with step_size given", work=1)
 
 
 #: The defaults.
 DESCENT, REFINEMENT = MomentDescent(), Refinement()
+
+
+@dataclass(frozen=True)
+class TwoPhase:
+    """FedMD and FedX + clustering, and how they are done.
+
+    Parameters
+    ----------
+    n_clusters : int or "auto", default "auto"
+        Number of models k.
+    phase_1 : MomentDescent or OneShot
+        How models are found where there are none, and where there are too few.
+    phase_2 : Refinement
+        How models are refined.
+    max_clusters : int, default 8
+        Most models, with "auto"; most groups of anchors that are looked for otherwise.
+    robust : str, default "mean"
+        Against clients that lie: "filtered", the one to take, withstands three in ten of them
+        (docs/faults.md). Both phases then leave out answers that are not consistent with the
+        others (`flwr_perdl._robust.consistent`); Phase 1 looks for liars' groups too, in sketches
+        as wide as with "auto", and takes the largest k; Phase 2 leaves out clients whose steps do
+        not follow the models as those down a convex loss do, for which the server, and its
+        checkpoints, hold every client's last update. "clip", "trimmed", "median" and
+        "geometric-median": Phase 2's average (see `aggregate`); they bound what a client can do
+        to Phase 1 and to the step size.
+
+    Raises
+    ------
+    ValueError
+        If an option breaks its rule, or does nothing beside the others.
+
+    Notes
+    -----
+    Floats per client: Phase 1 takes d + 1 up, ``n_products`` times ``(width + 1) d`` down and
+    ``width * d`` up, with ``width`` = 2 k + 4 (k: ``max_clusters`` with "auto") but at most d, and,
+    for the anchors' estimates, ``(dimensions + 1) d`` down, of a subspace of k dimensions ("auto":
+    as many as are found, at most ``width``), and d + 1 up. With h anchors, from the second
+    iteration on, a product takes ``h (width + 1) d`` down and ``h * width * d`` up. Where it is run
+    again later, k d more go down with each request. Phase 2 takes k d down and d + 2 up per round
+    (soft: k (d + 2) up).
+
+    Examples
+    --------
+    >>> from flwr_perdl.regression import TwoPhase
+    >>> TwoPhase.paper(3).n_clusters
+    3
+    """
+
+    n_clusters: int | str = "auto"
+    phase_1: MomentDescent | OneShot = DESCENT
+    phase_2: Refinement = REFINEMENT
+    max_clusters: int = 8
+    robust: str = "mean"
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        _check_each(self)
+        check_kind("phase_1", self.phase_1, (MomentDescent, OneShot), "a MomentDescent or OneShot")
+        check_kind("phase_2", self.phase_2, Refinement, "a Refinement")
+        auto = is_auto("n_clusters", self.n_clusters)
+        if not auto:
+            check_count("n_clusters", self.n_clusters, 1)
+        if isinstance(self.phase_1, OneShot):
+            if auto or self.phase_2.softness:
+                raise ValueError("OneShot must come with n_clusters given and softness=0.")
+            reject_idle(self.phase_2, "with OneShot", check_every=0)
+            reject_idle(self, "with OneShot", max_clusters=8)
+        elif auto and self.phase_1.estimate != "u-statistic":
+            raise ValueError('n_clusters must be given unless estimate="u-statistic", got "auto".')
+        if not auto and self.robust != "filtered" and not self.phase_2.check_every:
+            reject_idle(self, "with n_clusters given and no checks of the models", max_clusters=8)
+        if self.phase_2.local == EXACT and (self.phase_2.softness or self.robust != "mean"):
+            raise ValueError('local="exact" must come with softness=0 and robust="mean".')
+
+    @classmethod
+    def paper(cls, n_clusters: int, separation: float | None = None) -> TwoPhase:
+        """Return the paper's own variant, as its Appendix C runs it (without its oversights).
+
+        Parameters
+        ----------
+        n_clusters : int
+            Number of models k.
+        separation : float, optional
+            Delta; without it anchors are joined until k groups are left.
+
+        Raises
+        ------
+        ValueError
+            If ``n_clusters`` or ``separation`` is not positive.
+        """
+        check_count("n_clusters", n_clusters, 1)
+        descent = MomentDescent(
+            estimate="halves",
+            anchor_step="paper",
+            n_anchors=max(round(3 * n_clusters * float(np.log(n_clusters))), 1),
+            n_iterations=5,
+            n_products=10,
+            separation=separation,
+            random_start=True,
+        )
+        refinement = Refinement(n_steps=5, work=3.0, normalise="all", momentum=False, check_every=0)
+        return cls(n_clusters, descent, refinement)
+
+    def begin(self, centers: Matrix | None = None) -> State:
+        """Return the state before the first request.
+
+        Parameters
+        ----------
+        centers : ndarray of shape (k, d), optional
+            Models to start Phase 2 from; without them Phase 1 comes first.
+        """
+        if centers is None:
+            return State(centers=np.zeros((0, 0)))
+        centers = check_array("centers", centers, min_rows=1)
+        if self.phase_2.step_size is None or self.adapts(len(centers)):
+            return State(centers=centers)
+        return Refining.start(State(centers=centers, step_size=self.phase_2.step_size), centers)
+
+    def adapts(self, n_clusters: int) -> bool:
+        """Whether models may be dropped, merged and added."""
+        alone = self.n_clusters != "auto" and n_clusters == 1
+        return self.phase_2.check_every > 0 and not alone and not self.one_shot
+
+    @property
+    def one_shot(self) -> bool:
+        """Whether clusters are those of what clients estimate alone."""
+        return isinstance(self.phase_1, OneShot)
+
+    @property
+    def descent(self) -> MomentDescent:
+        """Phase 1; one-shot clustering has the defaults."""
+        return DESCENT if isinstance(self.phase_1, OneShot) else self.phase_1
+
+    @property
+    def most_clusters(self) -> int:
+        """Most models there may be."""
+        return self.max_clusters if self.n_clusters == "auto" else int(self.n_clusters)

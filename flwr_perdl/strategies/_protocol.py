@@ -39,7 +39,7 @@ from flwr_perdl._checks import (
 )
 from flwr_perdl._records import LARGEST_INT, Reply, Scalar
 from flwr_perdl._repr import short_repr
-from flwr_perdl._robust import DEEDS
+from flwr_perdl._robust import EFFECTS
 from flwr_perdl.clients._secure import MAX_WEIGHT, NORM
 
 #: Named arrays from which a protocol continues.
@@ -48,7 +48,7 @@ State = Mapping[str, NDArray[Any]]
 #: Kinds of anomaly that the driver itself notes: an error or no reply; a reply that broke a rule.
 FAILED, REFUSED = "failed", "refused"
 #: The weight was brought down to the request's bound; the reply does not fit the others'.
-CAPPED, LEFT_OUT = "capped", DEEDS["filtered"]
+CAPPED, LEFT_OUT = "capped", EFFECTS["filtered"]
 
 
 class Replies(dict[int, Reply]):

@@ -62,7 +62,7 @@ from flwr_perdl._compat import log
 from flwr_perdl._random import SERVER, spawn
 from flwr_perdl._records import NUM_EXAMPLES, Reply, Scalar, scalars, to_record
 from flwr_perdl._repr import short_repr
-from flwr_perdl._robust import DEEDS, supported
+from flwr_perdl._robust import EFFECTS, supported
 from flwr_perdl.clients._clusters import (
     ALONE,
     CHOOSE,
@@ -405,7 +405,7 @@ class ClusteredFedAvg(ProtocolStrategy):
             kept = supported(changes, n, lambda rows: nested_groups(rows, n).of[-1])
             kept = kept if len(kept) >= n else np.arange(len(changes))
             alone = np.delete(partitions, kept).tolist()
-            replies.note(DEEDS["filtered"], dict.fromkeys(alone, 1.0))
+            replies.note(EFFECTS["filtered"], dict.fromkeys(alone, 1.0))
             changes, packed = changes[kept], packed[kept]
             sizes, partitions = sizes[kept], partitions[kept]
         most = min(most, len(changes))
@@ -421,7 +421,7 @@ class ClusteredFedAvg(ProtocolStrategy):
             own = groups.members[j]
             means.append(average_updates(packed[own], sizes[own], 1, False, "cluster", rule))
             odd = dict(zip(partitions[own].tolist(), means[-1].odd, strict=True))
-            replies.note(DEEDS[rule], odd)
+            replies.note(EFFECTS[rule], odd)
         stacks = _shifted(model, np.concatenate([mean.change for mean in means]))
         if self.k != _AUTO:
             return _state(stacks)
@@ -452,7 +452,7 @@ class ClusteredFedAvg(ProtocolStrategy):
         chosen = np.array([reply.metrics[CLUSTER] for reply in replies.values()])
         packed = _packed(stacks, replies, None if soft else chosen)
         mean = average_updates(packed, _sizes(replies), k, soft, "cluster", self.robust)
-        replies.note(DEEDS[self.robust], dict(zip(replies, mean.odd.tolist(), strict=True)))
+        replies.note(EFFECTS[self.robust], dict(zip(replies, mean.odd.tolist(), strict=True)))
         change = _split(mean.change, [stack.shape[1:] for stack in stacks])
         return [
             (stack + step).astype(stack.dtype) for stack, step in zip(stacks, change, strict=True)

@@ -1,9 +1,9 @@
 """FedMD and FedX + clustering: clustered mixed regression (P2, Phase 1 and Phase 2).
 
 P2 = Su, Xu, Yang, "Global Convergence of Federated Learning for Mixed Regression", NeurIPS 2022.
-What is asked, and what follows from the answers, is `flwr_perdl.regression.TwoPhase`, which has the
-table from the paper's symbols to ours; here it is only put into messages, one request per
-communication round, all anchors' work in one message.
+What is asked, and what follows from the answers, is `flwr_perdl.regression.two_phases`, whose
+modules ``fedmd.py`` and ``fedx.py`` follow the paper's listings; here it is only put into messages,
+one request per communication round, all anchors' work in one message.
 
 What each party receives:
 
@@ -14,7 +14,7 @@ What each party receives:
   moment, if the client allows it with ``allow_exact``). In every round: numbers of samples. No
   message holds a sample or a response as it is, but of a client with one point the mean squares,
   the loss and the update give both: clients with fewer than ``min_support`` points do not train.
-  Clients refuse models above ``max_norm``, and send zeros instead of a row that shows a point.
+  Clients reject models above ``max_norm``, and send zeros instead of a row that shows a point.
 - *A client*: the models of all clusters; the step size, which one client's curvature decides; from
   the second product on the basis that the sums over all clients span. With ``n_iterations`` above
   1 every client receives every anchor's last estimate, without names, and perturbed where
@@ -37,7 +37,7 @@ from flwr_perdl._checks import Matrix, check_array, check_choice, check_kind
 from flwr_perdl._compat import log
 from flwr_perdl._random import SERVER, spawn
 from flwr_perdl._records import Reply
-from flwr_perdl._robust import DEEDS
+from flwr_perdl._robust import EFFECTS
 from flwr_perdl.clients.regression import LINEAR, ONLY_LINEAR, OPTION
 from flwr_perdl.regression import (
     Answers,
@@ -47,10 +47,9 @@ from flwr_perdl.regression import (
     Refinement,
     State,
     TwoPhase,
+    two_phases,
 )
-from flwr_perdl.regression.answers import DESCRIBE
 from flwr_perdl.regression.phases import DESCENT, REFINEMENT
-from flwr_perdl.regression.states import Known
 from flwr_perdl.strategies import _protocol
 from flwr_perdl.strategies._options import ServerOptions, spelled
 from flwr_perdl.strategies._protocol import Protocol, Replies, Request
@@ -59,13 +58,12 @@ from flwr_perdl.strategies._strategy import ProtocolStrategy
 _COUNT = "rounds"
 STARTS = ("fedmd", "random")
 
-
 _PHASE_1 = spelled("phase_1", MomentDescent)
 _PHASE_2 = spelled("phase_2", Refinement)
 
 
 class _MixedRegression(ProtocolStrategy):
-    """What the three strategies share: `TwoPhase` as a protocol."""
+    """What the three strategies share: `two_phases` as a protocol."""
 
     labels = ("cluster",)
     _clustered = True
@@ -100,80 +98,85 @@ class _MixedRegression(ProtocolStrategy):
 
     def protocol(self, initial: list[Matrix], state: _protocol.State | None) -> Protocol:
         """Ask, and go on from the answers; one request per communication round."""
-        phases = self.two_phase
-        now = phases.begin(self._given(initial)) if state is None else State.unpack(state)
-        count = 0 if state is None else int(state[_COUNT])
-        if not now.centers.size:
-            self._check_start()
-        while not (self._phase_1_only and now.step == "update"):
+        settings, count = self.two_phase, 0
+        if state is None:
+            begin = settings.begin(self._given(initial))
+        else:
+            begin, count = State.unpack(state), int(state[_COUNT])
+        run = two_phases(settings, begin)
+        ask = next(run)
+        if not ask.state.centers.size and self._options.num_clients is not None:
+            n_clients = self._options.num_clients
+            self._check_clusters(n_clients, f"num_clients={n_clients}")
+        while not (self._phase_1_only and ask.step == "update"):
             rng = spawn(self._options.seed, SERVER, count + 1)
-            ask, shape = phases.ask(now, rng), phases.answer_shape(now)
-            replies = yield Request(
-                ask.step,
-                ask.arrays,
-                {LINEAR: True, **{OPTION + name: value for name, value in ask.options.items()}},
-                {**now.pack(), _COUNT: np.array(count)},
-                _check(phases, now),
-                own=_own(ask),
-                model=[now.centers] if now.centers.size else (),
-                most=None if shape is None else prod(shape),
-                max_weight=None,
-            )
+            before = ask.state
+            replies = yield _request(ask.drawn(rng), count)
             count += 1
             answers = _collect(replies)
-            if not now.centers.size:
-                n_clients = len(replies) if self._one_shot else self._n_clients()
+            if not before.centers.size:
+                n_clients = len(replies) if settings.one_shot else self._n_clients()
                 self._check_clusters(n_clients, f"{n_clients} clients")
-            if self._random and not now.centers.size:
-                self._check_width(answers.stack.shape[1])
-                now = phases.begin(random_models(self._n_models(), answers.stack.shape[1] - 1, rng))
-            if now.step == ask.step:
-                now = phases.advance(now, answers, rng)
-                replies.note(DEEDS[phases.robust], {int(who): odd for who, odd in now.odd})
-                if ask.step == DESCRIBE and isinstance(now, Known) and len(now.steep):
-                    names = self.client_names
-                    replies.note(DEEDS["filtered"], dict.fromkeys(now.steep.tolist(), 1.0))
-                    log(
-                        WARNING,
-                        "Left out of the models: clients [%s], whose curvature is more than ten "
-                        "times the median: the step size would have to follow theirs. With "
-                        "step_size given they count.",
-                        ", ".join(names.get(p, str(p)) for p in now.steep.tolist()),
-                    )
-        return [now.centers]
+                if self._random:
+                    run = two_phases(settings, State(centers=self._drawn_models(answers, rng)))
+                    next(run)  # the same question, with models
+            ask = run.send((answers, rng))
+            replies.note(EFFECTS[settings.robust], {int(p): odd for p, odd in ask.state.odd})
+            if before.step == "describe":
+                self._note_steep(replies, ask.state)
+        return [ask.state.centers]
+
+    def _drawn_models(self, answers: Answers, rng: np.random.Generator) -> Matrix:
+        """Return random models to start from; a ValueError if they are too many to send."""
+        d = answers.stack.shape[1] - 1
+        most = self._options.max_reply_bytes // (8 * (d + 1))
+        if self._n_models() > most:
+            raise ValueError(
+                f"n_clusters must be at most {most}, whose models have max_reply_bytes, got "
+                f"{self._n_models()}."
+            )
+        return random_models(self._n_models(), d, rng)
+
+    def _note_steep(self, replies: Replies, state: State) -> None:
+        """Say in report and log which clients the models are learned without."""
+        if len(state.steep):
+            replies.note(EFFECTS["filtered"], dict.fromkeys(state.steep.tolist(), 1.0))
+            names = self.client_names
+            log(
+                WARNING,
+                "Left out of the models: clients [%s], whose curvature is more than ten times the "
+                "median: the step size would have to follow theirs. With step_size given they "
+                "count.",
+                ", ".join(names.get(p, str(p)) for p in state.steep.tolist()),
+            )
 
     def _given(self, initial: list[Matrix]) -> Matrix | None:
         """Return the models to start from, None if there are none."""
-        if initial:
-            self._check_no_phase_1("from given models")
+        if not initial:
+            return None
+        self._check_no_phase_1("from given models")
         if len(initial) > self._takes_models:
             wanted = "[models]" if self._takes_models else "left out"
             raise ValueError(f"initial_arrays must be {wanted}, got {len(initial)} arrays.")
-        models = check_array("initial_arrays", initial[0], min_rows=1) if initial else None
-        if models is not None and self.two_phase.n_clusters not in ("auto", len(models)):
+        models = check_array("initial_arrays", initial[0], min_rows=1)
+        if self.two_phase.n_clusters not in ("auto", len(models)):
             raise ValueError(
                 f"initial_arrays must be [models] with n_clusters={self._n_models()} models, got "
                 f"{len(models)}."
             )
         return models
 
-    def _check_start(self) -> None:
-        """Reject, before the first message, more clusters than there will be clients."""
-        if self._options.num_clients is not None:
-            n_clients = self._options.num_clients
-            self._check_clusters(n_clients, f"num_clients={n_clients}")
-
     def _least_rounds(self) -> int:
         """Return after how many rounds there are models, where none are given."""
-        phase_1 = self.two_phase.phase_1
+        how = self.two_phase.descent
         if self._random:
             return 1
-        if isinstance(phase_1, OneShot):  # each client's estimate is the second answer
+        if self.two_phase.one_shot:  # each client's estimate is the second answer
             return 2
-        return 1 + phase_1.n_iterations * (phase_1.n_products + 1)
+        return 1 + how.n_iterations * (how.n_products + 1)
 
     def _check_no_phase_1(self, where: str) -> None:
-        """Refuse options of a Phase 1 that never comes."""
+        """Reject options of a Phase 1 that never comes."""
         phases = self.two_phase
         if not phases.phase_2.check_every and phases.phase_1 != DESCENT:
             raise ValueError(
@@ -182,20 +185,11 @@ class _MixedRegression(ProtocolStrategy):
             )
 
     def _check_clusters(self, n_clients: int, found: str) -> None:
-        """Refuse to look for more clusters than there are clients."""
+        """Reject more clusters than there are clients."""
         if self.two_phase.n_clusters != "auto" and self._n_models() > n_clients:
             raise ValueError(
                 f"n_clusters must be at most the number of clients, got {self._n_models()} with "
                 f"{found}."
-            )
-
-    def _check_width(self, width: int) -> None:
-        """Refuse more random models than can travel."""
-        most = self._options.max_reply_bytes // (8 * width)
-        if self._n_models() > most:
-            raise ValueError(
-                f"n_clusters must be at most {most}, whose models have max_reply_bytes, got "
-                f"{self._n_models()}."
             )
 
     def _n_clients(self) -> int:
@@ -204,10 +198,6 @@ class _MixedRegression(ProtocolStrategy):
             return len(self._roster.names)
         # The older interface has a roster of its own: at most so many, by who was asked.
         return int((len(self._running()._asked) + 0.5) / self._options.fraction_train)
-
-    @property
-    def _one_shot(self) -> bool:
-        return isinstance(self.two_phase.phase_1, OneShot)
 
     def _n_models(self) -> int:
         return int(self.two_phase.n_clusters)
@@ -412,11 +402,46 @@ def random_models(n_clusters: int, n_features: int, rng: np.random.Generator) ->
     return models
 
 
-def _own(ask: Ask) -> Callable[[int], list[Matrix]] | None:
-    """Return what each client receives, where it is not the same for all."""
-    if not ask.own and not ask.noise:
-        return None
-    return lambda partition: list(ask.to(partition).arrays)
+def _request(ask: Ask, count: int) -> Request:
+    """Return what is asked as a message."""
+    named = bool(ask.own or ask.noise)  # what clients receive is not the same for all
+    models = ask.state.centers
+    return Request(
+        ask.step,
+        ask.arrays,
+        {LINEAR: True, **{OPTION + name: value for name, value in ask.options.items()}},
+        {**ask.state.pack(), _COUNT: np.array(count)},
+        _check(ask),
+        own=(lambda partition: ask.to(partition).arrays) if named else None,
+        model=[models] if models.size else (),
+        most=None if ask.shape is None else prod(ask.shape),
+        max_weight=None,
+    )
+
+
+def _check(ask: Ask) -> Callable[[Reply], None]:
+    """Return the check of a reply to a request."""
+    k = len(ask.state.centers)
+    hard = ask.step == "update" and not ask.options["soft"]
+
+    def check(reply: Reply) -> None:
+        if len(reply.arrays) != 1:
+            raise ValueError(
+                f"wrong number of arrays: 1 is asked for, got {len(reply.arrays)}: {ONLY_LINEAR}"
+            )
+        (answer,) = reply.arrays
+        if ask.shape is None:
+            fits, shape = answer.ndim == 1 and len(answer) > 1, "(n_features + 1,)"
+        else:
+            fits, shape = answer.shape == ask.shape, f"{ask.shape}"
+        if not fits:
+            raise ValueError(
+                f"wrong shape: {shape} is asked for, got {answer.shape}: {ONLY_LINEAR}"
+            )
+        if hard and answer[0, 1] not in range(k):
+            raise ValueError(f"the answer names cluster {answer[0, 1]:g} of {k}")
+
+    return check
 
 
 def _collect(replies: Replies) -> Answers:
@@ -431,22 +456,8 @@ def _collect(replies: Replies) -> Answers:
             if reply.arrays[0].shape != common
         }
     )
-    return Answers.collect({who: (r.arrays[0], r.num_examples) for who, r in same.items()})
-
-
-def _check(phases: TwoPhase, state: State) -> Callable[[Reply], None]:
-    """Return the check of a reply to this state's request."""
-
-    def check(reply: Reply) -> None:
-        if len(reply.arrays) != 1:
-            raise ValueError(
-                f"wrong number of arrays: 1 is asked for, got {len(reply.arrays)}: {ONLY_LINEAR}"
-            )
-        wanted = phases.answer_shape(state)
-        given = reply.arrays[0].shape
-        if given != wanted if wanted else len(given) != 1 or given[0] < 2:
-            shape = "(n_features + 1,)" if wanted is None else wanted
-            raise ValueError(f"wrong shape: {shape} is asked for, got {given}: {ONLY_LINEAR}")
-        phases.check(state, reply.arrays[0])
-
-    return check
+    return Answers(
+        np.array(list(same), dtype=np.intp),
+        np.array([float(reply.num_examples) for reply in same.values()]),
+        np.stack([reply.arrays[0] for reply in same.values()]),
+    )

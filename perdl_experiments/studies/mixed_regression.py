@@ -31,14 +31,14 @@ from flwr_perdl.regression import (
     Answers,
     Ask,
     Clients,
+    Descent,
     MomentDescent,
     OneShot,
     Refinement,
-    State,
     TwoPhase,
     model_error,
+    simulate_rounds,
 )
-from flwr_perdl.regression.states import Searching
 from flwr_perdl.strategies.mixed_regression import FedX, random_models
 from flwr_perdl.threads import in_threads
 from perdl_experiments.engine import arranged
@@ -255,7 +255,8 @@ def _learned(
     clients.floats, still = [], 0
     errors = np.full(n_rounds, np.nan)
     before: Matrix = np.empty((0, 0))
-    for round_, state in enumerate(_states(clients, settings, start, n_rounds, seed)):
+    states = simulate_rounds(clients, settings, n_rounds, centers=start, seed=seed)
+    for round_, state in enumerate(states):
         centers = state.centers
         if len(centers):
             errors[round_:] = model_error(centers, data.theta)
@@ -273,17 +274,6 @@ def _learned(
     }
 
 
-def _states(
-    clients: Clients, settings: TwoPhase, start: Matrix | None, n_rounds: int, seed: int
-) -> Iterator[State]:
-    """Yield the server's state after every exchange, as `flwr_perdl.regression.simulate` has it."""
-    state = settings.begin(start)
-    for round_ in range(1, n_rounds + 1):
-        rng = spawn(seed, SERVER, round_)
-        state = settings.advance(state, clients.answer(settings.ask(state, rng)), rng)
-        yield state
-
-
 def _phase_1(clients: Clients, data: Mixed, settings: TwoPhase, seed: int) -> Matrix:
     """Return the mean error of the anchors' estimates at the start and after every iteration."""
     descent = settings.phase_1
@@ -291,9 +281,9 @@ def _phase_1(clients: Clients, data: Mixed, settings: TwoPhase, seed: int) -> Ma
         raise TypeError(f"phase_1 must be a MomentDescent, got {descent!r}.")
     longer = replace(settings, phase_1=replace(descent, n_iterations=descent.n_iterations + 1))
     errors: list[float] = []
-    for state in _states(clients, longer, None, 10_000, seed):
+    for state in simulate_rounds(clients, longer, 10_000, seed=seed):
         # the first state of an iteration has what the last one came to
-        if isinstance(state, Searching) and state.iteration == len(errors):
+        if isinstance(state, Descent) and state.iteration == len(errors):
             labels = data.labels[state.anchors] if len(state.anchors) else data.labels
             distances = np.linalg.norm(state.thetas - data.theta[labels], axis=1)
             errors.append(float(distances.mean()))

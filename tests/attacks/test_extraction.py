@@ -302,7 +302,7 @@ OPTIONS = {"local": "fedavg", "n_steps": 1, "step_size": 1.0, "soft": 1, "temper
 
 def for_models(step: str, **options: Any) -> dict[str, Any]:
     given = {f"perdl.option.{key}": value for key, value in {**OPTIONS, **options}.items()}
-    return {"perdl.step": step, **given}
+    return {"perdl.step": step, "server-round": 1, "perdl.seed": 0, **given}
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from flwr_perdl._network._packing import pack_arrays
 from flwr_perdl._records import Reply, read_parts, read_reply
 from flwr_perdl.clients import DictionaryClient, RegressionClient, client_app
 from flwr_perdl.dictionary import OrthogonalLearner, dictionary_distance
-from flwr_perdl.regression import Answers, TwoPhase
+from flwr_perdl.regression import Answers, TwoPhase, two_phases
 from flwr_perdl.regression import State as RegressionState
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
@@ -518,14 +518,15 @@ def test_a_node_that_changes_its_mind_is_the_last_to_say_so() -> None:
 # Item 15: a curvature that is not true -----------------------------------------------------------
 
 
-def described(robust: str, factor: float, n_liars: int, sizes: float = 50) -> RegressionState:
+def described(robust: str, factor: float, n_liars: int) -> RegressionState:
     """Return the state after ten clients' descriptions, some of them false."""
     rng = np.random.default_rng(0)
     stack = np.column_stack([rng.uniform(1, 2, 10), np.ones((10, 3))])
     stack[10 - n_liars :, 0] *= factor
-    answers = Answers(np.arange(10), np.full(10, sizes), stack)
-    phases = TwoPhase(2, robust=robust)
-    return phases.advance(phases.begin(np.zeros((2, 3))), answers, rng)
+    settings = TwoPhase(2, robust=robust)
+    run = two_phases(settings, settings.begin(np.zeros((2, 3))))
+    next(run)
+    return run.send((Answers(np.arange(10), np.full(10, 50.0), stack), rng)).state
 
 
 @pytest.mark.parametrize("robust", ["mean", "filtered", "clip"])

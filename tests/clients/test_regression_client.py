@@ -23,7 +23,8 @@ def context(**node_config: Any) -> Context:
 
 
 def asks(step: str, **options: Any) -> dict[str, Any]:
-    return {"perdl.step": step, **{OPTION + name: value for name, value in options.items()}}
+    given = {OPTION + name: value for name, value in options.items()}
+    return {"perdl.step": step, "server-round": 1, "perdl.seed": 0, **given}
 
 
 UPDATE: dict[str, Any] = {

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
-from flwr_perdl._random import SERVER, spawn
+from flwr_perdl.random import SERVER, spawn
 from flwr_perdl.regression import (
     Answers,
+    Ask,
     Clients,
+    Descent,
     OneShot,
     Refinement,
     State,
     TwoPhase,
     model_error,
     simulate,
+    simulate_rounds,
 )
 from perdl_experiments.mixed_regression_data import Mixed, mixed_regression
 
@@ -35,9 +40,26 @@ def run_on(X: list[np.ndarray], y: list[np.ndarray], rounds: int = 90) -> State:
     return simulate(Clients(X, y), TwoPhase(n_clusters=3), rounds).state
 
 
-def anchors_of(state: State) -> np.ndarray:
-    """Return the anchors of a state of Phase 1; nobody in any other."""
-    return getattr(state, "anchors", np.zeros(0))
+class Faulty(Clients):
+    """Clients whose answers a test changes: ``fault(round, ask, answers) -> answers``."""
+
+    fault: Callable[[int, Ask, Answers], Answers]
+    asked = 0
+
+    def answer(self, ask: Ask, present: np.ndarray | None = None) -> Answers:
+        self.asked += 1
+        return self.fault(self.asked, ask, super().answer(ask, present))
+
+
+def faulty(data: Mixed, fault: Callable[[int, Ask, Answers], Answers]) -> Clients:
+    clients = Faulty(data.X, data.y)
+    vars(clients)["fault"] = fault
+    return clients
+
+
+def of(answers: Answers, present: np.ndarray) -> Answers:
+    """Return the answers of who is present."""
+    return Answers(*(part[present] for part in answers))
 
 
 def test_without_faults() -> None:
@@ -68,11 +90,8 @@ def test_nearly_collinear_features_at_some_clients_make_no_wild_models() -> None
     for A in X[:10]:
         A[:, 0] = A[:, 1] + 1e-3 * rng.standard_normal(40)
     y = [A @ theta + rng.standard_normal(40) for A, theta in zip(X, thetas, strict=True)]
-    clients, settings, state = Clients(X, y), TwoPhase(), TwoPhase().begin()
     longest = np.linalg.norm(thetas, axis=1).max()
-    for round_ in range(1, 41):
-        answers = clients.answer(settings.ask(state, spawn(0, SERVER, round_)))
-        state = settings.advance(state, answers, spawn(0, SERVER, round_))
+    for state in simulate_rounds(Clients(X, y), TwoPhase(), 40):
         assert np.linalg.norm(state.centers, axis=1).max(initial=0) < longest
     assert len(state.centers) > 1
 
@@ -115,51 +134,43 @@ def test_clients_drop_out_at_random(robust: str) -> None:
 
 @pytest.mark.parametrize("n_clusters", [3, "auto"])
 def test_all_clients_of_a_cluster_vanish_and_return(n_clusters: int | str) -> None:
-    data, settings = planted(), TwoPhase(n_clusters=n_clusters, phase_2=Refinement(check_every=20))
-    clients, state = Clients(data.X, data.y), settings.begin()
-    for round_ in range(1, 161):
-        rng = spawn(0, SERVER, round_)
-        gone = 30 <= round_ < 80
-        present = data.labels != 1 if gone else np.full(len(clients), True)
-        state = settings.advance(state, clients.answer(settings.ask(state, rng), present), rng)
-        assert np.isfinite(state.centers).all()
-        if round_ == 79:
-            others = np.delete(data.theta, 1, axis=0)
-            assert model_error(state.centers, others) < 0.1
-            assert len(state.centers) == (2 if n_clusters == "auto" else 3)
-    assert state.centers.shape == data.theta.shape
-    assert model_error(state.centers, data.theta) < 0.1
+    data, settings = planted(), TwoPhase(n_clusters, phase_2=Refinement(check_every=20))
+
+    def fault(round_: int, ask: Ask, answers: Answers) -> Answers:
+        return of(answers, data.labels != 1) if 30 <= round_ < 80 else answers
+
+    states = list(simulate_rounds(faulty(data, fault), settings, 160))
+    assert all(np.isfinite(state.centers).all() for state in states)
+    gone, back = states[78].centers, states[-1].centers
+    assert model_error(gone, np.delete(data.theta, 1, axis=0)) < 0.1
+    assert len(gone) == (2 if n_clusters == "auto" else 3)
+    assert back.shape == data.theta.shape
+    assert model_error(back, data.theta) < 0.1
 
 
 def test_an_anchor_that_never_answers_is_left_out() -> None:
-    data, settings = planted(), TwoPhase.paper(3)
-    clients, state, lost = Clients(data.X, data.y), settings.begin(), None
-    for round_ in range(1, 80):
-        rng = spawn(0, SERVER, round_)
-        present = np.full(len(clients), True)
-        if lost is None and len(anchors_of(state)):
-            lost = int(anchors_of(state)[0])
-        if lost is not None:
-            present[lost] = False
-        state = settings.advance(state, clients.answer(settings.ask(state, rng), present), rng)
-        if len(anchors_of(state)):
-            assert not state.moved[state.anchors == lost].any()
-    assert lost is not None
-    assert state.step == "update"
-    assert np.isfinite(state.centers).all()
+    data, lost = planted(), list[int]()
+
+    def fault(round_: int, ask: Ask, answers: Answers) -> Answers:
+        if ask.own and not lost:
+            lost.append(next(iter(ask.own)))
+        return of(answers, ~np.isin(answers.partitions, lost))
+
+    states = list(simulate_rounds(faulty(data, fault), TwoPhase.paper(3), 79))
+    assert lost
+    for state in states:
+        if isinstance(state, Descent):
+            assert not state.moved[np.isin(state.anchors, lost)].any()
+    assert states[-1].step == "update"
+    assert np.isfinite(states[-1].centers).all()
 
 
 def test_without_any_anchor_phase_1_says_so() -> None:
-    data, settings = planted(), TwoPhase.paper(3)
-
-    def phase_1() -> None:
-        clients, state, rng = Clients(data.X, data.y), settings.begin(), spawn(0)
-        while state.step != "update":
-            present = ~np.isin(np.arange(len(clients)), anchors_of(state))
-            state = settings.advance(state, clients.answer(settings.ask(state, rng), present), rng)
+    def fault(round_: int, ask: Ask, answers: Answers) -> Answers:
+        return of(answers, ~np.isin(answers.partitions, list(ask.own)))
 
     with pytest.raises(ValueError, match=r"no client with enough points answered that was asked"):
-        phase_1()
+        simulate(faulty(planted(), fault), TwoPhase.paper(3), 60)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -184,25 +195,20 @@ def test_a_cluster_whose_clients_are_not_drawn_in_a_check_is_kept(seed: int) -> 
 @pytest.mark.parametrize("n_clusters", [3, "auto"])
 @pytest.mark.parametrize("size", [1e6, 1e100])
 def test_one_adversary_with_huge_values(n_clusters: int | str, size: float, robust: str) -> None:
-    data, settings = planted(), TwoPhase(n_clusters=n_clusters, robust=robust)
-    clients, state = Clients(data.X, data.y), settings.begin()
-    coarse = None
-    for round_ in range(1, 121):
-        rng = spawn(0, SERVER, round_)
-        partitions, n, stack = clients.answer(settings.ask(state, rng))
-        stack, n = stack.copy(), n.copy()
-        n[-1] = 1e9
-        first = 2 if state.step == "update" else 0
-        stack[-1, ..., first:] = size * rng.standard_normal(stack[-1, ..., first:].shape)
-        if state.step == "describe":
-            stack[-1] = np.abs(stack[-1])
-        state = settings.advance(state, Answers(partitions, n, stack), rng)
-        if coarse is None and state.step == "update":
-            coarse = model_error(state.centers, data.theta)
-            assert state.step_size > 0.01
-    assert coarse is not None
-    assert coarse < 0.6
-    assert model_error(state.centers, data.theta) < 0.2
+    data, settings = planted(), TwoPhase(n_clusters, robust=robust)
+
+    def fault(round_: int, ask: Ask, answers: Answers) -> Answers:
+        partitions, n, stack = answers[0], answers[1].copy(), answers[2].copy()
+        first = 2 if ask.step == "update" else 0
+        lies = size * spawn(0, round_).standard_normal(stack[-1, ..., first:].shape)
+        n[-1], stack[-1, ..., first:] = 1e9, np.abs(lies) if ask.step == "describe" else lies
+        return Answers(partitions, n, stack)
+
+    states = list(simulate_rounds(faulty(data, fault), settings, 120))
+    coarse = next(state for state in states if state.step == "update")
+    assert model_error(coarse.centers, data.theta) < 0.6
+    assert coarse.step_size > 0.01
+    assert model_error(states[-1].centers, data.theta) < 0.2
 
 
 def two_kinds(sizes: tuple[int, int]) -> Mixed:
@@ -228,29 +234,30 @@ def test_with_soft_clusters_honest_clients_are_not_taken_for_liars(
 
 def test_one_shot_clustering_starts_no_model_from_an_outlier() -> None:
     data, settings = two_kinds((4, 8)), TwoPhase(2, OneShot(), robust="filtered")
-    clients, state = Clients(data.X, data.y), settings.begin()
-    for round_ in range(1, 31):
-        rng = spawn(0, SERVER, round_)
-        answers = clients.answer(settings.ask(state, rng))
-        first = 2 if state.step == "update" else 1
-        answers.stack[-1, ..., first:] *= -8.0 if state.step != "describe" else 1.0
-        state = settings.advance(state, answers, rng)
-    assert model_error(state.centers, data.theta) < 0.1
+
+    def fault(round_: int, ask: Ask, answers: Answers) -> Answers:
+        if ask.step != "describe":
+            answers.stack[-1, ..., 2 if ask.step == "update" else 1 :] *= -8.0
+        return answers
+
+    found = simulate(faulty(data, fault), settings, 30).state.centers
+    assert model_error(found, data.theta) < 0.1
 
 
-def test_a_robust_run_goes_on_where_noise_makes_every_client_look_like_a_liar() -> None:
+@pytest.mark.parametrize("seed", range(5))
+def test_a_robust_run_goes_on_where_noise_makes_every_client_look_like_a_liar(seed: int) -> None:
     data, check = two_kinds((1, 2)), Refinement(check_every=5)
-    clients, settings = Clients(data.X, data.y), TwoPhase(2, robust="filtered", phase_2=check)
-    for seed in range(5):
-        state = settings.begin()
-        for round_ in range(1, 41):
+
+    def fault(round_: int, ask: Ask, answers: Answers) -> Answers:
+        if ask.step == "update":
             rng = spawn(seed, SERVER, round_)
-            answers = clients.answer(settings.ask(state, rng))
-            if state.step == "update":
-                noise = rng.choice([0.5, 5, 50]) * rng.standard_normal(answers.stack[..., 2:].shape)
-                answers.stack[..., 2:] += noise
-            state = settings.advance(state, answers, rng)
-        assert state.centers.shape == data.theta.shape
+            noise = rng.choice([0.5, 5, 50]) * rng.standard_normal(answers.stack[..., 2:].shape)
+            answers.stack[..., 2:] += noise
+        return answers
+
+    settings = TwoPhase(2, robust="filtered", phase_2=check)
+    found = simulate(faulty(data, fault), settings, 40, seed=seed).state.centers
+    assert found.shape == data.theta.shape
 
 
 def test_a_round_without_any_answer_changes_nothing() -> None:

@@ -2,13 +2,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from flwr_perdl._random import SERVER, spawn
+from flwr_perdl.random import spawn
 from flwr_perdl.regression import (
     Answers,
+    Ask,
     Clients,
     LogisticLoss,
     MomentDescent,
@@ -19,6 +21,7 @@ from flwr_perdl.regression import (
     answer,
     model_error,
     simulate,
+    two_phases,
 )
 from perdl_experiments.mixed_regression_data import (
     Mixed,
@@ -36,21 +39,12 @@ def small(seed: int = 0, n_clients: int = 60, d: int = 20) -> Mixed:
     return mixed_regression(rng.integers(1, 60, n_clients), THIRDS, rng, d=d)
 
 
-def one_by_one(
-    data: Mixed, settings: TwoPhase, n_rounds: int, centers: np.ndarray | None = None
-) -> tuple[State, float]:
-    """Run as simulate does, client by client; also how far the batched answers ever are."""
-    state, clients, apart = settings.begin(centers), Clients(data.X, data.y), 0.0
-    n = np.array([float(len(y)) for y in data.y])
-    for round_ in range(1, n_rounds + 1):
-        rng = spawn(0, SERVER, round_)
-        ask = settings.ask(state, rng)
-        replies = [answer(data.X[i], data.y[i], ask.to(i)) for i in range(len(n))]
-        for reply in replies:
-            settings.check(state, reply)
-        apart = max(apart, float(np.abs(clients.answer(ask).stack - np.stack(replies)).max()))
-        state = settings.advance(state, Answers(np.arange(len(n)), n, np.stack(replies)), rng)
-    return state, apart
+class OneByOne(Clients):
+    """Clients that answer one after the other, each as it is asked."""
+
+    def answer(self, ask: Ask, present: np.ndarray | None = None) -> Answers:
+        each = [answer(self.X[i], self.y[i], ask.to(i)) for i in range(len(self))]
+        return Answers(np.arange(len(each)), self.n_samples, np.stack(each))
 
 
 def paper_with(**options: float) -> TwoPhase:
@@ -91,9 +85,11 @@ VARIANTS = {
     "clip": TwoPhase(n_clusters=3, robust="clip"),
     "halves": TwoPhase(n_clusters=3, phase_1=MomentDescent(estimate="halves", n_products=2)),
     "pair": TwoPhase(n_clusters=3, phase_1=MomentDescent(estimate="pair", n_products=2)),
-    "line search": TwoPhase(
-        n_clusters=3,
-        phase_1=MomentDescent(anchor_step="line-search", n_iterations=3),
+    "line search": TwoPhase(3, MomentDescent(anchor_step="line-search", n_iterations=3)),
+    "models are added": TwoPhase(),
+    "the paper's": replace(
+        TwoPhase.paper(3),
+        phase_1=replace(TwoPhase.paper(3).phase_1, n_iterations=2, n_products=2, perturbation=0.1),
     ),
 }
 
@@ -101,30 +97,13 @@ VARIANTS = {
 @pytest.mark.parametrize("name", VARIANTS)
 def test_batched_is_one_by_one(name: str) -> None:
     data, settings = small(), VARIANTS[name]
-    state, apart = one_by_one(data, settings, 20)
-    assert apart < 1e-10
-    batched = simulate(Clients(data.X, data.y), settings, 20).state
-    np.testing.assert_allclose(batched.centers, state.centers, atol=1e-10)
-
-
-def test_batched_is_one_by_one_when_models_are_added() -> None:
-    data, settings = small(), TwoPhase()
-    state, apart = one_by_one(data, settings, 40, data.theta[:2])
-    assert len(state.centers) == 3
-    assert apart < 1e-10
-    batched = simulate(Clients(data.X, data.y), settings, 40, centers=data.theta[:2]).state
-    np.testing.assert_allclose(batched.centers, state.centers, atol=1e-10)
-
-
-def test_the_papers_variant_is_one_by_one_too() -> None:
-    data = small()
-    paper = TwoPhase.paper(3)
-    descent = replace(paper.phase_1, n_iterations=2, n_products=2, perturbation=0.1)
-    settings = replace(paper, phase_1=descent)
-    state, apart = one_by_one(data, settings, 12)
-    assert apart < 1e-10
-    batched = simulate(Clients(data.X, data.y), settings, 12).state
-    np.testing.assert_allclose(batched.centers, state.centers, atol=1e-10)
+    start, n_rounds = (data.theta[:2], 40) if name == "models are added" else (None, 20)
+    alone, batched = (
+        simulate(kind(data.X, data.y), settings, n_rounds, centers=start).state.centers
+        for kind in (OneByOne, Clients)
+    )
+    assert len(alone) == 3
+    np.testing.assert_allclose(batched, alone, atol=1e-10)
 
 
 @pytest.mark.parametrize("n_steps", [1, 5])
@@ -295,38 +274,42 @@ def test_logistic_models_are_clustered() -> None:
     settings = TwoPhase(n_clusters=2, phase_2=Refinement(check_every=0))
     clients = Clients(X, y, LogisticLoss())
     state = simulate(clients, settings, 80, centers=np.array([[1.0, 0.0], [0.0, 1.0]])).state
-    found = clients.answer(settings.ask(state, rng)).stack[:, 0, 1]
+    ask = next(two_phases(settings, state))
+    found = clients.answer(ask).stack[:, 0, 1]
     assert np.array_equal(found, labels) or np.array_equal(found, 1 - labels)
     assert model_error(state.centers, theta) < 0.8
 
 
+class Recording(Clients):
+    """Clients that remember what they were asked, and answered."""
+
+    def answer(self, ask: Ask, present: np.ndarray | None = None) -> Answers:
+        answers = super().answer(ask, present)
+        vars(self).setdefault("seen", []).append((ask, answers))
+        return answers
+
+
+def recorded(settings: TwoPhase, n_rounds: int, data: Mixed) -> list[tuple[Ask, Answers]]:
+    clients: Any = Recording(data.X, data.y)
+    simulate(clients, settings, n_rounds)
+    return clients.seen
+
+
 def test_the_request_holds_nothing_of_an_anchor_by_default() -> None:
     """All start from zero, so that estimates go up and only cluster means come down."""
-    data, settings = small(), TwoPhase(n_clusters=3)
-    state, clients = settings.begin(), Clients(data.X, data.y)
-    for round_ in range(1, 5):
-        ask = settings.ask(state, spawn(0, SERVER, round_))
-        assert not ask.own
-        assert ask.step in ("describe", "moment", "anchors")
-        if ask.step != "describe":
-            assert not ask.arrays[0].any()
-        state = settings.advance(state, clients.answer(ask), spawn(0, SERVER, round_))
-    assert state.step == "update"
+    asked = [ask for ask, _ in recorded(TwoPhase(3), 5, small())]
+    assert [ask.step for ask in asked] == ["describe", "moment", "moment", "anchors", "update"]
+    assert not any(ask.own for ask in asked)
+    assert not any(ask.arrays[0].any() for ask in asked[1:4])
 
 
 def test_perturbed_copies_are_independent_and_each_clients_own() -> None:
     paper = TwoPhase.paper(3)
     settings = replace(paper, phase_1=replace(paper.phase_1, perturbation=0.5))
-    data = small()
-    state, clients = settings.begin(), Clients(data.X, data.y)
-    for round_ in range(1, 13):
-        state = settings.advance(
-            state, clients.answer(settings.ask(state, spawn(0, 0, round_))), spawn(0, 1, round_)
-        )
-    assert state.step == "moment"
-    ask = settings.ask(state, spawn(0, 0, 13))
+    ask = recorded(settings, 13, small())[-1][0]
+    assert ask.step == "moment"
     copies = np.stack([ask.to(i).arrays[0] for i in range(60)])
-    noise = (copies - state.thetas).reshape(120, -1)
+    noise = (copies - ask.arrays[0]).reshape(120, -1)
     assert noise.std() == pytest.approx(0.5, rel=0.05)
     correlation = np.corrcoef(noise)
     np.fill_diagonal(correlation, 0)
@@ -334,31 +317,33 @@ def test_perturbed_copies_are_independent_and_each_clients_own() -> None:
 
 
 def test_floats_per_client() -> None:
-    data, settings = setting("C1", np.random.default_rng(0)), TwoPhase(n_clusters=3)
-    clients, state, sizes = Clients(data.X, data.y), settings.begin(), []
-    for round_ in range(1, 6):
-        rng = spawn(0, SERVER, round_)
-        answers = clients.answer(settings.ask(state, rng))
-        sizes.append(answers.stack[0].size)
-        state = settings.advance(state, answers, rng)
-    assert sizes == [101, 1000, 1000, 101, 102]
+    exchanges = recorded(TwoPhase(3), 5, setting("C1", np.random.default_rng(0)))
+    assert [answers.stack[0].size for _, answers in exchanges] == [101, 1000, 1000, 101, 102]
+    assert [answers.stack.shape[1:] for _, answers in exchanges[1:]] == [
+        ask.shape for ask, _ in exchanges[1:]
+    ]
 
 
-def test_a_state_survives_packing() -> None:
-    data, settings = small(), TwoPhase()
-    clients, state = Clients(data.X, data.y), settings.begin()
-    for round_ in range(1, 9):
-        rng = spawn(0, SERVER, round_)
-        arrays = state.pack()
+CHECKED = TwoPhase(phase_2=Refinement(check_every=3))
+
+
+@pytest.mark.parametrize("settings", [CHECKED, TwoPhase.paper(3)])
+def test_a_run_goes_on_from_any_of_its_states(settings: TwoPhase) -> None:
+    data = small(n_clients=30)
+    clients, run = Clients(data.X, data.y), two_phases(settings, settings.begin())
+    ask = next(run)
+    for round_ in range(1, 16):
+        arrays = ask.state.pack()
         assert all(isinstance(array, np.ndarray) for array in arrays.values())
-        again = State.unpack(arrays)
-        one, other = (settings.ask(s, spawn(0, 0, round_)) for s in (state, again))
-        assert one.step == other.step
-        assert one.options == other.options
-        for a, b in zip(one.arrays, other.arrays, strict=True):
-            np.testing.assert_array_equal(a, b)
-        state = settings.advance(again, clients.answer(other), rng)
-    assert state.step == "update"
+        other = two_phases(settings, State.unpack(arrays))
+        again = next(other)
+        assert (again.step, again.options) == (ask.step, ask.options)
+        for one, same in zip(ask.arrays, again.arrays, strict=True):
+            np.testing.assert_array_equal(one, same)
+        ask = other.send((clients.answer(again), spawn(0, round_)))
+        expected = run.send((clients.answer(again), spawn(0, round_)))
+        np.testing.assert_array_equal(ask.state.centers, expected.state.centers)
+        run = other
 
 
 @pytest.mark.parametrize(
@@ -395,42 +380,16 @@ def test_the_papers_variant_needs_a_number_of_models() -> None:
         TwoPhase.paper(0)
 
 
-def test_answers_are_collected_in_order_of_partition() -> None:
-    found = Answers.collect({7: (np.ones(2), 3), 2: (np.zeros(2), 5)})
-    np.testing.assert_array_equal(found.partitions, [2, 7])
-    np.testing.assert_array_equal(found.n_samples, [5, 3])
-    np.testing.assert_array_equal(found.stack, [[0, 0], [1, 1]])
-    with pytest.raises(ValueError, match="all answers must have one shape"):
-        Answers.collect({0: (np.ones(2), 3), 1: (np.ones(3), 3)})
-
-
 def test_float32_clients_answer_in_float32() -> None:
-    data, settings = small(), TwoPhase(n_clusters=3)
-    state, clients = settings.begin(), Clients(data.X, data.y)
-    for round_ in range(1, 7):
-        rng = spawn(0, SERVER, round_)
-        ask = settings.ask(state, rng)
-        X, y = data.X[-1].astype(np.float32), data.y[-1].astype(np.float32)
+    data = small()
+    X, y = data.X[-1].astype(np.float32), data.y[-1].astype(np.float32)
+    for ask, _ in recorded(TwoPhase(3), 6, data):
         assert answer(X, y, ask).dtype == np.float32
-        state = settings.advance(state, clients.answer(ask), rng)
-    assert state.step == "update"
-
-
-def test_bad_answers_are_refused() -> None:
-    settings = TwoPhase(n_clusters=3, phase_2=Refinement(step_size=0.1, check_every=0))
-    state = settings.begin(np.zeros((3, 2)))
-    settings.check(state, np.array([[0.5, 2.0, 1.0, 1.0]]))
-    with pytest.raises(ValueError, match="wrong shape"):
-        settings.check(state, np.zeros((1, 3)))
-    with pytest.raises(ValueError, match="names cluster 3 of 3"):
-        settings.check(state, np.array([[0.5, 3.0, 1.0, 1.0]]))
-    with pytest.raises(ValueError, match="not finite"):
-        settings.check(state, np.array([[0.5, 1.0, np.nan, 1.0]]))
 
 
 def test_bad_data_are_refused() -> None:
     with pytest.raises(ValueError, match=r"y must have shape \(3,\), .* got \(2,\)"):
-        answer(np.ones((3, 2)), np.ones(2), TwoPhase().ask(TwoPhase().begin(), spawn(0)))
+        answer(np.ones((3, 2)), np.ones(2), Ask("describe"))
     with pytest.raises(ValueError, match="one entry per client"):
         Clients([np.ones((3, 2))], [])
     with pytest.raises(ValueError, match=r"y\[0\] must be -1 or 1 for the logistic loss, got 0"):

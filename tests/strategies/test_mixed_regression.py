@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, Context, Message
+from flwr.app import ArrayRecord, Context, Message, RecordDict
 from flwr.common import parameters_to_ndarrays
 from flwr.server import Server, SimpleClientManager
 from flwr.server.client_proxy import ClientProxy
@@ -307,8 +307,7 @@ class LocalProxy(ClientProxy):
 
     def __init__(self, data: Mixed, partition: int) -> None:
         super().__init__(str(97 - partition))
-        config = {"partition-id": partition}
-        context = Context(run_id=1, node_id=1, node_config=config, state=None, run_config={})
+        context = Context(1, 1, {"partition-id": partition}, RecordDict(), {})
         self.client = RegressionClient(data.X[partition], data.y[partition], context).to_client()
 
     def get_properties(self, ins: Any, timeout: Any, group_id: Any) -> Any:

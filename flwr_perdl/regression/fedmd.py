@@ -1,0 +1,254 @@
+"""Phase 1, federated moment descent: what server and clients do, in the order of the listing.
+
+======================================= ====================================================
+paper (Su, Xu, Yang, NeurIPS 2022)      here
+======================================= ====================================================
+lines 3-5: anchors H, ``theta_0``       :func:`start_descent`, :func:`_anchors`
+line 6: ``t = 0, ..., T - 1``           the loop of :func:`fedmd`; ``n_iterations``
+line 9: Algorithm 3, ``T_1`` products   client: :func:`moment`; server: :func:`_multiplied`
+lines 10-15: ``theta_{i,t+1}``          client: :func:`anchor`; server: :func:`_reported`
+line 16: ``theta_hat_1, ...``           :func:`_grouped`
+======================================= ====================================================
+
+The formulas, and what differs from the paper's, are in ``moments.py`` and ``anchors.py``. Not in
+the paper: clients that fit one of the models already there take no part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flwr_perdl._checks import Matrix
+from flwr_perdl._robust import supported
+from flwr_perdl.regression import moments
+from flwr_perdl.regression.anchors import cluster_anchors, kmeans, nearest_group
+from flwr_perdl.regression.clustering import factors_of
+from flwr_perdl.regression.exchange import Answers, Ask, Descent, Exchanges, Refining, State
+from flwr_perdl.regression.losses import SQUARED
+from flwr_perdl.regression.phases import DESCENT, MomentDescent, TwoPhase
+
+# What was tuned on settings C.1-C.3. A sketch has so many columns beyond twice the number of
+# models, which makes two products as good as an eigendecomposition; an anchor has so many points
+# per dimension of its subspace, fewer where fewer than so many clients per dimension have them.
+_OVERSAMPLING, _POINTS_PER_DIMENSION, _ANCHORS_PER_DIMENSION = 4, 4, 3
+#: Most anchors: the distances of all pairs are looked at (line 16).
+_MOST_ANCHORS = 1000
+
+
+# Clients, many of one size at once ---------------------------------------------------------------
+
+
+def misfit_bound(n_samples: Matrix) -> Matrix:
+    """Return above how many noise variances a mean of ``n_samples`` squares is no noise."""
+    bound: Matrix = 4 + 12 / n_samples  # beyond chi-squared's 99.9 % point, for any n
+    return bound
+
+
+def _misfits(X: Matrix, y: Matrix, ask: Ask) -> NDArray[np.bool_]:
+    """Tell which clients have residuals, of whichever model fits best, that are no noise."""
+    centers, bound = ask.arrays[2], misfit_bound(np.array(X.shape[1]))
+    if not len(centers):
+        return np.ones(len(X), dtype=bool)
+    squares = 2 * SQUARED.values(X, y, centers).min(axis=1)
+    misfits: NDArray[np.bool_] = squares > bound * float(ask.options["variance"])
+    return misfits
+
+
+def moment(X: Matrix, y: Matrix, ask: Ask) -> Matrix:
+    """Line 9, Algorithm 3: the clients' parts of the products ``Y_{i,t} Q``, (m, h, d, width)."""
+    thetas, Q = ask.arrays[:2]
+    found, chosen = np.zeros((len(X), *Q.shape), Q.dtype), _misfits(X, y, ask)
+    if chosen.any():
+        estimate, transpose = str(ask.options["estimate"]), bool(ask.options["transpose"])
+        mine = (X, y) if chosen.all() else (X[chosen], y[chosen])
+        found[chosen] = moments.residual_moment(
+            *mine, thetas, Q, estimate=estimate, transpose=transpose
+        )
+    return found
+
+
+def anchor(X: Matrix, y: Matrix, ask: Ask) -> Matrix:
+    """Lines 11-15: 1 and ``theta_{i,t+1}``, or zeros from who is no anchor, (m, 1 + d)."""
+    found = np.zeros((len(X), X.shape[2] + 1), X.dtype)
+    if not ask.arrays or X.shape[1] < int(ask.options["min_points"]):
+        return found
+    theta, U = moments.check_subspace(ask.arrays[0][0], ask.arrays[1][0], X.shape[2])
+    for i in np.flatnonzero(_misfits(X, y, ask)):
+        found[i, 0] = 1  # an estimate of zeros is an estimate
+        found[i, 1:] = moments.anchor_moved(X[i], y[i], theta, U, str(ask.options["anchor_step"]))
+    return found
+
+
+# Server -------------------------------------------------------------------------------------------
+
+
+def start_descent(settings: TwoPhase, known: State, rng: np.random.Generator) -> Descent:
+    """Lines 3-5: where all anchors start, for the clients that no model fits."""
+    d, groups = known.centers.shape[1], settings.most_clusters
+    if settings.robust == "filtered":  # liars' groups too are to be found
+        groups = max(groups, settings.max_clusters)
+    theta = np.zeros((1, d))  # from zero all anchors share one subspace, and none is broadcast
+    if settings.descent.random_start:
+        theta = rng.standard_normal((1, d)) / np.sqrt(d)
+    return known.to(
+        Descent, thetas=theta, columns=moments.sketch(1, d, 2 * groups + _OVERSAMPLING, rng)
+    )
+
+
+def fedmd(settings: TwoPhase, state: Descent) -> Exchanges[Refining]:
+    """Phase 1: from any start to coarse models of all clusters."""
+    how = settings.descent
+    while True:  # line 6
+        while state.products < how.n_products:
+            answers, rng = yield _ask_products(how, state)  # line 8
+            state = _multiplied(settings, state, answers, rng)  # line 9
+        answers, rng = yield ask_estimates(how, state)  # line 10
+        state = _reported(state, answers)  # lines 11-15
+        if state.iteration == how.n_iterations or not len(state.thetas):
+            return _grouped(settings, state, rng)  # line 16
+        h, d, width = len(state.thetas), state.thetas.shape[1], state.columns.shape[2]
+        state = replace(state, products=0, columns=moments.sketch(h, d, width + _OVERSAMPLING, rng))
+
+
+def _ask_products(how: MomentDescent, state: Descent) -> Ask:
+    """Line 8: the anchors' estimates, without names, and the columns to multiply with."""
+    arrays = state.thetas[None], state.columns, state.centers
+    transpose = state.products % 2  # by turns, for an estimate that is not symmetric
+    work: dict[str, Any] = {"estimate": how.estimate, "transpose": transpose}
+    options = {**work, "variance": state.variance}
+    noise = how.perturbation if len(state.anchors) else 0.0  # Remark 2
+    return Ask("moment", arrays, options, noise=noise, shape=state.columns.shape, state=state)
+
+
+def _multiplied(
+    settings: TwoPhase, state: Descent, answers: Answers, rng: np.random.Generator
+) -> Descent:
+    """Line 9: add up the products; after the last one take the subspaces (Algorithm 3)."""
+    stack, odd, how = answers.stack, state.odd[:0], settings.descent
+    if settings.robust != "mean":
+        factors = factors_of(stack, "filtered" if settings.robust == "filtered" else "clip")
+        stack, odd = stack * factors[:, None, None, None], answers.odd(1 - factors)
+    product = stack.sum(axis=0) / answers.n_samples.sum()
+    state = replace(state, odd=odd, products=state.products + 1)
+    if state.products < how.n_products:
+        return replace(state, columns=moments.orthonormal(product))
+    if how.estimate == "u-statistic":
+        unknown = settings.n_clusters == "auto" or settings.robust == "filtered"
+        k = None if unknown else int(settings.n_clusters)
+        U = moments.symmetric_subspace(state.columns, product, k).U
+    else:
+        U = moments.left_subspace(state.columns, product, int(settings.n_clusters)).U
+    return _anchors(how, replace(state, columns=U), answers, rng)
+
+
+def _anchors(
+    how: MomentDescent, state: Descent, answers: Answers, rng: np.random.Generator
+) -> Descent:
+    """Line 3: who has points enough for its subspace; drawn among these where asked for.
+
+    The paper draws before line 6, when it is not known yet how many points are enough.
+    """
+    involved = answers.n_samples[answers.stack.any(axis=(1, 2, 3))]  # whom no model fits
+    points = np.sort(involved if len(involved) else answers.n_samples)[::-1]
+    dimensions = state.columns.shape[2]
+    enough = points[min(_ANCHORS_PER_DIMENSION * dimensions, len(points)) - 1]
+    state = replace(state, min_points=int(min(_POINTS_PER_DIMENSION * dimensions, enough)))
+    if how.n_anchors is None or state.iteration > 0:
+        return state
+    able = answers.partitions[answers.n_samples >= state.min_points]
+    chosen = rng.choice(able, min(how.n_anchors, len(able)), replace=False)
+    return replace(state, anchors=chosen, moved=np.zeros(len(chosen), dtype=bool))
+
+
+def ask_estimates(how: MomentDescent, state: Descent) -> Ask:
+    """Line 10: each anchor its subspace and last estimate, others nothing."""
+    arrays, points = (state.thetas, state.columns, state.centers), state.min_points
+    work: dict[str, Any] = {"anchor_step": how.anchor_step, "min_points": points}
+    options = {**work, "variance": state.variance}
+    ask = Ask("anchors", arrays, options, shape=(arrays[0].shape[1] + 1,), state=state)
+    if not len(state.anchors):  # all start from one point: anybody with points enough is an anchor
+        return ask
+    last, own = len(state.thetas) - 1, {}
+    for h, partition in enumerate(state.anchors):
+        row = [min(h, last)]
+        own[int(partition)] = (state.thetas[row], state.columns[row], state.centers)
+    return ask._replace(arrays=(), own=own)
+
+
+def _reported(state: Descent, answers: Answers) -> Descent:
+    """Lines 11-15: the anchors' new estimates; an absent anchor keeps its last one."""
+    able = np.flatnonzero(answers.stack[:, 0] > 0)
+    most = np.argsort(-answers.n_samples[able], kind="stable")[:_MOST_ANCHORS]
+    chosen = able[np.sort(most)]
+    absent = np.flatnonzero(~np.isin(state.anchors, answers.partitions))
+    last = state.thetas[np.minimum(absent, len(state.thetas) - 1)]
+    return replace(
+        state,
+        odd=state.odd[:0],
+        thetas=np.vstack([answers.stack[chosen, 1:], last]),
+        anchors=np.concatenate([answers.partitions[chosen], state.anchors[absent]]),
+        moved=np.concatenate([np.ones(len(chosen), dtype=bool), state.moved[absent]]),
+        iteration=state.iteration + 1,
+    )
+
+
+def _credible(settings: TwoPhase, estimates: Matrix, rng: np.random.Generator) -> Matrix:
+    """Return the estimates on which a model may be founded where clients may lie."""
+    if settings.robust == "mean":
+        return estimates
+    n_groups = int(settings.n_clusters) if settings.one_shot else 1
+
+    def group(own: Matrix) -> NDArray[np.intp]:
+        centers = kmeans(own, n_groups, rng.spawn(1)[0])  # leaves the draws of rng
+        labels: NDArray[np.intp] = nearest_group(own, centers).argmax(axis=1)
+        return labels
+
+    return estimates[supported(estimates, n_groups, group)]
+
+
+def _grouped(settings: TwoPhase, state: Descent, rng: np.random.Generator) -> Refining:
+    """Line 16: the means of like estimates are models; those already there stay."""
+    estimates = state.thetas[state.moved]  # where an anchor started says nothing of its cluster
+    if not len(estimates):
+        if len(state.centers):
+            return Refining.start(state, state.centers)
+        raise ValueError(
+            "Phase 1 has no anchors: no client with enough points answered that was asked for its "
+            "estimate."
+        )
+    estimates = _credible(settings, estimates, rng)
+    alone = settings.n_clusters != "auto" and not len(state.centers)
+    found = _groups(settings, estimates, int(settings.n_clusters) if alone else None)
+    if settings.n_clusters == "auto" and not len(state.centers) and len(found) == 1:
+        # No merge stands out: too many models, which Phase 2 merges, are better than too few.
+        found = kmeans(estimates, min(state.columns.shape[2], settings.max_clusters), rng)
+    room = settings.most_clusters - len(state.centers)
+    return Refining.start(state, np.vstack([state.centers, found[:room]]))
+
+
+def _groups(settings: TwoPhase, estimates: Matrix, k: int | None) -> Matrix:
+    """Return the means of the groups of like estimates, the largest k first.
+
+    A robust run looks for more groups than k, so that those of liars are not joined with those of
+    honest clients.
+    """
+    delta, most = settings.descent.separation, settings.max_clusters
+    grouped = partial(cluster_anchors, separation=delta, max_clusters=most)
+    if settings.robust == "filtered" and k is not None:
+        groups = grouped(estimates).centers
+        if len(groups) >= k:
+            return groups[:k]
+    return grouped(estimates, k).centers
+
+
+def one_shot(settings: TwoPhase, state: Descent) -> Exchanges[Refining]:
+    """Instead of Phase 1: k-means of what all clients estimate alone (Ghosh et al., 2019)."""
+    answers, rng = yield ask_estimates(DESCENT, state)
+    estimates = _credible(settings, answers.stack[answers.stack[:, 0] > 0, 1:], rng)
+    groups = kmeans(estimates, int(settings.n_clusters), rng)
+    return Refining.start(state, groups, groups)
