@@ -39,7 +39,7 @@ from flwr_perdl.diffusion import (
     local_costs,
     metropolis_weights,
 )
-from flwr_perdl.diffusion.combine import carry, shown
+from flwr_perdl.diffusion.combine import run_program, shown
 
 SCORES = ("normalised", "raw")
 #: To what part of its start the error falls.
@@ -94,7 +94,8 @@ def novelty_scores(
     if topology.n_nodes != n_agents or not weights.is_connected:
         raise ValueError(f"topology must connect {n_agents} agents, got {topology}.")
     program = Averaging(-n_agents * costs, step)
-    (values,) = shown(carry(program, weights, averaging_rounds(weights, step)).observed, "estimate")
+    run = run_program(program, weights, averaging_rounds(weights, step))
+    (values,) = shown(run.observed, "estimate")
     loss = objective.loss(X)
     if score == "raw":
         return values

@@ -35,7 +35,7 @@ from scipy.optimize import linear_sum_assignment
 from flwr_perdl.checks import Matrix, check_array, check_choice, check_count
 from flwr_perdl.dictionary import normalize_atoms
 from flwr_perdl.dictionary.coding import nonnegative_from_gram
-from flwr_perdl.diffusion.combine import Inbox, carry, shown
+from flwr_perdl.diffusion.combine import Inbox, run_program, shown
 from flwr_perdl.diffusion.data_diffusion import (
     DataDiffusion,
     DictionaryState,
@@ -367,11 +367,11 @@ def unmix(
             f"data must have a node with n_endmembers={n_endmembers} pixels or more where start is "
             f'"pooled", got {most} at most.'
         )
-    told = carry(program, network, takes)
-    (chosen,) = shown(told.observed, "spectra")
+    run = run_program(program, network, takes)
+    (chosen,) = shown(run.observed, "spectra")
     ended = learner.fit(data, network, n_rounds, start=chosen, seed=seed, callback=callback)
     return ended._replace(
-        rounds=told.rounds + ended.rounds, floats_sent=told.floats_sent + ended.floats_sent
+        rounds=run.rounds + ended.rounds, floats_sent=run.floats_sent + ended.floats_sent
     )
 
 

@@ -11,7 +11,7 @@ data ``Y`` (d x n), codes ``X`` (r x n) ``X`` (n_samples, n_features), ``C`` (n_
 Orthogonal matching pursuit (:func:`omp`) and the lasso (:func:`lasso`) are not in the paper; for
 orthonormal atoms they are :func:`top_k` and :func:`soft_threshold` of ``X @ D.T``. Nor are FOCUSS
 (:func:`focuss`), which penalises less than the lasso does what is not zero, and non-negative least
-squares (:func:`nonnegative_least_squares`), which has no penalty at all.
+squares (:func:`nonnegative_from_gram`), which has no penalty at all.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _FEW = 1e-4
 _BLOCK = 2**16
 #: Numbers held at once by :func:`focuss`.
 _WORKSPACE = 2**24
-#: Exchanges of many variables in a row that :func:`nonnegative_least_squares` allows without gain.
+#: Exchanges of many variables in a row that :func:`nonnegative_from_gram` allows without gain.
 _PATIENCE = 3
 #: Exchanges in all that it makes; where the atoms are not nearly dependent a dozen will do.
 _EXCHANGES = 200
@@ -392,40 +392,13 @@ def _ridge(X: Matrix, D: Matrix, weights: Matrix, alpha: float) -> Matrix:
     return np.asarray(weights * (np.linalg.solve(system, X[..., None])[..., 0] @ D.T))
 
 
-def nonnegative_least_squares(X: Matrix, D: Matrix) -> Matrix:
-    """Minimise ``||x - c @ D||`` over ``c >= 0`` for every sample ``x``.
+def nonnegative_from_gram(products: Matrix, gram: Matrix) -> Matrix:
+    """Minimize ``||x - c @ D||`` over ``c >= 0``, given ``X @ D.T`` and ``D @ D.T``.
 
     Block principal pivoting (Kim and Park 2011): guess which codes are positive, solve for them,
     move every code that turns out on the wrong side, all samples with the same guess at once.
     The result is exact up to rounding. Of atoms that are too nearly dependent for that, SciPy's
     ``nnls`` finds the codes, sample by sample.
-
-    Parameters
-    ----------
-    X : ndarray of shape (n_samples, n_features)
-        Data.
-    D : ndarray of shape (n_atoms, n_features)
-        Linearly independent atoms.
-
-    Returns
-    -------
-    ndarray of shape (n_samples, n_atoms)
-        Codes, zero or positive.
-
-    Raises
-    ------
-    ValueError
-        If the atoms are linearly dependent: the codes would not be determined.
-    """
-    X = check_array("X", X)
-    D = check_array("D", D, columns=X.shape[1])
-    if len(D) and np.linalg.matrix_rank(D) < len(D):
-        raise ValueError(f"D must have linearly independent rows, got shape {D.shape}, dependent.")
-    return nonnegative_from_gram(X @ D.T, D @ D.T)
-
-
-def nonnegative_from_gram(products: Matrix, gram: Matrix) -> Matrix:
-    """Return the codes of :func:`nonnegative_least_squares` from ``X @ D.T`` and ``D @ D.T``.
 
     Parameters
     ----------

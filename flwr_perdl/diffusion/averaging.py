@@ -50,7 +50,7 @@ from numpy.typing import NDArray
 
 from flwr_perdl._checks import check_choice, check_count, check_kind
 from flwr_perdl._threads import one_blas_thread
-from flwr_perdl.diffusion.combine import Array, Inbox, carry
+from flwr_perdl.diffusion.combine import Array, Inbox, run_program
 from flwr_perdl.diffusion.topology import (
     CombinationMatrix,
     Topology,
@@ -85,7 +85,7 @@ class Averaged(NamedTuple):
         the nodes.
     curves : dict of str to ndarray of shape (rounds, n_nodes)
         What the nodes reported after every round, NaN where nothing: ``"neighbor-distance"``, the
-        Euclidean distance between what a node sent and the mean of what it heard;
+        Euclidean distance between what a node sent and the mean of what it received;
         ``"train-NAME"``, a metric of ``fit``; ``"evaluate-loss"`` and ``"evaluate-NAME"``, loss
         and metrics that ``evaluate`` returned for the node's model after the round.
     disagreement : float
@@ -150,7 +150,7 @@ class DiffusionAveraging:
     evaluate_every : int, default 1
         Rounds between two calls of ``evaluate``; 0: it is never called.
     metrics : sequence of str, default ()
-        Which metrics of ``fit`` and ``evaluate`` are kept (and, on Flower, told to the server).
+        Which metrics of ``fit`` and ``evaluate`` are kept (and, on Flower, sent to the server).
     config : mapping, optional
         Config of ``fit`` and ``evaluate``, beside the round under ``"server-round"``.
 
@@ -253,23 +253,23 @@ class DiffusionAveraging:
         if clients is None and not getattr(network, "nodes_have_programs", False):
             raise ValueError("clients may be None with a FlowerNetwork only, got None.")
         program: Any = None if clients is None else self.program(clients, initial=initial)
-        ran = carry(program, network or self.weights, n_rounds, on_report=callback)
+        run = run_program(program, network or self.weights, n_rounds, on_report=callback)
         for name in self.metrics:
-            known = [ran.curves.get(f"{kind}-{name}") for kind in ("train", "evaluate")]
+            known = [run.curves.get(f"{kind}-{name}") for kind in ("train", "evaluate")]
             if n_rounds and not any(own is not None and np.isfinite(own).any() for own in known):
-                told = f"No node returned the metric {name!r}, neither from fit nor from evaluate."
-                warnings.warn(told, RuntimeWarning, stacklevel=2)
-        if ran.unheard:
-            _LOG.warning("Messages were left out, in so many rounds by node: %s.", ran.unheard)
+                text = f"No node returned the metric {name!r}, neither from fit nor from evaluate."
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
+        if run.unheard:
+            _LOG.warning("Messages were left out, in so many rounds by node: %s.", run.unheard)
         models: dict[int, list[Array]] = {}
         apart = np.nan
-        if ran.state is not None:
-            models = {} if program is None else program.models(ran.state)
-            living = ran.state.model[ran.alive[ran.state.nodes]]
+        if run.state is not None:
+            models = {} if program is None else program.models(run.state)
+            living = run.state.model[run.alive[run.state.nodes]]
             if len(living):
                 apart = float(np.linalg.norm(living - living.mean(axis=0), axis=1).max())
-        costs = ran.rounds, ran.floats_sent
-        return Averaged(models, ran.curves, apart, *costs, ran.unheard, ran.alive)
+        costs = run.rounds, run.floats_sent
+        return Averaged(models, run.curves, apart, *costs, run.unheard, run.alive)
 
     def program(
         self, clients: Clients, *, initial: Sequence[Array] | Any = None
@@ -422,7 +422,7 @@ class AveragingProgram:
         return {}
 
     def report(self, state: AveragingState) -> dict[str, Array]:
-        """Return what the nodes tell the operator about the last round, (m,) by name."""
+        """Return what the nodes report to the operator about the last round, (m,) by name."""
         return dict(zip(self.names, state.reports.T, strict=True))
 
     def models(self, state: AveragingState) -> dict[int, list[Array]]:

@@ -1,4 +1,4 @@
-"""The combine step: what a distributed algorithm is, and what a node has heard in a round.
+"""The combine step: what a distributed algorithm is, and what a node has received in a round.
 
 A `Program` is one distributed algorithm in the form adapt, message, combine (P1 eq. 31, P3
 Algorithm 1). A network carries its messages: see `flwr_perdl.network`. Every part of a program's
@@ -11,14 +11,14 @@ paper                               here
 psi_{k,i}, what k sends             ``Program.message(state)``
 sum_{l in N_k} a_{lk} psi_{l,i}     ``Inbox.mean()``
 a_{lk}                              ``Inbox.weights[k, l]``
-N_k without k                       ``Inbox.links[k]``: those who were heard this round
+N_k without k                       ``Inbox.links[k]``: those whose messages were received
 ==================================  ===================================================
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -47,8 +47,8 @@ class Program(Protocol[State]):
     A state is a NamedTuple of arrays with a leading axis over the hosted nodes; its first field
     is ``nodes``, their ids. Everything but parameters and the nodes' own data is in it.
 
-    A program may have a method ``report(state)`` besides: what the nodes tell the operator after
-    every round, a dict of float arrays of shape (m,), with NaN where a node has nothing to tell.
+    A program may have a method ``report(state)`` besides: what the operator learns after every
+    round, a dict of float arrays of shape (m,), with NaN where a node has nothing to report.
     With a method ``limits(state)`` a node leaves out messages that have a larger absolute value
     than its limit, an array of shape (m,); a message that is left out counts as one that is lost.
 
@@ -75,7 +75,7 @@ class Program(Protocol[State]):
         ...
 
     def combine(self, state: State, inbox: Inbox) -> State:
-        """Take in what was heard."""
+        """Take in what was received."""
         ...
 
     def observe(self, state: State) -> dict[str, Array]:
@@ -101,7 +101,7 @@ class Inbox:
     weights : sparse array of shape (m, s)
         The round's combination weights, a node's own included; rows sum to one.
     links : sparse array of shape (m, s)
-        One where a neighbor was heard, a node itself excluded.
+        One where a neighbor's message was received, a node itself excluded.
     own : ndarray of shape (m,)
         Where each receiver stands among the senders.
 
@@ -111,8 +111,8 @@ class Inbox:
     >>> from scipy.sparse import csr_array
     >>> from flwr_perdl.diffusion import Inbox
     >>> own, links = np.array([0]), csr_array([[0.0, 1.0]])
-    >>> weights, heard = csr_array([[0.5, 0.5]]), np.array([[1.0], [3.0]])
-    >>> inbox = Inbox(1, own, np.array([0, 1]), (heard,), weights, links, own)
+    >>> weights, received = csr_array([[0.5, 0.5]]), np.array([[1.0], [3.0]])
+    >>> inbox = Inbox(1, own, np.array([0, 1]), (received,), weights, links, own)
     >>> inbox.mean()
     array([[2.]])
     """
@@ -130,17 +130,17 @@ class Inbox:
         return product(self.weights, self.arrays[i])
 
     def total(self, i: int = 0) -> Array:
-        """Return the sum of the ``i``-th array over the neighbors heard: (m, ...)."""
+        """Return the sum of the ``i``-th array over the neighbors' messages: (m, ...)."""
         return product(self.links, self.arrays[i])
 
     @cached_property
     def degrees(self) -> NDArray[np.intp]:
-        """How many neighbors each node has heard: (m,)."""
+        """How many neighbors' messages each node has received: (m,)."""
         degrees: NDArray[np.intp] = np.diff(self.links.indptr).astype(np.intp)
         return degrees
 
     def argmax(self, values: Array) -> NDArray[np.intp]:
-        """Return which sender has the largest value, among a node itself and those it has heard.
+        """Return which sender has the largest value, among a node and the neighbors received.
 
         Parameters
         ----------
@@ -154,8 +154,8 @@ class Inbox:
         """
         best = np.empty((len(self.nodes), values.shape[1]), dtype=np.intp)
         for k, own in enumerate(self.own):
-            heard = self.links.indices[self.links.indptr[k] : self.links.indptr[k + 1]]
-            candidates = np.append(heard, own)
+            received = self.links.indices[self.links.indptr[k] : self.links.indptr[k + 1]]
+            candidates = np.append(received, own)
             candidates = candidates[np.argsort(self.senders[candidates], kind="stable")]
             best[k] = candidates[values[candidates].argmax(axis=0)]
         return best
@@ -229,53 +229,6 @@ def entries(weights: Csr, dtype: np.dtype[Any]) -> tuple[NDArray[np.intp], NDArr
     return first, columns, weights.data.astype(dtype, copy=False)
 
 
-class Ran(NamedTuple):
-    """Where a run in memory is after a round.
-
-    Attributes
-    ----------
-    round : int
-        The round; 0 before the first.
-    state : NamedTuple of arrays
-        All nodes' state.
-    floats : float
-        Floats that reached a neighbor so far, counted once per link.
-    unheard : dict of int to int
-        Node -> in how many rounds a neighbor has left its message out.
-    """
-
-    round: int
-    state: Any
-    floats: float
-    unheard: Mapping[int, int]
-
-
-def rounds_in_memory(
-    program: Program[State], n_nodes: int, n_rounds: int, weights: Csr, links: Csr
-) -> Iterator[Ran]:
-    """Run a program with all nodes here and every message heard; yield the start and every round.
-
-    For the maths, which knows no networks: `flwr_perdl.network.InMemoryNetwork` without faults.
-
-    Parameters
-    ----------
-    program : Program
-        The algorithm, with the data of all nodes.
-    n_nodes, n_rounds : int
-        Numbers of nodes and of rounds.
-    weights, links : sparse array of shape (n_nodes, n_nodes)
-        Combination weights, and one where k hears l.
-    """
-    nodes = np.arange(n_nodes)
-    state, floats, unheard = program.start(nodes), 0.0, Counter[int]()
-    yield Ran(0, state, floats, unheard)
-    for round_ in range(1, n_rounds + 1):
-        state, inbox, left_out = exchanged(program, state, round_, weights, links)
-        floats += float(inbox.links.nnz * sum(array[0].size for array in inbox.arrays))
-        unheard.update(left_out)
-        yield Ran(round_, state, floats, unheard)
-
-
 def exchanged(
     program: Program[State], state: State, round_: int, weights: Csr, links: Csr
 ) -> tuple[State, Inbox, list[int]]:
@@ -319,8 +272,8 @@ def within_limits(program: Program[State], state: State, inbox: Inbox) -> tuple[
     return kept, np.unique(inbox.senders[columns]).tolist()
 
 
-class Carried(NamedTuple):
-    """What `carry` returns."""
+class RunResult(NamedTuple):
+    """What `run_program` returns."""
 
     #: What the nodes showed at the end, (n_nodes, ...).
     observed: dict[str, Array]
@@ -364,13 +317,13 @@ def curves(rows: Sequence[Mapping[str, Array]], n_nodes: int) -> dict[str, Array
     return {name: np.stack([row.get(name, silent) for row in rows]) for name in names}
 
 
-def carry(
+def run_program(
     program: Program[Any],
     network: Any,
     n_rounds: int,
     callback: Callable[[int, Any], Any] | None = None,
     on_report: Callable[[int, dict[str, Array]], Any] | None = None,
-) -> Carried:
+) -> RunResult:
     """Run a program.
 
     Parameters
@@ -388,22 +341,22 @@ def carry(
     """
     if not isinstance(network, CombinationMatrix):
         asked = {"callback": callback, "on_report": on_report}
-        told = {name: function for name, function in asked.items() if function is not None}
-        ran = network.run(program, n_rounds, **told)
-        return Carried(**{name: getattr(ran, name) for name in Carried._fields})
+        given = {name: function for name, function in asked.items() if function is not None}
+        run = network.run(program, n_rounds, **given)
+        return RunResult(**{name: getattr(run, name) for name in RunResult._fields})
     n, links = network.topology.n_nodes, network.topology.adjacency
-    rows = []
-    for ran in rounds_in_memory(program, n, n_rounds, network.matrix, links):
-        if not ran.round:
-            continue
-        rows.append(reported(program, ran.state))
+    state, floats, rows, unheard = program.start(np.arange(n)), 0.0, [], Counter[int]()
+    for round_ in range(1, n_rounds + 1):
+        state, inbox, left_out = exchanged(program, state, round_, network.matrix, links)
+        floats += float(inbox.links.nnz * sum(array[0].size for array in inbox.arrays))
+        unheard.update(left_out)
+        rows.append(reported(program, state))
         if callback is not None:
-            callback(ran.round, ran.state)
+            callback(round_, state)
         if on_report is not None:
-            on_report(ran.round, rows[-1])
-    observed = program.observe(ran.state)
-    unheard, alive = dict(sorted(ran.unheard.items())), np.ones(n, dtype=bool)
-    return Carried(observed, n_rounds, ran.floats, ran.state, curves(rows, n), unheard, alive)
+            on_report(round_, rows[-1])
+    alive, left = np.ones(n, dtype=bool), dict(sorted(unheard.items()))
+    return RunResult(program.observe(state), n_rounds, floats, state, curves(rows, n), left, alive)
 
 
 def check_message(message: Any, n_nodes: int) -> tuple[Array, ...]:

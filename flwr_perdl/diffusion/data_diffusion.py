@@ -63,7 +63,7 @@ from flwr_perdl.diffusion._replacement import (
     unit_rows,
     value_of,
 )
-from flwr_perdl.diffusion.combine import Inbox, carry, shown
+from flwr_perdl.diffusion.combine import Inbox, run_program, shown
 from flwr_perdl.diffusion.objectives import check_positive
 from flwr_perdl.diffusion.topology import Topology, metropolis_weights, rounds_to_all
 
@@ -310,10 +310,10 @@ class DataDiffusion:
         if len(data) != topology.n_nodes:
             raise ValueError(f"data must be of {topology.n_nodes} nodes, got {len(data)}.")
         program = self.program(dict(enumerate(data)), agreement=agreement, start=start, seed=seed)
-        ran = carry(program, network, n_rounds, callback)
-        dictionaries, error = shown(ran.observed, "dictionaries", "error")
+        run = run_program(program, network, n_rounds, callback)
+        dictionaries, error = shown(run.observed, "dictionaries", "error")
         apart = self._disagreement(dictionaries)
-        return Diffused(dictionaries, error, apart, ran.rounds, ran.floats_sent)
+        return Diffused(dictionaries, error, apart, run.rounds, run.floats_sent)
 
     def program(
         self,

@@ -553,7 +553,7 @@ class Learning:
         return self.inference.message(state)
 
     def combine(self, state: DualState, inbox: Inbox) -> DualState:
-        """Take in what was heard; at the end of a batch, update the atoms (56)."""
+        """Take in what was received; at the end of a batch, update the atoms (56)."""
         batch, within = self._place(inbox.round)
         if batch >= self.n_batches:
             return state

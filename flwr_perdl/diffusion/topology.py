@@ -115,8 +115,8 @@ class Topology:
         An edge ``u -> v`` of a directed graph lets v hear u.
         """
         index = {node: i for i, node in enumerate(graph.nodes())}
-        heard = [(index[v], index[u]) for u, v in graph.edges() if u != v]
-        return cls.from_edges(len(index), heard, directed=bool(graph.is_directed()))
+        links = [(index[v], index[u]) for u, v in graph.edges() if u != v]
+        return cls.from_edges(len(index), links, directed=bool(graph.is_directed()))
 
     @classmethod
     def ring(cls, n_nodes: int) -> Topology:
@@ -202,8 +202,8 @@ class Topology:
         def draw(rng: np.random.Generator) -> Topology:
             upper = []
             for k in range(n_nodes - 1):  # row by row: memory in proportion to the edges
-                heard = np.flatnonzero(rng.random(n_nodes - 1 - k) < p) + k + 1
-                upper.append(np.stack([np.full_like(heard, k), heard], axis=1))
+                others = np.flatnonzero(rng.random(n_nodes - 1 - k) < p) + k + 1
+                upper.append(np.stack([np.full_like(others, k), others], axis=1))
             return cls.from_edges(n_nodes, np.vstack(upper) if upper else [])
 
         return _until_connected(draw, f"erdos_renyi({n_nodes}, {p:g})", seed)
@@ -604,16 +604,16 @@ def rounds_to_all(network: Any) -> int:
     if isinstance(network, CombinationMatrix):
         matrices = (network,)
     topologies = [matrix.topology for matrix in matrices] or [network.topology]
-    heard = sum(topology.adjacency for topology in topologies)
+    links = sum(topology.adjacency for topology in topologies)
     count = 1
-    if heard.nnz:
-        weights = sum((matrix.matrix for matrix in matrices), heard * 0)
-        count, _ = connected_components(weights if matrices else heard, connection="strong")
+    if links.nnz:
+        weights = sum((matrix.matrix for matrix in matrices), links * 0)
+        count, _ = connected_components(weights if matrices else links, connection="strong")
     if count > 1:
         raise ValueError(
             f"network must be connected, got {network.topology!r} in {count} separate parts."
         )
-    return len(topologies) * news_takes(Topology(heard))
+    return len(topologies) * news_takes(Topology(links))
 
 
 def news_takes(topology: Topology) -> int:
