@@ -4,10 +4,11 @@ This file holds a trick that saves time where the span is much smaller than the 
 every result is the same but for rounding.
 
 Where no bound ever binds, the agents' estimates stay in the span of the sample and the atoms
-(:class:`Span`: an isometry). With a bounded V_f (37), as under Huber's loss, a few entries meet
-their bounds: large ones of the sample. These entries are kept; all others are expressed in the
-span, where f*, the atoms' correlations and (37) keep their form (:func:`bounded`). Afterwards the
-other entries are checked: if one has left its bounds, it is kept as well in a second run.
+(:class:`_Span`: an isometry): a gradient (62) is a sum of the sample, nu and atoms. With a bounded
+V_f (37), as under Huber's loss, a few entries meet their bounds: large ones of the sample. These
+entries are kept; all others are expressed in the span, where f*, the atoms' correlations and (37)
+keep their form (:class:`_Turned`). Afterwards the other entries are checked: if one has left its
+bounds, it is kept as well in a second run.
 
 An estimate of nu that starts from 0 never exceeds ``x / strong_convexity`` in size where codes and
 atoms are nonnegative, and after ``n`` rounds of step mu not ``1 - (1 - mu strong_convexity / N)^n``
@@ -18,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -26,11 +26,12 @@ from flwr_perdl._checks import Matrix
 from flwr_perdl.diffusion._dual import norms
 from flwr_perdl.diffusion.objectives import Objective
 
-#: ``solve(objective, X, dictionaries)`` returns an `Inference`.
-Solve = Callable[[Objective, Matrix, Sequence[Matrix]], Any]
+#: Rounds, and what all agents show: codes, estimates and residuals.
+Found = tuple[int, dict[str, Matrix]]
+Solve = Callable[[Objective, Matrix, Sequence[Matrix]], Found]
 
 
-class Span:
+class _Span:
     """Coordinates in the span of all atoms and a sample; the last is the sample's own: an isometry.
 
     Parameters
@@ -109,10 +110,16 @@ class _Turned(Objective):
         return projected
 
 
-def bounded(
-    objective: Objective, X: Matrix, dictionaries: Sequence[Matrix], reach: float, solve: Solve
-) -> Any:
-    """Return what ``solve`` returns, for an objective with a finite bound, in fewer coordinates.
+def in_span(
+    objective: Objective,
+    X: Matrix,
+    dictionaries: Sequence[Matrix],
+    reach: float,
+    solve: Solve,
+    *,
+    back: bool,
+) -> Found:
+    """Return what ``solve(objective, X, dictionaries)`` returns, found in fewer coordinates.
 
     Parameters
     ----------
@@ -121,23 +128,29 @@ def bounded(
     reach : float
         Share of ``x / strong_convexity`` that an entry of nu can reach.
     solve : callable
-        See `Solve`; called with other coordinates, once or more.
+        Called with other coordinates: once, or with a finite bound until no other entry meets it.
+    back : bool
+        Whether nu is needed in the original coordinates.
     """
-    W = np.concatenate(list(dictionaries))
+    W, bounded = np.concatenate(list(dictionaries)), bool(np.isfinite(objective.bound))
     kept = (np.abs(X) * reach > objective.bound * objective.strong_convexity).any(axis=0)
     while True:
         on, off = np.flatnonzero(kept), np.flatnonzero(~kept)
-        span = Span(W[:, off])
+        span = _Span(W[:, off])
         turned, across = span.samples(X[:, off])
-        found = solve(
-            _Turned(objective.gamma, objective.delta, objective, len(on)),
+        rounds, seen = solve(
+            _Turned(objective.gamma, objective.delta, objective, len(on)) if bounded else objective,
             np.hstack([X[:, on], turned]),
             [np.hstack([D[:, on], span.atoms(D[:, off])]) for D in dictionaries],
         )
-        nu = np.empty((len(dictionaries), *X.shape), dtype=X.dtype)
-        nu[..., on] = found.nu[..., : len(on)]
-        nu[..., off] = span.back(found.nu[..., len(on) :], turned, across)
-        outside = (np.abs(nu) > objective.bound).any(axis=(0, 1)) & ~kept
+        if not (bounded or back):
+            return rounds, seen
+        nu = span.back(seen["nu"][..., len(on) :], turned, across)
+        if not bounded:
+            return rounds, {**seen, "nu": nu}
+        whole = np.empty((len(dictionaries), *X.shape), dtype=X.dtype)
+        whole[..., on], whole[..., off] = seen["nu"][..., : len(on)], nu
+        outside = (np.abs(whole) > objective.bound).any(axis=(0, 1)) & ~kept
         if not outside.any():
-            return found._replace(nu=nu)
-        kept |= outside
+            return rounds, {**seen, "nu": whole}
+        kept |= outside  # their bounds are unknown in the span: begin again, with these kept

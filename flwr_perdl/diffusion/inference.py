@@ -45,7 +45,7 @@ where that is faster (``_kernels.py``): the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 from math import ceil
@@ -76,7 +76,7 @@ from flwr_perdl.diffusion._dual import (
     informed_agents,
 )
 from flwr_perdl.diffusion._minimize import costs, descend, minimize
-from flwr_perdl.diffusion._span import Span, bounded
+from flwr_perdl.diffusion._span import Found, in_span
 from flwr_perdl.diffusion.combine import shown
 from flwr_perdl.diffusion.objectives import Objective, check_closed_forms
 from flwr_perdl.diffusion.topology import CombinationMatrix, Topology, metropolis_weights
@@ -99,6 +99,69 @@ __all__ = [
 
 #: Bytes of one stacked array of a block of samples. A few such arrays fit into a CPU cache.
 _BLOCK = 2**21
+
+
+def local_costs(
+    objective: Objective,
+    X: Matrix,
+    nu: Matrix,
+    dictionaries: Matrix,
+    informed: Sequence[int] | None = None,
+) -> Matrix:
+    """Return each agent's cost ``J_k(nu_k; x)`` (29) at its own dual variables.
+
+    Parameters
+    ----------
+    objective : Objective
+        f, h and V_f.
+    X : ndarray of shape (n_samples, n_features)
+        Samples; only informed agents look at them.
+    nu : ndarray of shape (n_agents, n_samples, n_features)
+        Every agent's dual variables, within V_f but for rounding.
+    dictionaries : ndarray of shape (n_agents, n_atoms, n_features)
+        Every agent's atoms, of norm at most 1.
+    informed : sequence of int, optional
+        The agents that see the samples (N_I); all by default.
+
+    Returns
+    -------
+    ndarray of shape (n_agents, n_samples)
+        At the optimum their sum is minus the least cost of coding the sample (65): how new it is to
+        the network. The agents find their mean by `Averaging`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.diffusion import SparseSVD, Topology, infer, local_costs
+    >>> objective, D = SparseSVD(gamma=0.1, delta=0.1), np.eye(4)[:3, None]  # three agents' atoms
+    >>> X = np.array([[1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0]])  # the second has no atom
+    >>> nu = infer(objective, X, list(D), Topology.ring(3)).nu
+    >>> cost = -local_costs(objective, X, nu, D).sum(axis=0)
+    >>> bool(cost[1] > cost[0])
+    True
+    """
+    dictionaries = check_array("dictionaries", dictionaries, ndim=3, min_rows=1)
+    X, _ = checked_samples(X, list(dictionaries))
+    n_agents = len(dictionaries)
+    nu = _check_nu(objective, nu, n_agents, X)
+    costs = objective.conjugate(nu) / n_agents
+    costs += objective.regulariser_conjugate(np.matmul(nu, dictionaries.swapaxes(1, 2)))
+    seen = list(informed_agents(informed, n_agents))
+    costs[seen] -= np.einsum("kim,im->ki", nu[seen], X) / len(seen)
+    return costs
+
+
+def _check_nu(objective: Objective, nu: Matrix, n_agents: int, X: Matrix) -> Matrix:
+    """Return dual variables, projected on V_f if rounding has moved them out of it."""
+    nu = check_magnitude("nu", check_array("nu", nu, ndim=3), floor=0.8)
+    if nu.shape != (n_agents, *X.shape):
+        raise ValueError(f"nu must have shape {(n_agents, *X.shape)}, got {nu.shape}.")
+    if nu.dtype != X.dtype:
+        raise ValueError(f"nu must be {X.dtype} as X is, got {nu.dtype}.")
+    largest = float(np.abs(nu).max(initial=0))
+    if largest > objective.bound * (1 + np.sqrt(np.finfo(nu.dtype).eps)):
+        raise ValueError(f"nu must be within {objective.bound:g}, got {largest:g}.")
+    return objective.project(nu)
 
 
 class ExactDual(NamedTuple):
@@ -308,96 +371,115 @@ def infer(
     kind = METHODS[check_choice("method", method, METHODS)]
     tolerance = check_real("tolerance", tolerance, 0)
     agents = informed_agents(informed, topology.n_nodes)
-    exact = not np.isfinite(objective.bound)
-    n_total = sum(len(D) for D in atoms)
-    if compress is None:
-        compress = exact and network is None and 2 * (n_total + 1) <= X.shape[1]
-    elif compress and (network is not None or not (exact or issubclass(kind, ATC))):
-        raise ValueError(
-            "compress must be False with a network, or with an ADMM and a bounded V_f, got True: "
-            "the span of sample and atoms is known in memory only, and ADMM leaves it at bounds."
-        )
-
+    compress = _compresses(compress, objective, kind, network, (sum(map(len, atoms)), X.shape[1]))
     if weights is not None and network is None:
         _check_weights(weights, topology, kind)
-        if issubclass(kind, ATC):
-            bound = contraction_bound(weights) if kind is ATC else weights.second
-            options.setdefault("contraction", min(max(bound, 0.0), 1.0))
+        options = {**_contraction(weights, kind), **options}
 
-    def program(Y: Matrix, W: Sequence[Matrix]) -> DualInference:
+    def program(objective: Objective, Y: Matrix, W: Sequence[Matrix]) -> DualInference:
         return kind(objective, topology, W, Y, agents, **options)
 
-    first = program(X, atoms)
+    first = program(objective, X, atoms)
     if n_rounds is None:
+        # The time constant is an estimate. In memory the residuals end the run: a limit of four
+        # times as many rounds costs nothing where they are not needed.
         n_rounds = first.rounds(tolerance or float(np.finfo(X.dtype).eps))
         n_rounds = min(n_rounds * (1 if network is not None else 4), MOST_ROUNDS)
     check_count("n_rounds", n_rounds)
     if network is not None:
         _check_network(network, first)
         run = network.run(first, n_rounds)
-        return _inference(run.observed, atoms, run.rounds, tolerance, return_nu)
-    matrix = metropolis_weights(topology) if weights is None else weights
-    if compress and not exact:
-        reach = 1.0
-        known = objective.nonnegative and not objective.own_forms
-        if method == "atc" and isinstance(first, ATC) and known:
-            reach -= (1 - first.mu * first.curvature) ** n_rounds
-        solve = partial(
-            infer,
-            topology=topology,
-            method=method,
-            n_rounds=n_rounds,
-            tolerance=tolerance,
-            informed=informed,
-            weights=matrix,
-            compress=False,
-            **options,
-        )
-        found: Inference = bounded(objective, X, atoms, reach, solve)
-        return found
-    span = Span(np.concatenate(atoms)) if compress else None
-    inner = atoms if span is None else [span.atoms(D) for D in atoms]
-    most = max(1, _BLOCK // max(1, topology.n_nodes * inner[0].shape[1] * X.itemsize))
-
-    @short_buffers()
-    def block(Y: Matrix) -> tuple[int, dict[str, Matrix]]:
-        if span is None:
-            return _in_memory(program(Y, atoms), matrix, n_rounds, tolerance)
-        turned, across = span.samples(Y)
-        rounds, seen = _in_memory(program(turned, inner), matrix, n_rounds, tolerance)
-        if return_nu:
-            seen = {**seen, "nu": span.back(seen["nu"], turned, across)}
-        return rounds, seen
-
-    blocks = np.array_split(X, max(1, ceil(len(X) / most)))
-    with one_blas_thread():
-        parts = list(in_threads(block, blocks))
-    joined = {
-        name: np.concatenate([seen[name] for _, seen in parts], axis=1) for name in parts[0][1]
-    }
-    return _inference(joined, atoms, max(rounds for rounds, _ in parts), tolerance, return_nu)
-
-
-def _inference(
-    seen: Mapping[str, Matrix], atoms: Sequence[Matrix], rounds: int, tolerance: float, nu: bool
-) -> Inference:
-    found, estimates, residual = shown(seen, "codes", "nu", "residual")
+        rounds, seen = run.rounds, run.observed
+    else:
+        matrix = metropolis_weights(topology) if weights is None else weights
+        solve = partial(_in_blocks, program, matrix, n_rounds, tolerance)
+        with one_blas_thread():  # blocks run in threads, which BLAS threads would compete with
+            if compress:
+                reach = _reach(first, n_rounds)
+                rounds, seen = in_span(objective, X, atoms, reach, solve, back=return_nu)
+            else:
+                rounds, seen = solve(objective, X, atoms)
+    codes, nu, residual = shown(seen, "codes", "nu", "residual")
     return Inference(
-        codes=tuple(codes[:, : len(D)] for codes, D in zip(found, atoms, strict=True)),
-        nu=estimates if nu else None,
+        # Agents with fewer atoms than others were filled up with zeros, see `DualState`.
+        codes=tuple(C[:, : len(D)] for C, D in zip(codes, atoms, strict=True)),
+        nu=nu if return_nu else None,
         rounds=rounds,
         residual=residual,
         converged=bool((residual <= tolerance).all()),
     )
 
 
+def _compresses(
+    compress: bool | None,
+    objective: Objective,
+    kind: type[DualInference],
+    network: Network | None,
+    shape: tuple[int, int],
+) -> bool:
+    """Return whether to iterate in the span of sample and atoms; ``shape`` is that of all atoms."""
+    exact = not np.isfinite(objective.bound)
+    if compress is None:
+        # The way to the span and back costs a few rounds; a round is cheaper by the ratio of the
+        # dimensions. From one half on this pays.
+        return exact and network is None and 2 * (shape[0] + 1) <= shape[1]
+    if compress and (network is not None or not (exact or issubclass(kind, ATC))):
+        raise ValueError(
+            "compress must be False with a network, or with an ADMM and a bounded V_f, got True: "
+            "the span of sample and atoms is known in memory only, and ADMM leaves it at bounds."
+        )
+    return compress
+
+
+def _contraction(weights: CombinationMatrix, kind: type[DualInference]) -> dict[str, float]:
+    """Return the option of a diffusion that depends on the weights."""
+    if not issubclass(kind, ATC):
+        return {}
+    # ATC's weights may be unsymmetric: their distance from 1/N bounds the second singular value,
+    # without an eigenvalue. Exact diffusion averages with (I + A) / 2, where the sign matters.
+    bound = contraction_bound(weights) if kind is ATC else weights.second
+    return {"contraction": min(max(bound, 0.0), 1.0)}
+
+
+def _reach(program: DualInference, n_rounds: int) -> float:
+    """Return what share of ``x / strong_convexity`` an entry of nu can reach, see `in_span`."""
+    o = program.objective
+    if type(program) is not ATC or not o.nonnegative or o.own_forms:
+        return 1.0  # corrections and multipliers overshoot: only (31) itself rises step by step
+    return float(1 - (1 - program.mu * program.curvature) ** n_rounds)
+
+
+def _in_blocks(
+    program: Callable[[Objective, Matrix, Sequence[Matrix]], DualInference],
+    weights: CombinationMatrix,
+    n_rounds: int,
+    tolerance: float,
+    objective: Objective,
+    X: Matrix,
+    atoms: Sequence[Matrix],
+) -> Found:
+    """Run a program block by block: samples are independent, and a block stays in the cache."""
+    row = weights.topology.n_nodes * X.shape[1] * X.itemsize
+    most = max(1, _BLOCK // max(1, row))
+
+    @short_buffers()
+    def block(Y: Matrix) -> Found:
+        return _in_memory(program(objective, Y, atoms), weights, n_rounds, tolerance)
+
+    parts = list(in_threads(block, np.array_split(X, max(1, ceil(len(X) / most)))))
+    names = parts[0][1]
+    joined = {name: np.concatenate([seen[name] for _, seen in parts], axis=1) for name in names}
+    return max(rounds for rounds, _ in parts), joined
+
+
 def _in_memory(
     program: DualInference, weights: CombinationMatrix, n_rounds: int, tolerance: float
-) -> tuple[int, dict[str, Matrix]]:
-    """Run a program with all agents hosted here, and every message heard."""
+) -> Found:
+    """Run a program with all agents hosted here, and every message received."""
     means = weights.matrix.astype(program.X.dtype, copy=False)
     state, round_, found = program.start(np.arange(program.topology.n_nodes)), 0, False
     while round_ < n_rounds and not found:
+        # All rounds up to the next measurement of the residuals at once: one call, if compiled.
         ahead = next(n for n in count(1) if due(round_ + n) or round_ + n == n_rounds)
         state = program.advance(state, round_, ahead, means)
         round_ += ahead
@@ -439,66 +521,3 @@ def _check_network(network: Network, program: DualInference) -> None:
     if isinstance(program, ADMM) and more.nnz:
         k, j = (int(nodes[0]) for nodes in more.coords)
         raise ValueError(f"network must have no links that topology lacks, got {k} - {j}.")
-
-
-def local_costs(
-    objective: Objective,
-    X: Matrix,
-    nu: Matrix,
-    dictionaries: Matrix,
-    informed: Sequence[int] | None = None,
-) -> Matrix:
-    """Return each agent's cost ``J_k(nu_k; x)`` (29) at its own dual variables.
-
-    Parameters
-    ----------
-    objective : Objective
-        f, h and V_f.
-    X : ndarray of shape (n_samples, n_features)
-        Samples; only informed agents look at them.
-    nu : ndarray of shape (n_agents, n_samples, n_features)
-        Every agent's dual variables, within V_f but for rounding.
-    dictionaries : ndarray of shape (n_agents, n_atoms, n_features)
-        Every agent's atoms, of norm at most 1.
-    informed : sequence of int, optional
-        The agents that see the samples (N_I); all by default.
-
-    Returns
-    -------
-    ndarray of shape (n_agents, n_samples)
-        At the optimum their sum is minus the least cost of coding the sample (65): how new it is to
-        the network. The agents find their mean by `Averaging`.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from flwr_perdl.diffusion import SparseSVD, Topology, infer, local_costs
-    >>> objective, D = SparseSVD(gamma=0.1, delta=0.1), np.eye(4)[:3, None]  # three agents' atoms
-    >>> X = np.array([[1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0]])  # the second has no atom
-    >>> nu = infer(objective, X, list(D), Topology.ring(3)).nu
-    >>> cost = -local_costs(objective, X, nu, D).sum(axis=0)
-    >>> bool(cost[1] > cost[0])
-    True
-    """
-    dictionaries = check_array("dictionaries", dictionaries, ndim=3, min_rows=1)
-    X, _ = checked_samples(X, list(dictionaries))
-    n_agents = len(dictionaries)
-    nu = _check_nu(objective, nu, n_agents, X)
-    costs = objective.conjugate(nu) / n_agents
-    costs += objective.regulariser_conjugate(np.matmul(nu, dictionaries.swapaxes(1, 2)))
-    seen = list(informed_agents(informed, n_agents))
-    costs[seen] -= np.einsum("kim,im->ki", nu[seen], X) / len(seen)
-    return costs
-
-
-def _check_nu(objective: Objective, nu: Matrix, n_agents: int, X: Matrix) -> Matrix:
-    """Return dual variables, projected on V_f if rounding has moved them out of it."""
-    nu = check_magnitude("nu", check_array("nu", nu, ndim=3), floor=0.8)
-    if nu.shape != (n_agents, *X.shape):
-        raise ValueError(f"nu must have shape {(n_agents, *X.shape)}, got {nu.shape}.")
-    if nu.dtype != X.dtype:
-        raise ValueError(f"nu must be {X.dtype} as X is, got {nu.dtype}.")
-    largest = float(np.abs(nu).max(initial=0))
-    if largest > objective.bound * (1 + np.sqrt(np.finfo(nu.dtype).eps)):
-        raise ValueError(f"nu must be within {objective.bound:g}, got {largest:g}.")
-    return objective.project(nu)
