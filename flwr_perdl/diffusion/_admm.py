@@ -159,6 +159,7 @@ class ConsensusADMM(ADMM):
         """``1 / sqrt(d_k)``, times what makes the weighted degrees c in the mean, per node."""
         if self.topology.n_nodes == 1:
             return np.zeros(1)
+        # In proportion to the normalized Laplacian, whose gap `strength` knows.
         roots = 1 / np.sqrt(self.topology.degrees)
         mean = float(np.mean(roots * (self.topology.adjacency @ roots)))
         scaled: NDArray[np.float64] = roots * np.sqrt(self.strength / mean)
@@ -172,7 +173,7 @@ class ConsensusADMM(ADMM):
 
     @cached_property
     def edges(self) -> Csr:
-        """``2 r c_kl / a_k`` where k hears l: sparse, (n_nodes, n_nodes)."""
+        """``2 r c_kl / a_k`` where k receives from l: sparse, (n_nodes, n_nodes)."""
         everyone = np.arange(self.topology.n_nodes)
         return self._edges(self.topology.adjacency, everyone, everyone)
 
@@ -198,22 +199,24 @@ class ConsensusADMM(ADMM):
     def combine(self, state: DualState, inbox: Inbox) -> DualState:
         """Update multipliers and estimates in the form of ``linear`` and ``memory``."""
         r, nu, whole = self.relaxation, state.nu, self._whole[state.nodes]
-        if inbox.links is self.topology.adjacency:  # in memory, all heard: the same every round
-            edges, heard = self.edges, whole
+        if inbox.links is self.topology.adjacency:  # in memory: the same every round
+            edges, received = self.edges, whole
         else:
             edges = self._edges(inbox.links, state.nodes, inbox.senders)
-            heard = np.asarray(edges.sum(axis=1), dtype=np.float64)
+            received = np.asarray(edges.sum(axis=1), dtype=np.float64)
         linear = product(edges, inbox.arrays[0])
         after = state
         if due(inbox.round):
-            apart = distances(nu, linear, 1 / np.where(heard > 0, heard, 1))
-            apart *= heard[:, None] > 0
+            apart = distances(nu, linear, 1 / np.where(received > 0, received, 1))
+            apart *= received[:, None] > 0
             after = state._replace(residual=self._residual(state.change, apart, nu))
-        if heard is not whole and not np.allclose(heard, whole, rtol=1e-6):
-            linear += nu * column(whole - heard, nu)
+        if received is not whole and not np.allclose(received, whole, rtol=1e-6):
+            # A missing message counts as the own estimate, at both ends: the sum of q stays 0.
+            linear += nu * column(whole - received, nu)
         memory = (1 - r) * state.memory
         linear += memory
         memory += linear
+        # The order of the kernels, so that both have the same bits.
         term = (2 * r - 1) / (1 - r) * state.linear
         memory += term
         np.multiply(nu, column(r / (1 - r) * whole, nu), out=term)
@@ -322,6 +325,8 @@ class JacobianADMM(ADMM):
         if self.step is not None:
             return check_real("step", self.step, 0, LARGE, open_low=True)
         top, degree = self.spectrum[1], max(1.0, float(self.topology.degrees.max()))
+        # top is the largest eigenvalue of L, relative to D; 2 is that of bipartite graphs, on which
+        # D + B is singular, and only the costs' own curvature is left to stabilize the step.
         most = (4 * (2 - top) + 2 * self.curvature / (self.edge * degree)) / top
         return min(1.0, most / 2)
 
@@ -350,6 +355,7 @@ class JacobianADMM(ADMM):
         nu, degree = state.nu, self.topology.degrees[state.nodes]
         edge = self.edge / self.curvatures[state.nodes]
         around = inbox.total()
+        # A missing neighbor counts as one that agrees: it moves neither estimate nor multiplier.
         missing = degree - inbox.degrees
         if missing.any():
             around += nu * column(missing, nu)

@@ -60,6 +60,7 @@ class ATC(DualInference):
         """The step."""
         if self.step is not None:
             return check_real("step", self.step, 0, LARGE, open_low=True)
+        # The bound (33) holds strictly, and Table III's form of it for any number of agents.
         return 0.9 * self.objective.step_bound(self.n_atoms or 1)
 
     @cached_property
@@ -75,7 +76,7 @@ class ATC(DualInference):
         return contraction_bound(metropolis_weights(self.topology))
 
     @cached_property
-    def _alike(self) -> Nodes:
+    def _same_linear(self) -> Nodes:
         """For every agent the first whose ``linear`` is the same: informed or not, (n_nodes,)."""
         informed = np.isin(np.arange(self.topology.n_nodes), list(self.informed or ()))
         return np.where(informed, informed.argmax(), informed.argmin())
@@ -91,6 +92,7 @@ class ATC(DualInference):
 
     def _descended(self, state: DualState) -> Matrix:
         codes = self.objective.code(correlate(state.nu, state.atoms))
+        # In place, and the large arrays last: each of them is read once.
         psi = reconstruct(-self.mu * codes, state.atoms)
         psi += state.linear
         psi += (1 - self.mu * self.curvature) * state.nu
@@ -98,6 +100,7 @@ class ATC(DualInference):
 
     def combine(self, state: DualState, inbox: Inbox) -> DualState:
         """Average with the neighbors (31b) and project on V_f (37b)."""
+        # Messages are steps, which may leave V_f: (37b) projects their mean, which is used.
         nu = self.objective.project(inbox.mean())
         if not due(inbox.round):
             return state._replace(nu=nu)
@@ -108,6 +111,7 @@ class ATC(DualInference):
 
     def advance(self, state: DualState, round_: int, n_rounds: int, weights: Csr) -> DualState:
         """Make rounds with all agents here: over a sparse network, compiled."""
+        # The kernel knows (31) without (37), and no method that derives from ATC.
         if type(self) is not ATC or not (self._compiles(state) and is_sparse(weights)):
             return super().advance(state, round_, n_rounds, weights)
         from flwr_perdl.diffusion import _kernels  # compiled: Numba is imported where it is needed
@@ -121,7 +125,7 @@ class ATC(DualInference):
             *entries(weights, nu.dtype),
             atoms,
             linear,
-            self._alike,
+            self._same_linear,
             number(o.gamma),
             number(o.delta),
             o.nonnegative,
@@ -162,6 +166,7 @@ class ExactDiffusion(ATC):
         """The step."""
         if self.step is not None:
             return check_real("step", self.step, 0, LARGE, open_low=True)
+        # With (I + A) / 2, which has no negative eigenvalue, twice ATC's steps are stable.
         return 1.8 * self.objective.step_bound(self.n_atoms or 1, self.topology.n_nodes)
 
     @cached_property
@@ -202,7 +207,7 @@ class ExactDiffusion(ATC):
         if np.isfinite(self.objective.bound):
             full = nu + excess
             nu = self.objective.project(full)
-            excess = full - nu
+            excess = full - nu  # NIDS: kept, so that the fixed point meets (28)'s conditions
         after = state._replace(nu=nu, excess=excess)
         if not due(inbox.round):
             return after
@@ -219,6 +224,7 @@ def _second(topology: Topology) -> float:
 
 def contraction_bound(weights: CombinationMatrix) -> float:
     """Return a bound, at most 1, of the factor by which weights shrink differences."""
+    # The Frobenius norm bounds the spectral norm, and needs no eigenvalue of many nodes.
     excess = float(np.square(weights.matrix.data).sum()) - 1  # squared distance from 1 / N
     rounding = 4 * weights.topology.n_nodes * float(np.finfo(np.float64).eps)
     return min(1.0, sqrt(excess)) if excess > rounding else 0.0

@@ -147,6 +147,7 @@ class DualInference(ABC):
         ``strong_convexity / N`` and ``n_atoms / delta``, spread over the directions there are.
         """
         most = self.n_atoms or 1
+        # As many directions as there are atoms in all, and no more than features.
         directions = max(1, min(self.topology.n_nodes * most, self.X.shape[1]))
         share: float = most / directions / self.objective.delta
         return self.curvature + share
@@ -195,7 +196,7 @@ class DualInference(ABC):
         agents = list(self.informed or ())
         seeing = np.isin(nodes, agents)
         linear = np.zeros((m, n_samples, n_features), dtype=X.dtype)
-        linear[seeing] = X / len(agents)
+        linear[seeing] = X / len(agents)  # theta_k x (29)
         none = np.zeros((m, 0), dtype=X.dtype)
         far = np.full((m, n_samples), inf, dtype=X.dtype)
         zeros = np.zeros_like(linear)
@@ -216,7 +217,7 @@ class DualInference(ABC):
         """Take in the neighbors' messages."""
 
     def advance(self, state: DualState, round_: int, n_rounds: int, weights: Csr) -> DualState:
-        """Make rounds with all agents here, in which every message is heard.
+        """Make rounds with all agents here, in which every message is received.
 
         The results are those of `adapt`, `message` and `combine`, to the bit. Residuals are
         measured in the last round only.
@@ -247,8 +248,10 @@ class DualInference(ABC):
 
     def _residual(self, change: Matrix, apart: Matrix, nu: Matrix) -> Matrix:
         """Return the residuals from the lengths of the last steps and distances to neighbors."""
+        # An error that shrinks by exp(-1/t) a round is t times as long as its last step. Errors are
+        # relative to nu in the Euclidean norm: that is the paper's signal-to-noise ratio (IV-A).
         size = np.maximum(norms(nu), np.finfo(nu.dtype).tiny)
-        with np.errstate(over="ignore"):  # where an agent has heard nothing yet, nu is 0
+        with np.errstate(over="ignore"):  # where nothing has been received yet, nu is 0
             residual: Matrix = np.maximum(change * self.time_constant, apart) / size
         return residual
 

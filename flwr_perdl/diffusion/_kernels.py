@@ -10,9 +10,9 @@ NumPy would sum in another order. The methods call them where the agents are not
 that the results are the same bits.
 
 Arrays have the shapes of `DualState`: (m, n_samples, n_features) for estimates and messages, (m,
-1, n_features) for atoms. Agent k hears ``senders[first[k] : first[k + 1]]``, with the same part of
-``weights``. The loops over features index whole arrays: slices of every row would cost as much as a
-hundred features.
+1, n_features) for atoms. Agent k receives from ``senders[first[k] : first[k + 1]]``, with the same
+part of ``weights``. The loops over features index whole arrays: slices of every row would cost as
+much as a hundred features.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ def _distance(a: Matrix, b: Matrix, scale: Number, lanes: Matrix) -> Number:
             lanes[lane] += difference * difference
     square, limits = _folded(lanes), np.finfo(a.dtype)
     norm: Number = np.sqrt(square)
+    # Below this the square has lost digits, or all: scaled by the largest entry it has not.
     if square >= limits.tiny / limits.eps**2:
         return norm
     size = 0.0
@@ -117,7 +118,7 @@ def _weighted_sum(
 def weighted_sums(
     first: Ints, senders: Ints, weights: Matrix, messages: Matrix, sums: Matrix
 ) -> None:
-    """Write each agent's weighted sum of the messages that it hears: (m, 1, n) of (s, n)."""
+    """Write each agent's weighted sum of the messages that it receives: (m, 1, n) of (s, n)."""
     for k in range(len(sums)):
         _weighted_sum(messages, first[k], first[k + 1], senders, weights, sums, k)
 
@@ -148,7 +149,7 @@ def atc(
     weights: Matrix,
     atoms: Matrix,
     linear: Matrix,
-    alike: Ints,
+    same: Ints,
     gamma: Number,
     delta: Number,
     nonnegative: bool,
@@ -167,7 +168,7 @@ def atc(
         See above; the combination weights.
     atoms, linear : ndarrays
         As in `DualState`.
-    alike : ndarray of shape (m,)
+    same : ndarray of shape (m,)
         For every agent one whose ``linear`` is the same: a few are read instead of all.
     gamma, delta, nonnegative
         The objective's.
@@ -176,31 +177,33 @@ def atc(
     nu : ndarray of shape (m, n_samples, n_features)
         The estimates. Is updated.
     messages : ndarray of shape (2, m, n_features)
-        Memory for the messages of a sample that are heard and sent in a round.
+        Memory for the messages of a sample that are received and sent in a round.
     change, apart : ndarrays of shape (m, n_samples)
         The lengths of the last step and of the distance to the neighbors are written.
     """
     m, n_samples, n = nu.shape
     one, lanes = nu.dtype.type(1), np.zeros(_LANES, nu.dtype)
     row = np.empty((1, 1, n), nu.dtype)
+    # Samples outermost: all agents' numbers of one sample stay in the cache over the rounds.
     for i in range(n_samples):
         for round_ in range(n_rounds + 1):
-            heard, sent = messages[round_ % 2], messages[1 - round_ % 2]
+            received, sent = messages[round_ % 2], messages[1 - round_ % 2]
             for k in range(m):
                 if round_ == 0:
                     for f in range(n):
                         row[0, 0, f] = nu[k, i, f]
                 else:  # (31b)
-                    _weighted_sum(heard, first[k], first[k + 1], senders, weights, row, 0)
+                    _weighted_sum(received, first[k], first[k + 1], senders, weights, row, 0)
                 if round_ < n_rounds:  # (31a) with the gradient (62)
                     s = _product(row, 0, 0, atoms, k, lanes)
-                    move, known = mu * _code(s, gamma, delta, nonnegative), alike[k]
+                    move, known = mu * _code(s, gamma, delta, nonnegative), same[k]
                     for f in range(n):
                         target = linear[known, i, f] - move * atoms[k, 0, f]
                         sent[k, f] = target + kept * row[0, 0, f]
                 else:
                     change[k, i] = _distance(row[0, 0], nu[k, i], one, lanes)
-                    apart[k, i] = _distance(heard[k], row[0, 0], one, lanes)
+                    apart[k, i] = _distance(received[k], row[0, 0], one, lanes)
+                # The estimates before the last round measure its step, those after it are returned.
                 if round_ >= n_rounds - 1:
                     for f in range(n):
                         nu[k, i, f] = row[0, 0, f]
@@ -275,20 +278,21 @@ def admm(
     m, n_samples, n = nu.shape
     one, lanes = nu.dtype.type(1), np.zeros(_LANES, nu.dtype)
     row = np.empty((1, 1, n), nu.dtype)
+    # Samples outermost: all agents' numbers of one sample stay in the cache over the rounds.
     for i in range(n_samples):
         for round_ in range(n_rounds + 1):
-            heard, sent = messages[round_ % 2], messages[1 - round_ % 2]
+            received, sent = messages[round_ % 2], messages[1 - round_ % 2]
             for k in range(m):
                 if round_ > 0:
-                    _weighted_sum(heard, first[k], first[k + 1], senders, weights, row, 0)
+                    _weighted_sum(received, first[k], first[k + 1], senders, weights, row, 0)
                     if round_ == n_rounds:
-                        apart[k, i] = _distance(heard[k], row[0, 0], shares[k], lanes)
+                        apart[k, i] = _distance(received[k], row[0, 0], shares[k], lanes)
                     leave = known.back[k]
                     for f in range(n):
                         faded = known.fade * memory[k, i, f]
                         center = row[0, 0, f] + faded
                         mixed = faded + center + known.ahead * linear[k, i, f]
-                        memory[k, i, f] = mixed - leave * heard[k, f]
+                        memory[k, i, f] = mixed - leave * received[k, f]
                         linear[k, i, f] = center
                 if round_ < n_rounds:  # (39a)
                     s = _product(linear, k, i, atoms, k, lanes)
@@ -296,7 +300,7 @@ def admm(
                     for f in range(n):
                         sent[k, f] = linear[k, i, f] - move * atoms[k, 0, f]
                 if round_ == n_rounds - 1:
-                    before = heard[k] if round_ > 0 else nu[k, i]
+                    before = received[k] if round_ > 0 else nu[k, i]
                     change[k, i] = _distance(sent[k], before, one, lanes)
                     for f in range(n):
                         nu[k, i, f] = sent[k, f]
@@ -316,7 +320,7 @@ def admm_step(
     Parameters
     ----------
     sums : ndarray of shape (m, n_samples, n_features)
-        What the agents heard, times the weights of ``ConsensusADMM.edges``.
+        What the agents received, times the weights of ``ConsensusADMM.edges``.
     atoms, known
         As in `admm`.
     linear, memory, nu : ndarrays of shape (m, n_samples, n_features)

@@ -82,6 +82,7 @@ def minimize(
     nu = reconstruct(codes * scale, atoms)
     np.subtract(centers, nu, out=nu)
     if np.isfinite(objective.bound):
+        # The elastic net alone is the minimum wherever its nu meets no bound: most often.
         outside = np.abs(nu).max(axis=2, initial=0) > objective.bound
         if outside.any():
             k, i = np.nonzero(outside)
@@ -111,6 +112,7 @@ def descend(objective: Objective, W: Matrix, X: Matrix, tolerance: float) -> Mat
         Positive.
     """
     gram, products = W @ W.T, X @ W.T
+    # Both have the same largest eigenvalue, the smaller one sooner.
     lesser = gram if len(W) <= W.shape[1] else W.T @ W
     top = float(np.linalg.eigvalsh(lesser)[-1])
     forward = X.dtype.type(top) * np.eye(len(W), dtype=X.dtype) - gram
@@ -203,6 +205,7 @@ def _elastic_net(objective: Objective, hessian: Matrix, r: Matrix, codes: Matrix
         open_, h, s, start, target = (x[wrong] for x in (open_, h, s, start, target))
         if not len(open_):
             break
+        # Where target is 0 the code does not depend on s: these leave the linear system.
         active = target != 0
         system = np.where(active[:, :, None] & active[:, None, :], h, 0) + identity
         wanted = np.where(active, r[open_] - objective.gamma * np.sign(target), 0)
@@ -244,6 +247,7 @@ def _line_search(height: Callable[[Matrix], Matrix], slope: Matrix) -> Matrix:
     """Return steps, halved from 1 until each descends a tenth of what its slope promises."""
     t = np.ones_like(slope)
     start = height(np.zeros_like(slope))
+    # Near the minimum differences of heights are rounding: a step that cannot be judged is taken.
     noise = _ROUNDING * np.finfo(slope.dtype).eps * np.abs(start)
     for _ in range(_HALVINGS):
         short = height(t) > start + 0.1 * t * slope + noise
@@ -274,6 +278,7 @@ def _newton(
         open_, W, inverse, start, c, v, S = (x[wrong] for x in (open_, W, inverse, start, c, v, S))
         if not len(open_):
             break
+        # A feature at its bound is linear in y: it adds to the slope, and nothing to the curvature.
         curved = np.where((np.abs(v) < objective.bound)[:, None], W, 0)
         H = np.matmul(curved, W.swapaxes(1, 2)) * inverse[..., None]
         step = _elastic_net(objective, H, S + _times(H, start), start) - start

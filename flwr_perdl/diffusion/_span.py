@@ -105,6 +105,7 @@ class _Turned(Objective):
         """Return the nearest points of V_f."""
         if not self.n_kept:
             return NU
+        # The kept entries are features still: (37) clips each by itself, whatever the others are.
         projected = NU.copy()
         projected[..., : self.n_kept] = self.of.project(NU[..., : self.n_kept])
         return projected

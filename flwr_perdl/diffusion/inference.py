@@ -144,6 +144,7 @@ def local_costs(
     X, _ = checked_samples(X, list(dictionaries))
     n_agents = len(dictionaries)
     nu = _check_nu(objective, nu, n_agents, X)
+    # In the order of (29): f*'s share, h* of the own atoms, and the sample where it is known.
     costs = objective.conjugate(nu) / n_agents
     costs += objective.regulariser_conjugate(np.matmul(nu, dictionaries.swapaxes(1, 2)))
     seen = list(informed_agents(informed, n_agents))
@@ -239,12 +240,13 @@ def exact_dual(
         W, X = W.astype(np.float64), X.astype(np.float64, copy=False)
         a = objective.strong_convexity
         found = minimize(objective, W[None], X[None] / a, np.array([a]))
-        codes, nu = found.codes[0], found.nu[0]
+        codes, nu = found.codes[0], found.nu[0]  # (28) is an agent's problem (39a) with all atoms
     else:
         codes = descend(objective, W, X, tolerance)
-        nu = X - codes @ W
+        nu = X - codes @ W  # (55): of the squared loss the dual is the residual
     cost, gap = costs(objective, W, X, codes, nu)
     size = np.maximum(np.linalg.norm(X, axis=1), np.finfo(X.dtype).tiny)
+    # f* is strongly convex with modulus 1: half the squared distance to nu^o is at most the gap.
     error = np.zeros_like(size) if exact else np.sqrt(2 * np.maximum(gap, 0)) / size
     ends = np.cumsum([len(D) for D in atoms])[:-1]
     kept = [array.astype(dtype, copy=False) for array in (codes, nu, cost, gap, error)]
@@ -517,6 +519,7 @@ def _check_network(network: Network, program: DualInference) -> None:
     if isinstance(program, ATC):
         for matrix in getattr(getattr(network, "plan", None), "matrices", ()):
             _check_sums(matrix, type(program))
+    # A multiplier belongs to a link: without the link at both ends their sum would not stay 0.
     more = sparse.coo_array(theirs.adjacency > ours.adjacency)
     if isinstance(program, ADMM) and more.nnz:
         k, j = (int(nodes[0]) for nodes in more.coords)

@@ -270,7 +270,7 @@ class ModelDiffusion:
             batch = X[at : at + self.batch_size]
             found = self._infer(W, batch, topology, network, given)
             assert found.nu is not None
-            t += 1
+            t += 1  # the first step is step / 1**decay
             W = self._updated(W, found.nu, np.stack(found.codes), t)
             rounds += found.rounds
             worst = max(worst, float(found.residual.max(initial=0)))
@@ -352,6 +352,7 @@ class ModelDiffusion:
         )
         if exact:
             return {}
+        # The penalty depends on the graph's spectrum: it is found once, not for every batch.
         if hasattr(probe, "strength"):
             options["penalty"] = probe.strength
         return {
