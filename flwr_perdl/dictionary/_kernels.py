@@ -379,3 +379,41 @@ def fit_atoms(rest: Matrix, C: Matrix, chosen: NDArray[np.intp], D: Matrix) -> N
             for f in range(d):
                 rest[i, f] += before * D[j, f] - code * atom[f]
         D[j] = atom
+
+
+@compiled
+def descend_atoms(
+    others: Matrix, sums: Matrix, used: NDArray[np.intp], n_sweeps: int, atoms: Matrix
+) -> None:
+    """Give each used atom, in turn, the direction of its sum less what the others make of it.
+
+    Parameters
+    ----------
+    others : ndarray of shape (n_atoms, n_atoms)
+        ``C.T @ C`` with a diagonal of zeros; each row, and that of ``sums``, by any factor.
+    sums : ndarray of shape (n_atoms, n_features)
+        ``C.T @ X``.
+    used : ndarray of int
+        The atoms to move.
+    n_sweeps : int
+        Passes over them.
+    atoms : ndarray of shape (n_atoms, n_features)
+        Unit atoms; moved in place.
+    """
+    r, d = atoms.shape
+    atom = np.empty(d, atoms.dtype)
+    for _ in range(n_sweeps):
+        for j in used:
+            atom[:] = sums[j]
+            for other in range(r):
+                weight = others[j, other]
+                if weight != 0:
+                    for f in range(d):
+                        atom[f] -= weight * atoms[other, f]
+            square = 0.0
+            for f in range(d):
+                square += atom[f] * atom[f]
+            if square > 0:
+                norm = np.sqrt(square)
+                for f in range(d):
+                    atoms[j, f] = atom[f] / norm

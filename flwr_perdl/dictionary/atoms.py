@@ -247,18 +247,16 @@ def coordinate_atoms(gram: Matrix, moment: Matrix, current: Matrix, n_sweeps: in
     ndarray of shape (n_atoms, n_features)
         Unit atoms; one that no sample uses stays exactly as it is.
     """
-    atoms, used = current.copy(), np.flatnonzero(np.diagonal(gram) > 0)
+    from flwr_perdl.dictionary import _kernels  # compiled: Numba is imported where it is needed
+
+    used = np.flatnonzero(np.diagonal(gram) > 0)
     scale = np.maximum(*(np.abs(A).max(axis=1, initial=0) for A in (gram, moment)))
     scale = np.where(scale > 0, scale, 1)[:, None]  # an atom's row may have any length
-    others, sums = gram / scale, moment / scale
+    others, sums = (np.ascontiguousarray(A / scale) for A in (gram, moment))
     np.fill_diagonal(others, 0)
-    for _ in range(n_sweeps):
-        for j in used:
-            atom = sums[j] - others[j] @ atoms
-            norm = np.sqrt(atom @ atom)
-            if norm > 0:
-                atoms[j] = atom / norm
-    return atoms
+    atoms = np.array(current, sums.dtype, order="C")
+    _kernels.descend_atoms(others, sums, used, n_sweeps, atoms)
+    return atoms.astype(current.dtype, copy=False)
 
 
 def merged_atoms(gram: Matrix, D: Matrix) -> Matrix:
@@ -297,12 +295,13 @@ def merged_atoms(gram: Matrix, D: Matrix) -> Matrix:
             break
         if not (free[i] and free[j]):
             continue
-        merged = normalize_atoms((D[i] + signs[i, j] * D[j])[None], D[i, None])[0]
+        merged = D[i] + signs[i, j] * D[j]  # longer than 0: neither is a copy of the other
+        merged /= np.sqrt(np.sum(merged * merged))
         if np.abs(atoms[good] @ merged).max() <= _COPY:
             atoms[spare[0]], good[spare.pop(0)] = merged, True
             free[[i, j]] = False
-    left = [j for j in spare if copies[j]]
-    atoms[left] = normalize_atoms(np.random.default_rng(0).standard_normal(D.shape))[left]
+    if left := [j for j in spare if copies[j]]:
+        atoms[left] = normalize_atoms(np.random.default_rng(0).standard_normal(D.shape))[left]
     return atoms
 
 
