@@ -23,7 +23,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
 from flwr_perdl._records import ARRAYS, CONFIG
-from flwr_perdl.strategies._strategy import attentive
+from flwr_perdl.strategies._strategy import poll_faster
 from perdl_experiments.engine import federate, on_ray
 from perdl_experiments.studies import configure, find, synthetic
 
@@ -86,7 +86,7 @@ def ratios() -> dict[str, Any]:
     runs: dict[str, Callable[[], list[float]]] = {
         "perma": lambda: perma(config),
         "empty": lambda: nothing(atoms, lambda grid: nullcontext()),
-        "attentive": lambda: nothing(atoms, attentive),
+        "poll_faster": lambda: nothing(atoms, poll_faster),
     }
     rounds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(TIMES):
@@ -95,7 +95,7 @@ def ratios() -> dict[str, Any]:
     took = {name: float(np.median(seconds)) for name, seconds in rounds.items()}
     compared = {
         "empty handler / PerMA, a round on Ray": took["empty"] / took["perma"],
-        "empty handler, waiting as PerMA / PerMA, a round on Ray": took["attentive"]
+        "empty handler, waiting as PerMA / PerMA, a round on Ray": took["poll_faster"]
         / took["perma"],
     }
     return {"ratios": compared, "seconds": took}
@@ -103,7 +103,7 @@ def ratios() -> dict[str, Any]:
 
 def tables(results: dict[str, Any]) -> str:
     """Return the results as Markdown."""
-    perma, empty, waiting = (results["seconds"][n] for n in ("perma", "empty", "attentive"))
+    perma, empty, waiting = (results["seconds"][n] for n in ("perma", "empty", "poll_faster"))
     return (
         f"A round of `synthetic` with {CLIENTS} clients on Flower's simulation engine: "
         f"{perma:.2f} s; one of clients that return what they are sent: {empty:.2f} s. "

@@ -193,8 +193,8 @@ def check_kind(name: str, value: Any, kinds: type | tuple[type, ...], wanted: st
 
 def brief_repr(value: object) -> str:
     """Return what a value is, in one line."""
-    said = " ".join(repr(value).split())
-    return said if len(said) <= 80 else f"a {type(value).__name__}"
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else f"a {type(value).__name__}"
 
 
 def plain(value: Any) -> Any:

@@ -45,8 +45,8 @@ def _at_most(*variables: str) -> int:
     """Return the number of cores, or fewer where the first of the variables that is set says so."""
     available = getattr(os, "sched_getaffinity", None)
     cores = len(available(0)) if available else os.cpu_count() or 1
-    said = (os.environ.get(variable, "") for variable in variables)
-    asked = next(filter(str.isdigit, said), cores)
+    values = (os.environ.get(variable, "") for variable in variables)
+    asked = next(filter(str.isdigit, values), cores)
     return max(1, min(cores, int(asked)))
 
 

@@ -271,9 +271,9 @@ def error_of(message: Message) -> str | None:
     if not message.has_error():
         return None
     reason = (message.error.reason or "")[-_READ_OF_REASON:].strip()
-    traceback, said, text = reason.rpartition(_SAID)
+    traceback, marker, text = reason.rpartition(_SAID)
     quoted = 1
-    if not said:
+    if not marker:
         text, quoted = _CLASS.subn(r"\1: ", reason)
     lines = _message_lines(text.removesuffix("'>") if quoted else text)
     first, *more = lines or ["no reason given"]

@@ -56,5 +56,5 @@ class ShownAsCalled:
         args, options = self._called
         names = [name for name in signature(type(self)).parameters if name != "options"]
         given = {**dict(zip(names, args, strict=False)), **options}
-        said = ", ".join(f"{name}={short(value)}" for name, value in given.items())
-        return f"{type(self).__name__}({said})"
+        arguments = ", ".join(f"{name}={short(value)}" for name, value in given.items())
+        return f"{type(self).__name__}({arguments})"

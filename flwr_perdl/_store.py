@@ -250,9 +250,9 @@ def _members(path: Path) -> dict[str, NDArray[Any]]:
     """
     with path.open("rb") as stream, ZipFile(stream) as archive:
         members, size = archive.infolist(), os.fstat(stream.fileno()).st_size
-        said = sum(member.file_size for member in members)
-        if said > size or any(member.compress_type != ZIP_STORED for member in members):
-            raise ValueError(f"its {size} bytes are said to hold {said}, or are compressed")
+        announced = sum(member.file_size for member in members)
+        if announced > size or any(member.compress_type != ZIP_STORED for member in members):
+            raise ValueError(f"its {size} bytes are said to hold {announced}, or are compressed")
         named = {}
         for member in members:
             data = archive.read(member)

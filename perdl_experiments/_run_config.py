@@ -22,21 +22,21 @@ _HOW: dict[str, Any] = {
 }
 
 
-class Asked(NamedTuple):
+class RunConfig(NamedTuple):
     """What a run config asks for."""
 
     experiment: str
     options: dict[str, Any]
 
 
-def read_run_config(run_config: Mapping[str, Any]) -> Asked:
+def read_run_config(run_config: Mapping[str, Any]) -> RunConfig:
     """Return the experiment's name and the options that are set."""
     options = {
         key.replace("-", "_"): value
         for key, value in run_config.items()
         if key not in _HOW and value != ""
     }
-    return Asked(str(run_config.get("experiment", "digits")), options)
+    return RunConfig(str(run_config.get("experiment", "digits")), options)
 
 
 def to_key(option: str) -> str:

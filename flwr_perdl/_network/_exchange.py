@@ -134,9 +134,9 @@ class Plan:
     def links(self, round_: int) -> Links:
         """Return who is heard in a round if every message counts."""
         matrix = self.matrix(round_)
-        heard = self.faults.links(matrix.topology, round_)
-        k, j = sparse.coo_array(heard).coords
-        return Links(k, j, self.faults.delays(heard, round_), _entries(matrix.matrix, k, j))
+        up = self.faults.links(matrix.topology, round_)
+        k, j = sparse.coo_array(up).coords
+        return Links(k, j, self.faults.delays(up, round_), _entries(matrix.matrix, k, j))
 
     def hearing(self, round_: int) -> Csr:
         """Return who may hear a message of a round, now or late: non-zero at ``[k, j]``."""
@@ -144,10 +144,10 @@ class Plan:
         several = {(at - 1) % len(self.matrices): self.matrix(at).topology for at in rounds}
         return sum(topology.adjacency for topology in several.values())
 
-    def heard_by(self, nodes: NDArray[np.intp]) -> NDArray[np.intp]:
+    def senders_to(self, nodes: NDArray[np.intp]) -> NDArray[np.intp]:
         """Return whom these nodes may ever hear, themselves included, ascending."""
-        heard = [matrix.topology.adjacency[nodes].indices for matrix in self.matrices]
-        return np.unique(np.concatenate([nodes, *heard])).astype(np.intp)
+        senders = [matrix.topology.adjacency[nodes].indices for matrix in self.matrices]
+        return np.unique(np.concatenate([nodes, *senders])).astype(np.intp)
 
 
 class Network(ShownAsCalled):
@@ -238,8 +238,8 @@ class Mailbox:
         if not finite.all():
             arrays = tuple(cleared(array, ~finite) for array in arrays)
             self.left_out |= {(round_, int(node)) for node in self.senders[~finite & sent]}
-        heard = finite & sent
-        self._last.appendleft((arrays, heard))
+        received = finite & sent
+        self._last.appendleft((arrays, received))
         senders, stacked = self.senders, arrays
         if len(self._last) > 1:
             senders = np.tile(senders, len(self._last))
@@ -257,7 +257,7 @@ class Mailbox:
             )
         elif not finite.all():
             sound = finite[self._own]
-        simple = not self.plan.faults.any and bool(heard.all()) and own is None
+        simple = not self.plan.faults.any and bool(received.all()) and own is None
         key = (round_ - 1) % len(self.plan.matrices)
         if simple and key in self._routes:
             weights, links = self._routes[key]
@@ -279,9 +279,9 @@ class Mailbox:
         receiver, sender = np.full(n, -1), np.full(n, -1)
         receiver[self.nodes], sender[self.senders] = np.arange(m), np.arange(s)
         rows, columns, late = receiver[links.receivers], sender[links.senders], links.late
-        heard = np.stack([heard for _, heard in self._last])
-        good = np.flatnonzero((rows >= 0) & (late < len(heard)))
-        good = good[heard[late[good], columns[good]]]
+        received = np.stack([received for _, received in self._last])
+        good = np.flatnonzero((rows >= 0) & (late < len(received)))
+        good = good[received[late[good], columns[good]]]
         places = rows[good], late[good] * s + columns[good]
         return shared_weights(links.weights[good], places, (m, n_columns), own, sound)
 
@@ -291,9 +291,9 @@ class Mailbox:
         if self._uncounted is not None:
             links, senders, floats, times = self._uncounted
             rows, columns = sparse.coo_array(links).coords
-            heard = np.full(len(rows), float(floats * times))
+            received = np.full(len(rows), float(floats * times))
             self._traffic = self._traffic + sparse.csr_array(
-                (heard, (self.nodes[rows], senders[columns])), shape=self._traffic.shape
+                (received, (self.nodes[rows], senders[columns])), shape=self._traffic.shape
             )
             self._uncounted = None
         return self._traffic

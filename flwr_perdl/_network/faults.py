@@ -99,12 +99,12 @@ class Faults:
         """Return who is heard in a round: one at ``[k, j]`` if k hears j."""
         if not self.any:
             return topology.adjacency
-        heard = sparse.coo_array(topology.adjacency)
-        k, j = heard.coords
+        links_up = sparse.coo_array(topology.adjacency)
+        k, j = links_up.coords
         up = _per_link(k, j, spawn(self.seed, _DROP, round_)) >= self.drop
         awake = self.awake(topology.n_nodes, round_)
         up &= awake[k] & awake[j]
-        return sparse.csr_array((np.ones(int(up.sum())), (k[up], j[up])), shape=heard.shape)
+        return sparse.csr_array((np.ones(int(up.sum())), (k[up], j[up])), shape=links_up.shape)
 
     def delays(self, links: Csr, round_: int) -> NDArray[np.intp]:
         """Return how many rounds late the message on each link of ``links`` is, in CSR order."""

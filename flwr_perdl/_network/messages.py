@@ -183,15 +183,15 @@ def inbox_of(
     senders = np.array([message.sender for message in stack])
     others = np.flatnonzero(senders != node)
     where = np.flatnonzero(senders == node)
-    heard = np.array([message.weight for message in stack])[others]
+    received = np.array([message.weight for message in stack])[others]
     places = np.zeros_like(others), others
-    weights, links = shared_weights(heard, places, (1, len(stack)), where, sound)
+    weights, links = shared_weights(received, places, (1, len(stack)), where, sound)
     arrays = tuple(map(np.concatenate, zip(*(message.arrays for message in stack), strict=True)))
     return Inbox(round_, np.array([node]), senders, arrays, weights, links, where), left_out
 
 
 def shared_weights(
-    heard: NDArray[np.float64],
+    received: NDArray[np.float64],
     places: tuple[NDArray[np.intp], NDArray[np.intp]],
     shape: tuple[int, int],
     own: NDArray[np.intp],
@@ -216,12 +216,12 @@ def shared_weights(
         Whether these are finite.
     """
     (rows, columns), n = places, shape[0]
-    total = np.bincount(rows, heard, minlength=n)
+    total = np.bincount(rows, received, minlength=n)
     lost = ~sound & (total > 0)
     scale = np.where(lost, 1.0 / np.where(lost, total, 1.0), 1.0)
     rest = np.where(lost, 0.0, 1.0 - total)
-    links = _by_rows(np.ones(len(heard)), rows, columns, shape)
-    values = np.concatenate([heard * scale[rows], rest])
+    links = _by_rows(np.ones(len(received)), rows, columns, shape)
+    values = np.concatenate([received * scale[rows], rest])
     rows, columns = np.concatenate([rows, np.arange(n)]), np.concatenate([columns, own])
     order = np.lexsort((columns, rows))
     order = order[values[order] != 0]

@@ -165,10 +165,10 @@ class _Actor:
         if find_spec("threadpoolctl"):  # without it OMP_NUM_THREADS counts, which Ray sets to one
             import_module("threadpoolctl").threadpool_limits(1, "blas")
         self._program, self._me, self._nodes = program, me, groups[me]
-        heard = plan.heard_by(self._nodes)
-        self._host = Host(program, plan, self._nodes, heard, state)
+        senders = plan.senders_to(self._nodes)
+        self._host = Host(program, plan, self._nodes, senders, state)
         # The rows of every actor's messages that matter here; together, the mailbox's senders.
-        self._rows = {i: np.flatnonzero(np.isin(nodes, heard)) for i, nodes in enumerate(groups)}
+        self._rows = {i: np.flatnonzero(np.isin(nodes, senders)) for i, nodes in enumerate(groups)}
 
     def send(self, round_: int) -> list[Any]:
         """Do the work before the exchange of a round; return a reference to the messages."""
@@ -180,9 +180,9 @@ class _Actor:
     ) -> tuple[list[Any], dict[str, Array]]:
         """Take in the messages of a round, and send those of the next one; return the reports."""
         blocks, there = [], []
-        heard = {self._me: self._sent, **self._fetched(messages)}
+        received = {self._me: self._sent, **self._fetched(messages)}
         for host, rows in self._rows.items():
-            block = heard.get(host)
+            block = received.get(host)
             there.append(np.full(len(rows), block is not None))
             if block is None:
                 blocks.append([np.zeros((len(rows), *a.shape[1:]), a.dtype) for a in self._sent])
@@ -221,7 +221,7 @@ class _Crew:
     def __init__(self, ray: Any, plan: Plan, groups: list[NDArray[np.intp]]) -> None:
         self._ray, self._plan, self._groups = ray, plan, groups
         home = np.repeat(np.arange(len(groups)), [len(nodes) for nodes in groups])
-        self._hears = [set(home[plan.heard_by(nodes)].tolist()) for nodes in groups]
+        self._hears = [set(home[plan.senders_to(nodes)].tolist()) for nodes in groups]
         make = ray.remote(_Actor).options(scheduling_strategy="SPREAD")
         self._actors: dict[int, Any] = {host: make.remote() for host in range(len(groups))}
 

@@ -153,11 +153,11 @@ def _choose(
     if len(labels) == 1:
         model, n, metrics = fit(list(stacks), dict(config.fit))
         return floats(model), n, {**metrics, CLUSTER: int(labels[0])}
-    weights, told = _weighed(evaluate, labels, stacks, config.evaluate, temperature)
+    weights, evaluated = _weighed(evaluate, labels, stacks, config.evaluate, temperature)
     chosen = int(weights.argmax())
     if not temperature:
         model, n, metrics = fit(_model(stacks, chosen), dict(config.fit))
-        return floats(model), n, {**metrics, **told}
+        return floats(model), n, {**metrics, **evaluated}
     trained, shapes = [stack.copy() for stack in stacks], [stack.shape[1:] for stack in stacks]
     for j in np.flatnonzero(weights >= _LEAST_SHARE).tolist():
         model, n, found = fit(_model(stacks, j), dict(config.fit))
@@ -168,7 +168,7 @@ def _choose(
         for stack, array in zip(trained, model, strict=True):
             stack[j] = array
     shares = {f"{SHARE}{j}": float(w) for j, w in enumerate(weights)}
-    return trained, n, {**metrics, **shares, **told}
+    return trained, n, {**metrics, **shares, **evaluated}
 
 
 def _weighed(
@@ -254,14 +254,14 @@ def answer_clustered(
     first, *rest = record.values()
     labels = decode(first)
     if len(labels) == 1:
-        told: dict[str, Scalar] = {CLUSTER: int(labels[0])}
+        evaluated: dict[str, Scalar] = {CLUSTER: int(labels[0])}
     else:
         stacks = [decode(array) for array in rest]
-        weights, told = _weighed(app.evaluate, labels, stacks, own.evaluate, 0.0)
+        weights, evaluated = _weighed(app.evaluate, labels, stacks, own.evaluate, 0.0)
         rest = [encode(array) for array in _model(stacks, int(weights.argmax()))]
     content, arrays = app.train(rest, own.fit)
     numbers, n = numbers_of(content)
-    reply = reply_to(message, (), n, {**numbers, **told})
+    reply = reply_to(message, (), n, {**numbers, **evaluated})
     sent = [a if a.dtype in _FLOATS else encode(*floats([decode(a)])) for a in arrays]
     reply.content[ARRAYS] = named(sent, names)
     return reply

@@ -325,16 +325,16 @@ class PrivateState:
         try:
             _store.refuse_link(path)
             saved = _store.load(path)
-            said = {name: saved.meta.get(name) for name in wanted}
+            claimed = {name: saved.meta.get(name) for name in wanted}
             for name in ("client", "algorithm", "run", "round"):
-                if said[name] != wanted[name]:
+                if claimed[name] != wanted[name]:
                     raise ValueError(
-                        f"{path} must be of {name} {wanted[name]!r}, got {said[name]!r}."
+                        f"{path} must be of {name} {wanted[name]!r}, got {claimed[name]!r}."
                     )
         except ValueError as error:
             log(WARNING, "%s It is left out.", error)
             return None
-        if said["key"] not in (None, wanted["key"]):
+        if claimed["key"] not in (None, wanted["key"]):
             raise ValueError(
                 f"{KEY_VARIABLE} must be the key that {path.parent.name}/{path.name} is locked "
                 f"with, got {'none' if key is None else 'another one'}."
@@ -342,7 +342,7 @@ class PrivateState:
         if key is None:
             return saved.arrays
         try:
-            return key.unlock(saved.arrays, said)
+            return key.unlock(saved.arrays, claimed)
         except ValueError as error:
             log(WARNING, "%s is left out: %s.", path, error)
             return None

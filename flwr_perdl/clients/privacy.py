@@ -94,7 +94,7 @@ _STEPS = 2.0**40
 _CLIPS = 1e-100, 1e100
 
 
-class _Asked(NamedTuple):
+class _PrivateRequest(NamedTuple):
     """A request that can be answered privately; nothing in it depends on the data."""
 
     #: The global atoms, or the models.
@@ -231,7 +231,7 @@ class LocalPrivacy:
             private += asked.given
         return reply_to(message, [private.astype(asked.given.dtype)], 1, {})
 
-    def _spend(self, context: Context, asked: _Asked) -> ConfigRecord:
+    def _spend(self, context: Context, asked: _PrivateRequest) -> ConfigRecord:
         """Spend the budget's share for a reply, and return what to keep in the state.
 
         One letter stands for each reply. A reply that names a cluster leaves less of epsilon to the
@@ -275,7 +275,7 @@ class LocalPrivacy:
         message: Message,
         context: Context,
         call_next: Callable[[Message, Context], Message],
-        asked: _Asked,
+        asked: _PrivateRequest,
     ) -> tuple[int, Matrix]:
         """Return the client's cluster and its difference in steps of the grid; never raise.
 
@@ -292,7 +292,7 @@ class LocalPrivacy:
             log(WARNING, "This client failed, and its reply is noise alone: %r", error)
             return 0, np.zeros(asked.shape)
 
-    def _difference(self, reply: Message, asked: _Asked) -> tuple[int, Matrix]:
+    def _difference(self, reply: Message, asked: _PrivateRequest) -> tuple[int, Matrix]:
         """Return the cluster that a reply names and its difference, or raise."""
         if reply.has_error():
             raise ValueError(error_of(reply))
@@ -320,7 +320,7 @@ class LocalPrivacy:
         """Return the step of the grid on which differences and noise are."""
         return 2 * self.clip * self._multiplier(n_labels) / _STEPS
 
-    def _noise(self, asked: _Asked, rng: np.random.Generator | None) -> Matrix:
+    def _noise(self, asked: _PrivateRequest, rng: np.random.Generator | None) -> Matrix:
         """Return the noise of a reply, in steps of the grid.
 
         On a grid so fine the discrete Gaussian is a rounded normal distribution but for a factor of
@@ -367,7 +367,7 @@ def _noted(ledger: Path, letter: str = "") -> str:
     return str(found)
 
 
-def _read(message: Message) -> _Asked:
+def _read(message: Message) -> _PrivateRequest:
     """Return what a request asks for, or raise what depends on nothing but the request."""
     arrays, config = read_request(message)
     step, sends = config.get(STEP), str(config.get(SENDS, ""))
@@ -412,7 +412,7 @@ def _read(message: Message) -> _Asked:
             LOCAL_STEPS: check_count(LOCAL_STEPS, config.get(LOCAL_STEPS, 1), 1),
             REFINE_STEPS: check_count(REFINE_STEPS, config.get(REFINE_STEPS, 0)),
         }
-    return _Asked(given, known, regression)
+    return _PrivateRequest(given, known, regression)
 
 
 @lru_cache(maxsize=64)

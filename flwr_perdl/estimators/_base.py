@@ -96,12 +96,12 @@ class Estimator:
 
     def __repr__(self) -> str:
         """Return the call that makes the estimator, without defaults."""
-        known, said = self._parameters(), []
+        known, words = self._parameters(), []
         for name, value in self.get_params().items():
             default = known[name]
             if type(value) is not type(default) or repr(value) != repr(default):
-                said.append(f"{name}={brief_repr(value)}")
-        return f"{type(self).__name__}({', '.join(said)})"
+                words.append(f"{name}={brief_repr(value)}")
+        return f"{type(self).__name__}({', '.join(words)})"
 
     def __sklearn_tags__(self) -> Any:
         """Return scikit-learn's tags of the estimator; scikit-learn alone calls this."""

@@ -39,8 +39,8 @@ def history_rows(history: Iterable[RoundReport]) -> list[dict[str, Any]]:
         about = {"round": report.round, "step": report.step}
         sent = {"floats_up": report.floats_up, "floats_down": report.floats_down}
         for client in sorted({*report.metrics, *report.anomalies}):
-            said = {**report.metrics.get(client, {}), **report.anomalies.get(client, {})}
-            rows.append({**about, "client": client, **said, **sent})
+            measured = {**report.metrics.get(client, {}), **report.anomalies.get(client, {})}
+            rows.append({**about, "client": client, **measured, **sent})
     return rows
 
 

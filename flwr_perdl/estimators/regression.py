@@ -243,13 +243,13 @@ class MixedRegression(Federated):
             members = owners == group
             label = seen.get(group)
             if label is None:
-                told = members & ~np.isnan(known)
-                if not told.any():
+                labeled = members & ~np.isnan(known)
+                if not labeled.any():
                     raise ValueError(
                         "y_own must have a response of every group that fit did not see, got none "
                         f"of {'the samples' if groups is None else f'group {group!r}'}."
                     )
-                label = self._nearest(rows[told], known[told])
+                label = self._nearest(rows[labeled], known[labeled])
             predictions[members] = rows[members] @ self.coef_[label] + self.intercept_[label]
         return predictions
 

@@ -121,8 +121,8 @@ class Conversation:
         self._clustered = clustered
         self._evaluation_config = dict(evaluation_config or {})
         self._flags, self._labels = flags, labels
-        self.identity = said(identity, strict=options.checkpoint_dir is not None)
-        self._initial = said({"": initial}, strict=False)[""] if initial else []
+        self.identity = canonical_identity(identity, strict=options.checkpoint_dir is not None)
+        self._initial = canonical_identity({"": initial}, strict=False)[""] if initial else []
         self.array_names = list(names)
         self.history: list[RoundReport] = []
         #: How reports call the clients, by partition (`Roster.called`).
@@ -270,7 +270,7 @@ class Conversation:
                 for name in request.metrics:
                     if name not in reply.metrics:
                         raise ValueError(f"metrics must have {name!r}, got {sorted(reply.metrics)}")
-                told = request.check(reply)
+                returned = request.check(reply)
             except ValueError as error:
                 bad[partition] = Lost(REFUSED, brief(str(error)))
                 continue
@@ -278,10 +278,10 @@ class Conversation:
                 why = f"the check of the reply ended with {error!r}"
                 bad[partition] = Lost(REFUSED, brief(why))
                 continue
-            if told is not None:
+            if returned is not None:
                 raise TypeError(
                     "Request.check must raise a ValueError for a wrong reply, and return nothing, "
-                    f"got {told!r}."
+                    f"got {returned!r}."
                 )
             good[partition] = reply
         if request.max_weight is not None:
@@ -645,7 +645,7 @@ class Conversation:
         self._noted = len(self.history)
 
 
-def said(identity: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
+def canonical_identity(identity: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
     """Return a run's identity as its checkpoint says it, and as it is read again.
 
     Tuples become lists, keys texts, arrays a digest, functions and classes their names.

@@ -46,7 +46,7 @@ class Roster(Generic[Node]):
         self.allowed = allowed
         self._partitions: dict[Node, int] = {}
         self._doubles: set[tuple[Node, Node]] = set()
-        self._told: set[tuple[Node, Node]] = set()
+        self._logged: set[tuple[Node, Node]] = set()
         self._silent: set[Node] = set()
         self._names: dict[Node, str] = {}
         #: Partitions that were made of the client's name: they say nothing to a reader.
@@ -129,8 +129,8 @@ class Roster(Generic[Node]):
             holder = holders[self._partitions[node]]
             if node == holder:
                 self._call(self._partitions[node], self._names[node])
-            elif (holder, node) not in self._told:
-                self._told.add((holder, node))
+            elif (holder, node) not in self._logged:
+                self._logged.add((holder, node))
                 log(
                     WARNING,
                     "Nodes %s and %s both say that they are %s: only %s, the first, is asked. Each "

@@ -83,8 +83,8 @@ class _Bar(Show):
             self._bar.n = report.round
             self._draw()
         else:
-            said = ", ".join(f"{what} {value}" for what, value in self._found.items())
-            line = f"{self._name}: round {report.round} of {self._rounds}: {said}"
+            text = ", ".join(f"{what} {value}" for what, value in self._found.items())
+            line = f"{self._name}: round {report.round} of {self._rounds}: {text}"
             print(line, file=sys.stderr, flush=True)
 
     def replies(self, done: int, asked: int) -> None:

@@ -285,7 +285,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         getattr(grid, "begin_run", lambda: None)()  # only an InProcessGrid has it
         try:
             with (
-                attentive(grid),
+                poll_faster(grid),
                 shown(verbose, type(self).__name__, rounds) as self._show,
             ):
                 if hasattr(grid, "on_reply"):  # an InProcessGrid
@@ -543,7 +543,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
 
 
 @contextmanager
-def attentive(grid: Grid) -> Iterator[None]:
+def poll_faster(grid: Grid) -> Iterator[None]:
     """Have Flower's simulation engine look for replies twenty times a second, instead of ten."""
     engine: Any = grid
     interval: float | None = getattr(grid, "pull_interval", None)

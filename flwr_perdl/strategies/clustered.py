@@ -277,10 +277,10 @@ class ClusteredFedAvg(ProtocolStrategy):
         members: dict[int, int] = {}
         last: dict[int, Reply] = {}
         for report in self.history:
-            said = {p: own for p, own in report.metrics.items() if CLUSTER in own}
-            members |= {partition: int(own[CLUSTER]) for partition, own in said.items()}
-            if said:
-                last = {p: Reply([], int(own[NUM_EXAMPLES]), own) for p, own in said.items()}
+            assigned = {p: own for p, own in report.metrics.items() if CLUSTER in own}
+            members |= {partition: int(own[CLUSTER]) for partition, own in assigned.items()}
+            if assigned:
+                last = {p: Reply([], int(own[NUM_EXAMPLES]), own) for p, own in assigned.items()}
         groups = [{p: r for p, r in last.items() if members[p] == j} for j in range(k)]
         return Clusters(
             [to_record([stack[j] for stack in stacks], names) for j in range(k)],
@@ -355,8 +355,8 @@ class ClusteredFedAvg(ProtocolStrategy):
         if self.proximal_mu is not None:
             config |= {"proximal-mu": self.proximal_mu, "proximal_mu": self.proximal_mu}
         if self._evaluate_config is not None:
-            told = scalars(self._evaluate_config)
-            config |= {f"{MEASURING}{key}": value for key, value in told.items()}
+            scalar_config = scalars(self._evaluate_config)
+            config |= {f"{MEASURING}{key}": value for key, value in scalar_config.items()}
         return config
 
     def _checked(self, initial: list[Matrix]) -> list[Matrix]:

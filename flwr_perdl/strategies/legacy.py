@@ -221,8 +221,8 @@ class LegacyStrategy:
         found = self._evaluate_fn(server_round, self._flower.parameters_to_ndarrays(parameters), {})
         if found is not None:
             numbers = {k: plain(v) for k, v in found[1].items()}
-            said = {k: v for k, v in numbers.items() if isinstance(v, bool | int | float | str)}
-            self.conversation.measured(server_round, {**said, _LOSS: float(found[0])})
+            numeric = {k: v for k, v in numbers.items() if isinstance(v, bool | int | float | str)}
+            self.conversation.measured(server_round, {**numeric, _LOSS: float(found[0])})
         return found
 
     def _evaluation(self, round_: int) -> dict[str, Scalar]:

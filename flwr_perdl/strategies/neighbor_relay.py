@@ -498,17 +498,17 @@ class _Held:
     def count(self, replies: Replies, deliveries: Mapping[int, Delivery]) -> None:
         """Count what was heard: who answers has heard all messages that it has not left out."""
         n, left_out = self.plan.n_nodes, set()
-        heard: list[tuple[int, int, float]] = []
+        received: list[tuple[int, int, float]] = []
         for node, reply in replies.items():
             for message in deliveries[node].messages if node in deliveries else ():
                 if f"{REJECTED}{message.sender}" in reply.metrics:
                     left_out.add(message.sender)
                 else:
                     held = self.messages[self.round - message.late, message.sender]
-                    heard.append((node, message.sender, held.floats))
+                    received.append((node, message.sender, held.floats))
         self.unheard[list(left_out)] += 1
-        if heard:
-            self.traffic = self.traffic + _matrix(np.array(heard).T, n)
+        if received:
+            self.traffic = self.traffic + _matrix(np.array(received).T, n)
 
     def take(self, replies: Replies, deliveries: Mapping[int, Delivery], round_: int) -> None:
         """Take in the messages of a round, and forget those that are too old to be delivered."""

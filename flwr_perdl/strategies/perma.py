@@ -260,20 +260,20 @@ class PerMA(ProtocolStrategy):
                 kind = partial(is_orthogonal, atoms=global_atoms)
                 same = alike(replies, kind, atoms_kind)
                 known = int(kind(next(iter(same.values()))))
-            told, heard = self._recall(state, same) if self.remember else ({}, same)
+            recalled, counted = self._recall(state, same) if self.remember else ({}, same)
             if self.secure is not None:  # every reply holds the same mean
-                told = {"samples": median_samples(same)}
-                heard = Replies(dict(list(same.items())[:1]))
-            replies.note(REMEMBERED, {who: 1.0 for who in heard if who not in replies})
-            stack = np.stack([reply.arrays[0] for reply in heard.values()])
+                recalled = {"samples": median_samples(same)}
+                counted = Replies(dict(list(same.items())[:1]))
+            replies.note(REMEMBERED, {who: 1.0 for who in counted if who not in replies})
+            stack = np.stack([reply.arrays[0] for reply in counted.values()])
             if self.aggregation == "statistics":  # line 13
                 found = aggregate_statistics(stack, global_atoms, orthogonal=bool(known))
             else:
-                found = self._average(stack, heard, global_atoms, bool(known))
+                found = self._average(stack, counted, global_atoms, bool(known))
             for deed, shares in found.odd.items():
-                replies.note(deed, dict(zip(heard, shares, strict=True)))
+                replies.note(deed, dict(zip(counted, shares, strict=True)))
             new = {"global_atoms": found.global_atoms, "orthogonal": np.array(known)}
-            state = {**state, **told, **new}
+            state = {**state, **recalled, **new}
 
     @property
     def _sends(self) -> str:
@@ -366,17 +366,17 @@ class PerMA(ProtocolStrategy):
 
     def _recall(self, state: State, replies: Replies) -> tuple[State, Replies]:
         """Return what is to be remembered, and the replies with those of absent clients."""
-        update, heard = int(state.get("update", np.array(0))) + 1, dict(replies)
+        update, counted = int(state.get("update", np.array(0))) + 1, dict(replies)
         since = dict.fromkeys(replies, update)
         if "told" in state:
             for (who, when, n_samples), array in zip(state["who"], state["told"], strict=True):
-                if who not in heard and when >= update - self.remember:
-                    heard[int(who)] = Reply([array], int(n_samples), {})
+                if who not in counted and when >= update - self.remember:
+                    counted[int(who)] = Reply([array], int(n_samples), {})
                     since[int(who)] = int(when)
-        kept = Replies(sorted(heard.items()))
+        kept = Replies(sorted(counted.items()))
         who = [[p, since[p], reply.num_examples] for p, reply in kept.items()]
-        told = np.stack([reply.arrays[0] for reply in kept.values()])
-        return {"update": np.array(update), "who": np.array(who), "told": told}, kept
+        recalled = np.stack([reply.arrays[0] for reply in kept.values()])
+        return {"update": np.array(update), "who": np.array(who), "told": recalled}, kept
 
     def _average(
         self, stack: Matrix, replies: Replies, current: Matrix, orthogonal: bool
@@ -405,10 +405,10 @@ def is_orthogonal(reply: Reply, atoms: Matrix | None = None) -> bool:
 
     Of one that does not say so, as behind `LocalPrivacy`, whether the given ``atoms`` are.
     """
-    said = reply.metrics.get("orthogonal")
-    if said is None and atoms is not None:
+    flag = reply.metrics.get("orthogonal")
+    if flag is None and atoms is not None:
         return are_orthonormal(atoms)
-    return said == 1
+    return flag == 1
 
 
 def are_orthonormal(atoms: Matrix, tol: float = 1e-5) -> bool:
