@@ -41,12 +41,20 @@ Evaluated = tuple[float, int, dict[str, Scalar]]
 Fit = Callable[[list[Matrix], dict[str, Scalar]], Fitted]
 Evaluate = Callable[[list[Matrix], dict[str, Scalar]], Evaluated]
 
-#: Why a client cannot take part in an evaluation.
-NO_EVALUATE = (
-    "the client must define evaluate, for evaluations and to choose among several models, got none"
-)
+#: The code of the error with which a client answers an evaluation that it does not define.
+NO_EVALUATE = 4501
 #: What ClientApps call the loss, the first of these that is there.
 _LOSSES = ("loss", "eval_loss")
+
+
+class NoEvaluateError(NotImplementedError):
+    """A client that defines no evaluation is asked for one."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the client must define evaluate, for evaluations and to choose among several models, "
+            "got none."
+        )
 
 
 class Handlers:
@@ -129,7 +137,7 @@ def evaluation_of(client: Any) -> Evaluate:
 
 
 def _no_evaluate(parameters: list[Matrix], config: dict[str, Scalar]) -> Evaluated:
-    raise NotImplementedError(f"{NO_EVALUATE}.")
+    raise NoEvaluateError
 
 
 def evaluation_reply(

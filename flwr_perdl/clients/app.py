@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
-from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
+from flwr.app import ConfigRecord, Context, Error, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
 
 from flwr_perdl._checks import Matrix, check_count, check_flag, check_kind
@@ -33,6 +33,7 @@ from flwr_perdl.clients._handlers import (
     Fit,
     Fitted,
     Handlers,
+    NoEvaluateError,
     evaluation_of,
     evaluation_reply,
 )
@@ -237,14 +238,17 @@ class AnsweringApp(ClientApp):
 
     def __call__(self, message: Message, context: Context) -> Message:
         """Answer a message, also where a mod returned something else than a reply to it."""
-        if in_secure_round(message):
-            if self.noisy:
-                raise ValueError(f"the round must not be a secure one {_NOT_BOTH}.")
-            answered = masked(message, context, self._answer, self._min_clients)
-        else:
-            clustered = in_clustered_round(message)
-            call = self._answer_clustered if clustered else self._answer
-            answered = in_plain_round(message, context, call)
+        try:
+            if in_secure_round(message):
+                if self.noisy:
+                    raise ValueError(f"the round must not be a secure one {_NOT_BOTH}.")
+                answered = masked(message, context, self._answer, self._min_clients)
+            else:
+                clustered = in_clustered_round(message)
+                call = self._answer_clustered if clustered else self._answer
+                answered = in_plain_round(message, context, call)
+        except NoEvaluateError as error:  # the server is to tell it from a failure
+            answered = Message(Error(NO_EVALUATE, str(error)), reply_to=message)
         reply: Any = directed(answered, message)
         answer: Message = reply
         return answer
@@ -271,7 +275,7 @@ class OtherApp(AnsweringApp):
             return Message(RecordDict({CONFIG: who}), reply_to=message)
         measures = message.metadata.message_type == MessageType.EVALUATE
         if measures and not has_handler(self._app, "evaluate.default", unknown=True):
-            raise NotImplementedError(f"{NO_EVALUATE}.")
+            raise NoEvaluateError
         if asks_who or not _of_a_protocol(message):
             return self._app(message, context)
         arrays, config = read_request(message)

@@ -263,27 +263,8 @@ class Conversation:
         request = self._request
         if request is None:
             raise RuntimeError("conclude must follow a plan.")
-        good, bad = Replies(), dict(lost)
-        for partition in sorted(replies):
-            reply = replies[partition]
-            try:
-                for name in request.metrics:
-                    if name not in reply.metrics:
-                        raise ValueError(f"metrics must have {name!r}, got {sorted(reply.metrics)}")
-                returned = request.check(reply)
-            except ValueError as error:
-                bad[partition] = Lost(REFUSED, brief(str(error)))
-                continue
-            except Exception as error:  # no reply that a check did not expect may end the run
-                why = f"the check of the reply ended with {error!r}"
-                bad[partition] = Lost(REFUSED, brief(why))
-                continue
-            if returned is not None:
-                raise TypeError(
-                    "Request.check must raise a ValueError for a wrong reply, and return nothing, "
-                    f"got {returned!r}."
-                )
-            good[partition] = reply
+        good, bad = _checked(request, replies)
+        bad = {**lost, **bad}
         if request.max_weight is not None:
             self._cap(good, request.max_weight, round_, request.step, roster)
         self._log_lost(round_, request.step, bad, roster)
@@ -378,7 +359,7 @@ class Conversation:
         roster: Roster[Any],
     ) -> RoundReport | None:
         """Note the replies to the last evaluation; None if no client has any way to evaluate."""
-        if lost and not replies and all(NO_EVALUATE in why.reason for why in lost.values()):
+        if lost and not replies and all(why.code == NO_EVALUATE for why in lost.values()):
             self._clients_evaluate, self._evaluated = False, round_
             log(
                 INFO,
@@ -497,7 +478,7 @@ class Conversation:
     ) -> None:
         """Log who was left out, once until it is back; those with one reason in one line."""
         new: dict[str, list[str]] = {}
-        for partition, (_, reason) in sorted(lost.items()):
+        for partition, (_, reason, _) in sorted(lost.items()):
             label = roster.label(partition)
             if (label, step == EVALUATE) not in self._logged:
                 self._logged.add((label, step == EVALUATE))
@@ -643,6 +624,31 @@ class Conversation:
             log(WARNING, "%s The run goes on without the reports of its first rounds.", error)
             self._journal, self.history = None, []
         self._noted = len(self.history)
+
+
+def _checked(request: Request, replies: Mapping[int, Reply]) -> tuple[Replies, dict[int, Lost]]:
+    """Return the replies that pass the request's check, and why the others do not."""
+    good, bad = Replies(), {}
+    for partition in sorted(replies):
+        reply = replies[partition]
+        try:
+            for name in request.metrics:
+                if name not in reply.metrics:
+                    raise ValueError(f"metrics must have {name!r}, got {sorted(reply.metrics)}")
+            returned = request.check(reply)
+        except ValueError as error:
+            bad[partition] = Lost(REFUSED, brief(str(error)))
+            continue
+        except Exception as error:  # no reply that a check did not expect may end the run
+            bad[partition] = Lost(REFUSED, brief(f"the check of the reply ended with {error!r}"))
+            continue
+        if returned is not None:
+            raise TypeError(
+                "Request.check must raise a ValueError for a wrong reply, and return nothing, "
+                f"got {returned!r}."
+            )
+        good[partition] = reply
+    return good, bad
 
 
 def canonical_identity(identity: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:

@@ -130,10 +130,13 @@ class Lost(NamedTuple):
         ``FAILED``, ``REFUSED`` or ``LEFT_OUT``.
     reason : str
         A sentence.
+    code : int or None, default None
+        The code of the error that the client answered with.
     """
 
     kind: str
     reason: str
+    code: int | None = None
 
 
 @dataclass(frozen=True)

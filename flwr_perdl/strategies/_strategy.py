@@ -253,9 +253,9 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
             If fewer than ``min_clients`` good replies come in a round.
         """
         initial = ArrayRecord() if initial_arrays is None else initial_arrays
-        if not isinstance(initial, ArrayRecord):
-            raise TypeError(f"initial_arrays must be an ArrayRecord, got {type(initial).__name__}.")
+        check_kind("initial_arrays", initial, ArrayRecord, "an ArrayRecord or None")
         check_kind("grid", grid, Grid, "a Grid")
+        _check_options(timeout, train_config, evaluate_config, evaluate_fn, should_stop, verbose)
         least = 1 if len(initial) else self._least_rounds()
         rounds = (self._default_rounds or least) if num_rounds is None else num_rounds
         check_count("num_rounds", rounds, 1)
@@ -264,15 +264,6 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
                 f"num_rounds must be at least {least} for these settings, got {rounds}: there is "
                 "no result before, and no checkpoint_dir keeps the run to go on with."
             )
-        if timeout is not None:
-            check_real("timeout", timeout, 0)
-        config = (ConfigRecord, type(None))
-        check_kind("train_config", train_config, config, "a ConfigRecord or None")
-        check_kind("evaluate_config", evaluate_config, config, "a ConfigRecord or None")
-        check_choice("verbose", verbose, VERBOSE)
-        for name, given in (("evaluate_fn", evaluate_fn), ("should_stop", should_stop)):
-            if given is not None and not callable(given):
-                raise TypeError(f"{name} must be a function or None, got {given!r}.")
         self._timeout, self._evaluate_config = timeout, evaluate_config
         self._num_rounds = rounds
         conversation = self.open(to_arrays(initial), initial)
@@ -542,6 +533,25 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         return [message for _, message in self._sent]
 
 
+def _check_options(
+    timeout: float | None,
+    train_config: ConfigRecord | None,
+    evaluate_config: ConfigRecord | None,
+    evaluate_fn: EvaluateFn | None,
+    should_stop: Callable[[int, Result], bool] | None,
+    verbose: str,
+) -> None:
+    """Check what `ProtocolStrategy.start` takes as Flower's strategies do."""
+    if timeout is not None:
+        check_real("timeout", timeout, 0)
+    for name, given in (("train_config", train_config), ("evaluate_config", evaluate_config)):
+        check_kind(name, given, (ConfigRecord, type(None)), "a ConfigRecord or None")
+    for name, function in (("evaluate_fn", evaluate_fn), ("should_stop", should_stop)):
+        if function is not None and not callable(function):
+            raise TypeError(f"{name} must be a function or None, got {function!r}.")
+    check_choice("verbose", verbose, VERBOSE)
+
+
 @contextmanager
 def poll_faster(grid: Grid) -> Iterator[None]:
     """Have Flower's simulation engine look for replies twenty times a second, instead of ten."""
@@ -608,9 +618,11 @@ def _read(
     good: dict[int, T] = {}
     lost: dict[int, Lost] = {}
     for who, _ in sent:
-        why = error_of(answers[who]) if who in answers else "no reply in time"
-        if why is not None:
-            lost[who] = Lost(FAILED, why)
+        if who not in answers:
+            lost[who] = Lost(FAILED, "no reply in time")
+            continue
+        if (why := error_of(answers[who])) is not None:
+            lost[who] = Lost(FAILED, why, answers[who].error.code)
             continue
         try:
             good[who] = read(answers[who].content)

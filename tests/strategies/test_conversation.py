@@ -398,7 +398,7 @@ def test_a_setting_that_no_checkpoint_can_tell_is_named(tmp_path: Path) -> None:
 
 
 def test_initial_arrays_of_another_kind_are_named() -> None:
-    with pytest.raises(TypeError, match="initial_arrays must be an ArrayRecord, got ndarray"):
+    with pytest.raises(TypeError, match="initial_arrays"):
         Sum().start(grid(), np.eye(2), num_rounds=1)
 
 
@@ -583,7 +583,7 @@ def test_clients_without_evaluate_are_asked_once_and_nobody_is_blamed(warned: An
     mixed = Asks(*[Request("add", ONE)] * 3, returns=ONE, fraction_evaluate=1.0)
     app = client_app(lambda c: Silent() if c.node_config["partition-id"] == 1 else Both())
     mixed.start(InProcessGrid(app, 3), num_rounds=3)
-    assert times(warned, "left out client 1: error 2: NotImplementedError: the client must") == 1
+    assert times(warned, "left out client 1: error 4501: the client must") == 1
     assert client_report(mixed.history)[1]["failed"] == 3
 
 
