@@ -64,12 +64,8 @@ def pursue(
     factor = np.empty((k, k), gram.dtype)
     along = np.empty(k, gram.dtype)
     taken = np.empty(k, np.intp)
-    rest, left, weight, score = (
-        np.empty(r, gram.dtype),
-        np.empty(r, gram.dtype),
-        np.empty(r, gram.dtype),
-        np.empty(r, gram.dtype),
-    )
+    rest, left = np.empty(r, gram.dtype), np.empty(r, gram.dtype)
+    weight, score = np.empty(r, gram.dtype), np.empty(r, gram.dtype)
     for i in range(n):
         peak = peaks[i]
         for j in range(r):
@@ -79,30 +75,19 @@ def pursue(
             weight[j] = 1  # 1 / sqrt(left) if `by_residual`; 0 of what is taken
         s = 0
         for _ in range(k):
-            for j in range(r):
-                score[j] = weight[j] * abs(rest[j])
-            best = 0.0
-            for j in range(r):
-                if score[j] > best:
-                    best = score[j]
-            new = 0
-            while score[new] < (1 - tiny) * best:
-                new += 1
+            new = _best_atom(rest, weight, tiny, score)
             product = abs(rest[new])
             if product <= tiny * peak or product < level:
                 break
             weight[new] = 0
-            for t in range(s):
-                factor[t, s] = basis[t, new]
             square = gram[new, new]
             for t in range(s):
+                factor[t, s] = basis[t, new]
                 square -= factor[t, s] ** 2
             if square <= least:
                 continue
             pivot = np.sqrt(square)
-            taken[s] = new
-            factor[s, s] = pivot
-            along[s] = rest[new] / pivot
+            taken[s], factor[s, s], along[s] = new, pivot, rest[new] / pivot
             for j in range(r):
                 basis[s, j] = gram[new, j]
             for t in range(s):
@@ -122,6 +107,19 @@ def pursue(
             for u in range(t + 1, s):
                 code -= factor[t, u] * C[i, taken[u]]
             C[i, taken[t]] = code / factor[t, t]
+
+
+@compiled
+def _best_atom(rest: Matrix, weight: Matrix, tiny: float, score: Matrix) -> int:
+    """Return the atom of the largest score; of those that are equal but for rounding the first."""
+    best = 0.0
+    for j in range(len(rest)):
+        score[j] = weight[j] * abs(rest[j])
+        best = max(best, score[j])
+    new = 0
+    while score[new] < (1 - tiny) * best:
+        new += 1
+    return new
 
 
 @compiled
@@ -224,6 +222,50 @@ def _newton(
 
 
 @compiled
+def _subtract(m: int, codes: Matrix, atoms: NDArray[np.intp], gram: Matrix, rest: Matrix) -> None:
+    """Take what these codes make of the sample off the products of all atoms with what is left."""
+    for a in range(m):
+        if codes[a] != 0:
+            code, row = codes[a], gram[atoms[a]]
+            for j in range(len(rest)):
+                rest[j] -= code * row[j]
+
+
+@compiled
+def _begin(
+    products: Matrix,
+    gram: Matrix,
+    warm: bool,
+    given: Matrix,
+    rest: Matrix,
+    is_active: NDArray[np.bool_],
+    atoms: NDArray[np.intp],
+    codes: Matrix,
+) -> int:
+    """Move a sample's given codes to those of its active atoms; return how many these are."""
+    m = 0
+    for j in range(len(rest)):
+        rest[j] = products[j] if gram[j, j] > 0 else 0  # zero atoms have no codes
+        is_active[j] = False
+        if warm and given[j] != 0:
+            if gram[j, j] > 0:
+                is_active[j], atoms[m], codes[m] = True, j, given[j]
+                m += 1
+            given[j] = 0
+    _subtract(m, codes, atoms, gram, rest)
+    return m
+
+
+@compiled
+def _largest(m: int, left: Matrix, alpha: float, nonnegative: bool) -> float:
+    """Return the largest product with what is left, and at least ``alpha``."""
+    largest = alpha
+    for a in range(m):
+        largest = max(largest, left[a] if nonnegative else abs(left[a]))
+    return largest
+
+
+@compiled
 def lasso(
     products: Matrix,
     squares: Matrix,
@@ -274,27 +316,13 @@ def lasso(
     used, step = np.empty(r, np.intp), np.empty(r)
     for i in range(n):
         goal = 0.5 * tol * squares[i]
-        m = known = sweep = 0
-        for j in range(r):
-            rest[j] = products[i, j] if gram[j, j] > 0 else 0  # zero atoms have no codes
-            is_active[j] = False
-            if warm and C[i, j] != 0:
-                if gram[j, j] > 0:
-                    is_active[j], atoms[m], codes[m] = True, j, C[i, j]
-                    m += 1
-                C[i, j] = 0
-        for a in range(m):
-            row = gram[atoms[a]]
-            for j in range(r):
-                rest[j] -= codes[a] * row[j]
+        known = sweep = 0
+        m = _begin(products[i], gram, warm, C[i], rest, is_active, atoms, codes)
         while True:
-            largest = worst = alpha
+            largest, worst = _largest(r, rest, alpha, nonnegative), alpha
             for j in range(r):
-                size = rest[j] if nonnegative else abs(rest[j])
-                if size > largest:
-                    largest = size
-                if size > worst and not is_active[j]:
-                    worst = size
+                if not is_active[j]:
+                    worst = max(worst, rest[j] if nonnegative else abs(rest[j]))
             for a in range(m):
                 before[a], left[a] = codes[a], rest[atoms[a]]
                 given[a] = products[i, atoms[a]]
@@ -309,8 +337,7 @@ def lasso(
                     left[m], given[m] = rest[j], products[i, j]
                     m += 1
             if m > len(among):
-                among, factor = np.empty((2 * m, 2 * m)), np.empty((2 * m, 2 * m))
-                known = 0
+                among, factor, known = np.empty((2 * m, 2 * m)), np.empty((2 * m, 2 * m)), 0
             for a in range(known, m):
                 for b in range(a + 1):
                     among[a, b] = among[b, a] = gram[atoms[a], atoms[b]]
@@ -321,19 +348,14 @@ def lasso(
                 if not _descend(m, codes, left, among, alpha, nonnegative):
                     while not _newton(m, codes, left, among, factor, used, step, alpha):
                         pass
-                largest = alpha
-                for a in range(m):
-                    largest = max(largest, left[a] if nonnegative else abs(left[a]))
+                largest = _largest(m, left, alpha, nonnegative)
                 gap = _gap(m, codes, given, left, largest, squares[i], alpha)
             for a in range(m):
-                move, row = codes[a] - before[a], gram[atoms[a]]
-                if move != 0:
-                    for j in range(r):
-                        rest[j] -= move * row[j]
+                before[a] = codes[a] - before[a]
+            _subtract(m, before, atoms, gram, rest)
         for a in range(m):
             C[i, atoms[a]] = codes[a]
-        sweeps[i] = sweep
-        gaps[i] = 2 * gap / squares[i] if gap > 0 else 0
+        sweeps[i], gaps[i] = sweep, 2 * gap / squares[i] if gap > 0 else 0
 
 
 @compiled
