@@ -271,6 +271,7 @@ def error_of(message: Message) -> str | None:
     if not message.has_error():
         return None
     reason = (message.error.reason or "")[-_READ_OF_REASON:].strip()
+    # Users should read what their client says, not the engine's way of quoting it.
     traceback, marker, text = reason.rpartition(_SAID)
     quoted = 1
     if not marker:

@@ -89,6 +89,7 @@ def supported(
     """
     lengths = row_norms(points)
     kept = near = np.flatnonzero(lengths <= LONG * np.median(lengths))
+    # Who stands alone has nobody who says the same; without it another one may stand alone.
     while n_groups > 1 and 2 * len(kept) >= max(len(points), 4 * n_groups):
         groups = group(points[kept])
         alone = np.bincount(groups)[groups] == 1
@@ -201,6 +202,7 @@ def average_of(points: Matrix, method: str, weights: Matrix) -> Matrix:
     if method == "median":
         return np.median(points, axis=0)
     if method == "trimmed":
+        # Rounded down: of fewer than five points none is cut, and the mean is what is left.
         cut = int(TRIM * len(points))
         trimmed: Matrix = np.sort(points, axis=0)[cut : len(points) - cut].mean(axis=0)
         return trimmed
@@ -228,6 +230,7 @@ def geometric_median(points: Matrix, *, tol: float = 1e-10, max_iter: int = 200)
     """
     flat = points.reshape(len(points), -1)
     scale = float(max(flat.max(initial=0), -flat.min(initial=0)))
+    # The mean is near where nobody lies; else the median per coordinate is the better start.
     median, apart = flat.mean(axis=0), np.empty_like(flat)
     distances = row_norms(np.subtract(flat, median, out=apart))
     if not distances.max() <= reach(distances, scale):  # some pull the mean away
@@ -237,6 +240,8 @@ def geometric_median(points: Matrix, *, tol: float = 1e-10, max_iter: int = 200)
         away = distances > np.finfo(flat.dtype).eps * scale
         weights = np.where(away, 1 / np.where(away, distances, 1), 0)
         towards = weights @ apart
+        # At a point of the set the sum of distances has a kink: it is the minimum if the others
+        # pull no harder than the points that lie here.
         pull = np.linalg.norm(towards)
         here = len(flat) - int(away.sum())
         if pull <= here:

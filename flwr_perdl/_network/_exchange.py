@@ -239,6 +239,7 @@ class Mailbox:
             arrays = tuple(cleared(array, ~finite) for array in arrays)
             self.left_out |= {(round_, int(node)) for node in self.senders[~finite & sent]}
         received = finite & sent
+        # As many rounds are held as a message can be late; the newest stands first, at late = 0.
         self._last.appendleft((arrays, received))
         senders, stacked = self.senders, arrays
         if len(self._last) > 1:
@@ -249,6 +250,7 @@ class Mailbox:
         where, sound = self._own, np.ones(len(self.nodes), dtype=bool)
         if own is not None:  # a node uses its own message as it was sent
             sound = finite_rows(own)
+            # Its own message has columns of its own, behind those of the others.
             where = len(senders) + np.arange(len(self.nodes))
             senders = np.concatenate([senders, self.nodes])
             stacked = tuple(
@@ -257,6 +259,7 @@ class Mailbox:
             )
         elif not finite.all():
             sound = finite[self._own]
+        # Without faults the routes of a round are those of any other with its matrix: kept.
         simple = not self.plan.faults.any and bool(received.all()) and own is None
         key = (round_ - 1) % len(self.plan.matrices)
         if simple and key in self._routes:
@@ -280,6 +283,7 @@ class Mailbox:
         receiver[self.nodes], sender[self.senders] = np.arange(m), np.arange(s)
         rows, columns, late = receiver[links.receivers], sender[links.senders], links.late
         received = np.stack([received for _, received in self._last])
+        # A delayed message can be from before the first round: it was never sent.
         good = np.flatnonzero((rows >= 0) & (late < len(received)))
         good = good[received[late[good], columns[good]]]
         places = rows[good], late[good] * s + columns[good]
@@ -300,6 +304,7 @@ class Mailbox:
 
     def _count(self, links: Csr, senders: NDArray[np.intp], floats: int) -> None:
         last = self._uncounted
+        # Sparse sums cost more than a round of small messages: equal rounds are counted first.
         if last is not None and last[0] is links and last[2] == floats:
             self._uncounted = (*last[:3], last[3] + 1)
         else:

@@ -113,6 +113,7 @@ def fit_clustered(
         model = list(parameters)
         for _ in range(int(config[N_FITS])):
             model, n, metrics = fit(model, dict(own.fit))
+        # An evaluation that fails would be noticed rounds later, when models are to be chosen.
         _evaluations(evaluate, [np.asarray(array)[None] for array in model], own.evaluate)
         return floats(model), n, metrics
     if step == MEASURE:
@@ -159,6 +160,7 @@ def _choose(
         model, n, metrics = fit(_model(stacks, chosen), dict(config.fit))
         return floats(model), n, {**metrics, **evaluated}
     trained, shapes = [stack.copy() for stack in stacks], [stack.shape[1:] for stack in stacks]
+    # A model whose change would be weighted by almost nothing is not worth a training.
     for j in np.flatnonzero(weights >= _LEAST_SHARE).tolist():
         model, n, found = fit(_model(stacks, j), dict(config.fit))
         if (own := [np.shape(array) for array in model]) != shapes:

@@ -204,6 +204,7 @@ class DiffusionClient(Member):
                 )
             kept = self._kept(newest)
             return self._end(kept.state), 1, kept.over or {}
+        # A server that crashed asks for a round again, and must get the same messages.
         found = private.before(server_round)
         state, pending, run_key, _ = self._kept(found)
         keys = None
@@ -212,6 +213,7 @@ class DiffusionClient(Member):
             run_key = keys.run_key
         delivery = Delivery() if step == ANNOUNCE else Delivery.from_arrays(parameters, sealed)
         metrics: dict[str, Scalar] = {ANEW: 1} if round_ > 1 and found is None else {}
+        # Combination comes first: the messages of the last round have only now been delivered.
         if pending:
             inbox, left_out = inbox_of(
                 self.node,
@@ -234,6 +236,7 @@ class DiffusionClient(Member):
             message = check_message(self.program.message(state), 1)
             sent, more = self._sent(message, delivery, round_, keys)
             reply, metrics = [*reply, *sent], metrics | more
+        # Past messages cannot be opened once the key is gone, by a thief of the disk either.
         over = step == SHOW and (sealed or _RUN_KEY in newest)
         kept = _Kept(state, pending, None if over else run_key, metrics if over else None)
         private.save(server_round, kept.to_arrays(), alone=over)

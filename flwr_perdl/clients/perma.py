@@ -135,6 +135,8 @@ class DictionaryClient(LearnerClient):
     @step(UPDATE)
     def update(self, request: StepRequest) -> StepResult:
         """Local update (Algorithm 3), after local refinement (Algorithm 6) if asked for."""
+        # A request is checked before anything is computed from samples: atoms that are not unit, or
+        # too much alike, would have a reply show more than a sum.
         ask, G = _Update.read(request, self.learner), self.global_atoms(request)
         check_products(G, orthogonal=ask.statistics and self.learner.orthogonal)
         X, learner, r = self.X, self.learner, len(G)
@@ -145,9 +147,11 @@ class DictionaryClient(LearnerClient):
         for _ in range(ask.n_steps):
             D, C = after, learner.code(X, after)
             errors.append(mean_square(X - reconstruct(C, D)))
+            # Lines 4-6: after a step, the atoms nearest to the global ones stand for these.
             aligned = align_to_global(learner.update(X, C, D), G)
             after = np.vstack([aligned.global_atoms, aligned.local_atoms])
         if ask.statistics:
+            # Asked before the sums are formed, since what a withheld atom explains counts as local.
             shared = self.may_send(C[:, :r], X - reconstruct(C[:, r:], D[r:]))
             sent = local_statistics(X, C, D, shared, orthogonal=ask.orthogonal)
         else:

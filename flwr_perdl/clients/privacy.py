@@ -219,12 +219,15 @@ class LocalPrivacy:
         rng = None if self._rng is None else self._rng()
         noise, shift = self._noise(asked, rng), self._shift(asked.n_labels, rng)
         config = ConfigRecord({**asked.config})
+        # What the client gets is rebuilt from what was checked: a server may put more into a
+        # request than this mod knows, and the client could answer to it.
         message.content = RecordDict({ARRAYS: to_record([asked.given]), CONFIG: config})
         label, difference = self._ask(message, context, call_next, asked)
         context.state[_SPENT] = spent  # the client may have put another state in its place
         # The sum is of whole numbers: its rounding, and all that follows, adds no information.
         private = self._step(asked.n_labels) * (difference + noise)
         if asked.regression:
+            # Randomized response: with odds that are the same for all labels, another one is named.
             head = [0, (label + shift) % asked.n_labels]
             private = np.concatenate([[head], private], axis=1)
         else:
@@ -248,6 +251,8 @@ class LocalPrivacy:
             replies = _noted(file)
         self._check_budget(replies + letter)
         if file is not None:
+            # Written before the reply: a crash may cost budget, and never gives some back. What
+            # another process wrote in between is counted too.
             replies = _noted(file, letter)
             self._check_budget(replies + letter)
         spent = ConfigRecord({"round": round_, "replies": replies + letter})

@@ -203,6 +203,7 @@ class ProtocolClient(Member):
         metrics : dict
             What the step says besides.
         """
+        # Kept last: a step that fails leaves the state as it was, and can be asked for again.
         result, state, round_ = self._take(TRAIN, parameters, config)
         if result.keep is not None:
             state.save(round_, result.keep)

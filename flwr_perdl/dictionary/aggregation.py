@@ -121,6 +121,7 @@ def aggregate_atoms(
     if weights.min(initial=np.inf) <= 0:
         raise ValueError(f"weights must be positive, got {weights.min()}.")
     sent = np.any(stack != 0, axis=2)
+    # Atom by atom, since every client may withhold others.
     average, odd = np.zeros_like(current), np.zeros(len(stack))
     for j in range(len(current)):
         mine = sent[:, j]
@@ -188,6 +189,7 @@ def local_statistics(
             f"{shared.dtype} and shape {shared.shape}."
         )
     local = np.concatenate([~shared, np.ones(len(D) - len(shared), dtype=bool)])
+    # A withheld atom still explains samples, and what it explains must not become another one.
     own = C[:, : len(shared)] * shared
     moments = own.T @ (X - C[:, local] @ D[local])
     return moments if orthogonal else np.hstack([own.T @ own, moments])
@@ -237,11 +239,13 @@ def aggregate_statistics(stack: Matrix, current: Matrix, *, orthogonal: bool) ->
     sent = np.any(stack != 0, axis=2)
     present = sent.any(axis=1)
     possible = present if orthogonal or not r else present & _moments(stack[:, :, :r])
+    # Sums of different clients differ in scale; the atoms that they lead to can be compared.
     own = _solve_each(stack, sent, current, orthogonal)
     kept = possible & ~_outliers(own, sent & possible[:, None])
     factors = np.zeros(len(stack), stack.dtype)
     if kept.any():
         factors[kept] = shortening(stack if kept.all() else stack[kept])
+    # Line 13 on the pooled samples: their statistics are the sum of the clients'.
     total = np.tensordot(factors, stack, axes=1)
     odd = {
         "left out": (present & ~kept).astype(float),
@@ -258,6 +262,7 @@ def aggregate_statistics(stack: Matrix, current: Matrix, *, orthogonal: bool) ->
 def _moments(grams: Matrix) -> NDArray[np.bool_]:
     """Tell which matrices can be second moments, but for some noise."""
     values = np.linalg.eigvalsh((grams + grams.swapaxes(1, 2)) / 2)
+    # Noise, as of local privacy, makes small eigenvalues negative; a liar makes large ones so.
     possible: NDArray[np.bool_] = values[:, 0] >= -_NOISE * values[:, -1]
     return possible & (values[:, -1] > 0)
 

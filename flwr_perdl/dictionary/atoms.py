@@ -170,6 +170,7 @@ def principal_directions(X: Matrix, n_components: int) -> Matrix:
     X = check_array("X", X, min_rows=1)
     check_count("n_components", n_components, 0, X.shape[1])
     n, d = X.shape
+    # (S S') u = w u gives the direction S' u / sqrt(w); small w would lose half of the digits.
     if 0 < n_components < n < d:
         S = X.astype(np.float64, copy=False)
         w, U = eigh(S @ S.T, subset_by_index=(n - n_components, n - 1))
@@ -198,6 +199,7 @@ def least_squares_atoms(gram: Matrix, moment: Matrix, current: Matrix) -> Matrix
     ndarray of shape (n_atoms, n_features)
         Unit atoms.
     """
+    # The equations of the used atoms alone: the others' rows and columns are zero.
     used = gram.any(axis=1)
     atoms, before = current.copy(), current[used]
     if used.any():

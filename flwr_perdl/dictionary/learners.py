@@ -214,6 +214,7 @@ class AlternatingLearner(ABC):
         spanned = principal_directions(X, k)
         filled = np.vstack([spanned, rng.standard_normal((k - len(spanned), d))])
         basis = np.linalg.qr(filled.T)[0].T
+        # Principal directions themselves are no good start: codes of all samples are dense in them.
         rotation = np.linalg.qr(rng.standard_normal((k, k)))[0]
         more = normalize_atoms(rng.standard_normal((self.n_atoms - k, k)))
         return np.vstack([rotation, more]).astype(X.dtype) @ basis.astype(X.dtype)

@@ -162,6 +162,7 @@ def global_matching(
     match = _shortest_paths if method == "paths" else _consensus
     if isinstance(n_global, str):
         is_auto("n_global", n_global)  # refuses any other text
+        # What one client alone has is not shared, so that the second largest dictionary is a bound.
         most = min(int(np.median(sizes)), sorted(sizes)[-2:][0])
         found = match(checked, most)
         taking_part = sum(size >= most for size in sizes) if method == "paths" else len(sizes)
@@ -206,6 +207,7 @@ def count_shared(edges: Matrix, n_features: int, n_atoms: int) -> int:
     chance = float(_chance(n_features, n_atoms))
     if not len(edges) or edges[0] >= _APART * chance:
         return 0
+    # Shared atoms come first, with small distances; the others lie about where chance puts them.
     jumps = np.diff(edges)
     last = int(jumps.argmax()) if len(jumps) else 0
     missing = chance / 2 - edges[-1]
@@ -281,11 +283,15 @@ def _shortest_paths(dictionaries: list[Matrix], n_global: int) -> Matching:
     edges = _Edges(dictionaries)
     penalties = [np.zeros(len(D)) for D in dictionaries]
     lengths = np.zeros(n_global)
+    # Listing of Algorithm 2, line by line: a shortest path, its atoms, and their removal.
     for j in range(n_global):
         costs = penalties[:1]
         for i in range(n - 1):
+            # The best way to a node of the next layer, over all nodes of this one; a node that was
+            # taken by an earlier path has an infinite penalty, and no way leads through it.
             costs.append((costs[i][:, None] + edges(i)).min(axis=0) + penalties[i + 1])
         path = np.zeros(n, dtype=np.intp)
+        # Going back from the end of the shortest path, each node is the one that gave the minimum.
         path[-1] = costs[-1].argmin()
         lengths[j] = costs[-1][path[-1]]
         for i in range(n - 2, -1, -1):
@@ -295,6 +301,7 @@ def _shortest_paths(dictionaries: list[Matrix], n_global: int) -> Matching:
         indices[chain, j] = path
     atoms = np.stack([D[rows] for D, rows in zip(dictionaries, indices[chain], strict=True)])
     signs = np.ones(indices.shape, dtype=atoms.dtype)
+    # d_2 does not see signs; before atoms are averaged they must point to the same side.
     signs[chain] = signs_of(np.einsum("ijk,jk->ij", atoms, atoms[0]))
     mean = (signs[chain][..., None] * atoms).mean(axis=0)
     return Matching(normalize_atoms(mean, atoms[0]), indices, signs, lengths)
@@ -330,6 +337,7 @@ def _consensus(dictionaries: list[Matrix], n_global: int) -> Matching:
     chosen = np.unique(np.linspace(0, n - 1, min(n, _CANDIDATE_CLIENTS)).round().astype(int))
     candidates = np.vstack([dictionaries[i] for i in chosen])
     owner = np.repeat(chosen, [len(dictionaries[i]) for i in chosen])
+    # Candidates are atoms of clients: the start of an iteration like k-means with assignment.
     picks = candidates[_spread_best(candidates, _scores(candidates, owner, dictionaries), n_global)]
     for _ in range(_ROUNDS):
         indices, cosines = _assign(dictionaries, picks)
@@ -338,12 +346,14 @@ def _consensus(dictionaries: list[Matrix], n_global: int) -> Matching:
         ratio = distances / np.maximum(typical, np.sqrt(np.finfo(dtype).eps))
         if n == 2:  # no majority, and the start is one of the two: both count alike
             ratio[:] = 0
+        # Weights of Geman and McClure: a client whose atom is another one hardly moves the mean.
         weights = np.where(indices < 0, 0, signs_of(cosines) / (1 + ratio**2) ** 2)
         total = np.zeros((n_global, d))
         for D, rows, w in zip(dictionaries, indices, weights, strict=True):
             has = rows >= 0
             total[has] += w[has, None] * D[rows[has]]
         picks = normalize_atoms(total.astype(dtype), picks)
+    # A path has n - 1 edges: the length is comparable to what Algorithm 2 gives.
     lengths = (n - 1) * _disagreement(dictionaries, indices)
     order = np.argsort(lengths, kind="stable")
     signs = signs_of(cosines).astype(dtype)

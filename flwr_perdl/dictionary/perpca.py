@@ -145,8 +145,10 @@ def _step(root: Matrix, energy: float, U: Matrix, V: Matrix, step: float) -> PCA
         return PCAStep(W, W, energy)
     product = W @ root if len(root) == root.shape[1] else (root @ W.T).T @ root  # W S
     inner = product @ W.T
+    # The loss curves by the largest eigenvalue of W S W': the step has no unit.
     curvature = np.linalg.eigvalsh(inner)[-1]
     length = step / curvature if curvature > 0 else 0.0
+    # The generalized retraction of the paper: the nearest orthonormal rows.
     moved = polar_factor(W + W.dtype.type(length) * product, W)
     lost = max(energy - float(np.trace(inner)), 0.0)
     return PCAStep(moved[: len(U)], moved[len(U) :], lost)
@@ -235,6 +237,7 @@ def _apart(V: Matrix, U: Matrix, n_rows: int) -> Matrix:
     wanted = np.zeros((len(U) + n_rows, U.shape[1]), U.dtype)
     if not len(wanted):
         return wanted
+    # Shared components win: the own ones are made orthogonal to them, not the other way round.
     wanted[: len(U)] = U
     wanted[len(U) :][: len(V)] = V - (V @ U.T) @ U
     return polar_factor(wanted, np.eye(*wanted.shape, dtype=U.dtype))

@@ -94,6 +94,7 @@ def _nearest(S: Matrix, fixed: Matrix, fallback: Matrix) -> Matrix:
     F: Matrix = fixed.astype(np.float64)
     if S.dtype != F.dtype:
         F = orthonormal(F)
+    # Measured before the fixed rows are taken off: what remains of a row may be rounding alone.
     rounding = float(np.linalg.norm(M)) * rounding_share(S)
     M -= (M @ F.T) @ F
     Q = None if len(F) else _by_gram(M, max(SAFE_GRAM, len(S) * rounding_share(S) ** 2))
@@ -134,6 +135,7 @@ def _by_gram(M: Matrix, least: float = SAFE_GRAM) -> Matrix | None:
     squares, U = np.linalg.eigh(M @ M.T)
     if not len(squares) or squares[0] <= least * max(squares[-1], 1.0):
         return None
+    # (M M')^(-1/2) M; the Newton-Schulz step repairs what the squared condition cost.
     return orthonormal((U / np.sqrt(squares)) @ U.T @ M)
 
 
@@ -157,6 +159,7 @@ def _in_complement(M: Matrix, V: Matrix) -> Matrix:
     Q = _by_gram(M)
     if Q is not None:
         return Q
+    # Where too little of M is left, an orthonormal basis of the whole complement is needed.
     basis = np.linalg.svd(V, full_matrices=True)[2][len(V) :]
     U, _, Wt = thin_svd(M @ basis.T)
     filled: Matrix = U @ Wt @ basis

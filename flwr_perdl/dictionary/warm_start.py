@@ -97,7 +97,9 @@ def warm_start(
     check_count("restarts", restarts, 1)
     check_real("boost", boost, 1)
     check_real("decay", decay, 0, 1)
+    # A high threshold first: few and large codes find the strong atoms, as annealing does.
     scales = [max(1.0, boost * decay**t) for t in range(n_iter)]
+    # Atoms stay in the span of the samples, where there are fewer coordinates than features.
     basis = _row_space(X) if _worth(X, learner, n_iter * restarts) else None
     runs = []
     for _ in range(restarts):

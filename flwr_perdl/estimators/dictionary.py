@@ -229,6 +229,7 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
             raise ValueError("X must have at least one sample, got n_samples=0.")
         alone = _start(learner)(rows, learner, rng=spawn(self.seed, number)).dictionary
         own = align_to_global(alone, G).local_atoms
+        # Its local atoms were learned beside atoms of its own; the global ones leave other rests.
         refined = refine_local(rows, np.vstack([G, own]), len(G), learner)
         self.local_atoms_ = [*self.local_atoms_, refined[len(G) :]]
         return number

@@ -239,6 +239,7 @@ class MixedRegression(Federated):
             owners = as_groups(groups, len(rows))
             seen = dict(zip(self.groups_.tolist(), self.labels_.tolist(), strict=True))
         predictions: Matrix = np.zeros(len(rows), self.coef_.dtype)
+        # All samples of a group have one model: single ones would follow their own noise.
         for group in np.unique(owners).tolist():
             members = owners == group
             label = seen.get(group)

@@ -129,6 +129,7 @@ def _multiplied(
     settings: TwoPhase, state: Descent, answers: Answers, rng: np.random.Generator
 ) -> Descent:
     """Line 9: add up the products; after the last one take the subspaces (Algorithm 3)."""
+    # Parts are weighted by their points already, so that sums, not means, are added up.
     stack, odd, how = answers.stack, state.odd[:0], settings.descent
     if settings.robust != "mean":
         factors = factors_of(stack, "filtered" if settings.robust == "filtered" else "clip")
@@ -227,6 +228,7 @@ def _grouped(settings: TwoPhase, state: Descent, rng: np.random.Generator) -> Re
     if settings.n_clusters == "auto" and not len(state.centers) and len(found) == 1:
         # No merge stands out: too many models, which Phase 2 merges, are better than too few.
         found = kmeans(estimates, min(state.columns.shape[2], settings.max_clusters), rng)
+    # Groups come by size: what does not fit is what the fewest anchors found.
     room = settings.most_clusters - len(state.centers)
     return Refining.start(state, np.vstack([state.centers, found[:room]]))
 

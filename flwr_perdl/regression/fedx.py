@@ -108,6 +108,7 @@ def _ahead(phase: Refinement, state: Refining) -> Matrix:
     """Return Nesterov's point: the models, carried on along their last movement."""
     if not phase.momentum:
         return state.centers
+    # The weights of Nesterov's method for convex functions: no constant of the data is needed.
     beta = state.tempo / (state.tempo + 3)
     return state.centers + beta[:, None] * (state.centers - state.previous)
 
@@ -132,6 +133,7 @@ def _averaged(
     packed = answers.stack[:, :, 1:]
     if phase.local == EXACT:
         return (*_solved(packed[:, 0], n, k), replace(state, odd=state.odd[:0]))
+    # Clients whose curvature no common step suits would make the average diverge.
     trusted = ~np.isin(answers.partitions, state.steep)
     if settings.robust == "filtered" and not phase.softness:
         state = track_slopes(state, answers.partitions, packed[:, 0], ahead)
@@ -166,6 +168,7 @@ def _moved(
     answered: Matrix,
 ) -> Refining:
     """Line 8: move the models, accelerated: by Anderson's method, otherwise by Nesterov's."""
+    # A model that nobody chose stays: its change would be a division by zero points.
     centers = np.where(counts[:, None] > 0, ahead + change, state.centers)
     after = replace(state, centers=centers, previous=state.centers)
     if settings.phase_2.local == EXACT or not settings.phase_2.momentum:

@@ -111,11 +111,13 @@ def residual_moment(
     n, across = X.shape[-2], X.swapaxes(-1, -2)
     if n < 2:
         return np.zeros((*X.shape[:-2], *Q.shape), Q.dtype)
+    # Remark 2: two copies with noise of their own, so that the noise has no mean in a product.
     first: Matrix = y[..., None, :] - thetas[0] @ across
     second: Matrix = y[..., None, :] - thetas[-1] @ across
     if estimate == "u-statistic":
         pairs: Matrix = _all_pairs(X, first, second, Q) / (n - 1)
         return pairs
+    # Independent halves: the expectation of the product is that of its factors (the paper's).
     half, weight = (1, 1) if estimate == "pair" else (n // 2, n)
     a = first[..., :half] @ X[..., :half, :] / half
     b = second[..., half : 2 * half] @ X[..., half : 2 * half, :] / half
@@ -127,6 +129,7 @@ def residual_moment(
 
 def _all_pairs(X: Matrix, first: Matrix, second: Matrix, Q: Matrix) -> Matrix:
     """Sum of ``eps_i eps_j'`` over all ordered pairs of different points, symmetrised, times Q."""
+    # All pairs are the product of two sums, less the pairs of a point with itself.
     a, b = first @ X, second @ X
     pairs = a[..., None] * (b[..., None, :] @ Q) + b[..., None] * (a[..., None, :] @ Q)
     X = X[..., None, :, :]  # the same points for every estimate
@@ -315,6 +318,7 @@ def anchor_moved(X: Matrix, y: Matrix, theta: Matrix, U: Matrix, step: str) -> M
     eps = projected * residual[:, None]
     half = max(len(X) // 2, 1)
     A = eps[:half].T @ eps[-half:] / half
+    # Lines 12-14: the direction is known up to its sign, which the residuals tell.
     left, sigma, _ = np.linalg.svd(A)
     beta = left[:, 0] * (1 if left[:, 0] @ eps.sum(axis=0) >= 0 else -1)
     if step == "paper":

@@ -226,6 +226,7 @@ class InProcessGrid(ShownAsCalled, Grid):
 
     def _call_each(self, asked: list[tuple[Message, str | None]]) -> Iterator[Message | None]:
         """Yield the nodes' replies; where the app allows it, several are called at a time."""
+        # Two messages to one node share its state: they are answered one after the other.
         nodes = {message.metadata.dst_node_id for message, _ in asked}
         allows = getattr(self.app, "allows_threads", None)
         if (
@@ -272,10 +273,12 @@ class InProcessGrid(ShownAsCalled, Grid):
         context = self._context(message)
         if fault == "silence" or self._late():
             return None
+        # As a SuperNode does: what a client that failed wrote into its state is not kept.
         kept = _twin(context.state) if context.state else RecordDict()
         try:
             if fault == "error":
                 raise RuntimeError("a fault was injected")
+            # Clients of one round share a message's content; on a network each has its own.
             received = _compat.like(message, _twin(message.content))
             reply = directed(self.app(received, context), received)
             if reply is None or reply.has_error():

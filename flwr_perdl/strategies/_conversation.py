@@ -148,6 +148,7 @@ class Conversation:
             _refuse_earlier_run(options.checkpoint_dir)
         self._events = EventLog(options.events)
         saved = self._load() if options.resume else None
+        # The checkpoint has the result: no generator is needed, and no client is asked.
         if saved is not None and saved.meta["finished"]:
             return
         self._steps = protocol(initial, None if saved is None else _state_of(saved))
@@ -209,6 +210,7 @@ class Conversation:
         """What a reply to the last plan may be, decided before its arrays are read."""
         most = None if self._request is None else self._request.most
         largest = self.options.max_magnitude
+        # What float32 cannot hold would be infinite in the model, and in every later round.
         if any(array.dtype == np.float32 for array in self.model):
             largest = min(largest, _SINGLE)
         return Limits(self.options.max_reply_bytes, most, largest)
@@ -226,10 +228,12 @@ class Conversation:
                 + ("" if roster is None else why_absent(roster))
                 + "."
             )
+        # Drawn by the round, not by a generator that lives on: a resumed run asks the same clients.
         chosen = self._sample(partitions, self.options.fraction_train, SAMPLING, round_)
         request, own, same = self._request, self._request.own, list(self._request.arrays)
         arrays = dict.fromkeys(chosen, same)
         if own is not None:
+            # The first thing that a state from another program would break.
             with self._going_on():
                 arrays = {p: check_arrays("Request.own(partition)", own(p)) for p in chosen}
         secure = {} if request.secure is None else request.secure.config
@@ -277,6 +281,7 @@ class Conversation:
                 + _first_reason(report.dropped, f", asked for step {request.step!r}")
                 + "."
             )
+        # One thread: sums in another order would give other bits on a machine with more cores.
         self._warn_of_lost_state(good, roster)
         with one_blas_thread(), self._going_on():
             try:
@@ -287,6 +292,7 @@ class Conversation:
         unlike = {partition: Lost(LEFT_OUT, why) for partition, why in good.unlike.items()}
         self._log_lost(round_, request.step, unlike, roster)
         kept = {partition: reply for partition, reply in good.items() if partition not in unlike}
+        # A client that is back is named again when it is lost the next time.
         for partition in kept:
             self._logged.discard((roster.label(partition), False))
         report = self._report(round_, request.step, kept, bad | unlike, roster)

@@ -80,6 +80,7 @@ class Roster(Generic[Node]):
             )
         self.strangers.pop(node, None)
         self._silent.discard(node)
+        # The order in which nodes enrolled decides who has a place, and dicts keep that order.
         if self._partitions.get(node, partition) != partition:
             del self._partitions[node]  # who becomes another client is not the first to be it
         self._partitions[node] = partition
@@ -104,6 +105,7 @@ class Roster(Generic[Node]):
     def contested(self, nodes: Collection[Node]) -> list[Node]:
         """Return the nodes whose place a newcomer claims: they are to say again who they are."""
         here = self._here(nodes)
+        # A node that was restarted has another id: its old one may be listed for a while yet.
         holders = self._holders(here)
         if len(holders) == len(here):
             return []
@@ -214,6 +216,7 @@ def settle(
             wanted,
             patience,
         )
+    # Without a number to wait for, a run begins when no client has come for a while.
     while time.monotonic() < deadline and not (fixed and seen < wanted):
         if seen >= wanted and (fixed or options.num_clients is not None or same >= 6):
             return seen

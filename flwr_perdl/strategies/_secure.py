@@ -99,6 +99,7 @@ def secure_mean(
         modulus_range=2**_BITS,
         timeout=timeout,
     )
+    # Flower's workflow knows nodes, and reports speak of partitions.
     asked = {message.metadata.dst_node_id: (partition, message) for partition, message in sent}
     state, exchanges = secagg.WorkflowState(), _Exchanges(grid, secure.shape, limits)
     results: list[tuple[Any, Any]] = []  # of Flower's FitRes
@@ -106,6 +107,7 @@ def secure_mean(
     try:
         finished = _run(workflow, exchanges, state, asked, round_, results)
     except Exception as error:  # a client's keys or shares that Flower's code cannot read
+        # Any of them can end the workflow; the round is lost then, and the run is not.
         finished, reason = False, f": {type(error).__name__}: {error}"
     good: dict[int, Reply] = {}
     lost = {asked[node][0]: why for node, why in exchanges.lost.items()}
@@ -113,6 +115,7 @@ def secure_mean(
         (file,) = results[0][1].parameters.tensors
         mean = encode(secure.norm * view_file(file)[0]).data
         for proxy, fitted in results:
+            # Metrics travel in the clear, and are checked as those of any reply.
             partition = asked[proxy.node_id][0]
             try:
                 good[partition] = read_parts([mean], fitted.metrics, limits)

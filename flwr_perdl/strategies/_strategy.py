@@ -272,6 +272,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
                 f"num_rounds must be at least the {conversation.done} rounds that the run to "
                 f"resume has done, got {rounds}."
             )
+        # From here on whatever ends the run is written to its events, also an interrupt.
         conversation.begin(rounds)
         getattr(grid, "begin_run", lambda: None)()  # only an InProcessGrid has it
         try:

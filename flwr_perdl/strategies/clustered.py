@@ -325,6 +325,7 @@ class ClusteredFedAvg(ProtocolStrategy):
             )
             state = _state(self._fewest(stacks, state[_GROUPS], replies))
         while True:
+            # Clients choose as in IFCA, but in every `choose_every`th round only.
             stacks, round_, chosen = _unpack(state), int(state[_ROUND]), state[_CHOSEN]
             k, choice = len(stacks[0]), round_ - round_ % self.choose_every
             labels = np.arange(k, dtype=float)
@@ -344,6 +345,7 @@ class ClusteredFedAvg(ProtocolStrategy):
                 most=sum(map(prod, shapes)),
                 metrics=(CLUSTER,),
             )
+            # An absent client keeps the cluster that it chose last, until the next choice.
             moved = self._averaged(stacks, replies, soft)
             now = {int(p): (int(j), int(at)) for p, j, at in chosen}
             now |= {p: (int(r.metrics[CLUSTER]), round_) for p, r in replies.items()}

@@ -513,6 +513,7 @@ class _Held:
     def take(self, replies: Replies, deliveries: Mapping[int, Delivery], round_: int) -> None:
         """Take in the messages of a round, and forget those that are too old to be delivered."""
         n, faults = self.plan.n_nodes, self.plan.faults
+        # Nothing is held for longer than it can be late: the server is a relay, not an archive.
         oldest = round_ - faults.max_delay
         self.messages = {key: held for key, held in self.messages.items() if key[0] >= oldest}
         awake, broken = faults.awake(n, round_), faults.broken(n, round_)
@@ -555,6 +556,7 @@ class _Held:
     def keep_cards(self, replies: Replies) -> None:
         """Keep the nodes' public keys."""
         known = {node: reply.arrays[0] for node, reply in replies.items() if reply.arrays}
+        # Cards of another size than most are no public keys, and would fail at every receiver.
         size = Counter(card.shape for card in known.values()).most_common(1)
         self.cards |= {node: card for node, card in known.items() if card.shape == size[0][0]}
 

@@ -255,12 +255,14 @@ class PerMA(ProtocolStrategy):
                 max_weight=None,
                 secure=self._secure_mean(state),
             )
+            # Only a run from given atoms: whether learners are orthogonal no start has said.
             same = replies
             if known == OWN:
                 kind = partial(is_orthogonal, atoms=global_atoms)
                 same = alike(replies, kind, atoms_kind)
                 known = int(kind(next(iter(same.values()))))
             recalled, counted = self._recall(state, same) if self.remember else ({}, same)
+            # In the clear, clients are looked at one by one; in a secure round there is one sum.
             if self.secure is not None:  # every reply holds the same mean
                 recalled = {"samples": median_samples(same)}
                 counted = Replies(dict(list(same.items())[:1]))
@@ -353,6 +355,7 @@ class PerMA(ProtocolStrategy):
                 'n_global="auto" found no atom on which the clients agree: nothing is shared. '
                 "Give a number to share directions that are only alike.",
             )
+        # The mean of matched orthonormal atoms is not orthonormal, and learners need that it is.
         if orthogonal and len(atoms):
             atoms = polar_factor(atoms, atoms)
         elif len(atoms) >= np.median(lengths):  # no atoms of their own, which matching sets apart
