@@ -107,14 +107,18 @@ site-version: .venv-site/.installed
 	        --site-dir $(CURDIR)/site && rm -r $$folder
 
 # Each for SECONDS, `make fuzz-reply` one alone: coverage-guided fuzzing of everything that parses,
-# and all hypothesis tests at random.
-FUZZ := reply letter shown data checkpoint state run-config events properties
+# malformed calls of all public functions, and all hypothesis tests at random.
+FUZZ := reply letter shown data checkpoint state run-config events calls properties
 fuzz: $(addprefix fuzz-,$(FUZZ))
 
 fuzz-%: .venv-fuzz/.installed
 	.venv-fuzz/bin/python tests/fuzz/fuzz.py $* -max_total_time=$(SECONDS) \
 	    -rss_limit_mb=1024 -max_len=4096 -print_final_stats=1 \
 	    -artifact_prefix=runs/fuzz/$*- runs/fuzz/$*
+
+# Which calls they are, tests/fuzz/calls.py says; a finding is a line, and the run fails.
+fuzz-calls: $(venv)/.installed
+	$(python) tests/fuzz/calls.py $(SECONDS)
 
 # One pass after the other, until one fails or `timeout`, whose status is then 124, ends it.
 fuzz-properties: $(venv)/.installed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields
 from functools import lru_cache
 from math import isfinite
@@ -21,6 +21,8 @@ Matrix = NDArray[np.floating[Any]]
 FLOATS = (np.dtype(np.float64), np.dtype(np.float32))
 #: The most that a step or a weight may be: products with data stay in float32's range.
 LARGE = 1e30
+#: The most clusters that are looked for: work and memory grow with them before there is an answer.
+MOST_CLUSTERS = 10_000
 
 
 def check_array(
@@ -67,7 +69,7 @@ def check_array(
     >>> check_array("X", [[1.0, 2.0]], columns=2)
     array([[1., 2.]])
     """
-    array: Any = np.asarray(value)
+    array = as_array(name, value)
     if array.dtype not in FLOATS:
         raise ValueError(f"{name} must be float64 or float32, got {array.dtype}.")
     shape = array.shape
@@ -90,6 +92,46 @@ def check_array(
                 f"{checked.dtype}, got values up to {np.abs(checked).max():.3g}."
             )
     return checked
+
+
+def as_array(name: str, value: object) -> NDArray[Any]:
+    """Return NumPy's array of a value, or raise a ValueError if it has none of one shape."""
+    try:
+        return np.asarray(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must be an array, got {brief_repr(value)}.") from None
+
+
+def check_arrays(name: str, values: Any, what: str = "array", **rules: Any) -> list[Matrix]:
+    """Return one checked array per client or node, all with as many columns, at least one.
+
+    ``rules`` are those of `check_array`; ``what`` says in the message what there is none of.
+    """
+    if not len(check_list(name, values)):
+        raise ValueError(f"{name} must hold at least one {what}, got none.")
+    checked = [check_array(f"{name}[0]", values[0], **rules)]
+    columns = checked[0].shape[-1]
+    for i, value in enumerate(values[1:], start=1):
+        checked.append(check_array(f"{name}[{i}]", value, columns=columns, **rules))
+    return checked
+
+
+def check_numbers(name: str, value: object) -> NDArray[Any]:
+    """Return an array of integers or floats, of any shape; or raise a ValueError."""
+    array = as_array(name, value)
+    if array.dtype.kind not in "fiu":
+        raise ValueError(f"{name} must be numbers, got {brief_repr(value)}.")
+    return array
+
+
+def check_mask(name: str, value: object, length: int) -> NDArray[np.bool_]:
+    """Return an array of so many bools, or raise a ValueError."""
+    array = as_array(name, value)
+    if array.dtype != bool or array.shape != (length,):
+        raise ValueError(
+            f"{name} must be {length} bools, got dtype {array.dtype} and shape {array.shape}."
+        )
+    return array
 
 
 @lru_cache  # NumPy takes longer to say its limits than to check a small array
@@ -188,6 +230,37 @@ def check_kind(name: str, value: Any, kinds: type | tuple[type, ...], wanted: st
     """Return ``value`` if it is of one of these types, or raise a TypeError."""
     if not isinstance(value, kinds):
         raise TypeError(f"{name} must be {wanted}, got {brief_repr(value)}.")
+    return value
+
+
+def check_list(name: str, value: Any) -> Any:
+    """Return ``value`` if it holds one thing after the other, or raise a TypeError."""
+    if (
+        isinstance(value, str | bytes | Mapping)
+        or not isinstance(value, Collection)
+        or getattr(value, "ndim", 1) == 0
+    ):
+        raise TypeError(f"{name} must be a sequence, got {brief_repr(value)}.")
+    return value
+
+
+def check_rng(value: Any) -> np.random.Generator:
+    """Return the argument ``rng`` if it is a generator of NumPy's, or raise a TypeError."""
+    generator: np.random.Generator = check_kind(
+        "rng", value, np.random.Generator, "a numpy.random.Generator"
+    )
+    return generator
+
+
+def check_members(name: str, value: Any, kind: str, *members: str) -> Any:
+    """Return ``value`` if it has these members, those of a protocol that are used, or raise.
+
+    A class is none: of a learner, say, its instances are wanted.
+    """
+    if isinstance(value, type) or not all(hasattr(value, member) for member in members):
+        raise TypeError(
+            f"{name} must be a {kind} with {' and '.join(members)}, got {brief_repr(value)}."
+        )
     return value
 
 

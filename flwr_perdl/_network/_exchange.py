@@ -11,11 +11,17 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
+from flwr_perdl._checks import check_kind, check_list
 from flwr_perdl._network.faults import Faults
 from flwr_perdl._network.messages import cleared, finite_rows, shared_weights
 from flwr_perdl._repr import ShownAsCalled, short_repr
 from flwr_perdl.diffusion.combine import Array, Csr, Inbox
-from flwr_perdl.diffusion.topology import CombinationMatrix, Topology, metropolis_weights
+from flwr_perdl.diffusion.topology import (
+    CombinationMatrix,
+    Topology,
+    check_topology,
+    metropolis_weights,
+)
 
 State = TypeVar("State", bound=tuple[Any, ...])
 
@@ -110,16 +116,24 @@ class Plan:
         faults: Faults | None,
     ) -> Plan:
         """Return the plan of the arguments of `Network`, checked."""
+        check_topology(topology)
         if weights is None:
             weights = metropolis_weights(topology)
-        matrices = (weights,) if isinstance(weights, CombinationMatrix) else tuple(weights)
+        matrices = (
+            (weights,)
+            if isinstance(weights, CombinationMatrix)
+            else tuple(check_list("weights", weights))
+        )
         if not matrices:
             raise ValueError("weights must have at least one matrix, got an empty sequence.")
         for matrix in matrices:
+            check_kind("weights", matrix, CombinationMatrix, "CombinationMatrix")
             if matrix.topology.n_nodes != topology.n_nodes:
                 raise ValueError(
                     f"weights must be for {topology.n_nodes} nodes, got {matrix.topology!r}."
                 )
+        if faults is not None:
+            check_kind("faults", faults, Faults, "Faults")
         return cls(matrices, faults or Faults())
 
     @property

@@ -10,11 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
-from flwr_perdl._checks import check_count, check_real
+from flwr_perdl._checks import (
+    check_count,
+    check_kind,
+    check_real,
+)
 from flwr_perdl._random import spawn
 from flwr_perdl.diffusion.topology import Topology
 
 Csr = Any
+_ROUNDS = "a mapping of nodes to rounds"
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,7 @@ class Faults:
         for name in ("dead", "corrupt"):
             rounds = {
                 check_count(f"{name}: node", node): check_count(f"{name}: round", at, 1)
-                for node, at in getattr(self, name).items()
+                for node, at in check_kind(name, getattr(self, name), Mapping, _ROUNDS).items()
             }
             object.__setattr__(self, name, dict(sorted(rounds.items())))
 

@@ -14,7 +14,13 @@ import numpy as np
 from flwr.app import Context
 from numpy.typing import NDArray
 
-from flwr_perdl._checks import Matrix, check_array, check_count, check_kind
+from flwr_perdl._checks import (
+    Matrix,
+    check_array,
+    check_count,
+    check_kind,
+    check_members,
+)
 from flwr_perdl._random import spawn
 from flwr_perdl._records import ANEW, EVALUATE, Scalar
 from flwr_perdl.clients._requests import admit, check_atoms, digest, rounded
@@ -124,12 +130,8 @@ class LearnerClient(ProtocolClient):
         algorithm = f"dictionary, {type(learner).__name__}"
         super().__init__(context, algorithm=algorithm, state_dir=state_dir)
         self.X = check_array("X", X, min_rows=1, squares=True)
-        methods = getattr(learner, "code", None), getattr(learner, "update", None)
-        if isinstance(learner, type) or not all(map(callable, methods)):
-            raise TypeError(f"learner must be a Learner with code and update, got {learner!r}.")
-        missing = [name for name in ("n_atoms", "orthogonal") if not hasattr(learner, name)]
-        if missing:
-            raise TypeError(f"learner must be a Learner with {missing[0]}, got {learner!r}.")
+        check_members("learner", learner, "Learner", "code", "update")
+        check_members("learner", learner, "Learner", "n_atoms", "orthogonal")
         if not callable(start):
             raise TypeError(f"start must be a function, got {start!r}.")
         if extra_metrics is not None and not callable(extra_metrics):

@@ -49,7 +49,13 @@ from scipy.optimize import brentq
 from scipy.special import log_ndtr
 
 from flwr_perdl import _store
-from flwr_perdl._checks import Matrix, check_array, check_count, check_real
+from flwr_perdl._checks import (
+    Matrix,
+    check_array,
+    check_count,
+    check_kind,
+    check_real,
+)
 from flwr_perdl._compat import log
 from flwr_perdl._records import (
     ARRAYS,
@@ -190,6 +196,7 @@ class LocalPrivacy:
         self.delta = check_real("delta", delta, 0, np.nextafter(1, 0), open_low=True)
         self.n_rounds = check_count("n_rounds", n_rounds, 1)
         self.clip = check_real("clip", clip, *_CLIPS)
+        check_kind("ledger", ledger, (str, Path, type(None)), "a path or None")
         self.ledger = None if ledger is None else Path(ledger)
         # A weaker source of noise must be asked for: nobody would notice it otherwise.
         if rng is None and find_spec("opendp") is None:

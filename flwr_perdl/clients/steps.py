@@ -178,6 +178,7 @@ class ProtocolClient(Member):
     ) -> None:
         super().__init__(context)
         check_kind("state_dir", state_dir, (str, Path, type(None)), "a path or None")
+        check_kind("algorithm", algorithm, (str, type(None)), "a name or None")
         self.context = context
         self._shelf = private_shelf(context, algorithm or type(self).__name__, state_dir)
 

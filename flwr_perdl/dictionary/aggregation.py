@@ -25,7 +25,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_perdl._arrays import row_products
-from flwr_perdl._checks import Matrix, check_array, check_choice, check_count
+from flwr_perdl._checks import (
+    Matrix,
+    as_array,
+    check_array,
+    check_choice,
+    check_count,
+    check_flag,
+)
 from flwr_perdl._parallel import in_threads
 from flwr_perdl._robust import EFFECTS, average_of, far, geometric_median, reach, shortening
 from flwr_perdl.dictionary.atoms import (
@@ -108,6 +115,7 @@ def aggregate_atoms(
     array([[0.707, 0.707]])
     """
     check_choice("method", method, METHODS)
+    orthogonal = check_flag("orthogonal", orthogonal)
     current, _ = unit_atoms(check_array("current", current))
     stack = check_array("stack", stack, ndim=3, columns=current.shape[1])
     check_count("rows of stack", stack.shape[1], len(current), len(current))
@@ -178,11 +186,12 @@ def local_statistics(
     >>> local_statistics(X, codes, np.eye(2), np.array([True]), orthogonal=True)
     array([[4., 2.]])
     """
+    orthogonal = check_flag("orthogonal", orthogonal)
     D = check_array("D", D)
     X = check_array("X", X, columns=D.shape[1], squares=True)
     C = check_array("C", C, columns=len(D))
     check_count("rows of C", len(C), len(X), len(X))
-    shared = np.asarray(shared)
+    shared = as_array("shared", shared)
     if shared.dtype != bool or shared.ndim != 1 or len(shared) > len(D):
         raise ValueError(
             f"shared must have a bool for each global atom, {len(D)} at most, got dtype "
@@ -232,6 +241,7 @@ def aggregate_statistics(stack: Matrix, current: Matrix, *, orthogonal: bool) ->
     >>> aggregate_statistics(stack, np.array([[1.0, 0.0]]), orthogonal=True).global_atoms
     array([[1., 0.]])
     """
+    orthogonal = check_flag("orthogonal", orthogonal)
     current, _ = unit_atoms(check_array("current", current))
     r, d = current.shape
     stack = check_array("stack", stack, ndim=3, columns=d if orthogonal else r + d)

@@ -26,7 +26,14 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from flwr_perdl._checks import Matrix, check_array, check_count
+from flwr_perdl._checks import (
+    Matrix,
+    check_array,
+    check_count,
+    check_flag,
+    check_kind,
+    check_rng,
+)
 from flwr_perdl.dictionary.aggregation import aggregate_atoms, finish_atoms
 from flwr_perdl.dictionary.atoms import normalize_atoms, principal_directions
 from flwr_perdl.dictionary.polar import polar_factor
@@ -74,6 +81,8 @@ def average_dictionaries(
     array([[1., 0., 0.],
            [0., 0., 1.]])
     """
+    orthogonal = check_flag("orthogonal", orthogonal)
+    replace = check_flag("replace", replace)
     current = check_array("current", current)
     stack = check_array("stack", stack, ndim=3, min_rows=1, columns=current.shape[1])
     check_count("rows of stack", stack.shape[1], len(current) + 1, len(current) + 1)
@@ -135,7 +144,17 @@ def common_start(
     array([[0., 1.],
            [1., 0.]])
     """
-    D = dictionaries[max(dictionaries, key=lambda i: (sizes[i], -i))]
+    check_kind("dictionaries", dictionaries, Mapping, "a mapping of clients to dictionaries")
+    if not dictionaries:
+        raise ValueError("dictionaries must hold at least one dictionary, got none.")
+    check_kind("sizes", sizes, Mapping, "a mapping of clients to numbers of samples")
+    if missing := [client for client in dictionaries if client not in sizes]:
+        raise ValueError(f"sizes must have all clients of dictionaries, got none of {missing[0]}.")
+    counts = {client: check_count("sizes", sizes[client]) for client in dictionaries}
+    check_rng(rng)
+    orthogonal = check_flag("orthogonal", orthogonal)
+    first = max(dictionaries, key=lambda i: (counts[i], -i))
+    D = check_array(f"dictionaries[{first}]", dictionaries[first])
     drawn = normalize_atoms(rng.standard_normal(D.shape).astype(D.dtype))
     if orthogonal and not D.any(axis=1).all():
         return polar_factor(D, polar_factor(drawn, drawn))

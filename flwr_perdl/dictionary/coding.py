@@ -123,8 +123,8 @@ def soft_threshold(A: Matrix, threshold: float) -> Matrix:
 
 
 def _thresholded(A: Matrix, threshold: float) -> tuple[Matrix, float]:
-    """Return an array of any shape and its threshold, no larger than the dtype allows."""
-    A = check_array("A", A, ndim=getattr(A, "ndim", 2))
+    """Return an array of 1 dimension or more and its threshold, at most the largest number."""
+    A = check_array("A", A, ndim=max(getattr(A, "ndim", 2), 1))
     return A, min(check_real("threshold", threshold, 0), float(np.finfo(A.dtype).max))
 
 
@@ -277,7 +277,7 @@ def lasso(
     alpha = check_real("alpha", alpha, 0, open_low=True)
     nonnegative = check_flag("nonnegative", nonnegative)
     tol = max(check_real("tol", tol, 0), 100 * float(np.finfo(np.float64).eps))
-    check_count("max_iter", max_iter)
+    max_iter = min(check_count("max_iter", max_iter), 2**31)  # the kernel counts no further
     if start is not None:
         start = check_array("start", start, columns=D.shape[0], squares=True)
         if len(start) != len(X):

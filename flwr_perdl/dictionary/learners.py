@@ -39,6 +39,7 @@ from flwr_perdl._checks import (
     check_array,
     check_choice,
     check_count,
+    check_members,
     check_real,
     is_auto,
     own_numbers,
@@ -169,6 +170,7 @@ def update_weights(learner: Learner, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
     array([[ 0.5,  0.5],
            [ 0.5, -0.5]])
     """
+    check_members("learner", learner, "Learner", "code", "update")
     X, C, D = _checked(X, C, D)
     own = getattr(learner, "weights", None)
     return C if own is None else np.asarray(own(X, C, D))

@@ -34,7 +34,14 @@ from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 from scipy.special import betaincinv
 
-from flwr_perdl._checks import Matrix, check_array, check_choice, check_count, is_auto
+from flwr_perdl._checks import (
+    Matrix,
+    check_array,
+    check_arrays,
+    check_choice,
+    check_count,
+    is_auto,
+)
 from flwr_perdl.dictionary.atoms import match_atoms, normalize_atoms, signs_of, unit_atoms
 
 #: Clients whose atoms are candidates in the consensus.
@@ -152,11 +159,7 @@ def global_matching(
     np.float64(2.0)
     """
     check_choice("method", method, ("consensus", "paths"))
-    if not len(dictionaries):
-        raise ValueError("dictionaries must hold at least one dictionary, got none.")
-    checked = [check_array("dictionaries[0]", dictionaries[0])]
-    for i, D in enumerate(dictionaries[1:], start=1):
-        checked.append(check_array(f"dictionaries[{i}]", D, columns=checked[0].shape[1]))
+    checked = check_arrays("dictionaries", dictionaries, "dictionary")
     sizes = [len(D) for D in checked]
     checked = [unit_atoms(D)[0] for D in checked]
     match = _shortest_paths if method == "paths" else _consensus

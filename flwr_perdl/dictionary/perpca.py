@@ -34,7 +34,15 @@ from typing import NamedTuple
 import numpy as np
 
 from flwr_perdl._arrays import squared_norm
-from flwr_perdl._checks import Matrix, check_array, check_choice, check_count, check_real
+from flwr_perdl._checks import (
+    LARGE,
+    Matrix,
+    check_array,
+    check_arrays,
+    check_choice,
+    check_count,
+    check_real,
+)
 from flwr_perdl.dictionary.aggregation import aggregate_atoms
 from flwr_perdl.dictionary.atoms import principal_directions
 from flwr_perdl.dictionary.coding import remainder
@@ -128,7 +136,7 @@ def perpca_step(X: Matrix, U: Matrix, V: Matrix, step: float) -> PCAStep:
     X = check_array("X", X, min_rows=1, squares=True)
     U = check_array("U", U, columns=X.shape[1])
     V = check_array("V", V, columns=X.shape[1])
-    check_real("step", step, 0)
+    check_real("step", step, 0, LARGE)
     return _step(_root(X), squared_norm(X), U, V, step)
 
 
@@ -203,17 +211,12 @@ def personalized_pca(
     >>> np.abs(found.global_components).round(3)
     array([[1., 0., 0.]])
     """
-    if not len(samples):
-        raise ValueError("samples must hold at least one client's array, got none.")
-    checked = [check_array("samples[0]", samples[0], min_rows=1, squares=True)]
-    d = checked[0].shape[1]
-    for i, X in enumerate(samples[1:], start=1):
-        checked.append(check_array(f"samples[{i}]", X, min_rows=1, columns=d, squares=True))
-    samples = checked
+    samples = check_arrays("samples", samples, "client's array", min_rows=1, squares=True)
+    d = samples[0].shape[1]
     check_count("n_global", n_global, 0, d)
     check_count("n_local", n_local, 0, d - n_global)
     check_count("n_rounds", n_rounds)
-    check_real("step", step, 0)
+    check_real("step", step, 0, LARGE)
     check_choice("aggregation", aggregation, AGGREGATIONS)
     U = shared_start([principal_directions(X, n_global + n_local) for X in samples], n_global)
     roots, energies = [_root(X) for X in samples], [squared_norm(X) for X in samples]

@@ -19,7 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.linalg import svd
 
-from flwr_perdl._checks import Matrix, check_array
+from flwr_perdl._checks import (
+    Matrix,
+    check_array,
+    check_mask,
+)
 
 #: Least ratio of the Gram matrix' extreme eigenvalues at which it stands in for an SVD; right
 #: there the factor is off by less than 1e-9, at 1e-4 by 1e-13.
@@ -73,6 +77,7 @@ def polar_factor(S: Matrix, fallback: Matrix, fixed: NDArray[np.bool_] | None = 
         raise ValueError(f"fallback must have S's shape {S.shape}, got {fallback.shape}.")
     if S.shape[0] > S.shape[1]:
         raise ValueError(f"S must not have more rows than columns, got shape {S.shape}.")
+    fixed = None if fixed is None else check_mask("fixed", fixed, len(S))
     if fixed is None or not fixed.any():
         return _nearest(S, fallback[:0], fallback)
     factor = fallback.astype(S.dtype)

@@ -17,7 +17,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from flwr_perdl._checks import Matrix, check_array, check_count
+from flwr_perdl._checks import (
+    Matrix,
+    check_array,
+    check_count,
+    check_members,
+)
 from flwr_perdl.dictionary.atoms import unit_atoms
 from flwr_perdl.dictionary.coding import remainder
 from flwr_perdl.dictionary.learners import Learner
@@ -58,6 +63,7 @@ def refine_local(
            [0., 0.],
            [0., 0.]])
     """
+    check_members("learner", learner, "Learner", "orthogonal", "step")
     X = check_array("X", X, squares=True)
     D, _ = unit_atoms(check_array("D", D, columns=X.shape[1]))
     check_count("n_global", n_global, 0, len(D))

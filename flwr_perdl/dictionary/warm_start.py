@@ -21,7 +21,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flwr_perdl._checks import Matrix, check_array, check_count, check_real
+from flwr_perdl._checks import (
+    Matrix,
+    check_array,
+    check_count,
+    check_list,
+    check_members,
+    check_real,
+    check_rng,
+)
 from flwr_perdl.dictionary.learners import LEARNERS, AlternatingLearner, LassoLearner, Learner
 
 _OURS = AlternatingLearner.code, AlternatingLearner.update
@@ -92,6 +100,8 @@ def warm_start(
     >>> found.dictionary.shape, len(found.objectives)
     ((3, 4), 2)
     """
+    check_members("learner", learner, "Learner", "start", "code", "update", "loss")
+    check_rng(rng)
     X = check_array("X", X, min_rows=1, squares=True)
     check_count("n_iter", n_iter)
     check_count("restarts", restarts, 1)
@@ -147,7 +157,7 @@ def iterate(learner: Learner, X: Matrix, D: Matrix, scales: Sequence[float]) -> 
     learner : Learner
         The local algorithm.
     X : ndarray of shape (n_samples, n_features)
-        Data, checked.
+        Data.
     D : ndarray of shape (n_atoms, n_features)
         Unit atoms to start from; orthonormal ones for `OrthogonalLearner`.
     scales : sequence of float
@@ -165,6 +175,12 @@ def iterate(learner: Learner, X: Matrix, D: Matrix, scales: Sequence[float]) -> 
     >>> iterate(OrthogonalLearner(4), X, np.eye(4), scales=[2.0, 1.0]).shape
     (4, 4)
     """
+    check_members("learner", learner, "Learner", "code", "update")
+    X = check_array("X", X, squares=True)
+    D = check_array("D", D, columns=X.shape[1], squares=True)
+    scales = [
+        check_real("scales", scale, 0, open_low=True) for scale in check_list("scales", scales)
+    ]
     kind = type(learner)
     # this library's learners need not check the samples in every iteration
     if isinstance(learner, AlternatingLearner) and (kind.code, kind.update) == _OURS:

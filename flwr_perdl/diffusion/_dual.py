@@ -21,7 +21,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_perdl._arrays import row_norms
-from flwr_perdl._checks import Matrix, check_array, check_count, check_magnitude, own_numbers
+from flwr_perdl._checks import (
+    Matrix,
+    check_array,
+    check_count,
+    check_list,
+    check_magnitude,
+    own_numbers,
+)
 from flwr_perdl.diffusion._minimize import correlate
 from flwr_perdl.diffusion.combine import Csr, Inbox, exchanged, is_long
 from flwr_perdl.diffusion.objectives import Objective
@@ -264,7 +271,7 @@ def due(round_: int) -> bool:
 def checked_samples(X: Matrix, dictionaries: Sequence[Matrix]) -> tuple[Matrix, list[Matrix]]:
     """Return samples and atoms, checked."""
     X = check_magnitude("X", check_array("X", X), floor=0.8)
-    if not len(dictionaries):
+    if not len(check_list("dictionaries", dictionaries)):
         raise ValueError("dictionaries must have at least one, got none.")
     atoms = [check_array("dictionaries", D, columns=X.shape[1]) for D in dictionaries]
     odd = next((D for D in atoms if D.dtype != X.dtype), None)
@@ -304,7 +311,9 @@ def norms(A: Matrix) -> Matrix:
 def informed_agents(informed: Sequence[int] | None, n_agents: int) -> tuple[int, ...]:
     if informed is None:
         return tuple(range(n_agents))
-    agents = sorted({check_count("informed", k, 0, n_agents - 1) for k in informed})
+    agents = sorted(
+        {check_count("informed", k, 0, n_agents - 1) for k in check_list("informed", informed)}
+    )
     if not agents:
         raise ValueError("informed must name at least one agent, got none.")
     return tuple(agents)

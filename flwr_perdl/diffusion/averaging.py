@@ -199,7 +199,9 @@ class DiffusionAveraging:
         if isinstance(metrics, str) or not all(isinstance(name, str) for name in metrics):
             raise ValueError(f"metrics must be a sequence of names, got {metrics!r}.")
         self.metrics = tuple(metrics)
-        self.config = dict(check_kind("config", config or {}, Mapping, "a mapping or None"))
+        self.config = dict(
+            check_kind("config", {} if config is None else config, Mapping, "a mapping or None")
+        )
 
     def fit(
         self,

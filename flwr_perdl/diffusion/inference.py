@@ -59,7 +59,10 @@ from flwr_perdl._checks import (
     check_array,
     check_choice,
     check_count,
+    check_flag,
+    check_kind,
     check_magnitude,
+    check_members,
     check_real,
 )
 from flwr_perdl._memory import short_buffers
@@ -78,8 +81,13 @@ from flwr_perdl.diffusion._dual import (
 from flwr_perdl.diffusion._minimize import costs, descend, minimize
 from flwr_perdl.diffusion._span import Found, in_span
 from flwr_perdl.diffusion.combine import shown
-from flwr_perdl.diffusion.objectives import Objective, check_closed_forms
-from flwr_perdl.diffusion.topology import CombinationMatrix, Topology, metropolis_weights
+from flwr_perdl.diffusion.objectives import Objective, check_closed_forms, check_objective
+from flwr_perdl.diffusion.topology import (
+    CombinationMatrix,
+    Topology,
+    check_topology,
+    metropolis_weights,
+)
 
 __all__ = [
     "ATC",
@@ -143,6 +151,7 @@ def local_costs(
     dictionaries = check_array("dictionaries", dictionaries, ndim=3, min_rows=1)
     X, _ = checked_samples(X, list(dictionaries))
     n_agents = len(dictionaries)
+    check_objective(objective)
     nu = _check_nu(objective, nu, n_agents, X)
     # In the order of (29): f*'s share, h* of the own atoms, and the sample where it is known.
     costs = objective.conjugate(nu) / n_agents
@@ -232,6 +241,7 @@ def exact_dual(
     array([[1.727, 0.   ]])
     """
     X, atoms = checked_samples(X, dictionaries)
+    check_objective(objective)
     check_closed_forms(objective)
     tolerance = check_real("tolerance", tolerance, 0)
     dtype, W = X.dtype, np.concatenate(atoms)
@@ -335,7 +345,8 @@ def infer(
     informed : sequence of int, optional
         The agents that see the samples; all by default.
     weights : CombinationMatrix, optional
-        Combination weights of the diffusions, doubly stochastic; Metropolis' by default.
+        Combination weights of the diffusions, doubly stochastic; Metropolis' by default. A network
+        has its own.
         ``"exact_diffusion"`` needs symmetric ones. The ADMMs do not use them.
     network : Network, optional
         Carries the messages; by default all is in memory, without faults. Its topology must have
@@ -372,9 +383,17 @@ def infer(
     X, atoms = checked_samples(X, dictionaries)
     kind = METHODS[check_choice("method", method, METHODS)]
     tolerance = check_real("tolerance", tolerance, 0)
+    check_objective(objective)
+    check_topology(topology)
+    return_nu = check_flag("return_nu", return_nu)
     agents = informed_agents(informed, topology.n_nodes)
     compress = _compresses(compress, objective, kind, network, (sum(map(len, atoms)), X.shape[1]))
-    if weights is not None and network is None:
+    if weights is not None and network is not None:
+        raise ValueError(f"weights must be None with a network, which has its own, got {weights}.")
+    if network is not None:
+        check_members("network", network, "Network", "run")
+    if weights is not None:
+        check_kind("weights", weights, CombinationMatrix, "a CombinationMatrix")
         _check_weights(weights, topology, kind)
         options = {**_contraction(weights, kind), **options}
 
@@ -420,6 +439,7 @@ def _compresses(
     shape: tuple[int, int],
 ) -> bool:
     """Return whether to iterate in the span of sample and atoms; ``shape`` is that of all atoms."""
+    compress = None if compress is None else check_flag("compress", compress)
     exact = not np.isfinite(objective.bound)
     if compress is None:
         # The way to the span and back costs a few rounds; a round is cheaper by the ratio of the

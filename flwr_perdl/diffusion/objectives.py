@@ -34,7 +34,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flwr_perdl._checks import LARGE, Matrix, check_count, check_real, own_numbers
+from flwr_perdl._checks import (
+    LARGE,
+    Matrix,
+    check_count,
+    check_kind,
+    check_real,
+    own_numbers,
+)
 from flwr_perdl.dictionary.coding import soft_threshold
 
 
@@ -42,6 +49,11 @@ def positive_threshold(A: Matrix, threshold: float) -> Matrix:
     """Lower every entry by ``threshold``, and no further than zero: the paper's one-sided T."""
     lowered: Matrix = np.maximum(A - threshold, 0)
     return lowered
+
+
+def check_objective(objective: Objective) -> None:
+    """Raise a TypeError unless this is an objective."""
+    check_kind("objective", objective, Objective, "an Objective")
 
 
 def check_closed_forms(objective: Objective) -> None:

@@ -28,7 +28,12 @@ from scipy import sparse
 from scipy.sparse.csgraph import connected_components, shortest_path
 from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigs, eigsh
 
-from flwr_perdl._checks import check_count, check_real
+from flwr_perdl._checks import (
+    check_count,
+    check_kind,
+    check_numbers,
+    check_real,
+)
 from flwr_perdl._random import spawn
 
 #: Up to this many nodes spectra come from dense LAPACK routines, beyond it from Lanczos iterations.
@@ -501,6 +506,11 @@ def _lanczos(operator: Any, end: str) -> float:
     return float(eigsh(operator, which=end, **options)[0])
 
 
+def check_topology(topology: Topology) -> None:
+    """Raise a TypeError unless this is a topology."""
+    check_kind("topology", topology, Topology, "a Topology")
+
+
 def metropolis_weights(topology: Topology) -> CombinationMatrix:
     """Return Metropolis weights: 1 / (1 + max(degree_k, degree_l)) for neighbors k, l.
 
@@ -519,6 +529,7 @@ def metropolis_weights(topology: Topology) -> CombinationMatrix:
            [0.333, 0.667, 0.   ],
            [0.333, 0.   , 0.667]])
     """
+    check_topology(topology)
     if topology.directed:
         raise ValueError(f"metropolis_weights needs an undirected topology, got {topology!r}.")
     links = sparse.coo_array(topology.adjacency)
@@ -541,6 +552,7 @@ def averaging_weights(topology: Topology) -> CombinationMatrix:
            [0.5  , 0.5  , 0.   ],
            [0.5  , 0.   , 0.5  ]])
     """
+    check_topology(topology)
     scale = sparse.diags_array(1.0 / (1.0 + topology.degrees))
     return CombinationMatrix(
         scale @ (topology.adjacency + sparse.eye_array(topology.n_nodes)), topology
@@ -568,7 +580,8 @@ def relative_degree_variance_weights(topology: Topology, variances: ArrayLike) -
     >>> weights.matrix.toarray()[0].round(3)  # the noisy node counts least
     array([0.471, 0.471, 0.059])
     """
-    variance = np.asarray(variances, dtype=np.float64)
+    check_topology(topology)
+    variance = check_numbers("variances", variances).astype(np.float64)
     if variance.shape != (topology.n_nodes,):
         raise ValueError(f"variances must have shape ({topology.n_nodes},), got {variance.shape}.")
     wrong = variance[~((variance >= 1e-100) & (variance <= 1e100))]

@@ -24,7 +24,14 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.cluster.hierarchy import fcluster, linkage
 
-from flwr_perdl._checks import LARGE, Matrix, check_array, check_count, check_magnitude, check_real
+from flwr_perdl._checks import (
+    LARGE,
+    Matrix,
+    check_array,
+    check_count,
+    check_magnitude,
+    check_real,
+)
 
 #: Merge heights that grow by less than this never part clusters.
 _LEAST_RATIO = 1.5
@@ -95,7 +102,7 @@ def cluster_anchors(
     if n_clusters is not None:
         check_count("n_clusters", n_clusters, 1)
     if separation is not None:
-        check_real("separation", separation, 0, LARGE, open_low=True)
+        separation = check_real("separation", separation, 0, LARGE, open_low=True)
     check_count("max_clusters", max_clusters, 1)
     kept = np.arange(len(estimates))
     while True:
@@ -124,7 +131,8 @@ def _group(
         groups = fcluster(tree, np.nextafter(separation / 2, 0), "distance")
     else:
         tree = linkage(estimates, "average")
-        groups = fcluster(tree, n_clusters or _largest_ratio(tree[:, 2], max_clusters), "maxclust")
+        most = n_clusters or _largest_ratio(tree[:, 2], max_clusters)
+        groups = fcluster(tree, min(most, len(estimates)), "maxclust")
     found: NDArray[np.intp] = groups.astype(np.intp) - 1
     return found
 

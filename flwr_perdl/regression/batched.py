@@ -8,7 +8,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl._checks import Matrix, check_array, check_count, check_real
+from flwr_perdl._checks import (
+    Matrix,
+    check_array,
+    check_count,
+    check_kind,
+    check_list,
+    check_real,
+)
 from flwr_perdl._random import SERVER, spawn
 from flwr_perdl.regression.exchange import Answers, Ask, State
 from flwr_perdl.regression.fedx import estimate_alone
@@ -59,6 +66,7 @@ class Clients:
     """
 
     def __init__(self, X: Sequence[Matrix], y: Sequence[Matrix], loss: Loss = SQUARED) -> None:
+        check_list("X", X), check_list("y", y)
         if not len(X) or len(X) != len(y):
             raise ValueError(f"X and y must have one entry per client, got {len(X)} and {len(y)}.")
         points = [
@@ -182,6 +190,7 @@ def simulate(
     >>> model_error(run.state.centers, slopes) < 1e-3
     True
     """
+    _check_run(clients, settings)
     if centers is not None:
         centers = check_array("centers", centers, columns=clients.X[0].shape[1])
     state, history = settings.begin(centers), []
@@ -214,6 +223,7 @@ def simulate_rounds(
     >>> [state.step for state in simulate_rounds(clients, TwoPhase(1), 4)]
     ['moment', 'moment', 'moment', 'update']
     """
+    _check_run(clients, settings)
     check_count("n_rounds", n_rounds)
     check_count("seed", seed)
     check_real("dropout", dropout, 0, 1)
@@ -225,3 +235,9 @@ def simulate_rounds(
         if present is None or present.any():
             ask = run.send((clients.answer(ask.drawn(rng), present), rng))
         yield ask.state
+
+
+def _check_run(clients: Clients, settings: TwoPhase) -> None:
+    """Raise a TypeError unless these are clients and settings."""
+    check_kind("clients", clients, Clients, "Clients")
+    check_kind("settings", settings, TwoPhase, "a TwoPhase")

@@ -37,11 +37,15 @@ from scipy.special import softmax
 from flwr_perdl._arrays import row_norms
 from flwr_perdl._checks import (
     LARGE,
+    MOST_CLUSTERS,
     Matrix,
+    as_array,
     check_array,
     check_choice,
     check_count,
+    check_flag,
     check_magnitude,
+    check_numbers,
     check_real,
 )
 from flwr_perdl._robust import FAR, average_of, capped, consistent, far, reach, shortening
@@ -90,13 +94,9 @@ def assign(losses: Matrix, n_samples: Matrix | int, temperature: float = 0.0) ->
            [1., 0.]])
     """
     temperature = check_real("temperature", temperature, 0, LARGE)
-    losses, n_samples = np.asarray(losses), np.asarray(n_samples)
-    if (
-        losses.dtype.kind not in "fiu"
-        or losses.ndim == 0
-        or not losses.shape[-1]
-        or not np.isfinite(losses.min(axis=-1)).all()
-    ):
+    losses, n_samples = check_numbers("losses", losses), check_numbers("n_samples", n_samples)
+    n_samples = n_samples.astype(float, copy=False)
+    if losses.ndim == 0 or not losses.shape[-1] or not np.isfinite(losses.min(axis=-1)).all():
         raise ValueError("losses must have a finite least loss for each client and no NaN.")
     if n_samples.ndim and n_samples.shape != losses.shape[:-1]:
         raise ValueError(f"n_samples must have shape {losses.shape[:-1]}, got {n_samples.shape}.")
@@ -166,21 +166,24 @@ def local_change(
     """
     check_choice("local", local, LOCALS)
     check_count("n_steps", n_steps, 1)
-    check_real("step", step, 0, LARGE)
-    weight = np.asarray(weight)
-    if weight.dtype.kind not in "fiu":
-        raise ValueError(f"weight must be a number, got {weight.dtype}.")
+    step = check_real("step", step, 0, LARGE)
+    weight = check_numbers("weight", weight)
     if not ((weight >= 0) & (weight <= LARGE)).all():
         raise ValueError(f"weight must be within [0, {LARGE:g}], got {float(weight.min()):g}.")
-    X, y = check_points(X, y, ndim=np.ndim(X))
+    X, y = check_points(X, y, ndim=as_array("X", X).ndim)
     theta = check_magnitude(
-        "theta", check_array("theta", theta, ndim=max(np.ndim(theta), 1)), floor=np.inf
+        "theta",
+        check_array("theta", theta, ndim=max(as_array("theta", theta).ndim, 1)),
+        floor=np.inf,
     )
     check_shapes(X, y, theta)
     check_labels("y", y, loss)
     lead = theta.shape[:-1]
     X, y, theta = (A.reshape(-1, *A.shape[len(lead) :]) for A in (X, y, theta))
-    weight = np.broadcast_to(weight, lead).reshape(-1)
+    try:
+        weight = np.broadcast_to(weight, lead).reshape(-1)
+    except ValueError:
+        raise ValueError(f"weight must have shape {lead}, got {weight.shape}.") from None
     change = moved(X, y, theta, step=step, n_steps=n_steps, local=local, weight=weight, loss=loss)
     return change.reshape(*lead, -1)
 
@@ -261,8 +264,8 @@ def lemma1_filter(gram: Matrix, step: float, n_steps: int = 5, local: str = "fed
     """
     check_choice("local", local, LOCALS)
     check_count("n_steps", n_steps, 1)
-    check_real("step", step, 0, LARGE)
-    gram = check_array("gram", gram, ndim=max(np.ndim(gram), 2))
+    step = check_real("step", step, 0, LARGE)
+    gram = check_array("gram", gram, ndim=max(as_array("gram", gram).ndim, 2))
     gram = check_magnitude("gram", gram, floor=np.inf)
     if gram.shape[-1] != gram.shape[-2]:
         raise ValueError(f"gram must be square, got shape {gram.shape}.")
@@ -352,16 +355,17 @@ def aggregate(
     """
     check_choice("normalise", normalise, ("cluster", "all"))
     check_choice("robust", robust, ROBUST)
-    check_count("n_clusters", n_clusters, 1)
+    check_count("n_clusters", n_clusters, 1, MOST_CLUSTERS)
+    soft = check_flag("soft", soft)
     packed = check_magnitude(
         "packed", check_array("packed", packed, ndim=3, min_rows=1), floor=np.inf
     )
     if packed.shape[1] != (n_clusters if soft else 1) or packed.shape[2] < 2:
         raise ValueError(
-            f"packed must have shape (n_clients, {n_clusters if soft else 1}, d + 1), got "
-            f"{packed.shape}."
+            f"packed must have shape (n_clients, {n_clusters if soft else 1}, d + 1) "
+            f"with soft={soft}, got {packed.shape}."
         )
-    n_samples = np.asarray(n_samples, dtype=float)
+    n_samples = check_numbers("n_samples", n_samples).astype(float, copy=False)
     if n_samples.shape != packed.shape[:1]:
         raise ValueError(f"n_samples must have shape {packed.shape[:1]}, got {n_samples.shape}.")
     if not ((n_samples >= 0) & (n_samples <= LARGE)).all():

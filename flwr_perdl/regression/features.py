@@ -17,7 +17,13 @@ from itertools import combinations_with_replacement
 
 import numpy as np
 
-from flwr_perdl._checks import Matrix, check_array, check_count, own_numbers
+from flwr_perdl._checks import (
+    Matrix,
+    brief_repr,
+    check_array,
+    check_count,
+    own_numbers,
+)
 
 #: Takes inputs (n, p) to features (n, d), row by row.
 FeatureMap = Callable[[Matrix], Matrix]
@@ -110,6 +116,8 @@ def apply_features(X: Matrix, features: FeatureMap | None = None) -> Matrix:
     X = check_array("X", X)
     if features is None:
         return X
+    if not callable(features):
+        raise TypeError(f"features must be callable, got {brief_repr(features)}.")
     mapped = check_array("features(X)", features(X))
     if len(mapped) != len(X):
         raise ValueError(f"features(X) must have {len(X)} rows, got shape {mapped.shape}.")

@@ -15,7 +15,12 @@ from typing import Any, Protocol
 import numpy as np
 from scipy.special import expit
 
-from flwr_perdl._checks import Matrix, check_array, check_magnitude
+from flwr_perdl._checks import (
+    Matrix,
+    check_array,
+    check_magnitude,
+    check_members,
+)
 
 
 class Loss(Protocol):
@@ -125,7 +130,8 @@ def check_shapes(X: Matrix, y: Matrix, theta: Matrix) -> None:
 
 
 def check_labels(name: str, y: Matrix, loss: Loss) -> None:
-    """Raise a ValueError if the loss is of labels -1 and 1, and a response is neither."""
+    """Raise an error if the loss is none, or of labels -1 and 1 and a response is neither."""
+    check_members("loss", loss, "Loss", "values", "gradient")
     if isinstance(loss, LogisticLoss) and not (np.abs(y) == 1).all():
         odd = float(y[np.abs(y) != 1][0])
         raise ValueError(f"{name} must be -1 or 1 for the logistic loss, got {odd:g}.")

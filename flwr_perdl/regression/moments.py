@@ -39,7 +39,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flwr_perdl._checks import Matrix, check_array, check_choice, check_count, check_magnitude
+from flwr_perdl._checks import (
+    Matrix,
+    as_array,
+    check_array,
+    check_choice,
+    check_count,
+    check_magnitude,
+    check_rng,
+)
 from flwr_perdl.regression.losses import check_points
 
 #: Along directions in which a client's points vary less than this, over the most, nothing moves.
@@ -98,7 +106,7 @@ def residual_moment(
             [2., 0.]]])
     """
     check_choice("estimate", estimate, ESTIMATES)
-    X = check_array("X", X, ndim=3 if np.ndim(X) == 3 else 2, min_rows=1)
+    X = check_array("X", X, ndim=3 if as_array("X", X).ndim == 3 else 2, min_rows=1)
     y = check_array("y", y, ndim=X.ndim - 1, columns=X.shape[-2])
     if y.shape[:-1] != X.shape[:-2]:
         raise ValueError(f"y must have shape {X.shape[:-1]}, got {y.shape}.")
@@ -149,7 +157,7 @@ def orthonormal(Q: Matrix) -> Matrix:
     array([[[0.6],
             [0.8]]])
     """
-    Q = check_array("Q", Q, ndim=max(np.ndim(Q), 2))
+    Q = check_array("Q", Q, ndim=max(as_array("Q", Q).ndim, 2))
     return np.linalg.qr(check_magnitude("Q", Q, floor=np.inf))[0]
 
 
@@ -341,5 +349,6 @@ def sketch(n_estimates: int, d: int, width: int, rng: np.random.Generator) -> Ma
     (2, 5, 3)
     """
     for name, value in (("n_estimates", n_estimates), ("d", d), ("width", width)):
-        check_count(name, value, 1)
+        check_count(name, value, 1, 2**31 - 1)  # LAPACK counts no further
+    check_rng(rng)
     return orthonormal(rng.standard_normal((n_estimates, d, min(width, d))))

@@ -211,7 +211,7 @@ class Refinement:
 
     def __post_init__(self) -> None:
         """Check the options."""
-        if self.local == "client":
+        if isinstance(self.local, str) and self.local == "client":
             raise ValueError(
                 "local must be 'fedavg', 'fedprox' or 'exact', got 'client': models that "
                 'the clients\' own fit trains are for ClusteredFedAvg(k, start="given"), which '

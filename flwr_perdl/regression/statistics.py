@@ -28,7 +28,18 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import logsumexp, softmax
 
-from flwr_perdl._checks import LARGE, Matrix, check_array, check_count, check_magnitude, check_real
+from flwr_perdl._checks import (
+    LARGE,
+    MOST_CLUSTERS,
+    Matrix,
+    as_array,
+    check_array,
+    check_count,
+    check_list,
+    check_magnitude,
+    check_real,
+    check_rng,
+)
 
 #: The alternation ends where the weights change by less, or the log-likelihood, per point, rises by
 #: less than this: with too many models, clients move between them for hundreds of iterations.
@@ -125,6 +136,8 @@ def sufficient_statistics(
     check_count("n_folds", n_folds, 1)
     if n_folds > 1 and rng is None:
         raise ValueError("rng must be given for more than one fold, got None.")
+    if rng is not None:
+        check_rng(rng)
     order = np.arange(len(X)) if rng is None else rng.permutation(len(X))
     joined = np.column_stack([X, y])[order]
     folds = (joined[fold::n_folds] for fold in range(n_folds))
@@ -183,8 +196,8 @@ def fit_mixture(
     [-1.0, 2.0]
     """
     statistics = _checked(statistics, 2)
-    check_real("softness", softness, 0, LARGE, open_low=True)
-    check_real("shrinkage", shrinkage, 0, LARGE)
+    softness = check_real("softness", softness, 0, LARGE, open_low=True)
+    shrinkage = check_real("shrinkage", shrinkage, 0, LARGE)
     starts = _starts(len(statistics), n_clusters, restarts, rng)
     (found,) = _fit(_sums(statistics), starts, softness, [shrinkage])
     return found
@@ -205,8 +218,9 @@ def _checked(statistics: Matrix, ndim: int) -> Matrix:
 
 def _starts(n_clients: int, n_clusters: int, restarts: int, rng: np.random.Generator) -> Matrix:
     """Draw the weights to start from, (restarts, n_clients, n_clusters)."""
-    check_count("n_clusters", n_clusters, 1)
+    check_count("n_clusters", n_clusters, 1, MOST_CLUSTERS)
     check_count("restarts", restarts, 1)
+    check_rng(rng)
     size = (restarts if n_clusters > 1 else 1, n_clients)
     return rng.dirichlet(np.full(n_clusters, 0.3), size=size)
 
@@ -378,15 +392,15 @@ def choose_mixture(
     statistics = _checked(statistics, 3)
     if statistics.shape[1] < 2:
         raise ValueError(f"statistics must have at least 2 folds, got {statistics.shape[1]}.")
-    if not len(candidates):
+    if not len(check_list("candidates", candidates)):
         raise ValueError("candidates must have at least one number, got none.")
-    given = [shrinkage] if isinstance(shrinkage, str) else np.atleast_1d(shrinkage).tolist()
-    check_real("softness", softness, 0, LARGE, open_low=True)
+    given = np.atleast_1d(as_array("shrinkage", shrinkage)).tolist()
+    softness = check_real("softness", softness, 0, LARGE, open_low=True)
     strengths = [float(check_real("shrinkage", strength, 0, LARGE)) for strength in given]
     if not len(strengths):
         raise ValueError("shrinkage must have at least one number, got none.")
     for k in candidates:
-        check_count("candidates", k, 1)
+        check_count("candidates", k, 1, MOST_CLUSTERS)
     whole = statistics.sum(axis=1)
     tried = np.zeros((len(strengths), len(candidates), len(whole)))
     for fold in np.moveaxis(statistics, 1, 0):

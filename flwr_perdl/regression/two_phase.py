@@ -20,7 +20,12 @@ from typing import get_args
 
 import numpy as np
 
-from flwr_perdl._checks import Matrix, check_choice
+from flwr_perdl._checks import (
+    Matrix,
+    as_array,
+    check_choice,
+    check_kind,
+)
 from flwr_perdl._robust import CAP, capped
 from flwr_perdl.regression.exchange import Answers, Ask, Descent, Exchanges, Refining, State, Step
 from flwr_perdl.regression.fedmd import anchor, fedmd, moment, one_shot, start_descent
@@ -122,8 +127,9 @@ def answer(X: Matrix, y: Matrix, ask: Ask, loss: Loss = SQUARED) -> Matrix:
     >>> answer(X, y, Ask("describe")).shape
     (3,)
     """
-    X, y = check_points(X, y, ndim=3 if np.ndim(X) == 3 else 2)
+    X, y = check_points(X, y, ndim=3 if as_array("X", X).ndim == 3 else 2)
     check_labels("y", y, loss)
+    check_kind("ask", ask, Ask, "an Ask")
     check_choice("step", ask.step, get_args(Step))
     if X.ndim == 2:
         (found,) = answered(X[None], y[None], ask, loss)

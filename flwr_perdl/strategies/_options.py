@@ -217,7 +217,7 @@ def refuse_unknown(
         How options are given that are fields of another one, by their names.
     """
     names, inside = list(known), {} if inside is None else inside
-    for name in [name for name in given if name not in names]:
+    for name in [str(name) for name in given if name not in names]:
         if name in inside:
             raise TypeError(f"{owner} has no option {name!r}: it is given as {inside[name]}.")
         place = _FEDAVG.get(name, "")

@@ -385,7 +385,12 @@ def client_report(history: Iterable[RoundReport]) -> dict[int, dict[str, float]]
     {'asked': 1.0}
     """
     totals: dict[int, dict[str, float]] = {}
-    for report in history:
+    try:
+        reports = iter(history)
+    except TypeError:
+        raise TypeError(f"history must be iterable, got {brief_repr(history)}.") from None
+    for report in reports:
+        check_kind("history", report, RoundReport, "RoundReports")
         for partition in {*report.metrics, *report.anomalies}:
             total = totals.setdefault(partition, {})
             for what, share in {"asked": 1.0, **report.anomalies.get(partition, {})}.items():

@@ -8,7 +8,12 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from flwr_perdl._checks import Matrix, check_kind, plain
+from flwr_perdl._checks import (
+    Matrix,
+    brief_repr,
+    check_kind,
+    plain,
+)
 from flwr_perdl._compat import older_interface
 from flwr_perdl._records import NUM_EXAMPLES, Reply, Scalar, brief, read_parts, with_loss
 from flwr_perdl.clients._clusters import CLUSTERED, MEASURING
@@ -318,10 +323,18 @@ def _of_three(evaluate_fn: EvaluateFn) -> EvaluateFn:
     for count in (3, 2):
         try:
             signature(evaluate_fn).bind(*range(count))
-        except TypeError:
+        except (TypeError, ValueError):  # a class of Python's own has no signature
             continue
         return evaluate_fn if count == 3 else lambda *three: evaluate_fn(*three[:2])
     raise TypeError(
         "evaluate_fn must take (server_round, parameters, config), got a function of other "
-        f"arguments: {signature(evaluate_fn)}."
+        f"arguments: {_arguments(evaluate_fn)}."
     )
+
+
+def _arguments(function: EvaluateFn) -> str:
+    """Return what a function takes, or what it is where Python cannot say."""
+    try:
+        return str(signature(function))
+    except ValueError:
+        return brief_repr(function)

@@ -55,7 +55,13 @@ from flwr.serverapp import Grid
 from numpy.typing import NDArray
 from scipy import sparse
 
-from flwr_perdl._checks import Matrix, check_count, check_flag, check_kind
+from flwr_perdl._checks import (
+    Matrix,
+    check_count,
+    check_flag,
+    check_kind,
+    check_real,
+)
 from flwr_perdl._compat import log
 from flwr_perdl._network._exchange import Plan, Run, spread
 from flwr_perdl._network._packing import text_array, texts_of, unpack, unpack_arrays
@@ -150,7 +156,7 @@ class NeighborRelay(ProtocolStrategy):
         several = list(weights) if isinstance(weights, Sequence) else [weights]
         for one in [] if weights is None else several:
             check_kind("weights", one, CombinationMatrix, "a CombinationMatrix or several")
-        if options.get("fraction_evaluate"):
+        if check_real("fraction_evaluate", options.get("fraction_evaluate", 0), 0, 1):
             raise ValueError(
                 f"fraction_evaluate must be 0, got {options['fraction_evaluate']}: there is no "
                 "model to evaluate, and no node may see what the others show."

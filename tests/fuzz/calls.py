@@ -1,0 +1,409 @@
+"""Malformed calls of public functions: each is right, or an error that names what is wrong with it.
+
+``python tests/fuzz/calls.py SECONDS`` (`make fuzz-calls`) draws new calls until the time is over. A
+call is a valid one in which one argument is malformed. It may find that right; otherwise it raises
+a ValueError or TypeError of the library's own that names the argument, within ``LIMIT`` seconds,
+and leaves the other arguments as they are. NaN in a result is no result.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import re
+import secrets
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+from flwr.app import Context, RecordDict
+from flwr.clientapp import ClientApp
+
+from flwr_perdl import (
+    clients,
+    dictionary,
+    diffusion,
+    network,
+    privacy,
+    regression,
+    simulations,
+    strategies,
+)
+
+ROOMS = (dictionary, regression, diffusion, network, privacy, strategies, clients, simulations)
+LIMIT = 2.0
+#: Amounts of work: a large one takes long, as it should.
+WORK = {
+    "n_estimates",
+    "n_iter",
+    "max_iter",
+    "n_rounds",
+    "restarts",
+    "n_steps",
+    "n_iterations",
+    "n_products",
+}
+#: What the library makes itself, and would only be slower to check: results and states.
+RECORDS = {"Ask", "CombinationMatrix", "Descent", "Inbox", "State", "Topology"}
+#: Other names of an argument, as an error may call it.
+ALSO = {"learner": "Learner", "objective": "Objective"}
+
+N, D, K = 12, 4, 3
+RING = diffusion.Topology.ring(3)
+
+
+def _rng() -> np.random.Generator:
+    return np.random.default_rng(0)
+
+
+def _normal(*shape: int) -> Any:
+    return np.random.default_rng(1).standard_normal(shape)
+
+
+def _folds() -> Any:
+    X, y = _normal(N, 20, 1), _normal(N, 20)
+    return np.stack(
+        [regression.sufficient_statistics(a, b, 4, rng=_rng()) for a, b in zip(X, y, strict=True)]
+    )
+
+
+def _clients() -> regression.Clients:
+    return regression.Clients(_normal(N, 8, 2), _normal(N, 8))
+
+
+def _atoms() -> Any:
+    return np.eye(K, D)
+
+
+def _context() -> Context:
+    return Context(1, 1, {"partition-id": 0}, RecordDict(), {})
+
+
+#: A valid value of each argument by its name, for all callables that say nothing else below.
+VALID: dict[str, Callable[[], Any]] = {
+    "A": _atoms,
+    "B": _atoms,
+    "C": lambda: _normal(N, K),
+    "D": _atoms,
+    "S": lambda: _normal(K, D),
+    "Q": lambda: np.eye(3)[None],
+    "U": lambda: np.eye(D)[:, :2],
+    "X": lambda: _normal(N, D),
+    "y": lambda: _normal(N),
+    "alpha": lambda: 0.1,
+    "app": ClientApp,
+    "beta": lambda: 1.0,
+    "candidates": lambda: (1, 2),
+    "centers": lambda: _normal(2, D),
+    "clients": _clients,
+    "clip": lambda: 1.0,
+    "context": _context,
+    "current": _atoms,
+    "d": lambda: 5,
+    "delta": lambda: 1.0,
+    "dictionaries": lambda: [_atoms(), _atoms()[::-1].copy(), _atoms()],
+    "epsilon": lambda: 1.0,
+    "estimates": lambda: np.repeat(np.eye(3), 3, axis=0),
+    "eta": lambda: 0.5,
+    "fallback": _atoms,
+    "gamma": lambda: 0.5,
+    "global_atoms": lambda: _atoms()[:2].copy(),
+    "gram": lambda: np.eye(D),
+    "history": list,
+    "k": lambda: 2,
+    "learner": lambda: dictionary.GradientLearner(K),
+    "losses": lambda: np.abs(_normal(N, 2)),
+    "make_client": lambda: _context,
+    "max_iter": lambda: 20,
+    "n_atoms": lambda: K,
+    "n_atoms_per_agent": lambda: 1,
+    "n_clusters": lambda: 2,
+    "n_dimensions": lambda: 1,
+    "n_estimates": lambda: 2,
+    "n_global": lambda: 1,
+    "n_iter": lambda: 3,
+    "n_local": lambda: 1,
+    "n_nonzero": lambda: 1,
+    "n_rounds": lambda: 3,
+    "n_samples": lambda: np.full(N, 7.0),
+    "name": lambda: "count",
+    "num_nodes": lambda: 2,
+    "objective": lambda: diffusion.SparseSVD(gamma=0.1, delta=0.1),
+    "orthogonal": lambda: True,
+    "packed": lambda: np.stack([[[i % 2, 1.0, i]] for i in range(N)]).astype(float),
+    "product": lambda: np.diag([1.0, 5.0, 0.1])[None],
+    "rng": _rng,
+    "samples": lambda: [_normal(N, D), _normal(8, D)],
+    "scales": lambda: [2.0, 1.0],
+    "settings": lambda: regression.TwoPhase(2),
+    "shared": lambda: np.array([True, False]),
+    "shape": lambda: (2, 3),
+    "sizes": lambda: {0: 5, 1: 6, 2: 7},
+    "stack": lambda: np.stack([_atoms(), _atoms()]),
+    "strategy": lambda: strategies.PerMA(1),
+    "program": lambda: diffusion.Averaging(np.array([0.0, 1.0, 5.0])),
+    "state": lambda: regression.TwoPhase(2).begin(_normal(2, D)),
+    "statistics": lambda: np.concatenate(_folds()),
+    "step": lambda: 0.5,
+    "theta": lambda: _normal(D),
+    "thetas": lambda: _normal(1, 2, D),
+    "threshold": lambda: 0.5,
+    "topology": lambda: diffusion.Topology.ring(3),
+    "variances": lambda: np.array([1.0, 1.0, 8.0]),
+    "values": lambda: np.array([0.0, 1.0, 5.0]),
+    "width": lambda: 3,
+}
+OWN: dict[str, dict[str, Callable[[], Any]]] = {
+    "Clients": {"X": lambda: _normal(N, 8, 2), "y": lambda: _normal(N, 8)},
+    "aggregate_atoms": {"weights": lambda: np.ones(2)},
+    "NeighborRelay": {"fraction_evaluate": lambda: 0.0},
+    "LocalPrivacy": {"delta": lambda: 1e-5},
+    "answer": {"ask": lambda: regression.Ask("describe")},
+    "average_dictionaries": {
+        "stack": lambda: np.stack([np.eye(K + 1, D)] * 2),
+        "weights": lambda: np.ones(2),
+    },
+    "choose_mixture": {"statistics": _folds, "restarts": lambda: 1, "shrinkage": lambda: 1.0},
+    "cluster_anchors": {"n_clusters": lambda: 3},
+    "common_start": {"dictionaries": lambda: dict(enumerate(VALID["dictionaries"]()))},
+    "infer": {"dictionaries": lambda: [np.eye(D)[i : i + 1] for i in range(3)]},
+    "lasso": {"start": lambda: np.zeros((N, K))},
+    "local_costs": {"nu": lambda: _normal(3, N, D), "dictionaries": lambda: np.eye(3, D)[:, None]},
+    "may_send": {"weights": lambda: np.abs(_normal(N, K)), "min_support": lambda: 2},
+    "moment_step": {"step": lambda: "least-squares"},
+    "model_error": {"theta": lambda: _normal(2, D)},
+    "MomentDescent": {"n_anchors": lambda: 5},
+    "DiffusionAveraging": {"metrics": lambda: ("loss",)},
+    "residual_moment": {"thetas": lambda: _normal(1, 1, D), "Q": lambda: np.eye(D)[None]},
+    "simulate": {"centers": lambda: _normal(2, 2)},
+    "simulate_rounds": {"centers": lambda: _normal(2, 2)},
+    "sparse_code": {"n_nonzero": lambda: 1},
+}
+#: What needs Flower's grid, Ray, a folder, a round of a run, or is Flower's own.
+LEFT_OUT = {
+    "FlowerNetwork",
+    "Member",
+    "PrivateState",
+    "RayNetwork",
+    "await_nodes",
+    "kept_local_atoms",
+    "local_atoms",
+    "make_key",
+    "private_shelf",
+    "public_key",
+    "two_phases",
+}
+if find_spec("opendp") is None:
+    LEFT_OUT.add("LocalPrivacy")
+#: Files and folders; any text is one.
+PATHS = {"checkpoint_dir", "events", "ledger", "state_dir"}
+#: What is right: functions may be classes, and a path any text.
+RIGHT = {
+    *((key, label) for key in WORK for label in ("10**6", "10**30")),
+    *((key, label) for key in PATHS for label in ("'no'", "''")),
+    *((key, "type") for key in ("features", "node_config")),
+    ("num_nodes", "10**6"),
+}
+
+MALFORMED: dict[str, Callable[[], Any]] = {
+    "None": lambda: None,
+    "-1": lambda: -1,
+    "0": lambda: 0,
+    "10**6": lambda: 10**6,
+    "10**30": lambda: 10**30,
+    "1.5": lambda: 1.5,
+    "nan": lambda: float("nan"),
+    "inf": lambda: float("inf"),
+    "-1.0": lambda: -1.0,
+    "1e300": lambda: 1e300,
+    "True": lambda: True,
+    "'no'": lambda: "no",
+    "''": lambda: "",
+    "b'no'": lambda: b"no",
+    "object": object,
+    "[]": list,
+    "{}": dict,
+    "()": tuple,
+    "[None]": lambda: [None],
+    "[nan]": lambda: [float("nan")],
+    "{0: None}": lambda: {0: None},
+    "{'a': -1}": lambda: {"a": -1},
+    "[[1], [1, 2]]": lambda: [[1.0], [1.0, 2.0]],
+    "type": lambda: int,
+    "complex": lambda: np.eye(K, dtype=complex),
+    "0-d": lambda: np.array(1.0),
+    "empty": lambda: np.zeros((0, 0)),
+    "1-d": lambda: np.ones(3),
+    "3-d": lambda: np.ones((2, 2, 2)),
+    "(5, 7)": lambda: np.ones((5, 7)),
+    "zeros": lambda: np.zeros((N, D)),
+    "ints": lambda: np.ones((N, D), dtype=int),
+    "objects": lambda: np.array([[None, "a"]], dtype=object),
+    "huge": lambda: np.full((N, D), 1e200),
+    "tiny": lambda: np.full((N, D), 1e-200),
+}
+#: Of an array also itself with one entry that is none, and without its last row.
+CHANGED: dict[str, Callable[[Any], Any]] = {
+    "NaN within": lambda value: _with(value, np.nan),
+    "inf within": lambda value: _with(value, np.inf),
+    "-1 within": lambda value: _with(value, -1.0),
+    "a row less": lambda value: value[:-1],
+    "a column less": lambda value: value[..., :-1],
+    "one more axis": lambda value: value[None],
+    "float16": lambda value: value.astype(np.float16),
+}
+
+
+def _with(value: Any, entry: float) -> Any:
+    changed = np.array(value, float)
+    changed.flat[0] = entry
+    return changed
+
+
+def _is_record(called: Any) -> bool:
+    protocol = getattr(called, "_is_protocol", False)
+    return isinstance(called, type) and (
+        issubclass(called, tuple | dict | Exception) or protocol or inspect.isabstract(called)
+    )
+
+
+def callables() -> dict[str, tuple[str, Callable[..., Any]]]:
+    """Return all public callables by name, each with its room."""
+    found: dict[str, tuple[str, Callable[..., Any]]] = {}
+    for room in ROOMS:
+        for name in sorted(set(room.__all__) - RECORDS - LEFT_OUT):
+            called = getattr(room, name)
+            function = inspect.isroutine(called) or isinstance(called, type)
+            if function and not _is_record(called) and inspect.signature(called).parameters:
+                found[name] = room.__name__.split(".")[-1], called
+    return found
+
+
+def _options(kind: str) -> dict[str, Any]:
+    """Return the defaults of a call's ``**options``, where their kind is known."""
+    if "ServerOptions" in kind:
+        own = set(strategies.ServerOptions.__annotations__) - {"server"}
+        return {
+            field.name: field.default for field in fields(strategies.Options) if field.name in own
+        }
+    return valid("LearnerClient", clients.LearnerClient) if "LearnerOptions" in kind else {}
+
+
+def valid(name: str, called: Callable[..., Any]) -> dict[str, Any]:
+    """Return all arguments of a valid call."""
+    arguments = {}
+    for key, parameter in inspect.signature(called).parameters.items():
+        make = OWN.get(name, {}).get(key)
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            arguments |= _options(str(parameter.annotation))
+            continue
+        if make is None and parameter.default is inspect.Parameter.empty:
+            make = VALID[key]
+        arguments[key] = parameter.default if make is None else make()
+    return arguments | {key: make() for key, make in OWN.get(name, {}).items()}
+
+
+def call(called: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """Return the result; that of a generator is all that it yields."""
+    result = called(**arguments)
+    return list(result) if inspect.isgenerator(result) else result
+
+
+def _stop(*_: Any) -> None:
+    raise TimeoutError
+
+
+def _numbers(value: Any, depth: int = 3) -> Iterator[Any]:
+    """Yield the arrays of a result."""
+    if isinstance(value, np.ndarray | float):
+        yield np.asarray(value)
+    elif isinstance(value, list | tuple) and depth:
+        for one in value:
+            yield from _numbers(one, depth - 1)
+
+
+def _kept(arguments: dict[str, Any]) -> Any:
+    return {key: [a.tobytes() for a in _numbers(value)] for key, value in arguments.items()}
+
+
+def finding(
+    called: Callable[..., Any], arguments: dict[str, Any], key: str, also: set[str] = frozenset()
+) -> str | None:
+    """Return what is wrong with the answer to a call in which ``key`` is malformed, or None."""
+    before = _kept(arguments)
+    signal.signal(signal.SIGALRM, _stop)
+    signal.setitimer(signal.ITIMER_REAL, LIMIT)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)
+            result = call(called, arguments)
+    except TimeoutError:
+        return f"over {LIMIT:g} seconds"
+    except (ValueError, TypeError) as error:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        frame, at = list(traceback.walk_tb(error.__traceback__))[-1][0], error.__traceback__
+        while at is not None and at.tb_next is not None:
+            at = at.tb_next
+        raised = at is not None and dis.opname[frame.f_code.co_code[at.tb_lasti]] == "RAISE_VARARGS"
+        said = f"{type(error).__name__}: {error}"
+        if "flwr_perdl" not in frame.f_globals.get("__name__", "") or not raised:
+            return f"not our own {said} ({frame.f_globals.get('__name__')}:{frame.f_lineno})"
+        if not any(re.search(rf"\b{re.escape(name)}\b", str(error)) for name in {key, *also}):
+            return f"unnamed {said}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    else:
+        if any(a.dtype.kind in "fc" and np.isnan(a).any() for a in _numbers(result)):
+            return "NaN in the result"
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    return None if _kept(arguments) == before else "an argument was modified"
+
+
+def draws(seed: int) -> Iterator[tuple[str, str, str, str, str | None]]:
+    """Yield without end: room, callable, argument, what it is instead, and the finding if any."""
+    rng, all_of = np.random.default_rng(seed), callables()
+    for name, (_, called) in all_of.items():
+        call(called, valid(name, called))  # compiled here, where no time is measured
+    while True:
+        for name in rng.permutation(list(all_of)).tolist():
+            room, called = all_of[name]
+            arguments = valid(name, called)
+            key = str(rng.choice(list(arguments)))
+            value = arguments[key]
+            array = isinstance(value, np.ndarray)
+            label = str(rng.choice([*MALFORMED, *(CHANGED if array else ())]))
+            if (key, label) in RIGHT:
+                continue
+            with np.errstate(over="ignore"):
+                new = CHANGED[label](value) if label in CHANGED else MALFORMED[label]()
+            arguments[key] = new
+            also = {ALSO.get(key, key)}
+            if isinstance(new, int | float | np.ndarray) and not isinstance(new, bool):
+                also |= set(arguments)  # of two that do not fit either may be the wrong one
+            yield room, name, key, label, finding(called, arguments, key, also)
+
+
+def main(seconds: float) -> int:
+    """Draw calls for so long, print every finding once, and return their number."""
+    end, found, count, seed = time.monotonic() + seconds, {}, 0, secrets.randbits(32)
+    for room, name, key, label, wrong in draws(seed):
+        count += 1
+        if wrong is not None and (name, key, label) not in found:
+            found[name, key, label] = wrong
+            print(f"{room}.{name}({key}={label}): {wrong}", flush=True)
+        if time.monotonic() > end:
+            break
+    print(f"{count} calls (seed {seed}), {len(found)} findings")
+    return len(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main(float(sys.argv[1])) > 0)

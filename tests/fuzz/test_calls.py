@@ -1,0 +1,49 @@
+"""Malformed calls of all public callables: the first of those that `make fuzz-calls` draws."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_spec = importlib.util.spec_from_file_location("calls", Path(__file__).parent / "calls.py")
+assert _spec is not None
+assert _spec.loader is not None
+calls: Any = importlib.util.module_from_spec(_spec)
+sys.modules["calls"] = calls
+_spec.loader.exec_module(calls)
+
+
+@pytest.mark.parametrize("name", calls.callables())
+def test_a_valid_call_succeeds(name: str) -> None:
+    _, called = calls.callables()[name]
+    calls.call(called, calls.valid(name, called))  # compiled here, where no time is measured
+    assert calls.finding(called, calls.valid(name, called), "no error names this") is None
+
+
+def test_malformed_calls_are_right_or_name_the_argument() -> None:
+    drawn = islice(calls.draws(seed=0), 1000)
+    assert [call for call in drawn if call[-1] is not None] == []
+
+
+def test_what_a_finding_is() -> None:
+    def refuses(A: float, B: float) -> None:
+        raise ValueError("A must be another.")
+
+    assert "not our own" in calls.finding(refuses, {"A": 1.0, "B": 1.0}, "A")
+    assert "over 2 seconds" in calls.finding(lambda A: [None for _ in iter(int, 1)], {"A": 1}, "A")
+    assert "NaN" in calls.finding(lambda A: A, {"A": float("nan")}, "A")
+    check = calls.dictionary.top_k
+    assert "unnamed" in calls.finding(check, {"A": calls.np.eye(2), "k": -1}, "A")
+    assert calls.finding(check, {"A": calls.np.eye(2), "k": -1}, "k") is None
+
+
+def test_a_modified_argument_is_a_finding() -> None:
+    def modifies(A: Any) -> None:
+        A[:] = 0
+
+    assert "modified" in calls.finding(modifies, {"A": calls.np.eye(2)}, "A")
