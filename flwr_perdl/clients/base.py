@@ -163,6 +163,7 @@ def private_shelf(
     >>> private_shelf(context, "perma") is None  # the node config has no state-dir
     True
     """
+    check_kind("context", context, Context, "a Context")
     given = state_dir or context.node_config.get("state-dir") or context.run_config.get("state-dir")
     if not given:
         return None

@@ -72,7 +72,7 @@ def polar_factor(S: Matrix, fallback: Matrix, fixed: NDArray[np.bool_] | None = 
     array([[1., 0.],
            [0., 1.]])
     """
-    S, fallback = check_array("S", S), check_array("fallback", fallback)
+    S, fallback = check_array("S", S), check_array("fallback", fallback, squares=True)
     if fallback.shape != S.shape:
         raise ValueError(f"fallback must have S's shape {S.shape}, got {fallback.shape}.")
     if S.shape[0] > S.shape[1]:

@@ -400,6 +400,7 @@ class CombinationMatrix:
 
     def __post_init__(self) -> None:
         """Check the weights and keep them in CSR form."""
+        check_topology(self.topology)
         weights = _matrix("weights", self.matrix).astype(np.float64)
         weights.sum_duplicates()
         n = self.topology.n_nodes

@@ -133,7 +133,7 @@ def sufficient_statistics(
     """
     X = check_magnitude("X", check_array("X", X), floor=np.inf)
     y = check_magnitude("y", check_array("y", y, ndim=1, columns=len(X)), floor=np.inf)
-    check_count("n_folds", n_folds, 1)
+    check_count("n_folds", n_folds, 1, 10_000)
     if n_folds > 1 and rng is None:
         raise ValueError("rng must be given for more than one fold, got None.")
     if rng is not None:
@@ -429,6 +429,6 @@ def _as_good(squares: Matrix) -> NDArray[np.bool_]:
     """Tell which rows of sums per client exceed the least by a standard error at most."""
     excess = squares - squares[squares.sum(axis=1).argmin()]
     error = np.sqrt(squares.shape[1] * excess.var(axis=1))
-    slack = _SLACK * squares.sum(axis=1).min()
+    slack = _SLACK * max(squares.sum(axis=1).min(), 0)  # of no second moments it may be negative
     good: NDArray[np.bool_] = excess.sum(axis=1) <= error + slack
     return good
