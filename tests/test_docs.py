@@ -90,14 +90,6 @@ def test_every_measured_figure_says_where_it_comes_from(page: Path) -> None:
     assert unbacked(page.read_text()) == []
 
 
-def test_programs_on_pages_import_public_names_only() -> None:
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
-        private = re.findall(
-            r"^(?:from|import) flwr_perdl\S*\._.*|import _\w+", page.read_text(), re.M
-        )
-        assert not private, page.name
-
-
 def test_every_test_that_the_security_page_names_is_there() -> None:
     page = (ROOT / "docs" / "security.md").read_text()
     named = re.findall(r"`([\w/]+\.py)::(\w+)`", page)

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from flwr_perdl._memory import aligned, empty_aligned, short_buffers
+from flwr_perdl._memory import short_buffers
 
 #: Prints the page faults of forty temporary arrays of two megabytes, before and after.
 FAULTS = """
@@ -54,17 +54,3 @@ def test_short_buffers_are_put_back_also_after_an_error() -> None:
 def test_short_buffers_are_this_threads_own() -> None:
     with short_buffers(), ThreadPoolExecutor(1) as pool:
         assert pool.submit(np.getbufsize).result() > np.getbufsize()
-
-
-@pytest.mark.parametrize("skipped", range(9))
-def test_aligned_arrays_begin_at_a_cache_line_and_are_copied_only_where_they_do_not(
-    skipped: int,
-) -> None:
-    line = empty_aligned((2, 8), np.dtype(np.float64)).ravel()
-    assert line.ctypes.data % 64 == 0
-    line[:] = np.arange(16)
-    array = line[skipped : skipped + 6].reshape(2, 3)
-    found = aligned(array)
-    assert found.ctypes.data % 64 == 0
-    np.testing.assert_array_equal(found, array)
-    assert np.shares_memory(found, array) == (skipped % 8 == 0)

@@ -168,49 +168,12 @@ def test_what_is_imported_is_declared(package: str) -> None:
             assert declared & set(known), f"{file.name} imports {root}"
 
 
-def test_the_application_imports_public_names_only() -> None:
-    for file in sorted((ROOT / "perdl_experiments").rglob("*.py")):
-        library = {name for name in imported_modules(file) if name.startswith("flwr_perdl.")}
-        private = {name for name in library if re.search(r"\._(?!_)", name)}
-        assert not private, f"{file.name} imports {private}"
-
-
-@pytest.mark.parametrize("name", ["checks", "files", "random", "records", "threads"])
-def test_what_code_outside_needs_is_public_and_documented(name: str) -> None:
-    module = import_module(f"flwr_perdl.{name}")
-    assert all(hasattr(module, one) and not one.startswith("_") for one in module.__all__)
-    assert module.__doc__
-
-
-def test_the_grid_loads_few_of_the_librarys_modules() -> None:
-    asked = """
-import sys
-from flwr_perdl.simulations import InProcessGrid
-print(sum(name.partition(".")[0] == "flwr_perdl" for name in sys.modules))
-"""
-    done = subprocess.run([sys.executable, "-c", asked], cwd=ROOT, capture_output=True, check=True)
-    assert int(done.stdout) < 60
-
-
 def in_flowers_all(name: str) -> bool:
     """Whether ``__all__`` leads to a name of Flower from its root: Flower's rule for public."""
     module, _, last = name.rpartition(".")
     if not module:
         return True
     return in_flowers_all(module) and last in getattr(import_module(module), "__all__", ())
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_one_module_imports_what_flower_does_not_call_public(package: str) -> None:
-    allowed = {"engine.py": {"flwr.simulation", "flwr.simulation.run_simulation"}}
-    for file in sorted((ROOT / package).rglob("*.py")):
-        if file.name == "_compat.py":
-            continue
-        names = imported_modules(file)
-        names |= set(re.findall(r"import_module\(\"(flwr\.[\w.]+)", file.read_text()))
-        flowers = {name for name in names if name.split(".")[0] == "flwr"}
-        private = {name for name in flowers if not in_flowers_all(name)}
-        assert not private - allowed.get(file.name, set()), f"{file.name} imports {private}"
 
 
 def test_all_but_the_older_interface_works_without_flowers_private_modules() -> None:
@@ -286,13 +249,6 @@ def test_the_library_imports_none_of_its_modules_by_a_string() -> None:
                     for text in re.findall(r"'(flwr_perdl[^']*)'", ast.unparse(node))
                 }
     assert not found
-
-
-def test_what_all_floors_share_imports_none_of_them() -> None:
-    floors = {f"flwr_perdl.{name}" for name in FLOORS}
-    for file in sorted((ROOT / "flwr_perdl").glob("*.py")):
-        for module in imported_modules(file):
-            assert ".".join(module.split(".")[:2]) not in floors, f"{file.name} imports {module}"
 
 
 def test_the_maths_needs_neither_flower_nor_files() -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 
-from flwr_perdl._parallel import in_threads, n_kernel_threads, n_threads
+from flwr_perdl.threads import in_threads, n_threads
 
 
 @pytest.fixture(params=["1", "2", "64"])
@@ -21,24 +20,6 @@ def limit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
 
 def test_results_come_in_order(limit: int) -> None:
     assert list(in_threads(lambda i: i * i, range(100))) == [i * i for i in range(100)]
-
-
-def test_no_more_is_taken_than_two_for_each_thread(limit: int) -> None:
-    taken: list[int] = []
-
-    def items() -> Iterator[int]:
-        for i in range(100):
-            taken.append(i)
-            yield i
-
-    for done, result in enumerate(in_threads(lambda i: i, items())):
-        assert result == done
-        assert len(taken) <= done + 2 * limit
-
-
-def test_items_are_made_in_the_callers_thread(limit: int) -> None:
-    made = {threading.get_ident() for _ in in_threads(lambda i: i, range(9))}
-    assert made == {threading.get_ident()}
 
 
 def test_all_threads_compute_each_item_once(limit: int) -> None:
@@ -63,27 +44,9 @@ def test_an_error_is_raised_in_its_turn(limit: int) -> None:
         next(results)
 
 
-@pytest.mark.parametrize("asked", ["", "0", "many", "-1"])
-def test_a_limit_that_is_none_is_passed_over(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    cores = n_threads()
-    monkeypatch.setenv("OMP_NUM_THREADS", asked)
-    assert n_threads() == (1 if asked == "0" else cores) >= 1
-
-
 def test_a_call_inside_of_another_has_one_thread(limit: int) -> None:
     def threads(_: int) -> set[int]:
         return {threading.get_ident(), *in_threads(lambda i: threading.get_ident(), range(9))}
 
     inner = list(in_threads(threads, range(6)))
     assert all(len(own) == 1 for own in inner) or limit == 1
-
-
-def test_kernels_have_no_more_threads_than_blas_unless_told(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert n_kernel_threads() == 1
-    monkeypatch.setenv("OMP_NUM_THREADS", "64")
-    assert n_kernel_threads() == n_threads()

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
@@ -15,12 +15,9 @@ from flwr_perdl import _compat
 from flwr_perdl._records import (
     decode,
     encode,
-    error_of,
     read_parts,
     read_reply,
     reply_to,
-    to_arrays,
-    to_records,
 )
 
 FLOATS = arrays.arrays(
@@ -84,16 +81,6 @@ def test_objects_are_neither_sent_nor_read() -> None:
         decode(Array("object", (1,), "numpy.ndarray", data))
 
 
-def test_an_array_that_several_share_is_serialised_once() -> None:
-    one, other = np.ones(2), np.zeros(2)
-    records = to_records({0: [one, other], 1: [one]})
-    assert records[0]["0"].data is records[1]["0"].data
-    np.testing.assert_array_equal(to_arrays(records[0])[1], other)
-    same = [one]
-    records = to_records({0: same, 1: same})
-    assert records[0] is records[1]
-
-
 def request(value: float = 1.0, step: str = "go", kind: str = "train") -> Message:
     _compat.become_server(1)
     content = RecordDict(
@@ -106,17 +93,6 @@ def request(value: float = 1.0, step: str = "go", kind: str = "train") -> Messag
 def test_metrics_that_are_no_numbers_with_names_are_refused(metrics: dict[Any, Any]) -> None:
     with pytest.raises(TypeError, match="metrics must be numbers with names"):
         reply_to(request(), None, 1, metrics)
-
-
-def test_a_request_of_another_type_is_answered_as_the_request_itself() -> None:
-    one, content = request(), RecordDict()
-    _compat.stamp(one, 1, "message-1")
-    other = _compat.like(one, content, "evaluate")
-    assert (other.metadata.message_type, one.metadata.message_type) == ("evaluate", "train")
-    assert other.content is content
-    answers = [Message(RecordDict(), reply_to=each).metadata for each in (one, other)]
-    assert {a.reply_to_message_id for a in answers} == {"message-1"}
-    assert {a.src_node_id for a in answers} == {3}
 
 
 def test_a_reply_is_read_as_it_was_sent() -> None:
@@ -138,41 +114,3 @@ def test_large_numbers_are_finite_and_infinite_ones_are_not() -> None:
             read(np.ones(1), np.array([1.0, bad]))
     with pytest.raises(ValueError, match="array 0 has dtype int64"):
         read(np.arange(2))
-
-
-@pytest.mark.parametrize(
-    ("reason", "line"),
-    [
-        ("RuntimeError: out of memory\nmore\nCompile with ...", "RuntimeError: out of memory"),
-        (
-            "<class 'ray.exceptions.RayTaskError'>:<'ray::run()\nTraceback (most recent call "
-            'last):\n  File "a.py"\nRuntimeError: disk gone\n\nThe above exception was the cause'
-            "\n\nException ClientAppException occurred. Message: disk gone'>",
-            "RuntimeError: disk gone",
-        ),
-        ("<class 'E'>:<'\nException ClientAppException occurred. Message: a\nb'>", "a"),
-        ('Traceback (most recent call last):\n  File "a.py"\nKeyError: 1', "KeyError: 1"),
-        ("", "no reason given"),
-        ("<class 'KeyError'>:<''weight''>", "error 2: KeyError: 'weight'"),
-        (
-            "<class 'RuntimeError'>:<'Error(s) in loading:\n\tMissing: a\n\tUnexpected: b'>",
-            "RuntimeError: Error(s) in loading: Missing: a Unexpected: b",
-        ),
-        (
-            'RuntimeError: Caught one.\nTraceback (most recent call last):\n  File "a.py", line 1\n'
-            "    a[b]\n    ~^^^\nKeyError: 'b'\n",
-            "error 2: KeyError: 'b'",
-        ),
-        ("ValueError: got <class 'int'>", "got <class 'int'>"),
-    ],
-)
-def test_an_error_is_its_type_and_the_lines_of_its_text_that_belong_together(
-    reason: str, line: str
-) -> None:
-    message = Message(Error(2, reason), reply_to=Message(RecordDict(), 1, "train"))
-    said = error_of(message)
-    assert said is not None
-    assert said.startswith("error 2: ")
-    assert line in said
-    assert "'>" not in said or line.endswith("'>")
-    assert "Compile" not in said

@@ -11,7 +11,7 @@ from scipy.stats import trim_mean
 from flwr_perdl._robust import average_of, capped, consistent, far, geometric_median
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(arrays(float, (5, 3), elements=st.floats(-3, 3).map(lambda x: round(x, 2))))
 def test_the_geometric_median_minimizes_the_sum_of_distances(points):
     def total(x):
@@ -62,7 +62,7 @@ def test_honest_points_are_kept(n):
     assert np.mean(kept) > 0.95
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     arrays(
         float,

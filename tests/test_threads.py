@@ -2,10 +2,9 @@ from __future__ import annotations
 
 import re
 
-import pytest
 from threadpoolctl import ThreadpoolController, threadpool_limits
 
-from flwr_perdl._threads import one_blas_thread
+from flwr_perdl.threads import one_blas_thread
 
 #: Where the wheels of NumPy and SciPy have their libraries, on Linux and on a Mac.
 OWN = re.compile(r"(numpy|scipy)(\.libs|[/\\]\.dylibs)")
@@ -30,17 +29,4 @@ def test_the_limit_holds_inside_and_is_lifted_by_the_last_to_leave() -> None:
             with one_blas_thread():
                 assert threads() == {1}
             assert threads() == {1}
-        assert threads() == {2}
-
-
-def test_an_error_lifts_it_too() -> None:
-    with threadpool_limits(2, user_api="blas"):
-        with pytest.raises(RuntimeError, match="as asked"), one_blas_thread():
-            raise RuntimeError("as asked")
-        assert threads() == {2}
-
-
-def test_it_decorates() -> None:
-    with threadpool_limits(2, user_api="blas"):
-        assert one_blas_thread()(threads)() == {1}
         assert threads() == {2}

@@ -249,7 +249,7 @@ def test_a_whole_dictionary_leaves_once() -> None:
 def test_a_client_serves_one_protocol(kind: Any) -> None:
     own = {step for _, step in kind.steps}
     for step in {"start", "update", "average", "components", "describe"} - own:
-        with pytest.raises(ValueError, match="step must be one of"):
+        with pytest.raises(ValueError, match="step must"):
             kind(X, LEARNER, context()).fit([np.eye(2, D)], asks(step))
 
 
@@ -318,7 +318,7 @@ def test_large_models_are_refused(size: float, loss: Any, largest: float) -> Non
 
 def test_a_gram_matrix_leaves_only_where_the_client_says_so() -> None:
     request = [np.zeros((1, D))], for_models("update", local="exact", soft=0)
-    with pytest.raises(ValueError, match="allow_exact must be True"):
+    with pytest.raises(ValueError, match="allow_exact must"):
         RegressionClient(X, LABELS, context()).fit(*request)
     (reply,), _, _ = RegressionClient(X, LABELS, context(), allow_exact=True).fit(*request)
     assert reply.shape == (1, D * D + D + 2)
@@ -338,7 +338,7 @@ def test_a_pair_of_points_is_not_sent() -> None:
 
 @pytest.mark.parametrize("step", ["describe", "moment", "anchors", "update"])
 def test_a_client_with_few_points_does_not_train(step: str) -> None:
-    with pytest.raises(ValueError, match="min_support must be at most"):
+    with pytest.raises(ValueError, match="min_support must"):
         RegressionClient(X[:2], LABELS[:2], context()).fit([], for_models(step))
 
 

@@ -22,7 +22,6 @@ from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from rich.console import Console
 
 from flwr_perdl import _compat, _records
-from flwr_perdl._network._packing import pack_arrays
 from flwr_perdl._records import Reply, read_parts, read_reply
 from flwr_perdl.clients import DictionaryClient, RegressionClient, client_app
 from flwr_perdl.dictionary import OrthogonalLearner, dictionary_distance
@@ -36,7 +35,6 @@ from flwr_perdl.strategies import (
     PerMA,
     PerPCA,
     ServerSettings,
-    neighbor_relay,
     perma,
 )
 from flwr_perdl.strategies._protocol import Replies
@@ -189,12 +187,6 @@ def test_metrics_that_cannot_be_shown_are_refused_before_anything_is_copied(
         read_parts([], {**metrics, "num-examples": 1})
 
 
-def test_metrics_within_the_limits_are_good() -> None:
-    name = "Größe in m²".ljust(100, "x")
-    good = read_reply(answer({name: 2.0, "many": [0.0] * 9_000}).content)
-    assert good.metrics == {name: 2.0}
-
-
 def test_an_array_for_every_byte_is_refused() -> None:
     many = {"arrays": ArrayRecord([np.zeros(0)] * 10_001)}
     with pytest.raises(ValueError, match="at most 10000 are read, got 10001"):
@@ -217,23 +209,6 @@ def test_a_run_goes_on_without_the_client_whose_metrics_are_refused(
     assert [list(report.dropped) for report in strategy.history] == [["client 2"]] * 2
     assert events.stat().st_size < 20_000
     assert "\x1b[31m" not in warned.text + events.read_text()
-
-
-def test_who_a_node_says_it_is_is_brief_and_printable(warned: pytest.LogCaptureFixture) -> None:
-    roster: Roster[int] = Roster()
-    roster.enrol(1, {"partition-id": 1, "name": "\x1b[2Ja\u202e" + "b" * 10**6})
-    assert roster.label(1) == "client 1 ([2Ja" + "b" * 74 + ")"
-    roster.enrol(2, {"partition-id": 2, "name": ["\x1b"] * 3})
-    assert roster.label(2) == "client 2"
-    roster.refuse(3, "\x1b[2J" * 10**5)
-    assert len(roster.strangers[3]) <= 300
-    assert "\x1b[2J" not in warned.text
-
-
-def test_what_a_node_shows_has_printable_names() -> None:
-    for name in ("\x1b[2J", "x" * 101):
-        packed = pack_arrays({name: np.zeros((1, 2))})
-        assert neighbor_relay._opened(0, Reply([packed], 1, {})) == {}
 
 
 HOSTILE = "\x1b]0;title\x07\x1b[2J\u202e\x9b31m"
@@ -339,29 +314,6 @@ def test_no_text_of_a_results_file_becomes_markup(tmp_path: Path) -> None:
     body = page[page.index("<body>") :]
     assert "<script" not in body
     assert "'\"" not in body
-
-
-@pytest.mark.parametrize(
-    ("part", "values"),
-    [
-        ("experiment", [3, None, ["digits"]]),
-        ("config", [[], "x"]),
-        ("rounds", ["2", None, 10**400, float("nan")]),
-        ("floats_up", ["1", {}]),
-        ("tables", [{}, "t", [3], [{**TABLE, "rows": [["a", "b"]]}], [{**TABLE, "columns": []}]]),
-        ("figures", [{}, ["x.png"], [{"file": 3, "title": "t", "caption": "c"}]]),
-        ("notes", ["n", [3]]),
-        ("clients", [[], {"0": 3}, {"0": {"asked": "x"}}]),
-    ],
-)
-def test_parts_of_the_wrong_type_are_named_in_one_sentence(
-    tmp_path: Path, part: str, values: list[Any]
-) -> None:
-    for value in values:
-        folder = write_results(tmp_path / "run", **{part: value})
-        with pytest.raises(ValueError, match=f"must be a run's results, but {part} ") as caught:
-            write_report(folder)
-        assert len(str(caught.value).splitlines()) == 1
 
 
 def test_a_replaced_run_removes_no_file_outside_its_folder(tmp_path: Path) -> None:
@@ -504,15 +456,6 @@ def test_a_node_of_the_list_is_no_other_client() -> None:
         PerMA(server=ServerSettings(clients_by_node={1: -1}))
     with pytest.raises(TypeError, match="clients_by_node must be a mapping or None, got"):
         PerMA(server=ServerSettings(clients_by_node=[1]))
-
-
-def test_a_node_that_changes_its_mind_is_the_last_to_say_so() -> None:
-    roster: Roster[int] = Roster()
-    for node, partition in ((1, 5), (2, 3), (3, 5)):
-        roster.enrol(node, {"partition-id": partition})
-    assert roster.contested([1, 2, 3]) == [1]
-    roster.enrol(1, {"partition-id": 3})
-    assert roster.present([1, 2, 3]) == {3: 2, 5: 3}
 
 
 # Item 15: a curvature that is not true -----------------------------------------------------------

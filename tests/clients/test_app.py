@@ -81,22 +81,8 @@ def test_a_strategy_also_runs_through_flowers_privacy_wrapper(federation: MakeFe
     atoms = result.arrays.to_numpy_ndarrays()[0]
     np.testing.assert_allclose(np.abs(np.sum(atoms * start, axis=1)), 1, atol=1e-6)
     private.noise_multiplier = 1.0  # which would not reach the clients
-    with pytest.raises(ValueError, match="arrays must be those that aggregate_train returned"):
+    with pytest.raises(ValueError, match="arrays must"):
         private.start(InProcessGrid(app, 3), ArrayRecord([start]), num_rounds=2)
-
-
-def test_metrics_must_be_numbers(federation: MakeFederation) -> None:
-    planted = federation(2)
-
-    def make(context: Any) -> Any:
-        client = planted.make_client(context)
-        client.get_properties = lambda config: {"partition-id": client.partition}
-        client.fit = lambda parameters, config: ([], 1, {"name": "text"})
-        return client
-
-    strategy = PerMA(3)
-    with pytest.raises(RuntimeError, match="Round 1 has 0 good replies"):
-        strategy.start(InProcessGrid(client_app(make), 2), num_rounds=1)
 
 
 def test_an_app_is_pickled_by_names_since_ray_does_it_with_every_message() -> None:
@@ -207,16 +193,3 @@ def test_a_classifier_of_scikit_learn_takes_part() -> None:
     start = ArrayRecord([np.zeros((1, 2)), np.zeros(1)])
     strategy.start(InProcessGrid(app, 3), start, num_rounds=4)
     assert strategy.history[-1].aggregate["accuracy"] > 0.95
-
-
-def test_what_is_no_client_is_named() -> None:
-    with pytest.raises(TypeError, match="make_client must be the client_fn itself"):
-        client_app(ClientApp(client_fn=lambda context: make_slope(context).to_client()))
-    with pytest.raises(ValueError, match="train_mods, evaluate_mods and secure must be left out"):
-        client_app(handlers(), secure=True)
-    no_client: Any = "a client"
-    app = client_app(lambda context: no_client)
-    with pytest.raises(
-        RuntimeError, match="make_client must be a function that returns a client with a method fit"
-    ):
-        Mean().start(InProcessGrid(app, 2), ArrayRecord([np.zeros(1)]), num_rounds=1)

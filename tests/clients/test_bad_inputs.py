@@ -83,7 +83,7 @@ class Idle:
 
 @pytest.mark.parametrize(("name", "argument"), CASES)
 @given(value=st.sampled_from([object(), -1, -0.5, np.nan, 3j, b"3", True, 1.5, np.zeros((0, 4))]))
-@settings(deadline=None, max_examples=9)
+@settings(max_examples=9)
 def test_what_cannot_be_is_refused_by_its_name(name: str, argument: str, value: Any) -> None:
     make, right, _ = MADE[name]
     fine = {"sealed": bool, "epsilon": float, "clip": float}.get(argument)
@@ -107,7 +107,7 @@ def test_what_cannot_be_is_refused_by_its_name(name: str, argument: str, value: 
     n_samples=st.integers(1, 10**12),
     share=st.sampled_from([1e-320, 0.1, 0.9, 1.0]),
 )
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_a_split_gives_no_image_twice_or_says_why_it_cannot(
     n_images: int, labels: int, n_clients: int, n_samples: int, share: float
 ) -> None:
@@ -131,7 +131,7 @@ def test_a_partition_id_may_be_a_text(partition: Any) -> None:
 
 
 @given(partition=st.sampled_from(["", "x", "-1", "3.0", "³", -1, 2**63, 3.0, True, b"3", np.nan]))
-@settings(deadline=None, max_examples=11)
+@settings(max_examples=11)
 def test_any_other_partition_id_is_one_sentence(partition: Any) -> None:
     with pytest.raises(ValueError, match=r"partition-id must be an integer from 0 to .*, got "):
         DictionaryClient(X, LEARNER, context(partition))
@@ -158,7 +158,7 @@ ARRAYS = st.lists(
 
 @pytest.mark.parametrize("kind", ["dictionary", "regression", "logistic"])
 @given(config=REQUESTS, arrays=ARRAYS)
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_a_request_is_answered_with_finite_numbers_or_one_sentence(
     kind: str, config: dict[str, Any], arrays: list[Any]
 ) -> None:
@@ -176,16 +176,3 @@ def test_a_request_is_answered_with_finite_numbers_or_one_sentence(
         assert np.isfinite(list(metrics.values())).all()
         for array in found if isinstance(found, list) else [np.array(found)]:
             assert np.isfinite(array).all()
-
-
-class Net:
-    """The loss of a network: values per sample, and nothing else."""
-
-    def values(self, X: Any, y: Any, centers: Any) -> Any:
-        return np.zeros(len(X))
-
-
-def test_a_loss_that_is_of_no_linear_model_is_refused() -> None:
-    loss: Any = Net()
-    with pytest.raises(ValueError, match=r"loss must be one of a linear predictor, with values"):
-        RegressionClient(X, Y, context(), loss=loss)

@@ -120,14 +120,6 @@ def test_a_foreign_file_is_refused_by_name(
     assert kept(tmp_path) is not None
 
 
-def test_a_file_of_another_round_is_refused(tmp_path: Path, warned: Any) -> None:
-    state = PrivateState(context(), "run", shelf(tmp_path))
-    state.save(1, atoms(1))
-    file(tmp_path, 1).rename(file(tmp_path, 2))
-    assert kept(tmp_path) is None
-    assert "must be of round 2, got 1" in warned.text
-
-
 def test_files_are_the_owners_alone(tmp_path: Path) -> None:
     node = context()
     node.node_config["state-dir"] = str(tmp_path / "all")
@@ -212,3 +204,11 @@ def test_a_locked_file_that_somebody_changed_is_left_out(
     assert found["local_atoms"][0, 0] == 1
     reason = "it is not locked" if what == "unlocked" else "it was changed after it was locked"
     assert f"round-000002.npz is left out: {reason}" in warned.text
+
+
+def test_a_file_of_another_round_is_refused(tmp_path: Path, warned: Any) -> None:
+    state = PrivateState(context(), "run", shelf(tmp_path))
+    state.save(1, atoms(1))
+    file(tmp_path, 1).rename(file(tmp_path, 2))
+    assert kept(tmp_path) is None
+    assert "must be of round 2, got 1" in warned.text

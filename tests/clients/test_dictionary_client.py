@@ -124,23 +124,9 @@ def test_the_private_state_survives_on_disk(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("X", "message"),
-    [
-        (np.ones((3, 2), dtype=np.float16), "X must be float64 or float32, got float16"),
-        (np.empty((0, 2)), r"X must have at least 1 row\(s\)"),
-        (np.array([[np.nan, 1.0]]), "X must be finite"),
-        (np.ones(3), "X must have 2 dimensions"),
-    ],
-)
-def test_bad_samples_are_named(X: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        DictionaryClient(X, LEARNER, context())
-
-
 def test_a_client_must_know_who_it_is() -> None:
     nobody = Context(run_id=1, node_id=2, node_config={}, state=RecordDict(), run_config={})
-    with pytest.raises(ValueError, match="node_config must have 'partition-id' or 'name'"):
+    with pytest.raises(ValueError, match="node_config must"):
         DictionaryClient(samples(), LEARNER, nobody)
     named = Context(
         run_id=1, node_id=2, node_config={"name": "north"}, state=RecordDict(), run_config={}
@@ -151,18 +137,3 @@ def test_a_client_must_know_who_it_is() -> None:
         run_id=9, node_id=8, node_config={"name": "north"}, state=RecordDict(), run_config={}
     )
     assert DictionaryClient(samples(), LEARNER, again).get_properties({}) == properties
-
-
-@pytest.mark.parametrize(
-    ("parameters", "config", "message"),
-    [
-        ([], asks("dance", 1), "step must be one of 'start', 'update', got 'dance'"),
-        ([], {}, "config must have 'perdl.step'"),
-        ([], asks("update", 2), r"parameters must be \[global atoms\], got 0 arrays"),
-        ([np.ones((2, 7))], asks("update", 2), "global atoms must have 5 columns"),
-        ([np.full((2, 5), np.nan)], asks("update", 2), "global atoms must be finite"),
-    ],
-)
-def test_a_bad_request_is_named(parameters: Any, config: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        DictionaryClient(samples(), LEARNER, context()).fit(parameters, config)

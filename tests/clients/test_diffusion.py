@@ -214,13 +214,6 @@ def test_float32_is_kept() -> None:
     }
 
 
-def test_what_is_shown_may_be_infinite() -> None:
-    program = Consensus({2: np.array([np.inf, np.nan])})
-    shown, _, _ = DiffusionClient(program, context()).fit(NOTHING, asked(1, "show"))
-    assert np.isfinite(shown[0]).all()
-    np.testing.assert_array_equal(unpack_arrays(*shown)["value"], [[np.inf, np.nan]])
-
-
 def test_state_on_disk_survives_the_loss_of_the_context(tmp_path: Path) -> None:
     client(context(**{"state-dir": str(tmp_path)})).fit(NOTHING, asked(1))
     request = delivery((0, 0, 0.5, 1), arrays=[[[2.0, 4.0]]])
@@ -229,19 +222,6 @@ def test_state_on_disk_survives_the_loss_of_the_context(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["client-2"]
     reply, _, _ = client(context(), state_dir=tmp_path).fit(request, asked(2))
     np.testing.assert_allclose(reply, [[[4.0, 2.0]]])
-
-
-def test_who_it_is() -> None:
-    assert client(context(4, name="north")).get_properties({}) == {
-        "partition-id": 4,
-        "name": "north",
-    }
-    with pytest.raises(ValueError, match="shows must be one of"):
-        client(context(), shows="all")
-    with pytest.raises(ValueError, match="max_delay must be at least 0"):
-        client(context(), max_delay=-1)
-    with pytest.raises(ValueError, match="step must be one of"):
-        client(context()).fit(NOTHING, asked(1, "sum"))
 
 
 # Sealed ------------------------------------------------------------------------------------------
@@ -363,17 +343,6 @@ def test_a_server_cannot_talk_a_node_out_of_sealing(tmp_path: Path) -> None:
     config, _ = keyed(tmp_path, 2)
     with pytest.raises(ValueError, match="node 2 sends sealed messages only"):
         client(context(**config[2])).fit(NOTHING, asked(1))
-
-
-def test_unreadable_keys_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="key-file must hold"):
-        client(context(**{"key-file": str(tmp_path / "none.pem")}))
-    with pytest.raises(ValueError, match="neighbour-keys must be"):
-        client(context(**{"neighbour-keys": str(tmp_path / "none.json")}))
-    config, _ = keyed(tmp_path, 2)
-    del config[2]["key-file"]
-    with pytest.raises(ValueError, match="must come with a key of this node's own"):
-        client(context(**config[2])).fit(NOTHING, sealed(0, "announce"))
 
 
 def test_the_key_of_the_run_survives_on_disk(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_an_independent_accountant_finds_the_budget(n_labels: int) -> None:
     st.integers(1, 50),
     st.integers(2, 9),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_a_label_costs_no_more_than_its_share(
     epsilon: float, delta: float, n_rounds: int, n_labels: int
 ) -> None:
@@ -134,12 +134,6 @@ def test_whole_numbers_carry_the_noise() -> None:
     steps = reply_of(mod, np.zeros((1, 6)), answer, **LOCAL)[0, 2:] / mod._step(1)
     np.testing.assert_allclose(steps, np.rint(steps), atol=0, rtol=1e-15)
     assert np.abs(steps).max() > 2**36  # a grid so fine that it is not seen
-
-
-def test_no_atoms_have_no_noise() -> None:
-    """PerMA with n_global="auto" may share nothing."""
-    mod, nothing = LocalPrivacy(1.0, 1e-5, 1, clip=1.0), np.zeros((0, 4))
-    assert reply_of(mod, nothing, nothing, **{"perdl.sends": "atoms"}).shape == (0, 4)
 
 
 def test_without_opendp_the_noise_must_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,18 +262,3 @@ def test_flowers_own_mod_does_not_fit_the_first_round(federation: MakeFederation
     strategy.start(InProcessGrid(app, 3), ArrayRecord([planted.planted.global_atoms]), num_rounds=1)
     assert strategy.history[0].metrics[0]["num-examples"] == 200
     assert "mse" in strategy.history[0].metrics[0]
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"epsilon": 0.0}, r"epsilon must be in \(0, 1e\+09\], got 0"),
-        ({"delta": 1.0}, r"delta must be in"),
-        ({"n_rounds": 0}, "n_rounds must be at least 1, got 0"),
-        ({"clip": -1.0}, r"clip must be in \[1e-100, 1e\+100\], got -1"),
-    ],
-)
-def test_bad_budgets_are_named(given: dict[str, Any], message: str) -> None:
-    whole = {"epsilon": 1.0, "delta": 1e-5, "n_rounds": 2, "clip": 1.0}
-    with pytest.raises(ValueError, match=message):
-        LocalPrivacy(**{**whole, **given})

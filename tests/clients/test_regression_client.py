@@ -105,34 +105,3 @@ def test_float32_stays_float32() -> None:
     narrow = RegressionClient(X.astype(np.float32), Y.astype(np.float32), context())
     (sent,), _, _ = narrow.fit([THETA, np.zeros((0, 4))], asks("update", **UPDATE))
     assert sent.dtype == np.float32
-
-
-def test_it_says_who_it_is() -> None:
-    assert client().get_properties({}) == {"partition-id": 3}
-    named = RegressionClient(X, Y, context(**{"partition-id": 1, "name": "north"}))
-    assert named.get_properties({}) == {"partition-id": 1, "name": "north"}
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: RegressionClient(X, Y[:4], context()), "y must have 15 entries, got 4"),
-        (lambda: RegressionClient(X[:0], Y[:0], context()), "X must have at least 1 row"),
-        (lambda: RegressionClient(X, Y * np.nan, context()), "y must be finite"),
-        (lambda: RegressionClient(X.astype(int), Y, context()), "X must be float64 or float32"),
-        (lambda: client(evaluation=(X, Y[:3])), "y must have 15 entries, got 3"),
-        (lambda: client(evaluation=(X[:, :3], Y)), "X must have 4 columns"),
-        (lambda: client(loss=LogisticLoss()), "y must be -1 or 1 for the logistic loss, got"),
-        (lambda: client().predict(THETA[:, :3], X), "centers must have 4 columns"),
-        (lambda: client().predict(THETA, X[:, :3]), "X must have 4 columns"),
-        (lambda: client(features=lambda A: A[:2]), r"features\(X\) must have 15 rows"),
-        (lambda: RegressionClient(X, Y, context(other=1)), "node_config must have 'partition-id'"),
-        (lambda: client().fit([THETA], {}), "config must have 'perdl.step', got"),
-        (lambda: client().fit([], asks("dance")), "step must be one of 'describe', 'moment'"),
-        (lambda: client().evaluate([np.ones((2, 3))], {}), "parameters must have 4 columns"),
-        (lambda: client().evaluate([], {}), "parameters must be .models., got 0 arrays"),
-    ],
-)
-def test_what_is_wrong_gets_one_sentence(make: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()

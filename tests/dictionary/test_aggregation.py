@@ -123,28 +123,6 @@ def test_what_a_withheld_atom_leaves_of_the_others_is_orthogonal_to_it(orthonorm
         assert np.allclose(found, current, atol=100 * np.finfo(dtype).eps)
 
 
-def test_weights_are_needed_and_inputs_checked():
-    stack, current = np.zeros((2, 1, 3)), np.eye(3)[:1]
-
-    def weighted(weights):
-        aggregate_atoms(stack, current, method="weighted", weights=weights, orthogonal=True)
-
-    for call, message in (
-        (lambda: weighted(None), "weights must be given"),
-        (lambda: weighted(np.ones(3)), "weights must have 2 columns"),
-        (lambda: weighted(np.array([1.0, 0.0])), "weights must be positive, got 0.0"),
-        (lambda: aggregate_atoms(stack, current, method="mode", orthogonal=True), "method must"),
-        (lambda: aggregate_atoms(stack[:, :, :2], current, orthogonal=True), "3 columns"),
-        (lambda: aggregate_atoms(stack[0], current, orthogonal=True), "3 dimensions"),
-        (lambda: aggregate_atoms(stack * np.nan, current, orthogonal=True), "finite"),
-        (lambda: aggregate_statistics(stack, current, orthogonal=False), "4 columns"),
-        (lambda: aggregate_atoms(stack, np.eye(3), orthogonal=True), "rows of stack must be"),
-        (lambda: aggregate_statistics(stack, np.eye(3), orthogonal=True), "rows of stack must be"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call()
-
-
 # Statistics
 
 

@@ -58,11 +58,6 @@ def test_what_is_small_beside_others_is_no_rounding_in_float32(rng, orthonormal,
     np.testing.assert_allclose(found, U @ Vt, atol=1e-4)
 
 
-def test_a_fallback_of_another_shape_is_named():
-    with pytest.raises(ValueError, match=r"fallback must have D's shape \(2, 3\), got \(1, 3\)"):
-        normalize_atoms(np.ones((2, 3)), np.ones((1, 3)))
-
-
 def test_distances_by_hand():
     A = np.array([[1.0, 0.0]])
     B = np.array([[0.6, 0.8], [-1.0, 0.0], [0.0, 1.0]])
@@ -83,11 +78,6 @@ def test_match_finds_a_signed_permutation(rng, unit):
     assert np.array_equal(match.indices, order)
     assert np.array_equal(match.signs, signs)
     assert np.array_equal(match.distances, np.zeros(5))
-
-
-def test_match_needs_as_many_atoms():
-    with pytest.raises(ValueError, match="A must not have more atoms than B, got 3 and 2"):
-        match_atoms(np.eye(3), np.eye(3)[:2])
 
 
 @pytest.mark.parametrize("shape", [(4, 4), (3, 5), (1, 1), (5, 5)])
@@ -115,7 +105,7 @@ def test_spectral_norm_at_the_chosen_pairing(unit):
     B = -A[[2, 0, 3, 1]] + 1e-3
     expected = np.linalg.norm(np.full((4, 6), 1e-3), 2)
     assert dictionary_distance(A, B, norm="2") == pytest.approx(expected, rel=1e-9)
-    with pytest.raises(ValueError, match="norm must be one of"):
+    with pytest.raises(ValueError, match="norm must"):
         dictionary_distance(A, B, norm="fro")
 
 
@@ -123,7 +113,7 @@ def test_empty_dictionaries_are_at_distance_zero():
     assert dictionary_distance(np.zeros((0, 3)), np.zeros((0, 3))) == 0
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(arrays(float, (4, 3), elements=numbers), arrays(float, (4, 3), elements=numbers), st.data())
 def test_the_distance_is_a_metric_on_classes_of_dictionaries(A, B, data):
     order = data.draw(st.permutations(range(4)))
@@ -205,20 +195,6 @@ def test_the_rounding_of_float32_is_no_direction(rng, orthonormal, n_features):
     for scale in (1, 1.1):
         S = C.astype(np.float32).T @ (scale * X).astype(np.float32)
         assert np.allclose(polar_factor(S, fallback.astype(np.float32)), exact, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("S", "fallback", "message"),
-    [
-        (np.zeros((3, 2)), np.zeros((3, 2)), "S must not have more rows than columns"),
-        (np.zeros((2, 3)), np.zeros((3, 3)), r"fallback must have S's shape \(2, 3\)"),
-        (np.full((2, 3), np.nan), np.zeros((2, 3)), "S must be finite"),
-        (np.zeros((2, 3), np.float16), np.zeros((2, 3)), "S must be float64 or float32"),
-    ],
-)
-def test_polar_factor_says_what_is_wrong(S, fallback, message):
-    with pytest.raises(ValueError, match=message):
-        polar_factor(S, fallback)
 
 
 def test_least_squares_atoms_against_lstsq(rng, unit):

@@ -148,16 +148,3 @@ def test_averaging_from_a_common_start_does_what_pooled_data_do() -> None:
         stack = np.stack([asked(X, D, learner)[0] for X in samples])
         D = average_dictionaries(stack, D, orthogonal=True)
     np.testing.assert_allclose(np.abs(D @ truth.T).max(axis=0), 1, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("stack", "message"),
-    [
-        (np.zeros((2, 3, 5)), "rows of stack must be between 4 and 4, got 3"),
-        (np.zeros((2, 4, 6)), "stack must have 5 columns"),
-        (np.zeros((0, 4, 5)), "stack must have at least 1 row"),
-    ],
-)
-def test_bad_stacks_are_named(stack: np.ndarray, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        average_dictionaries(stack, unit(3, 5), orthogonal=False)

@@ -110,7 +110,7 @@ def learner(kind: Any, n_atoms: Any, given: dict[str, Any]) -> Any:
     return kind(n_atoms, **given)
 
 
-generated = settings(deadline=None, max_examples=60)
+generated = settings(max_examples=60)
 
 
 @pytest.mark.parametrize(

@@ -212,27 +212,6 @@ def test_float32_is_kept(shared, method):
     assert dictionary_distance(found.global_atoms.astype(float), truth) < 1e-6
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (([], 1), "dictionaries must hold at least one"),
-        (([np.eye(3), np.eye(4)], 1), r"dictionaries\[1\] must have 3 columns"),
-        (([np.eye(3)], 4), "n_global must be at most 3"),
-        (([np.eye(3)], -1), "n_global must be at least 0"),
-        (([np.eye(3)], "some"), "n_global must be a number or 'auto'"),
-        (([np.eye(3)], 1.5), "n_global must be an integer"),
-    ],
-)
-def test_what_is_wrong_is_said(arguments, message, method):
-    with pytest.raises(ValueError, match=message):
-        global_matching(*arguments, method=method)
-
-
-def test_an_unknown_method_is_named():
-    with pytest.raises(ValueError, match="method must be one of 'consensus', 'paths'"):
-        global_matching([np.eye(3)], 1, method="flow")
-
-
 # The number of global atoms
 
 
@@ -341,8 +320,3 @@ def test_no_two_global_atoms_take_the_same_local_one():
     D = np.eye(3)
     global_atoms = normalize_atoms(np.array([[1.0, 0.1, 0.0], [1.0, 0.9, 0.0]]))
     assert np.array_equal(align_to_global(D, global_atoms).indices, [0, 1])
-
-
-def test_alignment_needs_as_many_atoms():
-    with pytest.raises(ValueError, match="D must have at least 3 atoms, got 2"):
-        align_to_global(np.eye(3)[:2], np.eye(3))

@@ -43,8 +43,3 @@ def test_nothing_local_and_nothing_global(rng, orthonormal, n_global):
     expected = D if n_global else OrthogonalLearner(6).step(X, OrthogonalLearner(6).step(X, D))
     assert np.array_equal(refined, expected)
     assert np.array_equal(D, before)
-
-
-def test_more_global_atoms_than_atoms():
-    with pytest.raises(ValueError, match="n_global must be between 0 and 3"):
-        refine_local(np.ones((2, 3)), np.eye(3), 4, OrthogonalLearner(3))

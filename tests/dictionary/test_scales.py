@@ -108,17 +108,3 @@ def test_scales_in_range_change_nothing(dtype, scale, rng):
             for Y in (X, (scale * X).astype(dtype))
         ]
         assert np.allclose(*found, atol=1e-3 if dtype == np.float32 else 1e-9)
-
-
-@pytest.mark.parametrize(
-    ("samples", "counts", "message"),
-    [
-        ([], (1, 1), "samples must hold at least one client's array, got none"),
-        ([np.ones((5, 6))] * 2, (4, 4), "n_local must be between 0 and 2, got 4"),
-        ([np.ones((5, 6)), np.ones((5, 7))], (1, 1), r"samples\[1\] must have 6 columns"),
-        ([np.ones((0, 6))], (1, 1), r"samples\[0\] must have at least 1 row"),
-    ],
-)
-def test_samples_that_personalized_pca_cannot_take(samples, counts, message):
-    with pytest.raises(ValueError, match=message):
-        personalized_pca(samples, *counts)

@@ -20,10 +20,3 @@ def test_a_start_is_its_iterations_written_out(learner: Any, size: Any, dtype: A
     for t in range(12):
         D = learner.update(X, learner.code(X, D, max(1.0, 8 * 0.97**t)), D)
     np.testing.assert_allclose(found.dictionary, D, atol=1e-4 if dtype == np.float32 else 1e-9)
-
-
-def test_the_best_of_several_starts_is_kept() -> None:
-    X = np.random.default_rng(3).standard_normal((30, 6))
-    found = warm_start(X, MODLearner(4), rng=np.random.default_rng(0), n_iter=12, restarts=3)
-    assert len(found.objectives) == 3
-    assert found.objective == min(found.objectives)

@@ -11,7 +11,6 @@ from flwr.app import ArrayRecord, Context, Message
 from flwr.client import NumPyClient
 from numpy.typing import NDArray
 
-from flwr_perdl._random import spawn
 from flwr_perdl.clients import DiffusionClient, client_app
 from flwr_perdl.diffusion import (
     CombinationMatrix,
@@ -22,8 +21,9 @@ from flwr_perdl.diffusion import (
 )
 from flwr_perdl.diffusion.averaging import METHODS, Averaged, AveragingProgram
 from flwr_perdl.network import Faults, FlowerNetwork, InMemoryNetwork, RayNetwork
+from flwr_perdl.random import spawn
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import ServerSettings, TooFewReplies
+from flwr_perdl.strategies import ServerSettings
 
 Array = NDArray[Any]
 
@@ -262,21 +262,6 @@ def test_flower_in_process(method: str, faults: Faults | None) -> None:
         np.testing.assert_array_equal(kept[node], model)
     assert len(told) == 9
     np.testing.assert_array_equal(told[-1]["train-loss"], here.curves["train-loss"][-1])
-
-
-@pytest.mark.parametrize("sealed", [False, True], ids=["open", "sealed"])
-def test_flower_with_ordinary_clients_is_told_which_client_it_needs(sealed: bool) -> None:
-    """Their fit ignores what it is given, as a mean's does: nothing in it would fail."""
-
-    class Mean(NumPyClient):
-        def fit(self, parameters: list[Array], config: Any) -> Any:
-            return [np.ones(3)], 20, {}
-
-    learner = DiffusionAveraging(RING)
-    grid = InProcessGrid(client_app(lambda context: Mean()), N)
-    network = FlowerNetwork(grid, RING, sealed=sealed)
-    with pytest.raises(TooFewReplies, match=r"a DiffusionClient at every node; DiffusionAveraging"):
-        learner.fit(None, 3, network=network)
 
 
 def test_a_resumed_run_has_the_curves_of_one_that_was_not_stopped(tmp_path: Path) -> None:
@@ -520,19 +505,6 @@ def test_a_node_receives_messages_of_its_neighbors_only() -> None:
 # What is refused ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"method": "gossip"}, "method"),
-        ({"evaluate_every": -1}, "evaluate_every"),
-        ({"metrics": "loss"}, "metrics"),
-    ],
-)
-def test_bad_options(options: dict[str, Any], match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        DiffusionAveraging(RING, **options)
-
-
 def test_networks_that_do_not_lead_to_the_plain_mean() -> None:
     star = Topology.star(4)
     with pytest.raises(ValueError, match="doubly stochastic"):
@@ -563,54 +535,6 @@ def test_what_a_client_returns_is_checked(returned: Any, match: str) -> None:
 
     with pytest.raises(ValueError, match=match):
         DiffusionAveraging(RING, metrics=["loss"]).fit(Wrong, 1, initial=START)
-
-
-def test_what_is_no_client_is_named() -> None:
-    learner = DiffusionAveraging(RING)
-    with pytest.raises(TypeError, match=r"clients must return a NumPyClient with a method fit"):
-        learner.fit(lambda node: node, 1, initial=START)
-    wrong: Any = [LeastSquares(0)]
-    with pytest.raises(TypeError, match="clients must be a function that takes"):
-        learner.fit(wrong, 1, initial=START)
-
-
-def test_a_client_without_a_first_model_needs_initial() -> None:
-    with pytest.raises(ValueError, match="initial, or what get_parameters returns"):
-        DiffusionAveraging(RING).fit(LeastSquares, 1)
-
-
-def test_one_array_in_place_of_a_list_is_named() -> None:
-    one: Any = np.zeros(3)
-    with pytest.raises(ValueError, match=r"initial must be a list of arrays, got one array, of"):
-        DiffusionAveraging(RING).fit(LeastSquares, 1, initial=one)
-
-
-def test_an_integer_in_initial_is_named_before_it_is_rounded() -> None:
-    with pytest.raises(ValueError, match=r"initial must be arrays, got the integer 0: write 0.0"):
-        DiffusionAveraging(RING).fit(LeastSquares, 1, initial=[0])
-
-
-def test_a_metric_that_no_node_returns_is_named() -> None:
-    with pytest.warns(RuntimeWarning, match="No node returned the metric 'rmse'"):
-        DiffusionAveraging(RING, metrics=["rmse"]).fit(LeastSquares, 2, initial=START)
-
-
-def test_what_else_flower_calls_a_client_is_named_or_taken() -> None:
-    learner = DiffusionAveraging(RING)
-    app: Any = client_app(lambda context: LeastSquares(0))
-    with pytest.raises(TypeError, match="clients must be"):
-        learner.fit(app, 1, initial=START)
-
-    def reads(context: Any) -> LeastSquares:
-        return LeastSquares(context.node_config["partition-id"])
-
-    with pytest.raises(TypeError, match="clients must be"):
-        learner.fit(reads, 1, initial=START)
-    own = learner.fit(LeastSquares, 3, initial=START)
-    wrapped = learner.fit(
-        lambda node: LeastSquares(node).to_client(), 3, initial=ArrayRecord(START)
-    )
-    assert_same_bits(wrapped, own)
 
 
 # A real model ------------------------------------------------------------------------------------

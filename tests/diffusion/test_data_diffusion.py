@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ from flwr_perdl.dictionary import (
 )
 from flwr_perdl.diffusion import (
     CombinationMatrix,
-    Inbox,
     Topology,
     averaging_weights,
     metropolis_weights,
@@ -234,29 +232,6 @@ def test_float32_stays_float32(update: str, replacement: str | None) -> None:
     assert after.dictionaries.dtype == after.candidates.dtype == np.float32
 
 
-def test_starts() -> None:
-    _, data = draw(samples=30)
-    learner = DataDiffusion(6, n_nonzero=2)
-
-    def first(start: Any, seed: int = 3) -> np.ndarray:
-        program = learner.program(dict(enumerate(data)), agreement=2, start=start, seed=seed)
-        return program.start(np.arange(4)).dictionaries
-
-    common, samples = first("common"), first("samples")
-    np.testing.assert_array_equal(common, np.tile(common[0], (4, 1, 1)))
-    assert not np.array_equal(common, first("common", seed=4))
-    for X, D in zip(data, samples, strict=True):
-        closest = np.abs(normalize_atoms(X) @ D.T)
-        np.testing.assert_allclose(closest.max(axis=0), 1)
-        assert len(set(closest.argmax(axis=0))) == 6
-    np.testing.assert_array_equal(first(samples), samples)
-    np.testing.assert_array_equal(first(dict(enumerate(samples))), samples)
-    np.testing.assert_array_equal(first(samples[2])[1], samples[2])
-    np.testing.assert_allclose(first(lambda X, rng: 3 * X[:6])[1], normalize_atoms(data[1][:6]))
-    few = DataDiffusion(40).program({0: data[0]}, agreement=1, start="samples")
-    np.testing.assert_allclose(np.linalg.norm(few.start(np.array([0])).dictionaries, axis=2), 1)
-
-
 def test_different_starts_come_together() -> None:
     atoms, data = draw()
     ended = DataDiffusion(12, n_nonzero=2).fit(data, Topology.ring(4), 60, start="samples")
@@ -353,19 +328,6 @@ def test_an_atom_that_one_node_needs_stays() -> None:
     after = states(learner, data, Topology.ring(3), 4, start=atoms)[-1]
     assert np.abs(after.dictionaries[:, FLAT] @ np.eye(8)[FLAT]).min() > 0.5
     assert not after.dictionaries[:, FLAT + 1, FLAT + 1].any()
-
-
-def test_of_two_atoms_that_are_alike_one_goes() -> None:
-    atoms, data = draw(samples=100)
-    start = atoms.copy()
-    start[5] = normalize_atoms((atoms[2] + 0.05 * atoms[5])[None])[0]
-    assert abs(start[2] @ start[5]) > 0.95
-    learner = DataDiffusion(12, n_nonzero=2, replace_every=3)
-    still = DataDiffusion(12, n_nonzero=2, replacement=None)
-    assert (
-        min(found(learner.fit(data, Topology.ring(4), 40, start=start).dictionaries, atoms)) == 12
-    )
-    assert max(found(still.fit(data, Topology.ring(4), 4, start=start).dictionaries, atoms)) < 12
 
 
 def test_the_private_candidate_parts_an_atom_that_stands_for_two() -> None:
@@ -527,60 +489,6 @@ def test_the_network_in_memory_gives_the_same_bits(update: str) -> None:
     assert direct[2:] == through[2:]
 
 
-def test_nodes_that_are_hosted_one_by_one_come_to_the_same() -> None:
-    _, data = draw(nodes=5, samples=50)
-    topology = Topology.grid(1, 5)
-    whole = DataDiffusion(14, n_nonzero=2, replace_every=4).program(
-        dict(enumerate(data)), agreement=4, start="samples", seed=2
-    )
-    weights = metropolis_weights(topology)
-    single = [pickle.loads(pickle.dumps(whole.hosted(np.array([k])))) for k in range(5)]
-    assert [list(program.data) for program in single] == [[k] for k in range(5)]
-    parts = [program.start(np.array([k])) for k, program in enumerate(single)]
-    for round_ in range(1, 14):
-        parts = [p.adapt(s, round_) for p, s in zip(single, parts, strict=True)]
-        sent = [p.message(s) for p, s in zip(single, parts, strict=True)]
-        after = []
-        for k, program in enumerate(single):
-            heard = np.sort(np.append(topology.neighbours(k), k))
-            arrays = tuple(np.concatenate([sent[j][i] for j in heard]) for i in range(4))
-            inbox = Inbox(
-                round_,
-                np.array([k]),
-                heard,
-                arrays,
-                weights.matrix[[k]][:, heard],
-                topology.adjacency[[k]][:, heard],
-                np.flatnonzero(heard == k),
-            )
-            after.append(program.combine(parts[k], inbox))
-        parts = after
-    together = InMemoryNetwork(topology).run(whole, 13).state
-    for name, field in together._asdict().items():
-        stacked = np.concatenate([getattr(part, name) for part in parts])
-        np.testing.assert_allclose(stacked, field, atol=1e-12, err_msg=name)
-
-
-@pytest.mark.parametrize(
-    "faults",
-    [
-        Faults(drop=0.2),
-        Faults(sleep=0.2),
-        Faults(dead={1: 20}),
-        Faults(corrupt={2: 15}),
-        Faults(max_delay=2),
-    ],
-    ids=["drop", "sleep", "dead", "corrupt", "late"],
-)
-def test_what_goes_wrong_on_the_way_costs_little(faults: Faults) -> None:
-    atoms, data = draw()
-    learner = DataDiffusion(12, n_nonzero=2)
-    ended = learner.fit(data, InMemoryNetwork(Topology.complete(4), faults=faults), 100)
-    alive = [D for k, D in enumerate(ended.dictionaries) if k not in faults.dead]
-    assert min(found(np.stack(alive), atoms)) >= 11
-    assert np.isfinite(ended.dictionaries).all()
-
-
 def test_weights_that_change_from_round_to_round() -> None:
     atoms, data = draw()
     lines = [Topology.from_edges(4, [(0, 1), (2, 3)]), Topology.from_edges(4, [(1, 2), (3, 0)])]
@@ -664,14 +572,3 @@ def test_bad_options_get_one_sentence(options: dict[str, Any], message: str) -> 
 def test_bad_data_get_one_sentence(data: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DataDiffusion(5).fit(data, Topology.ring(4), **options)
-
-
-def test_an_asymmetric_matrix_is_as_good_as_any() -> None:
-    atoms, data = draw()
-    ring = Topology.ring(4)
-    rng = np.random.default_rng(0)
-    raw = (ring.adjacency.toarray() + np.eye(4)) * rng.uniform(0.5, 1.5, (4, 4))
-    weights = CombinationMatrix(raw / raw.sum(axis=1, keepdims=True), ring)
-    assert not weights.doubly_stochastic
-    ended = DataDiffusion(12, n_nonzero=2).fit(data, weights, 80)
-    assert min(found(ended.dictionaries, atoms)) >= 11

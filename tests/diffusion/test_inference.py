@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import pickle
-import re
 import tracemalloc
 from dataclasses import dataclass
 from typing import Any
@@ -11,14 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import sparse
 
 from flwr_perdl._network.faults import Faults
 from flwr_perdl.diffusion import CombinationMatrix, Topology, metropolis_weights
 from flwr_perdl.diffusion import inference as module
 from flwr_perdl.diffusion._dual import distances
 from flwr_perdl.diffusion._minimize import minimize
-from flwr_perdl.diffusion.combine import LONG, is_sparse, product
+from flwr_perdl.diffusion.combine import LONG, is_sparse
 from flwr_perdl.diffusion.inference import (
     ATC,
     METHODS,
@@ -121,21 +118,6 @@ def test_a_tolerance_bounds_the_error_of_the_exact_dual(objective: Objective, n_
         assert (error <= tolerance).all()
         np.testing.assert_allclose(found.codes[0], exact.codes[0], atol=100 * tolerance)
     assert np.abs(found.nu - exact.nu).max() > 0  # it stops before the exact solution
-
-
-def test_a_tolerance_keeps_the_dtype_and_leaves_zeros_alone() -> None:
-    X, D = problem(LOSSES[0], n_agents=16)
-    D32 = [W.astype(np.float32) for W in D]
-    found = exact_dual(LOSSES[0], np.zeros((2, 12), dtype=np.float32), D32, tolerance=0.05)
-    assert not found.nu.any()
-    assert not np.concatenate(found.codes).any()
-    assert found.nu.dtype == found.codes[0].dtype == np.float32
-    huber = OBJECTIVES[3]  # bounds: exact whatever the tolerance
-    np.testing.assert_array_equal(
-        exact_dual(huber, X, D, tolerance=0.5).nu, exact_dual(huber, X, D).nu
-    )
-    with pytest.raises(ValueError, match=r"tolerance must be in \[0, inf\], got -1"):
-        exact_dual(LOSSES[0], X, D, tolerance=-1)
 
 
 @every
@@ -519,15 +501,6 @@ def test_distances_are_exact_where_squares_underflow(n: int) -> None:
     assert not distances(A, A).any()
 
 
-@pytest.mark.parametrize("n", [5, LONG + 5])
-def test_a_sparse_product_is_that_of_the_dense_matrix(n: int) -> None:
-    rng = np.random.default_rng(0)
-    dense = rng.standard_normal((40, 60)) * (rng.random((40, 60)) < 0.1)
-    dense[3] = 0
-    weights, X = sparse.csr_array(dense), rng.standard_normal((60, n, 1))
-    np.testing.assert_allclose(product(weights, X)[..., 0], dense @ X[..., 0], atol=1e-13)
-
-
 def test_agents_may_have_different_numbers_of_atoms() -> None:
     objective = NonnegativeMF(0.1, 0.5)
     X, D = problem(objective, n_agents=4, n_atoms=3)
@@ -605,28 +578,6 @@ def test_links_that_drop_delay_the_answer_but_do_not_change_it() -> None:
     np.testing.assert_allclose(found.nu, np.broadcast_to(exact, (8, *exact.shape)), atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "faults", [Faults(dead={3: 20}), Faults(corrupt={3: 5}), Faults(sleep=0.1)]
-)
-def test_a_node_that_dies_sleeps_or_raves_does_not_end_the_run(faults: Faults) -> None:
-    objective = SparseSVD(0.2, 0.5)
-    X, D = problem(objective)
-    topology = Topology.erdos_renyi(8, 0.6, seed=0)
-    for method in METHODS:
-        network = InMemoryNetwork(topology, faults=faults)
-        found = infer(objective, X, D, topology, network=network, method=method, n_rounds=60)
-        assert found.nu is not None
-        assert np.isfinite(found.nu).all()
-        assert found.rounds == 60
-
-
-@every_method
-def test_programs_can_be_sent_to_other_processes(method: str) -> None:
-    original = program(METHODS[method], OBJECTIVES[3])
-    copy = pickle.loads(pickle.dumps(original))
-    np.testing.assert_array_equal(estimates(copy, 12), estimates(original, 12))
-
-
 @every_method
 def test_nodes_hosted_apart_start_as_they_do_together(method: str) -> None:
     kind = program(METHODS[method], OBJECTIVES[0], atoms=2)
@@ -634,17 +585,6 @@ def test_nodes_hosted_apart_start_as_they_do_together(method: str) -> None:
     whole = kind.start(np.arange(6))
     for i, leaf in enumerate(whole):
         np.testing.assert_array_equal(leaf, np.concatenate([part[i] for part in parts]))
-
-
-def test_a_mapping_holds_the_atoms_of_the_nodes_hosted_here() -> None:
-    objective = SparseSVD(0.2, 0.5)
-    X, D = problem(objective, n_agents=6, n_atoms=2)
-    here = ConsensusADMM(objective, Topology.ring(6), {4: D[4][:1]}, X, n_atoms=2)
-    everywhere = ConsensusADMM(objective, Topology.ring(6), [*D[:4], D[4][:1], D[5]], X)
-    for mine, theirs in zip(
-        here.start(np.array([4])), everywhere.start(np.array([4])), strict=True
-    ):
-        np.testing.assert_array_equal(mine, theirs)
 
 
 def test_thousands_of_agents_take_memory_in_proportion_to_the_edges() -> None:
@@ -712,18 +652,6 @@ def test_a_network_may_lack_links_and_only_diffusions_may_use_others(method: str
         other = InMemoryNetwork(Topology.complete(n))
         with pytest.raises(ValueError, match=rf"^network must have 8 nodes .* Topology\({n} nodes"):
             infer(objective, X, D, ring, method=method, network=other)
-
-
-def test_samples_without_features_and_any_tolerance_are_edge_cases() -> None:
-    objective = SparseSVD(0.2, 0.5)
-    X, D = problem(objective, n_agents=4)
-    empty = infer(objective, X[:, :0], [W[:, :0] for W in D], Topology.ring(4))
-    assert empty.nu is not None
-    assert empty.nu.shape == (4, 3, 0)
-    for tolerance in (2.0, np.inf):
-        found = infer(objective, X, D, Topology.ring(4), tolerance=tolerance)
-        assert found.converged
-        assert found.rounds >= 1
 
 
 def test_a_lone_agent_is_the_exact_dual() -> None:
@@ -795,37 +723,6 @@ def test_atc_without_bias_converges_and_says_so(
     assert found.converged
     assert found.nu is not None
     assert decibels(found.nu, exact_dual(objective, X, list(W)).nu) > 40
-
-
-def test_the_default_number_of_rounds_is_capped_with_a_warning() -> None:
-    X, D = problem(SparseSVD(0.05, 0.1), n_agents=5)
-    ring, cap = Topology.ring(5), 100_000
-    for kind, objective, needed in (
-        (ConsensusADMM, HuberNMF(0.05, 0.1, 1e-9), "2.03e+06"),
-        (ATC, SparseSVD(0.05, 1e-6), "3.84e+07"),
-    ):
-        slow = kind(objective, ring, D, X)
-        message = (
-            f"The tolerance 0.001 may need {needed} communication rounds, and only {cap} are run "
-            "unless their number is given."
-        )
-        with pytest.warns(UserWarning, match=re.escape(message)):
-            assert slow.rounds(1e-3) == cap
-    with pytest.warns(UserWarning, match="may need"):
-        found = infer(SparseSVD(0.05, 1e-6), 0 * X, D, ring, method="atc")
-    assert found.converged
-
-
-def test_atoms_longer_than_one_are_refused_everywhere() -> None:
-    objective, ring = SparseSVD(0.05, 0.1), Topology.ring(4)
-    X, D = problem(objective, n_agents=4)
-    message = r"^dictionaries must have atoms of norm at most 1, got 10\.$"
-    for method in module.METHODS:
-        with pytest.raises(ValueError, match=message):
-            infer(objective, X, [10 * W for W in D], ring, method=method)
-    with pytest.raises(ValueError, match=message):
-        exact_dual(objective, X, [10 * W for W in D])
-    assert infer(objective, X, [W * (1 + 1e-6) for W in D], ring).converged  # rounding
 
 
 @pytest.mark.parametrize(("dtype", "large", "small"), [("f4", 1e20, 1e-29), ("f8", 1e160, 1e-200)])

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flwr_perdl._network.messages import Message, inbox_of
 from flwr_perdl.diffusion.inference import exact_dual, infer
 from flwr_perdl.diffusion.model_diffusion import Learning, Model, ModelDiffusion, update_dictionary
 from flwr_perdl.diffusion.objectives import (
@@ -20,7 +19,7 @@ from flwr_perdl.diffusion.objectives import (
     Objective,
     SparseSVD,
 )
-from flwr_perdl.diffusion.topology import Topology, metropolis_weights
+from flwr_perdl.diffusion.topology import Topology
 from flwr_perdl.network import Faults, InMemoryNetwork
 
 OBJECTIVES: list[Objective] = [
@@ -203,34 +202,6 @@ def test_options_that_are_numpys_numbers_do_not_change_the_dtype(
     assert learner.partial_fit(first, X, ring).dictionaries.dtype == np.float32
 
 
-def test_agents_hosted_apart_compute_in_the_dtype_of_those_that_see_the_samples() -> None:
-    X, ring = samples(5).astype(np.float32), Topology.ring(3)
-    learner = ModelDiffusion(OBJECTIVES[0], 2, informed=[0], n_iterations=20)
-    first = learner.start(3, 20, np.float32)
-    options = [{}, {"dtype": np.float32}, {"model": first}]
-    hosts = [
-        learner.program({} if k else {0: X}, ring, shape=X.shape, **options[k]) for k in (0, 1, 2)
-    ]
-    states = [host.start(np.array([k])) for k, host in enumerate(hosts)]
-    weights = metropolis_weights(ring).matrix.toarray()
-    for round_ in range(1, hosts[0].n_rounds + 1):
-        states = [host.adapt(state, round_) for host, state in zip(hosts, states, strict=True)]
-        sent = [host.message(state) for host, state in zip(hosts, states, strict=True)]
-        for k, host in enumerate(hosts):
-            letters = [Message(j, 0, weights[k, j], sent[j]) for j in range(3) if j != k]
-            inbox, left_out = inbox_of(k, round_, sent[k], letters)
-            assert not left_out
-            states[k] = host.combine(states[k], inbox)
-    learned = np.concatenate([state.atoms for state in states])
-    np.testing.assert_allclose(learned, learner.fit(X, ring).dictionaries, atol=1e-5)
-    assert np.abs(learned - first.dictionaries).max(axis=(1, 2)).min() > 1e-3
-    assert learner.program({}, ring, shape=X.shape).dtype == np.float64
-    with pytest.raises(ValueError, match=r"X must be of one dtype, that of model and dtype, got"):
-        learner.program({0: X}, ring, dtype=np.float64)
-    with pytest.raises(ValueError, match=r"X must be of one dtype, that of model and dtype, got"):
-        learner.program({0: X}, ring, model=learner.start(3, 20))
-
-
 # Bounded dual variables in fewer coordinates ------------------------------------------------
 
 
@@ -376,57 +347,6 @@ def test_losses_sleep_and_a_late_riser_do_no_lasting_harm() -> None:
 
 
 # Bad input ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"n_atoms_per_agent": 0}, "n_atoms_per_agent must be at least 1, got 0"),
-        ({"step": -1.0}, r"step must be in \[0, 1e\+30\], got -1"),
-        ({"decay": np.nan}, "decay must be in"),
-        ({"batch_size": 0}, "batch_size must be at least 1"),
-        ({"method": "magic"}, "method must be one of 'admm'"),
-        ({"n_iterations": 0}, "n_iterations must be at least 1"),
-        ({"tolerance": -1.0}, "tolerance must be in"),
-        ({"seed": -1}, "seed must be at least 0"),
-    ],
-)
-def test_bad_options_get_one_sentence(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ModelDiffusion(OBJECTIVES[0], **options)
-
-
-def test_bad_arguments_get_one_sentence() -> None:
-    learner, X = ModelDiffusion(OBJECTIVES[0]), samples()
-    with pytest.raises(ValueError, match="X must have 20 columns"):
-        learner.partial_fit(learner.start(6, 20), X[:, 1:], NETWORK)
-    with pytest.raises(ValueError, match="topology must be connected"):
-        learner.fit(X, Topology.from_edges(6, [(0, 1)]))
-    with pytest.raises(ValueError, match="X must be one stream of a known shape, got"):
-        learner.program({}, NETWORK)
-    with pytest.raises(ValueError, match="X must be one stream of a known shape, got"):
-        learner.program({0: X, 1: X[1:]}, NETWORK)
-    for dtype in (int, np.float16):
-        with pytest.raises(ValueError, match="dtype must be float64 or float32, got"):
-            learner.start(6, 20, dtype)
-        with pytest.raises(ValueError, match="dtype must be float64 or float32, got"):
-            learner.program({}, NETWORK, shape=X.shape, dtype=dtype)
-    with pytest.raises(ValueError, match="model must have 2 atoms per agent, got 1"):
-        replace(learner, n_atoms_per_agent=2).grow(learner.start(6, 20), 1)
-    grown, old = learner.start(7, 20), InMemoryNetwork(NETWORK)
-    with pytest.raises(ValueError, match=r"network must have 7 nodes as topology, got Topology\(6"):
-        learner.partial_fit(grown, X, Topology.ring(7), network=old)
-    exact = replace(learner, method="exact")
-    with pytest.raises(ValueError, match="topology must be connected"):
-        exact.fit(X, Topology.from_edges(6, [(0, 1)]))
-    with pytest.raises(ValueError, match="informed must be between 0 and 5, got 99"):
-        replace(exact, informed=[99]).fit(X, NETWORK)
-    with pytest.raises(ValueError, match="network must be None with method='exact', got one"):
-        exact.fit(X, NETWORK, network=InMemoryNetwork(NETWORK))
-    with pytest.raises(ValueError, match=r"method must be one of 'admm', .* got 'exact'"):
-        exact.program(X, NETWORK)
-    with pytest.raises(ValueError, match="informed"):
-        ModelDiffusion(OBJECTIVES[0], informed=[7]).fit(X, NETWORK)
 
 
 def test_inference_is_that_of_infer() -> None:

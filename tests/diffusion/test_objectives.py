@@ -223,18 +223,3 @@ def test_float32_stays_float32_and_inputs_stay_as_they_are(objective: Objective)
         assert value.shape[:2] == (2, 3)
     assert objective.prox_dictionary(A, 0.1).dtype == np.float32
     np.testing.assert_array_equal(A, before)
-
-
-def test_parameters_are_checked() -> None:
-    with pytest.raises(ValueError, match=r"^gamma must be in \[0, 1e\+30\], got -1\.$"):
-        SparseSVD(-1.0, 0.1)
-    with pytest.raises(ValueError, match=r"^delta must be in \[1e-30, 1e\+30\], got 0\.$"):
-        NonnegativeMF(0.1, 0.0)
-    with pytest.raises(ValueError, match=r"^beta must be in \[0, 1e\+30\], got -2\.$"):
-        Biclustering(0.1, 0.1, -2.0)
-    with pytest.raises(ValueError, match=r"^eta must be in \[1e-30, 1e\+30\], got 0\.$"):
-        HuberNMF(0.1, 0.1, 0.0)
-    with pytest.raises(ValueError, match=r"^step must be in \[0, 1e\+30\], got -1\.$"):
-        Biclustering(0.1, 0.1, 0.1).prox_dictionary(np.eye(2), -1)
-    with pytest.raises(ValueError, match=r"^n_atoms must be at least 1, got 0\.$"):
-        SparseSVD(0.1, 0.1).step_bound(0)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import networkx as nx
 import numpy as np
@@ -227,15 +226,6 @@ def test_a_bad_combination_matrix_is_refused_in_one_sentence(
         CombinationMatrix(change(weights), topology)
 
 
-def test_bad_variances_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"shape \(3,\)"):
-        relative_degree_variance_weights(Topology.ring(3), [1.0])
-    with pytest.raises(ValueError, match=r"above 0, within .* got 0"):
-        relative_degree_variance_weights(Topology.ring(3), [1.0, 0.0, 1.0])
-    with pytest.raises(ValueError, match=r"above 0, within .* got inf"):
-        relative_degree_variance_weights(Topology.ring(3), [1.0, np.inf, 2.0])
-
-
 def test_inputs_are_not_modified() -> None:
     adjacency = sparse.csr_array(np.array([[0, 2.0], [2.0, 0]]))
     assert Topology(adjacency).adjacency.toarray().max() == 1.0
@@ -247,32 +237,3 @@ def test_inputs_are_not_modified() -> None:
         np.testing.assert_array_equal(kept, part)
         kept.setflags(write=False)
     assert Topology(untidy).n_edges == 2
-
-
-def test_a_combination_matrix_has_weights_of_its_own() -> None:
-    topology, half = Topology.from_edges(2, [(0, 1)]), np.full(6, 0.25)
-    half[:2] = 0.5
-    given = sparse.csr_array((half, [1, 0, 0, 0, 1, 1], [0, 2, 6]), shape=(2, 2), copy=True)
-    kept = [part.copy() for part in (given.data, given.indices, given.indptr)]
-    weights = CombinationMatrix(given, topology)
-    for part, before in zip((given.data, given.indices, given.indptr), kept, strict=True):
-        np.testing.assert_array_equal(part, before)
-        part.setflags(write=False)
-    np.testing.assert_array_equal(CombinationMatrix(given, topology).matrix.toarray(), 0.5)
-    given.data.setflags(write=True)
-    given.data[:] = 0
-    np.testing.assert_array_equal(weights.matrix.toarray(), np.full((2, 2), 0.5))
-    assert weights.matrix.nnz == 4  # every entry once
-
-
-@pytest.mark.parametrize(
-    ("edges", "message"),
-    [
-        ([(0, 1, 4), (2, 3, 1)], r"edges must be pairs of nodes, got \(0, 1, 4\)"),
-        ([(0, 1.9)], r"edges must be pairs of integers, got \(0, 1.9\)"),
-        ([("a", "b")], "edges must be pairs of integers"),
-    ],
-)
-def test_edges_that_are_no_pairs_of_nodes_are_named(edges: list[Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Topology.from_edges(5, edges)

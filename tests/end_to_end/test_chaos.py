@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from flwr_perdl import _store
-from flwr_perdl._events import read_events
+from flwr_perdl.files import read_events
 
 _spec = importlib.util.spec_from_file_location("chaos", Path(__file__).parent / "chaos.py")
 assert _spec is not None

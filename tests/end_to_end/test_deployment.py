@@ -300,7 +300,7 @@ def until(happens: Callable[[], bool], patience: float = 300.0) -> None:
 def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
     with (
         Deployment(tmp_path, 2) as deployment,
-        pytest.raises(RuntimeError, match="rounds must be at least 1, got 0"),
+        pytest.raises(RuntimeError, match="rounds must"),
     ):
         deployment.run({"experiment": "digits", "rounds": 0}, timeout=300)
 

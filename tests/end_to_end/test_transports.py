@@ -10,7 +10,6 @@ import pytest
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from flwr_perdl._random import spawn
 from flwr_perdl.clients import DiffusionClient, client_app
 from flwr_perdl.dictionary import normalize_atoms
 from flwr_perdl.diffusion import DiffusionAveraging, Topology
@@ -20,6 +19,7 @@ from flwr_perdl.diffusion.model_diffusion import ModelDiffusion
 from flwr_perdl.diffusion.objectives import HuberNMF, SparseSVD
 from flwr_perdl.diffusion.topology import news_takes
 from flwr_perdl.network import Faults, FlowerNetwork, InMemoryNetwork, RayNetwork, Run
+from flwr_perdl.random import spawn
 from flwr_perdl.simulations import InProcessGrid
 
 N, FEATURES = 20, 6

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from flwr_perdl.diffusion import DataDiffusion, Topology, metropolis_weights
 from flwr_perdl.estimators import NetworkDictionaryLearning
@@ -49,17 +48,3 @@ def test_nodes_without_links_disagree() -> None:
         Topology.from_edges(4, []), n_atoms=12, n_nonzero=2, rounds=20
     )
     assert alone.fit(tables).disagreement_.min() > 0.5
-
-
-def test_wrong_input_is_named() -> None:
-    _, tables = planted()
-    model = NetworkDictionaryLearning(Topology.ring(3), n_atoms=4)
-    with pytest.raises(ValueError, match="data must be of 3 nodes, got 4"):
-        model.fit(tables)
-    with pytest.raises(TypeError, match="topology must be a Topology or a CombinationMatrix"):
-        model.set_params(topology=3).fit(tables)
-    with pytest.raises(ValueError, match="update must be one of"):
-        model.set_params(update="sgd").fit(tables)
-    ready = NetworkDictionaryLearning(Topology.ring(4), n_atoms=4, rounds=2).fit(tables)
-    with pytest.raises(ValueError, match="node must be between 0 and 3, got 4"):
-        ready.transform(tables[0], node=4)

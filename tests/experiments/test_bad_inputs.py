@@ -150,21 +150,6 @@ def test_a_bad_data_file_is_refused_in_a_sentence(
     assert not out.exists()
 
 
-@pytest.mark.parametrize("name", TAKE_DATA)
-@pytest.mark.parametrize("content", [b"", b"1,2\n3,4\n", "half", None])
-def test_a_file_that_is_no_npz_is_refused(tmp_path: Path, name: str, content: Any) -> None:
-    path = tmp_path / "data.npz"
-    if content == "half":
-        np.savez(path, X=np.ones((20, 9)), y=np.arange(20))
-        path.write_bytes(path.read_bytes()[:300])
-    elif content is not None:
-        path.write_bytes(content)
-    line = assert_refused(invoke("run", name, "--data", path, "--out", tmp_path / "out"))
-    if name != "sites":  # takes a folder
-        assert ("does not exist" if content is None else "numpy.savez") in line
-    assert not (tmp_path / "out").exists()
-
-
 FOREIGN = ["run.json", "results.json", "report.html", "arrays.npz", "events.jsonl"]
 KINDS = [*FOREIGN, "checkpoints", "state", "kept", "next", "error.png", "a file", "under a file"]
 
@@ -182,16 +167,6 @@ def test_a_folder_that_is_no_runs_stays_as_it_is(tmp_path: Path, kind: str, how:
     before = files(tmp_path)
     assert_refused(invoke("run", "digits", "--out", out, *TINY, *how))
     assert files(tmp_path) == before
-
-
-@pytest.mark.parametrize("number", [65, 1000, 10**6])
-def test_more_atoms_than_features_cost_no_run(place: Path, number: int) -> None:
-    before = files(place)
-    line = assert_refused(
-        invoke("run", "digits", "-o", f"n_atoms={number}", "--out", place / "done", "--overwrite")
-    )
-    assert "n_atoms must be between 1 and 64" in line
-    assert files(place) == before
 
 
 @pytest.mark.parametrize(

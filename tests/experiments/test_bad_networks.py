@@ -70,7 +70,7 @@ VARIANTS: dict[str, dict[str, tuple[Any, ...]]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=12, derandomize=True)
 @given(data=st.data())
 def test_bad_input_is_served_or_rejected_in_a_sentence(name: str, data: st.DataObject) -> None:
     call, good = CALLS[name]

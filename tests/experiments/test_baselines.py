@@ -5,8 +5,6 @@ from perdl_experiments.baselines import (
     learn,
     learn_each,
     plain_average,
-    sklearn_dictionary,
-    sklearn_seed,
 )
 from perdl_experiments.data import planted_clients
 
@@ -32,11 +30,3 @@ def test_the_plain_average_is_atom_by_atom_and_has_unit_atoms():
     A, B = np.eye(2), np.array([[0.0, 1.0], [0.0, 1.0]])
     half = np.sqrt(0.5)
     np.testing.assert_allclose(plain_average([A, B]), [[half, half], [0, 1]])
-
-
-def test_scikit_learn_gets_a_seed_that_it_takes():
-    X = np.random.default_rng(0).standard_normal((30, 4))
-    large, small = (sklearn_dictionary(X, 2, seed, [1.0]) for seed in (2**32 + 5, 2**32 + 6))
-    assert np.isfinite(large).all()
-    assert not np.array_equal(large, small)
-    assert sklearn_seed(7) == 7

@@ -12,7 +12,6 @@ from sklearn.metrics import adjusted_rand_score
 
 from flwr_perdl.diffusion.model_diffusion import Model, ModelDiffusion
 from flwr_perdl.diffusion.topology import Topology
-from perdl_experiments import run_experiment
 from perdl_experiments.studies import biclustering
 from tests.studies import Ran, config_of, run_study
 
@@ -124,13 +123,6 @@ def test_the_bundled_data_are_planted_anew_for_every_seed() -> None:
     assert np.square(one.X).mean() == pytest.approx(1)
 
 
-def test_layers_of_one_subject_give_fewer_clusters() -> None:
-    places = np.array([[1.0, 0], [0, 0], [0, 0], [0, 0]])
-    clusters = biclustering._clusters(places, 4, 0)
-    assert len(set(clusters)) == 2
-    assert len(set(clusters[1:])) == 1
-
-
 @pytest.mark.slow
 def test_the_default_run() -> None:
     default = run(seeds=2)
@@ -149,49 +141,6 @@ def test_lungs() -> None:
     assert lungs.metrics["ari_diffusion"] >= 0.6
 
 
-def test_it_runs_in_process_only() -> None:
-    with pytest.raises(ValueError, match="biclustering must run in process"):
-        run_experiment("biclustering", engine="ray")
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"X": np.ones(4)}, r"X in .* must be numbers of shape \(n_subjects, n_genes\)"),
-        ({"X": np.array([["a", "b"]] * 4)}, "X in .* must be numbers"),
-        ({"X": np.full((4, 3), np.nan)}, "X in .* must be finite, got 12 NaN"),
-        ({"X": np.ones((4, 3))}, "X in .* must have a gene that varies"),
-        ({"y": np.ones(3, dtype=int)}, r"y in .* must be 4 integers or texts, got int64 \(3,\)"),
-        ({"y": np.ones(4)}, "y in .* must be 4 integers or texts, got float64"),
-        ({"y": np.array([None] * 4)}, "data must be a readable .npz file"),
-    ],
-)
-def test_a_bad_file_gets_one_sentence(change: dict[str, Any], message: str, tmp_path: Path) -> None:
-    good = {"X": np.random.default_rng(0).standard_normal((4, 3)), "y": np.array([0, 0, 1, 1])}
-    with pytest.raises(ValueError, match=message):
-        run(data=save(tmp_path, **{**good, **change}), seeds=1, atoms=2)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"k": "61"}, "k must be between 1 and 60, got 61"),
-        ({"k": "0"}, "k must be 'auto' or an integer of at least 1, got '0'"),
-        ({"k": "many"}, "k must be 'auto' or an integer of at least 1, got 'many'"),
-        ({"atoms": 1}, "atoms must be at least 2, got 1"),
-        ({"clients": 5}, "clients must be 3, one per atom, got 5"),
-        ({"thresholds": "aic"}, "thresholds must be one of 'sure', 'bic', got 'aic'"),
-        ({"noise": -1.0}, r"noise must be in \[0, inf\], got -1"),
-        ({"informative": 500}, "informative must be between 4 and 400, got 500"),
-        ({"seeds": 0}, "seeds must be at least 1, got 0"),
-        ({"data": "nowhere.npz"}, "data must be a file, got 'nowhere.npz'"),
-    ],
-)
-def test_bad_options_get_one_sentence(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        run(**options)
-
-
 @pytest.mark.parametrize("unit", [pytest.param(1e200, marks=pytest.mark.slow), 1e-200])
 def test_the_unit_of_the_expressions_does_not_matter(
     outcome: Ran, unit: float, tmp_path: Path
@@ -200,7 +149,3 @@ def test_the_unit_of_the_expressions_does_not_matter(
     other = run(data=save(tmp_path, X=unit * data["X"], y=data["y"]), seeds=2, atoms=2)
     assert other.metrics["ari_ssvd"] == outcome.metrics["ari_ssvd"]
     np.testing.assert_allclose(other.arrays["atoms_ssvd"], outcome.arrays["atoms_ssvd"], atol=1e-9)
-
-
-def test_a_seed_may_be_larger_than_scikit_learn_takes() -> None:
-    assert run(seed=2**32, seeds=1).metrics["k"] == biclustering.TYPES

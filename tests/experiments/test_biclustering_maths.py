@@ -193,22 +193,3 @@ def test_profiles_of_a_full_svd_compare_features_by_their_correlation() -> None:
     X -= X.mean(axis=0)
     found = profiles(*plain_svd(X, 6))
     np.testing.assert_allclose(found @ found.T, np.corrcoef(X.T), atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"X": np.ones((3, 2), dtype=int)}, "X must be float64 or float32, got int64"),
-        ({"n_layers": 4}, "n_layers must be between 1 and 3, got 4"),
-        ({"thresholds": "aic"}, "thresholds must be one of 'sure', 'bic', got 'aic'"),
-        ({"thresholds": (1.0, -1.0)}, r"thresholds must be in \[0, 1e\+30\], got -1"),
-        ({"thresholds": (0.1,)}, r"thresholds must be two, of codes and atoms, got \(0.1,\)"),
-        ({"thresholds": (99.0, 0.0)}, "thresholds must leave something of every layer, got lambda"),
-        ({"thresholds": (0.0, 99.0)}, "thresholds must leave something of every layer, got beta"),
-        ({"tol": -1.0}, r"tol must be in \[0, 1e\+30\], got -1"),
-    ],
-)
-def test_bad_input_gets_one_sentence(options: dict[str, Any], message: str) -> None:
-    good: dict[str, Any] = {"X": np.random.default_rng(0).standard_normal((5, 3)), "n_layers": 1}
-    with pytest.raises(ValueError, match=message):
-        ssvd(**{**good, **options})

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +34,6 @@ def test_only_perma_finds_shared_and_own_atoms_and_carries_the_weak(small: Any) 
         assert metrics[f"error_own_{method}"] > 0.1
     for of in ("shared", "own"):  # with enough samples nobody needs the others
         assert metrics[f"error_{of}_local"] < 1e-6
-
-
-def test_the_weak_client_has_samples_in_proportion_to_the_dimension() -> None:
-    config = configure(find("comparison"), options=SMALL)
-    for dimension, few in ((6, 12), (12, 24)):
-        samples = replace(config, dimension=dimension, weak=1, clients=3).planted.samples
-        assert [len(X) for X in samples] == [200, 200, few]
 
 
 def test_errors_on_all_atoms_are_the_greater_of_shared_and_own() -> None:
@@ -101,28 +93,3 @@ def test_a_rival_that_fails_costs_its_row_and_not_the_run(monkeypatch: pytest.Mo
     monkeypatch.setattr(comparison, "_learn", lambda config, federate: learn(None, federate))
     with pytest.raises(AttributeError):  # ours is no rival
         run_experiment("comparison", clients=3, rounds=2, options=SMALL)
-
-
-def test_methods_are_tuned_on_a_seed_that_is_not_measured_on() -> None:
-    experiment: Any = find("comparison")
-    federations = experiment.federated.federations(configure(experiment, options=SMALL))
-    tuning = [one for one in federations if one.seed >= 10_000]
-    settings = {m: {one.setting for one in tuning if one.method == m} for m in METHODS}
-    assert {len(tried) for method, tried in settings.items() if tried} == {3}
-    assert {one.rounds for one in federations if one.method == "naive"} == {1}
-    assert np.unique([one.seed for one in federations]).tolist() == [0, 10_000]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"dimensions": "1"}, "dimensions must be between 2 and 200, got 1"),
-        ({"sizes": "many"}, "sizes must be integers such as"),
-        ({"densities": "0"}, "densities must be between 1 and 100, got 0"),
-        ({"seeds": 0}, "seeds must be at least 1"),
-        ({"weak_samples": 0}, "weak_samples must be at least 1"),
-    ],
-)
-def test_bad_options_get_one_sentence(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        run_experiment("comparison", options=options)

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from perdl_experiments import network_plots
 from perdl_experiments.measures import rounds_to
 from tests.studies import run_study
 
@@ -36,15 +35,3 @@ def test_a_larger_set_of_networks_and_images_at_random() -> None:
 def test_from_which_round_on_a_target_is_reached() -> None:
     assert rounds_to(np.array([0.9, 0.5, 0.9, 0.9]), 0.8) == 3
     assert rounds_to(np.array([0.9, 0.5]), 0.8) == np.inf
-
-
-def test_learning_curves_by_node_leave_out_rounds_without_evaluation() -> None:
-    curves = np.full((4, 3), np.nan)
-    curves[1], curves[3] = [0.1, 0.2, 0.3], [0.4, np.nan, 0.6]
-    figure = network_plots.learning_curves({"ring": curves}, y="accuracy", level=0.5)
-    *nodes, worst, best, level = figure.axes[0].lines
-    assert len(nodes) == 3
-    assert np.asarray(worst.get_xdata()).tolist() == [2, 4]
-    assert np.asarray(worst.get_ydata()).tolist() == [0.1, 0.4]
-    assert np.asarray(best.get_ydata()).tolist() == [0.3, 0.6]
-    assert np.asarray(level.get_ydata()).tolist() == [0.5, 0.5]

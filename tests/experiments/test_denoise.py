@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 
 from flwr_perdl.diffusion.topology import Topology
-from perdl_experiments import run_experiment
 from perdl_experiments.patches import cut, join
 from perdl_experiments.studies import denoise
 from tests.studies import Ran, config_of, run_study
@@ -51,11 +50,6 @@ def test_cut_and_join_are_inverse(height: int, width: int, side: int, single: bo
     again = join(patches)
     assert again.dtype == dtype
     np.testing.assert_allclose(again, image, atol=1e-6)
-
-
-def test_a_patch_must_fit() -> None:
-    with pytest.raises(ValueError, match="side must be between 1 and 3, got 4"):
-        cut(np.ones((3, 5)), 4)
 
 
 # The experiment ------------------------------------------------------------------------------
@@ -138,60 +132,3 @@ def test_the_users_images(tmp_path: Path) -> None:
     noise = task.noisy - task.clean
     assert noise.std() == pytest.approx(25 / 255, rel=0.15)
     np.testing.assert_allclose(task.rebuild(task.X), task.noisy, atol=1e-6)
-
-
-def test_every_patch_is_seen_once_where_there_are_enough() -> None:
-    task = config_of("denoise", size=32, rounds=8).task
-    assert len(np.unique(task.order)) == 8 * denoise.BATCH <= 23 * 23
-    again = config_of("denoise", size=32, rounds=20).task
-    counts = np.bincount(again.order.ravel(), minlength=23 * 23)
-    assert set(counts) == {2, 3}
-
-
-def test_two_dimensions_are_one_image_or_rows_with_labels(tmp_path: Path) -> None:
-    X = np.random.default_rng(0).random((20, 144))
-    one = denoise._load(save(tmp_path, X=X), 256)
-    np.testing.assert_array_equal(one, X[None])
-    rows = denoise._load(save(tmp_path, X=X, y=np.zeros(20, dtype=int)), 256)
-    np.testing.assert_array_equal(rows, X.reshape(20, 12, 12))
-
-
-def test_it_runs_in_process_only() -> None:
-    with pytest.raises(ValueError, match="denoise must run in process"):
-        run_experiment("denoise", engine="ray")
-
-
-@pytest.mark.parametrize(
-    ("arrays", "message"),
-    [
-        ({"X": np.ones(40)}, "X in .* must be an image, or images"),
-        ({"X": np.ones((2, 9, 12))}, r"of at least 10x10 pixels, got shape \(2, 9, 12\)"),
-        ({"X": np.ones((2, 12, 12), dtype=complex)}, "must be integers, float64 or float32"),
-        ({"X": np.full((12, 12), np.inf)}, "X in .* must be finite"),
-        ({"X": np.ones((4, 150)), "y": np.ones(4)}, "must have a square number of features"),
-        ({"y": np.ones(4)}, r"data must hold arrays named X: .* lacks \['X'\]"),
-    ],
-)
-def test_a_bad_file_gets_one_sentence(
-    arrays: dict[str, np.ndarray], message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        run(data=save(tmp_path, **arrays))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"sigma": 0.0}, r"sigma must be in \(0, inf\], got 0"),
-        ({"delta": 0.0}, r"delta must be in \(0, inf\], got 0"),
-        ({"atoms": 1}, "atoms must be at least 2, got 1"),
-        ({"clients": 7}, "clients must be 196, one per atom, got 7"),
-        ({"size": 9}, "size must be at least 10, got 9"),
-        ({"images": 0}, "images must be at least 1, got 0"),
-        ({"connectivity": 1.5, "size": 12}, r"connectivity must be in \(0, 1\], got 1.5"),
-        ({"data": "nowhere.npz"}, "data must be a file, got 'nowhere.npz'"),
-    ],
-)
-def test_bad_options_get_one_sentence(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        run(**options)

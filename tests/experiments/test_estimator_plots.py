@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 
 from flwr_perdl.dictionary import OrthogonalLearner
 from flwr_perdl.estimators import MixedRegression, PersonalizedDictionaryLearning
-from perdl_experiments.estimator_plots import plot_atoms, plot_clusters, plot_sharing, sharing
+from perdl_experiments.estimator_plots import plot_clusters, plot_sharing, sharing
 
 BASIS = np.linalg.qr(np.random.default_rng(0).standard_normal((8, 8)))[0]
 
@@ -29,14 +29,6 @@ def test_who_shares_what_is_drawn_and_adds_up() -> None:
     axes = plot_sharing(model, tables, axes=Figure().add_subplot())
     np.testing.assert_allclose(axes.get_images()[0].get_array(), shares)
     assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "1", "own"]
-
-
-def test_atoms_are_drawn_with_zero_in_the_middle() -> None:
-    axes = plot_atoms(BASIS[:3], [f"x{j}" for j in range(8)], axes=Figure().add_subplot())
-    (image,) = axes.get_images()
-    low, high = image.get_clim()
-    assert (low, high) == (-np.abs(BASIS[:3]).max(), np.abs(BASIS[:3]).max())
-    assert axes.get_xticklabels()[7].get_text() == "x7"
 
 
 def test_every_groups_own_model_is_the_lowest_point() -> None:

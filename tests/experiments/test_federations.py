@@ -10,7 +10,7 @@ import pytest
 from perdl_experiments import run_experiment
 from perdl_experiments.engine import federate
 from perdl_experiments.studies import configure, federations, find
-from perdl_experiments.studies.federations import FEDERATED, METHODS
+from perdl_experiments.studies.federations import METHODS
 
 SMALL: dict[str, Any] = {
     "seeds": 2,
@@ -61,25 +61,3 @@ def test_as_many_clients_fail_as_asked_half_of_them_with_nan() -> None:
     assert 0.4 < len(reasons) / 320 < 0.6
     assert 0.35 < silent / len(reasons) < 0.65
     assert all("NaN" in reason for reason in reasons if "this client fails" not in reason)
-
-
-def test_without_failures_and_weak_clients_all_is_as_in_the_first_panel() -> None:
-    config = configure(find("federations"), clients=8, rounds=4, options={**SMALL, "seeds": 1})
-    points = federations._points(config)
-    same = points["clients-8-seed-0"], points["failing-0-seed-0"]
-    assert replace(same[0], axis="failing") == same[1]
-    assert len(federations.federations(config)) == 6 * len(FEDERATED)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"sizes": "1"}, "sizes must be between 2 and"),
-        ({"failures": "100"}, "failures must be between 0 and 99, got 100"),
-        ({"weak": 0}, "weak must be between 1 and 20, got 0"),
-        ({"weak_samples": "0"}, "weak_samples must be between 1 and"),
-    ],
-)
-def test_bad_options_get_one_sentence(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        run_experiment("federations", options=options)

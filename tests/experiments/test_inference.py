@@ -47,14 +47,6 @@ def test_costs_until_40_db_and_none_where_they_are_not_reached() -> None:
     assert not {"floats_to_40db_atc", "milliseconds_to_40db_atc"} & set(found.metrics)
 
 
-def test_sparse_atoms_have_as_many_entries_as_are_asked_for() -> None:
-    rng = np.random.default_rng(0)
-    case = inference.draw("huber", 20, 500, 1.0, rng, 0.0, 0.1)
-    assert np.count_nonzero(case.atoms) == pytest.approx(1000, rel=0.15)
-    np.testing.assert_allclose(np.linalg.norm(case.atoms, axis=2), 1)
-    np.testing.assert_allclose(np.linalg.norm(case.X), 1)
-
-
 def test_one_informed_agent_is_enough() -> None:
     alone, together = outcome(informed=1), outcome()
     for found in (alone, together):
@@ -77,20 +69,3 @@ def test_when_40_db_are_reached() -> None:
     assert inference.reached(never) == np.inf
     assert inference.reached(np.array([10.0, 45.0, 39.0, 41.0])) == 4
     assert inference.reached(np.array([40.0, 50.0])) == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"loss": "absolute"}, r"^loss must be one of 'squared', 'huber', got 'absolute'\.$"),
-        ({"agents": 1}, r"^agents must be at least 2, got 1\.$"),
-        ({"informed": 11}, r"^informed must be between 0 and 10, got 11\.$"),
-        ({"connectivity": 0.0}, r"^connectivity must be in \(0, 1\], got 0\.$"),
-        ({"density": 0.0}, r"^density must be in \(0, 1\], got 0\.$"),
-        ({"step": -1.0}, r"^step must be in \[0, 100\], got -1\.$"),
-        ({"clients": 4}, r"^clients must be given as agents, got 4\.$"),
-    ],
-)
-def test_wrong_options_are_told(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        outcome(rounds=5, **options)

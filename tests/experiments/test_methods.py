@@ -91,17 +91,6 @@ def test_perpca_is_the_mathematics_in_one_place_rotated_to_principal_axes() -> N
         assert (np.diff(np.diag(products)) <= 0).all()
 
 
-def test_averages_after_other_papers_have_their_learner_and_weights() -> None:
-    task = config().task
-    for method, weighted in {"gkillas": False, "huang": True}.items():
-        federation = _methods._Federation(method, 4, task.clients, config(), images.START)
-        strategy = federation.strategy(config())
-        assert (strategy.start_from, strategy.weighted) == ("common", weighted)
-        learned = federation.learn()
-        assert len(learned.shared[0]) == 12
-        assert learned.full == []
-
-
 def test_pooled_data_have_one_size_where_all_atoms_are_shared() -> None:
     assert set(_methods.compared(config())) == set(_methods.METHODS)
     shared = _methods.compared(replace(config(), n_global=12))
@@ -113,16 +102,6 @@ def test_a_resumed_run_takes_the_methods_from_disk(ran: Any) -> None:
     again = run_experiment("digits", out=out, resume=True, **GIVEN)
     for name, value in results["metrics"].items():
         assert again["metrics"][name] == value or name == "perma_seconds"
-
-
-def test_the_verdict_names_the_row_that_does_best() -> None:
-    mse = {"shared": [[9.0, 0.3, 0.3]], "full": [[9.0, 0.1, 0.2]]}
-    tuned = {
-        "perma": {kind: np.array(values) for kind, values in mse.items()},
-        "pooled": {"shared": np.array([[9.0, 0.2, 0.1]]), "full": np.array([])},
-    }
-    assert images._verdict(tuned, 10) == "With k = 10, PerMA has the smallest error."
-    assert images._verdict(tuned, 20) == "With k = 20, better than PerMA: Pooled data."
 
 
 @pytest.mark.slow
@@ -140,18 +119,6 @@ SMALL: dict[str, Any] = {
     "rounds": 2,
     "options": {"n_atoms": 8, "n_global": 4, "samples_per_client": 20, "methods": "all"},
 }
-
-
-def test_perpca_is_tuned_over_its_step_whatever_the_learner() -> None:
-    given = configure(find("digits"), **SMALL)
-    samples = given.task.clients
-    for learner in ("ksvd", "mod", "gradient"):
-        best, failures = _methods.learn_tuned(
-            "perpca", samples, replace(given, learner=learner), images.START
-        )
-        assert best is not None
-        assert best.setting in (0.5, 1.0, 2.0)
-        assert failures == []
 
 
 def test_a_method_that_fails_costs_its_row_and_not_the_run(

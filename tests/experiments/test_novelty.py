@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from flwr_perdl.diffusion import (
     HuberNMF,
@@ -78,13 +77,3 @@ def test_rounds_of_averaging() -> None:
     assert averaging_rounds(WEIGHTS, 0.1) == 132  # 0.9^132 < 1e-6 < 0.9^131
     apart = metropolis_weights(Topology.from_edges(4, [(0, 1), (2, 3)]))
     assert averaging_rounds(apart) == 10_000
-
-
-def test_bad_arguments_get_one_sentence() -> None:
-    objective, X, W = NonnegativeMF(0.05, 0.1), np.ones((2, 6)), np.eye(7, 6)[:, None]
-    arguments = objective, X, np.zeros((7, 2, 6)), W
-    with pytest.raises(ValueError, match="score must be one of 'normalised', 'raw', got 'best'"):
-        novelty_scores(*arguments, NETWORK, score="best")
-    for topology in (Topology.ring(3), Topology.from_edges(7, [(0, 1)])):
-        with pytest.raises(ValueError, match="topology must connect 7 agents, got"):
-            novelty_scores(*arguments, topology)

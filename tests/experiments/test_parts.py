@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flwr_perdl import _parallel
 from perdl_experiments.studies import _parts
 from perdl_experiments.studies._parts import Arrays, Part, keep_all
 
@@ -46,10 +45,6 @@ def keep(name: str, compute: Callable[[], Any], *, of: int = 0) -> Any:
     return compute()
 
 
-def test_short_parts_stay_in_this_process() -> None:
-    assert {int(one["process"]) for one in keep_all(keep, parts())} == {os.getpid()}
-
-
 def test_long_parts_are_computed_elsewhere_after_the_first_to_the_same_bits(
     long_parts: None,
 ) -> None:
@@ -59,12 +54,6 @@ def test_long_parts_are_computed_elsewhere_after_the_first_to_the_same_bits(
     assert {str(one["threads"]) for one in found[1:]} == {"1"}
     for one, part in zip(found, parts().values(), strict=True):
         assert np.array_equal(one["inverse"], part()["inverse"])
-
-
-def test_one_core_is_enough(long_parts: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(_parts, "n_threads", _parallel.n_threads)
-    assert {int(one["process"]) for one in keep_all(keep, parts())} == {os.getpid()}
 
 
 def test_parts_that_are_kept_are_not_computed(long_parts: None) -> None:

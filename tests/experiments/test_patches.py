@@ -86,18 +86,3 @@ def test_at_least_45_of_48_atoms_at_every_node(update: str) -> None:
         assert kept["found"][-1] >= 45
         counts = [patches.n_found(D, kept["planted"]) for D in kept["dictionaries"]]
         assert min(counts) == kept["found"][-1]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"update": "svd"}, "update must be one of 'mod', 'ksvd', 'gradient', got 'svd'"),
-        ({"replacement": "all"}, "replacement must be one of 'private', 'samples', 'none'"),
-        ({"seeds": 0}, "seeds must be at least 1, got 0"),
-        ({"samples": 0}, "samples must be at least 1, got 0"),
-        ({"noise": -1.0}, "noise must be in"),
-    ],
-)
-def test_bad_options_get_one_sentence(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        run(**{"seeds": 1, "rounds": 2, **options})

@@ -14,7 +14,6 @@ import pytest
 from sklearn.linear_model import LinearRegression
 
 from flwr_perdl.regression import model_error
-from perdl_experiments import run_experiment
 from perdl_experiments.engine import federate
 from perdl_experiments.mixed_regression_data import mixed_regression as draw
 from perdl_experiments.mixed_regression_data import oracle
@@ -55,17 +54,6 @@ def test_the_oracle_is_least_squares_with_the_true_labels() -> None:
         model.fit(np.vstack([data.X[i] for i in mine]), np.concatenate([data.y[i] for i in mine]))
         errors.append(np.linalg.norm(model.coef_ - theta))
     assert model_error(oracle(data), data.theta) == pytest.approx(max(errors))
-
-
-def test_a_batched_run_tells_how_far_it_is() -> None:
-    seen: list[Any] = []
-    run_experiment("regression", rounds=9, options={"splits": 2, "k": "2"}, progress=seen.append)
-    assert [(state.done, state.total) for state in seen] == [(n, 3) for n in (0, 1, 1, 2, 2, 3)]
-
-
-def test_too_few_rounds_for_phase_1_are_refused() -> None:
-    with pytest.raises(ValueError, match="rounds must be more than Phase 1 takes, got 2"):
-        run(regression, splits=1, k="2", rounds=2)
 
 
 def test_one_federation_runs_through_flower_and_is_the_batched_path() -> None:
@@ -134,25 +122,6 @@ def test_several_settings_have_figures_each() -> None:
     assert {"error_oracle", "error_oracle_C1", "error_oracle_C2"} < set(outcome.metrics)
     assert outcome.metrics["rounds_median"] == -1
     assert outcome.figures == ["fig1-C1.png", "fig2-C2.png"]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"setting": "C4"}, "setting must be one of 'C1', 'C2', 'C3', 'few', got 'C4'"),
-        ({"k": "few"}, "k must be 'auto' or an integer of at least 1, got 'few'"),
-        ({"k": "0"}, "k must be 'auto' or an integer of at least 1, got '0'"),
-        ({"variant": "new"}, "variant must be one of 'default', 'paper', got 'new'"),
-        ({"variant": "paper", "k": "auto"}, "k must be given with variant='paper'"),
-        ({"seeds": 0}, "seeds must be at least 1, got 0"),
-        ({"setting": "C1"}, "rounds must be more than Phase 1 takes, got 2"),
-        ({"clients": 30}, "clients must be left to the settings, got 30"),
-        ({"clients": 30, "seeds": 1, "setting": "C1"}, "clients must be 200 in setting C1, got 30"),
-    ],
-)
-def test_bad_options_of_a_study_get_one_sentence(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        run(mixed_regression, **{"rounds": 2, "seeds": 2, **options})
 
 
 # Your own data --------------------------------------------------------------------------------
@@ -287,17 +256,6 @@ def test_pooled_is_least_squares_on_the_training_points() -> None:
     assert float(kept["ev_pooled"]) == pytest.approx(expected)
 
 
-def test_a_split_holds_out_a_quarter_of_every_client_and_nobodys_only_point() -> None:
-    sizes = [1, 2, 3, 4, 40]
-    data = regression.Data(
-        [np.ones((n, 1)) for n in sizes], [np.ones(n) for n in sizes], [*"abcde"], ["x0"]
-    )
-    split = regression._split(data, 0)
-    assert [len(rows) for rows in split.test] == [0, 0, 1, 1, 10]
-    for n, train, test in zip(sizes, split.train, split.test, strict=True):
-        assert sorted([*train, *test]) == list(range(n))
-
-
 def test_odd_data_end_well(tmp_path: Path) -> None:
     data = two_kinds()
     data["X"] = np.column_stack([data["X"], data["X"][:, 0], np.ones(len(data["y"]))])
@@ -320,40 +278,3 @@ def test_its_clients_and_strategy_run_on_flower(tmp_path: Path) -> None:
     assert last.aggregate["mse"] < 0.12
     clusters = np.array([last.metrics[i]["cluster"] for i in range(30)])
     assert len(set(clusters[::2])) == len(set(clusters[1::2])) == 1
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"X": np.ones((4, 2, 2))}, r"X in .* must be numbers of shape \(n, n_features\)"),
-        ({"X": np.array([["a"]] * 4)}, "X in .* must be numbers"),
-        ({"X": np.full((4, 1), np.nan)}, "X in .* must be finite"),
-        ({"y": np.ones(3)}, "y in .* must be 4 numbers, got float64"),
-        ({"client": np.ones(4)}, "client in .* must be 4 integers or texts, got float64"),
-        ({"client": np.ones(4, dtype=int)}, "client in .* must name at least 2 clients, got 1"),
-        ({"client": np.arange(4)}, "X must have clients with at least 2 points"),
-    ],
-)
-def test_a_bad_file_gets_one_sentence(change: dict[str, Any], message: str, tmp_path: Path) -> None:
-    good = {"X": np.ones((4, 2)), "y": np.ones(4), "client": np.array([0, 0, 1, 1])}
-    with pytest.raises(ValueError, match=message):
-        run(regression, data=save(tmp_path, **{**good, **change}), splits=1)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"k": "0"}, "k must be 'auto' or an integer of at least 1, got '0'"),
-        ({"splits": 0}, "splits must be at least 1, got 0"),
-        ({"bundled": "wine"}, "bundled must be one of 'tumors', 'diabetes', got 'wine'"),
-        ({"data": "nowhere.npz"}, "data must be a file, got 'nowhere.npz'"),
-    ],
-)
-def test_bad_options_get_one_sentence(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        run(regression, **options)
-
-
-def test_the_number_of_clients_is_the_datas() -> None:
-    with pytest.raises(ValueError, match="clients must be 46, as in the data, got 7"):
-        regression.federations(config_of("regression", clients=7))

@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 
 from perdl_experiments import render
 from perdl_experiments.render import FAILED, Record
-from perdl_experiments.studies import EXPERIMENTS
 
 RECORDS = [
     Record("error", [1.0, 3.0, 2.0], "ours", {"k": 5}),
@@ -38,11 +36,6 @@ def test_names_are_made_of_fields_and_values_are_statistics() -> None:
     records = [Record(*one[:3], {**one.parameters, "row": ""}, one.unit) for one in RECORDS]
     found = render.metrics({"metrics": rules}, records)
     assert found == {"worst": 9, "ours_share": 0, "theirs_share": 2 / 3, "rounds": -1}
-
-
-def test_two_records_of_one_name_are_an_error() -> None:
-    with pytest.raises(ValueError, match="one record per name, got two of error"):
-        render.metrics({"metrics": {"error": {"of": "error", "method": "ours"}}}, RECORDS)
 
 
 def test_a_table_is_records_by_rows_and_columns() -> None:
@@ -83,14 +76,3 @@ def test_the_first_sentence_is_of_metrics_that_are_there_and_claims_are_judged()
     assert not render.is_less(20.0, 20.05, "psnr_a psnr_b")
     assert render.is_less(20.0, 20.2, "psnr_a psnr_b")
     assert not render.is_less(20.0, 20.15)
-
-
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_a_study_declares_all_its_options_and_a_finding(name: str) -> None:
-    experiment = EXPERIMENTS[name]
-    fields = vars(experiment.code.Config)["__dataclass_fields__"]
-    assert set(experiment.options) <= set(fields)
-    assert all(one.help and one.help[-1] != "." for one in experiment.options.values())
-    assert experiment.page["finding"]
-    for claim in experiment.page.get("claims", ()):
-        assert {"less", "holds", "fails"} <= set(claim)

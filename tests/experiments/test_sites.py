@@ -111,28 +111,6 @@ def test_a_client_is_called_by_its_name_wherever_a_person_reads(
     assert "\x1b" not in everything
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({}, "data must be a folder with a file per client, got ''"),
-        (
-            {"clients": 4, "n_global": "some"},
-            "n_global must be 'auto' or an integer of at least 1, got 'some'",
-        ),
-    ],
-)
-def test_bad_sites_are_named(
-    options: dict[str, Any],
-    message: str,
-    tmp_path: Path,
-    planted: Planted,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=message):
-        run_experiment("sites", options=options)
-
-
 def report(round_: int, anew: dict[int, int], dropped: dict[str, str], step: str = "update") -> Any:
     metrics = {partition: {"anew": float(value)} for partition, value in anew.items()}
     return RoundReport(round_, step, metrics, {}, dropped, 0.0, 0.0, {})

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from perdl_experiments.studies import unmixing
-from perdl_experiments.unmixing import match_spectra, tile_pixels
+from perdl_experiments.unmixing import match_spectra
 from tests.studies import Ran, config_of, run_study
 
 SAMSON = Path(__file__).resolve().parents[3] / "shared" / "data" / "samson.npz"
@@ -72,28 +71,6 @@ def test_a_scene_of_ones_own_with_and_without_the_truth(tmp_path: Path) -> None:
     assert two.arrays["spectra_network"].shape == (4, 2, 20)
 
 
-def test_maps_say_whose_share_is_where(tmp_path: Path) -> None:
-    data = small()
-    scene = unmixing._load(save(tmp_path, **data))
-    spectra = np.tile(data["endmembers"][[2, 0, 1]], (4, 1, 1))  # any order, any length
-    maps = unmixing._maps(scene, 5 * spectra, 2)
-    expected = data["X"] @ np.linalg.pinv(data["endmembers"]) * data["endmembers"].max(axis=1)
-    expected /= expected.sum(axis=1, keepdims=True)
-    np.testing.assert_allclose(maps.reshape(-1, 3), expected, atol=1e-10)
-    assert len(tile_pixels((12, 12), 2)) == 4
-
-
-def test_true_shares_are_drawn_and_must_fit(tmp_path: Path) -> None:
-    data = small()
-    shares = np.full((144, 3), 1 / 3)
-    outcome = run(data=save(tmp_path, **data, abundances=shares), tiles=2, rounds=3)
-    assert outcome.figures == ["spectra.png", "abundances.png", "angles.png"]
-    with pytest.raises(
-        ValueError, match=r"abundances in .* shape \(144, 3\), got float64 \(3, 3\)"
-    ):
-        run(data=save(tmp_path, **data, abundances=shares[:3]), tiles=2, rounds=3)
-
-
 def test_black_pixels_and_integers_are_welcome(tmp_path: Path) -> None:
     data = small()
     data["X"] = (1000 * data["X"]).astype(np.int32)
@@ -101,48 +78,6 @@ def test_black_pixels_and_integers_are_welcome(tmp_path: Path) -> None:
     outcome = run(data=save(tmp_path, **data), tiles=4, rounds=5)
     assert np.isfinite(list(outcome.metrics.values())).all()
     assert not outcome.arrays["abundances"].reshape(-1, 3)[:36].any()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"X": np.ones((3, 4, 5))}, r"X in .* must be numbers of shape \(pixels, bands\)"),
-        ({"X": np.array([["a"] * 20] * 144)}, "X in .* must be numbers"),
-        ({"X": np.full((144, 20), np.nan)}, "X in .* must be finite"),
-        ({"X": np.zeros((144, 20))}, "X in .* must have a pixel that is not zero"),
-        ({"shape": np.array([12, 13])}, "shape in .* product is 144, the number of pixels, got"),
-        ({"shape": np.array([12.0, 12.0])}, "shape in .* must be two integers"),
-        ({"shape": np.array(144)}, "shape in .* must be two integers"),
-        ({"shape": np.array([-12, -12])}, "shape in .* must be two integers from 1"),
-        ({"endmembers": np.ones((3, 4))}, "endmembers in .* must be spectra of 20 bands"),
-        ({"endmembers": np.zeros((3, 20))}, "endmembers in .* none zero"),
-    ],
-)
-def test_a_bad_file_gets_one_sentence(change: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=message):
-        run(data=save(tmp_path, **{**small(), **change}), tiles=2, rounds=2)
-
-
-def test_a_file_without_a_shape_gets_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"lacks .'shape'."):
-        run(data=save(tmp_path, X=small()["X"]))
-    with pytest.raises(ValueError, match=r"data must be a file, got 'nowhere\.npz'"):
-        run(data="nowhere.npz")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"tiles": 0}, "tiles must be between 1 and 60, got 0"),
-        ({"tiles": 61}, "tiles must be between 1 and 60, got 61"),
-        ({"tiles": 60}, "tiles must have at least 3 pixels each, got one with 1"),
-        ({"n_endmembers": 1}, "n_endmembers must be between 2 and 12, got 1"),
-        ({"clients": 7}, "clients must be 25, one per tile, got 7"),
-    ],
-)
-def test_bad_options_get_one_sentence(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        run(rounds=2, **options)
 
 
 @pytest.mark.slow

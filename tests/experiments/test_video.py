@@ -102,15 +102,6 @@ def test_a_video_file_and_a_folder_are_the_same_clip(tmp_path: Path) -> None:
     assert any("there are no AUC" in note for note in results["notes"])
 
 
-def test_long_clips_are_thinned_out(tmp_path: Path) -> None:
-    X = np.zeros((75, 8, 8)) + np.linspace(0, 1, 75)[:, None, None]
-    np.savez(tmp_path / "long.npz", X=X)
-    frames = load_clip(str(tmp_path / "long.npz"), 0).frames
-    assert frames.shape == (60, 8, 8, 1)
-    assert frames[0, 0, 0, 0] == 0
-    assert frames[-1, 0, 0, 0] == 1
-
-
 @pytest.mark.parametrize(("shape", "patch"), [((12, 8, 3), 4), ((13, 10, 1), 4), ((9, 9, 3), 2)])
 def test_samples_are_pixels_of_all_patches(shape: tuple[int, int, int], patch: int) -> None:
     frame = np.random.default_rng(0).random(shape)
@@ -169,62 +160,13 @@ def test_a_bad_file_gets_one_sentence(arrays: dict[str, Any], message: str, tmp_
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("nowhere", "data must be a file or a folder, got"),
-        ("empty", "data must be a folder with frames"),
-        ("broken", "data must be readable frames"),
-        ("mixed", "data must be frames of one shape"),
-        ("text.mp4", r"a video that imageio can read, got .*pip install 'imageio\[pyav\]'"),
-    ],
-)
-def test_what_cannot_be_read_gets_one_sentence(tmp_path: Path, name: str, message: str) -> None:
-    for folder in ("empty", "broken", "mixed"):
-        (tmp_path / folder).mkdir()
-    (tmp_path / "broken" / "a.png").write_text("no picture")
-    for side in (8, 9):
-        iio.imwrite(tmp_path / "mixed" / f"{side}.png", np.zeros((side, side), dtype=np.uint8))
-    (tmp_path / "text.mp4").write_text("no video")
-    with pytest.raises(ValueError, match=message):
-        run_experiment("video", data=tmp_path / name)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"options": {"n_global": 5}}, "n_global must be between 1 and 4, got 5"),
-        ({"options": {"patch": 1}}, "patch must be between 2 and 40, got 1"),
-        ({"options": {"learner": "orthogonal"}}, "learner must be one of 'gradient'"),
-        ({"options": {"refine_steps": -1}}, "refine_steps must be at least 0"),
-        ({"clients": 41}, "clients must be between 2 and 40, got 41"),
-    ],
-)
-def test_bad_options_get_one_sentence(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        run_experiment("video", **given)
-
-
 def test_frames_with_less_in_them_than_the_global_atoms_are_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "grey.npz", X=np.ones((8, 24, 32)))
-    with pytest.raises(ValueError, match=r"n_global must be at most 1, as no frame.* got 4"):
+    with pytest.raises(ValueError, match="n_global must"):
         run_experiment("video", data=tmp_path / "grey.npz", rounds=2)
     given = {"n_global": 1, "n_atoms": 2}
     results = run_experiment("video", data=tmp_path / "grey.npz", rounds=2, options=given)
     assert results["metrics"]["psnr_background"] == 100
-
-
-def test_both_methods_run_with_both_aggregations(tmp_path: Path) -> None:
-    np.savez(tmp_path / "clip.npz", X=make_clip(0)[0])
-    given = {"data": tmp_path / "clip.npz", "rounds": 2}
-    by_median = run_experiment("video", **given)["metrics"]
-    by_mean = run_experiment("video", options={"aggregation": "mean"}, **given)["metrics"]
-    name = "psnr_background"
-    assert by_median[f"{name}_perma_mean"] == by_mean[name]
-    assert by_mean[f"{name}_perma_median"] == by_median[name]
-    assert by_median[f"{name}_perpca"] == by_mean[f"{name}_perpca"]
-    assert {f"{name}_perpca", f"{name}_perpca_median"} <= set(by_median)
-    assert f"{name}_perma_median" not in by_median
 
 
 def test_a_rival_that_fails_costs_its_row_and_not_the_run(

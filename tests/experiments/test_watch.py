@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from flwr_perdl._events import EVENTS, EventLog, read_events
+from flwr_perdl.files import EVENTS, EventLog, read_events
 from perdl_experiments import run_experiment
 from perdl_experiments.cli import app
 from perdl_experiments.watch import View, watch
@@ -56,12 +56,6 @@ def test_once_prints_the_run_for_scripts(finished: Any) -> None:
     assert "error_global" in result.stdout
 
 
-def test_once_needs_a_run(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["watch", str(tmp_path), "--once"])
-    assert result.exit_code == 2
-    assert "must be a run's folder, but has no events.jsonl" in result.stderr
-
-
 def test_the_view_follows_a_run_to_its_end(tmp_path: Path) -> None:
     """The run happens while the view sleeps: one event at a time, the last one in two halves."""
     log, path = EventLog(tmp_path / EVENTS), tmp_path / EVENTS
@@ -81,14 +75,6 @@ def test_the_view_follows_a_run_to_its_end(tmp_path: Path) -> None:
     assert "Waiting for" in text
     assert "start of round 1: waiting for 5 clients" in text
     assert "digits, seed 0, round 0 of 2, finished" in text
-
-
-def test_names_may_look_like_markup(tmp_path: Path) -> None:
-    log = EventLog(tmp_path / "x[/y]" / EVENTS)
-    console = Console(file=io.StringIO(), width=120, force_terminal=True, highlight=False)
-    steps = [lambda: log.write("done", stopped=None)]
-    watch(tmp_path / "x[/y]", console, sleep=lambda _: steps.pop()())
-    assert "x[/y]" in console.file.getvalue().replace("\n", "")
 
 
 def test_the_view_names_who_failed_and_why() -> None:

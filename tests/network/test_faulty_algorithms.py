@@ -82,17 +82,6 @@ def test_an_inference_that_delays_throw_off_says_so() -> None:
     assert np.isfinite(found.nu).all()
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_inference_refuses_a_network_in_parts_and_uneven_weights(method: str) -> None:
-    with pytest.raises(ValueError, match="connected and undirected"):
-        infer(OBJECTIVES[0], X, ATOMS[:4], PARTS, method=method)
-    directed = Topology.from_edges(3, [(0, 1), (1, 2), (2, 0)], directed=True)
-    with pytest.raises(ValueError, match="connected and undirected"):
-        infer(OBJECTIVES[0], X, ATOMS[:3], directed, method=method)
-    with pytest.raises(ValueError, match="doubly stochastic"):
-        infer(OBJECTIVES[0], X, ATOMS, TOPOLOGY, weights=averaging_weights(TOPOLOGY))
-
-
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize(
     "faults",

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from flwr_perdl._random import spawn
 from flwr_perdl.diffusion import Inbox, Topology, averaging_weights, metropolis_weights
 from flwr_perdl.network import Faults, InMemoryNetwork, RayNetwork, Run
+from flwr_perdl.random import spawn
 
 _spec = importlib.util.spec_from_file_location("programs", Path(__file__).parent / "programs.py")
 programs = importlib.util.module_from_spec(_spec)
@@ -80,22 +80,6 @@ def test_without_ray_one_sentence_says_what_is_missing(monkeypatch: pytest.Monke
     network = RayNetwork(Topology.ring(3))
     with pytest.raises(ModuleNotFoundError, match="RayNetwork needs Ray, which is not installed"):
         network.run(programs.Consensus(np.zeros((3, 1))), 1)
-
-
-@pytest.mark.parametrize(("package", "loaded"), [("_network.ray", "[]"), ("network", "['flwr']")])
-def test_the_networks_import_ray_only_to_run(package: str, loaded: str) -> None:
-    import subprocess
-
-    code = f"import sys, flwr_perdl.{package}; print(sorted({{'flwr', 'ray'}} & {{*sys.modules}}))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == loaded
-
-
-def test_bad_arguments_are_refused() -> None:
-    with pytest.raises(ValueError, match="agents_per_actor must be at least 1, got 0"):
-        RayNetwork(Topology.ring(3), agents_per_actor=0)
-    with pytest.raises(ValueError, match="weights must be for 4 nodes"):
-        RayNetwork(Topology.ring(4), metropolis_weights(Topology.ring(5)))
 
 
 @pytest.fixture(scope="module")

@@ -68,11 +68,6 @@ def test_equal_and_single_estimates(n_clusters: int | None) -> None:
     np.testing.assert_array_equal(cluster_anchors(np.ones((1, 2)), n_clusters).centers, [[1, 1]])
 
 
-def test_no_group_at_all_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_clusters must be at least 1, got 0"):
-        cluster_anchors(np.ones((3, 2)), max_clusters=0)
-
-
 def test_kmeans_is_as_good_as_scikit_learns() -> None:
     points = np.random.default_rng(1).standard_normal((60, 3))
     centers = kmeans(points, 4, np.random.default_rng(0))

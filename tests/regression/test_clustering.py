@@ -180,11 +180,6 @@ def test_clipping_keeps_directions() -> None:
     np.testing.assert_array_equal(shortening(np.zeros((2, 3))), 1)
 
 
-def test_an_unknown_cluster_is_refused() -> None:
-    with pytest.raises(ValueError, match="packed must name clusters below 2, got 2"):
-        aggregate(np.array([[[2.0, 1.0]]]), np.ones(1), 2)
-
-
 @given(st.integers(0, 10**6), st.integers(1, 4), st.integers(0, 2))
 def test_model_error_is_the_best_of_all_matchings(seed: int, k: int, more: int) -> None:
     rng = np.random.default_rng(seed)
@@ -196,30 +191,3 @@ def test_model_error_is_the_best_of_all_matchings(seed: int, k: int, more: int) 
 
 def test_models_are_shared_where_there_are_too_few() -> None:
     assert model_error(np.zeros((1, 2)), np.array([[3.0, 4.0], [0.0, 1.0]])) == 5
-
-
-@pytest.mark.parametrize(
-    ("y", "theta", "message"),
-    [
-        (np.ones(1), np.ones(3), r"y must have shape \(10,\), .* got \(1,\)"),
-        (np.ones(10), np.ones(2), r"theta must have shape \(3,\), .* got \(2,\)"),
-    ],
-)
-def test_a_model_or_responses_that_do_not_fit_are_refused(
-    y: np.ndarray, theta: np.ndarray, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        local_change(np.ones((10, 3)), y, theta, step=0.1)
-
-
-def test_no_points_or_losses_that_are_no_numbers_are_refused() -> None:
-    for local in ("fedavg", "fedprox"):
-        with pytest.raises(ValueError, match=r"^X must have at least 1 row, got shape \(0, 3\)\.$"):
-            local_change(np.zeros((0, 3)), np.zeros(0), np.ones(3), step=0.1, local=local)
-    losses = np.array([[1.0, 2.0], [np.nan, 1.0]])
-    with pytest.raises(ValueError, match="no NaN"):
-        assign(losses, 5)
-    with pytest.raises(ValueError, match=r"^temperature must be in .* got -1"):
-        assign(losses[:1], 5, -1.0)
-    for temperature in (0.0, 1.0):  # a model out of the question
-        np.testing.assert_array_equal(assign(np.array([[np.inf, 1.0]]), 5, temperature), [[0, 1]])

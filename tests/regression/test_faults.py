@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -103,25 +104,20 @@ def test_clients_of_one_point() -> None:
     assert model_error(run_on(X, y, 150).centers, data.theta) < 0.2
 
 
-def test_only_clients_of_one_point() -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda X, y: ([A[:1] for A in X], [b[:1] for b in y]),
+        lambda X, y: (X, [np.zeros_like(b) for b in y]),
+        lambda X, y: (X, [np.full_like(b, 3.0) for b in y]),
+        lambda X, y: ([np.zeros_like(A) for A in X], y),
+        lambda X, y: (X[-1:], y[-1:]),
+    ],
+    ids=["one point each", "zero responses", "constant responses", "zero features", "one client"],
+)
+def test_models_of_degenerate_data_are_finite(change: Callable[..., tuple[Any, Any]]) -> None:
     data = planted()
-    run_on([A[:1] for A in data.X], [b[:1] for b in data.y])
-
-
-@pytest.mark.parametrize("value", [0.0, 3.0])
-def test_constant_responses(value: float) -> None:
-    data = planted()
-    run_on(data.X, [np.full_like(b, value) for b in data.y])
-
-
-def test_zero_features() -> None:
-    data = planted()
-    run_on([np.zeros_like(A) for A in data.X], data.y)
-
-
-def test_a_single_client() -> None:
-    data = planted()
-    run_on(data.X[-1:], data.y[-1:])
+    run_on(*change(data.X, data.y))
 
 
 @pytest.mark.parametrize("robust", ["mean", "filtered"])
@@ -266,5 +262,5 @@ def test_a_round_without_any_answer_changes_nothing() -> None:
     for seed in range(4):
         run = simulate(clients, TwoPhase(2), 40, centers=data.theta, seed=seed, dropout=0.7)
         assert np.isfinite(run.state.centers).all()
-    with pytest.raises(ValueError, match=r"dropout must be in \[0, 1\], got 2"):
+    with pytest.raises(ValueError, match="dropout must"):
         simulate(clients, TwoPhase(2), 1, dropout=2)

@@ -28,8 +28,3 @@ def test_the_papers_settings(name: str, sizes: dict[int, int], shares: tuple[flo
         [b - A @ data.theta[j] for A, b, j in zip(data.X, data.y, data.labels, strict=True)]
     )
     assert noise.std() == pytest.approx(0.2, rel=0.03)
-
-
-def test_an_unknown_setting_is_refused() -> None:
-    with pytest.raises(ValueError, match="name must be one of 'C1', 'C2', 'C3', 'few', got 'C4'"):
-        setting("C4", np.random.default_rng(0))

@@ -215,22 +215,3 @@ def test_the_least_softness_assigns_without_doubt(scale: float, dtype: type) -> 
     found = fit_mixture(statistics, 2, rng=np.random.default_rng(0), softness=1e-300)
     assert np.isfinite(found.centers).all()
     assert set(found.weights.ravel()) == {0.0, 1.0}
-
-
-def test_bad_statistics_are_refused() -> None:
-    rng, folds = np.random.default_rng(0), by_client(planted(), 2)
-    with pytest.raises(ValueError, match=r"statistics must have \(d \+ 1\)\^2 \+ 1 columns, got 7"):
-        fit_mixture(np.ones((3, 7)), 2, rng=rng)
-    with pytest.raises(ValueError, match="candidates must have at least one number, got none"):
-        choose_mixture(folds, (), rng=rng)
-    with pytest.raises(ValueError, match="shrinkage must have at least one number, got none"):
-        choose_mixture(folds, rng=rng, shrinkage=())
-    with pytest.raises(ValueError, match=r"y must have 4 columns, got shape \(3,\)"):
-        sufficient_statistics(np.ones((4, 2)), np.ones(3))
-
-
-def test_folds_need_a_generator() -> None:
-    with pytest.raises(ValueError, match="rng must be given"):
-        sufficient_statistics(np.ones((4, 2)), np.ones(4), 2)
-    with pytest.raises(ValueError, match="at least 2 folds, got 1"):
-        choose_mixture(by_client(planted()), rng=np.random.default_rng(0))

@@ -79,12 +79,6 @@ def test_unknown_faults_and_empty_grids_are_refused() -> None:
         ask(grid)
 
 
-def test_a_run_can_be_set_by_id() -> None:
-    grid = InProcessGrid(echo(), 1)
-    grid.set_run(7)
-    assert grid.run.run_id == 7
-
-
 def answering(answer: Any) -> InProcessGrid:
     app = ClientApp()
     app.train()(lambda message, context: answer(message))

@@ -92,34 +92,6 @@ def test_a_client_that_cannot_be_made_is_named(allow_fewer: bool) -> None:
         assert report.aggregate["dropped"] == 1
 
 
-def test_the_remedy_for_silent_apps_is_not_said_of_others() -> None:
-    grid = InProcessGrid(client_app(lambda context: 1 / 0), 2)
-    with pytest.raises(TooFewReplies, match="division by zero") as error:
-        PerMA(2).start(grid, num_rounds=1, verbose="quiet")
-    assert "make the ClientApp" not in str(error.value)
-
-
-def test_a_client_with_other_columns_counts_as_dropped(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def make(context: Context) -> DictionaryClient:
-        partition = int(context.node_config["partition-id"])
-        own = samples(partition, 5 if partition == 3 else 6)
-        return DictionaryClient(own, OrthogonalLearner(5), context)
-
-    events = tmp_path / "events.jsonl"
-    strategy = PerMA(2, fraction_evaluate=0.0, server=ServerSettings(events=events))
-    strategy.start(InProcessGrid(client_app(make), 4), num_rounds=2, verbose="quiet")
-    why = {"client 3": "it has 5 features, and most have 6 features"}
-    first = strategy.history[0]
-    assert first.dropped == why
-    assert (first.aggregate["clients"], first.aggregate["dropped"]) == (3, 1)
-    assert list(first.metrics) == [0, 1, 2]
-    assert first.anomalies == {3: {"left out": 1.0}}
-    rounds = [json.loads(line) for line in events.read_text().splitlines()]
-    assert next(one for one in rounds if one["event"] == "round")["failed"] == why
-
-
 @pytest.mark.parametrize(
     ("metrics", "why"),
     [
@@ -137,13 +109,6 @@ def test_a_metric_that_is_a_list_is_not_read_and_others_are_named(
         assert why in strategy.history[0].dropped["client 3"]
     else:
         assert not any(report.dropped for report in strategy.history)
-
-
-def test_a_clients_own_metrics_have_any_names(warned: pytest.LogCaptureFixture) -> None:
-    strategy, _ = clustered(odd={"fit": {"anew": 0.7}, "evaluate": {"loss": 123.0}})
-    assert "private state" not in warned.text
-    assert all(report.metrics[3]["loss"] < 10 for report in strategy.history[1::2])
-    assert strategy.history[0].metrics[3]["anew"] == 0.7
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused_before_any_message(tmp_path: Path) -> None:
@@ -234,22 +199,6 @@ def test_a_resumed_run_stops_where_one_without_a_break_does(tmp_path: Path) -> N
         strategy.start(grid, initial, rounds, should_stop=third(seen))
     assert seen == [1, 2, 3]
     assert strategy.history[-1].round == 3
-
-
-def test_a_run_has_a_round() -> None:
-    with pytest.raises(ValueError, match=r"num_rounds must be .*, got 0"):
-        clustered(1, 0)
-
-
-def test_the_last_event_says_that_the_program_was_ended(tmp_path: Path) -> None:
-    def stop(report: RoundReport) -> None:
-        raise SystemExit(0)
-
-    events = tmp_path / "events.jsonl"
-    with pytest.raises(SystemExit):
-        clustered(server=ServerSettings(on_round=stop, events=events))
-    last = json.loads(events.read_text().splitlines()[-1])
-    assert last["stopped"] == "the program was ended from outside, with exit code 0"
 
 
 def test_initial_atoms_and_clusters_are_as_many_as_there_can_be() -> None:

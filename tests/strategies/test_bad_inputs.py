@@ -35,7 +35,6 @@ from flwr_perdl.strategies import (
     ServerOptions,
     ServerSettings,
     TooFewReplies,
-    as_legacy,
 )
 
 X = np.random.default_rng(0).standard_normal((30, 4))
@@ -110,37 +109,11 @@ def _quiet() -> Any:
 
 @pytest.mark.parametrize(("name", "option"), ALL)
 @given(value=NEVER)
-@settings(deadline=None, max_examples=6)
+@settings(max_examples=6)
 def test_no_option_takes_a_value_that_cannot_be(name: str, option: str, value: Any) -> None:
     with pytest.raises((ValueError, TypeError)) as error:
         STRATEGIES[name](**{option: value})
     assert option in sentence(error.value)
-
-
-@pytest.mark.parametrize(
-    ("make", "option"), [(PerMA, "checkpoint_dir"), (ServerSettings, "events")]
-)
-@pytest.mark.parametrize("value", [3, True, np.nan, b"path", [], np.zeros(2)])
-def test_a_path_is_a_path(make: Callable[..., Any], option: str, value: Any) -> None:
-    with pytest.raises(TypeError, match=f"{option} must be a path or None"):
-        make(**{option: value})
-
-
-@pytest.mark.parametrize(
-    ("make", "sentence_"),
-    [
-        (lambda: PerMA(local_steps=20_000), "local_steps must be between 1 and 10000, got 20000."),
-        (lambda: PerMA(refine_steps=20_000), "refine_steps must be between 0 and 10000"),
-        (lambda: DictionaryAveraging(local_steps=20_000), "local_steps must be between 1 and"),
-        (lambda: PerMA(0, secure=True), "n_global must be at least 1 with secure, got 0"),
-    ],
-)
-def test_what_no_client_can_answer_is_refused_at_once(
-    make: Callable[[], Any], sentence_: str
-) -> None:
-    with pytest.raises(ValueError, match=sentence_) as error:
-        make()
-    sentence(error.value)
 
 
 def test_secure_rounds_need_shared_atoms() -> None:
@@ -150,7 +123,7 @@ def test_secure_rounds_need_shared_atoms() -> None:
         codes = rng.choice([-1.0, 0.0, 1.0], (60, 3), p=[0.2, 0.6, 0.2])
         return DictionaryClient(codes @ basis, OrthogonalLearner(3), context)
 
-    with pytest.raises(ValueError, match='n_global must be a number with secure here: "auto"'):
+    with pytest.raises(ValueError, match="n_global must"):
         PerMA("auto", secure=True).start(InProcessGrid(client_app(make), 3), num_rounds=2)
 
 
@@ -178,7 +151,7 @@ def test_an_unknown_option_is_told_the_class_own_ones(make: Callable[[], Any], n
     ["grid", "num_rounds", "timeout", "train_config", "evaluate_fn", "should_stop"],
 )
 @given(value=NEVER)
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=8)
 def test_start_says_which_argument_is_wrong(argument: str, value: Any) -> None:
     given_: dict[str, Any] = {"grid": grid(), "num_rounds": 1, argument: value}
     with pytest.raises((ValueError, TypeError), match=f"{argument} must be"):
@@ -200,7 +173,7 @@ def _filled(shape: tuple[int, ...], value: float, dtype: Any) -> np.ndarray[Any,
 
 @pytest.mark.parametrize("name", ["PerMA", "DictionaryAveraging", "PerPCA", "FedX", "FedMD"])
 @given(arrays=st.lists(initial(), min_size=1, max_size=2))
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=8)
 def test_initial_arrays_lead_to_finite_models_or_one_sentence(name: str, arrays: Any) -> None:
     kind = KINDS.get(name, RegressionClient)
     try:
@@ -213,7 +186,7 @@ def test_initial_arrays_lead_to_finite_models_or_one_sentence(name: str, arrays:
 
 @pytest.mark.parametrize("name", ["PerMA", "DictionaryAveraging", "PerPCA", "FedX", "FedMD"])
 @given(n=st.integers(1, 3), rows=st.integers(1, 4), least=st.integers(1, 4))
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=8)
 def test_one_client_and_one_sample_are_served_or_refused(
     name: str, n: int, rows: int, least: int
 ) -> None:
@@ -226,32 +199,3 @@ def test_one_client_and_one_sample_are_served_or_refused(
     else:
         assert all(np.isfinite(array).all() for array in result.arrays.to_numpy_ndarrays())
         assert all(np.isfinite(list(r.aggregate.values())).all() for r in strategy.history)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "kind", "named"),
-    [
-        (
-            lambda: PerMA(9),
-            DictionaryClient,
-            "n_global must be at most every client's number of atoms",
-        ),
-        (lambda: PerMA(10**30), DictionaryClient, "n_global must be at most"),
-        (lambda: PerPCA(10**18), PerPCAClient, "n_global must be at most"),
-        (lambda: OneShotClustering(10**9), RegressionClient, "at most the number of clients"),
-        (lambda: FedX(10**12, start="random"), RegressionClient, "n_clusters must be at most"),
-    ],
-)
-def test_more_than_the_data_can_serve_is_refused(
-    strategy: Callable[[], Any], kind: str, named: str
-) -> None:
-    with pytest.raises(ValueError, match=named):
-        strategy().start(grid(kind=kind), num_rounds=3)
-
-
-@pytest.mark.parametrize("argument", ["strategy", "initial", "evaluate_fn", "evaluate_config"])
-@given(value=st.sampled_from(["no", 3, np.nan, b"x", {1}, lambda one: None]))
-@settings(deadline=None, max_examples=6)
-def test_the_older_interface_refuses_too(argument: str, value: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match=f"{argument} must"):
-        as_legacy(**{"strategy": PerMA(2), argument: value})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +15,7 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import fixedclipping_mod
 from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping, FedAvg
 
-from flwr_perdl.clients import DictionaryClient, RegressionClient, client_app, client_fn
-from flwr_perdl.dictionary import OrthogonalLearner
+from flwr_perdl.clients import RegressionClient, client_app, client_fn
 from flwr_perdl.regression import model_error
 from flwr_perdl.regression.clustering import ROBUST
 from flwr_perdl.regression.updates import choose_anchors, nested_groups, smallest_as_good
@@ -28,7 +26,6 @@ from flwr_perdl.strategies import (
     ServerSettings,
     TooFewReplies,
     as_legacy,
-    client_report,
 )
 from tests.bits import assert_same_bits
 from tests.strategies.test_legacy import serve
@@ -231,11 +228,6 @@ def test_the_number_of_clusters_is_found_where_models_of_other_kinds_have_no_fin
     assert not any(r.dropped for r in strategy.history if r.step != "evaluate")
 
 
-def test_one_round_finds_no_number_of_clusters(caplog: pytest.LogCaptureFixture) -> None:
-    run(ClusteredFedAvg("auto"), 1)
-    assert 'k="auto" takes two rounds' in caplog.text
-
-
 def test_between_choices_a_client_receives_its_own_model_unless_it_missed_the_choice() -> None:
     def faults(partition: int, message: Message) -> str | None:
         config = message.content.get("config", {})
@@ -299,22 +291,6 @@ def test_the_older_interface_has_the_same_bits() -> None:
     found, history = serve(older, strategy, 4)
     assert_same_bits(found, wanted[0])
     assert history.losses_distributed[-1][1] < 0.2
-
-
-def test_a_client_that_lies_does_not_move_a_robust_average() -> None:
-    class Liar(Linear):
-        def fit(self, parameters: Any, config: Any) -> Any:
-            model, n, metrics = super().fit(parameters, config)
-            return [array + 1000 for array in model], n, metrics
-
-    def some_lie(context: Context) -> Linear:
-        partition = int(context.node_config["partition-id"])
-        return Liar(partition) if partition == 4 else Linear(partition)
-
-    strategy = ClusteredFedAvg(1, robust=True)
-    (w, _) = run(strategy, 6, app=client_app(some_lie))
-    assert np.abs(w).max() < 5
-    assert client_report(strategy.history)[4]["left out"] > 0
 
 
 def planted_error(
@@ -594,26 +570,6 @@ def test_counters_travel_as_floats() -> None:
     np.testing.assert_array_equal(count, [10.0] * 3)
 
 
-@pytest.mark.parametrize("strategy", [FedAvg(min_available_nodes=3), ClusteredFedAvg(1)])
-def test_a_client_of_a_protocol_is_refused_by_other_strategies(
-    strategy: Any, warned: pytest.LogCaptureFixture
-) -> None:
-    def learner(context: Context) -> DictionaryClient:
-        X = np.random.default_rng(int(context.node_config["partition-id"])).random((20, 4))
-        return DictionaryClient(X, OrthogonalLearner(4), context)
-
-    grid = InProcessGrid(client_app(learner), 3)
-    said = r"config must have 'perdl.step', got .*: the strategies that this client is made for"
-    if isinstance(strategy, ClusteredFedAvg):
-        with pytest.raises(TooFewReplies, match=said):
-            strategy.start(grid, ArrayRecord([np.eye(4)]), num_rounds=2)
-    else:
-        warned.set_level("INFO", logger="flwr")  # where FedAvg says what its clients answered
-        result = strategy.start(grid, ArrayRecord([np.eye(4)]), num_rounds=2)
-        assert not len(result.arrays)
-        assert re.search(said, warned.text)
-
-
 def test_groups_and_anchors_of_directions() -> None:
     rng = np.random.default_rng(0)
     kinds = np.repeat([0, 1, 2], 5)
@@ -639,13 +595,3 @@ def test_no_more_groups_than_chance_allows() -> None:
     losses[:, 2] += 0.1 * np.random.default_rng(1).standard_normal(30)
     assert smallest_as_good(losses) == 2
     assert smallest_as_good(np.ones((4, 3))) == 1
-
-
-@pytest.mark.parametrize("best", range(4))
-def test_one_clients_losses_do_not_decide_the_number_of_groups(best: int) -> None:
-    rng = np.random.default_rng(0)
-    losses = np.array([4.0, 1.0, 1.0, 1.0]) + 0.1 * rng.standard_normal((12, 4))
-    assert smallest_as_good(losses, robust=True) == smallest_as_good(losses) == 2
-    losses[3] = 300
-    losses[3, best] = 0
-    assert smallest_as_good(losses, robust=True) == 2

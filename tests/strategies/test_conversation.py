@@ -13,7 +13,6 @@ import pytest
 from flwr.app import (
     Array,
     ArrayRecord,
-    ConfigRecord,
     Context,
     Message,
     MetricRecord,
@@ -98,16 +97,6 @@ def test_a_protocol_may_end_before_the_rounds_do() -> None:
     assert len([report for report in strategy.history if report.step == "add"]) == 1
 
 
-def test_means_are_weighted_by_examples() -> None:
-    class Named(Adder):
-        def fit(self, parameters: list[Any], config: dict[str, Any]) -> Any:
-            return parameters, self.partition + 1, {"value": float(self.partition)}
-
-    strategy = Sum()
-    strategy.start(InProcessGrid(client_app(Named), 3), num_rounds=1)
-    assert strategy.history[0].aggregate["value"] == pytest.approx((1 * 0 + 2 * 1 + 3 * 2) / 6)
-
-
 def test_sampling_depends_on_seed_and_round_only() -> None:
     def asked(seed: int) -> list[list[int]]:
         strategy = Sum(fraction_train=0.3, fraction_evaluate=0.0, seed=seed)
@@ -158,12 +147,6 @@ def test_too_few_good_replies_stop_the_run_with_the_last_state_saved(tmp_path: P
     result = resumed.start(grid(), num_rounds=3)
     np.testing.assert_array_equal(result.arrays.to_numpy_ndarrays()[0], [39.0])
     assert [report.round for report in resumed.history] == [1, 2, 3]
-
-
-def test_too_few_clients_stop_the_run_at_once() -> None:
-    strategy = Sum(min_clients=4, server=ServerSettings(node_timeout=0.0))
-    with pytest.raises(TooFewReplies, match=r"3 client\(s\) registered within 0 s, fewer than"):
-        strategy.start(grid(), num_rounds=1)
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
@@ -282,34 +265,6 @@ def test_numbers_in_a_state_are_numbers_again(tmp_path: Path) -> None:
     assert after == before
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"fraction_train": 0.0}, r"fraction_train must be in \(0, 1\], got 0"),
-        ({"min_clients": 0}, "min_clients must be at least 1, got 0"),
-        ({"seed": -1}, "seed must be between 0 and 9223372036854775807, got -1"),
-        ({"server": ServerSettings(resume=True)}, "resume must come with a checkpoint_dir"),
-    ],
-)
-def test_a_bad_option_is_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Sum(**options)
-
-
-def test_an_unknown_option_is_named() -> None:
-    with pytest.raises(TypeError, match="has no option 'sed': did you mean 'seed'"):
-        Sum(sed=1)
-
-
-def test_messages_that_ask_the_same_share_their_content() -> None:
-    strategy = Sum()
-    strategy.open([])
-    messages = strategy.configure_train(1, ArrayRecord(), ConfigRecord(), grid())
-    assert isinstance(messages, list)
-    assert len(messages) == len({message.metadata.dst_node_id for message in messages}) == 3
-    assert all(message.content is messages[0].content for message in messages)
-
-
 def test_the_first_enrolled_node_of_a_partition_keeps_it_while_it_is_there() -> None:
     roster: Roster[int] = Roster()
     roster.enrol(11, {"partition-id": 4, "name": "north"})
@@ -338,17 +293,6 @@ def test_registrations_are_awaited() -> None:
     assert settle(counter(3), replace(five, allow_fewer=True), poll=0) == 3
     with pytest.raises(TooFewReplies, match=r"3 client\(s\) registered within 0.01 s, fewer than "):
         settle(counter(3), five, poll=0)
-
-
-def test_two_nodes_that_say_they_are_one_client_are_named_once(warned: Any) -> None:
-    roster: Roster[int] = Roster()
-    for node in (11, 12):
-        roster.enrol(node, {"partition-id": 4, "name": "north"})
-    assert roster.present([11, 12]) == {4: 11}
-    assert "Nodes 11 and 12 both say that they are client 4 (north): only 11" in warned.text
-    warned.clear()
-    assert roster.present([11, 12]) == {4: 11}
-    assert not warned.text
 
 
 @pytest.mark.parametrize("seed", [3, np.int64(3)])
@@ -395,11 +339,6 @@ def test_a_setting_that_no_checkpoint_can_tell_is_named(tmp_path: Path) -> None:
     Weighted(object()).start(grid(), num_rounds=1)
     with pytest.raises(ValueError, match="settings must be numbers, texts, arrays"):
         Weighted(object(), checkpoint_dir=tmp_path).start(grid(), num_rounds=1)
-
-
-def test_initial_arrays_of_another_kind_are_named() -> None:
-    with pytest.raises(TypeError, match="initial_arrays"):
-        Sum().start(grid(), np.eye(2), num_rounds=1)
 
 
 def test_who_cannot_come_is_not_waited_for() -> None:
@@ -483,16 +422,6 @@ def test_what_each_client_receives_is_checked() -> None:
     own = Request("add", own=lambda partition: np.zeros(1))
     with pytest.raises(ValueError, match=r"Request.own\(partition\) must be a list of arrays"):
         Asks(own).start(grid(), num_rounds=1)
-
-
-def test_a_check_that_only_says_no_is_told_how() -> None:
-    class Bounded(ProtocolStrategy):
-        def protocol(self, initial: Any, state: Any) -> Any:
-            while True:
-                yield Request("add", [np.zeros(1)], {"n": 0}, check=lambda reply: False)
-
-    with pytest.raises(TypeError, match=r"a wrong reply, and return nothing, got False"):
-        Bounded().start(grid(), num_rounds=1)
 
 
 def test_a_check_that_trips_over_a_reply_leaves_it_out_and_the_run_goes_on() -> None:
@@ -668,18 +597,6 @@ def test_names_and_their_order_survive_every_message_the_result_and_a_resumption
     result = older.start(InProcessGrid(client_app(app), 2), initial, num_rounds=3)
     assert list(result.arrays) == NAMES
     assert result.arrays["a.bias"].numpy() == [10.0]
-
-
-def test_a_clients_traceback_is_in_the_log(warned: Any) -> None:
-    class Errs(Adder):
-        def fit(self, parameters: Any, config: Any) -> Any:
-            raise ZeroDivisionError("in fit")
-
-    warned.set_level("DEBUG", logger="flwr")
-    with pytest.raises(TooFewReplies, match="ZeroDivisionError: in fit"):
-        Asks(Request("add", ONE)).start(InProcessGrid(client_app(Errs), 3), num_rounds=1)
-    assert "Traceback" in warned.text
-    assert "in fit\n" in warned.text
 
 
 class Remembers(Member):

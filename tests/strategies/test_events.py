@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,8 @@ import numpy as np
 import pytest
 from flwr.app import Message
 
-from flwr_perdl._events import EventLog, read_events
 from flwr_perdl.clients import client_app
+from flwr_perdl.files import read_events
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import PerMA, ServerSettings, TooFewReplies, client_report
 
@@ -88,24 +87,6 @@ def test_history_with_anomalies_survives_a_checkpoint(federation: Any, tmp_path:
     planted.learn(again, 2, faults=faults)
     assert again.history == first.history
     assert client_report(again.history)[2]["refused"] == 2
-
-
-def test_a_line_in_the_making_is_left_for_later(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    path.write_bytes(b'no json\n[1]\n{"event": 3}\n{"event": "a"}\n{"event": "b"')
-    events, read = read_events(path)
-    assert [event["event"] for event in events] == ["a"]
-    with path.open("ab") as stream:
-        stream.write(b"}\n")
-    assert [event["event"] for event in read_events(path, read)[0]] == ["b"]
-
-
-def test_what_json_cannot_say_is_null_and_a_full_disk_stops_nothing(tmp_path: Path) -> None:
-    log = EventLog(tmp_path / "new" / "events.jsonl")
-    log.write("x", value=float("inf"), path=tmp_path, pair=(1, None))
-    event = json.loads((tmp_path / "new" / "events.jsonl").read_text())
-    assert (event["value"], event["path"], event["pair"]) == (None, str(tmp_path), [1, None])
-    EventLog(tmp_path).write("x")  # a folder: it cannot be written
 
 
 class Sender:

@@ -26,9 +26,7 @@ from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
     ClusteredFedAvg,
     FedX,
-    NeighborRelay,
     PerMA,
-    ProtocolStrategy,
     ServerOptions,
     TooFewReplies,
 )
@@ -67,45 +65,19 @@ def run(strategy: Any, app: ClientApp, model: ArrayRecord | None = None) -> Any:
 @pytest.mark.parametrize(
     ("combine", "error", "said"),
     [
-        (
-            lambda: PerMA(2, **{"min_available_nodes": 3}),
-            TypeError,
-            "PerMA has no option 'min_available_nodes': give num_clients.",
-        ),
+        (lambda: PerMA(2, **{"min_available_nodes": 3}), TypeError, "'min_available_nodes'"),
         (lambda: run(ClusteredFedAvg(1), DICTIONARIES, ATOMS), TooFewReplies, "must have 'perdl."),
-        (lambda: run(PerMA(2), MEANS), TooFewReplies, 'aggregation must be "mean"'),
-        (
-            lambda: run(PerMA(2, aggregation="mean"), MEANS),
-            TooFewReplies,
-            "fit must return [dictionary], the client's own, where it receives no parameters (the "
-            "start of PerMA), got IndexError",
-        ),
+        (lambda: run(PerMA(2), MEANS), TooFewReplies, "aggregation must"),
+        (lambda: run(PerMA(2, aggregation="mean"), MEANS), TooFewReplies, "fit must"),
         (lambda: run(FedX(2), MEANS), TooFewReplies, "this strategy clusters linear models"),
-        (
-            lambda: Refinement(local="client"),
-            ValueError,
-            'models that the clients\' own fit trains are for ClusteredFedAvg(k, start="given")',
-        ),
-        (
-            lambda: run(ClusteredFedAvg(2), ClientApp(), MODEL),
-            TooFewReplies,
-            "make the ClientApp with flwr_perdl.clients.client_app, which says who a client is",
-        ),
-        (
-            lambda: run(ClusteredFedAvg(2, num_clients=3), ClientApp(), MODEL),
-            TooFewReplies,
-            "make the ClientApp with flwr_perdl.clients.client_app, which says who a client is",
-        ),
+        (lambda: Refinement(local="client"), ValueError, 'ClusteredFedAvg(k, start="given")'),
+        (lambda: run(ClusteredFedAvg(2), ClientApp(), MODEL), TooFewReplies, "client_app"),
         (
             lambda: client_app(ClientApp(client_fn=lambda c: MeanClient(c).to_client())),
             TypeError,
-            "make_client must be the client_fn itself",
+            "make_client must",
         ),
-        (
-            lambda: run(ClusteredFedAvg(2), MEANS),
-            ValueError,
-            "initial_arrays must be the arrays of a model, got none.",
-        ),
+        (lambda: run(ClusteredFedAvg(2), MEANS), ValueError, "initial_arrays must"),
         (lambda: run(PerMA(2, num_clients=4), DICTIONARIES), TooFewReplies, "3 client(s) regis"),
         (
             lambda: run(PerMA(2), client_app(make_dictionary_client, train_mods=WITH_NOISE)),
@@ -115,14 +87,7 @@ def run(strategy: Any, app: ClientApp, model: ArrayRecord | None = None) -> Any:
         (
             lambda: run(PerMA(2), client_app(make_dictionary_client, train_mods=[secaggplus_mod])),
             TooFewReplies,
-            "mods must be without Flower's secaggplus_mod",
-        ),
-        (
-            lambda: run(
-                ClusteredFedAvg(2), client_app(MeanClient, train_mods=[secaggplus_mod]), MODEL
-            ),
-            TooFewReplies,
-            "mods must be without Flower's secaggplus_mod",
+            "mods must",
         ),
         (
             lambda: run(
@@ -155,13 +120,6 @@ def test_an_option_of_ones_own_may_have_fedavgs_name() -> None:
             self.measure = evaluate_fn
 
     assert Own(2, evaluate_fn=len, num_clients=3).measure is len
-
-
-@pytest.mark.parametrize("kind", [ClusteredFedAvg, FedX, NeighborRelay])
-def test_start_shows_its_arguments(kind: type[ProtocolStrategy]) -> None:
-    assert signature(kind.start) == signature(ProtocolStrategy.start)
-    own, theirs = (signature(one.start).parameters for one in (kind, FedAvg))
-    assert list(own)[: len(theirs)] == list(theirs)  # by position, too
 
 
 def test_fedmd_finds_the_models_that_the_clients_own_fit_refines() -> None:
@@ -218,19 +176,3 @@ def test_an_override_of_configure_train_changes_the_config_by_round(
     grid = InProcessGrid(client_app(Client), 3)
     Halving(**options).start(grid, MODEL, 3, train_config=ConfigRecord({"lr": 1.0}))
     assert sorted(seen, reverse=True) == [0.5] * 3 + [0.25] * 3 + [0.125] * 3
-
-
-@pytest.mark.parametrize(
-    "quoted",
-    [
-        "make the ClientApp with flwr_perdl.clients.client_app, which says who a client is",
-        "initial_arrays must be the arrays of a model, got none.",
-        "PerMA has no option 'min_available_nodes': give num_clients.",
-        "the strategies that this client is made for send it, Flower's own, such as FedAvg, do",
-        'aggregation must be "mean", or another one that takes atoms, for a client with fit and ',
-        "fit must return [dictionary], the client's own, where it receives no parameters",
-        "this strategy clusters linear models, which RegressionClient fits",
-    ],
-)
-def test_the_page_quotes_what_is_said(quoted: str) -> None:
-    assert quoted in PAGE

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import MetricRecord
 from flwr.client import NumPyClient
 from flwr.common import (
     Code,
@@ -24,8 +23,8 @@ from flwr.server import Server, SimpleClientManager
 from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import Strategy
 
-from flwr_perdl._events import read_events
 from flwr_perdl.clients.app import AnyClient
+from flwr_perdl.files import read_events
 from flwr_perdl.strategies import (
     ClusteredFedAvg,
     PerMA,
@@ -86,17 +85,6 @@ def test_the_bits_are_those_of_the_new_interface(federation: MakeFederation) -> 
     assert history.metrics_distributed["mse_full"][-1][1] < 2 * 0.05**2
 
 
-def test_the_server_may_evaluate(federation: MakeFederation) -> None:
-    def evaluate(round_: int, arrays: list[Any]) -> tuple[float, dict[str, Any]]:
-        return float(round_), {"arrays": len(arrays)}
-
-    strategy = as_legacy(PerMA(3, num_clients=5), evaluate_fn=evaluate)
-    assert isinstance(strategy, Strategy)
-    _, history = serve(federation(), strategy, 2)
-    assert history.losses_centralized == [(1, 1.0), (2, 2.0)]
-    assert history.metrics_centralized["arrays"] == [(1, 1), (2, 1)]
-
-
 def test_the_servers_evaluation_takes_flowers_three_arguments(federation: MakeFederation) -> None:
     def evaluate(server_round: int, parameters: Any, config: dict[str, Any]) -> Any:
         assert config == {}
@@ -106,9 +94,7 @@ def test_the_servers_evaluation_takes_flowers_three_arguments(federation: MakeFe
     assert isinstance(strategy, Strategy)
     _, history = serve(federation(), strategy, 2)
     assert history.losses_centralized == [(2, 2.0)]
-    with pytest.raises(
-        TypeError, match=r"evaluate_fn must take \(server_round, parameters, config"
-    ):
+    with pytest.raises(TypeError, match="evaluate_fn must"):
         as_legacy(PerMA(3), evaluate_fn=lambda round_: None)
 
 
@@ -141,7 +127,7 @@ def test_configs_change_by_round(federation: MakeFederation, strategy: str) -> N
 
 
 def test_configs_by_round_are_functions_that_return_mappings(federation: MakeFederation) -> None:
-    with pytest.raises(TypeError, match="on_evaluate_config_fn must be a function or None, got 3"):
+    with pytest.raises(TypeError, match="on_evaluate_config_fn must"):
         as_legacy(PerMA(2), on_evaluate_config_fn=3)
     for wrong, rule in ((None, "a mapping, got None"), ({1: 0.1}, "strings, got 1")):
         adapted = as_legacy(PerMA(3, num_clients=5), on_fit_config_fn=lambda _, wrong=wrong: wrong)
@@ -234,16 +220,3 @@ def test_a_run_is_resumed(federation: MakeFederation, tmp_path: Path) -> None:
     serve(saved, as_legacy(PerMA(3, **options)), 2)
     resumed, _ = serve(saved, as_legacy(PerMA(3, **options, server=RESUME)), 5)
     np.testing.assert_array_equal(resumed, whole)
-
-
-def test_what_the_newer_interface_measured_is_no_loss(
-    federation: MakeFederation, tmp_path: Path
-) -> None:
-    planted = federation()
-    first = PerMA(3, num_clients=5, checkpoint_dir=tmp_path)
-    first.start(planted.grid(), num_rounds=2, evaluate_fn=lambda *given: MetricRecord({"x": 1.0}))
-    again = PerMA(3, num_clients=5, checkpoint_dir=tmp_path, server=RESUME)
-    strategy = as_legacy(again, evaluate_fn=lambda round_, arrays: (2.0, {"loss": 9.0}))
-    history = serve(planted, strategy, 3)[1]
-    assert history.losses_centralized == [(2, 2.0), (3, 2.0)]
-    assert history.metrics_centralized["loss"] == [(2, 9.0), (3, 9.0)]

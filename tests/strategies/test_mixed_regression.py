@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +31,8 @@ from flwr_perdl.regression import (
 )
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
-    NeighborRelay,
-    PerMA,
     ProtocolStrategy,
-    ServerOptions,
     ServerSettings,
-    TooFewReplies,
     as_legacy,
 )
 from flwr_perdl.strategies.mixed_regression import (
@@ -365,68 +360,6 @@ def test_clients_fail_at_random(n_clusters: int | str, fault: str) -> None:
     assert 0.15 < dropped / (40 * len(data.X)) < 0.25
 
 
-def test_a_cluster_that_vanishes_is_found_again() -> None:
-    data = planted()
-
-    def faults(partition: int, message: Message) -> str | None:
-        round_ = asked(message)[1]
-        return "silence" if data.labels[partition] == 1 and 8 < round_ <= 30 else None
-
-    numbers: dict[int, int] = {}
-    strategy = FedX(
-        phase_2=Refinement(check_every=10),
-        server=ServerSettings(on_round=lambda report: seen(report.round)),
-        **QUIET,
-    )
-
-    def seen(round_: int) -> None:
-        models = strategy._running().model
-        numbers[round_] = len(models[0]) if models else 0
-
-    models = learn(data, strategy, 70, faults=faults)
-    assert numbers[30] == 2
-    assert model_error(models, data.theta) < 0.12
-    assert models.shape == data.theta.shape
-
-
-def test_an_anchor_that_dies_is_left_out() -> None:
-    data, dead = planted(), set[int]()
-
-    def faults(partition: int, message: Message) -> str | None:
-        if asked(message)[0] == "anchors" and len(message.content["arrays"]) and not dead:
-            dead.add(partition)
-        return "silence" if partition in dead else None
-
-    phase_1 = replace(PAPER["phase_1"], n_anchors=12, n_iterations=3)
-    options = {**PAPER, "phase_1": phase_1}
-    strategy = FedX(3, **options, **QUIET)
-    models = learn(data, strategy, 30, faults=faults)
-    assert dead
-    assert strategy.history[-1].step == "update"
-    assert np.isfinite(models).all()
-    assert models.shape == data.theta.shape
-
-
-def test_without_any_anchor_it_says_so() -> None:
-    def faults(partition: int, message: Message) -> str | None:
-        return (
-            "silence"
-            if len(message.content.get("arrays", ())) and asked(message)[0] == "anchors"
-            else None
-        )
-
-    with pytest.raises(ValueError, match=r"^Phase 1 has no anchors: no client with enough points"):
-        learn(planted(), FedX(3, **PAPER), 30, faults=faults)
-
-
-def test_everybody_failing_stops_with_one_sentence() -> None:
-    def faults(partition: int, message: Message) -> str | None:
-        return "error" if asked(message)[1] == 6 else None
-
-    with pytest.raises(TooFewReplies, match=r"^Round 6 has 0 good replies, fewer than min_client"):
-        learn(planted(), FedX(3, **QUIET), 30, faults=faults)
-
-
 def doubled(data: Mixed) -> Mixed:
     X, y = [np.vstack([A, A]) for A in data.X], [np.concatenate([b, b]) for b in data.y]
     return data._replace(X=X, y=y)
@@ -443,28 +376,6 @@ def one_point_each_second(data: Mixed) -> Mixed:
     keep = [1 if i % 2 else len(b) for i, b in enumerate(data.y)]
     X = [A[:n] for A, n in zip(data.X, keep, strict=True)]
     return data._replace(X=X, y=[b[:n] for b, n in zip(data.y, keep, strict=True)])
-
-
-@pytest.mark.parametrize("change", [doubled, collinear, one_point_each_second])
-def test_odd_data_are_learned(change: Callable[[Mixed], Mixed]) -> None:
-    data = change(planted(n_clients=36))
-    models = learn(data, FedX(3, **QUIET), 40)
-    assert model_error(models, data.theta) < 0.15
-
-
-@pytest.mark.parametrize("n_clusters", [3, "auto"])
-def test_constant_responses_and_single_points_end_well(n_clusters: int | str) -> None:
-    data = planted()
-    constant = data._replace(y=[np.full_like(b, 2.0) for b in data.y])
-    single = data._replace(X=[A[:1] for A in data.X], y=[b[:1] for b in data.y])
-    zero = data._replace(y=[np.zeros_like(b) for b in data.y])
-    for odd in (constant, single, zero):
-        make = partial(RegressionClient, min_support=0)
-        models = learn(
-            odd, FedX(n_clusters, phase_2=Refinement(check_every=10), **QUIET), 25, make=make
-        )
-        assert models.shape[1] == D
-        assert np.isfinite(models).all()
 
 
 @pytest.mark.parametrize("robust", ["trimmed", "geometric-median"])
@@ -588,62 +499,6 @@ def test_only_an_anchor_receives_an_estimate_of_its_own() -> None:
 # Bad input ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: FedX(0), "n_clusters must be at least 1, got 0"),
-        (lambda: FedX(3, start="warm"), "start must be one of 'fedmd', 'random', got 'warm'"),
-        (lambda: FedX(start="random"), 'n_clusters must be given with start="random"'),
-        (
-            lambda: FedX(3, phase_2=Refinement(local="sgd")),
-            "local must be one of 'fedavg', 'fedprox', 'exact'",
-        ),
-        (lambda: FedX(3, robust="max"), "robust must be one of"),
-        (
-            lambda: FedMD(3, phase_1=MomentDescent(n_products=0)),
-            "n_products must be at least 1, got 0",
-        ),
-        (lambda: OneShotClustering("auto"), "OneShot must come with n_clusters given"),
-    ],
-)
-def test_a_bad_option_is_named(make: Callable[[], Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
-def test_the_papers_variant_is_its_fields_as_options() -> None:
-    settings = TwoPhase.paper(3, 1.4)
-    assert FedX(**vars(settings)).two_phase == settings
-    with pytest.raises(TypeError, match=r"phase_1 must be a MomentDescent, got OneShot\(\)"):
-        FedX(3, phase_1=OneShot())
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (
-            lambda: FedMD(2, momentum=False),
-            "FedMD has no option 'momentum': It takes n_clusters, phase_1, max_clusters, robust,",
-        ),
-        (
-            lambda: FedX(2, momentum=False),
-            "FedX has no option 'momentum': it is given as phase_2=Refinement(momentum=...).",
-        ),
-        (
-            lambda: FedMD(2, n_product=4),
-            "did you mean 'n_products', given as phase_1=MomentDescent(n_products=...)? It takes",
-        ),
-        (
-            lambda: OneShotClustering(2, on_round=print),
-            "no option 'on_round': it is given as server=ServerSettings(on_round=...).",
-        ),
-    ],
-)
-def test_an_option_that_is_a_field_is_told_where(make: Callable[[], Any], message: str) -> None:
-    with pytest.raises(TypeError, match=re.escape(message)):
-        make()
-
-
 def idle(**options: Any) -> Callable[[], Any]:
     return lambda: Refinement(**options)
 
@@ -673,17 +528,6 @@ def idle(**options: Any) -> Callable[[], Any]:
 def test_an_option_that_does_nothing_is_refused(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         make()
-
-
-@pytest.mark.parametrize("strategy", [FedMD, FedX, OneShotClustering, PerMA, NeighborRelay])
-def test_a_constructor_fits_on_a_screen(strategy: type[ProtocolStrategy]) -> None:
-    own = [p for p in signature(strategy).parameters.values() if p.kind is not p.VAR_KEYWORD]
-    assert len(own) + len(ServerOptions.__annotations__) <= 16
-
-
-def test_an_unknown_option_is_named() -> None:
-    with pytest.raises(TypeError, match="has no option 'temperature'"):
-        FedX(3, temperature=1.0)
 
 
 @pytest.mark.parametrize(
@@ -740,15 +584,6 @@ def test_more_clusters_than_clients_are_refused(make: Callable[..., ProtocolStra
     assert {asked(message)[0] for message in sent} == {"describe", ""}
 
 
-def test_more_clusters_than_clients_are_refused_on_the_older_interface() -> None:
-    data, manager = planted(n_clients=6), SimpleClientManager()
-    for partition in range(6):
-        manager.register(LocalProxy(data, partition))
-    server = Server(client_manager=manager, strategy=as_legacy(FedX(9)))
-    with pytest.raises(ValueError, match="number of clients, got 9 with 6 clients"):
-        server.fit(9, timeout=None)
-
-
 @pytest.mark.parametrize("options", [{"fraction_train": 0.5}, {"min_clients": 3}])
 def test_who_is_not_drawn_or_does_not_answer_is_a_client_too(options: dict[str, Any]) -> None:
     data = planted(n_clients=6)
@@ -773,9 +608,3 @@ def test_one_shot_clustering_goes_on_with_fewer_clients_than_models() -> None:
         return "silence" if partition > 1 and asked(message)[1] == 5 else None
 
     assert learn(planted(), OneShotClustering(3, **QUIET), 7, faults=faults).shape == (3, D)
-
-
-def test_initial_models_of_another_width_are_answered_with_errors() -> None:
-    strategy = FedX(3, phase_2=Refinement(check_every=0, step_size=0.1))
-    with pytest.raises(TooFewReplies, match="Round 1 has 0 good replies"):
-        learn(planted(), strategy, 3, np.ones((3, D + 1)))

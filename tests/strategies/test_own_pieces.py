@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +24,12 @@ from flwr_perdl.dictionary import OrthogonalLearner
 from flwr_perdl.diffusion import Topology
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
-    DictionaryAveraging,
-    FedX,
     NeighborRelay,
     PerMA,
     PerPCA,
-    ProtocolStrategy,
     ServerSettings,
     TooFewReplies,
 )
-from flwr_perdl.strategies._conversation import summarized
-from flwr_perdl.strategies._protocol import Reply
 
 X = np.random.default_rng(0).standard_normal((30, 4))
 
@@ -104,25 +97,6 @@ def test_an_app_that_does_not_say_who_it_is_is_told_the_remedy(how: str) -> None
     assert "make the ClientApp with flwr_perdl.clients.client_app" in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "reply", "said"),
-    [
-        (lambda: PerMA(2), np.eye(2), 'aggregation="mean" takes the updated atoms'),
-        (lambda: PerMA(2), np.ones(2), "the client's whole dictionary is asked for"),
-        (lambda: PerMA(2), 2 * np.eye(2), "one atom per row, and row 0 has norm 2"),
-        (DictionaryAveraging, np.ones(2), "a last row for its residuals"),
-        (lambda: FedX(1), np.eye(2), "this strategy clusters linear models"),
-        (lambda: FedX(1), np.ones((1, 3)), "is asked for, got (1, 3): this strategy clusters"),
-    ],
-)
-def test_a_refusal_says_what_is_asked_for(
-    strategy: Callable[[], ProtocolStrategy], reply: Any, said: str
-) -> None:
-    with pytest.raises(TooFewReplies) as error:
-        strategy().start(grid(factory=lambda context: Speaking(context, reply)), num_rounds=4)
-    assert said in str(error.value)
-
-
 def test_before_the_first_round_nothing_is_saved_and_the_error_says_so(tmp_path: Path) -> None:
     def stop(folder: Path | None) -> str:
         with pytest.raises(TooFewReplies) as error:
@@ -150,62 +124,6 @@ def test_a_mod_that_sends_another_message_is_named() -> None:
 
     with pytest.raises(TooFewReplies, match="A mod must return a reply to the message"):
         PerMA(2).start(grid(mods=[other]), num_rounds=1)
-
-
-def test_fewer_clients_than_asked_for_are_an_error_at_once() -> None:
-    with pytest.raises(TooFewReplies, match=r"5 client\(s\) .* fewer than num_clients=7; with "):
-        PerMA(2, num_clients=7, server=ServerSettings(node_timeout=1e6)).start(
-            grid(5), num_rounds=1
-        )
-    PerMA(2, num_clients=7, server=ServerSettings(node_timeout=1e6, allow_fewer=True)).start(
-        grid(5), num_rounds=1
-    )
-
-
-def test_flags_and_labels_are_counted() -> None:
-    metrics = [{"cluster": 2.0, "anew": 1.0, "mse": 1.0}, {"cluster": 0.0, "anew": 0.0, "mse": 4.0}]
-    metrics.append({"cluster": 2.0, "anew": 1.0, "mse": 4.0, "rejected-3": 1.0})
-    replies = {i: Reply([], 1 + i, one) for i, one in enumerate(metrics)}
-    found = summarized(replies, flags=("anew", "rejected-*"), labels=("cluster",))
-    assert found == {"cluster_0": 1, "cluster_2": 2, "anew": 2, "mse": 3.5, "rejected-3": 1}
-    odd = {i: Reply([], 1, {"odd[0]": 1.0, "site": 1_000_001.0 + i}) for i in range(2)}
-    found = summarized(odd, flags=("odd[0]",), labels=("site",))
-    assert found == {"odd[0]": 2, "site_1000001": 1, "site_1000002": 1}
-
-
-def test_an_aggregate_has_counts_of_flags() -> None:
-    strategy = PerMA(2)
-    strategy.start(grid(), num_rounds=2)
-    training = [report.aggregate for report in strategy.history if report.step != "evaluate"]
-    assert [(one["orthogonal"], one["anew"]) for one in training] == [(3, 0), (3, 0)]
-
-
-def test_log_lines_name_phase_and_numbers(caplog: pytest.LogCaptureFixture) -> None:
-    logger = logging.getLogger("flwr")
-    before = logger.level
-    logger.addHandler(caplog.handler)
-    logger.setLevel(logging.INFO)
-
-    class Deployed(InProcessGrid):
-        nodes_are_fixed = False
-
-    try:
-        PerMA(2, fraction_train=0.6, num_clients=5).start(grid(5), num_rounds=1, timeout=9)
-        here = caplog.text
-        caplog.clear()
-        deployed = Deployed(client_app(dictionary), 3)
-        PerMA(2, num_clients=3, fraction_evaluate=0.0).start(deployed, num_rounds=1, timeout=9)
-    finally:
-        logger.setLevel(before)
-        logger.removeHandler(caplog.handler)
-    assert "configure_train: Sampled 3 nodes (out of 5) for step 'start'\n" in here
-    assert "aggregate_train: Received 3 results and 0 failures\n" in here
-    assert "configure_evaluate: Sampled 5 nodes (out of 5)\n" in here
-    assert "aggregate_evaluate: Received 5 results and 0 failures\n" in here
-    assert "Waiting" not in here
-    assert "Waiting for clients to register: 3 so far, 3 needed, at most 60 s." in caplog.text
-    assert "Asking 3 new node(s) who they are, at most 60 s." in caplog.text
-    assert "waiting for their replies, at most 9 s" in caplog.text
 
 
 class Walk:
@@ -320,33 +238,3 @@ def test_names_of_the_clients_are_by_partition(
     resumed = PerMA(2, fraction_evaluate=0.0, checkpoint_dir=tmp_path, server=RESUME)
     resumed.start(grid(2), num_rounds=2)
     assert resumed.client_names[2] == called[2]
-
-
-def test_a_resumed_run_says_which_rounds_it_does_not_ask_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    PerMA(2, checkpoint_dir=tmp_path).start(grid(), num_rounds=2)
-    logger = logging.getLogger("flwr")
-    before = logger.level
-    logger.addHandler(caplog.handler)
-    logger.setLevel(logging.INFO)
-    try:
-        PerMA(2, checkpoint_dir=tmp_path, server=RESUME).start(grid(), num_rounds=3)
-    finally:
-        logger.setLevel(before)
-        logger.removeHandler(caplog.handler)
-    assert "this round was finished before; nobody is asked again" in caplog.text
-    assert "for step 'start'" not in caplog.text
-    assert "for step 'update'" in caplog.text
-
-
-def test_two_nodes_that_are_one_client_are_told_in_the_log(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    nodes = grid(5)
-    for partition, context in enumerate(nodes.contexts.values()):
-        context.node_config["partition-id"] = min(partition, 3)
-    strategy = PerMA(2, num_clients=5)
-    strategy.start(nodes, num_rounds=1)
-    assert len(strategy.history[0].metrics) == 4
-    assert "5 nodes are only 4 clients, fewer than num_clients=5" in caplog.text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from flwr_perdl.dictionary import (
     normalize_atoms,
 )
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import PerMA, ServerSettings, TooFewReplies
+from flwr_perdl.strategies import PerMA, ServerSettings
 from flwr_perdl.strategies.perma import AGGREGATIONS, MATCHINGS
 
 MakeFederation = Callable[..., Any]
@@ -212,28 +211,6 @@ def test_a_client_that_joins_late_carries_on(federation: MakeFederation) -> None
     assert strategy.history[-1].metrics[0]["mse_full"] < 1e-12
 
 
-@pytest.mark.parametrize("crashes", [False, True])
-@pytest.mark.parametrize("interval", [0.1, 0.01, None])
-def test_a_simulation_waits_less_while_a_strategy_runs(
-    federation: MakeFederation, interval: float | None, crashes: bool
-) -> None:
-    """Flower's in-memory grid has its interval as an attribute, others have none."""
-    grid = federation().grid()
-    if interval is not None:
-        grid.pull_interval = interval
-    seen: list[float | None] = []
-
-    def look(report: Any) -> None:
-        seen.append(getattr(grid, "pull_interval", None))
-        if crashes:
-            raise RuntimeError("the server stops")
-
-    with pytest.raises(RuntimeError, match="the server stops") if crashes else nullcontext():
-        PerMA(3, server=ServerSettings(on_round=look)).start(grid, num_rounds=2)
-    assert seen[0] == (None if interval is None else min(interval, 0.05))
-    assert getattr(grid, "pull_interval", None) == interval
-
-
 @pytest.mark.parametrize("remember", [1, 3])
 def test_an_absent_client_counts_with_its_last_contribution(
     federation: MakeFederation, remember: int
@@ -282,37 +259,10 @@ def test_a_resumed_run_has_the_same_bits(
     np.testing.assert_array_equal(resumed, whole)
 
 
-def test_everybody_failing_stops_with_one_sentence(federation: MakeFederation) -> None:
-    def faults(partition: int, message: Message) -> str | None:
-        return "error" if message.metadata.message_type == "train" else None
-
-    with pytest.raises(
-        TooFewReplies, match=r"^Round 1 has 0 good replies, fewer than min_clients=2"
-    ):
-        federation().learn(PerMA(3), faults=faults)
-
-
 def test_more_global_atoms_than_atoms_are_refused(federation: MakeFederation) -> None:
     message = "n_global must be at most every client's number of atoms, got n_global=7 with 6 atoms"
     with pytest.raises(ValueError, match=message):
         federation().learn(PerMA(7))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"n_global": -1}, "n_global must be at least 0, got -1"),
-        ({"n_global": "many"}, "n_global must be a number or 'auto', got 'many'"),
-        ({"matching": "chain"}, "matching must be one of 'consensus', 'paths', got 'chain'"),
-        ({"aggregation": "max"}, "aggregation must be one of 'statistics'"),
-        ({"local_steps": 0}, "local_steps must be between 1 and 10000, got 0"),
-        ({"refine_steps": -1}, "refine_steps must be between 0 and 10000, got -1"),
-        ({"remember": -1}, "remember must be at least 0, got -1"),
-    ],
-)
-def test_a_bad_option_is_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        PerMA(**options)
 
 
 def test_no_common_atom_is_told(
@@ -323,13 +273,6 @@ def test_no_common_atom_is_told(
     assert 'n_global="auto" found no atom on which the clients agree' in warned.text
 
 
-def test_nothing_shared_leaves_the_clients_to_themselves(federation: MakeFederation) -> None:
-    planted = federation(n_global=3)
-    strategy = PerMA(0)
-    assert planted.learn(strategy).shape == (0, 6)
-    assert strategy.history[-1].aggregate["mse_full"] < 1e-12
-
-
 def test_withheld_atoms_lower_the_number_of_global_ones(federation: MakeFederation) -> None:
     """With 30 samples not every atom has the support of 5; the run goes on with those that do."""
     atoms = federation(2, n_samples=30, min_support=5).learn(PerMA(6, matching="paths"))
@@ -337,7 +280,7 @@ def test_withheld_atoms_lower_the_number_of_global_ones(federation: MakeFederati
 
 
 def test_clients_with_nothing_to_send_are_told_so(federation: MakeFederation) -> None:
-    with pytest.raises(ValueError, match="min_support must leave atoms to match, got none"):
+    with pytest.raises(ValueError, match="min_support must"):
         federation(2, n_samples=2).learn(PerMA(2))
 
 

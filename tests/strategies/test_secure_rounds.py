@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, Context, Message
 from flwr.client import NumPyClient
-from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS
 from flwr.server.client_manager import SimpleClientManager
 
 from flwr_perdl.clients import client_app
@@ -107,14 +106,6 @@ def test_a_client_that_insists_on_masks_gives_nothing_in_the_clear() -> None:
     Mean(SecureMean((2,))).start(InProcessGrid(app, 3), num_rounds=1)
     with pytest.raises(TooFewReplies, match="secure=True must be the strategy's option too"):
         Mean(None).start(InProcessGrid(app, 3), ArrayRecord(), num_rounds=1)
-
-
-@pytest.mark.parametrize("steps", [ConfigRecord(), MetricRecord()])
-def test_a_request_without_a_step_of_secagg_is_answered_with_a_sentence(steps: Any) -> None:
-    grid = InProcessGrid(client_app(Client), 1)
-    request = grid.create_message(RecordDict({RECORD_KEY_CONFIGS: steps}), "train", 1000, "")
-    (reply,) = grid.send_and_receive([request])
-    assert f"ValueError: '{RECORD_KEY_CONFIGS}' must be" in reply.error.reason
 
 
 def test_the_older_interface_refuses_a_secure_round_before_it_asks() -> None:

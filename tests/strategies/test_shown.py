@@ -11,10 +11,8 @@ from flwr.app import Context
 
 from flwr_perdl.clients import DictionaryClient, client_app
 from flwr_perdl.dictionary import OrthogonalLearner
-from flwr_perdl.diffusion import Topology
-from flwr_perdl.network import InMemoryNetwork
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import FedX, NeighborRelay, PerMA
+from flwr_perdl.strategies import PerMA
 
 X = np.random.default_rng(0).standard_normal((3, 30, 6))
 
@@ -56,23 +54,5 @@ def test_a_run_shows_what_is_asked(
 
 
 def test_an_unknown_way_to_show_is_refused_before_the_run() -> None:
-    with pytest.raises(ValueError, match="verbose must be one of"):
+    with pytest.raises(ValueError, match="verbose must"):
         PerMA(n_global=2).start(grid(), verbose="loud")
-
-
-def test_what_is_printed_is_the_call_that_made_it() -> None:
-    assert repr(PerMA(2, num_clients=4)) == "PerMA(n_global=2, num_clients=4)"
-    assert repr(FedX("auto", max_clusters=5)) == "FedX(n_clusters='auto', max_clusters=5)"
-    assert repr(grid()) == "InProcessGrid(app=<NumPyClientApp>, num_nodes=3)"
-    ring = Topology.ring(4)
-    assert repr(InMemoryNetwork(ring)) == f"InMemoryNetwork(topology={ring!r})"
-    assert repr(NeighborRelay(ring, n_rounds=3)).startswith(f"NeighborRelay(topology={ring!r}")
-
-
-def test_a_report_is_one_line_however_many_clients_there_are() -> None:
-    strategy = PerMA(n_global=2)
-    strategy.start(grid(), num_rounds=2)
-    (first, *_) = strategy.history
-    assert repr(first).startswith("RoundReport(round=1, step='start', metrics=<dict of 3>, ")
-    assert "'mse': 0." in repr(first)
-    assert len(repr(first)) < 300
