@@ -19,7 +19,7 @@ from flwr_perdl._checks import (
 from flwr_perdl._random import SERVER, spawn
 from flwr_perdl.regression.exchange import Answers, Ask, State
 from flwr_perdl.regression.fedx import estimate_alone
-from flwr_perdl.regression.losses import SQUARED, Loss, check_labels, check_points
+from flwr_perdl.regression.losses import SQUARED, Loss, check_labels, check_loss, check_points
 from flwr_perdl.regression.phases import TwoPhase
 from flwr_perdl.regression.two_phase import answered, two_phases
 
@@ -66,6 +66,7 @@ class Clients:
     """
 
     def __init__(self, X: Sequence[Matrix], y: Sequence[Matrix], loss: Loss = SQUARED) -> None:
+        check_loss(loss)
         check_list("X", X), check_list("y", y)
         if not len(X) or len(X) != len(y):
             raise ValueError(f"X and y must have one entry per client, got {len(X)} and {len(y)}.")

@@ -54,6 +54,7 @@ from flwr_perdl.regression.losses import (
     Loss,
     SquaredLoss,
     check_labels,
+    check_loss,
     check_points,
     check_shapes,
     of_stacks,
@@ -177,6 +178,7 @@ def local_change(
         floor=np.inf,
     )
     check_shapes(X, y, theta)
+    check_loss(loss)
     check_labels("y", y, loss)
     lead = theta.shape[:-1]
     X, y, theta = (A.reshape(-1, *A.shape[len(lead) :]) for A in (X, y, theta))

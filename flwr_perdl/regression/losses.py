@@ -129,9 +129,13 @@ def check_shapes(X: Matrix, y: Matrix, theta: Matrix) -> None:
         raise ValueError(f"theta must have shape {columns}, as X has columns, got {theta.shape}.")
 
 
+def check_loss(loss: Loss) -> None:
+    """Raise a TypeError unless this is a loss."""
+    check_members("loss", loss, "Loss", "values", "gradient", "curvature")
+
+
 def check_labels(name: str, y: Matrix, loss: Loss) -> None:
-    """Raise an error if the loss is none, or of labels -1 and 1 and a response is neither."""
-    check_members("loss", loss, "Loss", "values", "gradient")
+    """Raise a ValueError if the loss is of labels -1 and 1, and a response is neither."""
     if isinstance(loss, LogisticLoss) and not (np.abs(y) == 1).all():
         odd = float(y[np.abs(y) != 1][0])
         raise ValueError(f"{name} must be -1 or 1 for the logistic loss, got {odd:g}.")

@@ -30,7 +30,14 @@ from flwr_perdl._robust import CAP, capped
 from flwr_perdl.regression.exchange import Answers, Ask, Descent, Exchanges, Refining, State, Step
 from flwr_perdl.regression.fedmd import anchor, fedmd, moment, one_shot, start_descent
 from flwr_perdl.regression.fedx import fedx, update
-from flwr_perdl.regression.losses import SQUARED, Loss, check_labels, check_points, of_stacks
+from flwr_perdl.regression.losses import (
+    SQUARED,
+    Loss,
+    check_labels,
+    check_loss,
+    check_points,
+    of_stacks,
+)
 from flwr_perdl.regression.phases import Refinement, TwoPhase
 
 #: Clients whose curvature is above this many times the median do not count for the step size.
@@ -128,6 +135,7 @@ def answer(X: Matrix, y: Matrix, ask: Ask, loss: Loss = SQUARED) -> Matrix:
     (3,)
     """
     X, y = check_points(X, y, ndim=3 if as_array("X", X).ndim == 3 else 2)
+    check_loss(loss)
     check_labels("y", y, loss)
     check_kind("ask", ask, Ask, "an Ask")
     check_choice("step", ask.step, get_args(Step))
