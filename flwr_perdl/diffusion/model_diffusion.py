@@ -379,6 +379,8 @@ class ModelDiffusion:
             nu = np.broadcast_to(exact.nu, (len(W), *X.shape))
             error = np.broadcast_to(exact.error, (len(W), len(X)))
             return Inference(exact.codes, nu, 0, error, True)
+        if network is not None:
+            given = {**given, "weights": None}  # a network has its own
         return infer(
             self.objective,
             X,
