@@ -22,7 +22,7 @@ def test_a_node_alone_with_its_messages_hears_what_a_mailbox_hears(
     gone = draw.draw(st.sets(st.integers(0, n - 1), max_size=2))
     arrays[0][list(broken)] = np.nan
     for k in range(n):
-        senders = plan.heard_by(np.array([k]))
+        senders = plan.senders_to(np.array([k]))
         arrived = np.array([j == k or j not in gone for j in senders])
         whole = Mailbox(plan, np.array([k]), senders).inbox(
             1, tuple(array[senders] for array in arrays), None, arrived

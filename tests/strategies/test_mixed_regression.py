@@ -372,12 +372,6 @@ def collinear(data: Mixed) -> Mixed:
     return data._replace(X=X, theta=np.hstack([theta, theta[:, :2]]))
 
 
-def one_point_each_second(data: Mixed) -> Mixed:
-    keep = [1 if i % 2 else len(b) for i, b in enumerate(data.y)]
-    X = [A[:n] for A, n in zip(data.X, keep, strict=True)]
-    return data._replace(X=X, y=[b[:n] for b, n in zip(data.y, keep, strict=True)])
-
-
 @pytest.mark.parametrize("robust", ["trimmed", "geometric-median"])
 @pytest.mark.parametrize(("n_clusters", "size"), [(3, 1e6), ("auto", 1e100)])
 def test_one_adversary_does_no_harm_to_a_robust_average(

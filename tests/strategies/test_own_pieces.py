@@ -16,7 +16,6 @@ from flwr.clientapp.mod import LocalDpMod
 from flwr_perdl.clients import (
     DictionaryClient,
     DiffusionClient,
-    Member,
     PerPCAClient,
     client_app,
 )
@@ -55,14 +54,6 @@ class Template(NumPyClient):
 
     def evaluate(self, parameters: list[Any], config: dict[str, Any]) -> Any:
         return 0.0, 1, {}
-
-
-class Speaking(Member, Template):
-    """One that answers the steps itself."""
-
-    def __init__(self, context: Any, reply: Any) -> None:
-        super().__init__(context)
-        self.reply = reply
 
 
 def grid(n: int = 3, factory: Any = dictionary, mods: Any = (), **options: Any) -> InProcessGrid:
