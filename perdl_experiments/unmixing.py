@@ -36,11 +36,7 @@ from flwr_perdl.checks import Matrix, check_array, check_choice, check_count
 from flwr_perdl.dictionary import normalize_atoms
 from flwr_perdl.dictionary.coding import nonnegative_from_gram
 from flwr_perdl.diffusion.combine import Inbox, run_program, shown
-from flwr_perdl.diffusion.data_diffusion import (
-    DataDiffusion,
-    DictionaryState,
-    Diffused,
-)
+from flwr_perdl.diffusion.data_diffusion import DataDiffusion, DictionaryState, Diffused
 from flwr_perdl.diffusion.topology import Topology, metropolis_weights, rounds_to_all
 from flwr_perdl.random import spawn
 

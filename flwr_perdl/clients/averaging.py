@@ -9,12 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flwr_perdl.clients.dictionary import (
-    LOCAL_ATOMS,
-    LearnerClient,
-    mean_square,
-    read_local_steps,
-)
+from flwr_perdl.clients.dictionary import LOCAL_ATOMS, LearnerClient, mean_square, read_local_steps
 from flwr_perdl.clients.steps import StepRequest, StepResult, step
 from flwr_perdl.dictionary import reconstruct, update_weights
 from flwr_perdl.dictionary.atoms import principal_directions

@@ -14,13 +14,7 @@ import numpy as np
 from flwr.app import Context
 from numpy.typing import NDArray
 
-from flwr_perdl._checks import (
-    Matrix,
-    check_array,
-    check_count,
-    check_kind,
-    check_members,
-)
+from flwr_perdl._checks import Matrix, check_array, check_count, check_kind, check_members
 from flwr_perdl._random import spawn
 from flwr_perdl._records import ANEW, EVALUATE, Scalar
 from flwr_perdl.clients._requests import admit, check_atoms, digest, rounded

@@ -25,14 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_perdl._arrays import row_products
-from flwr_perdl._checks import (
-    Matrix,
-    as_array,
-    check_array,
-    check_choice,
-    check_count,
-    check_flag,
-)
+from flwr_perdl._checks import Matrix, as_array, check_array, check_choice, check_count, check_flag
 from flwr_perdl._parallel import in_threads
 from flwr_perdl._robust import EFFECTS, average_of, far, geometric_median, reach, shortening
 from flwr_perdl.dictionary.atoms import (

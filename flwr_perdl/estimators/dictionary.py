@@ -27,13 +27,7 @@ from flwr_perdl.dictionary import (
     sparse_code,
     warm_start,
 )
-from flwr_perdl.estimators._base import (
-    Federated,
-    MakeGrid,
-    SiteTransformer,
-    explained,
-    rebuilt,
-)
+from flwr_perdl.estimators._base import Federated, MakeGrid, SiteTransformer, explained, rebuilt
 from flwr_perdl.strategies import PerMA
 
 #: How a site learns its first dictionary where no learner is given. With a third of the iterations

@@ -76,12 +76,7 @@ from flwr_perdl.clients._clusters import (
     TEMPERATURE,
 )
 from flwr_perdl.regression.clustering import ROBUST, average_updates
-from flwr_perdl.regression.updates import (
-    choose_anchors,
-    nested_groups,
-    perturbed,
-    smallest_as_good,
-)
+from flwr_perdl.regression.updates import choose_anchors, nested_groups, perturbed, smallest_as_good
 from flwr_perdl.strategies._conversation import summarized
 from flwr_perdl.strategies._options import ServerOptions
 from flwr_perdl.strategies._protocol import Protocol, Replies, Request, State

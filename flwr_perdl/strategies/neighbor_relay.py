@@ -55,13 +55,7 @@ from flwr.serverapp import Grid
 from numpy.typing import NDArray
 from scipy import sparse
 
-from flwr_perdl._checks import (
-    Matrix,
-    check_count,
-    check_flag,
-    check_kind,
-    check_real,
-)
+from flwr_perdl._checks import Matrix, check_count, check_flag, check_kind, check_real
 from flwr_perdl._compat import log
 from flwr_perdl._network._exchange import Plan, Run, spread
 from flwr_perdl._network._packing import text_array, texts_of, unpack, unpack_arrays

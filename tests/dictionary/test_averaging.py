@@ -15,10 +15,7 @@ from flwr_perdl.dictionary import (
     normalize_atoms,
     warm_start,
 )
-from flwr_perdl.dictionary.averaging import (
-    average_dictionaries,
-    common_start,
-)
+from flwr_perdl.dictionary.averaging import average_dictionaries, common_start
 
 RNG = np.random.default_rng(0)
 

@@ -10,13 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flwr_perdl._random import spawn
-from flwr_perdl.dictionary import (
-    KSVDLearner,
-    MODLearner,
-    dictionary_distance,
-    normalize_atoms,
-    omp,
-)
+from flwr_perdl.dictionary import KSVDLearner, MODLearner, dictionary_distance, normalize_atoms, omp
 from flwr_perdl.diffusion import (
     CombinationMatrix,
     Topology,

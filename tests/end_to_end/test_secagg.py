@@ -24,13 +24,7 @@ from flwr_perdl.clients import RegressionClient, client_app
 from flwr_perdl.dictionary import dictionary_distance, reconstruct, sparse_code
 from flwr_perdl.regression import Refinement
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import (
-    FedX,
-    PerMA,
-    ProtocolStrategy,
-    TooFewReplies,
-    as_legacy,
-)
+from flwr_perdl.strategies import FedX, PerMA, ProtocolStrategy, TooFewReplies, as_legacy
 from perdl_experiments.deployment import Deployment
 from perdl_experiments.mixed_regression_data import mixed_regression
 

@@ -1,11 +1,7 @@
 import numpy as np
 
 from flwr_perdl.dictionary import OrthogonalLearner, dictionary_distance
-from perdl_experiments.baselines import (
-    learn,
-    learn_each,
-    plain_average,
-)
+from perdl_experiments.baselines import learn, learn_each, plain_average
 from perdl_experiments.data import planted_clients
 
 

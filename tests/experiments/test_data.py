@@ -4,11 +4,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from flwr_perdl.simulations.partition import MAX_TEST, imbalanced_partition, natural_partition
-from perdl_experiments.data import (
-    digest,
-    load_images,
-    planted_clients,
-)
+from perdl_experiments.data import digest, load_images, planted_clients
 
 
 def test_bundled_digits_are_brought_to_the_unit_range():

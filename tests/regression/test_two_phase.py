@@ -23,12 +23,7 @@ from flwr_perdl.regression import (
     simulate,
     two_phases,
 )
-from perdl_experiments.mixed_regression_data import (
-    Mixed,
-    mixed_regression,
-    oracle,
-    setting,
-)
+from perdl_experiments.mixed_regression_data import Mixed, mixed_regression, oracle, setting
 
 THIRDS = np.full(3, 1 / 3)
 

@@ -20,13 +20,7 @@ from flwr_perdl.regression import model_error
 from flwr_perdl.regression.clustering import ROBUST
 from flwr_perdl.regression.updates import choose_anchors, nested_groups, smallest_as_good
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import (
-    ClusteredFedAvg,
-    FedX,
-    ServerSettings,
-    TooFewReplies,
-    as_legacy,
-)
+from flwr_perdl.strategies import ClusteredFedAvg, FedX, ServerSettings, TooFewReplies, as_legacy
 from tests.bits import assert_same_bits
 from tests.strategies.test_legacy import serve
 

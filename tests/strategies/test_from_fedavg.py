@@ -23,13 +23,7 @@ from flwr_perdl.dictionary import OrthogonalLearner
 from flwr_perdl.diffusion import DiffusionAveraging, Topology
 from flwr_perdl.regression import Refinement
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import (
-    ClusteredFedAvg,
-    FedX,
-    PerMA,
-    ServerOptions,
-    TooFewReplies,
-)
+from flwr_perdl.strategies import ClusteredFedAvg, FedX, PerMA, ServerOptions, TooFewReplies
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "from-fedavg.md").read_text()
 MODEL, ATOMS = ArrayRecord([np.zeros(3)]), ArrayRecord([np.eye(2, 6)])

@@ -30,17 +30,8 @@ from flwr_perdl.regression import (
     simulate,
 )
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import (
-    ProtocolStrategy,
-    ServerSettings,
-    as_legacy,
-)
-from flwr_perdl.strategies.mixed_regression import (
-    FedMD,
-    FedX,
-    OneShotClustering,
-    random_models,
-)
+from flwr_perdl.strategies import ProtocolStrategy, ServerSettings, as_legacy
+from flwr_perdl.strategies.mixed_regression import FedMD, FedX, OneShotClustering, random_models
 from perdl_experiments.mixed_regression_data import Mixed, mixed_regression
 
 D = 8

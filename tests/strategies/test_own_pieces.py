@@ -13,22 +13,11 @@ from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import LocalDpMod
 
-from flwr_perdl.clients import (
-    DictionaryClient,
-    DiffusionClient,
-    PerPCAClient,
-    client_app,
-)
+from flwr_perdl.clients import DictionaryClient, DiffusionClient, PerPCAClient, client_app
 from flwr_perdl.dictionary import OrthogonalLearner
 from flwr_perdl.diffusion import Topology
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import (
-    NeighborRelay,
-    PerMA,
-    PerPCA,
-    ServerSettings,
-    TooFewReplies,
-)
+from flwr_perdl.strategies import NeighborRelay, PerMA, PerPCA, ServerSettings, TooFewReplies
 
 X = np.random.default_rng(0).standard_normal((30, 4))
 
