@@ -315,8 +315,7 @@ def lasso(
     among, factor = np.empty((0, 0)), np.empty((0, 0))
     used, step = np.empty(r, np.intp), np.empty(r)
     for i in range(n):
-        goal = 0.5 * tol * squares[i]
-        known = sweep = 0
+        goal, known, sweep = 0.5 * tol * squares[i], 0, 0
         m = _begin(products[i], gram, warm, C[i], rest, is_active, atoms, codes)
         while True:
             largest, worst = _largest(r, rest, alpha, nonnegative), alpha

@@ -388,13 +388,8 @@ def infer(
     return_nu = check_flag("return_nu", return_nu)
     agents = informed_agents(informed, topology.n_nodes)
     compress = _compresses(compress, objective, kind, network, (sum(map(len, atoms)), X.shape[1]))
-    if weights is not None and network is not None:
-        raise ValueError(f"weights must be None with a network, which has its own, got {weights}.")
-    if network is not None:
-        check_members("network", network, "Network", "run")
     if weights is not None:
-        check_kind("weights", weights, CombinationMatrix, "a CombinationMatrix")
-        _check_weights(weights, topology, kind)
+        _check_weights(weights, topology, kind, network)
         options = {**_contraction(weights, kind), **options}
 
     def program(objective: Objective, Y: Matrix, W: Sequence[Matrix]) -> DualInference:
@@ -510,9 +505,15 @@ def _in_memory(
 
 
 def _check_weights(
-    weights: CombinationMatrix, topology: Topology, kind: type[DualInference]
+    weights: CombinationMatrix,
+    topology: Topology,
+    kind: type[DualInference],
+    network: Network | None,
 ) -> None:
     """Raise a ValueError if a method cannot combine with these weights."""
+    check_kind("weights", weights, CombinationMatrix, "a CombinationMatrix")
+    if network is not None:
+        raise ValueError(f"weights must be None with a network, which has its own, got {weights}.")
     if weights.topology.n_nodes != topology.n_nodes:
         raise ValueError(f"weights must be for {topology.n_nodes} nodes, got {weights}.")
     if not weights.is_connected:
@@ -533,6 +534,7 @@ def _check_sums(weights: CombinationMatrix, kind: type[DualInference]) -> None:
 
 def _check_network(network: Network, program: DualInference) -> None:
     """Raise a ValueError if the program cannot find the duals on this network."""
+    check_members("network", network, "Network", "run")
     ours, theirs = program.topology, getattr(network, "topology", program.topology)
     if theirs.n_nodes != ours.n_nodes:
         raise ValueError(f"network must have {ours.n_nodes} nodes as topology, got {theirs!r}.")

@@ -253,9 +253,8 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
             If fewer than ``min_clients`` good replies come in a round.
         """
         initial = ArrayRecord() if initial_arrays is None else initial_arrays
-        check_kind("initial_arrays", initial, ArrayRecord, "an ArrayRecord or None")
-        check_kind("grid", grid, Grid, "a Grid")
-        _check_options(timeout, train_config, evaluate_config, evaluate_fn, should_stop, verbose)
+        configs, functions = (train_config, evaluate_config), (evaluate_fn, should_stop)
+        _check_start(grid, initial, timeout, configs, functions, verbose)
         least = 1 if len(initial) else self._least_rounds()
         rounds = (self._default_rounds or least) if num_rounds is None else num_rounds
         check_count("num_rounds", rounds, 1)
@@ -264,8 +263,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
                 f"num_rounds must be at least {least} for these settings, got {rounds}: there is "
                 "no result before, and no checkpoint_dir keeps the run to go on with."
             )
-        self._timeout, self._evaluate_config = timeout, evaluate_config
-        self._num_rounds = rounds
+        self._timeout, self._evaluate_config, self._num_rounds = timeout, evaluate_config, rounds
         conversation = self.open(to_arrays(initial), initial)
         if rounds < conversation.done:
             raise ValueError(
@@ -276,18 +274,15 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         conversation.begin(rounds)
         getattr(grid, "begin_run", lambda: None)()  # only an InProcessGrid has it
         try:
-            with (
-                poll_faster(grid),
-                shown(verbose, type(self).__name__, rounds) as self._show,
-            ):
+            with poll_faster(grid), shown(verbose, type(self).__name__, rounds) as self._show:
                 if hasattr(grid, "on_reply"):  # an InProcessGrid
                     grid.on_reply = self._show.replies
                 result = self._run_rounds(
                     grid,
                     initial,
                     rounds,
-                    ConfigRecord() if train_config is None else train_config,
-                    ConfigRecord() if evaluate_config is None else evaluate_config,
+                    train_config or ConfigRecord(),
+                    evaluate_config or ConfigRecord(),
                     None if evaluate_fn is None else _remembering(evaluate_fn, conversation),
                     should_stop,
                 )
@@ -534,20 +529,22 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         return [message for _, message in self._sent]
 
 
-def _check_options(
+def _check_start(
+    grid: Grid,
+    initial_arrays: ArrayRecord,
     timeout: float | None,
-    train_config: ConfigRecord | None,
-    evaluate_config: ConfigRecord | None,
-    evaluate_fn: EvaluateFn | None,
-    should_stop: Callable[[int, Result], bool] | None,
+    configs: Sequence[ConfigRecord | None],
+    functions: Sequence[Callable[..., Any] | None],
     verbose: str,
 ) -> None:
     """Check what `ProtocolStrategy.start` takes as Flower's strategies do."""
+    check_kind("grid", grid, Grid, "a Grid")
+    check_kind("initial_arrays", initial_arrays, ArrayRecord, "an ArrayRecord or None")
     if timeout is not None:
         check_real("timeout", timeout, 0)
-    for name, given in (("train_config", train_config), ("evaluate_config", evaluate_config)):
+    for name, given in zip(("train_config", "evaluate_config"), configs, strict=True):
         check_kind(name, given, (ConfigRecord, type(None)), "a ConfigRecord or None")
-    for name, function in (("evaluate_fn", evaluate_fn), ("should_stop", should_stop)):
+    for name, function in zip(("evaluate_fn", "should_stop"), functions, strict=True):
         if function is not None and not callable(function):
             raise TypeError(f"{name} must be a function or None, got {function!r}.")
     check_choice("verbose", verbose, VERBOSE)
