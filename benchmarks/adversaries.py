@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from flwr_perdl._random import DATA as DRAWS
-from flwr_perdl._random import spawn
 from flwr_perdl.clients import DictionaryClient, client_app
 from flwr_perdl.dictionary import OrthogonalLearner, dictionary_distance
+from flwr_perdl.random import DATA as DRAWS
+from flwr_perdl.random import spawn
 from flwr_perdl.regression import TwoPhase, model_error
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import PerMA

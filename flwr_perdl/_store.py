@@ -24,8 +24,8 @@ from zipfile import ZIP_STORED, ZipFile
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl._checks import check_count
 from flwr_perdl._npy import view_file
+from flwr_perdl.checks import check_count
 
 FORMAT = 2
 _META, _CHECKSUM = "meta", "checksum"

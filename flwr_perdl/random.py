@@ -4,6 +4,38 @@
 client's have "partitions" of their own, listed here.
 """
 
-from flwr_perdl._random import DATA, EVALUATION, FAILURES, SAMPLING, SERVER, spawn
+from __future__ import annotations
+
+import numpy as np
 
 __all__ = ["DATA", "EVALUATION", "FAILURES", "SAMPLING", "SERVER", "spawn"]
+
+#: "Partitions" whose draws are not a client's: the protocol's at the server, the choice of the
+#: clients that train and that evaluate, the making and splitting of experiments' data, and who
+#: fails in an experiment's round.
+SERVER = 2**32 - 1
+SAMPLING = 2**32 - 2
+DATA = 2**32 - 3
+EVALUATION = 2**32 - 4
+FAILURES = 2**32 - 5
+
+
+def spawn(seed: int, partition: int = SERVER, round_: int = 0) -> np.random.Generator:
+    """Return the generator of ``(seed, partition, round_)``, the same on every engine.
+
+    Parameters
+    ----------
+    seed : int
+        The run's one seed, at least 0.
+    partition : int
+        The client's partition id; the server's draws by default.
+    round_ : int
+        Communication round, 0 for what happens before the first.
+
+    Examples
+    --------
+    >>> from flwr_perdl.random import spawn
+    >>> spawn(0, partition=3).integers(10) == spawn(0, partition=3).integers(10)
+    np.True_
+    """
+    return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(partition, round_)))

@@ -12,20 +12,31 @@ name                where it stands
 ``Scalar``          type of a value in a config or in metrics
 ``to_arrays``       the arrays of a record, in order
 ==================  ==============================================================================
+
+Requests carry an ArrayRecord ``"arrays"`` and a ConfigRecord ``"config"``; replies an ArrayRecord
+``"arrays"`` and a MetricRecord ``"metrics"`` with ``"num-examples"``: what Flower's FedAvg uses.
+
+Arrays travel as the bytes of NumPy's ``.npy`` format, which is Flower's choice. For a small array,
+writing and parsing the header costs more than the numbers. A federation has few different headers,
+so each is written and parsed once.
 """
 
-from flwr_perdl._records import (
-    ANEW,
-    EVALUATE,
-    NUM_EXAMPLES,
-    PARTITION_ID,
-    ROUND,
-    RUN,
-    SEED,
-    STEP,
-    Scalar,
-    to_arrays,
-)
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
+from itertools import dropwhile, takewhile
+from math import isfinite
+from typing import Any, NamedTuple
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+
+from flwr_perdl._compat import CLIENT_APP_RAISED_EXCEPTION
+from flwr_perdl._npy import file_header, view_file
+from flwr_perdl.checks import FLOATS, Matrix
 
 __all__ = [
     "ANEW",
@@ -39,3 +50,411 @@ __all__ = [
     "Scalar",
     "to_arrays",
 ]
+
+#: A value of a config or of a metric.
+Scalar = bool | bytes | float | int | str
+#: For `isinstance`: tuples, as ``int | float`` would be made anew for every number of every reply.
+_NUMBERS, _TEXTS = (int, float), (bytes, str)
+
+#: What Flower calls an array in NumPy's ``.npy`` format.
+NPY = "numpy.ndarray"
+ARRAYS = "arrays"
+CONFIG = "config"
+METRICS = "metrics"
+#: The metric that says how many examples a reply stands for.
+NUM_EXAMPLES = "num-examples"
+
+#: Which step of a protocol a request asks for.
+STEP = "perdl.step"
+#: In evaluations: which step made the model.
+AFTER = "perdl.after"
+#: The communication round; Flower's own strategies use this name.
+ROUND = "server-round"
+#: The run's one seed.
+SEED = "perdl.seed"
+#: A token of the run: private state of another run is not taken up.
+RUN = "perdl.run"
+
+#: What a client says of itself when it is asked who it is.
+PARTITION_ID = "partition-id"
+NAME = "name"
+#: The metric of a client that found no private state of the run and had to make it anew.
+ANEW = "anew"
+
+#: What an evaluation is called: as a step in reports, and as a kind of request at a client.
+EVALUATE = "evaluate"
+
+#: The record of a client's state that says which requests of this run of Flower it has answered.
+ANSWERED = "perdl.answered"
+
+#: The largest integer that Flower's records carry, signed or not.
+LARGEST_INT = 2**63 - 1
+#: Maximum number of examples (a float counts up to there), of arrays, and of numbers in the
+#: metrics of a reply, lists included.
+_MOST_EXAMPLES = 2**53
+_MOST_ARRAYS = 10_000
+_MOST_METRICS = 10_000
+#: Characters of a metric's name, all of them printable.
+_LONGEST_NAME = 100
+#: What precedes the text of a ClientApp's exception in an error's reason, and what the whole of it
+#: begins with; a line of a traceback.
+_SAID = "Message: "
+_CLASS = re.compile(r"\A<class '(?:\w+\.)*(\w+)'>:<'")
+_FRAME = re.compile(r'^[ \t]+File ".*\n?', re.MULTILINE)
+#: Maximum number of characters of a client's text in logs and reports, and of those searched.
+_LONGEST_REASON = 300
+_READ_OF_REASON = 100_000
+
+
+class Limits(NamedTuple):
+    """The limits of a reply, checked before its arrays are read.
+
+    Attributes
+    ----------
+    n_bytes : int
+        Maximum number of bytes of all its arrays.
+    most : int or None
+        Maximum number of values in all its arrays, as their headers announce them.
+    magnitude : float
+        Maximum absolute value of a number in an array or a metric.
+    """
+
+    n_bytes: int = 2**28
+    most: int | None = None
+    magnitude: float = np.inf
+
+
+class Reply(NamedTuple):
+    """One client's good reply.
+
+    Attributes
+    ----------
+    arrays : list of ndarray
+        What the client sent; finite float arrays.
+    num_examples : int
+        Number of samples behind it.
+    metrics : dict of str to float
+        The client's metrics.
+    """
+
+    arrays: list[Matrix]
+    num_examples: int
+    metrics: dict[str, float]
+
+
+#: No limits but what a message can be.
+_ANY = Limits(n_bytes=2**63)
+
+
+def encode(array: Matrix) -> Array:
+    """Return what Flower's ``Array(array)`` is, in the order of the rows."""
+    array = np.asarray(array, order="C")  # ascontiguousarray would make a row of one number
+    if array.dtype not in FLOATS:
+        return Array(array)
+    data = file_header(array.dtype, array.shape) + array.tobytes()
+    return Array(str(array.dtype), array.shape, NPY, data)
+
+
+def to_record(arrays: Iterable[Matrix], names: Collection[str] = ()) -> ArrayRecord:
+    """Return the ArrayRecord of a list of arrays, under their names (see `named`)."""
+    return named([*map(encode, arrays)], names)
+
+
+def to_records(
+    lists: Mapping[int, Sequence[Matrix]], *names: Collection[str]
+) -> dict[int, ArrayRecord]:
+    """Return the lists' ArrayRecords; what several share, a list or an array, is there once."""
+    serialised: dict[int, Array] = {}
+    records: dict[int, ArrayRecord] = {}
+    for arrays in lists.values():
+        if id(arrays) in records:
+            continue
+        for array in arrays:
+            if id(array) not in serialised:
+                serialised[id(array)] = encode(array)
+        records[id(arrays)] = named([serialised[id(array)] for array in arrays], *names)
+    return {key: records[id(arrays)] for key, arrays in lists.items()}
+
+
+def named(arrays: Sequence[Array], *names: Collection[str]) -> ArrayRecord:
+    """Return a record of arrays, under the first of these lists of names that has as many.
+
+    Without one the names are "0", "1", …, as Flower gives them.
+    """
+    numbers = map(str, range(len(arrays)))
+    found = next((each for each in names if len(each) == len(arrays)), numbers)
+    record = ArrayRecord()  # made from a mapping it would have copies of the arrays
+    record.update(zip(found, arrays, strict=True))
+    return record
+
+
+def in_order(record: ArrayRecord, names: Collection[str]) -> list[Array]:
+    """Return a record's arrays in the order of these names, if it has just these; else in its."""
+    return [record[name] for name in (names if record.keys() == set(names) else record)]
+
+
+def to_arrays(record: ArrayRecord) -> list[Matrix]:
+    """Return an ArrayRecord's arrays in the order in which they were put in.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr.app import ArrayRecord
+    >>> from flwr_perdl.records import to_arrays
+    >>> to_arrays(ArrayRecord([np.eye(2)]))
+    [array([[1., 0.],
+           [0., 1.]])]
+    """
+    return [decode(array) for array in record.values()]
+
+
+def decode(array: Array) -> Matrix:
+    """Return a copy of the array, as ``array.numpy()`` does.
+
+    Raises
+    ------
+    ValueError
+        If the bytes are no ``.npy`` file, or fewer than its header says: nothing is allocated.
+    """
+    return array.numpy() if array.stype != NPY else view_file(array.data)[0].copy("A")
+
+
+def reply_to(
+    message: Message,
+    arrays: Sequence[Matrix] | None,
+    num_examples: int,
+    metrics: Mapping[str, Scalar],
+) -> Message:
+    """Return the reply that carries ``arrays`` (none for an evaluation) and ``metrics``.
+
+    As many arrays as the request has keep the request's names.
+    """
+    numbers: dict[str, Any] = {}
+    for name, value in {NUM_EXAMPLES: num_examples, **metrics}.items():
+        if not isinstance(name, str) or isinstance(value, _TEXTS):
+            raise TypeError(f"metrics must be numbers with names, got {name!r}: {value!r}.")
+        try:
+            if isinstance(value, list):  # nobody reads it, but Flower's own messages have such
+                numbers[name] = [float(one) for one in value]
+            else:
+                numbers[name] = int(value) if isinstance(value, int) else float(value)
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"metrics must be numbers with names, got {name!r}: {brief(repr(value))}."
+            ) from None
+    records: dict[str, Any] = {METRICS: MetricRecord(numbers)}
+    if arrays is not None:
+        records[ARRAYS] = to_record(arrays, message.content.get(ARRAYS, ()))
+    return Message(RecordDict(records), reply_to=message)
+
+
+def with_loss(loss: float, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an evaluation's metrics, the loss first; a metric of that name does not replace it."""
+    return {"loss": loss} | {**metrics, "loss": loss}
+
+
+def directed(reply: Message | None, message: Message) -> Message | None:
+    """Return ``reply`` as a reply to ``message``, which it may not be behind a mod.
+
+    Flower's own mods, where they refuse a reply, return an error that answers the reply instead of
+    the request. No engine can deliver that, and the server would wait for nothing.
+    """
+    asked = message.metadata.message_id
+    if reply is None or reply.metadata.reply_to_message_id == asked:
+        return reply
+    if reply.has_error():
+        return Message(reply.error, reply_to=message)
+    reason = "A mod must return a reply to the message that it was given, got another message."
+    return Message(Error(CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
+
+
+def read_partition(value: object) -> int:
+    """Return a partition id, which simulations may give as a text.
+
+    Raises
+    ------
+    ValueError
+        If it is no integer from 0 to 2**63 - 1, nor the digits of one.
+    """
+    digits = isinstance(value, str) and value.isascii() and value.isdigit()
+    partition = int(str(value)) if digits else value
+    if type(partition) is int and 0 <= partition <= LARGEST_INT:
+        return partition
+    raise ValueError(f"{PARTITION_ID} must be an integer from 0 to 2**63 - 1, got {value!r}.")
+
+
+def named_partition(name: str) -> int:
+    """Return the partition id of a client that has a name alone."""
+    return zlib.crc32(name.encode())
+
+
+def error_of(message: Message) -> str | None:
+    """Return the error that a message is, in one short line; None if it is none.
+
+    The line is the exception's type and text, as far as the engine says them: SuperNodes quote the
+    text behind the type, Ray behind ``Message: ``, with a traceback before it.
+    """
+    if not message.has_error():
+        return None
+    reason = (message.error.reason or "")[-_READ_OF_REASON:].strip()
+    # Users should read what their client says, not the engine's way of quoting it.
+    traceback, marker, text = reason.rpartition(_SAID)
+    quoted = 1
+    if not marker:
+        text, quoted = _CLASS.subn(r"\1: ", reason)
+    lines = _message_lines(text.removesuffix("'>") if quoted else text)
+    first, *more = lines or ["no reason given"]
+    typed = [line for line in traceback.splitlines() if line.endswith(f": {first}")]
+    why = " ".join(line.strip() for line in (*(typed[-1:] or [first]), *more))
+    return f"error {message.error.code}: {brief(why)}"
+
+
+def _message_lines(text: str) -> list[str]:
+    """Return the first line of an exception's text, which follows a traceback, and its indented."""
+    *before, text = _FRAME.split(text)
+    lines = [line for line in text.splitlines() if line.strip()]
+    if before:  # the source of the last frame
+        lines = [*dropwhile(_indented, lines)]
+    return [*lines[:1], *takewhile(_indented, lines[1:])]
+
+
+def _indented(line: str) -> bool:
+    return line[0].isspace()
+
+
+def brief(text: str) -> str:
+    """Return a client's words as a log can show them: printable, and not too many."""
+    return printable(text, _LONGEST_REASON)
+
+
+def printable(text: str, length: int) -> str:
+    """Return the printable characters among the first ``length`` of a text.
+
+    No control character, which a terminal would obey, and none that reverses what follows it.
+    """
+    return "".join(filter(str.isprintable, text[:length]))
+
+
+def check_metrics(metrics: Mapping[str, Any]) -> None:
+    """Raise a ValueError if a reply's metrics are too many, or a name cannot be shown as it is.
+
+    A value may be a list, which is not read, but counts.
+    """
+    count = len(metrics)
+    for value in metrics.values():
+        if isinstance(value, list):
+            count += len(value) - 1
+    if count > _MOST_METRICS:
+        raise ValueError(f"metrics must hold at most {_MOST_METRICS} numbers, got {count}")
+    check_names("metrics", metrics)
+
+
+def check_names(what: str, names: Iterable[str]) -> None:
+    """Raise a ValueError if a name from a client is too long, or not printable."""
+    _check_names(what, tuple(names))
+
+
+@lru_cache(maxsize=64)  # all clients of a round use the same names; what raises is not kept
+def _check_names(what: str, names: tuple[str, ...]) -> None:
+    for name in names:
+        if len(name) > _LONGEST_NAME:
+            raise ValueError(
+                f"names of {what} must have at most {_LONGEST_NAME} characters, got {len(name)}: "
+                f"{printable(name, 20)!r}..."
+            )
+        if not name.isprintable():
+            raise ValueError(f"names of {what} must be printable, got {name!r}")
+
+
+def read_reply(
+    content: RecordDict,
+    limits: Limits = _ANY,
+    *,
+    with_arrays: bool = True,
+    names: Collection[str] = (),
+) -> Reply:
+    """Return what a reply says, by the rules for the replies of all protocols.
+
+    Parameters
+    ----------
+    content : RecordDict
+        The reply's records. Of the metrics that are no numbers nothing is read.
+    limits : Limits
+        The limits of a reply.
+    with_arrays : bool, default True
+        Whether it must have arrays; without, none are read.
+    names : collection of str
+        The names of the request's arrays, whose order those of the reply are brought to.
+
+    Raises
+    ------
+    ValueError
+        If a record is missing, metrics break a rule of `check_metrics`, arrays exceed the limits
+        (found before any is copied), an array is not float32 or float64, a number is not finite or
+        too large, there are no examples, or more of them than can be counted.
+    """
+    metrics = content.get(METRICS)
+    if not isinstance(metrics, MetricRecord) or NUM_EXAMPLES not in metrics:
+        raise ValueError(f"no MetricRecord {METRICS!r} with {NUM_EXAMPLES!r}")
+    record = content.get(ARRAYS) if with_arrays else ArrayRecord()
+    if not isinstance(record, ArrayRecord):
+        raise ValueError(f"no ArrayRecord {ARRAYS!r}")
+    return read_parts([array.data for array in in_order(record, names)], metrics, limits)
+
+
+def read_parts(files: Sequence[bytes], metrics: Mapping[str, Any], limits: Limits = _ANY) -> Reply:
+    """Return what a reply says that has no records, as `read_reply` does.
+
+    Parameters
+    ----------
+    files : sequence of bytes
+        Its arrays, as ``.npy`` files.
+    metrics : mapping of str to any
+        Its metrics, with the number of examples.
+    limits : Limits
+        The limits of a reply.
+    """
+    check_metrics(metrics)
+    if len(files) > _MOST_ARRAYS:
+        raise ValueError(f"too many arrays: at most {_MOST_ARRAYS} are read, got {len(files)}")
+    size = sum(map(len, files))
+    if size > limits.n_bytes:
+        raise ValueError(f"too large: {size} bytes of arrays, at most {limits.n_bytes} are read")
+    views = [view_file(data)[0] for data in files]
+    count = sum(view.size for view in views)
+    if limits.most is not None and count > limits.most:
+        raise ValueError(f"too many numbers: {limits.most} are asked for, {count} came")
+    arrays = [view.copy("A") for view in views]
+    for position, array in enumerate(arrays):
+        if array.dtype not in FLOATS:
+            raise ValueError(f"array {position} has dtype {array.dtype}")
+        # The sum of squares is finite only if all are, and bounds each; beyond that all are seen.
+        squares = float(np.vdot(array, array))
+        if not isfinite(squares) and not np.isfinite(array).all():
+            raise ValueError(f"array {position} has NaN or infinite values")
+        if squares > limits.magnitude * limits.magnitude and np.abs(array).max() > limits.magnitude:
+            raise ValueError(f"array {position} has numbers beyond {limits.magnitude:g}")
+    num_examples = metrics[NUM_EXAMPLES]
+    if not isinstance(num_examples, _NUMBERS) or not 1 <= num_examples <= _MOST_EXAMPLES:
+        raise ValueError(f"{NUM_EXAMPLES} is {num_examples}")
+    numbers = {name: float(v) for name, v in metrics.items() if isinstance(v, _NUMBERS)}
+    del numbers[NUM_EXAMPLES]
+    for name, value in numbers.items():
+        if not isfinite(value) or abs(value) > limits.magnitude:
+            raise ValueError(f"metric {name} is {value}")
+    return Reply(arrays, int(num_examples), numbers)
+
+
+def read_request(message: Message) -> tuple[list[Matrix], dict[str, Scalar]]:
+    """Return a request's arrays and config."""
+    record, config = message.content[ARRAYS], message.content[CONFIG]
+    if not isinstance(record, ArrayRecord) or not isinstance(config, ConfigRecord):
+        raise ValueError(
+            f"a request must carry an ArrayRecord {ARRAYS!r} and a ConfigRecord {CONFIG!r}"
+        )
+    return to_arrays(record), scalars(config)
+
+
+def scalars(record: Mapping[str, Any]) -> dict[str, Scalar]:
+    """Return what is no list in a record of a config or of metrics."""
+    return {key: value for key, value in record.items() if not isinstance(value, list)}

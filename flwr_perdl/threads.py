@@ -2,9 +2,211 @@
 
 ``one_blas_thread()`` is a block with one BLAS thread; ``in_threads(function, items)`` yields
 results in order, computed by ``n_threads()`` threads.
+
+The order in which a threaded BLAS sums depends on its number of threads, so that the same product
+has other last bits on another engine. threadpoolctl (an extra of this package) limits BLAS to one
+thread while our maths runs; without it the environment variables ``OPENBLAS_NUM_THREADS=1`` and
+``MKL_NUM_THREADS=1``, set before Python starts, do the same.
 """
 
-from flwr_perdl._parallel import in_threads, n_threads
-from flwr_perdl._threads import one_blas_thread
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ContextDecorator
+from contextvars import ContextVar, copy_context
+from functools import lru_cache
+from itertools import chain, islice
+from logging import getLogger
+from threading import Lock
+from typing import Any, TypeVar
+
+import numpy.linalg
+import scipy.linalg
+
+from flwr_perdl._memory import keep_freed_memory
 
 __all__ = ["in_threads", "n_threads", "one_blas_thread"]
+
+
+@lru_cache(maxsize=1)
+def _libraries() -> list[Any]:
+    """Return threadpoolctl's hold on each BLAS library that NumPy and SciPy have loaded."""
+    _ = numpy.linalg, scipy.linalg  # loaded before the libraries are looked up
+    try:
+        from threadpoolctl import ThreadpoolController
+    except ImportError:
+        if not {"OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"} & set(os.environ):
+            getLogger("flwr").warning(
+                "threadpoolctl is not installed: set OPENBLAS_NUM_THREADS=1 (or MKL_NUM_THREADS=1) "
+                "for results that are the same to the bit on every engine.",
+            )
+        return []
+    libraries: list[Any] = ThreadpoolController().select(user_api="blas").lib_controllers
+    return libraries
+
+
+class _Limit(ContextDecorator):
+    """The limit and how many blocks are inside it: BLAS has one number of threads per process.
+
+    A library that has one thread already, as in Ray's workers, is only looked at.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._inside = 0
+        self._before: list[tuple[Any, int]] = []
+
+    def __enter__(self) -> None:
+        keep_freed_memory()
+        with self._lock:
+            self._inside += 1
+            for library in _libraries() if self._inside == 1 else ():
+                threads = library.get_num_threads()
+                if threads is not None and threads != 1:
+                    library.set_num_threads(1)
+                    self._before.append((library, threads))
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            while self._before and not self._inside:
+                library, threads = self._before.pop()
+                library.set_num_threads(threads)
+
+
+_LIMIT = _Limit()
+
+
+def one_blas_thread() -> _Limit:
+    """Run the block (or, as a decorator, the function) with one BLAS thread.
+
+    From the first block on the process keeps the memory of freed arrays (`keep_freed_memory`).
+
+    A block inside another costs nothing: the limit is set by the first and lifted by the last.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.threads import one_blas_thread
+    >>> with one_blas_thread():
+    ...     product = np.eye(2) @ np.eye(2)
+    """
+    return _LIMIT
+
+
+#: Whether this is one of the threads that :func:`in_threads` computes in.
+_SHARED: ContextVar[bool] = ContextVar("_SHARED", default=False)
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def n_threads() -> int:
+    """Return how many threads this process may compute in.
+
+    As many as it has cores, or ``OMP_NUM_THREADS`` where that says fewer: who limits the threads of
+    BLAS, as Flower's Ray workers and cluster schedulers do, limits these too.
+
+    Examples
+    --------
+    >>> from flwr_perdl.threads import n_threads
+    >>> n_threads() >= 1
+    True
+    """
+    return _at_most("OMP_NUM_THREADS")
+
+
+def n_kernel_threads() -> int:
+    """Return how many threads share the samples of one call of a compiled kernel.
+
+    Those of :func:`n_threads`; where ``OMP_NUM_THREADS`` says nothing, no more than
+    ``OPENBLAS_NUM_THREADS`` or ``MKL_NUM_THREADS`` allows BLAS.
+    """
+    return _at_most("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+def _at_most(*variables: str) -> int:
+    """Return the number of cores, or fewer where the first of the variables that is set says so."""
+    available = getattr(os, "sched_getaffinity", None)
+    cores = len(available(0)) if available else os.cpu_count() or 1
+    values = (os.environ.get(variable, "") for variable in variables)
+    asked = next(filter(str.isdigit, values), cores)
+    return max(1, min(cores, int(asked)))
+
+
+def in_threads(
+    function: Callable[[Item], Result], items: Iterable[Item], *, n: int | None = None
+) -> Iterator[Result]:
+    """Yield ``function(item)`` for all items, in their order, some of them computed at once.
+
+    Items are taken one after the other in the caller's thread, and only two for each thread ahead,
+    so that no more of them are held than that. The caller's thread computes as well, what no other
+    has begun: it would wait for Python's lock to hand out what another thread is to do. An
+    exception is raised where its result would have come.
+
+    Parameters
+    ----------
+    function : callable
+        Must not depend on what it does for other items; the results are then the same bits however
+        many threads there are.
+    items : iterable
+        Such as windows of clients.
+    n : int, optional
+        Number of threads, if not :func:`n_threads`. Inside of a call of this function it is one:
+        the threads of the outer call use the cores already.
+
+    Examples
+    --------
+    >>> from flwr_perdl.threads import in_threads
+    >>> list(in_threads(abs, [-1, 2, -3]))
+    [1, 2, 3]
+    """
+    n, left = 1 if _SHARED.get() else n or n_threads(), iter(items)
+    first = list(islice(left, min(n, 2)))
+    left = chain(first, left)
+    if len(first) < 2:  # one core, or one item
+        yield from map(function, left)
+        return
+    waiting: deque[tuple[Item, Future[Result]]] = deque()
+    with ThreadPoolExecutor(n - 1) as pool:
+        for item in left:
+            waiting.append((item, pool.submit(copy_context().run, _share, function, item)))
+            if len(waiting) == 2 * n:
+                yield _first(function, waiting)
+        while waiting:
+            yield _first(function, waiting)
+
+
+def _share(function: Callable[[Item], Result], item: Item) -> Result:
+    """Compute beside other threads."""
+    token = _SHARED.set(True)
+    try:
+        return function(item)
+    finally:
+        _SHARED.reset(token)
+
+
+def _first(
+    function: Callable[[Item], Result], waiting: deque[tuple[Item, Future[Result]]]
+) -> Result:
+    """Take the first result; until it is there, compute in this thread what no other has begun."""
+    while not waiting[0][1].done():
+        ours = next((i for i, (_, future) in enumerate(waiting) if future.cancel()), None)
+        if ours is None:
+            break
+        item = waiting[ours][0]
+        waiting[ours] = item, _computed(function, item)
+    return waiting.popleft()[1].result()
+
+
+def _computed(function: Callable[[Item], Result], item: Item) -> Future[Result]:
+    """Return what a thread would have come to, computed in this one."""
+    future: Future[Result] = Future()
+    try:
+        future.set_result(_share(function, item))
+    except Exception as error:
+        future.set_exception(error)
+    return future

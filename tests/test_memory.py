@@ -16,7 +16,7 @@ from flwr_perdl._memory import short_buffers
 FAULTS = """
 import resource
 import numpy as np
-from flwr_perdl._threads import one_blas_thread
+from flwr_perdl.threads import one_blas_thread
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from flwr_perdl import _compat
-from flwr_perdl._records import decode, encode, read_parts, read_reply, reply_to
+from flwr_perdl.records import decode, encode, read_parts, read_reply, reply_to
 
 FLOATS = arrays.arrays(
     st.sampled_from([np.float64, np.float32]),

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
-from flwr_perdl._checks import check_count, check_kind, check_real
-from flwr_perdl._random import spawn
+from flwr_perdl.checks import check_count, check_kind, check_real
 from flwr_perdl.diffusion.topology import Topology
+from flwr_perdl.random import spawn
 
 Csr = Any
 _ROUNDS = "a mapping of nodes to rounds"

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl._checks import check_count
 from flwr_perdl._network._exchange import Mailbox, Network, Plan, Run, unheard_of
 from flwr_perdl._network.messages import finite_rows
+from flwr_perdl.checks import check_count
 from flwr_perdl.diffusion.combine import (
     Array,
     Program,

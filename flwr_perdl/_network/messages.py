@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
-from flwr_perdl._checks import Matrix, check_array
+from flwr_perdl.checks import Matrix, check_array
 from flwr_perdl.diffusion.combine import Array, Csr, Inbox
 
 #: Up to here every whole number is a float.

@@ -23,8 +23,18 @@ from typing import NamedTuple
 import numpy as np
 from flwr.app import ConfigRecord, Context, Message, MessageType
 
-from flwr_perdl._checks import FLOATS, Matrix
-from flwr_perdl._records import (
+from flwr_perdl.checks import FLOATS, Matrix
+from flwr_perdl.clients._handlers import (
+    Evaluate,
+    Evaluated,
+    Fit,
+    Fitted,
+    Handlers,
+    evaluation_reply,
+    floats,
+    numbers_of,
+)
+from flwr_perdl.records import (
     ARRAYS,
     CONFIG,
     STEP,
@@ -35,16 +45,6 @@ from flwr_perdl._records import (
     reply_to,
     scalars,
     to_arrays,
-)
-from flwr_perdl.clients._handlers import (
-    Evaluate,
-    Evaluated,
-    Fit,
-    Fitted,
-    Handlers,
-    evaluation_reply,
-    floats,
-    numbers_of,
 )
 from flwr_perdl.regression.clustering import assign
 

@@ -18,9 +18,9 @@ from flwr.app import (
     RecordDict,
 )
 
-from flwr_perdl._checks import FLOATS, Matrix
 from flwr_perdl._compat import NumPyClient, like
-from flwr_perdl._records import (
+from flwr_perdl.checks import FLOATS, Matrix
+from flwr_perdl.records import (
     ARRAYS,
     CONFIG,
     METRICS,

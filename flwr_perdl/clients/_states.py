@@ -15,8 +15,8 @@ from flwr.app import Array, ArrayRecord, Context, RecordDict
 
 from flwr_perdl import _store
 from flwr_perdl._compat import log
-from flwr_perdl._records import PARTITION_ID
 from flwr_perdl.clients._at_rest import KEY_VARIABLE, key_from_environment
+from flwr_perdl.records import PARTITION_ID
 
 _FILE, _BYTES = "nodes.npz", "bytes"
 

@@ -9,17 +9,8 @@ from typing import Any
 from flwr.app import ConfigRecord, Context, Error, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
 
-from flwr_perdl._checks import Matrix, check_count, check_flag, check_kind
 from flwr_perdl._compat import NumPyClient, has_handler, is_legacy, to_client
-from flwr_perdl._records import (
-    ARRAYS,
-    CONFIG,
-    PARTITION_ID,
-    Scalar,
-    directed,
-    read_request,
-    reply_to,
-)
+from flwr_perdl.checks import Matrix, check_count, check_flag, check_kind
 from flwr_perdl.clients._clusters import (
     CLUSTERED,
     answer_clustered,
@@ -43,6 +34,15 @@ from flwr_perdl.clients.base import Member, identify
 from flwr_perdl.clients.diffusion import ONLY_DIFFUSION, SEALED
 from flwr_perdl.clients.perma import SENDS
 from flwr_perdl.clients.regression import LINEAR, ONLY_LINEAR
+from flwr_perdl.records import (
+    ARRAYS,
+    CONFIG,
+    PARTITION_ID,
+    Scalar,
+    directed,
+    read_request,
+    reply_to,
+)
 
 #: Makes a client: an object with ``fit`` and ``evaluate``, or what its ``to_client()`` returns.
 Factory = Callable[[Context], Any]

@@ -31,9 +31,10 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context
 from numpy.typing import NDArray
 
 from flwr_perdl import _store
-from flwr_perdl._checks import check_count, check_kind
 from flwr_perdl._compat import NumPyClient, log
-from flwr_perdl._records import (
+from flwr_perdl.checks import check_count, check_kind
+from flwr_perdl.clients._at_rest import KEY_VARIABLE, StateKey, key_from_environment
+from flwr_perdl.records import (
     NAME,
     PARTITION_ID,
     STEP,
@@ -43,7 +44,6 @@ from flwr_perdl._records import (
     named_partition,
     read_partition,
 )
-from flwr_perdl.clients._at_rest import KEY_VARIABLE, StateKey, key_from_environment
 
 PrivateArrays = dict[str, NDArray[Any]]
 

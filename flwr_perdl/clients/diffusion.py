@@ -13,14 +13,12 @@ import numpy as np
 from flwr.app import Context
 from numpy.typing import NDArray
 
-from flwr_perdl._checks import Matrix, check_choice, check_count, check_flag, check_kind
 from flwr_perdl._compat import log
 from flwr_perdl._network._packing import pack_arrays, text_array, texts_of
 from flwr_perdl._network.messages import Delivery, Rejected, finite_rows, inbox_of
 from flwr_perdl._network.sealed import Keys, read_key, read_pinned
-from flwr_perdl._records import ANEW, ROUND, RUN, Scalar
 from flwr_perdl._store import LAST_ROUND
-from flwr_perdl._threads import one_blas_thread
+from flwr_perdl.checks import Matrix, check_choice, check_count, check_flag, check_kind
 from flwr_perdl.clients.base import Member, PrivateState, private_shelf, step_of
 from flwr_perdl.diffusion.combine import (
     Array,
@@ -30,6 +28,8 @@ from flwr_perdl.diffusion.combine import (
     reported,
     within_limits,
 )
+from flwr_perdl.records import ANEW, ROUND, RUN, Scalar
+from flwr_perdl.threads import one_blas_thread
 
 #: The protocol's steps.
 ANNOUNCE = "announce"

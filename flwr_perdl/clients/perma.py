@@ -24,7 +24,7 @@ from typing import NamedTuple, Unpack
 import numpy as np
 from flwr.app import Context
 
-from flwr_perdl._checks import Matrix, check_choice, check_count
+from flwr_perdl.checks import Matrix, check_choice, check_count
 from flwr_perdl.clients._requests import check_products
 from flwr_perdl.clients._secure import MAX_WEIGHT
 from flwr_perdl.clients.dictionary import (

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flwr_perdl._checks import LARGE, Matrix, check_real
+from flwr_perdl.checks import LARGE, Matrix, check_real
 from flwr_perdl.clients._requests import check_products
 from flwr_perdl.clients.dictionary import LOCAL_ATOMS, LearnerClient, mean_square
 from flwr_perdl.clients.steps import StepRequest, StepResult, step

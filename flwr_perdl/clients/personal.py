@@ -12,11 +12,11 @@ from pathlib import Path
 from flwr.app import Context, RecordDict
 
 from flwr_perdl import _store
-from flwr_perdl._checks import Matrix, check_kind
-from flwr_perdl._records import PARTITION_ID
+from flwr_perdl.checks import Matrix, check_kind
 from flwr_perdl.clients._states import NodeStates
 from flwr_perdl.clients.base import PREFIX, PrivateState, Shelf
 from flwr_perdl.clients.dictionary import LOCAL_ATOMS
+from flwr_perdl.records import PARTITION_ID
 
 
 def local_atoms(source: Context | str | Path) -> Matrix:

@@ -49,9 +49,13 @@ from scipy.optimize import brentq
 from scipy.special import log_ndtr
 
 from flwr_perdl import _store
-from flwr_perdl._checks import Matrix, check_array, check_count, check_kind, check_real
 from flwr_perdl._compat import log
-from flwr_perdl._records import (
+from flwr_perdl.checks import Matrix, check_array, check_count, check_kind, check_real
+from flwr_perdl.clients.base import identify
+from flwr_perdl.clients.dictionary import LOCAL_STEPS
+from flwr_perdl.clients.perma import ATOMS, ORTHOGONAL, OWN, REFINE_STEPS, SENDS, UPDATE
+from flwr_perdl.clients.regression import OPTION
+from flwr_perdl.records import (
     ARRAYS,
     CONFIG,
     NAME,
@@ -67,10 +71,6 @@ from flwr_perdl._records import (
     to_arrays,
     to_record,
 )
-from flwr_perdl.clients.base import identify
-from flwr_perdl.clients.dictionary import LOCAL_STEPS
-from flwr_perdl.clients.perma import ATOMS, ORTHOGONAL, OWN, REFINE_STEPS, SENDS, UPDATE
-from flwr_perdl.clients.regression import OPTION
 from flwr_perdl.regression.clustering import LOCALS
 
 _SPENT = "perdl.privacy"

@@ -34,7 +34,7 @@ from typing import ClassVar, Literal, Protocol
 import numpy as np
 
 from flwr_perdl._arrays import row_norms, squared_norm
-from flwr_perdl._checks import (
+from flwr_perdl.checks import (
     Matrix,
     check_array,
     check_choice,

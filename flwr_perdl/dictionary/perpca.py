@@ -34,7 +34,7 @@ from typing import NamedTuple
 import numpy as np
 
 from flwr_perdl._arrays import squared_norm
-from flwr_perdl._checks import (
+from flwr_perdl.checks import (
     LARGE,
     Matrix,
     check_array,

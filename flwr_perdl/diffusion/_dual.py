@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_perdl._arrays import row_norms
-from flwr_perdl._checks import (
+from flwr_perdl.checks import (
     Matrix,
     check_array,
     check_count,

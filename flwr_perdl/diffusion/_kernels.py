@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl._checks import Matrix
 from flwr_perdl._compiled import compiled
+from flwr_perdl.checks import Matrix
 
 Ints = NDArray[np.intp]
 Number = float | np.floating[Any]

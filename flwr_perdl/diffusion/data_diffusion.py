@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
-from flwr_perdl._checks import (
+from flwr_perdl.checks import (
     LARGE,
     Matrix,
     check_array,
@@ -41,7 +41,6 @@ from flwr_perdl._checks import (
     check_real,
     own_numbers,
 )
-from flwr_perdl._random import spawn
 from flwr_perdl.dictionary import (
     KSVDLearner,
     MODLearner,
@@ -66,6 +65,7 @@ from flwr_perdl.diffusion._replacement import (
 from flwr_perdl.diffusion.combine import Inbox, run_program, shown
 from flwr_perdl.diffusion.objectives import check_positive
 from flwr_perdl.diffusion.topology import Topology, metropolis_weights, rounds_to_all
+from flwr_perdl.random import spawn
 
 #: A node's data: all of it, or a function of the round that returns a batch.
 Data = Matrix | Callable[[int], Matrix]

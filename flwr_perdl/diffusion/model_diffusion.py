@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl._checks import (
+from flwr_perdl.checks import (
     FLOATS,
     LARGE,
     Matrix,
@@ -48,7 +48,6 @@ from flwr_perdl._checks import (
     check_real,
     own_numbers,
 )
-from flwr_perdl._random import spawn
 from flwr_perdl.diffusion._minimize import correlate
 from flwr_perdl.diffusion.combine import Array, Inbox, step_back
 from flwr_perdl.diffusion.inference import (
@@ -62,6 +61,7 @@ from flwr_perdl.diffusion.inference import (
 )
 from flwr_perdl.diffusion.objectives import Objective, check_positive
 from flwr_perdl.diffusion.topology import CombinationMatrix, Topology, metropolis_weights
+from flwr_perdl.random import spawn
 
 #: The method that needs all atoms in one place.
 EXACT = "exact"

@@ -18,8 +18,8 @@ from flwr.app import Context
 from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 
-from flwr_perdl._checks import FLOATS, Matrix, brief_repr, check_array, check_choice
 from flwr_perdl._compat import NumPyClient
+from flwr_perdl.checks import FLOATS, Matrix, brief_repr, check_array, check_choice
 from flwr_perdl.clients import client_app
 from flwr_perdl.dictionary import reconstruct
 from flwr_perdl.simulations import InProcessGrid

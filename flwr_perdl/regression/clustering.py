@@ -35,7 +35,8 @@ from scipy.optimize import linear_sum_assignment, minimize
 from scipy.special import softmax
 
 from flwr_perdl._arrays import row_norms
-from flwr_perdl._checks import (
+from flwr_perdl._robust import FAR, average_of, capped, consistent, far, reach, shortening
+from flwr_perdl.checks import (
     LARGE,
     MOST_CLUSTERS,
     Matrix,
@@ -48,7 +49,6 @@ from flwr_perdl._checks import (
     check_numbers,
     check_real,
 )
-from flwr_perdl._robust import FAR, average_of, capped, consistent, far, reach, shortening
 from flwr_perdl.regression.losses import (
     SQUARED,
     Loss,

@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl._checks import Matrix
-from flwr_perdl._random import spawn
+from flwr_perdl.checks import Matrix
+from flwr_perdl.random import spawn
 
 #: The steps that a client takes: not in the paper; Phase 1, line 9; lines 10-15; Phase 2.
 Step = Literal["describe", "moment", "anchors", "update"]

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from flwr_perdl._checks import (
+from flwr_perdl.checks import (
     LARGE,
     Matrix,
     check_array,

@@ -24,12 +24,12 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
 from flwr_perdl import _compat
-from flwr_perdl._checks import Matrix, check_count, check_kind
 from flwr_perdl._compat import CLIENT_APP_RAISED_EXCEPTION, log
-from flwr_perdl._parallel import in_threads
-from flwr_perdl._records import ANSWERED, PARTITION_ID, directed
 from flwr_perdl._repr import ShownAsCalled
 from flwr_perdl._store import together
+from flwr_perdl.checks import Matrix, check_count, check_kind
+from flwr_perdl.records import ANSWERED, PARTITION_ID, directed
+from flwr_perdl.threads import in_threads
 
 if TYPE_CHECKING:
     from flwr_perdl.clients._states import NodeStates

@@ -21,11 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_perdl import _store
-from flwr_perdl._checks import Matrix, brief_repr, check_count, plain
 from flwr_perdl._compat import log
 from flwr_perdl._events import EventLog
-from flwr_perdl._random import EVALUATION, SAMPLING, spawn
-from flwr_perdl._records import (
+from flwr_perdl.checks import Matrix, brief_repr, check_count, plain
+from flwr_perdl.clients._clusters import CLUSTER
+from flwr_perdl.clients._handlers import NO_EVALUATE
+from flwr_perdl.random import EVALUATION, SAMPLING, spawn
+from flwr_perdl.records import (
     AFTER,
     ANEW,
     CONFIG,
@@ -41,9 +43,6 @@ from flwr_perdl._records import (
     Scalar,
     brief,
 )
-from flwr_perdl._threads import one_blas_thread
-from flwr_perdl.clients._clusters import CLUSTER
-from flwr_perdl.clients._handlers import NO_EVALUATE
 from flwr_perdl.strategies._options import Options
 from flwr_perdl.strategies._protocol import (
     CAPPED,
@@ -60,6 +59,7 @@ from flwr_perdl.strategies._protocol import (
     check_request,
 )
 from flwr_perdl.strategies._roster import Roster
+from flwr_perdl.threads import one_blas_thread
 
 #: Largest size of a number in replies where the model is in single precision.
 _SINGLE = 1e30

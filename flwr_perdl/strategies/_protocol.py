@@ -27,7 +27,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl._checks import (
+from flwr_perdl._repr import short_repr
+from flwr_perdl._robust import EFFECTS
+from flwr_perdl.checks import (
     LARGE,
     Matrix,
     brief_repr,
@@ -37,10 +39,8 @@ from flwr_perdl._checks import (
     own_numbers,
     plain,
 )
-from flwr_perdl._records import LARGEST_INT, Reply, Scalar
-from flwr_perdl._repr import short_repr
-from flwr_perdl._robust import EFFECTS
 from flwr_perdl.clients._secure import MAX_WEIGHT, NORM
+from flwr_perdl.records import LARGEST_INT, Reply, Scalar
 
 #: Named arrays from which a protocol continues.
 State = Mapping[str, NDArray[Any]]

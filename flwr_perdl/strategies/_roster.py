@@ -10,7 +10,7 @@ from logging import INFO, WARNING
 from typing import Any, Generic, TypeVar
 
 from flwr_perdl._compat import log
-from flwr_perdl._records import (
+from flwr_perdl.records import (
     NAME,
     PARTITION_ID,
     brief,

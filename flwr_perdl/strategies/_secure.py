@@ -16,10 +16,10 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
-from flwr_perdl._checks import check_kind
 from flwr_perdl._compat import SECAGG, log, secagg_server
 from flwr_perdl._npy import view_file
-from flwr_perdl._records import Limits, Reply, brief, encode, error_of, read_parts
+from flwr_perdl.checks import check_kind
+from flwr_perdl.records import Limits, Reply, brief, encode, error_of, read_parts
 from flwr_perdl.strategies._options import refuse_unknown
 from flwr_perdl.strategies._protocol import FAILED, REFUSED, Lost, SecureMean
 

@@ -16,9 +16,10 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricReco
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from flwr_perdl._checks import Matrix, check_choice, check_count, check_kind, check_real
 from flwr_perdl._compat import log
-from flwr_perdl._records import (
+from flwr_perdl._repr import ShownAsCalled
+from flwr_perdl.checks import Matrix, check_choice, check_count, check_kind, check_real
+from flwr_perdl.records import (
     ANEW,
     ARRAYS,
     CONFIG,
@@ -33,7 +34,6 @@ from flwr_perdl._records import (
     to_record,
     to_records,
 )
-from flwr_perdl._repr import ShownAsCalled
 from flwr_perdl.strategies._conversation import Conversation, Plan, why_absent
 from flwr_perdl.strategies._options import (
     Options,

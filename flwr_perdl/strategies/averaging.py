@@ -24,14 +24,14 @@ from typing import Unpack
 
 import numpy as np
 
-from flwr_perdl._checks import Matrix, check_choice, check_count, check_flag
-from flwr_perdl._random import SERVER, spawn
-from flwr_perdl._records import ANEW, Reply
+from flwr_perdl.checks import Matrix, check_choice, check_count, check_flag
 from flwr_perdl.clients.averaging import AVERAGE
 from flwr_perdl.clients.dictionary import LOCAL_STEPS, MOST_STEPS
 from flwr_perdl.clients.perma import OWN
 from flwr_perdl.dictionary.aggregation import aggregate_atoms
 from flwr_perdl.dictionary.averaging import average_dictionaries, common_start
+from flwr_perdl.random import SERVER, spawn
+from flwr_perdl.records import ANEW, Reply
 from flwr_perdl.strategies._options import ServerOptions
 from flwr_perdl.strategies._protocol import Protocol, Replies, Request, State
 from flwr_perdl.strategies._strategy import ProtocolStrategy

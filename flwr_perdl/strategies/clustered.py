@@ -47,7 +47,10 @@ from typing import Any, ClassVar, NamedTuple, Unpack
 import numpy as np
 from flwr.app import ArrayRecord
 
-from flwr_perdl._checks import (
+from flwr_perdl._compat import log
+from flwr_perdl._repr import short_repr
+from flwr_perdl._robust import EFFECTS, supported
+from flwr_perdl.checks import (
     FLOATS,
     LARGE,
     Matrix,
@@ -58,11 +61,6 @@ from flwr_perdl._checks import (
     check_real,
     is_auto,
 )
-from flwr_perdl._compat import log
-from flwr_perdl._random import SERVER, spawn
-from flwr_perdl._records import NUM_EXAMPLES, Reply, Scalar, scalars, to_record
-from flwr_perdl._repr import short_repr
-from flwr_perdl._robust import EFFECTS, supported
 from flwr_perdl.clients._clusters import (
     ALONE,
     CHOOSE,
@@ -75,6 +73,8 @@ from flwr_perdl.clients._clusters import (
     SHARE,
     TEMPERATURE,
 )
+from flwr_perdl.random import SERVER, spawn
+from flwr_perdl.records import NUM_EXAMPLES, Reply, Scalar, scalars, to_record
 from flwr_perdl.regression.clustering import ROBUST, average_updates
 from flwr_perdl.regression.updates import choose_anchors, nested_groups, perturbed, smallest_as_good
 from flwr_perdl.strategies._conversation import summarized

@@ -8,10 +8,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from flwr_perdl._checks import Matrix, brief_repr, check_kind, plain
 from flwr_perdl._compat import older_interface
-from flwr_perdl._records import NUM_EXAMPLES, Reply, Scalar, brief, read_parts, with_loss
+from flwr_perdl.checks import Matrix, brief_repr, check_kind, plain
 from flwr_perdl.clients._clusters import CLUSTERED, MEASURING
+from flwr_perdl.records import NUM_EXAMPLES, Reply, Scalar, brief, read_parts, with_loss
 from flwr_perdl.strategies._conversation import Conversation, Plan
 from flwr_perdl.strategies._protocol import FAILED, REFUSED, Lost
 from flwr_perdl.strategies._roster import Roster, settle

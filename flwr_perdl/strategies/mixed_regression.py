@@ -33,12 +33,12 @@ from typing import Any, ClassVar, Unpack
 
 import numpy as np
 
-from flwr_perdl._checks import Matrix, check_array, check_choice, check_kind
 from flwr_perdl._compat import log
-from flwr_perdl._random import SERVER, spawn
-from flwr_perdl._records import Reply
 from flwr_perdl._robust import EFFECTS
+from flwr_perdl.checks import Matrix, check_array, check_choice, check_kind
 from flwr_perdl.clients.regression import LINEAR, ONLY_LINEAR, OPTION
+from flwr_perdl.random import SERVER, spawn
+from flwr_perdl.records import Reply
 from flwr_perdl.regression import (
     Answers,
     Ask,

@@ -55,13 +55,12 @@ from flwr.serverapp import Grid
 from numpy.typing import NDArray
 from scipy import sparse
 
-from flwr_perdl._checks import Matrix, check_count, check_flag, check_kind, check_real
 from flwr_perdl._compat import log
 from flwr_perdl._network._exchange import Plan, Run, spread
 from flwr_perdl._network._packing import text_array, texts_of, unpack, unpack_arrays
 from flwr_perdl._network.faults import Faults
 from flwr_perdl._network.messages import Delivery, Message
-from flwr_perdl._records import ANEW, NUM_EXAMPLES, Reply, brief, check_names
+from flwr_perdl.checks import Matrix, check_count, check_flag, check_kind, check_real
 from flwr_perdl.clients.diffusion import (
     ANNOUNCE,
     ASLEEP,
@@ -77,6 +76,7 @@ from flwr_perdl.clients.diffusion import (
 )
 from flwr_perdl.diffusion.combine import curves
 from flwr_perdl.diffusion.topology import CombinationMatrix, Topology
+from flwr_perdl.records import ANEW, NUM_EXAMPLES, Reply, brief, check_names
 from flwr_perdl.strategies._options import ServerOptions, ServerSettings
 from flwr_perdl.strategies._protocol import Protocol, Replies, Request, RoundReport, State
 from flwr_perdl.strategies._strategy import ProtocolStrategy

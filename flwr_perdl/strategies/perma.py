@@ -53,10 +53,9 @@ from typing import Any, ClassVar, Literal, Unpack
 
 import numpy as np
 
-from flwr_perdl._checks import Matrix, check_array, check_choice, check_count, check_flag, is_auto
 from flwr_perdl._compat import log
-from flwr_perdl._records import ANEW, Reply, Scalar
 from flwr_perdl._robust import CAP
+from flwr_perdl.checks import Matrix, check_array, check_choice, check_count, check_flag, is_auto
 from flwr_perdl.clients.dictionary import LOCAL_STEPS, MOST_STEPS
 from flwr_perdl.clients.perma import (
     ATOMS,
@@ -78,6 +77,7 @@ from flwr_perdl.dictionary import (
 )
 from flwr_perdl.dictionary.aggregation import METHODS, finish_atoms
 from flwr_perdl.dictionary.warm_start import pooled_start
+from flwr_perdl.records import ANEW, Reply, Scalar
 from flwr_perdl.strategies._options import ServerOptions
 from flwr_perdl.strategies._protocol import Protocol, Replies, Request, SecureMean, State
 from flwr_perdl.strategies._secure import check_secure

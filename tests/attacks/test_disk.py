@@ -21,7 +21,6 @@ from flwr.app import Context, RecordDict
 
 from flwr_perdl import _store
 from flwr_perdl._network.sealed import Keys, Rejected
-from flwr_perdl._records import decode
 from flwr_perdl.clients import DiffusionClient
 from flwr_perdl.clients._at_rest import KEY_VARIABLE
 from flwr_perdl.clients.base import (
@@ -33,6 +32,7 @@ from flwr_perdl.clients.base import (
     run_folder,
 )
 from flwr_perdl.diffusion import Inbox
+from flwr_perdl.records import decode
 from flwr_perdl.strategies import PerMA, ServerSettings
 
 ATOMS = {"local_atoms": np.full((2, 3), 7.0)}

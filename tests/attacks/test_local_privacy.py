@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 
-from flwr_perdl._records import reply_to
 from flwr_perdl.clients import DictionaryClient, LocalPrivacy, RegressionClient, client_app
 from flwr_perdl.clients.privacy import noise_multiplier
 from flwr_perdl.dictionary import OrthogonalLearner
+from flwr_perdl.records import reply_to
 from flwr_perdl.simulations import InProcessGrid
 
 ATOMS = np.eye(2, 4)

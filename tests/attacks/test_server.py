@@ -21,10 +21,10 @@ import pytest
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from rich.console import Console
 
-from flwr_perdl import _compat, _records
-from flwr_perdl._records import Reply, read_parts, read_reply
+from flwr_perdl import _compat, records
 from flwr_perdl.clients import DictionaryClient, RegressionClient, client_app
 from flwr_perdl.dictionary import OrthogonalLearner, dictionary_distance
+from flwr_perdl.records import Reply, read_parts, read_reply
 from flwr_perdl.regression import Answers, TwoPhase, two_phases
 from flwr_perdl.regression import State as RegressionState
 from flwr_perdl.simulations import InProcessGrid
@@ -179,7 +179,7 @@ def test_metrics_that_cannot_be_shown_are_refused_before_anything_is_copied(
     monkeypatch: pytest.MonkeyPatch, metrics: dict[str, Any], sentence: str
 ) -> None:
     hostile = answer(metrics)
-    monkeypatch.setattr(_records, "view_file", None)  # arrays are not read
+    monkeypatch.setattr(records, "view_file", None)  # arrays are not read
     with pytest.raises(ValueError, match=sentence) as caught:
         read_reply(hostile.content)
     assert len(str(caught.value)) < 200

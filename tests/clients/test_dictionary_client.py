@@ -31,7 +31,7 @@ def asks(step: str, round_: int, **more: Any) -> dict[str, Any]:
 
 
 def test_the_start_is_the_warm_start_of_seed_and_partition() -> None:
-    from flwr_perdl._random import spawn
+    from flwr_perdl.random import spawn
 
     X = samples()
     (sent,), n, metrics = DictionaryClient(X, LEARNER, context()).fit([], asks("start", 1))

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from scipy.integrate import quad
 from scipy.stats import chisquare, kstest, norm
 
-from flwr_perdl._records import reply_to
 from flwr_perdl.clients import RegressionClient, client_app
 from flwr_perdl.clients.privacy import LocalPrivacy, _response, noise_multiplier
 from flwr_perdl.dictionary import dictionary_distance, normalize_atoms
+from flwr_perdl.records import reply_to
 from flwr_perdl.regression import Refinement, model_error
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import FedX, PerMA, TooFewReplies

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flwr_perdl._random import spawn
 from flwr_perdl.dictionary import KSVDLearner, MODLearner, dictionary_distance, normalize_atoms, omp
 from flwr_perdl.diffusion import (
     CombinationMatrix,
@@ -26,6 +25,7 @@ from flwr_perdl.diffusion.data_diffusion import (
 )
 from flwr_perdl.diffusion.topology import news_takes, rounds_to_all
 from flwr_perdl.network import Faults, InMemoryNetwork
+from flwr_perdl.random import spawn
 
 
 def draw(

@@ -26,8 +26,8 @@ from flwr_perdl import _compat, _store
 from flwr_perdl._events import read_events
 from flwr_perdl._network._packing import pack, pack_arrays, unpack, unpack_arrays
 from flwr_perdl._network.sealed import Keys, Rejected
-from flwr_perdl._records import Limits, read_reply, reply_to
 from flwr_perdl.clients.base import PrivateState, Shelf, run_folder
+from flwr_perdl.records import Limits, read_reply, reply_to
 from flwr_perdl.strategies import PerMA, ServerSettings
 from flwr_perdl.strategies._strategy import _properties
 from perdl_experiments._run_config import all_keys, read_run_config

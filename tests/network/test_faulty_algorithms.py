@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flwr_perdl._random import spawn
 from flwr_perdl.dictionary import normalize_atoms
 from flwr_perdl.diffusion import Topology, averaging_weights
 from flwr_perdl.diffusion.data_diffusion import DataDiffusion, Diffused
@@ -16,6 +15,7 @@ from flwr_perdl.diffusion.inference import METHODS, exact_dual, infer
 from flwr_perdl.diffusion.model_diffusion import ModelDiffusion
 from flwr_perdl.diffusion.objectives import HuberNMF, Objective, SparseSVD
 from flwr_perdl.network import Faults, InMemoryNetwork
+from flwr_perdl.random import spawn
 
 N, BAD = 12, 4
 TOPOLOGY = Topology.erdos_renyi(N, 0.4, seed=1)

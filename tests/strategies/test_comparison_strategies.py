@@ -12,7 +12,6 @@ import pytest
 from flwr.app import ArrayRecord, Context, Message
 from scipy.linalg import subspace_angles
 
-from flwr_perdl._random import spawn
 from flwr_perdl.clients import DictionaryAveragingClient, LearnerClient, PerPCAClient
 from flwr_perdl.dictionary import (
     GradientLearner,
@@ -24,6 +23,7 @@ from flwr_perdl.dictionary import (
     personalized_pca,
     warm_start,
 )
+from flwr_perdl.random import spawn
 from flwr_perdl.strategies import DictionaryAveraging, PerPCA, ProtocolStrategy, ServerSettings
 from perdl_experiments.engine import arranged, federate
 

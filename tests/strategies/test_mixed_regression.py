@@ -16,9 +16,9 @@ from flwr.common import parameters_to_ndarrays
 from flwr.server import Server, SimpleClientManager
 from flwr.server.client_proxy import ClientProxy
 
-from flwr_perdl._random import SERVER, spawn
 from flwr_perdl.clients import client_app
 from flwr_perdl.clients.regression import RegressionClient
+from flwr_perdl.random import SERVER, spawn
 from flwr_perdl.regression import (
     Clients,
     LogisticLoss,
