@@ -108,7 +108,7 @@ def as_array(name: str, value: object) -> NDArray[Any]:
         raise ValueError(f"{name} must be an array, got {brief_repr(value)}.") from None
 
 
-def check_arrays(name: str, values: Any, what: str = "array", **rules: Any) -> list[Matrix]:
+def check_each(name: str, values: Any, what: str = "array", **rules: Any) -> list[Matrix]:
     """Return one checked array per client or node, all with as many columns, at least one.
 
     ``rules`` are those of `check_array`; ``what`` says in the message what there is none of.

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 from scipy.special import betaincinv
 
-from flwr_perdl.checks import Matrix, check_array, check_arrays, check_choice, check_count, is_auto
+from flwr_perdl.checks import Matrix, check_array, check_choice, check_count, check_each, is_auto
 from flwr_perdl.dictionary.atoms import match_atoms, normalize_atoms, signs_of, unit_atoms
 
 #: Clients whose atoms are candidates in the consensus.
@@ -152,7 +152,7 @@ def global_matching(
     np.float64(2.0)
     """
     check_choice("method", method, ("consensus", "paths"))
-    checked = check_arrays("dictionaries", dictionaries, "dictionary")
+    checked = check_each("dictionaries", dictionaries, "dictionary")
     sizes = [len(D) for D in checked]
     checked = [unit_atoms(D)[0] for D in checked]
     match = _shortest_paths if method == "paths" else _consensus

@@ -38,9 +38,9 @@ from flwr_perdl.checks import (
     LARGE,
     Matrix,
     check_array,
-    check_arrays,
     check_choice,
     check_count,
+    check_each,
     check_real,
 )
 from flwr_perdl.dictionary.aggregation import aggregate_atoms
@@ -211,7 +211,7 @@ def personalized_pca(
     >>> np.abs(found.global_components).round(3)
     array([[1., 0., 0.]])
     """
-    samples = check_arrays("samples", samples, "client's array", min_rows=1, squares=True)
+    samples = check_each("samples", samples, "client's array", min_rows=1, squares=True)
     d = samples[0].shape[1]
     check_count("n_global", n_global, 0, d)
     check_count("n_local", n_local, 0, d - n_global)
