@@ -1,4 +1,4 @@
-"""The inner loops of sparse coding, compiled, one sample after the other; and of K-SVD's update.
+"""The inner loops of sparse coding, one sample after the other, and of two updates, compiled.
 
 With the Gram matrix ``D @ D.T`` of the atoms, what a sample ``x`` still has to do with them follows
 from its products ``D @ x`` alone; no loop of the coding runs over features. The functions of
@@ -266,6 +266,20 @@ def _largest(m: int, left: Matrix, alpha: float, nonnegative: bool) -> float:
 
 
 @compiled
+def _violations(
+    rest: Matrix, is_active: NDArray[np.bool_], alpha: float, nonnegative: bool
+) -> tuple[float, float]:
+    """Return the largest product with what is left, and that of an atom that is not active."""
+    largest = worst = alpha
+    for j in range(len(rest)):
+        size = rest[j] if nonnegative else abs(rest[j])
+        largest = max(largest, size)
+        if not is_active[j]:
+            worst = max(worst, size)
+    return largest, worst
+
+
+@compiled
 def lasso(
     products: Matrix,
     squares: Matrix,
@@ -318,10 +332,7 @@ def lasso(
         goal, known, sweep = 0.5 * tol * squares[i], 0, 0
         m = _begin(products[i], gram, warm, C[i], rest, is_active, atoms, codes)
         while True:
-            largest, worst = _largest(r, rest, alpha, nonnegative), alpha
-            for j in range(r):
-                if not is_active[j]:
-                    worst = max(worst, rest[j] if nonnegative else abs(rest[j]))
+            largest, worst = _violations(rest, is_active, alpha, nonnegative)
             for a in range(m):
                 before[a], left[a] = codes[a], rest[atoms[a]]
                 given[a] = products[i, atoms[a]]
