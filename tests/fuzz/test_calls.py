@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-_spec = importlib.util.spec_from_file_location("calls", Path(__file__).parent / "calls.py")
-assert _spec is not None
-assert _spec.loader is not None
-calls: Any = importlib.util.module_from_spec(_spec)
-sys.modules["calls"] = calls
-_spec.loader.exec_module(calls)
+from tests.fuzz import calls
 
 
 @pytest.mark.parametrize("name", calls.callables())

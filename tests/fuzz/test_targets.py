@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from base64 import b64decode
 from pathlib import Path
 from typing import Any
@@ -15,13 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flwr_perdl.strategies import ServerSettings
-
-_spec = importlib.util.spec_from_file_location("targets", Path(__file__).parent / "targets.py")
-assert _spec is not None
-assert _spec.loader is not None
-targets: Any = importlib.util.module_from_spec(_spec)
-sys.modules["targets"] = targets
-_spec.loader.exec_module(targets)
+from tests.fuzz import targets
 
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
