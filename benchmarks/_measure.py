@@ -18,7 +18,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from threadpoolctl import threadpool_limits
 
-from flwr_perdl.threads import n_threads
+from flwr_perdl.core.threads import n_threads
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("flwr", "numpy", "scipy", "scikit-learn")

@@ -22,8 +22,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, R
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
-from flwr_perdl.records import ARRAYS, CONFIG
-from flwr_perdl.strategies._strategy import poll_faster
+from flwr_perdl.protocol.records import ARRAYS, CONFIG
+from flwr_perdl.protocol.strategy import poll_faster
 from perdl_experiments.engine import federate, on_ray
 from perdl_experiments.studies import configure, find, synthetic
 

@@ -23,8 +23,8 @@ from flwr.app import Context, RecordDict
 from sklearn.datasets import load_digits
 from threadpoolctl import threadpool_limits
 
-from flwr_perdl.checks import Matrix
 from flwr_perdl.clients import DictionaryClient, client_app
+from flwr_perdl.core.checks import Matrix
 from flwr_perdl.dictionary import (
     LassoLearner,
     MODLearner,

@@ -15,8 +15,8 @@ from functools import partial
 
 import numpy as np
 
-from flwr_perdl.checks import Matrix
 from flwr_perdl.clients.dictionary import Start
+from flwr_perdl.core.checks import Matrix
 from flwr_perdl.dictionary import Learner, iterate, normalize_atoms, sparse_code, warm_start
 
 #: Iterations of a baseline per iteration of PerMA.

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl.checks import Matrix, check_array, check_choice, check_count, check_real
+from flwr_perdl.core.checks import Matrix, check_array, check_choice, check_count, check_real
 from flwr_perdl.dictionary.coding import soft_threshold
 
 #: How thresholds are chosen where they are not given.

@@ -23,8 +23,8 @@ from rich.progress import Progress as Bar
 from rich.text import Text
 
 from flwr_perdl import __version__
-from flwr_perdl.checks import check_count
 from flwr_perdl.clients import kept_local_atoms
+from flwr_perdl.core.checks import check_count
 from perdl_experiments.deployment import MOST_NODES, Deployment
 from perdl_experiments.fetch import HUB, PAPERS, SCIKIT_LEARN, check_target, save
 from perdl_experiments.fetch import fetch as fetch_images

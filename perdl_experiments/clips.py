@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.ndimage import gaussian_filter
 
-from flwr_perdl.checks import Matrix
+from flwr_perdl.core.checks import Matrix
 from flwr_perdl.random import DATA, spawn
 from perdl_experiments.data import IMAGES, cached_by_file, names_in, read_arrays, to_unit_range
 

@@ -19,7 +19,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 from scipy.stats import ortho_group
 
-from flwr_perdl.checks import Matrix
+from flwr_perdl.core.checks import Matrix
 
 Given = ParamSpec("Given")
 Loaded = TypeVar("Loaded")

@@ -30,7 +30,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from flwr_perdl.checks import check_count
+from flwr_perdl.core.checks import check_count
 from perdl_experiments._run_config import all_keys, to_key
 
 HOST = "127.0.0.1"

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
-from flwr_perdl.checks import Matrix, check_count, check_real
+from flwr_perdl.core.checks import Matrix, check_count, check_real
 from flwr_perdl.random import DATA, spawn
 from perdl_experiments.data import cached_by_file, read_npz
 

@@ -25,9 +25,9 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import Result
 
-from flwr_perdl.checks import Matrix, check_choice
 from flwr_perdl.clients import client_app
-from flwr_perdl.records import ANEW, EVALUATE
+from flwr_perdl.core.checks import Matrix, check_choice
+from flwr_perdl.protocol.records import ANEW, EVALUATE
 from flwr_perdl.simulations.grid import InProcessGrid
 from flwr_perdl.strategies import ProtocolStrategy, RoundReport, ServerSettings, client_report
 from perdl_experiments.words import plural

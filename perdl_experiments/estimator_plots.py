@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
-from flwr_perdl.checks import Matrix
+from flwr_perdl.core.checks import Matrix
 from flwr_perdl.estimators import MixedRegression, PersonalizedDictionaryLearning
 from perdl_experiments.plots import COLORS
 

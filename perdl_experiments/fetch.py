@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl.checks import check_count
-from flwr_perdl.files import replacing
+from flwr_perdl.core.checks import check_count
+from flwr_perdl.core.files import replacing
 
 #: The most pixels of a set, four gigabytes, and how many image files are read at a time.
 _PIXELS, _AT_ONCE = 2**32, 100

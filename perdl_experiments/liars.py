@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl.checks import Matrix, check_choice
 from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.clients.perma import START
-from flwr_perdl.records import STEP, Scalar
+from flwr_perdl.core.checks import Matrix, check_choice
+from flwr_perdl.protocol.records import STEP, Scalar
 from flwr_perdl.regression import Answers, Ask, Clients, TwoPhase, simulate
 from perdl_experiments.mixed_regression_data import Mixed
 

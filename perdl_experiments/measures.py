@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.ndimage import gaussian_filter1d
 
-from flwr_perdl.checks import Matrix
+from flwr_perdl.core.checks import Matrix
 
 SIGMA = 1.5
 _REACH = 5  # the Gaussian window ends 3.5 sigma from its center

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl.checks import Matrix, check_choice
+from flwr_perdl.core.checks import Matrix, check_choice
 
 SETTINGS = ("C1", "C2", "C3")
 #: A setting that is not the paper's: five points per client.

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from scipy import sparse
 
-from flwr_perdl.checks import Matrix
+from flwr_perdl.core.checks import Matrix
 from flwr_perdl.diffusion import CombinationMatrix, Topology
 from perdl_experiments.plots import COLORS, _figure, _plain, panel_grid
 

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flwr_perdl.checks import Matrix, check_array, check_choice, check_real
+from flwr_perdl.core.checks import Matrix, check_array, check_choice, check_real
 from flwr_perdl.diffusion import (
     Averaging,
     CombinationMatrix,

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_perdl import __version__
-from flwr_perdl.files import replacing
+from flwr_perdl.core.files import replacing
 from perdl_experiments.render import Page, Record, Table, report, say
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from flwr_perdl.checks import Matrix, check_array, check_count
+from flwr_perdl.core.checks import Matrix, check_array, check_count
 
 
 class Patches(NamedTuple):

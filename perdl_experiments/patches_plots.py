@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 from matplotlib.figure import Figure
 
-from flwr_perdl.checks import Matrix
+from flwr_perdl.core.checks import Matrix
 from perdl_experiments.plots import (
     WIDTH,
     _figure,

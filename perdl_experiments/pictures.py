@@ -9,7 +9,7 @@ from textwrap import fill
 import numpy as np
 from matplotlib.figure import Figure
 
-from flwr_perdl.checks import Matrix
+from flwr_perdl.core.checks import Matrix
 from perdl_experiments.plots import (
     COLORS,
     SMALL,

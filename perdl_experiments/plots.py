@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from flwr_perdl.checks import Matrix
+from flwr_perdl.core.checks import Matrix
 from perdl_experiments.words import plural
 
 #: Colors that stay apart for readers who do not tell red from green, each readable on white.

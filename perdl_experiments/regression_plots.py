@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from matplotlib.figure import Figure
 
-from flwr_perdl.checks import Matrix
+from flwr_perdl.core.checks import Matrix
 from perdl_experiments.plots import COLORS, SMALL, _figure, _legend, _plain, panel_grid
 
 #: Letters of a line's name before it wraps.

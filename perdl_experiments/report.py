@@ -15,7 +15,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from flwr_perdl.files import replacing
+from flwr_perdl.core.files import replacing
 from perdl_experiments.outcome import RESULTS
 from perdl_experiments.render import html_table
 

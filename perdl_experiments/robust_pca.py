@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flwr_perdl.checks import Matrix, check_array, check_count, check_real
+from flwr_perdl.core.checks import Matrix, check_array, check_count, check_real
 
 
 class Separated(NamedTuple):

@@ -18,13 +18,13 @@ from flwr.app import ArrayRecord, Context, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
-from flwr_perdl import files
-from flwr_perdl.checks import check_count
 from flwr_perdl.clients import DictionaryClient, kept_local_atoms
-from flwr_perdl.files import EVENTS, EventLog
-from flwr_perdl.records import PARTITION_ID
+from flwr_perdl.core import files
+from flwr_perdl.core.checks import check_count
+from flwr_perdl.core.threads import one_blas_thread
+from flwr_perdl.protocol.events import EVENTS, EventLog
+from flwr_perdl.protocol.records import PARTITION_ID
 from flwr_perdl.strategies import RoundReport, client_report
-from flwr_perdl.threads import one_blas_thread
 from perdl_experiments.data import digest
 from perdl_experiments.engine import EvaluateFn, Federated, check_engine, mishaps
 from perdl_experiments.engine import federate as run_federation

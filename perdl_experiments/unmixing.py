@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
-from flwr_perdl.checks import Matrix, check_array, check_choice, check_count
+from flwr_perdl.core.checks import Matrix, check_array, check_choice, check_count
 from flwr_perdl.dictionary import normalize_atoms
 from flwr_perdl.dictionary.coding import nonnegative_from_gram
 from flwr_perdl.diffusion.combine import Inbox, run_program, shown

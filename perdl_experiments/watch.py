@@ -12,7 +12,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from flwr_perdl.files import EVENTS, Event, read_events
+from flwr_perdl.protocol.events import EVENTS, Event, read_events
 from perdl_experiments.outcome import NEXT
 from perdl_experiments.terminal import Rows, printable_lines
 from perdl_experiments.words import plural

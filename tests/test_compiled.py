@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from flwr_perdl import _compiled
-from flwr_perdl._compiled import compiled
+from flwr_perdl.core import compiled as module
+from flwr_perdl.core.compiled import compiled
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -41,7 +41,7 @@ print(sum(pursue.stats.cache_hits.values()), sum(pursue.stats.cache_misses.value
 def test_where_nothing_can_be_written_code_is_compiled_all_the_same(
     warned: pytest.LogCaptureFixture,
 ) -> None:
-    _compiled._warn_once.cache_clear()
+    module._warn_once.cache_clear()
     space: dict[str, object] = {}
     exec(compile(DOUBLED, "/nowhere/at/all.py", "exec"), space)  # a file that has no folder
     first, second = compiled(space["doubled"]), compiled(space["doubled"])

@@ -10,13 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from flwr_perdl._memory import short_buffers
+from flwr_perdl.core.memory import short_buffers
 
 #: Prints the page faults of forty temporary arrays of two megabytes, before and after.
 FAULTS = """
 import resource
 import numpy as np
-from flwr_perdl.threads import one_blas_thread
+from flwr_perdl.core.threads import one_blas_thread
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

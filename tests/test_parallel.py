@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from flwr_perdl.threads import in_threads, n_threads
+from flwr_perdl.core.threads import in_threads, n_threads
 
 
 @pytest.fixture(params=["1", "2", "64"])

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from flwr_perdl import _compat
-from flwr_perdl.records import decode, encode, read_parts, read_reply, reply_to
+from flwr_perdl.protocol import compat
+from flwr_perdl.protocol.records import decode, encode, read_parts, read_reply, reply_to
 
 FLOATS = arrays.arrays(
     st.sampled_from([np.float64, np.float32]),
@@ -76,7 +76,7 @@ def test_objects_are_neither_sent_nor_read() -> None:
 
 
 def request(value: float = 1.0, step: str = "go", kind: str = "train") -> Message:
-    _compat.become_server(1)
+    compat.become_server(1)
     content = RecordDict(
         {"arrays": ArrayRecord([np.full(2, value)]), "config": ConfigRecord({"step": step})}
     )

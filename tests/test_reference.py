@@ -16,7 +16,8 @@ import pytest
 #: As docs/reference.py lists them.
 PACKAGES = (
     *("estimators", "strategies", "clients", "simulations", "network", "dictionary"),
-    *("regression", "diffusion", "checks", "files", "random", "records", "threads"),
+    *("regression", "diffusion", "privacy", "core.checks", "core.files", "random"),
+    *("protocol.events", "protocol.records", "core.threads"),
 )
 
 

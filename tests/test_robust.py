@@ -8,7 +8,7 @@ from hypothesis.extra.numpy import arrays
 from scipy.optimize import minimize
 from scipy.stats import trim_mean
 
-from flwr_perdl._robust import average_of, capped, consistent, far, geometric_median
+from flwr_perdl.core.robust import average_of, capped, consistent, far, geometric_median
 
 
 @settings(max_examples=40)

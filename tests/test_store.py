@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flwr_perdl import _store
+from flwr_perdl.core import files
 
 
 def test_arrays_and_meta_come_back(tmp_path: Path) -> None:
     arrays = {"D": np.arange(6.0).reshape(2, 3), "flag": np.array(True)}
-    _store.save(tmp_path / "new" / "file.npz", arrays, {"round": 3})
-    saved = _store.load(tmp_path / "new" / "file.npz")
+    files.save(tmp_path / "new" / "file.npz", arrays, {"round": 3})
+    saved = files.load(tmp_path / "new" / "file.npz")
     assert saved.meta == {"format": 2, "round": 3}
     assert set(saved.arrays) == {"D", "flag"}
     np.testing.assert_array_equal(saved.arrays["D"], arrays["D"])
@@ -20,10 +20,10 @@ def test_arrays_and_meta_come_back(tmp_path: Path) -> None:
 
 def test_a_failed_save_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "file.npz"
-    _store.save(path, {"x": np.ones(2)}, {})
+    files.save(path, {"x": np.ones(2)}, {})
     with pytest.raises(TypeError):
-        _store.save(path, {"x": np.zeros(2)}, {"bad": object()})
-    np.testing.assert_array_equal(_store.load(path).arrays["x"], np.ones(2))
+        files.save(path, {"x": np.zeros(2)}, {"bad": object()})
+    np.testing.assert_array_equal(files.load(path).arrays["x"], np.ones(2))
     assert [entry.name for entry in tmp_path.iterdir()] == ["file.npz"]
 
 
@@ -31,34 +31,34 @@ def test_pickled_objects_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "pickled.npz"
     np.savez(path, meta=np.array({"format": 1}, dtype=object))
     with pytest.raises(ValueError, match="not a readable file"):
-        _store.load(path)
+        files.load(path)
 
 
 def test_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file.npz"
-    monkeypatch.setattr(_store, "FORMAT", 3)
-    _store.save(path, {}, {})
+    monkeypatch.setattr(files, "FORMAT", 3)
+    files.save(path, {}, {})
     monkeypatch.undo()
     with pytest.raises(ValueError, match="must have format 1 or 2, got 3"):
-        _store.load(path)
+        files.load(path)
 
 
 def test_two_rounds_are_kept_and_an_abandoned_future_goes(tmp_path: Path) -> None:
     for round_ in (1, 2, 3, 4):
-        _store.save_round(tmp_path, round_, {}, {})
-    assert _store.rounds_in(tmp_path) == [3, 4]
-    _store.save_round(tmp_path, 3, {}, {})
-    assert _store.rounds_in(tmp_path) == [3]
+        files.save_round(tmp_path, round_, {}, {})
+    assert files.rounds_in(tmp_path) == [3, 4]
+    files.save_round(tmp_path, 3, {}, {})
+    assert files.rounds_in(tmp_path) == [3]
     (tmp_path / "other.txt").write_text("not ours")
-    assert _store.rounds_in(tmp_path / "nowhere") == []
-    assert _store.rounds_in(tmp_path) == [3]
+    assert files.rounds_in(tmp_path / "nowhere") == []
+    assert files.rounds_in(tmp_path) == [3]
 
 
 def test_no_flipped_bit_changes_what_is_read(tmp_path: Path) -> None:
     """A damaged file is refused, or the damage is in bytes that say nothing (zip's dates)."""
     path = tmp_path / "file.npz"
     arrays = {"x": np.arange(4.0), "y": np.array(True)}
-    _store.save(path, arrays, {"round": 3})
+    files.save(path, arrays, {"round": 3})
     whole = path.read_bytes()
     refused = 0
     for position in range(len(whole)):
@@ -66,7 +66,7 @@ def test_no_flipped_bit_changes_what_is_read(tmp_path: Path) -> None:
         damaged[position] ^= 1 << position % 8
         path.write_bytes(damaged)
         try:
-            found = _store.load(path)
+            found = files.load(path)
         except ValueError:
             refused += 1
             continue
@@ -79,36 +79,36 @@ def test_no_flipped_bit_changes_what_is_read(tmp_path: Path) -> None:
 
 def test_a_file_whose_content_was_replaced_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "file.npz"
-    _store.save(path, {"x": np.ones(2)}, {"round": 3})
+    files.save(path, {"x": np.ones(2)}, {"round": 3})
     with np.load(path) as stored:
         named = dict(stored)
     np.savez(path, **{**named, "a/x": np.zeros(2)})
     with pytest.raises(ValueError, match=r"file\.npz must have the checksum it was written with"):
-        _store.load(path)
+        files.load(path)
 
 
 def test_a_file_of_before_checksums_is_read(tmp_path: Path) -> None:
     path = tmp_path / "file.npz"
     np.savez(path, **{"a/x": np.ones(2), "meta": np.array(json.dumps({"format": 1, "round": 3}))})
-    found = _store.load(path)
+    found = files.load(path)
     assert found.meta == {"format": 1, "round": 3}
     np.testing.assert_array_equal(found.arrays["x"], np.ones(2))
 
 
 def test_a_journal_is_read_as_far_as_its_mark(tmp_path: Path) -> None:
-    journal = _store.Journal(tmp_path / "new" / "history.jsonl")
+    journal = files.Journal(tmp_path / "new" / "history.jsonl")
     journal.append([{"round": 1}, {"round": 2, "error": float("inf")}])
     mark = journal.mark
     journal.append([{"round": 3}])
     assert journal.path.read_text().count("\n") == 3
     assert journal.path.stat().st_mode & 0o777 == 0o600
-    again, entries = _store.Journal.read(tmp_path / "new", mark)
+    again, entries = files.Journal.read(tmp_path / "new", mark)
     assert entries == [{"round": 1}, {"round": 2, "error": float("inf")}]
     assert again.mark == mark
     again.append([{"round": "another"}])  # in place of what was there
-    assert _store.Journal.read(tmp_path / "new", again.mark)[1][2:] == [{"round": "another"}]
+    assert files.Journal.read(tmp_path / "new", again.mark)[1][2:] == [{"round": "another"}]
     with pytest.raises(ValueError, match=r"history\.jsonl must have the checksum"):
-        _store.Journal.read(tmp_path / "new", journal.mark | {"bytes": mark["bytes"] + 3})
+        files.Journal.read(tmp_path / "new", journal.mark | {"bytes": mark["bytes"] + 3})
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_a_journal_is_read_as_far_as_its_mark(tmp_path: Path) -> None:
 def test_a_journal_that_does_not_fit_is_refused(
     tmp_path: Path, changed: dict[str, object], message: str
 ) -> None:
-    journal = _store.Journal(tmp_path / "history.jsonl")
+    journal = files.Journal(tmp_path / "history.jsonl")
     journal.append([1, 2])
     with pytest.raises(ValueError, match=message):
-        _store.Journal.read(tmp_path, journal.mark | changed)
+        files.Journal.read(tmp_path, journal.mark | changed)

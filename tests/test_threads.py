@@ -4,7 +4,7 @@ import re
 
 from threadpoolctl import ThreadpoolController, threadpool_limits
 
-from flwr_perdl.threads import one_blas_thread
+from flwr_perdl.core.threads import one_blas_thread
 
 #: Where the wheels of NumPy and SciPy have their libraries, on Linux and on a Mac.
 OWN = re.compile(r"(numpy|scipy)(\.libs|[/\\]\.dylibs)")

@@ -23,7 +23,6 @@ from typing import NamedTuple
 import numpy as np
 from flwr.app import ConfigRecord, Context, Message, MessageType
 
-from flwr_perdl.checks import FLOATS, Matrix
 from flwr_perdl.clients._handlers import (
     Evaluate,
     Evaluated,
@@ -34,7 +33,8 @@ from flwr_perdl.clients._handlers import (
     floats,
     numbers_of,
 )
-from flwr_perdl.records import (
+from flwr_perdl.core.checks import FLOATS, Matrix
+from flwr_perdl.protocol.records import (
     ARRAYS,
     CONFIG,
     STEP,

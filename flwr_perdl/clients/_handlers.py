@@ -18,9 +18,9 @@ from flwr.app import (
     RecordDict,
 )
 
-from flwr_perdl._compat import NumPyClient, like
-from flwr_perdl.checks import FLOATS, Matrix
-from flwr_perdl.records import (
+from flwr_perdl.core.checks import FLOATS, Matrix
+from flwr_perdl.protocol.compat import NumPyClient, like
+from flwr_perdl.protocol.records import (
     ARRAYS,
     CONFIG,
     METRICS,
@@ -41,8 +41,6 @@ Evaluated = tuple[float, int, dict[str, Scalar]]
 Fit = Callable[[list[Matrix], dict[str, Scalar]], Fitted]
 Evaluate = Callable[[list[Matrix], dict[str, Scalar]], Evaluated]
 
-#: The code of the error with which a client answers an evaluation that it does not define.
-NO_EVALUATE = 4501
 #: What ClientApps call the loss, the first of these that is there.
 _LOSSES = ("loss", "eval_loss")
 

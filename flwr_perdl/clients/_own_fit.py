@@ -14,9 +14,7 @@ from collections.abc import Mapping
 import numpy as np
 from flwr.app import Context
 
-from flwr_perdl.checks import Matrix, check_array, check_choice, check_count
 from flwr_perdl.clients._handlers import Evaluate, Evaluated, Fit, Fitted, floats
-from flwr_perdl.clients._secure import MAX_WEIGHT
 from flwr_perdl.clients.base import PrivateArrays, PrivateState, private_shelf
 from flwr_perdl.clients.dictionary import LOCAL_ATOMS, LOCAL_STEPS, MOST_STEPS
 from flwr_perdl.clients.perma import (
@@ -28,8 +26,10 @@ from flwr_perdl.clients.perma import (
     START,
     UPDATE,
 )
+from flwr_perdl.core.checks import Matrix, check_array, check_choice, check_count
 from flwr_perdl.dictionary import align_to_global, normalize_atoms
-from flwr_perdl.records import ANEW, ROUND, RUN, STEP, Scalar
+from flwr_perdl.privacy.secure_client import MAX_WEIGHT
+from flwr_perdl.protocol.records import ANEW, ROUND, RUN, STEP, Scalar
 
 #: What the client's own functions do not see of the config.
 _OURS = (STEP, SENDS, ORTHOGONAL, LOCAL_STEPS, REFINE_STEPS, MAX_WEIGHT)

@@ -29,8 +29,8 @@ from hashlib import sha256
 import numpy as np
 from flwr.app import ConfigRecord, Context
 
-from flwr_perdl.checks import Matrix
-from flwr_perdl.records import ANSWERED, ROUND, Scalar
+from flwr_perdl.core.checks import Matrix
+from flwr_perdl.protocol.records import ANSWERED, ROUND, Scalar
 
 #: Significant digits of the metrics that leave a client: more would tell what single samples are.
 DIGITS = 6

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from flwr.app import Array, ArrayRecord, Context, RecordDict
 
-from flwr_perdl import _store
-from flwr_perdl._compat import log
-from flwr_perdl.clients._at_rest import KEY_VARIABLE, key_from_environment
-from flwr_perdl.records import PARTITION_ID
+from flwr_perdl.core import files
+from flwr_perdl.privacy.at_rest import KEY_VARIABLE, key_from_environment
+from flwr_perdl.protocol.compat import log
+from flwr_perdl.protocol.records import PARTITION_ID
 
 _FILE, _BYTES = "nodes.npz", "bytes"
 
@@ -43,16 +43,16 @@ class NodeStates:
         named = {_BYTES: np.frombuffer(b"".join(parts), dtype=np.uint8)}
         key = key_from_environment()
         about = {"key": None if key is None else key.name, "nodes": nodes}
-        _store.refuse_link(self._folder)
+        files.refuse_link(self._folder)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._folder.chmod(0o700)
-        _store.save(self._path, named if key is None else key.lock(named, about), about)
+        files.save(self._path, named if key is None else key.lock(named, about), about)
 
     def contexts(self) -> list[Context]:
         """Return contexts of their own for all nodes of the file, with these states; or none."""
         if not self._path.exists():
             return []
-        n_nodes = len(_store.load(self._path).meta.get("nodes", ()))
+        n_nodes = len(files.load(self._path).meta.get("nodes", ()))
         contexts = [
             Context(0, 0, {PARTITION_ID: node}, RecordDict(), {}) for node in range(n_nodes)
         ]
@@ -74,8 +74,8 @@ class NodeStates:
         key = key_from_environment()
         try:
             for path in (self._folder, self._path):
-                _store.refuse_link(path)
-            named, about = _store.load(self._path)
+                files.refuse_link(path)
+            named, about = files.load(self._path)
             about = {name: about[name] for name in ("key", "nodes")}
             if len(about["nodes"]) != len(contexts):
                 raise ValueError(

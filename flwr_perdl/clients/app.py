@@ -9,8 +9,6 @@ from typing import Any
 from flwr.app import ConfigRecord, Context, Error, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
 
-from flwr_perdl._compat import NumPyClient, has_handler, is_legacy, to_client
-from flwr_perdl.checks import Matrix, check_count, check_flag, check_kind
 from flwr_perdl.clients._clusters import (
     CLUSTERED,
     answer_clustered,
@@ -19,7 +17,6 @@ from flwr_perdl.clients._clusters import (
     in_clustered_round,
 )
 from flwr_perdl.clients._handlers import (
-    NO_EVALUATE,
     Evaluated,
     Fit,
     Fitted,
@@ -29,14 +26,17 @@ from flwr_perdl.clients._handlers import (
     evaluation_reply,
 )
 from flwr_perdl.clients._own_fit import evaluate_perma, fit_perma
-from flwr_perdl.clients._secure import MIN_CLIENTS, in_plain_round, in_secure_round, masked
 from flwr_perdl.clients.base import Member, identify
 from flwr_perdl.clients.diffusion import ONLY_DIFFUSION, SEALED
 from flwr_perdl.clients.perma import SENDS
 from flwr_perdl.clients.regression import LINEAR, ONLY_LINEAR
-from flwr_perdl.records import (
+from flwr_perdl.core.checks import Matrix, check_count, check_flag, check_kind
+from flwr_perdl.privacy.secure_client import MIN_CLIENTS, in_plain_round, in_secure_round, masked
+from flwr_perdl.protocol.compat import NumPyClient, has_handler, is_legacy, to_client
+from flwr_perdl.protocol.records import (
     ARRAYS,
     CONFIG,
+    NO_EVALUATE,
     PARTITION_ID,
     Scalar,
     directed,

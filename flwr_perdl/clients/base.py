@@ -30,11 +30,11 @@ from urllib.parse import quote
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context
 from numpy.typing import NDArray
 
-from flwr_perdl import _store
-from flwr_perdl._compat import NumPyClient, log
-from flwr_perdl.checks import check_count, check_kind
-from flwr_perdl.clients._at_rest import KEY_VARIABLE, StateKey, key_from_environment
-from flwr_perdl.records import (
+from flwr_perdl.core import files
+from flwr_perdl.core.checks import check_count, check_kind
+from flwr_perdl.privacy.at_rest import KEY_VARIABLE, StateKey, key_from_environment
+from flwr_perdl.protocol.compat import NumPyClient, log
+from flwr_perdl.protocol.records import (
     NAME,
     PARTITION_ID,
     STEP,
@@ -236,13 +236,13 @@ class PrivateState:
 
     def newest(self) -> PrivateArrays | None:
         """Return the arrays of the last round that any were saved in, None if there are none."""
-        return self._newest(_store.LAST_ROUND)
+        return self._newest(files.LAST_ROUND)
 
     def _newest(self, last: int) -> PrivateArrays | None:
         in_memory = max((r for r in self._held if r <= last), default=-1)
         if self._shelf is not None:
             _refuse_links(self._shelf, self._run)
-            for round_ in reversed(_store.rounds_in(run_folder(self._shelf, self._run))):
+            for round_ in reversed(files.rounds_in(run_folder(self._shelf, self._run))):
                 saved = self._read(self._shelf, round_) if in_memory < round_ <= last else None
                 if saved is not None:
                     return saved
@@ -262,7 +262,7 @@ class PrivateState:
         alone : bool, default False
             Whether to delete all earlier states, in memory and on disk.
         """
-        check_count("round", round_, 0, _store.LAST_ROUND)
+        check_count("round", round_, 0, files.LAST_ROUND)
         if self._shelf is not None:
             self._write(self._shelf, round_, arrays, kept=1 if alone else 2)
         before = [] if alone else sorted(r for r in self._held if r < round_)[-1:]
@@ -296,7 +296,7 @@ class PrivateState:
         if not folder.is_dir():
             self._begin(shelf, folder)
         locked = arrays if key is None else key.lock(arrays, about)
-        _store.save_round(folder, round_, locked, about, kept=kept)
+        files.save_round(folder, round_, locked, about, kept=kept)
 
     def _begin(self, shelf: Shelf, folder: Path) -> None:
         """Make a run's folder, and delete the oldest ones."""
@@ -320,12 +320,12 @@ class PrivateState:
 
     def _read(self, shelf: Shelf, round_: int) -> PrivateArrays | None:
         """Return what a round's file holds; None, with a word in the log, if it is not ours."""
-        path = _store.round_path(run_folder(shelf, self._run), round_)
+        path = files.round_path(run_folder(shelf, self._run), round_)
         key = key_from_environment()
         wanted = self._about(shelf, round_, key)
         try:
-            _store.refuse_link(path)
-            saved = _store.load(path)
+            files.refuse_link(path)
+            saved = files.load(path)
             claimed = {name: saved.meta.get(name) for name in wanted}
             for name in ("client", "algorithm", "run", "round"):
                 if claimed[name] != wanted[name]:
@@ -352,7 +352,7 @@ class PrivateState:
 def _refuse_links(shelf: Shelf, run: str) -> None:
     """Refuse folders that lead elsewhere: files there would be read, deleted, and opened to us."""
     for own in (shelf.folder, run_folder(shelf, run)):
-        _store.refuse_link(own)
+        files.refuse_link(own)
 
 
 def _by_round(record: Any) -> dict[int, dict[str, Array]]:

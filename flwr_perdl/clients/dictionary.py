@@ -14,14 +14,14 @@ import numpy as np
 from flwr.app import Context
 from numpy.typing import NDArray
 
-from flwr_perdl.checks import Matrix, check_array, check_count, check_kind, check_members
 from flwr_perdl.clients._requests import admit, check_atoms, digest, rounded
 from flwr_perdl.clients.steps import ProtocolClient, StepRequest, StepResult, step
+from flwr_perdl.core.checks import Matrix, check_array, check_count, check_kind, check_members
 from flwr_perdl.dictionary import Learner, WarmStart, reconstruct, sparse_code, warm_start
 from flwr_perdl.dictionary.learners import LEARNERS
 from flwr_perdl.privacy import may_send
+from flwr_perdl.protocol.records import ANEW, EVALUATE, Scalar
 from flwr_perdl.random import spawn
-from flwr_perdl.records import ANEW, EVALUATE, Scalar
 
 #: Iterations of the client's learner that an update asks for.
 LOCAL_STEPS = "perdl.local-steps"

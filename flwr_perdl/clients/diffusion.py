@@ -13,13 +13,10 @@ import numpy as np
 from flwr.app import Context
 from numpy.typing import NDArray
 
-from flwr_perdl._compat import log
-from flwr_perdl._network._packing import pack_arrays, text_array, texts_of
-from flwr_perdl._network.messages import Delivery, Rejected, finite_rows, inbox_of
-from flwr_perdl._network.sealed import Keys, read_key, read_pinned
-from flwr_perdl._store import LAST_ROUND
-from flwr_perdl.checks import Matrix, check_choice, check_count, check_flag, check_kind
 from flwr_perdl.clients.base import Member, PrivateState, private_shelf, step_of
+from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_flag, check_kind
+from flwr_perdl.core.files import LAST_ROUND
+from flwr_perdl.core.threads import one_blas_thread
 from flwr_perdl.diffusion.combine import (
     Array,
     Program,
@@ -28,8 +25,11 @@ from flwr_perdl.diffusion.combine import (
     reported,
     within_limits,
 )
-from flwr_perdl.records import ANEW, ROUND, RUN, Scalar
-from flwr_perdl.threads import one_blas_thread
+from flwr_perdl.network.messages import Delivery, Rejected, finite_rows, inbox_of
+from flwr_perdl.network.packing import pack_arrays, text_array, texts_of
+from flwr_perdl.privacy.sealed import Keys, read_key, read_pinned
+from flwr_perdl.protocol.compat import log
+from flwr_perdl.protocol.records import ANEW, ROUND, RUN, Scalar
 
 #: The protocol's steps.
 ANNOUNCE = "announce"
@@ -169,14 +169,14 @@ class DiffusionClient(Member):
         Parameters
         ----------
         parameters : list of ndarray
-            What the neighbors have sent: a ``Delivery`` (``_network/messages.py``).
+            What the neighbors have sent: a ``Delivery`` (``network/messages.py``).
         config : dict
             The step, the algorithm's round, whether messages are sealed, and who is asleep.
 
         Returns
         -------
         parameters : list of ndarray
-            The node's message (``_network/messages.py``); at the end, what the node shows, packed
+            The node's message (``network/messages.py``); at the end, what the node shows, packed
             into one array.
         num_examples : int
             One.

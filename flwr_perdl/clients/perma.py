@@ -24,9 +24,7 @@ from typing import NamedTuple, Unpack
 import numpy as np
 from flwr.app import Context
 
-from flwr_perdl.checks import Matrix, check_choice, check_count
 from flwr_perdl.clients._requests import check_products
-from flwr_perdl.clients._secure import MAX_WEIGHT
 from flwr_perdl.clients.dictionary import (
     LOCAL_ATOMS,
     MOST_STEPS,
@@ -36,6 +34,7 @@ from flwr_perdl.clients.dictionary import (
     read_local_steps,
 )
 from flwr_perdl.clients.steps import StepRequest, StepResult, step
+from flwr_perdl.core.checks import Matrix, check_choice, check_count
 from flwr_perdl.dictionary import (
     Learner,
     align_to_global,
@@ -44,6 +43,7 @@ from flwr_perdl.dictionary import (
     refine_local,
     update_weights,
 )
+from flwr_perdl.privacy.secure_client import MAX_WEIGHT
 
 START = "start"
 UPDATE = "update"

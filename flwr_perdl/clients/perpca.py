@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from flwr_perdl.checks import LARGE, Matrix, check_real
 from flwr_perdl.clients._requests import check_products
 from flwr_perdl.clients.dictionary import LOCAL_ATOMS, LearnerClient, mean_square
 from flwr_perdl.clients.steps import StepRequest, StepResult, step
+from flwr_perdl.core.checks import LARGE, Matrix, check_real
 from flwr_perdl.dictionary.atoms import principal_directions
 from flwr_perdl.dictionary.perpca import local_start, perpca_step
 

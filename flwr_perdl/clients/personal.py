@@ -11,12 +11,12 @@ from pathlib import Path
 
 from flwr.app import Context, RecordDict
 
-from flwr_perdl import _store
-from flwr_perdl.checks import Matrix, check_kind
 from flwr_perdl.clients._states import NodeStates
 from flwr_perdl.clients.base import PREFIX, PrivateState, Shelf
 from flwr_perdl.clients.dictionary import LOCAL_ATOMS
-from flwr_perdl.records import PARTITION_ID
+from flwr_perdl.core import files
+from flwr_perdl.core.checks import Matrix, check_kind
+from flwr_perdl.protocol.records import PARTITION_ID
 
 
 def local_atoms(source: Context | str | Path) -> Matrix:
@@ -137,17 +137,17 @@ def _of_context(context: Context) -> PrivateState | None:
 
 def _of_folder(folder: Path) -> PrivateState | None:
     """Return the private state of the run that wrote into a client's folder last."""
-    files = [
-        _store.round_path(run, max(rounds))
+    written = [
+        files.round_path(run, max(rounds))
         for run in folder.glob("run-*")
-        if (rounds := _store.rounds_in(run))
+        if (rounds := files.rounds_in(run))
     ]
-    if not files:
+    if not written:
         return None
-    newest = max(files, key=lambda path: path.stat().st_mtime_ns)
-    _store.refuse_link(newest.parent)
-    _store.refuse_link(newest)
-    about = _store.load(newest).meta
+    newest = max(written, key=lambda path: path.stat().st_mtime_ns)
+    files.refuse_link(newest.parent)
+    files.refuse_link(newest)
+    about = files.load(newest).meta
     shelf = Shelf(folder, str(about["client"]), str(about["algorithm"]))
     empty = Context(run_id=0, node_id=0, node_config={}, state=RecordDict(), run_config={})
     return PrivateState(empty, str(about["run"]), shelf)
@@ -156,4 +156,4 @@ def _of_folder(folder: Path) -> PrivateState | None:
 def _name(folder: Path) -> str:
     """Return the name of the client that a folder is of."""
     written = sorted(folder.glob("run-*/*.npz"))
-    return str(_store.load(written[0]).meta["client"]) if written else folder.name
+    return str(files.load(written[0]).meta["client"]) if written else folder.name

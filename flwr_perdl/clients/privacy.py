@@ -48,14 +48,14 @@ from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
 from scipy.optimize import brentq
 from scipy.special import log_ndtr
 
-from flwr_perdl import _store
-from flwr_perdl._compat import log
-from flwr_perdl.checks import Matrix, check_array, check_count, check_kind, check_real
 from flwr_perdl.clients.base import identify
 from flwr_perdl.clients.dictionary import LOCAL_STEPS
 from flwr_perdl.clients.perma import ATOMS, ORTHOGONAL, OWN, REFINE_STEPS, SENDS, UPDATE
 from flwr_perdl.clients.regression import OPTION
-from flwr_perdl.records import (
+from flwr_perdl.core import files
+from flwr_perdl.core.checks import Matrix, check_array, check_count, check_kind, check_real
+from flwr_perdl.protocol.compat import log
+from flwr_perdl.protocol.records import (
     ARRAYS,
     CONFIG,
     NAME,
@@ -354,7 +354,7 @@ class LocalPrivacy:
 
 def _noted(ledger: Path, letter: str = "") -> str:
     """Return the letters in a ledger, before one that is added at its end."""
-    with _store.private(ledger, os.O_APPEND, buffering=0) as opened:
+    with files.private(ledger, os.O_APPEND, buffering=0) as opened:
         opened.seek(0, os.SEEK_END)
         opened.write(letter.encode())
         os.fsync(opened.fileno())

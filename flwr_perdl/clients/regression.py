@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 from flwr.app import Context
 
-from flwr_perdl.checks import (
+from flwr_perdl.clients._requests import rounded
+from flwr_perdl.clients.steps import ProtocolClient, StepRequest, StepResult, step
+from flwr_perdl.core.checks import (
     LARGE,
     Matrix,
     check_array,
@@ -19,9 +21,8 @@ from flwr_perdl.checks import (
     check_kind,
     check_real,
 )
-from flwr_perdl.clients._requests import rounded
-from flwr_perdl.clients.steps import ProtocolClient, StepRequest, StepResult, step
-from flwr_perdl.records import Scalar
+from flwr_perdl.core.threads import one_blas_thread
+from flwr_perdl.protocol.records import Scalar
 from flwr_perdl.regression import (
     SQUARED,
     Ask,
@@ -34,7 +35,6 @@ from flwr_perdl.regression import (
 from flwr_perdl.regression.losses import check_labels
 from flwr_perdl.regression.phases import EXACT, RULES
 from flwr_perdl.regression.two_phase import answered
-from flwr_perdl.threads import one_blas_thread
 
 #: Options of a request travel in its config under this prefix.
 OPTION = "perdl.option."

@@ -15,10 +15,10 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 from flwr.app import Context
 from numpy.typing import NDArray
 
-from flwr_perdl.checks import Matrix, check_choice, check_count, check_kind
 from flwr_perdl.clients.base import Member, PrivateArrays, PrivateState, private_shelf, step_of
-from flwr_perdl.records import EVALUATE, LARGEST_INT, ROUND, RUN, SEED, Scalar
-from flwr_perdl.threads import one_blas_thread
+from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_kind
+from flwr_perdl.core.threads import one_blas_thread
+from flwr_perdl.protocol.records import EVALUATE, LARGEST_INT, ROUND, RUN, SEED, Scalar
 
 TRAIN = "train"
 

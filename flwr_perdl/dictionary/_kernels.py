@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl._compiled import compiled
-from flwr_perdl.checks import Matrix
+from flwr_perdl.core.checks import Matrix
+from flwr_perdl.core.compiled import compiled
 
 #: Atoms become active in :func:`lasso` that violate optimality by more than this share of the worst
 #: violation. More at once make longer sweeps, fewer make more rounds: 0.5 to 0.9 differ by a third.

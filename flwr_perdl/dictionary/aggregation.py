@@ -24,9 +24,17 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl._arrays import row_products
-from flwr_perdl._robust import EFFECTS, average_of, far, geometric_median, reach, shortening
-from flwr_perdl.checks import Matrix, as_array, check_array, check_choice, check_count, check_flag
+from flwr_perdl.core.arrays import row_products
+from flwr_perdl.core.checks import (
+    Matrix,
+    as_array,
+    check_array,
+    check_choice,
+    check_count,
+    check_flag,
+)
+from flwr_perdl.core.robust import EFFECTS, average_of, far, geometric_median, reach, shortening
+from flwr_perdl.core.threads import in_threads
 from flwr_perdl.dictionary.atoms import (
     coordinate_atoms,
     descended_atoms,
@@ -34,7 +42,6 @@ from flwr_perdl.dictionary.atoms import (
     unit_atoms,
 )
 from flwr_perdl.dictionary.polar import polar_factor
-from flwr_perdl.threads import in_threads
 
 METHODS = ("mean", "weighted", "median", "geometric-median", "trimmed")
 #: A second moment's least eigenvalue may be this much of the largest below zero.

@@ -24,8 +24,8 @@ from scipy.optimize import linear_sum_assignment
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_bipartite_matching
 
-from flwr_perdl._arrays import row_products
-from flwr_perdl.checks import Matrix, check_array, check_choice, check_count
+from flwr_perdl.core.arrays import row_products
+from flwr_perdl.core.checks import Matrix, check_array, check_choice, check_count
 from flwr_perdl.dictionary.polar import SAFE_GRAM, orthonormal, thin_svd
 
 #: Squared distances below this are recomputed from the differences of the atoms.

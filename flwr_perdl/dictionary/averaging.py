@@ -26,7 +26,14 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from flwr_perdl.checks import Matrix, check_array, check_count, check_flag, check_kind, check_rng
+from flwr_perdl.core.checks import (
+    Matrix,
+    check_array,
+    check_count,
+    check_flag,
+    check_kind,
+    check_rng,
+)
 from flwr_perdl.dictionary.aggregation import aggregate_atoms, finish_atoms
 from flwr_perdl.dictionary.atoms import normalize_atoms, principal_directions
 from flwr_perdl.dictionary.polar import polar_factor

@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-from flwr_perdl._arrays import row_norms, squared_norm
-from flwr_perdl.checks import (
+from flwr_perdl.core.arrays import row_norms, squared_norm
+from flwr_perdl.core.checks import (
     Matrix,
     check_array,
     check_choice,
@@ -32,8 +32,8 @@ from flwr_perdl.checks import (
     check_flag,
     check_real,
 )
+from flwr_perdl.core.threads import in_threads, n_kernel_threads
 from flwr_perdl.dictionary.atoms import unit_atoms
-from flwr_perdl.threads import in_threads, n_kernel_threads
 
 #: How :func:`omp` chooses an atom.
 Selection = Literal["correlation", "residual"]

@@ -33,8 +33,8 @@ from typing import ClassVar, Literal, Protocol
 
 import numpy as np
 
-from flwr_perdl._arrays import row_norms, squared_norm
-from flwr_perdl.checks import (
+from flwr_perdl.core.arrays import row_norms, squared_norm
+from flwr_perdl.core.checks import (
     Matrix,
     check_array,
     check_choice,

@@ -34,7 +34,14 @@ from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 from scipy.special import betaincinv
 
-from flwr_perdl.checks import Matrix, check_array, check_choice, check_count, check_each, is_auto
+from flwr_perdl.core.checks import (
+    Matrix,
+    check_array,
+    check_choice,
+    check_count,
+    check_each,
+    is_auto,
+)
 from flwr_perdl.dictionary.atoms import match_atoms, normalize_atoms, signs_of, unit_atoms
 
 #: Clients whose atoms are candidates in the consensus.

@@ -33,8 +33,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flwr_perdl._arrays import squared_norm
-from flwr_perdl.checks import (
+from flwr_perdl.core.arrays import squared_norm
+from flwr_perdl.core.checks import (
     LARGE,
     Matrix,
     check_array,

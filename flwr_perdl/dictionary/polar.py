@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.linalg import svd
 
-from flwr_perdl.checks import Matrix, check_array, check_mask
+from flwr_perdl.core.checks import Matrix, check_array, check_mask
 
 #: Least ratio of the Gram matrix' extreme eigenvalues at which it stands in for an SVD; right
 #: there the factor is off by less than 1e-9, at 1e-4 by 1e-13.

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flwr_perdl.checks import (
+from flwr_perdl.core.checks import (
     Matrix,
     check_array,
     check_count,

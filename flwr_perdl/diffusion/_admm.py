@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
-from flwr_perdl._memory import aligned, empty_aligned
-from flwr_perdl.checks import LARGE, Matrix, check_real
+from flwr_perdl.core.checks import LARGE, Matrix, check_real
+from flwr_perdl.core.memory import aligned, empty_aligned
 from flwr_perdl.diffusion._dual import (
     DualInference,
     DualState,

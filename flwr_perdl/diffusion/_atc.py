@@ -21,8 +21,8 @@ from math import sqrt
 
 import numpy as np
 
-from flwr_perdl._memory import aligned, empty_aligned
-from flwr_perdl.checks import LARGE, Matrix, check_real
+from flwr_perdl.core.checks import LARGE, Matrix, check_real
+from flwr_perdl.core.memory import aligned, empty_aligned
 from flwr_perdl.diffusion._dual import DualInference, DualState, Nodes, distances, due
 from flwr_perdl.diffusion._minimize import correlate, reconstruct
 from flwr_perdl.diffusion.combine import Csr, Inbox, entries, is_sparse

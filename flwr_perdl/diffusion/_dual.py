@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl._arrays import row_norms
-from flwr_perdl.checks import (
+from flwr_perdl.core.arrays import row_norms
+from flwr_perdl.core.checks import (
     Matrix,
     check_array,
     check_count,

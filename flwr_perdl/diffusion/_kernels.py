@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl._compiled import compiled
-from flwr_perdl.checks import Matrix
+from flwr_perdl.core.checks import Matrix
+from flwr_perdl.core.compiled import compiled
 
 Ints = NDArray[np.intp]
 Number = float | np.floating[Any]

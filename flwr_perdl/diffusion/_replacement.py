@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl.checks import Matrix
+from flwr_perdl.core.checks import Matrix
 
 #: Atoms that can be replaced at a time.
 SLOTS = 8

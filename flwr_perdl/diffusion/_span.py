@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flwr_perdl.checks import Matrix
+from flwr_perdl.core.checks import Matrix
 from flwr_perdl.diffusion._dual import norms
 from flwr_perdl.diffusion.objectives import Objective
 

@@ -48,7 +48,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl.checks import check_choice, check_count, check_kind
+from flwr_perdl.core.checks import check_choice, check_count, check_kind
+from flwr_perdl.core.threads import one_blas_thread
 from flwr_perdl.diffusion.combine import Array, Inbox, run_program
 from flwr_perdl.diffusion.topology import (
     CombinationMatrix,
@@ -56,7 +57,6 @@ from flwr_perdl.diffusion.topology import (
     metropolis_weights,
     rounds_to_all,
 )
-from flwr_perdl.threads import one_blas_thread
 
 #: ``node -> client``; a client has Flower's ``fit``, and ``evaluate`` where models are evaluated.
 Clients = Callable[[int], Any]

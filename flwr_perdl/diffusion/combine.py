@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
-from flwr_perdl.checks import FLOATS, brief_repr, check_real
+from flwr_perdl.core.checks import FLOATS, brief_repr, check_real
 from flwr_perdl.diffusion.topology import CombinationMatrix
 
 Array = NDArray[Any]

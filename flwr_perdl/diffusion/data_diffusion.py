@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
-from flwr_perdl.checks import (
+from flwr_perdl.core.checks import (
     LARGE,
     Matrix,
     check_array,

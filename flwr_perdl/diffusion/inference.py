@@ -38,7 +38,7 @@ atoms explain, whether they are informed or not.
 
 The methods are in ``_atc.py`` and ``_admm.py``, what they share in ``_dual.py``, the exact solution
 in ``_minimize.py``. Two tricks save time and change nothing but rounding: blocks of samples run in
-threads with short NumPy buffers (``flwr_perdl/threads.py``, ``flwr_perdl/_memory.py``), and
+threads with short NumPy buffers (``core/threads.py``, ``core/memory.py``), and
 `infer` iterates in fewer coordinates where it can (``_span.py``). Rounds are compiled
 where that is faster (``_kernels.py``): the same bits.
 """
@@ -54,8 +54,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from scipy import sparse
 
-from flwr_perdl._memory import short_buffers
-from flwr_perdl.checks import (
+from flwr_perdl.core.checks import (
     Matrix,
     check_array,
     check_choice,
@@ -66,6 +65,8 @@ from flwr_perdl.checks import (
     check_members,
     check_real,
 )
+from flwr_perdl.core.memory import short_buffers
+from flwr_perdl.core.threads import in_threads, one_blas_thread
 from flwr_perdl.diffusion._admm import ADMM, ConsensusADMM, JacobianADMM
 from flwr_perdl.diffusion._atc import ATC, ExactDiffusion, contraction_bound
 from flwr_perdl.diffusion._dual import (
@@ -86,7 +87,6 @@ from flwr_perdl.diffusion.topology import (
     check_topology,
     metropolis_weights,
 )
-from flwr_perdl.threads import in_threads, one_blas_thread
 
 __all__ = [
     "ATC",

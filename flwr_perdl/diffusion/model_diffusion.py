@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl.checks import (
+from flwr_perdl.core.checks import (
     FLOATS,
     LARGE,
     Matrix,

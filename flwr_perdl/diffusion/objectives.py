@@ -34,7 +34,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flwr_perdl.checks import LARGE, Matrix, check_count, check_kind, check_real, own_numbers
+from flwr_perdl.core.checks import LARGE, Matrix, check_count, check_kind, check_real, own_numbers
 from flwr_perdl.dictionary.coding import soft_threshold
 
 

@@ -28,7 +28,7 @@ from scipy import sparse
 from scipy.sparse.csgraph import connected_components, shortest_path
 from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigs, eigsh
 
-from flwr_perdl.checks import check_count, check_kind, check_numbers, check_real
+from flwr_perdl.core.checks import check_count, check_kind, check_numbers, check_real
 from flwr_perdl.random import spawn
 
 #: Up to this many nodes spectra come from dense LAPACK routines, beyond it from Lanczos iterations.

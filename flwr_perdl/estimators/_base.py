@@ -18,10 +18,10 @@ from flwr.app import Context
 from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 
-from flwr_perdl._compat import NumPyClient
-from flwr_perdl.checks import FLOATS, Matrix, brief_repr, check_array, check_choice
 from flwr_perdl.clients import client_app
+from flwr_perdl.core.checks import FLOATS, Matrix, brief_repr, check_array, check_choice
 from flwr_perdl.dictionary import reconstruct
+from flwr_perdl.protocol.compat import NumPyClient
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import ProtocolStrategy
 
@@ -326,7 +326,7 @@ def as_matrix(
     Raises
     ------
     ValueError
-        If the table is sparse or complex, or a rule of `flwr_perdl.checks.check_array` is broken.
+        If the table is sparse or complex, or a rule of `flwr_perdl.core.checks` is broken.
     TypeError
         If an entry is no number.
     """

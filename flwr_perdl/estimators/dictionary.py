@@ -14,9 +14,9 @@ import numpy as np
 from flwr.app import Context
 from numpy.typing import NDArray
 
-from flwr_perdl.checks import Matrix, check_count, is_auto
 from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.clients.dictionary import Start
+from flwr_perdl.core.checks import Matrix, check_count, is_auto
 from flwr_perdl.dictionary import (
     LassoLearner,
     Learner,
@@ -26,8 +26,8 @@ from flwr_perdl.dictionary import (
     warm_start,
 )
 from flwr_perdl.estimators._base import Federated, MakeGrid, SiteTransformer, explained, rebuilt
+from flwr_perdl.protocol.records import PARTITION_ID
 from flwr_perdl.random import spawn
-from flwr_perdl.records import PARTITION_ID
 from flwr_perdl.strategies import PerMA
 
 #: How a site learns its first dictionary where no learner is given. With a third of the iterations

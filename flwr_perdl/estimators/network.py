@@ -12,7 +12,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl.checks import Matrix, check_count, check_kind
+from flwr_perdl.core.checks import Matrix, check_count, check_kind
 from flwr_perdl.dictionary import normalize_atoms
 from flwr_perdl.diffusion import CombinationMatrix, DataDiffusion, Topology, metropolis_weights
 from flwr_perdl.estimators._base import SiteTransformer, explained, rebuilt

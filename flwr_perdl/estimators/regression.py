@@ -13,10 +13,10 @@ import numpy as np
 from flwr.app import Context
 from numpy.typing import NDArray
 
-from flwr_perdl.checks import Matrix, check_count, check_flag, is_auto
 from flwr_perdl.clients import RegressionClient
+from flwr_perdl.core.checks import Matrix, check_count, check_flag, is_auto
 from flwr_perdl.estimators._base import Federated, MakeGrid, as_matrix
-from flwr_perdl.records import PARTITION_ID
+from flwr_perdl.protocol.records import PARTITION_ID
 from flwr_perdl.strategies import FedX
 
 #: A column whose standard deviation is this share of its largest entry, or less, is constant.

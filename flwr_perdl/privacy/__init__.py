@@ -1,5 +1,7 @@
-"""What protects a client's samples, beside the algorithms: they do not change for it."""
+"""What protects a client's samples: it plugs into the protocols, which do not change for it."""
 
+from flwr_perdl.privacy.sealed import make_key, public_key
+from flwr_perdl.privacy.secure_server import SecureMean
 from flwr_perdl.privacy.withholding import may_send
 
-__all__ = ["may_send"]
+__all__ = ["SecureMean", "make_key", "may_send", "public_key"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl.checks import Matrix, check_array, check_count
+from flwr_perdl.core.checks import Matrix, check_array, check_count
 
 #: The largest share of a row's squared terms that one sample may have. A plain count of samples
 #: lets through rows of heavy-tailed samples that show one; with 1/2 clients of few samples withhold

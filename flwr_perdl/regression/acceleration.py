@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flwr_perdl.checks import Matrix
+from flwr_perdl.core.checks import Matrix
 
 #: Directions in which the changes differ by less than this, over the most, do not count.
 _DIFFERS = 1e-10

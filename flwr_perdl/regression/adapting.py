@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 from scipy.stats import chi2
 
-from flwr_perdl.checks import Matrix
+from flwr_perdl.core.checks import Matrix
 from flwr_perdl.regression.exchange import Answers, Descent, Refining
 from flwr_perdl.regression.fedmd import misfit_bound, start_descent
 from flwr_perdl.regression.phases import TwoPhase

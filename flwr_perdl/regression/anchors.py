@@ -24,7 +24,14 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.cluster.hierarchy import fcluster, linkage
 
-from flwr_perdl.checks import LARGE, Matrix, check_array, check_count, check_magnitude, check_real
+from flwr_perdl.core.checks import (
+    LARGE,
+    Matrix,
+    check_array,
+    check_count,
+    check_magnitude,
+    check_real,
+)
 
 #: Merge heights that grow by less than this never part clusters.
 _LEAST_RATIO = 1.5

@@ -8,7 +8,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl.checks import Matrix, check_array, check_count, check_kind, check_list, check_real
+from flwr_perdl.core.checks import (
+    Matrix,
+    check_array,
+    check_count,
+    check_kind,
+    check_list,
+    check_real,
+)
 from flwr_perdl.random import SERVER, spawn
 from flwr_perdl.regression.exchange import Answers, Ask, State
 from flwr_perdl.regression.fedx import estimate_alone

@@ -34,9 +34,8 @@ from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment, minimize
 from scipy.special import softmax
 
-from flwr_perdl._arrays import row_norms
-from flwr_perdl._robust import FAR, average_of, capped, consistent, far, reach, shortening
-from flwr_perdl.checks import (
+from flwr_perdl.core.arrays import row_norms
+from flwr_perdl.core.checks import (
     LARGE,
     MOST_CLUSTERS,
     Matrix,
@@ -49,6 +48,7 @@ from flwr_perdl.checks import (
     check_numbers,
     check_real,
 )
+from flwr_perdl.core.robust import FAR, average_of, capped, consistent, far, reach, shortening
 from flwr_perdl.regression.losses import (
     SQUARED,
     Loss,
@@ -329,7 +329,7 @@ def aggregate(
         Divide by the cluster's points, or (the paper) by all points.
     robust : str, default "mean"
         "filtered": the mean of the cluster's updates that are consistent with the others
-        (`flwr_perdl._robust.consistent`), of clients that count for no more than three times the
+        (`core.robust.consistent`), of clients that count for no more than three times the
         median size. "clip": of all updates, those longer than three times the median length
         shortened to it. "trimmed", "median" and "geometric-median" count clients alike; on clients
         with fewer points than features they are biased. Soft: a client is judged in the cluster of

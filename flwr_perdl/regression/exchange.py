@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl.checks import Matrix
+from flwr_perdl.core.checks import Matrix
 from flwr_perdl.random import spawn
 
 #: The steps that a client takes: not in the paper; Phase 1, line 9; lines 10-15; Phase 2.

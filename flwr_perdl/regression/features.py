@@ -17,7 +17,7 @@ from itertools import combinations_with_replacement
 
 import numpy as np
 
-from flwr_perdl.checks import Matrix, brief_repr, check_array, check_count, own_numbers
+from flwr_perdl.core.checks import Matrix, brief_repr, check_array, check_count, own_numbers
 
 #: Takes inputs (n, p) to features (n, d), row by row.
 FeatureMap = Callable[[Matrix], Matrix]

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl._robust import supported
-from flwr_perdl.checks import Matrix
+from flwr_perdl.core.checks import Matrix
+from flwr_perdl.core.robust import supported
 from flwr_perdl.regression import moments
 from flwr_perdl.regression.anchors import cluster_anchors, kmeans, nearest_group
 from flwr_perdl.regression.clustering import factors_of

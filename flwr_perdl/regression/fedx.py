@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl.checks import Matrix, check_array
+from flwr_perdl.core.checks import Matrix, check_array
 from flwr_perdl.regression.acceleration import accelerated, replaced_points
 from flwr_perdl.regression.adapting import adapted
 from flwr_perdl.regression.anchors import nearest_group

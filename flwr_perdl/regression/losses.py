@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 from scipy.special import expit
 
-from flwr_perdl.checks import Matrix, check_array, check_magnitude, check_members
+from flwr_perdl.core.checks import Matrix, check_array, check_magnitude, check_members
 
 
 class Loss(Protocol):

@@ -39,7 +39,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flwr_perdl.checks import (
+from flwr_perdl.core.checks import (
     Matrix,
     as_array,
     check_array,

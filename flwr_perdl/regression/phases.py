@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from flwr_perdl.checks import (
+from flwr_perdl.core.checks import (
     LARGE,
     Matrix,
     check_array,
@@ -248,7 +248,7 @@ class TwoPhase:
     robust : str, default "mean"
         Against clients that lie: "filtered", the one to take, withstands three in ten of them
         (docs/faults.md). Both phases then leave out answers that are not consistent with the
-        others (`flwr_perdl._robust.consistent`); Phase 1 looks for liars' groups too, in sketches
+        others (`core.robust.consistent`); Phase 1 looks for liars' groups too, in sketches
         as wide as with "auto", and takes the largest k; Phase 2 leaves out clients whose steps do
         not follow the models as those down a convex loss do, for which the server, and its
         checkpoints, hold every client's last update. "clip", "trimmed", "median" and

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import logsumexp, softmax
 
-from flwr_perdl.checks import (
+from flwr_perdl.core.checks import (
     LARGE,
     MOST_CLUSTERS,
     Matrix,

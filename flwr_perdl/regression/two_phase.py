@@ -20,8 +20,8 @@ from typing import get_args
 
 import numpy as np
 
-from flwr_perdl._robust import CAP, capped
-from flwr_perdl.checks import Matrix, as_array, check_choice, check_kind
+from flwr_perdl.core.checks import Matrix, as_array, check_choice, check_kind
+from flwr_perdl.core.robust import CAP, capped
 from flwr_perdl.regression.exchange import Answers, Ask, Descent, Exchanges, Refining, State, Step
 from flwr_perdl.regression.fedmd import anchor, fedmd, moment, one_shot, start_descent
 from flwr_perdl.regression.fedx import fedx, update

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from scipy.cluster.hierarchy import cut_tree, linkage
 from scipy.spatial.distance import squareform
 
-from flwr_perdl._arrays import row_norms
-from flwr_perdl.checks import Matrix, check_array, check_count, check_magnitude, check_real
+from flwr_perdl.core.arrays import row_norms
+from flwr_perdl.core.checks import Matrix, check_array, check_count, check_magnitude, check_real
 
 #: Digits of cosines: what is equal but for rounding is equal.
 _DIGITS = 9

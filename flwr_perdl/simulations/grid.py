@@ -23,13 +23,13 @@ from flwr.app import (
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
-from flwr_perdl import _compat
-from flwr_perdl._compat import CLIENT_APP_RAISED_EXCEPTION, log
-from flwr_perdl._repr import ShownAsCalled
-from flwr_perdl._store import together
-from flwr_perdl.checks import Matrix, check_count, check_kind
-from flwr_perdl.records import ANSWERED, PARTITION_ID, directed
-from flwr_perdl.threads import in_threads
+from flwr_perdl.core.checks import Matrix, check_count, check_kind
+from flwr_perdl.core.files import together
+from flwr_perdl.core.repr import ShownAsCalled
+from flwr_perdl.core.threads import in_threads
+from flwr_perdl.protocol import compat
+from flwr_perdl.protocol.compat import CLIENT_APP_RAISED_EXCEPTION, log
+from flwr_perdl.protocol.records import ANSWERED, PARTITION_ID, directed
 
 if TYPE_CHECKING:
     from flwr_perdl.clients._states import NodeStates
@@ -136,13 +136,13 @@ class InProcessGrid(ShownAsCalled, Grid):
 
             self._states = NodeStates(Path(state_dir))
             self._states.restore(list(self.contexts.values()))
-        self._run = _compat.empty_run(RUN_ID)
+        self._run = compat.empty_run(RUN_ID)
         self._replies: dict[str, Message] = {}
         self._deadline = float("inf")
         self._count = 0
         #: Called with the numbers of nodes that have replied to a push, and that are asked.
         self.on_reply: Callable[[int, int], object] = lambda done, asked: None
-        _compat.become_server(RUN_ID)
+        compat.become_server(RUN_ID)
 
     @staticmethod
     def _node_id(partition: int) -> int:
@@ -159,7 +159,7 @@ class InProcessGrid(ShownAsCalled, Grid):
 
     def set_run(self, run: Any) -> None:
         """Set the run; ids and runs are both taken, as Flower's versions hand in either."""
-        self._run = _compat.empty_run(run) if isinstance(run, int) else run
+        self._run = compat.empty_run(run) if isinstance(run, int) else run
 
     def begin_run(self) -> None:
         """Begin a run of Flower: the clients answer as many requests as in their first one.
@@ -210,7 +210,7 @@ class InProcessGrid(ShownAsCalled, Grid):
         asked: list[tuple[Message, str | None]] = []
         for message in messages:
             self._count += 1
-            _compat.stamp(message, RUN_ID, f"message-{self._count}")
+            compat.stamp(message, RUN_ID, f"message-{self._count}")
             ids.append(message.metadata.message_id)
             node = message.metadata.dst_node_id
             if node in self.contexts:
@@ -279,7 +279,7 @@ class InProcessGrid(ShownAsCalled, Grid):
             if fault == "error":
                 raise RuntimeError("a fault was injected")
             # Clients of one round share a message's content; on a network each has its own.
-            received = _compat.like(message, _twin(message.content))
+            received = compat.like(message, _twin(message.content))
             reply = directed(self.app(received, context), received)
             if reply is None or reply.has_error():
                 return reply

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl.checks import check_count, check_kind, check_real
+from flwr_perdl.core.checks import check_count, check_kind, check_real
 
 MAX_TEST = 1000
 _GIVEN = 0.9  # at most this share of all images, and of each label, goes to the clients

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datasets import Dataset
 from flwr_datasets.partitioner import Partitioner
 
-from flwr_perdl.checks import check_count, check_real
+from flwr_perdl.core.checks import check_count, check_real
 from flwr_perdl.random import DATA, spawn
 from flwr_perdl.simulations.partition import Partition, imbalanced_partition
 

@@ -1,16 +1,16 @@
 """Flower Strategies, one file per protocol."""
 
-from flwr_perdl.strategies._options import Options, ServerOptions, ServerSettings
-from flwr_perdl.strategies._protocol import (
+from flwr_perdl.privacy.secure_server import SecureMean
+from flwr_perdl.protocol.options import Options, ServerOptions, ServerSettings
+from flwr_perdl.protocol.request import (
     Protocol,
     Replies,
     Request,
     RoundReport,
-    SecureMean,
     TooFewReplies,
     client_report,
 )
-from flwr_perdl.strategies._strategy import ProtocolStrategy, await_nodes
+from flwr_perdl.protocol.strategy import ProtocolStrategy, await_nodes
 from flwr_perdl.strategies.averaging import DictionaryAveraging
 from flwr_perdl.strategies.clustered import ClusteredFedAvg, Clusters
 from flwr_perdl.strategies.legacy import as_legacy

@@ -24,17 +24,17 @@ from typing import Unpack
 
 import numpy as np
 
-from flwr_perdl.checks import Matrix, check_choice, check_count, check_flag
 from flwr_perdl.clients.averaging import AVERAGE
 from flwr_perdl.clients.dictionary import LOCAL_STEPS, MOST_STEPS
 from flwr_perdl.clients.perma import OWN
+from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_flag
 from flwr_perdl.dictionary.aggregation import aggregate_atoms
 from flwr_perdl.dictionary.averaging import average_dictionaries, common_start
+from flwr_perdl.protocol.options import ServerOptions
+from flwr_perdl.protocol.records import ANEW, Reply
+from flwr_perdl.protocol.request import Protocol, Replies, Request, State
+from flwr_perdl.protocol.strategy import ProtocolStrategy
 from flwr_perdl.random import SERVER, spawn
-from flwr_perdl.records import ANEW, Reply
-from flwr_perdl.strategies._options import ServerOptions
-from flwr_perdl.strategies._protocol import Protocol, Replies, Request, State
-from flwr_perdl.strategies._strategy import ProtocolStrategy
 from flwr_perdl.strategies.perma import (
     alike,
     check_max_atoms,

@@ -47,20 +47,6 @@ from typing import Any, ClassVar, NamedTuple, Unpack
 import numpy as np
 from flwr.app import ArrayRecord
 
-from flwr_perdl._compat import log
-from flwr_perdl._repr import short_repr
-from flwr_perdl._robust import EFFECTS, supported
-from flwr_perdl.checks import (
-    FLOATS,
-    LARGE,
-    Matrix,
-    check_array,
-    check_choice,
-    check_count,
-    check_magnitude,
-    check_real,
-    is_auto,
-)
 from flwr_perdl.clients._clusters import (
     ALONE,
     CHOOSE,
@@ -73,14 +59,28 @@ from flwr_perdl.clients._clusters import (
     SHARE,
     TEMPERATURE,
 )
+from flwr_perdl.core.checks import (
+    FLOATS,
+    LARGE,
+    Matrix,
+    check_array,
+    check_choice,
+    check_count,
+    check_magnitude,
+    check_real,
+    is_auto,
+)
+from flwr_perdl.core.repr import short_repr
+from flwr_perdl.core.robust import EFFECTS, supported
+from flwr_perdl.protocol.compat import log
+from flwr_perdl.protocol.driver import summarized
+from flwr_perdl.protocol.options import ServerOptions
+from flwr_perdl.protocol.records import NUM_EXAMPLES, Reply, Scalar, scalars, to_record
+from flwr_perdl.protocol.request import Protocol, Replies, Request, State
+from flwr_perdl.protocol.strategy import ProtocolStrategy
 from flwr_perdl.random import SERVER, spawn
-from flwr_perdl.records import NUM_EXAMPLES, Reply, Scalar, scalars, to_record
 from flwr_perdl.regression.clustering import ROBUST, average_updates
 from flwr_perdl.regression.updates import choose_anchors, nested_groups, perturbed, smallest_as_good
-from flwr_perdl.strategies._conversation import summarized
-from flwr_perdl.strategies._options import ServerOptions
-from flwr_perdl.strategies._protocol import Protocol, Replies, Request, State
-from flwr_perdl.strategies._strategy import ProtocolStrategy
 
 STARTS = ("given", "random", "one-shot", "anchors")
 _AUTO = "auto"
@@ -206,7 +206,6 @@ class ClusteredFedAvg(ProtocolStrategy):
     flags = ()  # all metrics but ours are the client's own, whatever their names
     labels = (CLUSTER,)
     evaluation_config: ClassVar[Mapping[str, Scalar]] = {CLUSTERED: True}
-    _clustered = True
     _before_model = (LABELS,)
 
     def __init__(
@@ -283,6 +282,10 @@ class ClusteredFedAvg(ProtocolStrategy):
             [list(members.values()).count(j) for j in range(k)],
             [_means(group) for group in groups],
         )
+
+    def check_evaluation(self, reply: Reply, model: list[Matrix]) -> None:
+        """Accept an evaluation of one of the models."""
+        check_cluster(reply, len(model[0]))
 
     # The protocol ---------------------------------------------------------------------------
 
@@ -579,12 +582,17 @@ def _check_losses(n_models: int, reply: Reply) -> None:
         raise ValueError(f"wrong shape: {n_models} losses are asked for")
 
 
+def check_cluster(reply: Reply, k: int) -> None:
+    """Accept the number of one of k clusters, or none."""
+    cluster = reply.metrics.get(CLUSTER, 0)
+    if cluster not in range(k):
+        raise ValueError(f"{CLUSTER} must be one of {k}, from 0, got {cluster:g}")
+
+
 def _check_choice(shapes: Sequence[tuple[int, ...]], k: int, soft: bool, reply: Reply) -> None:
     """Accept a model, or all of them, and the number of a cluster."""
     _check_model(shapes, reply)
-    cluster = reply.metrics[CLUSTER]
-    if cluster not in range(k):
-        raise ValueError(f"{CLUSTER} must be one of {k}, from 0, got {cluster:g}")
+    check_cluster(reply, k)
     if soft:
         shares = [reply.metrics.get(f"{SHARE}{j}", np.nan) for j in range(k)]
         if not (min(shares) >= 0 and abs(sum(shares) - 1) <= 1e-3):

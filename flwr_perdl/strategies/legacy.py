@@ -8,14 +8,14 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from flwr_perdl._compat import older_interface
-from flwr_perdl.checks import Matrix, brief_repr, check_kind, plain
 from flwr_perdl.clients._clusters import CLUSTERED, MEASURING
-from flwr_perdl.records import NUM_EXAMPLES, Reply, Scalar, brief, read_parts, with_loss
-from flwr_perdl.strategies._conversation import Conversation, Plan
-from flwr_perdl.strategies._protocol import FAILED, REFUSED, Lost
-from flwr_perdl.strategies._roster import Roster, settle
-from flwr_perdl.strategies._strategy import ProtocolStrategy
+from flwr_perdl.core.checks import Matrix, brief_repr, check_kind, plain
+from flwr_perdl.protocol.compat import older_interface
+from flwr_perdl.protocol.driver import Conversation, Plan
+from flwr_perdl.protocol.records import NUM_EXAMPLES, Reply, Scalar, brief, read_parts, with_loss
+from flwr_perdl.protocol.request import FAILED, REFUSED, Lost
+from flwr_perdl.protocol.roster import Roster, settle
+from flwr_perdl.protocol.strategy import ProtocolStrategy
 
 #: How the server's own loss is called among the metrics that a checkpoint keeps.
 _LOSS = "perdl.loss"

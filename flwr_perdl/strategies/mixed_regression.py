@@ -33,12 +33,16 @@ from typing import Any, ClassVar, Unpack
 
 import numpy as np
 
-from flwr_perdl._compat import log
-from flwr_perdl._robust import EFFECTS
-from flwr_perdl.checks import Matrix, check_array, check_choice, check_kind
 from flwr_perdl.clients.regression import LINEAR, ONLY_LINEAR, OPTION
+from flwr_perdl.core.checks import Matrix, check_array, check_choice, check_kind
+from flwr_perdl.core.robust import EFFECTS
+from flwr_perdl.protocol.compat import log
+from flwr_perdl.protocol.options import ServerOptions, spelled
+from flwr_perdl.protocol.records import Reply
+from flwr_perdl.protocol.request import Protocol, Replies, Request
+from flwr_perdl.protocol.request import State as Saved
+from flwr_perdl.protocol.strategy import ProtocolStrategy
 from flwr_perdl.random import SERVER, spawn
-from flwr_perdl.records import Reply
 from flwr_perdl.regression import (
     Answers,
     Ask,
@@ -50,10 +54,7 @@ from flwr_perdl.regression import (
     two_phases,
 )
 from flwr_perdl.regression.phases import DESCENT, REFINEMENT
-from flwr_perdl.strategies import _protocol
-from flwr_perdl.strategies._options import ServerOptions, spelled
-from flwr_perdl.strategies._protocol import Protocol, Replies, Request
-from flwr_perdl.strategies._strategy import ProtocolStrategy
+from flwr_perdl.strategies.clustered import check_cluster
 
 _COUNT = "rounds"
 STARTS = ("fedmd", "random")
@@ -66,7 +67,6 @@ class _MixedRegression(ProtocolStrategy):
     """What the three strategies share: `two_phases` as a protocol."""
 
     labels = ("cluster",)
-    _clustered = True
     _inside: ClassVar[Mapping[str, str]] = {**_PHASE_1, **_PHASE_2}
 
     #: Whether the run is over where Phase 2 would begin.
@@ -96,7 +96,11 @@ class _MixedRegression(ProtocolStrategy):
             settings["start"] = settings.pop("start_from")
         return {**asdict(settings.pop("two_phase")), **settings}
 
-    def protocol(self, initial: list[Matrix], state: _protocol.State | None) -> Protocol:
+    def check_evaluation(self, reply: Reply, model: list[Matrix]) -> None:
+        """Accept an evaluation of one of the models."""
+        check_cluster(reply, len(model[0]))
+
+    def protocol(self, initial: list[Matrix], state: Saved | None) -> Protocol:
         """Ask, and go on from the answers; one request per communication round."""
         settings, count = self.two_phase, 0
         if state is None:

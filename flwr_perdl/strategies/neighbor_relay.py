@@ -16,7 +16,7 @@ observe                                its reply to ``"show"``
 A message takes this way: `DiffusionClient.fit` of the sender, reply, `_Held.take`,
 `_Held.deliveries`, `Delivery.to_arrays`, request, `DiffusionClient.fit` of the receiver,
 `Delivery.from_arrays`, and `inbox_of`, which decides whether it counts. Its form on the wire, and
-the rules, are in `flwr_perdl._network.messages`.
+the rules, are in `flwr_perdl.network.messages`.
 
 ``n_rounds`` rounds of the algorithm take ``n_rounds + 1`` communication rounds, and one more for
 the nodes' public keys where messages are sealed. A node that does not reply is silent in that
@@ -55,12 +55,6 @@ from flwr.serverapp import Grid
 from numpy.typing import NDArray
 from scipy import sparse
 
-from flwr_perdl._compat import log
-from flwr_perdl._network._exchange import Plan, Run, spread
-from flwr_perdl._network._packing import text_array, texts_of, unpack, unpack_arrays
-from flwr_perdl._network.faults import Faults
-from flwr_perdl._network.messages import Delivery, Message
-from flwr_perdl.checks import Matrix, check_count, check_flag, check_kind, check_real
 from flwr_perdl.clients.diffusion import (
     ANNOUNCE,
     ASLEEP,
@@ -74,12 +68,18 @@ from flwr_perdl.clients.diffusion import (
     SHOW,
     STATE,
 )
+from flwr_perdl.core.checks import Matrix, check_count, check_flag, check_kind, check_real
 from flwr_perdl.diffusion.combine import curves
 from flwr_perdl.diffusion.topology import CombinationMatrix, Topology
-from flwr_perdl.records import ANEW, NUM_EXAMPLES, Reply, brief, check_names
-from flwr_perdl.strategies._options import ServerOptions, ServerSettings
-from flwr_perdl.strategies._protocol import Protocol, Replies, Request, RoundReport, State
-from flwr_perdl.strategies._strategy import ProtocolStrategy
+from flwr_perdl.network.exchange import Plan, Run, spread
+from flwr_perdl.network.faults import Faults
+from flwr_perdl.network.messages import Delivery, Message
+from flwr_perdl.network.packing import text_array, texts_of, unpack, unpack_arrays
+from flwr_perdl.protocol.compat import log
+from flwr_perdl.protocol.options import ServerOptions, ServerSettings
+from flwr_perdl.protocol.records import ANEW, NUM_EXAMPLES, Reply, brief, check_names
+from flwr_perdl.protocol.request import Protocol, Replies, Request, RoundReport, State
+from flwr_perdl.protocol.strategy import ProtocolStrategy
 
 Weights = CombinationMatrix | Sequence[CombinationMatrix] | None
 

@@ -53,9 +53,6 @@ from typing import Any, ClassVar, Literal, Unpack
 
 import numpy as np
 
-from flwr_perdl._compat import log
-from flwr_perdl._robust import CAP
-from flwr_perdl.checks import Matrix, check_array, check_choice, check_count, check_flag, is_auto
 from flwr_perdl.clients.dictionary import LOCAL_STEPS, MOST_STEPS
 from flwr_perdl.clients.perma import (
     ATOMS,
@@ -67,6 +64,15 @@ from flwr_perdl.clients.perma import (
     STATISTICS,
     UPDATE,
 )
+from flwr_perdl.core.checks import (
+    Matrix,
+    check_array,
+    check_choice,
+    check_count,
+    check_flag,
+    is_auto,
+)
+from flwr_perdl.core.robust import CAP
 from flwr_perdl.dictionary import (
     Aggregation,
     aggregate_atoms,
@@ -77,11 +83,12 @@ from flwr_perdl.dictionary import (
 )
 from flwr_perdl.dictionary.aggregation import METHODS, finish_atoms
 from flwr_perdl.dictionary.warm_start import pooled_start
-from flwr_perdl.records import ANEW, Reply, Scalar
-from flwr_perdl.strategies._options import ServerOptions
-from flwr_perdl.strategies._protocol import Protocol, Replies, Request, SecureMean, State
-from flwr_perdl.strategies._secure import check_secure
-from flwr_perdl.strategies._strategy import ProtocolStrategy
+from flwr_perdl.privacy.secure_server import SecureMean, check_secure
+from flwr_perdl.protocol.compat import log
+from flwr_perdl.protocol.options import ServerOptions
+from flwr_perdl.protocol.records import ANEW, Reply, Scalar
+from flwr_perdl.protocol.request import Protocol, Replies, Request, State
+from flwr_perdl.protocol.strategy import ProtocolStrategy
 
 AGGREGATIONS = ("statistics", *METHODS)
 #: Those of which the server needs no more than a sum.

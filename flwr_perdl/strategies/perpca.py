@@ -25,14 +25,14 @@ from typing import Unpack
 
 import numpy as np
 
-from flwr_perdl.checks import Matrix, check_count, check_flag, check_real
 from flwr_perdl.clients.perpca import COMPONENTS, STEP_LENGTH
+from flwr_perdl.core.checks import Matrix, check_count, check_flag, check_real
 from flwr_perdl.dictionary.aggregation import aggregate_atoms
 from flwr_perdl.dictionary.perpca import STEP, next_step, shared_start
-from flwr_perdl.records import ANEW, Reply
-from flwr_perdl.strategies._options import ServerOptions
-from flwr_perdl.strategies._protocol import Protocol, Replies, Request, State
-from flwr_perdl.strategies._strategy import ProtocolStrategy
+from flwr_perdl.protocol.options import ServerOptions
+from flwr_perdl.protocol.records import ANEW, Reply
+from flwr_perdl.protocol.request import Protocol, Replies, Request, State
+from flwr_perdl.protocol.strategy import ProtocolStrategy
 from flwr_perdl.strategies.perma import (
     alike,
     are_orthonormal,

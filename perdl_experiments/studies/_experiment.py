@@ -36,7 +36,7 @@ import numpy as np
 from flwr.app import Context
 from numpy.typing import NDArray
 
-from flwr_perdl.checks import check_choice, check_count, check_real
+from flwr_perdl.core.checks import check_choice, check_count, check_real
 from flwr_perdl.dictionary import (
     GradientLearner,
     KSVDLearner,

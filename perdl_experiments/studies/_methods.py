@@ -43,7 +43,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from flwr.app import Context
 
-from flwr_perdl.checks import Matrix
 from flwr_perdl.clients import (
     DictionaryAveragingClient,
     DictionaryClient,
@@ -51,6 +50,7 @@ from flwr_perdl.clients import (
     PerPCAClient,
 )
 from flwr_perdl.clients.dictionary import Start
+from flwr_perdl.core.checks import Matrix
 from flwr_perdl.dictionary import (
     GradientLearner,
     KSVDLearner,
@@ -61,8 +61,8 @@ from flwr_perdl.dictionary import (
     sparse_code,
 )
 from flwr_perdl.dictionary.learners import AUTO_PENALTY, AUTO_THRESHOLD
+from flwr_perdl.protocol.records import PARTITION_ID
 from flwr_perdl.random import SERVER, spawn
-from flwr_perdl.records import PARTITION_ID
 from flwr_perdl.strategies import DictionaryAveraging, PerPCA, ProtocolStrategy
 from perdl_experiments.baselines import PENALTIES, learn_each, sklearn_dictionary
 from perdl_experiments.engine import arranged, federate

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
-from flwr_perdl.threads import n_threads
+from flwr_perdl.core.threads import n_threads
 from perdl_experiments.studies._experiment import Arrays, Keep
 
 #: Other processes are started where a part takes more seconds than this: they need about as many.

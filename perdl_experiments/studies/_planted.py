@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from flwr_perdl.checks import Matrix, check_count
+from flwr_perdl.core.checks import Matrix, check_count
 from flwr_perdl.dictionary import OrthogonalLearner
 from flwr_perdl.random import DATA, spawn
 from perdl_experiments.data import Planted, planted_clients

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl.checks import Matrix, check_array, check_count
+from flwr_perdl.core.checks import Matrix, check_array, check_count
 from flwr_perdl.diffusion.model_diffusion import ModelDiffusion
 from flwr_perdl.diffusion.objectives import Biclustering
 from flwr_perdl.diffusion.topology import Topology

@@ -23,11 +23,11 @@ import numpy as np
 from flwr.app import Context
 from numpy.typing import NDArray
 
-from flwr_perdl.checks import Matrix
 from flwr_perdl.clients import DictionaryAveragingClient, LearnerClient
+from flwr_perdl.core.checks import Matrix
 from flwr_perdl.dictionary import OrthogonalLearner, dictionary_distance, warm_start
+from flwr_perdl.protocol.records import PARTITION_ID
 from flwr_perdl.random import SERVER, spawn
-from flwr_perdl.records import PARTITION_ID
 from flwr_perdl.strategies import PerMA, ProtocolStrategy
 from perdl_experiments.data import Planted
 from perdl_experiments.engine import arranged

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flwr_perdl.checks import Matrix
+from flwr_perdl.core.checks import Matrix
 from flwr_perdl.diffusion import DiffusionAveraging, Topology
 from flwr_perdl.random import DATA, spawn
 from perdl_experiments.data import load_images

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl.checks import Matrix
+from flwr_perdl.core.checks import Matrix
 from flwr_perdl.diffusion.inference import exact_dual
 from flwr_perdl.diffusion.model_diffusion import Model, ModelDiffusion
 from flwr_perdl.diffusion.objectives import Objective, SparseSVD

@@ -35,9 +35,9 @@ from typing import Any
 import numpy as np
 from flwr.app import Context
 
-from flwr_perdl.checks import Matrix, check_count
 from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.clients.dictionary import Start
+from flwr_perdl.core.checks import Matrix, check_count
 from flwr_perdl.dictionary import (
     Learner,
     OrthogonalLearner,
@@ -45,8 +45,8 @@ from flwr_perdl.dictionary import (
     dictionary_distance,
     warm_start,
 )
+from flwr_perdl.protocol.records import PARTITION_ID, ROUND, SEED, Scalar
 from flwr_perdl.random import FAILURES, spawn
-from flwr_perdl.records import PARTITION_ID, ROUND, SEED, Scalar
 from flwr_perdl.strategies import PerMA
 from perdl_experiments.data import Planted
 from perdl_experiments.engine import arranged

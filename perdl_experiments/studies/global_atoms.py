@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 from flwr.app import Context
 
-from flwr_perdl.checks import Matrix
 from flwr_perdl.clients import DictionaryClient
+from flwr_perdl.core.checks import Matrix
 from flwr_perdl.dictionary import OrthogonalLearner, global_matching, warm_start
+from flwr_perdl.protocol.records import PARTITION_ID
 from flwr_perdl.random import spawn
-from flwr_perdl.records import PARTITION_ID
 from flwr_perdl.strategies import PerMA
 from perdl_experiments.data import Planted
 from perdl_experiments.outcome import Outcome

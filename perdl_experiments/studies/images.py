@@ -19,12 +19,12 @@ import numpy as np
 from flwr.app import ArrayRecord, Context, MetricRecord
 from numpy.typing import NDArray
 
-from flwr_perdl.checks import Matrix, check_count
 from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.clients.dictionary import Start
+from flwr_perdl.core.checks import Matrix, check_count
 from flwr_perdl.dictionary import reconstruct, sparse_code, warm_start
+from flwr_perdl.protocol.records import PARTITION_ID, to_arrays
 from flwr_perdl.random import DATA, SERVER, spawn
-from flwr_perdl.records import PARTITION_ID, to_arrays
 from flwr_perdl.simulations.partition import imbalanced_partition, natural_partition
 from flwr_perdl.strategies import PerMA
 from perdl_experiments.baselines import (

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.optimize import minimize
 
-from flwr_perdl.checks import Matrix, check_choice, check_count
+from flwr_perdl.core.checks import Matrix, check_choice, check_count
 from flwr_perdl.diffusion import Topology
 from flwr_perdl.diffusion.inference import (
     ATC,

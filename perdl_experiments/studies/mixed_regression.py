@@ -23,10 +23,11 @@ import numpy as np
 from flwr.app import ArrayRecord, Context, MetricRecord
 from numpy.typing import NDArray
 
-from flwr_perdl.checks import Matrix
 from flwr_perdl.clients.regression import RegressionClient
+from flwr_perdl.core.checks import Matrix
+from flwr_perdl.core.threads import in_threads
+from flwr_perdl.protocol.records import PARTITION_ID, to_arrays
 from flwr_perdl.random import DATA, SERVER, spawn
-from flwr_perdl.records import PARTITION_ID, to_arrays
 from flwr_perdl.regression import (
     Answers,
     Ask,
@@ -40,7 +41,6 @@ from flwr_perdl.regression import (
     simulate_rounds,
 )
 from flwr_perdl.strategies.mixed_regression import FedX, random_models
-from flwr_perdl.threads import in_threads
 from perdl_experiments.engine import arranged
 from perdl_experiments.mixed_regression_data import FEW, SETTINGS, Mixed, oracle, setting
 from perdl_experiments.outcome import Outcome

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
-from flwr_perdl.checks import Matrix, check_count
+from flwr_perdl.core.checks import Matrix, check_count
 from flwr_perdl.diffusion.model_diffusion import Model, ModelDiffusion, update_dictionary
 from flwr_perdl.diffusion.objectives import HuberNMF, NonnegativeMF
 from flwr_perdl.diffusion.topology import Topology

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl.checks import Matrix
+from flwr_perdl.core.checks import Matrix
 from flwr_perdl.dictionary import match_atoms, normalize_atoms
 from flwr_perdl.diffusion import (
     CombinationMatrix,

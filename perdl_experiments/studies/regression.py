@@ -23,10 +23,10 @@ from flwr.app import Context
 from numpy.typing import NDArray
 from scipy import stats
 
-from flwr_perdl.checks import Matrix, check_array
 from flwr_perdl.clients.regression import RegressionClient
+from flwr_perdl.core.checks import Matrix, check_array
+from flwr_perdl.protocol.records import PARTITION_ID
 from flwr_perdl.random import DATA, SERVER, spawn
-from flwr_perdl.records import PARTITION_ID
 from flwr_perdl.regression import (
     Clients,
     Refinement,

@@ -41,9 +41,9 @@ from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 from scipy.special import log_softmax, softmax
 
-from flwr_perdl.checks import Matrix
+from flwr_perdl.core.checks import Matrix
+from flwr_perdl.protocol.records import EVALUATE, PARTITION_ID, ROUND, Scalar
 from flwr_perdl.random import DATA, spawn
-from flwr_perdl.records import EVALUATE, PARTITION_ID, ROUND, Scalar
 from flwr_perdl.strategies import ClusteredFedAvg
 from perdl_experiments.data import cached_by_file, load_images
 from perdl_experiments.engine import arranged

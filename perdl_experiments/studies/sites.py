@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from flwr.app import Context
 
-from flwr_perdl.checks import Matrix, check_array
 from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.clients.base import identify
+from flwr_perdl.core.checks import Matrix, check_array
+from flwr_perdl.protocol.records import EVALUATE, NUM_EXAMPLES, PARTITION_ID
 from flwr_perdl.random import DATA, spawn
-from flwr_perdl.records import EVALUATE, NUM_EXAMPLES, PARTITION_ID
 from flwr_perdl.strategies import PerMA
 from perdl_experiments.data import cached_by_file, read_arrays
 from perdl_experiments.outcome import Outcome

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.ndimage import gaussian_filter
 
-from flwr_perdl.checks import Matrix, check_array, check_count
+from flwr_perdl.core.checks import Matrix, check_array, check_count
 from flwr_perdl.diffusion import Topology
 from flwr_perdl.diffusion.data_diffusion import DictionaryState
 from flwr_perdl.random import DATA, SERVER, spawn

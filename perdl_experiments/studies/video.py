@@ -39,13 +39,13 @@ from flwr.app import ArrayRecord, Context, MetricRecord
 from numpy.typing import NDArray
 from scipy.ndimage import gaussian_filter
 
-from flwr_perdl.checks import Matrix, check_count
 from flwr_perdl.clients import DictionaryClient
+from flwr_perdl.core.checks import Matrix, check_count
 from flwr_perdl.dictionary import Learner, WarmStart, normalize_atoms, refine_local
 from flwr_perdl.dictionary.atoms import principal_directions
 from flwr_perdl.dictionary.coding import remainder
 from flwr_perdl.dictionary.perpca import personalized_pca
-from flwr_perdl.records import PARTITION_ID, to_arrays
+from flwr_perdl.protocol.records import PARTITION_ID, to_arrays
 from flwr_perdl.strategies import PerMA
 from perdl_experiments.clips import Clip, load_clip, still, to_frame, to_samples
 from perdl_experiments.data import cached_by_file

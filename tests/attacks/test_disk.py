@@ -19,10 +19,7 @@ import numpy as np
 import pytest
 from flwr.app import Context, RecordDict
 
-from flwr_perdl import _store
-from flwr_perdl._network.sealed import Keys, Rejected
 from flwr_perdl.clients import DiffusionClient
-from flwr_perdl.clients._at_rest import KEY_VARIABLE
 from flwr_perdl.clients.base import (
     _RUNS,
     _RUNS_BEGUN,
@@ -31,8 +28,11 @@ from flwr_perdl.clients.base import (
     private_shelf,
     run_folder,
 )
+from flwr_perdl.core import files
 from flwr_perdl.diffusion import Inbox
-from flwr_perdl.records import decode
+from flwr_perdl.privacy.at_rest import KEY_VARIABLE
+from flwr_perdl.privacy.sealed import Keys, Rejected
+from flwr_perdl.protocol.records import decode
 from flwr_perdl.strategies import PerMA, ServerSettings
 
 ATOMS = {"local_atoms": np.full((2, 3), 7.0)}
@@ -99,7 +99,7 @@ def test_no_round_leaves_a_file_that_is_never_removed(tmp_path: Path, round_: in
 def test_a_link_in_place_of_a_folder_changes_nothing_elsewhere(tmp_path: Path, which: str) -> None:
     """Before: the folder that it leads to was made 0700, and its files of rounds were deleted."""
     elsewhere = tmp_path / "elsewhere"
-    _store.save_round(elsewhere, 9, {}, {})
+    files.save_round(elsewhere, 9, {}, {})
     elsewhere.chmod(0o755)
     own = shelf(tmp_path / "all")
     link = own.folder if which == "client" else run_folder(own, "run")
@@ -127,7 +127,7 @@ def test_a_link_in_place_of_a_journal_cuts_no_other_file(tmp_path: Path) -> None
     victim.write_text("precious")
     (tmp_path / "history.jsonl").symlink_to(victim)
     with pytest.raises(ValueError, match=r"history\.jsonl must"):
-        _store.Journal(tmp_path / "history.jsonl").append([1])
+        files.Journal(tmp_path / "history.jsonl").append([1])
     assert victim.read_text() == "precious"
 
 
@@ -199,10 +199,10 @@ def test_a_file_of_another_client_run_or_round_is_not_taken_up(
         (own / "round-000002.npz").write_bytes(content)
         assert kept(tmp_path, client="a") is None
         # The same with the record that belongs there, and the checksum put right.
-        arrays, meta = _store.load(own / "round-000002.npz")
+        arrays, meta = files.load(own / "round-000002.npz")
         del meta["format"]
         meta |= {"client": "a", "run": "run", "round": 2}
-        _store.save(own / "round-000002.npz", arrays, meta)
+        files.save(own / "round-000002.npz", arrays, meta)
         warned.clear()
         assert kept(tmp_path, client="a") is None
         assert "it was changed after it was locked" in warned.text
@@ -214,9 +214,9 @@ def test_a_locked_file_cut_short_or_of_the_format_before_is_left_out(
     monkeypatch.setenv(KEY_VARIABLE, "0f" * 32)
     PrivateState(context(), "run", shelf(tmp_path)).save(1, ATOMS)
     path = run_folder(shelf(tmp_path), "run") / "round-000001.npz"
-    arrays, meta = _store.load(path)
+    arrays, meta = files.load(path)
     for size in (0, 5, 12, 27, len(arrays["sealed"]) - 1):
-        _store.save(path, {"sealed": arrays["sealed"][:size]}, {**meta, "format": 2})
+        files.save(path, {"sealed": arrays["sealed"][:size]}, {**meta, "format": 2})
         assert kept(tmp_path) is None
     record = json.dumps({**meta, "format": 1, "key": None})  # no checksum, and not locked
     np.savez(path, **{"a/local_atoms": np.zeros((2, 3)), "meta": np.array(record)})
@@ -229,9 +229,9 @@ def test_a_prepared_checkpoint_writes_in_its_folder_only(tmp_path: Path) -> None
     conversation = strategy.open([np.ones((1, 2))])
     conversation.save()
     (path,) = folder.glob("round-*.npz")
-    arrays, meta = _store.load(path)
+    arrays, meta = files.load(path)
     del meta["format"]
-    _store.save(path, arrays, {**meta, "run": "/../../elsewhere/x"})
+    files.save(path, arrays, {**meta, "run": "/../../elsewhere/x"})
     (tmp_path / "elsewhere").mkdir()
     (folder / "history-").mkdir()
     for journal in folder.glob("*.jsonl"):
@@ -254,9 +254,9 @@ def test_a_prepared_checkpoint_of_no_run_or_round_is_left_out(
     for conversation.done in (1, 2):
         conversation.save()
     (tmp_path / conversation._journal.path.name).unlink()
-    newest = _store.round_path(tmp_path, 2)
-    saved = _store.load(newest)
-    _store.save(newest, saved.arrays, {**saved.meta, **change})
+    newest = files.round_path(tmp_path, 2)
+    saved = files.load(newest)
+    files.save(newest, saved.arrays, {**saved.meta, **change})
     resumed = PerMA(1, checkpoint_dir=tmp_path, server=RESUME).open([np.ones((1, 2))])
     resumed.save()
     assert resumed.done == 1
@@ -272,23 +272,23 @@ def test_what_a_killed_process_left_is_removed_and_a_live_writers_file_is_not(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     path = Path("file.npz")
-    with _store.replacing(path):
+    with files.replacing(path):
         (live,) = tmp_path.iterdir()
         killed = tmp_path / f"{live.name.removesuffix('.tmp')}-killed.tmp"
         os.link(live, killed)
-    _store.save(path, {}, {})
+    files.save(path, {}, {})
     assert killed.exists()  # it may be another process's
     long_ago = time.time() - 2 * 3600
     foreign = tmp_path / ".report.tmp"
     foreign.touch()
     for file in (killed, foreign):
         os.utime(file, (long_ago,) * 2)
-    with _store.together():  # these wait for as long as the round takes
-        _store.save(path, {}, {})
+    with files.together():  # these wait for as long as the round takes
+        files.save(path, {}, {})
         (waiting,) = set(tmp_path.glob(".flwr-perdl-*.tmp"))
         assert not killed.exists()
         os.utime(waiting, (long_ago,) * 2)
-        _store.save(Path("another.npz"), {}, {})
+        files.save(Path("another.npz"), {}, {})
     assert {file.name for file in tmp_path.iterdir()} == {"file.npz", "another.npz", ".report.tmp"}
 
 
@@ -350,7 +350,7 @@ class Node:
 
     def run_keys(self) -> list[bytes]:
         """Return every key of the run that the node's memory and disk have."""
-        found = [saved.arrays for saved in map(_store.load, self.folder.rglob("*.npz"))]
+        found = [saved.arrays for saved in map(files.load, self.folder.rglob("*.npz"))]
         for record in self.context.state.array_records.values():
             found += [{key.partition("/")[2]: decode(array)} for key, array in record.items()]
         return [arrays["run-key"].tobytes() for arrays in found if "run-key" in arrays]
@@ -423,16 +423,16 @@ def test_names_are_on_the_disk_when_a_save_returns(
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "replace", replace)
     monkeypatch.setattr(os, "sync", lambda: calls.append("sync"))
-    _store.save(tmp_path / "file.npz", {}, {})
+    files.save(tmp_path / "file.npz", {}, {})
     assert calls == ["file", "replace", "folder"]
     calls.clear()
     for client in range(3):
-        _store.save_round(tmp_path / str(client), 1, {}, {})
+        files.save_round(tmp_path / str(client), 1, {}, {})
     calls.clear()
-    with _store.together():
+    with files.together():
         for client in range(3):
             for round_ in (2, 3):
-                _store.save_round(tmp_path / str(client), round_, {}, {})
-        assert _store.rounds_in(tmp_path / "0") == [1]
+                files.save_round(tmp_path / str(client), round_, {}, {})
+        assert files.rounds_in(tmp_path / "0") == [1]
     assert calls == ["replace"] * 6 + ["sync"]
-    assert [_store.rounds_in(tmp_path / str(client)) for client in range(3)] == [[2, 3]] * 3
+    assert [files.rounds_in(tmp_path / str(client)) for client in range(3)] == [[2, 3]] * 3

@@ -19,7 +19,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, 
 from flwr_perdl.clients import DictionaryClient, LocalPrivacy, RegressionClient, client_app
 from flwr_perdl.clients.privacy import noise_multiplier
 from flwr_perdl.dictionary import OrthogonalLearner
-from flwr_perdl.records import reply_to
+from flwr_perdl.protocol.records import reply_to
 from flwr_perdl.simulations import InProcessGrid
 
 ATOMS = np.eye(2, 4)

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from flwr.app import Context, RecordDict
 
-from flwr_perdl._network.sealed import Keys, make_key
 from flwr_perdl.clients import DiffusionClient
 from flwr_perdl.diffusion import DataDiffusion
+from flwr_perdl.privacy.sealed import Keys, make_key
 
 N_ATOMS, N_FEATURES = 3, 8
 NOBODY = np.zeros((0, 4))

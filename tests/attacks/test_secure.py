@@ -18,10 +18,9 @@ from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFI
 from flwr.common.secure_aggregation.secaggplus_utils import pseudo_rand_gen
 from sklearn.datasets import load_digits
 
-from flwr_perdl._compat import become_server
-from flwr_perdl._npy import view_file
 from flwr_perdl.clients import DictionaryClient, client_app
 from flwr_perdl.clients.privacy import LocalPrivacy
+from flwr_perdl.core.npy import view_file
 from flwr_perdl.dictionary import (
     LassoLearner,
     Learner,
@@ -32,6 +31,7 @@ from flwr_perdl.dictionary import (
     sparse_code,
     warm_start,
 )
+from flwr_perdl.protocol.compat import become_server
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import PerMA, ServerSettings, TooFewReplies, as_legacy
 from flwr_perdl.strategies import perma as perma_server

@@ -21,10 +21,12 @@ import pytest
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from rich.console import Console
 
-from flwr_perdl import _compat, records
 from flwr_perdl.clients import DictionaryClient, RegressionClient, client_app
 from flwr_perdl.dictionary import OrthogonalLearner, dictionary_distance
-from flwr_perdl.records import Reply, read_parts, read_reply
+from flwr_perdl.protocol import compat, records
+from flwr_perdl.protocol.records import Reply, read_parts, read_reply
+from flwr_perdl.protocol.request import Replies
+from flwr_perdl.protocol.roster import Roster
 from flwr_perdl.regression import Answers, TwoPhase, two_phases
 from flwr_perdl.regression import State as RegressionState
 from flwr_perdl.simulations import InProcessGrid
@@ -37,8 +39,6 @@ from flwr_perdl.strategies import (
     ServerSettings,
     perma,
 )
-from flwr_perdl.strategies._protocol import Replies
-from flwr_perdl.strategies._roster import Roster
 from perdl_experiments import runner
 from perdl_experiments.liars import LyingDictionaryClient
 from perdl_experiments.report import write_report
@@ -152,7 +152,7 @@ def test_a_large_work_of_scoring_is_done_in_parts(monkeypatch: pytest.MonkeyPatc
 
 def answer(metrics: dict[str, Any], arrays: list[Any] | None = None) -> Message:
     """Return a reply whose records are whatever the client says."""
-    _compat.become_server(1)
+    compat.become_server(1)
     request = Message(RecordDict(), dst_node_id=1, message_type="train")
     content = RecordDict(
         {

@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 from flwr.app import Context, RecordDict
 
-from flwr_perdl import _store
-from flwr_perdl.clients._at_rest import KEY_VARIABLE
 from flwr_perdl.clients.base import (
     _RUNS,
     PrivateArrays,
@@ -17,6 +15,8 @@ from flwr_perdl.clients.base import (
     private_shelf,
     run_folder,
 )
+from flwr_perdl.core import files
+from flwr_perdl.privacy.at_rest import KEY_VARIABLE
 
 
 def context() -> Context:
@@ -189,16 +189,16 @@ def test_a_locked_file_that_somebody_changed_is_left_out(
     for round_ in (1, 2):
         state.save(round_, atoms(round_))
     path = file(tmp_path, 2)
-    arrays, meta = _store.load(path)
+    arrays, meta = files.load(path)
     del meta["format"]
     if what == "arrays":
         arrays["sealed"] = arrays["sealed"] ^ (np.arange(len(arrays["sealed"])) == 100)
     elif what == "about":
-        arrays, earlier = _store.load(file(tmp_path, 1))
+        arrays, earlier = files.load(file(tmp_path, 1))
         assert earlier["round"] == 1
     else:
         arrays, meta = atoms(9), {**meta, "key": None}
-    _store.save(path, arrays, meta)
+    files.save(path, arrays, meta)
     found = kept(tmp_path)
     assert found is not None
     assert found["local_atoms"][0, 0] == 1

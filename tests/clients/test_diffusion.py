@@ -9,10 +9,10 @@ import pytest
 from flwr.app import Context, RecordDict
 from numpy.typing import NDArray
 
-from flwr_perdl._network._packing import unpack_arrays
-from flwr_perdl._network.sealed import Keys, make_key, read_key
 from flwr_perdl.clients import DiffusionClient
 from flwr_perdl.diffusion import Inbox
+from flwr_perdl.network.packing import unpack_arrays
+from flwr_perdl.privacy.sealed import Keys, make_key, read_key
 
 Array = NDArray[Any]
 

@@ -8,8 +8,8 @@ import pytest
 from flwr.app import Context, RecordDict
 
 from flwr_perdl.clients import DictionaryClient, client_app, kept_local_atoms, local_atoms
-from flwr_perdl.clients._at_rest import KEY_VARIABLE
 from flwr_perdl.dictionary import OrthogonalLearner
+from flwr_perdl.privacy.at_rest import KEY_VARIABLE
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import PerMA
 

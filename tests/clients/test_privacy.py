@@ -21,7 +21,7 @@ from scipy.stats import chisquare, kstest, norm
 from flwr_perdl.clients import RegressionClient, client_app
 from flwr_perdl.clients.privacy import LocalPrivacy, _response, noise_multiplier
 from flwr_perdl.dictionary import dictionary_distance, normalize_atoms
-from flwr_perdl.records import reply_to
+from flwr_perdl.protocol.records import reply_to
 from flwr_perdl.regression import Refinement, model_error
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import FedX, PerMA, TooFewReplies

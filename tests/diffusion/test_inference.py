@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flwr_perdl._network.faults import Faults
 from flwr_perdl.diffusion import CombinationMatrix, Topology, metropolis_weights
 from flwr_perdl.diffusion import inference as module
 from flwr_perdl.diffusion._dual import distances
@@ -34,6 +33,7 @@ from flwr_perdl.diffusion.objectives import (
     SparseSVD,
 )
 from flwr_perdl.network import InMemoryNetwork
+from flwr_perdl.network.faults import Faults
 from perdl_experiments.studies.inference import draw, reached, trace
 
 OBJECTIVES: list[Objective] = [

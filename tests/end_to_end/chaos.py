@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 
-from flwr_perdl import _store
 from flwr_perdl.clients import DictionaryClient, client_app
+from flwr_perdl.core import files
 from flwr_perdl.dictionary import OrthogonalLearner, dictionary_distance
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import PerMA, ServerSettings, TooFewReplies
@@ -128,7 +128,7 @@ class ChaoticGrid(InProcessGrid):
         self.late = []
         for client, identifier in zip(clients, pushed, strict=True):
             own = newest_run(self.folder / f"client-{client}")
-            self.on_disk[client] = _store.rounds_in(own)[-1]
+            self.on_disk[client] = files.rounds_in(own)[-1]
             replies += self._spoil(client, list(self.pull_messages([identifier])))
         self._die("replies")
         self.rng.shuffle(replies)
@@ -253,7 +253,7 @@ def run(
 @contextmanager
 def _killing(grid: ChaoticGrid, kill: tuple[int, str] | None, out: Path) -> Iterator[None]:
     """Kill the server at a round's moment: in its messages, or around its checkpoint."""
-    save, replace = _store.save, _store.os.replace
+    save, replace = files.save, files.os.replace
     round_, moment = kill or (0, "")
 
     def saving(path: Path, arrays: Any, meta: Any, *further: Any) -> None:
@@ -261,11 +261,11 @@ def _killing(grid: ChaoticGrid, kill: tuple[int, str] | None, out: Path) -> Iter
         if due and moment == "before":
             raise Killed
         if due and moment == "during":
-            _store.os.replace = _die
+            files.os.replace = _die
         try:
             save(path, arrays, meta, *further)
         finally:
-            _store.os.replace = replace
+            files.os.replace = replace
         if due and moment == "after":
             raise Killed
 
@@ -278,11 +278,11 @@ def _killing(grid: ChaoticGrid, kill: tuple[int, str] | None, out: Path) -> Iter
         self.kill = moment if self.round == round_ else None
         pull(self, where)
 
-    _store.save, ChaoticGrid._die = saving, dying
+    files.save, ChaoticGrid._die = saving, dying
     try:
         yield
     finally:
-        _store.save, ChaoticGrid._die, _store.os.replace = save, pull, replace
+        files.save, ChaoticGrid._die, files.os.replace = save, pull, replace
 
 
 if __name__ == "__main__":

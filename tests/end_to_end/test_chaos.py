@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flwr_perdl import _store
-from flwr_perdl.files import read_events
+from flwr_perdl.core import files
+from flwr_perdl.protocol.events import read_events
 
 _spec = importlib.util.spec_from_file_location("chaos", Path(__file__).parent / "chaos.py")
 assert _spec is not None
@@ -84,9 +84,9 @@ def check_private_atoms(ended: Any, folder: Path) -> None:
     """Every client's newest state is still on disk, and can be read."""
     for client, newest in ended.grid.on_disk.items():
         own = chaos.newest_run(folder / f"client-{client}")
-        assert _store.rounds_in(own)[-1] >= newest
-        for round_ in _store.rounds_in(own):
-            assert _store.load(_store.round_path(own, round_)).arrays
+        assert files.rounds_in(own)[-1] >= newest
+        for round_ in files.rounds_in(own):
+            assert files.load(files.round_path(own, round_)).arrays
 
 
 def check_stopped(seed: int, ended: Any, out: Path, clean: float) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from flwr.app import Context, RecordDict
 
-from flwr_perdl import _store
+from flwr_perdl.core import files
 from perdl_experiments import run_experiment
 from perdl_experiments.data import planted_clients
 from perdl_experiments.deployment import Deployment, make_certificates, make_key
@@ -227,7 +227,7 @@ def test_a_killed_node_has_its_local_atoms_again_where_it_keeps_its_state(tmp_pa
     assert notes[1:] == [lost]
 
     # Node 1's third round again, from its file of before the kill, and from nothing.
-    global_atoms = _store.load(out / "checkpoints" / "round-000002.npz").arrays["model/0000"]
+    global_atoms = files.load(out / "checkpoints" / "round-000002.npz").arrays["model/0000"]
     kept = _third_state(states)
     again, anew = (
         _third_round(global_atoms, str(kept.meta["run"]), folder, node_config(1))
@@ -256,9 +256,9 @@ def _third_round(
     return _third_state(states).arrays["local_atoms"]
 
 
-def _third_state(states: Path) -> _store.Saved:
+def _third_state(states: Path) -> files.Saved:
     (path,) = (states / "client-1").glob("run-*/round-000003.npz")
-    return _store.load(path)
+    return files.load(path)
 
 
 def test_a_killed_server_goes_on_from_its_checkpoint(tmp_path: Path) -> None:

@@ -13,11 +13,11 @@ import pytest
 
 RUN = """
 import os, signal, sys
-from flwr_perdl import _store
+from flwr_perdl.core import files
 from perdl_experiments import run_experiment
 
 moment, engine, out, resume = sys.argv[1:]
-save = _store.save
+save = files.save
 
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -32,7 +32,7 @@ def saving(path, arrays, meta):
     if due and moment == "after":
         die()
 
-_store.save = saving
+files.save = saving
 run_experiment(
     "digits", engine=engine, clients=4, rounds=5, out=out, resume=bool(resume),
     options={"samples_per_client": 60, "n_atoms": 24, "n_global": 12},

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from flwr_perdl.clients import client_app
 from flwr_perdl.dictionary import dictionary_distance
-from flwr_perdl.files import read_events
+from flwr_perdl.protocol.events import read_events
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import RoundReport
 from perdl_experiments import run_experiment

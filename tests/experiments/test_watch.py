@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from flwr_perdl.files import EVENTS, EventLog, read_events
+from flwr_perdl.protocol.events import EVENTS, EventLog, read_events
 from perdl_experiments import run_experiment
 from perdl_experiments.cli import app
 from perdl_experiments.watch import View, watch

@@ -22,14 +22,15 @@ import numpy as np
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 
-from flwr_perdl import _compat, _store
-from flwr_perdl._events import read_events
-from flwr_perdl._network._packing import pack, pack_arrays, unpack, unpack_arrays
-from flwr_perdl._network.sealed import Keys, Rejected
 from flwr_perdl.clients.base import PrivateState, Shelf, run_folder
-from flwr_perdl.records import Limits, read_reply, reply_to
+from flwr_perdl.core import files
+from flwr_perdl.network.packing import pack, pack_arrays, unpack, unpack_arrays
+from flwr_perdl.privacy.sealed import Keys, Rejected
+from flwr_perdl.protocol import compat
+from flwr_perdl.protocol.events import read_events
+from flwr_perdl.protocol.records import Limits, read_reply, reply_to
+from flwr_perdl.protocol.strategy import _properties
 from flwr_perdl.strategies import PerMA, ServerSettings
-from flwr_perdl.strategies._strategy import _properties
 from perdl_experiments._run_config import all_keys, read_run_config
 from perdl_experiments.data import load_images
 from perdl_experiments.documents import read_documents
@@ -172,14 +173,14 @@ def state(data: bytes) -> None:
 
 
 def _saved(data: bytes, known: dict[str, Any]) -> bytes:
-    """Return a file as `_store.save` writes it, with a record made of ``data``."""
+    """Return a file as `files.save` writes it, with a record made of ``data``."""
     try:
         meta = json.loads(data)
     except (ValueError, RecursionError):
         return npz(data)
     arrays = {"state/global_atoms": np.eye(2), "model/0000": np.eye(2)}
     with file_of(b"") as path, suppress(ValueError, TypeError, RecursionError):
-        _store.save(path, arrays, {**known, **meta} if isinstance(meta, dict) else {})
+        files.save(path, arrays, {**known, **meta} if isinstance(meta, dict) else {})
         return path.read_bytes()
     return data
 
@@ -250,9 +251,9 @@ def seeds(name: str) -> list[bytes]:
         found += [whole + whole, npz(bytes(30)), unpack(pack_arrays({"a": np.eye(2)}))]
     if name in ("checkpoint", "state"):
         with file_of(b"") as path:
-            _store.save(path, {"D": np.eye(2)}, _OURS)
+            files.save(path, {"D": np.eye(2)}, _OURS)
             found.append(path.read_bytes())
     return found
 
 
-_compat.become_server(1)
+compat.become_server(1)

@@ -100,9 +100,9 @@ def test_a_checkpoint_with_half_a_record_falls_back_to_the_one_before(tmp_path: 
     strategy = targets.PerMA(1, checkpoint_dir=tmp_path)
     strategy.open([np.eye(2)[:1]]).save()
     path = tmp_path / "round-000000.npz"
-    saved = targets._store.load(path)
+    saved = targets.files.load(path)
     del saved.meta["history"], saved.meta["format"]
-    targets._store.save(tmp_path / "round-000001.npz", saved.arrays, saved.meta)
+    targets.files.save(tmp_path / "round-000001.npz", saved.arrays, saved.meta)
     resumed = targets.PerMA(1, checkpoint_dir=tmp_path, server=RESUME).open([])
     assert resumed.done == 0
     np.testing.assert_array_equal(resumed.model[0], np.eye(2)[:1])

@@ -4,9 +4,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flwr_perdl._network._exchange import Mailbox, Plan
-from flwr_perdl._network.messages import Message, Rejected, inbox_of
 from flwr_perdl.diffusion import Topology, averaging_weights
+from flwr_perdl.network.exchange import Mailbox, Plan
+from flwr_perdl.network.messages import Message, Rejected, inbox_of
 
 
 @settings(max_examples=50)

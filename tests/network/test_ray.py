@@ -76,7 +76,7 @@ def assert_same(one: Run, other: Run) -> None:
 
 
 def test_without_ray_one_sentence_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flwr_perdl._network.ray.find_spec", lambda name: None)
+    monkeypatch.setattr("flwr_perdl.network.ray.find_spec", lambda name: None)
     network = RayNetwork(Topology.ring(3))
     with pytest.raises(ModuleNotFoundError, match="RayNetwork needs Ray, which is not installed"):
         network.run(programs.Consensus(np.zeros((3, 1))), 1)

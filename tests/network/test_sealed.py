@@ -15,9 +15,9 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from flwr_perdl._network._packing import pack, unpack
-from flwr_perdl._network.sealed import Keys, Rejected, make_key, public_key, read_key, read_pinned
-from flwr_perdl._npy import write_files
+from flwr_perdl.core.npy import write_files
+from flwr_perdl.network.packing import pack, unpack
+from flwr_perdl.privacy.sealed import Keys, Rejected, make_key, public_key, read_key, read_pinned
 
 MESSAGE = (np.arange(6.0).reshape(1, 3, 2), np.array([7.5], dtype=np.float32))
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import minimize
 
-from flwr_perdl._robust import shortening
+from flwr_perdl.core.robust import shortening
 from flwr_perdl.regression import (
     SQUARED,
     LogisticLoss,

@@ -11,7 +11,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.app import RecordDict as Records
 from flwr.clientapp import ClientApp
 
-from flwr_perdl.clients._at_rest import KEY_VARIABLE
+from flwr_perdl.privacy.at_rest import KEY_VARIABLE
 from flwr_perdl.simulations import InProcessGrid
 
 NODES = 3

@@ -15,8 +15,9 @@ from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 
 from flwr_perdl.clients import Member, PrivateState, client_app
-from flwr_perdl.files import load, save
-from flwr_perdl.records import ROUND, RUN
+from flwr_perdl.core.files import load, save
+from flwr_perdl.protocol.records import ROUND, RUN
+from flwr_perdl.protocol.roster import Roster, settle
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
     Options,
@@ -26,7 +27,6 @@ from flwr_perdl.strategies import (
     TooFewReplies,
     client_report,
 )
-from flwr_perdl.strategies._roster import Roster, settle
 
 RESUME = ServerSettings(resume=True)
 

@@ -11,7 +11,7 @@ import pytest
 from flwr.app import Message
 
 from flwr_perdl.clients import client_app
-from flwr_perdl.files import read_events
+from flwr_perdl.protocol.events import read_events
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import PerMA, ServerSettings, TooFewReplies, client_report
 

@@ -14,7 +14,6 @@ import pytest
 from flwr.app import ArrayRecord, Context
 from flwr.client import NumPyClient
 
-from flwr_perdl import _store
 from flwr_perdl.clients import (
     DictionaryAveragingClient,
     DictionaryClient,
@@ -24,6 +23,7 @@ from flwr_perdl.clients import (
     RegressionClient,
     client_app,
 )
+from flwr_perdl.core import files
 from flwr_perdl.dictionary import OrthogonalLearner
 from flwr_perdl.diffusion import Averaging, Topology
 from flwr_perdl.simulations import InProcessGrid
@@ -122,7 +122,7 @@ def test_an_entry_that_is_missing_or_another_one_is_noticed(
     case.run(grid, case.cut, checkpoint_dir=tmp_path / "whole")
     path = max((tmp_path / "whole").glob("round-*.npz"))
     states = {node: deepcopy(context.state) for node, context in grid.contexts.items()}
-    saved = _store.load(path)
+    saved = files.load(path)
     for entry, array in saved.arrays.items():
         arrays, meta = dict(saved.arrays), dict(saved.meta)
         if damage == "another one":
@@ -133,7 +133,7 @@ def test_an_entry_that_is_missing_or_another_one_is_noticed(
             del arrays[entry]
             meta.pop("arrays", None)
         shutil.copytree(tmp_path / "whole", folder)
-        _store.save(folder / path.name, arrays, meta)
+        files.save(folder / path.name, arrays, meta)
         for node, context in grid.contexts.items():
             context.state = deepcopy(states[node])
         warned.clear()
@@ -192,8 +192,8 @@ def test_a_record_of_another_kind_is_left_out(
     grid = case.grid()
     case.run(grid, 2, checkpoint_dir=tmp_path)
     path = tmp_path / "round-000002.npz"
-    saved = _store.load(path)
-    _store.save(path, saved.arrays, {**saved.meta, key: value})
+    saved = files.load(path)
+    files.save(path, saved.arrays, {**saved.meta, key: value})
     found = case.run(grid, 3, checkpoint_dir=tmp_path, server=RESUME)
     np.testing.assert_array_equal(found[0], case.run(case.grid(), 3)[0])
     assert str(path) in warned.text

@@ -24,7 +24,7 @@ from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import Strategy
 
 from flwr_perdl.clients.app import AnyClient
-from flwr_perdl.files import read_events
+from flwr_perdl.protocol.events import read_events
 from flwr_perdl.strategies import ClusteredFedAvg, PerMA, ServerSettings, TooFewReplies, as_legacy
 from tests.bits import assert_same_bits
 

@@ -18,29 +18,27 @@ started afresh, yields that same request again. That is all a checkpoint needs.
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
+from flwr.app import Message
+from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
-from flwr_perdl._repr import short_repr
-from flwr_perdl._robust import EFFECTS
-from flwr_perdl.checks import (
-    LARGE,
+from flwr_perdl.core.checks import (
     Matrix,
     brief_repr,
-    check_count,
     check_kind,
     check_real,
-    own_numbers,
     plain,
 )
-from flwr_perdl.clients._secure import MAX_WEIGHT, NORM
-from flwr_perdl.records import LARGEST_INT, Reply, Scalar
+from flwr_perdl.core.repr import short_repr
+from flwr_perdl.core.robust import EFFECTS
+from flwr_perdl.protocol.records import Limits, Reply, Scalar
 
 #: Named arrays from which a protocol continues.
 State = Mapping[str, NDArray[Any]]
@@ -139,66 +137,43 @@ class Lost(NamedTuple):
     code: int | None = None
 
 
-@dataclass(frozen=True)
-class SecureMean:
-    """What the server gets in a secure round: the clients' weighted mean, and no single reply.
+@typing.runtime_checkable
+class Channel(typing.Protocol):
+    """How replies reach the server: an exchange of its own, after which no single one is seen.
 
-    Flower's SecAgg+ adds the replies up under masks. Every good reply then holds that mean in place
-    of the client's own array, so that a protocol that averages its replies does not change. Numbers
-    of examples and metrics are each client's own, and in the clear.
-
-    Parameters
-    ----------
-    shape : tuple of int
-        The shape of a reply's one array.
-    norm : float, default 1.0
-        Largest norm of that array; a client scales a longer one down to it. Where all count alike,
-        up to a thousand clients, the mean is rounded to less than a millionth of this bound.
-    max_weight : int, default 1
-        A client counts by its number of examples, and for at most so many; with 1 all count alike.
-        The rounding is as many times coarser as this is larger than the clients' mean number.
-    num_shares : int or float, optional
-        Among how many clients each client's keys are shared: 3 or more. By default all, at most 51.
-    reconstruction_threshold : float, optional
-        The share of these that must answer to the end, above 0.5; by default two thirds.
-
-    Raises
-    ------
-    ValueError
-        If an option breaks its rule.
-
-    Examples
-    --------
-    >>> from flwr_perdl.strategies import Request, SecureMean
-    >>> request = Request("add", secure=SecureMean((2, 3), norm=10.0))
-    >>> request.secure.shape
-    (2, 3)
+    `SecureMean` is one. The clients' half stands in front of their handlers (`client_app`).
     """
 
-    shape: tuple[int, ...]
-    norm: float = 1.0
-    max_weight: int = 1
-    num_shares: float | None = None
-    reconstruction_threshold: float | None = None
-
-    def __post_init__(self) -> None:
-        """Check the options."""
-        own_numbers(self)
-        check_kind("shape in secure", self.shape, tuple, "a tuple of integers")
-        for size in self.shape:
-            check_count("sizes of shape in secure", size, 1)
-        check_real("norm in secure", self.norm, 0, LARGE, open_low=True)
-        check_count("max_weight in secure", self.max_weight, 1, LARGEST_INT)
-        if self.num_shares is not None:
-            check_count("num_shares in secure", self.num_shares, 3)
-        if self.reconstruction_threshold is not None:
-            threshold = self.reconstruction_threshold
-            check_real("reconstruction_threshold in secure", threshold, 0.5, 1, open_low=True)
-
     @property
-    def config(self) -> dict[str, Scalar]:
-        """What the clients are told."""
-        return {MAX_WEIGHT: self.max_weight, NORM: float(self.norm)}
+    def config(self) -> Mapping[str, Scalar]:
+        """What the clients are told besides."""
+        ...
+
+    def gather(
+        self,
+        grid: Grid,
+        sent: Sequence[tuple[int, Message]],
+        round_: int,
+        *,
+        limits: Limits,
+        timeout: float | None,
+    ) -> tuple[dict[int, Reply], dict[int, Lost]]:
+        """Return, by partition, what stands for each reply, and who is not in it.
+
+        Parameters
+        ----------
+        grid : Grid
+            The way to the clients.
+        sent : sequence of (int, Message)
+            Partitions and the requests to them, which have not been sent.
+        round_ : int
+            The communication round.
+        limits : Limits
+            What a reply may be at most.
+        timeout : float or None
+            Seconds to wait for each exchange.
+        """
+        ...
 
 
 class Request(NamedTuple):
@@ -227,9 +202,9 @@ class Request(NamedTuple):
     max_weight : float or None, default 10.0
         A reply's ``num_examples`` count for at most this many times the round's median; a client
         that says more is named in the log and in `client_report` (``"capped"``). None: no bound.
-    secure : SecureMean or None, default None
-        Whether the server gets the replies' mean only, and of which shape. The clients need
-        `client_app`.
+    secure : Channel or None, default None
+        How the replies travel where the server is not to see the single ones, such as `SecureMean`.
+        The clients need `client_app`.
 
     Examples
     --------
@@ -249,7 +224,7 @@ class Request(NamedTuple):
     most: int | None = None
     metrics: Sequence[str] = ()
     max_weight: float | None = 10.0
-    secure: SecureMean | None = None
+    secure: Channel | None = None
 
 
 #: What `ProtocolStrategy.protocol` returns: a generator that yields a request and receives its
@@ -280,7 +255,7 @@ def check_request(request: object) -> Request:
         raise ValueError(f"Request.metrics must be a list of names, got {request.metrics!r}.")
     if request.max_weight is not None:
         check_real("Request.max_weight", request.max_weight, 1)
-    check_kind("Request.secure", request.secure, (SecureMean, type(None)), "a SecureMean or None")
+    check_kind("Request.secure", request.secure, (Channel, type(None)), "a SecureMean or None")
     return request
 
 

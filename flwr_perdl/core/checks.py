@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl._arrays import squared_norm
+from flwr_perdl.core.arrays import squared_norm
 
 __all__ = ["Matrix", "check_array", "check_choice", "check_count", "check_real"]
 
@@ -71,7 +71,7 @@ def check_array(
     Examples
     --------
     >>> import numpy as np
-    >>> from flwr_perdl.checks import check_array
+    >>> from flwr_perdl.core.checks import check_array
     >>> check_array("X", [[1.0, 2.0]], columns=2)
     array([[1., 2.]])
     """
@@ -179,7 +179,7 @@ def check_count(name: str, value: object, low: int = 0, high: int | None = None)
 
     Examples
     --------
-    >>> from flwr_perdl.checks import check_count
+    >>> from flwr_perdl.core.checks import check_count
     >>> check_count("n_atoms", 5, low=1)
     5
     """
@@ -211,7 +211,7 @@ def check_real(
 
     Examples
     --------
-    >>> from flwr_perdl.checks import check_real
+    >>> from flwr_perdl.core.checks import check_real
     >>> check_real("step", 1, 0.0, 2.0)
     1.0
     """
@@ -295,7 +295,7 @@ def check_choice(name: str, value: object, choices: Iterable[str]) -> str:
 
     Examples
     --------
-    >>> from flwr_perdl.checks import check_choice
+    >>> from flwr_perdl.core.checks import check_choice
     >>> check_choice("method", "mean", ("mean", "median"))
     'mean'
     """

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl._arrays import row_norms
-from flwr_perdl.checks import Matrix
+from flwr_perdl.core.arrays import row_norms
+from flwr_perdl.core.checks import Matrix
 
 #: Share of the clients that the trimmed mean leaves out at either end.
 TRIM = 0.2

@@ -9,8 +9,9 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from logging import INFO, WARNING
 from typing import Any, Generic, TypeVar
 
-from flwr_perdl._compat import log
-from flwr_perdl.records import (
+from flwr_perdl.protocol.compat import log
+from flwr_perdl.protocol.options import Options
+from flwr_perdl.protocol.records import (
     NAME,
     PARTITION_ID,
     brief,
@@ -18,8 +19,7 @@ from flwr_perdl.records import (
     printable,
     read_partition,
 )
-from flwr_perdl.strategies._options import Options
-from flwr_perdl.strategies._protocol import TooFewReplies
+from flwr_perdl.protocol.request import TooFewReplies
 
 #: Characters of a client's name in logs and reports.
 _LONGEST_NAME = 80

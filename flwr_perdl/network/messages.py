@@ -9,10 +9,10 @@
 
 A node's reply has no record: its arrays are the node's message, none if it is asleep or its message
 is not finite. Where messages are *sealed*, encrypted for one receiver (see
-`flwr_perdl._network.sealed`), its arrays are the node's card and then a message for each receiver,
+`flwr_perdl.privacy.sealed`), its arrays are the node's card and then a message for each receiver,
 in the order of `Delivery.cards`, of size 0 where the receiver's card was rejected.
 
-These records exist on Flower only. In memory and on Ray, `flwr_perdl._network._exchange.Mailbox`
+These records exist on Flower only. In memory and on Ray, `flwr_perdl.network.exchange.Mailbox`
 keeps the messages of all nodes in stacks, and leaves out missing and non-finite ones likewise.
 """
 
@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
-from flwr_perdl.checks import Matrix, check_array
+from flwr_perdl.core.checks import Matrix, check_array
 from flwr_perdl.diffusion.combine import Array, Csr, Inbox
 
 #: Up to here every whole number is a float.

@@ -24,8 +24,10 @@ from zipfile import ZIP_STORED, ZipFile
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl._npy import view_file
-from flwr_perdl.checks import check_count
+from flwr_perdl.core.checks import check_count
+from flwr_perdl.core.npy import view_file
+
+__all__ = ["Saved", "load", "replacing", "save"]
 
 FORMAT = 2
 _META, _CHECKSUM = "meta", "checksum"
@@ -43,7 +45,7 @@ class Saved(NamedTuple):
 
     Examples
     --------
-    >>> from flwr_perdl.files import Saved
+    >>> from flwr_perdl.core.files import Saved
     >>> Saved({}, {"round": 3}).meta["round"]
     3
     """
@@ -69,7 +71,7 @@ def save(path: Path, arrays: Mapping[str, NDArray[Any]], meta: Mapping[str, Any]
     >>> from pathlib import Path
     >>> from tempfile import TemporaryDirectory
     >>> import numpy as np
-    >>> from flwr_perdl.files import load, save
+    >>> from flwr_perdl.core.files import load, save
     >>> with TemporaryDirectory() as folder:
     ...     save(Path(folder, "state.npz"), {"atoms": np.eye(2)}, {"round": 3})
     ...     print(load(Path(folder, "state.npz")).meta)
@@ -92,7 +94,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     --------
     >>> from pathlib import Path
     >>> from tempfile import TemporaryDirectory
-    >>> from flwr_perdl.files import replacing
+    >>> from flwr_perdl.core.files import replacing
     >>> with TemporaryDirectory() as folder:
     ...     path = Path(folder, "note.txt")
     ...     with replacing(path) as file:
@@ -219,7 +221,7 @@ def load(path: Path) -> Saved:
     >>> from pathlib import Path
     >>> from tempfile import TemporaryDirectory
     >>> import numpy as np
-    >>> from flwr_perdl.files import load, save
+    >>> from flwr_perdl.core.files import load, save
     >>> with TemporaryDirectory() as folder:
     ...     save(Path(folder, "state.npz"), {"atoms": np.eye(2)}, {"round": 3})
     ...     print(load(Path(folder, "state.npz")).arrays["atoms"])

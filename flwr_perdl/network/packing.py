@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl._npy import read_files, write_files
+from flwr_perdl.core.npy import read_files, write_files
 
 Array = NDArray[Any]
 

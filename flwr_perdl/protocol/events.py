@@ -10,7 +10,9 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from flwr_perdl._compat import log
+from flwr_perdl.protocol.compat import log
+
+__all__ = ["EVENTS", "Event", "EventLog", "read_events"]
 
 #: A run's events, in its folder.
 EVENTS = "events.jsonl"
@@ -34,7 +36,7 @@ class EventLog:
     --------
     >>> from pathlib import Path
     >>> from tempfile import TemporaryDirectory
-    >>> from flwr_perdl.files import EventLog, read_events
+    >>> from flwr_perdl.protocol.events import EventLog, read_events
     >>> with TemporaryDirectory() as folder:
     ...     EventLog(Path(folder, "events.jsonl")).write("round", round=1)
     ...     events, end = read_events(Path(folder, "events.jsonl"))
@@ -73,7 +75,7 @@ def read_events(path: Path, start: int = 0) -> tuple[list[Event], int]:
     --------
     >>> from pathlib import Path
     >>> from tempfile import TemporaryDirectory
-    >>> from flwr_perdl.files import EventLog, read_events
+    >>> from flwr_perdl.protocol.events import EventLog, read_events
     >>> with TemporaryDirectory() as folder:
     ...     path = Path(folder, "events.jsonl")
     ...     EventLog(path).write("round", round=1)

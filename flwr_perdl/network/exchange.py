@@ -11,10 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
-from flwr_perdl._network.faults import Faults
-from flwr_perdl._network.messages import cleared, finite_rows, shared_weights
-from flwr_perdl._repr import ShownAsCalled, short_repr
-from flwr_perdl.checks import check_kind, check_list
+from flwr_perdl.core.checks import check_kind, check_list
+from flwr_perdl.core.repr import ShownAsCalled, short_repr
 from flwr_perdl.diffusion.combine import Array, Csr, Inbox
 from flwr_perdl.diffusion.topology import (
     CombinationMatrix,
@@ -22,6 +20,8 @@ from flwr_perdl.diffusion.topology import (
     check_topology,
     metropolis_weights,
 )
+from flwr_perdl.network.faults import Faults
+from flwr_perdl.network.messages import cleared, finite_rows, shared_weights
 
 State = TypeVar("State", bound=tuple[Any, ...])
 

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import numpy.linalg
 import scipy.linalg
 
-from flwr_perdl._memory import keep_freed_memory
+from flwr_perdl.core.memory import keep_freed_memory
 
 __all__ = ["in_threads", "n_threads", "one_blas_thread"]
 
@@ -90,7 +90,7 @@ def one_blas_thread() -> _Limit:
     Examples
     --------
     >>> import numpy as np
-    >>> from flwr_perdl.threads import one_blas_thread
+    >>> from flwr_perdl.core.threads import one_blas_thread
     >>> with one_blas_thread():
     ...     product = np.eye(2) @ np.eye(2)
     """
@@ -112,7 +112,7 @@ def n_threads() -> int:
 
     Examples
     --------
-    >>> from flwr_perdl.threads import n_threads
+    >>> from flwr_perdl.core.threads import n_threads
     >>> n_threads() >= 1
     True
     """
@@ -160,7 +160,7 @@ def in_threads(
 
     Examples
     --------
-    >>> from flwr_perdl.threads import in_threads
+    >>> from flwr_perdl.core.threads import in_threads
     >>> list(in_threads(abs, [-1, 2, -3]))
     [1, 2, 3]
     """

@@ -8,9 +8,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypedDict
 
-from flwr_perdl.checks import check_count, check_flag, check_kind, check_real, own_numbers
-from flwr_perdl.records import LARGEST_INT
-from flwr_perdl.strategies._protocol import RoundReport
+from flwr_perdl.core.checks import check_count, check_flag, check_kind, check_real, own_numbers
+from flwr_perdl.protocol.records import LARGEST_INT
+from flwr_perdl.protocol.request import RoundReport
 
 _METRICS = "strategy.history has every client's metrics, by round"
 _FIXED = "it is always"

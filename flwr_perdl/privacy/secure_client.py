@@ -20,9 +20,16 @@ from flwr.app import (
     RecordDict,
 )
 
-from flwr_perdl._compat import SECAGG, secagg_client
-from flwr_perdl.checks import LARGE, Matrix, brief_repr, check_count, check_real
-from flwr_perdl.records import CONFIG, LARGEST_INT, NUM_EXAMPLES, error_of, read_reply, to_record
+from flwr_perdl.core.checks import LARGE, Matrix, brief_repr, check_count, check_real
+from flwr_perdl.protocol.compat import SECAGG, secagg_client
+from flwr_perdl.protocol.records import (
+    CONFIG,
+    LARGEST_INT,
+    NUM_EXAMPLES,
+    error_of,
+    read_reply,
+    to_record,
+)
 
 #: The config key of a request whose replies are summed under masks: a client counts by its number
 #: of samples, and for at most so many.

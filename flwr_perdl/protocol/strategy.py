@@ -16,10 +16,19 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricReco
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from flwr_perdl._compat import log
-from flwr_perdl._repr import ShownAsCalled
-from flwr_perdl.checks import Matrix, check_choice, check_count, check_kind, check_real
-from flwr_perdl.records import (
+from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_kind, check_real
+from flwr_perdl.core.repr import ShownAsCalled
+from flwr_perdl.protocol.compat import log
+from flwr_perdl.protocol.driver import Conversation, Plan, why_absent
+from flwr_perdl.protocol.options import (
+    Options,
+    ServerOptions,
+    ServerSettings,
+    refuse_unknown,
+    spelled,
+)
+from flwr_perdl.protocol.progress import VERBOSE, Show, shown
+from flwr_perdl.protocol.records import (
     ANEW,
     ARRAYS,
     CONFIG,
@@ -34,15 +43,7 @@ from flwr_perdl.records import (
     to_record,
     to_records,
 )
-from flwr_perdl.strategies._conversation import Conversation, Plan, why_absent
-from flwr_perdl.strategies._options import (
-    Options,
-    ServerOptions,
-    ServerSettings,
-    refuse_unknown,
-    spelled,
-)
-from flwr_perdl.strategies._protocol import (
+from flwr_perdl.protocol.request import (
     FAILED,
     REFUSED,
     Lost,
@@ -51,9 +52,7 @@ from flwr_perdl.strategies._protocol import (
     State,
     TooFewReplies,
 )
-from flwr_perdl.strategies._roster import Roster, settle
-from flwr_perdl.strategies._secure import secure_mean
-from flwr_perdl.strategies._shown import VERBOSE, Show, shown
+from flwr_perdl.protocol.roster import Roster, settle
 
 T = TypeVar("T")
 
@@ -108,8 +107,6 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
     labels: ClassVar[tuple[str, ...]] = ()
     #: What is added to the config of all evaluations.
     evaluation_config: ClassVar[Mapping[str, Scalar]] = {}
-    #: Whether a model has a first axis of clusters, of which an evaluation names one.
-    _clustered: ClassVar[bool] = False
     #: The names of the arrays that a request has before the model's.
     _before_model: ClassVar[tuple[str, ...]] = ()
     #: How options are given that are fields of another one.
@@ -138,7 +135,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
 
     @abstractmethod
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
-        """Return the protocol's generator (see `flwr_perdl.strategies._protocol`).
+        """Return the protocol's generator (see `flwr_perdl.protocol.request`).
 
         Parameters
         ----------
@@ -146,6 +143,17 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
             The arrays that the user started the strategy with, possibly none.
         state : mapping of str to ndarray, or None
             The state of the request to begin with; None for a fresh start.
+        """
+
+    def check_evaluation(self, reply: Reply, model: list[Matrix]) -> None:
+        """Raise a ValueError if a reply to an evaluation is wrong; a subclass's to say.
+
+        Parameters
+        ----------
+        reply : Reply
+            The client's number of examples and metrics.
+        model : list of ndarray
+            What was evaluated.
         """
 
     @property
@@ -191,7 +199,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
             flags=self.flags,
             labels=self.labels,
             evaluation_config=self.evaluation_config,
-            clustered=self._clustered,
+            check_evaluation=self.check_evaluation,
         )
         return self._conversation
 
@@ -362,11 +370,10 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         secure = None if conversation.request is None else conversation.request.secure
         if secure is None:
             return messages
-        self._gathered = secure_mean(
+        self._gathered = secure.gather(
             grid,
             self._sent or [],
             server_round,
-            secure,
             limits=conversation.limits,
             timeout=self._timeout,
         )

@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl._network._exchange import Mailbox, Network, Plan, Run, unheard_of
-from flwr_perdl._network.messages import finite_rows
-from flwr_perdl.checks import check_count
+from flwr_perdl.core.checks import check_count
 from flwr_perdl.diffusion.combine import (
     Array,
     Program,
@@ -23,6 +21,8 @@ from flwr_perdl.diffusion.combine import (
     step_back,
     within_limits,
 )
+from flwr_perdl.network.exchange import Mailbox, Network, Plan, Run, unheard_of
+from flwr_perdl.network.messages import finite_rows
 
 
 class InMemoryNetwork(Network):

@@ -34,9 +34,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 
-from flwr_perdl._compat import CLIENT_APP_RAISED_EXCEPTION
-from flwr_perdl._npy import file_header, view_file
-from flwr_perdl.checks import FLOATS, Matrix
+from flwr_perdl.core.checks import FLOATS, Matrix
+from flwr_perdl.core.npy import file_header, view_file
+from flwr_perdl.protocol.compat import CLIENT_APP_RAISED_EXCEPTION
 
 __all__ = [
     "ANEW",
@@ -83,6 +83,9 @@ ANEW = "anew"
 
 #: What an evaluation is called: as a step in reports, and as a kind of request at a client.
 EVALUATE = "evaluate"
+
+#: The code of the error with which a client answers an evaluation that it does not define.
+NO_EVALUATE = 4501
 
 #: The record of a client's state that says which requests of this run of Flower it has answered.
 ANSWERED = "perdl.answered"
@@ -200,7 +203,7 @@ def to_arrays(record: ArrayRecord) -> list[Matrix]:
     --------
     >>> import numpy as np
     >>> from flwr.app import ArrayRecord
-    >>> from flwr_perdl.records import to_arrays
+    >>> from flwr_perdl.protocol.records import to_arrays
     >>> to_arrays(ArrayRecord([np.eye(2)]))
     [array([[1., 0.],
            [0., 1.]])]

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from flwr_perdl.checks import Matrix
+from flwr_perdl.core.checks import Matrix
 
 #: Just below the largest array after which a GNU C library keeps what is freed.
 _LARGEST_KEPT = 2**25 - 2**20

@@ -8,6 +8,7 @@ sum. Here the workflow asks a strategy's own requests, and what comes back is ch
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from logging import INFO
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,12 +17,22 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
-from flwr_perdl._compat import SECAGG, log, secagg_server
-from flwr_perdl._npy import view_file
-from flwr_perdl.checks import check_kind
-from flwr_perdl.records import Limits, Reply, brief, encode, error_of, read_parts
-from flwr_perdl.strategies._options import refuse_unknown
-from flwr_perdl.strategies._protocol import FAILED, REFUSED, Lost, SecureMean
+from flwr_perdl.core.checks import LARGE, check_count, check_kind, check_real, own_numbers
+from flwr_perdl.core.npy import view_file
+from flwr_perdl.privacy.secure_client import MAX_WEIGHT, NORM
+from flwr_perdl.protocol.compat import SECAGG, log, secagg_server
+from flwr_perdl.protocol.options import refuse_unknown
+from flwr_perdl.protocol.records import (
+    LARGEST_INT,
+    Limits,
+    Reply,
+    Scalar,
+    brief,
+    encode,
+    error_of,
+    read_parts,
+)
+from flwr_perdl.protocol.request import FAILED, REFUSED, Lost
 
 #: Share of the clients that must answer to the end: with two thirds, no two halves of the clients
 #: can be told different things and both be enough.
@@ -33,6 +44,132 @@ _MOST_SHARES = 51
 #: sign). A few clients count in far smaller steps than with Flower's own 22 bits for each.
 _BITS, _MOST_BITS = 32, 30
 _MASKED = 2  # the exchange in which the masked replies come
+
+
+@dataclass(frozen=True)
+class SecureMean:
+    """What the server gets in a secure round: the clients' weighted mean, and no single reply.
+
+    Flower's SecAgg+ adds the replies up under masks. Every good reply then holds that mean in place
+    of the client's own array, so that a protocol that averages its replies does not change. Numbers
+    of examples and metrics are each client's own, and in the clear.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        The shape of a reply's one array.
+    norm : float, default 1.0
+        Largest norm of that array; a client scales a longer one down to it. Where all count alike,
+        up to a thousand clients, the mean is rounded to less than a millionth of this bound.
+    max_weight : int, default 1
+        A client counts by its number of examples, and for at most so many; with 1 all count alike.
+        The rounding is as many times coarser as this is larger than the clients' mean number.
+    num_shares : int or float, optional
+        Among how many clients each client's keys are shared: 3 or more. By default all, at most 51.
+    reconstruction_threshold : float, optional
+        The share of these that must answer to the end, above 0.5; by default two thirds.
+
+    Raises
+    ------
+    ValueError
+        If an option breaks its rule.
+
+    Examples
+    --------
+    >>> from flwr_perdl.strategies import Request, SecureMean
+    >>> request = Request("add", secure=SecureMean((2, 3), norm=10.0))
+    >>> request.secure.shape
+    (2, 3)
+    """
+
+    shape: tuple[int, ...]
+    norm: float = 1.0
+    max_weight: int = 1
+    num_shares: float | None = None
+    reconstruction_threshold: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        own_numbers(self)
+        check_kind("shape in secure", self.shape, tuple, "a tuple of integers")
+        for size in self.shape:
+            check_count("sizes of shape in secure", size, 1)
+        check_real("norm in secure", self.norm, 0, LARGE, open_low=True)
+        check_count("max_weight in secure", self.max_weight, 1, LARGEST_INT)
+        if self.num_shares is not None:
+            check_count("num_shares in secure", self.num_shares, 3)
+        if self.reconstruction_threshold is not None:
+            threshold = self.reconstruction_threshold
+            check_real("reconstruction_threshold in secure", threshold, 0.5, 1, open_low=True)
+
+    @property
+    def config(self) -> dict[str, Scalar]:
+        """What the clients are told."""
+        return {MAX_WEIGHT: self.max_weight, NORM: float(self.norm)}
+
+    def gather(
+        self,
+        grid: Grid,
+        sent: Sequence[tuple[int, Message]],
+        round_: int,
+        *,
+        limits: Limits,
+        timeout: float | None,
+    ) -> tuple[dict[int, Reply], dict[int, Lost]]:
+        """Ask requests of the clients under SecAgg+.
+
+        Returns
+        -------
+        good : dict of int to Reply
+            By partition: numbers of examples and metrics are the client's own, the array is the
+            weighted mean over all clients here.
+        lost : dict of int to Lost
+            Why the other clients are not in the mean. If too few are left, all are lost.
+        """
+        if len(sent) < 2:
+            return {}, {p: Lost(FAILED, "a sum over one client hides nothing") for p, _ in sent}
+        secagg = secagg_server()
+        shares: float = 1.0 if len(sent) <= _MOST_SHARES else _MOST_SHARES
+        workflow = secagg.SecAggPlusWorkflow(
+            shares if self.num_shares is None else self.num_shares,
+            _THRESHOLD if self.reconstruction_threshold is None else self.reconstruction_threshold,
+            max_weight=float(self.max_weight),
+            clipping_range=1.0,
+            quantization_range=2 ** min(_MOST_BITS, _BITS - len(sent).bit_length()),
+            modulus_range=2**_BITS,
+            timeout=timeout,
+        )
+        # Flower's workflow knows nodes, and reports speak of partitions.
+        asked = {message.metadata.dst_node_id: (partition, message) for partition, message in sent}
+        state, exchanges = secagg.WorkflowState(), _Exchanges(grid, self.shape, limits)
+        results: list[tuple[Any, Any]] = []  # of Flower's FitRes
+        reason = ""
+        try:
+            finished = _run(workflow, exchanges, state, asked, round_, results)
+        except Exception as error:  # a client's keys or shares that Flower's code cannot read
+            # Any of them can end the workflow; the round is lost then, and the run is not.
+            finished, reason = False, f": {type(error).__name__}: {error}"
+        good: dict[int, Reply] = {}
+        lost = {asked[node][0]: why for node, why in exchanges.lost.items()}
+        if finished:
+            (file,) = results[0][1].parameters.tensors
+            mean = encode(self.norm * view_file(file)[0]).data
+            for proxy, fitted in results:
+                # Metrics travel in the clear, and are checked as those of any reply.
+                partition = asked[proxy.node_id][0]
+                try:
+                    good[partition] = read_parts([mean], fitted.metrics, limits)
+                except ValueError as error:
+                    lost[partition] = Lost(REFUSED, brief(str(error)))
+                else:
+                    lost.pop(partition, None)  # it was silent after its masked reply had come
+        else:
+            there = f"{exchanges.answered} of {len(sent)} clients answered, and the shares of "
+            there += f"{state.threshold} are needed" if state.threshold else "more are needed"
+            why = brief(f"the secure sum was lost: {there}{reason}")
+            lost = {partition: lost.get(partition, Lost(FAILED, why)) for partition, _ in sent}
+        log(INFO, "secure sum: %d clients in it, %d not", len(good), len(lost))
+        return good, lost
 
 
 def check_secure(secure: bool | Mapping[str, float]) -> dict[str, float] | None:
@@ -50,86 +187,6 @@ def check_secure(secure: bool | Mapping[str, float]) -> dict[str, float] | None:
     refuse_unknown("secure", options, ("num_shares", "reconstruction_threshold"))
     SecureMean((1,), **options)  # checks them
     return options
-
-
-def secure_mean(
-    grid: Grid,
-    sent: Sequence[tuple[int, Message]],
-    round_: int,
-    secure: SecureMean,
-    *,
-    limits: Limits,
-    timeout: float | None,
-) -> tuple[dict[int, Reply], dict[int, Lost]]:
-    """Ask requests of the clients under SecAgg+.
-
-    Parameters
-    ----------
-    grid : Grid
-        The way to the clients.
-    sent : sequence of (int, Message)
-        Partitions and the requests to them, which are not sent as they are.
-    round_ : int
-        The communication round.
-    secure : SecureMean
-        What the requests' config says.
-    limits : Limits
-        What a reply may be at most.
-    timeout : float or None
-        Seconds to wait for each exchange.
-
-    Returns
-    -------
-    good : dict of int to Reply
-        By partition: numbers of examples and metrics are the client's own, the array is the
-        weighted mean over all clients here.
-    lost : dict of int to Lost
-        Why the other clients are not in the mean. If too few are left, all are lost.
-    """
-    if len(sent) < 2:
-        return {}, {p: Lost(FAILED, "a sum over one client hides nothing") for p, _ in sent}
-    secagg = secagg_server()
-    shares: float = 1.0 if len(sent) <= _MOST_SHARES else _MOST_SHARES
-    workflow = secagg.SecAggPlusWorkflow(
-        shares if secure.num_shares is None else secure.num_shares,
-        _THRESHOLD if secure.reconstruction_threshold is None else secure.reconstruction_threshold,
-        max_weight=float(secure.max_weight),
-        clipping_range=1.0,
-        quantization_range=2 ** min(_MOST_BITS, _BITS - len(sent).bit_length()),
-        modulus_range=2**_BITS,
-        timeout=timeout,
-    )
-    # Flower's workflow knows nodes, and reports speak of partitions.
-    asked = {message.metadata.dst_node_id: (partition, message) for partition, message in sent}
-    state, exchanges = secagg.WorkflowState(), _Exchanges(grid, secure.shape, limits)
-    results: list[tuple[Any, Any]] = []  # of Flower's FitRes
-    reason = ""
-    try:
-        finished = _run(workflow, exchanges, state, asked, round_, results)
-    except Exception as error:  # a client's keys or shares that Flower's code cannot read
-        # Any of them can end the workflow; the round is lost then, and the run is not.
-        finished, reason = False, f": {type(error).__name__}: {error}"
-    good: dict[int, Reply] = {}
-    lost = {asked[node][0]: why for node, why in exchanges.lost.items()}
-    if finished:
-        (file,) = results[0][1].parameters.tensors
-        mean = encode(secure.norm * view_file(file)[0]).data
-        for proxy, fitted in results:
-            # Metrics travel in the clear, and are checked as those of any reply.
-            partition = asked[proxy.node_id][0]
-            try:
-                good[partition] = read_parts([mean], fitted.metrics, limits)
-            except ValueError as error:
-                lost[partition] = Lost(REFUSED, brief(str(error)))
-            else:
-                lost.pop(partition, None)  # it was silent after its masked reply had come
-    else:
-        there = f"{exchanges.answered} of {len(sent)} clients answered, and the shares of "
-        there += f"{state.threshold} are needed" if state.threshold else "more are needed"
-        why = brief(f"the secure sum was lost: {there}{reason}")
-        lost = {partition: lost.get(partition, Lost(FAILED, why)) for partition, _ in sent}
-    log(INFO, "secure sum: %d clients in it, %d not", len(good), len(lost))
-    return good, lost
 
 
 def _run(

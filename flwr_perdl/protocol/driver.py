@@ -20,18 +20,18 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl import _store
-from flwr_perdl._compat import log
-from flwr_perdl._events import EventLog
-from flwr_perdl.checks import Matrix, brief_repr, check_count, plain
-from flwr_perdl.clients._clusters import CLUSTER
-from flwr_perdl.clients._handlers import NO_EVALUATE
-from flwr_perdl.random import EVALUATION, SAMPLING, spawn
-from flwr_perdl.records import (
+from flwr_perdl.core import files
+from flwr_perdl.core.checks import Matrix, brief_repr, check_count, plain
+from flwr_perdl.core.threads import one_blas_thread
+from flwr_perdl.protocol.compat import log
+from flwr_perdl.protocol.events import EventLog
+from flwr_perdl.protocol.options import Options
+from flwr_perdl.protocol.records import (
     AFTER,
     ANEW,
     CONFIG,
     EVALUATE,
+    NO_EVALUATE,
     NUM_EXAMPLES,
     PARTITION_ID,
     ROUND,
@@ -43,8 +43,7 @@ from flwr_perdl.records import (
     Scalar,
     brief,
 )
-from flwr_perdl.strategies._options import Options
-from flwr_perdl.strategies._protocol import (
+from flwr_perdl.protocol.request import (
     CAPPED,
     LEFT_OUT,
     REFUSED,
@@ -58,8 +57,8 @@ from flwr_perdl.strategies._protocol import (
     check_arrays,
     check_request,
 )
-from flwr_perdl.strategies._roster import Roster
-from flwr_perdl.threads import one_blas_thread
+from flwr_perdl.protocol.roster import Roster
+from flwr_perdl.random import EVALUATION, SAMPLING, spawn
 
 #: Largest size of a number in replies where the model is in single precision.
 _SINGLE = 1e30
@@ -72,6 +71,10 @@ _REMEDY = (
     "; make the ClientApp with flwr_perdl.clients.client_app, which says who a client is, or "
     'answer in its @app.query() with the ConfigRecord "config": {"partition-id": ...}'
 )
+
+
+def accept_evaluation(reply: Reply, model: list[Matrix]) -> None:
+    """Accept every reply to an evaluation."""
 
 
 class Plan(NamedTuple):
@@ -100,8 +103,9 @@ class Conversation:
         Metrics of which a mean says nothing, see `summarized`.
     evaluation_config : mapping, optional
         What is added to the config of all evaluations.
-    clustered : bool, default False
-        Whether a model has a first axis of clusters, of which an evaluation names one.
+    check_evaluation : callable, optional
+        ``(reply, model) -> None``: raises a ValueError that says what is wrong with a reply to an
+        evaluation, which is then left out.
     """
 
     def __init__(
@@ -115,10 +119,10 @@ class Conversation:
         flags: Collection[str] = (),
         labels: Collection[str] = (),
         evaluation_config: Mapping[str, Scalar] | None = None,
-        clustered: bool = False,
+        check_evaluation: Callable[[Reply, list[Matrix]], None] = accept_evaluation,
     ) -> None:
         self.options = options
-        self._clustered = clustered
+        self._check_evaluation = check_evaluation
         self._evaluation_config = dict(evaluation_config or {})
         self._flags, self._labels = flags, labels
         self.identity = canonical_identity(identity, strict=options.checkpoint_dir is not None)
@@ -127,7 +131,7 @@ class Conversation:
         self.history: list[RoundReport] = []
         #: How reports call the clients, by partition (`Roster.called`).
         self.names: dict[int, str] = {}
-        self._journal: _store.Journal | None = None
+        self._journal: files.Journal | None = None
         self._noted = 0  # reports that are in the journal
         self._saves = False  # whether this process has saved a round
         self.server_metrics: dict[int, dict[str, Any]] = {}
@@ -373,13 +377,14 @@ class Conversation:
                 "fraction_evaluate=0 it asks for none.",
             )
             return None
-        if self._clustered:
-            named = {p: reply.metrics.get(CLUSTER, 0) for p, reply in replies.items()}
-            k = len(self.model[0])
-            odd = {p: cluster for p, cluster in named.items() if cluster not in range(k)}
-            replies = {p: reply for p, reply in replies.items() if p not in odd}
-            why = f"{CLUSTER} must be one of {k}, from 0, got "
-            lost = {**lost, **{p: Lost(REFUSED, f"{why}{found:g}") for p, found in odd.items()}}
+        good, lost = dict(replies), dict(lost)
+        for partition, reply in replies.items():
+            try:
+                self._check_evaluation(reply, self.model)
+            except ValueError as error:
+                lost[partition] = Lost(REFUSED, brief(str(error)))
+                del good[partition]
+        replies = good
         self._warn_of_lost_state(replies, roster)
         self._log_lost(round_, EVALUATE, lost, roster)
         self._logged -= {(roster.label(partition), True) for partition in replies}
@@ -532,14 +537,14 @@ class Conversation:
             return
         folder, request = Path(self.options.checkpoint_dir), self._request
         others = set(folder.glob("history-*.jsonl")) - {folder / f"history-{self._run}.jsonl"}
-        if others and (self._saves or (not self.options.resume and _store.rounds_in(folder))):
+        if others and (self._saves or (not self.options.resume and files.rounds_in(folder))):
             raise ValueError(
                 f"checkpoint_dir must be that of one run at a time, got {str(folder)!r}, where "
                 "another run has saved its rounds since this one began."
             )
         self._saves = True
         if self._journal is None:
-            self._journal = _store.Journal(folder / f"history-{self._run}.jsonl")
+            self._journal = files.Journal(folder / f"history-{self._run}.jsonl")
         self._journal.append(report._asdict() for report in self.history[self._noted :])
         self._noted = len(self.history)
         state = request.state if request is not None and request.state is not None else {}
@@ -570,17 +575,17 @@ class Conversation:
             "server_metrics": self.server_metrics,
             "arrays": _forms(arrays),
         }
-        _store.save_round(folder, self.done, arrays, meta)
+        files.save_round(folder, self.done, arrays, meta)
         for other in others:
             other.unlink(missing_ok=True)  # of a run that this one replaces
 
-    def _load(self) -> _store.Saved | None:
+    def _load(self) -> files.Saved | None:
         """Take up the newest readable checkpoint; None if there is none."""
         folder = Path(str(self.options.checkpoint_dir))
-        for round_ in reversed(_store.rounds_in(folder)):
-            path = _store.round_path(folder, round_)
+        for round_ in reversed(files.rounds_in(folder)):
+            path = files.round_path(folder, round_)
             try:
-                saved = _store.load(path)
+                saved = files.load(path)
                 meta = _meta_from(saved.meta)
                 mark = dict(saved.meta["history"])
                 if meta[1] != round_:
@@ -624,7 +629,7 @@ class Conversation:
     def _recall(self, folder: Path, mark: Mapping[str, Any]) -> None:
         """Take up the history; one that is damaged does not stop the run."""
         try:
-            self._journal, entries = _store.Journal.read(folder, mark)
+            self._journal, entries = files.Journal.read(folder, mark)
             self.history = [_report_from(entry) for entry in entries]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             log(WARNING, "%s The run goes on without the reports of its first rounds.", error)
@@ -692,7 +697,7 @@ def canonical_identity(identity: Mapping[str, Any], *, strict: bool) -> dict[str
     return found
 
 
-def _state_of(saved: _store.Saved) -> dict[str, Any]:
+def _state_of(saved: files.Saved) -> dict[str, Any]:
     """Return a checkpoint's state as the protocol yielded it: numbers are numbers again."""
     state: dict[str, Any] = _part(saved.arrays, "state")
     return state | {name: state[name].item() for name in saved.meta.get("numbers", [])}
@@ -733,7 +738,7 @@ def _refuse_earlier_run(checkpoint_dir: str | Path | None) -> None:
     """Raise a ValueError if a folder for checkpoints has those of a run: they would be deleted."""
     if checkpoint_dir is None:
         return
-    rounds = _store.rounds_in(Path(checkpoint_dir))
+    rounds = files.rounds_in(Path(checkpoint_dir))
     if rounds:
         raise ValueError(
             f"checkpoint_dir must hold no run, got one after round {rounds[-1]} in "
@@ -815,7 +820,7 @@ def _meta_from(
             f"{run[:_LONGEST_RUN]!r}."
         )
     done, evaluated = (
-        check_count(f"{name} in a checkpoint", meta[name], 0, _store.LAST_ROUND)
+        check_count(f"{name} in a checkpoint", meta[name], 0, files.LAST_ROUND)
         for name in ("round", "evaluated")
     )
     array_names = list(map(str, meta.get("array_names", ())))  # earlier files have none

@@ -21,12 +21,12 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
-from flwr_perdl._network._exchange import Network, Plan, Run, spread, unheard_of
-from flwr_perdl._network.faults import Faults
-from flwr_perdl._network.memory import Host
-from flwr_perdl.checks import check_count
+from flwr_perdl.core.checks import check_count
 from flwr_perdl.diffusion.combine import Array, Csr, Program, State, curves
 from flwr_perdl.diffusion.topology import CombinationMatrix, Topology
+from flwr_perdl.network.exchange import Network, Plan, Run, spread, unheard_of
+from flwr_perdl.network.faults import Faults
+from flwr_perdl.network.memory import Host
 
 #: How many rounds the driver asks for ahead of the slowest actor.
 AHEAD = 16

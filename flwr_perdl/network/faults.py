@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
-from flwr_perdl.checks import check_count, check_kind, check_real
+from flwr_perdl.core.checks import check_count, check_kind, check_real
 from flwr_perdl.diffusion.topology import Topology
 from flwr_perdl.random import spawn
 
