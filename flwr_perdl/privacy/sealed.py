@@ -212,7 +212,7 @@ def make_key(path: str | Path) -> str:
     --------
     >>> from pathlib import Path
     >>> from tempfile import TemporaryDirectory
-    >>> from flwr_perdl.network import make_key
+    >>> from flwr_perdl.privacy import make_key
     >>> with TemporaryDirectory() as folder:
     ...     key = make_key(Path(folder, "node.pem"))
     >>> len(key)
@@ -251,7 +251,7 @@ def public_key(path: str | Path) -> str:
     --------
     >>> from pathlib import Path
     >>> from tempfile import TemporaryDirectory
-    >>> from flwr_perdl.network import make_key, public_key
+    >>> from flwr_perdl.privacy import make_key, public_key
     >>> with TemporaryDirectory() as folder:
     ...     key = make_key(Path(folder, "node.pem"))
     ...     key == public_key(Path(folder, "node.pem"))

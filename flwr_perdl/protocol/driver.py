@@ -10,7 +10,6 @@ import json
 import os
 import time
 import uuid
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from logging import INFO, WARNING
@@ -43,6 +42,7 @@ from flwr_perdl.protocol.records import (
     Scalar,
     brief,
 )
+from flwr_perdl.protocol.report import RoundReport, first_reason, summarized
 from flwr_perdl.protocol.request import (
     CAPPED,
     LEFT_OUT,
@@ -51,7 +51,6 @@ from flwr_perdl.protocol.request import (
     Protocol,
     Replies,
     Request,
-    RoundReport,
     State,
     TooFewReplies,
     check_arrays,
@@ -199,7 +198,7 @@ class Conversation:
                 WARNING,
                 "%d of %d evaluations have no good reply%s.",
                 *(len(failed), len(evaluations)),
-                _first_reason(failed[0].dropped, f", in round {failed[0].round}"),
+                first_reason(failed[0].dropped, f", in round {failed[0].round}"),
             )
 
     def measured(self, round_: int, metrics: Mapping[str, Any]) -> None:
@@ -282,7 +281,7 @@ class Conversation:
             raise TooFewReplies(
                 f"Round {round_} has {len(good)} good replies, fewer than "
                 f"min_clients={self.options.min_clients}; {self._where_saved()}"
-                + _first_reason(report.dropped, f", asked for step {request.step!r}")
+                + first_reason(report.dropped, f", asked for step {request.step!r}")
                 + "."
             )
         # One thread: sums in another order would give other bits on a machine with more cores.
@@ -747,45 +746,11 @@ def _refuse_earlier_run(checkpoint_dir: str | Path | None) -> None:
         )
 
 
-def summarized(
-    replies: Mapping[int, Reply], flags: Collection[str] = (), labels: Collection[str] = ()
-) -> dict[str, float]:
-    """Return each metric's mean over the replies that have it, weighted by their examples.
-
-    Of a flag, the number of clients where it is not zero instead; of a label, under
-    ``"NAME_LABEL"``, the number of clients with each. A name that ends with ``*`` stands for all
-    that begin so.
-    """
-    names = {name: None for reply in replies.values() for name in reply.metrics}
-    prefixes = tuple(flag.removesuffix("*") for flag in flags if flag.endswith("*"))
-    found: dict[str, float] = {}
-    for name in names:
-        having = [reply for reply in replies.values() if name in reply.metrics]
-        values = [reply.metrics[name] for reply in having]
-        if name in flags or name.startswith(prefixes):
-            found[name] = float(sum(value != 0 for value in values))
-        elif name in labels:
-            sizes = Counter(values)
-            found |= {f"{name}_{label:.15g}": float(sizes[label]) for label in sorted(sizes)}
-        else:
-            total = sum(reply.num_examples for reply in having)
-            found[name] = sum(reply.num_examples * reply.metrics[name] for reply in having) / total
-    return found
-
-
-def _first_reason(reasons: Mapping[str, str], asked: str = "") -> str:
-    """Return the clause that quotes the first of these reasons, nothing if there are none."""
-    for who, why in reasons.items():
-        rest = f" ({len(reasons)} in all)" if len(reasons) > 1 else ""
-        return f"; the first reason{rest}: {who}{asked}: {why.rstrip('.')}"
-    return ""
-
-
 def why_absent(roster: Roster[Any]) -> str:
     """Return the clause that says why nodes take no part, and what to do; empty if all do."""
     strangers = roster.strangers
     remedy = _REMEDY if any(map(_asks_who, strangers.values())) else ""
-    return _first_reason({f"node {node}": why for node, why in strangers.items()}) + remedy
+    return first_reason({f"node {node}": why for node, why in strangers.items()}) + remedy
 
 
 def _asks_who(why: str) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 
 from flwr_perdl.core.checks import check_count, check_flag, check_kind, check_real, own_numbers
 from flwr_perdl.protocol.records import LARGEST_INT
-from flwr_perdl.protocol.request import RoundReport
+from flwr_perdl.protocol.report import RoundReport
 
 _METRICS = "strategy.history has every client's metrics, by round"
 _FIXED = "it is always"

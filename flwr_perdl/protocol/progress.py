@@ -11,7 +11,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from flwr_perdl.protocol.request import RoundReport
+from flwr_perdl.protocol.report import RoundReport
 
 #: How much a run shows.
 VERBOSE = ("log", "bar", "quiet")

@@ -19,7 +19,7 @@ started afresh, yields that same request again. That is all a checkpoint needs.
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import cached_property
 from numbers import Real
 from typing import Any, NamedTuple
@@ -36,7 +36,6 @@ from flwr_perdl.core.checks import (
     check_real,
     plain,
 )
-from flwr_perdl.core.repr import short_repr
 from flwr_perdl.core.robust import EFFECTS
 from flwr_perdl.protocol.records import Limits, Reply, Scalar
 
@@ -291,83 +290,3 @@ def _check_state(state: object) -> None:
                 f"Request.state must have names with arrays or numbers, got {name!r}: "
                 f"{brief_repr(value)}."
             )
-
-
-class RoundReport(NamedTuple):
-    """What happened in one exchange: the messages of a training round, or of an evaluation.
-
-    Attributes
-    ----------
-    round : int
-        Communication round, from 1.
-    step : str
-        The protocol's step, or ``"evaluate"``.
-    metrics : dict of int to dict
-        Every good reply's metrics, by partition.
-    aggregate : dict of str to float
-        Their means, weighted by numbers of examples, and ``"clients"`` and ``"dropped"``.
-    dropped : dict of str to str
-        Who was left out, and why.
-    floats_down, floats_up : float
-        Floats sent to, and received from, a client; the mean over the good replies.
-    anomalies : dict of int to dict
-        By partition, what was odd: ``"failed"`` (an error, or no reply), ``"refused"`` (a reply
-        that broke a rule), ``"capped"`` (by which share its weight was brought down, see
-        `Request.max_weight`), and to which share of the reply the aggregation did what, such as
-        ``"left out"`` or ``"clipped"``.
-
-    Examples
-    --------
-    >>> from flwr_perdl.strategies import RoundReport, client_report
-    >>> report = RoundReport(1, "update", {0: {"error": 0.5}}, {"error": 0.5}, {}, 12.0, 6.0, {})
-    >>> report.metrics[0], report.floats_up
-    ({'error': 0.5}, 6.0)
-    """
-
-    round: int
-    step: str
-    metrics: dict[int, dict[str, float]]
-    aggregate: dict[str, float]
-    dropped: dict[str, str]
-    floats_down: float
-    floats_up: float
-    anomalies: dict[int, dict[str, float]]
-
-    def __repr__(self) -> str:
-        """Return the fields in one line; what is large is only described."""
-        return short_repr(self)
-
-
-def client_report(history: Iterable[RoundReport]) -> dict[int, dict[str, float]]:
-    """Return what happened to each client's replies, over all exchanges.
-
-    Parameters
-    ----------
-    history : iterable of RoundReport
-        A strategy's history.
-
-    Returns
-    -------
-    dict of int to dict
-        By partition: ``"asked"``, the exchanges that it was asked in, and sums over them of what
-        `RoundReport.anomalies` says. A client that is never left out has ``"asked"`` alone.
-
-    Examples
-    --------
-    >>> from flwr_perdl.strategies import RoundReport, client_report
-    >>> history = [RoundReport(1, "update", {0: {"error": 0.5}}, {}, {}, 12.0, 6.0, {})]
-    >>> client_report(history)[0]
-    {'asked': 1.0}
-    """
-    totals: dict[int, dict[str, float]] = {}
-    try:
-        reports = iter(history)
-    except TypeError:
-        raise TypeError(f"history must be iterable, got {brief_repr(history)}.") from None
-    for report in reports:
-        check_kind("history", report, RoundReport, "RoundReports")
-        for partition in {*report.metrics, *report.anomalies}:
-            total = totals.setdefault(partition, {})
-            for what, share in {"asked": 1.0, **report.anomalies.get(partition, {})}.items():
-                total[what] = total.get(what, 0.0) + share
-    return dict(sorted(totals.items()))

@@ -43,15 +43,8 @@ from flwr_perdl.protocol.records import (
     to_record,
     to_records,
 )
-from flwr_perdl.protocol.request import (
-    FAILED,
-    REFUSED,
-    Lost,
-    Protocol,
-    RoundReport,
-    State,
-    TooFewReplies,
-)
+from flwr_perdl.protocol.report import RoundReport
+from flwr_perdl.protocol.request import FAILED, REFUSED, Lost, Protocol, State, TooFewReplies
 from flwr_perdl.protocol.roster import Roster, settle
 
 T = TypeVar("T")

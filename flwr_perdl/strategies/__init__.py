@@ -2,14 +2,8 @@
 
 from flwr_perdl.privacy.secure_server import SecureMean
 from flwr_perdl.protocol.options import Options, ServerOptions, ServerSettings
-from flwr_perdl.protocol.request import (
-    Protocol,
-    Replies,
-    Request,
-    RoundReport,
-    TooFewReplies,
-    client_report,
-)
+from flwr_perdl.protocol.report import RoundReport, client_report
+from flwr_perdl.protocol.request import Protocol, Replies, Request, TooFewReplies
 from flwr_perdl.protocol.strategy import ProtocolStrategy, await_nodes
 from flwr_perdl.strategies.averaging import DictionaryAveraging
 from flwr_perdl.strategies.clustered import ClusteredFedAvg, Clusters

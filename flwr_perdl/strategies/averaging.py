@@ -35,7 +35,7 @@ from flwr_perdl.protocol.records import ANEW, Reply
 from flwr_perdl.protocol.request import Protocol, Replies, Request, State
 from flwr_perdl.protocol.strategy import ProtocolStrategy
 from flwr_perdl.random import SERVER, spawn
-from flwr_perdl.strategies.perma import (
+from flwr_perdl.strategies._dictionaries import (
     alike,
     check_max_atoms,
     check_number_of_atoms,

@@ -73,9 +73,9 @@ from flwr_perdl.core.checks import (
 from flwr_perdl.core.repr import short_repr
 from flwr_perdl.core.robust import EFFECTS, supported
 from flwr_perdl.protocol.compat import log
-from flwr_perdl.protocol.driver import summarized
 from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.records import NUM_EXAMPLES, Reply, Scalar, scalars, to_record
+from flwr_perdl.protocol.report import summarized
 from flwr_perdl.protocol.request import Protocol, Replies, Request, State
 from flwr_perdl.protocol.strategy import ProtocolStrategy
 from flwr_perdl.random import SERVER, spawn

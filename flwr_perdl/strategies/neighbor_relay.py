@@ -78,7 +78,8 @@ from flwr_perdl.network.packing import text_array, texts_of, unpack, unpack_arra
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions, ServerSettings
 from flwr_perdl.protocol.records import ANEW, NUM_EXAMPLES, Reply, brief, check_names
-from flwr_perdl.protocol.request import Protocol, Replies, Request, RoundReport, State
+from flwr_perdl.protocol.report import RoundReport
+from flwr_perdl.protocol.request import Protocol, Replies, Request, State
 from flwr_perdl.protocol.strategy import ProtocolStrategy
 
 Weights = CombinationMatrix | Sequence[CombinationMatrix] | None

@@ -33,7 +33,7 @@ from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.records import ANEW, Reply
 from flwr_perdl.protocol.request import Protocol, Replies, Request, State
 from flwr_perdl.protocol.strategy import ProtocolStrategy
-from flwr_perdl.strategies.perma import (
+from flwr_perdl.strategies._dictionaries import (
     alike,
     are_orthonormal,
     check_dictionary,

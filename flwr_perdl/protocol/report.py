@@ -1,0 +1,125 @@
+"""What happened in a run: a report per exchange, and what they come to per client."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple
+
+from flwr_perdl.core.checks import brief_repr, check_kind
+from flwr_perdl.core.repr import short_repr
+from flwr_perdl.protocol.records import Reply
+
+
+class RoundReport(NamedTuple):
+    """What happened in one exchange: the messages of a training round, or of an evaluation.
+
+    Attributes
+    ----------
+    round : int
+        Communication round, from 1.
+    step : str
+        The protocol's step, or ``"evaluate"``.
+    metrics : dict of int to dict
+        Every good reply's metrics, by partition.
+    aggregate : dict of str to float
+        Their means, weighted by numbers of examples, and ``"clients"`` and ``"dropped"``.
+    dropped : dict of str to str
+        Who was left out, and why.
+    floats_down, floats_up : float
+        Floats sent to, and received from, a client; the mean over the good replies.
+    anomalies : dict of int to dict
+        By partition, what was odd: ``"failed"`` (an error, or no reply), ``"refused"`` (a reply
+        that broke a rule), ``"capped"`` (by which share its weight was brought down, see
+        `Request.max_weight`), and to which share of the reply the aggregation did what, such as
+        ``"left out"`` or ``"clipped"``.
+
+    Examples
+    --------
+    >>> from flwr_perdl.strategies import RoundReport, client_report
+    >>> report = RoundReport(1, "update", {0: {"error": 0.5}}, {"error": 0.5}, {}, 12.0, 6.0, {})
+    >>> report.metrics[0], report.floats_up
+    ({'error': 0.5}, 6.0)
+    """
+
+    round: int
+    step: str
+    metrics: dict[int, dict[str, float]]
+    aggregate: dict[str, float]
+    dropped: dict[str, str]
+    floats_down: float
+    floats_up: float
+    anomalies: dict[int, dict[str, float]]
+
+    def __repr__(self) -> str:
+        """Return the fields in one line; what is large is only described."""
+        return short_repr(self)
+
+
+def client_report(history: Iterable[RoundReport]) -> dict[int, dict[str, float]]:
+    """Return what happened to each client's replies, over all exchanges.
+
+    Parameters
+    ----------
+    history : iterable of RoundReport
+        A strategy's history.
+
+    Returns
+    -------
+    dict of int to dict
+        By partition: ``"asked"``, the exchanges that it was asked in, and sums over them of what
+        `RoundReport.anomalies` says. A client that is never left out has ``"asked"`` alone.
+
+    Examples
+    --------
+    >>> from flwr_perdl.strategies import RoundReport, client_report
+    >>> history = [RoundReport(1, "update", {0: {"error": 0.5}}, {}, {}, 12.0, 6.0, {})]
+    >>> client_report(history)[0]
+    {'asked': 1.0}
+    """
+    totals: dict[int, dict[str, float]] = {}
+    try:
+        reports = iter(history)
+    except TypeError:
+        raise TypeError(f"history must be iterable, got {brief_repr(history)}.") from None
+    for report in reports:
+        check_kind("history", report, RoundReport, "RoundReports")
+        for partition in {*report.metrics, *report.anomalies}:
+            total = totals.setdefault(partition, {})
+            for what, share in {"asked": 1.0, **report.anomalies.get(partition, {})}.items():
+                total[what] = total.get(what, 0.0) + share
+    return dict(sorted(totals.items()))
+
+
+def summarized(
+    replies: Mapping[int, Reply], flags: Collection[str] = (), labels: Collection[str] = ()
+) -> dict[str, float]:
+    """Return each metric's mean over the replies that have it, weighted by their examples.
+
+    Of a flag, the number of clients where it is not zero instead; of a label, under
+    ``"NAME_LABEL"``, the number of clients with each. A name that ends with ``*`` stands for all
+    that begin so.
+    """
+    names = {name: None for reply in replies.values() for name in reply.metrics}
+    prefixes = tuple(flag.removesuffix("*") for flag in flags if flag.endswith("*"))
+    found: dict[str, float] = {}
+    for name in names:
+        having = [reply for reply in replies.values() if name in reply.metrics]
+        values = [reply.metrics[name] for reply in having]
+        if name in flags or name.startswith(prefixes):
+            found[name] = float(sum(value != 0 for value in values))
+        elif name in labels:
+            sizes = Counter(values)
+            found |= {f"{name}_{label:.15g}": float(sizes[label]) for label in sorted(sizes)}
+        else:
+            total = sum(reply.num_examples for reply in having)
+            found[name] = sum(reply.num_examples * reply.metrics[name] for reply in having) / total
+    return found
+
+
+def first_reason(reasons: Mapping[str, str], asked: str = "") -> str:
+    """Return the clause that quotes the first of these reasons, nothing if there are none."""
+    for who, why in reasons.items():
+        rest = f" ({len(reasons)} in all)" if len(reasons) > 1 else ""
+        return f"; the first reason{rest}: {who}{asked}: {why.rstrip('.')}"
+    return ""
