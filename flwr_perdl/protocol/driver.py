@@ -47,6 +47,7 @@ from flwr_perdl.protocol.request import (
     CAPPED,
     LEFT_OUT,
     REFUSED,
+    REMEMBERED,
     Lost,
     Protocol,
     Replies,
@@ -145,6 +146,8 @@ class Conversation:
         self._request: Request | None = None
         self._asked: dict[int, list[Matrix]] = {}
         self._asked_at = 0.0
+        #: The step, the round and the reply of each client's last good one (`Request.remember`).
+        self._last: dict[int, tuple[str, int, Reply]] = {}
         if options.checkpoint_dir is not None:
             _check_writable(Path(options.checkpoint_dir))
         if not options.resume:
@@ -288,7 +291,8 @@ class Conversation:
         self._warn_of_lost_state(good, roster)
         with one_blas_thread(), self._going_on():
             try:
-                self._ask(self._steps.send(good))
+                replies = self._with_absent(request, round_, good)
+                self._ask(self._steps.send(replies))
             except StopIteration as end:
                 self._finish(end.value)
         self._resumed = None
@@ -296,6 +300,8 @@ class Conversation:
         self._log_lost(round_, request.step, unlike, roster)
         kept = {partition: reply for partition, reply in good.items() if partition not in unlike}
         # A client that is back is named again when it is lost the next time.
+        for partition in unlike:
+            self._last.pop(partition, None)
         for partition in kept:
             self._logged.discard((roster.label(partition), False))
         report = self._report(round_, request.step, kept, bad | unlike, roster)
@@ -304,6 +310,23 @@ class Conversation:
         self.done = round_
         self._remember(report)
         return report
+
+    def _with_absent(self, request: Request, round_: int, good: Replies) -> Replies:
+        """Return the replies, with the last ones of clients that have none and are remembered."""
+        if not request.remember:
+            self._last = {}
+            return good
+        absent = {
+            p: reply
+            for p, (step, when, reply) in self._last.items()
+            if p not in good and step == request.step and when >= round_ - request.remember
+        }
+        recalled, _ = _checked(request, absent)
+        new = {p: (request.step, round_, reply) for p, reply in good.items()}
+        self._last = {p: self._last[p] for p in recalled} | new
+        replies = good.sharing(dict(sorted({**recalled, **good}.items())))
+        replies.note(REMEMBERED, dict.fromkeys(recalled, 1.0))
+        return replies
 
     def _cap(self, good: Replies, most: float, round_: int, step: str, roster: Roster[Any]) -> None:
         """Have no reply count for more than ``most`` times the median number of examples."""
@@ -559,6 +582,10 @@ class Conversation:
             f"model/{self.array_names[i] if named else f'{i:04d}'}": array
             for i, array in enumerate(self.model)
         }
+        last: dict[int, list[Any]] = {}
+        for p, (step, when, reply) in self._last.items():
+            arrays |= {f"last/{p}/{i:04d}": array for i, array in enumerate(reply.arrays)}
+            last[p] = [step, when, reply.num_examples, reply.metrics]
         meta = {
             "identity": self.identity,
             "run": self._run,
@@ -573,6 +600,7 @@ class Conversation:
             "names": self.names,
             "server_metrics": self.server_metrics,
             "arrays": _forms(arrays),
+            "last": last,
         }
         files.save_round(folder, self.done, arrays, meta)
         for other in others:
@@ -594,7 +622,7 @@ class Conversation:
                 odd = [one for one in {**named, **forms} if named.get(one) != forms.get(one)]
                 if odd:
                     raise ValueError(f"arrays must be those of its record, got others at {odd}")
-                _state_of(saved)
+                _state_of(saved), _last_of(saved)
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 text = "%s is no checkpoint (%r). The checkpoint before it is used."
                 log(WARNING, text, path, error)
@@ -618,7 +646,7 @@ class Conversation:
                 )
             self._run, self.done, self._evaluated, self.server_metrics, self.names, arrays = meta
             self.array_names = self.array_names or arrays
-            self._resumed = path
+            self._resumed, self._last = path, _last_of(saved)
             self._recall(folder, mark)
             self.model = list(_part(saved.arrays, "model").values())
             log(INFO, "Resuming after round %d from %s.", self.done, folder)
@@ -700,6 +728,15 @@ def _state_of(saved: files.Saved) -> dict[str, Any]:
     """Return a checkpoint's state as the protocol yielded it: numbers are numbers again."""
     state: dict[str, Any] = _part(saved.arrays, "state")
     return state | {name: state[name].item() for name in saved.meta.get("numbers", [])}
+
+
+def _last_of(saved: files.Saved) -> dict[int, tuple[str, int, Reply]]:
+    """Return the clients' last replies in a checkpoint; earlier files have none."""
+    found = {}
+    for p, (step, when, num_examples, metrics) in saved.meta.get("last", {}).items():
+        arrays = list(_part(saved.arrays, f"last/{p}").values())
+        found[int(p)] = str(step), int(when), Reply(arrays, int(num_examples), dict(metrics))
+    return found
 
 
 def _difference(found: Any, wanted: Mapping[str, Any]) -> str:

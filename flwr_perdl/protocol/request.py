@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from flwr_perdl.core.checks import (
     Matrix,
     brief_repr,
+    check_count,
     check_kind,
     check_real,
     plain,
@@ -46,6 +47,8 @@ State = Mapping[str, NDArray[Any]]
 FAILED, REFUSED = "failed", "refused"
 #: The weight was brought down to the request's bound; the reply does not fit the others'.
 CAPPED, LEFT_OUT = "capped", EFFECTS["filtered"]
+#: The client has no good reply, and its last one counts.
+REMEMBERED = "remembered"
 
 
 class Replies(dict[int, Reply]):
@@ -91,7 +94,11 @@ class Replies(dict[int, Reply]):
             By partition, what does not fit, for log and report.
         """
         self.unlike.update(reasons)
-        others = Replies({p: reply for p, reply in self.items() if p not in reasons})
+        return self.sharing({p: reply for p, reply in self.items() if p not in reasons})
+
+    def sharing(self, replies: Mapping[int, Reply]) -> Replies:
+        """Return other replies whose notes are added to these."""
+        others = Replies(replies)
         others.noted, others.unlike = self.noted, self.unlike
         return others
 
@@ -204,6 +211,10 @@ class Request(NamedTuple):
     secure : Channel or None, default None
         How the replies travel where the server is not to see the single ones, such as `SecureMean`.
         The clients need `client_app`.
+    remember : int, default 0
+        Rounds for which a client that gives no good reply counts with its last one, which is
+        checked again and named in the report. For replies that do not refer to an older model. The
+        server, and its checkpoints, then hold a reply per client.
 
     Examples
     --------
@@ -224,6 +235,7 @@ class Request(NamedTuple):
     metrics: Sequence[str] = ()
     max_weight: float | None = 10.0
     secure: Channel | None = None
+    remember: int = 0
 
 
 #: What `ProtocolStrategy.protocol` returns: a generator that yields a request and receives its
@@ -254,6 +266,9 @@ def check_request(request: object) -> Request:
         raise ValueError(f"Request.metrics must be a list of names, got {request.metrics!r}.")
     if request.max_weight is not None:
         check_real("Request.max_weight", request.max_weight, 1)
+    check_count("Request.remember", request.remember)
+    if request.remember and request.secure is not None:  # there is no single reply to keep
+        raise ValueError(f"Request.remember must be 0 with secure, got {request.remember}.")
     check_kind("Request.secure", request.secure, (Channel, type(None)), "a SecureMean or None")
     return request
 

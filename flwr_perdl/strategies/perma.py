@@ -105,8 +105,6 @@ SUMS = ("statistics", "mean", "weighted")
 MATCHINGS = ("consensus", "paths")
 #: The aggregation that withstands the largest share of liars.
 ROBUST = "geometric-median"
-#: What the report says of a client that counted with its last contribution.
-REMEMBERED = "remembered"
 
 
 class PerMA(ProtocolStrategy):
@@ -243,6 +241,11 @@ class PerMA(ProtocolStrategy):
                     f"initial_arrays must have n_global={self.n_global} atoms, got {len(given)}."
                 )
             state = {"global_atoms": given, "orthogonal": np.array(OWN)}
+        if state is not None and "told" in state:
+            raise ValueError(
+                "checkpoint_dir must hold a run of this version where remember is above 0, got an "
+                "earlier one's."
+            )
         if state is None:
             check = partial(check_dictionary, max_atoms=self.max_atoms)
             replies = yield Request(START, (), {SENDS: self._sends}, None, check, max_weight=None)
@@ -266,6 +269,7 @@ class PerMA(ProtocolStrategy):
                 most=prod(self._shape(state)),
                 max_weight=None,
                 secure=self._secure_mean(state),
+                remember=self.remember,
             )
             # Only a run from given atoms: whether learners are orthogonal no start has said.
             same = replies
@@ -273,21 +277,19 @@ class PerMA(ProtocolStrategy):
                 kind = partial(is_orthogonal, atoms=global_atoms)
                 same = alike(replies, kind, atoms_kind)
                 known = int(kind(next(iter(same.values()))))
-            recalled, counted = self._recall(state, same) if self.remember else ({}, same)
             # In the clear, clients are looked at one by one; in a secure round there is one sum.
             if self.secure is not None:  # every reply holds the same mean
-                recalled = {"samples": median_samples(same)}
-                counted = Replies(dict(list(same.items())[:1]))
-            replies.note(REMEMBERED, {who: 1.0 for who in counted if who not in replies})
-            stack = np.stack([reply.arrays[0] for reply in counted.values()])
+                state = {**state, "samples": median_samples(same)}
+                same = Replies(dict(list(same.items())[:1]))
+            stack = np.stack([reply.arrays[0] for reply in same.values()])
             if self.aggregation == "statistics":  # line 13
                 found = aggregate_statistics(stack, global_atoms, orthogonal=bool(known))
             else:
-                found = self._average(stack, counted, global_atoms, bool(known))
+                found = self._average(stack, same, global_atoms, bool(known))
             for deed, shares in found.odd.items():
-                replies.note(deed, dict(zip(counted, shares, strict=True)))
+                replies.note(deed, dict(zip(same, shares, strict=True)))
             new = {"global_atoms": found.global_atoms, "orthogonal": np.array(known)}
-            state = {**state, **recalled, **new}
+            state = {**state, **new}
 
     @property
     def _sends(self) -> str:
@@ -378,20 +380,6 @@ class PerMA(ProtocolStrategy):
             "path_lengths": matching.path_lengths,
             "samples": median_samples(replies),
         }
-
-    def _recall(self, state: State, replies: Replies) -> tuple[State, Replies]:
-        """Return what is to be remembered, and the replies with those of absent clients."""
-        update, counted = int(state.get("update", np.array(0))) + 1, dict(replies)
-        since = dict.fromkeys(replies, update)
-        if "told" in state:
-            for (who, when, n_samples), array in zip(state["who"], state["told"], strict=True):
-                if who not in counted and when >= update - self.remember:
-                    counted[int(who)] = Reply([array], int(n_samples), {})
-                    since[int(who)] = int(when)
-        kept = Replies(sorted(counted.items()))
-        who = [[p, since[p], reply.num_examples] for p, reply in kept.items()]
-        recalled = np.stack([reply.arrays[0] for reply in kept.values()])
-        return {"update": np.array(update), "who": np.array(who), "told": recalled}, kept
 
     def _average(
         self, stack: Matrix, replies: Replies, current: Matrix, orthogonal: bool
