@@ -292,6 +292,8 @@ class Conversation:
         with one_blas_thread(), self._going_on():
             try:
                 replies = self._with_absent(request, round_, good)
+                if request.combine is not None:
+                    replies.combined = request.combine(replies)
                 self._ask(self._steps.send(replies))
             except StopIteration as end:
                 self._finish(end.value)
@@ -673,6 +675,8 @@ def _checked(request: Request, replies: Mapping[int, Reply]) -> tuple[Replies, d
             for name in request.metrics:
                 if name not in reply.metrics:
                     raise ValueError(f"metrics must have {name!r}, got {sorted(reply.metrics)}")
+            if request.combine is not None:
+                request.combine.check(reply)
             returned = request.check(reply)
         except ValueError as error:
             bad[partition] = Lost(REFUSED, brief(str(error)))

@@ -38,6 +38,7 @@ from flwr_perdl.core.checks import (
     plain,
 )
 from flwr_perdl.core.robust import EFFECTS
+from flwr_perdl.protocol.combine import Combine
 from flwr_perdl.protocol.records import Limits, Reply, Scalar
 
 #: Named arrays from which a protocol continues.
@@ -60,6 +61,9 @@ class Replies(dict[int, Reply]):
     >>> list(Replies({}))
     []
     """
+
+    #: What the replies come to by `Request.combine`; groups are a first axis.
+    combined: Sequence[Matrix] = ()
 
     @cached_property
     def noted(self) -> dict[int, dict[str, float]]:
@@ -215,6 +219,8 @@ class Request(NamedTuple):
         Rounds for which a client that gives no good reply counts with its last one, which is
         checked again and named in the report. For replies that do not refer to an older model. The
         server, and its checkpoints, then hold a reply per client.
+    combine : Combine, optional
+        What is made of the good replies; it stands in ``replies.combined``.
 
     Examples
     --------
@@ -236,6 +242,7 @@ class Request(NamedTuple):
     max_weight: float | None = 10.0
     secure: Channel | None = None
     remember: int = 0
+    combine: Combine | None = None
 
 
 #: What `ProtocolStrategy.protocol` returns: a generator that yields a request and receives its
@@ -267,6 +274,7 @@ def check_request(request: object) -> Request:
     if request.max_weight is not None:
         check_real("Request.max_weight", request.max_weight, 1)
     check_count("Request.remember", request.remember)
+    check_kind("Request.combine", request.combine, (Combine, type(None)), "a Combine or None")
     if request.remember and request.secure is not None:  # there is no single reply to keep
         raise ValueError(f"Request.remember must be 0 with secure, got {request.remember}.")
     check_kind("Request.secure", request.secure, (Channel, type(None)), "a SecureMean or None")

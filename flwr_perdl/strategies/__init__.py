@@ -1,6 +1,7 @@
 """Flower Strategies, one file per protocol."""
 
 from flwr_perdl.privacy.secure_server import SecureMean
+from flwr_perdl.protocol.combine import Combine
 from flwr_perdl.protocol.options import Options, ServerOptions, ServerSettings
 from flwr_perdl.protocol.report import RoundReport, client_report
 from flwr_perdl.protocol.request import Protocol, Replies, Request, TooFewReplies
@@ -16,6 +17,7 @@ from flwr_perdl.strategies.perpca import PerPCA
 __all__ = [
     "ClusteredFedAvg",
     "Clusters",
+    "Combine",
     "DictionaryAveraging",
     "FedMD",
     "FedX",

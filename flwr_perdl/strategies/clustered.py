@@ -66,12 +66,12 @@ from flwr_perdl.core.checks import (
     check_array,
     check_choice,
     check_count,
-    check_magnitude,
     check_real,
     is_auto,
 )
 from flwr_perdl.core.repr import short_repr
 from flwr_perdl.core.robust import EFFECTS, supported
+from flwr_perdl.protocol.combine import Combine, check_group, check_shapes, joined, sizes_of, split
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.records import NUM_EXAMPLES, Reply, Scalar, scalars, to_record
@@ -305,7 +305,7 @@ class ClusteredFedAvg(ProtocolStrategy):
                     model,
                     {**self._config(), N_FITS: self.start_rounds},
                     None,
-                    partial(_check_model, [array.shape for array in model]),
+                    partial(check_shapes, [array.shape for array in model]),
                     model=[array[None] for array in model],
                     most=sum(array.size for array in model),
                 )
@@ -331,23 +331,23 @@ class ClusteredFedAvg(ProtocolStrategy):
             everything = [labels, *stacks] if k > 1 else each[0]
             known = {int(p): each[int(j)] for p, j, at in chosen if choice <= at < round_}
             soft = self.temperature > 0 and k > 1
-            shapes = [stack.shape if soft else stack.shape[1:] for stack in stacks]
+            combine = Combine(
+                start=stacks, rule=self.robust, group=CLUSTER, share=SHARE if soft else None
+            )
             replies = yield Request(
                 CHOOSE,
                 everything,
                 {**self._config(), TEMPERATURE: self.temperature if soft else 0.0},
                 state,
-                partial(_check_choice, shapes, k, soft),
                 own=partial(_sent_to, known, everything) if known else None,
                 model=stacks,
-                most=sum(map(prod, shapes)),
-                metrics=(CLUSTER,),
+                most=sum(map(prod, combine.shapes)),
+                combine=combine,
             )
             # An absent client keeps the cluster that it chose last, until the next choice.
-            moved = self._averaged(stacks, replies, soft)
             now = {int(p): (int(j), int(at)) for p, j, at in chosen}
             now |= {p: (int(r.metrics[CLUSTER]), round_) for p, r in replies.items()}
-            state = _state(moved, round_ + 1, now)
+            state = _state(replies.combined, round_ + 1, now)
 
     def _config(self) -> dict[str, Scalar]:
         """Return what every request says."""
@@ -390,15 +390,15 @@ class ClusteredFedAvg(ProtocolStrategy):
 
     def _grouped(self, model: list[Matrix], replies: Replies) -> State:
         """Return the models that follow from what the clients learned alone."""
-        packed = _packed([array[None] for array in model], replies, np.zeros(len(replies)))
-        changes = packed[:, 0, 1:]
+        own_models = [joined([array[None] for array in reply.arrays]) for reply in replies.values()]
+        changes = np.concatenate(own_models) - joined([array[None] for array in model])
         most = min(self.max_clusters, len(replies)) if self.k == _AUTO else int(self.k)
         if most > len(replies):
             raise ValueError(
                 f"k must be at most the number of clients that replied, got {most} with "
                 f"{len(replies)}."
             )
-        sizes, partitions = _sizes(replies), np.array(list(replies))
+        sizes, partitions = sizes_of(replies), np.array(list(replies))
         robust = self.robust != "mean"
         if robust:
             n = 1 if self.k == _AUTO else most
@@ -406,8 +406,7 @@ class ClusteredFedAvg(ProtocolStrategy):
             kept = kept if len(kept) >= n else np.arange(len(changes))
             alone = np.delete(partitions, kept).tolist()
             replies.note(EFFECTS["filtered"], dict.fromkeys(alone, 1.0))
-            changes, packed = changes[kept], packed[kept]
-            sizes, partitions = sizes[kept], partitions[kept]
+            changes, sizes, partitions = changes[kept], sizes[kept], partitions[kept]
         most = min(most, len(changes))
         if self.start_from == "anchors":
             return _state(_shifted(model, changes[choose_anchors(changes, most, robust)]))
@@ -419,7 +418,8 @@ class ClusteredFedAvg(ProtocolStrategy):
         means = []
         for j in wanted:
             own = groups.members[j]
-            means.append(average_updates(packed[own], sizes[own], 1, False, "cluster", rule))
+            packed = np.pad(changes[own], ((0, 0), (1, 0)))[:, None]  # all of group 0
+            means.append(average_updates(packed, sizes[own], 1, False, "cluster", rule))
             odd = dict(zip(partitions[own].tolist(), means[-1].odd, strict=True))
             replies.note(EFFECTS[rule], odd)
         stacks = _shifted(model, np.concatenate([mean.change for mean in means]))
@@ -443,41 +443,6 @@ class ClusteredFedAvg(ProtocolStrategy):
         if robust and sizes.max() > 1:
             groups = groups[sizes > 1]
         return [stack[groups] for stack in stacks]
-
-    def _averaged(self, stacks: list[Matrix], replies: Replies, soft: bool) -> list[Matrix]:
-        """Return the models after a round (line 8)."""
-        k = len(stacks[0])
-        if self.robust == "mean":
-            return _weighted_means(stacks, replies, soft)
-        chosen = np.array([reply.metrics[CLUSTER] for reply in replies.values()])
-        packed = _packed(stacks, replies, None if soft else chosen)
-        mean = average_updates(packed, _sizes(replies), k, soft, "cluster", self.robust)
-        replies.note(EFFECTS[self.robust], dict(zip(replies, mean.odd.tolist(), strict=True)))
-        change = _split(mean.change, [stack.shape[1:] for stack in stacks])
-        return [
-            (stack + step).astype(stack.dtype) for stack, step in zip(stacks, change, strict=True)
-        ]
-
-
-def _weighted_means(stacks: list[Matrix], replies: Replies, soft: bool) -> list[Matrix]:
-    """Return each cluster's mean of what its clients sent; one without clients stays."""
-    k = len(stacks[0])
-    weights = np.zeros((k, len(replies)))
-    for i, reply in enumerate(replies.values()):
-        for j in range(k) if soft else [int(reply.metrics[CLUSTER])]:
-            share = reply.metrics[f"{SHARE}{j}"] if soft else 1.0
-            weights[j, i] = share * reply.num_examples
-    moved = [stack.copy() for stack in stacks]
-    for j in np.flatnonzero(weights.any(axis=1)).tolist():
-        own = weights[j] / weights[j].sum()
-        for position, stack in enumerate(moved):
-            mean = np.zeros_like(stack[j])
-            for weight, reply in zip(own.tolist(), replies.values(), strict=True):
-                if weight:
-                    array = reply.arrays[position]
-                    mean += weight * (array[j] if soft else array)
-            stack[j] = mean
-    return moved
 
 
 def _sent_to(
@@ -512,68 +477,13 @@ def _unpack(state: State) -> list[Matrix]:
     return [state[name] for name in sorted(state) if name.startswith(_MODELS)]
 
 
-# Models as vectors ---------------------------------------------------------------------------
-
-
-def _sizes(replies: Replies) -> Matrix:
-    return np.array([float(reply.num_examples) for reply in replies.values()])
-
-
-def _packed(stacks: Sequence[Matrix], replies: Replies, chosen: Matrix | None) -> Matrix:
-    """Return each reply's changes, a row per model, after the cluster; soft: after the share.
-
-    Parameters
-    ----------
-    stacks : sequence of ndarray
-        The models that were sent.
-    replies : Replies
-        One model each; soft: all of them.
-    chosen : ndarray of shape (n_clients,), or None
-        Each client's cluster; None: soft.
-    """
-    before = _joined(stacks)
-    packed = np.empty((len(replies), 1 if chosen is not None else len(before), before.shape[1] + 1))
-    packed = packed.astype(before.dtype, copy=False)
-    for i, (row, reply) in enumerate(zip(packed, replies.values(), strict=True)):
-        if chosen is not None:
-            row[0, 0] = chosen[i]
-            row[0, 1:] = _joined([array[None] for array in reply.arrays])[0]
-            row[0, 1:] -= before[int(chosen[i])]
-        else:
-            row[:, 0] = [reply.metrics[f"{SHARE}{j}"] for j in range(len(before))]
-            row[:, 1:] = _joined(reply.arrays) - before
-    return packed
-
-
-def _joined(stacks: Sequence[Matrix]) -> Matrix:
-    """Return a stack of models as rows."""
-    rows: Matrix = np.concatenate([stack.reshape(len(stack), -1) for stack in stacks], axis=1)
-    return rows
-
-
-def _split(rows: Matrix, shapes: Sequence[tuple[int, ...]]) -> list[Matrix]:
-    """Return rows as stacks of arrays of these shapes."""
-    ends = np.cumsum([prod(shape) for shape in shapes])[:-1]
-    parts = np.split(rows, ends, axis=1)
-    return [part.reshape(len(rows), *shape) for part, shape in zip(parts, shapes, strict=True)]
-
-
 def _shifted(model: Sequence[Matrix], changes: Matrix) -> list[Matrix]:
     """Return the stack of one model after each of several changes."""
-    steps = _split(changes, [array.shape for array in model])
+    steps = split(changes, [array.shape for array in model])
     return [(array + step).astype(array.dtype) for array, step in zip(model, steps, strict=True)]
 
 
 # Checks of replies ----------------------------------------------------------------------------
-
-
-def _check_model(shapes: Sequence[tuple[int, ...]], reply: Reply) -> None:
-    """Accept a model of these shapes."""
-    given = [array.shape for array in reply.arrays]
-    if given != list(shapes):
-        raise ValueError(f"wrong shapes: {list(shapes)} are asked for, got {given}")
-    for array in reply.arrays:
-        check_magnitude("arrays", array, floor=np.inf)
 
 
 def _check_losses(n_models: int, reply: Reply) -> None:
@@ -584,16 +494,5 @@ def _check_losses(n_models: int, reply: Reply) -> None:
 
 def check_cluster(reply: Reply, k: int) -> None:
     """Accept the number of one of k clusters, or none."""
-    cluster = reply.metrics.get(CLUSTER, 0)
-    if cluster not in range(k):
-        raise ValueError(f"{CLUSTER} must be one of {k}, from 0, got {cluster:g}")
-
-
-def _check_choice(shapes: Sequence[tuple[int, ...]], k: int, soft: bool, reply: Reply) -> None:
-    """Accept a model, or all of them, and the number of a cluster."""
-    _check_model(shapes, reply)
-    check_cluster(reply, k)
-    if soft:
-        shares = [reply.metrics.get(f"{SHARE}{j}", np.nan) for j in range(k)]
-        if not (min(shares) >= 0 and abs(sum(shares) - 1) <= 1e-3):
-            raise ValueError(f"{SHARE}0 to {SHARE}{k - 1} must be shares of 1, got {shares}")
+    if CLUSTER in reply.metrics:
+        check_group(CLUSTER, reply, k)

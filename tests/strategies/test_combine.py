@@ -1,0 +1,112 @@
+"""`Request.combine`: what replies come to, by hand arithmetic, and in a protocol of one's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Context
+from flwr.client import NumPyClient
+
+from flwr_perdl.clients import client_app
+from flwr_perdl.protocol.records import Reply
+from flwr_perdl.simulations import InProcessGrid
+from flwr_perdl.strategies import Combine, Protocol, ProtocolStrategy, Replies, Request
+
+
+def replies(*rows: Any) -> Replies:
+    """Return replies with arrays, numbers of examples and metrics."""
+    return Replies({i: Reply(arrays, n, metrics) for i, (arrays, n, metrics) in enumerate(rows)})
+
+
+def test_a_mean_is_weighted_by_examples_array_by_array() -> None:
+    given = replies(([np.ones(2), np.zeros((1, 1))], 1, {}), ([np.full(2, 5.0), np.eye(1)], 3, {}))
+    vector, matrix = Combine(start=[np.zeros(2), np.zeros((1, 1))])(given)
+    assert vector.tolist() == [4.0, 4.0]
+    assert matrix.tolist() == [[0.75]]
+
+
+def test_each_group_has_its_own_and_one_without_replies_stays() -> None:
+    start = [np.array([[1.0], [2.0], [3.0]])]
+    rows = [([np.array([x])], 1, {"kind": kind}) for x, kind in ((4.0, 0), (6.0, 0), (9.0, 2))]
+    (found,) = Combine(start=start, group="kind")(replies(*rows))
+    assert found.ravel().tolist() == [5.0, 2.0, 9.0]
+    assert start[0].ravel().tolist() == [1.0, 2.0, 3.0]
+
+
+def test_shares_weigh_the_models_of_a_reply() -> None:
+    start = [np.zeros((2, 1))]
+    rows = [
+        ([np.array([[1.0], [10.0]])], 1, {"kind": 0, "w0": 1.0, "w1": 0.0}),
+        ([np.array([[3.0], [20.0]])], 2, {"kind": 1, "w0": 0.5, "w1": 0.5}),
+    ]
+    (found,) = Combine(start=start, group="kind", share="w")(replies(*rows))
+    assert found.ravel().tolist() == [2.0, 20.0]
+
+
+@pytest.mark.parametrize("rule", ["filtered", "clip", "trimmed", "median", "geometric-median"])
+def test_robust_rules_withstand_a_liar_and_name_it(rule: str) -> None:
+    values = [*np.linspace(0.9, 1.1, 9).tolist(), 1e6]
+    given = replies(*(([np.full(3, x)], 1, {}) for x in values))
+    (found,) = Combine(start=[np.zeros(3)], rule=rule)(given)
+    assert np.abs(found - 1).max() < 0.5
+    assert 9 in given.noted
+
+
+@pytest.mark.parametrize(
+    ("reply", "named"),
+    [
+        (Reply([np.ones(3)], 1, {"kind": 0}), "shapes"),
+        (Reply([np.ones(2)], 1, {}), "kind"),
+        (Reply([np.ones(2)], 1, {"kind": 2}), "kind"),
+        (Reply([np.ones(2)], 1, {"kind": 0.5}), "kind"),
+    ],
+)
+def test_a_reply_that_does_not_fit_is_told_what_does_not(reply: Reply, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        Combine(start=[np.zeros((2, 2))], group="kind").check(reply)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"start": []},
+        {"start": [1.0]},
+        {"start": [np.zeros(2, int)]},
+        {"start": [np.zeros(2)], "rule": "modal"},
+        {"start": [np.zeros(2)], "share": "w"},
+        {"start": [np.zeros(2), np.zeros(3)], "group": "kind"},
+        {"start": [np.zeros(())], "group": "kind"},
+        {"start": [np.zeros(2)], "group": 1},
+    ],
+)
+def test_bad_options_are_named(options: Any) -> None:
+    with pytest.raises((ValueError, TypeError), match=r"(start|rule|share|group) in combine"):
+        Combine(**options)
+
+
+class Median(ProtocolStrategy):
+    def protocol(self, initial: list[Any], state: Any) -> Protocol:
+        model = np.zeros(2)
+        while True:
+            how = Combine(start=[model], rule="median")
+            answers = yield Request("median", [model], state={"model": model}, combine=how)
+            (model,) = answers.combined
+
+
+class Client(NumPyClient):
+    """Of five the last sends another shape."""
+
+    def __init__(self, context: Context) -> None:
+        self.i = int(context.node_config["partition-id"])
+
+    def fit(self, parameters: Any, config: Any) -> Any:
+        return [np.full(3 if self.i == 4 else 2, float(self.i**2))], 1, {}
+
+
+def test_the_driver_checks_and_combines() -> None:
+    strategy = Median(fraction_evaluate=0.0)
+    result = strategy.start(InProcessGrid(client_app(Client), 5), num_rounds=1)
+    assert result.arrays.to_numpy_ndarrays()[0].tolist() == [2.5, 2.5]  # of 0, 1, 4 and 9
+    assert "shapes" in strategy.history[0].dropped["client 4"]
