@@ -38,7 +38,7 @@ FLOORS = {
     "regression": {"core"},
     "diffusion": {"core", "dictionary"},
     "network": {"core", "diffusion", "strategies"},  # FlowerNetwork, when it is asked for
-    "protocol": {"core"},
+    "protocol": {"core", "regression"},  # the rules of `aggregate`
 }
 
 PUBLIC = {

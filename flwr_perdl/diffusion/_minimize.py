@@ -161,7 +161,9 @@ def correlate(nu: Matrix, atoms: Matrix) -> Matrix:
         nu, atoms = np.ascontiguousarray(nu), np.ascontiguousarray(atoms)
         _kernels.correlations(nu, atoms, correlations)
         return correlations[..., None]
-    correlations = np.matmul(nu, atoms.swapaxes(1, 2))
+    # BLAS's short products in single precision may raise this flag for finite (even zero) operands.
+    with np.errstate(invalid="ignore"):
+        correlations = np.matmul(nu, atoms.swapaxes(1, 2))
     return correlations
 
 

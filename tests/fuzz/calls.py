@@ -161,6 +161,7 @@ VALID: dict[str, Callable[[], Any]] = {
     "width": lambda: 3,
 }
 OWN: dict[str, dict[str, Callable[[], Any]]] = {
+    "Combine": {"start": lambda: [_normal(D)]},
     "Clients": {"X": lambda: _normal(N, 8, 2), "y": lambda: _normal(N, 8)},
     "aggregate_atoms": {"weights": lambda: np.ones(2)},
     "NeighborRelay": {"fraction_evaluate": lambda: 0.0},
