@@ -110,18 +110,23 @@ class Combine:
         if self.group is not None:
             check_group(self.group, reply, self.n_groups)
         if self.share is not None:
-            names = [f"{self.share}{j}" for j in range(self.n_groups)]
-            shares = [reply.metrics.get(name, np.nan) for name in names]
+            shares = self._shares(reply)
             if not (min(shares) >= 0 and abs(sum(shares) - 1) <= 1e-3):
-                raise ValueError(f"{names[0]} to {names[-1]} must be shares of 1, got {shares}")
+                last = f"{self.share}{self.n_groups - 1}"
+                raise ValueError(f"{self.share}0 to {last} must be shares of 1, got {shares}")
 
     def __call__(self, replies: Replies) -> list[Matrix]:
         """Return what the replies come to; a group without replies stays at its start."""
-        stacks = [np.asarray(a) if self.group else np.asarray(a)[None] for a in self.start]
-        found = (
-            self._means(stacks, replies) if self.rule == "mean" else self._robust(stacks, replies)
-        )
-        return found if self.group else [stack[0] for stack in found]
+        grouped = self.group is not None
+        stacks = [array if grouped else array[None] for array in self.start]
+        average = self._means if self.rule == "mean" else self._robust
+        found = average(stacks, replies)
+        return found if grouped else [stack[0] for stack in found]
+
+    def _shares(self, reply: Reply) -> list[float]:
+        """Return to which share each of a reply's models counts; NaN where it does not say."""
+        names = (f"{self.share}{j}" for j in range(self.n_groups))
+        return [reply.metrics.get(name, np.nan) for name in names]
 
     def _labels(self, replies: Replies) -> list[int]:
         """Return each reply's group."""
@@ -136,8 +141,7 @@ class Combine:
             if self.share is None:
                 weights[j, i] = reply.num_examples
             else:
-                shares = [reply.metrics[f"{self.share}{group}"] for group in range(self.n_groups)]
-                weights[:, i] = np.array(shares) * reply.num_examples
+                weights[:, i] = np.array(self._shares(reply)) * reply.num_examples
         moved = [stack.copy() for stack in stacks]
         for j in np.flatnonzero(weights.any(axis=1)).tolist():
             own = weights[j] / weights[j].sum()
@@ -157,7 +161,7 @@ class Combine:
         packed = packed.astype(before.dtype, copy=False)
         for row, j, reply in zip(packed, self._labels(replies), replies.values(), strict=True):
             if soft:
-                row[:, 0] = [reply.metrics[f"{self.share}{group}"] for group in range(len(before))]
+                row[:, 0] = self._shares(reply)
                 row[:, 1:] = joined(reply.arrays) - before
             else:
                 row[0, 0] = j

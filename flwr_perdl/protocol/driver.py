@@ -301,9 +301,9 @@ class Conversation:
         unlike = {partition: Lost(LEFT_OUT, why) for partition, why in good.unlike.items()}
         self._log_lost(round_, request.step, unlike, roster)
         kept = {partition: reply for partition, reply in good.items() if partition not in unlike}
-        # A client that is back is named again when it is lost the next time.
         for partition in unlike:
             self._last.pop(partition, None)
+        # A client that is back is named again when it is lost the next time.
         for partition in kept:
             self._logged.discard((roster.label(partition), False))
         report = self._report(round_, request.step, kept, bad | unlike, roster)

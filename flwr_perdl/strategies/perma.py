@@ -288,8 +288,11 @@ class PerMA(ProtocolStrategy):
                 found = self._average(stack, same, global_atoms, bool(known))
             for deed, shares in found.odd.items():
                 replies.note(deed, dict(zip(same, shares, strict=True)))
-            new = {"global_atoms": found.global_atoms, "orthogonal": np.array(known)}
-            state = {**state, **new}
+            state = {
+                **state,
+                "global_atoms": found.global_atoms,
+                "orthogonal": np.array(known),
+            }
 
     @property
     def _sends(self) -> str:
