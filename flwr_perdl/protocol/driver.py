@@ -5,11 +5,7 @@ The adapters to Flower's two strategy interfaces only translate between their me
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import time
-import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from logging import INFO, WARNING
@@ -17,11 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from flwr_perdl.core import files
-from flwr_perdl.core.checks import Matrix, brief_repr, check_count, plain
+from flwr_perdl.core.checks import Matrix, plain
 from flwr_perdl.core.threads import one_blas_thread
+from flwr_perdl.protocol.checkpoint import BY_PARTITION, Checkpoints, Run, canonical_identity
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.events import EventLog
 from flwr_perdl.protocol.options import Options
@@ -62,10 +57,6 @@ from flwr_perdl.random import EVALUATION, SAMPLING, spawn
 
 #: Largest size of a number in replies where the model is in single precision.
 _SINGLE = 1e30
-#: Characters of a run's token in a checkpoint.
-_LONGEST_RUN = 64
-#: Fields of a report that have an entry per client.
-_BY_PARTITION = ("metrics", "anomalies")
 #: What a project can do whose nodes do not say who they are.
 _REMEDY = (
     "; make the ClientApp with flwr_perdl.clients.client_app, which says who a client is, or "
@@ -90,7 +81,7 @@ class Conversation:
     Parameters
     ----------
     protocol : callable
-        ``(initial arrays, state or None) -> generator`` as in `_protocol`.
+        ``(initial arrays, state or None) -> generator`` as in `flwr_perdl.protocol.request`.
     options : Options
         The server's options.
     identity : mapping
@@ -125,39 +116,29 @@ class Conversation:
         self._check_evaluation = check_evaluation
         self._evaluation_config = dict(evaluation_config or {})
         self._flags, self._labels = flags, labels
-        self.identity = canonical_identity(identity, strict=options.checkpoint_dir is not None)
-        self._initial = canonical_identity({"": initial}, strict=False)[""] if initial else []
-        self.array_names = list(names)
-        self.history: list[RoundReport] = []
-        #: How reports call the clients, by partition (`Roster.called`).
-        self.names: dict[int, str] = {}
-        self._journal: files.Journal | None = None
-        self._noted = 0  # reports that are in the journal
-        self._saves = False  # whether this process has saved a round
-        self.server_metrics: dict[int, dict[str, Any]] = {}
-        self.model: list[Matrix] = initial
-        self.done = 0
-        self._run = uuid.uuid4().hex
+        kept = options.checkpoint_dir is not None
+        identity = canonical_identity(identity, strict=kept)
+        digests = canonical_identity({"": initial}, strict=False)[""] if initial else []
+        #: What the run has come to, as a checkpoint holds it.
+        self.run = Run(digests, list(names), initial)
+        self._checkpoints: Checkpoints | None = None
         self._resumed: Path | None = None  # until a step from this checkpoint has gone well
-        self._evaluated = 0
-        self._warned_of_no_state = False
         self._clients_evaluate = True
         self._logged: set[tuple[str, bool]] = set()  # who is left out since, and if of evaluations
         self._request: Request | None = None
         self._asked: dict[int, list[Matrix]] = {}
         self._asked_at = 0.0
-        #: The step, the round and the reply of each client's last good one (`Request.remember`).
-        self._last: dict[int, tuple[str, int, Reply]] = {}
         if options.checkpoint_dir is not None:
-            _check_writable(Path(options.checkpoint_dir))
-        if not options.resume:
-            _refuse_earlier_run(options.checkpoint_dir)
+            folder, resume = options.checkpoint_dir, options.resume
+            self._checkpoints = Checkpoints(folder, identity, resume=resume)
         self._events = EventLog(options.events)
-        saved = self._load() if options.resume else None
+        self._name = identity.get("protocol")
+        if self._checkpoints is not None and options.resume:
+            self._resumed = self._checkpoints.load(self.run)
         # The checkpoint has the result: no generator is needed, and no client is asked.
-        if saved is not None and saved.meta["finished"]:
+        if self.run.finished:
             return
-        self._steps = protocol(initial, None if saved is None else _state_of(saved))
+        self._steps = protocol(initial, None if self._resumed is None else self.run.state)
         if not hasattr(self._steps, "send"):
             raise ValueError(
                 f"protocol must be a generator, with yield Request(...), got {self._steps!r}."
@@ -182,10 +163,10 @@ class Conversation:
 
     def begin(self, rounds: int | None) -> None:
         """Note that the run begins or goes on; ``rounds`` of it in all, None where not known."""
-        name, seed = self.identity.get("protocol"), self.options.seed
+        name, seed = self._name, self.options.seed
         least = self.options.min_clients
         self._events.write(
-            "begin", protocol=name, seed=seed, rounds=rounds, done=self.done, min_clients=least
+            "begin", protocol=name, seed=seed, rounds=rounds, done=self.run.done, min_clients=least
         )
 
     def end(self, error: BaseException | None = None) -> None:
@@ -193,8 +174,8 @@ class Conversation:
         stopped = None if error is None else str(error) or type(error).__name__
         if isinstance(error, SystemExit):  # its text would be a number
             stopped = f"the program was ended from outside, with exit code {error.code}"
-        self._events.write("end", done=self.done, stopped=stopped)
-        evaluations = [report for report in self.history if report.step == EVALUATE]
+        self._events.write("end", done=self.run.done, stopped=stopped)
+        evaluations = [report for report in self.run.history if report.step == EVALUATE]
         failed = [report for report in evaluations if not report.metrics]
         if failed and error is None:
             log(
@@ -206,7 +187,7 @@ class Conversation:
 
     def measured(self, round_: int, metrics: Mapping[str, Any]) -> None:
         """Remember the server's own evaluation of the model after ``round_``."""
-        self.server_metrics[round_] = dict(metrics)
+        self.run.server_metrics[round_] = dict(metrics)
         self._events.write("server", round=round_, metrics=metrics)
 
     # Training ------------------------------------------------------------------------------
@@ -217,7 +198,7 @@ class Conversation:
         most = None if self._request is None else self._request.most
         largest = self.options.max_magnitude
         # What float32 cannot hold would be infinite in the model, and in every later round.
-        if any(array.dtype == np.float32 for array in self.model):
+        if any(array.dtype == np.float32 for array in self.run.model):
             largest = min(largest, _SINGLE)
         return Limits(self.options.max_reply_bytes, most, largest)
 
@@ -225,7 +206,7 @@ class Conversation:
         self, round_: int, partitions: Collection[int], roster: Roster[Any] | None = None
     ) -> Plan | None:
         """Return who is asked what in ``round_``; None if there is nothing to ask."""
-        if self._request is None or round_ <= self.done:
+        if self._request is None or round_ <= self.run.done:
             return None
         if len(partitions) < self.options.min_clients:
             raise TooFewReplies(
@@ -302,30 +283,30 @@ class Conversation:
         self._log_lost(round_, request.step, unlike, roster)
         kept = {partition: reply for partition, reply in good.items() if partition not in unlike}
         for partition in unlike:
-            self._last.pop(partition, None)
+            self.run.last.pop(partition, None)
         # A client that is back is named again when it is lost the next time.
         for partition in kept:
             self._logged.discard((roster.label(partition), False))
         report = self._report(round_, request.step, kept, bad | unlike, roster)
         for partition, what in good.noted.items():
             report.anomalies.setdefault(partition, {}).update(what)
-        self.done = round_
+        self.run.done = round_
         self._remember(report)
         return report
 
     def _with_absent(self, request: Request, round_: int, good: Replies) -> Replies:
         """Return the replies, with the last ones of clients that have none and are remembered."""
         if not request.remember:
-            self._last = {}
+            self.run.last = {}
             return good
         absent = {
             p: reply
-            for p, (step, when, reply) in self._last.items()
+            for p, (step, when, reply) in self.run.last.items()
             if p not in good and step == request.step and when >= round_ - request.remember
         }
         recalled, _ = _checked(request, absent)
         new = {p: (request.step, round_, reply) for p, reply in good.items()}
-        self._last = {p: self._last[p] for p in recalled} | new
+        self.run.last = {p: self.run.last[p] for p in recalled} | new
         replies = good.sharing(dict(sorted({**recalled, **good}.items())))
         replies.note(REMEMBERED, dict.fromkeys(recalled, 1.0))
         return replies
@@ -353,7 +334,7 @@ class Conversation:
         before: set[int] = set()
         if anew:
             before = {
-                p for report in self.history if report.step != EVALUATE for p in report.metrics
+                p for report in self.run.history if report.step != EVALUATE for p in report.metrics
             }
         if anew & before:
             log(
@@ -369,9 +350,10 @@ class Conversation:
 
     def evaluates(self, round_: int) -> bool:
         """Return whether clients evaluate the model after ``round_``."""
-        due = self.options.fraction_evaluate > 0 and round_ % self.options.evaluate_every == 0
-        due = due and self._clients_evaluate
-        return due and bool(self.model) and round_ == self.done and round_ > self._evaluated
+        options, run = self.options, self.run
+        due = options.fraction_evaluate > 0 and round_ % options.evaluate_every == 0
+        due = due and self._clients_evaluate and bool(run.model)
+        return due and run.evaluated < round_ == run.done
 
     def plan_evaluation(
         self, round_: int, partitions: Collection[int], config: Mapping[str, Scalar]
@@ -379,11 +361,11 @@ class Conversation:
         """Return who evaluates the model after ``round_``."""
         fraction = self.options.fraction_evaluate
         chosen = self._sample(partitions, fraction, EVALUATION, round_)
-        steps = (report.step for report in reversed(self.history) if report.step != EVALUATE)
+        steps = (report.step for report in reversed(self.run.history) if report.step != EVALUATE)
         last = next(steps, None)
         after = {} if last is None else {AFTER: last}
         config = {**config, **after, **self._evaluation_config}
-        return self._plan(round_, dict.fromkeys(chosen, self.model), EVALUATE, config)
+        return self._plan(round_, dict.fromkeys(chosen, self.run.model), EVALUATE, config)
 
     def conclude_evaluation(
         self,
@@ -394,7 +376,7 @@ class Conversation:
     ) -> RoundReport | None:
         """Note the replies to the last evaluation; None if no client has any way to evaluate."""
         if lost and not replies and all(why.code == NO_EVALUATE for why in lost.values()):
-            self._clients_evaluate, self._evaluated = False, round_
+            self._clients_evaluate, self.run.evaluated = False, round_
             log(
                 INFO,
                 "No client defines evaluate, so this run has no further evaluations; with "
@@ -404,7 +386,7 @@ class Conversation:
         good, lost = dict(replies), dict(lost)
         for partition, reply in replies.items():
             try:
-                self._check_evaluation(reply, self.model)
+                self._check_evaluation(reply, self.run.model)
             except ValueError as error:
                 lost[partition] = Lost(REFUSED, brief(str(error)))
                 del good[partition]
@@ -413,7 +395,7 @@ class Conversation:
         self._log_lost(round_, EVALUATE, lost, roster)
         self._logged -= {(roster.label(partition), True) for partition in replies}
         report = self._report(round_, EVALUATE, replies, lost, roster)
-        self._evaluated = round_
+        self.run.evaluated = round_
         self._remember(report)
         return report
 
@@ -421,7 +403,7 @@ class Conversation:
 
     def past(self, round_: int, *, evaluation: bool) -> RoundReport | None:
         """Return the report of an exchange of ``round_``, None if there was none."""
-        for report in self.history:
+        for report in self.run.history:
             if report.round == round_ and (report.step == EVALUATE) == evaluation:
                 return report
         return None
@@ -445,7 +427,7 @@ class Conversation:
     ) -> Plan:
         """Return the plan that asks these clients to take ``step``."""
         seed = self.options.seed
-        common: dict[str, Scalar] = {STEP: step, ROUND: round_, SEED: seed, RUN: self._run}
+        common: dict[str, Scalar] = {STEP: step, ROUND: round_, SEED: seed, RUN: self.run.token}
         self._asked, self._asked_at = arrays, time.monotonic()
         self._events.write("ask", round=round_, step=step, asked=len(arrays))
         return Plan(arrays, {**{key: plain(value) for key, value in config.items()}, **common})
@@ -454,7 +436,8 @@ class Conversation:
         """Take up what the protocol asks next."""
         self._request = check_request(request)
         model = self._request.model
-        self.model = list(self._request.arrays if model is None else model)
+        self.run.model = list(self._request.arrays if model is None else model)
+        self.run.state = self._request.state
 
     @contextmanager
     def _going_on(self) -> Iterator[None]:
@@ -477,7 +460,8 @@ class Conversation:
                 "one."
             )
         self._request = None
-        self.model = check_arrays("what protocol returns", model)
+        self.run.model = check_arrays("what protocol returns", model)
+        self.run.state, self.run.finished = {}, True
 
     def _report(
         self,
@@ -488,7 +472,7 @@ class Conversation:
         roster: Roster[Any],
     ) -> RoundReport:
         """Return the report of an exchange."""
-        self.names |= {partition: roster.called(partition) for partition in roster.names}
+        self.run.names |= {partition: roster.called(partition) for partition in roster.names}
         dropped = {roster.label(p): why.reason for p, why in sorted(lost.items())}
         dropped |= {f"node {node}": why for node, why in roster.unanswered.items()}
         aggregate = summarized(good, self._flags, self._labels)
@@ -523,7 +507,7 @@ class Conversation:
 
     def _remember(self, report: RoundReport) -> None:
         """Append ``report`` to the history, save, and tell who wants to know."""
-        self.history.append(report)
+        self.run.history.append(report)
         self._tell(report)
         self.save()
         if self.options.on_round is not None:
@@ -532,8 +516,8 @@ class Conversation:
     def _tell(self, report: RoundReport) -> None:
         """Write an exchange's event."""
         fields = report._asdict()
-        for name in _BY_PARTITION:
-            fields[name] = {self.names.get(p, p): each for p, each in fields[name].items()}
+        for name in BY_PARTITION:
+            fields[name] = {self.run.names.get(p, p): each for p, each in fields[name].items()}
         self._events.write(
             "round",
             asked=len(self._asked),
@@ -547,123 +531,18 @@ class Conversation:
 
     # Checkpoints -----------------------------------------------------------------------------
 
-    def _where_saved(self) -> str:
-        """Return the clause that says where the last good state is."""
-        if self.options.checkpoint_dir is None:
-            return "nothing is saved, since there is no checkpoint_dir"
-        if not self.done:
-            return "nothing is saved, since no round has finished"
-        return f"the state after round {self.done} is saved in {self.options.checkpoint_dir}"
-
     def save(self) -> None:
         """Write a checkpoint of the state after the last finished round."""
-        if self.options.checkpoint_dir is None:
-            return
-        folder, request = Path(self.options.checkpoint_dir), self._request
-        others = set(folder.glob("history-*.jsonl")) - {folder / f"history-{self._run}.jsonl"}
-        if others and (self._saves or (not self.options.resume and files.rounds_in(folder))):
-            raise ValueError(
-                f"checkpoint_dir must be that of one run at a time, got {str(folder)!r}, where "
-                "another run has saved its rounds since this one began."
-            )
-        self._saves = True
-        if self._journal is None:
-            self._journal = files.Journal(folder / f"history-{self._run}.jsonl")
-        self._journal.append(report._asdict() for report in self.history[self._noted :])
-        self._noted = len(self.history)
-        state = request.state if request is not None and request.state is not None else {}
-        resumable = request is None or request.state is not None
-        if not resumable and not self._warned_of_no_state:
-            self._warned_of_no_state = True
-            log(WARNING, "This run cannot be resumed: its protocol yields a Request without state.")
-        arrays: dict[str, NDArray[Any]] = {
-            f"state/{name}": np.asarray(a) for name, a in state.items()
-        }
-        named = len(self.array_names) == len(self.model)
-        arrays |= {
-            f"model/{self.array_names[i] if named else f'{i:04d}'}": array
-            for i, array in enumerate(self.model)
-        }
-        last: dict[int, list[Any]] = {}
-        for p, (step, when, reply) in self._last.items():
-            arrays |= {f"last/{p}/{i:04d}": array for i, array in enumerate(reply.arrays)}
-            last[p] = [step, when, reply.num_examples, reply.metrics]
-        meta = {
-            "identity": self.identity,
-            "run": self._run,
-            "round": self.done,
-            "evaluated": self._evaluated,
-            "finished": self.finished,
-            "resumable": resumable,
-            "initial": self._initial,
-            "array_names": self.array_names,
-            "numbers": [name for name, a in state.items() if not isinstance(a, np.ndarray)],
-            "history": self._journal.mark,
-            "names": self.names,
-            "server_metrics": self.server_metrics,
-            "arrays": _forms(arrays),
-            "last": last,
-        }
-        files.save_round(folder, self.done, arrays, meta)
-        for other in others:
-            other.unlink(missing_ok=True)  # of a run that this one replaces
+        if self._checkpoints is not None:
+            self._checkpoints.save(self.run)
 
-    def _load(self) -> files.Saved | None:
-        """Take up the newest readable checkpoint; None if there is none."""
-        folder = Path(str(self.options.checkpoint_dir))
-        for round_ in reversed(files.rounds_in(folder)):
-            path = files.round_path(folder, round_)
-            try:
-                saved = files.load(path)
-                meta = _meta_from(saved.meta)
-                mark = dict(saved.meta["history"])
-                if meta[1] != round_:
-                    raise ValueError(f"round must be {round_} in this file, got {meta[1]}")
-                forms = _forms(saved.arrays)
-                named = saved.meta.get("arrays", forms)  # older files do not say
-                odd = [one for one in {**named, **forms} if named.get(one) != forms.get(one)]
-                if odd:
-                    raise ValueError(f"arrays must be those of its record, got others at {odd}")
-                _state_of(saved), _last_of(saved)
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                text = "%s is no checkpoint (%r). The checkpoint before it is used."
-                log(WARNING, text, path, error)
-                continue
-            if not _same(saved.meta["identity"], self.identity):
-                raise ValueError(
-                    "checkpoint_dir must hold a run with the same options, got one in which "
-                    f"{_difference(saved.meta['identity'], self.identity)}."
-                )
-            begun = saved.meta.get("initial", [])
-            if self._initial and begun != self._initial:
-                raise ValueError(
-                    "initial_arrays must be those with which the run to resume began, or be left "
-                    f"out, got others: {begun} there and {self._initial} here."
-                )
-            self._initial = begun
-            if not saved.meta.get("resumable", True):
-                raise ValueError(
-                    f"checkpoint_dir must hold a state to go on from, got none in {path}: the "
-                    "protocol yielded its Request without state=."
-                )
-            self._run, self.done, self._evaluated, self.server_metrics, self.names, arrays = meta
-            self.array_names = self.array_names or arrays
-            self._resumed, self._last = path, _last_of(saved)
-            self._recall(folder, mark)
-            self.model = list(_part(saved.arrays, "model").values())
-            log(INFO, "Resuming after round %d from %s.", self.done, folder)
-            return saved
-        return None
-
-    def _recall(self, folder: Path, mark: Mapping[str, Any]) -> None:
-        """Take up the history; one that is damaged does not stop the run."""
-        try:
-            self._journal, entries = files.Journal.read(folder, mark)
-            self.history = [_report_from(entry) for entry in entries]
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            log(WARNING, "%s The run goes on without the reports of its first rounds.", error)
-            self._journal, self.history = None, []
-        self._noted = len(self.history)
+    def _where_saved(self) -> str:
+        """Return the clause that says where the last good state is."""
+        if self._checkpoints is None:
+            return "nothing is saved, since there is no checkpoint_dir"
+        if not self.run.done:
+            return "nothing is saved, since no round has finished"
+        return f"the state after round {self.run.done} is saved in {self.options.checkpoint_dir}"
 
 
 def _checked(request: Request, replies: Mapping[int, Reply]) -> tuple[Replies, dict[int, Lost]]:
@@ -693,100 +572,6 @@ def _checked(request: Request, replies: Mapping[int, Reply]) -> tuple[Replies, d
     return good, bad
 
 
-def canonical_identity(identity: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
-    """Return a run's identity as its checkpoint says it, and as it is read again.
-
-    Tuples become lists, keys texts, arrays a digest, functions and classes their names.
-
-    Raises
-    ------
-    ValueError
-        If ``strict``, and something cannot be said.
-    """
-
-    def word(value: Any) -> Any:
-        if isinstance(value, np.generic):
-            return plain(value)
-        if isinstance(value, np.ndarray):
-            digest = hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()[:16]
-            return f"{value.dtype} {value.shape} {digest}"
-        if hasattr(value, "__qualname__"):
-            return f"{value.__module__}.{value.__qualname__}"
-        if strict:
-            raise TypeError(f"{value!r}")
-        return repr(value)
-
-    try:
-        found: dict[str, Any] = json.loads(json.dumps(identity, default=word))
-    except (TypeError, ValueError) as error:
-        if not strict:
-            return {"settings": repr(identity)}
-        raise ValueError(
-            "settings must be numbers, texts, arrays, functions, or lists and mappings of them, "
-            f"for a checkpoint to say which run it is of, got one that is not: {error}."
-        ) from None
-    return found
-
-
-def _state_of(saved: files.Saved) -> dict[str, Any]:
-    """Return a checkpoint's state as the protocol yielded it: numbers are numbers again."""
-    state: dict[str, Any] = _part(saved.arrays, "state")
-    return state | {name: state[name].item() for name in saved.meta.get("numbers", [])}
-
-
-def _last_of(saved: files.Saved) -> dict[int, tuple[str, int, Reply]]:
-    """Return the clients' last replies in a checkpoint; earlier files have none."""
-    found = {}
-    for p, (step, when, num_examples, metrics) in saved.meta.get("last", {}).items():
-        arrays = list(_part(saved.arrays, f"last/{p}").values())
-        found[int(p)] = str(step), int(when), Reply(arrays, int(num_examples), dict(metrics))
-    return found
-
-
-def _difference(found: Any, wanted: Mapping[str, Any]) -> str:
-    """Return in what two identities differ."""
-    flat = []
-    for identity in (found, wanted):
-        own = dict(identity) if isinstance(identity, Mapping) else {"identity": identity}
-        settings = own.pop("settings", {})
-        flat.append({**own, **(settings if isinstance(settings, Mapping) else {"": settings})})
-    there, here = flat
-    return "; ".join(
-        f"{name} is {brief_repr(there.get(name, 'missing'))} and here "
-        f"{brief_repr(here.get(name, 'missing'))}"
-        for name in {**there, **here}
-        if not _same(there.get(name), here.get(name))
-    )
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether two identities say the same; NaN is the same as NaN here."""
-    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
-
-
-def _check_writable(folder: Path) -> None:
-    """Raise a ValueError if nothing can be saved in a folder, which need not be there yet."""
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        raise ValueError(
-            f"checkpoint_dir must be a folder that can be written to, got {str(folder)!r}, and "
-            f"{there} is not one."
-        )
-
-
-def _refuse_earlier_run(checkpoint_dir: str | Path | None) -> None:
-    """Raise a ValueError if a folder for checkpoints has those of a run: they would be deleted."""
-    if checkpoint_dir is None:
-        return
-    rounds = files.rounds_in(Path(checkpoint_dir))
-    if rounds:
-        raise ValueError(
-            f"checkpoint_dir must hold no run, got one after round {rounds[-1]} in "
-            f"{str(checkpoint_dir)!r}: with ServerSettings(resume=True) it goes on; another run "
-            "wants another folder."
-        )
-
-
 def why_absent(roster: Roster[Any]) -> str:
     """Return the clause that says why nodes take no part, and what to do; empty if all do."""
     strangers = roster.strangers
@@ -797,48 +582,3 @@ def why_absent(roster: Roster[Any]) -> str:
 def _asks_who(why: str) -> bool:
     """Whether this is why a node took no part: its app does not answer who it is."""
     return any(word in why for word in ("query", PARTITION_ID, f"no ConfigRecord {CONFIG!r}"))
-
-
-def _part(arrays: Mapping[str, NDArray[Any]], kind: str) -> dict[str, NDArray[Any]]:
-    """Return the arrays saved under ``kind/``."""
-    start = f"{kind}/"
-    return {name.removeprefix(start): a for name, a in arrays.items() if name.startswith(start)}
-
-
-def _forms(arrays: Mapping[str, NDArray[Any]]) -> dict[str, list[Any]]:
-    """Return the dtype and the shape of each array, as JSON has them."""
-    return {name: [array.dtype.str, list(array.shape)] for name, array in arrays.items()}
-
-
-def _meta_from(
-    meta: Mapping[str, Any],
-) -> tuple[str, int, int, dict[int, dict[str, Any]], dict[int, str], list[str]]:
-    """Return what a checkpoint says: run, rounds, the server's metrics, the names in it."""
-    for key in ("identity", "finished"):
-        if key not in meta:
-            raise KeyError(key)
-    metrics = {int(round_): dict(found) for round_, found in meta["server_metrics"].items()}
-    names = {int(partition): str(name) for partition, name in meta.get("names", {}).items()}
-    run = str(meta["run"])
-    if not run.isalnum() or len(run) > _LONGEST_RUN:  # it is part of a file's name
-        raise ValueError(
-            f"run must be at most {_LONGEST_RUN} letters and digits in a checkpoint, got "
-            f"{run[:_LONGEST_RUN]!r}."
-        )
-    done, evaluated = (
-        check_count(f"{name} in a checkpoint", meta[name], 0, files.LAST_ROUND)
-        for name in ("round", "evaluated")
-    )
-    array_names = list(map(str, meta.get("array_names", ())))  # earlier files have none
-    if len(set(array_names)) < len(array_names):
-        raise ValueError(f"array_names must differ in a checkpoint, got {brief_repr(array_names)}.")
-    return run, done, evaluated, metrics, names, array_names
-
-
-def _report_from(entry: Mapping[str, Any]) -> RoundReport:
-    """Return a report as it was before it was saved (JSON's keys are strings)."""
-    by_partition = {
-        name: {int(partition): values for partition, values in entry.get(name, {}).items()}
-        for name in _BY_PARTITION
-    }
-    return RoundReport(**{**entry, **by_partition})

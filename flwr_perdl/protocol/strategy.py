@@ -157,7 +157,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
     @property
     def history(self) -> list[RoundReport]:
         """What happened so far: one report per training round and per evaluation."""
-        return [] if self._conversation is None else self._conversation.history
+        return [] if self._conversation is None else self._conversation.run.history
 
     @property
     def client_names(self) -> dict[int, str]:
@@ -165,7 +165,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
 
         Where several have one name, the number is before it.
         """
-        before = {} if self._conversation is None else self._conversation.names
+        before = {} if self._conversation is None else self._conversation.run.names
         return dict(
             sorted({**before, **{p: self._roster.called(p) for p in self._roster.names}}.items())
         )
@@ -266,9 +266,9 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
             )
         self._timeout, self._evaluate_config, self._num_rounds = timeout, evaluate_config, rounds
         conversation = self.open(to_arrays(initial), initial)
-        if rounds < conversation.done:
+        if rounds < conversation.run.done:
             raise ValueError(
-                f"num_rounds must be at least the {conversation.done} rounds that the run to "
+                f"num_rounds must be at least the {conversation.run.done} rounds that the run to "
                 f"resume has done, got {rounds}."
             )
         # From here on whatever ends the run is written to its events, also an interrupt.
@@ -291,14 +291,14 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
             conversation.end(error)
             raise
         conversation.end()
-        if not conversation.model and conversation.done < least:
+        if not conversation.run.model and conversation.run.done < least:
             log(
                 WARNING,
                 "The run has no result yet: %d of the %d rounds that it takes are done. A strategy "
                 "with ServerSettings(resume=True) goes on from its checkpoint.",
-                *(conversation.done, least),
+                *(conversation.run.done, least),
             )
-        result.arrays = to_record(conversation.model, conversation.array_names)
+        result.arrays = to_record(conversation.run.model, conversation.run.array_names)
         return result
 
     def _run_rounds(
@@ -312,7 +312,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         should_stop: Callable[[int, Result], bool] | None,
     ) -> Result:
         """Take the rounds as Flower's `start` does, whose loop cannot end early before 1.43."""
-        result, resumed, began = Result(), self._running().done, time.monotonic()
+        result, resumed, began = Result(), self._running().run.done, time.monotonic()
         log(INFO, "Starting %s strategy for %d rounds:", type(self).__name__, num_rounds)
         self.summary()
         for round_ in range(num_rounds + 1):  # before the first one the server evaluates
@@ -351,7 +351,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         conversation = self._conversation or self.open(to_arrays(arrays), arrays)
         self._sent = self._gathered = None
         self._check_returned(arrays)
-        if server_round <= conversation.done:
+        if server_round <= conversation.run.done:
             log(INFO, "configure_train: this round was finished before; nobody is asked again")
             return []
         nodes = self._present(grid)
@@ -378,7 +378,8 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         """Hand the good replies to the protocol and return its new model."""
         conversation = self._running()
         if self._sent is not None:
-            read = partial(read_reply, limits=conversation.limits, names=conversation.array_names)
+            names = conversation.run.array_names
+            read = partial(read_reply, limits=conversation.limits, names=names)
             good, lost = self._gathered or _read(self._sent, replies, read)
             _log_received("aggregate_train", good, lost)
             report: RoundReport | None = conversation.conclude(
@@ -389,7 +390,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         if report is None:
             return None, None
         self._show(report)
-        self._returned = to_record(conversation.model, conversation.array_names)
+        self._returned = to_record(conversation.run.model, conversation.run.array_names)
         return self._returned, MetricRecord(dict(report.aggregate))
 
     def configure_evaluate(
@@ -519,7 +520,7 @@ class ProtocolStrategy(ShownAsCalled, Strategy):
         shared = ConfigRecord({**config, **plan.config})
         contents: dict[int, RecordDict] = {}
         self._sent = []
-        names = self._running().array_names
+        names = self._running().run.array_names
         records = to_records(plan.arrays, names, (*self._before_model, *names))
         for partition, record in records.items():
             if id(record) not in contents:
@@ -660,13 +661,13 @@ def _remembering(evaluate_fn: EvaluateFn, conversation: Conversation) -> Evaluat
 
     Where there is no model yet, it is not called.
     """
-    resumed = conversation.done
+    resumed = conversation.run.done
 
     def evaluate(round_: int, arrays: ArrayRecord) -> MetricRecord | None:
         if not len(arrays):
             return None
-        if round_ in conversation.server_metrics:
-            return MetricRecord(conversation.server_metrics[round_])
+        if round_ in conversation.run.server_metrics:
+            return MetricRecord(conversation.run.server_metrics[round_])
         if round_ < resumed:  # the model at hand is a later one
             return None
         record = evaluate_fn(round_, arrays)

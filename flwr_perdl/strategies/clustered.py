@@ -265,7 +265,8 @@ class ClusteredFedAvg(ProtocolStrategy):
     @property
     def result(self) -> Clusters:
         """The models so far, and who is where."""
-        run = self._conversation
+        conversation = self._conversation
+        run = None if conversation is None else conversation.run
         stacks, names = ([], []) if run is None else (run.model, run.array_names)
         k = len(stacks[0]) if stacks else 0
         members: dict[int, int] = {}

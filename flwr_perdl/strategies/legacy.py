@@ -142,13 +142,13 @@ class LegacyStrategy:
         self._roster = self._new_roster()
         conversation = self.strategy.open(self._initial)
         conversation.begin(None)
-        return self._flower.ndarrays_to_parameters(conversation.model)
+        return self._flower.ndarrays_to_parameters(conversation.run.model)
 
     def configure_fit(
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
     ) -> list[tuple[ClientProxy, FitIns]]:
         """Ask this round's question of the sampled clients."""
-        if server_round == self.conversation.done + 1:
+        if server_round == self.conversation.run.done + 1:
             request = self.conversation.request
             if request is not None and request.secure is not None:
                 raise ValueError(_SECURE)
@@ -176,7 +176,8 @@ class LegacyStrategy:
         }
         good, lost = self._read(replies, failures)
         report = self.conversation.conclude(server_round, good, lost, self._roster)
-        return self._flower.ndarrays_to_parameters(self.conversation.model), dict(report.aggregate)
+        model = self._flower.ndarrays_to_parameters(self.conversation.run.model)
+        return model, dict(report.aggregate)
 
     def configure_evaluate(
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
@@ -213,10 +214,10 @@ class LegacyStrategy:
         """Evaluate the model at the server."""
         if self._evaluate_fn is None or not parameters.tensors:
             return None
-        known = self.conversation.server_metrics.get(server_round)
+        known = self.conversation.run.server_metrics.get(server_round)
         if known is not None and _LOSS in known:
             return known[_LOSS], {k: v for k, v in known.items() if k != _LOSS}
-        if server_round < self.conversation.done:  # the model at hand is a later one
+        if server_round < self.conversation.run.done:  # the model at hand is a later one
             return None
         found = self._evaluate_fn(server_round, self._flower.parameters_to_ndarrays(parameters), {})
         if found is not None:

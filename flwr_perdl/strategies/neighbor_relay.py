@@ -184,7 +184,7 @@ class NeighborRelay(ProtocolStrategy):
         """
         if self._conversation is None or not self._conversation.finished:
             raise RuntimeError(f"the run must be over, which takes {self.exchanges} exchanges.")
-        end, n = _End.from_arrays(self._conversation.model), self.topology.n_nodes
+        end, n = _End.from_arrays(self._conversation.run.model), self.topology.n_nodes
         state = {name: rows for name, rows in end.shown.items() if name.startswith(STATE)}
         reported = {self.round_of(report): self.reports_of(report) for report in self.history}
         return Run(

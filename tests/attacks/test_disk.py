@@ -251,15 +251,15 @@ def test_a_prepared_checkpoint_of_no_run_or_round_is_left_out(
 ) -> None:
     """Before: a raw OSError, an error in the next save, or a run that evaluates never again."""
     conversation = PerMA(1, checkpoint_dir=tmp_path).open([np.ones((1, 2))])
-    for conversation.done in (1, 2):
+    for conversation.run.done in (1, 2):
         conversation.save()
-    (tmp_path / conversation._journal.path.name).unlink()
+    (tmp_path / next(tmp_path.glob("history-*")).name).unlink()
     newest = files.round_path(tmp_path, 2)
     saved = files.load(newest)
     files.save(newest, saved.arrays, {**saved.meta, **change})
     resumed = PerMA(1, checkpoint_dir=tmp_path, server=RESUME).open([np.ones((1, 2))])
     resumed.save()
-    assert resumed.done == 1
+    assert resumed.run.done == 1
     assert f"{next(iter(change))}" in warned.text
     assert "The checkpoint before it is used" in warned.text
 

@@ -1,0 +1,346 @@
+"""A run on disk: after each round a file from which it goes on to the same bits."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from logging import INFO, WARNING
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flwr_perdl.core import files
+from flwr_perdl.core.checks import Matrix, brief_repr, check_count, plain
+from flwr_perdl.protocol.compat import log
+from flwr_perdl.protocol.records import Reply
+from flwr_perdl.protocol.report import RoundReport
+from flwr_perdl.protocol.request import State
+
+#: Characters of a run's token in a checkpoint.
+_LONGEST_RUN = 64
+#: Fields of a report that have an entry per client.
+BY_PARTITION = ("metrics", "anomalies")
+#: What damaged content raises where it is read.
+_DAMAGED = (ValueError, KeyError, TypeError, AttributeError)
+
+
+@dataclass
+class Run:
+    """What a run has come to: all that a checkpoint holds.
+
+    Attributes
+    ----------
+    initial : list of str
+        Digests of the arrays that it began with.
+    array_names : list of str
+        The names of the model's arrays, where they have names.
+    model : list of ndarray
+        What evaluations and the result see.
+    state : mapping of str to ndarray, or None
+        From where the protocol goes on; None if it cannot.
+    finished : bool
+        Whether the protocol has returned the model.
+    token : str
+        What tells it from other runs.
+    done, evaluated : int
+        The last round that is finished, and the last that was evaluated.
+    history : list of RoundReport
+        A report per exchange.
+    names : dict of int to str
+        How reports call the clients.
+    server_metrics : dict of int to dict
+        The server's own evaluations, by round.
+    last : dict of int to (str, int, Reply)
+        The step, the round and the reply of each client's last good one (`Request.remember`).
+    """
+
+    initial: list[str]
+    array_names: list[str]
+    model: list[Matrix]
+    state: State | None = None
+    finished: bool = False
+    token: str = field(default_factory=lambda: uuid.uuid4().hex)
+    done: int = 0
+    evaluated: int = 0
+    history: list[RoundReport] = field(default_factory=list)
+    names: dict[int, str] = field(default_factory=dict)
+    server_metrics: dict[int, dict[str, Any]] = field(default_factory=dict)
+    last: dict[int, tuple[str, int, Reply]] = field(default_factory=dict)
+
+
+class Checkpoints:
+    """The folder of a run's checkpoints.
+
+    Parameters
+    ----------
+    folder : str or Path
+        The folder, which is made when missing.
+    identity : mapping
+        What makes two runs the same run; a checkpoint of another one is refused.
+    resume : bool
+        Whether a run that is there goes on; otherwise there must be none.
+
+    Raises
+    ------
+    ValueError
+        If nothing can be written there, or it holds a run that is not to go on.
+    """
+
+    def __init__(self, folder: str | Path, identity: Mapping[str, Any], *, resume: bool) -> None:
+        self.folder, self.identity, self.resume = Path(folder), identity, resume
+        self._journal: files.Journal | None = None
+        self._noted = 0  # reports that are in the journal
+        self._saves = False  # whether this process has saved a round
+        self._resumable = True
+        _check_writable(self.folder)
+        rounds = files.rounds_in(self.folder)
+        if rounds and not resume:
+            raise ValueError(
+                f"checkpoint_dir must hold no run, got one after round {rounds[-1]} in "
+                f"{str(folder)!r}: with ServerSettings(resume=True) it goes on; another run "
+                "wants another folder."
+            )
+
+    def save(self, run: Run) -> None:
+        """Write a checkpoint of the state after the last finished round."""
+        journal = self._journal_of(run)
+        journal.append(report._asdict() for report in run.history[self._noted :])
+        self._noted = len(run.history)
+        if run.state is None and self._resumable:
+            self._resumable = False
+            log(WARNING, "This run cannot be resumed: its protocol yields a Request without state.")
+        state = run.state or {}
+        arrays = {f"state/{name}": np.asarray(a) for name, a in state.items()}
+        named = len(run.array_names) == len(run.model)
+        arrays |= {
+            f"model/{run.array_names[i] if named else f'{i:04d}'}": array
+            for i, array in enumerate(run.model)
+        }
+        last: dict[int, list[Any]] = {}
+        for p, (step, when, reply) in run.last.items():
+            arrays |= {f"last/{p}/{i:04d}": array for i, array in enumerate(reply.arrays)}
+            last[p] = [step, when, reply.num_examples, reply.metrics]
+        meta = {
+            "identity": self.identity,
+            "run": run.token,
+            "round": run.done,
+            "evaluated": run.evaluated,
+            "finished": run.finished,
+            "resumable": run.state is not None,
+            "initial": run.initial,
+            "array_names": run.array_names,
+            "numbers": [name for name, a in state.items() if not isinstance(a, np.ndarray)],
+            "history": journal.mark,
+            "names": run.names,
+            "server_metrics": run.server_metrics,
+            "arrays": _forms(arrays),
+            "last": last,
+        }
+        files.save_round(self.folder, run.done, arrays, meta)
+        self._saves = True
+        for other in self._others(run):
+            other.unlink(missing_ok=True)  # of a run that this one replaces
+
+    def load(self, run: Run) -> Path | None:
+        """Have ``run`` be what the newest readable checkpoint says; None if there is none.
+
+        Raises
+        ------
+        ValueError
+            If it is of another run, or cannot go on.
+        """
+        for round_ in reversed(files.rounds_in(self.folder)):
+            path = files.round_path(self.folder, round_)
+            try:
+                saved = files.load(path)
+                found, mark = _run_from(saved), dict(saved.meta["history"])
+                if found.done != round_:
+                    raise ValueError(f"round must be {round_} in this file, got {found.done}")
+            except _DAMAGED as error:
+                text = "%s is no checkpoint (%r). The checkpoint before it is used."
+                log(WARNING, text, path, error)
+                continue
+            if not _same(saved.meta["identity"], self.identity):
+                raise ValueError(
+                    "checkpoint_dir must hold a run with the same options, got one in which "
+                    f"{_difference(saved.meta['identity'], self.identity)}."
+                )
+            if run.initial and found.initial != run.initial:
+                raise ValueError(
+                    "initial_arrays must be those with which the run to resume began, or be left "
+                    f"out, got others: {found.initial} there and {run.initial} here."
+                )
+            if found.state is None:
+                raise ValueError(
+                    f"checkpoint_dir must hold a state to go on from, got none in {path}: the "
+                    "protocol yielded its Request without state=."
+                )
+            found.array_names = run.array_names or found.array_names
+            found.history = self._recall(mark)
+            vars(run).update(vars(found))
+            log(INFO, "Resuming after round %d from %s.", run.done, self.folder)
+            return path
+        return None
+
+    def _journal_of(self, run: Run) -> files.Journal:
+        """Return the file of the run's reports, which no other run in this folder has."""
+        if self._others(run) and (
+            self._saves or (not self.resume and files.rounds_in(self.folder))
+        ):
+            raise ValueError(
+                f"checkpoint_dir must be that of one run at a time, got {str(self.folder)!r}, "
+                "where another run has saved its rounds since this one began."
+            )
+        if self._journal is None:
+            self._journal = files.Journal(self.folder / f"history-{run.token}.jsonl")
+        return self._journal
+
+    def _others(self, run: Run) -> set[Path]:
+        own = self.folder / f"history-{run.token}.jsonl"
+        return set(self.folder.glob("history-*.jsonl")) - {own}
+
+    def _recall(self, mark: Mapping[str, Any]) -> list[RoundReport]:
+        """Return the history; one that is damaged does not stop the run."""
+        try:
+            self._journal, entries = files.Journal.read(self.folder, mark)
+            history = [_report_from(entry) for entry in entries]
+        except (*_DAMAGED, RecursionError) as error:
+            log(WARNING, "%s The run goes on without the reports of its first rounds.", error)
+            self._journal, history = None, []
+        self._noted = len(history)
+        return history
+
+
+def _run_from(saved: files.Saved) -> Run:
+    """Return the run that a checkpoint holds, but for its history."""
+    meta, arrays = saved.meta, saved.arrays
+    forms = _forms(arrays)
+    named = meta.get("arrays", forms)  # older files do not say
+    odd = [one for one in {**named, **forms} if named.get(one) != forms.get(one)]
+    if odd:
+        raise ValueError(f"arrays must be those of its record, got others at {odd}")
+    token = str(meta["run"])
+    if not token.isalnum() or len(token) > _LONGEST_RUN:  # it is part of a file's name
+        raise ValueError(
+            f"run must be at most {_LONGEST_RUN} letters and digits in a checkpoint, got "
+            f"{token[:_LONGEST_RUN]!r}."
+        )
+    done, evaluated = (
+        check_count(f"{name} in a checkpoint", meta[name], 0, files.LAST_ROUND)
+        for name in ("round", "evaluated")
+    )
+    array_names = list(map(str, meta.get("array_names", ())))  # earlier files have none
+    if len(set(array_names)) < len(array_names):
+        raise ValueError(f"array_names must differ in a checkpoint, got {brief_repr(array_names)}.")
+    state: dict[str, Any] = _part(arrays, "state")
+    state |= {name: state[name].item() for name in meta.get("numbers", [])}
+    last = {}
+    for p, (step, when, num_examples, metrics) in meta.get("last", {}).items():
+        own = list(_part(arrays, f"last/{p}").values())
+        last[int(p)] = str(step), int(when), Reply(own, int(num_examples), dict(metrics))
+    meta["identity"]  # a file without one is no checkpoint
+    return Run(
+        meta.get("initial", []),
+        array_names,
+        list(_part(arrays, "model").values()),
+        state if meta.get("resumable", True) else None,
+        bool(meta["finished"]),
+        token,
+        done,
+        evaluated,
+        names={int(partition): str(name) for partition, name in meta.get("names", {}).items()},
+        server_metrics={int(r): dict(found) for r, found in meta["server_metrics"].items()},
+        last=last,
+    )
+
+
+def canonical_identity(identity: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
+    """Return a run's identity as its checkpoint says it, and as it is read again.
+
+    Tuples become lists, keys texts, arrays a digest, functions and classes their names.
+
+    Raises
+    ------
+    ValueError
+        If ``strict``, and something cannot be said.
+    """
+
+    def word(value: Any) -> Any:
+        if isinstance(value, np.generic):
+            return plain(value)
+        if isinstance(value, np.ndarray):
+            digest = hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()[:16]
+            return f"{value.dtype} {value.shape} {digest}"
+        if hasattr(value, "__qualname__"):
+            return f"{value.__module__}.{value.__qualname__}"
+        if strict:
+            raise TypeError(f"{value!r}")
+        return repr(value)
+
+    try:
+        found: dict[str, Any] = json.loads(json.dumps(identity, default=word))
+    except (TypeError, ValueError) as error:
+        if not strict:
+            return {"settings": repr(identity)}
+        raise ValueError(
+            "settings must be numbers, texts, arrays, functions, or lists and mappings of them, "
+            f"for a checkpoint to say which run it is of, got one that is not: {error}."
+        ) from None
+    return found
+
+
+def _difference(found: Any, wanted: Mapping[str, Any]) -> str:
+    """Return in what two identities differ."""
+    flat = []
+    for identity in (found, wanted):
+        own = dict(identity) if isinstance(identity, Mapping) else {"identity": identity}
+        settings = own.pop("settings", {})
+        flat.append({**own, **(settings if isinstance(settings, Mapping) else {"": settings})})
+    there, here = flat
+    return "; ".join(
+        f"{name} is {brief_repr(there.get(name, 'missing'))} and here "
+        f"{brief_repr(here.get(name, 'missing'))}"
+        for name in {**there, **here}
+        if not _same(there.get(name), here.get(name))
+    )
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two identities say the same; NaN is the same as NaN here."""
+    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
+
+
+def _check_writable(folder: Path) -> None:
+    """Raise a ValueError if nothing can be saved in a folder, which need not be there yet."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        raise ValueError(
+            f"checkpoint_dir must be a folder that can be written to, got {str(folder)!r}, and "
+            f"{there} is not one."
+        )
+
+
+def _part(arrays: Mapping[str, NDArray[Any]], kind: str) -> dict[str, NDArray[Any]]:
+    """Return the arrays saved under ``kind/``."""
+    start = f"{kind}/"
+    return {name.removeprefix(start): a for name, a in arrays.items() if name.startswith(start)}
+
+
+def _forms(arrays: Mapping[str, NDArray[Any]]) -> dict[str, list[Any]]:
+    """Return the dtype and the shape of each array, as JSON has them."""
+    return {name: [array.dtype.str, list(array.shape)] for name, array in arrays.items()}
+
+
+def _report_from(entry: Mapping[str, Any]) -> RoundReport:
+    """Return a report as it was before it was saved (JSON's keys are strings)."""
+    by_partition = {
+        name: {int(partition): values for partition, values in entry.get(name, {}).items()}
+        for name in BY_PARTITION
+    }
+    return RoundReport(**{**entry, **by_partition})
