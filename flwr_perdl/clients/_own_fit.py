@@ -20,7 +20,6 @@ from flwr_perdl.clients.dictionary import LOCAL_ATOMS, LOCAL_STEPS, MOST_STEPS
 from flwr_perdl.clients.perma import (
     ATOMS,
     DICTIONARY,
-    ORTHOGONAL,
     REFINE_STEPS,
     SENDS,
     START,
@@ -32,7 +31,7 @@ from flwr_perdl.privacy.secure_client import MAX_WEIGHT
 from flwr_perdl.protocol.records import ANEW, ROUND, RUN, STEP, Scalar
 
 #: What the client's own functions do not see of the config.
-_OURS = (STEP, SENDS, ORTHOGONAL, LOCAL_STEPS, REFINE_STEPS, MAX_WEIGHT)
+_OURS = (STEP, SENDS, LOCAL_STEPS, REFINE_STEPS, MAX_WEIGHT)
 
 
 def fit_perma(
@@ -64,10 +63,7 @@ def fit_perma(
         D = _dictionary(trained, D.shape)
     aligned = align_to_global(D, G)
     state.save(round_, {LOCAL_ATOMS: aligned.local_atoms})
-    sent = aligned.global_atoms
-    if MAX_WEIGHT in config:
-        sent = sent / sent.dtype.type(len(sent) ** 0.5)  # all of them have norm 1 then
-    return [sent], n, {**metrics, "n_atoms": len(D), ANEW: int(anew)}
+    return [aligned.global_atoms], n, {**metrics, "n_atoms": len(D), ANEW: int(anew)}
 
 
 def evaluate_perma(

@@ -19,7 +19,7 @@ of its replies that few of its samples make up (`flwr_perdl.privacy.may_send`).
 
 from __future__ import annotations
 
-from typing import NamedTuple, Unpack
+from typing import Unpack
 
 import numpy as np
 from flwr.app import Context
@@ -51,9 +51,6 @@ UPDATE = "update"
 SENDS = "perdl.sends"
 ATOMS = "atoms"
 STATISTICS = "statistics"
-#: Whether statistics are those of orthonormal atoms: 1, 0, or as the client's learner has it.
-ORTHOGONAL = "perdl.orthogonal"
-OWN = -1
 REFINE_STEPS = "perdl.refine-steps"
 
 #: The name of the first dictionary in a client's private state, before it knows its local atoms.
@@ -137,29 +134,31 @@ class DictionaryClient(LearnerClient):
         """Local update (Algorithm 3), after local refinement (Algorithm 6) if asked for."""
         # A request is checked before anything is computed from samples: atoms that are not unit, or
         # too much alike, would have a reply show more than a sum.
-        ask, G = _Update.read(request, self.learner), self.global_atoms(request)
-        check_products(G, orthogonal=ask.statistics and self.learner.orthogonal)
-        X, learner, r = self.X, self.learner, len(G)
+        config, G, X, learner = request.config, self.global_atoms(request), self.X, self.learner
+        statistics = check_choice(SENDS, config.get(SENDS, ATOMS), (ATOMS, STATISTICS)) != ATOMS
+        refine_steps = check_count(REFINE_STEPS, config.get(REFINE_STEPS, 0), 0, MOST_STEPS)
+        check_products(G, orthogonal=statistics and learner.orthogonal)
+        n_steps, r = read_local_steps(request), len(G)
         L, anew = self.own_atoms(G, request)
-        if ask.refine_steps:
-            L = refine_local(X, np.vstack([G, L]), r, learner, n_iter=ask.refine_steps)[r:]
+        if refine_steps:
+            L = refine_local(X, np.vstack([G, L]), r, learner, n_iter=refine_steps)[r:]
         errors, after = [], np.vstack([G, L])
-        for _ in range(ask.n_steps):
+        for _ in range(n_steps):
             D, C = after, learner.code(X, after)
             errors.append(mean_square(X - reconstruct(C, D)))
             # Lines 4-6: after a step, the atoms nearest to the global ones stand for these.
             aligned = align_to_global(learner.update(X, C, D), G)
             after = np.vstack([aligned.global_atoms, aligned.local_atoms])
-        if ask.statistics:
+        if statistics:
             # Asked before the sums are formed, since what a withheld atom explains counts as local.
             shared = self.may_send(C[:, :r], X - reconstruct(C[:, r:], D[r:]))
-            sent = local_statistics(X, C, D, shared, orthogonal=ask.orthogonal)
+            sent = local_statistics(X, C, D, shared, orthogonal=learner.orthogonal)
+            if MAX_WEIGHT in config:  # of a secure sum
+                sent = _scaled(X, sent)
         else:
             weights = update_weights(learner, X, C, D)[:, aligned.indices]
             sent = np.where(self.may_send(weights, X)[:, None], after[:r], 0)
         sent = _rounded(sent, self.digits)
-        if ask.secure:
-            sent = _scaled(X, sent, ask.statistics)
         return self.result(sent, errors[0], len(after), {LOCAL_ATOMS: after[r:]}, anew=anew)
 
     def own_atoms(self, G: Matrix, request: StepRequest) -> tuple[Matrix, bool]:
@@ -175,35 +174,6 @@ class DictionaryClient(LearnerClient):
         return align_to_global(D, G).local_atoms, kept is None
 
 
-class _Update(NamedTuple):
-    """What a request asks of an update."""
-
-    n_steps: int
-    refine_steps: int
-    statistics: bool
-    orthogonal: bool
-    secure: bool
-
-    @classmethod
-    def read(cls, request: StepRequest, learner: Learner) -> _Update:
-        """Return it, or raise a ValueError that names what no protocol asks for."""
-        config, own = request.config, int(learner.orthogonal)
-        kind = check_count(ORTHOGONAL, config.get(ORTHOGONAL, OWN), OWN, 1)
-        secure = MAX_WEIGHT in config
-        if secure and kind != own:  # a sum is of one kind
-            raise ValueError(
-                f"{ORTHOGONAL} must be {own} in a secure round with this client's learner, got "
-                f"{kind}."
-            )
-        return cls(
-            read_local_steps(request),
-            check_count(REFINE_STEPS, config.get(REFINE_STEPS, 0), 0, MOST_STEPS),
-            check_choice(SENDS, config.get(SENDS, ATOMS), (ATOMS, STATISTICS)) == STATISTICS,
-            bool(own if kind == OWN else kind),
-            secure,
-        )
-
-
 def _rounded(sent: Matrix, digits: int | None) -> Matrix:
     """Return ``sent`` rounded to this number of digits of its largest entry; None: unchanged."""
     if digits is None:
@@ -212,12 +182,11 @@ def _rounded(sent: Matrix, digits: int | None) -> Matrix:
     return np.round(sent / unit) * unit if unit else sent
 
 
-def _scaled(X: Matrix, sent: Matrix, statistics: bool) -> Matrix:
-    """Return an update at the scale that all clients of a secure round share.
+def _scaled(X: Matrix, statistics: Matrix) -> Matrix:
+    """Return statistics at the scale that all clients of a secure round share.
 
-    Statistics are those of samples of mean norm 1, divided by the number of samples. For
-    orthonormal atoms their norm is then 1 at most: neither codes nor residuals are longer than
-    samples. Atoms of norm 1 are divided by the square root of their number.
+    They are those of samples of mean norm 1, divided by the number of samples. For orthonormal
+    atoms their norm is then 1 at most: neither codes nor residuals are longer than samples.
     """
-    scale = float(np.vdot(X, X)) if statistics else len(sent) ** 0.5
-    return sent / sent.dtype.type(scale) if scale else sent
+    scale = statistics.dtype.type(np.vdot(X, X))
+    return statistics / scale if scale else statistics

@@ -50,7 +50,7 @@ from scipy.special import log_ndtr
 
 from flwr_perdl.clients.base import identify
 from flwr_perdl.clients.dictionary import LOCAL_STEPS
-from flwr_perdl.clients.perma import ATOMS, ORTHOGONAL, OWN, REFINE_STEPS, SENDS, UPDATE
+from flwr_perdl.clients.perma import ATOMS, REFINE_STEPS, SENDS, UPDATE
 from flwr_perdl.clients.regression import OPTION
 from flwr_perdl.core import files
 from flwr_perdl.core.checks import Matrix, check_array, check_count, check_kind, check_real
@@ -407,7 +407,6 @@ def _read(message: Message) -> _PrivateRequest:
     else:
         known |= {
             SENDS: ATOMS,
-            ORTHOGONAL: check_count(ORTHOGONAL, config.get(ORTHOGONAL, OWN), OWN, 1),
             LOCAL_STEPS: check_count(LOCAL_STEPS, config.get(LOCAL_STEPS, 1), 1),
             REFINE_STEPS: check_count(REFINE_STEPS, config.get(REFINE_STEPS, 0)),
         }

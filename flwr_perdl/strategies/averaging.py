@@ -26,7 +26,6 @@ import numpy as np
 
 from flwr_perdl.clients.averaging import AVERAGE
 from flwr_perdl.clients.dictionary import LOCAL_STEPS, MOST_STEPS
-from flwr_perdl.clients.perma import OWN
 from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_flag
 from flwr_perdl.dictionary.aggregation import aggregate_atoms
 from flwr_perdl.dictionary.averaging import average_dictionaries, common_start
@@ -132,7 +131,7 @@ class DictionaryAveraging(ProtocolStrategy):
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """One request per communication round."""
         if state is None and initial:
-            state = {"atoms": given_atoms(initial), "orthogonal": np.array(OWN)}
+            state = {"atoms": given_atoms(initial)}
         if state is None:
             replies = yield Request(
                 AVERAGE, check=partial(_check_own, self.max_atoms), max_weight=None
@@ -141,7 +140,7 @@ class DictionaryAveraging(ProtocolStrategy):
             if self.start_from == "own":
                 return [state["atoms"]]
         while True:
-            atoms, orthogonal = state["atoms"], int(state["orthogonal"])
+            atoms = state["atoms"]
             replies = yield Request(
                 AVERAGE,
                 [atoms],
@@ -150,16 +149,14 @@ class DictionaryAveraging(ProtocolStrategy):
                 partial(check_shape, (len(atoms) + 1, atoms.shape[1]), what=_PACKED),
                 max_weight=None,
             )
-            if orthogonal == OWN:
-                orthogonal = _all_orthogonal(replies, atoms)
             average = average_dictionaries(
                 np.stack([reply.arrays[0] for reply in replies.values()]),
                 atoms,
                 weights=self._weights(replies),
-                orthogonal=bool(orthogonal),
+                orthogonal=_all_orthogonal(replies, atoms),
                 replace=self.replace_unused,
             )
-            state = {"atoms": average, "orthogonal": np.array(orthogonal)}
+            state = {"atoms": average}
 
     def _first(self, replies: Replies) -> State:
         """Return the dictionary that all go on with, or the naive average."""
@@ -169,7 +166,7 @@ class DictionaryAveraging(ProtocolStrategy):
         sizes = {partition: reply.num_examples for partition, reply in replies.items()}
         orthogonal = _all_orthogonal(replies)
         rng = spawn(self.options.seed, SERVER, 1)
-        atoms = common_start(own, sizes, rng, orthogonal=bool(orthogonal))
+        atoms = common_start(own, sizes, rng, orthogonal=orthogonal)
         if self.start_from == "own":
             atoms = aggregate_atoms(
                 np.stack(list(own.values())),
@@ -178,7 +175,7 @@ class DictionaryAveraging(ProtocolStrategy):
                 weights=self._weights(replies),
                 orthogonal=False,
             ).global_atoms
-        return {"atoms": atoms, "orthogonal": np.array(orthogonal)}
+        return {"atoms": atoms}
 
     def _weights(self, replies: Replies) -> Matrix | None:
         if not self.weighted:
@@ -186,8 +183,8 @@ class DictionaryAveraging(ProtocolStrategy):
         return np.array([float(reply.num_examples) for reply in replies.values()])
 
 
-def _all_orthogonal(replies: Replies, atoms: Matrix | None = None) -> int:
-    return int(all(is_orthogonal(reply, atoms) for reply in replies.values()))
+def _all_orthogonal(replies: Replies, atoms: Matrix | None = None) -> bool:
+    return all(is_orthogonal(reply, atoms) for reply in replies.values())
 
 
 def _check_own(max_atoms: int | None, reply: Reply) -> None:

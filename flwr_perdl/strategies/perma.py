@@ -47,29 +47,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from logging import WARNING
-from math import prod
 from typing import Any, ClassVar, Literal, Unpack
 
 import numpy as np
 
 from flwr_perdl.clients.dictionary import LOCAL_STEPS, MOST_STEPS
-from flwr_perdl.clients.perma import (
-    ATOMS,
-    ORTHOGONAL,
-    OWN,
-    REFINE_STEPS,
-    SENDS,
-    START,
-    STATISTICS,
-    UPDATE,
-)
-from flwr_perdl.core.checks import (
-    Matrix,
-    check_choice,
-    check_count,
-    check_flag,
-    is_auto,
-)
+from flwr_perdl.clients.perma import ATOMS, REFINE_STEPS, SENDS, START, STATISTICS, UPDATE
+from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_flag, is_auto
 from flwr_perdl.core.robust import CAP
 from flwr_perdl.dictionary import (
     Aggregation,
@@ -235,12 +219,7 @@ class PerMA(ProtocolStrategy):
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """P0, Algorithm 1: one request per communication round."""
         if state is None and initial:
-            given = given_atoms(initial)
-            if self.n_global not in ("auto", len(given)):
-                raise ValueError(
-                    f"initial_arrays must have n_global={self.n_global} atoms, got {len(given)}."
-                )
-            state = {"global_atoms": given, "orthogonal": np.array(OWN)}
+            state = self._given(initial)
         if state is not None and "told" in state:
             raise ValueError(
                 "checkpoint_dir must hold a run of this version where remember is above 0, got an "
@@ -251,47 +230,33 @@ class PerMA(ProtocolStrategy):
             replies = yield Request(START, (), {SENDS: self._sends}, None, check, max_weight=None)
             state = self._match(replies)
         while True:
-            global_atoms, known = state["global_atoms"], int(state["orthogonal"])
-            if self.secure is not None and known == OWN:  # what is summed must be of one kind
-                known = int(are_orthonormal(global_atoms))
-                state = {**state, "orthogonal": np.array(known)}
+            global_atoms = state["global_atoms"]
             replies = yield Request(
                 UPDATE,
                 [global_atoms],
                 {
                     SENDS: self._sends,
-                    ORTHOGONAL: known,
                     LOCAL_STEPS: self.local_steps,
                     REFINE_STEPS: self.refine_steps,
                 },
                 state,
                 partial(self._check, state),
-                most=prod(self._shape(state)),
+                most=global_atoms.size + len(global_atoms) ** 2,
                 max_weight=None,
                 secure=self._secure_mean(state),
                 remember=self.remember,
             )
-            # Only a run from given atoms: whether learners are orthogonal no start has said.
-            same = replies
-            if known == OWN:
+            if self.secure is None:  # what is summed is of the kind that was known before
                 kind = partial(is_orthogonal, atoms=global_atoms)
-                same = alike(replies, kind, atoms_kind)
-                known = int(kind(next(iter(same.values()))))
-            # In the clear, clients are looked at one by one; in a secure round there is one sum.
-            if self.secure is not None:  # every reply holds the same mean
-                state = {**state, "samples": median_samples(same)}
-                same = Replies(dict(list(same.items())[:1]))
-            stack = np.stack([reply.arrays[0] for reply in same.values()])
-            if self.aggregation == "statistics":  # line 13
-                found = aggregate_statistics(stack, global_atoms, orthogonal=bool(known))
-            else:
-                found = self._average(stack, same, global_atoms, bool(known))
+                replies = alike(replies, kind, atoms_kind)
+                state = {**state, "orthogonal": np.array(kind(next(iter(replies.values()))))}
+            found = self._aggregate(replies, state)
             for deed, shares in found.odd.items():
-                replies.note(deed, dict(zip(same, shares, strict=True)))
+                replies.note(deed, dict(zip(replies, shares, strict=False)))
             state = {
                 **state,
                 "global_atoms": found.global_atoms,
-                "orthogonal": np.array(known),
+                "samples": median_samples(replies),
             }
 
     @property
@@ -300,26 +265,24 @@ class PerMA(ProtocolStrategy):
         return STATISTICS if self.aggregation == "statistics" else ATOMS
 
     def _secure_mean(self, state: State) -> SecureMean | None:
-        """Return what a secure round asks for; all replies have norm 1 at most."""
+        """Return what a secure round asks for."""
         if self.secure is None:
             return None
-        if not len(state["global_atoms"]):
+        shape = self._shape(state["global_atoms"], bool(state["orthogonal"]))
+        if not shape[0]:
             raise ValueError(
                 'n_global must be a number with secure here: "auto" found no atom on which the '
                 "clients agree, so there is nothing to sum."
             )
+        # A client counts for as many samples as where the server sees it alone. All count alike for
+        # the paper's mean, and in a first round from given atoms, where nothing is known.
+        most = 1
+        if self.aggregation != "mean" and "samples" in state:
+            most = max(int(CAP * float(state["samples"])), 1)
+        # Statistics come at a scale at which 1 is their largest norm, atoms have norm 1 each.
+        norm = 1.0 if self.aggregation == "statistics" else shape[0] ** 0.5
         options: dict[str, Any] = self.secure
-        return SecureMean(self._shape(state), max_weight=self._max_weight(state), **options)
-
-    def _max_weight(self, state: State) -> int:
-        """Return for how many samples a client counts at most in a secure sum.
-
-        As where the server sees the single contributions: for `CAP` times the median. All count
-        alike for the paper's mean, and in a first round from given atoms, where nothing is known.
-        """
-        if self.aggregation == "mean" or "samples" not in state:
-            return 1
-        return max(int(CAP * float(state["samples"])), 1)
+        return SecureMean(shape, norm, most, **options)
 
     def _check(self, state: State, reply: Reply) -> None:
         """Accept an update of the shape that is asked for."""
@@ -328,16 +291,24 @@ class PerMA(ProtocolStrategy):
             what += "the updated atoms themselves)"
         else:
             what = "the updated global atoms"
-        check_shape(self._shape(state, reply), reply, what)
+        atoms, orthogonal = state["global_atoms"], bool(state["orthogonal"])
+        if self.secure is None:
+            orthogonal = is_orthogonal(reply, atoms)
+        check_shape(self._shape(atoms, orthogonal), reply, what)
 
-    def _shape(self, state: State, reply: Reply | None = None) -> tuple[int, int]:
-        """Return the shape of an update's reply, and without one the largest that may come."""
-        n_global, columns = state["global_atoms"].shape
-        orthogonal = int(state["orthogonal"])
-        if orthogonal == OWN:
-            orthogonal = 0 if reply is None else int(is_orthogonal(reply, state["global_atoms"]))
+    def _shape(self, atoms: Matrix, orthogonal: bool) -> tuple[int, int]:
+        """Return the shape of an update's reply."""
         wide = self.aggregation == "statistics" and not orthogonal
-        return n_global, columns + wide * n_global
+        return len(atoms), atoms.shape[1] + wide * len(atoms)
+
+    def _given(self, initial: list[Matrix]) -> State:
+        """Return the user's global atoms, with which there is no matching round."""
+        atoms = given_atoms(initial)
+        if self.n_global not in ("auto", len(atoms)):
+            raise ValueError(
+                f"initial_arrays must have n_global={self.n_global} atoms, got {len(atoms)}."
+            )
+        return {"global_atoms": atoms, "orthogonal": np.array(are_orthonormal(atoms))}
 
     def _match(self, replies: Replies) -> State:
         """Find the global atoms in the clients' dictionaries (line 6)."""
@@ -379,25 +350,27 @@ class PerMA(ProtocolStrategy):
             atoms = pooled_start(dictionaries, atoms)
         return {
             "global_atoms": atoms,
-            "orthogonal": np.array(int(orthogonal)),
+            "orthogonal": np.array(orthogonal),
             "path_lengths": matching.path_lengths,
             "samples": median_samples(replies),
         }
 
-    def _average(
-        self, stack: Matrix, replies: Replies, current: Matrix, orthogonal: bool
-    ) -> Aggregation:
-        """Return the new global atoms, an average of the updated ones (line 13)."""
+    def _aggregate(self, replies: Replies, state: State) -> Aggregation:
+        """Return the new global atoms (line 13)."""
+        stack = np.stack([reply.arrays[0] for reply in replies.values()])
+        current, orthogonal = state["global_atoms"], bool(state["orthogonal"])
         if self.secure is not None:
-            (mean,) = stack  # its rows are shorter the less the clients agree
-            atoms = finish_atoms(mean, current, np.any(mean != 0, axis=1), orthogonal=orthogonal)
+            stack = stack[:1]  # every reply holds the same mean
+        if self.aggregation == "statistics":
+            return aggregate_statistics(stack, current, orthogonal=orthogonal)
+        if self.secure is not None:  # the mean's rows are shorter the less the clients agree
+            seen = np.any(stack[0] != 0, axis=1)
+            atoms = finish_atoms(stack[0], current, seen, orthogonal=orthogonal)
             return Aggregation(atoms, np.ones(1, dtype=bool), {})
+        weights = np.array([float(reply.num_examples) for reply in replies.values()])
+        method = self.aggregation
         return aggregate_atoms(
-            stack,
-            current,
-            method=self.aggregation,
-            weights=np.array([float(reply.num_examples) for reply in replies.values()]),
-            orthogonal=orthogonal,
+            stack, current, method=method, weights=weights, orthogonal=orthogonal
         )
 
 

@@ -56,7 +56,6 @@ def asks(step: str, round_: int = 1, run: str = "r", **more: Any) -> dict[str, A
         "perdl.seed": 0,
         "perdl.run": run,
         "perdl.sends": "statistics",
-        "perdl.orthogonal": 1,
         **own,
     }
 
@@ -90,7 +89,6 @@ def test_almost_parallel_atoms_are_refused(learner: Any, apart: float) -> None:
     [
         ({"local_steps": 10**9}, "perdl.local-steps must be between 1 and 10000"),
         ({"refine_steps": 10**9}, "perdl.refine-steps must be between 0 and 10000"),
-        ({"orthogonal": 7}, "perdl.orthogonal must be between -1 and 1"),
         ({"sends": "codes"}, "perdl.sends must be one of"),
         ({"seed": -1}, "perdl.seed must be between"),
         ({"local_steps": "all"}, "perdl.local-steps must be an integer"),
@@ -137,7 +135,7 @@ def answered(
         return WarmStart(G, 0.0, (0.0,))  # no local atoms: nothing is subtracted from the samples
 
     client = kind(samples, learner, context(), start=start, **more)
-    request = asks(STEPS[kind], sends=sends, orthogonal=int(learner.orthogonal))
+    request = asks(STEPS[kind], sends=sends)
     (rows,), _, _ = client.fit([G], request)
     return np.asarray(rows[: len(G), -samples.shape[1] :])
 

@@ -271,7 +271,7 @@ def test_a_servers_own_keys_do_not_reach_the_client(
     seen: list[dict[str, Any]] = []
     server = Server(lambda _, given: seen.append(given), LocalPrivacy(1.0, 1e-5, 1, clip=1.0))
     sent(server.ask(arrays, {**config, "perdl.debug": 1, "perdl.option.n": 1, "lists": [1, 2]}))
-    extra = {"perdl.run", "perdl.orthogonal", "perdl.local-steps", "perdl.refine-steps"}
+    extra = {"perdl.run", "perdl.local-steps", "perdl.refine-steps"}
     assert set(config) <= set(seen[0]) <= set(config) | extra
 
 

@@ -59,7 +59,7 @@ def test_the_statistics_are_those_of_the_codes_by_hand() -> None:
     X, node = samples(), context()
     (D,), _, _ = DictionaryClient(X, LEARNER, node).fit([], asks("start", 1))
     G = D[:2]
-    config = asks("update", 2, **{"perdl.sends": "statistics", "perdl.orthogonal": 1})
+    config = asks("update", 2, **{"perdl.sends": "statistics"})
     (sent,), _, _ = DictionaryClient(X, LEARNER, node).fit([G], config)
     whole = np.vstack([G, align_to_global(D, G).local_atoms])
     C = LEARNER.code(X, whole)
@@ -84,7 +84,7 @@ def test_atoms_with_too_few_samples_behind_them_are_withheld() -> None:
     open_client = DictionaryClient(X, LEARNER, context(), min_support=0)
     (everything,), _, _ = open_client.fit([], asks("start", 1))
     for round_, sends in enumerate(("atoms", "statistics"), 2):
-        config = asks("update", round_, **{"perdl.sends": sends, "perdl.orthogonal": 1})
+        config = asks("update", round_, **{"perdl.sends": sends})
         (rows,), _, _ = client.fit([everything[:2]], config)
         np.testing.assert_array_equal(rows, np.zeros((2, 5)))
 

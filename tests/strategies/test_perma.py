@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, Message
+from flwr.app import ArrayRecord, Context, Message
 
-from flwr_perdl.clients import client_app
+from flwr_perdl.clients import DictionaryClient, client_app
 from flwr_perdl.dictionary import (
     GradientLearner,
     KSVDLearner,
@@ -301,6 +301,26 @@ def test_an_orthonormal_start_does_not_make_other_learners_atoms_orthonormal(
         learned.append(result.arrays.to_numpy_ndarrays()[0])
     assert dictionary_distance(*learned) < 1e-2
     assert np.abs(learned[0] @ learned[0].T - np.eye(3)).max() > 0.05
+
+
+@pytest.mark.parametrize("aggregation", ["statistics", "mean"])
+def test_a_learner_of_another_kind_is_left_out_of_every_round(aggregation: str) -> None:
+    X = np.random.default_rng(0).standard_normal((4, 60, 5))
+    learners = [OrthogonalLearner(3)] * 3 + [MODLearner(3)]
+
+    def run(n_clients: int) -> tuple[np.ndarray, PerMA]:
+        def make_client(context: Context) -> DictionaryClient:
+            partition = int(context.node_config["partition-id"])
+            return DictionaryClient(X[partition], learners[partition], context)
+
+        strategy = PerMA(2, aggregation=aggregation, fraction_evaluate=0.0)
+        grid = InProcessGrid(client_app(make_client), n_clients)
+        return strategy.start(grid, num_rounds=3).arrays.to_numpy_ndarrays()[0], strategy
+
+    without, _ = run(3)
+    learned, strategy = run(4)
+    np.testing.assert_array_equal(learned, without)
+    assert [list(report.anomalies) for report in strategy.history] == [[3]] * 3
 
 
 @pytest.mark.parametrize("options", [{}, {"min_support": 0}])
