@@ -137,9 +137,7 @@ def _gap(
 
 
 @compiled
-def _descend(
-    m: int, codes: Matrix, left: Matrix, gram: Matrix, alpha: float, nonnegative: bool
-) -> bool:
+def _descend(m: int, codes: Matrix, left: Matrix, gram: Matrix, alpha: float) -> bool:
     """Minimize over one code after the other; return whether any changed its sign."""
     changed = False
     for a in range(m):
@@ -147,7 +145,7 @@ def _descend(
         new = 0.0
         if target > alpha:
             new = (target - alpha) / gram[a, a]
-        elif target < -alpha and not nonnegative:
+        elif target < -alpha:
             new = (target + alpha) / gram[a, a]
         step = new - codes[a]
         if step != 0:
@@ -257,22 +255,11 @@ def _begin(
 
 
 @compiled
-def _largest(m: int, left: Matrix, alpha: float, nonnegative: bool) -> float:
-    """Return the largest product with what is left, and at least ``alpha``."""
-    largest = alpha
-    for a in range(m):
-        largest = max(largest, left[a] if nonnegative else abs(left[a]))
-    return largest
-
-
-@compiled
-def _violations(
-    rest: Matrix, is_active: NDArray[np.bool_], alpha: float, nonnegative: bool
-) -> tuple[float, float]:
+def _violations(rest: Matrix, is_active: NDArray[np.bool_], alpha: float) -> tuple[float, float]:
     """Return the largest product with what is left, and that of an atom that is not active."""
     largest = worst = alpha
     for j in range(len(rest)):
-        size = rest[j] if nonnegative else abs(rest[j])
+        size = abs(rest[j])
         largest = max(largest, size)
         if not is_active[j]:
             worst = max(worst, size)
@@ -285,7 +272,6 @@ def lasso(
     squares: Matrix,
     gram: Matrix,
     alpha: float,
-    nonnegative: bool,
     tol: float,
     max_iter: int,
     warm: bool,
@@ -309,8 +295,6 @@ def lasso(
         ``D @ D.T``.
     alpha : float
         Weight of the penalty.
-    nonnegative : bool
-        Whether codes must be zero or positive.
     tol : float
         Duality gap that is small enough, relative to the objective of zeros, ``0.5 * ||x||^2``.
     max_iter : int
@@ -332,7 +316,7 @@ def lasso(
         goal, known, sweep = 0.5 * tol * squares[i], 0, 0
         m = _begin(products[i], gram, warm, C[i], rest, is_active, atoms, codes)
         while True:
-            largest, worst = _violations(rest, is_active, alpha, nonnegative)
+            largest, worst = _violations(rest, is_active, alpha)
             for a in range(m):
                 before[a], left[a] = codes[a], rest[atoms[a]]
                 given[a] = products[i, atoms[a]]
@@ -341,8 +325,7 @@ def lasso(
                 break
             enough = alpha + _WORST * (worst - alpha)
             for j in range(r):
-                size = rest[j] if nonnegative else abs(rest[j])
-                if size > enough and not is_active[j]:
+                if abs(rest[j]) > enough and not is_active[j]:
                     is_active[j], atoms[m], codes[m], before[m] = True, j, 0, 0
                     left[m], given[m] = rest[j], products[i, j]
                     m += 1
@@ -355,10 +338,12 @@ def lasso(
             gap = np.inf
             while gap > 0.3 * goal and sweep < max_iter:  # the whole gap is a little larger
                 sweep += 1
-                if not _descend(m, codes, left, among, alpha, nonnegative):
+                if not _descend(m, codes, left, among, alpha):
                     while not _newton(m, codes, left, among, factor, used, step, alpha):
                         pass
-                largest = _largest(m, left, alpha, nonnegative)
+                largest = alpha
+                for a in range(m):
+                    largest = max(largest, abs(left[a]))
                 gap = _gap(m, codes, given, left, largest, squares[i], alpha)
             for a in range(m):
                 before[a] = codes[a] - before[a]

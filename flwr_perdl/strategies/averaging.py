@@ -28,8 +28,7 @@ from flwr_perdl.clients.averaging import AVERAGE
 from flwr_perdl.clients.dictionary import LOCAL_STEPS, MOST_STEPS
 from flwr_perdl.clients.perma import OWN
 from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_flag
-from flwr_perdl.dictionary.aggregation import aggregate_atoms
-from flwr_perdl.dictionary.averaging import average_dictionaries, common_start
+from flwr_perdl.dictionary import aggregate_atoms, average_dictionaries, common_start
 from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.records import ANEW, Reply
 from flwr_perdl.protocol.request import Protocol, Replies, Request, State

@@ -142,7 +142,6 @@ def test_coders(samples: str, atoms: str, count: Any, real: Any) -> None:
     answers(lambda: perdl.lasso(X, D, real, max_iter=20))
     answers(lambda: perdl.sparse_code(X, D, n_nonzero=count, alpha=real))
     answers(lambda: perdl.atom_support(X))
-    answers(lambda: perdl.top_k(X, count))
     answers(lambda: perdl.hard_threshold(X, real))
     answers(lambda: perdl.soft_threshold(X, real))
 

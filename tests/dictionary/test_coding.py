@@ -17,7 +17,6 @@ from flwr_perdl.dictionary import (
     reconstruct,
     soft_threshold,
     sparse_code,
-    top_k,
 )
 from flwr_perdl.dictionary.coding import focuss, nonnegative_from_gram
 
@@ -31,13 +30,6 @@ def test_thresholds_by_hand():
     assert np.array_equal(soft_threshold(A, 0.5), [[-1.5, 0.0, 0.0, 0.0, 0.5]])
 
 
-def test_top_k_by_hand():
-    A = np.array([[1.0, -3.0, 2.0], [0.0, 1.0, 0.5]])
-    assert np.array_equal(top_k(A, 1), [[0.0, -3.0, 0.0], [0.0, 1.0, 0.0]])
-    assert np.array_equal(top_k(A, 0), np.zeros((2, 3)))
-    assert np.array_equal(top_k(A, 7), A)
-
-
 @given(matrices, st.floats(0.01, 5))
 def test_thresholds_minimize_their_objectives(A, t):
     """Hard: (a - c)^2 + t^2 [c != 0]; soft: (a - c)^2 / 2 + t |c|."""
@@ -48,14 +40,6 @@ def test_thresholds_minimize_their_objectives(A, t):
     for c in (np.zeros_like(A), A, soft + 0.01, soft - 0.01):
         ours = (A - soft) ** 2 / 2 + t * np.abs(soft)
         assert (ours <= (A - c) ** 2 / 2 + t * np.abs(c) + 1e-9).all()
-
-
-@given(matrices, st.integers(0, 5))
-def test_top_k_keeps_the_largest(A, k):
-    C = top_k(A, k)
-    assert (np.count_nonzero(C, axis=1) <= k).all()
-    expected = np.sort(np.abs(A), axis=1)[:, 5 - k :].sum(axis=1)
-    assert np.allclose(np.abs(C).sum(axis=1), expected)
 
 
 @pytest.mark.parametrize("k", [1, 3, 7])
@@ -74,7 +58,9 @@ def test_omp_residuals_are_orthogonal_to_the_atoms_taken(rng, unit):
 
 def test_omp_with_orthonormal_atoms_keeps_the_largest_products(rng, orthonormal):
     X, D = rng.standard_normal((20, 8)), orthonormal(6, 8)
-    assert np.allclose(omp(X, D, 3), top_k(X @ D.T, 3), atol=1e-12)
+    products = X @ D.T
+    third = np.sort(np.abs(products))[:, [-3]]
+    assert np.allclose(omp(X, D, 3), products * (np.abs(products) >= third))
 
 
 def test_omp_stops_where_the_sample_is_fitted(rng, unit):
@@ -163,68 +149,58 @@ def lasso_objective(X, D, C, alpha):
     return (0.5 * ((X - C @ D) ** 2).sum() + alpha * np.abs(C).sum()).item()
 
 
-@pytest.mark.parametrize("nonnegative", [False, True])
 @pytest.mark.parametrize("alpha", [0.05, 0.5])
-def test_lasso_is_scikit_learns(rng, unit, alpha, nonnegative):
+def test_lasso_is_scikit_learns(rng, unit, alpha):
     X, D = rng.standard_normal((6, 12)), unit(20, 12)
-    ours = lasso(X, D, alpha, nonnegative=nonnegative)
+    ours = lasso(X, D, alpha)
     assert ours.converged
-    oracle = SklearnLasso(
-        alpha=alpha / 12, fit_intercept=False, tol=1e-12, max_iter=100000, positive=nonnegative
-    )
+    oracle = SklearnLasso(alpha=alpha / 12, fit_intercept=False, tol=1e-12, max_iter=100000)
     expected = np.stack([oracle.fit(D.T, x).coef_ for x in X])
     assert np.allclose(ours.codes, expected, atol=1e-7)
 
 
-@pytest.mark.parametrize("nonnegative", [False, True])
 @pytest.mark.parametrize("alpha", [0.02, 1.0])
 @pytest.mark.parametrize("r", [8, 90])
-def test_lasso_is_spams(rng, unit, r, alpha, nonnegative):
+def test_lasso_is_spams(rng, unit, r, alpha):
     spams = pytest.importorskip("spams")
     D = unit(r, 20)
     D[1::2] += D[0] + D[2]  # atoms that have much in common, of any length
     X = rng.standard_normal((50, 20))
-    codes = lasso(X, D, alpha, nonnegative=nonnegative).codes
-    options = {"lambda1": alpha, "pos": nonnegative, "numThreads": 1}
+    codes = lasso(X, D, alpha).codes
+    options = {"lambda1": alpha, "numThreads": 1}
     expected = spams.lasso(np.asfortranarray(X.T), np.asfortranarray(D.T), **options).toarray().T
     found, wanted = (lasso_objective(X, D, C, alpha) for C in (codes, expected))
     assert found == pytest.approx(wanted, rel=1e-9)
 
 
-@pytest.mark.parametrize("nonnegative", [False, True])
-def test_lasso_optimality(rng, unit, nonnegative):
+def test_lasso_optimality(rng, unit):
     X, D = rng.standard_normal((30, 10)), 3 * unit(15, 10)
-    codes, n_iter, gap, converged = lasso(X, D, 0.3, nonnegative=nonnegative)
+    codes, n_iter, gap, converged = lasso(X, D, 0.3)
     products = (X - codes @ D) @ D.T
     assert converged
     assert n_iter > 0
     assert gap <= 1e-8
-    assert (codes >= 0).all() or not nonnegative
     assert np.abs(products[codes != 0] - 0.3 * np.sign(codes[codes != 0])).max() < 1e-7
-    assert (products if nonnegative else np.abs(products))[codes == 0].max() < 0.3 + 1e-7
+    assert np.abs(products)[codes == 0].max() < 0.3 + 1e-7
 
 
 def test_lasso_with_orthonormal_atoms_is_the_soft_threshold(rng, orthonormal):
     X, D = rng.standard_normal((20, 8)), orthonormal(6, 8)
     result = lasso(X, D, 0.4)
     assert np.allclose(result.codes, soft_threshold(X @ D.T, 0.4), atol=1e-12)
-    positive = lasso(X, D, 0.4, nonnegative=True)
-    assert np.allclose(positive.codes, np.maximum(X @ D.T - 0.4, 0), atol=1e-12)
 
 
-@pytest.mark.parametrize("nonnegative", [False, True])
-def test_lasso_may_start_from_any_codes(rng, unit, nonnegative):
+def test_lasso_may_start_from_any_codes(rng, unit):
     X, D = rng.standard_normal((20, 10)), unit(30, 10)
     D[4] = 0  # an atom that was withheld
-    cold = lasso(X, D, 0.2, nonnegative=nonnegative)
+    cold = lasso(X, D, 0.2)
     start = rng.standard_normal((20, 30))
-    start = np.abs(start) if nonnegative else start
     before = start.copy()
-    found = lasso(X, D, 0.2, nonnegative=nonnegative, start=start)
+    found = lasso(X, D, 0.2, start=start)
     assert np.array_equal(start, before)
     assert found.converged
     assert np.allclose(found.codes, cold.codes, atol=1e-6)
-    again = lasso(X, D, 0.2, nonnegative=nonnegative, start=cold.codes)
+    again = lasso(X, D, 0.2, start=cold.codes)
     assert again.n_iter == 0
     assert np.array_equal(again.codes, cold.codes)
 
@@ -246,15 +222,14 @@ def test_the_gap_bounds_what_the_objective_can_still_lose(rng, unit):
     arrays(float, (7, 4), elements=st.integers(-2, 2).map(float)),
     st.sampled_from([0.01, 1.0, 2.0]),
     st.booleans(),
-    st.booleans(),
 )
-def test_lasso_ends_where_atoms_are_equal_or_products_are_tied(X, D, alpha, nonnegative, warm):
+def test_lasso_ends_where_atoms_are_equal_or_products_are_tied(X, D, alpha, warm):
     """Whole numbers: atoms that are zero, equal, opposite or dependent, and codes that tie."""
     start = np.ones((3, 7)) if warm else None
-    found = lasso(X, D, alpha, nonnegative=nonnegative, start=start)
+    found = lasso(X, D, alpha, start=start)
     assert found.converged
     products = (X - found.codes @ D) @ D.T
-    assert (products if nonnegative else np.abs(products)).max() < alpha + 1e-3
+    assert np.abs(products).max() < alpha + 1e-3
     slack = alpha * np.abs(found.codes).sum() - (found.codes * products).sum()
     assert slack < 1e-6
 
@@ -285,17 +260,17 @@ def test_sparse_code_keeps_float32_and_its_inputs(rng, unit, option):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "name"),
     [
-        ({}, "Exactly one of n_nonzero, threshold and alpha must be given, got 0"),
-        ({"n_nonzero": 1, "alpha": 0.1}, "got 2"),
-        ({"alpha": 0.0}, "alpha must be in"),
-        ({"threshold": -1.0}, "threshold must be in"),
-        ({"n_nonzero": 1.5}, "n_nonzero must be an integer"),
+        ({}, "n_nonzero"),
+        ({"n_nonzero": 1, "alpha": 0.1}, "n_nonzero"),
+        ({"alpha": 0.0}, "alpha"),
+        ({"threshold": -1.0}, "threshold"),
+        ({"n_nonzero": 1.5}, "n_nonzero"),
     ],
 )
-def test_sparse_code_says_what_is_wrong(options, message):
-    with pytest.raises(ValueError, match=message):
+def test_sparse_code_names_what_is_wrong(options, name):
+    with pytest.raises(ValueError, match=name):
         sparse_code(np.ones((2, 3)), np.eye(3), **options)
 
 
@@ -339,24 +314,21 @@ def test_focuss_with_power_one_is_the_lasso(rng, unit, r, d):
     X, D = rng.standard_normal((20, d)), unit(r, d)
     ours = focuss(X, D, 0.3, power=1.0, tol=1e-8, max_iter=20000)
     expected = lasso(X, D, 0.3).codes
-    assert np.abs(ours.codes - expected).max() < 1e-4
+    assert np.abs(ours - expected).max() < 1e-4
 
 
 @pytest.mark.parametrize("power", [0.3, 0.5, 1.0])
 @pytest.mark.parametrize(("r", "d"), [(8, 12), (30, 8)])
 def test_focuss_lowers_its_objective_in_every_iteration(rng, unit, r, d, power):
     X, D = rng.standard_normal((20, d)), unit(r, d)
-    runs = [focuss(X, D, 0.1, power=power, tol=0.0, max_iter=n).codes for n in range(12)]
+    runs = [focuss(X, D, 0.1, power=power, tol=0.0, max_iter=n) for n in range(12)]
     values = np.array([focuss_objective(X, D, C, 0.1, power) for C in runs])
     assert (np.diff(values, axis=0) <= 1e-9).all()
 
 
 def test_focuss_is_stationary_where_codes_are_not_zero(rng, unit):
     X, D = rng.standard_normal((30, 8)), unit(20, 8)
-    codes, n_iter, change, converged = focuss(X, D, 0.05, tol=1e-9, max_iter=2000)
-    assert converged
-    assert change <= 1e-9
-    assert 1 < n_iter <= 2000
+    codes = focuss(X, D, 0.05, tol=1e-9, max_iter=2000)
     used = codes != 0
     assert 0 < used.sum() < codes.size
     slope = (X - codes @ D) @ D.T
@@ -369,7 +341,7 @@ def test_focuss_finds_planted_codes_and_shrinks_large_ones_less_than_the_lasso(r
     C = np.zeros((40, 20))
     C[np.arange(40), rng.integers(0, 10, 40)] = 4.0
     C[np.arange(40), rng.integers(10, 20, 40)] = -9.0
-    ours, theirs = focuss(C @ D, D, 0.05).codes, lasso(C @ D, D, 0.05).codes
+    ours, theirs = focuss(C @ D, D, 0.05), lasso(C @ D, D, 0.05).codes
     right = ((ours != 0) == (C != 0)).all(axis=1)
     assert right.mean() > 0.7
     assert np.abs(ours - C)[right].max() < 0.6 * np.abs(theirs - C)[right].max()
@@ -379,28 +351,25 @@ def test_focuss_finds_planted_codes_and_shrinks_large_ones_less_than_the_lasso(r
 @pytest.mark.parametrize(("r", "d"), [(8, 12), (12, 8)])
 def test_focuss_does_not_depend_on_the_datas_units(rng, unit, r, d, power):
     X, D = rng.standard_normal((20, d)), unit(r, d)
-    codes = focuss(X, D, 0.1, power=power).codes
+    codes = focuss(X, D, 0.1, power=power)
     assert codes.any(axis=1).all()
     for scale in (255.0, 1e-3):
-        scaled = focuss(scale * X, D, 0.1 * scale ** (2 - power), power=power).codes
+        scaled = focuss(scale * X, D, 0.1 * scale ** (2 - power), power=power)
         assert np.allclose(scaled / scale, codes, atol=1e-6)
 
 
 def test_focuss_in_pieces_is_focuss(rng, unit, monkeypatch):
     X, D = rng.standard_normal((50, 8)), unit(12, 8)
-    whole = focuss(X, D, 0.1).codes
+    whole = focuss(X, D, 0.1)
     monkeypatch.setattr("flwr_perdl.dictionary.coding._WORKSPACE", 100)
-    assert np.allclose(focuss(X, D, 0.1).codes, whole, atol=1e-10)
+    assert np.allclose(focuss(X, D, 0.1), whole, atol=1e-10)
 
 
-def test_focuss_says_when_it_has_not_converged_and_copes_with_nothing(rng, unit):
+def test_focuss_of_nothing_and_in_float32(rng, unit):
     X, D = rng.standard_normal((5, 8)), unit(12, 8)
-    hurried = focuss(X, D, 0.1, max_iter=2)
-    assert hurried.n_iter == 2
-    assert not hurried.converged
-    assert np.array_equal(focuss(np.zeros((2, 8)), D, 0.1).codes, np.zeros((2, 12)))
-    assert focuss(X[:0], D, 0.1).codes.shape == (0, 12)
-    assert focuss(X.astype(np.float32), D.astype(np.float32), 0.1).codes.dtype == np.float32
+    assert np.array_equal(focuss(np.zeros((2, 8)), D, 0.1), np.zeros((2, 12)))
+    assert focuss(X[:0], D, 0.1).shape == (0, 12)
+    assert focuss(X.astype(np.float32), D.astype(np.float32), 0.1).dtype == np.float32
 
 
 @pytest.mark.parametrize(("r", "d"), [(1, 5), (6, 20), (30, 30)])

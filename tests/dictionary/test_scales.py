@@ -94,7 +94,7 @@ def test_samples_whose_squares_are_out_of_range_are_named(kind, dtype, scale, rn
         lambda: refine_local(X, D, 2, learner),
         lambda: personalized_pca([X, X], 1, 1),
     ):
-        with pytest.raises(ValueError, match=r"must be rescaled, as the squares .*, got values up"):
+        with pytest.raises(ValueError, match=r"^(X|samples)"):
             call()
 
 
