@@ -110,7 +110,6 @@ def aggregate_atoms(
     Returns
     -------
     Aggregation
-        Global atoms, and which clients sent at least one atom.
 
     Raises
     ------
@@ -174,7 +173,6 @@ def local_statistics(
     Parameters
     ----------
     X : ndarray of shape (n_samples, n_features)
-        Data.
     C : ndarray of shape (n_samples, n_atoms)
         Codes of ``X`` with ``D``.
     D : ndarray of shape (n_atoms, n_features)
@@ -224,22 +222,16 @@ def aggregate_statistics(stack: Matrix, current: Matrix, *, orthogonal: bool) ->
         The current global atoms. One that all clients withhold stays as it is if ``orthogonal``;
         otherwise it becomes the sum of two others that are used together.
     orthogonal : bool
-        Whether the learner's atoms are orthonormal. If not, the atoms are updated as by
-        `LassoLearner`: from the sum of the statistics of N clients that share all atoms comes what
-        their pooled samples give.
+        Whether the learner's atoms are orthonormal. If not, they are updated as by `LassoLearner`
+        from the pooled samples of the clients.
 
     Returns
     -------
     Aggregation
-        Global atoms, and which clients were used. A client is left out if the atoms that its own
-        statistics give lie more than ``FAR`` median distances from the geometric median of all
-        clients', or if what it says of its codes is no second moment; one whose statistics are
-        larger than ``CAP`` times the median is scaled down to that.
-
-    Raises
-    ------
-    ValueError
-        If shapes do not fit.
+        A client is left out if the atoms that its own statistics give lie more than ``FAR`` median
+        distances from the geometric median of all clients', or if what it says of its codes is no
+        second moment; one whose statistics are larger than ``CAP`` times the median is scaled down
+        to that.
 
     Examples
     --------

@@ -249,17 +249,8 @@ def merged_atoms(gram: Matrix, D: Matrix) -> Matrix:
 def atom_distances(A: Matrix, B: Matrix) -> Matrix:
     """Return ``min(|a - b|, |a + b|)`` for every atom ``a`` of ``A`` and ``b`` of ``B``.
 
-    Parameters
-    ----------
-    A : ndarray of shape (n_a, n_features)
-        A dictionary.
-    B : ndarray of shape (n_b, n_features)
-        Another.
-
-    Returns
-    -------
-    ndarray of shape (n_a, n_b)
-        float64; small distances are exact to rounding of the atoms, not of their products.
+    The result, (n_a, n_b), is float64; small distances are exact to rounding of the atoms, not of
+    their products.
 
     Examples
     --------
@@ -296,12 +287,6 @@ def match_atoms(A: Matrix, B: Matrix) -> AtomMatch:
     Returns
     -------
     AtomMatch
-        Indices, signs and distances, each of shape (n_a,).
-
-    Raises
-    ------
-    ValueError
-        If ``A`` has more atoms than ``B``.
 
     Examples
     --------
@@ -318,8 +303,7 @@ def match_atoms(A: Matrix, B: Matrix) -> AtomMatch:
 def dictionary_distance(A: Matrix, B: Matrix, norm: str = "1,2") -> float:
     """Return the distance of two dictionaries up to order and signs of their atoms.
 
-    The lengths of atoms count: of dictionaries that are not unit, `normalize_atoms` first makes
-    directions.
+    The lengths of atoms count, see `normalize_atoms`.
 
     Parameters
     ----------
@@ -331,15 +315,6 @@ def dictionary_distance(A: Matrix, B: Matrix, norm: str = "1,2") -> float:
         "1,2": the largest distance within a pair, least over all pairings (eq. 3, exact). "2": the
         largest singular value of the difference at that pairing (of several, the one with the
         least sum of distances): an upper bound of the paper's eq. 4, which minimizes over pairings.
-
-    Returns
-    -------
-    float
-
-    Raises
-    ------
-    ValueError
-        If ``A`` has more atoms than ``B`` or ``norm`` is neither.
 
     Examples
     --------

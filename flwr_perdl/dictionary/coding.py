@@ -115,13 +115,12 @@ def by_direction(code: Callable[[Matrix], Matrix], D: Matrix) -> Matrix:
 def omp(X: Matrix, D: Matrix, n_nonzero: int, *, selection: Selection = "correlation") -> Matrix:
     """Code by orthogonal matching pursuit.
 
-    Each sample repeatedly takes an atom (the first of several that are as good but for rounding),
-    and fits the atoms that it has taken by least squares.
+    A sample takes one atom after the other (the first of several that are as good but for
+    rounding), and fits those that it has taken by least squares.
 
     Parameters
     ----------
     X : ndarray of shape (n_samples, n_features)
-        Data.
     D : ndarray of shape (n_atoms, n_features)
         Atoms. Their lengths do not matter: codes are those of unit atoms divided by them.
     n_nonzero : int
@@ -134,7 +133,6 @@ def omp(X: Matrix, D: Matrix, n_nonzero: int, *, selection: Selection = "correla
     Returns
     -------
     ndarray of shape (n_samples, n_atoms)
-        Codes.
 
     Examples
     --------
@@ -197,15 +195,12 @@ def lasso(
 ) -> Lasso:
     """Minimise ``0.5 * ||x - c @ D||^2 + alpha * ||c||_1`` for every sample ``x``.
 
-    Coordinate descent on active atoms of the Gram matrix, with Newton steps once the signs of the
-    codes hold: on most data the codes are exact but for rounding.
+    On most data the codes are exact but for rounding.
 
     Parameters
     ----------
     X : ndarray of shape (n_samples, n_features)
-        Data.
     D : ndarray of shape (n_atoms, n_features)
-        Atoms.
     alpha : float
         Weight of the penalty, positive (scikit-learn's ``Lasso`` divides the first term by the
         number of features: its ``alpha`` is this one over ``n_features``).
@@ -220,7 +215,6 @@ def lasso(
     Returns
     -------
     Lasso
-        Codes, sweeps, duality gap, and whether ``tol`` was reached.
 
     Examples
     --------
@@ -238,7 +232,7 @@ def lasso(
         start = check_array("start", start, rows=len(X), columns=D.shape[0], squares=True)
     from flwr_perdl.dictionary import _kernels  # compiled: Numba is imported where it is needed
 
-    n, r, warm = len(X), len(D), start is not None
+    n, r = len(X), len(D)
     dtype, wide = np.result_type(X, D), D.astype(np.float64, copy=False)
     C = np.zeros((n, r), dtype) if start is None else np.array(start, dtype)
     X, gram = X.astype(dtype, copy=False), wide @ wide.T
@@ -248,7 +242,7 @@ def lasso(
         squares = np.einsum("ij,ij->i", X[rows], X[rows], dtype=np.float64)
         # In single precision the gap would be wrong.
         products = X[rows].astype(np.float64, copy=False) @ wide.T
-        given = products, squares, gram, alpha, tol, max_iter, warm
+        given = products, squares, gram, alpha, tol, max_iter
         _kernels.lasso(*given, C[rows], sweeps[rows], gaps[rows])
 
     _in_threads(code, n, r)
@@ -267,11 +261,10 @@ def focuss(
 ) -> Matrix:
     """Lower ``0.5 * ||x - c @ D||^2 + alpha / power * sum |c|^power`` for every sample ``x``.
 
-    Regularised FOCUSS (Gorodnitsky and Rao 1997; Rao, Engan, Cotter, Palmer and Kreutz-Delgado
-    2003): every iteration is a ridge regression, its penalty on a code divided by
-    ``|c|^(2 - power)`` of the iteration before, and lowers the objective. It starts as if all codes
-    of a sample were as large as its largest product with an atom. With ``power=1`` the objective is
-    the lasso's, and so is the result; below 1 there are many local minima, one of which it finds.
+    Regularised FOCUSS (Gorodnitsky and Rao 1997; Rao et al. 2003): every iteration is a ridge
+    regression, its penalty on a code divided by ``|c|^(2 - power)`` of the iteration before, and
+    lowers the objective. It starts as if all codes of a sample were as large as its largest product
+    with an atom. With ``power=1`` it is the lasso; below 1 it finds one of many local minima.
 
     ``alpha`` is in units of ``X^(2 - power)``: for samples ``s`` times as large, ``s^(2 - power)``
     times as much gives the same codes, ``s`` times as large. A sample is done when no code changes
@@ -396,7 +389,6 @@ def sparse_code(
     Parameters
     ----------
     X : ndarray of shape (n_samples, n_features)
-        Data.
     D : ndarray of shape (n_atoms, n_features)
         Atoms; only to the lasso their lengths matter.
     n_nonzero : int, optional
@@ -409,7 +401,6 @@ def sparse_code(
     Returns
     -------
     ndarray of shape (n_samples, n_atoms)
-        Codes.
 
     Raises
     ------
@@ -453,18 +444,7 @@ def remainder(X: Matrix, fitted: Matrix) -> Matrix:
 
 
 def reconstruct(C: Matrix, D: Matrix) -> Matrix:
-    """Return ``C @ D``, the samples that the codes stand for.
-
-    Parameters
-    ----------
-    C : ndarray of shape (n_samples, n_atoms)
-        Codes.
-    D : ndarray of shape (n_atoms, n_features)
-        Atoms.
-
-    Returns
-    -------
-    ndarray of shape (n_samples, n_features)
+    """Return ``C @ D``, (n_samples, n_features), the samples that the codes stand for.
 
     Examples
     --------

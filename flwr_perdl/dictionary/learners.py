@@ -109,20 +109,10 @@ class Learner(Protocol):
 def atom_support(C: Matrix) -> Matrix:
     """Return the effective number of samples behind each atom, ``(sum |c|)^2 / sum c^2``.
 
-    An atom's update, and its row of the statistics, is a sum of samples with weights ``c``; this
-    is Kish's effective sample size for these weights. ``m`` samples that use an atom alike count
-    ``m``; where one code dwarfs all others it is 1; a support of ``m`` means that no sample has
-    more than ``1 / sqrt(m)`` of the weight.
-
-    Parameters
-    ----------
-    C : ndarray of shape (n_samples, n_atoms)
-        Codes.
-
-    Returns
-    -------
-    ndarray of shape (n_atoms,)
-        0 for an atom that no sample uses.
+    An atom's update, and its row of the statistics, is a sum of samples with weights ``c``, the
+    codes (n_samples, n_atoms); this is Kish's effective sample size for these weights. ``m``
+    samples that use an atom alike count ``m``; an unused atom counts 0; a support of ``m`` means
+    that no sample has more than ``1 / sqrt(m)`` of the weight.
 
     Examples
     --------
@@ -148,12 +138,8 @@ def update_weights(learner: Learner, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
     ----------
     learner : Learner
         Its own ``weights(X, C, D)`` says them, where it has that method; else they are the codes.
-    X : ndarray of shape (n_samples, n_features)
-        Data.
-    C : ndarray of shape (n_samples, n_atoms)
-        Its codes, from which the atoms are updated.
-    D : ndarray of shape (n_atoms, n_features)
-        The current dictionary.
+    X, C, D : ndarray
+        The arguments of ``learner.update``: data, codes, current dictionary.
 
     Returns
     -------
@@ -237,10 +223,7 @@ class AlternatingLearner(ABC):
         return self.steps(X, unit_atoms(D)[0], [1.0])
 
     def steps(self, X: Matrix, D: Matrix, scales: Sequence[float]) -> Matrix:
-        """Return the dictionary after one iteration per scale, which is that of `code`.
-
-        Arguments are as they should be, atoms of norm 1.
-        """
+        """Return the dictionary after one iteration per scale of `code`; ``D`` has unit atoms."""
         for scale in scales:
             D = self._update(X, self._code(X, D, scale), D)
         return D
@@ -292,10 +275,9 @@ class ThresholdLearner(AlternatingLearner):
 
 @dataclass(frozen=True)
 class OrthogonalLearner(ThresholdLearner):
-    """Algorithm 4: orthonormal atoms, as many as features or fewer.
+    """Algorithm 4: orthonormal atoms, updated to the polar factor of ``C.T @ X``.
 
-    The update is the orthonormal dictionary that minimizes ``||X - C @ D||``, the polar factor of
-    ``C.T @ X``.
+    That is the orthonormal dictionary that minimizes ``||X - C @ D||``.
 
     Parameters
     ----------
@@ -459,10 +441,9 @@ class KSVDLearner(GeneralLearner):
 class LassoLearner(AlternatingLearner):
     """Online dictionary learning (Mairal, Bach, Ponce and Sapiro, ICML 2009).
 
-    Codes are the lasso's. The update is block-coordinate descent on ``C.T @ C`` and ``C.T @ X``.
-    These are sums over samples, so that a round of `PerMA` with "statistics" over clients is an
-    iteration over their pooled samples. The objective is the sum over samples of
-    ``||x - c @ D||^2 / 2 + penalty * ||c||_1``.
+    Codes are the lasso's. The update is block-coordinate descent on ``C.T @ C`` and ``C.T @ X``,
+    sums over samples: a round of `PerMA` with "statistics" is an iteration over the clients' pooled
+    samples. The objective is the sum over samples of ``||x - c @ D||^2 / 2 + penalty * ||c||_1``.
 
     Deviations from the paper: an iteration takes all samples and forgets earlier codes; atoms have
     norm 1, not at most 1; an atom that no sample uses becomes the normalized sum of two others that
@@ -474,8 +455,7 @@ class LassoLearner(AlternatingLearner):
         Atoms of the dictionary; may exceed the number of features.
     alpha : float or "auto", default "auto"
         The penalty, the same for all samples; for "auto" a sample's own is ``AUTO_PENALTY`` times
-        its norm. Then the data's scale does not matter, clients need not agree on a number, and
-        dark and bright images count alike.
+        its norm, so that the data's scale does not matter and dark and bright images count alike.
 
     Examples
     --------

@@ -211,11 +211,6 @@ def align_to_global(D: Matrix, global_atoms: Matrix) -> Alignment:
     -------
     Alignment
 
-    Raises
-    ------
-    ValueError
-        If there are more global atoms than atoms.
-
     Examples
     --------
     >>> import numpy as np

@@ -88,19 +88,9 @@ class PersonalizedPCA(NamedTuple):
 def shared_start(directions: Sequence[Matrix], n_global: int) -> Matrix:
     """Return the subspace that the clients' directions have in common: where PerPCA starts.
 
-    Parameters
-    ----------
-    directions : sequence of ndarray of shape (n_directions, n_features)
-        Orthonormal rows per client: as many principal directions as it will have components, so
-        that what all share is among them where a client's own features are the stronger ones.
-    n_global : int
-        At most ``n_features``.
-
-    Returns
-    -------
-    ndarray of shape (n_global, n_features)
-        Orthonormal rows: those that maximize the summed squared projections on the clients'
-        subspaces, the principal directions of all their directions together.
+    ``directions`` are orthonormal rows per client: as many principal directions as it will have
+    components, so that what all share is among them where a client's own features are the stronger
+    ones. The start maximizes the summed squared projections on the clients' subspaces.
     """
     found = np.vstack(directions)
     if len(found):
@@ -118,20 +108,7 @@ def local_start(X: Matrix, U: Matrix, n_local: int) -> Matrix:
 def perpca_step(X: Matrix, U: Matrix, V: Matrix, step: float) -> PCAStep:
     """Take a client's step: correct V against U, a gradient step on both, retract.
 
-    Parameters
-    ----------
-    X : ndarray of shape (n_samples, n_features)
-        The client's samples.
-    U : ndarray of shape (n_global, n_features)
-        The shared components, orthonormal.
-    V : ndarray of shape (n_local, n_features)
-        The client's own, orthonormal.
-    step : float
-        Length of the step, as a multiple of ``1 / ||X W'||_2^2`` with ``W`` both components.
-
-    Returns
-    -------
-    PCAStep
+    ``step`` is a multiple of ``1 / ||X W'||_2^2`` with ``W`` both components, orthonormal rows.
     """
     X = check_array("X", X, min_rows=1, squares=True)
     U = check_array("U", U, columns=X.shape[1])
@@ -190,13 +167,11 @@ def personalized_pca(
     n_rounds : int, default 20
         Rounds after the start. 0: the authors' two-shot form.
     step : float, default 1.0
-        The first step, as a multiple of ``1 / ||X_i W'||_2^2`` with all components ``W`` of a
-        client; halved whenever the loss has risen.
+        The first step, see :func:`perpca_step`; halved whenever the loss has risen.
     aggregation : {"mean", "median", "geometric-median", "trimmed"}, default "mean"
         How the server combines the clients' shared components (:func:`aggregate_atoms`). "mean":
-        the authors', and the only one of `flwr_perdl.strategies.PerPCA`. The others compare
-        component by component: all clients have stepped from the same ones. What these find depends
-        on the basis of the shared subspace; what the mean finds does not.
+        the authors', and the only one of `flwr_perdl.strategies.PerPCA`. What the others find
+        depends on the basis of the shared subspace, since they compare component by component.
 
     Returns
     -------

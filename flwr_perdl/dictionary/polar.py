@@ -48,11 +48,6 @@ def polar_factor(S: Matrix, fallback: Matrix, fixed: NDArray[np.bool_] | None = 
     ndarray of shape (n_atoms, n_features)
         Orthonormal rows, in the dtype of ``S``; computed in float64.
 
-    Raises
-    ------
-    ValueError
-        If the shapes differ or there are more rows than columns.
-
     Examples
     --------
     >>> import numpy as np

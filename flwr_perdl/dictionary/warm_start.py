@@ -71,13 +71,9 @@ def warm_start(
     Parameters
     ----------
     X : ndarray of shape (n_samples, n_features)
-        Data.
     learner : Learner
-        The local algorithm.
     rng : numpy.random.Generator
-        Source of the starts.
     n_iter : int, default 100
-        Iterations per start.
     restarts : int, default 1
         Starts; the one with the least loss wins.
     boost : float, default 8
@@ -88,7 +84,6 @@ def warm_start(
     Returns
     -------
     WarmStart
-        Dictionary, its loss, and the losses of all starts.
 
     Examples
     --------
@@ -136,22 +131,16 @@ def pooled_start(dictionaries: Sequence[Matrix], atoms: Matrix, *, n_iter: int =
 
 
 def iterate(learner: Learner, X: Matrix, D: Matrix, scales: Sequence[float]) -> Matrix:
-    """Take a learner's iterations.
+    """Return a learner's dictionary after an iteration for each of ``scales``.
 
     Parameters
     ----------
     learner : Learner
-        The local algorithm.
     X : ndarray of shape (n_samples, n_features)
-        Data.
     D : ndarray of shape (n_atoms, n_features)
         Unit atoms to start from; orthonormal ones for `OrthogonalLearner`.
     scales : sequence of float
         The threshold of each iteration, as a multiple of the learner's own.
-
-    Returns
-    -------
-    ndarray of shape (n_atoms, n_features)
 
     Examples
     --------
