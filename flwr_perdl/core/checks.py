@@ -49,10 +49,8 @@ def check_array(
         The argument's name, for the message.
     value : array_like
         The array to check; never modified.
-    ndim : int
-        Required number of dimensions.
-    min_rows : int
-        Least length of the first axis.
+    ndim, min_rows : int
+        Required number of dimensions, and least length of the first axis.
     rows, columns : int or None
         Required length of the last axis but one, and of the last; None accepts any.
     squares : bool
