@@ -29,11 +29,6 @@ class MajorityLabelPartitioner(Partitioner):
     seed : int, default 0
         Draws the split.
 
-    Raises
-    ------
-    ValueError
-        If a client would have no sample of its own label.
-
     Examples
     --------
     >>> from flwr_datasets import FederatedDataset
