@@ -27,11 +27,6 @@ from flwr_perdl.dictionary.atoms import (
 numbers = st.floats(-10, 10).map(lambda x: round(x, 3))
 
 
-def test_normalize_by_hand():
-    D = normalize_atoms(np.array([[3.0, 4.0], [0.0, -2.0]]))
-    assert np.array_equal(D, [[0.6, 0.8], [0.0, -1.0]])
-
-
 def test_normalize_puts_the_fallback_where_a_row_is_zero():
     D = np.array([[0.0, 0.0], [2.0, 0.0]])
     assert np.array_equal(normalize_atoms(D, np.eye(2)[::-1]), [[0.0, 1.0], [1.0, 0.0]])
@@ -195,12 +190,6 @@ def test_the_rounding_of_float32_is_no_direction(rng, orthonormal, n_features):
     for scale in (1, 1.1):
         S = C.astype(np.float32).T @ (scale * X).astype(np.float32)
         assert np.allclose(polar_factor(S, fallback.astype(np.float32)), exact, atol=1e-5)
-
-
-def test_least_squares_atoms_against_lstsq(rng, unit):
-    C, X = rng.standard_normal((30, 4)), rng.standard_normal((30, 6))
-    expected = normalize_atoms(np.linalg.lstsq(C, X, rcond=None)[0])
-    assert np.allclose(least_squares_atoms(C.T @ C, C.T @ X, unit(4, 6)), expected, atol=1e-10)
 
 
 def test_least_squares_leaves_open_what_the_equations_leave_open(rng, unit):

@@ -14,7 +14,6 @@ from flwr_perdl.dictionary import (
     lasso,
     normalize_atoms,
     omp,
-    reconstruct,
     soft_threshold,
     sparse_code,
 )
@@ -49,13 +48,6 @@ def test_omp_is_scikit_learns(rng, unit, k):
     assert np.allclose(omp(X, D, k), expected, atol=1e-10)
 
 
-def test_omp_residuals_are_orthogonal_to_the_atoms_taken(rng, unit):
-    X, D = rng.standard_normal((20, 12)), unit(25, 12)
-    C = omp(X, D, 4)
-    rest = X - C @ D
-    assert np.abs((rest @ D.T)[C != 0]).max() < 1e-12
-
-
 def test_omp_with_orthonormal_atoms_keeps_the_largest_products(rng, orthonormal):
     X, D = rng.standard_normal((20, 8)), orthonormal(6, 8)
     products = X @ D.T
@@ -77,13 +69,6 @@ def test_omp_copes_with_equal_atoms_and_more_atoms_than_dimensions(rng):
     C = omp(X, D, 6)
     assert np.isfinite(C).all()
     assert np.allclose(C @ D, X, atol=1e-12)
-
-
-def test_omp_in_blocks_is_omp(rng, unit, monkeypatch):
-    X, D = rng.standard_normal((50, 8)), unit(12, 8)
-    whole = omp(X, D, 3)
-    monkeypatch.setattr("flwr_perdl.dictionary.coding._BLOCK", 100)
-    assert np.allclose(omp(X, D, 3), whole, atol=1e-13)
 
 
 @pytest.mark.parametrize("k", [1, 3, 7])
@@ -136,6 +121,7 @@ def test_omp_fits_with_atoms_that_are_nearly_alike(rng, unit, selection):
 )
 def test_codes_are_the_same_bits_in_any_number_of_threads(rng, unit, monkeypatch, function):
     X, D = rng.standard_normal((200, 8)), unit(12, 8)
+    whole = function(X, D)
     monkeypatch.setattr("flwr_perdl.dictionary.coding._BLOCK", 12 * 30)
     codes = []
     for threads in ("1", "2", "64"):
@@ -143,6 +129,7 @@ def test_codes_are_the_same_bits_in_any_number_of_threads(rng, unit, monkeypatch
         codes.append(function(X, D))
     assert np.array_equal(codes[0], codes[1])
     assert np.array_equal(codes[0], codes[2])
+    assert np.allclose(codes[0], whole, atol=1e-13)
 
 
 def lasso_objective(X, D, C, alpha):
@@ -171,17 +158,6 @@ def test_lasso_is_spams(rng, unit, r, alpha):
     expected = spams.lasso(np.asfortranarray(X.T), np.asfortranarray(D.T), **options).toarray().T
     found, wanted = (lasso_objective(X, D, C, alpha) for C in (codes, expected))
     assert found == pytest.approx(wanted, rel=1e-9)
-
-
-def test_lasso_optimality(rng, unit):
-    X, D = rng.standard_normal((30, 10)), 3 * unit(15, 10)
-    codes, n_iter, gap, converged = lasso(X, D, 0.3)
-    products = (X - codes @ D) @ D.T
-    assert converged
-    assert n_iter > 0
-    assert gap <= 1e-8
-    assert np.abs(products[codes != 0] - 0.3 * np.sign(codes[codes != 0])).max() < 1e-7
-    assert np.abs(products)[codes == 0].max() < 0.3 + 1e-7
 
 
 def test_lasso_with_orthonormal_atoms_is_the_soft_threshold(rng, orthonormal):
@@ -274,36 +250,6 @@ def test_sparse_code_names_what_is_wrong(options, name):
         sparse_code(np.ones((2, 3)), np.eye(3), **options)
 
 
-@settings(max_examples=25, deadline=None)
-@given(arrays(float, (4, 6), elements=st.floats(-5, 5)), st.integers(0, 6))
-def test_more_atoms_never_fit_worse(X, k):
-    D = np.vstack([np.eye(6), np.full((1, 6), 6**-0.5)])
-    errors = [
-        ((X - reconstruct(sparse_code(X, D, n_nonzero=n), D)) ** 2).sum(axis=1) for n in (k, k + 1)
-    ]
-    assert (errors[1] <= errors[0] + 1e-9).all()
-
-
-class Tensor:
-    """An array of another library, which NumPy converts."""
-
-    def __init__(self, values):
-        self.values = values
-
-    def __array__(self, dtype=None, copy=None):
-        return self.values
-
-    def __dlpack__(self):
-        raise AssertionError
-
-
-def test_arrays_of_other_libraries_are_converted(rng, unit):
-    X, D = rng.standard_normal((4, 6)), unit(8, 6)
-    found = sparse_code(Tensor(X), Tensor(D), n_nonzero=2)
-    assert type(found) is np.ndarray
-    assert np.array_equal(found, sparse_code(X, D, n_nonzero=2))
-
-
 def focuss_objective(X, D, C, alpha, power):
     fit = 0.5 * ((X - C @ D) ** 2).sum(axis=1)
     return fit + alpha / power * (np.abs(C) ** power).sum(axis=1)
@@ -377,22 +323,6 @@ def test_nonnegative_least_squares_is_scipys(rng, r, d):
     D, X = rng.random((r, d)), rng.standard_normal((200, d)) + 0.5
     expected = np.stack([nnls(D.T, x)[0] for x in X])
     assert np.abs(nonnegative_from_gram(X @ D.T, D @ D.T) - expected).max() < 1e-9
-
-
-@settings(max_examples=50, deadline=None)
-@given(
-    arrays(float, (4, 5), elements=st.floats(-5, 5)),
-    arrays(float, (3, 5), elements=st.floats(0, 1)),
-)
-def test_nonnegative_least_squares_is_optimal(X, spectra):
-    D = np.vstack([spectra + np.eye(3, 5)])
-    if np.linalg.cond(D) > 1e6:
-        return
-    C = nonnegative_from_gram(X @ D.T, D @ D.T)
-    slope = (C @ D - X) @ D.T
-    assert (C >= 0).all()
-    assert (slope >= -1e-7).all()
-    assert np.abs(C * slope).max() < 1e-6
 
 
 def test_nonnegative_least_squares_copes_with_atoms_that_are_nearly_alike(rng):
