@@ -1,7 +1,7 @@
 """One dictionary, averaged atom by atom without matching: what PerMA is compared with.
 
 After Gkillas et al. (2022) and Huang et al. (2022), as P0 (Liang et al., NeurIPS 2023, B.1) cites
-them; see `flwr_perdl.dictionary.averaging` for the maths and for what is fairer here.
+them; see `flwr_perdl.dictionary.aggregation` for the maths and for what is fairer here.
 
 What each party receives:
 
