@@ -56,8 +56,7 @@ def empty_aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Matrix:
     n_bytes = prod(shape) * dtype.itemsize
     memory = np.empty(n_bytes + _LINE, dtype=np.uint8)
     first = -memory.ctypes.data % _LINE
-    array: Matrix = memory[first : first + n_bytes].view(dtype).reshape(shape)
-    return array
+    return memory[first : first + n_bytes].view(dtype).reshape(shape)
 
 
 def aligned(array: Matrix) -> Matrix:

@@ -126,8 +126,7 @@ EFFECTS = {
 def far(points: Matrix, average: Matrix) -> Matrix:
     """Return 1.0 for points farther than ``FAR`` median distances from their average, else 0.0."""
     distances = row_norms((points - average).reshape(len(points), -1))
-    beyond: Matrix = (distances > reach(distances, float(np.linalg.norm(average)))).astype(float)
-    return beyond
+    return (distances > reach(distances, float(np.linalg.norm(average)))).astype(float)
 
 
 def shortening(stack: Matrix) -> Matrix:
@@ -146,8 +145,7 @@ def shortening(stack: Matrix) -> Matrix:
         lengths[odd] = scale * row_norms(flat[odd] / np.where(scale > 0, scale, 1)[:, None])
     bound = CAP * np.median(lengths[lengths > 0]) if lengths.any() else 0.0
     long = lengths > bound
-    factors: Matrix = np.where(long, bound / np.where(long, lengths, 1), 1)
-    return factors
+    return np.where(long, bound / np.where(long, lengths, 1), 1)
 
 
 def average_of(points: Matrix, method: str, weights: Matrix) -> Matrix:
@@ -165,8 +163,7 @@ def average_of(points: Matrix, method: str, weights: Matrix) -> Matrix:
         cut = int(TRIM * len(points))
         trimmed: Matrix = np.sort(points, axis=0)[cut : len(points) - cut].mean(axis=0)
         return trimmed
-    mean: Matrix = np.tensordot(weights / weights.sum(), points, axes=1)
-    return mean
+    return np.tensordot(weights / weights.sum(), points, axes=1)
 
 
 def geometric_median(points: Matrix, *, tol: float = 1e-10, max_iter: int = 200) -> Matrix:

@@ -95,8 +95,7 @@ def soft_threshold(A: Matrix, threshold: float) -> Matrix:
     array([[ 0., -1.,  2.]])
     """
     A, threshold = _thresholded(A, threshold)
-    shrunk: Matrix = A - np.clip(A, -threshold, threshold)
-    return shrunk
+    return A - np.clip(A, -threshold, threshold)
 
 
 def _thresholded(A: Matrix, threshold: float) -> tuple[Matrix, float]:
@@ -454,5 +453,4 @@ def reconstruct(C: Matrix, D: Matrix) -> Matrix:
     array([[2., 0.]])
     """
     D = check_array("D", D)
-    samples: Matrix = check_array("C", C, columns=D.shape[0]) @ D
-    return samples
+    return check_array("C", C, columns=D.shape[0]) @ D

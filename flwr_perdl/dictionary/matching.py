@@ -348,8 +348,7 @@ def _scores(candidates: Matrix, owner: NDArray[np.intp], dictionaries: list[Matr
             cosines = np.minimum(nearest, 1)
             squares = (2 - 2 * cosines) / _chance(D.shape[1], len(D)) ** 2
             total += other * np.exp(-4 * squares)
-    disagreement: Matrix = 1 - total / count
-    return disagreement
+    return 1 - total / count
 
 
 def _spread_best(candidates: Matrix, scores: Matrix, count: int) -> NDArray[np.intp]:

@@ -119,8 +119,7 @@ def perpca_step(X: Matrix, U: Matrix, V: Matrix, step: float) -> PCAStep:
 
 def _root(X: Matrix) -> Matrix:
     """Return the samples, or their Gram matrix over the features where that is smaller."""
-    root: Matrix = X.T @ X if len(X) >= X.shape[1] else X
-    return root
+    return X.T @ X if len(X) >= X.shape[1] else X
 
 
 def _step(root: Matrix, energy: float, U: Matrix, V: Matrix, step: float) -> PCAStep:

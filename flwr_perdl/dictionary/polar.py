@@ -99,8 +99,7 @@ def rounding_share(S: Matrix) -> float:
 
 def orthonormal(Q: Matrix) -> Matrix:
     """Take a Newton-Schulz step: rows that are nearly orthonormal become so to rounding."""
-    nearest: Matrix = (1.5 * np.eye(len(Q)) - 0.5 * (Q @ Q.T)) @ Q
-    return nearest
+    return (1.5 * np.eye(len(Q)) - 0.5 * (Q @ Q.T)) @ Q
 
 
 def thin_svd(X: Matrix) -> tuple[Matrix, Matrix, Matrix]:

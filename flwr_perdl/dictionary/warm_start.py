@@ -173,8 +173,7 @@ def _row_space(X: Matrix, learner: Learner, n_iter: int) -> Matrix | None:
     n, d = map(int, X.shape)
     if type(learner) not in LEARNERS or n_iter * learner.n_atoms * (d - n) <= 2 * d * n:
         return None
-    basis: Matrix = np.linalg.qr(X.T)[0].T
-    return basis
+    return np.linalg.qr(X.T)[0].T
 
 
 def _spans(basis: Matrix, D: Matrix) -> bool:
