@@ -125,9 +125,9 @@ def omp(X: Matrix, D: Matrix, n_nonzero: int, *, selection: Selection = "correla
     n_nonzero : int
         Atoms per sample, at most; a sample that is fitted exactly takes no more.
     selection : {"correlation", "residual"}, default "correlation"
-        Which atom is taken: the one that correlates most with what is left of the sample (Pati,
-        Rezaiifar and Krishnaprasad 1993), or the one after which least is left (orthogonal least
-        squares: Chen, Billings and Luo 1989), which takes as long and often fits better.
+        Which atom is taken: the one that correlates most with what is left of the sample, or the
+        one after which least is left (orthogonal least squares: Chen, Billings and Luo 1989), which
+        takes as long and often fits better.
 
     Returns
     -------
@@ -201,13 +201,12 @@ def lasso(
     X : ndarray of shape (n_samples, n_features)
     D : ndarray of shape (n_atoms, n_features)
     alpha : float
-        Weight of the penalty, positive (scikit-learn's ``Lasso`` divides the first term by the
-        number of features: its ``alpha`` is this one over ``n_features``).
+        Weight of the penalty, positive: ``n_features`` times that of scikit-learn's ``Lasso``.
     start : ndarray of shape (n_samples, n_atoms), optional
-        Codes to start from, such as those of nearly the same atoms; without them, zeros.
+        Codes to start from, such as those of nearly the same atoms; by default zeros.
     tol : float, default 1e-8
-        Duality gap that is small enough, relative to the objective of zeros, ``0.5 * ||x||^2``. No
-        codes have an objective that is lower by more than the gap.
+        Duality gap, the most that the objective can still lose, that is small enough, relative to
+        the objective of zeros, ``0.5 * ||x||^2``.
     max_iter : int, default 1000
         Largest number of sweeps over a sample's active atoms.
 

@@ -287,7 +287,7 @@ class OrthogonalLearner(ThresholdLearner):
         Codes are ``X @ D.T`` without the entries below this; "auto" is ``AUTO_THRESHOLD`` times
         the root mean square norm of the samples.
     n_nonzero : int or None, default None
-        If given, this many codes per sample are kept instead.
+        This many codes per sample are kept instead.
 
     Examples
     --------
@@ -336,8 +336,7 @@ class GeneralLearner(ThresholdLearner):
 class GradientLearner(GeneralLearner):
     """Algorithm 5: one gradient step on ``||X - C @ D||^2``, then unit atoms.
 
-    The step's length is ``0.5 / ||C.T @ C||_2``. Algorithm 5 as printed is ``coding="threshold"``;
-    it needs a start near the truth.
+    The step's length is ``0.5 / ||C.T @ C||_2``. Algorithm 5 as printed is ``coding="threshold"``.
 
     Parameters
     ----------
@@ -347,14 +346,12 @@ class GradientLearner(GeneralLearner):
         Codes below this are zero; "auto" is ``AUTO_THRESHOLD`` times the root mean square norm of
         the samples.
     n_nonzero : int or None, default None
-        If given, orthogonal matching pursuit with this many atoms per sample codes instead, and
-        ``threshold`` is not used.
+        Orthogonal matching pursuit with this many atoms per sample codes instead.
     coding : {"pursuit", "threshold"}, default "pursuit"
         "pursuit": orthogonal matching pursuit, up to ``PURSUED`` atoms per sample, that stops where
         no atom's product with what is left of the sample reaches the threshold. "threshold": the
-        paper's, ``X @ D.T`` without the entries below the threshold. It counts twice what two atoms
-        have in common, and needs a start near the truth, or atoms that are nearly orthogonal; on
-        images the error can grow with the iterations.
+        paper's, as in `OrthogonalLearner`. It counts twice what two atoms have in common, and needs
+        a start near the truth or nearly orthogonal atoms; on images the error can grow.
 
     Examples
     --------

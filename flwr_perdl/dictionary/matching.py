@@ -17,10 +17,10 @@ atoms at once by optimal assignment, so that no two of them take the same local 
 "predefined threshold" is replaced by a rule without one (:func:`count_shared`).
 
 The paper's chain of shortest paths (``method="paths"``) needs every client to be close to its
-neighbors in the chain, ``4 sum_i eps_i <= ...`` (Theorem 1), so it fails with many clients, or
-with one bad one. ``method="consensus"``, the default, takes a few clients' atoms as candidates,
-keeps those that most other clients have too, assigns every client's atoms to them optimally and
-averages, with little weight on what fits badly: its error does not grow with the clients' number.
+neighbors in the chain (Theorem 1), so it fails with many clients, or with one bad one.
+``method="consensus"``, the default, takes a few clients' atoms as candidates, keeps those that most
+other clients have too, assigns every client's atoms to them optimally and averages, with little
+weight on what fits badly: its error does not grow with the clients' number.
 """
 
 from __future__ import annotations

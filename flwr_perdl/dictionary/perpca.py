@@ -17,13 +17,11 @@ One round: every client corrects its local components against the shared ones it
 gradient step on both together and retracts them to orthonormal rows; the server averages the
 clients' shared parts and orthonormalises.
 
-Deviations: the step is a multiple of ``1 / ||X_i W'||_2^2``, so that no client's scale matters; it
-takes the largest eigenvalue of the samples along the components ``W``, a few numbers, which is that
-of all samples where the components span their first principal direction. The start is the subspace
-that the clients' own principal directions have in common, where the paper starts at random; with no
-round after it, it is the authors' two-shot form. Means (:func:`aggregate_atoms`) are made
-orthonormal by the polar factor, the nearest orthonormal rows, which span what those of a QR
-decomposition do.
+Deviations: the step is a multiple of ``1 / ||X_i W'||_2^2``, the largest eigenvalue of the samples
+along the components ``W``, so that no client's scale matters. The start is the subspace that the
+clients' own principal directions have in common, where the paper starts at random; with no round
+after it, it is the authors' two-shot form. Means (:func:`aggregate_atoms`) are made orthonormal by
+the polar factor, whose rows span what those of a QR decomposition do.
 """
 
 from __future__ import annotations
