@@ -39,7 +39,7 @@ def test_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(files, "FORMAT", 3)
     files.save(path, {}, {})
     monkeypatch.undo()
-    with pytest.raises(ValueError, match="must have format 1 or 2, got 3"):
+    with pytest.raises(ValueError, match="format"):
         files.load(path)
 
 
@@ -87,12 +87,11 @@ def test_a_file_whose_content_was_replaced_is_refused(tmp_path: Path) -> None:
         files.load(path)
 
 
-def test_a_file_of_before_checksums_is_read(tmp_path: Path) -> None:
+def test_a_file_of_before_checksums_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "file.npz"
     np.savez(path, **{"a/x": np.ones(2), "meta": np.array(json.dumps({"format": 1, "round": 3}))})
-    found = files.load(path)
-    assert found.meta == {"format": 1, "round": 3}
-    np.testing.assert_array_equal(found.arrays["x"], np.ones(2))
+    with pytest.raises(ValueError, match="format"):
+        files.load(path)
 
 
 def test_a_journal_is_read_as_far_as_its_mark(tmp_path: Path) -> None:

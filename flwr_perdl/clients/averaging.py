@@ -1,8 +1,8 @@
 """The client of `DictionaryAveraging`, the baseline of P0's B.1.
 
-The maths, its source and its deviations are in `flwr_perdl.dictionary.averaging`. A client answers
-the first ``"average"`` with its own start, and every later one with iterations of its learner from
-the dictionary of all clients.
+The maths, its source and its deviations are in `flwr_perdl.dictionary.aggregation`. A client
+answers the first ``"average"`` with its own start, and every later one with iterations of its
+learner from the dictionary of all clients.
 """
 
 from __future__ import annotations

@@ -23,5 +23,4 @@ def row_products(A: Array, B: Array) -> Array:
 
 def row_norms(A: Array) -> Array:
     """Return the Euclidean norms over the last axis."""
-    norms: Array = np.sqrt(row_products(A, A))
-    return norms
+    return np.sqrt(row_products(A, A))

@@ -37,6 +37,7 @@ def check_array(
     *,
     ndim: int = 2,
     min_rows: int = 0,
+    rows: int | None = None,
     columns: int | None = None,
     squares: bool = False,
 ) -> Matrix:
@@ -48,12 +49,10 @@ def check_array(
         The argument's name, for the message.
     value : array_like
         The array to check; never modified.
-    ndim : int
-        Required number of dimensions.
-    min_rows : int
-        Least length of the first axis.
-    columns : int or None
-        Required length of the last axis; None accepts any.
+    ndim, min_rows : int
+        Required number of dimensions, and least length of the first axis.
+    rows, columns : int or None
+        Required length of the last axis but one, and of the last; None accepts any.
     squares : bool
         Whether the sum of the squares must be within the dtype's range too, with the room that
         sums of products need. Zeros alone are.
@@ -83,6 +82,8 @@ def check_array(
         raise ValueError(f"{name} must have {ndim} dimensions, got shape {shape}.")
     if shape[0] < min_rows:
         raise ValueError(f"{name} must have at least {min_rows} row(s), got shape {shape}.")
+    if rows is not None and shape[-2] != rows:
+        raise ValueError(f"{name} must have {rows} row(s), got shape {shape}.")
     if columns is not None and shape[-1] != columns:
         raise ValueError(f"{name} must have {columns} columns, got shape {shape}.")
     checked: Matrix = np.ascontiguousarray(array)
@@ -130,12 +131,13 @@ def check_numbers(name: str, value: object) -> NDArray[Any]:
     return array
 
 
-def check_mask(name: str, value: object, length: int) -> NDArray[np.bool_]:
+def check_mask(name: str, value: object, least: int, most: int) -> NDArray[np.bool_]:
     """Return an array of so many bools, or raise a ValueError."""
     array = as_array(name, value)
-    if array.dtype != bool or array.shape != (length,):
+    if array.dtype != bool or array.ndim != 1 or not least <= len(array) <= most:
+        wanted = f"{most}" if least == most else f"{least} to {most}"
         raise ValueError(
-            f"{name} must be {length} bools, got dtype {array.dtype} and shape {array.shape}."
+            f"{name} must be {wanted} bools, got dtype {array.dtype} and shape {array.shape}."
         )
     return array
 
@@ -145,15 +147,6 @@ def _least_square(dtype: np.dtype[Any]) -> float:
     """Return the least sum of squares that has room for sums of products."""
     limits = np.finfo(dtype)
     return float(limits.smallest_normal) / float(limits.eps)
-
-
-def all_finite(array: Matrix) -> bool:
-    """Tell whether all of an array's numbers are finite.
-
-    The sum of squares, one pass of BLAS, is so only if all are; where it overflows, every number
-    is looked at.
-    """
-    return isfinite(squared_norm(array)) or bool(np.isfinite(array).all())
 
 
 def check_magnitude(name: str, array: Matrix, *, floor: float = 0.4) -> Matrix:

@@ -1,8 +1,8 @@
 """Arrays on disk that survive a crash: atomic, versioned ``.npz`` files without pickle.
 
-Each file has a checksum of all that it says, and only its owner may read it. Files of format 1,
-which had no checksum, are still read. Arrays are stored as they are: a file needs as much memory as
-it has bytes, and one whose record announces more is refused before it is read.
+Each file has a checksum of all that it says, and only its owner may read it. Arrays are stored as
+they are: a file needs as much memory as it has bytes, and one whose record announces more is
+refused before it is read.
 """
 
 from __future__ import annotations
@@ -125,20 +125,13 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 class _Waiting(NamedTuple):
-    """What `together` does when its block ends.
+    """What `together` does when its block ends."""
 
-    Attributes
-    ----------
-    files : list of (str, Path)
-        Files, complete but perhaps not on the disk yet, and the paths that they are to have.
-    temporary : dict of Path to set of str
-        By folder, the names that these files have there until then.
-    afterward : dict of Path to callable
-        By folder, what deletes the files of earlier rounds there.
-    """
-
+    #: Files, complete but perhaps not on the disk yet, and the paths that they are to have.
     files: list[tuple[str, Path]]
+    #: By folder, the names that these files have there until then.
     temporary: dict[Path, set[str]]
+    #: By folder, what deletes the files of earlier rounds there.
     afterward: dict[Path, Callable[[], None]]
 
 
@@ -149,12 +142,10 @@ _WAITING: ContextVar[_Waiting | None] = ContextVar("waiting", default=None)
 def together() -> Iterator[None]:
     """Bring all files that the block saves to the disk at its end, with one sync for all of them.
 
-    Each path then holds all of the new file, or, where the block or the process does not come to
-    its end, what it held. One sync per file, or per folder, would take longer than everything else
-    that hundreds of clients in one process do in a round. The sync therefore comes after the
-    renames, and the files of earlier rounds are deleted after the sync: where the power fails
-    before its end, a file may be incomplete, which `load` notices, and the round before it is
-    there.
+    One sync per file, or per folder, would take longer than everything else that hundreds of
+    clients in one process do in a round. The sync therefore comes after the renames, and the files
+    of earlier rounds are deleted after the sync: where the power fails before its end, a file may
+    be incomplete, which `load` notices, and the round before it is there.
     """
     waiting = _Waiting([], {}, {})
     token = _WAITING.set(waiting)
@@ -231,26 +222,19 @@ def load(path: Path) -> Saved:
     try:
         named = _members(path)
         meta = json.loads(str(named[_META]))
-        version = meta["format"]
-        checksum = str(named.pop(_CHECKSUM)) if version == FORMAT else None
+        version, checksum = meta["format"], str(named.pop(_CHECKSUM, ""))
     except Exception as error:
         raise ValueError(f"{path} is not a readable file of this library: {error}") from error
-    if version not in (1, FORMAT):
-        raise ValueError(f"{path} must have format 1 or {FORMAT}, got {version!r}.")
-    if checksum is not None and checksum != _checksum(named):
+    if version != FORMAT:
+        raise ValueError(f"{path} must have format {FORMAT}, got {version!r}.")
+    if checksum != _checksum(named):
         raise ValueError(f"{path} must have the checksum it was written with, got another one.")
     del named[_META]
     return Saved({name.removeprefix("a/"): array for name, array in named.items()}, meta)
 
 
 def _members(path: Path) -> dict[str, NDArray[Any]]:
-    """Return a file's arrays by name; no more memory is taken than the file has bytes, twice.
-
-    Raises
-    ------
-    ValueError, BadZipFile, …
-        If it is compressed, announces more than it has bytes, or is no archive of arrays.
-    """
+    """Return a file's arrays by name; no more memory is taken than the file has bytes, twice."""
     with path.open("rb") as stream, ZipFile(stream) as archive:
         members, size = archive.infolist(), os.fstat(stream.fileno()).st_size
         # An archive that is no larger than it says cannot fill the memory when it is unpacked.
@@ -288,11 +272,6 @@ class Journal:
     """A file of JSON lines that only grows, and of which a checkpoint knows how far it went.
 
     Each entry is written once, so that what a round costs does not grow with the rounds before.
-
-    Parameters
-    ----------
-    path : Path
-        The file; its folder is made when missing.
     """
 
     def __init__(self, path: Path) -> None:
@@ -318,13 +297,7 @@ class Journal:
 
     @classmethod
     def read(cls, folder: Path, mark: Mapping[str, Any]) -> tuple[Journal, list[Any]]:
-        """Return the journal as far as ``mark`` says, and its entries.
-
-        Raises
-        ------
-        ValueError
-            If the file is not there, is shorter, or says something else.
-        """
+        """Return the journal as far as ``mark`` says, and its entries; or raise a ValueError."""
         journal, size = cls(folder / Path(str(mark["file"])).name), mark["bytes"]
         try:
             if not isinstance(size, int) or not 0 <= size <= journal.path.stat().st_size:

@@ -1,9 +1,7 @@
 """Memory that NumPy's temporary arrays and loops would fetch anew, or copy, without need.
 
-Two are settings of the process or thread, the third is where arrays begin. No result depends on
-them but for the order in which NumPy before 2.3 sums arrays that are not contiguous. Without the
-first, dual inference takes half as long again; without the second, a tenth longer or more; without
-the third, its compiled rounds in double precision do.
+No result depends on them but for the order in which NumPy before 2.3 sums arrays that are not
+contiguous. Dual inference takes half as long again without the first; without the others a tenth.
 """
 
 from __future__ import annotations
@@ -58,8 +56,7 @@ def empty_aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Matrix:
     n_bytes = prod(shape) * dtype.itemsize
     memory = np.empty(n_bytes + _LINE, dtype=np.uint8)
     first = -memory.ctypes.data % _LINE
-    array: Matrix = memory[first : first + n_bytes].view(dtype).reshape(shape)
-    return array
+    return memory[first : first + n_bytes].view(dtype).reshape(shape)
 
 
 def aligned(array: Matrix) -> Matrix:

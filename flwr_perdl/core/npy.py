@@ -43,13 +43,7 @@ def file_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
 
 
 def read_files(data: bytes) -> list[Array]:
-    """Return the arrays of numbers that `write_files` was given: copies.
-
-    Raises
-    ------
-    ValueError
-        If the bytes are anything else.
-    """
+    """Return the arrays of numbers that `write_files` was given: copies; or raise a ValueError."""
     arrays, at = [], 0
     while at < len(data):
         view, at = view_file(data, at)
@@ -62,10 +56,7 @@ def read_files(data: bytes) -> list[Array]:
 def view_file(data: bytes, at: int = 0) -> tuple[Array, int]:
     """Return the array of a file where it lies, which cannot be written to, and where it ends.
 
-    Raises
-    ------
-    ValueError
-        If it cannot be read, holds objects, or is shorter than its header says.
+    A ValueError says that it cannot be read, holds objects, or is shorter than its header says.
     """
     if not data.startswith(_MAGIC, at):
         raise ValueError("an array is no .npy file of version 1.0")
@@ -86,15 +77,7 @@ def view_file(data: bytes, at: int = 0) -> tuple[Array, int]:
 def _layout(
     header: bytes,
 ) -> tuple[np.dtype[np.generic], tuple[int, ...], Literal["C", "F"], int]:
-    """Return dtype, shape, order and bytes of the array with this header and its length.
-
-    Of a negative shape the bytes are -1.
-
-    Raises
-    ------
-    ValueError, TypeError, …
-        If there is no array of this shape, or the header is none.
-    """
+    """Return dtype, shape, order and bytes (-1: of a negative shape) of an array by its header."""
     read, fortran, dtype = npy.read_array_header_1_0(BytesIO(header))
     shape = tuple(map(int, read))  # True is an integer to NumPy's reader, and not to its arrays
     np.broadcast_to(np.empty((), dtype), [max(n, 0) for n in shape])

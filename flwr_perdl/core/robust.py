@@ -37,17 +37,7 @@ def consistent(points: Matrix) -> NDArray[np.bool_]:
     that lie apart in the direction in which the rest spreads most: many dimensions hide a group
     of points that pull together, each of them no farther out than the others, but not along their
     common direction (the filter of Diakonikolas et al., "Being Robust (in High Dimensions) Can Be
-    Practical", ICML 2017, with robust scales in place of known ones).
-
-    Parameters
-    ----------
-    points : ndarray of shape (n, ...)
-        Points; all further axes together are their coordinates.
-
-    Returns
-    -------
-    ndarray of bool, of shape (n,)
-        At least half are kept.
+    Practical", ICML 2017, with robust scales in place of known ones). At least half are kept.
     """
     n = len(points)
     flat = points.reshape(n, -1)
@@ -71,21 +61,9 @@ def supported(
     """Return the points that models may start from.
 
     Set aside are those more than ``LONG`` times as long as the median, and those that are alone in
-    their group, as long as half of all are left and can be grouped so that none is alone.
-
-    Parameters
-    ----------
-    points : ndarray of shape (n, d)
-        One per client.
-    n_groups : int
-        Number of groups.
-    group : callable
-        Returns the group of each of at least ``n_groups`` points, as a count from 0.
-
-    Returns
-    -------
-    ndarray of int
-        Rows of ``points``, ascending.
+    their group, as long as half of all are left and can be grouped so that none is alone. ``group``
+    returns the group of each of at least ``n_groups`` points, as a count from 0. The rows of
+    ``points`` are returned in ascending order.
     """
     lengths = row_norms(points)
     kept = near = np.flatnonzero(lengths <= LONG * np.median(lengths))
@@ -148,23 +126,14 @@ EFFECTS = {
 def far(points: Matrix, average: Matrix) -> Matrix:
     """Return 1.0 for points farther than ``FAR`` median distances from their average, else 0.0."""
     distances = row_norms((points - average).reshape(len(points), -1))
-    beyond: Matrix = (distances > reach(distances, float(np.linalg.norm(average)))).astype(float)
-    return beyond
+    return (distances > reach(distances, float(np.linalg.norm(average)))).astype(float)
 
 
 def shortening(stack: Matrix) -> Matrix:
-    """Return the factors that bring contributions down to ``CAP`` times the median length.
+    """Return the factors, at most 1, that bring contributions down to ``CAP`` medians of length.
 
-    Parameters
-    ----------
-    stack : ndarray of shape (n, ...)
-        One contribution per client; its length is the norm over all further axes, the median that
-        of those that are not zero.
-
-    Returns
-    -------
-    ndarray of shape (n,)
-        At most 1.
+    A contribution's length is the norm over all axes but the first, the median that of those that
+    are not zero.
     """
     flat = stack.reshape(len(stack), -1)
     with np.errstate(over="ignore"):
@@ -176,26 +145,14 @@ def shortening(stack: Matrix) -> Matrix:
         lengths[odd] = scale * row_norms(flat[odd] / np.where(scale > 0, scale, 1)[:, None])
     bound = CAP * np.median(lengths[lengths > 0]) if lengths.any() else 0.0
     long = lengths > bound
-    factors: Matrix = np.where(long, bound / np.where(long, lengths, 1), 1)
-    return factors
+    return np.where(long, bound / np.where(long, lengths, 1), 1)
 
 
 def average_of(points: Matrix, method: str, weights: Matrix) -> Matrix:
-    """Return the average of ``points`` over their first axis.
+    """Return the average of ``points``, at least one, over their first axis.
 
-    Parameters
-    ----------
-    points : ndarray of shape (n, ...)
-        Points, at least one.
-    method : str
-        "geometric-median"; "median", per coordinate; "trimmed", the mean per coordinate without a
-        fifth of the points at either end; any other is the mean, weighted.
-    weights : ndarray of shape (n,)
-        Positive; only the mean uses them.
-
-    Returns
-    -------
-    ndarray of shape (...)
+    "geometric-median"; "median", per coordinate; "trimmed", the mean per coordinate without a fifth
+    of the points at either end; any other method is the mean, weighted.
     """
     if method == "geometric-median":
         return geometric_median(points)
@@ -206,27 +163,14 @@ def average_of(points: Matrix, method: str, weights: Matrix) -> Matrix:
         cut = int(TRIM * len(points))
         trimmed: Matrix = np.sort(points, axis=0)[cut : len(points) - cut].mean(axis=0)
         return trimmed
-    mean: Matrix = np.tensordot(weights / weights.sum(), points, axes=1)
-    return mean
+    return np.tensordot(weights / weights.sum(), points, axes=1)
 
 
 def geometric_median(points: Matrix, *, tol: float = 1e-10, max_iter: int = 200) -> Matrix:
     """Return the point with the least sum of distances to ``points``.
 
-    Weiszfeld's iteration, with Vardi and Zhang's step where it meets one of the points.
-
-    Parameters
-    ----------
-    points : ndarray of shape (n, ...)
-        Points, at least one; all further axes together are their coordinates.
-    tol : float, default 1e-10
-        Step at which to stop, relative to the largest coordinate.
-    max_iter : int, default 200
-        Largest number of iterations.
-
-    Returns
-    -------
-    ndarray of shape (...)
+    Weiszfeld's iteration, with Vardi and Zhang's step where it meets one of the points, until a
+    step is ``tol`` times the largest coordinate.
     """
     flat = points.reshape(len(points), -1)
     scale = float(max(flat.max(initial=0), -flat.min(initial=0)))

@@ -1,8 +1,5 @@
 """Threads of the maths: one for BLAS, so that results are the same bits, and several for parts.
 
-``one_blas_thread()`` is a block with one BLAS thread; ``in_threads(function, items)`` yields
-results in order, computed by ``n_threads()`` threads.
-
 The order in which a threaded BLAS sums depends on its number of threads, so that the same product
 has other last bits on another engine. threadpoolctl (an extra of this package) limits BLAS to one
 thread while our maths runs; without it the environment variables ``OPENBLAS_NUM_THREADS=1`` and
@@ -143,9 +140,8 @@ def in_threads(
     """Yield ``function(item)`` for all items, in their order, some of them computed at once.
 
     Items are taken one after the other in the caller's thread, and only two for each thread ahead,
-    so that no more of them are held than that. The caller's thread computes as well, what no other
-    has begun: it would wait for Python's lock to hand out what another thread is to do. An
-    exception is raised where its result would have come.
+    so that no more of them are held than that. An exception is raised where its result would have
+    come.
 
     Parameters
     ----------
@@ -153,10 +149,8 @@ def in_threads(
         Must not depend on what it does for other items; the results are then the same bits however
         many threads there are.
     items : iterable
-        Such as windows of clients.
     n : int, optional
-        Number of threads, if not :func:`n_threads`. Inside of a call of this function it is one:
-        the threads of the outer call use the cores already.
+        Number of threads, if not :func:`n_threads`. Inside of a call of this function it is one.
 
     Examples
     --------
@@ -170,14 +164,14 @@ def in_threads(
     if len(first) < 2:  # one core, or one item
         yield from map(function, left)
         return
-    waiting: deque[tuple[Item, Future[Result]]] = deque()
-    with ThreadPoolExecutor(n - 1) as pool:
+    waiting: deque[Future[Result]] = deque()
+    with ThreadPoolExecutor(n) as pool:
         for item in left:
-            waiting.append((item, pool.submit(copy_context().run, _share, function, item)))
+            waiting.append(pool.submit(copy_context().run, _share, function, item))
             if len(waiting) == 2 * n:
-                yield _first(function, waiting)
+                yield waiting.popleft().result()
         while waiting:
-            yield _first(function, waiting)
+            yield waiting.popleft().result()
 
 
 def _share(function: Callable[[Item], Result], item: Item) -> Result:
@@ -187,26 +181,3 @@ def _share(function: Callable[[Item], Result], item: Item) -> Result:
         return function(item)
     finally:
         _SHARED.reset(token)
-
-
-def _first(
-    function: Callable[[Item], Result], waiting: deque[tuple[Item, Future[Result]]]
-) -> Result:
-    """Take the first result; until it is there, compute in this thread what no other has begun."""
-    while not waiting[0][1].done():
-        ours = next((i for i, (_, future) in enumerate(waiting) if future.cancel()), None)
-        if ours is None:
-            break
-        item = waiting[ours][0]
-        waiting[ours] = item, _computed(function, item)
-    return waiting.popleft()[1].result()
-
-
-def _computed(function: Callable[[Item], Result], item: Item) -> Future[Result]:
-    """Return what a thread would have come to, computed in this one."""
-    future: Future[Result] = Future()
-    try:
-        future.set_result(_share(function, item))
-    except Exception as error:
-        future.set_exception(error)
-    return future

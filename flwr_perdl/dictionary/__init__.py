@@ -6,6 +6,8 @@ from flwr_perdl.dictionary.aggregation import (
     Aggregation,
     aggregate_atoms,
     aggregate_statistics,
+    average_dictionaries,
+    common_start,
     local_statistics,
 )
 from flwr_perdl.dictionary.atoms import (
@@ -15,7 +17,6 @@ from flwr_perdl.dictionary.atoms import (
     match_atoms,
     normalize_atoms,
 )
-from flwr_perdl.dictionary.averaging import average_dictionaries, common_start
 from flwr_perdl.dictionary.coding import (
     Lasso,
     hard_threshold,
@@ -24,7 +25,6 @@ from flwr_perdl.dictionary.coding import (
     reconstruct,
     soft_threshold,
     sparse_code,
-    top_k,
 )
 from flwr_perdl.dictionary.learners import (
     GradientLearner,
@@ -78,7 +78,6 @@ __all__ = [
     "refine_local",
     "soft_threshold",
     "sparse_code",
-    "top_k",
     "update_weights",
     "warm_start",
 ]

@@ -31,33 +31,19 @@ def pursue(
     least: float,
     C: Matrix,
 ) -> None:
-    """Write the codes of orthogonal matching pursuit to ``C``.
+    """Write the codes of orthogonal matching pursuit with unit atoms to ``C``, which holds zeros.
+
+    ``products`` is ``X @ D.T``, ``peaks`` the samples' largest magnitudes, since samples may be
+    orthogonal to all atoms but for rounding, and ``gram`` is ``D @ D.T``. A sample takes at most
+    ``k`` atoms, none of them with a product below ``level`` with what is left. ``by_residual``: the
+    atom is taken after which least is left, not the one with the largest product. ``tiny`` is
+    rounding, relative to products, and ``least`` the least squared distance of an atom from the
+    span of those taken.
 
     A sample's steps are those of a Cholesky factorization of the Gram matrix that chooses its
     pivots: ``basis[s]`` holds the products of all atoms with the ``s``-th orthonormal direction of
     the atoms taken, ``factor`` is the triangle that leads from these directions to the atoms, and
     ``rest`` the products of all atoms with what is left of the sample.
-
-    Parameters
-    ----------
-    products : ndarray of shape (n_samples, n_atoms)
-        ``X @ D.T``, of unit atoms.
-    peaks : ndarray of shape (n_samples,)
-        The samples' largest magnitudes: samples may be orthogonal to all atoms but for rounding.
-    gram : ndarray of shape (n_atoms, n_atoms)
-        ``D @ D.T``.
-    k : int
-        Steps per sample, at most.
-    level : float
-        No atom is taken whose product with what is left is below this.
-    by_residual : bool
-        Whether the atom is taken after which least is left, or the one with the largest product.
-    tiny : float
-        What counts as rounding, relative to products.
-    least : float
-        Squared distance from the span of the atoms taken that an atom must have.
-    C : ndarray of shape (n_samples, n_atoms)
-        Zeros.
     """
     n, r = products.shape
     basis = np.empty((k, r), gram.dtype)
@@ -137,9 +123,7 @@ def _gap(
 
 
 @compiled
-def _descend(
-    m: int, codes: Matrix, left: Matrix, gram: Matrix, alpha: float, nonnegative: bool
-) -> bool:
+def _descend(m: int, codes: Matrix, left: Matrix, gram: Matrix, alpha: float) -> bool:
     """Minimize over one code after the other; return whether any changed its sign."""
     changed = False
     for a in range(m):
@@ -147,7 +131,7 @@ def _descend(
         new = 0.0
         if target > alpha:
             new = (target - alpha) / gram[a, a]
-        elif target < -alpha and not nonnegative:
+        elif target < -alpha:
             new = (target + alpha) / gram[a, a]
         step = new - codes[a]
         if step != 0:
@@ -235,7 +219,6 @@ def _subtract(m: int, codes: Matrix, atoms: NDArray[np.intp], gram: Matrix, rest
 def _begin(
     products: Matrix,
     gram: Matrix,
-    warm: bool,
     given: Matrix,
     rest: Matrix,
     is_active: NDArray[np.bool_],
@@ -247,7 +230,7 @@ def _begin(
     for j in range(len(rest)):
         rest[j] = products[j] if gram[j, j] > 0 else 0  # zero atoms have no codes
         is_active[j] = False
-        if warm and given[j] != 0:
+        if given[j] != 0:
             if gram[j, j] > 0:
                 is_active[j], atoms[m], codes[m] = True, j, given[j]
                 m += 1
@@ -257,22 +240,11 @@ def _begin(
 
 
 @compiled
-def _largest(m: int, left: Matrix, alpha: float, nonnegative: bool) -> float:
-    """Return the largest product with what is left, and at least ``alpha``."""
-    largest = alpha
-    for a in range(m):
-        largest = max(largest, left[a] if nonnegative else abs(left[a]))
-    return largest
-
-
-@compiled
-def _violations(
-    rest: Matrix, is_active: NDArray[np.bool_], alpha: float, nonnegative: bool
-) -> tuple[float, float]:
+def _violations(rest: Matrix, is_active: NDArray[np.bool_], alpha: float) -> tuple[float, float]:
     """Return the largest product with what is left, and that of an atom that is not active."""
     largest = worst = alpha
     for j in range(len(rest)):
-        size = rest[j] if nonnegative else abs(rest[j])
+        size = abs(rest[j])
         largest = max(largest, size)
         if not is_active[j]:
             worst = max(worst, size)
@@ -285,42 +257,22 @@ def lasso(
     squares: Matrix,
     gram: Matrix,
     alpha: float,
-    nonnegative: bool,
     tol: float,
     max_iter: int,
-    warm: bool,
     C: Matrix,
     sweeps: NDArray[np.intp],
     gaps: Matrix,
 ) -> None:
     """Write the codes that minimize ``0.5 * ||x - c @ D||^2 + alpha * ||c||_1`` to ``C``.
 
-    Coordinate descent on a set of active atoms. After a sweep that changes no sign, Newton steps
-    lead to the minimum over the codes that are not zero. When the active atoms are optimal among
-    themselves, the others are looked at, and those that violate optimality most become active too.
+    Coordinate descent on a set of active atoms, from the codes that ``C`` holds. After a sweep that
+    changes no sign, Newton steps lead to the minimum over the codes that are not zero. When the
+    active atoms are optimal among themselves, the others are looked at, and those that violate
+    optimality most become active too.
 
-    Parameters
-    ----------
-    products : ndarray of shape (n_samples, n_atoms)
-        ``X @ D.T``.
-    squares : ndarray of shape (n_samples,)
-        ``||x||^2``.
-    gram : ndarray of shape (n_atoms, n_atoms)
-        ``D @ D.T``.
-    alpha : float
-        Weight of the penalty.
-    nonnegative : bool
-        Whether codes must be zero or positive.
-    tol : float
-        Duality gap that is small enough, relative to the objective of zeros, ``0.5 * ||x||^2``.
-    max_iter : int
-        Sweeps per sample, at most.
-    warm : bool
-        Whether ``C`` holds the codes to start from, not zeros.
-    C : ndarray of shape (n_samples, n_atoms)
-        Codes.
-    sweeps, gaps : ndarrays of shape (n_samples,)
-        Sweeps made, and relative duality gaps at the end.
+    ``products`` is ``X @ D.T``, ``squares`` are ``||x||^2``, and ``gram`` is ``D @ D.T``. A duality
+    gap of ``tol`` is small enough, relative to the objective of zeros, ``0.5 * ||x||^2``; a sample
+    has ``max_iter`` sweeps at most. ``sweeps`` and ``gaps`` receive what each of them came to.
     """
     n, r = products.shape
     rest, is_active, atoms = np.empty(r), np.empty(r, np.bool_), np.empty(r, np.intp)
@@ -330,9 +282,9 @@ def lasso(
     used, step = np.empty(r, np.intp), np.empty(r)
     for i in range(n):
         goal, known, sweep = 0.5 * tol * squares[i], 0, 0
-        m = _begin(products[i], gram, warm, C[i], rest, is_active, atoms, codes)
+        m = _begin(products[i], gram, C[i], rest, is_active, atoms, codes)
         while True:
-            largest, worst = _violations(rest, is_active, alpha, nonnegative)
+            largest, worst = _violations(rest, is_active, alpha)
             for a in range(m):
                 before[a], left[a] = codes[a], rest[atoms[a]]
                 given[a] = products[i, atoms[a]]
@@ -341,8 +293,7 @@ def lasso(
                 break
             enough = alpha + _WORST * (worst - alpha)
             for j in range(r):
-                size = rest[j] if nonnegative else abs(rest[j])
-                if size > enough and not is_active[j]:
+                if abs(rest[j]) > enough and not is_active[j]:
                     is_active[j], atoms[m], codes[m], before[m] = True, j, 0, 0
                     left[m], given[m] = rest[j], products[i, j]
                     m += 1
@@ -355,10 +306,12 @@ def lasso(
             gap = np.inf
             while gap > 0.3 * goal and sweep < max_iter:  # the whole gap is a little larger
                 sweep += 1
-                if not _descend(m, codes, left, among, alpha, nonnegative):
+                if not _descend(m, codes, left, among, alpha):
                     while not _newton(m, codes, left, among, factor, used, step, alpha):
                         pass
-                largest = _largest(m, left, alpha, nonnegative)
+                largest = alpha
+                for a in range(m):
+                    largest = max(largest, abs(left[a]))
                 gap = _gap(m, codes, given, left, largest, squares[i], alpha)
             for a in range(m):
                 before[a] = codes[a] - before[a]
@@ -370,21 +323,12 @@ def lasso(
 
 @compiled
 def fit_atoms(rest: Matrix, C: Matrix, chosen: NDArray[np.intp], D: Matrix) -> None:
-    """Fit atoms and their codes, one after the other, to what the others leave of the samples.
+    """Fit the ``chosen`` atoms and their codes, one after the other, to what the others leave.
 
     One power iteration stands for the singular value decomposition of K-SVD: the atom becomes the
     sum of what the others leave, weighted by its codes, and each sample's code its product with it.
-
-    Parameters
-    ----------
-    rest : ndarray of shape (n_samples, n_features)
-        ``X - C @ D``. Is updated with the new atoms and codes.
-    C : ndarray of shape (n_samples, n_atoms)
-        The codes before.
-    chosen : ndarray of shape (n_chosen,)
-        The atoms to fit.
-    D : ndarray of shape (n_atoms, n_features)
-        Unit atoms. Are updated, but for one whose sum is zero.
+    ``rest`` is ``X - C @ D``, and is updated, as are the unit atoms ``D``, but for one whose sum is
+    zero.
     """
     (n, d), users = rest.shape, np.empty(len(rest), np.intp)
     for j in chosen:
@@ -419,18 +363,8 @@ def descend_atoms(
 ) -> None:
     """Give each used atom, in turn, the direction of its sum less what the others make of it.
 
-    Parameters
-    ----------
-    others : ndarray of shape (n_atoms, n_atoms)
-        ``C.T @ C`` with a diagonal of zeros; each row, and that of ``sums``, by any factor.
-    sums : ndarray of shape (n_atoms, n_features)
-        ``C.T @ X``.
-    used : ndarray of int
-        The atoms to move.
-    n_sweeps : int
-        Passes over them.
-    atoms : ndarray of shape (n_atoms, n_features)
-        Unit atoms; moved in place.
+    ``others`` is ``C.T @ C`` with a diagonal of zeros, ``sums`` is ``C.T @ X``; each row of both
+    may have any factor.
     """
     r, d = atoms.shape
     atom = np.empty(d, atoms.dtype)

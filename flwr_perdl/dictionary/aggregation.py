@@ -6,6 +6,7 @@ paper (Liang et al., NeurIPS 2023)      here
 ``D_i^g``                               ``stack[i]`` of :func:`aggregate_atoms`
 ``D^g = (1/N) sum_i D_i^g`` (line 13)   ``method="mean"``
 ``(Y - D^l X^l) (X^g)'`` (not there)    ``stack[i]`` of :func:`aggregate_statistics`
+one dictionary for all (B.1, Fig. 5)    :func:`common_start`, :func:`average_dictionaries`
 ======================================= ====================================================
 
 Deviations: averages are not unit vectors; they are brought to the nearest orthonormal rows for
@@ -14,11 +15,18 @@ updated atoms a client sends what the update is computed from, as many numbers, 
 solves for the atoms once, from all clients' sums. The truth is a fixed point of this, clients
 count by what they know, and a client that is wrong altogether is left out.
 
+One dictionary for all clients is what the paper compares PerMA with: Gkillas et al. (2022) average
+gradient steps, Huang et al. (2022) K-SVD's, by numbers of samples. This is the fair version of
+both: from a common start atoms keep their places, so that no matching is needed; atoms that nobody
+uses are replaced by what all clients' residuals have in common, never a sample. Averages of
+dictionaries from *different* starts mix atoms that have nothing to do with each other.
+
 A zero row in a stack means that the client withholds this atom.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -27,11 +35,13 @@ from numpy.typing import NDArray
 from flwr_perdl.core.arrays import row_products
 from flwr_perdl.core.checks import (
     Matrix,
-    as_array,
     check_array,
     check_choice,
     check_count,
     check_flag,
+    check_kind,
+    check_mask,
+    check_rng,
 )
 from flwr_perdl.core.robust import EFFECTS, average_of, far, geometric_median, reach, shortening
 from flwr_perdl.core.threads import in_threads
@@ -39,6 +49,7 @@ from flwr_perdl.dictionary.atoms import (
     coordinate_atoms,
     descended_atoms,
     normalize_atoms,
+    principal_directions,
     unit_atoms,
 )
 from flwr_perdl.dictionary.polar import polar_factor
@@ -46,6 +57,8 @@ from flwr_perdl.dictionary.polar import polar_factor
 METHODS = ("mean", "weighted", "median", "geometric-median", "trimmed")
 #: A second moment's least eigenvalue may be this much of the largest below zero.
 _NOISE = 0.1
+#: Directions shorter than this after projection lie in the span of the other atoms.
+_TINY = 1e-6
 
 
 class Aggregation(NamedTuple):
@@ -65,8 +78,8 @@ class Aggregation(NamedTuple):
     global_atoms: Matrix
     #: Per client: whether it sent anything that was used.
     kept: NDArray[np.bool_]
-    #: By what was done to them ("left out", "clipped", … as in ``_robust.EFFECTS``): to which share
-    #: of each client's contribution, (n_clients,).
+    #: By what was done to them ("left out", "clipped", …): to which share of each client's
+    #: contribution, (n_clients,).
     odd: dict[str, Matrix]
 
 
@@ -83,8 +96,7 @@ def aggregate_atoms(
     Parameters
     ----------
     stack : ndarray of shape (n_clients, n_global, n_features)
-        Aligned global atoms, which count as directions, whatever their lengths; zero rows are
-        withheld.
+        Aligned global atoms, which count as directions, whatever their lengths.
     current : ndarray of shape (n_global, n_features)
         The current global atoms; one that all clients withhold stays as it is.
     method : {"mean", "weighted", "median", "geometric-median", "trimmed"}, default "mean"
@@ -98,7 +110,6 @@ def aggregate_atoms(
     Returns
     -------
     Aggregation
-        Global atoms, and which clients sent at least one atom.
 
     Raises
     ------
@@ -117,10 +128,9 @@ def aggregate_atoms(
     check_choice("method", method, METHODS)
     orthogonal = check_flag("orthogonal", orthogonal)
     current, _ = unit_atoms(check_array("current", current))
-    stack = check_array("stack", stack, ndim=3, columns=current.shape[1])
-    check_count("rows of stack", stack.shape[1], len(current), len(current))
-    flat = stack.reshape(len(stack) * len(current), current.shape[1])
-    stack = unit_atoms(flat)[0].reshape(stack.shape)
+    r, d = current.shape
+    stack = check_array("stack", stack, ndim=3, rows=r, columns=d)
+    stack = unit_atoms(stack.reshape(len(stack) * r, d))[0].reshape(stack.shape)
     if method != "weighted":
         weights = np.ones(len(stack))
     elif weights is None:
@@ -131,7 +141,7 @@ def aggregate_atoms(
     sent = np.any(stack != 0, axis=2)
     # Atom by atom, since every client may withhold others.
     average, odd = np.zeros_like(current), np.zeros(len(stack))
-    for j in range(len(current)):
+    for j in range(r):
         mine = sent[:, j]
         if mine.any():
             average[j] = average_of(stack[mine, j], method, weights[mine])
@@ -152,6 +162,9 @@ def finish_atoms(
     return atoms
 
 
+# Statistics
+
+
 def local_statistics(
     X: Matrix, C: Matrix, D: Matrix, shared: NDArray[np.bool_], *, orthogonal: bool
 ) -> Matrix:
@@ -160,7 +173,6 @@ def local_statistics(
     Parameters
     ----------
     X : ndarray of shape (n_samples, n_features)
-        Data.
     C : ndarray of shape (n_samples, n_atoms)
         Codes of ``X`` with ``D``.
     D : ndarray of shape (n_atoms, n_features)
@@ -189,14 +201,8 @@ def local_statistics(
     orthogonal = check_flag("orthogonal", orthogonal)
     D = check_array("D", D)
     X = check_array("X", X, columns=D.shape[1], squares=True)
-    C = check_array("C", C, columns=len(D))
-    check_count("rows of C", len(C), len(X), len(X))
-    shared = as_array("shared", shared)
-    if shared.dtype != bool or shared.ndim != 1 or len(shared) > len(D):
-        raise ValueError(
-            f"shared must have a bool for each global atom, {len(D)} at most, got dtype "
-            f"{shared.dtype} and shape {shared.shape}."
-        )
+    C = check_array("C", C, rows=len(X), columns=len(D))
+    shared = check_mask("shared", shared, 0, len(D))
     local = np.concatenate([~shared, np.ones(len(D) - len(shared), dtype=bool)])
     # A withheld atom still explains samples, and what it explains must not become another one.
     own = C[:, : len(shared)] * shared
@@ -216,22 +222,16 @@ def aggregate_statistics(stack: Matrix, current: Matrix, *, orthogonal: bool) ->
         The current global atoms. One that all clients withhold stays as it is if ``orthogonal``;
         otherwise it becomes the sum of two others that are used together.
     orthogonal : bool
-        Whether the learner's atoms are orthonormal. If not, the atoms are updated as by
-        `LassoLearner`: from the sum of the statistics of N clients that share all atoms comes what
-        their pooled samples give.
+        Whether the learner's atoms are orthonormal. If not, they are updated as by `LassoLearner`
+        from the pooled samples of the clients.
 
     Returns
     -------
     Aggregation
-        Global atoms, and which clients were used. A client is left out if the atoms that its own
-        statistics give lie more than ``FAR`` median distances from the geometric median of all
-        clients', or if what it says of its codes is no second moment; one whose statistics are
-        larger than ``CAP`` times the median is scaled down to that.
-
-    Raises
-    ------
-    ValueError
-        If shapes do not fit.
+        A client is left out if the atoms that its own statistics give lie more than ``FAR`` median
+        distances from the geometric median of all clients', or if what it says of its codes is no
+        second moment; one whose statistics are larger than ``CAP`` times the median is scaled down
+        to that.
 
     Examples
     --------
@@ -244,8 +244,7 @@ def aggregate_statistics(stack: Matrix, current: Matrix, *, orthogonal: bool) ->
     orthogonal = check_flag("orthogonal", orthogonal)
     current, _ = unit_atoms(check_array("current", current))
     r, d = current.shape
-    stack = check_array("stack", stack, ndim=3, columns=d if orthogonal else r + d)
-    check_count("rows of stack", stack.shape[1], r, r)
+    stack = check_array("stack", stack, ndim=3, rows=r, columns=d if orthogonal else r + d)
     sent = np.any(stack != 0, axis=2)
     present = sent.any(axis=1)
     possible = present if orthogonal or not r else present & _moments(stack[:, :, :r])
@@ -257,16 +256,12 @@ def aggregate_statistics(stack: Matrix, current: Matrix, *, orthogonal: bool) ->
         factors[kept] = shortening(stack if kept.all() else stack[kept])
     # Line 13 on the pooled samples: their statistics are the sum of the clients'.
     total = np.tensordot(factors, stack, axes=1)
-    odd = {
-        "left out": (present & ~kept).astype(float),
-        "clipped": np.where(kept, 1 - factors, 0),
-    }
     if orthogonal:
-        withheld = ~np.any(total != 0, axis=1)
-        atoms = polar_factor(total, current, withheld).astype(current.dtype, copy=False)
+        atoms = finish_atoms(total, current, np.any(total != 0, axis=1), orthogonal=True)
     else:
         atoms = descended_atoms(total[:, :r], total[:, r:], current)
-    return Aggregation(atoms, kept, odd)
+    left_out, clipped = (present & ~kept).astype(float), np.where(kept, 1 - factors, 0)
+    return Aggregation(atoms, kept, {"left out": left_out, "clipped": clipped})
 
 
 def _moments(grams: Matrix) -> NDArray[np.bool_]:
@@ -308,3 +303,117 @@ def _outliers(own: Matrix, sent: NDArray[np.bool_]) -> NDArray[np.bool_]:
     distances = np.sqrt(means).astype(own.dtype, copy=False)  # their dtype says what is rounding
     outliers: NDArray[np.bool_] = distances > reach(distances[present], 1)
     return outliers
+
+
+# One dictionary for all clients
+
+
+def common_start(
+    dictionaries: Mapping[int, Matrix],
+    sizes: Mapping[int, int],
+    rng: np.random.Generator,
+    *,
+    orthogonal: bool = False,
+) -> Matrix:
+    """Return the dictionary of the client with the most samples, for all to start from.
+
+    Parameters
+    ----------
+    dictionaries : mapping of int to ndarray of shape (n_atoms, n_features)
+        By client; withheld atoms are zero.
+    sizes : mapping of int to int
+        Numbers of samples; of clients with as many, the first counts.
+    rng : numpy.random.Generator
+        Draws atoms where that client's are withheld.
+    orthogonal : bool, default False
+        Whether atoms are orthonormal: then those that are drawn are orthogonal to the others.
+
+    Returns
+    -------
+    ndarray of shape (n_atoms, n_features)
+        Unit atoms.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.dictionary import common_start
+    >>> rng = np.random.default_rng(0)
+    >>> common_start({0: np.eye(2), 1: np.eye(2)[::-1]}, {0: 10, 1: 50}, rng, orthogonal=True)
+    array([[0., 1.],
+           [1., 0.]])
+    """
+    check_kind("dictionaries", dictionaries, Mapping, "a mapping of clients to dictionaries")
+    check_kind("sizes", sizes, Mapping, "a mapping of clients to numbers of samples")
+    if not dictionaries:
+        raise ValueError("dictionaries must hold at least one dictionary, got none.")
+    counts = {client: check_count("sizes", sizes.get(client)) for client in dictionaries}
+    check_rng(rng)
+    orthogonal = check_flag("orthogonal", orthogonal)
+    first = max(dictionaries, key=lambda i: (counts[i], -i))
+    D = check_array(f"dictionaries[{first}]", dictionaries[first])
+    drawn = normalize_atoms(rng.standard_normal(D.shape).astype(D.dtype))
+    if orthogonal and not D.any(axis=1).all():
+        return polar_factor(D, polar_factor(drawn, drawn))
+    return normalize_atoms(D, drawn)
+
+
+def average_dictionaries(
+    stack: Matrix,
+    current: Matrix,
+    *,
+    weights: Matrix | None = None,
+    orthogonal: bool,
+    replace: bool = True,
+) -> Matrix:
+    """Average the clients' dictionaries atom by atom, and replace atoms that nobody uses.
+
+    Parameters
+    ----------
+    stack : ndarray of shape (n_clients, n_atoms + 1, n_features)
+        Every client's atoms, zeros where it does not send one, and in the last row the leading
+        direction of what they leave of its samples, or zeros.
+    current : ndarray of shape (n_atoms, n_features)
+        The dictionary that they started from; an unused atom that is not replaced stays.
+    weights : ndarray of shape (n_clients,), optional
+        Numbers of samples; by default all clients count alike.
+    orthogonal : bool
+        Whether atoms are orthonormal.
+    replace : bool, default True
+        Whether unused atoms become the leading directions of what the dictionary leaves of the
+        clients' samples.
+
+    Returns
+    -------
+    ndarray of shape (n_atoms, n_features)
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.dictionary import average_dictionaries
+    >>> one, other = np.eye(3)[[0, 1, 2]], np.eye(3)[[0, 1, 2]]
+    >>> one[1] = other[1] = 0  # nobody uses atom 1: what is left of the samples replaces it
+    >>> average_dictionaries(np.stack([one, other]), np.eye(3)[:2], orthogonal=True)
+    array([[1., 0., 0.],
+           [0., 0., 1.]])
+    """
+    replace = check_flag("replace", replace)
+    current = check_array("current", current)
+    r, d = current.shape
+    stack = check_array("stack", stack, ndim=3, min_rows=1, rows=r + 1, columns=d)
+    own, spare = stack[:, :-1], stack[:, -1][np.any(stack[:, -1] != 0, axis=1)]
+    method = "mean" if weights is None else "weighted"
+    atoms = aggregate_atoms(
+        own, current, method=method, weights=weights, orthogonal=orthogonal
+    ).global_atoms
+    unused = np.flatnonzero(~np.any(own != 0, axis=(0, 2))) if replace else np.arange(0)
+    if len(unused) and orthogonal:
+        kept = np.delete(atoms, unused, axis=0)
+        spare = spare - (spare @ kept.T) @ kept
+        spare = spare[np.linalg.norm(spare, axis=1) > _TINY]
+    if not (len(unused) and len(spare)):
+        return atoms
+    fresh = principal_directions(spare, min(len(unused), d))
+    atoms[unused[: len(fresh)]] = fresh
+    moved = np.full(r, True)
+    moved[unused[len(fresh) :]] = False
+    return finish_atoms(atoms, current, moved, orthogonal=bool(orthogonal))

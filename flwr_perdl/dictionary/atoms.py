@@ -15,6 +15,7 @@ is 1.5e-8; ``sign(0) = 1``, also where only rounding makes it non-zero.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import NamedTuple
 
 import numpy as np
@@ -86,9 +87,7 @@ def normalize_atoms(D: Matrix, fallback: Matrix | None = None) -> Matrix:
     """
     D = check_array("D", D)
     if fallback is not None:
-        fallback = check_array("fallback", fallback)
-        if fallback.shape != D.shape:
-            raise ValueError(f"fallback must have D's shape {D.shape}, got {fallback.shape}.")
+        fallback = check_array("fallback", fallback, rows=len(D), columns=D.shape[1])
     D, norms = _measured(D)
     zero = norms == 0
     if not zero.any():
@@ -113,20 +112,10 @@ def _measured(D: Matrix) -> tuple[Matrix, Matrix]:
 
 
 def unit_atoms(D: Matrix) -> tuple[Matrix, Matrix]:
-    """Return the atoms at unit norm, and what their norms were.
+    """Return the atoms at unit norm, and what their norms were, (n_atoms, 1).
 
-    Parameters
-    ----------
-    D : ndarray of shape (n_atoms, n_features)
-        Finite rows of any length. Those that are unit but for rounding stay as they are, and so
-        do zero rows: withheld atoms.
-
-    Returns
-    -------
-    atoms : ndarray of shape (n_atoms, n_features)
-        ``D`` itself where it has no other rows.
-    norms : ndarray of shape (n_atoms, 1)
-        1 for rows that stay as they are.
+    Rows that are unit but for rounding stay as they are, and so do zero rows: withheld atoms. Their
+    norms are 1. Where there are no others, the atoms are ``D`` itself.
     """
     with np.errstate(over="ignore", under="ignore"):
         squares = row_products(D, D)[:, None]
@@ -150,27 +139,13 @@ def signs_of(cosines: Matrix) -> Matrix:
 def principal_directions(X: Matrix, n_components: int) -> Matrix:
     """Return the first right singular vectors of ``X``, whose rows are not centered.
 
-    Parameters
-    ----------
-    X : ndarray of shape (n_samples, n_features)
-        Samples.
-    n_components : int
-        At most ``n_features``.
-
-    Returns
-    -------
-    ndarray of shape (n_components, n_features)
-        Orthonormal rows; fewer where the rank of ``X`` is less.
-
-    Notes
-    -----
-    Of fewer samples than features the Gram matrix is the smaller problem, where the directions
-    asked for are not too weak for it.
+    They are orthonormal rows; fewer than ``n_components`` where the rank of ``X`` is less.
     """
     X = check_array("X", X, min_rows=1)
     check_count("n_components", n_components, 0, X.shape[1])
     n, d = X.shape
-    # (S S') u = w u gives the direction S' u / sqrt(w); small w would lose half of the digits.
+    # Of fewer samples than features the Gram matrix is the smaller problem: (S S') u = w u gives
+    # the direction S' u / sqrt(w). Small w would lose half of the digits.
     if 0 < n_components < n < d:
         S = X.astype(np.float64, copy=False)
         w, U = eigh(S @ S.T, subset_by_index=(n - n_components, n - 1))
@@ -182,22 +157,9 @@ def principal_directions(X: Matrix, n_components: int) -> Matrix:
 
 
 def least_squares_atoms(gram: Matrix, moment: Matrix, current: Matrix) -> Matrix:
-    """Solve ``gram @ D = moment`` for unit atoms, moving ``current`` no more than needed.
+    """Solve ``gram @ D = moment`` for unit atoms, with ``gram = C.T @ C``, ``moment = C.T @ X``.
 
-    Parameters
-    ----------
-    gram : ndarray of shape (n_atoms, n_atoms)
-        ``C.T @ C``, or a sum of such.
-    moment : ndarray of shape (n_atoms, n_features)
-        ``C.T @ X``, or a sum of such.
-    current : ndarray of shape (n_atoms, n_features)
-        The dictionary to start from: what the equations leave open (an atom that no sample
-        uses, a combination that none needs) stays as it is here, an unused atom exactly.
-
-    Returns
-    -------
-    ndarray of shape (n_atoms, n_features)
-        Unit atoms.
+    What the equations leave open, such as an atom that no sample uses, stays as in ``current``.
     """
     # The equations of the used atoms alone: the others' rows and columns are zero.
     used = gram.any(axis=1)
@@ -208,46 +170,35 @@ def least_squares_atoms(gram: Matrix, moment: Matrix, current: Matrix) -> Matrix
     return atoms
 
 
+def symmetric_inverse(A: Matrix) -> Matrix:
+    """Return the pseudo-inverse of a symmetric matrix.
+
+    As `numpy.linalg.pinv` does, with eigenvalues below 1e-10 of the largest as zeros.
+    """
+    w, U = np.linalg.eigh(A)
+    order = np.flip(np.argsort(np.abs(w)))
+    w, U = w[order], np.take(U, order, axis=1)
+    known = np.abs(w) > 1e-10 * np.abs(w[0])
+    inverse: Matrix = U @ (np.where(known, 1 / np.where(known, w, 1), 0)[:, None] * U.T)
+    return inverse
+
+
 def descended_atoms(gram: Matrix, moment: Matrix, current: Matrix) -> Matrix:
-    """Return the atoms after one update of online dictionary learning.
+    """Return the unit atoms after one update of online dictionary learning.
 
     Mairal, Bach, Ponce and Sapiro, "Online Dictionary Learning for Sparse Coding", ICML 2009:
-    `coordinate_atoms`, then `merged_atoms` for what no sample uses.
-
-    Parameters
-    ----------
-    gram : ndarray of shape (n_atoms, n_atoms)
-        ``C.T @ C``, or a sum of such.
-    moment : ndarray of shape (n_atoms, n_features)
-        ``C.T @ X``, or a sum of such.
-    current : ndarray of shape (n_atoms, n_features)
-        The unit atoms to start from.
-
-    Returns
-    -------
-    ndarray of shape (n_atoms, n_features)
-        Unit atoms.
+    block-coordinate descent on ``gram = C.T @ C`` and ``moment = C.T @ X``, then new atoms in place
+    of those that no sample uses.
     """
     return merged_atoms(gram, coordinate_atoms(gram, moment, current))
 
 
 def coordinate_atoms(gram: Matrix, moment: Matrix, current: Matrix, n_sweeps: int = 5) -> Matrix:
-    """Lower ``||X - C @ D||^2`` over unit atoms, one after the other (block-coordinate descent).
+    """Lower ``||X - C @ D||^2`` over unit atoms, one after the other.
 
     A step is exact: with the other atoms fixed, the best unit vector for atom ``j`` has the
-    direction of ``sum_i c_ij (x_i - what the others make of it)``.
-
-    Parameters
-    ----------
-    gram, moment, current
-        As in :func:`descended_atoms`, NumPy's.
-    n_sweeps : int, default 5
-        Passes over the atoms.
-
-    Returns
-    -------
-    ndarray of shape (n_atoms, n_features)
-        Unit atoms; one that no sample uses stays exactly as it is.
+    direction of ``sum_i c_ij (x_i - what the others make of it)``. An atom that no sample uses
+    stays exactly as it is.
     """
     from flwr_perdl.dictionary import _kernels  # compiled: Numba is imported where it is needed
 
@@ -269,21 +220,9 @@ def merged_atoms(gram: Matrix, D: Matrix) -> Matrix:
     for which this saves most, by ``gram``, are taken, each atom once. Without such a pair an unused
     atom stays, and a copy becomes a random direction, the same in every call: which of two equal
     atoms a sample uses would be decided by rounding. No rule looks at a sample.
-
-    Parameters
-    ----------
-    gram : ndarray of shape (n_atoms, n_atoms)
-        ``C.T @ C``, or a sum of such.
-    D : ndarray of shape (n_atoms, n_features)
-        Unit atoms.
-
-    Returns
-    -------
-    ndarray of shape (n_atoms, n_features)
-        Unit atoms. Of two whose cosine is beyond ``_COPY`` the first stays.
     """
     cosines = D @ D.T
-    copies = np.any(np.triu(np.abs(cosines) > _COPY, 1), axis=0)
+    copies = np.any(np.triu(np.abs(cosines) > _COPY, 1), axis=0)  # of two the first stays
     good = ~copies & (np.diagonal(gram) > 0)
     if good.all():
         return D
@@ -307,33 +246,11 @@ def merged_atoms(gram: Matrix, D: Matrix) -> Matrix:
     return atoms
 
 
-def symmetric_inverse(A: Matrix) -> Matrix:
-    """Return the pseudo-inverse of a symmetric matrix.
-
-    As `numpy.linalg.pinv` does, with eigenvalues below 1e-10 of the largest as zeros.
-    """
-    w, U = np.linalg.eigh(A)
-    order = np.flip(np.argsort(np.abs(w)))
-    w, U = w[order], np.take(U, order, axis=1)
-    known = np.abs(w) > 1e-10 * np.abs(w[0])
-    inverse: Matrix = U @ (np.where(known, 1 / np.where(known, w, 1), 0)[:, None] * U.T)
-    return inverse
-
-
 def atom_distances(A: Matrix, B: Matrix) -> Matrix:
     """Return ``min(|a - b|, |a + b|)`` for every atom ``a`` of ``A`` and ``b`` of ``B``.
 
-    Parameters
-    ----------
-    A : ndarray of shape (n_a, n_features)
-        A dictionary.
-    B : ndarray of shape (n_b, n_features)
-        Another.
-
-    Returns
-    -------
-    ndarray of shape (n_a, n_b)
-        float64; small distances are exact to rounding of the atoms, not of their products.
+    The result, (n_a, n_b), is float64; small distances are exact to rounding of the atoms, not of
+    their products.
 
     Examples
     --------
@@ -343,25 +260,16 @@ def atom_distances(A: Matrix, B: Matrix) -> Matrix:
     array([[0.   , 1.414],
            [1.414, 0.   ]])
     """
-    A = check_array("A", A, squares=True)
-    return _distances(A, check_array("B", B, columns=A.shape[1], squares=True))
-
-
-def _distances(A: Matrix, B: Matrix) -> Matrix:
-    """Distances of the atoms of ``A`` and of ``B``."""
-    A, B = A.astype(np.float64, copy=False), B.astype(np.float64, copy=False)
+    A = check_array("A", A, squares=True).astype(np.float64, copy=False)
+    B = check_array("B", B, columns=A.shape[1], squares=True).astype(np.float64, copy=False)
     products = A @ B.T
     squares = row_products(A, A)[:, None] - 2 * np.abs(products) + row_products(B, B)
-    close = squares < _CLOSE  # the difference of numbers that are nearly equal: by the atoms
-    row, column = np.nonzero(close)
-    most, found = 2**24 // max(A.shape[1], 1) + 1, []
-    for begin in range(0, row.shape[0], most):
-        end = min(begin + most, row.shape[0])
-        i, j = row[begin:end], column[begin:end]
+    row, column = np.nonzero(squares < _CLOSE)  # nearly equal numbers: their difference is exact
+    most = 2**24 // max(A.shape[1], 1) + 1
+    for at in range(0, len(row), most):
+        i, j = row[at : at + most], column[at : at + most]
         nearer = signs_of(products[i, j])[:, None] * B[j]
-        found.append(((A[i] - nearer) ** 2).sum(axis=-1))
-    if found:
-        squares[close] = np.concatenate(found)
+        squares[i, j] = ((A[i] - nearer) ** 2).sum(axis=-1)
     distances: Matrix = np.sqrt(squares)
     return distances
 
@@ -379,12 +287,6 @@ def match_atoms(A: Matrix, B: Matrix) -> AtomMatch:
     Returns
     -------
     AtomMatch
-        Indices, signs and distances, each of shape (n_a,).
-
-    Raises
-    ------
-    ValueError
-        If ``A`` has more atoms than ``B``.
 
     Examples
     --------
@@ -395,14 +297,13 @@ def match_atoms(A: Matrix, B: Matrix) -> AtomMatch:
     (array([2, 1]), array([-1., -1.]))
     """
     A, B = _fewer_and_more(A, B)
-    return _match(A, B, linear_sum_assignment(_distances(A, B))[1])
+    return _match(A, B, linear_sum_assignment(atom_distances(A, B))[1])
 
 
 def dictionary_distance(A: Matrix, B: Matrix, norm: str = "1,2") -> float:
     """Return the distance of two dictionaries up to order and signs of their atoms.
 
-    The lengths of atoms count: of dictionaries that are not unit, `normalize_atoms` first makes
-    directions.
+    The lengths of atoms count, see `normalize_atoms`.
 
     Parameters
     ----------
@@ -411,20 +312,9 @@ def dictionary_distance(A: Matrix, B: Matrix, norm: str = "1,2") -> float:
     B : ndarray of shape (n_b, n_features)
         Another, ``n_b >= n_a``; Definition 1 has ``n_b = n_a``.
     norm : {"1,2", "2"}, default "1,2"
-        "1,2": the largest distance within a pair, least over all ways to pair (eq. 3; exact, a
-        bottleneck assignment). "2": the largest singular value of the difference, at the
-        pairing that "1,2" chooses (of several, the one with the least sum of distances); the
-        paper's eq. 4 minimizes over pairings, which is out of reach, so this bounds it from
-        above.
-
-    Returns
-    -------
-    float
-
-    Raises
-    ------
-    ValueError
-        If ``A`` has more atoms than ``B`` or ``norm`` is neither.
+        "1,2": the largest distance within a pair, least over all pairings (eq. 3, exact). "2": the
+        largest singular value of the difference at that pairing (of several, the one with the
+        least sum of distances): an upper bound of the paper's eq. 4, which minimizes over pairings.
 
     Examples
     --------
@@ -435,7 +325,7 @@ def dictionary_distance(A: Matrix, B: Matrix, norm: str = "1,2") -> float:
     """
     check_choice("norm", norm, ("1,2", "2"))
     A, B = _fewer_and_more(A, B)
-    distances = _distances(A, B)
+    distances = atom_distances(A, B)
     if 0 in distances.shape:
         return 0.0
     match = _match(A, B, _bottleneck_assignment(distances))
@@ -469,16 +359,12 @@ def _bottleneck_assignment(costs: Matrix) -> NDArray[np.intp]:
     high = costs[np.arange(len(costs)), indices].max()
     low = costs.min(axis=1).max()
     levels = np.unique(costs[(costs >= low) & (costs <= high)])
-    first, last = 0, levels.size - 1
-    while first < last:
-        middle = (first + last) // 2
-        allowed = csr_array(costs <= levels[middle])
-        if (maximum_bipartite_matching(allowed, perm_type="column") >= 0).all():
-            last = middle
-        else:
-            first = middle + 1
+
+    def enough(level: float) -> bool:
+        pairs = maximum_bipartite_matching(csr_array(costs <= level), perm_type="column")
+        return bool((pairs >= 0).all())
+
+    level = levels[bisect_left(levels, True, hi=len(levels) - 1, key=enough)]
     forbidden = 2 * len(costs) * levels[-1] + 1
-    best: NDArray[np.intp] = linear_sum_assignment(
-        np.where(costs <= levels[first], costs, forbidden)
-    )[1]
+    best: NDArray[np.intp] = linear_sum_assignment(np.where(costs <= level, costs, forbidden))[1]
     return best

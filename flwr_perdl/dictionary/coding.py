@@ -5,13 +5,12 @@ paper (Liang et al., NeurIPS 2023)      here
 ======================================= ====================================================
 data ``Y`` (d x n), codes ``X`` (r x n) ``X`` (n_samples, n_features), ``C`` (n_samples, n_atoms)
 ``HT_zeta(D' Y)`` (Algorithms 4 and 5)  ``hard_threshold(X @ D.T, zeta)``
-"top k" of A.2                          :func:`top_k`
+"top k" of A.2                          :func:`omp`, with atoms that are orthonormal
 ======================================= ====================================================
 
-Orthogonal matching pursuit (:func:`omp`) and the lasso (:func:`lasso`) are not in the paper; for
-orthonormal atoms they are :func:`top_k` and :func:`soft_threshold` of ``X @ D.T``. Nor are FOCUSS
+The lasso (:func:`lasso`; for orthonormal atoms :func:`soft_threshold` of ``X @ D.T``), FOCUSS
 (:func:`focuss`), which penalises less than the lasso does what is not zero, and non-negative least
-squares (:func:`nonnegative_from_gram`), which has no penalty at all.
+squares (:func:`nonnegative_from_gram`), which has no penalty at all, are not in the paper.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from flwr_perdl.core.checks import (
     check_array,
     check_choice,
     check_count,
-    check_flag,
     check_real,
 )
 from flwr_perdl.core.threads import in_threads, n_kernel_threads
@@ -72,20 +70,6 @@ class Lasso(NamedTuple):
     converged: bool
 
 
-class Focuss(NamedTuple):
-    """What :func:`focuss` found."""
-
-    #: Codes, (n_samples, n_atoms).
-    codes: Matrix
-    #: Iterations of the sample that took longest.
-    n_iter: int
-    #: The largest last change of a code, relative to the sample's largest code; infinite where
-    #: there was no iteration.
-    change: float
-    #: Whether ``change`` is within the tolerance.
-    converged: bool
-
-
 def hard_threshold(A: Matrix, threshold: float) -> Matrix:
     """Keep the entries with ``|a| >= threshold``, set the others to zero.
 
@@ -96,14 +80,7 @@ def hard_threshold(A: Matrix, threshold: float) -> Matrix:
     >>> hard_threshold(np.array([[0.2, -1.0, 3.0]]), 1.0)
     array([[ 0., -1.,  3.]])
     """
-    return kept_above(*_thresholded(A, threshold))
-
-
-def kept_above(A: Matrix, threshold: float | Matrix) -> Matrix:
-    """Return :func:`hard_threshold` of arguments that are as they should be.
-
-    Of a stack of arrays the thresholds may be an array too, which NumPy broadcasts.
-    """
+    A, threshold = _thresholded(A, threshold)
     return A * (np.abs(A) >= threshold)
 
 
@@ -118,8 +95,7 @@ def soft_threshold(A: Matrix, threshold: float) -> Matrix:
     array([[ 0., -1.,  2.]])
     """
     A, threshold = _thresholded(A, threshold)
-    shrunk: Matrix = A - np.clip(A, -threshold, threshold)
-    return shrunk
+    return A - np.clip(A, -threshold, threshold)
 
 
 def _thresholded(A: Matrix, threshold: float) -> tuple[Matrix, float]:
@@ -128,53 +104,37 @@ def _thresholded(A: Matrix, threshold: float) -> tuple[Matrix, float]:
     return A, min(check_real("threshold", threshold, 0), float(np.finfo(A.dtype).max))
 
 
-def top_k(A: Matrix, k: int) -> Matrix:
-    """Keep the ``k`` largest magnitudes of each row, set the others to zero.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from flwr_perdl.dictionary import top_k
-    >>> top_k(np.array([[0.5, -2.0, 3.0]]), 2)
-    array([[ 0., -2.,  3.]])
-    """
-    A = check_array("A", A)
-    if check_count("k", k) >= A.shape[1]:
-        return A.copy()
-    out = np.zeros_like(A)
-    if k > 0:
-        columns = np.argpartition(np.abs(A), -k, axis=1)[:, -k:]
-        np.put_along_axis(out, columns, np.take_along_axis(A, columns, axis=1), axis=1)
-    return out
+def by_direction(code: Callable[[Matrix], Matrix], D: Matrix) -> Matrix:
+    """Return the codes of atoms of any length: those of unit atoms, divided by the lengths."""
+    unit, lengths = unit_atoms(D)
+    C = code(unit)
+    return C if unit is D else C / lengths.T
 
 
 def omp(X: Matrix, D: Matrix, n_nonzero: int, *, selection: Selection = "correlation") -> Matrix:
     """Code by orthogonal matching pursuit.
 
-    Each sample repeatedly takes an atom (the first of several that are as good but for rounding),
-    and fits the atoms that it has taken by least squares.
+    A sample takes one atom after the other (the first of several that are as good but for
+    rounding), and fits those that it has taken by least squares.
 
     Parameters
     ----------
     X : ndarray of shape (n_samples, n_features)
-        Data.
     D : ndarray of shape (n_atoms, n_features)
         Atoms. Their lengths do not matter: codes are those of unit atoms divided by them.
     n_nonzero : int
         Atoms per sample, at most; a sample that is fitted exactly takes no more.
     selection : {"correlation", "residual"}, default "correlation"
-        Which atom is taken: the one that correlates most with what is left of the sample (Pati,
-        Rezaiifar and Krishnaprasad 1993), or the one after which least is left (orthogonal least
-        squares: Chen, Billings and Luo 1989), which takes as long and often fits better.
+        Which atom is taken: the one that correlates most with what is left of the sample, or the
+        one after which least is left (orthogonal least squares: Chen, Billings and Luo 1989), which
+        takes as long and often fits better.
 
     Returns
     -------
     ndarray of shape (n_samples, n_atoms)
-        Codes.
 
     Examples
     --------
-    >>> import numpy as np
     >>> import numpy as np
     >>> from flwr_perdl.dictionary import omp
     >>> omp(np.array([[3.0, 1.0]]), np.eye(2), 1)
@@ -184,9 +144,7 @@ def omp(X: Matrix, D: Matrix, n_nonzero: int, *, selection: Selection = "correla
     X = check_array("X", X)
     D = check_array("D", D, columns=X.shape[1], squares=True)
     k = min(check_count("n_nonzero", n_nonzero), *D.shape)
-    unit, lengths = unit_atoms(D)
-    C = pursue(X, unit, k, selection=selection)
-    return C if unit is D else C / lengths.T
+    return by_direction(lambda unit: pursue(X, unit, k, selection=selection), D)
 
 
 def pursue(
@@ -230,43 +188,34 @@ def lasso(
     D: Matrix,
     alpha: float,
     *,
-    nonnegative: bool = False,
     start: Matrix | None = None,
     tol: float = 1e-8,
     max_iter: int = 1000,
 ) -> Lasso:
     """Minimise ``0.5 * ||x - c @ D||^2 + alpha * ||c||_1`` for every sample ``x``.
 
-    Coordinate descent on active atoms of the Gram matrix, with Newton steps once the signs of the
-    codes hold: on most data the codes are exact but for rounding.
+    On most data the codes are exact but for rounding.
 
     Parameters
     ----------
     X : ndarray of shape (n_samples, n_features)
-        Data.
     D : ndarray of shape (n_atoms, n_features)
-        Atoms.
     alpha : float
-        Weight of the penalty, positive (scikit-learn's ``Lasso`` divides the first term by the
-        number of features: its ``alpha`` is this one over ``n_features``).
-    nonnegative : bool, default False
-        Whether codes must be zero or positive.
+        Weight of the penalty, positive: ``n_features`` times that of scikit-learn's ``Lasso``.
     start : ndarray of shape (n_samples, n_atoms), optional
-        Codes to start from, such as those of nearly the same atoms; without them, zeros.
+        Codes to start from, such as those of nearly the same atoms; by default zeros.
     tol : float, default 1e-8
-        Duality gap that is small enough, relative to the objective of zeros, ``0.5 * ||x||^2``. No
-        codes have an objective that is lower by more than the gap.
+        Duality gap, the most that the objective can still lose, that is small enough, relative to
+        the objective of zeros, ``0.5 * ||x||^2``.
     max_iter : int, default 1000
         Largest number of sweeps over a sample's active atoms.
 
     Returns
     -------
     Lasso
-        Codes, sweeps, duality gap, and whether ``tol`` was reached.
 
     Examples
     --------
-    >>> import numpy as np
     >>> import numpy as np
     >>> from flwr_perdl.dictionary import lasso
     >>> lasso(np.array([[3.0, 1.0]]), np.eye(2), 2.0).codes
@@ -275,20 +224,13 @@ def lasso(
     X = check_array("X", X, squares=True)
     D = check_array("D", D, columns=X.shape[1], squares=True)
     alpha = check_real("alpha", alpha, 0, open_low=True)
-    nonnegative = check_flag("nonnegative", nonnegative)
     tol = max(check_real("tol", tol, 0), 100 * float(np.finfo(np.float64).eps))
     max_iter = min(check_count("max_iter", max_iter), 2**31)  # the kernel counts no further
     if start is not None:
-        start = check_array("start", start, columns=D.shape[0], squares=True)
-        if len(start) != len(X):
-            raise ValueError(f"start must have {len(X)} row(s), as X has, got shape {start.shape}.")
-        if nonnegative and (start < 0).any():
-            raise ValueError(
-                f"start must be zero or positive where nonnegative=True, got {start.min():.3g}."
-            )
+        start = check_array("start", start, rows=len(X), columns=D.shape[0], squares=True)
     from flwr_perdl.dictionary import _kernels  # compiled: Numba is imported where it is needed
 
-    n, r, warm = len(X), len(D), start is not None
+    n, r = len(X), len(D)
     dtype, wide = np.result_type(X, D), D.astype(np.float64, copy=False)
     C = np.zeros((n, r), dtype) if start is None else np.array(start, dtype)
     X, gram = X.astype(dtype, copy=False), wide @ wide.T
@@ -298,7 +240,7 @@ def lasso(
         squares = np.einsum("ij,ij->i", X[rows], X[rows], dtype=np.float64)
         # In single precision the gap would be wrong.
         products = X[rows].astype(np.float64, copy=False) @ wide.T
-        given = products, squares, gram, alpha, nonnegative, tol, max_iter, warm
+        given = products, squares, gram, alpha, tol, max_iter
         _kernels.lasso(*given, C[rows], sweeps[rows], gaps[rows])
 
     _in_threads(code, n, r)
@@ -314,36 +256,17 @@ def focuss(
     power: float = 0.5,
     tol: float = 1e-6,
     max_iter: int = 200,
-) -> Focuss:
+) -> Matrix:
     """Lower ``0.5 * ||x - c @ D||^2 + alpha / power * sum |c|^power`` for every sample ``x``.
 
-    Regularised FOCUSS (Gorodnitsky and Rao 1997; Rao, Engan, Cotter, Palmer and Kreutz-Delgado
-    2003): every iteration is a ridge regression, its penalty on a code divided by
-    ``|c|^(2 - power)`` of the iteration before, and lowers the objective. It starts as if all codes
-    of a sample were as large as its largest product with an atom. With ``power=1`` the objective is
-    the lasso's, and so is the result; below 1 there are many local minima, one of which it finds.
+    Regularised FOCUSS (Gorodnitsky and Rao 1997; Rao et al. 2003): every iteration is a ridge
+    regression, its penalty on a code divided by ``|c|^(2 - power)`` of the iteration before, and
+    lowers the objective. It starts as if all codes of a sample were as large as its largest product
+    with an atom. With ``power=1`` it is the lasso; below 1 it finds one of many local minima.
 
-    Parameters
-    ----------
-    X : ndarray of shape (n_samples, n_features)
-        Data.
-    D : ndarray of shape (n_atoms, n_features)
-        Atoms.
-    alpha : float
-        Weight of the penalty, positive, in units of ``X^(2 - power)``: for samples ``s`` times as
-        large, ``s^(2 - power)`` times this gives the same codes, ``s`` times as large.
-    power : float, default 0.5
-        Within (0, 1]; the smaller, the sparser and the less shrunk are the codes.
-    tol : float, default 1e-6
-        A sample is done when no code changes by more than this share of its largest one. Codes
-        smaller than that share end up as zeros.
-    max_iter : int, default 200
-        Largest number of iterations.
-
-    Returns
-    -------
-    Focuss
-        Codes, iterations, last change, and whether ``tol`` was reached.
+    ``alpha`` is in units of ``X^(2 - power)``: for samples ``s`` times as large, ``s^(2 - power)``
+    times as much gives the same codes, ``s`` times as large. A sample is done when no code changes
+    by more than ``tol`` times its largest one; codes smaller than that end up as zeros.
     """
     X = check_array("X", X, squares=True)
     D = check_array("D", D, columns=X.shape[1])
@@ -352,31 +275,31 @@ def focuss(
     tol = max(check_real("tol", tol, 0), 10 * float(np.finfo(X.dtype).eps))
     check_count("max_iter", max_iter)
     C = np.zeros((len(X), len(D)), dtype=np.result_type(X, D))
-    n_iter, change = 0, 0.0
-    if len(X) and len(D):
+    if C.size:
         held = len(D) * (X.shape[1] + len(D)) if len(D) < X.shape[1] else X.shape[1] ** 2
         for rows in np.array_split(np.arange(len(X)), len(X) * held // _WORKSPACE + 1):
-            C[rows], took, last = _reweighted(X[rows], D, alpha, power, tol, max_iter)
-            n_iter, change = max(n_iter, took), max(change, last)
-    return Focuss(C, n_iter, change, change <= tol)
+            C[rows] = _reweighted(X[rows], D, alpha, power, tol, max_iter)
+    return C
 
 
 def _reweighted(
     X: Matrix, D: Matrix, alpha: float, power: float, tol: float, max_iter: int
-) -> tuple[Matrix, int, float]:
-    """Codes, iterations, and the largest last change of :func:`focuss`."""
+) -> Matrix:
+    """Return :func:`focuss`'s codes of some samples."""
     peaks = np.abs(X @ D.T).max(axis=1, keepdims=True) / (np.square(D).sum(axis=1).max() or 1)
     C = _ridge(X, D, np.repeat(peaks ** (2 - power), len(D), axis=1), alpha)
-    todo, n_iter, changes = np.arange(len(X)), 0, np.full(len(X), np.inf)
-    while len(todo) and n_iter < max_iter:
+    todo = np.arange(len(X))
+    for _ in range(max_iter):
+        if not len(todo):
+            break
         old = C[todo]
         new = _ridge(X[todo], D, np.abs(old) ** (2 - power), alpha)
         largest = np.abs(new).max(axis=1)
-        changes[todo] = np.abs(new - old).max(axis=1) / np.where(largest > 0, largest, 1)
+        changes = np.abs(new - old).max(axis=1) / np.where(largest > 0, largest, 1)
         C[todo] = new
-        todo, n_iter = todo[changes[todo] > tol], n_iter + 1
+        todo = todo[changes > tol]
     C[np.abs(C) <= tol * np.abs(C).max(axis=1, keepdims=True)] = 0
-    return C, n_iter, float(changes.max())
+    return C
 
 
 def _ridge(X: Matrix, D: Matrix, weights: Matrix, alpha: float) -> Matrix:
@@ -399,17 +322,6 @@ def nonnegative_from_gram(products: Matrix, gram: Matrix) -> Matrix:
     move every code that turns out on the wrong side, all samples with the same guess at once.
     The result is exact up to rounding. Of atoms that are too nearly dependent for that, SciPy's
     ``nnls`` finds the codes, sample by sample.
-
-    Parameters
-    ----------
-    products : ndarray of shape (n_samples, n_atoms)
-        Products of samples and atoms.
-    gram : ndarray of shape (n_atoms, n_atoms)
-        Products of the atoms, positive definite.
-
-    Returns
-    -------
-    ndarray of shape (n_samples, n_atoms)
     """
     n, r = products.shape
     C = np.zeros_like(products)
@@ -475,7 +387,6 @@ def sparse_code(
     Parameters
     ----------
     X : ndarray of shape (n_samples, n_features)
-        Data.
     D : ndarray of shape (n_atoms, n_features)
         Atoms; only to the lasso their lengths matter.
     n_nonzero : int, optional
@@ -488,7 +399,6 @@ def sparse_code(
     Returns
     -------
     ndarray of shape (n_samples, n_atoms)
-        Codes.
 
     Raises
     ------
@@ -497,7 +407,6 @@ def sparse_code(
 
     Examples
     --------
-    >>> import numpy as np
     >>> import numpy as np
     >>> from flwr_perdl.dictionary import sparse_code
     >>> sparse_code(np.array([[3.0, 1.0]]), np.eye(2), n_nonzero=1)
@@ -514,9 +423,8 @@ def sparse_code(
         return lasso(X, D, alpha).codes
     X = check_array("X", X)
     D = check_array("D", D, columns=X.shape[1], squares=True)
-    unit, lengths = unit_atoms(D)
-    C = kept_above(*_thresholded(X @ unit.T, check_real("threshold", threshold, 0)))
-    return C if unit is D else C / lengths.T
+    least = check_real("threshold", threshold, 0)
+    return by_direction(lambda unit: hard_threshold(X @ unit.T, least), D)
 
 
 def remainder(X: Matrix, fitted: Matrix) -> Matrix:
@@ -524,17 +432,6 @@ def remainder(X: Matrix, fitted: Matrix) -> Matrix:
 
     What rounding leaves has directions of its own, mostly those of the samples: an atom learned
     from it stands for nothing, or doubles one that is there.
-
-    Parameters
-    ----------
-    X : ndarray of shape (n_samples, n_features)
-        Samples.
-    fitted : ndarray of shape (n_samples, n_features)
-        What the codes make of them.
-
-    Returns
-    -------
-    ndarray of shape (n_samples, n_features)
     """
     rest, limits = X - fitted, np.finfo(X.dtype)
     rounding = min(X.shape[1] * float(limits.eps), _FEW)
@@ -545,18 +442,7 @@ def remainder(X: Matrix, fitted: Matrix) -> Matrix:
 
 
 def reconstruct(C: Matrix, D: Matrix) -> Matrix:
-    """Return ``C @ D``, the samples that the codes stand for.
-
-    Parameters
-    ----------
-    C : ndarray of shape (n_samples, n_atoms)
-        Codes.
-    D : ndarray of shape (n_atoms, n_features)
-        Atoms.
-
-    Returns
-    -------
-    ndarray of shape (n_samples, n_features)
+    """Return ``C @ D``, (n_samples, n_features), the samples that the codes stand for.
 
     Examples
     --------
@@ -566,5 +452,4 @@ def reconstruct(C: Matrix, D: Matrix) -> Matrix:
     array([[2., 0.]])
     """
     D = check_array("D", D)
-    samples: Matrix = check_array("C", C, columns=D.shape[0]) @ D
-    return samples
+    return check_array("C", C, columns=D.shape[0]) @ D

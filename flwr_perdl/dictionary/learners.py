@@ -52,7 +52,7 @@ from flwr_perdl.dictionary.atoms import (
     symmetric_inverse,
     unit_atoms,
 )
-from flwr_perdl.dictionary.coding import kept_above, lasso, omp, pursue
+from flwr_perdl.dictionary.coding import by_direction, hard_threshold, lasso, omp, pursue
 from flwr_perdl.dictionary.polar import polar_factor, rounding_share
 
 #: ``threshold="auto"`` is this multiple of the root mean square norm of the samples.
@@ -109,20 +109,10 @@ class Learner(Protocol):
 def atom_support(C: Matrix) -> Matrix:
     """Return the effective number of samples behind each atom, ``(sum |c|)^2 / sum c^2``.
 
-    An atom's update, and its row of the statistics, is a sum of samples with weights ``c``; this
-    is Kish's effective sample size for these weights. ``m`` samples that use an atom alike count
-    ``m``; where one code dwarfs all others it is 1; a support of ``m`` means that no sample has
-    more than ``1 / sqrt(m)`` of the weight.
-
-    Parameters
-    ----------
-    C : ndarray of shape (n_samples, n_atoms)
-        Codes.
-
-    Returns
-    -------
-    ndarray of shape (n_atoms,)
-        0 for an atom that no sample uses.
+    An atom's update, and its row of the statistics, is a sum of samples with weights ``c``, the
+    codes (n_samples, n_atoms); this is Kish's effective sample size for these weights. ``m``
+    samples that use an atom alike count ``m``; an unused atom counts 0; a support of ``m`` means
+    that no sample has more than ``1 / sqrt(m)`` of the weight.
 
     Examples
     --------
@@ -148,12 +138,8 @@ def update_weights(learner: Learner, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
     ----------
     learner : Learner
         Its own ``weights(X, C, D)`` says them, where it has that method; else they are the codes.
-    X : ndarray of shape (n_samples, n_features)
-        Data.
-    C : ndarray of shape (n_samples, n_atoms)
-        Its codes, from which the atoms are updated.
-    D : ndarray of shape (n_atoms, n_features)
-        The current dictionary.
+    X, C, D : ndarray
+        The arguments of ``learner.update``: data, codes, current dictionary.
 
     Returns
     -------
@@ -178,13 +164,7 @@ def update_weights(learner: Learner, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
 
 @dataclass(frozen=True)
 class AlternatingLearner(ABC):
-    """Start, coding and update, which all learners share.
-
-    Parameters
-    ----------
-    n_atoms : int
-        Atoms of the dictionary.
-    """
+    """Start, coding and update, which all learners share."""
 
     n_atoms: int
 
@@ -198,20 +178,12 @@ class AlternatingLearner(ABC):
     def start(self, X: Matrix, rng: np.random.Generator) -> Matrix:
         """Return a random rotation of the data's principal directions.
 
-        Parameters
-        ----------
-        X : ndarray of shape (n_samples, n_features)
-            Data.
-        rng : numpy.random.Generator
-            Source of the rotation, and of directions where the data has too few.
-
-        Returns
-        -------
-        ndarray of shape (n_atoms, n_features)
-            Orthonormal atoms; beyond ``n_features`` of them, random unit vectors are added.
+        It is completed by random directions where the data has too few, and, beyond ``n_features``
+        orthonormal atoms, by random unit vectors.
         """
         X = check_array("X", X, min_rows=1, squares=True)
         d = X.shape[1]
+        check_count("n_atoms", self.n_atoms, 1, d if self.orthogonal else None)
         k = min(self.n_atoms, d)
         spanned = principal_directions(X, k)
         filled = np.vstack([spanned, rng.standard_normal((k - len(spanned), d))])
@@ -224,47 +196,20 @@ class AlternatingLearner(ABC):
     def code(self, X: Matrix, D: Matrix, scale: float = 1.0) -> Matrix:
         """Return the codes of ``X``, ``C`` with ``X ≈ C @ D``.
 
-        Parameters
-        ----------
-        X : ndarray of shape (n_samples, n_features)
-            Data.
-        D : ndarray of shape (n_atoms, n_features)
-            Atoms. Their lengths do not matter: codes are those of unit atoms divided by them.
-        scale : float, default 1
-            Multiplies the threshold or penalty (or divides ``n_nonzero``).
-
-        Returns
-        -------
-        ndarray of shape (n_samples, n_atoms)
+        The atoms' lengths do not matter: codes are those of unit atoms divided by them. ``scale``
+        multiplies the threshold or penalty (or divides ``n_nonzero``).
         """
         X = check_array("X", X, squares=True)
         D = check_array("D", D, columns=X.shape[1], squares=True)
         check_real("scale", scale, 0, open_low=True)
-        unit, lengths = unit_atoms(D)
-        C = self._code(X, unit, scale)
-        return C if unit is D else C / lengths.T
+        return by_direction(lambda unit: self._code(X, unit, scale), D)
 
     @abstractmethod
     def _code(self, X: Matrix, D: Matrix, scale: float = 1.0) -> Matrix:
         """Return the codes of arguments that are as they should be, of unit atoms."""
 
     def update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
-        """Return the next dictionary.
-
-        Parameters
-        ----------
-        X : ndarray of shape (n_samples, n_features)
-            Data.
-        C : ndarray of shape (n_samples, n_atoms)
-            Its codes.
-        D : ndarray of shape (n_atoms, n_features)
-            The current dictionary, kept in whatever the codes leave open.
-
-        Returns
-        -------
-        ndarray of shape (n_atoms, n_features)
-            Unit atoms.
-        """
+        """Return the next dictionary, unit atoms; what the codes leave open stays as in ``D``."""
         return self._update(*_checked(X, C, D))
 
     @abstractmethod
@@ -278,10 +223,7 @@ class AlternatingLearner(ABC):
         return self.steps(X, unit_atoms(D)[0], [1.0])
 
     def steps(self, X: Matrix, D: Matrix, scales: Sequence[float]) -> Matrix:
-        """Return the dictionary after one iteration per scale, which is that of `code`.
-
-        Arguments are as they should be, atoms of norm 1.
-        """
+        """Return the dictionary after one iteration per scale of `code`; ``D`` has unit atoms."""
         for scale in scales:
             D = self._update(X, self._code(X, D, scale), D)
         return D
@@ -300,17 +242,6 @@ class ThresholdLearner(AlternatingLearner):
     """Coding by a threshold, or by a number of atoms per sample.
 
     The objective is ``||X - C @ D||^2``, plus ``threshold^2`` per non-zero code if thresholding.
-
-    Parameters
-    ----------
-    n_atoms : int
-        Atoms of the dictionary.
-    threshold : float or "auto", default "auto"
-        Codes are ``X @ D.T`` without the entries below this; "auto" is ``AUTO_THRESHOLD`` times
-        the root mean square norm of the samples, so that the data's scale does not matter.
-    n_nonzero : int or None, default None
-        If given, codes come from orthogonal matching pursuit with this many atoms per sample,
-        and ``threshold`` is not used.
     """
 
     threshold: float | Literal["auto"] = "auto"
@@ -326,31 +257,14 @@ class ThresholdLearner(AlternatingLearner):
 
     def level(self, X: Matrix) -> float:
         """Return the threshold that applies to ``X``."""
-        return float(self.levels_of(np.array([squared_norm(X)]), X.shape[0])[0])
-
-    def levels_of(self, energies: Matrix, n_samples: int) -> Matrix:
-        """Return the thresholds of clients with ``n_samples`` each, by the sums of their squares.
-
-        Parameters
-        ----------
-        energies : ndarray of shape (n_clients,)
-            Sums of squares of all of a client's samples.
-        n_samples : int
-            Samples of each client.
-
-        Returns
-        -------
-        ndarray of shape (n_clients,)
-        """
         if self.threshold == "auto":
-            return AUTO_THRESHOLD * np.sqrt(energies / max(n_samples, 1))
-        return np.full_like(energies, self.threshold)
+            return float(AUTO_THRESHOLD * np.sqrt(squared_norm(X) / max(len(X), 1)))
+        return float(self.threshold)
 
     def _code(self, X: Matrix, D: Matrix, scale: float = 1.0) -> Matrix:
         if self.n_nonzero is not None:
             return omp(X, D, max(1, round(self.n_nonzero / scale)))
-        products, level = X @ D.T, scale * self.level(X)
-        return kept_above(products, min(level, float(np.finfo(products.dtype).max)))
+        return hard_threshold(X @ D.T, scale * self.level(X))
 
     def _loss(self, X: Matrix, C: Matrix, D: Matrix) -> float:
         error = float(np.sum((X - C @ D) ** 2))
@@ -361,10 +275,9 @@ class ThresholdLearner(AlternatingLearner):
 
 @dataclass(frozen=True)
 class OrthogonalLearner(ThresholdLearner):
-    """Algorithm 4: orthonormal atoms, as many as features or fewer.
+    """Algorithm 4: orthonormal atoms, updated to the polar factor of ``C.T @ X``.
 
-    The update is the orthonormal dictionary that minimizes ``||X - C @ D||``, the polar factor of
-    ``C.T @ X``.
+    That is the orthonormal dictionary that minimizes ``||X - C @ D||``.
 
     Parameters
     ----------
@@ -374,7 +287,7 @@ class OrthogonalLearner(ThresholdLearner):
         Codes are ``X @ D.T`` without the entries below this; "auto" is ``AUTO_THRESHOLD`` times
         the root mean square norm of the samples.
     n_nonzero : int or None, default None
-        If given, this many codes per sample are kept instead.
+        This many codes per sample are kept instead.
 
     Examples
     --------
@@ -390,12 +303,6 @@ class OrthogonalLearner(ThresholdLearner):
 
     orthogonal: ClassVar[bool] = True
 
-    def start(self, X: Matrix, rng: np.random.Generator) -> Matrix:
-        """Return a random rotation of the data's principal directions, orthonormal."""
-        X = check_array("X", X, min_rows=1, squares=True)
-        check_count("n_atoms", self.n_atoms, 1, X.shape[1])
-        return super().start(X, rng)
-
     def _update(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
         return polar_factor(C.T @ X, D)
 
@@ -410,25 +317,7 @@ class OrthogonalLearner(ThresholdLearner):
 
 @dataclass(frozen=True)
 class GeneralLearner(ThresholdLearner):
-    """Coding for atoms that need not be orthogonal.
-
-    Parameters
-    ----------
-    n_atoms : int
-        Atoms of the dictionary; may exceed the number of features.
-    threshold : float or "auto", default "auto"
-        Codes below this are zero; "auto" is ``AUTO_THRESHOLD`` times the root mean square norm of
-        the samples.
-    n_nonzero : int or None, default None
-        If given, orthogonal matching pursuit with this many atoms per sample codes instead, and
-        ``threshold`` is not used.
-    coding : {"pursuit", "threshold"}, default "pursuit"
-        "pursuit": orthogonal matching pursuit, up to ``PURSUED`` atoms per sample, that stops where
-        no atom's product with what is left of the sample reaches the threshold. "threshold": the
-        paper's, ``X @ D.T`` without the entries below the threshold. It counts twice what two atoms
-        have in common, and needs a start near the truth, or atoms that are nearly orthogonal; on
-        images the error can grow with the iterations.
-    """
+    """Coding for atoms that need not be orthogonal, as `GradientLearner` says."""
 
     coding: Literal["pursuit", "threshold"] = "pursuit"
 
@@ -447,8 +336,7 @@ class GeneralLearner(ThresholdLearner):
 class GradientLearner(GeneralLearner):
     """Algorithm 5: one gradient step on ``||X - C @ D||^2``, then unit atoms.
 
-    The step's length is ``0.5 / ||C.T @ C||_2``. Algorithm 5 as printed is ``coding="threshold"``;
-    it needs a start near the truth.
+    The step's length is ``0.5 / ||C.T @ C||_2``. Algorithm 5 as printed is ``coding="threshold"``.
 
     Parameters
     ----------
@@ -458,10 +346,12 @@ class GradientLearner(GeneralLearner):
         Codes below this are zero; "auto" is ``AUTO_THRESHOLD`` times the root mean square norm of
         the samples.
     n_nonzero : int or None, default None
-        If given, orthogonal matching pursuit with this many atoms per sample codes instead, and
-        ``threshold`` is not used.
+        Orthogonal matching pursuit with this many atoms per sample codes instead.
     coding : {"pursuit", "threshold"}, default "pursuit"
-        See `GeneralLearner`.
+        "pursuit": orthogonal matching pursuit, up to ``PURSUED`` atoms per sample, that stops where
+        no atom's product with what is left of the sample reaches the threshold. "threshold": the
+        paper's, as in `OrthogonalLearner`. It counts twice what two atoms have in common, and needs
+        a start near the truth or nearly orthogonal atoms; on images the error can grow.
 
     Examples
     --------
@@ -489,16 +379,8 @@ class MODLearner(GeneralLearner):
 
     Parameters
     ----------
-    n_atoms : int
-        Atoms of the dictionary; may exceed the number of features.
-    threshold : float or "auto", default "auto"
-        Codes below this are zero; "auto" is ``AUTO_THRESHOLD`` times the root mean square norm of
-        the samples.
-    n_nonzero : int or None, default None
-        If given, orthogonal matching pursuit with this many atoms per sample codes instead, and
-        ``threshold`` is not used.
-    coding : {"pursuit", "threshold"}, default "pursuit"
-        See `GeneralLearner`.
+    n_atoms, threshold, n_nonzero, coding
+        As for `GradientLearner`.
 
     Examples
     --------
@@ -529,16 +411,8 @@ class KSVDLearner(GeneralLearner):
 
     Parameters
     ----------
-    n_atoms : int
-        Atoms of the dictionary; may exceed the number of features.
-    threshold : float or "auto", default "auto"
-        Codes below this are zero; "auto" is ``AUTO_THRESHOLD`` times the root mean square norm of
-        the samples.
-    n_nonzero : int or None, default None
-        If given, orthogonal matching pursuit with this many atoms per sample codes instead, and
-        ``threshold`` is not used.
-    coding : {"pursuit", "threshold"}, default "pursuit"
-        See `GeneralLearner`.
+    n_atoms, threshold, n_nonzero, coding
+        As for `GradientLearner`.
 
     Examples
     --------
@@ -564,10 +438,9 @@ class KSVDLearner(GeneralLearner):
 class LassoLearner(AlternatingLearner):
     """Online dictionary learning (Mairal, Bach, Ponce and Sapiro, ICML 2009).
 
-    Codes are the lasso's. The update is block-coordinate descent on ``C.T @ C`` and ``C.T @ X``.
-    These are sums over samples, so that a round of `PerMA` with "statistics" over clients is an
-    iteration over their pooled samples. The objective is the sum over samples of
-    ``||x - c @ D||^2 / 2 + penalty * ||c||_1``.
+    Codes are the lasso's. The update is block-coordinate descent on ``C.T @ C`` and ``C.T @ X``,
+    sums over samples: a round of `PerMA` with "statistics" is an iteration over the clients' pooled
+    samples. The objective is the sum over samples of ``||x - c @ D||^2 / 2 + penalty * ||c||_1``.
 
     Deviations from the paper: an iteration takes all samples and forgets earlier codes; atoms have
     norm 1, not at most 1; an atom that no sample uses becomes the normalized sum of two others that
@@ -579,8 +452,7 @@ class LassoLearner(AlternatingLearner):
         Atoms of the dictionary; may exceed the number of features.
     alpha : float or "auto", default "auto"
         The penalty, the same for all samples; for "auto" a sample's own is ``AUTO_PENALTY`` times
-        its norm. Then the data's scale does not matter, clients need not agree on a number, and
-        dark and bright images count alike.
+        its norm, so that the data's scale does not matter and dark and bright images count alike.
 
     Examples
     --------
@@ -635,10 +507,7 @@ def _checked(X: Matrix, C: Matrix, D: Matrix) -> tuple[Matrix, Matrix, Matrix]:
     """Return samples, codes and dictionary, if they fit."""
     D = check_array("D", D)
     X = check_array("X", X, columns=D.shape[1], squares=True)
-    C = check_array("C", C, columns=D.shape[0])
-    if len(C) != len(X):
-        raise ValueError(f"C must have a row for each of {len(X)} samples, got {len(C)}.")
-    return X, C, D
+    return X, check_array("C", C, rows=len(X), columns=len(D)), D
 
 
 def _well_supported(X: Matrix, C: Matrix, D: Matrix) -> tuple[Matrix, Matrix]:

@@ -17,10 +17,10 @@ atoms at once by optimal assignment, so that no two of them take the same local 
 "predefined threshold" is replaced by a rule without one (:func:`count_shared`).
 
 The paper's chain of shortest paths (``method="paths"``) needs every client to be close to its
-neighbors in the chain, ``4 sum_i eps_i <= ...`` (Theorem 1), so it fails with many clients, or
-with one bad one. ``method="consensus"``, the default, takes a few clients' atoms as candidates,
-keeps those that most other clients have too, assigns every client's atoms to them optimally and
-averages, with little weight on what fits badly: its error does not grow with the clients' number.
+neighbors in the chain (Theorem 1), so it fails with many clients, or with one bad one.
+``method="consensus"``, the default, takes a few clients' atoms as candidates, keeps those that most
+other clients have too, assigns every client's atoms to them optimally and averages, with little
+weight on what fits badly: its error does not grow with the clients' number.
 """
 
 from __future__ import annotations
@@ -61,11 +61,6 @@ _MISSING = 0.4
 #: Cosines held at a time while candidates are scored: what several clients with thousands of atoms
 #: send is worked through in parts.
 _BLOCK = 2**24
-#: Edge lengths held by the shortest paths; if there are more, they are computed when needed.
-_STORED_EDGES = 2**26
-
-
-Count = int | NDArray[np.int_]
 
 
 class Matching(NamedTuple):
@@ -129,17 +124,16 @@ def global_matching(
         Number of atoms to find; "auto" counts those on which the clients agree, see
         :func:`count_shared`.
     method : {"consensus", "paths"}, default "consensus"
-        "paths": Algorithm 2; a client with fewer atoms than ``n_global`` is left out of the
-        chain. "consensus": such a client takes part with what it has.
+        "paths": Algorithm 2, without the clients that have fewer atoms than ``n_global``.
+        "consensus": such a client takes part with what it has.
 
     Returns
     -------
     Matching
-        Global atoms, indices, signs and path lengths, best first. For "consensus" the path
-        length is ``n_clients - 1`` times the distance of two clients' versions of the atom, its
-        median over one client and then over the other, and that of orthogonal atoms where fewer
-        than two clients have it; of more than 256 clients as many are compared, evenly spread, so
-        that the work grows with the clients and not with their pairs.
+        Best atoms first. For "consensus" a path length is ``n_clients - 1`` times the distance of
+        two clients' versions of the atom: its median over one client and then over the other (of
+        at most 256 clients, evenly spread), or that of orthogonal atoms where fewer than two
+        clients have it.
 
     Raises
     ------
@@ -163,8 +157,7 @@ def global_matching(
     sizes = [len(D) for D in checked]
     checked = [unit_atoms(D)[0] for D in checked]
     match = _shortest_paths if method == "paths" else _consensus
-    if isinstance(n_global, str):
-        is_auto("n_global", n_global)  # refuses any other text
+    if is_auto("n_global", n_global):
         # What one client alone has is not shared, so that the second largest dictionary is a bound.
         most = min(int(np.median(sizes)), sorted(sizes)[-2:][0])
         found = match(checked, most)
@@ -172,42 +165,20 @@ def global_matching(
         edges = found.path_lengths / max(taking_part - 1, 1)
         count = count_shared(edges, checked[0].shape[1], most)
         return found if count == most else match(checked, count)
-    check_count("n_global", n_global, 0)
-    most = max(sizes) if method == "paths" else sum(sizes)
-    if n_global > most:
-        raise ValueError(
-            f"n_global must be at most {most}, as many atoms as "
-            f"{'one client has' if method == 'paths' else 'all clients have'}, got {n_global}."
-        )
-    return match(checked, n_global)
+    most = max(sizes) if method == "paths" else sum(sizes)  # what one client has, or all have
+    return match(checked, check_count("n_global", n_global, 0, most))
 
 
 def count_shared(edges: Matrix, n_features: int, n_atoms: int) -> int:
-    """Count the atoms on which the clients agree (B.2).
+    """Count the atoms on which the clients agree (B.2), given distances of their versions.
 
-    Parameters
-    ----------
-    edges : ndarray of shape (n,)
-        Mean or median distance between the clients' versions of each matched atom, best first.
-    n_features : int
-        Dimension of the atoms.
-    n_atoms : int
-        Atoms per dictionary.
-
-    Returns
-    -------
-    int
-        Atoms before the largest jump.
-
-    Notes
-    -----
-    The largest jump from one distance to the next tells (Fig. 7), except at both ends, where there
-    is no jump to see. Chance gives the scale: the median distance of a random direction to the
-    nearest of ``n_atoms``. No atom is shared if even the best is no nearer than ``_APART`` of it.
-    All are if the largest jump is small: beside the distance that it starts from, as the spread
-    among shared atoms is, or beside what is missing from the last distance to half of chance.
+    The largest jump from one distance to the next, best first, tells (Fig. 7), except at both ends,
+    where there is no jump to see. Chance gives the scale: the median distance of a random direction
+    to the nearest of ``n_atoms``. No atom is shared if even the best is no nearer than ``_APART``
+    of it. All are if the largest jump is small: beside the distance that it starts from, as the
+    spread among shared atoms is, or beside what the last distance lacks to half of chance.
     """
-    chance = float(_chance(n_features, n_atoms))
+    chance = _chance(n_features, n_atoms)
     if not len(edges) or edges[0] >= _APART * chance:
         return 0
     # Shared atoms come first, with small distances; the others lie about where chance puts them.
@@ -219,12 +190,11 @@ def count_shared(edges: Matrix, n_features: int, n_atoms: int) -> int:
     return last + 1
 
 
-def _chance(n_features: Count, n_atoms: Count) -> Matrix:
+def _chance(n_features: int, n_atoms: int) -> float:
     """Median distance of a random direction to the nearest of so many atoms, up to sign."""
-    dims, atoms = np.maximum(n_features, 2), np.maximum(n_atoms, 1)
+    dims, atoms = max(n_features, 2), max(n_atoms, 1)
     cosine = np.sqrt(betaincinv(0.5, (dims - 1) / 2, 0.5 ** (1 / atoms)))
-    distance: Matrix = np.sqrt(2 - 2 * cosine)
-    return distance
+    return float(np.sqrt(2 - 2 * cosine))
 
 
 def align_to_global(D: Matrix, global_atoms: Matrix) -> Alignment:
@@ -240,12 +210,6 @@ def align_to_global(D: Matrix, global_atoms: Matrix) -> Alignment:
     Returns
     -------
     Alignment
-        Global atoms (order and signs as in ``global_atoms``), local atoms, indices and signs.
-
-    Raises
-    ------
-    ValueError
-        If there are more global atoms than atoms.
 
     Examples
     --------
@@ -259,8 +223,7 @@ def align_to_global(D: Matrix, global_atoms: Matrix) -> Alignment:
            [0., 1., 0.]])
     """
     D, _ = unit_atoms(check_array("D", D))
-    global_atoms = check_array("global_atoms", global_atoms, columns=D.shape[1])
-    global_atoms, _ = unit_atoms(global_atoms)
+    global_atoms, _ = unit_atoms(check_array("global_atoms", global_atoms, columns=D.shape[1]))
     if len(global_atoms) > len(D):
         raise ValueError(f"D must have at least {len(global_atoms)} atoms, got {len(D)}.")
     indices, signs, _ = match_atoms(global_atoms, D)
@@ -283,7 +246,7 @@ def _shortest_paths(dictionaries: list[Matrix], n_global: int) -> Matching:
     chain = [i for i, D in enumerate(dictionaries) if len(D) >= n_global]
     dictionaries = [dictionaries[i] for i in chain]
     n = len(dictionaries)
-    edges = _Edges(dictionaries)
+    edges = [_lengths(A @ B.T) for A, B in pairwise(dictionaries)]
     penalties = [np.zeros(len(D)) for D in dictionaries]
     lengths = np.zeros(n_global)
     # Listing of Algorithm 2, line by line: a shortest path, its atoms, and their removal.
@@ -292,13 +255,13 @@ def _shortest_paths(dictionaries: list[Matrix], n_global: int) -> Matching:
         for i in range(n - 1):
             # The best way to a node of the next layer, over all nodes of this one; a node that was
             # taken by an earlier path has an infinite penalty, and no way leads through it.
-            costs.append((costs[i][:, None] + edges(i)).min(axis=0) + penalties[i + 1])
+            costs.append((costs[i][:, None] + edges[i]).min(axis=0) + penalties[i + 1])
         path = np.zeros(n, dtype=np.intp)
         # Going back from the end of the shortest path, each node is the one that gave the minimum.
         path[-1] = costs[-1].argmin()
         lengths[j] = costs[-1][path[-1]]
         for i in range(n - 2, -1, -1):
-            path[i] = (costs[i] + edges(i)[:, path[i + 1]]).argmin()
+            path[i] = (costs[i] + edges[i][:, path[i + 1]]).argmin()
         for penalty, node in zip(penalties, path, strict=True):
             penalty[node] = np.inf
         indices[chain, j] = path
@@ -310,24 +273,10 @@ def _shortest_paths(dictionaries: list[Matrix], n_global: int) -> Matching:
     return Matching(normalize_atoms(mean, atoms[0]), indices, signs, lengths)
 
 
-class _Edges:
-    """Lengths of the edges between neighboring layers, ``d_2`` of unit atoms."""
-
-    def __init__(self, dictionaries: list[Matrix]) -> None:
-        """Compute all of them, unless they are too many to hold."""
-        self._dictionaries = dictionaries
-        self._stored: list[Matrix] = []
-        if sum(len(A) * len(B) for A, B in pairwise(dictionaries)) <= _STORED_EDGES:
-            self._stored = [self._between(i) for i in range(len(dictionaries) - 1)]
-
-    def __call__(self, i: int) -> Matrix:
-        """Return the lengths from layer ``i`` (rows) to the next (columns)."""
-        return self._stored[i] if self._stored else self._between(i)
-
-    def _between(self, i: int) -> Matrix:
-        products = np.abs(self._dictionaries[i] @ self._dictionaries[i + 1].T)
-        lengths: Matrix = np.sqrt(2 - 2 * np.minimum(products, 1))
-        return lengths
+def _lengths(cosines: Matrix) -> Matrix:
+    """Distances ``d_2`` of unit atoms with these cosines."""
+    lengths: Matrix = np.sqrt(2 - 2 * np.minimum(np.abs(cosines), 1))
+    return lengths
 
 
 # Consensus
@@ -344,7 +293,7 @@ def _consensus(dictionaries: list[Matrix], n_global: int) -> Matching:
     picks = candidates[_spread_best(candidates, _scores(candidates, owner, dictionaries), n_global)]
     for _ in range(_ROUNDS):
         indices, cosines = _assign(dictionaries, picks)
-        distances = np.sqrt(2 - 2 * np.minimum(np.abs(cosines), 1))
+        distances = _lengths(cosines)
         typical = np.median(distances, axis=0)
         ratio = distances / np.maximum(typical, np.sqrt(np.finfo(dtype).eps))
         if n == 2:  # no majority, and the start is one of the two: both count alike
@@ -376,9 +325,9 @@ def _disagreement(dictionaries: list[Matrix], indices: NDArray[np.intp]) -> Matr
         if len(has) > _COMPARED:
             has = has[np.linspace(0, len(has) - 1, _COMPARED).round().astype(int)]
         atoms = np.stack([dictionaries[i][rows[i]] for i in has])
-        cosines = np.minimum(np.abs(atoms @ atoms.T), 1)
-        np.fill_diagonal(cosines, np.nan)
-        disagreement[j] = np.median(np.nanmedian(np.sqrt(2 - 2 * cosines), axis=1))
+        distances = _lengths(atoms @ atoms.T)
+        np.fill_diagonal(distances, np.nan)
+        disagreement[j] = np.median(np.nanmedian(distances, axis=1))
     return disagreement
 
 
@@ -399,8 +348,7 @@ def _scores(candidates: Matrix, owner: NDArray[np.intp], dictionaries: list[Matr
             cosines = np.minimum(nearest, 1)
             squares = (2 - 2 * cosines) / _chance(D.shape[1], len(D)) ** 2
             total += other * np.exp(-4 * squares)
-    disagreement: Matrix = 1 - total / count
-    return disagreement
+    return 1 - total / count
 
 
 def _spread_best(candidates: Matrix, scores: Matrix, count: int) -> NDArray[np.intp]:

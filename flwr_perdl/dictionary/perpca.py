@@ -17,13 +17,11 @@ One round: every client corrects its local components against the shared ones it
 gradient step on both together and retracts them to orthonormal rows; the server averages the
 clients' shared parts and orthonormalises.
 
-Deviations: the step is a multiple of ``1 / ||X_i W'||_2^2``, so that no client's scale matters; it
-takes the largest eigenvalue of the samples along the components ``W``, a few numbers, which is that
-of all samples where the components span their first principal direction. The start is the subspace
-that the clients' own principal directions have in common, where the paper starts at random; with no
-round after it, it is the authors' two-shot form. Means (:func:`aggregate_atoms`) are made
-orthonormal by the polar factor, the nearest orthonormal rows, which span what those of a QR
-decomposition do.
+Deviations: the step is a multiple of ``1 / ||X_i W'||_2^2``, the largest eigenvalue of the samples
+along the components ``W``, so that no client's scale matters. The start is the subspace that the
+clients' own principal directions have in common, where the paper starts at random; with no round
+after it, it is the authors' two-shot form. Means (:func:`aggregate_atoms`) are made orthonormal by
+the polar factor, whose rows span what those of a QR decomposition do.
 """
 
 from __future__ import annotations
@@ -88,19 +86,9 @@ class PersonalizedPCA(NamedTuple):
 def shared_start(directions: Sequence[Matrix], n_global: int) -> Matrix:
     """Return the subspace that the clients' directions have in common: where PerPCA starts.
 
-    Parameters
-    ----------
-    directions : sequence of ndarray of shape (n_directions, n_features)
-        Orthonormal rows per client: as many principal directions as it will have components, so
-        that what all share is among them where a client's own features are the stronger ones.
-    n_global : int
-        At most ``n_features``.
-
-    Returns
-    -------
-    ndarray of shape (n_global, n_features)
-        Orthonormal rows: those that maximize the summed squared projections on the clients'
-        subspaces, the principal directions of all their directions together.
+    ``directions`` are orthonormal rows per client: as many principal directions as it will have
+    components, so that what all share is among them where a client's own features are the stronger
+    ones. The start maximizes the summed squared projections on the clients' subspaces.
     """
     found = np.vstack(directions)
     if len(found):
@@ -118,20 +106,7 @@ def local_start(X: Matrix, U: Matrix, n_local: int) -> Matrix:
 def perpca_step(X: Matrix, U: Matrix, V: Matrix, step: float) -> PCAStep:
     """Take a client's step: correct V against U, a gradient step on both, retract.
 
-    Parameters
-    ----------
-    X : ndarray of shape (n_samples, n_features)
-        The client's samples.
-    U : ndarray of shape (n_global, n_features)
-        The shared components, orthonormal.
-    V : ndarray of shape (n_local, n_features)
-        The client's own, orthonormal.
-    step : float
-        Length of the step, as a multiple of ``1 / ||X W'||_2^2`` with ``W`` both components.
-
-    Returns
-    -------
-    PCAStep
+    ``step`` is a multiple of ``1 / ||X W'||_2^2`` with ``W`` both components, orthonormal rows.
     """
     X = check_array("X", X, min_rows=1, squares=True)
     U = check_array("U", U, columns=X.shape[1])
@@ -142,8 +117,7 @@ def perpca_step(X: Matrix, U: Matrix, V: Matrix, step: float) -> PCAStep:
 
 def _root(X: Matrix) -> Matrix:
     """Return the samples, or their Gram matrix over the features where that is smaller."""
-    root: Matrix = X.T @ X if len(X) >= X.shape[1] else X
-    return root
+    return X.T @ X if len(X) >= X.shape[1] else X
 
 
 def _step(root: Matrix, energy: float, U: Matrix, V: Matrix, step: float) -> PCAStep:
@@ -190,13 +164,11 @@ def personalized_pca(
     n_rounds : int, default 20
         Rounds after the start. 0: the authors' two-shot form.
     step : float, default 1.0
-        The first step, as a multiple of ``1 / ||X_i W'||_2^2`` with all components ``W`` of a
-        client; halved whenever the loss has risen.
+        The first step, see :func:`perpca_step`; halved whenever the loss has risen.
     aggregation : {"mean", "median", "geometric-median", "trimmed"}, default "mean"
         How the server combines the clients' shared components (:func:`aggregate_atoms`). "mean":
-        the authors', and the only one of `flwr_perdl.strategies.PerPCA`. The others compare
-        component by component: all clients have stepped from the same ones. What these find depends
-        on the basis of the shared subspace; what the mean finds does not.
+        the authors', and the only one of `flwr_perdl.strategies.PerPCA`. What the others find
+        depends on the basis of the shared subspace, since they compare component by component.
 
     Returns
     -------

@@ -32,8 +32,7 @@ def polar_factor(S: Matrix, fallback: Matrix, fixed: NDArray[np.bool_] | None = 
     """Return the matrix with orthonormal rows that is nearest to ``S``.
 
     With ``S = U diag(s) V'`` this is ``U V'``. Directions in which ``S`` is zero, but for the
-    rounding of its dtype, are filled in as near as possible to ``fallback``; if ``S`` is zero
-    altogether, that is ``fallback``.
+    rounding of its dtype, are filled in as near as possible to ``fallback``.
 
     Parameters
     ----------
@@ -42,23 +41,12 @@ def polar_factor(S: Matrix, fallback: Matrix, fixed: NDArray[np.bool_] | None = 
     fallback : ndarray of shape (n_atoms, n_features)
         A dictionary with orthonormal rows.
     fixed : ndarray of bool of shape (n_atoms,), optional
-        Rows that stay exactly as ``fallback`` has them; the others become orthogonal to them. None
-        by default.
+        Rows that stay exactly as ``fallback`` has them; the others become orthogonal to them.
 
     Returns
     -------
     ndarray of shape (n_atoms, n_features)
         Orthonormal rows, in the dtype of ``S``; computed in float64.
-
-    Raises
-    ------
-    ValueError
-        If the shapes differ or there are more rows than columns.
-
-    Notes
-    -----
-    The filled-in part minimizes the distance to ``fallback`` among all that make the rows
-    orthonormal.
 
     Examples
     --------
@@ -68,12 +56,12 @@ def polar_factor(S: Matrix, fallback: Matrix, fixed: NDArray[np.bool_] | None = 
     array([[1., 0.],
            [0., 1.]])
     """
-    S, fallback = check_array("S", S), check_array("fallback", fallback, squares=True)
-    if fallback.shape != S.shape:
-        raise ValueError(f"fallback must have S's shape {S.shape}, got {fallback.shape}.")
-    if S.shape[0] > S.shape[1]:
+    S = check_array("S", S)
+    n, d = S.shape
+    if n > d:
         raise ValueError(f"S must not have more rows than columns, got shape {S.shape}.")
-    fixed = None if fixed is None else check_mask("fixed", fixed, len(S))
+    fallback = check_array("fallback", fallback, rows=n, columns=d, squares=True)
+    fixed = None if fixed is None else check_mask("fixed", fixed, n, n)
     if fixed is None or not fixed.any():
         return _nearest(S, fallback[:0], fallback)
     factor = fallback.astype(S.dtype)
@@ -83,11 +71,7 @@ def polar_factor(S: Matrix, fallback: Matrix, fixed: NDArray[np.bool_] | None = 
 
 
 def _nearest(S: Matrix, fixed: Matrix, fallback: Matrix) -> Matrix:
-    """Return the polar factor of what ``fixed``, orthonormal rows, leaves of ``S``.
-
-    Directions of which it leaves no more than the rounding of ``S`` are filled in as near as
-    possible to ``fallback``, whose rows are orthogonal to it too.
-    """
+    """Return the polar factor of what ``fixed``, orthonormal rows, leaves of ``S``."""
     largest = np.abs(S).max(initial=0)
     if not largest:
         return fallback.astype(S.dtype)
@@ -115,18 +99,14 @@ def rounding_share(S: Matrix) -> float:
 
 def orthonormal(Q: Matrix) -> Matrix:
     """Take a Newton-Schulz step: rows that are nearly orthonormal become so to rounding."""
-    nearest: Matrix = (1.5 * np.eye(len(Q)) - 0.5 * (Q @ Q.T)) @ Q
-    return nearest
+    return (1.5 * np.eye(len(Q)) - 0.5 * (Q @ Q.T)) @ Q
 
 
 def thin_svd(X: Matrix) -> tuple[Matrix, Matrix, Matrix]:
-    """Return ``U, s, Vt`` with ``X = U * s @ Vt``, also where the divide-and-conquer SVD gives up.
-
-    LAPACK's fast routine does not converge on some finite matrices of low rank; its slow one does.
-    """
+    """Return ``U, s, Vt`` with ``X = U * s @ Vt``."""
     try:
         return np.linalg.svd(X, full_matrices=False)
-    except np.linalg.LinAlgError:
+    except np.linalg.LinAlgError:  # of some finite matrices of low rank; the slower routine works
         U, s, Vt = svd(X, full_matrices=False, lapack_driver="gesvd")
         return U, s, Vt
 

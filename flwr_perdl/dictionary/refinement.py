@@ -31,15 +31,11 @@ def refine_local(
     Parameters
     ----------
     X : ndarray of shape (n_samples, n_features)
-        Data.
     D : ndarray of shape (n_atoms, n_features)
         The global atoms, then the local ones.
     n_global : int
-        Number of global atoms.
     learner : Learner
-        The local algorithm.
     n_iter : int, default 5
-        Iterations.
 
     Returns
     -------

@@ -71,13 +71,9 @@ def warm_start(
     Parameters
     ----------
     X : ndarray of shape (n_samples, n_features)
-        Data.
     learner : Learner
-        The local algorithm.
     rng : numpy.random.Generator
-        Source of the starts.
     n_iter : int, default 100
-        Iterations per start.
     restarts : int, default 1
         Starts; the one with the least loss wins.
     boost : float, default 8
@@ -88,7 +84,6 @@ def warm_start(
     Returns
     -------
     WarmStart
-        Dictionary, its loss, and the losses of all starts.
 
     Examples
     --------
@@ -110,13 +105,12 @@ def warm_start(
     # A high threshold first: few and large codes find the strong atoms, as annealing does.
     scales = [max(1.0, boost * decay**t) for t in range(n_iter)]
     # Atoms stay in the span of the samples, where there are fewer coordinates than features.
-    basis = _row_space(X) if _worth(X, learner, n_iter * restarts) else None
+    basis = _row_space(X, learner, n_iter * restarts)
     runs = []
     for _ in range(restarts):
         D = learner.start(X, rng)
-        within = None if basis is None else _within(D, basis)
-        if basis is not None and within is not None:
-            D = iterate(learner, X @ basis.T, within, scales) @ basis
+        if basis is not None and _spans(basis, D):
+            D = iterate(learner, X @ basis.T, D @ basis.T, scales) @ basis
         else:
             D = iterate(learner, X, D, scales)
         runs.append((learner.loss(X, learner.code(X, D), D), D))
@@ -129,43 +123,24 @@ def pooled_start(dictionaries: Sequence[Matrix], atoms: Matrix, *, n_iter: int =
     """Learn one dictionary from the atoms of several, where all atoms are to be shared.
 
     Matching brings together atoms that are alike. Where clients describe the same samples by
-    different atoms, a dictionary in which all their atoms are sparse is a better start.
-
-    Parameters
-    ----------
-    dictionaries : sequence of ndarray of shape (n_atoms, n_features)
-        The clients' own: their atoms are the samples here.
-    atoms : ndarray of shape (n_global, n_features)
-        The matched atoms, which it starts from.
-    n_iter : int, default 10
-        Iterations of `LassoLearner`.
-
-    Returns
-    -------
-    ndarray of shape (n_global, n_features)
-        Unit atoms.
+    different atoms, a dictionary in which all their atoms are sparse is a better start. It begins
+    at ``atoms``, the matched ones.
     """
     learner, X = LassoLearner(max(len(atoms), 1)), np.vstack(dictionaries)
     return iterate(learner, X, atoms, [1.0] * n_iter)
 
 
 def iterate(learner: Learner, X: Matrix, D: Matrix, scales: Sequence[float]) -> Matrix:
-    """Take a learner's iterations.
+    """Return a learner's dictionary after an iteration for each of ``scales``.
 
     Parameters
     ----------
     learner : Learner
-        The local algorithm.
     X : ndarray of shape (n_samples, n_features)
-        Data.
     D : ndarray of shape (n_atoms, n_features)
         Unit atoms to start from; orthonormal ones for `OrthogonalLearner`.
     scales : sequence of float
         The threshold of each iteration, as a multiple of the learner's own.
-
-    Returns
-    -------
-    ndarray of shape (n_atoms, n_features)
 
     Examples
     --------
@@ -190,25 +165,18 @@ def iterate(learner: Learner, X: Matrix, D: Matrix, scales: Sequence[float]) -> 
     return D
 
 
-def _worth(X: Matrix, learner: Learner, n_iter: int) -> bool:
-    """Whether so many iterations in the row space save more than finding it takes.
+def _row_space(X: Matrix, learner: Learner, n_iter: int) -> Matrix | None:
+    """Return an orthonormal basis of the samples' span, if so many iterations in it save time.
 
     To this library's learners all orthonormal coordinates are the same.
     """
-    if not isinstance(learner, AlternatingLearner) or type(learner) not in LEARNERS:
-        return False
     n, d = map(int, X.shape)
-    return n_iter * learner.n_atoms * (d - n) > 2 * d * n
+    if type(learner) not in LEARNERS or n_iter * learner.n_atoms * (d - n) <= 2 * d * n:
+        return None
+    return np.linalg.qr(X.T)[0].T
 
 
-def _row_space(X: Matrix) -> Matrix:
-    """Return as many orthonormal rows as ``X`` has, which span its own."""
-    basis: Matrix = np.linalg.qr(X.T)[0].T
-    return basis
-
-
-def _within(D: Matrix, basis: Matrix) -> Matrix | None:
-    """Return the coordinates of the atoms in a basis; None if one is not in its span."""
-    inner: Matrix = D @ basis.T
+def _spans(basis: Matrix, D: Matrix) -> bool:
+    """Whether all atoms lie in the span of a basis, but for rounding."""
     rounding = 10 * float(np.finfo(D.dtype).eps)
-    return inner if np.abs(inner @ basis - D).max(initial=0) <= rounding else None
+    return bool(np.abs(D @ basis.T @ basis - D).max(initial=0) <= rounding)

@@ -347,7 +347,7 @@ class DataDiffusion:
         if self.coder == "lasso":
             return lasso(X, D, self.alpha).codes
         if self.coder == "focuss":
-            return focuss(X, D, self.alpha, tol=1e-3).codes
+            return focuss(X, D, self.alpha, tol=1e-3)
         return _nonnegative_codes(X, D)
 
     def adapted(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:

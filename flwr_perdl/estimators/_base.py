@@ -67,29 +67,17 @@ class Estimator:
         return {parameter.name: parameter.default for parameter in own}
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
-        """Return the parameters by name.
-
-        Parameters
-        ----------
-        deep : bool, default True
-            For scikit-learn; no parameter is an estimator itself.
-        """
+        """Return the parameters by name; none is an estimator itself, which ``deep`` asks for."""
         return {name: getattr(self, name) for name in self._parameters()}
 
     def set_params(self, **params: Any) -> Self:
-        """Set parameters by name, and return the estimator.
-
-        Raises
-        ------
-        ValueError
-            If there is no parameter of a name; then none is set.
-        """
+        """Set parameters by name, and return the estimator; none is set if one is unknown."""
         known = self._parameters()
-        for name in params:
-            if name not in known:
-                raise ValueError(
-                    f"params must be of {', '.join(known)} for {type(self).__name__}, got {name!r}."
-                )
+        if unknown := params.keys() - known:
+            raise ValueError(
+                f"params must be of {', '.join(known)} for {type(self).__name__}, got "
+                f"{sorted(unknown)}."
+            )
         for name, value in params.items():
             setattr(self, name, value)
         return self
@@ -153,12 +141,7 @@ class Estimator:
     def _fitted(self, n_features: int, table: Any) -> Self:
         """Set what scikit-learn's estimators say of their columns, when all else has been learned.
 
-        Parameters
-        ----------
-        n_features : int
-            Number of columns.
-        table : array_like
-            What ``fit`` was given, or the first of it: a data frame has names.
+        ``table`` is what ``fit`` was given, or the first of it: a data frame has names.
         """
         names = feature_names(table)
         self.n_features_in_ = n_features
@@ -250,19 +233,7 @@ class SiteTransformer(Estimator):
         return data_frame(codes, columns=list(names), index=getattr(X, "index", None))
 
     def fit_transform(self, X: Sequence[Any], y: Any = None) -> list[Any]:
-        """Learn from the tables, and return each table's codes: see `fit` and `transform`.
-
-        Parameters
-        ----------
-        X : list of array_like of shape (n_samples_i, n_features)
-            One table per site.
-        y : ignored
-            For scikit-learn.
-
-        Returns
-        -------
-        list of ndarray or DataFrame
-        """
+        """Learn from the sites' tables, and return each table's codes: see `fit`, `transform`."""
         self.fit(X)
         return [self.transform(table, i) for i, table in enumerate(X)]
 
@@ -312,23 +283,8 @@ def as_matrix(
 ) -> Matrix:
     """Return a table as a float array: numbers of other kinds become float64.
 
-    Parameters
-    ----------
-    name : str
-        The argument's name, for the message.
-    table : array_like
-        An array, a list of rows, or a data frame; never modified.
-    min_rows, min_columns : int
-        Least number of rows and of columns.
-    ndim : int
-        Required number of dimensions.
-
-    Raises
-    ------
-    ValueError
-        If the table is sparse or complex, or a rule of `flwr_perdl.core.checks` is broken.
-    TypeError
-        If an entry is no number.
+    A table is an array, a list of rows, or a data frame. The sentences of its errors are those that
+    scikit-learn's own checks look for.
     """
     if hasattr(table, "tocsr"):
         raise ValueError(f"{name} must be dense, got a sparse {type(table).__name__}.")

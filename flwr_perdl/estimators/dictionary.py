@@ -89,10 +89,9 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
     Raises
     ------
     ValueError
-        When ``fit`` is called: if a table is empty or not finite, has other columns than the first
-        one, or a parameter breaks its rule.
+        By ``fit``: if a table or a parameter breaks its rule.
     TooFewReplies
-        When ``fit`` is called: if a site's client fails. The error names the reason.
+        By ``fit``: if a site's client fails. The error names the reason.
 
     See Also
     --------
@@ -146,14 +145,9 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         self.verbose = verbose
 
     def fit(self, X: Sequence[Any], y: Any = None) -> Self:
-        """Learn from the sites' tables.
+        """Learn from the sites' tables, a list with (n_samples_i, n_features) of each site.
 
-        Parameters
-        ----------
-        X : list of array_like of shape (n_samples_i, n_features)
-            One table per site, rows are samples; the columns are the same everywhere.
-        y : ignored
-            For scikit-learn.
+        Rows are samples; the columns are the same everywhere. ``y`` is ignored.
         """
         learner = self._learner()
         if not is_auto("n_global", self.n_global):
@@ -194,18 +188,8 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         """Learn the local atoms of a site that ``fit`` did not see; the global atoms stay.
 
         What a client does that joins late: it learns a dictionary alone, takes out the atoms that
-        stand for the global ones, and refines the others beside these.
-
-        Parameters
-        ----------
-        X : array_like of shape (n_samples, n_features)
-            The site's samples.
-
-        Returns
-        -------
-        int
-            The site's number: ``client`` of `transform` and the other methods, and the place of its
-            atoms in ``local_atoms_``.
+        stand for the global ones, and refines the others beside these. The site's number is
+        returned: ``client`` of the other methods, and the place of its atoms in ``local_atoms_``.
 
         Examples
         --------
@@ -234,7 +218,6 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         Parameters
         ----------
         X : array_like of shape (n_samples, n_features)
-            Samples.
         client : int, optional
             Whose atoms: the global ones, then those of this site. Without it the global ones alone,
             which is what a site that was not there can do.
@@ -255,76 +238,27 @@ class PersonalizedDictionaryLearning(SiteTransformer, Federated):
         return self._framed(codes, X, names)
 
     def get_feature_names_out(self, input_features: Any = None) -> NDArray[Any]:
-        """Return the global atoms' names: "global0", "global1", ….
-
-        Parameters
-        ----------
-        input_features : ignored
-            For scikit-learn.
-        """
+        """Return the global atoms' names: "global0", "global1", …."""
         self._check_fitted()
         return np.array([f"global{i}" for i in range(len(self.global_atoms_))], dtype=object)
 
     def inverse_transform(self, codes: Any, client: int | None = None) -> Matrix:
-        """Return the samples that have these codes.
-
-        Parameters
-        ----------
-        codes : array_like of shape (n_samples, n_global + n_local)
-            What ``transform`` returns for the same ``client``.
-        client : int, optional
-            See `transform`.
-
-        Returns
-        -------
-        ndarray of shape (n_samples, n_features)
-        """
+        """Return the samples that have these codes, which `transform` returns for this client."""
         return rebuilt(codes, self.atoms(client))
 
     def reconstruct(self, X: Any, client: int | None = None) -> Matrix:
-        """Return what the atoms make of samples: ``inverse_transform(transform(X))``.
-
-        Parameters
-        ----------
-        X : array_like of shape (n_samples, n_features)
-            Samples.
-        client : int, optional
-            See `transform`.
-
-        Returns
-        -------
-        ndarray of shape (n_samples, n_features)
-        """
+        """Return what the atoms make of samples: ``inverse_transform(transform(X))``."""
         return self.inverse_transform(self.transform(X, client), client)
 
     def score(self, X: Any, y: Any = None, *, client: int | None = None) -> float:
-        """Return the share of the samples' energy that their codes explain, at most 1.
-
-        This is ``1 - ||X - reconstruct(X)||^2 / ||X||^2``.
-
-        Parameters
-        ----------
-        X : array_like of shape (n_samples, n_features)
-            Samples.
-        y : ignored
-            For scikit-learn.
-        client : int, optional
-            See `transform`.
-        """
+        """Return the share of energy explained, ``1 - ||X - reconstruct(X)||^2 / ||X||^2``."""
         rows = self._read_rows(X)
         return explained(rows, self.reconstruct(rows, client))
 
     def atoms(self, client: int | None = None) -> Matrix:
         """Return a site's whole dictionary: the global atoms, then its local ones.
 
-        Parameters
-        ----------
-        client : int, optional
-            The site, by its place in the list of ``fit``; without it the global atoms alone.
-
-        Returns
-        -------
-        ndarray of shape (n_global + n_local, n_features)
+        ``client`` is its place in the list of ``fit``; without it the global atoms are returned.
         """
         self._check_fitted()
         if client is None:

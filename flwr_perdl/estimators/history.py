@@ -47,16 +47,6 @@ def history_rows(history: Iterable[RoundReport]) -> list[dict[str, Any]]:
 def to_frame(history: Iterable[RoundReport]) -> Any:
     """Return `history_rows` as a pandas DataFrame.
 
-    Parameters
-    ----------
-    history : iterable of RoundReport
-        An estimator's ``history_``, or a strategy's ``history``.
-
-    Raises
-    ------
-    ImportError
-        If pandas is not installed.
-
     Examples
     --------
     >>> from flwr_perdl.estimators import to_frame

@@ -34,7 +34,7 @@ from flwr_perdl.protocol.records import ANSWERED, PARTITION_ID, directed
 if TYPE_CHECKING:
     from flwr_perdl.clients._states import NodeStates
 
-RUN_ID = 1
+RUN_ID, _FIRST_NODE = 1, 1000
 #: More nodes than this, each with a context of its own, do not fit into a process.
 _MOST_NODES = 10_000_000
 
@@ -48,15 +48,12 @@ FAULTS = ("error", "silence", "nan", "shape", "empty")
 class InProcessGrid(ShownAsCalled, Grid):
     """Virtual nodes that are called in this process.
 
-    They are called one after the other, and on several cores where their clients compute long, and
-    by nothing but this library's code. The replies are the same bits.
-
-    Records are copied both ways, as on a wire: what one side changes, the other does not see. An
-    exception in the ClientApp becomes an error reply, and the client's state is what it was before;
-    its traceback is in Flower's log at level DEBUG (environment variable ``FLWR_LOG_LEVEL=DEBUG``).
-
-    A call cannot be interrupted. After the timeout of `send_and_receive` no further node is called,
-    and the reply of the node that exceeded it is not received.
+    They are called one after the other; on several cores where their clients compute long, and by
+    nothing but this library's code. The replies are the same bits. Records are copied both ways, as
+    on a wire. An exception in the ClientApp becomes an error reply, and the client's state is what
+    it was before; its traceback is in Flower's log (``FLWR_LOG_LEVEL=DEBUG``). After the timeout of
+    `send_and_receive` no further node is called, and the reply of the node that exceeded it is not
+    received.
 
     Parameters
     ----------
@@ -117,9 +114,9 @@ class InProcessGrid(ShownAsCalled, Grid):
         self.app = app
         self.faults = faults
         self.contexts = {
-            self._node_id(partition): Context(
+            _FIRST_NODE + partition: Context(
                 run_id=RUN_ID,
-                node_id=self._node_id(partition),
+                node_id=_FIRST_NODE + partition,
                 node_config={
                     PARTITION_ID: partition,
                     "num-partitions": num_nodes,
@@ -143,10 +140,6 @@ class InProcessGrid(ShownAsCalled, Grid):
         #: Called with the numbers of nodes that have replied to a push, and that are asked.
         self.on_reply: Callable[[int, int], object] = lambda done, asked: None
         compat.become_server(RUN_ID)
-
-    @staticmethod
-    def _node_id(partition: int) -> int:
-        return partition + 1000
 
     def local_atoms(self) -> list[Matrix]:
         """Return every client's own atoms, by partition: see `flwr_perdl.clients.local_atoms`.
@@ -197,43 +190,34 @@ class InProcessGrid(ShownAsCalled, Grid):
         What clients keep on disk is there when this returns, with one sync for all of them.
         """
         pushed = list(messages)
-        with together():
-            ids = self._push(pushed)
-        trained = any(one.metadata.message_type == MessageType.TRAIN for one in pushed)
-        if self._states is not None and trained:
-            self._states.save(list(self.contexts.values()))
-        return ids
-
-    def _push(self, messages: Iterable[Message]) -> list[str]:
-        """Call the ClientApp, and return the messages' ids."""
-        ids: list[str] = []
         asked: list[tuple[Message, str | None]] = []
-        for message in messages:
+        for message in pushed:
             self._count += 1
             compat.stamp(message, RUN_ID, f"message-{self._count}")
-            ids.append(message.metadata.message_id)
             node = message.metadata.dst_node_id
             if node in self.contexts:
                 asked.append((message, self._fault(message)))
             else:
                 log(WARNING, "There is no node %d: nobody answers.", node)
-        replies = self._call_each(asked)
-        for done, ((message, _), reply) in enumerate(zip(asked, replies, strict=True), start=1):
-            if reply is not None and not self._late():
-                self._replies[message.metadata.message_id] = reply
-            self.on_reply(done, len(asked))
-        return ids
+        with together():
+            for done, ((message, _), reply) in enumerate(
+                zip(asked, self._call_each(asked), strict=True), start=1
+            ):
+                if reply is not None and not self._late():
+                    self._replies[message.metadata.message_id] = reply
+                self.on_reply(done, len(asked))
+        trained = any(one.metadata.message_type == MessageType.TRAIN for one in pushed)
+        if self._states is not None and trained:
+            self._states.save(list(self.contexts.values()))
+        return [message.metadata.message_id for message in pushed]
 
     def _call_each(self, asked: list[tuple[Message, str | None]]) -> Iterator[Message | None]:
         """Yield the nodes' replies; where the app allows it, several are called at a time."""
         # Two messages to one node share its state: they are answered one after the other.
         nodes = {message.metadata.dst_node_id for message, _ in asked}
         allows = getattr(self.app, "allows_threads", None)
-        if (
-            allows is None
-            or len(nodes) < max(2, len(asked))
-            or not allows(self._context(asked[0][0]))
-        ):
+        alone = len(nodes) < max(2, len(asked))
+        if alone or allows is None or not allows(self._context(asked[0][0])):
             return (self._call(*one) for one in asked)
         return in_threads(lambda one: self._call(*one), asked)
 

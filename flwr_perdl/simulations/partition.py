@@ -7,27 +7,20 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl.core.checks import check_count, check_kind, check_real
+from flwr_perdl.core.checks import check_count, check_real, check_rng
 
 MAX_TEST = 1000
 _GIVEN = 0.9  # at most this share of all images, and of each label, goes to the clients
 
 
 class Partition(NamedTuple):
-    """Each client's images, and a held-out part.
+    """Each client's images, and a held-out part."""
 
-    Attributes
-    ----------
-    clients : list of ndarray
-        Indices of each client's images.
-    labels : list of int
-        Each client's own label; of natural clients, their numbers.
-    test : ndarray
-        Indices of the held-out images.
-    """
-
+    #: Indices of each client's images.
     clients: list[NDArray[np.intp]]
+    #: Each client's own label; of natural clients, their numbers.
     labels: list[int]
+    #: Indices of the held-out images.
     test: NDArray[np.intp]
 
 
@@ -55,23 +48,13 @@ def imbalanced_partition(
     rng : Generator
         Draws the split.
     share : float, default 0.9
-        Share of a client's own label.
-
-    Returns
-    -------
-    Partition
-        Indices per client, own labels, held-out indices.
-
-    Raises
-    ------
-    ValueError
-        If an argument breaks its rule, or a client would have no image of its own label.
+        Share of a client's own label, of which it must have at least one image.
     """
     y = _labels("y", y)
     check_count("n_clients", n_clients, 1, len(y))
     check_count("n_samples", n_samples, 1)
     check_real("share", share, 0, 1, open_low=True)
-    check_kind("rng", rng, np.random.Generator, "a numpy.random.Generator")
+    check_rng(rng)
     labels, counts = np.unique(y, return_counts=True)
     own = [i % len(labels) for i in range(n_clients)]
     holders = np.bincount(own, minlength=len(labels))
@@ -112,7 +95,7 @@ def natural_partition(
     owners : ndarray of shape (n_images,)
         Whose each image is.
     n_clients : int
-        The clients with the most images take part; of equals, those with the lowest numbers.
+        Those with the most images, two at least, take part; of equals, the lowest numbers.
     n_samples : int
         Most images per client.
     rng : Generator
@@ -122,16 +105,11 @@ def natural_partition(
     -------
     Partition
         Its ``labels`` are the clients' numbers in ``owners``.
-
-    Raises
-    ------
-    ValueError
-        If an argument breaks its rule, or there are fewer clients with two images or more.
     """
     owners = _labels("owners", owners)
     check_count("n_clients", n_clients, 1)
     check_count("n_samples", n_samples, 1)
-    check_kind("rng", rng, np.random.Generator, "a numpy.random.Generator")
+    check_rng(rng)
     names, counts = np.unique(owners, return_counts=True)
     able = np.argsort(-counts, kind="stable")[:n_clients]
     if len(able) < n_clients or counts[able].min() < 2:

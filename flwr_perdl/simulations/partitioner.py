@@ -20,19 +20,12 @@ class MajorityLabelPartitioner(Partitioner):
     ----------
     num_partitions : int
         Number of clients; client i's own label is the (i mod number of labels)-th.
-    size : int, default 500
-        Samples per client; fewer where there are not so many.
-    share : float, default 0.9
-        Share of a client's own label.
+    size, share : int and float, defaults 500 and 0.9
+        Samples per client, fewer where there are not so many, and share of a client's own label.
     partition_by : str, default "label"
         The column of labels.
     seed : int, default 0
         Draws the split.
-
-    Raises
-    ------
-    ValueError
-        If a client would have no sample of its own label.
 
     Examples
     --------

@@ -1,7 +1,7 @@
 """One dictionary, averaged atom by atom without matching: what PerMA is compared with.
 
 After Gkillas et al. (2022) and Huang et al. (2022), as P0 (Liang et al., NeurIPS 2023, B.1) cites
-them; see `flwr_perdl.dictionary.averaging` for the maths and for what is fairer here.
+them; see `flwr_perdl.dictionary.aggregation` for the maths and for what is fairer here.
 
 What each party receives:
 
@@ -27,8 +27,7 @@ import numpy as np
 from flwr_perdl.clients.averaging import AVERAGE
 from flwr_perdl.clients.dictionary import LOCAL_STEPS, MOST_STEPS
 from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_flag
-from flwr_perdl.dictionary.aggregation import aggregate_atoms
-from flwr_perdl.dictionary.averaging import average_dictionaries, common_start
+from flwr_perdl.dictionary import aggregate_atoms, average_dictionaries, common_start
 from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.records import ANEW, Reply
 from flwr_perdl.protocol.request import Protocol, Replies, Request, State

@@ -98,15 +98,6 @@ def test_withheld_atoms_take_no_part(method, orthogonal, orthonormal, unit):
     assert not everyone.kept.any()
 
 
-def test_a_withheld_atom_stays_exactly_and_the_others_make_room(orthonormal, unit):
-    current = orthonormal(3, 5)
-    stack = np.stack([unit(3, 5) for _ in range(4)])
-    stack[:, 1] = 0
-    D = aggregate(stack, current, "mean", orthogonal=True).global_atoms
-    assert np.array_equal(D[1], current[1])
-    assert np.allclose(D @ D.T, np.eye(3), atol=1e-12)
-
-
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
 @pytest.mark.parametrize("left", [0.0, 1e-5, 1e-9, 1.0])
 def test_what_a_withheld_atom_leaves_of_the_others_is_orthogonal_to_it(orthonormal, dtype, left):

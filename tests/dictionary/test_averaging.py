@@ -12,10 +12,11 @@ from flwr_perdl.dictionary import (
     Learner,
     MODLearner,
     OrthogonalLearner,
+    average_dictionaries,
+    common_start,
     normalize_atoms,
     warm_start,
 )
-from flwr_perdl.dictionary.averaging import average_dictionaries, common_start
 
 RNG = np.random.default_rng(0)
 

@@ -1,4 +1,4 @@
-"""Bad and edge inputs, generated: every public function gives a right result or one sentence."""
+"""Edge inputs, generated: a right result or one sentence; wrong types are tests/fuzz's."""
 
 from __future__ import annotations
 
@@ -49,14 +49,10 @@ ODD: dict[str, Callable[[np.ndarray], Any]] = {
     "one row": lambda A: A[:1],
     "one column": lambda A: A[:, :1],
     "more rows": lambda A: np.vstack([A, A, A]),
-    "a vector": lambda A: A[0],
-    "a stack": lambda A: A[None],
     "transposed": lambda A: A.T,
     "integers": lambda A: A.astype(int),
     "complex": lambda A: A + 1j,
     "objects": lambda A: A.astype(object),
-    "text": lambda A: "A",
-    "nothing": lambda A: None,
     "a list": lambda A: A.tolist(),
 }
 COUNTS = [0, 1, 2, 3, 4, 7, 100, -1, True, 1.5, None, "two", np.int64(2), np.nan]
@@ -100,14 +96,10 @@ def answers(call: Callable[[], Any], *shapes: tuple[int, ...]) -> None:
         assert not any(words in said for words in ("\n", "operands could not", "matmul"))
     found = numbers(result)
     for A in found:
-        if A.dtype.kind == "f" and A.size and not np.isinf(A).all():  # Focuss.change may be
+        if A.dtype.kind == "f":
             assert np.isfinite(A).all()
     for A, shape in zip(found, shapes, strict=False):
         assert A.shape == shape
-
-
-def learner(kind: Any, n_atoms: Any, given: dict[str, Any]) -> Any:
-    return kind(n_atoms, **given)
 
 
 generated = settings(max_examples=60)
@@ -142,7 +134,6 @@ def test_coders(samples: str, atoms: str, count: Any, real: Any) -> None:
     answers(lambda: perdl.lasso(X, D, real, max_iter=20))
     answers(lambda: perdl.sparse_code(X, D, n_nonzero=count, alpha=real))
     answers(lambda: perdl.atom_support(X))
-    answers(lambda: perdl.top_k(X, count))
     answers(lambda: perdl.hard_threshold(X, real))
     answers(lambda: perdl.soft_threshold(X, real))
 
@@ -152,12 +143,12 @@ def test_coders(samples: str, atoms: str, count: Any, real: Any) -> None:
 def test_learners(kind: Any, n_atoms: Any, given: Any, samples: str, atoms: str) -> None:
     X, D = ODD[samples](plain(0, 6)), ODD[atoms](plain(1, 4, unit=True))
     rng = np.random.default_rng(2)
-    answers(lambda: learner(kind, n_atoms, given).start(X, rng))
-    answers(lambda: learner(kind, n_atoms, given).step(X, D))
-    answers(lambda: learner(kind, n_atoms, given).code(X, D))
-    answers(lambda: learner(kind, 4, {}).update(X, X, D))
-    answers(lambda: learner(kind, 4, {}).loss(X, X, D))
-    answers(lambda: perdl.warm_start(X, learner(kind, n_atoms, given), rng=rng, n_iter=3))
+    answers(lambda: kind(n_atoms, **given).start(X, rng))
+    answers(lambda: kind(n_atoms, **given).step(X, D))
+    answers(lambda: kind(n_atoms, **given).code(X, D))
+    answers(lambda: kind(4).update(X, X, D))
+    answers(lambda: kind(4).loss(X, X, D))
+    answers(lambda: perdl.warm_start(X, kind(n_atoms, **given), rng=rng, n_iter=3))
 
 
 @generated

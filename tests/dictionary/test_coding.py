@@ -14,10 +14,8 @@ from flwr_perdl.dictionary import (
     lasso,
     normalize_atoms,
     omp,
-    reconstruct,
     soft_threshold,
     sparse_code,
-    top_k,
 )
 from flwr_perdl.dictionary.coding import focuss, nonnegative_from_gram
 
@@ -29,13 +27,6 @@ def test_thresholds_by_hand():
     assert np.array_equal(hard_threshold(A, 0.5), [[-2.0, -0.5, 0.0, 0.5, 1.0]])
     assert np.array_equal(hard_threshold(A, 0.6), [[-2.0, 0.0, 0.0, 0.0, 1.0]])
     assert np.array_equal(soft_threshold(A, 0.5), [[-1.5, 0.0, 0.0, 0.0, 0.5]])
-
-
-def test_top_k_by_hand():
-    A = np.array([[1.0, -3.0, 2.0], [0.0, 1.0, 0.5]])
-    assert np.array_equal(top_k(A, 1), [[0.0, -3.0, 0.0], [0.0, 1.0, 0.0]])
-    assert np.array_equal(top_k(A, 0), np.zeros((2, 3)))
-    assert np.array_equal(top_k(A, 7), A)
 
 
 @given(matrices, st.floats(0.01, 5))
@@ -50,14 +41,6 @@ def test_thresholds_minimize_their_objectives(A, t):
         assert (ours <= (A - c) ** 2 / 2 + t * np.abs(c) + 1e-9).all()
 
 
-@given(matrices, st.integers(0, 5))
-def test_top_k_keeps_the_largest(A, k):
-    C = top_k(A, k)
-    assert (np.count_nonzero(C, axis=1) <= k).all()
-    expected = np.sort(np.abs(A), axis=1)[:, 5 - k :].sum(axis=1)
-    assert np.allclose(np.abs(C).sum(axis=1), expected)
-
-
 @pytest.mark.parametrize("k", [1, 3, 7])
 def test_omp_is_scikit_learns(rng, unit, k):
     X, D = rng.standard_normal((40, 12)), unit(25, 12)
@@ -65,16 +48,11 @@ def test_omp_is_scikit_learns(rng, unit, k):
     assert np.allclose(omp(X, D, k), expected, atol=1e-10)
 
 
-def test_omp_residuals_are_orthogonal_to_the_atoms_taken(rng, unit):
-    X, D = rng.standard_normal((20, 12)), unit(25, 12)
-    C = omp(X, D, 4)
-    rest = X - C @ D
-    assert np.abs((rest @ D.T)[C != 0]).max() < 1e-12
-
-
 def test_omp_with_orthonormal_atoms_keeps_the_largest_products(rng, orthonormal):
     X, D = rng.standard_normal((20, 8)), orthonormal(6, 8)
-    assert np.allclose(omp(X, D, 3), top_k(X @ D.T, 3), atol=1e-12)
+    products = X @ D.T
+    third = np.sort(np.abs(products))[:, [-3]]
+    assert np.allclose(omp(X, D, 3), products * (np.abs(products) >= third))
 
 
 def test_omp_stops_where_the_sample_is_fitted(rng, unit):
@@ -91,13 +69,6 @@ def test_omp_copes_with_equal_atoms_and_more_atoms_than_dimensions(rng):
     C = omp(X, D, 6)
     assert np.isfinite(C).all()
     assert np.allclose(C @ D, X, atol=1e-12)
-
-
-def test_omp_in_blocks_is_omp(rng, unit, monkeypatch):
-    X, D = rng.standard_normal((50, 8)), unit(12, 8)
-    whole = omp(X, D, 3)
-    monkeypatch.setattr("flwr_perdl.dictionary.coding._BLOCK", 100)
-    assert np.allclose(omp(X, D, 3), whole, atol=1e-13)
 
 
 @pytest.mark.parametrize("k", [1, 3, 7])
@@ -150,6 +121,7 @@ def test_omp_fits_with_atoms_that_are_nearly_alike(rng, unit, selection):
 )
 def test_codes_are_the_same_bits_in_any_number_of_threads(rng, unit, monkeypatch, function):
     X, D = rng.standard_normal((200, 8)), unit(12, 8)
+    whole = function(X, D)
     monkeypatch.setattr("flwr_perdl.dictionary.coding._BLOCK", 12 * 30)
     codes = []
     for threads in ("1", "2", "64"):
@@ -157,74 +129,54 @@ def test_codes_are_the_same_bits_in_any_number_of_threads(rng, unit, monkeypatch
         codes.append(function(X, D))
     assert np.array_equal(codes[0], codes[1])
     assert np.array_equal(codes[0], codes[2])
+    assert np.allclose(codes[0], whole, atol=1e-13)
 
 
 def lasso_objective(X, D, C, alpha):
     return (0.5 * ((X - C @ D) ** 2).sum() + alpha * np.abs(C).sum()).item()
 
 
-@pytest.mark.parametrize("nonnegative", [False, True])
 @pytest.mark.parametrize("alpha", [0.05, 0.5])
-def test_lasso_is_scikit_learns(rng, unit, alpha, nonnegative):
+def test_lasso_is_scikit_learns(rng, unit, alpha):
     X, D = rng.standard_normal((6, 12)), unit(20, 12)
-    ours = lasso(X, D, alpha, nonnegative=nonnegative)
+    ours = lasso(X, D, alpha)
     assert ours.converged
-    oracle = SklearnLasso(
-        alpha=alpha / 12, fit_intercept=False, tol=1e-12, max_iter=100000, positive=nonnegative
-    )
+    oracle = SklearnLasso(alpha=alpha / 12, fit_intercept=False, tol=1e-12, max_iter=100000)
     expected = np.stack([oracle.fit(D.T, x).coef_ for x in X])
     assert np.allclose(ours.codes, expected, atol=1e-7)
 
 
-@pytest.mark.parametrize("nonnegative", [False, True])
 @pytest.mark.parametrize("alpha", [0.02, 1.0])
 @pytest.mark.parametrize("r", [8, 90])
-def test_lasso_is_spams(rng, unit, r, alpha, nonnegative):
+def test_lasso_is_spams(rng, unit, r, alpha):
     spams = pytest.importorskip("spams")
     D = unit(r, 20)
     D[1::2] += D[0] + D[2]  # atoms that have much in common, of any length
     X = rng.standard_normal((50, 20))
-    codes = lasso(X, D, alpha, nonnegative=nonnegative).codes
-    options = {"lambda1": alpha, "pos": nonnegative, "numThreads": 1}
+    codes = lasso(X, D, alpha).codes
+    options = {"lambda1": alpha, "numThreads": 1}
     expected = spams.lasso(np.asfortranarray(X.T), np.asfortranarray(D.T), **options).toarray().T
     found, wanted = (lasso_objective(X, D, C, alpha) for C in (codes, expected))
     assert found == pytest.approx(wanted, rel=1e-9)
-
-
-@pytest.mark.parametrize("nonnegative", [False, True])
-def test_lasso_optimality(rng, unit, nonnegative):
-    X, D = rng.standard_normal((30, 10)), 3 * unit(15, 10)
-    codes, n_iter, gap, converged = lasso(X, D, 0.3, nonnegative=nonnegative)
-    products = (X - codes @ D) @ D.T
-    assert converged
-    assert n_iter > 0
-    assert gap <= 1e-8
-    assert (codes >= 0).all() or not nonnegative
-    assert np.abs(products[codes != 0] - 0.3 * np.sign(codes[codes != 0])).max() < 1e-7
-    assert (products if nonnegative else np.abs(products))[codes == 0].max() < 0.3 + 1e-7
 
 
 def test_lasso_with_orthonormal_atoms_is_the_soft_threshold(rng, orthonormal):
     X, D = rng.standard_normal((20, 8)), orthonormal(6, 8)
     result = lasso(X, D, 0.4)
     assert np.allclose(result.codes, soft_threshold(X @ D.T, 0.4), atol=1e-12)
-    positive = lasso(X, D, 0.4, nonnegative=True)
-    assert np.allclose(positive.codes, np.maximum(X @ D.T - 0.4, 0), atol=1e-12)
 
 
-@pytest.mark.parametrize("nonnegative", [False, True])
-def test_lasso_may_start_from_any_codes(rng, unit, nonnegative):
+def test_lasso_may_start_from_any_codes(rng, unit):
     X, D = rng.standard_normal((20, 10)), unit(30, 10)
     D[4] = 0  # an atom that was withheld
-    cold = lasso(X, D, 0.2, nonnegative=nonnegative)
+    cold = lasso(X, D, 0.2)
     start = rng.standard_normal((20, 30))
-    start = np.abs(start) if nonnegative else start
     before = start.copy()
-    found = lasso(X, D, 0.2, nonnegative=nonnegative, start=start)
+    found = lasso(X, D, 0.2, start=start)
     assert np.array_equal(start, before)
     assert found.converged
     assert np.allclose(found.codes, cold.codes, atol=1e-6)
-    again = lasso(X, D, 0.2, nonnegative=nonnegative, start=cold.codes)
+    again = lasso(X, D, 0.2, start=cold.codes)
     assert again.n_iter == 0
     assert np.array_equal(again.codes, cold.codes)
 
@@ -246,15 +198,14 @@ def test_the_gap_bounds_what_the_objective_can_still_lose(rng, unit):
     arrays(float, (7, 4), elements=st.integers(-2, 2).map(float)),
     st.sampled_from([0.01, 1.0, 2.0]),
     st.booleans(),
-    st.booleans(),
 )
-def test_lasso_ends_where_atoms_are_equal_or_products_are_tied(X, D, alpha, nonnegative, warm):
+def test_lasso_ends_where_atoms_are_equal_or_products_are_tied(X, D, alpha, warm):
     """Whole numbers: atoms that are zero, equal, opposite or dependent, and codes that tie."""
     start = np.ones((3, 7)) if warm else None
-    found = lasso(X, D, alpha, nonnegative=nonnegative, start=start)
+    found = lasso(X, D, alpha, start=start)
     assert found.converged
     products = (X - found.codes @ D) @ D.T
-    assert (products if nonnegative else np.abs(products)).max() < alpha + 1e-3
+    assert np.abs(products).max() < alpha + 1e-3
     slack = alpha * np.abs(found.codes).sum() - (found.codes * products).sum()
     assert slack < 1e-6
 
@@ -285,48 +236,18 @@ def test_sparse_code_keeps_float32_and_its_inputs(rng, unit, option):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "name"),
     [
-        ({}, "Exactly one of n_nonzero, threshold and alpha must be given, got 0"),
-        ({"n_nonzero": 1, "alpha": 0.1}, "got 2"),
-        ({"alpha": 0.0}, "alpha must be in"),
-        ({"threshold": -1.0}, "threshold must be in"),
-        ({"n_nonzero": 1.5}, "n_nonzero must be an integer"),
+        ({}, "n_nonzero"),
+        ({"n_nonzero": 1, "alpha": 0.1}, "n_nonzero"),
+        ({"alpha": 0.0}, "alpha"),
+        ({"threshold": -1.0}, "threshold"),
+        ({"n_nonzero": 1.5}, "n_nonzero"),
     ],
 )
-def test_sparse_code_says_what_is_wrong(options, message):
-    with pytest.raises(ValueError, match=message):
+def test_sparse_code_names_what_is_wrong(options, name):
+    with pytest.raises(ValueError, match=name):
         sparse_code(np.ones((2, 3)), np.eye(3), **options)
-
-
-@settings(max_examples=25, deadline=None)
-@given(arrays(float, (4, 6), elements=st.floats(-5, 5)), st.integers(0, 6))
-def test_more_atoms_never_fit_worse(X, k):
-    D = np.vstack([np.eye(6), np.full((1, 6), 6**-0.5)])
-    errors = [
-        ((X - reconstruct(sparse_code(X, D, n_nonzero=n), D)) ** 2).sum(axis=1) for n in (k, k + 1)
-    ]
-    assert (errors[1] <= errors[0] + 1e-9).all()
-
-
-class Tensor:
-    """An array of another library, which NumPy converts."""
-
-    def __init__(self, values):
-        self.values = values
-
-    def __array__(self, dtype=None, copy=None):
-        return self.values
-
-    def __dlpack__(self):
-        raise AssertionError
-
-
-def test_arrays_of_other_libraries_are_converted(rng, unit):
-    X, D = rng.standard_normal((4, 6)), unit(8, 6)
-    found = sparse_code(Tensor(X), Tensor(D), n_nonzero=2)
-    assert type(found) is np.ndarray
-    assert np.array_equal(found, sparse_code(X, D, n_nonzero=2))
 
 
 def focuss_objective(X, D, C, alpha, power):
@@ -339,24 +260,21 @@ def test_focuss_with_power_one_is_the_lasso(rng, unit, r, d):
     X, D = rng.standard_normal((20, d)), unit(r, d)
     ours = focuss(X, D, 0.3, power=1.0, tol=1e-8, max_iter=20000)
     expected = lasso(X, D, 0.3).codes
-    assert np.abs(ours.codes - expected).max() < 1e-4
+    assert np.abs(ours - expected).max() < 1e-4
 
 
 @pytest.mark.parametrize("power", [0.3, 0.5, 1.0])
 @pytest.mark.parametrize(("r", "d"), [(8, 12), (30, 8)])
 def test_focuss_lowers_its_objective_in_every_iteration(rng, unit, r, d, power):
     X, D = rng.standard_normal((20, d)), unit(r, d)
-    runs = [focuss(X, D, 0.1, power=power, tol=0.0, max_iter=n).codes for n in range(12)]
+    runs = [focuss(X, D, 0.1, power=power, tol=0.0, max_iter=n) for n in range(12)]
     values = np.array([focuss_objective(X, D, C, 0.1, power) for C in runs])
     assert (np.diff(values, axis=0) <= 1e-9).all()
 
 
 def test_focuss_is_stationary_where_codes_are_not_zero(rng, unit):
     X, D = rng.standard_normal((30, 8)), unit(20, 8)
-    codes, n_iter, change, converged = focuss(X, D, 0.05, tol=1e-9, max_iter=2000)
-    assert converged
-    assert change <= 1e-9
-    assert 1 < n_iter <= 2000
+    codes = focuss(X, D, 0.05, tol=1e-9, max_iter=2000)
     used = codes != 0
     assert 0 < used.sum() < codes.size
     slope = (X - codes @ D) @ D.T
@@ -369,7 +287,7 @@ def test_focuss_finds_planted_codes_and_shrinks_large_ones_less_than_the_lasso(r
     C = np.zeros((40, 20))
     C[np.arange(40), rng.integers(0, 10, 40)] = 4.0
     C[np.arange(40), rng.integers(10, 20, 40)] = -9.0
-    ours, theirs = focuss(C @ D, D, 0.05).codes, lasso(C @ D, D, 0.05).codes
+    ours, theirs = focuss(C @ D, D, 0.05), lasso(C @ D, D, 0.05).codes
     right = ((ours != 0) == (C != 0)).all(axis=1)
     assert right.mean() > 0.7
     assert np.abs(ours - C)[right].max() < 0.6 * np.abs(theirs - C)[right].max()
@@ -379,28 +297,25 @@ def test_focuss_finds_planted_codes_and_shrinks_large_ones_less_than_the_lasso(r
 @pytest.mark.parametrize(("r", "d"), [(8, 12), (12, 8)])
 def test_focuss_does_not_depend_on_the_datas_units(rng, unit, r, d, power):
     X, D = rng.standard_normal((20, d)), unit(r, d)
-    codes = focuss(X, D, 0.1, power=power).codes
+    codes = focuss(X, D, 0.1, power=power)
     assert codes.any(axis=1).all()
     for scale in (255.0, 1e-3):
-        scaled = focuss(scale * X, D, 0.1 * scale ** (2 - power), power=power).codes
+        scaled = focuss(scale * X, D, 0.1 * scale ** (2 - power), power=power)
         assert np.allclose(scaled / scale, codes, atol=1e-6)
 
 
 def test_focuss_in_pieces_is_focuss(rng, unit, monkeypatch):
     X, D = rng.standard_normal((50, 8)), unit(12, 8)
-    whole = focuss(X, D, 0.1).codes
+    whole = focuss(X, D, 0.1)
     monkeypatch.setattr("flwr_perdl.dictionary.coding._WORKSPACE", 100)
-    assert np.allclose(focuss(X, D, 0.1).codes, whole, atol=1e-10)
+    assert np.allclose(focuss(X, D, 0.1), whole, atol=1e-10)
 
 
-def test_focuss_says_when_it_has_not_converged_and_copes_with_nothing(rng, unit):
+def test_focuss_of_nothing_and_in_float32(rng, unit):
     X, D = rng.standard_normal((5, 8)), unit(12, 8)
-    hurried = focuss(X, D, 0.1, max_iter=2)
-    assert hurried.n_iter == 2
-    assert not hurried.converged
-    assert np.array_equal(focuss(np.zeros((2, 8)), D, 0.1).codes, np.zeros((2, 12)))
-    assert focuss(X[:0], D, 0.1).codes.shape == (0, 12)
-    assert focuss(X.astype(np.float32), D.astype(np.float32), 0.1).codes.dtype == np.float32
+    assert np.array_equal(focuss(np.zeros((2, 8)), D, 0.1), np.zeros((2, 12)))
+    assert focuss(X[:0], D, 0.1).shape == (0, 12)
+    assert focuss(X.astype(np.float32), D.astype(np.float32), 0.1).dtype == np.float32
 
 
 @pytest.mark.parametrize(("r", "d"), [(1, 5), (6, 20), (30, 30)])
@@ -408,22 +323,6 @@ def test_nonnegative_least_squares_is_scipys(rng, r, d):
     D, X = rng.random((r, d)), rng.standard_normal((200, d)) + 0.5
     expected = np.stack([nnls(D.T, x)[0] for x in X])
     assert np.abs(nonnegative_from_gram(X @ D.T, D @ D.T) - expected).max() < 1e-9
-
-
-@settings(max_examples=50, deadline=None)
-@given(
-    arrays(float, (4, 5), elements=st.floats(-5, 5)),
-    arrays(float, (3, 5), elements=st.floats(0, 1)),
-)
-def test_nonnegative_least_squares_is_optimal(X, spectra):
-    D = np.vstack([spectra + np.eye(3, 5)])
-    if np.linalg.cond(D) > 1e6:
-        return
-    C = nonnegative_from_gram(X @ D.T, D @ D.T)
-    slope = (C @ D - X) @ D.T
-    assert (C >= 0).all()
-    assert (slope >= -1e-7).all()
-    assert np.abs(C * slope).max() < 1e-6
 
 
 def test_nonnegative_least_squares_copes_with_atoms_that_are_nearly_alike(rng):

@@ -16,6 +16,7 @@ from flwr_perdl.dictionary import (
     dictionary_distance,
     normalize_atoms,
     polar_factor,
+    refine_local,
     sparse_code,
     warm_start,
 )
@@ -111,23 +112,6 @@ def test_steps_converge_to_the_planted_dictionary(cls, rng, orthonormal, sparse)
     assert dictionary_distance(D, truth) < 1e-8
 
 
-def test_the_data_s_scale_does_not_matter(cls, rng):
-    X = rng.standard_normal((60, 6))
-    small, large = (run(cls(4), s * X, np.random.default_rng(1)) for s in (1e-3, 1e3))
-    assert np.allclose(small, large, atol=1e-9)
-
-
-def test_steps_bring_the_loss_down(cls, rng, orthonormal, sparse):
-    X = sparse(200, 6) @ orthonormal(6, 6)
-    learner = cls(6)
-    D = learner.start(X, rng)
-    losses = []
-    for _ in range(10):
-        losses.append(learner.loss(X, learner.code(X, D), D))
-        D = learner.step(X, D)
-    assert losses[-1] < losses[0]
-
-
 def test_an_update_does_not_raise_the_error_of_its_codes(rng, orthonormal):
     X = rng.standard_normal((50, 6))
     for learner in (OrthogonalLearner(4), KSVDLearner(4), LassoLearner(4)):
@@ -211,13 +195,6 @@ def test_the_lasso_s_learner_comes_near_the_planted_dictionary(rng, unit, sparse
     assert np.median(np.abs(found @ truth.T).max(axis=0)) > 0.99
 
 
-def test_support_counts_effective_samples():
-    C = np.array([[1.0, 0.0, 3.0, 2.0], [-1.0, 0.0, 0.0, 1.0], [1.0, 0.0, 0.0, 1.0]])
-    assert np.allclose(atom_support(C), [3, 0, 1, 16 / 6])
-    assert np.allclose(atom_support(1e-200 * C), [3, 0, 1, 16 / 6])
-    assert np.array_equal(atom_support(np.zeros((0, 2))), [0, 0])
-
-
 def test_the_start_spans_the_principal_directions(rng):
     X = rng.standard_normal((100, 8)) * [9, 8, 7, 1, 1, 1, 1, 1]
     D = OrthogonalLearner(3).start(X, rng)
@@ -245,16 +222,6 @@ def test_the_warm_start_finds_the_planted_dictionary(cls, rng, orthonormal, spar
     options = {} if cls.orthogonal else {"coding": "threshold"}  # the atoms are orthogonal
     found = warm_start(X, cls(6, **options), rng=rng)
     assert dictionary_distance(found.dictionary, truth) < 1e-6
-
-
-def test_a_fixed_threshold_does_not(rng, orthonormal, sparse):
-    """Shrinking thresholds are what finds it: NOTES of the paper's warm start."""
-    failures = 0
-    for _ in range(5):
-        truth = orthonormal(6, 6)
-        found = warm_start(sparse(200, 6) @ truth, OrthogonalLearner(6), rng=rng, boost=1)
-        failures += dictionary_distance(found.dictionary, truth) > 1e-2
-    assert failures >= 3
 
 
 def test_the_best_of_the_restarts_is_kept(rng, orthonormal, sparse):
@@ -288,6 +255,56 @@ def test_as_many_samples_as_use_an_atom_alike_stand_behind_it(rng, dtype):
         alike = np.full((m, 3), rng.standard_normal(3), dtype)
         assert np.array_equal(atom_support(alike), np.full(3, m))
     assert atom_support(np.array([[1.0], [1.001]]))[0] < 2
+    C = np.array([[1.0, 0.0, 3.0, 2.0], [-1.0, 0.0, 0.0, 1.0], [1.0, 0.0, 0.0, 1.0]])
+    for scale in (1, 1e-200):
+        assert np.allclose(atom_support(scale * C), [3, 0, 1, 16 / 6])
+    assert np.array_equal(atom_support(np.zeros((0, 2))), [0, 0])
+
+
+@pytest.mark.parametrize("size", [(30, 6), (12, 6), (5, 40)])  # the last in the samples' row space
+@pytest.mark.parametrize("learner", [OrthogonalLearner(4), MODLearner(4)])
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_a_start_is_its_iterations_written_out(learner, size, dtype):
+    X = np.random.default_rng(3).standard_normal(size).astype(dtype)
+    found = warm_start(X, learner, rng=np.random.default_rng(0), n_iter=12)
+    D = learner.start(X, np.random.default_rng(0))
+    for t in range(12):
+        D = learner.update(X, learner.code(X, D, max(1.0, 8 * 0.97**t)), D)
+    np.testing.assert_allclose(found.dictionary, D, atol=1e-4 if dtype == np.float32 else 1e-9)
+
+
+# Local refinement
+
+REFINERS = [
+    OrthogonalLearner(6),
+    GradientLearner(6, coding="threshold"),
+    MODLearner(6, coding="threshold"),
+]
+
+
+@pytest.mark.parametrize("learner", REFINERS, ids=lambda x: type(x).__name__)
+def test_refinement_finds_local_atoms_and_leaves_global_ones(rng, orthonormal, sparse, learner):
+    D = orthonormal(6, 8)
+    X = sparse(300, 6) @ D
+    local = normalize_atoms(D[3:] + 0.1 * rng.standard_normal((3, 8)))
+    if learner.orthogonal:
+        local = polar_factor(local - local @ D[:3].T @ D[:3], D[3:])
+    start = np.vstack([D[:3], local])
+    refined = refine_local(X, start, 3, learner, n_iter=30)
+    assert np.array_equal(refined[:3], D[:3])
+    assert dictionary_distance(refined[3:], D[3:]) < 1e-3 * dictionary_distance(local, D[3:])
+    if learner.orthogonal:
+        assert np.allclose(refined @ refined.T, np.eye(6), atol=1e-12)
+
+
+@pytest.mark.parametrize("n_global", [0, 6])
+def test_nothing_local_and_nothing_global(rng, orthonormal, n_global):
+    D, X = orthonormal(6, 8), rng.standard_normal((50, 8))
+    before = D.copy()
+    refined = refine_local(X, D, n_global, OrthogonalLearner(6), n_iter=2)
+    expected = D if n_global else OrthogonalLearner(6).step(X, OrthogonalLearner(6).step(X, D))
+    assert np.array_equal(refined, expected)
+    assert np.array_equal(D, before)
 
 
 # Real images

@@ -66,11 +66,8 @@ def chain(dictionaries, n_global):
     return np.array(lengths), np.array(indices).T
 
 
-@pytest.mark.parametrize("stored", [True, False])
 @pytest.mark.parametrize("sizes", [(12,), (12, 9, 14)])
-def test_paths_are_networkxs(shared, monkeypatch, sizes, stored):
-    if not stored:
-        monkeypatch.setattr("flwr_perdl.dictionary.matching._STORED_EDGES", 0)
+def test_paths_are_networkxs(shared, sizes):
     for error in (0.1, 0.6, 1.5):
         dictionaries, _ = shared(6, error, sizes=sizes)
         found = global_matching(dictionaries, 7, method="paths")

@@ -23,6 +23,7 @@ from flwr_perdl.dictionary import (
     warm_start,
 )
 
+KINDS = OrthogonalLearner, GradientLearner, MODLearner, KSVDLearner, LassoLearner
 LENGTHS = np.array([1e3, 10.0, 1e-3, 0.5])
 
 
@@ -58,8 +59,7 @@ def test_codes_of_long_atoms_stand_for_the_same_samples(rng, unit):
         lambda D: OrthogonalLearner(4).code(X, D),
     ):
         assert np.allclose(reconstruct(code(long), long), reconstruct(code(D), D), atol=1e-10)
-    kinds = OrthogonalLearner, GradientLearner, MODLearner, KSVDLearner, LassoLearner
-    for learner in (kind(4) for kind in kinds):
+    for learner in (kind(4) for kind in KINDS):
         assert np.allclose(learner.step(X, long), learner.step(X, D), atol=1e-10)
 
 
@@ -94,7 +94,7 @@ def test_samples_whose_squares_are_out_of_range_are_named(kind, dtype, scale, rn
         lambda: refine_local(X, D, 2, learner),
         lambda: personalized_pca([X, X], 1, 1),
     ):
-        with pytest.raises(ValueError, match=r"must be rescaled, as the squares .*, got values up"):
+        with pytest.raises(ValueError, match=r"^(X|samples)"):
             call()
 
 
@@ -102,7 +102,7 @@ def test_samples_whose_squares_are_out_of_range_are_named(kind, dtype, scale, rn
 def test_scales_in_range_change_nothing(dtype, scale, rng):
     X = rng.standard_normal((40, 6)).astype(dtype)
     scale = 2.0 ** round(np.log2(scale))
-    for learner in (OrthogonalLearner(4), MODLearner(4), KSVDLearner(4), LassoLearner(4)):
+    for learner in (kind(4) for kind in KINDS):
         found = [
             warm_start(Y, learner, rng=np.random.default_rng(0), n_iter=5).dictionary
             for Y in (X, (scale * X).astype(dtype))

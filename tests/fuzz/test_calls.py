@@ -29,9 +29,9 @@ def test_what_a_finding_is() -> None:
     assert "not our own" in calls.finding(refuses, {"A": 1.0, "B": 1.0}, "A")
     assert "over 2 seconds" in calls.finding(lambda A: [None for _ in iter(int, 1)], {"A": 1}, "A")
     assert "NaN" in calls.finding(lambda A: A, {"A": float("nan")}, "A")
-    check = calls.dictionary.top_k
-    assert "unnamed" in calls.finding(check, {"A": calls.np.eye(2), "k": -1}, "A")
-    assert calls.finding(check, {"A": calls.np.eye(2), "k": -1}, "k") is None
+    check = calls.dictionary.hard_threshold
+    assert "unnamed" in calls.finding(check, {"A": calls.np.eye(2), "threshold": -1}, "A")
+    assert calls.finding(check, {"A": calls.np.eye(2), "threshold": -1}, "threshold") is None
 
 
 def test_a_modified_argument_is_a_finding() -> None:
