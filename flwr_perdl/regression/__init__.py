@@ -32,7 +32,7 @@ from flwr_perdl.regression.statistics import (
     fit_mixture,
     sufficient_statistics,
 )
-from flwr_perdl.regression.two_phase import answer, two_phases
+from flwr_perdl.regression.two_phase import two_phases
 
 __all__ = [
     "SQUARED",
@@ -57,7 +57,6 @@ __all__ = [
     "Subspace",
     "TwoPhase",
     "aggregate",
-    "answer",
     "apply_features",
     "assign",
     "choose_mixture",

@@ -62,10 +62,9 @@ def replaced_points(before: Matrix, now: Matrix) -> Matrix:
     -------
     ndarray of shape (k,)
     """
-    if np.array_equal(before[:, 0], now[:, 0]):
-        replaced: Matrix = np.abs(now - before)[:, 1:].sum(axis=0)
-        return replaced
-    stayed, answered = np.isin(before[:, 0], now[:, 0]), np.isin(now[:, 0], before[:, 0])
-    came_and_went = before[~stayed, 1:].sum(axis=0) + now[~answered, 1:].sum(axis=0)
-    replaced = came_and_went + np.abs(now[answered] - before[stayed])[:, 1:].sum(axis=0)
+    clients = np.union1d(before[:, 0], now[:, 0])
+    points = np.zeros((2, len(clients), now.shape[1] - 1))
+    for own, rows in zip(points, (before, now), strict=True):
+        own[np.searchsorted(clients, rows[:, 0])] = rows[:, 1:]
+    replaced: Matrix = np.abs(points[1] - points[0]).sum(axis=0)
     return replaced

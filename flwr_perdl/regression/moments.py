@@ -352,3 +352,17 @@ def sketch(n_estimates: int, d: int, width: int, rng: np.random.Generator) -> Ma
         check_count(name, value, 1, 2**31 - 1)  # LAPACK counts no further
     check_rng(rng)
     return orthonormal(rng.standard_normal((n_estimates, d, min(width, d))))
+
+
+def random_models(n_models: int, n_features: int, rng: np.random.Generator) -> Matrix:
+    """Return models drawn from ``N(0, I) / sqrt(n_features)``, as rows: where IFCA starts.
+
+    Parameters
+    ----------
+    n_models, n_features : int
+        The shape.
+    rng : numpy.random.Generator
+        Source of the draw.
+    """
+    models: Matrix = rng.standard_normal((n_models, n_features)) / np.sqrt(n_features)
+    return models

@@ -21,7 +21,6 @@ from flwr_perdl.regression import (
     Refinement,
     TwoPhase,
     aggregate,
-    answer,
     apply_features,
     assign,
     choose_mixture,
@@ -69,10 +68,9 @@ def simulated(X: Any, y: Any, n_rounds: Any, dropout: Any, seed: Any, **options:
 
 
 def answered(step: str, X: np.ndarray, y: np.ndarray, centers: np.ndarray, loss: str) -> Any:
-    if step == "describe":
-        return answer(X, y, Ask("describe"), LOSSES[loss])
-    options = {"local": "fedavg", "n_steps": 2, "step_size": 0.1, "soft": 0, "temperature": 0.0}
-    return answer(X, y, Ask("update", (centers,), options), LOSSES[loss])
+    options = {"local": "fedavg", "n_steps": 2, "step_size": 0.1}
+    ask = Ask("describe") if step == "describe" else Ask("update", (centers,), options)
+    return Clients([X], [y], LOSSES[loss]).answer(ask).stack
 
 
 def changed(loss: str, **given: Any) -> Any:
@@ -90,7 +88,6 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
             "seed": 0,
             "n_clusters": 2,
             "work": 1.0,
-            "softness": 0.0,
             "check_every": 2,
             "n_products": 2,
             "n_iterations": 1,

@@ -215,19 +215,6 @@ def two_kinds(sizes: tuple[int, int]) -> Mixed:
     return Mixed(X, y, labels, theta)
 
 
-@pytest.mark.parametrize("robust", ["filtered", "geometric-median"])
-@pytest.mark.parametrize("softness", [1.0, 30.0])
-@pytest.mark.parametrize("sizes", [(4, 8), (6, 6), (8, 4), (10, 20)])
-def test_with_soft_clusters_honest_clients_are_not_taken_for_liars(
-    sizes: tuple[int, int], softness: float, robust: str
-) -> None:
-    data = two_kinds(sizes)
-    for n_clusters in (2, "auto"):
-        settings = TwoPhase(n_clusters, phase_2=Refinement(softness=softness), robust=robust)
-        found = simulate(Clients(data.X, data.y), settings, 70).state.centers
-        assert model_error(found, data.theta) < 0.1
-
-
 def test_one_shot_clustering_starts_no_model_from_an_outlier() -> None:
     data, settings = two_kinds((4, 8)), TwoPhase(2, OneShot(), robust="filtered")
 

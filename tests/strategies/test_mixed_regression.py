@@ -99,7 +99,6 @@ CASES: dict[str, tuple[int | str, dict[str, Any], Any]] = {
     "s = 1": (3, refined(n_steps=1), None),
     "fedprox": (3, refined(local="fedprox"), None),
     "exact": (3, refined(local="exact"), None),
-    "soft": (3, refined(softness=1.0), None),
     "clip": (3, {"robust": "clip"}, None),
     "filtered": (3, {"robust": "filtered"}, None),
     "the paper's": (3, PAPER, None),
@@ -440,7 +439,7 @@ def test_another_loss_goes_through_phase_2() -> None:
 # Privacy ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, PAPER, refined(softness=1.0)])
+@pytest.mark.parametrize("options", [{}, PAPER])
 def test_no_message_carries_a_sample(options: dict[str, Any]) -> None:
     data, messages = planted(), []
 
