@@ -20,12 +20,11 @@ from flwr_perdl.regression.fedmd import misfit_bound, start_descent
 from flwr_perdl.regression.phases import TwoPhase
 
 # What was tuned on settings C.1-C.3, noise from 0 to 1, clusters of 5 %, and 10 points per client:
-# relative movement below which the models have settled, how many times their last movement they may
-# then be away from where they end, and the rounds before a check that does not wait;
-_SETTLED, _AHEAD, _LEAST_WAIT = 0.01, 5.0, 5
-# the share of clients that fit no model above which models are added; the quantile of the clients'
-# mean squares that tells the noise, as most clients fit; standard errors that make two models.
-_MISFITS, _QUANTILE, _SAME = 0.02, 0.2, 4.0
+# relative movement below which the models have settled, and the rounds before a check that does not
+# wait; the share of clients that fit no model above which models are added; the quantile of the
+# clients' mean squares that tells the noise, as most clients fit; standard errors that make two
+# models.
+_SETTLED, _LEAST_WAIT, _MISFITS, _QUANTILE, _SAME = 0.01, 5, 0.02, 0.2, 4.0
 
 
 def adapted(
@@ -46,7 +45,7 @@ def adapted(
         squares, n = squares[honest], n[honest]
     variance = float(np.quantile(n * squares / chi2.ppf(_QUANTILE, n), _QUANTILE))
     variance = max(variance, float(np.finfo(float).eps * state.power * length**2))
-    noise = max(variance, float(state.power * (_AHEAD * movement) ** 2))
+    noise = max(variance, float(state.power * movement**2))
     patience = max(state.patience - 1, 0)
     state = replace(state, variance=noise, since=0, patience=patience, checked=state.checked[:0])
     misfits = bool((squares > noise * misfit_bound(n)).mean() > _MISFITS)

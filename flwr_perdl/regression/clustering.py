@@ -56,7 +56,6 @@ from flwr_perdl.regression.losses import (
     check_labels,
     check_loss,
     check_points,
-    check_shapes,
     of_stacks,
 )
 
@@ -129,10 +128,8 @@ def local_change(
 
     Parameters
     ----------
-    X : ndarray of shape (n_samples, d)
-        Features.
-    y : ndarray of shape (n_samples,)
-        Responses.
+    X, y : ndarray of shape (n_samples, d) and (n_samples,)
+        Features and responses.
     theta : ndarray of shape (d,)
         The model.
     step : float
@@ -172,15 +169,13 @@ def local_change(
     if not ((weight >= 0) & (weight <= LARGE)).all():
         raise ValueError(f"weight must be within [0, {LARGE:g}], got {float(weight.min()):g}.")
     X, y = check_points(X, y, ndim=as_array("X", X).ndim)
-    theta = check_magnitude(
-        "theta",
-        check_array("theta", theta, ndim=max(as_array("theta", theta).ndim, 1)),
-        floor=np.inf,
-    )
-    check_shapes(X, y, theta)
+    theta = check_array("theta", theta, ndim=X.ndim - 1, columns=X.shape[-1])
+    check_magnitude("theta", theta, floor=np.inf)
+    lead = X.shape[:-2]
+    if theta.shape[:-1] != lead:
+        raise ValueError(f"theta must have shape {(*lead, X.shape[-1])}, got {theta.shape}.")
     check_loss(loss)
     check_labels("y", y, loss)
-    lead = theta.shape[:-1]
     X, y, theta = (A.reshape(-1, *A.shape[len(lead) :]) for A in (X, y, theta))
     try:
         weight = np.broadcast_to(weight, lead).reshape(-1)
@@ -284,22 +279,13 @@ def lemma1_filter(gram: Matrix, step: float, n_steps: int = 5, local: str = "fed
 
 
 class Average(NamedTuple):
-    """What the clients' updates come to.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from flwr_perdl.regression import aggregate
-    >>> packed = np.array([[[0.0, 1.0]], [[0.0, 4.0]], [[1.0, 5.0]]])
-    >>> aggregate(packed, np.array([1.0, 2.0, 7.0]), 2).counts
-    array([3., 7.])
-    """
+    """What the clients' updates come to."""
 
     #: Change of every model, zero for one without clients, (k, d).
     change: Matrix
     #: Points in every cluster, (k,).
     counts: Matrix
-    #: Share of each client's update to which the rule did what ``_robust.EFFECTS`` says,
+    #: Share of each client's update to which the rule did what `core.robust.EFFECTS` says,
     #: (n_clients,).
     odd: Matrix
 
@@ -339,6 +325,8 @@ def aggregate(
     Returns
     -------
     Average
+        ``change`` of every model (k, d), zero for one without clients; ``counts``, the clusters'
+        points; ``odd``, to which share of each client's update the rule did something.
 
     Raises
     ------
@@ -379,56 +367,63 @@ def average_updates(
     packed: Matrix, n_samples: Matrix, n_clusters: int, soft: bool, normalise: str, robust: str
 ) -> Average:
     """Return :func:`aggregate` of arguments that are as they should be."""
-    change: Matrix = np.zeros((n_clusters, packed.shape[2] - 1), packed.dtype)
-    counts: Matrix = np.zeros(n_clusters)
-    odd: Matrix = np.zeros(len(packed))
-    if not soft:
-        labels = packed[:, 0, 0]
-        if not ((labels >= 0) & (labels < n_clusters) & (labels % 1 == 0)).all():
-            raise ValueError(f"packed must name clusters below {n_clusters}, got {labels.max()}.")
+    labels = packed[:, :, 0].argmax(axis=1) if soft else packed[:, 0, 0]
+    if not ((labels >= 0) & (labels < n_clusters) & (labels % 1 == 0)).all():
+        raise ValueError(f"packed must name clusters below {n_clusters}, got {labels.max()}.")
+    members = labels == np.arange(n_clusters)[:, None]
+    if robust == "mean":
+        found = _mean(packed, n_samples, members, soft)
     else:
-        labels = packed[:, :, 0].argmax(axis=1)
-    at_once = not soft and robust == "mean"
-    if at_once:
-        change, counts, odd = _means(packed[:, 0], n_samples, n_clusters)
-    multiplies = robust in ("filtered", "clip")
+        found = _robust(packed, n_samples, members, soft, robust)
+    if normalise == "all":
+        found.change[:] *= (found.counts / max(found.counts.sum(), 1e-300))[:, None]
+    return found
+
+
+def _mean(packed: Matrix, n_samples: Matrix, members: NDArray[np.bool_], soft: bool) -> Average:
+    """Return the means of the clusters' updates, and who is far from its own cluster's."""
+    moves = packed[:, :, 1:]
+    weights = n_samples * (packed[:, :, 0].T if soft else members)
+    counts = weights.sum(axis=1)
+    shares = weights / np.where(counts > 0, counts, 1)[:, None]
+    if soft:
+        change = np.stack([own @ moves[:, j] for j, own in enumerate(shares)])
+    else:
+        change = shares @ moves[:, 0]
+    change = change.astype(packed.dtype, copy=False)
+    odd = np.zeros(len(packed))
+    for j, own in enumerate(members):
+        if own.any() and counts[j] > 0:
+            odd[own] = far(moves[own, j if soft else 0], change[j])
+    return Average(change, counts, odd)
+
+
+def _robust(
+    packed: Matrix, n_samples: Matrix, members: NDArray[np.bool_], soft: bool, rule: str
+) -> Average:
+    """Return what a rule other than the mean makes of the clusters' updates."""
+    change = np.zeros((len(members), packed.shape[2] - 1), packed.dtype)
+    counts, odd = np.zeros(len(members)), np.zeros(len(packed))
+    multiplies, sizes = rule in ("filtered", "clip"), n_samples.copy()
     factors: Matrix = np.ones(len(packed), packed.dtype)
-    members = [] if at_once else [labels == j for j in range(n_clusters)]
-    sizes = n_samples.copy()
     for j, own in enumerate(members if multiplies else ()):
         if own.any():  # who hardly belongs to a cluster is no outlier there: each is judged once
-            factors[own] = factors_of(packed[own, j if soft else 0, 1:], robust)
+            factors[own] = factors_of(packed[own, j if soft else 0, 1:], rule)
             sizes[own] = capped(sizes[own]) * (factors[own] > 0)
     for j, own in enumerate(members):
-        if robust != "mean" and not sizes[own].any():
+        if not sizes[own].any():
             continue
-        chosen = np.ones_like(own) if soft and (multiplies or robust == "mean") else own
+        chosen = np.ones_like(own) if soft and multiplies else own
         row, mine, weights = packed[chosen, j if soft else 0], own[chosen], sizes[chosen]
-        moves = row[:, 1:] * factors[chosen, None] if multiplies else row[:, 1:]
+        moves = row[:, 1:] * factors[chosen, None]
         if soft:
             weights = weights * row[:, 0]
             if multiplies:
                 weights *= _bounded(moves, row[:, 0], weights, mine)
         counts[j] = weights.sum()
         if counts[j] > 0:
-            change[j] = average_of(moves, robust, weights)
-        if own.any():
-            odd[own] = 1 - factors[own] if multiplies else far(moves[mine], change[j])
-    if normalise == "all":
-        change *= (counts / max(counts.sum(), 1e-300))[:, None]
-    return Average(change, counts, odd)
-
-
-def _means(packed: Matrix, n_samples: Matrix, n_clusters: int) -> Average:
-    """Return the means of all clusters' updates by one product, and who is far from its own."""
-    labels, moves = packed[:, 0].astype(np.intp), packed[:, 1:]
-    weights = n_samples * (labels == np.arange(n_clusters)[:, None])
-    counts = weights.sum(axis=1)
-    change = ((weights / np.where(counts > 0, counts, 1)[:, None]) @ moves).astype(packed.dtype)
-    odd = np.zeros(len(packed))
-    for j in np.flatnonzero(counts):
-        own = labels == j
-        odd[own] = far(moves[own], change[j])
+            change[j] = average_of(moves, rule, weights)
+        odd[own] = 1 - factors[own] if multiplies else far(moves[mine], change[j])
     return Average(change, counts, odd)
 
 
@@ -447,19 +442,10 @@ def _bounded(moves: Matrix, shares: Matrix, weights: Matrix, mine: NDArray[np.bo
 
 
 def factors_of(stack: Matrix, robust: str) -> Matrix:
-    """Return by how much the robust rule multiplies each contribution.
+    """Return by how much the robust rule multiplies each contribution, (n_clients, ...).
 
-    Parameters
-    ----------
-    stack : ndarray of shape (n_clients, ...)
-        One contribution per client.
-    robust : str
-        "filtered": 0 for one that is not consistent with the others, else 1. "clip": what brings
-        it down to three times the median length. Any other rule multiplies by 1.
-
-    Returns
-    -------
-    ndarray of shape (n_clients,)
+    "filtered": by 0 one that is not consistent with the others; "clip": by what brings it down to
+    three times the median length; any other rule by 1.
     """
     if robust == "filtered":
         return consistent(stack).astype(stack.dtype)

@@ -212,6 +212,9 @@ def _grouped(settings: TwoPhase, state: Descent) -> Refining:
     found = group(None if settings.robust == "filtered" else k).centers
     if k is not None and len(found) < k:
         found = group(k).centers
+    if settings.n_clusters == "auto" and not len(state.centers) and len(found) == 1:
+        # No merge stands out: too many models, which Phase 2 merges, are better than too few.
+        found = group(min(state.columns.shape[2], most)).centers
     room = settings.most_clusters - len(state.centers)  # those already there stay
     return Refining.start(state, np.vstack([state.centers, found[:room]]))
 
