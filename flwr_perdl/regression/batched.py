@@ -72,10 +72,10 @@ class Clients:
             alike = np.flatnonzero(self.n_samples == n)
             at_once = max(_WINDOW // int(n * self.X[0].shape[1]), 1)
             for who in np.array_split(alike, -(-len(alike) // at_once)):
-                stacks = [np.stack([own[i] for i in who]) for own in (self.X, self.y)]
-                self._stacks.append((who, *stacks))
-                for row, *own in zip(who, *stacks, strict=True):
-                    self.X[row], self.y[row] = own  # held once
+                X_, y_ = (np.stack([own[i] for i in who]) for own in (self.X, self.y))
+                self._stacks.append((who, X_, y_))
+                for i, row in enumerate(who):
+                    self.X[row], self.y[row] = X_[i], y_[i]  # held once
 
     def __len__(self) -> int:
         """Return the number of clients."""

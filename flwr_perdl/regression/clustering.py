@@ -27,7 +27,7 @@ and its update of its own cluster's model; a client the k models.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,20 +94,25 @@ def assign(losses: Matrix, n_samples: Matrix | int, temperature: float = 0.0) ->
            [1., 0.]])
     """
     temperature = check_real("temperature", temperature, 0, LARGE)
-    losses, n_samples = check_numbers("losses", losses), check_numbers("n_samples", n_samples)
-    n_samples = n_samples.astype(float, copy=False)
+    losses = check_numbers("losses", losses)
     if losses.ndim == 0 or not losses.shape[-1] or not np.isfinite(losses.min(axis=-1)).all():
         raise ValueError("losses must have a finite least loss for each client and no NaN.")
-    if n_samples.ndim and n_samples.shape != losses.shape[:-1]:
-        raise ValueError(f"n_samples must have shape {losses.shape[:-1]}, got {n_samples.shape}.")
-    if not ((n_samples >= 0) & (n_samples <= LARGE)).all():
-        raise ValueError(f"n_samples must be within [0, {LARGE:g}], got one that is not.")
+    sizes = _checked_sizes(n_samples, losses.shape[:-1])
     if temperature == 0:
         hard: Matrix = np.eye(losses.shape[-1])[losses.argmin(axis=-1)]
         return hard
-    n = n_samples[..., None]
-    weights: Matrix = softmax(-losses * n / temperature, axis=-1)
+    weights: Matrix = softmax(-losses * sizes[..., None] / temperature, axis=-1)
     return weights
+
+
+def _checked_sizes(n_samples: Matrix | int, shape: tuple[int, ...]) -> Matrix:
+    """Return the clients' numbers of points, or one number for all where that is given."""
+    sizes = check_numbers("n_samples", n_samples).astype(float, copy=False)
+    if sizes.ndim and sizes.shape != shape:
+        raise ValueError(f"n_samples must have shape {shape}, got {sizes.shape}.")
+    if not ((sizes >= 0) & (sizes <= LARGE)).all():
+        raise ValueError(f"n_samples must be within [0, {LARGE:g}], got one that is not.")
+    return sizes
 
 
 def local_change(
@@ -118,13 +123,10 @@ def local_change(
     step: float,
     n_steps: int = 5,
     local: str = "fedavg",
-    weight: float | Matrix = 1.0,
+    weight: float = 1.0,
     loss: Loss = SQUARED,
 ) -> Matrix:
     """Return how a client's local work moves one model (Phase 2, line 7).
-
-    ``X``, ``y``, ``theta`` and ``weight`` may have a further axis in front: many clients of one
-    size at once, with the same bits as one by one.
 
     Parameters
     ----------
@@ -165,24 +167,15 @@ def local_change(
     check_choice("local", local, LOCALS)
     check_count("n_steps", n_steps, 1)
     step = check_real("step", step, 0, LARGE)
-    weight = check_numbers("weight", weight)
-    if not ((weight >= 0) & (weight <= LARGE)).all():
-        raise ValueError(f"weight must be within [0, {LARGE:g}], got {float(weight.min()):g}.")
-    X, y = check_points(X, y, ndim=as_array("X", X).ndim)
-    theta = check_array("theta", theta, ndim=X.ndim - 1, columns=X.shape[-1])
+    weights = np.array([check_real("weight", weight, 0, LARGE)])
+    X, y = check_points(X, y)
+    theta = check_array("theta", theta, ndim=1, columns=X.shape[1])
     check_magnitude("theta", theta, floor=np.inf)
-    lead = X.shape[:-2]
-    if theta.shape[:-1] != lead:
-        raise ValueError(f"theta must have shape {(*lead, X.shape[-1])}, got {theta.shape}.")
     check_loss(loss)
     check_labels("y", y, loss)
-    X, y, theta = (A.reshape(-1, *A.shape[len(lead) :]) for A in (X, y, theta))
-    try:
-        weight = np.broadcast_to(weight, lead).reshape(-1)
-    except ValueError:
-        raise ValueError(f"weight must have shape {lead}, got {weight.shape}.") from None
-    change = moved(X, y, theta, step=step, n_steps=n_steps, local=local, weight=weight, loss=loss)
-    return change.reshape(*lead, -1)
+    how: dict[str, Any] = {"step": step, "n_steps": n_steps, "local": local, "loss": loss}
+    (change,) = moved(X[None], y[None], theta[None], weight=weights, **how)
+    return np.asarray(change)
 
 
 def moved(
@@ -355,11 +348,7 @@ def aggregate(
             f"packed must have shape (n_clients, {n_clusters if soft else 1}, d + 1) "
             f"with soft={soft}, got {packed.shape}."
         )
-    n_samples = check_numbers("n_samples", n_samples).astype(float, copy=False)
-    if n_samples.shape != packed.shape[:1]:
-        raise ValueError(f"n_samples must have shape {packed.shape[:1]}, got {n_samples.shape}.")
-    if not ((n_samples >= 0) & (n_samples <= LARGE)).all():
-        raise ValueError(f"n_samples must be within [0, {LARGE:g}], got one that is not.")
+    n_samples = np.broadcast_to(_checked_sizes(n_samples, packed.shape[:1]), packed.shape[:1])
     return average_updates(packed, n_samples, n_clusters, soft, normalise, robust)
 
 

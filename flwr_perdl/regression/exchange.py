@@ -63,7 +63,7 @@ class State:
     @staticmethod
     def unpack(arrays: Mapping[str, NDArray[Any]]) -> State:
         """Return the state that was packed."""
-        kind = {kind.step: kind for kind in (State, Descent, Refining)}[str(arrays["step"])]
+        (kind,) = (k for k in (State, Descent, Refining) if k.step == arrays["step"])
         values: dict[str, Any] = {own.name: arrays[own.name] for own in fields(kind)}
         return kind(**{name: v if v.ndim else v.item() for name, v in values.items()})
 
