@@ -30,8 +30,8 @@ from flwr_perdl.regression import (
     LogisticLoss,
     Loss,
     SquaredLoss,
-    apply_features,
 )
+from flwr_perdl.regression.features import apply_features
 from flwr_perdl.regression.losses import check_labels
 from flwr_perdl.regression.phases import EXACT, RULES
 from flwr_perdl.regression.two_phase import answered

@@ -12,7 +12,7 @@ from flwr_perdl.regression.clustering import (
     model_error,
 )
 from flwr_perdl.regression.exchange import Answers, Ask, Descent, State
-from flwr_perdl.regression.features import FeatureMap, Polynomial, apply_features
+from flwr_perdl.regression.features import FeatureMap, Polynomial
 from flwr_perdl.regression.losses import SQUARED, LogisticLoss, Loss, SquaredLoss
 from flwr_perdl.regression.moments import (
     left_subspace,
@@ -20,7 +20,6 @@ from flwr_perdl.regression.moments import (
     orthonormal,
     residual_moment,
     sketch,
-    symmetric_subspace,
 )
 from flwr_perdl.regression.phases import MomentDescent, OneShot, Refinement, TwoPhase
 from flwr_perdl.regression.statistics import (
@@ -47,7 +46,6 @@ __all__ = [
     "State",
     "TwoPhase",
     "aggregate",
-    "apply_features",
     "assign",
     "choose_mixture",
     "cluster_anchors",
@@ -63,6 +61,5 @@ __all__ = [
     "simulate_rounds",
     "sketch",
     "sufficient_statistics",
-    "symmetric_subspace",
     "two_phases",
 ]

@@ -32,18 +32,15 @@ class Clients:
 
     Parameters
     ----------
-    X : sequence of ndarray of shape (n_i, d)
-        Each client's features.
-    y : sequence of ndarray of shape (n_i,)
-        Each client's responses.
+    X, y : sequence of ndarray of shape (n_i, d) and (n_i,)
+        Each client's features and responses.
     loss : Loss, default SQUARED
         The loss of Phase 2.
 
     Raises
     ------
     ValueError
-        If there is no client, or one has no points, another number of features, responses that are
-        not as many as its points, or, with the logistic loss, one other than -1 and 1.
+        If there is no client, or one's data are not as they should be.
 
     Examples
     --------

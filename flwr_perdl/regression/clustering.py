@@ -20,9 +20,6 @@ Deviations, and why:
   ``lambda_j ~ exp(-n_i loss_j / temperature)``; at the noise's variance it is the posterior of a
   Gaussian mixture.
 - The average can be made robust; the paper's is a mean.
-
-What each party learns: the server each client's label (or weights), its number of points, its loss
-and its update of its own cluster's model; a client the k models.
 """
 
 from __future__ import annotations
@@ -149,12 +146,6 @@ def local_change(
     -------
     ndarray of shape (d,)
         New model minus old model.
-
-    Raises
-    ------
-    ValueError
-        If an option breaks its rule, there is no point, or the data and the model are not finite
-        floats of like shapes.
 
     Examples
     --------

@@ -27,10 +27,8 @@ class State:
     --------
     >>> import numpy as np
     >>> from flwr_perdl.regression import TwoPhase
-    >>> state = TwoPhase(2).begin(np.eye(2))
-    >>> state.centers
-    array([[1., 0.],
-           [0., 1.]])
+    >>> TwoPhase(2).begin(np.eye(2)).step
+    'describe'
     """
 
     #: The step to take next; of Phase 1, its first one.

@@ -15,8 +15,8 @@ paper (Su, Xu, Yang, NeurIPS 2022)      here
 Deviations, and why:
 
 - The moment never travels: clients send its products with a few columns (Algorithm 3). With more
-  columns than k, two exchanges are as good as an eigendecomposition (randomised subspace
-  iteration), where the paper's form needs T_1.
+  columns than k, two exchanges are as good as an eigendecomposition, where the paper's form needs
+  T_1.
 - ``estimate="u-statistic"`` (the default) averages over all pairs of a client's points,
   ``[(sum eps)(sum eps)' - sum eps eps'] / (n - 1)``: as unbiased as the paper's one pair per client
   (``"pair"``) or two halves per client (``"halves"``), with the least variance.
@@ -27,10 +27,6 @@ Deviations, and why:
   stopping rule needs the separation Delta and is left out. ``"line-search"`` takes the paper's
   direction with the best step for the anchor.
 - Points are reused in every iteration, as in the paper's experiments.
-
-What each party learns: the server d x width sums of a client's residual moments, and an anchor's
-estimate; a client the common columns, from the second product on a basis of what all clients' sums
-span, and from the second iteration on the estimates of all anchors, which it cannot name.
 """
 
 from __future__ import annotations
@@ -165,31 +161,11 @@ class Subspace(NamedTuple):
 
 
 def symmetric_subspace(Q: Matrix, product: Matrix, n_dimensions: int | None = None) -> Subspace:
-    """Return the leading eigenspaces of symmetric matrices known by their products.
+    """Return the leading eigenspaces of the symmetric ``Y_h``, of which ``Y_h @ Q_h`` is known.
 
-    Parameters
-    ----------
-    Q, product : ndarray of shape (n_estimates, d, width)
-        Orthonormal columns, and ``Y_h @ Q_h``.
-    n_dimensions : int, optional
-        How many; by default as many as have eigenvalues above 1.25 times the size of the most
-        negative one (noise is as likely to be negative, and an over-estimate does no harm), and
-        the same number for all estimates.
-
-    Returns
-    -------
-    Subspace
-        ``U``, orthonormal columns (n_estimates, d, n_dimensions): Rayleigh-Ritz on ``Q``, then one
-        more multiplication; ``values`` (n_estimates, width): eigenvalues in descending order.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from flwr_perdl.regression import symmetric_subspace
-    >>> Q = np.eye(3)[None]
-    >>> found = symmetric_subspace(Q, np.diag([1.0, 5.0, 0.1]) @ Q, 2)
-    >>> found.values
-    array([[5. , 1. , 0.1]])
+    Rayleigh-Ritz on ``Q``, then one more multiplication. By default there are as many dimensions as
+    have eigenvalues above 1.25 times the size of the most negative one (noise is as likely to be
+    negative, and an over-estimate does no harm), and the same number for all estimates.
     """
     Q, product = _like(Q, product)
     if n_dimensions is not None:
@@ -225,7 +201,8 @@ def left_subspace(Q: Matrix, product: Matrix, n_dimensions: int) -> Subspace:
     Returns
     -------
     Subspace
-        ``U``, as of `symmetric_subspace`, and the singular ``values``, in descending order.
+        ``U``, orthonormal columns (n_estimates, d, n_dimensions), and ``values``, the singular ones
+        (n_estimates, width), in descending order.
 
     Examples
     --------
@@ -262,11 +239,6 @@ def moment_step(
     Returns
     -------
     ndarray of shape (d,)
-
-    Raises
-    ------
-    ValueError
-        If ``step`` is none of these, or the arrays are not of like shapes.
 
     Examples
     --------

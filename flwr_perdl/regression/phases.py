@@ -151,11 +151,9 @@ class Refinement:
     step_size : float, optional
         eta; by default ``work / n_steps`` ("fedprox": ``work``) over the largest curvature of the
         clients that hold 90 % of the points, and stable at all of them. Clients above ten times the
-        median do not count for it, and a "fedavg" with ``robust="mean"``, whose average they would
-        ruin, leaves them out of Phase 2; with another rule none counts for more than three medians.
+        median do not count for it, and "fedavg" with ``robust="mean"`` leaves them out of Phase 2.
     work : float, default 1
-        See ``step_size``. With several local steps, more local work ends further from least
-        squares: at 3, up to 7 % further from the truth in setting C.1.
+        See ``step_size``; at 3, several local steps end up to 7 % further from the truth (C.1).
     normalise : {"cluster", "all"}, default "cluster"
         Divide by the cluster's points or by all.
     momentum : bool, default True
@@ -224,12 +222,11 @@ class TwoPhase:
         Most models, with "auto"; most groups of anchors that are looked for otherwise.
     robust : str, default "mean"
         Against clients that lie: "filtered", the one to take, withstands three in ten of them
-        (docs/faults.md). Both phases then leave out answers that are not consistent with the
-        others (`core.robust.consistent`); Phase 1 looks for liars' groups too, and takes the
-        largest k; Phase 2 leaves out clients whose steps do not follow the models as those down a
-        convex loss do, for which the server, and its checkpoints, hold every client's last update.
-        "clip", "trimmed", "median" and "geometric-median": Phase 2's average (see `aggregate`);
-        they bound what a client can do to Phase 1 and to the step size.
+        (docs/faults.md). Both phases leave out answers that are not consistent with the others
+        (`core.robust.consistent`); Phase 1 looks for liars' groups too, and takes the largest k;
+        Phase 2 leaves out clients whose steps do not follow the models as those down a convex loss
+        do, for which the server, and its checkpoints, hold every client's last update. "clip",
+        "trimmed", "median" and "geometric-median": Phase 2's average (see `aggregate`).
 
     Raises
     ------
@@ -241,9 +238,8 @@ class TwoPhase:
     Floats per client: Phase 1 takes d + 1 up, ``n_products`` times ``(width + 1) d`` down and
     ``width * d`` up, with ``width`` = 2 k + 4 (k: ``max_clusters`` with "auto") but at most d, and,
     for the anchors' estimates, ``(dimensions + 1) d`` down, of a subspace of k dimensions ("auto":
-    as many as are found, at most ``width``), and d + 1 up. With h anchors, from the second
-    iteration on, a product takes ``h (width + 1) d`` down and ``h * width * d`` up. Where it is run
-    again later, k d more go down with each request. Phase 2 takes k d down and d + 2 up per round.
+    as many as are found), and d + 1 up. With h named anchors, from the second iteration on, a
+    product takes h times as much. Phase 2 takes k d down and d + 2 up per round.
 
     Examples
     --------

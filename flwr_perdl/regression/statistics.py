@@ -8,14 +8,13 @@ paper (Su, Xu, Yang, NeurIPS 2022)      here
 ``theta_1, ..., theta_k``               ``Mixture.centers``
 ======================================= ====================================================
 
-Not in the paper. Where clients may send their ``(d + 1)^2 + 1`` second moments, Phase 2 needs no
-further exchange: the server alternates assignments and least squares from as many starts as it
-likes. If clients send them by fold, it can also choose k by cross-validation: what a fold holds out
-is predicted by the models of the other folds, weighted by how well they fit the client there.
+Not in the paper. Where clients may send their ``(d + 1)^2 + 1`` second moments, the server
+alternates assignments and least squares from as many starts as it likes. If clients send them by
+fold, it also chooses k by cross-validation: what a fold holds out is predicted by the models of the
+other folds, weighted by how well they fit the client there.
 
-What each party learns: the server every client's second moments, per fold (with few points or a
-constant feature these can give single points away: clients with few points should take no part); a
-client the models.
+What each party learns: the server every client's second moments, per fold (of few points these can
+give single points away); a client the models.
 """
 
 from __future__ import annotations

@@ -9,9 +9,7 @@ Phase 2, FedX + clustering              ``fedx.py``
 ======================================= ====================================================
 
 Not in the paper: a first exchange, which finds the dimension and the step size. What each party
-learns: see ``moments.py`` and ``clustering.py``; further, in the first exchange, the server learns
-the curvature of a client's loss and its features' mean squares. Of a client with one point, these,
-its loss and its change of a model are its sample and its response.
+learns: `flwr_perdl.strategies.FedX`'s module.
 """
 
 from __future__ import annotations

@@ -217,19 +217,9 @@ class FedMD(_MixedRegression):
 
     Examples
     --------
-    >>> import numpy as np
-    >>> from flwr_perdl.clients import RegressionClient, client_app
-    >>> from flwr_perdl.simulations import InProcessGrid
+    >>> from flwr_perdl.regression import MomentDescent
     >>> from flwr_perdl.strategies import FedMD
-    >>> slopes = np.array([[2.0, 0.0], [-2.0, 1.0]])
-    >>> X = np.random.default_rng(0).standard_normal((20, 8, 2))
-    >>> def make_client(context):
-    ...     i = context.node_config["partition-id"]
-    ...     return RegressionClient(X[i], X[i] @ slopes[i % 2], context)
-    >>> grid = InProcessGrid(client_app(make_client), 20)
-    >>> result = FedMD(2).start(grid, num_rounds=10)
-    >>> result.arrays.to_numpy_ndarrays()[0].shape
-    (2, 2)
+    >>> strategy = FedMD(3, phase_1=MomentDescent(n_anchors=50), num_clients=200)
     """
 
     _phase_1_only = True
@@ -284,8 +274,7 @@ class FedX(_MixedRegression):
     Notes
     -----
     Result: ``strategy.start(...).arrays.to_numpy_ndarrays()`` is ``[models (k, d)]``; which cluster
-    a client is in only its evaluations say (``history``). Floats per client and round of Phase 2:
-    k d down and d + 2 up.
+    a client is in only its evaluations say (``history``).
 
     Examples
     --------
@@ -348,19 +337,8 @@ class OneShotClustering(_MixedRegression):
 
     Examples
     --------
-    >>> import numpy as np
-    >>> from flwr_perdl.clients import RegressionClient, client_app
-    >>> from flwr_perdl.simulations import InProcessGrid
     >>> from flwr_perdl.strategies import OneShotClustering
-    >>> slopes = np.array([[2.0, 0.0], [-2.0, 1.0]])
-    >>> X = np.random.default_rng(0).standard_normal((20, 8, 2))
-    >>> def make_client(context):
-    ...     i = context.node_config["partition-id"]
-    ...     return RegressionClient(X[i], X[i] @ slopes[i % 2], context)
-    >>> grid = InProcessGrid(client_app(make_client), 20)
-    >>> models = OneShotClustering(2).start(grid, num_rounds=20).arrays.to_numpy_ndarrays()[0]
-    >>> sorted((models.round(3) + 0.0).tolist())
-    [[-2.0, 1.0], [2.0, 0.0]]
+    >>> strategy = OneShotClustering(3, num_clients=200)
     """
 
     _inside = _PHASE_2

@@ -11,8 +11,8 @@ from flwr_perdl.regression import (
     orthonormal,
     residual_moment,
     sketch,
-    symmetric_subspace,
 )
+from flwr_perdl.regression.moments import symmetric_subspace
 
 
 def client(n: int = 6, d: int = 4) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

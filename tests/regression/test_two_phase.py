@@ -6,16 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flwr_perdl.random import spawn
 from flwr_perdl.regression import (
     Answers,
     Ask,
     Clients,
     LogisticLoss,
-    MomentDescent,
-    OneShot,
     Refinement,
-    State,
     TwoPhase,
     model_error,
     simulate,
@@ -30,15 +26,6 @@ def small(seed: int = 0, n_clients: int = 60, d: int = 20) -> Mixed:
     """Clients of 1 to 59 points, fewer and more than there are features."""
     rng = np.random.default_rng(seed)
     return mixed_regression(rng.integers(1, 60, n_clients), THIRDS, rng, d=d)
-
-
-class OneByOne(Clients):
-    """Clients that answer one after the other, each as it is asked."""
-
-    def answer(self, ask: Ask, present: np.ndarray | None = None) -> Answers:
-        pairs = zip(self.X, self.y, strict=True)
-        each = [Clients([A], [b]).answer(ask.to(i)).stack for i, (A, b) in enumerate(pairs)]
-        return Answers(np.arange(len(each)), self.n_samples, np.concatenate(each))
 
 
 def paper_with(**options: float) -> TwoPhase:
@@ -61,36 +48,6 @@ def plain_round(
         counts[j] += len(b)
     weights = np.maximum(counts, 1)[:, None] if by_cluster else counts.sum()
     return centers + total / weights
-
-
-VARIANTS = {
-    "default": TwoPhase(),
-    "given k": TwoPhase(n_clusters=3),
-    "fedprox": TwoPhase(n_clusters=3, phase_2=Refinement(local="fedprox")),
-    "exact": TwoPhase(n_clusters=3, phase_2=Refinement(local="exact")),
-    "one-shot": TwoPhase(n_clusters=3, phase_1=OneShot()),
-    "clip": TwoPhase(n_clusters=3, robust="clip"),
-    "halves": TwoPhase(n_clusters=3, phase_1=MomentDescent(estimate="halves", n_products=2)),
-    "pair": TwoPhase(n_clusters=3, phase_1=MomentDescent(estimate="pair", n_products=2)),
-    "line search": TwoPhase(3, MomentDescent(anchor_step="line-search", n_iterations=3)),
-    "models are added": TwoPhase(),
-    "the paper's": replace(
-        TwoPhase.paper(3),
-        phase_1=replace(TwoPhase.paper(3).phase_1, n_iterations=2, n_products=2, perturbation=0.1),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_batched_is_one_by_one(name: str) -> None:
-    data, settings = small(), VARIANTS[name]
-    start, n_rounds = (data.theta[:2], 40) if name == "models are added" else (None, 20)
-    alone, batched = (
-        simulate(kind(data.X, data.y), settings, n_rounds, centers=start).state.centers
-        for kind in (OneByOne, Clients)
-    )
-    assert len(alone) == 3
-    np.testing.assert_allclose(batched, alone, atol=1e-10)
 
 
 @pytest.mark.parametrize("n_steps", [1, 5])
@@ -300,28 +257,6 @@ def test_perturbed_copies_are_independent_and_each_clients_own() -> None:
     correlation = np.corrcoef(noise)
     np.fill_diagonal(correlation, 0)
     assert np.abs(correlation).max() < 0.5
-
-
-CHECKED = TwoPhase(phase_2=Refinement(check_every=3))
-
-
-@pytest.mark.parametrize("settings", [CHECKED, TwoPhase.paper(3)])
-def test_a_run_goes_on_from_any_of_its_states(settings: TwoPhase) -> None:
-    data = small(n_clients=30)
-    clients, run = Clients(data.X, data.y), two_phases(settings, settings.begin())
-    ask = next(run)
-    for round_ in range(1, 16):
-        arrays = ask.state.pack()
-        assert all(isinstance(array, np.ndarray) for array in arrays.values())
-        other = two_phases(settings, State.unpack(arrays))
-        again = next(other)
-        assert (again.step, again.options) == (ask.step, ask.options)
-        for one, same in zip(ask.arrays, again.arrays, strict=True):
-            np.testing.assert_array_equal(one, same)
-        ask = other.send((clients.answer(again), spawn(0, round_)))
-        expected = run.send((clients.answer(again), spawn(0, round_)))
-        np.testing.assert_array_equal(ask.state.centers, expected.state.centers)
-        run = other
 
 
 def test_bad_data_are_refused() -> None:
