@@ -23,14 +23,7 @@ from flwr_perdl.core.checks import (
 )
 from flwr_perdl.core.threads import one_blas_thread
 from flwr_perdl.protocol.records import Scalar
-from flwr_perdl.regression import (
-    SQUARED,
-    Ask,
-    FeatureMap,
-    LogisticLoss,
-    Loss,
-    SquaredLoss,
-)
+from flwr_perdl.regression import SQUARED, Ask, FeatureMap, LogisticLoss, Loss, SquaredLoss
 from flwr_perdl.regression.features import apply_features
 from flwr_perdl.regression.losses import check_labels
 from flwr_perdl.regression.phases import EXACT, RULES

@@ -22,11 +22,7 @@ from flwr_perdl.regression.moments import (
     sketch,
 )
 from flwr_perdl.regression.phases import MomentDescent, OneShot, Refinement, TwoPhase
-from flwr_perdl.regression.statistics import (
-    choose_mixture,
-    fit_mixture,
-    sufficient_statistics,
-)
+from flwr_perdl.regression.statistics import choose_mixture, fit_mixture, sufficient_statistics
 from flwr_perdl.regression.two_phase import two_phases
 
 __all__ = [

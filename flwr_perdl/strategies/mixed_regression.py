@@ -45,18 +45,10 @@ from flwr_perdl.protocol.request import Protocol, Replies, Request
 from flwr_perdl.protocol.request import State as Saved
 from flwr_perdl.protocol.strategy import ProtocolStrategy
 from flwr_perdl.random import SERVER, spawn
+from flwr_perdl.regression import MomentDescent, OneShot, Refinement, TwoPhase, two_phases
 from flwr_perdl.regression.exchange import Answers, Ask, State
 from flwr_perdl.regression.moments import random_models
-from flwr_perdl.regression.phases import (
-    DESCENT,
-    REFINEMENT,
-    MomentDescent,
-    OneShot,
-    Refinement,
-    TwoPhase,
-    reject_idle,
-)
-from flwr_perdl.regression.two_phase import two_phases
+from flwr_perdl.regression.phases import DESCENT, REFINEMENT, reject_idle
 from flwr_perdl.strategies.clustered import check_cluster
 
 _COUNT = "rounds"

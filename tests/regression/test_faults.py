@@ -60,13 +60,9 @@ def of(answers: Answers, present: np.ndarray) -> Answers:
     return Answers(*(part[present] for part in answers))
 
 
-def test_without_faults() -> None:
+def test_without_faults_and_with_duplicated_rows() -> None:
     data = planted()
     assert model_error(run_on(data.X, data.y).centers, data.theta) < 0.1
-
-
-def test_duplicated_rows() -> None:
-    data = planted()
     X, y = [np.vstack([A, A]) for A in data.X], [np.concatenate([b, b]) for b in data.y]
     assert model_error(run_on(X, y).centers, data.theta) < 0.1
 

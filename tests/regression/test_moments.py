@@ -5,13 +5,7 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from flwr_perdl.regression import (
-    left_subspace,
-    moment_step,
-    orthonormal,
-    residual_moment,
-    sketch,
-)
+from flwr_perdl.regression import left_subspace, moment_step, orthonormal, residual_moment, sketch
 from flwr_perdl.regression.moments import symmetric_subspace
 
 

@@ -6,12 +6,7 @@ import numpy as np
 import pytest
 from sklearn.linear_model import LinearRegression
 
-from flwr_perdl.regression import (
-    choose_mixture,
-    fit_mixture,
-    model_error,
-    sufficient_statistics,
-)
+from flwr_perdl.regression import choose_mixture, fit_mixture, model_error, sufficient_statistics
 from flwr_perdl.regression.statistics import Choice, Mixture
 from perdl_experiments.mixed_regression_data import Mixed, mixed_regression, oracle
 
