@@ -23,15 +23,8 @@ from flwr_perdl.core.checks import (
 )
 from flwr_perdl.core.threads import one_blas_thread
 from flwr_perdl.protocol.records import Scalar
-from flwr_perdl.regression import (
-    SQUARED,
-    Ask,
-    FeatureMap,
-    LogisticLoss,
-    Loss,
-    SquaredLoss,
-    apply_features,
-)
+from flwr_perdl.regression import SQUARED, Ask, FeatureMap, LogisticLoss, Loss, SquaredLoss
+from flwr_perdl.regression.features import apply_features
 from flwr_perdl.regression.losses import check_labels
 from flwr_perdl.regression.phases import EXACT, RULES
 from flwr_perdl.regression.two_phase import answered
@@ -56,7 +49,7 @@ _SIZE = partial(check_real, low=0, high=LARGE)
 _OPTIONS: dict[str, Callable[[str, Any], float | int | str]] = {
     **{name: RULES[name] for name in ("estimate", "anchor_step", "local", "n_steps")},
     **{"transpose": check_flag, "min_points": check_count, "variance": partial(check_real, low=0)},
-    **{"step_size": _SIZE, "soft": check_flag, "temperature": _SIZE},
+    "step_size": _SIZE,
 }
 
 
@@ -133,8 +126,6 @@ class RegressionClient(ProtocolClient):
         max_norm: float | None = None,
     ) -> None:
         super().__init__(context)
-        if features is not None and not callable(features):
-            raise TypeError(f"features must be a function or None, got {features!r}.")
         if evaluation is not None:
             check_kind("evaluation", evaluation, tuple, "(X, y) or None")
             if len(evaluation) != 2:
@@ -248,10 +239,9 @@ class RegressionClient(ProtocolClient):
 
     def _mapped(self, X: Matrix, columns: int | None = None, min_rows: int = 0) -> Matrix:
         """Return the features of inputs."""
-        if self.features is None:
-            return check_array("X", X, min_rows=min_rows, columns=columns)
         mapped = apply_features(check_array("X", X, min_rows=min_rows), self.features)
-        return check_array("features(X)", mapped, columns=columns)
+        name = "X" if self.features is None else "features(X)"
+        return check_array(name, mapped, columns=columns)
 
     def _checked(self, X: Matrix, y: Matrix, columns: int | None = None) -> tuple[Matrix, Matrix]:
         """Return features and responses."""
@@ -266,16 +256,16 @@ class RegressionClient(ProtocolClient):
 def _check_loss(loss: Loss, X: Matrix, y: Matrix) -> None:
     """Raise a ValueError unless ``loss`` is one of a linear predictor."""
     theta = np.zeros(X.shape[1], X.dtype)
+    found: Any
     try:
-        shapes = (
+        found = (
             np.shape(loss.values(X, y, np.stack([theta, theta]))),
             np.shape(loss.gradient(X, y, theta)),
             np.shape(loss.curvature(X)),
         )
-        found = f"results of shapes {shapes}"
     except Exception as error:
-        shapes, found = ((), (), ()), f"{type(error).__name__}: {error}"
-    if shapes != ((2,), theta.shape, ()):
+        found = f"{type(error).__name__}: {error}"
+    if found != ((2,), theta.shape, ()):
         raise ValueError(
             "loss must be one of a linear predictor, with values(X, y, centers) of shape (k,), "
             "gradient(X, y, theta) of shape (d,) and the number curvature(X) "

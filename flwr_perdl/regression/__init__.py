@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from flwr_perdl.regression.anchors import AnchorClusters, cluster_anchors
-from flwr_perdl.regression.batched import Clients, Run, simulate, simulate_rounds
+from flwr_perdl.regression.anchors import cluster_anchors
+from flwr_perdl.regression.batched import Clients, simulate, simulate_rounds
 from flwr_perdl.regression.clustering import (
-    Average,
     aggregate,
     assign,
     lemma1_filter,
@@ -13,52 +12,36 @@ from flwr_perdl.regression.clustering import (
     model_error,
 )
 from flwr_perdl.regression.exchange import Answers, Ask, Descent, State
-from flwr_perdl.regression.features import FeatureMap, Polynomial, apply_features
+from flwr_perdl.regression.features import FeatureMap, Polynomial
 from flwr_perdl.regression.losses import SQUARED, LogisticLoss, Loss, SquaredLoss
 from flwr_perdl.regression.moments import (
-    Subspace,
     left_subspace,
     moment_step,
     orthonormal,
     residual_moment,
     sketch,
-    symmetric_subspace,
 )
 from flwr_perdl.regression.phases import MomentDescent, OneShot, Refinement, TwoPhase
-from flwr_perdl.regression.statistics import (
-    Choice,
-    Mixture,
-    choose_mixture,
-    fit_mixture,
-    sufficient_statistics,
-)
-from flwr_perdl.regression.two_phase import answer, two_phases
+from flwr_perdl.regression.statistics import choose_mixture, fit_mixture, sufficient_statistics
+from flwr_perdl.regression.two_phase import two_phases
 
 __all__ = [
     "SQUARED",
-    "AnchorClusters",
     "Answers",
     "Ask",
-    "Average",
-    "Choice",
     "Clients",
     "Descent",
     "FeatureMap",
     "LogisticLoss",
     "Loss",
-    "Mixture",
     "MomentDescent",
     "OneShot",
     "Polynomial",
     "Refinement",
-    "Run",
     "SquaredLoss",
     "State",
-    "Subspace",
     "TwoPhase",
     "aggregate",
-    "answer",
-    "apply_features",
     "assign",
     "choose_mixture",
     "cluster_anchors",
@@ -74,6 +57,5 @@ __all__ = [
     "simulate_rounds",
     "sketch",
     "sufficient_statistics",
-    "symmetric_subspace",
     "two_phases",
 ]

@@ -25,20 +25,10 @@ _DIFFERS = 1e-10
 
 
 def accelerated(points: Matrix, changes: Matrix, rounds: Matrix) -> Matrix:
-    """Return the models of the next round, each from its own last rounds.
+    """Return the models of the next round, (k, d), each from its own last ``rounds``, (k,).
 
-    Parameters
-    ----------
-    points, changes : ndarray of shape (n_rounds, k, d)
-        Models, and the clients' mean changes of them, the current round last.
-    rounds : ndarray of shape (k,)
-        How many of the last rounds count for each model; 0 or 1: a plain step.
-
-    Returns
-    -------
-    ndarray of shape (k, d)
-        The affine combination of the models whose changes, combined alike, are shortest, plus these
-        changes.
+    The affine combination of the models ``points`` whose mean ``changes`` by the clients, combined
+    alike, are shortest, plus these changes. Both are (n_rounds, k, d), the current round last.
     """
     centers: Matrix = points[-1] + changes[-1]
     for j, remembered in enumerate(np.minimum(rounds, len(points)).astype(int)):
@@ -51,21 +41,13 @@ def accelerated(points: Matrix, changes: Matrix, rounds: Matrix) -> Matrix:
 
 
 def replaced_points(before: Matrix, now: Matrix) -> Matrix:
-    """Return how many points each cluster won or lost between two rounds.
+    """Return how many points each cluster won or lost between two rounds, (k,).
 
-    Parameters
-    ----------
-    before, now : ndarray of shape (n_clients, 1 + k)
-        Who answered, and its points in every cluster; ``n_clients`` may differ.
-
-    Returns
-    -------
-    ndarray of shape (k,)
+    ``before`` and ``now`` say who answered, and its points in every cluster, (n_clients, 1 + k).
     """
-    if np.array_equal(before[:, 0], now[:, 0]):
-        replaced: Matrix = np.abs(now - before)[:, 1:].sum(axis=0)
-        return replaced
-    stayed, answered = np.isin(before[:, 0], now[:, 0]), np.isin(now[:, 0], before[:, 0])
-    came_and_went = before[~stayed, 1:].sum(axis=0) + now[~answered, 1:].sum(axis=0)
-    replaced = came_and_went + np.abs(now[answered] - before[stayed])[:, 1:].sum(axis=0)
+    clients = np.union1d(before[:, 0], now[:, 0])
+    points = np.zeros((2, len(clients), now.shape[1] - 1))
+    for own, rows in zip(points, (before, now), strict=True):
+        own[np.searchsorted(clients, rows[:, 0])] = rows[:, 1:]
+    replaced: Matrix = np.abs(points[1] - points[0]).sum(axis=0)
     return replaced

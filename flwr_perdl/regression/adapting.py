@@ -20,36 +20,35 @@ from flwr_perdl.regression.fedmd import misfit_bound, start_descent
 from flwr_perdl.regression.phases import TwoPhase
 
 # What was tuned on settings C.1-C.3, noise from 0 to 1, clusters of 5 %, and 10 points per client:
-# relative movement below which the models have settled, how many times their last movement they may
-# then be away from where they end, and the rounds before a check that does not wait;
-_SETTLED, _AHEAD, _LEAST_WAIT = 0.01, 5.0, 5
-# the share of clients that fit no model above which models are added; the quantile of the clients'
-# mean squares that tells the noise, as most clients fit; standard errors that make two models.
-_MISFITS, _QUANTILE, _SAME = 0.02, 0.2, 4.0
+# relative movement below which the models have settled, and the rounds before a check that does not
+# wait; the share of clients that fit no model above which models are added; the quantile of the
+# clients' mean squares that tells the noise, as most clients fit; standard errors that make two
+# models.
+_SETTLED, _LEAST_WAIT, _MISFITS, _QUANTILE, _SAME = 0.01, 5, 0.02, 0.2, 4.0
 
 
 def adapted(
     settings: TwoPhase, state: Refining, answers: Answers, rng: np.random.Generator
 ) -> Refining | Descent:
     """Drop, merge and add models as the clients need them; a Descent is to find further ones."""
-    loss, n = answers.stack[:, 0, 0], answers.n_samples
-    k = len(state.centers)
-    if not (settings.adapts(k) and _due(settings, state)):
+    centers, k = state.centers, len(state.centers)
+    length = float(np.linalg.norm(centers, axis=1).max())
+    movement = float(np.linalg.norm(centers - state.previous, axis=1).max())
+    early = movement <= _SETTLED * length and state.patience > 0 and state.since >= _LEAST_WAIT
+    if not settings.adapts(k) or not (early or state.since >= settings.phase_2.check_every):
         return state
+    squares, n = 2 * answers.stack[:, 0, 0], answers.n_samples
     if settings.robust == "filtered":
         honest = ~np.isin(answers.partitions, state.odd[state.odd[:, 1] == 1, 0])
         if not honest.any():  # noise can turn everyone's steps round
             return state
-        loss, n = loss[honest], n[honest]
-    squares = 2 * loss
+        squares, n = squares[honest], n[honest]
     variance = float(np.quantile(n * squares / chi2.ppf(_QUANTILE, n), _QUANTILE))
-    length = np.linalg.norm(state.centers, axis=1).max()
     variance = max(variance, float(np.finfo(float).eps * state.power * length**2))
-    noise = max(variance, float(state.power * (_AHEAD * _movement(state)) ** 2))
+    noise = max(variance, float(state.power * movement**2))
     patience = max(state.patience - 1, 0)
     state = replace(state, variance=noise, since=0, patience=patience, checked=state.checked[:0])
     misfits = bool((squares > noise * misfit_bound(n)).mean() > _MISFITS)
-    centers = state.centers
     if misfits or settings.n_clusters == "auto":
         keep = state.counts > 0
         centers = _merged(centers[keep], state.counts[keep], variance / state.power)
@@ -58,19 +57,6 @@ def adapted(
     if len(centers) < k and settings.n_clusters == "auto":
         return Refining.start(state, centers)
     return state
-
-
-def _movement(state: Refining) -> float:
-    """Return how far the model that moved most has moved in this round."""
-    return float(np.linalg.norm(state.centers - state.previous, axis=1).max())
-
-
-def _due(settings: TwoPhase, state: Refining) -> bool:
-    """Whether the models are checked: every so many rounds, and a few times once they settle."""
-    length = float(np.linalg.norm(state.centers, axis=1).max())
-    settled = _movement(state) <= _SETTLED * length
-    early = settled and state.patience > 0 and state.since >= _LEAST_WAIT
-    return early or state.since >= settings.phase_2.check_every
 
 
 def _merged(centers: Matrix, counts: Matrix, ratio: float) -> Matrix:

@@ -40,15 +40,7 @@ _RARE = 0.02
 
 
 class AnchorClusters(NamedTuple):
-    """Groups of like estimates, the largest first.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from flwr_perdl.regression import cluster_anchors
-    >>> cluster_anchors(np.array([[0.0], [0.1], [0.05], [5.0], [5.1]]), 2).labels
-    array([0, 0, 0, 1, 1])
-    """
+    """Groups of like estimates, the largest first."""
 
     #: Means of the groups, (n_clusters, d).
     centers: Matrix
@@ -80,7 +72,8 @@ def cluster_anchors(
     Returns
     -------
     AnchorClusters
-        At most ``n_clusters`` groups, at least one.
+        ``centers``, means of one to ``n_clusters`` groups, the largest first; ``labels``, the group
+        of each estimate, -1: in none.
 
     Raises
     ------
@@ -157,26 +150,10 @@ def nearest_group(points: Matrix, groups: Matrix) -> Matrix:
 def kmeans(
     points: Matrix, n_clusters: int, rng: np.random.Generator, *, restarts: int = 10
 ) -> Matrix:
-    """Return the centers of the best of several runs of Lloyd's algorithm.
+    """Return the centers of the best of several runs of Lloyd's algorithm from k-means++'s starts.
 
-    Parameters
-    ----------
-    points : ndarray of shape (n, d)
-        At least one.
-    n_clusters : int
-        Number of centers; where there are fewer points, some are alike.
-    rng : numpy.random.Generator
-        Source of the starts (k-means++).
-    restarts : int, default 10
-        Runs.
-
-    Returns
-    -------
-    ndarray of shape (n_clusters, d)
+    Where there are fewer points than centers, some centers are alike.
     """
-    points = check_magnitude("points", check_array("points", points, min_rows=1), floor=np.inf)
-    check_count("n_clusters", n_clusters, 1)
-    check_count("restarts", restarts, 1)
     best, least = points[:1], np.inf
     for _ in range(restarts):
         centers = _spread(points, n_clusters, rng)

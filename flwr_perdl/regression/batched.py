@@ -27,42 +27,28 @@ from flwr_perdl.regression.two_phase import answered, two_phases
 _WINDOW = 2**17
 
 
-class _Stack(NamedTuple):
-    """Clients of one size."""
-
-    who: NDArray[np.intp]
-    X: Matrix  # (m, n, d)
-    y: Matrix  # (m, n)
-
-
 class Clients:
     """Many clients' data, and their answers: those of one size answer at once.
 
     Parameters
     ----------
-    X : sequence of ndarray of shape (n_i, d)
-        Each client's features.
-    y : sequence of ndarray of shape (n_i,)
-        Each client's responses.
+    X, y : sequence of ndarray of shape (n_i, d) and (n_i,)
+        Each client's features and responses.
     loss : Loss, default SQUARED
         The loss of Phase 2.
 
     Raises
     ------
     ValueError
-        If there is no client, or one has no points, another number of features, responses that are
-        not as many as its points, or, with the logistic loss, one other than -1 and 1.
+        If there is no client, or one's data are not as they should be.
 
     Examples
     --------
     >>> import numpy as np
-    >>> from flwr_perdl.regression import Clients, TwoPhase, simulate
-    >>> slopes = np.array([[2.0, 0.0], [-2.0, 1.0]])
+    >>> from flwr_perdl.regression import Clients
     >>> X = np.random.default_rng(0).standard_normal((20, 8, 2))
-    >>> y = [own @ slopes[i % 2] for i, own in enumerate(X)]
-    >>> run = simulate(Clients(X, y), TwoPhase(2), 40)
-    >>> sorted((run.state.centers.round(3) + 0.0).tolist())
-    [[-2.0, 1.0], [2.0, 0.0]]
+    >>> len(Clients(X, X[..., 0]))
+    20
     """
 
     def __init__(self, X: Sequence[Matrix], y: Sequence[Matrix], loss: Loss = SQUARED) -> None:
@@ -70,24 +56,21 @@ class Clients:
         check_list("X", X), check_list("y", y)
         if not len(X) or len(X) != len(y):
             raise ValueError(f"X and y must have one entry per client, got {len(X)} and {len(y)}.")
-        points = [
-            check_points(A, b, name=f"[{i}]") for i, (A, b) in enumerate(zip(X, y, strict=True))
-        ]
-        self.X, self.y = [A for A, _ in points], [b for _, b in points]
-        for i, (A, b) in enumerate(points):
+        self.X, self.y, self.loss = list(X), list(y), loss
+        for i, (A, b) in enumerate(zip(X, y, strict=True)):
+            self.X[i], self.y[i] = check_points(A, b, name=f"[{i}]")
             check_array(f"X[{i}]", A, columns=self.X[0].shape[1])
-            check_labels(f"y[{i}]", b, loss)
-        self.loss = loss
+            check_labels(f"y[{i}]", self.y[i], loss)
         self.n_samples = np.array([float(len(b)) for b in self.y])
-        self._stacks, self._alone = [], dict[int, Matrix]()
+        #: Who has as many points as others, and their data, (m, n, d) and (m, n).
+        self._stacks = list[tuple[NDArray[np.intp], Matrix, Matrix]]()
+        self._alone = dict[int, Matrix]()
         for n in np.unique(self.n_samples):
-            alike, most = (
-                np.flatnonzero(self.n_samples == n),
-                _WINDOW // int(n * self.X[0].shape[1]),
-            )
-            for who in np.array_split(alike, -(-len(alike) // max(most, 1))):
+            alike = np.flatnonzero(self.n_samples == n)
+            at_once = max(_WINDOW // int(n * self.X[0].shape[1]), 1)
+            for who in np.array_split(alike, -(-len(alike) // at_once)):
                 X_, y_ = (np.stack([own[i] for i in who]) for own in (self.X, self.y))
-                self._stacks.append(_Stack(who, X_, y_))
+                self._stacks.append((who, X_, y_))
                 for i, row in enumerate(who):
                     self.X[row], self.y[row] = X_[i], y_[i]  # held once
 
@@ -107,10 +90,9 @@ class Clients:
         """
         here = np.arange(len(self)) if present is None else np.flatnonzero(present)
         if ask.own or ask.noise:
-            each = [
-                answered(self.X[i][None], self.y[i][None], ask.to(int(i)), self.loss) for i in here
-            ]
-            return Answers(here, self.n_samples[here], np.concatenate(each))
+            each = [(self.X[i][None], self.y[i][None], ask.to(int(i)), self.loss) for i in here]
+            stack = np.concatenate([answered(*one) for one in each])
+            return Answers(here, self.n_samples[here], stack)
         parts = []
         for i, (_, X, y) in enumerate(self._stacks):
             if ask.step == "update" and len(ask.arrays) > 1 and i not in self._alone:
@@ -123,17 +105,7 @@ class Clients:
 
 
 class Run(NamedTuple):
-    """What a simulated run came to.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from flwr_perdl.regression import Clients, TwoPhase, simulate
-    >>> X = np.random.default_rng(0).standard_normal((10, 8, 2))
-    >>> run = simulate(Clients(X, X[..., 0]), TwoPhase(1), 10)
-    >>> run.state.centers.shape
-    (1, 2)
-    """
+    """What a simulated run came to."""
 
     #: The server's last state.
     state: State
@@ -174,6 +146,7 @@ def simulate(
     Returns
     -------
     Run
+        ``state``, the server's last one, and ``history``, the models (k, d) by round.
 
     Raises
     ------
@@ -191,9 +164,7 @@ def simulate(
     >>> model_error(run.state.centers, slopes) < 1e-3
     True
     """
-    _check_run(clients, settings)
-    if centers is not None:
-        centers = check_array("centers", centers, columns=clients.X[0].shape[1])
+    check_kind("settings", settings, TwoPhase, "a TwoPhase")
     state, history = settings.begin(centers), []
     rounds = simulate_rounds(
         clients, settings, n_rounds, centers=centers, seed=seed, dropout=dropout
@@ -224,10 +195,13 @@ def simulate_rounds(
     >>> [state.step for state in simulate_rounds(clients, TwoPhase(1), 4)]
     ['moment', 'moment', 'moment', 'update']
     """
-    _check_run(clients, settings)
+    check_kind("clients", clients, Clients, "Clients")
+    check_kind("settings", settings, TwoPhase, "a TwoPhase")
     check_count("n_rounds", n_rounds)
     check_count("seed", seed)
     check_real("dropout", dropout, 0, 1)
+    if centers is not None:
+        centers = check_array("centers", centers, columns=clients.X[0].shape[1])
     run = two_phases(settings, settings.begin(centers))
     ask = next(run)
     for round_ in range(1, n_rounds + 1):
@@ -236,9 +210,3 @@ def simulate_rounds(
         if present is None or present.any():
             ask = run.send((clients.answer(ask.drawn(rng), present), rng))
         yield ask.state
-
-
-def _check_run(clients: Clients, settings: TwoPhase) -> None:
-    """Raise a TypeError unless these are clients and settings."""
-    check_kind("clients", clients, Clients, "Clients")
-    check_kind("settings", settings, TwoPhase, "a TwoPhase")

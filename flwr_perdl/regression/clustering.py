@@ -20,14 +20,11 @@ Deviations, and why:
   ``lambda_j ~ exp(-n_i loss_j / temperature)``; at the noise's variance it is the posterior of a
   Gaussian mixture.
 - The average can be made robust; the paper's is a mean.
-
-What each party learns: the server each client's label (or weights), its number of points, its loss
-and its update of its own cluster's model; a client the k models.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,7 +53,6 @@ from flwr_perdl.regression.losses import (
     check_labels,
     check_loss,
     check_points,
-    check_shapes,
     of_stacks,
 )
 
@@ -95,20 +91,25 @@ def assign(losses: Matrix, n_samples: Matrix | int, temperature: float = 0.0) ->
            [1., 0.]])
     """
     temperature = check_real("temperature", temperature, 0, LARGE)
-    losses, n_samples = check_numbers("losses", losses), check_numbers("n_samples", n_samples)
-    n_samples = n_samples.astype(float, copy=False)
+    losses = check_numbers("losses", losses)
     if losses.ndim == 0 or not losses.shape[-1] or not np.isfinite(losses.min(axis=-1)).all():
         raise ValueError("losses must have a finite least loss for each client and no NaN.")
-    if n_samples.ndim and n_samples.shape != losses.shape[:-1]:
-        raise ValueError(f"n_samples must have shape {losses.shape[:-1]}, got {n_samples.shape}.")
-    if not ((n_samples >= 0) & (n_samples <= LARGE)).all():
-        raise ValueError(f"n_samples must be within [0, {LARGE:g}], got one that is not.")
+    sizes = _checked_sizes(n_samples, losses.shape[:-1])
     if temperature == 0:
         hard: Matrix = np.eye(losses.shape[-1])[losses.argmin(axis=-1)]
         return hard
-    n = n_samples[..., None]
-    weights: Matrix = softmax(-losses * n / temperature, axis=-1)
+    weights: Matrix = softmax(-losses * sizes[..., None] / temperature, axis=-1)
     return weights
+
+
+def _checked_sizes(n_samples: Matrix | int, shape: tuple[int, ...]) -> Matrix:
+    """Return the clients' numbers of points, or one number for all where that is given."""
+    sizes = check_numbers("n_samples", n_samples).astype(float, copy=False)
+    if sizes.ndim and sizes.shape != shape:
+        raise ValueError(f"n_samples must have shape {shape}, got {sizes.shape}.")
+    if not ((sizes >= 0) & (sizes <= LARGE)).all():
+        raise ValueError(f"n_samples must be within [0, {LARGE:g}], got one that is not.")
+    return sizes
 
 
 def local_change(
@@ -119,20 +120,15 @@ def local_change(
     step: float,
     n_steps: int = 5,
     local: str = "fedavg",
-    weight: float | Matrix = 1.0,
+    weight: float = 1.0,
     loss: Loss = SQUARED,
 ) -> Matrix:
     """Return how a client's local work moves one model (Phase 2, line 7).
 
-    ``X``, ``y``, ``theta`` and ``weight`` may have a further axis in front: many clients of one
-    size at once, with the same bits as one by one.
-
     Parameters
     ----------
-    X : ndarray of shape (n_samples, d)
-        Features.
-    y : ndarray of shape (n_samples,)
-        Responses.
+    X, y : ndarray of shape (n_samples, d) and (n_samples,)
+        Features and responses.
     theta : ndarray of shape (d,)
         The model.
     step : float
@@ -151,12 +147,6 @@ def local_change(
     ndarray of shape (d,)
         New model minus old model.
 
-    Raises
-    ------
-    ValueError
-        If an option breaks its rule, there is no point, or the data and the model are not finite
-        floats of like shapes.
-
     Examples
     --------
     >>> import numpy as np
@@ -168,26 +158,15 @@ def local_change(
     check_choice("local", local, LOCALS)
     check_count("n_steps", n_steps, 1)
     step = check_real("step", step, 0, LARGE)
-    weight = check_numbers("weight", weight)
-    if not ((weight >= 0) & (weight <= LARGE)).all():
-        raise ValueError(f"weight must be within [0, {LARGE:g}], got {float(weight.min()):g}.")
-    X, y = check_points(X, y, ndim=as_array("X", X).ndim)
-    theta = check_magnitude(
-        "theta",
-        check_array("theta", theta, ndim=max(as_array("theta", theta).ndim, 1)),
-        floor=np.inf,
-    )
-    check_shapes(X, y, theta)
+    weights = np.array([check_real("weight", weight, 0, LARGE)])
+    X, y = check_points(X, y)
+    theta = check_array("theta", theta, ndim=1, columns=X.shape[1])
+    check_magnitude("theta", theta, floor=np.inf)
     check_loss(loss)
     check_labels("y", y, loss)
-    lead = theta.shape[:-1]
-    X, y, theta = (A.reshape(-1, *A.shape[len(lead) :]) for A in (X, y, theta))
-    try:
-        weight = np.broadcast_to(weight, lead).reshape(-1)
-    except ValueError:
-        raise ValueError(f"weight must have shape {lead}, got {weight.shape}.") from None
-    change = moved(X, y, theta, step=step, n_steps=n_steps, local=local, weight=weight, loss=loss)
-    return change.reshape(*lead, -1)
+    how: dict[str, Any] = {"step": step, "n_steps": n_steps, "local": local, "loss": loss}
+    (change,) = moved(X[None], y[None], theta[None], weight=weights, **how)
+    return np.asarray(change)
 
 
 def moved(
@@ -284,22 +263,13 @@ def lemma1_filter(gram: Matrix, step: float, n_steps: int = 5, local: str = "fed
 
 
 class Average(NamedTuple):
-    """What the clients' updates come to.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from flwr_perdl.regression import aggregate
-    >>> packed = np.array([[[0.0, 1.0]], [[0.0, 4.0]], [[1.0, 5.0]]])
-    >>> aggregate(packed, np.array([1.0, 2.0, 7.0]), 2).counts
-    array([3., 7.])
-    """
+    """What the clients' updates come to."""
 
     #: Change of every model, zero for one without clients, (k, d).
     change: Matrix
     #: Points in every cluster, (k,).
     counts: Matrix
-    #: Share of each client's update to which the rule did what ``_robust.EFFECTS`` says,
+    #: Share of each client's update to which the rule did what `core.robust.EFFECTS` says,
     #: (n_clients,).
     odd: Matrix
 
@@ -339,6 +309,8 @@ def aggregate(
     Returns
     -------
     Average
+        ``change`` of every model (k, d), zero for one without clients; ``counts``, the clusters'
+        points; ``odd``, to which share of each client's update the rule did something.
 
     Raises
     ------
@@ -367,11 +339,7 @@ def aggregate(
             f"packed must have shape (n_clients, {n_clusters if soft else 1}, d + 1) "
             f"with soft={soft}, got {packed.shape}."
         )
-    n_samples = check_numbers("n_samples", n_samples).astype(float, copy=False)
-    if n_samples.shape != packed.shape[:1]:
-        raise ValueError(f"n_samples must have shape {packed.shape[:1]}, got {n_samples.shape}.")
-    if not ((n_samples >= 0) & (n_samples <= LARGE)).all():
-        raise ValueError(f"n_samples must be within [0, {LARGE:g}], got one that is not.")
+    n_samples = np.broadcast_to(_checked_sizes(n_samples, packed.shape[:1]), packed.shape[:1])
     return average_updates(packed, n_samples, n_clusters, soft, normalise, robust)
 
 
@@ -379,56 +347,63 @@ def average_updates(
     packed: Matrix, n_samples: Matrix, n_clusters: int, soft: bool, normalise: str, robust: str
 ) -> Average:
     """Return :func:`aggregate` of arguments that are as they should be."""
-    change: Matrix = np.zeros((n_clusters, packed.shape[2] - 1), packed.dtype)
-    counts: Matrix = np.zeros(n_clusters)
-    odd: Matrix = np.zeros(len(packed))
-    if not soft:
-        labels = packed[:, 0, 0]
-        if not ((labels >= 0) & (labels < n_clusters) & (labels % 1 == 0)).all():
-            raise ValueError(f"packed must name clusters below {n_clusters}, got {labels.max()}.")
+    labels = packed[:, :, 0].argmax(axis=1) if soft else packed[:, 0, 0]
+    if not ((labels >= 0) & (labels < n_clusters) & (labels % 1 == 0)).all():
+        raise ValueError(f"packed must name clusters below {n_clusters}, got {labels.max()}.")
+    members = labels == np.arange(n_clusters)[:, None]
+    if robust == "mean":
+        found = _mean(packed, n_samples, members, soft)
     else:
-        labels = packed[:, :, 0].argmax(axis=1)
-    at_once = not soft and robust == "mean"
-    if at_once:
-        change, counts, odd = _means(packed[:, 0], n_samples, n_clusters)
-    multiplies = robust in ("filtered", "clip")
+        found = _robust(packed, n_samples, members, soft, robust)
+    if normalise == "all":
+        found.change[:] *= (found.counts / max(found.counts.sum(), 1e-300))[:, None]
+    return found
+
+
+def _mean(packed: Matrix, n_samples: Matrix, members: NDArray[np.bool_], soft: bool) -> Average:
+    """Return the means of the clusters' updates, and who is far from its own cluster's."""
+    moves = packed[:, :, 1:]
+    weights = n_samples * (packed[:, :, 0].T if soft else members)
+    counts = weights.sum(axis=1)
+    shares = weights / np.where(counts > 0, counts, 1)[:, None]
+    if soft:
+        change = np.stack([own @ moves[:, j] for j, own in enumerate(shares)])
+    else:
+        change = shares @ moves[:, 0]
+    change = change.astype(packed.dtype, copy=False)
+    odd = np.zeros(len(packed))
+    for j, own in enumerate(members):
+        if own.any() and counts[j] > 0:
+            odd[own] = far(moves[own, j if soft else 0], change[j])
+    return Average(change, counts, odd)
+
+
+def _robust(
+    packed: Matrix, n_samples: Matrix, members: NDArray[np.bool_], soft: bool, rule: str
+) -> Average:
+    """Return what a rule other than the mean makes of the clusters' updates."""
+    change = np.zeros((len(members), packed.shape[2] - 1), packed.dtype)
+    counts, odd = np.zeros(len(members)), np.zeros(len(packed))
+    multiplies, sizes = rule in ("filtered", "clip"), n_samples.copy()
     factors: Matrix = np.ones(len(packed), packed.dtype)
-    members = [] if at_once else [labels == j for j in range(n_clusters)]
-    sizes = n_samples.copy()
     for j, own in enumerate(members if multiplies else ()):
         if own.any():  # who hardly belongs to a cluster is no outlier there: each is judged once
-            factors[own] = factors_of(packed[own, j if soft else 0, 1:], robust)
+            factors[own] = factors_of(packed[own, j if soft else 0, 1:], rule)
             sizes[own] = capped(sizes[own]) * (factors[own] > 0)
     for j, own in enumerate(members):
-        if robust != "mean" and not sizes[own].any():
+        if not sizes[own].any():
             continue
-        chosen = np.ones_like(own) if soft and (multiplies or robust == "mean") else own
+        chosen = np.ones_like(own) if soft and multiplies else own
         row, mine, weights = packed[chosen, j if soft else 0], own[chosen], sizes[chosen]
-        moves = row[:, 1:] * factors[chosen, None] if multiplies else row[:, 1:]
+        moves = row[:, 1:] * factors[chosen, None]
         if soft:
             weights = weights * row[:, 0]
             if multiplies:
                 weights *= _bounded(moves, row[:, 0], weights, mine)
         counts[j] = weights.sum()
         if counts[j] > 0:
-            change[j] = average_of(moves, robust, weights)
-        if own.any():
-            odd[own] = 1 - factors[own] if multiplies else far(moves[mine], change[j])
-    if normalise == "all":
-        change *= (counts / max(counts.sum(), 1e-300))[:, None]
-    return Average(change, counts, odd)
-
-
-def _means(packed: Matrix, n_samples: Matrix, n_clusters: int) -> Average:
-    """Return the means of all clusters' updates by one product, and who is far from its own."""
-    labels, moves = packed[:, 0].astype(np.intp), packed[:, 1:]
-    weights = n_samples * (labels == np.arange(n_clusters)[:, None])
-    counts = weights.sum(axis=1)
-    change = ((weights / np.where(counts > 0, counts, 1)[:, None]) @ moves).astype(packed.dtype)
-    odd = np.zeros(len(packed))
-    for j in np.flatnonzero(counts):
-        own = labels == j
-        odd[own] = far(moves[own], change[j])
+            change[j] = average_of(moves, rule, weights)
+        odd[own] = 1 - factors[own] if multiplies else far(moves[mine], change[j])
     return Average(change, counts, odd)
 
 
@@ -447,19 +422,10 @@ def _bounded(moves: Matrix, shares: Matrix, weights: Matrix, mine: NDArray[np.bo
 
 
 def factors_of(stack: Matrix, robust: str) -> Matrix:
-    """Return by how much the robust rule multiplies each contribution.
+    """Return by how much the robust rule multiplies each contribution, (n_clients, ...).
 
-    Parameters
-    ----------
-    stack : ndarray of shape (n_clients, ...)
-        One contribution per client.
-    robust : str
-        "filtered": 0 for one that is not consistent with the others, else 1. "clip": what brings
-        it down to three times the median length. Any other rule multiplies by 1.
-
-    Returns
-    -------
-    ndarray of shape (n_clients,)
+    "filtered": by 0 one that is not consistent with the others; "clip": by what brings it down to
+    three times the median length; any other rule by 1.
     """
     if robust == "filtered":
         return consistent(stack).astype(stack.dtype)

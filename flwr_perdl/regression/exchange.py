@@ -27,10 +27,8 @@ class State:
     --------
     >>> import numpy as np
     >>> from flwr_perdl.regression import TwoPhase
-    >>> state = TwoPhase(2).begin(np.eye(2))
-    >>> state.centers
-    array([[1., 0.],
-           [0., 1.]])
+    >>> TwoPhase(2).begin(np.eye(2)).step
+    'describe'
     """
 
     #: The step to take next; of Phase 1, its first one.
@@ -47,12 +45,10 @@ class State:
     patience: int = 5
     #: Clients too steep for the step size, which Phase 2 leaves out.
     steep: NDArray[np.intp] = field(default_factory=lambda: np.zeros(0, np.intp))
-    #: "filtered": whose last updates these are (m,), their clusters and changes (m, 1 + d), the
-    #: models they are of (k, d), and how they have changed with the models so far (m,).
-    senders: NDArray[np.intp] = field(default_factory=lambda: np.zeros(0, np.intp))
-    received: Matrix = field(default_factory=lambda: np.zeros((0, 1)))
+    #: "filtered": of each client's last update the partition, how its changes have followed the
+    #: models so far, cluster and change, (m, 3 + d); and the models that they are of, (k, d).
+    received: Matrix = field(default_factory=lambda: np.zeros((0, 3)))
     sent: Matrix = field(default_factory=lambda: np.zeros((0, 0)))
-    slopes: Matrix = field(default_factory=lambda: np.zeros(0))
 
     def to(self, kind: type[K], **more: Any) -> K:
         """Return the state of another step: what every state knows, and what is given."""
@@ -65,7 +61,7 @@ class State:
     @staticmethod
     def unpack(arrays: Mapping[str, NDArray[Any]]) -> State:
         """Return the state that was packed."""
-        kind = _KINDS[str(arrays["step"])]
+        (kind,) = (k for k in (State, Descent, Refining) if k.step == arrays["step"])
         values: dict[str, Any] = {own.name: arrays[own.name] for own in fields(kind)}
         return kind(**{name: v if v.ndim else v.item() for name, v in values.items()})
 
@@ -114,7 +110,7 @@ class Refining(State):
     checked: Matrix
     answered: Matrix
     #: What the acceleration remembers: the models that the clients had and their mean changes, the
-    #: last rounds (rounds, k, d), and how many of these count (k,).
+    #: last round last, (m, k, d), and how many of these rounds count for each model, (k,).
     points: Matrix
     changes: Matrix
     memory: Matrix
@@ -126,16 +122,12 @@ class Refining(State):
     @classmethod
     def start(cls, known: State, centers: Matrix, groups: Matrix | None = None) -> Refining:
         """Return the state in which Phase 2 starts from these models."""
-        k, rounds = len(centers), np.zeros((0, *centers.shape))
+        k = len(centers)
         more: dict[str, Any] = dict.fromkeys(("tempo", "counts", "memory"), np.zeros(k))
         more |= dict.fromkeys(("checked", "answered"), np.zeros((0, 1 + k)))
-        more |= {"points": rounds, "changes": rounds, "previous": centers}
-        return known.to(
-            cls, centers=centers, groups=centers[:0] if groups is None else groups, **more
-        )
-
-
-_KINDS: dict[str, type[State]] = {kind.step: kind for kind in (State, Descent, Refining)}
+        more |= dict.fromkeys(("points", "changes"), np.zeros((0, *centers.shape)))
+        more |= {"previous": centers, "groups": centers[:0] if groups is None else groups}
+        return known.to(cls, centers=centers, **more)
 
 
 class Ask(NamedTuple):

@@ -34,11 +34,6 @@ class Polynomial:
     intercept : bool, default True
         Whether the first feature is the constant 1.
 
-    Raises
-    ------
-    ValueError
-        If ``degree`` is not a positive integer.
-
     Examples
     --------
     >>> import numpy as np
@@ -56,16 +51,7 @@ class Polynomial:
         check_count("degree", self.degree, 1)
 
     def __call__(self, X: Matrix) -> Matrix:
-        """Return the monomials, by degree and then in the order of the inputs.
-
-        Parameters
-        ----------
-        X : ndarray of shape (n_samples, n_inputs)
-
-        Returns
-        -------
-        ndarray of shape (n_samples, n_features)
-        """
+        """Return the monomials, by degree and then in the order of the inputs."""
         X = check_array("X", X)
         highest = float(np.abs(X).max(initial=0))
         if highest > float(np.finfo(X.dtype).max) ** (0.4 / self.degree):
@@ -81,32 +67,7 @@ class Polynomial:
 
 
 def apply_features(X: Matrix, features: FeatureMap | None = None) -> Matrix:
-    """Return the features of ``X``, checked.
-
-    Parameters
-    ----------
-    X : ndarray of shape (n_samples, n_inputs)
-        Inputs.
-    features : callable, optional
-        The feature map; the identity by default.
-
-    Returns
-    -------
-    ndarray of shape (n_samples, n_features)
-
-    Raises
-    ------
-    ValueError
-        If the map returns anything but one finite row per sample.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from flwr_perdl.regression import Polynomial, apply_features
-    >>> apply_features(np.array([[2.0], [3.0]]), Polynomial(2))
-    array([[1., 2., 4.],
-           [1., 3., 9.]])
-    """
+    """Return the features of ``X``, one finite row per sample, or raise a ValueError."""
     X = check_array("X", X)
     if features is None:
         return X

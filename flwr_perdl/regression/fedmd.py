@@ -92,12 +92,10 @@ def start_descent(settings: TwoPhase, known: State, rng: np.random.Generator) ->
     d, groups = known.centers.shape[1], settings.most_clusters
     if settings.robust == "filtered":  # liars' groups too are to be found
         groups = max(groups, settings.max_clusters)
-    theta = np.zeros((1, d))  # from zero all anchors share one subspace, and none is broadcast
-    if settings.descent.random_start:
-        theta = rng.standard_normal((1, d)) / np.sqrt(d)
-    return known.to(
-        Descent, thetas=theta, columns=moments.sketch(1, d, 2 * groups + _OVERSAMPLING, rng)
-    )
+    # From one point all anchors share one subspace, and from zero none is broadcast.
+    start = moments.random_models(1, d, rng) if settings.descent.random_start else np.zeros((1, d))
+    columns = moments.sketch(1, d, 2 * groups + _OVERSAMPLING, rng)
+    return known.to(Descent, thetas=start, columns=columns)
 
 
 def fedmd(settings: TwoPhase, state: Descent) -> Exchanges[Refining]:
@@ -107,10 +105,10 @@ def fedmd(settings: TwoPhase, state: Descent) -> Exchanges[Refining]:
         while state.products < how.n_products:
             answers, rng = yield _ask_products(how, state)  # line 8
             state = _multiplied(settings, state, answers, rng)  # line 9
-        answers, rng = yield ask_estimates(how, state)  # line 10
+        answers, rng = yield _ask_estimates(how, state)  # line 10
         state = _reported(state, answers)  # lines 11-15
         if state.iteration == how.n_iterations or not len(state.thetas):
-            return _grouped(settings, state, rng)  # line 16
+            return _grouped(settings, state)  # line 16
         h, d, width = len(state.thetas), state.thetas.shape[1], state.columns.shape[2]
         state = replace(state, products=0, columns=moments.sketch(h, d, width + _OVERSAMPLING, rng))
 
@@ -118,9 +116,8 @@ def fedmd(settings: TwoPhase, state: Descent) -> Exchanges[Refining]:
 def _ask_products(how: MomentDescent, state: Descent) -> Ask:
     """Line 8: the anchors' estimates, without names, and the columns to multiply with."""
     arrays = state.thetas[None], state.columns, state.centers
-    transpose = state.products % 2  # by turns, for an estimate that is not symmetric
-    work: dict[str, Any] = {"estimate": how.estimate, "transpose": transpose}
-    options = {**work, "variance": state.variance}
+    options: dict[str, Any] = {"estimate": how.estimate, "variance": state.variance}
+    options["transpose"] = state.products % 2  # by turns, for an estimate that is not symmetric
     noise = how.perturbation if len(state.anchors) else 0.0  # Remark 2
     return Ask("moment", arrays, options, noise=noise, shape=state.columns.shape, state=state)
 
@@ -166,19 +163,17 @@ def _anchors(
     return replace(state, anchors=chosen, moved=np.zeros(len(chosen), dtype=bool))
 
 
-def ask_estimates(how: MomentDescent, state: Descent) -> Ask:
+def _ask_estimates(how: MomentDescent, state: Descent) -> Ask:
     """Line 10: each anchor its subspace and last estimate, others nothing."""
-    arrays, points = (state.thetas, state.columns, state.centers), state.min_points
-    work: dict[str, Any] = {"anchor_step": how.anchor_step, "min_points": points}
-    options = {**work, "variance": state.variance}
-    ask = Ask("anchors", arrays, options, shape=(arrays[0].shape[1] + 1,), state=state)
+    arrays = state.thetas, state.columns, state.centers
+    options: dict[str, Any] = {"anchor_step": how.anchor_step, "min_points": state.min_points}
+    options["variance"] = state.variance
+    ask = Ask("anchors", arrays, options, shape=(state.thetas.shape[1] + 1,), state=state)
     if not len(state.anchors):  # all start from one point: anybody with points enough is an anchor
         return ask
-    last, own = len(state.thetas) - 1, {}
-    for h, partition in enumerate(state.anchors):
-        row = [min(h, last)]
-        own[int(partition)] = (state.thetas[row], state.columns[row], state.centers)
-    return ask._replace(arrays=(), own=own)
+    rows = [[min(h, len(state.thetas) - 1)] for h in range(len(state.anchors))]
+    own = [(state.thetas[row], state.columns[row], state.centers) for row in rows]
+    return ask._replace(arrays=(), own=dict(zip(state.anchors.tolist(), own, strict=True)))
 
 
 def _reported(state: Descent, answers: Answers) -> Descent:
@@ -198,59 +193,49 @@ def _reported(state: Descent, answers: Answers) -> Descent:
     )
 
 
-def _credible(settings: TwoPhase, estimates: Matrix, rng: np.random.Generator) -> Matrix:
-    """Return the estimates on which a model may be founded where clients may lie."""
-    if settings.robust == "mean":
-        return estimates
-    n_groups = int(settings.n_clusters) if settings.one_shot else 1
-
-    def group(own: Matrix) -> NDArray[np.intp]:
-        centers = kmeans(own, n_groups, rng.spawn(1)[0])  # leaves the draws of rng
-        labels: NDArray[np.intp] = nearest_group(own, centers).argmax(axis=1)
-        return labels
-
-    return estimates[supported(estimates, n_groups, group)]
-
-
-def _grouped(settings: TwoPhase, state: Descent, rng: np.random.Generator) -> Refining:
-    """Line 16: the means of like estimates are models; those already there stay."""
+def _grouped(settings: TwoPhase, state: Descent) -> Refining:
+    """Line 16: the means of like estimates are models, the largest groups first."""
     estimates = state.thetas[state.moved]  # where an anchor started says nothing of its cluster
-    if not len(estimates):
-        if len(state.centers):
-            return Refining.start(state, state.centers)
+    if not len(estimates) and not len(state.centers):
         raise ValueError(
             "Phase 1 has no anchors: no client with enough points answered that was asked for its "
             "estimate."
         )
-    estimates = _credible(settings, estimates, rng)
-    alone = settings.n_clusters != "auto" and not len(state.centers)
-    found = _groups(settings, estimates, int(settings.n_clusters) if alone else None)
+    if not len(estimates):
+        return Refining.start(state, state.centers)
+    if settings.robust != "mean":
+        estimates = estimates[supported(estimates, 1, _alike)]
+    delta, most = settings.descent.separation, settings.max_clusters
+    group = partial(cluster_anchors, estimates, separation=delta, max_clusters=most)
+    k = None if settings.n_clusters == "auto" or len(state.centers) else int(settings.n_clusters)
+    # Liars' groups are not to be joined with honest clients'.
+    found = group(None if settings.robust == "filtered" else k).centers
+    if k is not None and len(found) < k:
+        found = group(k).centers
     if settings.n_clusters == "auto" and not len(state.centers) and len(found) == 1:
         # No merge stands out: too many models, which Phase 2 merges, are better than too few.
-        found = kmeans(estimates, min(state.columns.shape[2], settings.max_clusters), rng)
-    # Groups come by size: what does not fit is what the fewest anchors found.
-    room = settings.most_clusters - len(state.centers)
+        found = group(min(state.columns.shape[2], most)).centers
+    room = settings.most_clusters - len(state.centers)  # those already there stay
     return Refining.start(state, np.vstack([state.centers, found[:room]]))
 
 
-def _groups(settings: TwoPhase, estimates: Matrix, k: int | None) -> Matrix:
-    """Return the means of the groups of like estimates, the largest k first.
-
-    A robust run looks for more groups than k, so that those of liars are not joined with those of
-    honest clients.
-    """
-    delta, most = settings.descent.separation, settings.max_clusters
-    grouped = partial(cluster_anchors, separation=delta, max_clusters=most)
-    if settings.robust == "filtered" and k is not None:
-        groups = grouped(estimates).centers
-        if len(groups) >= k:
-            return groups[:k]
-    return grouped(estimates, k).centers
+def _alike(estimates: Matrix) -> NDArray[np.intp]:
+    """Return one group for all."""
+    return np.zeros(len(estimates), np.intp)
 
 
 def one_shot(settings: TwoPhase, state: Descent) -> Exchanges[Refining]:
     """Instead of Phase 1: k-means of what all clients estimate alone (Ghosh et al., 2019)."""
-    answers, rng = yield ask_estimates(DESCENT, state)
-    estimates = _credible(settings, answers.stack[answers.stack[:, 0] > 0, 1:], rng)
-    groups = kmeans(estimates, int(settings.n_clusters), rng)
+    k = int(settings.n_clusters)
+    answers, rng = yield _ask_estimates(DESCENT, state)
+    estimates = answers.stack[answers.stack[:, 0] > 0, 1:]
+
+    def group(own: Matrix) -> NDArray[np.intp]:
+        centers = kmeans(own, k, rng.spawn(1)[0])  # leaves the draws of rng
+        labels: NDArray[np.intp] = nearest_group(own, centers).argmax(axis=1)
+        return labels
+
+    if settings.robust != "mean":
+        estimates = estimates[supported(estimates, k, group)]
+    groups = kmeans(estimates, k, rng)
     return Refining.start(state, groups, groups)

@@ -21,7 +21,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from flwr_perdl.core.checks import Matrix, check_array
 from flwr_perdl.regression.acceleration import accelerated, replaced_points
@@ -45,10 +44,11 @@ _TELLING = 1e-4
 
 
 def update(X: Matrix, y: Matrix, ask: Ask, loss: Loss, alone: Matrix | None = None) -> Matrix:
-    """Lines 6-7: per client and model, loss, cluster or weight, and change, (m, 1 or k, d + 2).
+    """Lines 6-7: every client's loss, cluster and change of its model, (m, 1, d + 2).
 
-    ``alone`` is what `estimate_alone` returns, where that is known: only one-shot clustering, which
-    sends groups to belong to for good, asks for it.
+    "exact": ``X' r / n`` and ``X' X / n`` in place of the change. ``alone`` is what
+    `estimate_alone` returns, where that is known: only one-shot clustering, which sends groups to
+    belong to for good, asks for it.
     """
     (m, n, d), options, stacked = X.shape, ask.options, of_stacks(loss)
     centers = check_array("centers", ask.arrays[0], min_rows=1, columns=d)
@@ -56,26 +56,17 @@ def update(X: Matrix, y: Matrix, ask: Ask, loss: Loss, alone: Matrix | None = No
     if len(ask.arrays) > 1 and len(ask.arrays[1]):
         weights = nearest_group(estimate_alone(X, y) if alone is None else alone, ask.arrays[1])
     else:
-        weights = assign(losses, n, float(options["temperature"]))  # line 6
-
-    def change(theta: Matrix, weight: Matrix) -> Matrix:  # line 7
-        step, n_steps, local = options["step_size"], options["n_steps"], str(options["local"])
-        how: dict[str, Any] = {"step": float(step), "n_steps": int(n_steps), "local": local}
-        return moved(X, y, np.broadcast_to(theta, (m, d)), weight=weight, loss=loss, **how)
-
-    if options["soft"]:
-        expected = np.einsum("mk,mk->m", weights, losses)  # L(theta, lambda; D_i)
-        heads = np.stack([np.broadcast_to(expected[:, None], losses.shape), weights], axis=-1)
-        changes = [change(theta, weights[:, j]) for j, theta in enumerate(centers)]
-        return np.concatenate([heads, np.stack(changes, axis=1)], axis=-1)
+        weights = assign(losses, n)  # line 6
     labels = weights.argmax(axis=1)  # z_{i,t}, equation 8
-    heads = np.stack([losses[np.arange(m), labels], labels], axis=1)
-    if options["local"] == EXACT:
+    head = np.stack([losses[np.arange(m), labels], labels], axis=1)
+    mine, local = centers[labels], str(options["local"])
+    if local == EXACT:
         gram = (X.swapaxes(1, 2) @ X / n).reshape(m, d * d)
-        tail = np.concatenate([-stacked.gradient(X, y, centers[labels]), gram], axis=1)
-    else:
-        tail = change(centers[labels], np.ones(m))
-    return np.concatenate([heads, tail], axis=1)[:, None]
+        change = np.concatenate([-stacked.gradient(X, y, mine), gram], axis=1)
+    else:  # line 7
+        work: dict[str, Any] = {"step": float(options["step_size"]), "local": local, "loss": loss}
+        change = moved(X, y, mine, n_steps=int(options["n_steps"]), weight=np.ones(m), **work)
+    return np.concatenate([head, change], axis=1)[:, None]
 
 
 def estimate_alone(X: Matrix, y: Matrix) -> Matrix:
@@ -95,9 +86,10 @@ def fedx(settings: TwoPhase, state: Refining) -> Exchanges[Descent]:
         ahead = _ahead(settings.phase_2, state)
         answers, rng = yield _broadcast(settings.phase_2, state, ahead)  # line 5
         change, counts, state = _averaged(settings, state, ahead, answers)  # lines 6-8
-        answered = _points_by_client(settings.phase_2, answers, len(ahead))
-        state = _moved(settings, state, ahead, change, counts, answered)  # line 8
-        state = _counted(settings, state, counts, answered)
+        labels, n = answers.stack[:, 0, 1:2], answers.n_samples[:, None]
+        points = np.column_stack([answers.partitions, n * (labels == np.arange(len(ahead)))])
+        state = _moved(settings, state, ahead, change, counts, points)  # line 8
+        state = _counted(settings, state, counts, points)
         then = adapted(settings, state, answers, rng)
         if isinstance(then, Descent):
             return then
@@ -115,13 +107,11 @@ def _ahead(phase: Refinement, state: Refining) -> Matrix:
 
 def _broadcast(phase: Refinement, state: Refining, ahead: Matrix) -> Ask:
     """Line 5: the models to all clients, and the work of lines 6-7."""
-    k, d = ahead.shape
+    d = ahead.shape[1]
     options = {name: getattr(phase, name) for name in ("local", "n_steps")}
-    # At the noise's variance, soft weights are the posterior of a Gaussian mixture.
-    weights = {"soft": int(phase.softness > 0), "temperature": phase.softness * state.variance}
+    options["step_size"] = state.step_size
     arrays = (ahead, state.groups) if len(state.groups) else (ahead,)
-    shape = (k if phase.softness else 1, d + 2 + (d * d if phase.local == EXACT else 0))
-    options |= {"step_size": state.step_size, **weights}
+    shape = (1, d + 2 + (d * d if phase.local == EXACT else 0))
     return Ask("update", arrays, options, shape=shape, state=state)
 
 
@@ -135,28 +125,15 @@ def _averaged(
         return (*_solved(packed[:, 0], n, k), replace(state, odd=state.odd[:0]))
     # Clients whose curvature no common step suits would make the average diverge.
     trusted = ~np.isin(answers.partitions, state.steep)
-    if settings.robust == "filtered" and not phase.softness:
-        state = track_slopes(state, answers.partitions, packed[:, 0], ahead)
-        trusted = state.slopes <= 0  # down a convex loss
+    if settings.robust == "filtered":
+        state = track_slopes(state, answers, ahead)
+        trusted = state.received[:, 1] <= 0  # down a convex loss
     chosen = slice(None) if trusted.all() else trusted  # where all count, nothing is copied
     odd = np.ones(len(n))
     change, counts, odd[chosen] = average_updates(
-        packed[chosen], n[chosen], k, phase.softness > 0, phase.normalise, settings.robust
+        packed[chosen], n[chosen], k, False, phase.normalise, settings.robust
     )
-    state = replace(state, odd=answers.odd(odd))
-    if phase.softness:  # the mean loss is half the noise's variance
-        state = replace(state, variance=float(2 * (n @ answers.stack[:, 0, 0]) / n.sum()))
-    return change, counts, state
-
-
-def _points_by_client(phase: Refinement, answers: Answers, k: int) -> Matrix:
-    """Return who answered, and its points in every cluster, (m, 1 + k)."""
-    claimed = answers.stack[:, :, 1]
-    shares = claimed if phase.softness else claimed[:, :1] == np.arange(k)
-    found = np.empty((len(shares), 1 + k))
-    found[:, 0] = answers.partitions
-    np.multiply(answers.n_samples[:, None], shares, out=found[:, 1:])
-    return found
+    return change, counts, replace(state, odd=answers.odd(odd))
 
 
 def _moved(
@@ -198,38 +175,34 @@ def _moved(
 def _counted(settings: TwoPhase, state: Refining, counts: Matrix, answered: Matrix) -> Refining:
     """Note the clusters' points, of clients too that have answered since the last check only."""
     if settings.adapts(len(state.centers)):
-        if len(state.checked) and not np.array_equal(state.checked[:, 0], answered[:, 0]):
-            absent = state.checked[~np.isin(state.checked[:, 0], answered[:, 0])]
-            answered = np.vstack([absent, answered])
-            counts = counts + absent[:, 1:].sum(axis=0)
-        state = replace(state, checked=answered)
+        absent = state.checked[~np.isin(state.checked[:, 0], answered[:, 0])]
+        counts = counts + absent[:, 1:].sum(axis=0)
+        state = replace(state, checked=np.vstack([absent, answered]))
     return replace(state, counts=counts, since=state.since + 1)
 
 
-def track_slopes(
-    state: Refining, partitions: NDArray[np.intp], packed: Matrix, sent: Matrix
-) -> Refining:
+def track_slopes(state: Refining, answers: Answers, sent: Matrix) -> Refining:
     """Note who sent what, and how it changed with the models since the client's last update.
 
     Between two models a client's step down a convex loss changes against the way from one to the
     other, whatever its data and their noise; one that turns its steps round, or always sends the
     same, shows by this where no distance would. Absent clients are forgotten.
     """
-    known = np.isin(partitions, state.senders) & (state.sent.shape == sent.shape)
-    slopes = np.full(len(partitions), -np.inf)
+    packed, senders = answers.stack[:, 0, 1:], state.received[:, 0]
+    known = np.isin(answers.partitions, senders) & (state.sent.shape == sent.shape)
+    slopes = np.full(len(packed), -np.inf)
     if known.any():
-        before = np.minimum(np.searchsorted(state.senders, partitions), len(state.senders) - 1)
-        known &= state.received[before, 0] == packed[:, 0]  # of the same cluster
-        mine, then = packed[known], before[known]
+        before = np.minimum(np.searchsorted(senders, answers.partitions), len(senders) - 1)
+        known &= state.received[before, 2] == packed[:, 0]  # of the same cluster
+        mine, then = packed[known], state.received[before[known]]
         labels = mine[:, 0].astype(int)
         way = (sent - state.sent)[labels]
         squares = (way**2).sum(axis=1)
-        turn = ((mine[:, 1:] - state.received[then, 1:]) * way).sum(axis=1)
-        old = np.where(np.isfinite(state.slopes[then]), state.slopes[then] / 2, 0)
+        turn = ((mine[:, 1:] - then[:, 3:]) * way).sum(axis=1)
+        old = np.where(np.isfinite(then[:, 1]), then[:, 1] / 2, 0)
         telling = squares > (_TELLING * np.linalg.norm(sent, axis=1)[labels]) ** 2
-        now = old + turn / np.maximum(squares, 1e-300)
-        slopes[known] = np.where(telling, now, state.slopes[then])
-    return replace(state, senders=partitions, received=packed, sent=sent, slopes=slopes)
+        slopes[known] = np.where(telling, old + turn / np.maximum(squares, 1e-300), then[:, 1])
+    return replace(state, received=np.column_stack([answers.partitions, slopes, packed]), sent=sent)
 
 
 def _solved(packed: Matrix, n_samples: Matrix, n_clusters: int) -> tuple[Matrix, Matrix]:

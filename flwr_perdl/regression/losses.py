@@ -115,15 +115,6 @@ def check_points(X: Matrix, y: Matrix, *, ndim: int = 2, name: str = "") -> tupl
     return check_magnitude(f"X{name}", X), check_magnitude(f"y{name}", y)
 
 
-def check_shapes(X: Matrix, y: Matrix, theta: Matrix) -> None:
-    """Raise a ValueError unless there is a response per row of X, and a coefficient per column."""
-    rows, columns = X.shape[:-1], (*X.shape[:-2], *X.shape[-1:])
-    if y.shape != rows:
-        raise ValueError(f"y must have shape {rows}, a response per row of X, got {y.shape}.")
-    if theta.shape != columns:
-        raise ValueError(f"theta must have shape {columns}, as X has columns, got {theta.shape}.")
-
-
 def check_loss(loss: Loss) -> None:
     """Raise a TypeError unless this is a loss."""
     check_members("loss", loss, "Loss", "values", "gradient", "curvature")

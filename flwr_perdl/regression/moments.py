@@ -15,8 +15,8 @@ paper (Su, Xu, Yang, NeurIPS 2022)      here
 Deviations, and why:
 
 - The moment never travels: clients send its products with a few columns (Algorithm 3). With more
-  columns than k, two exchanges are as good as an eigendecomposition (randomised subspace
-  iteration), where the paper's form needs T_1.
+  columns than k, two exchanges are as good as an eigendecomposition, where the paper's form needs
+  T_1.
 - ``estimate="u-statistic"`` (the default) averages over all pairs of a client's points,
   ``[(sum eps)(sum eps)' - sum eps eps'] / (n - 1)``: as unbiased as the paper's one pair per client
   (``"pair"``) or two halves per client (``"halves"``), with the least variance.
@@ -27,10 +27,6 @@ Deviations, and why:
   stopping rule needs the separation Delta and is left out. ``"line-search"`` takes the paper's
   direction with the best step for the anchor.
 - Points are reused in every iteration, as in the paper's experiments.
-
-What each party learns: the server d x width sums of a client's residual moments, and an anchor's
-estimate; a client the common columns, from the second product on a basis of what all clients' sums
-span, and from the second iteration on the estimates of all anchors, which it cannot name.
 """
 
 from __future__ import annotations
@@ -70,10 +66,8 @@ def residual_moment(
 
     Parameters
     ----------
-    X : ndarray of shape (n_samples, d)
-        Features; with one more axis in front those of many clients, all of one size.
-    y : ndarray of shape (n_samples,)
-        Responses; like ``X`` with one more axis in front.
+    X, y : ndarray of shape (n_samples, d) and (n_samples,)
+        Features and responses; with one more axis in front those of many clients of one size.
     thetas : ndarray of shape (n_copies, n_estimates, d)
         The estimates; one copy, or two independently perturbed ones (Remark 2), of which each
         factor of the moment uses its own.
@@ -82,8 +76,8 @@ def residual_moment(
     estimate : {"u-statistic", "halves", "pair"}, default "u-statistic"
         How pairs of points are used.
     transpose : bool, default False
-        Multiply with the transpose of the moment (odd half steps of Algorithm 3); of no
-        consequence for the U-statistic, which is symmetric.
+        Multiply with the transpose of the moment (odd half steps of Algorithm 3); the U-statistic
+        is symmetric.
 
     Returns
     -------
@@ -106,14 +100,10 @@ def residual_moment(
             [2., 0.]]])
     """
     check_choice("estimate", estimate, ESTIMATES)
-    X = check_array("X", X, ndim=3 if as_array("X", X).ndim == 3 else 2, min_rows=1)
-    y = check_array("y", y, ndim=X.ndim - 1, columns=X.shape[-2])
-    if y.shape[:-1] != X.shape[:-2]:
-        raise ValueError(f"y must have shape {X.shape[:-1]}, got {y.shape}.")
+    X, y = check_points(X, y, ndim=as_array("X", X).ndim)
     thetas = check_array("thetas", thetas, ndim=3, min_rows=1, columns=X.shape[-1])
     Q = check_array("Q", Q, ndim=3)
-    for name, array in (("X", X), ("y", y), ("thetas", thetas), ("Q", Q)):
-        check_magnitude(name, array, floor=np.inf)
+    check_magnitude("thetas", thetas, floor=np.inf), check_magnitude("Q", Q, floor=np.inf)
     if Q.shape[:2] != thetas.shape[1:]:
         raise ValueError(f"Q must have shape {(*thetas.shape[1:], 'width')}, got {Q.shape}.")
     n, across = X.shape[-2], X.swapaxes(-1, -2)
@@ -162,18 +152,7 @@ def orthonormal(Q: Matrix) -> Matrix:
 
 
 class Subspace(NamedTuple):
-    """Where the residual moment is large.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from flwr_perdl.regression import symmetric_subspace
-    >>> found = symmetric_subspace(np.eye(3)[None], np.diag([1.0, 5.0, 0.1])[None], 1)
-    >>> np.abs(found.U[0]).round(6)
-    array([[0.],
-           [1.],
-           [0.]])
-    """
+    """Where the residual moment is large."""
 
     #: Orthonormal columns, (n_estimates, d, n_dimensions).
     U: Matrix
@@ -182,32 +161,11 @@ class Subspace(NamedTuple):
 
 
 def symmetric_subspace(Q: Matrix, product: Matrix, n_dimensions: int | None = None) -> Subspace:
-    """Return the leading eigenspaces of symmetric matrices known by their products.
+    """Return the leading eigenspaces of the symmetric ``Y_h``, of which ``Y_h @ Q_h`` is known.
 
-    Parameters
-    ----------
-    Q : ndarray of shape (n_estimates, d, width)
-        Orthonormal columns.
-    product : ndarray of shape (n_estimates, d, width)
-        ``Y_h @ Q_h``.
-    n_dimensions : int, optional
-        How many; by default as many as have eigenvalues above 1.25 times the size of the most
-        negative one (noise is as likely to be negative, and an over-estimate does no harm), and
-        the same number for all estimates.
-
-    Returns
-    -------
-    Subspace
-        Rayleigh-Ritz on ``Q``, then one more multiplication; eigenvalues in descending order.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from flwr_perdl.regression import symmetric_subspace
-    >>> Q = np.eye(3)[None]
-    >>> found = symmetric_subspace(Q, np.diag([1.0, 5.0, 0.1]) @ Q, 2)
-    >>> found.values
-    array([[5. , 1. , 0.1]])
+    Rayleigh-Ritz on ``Q``, then one more multiplication. By default there are as many dimensions as
+    have eigenvalues above 1.25 times the size of the most negative one (noise is as likely to be
+    negative, and an over-estimate does no harm), and the same number for all estimates.
     """
     Q, product = _like(Q, product)
     if n_dimensions is not None:
@@ -235,16 +193,16 @@ def left_subspace(Q: Matrix, product: Matrix, n_dimensions: int) -> Subspace:
 
     Parameters
     ----------
-    Q : ndarray of shape (n_estimates, d, width)
-        Orthonormal columns.
-    product : ndarray of shape (n_estimates, d, width)
-        ``Y_h.T @ Q_h``.
+    Q, product : ndarray of shape (n_estimates, d, width)
+        Orthonormal columns, and ``Y_h.T @ Q_h``.
     n_dimensions : int
         How many.
 
     Returns
     -------
     Subspace
+        ``U``, orthonormal columns (n_estimates, d, n_dimensions), and ``values``, the singular ones
+        (n_estimates, width), in descending order.
 
     Examples
     --------
@@ -269,26 +227,18 @@ def moment_step(
 
     Parameters
     ----------
-    X : ndarray of shape (n_samples, d)
-        The anchor's features.
-    y : ndarray of shape (n_samples,)
-        Responses.
+    X, y : ndarray of shape (n_samples, d) and (n_samples,)
+        The anchor's features and responses.
     theta : ndarray of shape (d,)
         Its current estimate.
     U : ndarray of shape (d, n_dimensions)
         Orthonormal columns of the subspace for this estimate.
     step : {"least-squares", "line-search", "paper"}, default "least-squares"
-        See above. For features of covariance other than the identity the paper's step needs bounds
-        on it; the other two do not.
+        See above. The paper's step wants features of covariance about the identity.
 
     Returns
     -------
     ndarray of shape (d,)
-
-    Raises
-    ------
-    ValueError
-        If ``step`` is none of these, or the arrays are not of like shapes.
 
     Examples
     --------
@@ -352,3 +302,9 @@ def sketch(n_estimates: int, d: int, width: int, rng: np.random.Generator) -> Ma
         check_count(name, value, 1, 2**31 - 1)  # LAPACK counts no further
     check_rng(rng)
     return orthonormal(rng.standard_normal((n_estimates, d, min(width, d))))
+
+
+def random_models(n_models: int, n_features: int, rng: np.random.Generator) -> Matrix:
+    """Return models drawn from ``N(0, I) / sqrt(n_features)``, as rows: where IFCA starts."""
+    models: Matrix = rng.standard_normal((n_models, n_features)) / np.sqrt(n_features)
+    return models

@@ -20,18 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from flwr_perdl.core.checks import (
-    LARGE,
-    Matrix,
-    check_array,
-    check_choice,
-    check_count,
-    check_flag,
-    check_kind,
-    check_real,
-    is_auto,
-    own_numbers,
-)
+from flwr_perdl.core import checks
+from flwr_perdl.core.checks import LARGE, Matrix, check_choice, check_count, check_kind, check_real
 from flwr_perdl.regression.clustering import LOCALS, ROBUST
 from flwr_perdl.regression.exchange import Refining, State
 from flwr_perdl.regression.moments import ESTIMATES, STEPS
@@ -49,16 +39,16 @@ RULES: dict[str, Callable[[str, Any], float | int | str]] = {
     "robust": partial(check_choice, choices=ROBUST),
     "n_steps": partial(check_count, low=1, high=10_000),  # a client's time is its own
     "check_every": check_count,
+    "perturbation": _SIZE,
     **dict.fromkeys(_COUNTS, partial(check_count, low=1)),
-    **dict.fromkeys(("random_start", "momentum"), check_flag),
-    **dict.fromkeys(("perturbation", "softness"), _SIZE),
+    **dict.fromkeys(("random_start", "momentum"), checks.check_flag),
     **dict.fromkeys(("separation", "step_size", "work"), partial(_SIZE, open_low=True)),
 }
 
 
 def _check_each(options: Any) -> None:
     """Raise a ValueError if an option breaks its own rule; None may stay what it is by default."""
-    own_numbers(options)
+    checks.own_numbers(options)
     for own in fields(options):
         value = getattr(options, own.name)
         if own.name in RULES and (value is not None or own.default is not None):
@@ -66,20 +56,13 @@ def _check_each(options: Any) -> None:
 
 
 def reject_idle(options: Any, where: str, **harmless: Any) -> None:
-    """Raise a ValueError if an option is given that does nothing.
+    """Raise a ValueError if an option is given that does nothing ``where``.
 
-    Parameters
-    ----------
-    options : dataclass
-        The options.
-    where : str
-        Why they do nothing, for the message.
-    **harmless
-        The options' names, each with the value that says what happens anyway.
+    ``harmless`` are the options, each with the value that says what happens anyway.
     """
     for name, value in harmless.items():
-        given, default = getattr(options, name), getattr(type(options), name)
-        if given not in (default, value):
+        given = getattr(options, name)
+        if given not in (getattr(type(options), name), value):
             raise ValueError(
                 f"{name} must be left out {where}, where it does nothing, got {given}."
             )
@@ -107,8 +90,7 @@ class MomentDescent:
         Start from ``N(0, I) / sqrt(d)`` instead of zero.
     perturbation : float, default 0
         Standard deviation of the noise in the two copies of the anchors' estimates that every
-        client receives (Remark 2), which needs ``n_iterations`` above 1; 0 sends the estimates as
-        they are.
+        client receives (Remark 2); needs ``n_iterations`` above 1.
 
     Raises
     ------
@@ -144,8 +126,8 @@ class MomentDescent:
 class OneShot:
     """Instead of Phase 1, and of every later assignment: clusters of what clients estimate alone.
 
-    The estimates are least squares on a client's own points, and are clustered by k-means (Ghosh et
-    al., 2019).
+    The estimates are least squares on a client's own points, clustered by k-means (Ghosh et al.,
+    2019).
 
     Examples
     --------
@@ -168,16 +150,10 @@ class Refinement:
         more to a point nearby, further away the larger the steps and the fewer a client's points.
     step_size : float, optional
         eta; by default ``work / n_steps`` ("fedprox": ``work``) over the largest curvature of the
-        clients that hold 90 % of the points, and stable at all of them. One client's curvature does
-        not decide it: clients above ten times the median do not count, and a "fedavg" with
-        ``robust="mean"``, whose average they would ruin, leaves them out of Phase 2, unless
-        ``step_size`` is given; with another rule none counts for more than three medians.
+        clients that hold 90 % of the points, and stable at all of them. Clients above ten times the
+        median do not count for it, and "fedavg" with ``robust="mean"`` leaves them out of Phase 2.
     work : float, default 1
-        See ``step_size``. With several local steps, more local work ends further from least
-        squares: at 3, up to 7 % further from the truth in setting C.1.
-    softness : float, default 0
-        0 for hard assignment; otherwise the temperature of `assign` in units of twice the mean
-        loss, which is the noise's variance.
+        See ``step_size``; at 3, several local steps end up to 7 % further from the truth (C.1).
     normalise : {"cluster", "all"}, default "cluster"
         Divide by the cluster's points or by all.
     momentum : bool, default True
@@ -204,7 +180,6 @@ class Refinement:
     n_steps: int = 1
     step_size: float | None = None
     work: float = 1.0
-    softness: float = 0.0
     normalise: str = "cluster"
     momentum: bool = True
     check_every: int = 60
@@ -247,13 +222,11 @@ class TwoPhase:
         Most models, with "auto"; most groups of anchors that are looked for otherwise.
     robust : str, default "mean"
         Against clients that lie: "filtered", the one to take, withstands three in ten of them
-        (docs/faults.md). Both phases then leave out answers that are not consistent with the
-        others (`core.robust.consistent`); Phase 1 looks for liars' groups too, in sketches
-        as wide as with "auto", and takes the largest k; Phase 2 leaves out clients whose steps do
-        not follow the models as those down a convex loss do, for which the server, and its
-        checkpoints, hold every client's last update. "clip", "trimmed", "median" and
-        "geometric-median": Phase 2's average (see `aggregate`); they bound what a client can do
-        to Phase 1 and to the step size.
+        (docs/faults.md). Both phases leave out answers that are not consistent with the others
+        (`core.robust.consistent`); Phase 1 looks for liars' groups too, and takes the largest k;
+        Phase 2 leaves out clients whose steps do not follow the models as those down a convex loss
+        do, for which the server, and its checkpoints, hold every client's last update. "clip",
+        "trimmed", "median" and "geometric-median": Phase 2's average (see `aggregate`).
 
     Raises
     ------
@@ -265,10 +238,8 @@ class TwoPhase:
     Floats per client: Phase 1 takes d + 1 up, ``n_products`` times ``(width + 1) d`` down and
     ``width * d`` up, with ``width`` = 2 k + 4 (k: ``max_clusters`` with "auto") but at most d, and,
     for the anchors' estimates, ``(dimensions + 1) d`` down, of a subspace of k dimensions ("auto":
-    as many as are found, at most ``width``), and d + 1 up. With h anchors, from the second
-    iteration on, a product takes ``h (width + 1) d`` down and ``h * width * d`` up. Where it is run
-    again later, k d more go down with each request. Phase 2 takes k d down and d + 2 up per round
-    (soft: k (d + 2) up).
+    as many as are found), and d + 1 up. With h named anchors, from the second iteration on, a
+    product takes h times as much. Phase 2 takes k d down and d + 2 up per round.
 
     Examples
     --------
@@ -288,20 +259,20 @@ class TwoPhase:
         _check_each(self)
         check_kind("phase_1", self.phase_1, (MomentDescent, OneShot), "a MomentDescent or OneShot")
         check_kind("phase_2", self.phase_2, Refinement, "a Refinement")
-        auto = is_auto("n_clusters", self.n_clusters)
+        auto = checks.is_auto("n_clusters", self.n_clusters)
         if not auto:
             check_count("n_clusters", self.n_clusters, 1)
-        if isinstance(self.phase_1, OneShot):
-            if auto or self.phase_2.softness:
-                raise ValueError("OneShot must come with n_clusters given and softness=0.")
+        if auto and self.descent.estimate != "u-statistic":
+            raise ValueError('n_clusters must be given unless estimate="u-statistic", got "auto".')
+        if self.one_shot:
+            if auto:
+                raise ValueError('n_clusters must be given with OneShot, got "auto".')
             reject_idle(self.phase_2, "with OneShot", check_every=0)
             reject_idle(self, "with OneShot", max_clusters=8)
-        elif auto and self.phase_1.estimate != "u-statistic":
-            raise ValueError('n_clusters must be given unless estimate="u-statistic", got "auto".')
         if not auto and self.robust != "filtered" and not self.phase_2.check_every:
             reject_idle(self, "with n_clusters given and no checks of the models", max_clusters=8)
-        if self.phase_2.local == EXACT and (self.phase_2.softness or self.robust != "mean"):
-            raise ValueError('local="exact" must come with softness=0 and robust="mean".')
+        if self.phase_2.local == EXACT and self.robust != "mean":
+            raise ValueError(f'robust must be "mean" with local="exact", got {self.robust!r}.')
 
     @classmethod
     def paper(cls, n_clusters: int, separation: float | None = None) -> TwoPhase:
@@ -313,11 +284,6 @@ class TwoPhase:
             Number of models k.
         separation : float, optional
             Delta; without it anchors are joined until k groups are left.
-
-        Raises
-        ------
-        ValueError
-            If ``n_clusters`` or ``separation`` is not positive.
         """
         check_count("n_clusters", n_clusters, 1)
         descent = MomentDescent(
@@ -342,7 +308,7 @@ class TwoPhase:
         """
         if centers is None:
             return State(centers=np.zeros((0, 0)))
-        centers = check_array("centers", centers, min_rows=1)
+        centers = checks.check_array("centers", centers, min_rows=1)
         if self.phase_2.step_size is None or self.adapts(len(centers)):
             return State(centers=centers)
         return Refining.start(State(centers=centers, step_size=self.phase_2.step_size), centers)

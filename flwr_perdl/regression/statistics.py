@@ -8,14 +8,13 @@ paper (Su, Xu, Yang, NeurIPS 2022)      here
 ``theta_1, ..., theta_k``               ``Mixture.centers``
 ======================================= ====================================================
 
-Not in the paper. Where clients may send their ``(d + 1)^2 + 1`` second moments, Phase 2 needs no
-further exchange: the server alternates assignments and least squares from as many starts as it
-likes. If clients send them by fold, it can also choose k by cross-validation: what a fold holds out
-is predicted by the models of the other folds, weighted by how well they fit the client there.
+Not in the paper. Where clients may send their ``(d + 1)^2 + 1`` second moments, the server
+alternates assignments and least squares from as many starts as it likes. If clients send them by
+fold, it also chooses k by cross-validation: what a fold holds out is predicted by the models of the
+other folds, weighted by how well they fit the client there.
 
-What each party learns: the server every client's second moments, per fold (with few points or a
-constant feature these can give single points away: clients with few points should take no part); a
-client the models.
+What each party learns: the server every client's second moments, per fold (of few points these can
+give single points away); a client the models.
 """
 
 from __future__ import annotations
@@ -54,18 +53,7 @@ _COLLINEAR = 1e-12
 
 
 class Mixture(NamedTuple):
-    """Regression models, and whose they are.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from flwr_perdl.regression import fit_mixture, sufficient_statistics
-    >>> rng = np.random.default_rng(0)
-    >>> X = rng.standard_normal((6, 20, 1))
-    >>> statistics = np.concatenate([sufficient_statistics(own, 2 * own[:, 0]) for own in X])
-    >>> fit_mixture(statistics, 1, rng=rng).weights.shape
-    (6, 1)
-    """
+    """Regression models, and whose they are."""
 
     #: Models, (k, d).
     centers: Matrix
@@ -78,18 +66,7 @@ class Mixture(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The mixture with the fewest clusters that predicts as well as any.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from flwr_perdl.regression import choose_mixture, sufficient_statistics
-    >>> rng = np.random.default_rng(0)
-    >>> X = rng.standard_normal((12, 20, 1))
-    >>> folds = np.stack([sufficient_statistics(own, own[:, 0], 4, rng=rng) for own in X])
-    >>> choose_mixture(folds, (1, 2), rng=rng).candidates
-    (1, 2)
-    """
+    """The mixture with the fewest clusters that predicts as well as any."""
 
     mixture: Mixture
     #: Numbers of clusters tried.
@@ -105,10 +82,8 @@ def sufficient_statistics(
 
     Parameters
     ----------
-    X : ndarray of shape (n_samples, d)
-        Features.
-    y : ndarray of shape (n_samples,)
-        Responses.
+    X, y : ndarray of shape (n_samples, d) and (n_samples,)
+        Features and responses.
     n_folds : int, default 1
         Into how many folds to part the points at random.
     rng : numpy.random.Generator, optional
@@ -168,15 +143,15 @@ def fit_mixture(
         Gaussian mixture; more allows for clients that are in no cluster exactly.
     shrinkage : float, default 0
         How many points the model of all clients together, their least squares, counts for in
-        every cluster. 0: the least squares of the cluster's own points. :func:`choose_mixture`
-        finds out what predicts best.
+        every cluster. 0: the least squares of the cluster's own points.
     restarts : int, default 4
         Starts; after ten iterations the one with the largest likelihood goes on.
 
     Returns
     -------
     Mixture
-        The largest cluster first.
+        ``centers`` (k, d), the largest cluster's first; ``weights`` (n_clients, k), how likely each
+        client is in each; ``variance`` of the noise; ``objective``, the tempered log-likelihood.
 
     Raises
     ------
@@ -362,15 +337,16 @@ def choose_mixture(
         Source of the starts.
     softness : float, default 2
         As in :func:`fit_mixture`; real clients are rarely in one cluster exactly.
-    restarts : int, default 4
-        As in :func:`fit_mixture`.
     shrinkage : float or sequence of float, default (1, 10, 100)
-        As in :func:`fit_mixture`; of several, the one with which the least error is reached.
+        As there; of several, the one with which the least error is reached.
+    restarts : int, default 4
+        As there.
 
     Returns
     -------
     Choice
-        The mixture is fitted to all folds.
+        ``mixture``, fitted to all folds; ``candidates``, and in ``errors`` for each the mean
+        squared error of what was held out.
 
     Raises
     ------

@@ -9,30 +9,19 @@ Phase 2, FedX + clustering              ``fedx.py``
 ======================================= ====================================================
 
 Not in the paper: a first exchange, which finds the dimension and the step size. What each party
-learns: see ``moments.py`` and ``clustering.py``; further, in the first exchange, the server learns
-the curvature of a client's loss and its features' mean squares. Of a client with one point, these,
-its loss and its change of a model are its sample and its response.
+learns: `flwr_perdl.strategies.FedX`'s module.
 """
 
 from __future__ import annotations
 
-from typing import get_args
-
 import numpy as np
 
-from flwr_perdl.core.checks import Matrix, as_array, check_choice, check_kind
+from flwr_perdl.core.checks import Matrix
 from flwr_perdl.core.robust import CAP, capped
-from flwr_perdl.regression.exchange import Answers, Ask, Descent, Exchanges, Refining, State, Step
+from flwr_perdl.regression.exchange import Answers, Ask, Descent, Exchanges, Refining, State
 from flwr_perdl.regression.fedmd import anchor, fedmd, moment, one_shot, start_descent
 from flwr_perdl.regression.fedx import fedx, update
-from flwr_perdl.regression.losses import (
-    SQUARED,
-    Loss,
-    check_labels,
-    check_loss,
-    check_points,
-    of_stacks,
-)
+from flwr_perdl.regression.losses import Loss, of_stacks
 from flwr_perdl.regression.phases import Refinement, TwoPhase
 
 #: Clients whose curvature is above this many times the median do not count for the step size.
@@ -82,85 +71,29 @@ def two_phases(settings: TwoPhase, state: State) -> Exchanges[None]:
             state = yield from fedx(settings, state)
 
 
-# Clients ------------------------------------------------------------------------------------------
-
-
-def describe(X: Matrix, loss: Loss) -> Matrix:
-    """Return the curvature of every client's loss and its features' mean squares, (m, 1 + d)."""
-    curvature = of_stacks(loss).curvature(X)
-    return np.concatenate([curvature[:, None], np.mean(X**2, axis=1)], axis=1)
-
-
-def answer(X: Matrix, y: Matrix, ask: Ask, loss: Loss = SQUARED) -> Matrix:
-    """Return the answers of clients that have as many points each, and are asked the same.
-
-    They are the same bits as one by one: a single client is a stack of one.
-
-    Parameters
-    ----------
-    X : ndarray of shape (n_clients, n_samples, d), or (n_samples, d) of a single client
-        Features.
-    y : ndarray of shape (n_clients, n_samples), or (n_samples,)
-        Responses.
-    ask : Ask
-        The request, as these clients receive it.
-    loss : Loss, default SQUARED
-        The loss of Phase 2.
-
-    Returns
-    -------
-    ndarray
-        One answer per client, or that of the single one. "describe": (d + 1,), curvature and the
-        features' mean squares. "moment": (h, d, width), the client's part of the products.
-        "anchors": (d + 1,), one and the estimate, or zeros from a client that is no anchor.
-        "update": (1, d + 2), loss, cluster and change; soft: (k, d + 2), loss, weight and change;
-        exact: (1, d^2 + d + 2), loss, cluster, ``X' r / n`` and ``X' X / n``.
-
-    Raises
-    ------
-    ValueError
-        If the data or the request are not as they should be.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from flwr_perdl.regression import Ask, answer
-    >>> X, y = np.eye(2), np.array([1.0, 3.0])
-    >>> answer(X, y, Ask("describe")).shape
-    (3,)
-    """
-    X, y = check_points(X, y, ndim=3 if as_array("X", X).ndim == 3 else 2)
-    check_loss(loss)
-    check_labels("y", y, loss)
-    check_kind("ask", ask, Ask, "an Ask")
-    check_choice("step", ask.step, get_args(Step))
-    if X.ndim == 2:
-        (found,) = answered(X[None], y[None], ask, loss)
-        return np.asarray(found)
-    return answered(X, y, ask, loss)
-
-
 def answered(X: Matrix, y: Matrix, ask: Ask, loss: Loss, alone: Matrix | None = None) -> Matrix:
-    """Return :func:`answer` of arguments that are as they should be (``alone``: see `update`)."""
+    """Return the answers of clients of one size, (m, n, d) and (m, n), that are asked the same.
+
+    They are the same bits as one by one: a single client is a stack of one. "describe": (m, d + 1),
+    the loss's curvature and the features' mean squares; else what `moment`, `anchor` and `update`
+    return.
+    """
     ask = ask._replace(arrays=tuple(array.astype(X.dtype, copy=False) for array in ask.arrays))
     if ask.step == "update":
         found = update(X, y, ask, loss, alone)
     elif ask.step == "describe":
-        found = describe(X, loss)
+        found = np.column_stack([of_stacks(loss).curvature(X), np.mean(X**2, axis=1)])
     else:
         found = (moment if ask.step == "moment" else anchor)(X, y, ask)
     return found.astype(X.dtype, copy=False)
-
-
-# Server -------------------------------------------------------------------------------------------
 
 
 def _described(
     settings: TwoPhase, state: State, answers: Answers, rng: np.random.Generator
 ) -> Descent | Refining:
     """Take the step size and the features' scale from the clients' descriptions, and go on."""
-    stack, n, phase = answers.stack, answers.n_samples, settings.phase_2
-    curvature, squares, d = stack[:, 0], stack[:, 1:].mean(axis=1), stack.shape[1] - 1
+    curvature, squares, d = answers.stack[:, 0], answers.stack[:, 1:], answers.stack.shape[1] - 1
+    n, phase, squares = answers.n_samples, settings.phase_2, squares.mean(axis=1)
     power = float(n @ squares / n.sum())
     middle = float(np.median(curvature[curvature > 0])) if (curvature > 0).any() else 0.0
     likely = curvature <= _STEEP * middle

@@ -23,7 +23,7 @@ from scipy.cluster.hierarchy import cut_tree, linkage
 from scipy.spatial.distance import squareform
 
 from flwr_perdl.core.arrays import row_norms
-from flwr_perdl.core.checks import Matrix, check_array, check_count, check_magnitude, check_real
+from flwr_perdl.core.checks import Matrix
 
 #: Digits of cosines: what is equal but for rounding is equal.
 _DIGITS = 9
@@ -34,19 +34,7 @@ _OF_MEDIAN = 1.858
 
 
 def cosines(changes: Matrix) -> Matrix:
-    """Return the cosine of each pair of changes; a change of nothing has cosine 0 with others.
-
-    Parameters
-    ----------
-    changes : ndarray of shape (n_clients, d)
-        One per client.
-
-    Returns
-    -------
-    ndarray of shape (n_clients, n_clients)
-    """
-    changes = check_array("changes", changes, min_rows=1)
-    check_magnitude("changes", changes, floor=np.inf)
+    """Return the cosine of each pair of rows; a change of nothing has cosine 0 with others."""
     norms = row_norms(changes)[:, None]
     directions = changes / np.where(norms > 0, norms, 1)
     found = np.round(np.clip(directions @ directions.T, -1, 1), _DIGITS).astype(float)
@@ -73,24 +61,9 @@ class Nested(NamedTuple):
 def nested_groups(changes: Matrix, most: int) -> Nested:
     """Group clients whose changes point the same way (Ward's method on the directions).
 
-    Parameters
-    ----------
-    changes : ndarray of shape (n_clients, d)
-        One per client.
-    most : int
-        Largest number of groups; at most the number of clients.
-
-    Returns
-    -------
-    Nested
-
-    Raises
-    ------
-    ValueError
-        If there are fewer clients than groups, or an argument breaks its rule.
+    ``changes`` (n_clients, d); ``most`` is the largest number of groups.
     """
     alike = cosines(changes)
-    check_count("most", most, 1, len(alike))
     cuts = np.ones((1, len(alike)), dtype=np.intp)
     if most > 1:
         apart = np.sqrt(2 - 2 * alike)  # between directions, vectors of length 1
@@ -115,27 +88,9 @@ def choose_anchors(changes: Matrix, n_anchors: int, robust: bool = False) -> NDA
     farthest may be a lie. Then, again and again, every client joins the nearest anchor, and the
     most central client of each group becomes its anchor, until none changes.
 
-    Parameters
-    ----------
-    changes : ndarray of shape (n_clients, d)
-        One per client.
-    n_anchors : int
-        At most the number of clients.
-    robust : bool, default False
-        Whether clients may lie.
-
-    Returns
-    -------
-    ndarray of int, of shape (n_anchors,)
-        Rows of ``changes``, ascending.
-
-    Raises
-    ------
-    ValueError
-        If there are fewer clients than anchors, or an argument breaks its rule.
+    Returns rows of ``changes`` (n_clients, d), ascending.
     """
     alike = cosines(changes)
-    check_count("n_anchors", n_anchors, 1, len(alike))
     anchors = [int(alike.sum(axis=1).argmax())]
     if robust:
         groups = nested_groups(changes, n_anchors)
@@ -166,19 +121,8 @@ def smallest_as_good(losses: Matrix, robust: bool = False) -> int:
     robust: their median difference too, of losses that exceed the client's least by no more than
     the median client's do.
 
-    Parameters
-    ----------
-    losses : ndarray of shape (n_clients, most)
-        Each client's held-out loss with one group, two groups, ...
-    robust : bool, default False
-        Whether clients may lie.
-
-    Returns
-    -------
-    int
-        From 1.
+    ``losses`` (n_clients, most): each client's held-out loss with one group, two groups, ...
     """
-    losses = check_array("losses", losses, min_rows=1)
     if robust:
         losses = losses - losses.min(axis=1, keepdims=True)
         losses = np.minimum(losses, np.median(losses.max(axis=1)))
@@ -195,27 +139,12 @@ def smallest_as_good(losses: Matrix, robust: bool = False) -> int:
 def perturbed(
     model: Sequence[Matrix], n_models: int, scale: float, rng: np.random.Generator
 ) -> list[Matrix]:
-    """Return random models around one, as a stack.
+    """Return random models around one, as a stack: per array, one of shape (n_models, ...).
 
-    Parameters
-    ----------
-    model : sequence of ndarray
-        The arrays of one model.
-    n_models : int
-        How many.
-    scale : float
-        Standard deviation of the perturbation, in units of the array's own. An array whose values
-        are all alike stays what it is; if all arrays are such, the unit is 1 / sqrt(columns).
-    rng : numpy.random.Generator
-        Source of the draw.
-
-    Returns
-    -------
-    list of ndarray
-        Per array, one of shape (n_models, ...).
+    ``scale`` is the standard deviation of the perturbation, in units of the array's own. An array
+    whose values are all alike stays what it is; if all arrays are such, the unit is
+    1 / sqrt(columns).
     """
-    check_count("n_models", n_models, 1)
-    check_real("scale", scale, 0)
     units = [float(array.std()) if array.size else 0.0 for array in model]
     if not any(units):
         units = [max(array.shape[-1:], default=1) ** -0.5 for array in model]

@@ -25,8 +25,9 @@ What each party receives:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from logging import WARNING
 from math import prod
 from typing import Any, ClassVar, Unpack
@@ -36,6 +37,7 @@ import numpy as np
 from flwr_perdl.clients.regression import LINEAR, ONLY_LINEAR, OPTION
 from flwr_perdl.core.checks import Matrix, check_array, check_choice, check_kind
 from flwr_perdl.core.robust import EFFECTS
+from flwr_perdl.protocol.combine import sizes_of
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions, spelled
 from flwr_perdl.protocol.records import Reply
@@ -43,17 +45,10 @@ from flwr_perdl.protocol.request import Protocol, Replies, Request
 from flwr_perdl.protocol.request import State as Saved
 from flwr_perdl.protocol.strategy import ProtocolStrategy
 from flwr_perdl.random import SERVER, spawn
-from flwr_perdl.regression import (
-    Answers,
-    Ask,
-    MomentDescent,
-    OneShot,
-    Refinement,
-    State,
-    TwoPhase,
-    two_phases,
-)
-from flwr_perdl.regression.phases import DESCENT, REFINEMENT
+from flwr_perdl.regression import MomentDescent, OneShot, Refinement, TwoPhase, two_phases
+from flwr_perdl.regression.exchange import Answers, Ask, State
+from flwr_perdl.regression.moments import random_models
+from flwr_perdl.regression.phases import DESCENT, REFINEMENT, reject_idle
 from flwr_perdl.strategies.clustered import check_cluster
 
 _COUNT = "rounds"
@@ -102,56 +97,44 @@ class _MixedRegression(ProtocolStrategy):
 
     def protocol(self, initial: list[Matrix], state: Saved | None) -> Protocol:
         """Ask, and go on from the answers; one request per communication round."""
-        settings, count = self.two_phase, 0
+        settings, options, count = self.two_phase, self._options, 0
         if state is None:
             begin = settings.begin(self._given(initial))
         else:
             begin, count = State.unpack(state), int(state[_COUNT])
         run = two_phases(settings, begin)
         ask = next(run)
-        if not ask.state.centers.size and self._options.num_clients is not None:
-            n_clients = self._options.num_clients
-            self._check_clusters(n_clients, f"num_clients={n_clients}")
+        if not ask.state.centers.size and options.num_clients is not None:
+            self._check_clusters(options.num_clients, f"num_clients={options.num_clients}")
         while not (self._phase_1_only and ask.step == "update"):
-            rng = spawn(self._options.seed, SERVER, count + 1)
-            before = ask.state
+            rng, before = spawn(options.seed, SERVER, count + 1), ask.state
             replies = yield _request(ask.drawn(rng), count)
             count += 1
             answers = _collect(replies)
             if not before.centers.size:
                 n_clients = len(replies) if settings.one_shot else self._n_clients()
                 self._check_clusters(n_clients, f"{n_clients} clients")
-                if self._random:
-                    run = two_phases(settings, State(centers=self._drawn_models(answers, rng)))
-                    next(run)  # the same question, with models
+                if self._random:  # the same question, with models
+                    d = answers.stack.shape[1] - 1
+                    models = random_models(int(settings.n_clusters), d, rng)
+                    run = two_phases(settings, State(centers=models))
+                    next(run)
             ask = run.send((answers, rng))
             replies.note(EFFECTS[settings.robust], {int(p): odd for p, odd in ask.state.odd})
             if before.step == "describe":
                 self._note_steep(replies, ask.state)
         return [ask.state.centers]
 
-    def _drawn_models(self, answers: Answers, rng: np.random.Generator) -> Matrix:
-        """Return random models to start from; a ValueError if they are too many to send."""
-        d = answers.stack.shape[1] - 1
-        most = self._options.max_reply_bytes // (8 * (d + 1))
-        if self._n_models() > most:
-            raise ValueError(
-                f"n_clusters must be at most {most}, whose models have max_reply_bytes, got "
-                f"{self._n_models()}."
-            )
-        return random_models(self._n_models(), d, rng)
-
     def _note_steep(self, replies: Replies, state: State) -> None:
         """Say in report and log which clients the models are learned without."""
         if len(state.steep):
             replies.note(EFFECTS["filtered"], dict.fromkeys(state.steep.tolist(), 1.0))
-            names = self.client_names
             log(
                 WARNING,
                 "Left out of the models: clients [%s], whose curvature is more than ten times the "
                 "median: the step size would have to follow theirs. With step_size given they "
                 "count.",
-                ", ".join(names.get(p, str(p)) for p in state.steep.tolist()),
+                ", ".join(self.client_names.get(p, str(p)) for p in state.steep.tolist()),
             )
 
     def _given(self, initial: list[Matrix]) -> Matrix | None:
@@ -163,10 +146,10 @@ class _MixedRegression(ProtocolStrategy):
             wanted = "[models]" if self._takes_models else "left out"
             raise ValueError(f"initial_arrays must be {wanted}, got {len(initial)} arrays.")
         models = check_array("initial_arrays", initial[0], min_rows=1)
-        if self.two_phase.n_clusters not in ("auto", len(models)):
+        k = self.two_phase.n_clusters
+        if k not in ("auto", len(models)):
             raise ValueError(
-                f"initial_arrays must be [models] with n_clusters={self._n_models()} models, got "
-                f"{len(models)}."
+                f"initial_arrays must be [models] with n_clusters={k} models, got {len(models)}."
             )
         return models
 
@@ -181,19 +164,15 @@ class _MixedRegression(ProtocolStrategy):
 
     def _check_no_phase_1(self, where: str) -> None:
         """Reject options of a Phase 1 that never comes."""
-        phases = self.two_phase
-        if not phases.phase_2.check_every and phases.phase_1 != DESCENT:
-            raise ValueError(
-                f"phase_1 must be left out {where} with check_every=0, where it does nothing, got "
-                f"{phases.phase_1}."
-            )
+        if not self.two_phase.phase_2.check_every:
+            reject_idle(self.two_phase, f"{where} with check_every=0", phase_1=DESCENT)
 
     def _check_clusters(self, n_clients: int, found: str) -> None:
         """Reject more clusters than there are clients."""
-        if self.two_phase.n_clusters != "auto" and self._n_models() > n_clients:
+        k = self.two_phase.n_clusters
+        if k != "auto" and int(k) > n_clients:
             raise ValueError(
-                f"n_clusters must be at most the number of clients, got {self._n_models()} with "
-                f"{found}."
+                f"n_clusters must be at most the number of clients, got {k} with {found}."
             )
 
     def _n_clients(self) -> int:
@@ -202,9 +181,6 @@ class _MixedRegression(ProtocolStrategy):
             return len(self._roster.names)
         # The older interface has a roster of its own: at most so many, by who was asked.
         return int((len(self._running()._asked) + 0.5) / self._options.fraction_train)
-
-    def _n_models(self) -> int:
-        return int(self.two_phase.n_clusters)
 
 
 class FedMD(_MixedRegression):
@@ -233,19 +209,9 @@ class FedMD(_MixedRegression):
 
     Examples
     --------
-    >>> import numpy as np
-    >>> from flwr_perdl.clients import RegressionClient, client_app
-    >>> from flwr_perdl.simulations import InProcessGrid
+    >>> from flwr_perdl.regression import MomentDescent
     >>> from flwr_perdl.strategies import FedMD
-    >>> slopes = np.array([[2.0, 0.0], [-2.0, 1.0]])
-    >>> X = np.random.default_rng(0).standard_normal((20, 8, 2))
-    >>> def make_client(context):
-    ...     i = context.node_config["partition-id"]
-    ...     return RegressionClient(X[i], X[i] @ slopes[i % 2], context)
-    >>> grid = InProcessGrid(client_app(make_client), 20)
-    >>> result = FedMD(2).start(grid, num_rounds=10)
-    >>> result.arrays.to_numpy_ndarrays()[0].shape
-    (2, 2)
+    >>> strategy = FedMD(3, phase_1=MomentDescent(n_anchors=50), num_clients=200)
     """
 
     _phase_1_only = True
@@ -300,8 +266,7 @@ class FedX(_MixedRegression):
     Notes
     -----
     Result: ``strategy.start(...).arrays.to_numpy_ndarrays()`` is ``[models (k, d)]``; which cluster
-    a client is in only its evaluations say (``history``). Floats per client and round of Phase 2:
-    k d down and d + 2 up.
+    a client is in only its evaluations say (``history``).
 
     Examples
     --------
@@ -364,19 +329,8 @@ class OneShotClustering(_MixedRegression):
 
     Examples
     --------
-    >>> import numpy as np
-    >>> from flwr_perdl.clients import RegressionClient, client_app
-    >>> from flwr_perdl.simulations import InProcessGrid
     >>> from flwr_perdl.strategies import OneShotClustering
-    >>> slopes = np.array([[2.0, 0.0], [-2.0, 1.0]])
-    >>> X = np.random.default_rng(0).standard_normal((20, 8, 2))
-    >>> def make_client(context):
-    ...     i = context.node_config["partition-id"]
-    ...     return RegressionClient(X[i], X[i] @ slopes[i % 2], context)
-    >>> grid = InProcessGrid(client_app(make_client), 20)
-    >>> models = OneShotClustering(2).start(grid, num_rounds=20).arrays.to_numpy_ndarrays()[0]
-    >>> sorted((models.round(3) + 0.0).tolist())
-    [[-2.0, 1.0], [2.0, 0.0]]
+    >>> strategy = OneShotClustering(3, num_clients=200)
     """
 
     _inside = _PHASE_2
@@ -392,20 +346,6 @@ class OneShotClustering(_MixedRegression):
         super().__init__(n_clusters, OneShot(), phase_2, 8, robust, options)
 
 
-def random_models(n_clusters: int, n_features: int, rng: np.random.Generator) -> Matrix:
-    """Return models drawn from ``N(0, I) / sqrt(n_features)``, as rows: where IFCA starts.
-
-    Parameters
-    ----------
-    n_clusters, n_features : int
-        The shape.
-    rng : numpy.random.Generator
-        Source of the draw.
-    """
-    models: Matrix = rng.standard_normal((n_clusters, n_features)) / np.sqrt(n_features)
-    return models
-
-
 def _request(ask: Ask, count: int) -> Request:
     """Return what is asked as a message."""
     named = bool(ask.own or ask.noise)  # what clients receive is not the same for all
@@ -415,7 +355,7 @@ def _request(ask: Ask, count: int) -> Request:
         ask.arrays,
         {LINEAR: True, **{OPTION + name: value for name, value in ask.options.items()}},
         {**ask.state.pack(), _COUNT: np.array(count)},
-        _check(ask),
+        partial(_check, ask),
         own=(lambda partition: ask.to(partition).arrays) if named else None,
         model=[models] if models.size else (),
         most=None if ask.shape is None else prod(ask.shape),
@@ -423,45 +363,28 @@ def _request(ask: Ask, count: int) -> Request:
     )
 
 
-def _check(ask: Ask) -> Callable[[Reply], None]:
-    """Return the check of a reply to a request."""
+def _check(ask: Ask, reply: Reply) -> None:
+    """Accept the one array that is asked for, of one of the models."""
+    shapes, wanted = [array.shape for array in reply.arrays], ask.shape
+    if wanted is None and [len(shape) for shape in shapes] == [1] and shapes[0][0] > 1:
+        wanted = shapes[0]
+    if shapes != [wanted]:
+        raise ValueError(
+            f"wrong shapes: [{ask.shape or '(n_features + 1,)'}] is asked for, got {shapes}: "
+            f"{ONLY_LINEAR}"
+        )
     k = len(ask.state.centers)
-    hard = ask.step == "update" and not ask.options["soft"]
-
-    def check(reply: Reply) -> None:
-        if len(reply.arrays) != 1:
-            raise ValueError(
-                f"wrong number of arrays: 1 is asked for, got {len(reply.arrays)}: {ONLY_LINEAR}"
-            )
-        (answer,) = reply.arrays
-        if ask.shape is None:
-            fits, shape = answer.ndim == 1 and len(answer) > 1, "(n_features + 1,)"
-        else:
-            fits, shape = answer.shape == ask.shape, f"{ask.shape}"
-        if not fits:
-            raise ValueError(
-                f"wrong shape: {shape} is asked for, got {answer.shape}: {ONLY_LINEAR}"
-            )
-        if hard and answer[0, 1] not in range(k):
-            raise ValueError(f"the answer names cluster {answer[0, 1]:g} of {k}")
-
-    return check
+    if ask.step == "update" and reply.arrays[0][0, 1] not in range(k):
+        raise ValueError(f"the answer names cluster {reply.arrays[0][0, 1]:g} of {k}")
 
 
 def _collect(replies: Replies) -> Answers:
-    """Return the answers of the shape that most have: in round one no other is known."""
-    shapes = Counter(reply.arrays[0].shape for reply in replies.values())
-    common = shapes.most_common(1)[0][0]
-    sizes = {who: reply.arrays[0].shape[-1] - 1 for who, reply in replies.items()}
+    """Return the answers of the width that most have: in round one no other is known."""
+    widths = {who: reply.arrays[0].shape[-1] for who, reply in replies.items()}
+    most = Counter(widths.values()).most_common(1)[0][0]
+    reason = "it has {} features, and most have {}"
     same = replies.leave_out(
-        {
-            who: f"it has {sizes[who]} features, and most have {common[-1] - 1}"
-            for who, reply in replies.items()
-            if reply.arrays[0].shape != common
-        }
+        {who: reason.format(n - 1, most - 1) for who, n in widths.items() if n != most}
     )
-    return Answers(
-        np.array(list(same), dtype=np.intp),
-        np.array([float(reply.num_examples) for reply in same.values()]),
-        np.stack([reply.arrays[0] for reply in same.values()]),
-    )
+    stack = np.stack([reply.arrays[0] for reply in same.values()])
+    return Answers(np.array(list(same), dtype=np.intp), sizes_of(same), stack)

@@ -295,7 +295,7 @@ def test_metrics_have_six_digits() -> None:
 
 # Models ------------------------------------------------------------------------------------------
 
-OPTIONS = {"local": "fedavg", "n_steps": 1, "step_size": 1.0, "soft": 1, "temperature": 1e9}
+OPTIONS = {"local": "fedavg", "n_steps": 1, "step_size": 1.0}
 
 
 def for_models(step: str, **options: Any) -> dict[str, Any]:
@@ -315,7 +315,7 @@ def test_large_models_are_refused(size: float, loss: Any, largest: float) -> Non
 
 
 def test_a_gram_matrix_leaves_only_where_the_client_says_so() -> None:
-    request = [np.zeros((1, D))], for_models("update", local="exact", soft=0)
+    request = [np.zeros((1, D))], for_models("update", local="exact")
     with pytest.raises(ValueError, match="allow_exact must"):
         RegressionClient(X, LABELS, context()).fit(*request)
     (reply,), _, _ = RegressionClient(X, LABELS, context(), allow_exact=True).fit(*request)
@@ -345,9 +345,7 @@ def test_a_client_with_few_points_does_not_train(step: str) -> None:
     [
         ({"step_size": np.inf}, "step_size must be in"),
         ({"n_steps": 10**9}, "n_steps must be between 1 and 10000"),
-        ({"temperature": -1.0}, "temperature must be in"),
         ({"local": "all"}, "local must be one of"),
-        ({"soft": 2}, "soft must be True or False"),
     ],
 )
 def test_regression_options_out_of_range_are_refused(options: dict[str, Any], named: str) -> None:

@@ -27,13 +27,7 @@ def asks(step: str, **options: Any) -> dict[str, Any]:
     return {"perdl.step": step, "server-round": 1, "perdl.seed": 0, **given}
 
 
-UPDATE: dict[str, Any] = {
-    "local": "fedavg",
-    "n_steps": 1,
-    "step_size": 0.1,
-    "soft": 0,
-    "temperature": 0.0,
-}
+UPDATE: dict[str, Any] = {"local": "fedavg", "n_steps": 1, "step_size": 0.1}
 
 
 def client(**options: Any) -> RegressionClient:

@@ -166,7 +166,6 @@ OWN: dict[str, dict[str, Callable[[], Any]]] = {
     "aggregate_atoms": {"weights": lambda: np.ones(2)},
     "NeighborRelay": {"fraction_evaluate": lambda: 0.0},
     "LocalPrivacy": {"delta": lambda: 1e-5},
-    "answer": {"ask": lambda: regression.Ask("describe")},
     "average_dictionaries": {
         "stack": lambda: np.stack([np.eye(K + 1, D)] * 2),
         "weights": lambda: np.ones(2),

@@ -1,4 +1,4 @@
-"""Each public function of `flwr_perdl.regression` serves an input or refuses it in one sentence."""
+"""Whole runs, and what sums over points or clients, serve an input or refuse it in one sentence."""
 
 from __future__ import annotations
 
@@ -17,29 +17,17 @@ from flwr_perdl.regression import (
     Clients,
     LogisticLoss,
     MomentDescent,
-    Polynomial,
     Refinement,
     TwoPhase,
     aggregate,
-    answer,
-    apply_features,
-    assign,
     choose_mixture,
-    cluster_anchors,
     fit_mixture,
-    left_subspace,
-    lemma1_filter,
     local_change,
-    model_error,
-    moment_step,
     orthonormal,
     residual_moment,
     simulate,
-    sketch,
     sufficient_statistics,
-    symmetric_subspace,
 )
-from flwr_perdl.regression.anchors import kmeans
 from tests.hostile import arguments, right_or_refused
 
 RNG = np.random.default_rng(0)
@@ -69,10 +57,9 @@ def simulated(X: Any, y: Any, n_rounds: Any, dropout: Any, seed: Any, **options:
 
 
 def answered(step: str, X: np.ndarray, y: np.ndarray, centers: np.ndarray, loss: str) -> Any:
-    if step == "describe":
-        return answer(X, y, Ask("describe"), LOSSES[loss])
-    options = {"local": "fedavg", "n_steps": 2, "step_size": 0.1, "soft": 0, "temperature": 0.0}
-    return answer(X, y, Ask("update", (centers,), options), LOSSES[loss])
+    options = {"local": "fedavg", "n_steps": 2, "step_size": 0.1}
+    ask = Ask("describe") if step == "describe" else Ask("update", (centers,), options)
+    return Clients([X], [y], LOSSES[loss]).answer(ask).stack
 
 
 def changed(loss: str, **given: Any) -> Any:
@@ -90,7 +77,6 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
             "seed": 0,
             "n_clusters": 2,
             "work": 1.0,
-            "softness": 0.0,
             "check_every": 2,
             "n_products": 2,
             "n_iterations": 1,
@@ -99,44 +85,17 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         },
     ),
     "answer": (answered, {"X": X, "y": SIGNS, "centers": THETA}),
-    "assign": (
-        assign,
-        {"losses": np.abs(X), "n_samples": np.full(8, 5.0), "temperature": 0.1},
-    ),
     "local_change": (
         changed,
         {"X": X, "y": SIGNS, "theta": THETA[0], "step": 0.1, "n_steps": 2, "weight": 1.0},
     ),
-    "lemma1_filter": (lemma1_filter, {"gram": X.T @ X / 8, "step": 0.1, "n_steps": 2}),
     "aggregate": (
         aggregate,
         {"packed": PACKED, "n_samples": np.full(6, 8.0), "n_clusters": 2},
     ),
-    "model_error": (model_error, {"centers": THETA, "theta": THETA[::-1]}),
-    "cluster_anchors": (
-        lambda **given: cluster_anchors(**given).centers,
-        {"estimates": X, "n_clusters": 2, "separation": 1.0, "max_clusters": 3},
-    ),
-    "kmeans": (
-        lambda **given: kmeans(rng=rng(), **given),
-        {"points": X, "n_clusters": 2, "restarts": 2},
-    ),
     "residual_moment": (
         residual_moment,
         {"X": X, "y": SIGNS, "thetas": np.zeros((2, 1, 3)), "Q": Q},
-    ),
-    "moment_step": (moment_step, {"X": X, "y": SIGNS, "theta": THETA[0], "U": Q[0]}),
-    "orthonormal": (orthonormal, {"Q": Q}),
-    "sketch": (
-        lambda **given: sketch(rng=rng(), **given),
-        {"n_estimates": 2, "d": 3, "width": 2},
-    ),
-    "symmetric_subspace": (symmetric_subspace, {"Q": Q, "product": Q, "n_dimensions": 1}),
-    "left_subspace": (left_subspace, {"Q": Q, "product": Q, "n_dimensions": 1}),
-    "Polynomial": (lambda X, degree: apply_features(X, Polynomial(degree)), {"X": X, "degree": 2}),
-    "sufficient_statistics": (
-        lambda **given: sufficient_statistics(rng=rng(), **given),
-        {"X": X, "y": SIGNS, "n_folds": 2},
     ),
     "fit_mixture": (
         lambda **given: fit_mixture(rng=rng(), **given),
@@ -157,10 +116,8 @@ VARIANTS: dict[str, dict[str, tuple[Any, ...]]] = {
     "simulate": {"local": ("fedavg", "fedprox"), "robust": ("mean", "filtered", "median")},
     "answer": {"step": ("describe", "update"), "loss": tuple(LOSSES)},
     "local_change": {"local": ("fedavg", "fedprox"), "loss": tuple(LOSSES)},
-    "lemma1_filter": {"local": ("fedavg", "fedprox")},
     "aggregate": {"robust": ("mean", "filtered", "clip", "trimmed", "geometric-median")},
     "residual_moment": {"estimate": ("u-statistic", "halves", "pair")},
-    "moment_step": {"step": ("least-squares", "line-search", "paper")},
 }
 
 

@@ -97,18 +97,6 @@ def test_a_weight_scales_the_clients_loss() -> None:
     np.testing.assert_allclose(half, local_change(X, y, theta, step=0.1))
 
 
-@pytest.mark.parametrize("local", ["fedavg", "fedprox"])
-@pytest.mark.parametrize("n", [1, 4, 15])
-def test_many_clients_at_once_have_the_bits_of_one_by_one(n: int, local: str) -> None:
-    rng = np.random.default_rng(n)
-    X, y, theta = (rng.standard_normal(shape) for shape in ((5, n, 6), (5, n), (5, 6)))
-    weight = rng.random(5)
-    together = local_change(X, y, theta, step=0.2, local=local, weight=weight)
-    for i in range(5):
-        alone = local_change(X[i], y[i], theta[i], step=0.2, local=local, weight=weight[i])
-        np.testing.assert_array_equal(together[i], alone)
-
-
 def test_averages_by_hand() -> None:
     packed = np.array([[[0.0, 1.0, 1.0]], [[0.0, 4.0, 1.0]], [[2.0, 5.0, 0.0]]])
     n = np.array([1.0, 2.0, 7.0])

@@ -36,7 +36,7 @@ def ulp(arrays: list[np.ndarray], seed: int) -> list[np.ndarray]:
 
 
 def labels(X: list[np.ndarray], y: list[np.ndarray], centers: np.ndarray) -> list[int]:
-    options = {"local": "fedavg", "n_steps": 1, "step_size": 0.1, "soft": 0, "temperature": 0.0}
+    options = {"local": "fedavg", "n_steps": 1, "step_size": 0.1}
     stack = Clients(X, y).answer(Ask("update", (centers,), options)).stack
     return stack[:, 0, 1].astype(int).tolist()
 

@@ -1,16 +1,13 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from sklearn.linear_model import LinearRegression
 
-from flwr_perdl.regression import (
-    choose_mixture,
-    fit_mixture,
-    model_error,
-    statistics,
-    sufficient_statistics,
-)
+from flwr_perdl.regression import choose_mixture, fit_mixture, model_error, sufficient_statistics
+from flwr_perdl.regression.statistics import Choice, Mixture
 from perdl_experiments.mixed_regression_data import Mixed, mixed_regression, oracle
 
 
@@ -27,6 +24,14 @@ def by_client(data: Mixed, n_folds: int = 1) -> np.ndarray:
     )
 
 
+def fit(data: Mixed, k: int, **options: float) -> Mixture:
+    return fit_mixture(by_client(data)[:, 0], k, rng=np.random.default_rng(0), **options)
+
+
+def choose(statistics: np.ndarray, *candidates: Any, **options: Any) -> Choice:
+    return choose_mixture(statistics, *candidates, rng=np.random.default_rng(0), **options)
+
+
 def test_folds_add_up_to_the_second_moments() -> None:
     X, y = planted().X[0], planted().y[0]
     found = sufficient_statistics(X, y, 3, rng=np.random.default_rng(1)).sum(axis=0)
@@ -39,18 +44,15 @@ def test_folds_add_up_to_the_second_moments() -> None:
 def test_one_cluster_is_least_squares(shrinkage: float) -> None:
     data = planted()
     X, y = np.vstack(data.X), np.concatenate(data.y)
-    rng = np.random.default_rng(0)
-    found = fit_mixture(by_client(data)[:, 0], 1, rng=rng, shrinkage=shrinkage)
-    np.testing.assert_allclose(
-        found.centers[0], LinearRegression(fit_intercept=False).fit(X, y).coef_, atol=1e-6
-    )
+    found = fit(data, 1, shrinkage=shrinkage)
+    pooled = LinearRegression(fit_intercept=False).fit(X, y).coef_
+    np.testing.assert_allclose(found.centers[0], pooled, atol=1e-6)
     assert found.variance == pytest.approx(np.mean((y - X @ found.centers[0]) ** 2))
 
 
 def test_the_defaults_are_least_squares_of_clear_clusters() -> None:
     data = planted(noise=0.1)
-    found = fit_mixture(by_client(data)[:, 0], 3, rng=np.random.default_rng(0))
-    assert model_error(found.centers, oracle(data)) < 1e-6
+    assert model_error(fit(data, 3).centers, oracle(data)) < 1e-6
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -64,24 +66,12 @@ def test_data_without_noise_have_exact_models(seed: int) -> None:
     np.testing.assert_allclose(np.sort(found.centers[:, 0]), [-2, 1])
 
 
-def test_every_shrinkage_at_once_is_each_alone() -> None:
-    sums = statistics._sums(by_client(planted())[:, 0])
-    starts = np.random.default_rng(0).dirichlet(np.full(3, 0.3), size=(2, 60))
-    strengths = np.array([1.0, 100.0])
-    together = statistics._alternate(sums, starts, 2.0, strengths)
-    for strength, found in zip(strengths, together, strict=True):
-        (alone,) = statistics._alternate(sums, starts, 2.0, np.array([strength]))
-        np.testing.assert_allclose(found.centers, alone.centers, atol=1e-8)
-        np.testing.assert_allclose(found.objective, alone.objective)
-
-
 def test_shrinkage_is_so_many_points_of_all_on_the_pooled_model() -> None:
     data = planted(clusters=2)
-    statistics = by_client(data)[:, 0]
     X, y = np.vstack(data.X), np.concatenate(data.y)
     pooled = LinearRegression(fit_intercept=False).fit(X, y).coef_
     both, responses = np.vstack([X, X]), np.concatenate([y, X @ pooled])
-    found = fit_mixture(statistics, 2, rng=np.random.default_rng(0), softness=0.1, shrinkage=50)
+    found = fit(data, 2, softness=0.1, shrinkage=50)
     for theta, weights in zip(found.centers, found.weights.T, strict=True):
         own = np.repeat(weights, [len(b) for b in data.y])
         counts = np.concatenate([own, np.full(len(X), 50 / len(X))])
@@ -97,7 +87,7 @@ def test_no_origin_of_the_features_matters_beside_a_constant_one(origin: float) 
     for X, y in zip(data.X, data.y, strict=True):
         moved = np.column_stack([X + origin, np.ones(len(X))])
         folds.append(sufficient_statistics(moved, y, 5, rng=np.random.default_rng(0)))
-    mixture = choose_mixture(np.stack(folds), (1, 2, 3), rng=np.random.default_rng(0)).mixture
+    mixture = choose(np.stack(folds), (1, 2, 3)).mixture
     slopes = mixture.centers[:, :-1]
     distances = np.abs(data.theta[:, None] - slopes).max(axis=2).min(axis=1)
     assert len(slopes) == 2
@@ -108,12 +98,7 @@ def test_no_origin_of_the_responses_matters() -> None:
     data = planted()
     X = [np.column_stack([A, np.ones(len(A))]) for A in data.X]
     one, other = (
-        fit_mixture(
-            by_client(data._replace(X=X, y=[b + origin for b in data.y]))[:, 0],
-            3,
-            rng=np.random.default_rng(0),
-        )
-        for origin in (0.0, 290.0)
+        fit(data._replace(X=X, y=[b + origin for b in data.y]), 3) for origin in (0.0, 290.0)
     )
     np.testing.assert_allclose(other.weights, one.weights, atol=1e-6)
     np.testing.assert_allclose(other.centers - 290 * np.eye(6)[-1], one.centers, atol=1e-6)
@@ -131,7 +116,7 @@ def test_by_default_no_empty_clusters_are_chosen(clusters: int, seed: int) -> No
 
 def test_as_many_models_as_are_asked_for_are_kept() -> None:
     statistics = by_client(planted(clusters=2), 4)
-    choice = choose_mixture(statistics, (5,), rng=np.random.default_rng(0))
+    choice = choose(statistics, (5,))
     assert choice.mixture.centers.shape == (5, 5)
     assert choice.mixture.weights.shape == (60, 5)
 
@@ -139,15 +124,12 @@ def test_as_many_models_as_are_asked_for_are_kept() -> None:
 def test_the_shrinkage_that_predicts_best_is_taken() -> None:
     rng = np.random.default_rng(1)
     data = mixed_regression(np.full(20, 10), np.full(2, 0.5), rng, d=3, noise=0.1)
-    clear, strong = (
-        choose_mixture(by_client(data, 5), rng=np.random.default_rng(0), **options)
-        for options in ({}, {"shrinkage": 100.0})
-    )
+    clear, strong = (choose(by_client(data, 5), **o) for o in ({}, {"shrinkage": 100.0}))
     assert min(clear.errors) < 0.02 < 0.09 < min(strong.errors)
     assert model_error(clear.mixture.centers, data.theta) < 0.1
     noisy = by_client(planted(noise=3.0), 4)
     chosen, *each = (
-        min(choose_mixture(noisy, rng=np.random.default_rng(0), shrinkage=points).errors)
+        min(choose(noisy, shrinkage=points).errors)
         for points in ((1.0, 10.0, 100.0), 1.0, 10.0, 100.0)
     )
     assert each[2] == min(each)
@@ -156,9 +138,7 @@ def test_the_shrinkage_that_predicts_best_is_taken() -> None:
 
 def test_planted_models_and_labels_are_found() -> None:
     data = planted()
-    found = fit_mixture(
-        by_client(data)[:, 0], 3, rng=np.random.default_rng(0), softness=1, shrinkage=0, restarts=8
-    )
+    found = fit(data, 3, restarts=8)
     assert model_error(found.centers, data.theta) < 0.15
     assert found.variance == pytest.approx(0.09, rel=0.15)
     labels = found.weights.argmax(axis=1)
@@ -170,9 +150,7 @@ def test_planted_models_and_labels_are_found() -> None:
 @pytest.mark.parametrize("clusters", [1, 2, 3])
 def test_the_number_of_clusters_is_chosen(clusters: int) -> None:
     data = planted(clusters=clusters)
-    choice = choose_mixture(
-        by_client(data, 4), rng=np.random.default_rng(0), softness=1, shrinkage=10, restarts=8
-    )
+    choice = choose(by_client(data, 4), softness=1, shrinkage=10, restarts=8)
     assert len(choice.mixture.centers) == clusters
     best = choice.errors[choice.candidates.index(clusters)]
     assert min(choice.errors) > 0.98 * best
@@ -180,8 +158,7 @@ def test_the_number_of_clusters_is_chosen(clusters: int) -> None:
 
 
 def test_of_numbers_that_predict_alike_the_smallest_is_chosen() -> None:
-    statistics = by_client(planted(noise=3.0), 4)
-    choice = choose_mixture(statistics, (4, 2, 1), rng=np.random.default_rng(0))
+    choice = choose(by_client(planted(noise=3.0), 4), (4, 2, 1))
     assert choice.candidates == (4, 2, 1)
     assert min(choice.errors) < choice.errors[2] < 1.02 * min(choice.errors)
     assert len(choice.mixture.centers) == 1
@@ -191,9 +168,7 @@ def test_no_scale_of_a_feature_matters() -> None:
     data = planted()
     scale = np.array([1.0, 1e3, 1e-3, 10.0, 1.0])
     scaled = Mixed([X * scale for X in data.X], data.y, data.labels, data.theta)
-    one, other = (
-        fit_mixture(by_client(d)[:, 0], 2, rng=np.random.default_rng(0)) for d in (data, scaled)
-    )
+    one, other = fit(data, 2), fit(scaled, 2)
     np.testing.assert_allclose(one.centers, other.centers * scale, rtol=1e-5)
 
 
@@ -204,7 +179,7 @@ def test_degenerate_data_stay_finite(fault: str) -> None:
     X = [np.zeros_like(A) if fault == "zero" else A for A in X]
     y = [np.ones_like(b) if fault == "constant" else b for b in data.y]
     statistics = by_client(Mixed(X, y, data.labels, data.theta), 2)
-    choice = choose_mixture(statistics, (1, 3), rng=np.random.default_rng(0))
+    choice = choose(statistics, (1, 3))
     assert np.isfinite(choice.mixture.centers).all()
     assert np.isfinite(choice.errors).all()
 

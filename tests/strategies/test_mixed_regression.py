@@ -99,10 +99,11 @@ CASES: dict[str, tuple[int | str, dict[str, Any], Any]] = {
     "s = 1": (3, refined(n_steps=1), None),
     "fedprox": (3, refined(local="fedprox"), None),
     "exact": (3, refined(local="exact"), None),
-    "soft": (3, refined(softness=1.0), None),
     "clip": (3, {"robust": "clip"}, None),
     "filtered": (3, {"robust": "filtered"}, None),
     "the paper's": (3, PAPER, None),
+    "line search": (3, {"phase_1": MomentDescent(anchor_step="line-search", n_iterations=2)}, None),
+    "models are added": ("auto", refined(check_every=5), NEAR[:2]),
     "perturbed anchors": (3, PERTURBED, None),
     "given models": (3, refined(check_every=0), NEAR),
     "given models and step": (3, refined(check_every=0, step_size=0.02), NEAR),
@@ -440,7 +441,7 @@ def test_another_loss_goes_through_phase_2() -> None:
 # Privacy ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, PAPER, refined(softness=1.0)])
+@pytest.mark.parametrize("options", [{}, PAPER])
 def test_no_message_carries_a_sample(options: dict[str, Any]) -> None:
     data, messages = planted(), []
 
