@@ -77,6 +77,7 @@ PUBLIC = {
         "RegressionClient",
         "client_app",
         "client_fn",
+        "keep_private",
         "local_atoms",
     },
     "strategies": {

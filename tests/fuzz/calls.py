@@ -187,13 +187,14 @@ OWN: dict[str, dict[str, Callable[[], Any]]] = {
     "simulate_rounds": {"centers": lambda: _normal(2, 2)},
     "sparse_code": {"n_nonzero": lambda: 1},
 }
-#: What needs Flower's grid, Ray, a folder, a round of a run, or is Flower's own.
+#: What needs Flower's grid, Ray, a folder, a round of a run, is Flower's own, or has *arguments.
 LEFT_OUT = {
     "FlowerNetwork",
     "Member",
     "PrivateState",
     "RayNetwork",
     "await_nodes",
+    "keep_private",
     "kept_local_atoms",
     "local_atoms",
     "make_key",
