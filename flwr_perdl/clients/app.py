@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 from flwr.app import ConfigRecord, Context, Error, Message, MessageType, RecordDict
@@ -28,6 +29,7 @@ from flwr_perdl.clients._handlers import (
 from flwr_perdl.clients._own_fit import evaluate_perma, fit_perma
 from flwr_perdl.clients.base import Member, identify
 from flwr_perdl.clients.diffusion import ONLY_DIFFUSION, SEALED
+from flwr_perdl.clients.ditto import answer_ditto, in_ditto_round
 from flwr_perdl.clients.keep_private import KeepPrivate, check_patterns
 from flwr_perdl.clients.perma import SENDS
 from flwr_perdl.clients.regression import LINEAR, ONLY_LINEAR
@@ -47,6 +49,8 @@ from flwr_perdl.protocol.records import (
 
 #: Makes a client: an object with ``fit`` and ``evaluate``, or what its ``to_client()`` returns.
 Factory = Callable[[Context], Any]
+#: Answers a message by several calls of an app's handlers.
+Parts = Callable[[Message, Context, Callable[[Message, Context], Message]], Message]
 
 #: The client that answers all parts of one message.
 _MADE: ContextVar[Any] = ContextVar("made", default=None)
@@ -265,8 +269,11 @@ class AnsweringApp(ClientApp):
                     raise ValueError(f"the round must not be a secure one {_NOT_BOTH}.")
                 answered = masked(message, context, self._answer, self._min_clients)
             else:
-                clustered = in_clustered_round(message)
-                call = self._answer_clustered if clustered else self._answer
+                call = self._answer
+                if in_clustered_round(message):
+                    call = partial(self._answer_in_parts, answer_clustered)
+                elif in_ditto_round(message):
+                    call = partial(self._answer_in_parts, answer_ditto)
                 answered = in_plain_round(message, context, call)
         except NoEvaluateError as error:  # the server is to tell it from a failure
             answered = Message(Error(NO_EVALUATE, str(error)), reply_to=message)
@@ -284,8 +291,9 @@ class AnsweringApp(ClientApp):
         """Answer a message by the handlers."""
         return super().__call__(message, context)
 
-    def _answer_clustered(self, message: Message, context: Context) -> Message:
-        return answer_clustered(message, context, self._answer)
+    def _answer_in_parts(self, answer: Parts, message: Message, context: Context) -> Message:
+        """Answer a message that takes several calls of the handlers."""
+        return answer(message, context, self._answer)
 
 
 class OtherApp(AnsweringApp):
@@ -366,10 +374,10 @@ class NumPyClientApp(AnsweringApp):
 
     # Methods and not closures: Ray pickles the app with every message, these by their names.
 
-    def _answer_clustered(self, message: Message, context: Context) -> Message:
+    def _answer_in_parts(self, answer: Parts, message: Message, context: Context) -> Message:
         token = _MADE.set(self._made(context))  # many models, one client: its data are read once
         try:
-            return super()._answer_clustered(message, context)
+            return super()._answer_in_parts(answer, message, context)
         finally:
             _MADE.reset(token)
 

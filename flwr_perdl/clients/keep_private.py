@@ -200,6 +200,11 @@ class KeepPrivate:
     def _part(self, given: ArrayRecord, kept: PrivateArrays | None, left_out: list[str]) -> _Part:
         """Return what a request is about, or say what is wrong with it."""
         own = {} if kept is None else kept
+        if own and _NAMES not in own:
+            raise ValueError(
+                "the app must keep no private state of its own, as Ditto's clients and "
+                "DictionaryClient do, got keep_private around such an app."
+            )
         lost = [name for name in left_out if name not in given and f"{_ARRAY}{name}" not in own]
         if lost:
             raise ValueError(

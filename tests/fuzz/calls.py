@@ -181,6 +181,7 @@ OWN: dict[str, dict[str, Callable[[], Any]]] = {
     "moment_step": {"step": lambda: "least-squares"},
     "model_error": {"theta": lambda: _normal(2, D)},
     "MomentDescent": {"n_anchors": lambda: 5},
+    "PersonalizedFedAvg": {"private": lambda: ["head.*"]},
     "DiffusionAveraging": {"metrics": lambda: ("loss",)},
     "residual_moment": {"thetas": lambda: _normal(1, 1, D), "Q": lambda: np.eye(D)[None]},
     "simulate": {"centers": lambda: _normal(2, 2)},
