@@ -30,7 +30,7 @@ from flwr_perdl.clients._own_fit import evaluate_perma, fit_perma
 from flwr_perdl.clients.base import Member, identify
 from flwr_perdl.clients.diffusion import ONLY_DIFFUSION, SEALED
 from flwr_perdl.clients.ditto import answer_ditto, in_ditto_round
-from flwr_perdl.clients.keep_private import KeepPrivate, check_patterns
+from flwr_perdl.clients.keep_private import KeepPrivate, asked_to_keep, check_patterns
 from flwr_perdl.clients.perma import SENDS
 from flwr_perdl.clients.regression import LINEAR, ONLY_LINEAR
 from flwr_perdl.core.checks import Matrix, check_count, check_flag, check_kind
@@ -260,6 +260,7 @@ class AnsweringApp(ClientApp):
         super().__init__()
         self._min_clients = min_clients
         self._keep = KeepPrivate(private) if private else None
+        self._keeps_itself = False
 
     def __call__(self, message: Message, context: Context) -> Message:
         """Answer a message, also where a mod returned something else than a reply to it."""
@@ -283,9 +284,10 @@ class AnsweringApp(ClientApp):
 
     def _answer(self, message: Message, context: Context) -> Message:
         """Answer a message by the handlers, with the client's private arrays in it."""
-        if self._keep is None:
+        keep = self._keep or (None if self._keeps_itself else asked_to_keep(message))
+        if keep is None:
             return self._handle(message, context)
-        return self._keep(message, context, self._handle)
+        return keep(message, context, self._handle)
 
     def _handle(self, message: Message, context: Context) -> Message:
         """Answer a message by the handlers."""
@@ -302,6 +304,7 @@ class OtherApp(AnsweringApp):
     def __init__(self, app: ClientApp, min_clients: int, private: tuple[str, ...]) -> None:
         super().__init__(min_clients, private)
         self._app = app
+        self._keeps_itself = any(isinstance(mod, KeepPrivate) for mod in mods_of(app))
 
     def _handle(self, message: Message, context: Context) -> Message:
         asks_who = message.metadata.message_type == MessageType.QUERY

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
+from glob import escape
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,7 +35,7 @@ from flwr.app import (
 from flwr_perdl.clients._handlers import floats
 from flwr_perdl.clients.base import PrivateArrays, PrivateState, private_shelf
 from flwr_perdl.core.checks import FLOATS, check_count, check_list
-from flwr_perdl.protocol.records import ANEW, METRICS, ROUND, RUN, Scalar, decode, encode
+from flwr_perdl.protocol.records import ANEW, CONFIG, METRICS, ROUND, RUN, Scalar, decode, encode
 
 #: Keys of a request's config: the names, as JSON, that the server leaves out of its requests to a
 #: client that has them, and wants left out of replies; whether to train in two steps, as FedRep.
@@ -115,6 +116,13 @@ def keep_private(*patterns: str) -> KeepPrivate:
     if not patterns:
         raise ValueError("patterns must name at least one array, got none.")
     return KeepPrivate(check_patterns("patterns", patterns))
+
+
+def asked_to_keep(message: Message) -> KeepPrivate | None:
+    """Return what keeps the arrays that a server leaves out, where the client names none itself."""
+    config = message.content.config_records.get(CONFIG, {})
+    left_out = json.loads(str(config.get(LEFT_OUT, "[]")))
+    return KeepPrivate(tuple(map(escape, left_out))) if left_out else None
 
 
 def check_patterns(name: str, patterns: Any) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from flwr_perdl.protocol.request import Protocol, Replies, Request, TooFewReplie
 from flwr_perdl.protocol.strategy import ProtocolStrategy, await_nodes
 from flwr_perdl.strategies.averaging import DictionaryAveraging
 from flwr_perdl.strategies.clustered import ClusteredFedAvg, Clusters
+from flwr_perdl.strategies.diagnosis import Diagnosed, Diagnosis
 from flwr_perdl.strategies.ditto import Ditto
 from flwr_perdl.strategies.legacy import as_legacy
 from flwr_perdl.strategies.mixed_regression import FedMD, FedX, OneShotClustering
@@ -21,6 +22,8 @@ __all__ = [
     "ClusteredFedAvg",
     "Clusters",
     "Combine",
+    "Diagnosed",
+    "Diagnosis",
     "DictionaryAveraging",
     "Ditto",
     "FedMD",
