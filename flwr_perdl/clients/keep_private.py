@@ -120,7 +120,7 @@ def keep_private(*patterns: str) -> KeepPrivate:
 
 def asked_to_keep(message: Message) -> KeepPrivate | None:
     """Return what keeps the arrays that a server leaves out, where the client names none itself."""
-    config = message.content.config_records.get(CONFIG, {})
+    config = message.content.config_records.get(CONFIG, ConfigRecord())
     left_out = json.loads(str(config.get(LEFT_OUT, "[]")))
     return KeepPrivate(tuple(map(escape, left_out))) if left_out else None
 

@@ -1,4 +1,4 @@
-"""Should these clients share a model at all, and which part of it, or with whom?
+"""Which strategy serves these clients: share all, a part, with some, or nothing at all.
 
 `Diagnosis` trains the user's own clients a few rounds by each of the strategies here that take any
 model, lets every client evaluate what it would have, and says which to take:
@@ -29,7 +29,6 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
-from numpy.typing import NDArray
 
 from flwr_perdl.clients.keep_private import check_patterns, matched
 from flwr_perdl.core.checks import Matrix, check_count, check_flag, check_kind
@@ -182,7 +181,8 @@ class Diagnosis(ShownAsCalled):
         for name, wanted in (("checkpoint_dir", None), ("fraction_train", 1.0)):
             if getattr(complete, name) != wanted:
                 raise ValueError(f"{name} must be left out, got {getattr(complete, name)!r}.")
-        self._seed, self._result = complete.seed, None
+        self._seed = complete.seed
+        self._result: Diagnosed | None = None
 
     @property
     def result(self) -> Diagnosed:
@@ -229,14 +229,14 @@ class Diagnosis(ShownAsCalled):
         check_kind("initial_arrays", initial_arrays, ArrayRecord, "an ArrayRecord")
         check_count("num_rounds", num_rounds, 3)
         parts = dict(self._parts(initial_arrays))
-        common = {"timeout": timeout, "train_config": train_config, "verbose": verbose}
-        common["evaluate_config"] = evaluate_config
         found: dict[str, dict[int, float]] = {}
         results: dict[str, Result] = {}
 
         def run(name: str, strategy: ProtocolStrategy, start: ArrayRecord, rounds: int) -> None:
             log(INFO, "Diagnosis: %s, %d rounds.", name, rounds)
-            results[name] = strategy.start(grid, start, rounds, **common)
+            results[name] = strategy.start(
+                grid, start, rounds, timeout, train_config, evaluate_config, verbose=verbose
+            )
             evaluations = [one for one in strategy.history if one.step == EVALUATE]
             found[name] = self._best([self._measured(one) for one in evaluations])
 
@@ -252,9 +252,9 @@ class Diagnosis(ShownAsCalled):
         run("clusters", clusters, initial_arrays, num_rounds)
         run("near", self._make(Ditto, num_rounds), initial_arrays, num_rounds)
         run("alone", self._make(Ditto, 1, 0.0), initial_arrays, num_rounds)
-        self._result = self._concluded(found, clusters.result.members, parts)
-        log(INFO, "%s\n%s", self._result.sentence, self._result.table())
-        return results[self._result.choice]
+        result = self._result = self._concluded(found, clusters.result.members, parts)
+        log(INFO, "%s\n%s", result.sentence, result.table())
+        return results[result.choice]
 
     def _make(self, kind: Any, every: int, *arguments: Any, **more: Any) -> Any:
         """Return a strategy whose clients evaluate every so many rounds."""
@@ -330,6 +330,6 @@ class Diagnosis(ShownAsCalled):
         return Diagnosed(choice, sentence, confidence, values, clients, groups)
 
 
-def _error(values: NDArray[np.float64]) -> float:
+def _error(values: Matrix) -> float:
     """Return the standard error of a mean."""
     return float(values.std(ddof=1) / len(values) ** 0.5)

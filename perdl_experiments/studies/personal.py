@@ -219,15 +219,15 @@ def first_model(config: Config, own: Sequence[Split], seed: int) -> Model:
 
 def strategies(rounds: int) -> dict[str, dict[str, ProtocolStrategy]]:
     """Return, by method, the strategies among which it is tuned, by what differs between them."""
-    server = {"server": ServerSettings(evaluate_every=rounds)}
-    pulls = {f"{pull:g}": Ditto(pull, **server) for pull in PULLS}
+    server = ServerSettings(evaluate_every=rounds)
+    head = ["head.*"]
     return {
-        "fedavg": {"": ClusteredFedAvg(1, **server)},
-        "fedper": {"": PersonalizedFedAvg(["head.*"], **server)},
-        "fedrep": {"": PersonalizedFedAvg(["head.*"], alternate=True, **server)},
-        "lg-fedavg": {"": PersonalizedFedAvg(["body.*"], **server)},
-        "ditto": pulls,
-        "clustered": {"": ClusteredFedAvg("auto", start_rounds=5, **server)},
+        "fedavg": {"": ClusteredFedAvg(1, server=server)},
+        "fedper": {"": PersonalizedFedAvg(head, server=server)},
+        "fedrep": {"": PersonalizedFedAvg(head, alternate=True, server=server)},
+        "lg-fedavg": {"": PersonalizedFedAvg(["body.*"], server=server)},
+        "ditto": {f"{pull:g}": Ditto(pull, server=server) for pull in PULLS},
+        "clustered": {"": ClusteredFedAvg("auto", start_rounds=5, server=server)},
     }
 
 
