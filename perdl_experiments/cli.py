@@ -242,7 +242,7 @@ def diagnose(
     logging.getLogger("flwr").setLevel(logging.WARNING)
     plain_logs()
     with _errors_in_a_sentence():
-        check_target(out, overwrite=overwrite)
+        check_target(out, overwrite=overwrite, suffix=".png")
         found = diagnose_app(
             folder,
             initial,
