@@ -47,7 +47,7 @@ def answer_ditto(
     own_config = {key: value for key, value in config.items() if key not in (DITTO, PULL)}
     trains = message.metadata.message_type == MessageType.TRAIN
     kept = state.before(round_) if trains else state.after(round_)
-    own = [array.copy() for array in given] if kept is None else [kept[n] for n in sorted(kept)]
+    own = given if kept is None else [kept[name] for name in sorted(kept)]
     if (shapes := [a.shape for a in own]) != [a.shape for a in given]:
         raise ValueError(
             f"arrays must have shapes {shapes}, as this client's own model, got "
@@ -56,7 +56,7 @@ def answer_ditto(
     if not trains:
         return evaluation_reply(message, *app.evaluate(own, own_config))
     pull = check_real(PULL, config.get(PULL), 0, 1)
-    sent, n, metrics = app.fit([array.copy() for array in given], own_config)
+    sent, n, metrics = app.fit(given, own_config)
     trained, _, _ = app.fit(own, own_config)
     if (found := [np.shape(array) for array in trained]) != shapes:
         raise ValueError(f"training must return arrays of shapes {shapes}, got {found}.")

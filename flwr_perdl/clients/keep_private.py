@@ -18,6 +18,7 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from glob import escape
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,7 +36,17 @@ from flwr.app import (
 from flwr_perdl.clients._handlers import floats
 from flwr_perdl.clients.base import PrivateArrays, PrivateState, private_shelf
 from flwr_perdl.core.checks import FLOATS, check_count, check_list
-from flwr_perdl.protocol.records import ANEW, CONFIG, METRICS, ROUND, RUN, Scalar, decode, encode
+from flwr_perdl.protocol.records import (
+    ANEW,
+    CONFIG,
+    METRICS,
+    ROUND,
+    RUN,
+    Scalar,
+    decode,
+    encode,
+    named,
+)
 
 #: Keys of a request's config: the names, as JSON, that the server leaves out of its requests to a
 #: client that has them, and wants left out of replies; whether to train in two steps, as FedRep.
@@ -87,7 +98,8 @@ def keep_private(*patterns: str) -> KeepPrivate:
     A client begins with the server's values. Then its own are kept in ``context.state``; with
     ``state-dir`` in the node config also on disk, encrypted on request, and survive a restart
     (`PrivateState`). They are saved only after a training reply that is no error, and a round that
-    is asked for again begins from the state before it. Evaluations use them.
+    is asked for again begins from the state before it. Evaluations use them. Flower's strategies do
+    not tell one run from another: all that a Flower run starts go on with the same arrays.
 
     Arrays that a reply to an evaluation or a query carries are rejected.
 
@@ -177,31 +189,26 @@ class KeepPrivate:
         state = PrivateState(context, run, private_shelf(context, _ALGORITHM))
         kept = state.before(round_) if kind == MessageType.TRAIN else state.after(round_)
         part = self._part(given, kept, json.loads(str(config.pop(LEFT_OUT, "[]"))))
-        steps = [part.private, _others(part)] if config.pop(ALTERNATE, False) else []
-        model = _model(part, kept)
+        alternate = bool(config.pop(ALTERNATE, False))
 
-        def ask(more: Mapping[str, Scalar]) -> Message:
+        def ask(model: Mapping[str, Array], more: Mapping[str, Scalar]) -> Message:
             sent: dict[str, Any] = {record: _record(model)}
             if where in configs or more:
                 sent[where] = ConfigRecord({**config, **more})
             message.content = RecordDict({**message.content, **sent})
             return call_next(message, context)
 
+        model = _model(part, kept)
         if kind != MessageType.TRAIN:
-            return _without_arrays(ask({}))
-        for trained in steps or [part.names]:
-            reply = ask({TRAIN_NAMES: json.dumps(trained)} if steps else {})
-            if reply.has_error():
-                return reply
-            answered, found = _only_arrays(reply.content, "a training reply")
-            _check_found(found, model, part.private)
-            # Of a step of FedRep the other part counts as it was, whatever the app made of it.
-            model = {**model, **{name: found[name] for name in trained}}
+            return _without_arrays(ask(model, {}))
+        reply, model = _trained(ask, part, model, alternate)
+        if reply.has_error():
+            return reply
         state.save(round_, _to_keep(part, model))
-        reply.content[answered] = _record(_to_send(part, model))
+        reply.content[next(iter(reply.content.array_records))] = _record(_to_send(part, model))
         numbers = reply.content.get(METRICS)
         if part.left_out and isinstance(numbers, MetricRecord):
-            numbers[KEPT] = sum(int(np.prod(model[name].shape)) for name in part.left_out)
+            numbers[KEPT] = sum(prod(model[name].shape) for name in part.left_out)
             numbers[ANEW] = int(kept is None)
         return reply
 
@@ -219,7 +226,7 @@ class KeepPrivate:
                 f"arrays must have a start of {_list(lost)}: this client keeps none from before, "
                 "and without a state-dir in its node config a restart loses what it kept."
             )
-        names = list(given) if kept is None else json.loads(kept[_NAMES].tobytes())
+        names = list(given) if kept is None else json.loads(kept[_NAMES].astype(np.uint8).tobytes())
         private = matched("patterns", self.patterns, names)
         if not set(left_out) <= set(private):
             raise ValueError(
@@ -246,14 +253,8 @@ def _list(names: Collection[str]) -> str:
     return f"{shown}, … ({len(names)} in all)" if len(names) > 8 else shown or "none"
 
 
-def _others(part: _Part) -> list[str]:
-    return [name for name in part.names if name not in part.private]
-
-
 def _record(arrays: Mapping[str, Array]) -> ArrayRecord:
-    record = ArrayRecord()  # made from a mapping it would have copies of the arrays
-    record.update(arrays)
-    return record
+    return named([*arrays.values()], arrays)
 
 
 def _only_arrays(content: RecordDict, what: str) -> tuple[str, ArrayRecord]:
@@ -278,6 +279,27 @@ def _model(part: _Part, kept: PrivateArrays | None) -> dict[str, Array]:
     return {name: private[name] if name in private else part.given[name] for name in part.names}
 
 
+def _trained(
+    ask: Callable[[Mapping[str, Array], Mapping[str, Scalar]], Message],
+    part: _Part,
+    model: dict[str, Array],
+    alternate: bool,
+) -> tuple[Message, dict[str, Array]]:
+    """Return the app's last reply, and the model after its training, in one step or FedRep's two.
+
+    Of a step of FedRep the other part counts as it was, whatever the app made of it.
+    """
+    shared = [name for name in part.names if name not in part.private]
+    for names in (part.private, shared) if alternate else (part.names,):
+        reply = ask(model, {TRAIN_NAMES: json.dumps(names)} if alternate else {})
+        if reply.has_error():
+            break
+        _, found = _only_arrays(reply.content, "a training reply")
+        _check_found(found, model, part.private)
+        model = {**model, **{name: found[name] for name in names}}
+    return reply, model
+
+
 def _check_found(found: ArrayRecord, model: Mapping[str, Array], private: Sequence[str]) -> None:
     """Accept a training reply with the model's arrays, whose private ones can be kept."""
     if found.keys() != model.keys():
@@ -291,17 +313,20 @@ def _check_found(found: ArrayRecord, model: Mapping[str, Array], private: Sequen
 
 
 def _to_keep(part: _Part, model: Mapping[str, Array]) -> PrivateArrays:
-    names = np.frombuffer(json.dumps(part.names).encode(), dtype=np.uint8)
+    letters = np.frombuffer(json.dumps(part.names).encode(), dtype=np.uint8)
+    names = letters.astype(np.float64)  # records take longer for other dtypes
     return {_NAMES: names, **{f"{_ARRAY}{name}": decode(model[name]) for name in part.private}}
 
 
 def _to_send(part: _Part, model: Mapping[str, Array]) -> dict[str, Array]:
     """Return what leaves: of the private arrays the server's own values, or nothing."""
-    if not part.left_out:
-        return {n: part.given[n] if n in part.private else model[n] for n in part.names}
-    sent = {}
-    for name in part.names:
-        if name not in part.left_out:
-            array = part.given[name] if name in part.private else model[name]
-            sent[name] = array if array.dtype in _FLOATS else encode(*floats([decode(array)]))
+    sent = {
+        name: part.given[name] if name in part.private else model[name]
+        for name in part.names
+        if name not in part.left_out
+    }
+    if part.left_out:  # our own server averages floats alone
+        for name, array in sent.items():
+            if array.dtype not in _FLOATS:
+                sent[name] = encode(*floats([decode(array)]))
     return sent
