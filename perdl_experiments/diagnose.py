@@ -114,5 +114,5 @@ def picture(found: Diagnosed) -> Any:
     order = sorted(range(len(found.clients)), key=lambda i: found.groups.get(found.clients[i], -1))
     rows = [f"{found.clients[i]} (group {found.groups.get(found.clients[i], '-')})" for i in order]
     values = np.stack(list(found.values.values()), axis=1)[order]
-    better = values[:, list(found.values).index(found.choice)].mean() >= values[:, 0].mean()
-    return pictures.heat_map(values, rows, list(found.values), higher_is_better=bool(better))
+    better = found.higher_is_better
+    return pictures.heat_map(values, rows, list(found.values), higher_is_better=better)

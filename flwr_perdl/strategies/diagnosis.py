@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from logging import INFO
+from logging import INFO, WARNING
 from typing import Any, NamedTuple, Unpack
 
 import numpy as np
@@ -37,6 +37,7 @@ from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import Options, ServerOptions, ServerSettings
 from flwr_perdl.protocol.records import EVALUATE, to_arrays, to_record
 from flwr_perdl.protocol.report import RoundReport
+from flwr_perdl.protocol.request import TooFewReplies
 from flwr_perdl.protocol.strategy import ProtocolStrategy
 from flwr_perdl.random import SERVER, spawn
 from flwr_perdl.strategies.clustered import ClusteredFedAvg
@@ -53,9 +54,11 @@ WRITE = {
     "near": "Ditto()",
     "alone": "no federation: clients are better off alone",
 }
-#: Standard errors of the clients' gains over FedAvg above which another strategy is taken, and
-#: draws of clients by which the choice is made again.
-_ERRORS, _DRAWS = 2.0, 1000
+#: Another strategy is taken where the clients' mean gain over FedAvg is more than so many of its
+#: standard errors, and than this share of FedAvg's value: what nobody would notice is no reason.
+_ERRORS, _LEAST = 2.0, 0.01
+#: Draws of clients by which the choice is made again.
+_DRAWS = 1000
 
 
 class Diagnosed(NamedTuple):
@@ -75,6 +78,8 @@ class Diagnosed(NamedTuple):
         The clients' partitions, those that evaluated all candidates.
     groups : dict of int to int
         Who is like whom: each client's cluster, by partition.
+    higher_is_better : bool, default False
+        Of the metric.
 
     Examples
     --------
@@ -92,14 +97,14 @@ class Diagnosed(NamedTuple):
     values: dict[str, Matrix]
     clients: list[int]
     groups: dict[int, int]
+    higher_is_better: bool = False
 
     def table(self) -> str:
         """Return the candidates' means, their 95 % intervals over clients, and who gains."""
         lines = ["candidate    mean    interval  better than shared"]
-        higher = self.values[self.choice].mean() >= self.values["shared"].mean()
         for name, values in self.values.items():
             gains = values - self.values["shared"]
-            better = int(np.sum(gains > 0 if higher else gains < 0))
+            better = int(np.sum(gains > 0 if self.higher_is_better else gains < 0))
             lines.append(
                 f"{name:<9}{values.mean():8.4f}  +-{1.96 * _error(values):8.4f}"
                 f"{f'{better} of {len(values)}':>20}"
@@ -116,7 +121,8 @@ class Diagnosis(ShownAsCalled):
 
     Every candidate trains for ``num_rounds``, on the same clients and from the same model; then
     each client evaluates the model that it would have, by its own ``evaluate``. FedAvg is taken
-    unless another one's mean gain over it is more than two standard errors over clients.
+    unless another one's mean gain over it is more than two standard errors over clients, and more
+    than a hundredth of its value.
 
     Parameters
     ----------
@@ -225,6 +231,8 @@ class Diagnosis(ShownAsCalled):
         ------
         ValueError, TypeError
             If an argument breaks its rule, or no client's evaluation has the metric.
+        TooFewReplies
+            If FedAvg has too few good replies; another candidate is then left out.
         """
         check_kind("initial_arrays", initial_arrays, ArrayRecord, "an ArrayRecord")
         check_count("num_rounds", num_rounds, 3)
@@ -234,9 +242,15 @@ class Diagnosis(ShownAsCalled):
 
         def run(name: str, strategy: ProtocolStrategy, start: ArrayRecord, rounds: int) -> None:
             log(INFO, "Diagnosis: %s, %d rounds.", name, rounds)
-            results[name] = strategy.start(
-                grid, start, rounds, timeout, train_config, evaluate_config, verbose=verbose
-            )
+            try:
+                results[name] = strategy.start(
+                    grid, start, rounds, timeout, train_config, evaluate_config, verbose=verbose
+                )
+            except TooFewReplies as error:  # such as of models that have grown without bound
+                if name == "shared":
+                    raise
+                log(WARNING, "Diagnosis leaves out %s: %s", name, error)
+                return
             evaluations = [one for one in strategy.history if one.step == EVALUATE]
             found[name] = self._best([self._measured(one) for one in evaluations])
 
@@ -314,7 +328,8 @@ class Diagnosis(ShownAsCalled):
         values = {name: np.array([own[p] for p in clients]) for name, own in found.items()}
         gains = self._sign * np.stack([own - values["shared"] for own in values.values()])
         best = int(gains.mean(axis=1).argmax())
-        if gains[best].mean() <= _ERRORS * _error(gains[best]):
+        least = max(_ERRORS * _error(gains[best]), _LEAST * abs(values["shared"].mean()))
+        if gains[best].mean() <= least:
             best = 0
         drawn = spawn(self._seed, SERVER, 2).integers(len(clients), size=(_DRAWS, len(clients)))
         confidence = float(np.mean(gains[:, drawn].mean(axis=2).argmax(axis=0) == best))
@@ -327,7 +342,8 @@ class Diagnosis(ShownAsCalled):
             else f"{self.metric} {mean:.4g}, and no other is better by more than chance"
         )
         sentence = f"{write} ({why}; best in {confidence:.0%} of draws of the clients)."
-        return Diagnosed(choice, sentence, confidence, values, clients, groups)
+        higher = self._sign > 0
+        return Diagnosed(choice, sentence, confidence, values, clients, groups, higher)
 
 
 def _error(values: Matrix) -> float:

@@ -14,7 +14,7 @@ def small() -> Ran:
     return run_study(
         "personal",
         clients=8,
-        rounds=15,
+        rounds=40,
         seeds=1,
         images=20,
         hidden=16,
@@ -44,7 +44,7 @@ def test_a_step_moves_the_named_arrays_and_descends() -> None:
     config = config_of("personal", clients=8, images=20)
     own = personal.splits(config, "labels", 0)
     model = personal.first_model(config, own, 0)
-    client = personal.Client(own[0], 0, 0, 0.1)
+    client = personal.Client(own[0], 0, 0, 0.5)
     names = {"server-round": 1, "train-names": '["head.weight", "head.bias"]'}
     moved = client.fit(model, names)[0]
     same = [np.array_equal(*pair) for pair in zip(model, moved, strict=True)]

@@ -20,17 +20,13 @@ NAMES = ("body.weight", "body.bias", "head.weight", "head.bias")
 def linear(kind: str, seed: int) -> Callable[[Context], Any]:
     """Return a maker of clients with two linear layers, whose difference is of this kind."""
     rng = np.random.default_rng(seed)
-    body, heads = rng.standard_normal((6, 3)) / 2, rng.standard_normal((N, 3, 2))
+    body, heads = rng.standard_normal((12, 2)) / 3, rng.standard_normal((N, 2, 4))
     if kind == "shared":
         heads[:] = heads[0]
     if kind == "clusters":
         heads[::2], heads[1::2] = heads[0], heads[1]
-    if kind == "alone":
-        bodies = rng.standard_normal((N, 6, 3)) / 2
-    else:
-        bodies = np.broadcast_to(body, (N, 6, 3))
-    X = rng.standard_normal((N, 48, 6))
-    Y = X @ bodies @ heads + 0.3 * rng.standard_normal((N, 48, 2))
+    X = rng.standard_normal((N, 60, 12))
+    Y = X @ body @ heads + 0.3 * rng.standard_normal((N, 60, 4))
 
     class Client:
         def __init__(self, context: Context) -> None:
@@ -38,18 +34,18 @@ def linear(kind: str, seed: int) -> Callable[[Context], Any]:
 
         def fit(self, model: list[np.ndarray], config: Any) -> Any:
             W, b, V, c = model
-            X_own, Y_own = X[self.own, :16], Y[self.own, :16]
-            for _ in range(10):
+            X_own, Y_own = X[self.own, :12], Y[self.own, :12]
+            for _ in range(20):
                 hidden = X_own @ W + b
                 error = (hidden @ V + c - Y_own) / len(X_own)
                 back = error @ V.T
-                V, c = V - 0.2 * hidden.T @ error, c - 0.2 * error.sum(axis=0)
-                W, b = W - 0.2 * X_own.T @ back, b - 0.2 * back.sum(axis=0)
+                V, c = V - 0.08 * hidden.T @ error, c - 0.08 * error.sum(axis=0)
+                W, b = W - 0.08 * X_own.T @ back, b - 0.08 * back.sum(axis=0)
             return [W, b, V, c], len(X_own), {}
 
         def evaluate(self, model: list[np.ndarray], config: Any) -> Any:
             W, b, V, c = model
-            error = (X[self.own, 16:] @ W + b) @ V + c - Y[self.own, 16:]
+            error = (X[self.own, 12:] @ W + b) @ V + c - Y[self.own, 12:]
             return float(np.mean(error**2)), len(error), {"score": -float(np.mean(error**2))}
 
     return Client
@@ -57,7 +53,7 @@ def linear(kind: str, seed: int) -> Callable[[Context], Any]:
 
 def start() -> ArrayRecord:
     rng = np.random.default_rng(0)
-    shapes = ((6, 3), (3,), (3, 2), (2,))
+    shapes = ((12, 2), (2,), (2, 4), (4,))
     arrays = [
         rng.standard_normal(shape) / 2 if len(shape) == 2 else np.zeros(shape) for shape in shapes
     ]
@@ -67,7 +63,7 @@ def start() -> ArrayRecord:
 def diagnosed(kind: str, seed: int, **options: Any) -> Diagnosis:
     diagnosis = Diagnosis(**options)
     grid = InProcessGrid(client_app(linear(kind, seed)), N)
-    diagnosis.start(grid, start(), num_rounds=12, verbose="quiet")
+    diagnosis.start(grid, start(), num_rounds=20, verbose="quiet")
     return diagnosis
 
 
