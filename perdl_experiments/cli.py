@@ -26,6 +26,7 @@ from flwr_perdl import __version__
 from flwr_perdl.clients import kept_local_atoms
 from flwr_perdl.core.checks import check_count
 from perdl_experiments.deployment import MOST_NODES, Deployment
+from perdl_experiments.diagnose import diagnose_app, picture
 from perdl_experiments.fetch import HUB, PAPERS, SCIKIT_LEARN, check_target, save
 from perdl_experiments.fetch import fetch as fetch_images
 from perdl_experiments.report import odd_clients, read_results, write_report
@@ -217,6 +218,42 @@ def fetch(
     whose = f" of {plural(arrays['client'].max() + 1, 'client')}" if "client" in arrays else ""
     labels = plural(len(set(arrays["y"].tolist())), "label")
     print(f"{path}: {plural(n, 'image')}{whose}, {height}x{width}, {labels}")
+
+
+@app.command()
+def diagnose(
+    folder: Annotated[Path, typer.Argument(help="A Flower app's folder.")],
+    initial: Annotated[
+        str, typer.Option(help="The initial arrays, module:name: a model, a record, a function.")
+    ],
+    clients: Annotated[
+        int | None, typer.Option(help="Number of clients; the app's own by default.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Communication rounds of each candidate.")] = 20,
+    private: Annotated[
+        list[str] | None, typer.Option(help="Arrays to keep private; the last layer by default.")
+    ] = None,
+    metric: Annotated[str, typer.Option(help="The metric of evaluations to compare by.")] = "loss",
+    seed: Annotated[int, typer.Option(help="The run's one seed.")] = 0,
+    out: Annotated[Path, typer.Option(help="The picture.")] = Path("diagnosis.png"),
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the picture.")] = False,
+) -> None:
+    """Say which strategy serves the clients of a Flower app, and draw who gains what."""
+    logging.getLogger("flwr").setLevel(logging.WARNING)
+    plain_logs()
+    with _errors_in_a_sentence():
+        check_target(out, overwrite=overwrite, suffix=".png")
+        found = diagnose_app(
+            folder,
+            initial,
+            clients=clients,
+            rounds=rounds,
+            private=private or (),
+            metric=metric,
+            seed=seed,
+        )
+    picture(found).savefig(out, dpi=200)
+    print(f"{found.table()}\n\n{found.sentence}\n{out}: every client's {metric} by candidate")
 
 
 @app.command("local-atoms")

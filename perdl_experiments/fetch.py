@@ -245,7 +245,7 @@ def _unreadable(source: Source, error: Exception) -> ValueError:
     return ValueError(f"images of {source.dataset} must be readable: {error}")
 
 
-def check_target(path: Path, *, overwrite: bool) -> None:
+def check_target(path: Path, *, overwrite: bool, suffix: str = ".npz") -> None:
     """Refuse a file that `save` cannot write, or that must not be replaced.
 
     Parameters
@@ -254,14 +254,16 @@ def check_target(path: Path, *, overwrite: bool) -> None:
         The file.
     overwrite : bool
         Whether one that is there may be replaced.
+    suffix : str, default ".npz"
+        How its name ends.
 
     Raises
     ------
     ValueError
-        If it does not end in ``.npz``, is a folder, or is there and must stay.
+        If its name ends otherwise, it is a folder, or is there and must stay.
     """
-    if path.suffix != ".npz":
-        raise ValueError(f"out must end in .npz, got {str(path)!r}.")
+    if path.suffix != suffix:
+        raise ValueError(f"out must end in {suffix}, got {str(path)!r}.")
     if path.is_dir() or (path.exists() and not overwrite):
         raise ValueError(
             f"out must be a new file, got {str(path)!r}, which exists: replace it with --overwrite."

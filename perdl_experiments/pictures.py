@@ -8,6 +8,7 @@ from textwrap import fill
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
 from flwr_perdl.core.checks import Matrix
 from perdl_experiments.plots import (
@@ -103,4 +104,38 @@ def scatter(panels: Mapping[str, Matrix], groups: Sequence[str], *, axis: str) -
                     label=name,
                 )
     share_legend(figure, grid[0])
+    return figure
+
+
+def heat_map(
+    values: Matrix, rows: Sequence[str], columns: Sequence[str], *, higher_is_better: bool = True
+) -> Figure:
+    """Draw a table as colors with its numbers, the best of each row framed.
+
+    Parameters
+    ----------
+    values : ndarray of shape (n_rows, n_columns)
+        Colors go from each row's worst to its best.
+    rows, columns : sequence of str
+        What they are.
+    higher_is_better : bool, default True
+        Or lower.
+    """
+    better = values if higher_is_better else -values
+    figure = _figure(max(WIDTH, 0.85 * len(columns) + 2), 0.6 * len(rows) + 1.4)
+    axes = figure.add_subplot()
+    low, high = better.min(axis=1, keepdims=True), better.max(axis=1, keepdims=True)
+    shades = (better - low) / np.where(high > low, high - low, 1)
+    axes.imshow(shades, cmap="Blues", vmin=0, vmax=1.3, aspect="auto")
+    for i, row in enumerate(values):
+        for j, value in enumerate(row):
+            color = "white" if shades[i, j] > 0.85 else "black"
+            axes.text(j, i, f"{value:.3f}", ha="center", va="center", fontsize=9, color=color)
+        corner = (better[i].argmax() - 0.48, i - 0.46)
+        axes.add_patch(Rectangle(corner, 0.96, 0.92, fill=False, edgecolor="#d1495b", lw=2.2))
+    axes.set_xticks(range(len(columns)), [fill(name, 15) for name in columns], fontsize=SMALL)
+    axes.set_yticks(range(len(rows)), [fill(name, 18) for name in rows], fontsize=SMALL)
+    axes.tick_params(length=0)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
     return figure

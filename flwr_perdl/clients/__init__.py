@@ -5,6 +5,7 @@ from flwr_perdl.clients.averaging import DictionaryAveragingClient
 from flwr_perdl.clients.base import Member, PrivateState, private_shelf
 from flwr_perdl.clients.dictionary import LearnerClient
 from flwr_perdl.clients.diffusion import DiffusionClient
+from flwr_perdl.clients.keep_private import keep_private
 from flwr_perdl.clients.perma import DictionaryClient
 from flwr_perdl.clients.perpca import PerPCAClient
 from flwr_perdl.clients.personal import kept_local_atoms, local_atoms
@@ -27,6 +28,7 @@ __all__ = [
     "StepResult",
     "client_app",
     "client_fn",
+    "keep_private",
     "kept_local_atoms",
     "local_atoms",
     "private_shelf",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 from flwr.app import ConfigRecord, Context, Error, Message, MessageType, RecordDict
@@ -28,11 +29,13 @@ from flwr_perdl.clients._handlers import (
 from flwr_perdl.clients._own_fit import evaluate_perma, fit_perma
 from flwr_perdl.clients.base import Member, identify
 from flwr_perdl.clients.diffusion import ONLY_DIFFUSION, SEALED
+from flwr_perdl.clients.ditto import answer_ditto, in_ditto_round
+from flwr_perdl.clients.keep_private import KeepPrivate, asked_to_keep, check_patterns
 from flwr_perdl.clients.perma import SENDS
 from flwr_perdl.clients.regression import LINEAR, ONLY_LINEAR
 from flwr_perdl.core.checks import Matrix, check_count, check_flag, check_kind
 from flwr_perdl.privacy.secure_client import MIN_CLIENTS, in_plain_round, in_secure_round, masked
-from flwr_perdl.protocol.compat import NumPyClient, has_handler, is_legacy, to_client
+from flwr_perdl.protocol.compat import NumPyClient, has_handler, is_legacy, mods_of, to_client
 from flwr_perdl.protocol.records import (
     ARRAYS,
     CONFIG,
@@ -46,6 +49,8 @@ from flwr_perdl.protocol.records import (
 
 #: Makes a client: an object with ``fit`` and ``evaluate``, or what its ``to_client()`` returns.
 Factory = Callable[[Context], Any]
+#: Answers a message by several calls of an app's handlers.
+Parts = Callable[[Message, Context, Callable[[Message, Context], Message]], Message]
 
 #: The client that answers all parts of one message.
 _MADE: ContextVar[Any] = ContextVar("made", default=None)
@@ -60,6 +65,7 @@ def client_app(
     evaluate_mods: Sequence[Any] = (),
     secure: bool = False,
     min_clients: int = MIN_CLIENTS,
+    private: Sequence[str] = (),
 ) -> ClientApp:
     """Return the ClientApp whose train and evaluate handlers call a NumPyClient.
 
@@ -89,6 +95,9 @@ def client_app(
         The fewest clients in a secure round that the client takes part in, at least 2. It counts
         different public keys: in a round with fewer it sends no update, and it does not help to
         unmask a sum over fewer.
+    private : sequence of str, default ()
+        Names of arrays that never leave the client, or patterns of them: `keep_private`, around all
+        mods. Where the strategy's initial arrays have no names, they are "0", "1", ….
 
     Returns
     -------
@@ -103,7 +112,8 @@ def client_app(
         If an argument is of another kind.
     ValueError
         If ``secure`` comes with a mod that adds noise, ``min_clients`` is below 2, or an option
-        comes with a ClientApp, which has its own (``min_clients`` with one of `client_app` only).
+        comes with a ClientApp, which has its own (``min_clients`` and ``private`` with one of
+        `client_app` only); if `keep_private` is among the mods, and not the first of a ClientApp's.
 
     Examples
     --------
@@ -121,19 +131,23 @@ def client_app(
     """
     check_flag("secure", secure)
     check_count("min_clients", min_clients, 2)
+    names = check_patterns("private", private)
     if isinstance(make_client, ClientApp):
         ours = isinstance(make_client, AnsweringApp)
-        if train_mods or evaluate_mods or secure or (ours and min_clients != MIN_CLIENTS):
+        own = min_clients != MIN_CLIENTS or names
+        if train_mods or evaluate_mods or secure or (ours and own):
             raise ValueError(
                 "train_mods, evaluate_mods and secure must be left out with a ClientApp, which has "
-                "its own mods, and min_clients with one of client_app, got some of them."
+                "its own mods, and min_clients and private with one of client_app, got some of "
+                "them."
             )
         if is_legacy(make_client):
             raise TypeError(
                 "make_client must be the client_fn itself where a ClientApp was made from one, got "
                 "ClientApp(client_fn)."
             )
-        return make_client if ours else OtherApp(make_client, min_clients)
+        _check_outermost("mods of the ClientApp", mods_of(make_client)[0 if names else 1 :])
+        return make_client if ours else OtherApp(make_client, min_clients, names)
     for name, wanted, given in (
         ("make_client", "a function that makes a client from Flower's Context", [make_client]),
         ("train_mods", "functions", train_mods),
@@ -143,10 +157,20 @@ def client_app(
         for function in given:
             if not callable(function):
                 raise TypeError(f"{name} must be {wanted}, got {function!r}.")
-    app = NumPyClientApp(make_client, train_mods, evaluate_mods, secure, min_clients)
+        _check_outermost(name, given)
+    app = NumPyClientApp(make_client, train_mods, evaluate_mods, secure, min_clients, names)
     if secure and app.noisy:
         raise ValueError(f"secure must be False {_NOT_BOTH}, got True.")
     return app
+
+
+def _check_outermost(name: str, mods: Sequence[Any]) -> None:
+    """Refuse a `keep_private` that other mods, or another one, would stand around."""
+    if any(isinstance(mod, KeepPrivate) for mod in mods):
+        raise ValueError(
+            f"{name} must be without keep_private, which stands around all mods, on training and "
+            "on evaluation: give client_app private=[...], or ClientApp it as its first mod."
+        )
 
 
 def client_fn(make_client: Factory) -> Callable[[Context], Any]:
@@ -232,9 +256,11 @@ class AnsweringApp(ClientApp):
 
     noisy = False
 
-    def __init__(self, min_clients: int) -> None:
+    def __init__(self, min_clients: int, private: tuple[str, ...]) -> None:
         super().__init__()
         self._min_clients = min_clients
+        self._keep = KeepPrivate(private) if private else None
+        self._keeps_itself = False
 
     def __call__(self, message: Message, context: Context) -> Message:
         """Answer a message, also where a mod returned something else than a reply to it."""
@@ -244,8 +270,11 @@ class AnsweringApp(ClientApp):
                     raise ValueError(f"the round must not be a secure one {_NOT_BOTH}.")
                 answered = masked(message, context, self._answer, self._min_clients)
             else:
-                clustered = in_clustered_round(message)
-                call = self._answer_clustered if clustered else self._answer
+                call = self._answer
+                if in_clustered_round(message):
+                    call = partial(self._answer_in_parts, answer_clustered)
+                elif in_ditto_round(message):
+                    call = partial(self._answer_in_parts, answer_ditto)
                 answered = in_plain_round(message, context, call)
         except NoEvaluateError as error:  # the server is to tell it from a failure
             answered = Message(Error(NO_EVALUATE, str(error)), reply_to=message)
@@ -254,21 +283,30 @@ class AnsweringApp(ClientApp):
         return answer
 
     def _answer(self, message: Message, context: Context) -> Message:
+        """Answer a message by the handlers, with the client's private arrays in it."""
+        keep = self._keep or (None if self._keeps_itself else asked_to_keep(message))
+        if keep is None:
+            return self._handle(message, context)
+        return keep(message, context, self._handle)
+
+    def _handle(self, message: Message, context: Context) -> Message:
         """Answer a message by the handlers."""
         return super().__call__(message, context)
 
-    def _answer_clustered(self, message: Message, context: Context) -> Message:
-        return answer_clustered(message, context, self._answer)
+    def _answer_in_parts(self, answer: Parts, message: Message, context: Context) -> Message:
+        """Answer a message that takes several calls of the handlers."""
+        return answer(message, context, self._answer)
 
 
 class OtherApp(AnsweringApp):
     """A ClientApp of somebody else; who the client is this one says for it."""
 
-    def __init__(self, app: ClientApp, min_clients: int) -> None:
-        super().__init__(min_clients)
+    def __init__(self, app: ClientApp, min_clients: int, private: tuple[str, ...]) -> None:
+        super().__init__(min_clients, private)
         self._app = app
+        self._keeps_itself = any(isinstance(mod, KeepPrivate) for mod in mods_of(app))
 
-    def _answer(self, message: Message, context: Context) -> Message:
+    def _handle(self, message: Message, context: Context) -> Message:
         asks_who = message.metadata.message_type == MessageType.QUERY
         if asks_who and not has_handler(self._app, "query.default"):
             who = ConfigRecord({**identify(context)})
@@ -317,8 +355,9 @@ class NumPyClientApp(AnsweringApp):
         evaluate_mods: Sequence[Any],
         secure: bool,
         min_clients: int,
+        private: tuple[str, ...],
     ) -> None:
-        super().__init__(min_clients)
+        super().__init__(min_clients, private)
         self._make_client = make_client
         self._secure = secure
 
@@ -338,10 +377,10 @@ class NumPyClientApp(AnsweringApp):
 
     # Methods and not closures: Ray pickles the app with every message, these by their names.
 
-    def _answer_clustered(self, message: Message, context: Context) -> Message:
+    def _answer_in_parts(self, answer: Parts, message: Message, context: Context) -> Message:
         token = _MADE.set(self._made(context))  # many models, one client: its data are read once
         try:
-            return super()._answer_clustered(message, context)
+            return super()._answer_in_parts(answer, message, context)
         finally:
             _MADE.reset(token)
 

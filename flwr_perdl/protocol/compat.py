@@ -182,3 +182,8 @@ def has_handler(app: ClientApp, name: str, *, unknown: bool = False) -> bool:
 def is_legacy(app: ClientApp) -> bool:
     """Whether a ClientApp was made from a ``client_fn``."""
     return getattr(app, "_call", None) is not None
+
+
+def mods_of(app: ClientApp) -> list[Any]:
+    """Return the mods around all handlers of a ClientApp, outermost first."""
+    return list(getattr(app, "_mods", ()))

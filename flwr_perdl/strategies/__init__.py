@@ -8,25 +8,34 @@ from flwr_perdl.protocol.request import Protocol, Replies, Request, TooFewReplie
 from flwr_perdl.protocol.strategy import ProtocolStrategy, await_nodes
 from flwr_perdl.strategies.averaging import DictionaryAveraging
 from flwr_perdl.strategies.clustered import ClusteredFedAvg, Clusters
+from flwr_perdl.strategies.diagnosis import Diagnosed, Diagnosis
+from flwr_perdl.strategies.ditto import Ditto
 from flwr_perdl.strategies.legacy import as_legacy
 from flwr_perdl.strategies.mixed_regression import FedMD, FedX, OneShotClustering
 from flwr_perdl.strategies.neighbor_relay import FlowerNetwork, NeighborRelay
 from flwr_perdl.strategies.perma import PerMA
 from flwr_perdl.strategies.perpca import PerPCA
+from flwr_perdl.strategies.personalized import Adam, Momentum, PersonalizedFedAvg, Yogi
 
 __all__ = [
+    "Adam",
     "ClusteredFedAvg",
     "Clusters",
     "Combine",
+    "Diagnosed",
+    "Diagnosis",
     "DictionaryAveraging",
+    "Ditto",
     "FedMD",
     "FedX",
     "FlowerNetwork",
+    "Momentum",
     "NeighborRelay",
     "OneShotClustering",
     "Options",
     "PerMA",
     "PerPCA",
+    "PersonalizedFedAvg",
     "Protocol",
     "ProtocolStrategy",
     "Replies",
@@ -36,6 +45,7 @@ __all__ = [
     "ServerOptions",
     "ServerSettings",
     "TooFewReplies",
+    "Yogi",
     "as_legacy",
     "await_nodes",
     "client_report",

@@ -36,6 +36,7 @@ _FILES = (
     "mixed_regression",
     "regression",
     "rotated_digits",
+    "personal",
     "inference",
     "novel_documents",
     "biclustering",

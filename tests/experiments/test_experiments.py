@@ -58,6 +58,7 @@ OPTIONS = {
         "min_support",
     },
     "rotated-digits": {"data", "seeds", "hidden", "step", "starts"},
+    "personal": {"data", "seeds", "images", "hidden", "kinds", "methods"},
     "mixed-regression": {"setting", "seeds", "k", "variant"},
     "regression": {"data", "bundled", "k", "splits"},
     "inference": {"seeds", "agents", "dimension", "connectivity", "loss", "informed", "impulses"}

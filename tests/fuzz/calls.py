@@ -180,19 +180,21 @@ OWN: dict[str, dict[str, Callable[[], Any]]] = {
     "moment_step": {"step": lambda: "least-squares"},
     "model_error": {"theta": lambda: _normal(2, D)},
     "MomentDescent": {"n_anchors": lambda: 5},
+    "PersonalizedFedAvg": {"private": lambda: ["head.*"]},
     "DiffusionAveraging": {"metrics": lambda: ("loss",)},
     "residual_moment": {"thetas": lambda: _normal(1, 1, D), "Q": lambda: np.eye(D)[None]},
     "simulate": {"centers": lambda: _normal(2, 2)},
     "simulate_rounds": {"centers": lambda: _normal(2, 2)},
     "sparse_code": {"n_nonzero": lambda: 1},
 }
-#: What needs Flower's grid, Ray, a folder, a round of a run, or is Flower's own.
+#: What needs Flower's grid, Ray, a folder, a round of a run, is Flower's own, or has *arguments.
 LEFT_OUT = {
     "FlowerNetwork",
     "Member",
     "PrivateState",
     "RayNetwork",
     "await_nodes",
+    "keep_private",
     "kept_local_atoms",
     "local_atoms",
     "make_key",

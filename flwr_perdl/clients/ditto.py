@@ -1,0 +1,75 @@
+"""What a client does for `flwr_perdl.strategies.Ditto`, by nothing but its own training.
+
+It trains twice in a round: the server's model, which it sends, and one of its own, which it keeps
+in its private state (`PrivateState`), pulled towards the server's. It evaluates its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from flwr.app import ConfigRecord, Context, Message, MessageType
+
+from flwr_perdl.clients._handlers import Handlers, evaluation_reply, floats
+from flwr_perdl.clients.base import PrivateState, private_shelf
+from flwr_perdl.core.checks import Matrix, check_count, check_real
+from flwr_perdl.protocol.records import (
+    ANEW,
+    ARRAYS,
+    CONFIG,
+    ROUND,
+    RUN,
+    read_request,
+    reply_to,
+)
+
+#: Marks the requests of Ditto, evaluations too; and how far a client's own model is pulled.
+DITTO, PULL = "perdl.ditto", "perdl.pull"
+
+_ALGORITHM = "ditto"
+
+
+def in_ditto_round(message: Message) -> bool:
+    """Whether a message asks for a training, or an evaluation, of Ditto."""
+    record = message.content.get(CONFIG)
+    return isinstance(record, ConfigRecord) and DITTO in record
+
+
+def answer_ditto(
+    message: Message, context: Context, call: Callable[[Message, Context], Message]
+) -> Message:
+    """Answer a message of Ditto by an app that knows nothing of it."""
+    given, config = read_request(message)
+    round_ = check_count(ROUND, config.get(ROUND))
+    state = PrivateState(context, str(config.get(RUN, "")), private_shelf(context, _ALGORITHM))
+    app = Handlers(message, context, call, list(message.content.array_records[ARRAYS]))
+    own_config = {key: value for key, value in config.items() if key not in (DITTO, PULL)}
+    trains = message.metadata.message_type == MessageType.TRAIN
+    kept = state.before(round_) if trains else state.after(round_)
+    own = given if kept is None else [kept[name] for name in sorted(kept)]
+    if (shapes := [a.shape for a in own]) != [a.shape for a in given]:
+        raise ValueError(
+            f"arrays must have shapes {shapes}, as this client's own model, got "
+            f"{[array.shape for array in given]}: a changed model wants a new run."
+        )
+    if not trains:
+        return evaluation_reply(message, *app.evaluate(own, own_config))
+    pull = check_real(PULL, config.get(PULL), 0, 1)
+    sent, n, metrics = app.fit(given, own_config)
+    trained, _, _ = app.fit(own, own_config)
+    if (found := [np.shape(array) for array in trained]) != shapes:
+        raise ValueError(f"training must return arrays of shapes {shapes}, got {found}.")
+    pulled = [_pulled(array, w, pull) for array, w in zip(trained, given, strict=True)]
+    state.save(round_, {f"{i:06d}": array for i, array in enumerate(pulled)})
+    return reply_to(message, floats(sent), n, {**metrics, ANEW: int(kept is None)})
+
+
+def _pulled(own: Matrix, shared: Matrix, pull: float) -> Matrix:
+    """Return the client's array on its way to the server's; counters stay as they are."""
+    if own.dtype.kind != "f":
+        return own
+    if not np.isfinite(own).all():
+        raise ValueError("the client's own model must be finite after training, got other values.")
+    moved: Matrix = own + pull * (shared.astype(own.dtype, copy=False) - own)
+    return moved

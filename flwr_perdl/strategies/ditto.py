@@ -1,0 +1,144 @@
+"""Ditto: a model for all, and for each client one of its own near it.
+
+Li, Hu, Beirami and Smith, "Ditto: Fair and Robust Federated Learning Through Personalization",
+ICML 2021, Algorithm 1 with FedAvg as its solver:
+
+============================================== ==================================================
+paper                                          here
+============================================== ==================================================
+``w^t`` (global), ``v_k`` (personal)           the strategy's model; the client's private state
+line 5: ``w_k`` by s steps from ``w^t``        the client's own training of ``w^t``
+line 7: ``v_k - eta (grad F_k(v_k)             the client's own training of ``v_k``, to ``v'``; then
++ lambda (v_k - w^t))``                        ``v_k = v' + pull (w^t - v')``
+line 9: aggregation                            the mean, by numbers of samples, or a robust rule
+============================================== ==================================================
+
+Deviation, and why: the proximal pull is one step after the client's training, and not a term of
+each of its steps, so that any client can be used. It is the proximal step, ``v_k`` = the minimum of
+``|v - v'|^2 + c |v - w^t|^2`` with ``pull = c / (1 + c)``, where c stands for lambda times the sum
+of the training's step sizes. A client's own model begins with the first global model it receives.
+
+What each party receives:
+
+- *The server*: per client and round the global model after the client's training, its number of
+  samples, its training's metrics, and whether its own model began anew. Never the client's own
+  model, nor a sample.
+- *A client*: the global model and ``pull``.
+- *Evaluations* are each client's of its own model, and return what its own evaluation does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Unpack
+
+from flwr_perdl.clients.ditto import DITTO, PULL
+from flwr_perdl.core.checks import Matrix, check_real
+from flwr_perdl.protocol.combine import Combine
+from flwr_perdl.protocol.options import ServerOptions
+from flwr_perdl.protocol.records import ANEW, Scalar
+from flwr_perdl.protocol.request import Protocol, Request, State
+from flwr_perdl.protocol.strategy import ProtocolStrategy
+from flwr_perdl.strategies.personalized import (
+    TRAIN,
+    Adam,
+    Momentum,
+    advanced,
+    begun,
+    check_model,
+    check_optimizer,
+    check_robust,
+    packed,
+    unpacked,
+)
+
+
+class Ditto(ProtocolStrategy):
+    """Learn a model for all clients, and for each a whole model of its own near it.
+
+    A client trains both in every round: the global one, which is averaged, and its own, which never
+    leaves it and is then pulled towards the global one. It needs `client_app` and no other change.
+
+    Parameters
+    ----------
+    pull : float, default 0.1
+        Share of the way to the global model that a client's own goes after each training. 0: the
+        clients train alone; 1: their own models are the global one.
+    optimizer : Momentum, Adam or Yogi, optional
+        The server's step along the mean change. By default the mean is the next model.
+    robust : bool or str, default False
+        How to average if clients may lie: True stands for "filtered", False for "mean"; other
+        rules: see `flwr_perdl.regression.aggregate`.
+    **options
+        See `ServerOptions`.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an option breaks its rule; from `start`, if the initial arrays are none.
+
+    Notes
+    -----
+    Result: ``strategy.start(...).arrays`` is the global model; ``strategy.history`` has each
+    client's evaluation of its own.
+
+    Floats per client and round: the model down and up, in evaluations down. Clients keep their own
+    model in ``context.state``, and on disk with ``state-dir`` in the node config.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr.app import ArrayRecord
+    >>> from flwr.client import NumPyClient
+    >>> from flwr_perdl.clients import client_app
+    >>> from flwr_perdl.simulations import InProcessGrid
+    >>> from flwr_perdl.strategies import Ditto
+    >>> class Adds(NumPyClient):
+    ...     def fit(self, parameters, config):
+    ...         return [parameters[0] + 1], 1, {}
+    ...     def evaluate(self, parameters, config):
+    ...         return float(parameters[0][0]), 1, {}
+    >>> strategy = Ditto(pull=0.5)
+    >>> grid = InProcessGrid(client_app(lambda context: Adds()), 2)
+    >>> strategy.start(grid, ArrayRecord([np.zeros(1)]), num_rounds=2).arrays.to_numpy_ndarrays()
+    [array([2.])]
+    >>> [report.aggregate["loss"] for report in strategy.history if report.step == "evaluate"]
+    [0.5, 1.25]
+    """
+
+    evaluation_config: ClassVar[Mapping[str, Scalar]] = {DITTO: True}
+
+    def __init__(
+        self,
+        pull: float = 0.1,
+        *,
+        optimizer: Momentum | Adam | None = None,
+        robust: str | bool = False,
+        **options: Unpack[ServerOptions],
+    ) -> None:
+        super().__init__(**options)
+        self.pull = check_real("pull", pull, 0, 1)
+        self.optimizer = check_optimizer(optimizer)
+        self.robust = check_robust(robust)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the options by the names of the arguments."""
+        return {**super().settings(), "optimizer": repr(self.optimizer)}
+
+    def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
+        """Train both models everywhere, and average the global one."""
+        if state is None:
+            model = check_model(initial, [False] * len(initial))
+            state = packed(model, begun(self.optimizer, model))
+        while True:
+            model = unpacked(state)
+            replies = yield Request(
+                TRAIN,
+                model,
+                {DITTO: True, PULL: self.pull},
+                state,
+                most=sum(array.size for array in model),
+                metrics=(ANEW,),
+                combine=Combine(start=model, rule=self.robust),
+            )
+            state = packed(*advanced(self.optimizer, model, replies.combined, state))

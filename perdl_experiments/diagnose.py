@@ -1,0 +1,118 @@
+"""``flwr-perdl diagnose``: which strategy serves the clients of a Flower app in a folder."""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flwr.app import ArrayRecord
+from flwr.clientapp import ClientApp
+
+from flwr_perdl.clients import client_app
+from flwr_perdl.simulations import InProcessGrid
+from flwr_perdl.strategies import Diagnosed, Diagnosis
+
+#: Nodes where neither the command nor the app says how many.
+NODES = 10
+
+
+def diagnose_app(
+    folder: Path,
+    initial: str,
+    *,
+    clients: int | None = None,
+    rounds: int = 20,
+    private: Sequence[str] = (),
+    metric: str = "loss",
+    seed: int = 0,
+) -> Diagnosed:
+    """Return what `Diagnosis` finds on a Flower app, in process.
+
+    Parameters
+    ----------
+    folder : Path
+        The app's folder, with its pyproject.toml.
+    initial : str
+        ``"module:name"`` of the initial arrays: an ArrayRecord, what has a ``state_dict()``, a list
+        of arrays, or a function without arguments that returns one of these.
+    clients : int, optional
+        Number of clients; by default the app's ``num-supernodes``, or 10.
+    rounds, private, metric, seed
+        See `Diagnosis`.
+
+    Raises
+    ------
+    ValueError
+        If the folder has no app, or a name is not there.
+    """
+    file = folder / "pyproject.toml"
+    if not file.is_file():
+        raise ValueError(f"APP_FOLDER must have a pyproject.toml, got {str(folder)!r}.")
+    said = tomllib.loads(file.read_text(encoding="utf-8")).get("tool", {}).get("flwr", {})
+    app = said.get("app", {})
+    if "clientapp" not in app.get("components", {}):
+        raise ValueError(f"{file} must name a clientapp in [tool.flwr.app.components].")
+    sys.path.insert(0, str(folder.resolve()))
+    try:
+        client = _named("clientapp", app["components"]["clientapp"])
+        start = _record(_named("initial", initial))
+    finally:
+        sys.path.pop(0)
+    if not isinstance(client, ClientApp):
+        raise ValueError(f"clientapp must be a ClientApp, got {type(client).__name__}.")
+    config = dict(_flat(app.get("config", {})))
+    grid = InProcessGrid(client_app(client), clients or _nodes(said), run_config=config)
+    diagnosis = Diagnosis(private or None, metric=metric, seed=seed)
+    diagnosis.start(grid, start, rounds, verbose="bar")
+    return diagnosis.result
+
+
+def _named(what: str, name: str) -> Any:
+    """Return what ``"module:name"`` stands for."""
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{what} must be 'module:name', got {name!r}: {error}.") from None
+
+
+def _record(given: Any) -> ArrayRecord:
+    """Return the initial arrays."""
+    if callable(given) and not hasattr(given, "state_dict"):
+        given = given()
+    if isinstance(given, type):
+        given = given()
+    given = given.state_dict() if hasattr(given, "state_dict") else given
+    return given if isinstance(given, ArrayRecord) else ArrayRecord(given)
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> Any:
+    """Yield a run config's keys as Flower has them, with dots."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _nodes(said: Mapping[str, Any]) -> int:
+    """Return how many nodes the app's federation has."""
+    federations = said.get("federations", {})
+    options = federations.get(str(federations.get("default")), {}).get("options", {})
+    return int(options.get("num-supernodes", NODES))
+
+
+def picture(found: Diagnosed) -> Any:
+    """Return the drawing of every client's metric by candidate, those who are alike together."""
+    from perdl_experiments import pictures  # an extra
+
+    order = sorted(range(len(found.clients)), key=lambda i: found.groups.get(found.clients[i], -1))
+    rows = [f"{found.clients[i]} (group {found.groups.get(found.clients[i], '-')})" for i in order]
+    values = np.stack(list(found.values.values()), axis=1)[order]
+    better = found.higher_is_better
+    return pictures.heat_map(values, rows, list(found.values), higher_is_better=better)

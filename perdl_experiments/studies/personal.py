@@ -1,0 +1,379 @@
+"""Which part of a network is shared? Four kinds of difference, and the methods that answer them.
+
+Every client has a few images for training, half as many to choose by, and others that its accuracy
+is measured on. Clients differ in one of four ways:
+
+===========  =====================================================================================
+kind         what differs
+===========  =====================================================================================
+``labels``   each client calls the classes by other numbers
+``turned``   four groups see their images turned by 0, 90, 180 or 270 degrees
+``cameras``  each client's camera has its own sensitivity per pixel, and is out of place
+``missing``  each client has images of three classes only
+===========  =====================================================================================
+
+The network has one hidden layer, the *body*, and an output layer, the *head*.
+
+=============  ===================================================================================
+method         what it is
+=============  ===================================================================================
+``alone``      each client alone, stopped at its best epoch, one epoch per round at most
+``fedavg``     FedAvg
+``tuned``      FedAvg's last model, trained further by each client, stopped likewise
+``fedper``     `PersonalizedFedAvg` with a private head (Arivazhagan et al., 2019)
+``fedrep``     the same, head and body trained in turn (Collins et al., 2021)
+``lg-fedavg``  `PersonalizedFedAvg` with a private body (Liang et al., 2020)
+``ditto``      `Ditto` (Li et al., 2021)
+``clustered``  `ClusteredFedAvg`, ``k="auto"``
+=============  ===================================================================================
+
+Every method has the same rounds, one epoch of an array per round, and its own best length of a step
+(and Ditto its best pull) of a grid, by the mean accuracy on the images to choose by.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, Context
+from numpy.typing import NDArray
+from scipy.special import log_softmax, softmax
+
+from flwr_perdl.clients import client_app
+from flwr_perdl.core.checks import Matrix
+from flwr_perdl.protocol.records import PARTITION_ID, ROUND, Scalar
+from flwr_perdl.random import DATA, spawn
+from flwr_perdl.simulations import InProcessGrid
+from flwr_perdl.strategies import (
+    ClusteredFedAvg,
+    Ditto,
+    PersonalizedFedAvg,
+    ProtocolStrategy,
+    ServerSettings,
+)
+from perdl_experiments.data import load_images
+from perdl_experiments.outcome import Outcome
+from perdl_experiments.render import Record
+from perdl_experiments.studies._experiment import Arrays, Keep, words
+from perdl_experiments.studies._experiment import Config as Common
+from perdl_experiments.studies._parts import keep_all
+
+#: Images of a step of training, most images that a client's accuracy is measured on, and classes
+#: that a client of the kind "missing" has.
+BATCH, MOST_TEST, CLASSES = 10, 200, 3
+#: The tuning grid: lengths of a step, and Ditto's pulls.
+STEPS, PULLS = (0.1, 0.3, 1.0), (0.03, 0.1, 0.3)
+NAMES = ("body.weight", "body.bias", "head.weight", "head.bias")
+KINDS, METHODS = words("personal", "kind"), words("personal")
+
+Model = list[Matrix]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Common):
+    """The options of personal.toml."""
+
+    images: int
+    hidden: int
+    kinds: tuple[str, ...]
+    methods: tuple[str, ...]
+
+
+class Split(NamedTuple):
+    """A client's images and labels: for training, to choose by, and to measure."""
+
+    train: tuple[Matrix, NDArray[np.intp]]
+    choose: tuple[Matrix, NDArray[np.intp]]
+    test: tuple[Matrix, NDArray[np.intp]]
+
+
+class Client:
+    """A network on a client's images; any client of Flower's is like it."""
+
+    def __init__(self, own: Split, seed: int, partition: int, step: float) -> None:
+        self.own, self.seed, self.partition, self.step = own, seed, partition, step
+
+    def fit(
+        self, parameters: Model, config: Mapping[str, Scalar]
+    ) -> tuple[Model, int, dict[str, Scalar]]:
+        """Train for one epoch, all arrays or those that the config names."""
+        model, (images, labels) = [array.copy() for array in parameters], self.own.train
+        trained = json.loads(str(config.get("train-names", "null"))) or NAMES
+        rng = spawn(self.seed, self.partition, int(config[ROUND]))
+        for rows in np.array_split(rng.permutation(len(labels)), max(1, len(labels) // BATCH)):
+            X, head = images[rows], model[2].copy()
+            hidden, scores = layers(model, X)
+            error = softmax(scores, axis=1)
+            error[np.arange(len(rows)), labels[rows]] -= 1
+            error *= self.step / len(rows)
+            back = error @ head.T * (hidden > 0)
+            moves = X.T @ back, back.sum(axis=0), hidden.T @ error, error.sum(axis=0)
+            for name, array, move in zip(NAMES, model, moves, strict=True):
+                if name in trained:
+                    array -= move
+        return model, len(labels), {}
+
+    def evaluate(
+        self, parameters: Model, config: Mapping[str, Scalar]
+    ) -> tuple[float, int, dict[str, Scalar]]:
+        """Return the loss on the images to choose by, and the accuracy there and on the others."""
+        X, labels = self.own.choose
+        scores = layers(parameters, X)[1]
+        losses = -log_softmax(scores, axis=1)[np.arange(len(labels)), labels]
+        accuracies = {"accuracy": accuracy(parameters, *self.own.test)}
+        accuracies["chosen-by"] = float(np.mean(scores.argmax(axis=1) == labels))
+        return float(losses.mean()), len(labels), {**accuracies}
+
+
+def layers(model: Model, X: Matrix) -> tuple[Matrix, Matrix]:
+    """Return the hidden layer and the scores of the labels."""
+    W, b, V, c = model
+    hidden = np.maximum(X @ W + b, 0)
+    return hidden, hidden @ V + c
+
+
+def accuracy(model: Model, X: Matrix, labels: NDArray[np.intp]) -> float:
+    """Return the share of images with the right label."""
+    return float(np.mean(layers(model, X)[1].argmax(axis=1) == labels))
+
+
+# The clients ---------------------------------------------------------------------------------
+
+
+def splits(config: Config, kind: str, seed: int) -> list[Split]:
+    """Return every client's images, for one kind of difference.
+
+    Parameters
+    ----------
+    config : Config
+        The study's options.
+    kind : str
+        One of `KINDS`.
+    seed : int
+        Which images a client has, and how it differs.
+    """
+    images, rng, n = load_images(config.data), spawn(seed, DATA), config.clients
+    stack = images.X.reshape(len(images.X), *images.shape)
+    labels = np.unique(images.y, return_inverse=True)[1]
+    found, need = [], config.images + config.images // 2
+    for i, rows in enumerate(_dealt(labels, kind, n, rng)):
+        if len(rows) < need + config.images // 2:
+            raise ValueError(
+                f"images must leave {config.images // 2} for the accuracy beside {need} of a "
+                f"client's own, got {config.images} with {len(rows)} images at client {i}."
+            )
+        X, y = _changed(stack[rows], labels[rows], kind, i, rng)
+        parts = np.split(np.arange(len(y)), [config.images, need, need + MOST_TEST])[:3]
+        found.append(Split(*((X[part].reshape(len(part), -1), y[part]) for part in parts)))
+    return found
+
+
+def _dealt(
+    labels: NDArray[np.intp], kind: str, n: int, rng: np.random.Generator
+) -> list[NDArray[np.intp]]:
+    """Return every client's rows, in random order."""
+    if kind != "missing":
+        return np.array_split(rng.permutation(len(labels)), n)
+    order = rng.permutation(labels.max() + 1)  # every class has as many clients, but for one
+    own = [order[(CLASSES * i + np.arange(CLASSES)) % len(order)] for i in range(n)]
+    rows: list[list[Any]] = [[] for _ in range(n)]
+    for label in order:
+        has = [i for i in range(n) if label in own[i]]
+        parts = np.array_split(rng.permutation(np.flatnonzero(labels == label)), max(len(has), 1))
+        for i, part in zip(has, parts, strict=False):
+            rows[i].append(part)
+    return [rng.permutation(np.concatenate(own_rows)) for own_rows in rows]
+
+
+def _changed(
+    stack: Matrix, labels: NDArray[np.intp], kind: str, i: int, rng: np.random.Generator
+) -> tuple[Matrix, NDArray[np.intp]]:
+    """Return what client i sees, and what it calls it."""
+    if kind == "labels":
+        return stack, rng.permutation(labels.max() + 1)[labels]
+    if kind == "turned":
+        return np.rot90(stack, i % 4, axes=(1, 2)), labels
+    if kind == "cameras":
+        sensitivity = np.exp(rng.standard_normal(stack.shape[1:]))
+        place = rng.integers(-1, 2, size=2)
+        return np.roll(stack, place, axis=(1, 2)) * sensitivity, labels
+    return stack, labels
+
+
+def first_model(config: Config, own: Sequence[Split], seed: int) -> Model:
+    """Return a random network."""
+    rng, n_labels = spawn(seed, DATA, 1), 1 + max(int(y.max()) for one in own for _, y in one)
+    d, h = own[0].train[0].shape[1], config.hidden
+    drawn = [rng.standard_normal(shape) / shape[0] ** 0.5 for shape in ((d, h), (h, n_labels))]
+    return [drawn[0], np.zeros(h), drawn[1], np.zeros(n_labels)]
+
+
+# The methods ---------------------------------------------------------------------------------
+
+
+def strategies(rounds: int) -> dict[str, dict[str, ProtocolStrategy]]:
+    """Return, by method, the strategies among which it is tuned, by what differs between them."""
+    server = ServerSettings(evaluate_every=rounds)
+    head = ["head.*"]
+    return {
+        "fedavg": {"": ClusteredFedAvg(1, server=server)},
+        "fedper": {"": PersonalizedFedAvg(head, server=server)},
+        "fedrep": {"": PersonalizedFedAvg(head, alternate=True, server=server)},
+        "lg-fedavg": {"": PersonalizedFedAvg(["body.*"], server=server)},
+        "ditto": {f"{pull:g}": Ditto(pull, server=server) for pull in PULLS},
+        "clustered": {"": ClusteredFedAvg("auto", start_rounds=5, server=server)},
+    }
+
+
+#: Arrays that stay at the clients.
+PRIVATE = {"fedper": ["head.*"], "fedrep": ["head.*"], "lg-fedavg": ["body.*"]}
+
+
+class Found(NamedTuple):
+    """Every client's accuracy on its own images, and what was chosen of the grid."""
+
+    chosen_by: float
+    accuracy: Matrix
+    grid: tuple[float, str]
+
+
+def federated(
+    clients: Sequence[Client],
+    model: Model,
+    method: str,
+    strategy: ProtocolStrategy,
+    rounds: int,
+) -> tuple[dict[int, Mapping[str, float]], Model]:
+    """Return each client's evaluation of its own model after the last round, and the shared one.
+
+    Parameters
+    ----------
+    clients : sequence of Client
+        By partition.
+    model : list of ndarray
+        The first model.
+    method : str
+        What it is: which arrays are private.
+    strategy : ProtocolStrategy
+        What trains it.
+    rounds : int
+        Communication rounds.
+    """
+
+    def make_client(context: Context) -> Client:
+        return clients[int(context.node_config[PARTITION_ID])]
+
+    app = client_app(make_client, private=PRIVATE.get(method, ()))
+    record = ArrayRecord({name: Array(array) for name, array in zip(NAMES, model, strict=True)})
+    grid = InProcessGrid(app, len(clients))
+    result = strategy.start(grid, record, num_rounds=rounds, verbose="quiet")
+    measured = strategy.history[-1].metrics
+    return {p: measured[p] for p in range(len(clients))}, result.arrays.to_numpy_ndarrays()
+
+
+def _stopped(clients: Sequence[Client], model: Model, epochs: int) -> Iterator[Matrix]:
+    """Yield what all clients' evaluations say after each epoch of their own, from none on."""
+    models = [model] * len(clients)
+    for t in range(epochs + 1):
+        measured = [one.evaluate(own, {})[2] for one, own in zip(clients, models, strict=True)]
+        yield np.array(
+            [[float(own[name]) for name in ("chosen-by", "accuracy")] for own in measured]
+        )
+        models = [one.fit(own, {ROUND: t + 1})[0] for one, own in zip(clients, models, strict=True)]
+
+
+def _best(table: Matrix, step: float, more: str = "") -> Found:
+    chosen_by, accuracies = table.T
+    return Found(float(chosen_by.mean()), accuracies, (step, more))
+
+
+def compare(config: Config, kind: str, seed: int) -> Arrays:
+    """Return every client's accuracy by every method, each at its best of the grid.
+
+    Parameters
+    ----------
+    config : Config
+        The study's options.
+    kind : str
+        How the clients differ.
+    seed : int
+        Which images they have.
+    """
+    own = splits(config, kind, seed)
+    model, found = first_model(config, own, seed), dict[str, list[Found]]()
+    for step in STEPS:
+        clients = [Client(one, seed, i, step) for i, one in enumerate(own)]
+        for table in _stopped(clients, model, config.rounds):
+            found.setdefault("alone", []).append(_best(table, step))
+        for method, tried in strategies(config.rounds).items():
+            if method not in config.methods and method != "fedavg":
+                continue
+            for more, strategy in tried.items():
+                measured, shared = federated(clients, model, method, strategy, config.rounds)
+                rows = [[m["chosen-by"], m["accuracy"]] for m in measured.values()]
+                found.setdefault(method, []).append(_best(np.array(rows), step, more))
+                if method == "fedavg":
+                    shared = [array[0] for array in shared]
+                    for table in _stopped(clients, shared, config.rounds):
+                        found.setdefault("tuned", []).append(_best(table, step))
+    best = {method: max(tried, key=lambda one: one.chosen_by) for method, tried in found.items()}
+    return {
+        **{method: one.accuracy for method, one in best.items()},
+        "grid": np.array([f"{method}: {s:g} {more}" for method, (s, more) in _grids(best)]),
+    }
+
+
+def _grids(best: Mapping[str, Found]) -> list[tuple[str, tuple[float, str]]]:
+    return [(method, one.grid) for method, one in best.items()]
+
+
+def run(config: Config, keep: Keep) -> Outcome:
+    """Run all kinds with every seed."""
+    pairs = list(product(config.kinds, config.each_seed))
+    parts = {f"{kind}-seed-{seed}": partial(compare, config, kind, seed) for kind, seed in pairs}
+    kept = dict(zip(pairs, keep_all(keep, parts), strict=True))
+    methods = [name for name in METHODS if name in next(iter(kept.values()))]
+    records, means = [], np.empty((len(config.kinds), len(methods)))
+    for (i, kind), (j, method) in product(enumerate(config.kinds), enumerate(methods)):
+        each = [kept[kind, seed][method] for seed in config.each_seed]
+        values = np.array([own.mean() for own in each])
+        means[i, j] = values.mean()
+        at = {"kind": kind}
+        records.append(Record("accuracy", values, method, at))
+        records.append(Record("worst", np.array([own.min() for own in each]), method, at))
+    size = sum(array.size for array in first_model(config, splits(config, "turned", 0), 0))
+    return Outcome(
+        records=records,
+        curves={},
+        arrays={
+            f"{kind}-{seed}-{method}": kept[kind, seed][method]
+            for kind, seed in pairs
+            for method in (*methods, "grid")
+        },
+        figures=_figures(means, config.kinds, methods),
+        rounds=config.rounds,
+        floats_up=float(size * config.rounds),
+        floats_down=float(size * config.rounds),
+        facts={"best": _said(means, config.kinds, methods)},
+    )
+
+
+def _said(means: Matrix, kinds: Sequence[str], methods: Sequence[str]) -> str:
+    """Return which method is best for each kind, in words."""
+    return "; ".join(
+        f"{KINDS[kind]}: {METHODS[methods[j]]} ({row[j]:.3f})"
+        for kind, row, j in zip(kinds, means, means.argmax(axis=1), strict=True)
+    )
+
+
+def _figures(means: Matrix, kinds: Sequence[str], methods: Sequence[str]) -> dict[str, Any]:
+    from perdl_experiments import pictures  # an extra: clients must not need it
+
+    rows, columns = [KINDS[kind] for kind in kinds], [METHODS[method] for method in methods]
+    return {"heat": pictures.heat_map(means, rows, columns)}

@@ -1,0 +1,384 @@
+"""keep_private around apps that know nothing of it, under Flower's own strategies."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Message,
+    MetricRecord,
+    RecordDict,
+)
+from flwr.client import NumPyClient
+from flwr.clientapp import ClientApp
+from flwr.clientapp.mod import fixedclipping_mod
+from flwr.serverapp.strategy import FedAdam, FedAvg, FedProx
+
+from flwr_perdl.clients import client_app, keep_private
+from flwr_perdl.simulations import InProcessGrid
+from flwr_perdl.strategies import ClusteredFedAvg
+
+NAMES = ("body.weight", "head.weight", "body.bias", "head.bias")
+#: Added by client p in every training to each array: nobody's step is another's sum.
+STEPS = {"body.weight": 1.0, "head.weight": 1e3, "body.bias": 2.0, "head.bias": 1e6}
+
+
+def model(**shapes: int) -> ArrayRecord:
+    return ArrayRecord({n: Array(np.zeros(shapes.get(n.partition(".")[0], 2))) for n in NAMES})
+
+
+def make_app(*mods: Any, spoil: Callable[[dict[str, np.ndarray], Any], Any] | None = None) -> Any:
+    """Return an app of the Message API that adds ``(p + 1) * STEPS``, and reports its head."""
+    app = ClientApp(mods=list(mods))
+
+    def arrays_of(message: Message) -> dict[str, np.ndarray]:
+        return {n: array.numpy() for n, array in message.content["arrays"].items()}
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        own = arrays_of(message)
+        p = int(context.node_config["partition-id"])
+        for name in own:
+            own[name] = own[name] + (p + 1) * STEPS[name]
+        if spoil is not None:
+            spoil(own, message.content["config"])
+        content = {
+            "arrays": ArrayRecord({name: Array(array) for name, array in own.items()}),
+            "metrics": MetricRecord({"num-examples": 1}),
+        }
+        return Message(RecordDict(content), reply_to=message)
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        own = arrays_of(message)
+        numbers = {"num-examples": 1, "head": float(own["head.weight"][0]) / 1e3}
+        numbers["body"] = float(own["body.weight"][0])
+        return Message(RecordDict({"metrics": MetricRecord(numbers)}), reply_to=message)
+
+    return app
+
+
+class Tapped(InProcessGrid):
+    """A grid that keeps all messages, and what clients report."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.asked: list[Message] = []
+        self.replies: list[Message] = []
+
+    def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
+        sent = list(messages)
+        replies = list(super().send_and_receive(sent, timeout=timeout))
+        self.asked += sent
+        self.replies += replies
+        return replies
+
+    @property
+    def errors(self) -> list[str]:
+        return [str(reply.error.reason) for reply in self.replies if reply.has_error()]
+
+    def measured(self, name: str) -> dict[int, float]:
+        """Return each client's last report of a metric, by partition."""
+        found = {}
+        for reply in self.replies:
+            if not reply.has_error() and name in reply.content.get("metrics", ()):
+                found[reply.metadata.src_node_id - 1000] = reply.content["metrics"][name]
+        return found
+
+
+def arrays_in(messages: list[Message]) -> Iterator[tuple[str, np.ndarray]]:
+    for message in messages:
+        if not message.has_error():
+            for record in message.content.array_records.values():
+                yield from ((name, array.numpy()) for name, array in record.items())
+
+
+def private_values(grid: InProcessGrid) -> list[np.ndarray]:
+    """Return all private arrays in the states of a grid's clients that are not zeros."""
+    found = []
+    for context in grid.contexts.values():
+        for record in context.state.array_records.values():
+            found += [a.numpy() for name, a in record.items() if "head" in name]
+    return [array for array in found if array.any()]
+
+
+def assert_private_stays(grid: Tapped) -> None:
+    """Look for the values, and the bytes, of every private array in all messages."""
+    private = private_values(grid)
+    assert private
+    seen = list(arrays_in(grid.asked + grid.replies))
+    assert seen
+    for name, array in seen:
+        if "head" in name:
+            np.testing.assert_allclose(array, 0, atol=1e-9)
+        for own in private:
+            assert own.tobytes() not in array.tobytes()
+            assert not np.isin(own, array).any()
+
+
+STRATEGIES = {
+    "FedAvg": FedAvg,
+    "FedAdam": FedAdam,
+    "FedProx": lambda **options: FedProx(proximal_mu=0.1, **options),
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_flowers_own_strategies_share_the_body_alone(name: str) -> None:
+    grid = Tapped(make_app(keep_private("head.*")), 3)
+    result = STRATEGIES[name]().start(grid, model(), num_rounds=3)
+    assert grid.errors == []
+    assert set(result.arrays) == set(NAMES)
+    assert grid.measured("head") == {0: 3, 1: 6, 2: 9}  # three trainings each, of its own
+    np.testing.assert_allclose(result.arrays["head.bias"].numpy(), 0, atol=1e-9)
+    if name == "FedAdam":  # of a body that moves, in steps of the server's
+        assert (result.arrays["body.bias"].numpy() > 0).all()
+    else:
+        np.testing.assert_allclose(result.arrays["body.weight"].numpy(), 3 * 2)
+        np.testing.assert_allclose(result.arrays["body.bias"].numpy(), 3 * 4)
+    assert_private_stays(grid)
+
+
+def test_without_the_mod_the_same_app_shares_everything() -> None:
+    grid = Tapped(make_app(), 3)
+    FedAvg().start(grid, model(), num_rounds=3)
+    assert set(grid.measured("head").values()) == {6.0}
+
+
+def by_position(context: Context) -> NumPyClient:
+    class Adds(NumPyClient):
+        def fit(self, parameters: Any, config: Any) -> Any:
+            p = int(context.node_config["partition-id"])
+            return [a + (p + 1) * s for a, s in zip(parameters, (1, 1e3), strict=True)], 1, {}
+
+        def evaluate(self, parameters: Any, config: Any) -> Any:
+            body, head = parameters
+            return float(head[0]) / 1e3, 1, {"body": float(body[0])}
+
+    return Adds()
+
+
+@pytest.mark.parametrize(
+    ("start", "private"),
+    [
+        (ArrayRecord([np.zeros(2), np.zeros(2)]), ["1"]),
+        (ArrayRecord({"a": Array(np.zeros(2)), "b": Array(np.zeros(2))}), ["b"]),
+    ],
+)
+def test_numpy_clients_keep_by_position_or_by_name(start: ArrayRecord, private: Any) -> None:
+    app = pickle.loads(pickle.dumps(client_app(by_position, private=private)))
+    grid = Tapped(app, 2)
+    result = FedAvg().start(grid, start, num_rounds=2)
+    assert grid.measured("loss") == {0: 2, 1: 4}
+    body, head = result.arrays.to_numpy_ndarrays()
+    np.testing.assert_allclose(body, 3.0)
+    np.testing.assert_array_equal(head, 0)
+
+
+def test_an_app_is_kept_private_by_client_app_too() -> None:
+    grid = Tapped(client_app(make_app(), private=["head.*"]), 2)
+    FedAvg().start(grid, model(), num_rounds=2)
+    assert grid.measured("head") == {0: 2, 1: 4}
+
+
+def test_clusters_share_bodies_while_heads_stay() -> None:
+    class Two(NumPyClient):
+        """Of two kinds of bodies, at 0 and 10; the head counts trainings."""
+
+        def __init__(self, partition: int) -> None:
+            self.at = 10.0 * (partition % 2)
+
+        def fit(self, parameters: Any, config: Any) -> Any:
+            body, head = parameters
+            return [body + 0.5 * (self.at - body), head + 1], 1, {}
+
+        def evaluate(self, parameters: Any, config: Any) -> Any:
+            body, head = parameters
+            return float((body[0] - self.at) ** 2), 1, {"head": float(head[0])}
+
+    make = client_app(lambda c: Two(int(c.node_config["partition-id"])), private=["1"])
+    grid = Tapped(make, 4)
+    start = ArrayRecord([np.array([[1.0], [9.0]]), np.zeros((2, 1))])
+    strategy = ClusteredFedAvg(2, start="given")
+    result = strategy.start(grid, start, num_rounds=3)
+    assert strategy.result.sizes == [2, 2]
+    np.testing.assert_array_equal(result.arrays["1"].numpy(), 0)
+    assert set(grid.measured("head").values()) == {3.0}
+
+
+def test_a_client_that_was_absent_goes_on_with_its_own_part() -> None:
+    def silent(partition: int, message: Message) -> str | None:
+        missing = partition == 0 and message.content["config"].get("server-round") == 2
+        return "silence" if missing else None
+
+    grid = Tapped(make_app(keep_private("head.*")), 3, faults=silent)
+    FedAvg().start(grid, model(), num_rounds=3)
+    assert grid.measured("head") == {0: 2, 1: 6, 2: 9}
+
+
+def test_a_step_that_fails_leaves_the_state_as_it_was() -> None:
+    def fails(own: dict[str, np.ndarray], config: Any) -> None:
+        if config["server-round"] == 2:
+            raise RuntimeError("no")
+
+    grid = Tapped(make_app(keep_private("head.*"), spoil=fails), 2)
+    FedAvg().start(grid, model(), num_rounds=3)
+    assert len(grid.errors) == 2
+    assert grid.measured("head") == {0: 2, 1: 4}
+
+
+def test_a_round_that_is_asked_for_again_has_the_same_reply() -> None:
+    app, context = make_app(keep_private("head.*")), InProcessGrid(ClientApp(), 1).contexts[1000]
+    for round_, head in ((1, 1), (2, 2), (2, 2), (3, 3)):
+        assert ask(app, context, round_, model()).content["arrays"].keys() == set(NAMES)
+        assert ask(app, context, round_, model(), "evaluate").content["metrics"]["head"] == head
+
+
+def test_what_is_on_disk_survives_a_restart(tmp_path: Path) -> None:
+    def new() -> Context:
+        config = {"partition-id": 1, "state-dir": str(tmp_path)}
+        return Context(7, 5, config, RecordDict(), {})
+
+    app = make_app(keep_private("head.*"))
+    ask(app, new(), 1, model())
+    ask(app, new(), 2, model())
+    reply = ask(app, new(), 2, model(), "evaluate")
+    assert reply.content["metrics"]["head"] == 4
+    assert ask(app, Context(8, 5, new().node_config, RecordDict(), {}), 2, model(), "evaluate")
+    other = Context(8, 5, new().node_config, RecordDict(), {})  # another run of Flower
+    assert ask(app, other, 2, model(), "evaluate").content["metrics"]["head"] == 0
+
+
+def ask(
+    app: Any,
+    context: Context,
+    round_: int | None,
+    arrays: ArrayRecord,
+    kind: str = "train",
+    **config: Any,
+) -> Message:
+    """Send one message as FedAvg does."""
+    grid = InProcessGrid(ClientApp(), 1)
+    number = {} if round_ is None else {"server-round": round_}
+    content = RecordDict({"arrays": arrays, "config": ConfigRecord({**number, **config})})
+    message = grid.create_message(content, kind, 1000, "")
+    answer: Message = app(message, context)
+    return answer
+
+
+def renamed() -> ArrayRecord:
+    return ArrayRecord({n.replace("body", "trunk"): a for n, a in model().items()})
+
+
+def swapped() -> ArrayRecord:
+    return ArrayRecord({n: model()[n] for n in reversed(NAMES)})
+
+
+@pytest.mark.parametrize(
+    ("arrays", "named"),
+    [
+        (renamed, "arrays"),
+        (swapped, "arrays"),
+        (lambda: model(head=3), "head.weight"),
+        (lambda: ArrayRecord({n: model()[n] for n in NAMES[:3]}), "arrays"),
+        (lambda: ArrayRecord({"body.weight": Array(np.zeros(2))}), "arrays"),
+    ],
+)
+def test_another_model_than_before_is_refused(
+    arrays: Callable[[], ArrayRecord], named: str
+) -> None:
+    app, context = make_app(keep_private("head.*")), InProcessGrid(ClientApp(), 1).contexts[1000]
+    ask(app, context, 1, model())
+    before = stored(context)
+    for kind in ("train", "evaluate"):
+        with pytest.raises(ValueError, match=named):
+            ask(app, context, 2, arrays(), kind)
+    assert stored(context) == before != {}
+
+
+def stored(context: Context) -> dict[str, bytes]:
+    (record,) = context.state.array_records.values()
+    return {name: array.data for name, array in record.items()}
+
+
+@pytest.mark.parametrize("patterns", [("tail.*",), ("head.*", "tail"), ("*",), ("head.*", "b*")])
+def test_patterns_that_match_none_or_all_become_the_replys_error(patterns: tuple[str, ...]) -> None:
+    grid = Tapped(make_app(keep_private(*patterns)), 2)
+    FedAvg().start(grid, model(), num_rounds=1)
+    assert len(grid.errors) == 4
+    assert all("ValueError: patterns must" in error for error in grid.errors)
+    assert not any(context.state for context in grid.contexts.values())
+
+
+@pytest.mark.parametrize("given", [(), ("",), (3,), (None,)])
+def test_patterns_must_be_texts(given: Any) -> None:
+    with pytest.raises(ValueError, match="patterns"):
+        keep_private(*given)
+
+
+def spoil_shape(own: dict[str, np.ndarray], config: Any) -> None:
+    own["head.bias"] = np.zeros(9)
+
+
+def spoil_number(own: dict[str, np.ndarray], config: Any) -> None:
+    own["head.bias"] = np.full(2, np.nan)
+
+
+def spoil_names(own: dict[str, np.ndarray], config: Any) -> None:
+    own["head.extra"] = own.pop("head.bias")
+
+
+@pytest.mark.parametrize("spoil", [spoil_shape, spoil_number, spoil_names])
+def test_a_reply_that_cannot_be_kept_is_an_error(spoil: Any) -> None:
+    grid = Tapped(make_app(keep_private("head.*"), spoil=spoil), 2)
+    FedAvg().start(grid, model(), num_rounds=1)
+    assert len([error for error in grid.errors if "head.bias" in error]) == 2
+    assert not any(context.state for context in grid.contexts.values())
+
+
+def test_arrays_leave_in_replies_to_training_alone() -> None:
+    app = ClientApp(mods=[keep_private("head.*")])
+    context = InProcessGrid(ClientApp(), 1).contexts[1000]
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        return Message(message.content, reply_to=message)
+
+    app.query()(evaluate)
+    app.train()(lambda message, context: Message(twice(message), reply_to=message))
+
+    def twice(message: Message) -> RecordDict:
+        arrays = message.content["arrays"]
+        return RecordDict({"arrays": arrays, "again": arrays})
+
+    for kind in ("evaluate", "query", "train"):
+        with pytest.raises(ValueError, match="reply"):
+            ask(app, context, 1, model(), kind)
+    with pytest.raises(ValueError, match="server-round"):
+        ask(app, context, None, model(), "evaluate")
+
+
+def test_the_mod_stands_outermost_or_client_app_says_so() -> None:
+    keep = keep_private("head.*")
+    client_app(make_app(keep, fixedclipping_mod))
+    for wrong in (
+        lambda: client_app(make_app(fixedclipping_mod, keep)),
+        lambda: client_app(make_app(keep), private=["head.*"]),
+        lambda: client_app(by_position, train_mods=[keep]),
+        lambda: client_app(by_position, evaluate_mods=[keep]),
+    ):
+        with pytest.raises(ValueError, match="mods"):
+            wrong()
+    with pytest.raises(ValueError, match="private"):
+        client_app(client_app(by_position), private=["1"])
+    with pytest.raises(TypeError, match="private"):
+        client_app(by_position, private="head")

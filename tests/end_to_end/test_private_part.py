@@ -1,0 +1,186 @@
+"""An app of the Message API keeps its head, on every engine, with FedAvg and PersonalizedFedAvg."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+
+from flwr_perdl.simulations import InProcessGrid
+from perdl_experiments.deployment import Deployment
+
+PROJECT = '''\
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
+from flwr.serverapp.strategy import FedAvg
+
+from flwr_perdl.clients import client_app, keep_private
+from flwr_perdl.strategies import PersonalizedFedAvg, ServerSettings
+
+app = ClientApp(mods=[keep_private("head.*")])
+
+
+@app.train()
+def train(message, context):
+    """Add 1, 2, ... to the body, and thousands of it to the head."""
+    own, step = message.content["arrays"], int(context.node_config["partition-id"]) + 1
+    new = {
+        name: Array(array.numpy() + step * (1000 if "head" in name else 1))
+        for name, array in own.items()
+    }
+    numbers = MetricRecord({"num-examples": 1})
+    return Message(RecordDict({"arrays": ArrayRecord(new), "metrics": numbers}), reply_to=message)
+
+
+@app.evaluate()
+def evaluate(message, context):
+    """Report how often the head was trained."""
+    step = int(context.node_config["partition-id"]) + 1
+    head = float(message.content["arrays"]["head.weight"].numpy()[0]) / 1000 / step
+    numbers = MetricRecord({"num-examples": 1, "trained": head})
+    return Message(RecordDict({"metrics": numbers}), reply_to=message)
+
+
+client = client_app(app)
+server = ServerApp()
+
+
+def watched(grid, largest):
+    """Note the largest number in each message: what is private is in the thousands."""
+    receive = grid.send_and_receive
+
+    def both(messages, *, timeout=None):
+        asked = list(messages)
+        replies = list(receive(asked, timeout=timeout))
+        for message in asked + replies:
+            if message.has_content():
+                for record in message.content.array_records.values():
+                    for array in record.values():
+                        largest.append(float(np.abs(array.numpy()).max()))
+        return replies
+
+    grid.send_and_receive = both
+
+
+def serve(grid, on_round=None, both=True):
+    largest, found = [], {}
+    watched(grid, largest)
+    start = ArrayRecord({n: Array(np.zeros(4)) for n in ("body.weight", "head.weight")})
+    settings = ServerSettings(on_round=on_round, evaluate_every=3, node_timeout=20.0)
+    strategy = PersonalizedFedAvg(["head.*"], num_clients=2, server=settings)
+    strategies = {"ours": strategy, **({"FedAvg": FedAvg()} if both else {})}
+    for name, one in strategies.items():
+        arrays = one.start(grid, start, num_rounds=3).arrays
+        found[name] = {key: array.numpy().tolist() for key, array in arrays.items()}
+    history = [report for report in strategy.history if report.step != "evaluate"]
+    return {
+        "models": found,
+        "largest": max(largest),
+        "trained": [m["trained"] for m in strategy.history[-1].metrics.values()],
+        "anew": [report.aggregate["anew"] for report in history],
+        "floats": [[report.floats_down, report.floats_up] for report in history],
+    }
+
+
+@server.main()
+def main(grid, context):
+    folder = Path(context.run_config["out"])
+
+    def wait(report):
+        (folder / f"{report.round}-done").touch()
+        while report.round == 2 and not (folder / "restarted").exists():
+            time.sleep(0.1)
+
+    found = serve(grid, wait, both=False)
+    (folder / "found.json").write_text(json.dumps(found))
+'''
+
+MODEL = {"body.weight": [4.5] * 4, "head.weight": [0.0] * 4}
+
+
+def project() -> dict[str, Any]:
+    """Return the project's names; Ray pickles what is of ``__main__`` by value."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(PROJECT, names)
+    return names
+
+
+def check(found: dict[str, Any]) -> None:
+    assert all(model == MODEL for model in found["models"].values())
+    assert found["largest"] < 10
+    assert found["trained"] == [3, 3]
+    assert found["anew"] == [2, 0, 0]
+
+
+def test_in_process() -> None:
+    app = project()
+    found = app["serve"](InProcessGrid(app["client"], 2))
+    check(found)
+    assert found["floats"] == [[8, 4], [4, 4], [4, 4]]
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_on_flowers_simulation() -> None:
+    from flwr.simulation import run_simulation
+
+    app, server, found = project(), ServerApp(), []
+
+    @server.main()
+    def main(grid: Grid, context: Context) -> None:
+        found.append(app["serve"](grid))
+
+    run_simulation(
+        server_app=server,
+        client_app=app["client"],
+        num_supernodes=2,
+        backend_config={"client_resources": {"num_cpus": 1}, "init_args": {"log_to_driver": False}},
+    )
+    check(found[0])
+
+
+@pytest.mark.slow
+@pytest.mark.deployment
+def test_a_killed_node_is_back_with_its_head(tmp_path: Path) -> None:
+    """Node 1 dies after round 2 (SIGKILL) and is started again, with its `state-dir`."""
+
+    def until(happens: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 300
+        while not happens():
+            assert time.monotonic() < deadline, "it did not happen in time"
+            time.sleep(0.1)
+
+    def disturb(deployment: Deployment) -> None:
+        until((tmp_path / "2-done").exists)
+        deployment.kill(deployment.nodes[1])
+        known = deployment.online()
+        deployment.start_node(1)
+        until(lambda: bool(deployment.online() - known))
+        (tmp_path / "restarted").touch()
+
+    def node_config(partition: int) -> dict[str, Any]:
+        return {"state-dir": str(tmp_path / "states")}
+
+    with (
+        Deployment(tmp_path / "run", 2, node_config=node_config, app=PROJECT) as deployment,
+        ThreadPoolExecutor(1) as helper,
+    ):
+        disturbed = helper.submit(disturb, deployment)
+        deployment.run({"out": str(tmp_path)}, timeout=400)
+        disturbed.result()
+    found = json.loads((tmp_path / "found.json").read_text())
+    check(found)
+    assert found["floats"] == [[8, 4], [4, 4], [4, 4]]

@@ -1,0 +1,451 @@
+"""PersonalizedFedAvg over apps that know nothing of it: hand arithmetic, messages, floats."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.client import NumPyClient
+
+from flwr_perdl.clients import client_app, keep_private
+from flwr_perdl.simulations import InProcessGrid
+from flwr_perdl.strategies import (
+    Adam,
+    Ditto,
+    Momentum,
+    PersonalizedFedAvg,
+    ServerSettings,
+    TooFewReplies,
+    Yogi,
+    as_legacy,
+)
+from tests.bits import assert_same_bits
+from tests.clients.test_keep_private import (
+    NAMES,
+    Tapped,
+    assert_private_stays,
+    make_app,
+    model,
+)
+
+RESUME = ServerSettings(resume=True)
+HEAD = ["head.*"]
+
+
+def personal(*mods: Any, **options: Any) -> Any:
+    return client_app(make_app(keep_private("head.*"), *mods, **options))
+
+
+def start(grid: InProcessGrid, n: int = 3, arrays: Any = None, **options: Any) -> Any:
+    strategy = PersonalizedFedAvg(HEAD, **options)
+    result = strategy.start(grid, model() if arrays is None else arrays, num_rounds=n)
+    return strategy, result
+
+
+def names_sent(messages: list[Message], kind: str) -> list[list[str]]:
+    return [
+        list(message.content["arrays"])
+        for message in messages
+        if message.metadata.message_type == kind and "arrays" in message.content
+    ]
+
+
+def test_the_body_is_averaged_and_nothing_private_travels() -> None:
+    grid = Tapped(personal(), 3)
+    strategy, result = start(grid)
+    assert grid.errors == []
+    assert list(result.arrays) == list(NAMES)
+    values = [array.numpy().tolist() for array in result.arrays.values()]
+    assert values == [[6, 6], [0, 0], [12, 12], [0, 0]]
+    assert grid.measured("head") == {0: 3, 1: 6, 2: 9}
+    assert set(grid.measured("body").values()) == {6}
+    assert_private_stays(grid)
+    shared = ["body.weight", "body.bias"]
+    assert names_sent(grid.asked, "train") == 3 * [list(NAMES)] + 6 * [shared]
+    assert names_sent(grid.asked, "evaluate") == 9 * [shared]
+    replied = [list(r.content["arrays"]) for r in grid.replies if "arrays" in r.content]
+    assert replied == 9 * [shared]
+    floats = [(report.floats_down, report.floats_up) for report in strategy.history]
+    assert floats == [(8, 4), (4, 0), (4, 4), (4, 0), (4, 4), (4, 0)]
+    assert strategy.history[0].metrics[1] == {"num-examples": 1, "kept-private": 4, "anew": 1}
+    assert strategy.history[-1].metrics[1] == {"num-examples": 1, "head": 6, "body": 6}
+
+
+def test_who_was_not_there_gets_a_start_when_it_comes() -> None:
+    grid = Tapped(personal(), 6)
+    strategy, _ = start(grid, 4, fraction_train=0.5, seed=1)
+    assert grid.errors == []
+    trained: dict[int, int] = dict.fromkeys(range(6), 0)
+    for training, evaluation in zip(strategy.history[::2], strategy.history[1::2], strict=True):
+        new = [p for p in training.metrics if not trained[p]]
+        assert training.floats_down == 4 + 4 * len(new) / 3
+        assert training.aggregate["anew"] == len(new)
+        for p in training.metrics:
+            trained[p] += 1
+        assert {p: m["head"] for p, m in evaluation.metrics.items()} == {
+            p: (p + 1) * n for p, n in trained.items()
+        }
+        assert evaluation.floats_down == 4 + 4 * list(trained.values()).count(0) / 6
+    assert sum(trained.values()) == 12
+
+
+def test_a_client_keeps_more_than_the_server_leaves_out() -> None:
+    app = client_app(make_app(keep_private("head.*", "body.bias")))
+    grid = Tapped(app, 2)
+    _, result = start(grid, 2)
+    assert result.arrays["body.bias"].numpy().tolist() == [0, 0]
+    assert result.arrays["body.weight"].numpy().tolist() == [3, 3]
+    assert_private_stays(grid)
+
+
+@pytest.mark.parametrize(
+    ("app", "named"),
+    [
+        (lambda: client_app(make_app()), "kept-private"),
+        (lambda: client_app(make_app(keep_private("head.bias"))), "patterns"),
+    ],
+)
+def test_clients_that_keep_less_are_left_out(app: Callable[[], Any], named: str) -> None:
+    with pytest.raises(TooFewReplies, match=named):
+        start(Tapped(app(), 2))
+
+
+class Restarting(Tapped):
+    """A grid whose node 0 loses its state before round two."""
+
+    def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
+        sent = list(messages)
+        kind, config = sent[0].metadata.message_type, sent[0].content["config"]
+        if kind == "train" and config["server-round"] == 2:
+            self.contexts[1000].state = RecordDict()
+        return super().send_and_receive(sent, timeout=timeout)
+
+
+def test_a_client_that_lost_its_part_begins_anew_in_the_next_round() -> None:
+    grid = Restarting(personal(), 3)
+    strategy, _ = start(grid, 3)
+    assert len(grid.errors) == 1
+    assert "state-dir" in grid.errors[0]
+    one, two, three = strategy.history[::2]
+    assert sorted(two.metrics) == [1, 2]
+    assert (one.aggregate["anew"], two.aggregate["anew"], three.aggregate["anew"]) == (3, 0, 1)
+    assert three.floats_down == pytest.approx((8 + 4 + 4) / 3)
+    assert grid.measured("head") == {0: 1, 1: 6, 2: 9}
+
+
+def kept_on_disk(tmp_path: Path) -> Callable[[int], dict[str, Any]]:
+    return lambda partition: {"state-dir": str(tmp_path / "clients")}
+
+
+def test_with_a_folder_the_same_client_goes_on(tmp_path: Path) -> None:
+    grid = Restarting(personal(), 3, node_config=kept_on_disk(tmp_path))
+    start(grid, 3)
+    assert grid.errors == []
+    assert grid.measured("head") == {0: 3, 1: 6, 2: 9}
+
+
+OPTIMIZERS = [None, Momentum(), Adam(), Yogi()]
+
+
+@pytest.mark.parametrize("kind", [PersonalizedFedAvg, Ditto])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_resumed_run_has_the_same_bits(kind: Any, optimizer: Any, tmp_path: Path) -> None:
+    def run(rounds: int, name: str, **options: Any) -> tuple[Any, Any]:
+        app = personal() if kind is PersonalizedFedAvg else client_app(make_app())
+        grid = Tapped(app, 4, state_dir=tmp_path / f"{name}-clients")
+        args = {"private": HEAD} if kind is PersonalizedFedAvg else {"pull": 0.3}
+        strategy = kind(
+            **args,
+            optimizer=optimizer,
+            fraction_train=0.75,
+            checkpoint_dir=tmp_path / name,
+            **options,
+        )
+        given = None if options else model()
+        return strategy.start(grid, given, num_rounds=rounds), strategy
+
+    whole, first = run(4, "whole")
+    run(2, "parts")
+    resumed, second = run(4, "parts", server=RESUME)
+    assert list(resumed.arrays) == list(NAMES)
+    assert_same_bits(whole.arrays.to_numpy_ndarrays(), resumed.arrays.to_numpy_ndarrays())
+    assert [r.metrics for r in first.history[1::2]] == [r.metrics for r in second.history[1::2]]
+    assert (resumed.arrays["body.bias"].numpy() != 0).all()
+
+
+def test_a_run_goes_on_where_all_clients_lost_their_part(tmp_path: Path) -> None:
+    start(Tapped(personal(), 2), 1, checkpoint_dir=tmp_path)
+    grid = Tapped(personal(), 2)
+    start(grid, 2, checkpoint_dir=tmp_path, server=RESUME)
+    assert grid.errors == []
+    assert grid.measured("head") == {0: 1, 1: 2}
+
+
+def by_hand(optimizer: Any, changes: list[float]) -> float:
+    """Return where Reddi et al.'s Algorithm 2, in numbers of Python's, goes from 0."""
+    x = m = 0.0
+    v = getattr(optimizer, "tau", 0.0) ** 2
+    for d in changes:
+        if isinstance(optimizer, Momentum):
+            m = optimizer.beta * m + d
+            x += optimizer.learning_rate * m
+            continue
+        m = optimizer.beta_1 * m + (1 - optimizer.beta_1) * d
+        if isinstance(optimizer, Yogi):
+            v = v - (1 - optimizer.beta_2) * d**2 * np.sign(v - d**2)
+        else:
+            v = optimizer.beta_2 * v + (1 - optimizer.beta_2) * d**2
+        x += optimizer.learning_rate * m / (v**0.5 + optimizer.tau)
+    return float(x)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        Momentum(learning_rate=0.5, beta=0.9),
+        Adam(learning_rate=0.2, beta_1=0.8, beta_2=0.7, tau=0.3),
+        Yogi(learning_rate=0.2, beta_1=0.8, beta_2=0.7, tau=0.3),
+    ],
+)
+def test_the_servers_steps_are_those_of_the_paper(optimizer: Any) -> None:
+    changes = [3.0, 0.25, -1.0, 2.0]
+
+    def moves(own: dict[str, np.ndarray], config: Any) -> None:
+        own["body.weight"] += changes[config["server-round"] - 1] - 1.5  # the app's own mean
+
+    _, result = start(Tapped(personal(spoil=moves), 2), 4, optimizer=optimizer)
+    expected = by_hand(optimizer, changes)
+    np.testing.assert_allclose(result.arrays["body.weight"].numpy(), expected, rtol=1e-12)
+    assert expected != pytest.approx(sum(changes))
+
+
+def test_momentum_with_no_memory_is_the_mean() -> None:
+    plain = start(Tapped(personal(), 3))[1]
+    same = start(Tapped(personal(), 3), optimizer=Momentum(beta=0.0))[1]
+    for name in NAMES:
+        np.testing.assert_array_equal(plain.arrays[name].numpy(), same.arrays[name].numpy())
+
+
+class Coupled(NumPyClient):
+    """Body and head move by each other; it notes which names it is told."""
+
+    def __init__(self, obeys: bool, told: list[Any]) -> None:
+        self.obeys, self.told = obeys, told
+
+    def fit(self, parameters: Any, config: Any) -> Any:
+        body, head = parameters
+        names = json.loads(config["train-names"])
+        self.told.append(names)
+        new = {"0": body + head, "1": head + body + 1}
+        if not self.obeys:
+            names = ["0", "1"]
+        return [new[n] if n in names else p for n, p in zip("01", parameters, strict=True)], 1, {}
+
+    def evaluate(self, parameters: Any, config: Any) -> Any:
+        assert "train-names" not in config
+        return float(parameters[1][0]), 1, {}
+
+
+@pytest.mark.parametrize("obeys", [True, False])
+def test_fedrep_trains_the_head_first_then_the_body(obeys: bool) -> None:
+    told: list[Any] = []
+    grid = Tapped(client_app(lambda context: Coupled(obeys, told), private=["1"]), 2)
+    strategy = PersonalizedFedAvg(["1"], alternate=True)
+    given = ArrayRecord([np.ones(1), np.zeros(1)])
+    body = strategy.start(grid, given, num_rounds=2).arrays["0"].numpy()
+    assert told == 4 * [["1"], ["0"]]
+    # head 0 + 1 + 1 = 2, body 1 + 2 = 3; head 2 + 3 + 1 = 6, body 3 + 6 = 9
+    assert body.tolist() == [9]
+    assert grid.measured("loss") == {0: 6, 1: 6}
+
+
+def test_counters_of_normalization_layers_may_be_private_or_shared() -> None:
+    class Counts(NumPyClient):
+        def fit(self, parameters: Any, config: Any) -> Any:
+            weight, count, own = parameters
+            assert own.dtype == np.int64
+            return [weight + 1, (count + 2).astype(np.int64), own + 3], 1, {}
+
+        def evaluate(self, parameters: Any, config: Any) -> Any:
+            return float(parameters[2]), 1, {}
+
+    arrays = [np.zeros(2, np.float32), np.array(0), np.array(0)]
+    given = ArrayRecord({n: Array(a) for n, a in zip(("w", "bn.n", "ln.n"), arrays, strict=True)})
+    grid = Tapped(client_app(lambda context: Counts(), private=["ln*"]), 2)
+    result = PersonalizedFedAvg(["ln*"]).start(grid, given, num_rounds=2)
+    weight, count, own = result.arrays.to_numpy_ndarrays()
+    assert (weight.dtype, weight.tolist(), count.tolist(), own.tolist()) == (
+        "float32",
+        [2, 2],
+        4,
+        0,
+    )
+    assert set(grid.measured("loss").values()) == {6}
+
+
+def test_a_robust_rule_bounds_what_a_liar_does_to_the_body() -> None:
+    def make(context: Context) -> NumPyClient:
+        class Moves(NumPyClient):
+            def fit(self, parameters: Any, config: Any) -> Any:
+                p = int(context.node_config["partition-id"])
+                return [parameters[0] + (1e4 if p == 0 else 1), parameters[1] + 1], 1, {}
+
+        return Moves()
+
+    given = ArrayRecord([np.zeros(2), np.zeros(2)])
+    grid = Tapped(client_app(make, private=["1"]), 6)
+    strategy = PersonalizedFedAvg(["1"], robust="median")
+    np.testing.assert_allclose(strategy.start(grid, given, 2).arrays["0"].numpy(), 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "named"),
+    [
+        ({"private": []}, ValueError, "private"),
+        ({"private": "head.*"}, TypeError, "private"),
+        ({"private": [3]}, ValueError, "private"),
+        ({"private": ["tail"]}, ValueError, "private"),
+        ({"private": ["*"]}, ValueError, "private"),
+        ({"private": HEAD, "alternate": "yes"}, ValueError, "alternate"),
+        ({"private": HEAD, "optimizer": "adam"}, TypeError, "optimizer"),
+        ({"private": HEAD, "robust": "krum"}, ValueError, "robust"),
+    ],
+)
+def test_options_are_checked(options: Any, error: type[Exception], named: str) -> None:
+    with pytest.raises(error, match=named):
+        PersonalizedFedAvg(**options).start(Tapped(personal(), 2), model())
+
+
+@pytest.mark.parametrize(
+    "arrays", [None, ArrayRecord({n: Array(np.full(2, np.inf)) for n in NAMES})]
+)
+def test_a_model_is_needed(arrays: Any) -> None:
+    for strategy in (PersonalizedFedAvg(HEAD), Ditto()):
+        with pytest.raises(ValueError, match="initial_arrays"):
+            strategy.start(Tapped(personal(), 2), arrays)
+
+
+def test_older_projects_have_no_names() -> None:
+    older = as_legacy(PersonalizedFedAvg(HEAD), initial=[np.zeros(2), np.ones(2)])
+    with pytest.raises(ValueError, match="initial_arrays"):
+        older.initialize_parameters(None)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: Momentum(beta=1.0),
+        lambda: Momentum(learning_rate=0.0),
+        lambda: Adam(beta_1=-0.1),
+        lambda: Adam(beta_2=1.0),
+        lambda: Yogi(tau=0.0),
+    ],
+)
+def test_optimizers_are_checked(wrong: Callable[[], Any]) -> None:
+    with pytest.raises(ValueError, match=r"beta|learning_rate|tau"):
+        wrong()
+
+
+# Ditto --------------------------------------------------------------------------------------
+
+
+def test_ditto_by_hand() -> None:
+    grid = Tapped(client_app(make_app()), 2)
+    strategy = Ditto(pull=0.25)
+    result = strategy.start(grid, model(), num_rounds=3)
+    assert grid.errors == []
+    assert list(result.arrays) == list(NAMES)
+    np.testing.assert_array_equal(result.arrays["body.weight"].numpy(), 3 * 1.5)
+    for p, found in grid.measured("body").items():
+        own, shared = 0.0, 0.0
+        for _ in range(3):
+            own += p + 1
+            own += 0.25 * (shared - own)
+            shared += 1.5
+        assert found == pytest.approx(own)
+    floats = [(report.floats_down, report.floats_up) for report in strategy.history]
+    assert floats == 3 * [(8, 8), (8, 0)]
+    assert [report.aggregate["anew"] for report in strategy.history[::2]] == [2, 0, 0]
+
+
+def test_dittos_ends_are_alone_and_shared() -> None:
+    alone, shared = (Tapped(client_app(make_app()), 2) for _ in range(2))
+    Ditto(pull=0.0).start(alone, model(), num_rounds=3)
+    assert alone.measured("body") == {0: 3, 1: 6}
+    Ditto(pull=1.0).start(shared, model(), num_rounds=3)
+    assert shared.measured("body") == {0: 3, 1: 3}  # the global model of the round before
+
+
+def test_no_client_s_own_model_travels() -> None:
+    grid = Tapped(client_app(make_app()), 3)
+    Ditto(pull=0.3).start(grid, model(), num_rounds=3)
+    sent = [
+        array.numpy()
+        for message in grid.asked + grid.replies
+        for record in message.content.array_records.values()
+        for array in record.values()
+    ]
+    own = [
+        array.numpy()
+        for context in grid.contexts.values()
+        for record in context.state.array_records.values()
+        for array in record.values()
+    ]
+    assert len(own) == 3 * 2 * 4
+    assert not any(np.isin(mine, array).any() for mine in own for array in sent)
+
+
+def test_dittos_clients_survive_a_restart_on_disk_alone(tmp_path: Path) -> None:
+    kept = Restarting(client_app(make_app()), 2, node_config=kept_on_disk(tmp_path))
+    lost, same = Restarting(client_app(make_app()), 2), Tapped(client_app(make_app()), 2)
+    for grid in (kept, lost, same):
+        Ditto().start(grid, model(), num_rounds=3)
+        assert grid.errors == []
+    assert kept.measured("body") == same.measured("body") != lost.measured("body")
+
+
+def test_ditto_keeps_what_it_has_if_a_training_fails() -> None:
+    calls: list[int] = []
+
+    def fails(own: dict[str, np.ndarray], config: Any) -> None:
+        assert not [key for key in config if key in ("perdl.ditto", "perdl.pull")]
+        calls.append(config["server-round"])
+        if len(calls) == 3 * 2 + 2:  # client 0 in round 2, its own model
+            raise RuntimeError("no")
+
+    grid = Tapped(client_app(make_app(spoil=fails)), 3)
+    Ditto(pull=0.0).start(grid, model(), num_rounds=3)
+    assert len(grid.errors) == 1
+    assert grid.measured("body") == {0: 2, 1: 6, 2: 9}
+
+
+def test_keep_private_around_a_client_with_private_state_says_so() -> None:
+    grid = Tapped(client_app(make_app(), private=HEAD), 2)
+    with pytest.raises(TooFewReplies, match="private state"):
+        Ditto().start(grid, model(), num_rounds=2)
+
+
+@pytest.mark.parametrize("pull", [-0.1, 1.1, None, "no"])
+def test_the_pull_is_a_share(pull: Any) -> None:
+    with pytest.raises(ValueError, match="pull"):
+        Ditto(pull=pull)
+
+
+def test_a_server_of_ditto_that_sends_another_model_is_refused() -> None:
+    app, grid = client_app(make_app()), InProcessGrid(client_app(make_app()), 1)
+
+    def ask(arrays: ArrayRecord, round_: int) -> Message:
+        config = ConfigRecord({"perdl.ditto": True, "perdl.pull": 0.5, "server-round": round_})
+        content = RecordDict({"arrays": arrays, "config": config})
+        message = grid.create_message(content, "train", 1000, "")
+        answer: Message = app(message, grid.contexts[1000])
+        return answer
+
+    ask(model(), 1)
+    with pytest.raises(ValueError, match="arrays"):
+        ask(model(head=3), 2)
