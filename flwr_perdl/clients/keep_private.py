@@ -18,7 +18,7 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from flwr.app import (
@@ -35,7 +35,17 @@ from flwr.app import (
 from flwr_perdl.clients._handlers import floats
 from flwr_perdl.clients.base import PrivateArrays, PrivateState, private_shelf
 from flwr_perdl.core.checks import FLOATS, check_count, check_list
-from flwr_perdl.protocol.records import ANEW, METRICS, ROUND, RUN, Scalar, decode, encode, named
+from flwr_perdl.protocol.records import (
+    ANEW,
+    CONFIG,
+    METRICS,
+    ROUND,
+    RUN,
+    Scalar,
+    decode,
+    encode,
+    named,
+)
 
 #: Keys of a request's config: the names, as JSON, that the server leaves out of its requests to a
 #: client that has them, and wants left out of replies; whether to train in two steps, as FedRep.
@@ -52,6 +62,7 @@ _ALGORITHM, _NAMES, _ARRAY = "keep-private", "names", "array/"
 _FLOATS = tuple(map(str, FLOATS))
 
 Call = Callable[[Message, Context], Message]
+Kind = TypeVar("Kind", ArrayRecord, ConfigRecord)
 
 
 def keep_private(*patterns: str) -> KeepPrivate:
@@ -163,8 +174,8 @@ class KeepPrivate:
         if kind == MessageType.QUERY:
             return _without_arrays(call_next(message, context))
         record, given = _only_arrays(message.content, "a request")
-        configs = message.content.config_records
-        where = next((name for name, one in configs.items() if ROUND in one), "config")
+        configs = _of_kind(message.content, ConfigRecord)
+        where = next((name for name, one in configs.items() if ROUND in one), CONFIG)
         config = dict(configs.get(where, {}))
         round_ = check_count(ROUND, config.get(ROUND))
         run = str(config.get(RUN, context.run_id))
@@ -174,10 +185,8 @@ class KeepPrivate:
         alternate = bool(config.pop(ALTERNATE, False))
 
         def ask(model: Mapping[str, Array], more: Mapping[str, Scalar]) -> Message:
-            sent: dict[str, Any] = {record: _record(model)}
-            if where in configs or more:
-                sent[where] = ConfigRecord({**config, **more})
-            message.content = RecordDict({**message.content, **sent})
+            message.content[record] = _record(model)
+            message.content[where] = ConfigRecord({**config, **more})
             return call_next(message, context)
 
         model = _model(part, kept)
@@ -187,7 +196,8 @@ class KeepPrivate:
         if reply.has_error():
             return reply
         state.save(round_, _to_keep(part, model))
-        reply.content[next(iter(reply.content.array_records))] = _record(_to_send(part, model))
+        answered, _ = _only_arrays(reply.content, "a training reply")
+        reply.content[answered] = _record(_to_send(part, model))
         numbers = reply.content.get(METRICS)
         if part.left_out and isinstance(numbers, MetricRecord):
             numbers[KEPT] = sum(prod(model[name].shape) for name in part.left_out)
@@ -239,9 +249,14 @@ def _record(arrays: Mapping[str, Array]) -> ArrayRecord:
     return named([*arrays.values()], arrays)
 
 
+def _of_kind(content: RecordDict, kind: type[Kind]) -> dict[str, Kind]:
+    """Return a message's records of one kind; Flower's own way takes twenty times as long."""
+    return {name: record for name, record in content.items() if isinstance(record, kind)}
+
+
 def _only_arrays(content: RecordDict, what: str) -> tuple[str, ArrayRecord]:
     """Return the one ArrayRecord of a message: of a second one nobody knows what it holds."""
-    records = content.array_records
+    records = _of_kind(content, ArrayRecord)
     if len(records) != 1:
         raise ValueError(f"{what} must have one ArrayRecord, got {len(records)}.")
     ((name, record),) = records.items()
@@ -249,7 +264,7 @@ def _only_arrays(content: RecordDict, what: str) -> tuple[str, ArrayRecord]:
 
 
 def _without_arrays(reply: Message) -> Message:
-    if not reply.has_error() and len(reply.content.array_records):
+    if not reply.has_error() and _of_kind(reply.content, ArrayRecord):
         raise ValueError("a reply must have arrays only if it is one to training, got others.")
     return reply
 
