@@ -37,11 +37,9 @@ from flwr_perdl.clients.base import PrivateArrays, PrivateState, private_shelf
 from flwr_perdl.core.checks import FLOATS, check_count, check_list
 from flwr_perdl.protocol.records import (
     ANEW,
-    CONFIG,
     METRICS,
     ROUND,
     RUN,
-    Scalar,
     decode,
     encode,
     named,
@@ -174,9 +172,8 @@ class KeepPrivate:
         if kind == MessageType.QUERY:
             return _without_arrays(call_next(message, context))
         record, given = _only_arrays(message.content, "a request")
-        configs = _of_kind(message.content, ConfigRecord)
-        where = next((name for name, one in configs.items() if ROUND in one), CONFIG)
-        config = dict(configs.get(where, {}))
+        configs = _of_kind(message.content, ConfigRecord).values()
+        config = next((one for one in configs if ROUND in one), ConfigRecord())
         round_ = check_count(ROUND, config.get(ROUND))
         run = str(config.get(RUN, context.run_id))
         state = PrivateState(context, run, private_shelf(context, _ALGORITHM))
@@ -184,14 +181,15 @@ class KeepPrivate:
         part = self._part(given, kept, json.loads(str(config.pop(LEFT_OUT, "[]"))))
         alternate = bool(config.pop(ALTERNATE, False))
 
-        def ask(model: Mapping[str, Array], more: Mapping[str, Scalar]) -> Message:
+        def ask(model: Mapping[str, Array], trained: Sequence[str] = ()) -> Message:
             message.content[record] = _record(model)
-            message.content[where] = ConfigRecord({**config, **more})
+            if trained:
+                config[TRAIN_NAMES] = json.dumps(trained)
             return call_next(message, context)
 
         model = _model(part, kept)
         if kind != MessageType.TRAIN:
-            return _without_arrays(ask(model, {}))
+            return _without_arrays(ask(model))
         reply, model = _trained(ask, part, model, alternate)
         if reply.has_error():
             return reply
@@ -277,7 +275,7 @@ def _model(part: _Part, kept: PrivateArrays | None) -> dict[str, Array]:
 
 
 def _trained(
-    ask: Callable[[Mapping[str, Array], Mapping[str, Scalar]], Message],
+    ask: Callable[..., Message],
     part: _Part,
     model: dict[str, Array],
     alternate: bool,
@@ -288,7 +286,7 @@ def _trained(
     """
     shared = [name for name in part.names if name not in part.private]
     for names in (part.private, shared) if alternate else (part.names,):
-        reply = ask(model, {TRAIN_NAMES: json.dumps(names)} if alternate else {})
+        reply = ask(model, names if alternate else ())
         if reply.has_error():
             break
         _, found = _only_arrays(reply.content, "a training reply")
