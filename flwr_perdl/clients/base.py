@@ -27,7 +27,7 @@ from shutil import rmtree
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context
+from flwr.app import Array, ConfigRecord, Context
 from numpy.typing import NDArray
 
 from flwr_perdl.core import files
@@ -41,6 +41,7 @@ from flwr_perdl.protocol.records import (
     Scalar,
     decode,
     encode,
+    named,
     named_partition,
     read_partition,
 )
@@ -271,7 +272,7 @@ class PrivateState:
         kept = {f"{r}/{name}": own for r, some in self._held.items() for name, own in some.items()}
         for stale in [name for name in self._records if name.startswith(PREFIX)]:
             del self._records[stale]
-        self._records[self._name] = ArrayRecord(kept)
+        self._records[self._name] = named([*kept.values()], kept)
 
     # On disk ---------------------------------------------------------------------------------
 

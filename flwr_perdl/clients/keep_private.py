@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from glob import escape
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from flwr.app import (
@@ -42,7 +42,6 @@ from flwr_perdl.protocol.records import (
     METRICS,
     ROUND,
     RUN,
-    Scalar,
     decode,
     encode,
     named,
@@ -63,6 +62,7 @@ _ALGORITHM, _NAMES, _ARRAY = "keep-private", "names", "array/"
 _FLOATS = tuple(map(str, FLOATS))
 
 Call = Callable[[Message, Context], Message]
+Kind = TypeVar("Kind", ArrayRecord, ConfigRecord)
 
 
 def keep_private(*patterns: str) -> KeepPrivate:
@@ -181,9 +181,8 @@ class KeepPrivate:
         if kind == MessageType.QUERY:
             return _without_arrays(call_next(message, context))
         record, given = _only_arrays(message.content, "a request")
-        configs = message.content.config_records
-        where = next((name for name, one in configs.items() if ROUND in one), "config")
-        config = dict(configs.get(where, {}))
+        configs = _of_kind(message.content, ConfigRecord).values()
+        config = next((one for one in configs if ROUND in one), ConfigRecord())
         round_ = check_count(ROUND, config.get(ROUND))
         run = str(config.get(RUN, context.run_id))
         state = PrivateState(context, run, private_shelf(context, _ALGORITHM))
@@ -191,21 +190,21 @@ class KeepPrivate:
         part = self._part(given, kept, json.loads(str(config.pop(LEFT_OUT, "[]"))))
         alternate = bool(config.pop(ALTERNATE, False))
 
-        def ask(model: Mapping[str, Array], more: Mapping[str, Scalar]) -> Message:
-            sent: dict[str, Any] = {record: _record(model)}
-            if where in configs or more:
-                sent[where] = ConfigRecord({**config, **more})
-            message.content = RecordDict({**message.content, **sent})
+        def ask(model: Mapping[str, Array], trained: Sequence[str] = ()) -> Message:
+            message.content[record] = _record(model)
+            if trained:
+                config[TRAIN_NAMES] = json.dumps(trained)
             return call_next(message, context)
 
         model = _model(part, kept)
         if kind != MessageType.TRAIN:
-            return _without_arrays(ask(model, {}))
+            return _without_arrays(ask(model))
         reply, model = _trained(ask, part, model, alternate)
         if reply.has_error():
             return reply
         state.save(round_, _to_keep(part, model))
-        reply.content[next(iter(reply.content.array_records))] = _record(_to_send(part, model))
+        answered, _ = _only_arrays(reply.content, "a training reply")
+        reply.content[answered] = _record(_to_send(part, model))
         numbers = reply.content.get(METRICS)
         if part.left_out and isinstance(numbers, MetricRecord):
             numbers[KEPT] = sum(prod(model[name].shape) for name in part.left_out)
@@ -257,9 +256,14 @@ def _record(arrays: Mapping[str, Array]) -> ArrayRecord:
     return named([*arrays.values()], arrays)
 
 
+def _of_kind(content: RecordDict, kind: type[Kind]) -> dict[str, Kind]:
+    """Return a message's records of one kind; Flower's own way takes twenty times as long."""
+    return {name: record for name, record in content.items() if isinstance(record, kind)}
+
+
 def _only_arrays(content: RecordDict, what: str) -> tuple[str, ArrayRecord]:
     """Return the one ArrayRecord of a message: of a second one nobody knows what it holds."""
-    records = content.array_records
+    records = _of_kind(content, ArrayRecord)
     if len(records) != 1:
         raise ValueError(f"{what} must have one ArrayRecord, got {len(records)}.")
     ((name, record),) = records.items()
@@ -267,7 +271,7 @@ def _only_arrays(content: RecordDict, what: str) -> tuple[str, ArrayRecord]:
 
 
 def _without_arrays(reply: Message) -> Message:
-    if not reply.has_error() and len(reply.content.array_records):
+    if not reply.has_error() and _of_kind(reply.content, ArrayRecord):
         raise ValueError("a reply must have arrays only if it is one to training, got others.")
     return reply
 
@@ -280,7 +284,7 @@ def _model(part: _Part, kept: PrivateArrays | None) -> dict[str, Array]:
 
 
 def _trained(
-    ask: Callable[[Mapping[str, Array], Mapping[str, Scalar]], Message],
+    ask: Callable[..., Message],
     part: _Part,
     model: dict[str, Array],
     alternate: bool,
@@ -291,7 +295,7 @@ def _trained(
     """
     shared = [name for name in part.names if name not in part.private]
     for names in (part.private, shared) if alternate else (part.names,):
-        reply = ask(model, {TRAIN_NAMES: json.dumps(names)} if alternate else {})
+        reply = ask(model, names if alternate else ())
         if reply.has_error():
             break
         _, found = _only_arrays(reply.content, "a training reply")
