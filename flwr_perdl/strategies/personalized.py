@@ -332,7 +332,7 @@ class PersonalizedFedAvg(ProtocolStrategy):
         self, plan: Plan, nodes: Mapping[int, int], message_type: str, config: ConfigRecord
     ) -> list[Message]:
         """Return a message per client, without private arrays for those that have their own."""
-        run = self._running()
+        run = self._running().run
         names, shared = run.array_names, self._shared(run.model)
         shared_names = self._shared(names)
         # The plan's own table, from which reports count what was sent.

@@ -40,7 +40,8 @@ from flwr_perdl.regression import (
     model_error,
     simulate_rounds,
 )
-from flwr_perdl.strategies.mixed_regression import FedX, random_models
+from flwr_perdl.regression.moments import random_models
+from flwr_perdl.strategies import FedX
 from perdl_experiments.engine import arranged
 from perdl_experiments.mixed_regression_data import FEW, SETTINGS, Mixed, oracle, setting
 from perdl_experiments.outcome import Outcome
