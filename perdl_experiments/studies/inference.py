@@ -337,11 +337,20 @@ def _decibels(found: Matrix, truth: Matrix) -> Matrix:
 
 
 def _figure(curves: Mapping[str, Matrix]) -> Any:
-    from perdl_experiments import inference_plots  # an extra: clients must not need it
+    from perdl_experiments import plots  # an extra: clients must not need it
 
-    titles = {"y": "codes y", "nu": "dual variables nu, worst agent"}
-    by_method = {
-        title: {method.words: curves[f"{n}_{what}"] for n, method in METHODS.items()}
-        for what, title in titles.items()
-    }
-    return inference_plots.decibels(by_method, level=FOUND, top=TOP)
+    drawn = [
+        plots.Panel(
+            "communication round",
+            "signal-to-noise ratio (dB)",
+            range(1, 1 + curves[f"admm_{what}"].shape[1]),
+            {method.words: curves[f"{name}_{what}"] for name, method in METHODS.items()},
+            title=title,
+            log=True,
+            linear=True,
+            levels={f"{FOUND:g} dB": FOUND},
+            limits=(-5, TOP),
+        )
+        for what, title in {"y": "codes y", "nu": "dual variables nu, worst agent"}.items()
+    ]
+    return plots.panels(drawn, columns=1, height=2.9)

@@ -63,6 +63,12 @@ HEADLINES = {"default": "ours", "paper": "paper"}
 #: Methods that start from as many models as there are clusters, or from one.
 RIVALS = tuple(method for method in METHODS if method.startswith(("ifca", "oneshot", "fedavg")))
 _FIGURES = {**{name: f"fig{i}-{name}" for i, name in enumerate(SETTINGS, 1)}, FEW: FEW}
+#: The panels of a figure below Phase 1.
+PANELS = {
+    "the paper's Phase 2, eta fixed, from this library's Phase 1": LEFT,
+    "the paper's Phase 2 from several starts": ("paper", "fedavg", "ifca", "oneshot", "truth"),
+    "this library's Phase 2 from the same starts": OURS[:1] + OURS[2:],
+}
 #: ``s * eta`` times the largest curvature, and the paper's s.
 WORK, STEPS = 3.0, 5
 #: A run ends when no model has moved by more than this share of its length in so many rounds.
@@ -430,30 +436,40 @@ def _records(study: Study) -> Iterator[Record]:
 
 
 def _figure(study: Study) -> Any:
-    from perdl_experiments import regression_plots as plots  # an extra: clients must not need it
+    from perdl_experiments import plots  # an extra: clients must not need it
 
     names, level = words("mixed_regression", "curve"), float(np.median(study.oracle))
-
-    def panel(title: str, methods: Sequence[str]) -> plots.Curves:
-        curves = {names[method]: study.errors[method] for method in methods}
-        return plots.Curves(title, "communication round", curves, ("least squares", level))
-
     phase_1 = {names[f"phase_1_{one}"]: errors for one, errors in study.phase_1.items()}
-    return plots.panels(
-        [
-            plots.Curves("Phase 1", "iteration of Phase 1", phase_1),
-            panel("the paper's Phase 2, eta fixed, from this library's Phase 1", LEFT),
-            panel(
-                "the paper's Phase 2 from several starts",
-                ("paper", "fedavg", "ifca", "oneshot", "truth"),
-            ),
-            panel(
-                "this library's Phase 2 from the same starts",
-                ("ours", "fedavg_same", "ifca_same", "oneshot_same", "truth_same"),
-            ),
-        ],
-        y="error of the models",
-    )
+    longest = max(errors.shape[1] for errors in phase_1.values())
+    drawn = [
+        plots.Panel(
+            "iteration of Phase 1",
+            "error of the models",
+            range(longest),
+            {title: _extended(errors, longest) for title, errors in phase_1.items()},
+            title="Phase 1",
+        )
+    ]
+    for title, methods in PANELS.items():
+        curves = {names[method]: study.errors[method] for method in methods}
+        drawn.append(
+            plots.Panel(
+                "communication round",
+                "error of the models",
+                range(1, 1 + study.errors["ours"].shape[1]),
+                curves,
+                title=title,
+                log=True,
+                levels={"least squares": level},
+                limits=(level / 2, None),
+            )
+        )
+    return plots.panels(drawn, columns=1, height=3.9)
+
+
+def _extended(errors: Matrix, length: int) -> Matrix:
+    """Return errors with NaN at the end, where another method has more."""
+    return np.pad(errors, [(0, 0), (0, length - errors.shape[1])], constant_values=np.nan)
 
 
 def _median(errors: Matrix) -> list[float]:

@@ -281,16 +281,18 @@ def _figures(
     found: Mapping[str, Matrix],
     shown: Mapping[str, NDArray[Any]],
 ) -> dict[str, Any]:
-    from perdl_experiments import patches_plots, plots  # an extra: matplotlib
+    from perdl_experiments import plots  # an extra: matplotlib
 
     planted, D = shown["planted"], shown["dictionaries"][0]
     match = match_atoms(planted, D)
     drawn = {"recovery": (compared, COMPARED), "networks": (few, NETWORKS)}
     return {
         **{
-            title: patches_plots.recovery(
+            title: plots.lines(
                 {m.words: found[name] for name, m in methods.items() if name in chosen},
-                {"the paper reports": float(PAPER)},
+                x="round",
+                y="atoms found at the worst node",
+                levels={"the paper reports": float(PAPER)},
             )
             for title, (methods, chosen) in drawn.items()
         },

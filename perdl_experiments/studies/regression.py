@@ -54,8 +54,6 @@ PENALTIES = tuple(10.0**power for power in np.arange(-2, 4.5, 0.5))
 METHODS = ("clustered", "fedx", "fedavg", "pooled", "ridge", "intercepts", "local")
 #: Gradient steps of a FedAvg client per round.
 _STEPS = 5
-#: Methods whose residuals are drawn.
-_DRAWN = ("clustered", "pooled", "local")
 #: Diabetes: blocks of patients per sex.
 _BLOCKS = 10
 #: Tumors: patients of a client, what is predicted, and from what.
@@ -155,7 +153,7 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
             "clusters": final["weights"].argmax(axis=1),
             "clients": np.array(table.clients),
         },
-        figures=_figures(table, final, splits[0]),
+        figures=_figures(table, final),
         rounds=1,
         floats_up=float(FOLDS * ((d + 1) ** 2 + 1)),
         floats_down=float(chosen * d),
@@ -179,7 +177,7 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
 
 
 def _one_split(table: Data, seed: int, k: int | None, rounds: int) -> Arrays:
-    """Return every method's explained variance of one split's held-out points, and residuals."""
+    """Return every method's explained variance of one split's held-out points."""
     split = _split(table, seed)
     X, y, _ = _standard(table, split)
     fitted = _fitted(table, split, seed, k)
@@ -199,7 +197,6 @@ def _one_split(table: Data, seed: int, k: int | None, rounds: int) -> Arrays:
         predicted = [A[test] @ own for A, test, own in zip(X, split.test, models, strict=True)]
         residuals = truth - np.concatenate(predicted)
         kept[f"ev_{name}"] = np.array(1 - float(np.mean(residuals**2)) / spread)
-        kept[f"residuals_{name}"] = residuals
     return kept
 
 
@@ -462,25 +459,11 @@ def _members(table: Data, final: Mapping[str, NDArray[Any]]) -> Table:
     )
 
 
-def _figures(
-    table: Data, final: Mapping[str, NDArray[Any]], split: Mapping[str, NDArray[Any]]
-) -> dict[str, Any]:
-    from perdl_experiments import regression_plots as plots  # an extra
+def _figures(table: Data, final: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
+    from perdl_experiments import plots  # an extra
 
-    models, labels = final["models"], final["weights"].argmax(axis=1)
-    members = [np.flatnonzero(labels == j) for j in range(len(models))]
-    coefficients = {
-        f"cluster {j + 1}": np.append(theta[:-1], theta[-1] - models[:, -1].mean())
-        for j, theta in enumerate(models)
-    }
-    sizes = {
-        "clients": [float(len(mine)) for mine in members],
-        "points": [float(sum(len(table.y[i]) for i in mine)) for mine in members],
-    }
-    residuals = {name: split[f"residuals_{name}"] for name in _DRAWN}
-    names = [str(j + 1) for j in range(len(models))]
-    return {
-        "coefficients": plots.dots(coefficients, [*table.features, "intercept"], x="coefficient"),
-        "sizes": plots.bars(sizes, names, y="number"),
-        "residuals": plots.histograms(residuals, x="residual"),
-    }
+    models = final["models"].copy()
+    models[:, -1] -= models[:, -1].mean()
+    groups = {f"cluster {j + 1}": theta[:, None].tolist() for j, theta in enumerate(models)}
+    names = [*table.features, "intercept"]
+    return {"coefficients": plots.dots(groups, names, x="coefficient")}

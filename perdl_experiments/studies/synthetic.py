@@ -160,10 +160,13 @@ def _figures(curves: dict[str, list[float]], together: Matrix, alone: Matrix) ->
     error = "error of the global atoms"
     return {
         "clients": plots.dots(
-            {"clients alone": alone.T.tolist(), "together (PerMA)": together.T.tolist()},
-            x="client",
-            y=error,
-            floor=EXACT,
+            {
+                title: np.maximum(errors, EXACT).T.tolist()
+                for title, errors in {"clients alone": alone, "together (PerMA)": together}.items()
+            },
+            [f"client {i}" for i in range(alone.shape[1])],
+            x=error,
+            log=True,
         ),
         "rounds": plots.lines(
             {

@@ -311,7 +311,7 @@ def _figures(
     kept: Mapping[str, Mapping[str, NDArray[Any]]],
     tiles: int,
 ) -> dict[str, Any]:
-    from perdl_experiments import patches_plots, plots  # an extra: matplotlib
+    from perdl_experiments import pictures, plots  # an extra: matplotlib
 
     order = spectra["network"][0] if scene.endmembers is None else scene.endmembers
     names = [f"material {j + 1}" for j in range(len(order))]
@@ -338,8 +338,8 @@ def _figures(
         truth = scene.shares.reshape(*scene.shape, -1)
         shares |= {f"{n}, the truth": truth[..., j] for j, n in enumerate(names)}
     figures: dict[str, Any] = {
-        "spectra": patches_plots.spectra(panels, x="band number", y="reflectance, peak at one"),
-        "abundances": patches_plots.maps(shares, tiles, len(shares) // len(names)),
+        "spectra": pictures.spectra(panels, x="band number", y="reflectance, peak at one"),
+        "abundances": pictures.maps(shares, tiles, len(shares) // len(names)),
     }
     if scene.endmembers is not None:
         curves = {
