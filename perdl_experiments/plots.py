@@ -370,7 +370,9 @@ def share_legend(figure: Figure, grid: Sequence[Axes]) -> None:
 
 def _legend(axes: Axes) -> None:
     """Put the legend above the axes, where it hides nothing."""
-    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), **_LEGEND)
+    handles, labels = axes.get_legend_handles_labels()
+    named = [fill(str(label), 2 * _WRAP) for label in labels]
+    axes.legend(handles, named, loc="lower center", bbox_to_anchor=(0.5, 1), **_LEGEND)
 
 
 def roc_curves(

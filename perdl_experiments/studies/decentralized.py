@@ -178,7 +178,7 @@ def run(config: Config, keep: Keep) -> Outcome:
         rounds=config.rounds,
         floats_up=float(MODEL * config.rounds),
         floats_down=float(np.median(first.floats["ring"])) * config.rounds,
-        facts={"near": NEAR, "skewed": bool(config.shards), "has_larger": bool(config.larger)},
+        facts={"skewed": bool(config.shards), "has_larger": bool(config.larger)},
     )
 
 

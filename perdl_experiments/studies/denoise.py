@@ -29,7 +29,13 @@ from flwr_perdl.diffusion.objectives import Objective, SparseSVD
 from flwr_perdl.diffusion.topology import Topology
 from flwr_perdl.random import DATA, SERVER, spawn
 from perdl_experiments.baselines import sklearn_seed
-from perdl_experiments.data import cached_by_file, names_in, read_arrays, to_unit_range
+from perdl_experiments.data import (
+    cached_by_file,
+    check_pixels,
+    read_arrays,
+    read_npz,
+    to_unit_range,
+)
 from perdl_experiments.measures import quality
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.patches import Patches, cut, join
@@ -49,7 +55,7 @@ STEP, DECAY = 0.015, 0.5
 TOLERANCE = 0.05
 
 #: Patches coded in one piece; points of the curve, and patches that each is measured on.
-_PIECE, _POINTS, _MEASURED = 500, 20, 500
+_PIECE, _POINTS, MEASURED = 500, 20, 500
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,15 +149,9 @@ def run(config: Config, keep: Keep) -> Outcome:
             "height": task.clean.shape[1],
             "width": task.clean.shape[2],
             "n_patches": sum(len(one.X) for one in task.patches),
-            "side": SIDE,
             "n_learned": task.order.size,
-            "gamma": GAMMA,
-            "batch": BATCH,
-            "step": STEP,
-            "decay": DECAY,
             "agreed": config.connectivity == 1,
             "sent": int(ours["rounds"]),
-            "measured": _MEASURED,
         },
     )
 
@@ -179,7 +179,7 @@ def _by_the_network(task: Task, objective: SparseSVD, config: Config) -> Arrays:
         learner = replace(learner, tolerance=TOLERANCE)
     X = task.X
     model = learner.start(n_agents, X.shape[1], X.dtype)
-    measured = X[spawn(seed, SERVER, 1).permutation(len(X))[:_MEASURED]]
+    measured = X[spawn(seed, SERVER, 1).permutation(len(X))[:MEASURED]]
     costs, learning = [_cost(objective, measured, model)], 0.0
     for rows in np.array_split(task.order, min(_POINTS, len(task.order))):
         started = time.perf_counter()
@@ -301,7 +301,7 @@ def _load(path: str, size: int) -> Matrix:
         return image[None]
     (X,) = read_arrays(path, "X")
     if X.ndim == 2:
-        in_rows = "y" in names_in(path)
+        in_rows = "y" in read_npz(path, "y")
         side = round(X.shape[1] ** 0.5)
         if in_rows and side * side != X.shape[1]:
             raise ValueError(
@@ -313,10 +313,7 @@ def _load(path: str, size: int) -> Matrix:
             f"X in {path} must be an image, or images (n, h, w), of at least {SIDE}x{SIDE} pixels, "
             f"got shape {X.shape}."
         )
-    if X.dtype.kind not in "biu" and X.dtype not in (np.float64, np.float32):
-        raise ValueError(f"X in {path} must be integers, float64 or float32, got {X.dtype}.")
-    if not np.isfinite(X).all():
-        raise ValueError(f"X in {path} must be finite, got NaN or infinite values.")
+    check_pixels(X, path)
     return to_unit_range(X)
 
 

@@ -199,9 +199,6 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
         floats_up=float(costs[0]),
         floats_down=float(costs[1]),
         facts={
-            "n_atoms": N_ATOMS,
-            "n_global": N_GLOBAL,
-            "exact": EXACT,
             "most_clients": most,
             **{f"most_{m}": float(np.median(column)) for m, column in at_most.items()},
         },

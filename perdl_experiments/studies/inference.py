@@ -50,7 +50,7 @@ OBJECTIVES: dict[str, Objective] = {
 #: What counts as found, and where curves end, in dB.
 FOUND, TOP = 40.0, 100.0
 #: The time of a round is the least of so many runs of so many rounds with so many samples.
-_TIMES, _ROUNDS, _SAMPLES = 3, 40, 16
+_TIMES, _ROUNDS, SAMPLES = 3, 40, 16
 
 
 class Method(NamedTuple):
@@ -166,9 +166,7 @@ def run(config: Config, keep: Keep) -> Outcome:
         floats_down=floats,
         facts={
             "seeing": config.informed or "all",
-            "top": TOP,
             "chosen": f"{config.step:g}" if config.step else "nine tenths of Table III's bound",
-            "samples": _SAMPLES,
         },
     )
 
@@ -287,14 +285,14 @@ def _one_seed(config: Config, seed: int) -> Arrays:
 
 def _milliseconds(case: Case, program: DualInference) -> float:
     """Return the processor's time of a round for one sample, all agents together."""
-    batch = replace(program, X=np.repeat(case.X, _SAMPLES, axis=0))
+    batch = replace(program, X=np.repeat(case.X, SAMPLES, axis=0))
     network = InMemoryNetwork(case.topology)
     seconds = []
     for _ in range(_TIMES):
         started = time.process_time()
         network.run(batch, _ROUNDS)
         seconds.append(time.process_time() - started)
-    return 1000 * min(seconds) / (_ROUNDS * _SAMPLES)
+    return 1000 * min(seconds) / (_ROUNDS * SAMPLES)
 
 
 def _records(

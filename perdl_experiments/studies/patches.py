@@ -117,10 +117,7 @@ def run(config: Config, keep: Keep) -> Outcome:
         facts={
             "words": {"method": {n: method.words for n, method in {**compared, **few}.items()}},
             "headline": compared["headline"].words,
-            "n_atoms": N_ATOMS,
             "dimension": SHAPE[0] * SHAPE[1],
-            "n_nonzero": N_NONZERO,
-            "cosine": FOUND,
             "few": min(FEW, seeds),
         },
     )

@@ -36,7 +36,7 @@ from flwr_perdl.regression import (
     sufficient_statistics,
 )
 from flwr_perdl.strategies.mixed_regression import FedX
-from perdl_experiments.data import cached_by_file, read_arrays
+from perdl_experiments.data import cached_by_file, check_kind, read_arrays
 from perdl_experiments.engine import arranged
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import Record, Table
@@ -320,20 +320,11 @@ def _load(path: str, bundled: str) -> Data:
         X, y, client = read_arrays(path, "X", "y", "client")
     else:
         X, y, client, features = (_tumors if bundled == "tumors" else _diabetes)()
-    if X.ndim != 2 or not len(X) or X.dtype.kind not in "fiub":
-        raise ValueError(
-            f"X in {path} must be numbers of shape (n, n_features), got {X.dtype} {X.shape}."
-        )
-    if y.shape != X.shape[:1] or y.dtype.kind not in "fiub":
-        raise ValueError(f"y in {path} must be {len(X)} numbers, got {y.dtype} {y.shape}.")
-    if client.shape != X.shape[:1] or client.dtype.kind not in "iuU":
-        raise ValueError(
-            f"client in {path} must be {len(X)} integers or texts, got {client.dtype} "
-            f"{client.shape}."
-        )
-    X, y = (
-        check_array(f"{n} in {path}", a.astype(float), ndim=a.ndim) for n, a in (("X", X), ("y", y))
-    )
+    check_kind("X", path, X, "fiub", "numbers of shape (n, n_features)")
+    check_kind("y", path, y, "fiub", f"{len(X)} numbers", X.shape[:1])
+    check_kind("client", path, client, "iuU", f"{len(X)} integers or texts", X.shape[:1])
+    X = check_array(f"X in {path}", X.astype(float), min_rows=1)
+    y = check_array(f"y in {path}", y.astype(float), ndim=1)
     names, own = np.unique(client, return_inverse=True)
     if len(names) < 2:
         raise ValueError(f"client in {path} must name at least 2 clients, got {len(names)}.")

@@ -262,7 +262,7 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
         rounds=config.rounds,
         floats_up=float(np.median([one["up"] for one in found[headline]])),
         floats_down=float(np.median([one["down"] for one in found[headline]])),
-        facts={"kinds": KINDS, "near": NEAR, "headline": METHODS[headline]},
+        facts={"headline": METHODS[headline]},
     )
 
 

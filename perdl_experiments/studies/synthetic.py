@@ -115,7 +115,6 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
             "global_atoms": seeds[0]["atoms"],
         },
         figures=_figures(curves, together, alone),
-        facts={"n_global": N_GLOBAL, "exact": EXACT},
         **_planted.mean_cost([seed["cost"] for seed in seeds]),
     )
 

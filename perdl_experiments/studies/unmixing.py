@@ -24,7 +24,7 @@ from flwr_perdl.core.checks import Matrix, check_array, check_count
 from flwr_perdl.diffusion import Topology
 from flwr_perdl.diffusion.data_diffusion import DictionaryState
 from flwr_perdl.random import DATA, SERVER, spawn
-from perdl_experiments.data import cached_by_file, names_in, read_arrays
+from perdl_experiments.data import cached_by_file, check_kind, read_arrays, read_npz
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import FAILED, Record
 from perdl_experiments.studies._experiment import Arrays, Keep, attempt, words
@@ -245,41 +245,28 @@ def _load(path: str) -> Scene:
     That is ``endmembers`` and, with these, ``abundances``.
     """
     X, shape = read_arrays(path, "X", "shape")
-    if X.ndim != 2 or not X.size or X.dtype.kind not in "fiub":
-        raise ValueError(
-            f"X in {path} must be numbers of shape (pixels, bands), got {X.dtype} {X.shape}."
-        )
-    sides = shape.tolist() if shape.shape == (2,) and shape.dtype.kind in "iu" else [0]
-    if min(sides) < 1 or prod(sides) != len(X):
+    known = read_npz(path, "endmembers", "abundances")
+    endmembers, shares = known.get("endmembers"), known.get("abundances")
+    check_kind("X", path, X, "fiub", "numbers of shape (pixels, bands)")
+    check_kind("shape", path, shape, "iu", "two integers", (2,))
+    if shape.min() < 1 or prod(shape.tolist()) != len(X):
         raise ValueError(
             f"shape in {path} must be two integers from 1 whose product is {len(X)}, the number of "
             f"pixels, got {shape.tolist()}."
         )
-    X = check_array(f"X in {path}", X.astype(np.float64))
+    X = check_array(f"X in {path}", X.astype(np.float64), min_rows=1)
     if not X.any():
         raise ValueError(f"X in {path} must have a pixel that is not zero, got zeros only.")
-    endmembers = None
-    if "endmembers" in names_in(path):
-        (endmembers,) = read_arrays(path, "endmembers")
-        if (
-            endmembers.ndim != 2
-            or endmembers.shape[1] != X.shape[1]
-            or endmembers.dtype.kind not in "fiub"
-            or not endmembers.any(axis=1).all()
-        ):
-            raise ValueError(
-                f"endmembers in {path} must be spectra of {X.shape[1]} bands, none zero, got "
-                f"{endmembers.dtype} {endmembers.shape}."
-            )
-        endmembers = check_array(f"endmembers in {path}", endmembers.astype(np.float64))
-    shares = None
-    if endmembers is not None and "abundances" in names_in(path):
-        (shares,) = read_arrays(path, "abundances")
-        if shares.shape != (len(X), len(endmembers)) or shares.dtype.kind not in "fiub":
-            raise ValueError(
-                f"abundances in {path} must be numbers of shape {(len(X), len(endmembers))}, got "
-                f"{shares.dtype} {shares.shape}."
-            )
+    if endmembers is None:
+        return Scene(X, (int(shape[0]), int(shape[1])), None)
+    what = f"spectra of {X.shape[1]} bands"
+    check_kind("endmembers", path, endmembers, "fiub", what, (len(endmembers), X.shape[1]))
+    if not endmembers.any(axis=1).all():
+        raise ValueError(f"endmembers in {path} must be {what}, none zero.")
+    endmembers = check_array(f"endmembers in {path}", endmembers.astype(np.float64))
+    if shares is not None:
+        size = (len(X), len(endmembers))
+        check_kind("abundances", path, shares, "fiub", f"numbers of shape {size}", size)
         shares = check_array(f"abundances in {path}", shares.astype(np.float64))
     return Scene(X, (int(shape[0]), int(shape[1])), endmembers, shares)
 

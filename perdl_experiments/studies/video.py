@@ -212,9 +212,7 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
         },
         figures=_figures(clip, methods, curve, truth),
         facts=_facts(config, clip),
-        rounds=federated.rounds,
-        floats_up=federated.floats_up,
-        floats_down=federated.floats_down,
+        **federated.cost,
     )
 
 
