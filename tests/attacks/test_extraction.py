@@ -340,20 +340,3 @@ def test_a_pair_of_points_is_not_sent() -> None:
 def test_a_client_with_few_points_does_not_train(step: str) -> None:
     with pytest.raises(ValueError, match="min_support must"):
         RegressionClient(X[:2], LABELS[:2], context()).fit([], for_models(step))
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"step_size": np.inf}, "step_size must be in"),
-        ({"n_steps": 10**9}, "n_steps must be between 1 and 10000"),
-        ({"temperature": -1.0}, "temperature must be in"),
-        ({"local": "all"}, "local must be one of"),
-        ({"soft": 2}, "soft must be True or False"),
-    ],
-)
-def test_regression_options_out_of_range_are_refused(options: dict[str, Any], named: str) -> None:
-    with pytest.raises(ValueError, match=named):
-        RegressionClient(X, LABELS, context()).fit(
-            [np.zeros((1, D))], for_models("update", **options)
-        )

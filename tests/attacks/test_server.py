@@ -139,14 +139,6 @@ def test_a_direction_sent_many_times_does_not_decide_where_perpca_starts() -> No
     assert replies.unlike == {3: "its components are not orthonormal"}
 
 
-def test_a_large_work_of_scoring_is_done_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    dictionaries = [unit_atoms(n, n) for n in (8, 9, 200)]
-    whole = perma.global_matching(dictionaries, 3)
-    monkeypatch.setattr("flwr_perdl.dictionary.matching._BLOCK", 1000)
-    parts = perma.global_matching(dictionaries, 3)
-    np.testing.assert_allclose(parts.global_atoms, whole.global_atoms, atol=1e-12)
-
-
 # Items 10 and 11: metrics ------------------------------------------------------------------------
 
 

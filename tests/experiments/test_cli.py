@@ -1,6 +1,5 @@
 import io
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -13,7 +12,6 @@ from typer.testing import CliRunner
 
 from flwr_perdl import __version__
 from perdl_experiments.cli import app
-from perdl_experiments.studies import COMMON, EXPERIMENTS
 from perdl_experiments.terminal import Rows, console
 
 
@@ -89,32 +87,10 @@ def run_python(*arguments, **environment):
     )
 
 
-def test_a_mistake_in_a_real_process_has_no_traceback(tmp_path):
-    done = run_python("-m", "perdl_experiments", "run", "digit", HOME=str(tmp_path))
-    assert done.returncode == 2
-    assert done.stderr.startswith("flwr-perdl: experiment must be one of")
-    assert "Traceback" not in done.stderr
-
-
 def test_the_version_and_help_have_short_ways():
     for arguments in (["-h"], ["run", "-h"], ["options", "-h"]):
         assert "Usage" in invoke(*arguments).stdout
     assert invoke("--version").stdout.startswith(f"flwr-perdl {__version__}, flwr ")
-
-
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_the_manual_says_of_options_what_the_command_says(name, monkeypatch):
-    manual = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
-    section = re.split(r"^##+ ", manual.partition(f"### {name}\n")[2], flags=re.MULTILINE)[0]
-    options = EXPERIMENTS[name].options.values()
-    for one in options:
-        if one.name not in COMMON:
-            assert f"| `{one.name}` | `{one.default}` | {one.help} |" in section
-    monkeypatch.setenv("COLUMNS", "400")
-    shown = " ".join(invoke("options", name).stdout.split())
-    for one in options:
-        words = one.help.replace("`", "")
-        assert " ".join(f"{one.name} {one.default} {words}".split()) in shown
 
 
 @pytest.mark.parametrize("columns", [30, 40, *range(55, 85), 200])
@@ -131,7 +107,7 @@ def test_no_number_is_broken_at_any_width(monkeypatch, columns):
         assert any(cell in line for line in lines)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_says_how_to_go_on(tmp_path, number):
     code = (
         "import os, signal, sys\n"

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scipy.ndimage import zoom
 
 from flwr_perdl.clients import client_app
 from flwr_perdl.simulations import InProcessGrid
@@ -14,10 +13,8 @@ from perdl_experiments.data import load_images
 from perdl_experiments.engine import federate
 from perdl_experiments.studies import (
     EXPERIMENTS,
-    biclustering,
     configure,
     find,
-    global_atoms,
     images,
     synthetic,
 )
@@ -221,11 +218,6 @@ def test_global_atoms_are_counted_none_and_all_included():
         assert lengths[4] > 100 * lengths[3]
 
 
-def test_the_largest_jump_of_lengths_by_hand():
-    assert global_atoms._jump(np.array([0.1, 0.2, 1.0, 1.1])) == 2
-    assert global_atoms._jump(np.array([0.0, 3.0, 3.5, 3.6])) == 1
-
-
 class Killed(BaseException):
     """What a test raises in the middle of a run."""
 
@@ -300,14 +292,6 @@ def test_resume_refuses_another_run(tmp_path):
     assert not (tmp_path / "empty").exists()
 
 
-def test_a_fresh_run_takes_nothing_up_from_its_folder(tmp_path):
-    given = {"clients": 3, "rounds": 2, "out": tmp_path, "options": {"seeds": 1}}
-    run_experiment("synthetic", **given)
-    seen = []
-    run_experiment("synthetic", progress=seen.append, overwrite=True, **given)
-    assert seen[0].done == 1
-
-
 def written(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -320,36 +304,6 @@ def save_images(path, seed=0):
 
 
 SMALL = {"n_atoms": 8, "n_global": 4, "methods": "main"}
-
-
-@pytest.mark.parametrize("resume", [False, True])
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("checkpoints", "state", "kept", "next"),
-        *("run.json", "results.json", "report.html", "arrays.npz", "events.jsonl", "rounds.png"),
-    ],
-)
-def test_what_no_run_has_written_is_left_alone(tmp_path, name, resume):
-    if "." in name:
-        (tmp_path / name).write_text('{"mine": 1}')
-    else:
-        (tmp_path / name).mkdir()
-    before = written(tmp_path)
-    for overwrite in {False, not resume}:
-        with pytest.raises(
-            ValueError, match="which holds no run" if resume else f"whose {name} no run has written"
-        ):
-            run_experiment(
-                "synthetic",
-                clients=3,
-                rounds=2,
-                out=tmp_path,
-                resume=resume,
-                overwrite=overwrite,
-            )
-    assert [path.name for path in tmp_path.iterdir()] == [name]
-    assert written(tmp_path) == before
 
 
 def test_a_run_is_replaced_when_asked_for_and_when_the_new_one_has_finished(tmp_path):
@@ -416,38 +370,6 @@ def test_an_unfinished_run_is_continued_or_replaced_and_never_lost(tmp_path):
     assert written(tmp_path) == before
     run_experiment("synthetic", overwrite=True, **given)
     assert not (tmp_path / "next").exists()
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"data": "nowhere.npz"},
-        {"options": {**SMALL, "matching": "typo"}},
-        {"options": {**SMALL, "methods": "typo"}},
-        {"options": {**SMALL, "min_support": -1}},
-        {"name": "biclustering", "options": {"thresholds": "typo"}},
-    ],
-)
-def test_a_mistake_leaves_an_earlier_run_as_it_is(tmp_path, change):
-    given = {"name": "images", "data": save_images(tmp_path / "a.npz"), "options": SMALL}
-    given |= {"rounds": 2, "out": tmp_path / "out"}
-    run_experiment(**given, clients=3)
-    before = written(tmp_path / "out")
-    with pytest.raises(ValueError, match=r"typo|must be"):
-        run_experiment(**given | change)
-    assert written(tmp_path / "out") == before
-    with pytest.raises(ValueError, match=r"typo|must be"):
-        run_experiment(**given | change, overwrite=True)
-    assert written(tmp_path / "out") == before
-    again = run_experiment(**given, clients=3, resume=True)
-    assert again["metrics"]["mse_global_10"] > 0
-
-
-def test_a_folder_that_cannot_be_made_is_named_before_anything_is_computed(tmp_path, monkeypatch):
-    (tmp_path / "out").touch()
-    monkeypatch.setattr(biclustering, "run", lambda *given: pytest.fail("it is too late"))
-    with pytest.raises(ValueError, match=r"out must be a folder that can be written, .* is a file"):
-        run_experiment("biclustering", out=tmp_path / "out")
 
 
 def test_resume_refuses_data_that_have_changed(tmp_path):
@@ -531,15 +453,6 @@ def general_learner_against_sklearn(name, learner, n_atoms, **given):
 @pytest.mark.parametrize(("learner", "n_atoms"), [("gradient", 48), ("mod", 48), ("ksvd", 24)])
 def test_general_learners_come_within_a_tenth_of_sklearns_pooled_dictionary(learner, n_atoms):
     assert general_learner_against_sklearn("digits", learner, n_atoms).max() < 1.1
-
-
-@pytest.mark.slow
-def test_so_they_do_on_28_by_28_pixels(tmp_path):
-    digits = load_images("")
-    X = zoom(digits.X.reshape(-1, 8, 8), (1, 3.5, 3.5), order=1)
-    np.savez(tmp_path / "large.npz", X=X, y=digits.y)
-    ratio = general_learner_against_sklearn("images", "mod", 100, data=tmp_path / "large.npz")
-    assert ratio.max() < 1.1
 
 
 NETWORKS = (

@@ -91,12 +91,6 @@ def test_perpca_is_the_mathematics_in_one_place_rotated_to_principal_axes() -> N
         assert (np.diff(np.diag(products)) <= 0).all()
 
 
-def test_pooled_data_have_one_size_where_all_atoms_are_shared() -> None:
-    assert set(_methods.compared(config())) == set(_methods.METHODS)
-    shared = _methods.compared(replace(config(), n_global=12))
-    assert set(_methods.METHODS) - set(shared) == set(_methods.POOLED_FULL)
-
-
 def test_a_resumed_run_takes_the_methods_from_disk(ran: Any) -> None:
     results, out, _ = ran
     again = run_experiment("digits", out=out, resume=True, **GIVEN)

@@ -14,8 +14,6 @@ from scipy import sparse
 from sklearn.metrics import roc_auc_score
 from sklearn.utils import Bunch
 
-from flwr_perdl.diffusion.model_diffusion import Model
-from flwr_perdl.diffusion.topology import Topology
 from perdl_experiments import documents
 from perdl_experiments.documents import (
     FIRST,
@@ -63,20 +61,6 @@ def test_planted_documents_are_as_described() -> None:
     assert (again.counts != counts).nnz == 0
     np.testing.assert_array_equal(again.topics, topics)
     assert (small(1).counts != counts).nnz
-
-
-def test_words_come_back_as_in_a_dirichlet_multinomial() -> None:
-    """Of n words of a language of two, the number of the first has Polya's variance."""
-    rng, n, concentration, p = np.random.default_rng(0), 30, 6.0, 0.3
-    counts = np.array(
-        [
-            (rng.random(n) < p)[documents._repeats(n, concentration, rng)].sum()
-            for _ in range(20_000)
-        ]
-    )
-    variance = n * p * (1 - p) * (n + concentration) / (1 + concentration)
-    assert counts.mean() == pytest.approx(n * p, rel=0.02)
-    assert counts.var() == pytest.approx(variance, rel=0.04)
 
 
 def test_topics_appear_in_the_papers_blocks() -> None:
@@ -303,31 +287,10 @@ def test_the_papers_settings_are_a_mode(path: Path) -> None:
     assert vars(full.objective) == {"gamma": 0.05, "delta": 0.1, "eta": 0.2}
 
 
-def test_a_step_from_the_codes_is_one_over_their_squares() -> None:
-    """Two agents whose atoms are orthogonal: codes in closed form, averages of their documents."""
-    learner = novel_documents._learner(config_of("novel-documents", connectivity=1.0), "full", 1)
-    gamma, delta = vars(learner.objective).values()
-    atoms, X = np.eye(2, 3)[:, None], np.array([[0.6, 0.0, 0.8]])
-    code = (0.6 - gamma) / (1 + delta)
-    curvature = np.array([3 * code**2, 0.0])
-    model = novel_documents._learn(learner, Model(atoms), X, Topology.complete(2), curvature)
-    np.testing.assert_allclose(curvature, [4 * code**2, 0], rtol=1e-4)
-    moved = np.array([1 + (0.6 - code) / (4 * code), 0, 0.8 / (4 * code)])
-    np.testing.assert_allclose(
-        model.dictionaries[0, 0], moved / max(1, np.linalg.norm(moved)), rtol=1e-4
-    )
-    np.testing.assert_array_equal(model.dictionaries[1], atoms[1])  # it had no code
-
-
 def test_steps_from_the_codes_find_the_novel_documents(path: Path) -> None:
     outcome = run(path, learning="codes", counts="log", connectivity=1.0)
     assert np.mean(outcome.curves["auc"]) > 0.75
     assert any("squares of all its codes" in note for note in outcome.notes)
-
-
-def test_the_default_says_that_its_documents_are_not_real() -> None:
-    assert "planted topic model" in small().about
-    assert "not real" in small().about
 
 
 def test_bad_options_get_one_sentence(path: Path, tmp_path: Path) -> None:

@@ -105,11 +105,6 @@ def test_abundances_are_non_negative_least_squares() -> None:
     np.testing.assert_allclose(abundances(X, spectra), expected, atol=1e-10)
 
 
-def test_planted_shares_come_back() -> None:
-    spectra, shares, X = scene()
-    np.testing.assert_allclose(abundances(X, spectra), shares, atol=1e-10)
-
-
 def test_abundances_of_float32_are_those_of_float64_rounded() -> None:
     bands = np.linspace(0, 1, 100)
     peaks = np.exp(-((bands - np.array([[0.2], [0.4], [0.6], [0.8]])) ** 2) / 0.02)

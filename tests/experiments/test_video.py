@@ -64,15 +64,6 @@ def test_the_street_is_taken_apart_and_better_than_by_perpca(street: Any) -> Non
         assert arrays["objects"].shape == clip.frames.shape
 
 
-@pytest.mark.slow
-def test_the_film_shows_every_frame_and_is_on_the_page(street: Any) -> None:
-    results, out = street
-    assert len(iio.imread(out / "video.gif", index=None)) == 20
-    files = [figure["file"] for figure in results["figures"]]
-    assert files == ["strip.png", "psnr.png", "video.gif"]
-    assert "data:image/gif;base64," in (out / "report.html").read_text()
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_clips_that_nothing_was_tuned_on(tmp_path: Path, seed: int) -> None:
     X, mask, background = make_clip(seed)
