@@ -227,33 +227,20 @@ def _light(clip: Clip, picture: Matrix) -> Matrix:
 # The street ----------------------------------------------------------------------------------
 
 
-def draw_street(
-    rng: np.random.Generator,
-    *,
-    n_frames: int = _FRAMES,
-    height: int = _HEIGHT,
-    width: int = _WIDTH,
-    noise: float = _NOISE,
-    drift: float = _DRIFT,
-) -> Clip:
+def draw_street(rng: np.random.Generator) -> Clip:
     """Draw a street by day: houses, a road, cars in two lanes, noise, and light that drifts.
 
     Parameters
     ----------
     rng : Generator
         Draws everything.
-    n_frames, height, width : int
-        Of the clip; color.
-    noise : float
-        Standard deviation of normal noise.
-    drift : float
-        Greatest change of the light, as a share.
 
     Returns
     -------
     Clip
-        With the mask and the background.
+        In color, with the mask and the background.
     """
+    n_frames, height, width = _FRAMES, _HEIGHT, _WIDTH
     scene = _scenery(rng, height, width)
     lanes = (0.62, 1), (0.82, -1)  # where the wheels are, share of the height; which way
     cars = [
@@ -268,7 +255,7 @@ def draw_street(
         for _ in range(2)
     ]
     phase = rng.uniform(0, 2 * np.pi)
-    light = 1 + drift * np.sin(phase + np.linspace(0, np.pi, n_frames))
+    light = 1 + _DRIFT * np.sin(phase + np.linspace(0, np.pi, n_frames))
     frames, mask = np.empty((n_frames, height, width, 3)), np.empty((n_frames, height, width), bool)
     for t in range(n_frames):
         frames[t] = scene
@@ -276,7 +263,7 @@ def draw_street(
         for car in cars:
             mask[t] |= car.draw(frames[t], t)
     light = light[:, None, None, None]
-    noisy = frames * light + noise * rng.standard_normal(frames.shape)
+    noisy = frames * light + _NOISE * rng.standard_normal(frames.shape)
     return Clip(
         np.clip(noisy, 0, 1).astype(np.float32),
         mask,

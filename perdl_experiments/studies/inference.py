@@ -36,6 +36,7 @@ from flwr_perdl.diffusion.inference import (
 from flwr_perdl.diffusion.objectives import HuberNMF, Objective, SparseSVD
 from flwr_perdl.network import InMemoryNetwork
 from flwr_perdl.random import DATA, spawn
+from perdl_experiments.measures import rounds_to
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import Record
 from perdl_experiments.studies._experiment import Arrays, Keep, words
@@ -252,13 +253,6 @@ def trace(
     return np.minimum(curves[0], top), np.minimum(curves[1], top)
 
 
-def reached(ratios: Matrix) -> float:
-    """Return the round from which on the ratios stay at 40 dB or more; infinite: never."""
-    low = np.flatnonzero(ratios < FOUND)
-    last = int(low[-1]) + 1 if len(low) else 0
-    return float(last + 1) if last < len(ratios) else np.inf
-
-
 def _one_seed(config: Config, seed: int) -> Arrays:
     """Return all methods' curves on one graph, and the time of a round."""
     rng = spawn(seed, DATA)
@@ -300,7 +294,7 @@ def _records(
 ) -> Iterator[Record]:
     """Yield what every method comes to; what it costs only where most graphs are done."""
     for name in METHODS:
-        rounds = np.array(list(map(reached, curves[f"{name}_nu"])))
+        rounds = np.array([rounds_to(row, FOUND) for row in curves[f"{name}_nu"]])
         yield Record("rounds", rounds, name, unit="rounds")
         if np.isfinite(np.median(rounds)):
             yield Record("sent", float(np.median(rounds * per_round)), name)

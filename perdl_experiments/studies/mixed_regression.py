@@ -42,6 +42,7 @@ from flwr_perdl.regression import (
 )
 from flwr_perdl.strategies.mixed_regression import FedX, random_models
 from perdl_experiments.engine import arranged
+from perdl_experiments.measures import rounds_to
 from perdl_experiments.mixed_regression_data import FEW, SETTINGS, Mixed, oracle, setting
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import Record
@@ -132,9 +133,7 @@ class Study(NamedTuple):
 def _rounds(errors: Matrix, marks: Matrix) -> Matrix:
     """Return the rounds after which runs stay close to their marks; infinite: never."""
     near = errors <= CLOSE * marks[:, None]
-    last_far = near.shape[1] - np.argmin(near[:, ::-1], axis=1)
-    rounds = np.where(near.all(axis=1), 1.0, last_far + 1.0)
-    return np.where(near[:, -1], rounds, np.inf)
+    return np.array([rounds_to(row, True) for row in near])
 
 
 def client(context: Context, config: Config) -> RegressionClient:
@@ -404,14 +403,9 @@ def _summary(name: str, studies: Sequence[Study]) -> Iterator[Record]:
     yield Record("good", own, "paper_own", at)
     yield Record("error", over(lambda study: study.oracle), "oracle", at)
     for key, method in {"ours": headline, **{m: m for m in METHODS if m != "ours"}}.items():
-        final = over(partial(_final, method=method))
+        final = np.concatenate([study.errors[method][:, -1] for study in studies])
         if not np.isnan(final).any():
             yield Record("error", final, key, at)
-
-
-def _final(study: Study, *, method: str) -> Matrix:
-    errors: Matrix = study.errors[method][:, -1]
-    return errors
 
 
 def _records(study: Study) -> Iterator[Record]:

@@ -190,7 +190,7 @@ def _one_split(table: Data, seed: int, k: int | None, rounds: int) -> Arrays:
         "fedx": _two_phases(X, y, split, len(fitted["models"]), rounds, seed),
         "fedavg": _fedavg(X, y, split, rounds, seed),
     }
-    truth = np.concatenate([b[test] for b, test in zip(y, split.test, strict=True)])
+    truth = np.concatenate(_at(y, split.test))
     spread = float(np.var(truth)) or 1.0
     kept: Arrays = {"k": np.array(len(fitted["models"]))}
     for name, models in thetas.items():
@@ -222,9 +222,13 @@ def _fitted(table: Data, split: Split, seed: int, k: int | None) -> Arrays:
 
 def _pooled(X: Sequence[Matrix], y: Sequence[Matrix], split: Split) -> Matrix:
     """Return least squares on all clients' training points."""
-    rows = np.vstack([A[train] for A, train in zip(X, split.train, strict=True)])
-    values = np.concatenate([b[train] for b, train in zip(y, split.train, strict=True)])
+    rows, values = np.vstack(_at(X, split.train)), np.concatenate(_at(y, split.train))
     return np.asarray(np.linalg.lstsq(rows, values, rcond=None)[0])
+
+
+def _at(arrays: Sequence[Matrix], rows: Sequence[NDArray[np.intp]]) -> list[Matrix]:
+    """Return these rows of each client's array."""
+    return [array[own] for array, own in zip(arrays, rows, strict=True)]
 
 
 def _pooled_ridge(
@@ -237,8 +241,8 @@ def _pooled_ridge(
     """
     from sklearn.linear_model import RidgeCV  # an extra: clients must not need it
 
-    rows = np.vstack([A[train, :-1] for A, train in zip(X, split.train, strict=True)])
-    values = np.concatenate([b[train] for b, train in zip(y, split.train, strict=True)])
+    rows = np.vstack(_at(X, split.train))[:, :-1]
+    values = np.concatenate(_at(y, split.train))
     who = np.repeat(np.arange(len(X)), [len(train) for train in split.train])
     own = np.eye(len(X))[who] if intercepts else np.empty((len(who), 0))
     ridge = RidgeCV(PENALTIES).fit(np.hstack([rows, own]), values)
@@ -268,14 +272,12 @@ def _two_phases(
     X: Sequence[Matrix], y: Sequence[Matrix], split: Split, k: int, rounds: int, seed: int
 ) -> Matrix:
     """Return the model of every client's cluster after FedMD and FedX."""
-    clients = _trained(X, y, split)
+    clients = Clients(_at(X, split.train), _at(y, split.train))
     models = simulate(clients, TwoPhase(k), rounds, seed=seed).state.centers
     if not len(models):
         raise ValueError(f"rounds must be more than Phase 1 takes, got {rounds}.")
-    errors = [
-        np.sum((b[:, None] - A @ models.T) ** 2, axis=0)
-        for A, b in zip(clients.X, clients.y, strict=True)
-    ]
+    pairs = zip(clients.X, clients.y, strict=True)
+    errors = [np.sum((b[:, None] - A @ models.T) ** 2, axis=0) for A, b in pairs]
     own: Matrix = models[np.argmin(errors, axis=1)]
     return own
 
@@ -284,19 +286,11 @@ def _fedavg(
     X: Sequence[Matrix], y: Sequence[Matrix], split: Split, rounds: int, seed: int
 ) -> Matrix:
     """Return FedAvg's one model, from zero, as each client's."""
-    clients = _trained(X, y, split)
+    clients = Clients(_at(X, split.train), _at(y, split.train))
     settings = TwoPhase(1, phase_2=Refinement(n_steps=_STEPS, momentum=False, check_every=0))
     start = np.zeros((1, X[0].shape[1]))
     (model,) = simulate(clients, settings, rounds, centers=start, seed=seed).state.centers
     return np.tile(model, (len(X), 1))
-
-
-def _trained(X: Sequence[Matrix], y: Sequence[Matrix], split: Split) -> Clients:
-    """Return the clients with their training points."""
-    return Clients(
-        [A[train] for A, train in zip(X, split.train, strict=True)],
-        [b[train] for b, train in zip(y, split.train, strict=True)],
-    )
 
 
 # Data ---------------------------------------------------------------------------------------
@@ -395,14 +389,14 @@ def _standard(table: Data, split: Split) -> tuple[list[Matrix], list[Matrix], fl
     Over the training points features have mean 0 and variance 1, but for a last one of ones, and
     responses have mean 0.
     """
-    train = np.vstack([A[rows] for A, rows in zip(table.X, split.train, strict=True)])
+    train = np.vstack(_at(table.X, split.train))
     mean, deviation = train.mean(axis=0), train.std(axis=0)
     varies = deviation > 1e-12 * np.abs(train).max(axis=0, initial=1e-300)
     scale = np.where(varies, deviation, 1)
     X = [
         np.column_stack([np.where(varies, (A - mean) / scale, 0), np.ones(len(A))]) for A in table.X
     ]
-    origin = np.concatenate([b[rows] for b, rows in zip(table.y, split.train, strict=True)]).mean()
+    origin = np.concatenate(_at(table.y, split.train)).mean()
     return X, [b - origin for b in table.y], float(origin)
 
 

@@ -15,7 +15,6 @@ from flwr_perdl.dictionary import (
     OrthogonalLearner,
     WarmStart,
     dictionary_distance,
-    iterate,
     warm_start,
 )
 from flwr_perdl.protocol.records import PARTITION_ID
@@ -143,7 +142,7 @@ def _alone(config: Config) -> Matrix:
     for i, X in enumerate(planted.samples):
         learner = _learner(planted, i)
         D = warm_start(X, learner, rng=spawn(config.seed, i), **STARTS[config.start]).dictionary
-        learned = iterate(learner, X, D, [1.0] * (config.rounds - 1))
+        learned = _planted.learn_alone(X, learner, D, config.rounds)
         errors[i] = dictionary_distance(planted.global_atoms, learned)
     return errors
 
