@@ -56,33 +56,6 @@ def side_by_side(columns: Mapping[str, Matrix]) -> Figure:
     return figure
 
 
-def layers(panels: Mapping[str, Matrix], groups: Sequence[str], *, x: str) -> Figure:
-    """Draw matrices of one shape as colors, blue below zero and red above, to one scale.
-
-    Parameters
-    ----------
-    panels : mapping of str to ndarray of shape (n_rows, n_columns)
-        Title -> matrix, its rows sorted by group.
-    groups : sequence of str
-        The group of each row, equal ones side by side.
-    x : str
-        What the columns are.
-    """
-    reach = float(np.quantile(np.abs(next(iter(panels.values()))), 0.99)) or 1.0
-    figure, grid = panel_grid(len(panels), height=3.6, sharey=True)
-    names, starts, counts = np.unique(groups, return_index=True, return_counts=True)
-    for axes, (title, matrix) in zip(grid, panels.items(), strict=True):
-        axes.imshow(
-            matrix, cmap="RdBu_r", vmin=-reach, vmax=reach, aspect="auto", interpolation="nearest"
-        )
-        axes.set_title(title, fontsize=10, loc="left")
-        axes.set_xlabel(x)
-        axes.set_yticks(starts + (counts - 1) / 2, names)
-        for start in starts[starts > 0]:
-            axes.axhline(start - 0.5, color="black", lw=0.8)
-    return figure
-
-
 def scatter(panels: Mapping[str, Matrix], groups: Sequence[str], *, axis: str) -> Figure:
     """Draw points in every pair of their coordinates, a column of pairs per panel (Fig. 8).
 

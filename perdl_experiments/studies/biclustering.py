@@ -274,16 +274,8 @@ def _figures(data: Data, result: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
     groups = data.labels
     if groups is None:
         groups = np.char.add("cluster ", (result["clusters_ssvd"] + 1).astype(str))
-    atoms, codes = result["atoms_ssvd"], result["codes_ssvd"]
-    rows = np.lexsort((atoms[0], groups))
-    panels = {"data, genes as in layer 1": data.X[np.argsort(codes[:, 0])].T[rows]}
-    for k, (atom, code) in enumerate(zip(atoms, codes.T, strict=True)):
-        panels[f"layer {k + 1}"] = np.outer(atom[rows], code[np.argsort(code)])
-    places = {"Algorithm 3": atoms.T, "Algorithm 4": result["atoms_diffusion"].T}
-    return {
-        "layers": pictures.layers(panels, [str(group) for group in groups[rows]], x="genes"),
-        "loadings": pictures.scatter(places, [str(group) for group in groups], axis="atom"),
-    }
+    places = {"Algorithm 3": result["atoms_ssvd"].T, "Algorithm 4": result["atoms_diffusion"].T}
+    return {"loadings": pictures.scatter(places, [str(group) for group in groups], axis="atom")}
 
 
 def _facts(config: Config, data: Data, result: Mapping[str, NDArray[Any]]) -> dict[str, Any]:

@@ -140,7 +140,7 @@ def run(config: Config, keep: Keep) -> Outcome:
             "clean": task.clean,
             **{f"images_{name}": them for name, them in images.items()},
         },
-        figures=_figures(task, images, ours, theirs),
+        figures=_figures(task, images),
         rounds=int(ours["rounds"]),
         floats_up=float(ours["floats"]),
         floats_down=float(ours["floats"]),
@@ -334,26 +334,10 @@ def _records(
         yield Record("seconds", float(seconds[name].sum()), name, unit="s")
 
 
-def _figures(
-    task: Task,
-    images: Mapping[str, Matrix],
-    ours: Mapping[str, NDArray[Any]],
-    theirs: Mapping[str, NDArray[Any]],
-) -> dict[str, Any]:
-    from perdl_experiments import pictures, plots  # an extra: matplotlib
+def _figures(task: Task, images: Mapping[str, Matrix]) -> dict[str, Any]:
+    from perdl_experiments import pictures  # an extra: matplotlib
 
     shown = {"clean": task.clean, "noisy": images["noisy"], "denoised": images["denoised"]}
-    atoms = {"network": ours["atoms"]}
     if "sklearn" in images:
         shown["scikit-learn, same coder"] = images["sklearn"]
-        atoms["scikit-learn"] = theirs["atoms"]
-    return {
-        "images": pictures.side_by_side(shown),
-        "atoms": plots.atoms(atoms, (SIDE, SIDE), columns=28),
-        "cost": plots.lines(
-            {"network": ours["costs"].tolist()},
-            x=f"part of {_POINTS} of the batches",
-            y="cost",
-            start=0,
-        ),
-    }
+    return {"images": pictures.side_by_side(shown)}

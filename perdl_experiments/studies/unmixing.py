@@ -110,7 +110,7 @@ def run(config: Config, keep: Keep) -> Outcome:
             "abundances": maps,
             "error": ours["error"],
         },
-        figures=_figures(scene, spectra, maps, kept, config.tiles),
+        figures=_figures(scene, spectra, maps, config.tiles),
         rounds=int(ours["rounds"]),
         floats_up=float(ours["floats"]),
         floats_down=float(ours["floats"]),
@@ -295,10 +295,9 @@ def _figures(
     scene: Scene,
     spectra: Mapping[str, Matrix],
     maps: Matrix,
-    kept: Mapping[str, Mapping[str, NDArray[Any]]],
     tiles: int,
 ) -> dict[str, Any]:
-    from perdl_experiments import pictures, plots  # an extra: matplotlib
+    from perdl_experiments import pictures  # an extra: matplotlib
 
     order = spectra["network"][0] if scene.endmembers is None else scene.endmembers
     names = [f"material {j + 1}" for j in range(len(order))]
@@ -324,19 +323,7 @@ def _figures(
     if scene.shares is not None:
         truth = scene.shares.reshape(*scene.shape, -1)
         shares |= {f"{n}, the truth": truth[..., j] for j, n in enumerate(names)}
-    figures: dict[str, Any] = {
+    return {
         "spectra": pictures.spectra(panels, x="band number", y="reflectance, peak at one"),
         "abundances": pictures.maps(shares, tiles, len(shares) // len(names)),
     }
-    if scene.endmembers is not None:
-        curves = {
-            "tiles together, mean": kept["network"]["angle"],
-            "worst tile": kept["network"]["worst"],
-            "each from its own spectra": kept["network_own"]["angle"],
-            "tiles alone, mean": kept["isolated"]["angle"],
-            "all pixels in one place": kept["central"]["angle"],
-        }
-        figures["angles"] = plots.lines(
-            {title: values.tolist() for title, values in curves.items()}, x="round", y="radians"
-        )
-    return figures

@@ -56,7 +56,7 @@ def test_figures_are_those_of_the_clusters_that_are_kept(outcome: Ran) -> None:
     table, ssvd, _ = outcome.tables
     assert [len(row) for row in table.rows] == [5] * 3
     assert sum(int(cell) for row in ssvd.rows for cell in row[1:]) == 24
-    assert outcome.figures == ["layers.png", "loadings.png"]
+    assert outcome.figures == ["loadings.png"]
 
 
 def test_labels_are_looked_at_only_afterwards(outcome: Ran, tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_atoms_and_pictures(outcome: Ran) -> None:
         atoms = outcome.arrays[name]
         assert atoms.shape == (49, 100)
         assert (np.linalg.norm(atoms, axis=1) < 1 + 1e-5).all()
-    assert outcome.figures == ["images.png", "atoms.png", "cost.png"]
+    assert outcome.figures == ["images.png"]
     assert [len(row) for row in outcome.tables[0].rows] == [5] * 4
     assert outcome.outcome.rounds == 0
     assert "no message was simulated" in outcome.notes[-1]

@@ -48,7 +48,7 @@ def test_all_figures_and_pictures_of_a_short_run() -> None:
     assert outcome.metrics["recovered_min_median"] == np.median(ends)
     assert outcome.metrics["recovered_min_least"] == min(ends)
     assert len(outcome.curves["recovered_headline"]) == 12
-    assert outcome.figures == ["recovery.png", "networks.png", "atoms.png"]
+    assert outcome.figures == ["recovery.png"]
     assert [len(table.rows) for table in outcome.tables] == [8, 10]
     # A ring: everyone sends 48 atoms, their use, and eight candidates with scores, to two others.
     assert (

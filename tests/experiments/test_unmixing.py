@@ -42,7 +42,7 @@ def test_the_drawn_scene() -> None:
     metrics = outcome.metrics
     assert metrics["sad_mean"] <= metrics["sad_worst"] < 0.05 < metrics["sad_isolated"]
     assert {"sad_vca", "sad_nmf", "sad_central", "error", "disagreement"} < set(metrics)
-    assert outcome.figures == ["spectra.png", "abundances.png", "angles.png"]
+    assert outcome.figures == ["spectra.png", "abundances.png"]
     assert outcome.curves["worst_network"][-1] == pytest.approx(metrics["sad_worst"])
     assert outcome.curves["angle_isolated"][-1] == pytest.approx(metrics["sad_isolated"])
     assert outcome.arrays["abundances"].shape == (60, 60, 3)
