@@ -100,13 +100,8 @@ def cached_by_file(maxsize: int) -> Callable[[Callable[Given, Loaded]], Callable
 
 def _seen(path: str) -> Hashable:
     """Return what tells whether a file, or a folder's files, have changed."""
-    if path and os.path.isdir(path):
-        with os.scandir(path) as entries:
-            files = [(one.name, one.stat()) for one in entries if one.is_file()]
-    else:
-        files = [("", os.stat(path))] if os.path.isfile(path) else []
-    seen = sorted((name, at.st_mtime_ns, at.st_size) for name, at in files)
-    return os.path.abspath(path), *seen
+    seen = [(one.name, one.stat()) for one in files_at(path)]
+    return os.path.abspath(path), *((name, at.st_mtime_ns, at.st_size) for name, at in seen)
 
 
 def files_at(path: str) -> list[Path]:

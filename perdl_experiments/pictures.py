@@ -31,8 +31,6 @@ from perdl_experiments.plots import (
 
 #: Letters of all titles in a row of `side_by_side`.
 _LETTERS = 80
-#: Up to this many nodes of a network carry their number.
-NUMBERED = 60
 
 
 def side_by_side(columns: Mapping[str, Matrix]) -> Figure:
@@ -208,17 +206,8 @@ def _draw_network(axes: Axes, weights: CombinationMatrix) -> None:
     width = 0.4 + 2.1 * links.data / links.data.max(initial=1e-12)
     segments = list(np.stack([places[k], places[j]], axis=1))
     axes.add_collection(LineCollection(segments, linewidths=width, colors=COLORS[4], alpha=0.5))
-    size = 12 if topology.n_nodes > NUMBERED else 110
-    axes.scatter(
-        places[:, 0],
-        places[:, 1],
-        s=size * (0.6 + weights.matrix.diagonal()),
-        color=COLORS[0],
-        zorder=2,
-    )
-    if topology.n_nodes <= NUMBERED:
-        for node, (x, y) in enumerate(places):
-            axes.text(x, y, str(node), color="white", ha="center", va="center", fontsize=6)
+    size = 30 * (0.6 + weights.matrix.diagonal())
+    axes.scatter(places[:, 0], places[:, 1], s=size, color=COLORS[0], zorder=2)
     axes.text(
         0.5,
         -0.02,

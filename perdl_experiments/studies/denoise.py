@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from flwr_perdl.core.checks import Matrix
 from flwr_perdl.diffusion.inference import exact_dual
-from flwr_perdl.diffusion.model_diffusion import Model, ModelDiffusion
+from flwr_perdl.diffusion.model_diffusion import ModelDiffusion
 from flwr_perdl.diffusion.objectives import Objective, SparseSVD
 from flwr_perdl.diffusion.topology import Topology
 from flwr_perdl.random import DATA, SERVER, spawn
@@ -54,8 +54,8 @@ STEP, DECAY = 0.015, 0.5
 #: Relative error of the dual variables at which inference ends.
 TOLERANCE = 0.05
 
-#: Patches coded in one piece; points of the curve, and patches that each is measured on.
-_PIECE, _POINTS, MEASURED = 500, 20, 500
+#: Patches coded in one piece.
+_PIECE = 500
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +133,7 @@ def run(config: Config, keep: Keep) -> Outcome:
             Record("codes_per_patch", float(ours["codes_per_patch"])),
             *([Record(FAILED, str(theirs[FAILED]), "sklearn")] if FAILED in theirs else []),
         ],
-        curves={"cost": ours["costs"].tolist()},
+        curves={},
         arrays={
             "atoms": ours["atoms"],
             **({"atoms_sklearn": theirs["atoms"]} if "atoms" in theirs else {}),
@@ -179,13 +179,9 @@ def _by_the_network(task: Task, objective: SparseSVD, config: Config) -> Arrays:
         learner = replace(learner, tolerance=TOLERANCE)
     X = task.X
     model = learner.start(n_agents, X.shape[1], X.dtype)
-    measured = X[spawn(seed, SERVER, 1).permutation(len(X))[:MEASURED]]
-    costs, learning = [_cost(objective, measured, model)], 0.0
-    for rows in np.array_split(task.order, min(_POINTS, len(task.order))):
-        started = time.perf_counter()
-        model = learner.partial_fit(model, X[rows.ravel()], topology)
-        learning += time.perf_counter() - started
-        costs.append(_cost(objective, measured, model))
+    started = time.perf_counter()
+    model = learner.partial_fit(model, X[task.order.ravel()], topology)
+    learning = time.perf_counter() - started
     started, rounds, exchanges = time.perf_counter(), model.rounds, model.rounds * BATCH
     codes = []
     for part in _pieces(X):  # nu takes memory
@@ -198,18 +194,11 @@ def _by_the_network(task: Task, objective: SparseSVD, config: Config) -> Arrays:
     return {
         "images": images,
         "atoms": model.dictionaries[:, 0],
-        "costs": np.array(costs),
         "codes_per_patch": np.array(np.count_nonzero(Y) / len(X)),
         "seconds": np.array([learning, time.perf_counter() - started]),
         "rounds": np.array(rounds),
         "floats": np.array(exchanges * X.shape[1] * float(topology.degrees.mean())),
     }
-
-
-def _cost(objective: Objective, X: Matrix, model: Model) -> float:
-    """Return the mean cost (7) of samples."""
-    found = exact_dual(objective, X, [model.dictionaries[:, 0]], tolerance=TOLERANCE)
-    return float(found.cost.mean())
 
 
 def _coded(objective: Objective, X: Matrix, W: Matrix) -> Matrix:

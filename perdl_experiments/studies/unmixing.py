@@ -22,7 +22,6 @@ from scipy.ndimage import gaussian_filter
 
 from flwr_perdl.core.checks import Matrix, check_array, check_count
 from flwr_perdl.diffusion import Topology
-from flwr_perdl.diffusion.data_diffusion import DictionaryState
 from flwr_perdl.random import DATA, SERVER, spawn
 from perdl_experiments.data import cached_by_file, check_kind, read_arrays, read_npz
 from perdl_experiments.outcome import Outcome
@@ -100,11 +99,7 @@ def run(config: Config, keep: Keep) -> Outcome:
     maps = _maps(scene, spectra["network"], config.tiles)
     return Outcome(
         records=[*_records(truth, kept), *(Record(FAILED, why, m) for m, why in failed.items())],
-        curves={
-            f"{figure}_{name}": kept[name][figure].tolist()
-            for name in ("network", "network_own", "isolated", "central")
-            for figure in (("angle", "worst") if truth is not None else ())
-        },
+        curves={},
         arrays={
             **{f"spectra_{name}": values for name, values in spectra.items()},
             "abundances": maps,
@@ -156,24 +151,14 @@ def _computed(name: str, scene: Scene, p: int, config: Config) -> Arrays:
 def _learned(
     scene: Scene, p: int, config: Config, data: list[Matrix], topology: Topology, start: str
 ) -> Arrays:
-    angles: list[Matrix] = []
-
-    def note(round_: int, state: DictionaryState) -> None:
-        if scene.endmembers is not None:
-            angles.append(_mean_angles(scene.endmembers, state.dictionaries))
-
-    n_rounds, seed = config.rounds, config.seed
-    learned = unmix(data, topology, p, n_rounds, start=start, seed=seed, callback=note)
-    kept = {
+    learned = unmix(data, topology, p, config.rounds, start=start, seed=config.seed)
+    return {
         "spectra": learned.dictionaries,
         "error": learned.error,
         "disagreement": np.array(learned.disagreement),
         "rounds": np.array(learned.rounds),
         "floats": np.array(learned.floats_sent / len(data)),
     }
-    if angles:
-        kept["angle"], kept["worst"] = np.mean(angles, axis=1), np.max(angles, axis=1)
-    return kept
 
 
 def _vca(scene: Scene, p: int, config: Config) -> Matrix:

@@ -66,8 +66,6 @@ def test_it_denoises_as_well_as_scikit_learn(outcome: Ran) -> None:
     assert metrics["psnr_denoised"] > metrics["psnr_noisy"] + 5
     assert metrics["psnr_denoised"] > metrics["psnr_sklearn"] - 0.5
     assert metrics["ssim_denoised"] > metrics["ssim_noisy"] + 0.2
-    cost = outcome.curves["cost"]
-    assert cost[-1] < 0.95 * cost[0]
 
 
 def test_figures_are_those_of_scikit_image(outcome: Ran) -> None:
