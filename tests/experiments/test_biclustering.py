@@ -11,19 +11,13 @@ from sklearn.datasets import make_biclusters
 from sklearn.metrics import adjusted_rand_score
 
 from perdl_experiments.studies import biclustering
-from tests.studies import Ran, config_of, run_study
+from tests.studies import Ran, config_of, run_study, save
 
 LUNG = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "lung200.npz"
 
 
 def run(**options: Any) -> Ran:
     return run_study("biclustering", **options)
-
-
-def save(folder: Path, name: str = "data", **arrays: np.ndarray) -> str:
-    path = folder / f"{name}.npz"
-    np.savez(path, **arrays)
-    return str(path)
 
 
 def small(noise: float = 0.6) -> dict[str, np.ndarray]:

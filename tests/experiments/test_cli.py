@@ -38,7 +38,6 @@ def test_run_and_report_print_the_table_and_where_the_page_is(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["run", "digit"], "experiment must"),
         (["run", "digit"], "got 'digit'; did you mean 'digits'?"),
         (["run", "digits", "-o", "n_atom=3"], "did you mean 'n_atoms'?"),
         (["run", "digits", "-o", "n_atoms=3", "-o", "n_atoms=4"], "n_atoms must"),
@@ -48,14 +47,7 @@ def test_run_and_report_print_the_table_and_where_the_page_is(tmp_path):
         (["up", "digits", "--nodes", "100000"], "nodes must"),
         (["run", "digits", "--resume"], "which holds no run"),
         (["run", "digits", "--resume", "--overwrite"], "must not be given together"),
-        (["run", "digits", "--engine", "spark"], "engine must"),
         (["run", "digits", "-o", "n_atoms"], "option must"),
-        (["run", "digits", "-o", "n_atom=3"], "option of digits must be one of"),
-        (["run", "digits", "-o", "n_atoms=x"], "n_atoms must"),
-        (["run", "digits", "-o", "n_atoms=-5"], "n_atoms must"),
-        (["run", "digits", "--clients", "0"], "clients must"),
-        (["run", "images"], "images must"),
-        (["run", "images", "--data", "nowhere.npz"], "data must"),
         (["run", "digits", "--data", "nowhere.npz"], "digits makes its own data"),
         (["up", "sites", "--data", "."], "data must"),
         (["up", "sites", "--data", "four"], "nodes must"),

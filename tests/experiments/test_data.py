@@ -47,8 +47,8 @@ GOOD = {"X": np.zeros((4, 3, 3)), "y": np.arange(4)}
     [
         ({"X": GOOD["X"]}, r"must hold arrays named X, y: .* lacks \['y'\]"),
         ({"y": GOOD["y"]}, r"lacks \['X'\]"),
-        (GOOD | {"X": np.zeros(4)}, r"X in .* must be \(n, h, w\)"),
-        (GOOD | {"X": np.zeros((0, 3, 3)), "y": np.arange(0)}, r"X in .* must be \(n, h, w\)"),
+        (GOOD | {"X": np.zeros(4)}, r"X in .* must"),
+        (GOOD | {"X": np.zeros((0, 3, 3)), "y": np.arange(0)}, r"X in .* must"),
         (GOOD | {"X": np.zeros((4, 10))}, "square number of features"),
         (GOOD | {"X": np.zeros((4, 2, 9))}, "at least 3x3"),
         (GOOD | {"X": np.full((4, 3, 3), np.nan)}, "finite"),
@@ -56,7 +56,7 @@ GOOD = {"X": np.zeros((4, 3, 3)), "y": np.arange(4)}
         (GOOD | {"X": np.zeros((4, 3, 3), complex)}, "complex128"),
         (GOOD | {"y": np.arange(3)}, "must be 4 integers"),
         (GOOD | {"y": np.linspace(0, 1, 4)}, "must be 4 integers"),
-        (GOOD | {"client": np.arange(3)}, r"client in .* must be 4 integers"),
+        (GOOD | {"client": np.arange(3)}, r"client in .* must"),
         (
             GOOD | {"names": np.array(["brick", "sand"])},
             "names in .* a text for each label from 0 to 3",

@@ -14,17 +14,11 @@ from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 from flwr_perdl.diffusion.topology import Topology
 from perdl_experiments.patches import cut, join
 from perdl_experiments.studies import denoise
-from tests.studies import Ran, config_of, run_study
+from tests.studies import Ran, config_of, run_study, save
 
 
 def run(**options: Any) -> Ran:
     return run_study("denoise", **options)
-
-
-def save(folder: Path, **arrays: np.ndarray) -> str:
-    path = folder / "images.npz"
-    np.savez(path, **arrays)
-    return str(path)
 
 
 # Patches -------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from perdl_experiments.engine import federate
 from perdl_experiments.mixed_regression_data import mixed_regression as draw
 from perdl_experiments.mixed_regression_data import oracle
 from perdl_experiments.studies import mixed_regression, regression
-from tests.studies import Ran, compute_all, config_of, run_study
+from tests.studies import Ran, compute_all, config_of, run_study, save
 
 
 def run(experiment: Any, keep: Any = compute_all, **options: Any) -> Ran:
@@ -113,12 +113,6 @@ def test_several_settings_have_figures_each() -> None:
 
 
 # Your own data --------------------------------------------------------------------------------
-
-
-def save(folder: Path, **arrays: Any) -> str:
-    path = folder / "data.npz"
-    np.savez(path, **arrays)
-    return str(path)
 
 
 def two_kinds(seed: int = 0) -> dict[str, np.ndarray]:

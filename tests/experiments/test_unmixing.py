@@ -9,19 +9,13 @@ import numpy as np
 import pytest
 
 from perdl_experiments.unmixing import match_spectra
-from tests.studies import Ran, config_of, run_study
+from tests.studies import Ran, config_of, run_study, save
 
 SAMSON = Path(__file__).resolve().parents[3] / "shared" / "data" / "samson.npz"
 
 
 def run(**options: Any) -> Ran:
     return run_study("unmixing", **options)
-
-
-def save(folder: Path, **arrays: Any) -> str:
-    path = folder / "scene.npz"
-    np.savez(path, **arrays)
-    return str(path)
 
 
 def small(side: int = 12, bands: int = 20) -> dict[str, np.ndarray]:
