@@ -134,9 +134,16 @@ def _check(results: Mapping[str, Any]) -> None:
     shown and, where a run is replaced, removed.
     """
     wrong = [name for name in _FORMS if name in results and not fits(results[name], _FORMS[name])]
-    tables = [] if "tables" in wrong else results.get("tables", [])
-    if any(len(row) != len(one["columns"]) or not row for one in tables for row in one["rows"]):
-        wrong.append("tables")
+    if not wrong:
+        tables, figures = results.get("tables", []), results.get("figures", [])
+        whole = all(
+            one["columns"] and all(len(row) == len(one["columns"]) for row in one["rows"])
+            for one in tables
+        )
+        if not whole:
+            wrong.append("tables")
+        if not all(isinstance(one.get("alt", ""), str) for one in figures):
+            wrong.append("figures")
     if wrong:
         raise ValueError(f"{', '.join(wrong)} has another form")
 

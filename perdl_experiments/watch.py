@@ -22,10 +22,16 @@ from perdl_experiments.words import plural
 _EXCHANGES, _CLIENTS, _REASONS = 10, 8, 4
 #: Characters of a name, of a reason and of the first line that are shown.
 _NAME, _REASON, _LINE = 100, 300, 1000
-#: What events say that is shown: numbers or null, and tables.
+
+
+def _is_number_or_null(value: object) -> bool:
+    return value is None or is_number(value)
+
+
+#: What events say that is shown.
+_NUMBERS = ("round", "rounds", "done", "of", "asked", "good", "seconds", "floats_up", "floats_down")
 _FORMS: dict[str, Any] = {
-    **dict.fromkeys(("round", "rounds", "done", "of", "asked", "good", "seconds"), is_number),
-    **dict.fromkeys(("floats_up", "floats_down"), is_number),
+    **dict.fromkeys(_NUMBERS, _is_number_or_null),
     **dict.fromkeys(("metrics", "failed"), dict),
     "anomalies": {"*": {"*": is_number}},
 }
@@ -150,8 +156,7 @@ class View:
 
 def _well_formed(event: Event) -> bool:
     """Whether what is shown of an event has the types that it should have."""
-    shown = {name: event[name] for name in _FORMS if event.get(name) is not None}
-    return fits(shown, {name: _FORMS[name] for name in shown})
+    return all(fits(event[name], form) for name, form in _FORMS.items() if name in event)
 
 
 def _client_table(clients: Mapping[str, Mapping[str, float]]) -> Rows:
