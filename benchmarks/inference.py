@@ -18,7 +18,8 @@ from _measure import CORES, fastest, main, on
 from flwr_perdl.diffusion import Topology, metropolis_weights
 from flwr_perdl.diffusion.inference import ConsensusADMM, Inference, infer
 from flwr_perdl.diffusion.objectives import SparseSVD
-from perdl_experiments.studies.inference import FOUND, METHODS, draw, reached, trace
+from perdl_experiments.measures import rounds_to
+from perdl_experiments.studies.inference import FOUND, METHODS, draw, trace
 
 GRAPHS, LIMIT = 10, 1200
 #: Loss, share of impulses, connectivity.
@@ -48,7 +49,9 @@ def rounds() -> list[dict[str, Any]]:
         for seed in range(GRAPHS):
             case = draw(loss, AGENTS, 300, p, np.random.default_rng(seed), impulses)
             for name, method in METHODS.items():
-                counts[name].append(reached(trace(case, case.program(method), LIMIT, top=60)[1]))
+                counts[name].append(
+                    rounds_to(trace(case, case.program(method), LIMIT, top=60)[1], FOUND)
+                )
         row: dict[str, Any] = {"loss": loss, "impulses": impulses, "connectivity": p}
         for name, found in counts.items():
             ends = {"median": float(np.median(found)), "worst": max(found)}

@@ -306,28 +306,8 @@ def loops() -> list[dict[str, Any]]:
     return rows
 
 
-def memory() -> list[dict[str, Any]]:
-    """Measure the memory peaks of some iterations."""
-    rows = []
-    for data, make in DATA.items():
-        X, r, k = make()
-        D = MODLearner(r).start(X, np.random.default_rng(0))
-        scale = float(np.sqrt(np.sum(X**2) / len(X)))
-        runs: dict[str, Callable[[], Any]] = {
-            name: lambda X=X, D=D, learner=learner: learner.step(X, learner.step(X, D))
-            for name, learner in fitting(r, X.shape[1], k)
-        }
-        for name in PEERS:
-            model = peer(name, X, D, k, PENALTIES[0] * scale, None).set_params(max_iter=2)
-            runs[name] = lambda X=X, model=model: model.fit(X)
-        most = {name: peak(run) for name, run in runs.items()}
-        rows.append({"data": data, "samples_mb": X.nbytes / 2**20, "megabytes": most})
-    return rows
-
-
 def tables(results: dict[str, Any]) -> str:
     """Return the results as Markdown."""
-    memory = {row["data"]: row["megabytes"] for row in results["memory"]}
     lines = [
         f"Seconds to the same error, ours and scikit-learn's, and how many times faster ours is; "
         f"medians of {STARTS} starts. In brackets the least error that each reaches, as a share of "
@@ -347,17 +327,6 @@ def tables(results: dict[str, Any]) -> str:
             f"| {row['data']}: {row['learner']} | {row['error']:.4f} | {row['ms_step']:.1f} "
             f"({row['ms_step'] / row['ms_products']:.1f}) | {' | '.join(cells)} |"
         )
-    lines += [
-        "",
-        "Memory peaks (MB) beside the samples:",
-        "",
-        "| | samples | " + " | ".join([*LEARNERS, *(f"`{name}`" for name in PEERS)]) + " |",
-        "| --- " + "| ---: " * (1 + len(LEARNERS) + len(PEERS)) + "|",
-    ]
-    for row in results["memory"]:
-        most = memory[row["data"]]
-        cells = [f"{most[name]:.1f}" if name in most else "-" for name in (*LEARNERS, *PEERS)]
-        lines.append(f"| {row['data']} | {row['samples_mb']:.1f} | {' | '.join(cells)} |")
     lines += [
         "",
         'Orthogonal matching pursuit, against `sparse_encode(algorithm="omp")`, which has the '
@@ -415,4 +384,4 @@ def ratios() -> dict[str, Any]:
 
 if __name__ == "__main__":
     about = (__doc__ or "").splitlines()[0]
-    main("learners", about, ratios, lambda: {"memory": memory()}, tables)
+    main("learners", about, ratios, dict, tables)

@@ -69,7 +69,6 @@ CHANGES: dict[str, TwoPhase] = {
 }
 NOISES = (0.2, 0.5, 1.0, 2.0)
 SIZES = (50, 20, 10, 5)
-PERTURBATIONS = (0.0, 0.03, 0.1, 0.3)
 
 
 def over_oracle(
@@ -128,19 +127,6 @@ def limits() -> list[dict[str, Any]]:
                 good += bool(over_oracle(data, clients, TwoPhase(), FEWER, seed)[-1] <= CLOSE)
             row[str(noise)] = good
         rows.append(row)
-    return rows
-
-
-def perturbations() -> list[dict[str, Any]]:
-    """Measure Remark 2's noise on the anchors' estimates: the error when Phase 1 ends, in C.1."""
-    rows = []
-    for noise in PERTURBATIONS:
-        settings, errors = changed(n_products=6, perturbation=noise), []
-        for seed in range(3):
-            data = setting("C1", np.random.default_rng(seed))
-            ran = simulate(Clients(data.X, data.y), settings, 1 + 5 * 7, seed=seed)
-            errors.append(model_error(ran.history[-1][1], data.theta))
-        rows.append({"noise": noise, "error": float(np.median(errors))})
     return rows
 
 
@@ -316,14 +302,6 @@ def tables(results: dict[str, Any]) -> str:
             [[str(r["points"]), *(str(r[str(n)]) for n in NOISES)] for r in results["limits"]],
         ),
         "",
-        "Remark 2's noise on the anchors' estimates, the paper's variant with 6 products, C.1: "
-        "error when Phase 1 ends (median of 3 seeds):",
-        "",
-        *_lines(
-            ["noise", "error"],
-            [[str(r["noise"]), f"{r['error']:.2f}"] for r in results["perturbations"]],
-        ),
-        "",
         "A round of Phase 2, s = 5:",
         "",
         *_lines(
@@ -397,7 +375,6 @@ def rest() -> dict[str, Any]:
         "seeds": SEEDS,
         "changes": changes(),
         "limits": limits(),
-        "perturbations": perturbations(),
     }
 
 

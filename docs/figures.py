@@ -25,7 +25,7 @@ import numpy as np
 
 from flwr_perdl.diffusion import Topology, metropolis_weights
 from perdl_experiments import run_experiment
-from perdl_experiments.network_plots import networks
+from perdl_experiments.pictures import networks
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (

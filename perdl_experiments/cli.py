@@ -198,7 +198,7 @@ def fetch(
     """Write images, labels and, where they are known, clients to an .npz file."""
     if name is None:
         for file, said in PAPERS.items():
-            print(f"{file}: {said.arrays}\n    from {said.source}")
+            print(f"{file}: {said['arrays']}\n    from {said['source']}")
         return
     path = out or Path(f"{name.replace('/', '-')}.npz")
     with _errors_in_a_sentence():

@@ -18,7 +18,15 @@ from scipy.ndimage import gaussian_filter
 
 from flwr_perdl.core.checks import Matrix
 from flwr_perdl.random import DATA, spawn
-from perdl_experiments.data import IMAGES, cached_by_file, names_in, read_arrays, to_unit_range
+from perdl_experiments.data import (
+    IMAGES,
+    cached_by_file,
+    check_kind,
+    check_pixels,
+    read_arrays,
+    read_npz,
+    to_unit_range,
+)
 
 #: Of a longer clip as many frames, evenly spread, are taken.
 MOST_FRAMES = 60
@@ -80,19 +88,20 @@ def load_clip(path: str, seed: int) -> Clip:
     """
     if not path:
         return draw_street(spawn(seed, DATA))
-    place = Path(path)
-    mask = None
+    place, mask = Path(path), None
     if place.is_dir():
         X = _from_folder(place)
     elif place.suffix.lower() == ".npz":
-        (X,) = read_arrays(path, "X")
-        if "mask" in names_in(path):
-            (mask,) = read_arrays(path, "mask")
+        (X,), mask = read_arrays(path, "X"), read_npz(path, "mask").get("mask")
     elif place.is_file():
         X = _from_video(place)
     else:
         raise ValueError(f"data must be a file or a folder, got {path!r}.")
-    clip = Clip(_checked(X, path), None if mask is None else _checked_mask(mask, X, path))
+    frames = _checked(X, path)
+    if mask is not None:
+        check_kind("mask", path, mask, "biuf", f"numbers of shape {X.shape[:3]}", X.shape[:3])
+        mask = mask != 0
+    clip = Clip(frames, mask)
     return clip.take(MOST_FRAMES) if len(clip.frames) > MOST_FRAMES else clip
 
 
@@ -104,22 +113,9 @@ def _checked(X: NDArray[Any], path: str) -> Matrix:
         raise ValueError(
             f"X in {path} must be at least 3 frames of at least 8x8 pixels, got shape {X.shape}."
         )
-    if X.dtype.kind not in "biu" and X.dtype not in (np.float64, np.float32):
-        raise ValueError(f"X in {path} must be integers, float64 or float32, got {X.dtype}.")
-    if not np.isfinite(X).all():
-        raise ValueError(f"X in {path} must be finite, got NaN or infinite values.")
+    check_pixels(X, path)
     frames = to_unit_range(X[..., None] if gray else X[..., :3])
     return np.ascontiguousarray(frames, np.float32)
-
-
-def _checked_mask(mask: NDArray[Any], X: NDArray[Any], path: str) -> NDArray[np.bool_]:
-    if mask.shape != X.shape[:3] or mask.dtype.kind not in "biuf":
-        raise ValueError(
-            f"mask in {path} must be numbers of shape {X.shape[:3]}, got {mask.dtype} of shape "
-            f"{mask.shape}."
-        )
-    moving: NDArray[np.bool_] = mask != 0
-    return moving
 
 
 def _from_folder(folder: Path) -> NDArray[Any]:
@@ -231,33 +227,20 @@ def _light(clip: Clip, picture: Matrix) -> Matrix:
 # The street ----------------------------------------------------------------------------------
 
 
-def draw_street(
-    rng: np.random.Generator,
-    *,
-    n_frames: int = _FRAMES,
-    height: int = _HEIGHT,
-    width: int = _WIDTH,
-    noise: float = _NOISE,
-    drift: float = _DRIFT,
-) -> Clip:
+def draw_street(rng: np.random.Generator) -> Clip:
     """Draw a street by day: houses, a road, cars in two lanes, noise, and light that drifts.
 
     Parameters
     ----------
     rng : Generator
         Draws everything.
-    n_frames, height, width : int
-        Of the clip; color.
-    noise : float
-        Standard deviation of normal noise.
-    drift : float
-        Greatest change of the light, as a share.
 
     Returns
     -------
     Clip
-        With the mask and the background.
+        In color, with the mask and the background.
     """
+    n_frames, height, width = _FRAMES, _HEIGHT, _WIDTH
     scene = _scenery(rng, height, width)
     lanes = (0.62, 1), (0.82, -1)  # where the wheels are, share of the height; which way
     cars = [
@@ -272,7 +255,7 @@ def draw_street(
         for _ in range(2)
     ]
     phase = rng.uniform(0, 2 * np.pi)
-    light = 1 + drift * np.sin(phase + np.linspace(0, np.pi, n_frames))
+    light = 1 + _DRIFT * np.sin(phase + np.linspace(0, np.pi, n_frames))
     frames, mask = np.empty((n_frames, height, width, 3)), np.empty((n_frames, height, width), bool)
     for t in range(n_frames):
         frames[t] = scene
@@ -280,7 +263,7 @@ def draw_street(
         for car in cars:
             mask[t] |= car.draw(frames[t], t)
     light = light[:, None, None, None]
-    noisy = frames * light + noise * rng.standard_normal(frames.shape)
+    noisy = frames * light + _NOISE * rng.standard_normal(frames.shape)
     return Clip(
         np.clip(noisy, 0, 1).astype(np.float32),
         mask,

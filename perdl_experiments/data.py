@@ -100,13 +100,8 @@ def cached_by_file(maxsize: int) -> Callable[[Callable[Given, Loaded]], Callable
 
 def _seen(path: str) -> Hashable:
     """Return what tells whether a file, or a folder's files, have changed."""
-    if path and os.path.isdir(path):
-        with os.scandir(path) as entries:
-            files = [(one.name, one.stat()) for one in entries if one.is_file()]
-    else:
-        files = [("", os.stat(path))] if os.path.isfile(path) else []
-    seen = sorted((name, at.st_mtime_ns, at.st_size) for name, at in files)
-    return os.path.abspath(path), *seen
+    seen = [(one.name, one.stat()) for one in files_at(path)]
+    return os.path.abspath(path), *((name, at.st_mtime_ns, at.st_size) for name, at in seen)
 
 
 def files_at(path: str) -> list[Path]:
@@ -162,17 +157,9 @@ def load_images(path: str) -> Images:
     client, names = more.get("client"), more.get("names")
     if X.ndim not in (2, 3) or not len(X):
         raise ValueError(f"X in {path} must be (n, h, w) or (n, n_features), got shape {X.shape}.")
-    if X.dtype.kind not in "biu" and X.dtype not in (np.float64, np.float32):
-        raise ValueError(f"X in {path} must be integers, float64 or float32, got {X.dtype}.")
-    if not np.isfinite(X).all():
-        raise ValueError(f"X in {path} must be finite, got NaN or infinite values.")
-    for name, values in {"y": y, **({} if client is None else {"client": client})}.items():
-        if values.shape != X.shape[:1] or not np.issubdtype(values.dtype, np.integer):
-            what = "integer labels" if name == "y" else "integers"
-            raise ValueError(
-                f"{name} in {path} must be {len(X)} {what}, got shape {values.shape} of "
-                f"{values.dtype}."
-            )
+    check_pixels(X, path)
+    for name, values in {"y": y, "client": y if client is None else client}.items():
+        check_kind(name, path, values, "iu", f"{len(X)} integers", X.shape[:1])
     side = isqrt(X[0].size)
     if X.ndim == 2 and side * side != X.shape[1]:
         raise ValueError(
@@ -230,10 +217,40 @@ def read_npz(path: str, *keys: str) -> dict[str, NDArray[Any]]:
         raise ValueError(f"data must be a readable .npz file, got {path!r}: {error}") from error
 
 
-def names_in(path: str) -> list[str]:
-    """Return the names of the arrays in an ``.npz`` file that `read_npz` could open."""
-    with ZipFile(path) as archive:
-        return [name.removesuffix(".npy") for name in archive.namelist()]
+def check_kind(
+    name: str,
+    path: str,
+    array: NDArray[Any],
+    kinds: str,
+    what: str,
+    shape: tuple[int, ...] | None = None,
+) -> None:
+    """Reject an array of a file that is of another kind or shape, or is no matrix by default.
+
+    Parameters
+    ----------
+    name, path : str
+        Which array of which file.
+    array : ndarray
+        The array.
+    kinds : str
+        NumPy's letters of the kinds that it may have.
+    what : str
+        What it must be, in words.
+    shape : tuple of int, optional
+        By default any of two dimensions.
+    """
+    fits = array.ndim == 2 if shape is None else array.shape == shape
+    if not fits or array.dtype.kind not in kinds:
+        raise ValueError(f"{name} in {path} must be {what}, got {array.dtype} {array.shape}.")
+
+
+def check_pixels(X: NDArray[Any], path: str) -> None:
+    """Reject images that `to_unit_range` does not take."""
+    if X.dtype.kind not in "biu" and X.dtype not in (np.float64, np.float32):
+        raise ValueError(f"X in {path} must be integers, float64 or float32, got {X.dtype}.")
+    if not np.isfinite(X).all():
+        raise ValueError(f"X in {path} must be finite, got NaN or infinite values.")
 
 
 def _entry(archive: ZipFile, entry: ZipInfo) -> NDArray[Any]:

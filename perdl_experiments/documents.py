@@ -18,7 +18,7 @@ from scipy import sparse
 
 from flwr_perdl.core.checks import Matrix, check_count, check_real
 from flwr_perdl.random import DATA, spawn
-from perdl_experiments.data import cached_by_file, read_npz
+from perdl_experiments.data import cached_by_file, check_kind, read_npz
 
 Csr = Any  # scipy.sparse.csr_array; SciPy ships no types
 
@@ -120,25 +120,16 @@ def read_documents(path: str) -> Documents:
         raise ValueError(f"data must hold a CSR matrix, got in {path!r}: {error}") from error
     counts.sum_duplicates()
     y, n = arrays["y"], counts.shape[0]
-    if y.shape != (n,) or y.dtype.kind not in "iuU":
-        raise ValueError(f"y in {path} must be {n} integers or texts, got {y.dtype} {y.shape}.")
+    check_kind("y", path, y, "iuU", f"{n} integers or texts", (n,))
     order = np.arange(n)
     if "time" in arrays:
         time = arrays["time"]
-        if time.shape != (n,) or time.dtype.kind not in "iufUM" or _undefined(time):
-            raise ValueError(
-                f"time in {path} must be {n} numbers, dates or texts, got {time.dtype} "
-                f"{time.shape}{' with undefined values' if time.shape == (n,) else ''}."
-            )
+        check_kind("time", path, time, "iufUM", f"{n} numbers, dates or texts", (n,))
+        if (time != time).any():  # NaN or NaT
+            raise ValueError(f"time in {path} must be known of every document, got undefined ones.")
         order = np.argsort(time, kind="stable")
     by = "by time" if "time" in arrays else "in the file's order"
     return Documents(counts[order], y[order], f"The documents of {Path(path).name}, {by}.")
-
-
-def _undefined(time: NDArray[Any]) -> bool:
-    if time.dtype.kind == "f":
-        return bool(np.isnan(time).any())
-    return time.dtype.kind == "M" and bool(np.isnat(time).any())
 
 
 def newsgroups(rng: np.random.Generator) -> Documents:

@@ -39,22 +39,6 @@ Served = TypeVar("Served")
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
-class Config(Protocol):
-    """What an engine needs to know of a config."""
-
-    @property
-    def clients(self) -> int:
-        """Number of clients."""
-
-    @property
-    def rounds(self) -> int:
-        """Communication rounds."""
-
-    @property
-    def seed(self) -> int:
-        """The run's one seed."""
-
-
 class Federation(Protocol):
     """What an engine needs of an experiment (a module with these two functions).
 
@@ -98,10 +82,15 @@ class Federated(NamedTuple):
     floats_down: float
     seconds: float
 
+    @property
+    def cost(self) -> dict[str, Any]:
+        """Rounds and floats, as an `Outcome` has them."""
+        return {name: getattr(self, name) for name in ("rounds", "floats_up", "floats_down")}
+
 
 def federate(
     experiment: Federation,
-    config: Config,
+    config: Any,
     *,
     engine: str | Grid = "in-process",
     evaluate_fn: EvaluateFn | None = None,
@@ -116,7 +105,7 @@ def federate(
     experiment : Federation
         Makes the clients and the strategy.
     config : Config
-        The experiment's own class.
+        The experiment's own, with ``clients``, ``rounds`` and ``seed``.
     engine : str or Grid
         See the module's table.
     evaluate_fn : callable, optional
@@ -165,7 +154,7 @@ def check_engine(engine: str) -> None:
 def _run_on(
     grid: Grid,
     experiment: Federation,
-    config: Config,
+    config: Any,
     evaluate_fn: EvaluateFn | None,
     evaluate_config: Mapping[str, Any] | None,
     options: Mapping[str, Any],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Iterator
 from io import BytesIO
 from pathlib import Path
@@ -28,51 +29,11 @@ class Source(NamedTuple):
     split: str = "train"
 
 
+_SAID = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 #: Sets that Flower Datasets fetches, by short name. Any other name is looked up on the Hub.
-HUB = {
-    "mnist": Source("ylecun/mnist"),
-    "fashion-mnist": Source("zalando-datasets/fashion_mnist"),
-    "cifar10": Source("uoft-cs/cifar10", image="img"),
-    "usps": Source("flwrlabs/usps"),
-    "femnist": Source("flwrlabs/femnist", label="character", client="writer_id"),
-}
-
-
-class PapersFile(NamedTuple):
-    """A file of the papers' data, which the gallery's pages were measured on: what is in it."""
-
-    arrays: str
-    source: str
-
-
-#: What ``make gallery DATA=FOLDER`` looks for in the folder; none of it may be passed on here.
-PAPERS: dict[str, PapersFile] = {
-    "mnist12k.npz": PapersFile(
-        "X (12000, 28, 28), y: 1,200 images of each digit",
-        "the training part of MNIST, LeCun, Cortes and Burges; `flwr-perdl fetch mnist` has all "
-        "of it",
-    ),
-    "tdt2.npz": PapersFile(
-        "a CSR matrix of counts (9394, 36771) as scipy.sparse.save_npz writes it, y, time",
-        "TDT2 of NIST as preprocessed by Deng Cai, the 30 largest topics",
-    ),
-    "highway40.npz": PapersFile(
-        "X and mask (40, 240, 320), gray",
-        "frames 900 to 939 of `highway` in CDnet 2014, changedetection.net",
-    ),
-    "lung200.npz": PapersFile(
-        "X (56, 200), y", "the data set lung200 of the R package s4vd (GPL-2)"
-    ),
-    "samson.npz": PapersFile(
-        "X (9025, 156), shape (95, 95), endmembers (3, 156)",
-        "the hyperspectral scene Samson (no licence stated)",
-    ),
-    "boat128.npz": PapersFile("X (1, 128, 128)", "the gray test picture `boat`"),
-    "school.npz": PapersFile(
-        "X (15362, 28), y, client (139 schools)",
-        "the school data of ILEA, from the package MALSAR (GPL-2)",
-    ),
-}
+HUB = {name: Source(**said) for name, said in _SAID["hub"].items()}
+#: The files of the papers' data: what is in each (``arrays``), and its ``source``.
+PAPERS: dict[str, dict[str, str]] = _SAID["papers"]
 
 
 def fetch(

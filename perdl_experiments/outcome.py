@@ -86,7 +86,7 @@ def to_results(outcome: Outcome, page: Page, **run: Any) -> dict[str, Any]:
     ValueError
         If a metric or a curve is not finite.
     """
-    facts = {**run["config"], **outcome.facts}
+    facts = {**page.get("constants", {}), **run["config"], **outcome.facts}
     found = report(page, outcome.records, facts)
     curves = {name: [float(v) for v in values] for name, values in outcome.curves.items()}
     for name, values in [*curves.items(), *((n, [v]) for n, v in found["metrics"].items())]:

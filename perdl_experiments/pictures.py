@@ -1,20 +1,28 @@
-"""Drawings of matrices for the reports: images side by side, and a matrix's rank-one layers."""
+"""Drawings for the reports that are no curves: images, matrices, spectra, maps, networks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from textwrap import fill
+from typing import Any
 
+import networkx as nx
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+from numpy.typing import NDArray
+from scipy import sparse
 
 from flwr_perdl.core.checks import Matrix
+from flwr_perdl.diffusion import CombinationMatrix, Topology
 from perdl_experiments.plots import (
     COLORS,
     SMALL,
     WIDTH,
+    _draw,
     _figure,
     _plain,
     _show,
@@ -44,33 +52,6 @@ def side_by_side(columns: Mapping[str, Matrix]) -> Figure:
             if not row:
                 named = fill(title, _LETTERS // len(columns))
                 axes.set_title(named, fontsize=SMALL - 1, loc="left")
-    return figure
-
-
-def layers(panels: Mapping[str, Matrix], groups: Sequence[str], *, x: str) -> Figure:
-    """Draw matrices of one shape as colors, blue below zero and red above, to one scale.
-
-    Parameters
-    ----------
-    panels : mapping of str to ndarray of shape (n_rows, n_columns)
-        Title -> matrix, its rows sorted by group.
-    groups : sequence of str
-        The group of each row, equal ones side by side.
-    x : str
-        What the columns are.
-    """
-    reach = float(np.quantile(np.abs(next(iter(panels.values()))), 0.99)) or 1.0
-    figure, grid = panel_grid(len(panels), height=3.6, sharey=True)
-    names, starts, counts = np.unique(groups, return_index=True, return_counts=True)
-    for axes, (title, matrix) in zip(grid, panels.items(), strict=True):
-        axes.imshow(
-            matrix, cmap="RdBu_r", vmin=-reach, vmax=reach, aspect="auto", interpolation="nearest"
-        )
-        axes.set_title(title, fontsize=10, loc="left")
-        axes.set_xlabel(x)
-        axes.set_yticks(starts + (counts - 1) / 2, names)
-        for start in starts[starts > 0]:
-            axes.axhline(start - 0.5, color="black", lw=0.8)
     return figure
 
 
@@ -139,3 +120,144 @@ def heat_map(
     for spine in axes.spines.values():
         spine.set_visible(False)
     return figure
+
+
+def spectra(panels: Mapping[str, Mapping[str, Matrix]], *, x: str, y: str) -> Figure:
+    """Draw spectra, a panel per material, each curve with its greatest value at one.
+
+    The first curve of a panel is a wide gray band, on which all others stay visible.
+
+    Parameters
+    ----------
+    panels : mapping of str to mapping of str to ndarray of shape (n_bands,) or (n, n_bands)
+        Title -> label -> a spectrum, or several whose range is shown.
+    x, y : str
+        What the axes show.
+    """
+    figure, grid = panel_grid(len(panels), sharey=True)
+    for axes, (title, curves) in zip(grid, panels.items(), strict=True):
+        _plain(axes).set(xlabel=x)
+        axes.set_title(title, fontsize=10, loc="left")
+        for index, (label, values) in enumerate(curves.items()):
+            peaks = np.max(values, axis=-1, keepdims=True)
+            band: dict[str, Any] = {} if index else {"color": "#c4c9d0", "lw": 6}
+            scaled = values / np.where(peaks > 0, peaks, 1)
+            _draw(axes, range(values.shape[-1]), scaled, label, index, -np.inf, **band)
+    figure.supylabel(y, fontsize=10)
+    share_legend(figure, grid)
+    return figure
+
+
+def maps(panels: Mapping[str, Matrix], tiles: int, n_rows: int = 1) -> Figure:
+    """Draw shares in [0, 1] as images, with the borders of the tiles.
+
+    Parameters
+    ----------
+    panels : mapping of str to ndarray of shape (height, width)
+        Title -> image, row by row.
+    tiles : int
+        Tiles along each side.
+    n_rows : int, default 1
+        Rows of panels, all equally long.
+    """
+    n_columns = len(panels) // n_rows
+    figure = _figure(WIDTH, n_rows * ((WIDTH - 0.6) / n_columns + 0.3))
+    grid = figure.subplots(n_rows, n_columns, squeeze=False).ravel()
+    for axes, (title, image) in zip(grid, panels.items(), strict=True):
+        shown = axes.imshow(image, cmap="viridis", vmin=0, vmax=1, interpolation="nearest")
+        axes.set_title(title, fontsize=10, loc="left")
+        axes.set(xticks=[], yticks=[])
+        for size, line in ((image.shape[0], axes.axhline), (image.shape[1], axes.axvline)):
+            for part in np.array_split(np.arange(size), tiles)[1:]:
+                line(part[0] - 0.5, color="white", lw=0.4)
+    figure.colorbar(shown, ax=list(grid), shrink=0.8, label="share")
+    return figure
+
+
+def networks(named: Mapping[str, CombinationMatrix]) -> Figure:
+    """Draw topologies: links as wide as their weights, nodes as large as their own.
+
+    Parameters
+    ----------
+    named : mapping of str to CombinationMatrix
+        Title -> combination weights over the topology to draw.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        A panel for each; what the network is like is written below it.
+    """
+    figure, panels = panel_grid(len(named), height=3.3)
+    for axes, (title, weights) in zip(panels, named.items(), strict=True):
+        _draw_network(axes, weights)
+        axes.set_title(title)
+    return figure
+
+
+def rounds_against_gaps(named: Mapping[str, Mapping[str, tuple[float, float]]]) -> Figure:
+    """Draw how many rounds networks take against their spectral gaps, each with its name.
+
+    Parameters
+    ----------
+    named : mapping of str to mapping of str to pair of float
+        What a color stands for -> name of the network -> spectral gap and rounds; one without a
+        gap (NaN), such as FedAvg, is a dashed line.
+    """
+    figure = _figure(7, 4.4)
+    axes = _plain(figure.add_subplot())
+    for color, (label, networks) in zip(COLORS, named.items(), strict=False):
+        for name, (gap, rounds) in networks.items():
+            if np.isnan(gap):
+                axes.axhline(rounds, ls="--", lw=1.2, color=color, label=f"{label}: {name}")
+                continue
+            axes.plot(gap, rounds, "o", color=color)
+            axes.annotate(
+                name,
+                (gap, rounds),
+                xytext=(3, 5),
+                textcoords="offset points",
+                fontsize=8,
+                rotation=40,
+                color=color,
+            )
+        axes.plot([], [], "o", color=color, label=label)
+    if any(gap > 0 for one in named.values() for gap, _ in one.values()):
+        axes.set_xscale("log")
+    axes.set(xlabel="spectral gap", ylabel="rounds to FedAvg's accuracy")
+    axes.margins(0.15)
+    most = max((rounds for one in named.values() for _, rounds in one.values()), default=1.0)
+    axes.set_ylim(0, 1.3 * most)
+    axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _draw_network(axes: Axes, weights: CombinationMatrix) -> None:
+    topology = weights.topology
+    places = positions(topology)
+    axes.set_axis_off()
+    axes.set_aspect("equal")
+    links = sparse.coo_array(weights.matrix - sparse.diags_array(weights.matrix.diagonal()))
+    k, j = links.coords
+    width = 0.4 + 2.1 * links.data / links.data.max(initial=1e-12)
+    segments = list(np.stack([places[k], places[j]], axis=1))
+    axes.add_collection(LineCollection(segments, linewidths=width, colors=COLORS[4], alpha=0.5))
+    size = 30 * (0.6 + weights.matrix.diagonal())
+    axes.scatter(places[:, 0], places[:, 1], s=size, color=COLORS[0], zorder=2)
+    axes.text(
+        0.5,
+        -0.02,
+        f"{topology.n_nodes} nodes, {topology.n_edges} edges, "
+        f"spectral gap {weights.spectral_gap:.2g}",
+        transform=axes.transAxes,
+        ha="center",
+        va="top",
+        color=COLORS[4],
+    )
+    axes.margins(0.08)
+
+
+def positions(topology: Topology) -> NDArray[np.float64]:
+    """Return where to draw the nodes, shape (n_nodes, 2): neighbors close to each other."""
+    graph = nx.from_scipy_sparse_array(topology.adjacency)
+    layout = nx.kamada_kawai_layout(graph) if topology.is_connected else nx.circular_layout(graph)
+    return np.stack([layout[node] for node in range(topology.n_nodes)])

@@ -19,6 +19,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
+from numpy.typing import ArrayLike
 
 from flwr_perdl.core.checks import Matrix
 from perdl_experiments.words import plural
@@ -33,8 +34,11 @@ WIDTH, SMALL = 6.0, 9.0
 _WRAP, _LEADING = 18, 0.155
 #: Characters of the name of a panel's vertical axis before it wraps.
 _AXIS = 26
-#: Lines with more points than this have no marker at each.
-_MARKED = 30
+#: Lines with more points than this have no marker at each; panels with more have no tick at each.
+_MARKED, _TICKS = 30, 12
+#: Inches of the tallest figure of `dots`.
+_TALLEST = 12.0
+_LEGEND: dict[str, Any] = {"frameon": False, "ncols": 2, "fontsize": SMALL, "handlelength": 3}
 #: Panels and lines that a description names.
 _MOST_PANELS, _MOST_LINES = 8, 6
 #: What matplotlib labels the axes of a scale of colors.
@@ -155,7 +159,9 @@ def _describe(axes: Axes) -> str:
 
 
 def _describe_line(line: Line2D) -> str:
-    label, values = str(line.get_label()), np.asarray(line.get_ydata(), dtype=float)
+    axes: Any = line.axes
+    data = line.get_xdata() if axes.yaxis_inverted() else line.get_ydata()  # of `dots`, the values
+    label, values = str(line.get_label()), np.asarray(data, dtype=float)
     values = values[np.isfinite(values)]
     if label.startswith("_") or not len(values):
         return ""
@@ -213,8 +219,80 @@ def images(rows: Mapping[str, Matrix], shape: tuple[int, int]) -> Figure:
     return figure
 
 
+class Panel(NamedTuple):
+    """One of several drawings beside or below each other.
+
+    Attributes
+    ----------
+    x, y : str
+        What the axes show.
+    at : sequence of float
+        Positions.
+    lines : mapping of str to array_like of shape (n_positions,) or (n_seeds, n_positions)
+        Label -> a value per position. Of several seeds the median is drawn, and the range shaded;
+        where one is NaN, nothing is.
+    title : str, default ""
+        Above the panel.
+    log : bool, default False
+        Whether positions are logarithmic; values are unless ``linear``.
+    linear : bool, default False
+        Whether values are drawn as they are.
+    levels : mapping of str to float, optional
+        Label -> constant.
+    floor : float, default 1e-16
+        Logarithmic values are raised to it: below it differences mean nothing, such as rounding.
+    limits : pair of float or None, default (None, None)
+        Ends of the vertical axis.
+    """
+
+    x: str
+    y: str
+    at: Sequence[float]
+    lines: Mapping[str, ArrayLike]
+    title: str = ""
+    log: bool = False
+    linear: bool = False
+    levels: Mapping[str, float] = MappingProxyType({})
+    floor: float = 1e-16
+    limits: tuple[float | None, float | None] = (None, None)
+
+
+def panels(drawings: Sequence[Panel], *, columns: int = 2, height: float = 2.5) -> Figure:
+    """Draw lines in several panels; one legend, or one each where panels have other lines (Fig. 5).
+
+    Parameters
+    ----------
+    drawings : sequence of Panel
+        Row by row.
+    columns, height
+        See `panel_grid`.
+    """
+    figure, grid = panel_grid(len(drawings), columns=columns, height=height)
+    one_legend = len({tuple(panel.lines) for panel in drawings}) == 1
+    for axes, panel in zip(grid, drawings, strict=True):
+        _plain(axes).set(
+            xscale="log" if panel.log else "linear", yscale="linear" if panel.linear else "log"
+        )
+        few = len(panel.at) <= _TICKS
+        floor = -np.inf if panel.linear else panel.floor
+        for index, (label, values) in enumerate(panel.lines.items()):
+            marker = _MARKERS[index % len(_MARKERS)] if few else ""
+            _draw(axes, panel.at, values, label, index, floor, marker=marker, ms=4)
+        _draw_levels(axes, panel.levels, len(panel.lines), floor)
+        axes.set(xlabel=panel.x, ylabel=fill(panel.y, _AXIS), ylim=panel.limits)
+        if few:
+            axes.set_xticks(panel.at, [f"{position:g}" for position in panel.at])
+            axes.set_xticks([], minor=True)
+        axes.set_title(panel.title, fontsize=10, loc="left", pad=6 if one_legend else 62)
+        if not one_legend:
+            _legend(axes)
+    if one_legend:
+        share_legend(figure, grid)
+    return figure
+
+
 def lines(
-    curves: Mapping[str, Sequence[float]],
+    curves: Mapping[str, ArrayLike],
     *,
     x: str,
     y: str,
@@ -227,8 +305,8 @@ def lines(
 
     Parameters
     ----------
-    curves : mapping of str to sequence of float
-        Label -> values.
+    curves : mapping of str to array_like of shape (n_rounds,) or (n_seeds, n_rounds)
+        Label -> values, see `Panel`.
     x, y : str
         What the axes show.
     levels : mapping of str to float, optional
@@ -242,14 +320,12 @@ def lines(
     """
     figure = _figure(WIDTH, 3.4)
     axes = _plain(figure.add_subplot())
+    floor = floor if log else -np.inf
     for index, (label, values) in enumerate(curves.items()):
-        steps = np.arange(start, start + len(values))
-        shown = np.maximum(values, floor) if log else np.asarray(values)
-        marker = "o" if len(values) <= _MARKED else ""
-        axes.plot(steps, shown, marker=marker, ms=3.5, label=label, **style(index))
-    for index, (label, level) in enumerate((levels or {}).items(), len(curves)):
-        shown_level = max(level, floor) if log else level
-        axes.axhline(shown_level, lw=1.2, label=label, **style(index))
+        length = np.shape(values)[-1]
+        marker = "o" if length <= _MARKED else ""
+        _draw(axes, range(start, start + length), values, label, index, floor, marker=marker)
+    _draw_levels(axes, levels or {}, len(curves), floor)
     if log:
         axes.set_yscale("log")
     axes.set(xlabel=x, ylabel=y)
@@ -258,97 +334,27 @@ def lines(
     return figure
 
 
-def strips(groups: Mapping[str, Sequence[float]], *, x: str) -> Figure:
-    """Draw every value of a group as a dot in the group's row.
-
-    Parameters
-    ----------
-    groups : mapping of str to sequence of float
-        Label -> values.
-    x : str
-        What the axis shows.
-    """
-    figure = _figure(7, 0.34 * len(groups) + 0.9)
-    axes = _plain(figure.add_subplot())
-    for row, values in enumerate(groups.values()):
-        axes.plot(values, np.full(len(values), row), "o", ms=5, alpha=0.6, color=COLORS[0])
-    axes.set_yticks(range(len(groups)), list(groups))
-    axes.invert_yaxis()
-    axes.set_xlabel(x)
-    return figure
+def _draw(
+    axes: Axes,
+    at: Sequence[float],
+    values: ArrayLike,
+    label: str,
+    index: int,
+    floor: float,
+    **look: Any,
+) -> None:
+    """Draw a line; of several seeds their median, and their range shaded."""
+    rows = np.maximum(np.atleast_2d(np.asarray(values, dtype=float)), floor)
+    known = ~np.isnan(rows).any(axis=0)
+    places, (low, median, high) = np.asarray(at)[known], np.quantile(rows[:, known], [0, 0.5, 1], 0)
+    if len(rows) > 1:
+        axes.fill_between(places, low, high, color=style(index)["color"], alpha=0.12, lw=0)
+    axes.plot(places, median, label=label, **{"ms": 3.5, **style(index), **look})
 
 
-class Panel(NamedTuple):
-    """One of several drawings side by side.
-
-    Attributes
-    ----------
-    x, y : str
-        What the axes show.
-    at : sequence of float
-        Positions.
-    lines : mapping of str to sequence of float
-        Label -> a value per position.
-    ranges : mapping of str to ndarray of shape (2, n_positions), optional
-        Label -> least and greatest values, shaded.
-    log : bool, default False
-        Whether positions are logarithmic; values are unless ``linear``.
-    linear : bool, default False
-        Whether values are drawn as they are, from 0.
-    levels : mapping of str to float, optional
-        Label -> constant.
-    floor : float, default 1e-16
-        Logarithmic values are raised to it: below it differences mean nothing, such as rounding.
-    """
-
-    x: str
-    y: str
-    at: Sequence[float]
-    lines: Mapping[str, Sequence[float]]
-    ranges: Mapping[str, Matrix] = MappingProxyType({})
-    log: bool = False
-    linear: bool = False
-    levels: Mapping[str, float] = MappingProxyType({})
-    floor: float = 1e-16
-
-
-def panels(drawings: Sequence[Panel], *, columns: int = 2) -> Figure:
-    """Draw lines in several panels with one legend (Fig. 5).
-
-    Parameters
-    ----------
-    drawings : sequence of Panel
-        Row by row.
-    columns : int, default 2
-        Panels side by side, see `panel_grid`.
-    """
-    figure, grid = panel_grid(len(drawings), columns=columns, height=2.5)
-    for axes, panel in zip(grid, drawings, strict=True):
-        floor = -np.inf if panel.linear else panel.floor
-        for index, (label, values) in enumerate(panel.lines.items()):
-            _plain(axes).plot(
-                panel.at,
-                np.maximum(values, floor),
-                marker=_MARKERS[index % len(_MARKERS)],
-                ms=4,
-                lw=1.3,
-                label=label,
-                **style(index),
-            )
-            if label in panel.ranges:
-                low, high = np.maximum(panel.ranges[label], floor)
-                axes.fill_between(
-                    panel.at, low, high, color=style(index)["color"], alpha=0.15, lw=0
-                )
-        for index, (label, level) in enumerate(panel.levels.items(), len(panel.lines)):
-            axes.axhline(level, lw=1.2, label=label, **style(index))
-        scales = {"xscale": "log" if panel.log else "linear"}
-        scales["yscale"] = "linear" if panel.linear else "log"
-        axes.set(xlabel=panel.x, ylabel=fill(panel.y, _AXIS), **scales)
-        axes.set_xticks(panel.at, [f"{position:g}" for position in panel.at])
-        axes.set_xticks([], minor=True)
-    share_legend(figure, grid)
-    return figure
+def _draw_levels(axes: Axes, levels: Mapping[str, float], first: int, floor: float) -> None:
+    for index, (label, level) in enumerate(levels.items(), first):
+        axes.axhline(max(level, floor), lw=1.2, label=label, **style(index))
 
 
 def share_legend(figure: Figure, grid: Sequence[Axes]) -> None:
@@ -358,15 +364,15 @@ def share_legend(figure: Figure, grid: Sequence[Axes]) -> None:
         for axes in grid
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
-    figure.legend(
-        handles.values(),
-        [fill(label, 2 * _WRAP) for label in handles],
-        frameon=False,
-        loc="outside upper center",
-        ncols=2,
-        fontsize=SMALL,
-        handlelength=3,
-    )
+    named = [fill(label, 2 * _WRAP) for label in handles]
+    figure.legend(handles.values(), named, loc="outside upper center", **_LEGEND)
+
+
+def _legend(axes: Axes) -> None:
+    """Put the legend above the axes, where it hides nothing."""
+    handles, labels = axes.get_legend_handles_labels()
+    named = [fill(str(label), 2 * _WRAP) for label in labels]
+    axes.legend(handles, named, loc="lower center", bbox_to_anchor=(0.5, 1), **_LEGEND)
 
 
 def roc_curves(
@@ -395,52 +401,42 @@ def roc_curves(
 
 
 def dots(
-    groups: Mapping[str, Sequence[Sequence[float]]], *, x: str, y: str, floor: float = 1e-16
+    groups: Mapping[str, Sequence[Sequence[float]]],
+    names: Sequence[str],
+    *,
+    x: str,
+    log: bool = False,
 ) -> Figure:
-    """Draw side by side, per position, every value of each group on a logarithmic axis (Fig. 2).
+    """Draw a row per name, with a dot for every value of a group in it (Fig. 2).
 
     Parameters
     ----------
     groups : mapping of str to sequence of sequence of float
-        Label -> for every position its values, raised to ``floor``.
-    x, y : str
-        What the axes show.
-    floor : float
-        Below it differences mean nothing, such as rounding.
+        Label -> for every row its values.
+    names : sequence of str
+        What the rows are.
+    x : str
+        What the axis shows.
+    log : bool, default False
+        Whether it is logarithmic.
     """
-    figure = _figure(WIDTH, 3.4)
+    figure = _figure(WIDTH, min(1.2 + 0.25 * len(names), _TALLEST))
     axes = _plain(figure.add_subplot())
-    width = 0.6 / len(groups)
-    for index, (label, values) in enumerate(groups.items()):
-        shift = (index - (len(groups) - 1) / 2) * width
-        at = np.concatenate([np.full(len(v), i + shift) for i, v in enumerate(values)])
-        axes.plot(
-            at,
-            np.maximum(np.concatenate([np.asarray(v, dtype=float) for v in values]), floor),
-            _MARKERS[index % len(_MARKERS)],
-            ms=5,
-            alpha=0.5,
-            mew=0,
-            color=COLORS[index % len(COLORS)],
-            label=label,
-        )
-    axes.set_yscale("log")
-    axes.set(xlabel=x, ylabel=y)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    _legend(axes)
+    for index, (label, rows) in enumerate(groups.items()):
+        at = np.repeat(np.arange(len(rows)), [len(values) for values in rows])
+        look: dict[str, Any] = {
+            "ms": 5,
+            "alpha": 0.6,
+            "mew": 0,
+            "color": COLORS[index % len(COLORS)],
+        }
+        axes.plot(np.concatenate(rows), at, _MARKERS[index], label=label, **look)
+    axes.set_yticks(range(len(names)), names, fontsize=SMALL)
+    axes.invert_yaxis()
+    axes.set(xlabel=x, xscale="log" if log else "linear")
+    if len(groups) > 1:
+        _legend(axes)
     return figure
-
-
-def _legend(axes: Axes) -> None:
-    """Put the legend above the axes, where it hides nothing."""
-    axes.legend(
-        frameon=False,
-        loc="lower center",
-        bbox_to_anchor=(0.5, 1),
-        ncols=2,
-        fontsize=SMALL,
-        handlelength=3,
-    )
 
 
 def _scaled(D: Matrix) -> Matrix:

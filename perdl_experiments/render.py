@@ -20,8 +20,9 @@ part of a TOML  what it says
 ``notes``       templates, or ``{text, when}`` / ``{text, unless}`` with the name of a fact
 =============== ================================================================================
 
-A template refers to options, to metrics by their names in results.json, and to the facts that the
-study adds, which come before metrics of the same name; its fact ``words`` adds to the page's.
+A template refers to options, to metrics by their names in results.json, to the module's constants
+in small letters, and to the facts that the study adds, which come before metrics of the same name;
+its fact ``words`` adds to the page's.
 ``{name:*noun}`` is a count with its noun.
 """
 

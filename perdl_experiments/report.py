@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 from string import Template
@@ -25,78 +26,11 @@ REPORT = "report.html"
 MOST_CLIENTS = 20
 _COUNTED = ("asked", "failed", "refused")
 
-#: What the parts of results.json are that are shown, where they are there.
-_TEXTS = ("experiment", "about", "source", "engine", "finding")
-_NUMBERS = ("rounds", "floats_up", "floats_down", "seconds")
-_MAPPINGS = ("config", "versions")
-_LARGEST = 1e300
 #: What a figure's file is called: a name in the run's own folder.
+_LARGEST = 1e300
 _FIGURE = re.compile(r"[^/\\\0]+\.(png|gif)")
 
-_PAGE = Template("""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>$title</title>
-<style>
-:root { --ink: #1c2733; --soft: #5b6875; --line: #dce2e8; --paper: #fff; --band: #f5f7f9;
-  --accent: #0b6e99 }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e6ebf0; --soft: #a3afbb; --line: #34404c; --paper: #12181e; --band: #1a222a;
-    --accent: #62b6dc } }
-* { box-sizing: border-box }
-body { margin: 0; background: var(--paper); color: var(--ink);
-  font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif }
-main { max-width: 60rem; margin: 0 auto; padding: 2rem 1rem 4rem }
-h1 { font-size: 1.7rem; line-height: 1.2; margin: 0 0 .3rem }
-h2 { font-size: 1.15rem; margin: 2.4rem 0 .3rem }
-p { margin: .3rem 0 .8rem }
-.finding { font-size: 1.15rem }
-.soft, figcaption, .caption { color: var(--soft); font-size: .93rem }
-.facts { display: flex; flex-wrap: wrap; gap: .5rem; margin: 1.2rem 0; padding: 0;
-  list-style: none }
-.facts li { background: var(--band); border: 1px solid var(--line); border-radius: .5rem;
-  padding: .4rem .8rem }
-.facts b { display: block; color: var(--accent); font-size: 1.1rem }
-.facts span { color: var(--soft); font-size: .85rem }
-.scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: .5rem }
-.scroll:focus-visible { outline: 2px solid var(--accent) }
-table { border-collapse: collapse; width: 100%; font-size: .93rem }
-th, td { padding: .4rem .6rem; text-align: right; white-space: nowrap;
-  font-variant-numeric: tabular-nums }
-th { background: var(--band); font-weight: 600 }
-th:first-child, td:first-child { text-align: left; white-space: normal; min-width: 8rem }
-td.long { text-align: left; white-space: normal; min-width: 20rem }
-tbody tr + tr td { border-top: 1px solid var(--line) }
-@media (max-width: 30rem) {
-  th, td { padding: .3rem .45rem; font-size: .85rem }
-  th:first-child, td:first-child { min-width: 6rem; max-width: 8rem }
-  td.long { min-width: 14rem } }
-figure { margin: 0 }
-img { display: block; max-width: 100%; height: auto; background: #fff; border-radius: .5rem }
-img.chart { width: 42rem }
-@media (prefers-color-scheme: dark) {
-  img.chart { filter: invert(1) hue-rotate(180deg); mix-blend-mode: screen } }
-figcaption { margin-top: .4rem }
-details { margin-top: 2.4rem }
-summary { cursor: pointer; font-weight: 600 }
-code { overflow-wrap: anywhere }
-</style>
-</head>
-<body>
-<main>
-<h1>$title</h1>
-$finding<p class="soft">$about</p>
-<ul class="facts">$facts</ul>
-$body
-<details><summary>Settings and versions</summary><p><code>$settings</code></p>
-<p><code>$versions</code></p></details>
-</main>
-</body>
-</html>
-""")
+_PAGE = Template(tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))["page"])
 
 
 def write_report(out: Path) -> Path:
@@ -150,63 +84,68 @@ def read_results(out: Path) -> dict[str, Any]:
     return results
 
 
+def is_number(value: object) -> bool:
+    """Return whether a value of a JSON file is a number that can be shown."""
+    return isinstance(value, int | float) and abs(value) < _LARGEST
+
+
+def fits(value: Any, form: Any) -> bool:
+    """Return whether a value of a JSON file has a form.
+
+    Parameters
+    ----------
+    value : object
+        What was read.
+    form : dict, list, type or callable
+        ``{name: form}``: an object with these entries; ``{"*": form}``: all of whose entries have
+        the form; ``[form]``: a list of such; a type; or a test.
+    """
+    if isinstance(form, dict):
+        if not isinstance(value, dict):
+            return False
+        if "*" in form:
+            return all(fits(one, form["*"]) for one in value.values())
+        return all(name in value and fits(value[name], one) for name, one in form.items())
+    if isinstance(form, list):
+        return isinstance(value, list) and all(fits(one, form[0]) for one in value)
+    return isinstance(value, form) if isinstance(form, type) else bool(form(value))
+
+
+def _is_figure(name: object) -> bool:
+    return isinstance(name, str) and bool(_FIGURE.fullmatch(name))
+
+
+#: The parts of results.json that are shown.
+_FORMS: dict[str, Any] = {
+    **dict.fromkeys(("experiment", "about", "source", "engine", "finding"), str),
+    **dict.fromkeys(("rounds", "floats_up", "floats_down", "seconds"), is_number),
+    **dict.fromkeys(("config", "versions"), dict),
+    "notes": [str],
+    "tables": [{"title": str, "caption": str, "columns": [str], "rows": [[str]]}],
+    "figures": [{"title": str, "caption": str, "file": _is_figure}],
+    "clients": {"*": {"*": is_number}},
+}
+
+
 def _check(results: Mapping[str, Any]) -> None:
-    """Raise a ValueError that says which part is of the wrong type.
+    """Raise a ValueError that says which part is of the wrong form.
 
     Somebody else may have written the file. Names of figures are names of files that are read,
     shown and, where a run is replaced, removed.
     """
-    for name, value in results.items():
-        if name in _TEXTS:
-            _demand(isinstance(value, str), f"{name} is no text")
-        elif name in _NUMBERS:
-            _demand(_is_number(value), f"{name} is no number")
-        elif name in _MAPPINGS:
-            _demand(isinstance(value, dict), f"{name} is no object")
-        elif name == "notes":
-            _demand(_are_texts(value), "notes is no list of texts")
-    for table in _entries(results, "tables", ("title", "caption")):
-        heads: Any = table.get("columns")
-        rows = table.get("rows")
-        _demand(_are_texts(heads) and heads != [], "tables has one without columns of texts")
-        whole = isinstance(rows, list) and all(
-            _are_texts(row) and len(row) == len(heads) for row in rows
+    wrong = [name for name in _FORMS if name in results and not fits(results[name], _FORMS[name])]
+    if not wrong:
+        tables, figures = results.get("tables", []), results.get("figures", [])
+        whole = all(
+            one["columns"] and all(len(row) == len(one["columns"]) for row in one["rows"])
+            for one in tables
         )
-        _demand(whole, "tables has one without a text for every row and column")
-    for figure in _entries(results, "figures", ("file", "title", "caption")):
-        _demand(isinstance(figure.get("alt", ""), str), "figures has an alt that is no text")
-        named = _FIGURE.fullmatch(figure["file"])
-        _demand(named, f"figures has {figure['file']!r}, which is no name of a .png or .gif file")
-    clients = results.get("clients", {})
-    counted = isinstance(clients, dict) and all(
-        isinstance(counts, dict) and all(map(_is_number, counts.values()))
-        for counts in clients.values()
-    )
-    _demand(counted, "clients does not hold each client's numbers")
-
-
-def _demand(holds: object, otherwise: str) -> None:
-    if not holds:
-        raise ValueError(otherwise)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and abs(value) < _LARGEST
-
-
-def _are_texts(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(text, str) for text in value)
-
-
-def _entries(results: Mapping[str, Any], name: str, texts: Sequence[str]) -> list[dict[str, Any]]:
-    """Return a list of objects with these texts."""
-    found: list[dict[str, Any]] = results.get(name, [])
-    whole = isinstance(found, list) and all(
-        isinstance(one, dict) and all(isinstance(one.get(text), str) for text in texts)
-        for one in found
-    )
-    _demand(whole, f"{name} is no list of objects with the texts {', '.join(texts)}")
-    return found
+        if not whole:
+            wrong.append("tables")
+        if not all(isinstance(one.get("alt", ""), str) for one in figures):
+            wrong.append("figures")
+    if wrong:
+        raise ValueError(f"{', '.join(wrong)} has another form")
 
 
 def render(results: Mapping[str, Any], out: Path) -> str:

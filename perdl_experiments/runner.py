@@ -573,20 +573,12 @@ class _Session:
 
     def check_keeps_local(self) -> None:
         """Refuse to keep local atoms where the run has none, or no folder."""
-        study = self._experiment.federated
-        if self._folder is None or not isinstance(self._engine, str):
+        study, here = self._experiment.federated, isinstance(self._engine, str) and self._folder
+        single = self._client(study) if study and len(self._federations) == 1 else None
+        if not here or not isinstance(single, DictionaryClient):
             raise ValueError(
-                "keep_local must come with a folder (out), on an engine of this machine."
-            )
-        first = self._client(study) if study and self._federations else None
-        if not isinstance(first, DictionaryClient):
-            raise ValueError(
-                f"keep_local must be left out: clients of {self._experiment.name} have no atoms."
-            )
-        if len(self._federations) > 1:
-            raise ValueError(
-                f"keep_local must come with one federation, got {len(self._federations)}: choose "
-                "one seed (seeds=1) and one setting."
+                "keep_local must come with a folder (out), on an engine of this machine, and with "
+                "one federation (seeds=1) of clients that have atoms."
             )
 
     def check(self, node_config: Mapping[str, Any] | None = None) -> None:

@@ -40,9 +40,6 @@ from flwr_perdl.diffusion.data_diffusion import DataDiffusion, DictionaryState, 
 from flwr_perdl.diffusion.topology import Topology, metropolis_weights, rounds_to_all
 from flwr_perdl.random import spawn
 
-#: Weight of the equation "abundances sum to one" relative to the data, in the step that decides
-#: which abundances are zero.
-_SUM_WEIGHT = 1e3
 #: A candidate is the mean of at most so many pixels, those most similar to the one that VCA finds.
 _NEAREST = 10
 #: Pixels with less than this share of the mean pixel's brightness are not projected by VCA.
@@ -148,7 +145,7 @@ def _snr(X: Matrix, center: Matrix, inside: Matrix, p: int) -> float:
     return float(10 * np.log10(max(above, least) / max(below, least)))
 
 
-def abundances(X: Matrix, spectra: Matrix, *, sum_to_one: bool = False) -> Matrix:
+def abundances(X: Matrix, spectra: Matrix) -> Matrix:
     """Return how much of each material is in each pixel: least squares, none below zero.
 
     Parameters
@@ -157,10 +154,6 @@ def abundances(X: Matrix, spectra: Matrix, *, sum_to_one: bool = False) -> Matri
         Pixels.
     spectra : ndarray of shape (n_endmembers, n_bands)
         Linearly independent spectra, however similar: all is computed in float64.
-    sum_to_one : bool, default False
-        Whether each pixel's abundances sum to one (fully constrained least squares, Heinz and Chang
-        2001). Their weighted equation decides which abundances are zero, the rest is solved with
-        the sum exactly one.
 
     Returns
     -------
@@ -171,27 +164,14 @@ def abundances(X: Matrix, spectra: Matrix, *, sum_to_one: bool = False) -> Matri
     ValueError
         If the spectra are linearly dependent: the abundances would not be determined.
     """
-    least = 1 if sum_to_one else 0
-    spectra = check_array("spectra", spectra, min_rows=least, squares=True)
+    spectra = check_array("spectra", spectra, squares=True)
     X = check_array("X", X, columns=spectra.shape[1], squares=True)
     if len(spectra) and np.linalg.matrix_rank(spectra) < len(spectra):
         raise ValueError(
             f"spectra must be linearly independent, got shape {spectra.shape}, dependent."
         )
     dtype, X, spectra = X.dtype, X.astype(np.float64), spectra.astype(np.float64)
-    gram, products = spectra @ spectra.T, X @ spectra.T
-    if not sum_to_one:
-        return nonnegative_from_gram(products, gram).astype(dtype, copy=False)
-    weight = _SUM_WEIGHT * np.trace(gram) / len(gram)
-    guess = nonnegative_from_gram(products + weight, gram + weight)
-    A = np.zeros_like(guess)
-    active, of = np.unique(guess > 0, axis=0, return_inverse=True)
-    for number, members in enumerate(active):
-        at = np.ix_(np.flatnonzero(of.ravel() == number), np.flatnonzero(members))
-        inverse = np.linalg.inv(gram[np.ix_(at[1][0], at[1][0])])
-        free, ones = products[at] @ inverse, inverse.sum(axis=1)
-        A[at] = free + (1 - free.sum(axis=1, keepdims=True)) * ones / ones.sum()
-    return np.maximum(A, 0).astype(dtype, copy=False)
+    return nonnegative_from_gram(X @ spectra.T, spectra @ spectra.T).astype(dtype, copy=False)
 
 
 def spectral_angles(A: Matrix, B: Matrix) -> Matrix:

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from flwr_perdl.protocol.events import EVENTS, Event, read_events
 from perdl_experiments.outcome import NEXT
+from perdl_experiments.report import fits, is_number
 from perdl_experiments.terminal import Rows, printable_lines
 from perdl_experiments.words import plural
 
@@ -21,10 +22,19 @@ from perdl_experiments.words import plural
 _EXCHANGES, _CLIENTS, _REASONS = 10, 8, 4
 #: Characters of a name, of a reason and of the first line that are shown.
 _NAME, _REASON, _LINE = 100, 300, 1000
-#: Fields that are numbers or null, no larger than this, and fields that are tables.
+
+
+def _is_number_or_null(value: object) -> bool:
+    return value is None or is_number(value)
+
+
+#: What events say that is shown.
 _NUMBERS = ("round", "rounds", "done", "of", "asked", "good", "seconds", "floats_up", "floats_down")
-_TABLES = ("metrics", "failed", "anomalies")
-_LARGEST = 1e300
+_FORMS: dict[str, Any] = {
+    **dict.fromkeys(_NUMBERS, _is_number_or_null),
+    **dict.fromkeys(("metrics", "failed"), dict),
+    "anomalies": {"*": {"*": is_number}},
+}
 
 
 class View:
@@ -132,7 +142,7 @@ class View:
             numbers = {
                 name: value
                 for name, value in known.items()
-                if name not in ("clients", "dropped") and _is_number(value)
+                if name not in ("clients", "dropped") and is_number(value)
             }
             row = [
                 *(str(event.get(key, "-"))[:_NAME] for key in ("step", "round", "asked", "good")),
@@ -146,20 +156,7 @@ class View:
 
 def _well_formed(event: Event) -> bool:
     """Whether what is shown of an event has the types that it should have."""
-    numbers = (event[name] for name in _NUMBERS if event.get(name) is not None)
-    tables = [event[name] for name in _TABLES if name in event]
-    return (
-        all(map(_is_number, numbers))
-        and all(isinstance(table, dict) for table in tables)
-        and all(
-            isinstance(odd, dict) and all(map(_is_number, odd.values()))
-            for odd in event.get("anomalies", {}).values()
-        )
-    )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and abs(value) < _LARGEST
+    return all(fits(event[name], form) for name, form in _FORMS.items() if name in event)
 
 
 def _client_table(clients: Mapping[str, Mapping[str, float]]) -> Rows:

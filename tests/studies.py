@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from perdl_experiments.engine import federate
 from perdl_experiments.outcome import Outcome, to_results
@@ -62,3 +65,10 @@ def run_study(name: str, keep: Any = compute_all, **options: Any) -> Ran:
     else:
         outcome = study.run(config, keep)
     return Ran(outcome, to_results(outcome, experiment.page, config=config.options))
+
+
+def save(folder: Path, **arrays: Any) -> str:
+    """Write arrays to a data file in a folder, and return its path."""
+    path = folder / "data.npz"
+    np.savez(path, **arrays)
+    return str(path)

@@ -26,11 +26,11 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from math import inf, isfinite
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar, cast
+from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 from flwr.app import Context
@@ -51,7 +51,6 @@ from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import FAILED, Page
 
 Value = int | float | str | bool
-Number = TypeVar("Number", int, float)
 Arrays = dict[str, NDArray[Any]]
 Auto = Literal["auto"]
 
@@ -111,10 +110,8 @@ class Option:
             return tuple(
                 check_count(self.name, one, int(self.least), most) for one in self._listed(value)
             )
-        if self.type == "count or auto":
-            return self._or_auto(value, partial(self._count, str(value)), "an integer of at least")
-        if self.type == "number or auto":
-            return self._or_auto(value, partial(self._positive, str(value)), "a number above")
+        if self.type.endswith("or auto"):
+            return value if value == "auto" else self._number(str(value))
         if isinstance(value, float):
             low = self.least if self.above is None else self.above
             return check_real(self.name, value, low, self.most, open_low=self.above is not None)
@@ -130,21 +127,16 @@ class Option:
                 f"{self.name} must be integers such as '4,6,8', got {text!r}."
             ) from None
 
-    def _or_auto(self, value: Value, read: Callable[[], Number], what: str) -> Number | Auto:
-        if value == "auto":
-            return "auto"
+    def _number(self, text: str) -> int | float:
+        """Return the number that stands in place of "auto"."""
+        what = f"a number above {self.least:.0f}"
         try:
-            return read()
+            if self.type == "number or auto":
+                return check_real(self.name, float(text), self.least, open_low=True)
+            what = f"an integer of at least {self.least:.0f}"
+            return check_count(self.name, int(text), int(self.least))
         except ValueError:
-            raise ValueError(
-                f"{self.name} must be 'auto' or {what} {self.least:.0f}, got {value!r}."
-            ) from None
-
-    def _count(self, text: str) -> int:
-        return check_count(self.name, int(text), int(self.least))
-
-    def _positive(self, text: str) -> float:
-        return check_real(self.name, float(text), self.least, open_low=True)
+            raise ValueError(f"{self.name} must be 'auto' or {what}, got {text!r}.") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -341,13 +333,17 @@ def load(name: str) -> Experiment:
     name : str
         Its module's name. A file with ``extends = "OTHER"`` changes OTHER's, whose code it runs.
     """
-    page = read_page(name)
+    page = dict(read_page(name))
     shared = read_page("shared")["options"]
     options = {
         option: Option(option, **{**shared.get(option, {}), **said})
         for option, said in page["options"].items()
     }
     code = import_module(f"{__package__}.{page.get('extends', name)}")
+    constants = {
+        n.lower(): v for n, v in vars(code).items() if n.isupper() and type(v) in (int, float)
+    }
+    page["constants"] = constants
     about, source, error = (str(page[key]) for key in ("about", "source", "error"))
     return Experiment(page["name"], about, source, error, options, page, cast(Study, code))
 

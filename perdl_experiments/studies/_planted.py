@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from flwr_perdl.core.checks import Matrix, check_count
-from flwr_perdl.dictionary import OrthogonalLearner
+from flwr_perdl.dictionary import OrthogonalLearner, iterate
 from flwr_perdl.random import DATA, spawn
 from perdl_experiments.data import Planted, planted_clients
 from perdl_experiments.engine import Federated
@@ -73,9 +73,7 @@ class Config(PermaConfig):
 
 def learn_alone(X: Matrix, learner: OrthogonalLearner, D: Matrix, rounds: int) -> Matrix:
     """Return a dictionary of ``X`` alone: the start ``D``, and an iteration per further round."""
-    for _ in range(rounds - 1):
-        D = learner.step(X, D)
-    return D
+    return iterate(learner, X, D, [1.0] * (rounds - 1))
 
 
 def cost(federated: Federated) -> Matrix:

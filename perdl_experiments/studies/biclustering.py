@@ -23,7 +23,7 @@ from flwr_perdl.diffusion.topology import Topology
 from flwr_perdl.random import DATA, SERVER, spawn
 from perdl_experiments.baselines import sklearn_seed
 from perdl_experiments.biclustering import profiles, ssvd
-from perdl_experiments.data import cached_by_file, names_in, read_arrays
+from perdl_experiments.data import cached_by_file, check_kind, read_arrays, read_npz
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import Record
 from perdl_experiments.studies._experiment import Arrays, Auto, Keep
@@ -236,18 +236,12 @@ def _planted(seed: int, informative: int, noise: float) -> tuple[Matrix, NDArray
 
 
 def _read(path: str) -> tuple[Matrix, NDArray[Any] | None]:
-    (X,) = read_arrays(path, "X")
-    if X.ndim != 2 or min(X.shape) < 2 or X.dtype.kind not in "fiub":
-        raise ValueError(
-            f"X in {path} must be numbers of shape (n_subjects, n_genes), at least 2 each, got "
-            f"{X.dtype} {X.shape}."
-        )
-    y = read_arrays(path, "y")[0] if "y" in names_in(path) else None
-    if y is not None and (y.shape != X.shape[:1] or y.dtype.kind not in "iuUb"):
-        raise ValueError(
-            f"y in {path} must be {len(X)} integers or texts, got {y.dtype} {y.shape}."
-        )
-    return check_array(f"X in {path}", X.astype(np.float64)), y
+    (X,), y = read_arrays(path, "X"), read_npz(path, "y").get("y")
+    check_kind("X", path, X, "fiub", "numbers of shape (n_subjects, n_genes)")
+    check_count(f"genes of X in {path}", X.shape[1], 2)
+    if y is not None:
+        check_kind("y", path, y, "iuUb", f"{len(X)} integers or texts", X.shape[:1])
+    return check_array(f"X in {path}", X.astype(np.float64), min_rows=2), y
 
 
 # The report ----------------------------------------------------------------------------------
@@ -280,16 +274,8 @@ def _figures(data: Data, result: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
     groups = data.labels
     if groups is None:
         groups = np.char.add("cluster ", (result["clusters_ssvd"] + 1).astype(str))
-    atoms, codes = result["atoms_ssvd"], result["codes_ssvd"]
-    rows = np.lexsort((atoms[0], groups))
-    panels = {"data, genes as in layer 1": data.X[np.argsort(codes[:, 0])].T[rows]}
-    for k, (atom, code) in enumerate(zip(atoms, codes.T, strict=True)):
-        panels[f"layer {k + 1}"] = np.outer(atom[rows], code[np.argsort(code)])
-    places = {"Algorithm 3": atoms.T, "Algorithm 4": result["atoms_diffusion"].T}
-    return {
-        "layers": pictures.layers(panels, [str(group) for group in groups[rows]], x="genes"),
-        "loadings": pictures.scatter(places, [str(group) for group in groups], axis="atom"),
-    }
+    places = {"Algorithm 3": result["atoms_ssvd"].T, "Algorithm 4": result["atoms_diffusion"].T}
+    return {"loadings": pictures.scatter(places, [str(group) for group in groups], axis="atom")}
 
 
 def _facts(config: Config, data: Data, result: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
@@ -304,7 +290,4 @@ def _facts(config: Config, data: Data, result: Mapping[str, NDArray[Any]]) -> di
         "n_clusters": int(result["k"]),
         "because": because,
         "by": "Algorithm 3's clusters" if data.labels is None else "their labels",
-        "gamma": GAMMA,
-        "delta": DELTA,
-        "beta": BETA,
     }

@@ -334,8 +334,6 @@ def _outcome(
         floats_up=0.0,
         floats_down=0.0,
         facts={
-            "dimension": DIMENSION,
-            "density": DENSITY,
             "tries": len(THRESHOLDS),
             "thresholds": ", ".join(map(str, THRESHOLDS)),
             "steps": ", ".join(map(str, STEPS)),

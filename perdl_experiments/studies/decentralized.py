@@ -178,7 +178,7 @@ def run(config: Config, keep: Keep) -> Outcome:
         rounds=config.rounds,
         floats_up=float(MODEL * config.rounds),
         floats_down=float(np.median(first.floats["ring"])) * config.rounds,
-        facts={"near": NEAR, "skewed": bool(config.shards), "has_larger": bool(config.larger)},
+        facts={"skewed": bool(config.shards), "has_larger": bool(config.larger)},
     )
 
 
@@ -261,7 +261,7 @@ def _one_seed(config: Config, seed: int) -> Arrays:
 def _figures(
     curves: Mapping[str, Matrix], level: float, found: Mapping[str, _Found]
 ) -> dict[str, Any]:
-    from perdl_experiments import network_plots  # an extra: clients must not need it
+    from perdl_experiments import pictures, plots  # an extra: clients must not need it
 
     costs = {}
     for size, one in found.items():
@@ -272,8 +272,19 @@ def _figures(
             if np.isfinite(rounds[name])
         }
     return {
-        "curves": network_plots.learning_curves(
-            {WORDS[name]: curve for name, curve in curves.items()}, y="accuracy", level=level
+        "curves": plots.panels(
+            [
+                plots.Panel(
+                    "communication round",
+                    "accuracy",
+                    range(1, 1 + len(curve)),
+                    {"the median node, and the range of all": curve.T},
+                    title=WORDS[name],
+                    linear=True,
+                    levels={"FedAvg at the end": level},
+                )
+                for name, curve in curves.items()
+            ]
         ),
-        "gaps": network_plots.rounds_against_gaps(costs),
+        "gaps": pictures.rounds_against_gaps(costs),
     }

@@ -24,12 +24,18 @@ from numpy.typing import NDArray
 
 from flwr_perdl.core.checks import Matrix
 from flwr_perdl.diffusion.inference import exact_dual
-from flwr_perdl.diffusion.model_diffusion import Model, ModelDiffusion
+from flwr_perdl.diffusion.model_diffusion import ModelDiffusion
 from flwr_perdl.diffusion.objectives import Objective, SparseSVD
 from flwr_perdl.diffusion.topology import Topology
 from flwr_perdl.random import DATA, SERVER, spawn
 from perdl_experiments.baselines import sklearn_seed
-from perdl_experiments.data import cached_by_file, names_in, read_arrays, to_unit_range
+from perdl_experiments.data import (
+    cached_by_file,
+    check_pixels,
+    read_arrays,
+    read_npz,
+    to_unit_range,
+)
 from perdl_experiments.measures import quality
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.patches import Patches, cut, join
@@ -48,8 +54,8 @@ STEP, DECAY = 0.015, 0.5
 #: Relative error of the dual variables at which inference ends.
 TOLERANCE = 0.05
 
-#: Patches coded in one piece; points of the curve, and patches that each is measured on.
-_PIECE, _POINTS, _MEASURED = 500, 20, 500
+#: Patches coded in one piece.
+_PIECE = 500
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,14 +133,14 @@ def run(config: Config, keep: Keep) -> Outcome:
             Record("codes_per_patch", float(ours["codes_per_patch"])),
             *([Record(FAILED, str(theirs[FAILED]), "sklearn")] if FAILED in theirs else []),
         ],
-        curves={"cost": ours["costs"].tolist()},
+        curves={},
         arrays={
             "atoms": ours["atoms"],
             **({"atoms_sklearn": theirs["atoms"]} if "atoms" in theirs else {}),
             "clean": task.clean,
             **{f"images_{name}": them for name, them in images.items()},
         },
-        figures=_figures(task, images, ours, theirs),
+        figures=_figures(task, images),
         rounds=int(ours["rounds"]),
         floats_up=float(ours["floats"]),
         floats_down=float(ours["floats"]),
@@ -143,15 +149,9 @@ def run(config: Config, keep: Keep) -> Outcome:
             "height": task.clean.shape[1],
             "width": task.clean.shape[2],
             "n_patches": sum(len(one.X) for one in task.patches),
-            "side": SIDE,
             "n_learned": task.order.size,
-            "gamma": GAMMA,
-            "batch": BATCH,
-            "step": STEP,
-            "decay": DECAY,
             "agreed": config.connectivity == 1,
             "sent": int(ours["rounds"]),
-            "measured": _MEASURED,
         },
     )
 
@@ -179,13 +179,9 @@ def _by_the_network(task: Task, objective: SparseSVD, config: Config) -> Arrays:
         learner = replace(learner, tolerance=TOLERANCE)
     X = task.X
     model = learner.start(n_agents, X.shape[1], X.dtype)
-    measured = X[spawn(seed, SERVER, 1).permutation(len(X))[:_MEASURED]]
-    costs, learning = [_cost(objective, measured, model)], 0.0
-    for rows in np.array_split(task.order, min(_POINTS, len(task.order))):
-        started = time.perf_counter()
-        model = learner.partial_fit(model, X[rows.ravel()], topology)
-        learning += time.perf_counter() - started
-        costs.append(_cost(objective, measured, model))
+    started = time.perf_counter()
+    model = learner.partial_fit(model, X[task.order.ravel()], topology)
+    learning = time.perf_counter() - started
     started, rounds, exchanges = time.perf_counter(), model.rounds, model.rounds * BATCH
     codes = []
     for part in _pieces(X):  # nu takes memory
@@ -198,18 +194,11 @@ def _by_the_network(task: Task, objective: SparseSVD, config: Config) -> Arrays:
     return {
         "images": images,
         "atoms": model.dictionaries[:, 0],
-        "costs": np.array(costs),
         "codes_per_patch": np.array(np.count_nonzero(Y) / len(X)),
         "seconds": np.array([learning, time.perf_counter() - started]),
         "rounds": np.array(rounds),
         "floats": np.array(exchanges * X.shape[1] * float(topology.degrees.mean())),
     }
-
-
-def _cost(objective: Objective, X: Matrix, model: Model) -> float:
-    """Return the mean cost (7) of samples."""
-    found = exact_dual(objective, X, [model.dictionaries[:, 0]], tolerance=TOLERANCE)
-    return float(found.cost.mean())
 
 
 def _coded(objective: Objective, X: Matrix, W: Matrix) -> Matrix:
@@ -301,7 +290,7 @@ def _load(path: str, size: int) -> Matrix:
         return image[None]
     (X,) = read_arrays(path, "X")
     if X.ndim == 2:
-        in_rows = "y" in names_in(path)
+        in_rows = "y" in read_npz(path, "y")
         side = round(X.shape[1] ** 0.5)
         if in_rows and side * side != X.shape[1]:
             raise ValueError(
@@ -313,10 +302,7 @@ def _load(path: str, size: int) -> Matrix:
             f"X in {path} must be an image, or images (n, h, w), of at least {SIDE}x{SIDE} pixels, "
             f"got shape {X.shape}."
         )
-    if X.dtype.kind not in "biu" and X.dtype not in (np.float64, np.float32):
-        raise ValueError(f"X in {path} must be integers, float64 or float32, got {X.dtype}.")
-    if not np.isfinite(X).all():
-        raise ValueError(f"X in {path} must be finite, got NaN or infinite values.")
+    check_pixels(X, path)
     return to_unit_range(X)
 
 
@@ -337,26 +323,10 @@ def _records(
         yield Record("seconds", float(seconds[name].sum()), name, unit="s")
 
 
-def _figures(
-    task: Task,
-    images: Mapping[str, Matrix],
-    ours: Mapping[str, NDArray[Any]],
-    theirs: Mapping[str, NDArray[Any]],
-) -> dict[str, Any]:
-    from perdl_experiments import pictures, plots  # an extra: matplotlib
+def _figures(task: Task, images: Mapping[str, Matrix]) -> dict[str, Any]:
+    from perdl_experiments import pictures  # an extra: matplotlib
 
     shown = {"clean": task.clean, "noisy": images["noisy"], "denoised": images["denoised"]}
-    atoms = {"network": ours["atoms"]}
     if "sklearn" in images:
         shown["scikit-learn, same coder"] = images["sklearn"]
-        atoms["scikit-learn"] = theirs["atoms"]
-    return {
-        "images": pictures.side_by_side(shown),
-        "atoms": plots.atoms(atoms, (SIDE, SIDE), columns=28),
-        "cost": plots.lines(
-            {"network": ours["costs"].tolist()},
-            x=f"part of {_POINTS} of the batches",
-            y="cost",
-            start=0,
-        ),
-    }
+    return {"images": pictures.side_by_side(shown)}

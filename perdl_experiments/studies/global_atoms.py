@@ -102,7 +102,6 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
         arrays={f"found_{g}": np.array(counts) for g, counts in found.items()},
         figures=_figures(first),
         facts={
-            "n_atoms": N_ATOMS,
             "right": float(np.mean([c == g for g, counts in found.items() for c in counts])),
             "n_runs": sum(map(len, found.values())),
         },

@@ -240,9 +240,7 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
         },
         figures=_figures(task, global_atoms, alone[0], pooled, curve, levels),
         facts=_facts(config, task, tuned),
-        rounds=federated.rounds,
-        floats_up=federated.floats_up,
-        floats_down=federated.floats_down,
+        **federated.cost,
     )
 
 
@@ -384,10 +382,10 @@ def _facts(
         "fewer": given < config.samples_per_client,
         "more_atoms_than_pixels": config.n_atoms > task.test.shape[1],
         "n_clients": len(task.clients),
+        "generosity": GENEROSITY,
         "n_test": len(task.test),
         "height": task.shape[0],
         "width": task.shape[1],
-        "generosity": GENEROSITY,
         "penalties": ", ".join(map(str, PENALTIES)),
         "parameter": "number of atoms per sample" if pursuit else parameter,
         "tries": _methods.TRIES,

@@ -36,6 +36,7 @@ from flwr_perdl.diffusion.inference import (
 from flwr_perdl.diffusion.objectives import HuberNMF, Objective, SparseSVD
 from flwr_perdl.network import InMemoryNetwork
 from flwr_perdl.random import DATA, spawn
+from perdl_experiments.measures import rounds_to
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import Record
 from perdl_experiments.studies._experiment import Arrays, Keep, words
@@ -50,7 +51,7 @@ OBJECTIVES: dict[str, Objective] = {
 #: What counts as found, and where curves end, in dB.
 FOUND, TOP = 40.0, 100.0
 #: The time of a round is the least of so many runs of so many rounds with so many samples.
-_TIMES, _ROUNDS, _SAMPLES = 3, 40, 16
+_TIMES, _ROUNDS, SAMPLES = 3, 40, 16
 
 
 class Method(NamedTuple):
@@ -166,9 +167,7 @@ def run(config: Config, keep: Keep) -> Outcome:
         floats_down=floats,
         facts={
             "seeing": config.informed or "all",
-            "top": TOP,
             "chosen": f"{config.step:g}" if config.step else "nine tenths of Table III's bound",
-            "samples": _SAMPLES,
         },
     )
 
@@ -254,13 +253,6 @@ def trace(
     return np.minimum(curves[0], top), np.minimum(curves[1], top)
 
 
-def reached(ratios: Matrix) -> float:
-    """Return the round from which on the ratios stay at 40 dB or more; infinite: never."""
-    low = np.flatnonzero(ratios < FOUND)
-    last = int(low[-1]) + 1 if len(low) else 0
-    return float(last + 1) if last < len(ratios) else np.inf
-
-
 def _one_seed(config: Config, seed: int) -> Arrays:
     """Return all methods' curves on one graph, and the time of a round."""
     rng = spawn(seed, DATA)
@@ -287,14 +279,14 @@ def _one_seed(config: Config, seed: int) -> Arrays:
 
 def _milliseconds(case: Case, program: DualInference) -> float:
     """Return the processor's time of a round for one sample, all agents together."""
-    batch = replace(program, X=np.repeat(case.X, _SAMPLES, axis=0))
+    batch = replace(program, X=np.repeat(case.X, SAMPLES, axis=0))
     network = InMemoryNetwork(case.topology)
     seconds = []
     for _ in range(_TIMES):
         started = time.process_time()
         network.run(batch, _ROUNDS)
         seconds.append(time.process_time() - started)
-    return 1000 * min(seconds) / (_ROUNDS * _SAMPLES)
+    return 1000 * min(seconds) / (_ROUNDS * SAMPLES)
 
 
 def _records(
@@ -302,7 +294,7 @@ def _records(
 ) -> Iterator[Record]:
     """Yield what every method comes to; what it costs only where most graphs are done."""
     for name in METHODS:
-        rounds = np.array(list(map(reached, curves[f"{name}_nu"])))
+        rounds = np.array([rounds_to(row, FOUND) for row in curves[f"{name}_nu"]])
         yield Record("rounds", rounds, name, unit="rounds")
         if np.isfinite(np.median(rounds)):
             yield Record("sent", float(np.median(rounds * per_round)), name)
@@ -337,11 +329,20 @@ def _decibels(found: Matrix, truth: Matrix) -> Matrix:
 
 
 def _figure(curves: Mapping[str, Matrix]) -> Any:
-    from perdl_experiments import inference_plots  # an extra: clients must not need it
+    from perdl_experiments import plots  # an extra: clients must not need it
 
-    titles = {"y": "codes y", "nu": "dual variables nu, worst agent"}
-    by_method = {
-        title: {method.words: curves[f"{n}_{what}"] for n, method in METHODS.items()}
-        for what, title in titles.items()
-    }
-    return inference_plots.decibels(by_method, level=FOUND, top=TOP)
+    drawn = [
+        plots.Panel(
+            "communication round",
+            "signal-to-noise ratio (dB)",
+            range(1, 1 + curves[f"admm_{what}"].shape[1]),
+            {method.words: curves[f"{name}_{what}"] for name, method in METHODS.items()},
+            title=title,
+            log=True,
+            linear=True,
+            levels={f"{FOUND:g} dB": FOUND},
+            limits=(-5, TOP),
+        )
+        for what, title in {"y": "codes y", "nu": "dual variables nu, worst agent"}.items()
+    ]
+    return plots.panels(drawn, columns=1, height=2.9)

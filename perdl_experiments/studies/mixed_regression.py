@@ -43,6 +43,7 @@ from flwr_perdl.regression import (
 from flwr_perdl.regression.moments import random_models
 from flwr_perdl.strategies import FedX
 from perdl_experiments.engine import arranged
+from perdl_experiments.measures import rounds_to
 from perdl_experiments.mixed_regression_data import FEW, SETTINGS, Mixed, oracle, setting
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import Record
@@ -64,6 +65,12 @@ HEADLINES = {"default": "ours", "paper": "paper"}
 #: Methods that start from as many models as there are clusters, or from one.
 RIVALS = tuple(method for method in METHODS if method.startswith(("ifca", "oneshot", "fedavg")))
 _FIGURES = {**{name: f"fig{i}-{name}" for i, name in enumerate(SETTINGS, 1)}, FEW: FEW}
+#: The panels of a figure below Phase 1.
+PANELS = {
+    "the paper's Phase 2, eta fixed, from this library's Phase 1": LEFT,
+    "the paper's Phase 2 from several starts": ("paper", "fedavg", "ifca", "oneshot", "truth"),
+    "this library's Phase 2 from the same starts": OURS[:1] + OURS[2:],
+}
 #: ``s * eta`` times the largest curvature, and the paper's s.
 WORK, STEPS = 3.0, 5
 #: A run ends when no model has moved by more than this share of its length in so many rounds.
@@ -127,9 +134,7 @@ class Study(NamedTuple):
 def _rounds(errors: Matrix, marks: Matrix) -> Matrix:
     """Return the rounds after which runs stay close to their marks; infinite: never."""
     near = errors <= CLOSE * marks[:, None]
-    last_far = near.shape[1] - np.argmin(near[:, ::-1], axis=1)
-    rounds = np.where(near.all(axis=1), 1.0, last_far + 1.0)
-    return np.where(near[:, -1], rounds, np.inf)
+    return np.array([rounds_to(row, True) for row in near])
 
 
 def client(context: Context, config: Config) -> RegressionClient:
@@ -399,14 +404,9 @@ def _summary(name: str, studies: Sequence[Study]) -> Iterator[Record]:
     yield Record("good", own, "paper_own", at)
     yield Record("error", over(lambda study: study.oracle), "oracle", at)
     for key, method in {"ours": headline, **{m: m for m in METHODS if m != "ours"}}.items():
-        final = over(partial(_final, method=method))
+        final = np.concatenate([study.errors[method][:, -1] for study in studies])
         if not np.isnan(final).any():
             yield Record("error", final, key, at)
-
-
-def _final(study: Study, *, method: str) -> Matrix:
-    errors: Matrix = study.errors[method][:, -1]
-    return errors
 
 
 def _records(study: Study) -> Iterator[Record]:
@@ -431,30 +431,40 @@ def _records(study: Study) -> Iterator[Record]:
 
 
 def _figure(study: Study) -> Any:
-    from perdl_experiments import regression_plots as plots  # an extra: clients must not need it
+    from perdl_experiments import plots  # an extra: clients must not need it
 
     names, level = words("mixed_regression", "curve"), float(np.median(study.oracle))
-
-    def panel(title: str, methods: Sequence[str]) -> plots.Curves:
-        curves = {names[method]: study.errors[method] for method in methods}
-        return plots.Curves(title, "communication round", curves, ("least squares", level))
-
     phase_1 = {names[f"phase_1_{one}"]: errors for one, errors in study.phase_1.items()}
-    return plots.panels(
-        [
-            plots.Curves("Phase 1", "iteration of Phase 1", phase_1),
-            panel("the paper's Phase 2, eta fixed, from this library's Phase 1", LEFT),
-            panel(
-                "the paper's Phase 2 from several starts",
-                ("paper", "fedavg", "ifca", "oneshot", "truth"),
-            ),
-            panel(
-                "this library's Phase 2 from the same starts",
-                ("ours", "fedavg_same", "ifca_same", "oneshot_same", "truth_same"),
-            ),
-        ],
-        y="error of the models",
-    )
+    longest = max(errors.shape[1] for errors in phase_1.values())
+    drawn = [
+        plots.Panel(
+            "iteration of Phase 1",
+            "error of the models",
+            range(longest),
+            {title: _extended(errors, longest) for title, errors in phase_1.items()},
+            title="Phase 1",
+        )
+    ]
+    for title, methods in PANELS.items():
+        curves = {names[method]: study.errors[method] for method in methods}
+        drawn.append(
+            plots.Panel(
+                "communication round",
+                "error of the models",
+                range(1, 1 + study.errors["ours"].shape[1]),
+                curves,
+                title=title,
+                log=True,
+                levels={"least squares": level},
+                limits=(level / 2, None),
+            )
+        )
+    return plots.panels(drawn, columns=1, height=3.9)
+
+
+def _extended(errors: Matrix, length: int) -> Matrix:
+    """Return errors with NaN at the end, where another method has more."""
+    return np.pad(errors, [(0, 0), (0, length - errors.shape[1])], constant_values=np.nan)
 
 
 def _median(errors: Matrix) -> list[float]:

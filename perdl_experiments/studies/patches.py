@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_perdl.core.checks import Matrix
-from flwr_perdl.dictionary import match_atoms, normalize_atoms
+from flwr_perdl.dictionary import normalize_atoms
 from flwr_perdl.diffusion import (
     CombinationMatrix,
     Topology,
@@ -42,7 +42,6 @@ NOISY = 1.0
 NOISES = (0.01, 0.03, 0.1, 0.2)
 #: What is drawn; the tables have all.
 COMPARED = ("headline", "none", "paper", "isolated")
-NETWORKS = ("complete", "one_noisy_weighted", "one_noisy", "random_many_gradient", "ring_many")
 
 
 class Method(NamedTuple):
@@ -110,17 +109,14 @@ def run(config: Config, keep: Keep) -> Outcome:
             "dictionaries": shown["dictionaries"],
             **{f"found_{name}": curve for name, curve in found.items()},
         },
-        figures=_figures(compared, few, found, shown),
+        figures=_figures(compared, found),
         rounds=config.rounds,
         floats_up=floats,
         floats_down=floats,
         facts={
             "words": {"method": {n: method.words for n, method in {**compared, **few}.items()}},
             "headline": compared["headline"].words,
-            "n_atoms": N_ATOMS,
             "dimension": SHAPE[0] * SHAPE[1],
-            "n_nonzero": N_NONZERO,
-            "cosine": FOUND,
             "few": min(FEW, seeds),
         },
     )
@@ -275,26 +271,13 @@ def _dealt(data: list[Matrix], nodes: int) -> list[list[Matrix]]:
     return [[part] for part in np.array_split(np.concatenate(data), nodes)]
 
 
-def _figures(
-    compared: Mapping[str, Method],
-    few: Mapping[str, Method],
-    found: Mapping[str, Matrix],
-    shown: Mapping[str, NDArray[Any]],
-) -> dict[str, Any]:
-    from perdl_experiments import patches_plots, plots  # an extra: matplotlib
+def _figures(compared: Mapping[str, Method], found: Mapping[str, Matrix]) -> dict[str, Any]:
+    from perdl_experiments import plots  # an extra: matplotlib
 
-    planted, D = shown["planted"], shown["dictionaries"][0]
-    match = match_atoms(planted, D)
-    drawn = {"recovery": (compared, COMPARED), "networks": (few, NETWORKS)}
-    return {
-        **{
-            title: patches_plots.recovery(
-                {m.words: found[name] for name, m in methods.items() if name in chosen},
-                {"the paper reports": float(PAPER)},
-            )
-            for title, (methods, chosen) in drawn.items()
-        },
-        "atoms": plots.atoms(
-            {"planted": planted, "learned": match.signs[:, None] * D[match.indices]}, SHAPE
-        ),
-    }
+    drawn = plots.lines(
+        {compared[name].words: found[name] for name in COMPARED if name in compared},
+        x="round",
+        y="atoms found at the worst node",
+        levels={"the paper reports": float(PAPER)},
+    )
+    return {"recovery": drawn}

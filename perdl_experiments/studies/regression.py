@@ -36,7 +36,7 @@ from flwr_perdl.regression import (
     sufficient_statistics,
 )
 from flwr_perdl.strategies.mixed_regression import FedX
-from perdl_experiments.data import cached_by_file, read_arrays
+from perdl_experiments.data import cached_by_file, check_kind, read_arrays
 from perdl_experiments.engine import arranged
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import Record, Table
@@ -54,8 +54,6 @@ PENALTIES = tuple(10.0**power for power in np.arange(-2, 4.5, 0.5))
 METHODS = ("clustered", "fedx", "fedavg", "pooled", "ridge", "intercepts", "local")
 #: Gradient steps of a FedAvg client per round.
 _STEPS = 5
-#: Methods whose residuals are drawn.
-_DRAWN = ("clustered", "pooled", "local")
 #: Diabetes: blocks of patients per sex.
 _BLOCKS = 10
 #: Tumors: patients of a client, what is predicted, and from what.
@@ -155,7 +153,7 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
             "clusters": final["weights"].argmax(axis=1),
             "clients": np.array(table.clients),
         },
-        figures=_figures(table, final, splits[0]),
+        figures=_figures(table, final),
         rounds=1,
         floats_up=float(FOLDS * ((d + 1) ** 2 + 1)),
         floats_down=float(chosen * d),
@@ -179,7 +177,7 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
 
 
 def _one_split(table: Data, seed: int, k: int | None, rounds: int) -> Arrays:
-    """Return every method's explained variance of one split's held-out points, and residuals."""
+    """Return every method's explained variance of one split's held-out points."""
     split = _split(table, seed)
     X, y, _ = _standard(table, split)
     fitted = _fitted(table, split, seed, k)
@@ -192,14 +190,13 @@ def _one_split(table: Data, seed: int, k: int | None, rounds: int) -> Arrays:
         "fedx": _two_phases(X, y, split, len(fitted["models"]), rounds, seed),
         "fedavg": _fedavg(X, y, split, rounds, seed),
     }
-    truth = np.concatenate([b[test] for b, test in zip(y, split.test, strict=True)])
+    truth = np.concatenate(_at(y, split.test))
     spread = float(np.var(truth)) or 1.0
     kept: Arrays = {"k": np.array(len(fitted["models"]))}
     for name, models in thetas.items():
         predicted = [A[test] @ own for A, test, own in zip(X, split.test, models, strict=True)]
         residuals = truth - np.concatenate(predicted)
         kept[f"ev_{name}"] = np.array(1 - float(np.mean(residuals**2)) / spread)
-        kept[f"residuals_{name}"] = residuals
     return kept
 
 
@@ -225,9 +222,13 @@ def _fitted(table: Data, split: Split, seed: int, k: int | None) -> Arrays:
 
 def _pooled(X: Sequence[Matrix], y: Sequence[Matrix], split: Split) -> Matrix:
     """Return least squares on all clients' training points."""
-    rows = np.vstack([A[train] for A, train in zip(X, split.train, strict=True)])
-    values = np.concatenate([b[train] for b, train in zip(y, split.train, strict=True)])
+    rows, values = np.vstack(_at(X, split.train)), np.concatenate(_at(y, split.train))
     return np.asarray(np.linalg.lstsq(rows, values, rcond=None)[0])
+
+
+def _at(arrays: Sequence[Matrix], rows: Sequence[NDArray[np.intp]]) -> list[Matrix]:
+    """Return these rows of each client's array."""
+    return [array[own] for array, own in zip(arrays, rows, strict=True)]
 
 
 def _pooled_ridge(
@@ -240,8 +241,8 @@ def _pooled_ridge(
     """
     from sklearn.linear_model import RidgeCV  # an extra: clients must not need it
 
-    rows = np.vstack([A[train, :-1] for A, train in zip(X, split.train, strict=True)])
-    values = np.concatenate([b[train] for b, train in zip(y, split.train, strict=True)])
+    rows = np.vstack(_at(X, split.train))[:, :-1]
+    values = np.concatenate(_at(y, split.train))
     who = np.repeat(np.arange(len(X)), [len(train) for train in split.train])
     own = np.eye(len(X))[who] if intercepts else np.empty((len(who), 0))
     ridge = RidgeCV(PENALTIES).fit(np.hstack([rows, own]), values)
@@ -271,14 +272,12 @@ def _two_phases(
     X: Sequence[Matrix], y: Sequence[Matrix], split: Split, k: int, rounds: int, seed: int
 ) -> Matrix:
     """Return the model of every client's cluster after FedMD and FedX."""
-    clients = _trained(X, y, split)
+    clients = Clients(_at(X, split.train), _at(y, split.train))
     models = simulate(clients, TwoPhase(k), rounds, seed=seed).state.centers
     if not len(models):
         raise ValueError(f"rounds must be more than Phase 1 takes, got {rounds}.")
-    errors = [
-        np.sum((b[:, None] - A @ models.T) ** 2, axis=0)
-        for A, b in zip(clients.X, clients.y, strict=True)
-    ]
+    pairs = zip(clients.X, clients.y, strict=True)
+    errors = [np.sum((b[:, None] - A @ models.T) ** 2, axis=0) for A, b in pairs]
     own: Matrix = models[np.argmin(errors, axis=1)]
     return own
 
@@ -287,19 +286,11 @@ def _fedavg(
     X: Sequence[Matrix], y: Sequence[Matrix], split: Split, rounds: int, seed: int
 ) -> Matrix:
     """Return FedAvg's one model, from zero, as each client's."""
-    clients = _trained(X, y, split)
+    clients = Clients(_at(X, split.train), _at(y, split.train))
     settings = TwoPhase(1, phase_2=Refinement(n_steps=_STEPS, momentum=False, check_every=0))
     start = np.zeros((1, X[0].shape[1]))
     (model,) = simulate(clients, settings, rounds, centers=start, seed=seed).state.centers
     return np.tile(model, (len(X), 1))
-
-
-def _trained(X: Sequence[Matrix], y: Sequence[Matrix], split: Split) -> Clients:
-    """Return the clients with their training points."""
-    return Clients(
-        [A[train] for A, train in zip(X, split.train, strict=True)],
-        [b[train] for b, train in zip(y, split.train, strict=True)],
-    )
 
 
 # Data ---------------------------------------------------------------------------------------
@@ -323,20 +314,11 @@ def _load(path: str, bundled: str) -> Data:
         X, y, client = read_arrays(path, "X", "y", "client")
     else:
         X, y, client, features = (_tumors if bundled == "tumors" else _diabetes)()
-    if X.ndim != 2 or not len(X) or X.dtype.kind not in "fiub":
-        raise ValueError(
-            f"X in {path} must be numbers of shape (n, n_features), got {X.dtype} {X.shape}."
-        )
-    if y.shape != X.shape[:1] or y.dtype.kind not in "fiub":
-        raise ValueError(f"y in {path} must be {len(X)} numbers, got {y.dtype} {y.shape}.")
-    if client.shape != X.shape[:1] or client.dtype.kind not in "iuU":
-        raise ValueError(
-            f"client in {path} must be {len(X)} integers or texts, got {client.dtype} "
-            f"{client.shape}."
-        )
-    X, y = (
-        check_array(f"{n} in {path}", a.astype(float), ndim=a.ndim) for n, a in (("X", X), ("y", y))
-    )
+    check_kind("X", path, X, "fiub", "numbers of shape (n, n_features)")
+    check_kind("y", path, y, "fiub", f"{len(X)} numbers", X.shape[:1])
+    check_kind("client", path, client, "iuU", f"{len(X)} integers or texts", X.shape[:1])
+    X = check_array(f"X in {path}", X.astype(float), min_rows=1)
+    y = check_array(f"y in {path}", y.astype(float), ndim=1)
     names, own = np.unique(client, return_inverse=True)
     if len(names) < 2:
         raise ValueError(f"client in {path} must name at least 2 clients, got {len(names)}.")
@@ -407,14 +389,14 @@ def _standard(table: Data, split: Split) -> tuple[list[Matrix], list[Matrix], fl
     Over the training points features have mean 0 and variance 1, but for a last one of ones, and
     responses have mean 0.
     """
-    train = np.vstack([A[rows] for A, rows in zip(table.X, split.train, strict=True)])
+    train = np.vstack(_at(table.X, split.train))
     mean, deviation = train.mean(axis=0), train.std(axis=0)
     varies = deviation > 1e-12 * np.abs(train).max(axis=0, initial=1e-300)
     scale = np.where(varies, deviation, 1)
     X = [
         np.column_stack([np.where(varies, (A - mean) / scale, 0), np.ones(len(A))]) for A in table.X
     ]
-    origin = np.concatenate([b[rows] for b, rows in zip(table.y, split.train, strict=True)]).mean()
+    origin = np.concatenate(_at(table.y, split.train)).mean()
     return X, [b - origin for b in table.y], float(origin)
 
 
@@ -462,25 +444,11 @@ def _members(table: Data, final: Mapping[str, NDArray[Any]]) -> Table:
     )
 
 
-def _figures(
-    table: Data, final: Mapping[str, NDArray[Any]], split: Mapping[str, NDArray[Any]]
-) -> dict[str, Any]:
-    from perdl_experiments import regression_plots as plots  # an extra
+def _figures(table: Data, final: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
+    from perdl_experiments import plots  # an extra
 
-    models, labels = final["models"], final["weights"].argmax(axis=1)
-    members = [np.flatnonzero(labels == j) for j in range(len(models))]
-    coefficients = {
-        f"cluster {j + 1}": np.append(theta[:-1], theta[-1] - models[:, -1].mean())
-        for j, theta in enumerate(models)
-    }
-    sizes = {
-        "clients": [float(len(mine)) for mine in members],
-        "points": [float(sum(len(table.y[i]) for i in mine)) for mine in members],
-    }
-    residuals = {name: split[f"residuals_{name}"] for name in _DRAWN}
-    names = [str(j + 1) for j in range(len(models))]
-    return {
-        "coefficients": plots.dots(coefficients, [*table.features, "intercept"], x="coefficient"),
-        "sizes": plots.bars(sizes, names, y="number"),
-        "residuals": plots.histograms(residuals, x="residual"),
-    }
+    models = final["models"].copy()
+    models[:, -1] -= models[:, -1].mean()
+    groups = {f"cluster {j + 1}": theta[:, None].tolist() for j, theta in enumerate(models)}
+    names = [*table.features, "intercept"]
+    return {"coefficients": plots.dots(groups, names, x="coefficient")}

@@ -262,7 +262,7 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
         rounds=config.rounds,
         floats_up=float(np.median([one["up"] for one in found[headline]])),
         floats_down=float(np.median([one["down"] for one in found[headline]])),
-        facts={"kinds": KINDS, "near": NEAR, "headline": METHODS[headline]},
+        facts={"headline": METHODS[headline]},
     )
 
 
@@ -362,12 +362,15 @@ def _figures(curves: Mapping[str, Matrix]) -> dict[str, Any]:
 
     drawn = [n for n in curves if "one-shot" not in curves or n not in _NOT_DRAWN]
     by_round = {
-        METHODS[name]: np.median(curves[name], axis=0).tolist()
+        METHODS[name]: np.median(curves[name], axis=0)
         for name in drawn
         if curves[name].shape[1] > 1
     }
-    last = {METHODS[name]: rows[:, -1].tolist() for name, rows in curves.items()}
     return {
         "curves": plots.lines(by_round, x="communication round", y="accuracy"),
-        "seeds": plots.strips(last, x="accuracy"),
+        "seeds": plots.dots(
+            {"": [rows[:, -1].tolist() for rows in curves.values()]},
+            [METHODS[name] for name in curves],
+            x="accuracy",
+        ),
     }

@@ -105,9 +105,7 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
         curves={"mse_training": training},
         arrays={"global_atoms": atoms},
         figures=_figures(training),
-        rounds=federated.rounds,
-        floats_up=federated.floats_up,
-        floats_down=federated.floats_down,
+        **federated.cost,
         facts={"n_nodes": len(measured), "found": len(atoms), "n_features": atoms.shape[1]},
     )
 

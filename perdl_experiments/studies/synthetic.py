@@ -15,7 +15,6 @@ from flwr_perdl.dictionary import (
     OrthogonalLearner,
     WarmStart,
     dictionary_distance,
-    iterate,
     warm_start,
 )
 from flwr_perdl.protocol.records import PARTITION_ID
@@ -115,7 +114,6 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
             "global_atoms": seeds[0]["atoms"],
         },
         figures=_figures(curves, together, alone),
-        facts={"n_global": N_GLOBAL, "exact": EXACT},
         **_planted.mean_cost([seed["cost"] for seed in seeds]),
     )
 
@@ -144,7 +142,7 @@ def _alone(config: Config) -> Matrix:
     for i, X in enumerate(planted.samples):
         learner = _learner(planted, i)
         D = warm_start(X, learner, rng=spawn(config.seed, i), **STARTS[config.start]).dictionary
-        learned = iterate(learner, X, D, [1.0] * (config.rounds - 1))
+        learned = _planted.learn_alone(X, learner, D, config.rounds)
         errors[i] = dictionary_distance(planted.global_atoms, learned)
     return errors
 
@@ -160,10 +158,13 @@ def _figures(curves: dict[str, list[float]], together: Matrix, alone: Matrix) ->
     error = "error of the global atoms"
     return {
         "clients": plots.dots(
-            {"clients alone": alone.T.tolist(), "together (PerMA)": together.T.tolist()},
-            x="client",
-            y=error,
-            floor=EXACT,
+            {
+                title: np.maximum(errors, EXACT).T.tolist()
+                for title, errors in {"clients alone": alone, "together (PerMA)": together}.items()
+            },
+            [f"client {i}" for i in range(alone.shape[1])],
+            x=error,
+            log=True,
         ),
         "rounds": plots.lines(
             {

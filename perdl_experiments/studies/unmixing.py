@@ -22,9 +22,8 @@ from scipy.ndimage import gaussian_filter
 
 from flwr_perdl.core.checks import Matrix, check_array, check_count
 from flwr_perdl.diffusion import Topology
-from flwr_perdl.diffusion.data_diffusion import DictionaryState
 from flwr_perdl.random import DATA, SERVER, spawn
-from perdl_experiments.data import cached_by_file, names_in, read_arrays
+from perdl_experiments.data import cached_by_file, check_kind, read_arrays, read_npz
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import FAILED, Record
 from perdl_experiments.studies._experiment import Arrays, Keep, attempt, words
@@ -100,17 +99,13 @@ def run(config: Config, keep: Keep) -> Outcome:
     maps = _maps(scene, spectra["network"], config.tiles)
     return Outcome(
         records=[*_records(truth, kept), *(Record(FAILED, why, m) for m, why in failed.items())],
-        curves={
-            f"{figure}_{name}": kept[name][figure].tolist()
-            for name in ("network", "network_own", "isolated", "central")
-            for figure in (("angle", "worst") if truth is not None else ())
-        },
+        curves={},
         arrays={
             **{f"spectra_{name}": values for name, values in spectra.items()},
             "abundances": maps,
             "error": ours["error"],
         },
-        figures=_figures(scene, spectra, maps, kept, config.tiles),
+        figures=_figures(scene, spectra, maps, config.tiles),
         rounds=int(ours["rounds"]),
         floats_up=float(ours["floats"]),
         floats_down=float(ours["floats"]),
@@ -156,24 +151,14 @@ def _computed(name: str, scene: Scene, p: int, config: Config) -> Arrays:
 def _learned(
     scene: Scene, p: int, config: Config, data: list[Matrix], topology: Topology, start: str
 ) -> Arrays:
-    angles: list[Matrix] = []
-
-    def note(round_: int, state: DictionaryState) -> None:
-        if scene.endmembers is not None:
-            angles.append(_mean_angles(scene.endmembers, state.dictionaries))
-
-    n_rounds, seed = config.rounds, config.seed
-    learned = unmix(data, topology, p, n_rounds, start=start, seed=seed, callback=note)
-    kept = {
+    learned = unmix(data, topology, p, config.rounds, start=start, seed=config.seed)
+    return {
         "spectra": learned.dictionaries,
         "error": learned.error,
         "disagreement": np.array(learned.disagreement),
         "rounds": np.array(learned.rounds),
         "floats": np.array(learned.floats_sent / len(data)),
     }
-    if angles:
-        kept["angle"], kept["worst"] = np.mean(angles, axis=1), np.max(angles, axis=1)
-    return kept
 
 
 def _vca(scene: Scene, p: int, config: Config) -> Matrix:
@@ -245,41 +230,28 @@ def _load(path: str) -> Scene:
     That is ``endmembers`` and, with these, ``abundances``.
     """
     X, shape = read_arrays(path, "X", "shape")
-    if X.ndim != 2 or not X.size or X.dtype.kind not in "fiub":
-        raise ValueError(
-            f"X in {path} must be numbers of shape (pixels, bands), got {X.dtype} {X.shape}."
-        )
-    sides = shape.tolist() if shape.shape == (2,) and shape.dtype.kind in "iu" else [0]
-    if min(sides) < 1 or prod(sides) != len(X):
+    known = read_npz(path, "endmembers", "abundances")
+    endmembers, shares = known.get("endmembers"), known.get("abundances")
+    check_kind("X", path, X, "fiub", "numbers of shape (pixels, bands)")
+    check_kind("shape", path, shape, "iu", "two integers", (2,))
+    if shape.min() < 1 or prod(shape.tolist()) != len(X):
         raise ValueError(
             f"shape in {path} must be two integers from 1 whose product is {len(X)}, the number of "
             f"pixels, got {shape.tolist()}."
         )
-    X = check_array(f"X in {path}", X.astype(np.float64))
+    X = check_array(f"X in {path}", X.astype(np.float64), min_rows=1)
     if not X.any():
         raise ValueError(f"X in {path} must have a pixel that is not zero, got zeros only.")
-    endmembers = None
-    if "endmembers" in names_in(path):
-        (endmembers,) = read_arrays(path, "endmembers")
-        if (
-            endmembers.ndim != 2
-            or endmembers.shape[1] != X.shape[1]
-            or endmembers.dtype.kind not in "fiub"
-            or not endmembers.any(axis=1).all()
-        ):
-            raise ValueError(
-                f"endmembers in {path} must be spectra of {X.shape[1]} bands, none zero, got "
-                f"{endmembers.dtype} {endmembers.shape}."
-            )
-        endmembers = check_array(f"endmembers in {path}", endmembers.astype(np.float64))
-    shares = None
-    if endmembers is not None and "abundances" in names_in(path):
-        (shares,) = read_arrays(path, "abundances")
-        if shares.shape != (len(X), len(endmembers)) or shares.dtype.kind not in "fiub":
-            raise ValueError(
-                f"abundances in {path} must be numbers of shape {(len(X), len(endmembers))}, got "
-                f"{shares.dtype} {shares.shape}."
-            )
+    if endmembers is None:
+        return Scene(X, (int(shape[0]), int(shape[1])), None)
+    what = f"spectra of {X.shape[1]} bands"
+    check_kind("endmembers", path, endmembers, "fiub", what, (len(endmembers), X.shape[1]))
+    if not endmembers.any(axis=1).all():
+        raise ValueError(f"endmembers in {path} must be {what}, none zero.")
+    endmembers = check_array(f"endmembers in {path}", endmembers.astype(np.float64))
+    if shares is not None:
+        size = (len(X), len(endmembers))
+        check_kind("abundances", path, shares, "fiub", f"numbers of shape {size}", size)
         shares = check_array(f"abundances in {path}", shares.astype(np.float64))
     return Scene(X, (int(shape[0]), int(shape[1])), endmembers, shares)
 
@@ -308,10 +280,9 @@ def _figures(
     scene: Scene,
     spectra: Mapping[str, Matrix],
     maps: Matrix,
-    kept: Mapping[str, Mapping[str, NDArray[Any]]],
     tiles: int,
 ) -> dict[str, Any]:
-    from perdl_experiments import patches_plots, plots  # an extra: matplotlib
+    from perdl_experiments import pictures  # an extra: matplotlib
 
     order = spectra["network"][0] if scene.endmembers is None else scene.endmembers
     names = [f"material {j + 1}" for j in range(len(order))]
@@ -337,19 +308,7 @@ def _figures(
     if scene.shares is not None:
         truth = scene.shares.reshape(*scene.shape, -1)
         shares |= {f"{n}, the truth": truth[..., j] for j, n in enumerate(names)}
-    figures: dict[str, Any] = {
-        "spectra": patches_plots.spectra(panels, x="band number", y="reflectance, peak at one"),
-        "abundances": patches_plots.maps(shares, tiles, len(shares) // len(names)),
+    return {
+        "spectra": pictures.spectra(panels, x="band number", y="reflectance, peak at one"),
+        "abundances": pictures.maps(shares, tiles, len(shares) // len(names)),
     }
-    if scene.endmembers is not None:
-        curves = {
-            "tiles together, mean": kept["network"]["angle"],
-            "worst tile": kept["network"]["worst"],
-            "each from its own spectra": kept["network_own"]["angle"],
-            "tiles alone, mean": kept["isolated"]["angle"],
-            "all pixels in one place": kept["central"]["angle"],
-        }
-        figures["angles"] = plots.lines(
-            {title: values.tolist() for title, values in curves.items()}, x="round", y="radians"
-        )
-    return figures

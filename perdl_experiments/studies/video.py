@@ -210,11 +210,9 @@ def run(config: Config, federate: Federate, keep: Keep) -> Outcome:
             "background": _bytes(ours.background),
             "objects": ours.objects.astype(np.float16),
         },
-        figures=_figures(clip, methods, curve, truth),
+        figures=_figures(clip, methods),
         facts=_facts(config, clip),
-        rounds=federated.rounds,
-        floats_up=federated.floats_up,
-        floats_down=federated.floats_down,
+        **federated.cost,
     )
 
 
@@ -374,10 +372,8 @@ def _facts(config: Config, clip: Clip) -> dict[str, Any]:
     }
 
 
-def _figures(
-    clip: Clip, methods: Mapping[str, Parts], curve: list[float], truth: Matrix
-) -> dict[str, Any]:
-    from perdl_experiments import pictures, plots  # an extra: clients must not need it
+def _figures(clip: Clip, methods: Mapping[str, Parts]) -> dict[str, Any]:
+    from perdl_experiments import pictures  # an extra: clients must not need it
 
     at = np.linspace(0, len(clip.frames) - 1, min(_SHOWN, len(clip.frames))).astype(int)
     named = {"PerMA": methods["perma"]}
@@ -389,13 +385,8 @@ def _figures(
         columns[f"{title}: objects"] = _gray(parts.objects[at])
     if clip.mask is not None:
         columns["objects found (PerMA)"] = _outlined(clip, methods["perma"])[at]
-    levels = {"raw frames": _psnr(clip.frames, truth)}
-    levels |= {n: _psnr(p.background, truth) for n, p in named.items() if n != "PerMA"}
     return {
         "strip": pictures.side_by_side({title: _rgb(them) for title, them in columns.items()}),
-        "psnr": plots.lines(
-            {"PerMA": curve}, x="communication round", y="PSNR (dB)", levels=levels
-        ),
         "video": _film(clip, methods),
     }
 

@@ -64,7 +64,6 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 VARIANTS: dict[str, dict[str, tuple[Any, ...]]] = {
     "novelty_scores": {"score": ("normalised", "raw")},
     "ssvd": {"thresholds": ("sure", "bic", (0.1, 0.1))},
-    "abundances": {"sum_to_one": (False, True)},
     "unmix": {"start": ("pooled", "own")},
 }
 

@@ -48,16 +48,6 @@ def test_a_sparse_rank_one_matrix_is_found_exactly() -> None:
     np.testing.assert_array_equal(layers.atoms[1], np.zeros(4))
 
 
-@pytest.mark.parametrize("rule", ["sure", "bic"])
-def test_nothing_is_left_of_a_matrix_of_few_layers(rule: str) -> None:
-    rng = np.random.default_rng(0)
-    assert ssvd(np.ones((3, 3)), 1, thresholds=rule).thresholds.tolist() == [[0, 0]]
-    for _ in range(50):
-        X = np.outer(rng.standard_normal(6), rng.standard_normal(9))
-        found = ssvd(X, 1, thresholds=rule)
-        np.testing.assert_allclose(np.outer(found.codes[:, 0], found.atoms[0]), X, atol=1e-9)
-
-
 def test_without_thresholds_layers_are_singular_vectors() -> None:
     X = np.random.default_rng(0).standard_normal((20, 7))
     layers = ssvd(X, 4, thresholds=(0, 0), max_iter=10_000)
@@ -137,15 +127,6 @@ def test_inputs_stay_and_float32_is_kept() -> None:
     assert layers.converged.all()
     double = ssvd(X.astype(float), 2)
     np.testing.assert_allclose(np.abs(layers.atoms), np.abs(double.atoms), atol=1e-3)
-
-
-@pytest.mark.parametrize("thresholds", ["sure", (1.0, 2.0)])
-def test_layers_of_float32_converge_by_default(thresholds: Any) -> None:
-    X = planted(0)[0].astype(np.float32)
-    layers = ssvd(X, 3, thresholds=thresholds)
-    assert layers.converged.all()
-    double = ssvd(X.astype(float), 3, thresholds=thresholds)
-    np.testing.assert_allclose(np.abs(layers.atoms), np.abs(double.atoms), atol=5e-3)
 
 
 def test_planted_types_are_found_and_their_genes() -> None:

@@ -3,11 +3,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from perdl_experiments import run_experiment
-from perdl_experiments.studies import comparison, configure, find
+from perdl_experiments.studies import comparison
 from perdl_experiments.studies.comparison import METHODS
 
 SMALL: dict[str, Any] = {
@@ -34,22 +33,6 @@ def test_only_perma_finds_shared_and_own_atoms_and_carries_the_weak(small: Any) 
         assert metrics[f"error_own_{method}"] > 0.1
     for of in ("shared", "own"):  # with enough samples nobody needs the others
         assert metrics[f"error_{of}_local"] < 1e-6
-
-
-def test_errors_on_all_atoms_are_the_greater_of_shared_and_own() -> None:
-    """d_{1,2} is the greatest distance of any planted atom."""
-    planted = configure(find("comparison"), options=SMALL).planted
-    D = np.vstack([planted.global_atoms, planted.local_atoms[1]])
-    full, shared, own = comparison._distances(planted, 0, D)
-    assert shared == pytest.approx(0, abs=1e-7)
-    assert full == pytest.approx(own)
-    assert own > 0.1
-
-
-def test_averaging_is_given_a_fair_chance(small: Any) -> None:
-    metrics = small[0]["metrics"]
-    assert metrics["error_shared_averaging"] < 0.1 < metrics["error_shared_naive"]
-    assert metrics["error_shared_pooled"] < 0.1
 
 
 def test_every_method_has_a_row_a_setting_and_curves(small: Any) -> None:

@@ -62,10 +62,3 @@ def test_a_case_holds_the_answer_and_the_impulses() -> None:
     assert (np.abs(case.nu) == 1).any()
     exact = exact_dual(case.objective, case.X, list(case.atoms))
     np.testing.assert_array_equal(case.nu, exact.nu[0])
-
-
-def test_when_40_db_are_reached() -> None:
-    never = np.array([10.0, 45.0, 39.0])
-    assert inference.reached(never) == np.inf
-    assert inference.reached(np.array([10.0, 45.0, 39.0, 41.0])) == 4
-    assert inference.reached(np.array([40.0, 50.0])) == 1

@@ -9,19 +9,13 @@ import numpy as np
 import pytest
 
 from perdl_experiments.unmixing import match_spectra
-from tests.studies import Ran, config_of, run_study
+from tests.studies import Ran, config_of, run_study, save
 
 SAMSON = Path(__file__).resolve().parents[3] / "shared" / "data" / "samson.npz"
 
 
 def run(**options: Any) -> Ran:
     return run_study("unmixing", **options)
-
-
-def save(folder: Path, **arrays: Any) -> str:
-    path = folder / "scene.npz"
-    np.savez(path, **arrays)
-    return str(path)
 
 
 def small(side: int = 12, bands: int = 20) -> dict[str, np.ndarray]:
@@ -42,9 +36,7 @@ def test_the_drawn_scene() -> None:
     metrics = outcome.metrics
     assert metrics["sad_mean"] <= metrics["sad_worst"] < 0.05 < metrics["sad_isolated"]
     assert {"sad_vca", "sad_nmf", "sad_central", "error", "disagreement"} < set(metrics)
-    assert outcome.figures == ["spectra.png", "abundances.png", "angles.png"]
-    assert outcome.curves["worst_network"][-1] == pytest.approx(metrics["sad_worst"])
-    assert outcome.curves["angle_isolated"][-1] == pytest.approx(metrics["sad_isolated"])
+    assert outcome.figures == ["spectra.png", "abundances.png"]
     assert outcome.arrays["abundances"].shape == (60, 60, 3)
     np.testing.assert_allclose(outcome.arrays["abundances"].sum(axis=2), 1)
     truth = config_of("unmixing").scene.endmembers

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 
-import cvxpy as cp
 import networkx as nx
 import numpy as np
 import pytest
@@ -106,39 +105,15 @@ def test_abundances_are_non_negative_least_squares() -> None:
     np.testing.assert_allclose(abundances(X, spectra), expected, atol=1e-10)
 
 
-@pytest.mark.parametrize("p", [2, 4])
-def test_abundances_that_sum_to_one_are_a_convex_solvers(p: int) -> None:
-    rng = np.random.default_rng(p)
-    spectra, X = rng.random((p, 12)), rng.random((25, 12)) * rng.uniform(0.2, 2, (25, 1))
-    A = cp.Variable((25, p), nonneg=True)
-    problem = cp.Problem(
-        cp.Minimize(cp.sum_squares(X - A @ spectra)), [cp.sum(A, axis=1) == np.ones(25)]
-    )
-    problem.solve(solver="CLARABEL", tol_gap_abs=1e-12, tol_gap_rel=1e-12, tol_feas=1e-12)
-    ours = abundances(X, spectra, sum_to_one=True)
-    np.testing.assert_allclose(ours.sum(axis=1), 1, atol=1e-12)
-    assert (ours >= 0).all()
-    assert (ours == 0).any()
-    np.testing.assert_allclose(ours, A.value, atol=1e-6)
-
-
-def test_planted_shares_come_back() -> None:
-    spectra, shares, X = scene()
-    np.testing.assert_allclose(abundances(X, spectra), shares, atol=1e-10)
-    np.testing.assert_allclose(abundances(X, spectra, sum_to_one=True), shares, atol=1e-10)
-
-
 def test_abundances_of_float32_are_those_of_float64_rounded() -> None:
     bands = np.linspace(0, 1, 100)
     peaks = np.exp(-((bands - np.array([[0.2], [0.4], [0.6], [0.8]])) ** 2) / 0.02)
     similar = (np.exp(-((bands - 0.4) ** 2) / 0.2) + 0.005 * peaks).astype(np.float32)
     X = (np.random.default_rng(0).dirichlet(np.ones(4) / 2, 200) @ similar).astype(np.float32)
-    for sum_to_one in (False, True):
-        ours = abundances(X, similar, sum_to_one=sum_to_one)
-        wide = abundances(X.astype(float), similar.astype(float), sum_to_one=sum_to_one)
-        np.testing.assert_array_equal(ours, wide.astype(np.float32))
-        with pytest.raises(ValueError, match="spectra must"):
-            abundances(X, similar[[0, 0, 1]], sum_to_one=sum_to_one)
+    wide = abundances(X.astype(float), similar.astype(float))
+    np.testing.assert_array_equal(abundances(X, similar), wide.astype(np.float32))
+    with pytest.raises(ValueError, match="spectra"):
+        abundances(X, similar[[0, 0, 1]])
 
 
 # Angles ---------------------------------------------------------------------------------------

@@ -64,15 +64,6 @@ def test_the_street_is_taken_apart_and_better_than_by_perpca(street: Any) -> Non
         assert arrays["objects"].shape == clip.frames.shape
 
 
-@pytest.mark.slow
-def test_the_film_shows_every_frame_and_is_on_the_page(street: Any) -> None:
-    results, out = street
-    assert len(iio.imread(out / "video.gif", index=None)) == 20
-    files = [figure["file"] for figure in results["figures"]]
-    assert files == ["strip.png", "psnr.png", "video.gif"]
-    assert "data:image/gif;base64," in (out / "report.html").read_text()
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_clips_that_nothing_was_tuned_on(tmp_path: Path, seed: int) -> None:
     X, mask, background = make_clip(seed)
@@ -145,11 +136,11 @@ def test_the_street_is_what_it_says_and_the_seeds() -> None:
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        ({"X": np.zeros((5, 9))}, r"X in .* must be \(frames, h, w\[, 3\]\), got shape \(5, 9\)"),
+        ({"X": np.zeros((5, 9))}, r"X in .* must"),
         ({"X": np.zeros((2, 9, 9))}, "at least 3 frames of at least 8x8 pixels"),
         ({"X": np.zeros((5, 9, 9), dtype=complex)}, "must be integers, float64 or float32"),
         ({"X": np.full((5, 9, 9), np.nan)}, "must be finite"),
-        ({"X": np.zeros((5, 9, 9)), "mask": np.zeros((5, 9))}, "mask in .* must be numbers of"),
+        ({"X": np.zeros((5, 9, 9)), "mask": np.zeros((5, 9))}, "mask in .* must"),
         ({"Y": np.zeros((5, 9, 9))}, r"lacks \['X'\]"),
     ],
 )
