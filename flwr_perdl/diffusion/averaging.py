@@ -50,13 +50,8 @@ from numpy.typing import NDArray
 
 from flwr_perdl.core.checks import check_choice, check_count, check_kind
 from flwr_perdl.core.threads import one_blas_thread
-from flwr_perdl.diffusion.combine import Array, Inbox, run_program
-from flwr_perdl.diffusion.topology import (
-    CombinationMatrix,
-    Topology,
-    metropolis_weights,
-    rounds_to_all,
-)
+from flwr_perdl.diffusion.combine import Array, Inbox, run_program, weighted
+from flwr_perdl.diffusion.topology import matrices_of, rounds_to_all
 
 #: ``node -> client``; a client has Flower's ``fit``, and ``evaluate`` where models are evaluated.
 Clients = Callable[[int], Any]
@@ -137,8 +132,6 @@ class DiffusionAveraging:
 
     Parameters
     ----------
-    topology : Topology or CombinationMatrix
-        Who hears whom, connected; the weights are Metropolis weights where none are given.
     method : {"atc", "cta", "exact_diffusion", "gradient_tracking"}, default "exact_diffusion"
         "atc": adapt, then combine. "cta": combine, then adapt. Where the nodes' data differ both
         end near the minimum of the sum of losses, the nearer the shorter the steps.
@@ -157,8 +150,7 @@ class DiffusionAveraging:
     Raises
     ------
     ValueError, TypeError
-        If an option breaks its rule; if the network is in several parts, or its weights are not
-        doubly stochastic.
+        If an option breaks its rule.
 
     Examples
     --------
@@ -173,27 +165,21 @@ class DiffusionAveraging:
     ...
     ...     def evaluate(self, parameters, config):
     ...         return float(np.sum((parameters[0] - self.target) ** 2)), 1, {}
-    >>> learner = DiffusionAveraging(Topology.ring(4), method="exact_diffusion")
-    >>> learned = learner.fit(Client, 60, initial=[np.zeros(1)])
+    >>> learner = DiffusionAveraging(method="exact_diffusion")
+    >>> learned = learner.fit(Client, Topology.ring(4), 60, initial=[np.zeros(1)])
     >>> [round(float(w[0]), 6) for w, in learned.models.values()]
     [1.5, 1.5, 1.5, 1.5]
     """
 
     def __init__(
         self,
-        topology: Topology | CombinationMatrix,
         *,
         method: str = "exact_diffusion",
         evaluate_every: int = 1,
         metrics: Sequence[str] = (),
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        kinds = (Topology, CombinationMatrix)
-        check_kind("topology", topology, kinds, "a Topology or a CombinationMatrix")
         self.method = check_choice("method", method, METHODS)
-        self.weights = metropolis_weights(topology) if isinstance(topology, Topology) else topology
-        self.topology = self.weights.topology
-        self._check_network(self.weights)
         self.evaluate_every = check_count("evaluate_every", evaluate_every)
         check_kind("metrics", metrics, Sequence, "a sequence of names")
         if isinstance(metrics, str) or not all(isinstance(name, str) for name in metrics):
@@ -206,10 +192,10 @@ class DiffusionAveraging:
     def fit(
         self,
         clients: Clients | None,
+        network: Any,
         n_rounds: int,
         *,
         initial: Sequence[Array] | Any = None,
-        network: Any = None,
         callback: Callable[[int, dict[str, Array]], Any] | None = None,
     ) -> Averaged:
         """Train over a network.
@@ -220,14 +206,14 @@ class DiffusionAveraging:
             ``node -> client``, called for every round as Flower does: a client keeps nothing
             between two calls. On Ray it is pickled: read the data in it. None on Flower, where
             nodes have their own clients (see `program`). ``client.to_client()`` may be returned.
+        network : Topology, CombinationMatrix, or a network of `flwr_perdl.network`
+            Who hears whom: connected, with doubly stochastic weights. A topology means Metropolis
+            weights, in this process and without faults.
         n_rounds : int
             Communication rounds.
         initial : sequence of ndarray or ArrayRecord, optional
             The first model of all nodes; by default that of each node's client
             (``get_parameters``). Start networks (neural ones) from equal models.
-        network : network of `flwr_perdl.network`, optional
-            What carries the messages, over the same nodes; with weights of its own, perhaps
-            different in every round, and faults. By default all nodes run in this process.
         callback : callable, optional
             Called with the round and what the nodes report, (n_nodes,) by name, after every round.
 
@@ -239,23 +225,22 @@ class DiffusionAveraging:
         Raises
         ------
         ValueError
-            If the network is of other nodes, or not one that ``method`` can use, or a client
+            If the network is in several parts, its weights are not doubly stochastic, or a client
             returns something else than a finite model of the form that it received.
         TooFewReplies
             On Flower, if fewer than ``min_clients`` nodes reply in a round, or their clients are
             ordinary ones, without a `DiffusionClient`.
         """
         check_count("n_rounds", n_rounds)
-        if network is not None:
-            if network.topology.n_nodes != self.topology.n_nodes:
-                raise ValueError(
-                    f"network must be of {self.topology.n_nodes} nodes, got {network.topology!r}."
-                )
-            self._check_network(network)
+        network = weighted(network)
+        rounds_to_all(network)
+        for matrix in matrices_of(network):
+            if not matrix.doubly_stochastic:  # repeated combination would not lead to the mean
+                raise ValueError(f"network must have doubly stochastic weights, got {matrix!r}.")
         if clients is None and not getattr(network, "nodes_have_programs", False):
             raise ValueError("clients may be None with a FlowerNetwork only, got None.")
-        program: Any = None if clients is None else self.program(clients, initial=initial)
-        run = run_program(program, network or self.weights, n_rounds, on_report=callback)
+        program = None if clients is None else self.program(clients, initial=initial)
+        run = run_program(program, network, n_rounds, on_report=callback)
         for name in self.metrics:
             known = [run.curves.get(f"{kind}-{name}") for kind in ("train", "evaluate")]
             if n_rounds and not any(own is not None and np.isfinite(own).any() for own in known):
@@ -278,20 +263,9 @@ class DiffusionAveraging:
     ) -> AveragingProgram:
         """Return the program that a network runs; on Flower, one for each `DiffusionClient`.
 
-        Parameters
-        ----------
-        clients, initial
-            See `fit`.
+        ``clients`` and ``initial`` are those of `fit`.
         """
         return AveragingProgram(self, clients, initial)
-
-    def _check_network(self, network: Any) -> None:
-        """Refuse networks on which the method does not find the plain mean."""
-        rounds_to_all(network)
-        matrices = (network,) if isinstance(network, CombinationMatrix) else network.plan.matrices
-        for matrix in matrices:
-            if not matrix.doubly_stochastic:
-                raise ValueError(f"weights must be doubly stochastic, got {matrix!r}.")
 
 
 class AveragingState(NamedTuple):
@@ -569,18 +543,12 @@ class Form(NamedTuple):
 
 
 def ordered_mean(inbox: Inbox, i: int) -> Array:
-    """Return ``inbox.mean(i)`` with the same last bits wherever the nodes are hosted.
-
-    A matrix product sums in an order that depends on how many nodes are hosted together; this adds
-    the messages one by one, in the order of their senders' ids.
-    """
+    """Return ``inbox.mean(i)`` with the same last bits wherever the nodes are hosted."""
     sent = inbox.arrays[i]
     mean = np.zeros((len(inbox.nodes), *sent.shape[1:]), dtype=sent.dtype)
     for k in range(len(mean)):
-        row = slice(inbox.weights.indptr[k], inbox.weights.indptr[k + 1])
-        places, weights = inbox.weights.indices[row], inbox.weights.data[row]
-        for at in np.argsort(inbox.senders[places], kind="stable"):
-            mean[k] += sent.dtype.type(weights[at]) * sent[places[at]]
+        for at, weight in inbox.weighed(k):
+            mean[k] += sent.dtype.type(weight) * sent[at]
     return mean
 
 

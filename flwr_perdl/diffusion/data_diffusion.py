@@ -62,9 +62,9 @@ from flwr_perdl.diffusion._replacement import (
     unit_rows,
     value_of,
 )
-from flwr_perdl.diffusion.combine import Inbox, run_program, shown
+from flwr_perdl.diffusion.combine import Inbox, run_program, shown, weighted
 from flwr_perdl.diffusion.objectives import check_positive
-from flwr_perdl.diffusion.topology import Topology, metropolis_weights, rounds_to_all
+from flwr_perdl.diffusion.topology import rounds_to_all
 from flwr_perdl.random import spawn
 
 #: A node's data: all of it, or a function of the round that returns a batch.
@@ -303,12 +303,10 @@ class DataDiffusion:
             several parts that do not hear each other.
         """
         check_count("n_rounds", n_rounds)
-        if isinstance(network, Topology):
-            network = metropolis_weights(network)
-        topology = network.topology
-        agreement = rounds_to_all(network)
-        if len(data) != topology.n_nodes:
-            raise ValueError(f"data must be of {topology.n_nodes} nodes, got {len(data)}.")
+        network = weighted(network)
+        agreement, n_nodes = rounds_to_all(network), network.topology.n_nodes
+        if len(data) != n_nodes:
+            raise ValueError(f"data must be of {n_nodes} nodes, got {len(data)}.")
         program = self.program(dict(enumerate(data)), agreement=agreement, start=start, seed=seed)
         run = run_program(program, network, n_rounds, callback)
         dictionaries, error = shown(run.observed, "dictionaries", "error")
@@ -505,10 +503,7 @@ class DictionaryProgram:
         sent = inbox.arrays[0]
         mean = np.zeros((len(inbox.nodes), *sent.shape[1:]), dtype=sent.dtype)
         for k, own in enumerate(inbox.own):
-            row = slice(inbox.weights.indptr[k], inbox.weights.indptr[k + 1])
-            senders, weights = inbox.weights.indices[row], inbox.weights.data[row]
-            order = np.argsort(senders)  # the same sums on every transport
-            for j, weight in zip(senders[order], weights[order], strict=True):
+            for j, weight in inbox.weighed(k):
                 other = sent[j]
                 if j != own:
                     other = _aligned(other, sent[own], order=self.learner.alignment != "sign")

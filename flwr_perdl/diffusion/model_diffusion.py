@@ -49,18 +49,18 @@ from flwr_perdl.core.checks import (
     own_numbers,
 )
 from flwr_perdl.diffusion._minimize import correlate
-from flwr_perdl.diffusion.combine import Array, Inbox, step_back
+from flwr_perdl.diffusion.combine import Array, Inbox, run_program, shown, step_back, weighted
 from flwr_perdl.diffusion.inference import (
     METHODS,
     DualInference,
     DualState,
     Inference,
-    Network,
+    check_carrier,
     exact_dual,
     infer,
 )
 from flwr_perdl.diffusion.objectives import Objective, check_positive
-from flwr_perdl.diffusion.topology import CombinationMatrix, Topology, metropolis_weights
+from flwr_perdl.diffusion.topology import CombinationMatrix, Topology
 from flwr_perdl.random import spawn
 
 #: The method that needs all atoms in one place.
@@ -207,33 +207,14 @@ class ModelDiffusion:
         joined = np.concatenate([model.dictionaries, new.astype(model.dictionaries.dtype)])
         return model._replace(dictionaries=joined)
 
-    def fit(
-        self,
-        X: Matrix,
-        topology: Topology,
-        *,
-        weights: CombinationMatrix | None = None,
-        network: Network | None = None,
-    ) -> Model:
-        """Learn from random atoms: `start`, then `partial_fit`.
-
-        Parameters
-        ----------
-        X, topology, weights, network
-            See `partial_fit`.
-        """
-        X = check_array("X", X)
-        first = self.start(topology.n_nodes, X.shape[1], X.dtype)
-        return self.partial_fit(first, X, topology, weights=weights, network=network)
+    def fit(self, X: Matrix, network: Any, n_rounds: int | None = None) -> Model:
+        """Learn from random atoms: `start`, then `partial_fit`, which has the parameters."""
+        X, network = check_array("X", X), weighted(network)
+        first = self.start(network.topology.n_nodes, X.shape[1], X.dtype)
+        return self.partial_fit(first, X, network, n_rounds)
 
     def partial_fit(
-        self,
-        model: Model,
-        X: Matrix,
-        topology: Topology,
-        *,
-        weights: CombinationMatrix | None = None,
-        network: Network | None = None,
+        self, model: Model, X: Matrix, network: Any, n_rounds: int | None = None
     ) -> Model:
         """Continue learning: every sample is seen once, in order.
 
@@ -243,13 +224,13 @@ class ModelDiffusion:
             The model to continue from; not modified.
         X : ndarray of shape (n_samples, n_features)
             The next samples, of the model's dtype.
-        topology : Topology
-            Who hears whom: as many nodes as the model has agents.
-        weights : CombinationMatrix, optional
-            Of the diffusions, see `infer`; Metropolis weights by default.
-        network : Network, optional
-            Carries the messages of each batch's inference; in memory by default. To run the updates
-            at the agents as well, run `program` on the network instead.
+        network : Topology, CombinationMatrix, or a network of `flwr_perdl.network`
+            Who hears whom, a node per agent: connected and undirected. A topology means Metropolis
+            weights, in memory and without faults. On a network the agents run `Learning`; of nodes
+            with programs of their own the dictionaries are needed (``show``).
+        n_rounds : int, optional
+            Communication rounds at most; by default as many as the samples take. A batch is learned
+            only if its `n_iterations` fit.
 
         Returns
         -------
@@ -258,48 +239,57 @@ class ModelDiffusion:
         Raises
         ------
         ValueError
-            If shapes do not fit, the topology is directed or not connected, or the objective is
+            If shapes do not fit, the network is directed or not connected, or the objective is
             nonnegative and no value of X is positive.
         """
         X = check_array("X", X, columns=_atoms(model).shape[2])
+        if n_rounds is not None:
+            check_count("n_rounds", n_rounds)
         if self.objective.nonnegative:
             check_positive("X", X)
-        W, given = model.dictionaries.copy(), self._given(model, X, topology, weights)
-        rounds, worst, t = model.rounds, 0.0, model.n_updates
+        network = self._carrier(model, network)
+        if not isinstance(network, CombinationMatrix):
+            return self._on_network(model, X, network, n_rounds)
+        W, given = model.dictionaries.copy(), self._given(model, X, network)
+        rounds, worst, t, seen = 0, 0.0, model.n_updates, 0
         for at in range(0, len(X), self.batch_size):
+            if n_rounds is not None and rounds + given.get("n_rounds", 0) > n_rounds:
+                break
             batch = X[at : at + self.batch_size]
-            found = self._infer(W, batch, topology, network, given)
+            found = self._infer(W, batch, network, given)
             assert found.nu is not None
-            t += 1  # the first step is step / 1**decay
+            t, seen = t + 1, seen + len(batch)  # the first step is step / 1**decay
             W = self._updated(W, found.nu, np.stack(found.codes), t)
             rounds += found.rounds
             worst = max(worst, float(found.residual.max(initial=0)))
-        return Model(W, model.n_samples + len(X), t, rounds, worst)
+        return Model(W, model.n_samples + seen, t, model.rounds + rounds, worst)
 
-    def infer(
-        self,
-        model: Model,
-        X: Matrix,
-        topology: Topology,
-        *,
-        weights: CombinationMatrix | None = None,
-        network: Network | None = None,
-    ) -> Inference:
+    def _on_network(self, model: Model, X: Matrix, network: Any, n_rounds: int | None) -> Model:
+        if self.method == EXACT:
+            raise ValueError("network must be in memory with method='exact', got one of messages.")
+        program = self.program(X, network.topology, model=model, show=True)
+        check_carrier(network, program.inference)
+        most = program.n_rounds if n_rounds is None else min(n_rounds, program.n_rounds)
+        run = run_program(program, network, most)
+        W, residual = shown(run.observed, "dictionary", "residual")
+        n_batches = run.rounds // program.n_iterations
+        return Model(
+            W,
+            model.n_samples + min(len(X), n_batches * self.batch_size),
+            model.n_updates + n_batches,
+            model.rounds + run.rounds,
+            float(residual.max(initial=0)) if n_batches else 0.0,
+        )
+
+    def infer(self, model: Model, X: Matrix, network: Any) -> Inference:
         """Find the duals and codes of samples as in learning, without learning from them.
 
-        Parameters
-        ----------
-        model, X, topology, weights, network
-            See `partial_fit`.
-
-        Returns
-        -------
-        Inference
-            With ``nu``, (n_agents, n_samples, n_features): mind its size.
+        ``model``, ``X`` and ``network`` are those of `partial_fit`. The result has ``nu``,
+        (n_agents, n_samples, n_features): mind its size.
         """
         X = check_array("X", X, columns=_atoms(model).shape[2])
-        given = self._given(model, X, topology, weights)
-        return self._infer(model.dictionaries, X, topology, network, given)
+        network = self._carrier(model, network)
+        return self._infer(model.dictionaries, X, network, self._given(model, X, network))
 
     def program(
         self,
@@ -331,24 +321,21 @@ class ModelDiffusion:
         unit: Matrix = atoms / np.linalg.norm(atoms, axis=1, keepdims=True)
         return unit
 
-    def _given(
-        self, model: Model, X: Matrix, topology: Topology, weights: CombinationMatrix | None
-    ) -> dict[str, Any]:
+    def _carrier(self, model: Model, network: Any) -> Any:
+        """Return what carries the messages, checked."""
+        network = weighted(network)
+        agents, nodes = len(model.dictionaries), network.topology.n_nodes
+        if agents != nodes:
+            raise ValueError(f"network must have {agents} nodes, one per agent, got {nodes}.")
+        return network
+
+    def _given(self, model: Model, X: Matrix, network: Any) -> dict[str, Any]:
         """Return what all batches have in common, checked: the arguments of `infer`."""
-        if len(model.dictionaries) != topology.n_nodes:
-            raise ValueError(
-                f"topology must have {len(model.dictionaries)} nodes, one per agent, got "
-                f"{topology.n_nodes}."
-            )
         exact = self.method == EXACT
         kind, options = METHODS["admm" if exact else self.method], dict(self.options)
+        atoms = list(model.dictionaries)
         probe = kind(
-            self.objective,
-            topology,
-            list(model.dictionaries),
-            X,
-            self.informed,
-            **({} if exact else options),
+            self.objective, network.topology, atoms, X, self.informed, **({} if exact else options)
         )
         if exact:
             return {}
@@ -360,36 +347,19 @@ class ModelDiffusion:
             "n_rounds": self.n_iterations or probe.rounds(self.tolerance or _ACCURACY),
             "tolerance": self.tolerance,
             "informed": self.informed,
-            "weights": metropolis_weights(topology) if weights is None else weights,
+            "compress": self.compress,
             **options,
         }
 
-    def _infer(
-        self,
-        W: Matrix,
-        X: Matrix,
-        topology: Topology,
-        network: Network | None,
-        given: Mapping[str, Any],
-    ) -> Inference:
-        if self.method == EXACT:
-            if network is not None:
-                raise ValueError("network must be None with method='exact', got one.")
-            exact = exact_dual(self.objective, X, list(W), **self.options)
-            nu = np.broadcast_to(exact.nu, (len(W), *X.shape))
-            error = np.broadcast_to(exact.error, (len(W), len(X)))
-            return Inference(exact.codes, nu, 0, error, True)
-        if network is not None:
-            given = {**given, "weights": None}  # a network has its own
-        return infer(
-            self.objective,
-            X,
-            list(W),
-            topology,
-            network=network,
-            compress=self.compress,
-            **given,
-        )
+    def _infer(self, W: Matrix, X: Matrix, network: Any, given: Mapping[str, Any]) -> Inference:
+        if self.method != EXACT:
+            return infer(self.objective, X, list(W), network, **given)
+        if not isinstance(network, CombinationMatrix):
+            raise ValueError("network must be in memory with method='exact', got one of messages.")
+        exact = exact_dual(self.objective, X, list(W), **self.options)
+        nu = np.broadcast_to(exact.nu, (len(W), *X.shape))
+        error = np.broadcast_to(exact.error, (len(W), len(X)))
+        return Inference(exact.codes, nu, 0, error, True)
 
 
 def _atoms(model: Model) -> Matrix:

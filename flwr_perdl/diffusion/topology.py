@@ -595,6 +595,13 @@ def _with_diagonal(weights: Csr, topology: Topology) -> CombinationMatrix:
     return CombinationMatrix(weights + sparse.diags_array(own), topology)
 
 
+def matrices_of(network: Any) -> tuple[CombinationMatrix, ...]:
+    """Return the weights of a network, one matrix per round and cycled through; none if unknown."""
+    if isinstance(network, CombinationMatrix):
+        return (network,)
+    return tuple(getattr(getattr(network, "plan", None), "matrices", ()))
+
+
 def rounds_to_all(network: Any) -> int:
     """Return the rounds that a value of any node takes to reach every other node.
 
@@ -609,9 +616,7 @@ def rounds_to_all(network: Any) -> int:
     ValueError
         If the network consists of several parts that do not hear each other.
     """
-    matrices = getattr(getattr(network, "plan", None), "matrices", ())
-    if isinstance(network, CombinationMatrix):
-        matrices = (network,)
+    matrices = matrices_of(network)
     topologies = [matrix.topology for matrix in matrices] or [network.topology]
     links = sum(topology.adjacency for topology in topologies)
     count = 1
@@ -627,7 +632,5 @@ def rounds_to_all(network: Any) -> int:
 
 def news_takes(topology: Topology) -> int:
     """Return the diameter; of a topology in several parts, the largest diameter of a part."""
-    if topology.is_connected:
-        return topology.diameter
     distances = shortest_path(topology.adjacency, unweighted=True)
     return int(distances[np.isfinite(distances)].max())

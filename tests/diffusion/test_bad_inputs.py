@@ -46,7 +46,7 @@ OBJECTIVES = (
 
 
 def inferred(objective: int, method: str, **given: Any) -> Any:
-    found = infer(OBJECTIVES[objective], topology=RING, method=method, n_rounds=20, **given)
+    found = infer(OBJECTIVES[objective], network=RING, method=method, n_rounds=20, **given)
     return found.codes, found.nu
 
 

@@ -221,19 +221,15 @@ def test_atc_takes_any_doubly_stochastic_weights(n_features: int, on_a_network: 
     A = 0.5 * np.eye(n) + 0.3 * np.roll(np.eye(n), 1, axis=1) + 0.2 * np.roll(np.eye(n), 3, axis=1)
     topology = Topology((A + A.T > 0) - np.eye(n))
     weights = CombinationMatrix(A, topology)
-    options: dict[str, Any] = {"weights": weights}
-    if on_a_network:
-        options = {"network": InMemoryNetwork(topology, weights=weights)}
-    found = infer(
-        objective, X, D, topology, method="atc", step=0.1, n_rounds=40, tolerance=0, **options
-    )
+    network = InMemoryNetwork(topology, weights) if on_a_network else weights
+    found = infer(objective, X, D, network, method="atc", step=0.1, n_rounds=40, tolerance=0)
     assert found.nu is not None
     for i, x in enumerate(X):
         np.testing.assert_allclose(
             found.nu[:, i], by_hand(objective, x, D, A, 0.1, 40), rtol=0, atol=1e-12
         )
-    with pytest.raises(ValueError, match=r"^weights must be symmetric"):
-        infer(objective, X, D, topology, method="exact_diffusion", **options)
+    with pytest.raises(ValueError, match=r"^network"):
+        infer(objective, X, D, network, method="exact_diffusion")
 
 
 @dataclass(frozen=True)
@@ -451,7 +447,7 @@ def test_a_network_gives_the_same_bits(objective: Objective, method: str) -> Non
     topology = Topology.erdos_renyi(8, 0.4, seed=2)
     options: dict[str, Any] = {"method": method, "n_rounds": 23, "tolerance": 0}
     memory = infer(objective, X, D, topology, compress=False, **options)
-    network = infer(objective, X, D, topology, network=InMemoryNetwork(topology), **options)
+    network = infer(objective, X, D, InMemoryNetwork(topology), **options)
     np.testing.assert_array_equal(network.nu, memory.nu)
     np.testing.assert_array_equal(network.residual, memory.residual)
     assert network.rounds == memory.rounds == 23
@@ -479,7 +475,7 @@ def test_compiled_rounds_give_the_same_bits(
     atc = ATC(objective, topology, D, X)
     assert atc._compiles(atc.start(np.arange(20)))
     compiled = infer(objective, X, D, topology, **options)
-    network = infer(objective, X, D, topology, network=InMemoryNetwork(topology), **options)
+    network = infer(objective, X, D, InMemoryNetwork(topology), **options)
     monkeypatch.setattr(DualInference, "_compiles", lambda *_: False)
     plain = infer(objective, X, D, topology, **options)
     for other in (network, plain):
@@ -573,7 +569,7 @@ def test_links_that_drop_delay_the_answer_but_do_not_change_it() -> None:
     X, D = problem(objective)
     topology = Topology.erdos_renyi(8, 0.6, seed=0)
     network = InMemoryNetwork(topology, faults=Faults(drop=0.2, seed=1))
-    found = infer(objective, X, D, topology, network=network, n_rounds=300)
+    found = infer(objective, X, D, network, n_rounds=300)
     exact = exact_dual(objective, X, D).nu
     np.testing.assert_allclose(found.nu, np.broadcast_to(exact, (8, *exact.shape)), atol=1e-6)
 
@@ -637,21 +633,19 @@ def test_a_network_may_lack_links_and_only_diffusions_may_use_others(method: str
     ring, complete = Topology.ring(8), Topology.complete(8)
     exact = exact_dual(objective, X, D).nu
     far = {}
-    for graph, network in ((complete, ring), (ring, complete)):
-        options: dict[str, Any] = {"network": InMemoryNetwork(network), "method": method}
-        if network is complete and "admm" in method:
-            with pytest.raises(ValueError, match=r"^network must have no links that topology lack"):
-                infer(objective, X, D, graph, **options)
+    for graph, links in ((complete, ring), (ring, complete)):
+        network = InMemoryNetwork(graph, metropolis_weights(links))
+        if links is complete and "admm" in method:
+            with pytest.raises(ValueError, match=r"^network"):
+                infer(objective, X, D, network, method=method)
             continue
         n_rounds = 1000 if "admm" in method else 3000
-        nu = infer(objective, X, D, graph, n_rounds=n_rounds, **options).nu
+        nu = infer(objective, X, D, network, method=method, n_rounds=n_rounds).nu
         assert nu is not None
-        far[network] = np.abs(nu - exact).max()
+        far[links] = np.abs(nu - exact).max()
     assert max(far.values()) < (1.0 if method == "atc" else 1e-6)
-    for n in (7, 9):
-        other = InMemoryNetwork(Topology.complete(n))
-        with pytest.raises(ValueError, match=rf"^network must have 8 nodes .* Topology\({n} nodes"):
-            infer(objective, X, D, ring, method=method, network=other)
+    with pytest.raises(ValueError, match=r"^dictionaries"):
+        infer(objective, X, D, InMemoryNetwork(Topology.complete(9)), method=method)
 
 
 def test_a_lone_agent_is_the_exact_dual() -> None:
@@ -668,37 +662,28 @@ def test_what_is_wrong_is_said_in_a_sentence() -> None:
     ring, apart = Topology.ring(4), Topology.from_edges(4, [(0, 1), (2, 3)])
     one_way = Topology.from_edges(4, [(0, 1), (1, 2), (2, 3), (3, 0)], directed=True)
 
-    def refuse(message: str, *args: Any, **options: Any) -> None:
-        with pytest.raises(ValueError, match=message):
+    def refuse(name: str, *args: Any, **options: Any) -> None:
+        with pytest.raises(ValueError, match=rf"^{name} "):
             infer(objective, *(args or (X, D, ring)), **options)
 
     for graph in (apart, one_way):
-        refuse(r"^topology must be connected and undirected, got Topology\(4", X, D, graph)
-    refuse(r"^dictionaries must be one per node, 4, got 3\.$", X, D[:3], ring)
-    refuse(r"^dictionaries must have 12 columns", X, [W[:, :5] for W in D], ring)
-    refuse(
-        r"^dictionaries must be float64 as X is, got float32\.$",
-        X,
-        [np.float32(W) for W in D],
-        ring,
-    )
-    refuse(r"^X must be finite", np.full_like(X, np.nan), D, ring)
-    refuse(r"^method must be one of 'admm'", method="magic")
-    refuse(r"^informed must name at least one agent", informed=[])
-    refuse(r"^informed must be between 0 and 3, got 4\.$", informed=[4])
-    refuse(r"^relaxation must be in \[0\.5, 1\), got 1\.$", relaxation=1.0)
-    refuse(r"^penalty must be in \(0, 1e\+30\], got 0\.$", penalty=0.0)
-    refuse(r"^step must be in \(0, 1e\+30\], got 0\.$", method="atc", step=0.0)
-    refuse(r"^tolerance must be in \[0, inf\], got -1\.$", tolerance=-1)
-    refuse(r"^compress must be False with", compress=True, network=InMemoryNetwork(ring))
+        refuse("network", X, D, graph)
+    refuse("dictionaries", X, D[:3], ring)
+    refuse("dictionaries", X, [W[:, :5] for W in D], ring)
+    refuse("dictionaries", X, [np.float32(W) for W in D], ring)
+    refuse("X", np.full_like(X, np.nan), D, ring)
+    refuse("method", method="magic")
+    refuse("informed", informed=[])
+    refuse("informed", informed=[4])
+    refuse("relaxation", relaxation=1.0)
+    refuse("penalty", penalty=0.0)
+    refuse("step", method="atc", step=0.0)
+    refuse("tolerance", tolerance=-1)
+    refuse("compress", X, D, InMemoryNetwork(ring), compress=True)
     lopsided = np.full((4, 4), 0.25)
     lopsided[0], everyone = [0.7, 0.1, 0.1, 0.1], Topology.complete(4)
-    refuse(
-        r"^weights must be doubly stochastic",
-        *(X, D, everyone),
-        weights=CombinationMatrix(lopsided, everyone),
-    )
-    with pytest.raises(ValueError, match=r"^dictionaries must have at least one, got none\.$"):
+    refuse("network", X, D, CombinationMatrix(lopsided, everyone))
+    with pytest.raises(ValueError, match=r"^dictionaries "):
         exact_dual(objective, X, [])
     assert issubclass(ExactDiffusion, ATC)
 

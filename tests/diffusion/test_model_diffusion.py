@@ -161,7 +161,7 @@ def test_a_network_that_grows_keeps_its_atoms() -> None:
     assert (grown.dictionaries[6:] >= 0).all()
     later = learner.partial_fit(grown, samples(), Topology.ring(9))
     assert np.abs(later.dictionaries[6:] - grown.dictionaries[6:]).max() > 1e-3
-    with pytest.raises(ValueError, match="topology must have 9 nodes, one per agent, got 6"):
+    with pytest.raises(ValueError, match=r"^network"):
         learner.partial_fit(grown, samples(), NETWORK)
 
 
@@ -294,9 +294,27 @@ def test_a_program_goes_on_from_a_model_and_on_other_transports_of_inference() -
     copy = pickle.loads(pickle.dumps(program))
     run = InMemoryNetwork(NETWORK).run(copy, copy.n_rounds + 3)  # idle rounds change nothing
     np.testing.assert_allclose(run.observed["dictionary"], model.dictionaries, atol=1e-12)
-    carried = learner.partial_fit(first, X[10:], NETWORK, network=InMemoryNetwork(NETWORK))
+    carried = learner.partial_fit(first, X[10:], InMemoryNetwork(NETWORK))
     np.testing.assert_allclose(carried.dictionaries, model.dictionaries, atol=1e-12)
     assert carried.rounds == model.rounds
+
+
+@pytest.mark.parametrize("network", [NETWORK, InMemoryNetwork(NETWORK)], ids=["memory", "messages"])
+def test_only_batches_whose_rounds_fit_are_learned(network: Any) -> None:
+    X = samples(13)
+    learner = ModelDiffusion(OBJECTIVES[0], 2, batch_size=5, n_iterations=20)
+    two = learner.fit(X[:10], NETWORK)
+    model = learner.fit(X, network, 59)
+    np.testing.assert_allclose(model.dictionaries, two.dictionaries, atol=1e-12)
+    assert model[1:3] == (10, 2)
+    assert learner.fit(X, network, 60)[1:4] == learner.fit(X, network, 600)[1:4] == (13, 3, 60)
+    first = learner.fit(X, network, 0)
+    np.testing.assert_array_equal(first.dictionaries, learner.start(6, 20).dictionaries)
+    assert first[1:] == (0, 0, 0, 0.0)
+    with pytest.raises(ValueError, match=r"^n_rounds"):
+        learner.fit(X, network, -1)
+    with pytest.raises(ValueError, match=r"^network"):
+        replace(learner, method="exact").fit(X, InMemoryNetwork(NETWORK))
 
 
 def test_only_dual_variables_travel_and_nothing_private_is_shown() -> None:
@@ -368,9 +386,9 @@ def test_two_thousand_agents_learn_in_memory_in_proportion_to_the_edges(on_a_net
     peaks = {}
     for n in (1000, 2000):
         topology = Topology.small_world(n, 6, 0.2, seed=0)
-        network = InMemoryNetwork(topology) if on_a_network else None
+        network = InMemoryNetwork(topology) if on_a_network else topology
         tracemalloc.start()
-        model = learner.fit(X, topology, network=network)
+        model = learner.fit(X, network)
         peaks[n] = tracemalloc.get_traced_memory()[1] / topology.n_edges
         tracemalloc.stop()
         assert model.n_updates == 2
