@@ -82,9 +82,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
             "n_nonzero": 2,
             "alpha": 0.1,
             "step": 0.1,
-            "inner_steps": 1,
             "replace_every": 2,
-            "least_use": 0.5,
         },
     ),
     "local_costs": (
