@@ -39,24 +39,14 @@ _ROUNDING = 32
 
 
 class Minimum(NamedTuple):
-    """Where the cost is least.
-
-    Attributes
-    ----------
-    nu : ndarray of shape (m, n_samples, n_features)
-    codes : ndarray of shape (m, n_samples, n_atoms)
-    """
+    """Where the cost is least: (m, n_samples, n_features) and (m, n_samples, n_atoms)."""
 
     nu: Matrix
     codes: Matrix
 
 
 def minimize(
-    objective: Objective,
-    atoms: Matrix,
-    centers: Matrix,
-    a: Matrix,
-    codes: Matrix | None = None,
+    objective: Objective, atoms: Matrix, centers: Matrix, a: Matrix, codes: Matrix | None = None
 ) -> Minimum:
     """Return the minima of ``m`` agents and ``n_samples`` centers each.
 
@@ -64,10 +54,8 @@ def minimize(
     ----------
     objective : Objective
         Gives h and V_f.
-    atoms : ndarray of shape (m, n_atoms, n_features)
-        Each agent's atoms.
-    centers : ndarray of shape (m, n_samples, n_features)
-        Where the squares are least.
+    atoms, centers : ndarrays of shape (m, n_atoms or n_samples, n_features)
+        Each agent's atoms, and where the squares are least.
     a : ndarray of shape (m,)
         Each agent's curvature, positive.
     codes : ndarray of shape (m, n_samples, n_atoms), optional
@@ -99,17 +87,6 @@ def descend(objective: Objective, W: Matrix, X: Matrix, tolerance: float) -> Mat
     (delta). They end when the duality gap shows that ``||nu - nu^o|| <= tolerance * ||x||`` for
     every sample: f* is strongly convex (1), so that ``||nu - nu^o||^2 / 2`` is at most the gap.
     For many atoms this is faster than Newton steps, whose linear systems grow with them.
-
-    Parameters
-    ----------
-    objective : Objective
-        With the squared loss.
-    W : ndarray of shape (n_atoms, n_features)
-        All atoms.
-    X : ndarray of shape (n_samples, n_features)
-        Samples.
-    tolerance : float
-        Positive.
     """
     gram, products = W @ W.T, X @ W.T
     # Both have the same largest eigenvalue, the smaller one sooner.

@@ -32,13 +32,7 @@ Solve = Callable[[Objective, Matrix, Sequence[Matrix]], Found]
 
 
 class _Span:
-    """Coordinates in the span of all atoms and a sample; the last is the sample's own: an isometry.
-
-    Parameters
-    ----------
-    atoms : ndarray of shape (n_atoms, n_features)
-        All agents' atoms.
-    """
+    """Coordinates in the span of all atoms and a sample, whose own is the last: an isometry."""
 
     def __init__(self, atoms: Matrix) -> None:
         self._basis = np.linalg.qr(atoms.T)[0]
@@ -64,7 +58,7 @@ class _Span:
 class _Turned(Objective):
     """An objective in coordinates of which only the first ``n_kept`` are bounded.
 
-    Only f* and h matter to a diffusion; f is what has this f*.
+    Only f* and h matter to a diffusion; f is not used.
     """
 
     of: Objective
@@ -90,16 +84,7 @@ class _Turned(Objective):
         return self.of.code(S)
 
     def loss(self, U: Matrix) -> Matrix:
-        """Return the original's f on the first coordinates, and half a square on the others."""
-        square = np.square(U[..., self.n_kept :]).sum(axis=-1) / (2 * self.strong_convexity)
-        values: Matrix = self.of.loss(U[..., : self.n_kept]) + square
-        return values
-
-    def conjugate(self, NU: Matrix) -> Matrix:
-        """Return f* of every row."""
-        square = self.strong_convexity / 2 * np.square(NU[..., self.n_kept :]).sum(axis=-1)
-        values: Matrix = self.of.conjugate(NU[..., : self.n_kept]) + square
-        return values
+        raise NotImplementedError
 
     def project(self, NU: Matrix) -> Matrix:
         """Return the nearest points of V_f."""
@@ -122,16 +107,9 @@ def in_span(
 ) -> Found:
     """Return what ``solve(objective, X, dictionaries)`` returns, found in fewer coordinates.
 
-    Parameters
-    ----------
-    objective, X, dictionaries
-        As in `infer`.
-    reach : float
-        Share of ``x / strong_convexity`` that an entry of nu can reach.
-    solve : callable
-        Called with other coordinates: once, or with a finite bound until no other entry meets it.
-    back : bool
-        Whether nu is needed in the original coordinates.
+    ``reach`` is the share of ``x / strong_convexity`` that an entry of nu can reach. ``solve`` is
+    called with other coordinates: once, or with a finite bound until no other entry meets it.
+    ``back`` says whether nu is needed in the original ones.
     """
     W, bounded = np.concatenate(list(dictionaries)), bool(np.isfinite(objective.bound))
     kept = (np.abs(X) * reach > objective.bound * objective.strong_convexity).any(axis=0)

@@ -48,7 +48,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl.core.checks import check_choice, check_count, check_kind
+from flwr_perdl.core.checks import brief_repr, check_choice, check_count, check_kind
 from flwr_perdl.core.threads import one_blas_thread
 from flwr_perdl.diffusion.combine import Array, Inbox, run_program, weighted
 from flwr_perdl.diffusion.topology import matrices_of, rounds_to_all
@@ -271,18 +271,9 @@ class DiffusionAveraging:
 class AveragingState(NamedTuple):
     """The state of the nodes hosted here; models are vectors of all parameters.
 
-    Attributes
-    ----------
-    nodes : ndarray of shape (m,)
-        Their ids.
-    model : ndarray of shape (m, n_parameters)
-        ``w``; after ``adapt`` what is sent.
-    last : ndarray of shape (m, n_parameters), or (m, 0)
-        With exact diffusion ``psi``, with gradient tracking ``g``, of the last round.
-    tracker : ndarray of shape (m, n_parameters), or (m, 0)
-        ``y`` of gradient tracking.
-    reports : ndarray of shape (m, n_reports)
-        What the nodes report about the last round, in the order of `AveragingProgram.names`.
+    ``model`` (m, n_parameters) is ``w``, after ``adapt`` what is sent; ``last`` is ``psi`` of exact
+    diffusion or ``g`` of gradient tracking, and ``tracker`` its ``y``, each (m, 0) where not used;
+    ``reports`` (m, n_reports) are about the last round, in the order of `AveragingProgram.names`.
     """
 
     nodes: NDArray[np.intp]
@@ -293,26 +284,16 @@ class AveragingState(NamedTuple):
 
 
 class AveragingProgram:
-    """`DiffusionAveraging` as a `flwr_perdl.diffusion.Program`: see `DiffusionAveraging.program`.
-
-    Attributes
-    ----------
-    names : list of str
-        Names of the reports.
-    """
+    """`DiffusionAveraging` as a `Program`: see `DiffusionAveraging.program`."""
 
     def __init__(
         self, learner: DiffusionAveraging, clients: Clients, initial: Sequence[Array] | Any
     ) -> None:
-        if hasattr(clients, "lifespan"):  # a ClientApp: the maths do not import Flower
-            raise TypeError(
-                "clients must be a function that returns a node's NumPyClient, got a ClientApp: "
-                "write the function that makes its clients, with the node's number as argument."
-            )
-        if not callable(clients):
+        # A ClientApp can be called, too; the maths do not import Flower.
+        if not callable(clients) or hasattr(clients, "lifespan"):
             raise TypeError(
                 "clients must be a function that takes a node's number and returns its "
-                f"NumPyClient, got {clients!r}."
+                f"NumPyClient, got {brief_repr(clients)}."
             )
         if hasattr(initial, "to_numpy_ndarrays"):  # an ArrayRecord
             initial = initial.to_numpy_ndarrays()
@@ -334,11 +315,9 @@ class AveragingProgram:
         self._evaluated = list(dict.fromkeys(("loss", *learner.metrics)))
         if not learner.evaluate_every:
             self._evaluated = []
-        self.names = [
-            DISTANCE,
-            *(f"train-{name}" for name in self._trained),
-            *(f"evaluate-{name}" for name in self._evaluated),
-        ]
+        kinds = {"train": self._trained, "evaluate": self._evaluated}
+        #: Names of the reports.
+        self.names = [DISTANCE, *(f"{kind}-{own}" for kind in kinds for own in kinds[kind])]
 
     def start(self, nodes: NDArray[np.intp]) -> AveragingState:
         """Return the state before the first round."""
@@ -414,10 +393,8 @@ class AveragingProgram:
         """Return the state with reports of ``fit``, and what ``fit`` makes of the models."""
         fitted, reports = np.empty_like(models), state.reports.copy()
         for i, node in enumerate(map(int, state.nodes)):
-            form = self._form(node)
-            given = form.arrays(models[i])
-            config = {ROUND: round_, **self.learner.config}
-            parameters, _, metrics = self._client(node).fit(given, config)
+            form, config = self._form(node), {ROUND: round_, **self.learner.config}
+            parameters, _, metrics = self._client(node).fit(form.arrays(models[i]), config)
             whose = f"fit of node {node}"
             fitted[i] = form.vector(whose, parameters)
             reports[i, 1 : 1 + len(self._trained)] = _numbers(whose, metrics, self._trained)
@@ -427,14 +404,14 @@ class AveragingProgram:
         """Return the state with reports of ``evaluate``; NaN where this is no round for that."""
         reports, first = state.reports.copy(), 1 + len(self._trained)
         reports[:, first:] = np.nan
-        if round_ % self.learner.evaluate_every == 0:
-            for i, node in enumerate(map(int, state.nodes)):
-                given = self._form(node).arrays(state.model[i])
-                config = {ROUND: round_, **self.learner.config}
-                loss, n_examples, metrics = self._client(node).evaluate(given, config)
-                if n_examples:  # none: the client has nothing to evaluate on
-                    own = {**metrics, "loss": loss}
-                    reports[i, first:] = _numbers(f"evaluate of node {node}", own, self._evaluated)
+        due = round_ % self.learner.evaluate_every == 0
+        for i, node in enumerate(map(int, state.nodes if due else ())):
+            given, config = self._form(node).arrays(state.model[i]), self.learner.config
+            client = self._client(node)
+            loss, n_examples, metrics = client.evaluate(given, {ROUND: round_, **config})
+            if n_examples:  # none: the client has nothing to evaluate on
+                own = {**metrics, "loss": loss}
+                reports[i, first:] = _numbers(f"evaluate of node {node}", own, self._evaluated)
         return state._replace(reports=reports)
 
     def _client(self, node: int) -> Any:
@@ -460,44 +437,30 @@ class AveragingProgram:
 
     def _first(self, node: int) -> Array:
         """Return a node's first model."""
-        if self.initial is not None:
-            return self._form(node).vector("initial", self.initial)
-        own = self._client(node).get_parameters({})
-        return self._form(node).vector(f"get_parameters of node {node}", own)
+        name, own = "initial", self.initial
+        if own is None:
+            name, own = f"get_parameters of node {node}", self._client(node).get_parameters({})
+        return self._form(node).vector(name, own)
 
     def _form(self, node: int) -> Form:
         """Return the models' form; without ``initial``, the client of a hosted node says it."""
         if self._known_form is None:
             first = self.initial
-            if first is None:
-                first = self._client(node).get_parameters({})
-            self._known_form = Form.of(first)
+            self._known_form = Form.of(
+                self._client(node).get_parameters({}) if first is None else first
+            )
         return self._known_form
 
 
 class Form(NamedTuple):
-    """Shapes and types of a model's arrays: the way between the arrays and one vector.
-
-    Attributes
-    ----------
-    shapes : list of tuple of int
-        The arrays' shapes.
-    dtypes : list of dtype
-        Their types.
-    """
+    """Shapes and types of a model's arrays: the way between the arrays and one vector."""
 
     shapes: list[tuple[int, ...]]
     dtypes: list[np.dtype[Any]]
 
     @classmethod
     def of(cls, arrays: Sequence[Array]) -> Form:
-        """Return the form of a model.
-
-        Raises
-        ------
-        ValueError
-            If there are no arrays, or one is not of real numbers.
-        """
+        """Return the form of a model."""
         own = [np.asarray(array) for array in arrays]
         if not own or any(array.dtype.kind not in "fiu" for array in own):
             raise ValueError(
@@ -514,19 +477,11 @@ class Form(NamedTuple):
         )
 
     def vector(self, name: str, arrays: Sequence[Array]) -> Array:
-        """Return all numbers of a model in one vector.
-
-        Raises
-        ------
-        ValueError
-            If the arrays have other shapes, or a number is not finite.
-        """
+        """Return all numbers of a model in one vector, checked."""
         own = [np.asarray(array) for array in arrays]
-        if [array.shape for array in own] != self.shapes:
-            raise ValueError(
-                f"{name} must have arrays of shapes {self.shapes}, "
-                f"got {[array.shape for array in own]}."
-            )
+        shapes = [array.shape for array in own]
+        if shapes != self.shapes:
+            raise ValueError(f"{name} must have arrays of shapes {self.shapes}, got {shapes}.")
         vector = np.concatenate([array.ravel() for array in own]).astype(self.dtype)
         if not np.isfinite(vector).all():
             raise ValueError(f"{name} must be finite, got NaN or an infinite value.")

@@ -395,7 +395,8 @@ class DictionaryProgram:
 
     def adapt(self, state: DictionaryState, round_: int) -> DictionaryState:
         """Code and update at every node; every ``every`` rounds, propose replacements."""
-        learner, after = self.learner, DictionaryState(*(array.copy() for array in state))
+        learner, copies = self.learner, {name: a.copy() for name, a in state._asdict().items()}
+        after = DictionaryState(**copies)
         for i, node in enumerate(map(int, state.nodes)):
             X, D = self._batch(node, round_), state.dictionaries[i]
             if X.shape[1] != D.shape[1]:

@@ -21,16 +21,14 @@ Deviations. The duals of a batch travel together; a batch of B samples takes one
 of the samples' steps, where the paper takes B steps. The default inference is the consensus ADMM
 (the paper's is ``method="atc"``).
 
-**What each party receives.** An agent's neighbors receive its estimates of the samples' dual
-variables, in every round, and nothing else: no atom and no code leaves an agent. But the dual
-variables *are* the samples' residuals (58): an agent's neighbors learn each sample up to what the
-atoms explain, informed or not; in the beginning that is the sample itself. Who runs the network
-sees estimates of the duals' errors, and the dictionary only with ``show``.
+**What each party receives.** What `flwr_perdl.diffusion.inference` says; in the beginning, when
+the atoms explain nothing, an agent's neighbors see the sample itself. Who runs the network sees
+estimates of the duals' errors, and the dictionary only with ``show``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -168,44 +166,24 @@ class ModelDiffusion:
         check_count("seed", self.seed)
 
     def start(self, n_agents: int, n_features: int, dtype: Any = np.float64) -> Model:
-        """Return random atoms of norm 1: what agents 0, 1, ... draw on their own.
-
-        Parameters
-        ----------
-        n_agents, n_features : int
-            At least 1 each.
-        dtype : data-type, default float64
-            float64 or float32.
-        """
-        ids = range(check_count("n_agents", n_agents, 1))
+        """Return random atoms of norm 1, float64 or float32: what agents draw on their own."""
+        agents = range(check_count("n_agents", n_agents, 1))
         check_count("n_features", n_features, 1)
-        kind = _float("dtype", dtype)
-        return Model(np.stack([self._first_atoms(k, n_features) for k in ids]).astype(kind))
+        return Model(self._first_atoms(agents, n_features).astype(_float("dtype", dtype)))
 
     def grow(self, model: Model, n_agents: int) -> Model:
         """Return the model with ``n_agents`` more agents, whose atoms are random.
 
-        Parameters
-        ----------
-        model : Model
-            Its agents keep their atoms and their numbers.
-        n_agents : int
-            How many join.
-
-        Raises
-        ------
-        ValueError
-            If the model's agents have another number of atoms than the learner's.
+        The others keep their atoms and their numbers.
         """
         have, n_atoms, n_features = _atoms(model).shape
         if n_atoms != self.n_atoms_per_agent:
             raise ValueError(
                 f"model must have {self.n_atoms_per_agent} atoms per agent, got {n_atoms}."
             )
-        ids = range(have, have + check_count("n_agents", n_agents, 1))
-        new = np.stack([self._first_atoms(k, n_features) for k in ids])
-        joined = np.concatenate([model.dictionaries, new.astype(model.dictionaries.dtype)])
-        return model._replace(dictionaries=joined)
+        agents = range(have, have + check_count("n_agents", n_agents, 1))
+        new = self._first_atoms(agents, n_features).astype(model.dictionaries.dtype)
+        return model._replace(dictionaries=np.concatenate([model.dictionaries, new]))
 
     def fit(self, X: Matrix, network: Any, n_rounds: int | None = None) -> Model:
         """Learn from random atoms: `start`, then `partial_fit`, which has the parameters."""
@@ -292,33 +270,21 @@ class ModelDiffusion:
         return self._infer(model.dictionaries, X, network, self._given(model, X, network))
 
     def program(
-        self,
-        X: Matrix | Mapping[int, Matrix],
-        topology: Topology,
-        *,
-        model: Model | None = None,
-        shape: tuple[int, int] | None = None,
-        dtype: Any = None,
-        show: bool = False,
+        self, X: Matrix | Mapping[int, Matrix], topology: Topology, **options: Any
     ) -> Learning:
-        """Return the learner as a `Program`, for any network: see `Learning`.
-
-        Parameters
-        ----------
-        X, topology, model, shape, dtype, show
-            See `Learning`.
-        """
-        return Learning(self, X, topology, model=model, shape=shape, dtype=dtype, show=show)
+        """Return the learner as a `Program`, for any network: see `Learning`, also for options."""
+        return Learning(self, X, topology, **options)
 
     def _updated(self, W: Matrix, nu: Matrix, codes: Matrix, t: int) -> Matrix:
         """Return the atoms after the update of the t-th batch."""
         return update_dictionary(self.objective, W, nu, codes, self.step / t**self.decay)
 
-    def _first_atoms(self, agent: int, n_features: int) -> Matrix:
-        atoms = spawn(self.seed, agent).standard_normal((self.n_atoms_per_agent, n_features))
+    def _first_atoms(self, agents: Iterable[int], n_features: int) -> Matrix:
+        shape = self.n_atoms_per_agent, n_features
+        atoms = np.stack([spawn(self.seed, k).standard_normal(shape) for k in agents])
         if self.objective.nonnegative:
             atoms = np.abs(atoms)
-        unit: Matrix = atoms / np.linalg.norm(atoms, axis=1, keepdims=True)
+        unit: Matrix = atoms / np.linalg.norm(atoms, axis=-1, keepdims=True)
         return unit
 
     def _carrier(self, model: Model, network: Any) -> Any:
@@ -385,16 +351,10 @@ def update_dictionary(
         h_W and the set that atoms must be in.
     dictionaries : ndarray of shape (m, n_atoms, n_features)
         Agents' atoms.
-    nu : ndarray of shape (m, n_samples, n_features)
-        Their estimates of the samples' dual variables.
-    codes : ndarray of shape (m, n_samples, n_atoms)
-        Their codes.
+    nu, codes : ndarrays of shape (m, n_samples, n_features) and (m, n_samples, n_atoms)
+        Their estimates of the samples' dual variables, and codes.
     step : float
         ``mu_w`` per sample: the proximal point is taken with ``n_samples`` times that.
-
-    Returns
-    -------
-    ndarray of shape (m, n_atoms, n_features)
     """
     step = check_real("step", step, 0, LARGE)
     dictionaries = check_array("dictionaries", dictionaries, ndim=3)
@@ -442,11 +402,6 @@ class Learning:
     ----------
     n_iterations, n_rounds : int
         Communication rounds per batch, and in all.
-
-    Raises
-    ------
-    ValueError
-        If shapes or dtypes do not fit, or the topology is directed or not connected.
     """
 
     def __init__(
@@ -471,9 +426,7 @@ class Learning:
         if len(shapes) != 1:
             raise ValueError(f"X must be one stream of a known shape, got {sorted(shapes)}.")
         self.learner, self.model, self.show = learner, model, show
-        self.n_samples: int
-        self.n_features: int
-        self.n_samples, self.n_features = shapes.pop()
+        self.n_samples, self.n_features = map(int, shapes.pop())
         dtypes = {stream.dtype for stream in self.streams.values()}
         dtypes |= set() if model is None else {np.dtype(model.dictionaries.dtype)}
         dtypes |= set() if dtype is None else {_float("dtype", dtype)}
@@ -483,14 +436,8 @@ class Learning:
             )
         self.dtype = dtypes.pop() if dtypes else np.dtype(np.float64)
         blank = np.zeros((learner.n_atoms_per_agent, self.n_features), dtype=self.dtype)
-        self.inference: DualInference = METHODS[learner.method](
-            learner.objective,
-            topology,
-            {0: blank},
-            np.zeros((1, self.n_features), dtype=self.dtype),
-            learner.informed,
-            **learner.options,
-        )
+        given = learner.objective, topology, {0: blank}, blank[:1], learner.informed
+        self.inference: DualInference = METHODS[learner.method](*given, **learner.options)
         accuracy = learner.tolerance or _ACCURACY
         self.n_iterations = learner.n_iterations or self.inference.rounds(accuracy)
         self.n_batches = -(-self.n_samples // learner.batch_size)
@@ -499,15 +446,12 @@ class Learning:
     def start(self, nodes: NDArray[np.intp]) -> DualState:
         """Return the state before the first round."""
         first = self.model
-        atoms = np.stack(
-            [
-                self.learner._first_atoms(int(k), self.n_features)
-                if first is None
-                else first.dictionaries[k]
-                for k in nodes
-            ]
-        ).astype(self.dtype)
-        return self._begin(nodes, atoms, 0)
+        atoms = (
+            self.learner._first_atoms(nodes.tolist(), self.n_features)
+            if first is None
+            else first.dictionaries[nodes]
+        )
+        return self._begin(nodes, atoms.astype(self.dtype), 0)
 
     def adapt(self, state: DualState, round_: int) -> DualState:
         """Begin the round's batch where it is a new one, and do the inference's local work."""
@@ -533,7 +477,7 @@ class Learning:
         state = self.inference.combine(state, replace(inbox, round=within))
         if within < self.n_iterations:
             return state
-        count = self._count(batch)
+        count = len(self._rows(batch))
         codes = self.learner.objective.code(correlate(state.nu, state.atoms))
         t = batch + 1 + (self.model.n_updates if self.model else 0)
         atoms = self.learner._updated(state.atoms, state.nu[:, :count], codes[:, :count], t)
@@ -549,20 +493,19 @@ class Learning:
         batch, before = divmod(round_ - 1, self.n_iterations)
         return batch, before + 1
 
-    def _count(self, batch: int) -> int:
+    def _rows(self, batch: int) -> range:
         size = self.learner.batch_size
-        return min(size, self.n_samples - batch * size)
+        return range(batch * size, min((batch + 1) * size, self.n_samples))
 
     def _begin(self, nodes: NDArray[np.intp], atoms: Matrix, batch: int) -> DualState:
         """Return the inference's start on a batch; a short last one is filled up with zeros."""
-        size = self.learner.batch_size
-        X = np.zeros((size, self.n_features), dtype=self.dtype)
+        X = np.zeros((self.learner.batch_size, self.n_features), dtype=self.dtype)
         informed = set(self.inference.informed or ())
         seen = [k for k in nodes.tolist() if k in informed]
+        unseen = [k for k in seen if k not in self.streams]
+        if unseen:
+            raise ValueError(f"X must have the stream of informed agent {unseen[0]}.")
         if seen:
-            unseen = [k for k in seen if k not in self.streams]
-            if unseen:
-                raise ValueError(f"X must have the stream of informed agent {unseen[0]}.")
-            count = self._count(batch)
-            X[:count] = self.streams[seen[0]][batch * size :][:count]
+            rows = self._rows(batch)
+            X[: len(rows)] = self.streams[seen[0]][rows.start : rows.stop]
         return self.inference.begin(nodes, atoms, X)
