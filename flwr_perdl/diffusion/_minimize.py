@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,17 +37,10 @@ _DESCENTS, _CHECK = 10_000, 10
 _ROUNDING = 32
 
 
-class Minimum(NamedTuple):
-    """Where the cost is least: (m, n_samples, n_features) and (m, n_samples, n_atoms)."""
-
-    nu: Matrix
-    codes: Matrix
-
-
 def minimize(
     objective: Objective, atoms: Matrix, centers: Matrix, a: Matrix, codes: Matrix | None = None
-) -> Minimum:
-    """Return the minima of ``m`` agents and ``n_samples`` centers each.
+) -> tuple[Matrix, Matrix]:
+    """Return nu and codes at the minima of ``m`` agents and ``n_samples`` centers each.
 
     Parameters
     ----------
@@ -77,7 +69,7 @@ def minimize(
             codes = codes.copy()
             codes[k, i] = _newton(objective, atoms, centers[k, i], scale[k, 0], k, codes[k, i])
             nu[k, i] = objective.project(_free(centers[k, i], codes[k, i], scale[k, 0], atoms[k]))
-    return Minimum(nu, codes)
+    return nu, codes
 
 
 def descend(objective: Objective, W: Matrix, X: Matrix, tolerance: float) -> Matrix:

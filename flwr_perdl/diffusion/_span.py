@@ -1,18 +1,15 @@
 """Inference in fewer coordinates, in memory: the same iteration in the span of sample and atoms.
 
-This file holds a trick that saves time where the span is much smaller than the space; without it
-every result is the same but for rounding.
+It saves time where the span is much smaller than the space; the results are the same but for
+rounding. Where no bound ever binds, the estimates stay in the span of the sample and the atoms: a
+gradient (62) is a sum of the sample, nu and atoms. With a bounded V_f (37), as under Huber's loss,
+a few entries meet their bounds: large ones of the sample. These are kept; all others are expressed
+in the span, where f*, the atoms' correlations and (37) keep their form (`_Turned`). If one of
+them has left its bounds in the end, it is kept as well in a second run.
 
-Where no bound ever binds, the agents' estimates stay in the span of the sample and the atoms
-(:class:`_Span`: an isometry): a gradient (62) is a sum of the sample, nu and atoms. With a bounded
-V_f (37), as under Huber's loss, a few entries meet their bounds: large ones of the sample. These
-entries are kept; all others are expressed in the span, where f*, the atoms' correlations and (37)
-keep their form (:class:`_Turned`). Afterwards the other entries are checked: if one has left its
-bounds, it is kept as well in a second run.
-
-An estimate of nu that starts from 0 never exceeds ``x / strong_convexity`` in size where codes and
-atoms are nonnegative, and after ``n`` rounds of step mu not ``1 - (1 - mu strong_convexity / N)^n``
-of that: entries of x that stay below the bound for this reason need not be kept.
+Where codes and atoms are nonnegative, an estimate that starts from 0 never exceeds ``x /
+strong_convexity``, and after ``n`` rounds of step mu not ``1 - (1 - mu strong_convexity / N)^n`` of
+that: entries of x that stay below the bound for this reason need not be kept.
 """
 
 from __future__ import annotations

@@ -167,16 +167,11 @@ class Inbox:
 
 
 def product(weights: Csr, array: Array) -> Array:
-    """Return ``weights @ array``, (m, s) by (s, ...), in the array's dtype.
+    """Return ``weights @ array``, (m, s) by (s, ...), in the array's dtype, the fastest way.
 
-    Dense or sparse, whichever is faster at the weights' density; over long rows compiled, which
-    takes half the time of SciPy's product.
-
-    Raises
-    ------
-    ValueError
-        If the array is not of floats: the weights would all be rounded down to 0.
+    Over long rows it is compiled, which takes half the time of SciPy's product.
     """
+    # The weights would be rounded to integers.
     if array.dtype.kind != "f":
         raise ValueError(f"messages must be arrays of floats, got {array.dtype}.")
     flat = array.reshape(len(array), -1)
@@ -319,12 +314,8 @@ def run_program(
         With the data of all nodes; None where the network's nodes have programs of their own.
     network : Topology, CombinationMatrix, or a network of `flwr_perdl.network`
         The first two stand for all nodes in this process, without faults.
-    n_rounds : int
-        Communication rounds.
-    callback : callable, optional
-        Called with round and state after every round.
-    on_report : callable, optional
-        Called with round and what the nodes report (`Program`) after every round.
+    n_rounds, callback, on_report
+        As in the networks' ``run``.
     """
     network = weighted(network)
     if not isinstance(network, CombinationMatrix):
@@ -358,13 +349,7 @@ def run_program(
 
 
 def shown(observed: Mapping[str, Array], *names: str) -> list[Array]:
-    """Return what the nodes of a network have shown under these names.
-
-    Raises
-    ------
-    ValueError
-        If they have not: nodes of a federation choose what they show.
-    """
+    """Return what the nodes have shown under these names; on a federation they choose what."""
     missing = [name for name in names if name not in observed]
     if missing:
         raise ValueError(
@@ -478,13 +463,7 @@ class Averaging:
         self.step = step if step is None else check_real("step", step, 0, 1, open_low=True)
 
     def start(self, nodes: NDArray[np.intp]) -> MeanState:
-        """Return the state before the first round.
-
-        Raises
-        ------
-        ValueError
-            If there are too few values, or they are not float64 or float32.
-        """
+        """Return the state before the first round."""
         values = self.values
         if not isinstance(values, Mapping) and not len(values) > max(nodes):
             raise ValueError(f"values must be one per node, got {len(values)}.")

@@ -18,7 +18,6 @@ paper                                       here
 ATC diffusion (31), projected (37)          :class:`ATC`
 Jacobian ADMM (39)                          :class:`JacobianADMM`
 (41), (42)                                  ``objective.residual(nu)``, ``objective.code(S)``
-CVX in Section IV-A                         :func:`exact_dual`
 ``J_k(nu_k; xi)`` (29), (60)                :func:`local_costs`
 =========================================== ===================================================
 
@@ -31,16 +30,14 @@ Two methods are not in the paper, because (31) converges slowly, and only to a p
   convergence of the ADMM in decentralized consensus optimization", IEEE TSP 2014), over-relaxed
   (as in Eckstein and Bertsekas, 1992), with a penalty of its own for every edge.
 
-**What each party receives.** In every round an agent sends its neighbors its current estimate of
-nu (or of a gradient step from it), n_features floats per sample. No atom and no code ever travels.
-But nu *is* the residual of the sample (58): an agent's neighbors learn the sample up to what the
-atoms explain, whether they are informed or not.
+**What each party receives.** In every round an agent sends its neighbors its estimate of nu (or of
+a gradient step from it), n_features floats per sample, and never an atom or a code. But nu *is* the
+residual of the sample (58): an agent's neighbors learn the sample up to what the atoms explain,
+whether they are informed or not.
 
 The methods are in ``_atc.py`` and ``_admm.py``, what they share in ``_dual.py``, the exact solution
-in ``_minimize.py``. Two tricks save time and change nothing but rounding: blocks of samples run in
-threads with short NumPy buffers (``core/threads.py``, ``core/memory.py``), and
-`infer` iterates in fewer coordinates where it can (``_span.py``). Rounds are compiled
-where that is faster (``_kernels.py``): the same bits.
+in ``_minimize.py``. Blocks of samples run in threads, in fewer coordinates where that is possible
+(``_span.py``), and rounds are compiled where that is faster (``_kernels.py``): the same results.
 """
 
 from __future__ import annotations
@@ -113,6 +110,9 @@ def local_costs(
 ) -> Matrix:
     """Return each agent's cost ``J_k(nu_k; x)`` (29) at its own dual variables.
 
+    At the optimum their sum is minus the least cost of coding the sample (65): how new it is to the
+    network. The agents find their mean by `Averaging`.
+
     Parameters
     ----------
     objective : Objective
@@ -129,8 +129,6 @@ def local_costs(
     Returns
     -------
     ndarray of shape (n_agents, n_samples)
-        At the optimum their sum is minus the least cost of coding the sample (65): how new it is to
-        the network. The agents find their mean by `Averaging`.
 
     Examples
     --------
@@ -199,8 +197,8 @@ def exact_dual(
 ) -> ExactDual:
     """Solve the inference problem (7) and its dual (28) in one place.
 
-    The reference for all methods, and the limit of all but ATC on any connected network. It does
-    not depend on which agents are informed.
+    The reference for all methods, and the limit of all but ATC on any connected network, whichever
+    agents are informed.
 
     Parameters
     ----------
@@ -209,22 +207,12 @@ def exact_dual(
     X : ndarray of shape (n_samples, n_features)
         Samples.
     dictionaries : sequence of ndarray of shape (n_atoms_k, n_features)
-        The agents' atoms.
+        The agents' atoms, of norm at most 1.
     tolerance : float, default 0.0
         Relative error of the duals that is allowed, ``||nu - nu^o|| <= tolerance * ||x||``. With 0
-        the solution is exact but for rounding, and computed in float64. Where there are many
-        atoms, a positive tolerance saves time under the squared loss; under another loss the
+        the solution is exact but for rounding, in the dtype of X, and computed in float64. With
+        many atoms a positive tolerance saves time under the squared loss; under another loss the
         solution stays exact.
-
-    Returns
-    -------
-    ExactDual
-        In the dtype of X.
-
-    Raises
-    ------
-    ValueError
-        If shapes do not fit or values are not finite.
 
     Examples
     --------
@@ -244,8 +232,8 @@ def exact_dual(
     if exact:
         W, X = W.astype(np.float64), X.astype(np.float64, copy=False)
         a = objective.strong_convexity
-        found = minimize(objective, W[None], X[None] / a, np.array([a]))
-        codes, nu = found.codes[0], found.nu[0]  # (28) is an agent's problem (39a) with all atoms
+        # (28) is an agent's problem (39a) with all atoms.
+        (nu,), (codes,) = minimize(objective, W[None], X[None] / a, np.array([a]))
     else:
         codes = descend(objective, W, X, tolerance)
         nu = X - codes @ W  # (55): of the squared loss the dual is the residual
@@ -341,15 +329,6 @@ def infer(
         a bounded V_f the diffusions can do so as well, unless an entry meets a bound and leaves it.
     **options : float
         Options of the method: ``step``, ``penalty``, ``relaxation``.
-
-    Returns
-    -------
-    Inference
-
-    Raises
-    ------
-    ValueError
-        If an argument breaks its rule, or the network is directed or not connected.
 
     Examples
     --------

@@ -370,8 +370,7 @@ class CombinationMatrix:
     def spectral_gap(self) -> float:
         """One minus the second largest eigenvalue in absolute value.
 
-        The distance to consensus shrinks by about ``1 - spectral_gap`` in every combination; 0
-        means that consensus is never reached.
+        The distance to consensus shrinks by about ``1 - spectral_gap`` in every combination.
         """
         n = self.topology.n_nodes
         if n == 1 or not self.is_connected:
@@ -489,12 +488,7 @@ def relative_degree_variance_weights(topology: Topology, variances: ArrayLike) -
     one noisy node nothing is recovered. The inverse, as in the adaptive-networks literature, is
     meant.
 
-    Parameters
-    ----------
-    topology : Topology
-        The graph.
-    variances : array_like of shape (n_nodes,)
-        Every node's noise variance, within [1e-100, 1e100].
+    ``variances`` (n_nodes,) are every node's, within [1e-100, 1e100].
 
     Examples
     --------

@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,16 +27,10 @@ from flwr_perdl.network.messages import cleared, finite_rows, shared_weights
 
 
 class Links(NamedTuple):
-    """The links on which something may be heard in a round, an entry each.
+    """The links on which something may be heard in a round, by receiver, then by sender.
 
-    Attributes
-    ----------
-    receivers, senders : ndarray of shape (n_links,)
-        Ids, ascending by receiver, then by sender.
-    late : ndarray of shape (n_links,)
-        How many rounds ago the message that arrives now was sent.
-    weights : ndarray of shape (n_links,)
-        The receivers' combination weights.
+    ``late`` says how many rounds ago the message that arrives now was sent; the weights are the
+    receivers'.
     """
 
     receivers: NDArray[np.intp]
@@ -49,12 +43,7 @@ class Links(NamedTuple):
 class Plan:
     """Who hears whom with which weight, in every round: the same in every process.
 
-    Attributes
-    ----------
-    matrices : tuple of CombinationMatrix
-        One per round, cycled through.
-    faults : Faults
-        Faults to simulate.
+    There is a matrix per round, and they are cycled through.
     """
 
     matrices: tuple[CombinationMatrix, ...]
@@ -71,11 +60,8 @@ class Plan:
         check_topology(topology)
         if weights is None:
             weights = metropolis_weights(topology)
-        matrices = (
-            (weights,)
-            if isinstance(weights, CombinationMatrix)
-            else tuple(check_list("weights", weights))
-        )
+        given = [weights] if isinstance(weights, CombinationMatrix) else weights
+        matrices = tuple(check_list("weights", given))
         if not matrices:
             raise ValueError("weights must have at least one matrix, got an empty sequence.")
         for matrix in matrices:
@@ -126,26 +112,6 @@ class Ended(NamedTuple):
     left_out: set[tuple[int, int]]
 
 
-class Crew(Protocol):
-    """Nodes that run a program, wherever they are hosted."""
-
-    def step(self, round_: int, last: bool) -> Iterable[dict[str, Array]]:
-        """Begin a round; return what all nodes reported after rounds that are done meanwhile."""
-        ...
-
-    def rest(self) -> Iterable[dict[str, Array]]:
-        """Wait for all rounds; return what was reported in those that `step` did not return."""
-        ...
-
-    def state(self) -> Any:
-        """Return the state of all nodes after the last round that was begun."""
-        ...
-
-    def ended(self) -> list[Ended]:
-        """Return the results, by nodes."""
-        ...
-
-
 @dataclass(eq=False, repr=False)
 class Network(ABC, ShownAsCalled):
     """Nodes that send messages to their neighbors only.
@@ -175,8 +141,13 @@ class Network(ABC, ShownAsCalled):
         self.plan = Plan.make(self.topology, self.weights, self.faults)
 
     @abstractmethod
-    def _crew(self, program: Program[State], state: State | None) -> AbstractContextManager[Crew]:
-        """Return the nodes, with a state or the program's start."""
+    def _crew(self, program: Program[State], state: State | None) -> AbstractContextManager[Any]:
+        """Return the nodes, wherever they are hosted, with a state or the program's start.
+
+        ``step(round_, last)`` begins a round and returns what all nodes reported after rounds that
+        are done meanwhile; ``rest()`` waits for the others. ``state`` is that of all nodes, and
+        ``ended()`` returns the results, by nodes.
+        """
 
     def run(
         self,
@@ -229,7 +200,7 @@ class Network(ABC, ShownAsCalled):
         with self._crew(program, state) as crew:
             for round_ in range(1, n_rounds + 1):
                 note(crew.step(round_, round_ == n_rounds))
-                now: Any = None if callback is None and stop is None else crew.state()
+                now: Any = None if callback is None and stop is None else crew.state
                 if callback is not None:
                     callback(round_, now)
                 if stop is not None and stop(now):
@@ -262,15 +233,8 @@ class Network(ABC, ShownAsCalled):
 class Mailbox:
     """Messages of the last rounds, and the inboxes of the nodes that are hosted here.
 
-    Parameters
-    ----------
-    plan : Plan
-        Who hears whom.
-    nodes : ndarray of shape (m,)
-        The hosted nodes.
-    senders : ndarray of shape (s,)
-        Ids, ascending, of the nodes whose messages `inbox` gets in every round: at least the hosted
-        nodes and all whom they ever hear.
+    ``senders`` are the ids, ascending, of the nodes whose messages `inbox` gets in every round: at
+    least the hosted nodes and all whom they ever hear.
     """
 
     def __init__(self, plan: Plan, nodes: NDArray[np.intp], senders: NDArray[np.intp]) -> None:
@@ -306,8 +270,7 @@ class Mailbox:
         own : tuple of ndarray of shape (m, ...), optional
             The hosted nodes' own messages, if they differ from what arrived.
         arrived : ndarray of shape (s,), optional
-            Whose message arrived; by default everybody's. The arrays' rows of the others are
-            ignored.
+            Whose message arrived, everybody's by default; the rows of the others are ignored.
         screen : callable, optional
             Returns the inbox without what the nodes leave out, and who has sent that.
         """

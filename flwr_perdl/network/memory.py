@@ -38,29 +38,9 @@ class InMemoryNetwork(Network):
     """
 
     @contextmanager
-    def _crew(self, program: Program[State], state: State | None) -> Iterator[_Everyone]:
+    def _crew(self, program: Program[State], state: State | None) -> Iterator[Host]:
         everyone = np.arange(self.plan.n_nodes)
-        yield _Everyone(Host(program, self.plan, everyone, everyone, state))
-
-
-class _Everyone:
-    """All nodes in this process: a `flwr_perdl.network.exchange.Crew`."""
-
-    def __init__(self, host: Host) -> None:
-        self._host = host
-
-    def step(self, round_: int, last: bool) -> list[dict[str, Array]]:
-        self._host.receive(round_, self._host.send(round_))
-        return [self._host.reported(round_)]
-
-    def rest(self) -> list[dict[str, Array]]:
-        return []
-
-    def state(self) -> Any:
-        return self._host.state
-
-    def ended(self) -> list[Ended]:
-        return [self._host.ended()]
+        yield Host(program, self.plan, everyone, everyone, state)
 
 
 class Host:
@@ -111,10 +91,19 @@ class Host:
         """Return what the nodes report after a round."""
         return reported(self._program, self.state, self._awake(round_))
 
-    def ended(self) -> Ended:
+    def step(self, round_: int, last: bool) -> list[dict[str, Array]]:
+        """Make a round of all nodes."""
+        self.receive(round_, self.send(round_))
+        return [self.reported(round_)]
+
+    def rest(self) -> list[dict[str, Array]]:
+        """Return nothing: all rounds are done."""
+        return []
+
+    def ended(self) -> list[Ended]:
         """Return the nodes' result."""
         observed, mailbox = self._program.observe(self.state), self.mailbox
-        return Ended(mailbox.nodes, self.state, observed, mailbox.traffic, mailbox.left_out)
+        return [Ended(mailbox.nodes, self.state, observed, mailbox.traffic, mailbox.left_out)]
 
     def _awake(self, round_: int) -> NDArray[np.bool_]:
         plan = self.mailbox.plan

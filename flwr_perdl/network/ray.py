@@ -146,7 +146,7 @@ class _Actor:
 
     def ended(self) -> Ended:
         """Return the result of the actor's nodes."""
-        return self._host.ended()
+        return self._host.ended()[0]
 
 
 class _Crew:
@@ -194,8 +194,9 @@ class _Crew:
         for done in self._ahead:
             yield self._by_node(self._collect(done))
 
+    @property
     def state(self) -> Any:
-        """Return the state of all nodes."""
+        """The state of all nodes."""
         return joined(self._ask("state"))
 
     def ended(self) -> list[Ended]:
@@ -217,13 +218,7 @@ class _Crew:
         return list(self._collect(answers).values())
 
     def _collect(self, answers: Mapping[int, Any]) -> dict[int, Any]:
-        """Return the answers; an actor without one is lost.
-
-        Raises
-        ------
-        RuntimeError
-            If no actor is left.
-        """
+        """Return the answers; an actor without one is lost, and one must be left."""
         collected = {}
         for host, answer in answers.items():
             try:
