@@ -60,12 +60,7 @@ class LeastSquares(NumPyClient):
 
 
 def with_step(step: float) -> Callable[[int], LeastSquares]:
-    def make(node: int) -> LeastSquares:
-        client = LeastSquares(node)
-        client.step = step
-        return client
-
-    return make
+    return type("LeastSquares", (LeastSquares,), {"step": step})
 
 
 GRAMS = [X.T @ X / SAMPLES for X, _ in map(samples, range(N))]
@@ -166,19 +161,16 @@ def test_one_round_by_hand() -> None:
 
 
 def test_several_epochs_end_where_the_changes_sum_to_zero() -> None:
-    def three(node: int) -> Any:
-        class Three(LeastSquares):
-            def fit(self, parameters: list[Array], config: Any) -> Any:
-                for _ in range(3):
-                    parameters, *rest = super().fit(parameters, config)
-                return parameters, *rest
-
-        return Three(node)
+    class Three(LeastSquares):
+        def fit(self, parameters: list[Array], config: Any) -> Any:
+            for _ in range(3):
+                parameters, *rest = super().fit(parameters, config)
+            return parameters, *rest
 
     learner = DiffusionAveraging(method="exact_diffusion", evaluate_every=0)
-    learned = learner.fit(three, RING, 400, initial=START)
+    learned = learner.fit(Three, RING, 400, initial=START)
     w = models_of(learned)
-    changes = sum(three(k).fit([w[k].copy()], {})[0][0] - w[k] for k in range(N))
+    changes = sum(Three(k).fit([w[k].copy()], {})[0][0] - w[k] for k in range(N))
     assert np.abs(changes).max() < 1e-9
     assert learned.disagreement < 1e-9
 
