@@ -15,7 +15,7 @@ that: entries of x that stay below the bound for this reason need not be kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -25,63 +25,20 @@ from flwr_perdl.diffusion.objectives import Objective
 
 #: Rounds, and what all agents show: codes, estimates and residuals.
 Found = tuple[int, dict[str, Matrix]]
-Solve = Callable[[Objective, Matrix, Sequence[Matrix]], Found]
+Solve = Callable[[Any, Matrix, Sequence[Matrix]], Found]
 
 
-class _Span:
-    """Coordinates in the span of all atoms and a sample, whose own is the last: an isometry."""
-
-    def __init__(self, atoms: Matrix) -> None:
-        self._basis = np.linalg.qr(atoms.T)[0]
-
-    def atoms(self, D: Matrix) -> Matrix:
-        """Return an agent's atoms in these coordinates."""
-        return np.pad(D @ self._basis, ((0, 0), (0, 1)))
-
-    def samples(self, X: Matrix) -> tuple[Matrix, Matrix]:
-        """Return samples in these coordinates, and what is across the atoms' span of each."""
-        along = X @ self._basis
-        across = X - along @ self._basis.T
-        return np.hstack([along, norms(across)[:, None]]), across
-
-    def back(self, nu: Matrix, turned: Matrix, across: Matrix) -> Matrix:
-        """Return estimates (..., n_samples, n_coordinates) in the original coordinates."""
-        unit = across / np.maximum(turned[:, -1:], np.finfo(across.dtype).tiny)
-        original: Matrix = nu[..., :-1] @ self._basis.T + nu[..., -1:] * unit
-        return original
-
-
-@dataclass(frozen=True)
-class _Turned(Objective):
+class _Turned:
     """An objective in coordinates of which only the first ``n_kept`` are bounded.
 
-    Only f* and h matter to a diffusion; f is not used.
+    Only f* and h matter to a diffusion, and h sees correlations, which stay the same.
     """
 
-    of: Objective
-    n_kept: int
+    def __init__(self, of: Objective, n_kept: int) -> None:
+        self.of, self.n_kept = of, n_kept
 
-    @property
-    def strong_convexity(self) -> float:
-        """That of the original."""
-        return self.of.strong_convexity
-
-    @property
-    def bound(self) -> float:
-        """That of the original, for the first coordinates."""
-        return self.of.bound
-
-    @property
-    def nonnegative(self) -> bool:
-        """That of the original: codes' signs are the same in all coordinates."""
-        return self.of.nonnegative
-
-    def code(self, S: Matrix) -> Matrix:
-        """Return the original's codes: the atoms' correlations are the same."""
-        return self.of.code(S)
-
-    def loss(self, U: Matrix) -> Matrix:
-        raise NotImplementedError
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.of, name)
 
     def project(self, NU: Matrix) -> Matrix:
         """Return the nearest points of V_f."""
@@ -112,16 +69,21 @@ def in_span(
     kept = (np.abs(X) * reach > objective.bound * objective.strong_convexity).any(axis=0)
     while True:
         on, off = np.flatnonzero(kept), np.flatnonzero(~kept)
-        span = _Span(W[:, off])
-        turned, across = span.samples(X[:, off])
+        # An isometry of the span of all atoms and a sample, whose own coordinate is the last.
+        basis = np.linalg.qr(W[:, off].T)[0]
+        along = X[:, off] @ basis
+        across = X[:, off] - along @ basis.T
+        length = norms(across)[:, None]
+        turned = [np.pad(D[:, off] @ basis, ((0, 0), (0, 1))) for D in dictionaries]
         rounds, seen = solve(
-            _Turned(objective.gamma, objective.delta, objective, len(on)) if bounded else objective,
-            np.hstack([X[:, on], turned]),
-            [np.hstack([D[:, on], span.atoms(D[:, off])]) for D in dictionaries],
+            _Turned(objective, len(on)) if bounded else objective,
+            np.hstack([X[:, on], along, length]),
+            [np.hstack([D[:, on], own]) for D, own in zip(dictionaries, turned, strict=True)],
         )
         if not (bounded or back):
             return rounds, seen
-        nu = span.back(seen["nu"][..., len(on) :], turned, across)
+        unit = across / np.maximum(length, np.finfo(across.dtype).tiny)
+        nu = seen["nu"][..., len(on) : -1] @ basis.T + seen["nu"][..., -1:] * unit
         if not bounded:
             return rounds, {**seen, "nu": nu}
         whole = np.empty((len(dictionaries), *X.shape), dtype=X.dtype)

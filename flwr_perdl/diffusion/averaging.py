@@ -26,11 +26,10 @@ gradient tracking                          ``method="gradient_tracking"``
 =========================================  ======================================================
 
 Sources. ATC and CTA: Sayed, "Adaptation, learning, and optimization over networks", Foundations and
-Trends in Machine Learning 7, 2014; CTA with one gradient step is decentralized SGD. Exact
-diffusion: Yuan, Ying, Zhao, Sayed, "Exact diffusion for distributed optimization and learning",
-IEEE Transactions on Signal Processing 67, 2019. Gradient tracking: Nedić, Olshevsky, Shi,
-"Achieving geometric convergence for distributed optimization over time-varying graphs", SIAM
-Journal on Optimization 27, 2017, in the form that combines the model after the step.
+Trends in Machine Learning 7, 2014. Exact diffusion: Yuan, Ying, Zhao, Sayed, IEEE TSP 67, 2019.
+Gradient tracking: Nedić, Olshevsky, Shi, "Achieving geometric convergence for distributed
+optimization over time-varying graphs", SIAM Journal on Optimization 27, 2017, combined after the
+step.
 
 Deviation: the papers take one gradient step of a known length where this takes the client's
 ``fit``. The two corrected methods then end where the changes that the nodes' ``fit`` would make sum
@@ -147,11 +146,6 @@ class DiffusionAveraging:
     config : mapping, optional
         Config of ``fit`` and ``evaluate``, beside the round under ``"server-round"``.
 
-    Raises
-    ------
-    ValueError, TypeError
-        If an option breaks its rule.
-
     Examples
     --------
     >>> import numpy as np
@@ -220,16 +214,14 @@ class DiffusionAveraging:
         Returns
         -------
         Averaged
-            Models, curves, and what they cost.
 
         Raises
         ------
         ValueError
-            If the network is in several parts, its weights are not doubly stochastic, or a client
-            returns something else than a finite model of the form that it received.
+            If the network is not as described, or a client returns something else than a finite
+            model of the form that it received.
         TooFewReplies
-            On Flower, if fewer than ``min_clients`` nodes reply in a round, or their clients are
-            ordinary ones, without a `DiffusionClient`.
+            On Flower, if fewer than ``min_clients`` nodes reply in a round as a `DiffusionClient`.
         """
         check_count("n_rounds", n_rounds)
         network = weighted(network)

@@ -94,11 +94,9 @@ class Inbox:
         The round, from 1.
     nodes : ndarray of shape (m,)
         Ids of the receivers: the nodes that are hosted together.
-    senders : ndarray of shape (s,)
-        Ids of the senders of the messages, ascending; the receivers are among them. Messages of
-        several rounds, if some are late, have an entry each: ids may repeat.
-    arrays : tuple of ndarray of shape (s, ...)
-        The messages, by sender.
+    senders, arrays : ndarray of shape (s,), tuple of ndarray of shape (s, ...)
+        Ids of the senders, ascending, the receivers among them, and the messages. Of several
+        rounds, if some are late, there is an entry each: ids may repeat.
     weights : sparse array of shape (m, s)
         The round's combination weights, a node's own included; rows sum to one.
     links : sparse array of shape (m, s)

@@ -140,18 +140,16 @@ class DataDiffusion:
     """Learn one dictionary at many nodes, each with data of its own (P3 Algorithm 1).
 
     In every round a node codes its data with its dictionary, updates the dictionary from the
-    codes, sends it to its neighbors, and takes the weighted mean of what it hears, atoms brought
+    codes, sends it to its neighbors, and takes the weighted mean of what it receives, atoms brought
     back to unit norm.
 
     **What a neighbor receives**: the updated dictionary; with ``replacement``, how much each atom
     is used (the largest value of all nodes) and up to eight candidates, which nodes forward. Never
-    codes. With ``start="common"`` and ``replacement="private"``, the defaults, all that leaves a
-    node is made from sums over at least two of its samples. That does not hold against a neighbor
-    that lies: from the answers to dictionaries of its choice it computes samples (see
-    docs/security.md). Two choices do show samples. With ``start="samples"``, the paper's, a node's
-    first dictionary is ``n_atoms`` of its samples, normalized, and an atom remains a sample until
-    at least two samples contribute to it. With ``replacement="samples"`` the worst represented
-    samples go to everyone in the network.
+    codes. By default all that leaves a node is made from sums over at least two of its samples;
+    a neighbor that lies computes samples from the answers to dictionaries of its choice
+    (docs/security.md). Two choices do show samples: with ``start="samples"``, the paper's, a node's
+    first dictionary is ``n_atoms`` of them, normalized; with ``replacement="samples"`` the worst
+    represented ones go to everyone in the network.
 
     Parameters
     ----------
@@ -159,9 +157,8 @@ class DataDiffusion:
         Atoms of the dictionary.
     coder : str or callable, default "omp"
         "omp" with ``n_nonzero`` atoms per sample; "lasso" or "focuss" with penalty ``alpha``;
-        "nonnegative", least squares with a ridge of the size of rounding, which keeps the problem
-        solvable when atoms have become equal (at most as many atoms as features); or
-        ``coder(X, D)`` that returns codes.
+        "nonnegative", least squares (at most as many atoms as features); or ``coder(X, D)`` that
+        returns codes.
     n_nonzero : int, default 3
         Atoms per sample of "omp".
     alpha : float, default 0.1
@@ -276,12 +273,6 @@ class DataDiffusion:
         Returns
         -------
         Diffused
-            Every node's dictionary, and what it cost.
-
-        Raises
-        ------
-        ValueError
-            If the data do not fit the network or each other, or the network is in several parts.
         """
         check_count("n_rounds", n_rounds)
         network = weighted(network)
@@ -295,18 +286,11 @@ class DataDiffusion:
         return Diffused(dictionaries, error, apart, run.rounds, run.floats_sent)
 
     def program(
-        self,
-        data: Mapping[int, Data],
-        *,
-        agreement: int,
-        start: Start = "common",
-        seed: int = 0,
+        self, data: Mapping[int, Data], *, agreement: int, start: Start = "common", seed: int = 0
     ) -> DictionaryProgram:
-        """Return the program that a network runs.
+        """Return the program that a network runs, with data of the nodes hosted here, by node.
 
-        ``data`` is that of the nodes that may be hosted here, by node; ``agreement`` how many
-        rounds a value takes to reach every node, the diameter of the network. The rest is as in
-        `fit`.
+        ``agreement`` is how many rounds a value takes to reach every node: the diameter.
         """
         return DictionaryProgram(self, data, agreement, start, seed)
 

@@ -360,12 +360,7 @@ def infer(
         return kind(objective, topology, W, Y, agents, **options)
 
     first = program(objective, X, atoms)
-    if n_rounds is None:
-        # The time constant is an estimate. In memory the residuals end the run: a limit of four
-        # times as many rounds costs nothing where they are not needed.
-        n_rounds = first.rounds(tolerance or float(np.finfo(X.dtype).eps))
-        n_rounds = min(n_rounds * (4 if in_memory else 1), MOST_ROUNDS)
-    check_count("n_rounds", n_rounds)
+    n_rounds = _most_rounds(n_rounds, first, tolerance, in_memory)
     if in_memory:
         solve = partial(_in_blocks, program, network, n_rounds, tolerance)
         with one_blas_thread():  # blocks run in threads, which BLAS threads would compete with
@@ -387,6 +382,17 @@ def infer(
         residual=residual,
         converged=bool((residual <= tolerance).all()),
     )
+
+
+def _most_rounds(
+    n_rounds: int | None, program: DualInference, tolerance: float, in_memory: bool
+) -> int:
+    if n_rounds is not None:
+        return check_count("n_rounds", n_rounds)
+    # The time constant is an estimate. In memory the residuals end the run: a limit of four times
+    # as many rounds costs nothing where they are not needed.
+    needed = program.rounds(tolerance or float(np.finfo(program.X.dtype).eps))
+    return min(needed * (4 if in_memory else 1), MOST_ROUNDS)
 
 
 def _compresses(

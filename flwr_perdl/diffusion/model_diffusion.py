@@ -210,15 +210,11 @@ class ModelDiffusion:
             Communication rounds at most; by default as many as the samples take. A batch is learned
             only if its `n_iterations` fit.
 
-        Returns
-        -------
-        Model
-
         Raises
         ------
         ValueError
-            If shapes do not fit, the network is directed or not connected, or the objective is
-            nonnegative and no value of X is positive.
+            If shapes do not fit, the network is not as described, or the objective is nonnegative
+            and no value of X is positive.
         """
         X = check_array("X", X, columns=_atoms(model).shape[2])
         if n_rounds is not None:
@@ -374,9 +370,8 @@ def update_dictionary(
 class Learning:
     """Algorithm 1 as a `Program`: the agents infer, then update, batch after batch.
 
-    Every batch takes `n_iterations` rounds; after the last one each agent updates its own atoms.
-    The round determines the batch: an agent that was asleep continues with the others' batch, and
-    does not learn from what it has missed.
+    Every batch takes `n_iterations` rounds. The round determines the batch: an agent that was
+    asleep continues with the others' batch, and does not learn from what it has missed.
 
     Parameters
     ----------

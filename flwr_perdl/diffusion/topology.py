@@ -8,8 +8,7 @@ Algorithm 1).
 paper                        here
 ===========================  ==========================================================
 neighborhood N_k (with k)    ``topology.neighbours(k)`` (without k)
-a_{lk} (k combines from l)   ``W[k, l]``: the papers' A, transposed, so that rows are nodes
-A' 1 = 1 (left-stochastic)   rows of W sum to one; required of every combination matrix
+a_{lk} (k combines from l)   ``W[k, l]``: the papers' A, transposed; its rows sum to one
 A 1 = 1 as well              ``CombinationMatrix.doubly_stochastic``; required for a plain average
 degree nu_l (P3 eq. 5)       ``topology.degrees[l] + 1``: the neighborhood counts the node itself
 ===========================  ==========================================================
