@@ -23,19 +23,16 @@ class Held(NamedTuple):
 
 
 class Drift:
-    """Uses all that an inbox has, two arrays per message, and draws of the node and the round.
-
-    It needs that an actor gets the data of its own nodes only.
-    """
+    """Uses all that an inbox has, two arrays per message, and draws of the node and the round."""
 
     def __init__(self, data: dict[int, NDArray[np.float64]]) -> None:
         self.data = data
 
     def hosted(self, nodes: NDArray[np.intp]) -> Drift:
-        return Drift({int(k): self.data[int(k)] for k in nodes})
+        return type(self)({int(k): self.data[int(k)] for k in nodes})
 
     def start(self, nodes: NDArray[np.intp]) -> Held:
-        assert set(self.data) == set(nodes.tolist())
+        assert set(self.data) >= set(nodes.tolist())
         return Held(nodes, np.stack([self.data[int(k)] for k in nodes]), np.zeros(len(nodes), int))
 
     def adapt(self, state: Held, round_: int) -> Held:
@@ -142,6 +139,16 @@ class TestOnACluster:
         )
         assert network.run(program, 0).rounds == 0
         assert cluster.is_initialized()  # it is others'
+
+    def test_an_actor_gets_its_own_nodes_data_only(self, cluster: Any) -> None:
+        class Jealous(Drift):
+            def start(self, nodes: NDArray[np.intp]) -> Held:
+                assert set(self.data) == set(nodes.tolist())
+                return super().start(nodes)
+
+        topology, jealous = Topology.ring(6), Jealous(drift(6).data)
+        run = RayNetwork(topology, agents_per_actor=2).run(jealous, 3)
+        assert_same(run, InMemoryNetwork(topology).run(jealous, 3))
 
     def test_messages_do_not_pass_through_the_driver(
         self, cluster: Any, monkeypatch: pytest.MonkeyPatch
