@@ -81,8 +81,8 @@ for name, topology in networks.items():
 # %%
 initial = [np.zeros((64, 10)), np.zeros(10)]
 learned = {
-    name: DiffusionAveraging(topology, metrics=["accuracy"], evaluate_every=5).fit(
-        Softmax, 300, initial=initial
+    name: DiffusionAveraging(metrics=["accuracy"], evaluate_every=5).fit(
+        Softmax, topology, 300, initial=initial
     )
     for name, topology in networks.items()
 }

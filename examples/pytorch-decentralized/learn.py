@@ -61,10 +61,8 @@ class DigitsClient(NumPyClient):
         return nn.functional.cross_entropy(scores, y).item(), len(y), {"accuracy": accuracy}
 
 
-learner = DiffusionAveraging(
-    Topology.ring(N_NODES), method="exact_diffusion", evaluate_every=20, metrics=["accuracy"]
-)
-learned = learner.fit(DigitsClient, 100, initial=weights_of(network()))
+learner = DiffusionAveraging(method="exact_diffusion", evaluate_every=20, metrics=["accuracy"])
+learned = learner.fit(DigitsClient, Topology.ring(N_NODES), 100, initial=weights_of(network()))
 for round_ in (20, 100):
     accuracies = learned.curves["evaluate-accuracy"][round_ - 1]
     print(

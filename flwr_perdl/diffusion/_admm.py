@@ -1,14 +1,7 @@
 """ADMM: every agent minimizes its own cost and a penalty for differing from its neighbors.
 
-=========================================== ===================================================
-paper (P1), Section III-C                   here
-=========================================== ===================================================
-Jacobian ADMM (39)                          :class:`JacobianADMM`
-=========================================== ===================================================
-
-:class:`ConsensusADMM`, the default, is not in the paper: the edge-based ADMM (Shi, Ling, Yuan, Wu,
-Yin, "On the linear convergence of the ADMM in decentralized consensus optimization", IEEE TSP
-2014), over-relaxed (as in Eckstein and Bertsekas, 1992), with a penalty of its own for every edge.
+:class:`JacobianADMM` is the paper's (P1, Section III-C), :class:`ConsensusADMM`, the default, is
+not: see `flwr_perdl.diffusion.inference`.
 """
 
 from __future__ import annotations
@@ -79,7 +72,7 @@ class ADMM(DualInference):
         """``2 c / sigma``, or ``steepness / (gap s c)`` if that is longer.
 
         In half of the first, weakly curved directions settle; in the second, the multipliers, with
-        s the relaxation or mu. It is the longer one over networks like a path or a large ring.
+        s the relaxation or mu.
         """
         settling = self.steepness / (self.spectrum[0] * self.pace * self.strength)
         return max(1.0, 2 * self.strength / self.curvature, settling)
@@ -125,7 +118,7 @@ class ConsensusADMM(ADMM):
     Combination weights are not used. Rounding moves that sum by up to about the dtype's eps per
     round: in float32 results may be no better than 60 dB after 5,000 rounds.
 
-    To save one pass over memory, the implementation stores, with ``a = strong_convexity / N + D``,
+    To save one pass over memory, the state has, with ``a = strong_convexity / N + D``,
     ``linear = (theta x + p / 2 - q) / a`` and ``memory = (linear - r p / a) / (1 - r)``. Then
 
         linear' = (1 - r) memory + 2r A nu / a
@@ -133,8 +126,6 @@ class ConsensusADMM(ADMM):
 
     Parameters
     ----------
-    objective, topology, dictionaries, X, informed, n_atoms
-        As in `DualInference`.
     penalty : float, optional
         c; by default chosen from the topology and the objective, see `strength`.
     relaxation : float, default 0.9
@@ -146,8 +137,8 @@ class ConsensusADMM(ADMM):
     def __post_init__(self) -> None:
         """Check the relaxation, too."""
         super().__post_init__()
-        if not 0.5 <= check_real("relaxation", self.relaxation, 0, 1) < 1:
-            raise ValueError(f"relaxation must be in [0.5, 1), got {self.relaxation:g}.")
+        if check_real("relaxation", self.relaxation, 0.5, 1) == 1:
+            raise ValueError("relaxation must be in [0.5, 1), got 1.")
 
     @property
     def pace(self) -> float:
@@ -305,8 +296,6 @@ class JacobianADMM(ADMM):
 
     Parameters
     ----------
-    objective, topology, dictionaries, X, informed, n_atoms
-        As in `DualInference`.
     penalty : float, optional
         c, times the mean degree; by default that of `ConsensusADMM`.
     step : float, optional

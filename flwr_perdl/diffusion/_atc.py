@@ -1,16 +1,7 @@
 """Diffusion: every agent takes a gradient step and averages with its neighbors.
 
-=========================================== ===================================================
-paper (P1), Section III-C                   here
-=========================================== ===================================================
-ATC diffusion (31), projected (37)          :class:`ATC`
-gradient (62)                               ``ATC._descended``
-Table III's bound of mu                     ``objective.step_bound``
-=========================================== ===================================================
-
-:class:`ExactDiffusion` is not in the paper: Yuan, Ying, Zhao, Sayed, "Exact diffusion for
-distributed optimization and learning", IEEE TSP 2019; with V_f as in NIDS: Li, Shi, Yan, IEEE TSP
-2019.
+:class:`ATC` is the paper's (P1, Section III-C), with Table III's step. :class:`ExactDiffusion` is
+not in it: see `flwr_perdl.diffusion.inference`.
 """
 
 from __future__ import annotations
@@ -42,8 +33,6 @@ class ATC(DualInference):
 
     Parameters
     ----------
-    objective, topology, dictionaries, X, informed, n_atoms
-        As in `DualInference`.
     step : float, optional
         mu; 0.9 of Table III's bound by default.
     contraction : float, optional
@@ -153,8 +142,6 @@ class ExactDiffusion(ATC):
 
     Parameters
     ----------
-    objective, topology, dictionaries, X, informed, n_atoms
-        As in `DualInference`.
     step : float, optional
         mu; below twice `Objective.step_bound`.
     contraction : float, optional
@@ -178,11 +165,7 @@ class ExactDiffusion(ATC):
 
     @cached_property
     def time_constant(self) -> float:
-        """ATC's, or ``2 mu steepness / (1 - shrinking)`` if that is longer.
-
-        In the second the corrections settle, which lead to the optimum: it is the longer one over
-        networks like a path or a large ring.
-        """
+        """ATC's, or ``2 mu steepness / (1 - shrinking)``, in which the corrections settle."""
         gap = max(1 - self.shrinking, float(np.finfo(np.float64).eps))
         return max(super().time_constant, 2 * self.mu * self.steepness / gap)
 

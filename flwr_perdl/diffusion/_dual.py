@@ -1,9 +1,5 @@
 """What all methods of dual inference have in common: the state of the agents, and `DualInference`.
 
-The dual (28) of coding a sample x is a sum of costs (29), of which each agent knows its own:
-
-    J_k(nu; x) = -theta_k nu'x + f*(nu) / N + h*(W_k nu),   nu in V_f
-
 See `flwr_perdl.diffusion.inference` for the problem, the methods, and what each party receives.
 """
 
@@ -49,31 +45,26 @@ _SLACK = 1e-3
 class DualState(NamedTuple):
     """The state of m agents that infer the duals of n_samples samples.
 
+    Arrays of m agents' rows are (m, n_samples, n_features), or (m, 0) where a method needs none.
+
     Attributes
     ----------
-    nodes : ndarray of shape (m,)
-        The agents' ids.
-    batch : ndarray of shape (m,)
-        Which batch of a stream each agent works on, from 1; 0 where there is no stream.
+    nodes, batch : ndarrays of shape (m,)
+        The agents' ids, and which batch of a stream each works on, from 1; 0: there is no stream.
     atoms : ndarray of shape (m, n_atoms, n_features)
         Each agent's atoms; agents with fewer have zeros at the end.
-    linear : ndarray of shape (m, n_samples, n_features)
+    linear : ndarray of m agents' rows
         The linear part of what an agent minimizes: ``theta_k x``. In the ADMMs it includes what the
         neighbors have sent, and is divided by the curvature: the minimum of the quadratic part.
-    memory : ndarray of shape (m, n_samples, n_features)
-        Further memory of a method; (m, 0) where it needs none.
-    excess : ndarray of shape (m, n_samples, n_features)
-        What projections on V_f have removed; (m, 0) where a method does not use it.
-    nu : ndarray of shape (m, n_samples, n_features)
-        The estimates.
-    sent : ndarray of shape (m, n_samples, n_features)
-        What the neighbors receive: nu itself, or a step from it.
+    memory, excess : ndarrays of m agents' rows
+        Further memory of a method, and what projections on V_f have removed.
+    nu, sent : ndarrays of m agents' rows
+        The estimates, and what the neighbors receive: nu itself, or a step from it.
     codes : ndarray of shape (m, n_samples, n_atoms)
         The agents' codes; a guess where a method does not need them.
-    change : ndarray of shape (m, n_samples)
-        Length of the last step of nu that was measured.
-    residual : ndarray of shape (m, n_samples)
-        An estimate of nu's relative error, from what an agent itself knows.
+    change, residual : ndarrays of shape (m, n_samples)
+        Length of the last step of nu that was measured, and an estimate of nu's relative error from
+        what an agent itself knows.
     """
 
     nodes: Nodes
@@ -113,10 +104,6 @@ class DualInference(ABC):
     n_atoms : int, optional
         The most atoms of any agent; by default the most in ``dictionaries``.
 
-    Raises
-    ------
-    ValueError
-        If the graph is directed or not connected, or an argument breaks its rule.
     """
 
     objective: Objective
@@ -151,10 +138,10 @@ class DualInference(ABC):
     def steepness(self) -> float:
         """An agent's curvature along an atom, in the mean over all agents.
 
-        ``strong_convexity / N`` and ``n_atoms / delta``, spread over the directions there are.
+        ``strong_convexity / N`` and ``n_atoms / delta``, spread over the directions there are: as
+        many as atoms in all, and no more than features.
         """
         most = self.n_atoms or 1
-        # As many directions as there are atoms in all, and no more than features.
         directions = max(1, min(self.topology.n_nodes * most, self.X.shape[1]))
         share: float = most / directions / self.objective.delta
         return self.curvature + share
@@ -188,17 +175,7 @@ class DualInference(ABC):
         return self.begin(nodes, atoms, self.X)
 
     def begin(self, nodes: Nodes, atoms: Matrix, X: Matrix) -> DualState:
-        """Return the state before the first round with other atoms and samples.
-
-        Parameters
-        ----------
-        nodes : ndarray of shape (m,)
-            The agents' ids.
-        atoms : ndarray of shape (m, n_atoms, n_features)
-            Their atoms.
-        X : ndarray of shape (n_samples, n_features)
-            Samples; used at informed agents only.
-        """
+        """Return the state before the first round with other atoms, (m, ...), and samples."""
         m, (n_samples, n_features) = len(nodes), X.shape
         agents = list(self.informed or ())
         seeing = np.isin(nodes, agents)
@@ -226,17 +203,9 @@ class DualInference(ABC):
     def advance(self, state: DualState, round_: int, n_rounds: int, weights: Csr) -> DualState:
         """Make rounds with all agents here, in which every message is received.
 
-        The results are those of `adapt`, `message` and `combine`, to the bit. Residuals are
-        measured in the last round only.
-
-        Parameters
-        ----------
-        state : DualState
-            All agents' state. Its arrays may be overwritten.
-        round_, n_rounds : int
-            Rounds made so far, and rounds to make, at least one.
-        weights : sparse array of shape (n_agents, n_agents)
-            The combination weights, in the dtype of the samples.
+        The results are those of `adapt`, `message` and `combine`, to the bit, but residuals are
+        measured in the last round only. ``round_`` rounds have been made. The state's arrays may be
+        overwritten.
         """
         for number in range(round_ + 1, round_ + n_rounds + 1):
             state, *_ = exchanged(self, state, number, weights, self.topology.adjacency)
@@ -311,12 +280,10 @@ def norms(A: Matrix) -> Matrix:
 def informed_agents(informed: Sequence[int] | None, n_agents: int) -> tuple[int, ...]:
     if informed is None:
         return tuple(range(n_agents))
-    agents = sorted(
-        {check_count("informed", k, 0, n_agents - 1) for k in check_list("informed", informed)}
-    )
-    if not agents:
+    named = check_list("informed", informed)
+    if not len(named):
         raise ValueError("informed must name at least one agent, got none.")
-    return tuple(agents)
+    return tuple(sorted({check_count("informed", k, 0, n_agents - 1) for k in named}))
 
 
 def column(values: NDArray[Any], like: Matrix) -> Matrix:

@@ -162,24 +162,11 @@ def atc(
 ) -> None:
     """Make rounds of ATC diffusion, at least one.
 
-    Parameters
-    ----------
-    n_rounds, first, senders, weights
-        See above; the combination weights.
-    atoms, linear : ndarrays
-        As in `DualState`.
-    same : ndarray of shape (m,)
-        For every agent one whose ``linear`` is the same: a few are read instead of all.
-    gamma, delta, nonnegative
-        The objective's.
-    mu, kept : float
-        The step, and the share of nu that a step leaves.
-    nu : ndarray of shape (m, n_samples, n_features)
-        The estimates. Is updated.
-    messages : ndarray of shape (2, m, n_features)
-        Memory for the messages of a sample that are received and sent in a round.
-    change, apart : ndarrays of shape (m, n_samples)
-        The lengths of the last step and of the distance to the neighbors are written.
+    ``same`` (m,) names for every agent one whose ``linear`` is the same: a few are read instead of
+    all. ``mu`` is the step, ``kept`` the share of nu that it leaves. nu is updated; ``messages``
+    (2, m, n_features) is memory for those of a sample that are received and sent in a round; the
+    lengths of the last step and of the distance to the neighbors are written to ``change`` and
+    ``apart`` (m, n_samples).
     """
     m, n_samples, n = nu.shape
     one, lanes = nu.dtype.type(1), np.zeros(_LANES, nu.dtype)
@@ -210,18 +197,10 @@ def atc(
 
 
 class Quadratics(NamedTuple):
-    """What the consensus ADMM's rounds know beforehand.
+    """What the consensus ADMM's rounds know beforehand, with curvatures a and relaxation r.
 
-    Attributes
-    ----------
-    gamma, delta, nonnegative
-        The objective's.
-    shrink, scales : ndarrays of shape (m,)
-        ``delta / (delta + ||W_k||^2 / a_k)`` and ``1 / a_k``, a the quadratics' curvatures.
-    fade, ahead : float
-        ``1 - r`` and ``(2r - 1) / (1 - r)``, r the relaxation.
-    back : ndarray of shape (m,)
-        ``2 r^2 D_k / a_k / (1 - r)``.
+    ``shrink = delta / (delta + ||W_k||^2 / a_k)``, ``scales = 1 / a_k``, ``fade = 1 - r``,
+    ``ahead = (2r - 1) / (1 - r)``, ``back = 2 r^2 D_k / a_k / (1 - r)``.
     """
 
     gamma: Number
@@ -260,20 +239,8 @@ def admm(
 ) -> None:
     """Make rounds of the consensus ADMM, at least one.
 
-    Parameters
-    ----------
-    n_rounds, first, senders, weights
-        See above; the weights are those of ``ConsensusADMM.edges``.
-    shares : ndarray of shape (m,)
-        One over the sum of an agent's weights.
-    atoms : ndarray
-        As in `DualState`.
-    known : Quadratics
-        See there.
-    linear, memory, nu : ndarrays of shape (m, n_samples, n_features)
-        As in `DualState`. Are updated.
-    messages, change, apart
-        As in `atc`.
+    The weights are those of ``ConsensusADMM.edges``, and ``shares`` (m,) one over an agent's sum of
+    them. ``linear``, ``memory`` and ``nu`` are updated; the rest is as in `atc`.
     """
     m, n_samples, n = nu.shape
     one, lanes = nu.dtype.type(1), np.zeros(_LANES, nu.dtype)
@@ -308,23 +275,12 @@ def admm(
 
 @compiled
 def admm_step(
-    sums: Matrix,
-    atoms: Matrix,
-    known: Quadratics,
-    linear: Matrix,
-    memory: Matrix,
-    nu: Matrix,
+    sums: Matrix, atoms: Matrix, known: Quadratics, linear: Matrix, memory: Matrix, nu: Matrix
 ) -> None:
     """End a round of the consensus ADMM with the sums of messages, and make the next messages.
 
-    Parameters
-    ----------
-    sums : ndarray of shape (m, n_samples, n_features)
-        What the agents received, times the weights of ``ConsensusADMM.edges``.
-    atoms, known
-        As in `admm`.
-    linear, memory, nu : ndarrays of shape (m, n_samples, n_features)
-        As in `DualState`. Are updated.
+    ``sums`` (m, n_samples, n_features) are what the agents received, times the weights of
+    ``ConsensusADMM.edges``. ``linear``, ``memory`` and ``nu`` are updated.
     """
     m, n_samples, n = nu.shape
     lanes = np.zeros(_LANES, nu.dtype)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,36 +37,17 @@ _DESCENTS, _CHECK = 10_000, 10
 _ROUNDING = 32
 
 
-class Minimum(NamedTuple):
-    """Where the cost is least.
-
-    Attributes
-    ----------
-    nu : ndarray of shape (m, n_samples, n_features)
-    codes : ndarray of shape (m, n_samples, n_atoms)
-    """
-
-    nu: Matrix
-    codes: Matrix
-
-
 def minimize(
-    objective: Objective,
-    atoms: Matrix,
-    centers: Matrix,
-    a: Matrix,
-    codes: Matrix | None = None,
-) -> Minimum:
-    """Return the minima of ``m`` agents and ``n_samples`` centers each.
+    objective: Objective, atoms: Matrix, centers: Matrix, a: Matrix, codes: Matrix | None = None
+) -> tuple[Matrix, Matrix]:
+    """Return nu and codes at the minima of ``m`` agents and ``n_samples`` centers each.
 
     Parameters
     ----------
     objective : Objective
         Gives h and V_f.
-    atoms : ndarray of shape (m, n_atoms, n_features)
-        Each agent's atoms.
-    centers : ndarray of shape (m, n_samples, n_features)
-        Where the squares are least.
+    atoms, centers : ndarrays of shape (m, n_atoms or n_samples, n_features)
+        Each agent's atoms, and where the squares are least.
     a : ndarray of shape (m,)
         Each agent's curvature, positive.
     codes : ndarray of shape (m, n_samples, n_atoms), optional
@@ -89,7 +69,7 @@ def minimize(
             codes = codes.copy()
             codes[k, i] = _newton(objective, atoms, centers[k, i], scale[k, 0], k, codes[k, i])
             nu[k, i] = objective.project(_free(centers[k, i], codes[k, i], scale[k, 0], atoms[k]))
-    return Minimum(nu, codes)
+    return nu, codes
 
 
 def descend(objective: Objective, W: Matrix, X: Matrix, tolerance: float) -> Matrix:
@@ -99,17 +79,6 @@ def descend(objective: Objective, W: Matrix, X: Matrix, tolerance: float) -> Mat
     (delta). They end when the duality gap shows that ``||nu - nu^o|| <= tolerance * ||x||`` for
     every sample: f* is strongly convex (1), so that ``||nu - nu^o||^2 / 2`` is at most the gap.
     For many atoms this is faster than Newton steps, whose linear systems grow with them.
-
-    Parameters
-    ----------
-    objective : Objective
-        With the squared loss.
-    W : ndarray of shape (n_atoms, n_features)
-        All atoms.
-    X : ndarray of shape (n_samples, n_features)
-        Samples.
-    tolerance : float
-        Positive.
     """
     gram, products = W @ W.T, X @ W.T
     # Both have the same largest eigenvalue, the smaller one sooner.

@@ -18,12 +18,14 @@ SLOTS = 8
 COHERENT = 0.95
 #: Members of a group whose common direction may become an atom.
 LEAST_GROUP = 5
+#: An atom is dead if its worth is below this share of the mean worth.
+LEAST_USE = 0.5
 #: Makes equal scores of different nodes unequal.
 TIE = 1e-9
 
 
 def propose(
-    kind: str, X: Matrix, C: Matrix, D: Matrix, n: int, *, nonnegative: bool
+    kind: str, X: Matrix, C: Matrix, D: Matrix, n: int, nonnegative: bool
 ) -> tuple[Matrix, Matrix]:
     """Return a node's candidates: scores (n,) and unit vectors (n, n_features).
 
@@ -36,12 +38,10 @@ def propose(
     return score, vectors
 
 
-def replace(
-    D: Matrix, worth: Matrix, score: Matrix, candidates: Matrix, least_use: float
-) -> Matrix:
+def replace(D: Matrix, worth: Matrix, score: Matrix, candidates: Matrix) -> Matrix:
     """Return the dictionary with its dead atoms, the least used first, replaced by candidates."""
     D = D.copy()
-    dead = np.flatnonzero(worth < least_use * worth.mean())
+    dead = np.flatnonzero(worth < LEAST_USE * worth.mean())
     dead = dead[np.argsort(worth[dead], kind="stable")]
     offered = np.flatnonzero(score > 0)
     n = min(len(dead), len(offered))

@@ -1,24 +1,21 @@
 """Inference in fewer coordinates, in memory: the same iteration in the span of sample and atoms.
 
-This file holds a trick that saves time where the span is much smaller than the space; without it
-every result is the same but for rounding.
+It saves time where the span is much smaller than the space; the results are the same but for
+rounding. Where no bound ever binds, the estimates stay in the span of the sample and the atoms: a
+gradient (62) is a sum of the sample, nu and atoms. With a bounded V_f (37), as under Huber's loss,
+a few entries meet their bounds: large ones of the sample. These are kept; all others are expressed
+in the span, where f*, the atoms' correlations and (37) keep their form (`_Turned`). If one of
+them has left its bounds in the end, it is kept as well in a second run.
 
-Where no bound ever binds, the agents' estimates stay in the span of the sample and the atoms
-(:class:`_Span`: an isometry): a gradient (62) is a sum of the sample, nu and atoms. With a bounded
-V_f (37), as under Huber's loss, a few entries meet their bounds: large ones of the sample. These
-entries are kept; all others are expressed in the span, where f*, the atoms' correlations and (37)
-keep their form (:class:`_Turned`). Afterwards the other entries are checked: if one has left its
-bounds, it is kept as well in a second run.
-
-An estimate of nu that starts from 0 never exceeds ``x / strong_convexity`` in size where codes and
-atoms are nonnegative, and after ``n`` rounds of step mu not ``1 - (1 - mu strong_convexity / N)^n``
-of that: entries of x that stay below the bound for this reason need not be kept.
+Where codes and atoms are nonnegative, an estimate that starts from 0 never exceeds ``x /
+strong_convexity``, and after ``n`` rounds of step mu not ``1 - (1 - mu strong_convexity / N)^n`` of
+that: entries of x that stay below the bound for this reason need not be kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -28,78 +25,20 @@ from flwr_perdl.diffusion.objectives import Objective
 
 #: Rounds, and what all agents show: codes, estimates and residuals.
 Found = tuple[int, dict[str, Matrix]]
-Solve = Callable[[Objective, Matrix, Sequence[Matrix]], Found]
+Solve = Callable[[Any, Matrix, Sequence[Matrix]], Found]
 
 
-class _Span:
-    """Coordinates in the span of all atoms and a sample; the last is the sample's own: an isometry.
-
-    Parameters
-    ----------
-    atoms : ndarray of shape (n_atoms, n_features)
-        All agents' atoms.
-    """
-
-    def __init__(self, atoms: Matrix) -> None:
-        self._basis = np.linalg.qr(atoms.T)[0]
-
-    def atoms(self, D: Matrix) -> Matrix:
-        """Return an agent's atoms in these coordinates."""
-        return np.pad(D @ self._basis, ((0, 0), (0, 1)))
-
-    def samples(self, X: Matrix) -> tuple[Matrix, Matrix]:
-        """Return samples in these coordinates, and what is across the atoms' span of each."""
-        along = X @ self._basis
-        across = X - along @ self._basis.T
-        return np.hstack([along, norms(across)[:, None]]), across
-
-    def back(self, nu: Matrix, turned: Matrix, across: Matrix) -> Matrix:
-        """Return estimates (..., n_samples, n_coordinates) in the original coordinates."""
-        unit = across / np.maximum(turned[:, -1:], np.finfo(across.dtype).tiny)
-        original: Matrix = nu[..., :-1] @ self._basis.T + nu[..., -1:] * unit
-        return original
-
-
-@dataclass(frozen=True)
-class _Turned(Objective):
+class _Turned:
     """An objective in coordinates of which only the first ``n_kept`` are bounded.
 
-    Only f* and h matter to a diffusion; f is what has this f*.
+    Only f* and h matter to a diffusion, and h sees correlations, which stay the same.
     """
 
-    of: Objective
-    n_kept: int
+    def __init__(self, of: Objective, n_kept: int) -> None:
+        self.of, self.n_kept = of, n_kept
 
-    @property
-    def strong_convexity(self) -> float:
-        """That of the original."""
-        return self.of.strong_convexity
-
-    @property
-    def bound(self) -> float:
-        """That of the original, for the first coordinates."""
-        return self.of.bound
-
-    @property
-    def nonnegative(self) -> bool:
-        """That of the original: codes' signs are the same in all coordinates."""
-        return self.of.nonnegative
-
-    def code(self, S: Matrix) -> Matrix:
-        """Return the original's codes: the atoms' correlations are the same."""
-        return self.of.code(S)
-
-    def loss(self, U: Matrix) -> Matrix:
-        """Return the original's f on the first coordinates, and half a square on the others."""
-        square = np.square(U[..., self.n_kept :]).sum(axis=-1) / (2 * self.strong_convexity)
-        values: Matrix = self.of.loss(U[..., : self.n_kept]) + square
-        return values
-
-    def conjugate(self, NU: Matrix) -> Matrix:
-        """Return f* of every row."""
-        square = self.strong_convexity / 2 * np.square(NU[..., self.n_kept :]).sum(axis=-1)
-        values: Matrix = self.of.conjugate(NU[..., : self.n_kept]) + square
-        return values
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.of, name)
 
     def project(self, NU: Matrix) -> Matrix:
         """Return the nearest points of V_f."""
@@ -122,31 +61,29 @@ def in_span(
 ) -> Found:
     """Return what ``solve(objective, X, dictionaries)`` returns, found in fewer coordinates.
 
-    Parameters
-    ----------
-    objective, X, dictionaries
-        As in `infer`.
-    reach : float
-        Share of ``x / strong_convexity`` that an entry of nu can reach.
-    solve : callable
-        Called with other coordinates: once, or with a finite bound until no other entry meets it.
-    back : bool
-        Whether nu is needed in the original coordinates.
+    ``reach`` is the share of ``x / strong_convexity`` that an entry of nu can reach. ``solve`` is
+    called with other coordinates: once, or with a finite bound until no other entry meets it.
+    ``back`` says whether nu is needed in the original ones.
     """
     W, bounded = np.concatenate(list(dictionaries)), bool(np.isfinite(objective.bound))
     kept = (np.abs(X) * reach > objective.bound * objective.strong_convexity).any(axis=0)
     while True:
         on, off = np.flatnonzero(kept), np.flatnonzero(~kept)
-        span = _Span(W[:, off])
-        turned, across = span.samples(X[:, off])
+        # An isometry of the span of all atoms and a sample, whose own coordinate is the last.
+        basis = np.linalg.qr(W[:, off].T)[0]
+        along = X[:, off] @ basis
+        across = X[:, off] - along @ basis.T
+        length = norms(across)[:, None]
+        turned = [np.pad(D[:, off] @ basis, ((0, 0), (0, 1))) for D in dictionaries]
         rounds, seen = solve(
-            _Turned(objective.gamma, objective.delta, objective, len(on)) if bounded else objective,
-            np.hstack([X[:, on], turned]),
-            [np.hstack([D[:, on], span.atoms(D[:, off])]) for D in dictionaries],
+            _Turned(objective, len(on)) if bounded else objective,
+            np.hstack([X[:, on], along, length]),
+            [np.hstack([D[:, on], own]) for D, own in zip(dictionaries, turned, strict=True)],
         )
         if not (bounded or back):
             return rounds, seen
-        nu = span.back(seen["nu"][..., len(on) :], turned, across)
+        unit = across / np.maximum(length, np.finfo(across.dtype).tiny)
+        nu = seen["nu"][..., len(on) : -1] @ basis.T + seen["nu"][..., -1:] * unit
         if not bounded:
             return rounds, {**seen, "nu": nu}
         whole = np.empty((len(dictionaries), *X.shape), dtype=X.dtype)

@@ -26,11 +26,10 @@ gradient tracking                          ``method="gradient_tracking"``
 =========================================  ======================================================
 
 Sources. ATC and CTA: Sayed, "Adaptation, learning, and optimization over networks", Foundations and
-Trends in Machine Learning 7, 2014; CTA with one gradient step is decentralized SGD. Exact
-diffusion: Yuan, Ying, Zhao, Sayed, "Exact diffusion for distributed optimization and learning",
-IEEE Transactions on Signal Processing 67, 2019. Gradient tracking: Nedić, Olshevsky, Shi,
-"Achieving geometric convergence for distributed optimization over time-varying graphs", SIAM
-Journal on Optimization 27, 2017, in the form that combines the model after the step.
+Trends in Machine Learning 7, 2014. Exact diffusion: Yuan, Ying, Zhao, Sayed, IEEE TSP 67, 2019.
+Gradient tracking: Nedić, Olshevsky, Shi, "Achieving geometric convergence for distributed
+optimization over time-varying graphs", SIAM Journal on Optimization 27, 2017, combined after the
+step.
 
 Deviation: the papers take one gradient step of a known length where this takes the client's
 ``fit``. The two corrected methods then end where the changes that the nodes' ``fit`` would make sum
@@ -48,15 +47,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl.core.checks import check_choice, check_count, check_kind
+from flwr_perdl.core.checks import brief_repr, check_choice, check_count, check_kind
 from flwr_perdl.core.threads import one_blas_thread
-from flwr_perdl.diffusion.combine import Array, Inbox, run_program
-from flwr_perdl.diffusion.topology import (
-    CombinationMatrix,
-    Topology,
-    metropolis_weights,
-    rounds_to_all,
-)
+from flwr_perdl.diffusion.combine import Array, Inbox, run_program, weighted
+from flwr_perdl.diffusion.topology import matrices_of, rounds_to_all
 
 #: ``node -> client``; a client has Flower's ``fit``, and ``evaluate`` where models are evaluated.
 Clients = Callable[[int], Any]
@@ -137,8 +131,6 @@ class DiffusionAveraging:
 
     Parameters
     ----------
-    topology : Topology or CombinationMatrix
-        Who hears whom, connected; the weights are Metropolis weights where none are given.
     method : {"atc", "cta", "exact_diffusion", "gradient_tracking"}, default "exact_diffusion"
         "atc": adapt, then combine. "cta": combine, then adapt. Where the nodes' data differ both
         end near the minimum of the sum of losses, the nearer the shorter the steps.
@@ -154,12 +146,6 @@ class DiffusionAveraging:
     config : mapping, optional
         Config of ``fit`` and ``evaluate``, beside the round under ``"server-round"``.
 
-    Raises
-    ------
-    ValueError, TypeError
-        If an option breaks its rule; if the network is in several parts, or its weights are not
-        doubly stochastic.
-
     Examples
     --------
     >>> import numpy as np
@@ -173,27 +159,21 @@ class DiffusionAveraging:
     ...
     ...     def evaluate(self, parameters, config):
     ...         return float(np.sum((parameters[0] - self.target) ** 2)), 1, {}
-    >>> learner = DiffusionAveraging(Topology.ring(4), method="exact_diffusion")
-    >>> learned = learner.fit(Client, 60, initial=[np.zeros(1)])
+    >>> learner = DiffusionAveraging(method="exact_diffusion")
+    >>> learned = learner.fit(Client, Topology.ring(4), 60, initial=[np.zeros(1)])
     >>> [round(float(w[0]), 6) for w, in learned.models.values()]
     [1.5, 1.5, 1.5, 1.5]
     """
 
     def __init__(
         self,
-        topology: Topology | CombinationMatrix,
         *,
         method: str = "exact_diffusion",
         evaluate_every: int = 1,
         metrics: Sequence[str] = (),
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        kinds = (Topology, CombinationMatrix)
-        check_kind("topology", topology, kinds, "a Topology or a CombinationMatrix")
         self.method = check_choice("method", method, METHODS)
-        self.weights = metropolis_weights(topology) if isinstance(topology, Topology) else topology
-        self.topology = self.weights.topology
-        self._check_network(self.weights)
         self.evaluate_every = check_count("evaluate_every", evaluate_every)
         check_kind("metrics", metrics, Sequence, "a sequence of names")
         if isinstance(metrics, str) or not all(isinstance(name, str) for name in metrics):
@@ -206,10 +186,10 @@ class DiffusionAveraging:
     def fit(
         self,
         clients: Clients | None,
+        network: Any,
         n_rounds: int,
         *,
         initial: Sequence[Array] | Any = None,
-        network: Any = None,
         callback: Callable[[int, dict[str, Array]], Any] | None = None,
     ) -> Averaged:
         """Train over a network.
@@ -220,42 +200,39 @@ class DiffusionAveraging:
             ``node -> client``, called for every round as Flower does: a client keeps nothing
             between two calls. On Ray it is pickled: read the data in it. None on Flower, where
             nodes have their own clients (see `program`). ``client.to_client()`` may be returned.
+        network : Topology, CombinationMatrix, or a network of `flwr_perdl.network`
+            Who hears whom: connected, with doubly stochastic weights. A topology means Metropolis
+            weights, in this process and without faults.
         n_rounds : int
             Communication rounds.
         initial : sequence of ndarray or ArrayRecord, optional
             The first model of all nodes; by default that of each node's client
             (``get_parameters``). Start networks (neural ones) from equal models.
-        network : network of `flwr_perdl.network`, optional
-            What carries the messages, over the same nodes; with weights of its own, perhaps
-            different in every round, and faults. By default all nodes run in this process.
         callback : callable, optional
             Called with the round and what the nodes report, (n_nodes,) by name, after every round.
 
         Returns
         -------
         Averaged
-            Models, curves, and what they cost.
 
         Raises
         ------
         ValueError
-            If the network is of other nodes, or not one that ``method`` can use, or a client
-            returns something else than a finite model of the form that it received.
+            If the network is not as described, or a client returns something else than a finite
+            model of the form that it received.
         TooFewReplies
-            On Flower, if fewer than ``min_clients`` nodes reply in a round, or their clients are
-            ordinary ones, without a `DiffusionClient`.
+            On Flower, if fewer than ``min_clients`` nodes reply in a round as a `DiffusionClient`.
         """
         check_count("n_rounds", n_rounds)
-        if network is not None:
-            if network.topology.n_nodes != self.topology.n_nodes:
-                raise ValueError(
-                    f"network must be of {self.topology.n_nodes} nodes, got {network.topology!r}."
-                )
-            self._check_network(network)
+        network = weighted(network)
+        rounds_to_all(network)
+        for matrix in matrices_of(network):
+            if not matrix.doubly_stochastic:  # repeated combination would not lead to the mean
+                raise ValueError(f"network must have doubly stochastic weights, got {matrix!r}.")
         if clients is None and not getattr(network, "nodes_have_programs", False):
             raise ValueError("clients may be None with a FlowerNetwork only, got None.")
-        program: Any = None if clients is None else self.program(clients, initial=initial)
-        run = run_program(program, network or self.weights, n_rounds, on_report=callback)
+        program = None if clients is None else self.program(clients, initial=initial)
+        run = run_program(program, network, n_rounds, on_report=callback)
         for name in self.metrics:
             known = [run.curves.get(f"{kind}-{name}") for kind in ("train", "evaluate")]
             if n_rounds and not any(own is not None and np.isfinite(own).any() for own in known):
@@ -278,37 +255,17 @@ class DiffusionAveraging:
     ) -> AveragingProgram:
         """Return the program that a network runs; on Flower, one for each `DiffusionClient`.
 
-        Parameters
-        ----------
-        clients, initial
-            See `fit`.
+        ``clients`` and ``initial`` are those of `fit`.
         """
         return AveragingProgram(self, clients, initial)
-
-    def _check_network(self, network: Any) -> None:
-        """Refuse networks on which the method does not find the plain mean."""
-        rounds_to_all(network)
-        matrices = (network,) if isinstance(network, CombinationMatrix) else network.plan.matrices
-        for matrix in matrices:
-            if not matrix.doubly_stochastic:
-                raise ValueError(f"weights must be doubly stochastic, got {matrix!r}.")
 
 
 class AveragingState(NamedTuple):
     """The state of the nodes hosted here; models are vectors of all parameters.
 
-    Attributes
-    ----------
-    nodes : ndarray of shape (m,)
-        Their ids.
-    model : ndarray of shape (m, n_parameters)
-        ``w``; after ``adapt`` what is sent.
-    last : ndarray of shape (m, n_parameters), or (m, 0)
-        With exact diffusion ``psi``, with gradient tracking ``g``, of the last round.
-    tracker : ndarray of shape (m, n_parameters), or (m, 0)
-        ``y`` of gradient tracking.
-    reports : ndarray of shape (m, n_reports)
-        What the nodes report about the last round, in the order of `AveragingProgram.names`.
+    ``model`` (m, n_parameters) is ``w``, after ``adapt`` what is sent; ``last`` is ``psi`` of exact
+    diffusion or ``g`` of gradient tracking, and ``tracker`` its ``y``, each (m, 0) where not used;
+    ``reports`` (m, n_reports) are about the last round, in the order of `AveragingProgram.names`.
     """
 
     nodes: NDArray[np.intp]
@@ -319,26 +276,16 @@ class AveragingState(NamedTuple):
 
 
 class AveragingProgram:
-    """`DiffusionAveraging` as a `flwr_perdl.diffusion.Program`: see `DiffusionAveraging.program`.
-
-    Attributes
-    ----------
-    names : list of str
-        Names of the reports.
-    """
+    """`DiffusionAveraging` as a `Program`: see `DiffusionAveraging.program`."""
 
     def __init__(
         self, learner: DiffusionAveraging, clients: Clients, initial: Sequence[Array] | Any
     ) -> None:
-        if hasattr(clients, "lifespan"):  # a ClientApp: the maths do not import Flower
-            raise TypeError(
-                "clients must be a function that returns a node's NumPyClient, got a ClientApp: "
-                "write the function that makes its clients, with the node's number as argument."
-            )
-        if not callable(clients):
+        # A ClientApp can be called, too; the maths do not import Flower.
+        if not callable(clients) or hasattr(clients, "lifespan"):
             raise TypeError(
                 "clients must be a function that takes a node's number and returns its "
-                f"NumPyClient, got {clients!r}."
+                f"NumPyClient, got {brief_repr(clients)}."
             )
         if hasattr(initial, "to_numpy_ndarrays"):  # an ArrayRecord
             initial = initial.to_numpy_ndarrays()
@@ -360,11 +307,9 @@ class AveragingProgram:
         self._evaluated = list(dict.fromkeys(("loss", *learner.metrics)))
         if not learner.evaluate_every:
             self._evaluated = []
-        self.names = [
-            DISTANCE,
-            *(f"train-{name}" for name in self._trained),
-            *(f"evaluate-{name}" for name in self._evaluated),
-        ]
+        kinds = {"train": self._trained, "evaluate": self._evaluated}
+        #: Names of the reports.
+        self.names = [DISTANCE, *(f"{kind}-{own}" for kind in kinds for own in kinds[kind])]
 
     def start(self, nodes: NDArray[np.intp]) -> AveragingState:
         """Return the state before the first round."""
@@ -440,10 +385,8 @@ class AveragingProgram:
         """Return the state with reports of ``fit``, and what ``fit`` makes of the models."""
         fitted, reports = np.empty_like(models), state.reports.copy()
         for i, node in enumerate(map(int, state.nodes)):
-            form = self._form(node)
-            given = form.arrays(models[i])
-            config = {ROUND: round_, **self.learner.config}
-            parameters, _, metrics = self._client(node).fit(given, config)
+            form, config = self._form(node), {ROUND: round_, **self.learner.config}
+            parameters, _, metrics = self._client(node).fit(form.arrays(models[i]), config)
             whose = f"fit of node {node}"
             fitted[i] = form.vector(whose, parameters)
             reports[i, 1 : 1 + len(self._trained)] = _numbers(whose, metrics, self._trained)
@@ -453,14 +396,14 @@ class AveragingProgram:
         """Return the state with reports of ``evaluate``; NaN where this is no round for that."""
         reports, first = state.reports.copy(), 1 + len(self._trained)
         reports[:, first:] = np.nan
-        if round_ % self.learner.evaluate_every == 0:
-            for i, node in enumerate(map(int, state.nodes)):
-                given = self._form(node).arrays(state.model[i])
-                config = {ROUND: round_, **self.learner.config}
-                loss, n_examples, metrics = self._client(node).evaluate(given, config)
-                if n_examples:  # none: the client has nothing to evaluate on
-                    own = {**metrics, "loss": loss}
-                    reports[i, first:] = _numbers(f"evaluate of node {node}", own, self._evaluated)
+        due = round_ % self.learner.evaluate_every == 0
+        for i, node in enumerate(map(int, state.nodes if due else ())):
+            given, config = self._form(node).arrays(state.model[i]), self.learner.config
+            client = self._client(node)
+            loss, n_examples, metrics = client.evaluate(given, {ROUND: round_, **config})
+            if n_examples:  # none: the client has nothing to evaluate on
+                own = {**metrics, "loss": loss}
+                reports[i, first:] = _numbers(f"evaluate of node {node}", own, self._evaluated)
         return state._replace(reports=reports)
 
     def _client(self, node: int) -> Any:
@@ -486,44 +429,30 @@ class AveragingProgram:
 
     def _first(self, node: int) -> Array:
         """Return a node's first model."""
-        if self.initial is not None:
-            return self._form(node).vector("initial", self.initial)
-        own = self._client(node).get_parameters({})
-        return self._form(node).vector(f"get_parameters of node {node}", own)
+        name, own = "initial", self.initial
+        if own is None:
+            name, own = f"get_parameters of node {node}", self._client(node).get_parameters({})
+        return self._form(node).vector(name, own)
 
     def _form(self, node: int) -> Form:
         """Return the models' form; without ``initial``, the client of a hosted node says it."""
         if self._known_form is None:
             first = self.initial
-            if first is None:
-                first = self._client(node).get_parameters({})
-            self._known_form = Form.of(first)
+            self._known_form = Form.of(
+                self._client(node).get_parameters({}) if first is None else first
+            )
         return self._known_form
 
 
 class Form(NamedTuple):
-    """Shapes and types of a model's arrays: the way between the arrays and one vector.
-
-    Attributes
-    ----------
-    shapes : list of tuple of int
-        The arrays' shapes.
-    dtypes : list of dtype
-        Their types.
-    """
+    """Shapes and types of a model's arrays: the way between the arrays and one vector."""
 
     shapes: list[tuple[int, ...]]
     dtypes: list[np.dtype[Any]]
 
     @classmethod
     def of(cls, arrays: Sequence[Array]) -> Form:
-        """Return the form of a model.
-
-        Raises
-        ------
-        ValueError
-            If there are no arrays, or one is not of real numbers.
-        """
+        """Return the form of a model."""
         own = [np.asarray(array) for array in arrays]
         if not own or any(array.dtype.kind not in "fiu" for array in own):
             raise ValueError(
@@ -540,19 +469,11 @@ class Form(NamedTuple):
         )
 
     def vector(self, name: str, arrays: Sequence[Array]) -> Array:
-        """Return all numbers of a model in one vector.
-
-        Raises
-        ------
-        ValueError
-            If the arrays have other shapes, or a number is not finite.
-        """
+        """Return all numbers of a model in one vector, checked."""
         own = [np.asarray(array) for array in arrays]
-        if [array.shape for array in own] != self.shapes:
-            raise ValueError(
-                f"{name} must have arrays of shapes {self.shapes}, "
-                f"got {[array.shape for array in own]}."
-            )
+        shapes = [array.shape for array in own]
+        if shapes != self.shapes:
+            raise ValueError(f"{name} must have arrays of shapes {self.shapes}, got {shapes}.")
         vector = np.concatenate([array.ravel() for array in own]).astype(self.dtype)
         if not np.isfinite(vector).all():
             raise ValueError(f"{name} must be finite, got NaN or an infinite value.")
@@ -569,18 +490,12 @@ class Form(NamedTuple):
 
 
 def ordered_mean(inbox: Inbox, i: int) -> Array:
-    """Return ``inbox.mean(i)`` with the same last bits wherever the nodes are hosted.
-
-    A matrix product sums in an order that depends on how many nodes are hosted together; this adds
-    the messages one by one, in the order of their senders' ids.
-    """
+    """Return ``inbox.mean(i)`` with the same last bits wherever the nodes are hosted."""
     sent = inbox.arrays[i]
     mean = np.zeros((len(inbox.nodes), *sent.shape[1:]), dtype=sent.dtype)
     for k in range(len(mean)):
-        row = slice(inbox.weights.indptr[k], inbox.weights.indptr[k + 1])
-        places, weights = inbox.weights.indices[row], inbox.weights.data[row]
-        for at in np.argsort(inbox.senders[places], kind="stable"):
-            mean[k] += sent.dtype.type(weights[at]) * sent[places[at]]
+        for at, weight in inbox.weighed(k):
+            mean[k] += sent.dtype.type(weight) * sent[at]
     return mean
 
 

@@ -18,7 +18,7 @@ N_k without k                       ``Inbox.links[k]``: those whose messages wer
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -27,8 +27,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
-from flwr_perdl.core.checks import FLOATS, brief_repr, check_real
-from flwr_perdl.diffusion.topology import CombinationMatrix
+from flwr_perdl.core.checks import FLOATS, brief_repr, check_members, check_real
+from flwr_perdl.core.repr import short_repr
+from flwr_perdl.diffusion.topology import CombinationMatrix, Topology, metropolis_weights
 
 Array = NDArray[Any]
 Csr = Any  # scipy.sparse.csr_array; SciPy ships no types
@@ -93,11 +94,9 @@ class Inbox:
         The round, from 1.
     nodes : ndarray of shape (m,)
         Ids of the receivers: the nodes that are hosted together.
-    senders : ndarray of shape (s,)
-        Ids of the senders of the messages, ascending; the receivers are among them. Messages of
-        several rounds, if some are late, have an entry each: ids may repeat.
-    arrays : tuple of ndarray of shape (s, ...)
-        The messages, by sender.
+    senders, arrays : ndarray of shape (s,), tuple of ndarray of shape (s, ...)
+        Ids of the senders, ascending, the receivers among them, and the messages. Of several
+        rounds, if some are late, there is an entry each: ids may repeat.
     weights : sparse array of shape (m, s)
         The round's combination weights, a node's own included; rows sum to one.
     links : sparse array of shape (m, s)
@@ -142,15 +141,8 @@ class Inbox:
     def argmax(self, values: Array) -> NDArray[np.intp]:
         """Return which sender has the largest value, among a node and the neighbors received.
 
-        Parameters
-        ----------
-        values : ndarray of shape (s, q)
-            Values by sender, NaN-free.
-
-        Returns
-        -------
-        ndarray of shape (m, q)
-            Indices into the senders; of equal values the lowest id wins.
+        ``values`` (s, q) are NaN-free. Of equal values the lowest id wins: (m, q) indices into the
+        senders.
         """
         best = np.empty((len(self.nodes), values.shape[1]), dtype=np.intp)
         for k, own in enumerate(self.own):
@@ -160,42 +152,24 @@ class Inbox:
             best[k] = candidates[values[candidates].argmax(axis=0)]
         return best
 
+    def weighed(self, k: int) -> Iterable[tuple[int, np.floating[Any]]]:
+        """Return place and weight of each message that receiver k combines, by sender's id.
 
-def shown(observed: Mapping[str, Array], *names: str) -> list[Array]:
-    """Return what the nodes of a network have shown under these names.
-
-    Raises
-    ------
-    ValueError
-        If they have not: nodes of a federation choose what they show.
-    """
-    missing = [name for name in names if name not in observed]
-    if missing:
-        raise ValueError(
-            f"network must be of nodes that show what they observe, got no {missing[0]!r} "
-            '(a DiffusionClient with shows="nothing" keeps it).'
-        )
-    return [observed[name] for name in names]
+        A mean that adds the messages in this order has the same bits wherever the nodes are hosted;
+        a matrix product sums in an order that depends on how many are hosted together.
+        """
+        row = slice(self.weights.indptr[k], self.weights.indptr[k + 1])
+        places, weights = self.weights.indices[row], self.weights.data[row]
+        order = np.argsort(self.senders[places], kind="stable")
+        return zip(places[order], weights[order], strict=True)
 
 
 def product(weights: Csr, array: Array) -> Array:
-    """Return ``weights @ array`` over the leading axis, in the array's dtype.
+    """Return ``weights @ array``, (m, s) by (s, ...), in the array's dtype, the fastest way.
 
-    Dense or sparse, whichever is faster at the weights' density; over long rows compiled, which
-    takes half the time of SciPy's product.
-
-    Parameters
-    ----------
-    weights : sparse array of shape (m, s)
-        The weights.
-    array : ndarray of shape (s, ...)
-        Stacked arrays.
-
-    Raises
-    ------
-    ValueError
-        If the array is not of floats: the weights would all be rounded down to 0.
+    Over long rows it is compiled, which takes half the time of SciPy's product.
     """
+    # The weights would be rounded to integers.
     if array.dtype.kind != "f":
         raise ValueError(f"messages must be arrays of floats, got {array.dtype}.")
     flat = array.reshape(len(array), -1)
@@ -243,16 +217,8 @@ def exchanged(
 def within_limits(program: Program[State], state: State, inbox: Inbox) -> tuple[Inbox, list[int]]:
     """Return the inbox without messages beyond the program's limits, and who has sent these.
 
-    As with a message that is lost, the weight falls to the receiver.
-
-    Parameters
-    ----------
-    program : Program
-        Where it has no ``limits``, the inbox is returned as it is.
-    state : NamedTuple of arrays
-        The receivers' state after ``adapt``.
-    inbox : Inbox
-        What they have received.
+    As with a message that is lost, the weight falls to the receiver. ``state`` is that of the
+    receivers after ``adapt``.
     """
     limits = getattr(program, "limits", None)
     if limits is None:
@@ -272,23 +238,123 @@ def within_limits(program: Program[State], state: State, inbox: Inbox) -> tuple[
     return kept, np.unique(inbox.senders[columns]).tolist()
 
 
-class RunResult(NamedTuple):
-    """What `run_program` returns."""
+class Run(NamedTuple):
+    """How a distributed algorithm ended.
 
-    #: What the nodes showed at the end, (n_nodes, ...).
-    observed: dict[str, Array]
-    #: Communication rounds.
-    rounds: int
-    #: Floats that reached a neighbor, counted once per link.
-    floats_sent: float
-    #: The state of all nodes; None if they do not show it.
+    Attributes
+    ----------
+    state : NamedTuple of arrays, or None
+        The program's state of all nodes, in order; None if the nodes do not show it.
+    observed : dict of str to ndarray
+        What the nodes showed at the end (`Program.observe`), in order, shape (n_nodes, ...).
+    rounds : int
+        Communication rounds.
+    floats_sent : float
+        Floats that reached a neighbor, in all, counted once per link.
+    traffic : sparse array of shape (n_nodes, n_nodes)
+        Floats that node k heard from node j.
+    unheard : dict of int to int
+        Node -> in how many rounds its message was left out: for NaN or infinite values, or beyond
+        a receiver's limit (`Program`).
+    alive : ndarray of shape (n_nodes,)
+        Which nodes took part in the last round.
+    curves : dict of str to ndarray of shape (rounds, n_nodes)
+        What the nodes reported after every round (``report`` of a `Program`); NaN where a node has
+        reported nothing.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr_perdl.diffusion import Averaging, Topology
+    >>> from flwr_perdl.network import InMemoryNetwork
+    >>> run = InMemoryNetwork(Topology.ring(4)).run(Averaging(np.arange(4.0)[:, None]), 30)
+    >>> run.rounds, run.floats_sent
+    (30, 240.0)
+    """
+
     state: Any
-    #: What the nodes reported, (rounds, n_nodes); see `curves`.
-    curves: dict[str, Array]
-    #: Node -> in how many rounds its message was left out.
+    observed: dict[str, Array]
+    rounds: int
+    floats_sent: float
+    traffic: Csr
     unheard: dict[int, int]
-    #: Which nodes took part in the last round, (n_nodes,).
     alive: NDArray[np.bool_]
+    curves: dict[str, Array]
+
+    def __repr__(self) -> str:
+        """Return the fields in one line; what is large is only described."""
+        return short_repr(self)
+
+
+def weighted(network: Any) -> Any:
+    """Return what carries messages: a topology's Metropolis weights, or the network itself."""
+    if isinstance(network, Topology):
+        if network.directed:
+            raise ValueError(f"network must be undirected, or have weights, got {network!r}.")
+        return metropolis_weights(network)
+    if isinstance(network, CombinationMatrix):
+        return network
+    return check_members("network", network, "Topology, weights or a network", "run", "topology")
+
+
+def run_program(
+    program: Program[Any] | None,
+    network: Any,
+    n_rounds: int,
+    callback: Callable[[int, Any], Any] | None = None,
+    on_report: Callable[[int, dict[str, Array]], Any] | None = None,
+) -> Run:
+    """Run a program: the one way in which the learners of this package do.
+
+    Parameters
+    ----------
+    program : Program or None
+        With the data of all nodes; None where the network's nodes have programs of their own.
+    network : Topology, CombinationMatrix, or a network of `flwr_perdl.network`
+        The first two stand for all nodes in this process, without faults.
+    n_rounds, callback, on_report
+        As in the networks' ``run``.
+    """
+    network = weighted(network)
+    if not isinstance(network, CombinationMatrix):
+        asked = {"callback": callback, "on_report": on_report}
+        given = {name: function for name, function in asked.items() if function is not None}
+        run: Run = network.run(program, n_rounds, **given)
+        return run
+    assert program is not None
+    n, links = network.topology.n_nodes, network.topology.adjacency
+    state, traffic, unheard = program.start(np.arange(n)), 0 * links, Counter[int]()
+    rows: list[dict[str, Array]] = []
+    for round_ in range(1, n_rounds + 1):
+        state, inbox, left_out = exchanged(program, state, round_, network.matrix, links)
+        traffic = traffic + inbox.links * float(sum(array[0].size for array in inbox.arrays))
+        unheard.update(left_out)
+        rows.append(reported(program, state))
+        if callback is not None:
+            callback(round_, state)
+        if on_report is not None:
+            on_report(round_, rows[-1])
+    return Run(
+        state=state,
+        observed=program.observe(state),
+        rounds=n_rounds,
+        floats_sent=float(traffic.sum()),
+        traffic=traffic,
+        unheard=dict(sorted(unheard.items())),
+        alive=np.ones(n, dtype=bool),
+        curves=curves(rows, n),
+    )
+
+
+def shown(observed: Mapping[str, Array], *names: str) -> list[Array]:
+    """Return what the nodes have shown under these names; on a federation they choose what."""
+    missing = [name for name in names if name not in observed]
+    if missing:
+        raise ValueError(
+            f"network must be of nodes that show what they observe, got no {missing[0]!r} "
+            '(a DiffusionClient with shows="nothing" keeps it).'
+        )
+    return [observed[name] for name in names]
 
 
 def reported(
@@ -303,60 +369,10 @@ def reported(
 
 
 def curves(rows: Sequence[Mapping[str, Array]], n_nodes: int) -> dict[str, Array]:
-    """Return the reports of all rounds by name, (rounds, n_nodes); NaN where there is none.
-
-    Parameters
-    ----------
-    rows : sequence of dict of str to ndarray of shape (n_nodes,)
-        What all nodes reported, by round.
-    n_nodes : int
-        Number of nodes.
-    """
+    """Return the reports of all rounds by name, (rounds, n_nodes); NaN where there is none."""
     silent = np.full(n_nodes, np.nan)
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: np.stack([row.get(name, silent) for row in rows]) for name in names}
-
-
-def run_program(
-    program: Program[Any],
-    network: Any,
-    n_rounds: int,
-    callback: Callable[[int, Any], Any] | None = None,
-    on_report: Callable[[int, dict[str, Array]], Any] | None = None,
-) -> RunResult:
-    """Run a program.
-
-    Parameters
-    ----------
-    program : Program
-        With the data of all nodes.
-    network : CombinationMatrix, or a network of `flwr_perdl.network`
-        A matrix stands for all nodes in this process, without faults.
-    n_rounds : int
-        Communication rounds.
-    callback : callable, optional
-        Called with round and state after every round.
-    on_report : callable, optional
-        Called with round and what the nodes report (`Program`) after every round.
-    """
-    if not isinstance(network, CombinationMatrix):
-        asked = {"callback": callback, "on_report": on_report}
-        given = {name: function for name, function in asked.items() if function is not None}
-        run = network.run(program, n_rounds, **given)
-        return RunResult(**{name: getattr(run, name) for name in RunResult._fields})
-    n, links = network.topology.n_nodes, network.topology.adjacency
-    state, floats, rows, unheard = program.start(np.arange(n)), 0.0, [], Counter[int]()
-    for round_ in range(1, n_rounds + 1):
-        state, inbox, left_out = exchanged(program, state, round_, network.matrix, links)
-        floats += float(inbox.links.nnz * sum(array[0].size for array in inbox.arrays))
-        unheard.update(left_out)
-        rows.append(reported(program, state))
-        if callback is not None:
-            callback(round_, state)
-        if on_report is not None:
-            on_report(round_, rows[-1])
-    alive, left = np.ones(n, dtype=bool), dict(sorted(unheard.items()))
-    return RunResult(program.observe(state), n_rounds, floats, state, curves(rows, n), left, alive)
 
 
 def check_message(message: Any, n_nodes: int) -> tuple[Array, ...]:
@@ -405,18 +421,8 @@ def step_back(state: State, before: State, rows: NDArray[np.bool_]) -> State:
     return type(state)(*(chosen(new, old) for new, old in zip(state, before, strict=True)))
 
 
-class AveragingState(NamedTuple):
-    """State of `Averaging`; see `Program`.
-
-    Attributes
-    ----------
-    nodes : ndarray of shape (m,)
-        Ids.
-    own : ndarray of shape (m, ...)
-        What each node contributes.
-    estimate : ndarray of shape (m, ...)
-        Each node's estimate of the mean.
-    """
+class MeanState(NamedTuple):
+    """State of `Averaging`: ids (m,), what each node contributes and its estimate, (m, ...)."""
 
     nodes: NDArray[np.intp]
     own: Array
@@ -454,37 +460,31 @@ class Averaging:
         self.values = values
         self.step = step if step is None else check_real("step", step, 0, 1, open_low=True)
 
-    def start(self, nodes: NDArray[np.intp]) -> AveragingState:
-        """Return the state before the first round.
-
-        Raises
-        ------
-        ValueError
-            If there are too few values, or they are not float64 or float32.
-        """
+    def start(self, nodes: NDArray[np.intp]) -> MeanState:
+        """Return the state before the first round."""
         values = self.values
         if not isinstance(values, Mapping) and not len(values) > max(nodes):
             raise ValueError(f"values must be one per node, got {len(values)}.")
         own = np.stack([values[k] for k in nodes])
         if own.dtype not in FLOATS:
             raise ValueError(f"values must be float64 or float32, got {own.dtype}.")
-        return AveragingState(nodes, own, own if self.step is None else np.zeros_like(own))
+        return MeanState(nodes, own, own if self.step is None else np.zeros_like(own))
 
-    def adapt(self, state: AveragingState, round_: int) -> AveragingState:
+    def adapt(self, state: MeanState, round_: int) -> MeanState:
         """Move the estimate towards the node's own value (68), or keep it."""
         if self.step is None:
             return state
         estimate = state.estimate - self.step * (state.estimate - state.own)
         return state._replace(estimate=estimate)
 
-    def message(self, state: AveragingState) -> tuple[Array, ...]:
+    def message(self, state: MeanState) -> tuple[Array, ...]:
         """Return the estimate."""
         return (state.estimate,)
 
-    def combine(self, state: AveragingState, inbox: Inbox) -> AveragingState:
+    def combine(self, state: MeanState, inbox: Inbox) -> MeanState:
         """Average over the neighborhood."""
         return state._replace(estimate=inbox.mean())
 
-    def observe(self, state: AveragingState) -> dict[str, Array]:
+    def observe(self, state: MeanState) -> dict[str, Array]:
         """Return the estimates."""
         return {"estimate": state.estimate}

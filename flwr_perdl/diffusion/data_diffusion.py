@@ -62,9 +62,9 @@ from flwr_perdl.diffusion._replacement import (
     unit_rows,
     value_of,
 )
-from flwr_perdl.diffusion.combine import Inbox, run_program, shown
+from flwr_perdl.diffusion.combine import Inbox, run_program, shown, weighted
 from flwr_perdl.diffusion.objectives import check_positive
-from flwr_perdl.diffusion.topology import Topology, metropolis_weights, rounds_to_all
+from flwr_perdl.diffusion.topology import rounds_to_all
 from flwr_perdl.random import spawn
 
 #: A node's data: all of it, or a function of the round that returns a batch.
@@ -82,7 +82,7 @@ STARTS = ("samples", "common")
 
 
 class DictionaryState(NamedTuple):
-    """The state of the nodes hosted here; from ``use`` on it serves the replacement of atoms.
+    """The state of the m nodes hosted here; from ``use`` on it serves the replacement of atoms.
 
     Attributes
     ----------
@@ -92,16 +92,13 @@ class DictionaryState(NamedTuple):
         Unit atoms; after ``adapt`` what is sent (psi).
     error : ndarray of shape (m,)
         Share of the last batch's energy that its codes do not explain.
-    use : ndarray of shape (m, n_atoms)
-        An atom's share of a sample's code, mean over samples, summed over ``counted`` rounds.
-    counted : ndarray of shape (m,)
-        Rounds since the last replacement.
+    use, counted : ndarrays of shape (m, n_atoms) and (m,)
+        An atom's share of a sample's code, mean over samples, summed over the rounds since the last
+        replacement; how many these are.
     worth : ndarray of shape (m, n_atoms)
         The largest use of an atom at any node, as far as known here (see `key_of`).
-    score : ndarray of shape (m, n_slots)
-        Scores of the best candidates known here (see `key_of`).
-    candidates : ndarray of shape (m, n_slots, n_features)
-        These candidates, unit vectors.
+    score, candidates : ndarrays of shape (m, n_slots) and (m, n_slots, n_features)
+        Scores of the best candidates known here, and these, unit vectors.
     """
 
     nodes: NDArray[np.intp]
@@ -143,18 +140,16 @@ class DataDiffusion:
     """Learn one dictionary at many nodes, each with data of its own (P3 Algorithm 1).
 
     In every round a node codes its data with its dictionary, updates the dictionary from the
-    codes, sends it to its neighbors, and takes the weighted mean of what it hears, atoms brought
+    codes, sends it to its neighbors, and takes the weighted mean of what it receives, atoms brought
     back to unit norm.
 
     **What a neighbor receives**: the updated dictionary; with ``replacement``, how much each atom
     is used (the largest value of all nodes) and up to eight candidates, which nodes forward. Never
-    codes. With ``start="common"`` and ``replacement="private"``, the defaults, all that leaves a
-    node is made from sums over at least two of its samples. That does not hold against a neighbor
-    that lies: from the answers to dictionaries of its choice it computes samples (see
-    docs/security.md). Two choices do show samples. With ``start="samples"``, the paper's, a node's
-    first dictionary is ``n_atoms`` of its samples, normalized, and an atom remains a sample until
-    at least two samples contribute to it. With ``replacement="samples"`` the worst represented
-    samples go to everyone in the network.
+    codes. By default all that leaves a node is made from sums over at least two of its samples;
+    a neighbor that lies computes samples from the answers to dictionaries of its choice
+    (docs/security.md). Two choices do show samples: with ``start="samples"``, the paper's, a node's
+    first dictionary is ``n_atoms`` of them, normalized; with ``replacement="samples"`` the worst
+    represented ones go to everyone in the network.
 
     Parameters
     ----------
@@ -162,9 +157,8 @@ class DataDiffusion:
         Atoms of the dictionary.
     coder : str or callable, default "omp"
         "omp" with ``n_nonzero`` atoms per sample; "lasso" or "focuss" with penalty ``alpha``;
-        "nonnegative", least squares with a ridge of the size of rounding, which keeps the problem
-        solvable when atoms have become equal (at most as many atoms as features); or
-        ``coder(X, D)`` that returns codes.
+        "nonnegative", least squares (at most as many atoms as features); or ``coder(X, D)`` that
+        returns codes.
     n_nonzero : int, default 3
         Atoms per sample of "omp".
     alpha : float, default 0.1
@@ -174,8 +168,6 @@ class DataDiffusion:
         Least squares, approximate K-SVD, or the paper's gradient steps.
     step : float or None, default None
         Length of a gradient step; None is one over the largest eigenvalue of ``C.T @ C``.
-    inner_steps : int, default 1
-        Updates with the same codes before the exchange.
     nonnegative : bool, default False
         Set negative entries of updated atoms to zero.
     alignment : {"none", "sign", "assignment"}, default "none"
@@ -185,32 +177,23 @@ class DataDiffusion:
         atoms up to signs; harmful with random starts. "assignment": matched one to one, for nodes
         that have already learned, each with its own order of atoms.
     replacement : {"private", "samples", None}, default "private"
-        What replaces an atom that no node uses much or that is nearly equal to another one.
+        What replaces an atom that no node uses half as much as an atom in the mean, or that is
+        nearly equal to another one.
+        None with ``alignment="assignment"``, where atom j is not the same atom everywhere.
         "samples": the worst represented samples. "private": the leading direction of a half of the
-        users of another atom, whose users are represented badly, as if it stood for two. None: no
-        replacement.
+        users of another atom, whose users are represented badly, as if it stood for two.
     replace_every : int, default 10
         Rounds between replacements, at least as many as a value takes to reach every node.
-    least_use : float, default 0.5
-        An atom is dead if its share of the codes is at every node at most this times the mean share
-        of an atom.
-
-    Raises
-    ------
-    ValueError
-        If a parameter is not as described, or ``replacement`` comes with
-        ``alignment="assignment"``, where atom j is not the same atom everywhere.
 
     Notes
     -----
     *Replacement without a coordinator.* Every ``replace_every`` rounds each node computes the worth
     of its atoms (the mean share ``|c_j| / sum |c|`` of a sample's code; 0 if an earlier atom is
-    nearly equal) and its candidates, each with a score. These travel with the dictionaries for as
-    many rounds as the network's diameter, and every node keeps the largest values. Then all nodes
-    hold the same numbers, and replace the same atoms, the least used first, by the same candidates
-    in the same round. If messages are lost, some nodes may miss a replacement, which the
-    combination then averages in. Scores are relative to what else the same node does not explain,
-    so that a noisy node's candidates do not always win.
+    nearly equal) and its candidates, each with a score relative to what else the node does not
+    explain, so that a noisy node's do not always win. These travel with the dictionaries for as
+    many rounds as the network's diameter, and every node keeps the largest values. Then all replace
+    the same atoms, the least used first, by the same candidates in the same round. If messages are
+    lost, some nodes may miss a replacement, which the combination then averages in.
 
     Examples
     --------
@@ -229,12 +212,10 @@ class DataDiffusion:
     alpha: float = 0.1
     update: str = "mod"
     step: float | None = None
-    inner_steps: int = 1
     nonnegative: bool = False
     alignment: str = "none"
     replacement: str | None = "private"
     replace_every: int = 10
-    least_use: float = 0.5
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -247,7 +228,6 @@ class DataDiffusion:
         check_choice("update", self.update, UPDATES)
         if self.step is not None:
             check_real("step", self.step, 0, LARGE, open_low=True)
-        check_count("inner_steps", self.inner_steps, 1)
         check_choice("alignment", self.alignment, ALIGNMENTS)
         if self.replacement is not None:
             check_choice("replacement", self.replacement, REPLACEMENTS)
@@ -257,7 +237,6 @@ class DataDiffusion:
                     f"got {self.replacement!r}."
                 )
         check_count("replace_every", self.replace_every, 1)
-        check_real("least_use", self.least_use, 0, 1)
 
     def fit(
         self,
@@ -294,21 +273,12 @@ class DataDiffusion:
         Returns
         -------
         Diffused
-            Every node's dictionary, and what it cost.
-
-        Raises
-        ------
-        ValueError
-            If the data do not fit the network or each other, or the network consists of
-            several parts that do not hear each other.
         """
         check_count("n_rounds", n_rounds)
-        if isinstance(network, Topology):
-            network = metropolis_weights(network)
-        topology = network.topology
-        agreement = rounds_to_all(network)
-        if len(data) != topology.n_nodes:
-            raise ValueError(f"data must be of {topology.n_nodes} nodes, got {len(data)}.")
+        network = weighted(network)
+        agreement, n_nodes = rounds_to_all(network), network.topology.n_nodes
+        if len(data) != n_nodes:
+            raise ValueError(f"data must be of {n_nodes} nodes, got {len(data)}.")
         program = self.program(dict(enumerate(data)), agreement=agreement, start=start, seed=seed)
         run = run_program(program, network, n_rounds, callback)
         dictionaries, error = shown(run.observed, "dictionaries", "error")
@@ -316,25 +286,11 @@ class DataDiffusion:
         return Diffused(dictionaries, error, apart, run.rounds, run.floats_sent)
 
     def program(
-        self,
-        data: Mapping[int, Data],
-        *,
-        agreement: int,
-        start: Start = "common",
-        seed: int = 0,
+        self, data: Mapping[int, Data], *, agreement: int, start: Start = "common", seed: int = 0
     ) -> DictionaryProgram:
-        """Return the program that a network runs.
+        """Return the program that a network runs, with data of the nodes hosted here, by node.
 
-        Parameters
-        ----------
-        data : mapping of int to ndarray or callable
-            Node -> its data, of the nodes that may be hosted here; see :meth:`fit`.
-        agreement : int
-            Rounds that a value takes to reach every node: the diameter of the network.
-        start : str, ndarray, mapping or callable, default "common"
-            See :meth:`fit`.
-        seed : int, default 0
-            Seed of all draws.
+        ``agreement`` is how many rounds a value takes to reach every node: the diameter.
         """
         return DictionaryProgram(self, data, agreement, start, seed)
 
@@ -353,12 +309,10 @@ class DataDiffusion:
     def adapted(self, X: Matrix, C: Matrix, D: Matrix) -> Matrix:
         """Return the dictionary that a node sends (psi), from its data, codes and dictionary."""
         if self.update == "gradient":
-            psi = _gradient_steps(X, C, D, self.step, self.inner_steps)
+            psi = _gradient_step(X, C, D, self.step)
         else:
             learner = MODLearner if self.update == "mod" else KSVDLearner
-            psi = D
-            for _ in range(self.inner_steps):
-                psi = learner(self.n_atoms).update(X, C, psi)
+            psi = learner(self.n_atoms).update(X, C, D)
         return _clipped(psi, D) if self.nonnegative else psi
 
     def _disagreement(self, dictionaries: Matrix) -> float:
@@ -402,16 +356,16 @@ class DictionaryProgram:
     def start(self, nodes: NDArray[np.intp]) -> DictionaryState:
         """Return the state before the first round."""
         first = [self._first(int(node)) for node in nodes]
-        for node, own in zip(nodes, first, strict=True):
-            if own.shape != first[0].shape:
-                raise ValueError(
-                    f"data of node {node} must have {first[0].shape[1]} columns, as others have, "
-                    f"got {own.shape[1]}."
-                )
+        d = first[0].shape[1]
+        odd = next((i for i, own in enumerate(first) if own.shape[1] != d), None)
+        if odd is not None:
+            raise ValueError(
+                f"data of node {nodes[odd]} must have {d} columns, as others have, got "
+                f"{first[odd].shape[1]}."
+            )
         D = np.stack(first)
-        m, r, d = D.shape
-        replacing = self.learner.replacement is not None
-        atoms, slots = (r, min(SLOTS, r)) if replacing else (0, 0)
+        m, atoms = D.shape[:2] if self.learner.replacement is not None else (len(D), 0)
+        slots = min(SLOTS, atoms)
         return DictionaryState(
             nodes,
             D,
@@ -425,10 +379,10 @@ class DictionaryProgram:
 
     def adapt(self, state: DictionaryState, round_: int) -> DictionaryState:
         """Code and update at every node; every ``every`` rounds, propose replacements."""
-        learner = self.learner
-        after = _copy(state)
-        for i, node in enumerate(state.nodes):
-            X, D = self._batch(int(node), round_), state.dictionaries[i]
+        learner, copies = self.learner, {name: a.copy() for name, a in state._asdict().items()}
+        after = DictionaryState(**copies)
+        for i, node in enumerate(map(int, state.nodes)):
+            X, D = self._batch(node, round_), state.dictionaries[i]
             if X.shape[1] != D.shape[1]:
                 raise ValueError(
                     f"data of node {node} must have {D.shape[1]} columns, got shape {X.shape}."
@@ -443,20 +397,14 @@ class DictionaryProgram:
                 continue
             after.use[i] += shares_of(C)
             after.counted[i] += 1
-            if round_ % self.every == 0:
-                epoch = round_ // self.every
+            epoch, within = divmod(round_, self.every)
+            if within == 0:
                 worth = np.where(is_double(D), 0, after.use[i] / after.counted[i])
-                score, vectors = propose(
-                    learner.replacement,
-                    X,
-                    C,
-                    D,
-                    len(after.score[i]),
-                    nonnegative=learner.nonnegative,
+                score, after.candidates[i] = propose(
+                    learner.replacement, X, C, D, state.score.shape[1], learner.nonnegative
                 )
                 after.worth[i] = key_of(epoch, worth)
-                after.score[i] = key_of(epoch, score * (1 - TIE * int(node)))
-                after.candidates[i] = vectors
+                after.score[i] = key_of(epoch, score * (1 - TIE * node))
         return after
 
     def message(self, state: DictionaryState) -> tuple[Matrix, ...]:
@@ -473,10 +421,9 @@ class DictionaryProgram:
             [normalize_atoms(*pair) for pair in zip(mean, unit_rows(sent), strict=True)]
         )
         state = state._replace(dictionaries=combined)
-        if self.learner.replacement is None:
-            return state
         news = inbox.round % self.every
-        if inbox.round < self.every or news >= self.agreement:
+        idle = inbox.round < self.every or news >= self.agreement
+        if self.learner.replacement is None or idle:
             return state
         most, best = inbox.argmax(inbox.arrays[1]), inbox.argmax(inbox.arrays[2])
         state = state._replace(
@@ -497,18 +444,14 @@ class DictionaryProgram:
             worth, score = value_of(epoch, state.worth[i]), value_of(epoch, state.score[i])
             if np.isnan(worth).any():  # not all values have arrived
                 continue
-            D[i] = replace(D[i], worth, score, state.candidates[i], self.learner.least_use)
-        zeros = np.zeros_like
-        return state._replace(dictionaries=D, use=zeros(state.use), counted=zeros(state.counted))
+            D[i] = replace(D[i], worth, score, state.candidates[i])
+        return state._replace(dictionaries=D, use=0 * state.use, counted=0 * state.counted)
 
     def _aligned_mean(self, inbox: Inbox) -> Matrix:
         sent = inbox.arrays[0]
         mean = np.zeros((len(inbox.nodes), *sent.shape[1:]), dtype=sent.dtype)
         for k, own in enumerate(inbox.own):
-            row = slice(inbox.weights.indptr[k], inbox.weights.indptr[k + 1])
-            senders, weights = inbox.weights.indices[row], inbox.weights.data[row]
-            order = np.argsort(senders)  # the same sums on every transport
-            for j, weight in zip(senders[order], weights[order], strict=True):
+            for j, weight in inbox.weighed(k):
                 other = sent[j]
                 if j != own:
                     other = _aligned(other, sent[own], order=self.learner.alignment != "sign")
@@ -549,21 +492,10 @@ class DictionaryProgram:
 
 
 def aligned(D: Matrix, reference: Matrix, *, order: bool = True) -> Matrix:
-    """Return the atoms of ``D`` in the order and with the signs of ``reference``.
+    """Return the atoms of ``D`` with the signs of ``reference``, and with ``order`` in its order.
 
-    Parameters
-    ----------
-    D : ndarray of shape (n_atoms, n_features)
-        Atoms, of any length.
-    reference : ndarray of shape (n_atoms, n_features)
-        Atoms in the wanted order.
-    order : bool, default True
-        Whether the order may change (the assignment with the largest sum of cosines), or signs
-        only.
-
-    Returns
-    -------
-    ndarray of shape (n_atoms, n_features)
+    Both are (n_atoms, n_features), of any length. The order is the assignment with the largest sum
+    of cosines.
     """
     reference = check_magnitude("reference", check_array("reference", reference))
     D = check_magnitude("D", check_array("D", D, columns=reference.shape[1]))
@@ -577,11 +509,6 @@ def _aligned(D: Matrix, reference: Matrix, *, order: bool) -> Matrix:
         cosines = np.abs(unit_rows(reference) @ unit_rows(D).T)
         D = D[linear_sum_assignment(cosines, maximize=True)[1]]
     return np.where(np.sum(D * reference, axis=1, keepdims=True) < 0, -D, D)
-
-
-def _copy(state: DictionaryState) -> DictionaryState:
-    arrays: Any = (array.copy() for array in state)
-    return DictionaryState(*arrays)
 
 
 def _nonnegative_codes(X: Matrix, D: Matrix) -> Matrix:
@@ -602,13 +529,11 @@ def _clipped(D: Matrix, fallback: Matrix) -> Matrix:
     return np.where(clipped.any(axis=1, keepdims=True), clipped, fallback)
 
 
-def _gradient_steps(X: Matrix, C: Matrix, D: Matrix, step: float | None, n_steps: int) -> Matrix:
+def _gradient_step(X: Matrix, C: Matrix, D: Matrix, step: float | None) -> Matrix:
     """Step 2 of Algorithm 1, for the atoms to which at least two samples contribute."""
     kept = np.where(atom_support(C) >= 2 * (1 - 1e-9), C, 0).astype(C.dtype)
     if step is None:
         curvature = float(np.linalg.norm(kept.T @ kept, 2))
         step = 1 / curvature if curvature else 0.0
-    gram, moment = kept.T @ C, kept.T @ X
-    for _ in range(n_steps):
-        D = D + D.dtype.type(step) * (moment - gram @ D)
-    return D
+    moved: Matrix = D + D.dtype.type(step) * (kept.T @ X - (kept.T @ C) @ D)
+    return moved

@@ -18,7 +18,6 @@ paper                                       here
 ATC diffusion (31), projected (37)          :class:`ATC`
 Jacobian ADMM (39)                          :class:`JacobianADMM`
 (41), (42)                                  ``objective.residual(nu)``, ``objective.code(S)``
-CVX in Section IV-A                         :func:`exact_dual`
 ``J_k(nu_k; xi)`` (29), (60)                :func:`local_costs`
 =========================================== ===================================================
 
@@ -31,16 +30,14 @@ Two methods are not in the paper, because (31) converges slowly, and only to a p
   convergence of the ADMM in decentralized consensus optimization", IEEE TSP 2014), over-relaxed
   (as in Eckstein and Bertsekas, 1992), with a penalty of its own for every edge.
 
-**What each party receives.** In every round an agent sends its neighbors its current estimate of
-nu (or of a gradient step from it), n_features floats per sample. No atom and no code ever travels.
-But nu *is* the residual of the sample (58): an agent's neighbors learn the sample up to what the
-atoms explain, whether they are informed or not.
+**What each party receives.** In every round an agent sends its neighbors its estimate of nu (or of
+a gradient step from it), n_features floats per sample, and never an atom or a code. But nu *is* the
+residual of the sample (58): an agent's neighbors learn the sample up to what the atoms explain,
+whether they are informed or not.
 
 The methods are in ``_atc.py`` and ``_admm.py``, what they share in ``_dual.py``, the exact solution
-in ``_minimize.py``. Two tricks save time and change nothing but rounding: blocks of samples run in
-threads with short NumPy buffers (``core/threads.py``, ``core/memory.py``), and
-`infer` iterates in fewer coordinates where it can (``_span.py``). Rounds are compiled
-where that is faster (``_kernels.py``): the same bits.
+in ``_minimize.py``. Blocks of samples run in threads, in fewer coordinates where that is possible
+(``_span.py``), and rounds are compiled where that is faster (``_kernels.py``): the same results.
 """
 
 from __future__ import annotations
@@ -49,7 +46,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 from math import ceil
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import sparse
@@ -60,9 +57,7 @@ from flwr_perdl.core.checks import (
     check_choice,
     check_count,
     check_flag,
-    check_kind,
     check_magnitude,
-    check_members,
     check_real,
 )
 from flwr_perdl.core.memory import short_buffers
@@ -79,13 +74,12 @@ from flwr_perdl.diffusion._dual import (
 )
 from flwr_perdl.diffusion._minimize import costs, descend, minimize
 from flwr_perdl.diffusion._span import Found, in_span
-from flwr_perdl.diffusion.combine import shown
+from flwr_perdl.diffusion.combine import run_program, shown, weighted
 from flwr_perdl.diffusion.objectives import Objective, check_closed_forms, check_objective
 from flwr_perdl.diffusion.topology import (
     CombinationMatrix,
     Topology,
-    check_topology,
-    metropolis_weights,
+    matrices_of,
 )
 
 __all__ = [
@@ -98,7 +92,6 @@ __all__ = [
     "ExactDual",
     "Inference",
     "JacobianADMM",
-    "Network",
     "exact_dual",
     "infer",
     "local_costs",
@@ -117,6 +110,9 @@ def local_costs(
 ) -> Matrix:
     """Return each agent's cost ``J_k(nu_k; x)`` (29) at its own dual variables.
 
+    At the optimum their sum is minus the least cost of coding the sample (65): how new it is to the
+    network. The agents find their mean by `Averaging`.
+
     Parameters
     ----------
     objective : Objective
@@ -133,8 +129,6 @@ def local_costs(
     Returns
     -------
     ndarray of shape (n_agents, n_samples)
-        At the optimum their sum is minus the least cost of coding the sample (65): how new it is to
-        the network. The agents find their mean by `Averaging`.
 
     Examples
     --------
@@ -203,8 +197,8 @@ def exact_dual(
 ) -> ExactDual:
     """Solve the inference problem (7) and its dual (28) in one place.
 
-    The reference for all methods, and the limit of all but ATC on any connected network. It does
-    not depend on which agents are informed.
+    The reference for all methods, and the limit of all but ATC on any connected network, whichever
+    agents are informed.
 
     Parameters
     ----------
@@ -213,22 +207,12 @@ def exact_dual(
     X : ndarray of shape (n_samples, n_features)
         Samples.
     dictionaries : sequence of ndarray of shape (n_atoms_k, n_features)
-        The agents' atoms.
+        The agents' atoms, of norm at most 1.
     tolerance : float, default 0.0
         Relative error of the duals that is allowed, ``||nu - nu^o|| <= tolerance * ||x||``. With 0
-        the solution is exact but for rounding, and computed in float64. Where there are many
-        atoms, a positive tolerance saves time under the squared loss; under another loss the
+        the solution is exact but for rounding, in the dtype of X, and computed in float64. With
+        many atoms a positive tolerance saves time under the squared loss; under another loss the
         solution stays exact.
-
-    Returns
-    -------
-    ExactDual
-        In the dtype of X.
-
-    Raises
-    ------
-    ValueError
-        If shapes do not fit or values are not finite.
 
     Examples
     --------
@@ -248,8 +232,8 @@ def exact_dual(
     if exact:
         W, X = W.astype(np.float64), X.astype(np.float64, copy=False)
         a = objective.strong_convexity
-        found = minimize(objective, W[None], X[None] / a, np.array([a]))
-        codes, nu = found.codes[0], found.nu[0]  # (28) is an agent's problem (39a) with all atoms
+        # (28) is an agent's problem (39a) with all atoms.
+        (nu,), (codes,) = minimize(objective, W[None], X[None] / a, np.array([a]))
     else:
         codes = descend(objective, W, X, tolerance)
         nu = X - codes @ W  # (55): of the squared loss the dual is the residual
@@ -294,26 +278,16 @@ class Inference(NamedTuple):
     converged: bool
 
 
-class Network(Protocol):
-    """Anything that runs programs, such as ``flwr_perdl.network.InMemoryNetwork``."""
-
-    def run(self, program: Any, n_rounds: int) -> Any:
-        """Return an object with ``observed`` and ``rounds``."""
-        ...
-
-
 def infer(
     objective: Objective,
     X: Matrix,
     dictionaries: Sequence[Matrix],
-    topology: Topology,
+    network: Any,
     *,
     method: str = "admm",
     n_rounds: int | None = None,
     tolerance: float = 1e-3,
     informed: Sequence[int] | None = None,
-    weights: CombinationMatrix | None = None,
-    network: Network | None = None,
     return_nu: bool = True,
     compress: bool | None = None,
     **options: Any,
@@ -321,8 +295,8 @@ def infer(
     """Infer the duals and codes of samples: every agent has its own atoms, and hears its neighbors.
 
     In memory, a block of samples ends when every agent's residual is within the tolerance; blocks
-    run on as many cores as there are. On a ``network``, where no agent knows the others' residuals,
-    all ``n_rounds`` are run.
+    run on as many cores as there are. On a network of messages, where no agent knows the others'
+    residuals, all ``n_rounds`` are run.
 
     Parameters
     ----------
@@ -332,8 +306,12 @@ def infer(
         Samples.
     dictionaries : sequence of ndarray of shape (n_atoms_k, n_features)
         The agents' atoms, of norm at most 1.
-    topology : Topology
-        Who hears whom; connected and undirected.
+    network : Topology, CombinationMatrix, or a network of `flwr_perdl.network`
+        Who hears whom, connected and undirected, with doubly stochastic weights
+        (``"exact_diffusion"``: symmetric ones; the ADMMs do not use them). A topology means
+        Metropolis weights; with the first two all is in memory, without faults. A network that
+        changes may not have links that its ``topology`` lacks with an ADMM, which keeps a
+        multiplier per link.
     method : {"admm", "atc", "exact_diffusion", "jacobian_admm"}, default "admm"
         `ConsensusADMM`, `ATC`, `ExactDiffusion` or `JacobianADMM`.
     n_rounds : int, optional
@@ -343,14 +321,6 @@ def infer(
         Residual at which to stop; 0: never.
     informed : sequence of int, optional
         The agents that see the samples; all by default.
-    weights : CombinationMatrix, optional
-        Combination weights of the diffusions, doubly stochastic; Metropolis' by default. A network
-        has its own.
-        ``"exact_diffusion"`` needs symmetric ones. The ADMMs do not use them.
-    network : Network, optional
-        Carries the messages; by default all is in memory, without faults. Its topology must have
-        as many nodes; for the ADMMs, which keep a multiplier per link, its links must be among
-        those of ``topology``.
     return_nu : bool, default True
         Whether to return the estimates as well.
     compress : bool, optional
@@ -359,15 +329,6 @@ def infer(
         a bounded V_f the diffusions can do so as well, unless an entry meets a bound and leaves it.
     **options : float
         Options of the method: ``step``, ``penalty``, ``relaxation``.
-
-    Returns
-    -------
-    Inference
-
-    Raises
-    ------
-    ValueError
-        If an argument breaks its rule, or the topology is directed or not connected.
 
     Examples
     --------
@@ -383,37 +344,35 @@ def infer(
     kind = METHODS[check_choice("method", method, METHODS)]
     tolerance = check_real("tolerance", tolerance, 0)
     check_objective(objective)
-    check_topology(topology)
     return_nu = check_flag("return_nu", return_nu)
+    if isinstance(network, CombinationMatrix):
+        _check_sums(network, kind)
+        options = {**_contraction(network, kind), **options}
+    network = weighted(network)
+    in_memory = isinstance(network, CombinationMatrix)
+    if in_memory and not network.is_connected:
+        raise ValueError(f"network must be connected, got {network}.")
+    topology: Topology = network.topology
     agents = informed_agents(informed, topology.n_nodes)
-    compress = _compresses(compress, objective, kind, network, (sum(map(len, atoms)), X.shape[1]))
-    if weights is not None:
-        _check_weights(weights, topology, kind, network)
-        options = {**_contraction(weights, kind), **options}
+    compress = _compresses(compress, objective, kind, in_memory, (sum(map(len, atoms)), X.shape[1]))
 
     def program(objective: Objective, Y: Matrix, W: Sequence[Matrix]) -> DualInference:
         return kind(objective, topology, W, Y, agents, **options)
 
     first = program(objective, X, atoms)
-    if n_rounds is None:
-        # The time constant is an estimate. In memory the residuals end the run: a limit of four
-        # times as many rounds costs nothing where they are not needed.
-        n_rounds = first.rounds(tolerance or float(np.finfo(X.dtype).eps))
-        n_rounds = min(n_rounds * (1 if network is not None else 4), MOST_ROUNDS)
-    check_count("n_rounds", n_rounds)
-    if network is not None:
-        _check_network(network, first)
-        run = network.run(first, n_rounds)
-        rounds, seen = run.rounds, run.observed
-    else:
-        matrix = metropolis_weights(topology) if weights is None else weights
-        solve = partial(_in_blocks, program, matrix, n_rounds, tolerance)
+    n_rounds = _most_rounds(n_rounds, first, tolerance, in_memory)
+    if in_memory:
+        solve = partial(_in_blocks, program, network, n_rounds, tolerance)
         with one_blas_thread():  # blocks run in threads, which BLAS threads would compete with
             if compress:
                 reach = _reach(first, n_rounds)
                 rounds, seen = in_span(objective, X, atoms, reach, solve, back=return_nu)
             else:
                 rounds, seen = solve(objective, X, atoms)
+    else:
+        check_carrier(network, first)
+        run = run_program(first, network, n_rounds)
+        rounds, seen = run.rounds, run.observed
     codes, nu, residual = shown(seen, "codes", "nu", "residual")
     return Inference(
         # Agents with fewer atoms than others were filled up with zeros, see `DualState`.
@@ -425,23 +384,34 @@ def infer(
     )
 
 
+def _most_rounds(
+    n_rounds: int | None, program: DualInference, tolerance: float, in_memory: bool
+) -> int:
+    if n_rounds is not None:
+        return check_count("n_rounds", n_rounds)
+    # The time constant is an estimate. In memory the residuals end the run: a limit of four times
+    # as many rounds costs nothing where they are not needed.
+    needed = program.rounds(tolerance or float(np.finfo(program.X.dtype).eps))
+    return min(needed * (4 if in_memory else 1), MOST_ROUNDS)
+
+
 def _compresses(
     compress: bool | None,
     objective: Objective,
     kind: type[DualInference],
-    network: Network | None,
+    in_memory: bool,
     shape: tuple[int, int],
 ) -> bool:
     """Return whether to iterate in the span of sample and atoms; ``shape`` is that of all atoms."""
-    compress = None if compress is None else check_flag("compress", compress)
     exact = not np.isfinite(objective.bound)
     if compress is None:
         # The way to the span and back costs a few rounds; a round is cheaper by the ratio of the
         # dimensions. From one half on this pays.
-        return exact and network is None and 2 * (shape[0] + 1) <= shape[1]
-    if compress and (network is not None or not (exact or issubclass(kind, ATC))):
+        return exact and in_memory and 2 * (shape[0] + 1) <= shape[1]
+    compress = check_flag("compress", compress)
+    if compress and not (in_memory and (exact or issubclass(kind, ATC))):
         raise ValueError(
-            "compress must be False with a network, or with an ADMM and a bounded V_f, got True: "
+            "compress must be False on a network, or with an ADMM and a bounded V_f, got True: "
             "the span of sample and atoms is known in memory only, and ADMM leaves it at bounds."
         )
     return compress
@@ -503,45 +473,24 @@ def _in_memory(
     return round_, program.observe(state)
 
 
-def _check_weights(
-    weights: CombinationMatrix,
-    topology: Topology,
-    kind: type[DualInference],
-    network: Network | None,
-) -> None:
-    """Raise a ValueError if a method cannot combine with these weights."""
-    check_kind("weights", weights, CombinationMatrix, "a CombinationMatrix")
-    if network is not None:
-        raise ValueError(f"weights must be None with a network, which has its own, got {weights}.")
-    if weights.topology.n_nodes != topology.n_nodes:
-        raise ValueError(f"weights must be for {topology.n_nodes} nodes, got {weights}.")
-    if not weights.is_connected:
-        raise ValueError(f"weights must connect all nodes, got {weights}.")
-    _check_sums(weights, kind)
-
-
 def _check_sums(weights: CombinationMatrix, kind: type[DualInference]) -> None:
     """Raise a ValueError if a diffusion with these weights does not lead to the optimum."""
     if not weights.doubly_stochastic:
-        raise ValueError(f"weights must be doubly stochastic, got {weights}.")
+        raise ValueError(f"network must have doubly stochastic weights, got {weights}.")
     if kind is ExactDiffusion and (weights.matrix != weights.matrix.T).nnz:
         raise ValueError(
-            f'weights must be symmetric with method "exact_diffusion", got {weights}: "atc" takes '
-            "any doubly stochastic ones."
+            f'network must have symmetric weights with method "exact_diffusion", got {weights}: '
+            '"atc" takes any doubly stochastic ones.'
         )
 
 
-def _check_network(network: Network, program: DualInference) -> None:
-    """Raise a ValueError if the program cannot find the duals on this network."""
-    check_members("network", network, "Network", "run")
-    ours, theirs = program.topology, getattr(network, "topology", program.topology)
-    if theirs.n_nodes != ours.n_nodes:
-        raise ValueError(f"network must have {ours.n_nodes} nodes as topology, got {theirs!r}.")
-    if isinstance(program, ATC):
-        for matrix in getattr(getattr(network, "plan", None), "matrices", ()):
+def check_carrier(network: Any, program: DualInference) -> None:
+    """Raise a ValueError if the program cannot find the duals on this network of messages."""
+    for matrix in matrices_of(network):
+        if isinstance(program, ATC):
             _check_sums(matrix, type(program))
-    # A multiplier belongs to a link: without the link at both ends their sum would not stay 0.
-    more = sparse.coo_array(theirs.adjacency > ours.adjacency)
-    if isinstance(program, ADMM) and more.nnz:
-        k, j = (int(nodes[0]) for nodes in more.coords)
-        raise ValueError(f"network must have no links that topology lacks, got {k} - {j}.")
+        # A multiplier belongs to a link: without the link at both ends their sum would not stay 0.
+        more = sparse.coo_array(matrix.topology.adjacency > program.topology.adjacency)
+        if isinstance(program, ADMM) and more.nnz:
+            k, j = (int(nodes[0]) for nodes in more.coords)
+            raise ValueError(f"network must have no links that its topology lacks, got {k} - {j}.")

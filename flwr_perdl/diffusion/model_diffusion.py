@@ -21,16 +21,14 @@ Deviations. The duals of a batch travel together; a batch of B samples takes one
 of the samples' steps, where the paper takes B steps. The default inference is the consensus ADMM
 (the paper's is ``method="atc"``).
 
-**What each party receives.** An agent's neighbors receive its estimates of the samples' dual
-variables, in every round, and nothing else: no atom and no code leaves an agent. But the dual
-variables *are* the samples' residuals (58): an agent's neighbors learn each sample up to what the
-atoms explain, informed or not; in the beginning that is the sample itself. Who runs the network
-sees estimates of the duals' errors, and the dictionary only with ``show``.
+**What each party receives.** What `flwr_perdl.diffusion.inference` says; in the beginning, when
+the atoms explain nothing, an agent's neighbors see the sample itself. Who runs the network sees
+estimates of the duals' errors, and the dictionary only with ``show``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -49,18 +47,18 @@ from flwr_perdl.core.checks import (
     own_numbers,
 )
 from flwr_perdl.diffusion._minimize import correlate
-from flwr_perdl.diffusion.combine import Array, Inbox, step_back
+from flwr_perdl.diffusion.combine import Array, Inbox, run_program, shown, step_back, weighted
 from flwr_perdl.diffusion.inference import (
     METHODS,
     DualInference,
     DualState,
     Inference,
-    Network,
+    check_carrier,
     exact_dual,
     infer,
 )
 from flwr_perdl.diffusion.objectives import Objective, check_positive
-from flwr_perdl.diffusion.topology import CombinationMatrix, Topology, metropolis_weights
+from flwr_perdl.diffusion.topology import CombinationMatrix, Topology
 from flwr_perdl.random import spawn
 
 #: The method that needs all atoms in one place.
@@ -168,72 +166,33 @@ class ModelDiffusion:
         check_count("seed", self.seed)
 
     def start(self, n_agents: int, n_features: int, dtype: Any = np.float64) -> Model:
-        """Return random atoms of norm 1: what agents 0, 1, ... draw on their own.
-
-        Parameters
-        ----------
-        n_agents, n_features : int
-            At least 1 each.
-        dtype : data-type, default float64
-            float64 or float32.
-        """
-        ids = range(check_count("n_agents", n_agents, 1))
+        """Return random atoms of norm 1, float64 or float32: what agents draw on their own."""
+        agents = range(check_count("n_agents", n_agents, 1))
         check_count("n_features", n_features, 1)
-        kind = _float("dtype", dtype)
-        return Model(np.stack([self._first_atoms(k, n_features) for k in ids]).astype(kind))
+        return Model(self._first_atoms(agents, n_features).astype(_float("dtype", dtype)))
 
     def grow(self, model: Model, n_agents: int) -> Model:
         """Return the model with ``n_agents`` more agents, whose atoms are random.
 
-        Parameters
-        ----------
-        model : Model
-            Its agents keep their atoms and their numbers.
-        n_agents : int
-            How many join.
-
-        Raises
-        ------
-        ValueError
-            If the model's agents have another number of atoms than the learner's.
+        The others keep their atoms and their numbers.
         """
         have, n_atoms, n_features = _atoms(model).shape
         if n_atoms != self.n_atoms_per_agent:
             raise ValueError(
                 f"model must have {self.n_atoms_per_agent} atoms per agent, got {n_atoms}."
             )
-        ids = range(have, have + check_count("n_agents", n_agents, 1))
-        new = np.stack([self._first_atoms(k, n_features) for k in ids])
-        joined = np.concatenate([model.dictionaries, new.astype(model.dictionaries.dtype)])
-        return model._replace(dictionaries=joined)
+        agents = range(have, have + check_count("n_agents", n_agents, 1))
+        new = self._first_atoms(agents, n_features).astype(model.dictionaries.dtype)
+        return model._replace(dictionaries=np.concatenate([model.dictionaries, new]))
 
-    def fit(
-        self,
-        X: Matrix,
-        topology: Topology,
-        *,
-        weights: CombinationMatrix | None = None,
-        network: Network | None = None,
-    ) -> Model:
-        """Learn from random atoms: `start`, then `partial_fit`.
-
-        Parameters
-        ----------
-        X, topology, weights, network
-            See `partial_fit`.
-        """
-        X = check_array("X", X)
-        first = self.start(topology.n_nodes, X.shape[1], X.dtype)
-        return self.partial_fit(first, X, topology, weights=weights, network=network)
+    def fit(self, X: Matrix, network: Any, n_rounds: int | None = None) -> Model:
+        """Learn from random atoms: `start`, then `partial_fit`, which has the parameters."""
+        X, network = check_array("X", X), weighted(network)
+        first = self.start(network.topology.n_nodes, X.shape[1], X.dtype)
+        return self.partial_fit(first, X, network, n_rounds)
 
     def partial_fit(
-        self,
-        model: Model,
-        X: Matrix,
-        topology: Topology,
-        *,
-        weights: CombinationMatrix | None = None,
-        network: Network | None = None,
+        self, model: Model, X: Matrix, network: Any, n_rounds: int | None = None
     ) -> Model:
         """Continue learning: every sample is seen once, in order.
 
@@ -243,112 +202,102 @@ class ModelDiffusion:
             The model to continue from; not modified.
         X : ndarray of shape (n_samples, n_features)
             The next samples, of the model's dtype.
-        topology : Topology
-            Who hears whom: as many nodes as the model has agents.
-        weights : CombinationMatrix, optional
-            Of the diffusions, see `infer`; Metropolis weights by default.
-        network : Network, optional
-            Carries the messages of each batch's inference; in memory by default. To run the updates
-            at the agents as well, run `program` on the network instead.
-
-        Returns
-        -------
-        Model
+        network : Topology, CombinationMatrix, or a network of `flwr_perdl.network`
+            Who hears whom, a node per agent: connected and undirected. A topology means Metropolis
+            weights, in memory and without faults. On a network the agents run `Learning`; of nodes
+            with programs of their own the dictionaries are needed (``show``).
+        n_rounds : int, optional
+            Communication rounds at most; by default as many as the samples take. A batch is learned
+            only if its `n_iterations` fit.
 
         Raises
         ------
         ValueError
-            If shapes do not fit, the topology is directed or not connected, or the objective is
-            nonnegative and no value of X is positive.
+            If shapes do not fit, the network is not as described, or the objective is nonnegative
+            and no value of X is positive.
         """
         X = check_array("X", X, columns=_atoms(model).shape[2])
+        if n_rounds is not None:
+            check_count("n_rounds", n_rounds)
         if self.objective.nonnegative:
             check_positive("X", X)
-        W, given = model.dictionaries.copy(), self._given(model, X, topology, weights)
-        rounds, worst, t = model.rounds, 0.0, model.n_updates
+        network = self._carrier(model, network)
+        if not isinstance(network, CombinationMatrix):
+            return self._on_network(model, X, network, n_rounds)
+        W, given = model.dictionaries.copy(), self._given(model, X, network)
+        rounds, worst, t, seen = 0, 0.0, model.n_updates, 0
         for at in range(0, len(X), self.batch_size):
+            if n_rounds is not None and rounds + given.get("n_rounds", 0) > n_rounds:
+                break
             batch = X[at : at + self.batch_size]
-            found = self._infer(W, batch, topology, network, given)
+            found = self._infer(W, batch, network, given)
             assert found.nu is not None
-            t += 1  # the first step is step / 1**decay
+            t, seen = t + 1, seen + len(batch)  # the first step is step / 1**decay
             W = self._updated(W, found.nu, np.stack(found.codes), t)
             rounds += found.rounds
             worst = max(worst, float(found.residual.max(initial=0)))
-        return Model(W, model.n_samples + len(X), t, rounds, worst)
+        return Model(W, model.n_samples + seen, t, model.rounds + rounds, worst)
 
-    def infer(
-        self,
-        model: Model,
-        X: Matrix,
-        topology: Topology,
-        *,
-        weights: CombinationMatrix | None = None,
-        network: Network | None = None,
-    ) -> Inference:
+    def _on_network(self, model: Model, X: Matrix, network: Any, n_rounds: int | None) -> Model:
+        if self.method == EXACT:
+            raise ValueError("network must be in memory with method='exact', got one of messages.")
+        program = self.program(X, network.topology, model=model, show=True)
+        check_carrier(network, program.inference)
+        most = program.n_rounds if n_rounds is None else min(n_rounds, program.n_rounds)
+        run = run_program(program, network, most)
+        W, residual = shown(run.observed, "dictionary", "residual")
+        n_batches = run.rounds // program.n_iterations
+        return Model(
+            W,
+            model.n_samples + min(len(X), n_batches * self.batch_size),
+            model.n_updates + n_batches,
+            model.rounds + run.rounds,
+            float(residual.max(initial=0)) if n_batches else 0.0,
+        )
+
+    def infer(self, model: Model, X: Matrix, network: Any) -> Inference:
         """Find the duals and codes of samples as in learning, without learning from them.
 
-        Parameters
-        ----------
-        model, X, topology, weights, network
-            See `partial_fit`.
-
-        Returns
-        -------
-        Inference
-            With ``nu``, (n_agents, n_samples, n_features): mind its size.
+        ``model``, ``X`` and ``network`` are those of `partial_fit`. The result has ``nu``,
+        (n_agents, n_samples, n_features): mind its size.
         """
         X = check_array("X", X, columns=_atoms(model).shape[2])
-        given = self._given(model, X, topology, weights)
-        return self._infer(model.dictionaries, X, topology, network, given)
+        network = self._carrier(model, network)
+        return self._infer(model.dictionaries, X, network, self._given(model, X, network))
 
     def program(
-        self,
-        X: Matrix | Mapping[int, Matrix],
-        topology: Topology,
-        *,
-        model: Model | None = None,
-        shape: tuple[int, int] | None = None,
-        dtype: Any = None,
-        show: bool = False,
+        self, X: Matrix | Mapping[int, Matrix], topology: Topology, **options: Any
     ) -> Learning:
-        """Return the learner as a `Program`, for any network: see `Learning`.
-
-        Parameters
-        ----------
-        X, topology, model, shape, dtype, show
-            See `Learning`.
-        """
-        return Learning(self, X, topology, model=model, shape=shape, dtype=dtype, show=show)
+        """Return the learner as a `Program`, for any network: see `Learning`, also for options."""
+        return Learning(self, X, topology, **options)
 
     def _updated(self, W: Matrix, nu: Matrix, codes: Matrix, t: int) -> Matrix:
         """Return the atoms after the update of the t-th batch."""
         return update_dictionary(self.objective, W, nu, codes, self.step / t**self.decay)
 
-    def _first_atoms(self, agent: int, n_features: int) -> Matrix:
-        atoms = spawn(self.seed, agent).standard_normal((self.n_atoms_per_agent, n_features))
+    def _first_atoms(self, agents: Iterable[int], n_features: int) -> Matrix:
+        shape = self.n_atoms_per_agent, n_features
+        atoms = np.stack([spawn(self.seed, k).standard_normal(shape) for k in agents])
         if self.objective.nonnegative:
             atoms = np.abs(atoms)
-        unit: Matrix = atoms / np.linalg.norm(atoms, axis=1, keepdims=True)
+        unit: Matrix = atoms / np.linalg.norm(atoms, axis=-1, keepdims=True)
         return unit
 
-    def _given(
-        self, model: Model, X: Matrix, topology: Topology, weights: CombinationMatrix | None
-    ) -> dict[str, Any]:
+    def _carrier(self, model: Model, network: Any) -> Any:
+        """Return what carries the messages, checked."""
+        network = weighted(network)
+        agents, nodes = len(model.dictionaries), network.topology.n_nodes
+        if agents != nodes:
+            raise ValueError(f"network must have {agents} nodes, one per agent, got {nodes}.")
+        return network
+
+    def _given(self, model: Model, X: Matrix, network: Any) -> dict[str, Any]:
         """Return what all batches have in common, checked: the arguments of `infer`."""
-        if len(model.dictionaries) != topology.n_nodes:
-            raise ValueError(
-                f"topology must have {len(model.dictionaries)} nodes, one per agent, got "
-                f"{topology.n_nodes}."
-            )
         exact = self.method == EXACT
         kind, options = METHODS["admm" if exact else self.method], dict(self.options)
+        atoms = list(model.dictionaries)
         probe = kind(
-            self.objective,
-            topology,
-            list(model.dictionaries),
-            X,
-            self.informed,
-            **({} if exact else options),
+            self.objective, network.topology, atoms, X, self.informed, **({} if exact else options)
         )
         if exact:
             return {}
@@ -360,36 +309,19 @@ class ModelDiffusion:
             "n_rounds": self.n_iterations or probe.rounds(self.tolerance or _ACCURACY),
             "tolerance": self.tolerance,
             "informed": self.informed,
-            "weights": metropolis_weights(topology) if weights is None else weights,
+            "compress": self.compress,
             **options,
         }
 
-    def _infer(
-        self,
-        W: Matrix,
-        X: Matrix,
-        topology: Topology,
-        network: Network | None,
-        given: Mapping[str, Any],
-    ) -> Inference:
-        if self.method == EXACT:
-            if network is not None:
-                raise ValueError("network must be None with method='exact', got one.")
-            exact = exact_dual(self.objective, X, list(W), **self.options)
-            nu = np.broadcast_to(exact.nu, (len(W), *X.shape))
-            error = np.broadcast_to(exact.error, (len(W), len(X)))
-            return Inference(exact.codes, nu, 0, error, True)
-        if network is not None:
-            given = {**given, "weights": None}  # a network has its own
-        return infer(
-            self.objective,
-            X,
-            list(W),
-            topology,
-            network=network,
-            compress=self.compress,
-            **given,
-        )
+    def _infer(self, W: Matrix, X: Matrix, network: Any, given: Mapping[str, Any]) -> Inference:
+        if self.method != EXACT:
+            return infer(self.objective, X, list(W), network, **given)
+        if not isinstance(network, CombinationMatrix):
+            raise ValueError("network must be in memory with method='exact', got one of messages.")
+        exact = exact_dual(self.objective, X, list(W), **self.options)
+        nu = np.broadcast_to(exact.nu, (len(W), *X.shape))
+        error = np.broadcast_to(exact.error, (len(W), len(X)))
+        return Inference(exact.codes, nu, 0, error, True)
 
 
 def _atoms(model: Model) -> Matrix:
@@ -415,16 +347,10 @@ def update_dictionary(
         h_W and the set that atoms must be in.
     dictionaries : ndarray of shape (m, n_atoms, n_features)
         Agents' atoms.
-    nu : ndarray of shape (m, n_samples, n_features)
-        Their estimates of the samples' dual variables.
-    codes : ndarray of shape (m, n_samples, n_atoms)
-        Their codes.
+    nu, codes : ndarrays of shape (m, n_samples, n_features) and (m, n_samples, n_atoms)
+        Their estimates of the samples' dual variables, and codes.
     step : float
         ``mu_w`` per sample: the proximal point is taken with ``n_samples`` times that.
-
-    Returns
-    -------
-    ndarray of shape (m, n_atoms, n_features)
     """
     step = check_real("step", step, 0, LARGE)
     dictionaries = check_array("dictionaries", dictionaries, ndim=3)
@@ -444,9 +370,8 @@ def update_dictionary(
 class Learning:
     """Algorithm 1 as a `Program`: the agents infer, then update, batch after batch.
 
-    Every batch takes `n_iterations` rounds; after the last one each agent updates its own atoms.
-    The round determines the batch: an agent that was asleep continues with the others' batch, and
-    does not learn from what it has missed.
+    Every batch takes `n_iterations` rounds. The round determines the batch: an agent that was
+    asleep continues with the others' batch, and does not learn from what it has missed.
 
     Parameters
     ----------
@@ -472,11 +397,6 @@ class Learning:
     ----------
     n_iterations, n_rounds : int
         Communication rounds per batch, and in all.
-
-    Raises
-    ------
-    ValueError
-        If shapes or dtypes do not fit, or the topology is directed or not connected.
     """
 
     def __init__(
@@ -501,9 +421,7 @@ class Learning:
         if len(shapes) != 1:
             raise ValueError(f"X must be one stream of a known shape, got {sorted(shapes)}.")
         self.learner, self.model, self.show = learner, model, show
-        self.n_samples: int
-        self.n_features: int
-        self.n_samples, self.n_features = shapes.pop()
+        self.n_samples, self.n_features = map(int, shapes.pop())
         dtypes = {stream.dtype for stream in self.streams.values()}
         dtypes |= set() if model is None else {np.dtype(model.dictionaries.dtype)}
         dtypes |= set() if dtype is None else {_float("dtype", dtype)}
@@ -513,14 +431,8 @@ class Learning:
             )
         self.dtype = dtypes.pop() if dtypes else np.dtype(np.float64)
         blank = np.zeros((learner.n_atoms_per_agent, self.n_features), dtype=self.dtype)
-        self.inference: DualInference = METHODS[learner.method](
-            learner.objective,
-            topology,
-            {0: blank},
-            np.zeros((1, self.n_features), dtype=self.dtype),
-            learner.informed,
-            **learner.options,
-        )
+        given = learner.objective, topology, {0: blank}, blank[:1], learner.informed
+        self.inference: DualInference = METHODS[learner.method](*given, **learner.options)
         accuracy = learner.tolerance or _ACCURACY
         self.n_iterations = learner.n_iterations or self.inference.rounds(accuracy)
         self.n_batches = -(-self.n_samples // learner.batch_size)
@@ -529,15 +441,12 @@ class Learning:
     def start(self, nodes: NDArray[np.intp]) -> DualState:
         """Return the state before the first round."""
         first = self.model
-        atoms = np.stack(
-            [
-                self.learner._first_atoms(int(k), self.n_features)
-                if first is None
-                else first.dictionaries[k]
-                for k in nodes
-            ]
-        ).astype(self.dtype)
-        return self._begin(nodes, atoms, 0)
+        atoms = (
+            self.learner._first_atoms(nodes.tolist(), self.n_features)
+            if first is None
+            else first.dictionaries[nodes]
+        )
+        return self._begin(nodes, atoms.astype(self.dtype), 0)
 
     def adapt(self, state: DualState, round_: int) -> DualState:
         """Begin the round's batch where it is a new one, and do the inference's local work."""
@@ -563,7 +472,7 @@ class Learning:
         state = self.inference.combine(state, replace(inbox, round=within))
         if within < self.n_iterations:
             return state
-        count = self._count(batch)
+        count = len(self._rows(batch))
         codes = self.learner.objective.code(correlate(state.nu, state.atoms))
         t = batch + 1 + (self.model.n_updates if self.model else 0)
         atoms = self.learner._updated(state.atoms, state.nu[:, :count], codes[:, :count], t)
@@ -579,20 +488,19 @@ class Learning:
         batch, before = divmod(round_ - 1, self.n_iterations)
         return batch, before + 1
 
-    def _count(self, batch: int) -> int:
+    def _rows(self, batch: int) -> range:
         size = self.learner.batch_size
-        return min(size, self.n_samples - batch * size)
+        return range(batch * size, min((batch + 1) * size, self.n_samples))
 
     def _begin(self, nodes: NDArray[np.intp], atoms: Matrix, batch: int) -> DualState:
         """Return the inference's start on a batch; a short last one is filled up with zeros."""
-        size = self.learner.batch_size
-        X = np.zeros((size, self.n_features), dtype=self.dtype)
+        X = np.zeros((self.learner.batch_size, self.n_features), dtype=self.dtype)
         informed = set(self.inference.informed or ())
         seen = [k for k in nodes.tolist() if k in informed]
+        unseen = [k for k in seen if k not in self.streams]
+        if unseen:
+            raise ValueError(f"X must have the stream of informed agent {unseen[0]}.")
         if seen:
-            unseen = [k for k in seen if k not in self.streams]
-            if unseen:
-                raise ValueError(f"X must have the stream of informed agent {unseen[0]}.")
-            count = self._count(batch)
-            X[:count] = self.streams[seen[0]][batch * size :][:count]
+            rows = self._rows(batch)
+            X[: len(rows)] = self.streams[seen[0]][rows.start : rows.stop]
         return self.inference.begin(nodes, atoms, X)

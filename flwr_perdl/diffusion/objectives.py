@@ -60,10 +60,7 @@ def check_closed_forms(objective: Objective) -> None:
 
 
 def check_positive(name: str, X: Matrix) -> None:
-    """Raise a ValueError if nonnegative codes and atoms cannot explain anything of X.
-
-    Zeros alone are accepted: there is nothing to explain.
-    """
+    """Raise a ValueError if nonnegative codes and atoms cannot explain anything of X but zeros."""
     if X.size and X.max() <= 0 and X.any():
         raise ValueError(
             f"{name} must have a positive value to learn nonnegative atoms and codes from, got "
@@ -78,8 +75,8 @@ class Objective(ABC):
     All methods take any number of leading axes and keep the dtype.
 
     A subclass may have another h, such as one that bounds the codes, (5)-(6): it overrides `code`,
-    `regulariser` and `regulariser_conjugate` consistently. h must stay strongly convex with modulus
-    ``delta``. Only diffusions infer with it, see `own_forms`.
+    `regulariser` and `regulariser_conjugate`. h must stay strongly convex with modulus ``delta``.
+    Only diffusions infer with it, see `own_forms`.
 
     Parameters
     ----------
@@ -125,8 +122,7 @@ class Objective(ABC):
     def own_forms(self) -> bool:
         """Whether a subclass has formulas of its own for h or f*.
 
-        Closed forms of minima hold for those of `Objective` only: ADMM and `exact_dual`, which use
-        them, reject such an objective. Diffusions need its `code` and `project` alone.
+        ADMM and `exact_dual` reject such an objective: their closed forms do not hold for it.
         """
         h = ("_threshold", "code", "regulariser", "regulariser_conjugate")
         conjugate = ("conjugate", "conjugate_gradient", "project")
@@ -155,10 +151,9 @@ class Objective(ABC):
     def residual(self, NU: Matrix) -> Matrix:
         """Return the u that maximizes ``nu'u - f(u)`` (41), (..., n_features).
 
-        What the atoms explain of a sample x is then ``z = x - u``. For the squared loss u is nu
-        itself. For the Huber loss u is unique only where ``|nu_m| < 1``: at a bound any
-        ``|u_m| >= eta`` of nu's sign is a maximizer, and the least, ``eta * nu_m``, is returned
-        (Table II: "nothing"); take ``z = sum_k y_k W_k`` there.
+        What the atoms explain of a sample x is then ``x - u``. For the squared loss u is nu itself.
+        For the Huber loss any ``|u_m| >= eta`` of nu's sign is a maximizer at a bound; the least is
+        returned (Table II: "nothing").
         """
         return self.conjugate_gradient(NU)
 
@@ -201,16 +196,10 @@ class Objective(ABC):
         return projected
 
     def step_bound(self, n_atoms: int, n_agents: int = 1) -> float:
-        r"""Return the bound below which ATC's step must stay (33).
+        """Return the bound below which ATC's step must stay, ``n_atoms`` the most of an agent.
 
-        Parameters
-        ----------
-        n_atoms : int
-            The most atoms of an agent, each of norm at most 1.
-        n_agents : int, default 1
-            1 gives Table III's ``1 / (eta + n_atoms / delta)``. The number of agents gives the
-            somewhat greater bound of (33) itself, ``1 / (eta / n_agents + n_atoms / delta)``: an
-            agent's cost (29) has only its share of f*.
+        One agent gives Table III's ``1 / (eta + n_atoms / delta)``; the number of agents the
+        somewhat greater bound of (33) itself, since an agent's cost (29) has its share of f* only.
         """
         n_atoms, n_agents = check_count("n_atoms", n_atoms, 1), check_count("n_agents", n_agents, 1)
         return 1 / (self.strong_convexity / n_agents + n_atoms / self.delta)
@@ -244,8 +233,6 @@ class Biclustering(SparseSVD):
 
     Parameters
     ----------
-    gamma, delta : float
-        As in `Objective`.
     beta : float
         Weight of h_W, at least 0.
 
@@ -265,10 +252,7 @@ class Biclustering(SparseSVD):
         check_real("beta", self.beta, 0, LARGE)
 
     def prox_dictionary(self, W: Matrix, step: float) -> Matrix:
-        """Return the atoms, soft-thresholded by ``step * beta`` (48).
-
-        Algorithm 4 prints ``beta`` for the threshold; it must be ``step * beta``.
-        """
+        """Return the atoms, soft-thresholded (48) by ``step * beta``; Algorithm 4 prints beta."""
         return soft_threshold(W, check_real("step", step, 0, LARGE) * self.beta)
 
 
@@ -295,8 +279,6 @@ class HuberNMF(Objective):
 
     Parameters
     ----------
-    gamma, delta : float
-        As in `Objective`.
     eta : float
         Where the loss turns linear, at least 1e-30; in the units of the data.
 

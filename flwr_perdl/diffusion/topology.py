@@ -8,8 +8,7 @@ Algorithm 1).
 paper                        here
 ===========================  ==========================================================
 neighborhood N_k (with k)    ``topology.neighbours(k)`` (without k)
-a_{lk} (k combines from l)   ``W[k, l]``: the papers' A, transposed, so that rows are nodes
-A' 1 = 1 (left-stochastic)   rows of W sum to one; required of every combination matrix
+a_{lk} (k combines from l)   ``W[k, l]``: the papers' A, transposed; its rows sum to one
 A 1 = 1 as well              ``CombinationMatrix.doubly_stochastic``; required for a plain average
 degree nu_l (P3 eq. 5)       ``topology.degrees[l] + 1``: the neighborhood counts the node itself
 ===========================  ==========================================================
@@ -19,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -49,11 +48,6 @@ class Topology:
         Non-zero at ``[k, l]`` where node k hears node l. The diagonal must be empty: every node
         knows itself.
 
-    Raises
-    ------
-    ValueError
-        If the matrix is not square and finite, has fewer than one row, or a non-zero diagonal.
-
     Examples
     --------
     >>> from flwr_perdl.diffusion import Topology
@@ -69,7 +63,7 @@ class Topology:
         links = _matrix("adjacency", self.adjacency)
         if not np.isfinite(links.data).all():
             raise ValueError("adjacency must be finite, got a NaN or infinite value.")
-        if links.ndim != 2 or links.shape[0] != links.shape[1] or links.shape[0] < 1:
+        if links.shape[0] != links.shape[1] or links.shape[0] < 1:
             raise ValueError(f"adjacency must be square, at least 1 x 1, got {links.shape}.")
         links.sum_duplicates()
         links = sparse.csr_array(links != 0, dtype=np.float64)
@@ -83,13 +77,7 @@ class Topology:
     def from_edges(
         cls, n_nodes: int, edges: Iterable[tuple[int, int]], *, directed: bool = False
     ) -> Topology:
-        """Return the graph of the given edges; a directed edge ``(k, l)`` says that k hears l.
-
-        Raises
-        ------
-        ValueError
-            If an edge is not a pair of integers, names an unknown node, or joins a node to itself.
-        """
+        """Return the graph of the given edges; a directed edge ``(k, l)`` says that k hears l."""
         check_count("n_nodes", n_nodes, 1)
         given = [tuple(edge) for edge in edges]
         odd = next((edge for edge in given if len(edge) != 2), None)
@@ -120,31 +108,21 @@ class Topology:
 
     @classmethod
     def ring(cls, n_nodes: int) -> Topology:
-        """Return a ring: every node hears the one before and the one after.
-
-        Two nodes are joined by one edge, and a single node has none.
-        """
-        check_count("n_nodes", n_nodes, 1)
-        return cls.from_edges(
-            n_nodes, [(k, (k + 1) % n_nodes) for k in range(n_nodes) if n_nodes > 1]
-        )
+        """Return a ring: every node hears the one before and the one after."""
+        return cls._in_steps(n_nodes, [1])
 
     @classmethod
     def grid(cls, rows: int, columns: int) -> Topology:
         """Return a grid, row by row: every node hears those above, below, left and right."""
-        check_count("rows", rows, 1)
-        check_count("columns", columns, 1)
-        node = np.arange(rows * columns).reshape(rows, columns)
+        node = _lattice(rows, columns)
         across = np.stack([node[:, :-1].ravel(), node[:, 1:].ravel()], axis=1)
         down = np.stack([node[:-1].ravel(), node[1:].ravel()], axis=1)
-        return cls.from_edges(rows * columns, map(tuple, np.vstack([across, down]).tolist()))
+        return cls.from_edges(rows * columns, np.vstack([across, down]).tolist())
 
     @classmethod
     def torus(cls, rows: int, columns: int) -> Topology:
         """Return a grid whose opposite edges are joined: every node hears its four neighbors."""
-        check_count("rows", rows, 1)
-        check_count("columns", columns, 1)
-        node = np.arange(rows * columns).reshape(rows, columns)
+        node = _lattice(rows, columns)
         ends = [np.roll(node, -1, axis) for axis in (0, 1)]
         edges = np.concatenate([np.stack([node.ravel(), end.ravel()], axis=1) for end in ends])
         return cls.from_edges(rows * columns, edges[edges[:, 0] != edges[:, 1]].tolist())
@@ -157,9 +135,15 @@ class Topology:
         ``1 / log2(n_nodes)``.
         """
         check_count("n_nodes", n_nodes, 1)
-        steps = [2**power for power in range(n_nodes.bit_length()) if 2**power < n_nodes]
+        return cls._in_steps(n_nodes, [2**power for power in range(n_nodes.bit_length())])
+
+    @classmethod
+    def _in_steps(cls, n_nodes: int, steps: list[int]) -> Topology:
+        """Return the graph in which a node hears those so many places before and after."""
+        check_count("n_nodes", n_nodes, 1)
+        nodes = range(n_nodes)
         return cls.from_edges(
-            n_nodes, [(k, (k + step) % n_nodes) for step in steps for k in range(n_nodes)]
+            n_nodes, [(k, (k + step) % n_nodes) for step in steps if step < n_nodes for k in nodes]
         )
 
     @classmethod
@@ -168,34 +152,17 @@ class Topology:
 
         Drawn by pairing half-edges at random and swapping the ends of loops and of double edges
         with those of random edges until none is left; drawn again until connected.
-
-        Raises
-        ------
-        ValueError
-            If no such graph exists (``n_nodes * degree`` is odd, ``degree >= n_nodes``), or none
-            was connected.
         """
         check_count("n_nodes", n_nodes, 2)
         check_count("degree", degree, 1, n_nodes - 1)
         if n_nodes * degree % 2:
             raise ValueError(f"n_nodes * degree must be even, got {n_nodes} * {degree}.")
-        return _until_connected(
-            lambda rng: _pair_half_edges(n_nodes, degree, rng),
-            f"k_regular({n_nodes}, {degree})",
-            seed,
-        )
+        draw = partial(_pair_half_edges, n_nodes, degree)
+        return _until_connected(draw, f"k_regular({n_nodes}, {degree})", seed)
 
     @classmethod
     def erdos_renyi(cls, n_nodes: int, p: float, *, seed: int = 0) -> Topology:
-        """Return a random graph that has every edge with probability ``p``.
-
-        Redrawn until connected.
-
-        Raises
-        ------
-        ValueError
-            If none of many draws was connected: p is too small.
-        """
+        """Return a connected random graph that has every edge with probability ``p``."""
         check_count("n_nodes", n_nodes, 1)
         check_real("p", p, 0.0, 1.0)
 
@@ -222,12 +189,9 @@ class Topology:
         check_real("p", p, 0.0, 1.0)
 
         def draw(rng: np.random.Generator) -> Topology:
-            edges = {
-                (k, (k + step) % n_nodes)
-                for step in range(1, degree // 2 + 1)
-                for k in range(n_nodes)
-            }
-            edges = {(min(edge), max(edge)) for edge in edges}
+            near, nodes = range(1, degree // 2 + 1), range(n_nodes)
+            pairs = [(k, (k + step) % n_nodes) for step in near for k in nodes]
+            edges = {(min(pair), max(pair)) for pair in pairs}
             for k, far in sorted(edges):
                 if rng.random() >= p:
                     continue
@@ -287,40 +251,10 @@ class Topology:
 
     @cached_property
     def diameter(self) -> int:
-        """Rounds that a value takes at most to reach another node.
-
-        Raises
-        ------
-        ValueError
-            If the graph is not connected.
-        """
+        """Rounds that a value takes at most to reach another node; the graph must be connected."""
         if not self.is_connected:
             raise ValueError(f"diameter needs a connected topology, got {self}.")
         return int(shortest_path(self.adjacency, unweighted=True).max())
-
-    @cached_property
-    def laplacian(self) -> Csr:
-        """Degrees on the diagonal, -1 where k hears l: sparse, shape (n_nodes, n_nodes)."""
-        return sparse.csr_array(
-            sparse.diags_array(self.degrees.astype(np.float64)) - self.adjacency
-        )
-
-    @cached_property
-    def algebraic_connectivity(self) -> float:
-        """The second smallest eigenvalue of an undirected graph's Laplacian; 0 if disconnected.
-
-        Raises
-        ------
-        ValueError
-            If the graph is directed.
-        """
-        if self.directed:
-            raise ValueError(f"algebraic_connectivity needs an undirected topology, got {self}.")
-        if self.n_nodes == 1 or not self.is_connected:
-            return 0.0
-        top = 2.0 * float(self.degrees.max())
-        turned = sparse.csr_array(top * sparse.eye_array(self.n_nodes) - self.laplacian)
-        return top - greatest_but(turned, np.ones(self.n_nodes))
 
     def __repr__(self) -> str:
         """Return the numbers of nodes and edges."""
@@ -337,6 +271,12 @@ def _matrix(name: str, values: Any) -> Csr:
             f"{name} must be a matrix of numbers, got shape {values.shape} and {values.dtype}."
         )
     return sparse.csr_array(values, copy=True)
+
+
+def _lattice(rows: int, columns: int) -> NDArray[np.intp]:
+    check_count("rows", rows, 1)
+    check_count("columns", columns, 1)
+    return np.arange(rows * columns).reshape(rows, columns)
 
 
 def _pair_half_edges(n_nodes: int, degree: int, rng: np.random.Generator) -> Topology:
@@ -377,11 +317,6 @@ class CombinationMatrix:
     topology : Topology
         A weight is allowed only where k hears l, and on the diagonal.
 
-    Raises
-    ------
-    ValueError
-        If a weight is negative or not finite, a row does not sum to one, or a weight has no link.
-
     Examples
     --------
     >>> from flwr_perdl.diffusion import Topology, metropolis_weights
@@ -410,8 +345,7 @@ class CombinationMatrix:
                 f"weights must sum to one in every row, got {sums[worst]:g} in {worst}."
             )
         weights.eliminate_zeros()
-        allowed = self.topology.adjacency + sparse.eye_array(n)
-        alone = sparse.coo_array(weights - weights.multiply(allowed))
+        alone = sparse.coo_array(weights - weights.multiply(_with_themselves(self.topology)))
         alone.eliminate_zeros()
         if alone.nnz:
             k, j = int(alone.coords[0][0]), int(alone.coords[1][0])
@@ -435,8 +369,7 @@ class CombinationMatrix:
     def spectral_gap(self) -> float:
         """One minus the second largest eigenvalue in absolute value.
 
-        The distance to consensus shrinks by about ``1 - spectral_gap`` in every combination; 0
-        means that consensus is never reached.
+        The distance to consensus shrinks by about ``1 - spectral_gap`` in every combination.
         """
         n = self.topology.n_nodes
         if n == 1 or not self.is_connected:
@@ -468,12 +401,7 @@ class CombinationMatrix:
 def greatest_but(matrix: Csr, known: NDArray[np.float64]) -> float:
     """Return the second greatest eigenvalue of a symmetric matrix.
 
-    Parameters
-    ----------
-    matrix : sparse array of shape (n, n)
-        Of many nodes, it is multiplied with vectors only.
-    known : ndarray of shape (n,)
-        An eigenvector of the greatest eigenvalue, which is positive, of any length.
+    ``known`` is an eigenvector of the greatest eigenvalue, which is positive, of any length.
     """
     known = known / np.linalg.norm(known)
     shift = 2 * float(known @ (matrix @ known))
@@ -510,12 +438,8 @@ def check_topology(topology: Topology) -> None:
 def metropolis_weights(topology: Topology) -> CombinationMatrix:
     """Return Metropolis weights: 1 / (1 + max(degree_k, degree_l)) for neighbors k, l.
 
-    Symmetric, hence doubly stochastic: the right choice to find the plain mean of the nodes.
-
-    Raises
-    ------
-    ValueError
-        If the topology is directed.
+    Symmetric, hence doubly stochastic: the right choice to find the plain mean of the nodes. The
+    topology must be undirected.
 
     Examples
     --------
@@ -531,8 +455,11 @@ def metropolis_weights(topology: Topology) -> CombinationMatrix:
     links = sparse.coo_array(topology.adjacency)
     k, j = links.coords
     degrees = topology.degrees
-    weights = 1.0 / (1.0 + np.maximum(degrees[k], degrees[j]))
-    return _with_diagonal(sparse.csr_array((weights, (k, j)), shape=links.shape), topology)
+    values = 1.0 / (1.0 + np.maximum(degrees[k], degrees[j]))
+    weights = sparse.csr_array((values, (k, j)), shape=links.shape)
+    rows = sparse.coo_array(weights).coords[0]
+    own = 1.0 - np.bincount(rows, weights.data, minlength=topology.n_nodes)  # in order, as networks
+    return CombinationMatrix(weights + sparse.diags_array(own), topology)
 
 
 def averaging_weights(topology: Topology) -> CombinationMatrix:
@@ -550,9 +477,7 @@ def averaging_weights(topology: Topology) -> CombinationMatrix:
     """
     check_topology(topology)
     scale = sparse.diags_array(1.0 / (1.0 + topology.degrees))
-    return CombinationMatrix(
-        scale @ (topology.adjacency + sparse.eye_array(topology.n_nodes)), topology
-    )
+    return CombinationMatrix(scale @ _with_themselves(topology), topology)
 
 
 def relative_degree_variance_weights(topology: Topology, variances: ArrayLike) -> CombinationMatrix:
@@ -562,12 +487,7 @@ def relative_degree_variance_weights(topology: Topology, variances: ArrayLike) -
     one noisy node nothing is recovered. The inverse, as in the adaptive-networks literature, is
     meant.
 
-    Parameters
-    ----------
-    topology : Topology
-        The graph.
-    variances : array_like of shape (n_nodes,)
-        Every node's noise variance, within [1e-100, 1e100].
+    ``variances`` (n_nodes,) are every node's, within [1e-100, 1e100].
 
     Examples
     --------
@@ -584,34 +504,30 @@ def relative_degree_variance_weights(topology: Topology, variances: ArrayLike) -
     if len(wrong):
         raise ValueError(f"variances must be above 0, within [1e-100, 1e+100], got {wrong[0]:g}.")
     merit = (1.0 + topology.degrees) / variance
-    weights = (topology.adjacency + sparse.eye_array(topology.n_nodes)) @ sparse.diags_array(merit)
+    weights = _with_themselves(topology) @ sparse.diags_array(merit)
     sums = np.asarray(weights.sum(axis=1)).ravel()
     return CombinationMatrix(sparse.diags_array(1.0 / sums) @ weights, topology)
 
 
-def _with_diagonal(weights: Csr, topology: Topology) -> CombinationMatrix:
-    rows = sparse.coo_array(weights).coords[0]
-    own = 1.0 - np.bincount(rows, weights.data, minlength=topology.n_nodes)  # in order, as networks
-    return CombinationMatrix(weights + sparse.diags_array(own), topology)
+def _with_themselves(topology: Topology) -> Csr:
+    return topology.adjacency + sparse.eye_array(topology.n_nodes)
+
+
+def matrices_of(network: Any) -> tuple[CombinationMatrix, ...]:
+    """Return the weights of a network, one matrix per round and cycled through; none if unknown."""
+    if isinstance(network, CombinationMatrix):
+        return (network,)
+    return tuple(getattr(getattr(network, "plan", None), "matrices", ()))
 
 
 def rounds_to_all(network: Any) -> int:
     """Return the rounds that a value of any node takes to reach every other node.
 
-    Parameters
-    ----------
-    network : CombinationMatrix, or a network of `flwr_perdl.network`
-        If links change from round to round, the links of all rounds count together. Without any
-        link every node learns alone: a baseline, which takes no rounds.
-
-    Raises
-    ------
-    ValueError
-        If the network consists of several parts that do not hear each other.
+    If links change from round to round, the links of all rounds count together. Without any link
+    every node learns alone: a baseline, which takes no rounds. A network in several parts that do
+    not hear each other is rejected.
     """
-    matrices = getattr(getattr(network, "plan", None), "matrices", ())
-    if isinstance(network, CombinationMatrix):
-        matrices = (network,)
+    matrices = matrices_of(network)
     topologies = [matrix.topology for matrix in matrices] or [network.topology]
     links = sum(topology.adjacency for topology in topologies)
     count = 1
@@ -627,7 +543,5 @@ def rounds_to_all(network: Any) -> int:
 
 def news_takes(topology: Topology) -> int:
     """Return the diameter; of a topology in several parts, the largest diameter of a part."""
-    if topology.is_connected:
-        return topology.diameter
     distances = shortest_path(topology.adjacency, unweighted=True)
     return int(distances[np.isfinite(distances)].max())

@@ -14,15 +14,14 @@ from numpy.typing import NDArray
 
 from flwr_perdl.core.checks import Matrix, check_count, check_kind
 from flwr_perdl.dictionary import normalize_atoms
-from flwr_perdl.diffusion import CombinationMatrix, DataDiffusion, Topology, metropolis_weights
+from flwr_perdl.diffusion import CombinationMatrix, DataDiffusion, Topology
 from flwr_perdl.estimators._base import SiteTransformer, explained, rebuilt
-from flwr_perdl.network import InMemoryNetwork
 
 
 class NetworkDictionaryLearning(SiteTransformer):
     """Learn one dictionary at nodes that keep their data and talk to their neighbors.
 
-    ``fit`` runs `DataDiffusion` on an `InMemoryNetwork`: in every round a node codes its samples,
+    ``fit`` runs `DataDiffusion` in memory: in every round a node codes its samples,
     updates its dictionary, and averages it with its neighbors'. There is no server.
 
     Parameters
@@ -125,10 +124,8 @@ class NetworkDictionaryLearning(SiteTransformer):
         """
         learner = self._learner()
         wanted = "a Topology or a CombinationMatrix"
-        given = check_kind("topology", self.topology, (Topology, CombinationMatrix), wanted)
-        weights = metropolis_weights(given) if isinstance(given, Topology) else given
+        network = check_kind("topology", self.topology, (Topology, CombinationMatrix), wanted)
         tables = self._read_sites(X)
-        network = InMemoryNetwork(weights.topology, weights)
         learned = learner.fit(tables, network, self.rounds, seed=self.seed)
         self.node_components_ = learned.dictionaries
         self.components_ = normalize_atoms(

@@ -5,7 +5,7 @@ An algorithm of `flwr_perdl.diffusion` gives the same numbers on all three.
 
 from typing import TYPE_CHECKING, Any
 
-from flwr_perdl.network.exchange import Run
+from flwr_perdl.diffusion.combine import Run
 from flwr_perdl.network.faults import Faults
 from flwr_perdl.network.memory import InMemoryNetwork
 from flwr_perdl.network.ray import RayNetwork

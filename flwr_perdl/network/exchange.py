@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
-from flwr_perdl.core.checks import check_kind, check_list
-from flwr_perdl.core.repr import ShownAsCalled, short_repr
-from flwr_perdl.diffusion.combine import Array, Csr, Inbox
+from flwr_perdl.core.checks import check_count, check_kind, check_list
+from flwr_perdl.core.repr import ShownAsCalled
+from flwr_perdl.diffusion.combine import Array, Csr, Inbox, Program, Run, State, curves
 from flwr_perdl.diffusion.topology import (
     CombinationMatrix,
     Topology,
@@ -23,68 +25,12 @@ from flwr_perdl.diffusion.topology import (
 from flwr_perdl.network.faults import Faults
 from flwr_perdl.network.messages import cleared, finite_rows, shared_weights
 
-State = TypeVar("State", bound=tuple[Any, ...])
-
-
-class Run(NamedTuple):
-    """How a distributed algorithm ended.
-
-    Attributes
-    ----------
-    state : NamedTuple of arrays, or None
-        The program's state of all nodes, in order; None if the nodes do not show it.
-    observed : dict of str to ndarray
-        What the nodes showed at the end (`Program.observe`), in order, shape (n_nodes, ...).
-    rounds : int
-        Communication rounds.
-    floats_sent : float
-        Floats that reached a neighbor, in all, counted once per link.
-    traffic : sparse array of shape (n_nodes, n_nodes)
-        Floats that node k heard from node j.
-    unheard : dict of int to int
-        Node -> in how many rounds its message was left out: for NaN or infinite values, or beyond
-        a receiver's limit (`Program`).
-    alive : ndarray of shape (n_nodes,)
-        Which nodes took part in the last round.
-    curves : dict of str to ndarray of shape (rounds, n_nodes)
-        What the nodes reported after every round (``report`` of a `Program`); NaN where a node has
-        reported nothing.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from flwr_perdl.diffusion import Averaging, Topology
-    >>> from flwr_perdl.network import InMemoryNetwork
-    >>> run = InMemoryNetwork(Topology.ring(4)).run(Averaging(np.arange(4.0)[:, None]), 30)
-    >>> run.rounds, run.floats_sent
-    (30, 240.0)
-    """
-
-    state: Any
-    observed: dict[str, Array]
-    rounds: int
-    floats_sent: float
-    traffic: Csr
-    unheard: dict[int, int]
-    alive: NDArray[np.bool_]
-    curves: dict[str, Array]
-
-    def __repr__(self) -> str:
-        """Return the fields in one line; what is large is only described."""
-        return short_repr(self)
-
 
 class Links(NamedTuple):
-    """The links on which something may be heard in a round, an entry each.
+    """The links on which something may be heard in a round, by receiver, then by sender.
 
-    Attributes
-    ----------
-    receivers, senders : ndarray of shape (n_links,)
-        Ids, ascending by receiver, then by sender.
-    late : ndarray of shape (n_links,)
-        How many rounds ago the message that arrives now was sent.
-    weights : ndarray of shape (n_links,)
-        The receivers' combination weights.
+    ``late`` says how many rounds ago the message that arrives now was sent; the weights are the
+    receivers'.
     """
 
     receivers: NDArray[np.intp]
@@ -97,12 +43,7 @@ class Links(NamedTuple):
 class Plan:
     """Who hears whom with which weight, in every round: the same in every process.
 
-    Attributes
-    ----------
-    matrices : tuple of CombinationMatrix
-        One per round, cycled through.
-    faults : Faults
-        Faults to simulate.
+    There is a matrix per round, and they are cycled through.
     """
 
     matrices: tuple[CombinationMatrix, ...]
@@ -119,11 +60,8 @@ class Plan:
         check_topology(topology)
         if weights is None:
             weights = metropolis_weights(topology)
-        matrices = (
-            (weights,)
-            if isinstance(weights, CombinationMatrix)
-            else tuple(check_list("weights", weights))
-        )
+        given = [weights] if isinstance(weights, CombinationMatrix) else weights
+        matrices = tuple(check_list("weights", given))
         if not matrices:
             raise ValueError("weights must have at least one matrix, got an empty sequence.")
         for matrix in matrices:
@@ -164,7 +102,18 @@ class Plan:
         return np.unique(np.concatenate([nodes, *senders])).astype(np.intp)
 
 
-class Network(ShownAsCalled):
+class Ended(NamedTuple):
+    """The result of some nodes, ``nodes``: see `Run`; ``left_out`` is (round, node)."""
+
+    nodes: NDArray[np.intp]
+    state: Any
+    observed: dict[str, Array]
+    traffic: Csr
+    left_out: set[tuple[int, int]]
+
+
+@dataclass(eq=False, repr=False)
+class Network(ABC, ShownAsCalled):
     """Nodes that send messages to their neighbors only.
 
     Parameters
@@ -183,28 +132,109 @@ class Network(ShownAsCalled):
         If weights and topology have different numbers of nodes.
     """
 
-    def __init__(
+    topology: Topology
+    weights: CombinationMatrix | Sequence[CombinationMatrix] | None = None
+    faults: Faults | None = None
+
+    def __post_init__(self) -> None:
+        """Check the arguments."""
+        self.plan = Plan.make(self.topology, self.weights, self.faults)
+
+    @abstractmethod
+    def _crew(self, program: Program[State], state: State | None) -> AbstractContextManager[Any]:
+        """Return the nodes, wherever they are hosted, with a state or the program's start.
+
+        ``step(round_, last)`` begins a round and returns what all nodes reported after rounds that
+        are done meanwhile; ``rest()`` waits for the others. ``state`` is that of all nodes, and
+        ``ended()`` returns the results, by nodes.
+        """
+
+    def run(
         self,
-        topology: Topology,
-        weights: CombinationMatrix | Sequence[CombinationMatrix] | None = None,
-        faults: Faults | None = None,
-    ) -> None:
-        self.topology = topology
-        self.plan = Plan.make(topology, weights, faults)
+        program: Program[State],
+        n_rounds: int,
+        *,
+        state: State | None = None,
+        callback: Callable[[int, State], Any] | None = None,
+        stop: Callable[[State], bool] | None = None,
+        on_report: Callable[[int, dict[str, Array]], Any] | None = None,
+    ) -> Run:
+        """Run a distributed algorithm for some rounds.
+
+        Parameters
+        ----------
+        program : Program
+            The algorithm, with the data of all nodes.
+        n_rounds : int
+            Rounds at most; each is one exchange with all neighbors.
+        state : NamedTuple of arrays, optional
+            The state to continue from; the program's start by default.
+        callback : callable, optional
+            Called with round and state after every round.
+        stop : callable, optional
+            Ends the run when it returns True for the state.
+        on_report : callable, optional
+            Called after every round with the round and what the nodes report: a dict of arrays of
+            shape (n_nodes,), NaN for a node that reports nothing.
+
+        Returns
+        -------
+        Run
+            With the state of all nodes. Of lost Ray actors there is none (its ``nodes`` are those
+            that are left), what they observed is NaN, and ``alive`` is False.
+
+        Raises
+        ------
+        ValueError
+            If a method of the program returns something else than a `Program` does.
+        """
+        check_count("n_rounds", n_rounds)
+        rows: list[dict[str, Array]] = []
+
+        def note(reports: Iterable[dict[str, Array]]) -> None:
+            for row in reports:
+                rows.append(row)
+                if on_report is not None:
+                    on_report(len(rows), row)
+
+        with self._crew(program, state) as crew:
+            for round_ in range(1, n_rounds + 1):
+                note(crew.step(round_, round_ == n_rounds))
+                now: Any = None if callback is None and stop is None else crew.state
+                if callback is not None:
+                    callback(round_, now)
+                if stop is not None and stop(now):
+                    break
+            note(crew.rest())
+            return self._run(crew.ended(), rows)
+
+    def _run(self, ends: Sequence[Ended], rows: Sequence[dict[str, Array]]) -> Run:
+        n, faults = self.plan.n_nodes, self.plan.faults
+        there = np.zeros(n, dtype=bool)
+        there[np.concatenate([end.nodes for end in ends])] = True
+        traffic = sum((end.traffic for end in ends), sparse.csr_array((n, n)))
+        # Several actors may have left out the same message: it counts once.
+        left_out = Counter(node for _, node in set().union(*(end.left_out for end in ends)))
+        return Run(
+            state=joined([end.state for end in ends]),
+            observed={
+                name: spread(np.concatenate([end.observed[name] for end in ends]), there)
+                for name in ends[0].observed
+            },
+            rounds=len(rows),
+            floats_sent=float(traffic.sum()),
+            traffic=traffic,
+            unheard=dict(sorted(left_out.items())),
+            alive=faults.awake(n, max(len(rows), 1)) & there,
+            curves=curves(rows, n),
+        )
 
 
 class Mailbox:
     """Messages of the last rounds, and the inboxes of the nodes that are hosted here.
 
-    Parameters
-    ----------
-    plan : Plan
-        Who hears whom.
-    nodes : ndarray of shape (m,)
-        The hosted nodes.
-    senders : ndarray of shape (s,)
-        Ids, ascending, of the nodes whose messages `inbox` gets in every round: at least the hosted
-        nodes and all whom they ever hear.
+    ``senders`` are the ids, ascending, of the nodes whose messages `inbox` gets in every round: at
+    least the hosted nodes and all whom they ever hear.
     """
 
     def __init__(self, plan: Plan, nodes: NDArray[np.intp], senders: NDArray[np.intp]) -> None:
@@ -240,8 +270,7 @@ class Mailbox:
         own : tuple of ndarray of shape (m, ...), optional
             The hosted nodes' own messages, if they differ from what arrived.
         arrived : ndarray of shape (s,), optional
-            Whose message arrived; by default everybody's. The arrays' rows of the others are
-            ignored.
+            Whose message arrived, everybody's by default; the rows of the others are ignored.
         screen : callable, optional
             Returns the inbox without what the nodes leave out, and who has sent that.
         """
@@ -326,11 +355,6 @@ class Mailbox:
             self._uncounted = (links, senders, floats, 1)
 
 
-def unheard_of(left_out: Iterable[tuple[int, int]]) -> dict[int, int]:
-    """Return in how many rounds each node's message was left out, of (round, node)."""
-    return dict(sorted(Counter(node for _, node in left_out).items()))
-
-
 def spread(rows: Array, there: NDArray[np.bool_]) -> Array:
     """Return the rows of the nodes that are there, with NaN for the others."""
     if there.all():
@@ -338,6 +362,13 @@ def spread(rows: Array, there: NDArray[np.bool_]) -> Array:
     full = np.full((len(there), *rows.shape[1:]), np.nan, np.result_type(rows, np.float32))
     full[there] = rows
     return full
+
+
+def joined(states: Sequence[Any]) -> Any:
+    """Return the state of all nodes of states that follow each other."""
+    if len(states) == 1:
+        return states[0]
+    return type(states[0])(*(np.concatenate(leaves) for leaves in zip(*states, strict=True)))
 
 
 def _entries(matrix: Csr, k: NDArray[np.intp], j: NDArray[np.intp]) -> NDArray[np.float64]:

@@ -37,11 +37,6 @@ class Faults:
     seed : int, default 0
         Seed of all draws. A draw depends on the round and the link only.
 
-    Raises
-    ------
-    ValueError
-        If a probability is not within [0, 1], or a number is negative.
-
     Examples
     --------
     >>> import numpy as np
@@ -80,21 +75,14 @@ class Faults:
 
     def awake(self, n_nodes: int, round_: int) -> NDArray[np.bool_]:
         """Return which nodes take part in a round, shape (n_nodes,)."""
-        awake = np.ones(n_nodes, dtype=bool)
+        awake = ~_begun(self.dead, n_nodes, round_)
         if self.sleep:
-            awake = spawn(self.seed, _SLEEP, round_).random(n_nodes) >= self.sleep
-        for node, last in self.dead.items():
-            if node < n_nodes and round_ >= last:
-                awake[node] = False
+            awake &= spawn(self.seed, _SLEEP, round_).random(n_nodes) >= self.sleep
         return awake
 
     def broken(self, n_nodes: int, round_: int) -> NDArray[np.bool_]:
         """Return which nodes send NaN in a round, shape (n_nodes,)."""
-        broken = np.zeros(n_nodes, dtype=bool)
-        for node, first in self.corrupt.items():
-            if node < n_nodes and round_ >= first:
-                broken[node] = True
-        return broken
+        return _begun(self.corrupt, n_nodes, round_)
 
     def links(self, topology: Topology, round_: int) -> Csr:
         """Return who is heard in a round: one at ``[k, j]`` if k hears j."""
@@ -118,6 +106,13 @@ class Faults:
 
 # Faults have their own streams of random numbers, apart from those of the nodes.
 _DROP, _SLEEP, _DELAY = 2**31, 2**31 + 1, 2**31 + 2
+
+
+def _begun(first: Mapping[int, int], n_nodes: int, round_: int) -> NDArray[np.bool_]:
+    """Return which nodes' round has come."""
+    nodes = [node for node, at in first.items() if node < n_nodes and round_ >= at]
+    begun: NDArray[np.bool_] = np.isin(np.arange(n_nodes), nodes)
+    return begun
 
 
 def _per_link(

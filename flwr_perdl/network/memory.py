@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl.core.checks import check_count
 from flwr_perdl.diffusion.combine import (
     Array,
     Program,
     State,
     check_message,
     check_state,
-    curves,
     reported,
     step_back,
     within_limits,
 )
-from flwr_perdl.network.exchange import Mailbox, Network, Plan, Run, unheard_of
+from flwr_perdl.network.exchange import Ended, Mailbox, Network, Plan
 from flwr_perdl.network.messages import finite_rows
 
 
@@ -38,79 +37,16 @@ class InMemoryNetwork(Network):
     array([1.5, 1.5, 1.5, 1.5])
     """
 
-    def run(
-        self,
-        program: Program[State],
-        n_rounds: int,
-        *,
-        state: State | None = None,
-        callback: Callable[[int, State], Any] | None = None,
-        stop: Callable[[State], bool] | None = None,
-        on_report: Callable[[int, dict[str, Array]], Any] | None = None,
-    ) -> Run:
-        """Run a distributed algorithm for some rounds.
-
-        Parameters
-        ----------
-        program : Program
-            The algorithm, with the data of all nodes.
-        n_rounds : int
-            Rounds at most; each is one exchange with all neighbors.
-        state : NamedTuple of arrays, optional
-            The state to continue from; the program's start by default.
-        callback : callable, optional
-            Called with round and state after every round.
-        stop : callable, optional
-            Ends the run when it returns True for the state.
-        on_report : callable, optional
-            Called after every round with the round and what the nodes report: a dict of arrays of
-            shape (n_nodes,), NaN for a node that reports nothing.
-
-        Returns
-        -------
-        Run
-            With the state of all nodes.
-        """
-        check_count("n_rounds", n_rounds)
+    @contextmanager
+    def _crew(self, program: Program[State], state: State | None) -> Iterator[Host]:
         everyone = np.arange(self.plan.n_nodes)
-        host = Host(program, self.plan, everyone, everyone, state)
-        done, rows = 0, []
-        for round_ in range(1, n_rounds + 1):
-            host.receive(round_, host.send(round_))
-            done = round_
-            rows.append(host.reported(round_))
-            if on_report is not None:
-                on_report(round_, rows[-1])
-            if callback is not None:
-                callback(round_, host.state)
-            if stop is not None and stop(host.state):
-                break
-        traffic = host.mailbox.traffic
-        return Run(
-            state=host.state,
-            observed=program.observe(host.state),
-            rounds=done,
-            floats_sent=float(traffic.sum()),
-            traffic=traffic,
-            unheard=unheard_of(host.mailbox.left_out),
-            alive=self.plan.faults.awake(self.plan.n_nodes, max(done, 1)),
-            curves=curves(rows, self.plan.n_nodes),
-        )
+        yield Host(program, self.plan, everyone, everyone, state)
 
 
 class Host:
     """Nodes of a program that are hosted in one process: all of them, or those of a Ray actor.
 
-    Parameters
-    ----------
-    program : Program
-        The algorithm, with at least these nodes' data.
-    plan : Plan
-        Who hears whom.
-    nodes, senders : ndarray
-        See `Mailbox`.
-    state : NamedTuple of arrays, optional
-        Where to go on from; the program's start by default.
+    ``nodes`` and ``senders`` are those of `Mailbox`.
     """
 
     def __init__(
@@ -154,6 +90,20 @@ class Host:
     def reported(self, round_: int) -> dict[str, Array]:
         """Return what the nodes report after a round."""
         return reported(self._program, self.state, self._awake(round_))
+
+    def step(self, round_: int, last: bool) -> list[dict[str, Array]]:
+        """Make a round of all nodes."""
+        self.receive(round_, self.send(round_))
+        return [self.reported(round_)]
+
+    def rest(self) -> list[dict[str, Array]]:
+        """Return nothing: all rounds are done."""
+        return []
+
+    def ended(self) -> list[Ended]:
+        """Return the nodes' result."""
+        observed, mailbox = self._program.observe(self.state), self.mailbox
+        return [Ended(mailbox.nodes, self.state, observed, mailbox.traffic, mailbox.left_out)]
 
     def _awake(self, round_: int) -> NDArray[np.bool_]:
         plan = self.mailbox.plan

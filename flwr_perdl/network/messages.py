@@ -1,19 +1,13 @@
 """Messages between neighbors: their records, their form on Flower's wire, and which of them count.
 
-=================  ==============================================================================
-`Message`          what one node hears from one neighbor
-`Delivery`         a request of the server to a node: the messages that it hears, and whose public
-                   keys it needs for its own next one
-`inbox_of`         which messages count, and with which weights: what the node hears
-=================  ==============================================================================
+A request of the server to a node is a `Delivery`: the `Message` of every neighbor that it hears,
+and whose public keys it needs for its own next one. `inbox_of` says which messages count, and with
+which weights. The arrays of a node's reply are its message, none if it is asleep or its message is
+not finite; where messages are *sealed* (`flwr_perdl.privacy.sealed`) its card, and then a message
+for each receiver, in the order of `Delivery.cards`, of size 0 where a card was rejected.
 
-A node's reply has no record: its arrays are the node's message, none if it is asleep or its message
-is not finite. Where messages are *sealed*, encrypted for one receiver (see
-`flwr_perdl.privacy.sealed`), its arrays are the node's card and then a message for each receiver,
-in the order of `Delivery.cards`, of size 0 where the receiver's card was rejected.
-
-These records exist on Flower only. In memory and on Ray, `flwr_perdl.network.exchange.Mailbox`
-keeps the messages of all nodes in stacks, and leaves out missing and non-finite ones likewise.
+In memory and on Ray, `flwr_perdl.network.exchange.Mailbox` keeps the messages of all nodes in
+stacks, and leaves out missing and non-finite ones likewise.
 """
 
 from __future__ import annotations
@@ -37,18 +31,10 @@ class Rejected(ValueError):
 
 
 class Message(NamedTuple):
-    """One neighbor's message to one node.
+    """One neighbor's message to one node, sent ``late`` rounds ago.
 
-    Attributes
-    ----------
-    sender : int
-        The neighbor.
-    late : int
-        How many rounds ago it was sent.
-    weight : float
-        The receiver's combination weight for the sender.
-    arrays : sequence of ndarray of shape (1, ...)
-        The message; sealed, one array of numbers that carry its bytes.
+    ``weight`` is the receiver's combination weight for the sender; the arrays have shape (1, ...),
+    sealed it is one array of numbers that carry its bytes.
     """
 
     sender: int
@@ -61,14 +47,8 @@ class Delivery(NamedTuple):
     """What the server hands to a node in an exchange.
 
     On the wire: a table with a row (sender, rounds late, weight, number of arrays) per message;
-    where messages are sealed, the receivers and their cards; then the arrays of all messages.
-
-    Attributes
-    ----------
-    messages : sequence of Message
-        Of the neighbors that the node hears.
-    cards : mapping of int to ndarray, or None
-        Public keys of those who may hear the node's next message; None where messages are open.
+    where messages are sealed, the receivers and their cards, else None, public keys of those who
+    may hear the node's next message; then the arrays of all messages.
     """
 
     messages: Sequence[Message] = ()
@@ -85,14 +65,7 @@ class Delivery(NamedTuple):
 
     @classmethod
     def from_arrays(cls, arrays: Sequence[Matrix], sealed: bool) -> Delivery:
-        """Return what the arrays of a request mean.
-
-        Raises
-        ------
-        ValueError
-            If ids or counts are not whole numbers, weights are negative or sum to more than one,
-            or the cards are not one per receiver.
-        """
+        """Return what the arrays of a request mean, checked."""
         fewest = 3 if sealed else 1
         if len(arrays) < fewest:
             raise ValueError(f"parameters must have {fewest} arrays or more, got {len(arrays)}.")
@@ -129,16 +102,14 @@ def inbox_of(
 ) -> tuple[Inbox, dict[int, str]]:
     """Return the inbox of a node from single messages, by the rules of `Mailbox`.
 
-    A message counts if it comes from another node and is not too late, is the first from that
-    sender and round, can be unsealed, has the shapes and dtypes of the node's own message, and is
-    finite.
+    A message counts if it comes from another node and is at most ``max_delay`` rounds late, is the
+    first from that sender and round, can be unsealed, has the shapes and dtypes of the node's own
+    message, and is finite. Returned are also the senders of the others, with the reason.
 
     Parameters
     ----------
-    node : int
-        The receiver.
-    round_ : int
-        The round, from 1.
+    node, round_ : int
+        The receiver, and the round, from 1.
     own : tuple of ndarray of shape (1, ...)
         Its own message.
     messages : sequence of Message
@@ -148,13 +119,6 @@ def inbox_of(
     unseal : callable, optional
         ``unseal(array, sender, round)`` returns the arrays of a sealed message or raises
         `Rejected`.
-
-    Returns
-    -------
-    inbox : Inbox
-        What the node hears.
-    left_out : dict of int to str
-        Senders of messages that do not count, with the reason.
     """
     form = [(array.shape, array.dtype) for array in own]
     good: dict[tuple[int, int], Message] = {}
@@ -199,21 +163,11 @@ def shared_weights(
 ) -> tuple[Csr, Csr]:
     """Return the weights and links of an inbox: the rule for what is missing.
 
-    The weight of what a node has not heard falls to the node itself. A node whose own message is
-    not finite takes the mean of its neighbors' alone.
+    The weight of what a node has not received falls to the node itself. A node whose own message is
+    not finite (``sound``) takes the mean of its neighbors' alone.
 
-    Parameters
-    ----------
-    heard : ndarray of shape (n_heard,)
-        Combination weights of the messages that were heard.
-    places : pair of ndarray of shape (n_heard,)
-        Row of the receiver, ascending, and column of the message of each.
-    shape : tuple of int
-        Numbers of receivers and of stacked messages.
-    own : ndarray of shape (n_receivers,)
-        Columns of the receivers' own messages.
-    sound : ndarray of shape (n_receivers,)
-        Whether these are finite.
+    ``received`` are the combination weights of the messages, ``places`` the row of the receiver,
+    ascending, and the column of each, and ``own`` the columns of the receivers' own messages.
     """
     (rows, columns), n = places, shape[0]
     total = np.bincount(rows, received, minlength=n)
@@ -228,12 +182,7 @@ def shared_weights(
     return _by_rows(values[order], rows[order], columns[order], shape), links
 
 
-def _by_rows(
-    values: NDArray[np.float64],
-    rows: NDArray[np.intp],
-    columns: NDArray[np.intp],
-    shape: tuple[int, int],
-) -> Csr:
+def _by_rows(values: Array, rows: Array, columns: Array, shape: tuple[int, int]) -> Csr:
     """Return the sparse array of entries that are in the order of their rows."""
     starts = np.zeros(shape[0] + 1, dtype=np.int32)
     np.cumsum(np.bincount(rows, minlength=shape[0]), out=starts[1:])

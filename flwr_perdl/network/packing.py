@@ -28,13 +28,7 @@ def pack(data: bytes) -> NDArray[np.float64]:
 
 
 def unpack(array: Array) -> bytes:
-    """Return the bytes that `pack` was given.
-
-    Raises
-    ------
-    ValueError
-        If the array is not one that `pack` returns.
-    """
+    """Return the bytes that `pack` was given, or raise a ValueError."""
     numbers = np.ascontiguousarray(array, dtype="<f8")
     if numbers.ndim == 1 and len(numbers):
         buffer = numbers.view(np.uint8).reshape(-1, 8)
@@ -50,13 +44,7 @@ def pack_arrays(arrays: Mapping[str, Array]) -> NDArray[np.float64]:
 
 
 def unpack_arrays(array: Array) -> dict[str, Array]:
-    """Return what `pack_arrays` was given.
-
-    Raises
-    ------
-    ValueError
-        If the array is not one that `pack_arrays` returns; nothing larger than it is allocated.
-    """
+    """Return what `pack_arrays` was given, or raise a ValueError; nothing larger is allocated."""
     try:
         names, *arrays = read_files(unpack(array))
         return dict(zip(texts_of(names), arrays, strict=True))
@@ -70,17 +58,11 @@ def text_array(texts: Sequence[str]) -> NDArray[np.uint8]:
 
 
 def texts_of(array: Array) -> list[str]:
-    """Return what `text_array` was given.
-
-    Raises
-    ------
-    ValueError
-        If the array holds anything else.
-    """
+    """Return what `text_array` was given, or raise a ValueError."""
     try:
         texts = json.loads(array.tobytes() if array.dtype == np.uint8 else "null")
-    except (RecursionError, ValueError) as error:
-        raise ValueError("these bytes hold no texts") from error
+    except (RecursionError, ValueError):
+        texts = None
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise ValueError("these bytes hold no texts")
     return texts

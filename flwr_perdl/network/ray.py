@@ -10,22 +10,20 @@ asks for them. Every actor computes with one BLAS thread: there are as many acto
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 from logging import getLogger
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import sparse
 
 from flwr_perdl.core.checks import check_count
-from flwr_perdl.diffusion.combine import Array, Csr, Program, State, curves
-from flwr_perdl.diffusion.topology import CombinationMatrix, Topology
-from flwr_perdl.network.exchange import Network, Plan, Run, spread, unheard_of
-from flwr_perdl.network.faults import Faults
+from flwr_perdl.diffusion.combine import Array, Program, State
+from flwr_perdl.network.exchange import Ended, Network, Plan, joined
 from flwr_perdl.network.memory import Host
 
 #: How many rounds the driver asks for ahead of the slowest actor.
@@ -34,12 +32,16 @@ AHEAD = 16
 _LOG = getLogger(__name__)
 
 
+@dataclass(eq=False, repr=False)
 class RayNetwork(Network):
     """Nodes in Ray actors that send messages to their neighbors only: see `Network`.
 
     Runs on the Ray cluster that this process is connected to; if there is none, one is started on
     this machine and ended afterwards. If an actor is lost, its nodes are silent from then on; the
-    others continue without them, and the log says so.
+    others continue without them, and the log says so. If a program has a method ``hosted(nodes)``
+    that returns it with these nodes' data only, an actor receives no more than that. With a
+    ``callback`` or ``stop`` the driver fetches the states and waits in every round; ``on_report``
+    is called up to 16 rounds after the fastest actor.
 
     Parameters
     ----------
@@ -52,6 +54,8 @@ class RayNetwork(Network):
     ------
     ValueError
         See `Network`; or if ``agents_per_actor`` is less than one.
+    ModuleNotFoundError, RuntimeError
+        In a run: if Ray is not installed; if all actors are lost.
 
     Examples
     --------
@@ -60,81 +64,23 @@ class RayNetwork(Network):
     >>> network = RayNetwork(Topology.ring(4), agents_per_actor=2)
     """
 
-    def __init__(
-        self,
-        topology: Topology,
-        weights: CombinationMatrix | Sequence[CombinationMatrix] | None = None,
-        faults: Faults | None = None,
-        *,
-        agents_per_actor: int | None = None,
-    ) -> None:
-        super().__init__(topology, weights, faults)
-        if agents_per_actor is not None:
-            check_count("agents_per_actor", agents_per_actor, 1)
-        self.agents_per_actor = agents_per_actor
+    agents_per_actor: int | None = field(default=None, kw_only=True)
 
-    def run(
-        self,
-        program: Program[State],
-        n_rounds: int,
-        *,
-        state: State | None = None,
-        callback: Callable[[int, State], Any] | None = None,
-        stop: Callable[[State], bool] | None = None,
-        on_report: Callable[[int, dict[str, Array]], Any] | None = None,
-    ) -> Run:
-        """Run a distributed algorithm for some rounds: see `InMemoryNetwork.run`.
+    def __post_init__(self) -> None:
+        """Check the arguments."""
+        super().__post_init__()
+        if self.agents_per_actor is not None:
+            check_count("agents_per_actor", self.agents_per_actor, 1)
 
-        Parameters
-        ----------
-        program : Program
-            If it has a method ``hosted(nodes)`` that returns it with these nodes' data only, an
-            actor receives no more than that.
-        n_rounds, state
-            See `InMemoryNetwork.run`.
-        callback, stop : callable, optional
-            See `InMemoryNetwork.run`; the driver then fetches the states and waits in every round.
-        on_report : callable, optional
-            See `InMemoryNetwork.run`; called up to ``AHEAD`` rounds after the fastest actor.
-
-        Returns
-        -------
-        Run
-            Of lost nodes there is no state (the field ``nodes`` says whose there is), what they
-            observed is NaN, and ``alive`` is False.
-
-        Raises
-        ------
-        ModuleNotFoundError
-            If Ray is not installed.
-        RuntimeError
-            If all actors are lost.
-        """
-        check_count("n_rounds", n_rounds)
+    @contextmanager
+    def _crew(self, program: Program[State], state: State | None) -> Iterator[_Crew]:
         with _ray() as ray:
             crew = _Crew(ray, self.plan, self._groups(ray))
             try:
-                rows = crew.go(program, n_rounds, state, callback, stop, on_report)
-                ends = crew.ask("end")
+                crew.begin(program, state)
+                yield crew
             finally:
                 crew.dismiss()
-        faults, n, done = self.plan.faults, self.plan.n_nodes, len(rows)
-        there = np.zeros(n, dtype=bool)
-        there[np.concatenate([end.nodes for end in ends])] = True
-        traffic = sum((end.traffic for end in ends), sparse.csr_array((n, n)))
-        return Run(
-            state=_joined([end.state for end in ends]),
-            observed={
-                name: spread(np.concatenate([end.observed[name] for end in ends]), there)
-                for name in ends[0].observed
-            },
-            rounds=done,
-            floats_sent=float(traffic.sum()),
-            traffic=traffic,
-            unheard=unheard_of(set().union(*(end.left_out for end in ends))),
-            alive=faults.awake(n, max(done, 1)) & there,
-            curves=curves(rows, n),
-        )
 
     def _groups(self, ray: Any) -> list[NDArray[np.intp]]:
         """Return the nodes of every actor."""
@@ -142,16 +88,6 @@ class RayNetwork(Network):
         if size is None:
             size = -(-n // max(int(ray.cluster_resources().get("CPU", 1)), 1))
         return [np.arange(first, min(first + size, n)) for first in range(0, n, size)]
-
-
-class _End(NamedTuple):
-    """The result of an actor's nodes."""
-
-    nodes: NDArray[np.intp]
-    state: Any
-    observed: dict[str, Array]
-    traffic: Csr
-    left_out: set[tuple[int, int]]
 
 
 class _Actor:
@@ -208,11 +144,9 @@ class _Actor:
         """Return the state after the last round."""
         return self._host.state
 
-    def end(self) -> _End:
+    def ended(self) -> Ended:
         """Return the result of the actor's nodes."""
-        state, mailbox = self._host.state, self._host.mailbox
-        observed = self._program.observe(state)
-        return _End(self._nodes, state, observed, mailbox.traffic, mailbox.left_out)
+        return self._host.ended()[0]
 
 
 class _Crew:
@@ -224,56 +158,50 @@ class _Crew:
         self._hears = [set(home[plan.senders_to(nodes)].tolist()) for nodes in groups]
         make = ray.remote(_Actor).options(scheduling_strategy="SPREAD")
         self._actors: dict[int, Any] = {host: make.remote() for host in range(len(groups))}
+        self._sent: dict[int, Any] = {}
+        self._ahead: deque[dict[int, Any]] = deque()
 
-    def go(
-        self,
-        program: Program[State],
-        n_rounds: int,
-        state: State | None,
-        callback: Callable[[int, Any], Any] | None,
-        stop: Callable[[Any], bool] | None,
-        on_report: Callable[[int, dict[str, Array]], Any] | None,
-    ) -> list[dict[str, Array]]:
-        """Run up to ``n_rounds`` rounds and return what the nodes reported after each."""
+    def begin(self, program: Program[State], state: State | None) -> None:
+        """Begin with a state, or the program's start."""
         hosted: Callable[[NDArray[np.intp]], Any] | None = getattr(program, "hosted", None)
         whole = None if hosted else self._ray.put(program)
         plan, groups = self._ray.put(self._plan), self._ray.put(self._groups)
         begun = {}
         for host, actor in self._actors.items():
             nodes = self._groups[host]
-            start = None if state is None else _rows(state, nodes)
+            start = None if state is None else type(state)(*(leaf[nodes] for leaf in state))
             own = hosted(nodes) if hosted else whole
             begun[host] = actor.begin.remote(own, plan, groups, host, start)
         self._collect(begun)
-        sent = {h: actor.send.remote(1) for h, actor in self._actors.items() if n_rounds}
-        self._collect(sent)
-        ahead: deque[dict[int, Any]] = deque()
-        rows: list[dict[str, Array]] = []
 
-        def note(done: Mapping[int, Any]) -> None:
-            """Wait until a round is done, and note what was reported."""
-            rows.append(self._by_node(self._collect(done)))
-            if on_report is not None:
-                on_report(len(rows), rows[-1])
+    def step(self, round_: int, last: bool) -> list[dict[str, Array]]:
+        """Begin a round; return what was reported in one that is `AHEAD` rounds ago."""
+        if round_ == 1:
+            self._sent = {host: actor.send.remote(1) for host, actor in self._actors.items()}
+            self._collect(self._sent)
+        here, done, self._sent = self._sent, {}, {}
+        for host, actor in self._actors.items():
+            messages = {h: here[h] for h in here if h in self._hears[host] and h != host}
+            step = actor.step.options(num_returns=2)
+            self._sent[host], done[host] = step.remote(round_, messages, last)
+        self._ahead.append(done)
+        if len(self._ahead) <= AHEAD:
+            return []
+        return [self._by_node(self._collect(self._ahead.popleft()))]
 
-        for round_ in range(1, n_rounds + 1):
-            here, sent, done = sent, {}, {}
-            for host, actor in self._actors.items():
-                messages = {h: here[h] for h in here if h in self._hears[host] and h != host}
-                step = actor.step.options(num_returns=2)
-                sent[host], done[host] = step.remote(round_, messages, round_ == n_rounds)
-            ahead.append(done)
-            if len(ahead) > AHEAD:
-                note(ahead.popleft())
-            if callback is not None or stop is not None:
-                now = _joined(self.ask("state"))
-                if callback is not None:
-                    callback(round_, now)
-                if stop is not None and stop(now):
-                    break
-        for done in ahead:
-            note(done)
-        return rows
+    def rest(self) -> Iterator[dict[str, Array]]:
+        """Wait for all rounds, and return what was reported in them."""
+        for done in self._ahead:
+            yield self._by_node(self._collect(done))
+
+    @property
+    def state(self) -> Any:
+        """The state of all nodes."""
+        return joined(self._ask("state"))
+
+    def ended(self) -> list[Ended]:
+        """Return the results of all actors that are left."""
+        return self._ask("ended")
 
     def _by_node(self, reports: Mapping[int, Mapping[str, Array]]) -> dict[str, Array]:
         """Return the reports of all nodes, NaN for those of lost actors."""
@@ -284,19 +212,13 @@ class _Crew:
                 row[name][self._groups[host]] = values
         return row
 
-    def ask(self, method: str) -> list[Any]:
+    def _ask(self, method: str) -> list[Any]:
         """Return the answers of all actors that are left."""
         answers = {host: getattr(actor, method).remote() for host, actor in self._actors.items()}
         return list(self._collect(answers).values())
 
     def _collect(self, answers: Mapping[int, Any]) -> dict[int, Any]:
-        """Return the answers; an actor without one is lost.
-
-        Raises
-        ------
-        RuntimeError
-            If no actor is left.
-        """
+        """Return the answers; an actor without one is lost, and one must be left."""
         collected = {}
         for host, answer in answers.items():
             try:
@@ -338,13 +260,3 @@ def _ray() -> Iterator[Any]:
 def _lost(ray: Any) -> tuple[type[Exception], ...]:
     """Return the exceptions for a lost actor, or a lost object of it."""
     return ray.exceptions.RayActorError, ray.exceptions.ObjectLostError
-
-
-def _rows(state: Any, nodes: NDArray[np.intp]) -> Any:
-    """Return the state of some nodes."""
-    return type(state)(*(leaf[nodes] for leaf in state))
-
-
-def _joined(states: Sequence[Any]) -> Any:
-    """Return the state of all nodes of states that follow each other."""
-    return type(states[0])(*(np.concatenate(leaves) for leaves in zip(*states, strict=True)))

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flwr_perdl.core.checks import Matrix
-from flwr_perdl.diffusion import DiffusionAveraging, Topology
+from flwr_perdl.diffusion import DiffusionAveraging, Topology, metropolis_weights
 from flwr_perdl.random import DATA, spawn
 from perdl_experiments.data import load_images
 from perdl_experiments.measures import rounds_to
@@ -250,10 +250,10 @@ def _one_seed(config: Config, seed: int) -> Arrays:
         alone = [nodes(k).fit(model, {})[0] for k, model in enumerate(alone)]
     kept: Arrays = {"fedavg": fedavg, "alone": np.array([nodes.accuracy(own) for own in alone])}
     for name, topology in topologies(n, seed).items():
-        learner = DiffusionAveraging(topology, method=config.method, metrics=["accuracy"])
-        learned = learner.fit(nodes, config.rounds, initial=nodes.initial)
+        learner = DiffusionAveraging(method=config.method, metrics=["accuracy"])
+        learned = learner.fit(nodes, topology, config.rounds, initial=nodes.initial)
         kept[name] = learned.curves["evaluate-accuracy"]
-        kept[f"gap/{name}"] = np.array(learner.weights.spectral_gap)
+        kept[f"gap/{name}"] = np.array(metropolis_weights(topology).spectral_gap)
         kept[f"floats/{name}"] = np.array(learned.floats_sent / config.rounds / n)
     return kept
 

@@ -60,12 +60,7 @@ class LeastSquares(NumPyClient):
 
 
 def with_step(step: float) -> Callable[[int], LeastSquares]:
-    def make(node: int) -> LeastSquares:
-        client = LeastSquares(node)
-        client.step = step
-        return client
-
-    return make
+    return type("LeastSquares", (LeastSquares,), {"step": step})
 
 
 GRAMS = [X.T @ X / SAMPLES for X, _ in map(samples, range(N))]
@@ -99,8 +94,8 @@ def models_of(learned: Averaged) -> Array:
 def test_corrected_methods_end_at_the_solution_of_all_data(
     method: str, network: InMemoryNetwork
 ) -> None:
-    learner = DiffusionAveraging(RING, method=method, evaluate_every=0)
-    learned = learner.fit(LeastSquares, 800, initial=START, network=network)
+    learner = DiffusionAveraging(method=method, evaluate_every=0)
+    learned = learner.fit(LeastSquares, network, 800, initial=START)
     np.testing.assert_allclose(models_of(learned), np.tile(CONSENSUS, (N, 1)), rtol=0, atol=1e-6)
     assert learned.disagreement < 1e-6
 
@@ -122,8 +117,8 @@ def test_the_bias_of_the_other_methods_is_the_known_one_and_shrinks_with_the_ste
         if method == "atc":  # w <- A fit(w)
             map_, shift = A @ (one - step * H), A @ (step * b)
         fixed = np.linalg.solve(one - map_, shift).reshape(N, FEATURES)
-        learner = DiffusionAveraging(RING, method=method, evaluate_every=0)
-        learned = learner.fit(with_step(step), 1000, initial=START)
+        learner = DiffusionAveraging(method=method, evaluate_every=0)
+        learned = learner.fit(with_step(step), RING, 1000, initial=START)
         np.testing.assert_allclose(models_of(learned), fixed, rtol=0, atol=1e-6)
         biases.append(np.linalg.norm(fixed - CONSENSUS, axis=1).max())
     assert biases[0] > biases[1] > biases[2] > 0.1
@@ -146,7 +141,7 @@ def test_one_round_by_hand() -> None:
             return parameters[0][0], 1, {}
 
     pair = Topology.complete(2)
-    learned = DiffusionAveraging(pair, method="atc", metrics=["seen"]).fit(Half, 1)
+    learned = DiffusionAveraging(method="atc", metrics=["seen"]).fit(Half, pair, 1)
     assert models_of(learned).tolist() == [[5.0], [5.0]]
     assert learned.curves["train-seen"].tolist() == [[0.0, 4.0]]
     assert np.isnan(learned.curves["evaluate-seen"]).tolist() == [[True, True]]
@@ -154,31 +149,28 @@ def test_one_round_by_hand() -> None:
     assert learned.curves["neighbor-distance"].tolist() == [[1.0, 1.0]]
     assert (learned.rounds, learned.floats_sent, learned.disagreement) == (1, 2.0, 0.0)
     # Combine first: both at 2, then halfway to 8.
-    assert models_of(DiffusionAveraging(pair, method="cta").fit(Half, 1)).tolist() == [[5.0]] * 2
+    assert models_of(DiffusionAveraging(method="cta").fit(Half, pair, 1)).tolist() == [[5.0]] * 2
     # Two corrected rounds. Exact diffusion halves the step to the mean: 4.5 and 5.5; then fit gives
     # 6.25 and 6.75, phi 6.25 + 4.5 - 4 and 6.75 + 5.5 - 6, mean 6.5.
-    exact = DiffusionAveraging(pair, method="exact_diffusion")
-    assert models_of(exact.fit(Half, 2)).tolist() == [[6.625], [6.375]]
-    tracking = DiffusionAveraging(pair, method="gradient_tracking").fit(Half, 2)
+    exact = DiffusionAveraging(method="exact_diffusion")
+    assert models_of(exact.fit(Half, pair, 2)).tolist() == [[6.625], [6.375]]
+    tracking = DiffusionAveraging(method="gradient_tracking").fit(Half, pair, 2)
     # g: -4 and -2, w: 5, y: -3; g: -1.5, y: -3 - 1.5 + 4 and -3 - 1.5 + 2, w - y: 5.5 and 7.5.
     assert models_of(tracking).tolist() == [[6.5], [6.5]]
     assert tracking.floats_sent == 8
 
 
 def test_several_epochs_end_where_the_changes_sum_to_zero() -> None:
-    def three(node: int) -> Any:
-        class Three(LeastSquares):
-            def fit(self, parameters: list[Array], config: Any) -> Any:
-                for _ in range(3):
-                    parameters, *rest = super().fit(parameters, config)
-                return parameters, *rest
+    class Three(LeastSquares):
+        def fit(self, parameters: list[Array], config: Any) -> Any:
+            for _ in range(3):
+                parameters, *rest = super().fit(parameters, config)
+            return parameters, *rest
 
-        return Three(node)
-
-    learner = DiffusionAveraging(RING, method="exact_diffusion", evaluate_every=0)
-    learned = learner.fit(three, 400, initial=START)
+    learner = DiffusionAveraging(method="exact_diffusion", evaluate_every=0)
+    learned = learner.fit(Three, RING, 400, initial=START)
     w = models_of(learned)
-    changes = sum(three(k).fit([w[k].copy()], {})[0][0] - w[k] for k in range(N))
+    changes = sum(Three(k).fit([w[k].copy()], {})[0][0] - w[k] for k in range(N))
     assert np.abs(changes).max() < 1e-9
     assert learned.disagreement < 1e-9
 
@@ -192,8 +184,8 @@ def test_models_keep_their_shapes_and_types() -> None:
             return [array + 1 for array in parameters], 1, {}
 
     def learn(*initial: Array) -> Averaged:
-        learner = DiffusionAveraging(Topology.ring(3), evaluate_every=0)
-        return learner.fit(lambda node: Mixed(), 2, initial=initial)
+        learner = DiffusionAveraging(evaluate_every=0)
+        return learner.fit(lambda node: Mixed(), Topology.ring(3), 2, initial=initial)
 
     first = [np.zeros((2, 3), np.float32), np.array(5), np.zeros(0)]
     last = learn(*first).models[1]
@@ -205,16 +197,18 @@ def test_models_keep_their_shapes_and_types() -> None:
 
 
 def test_evaluations_come_every_few_rounds_and_see_the_model_after_the_round() -> None:
-    learner = DiffusionAveraging(RING, evaluate_every=3, metrics=["round", "loss"])
+    learner = DiffusionAveraging(evaluate_every=3, metrics=["round", "loss"])
     told: list[int] = []
-    learned = learner.fit(LeastSquares, 7, initial=START, callback=lambda at, _: told.append(at))
+    learned = learner.fit(
+        LeastSquares, RING, 7, initial=START, callback=lambda at, _: told.append(at)
+    )
     assert told == [1, 2, 3, 4, 5, 6, 7]
     rounds = learned.curves["evaluate-round"]
     assert np.isfinite(rounds).all(axis=1).tolist() == [False, False, True] * 2 + [False]
     assert rounds[2].tolist() == [3.0] * N
     # Without any combination the loss before round 4 is the one that was evaluated after round 3.
     alone = CombinationMatrix(np.eye(2), Topology.from_edges(2, []))
-    learned = DiffusionAveraging(alone, metrics=["loss"]).fit(LeastSquares, 4, initial=START)
+    learned = DiffusionAveraging(metrics=["loss"]).fit(LeastSquares, alone, 4, initial=START)
     train, evaluated = learned.curves["train-loss"], learned.curves["evaluate-loss"]
     np.testing.assert_array_equal(train[1:], evaluated[:-1])
 
@@ -244,7 +238,7 @@ def federation(learner: DiffusionAveraging, **client: Any) -> Callable[[Context]
 @pytest.mark.parametrize("faults", [None, FAULTS], ids=["no faults", "faults"])
 @pytest.mark.parametrize("method", METHODS)
 def test_flower_in_process(method: str, faults: Faults | None) -> None:
-    learner = DiffusionAveraging(RING, method=method, evaluate_every=2, metrics=["loss"])
+    learner = DiffusionAveraging(method=method, evaluate_every=2, metrics=["loss"])
     kept: dict[int, list[Array]] = {}
 
     def keep(state: Any) -> None:
@@ -253,8 +247,8 @@ def test_flower_in_process(method: str, faults: Faults | None) -> None:
     grid = InProcessGrid(client_app(federation(learner, on_end=keep)), N)
     network = FlowerNetwork(grid, RING, faults=faults, sealed=faults is not None)
     told: list[dict[str, Array]] = []
-    learned = learner.fit(None, 9, network=network, callback=lambda _, row: told.append(row))
-    here = learner.fit(LeastSquares, 9, initial=START, network=InMemoryNetwork(RING, faults=faults))
+    learned = learner.fit(None, network, 9, callback=lambda _, row: told.append(row))
+    here = learner.fit(LeastSquares, InMemoryNetwork(RING, faults=faults), 9, initial=START)
     assert_same_bits(learned, here)
     assert learned.models == {}
     assert np.isnan(learned.disagreement)
@@ -265,7 +259,7 @@ def test_flower_in_process(method: str, faults: Faults | None) -> None:
 
 
 def test_a_resumed_run_has_the_curves_of_one_that_was_not_stopped(tmp_path: Path) -> None:
-    learner = DiffusionAveraging(RING, method="gradient_tracking", metrics=["loss"])
+    learner = DiffusionAveraging(method="gradient_tracking", metrics=["loss"])
     grid = InProcessGrid(client_app(federation(learner)), N)
 
     def stop(round_: int, row: Any) -> None:
@@ -277,9 +271,9 @@ def test_a_resumed_run_has_the_curves_of_one_that_was_not_stopped(tmp_path: Path
         return FlowerNetwork(grid, RING, checkpoint_dir=tmp_path, server=settings)
 
     with pytest.raises(KeyboardInterrupt):
-        learner.fit(None, 6, network=network(), callback=stop)
-    resumed = learner.fit(None, 6, network=network(resume=True))
-    assert_same_bits(resumed, learner.fit(LeastSquares, 6, initial=START))
+        learner.fit(None, network(), 6, callback=stop)
+    resumed = learner.fit(None, network(resume=True), 6)
+    assert_same_bits(resumed, learner.fit(LeastSquares, RING, 6, initial=START))
 
 
 @pytest.mark.slow
@@ -295,16 +289,16 @@ def test_ray_actors() -> None:
             ("cta", FAULTS),
             ("gradient_tracking", FAULTS),
         ):
-            learner = DiffusionAveraging(RING, method=method, evaluate_every=2, metrics=["loss"])
+            learner = DiffusionAveraging(method=method, evaluate_every=2, metrics=["loss"])
             told: list[int] = []
 
             def tell(round_: int, row: Any, told: list[int] = told) -> None:
                 told.append(round_)
 
             network = RayNetwork(RING, faults=faults, agents_per_actor=4)
-            learned = learner.fit(LeastSquares, 9, initial=START, network=network, callback=tell)
+            learned = learner.fit(LeastSquares, network, 9, initial=START, callback=tell)
             memory = InMemoryNetwork(RING, faults=faults)
-            here = learner.fit(LeastSquares, 9, initial=START, network=memory)
+            here = learner.fit(LeastSquares, memory, 9, initial=START)
             assert_same_bits(learned, here)
             np.testing.assert_array_equal(models_of(learned), models_of(here))
             assert told == list(range(1, 10))
@@ -318,9 +312,9 @@ DEAD = 3
 
 
 def test_disagreement_after_a_death_is_that_of_the_living(warned: Any) -> None:
-    learner = DiffusionAveraging(RING, evaluate_every=0)
+    learner = DiffusionAveraging(evaluate_every=0)
     memory = InMemoryNetwork(RING, faults=Faults(dead={DEAD: 5}))
-    here = learner.fit(LeastSquares, 9, initial=START, network=memory)
+    here = learner.fit(LeastSquares, memory, 9, initial=START)
     living = np.delete(models_of(here), DEAD, axis=0)
     apart = np.linalg.norm(living - living.mean(axis=0), axis=1).max()
     assert here.disagreement == pytest.approx(apart)
@@ -331,7 +325,7 @@ def test_disagreement_after_a_death_is_that_of_the_living(warned: Any) -> None:
         return "error" if node == DEAD and round_ >= 5 else None
 
     grid = InProcessGrid(client_app(federation(learner, shows="state")), N, faults=dies)
-    learned = learner.fit(None, 9, network=FlowerNetwork(grid, RING))
+    learned = learner.fit(None, FlowerNetwork(grid, RING), 9)
     assert learned.alive.tolist() == here.alive.tolist()
     assert learned.disagreement == pytest.approx(here.disagreement)
     assert warned.text.count(f"left out client {DEAD}") == 1
@@ -369,10 +363,10 @@ def test_the_others_end_as_without_a_node_that_lies_without_measure(
 
     options: dict[str, Any] = {"method": method, "evaluate_every": 0}
     network = InMemoryNetwork(graph)
-    learned = Learner(graph, **options).fit(LeastSquares, 60, initial=START, network=network)
+    learned = Learner(**options).fit(LeastSquares, network, 60, initial=START)
     dead = InMemoryNetwork(graph, faults=Faults(dead={DEAD: 1}))
-    without = DiffusionAveraging(graph, **options)
-    expected = without.fit(LeastSquares, 60, initial=START, network=dead)
+    without = DiffusionAveraging(**options)
+    expected = without.fit(LeastSquares, dead, 60, initial=START)
     others = np.arange(N) != DEAD
     np.testing.assert_allclose(models_of(learned)[others], models_of(expected)[others], atol=1e-9)
     assert learned.alive.all()
@@ -380,13 +374,13 @@ def test_the_others_end_as_without_a_node_that_lies_without_measure(
 
     if lie == "nan":  # without a network, no message may be NaN
         return
-    plain = Learner(graph, **options).fit(LeastSquares, 60, initial=START)
+    plain = Learner(**options).fit(LeastSquares, graph, 60, initial=START)
     assert_same_bits(plain, learned)
     np.testing.assert_array_equal(models_of(plain), models_of(learned))
 
 
 def test_a_lie_is_left_out_on_flower_as_in_memory() -> None:
-    learner = DiffusionAveraging(RING, method="gradient_tracking")
+    learner = DiffusionAveraging(method="gradient_tracking")
 
     def program() -> AveragingProgram:
         made = Lying(learner, LeastSquares, START)
@@ -406,8 +400,8 @@ def test_among_honest_nodes_nothing_is_left_out(method: str) -> None:
     class Unlimited(AveragingProgram):
         limits = None
 
-    learner = DiffusionAveraging(RING, method=method)
-    honest = learner.fit(LeastSquares, 30, initial=START)
+    learner = DiffusionAveraging(method=method)
+    honest = learner.fit(LeastSquares, RING, 30, initial=START)
     network = InMemoryNetwork(RING)
     run = network.run(Unlimited(learner, LeastSquares, START), 30)
     np.testing.assert_array_equal(models_of(honest), run.state.model)
@@ -443,7 +437,7 @@ class Tap(InProcessGrid):
 def test_the_server_sees_the_metrics_that_are_named_and_models_only_where_they_are_open(
     sealed: bool,
 ) -> None:
-    learner = DiffusionAveraging(RING, method="atc", metrics=["loss"])  # it sends what fit returns
+    learner = DiffusionAveraging(method="atc", metrics=["loss"])  # it sends what fit returns
     models: list[bytes] = []
 
     class Noted(LeastSquares):
@@ -459,7 +453,7 @@ def test_the_server_sees_the_metrics_that_are_named_and_models_only_where_they_a
     reports: list[dict[int, dict[str, float]]] = []
     settings = ServerSettings(on_round=lambda report: reports.append(report.metrics))
     network = FlowerNetwork(grid, RING, sealed=sealed, server=settings)
-    learned = learner.fit(None, 3, network=network)
+    learned = learner.fit(None, network, 3)
     crossed = b"".join(grid.seen)
     assert len(models) == 3 * N
     assert all((model in crossed) != sealed for model in models)
@@ -477,7 +471,7 @@ def test_a_node_receives_messages_of_its_neighbors_only() -> None:
     """Node 0 of a path of three never hears node 2, whose model is the only one at 100."""
     path = Topology.from_edges(3, [(0, 1), (1, 2)])
     heard: list[Array] = []
-    learner = DiffusionAveraging(path, method="atc", evaluate_every=0)
+    learner = DiffusionAveraging(method="atc", evaluate_every=0)
 
     class Alone(NumPyClient):
         def __init__(self, node: int) -> None:
@@ -497,7 +491,7 @@ def test_a_node_receives_messages_of_its_neighbors_only() -> None:
     def make_client(context: Context) -> DiffusionClient:
         return DiffusionClient(learner.program(Alone, initial=[np.zeros(1)]), context)
 
-    learner.fit(None, 3, network=FlowerNetwork(Listening(client_app(make_client), 3), path))
+    learner.fit(None, FlowerNetwork(Listening(client_app(make_client), 3), path), 3)
     assert len(heard) == 3
     assert all(array.max() == 0.0 for array in heard)
 
@@ -506,18 +500,20 @@ def test_a_node_receives_messages_of_its_neighbors_only() -> None:
 
 
 def test_networks_that_do_not_lead_to_the_plain_mean() -> None:
-    star = Topology.star(4)
-    with pytest.raises(ValueError, match="doubly stochastic"):
-        DiffusionAveraging(averaging_weights(star))
-    with pytest.raises(ValueError, match="connected"):
-        DiffusionAveraging(Topology.from_edges(4, [(0, 1), (2, 3)]))
-    learner = DiffusionAveraging(star)
-    with pytest.raises(ValueError, match="doubly stochastic"):
-        learner.fit(LeastSquares, 1, network=InMemoryNetwork(star, averaging_weights(star)))
-    with pytest.raises(ValueError, match="of 4 nodes"):
-        learner.fit(LeastSquares, 1, network=InMemoryNetwork(RING))
-    with pytest.raises(ValueError, match="clients may be None"):
-        learner.fit(None, 1)
+    star, learner = Topology.star(4), DiffusionAveraging()
+    for network in (averaging_weights(star), InMemoryNetwork(star, averaging_weights(star))):
+        with pytest.raises(ValueError, match=r"^network"):
+            learner.fit(LeastSquares, network, 1)
+    for apart in (
+        Topology.from_edges(4, [(0, 1), (2, 3)]),
+        Topology.from_edges(2, [(0, 1)], directed=True),
+    ):
+        with pytest.raises(ValueError, match=r"^network"):
+            learner.fit(LeastSquares, apart, 1)
+    with pytest.raises(TypeError, match=r"^network"):
+        learner.fit(LeastSquares, 4, 1)
+    with pytest.raises(ValueError, match=r"^clients"):
+        learner.fit(None, star, 1)
 
 
 @pytest.mark.parametrize(
@@ -534,7 +530,7 @@ def test_what_a_client_returns_is_checked(returned: Any, match: str) -> None:
             return returned
 
     with pytest.raises(ValueError, match=match):
-        DiffusionAveraging(RING, metrics=["loss"]).fit(Wrong, 1, initial=START)
+        DiffusionAveraging(metrics=["loss"]).fit(Wrong, RING, 1, initial=START)
 
 
 # A real model ------------------------------------------------------------------------------------
@@ -583,7 +579,7 @@ def test_the_worst_of_sixteen_nodes_is_as_good_as_fedavg_on_digits() -> None:
     assert fedavg > 0.9
     for topology in (Topology.ring(16), Topology.exponential(16)):
         learner = DiffusionAveraging(
-            topology, method="exact_diffusion", evaluate_every=rounds, metrics=["accuracy"]
+            method="exact_diffusion", evaluate_every=rounds, metrics=["accuracy"]
         )
-        learned = learner.fit(Digits, rounds, initial=[np.zeros((10, 64)), np.zeros(10)])
+        learned = learner.fit(Digits, topology, rounds, initial=[np.zeros((10, 64)), np.zeros(10)])
         assert learned.curves["evaluate-accuracy"][-1].min() >= fedavg - 0.01

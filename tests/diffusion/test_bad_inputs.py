@@ -46,7 +46,7 @@ OBJECTIVES = (
 
 
 def inferred(objective: int, method: str, **given: Any) -> Any:
-    found = infer(OBJECTIVES[objective], topology=RING, method=method, n_rounds=20, **given)
+    found = infer(OBJECTIVES[objective], network=RING, method=method, n_rounds=20, **given)
     return found.codes, found.nu
 
 
@@ -82,9 +82,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
             "n_nonzero": 2,
             "alpha": 0.1,
             "step": 0.1,
-            "inner_steps": 1,
             "replace_every": 2,
-            "least_use": 0.5,
         },
     ),
     "local_costs": (

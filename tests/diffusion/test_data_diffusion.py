@@ -84,15 +84,13 @@ def test_two_rounds_of_algorithm_1_by_hand() -> None:
         np.testing.assert_allclose(state.dictionaries, D, atol=1e-14)
 
 
-def test_the_step_is_one_over_the_largest_eigenvalue_and_inner_steps_repeat_it() -> None:
+def test_the_step_is_one_over_the_largest_eigenvalue() -> None:
     _, (X,) = draw(nodes=1, samples=60)
     D = normalize_atoms(np.random.default_rng(1).standard_normal((12, 8)))
     C = omp(X, D, 2)
     step = 1 / np.linalg.eigvalsh(C.T @ C)[-1]
-    expected = D
-    for _ in range(3):
-        expected = expected + step * C.T @ (X - C @ expected)
-    learner = DataDiffusion(12, update="gradient", inner_steps=3)
+    expected = D + step * C.T @ (X - C @ D)
+    learner = DataDiffusion(12, update="gradient")
     np.testing.assert_allclose(learner.adapted(X, C, D), expected, atol=1e-13)
 
 
@@ -483,14 +481,6 @@ def test_the_network_in_memory_gives_the_same_bits(update: str) -> None:
     assert direct[2:] == through[2:]
 
 
-def test_weights_that_change_from_round_to_round() -> None:
-    atoms, data = draw()
-    lines = [Topology.from_edges(4, [(0, 1), (2, 3)]), Topology.from_edges(4, [(1, 2), (3, 0)])]
-    network = InMemoryNetwork(Topology.ring(4), [metropolis_weights(line) for line in lines])
-    ended = DataDiffusion(12, n_nonzero=2).fit(data, network, 80)
-    assert min(found(ended.dictionaries, atoms)) >= 11
-
-
 def test_separate_parts_of_a_network_are_refused_unless_they_meet_in_time() -> None:
     _, data = draw()
     pairs = [[(0, 1), (2, 3)], [(1, 2), (3, 0)]]
@@ -525,44 +515,43 @@ def test_data_whose_squares_leave_the_range_are_refused(scale: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("name", "value"),
     [
-        ({"n_atoms": 0}, "n_atoms must be at least 1, got 0"),
-        ({"coder": "magic"}, "coder must be one of 'omp', 'lasso', 'focuss', 'nonnegative'"),
-        ({"n_nonzero": 0}, "n_nonzero must be at least 1, got 0"),
-        ({"alpha": 0.0}, "alpha must be in"),
-        ({"update": "svd"}, "update must be one of 'mod', 'ksvd', 'gradient', got 'svd'"),
-        ({"step": 0.0}, "step must be in"),
-        ({"inner_steps": 0}, "inner_steps must be at least 1"),
-        ({"alignment": "order"}, "alignment must be one of"),
-        ({"replacement": "all"}, "replacement must be one of 'private', 'samples', got 'all'"),
-        ({"replace_every": 0}, "replace_every must be at least 1"),
-        ({"least_use": 2.0}, "least_use must be in"),
-        (
-            {"alignment": "assignment"},
-            "replacement must be None with alignment='assignment', got 'private'",
-        ),
+        ("n_atoms", 0),
+        ("coder", "magic"),
+        ("n_nonzero", 0),
+        ("alpha", 0.0),
+        ("update", "svd"),
+        ("step", 0.0),
+        ("alignment", "order"),
+        ("replacement", "all"),
+        ("replace_every", 0),
     ],
 )
-def test_bad_options_get_one_sentence(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        DataDiffusion(**{"n_atoms": 5, **options})
+def test_bad_options_are_named(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=name):
+        DataDiffusion(**{"n_atoms": 5, name: value})
+    with pytest.raises(ValueError, match="replacement"):
+        DataDiffusion(5, alignment="assignment")
+
+
+GOOD = [np.ones((3, 4))] * 4
 
 
 @pytest.mark.parametrize(
-    ("data", "options", "message"),
+    ("data", "options", "name"),
     [
-        ([np.ones((3, 4))] * 3, {}, "data must be of 4 nodes, got 3"),
-        ([np.ones((3, 4))] * 3 + [np.ones((3, 5))], {}, "data of node 3 must have 4 columns"),
-        ([np.ones((3, 4))] * 3 + [np.full((3, 4), np.nan)], {}, "data of node 3 must be finite"),
-        ([np.ones((3, 4), dtype=int)] * 4, {}, "data of node 0 must be float64 or float32"),
-        ([np.ones((3, 4))] * 4, {"start": "nothing"}, "start must be one of 'samples', 'common'"),
-        ([np.ones((3, 4))] * 4, {"start": np.ones((3, 4))}, "start of node 0 must have 5 rows"),
-        ([np.ones((3, 4))] * 4, {"start": np.ones((5, 3))}, "start of node 0 must have 4 columns"),
-        ([np.ones((3, 4))] * 4, {"n_rounds": -1}, "n_rounds must be at least 0"),
-        ([np.ones((3, 4))] * 4, {"seed": -1}, "seed must be at least 0"),
+        (GOOD[:3], {}, "data"),
+        ([*GOOD[:3], np.ones((3, 5))], {}, "data of node 3"),
+        ([*GOOD[:3], np.full((3, 4), np.nan)], {}, "data of node 3"),
+        ([np.ones((3, 4), dtype=int)] * 4, {}, "data of node 0"),
+        (GOOD, {"start": "nothing"}, "start"),
+        (GOOD, {"start": np.ones((3, 4))}, "start of node 0"),
+        (GOOD, {"start": np.ones((5, 3))}, "start of node 0"),
+        (GOOD, {"n_rounds": -1}, "n_rounds"),
+        (GOOD, {"seed": -1}, "seed"),
     ],
 )
-def test_bad_data_get_one_sentence(data: Any, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_bad_data_are_named(data: Any, options: dict[str, Any], name: str) -> None:
+    with pytest.raises(ValueError, match=name):
         DataDiffusion(5).fit(data, Topology.ring(4), **options)

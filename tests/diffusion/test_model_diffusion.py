@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flwr_perdl.diffusion.inference import exact_dual, infer
+from flwr_perdl.diffusion.inference import exact_dual
 from flwr_perdl.diffusion.model_diffusion import Learning, Model, ModelDiffusion, update_dictionary
 from flwr_perdl.diffusion.objectives import (
     Biclustering,
@@ -161,7 +161,7 @@ def test_a_network_that_grows_keeps_its_atoms() -> None:
     assert (grown.dictionaries[6:] >= 0).all()
     later = learner.partial_fit(grown, samples(), Topology.ring(9))
     assert np.abs(later.dictionaries[6:] - grown.dictionaries[6:]).max() > 1e-3
-    with pytest.raises(ValueError, match="topology must have 9 nodes, one per agent, got 6"):
+    with pytest.raises(ValueError, match=r"^network"):
         learner.partial_fit(grown, samples(), NETWORK)
 
 
@@ -187,9 +187,8 @@ def test_float32_stays_float32() -> None:
 @pytest.mark.parametrize(
     ("objective", "options"),
     [
-        (SparseSVD(np.float64(0.1), np.float64(0.1)), {}),
+        (Biclustering(np.float64(0.1), np.float64(0.1), beta=np.float64(0.1)), {}),
         (SparseSVD(0.1, 0.1), {"step": np.float64(0.1)}),
-        (Biclustering(0.1, 0.1, beta=np.float64(0.1)), {}),
         (SparseSVD(0.1, 0.1), {"options": {"relaxation": np.float64(0.8)}}),
     ],
 )
@@ -277,12 +276,10 @@ def test_a_network_learns_the_same_as_memory(
         informed=[0, 2],
     )
     model = learner.fit(X, NETWORK)
-    program = learner.program({0: X, 2: X}, NETWORK, show=True)
-    assert (program.n_iterations, program.n_rounds) == (25, 75)
-    run = InMemoryNetwork(NETWORK).run(program, program.n_rounds)
-    np.testing.assert_allclose(run.observed["dictionary"], model.dictionaries, atol=1e-10)
+    by_messages = learner.fit(X, InMemoryNetwork(NETWORK))
+    np.testing.assert_allclose(by_messages.dictionaries, model.dictionaries, atol=1e-10)
     assert np.abs(model.dictionaries - learner.start(6, 20).dictionaries).max() > 1e-3
-    np.testing.assert_array_equal(run.observed["batch"], 3)
+    assert by_messages[1:4] == model[1:4] == (13, 3, 75)
 
 
 def test_a_program_goes_on_from_a_model_and_on_other_transports_of_inference() -> None:
@@ -294,9 +291,27 @@ def test_a_program_goes_on_from_a_model_and_on_other_transports_of_inference() -
     copy = pickle.loads(pickle.dumps(program))
     run = InMemoryNetwork(NETWORK).run(copy, copy.n_rounds + 3)  # idle rounds change nothing
     np.testing.assert_allclose(run.observed["dictionary"], model.dictionaries, atol=1e-12)
-    carried = learner.partial_fit(first, X[10:], NETWORK, network=InMemoryNetwork(NETWORK))
+    carried = learner.partial_fit(first, X[10:], InMemoryNetwork(NETWORK))
     np.testing.assert_allclose(carried.dictionaries, model.dictionaries, atol=1e-12)
     assert carried.rounds == model.rounds
+
+
+@pytest.mark.parametrize("network", [NETWORK, InMemoryNetwork(NETWORK)], ids=["memory", "messages"])
+def test_only_batches_whose_rounds_fit_are_learned(network: Any) -> None:
+    X = samples(13)
+    learner = ModelDiffusion(OBJECTIVES[0], 2, batch_size=5, n_iterations=20)
+    two = learner.fit(X[:10], NETWORK)
+    model = learner.fit(X, network, 59)
+    np.testing.assert_allclose(model.dictionaries, two.dictionaries, atol=1e-12)
+    assert model[1:3] == (10, 2)
+    assert learner.fit(X, network, 60)[1:4] == learner.fit(X, network, 600)[1:4] == (13, 3, 60)
+    first = learner.fit(X, network, 0)
+    np.testing.assert_array_equal(first.dictionaries, learner.start(6, 20).dictionaries)
+    assert first[1:] == (0, 0, 0, 0.0)
+    with pytest.raises(ValueError, match=r"^n_rounds"):
+        learner.fit(X, network, -1)
+    with pytest.raises(ValueError, match=r"^network"):
+        replace(learner, method="exact").fit(X, InMemoryNetwork(NETWORK))
 
 
 def test_only_dual_variables_travel_and_nothing_private_is_shown() -> None:
@@ -349,14 +364,6 @@ def test_losses_sleep_and_a_late_riser_do_no_lasting_harm() -> None:
 # Bad input ----------------------------------------------------------------------------------
 
 
-def test_inference_is_that_of_infer() -> None:
-    X, learner = samples(), ModelDiffusion(OBJECTIVES[1], 2, n_iterations=30)
-    model = learner.start(6, 20)
-    ours = learner.infer(model, X, NETWORK)
-    theirs = infer(OBJECTIVES[1], X, list(model.dictionaries), NETWORK, n_rounds=30, tolerance=0.0)
-    np.testing.assert_allclose(ours.nu, theirs.nu, atol=1e-14)
-
-
 # Size ---------------------------------------------------------------------------------------
 
 
@@ -368,9 +375,9 @@ def test_two_thousand_agents_learn_in_memory_in_proportion_to_the_edges(on_a_net
     peaks = {}
     for n in (1000, 2000):
         topology = Topology.small_world(n, 6, 0.2, seed=0)
-        network = InMemoryNetwork(topology) if on_a_network else None
+        network = InMemoryNetwork(topology) if on_a_network else topology
         tracemalloc.start()
-        model = learner.fit(X, topology, network=network)
+        model = learner.fit(X, network)
         peaks[n] = tracemalloc.get_traced_memory()[1] / topology.n_edges
         tracemalloc.stop()
         assert model.n_updates == 2
@@ -383,11 +390,9 @@ def test_two_thousand_agents_learn_in_memory_in_proportion_to_the_edges(on_a_net
 def test_nonnegative_atoms_cannot_be_learned_from_negative_data(objective: Objective) -> None:
     learner, ring = ModelDiffusion(objective, n_iterations=2), Topology.ring(4)
     X = -np.ones((3, 5))
-    message = r"^X must have a positive value to learn nonnegative atoms and codes from, got none"
-    with pytest.raises(ValueError, match=message):
-        learner.fit(X, ring)
-    with pytest.raises(ValueError, match=message):
-        learner.program(X, ring)
+    for learn in (learner.fit, learner.program):
+        with pytest.raises(ValueError, match=r"^X "):
+            learn(X, ring)
     first = learner.start(4, 5)
     np.testing.assert_array_equal(learner.fit(0 * X, ring).dictionaries, first.dictionaries)
     assert not any(codes.any() for codes in learner.infer(first, X, ring).codes)

@@ -10,14 +10,12 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from scipy.special import huber
 
-from flwr_perdl.dictionary import soft_threshold
 from flwr_perdl.diffusion.objectives import (
     Biclustering,
     HuberNMF,
     NonnegativeMF,
     Objective,
     SparseSVD,
-    positive_threshold,
 )
 
 OBJECTIVES: list[Objective] = [
@@ -58,17 +56,6 @@ def test_fenchel_young_of_the_regulariser(
     np.testing.assert_allclose(objective.regulariser_conjugate(S), at_best, atol=1e-12)
 
 
-@every
-@given(Y=rows)
-def test_the_conjugate_of_the_conjugate_is_the_regulariser(
-    objective: Objective, Y: np.ndarray
-) -> None:
-    Y = allowed_codes(objective, Y)
-    S = objective.delta * Y + objective.gamma * np.sign(Y)  # a subgradient of h at Y
-    value = (S * Y).sum(axis=1) - objective.regulariser_conjugate(S)
-    np.testing.assert_allclose(objective.regulariser(Y), value, atol=1e-12)
-
-
 def differences(function: Callable[[np.ndarray], np.ndarray], at: np.ndarray) -> np.ndarray:
     h = 1e-6
     return np.stack(
@@ -93,33 +80,6 @@ def test_gradients_are_those_of_finite_differences(objective: Objective) -> None
 
 
 @every
-@given(S=rows)
-def test_the_conjugate_of_the_elastic_net_is_table_ii(objective: Objective, S: np.ndarray) -> None:
-    gamma, delta = objective.gamma, objective.delta
-    x = S / delta
-    threshold = positive_threshold if objective.nonnegative else soft_threshold
-    T = threshold(x, gamma / delta)
-    printed = (-delta / 2 * T**2 - gamma * np.abs(T) + delta * x * T).sum(axis=1)  # (77), (82)
-    np.testing.assert_allclose(objective.regulariser_conjugate(S), printed, atol=1e-10)
-    np.testing.assert_allclose(objective.code(S), T, atol=1e-12)
-
-
-@every
-@given(A=rows, B=rows)
-def test_projections_and_proxes_are_firmly_nonexpansive(
-    objective: Objective, A: np.ndarray, B: np.ndarray
-) -> None:
-    for move in (
-        objective.project,
-        objective.project_dictionary,
-        lambda W: objective.prox_dictionary(W, 0.7),
-    ):
-        a, b = move(A), move(B)
-        # both sets and h_W are separable by rows
-        assert (((a - b) ** 2).sum(axis=1) <= ((A - B) * (a - b)).sum(axis=1) + 1e-12).all()
-
-
-@every
 @given(A=rows, B=rows)
 def test_a_projection_is_the_nearest_point(
     objective: Objective, A: np.ndarray, B: np.ndarray
@@ -128,14 +88,6 @@ def test_a_projection_is_the_nearest_point(
         nearest, inside = project(A), project(B)
         np.testing.assert_allclose(project(nearest), nearest, atol=1e-12)
         assert (((A - nearest) * (inside - nearest)).sum(axis=1) <= 1e-10).all()
-
-
-@given(W=rows, step=st.floats(0, 3))
-def test_moreau_identity_of_the_dictionarys_prox(W: np.ndarray, step: float) -> None:
-    objective = Biclustering(0.1, 0.1, beta=0.4)
-    level = step * objective.beta
-    dual = np.clip(W, -level, level)  # projection on the ball of the dual norm
-    np.testing.assert_allclose(objective.prox_dictionary(W, step) + dual, W, atol=1e-12)
 
 
 @every

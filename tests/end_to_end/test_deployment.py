@@ -119,7 +119,8 @@ from flwr_perdl.clients import DiffusionClient, client_app
 from flwr_perdl.diffusion import DiffusionAveraging, Topology
 from flwr_perdl.network import FlowerNetwork
 
-learner = DiffusionAveraging(Topology.ring(3), method="exact_diffusion", evaluate_every=2)
+learner = DiffusionAveraging(method="exact_diffusion", evaluate_every=2)
+ring = Topology.ring(3)
 initial = [np.zeros(3)]
 
 
@@ -149,8 +150,8 @@ def main(grid, context):
     def tell(round_, row):
         log(20, "Round %d, distances %s", round_, row["neighbor-distance"].tolist())
 
-    network = FlowerNetwork(grid, learner.topology, sealed=True)
-    learned = learner.fit(None, 2, network=network, callback=tell)
+    network = FlowerNetwork(grid, ring, sealed=True)
+    learned = learner.fit(None, network, 2, callback=tell)
     np.savez(context.run_config["out"], **learned.curves)
 """
 
@@ -161,7 +162,7 @@ def test_supernodes_average_their_models_by_sealed_messages_and_report_every_rou
 ) -> None:
     app: dict[str, Any] = {}
     exec(SEALED_AVERAGING, app)
-    here = app["learner"].fit(app["LeastSquares"], 2, initial=app["initial"]).curves
+    here = app["learner"].fit(app["LeastSquares"], app["ring"], 2, initial=app["initial"]).curves
     out = tmp_path / "out.npz"
     with Deployment(tmp_path / "deployment", 3, app=SEALED_AVERAGING) as deployment:
         said = deployment.run({"out": str(out)}, timeout=400)

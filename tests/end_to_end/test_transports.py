@@ -86,7 +86,7 @@ class Centroid:
 
 def averaging(method: str) -> Maker:
     def make(topology: Topology, hosted: list[int]) -> Any:
-        learner = DiffusionAveraging(topology, method=method, evaluate_every=0)
+        learner = DiffusionAveraging(method=method, evaluate_every=0)
         return learner.program(Centroid, initial=[np.zeros(FEATURES)])
 
     return make
@@ -203,7 +203,7 @@ def test_fit_and_infer_take_a_network_of_flower() -> None:
     grid = InProcessGrid(client_app(client_of(PROGRAMS["admm"], SMALL)), SMALL.n_nodes)
     blank, blanks = np.zeros((5, FEATURES)), [np.zeros((2, FEATURES))] * SMALL.n_nodes
     network = FlowerNetwork(grid, SMALL)
-    found = infer(SparseSVD(0.1, 0.2), blank, blanks, SMALL, n_rounds=200, network=network)
+    found = infer(SparseSVD(0.1, 0.2), blank, blanks, network, n_rounds=200)
     exact = exact_dual(SparseSVD(0.1, 0.2), stream(), [atoms(k) for k in range(SMALL.n_nodes)])
     np.testing.assert_allclose(found.nu, np.tile(exact.nu, (SMALL.n_nodes, 1, 1)), atol=1e-6)
     np.testing.assert_allclose(np.stack(found.codes), np.stack(exact.codes), atol=1e-6)

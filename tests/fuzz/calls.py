@@ -122,6 +122,7 @@ VALID: dict[str, Callable[[], Any]] = {
     "losses": lambda: np.abs(_normal(N, 2)),
     "make_client": lambda: _context,
     "max_iter": lambda: 20,
+    "network": lambda: diffusion.Topology.ring(3),
     "n_atoms": lambda: K,
     "n_atoms_per_agent": lambda: 1,
     "n_clusters": lambda: 2,

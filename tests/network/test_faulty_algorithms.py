@@ -31,7 +31,7 @@ ATOMS = [normalize_atoms(spawn(1, k).standard_normal((2, 10))) for k in range(N)
 def inferred(objective: Objective, method: str, faults: Faults) -> tuple[Any, np.ndarray]:
     """Return what 300 rounds come to, and every agent's largest relative error of nu."""
     network = InMemoryNetwork(TOPOLOGY, faults=faults)
-    found = infer(objective, X, ATOMS, TOPOLOGY, method=method, n_rounds=300, network=network)
+    found = infer(objective, X, ATOMS, network, method=method, n_rounds=300)
     exact = exact_dual(objective, X, ATOMS).nu
     errors = np.linalg.norm(found.nu - exact, axis=2) / np.linalg.norm(exact, axis=1)
     return found, errors.max(axis=1)

@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,10 +13,7 @@ from numpy.typing import NDArray
 from flwr_perdl.diffusion import Inbox, Topology, averaging_weights, metropolis_weights
 from flwr_perdl.network import Faults, InMemoryNetwork, RayNetwork, Run
 from flwr_perdl.random import spawn
-
-_spec = importlib.util.spec_from_file_location("programs", Path(__file__).parent / "programs.py")
-programs = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(programs)
+from tests.network import programs
 
 
 class Held(NamedTuple):
@@ -34,7 +29,7 @@ class Drift:
         self.data = data
 
     def hosted(self, nodes: NDArray[np.intp]) -> Drift:
-        return Drift({int(k): self.data[int(k)] for k in nodes})
+        return type(self)({int(k): self.data[int(k)] for k in nodes})
 
     def start(self, nodes: NDArray[np.intp]) -> Held:
         assert set(self.data) >= set(nodes.tolist())
@@ -87,7 +82,8 @@ def cluster() -> Iterator[Any]:
     import ray
 
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors have no tests
+    for module in (sys.modules[__name__], programs):  # actors have no tests
+        ray.cloudpickle.register_pickle_by_value(module)
     yield ray
     ray.shutdown()
 
@@ -114,15 +110,6 @@ class TestOnACluster:
         network = RayNetwork(topology, weights, faults, agents_per_actor=5)
         here = InMemoryNetwork(topology, weights, faults)
         assert_same(network.run(drift(12), 9), here.run(drift(12), 9))
-
-    def test_two_hundred_agents(self, cluster: Any) -> None:
-        topology = Topology.small_world(200, 6, 0.2, seed=0)
-        values = np.random.default_rng(0).standard_normal((200, 4))
-        run = RayNetwork(topology).run(programs.Consensus(values), 30)
-        # Each row is the same sum in the same order: sparse products here and there.
-        here = InMemoryNetwork(topology).run(programs.Consensus(values), 30)
-        np.testing.assert_array_equal(run.state.value, here.state.value)
-        assert_same(run, here)
 
     def test_a_network_that_changes_in_time(self, cluster: Any) -> None:
         first = metropolis_weights(Topology.from_edges(4, [(0, 1), (2, 3)]))
@@ -151,16 +138,13 @@ class TestOnACluster:
             network.run(program, 6, state=halfway).state.value, whole.value, atol=1e-14
         )
         assert network.run(program, 0).rounds == 0
+        assert cluster.is_initialized()  # it is others'
 
     def test_an_actor_gets_its_own_nodes_data_only(self, cluster: Any) -> None:
         class Jealous(Drift):
-            def hosted(self, nodes: NDArray[np.intp]) -> Jealous:
-                return Jealous({int(k): self.data[int(k)] for k in nodes})
-
-            def adapt(self, state: Held, round_: int) -> Held:
-                if set(self.data) != set(state.nodes.tolist()):
-                    raise ValueError("there is other nodes' data here")
-                return super().adapt(state, round_)
+            def start(self, nodes: NDArray[np.intp]) -> Held:
+                assert set(self.data) == set(nodes.tolist())
+                return super().start(nodes)
 
         topology, jealous = Topology.ring(6), Jealous(drift(6).data)
         run = RayNetwork(topology, agents_per_actor=2).run(jealous, 3)
@@ -227,13 +211,6 @@ class TestOnACluster:
         setattr(program, where, fails)
         with pytest.raises(ValueError, match="no such atom"):
             RayNetwork(Topology.ring(4), agents_per_actor=2).run(program, 3)
-
-    def test_the_cluster_of_others_is_left_running_and_without_our_actors(
-        self, cluster: Any
-    ) -> None:
-        network = RayNetwork(Topology.ring(4), agents_per_actor=1)
-        network.run(programs.Consensus(np.ones((4, 1))), 2)
-        assert cluster.is_initialized()
 
 
 @pytest.mark.ray
