@@ -230,7 +230,7 @@ class PerMA(ProtocolStrategy):
             replies = yield Request(START, (), {SENDS: self._sends}, None, check, max_weight=None)
             state = self._match(replies)
         while True:
-            global_atoms = state["global_atoms"]
+            global_atoms, orthogonal = state["global_atoms"], bool(state["orthogonal"])
             replies = yield Request(
                 UPDATE,
                 [global_atoms],
@@ -240,22 +240,23 @@ class PerMA(ProtocolStrategy):
                     REFINE_STEPS: self.refine_steps,
                 },
                 state,
-                partial(self._check, state),
+                partial(self._check, global_atoms, orthogonal),
                 most=global_atoms.size + len(global_atoms) ** 2,
                 max_weight=None,
-                secure=self._secure_mean(state),
+                secure=self._secure_mean(state, orthogonal),
                 remember=self.remember,
             )
             if self.secure is None:  # what is summed is of the kind that was known before
                 kind = partial(is_orthogonal, atoms=global_atoms)
                 replies = alike(replies, kind, atoms_kind)
-                state = {**state, "orthogonal": np.array(kind(next(iter(replies.values()))))}
-            found = self._aggregate(replies, state)
+                orthogonal = kind(next(iter(replies.values())))
+            found = self._aggregate(replies, global_atoms, orthogonal)
             for deed, shares in found.odd.items():
                 replies.note(deed, dict(zip(replies, shares, strict=False)))
             state = {
                 **state,
                 "global_atoms": found.global_atoms,
+                "orthogonal": np.array(orthogonal),
                 "samples": median_samples(replies),
             }
 
@@ -264,11 +265,11 @@ class PerMA(ProtocolStrategy):
         """What a client sends of an update."""
         return STATISTICS if self.aggregation == "statistics" else ATOMS
 
-    def _secure_mean(self, state: State) -> SecureMean | None:
+    def _secure_mean(self, state: State, orthogonal: bool) -> SecureMean | None:
         """Return what a secure round asks for."""
         if self.secure is None:
             return None
-        shape = self._shape(state["global_atoms"], bool(state["orthogonal"]))
+        shape = self._shape(state["global_atoms"], orthogonal)
         if not shape[0]:
             raise ValueError(
                 'n_global must be a number with secure here: "auto" found no atom on which the '
@@ -284,14 +285,13 @@ class PerMA(ProtocolStrategy):
         options: dict[str, Any] = self.secure
         return SecureMean(shape, norm, most, **options)
 
-    def _check(self, state: State, reply: Reply) -> None:
+    def _check(self, atoms: Matrix, orthogonal: bool, reply: Reply) -> None:
         """Accept an update of the shape that is asked for."""
         if self.aggregation == "statistics":
             what = 'rows of statistics as DictionaryClient computes them (aggregation="mean" takes '
             what += "the updated atoms themselves)"
         else:
             what = "the updated global atoms"
-        atoms, orthogonal = state["global_atoms"], bool(state["orthogonal"])
         if self.secure is None:
             orthogonal = is_orthogonal(reply, atoms)
         check_shape(self._shape(atoms, orthogonal), reply, what)
@@ -355,10 +355,9 @@ class PerMA(ProtocolStrategy):
             "samples": median_samples(replies),
         }
 
-    def _aggregate(self, replies: Replies, state: State) -> Aggregation:
+    def _aggregate(self, replies: Replies, current: Matrix, orthogonal: bool) -> Aggregation:
         """Return the new global atoms (line 13)."""
         stack = np.stack([reply.arrays[0] for reply in replies.values()])
-        current, orthogonal = state["global_atoms"], bool(state["orthogonal"])
         if self.secure is not None:
             stack = stack[:1]  # every reply holds the same mean
         if self.aggregation == "statistics":

@@ -25,7 +25,8 @@ What each party receives:
 - *Evaluations* are each client's of its own model, and return what its own evaluation does.
 
 The clients keep their part by `keep_private`, whose patterns are theirs: a client that keeps less
-than the server leaves out refuses to train.
+than the server leaves out refuses to train. A client of `client_app` without patterns keeps what
+the server leaves out.
 """
 
 from __future__ import annotations
