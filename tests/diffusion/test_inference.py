@@ -31,7 +31,8 @@ from flwr_perdl.diffusion.objectives import (
     SparseSVD,
 )
 from flwr_perdl.network import InMemoryNetwork
-from perdl_experiments.studies.inference import draw, reached, trace
+from perdl_experiments.measures import rounds_to
+from perdl_experiments.studies.inference import FOUND, draw, trace
 
 OBJECTIVES: list[Objective] = [
     SparseSVD(0.2, 0.5),
@@ -514,7 +515,7 @@ def test_the_default_reaches_40_db_within_200_rounds(loss: str, impulses: float,
         case = draw(loss, 50, 300, p, np.random.default_rng(seed), impulses)
         assert bool((np.abs(case.nu) == 1).any()) == (impulses > 0)
         admm = ConsensusADMM(case.objective, case.topology, list(case.atoms), case.X)
-        rounds.append(reached(trace(case, admm, 450, top=50)[1]))
+        rounds.append(rounds_to(trace(case, admm, 450, top=50)[1], FOUND))
     assert np.median(rounds) <= 200
     assert max(rounds) <= 450
 

@@ -47,8 +47,16 @@ from perdl_experiments.watch import View
 #: What a state file of the client at hand says.
 _OURS = {"client": "0", "algorithm": "fuzzing", "run": "here", "round": 1, "key": None}
 _SHELF = Shelf(Path(), "0", "fuzzing")
+
+
 #: How a PerMA of two features calls its own checkpoint.
-_IDENTITY = PerMA(1).open([np.ones((1, 2))]).identity
+def _identity() -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        PerMA(1, checkpoint_dir=folder).open([np.ones((1, 2))]).save()
+        return files.load(files.round_path(Path(folder), 0)).meta["identity"]
+
+
+_IDENTITY = _identity()
 LOADERS: tuple[Callable[[str], Any], ...] = (
     load_images.__wrapped__,
     read_documents,

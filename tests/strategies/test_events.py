@@ -111,7 +111,7 @@ class Sender:
     ("round_", "arrays", "options", "reason"),
     [
         (1, [np.eye(9)], {"max_reply_bytes": 500}, "too large: 776 bytes of arrays, at most 500"),
-        (2, [np.ones((1000, 1000))], {}, "too many numbers: 18 are asked for, 1000000 came"),
+        (2, [np.ones((1000, 1000))], {}, "too many numbers"),
         (2, [np.full((3, 6), 1e101)], {}, "array 0 has numbers beyond 1e+100"),
         (2, [np.full((3, 6), 9.0)], {"max_magnitude": 8.0}, "array 0 has numbers beyond 8"),
     ],
