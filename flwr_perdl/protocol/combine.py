@@ -121,7 +121,7 @@ class Combine:
         stacks = [array if grouped else array[None] for array in self.start]
         average = self._means if self.rule == "mean" else self._robust
         found = average(stacks, replies)
-        return found if grouped else [stack[0] for stack in found]
+        return found if grouped else [np.asarray(stack[0]) for stack in found]
 
     def _shares(self, reply: Reply) -> list[float]:
         """Return to which share each of a reply's models counts; NaN where it does not say."""

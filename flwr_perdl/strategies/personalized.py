@@ -392,7 +392,7 @@ def advanced(
     state: State,
 ) -> tuple[list[Matrix], list[Matrix]]:
     """Return the next model and the optimizer's memory."""
-    means = [np.asarray(array) for array in combined]
+    means = list(combined)
     if optimizer is None:
         return means, []
     changes = [new - old for new, old in zip(means, model, strict=True)]
