@@ -372,7 +372,7 @@ def _read(message: Message) -> _PrivateRequest:
     step, sends = config.get(STEP), str(config.get(SENDS, ""))
     local = config.get(f"{OPTION}local")
     regression = local is not None
-    private = local in LOCALS and not config.get(f"{OPTION}soft") if regression else sends == ATOMS
+    private = local in LOCALS if regression else sends == ATOMS
     if step != UPDATE or not arrays or not private:
         raise ValueError(
             f"step must be an update of atoms or of models under local privacy, got {step!r}"
@@ -401,8 +401,6 @@ def _read(message: Message) -> _PrivateRequest:
             f"{OPTION}step_size": check_real(
                 "step_size", config.get(f"{OPTION}step_size"), 0, _LARGEST, open_low=True
             ),
-            f"{OPTION}soft": 0,
-            f"{OPTION}temperature": 0.0,
         }
     else:
         known |= {
