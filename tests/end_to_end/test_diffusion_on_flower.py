@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flwr.app import Array as FlowerArray
 from flwr.app import ArrayRecord, Context, Message, RecordDict
-from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
 from flwr_perdl.clients import DiffusionClient, client_app
@@ -23,6 +23,7 @@ from flwr_perdl.privacy.sealed import Keys, Rejected, make_key
 from flwr_perdl.random import spawn
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import NeighborRelay
+from tests.engines import on_ray
 
 Array = NDArray[Any]
 ROUNDS = 4
@@ -401,7 +402,6 @@ def test_changed_and_replayed_letters_are_rejected_named_and_counted() -> None:
 @pytest.mark.ray
 def test_twenty_nodes_on_flowers_simulation() -> None:
     import ray
-    from flwr.simulation import run_simulation
 
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers have no tests
     n, topology = 20, Topology.k_regular(20, 4, seed=1)
@@ -410,19 +410,11 @@ def test_twenty_nodes_on_flowers_simulation() -> None:
         node = int(context.node_config["partition-id"])
         return DiffusionClient(Private({node: private_data(n)[node]}), context, shows="state")
 
-    server, runs = ServerApp(), []
+    def serve(grid: Grid) -> list[Any]:
+        each = (False, True)
+        return [FlowerNetwork(grid, topology, sealed=one).run(None, ROUNDS) for one in each]
 
-    @server.main()
-    def main(grid: Grid, context: Context) -> None:
-        for sealed in (False, True):
-            runs.append(FlowerNetwork(grid, topology, sealed=sealed).run(None, ROUNDS))
-
-    run_simulation(
-        server_app=server,
-        client_app=client_app(make_client),
-        num_supernodes=n,
-        backend_config={"client_resources": {"num_cpus": 1}, "init_args": {"log_to_driver": False}},
-    )
+    runs = on_ray(client_app(make_client), serve, n)
     here = InMemoryNetwork(topology).run(Private(private_data(n)), ROUNDS)
     assert len(runs) == 2
     for run in runs:

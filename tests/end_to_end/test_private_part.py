@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flwr.app import Context
-from flwr.serverapp import Grid, ServerApp
 
 from flwr_perdl.simulations import InProcessGrid
 from perdl_experiments.deployment import Deployment
+from tests.engines import on_ray
 
 PROJECT = '''\
 import json
@@ -135,21 +134,8 @@ def test_in_process() -> None:
 @pytest.mark.slow
 @pytest.mark.ray
 def test_on_flowers_simulation() -> None:
-    from flwr.simulation import run_simulation
-
-    app, server, found = project(), ServerApp(), []
-
-    @server.main()
-    def main(grid: Grid, context: Context) -> None:
-        found.append(app["serve"](grid))
-
-    run_simulation(
-        server_app=server,
-        client_app=app["client"],
-        num_supernodes=2,
-        backend_config={"client_resources": {"num_cpus": 1}, "init_args": {"log_to_driver": False}},
-    )
-    check(found[0])
+    app = project()
+    check(on_ray(app["client"], app["serve"], 2))
 
 
 @pytest.mark.slow

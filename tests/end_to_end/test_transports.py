@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import Context
-from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp import Grid
 
 from flwr_perdl.clients import DiffusionClient, client_app
 from flwr_perdl.dictionary import normalize_atoms
@@ -21,6 +21,7 @@ from flwr_perdl.diffusion.topology import news_takes
 from flwr_perdl.network import Faults, FlowerNetwork, InMemoryNetwork, RayNetwork, Run
 from flwr_perdl.random import spawn
 from flwr_perdl.simulations import InProcessGrid
+from tests.engines import on_ray
 
 N, FEATURES = 20, 6
 TOPOLOGY = Topology.k_regular(N, 4, seed=2)
@@ -173,23 +174,14 @@ def test_flowers_simulation_with_twenty_nodes(name: str) -> None:
     import sys
 
     import ray
-    from flwr.simulation import run_simulation
 
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     make = PROGRAMS[name]
-    server, runs = ServerApp(), []
 
-    @server.main()
-    def main(grid: Grid, context: Context) -> None:
-        runs.append(FlowerNetwork(grid, TOPOLOGY).run(None, ROUNDS))
+    def serve(grid: Grid) -> Any:
+        return FlowerNetwork(grid, TOPOLOGY).run(None, ROUNDS)
 
-    run_simulation(
-        server_app=server,
-        client_app=client_app(client_of(make, TOPOLOGY)),
-        num_supernodes=N,
-        backend_config={"client_resources": {"num_cpus": 1}, "init_args": {"log_to_driver": False}},
-    )
-    assert_same(*runs, here(make, TOPOLOGY, None))
+    assert_same(on_ray(client_app(client_of(make, TOPOLOGY)), serve, N), here(make, TOPOLOGY, None))
 
 
 def test_fit_and_infer_take_a_network_of_flower() -> None:
