@@ -109,8 +109,16 @@ class Checkpoints:
 
     def save(self, run: Run) -> None:
         """Write a checkpoint of the state after the last finished round."""
-        journal = self._journal_of(run)
-        journal.append(report._asdict() for report in run.history[self._noted :])
+        own = self.folder / f"history-{run.token}.jsonl"
+        others = set(self.folder.glob("history-*.jsonl")) - {own}
+        if others and (self._saves or (not self.resume and files.rounds_in(self.folder))):
+            raise ValueError(
+                f"checkpoint_dir must be that of one run at a time, got {str(self.folder)!r}, "
+                "where another run has saved its rounds since this one began."
+            )
+        if self._journal is None:
+            self._journal = files.Journal(own)
+        self._journal.append(report._asdict() for report in run.history[self._noted :])
         self._noted = len(run.history)
         if run.state is None and self._resumable:
             self._resumable = False
@@ -136,7 +144,7 @@ class Checkpoints:
             "initial": run.initial,
             "array_names": run.array_names,
             "numbers": [name for name, a in state.items() if not isinstance(a, np.ndarray)],
-            "history": journal.mark,
+            "history": self._journal.mark,
             "names": run.names,
             "server_metrics": run.server_metrics,
             "arrays": _forms(arrays),
@@ -144,7 +152,7 @@ class Checkpoints:
         }
         files.save_round(self.folder, run.done, arrays, meta)
         self._saves = True
-        for other in self._others(run):
+        for other in others:
             other.unlink(missing_ok=True)  # of a run that this one replaces
 
     def load(self, run: Run) -> Path | None:
@@ -187,23 +195,6 @@ class Checkpoints:
             log(INFO, "Resuming after round %d from %s.", run.done, self.folder)
             return path
         return None
-
-    def _journal_of(self, run: Run) -> files.Journal:
-        """Return the file of the run's reports, which no other run in this folder has."""
-        if self._others(run) and (
-            self._saves or (not self.resume and files.rounds_in(self.folder))
-        ):
-            raise ValueError(
-                f"checkpoint_dir must be that of one run at a time, got {str(self.folder)!r}, "
-                "where another run has saved its rounds since this one began."
-            )
-        if self._journal is None:
-            self._journal = files.Journal(self.folder / f"history-{run.token}.jsonl")
-        return self._journal
-
-    def _others(self, run: Run) -> set[Path]:
-        own = self.folder / f"history-{run.token}.jsonl"
-        return set(self.folder.glob("history-*.jsonl")) - {own}
 
     def _recall(self, mark: Mapping[str, Any]) -> list[RoundReport]:
         """Return the history; one that is damaged does not stop the run."""

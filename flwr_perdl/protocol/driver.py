@@ -157,7 +157,7 @@ class Conversation:
     @property
     def finished(self) -> bool:
         """Whether the protocol is over: ``model`` is what it returned."""
-        return self._request is None
+        return self.run.finished
 
     # Events --------------------------------------------------------------------------------
 
