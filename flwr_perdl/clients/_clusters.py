@@ -21,7 +21,7 @@ from math import isnan
 from typing import NamedTuple
 
 import numpy as np
-from flwr.app import ConfigRecord, Context, Message, MessageType
+from flwr.app import Context, Message, MessageType
 
 from flwr_perdl.clients._handlers import (
     Evaluate,
@@ -32,8 +32,10 @@ from flwr_perdl.clients._handlers import (
     evaluation_reply,
     floats,
     numbers_of,
+    says,
+    sendable,
 )
-from flwr_perdl.core.checks import FLOATS, Matrix
+from flwr_perdl.core.checks import Matrix
 from flwr_perdl.protocol.records import (
     ARRAYS,
     CONFIG,
@@ -68,9 +70,6 @@ CLUSTER, CLUSTER_LOSS = "cluster", "cluster-loss"
 SHARE = "share_"
 #: A model with a smaller share of the weight is not trained.
 _LEAST_SHARE = 1e-3
-
-#: How Flower writes the dtypes that the server takes.
-_FLOATS = tuple(map(str, FLOATS))
 
 
 class _Configs(NamedTuple):
@@ -232,8 +231,7 @@ def _weights(measured: Sequence[Evaluated], temperature: float) -> Matrix:
 
 def in_clustered_round(message: Message) -> bool:
     """Whether a message asks for a step, or an evaluation, of clustered learning."""
-    record = message.content.get(CONFIG)
-    return isinstance(record, ConfigRecord) and CLUSTERED in record
+    return says(message, CLUSTERED)
 
 
 def answer_clustered(
@@ -264,6 +262,5 @@ def answer_clustered(
     content, arrays = app.train(rest, own.fit)
     numbers, n = numbers_of(content)
     reply = reply_to(message, (), n, {**numbers, **evaluated})
-    sent = [a if a.dtype in _FLOATS else encode(*floats([decode(a)])) for a in arrays]
-    reply.content[ARRAYS] = named(sent, names)
+    reply.content[ARRAYS] = named([*map(sendable, arrays)], names)
     return reply

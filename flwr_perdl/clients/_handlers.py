@@ -41,6 +41,8 @@ Evaluated = tuple[float, int, dict[str, Scalar]]
 Fit = Callable[[list[Matrix], dict[str, Scalar]], Fitted]
 Evaluate = Callable[[list[Matrix], dict[str, Scalar]], Evaluated]
 
+#: How Flower writes the dtypes that the server takes.
+_FLOATS = tuple(map(str, FLOATS))
 #: What ClientApps call the loss, the first of these that is there.
 _LOSSES = ("loss", "eval_loss")
 
@@ -119,6 +121,17 @@ def numbers_of(content: RecordDict) -> tuple[dict[str, Scalar], int]:
         raise ValueError(f"a reply must have a MetricRecord {METRICS!r} with {NUM_EXAMPLES!r}.")
     numbers = scalars(record)
     return numbers, int(numbers[NUM_EXAMPLES])
+
+
+def says(message: Message, *keys: str) -> bool:
+    """Whether a request's config has one of these keys."""
+    record = message.content.get(CONFIG)
+    return isinstance(record, ConfigRecord) and any(key in record for key in keys)
+
+
+def sendable(array: Array) -> Array:
+    """Return an array as the server takes it; what is a float already is not copied."""
+    return array if array.dtype in _FLOATS else encode(*floats([decode(array)]))
 
 
 def floats(model: Sequence[Any]) -> list[Matrix]:

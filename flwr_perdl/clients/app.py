@@ -25,6 +25,7 @@ from flwr_perdl.clients._handlers import (
     NoEvaluateError,
     evaluation_of,
     evaluation_reply,
+    says,
 )
 from flwr_perdl.clients._own_fit import evaluate_perma, fit_perma
 from flwr_perdl.clients.base import Member, identify
@@ -255,12 +256,13 @@ class AnsweringApp(ClientApp):
     """A ClientApp that takes part in secure and in clustered rounds, by its own handlers."""
 
     noisy = False
+    #: Whether the app has a `keep_private` of its own.
+    keeps_itself = False
 
     def __init__(self, min_clients: int, private: tuple[str, ...]) -> None:
         super().__init__()
         self._min_clients = min_clients
         self._keep = KeepPrivate(private) if private else None
-        self._keeps_itself = False
 
     def __call__(self, message: Message, context: Context) -> Message:
         """Answer a message, also where a mod returned something else than a reply to it."""
@@ -284,7 +286,7 @@ class AnsweringApp(ClientApp):
 
     def _answer(self, message: Message, context: Context) -> Message:
         """Answer a message by the handlers, with the client's private arrays in it."""
-        keep = self._keep or (None if self._keeps_itself else asked_to_keep(message))
+        keep = self._keep or (None if self.keeps_itself else asked_to_keep(message))
         if keep is None:
             return self._handle(message, context)
         return keep(message, context, self._handle)
@@ -304,7 +306,7 @@ class OtherApp(AnsweringApp):
     def __init__(self, app: ClientApp, min_clients: int, private: tuple[str, ...]) -> None:
         super().__init__(min_clients, private)
         self._app = app
-        self._keeps_itself = any(isinstance(mod, KeepPrivate) for mod in mods_of(app))
+        self.keeps_itself = any(isinstance(mod, KeepPrivate) for mod in mods_of(app))
 
     def _handle(self, message: Message, context: Context) -> Message:
         asks_who = message.metadata.message_type == MessageType.QUERY
@@ -314,7 +316,7 @@ class OtherApp(AnsweringApp):
         measures = message.metadata.message_type == MessageType.EVALUATE
         if measures and not has_handler(self._app, "evaluate.default", unknown=True):
             raise NoEvaluateError
-        if asks_who or not _of_a_protocol(message):
+        if asks_who or not says(message, SENDS, LINEAR, SEALED):
             return self._app(message, context)
         arrays, config = read_request(message)
         app = Handlers(message, context, self._app, message.content[ARRAYS])
@@ -322,14 +324,6 @@ class OtherApp(AnsweringApp):
             measured = evaluate_perma(app.fit, app.evaluate, arrays, config, context)
             return evaluation_reply(message, *measured)
         return reply_to(message, *_own_fit(app.fit, arrays, config, context))
-
-
-def _of_a_protocol(message: Message) -> bool:
-    """Whether a message asks for more than the own ``fit`` and ``evaluate`` of any client."""
-    record = message.content.get(CONFIG)
-    return isinstance(record, ConfigRecord) and any(
-        key in record for key in (SENDS, LINEAR, SEALED)
-    )
 
 
 def _own_fit(

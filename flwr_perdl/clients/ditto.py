@@ -9,15 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from flwr.app import ConfigRecord, Context, Message, MessageType
+from flwr.app import Context, Message, MessageType
 
-from flwr_perdl.clients._handlers import Handlers, evaluation_reply, floats
+from flwr_perdl.clients._handlers import Handlers, evaluation_reply, floats, says
 from flwr_perdl.clients.base import PrivateState, private_shelf
 from flwr_perdl.core.checks import Matrix, check_count, check_real
 from flwr_perdl.protocol.records import (
     ANEW,
     ARRAYS,
-    CONFIG,
     ROUND,
     RUN,
     read_request,
@@ -32,8 +31,7 @@ _ALGORITHM = "ditto"
 
 def in_ditto_round(message: Message) -> bool:
     """Whether a message asks for a training, or an evaluation, of Ditto."""
-    record = message.content.get(CONFIG)
-    return isinstance(record, ConfigRecord) and DITTO in record
+    return says(message, DITTO)
 
 
 def answer_ditto(

@@ -33,9 +33,9 @@ from flwr.app import (
     RecordDict,
 )
 
-from flwr_perdl.clients._handlers import floats
+from flwr_perdl.clients._handlers import says, sendable
 from flwr_perdl.clients.base import PrivateArrays, PrivateState, private_shelf
-from flwr_perdl.core.checks import FLOATS, check_count, check_list
+from flwr_perdl.core.checks import check_count, check_list
 from flwr_perdl.protocol.records import (
     ANEW,
     CONFIG,
@@ -58,8 +58,6 @@ KEPT = "kept-private"
 
 #: What the state is of, and its entries: the names of all arrays, and the private ones.
 _ALGORITHM, _NAMES, _ARRAY = "keep-private", "names", "array/"
-#: How Flower writes the dtypes that our strategies take.
-_FLOATS = tuple(map(str, FLOATS))
 
 Call = Callable[[Message, Context], Message]
 Kind = TypeVar("Kind", ArrayRecord, ConfigRecord)
@@ -132,8 +130,9 @@ def keep_private(*patterns: str) -> KeepPrivate:
 
 def asked_to_keep(message: Message) -> KeepPrivate | None:
     """Return what keeps the arrays that a server leaves out, where the client names none itself."""
-    config = message.content.config_records.get(CONFIG, ConfigRecord())
-    left_out = json.loads(str(config.get(LEFT_OUT, "[]")))
+    if not says(message, LEFT_OUT):
+        return None
+    left_out = json.loads(str(message.content[CONFIG][LEFT_OUT]))
     return KeepPrivate(tuple(map(escape, left_out))) if left_out else None
 
 
@@ -329,8 +328,5 @@ def _to_send(part: _Part, model: Mapping[str, Array]) -> dict[str, Array]:
         for name in part.names
         if name not in part.left_out
     }
-    if part.left_out:  # our own server averages floats alone
-        for name, array in sent.items():
-            if array.dtype not in _FLOATS:
-                sent[name] = encode(*floats([decode(array)]))
-    return sent
+    # Our own server averages floats alone; Flower's get what the app sent.
+    return {name: sendable(array) for name, array in sent.items()} if part.left_out else sent

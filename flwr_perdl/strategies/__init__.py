@@ -6,6 +6,7 @@ from flwr_perdl.protocol.options import Options, ServerOptions, ServerSettings
 from flwr_perdl.protocol.report import RoundReport, client_report
 from flwr_perdl.protocol.request import Protocol, Replies, Request, TooFewReplies
 from flwr_perdl.protocol.strategy import ProtocolStrategy, await_nodes
+from flwr_perdl.strategies._models import Adam, Momentum, Yogi
 from flwr_perdl.strategies.averaging import DictionaryAveraging
 from flwr_perdl.strategies.clustered import ClusteredFedAvg, Clusters
 from flwr_perdl.strategies.diagnosis import Diagnosed, Diagnosis
@@ -15,7 +16,7 @@ from flwr_perdl.strategies.mixed_regression import FedMD, FedX, OneShotClusterin
 from flwr_perdl.strategies.neighbor_relay import FlowerNetwork, NeighborRelay
 from flwr_perdl.strategies.perma import PerMA
 from flwr_perdl.strategies.perpca import PerPCA
-from flwr_perdl.strategies.personalized import Adam, Momentum, PersonalizedFedAvg, Yogi
+from flwr_perdl.strategies.personalized import PersonalizedFedAvg
 
 __all__ = [
     "Adam",

@@ -60,10 +60,8 @@ from flwr_perdl.clients._clusters import (
     TEMPERATURE,
 )
 from flwr_perdl.core.checks import (
-    FLOATS,
     LARGE,
     Matrix,
-    check_array,
     check_choice,
     check_count,
     check_real,
@@ -79,8 +77,9 @@ from flwr_perdl.protocol.report import summarized
 from flwr_perdl.protocol.request import Protocol, Replies, Request, State
 from flwr_perdl.protocol.strategy import ProtocolStrategy
 from flwr_perdl.random import SERVER, spawn
-from flwr_perdl.regression.clustering import ROBUST, average_updates
+from flwr_perdl.regression.clustering import average_updates
 from flwr_perdl.regression.updates import choose_anchors, nested_groups, perturbed, smallest_as_good
+from flwr_perdl.strategies._models import as_floats, check_given, check_robust
 
 STARTS = ("given", "random", "one-shot", "anchors")
 _AUTO = "auto"
@@ -234,8 +233,7 @@ class ClusteredFedAvg(ProtocolStrategy):
         self.proximal_mu = proximal_mu
         if proximal_mu is not None:
             self.proximal_mu = check_real("proximal_mu", proximal_mu, 0, LARGE)
-        rule = ("filtered" if robust else "mean") if isinstance(robust, bool) else robust
-        self.robust = check_choice("robust", rule, ROBUST)
+        self.robust = check_robust(robust)
         self.max_clusters = check_count("max_clusters", max_clusters, 2)
         alone = start in ("one-shot", "anchors")
         most = self.options.num_clients
@@ -362,13 +360,8 @@ class ClusteredFedAvg(ProtocolStrategy):
 
     def _checked(self, initial: list[Matrix]) -> list[Matrix]:
         """Return the initial arrays: one model, or k of them, stacked."""
-        if not initial:
-            raise ValueError("initial_arrays must be the arrays of a model, got none.")
-        model = []
-        for array in initial:
-            other = array.dtype.kind in "biuf" and array.dtype not in FLOATS
-            values = array.astype(np.float64) if other else array
-            model.append(check_array("initial_arrays", values.ravel(), ndim=1).reshape(array.shape))
+        check_given(initial)
+        model = [as_floats(array) for array in initial]
         if self.start_from == "given":
             for array in model:
                 if not array.ndim or len(array) != self.k:

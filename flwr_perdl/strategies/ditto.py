@@ -39,13 +39,14 @@ from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.records import ANEW, Scalar
 from flwr_perdl.protocol.request import Protocol, Request, State
 from flwr_perdl.protocol.strategy import ProtocolStrategy
-from flwr_perdl.strategies.personalized import (
+from flwr_perdl.strategies._models import (
     TRAIN,
     Adam,
     Momentum,
     advanced,
+    as_floats,
     begun,
-    check_model,
+    check_given,
     check_optimizer,
     check_robust,
     packed,
@@ -128,7 +129,8 @@ class Ditto(ProtocolStrategy):
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """Train both models everywhere, and average the global one."""
         if state is None:
-            model = check_model(initial, [False] * len(initial))
+            check_given(initial)
+            model = [as_floats(array) for array in initial]
             state = packed(model, begun(self.optimizer, model))
         while True:
             model = unpacked(state)

@@ -49,6 +49,7 @@ from flwr_perdl.regression import MomentDescent, OneShot, Refinement, TwoPhase, 
 from flwr_perdl.regression.exchange import Answers, Ask, State
 from flwr_perdl.regression.moments import random_models
 from flwr_perdl.regression.phases import DESCENT, REFINEMENT, reject_idle
+from flwr_perdl.strategies._models import check_robust
 from flwr_perdl.strategies.clustered import check_cluster
 
 _COUNT = "rounds"
@@ -81,7 +82,7 @@ class _MixedRegression(ProtocolStrategy):
         options: ServerOptions,
     ) -> None:
         super().__init__(**options)
-        rule = ("filtered" if robust else "mean") if isinstance(robust, bool) else robust
+        rule = check_robust(robust)
         self.two_phase = TwoPhase(n_clusters, phase_1, phase_2, max_clusters, rule)
 
     def settings(self) -> dict[str, Any]:

@@ -33,158 +33,35 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Unpack
 
 import numpy as np
 from flwr.app import ConfigRecord, Message, MessageType
 
 from flwr_perdl.clients.keep_private import ALTERNATE, KEPT, LEFT_OUT, check_patterns, matched
-from flwr_perdl.core.checks import (
-    FLOATS,
-    LARGE,
-    Matrix,
-    check_array,
-    check_choice,
-    check_flag,
-    check_kind,
-    check_real,
-    own_numbers,
-)
+from flwr_perdl.core.checks import Matrix, check_flag
 from flwr_perdl.protocol.combine import Combine
 from flwr_perdl.protocol.driver import Conversation, Plan
 from flwr_perdl.protocol.options import ServerOptions
 from flwr_perdl.protocol.records import ARRAYS, named
 from flwr_perdl.protocol.request import Protocol, Request, State
 from flwr_perdl.protocol.strategy import ProtocolStrategy
-from flwr_perdl.regression.clustering import ROBUST
+from flwr_perdl.strategies._models import (
+    TRAIN,
+    Adam,
+    Momentum,
+    advanced,
+    as_floats,
+    begun,
+    check_given,
+    check_optimizer,
+    check_robust,
+    packed,
+    unpacked,
+)
 
-TRAIN = "train"
-#: Names in a checkpoint: the model's arrays, the optimizer's, and which of the model are private.
-_MODEL, _MEMORY, _PRIVATE = "model", "memory", "private"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Momentum:
-    """The server's step with momentum: ``m = beta m + Delta``, ``x = x + learning_rate m``.
-
-    FedAvgM of Hsu et al., "Measuring the Effects of Non-Identical Data Distribution", 2019.
-
-    Parameters
-    ----------
-    learning_rate : float, default 1.0
-        Above 0.
-    beta : float, default 0.9
-        At least 0, below 1; 0 with ``learning_rate=1`` is FedAvg.
-
-    Raises
-    ------
-    ValueError
-        If an argument breaks its rule.
-
-    Examples
-    --------
-    >>> from flwr_perdl.strategies import Momentum, PersonalizedFedAvg
-    >>> strategy = PersonalizedFedAvg(["head.*"], optimizer=Momentum(beta=0.5))
-    """
-
-    learning_rate: float = 1.0
-    beta: float = 0.9
-
-    def __post_init__(self) -> None:
-        """Check the arguments."""
-        own_numbers(self)
-        check_real("learning_rate", self.learning_rate, 0, LARGE, open_low=True)
-        check_real("beta", self.beta, 0, np.nextafter(1, 0))
-
-    def begin(self, model: Sequence[Matrix]) -> list[Matrix]:
-        """Return the memory before the first step."""
-        return [np.zeros_like(array) for array in model]
-
-    def step(
-        self, model: Sequence[Matrix], changes: Sequence[Matrix], memory: Sequence[Matrix]
-    ) -> tuple[list[Matrix], list[Matrix]]:
-        """Return the next model and memory."""
-        m: list[Matrix] = [self.beta * old + new for old, new in zip(memory, changes, strict=True)]
-        return [x + self.learning_rate * own for x, own in zip(model, m, strict=True)], m
-
-
-@dataclass(frozen=True, kw_only=True)
-class Adam:
-    """The server's step of FedAdam (Reddi et al. 2021, Algorithm 2).
-
-    ``m = beta_1 m + (1 - beta_1) Delta``, ``v = beta_2 v + (1 - beta_2) Delta^2``,
-    ``x = x + learning_rate m / (sqrt(v) + tau)``, from m = 0 and v = tau^2. Flower's FedAdam also
-    corrects a bias, which the paper does not.
-
-    Parameters
-    ----------
-    learning_rate : float, default 0.1
-        Above 0.
-    beta_1, beta_2 : float, default 0.9 and 0.99
-        At least 0, below 1.
-    tau : float, default 1e-3
-        Above 0: the larger, the less the steps adapt.
-
-    Raises
-    ------
-    ValueError
-        If an argument breaks its rule.
-
-    Examples
-    --------
-    >>> from flwr_perdl.strategies import Adam, PersonalizedFedAvg
-    >>> strategy = PersonalizedFedAvg(["head.*"], optimizer=Adam(learning_rate=0.03))
-    """
-
-    learning_rate: float = 0.1
-    beta_1: float = 0.9
-    beta_2: float = 0.99
-    tau: float = 1e-3
-
-    def __post_init__(self) -> None:
-        """Check the arguments."""
-        own_numbers(self)
-        check_real("learning_rate", self.learning_rate, 0, LARGE, open_low=True)
-        for name in ("beta_1", "beta_2"):
-            check_real(name, getattr(self, name), 0, np.nextafter(1, 0))
-        check_real("tau", self.tau, 1e-12, LARGE)
-
-    def begin(self, model: Sequence[Matrix]) -> list[Matrix]:
-        """Return the memory before the first step: all m, then all v."""
-        v = [np.full_like(array, self.tau**2) for array in model]
-        return [*(np.zeros_like(array) for array in model), *v]
-
-    def step(
-        self, model: Sequence[Matrix], changes: Sequence[Matrix], memory: Sequence[Matrix]
-    ) -> tuple[list[Matrix], list[Matrix]]:
-        """Return the next model and memory."""
-        first, second = memory[: len(model)], memory[len(model) :]
-        b = self.beta_1
-        m: list[Matrix] = [b * old + (1 - b) * new for old, new in zip(first, changes, strict=True)]
-        v = [self._second(old, new**2) for old, new in zip(second, changes, strict=True)]
-        steps = [mi / (np.sqrt(vi) + self.tau) for mi, vi in zip(m, v, strict=True)]
-        return [x + self.learning_rate * own for x, own in zip(model, steps, strict=True)], m + v
-
-    def _second(self, v: Matrix, square: Matrix) -> Matrix:
-        return self.beta_2 * v + (1 - self.beta_2) * square
-
-
-@dataclass(frozen=True, kw_only=True)
-class Yogi(Adam):
-    """The server's step of FedYogi (Reddi et al. 2021, Algorithm 2).
-
-    As `Adam`, but ``v = v - (1 - beta_2) Delta^2 sign(v - Delta^2)``, which falls more slowly.
-
-    Examples
-    --------
-    >>> from flwr_perdl.strategies import PersonalizedFedAvg, Yogi
-    >>> strategy = PersonalizedFedAvg(["head.*"], optimizer=Yogi(learning_rate=0.03))
-    """
-
-    def _second(self, v: Matrix, square: Matrix) -> Matrix:
-        moved: Matrix = v - (1 - self.beta_2) * square * np.sign(v - square)
-        return moved
+#: The name in a checkpoint of which arrays are private.
+_PRIVATE = "private"
 
 
 class PersonalizedFedAvg(ProtocolStrategy):
@@ -300,13 +177,18 @@ class PersonalizedFedAvg(ProtocolStrategy):
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """Train everywhere, and average what is shared."""
         if state is None:
-            model = check_model(initial, self._is_private)
+            check_given(initial)
+            floats = map(as_floats, initial)
+            model = [
+                given if private else checked
+                for given, checked, private in zip(initial, floats, self._is_private, strict=True)
+            ]
             state = packed(model, begun(self.optimizer, self._shared(model)))
             state[_PRIVATE] = np.array(self._is_private)
         self._is_private = state[_PRIVATE].tolist()
         config = {ALTERNATE: True} if self.alternate else {}
         while True:
-            model = unpacked(state, _MODEL)
+            model = unpacked(state)
             shared = self._shared(model)
             replies = yield Request(
                 TRAIN,
@@ -347,65 +229,3 @@ class PersonalizedFedAvg(ProtocolStrategy):
         if message_type == MessageType.TRAIN:
             self._asked_now = set(plan.arrays)
         return messages
-
-
-# What strategies that average a model have in common ------------------------------------------
-
-
-def check_optimizer(optimizer: Any) -> Momentum | Adam | None:
-    """Return the optimizer, or raise a TypeError."""
-    kinds = (Momentum, Adam, type(None))
-    found: Momentum | Adam | None = check_kind(
-        "optimizer", optimizer, kinds, "a Momentum, Adam or Yogi, or None"
-    )
-    return found
-
-
-def check_robust(robust: Any) -> str:
-    """Return the name of the rule."""
-    rule = ("filtered" if robust else "mean") if isinstance(robust, bool) else robust
-    return check_choice("robust", rule, ROBUST)
-
-
-def check_model(initial: Sequence[Matrix], is_private: Sequence[bool]) -> list[Matrix]:
-    """Return the initial arrays, those that are averaged as floats."""
-    if not initial:
-        raise ValueError("initial_arrays must be the arrays of a model, got none.")
-    model = []
-    for array, private in zip(initial, is_private, strict=True):
-        other = array.dtype.kind in "biuf" and array.dtype not in FLOATS
-        values = array.astype(np.float64) if other else array
-        checked = check_array("initial_arrays", values.ravel(), ndim=1).reshape(array.shape)
-        model.append(array if private else checked)
-    return model
-
-
-def begun(optimizer: Momentum | Adam | None, model: Sequence[Matrix]) -> list[Matrix]:
-    """Return the optimizer's memory before the first round."""
-    return [] if optimizer is None else optimizer.begin(model)
-
-
-def advanced(
-    optimizer: Momentum | Adam | None,
-    model: Sequence[Matrix],
-    combined: Sequence[Matrix],
-    state: State,
-) -> tuple[list[Matrix], list[Matrix]]:
-    """Return the next model and the optimizer's memory."""
-    means = list(combined)
-    if optimizer is None:
-        return means, []
-    changes = [new - old for new, old in zip(means, model, strict=True)]
-    moved, memory = optimizer.step(model, changes, unpacked(state, _MEMORY))
-    return [np.asarray(array) for array in moved], [np.asarray(array) for array in memory]
-
-
-def packed(model: Sequence[Matrix], memory: Sequence[Matrix]) -> dict[str, Matrix]:
-    """Return the state that a checkpoint holds."""
-    both = ((_MODEL, model), (_MEMORY, memory))
-    return {f"{kind}/{i:06d}": array for kind, some in both for i, array in enumerate(some)}
-
-
-def unpacked(state: State, kind: str = _MODEL) -> list[Matrix]:
-    """Return the model in a state, or the optimizer's memory."""
-    return [state[name] for name in sorted(state) if name.startswith(f"{kind}/")]

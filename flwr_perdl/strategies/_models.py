@@ -1,0 +1,208 @@
+"""What the strategies that average any model share: its arrays, the rule, the server's step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from flwr_perdl.core.checks import (
+    FLOATS,
+    LARGE,
+    Matrix,
+    check_array,
+    check_choice,
+    check_kind,
+    check_real,
+    own_numbers,
+)
+from flwr_perdl.protocol.request import State
+from flwr_perdl.regression.clustering import ROBUST
+
+TRAIN = "train"
+#: Names in a checkpoint: the model's arrays, and the optimizer's.
+_MODEL, _MEMORY = "model", "memory"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Momentum:
+    """The server's step with momentum: ``m = beta m + Delta``, ``x = x + learning_rate m``.
+
+    FedAvgM of Hsu et al., "Measuring the Effects of Non-Identical Data Distribution", 2019.
+
+    Parameters
+    ----------
+    learning_rate : float, default 1.0
+        Above 0.
+    beta : float, default 0.9
+        At least 0, below 1; 0 with ``learning_rate=1`` is FedAvg.
+
+    Raises
+    ------
+    ValueError
+        If an argument breaks its rule.
+
+    Examples
+    --------
+    >>> from flwr_perdl.strategies import Momentum, PersonalizedFedAvg
+    >>> strategy = PersonalizedFedAvg(["head.*"], optimizer=Momentum(beta=0.5))
+    """
+
+    learning_rate: float = 1.0
+    beta: float = 0.9
+
+    def __post_init__(self) -> None:
+        """Check the arguments."""
+        own_numbers(self)
+        check_real("learning_rate", self.learning_rate, 0, LARGE, open_low=True)
+        check_real("beta", self.beta, 0, np.nextafter(1, 0))
+
+    def begin(self, model: Sequence[Matrix]) -> list[Matrix]:
+        """Return the memory before the first step."""
+        return [np.zeros_like(array) for array in model]
+
+    def step(
+        self, model: Sequence[Matrix], changes: Sequence[Matrix], memory: Sequence[Matrix]
+    ) -> tuple[list[Matrix], list[Matrix]]:
+        """Return the next model and memory."""
+        m: list[Matrix] = [self.beta * old + new for old, new in zip(memory, changes, strict=True)]
+        return [x + self.learning_rate * own for x, own in zip(model, m, strict=True)], m
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adam:
+    """The server's step of FedAdam (Reddi et al. 2021, Algorithm 2).
+
+    ``m = beta_1 m + (1 - beta_1) Delta``, ``v = beta_2 v + (1 - beta_2) Delta^2``,
+    ``x = x + learning_rate m / (sqrt(v) + tau)``, from m = 0 and v = tau^2. Flower's FedAdam also
+    corrects a bias, which the paper does not.
+
+    Parameters
+    ----------
+    learning_rate : float, default 0.1
+        Above 0.
+    beta_1, beta_2 : float, default 0.9 and 0.99
+        At least 0, below 1.
+    tau : float, default 1e-3
+        Above 0: the larger, the less the steps adapt.
+
+    Raises
+    ------
+    ValueError
+        If an argument breaks its rule.
+
+    Examples
+    --------
+    >>> from flwr_perdl.strategies import Adam, PersonalizedFedAvg
+    >>> strategy = PersonalizedFedAvg(["head.*"], optimizer=Adam(learning_rate=0.03))
+    """
+
+    learning_rate: float = 0.1
+    beta_1: float = 0.9
+    beta_2: float = 0.99
+    tau: float = 1e-3
+
+    def __post_init__(self) -> None:
+        """Check the arguments."""
+        own_numbers(self)
+        check_real("learning_rate", self.learning_rate, 0, LARGE, open_low=True)
+        for name in ("beta_1", "beta_2"):
+            check_real(name, getattr(self, name), 0, np.nextafter(1, 0))
+        check_real("tau", self.tau, 1e-12, LARGE)
+
+    def begin(self, model: Sequence[Matrix]) -> list[Matrix]:
+        """Return the memory before the first step: all m, then all v."""
+        v = [np.full_like(array, self.tau**2) for array in model]
+        return [*(np.zeros_like(array) for array in model), *v]
+
+    def step(
+        self, model: Sequence[Matrix], changes: Sequence[Matrix], memory: Sequence[Matrix]
+    ) -> tuple[list[Matrix], list[Matrix]]:
+        """Return the next model and memory."""
+        first, second = memory[: len(model)], memory[len(model) :]
+        b = self.beta_1
+        m: list[Matrix] = [b * old + (1 - b) * new for old, new in zip(first, changes, strict=True)]
+        v = [self._second(old, new**2) for old, new in zip(second, changes, strict=True)]
+        steps = [mi / (np.sqrt(vi) + self.tau) for mi, vi in zip(m, v, strict=True)]
+        return [x + self.learning_rate * own for x, own in zip(model, steps, strict=True)], m + v
+
+    def _second(self, v: Matrix, square: Matrix) -> Matrix:
+        return self.beta_2 * v + (1 - self.beta_2) * square
+
+
+@dataclass(frozen=True, kw_only=True)
+class Yogi(Adam):
+    """The server's step of FedYogi (Reddi et al. 2021, Algorithm 2).
+
+    As `Adam`, but ``v = v - (1 - beta_2) Delta^2 sign(v - Delta^2)``, which falls more slowly.
+
+    Examples
+    --------
+    >>> from flwr_perdl.strategies import PersonalizedFedAvg, Yogi
+    >>> strategy = PersonalizedFedAvg(["head.*"], optimizer=Yogi(learning_rate=0.03))
+    """
+
+    def _second(self, v: Matrix, square: Matrix) -> Matrix:
+        moved: Matrix = v - (1 - self.beta_2) * square * np.sign(v - square)
+        return moved
+
+
+def check_optimizer(optimizer: Any) -> Momentum | Adam | None:
+    """Return the optimizer, or raise a TypeError."""
+    kinds = (Momentum, Adam, type(None))
+    found: Momentum | Adam | None = check_kind(
+        "optimizer", optimizer, kinds, "a Momentum, Adam or Yogi, or None"
+    )
+    return found
+
+
+def check_robust(robust: Any) -> str:
+    """Return the name of the rule."""
+    rule = ("filtered" if robust else "mean") if isinstance(robust, bool) else robust
+    return check_choice("robust", rule, ROBUST)
+
+
+def as_floats(array: Matrix) -> Matrix:
+    """Return an initial array as what can be averaged: counters and half floats are converted."""
+    other = array.dtype.kind in "biuf" and array.dtype not in FLOATS
+    values = array.astype(np.float64) if other else array
+    return check_array("initial_arrays", values.ravel(), ndim=1).reshape(array.shape)
+
+
+def check_given(initial: Sequence[Matrix]) -> None:
+    """Reject an initial model without arrays."""
+    if not initial:
+        raise ValueError("initial_arrays must be the arrays of a model, got none.")
+
+
+def begun(optimizer: Momentum | Adam | None, model: Sequence[Matrix]) -> list[Matrix]:
+    """Return the optimizer's memory before the first round."""
+    return [] if optimizer is None else optimizer.begin(model)
+
+
+def advanced(
+    optimizer: Momentum | Adam | None,
+    model: Sequence[Matrix],
+    combined: Sequence[Matrix],
+    state: State,
+) -> tuple[list[Matrix], list[Matrix]]:
+    """Return the next model and the optimizer's memory."""
+    means = list(combined)
+    if optimizer is None:
+        return means, []
+    changes = [new - old for new, old in zip(means, model, strict=True)]
+    moved, memory = optimizer.step(model, changes, unpacked(state, _MEMORY))
+    return [np.asarray(array) for array in moved], [np.asarray(array) for array in memory]
+
+
+def packed(model: Sequence[Matrix], memory: Sequence[Matrix]) -> dict[str, Matrix]:
+    """Return the state that a checkpoint holds."""
+    both = ((_MODEL, model), (_MEMORY, memory))
+    return {f"{kind}/{i:06d}": array for kind, some in both for i, array in enumerate(some)}
+
+
+def unpacked(state: State, kind: str = _MODEL) -> list[Matrix]:
+    """Return the model in a state, or the optimizer's memory."""
+    return [state[name] for name in sorted(state) if name.startswith(f"{kind}/")]
