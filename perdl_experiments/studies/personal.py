@@ -33,7 +33,6 @@ Every method has the same rounds, one epoch of an array per round, and its own b
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -43,11 +42,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from flwr.app import Array, ArrayRecord, Context
 from numpy.typing import NDArray
-from scipy.special import log_softmax, softmax
 
 from flwr_perdl.clients import client_app
 from flwr_perdl.core.checks import Matrix
-from flwr_perdl.protocol.records import PARTITION_ID, ROUND, Scalar
+from flwr_perdl.protocol.records import PARTITION_ID, Scalar
 from flwr_perdl.random import DATA, spawn
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
@@ -62,6 +60,14 @@ from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import Record
 from perdl_experiments.studies._experiment import Arrays, Keep, words
 from perdl_experiments.studies._experiment import Config as Common
+from perdl_experiments.studies._network import (
+    NAMES,
+    Evaluated,
+    Model,
+    Network,
+    by_epoch,
+    random_network,
+)
 from perdl_experiments.studies._parts import keep_all
 
 #: Images of a step of training, most images that a client's accuracy is measured on, and classes
@@ -69,10 +75,7 @@ from perdl_experiments.studies._parts import keep_all
 BATCH, MOST_TEST, CLASSES = 10, 200, 3
 #: The tuning grid: lengths of a step, and Ditto's pulls.
 STEPS, PULLS = (0.1, 0.3, 1.0), (0.03, 0.1, 0.3)
-NAMES = ("body.weight", "body.bias", "head.weight", "head.bias")
 KINDS, METHODS = words("personal", "kind"), words("personal")
-
-Model = list[Matrix]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,54 +96,19 @@ class Split(NamedTuple):
     test: tuple[Matrix, NDArray[np.intp]]
 
 
-class Client:
+class Client(Network):
     """A network on a client's images; any client of Flower's is like it."""
 
     def __init__(self, own: Split, seed: int, partition: int, step: float) -> None:
-        self.own, self.seed, self.partition, self.step = own, seed, partition, step
+        n, m = len(own.train[1]), len(own.choose[1])
+        X, y = (np.concatenate(parts) for parts in zip(*own, strict=True))
+        ends = n, n + m
+        super().__init__(X, y, ends, seed=seed, partition=partition, step=step, batch=BATCH)
 
-    def fit(
-        self, parameters: Model, config: Mapping[str, Scalar]
-    ) -> tuple[Model, int, dict[str, Scalar]]:
-        """Train for one epoch, all arrays or those that the config names."""
-        model, (images, labels) = [array.copy() for array in parameters], self.own.train
-        trained = json.loads(str(config.get("train-names", "null"))) or NAMES
-        rng = spawn(self.seed, self.partition, int(config[ROUND]))
-        for rows in np.array_split(rng.permutation(len(labels)), max(1, len(labels) // BATCH)):
-            X, head = images[rows], model[2].copy()
-            hidden, scores = layers(model, X)
-            error = softmax(scores, axis=1)
-            error[np.arange(len(rows)), labels[rows]] -= 1
-            error *= self.step / len(rows)
-            back = error @ head.T * (hidden > 0)
-            moves = X.T @ back, back.sum(axis=0), hidden.T @ error, error.sum(axis=0)
-            for name, array, move in zip(NAMES, model, moves, strict=True):
-                if name in trained:
-                    array -= move
-        return model, len(labels), {}
-
-    def evaluate(
-        self, parameters: Model, config: Mapping[str, Scalar]
-    ) -> tuple[float, int, dict[str, Scalar]]:
+    def evaluate(self, parameters: Model, config: Mapping[str, Scalar]) -> Evaluated:
         """Return the loss on the images to choose by, and the accuracy there and on the others."""
-        X, labels = self.own.choose
-        scores = layers(parameters, X)[1]
-        losses = -log_softmax(scores, axis=1)[np.arange(len(labels)), labels]
-        accuracies = {"accuracy": accuracy(parameters, *self.own.test)}
-        accuracies["chosen-by"] = float(np.mean(scores.argmax(axis=1) == labels))
-        return float(losses.mean()), len(labels), {**accuracies}
-
-
-def layers(model: Model, X: Matrix) -> tuple[Matrix, Matrix]:
-    """Return the hidden layer and the scores of the labels."""
-    W, b, V, c = model
-    hidden = np.maximum(X @ W + b, 0)
-    return hidden, hidden @ V + c
-
-
-def accuracy(model: Model, X: Matrix, labels: NDArray[np.intp]) -> float:
-    """Return the share of images with the right label."""
-    return float(np.mean(layers(model, X)[1].argmax(axis=1) == labels))
+        loss, n, metrics = super().evaluate(parameters, config)
+        return loss, n, {**metrics, "chosen-by": self.accuracy(parameters, self.choice)}
 
 
 # The clients ---------------------------------------------------------------------------------
@@ -209,9 +177,7 @@ def _changed(
 def first_model(config: Config, own: Sequence[Split], seed: int) -> Model:
     """Return a random network."""
     rng, n_labels = spawn(seed, DATA, 1), 1 + max(int(y.max()) for one in own for _, y in one)
-    d, h = own[0].train[0].shape[1], config.hidden
-    drawn = [rng.standard_normal(shape) / shape[0] ** 0.5 for shape in ((d, h), (h, n_labels))]
-    return [drawn[0], np.zeros(h), drawn[1], np.zeros(n_labels)]
+    return random_network(own[0].train[0].shape[1], config.hidden, n_labels, rng)
 
 
 # The methods ---------------------------------------------------------------------------------
@@ -277,15 +243,10 @@ def federated(
     return {p: measured[p] for p in range(len(clients))}, result.arrays.to_numpy_ndarrays()
 
 
-def _stopped(clients: Sequence[Client], model: Model, epochs: int) -> Iterator[Matrix]:
-    """Yield what all clients' evaluations say after each epoch of their own, from none on."""
-    models = [model] * len(clients)
-    for t in range(epochs + 1):
-        measured = [one.evaluate(own, {})[2] for one, own in zip(clients, models, strict=True)]
-        yield np.array(
-            [[float(own[name]) for name in ("chosen-by", "accuracy")] for own in measured]
-        )
-        models = [one.fit(own, {ROUND: t + 1})[0] for one, own in zip(clients, models, strict=True)]
+def _tables(clients: Sequence[Client], model: Model, epochs: int) -> Iterator[Matrix]:
+    """Yield what chooses, and the accuracy, of all clients after each epoch of their own."""
+    for measured in by_epoch(clients, model, epochs):
+        yield np.array([[float(own[n]) for n in ("chosen-by", "accuracy")] for *_, own in measured])
 
 
 def stopped(clients: Sequence[Client], model: Model, epochs: int) -> float:
@@ -300,7 +261,7 @@ def stopped(clients: Sequence[Client], model: Model, epochs: int) -> float:
     epochs : int
         At most.
     """
-    found = [_best(table, 0.0) for table in _stopped(clients, model, epochs)]
+    found = [_best(table, 0.0) for table in _tables(clients, model, epochs)]
     return float(max(found, key=lambda one: one.chosen_by).accuracy.mean())
 
 
@@ -325,7 +286,7 @@ def compare(config: Config, kind: str, seed: int) -> Arrays:
     model, found = first_model(config, own, seed), dict[str, list[Found]]()
     for step in STEPS:
         clients = [Client(one, seed, i, step) for i, one in enumerate(own)]
-        for table in _stopped(clients, model, config.rounds):
+        for table in _tables(clients, model, config.rounds):
             found.setdefault("alone", []).append(_best(table, step))
         for method, tried in strategies(config.rounds).items():
             if method not in config.methods and method != "fedavg":
@@ -336,7 +297,7 @@ def compare(config: Config, kind: str, seed: int) -> Arrays:
                 found.setdefault(method, []).append(_best(np.array(rows), step, more))
                 if method == "fedavg":
                     shared = [array[0] for array in shared]
-                    for table in _stopped(clients, shared, config.rounds):
+                    for table in _tables(clients, shared, config.rounds):
                         found.setdefault("tuned", []).append(_best(table, step))
     best = {method: max(tried, key=lambda one: one.chosen_by) for method, tried in found.items()}
     return {

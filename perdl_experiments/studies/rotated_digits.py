@@ -37,12 +37,10 @@ from typing import Any
 
 import numpy as np
 from flwr.app import Context
-from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
-from scipy.special import log_softmax, softmax
 
 from flwr_perdl.core.checks import Matrix
-from flwr_perdl.protocol.records import EVALUATE, PARTITION_ID, ROUND, Scalar
+from flwr_perdl.protocol.records import EVALUATE, PARTITION_ID, ROUND
 from flwr_perdl.random import DATA, spawn
 from flwr_perdl.strategies import ClusteredFedAvg
 from perdl_experiments.data import cached_by_file, load_images
@@ -52,6 +50,7 @@ from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import Record
 from perdl_experiments.studies._experiment import Arrays, Federate, Keep, words
 from perdl_experiments.studies._experiment import Config as Common
+from perdl_experiments.studies._network import Model, Network, by_epoch, random_network
 
 #: Angles, in quarter turns; images of a step of training; the least number of a client's images.
 KINDS, BATCH, LEAST = 4, 16, 10
@@ -70,8 +69,6 @@ METHODS = words("rotated_digits")
 #: Starts that the curves leave out beside one-shot's, for legibility.
 _NOT_DRAWN = ("economical", "anchors", "random")
 
-Model = list[Matrix]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Common):
@@ -85,69 +82,6 @@ class Config(Common):
 
 
 # The clients ---------------------------------------------------------------------------------
-
-
-class Network:
-    """A network with one hidden layer, on a client's images.
-
-    Parameters
-    ----------
-    X : ndarray of shape (n_images, n_features)
-        Six tenths are for training, two for the choice of a model, two for the accuracy.
-    y : ndarray of shape (n_images,)
-        Labels from 0.
-    seed, partition : int
-        The run's seed and the client's number: what the order of the images is drawn by.
-    step : float
-        Length of a gradient step.
-    """
-
-    def __init__(
-        self, X: Matrix, y: NDArray[np.intp], seed: int, partition: int, step: float
-    ) -> None:
-        self.X, self.y = X, y
-        self.seed, self.partition, self.step = seed, partition, step
-        n = len(y)
-        self.train, self.choice, self.test = np.split(np.arange(n), [6 * n // 10, 8 * n // 10])
-
-    def fit(
-        self, parameters: Model, config: Mapping[str, Scalar]
-    ) -> tuple[Model, int, dict[str, Scalar]]:
-        """Train for one epoch."""
-        W, b, V, c = model = [array.copy() for array in parameters]
-        rng = spawn(self.seed, self.partition, int(config[ROUND]))
-        batches = max(1, len(self.train) // BATCH)
-        for rows in np.array_split(rng.permutation(self.train), batches):
-            X, step = self.X[rows], self.step / len(rows)
-            hidden, scores = _layers(model, X)
-            error = softmax(scores, axis=1)
-            error[np.arange(len(rows)), self.y[rows]] -= 1
-            back = error @ V.T * (hidden > 0)
-            V -= step * hidden.T @ error
-            c -= step * error.sum(axis=0)
-            W -= step * X.T @ back
-            b -= step * back.sum(axis=0)
-        return model, len(self.train), {}
-
-    def evaluate(
-        self, parameters: Model, config: Mapping[str, Scalar]
-    ) -> tuple[float, int, dict[str, Scalar]]:
-        """Return the loss that a choice is made by, and the accuracy on other images."""
-        scores = _layers(parameters, self.X[self.choice])[1]
-        losses = -log_softmax(scores, axis=1)[np.arange(len(scores)), self.y[self.choice]]
-        return float(losses.mean()), len(self.choice), {"accuracy": self.accuracy(parameters)}
-
-    def accuracy(self, model: Model) -> float:
-        """Return the accuracy on the images that neither training nor choice has seen."""
-        scores = _layers(model, self.X[self.test])[1]
-        return float(np.mean(scores.argmax(axis=1) == self.y[self.test]))
-
-
-def _layers(model: Model, X: Matrix) -> tuple[Matrix, Matrix]:
-    """Return the hidden layer and the scores of the labels."""
-    W, b, V, c = model
-    hidden = np.maximum(X @ W + b, 0)
-    return hidden, hidden @ V + c
 
 
 @cached_by_file(maxsize=2)
@@ -170,7 +104,10 @@ def load_clients(data: str, n_clients: int, seed: int, step: float) -> list[Netw
     for i in range(n_clients):
         rows = dealt[i % KINDS][i // KINDS]
         X = np.rot90(stack[rows], i % KINDS, axes=(1, 2)).reshape(len(rows), -1)
-        clients.append(Network(X, labels[rows], seed, i, step))
+        ends = 6 * len(rows) // 10, 8 * len(rows) // 10
+        clients.append(
+            Network(X, labels[rows], ends, seed=seed, partition=i, step=step, batch=BATCH)
+        )
     return clients
 
 
@@ -182,12 +119,7 @@ def initial(config: Config) -> Model:
     """Return a random network; for the method "given" four of them, stacked."""
     clients, rng = _clients(config), spawn(config.seed, DATA, 1)
     d, n_labels = clients[0].X.shape[1], 1 + max(int(one.y.max()) for one in clients)
-    shapes = [(d, config.hidden), (config.hidden,), (config.hidden, n_labels), (n_labels,)]
-
-    def network() -> Model:
-        drawn = [rng.standard_normal(shape) / np.sqrt(shape[0]) for shape in shapes]
-        return [x if x.ndim == 2 else np.zeros_like(x) for x in drawn]
-
+    network = partial(random_network, d, config.hidden, n_labels, rng)
     if config.method == "given":
         return [np.stack(arrays) for arrays in zip(*(network() for _ in range(KINDS)), strict=True)]
     return network()
@@ -342,13 +274,10 @@ def _averaged(
 
 def _tuned(clients: Sequence[Network], model: Model, epochs: int) -> float:
     """Return the accuracy of the model that each client trains further, stopped in time."""
-    models = [model] * len(clients)
     found = []
-    for t in range(epochs + 1):
-        measured = [one.evaluate(own, {}) for one, own in zip(clients, models, strict=True)]
+    for measured in by_epoch(clients, model, epochs):
         loss = float(np.mean([loss for loss, _, _ in measured]))
         found.append((loss, float(np.mean([own["accuracy"] for _, _, own in measured]))))
-        models = [one.fit(own, {ROUND: t + 1})[0] for one, own in zip(clients, models, strict=True)]
     return min(found)[1]
 
 

@@ -1,0 +1,116 @@
+"""A small network on a client's images: the model of the studies of any model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import log_softmax, softmax
+
+from flwr_perdl.core.checks import Matrix
+from flwr_perdl.protocol.records import ROUND, Scalar
+from flwr_perdl.random import spawn
+
+#: The arrays of a model: a hidden layer, the body, and an output layer, the head.
+NAMES = ("body.weight", "body.bias", "head.weight", "head.bias")
+
+Model = list[Matrix]
+Evaluated = tuple[float, int, dict[str, Scalar]]
+
+
+class Network:
+    """A network with one hidden layer, on a client's images.
+
+    Parameters
+    ----------
+    X : ndarray of shape (n_images, n_features)
+        For training, then for the choice of a model, then for the accuracy.
+    y : ndarray of shape (n_images,)
+        Labels from 0.
+    ends : pair of int
+        Where the images for training end, and those for the choice.
+    seed, partition : int
+        The run's seed and the client's number: what the order of the images is drawn by.
+    step : float
+        Length of a gradient step.
+    batch : int
+        Images of a step.
+    """
+
+    def __init__(
+        self,
+        X: Matrix,
+        y: NDArray[np.intp],
+        ends: tuple[int, int],
+        *,
+        seed: int,
+        partition: int,
+        step: float,
+        batch: int,
+    ) -> None:
+        self.X, self.y = X, y
+        self.seed, self.partition, self.step, self.batch = seed, partition, step, batch
+        self.train, self.choice, self.test = np.split(np.arange(len(y)), ends)
+
+    def fit(
+        self, parameters: Model, config: Mapping[str, Scalar]
+    ) -> tuple[Model, int, dict[str, Scalar]]:
+        """Train for one epoch, all arrays or those that the config names."""
+        model = [array.copy() for array in parameters]
+        trained = json.loads(str(config.get("train-names", "null"))) or NAMES
+        rng = spawn(self.seed, self.partition, int(config[ROUND]))
+        batches = max(1, len(self.train) // self.batch)
+        for rows in np.array_split(rng.permutation(self.train), batches):
+            X, step = self.X[rows], self.step / len(rows)
+            hidden, scores = layers(model, X)
+            error = softmax(scores, axis=1)
+            error[np.arange(len(rows)), self.y[rows]] -= 1
+            back = error @ model[2].T * (hidden > 0)
+            body = step * X.T @ back, step * back.sum(axis=0)
+            head = step * hidden.T @ error, step * error.sum(axis=0)
+            for name, array, move in zip(NAMES, model, (*body, *head), strict=True):
+                if name in trained:
+                    array -= move
+        return model, len(self.train), {}
+
+    def evaluate(self, parameters: Model, config: Mapping[str, Scalar]) -> Evaluated:
+        """Return the loss that a choice is made by, and the accuracy on other images."""
+        scores = layers(parameters, self.X[self.choice])[1]
+        losses = -log_softmax(scores, axis=1)[np.arange(len(scores)), self.y[self.choice]]
+        return float(losses.mean()), len(self.choice), {"accuracy": self.accuracy(parameters)}
+
+    def accuracy(self, model: Model, rows: NDArray[np.intp] | None = None) -> float:
+        """Return the accuracy on some images, by default those that only it has seen."""
+        own = self.test if rows is None else rows
+        return accuracy(model, self.X[own], self.y[own])
+
+
+def layers(model: Model, X: Matrix) -> tuple[Matrix, Matrix]:
+    """Return the hidden layer and the scores of the labels."""
+    W, b, V, c = model
+    hidden = np.maximum(X @ W + b, 0)
+    return hidden, hidden @ V + c
+
+
+def accuracy(model: Model, X: Matrix, y: NDArray[np.intp]) -> float:
+    """Return the share of images with the right label."""
+    return float(np.mean(layers(model, X)[1].argmax(axis=1) == y))
+
+
+def random_network(
+    n_features: int, n_hidden: int, n_labels: int, rng: np.random.Generator
+) -> Model:
+    """Return random weights, and biases of zero."""
+    shapes = [(n_features, n_hidden), (n_hidden,), (n_hidden, n_labels), (n_labels,)]
+    drawn = [rng.standard_normal(shape) / np.sqrt(shape[0]) for shape in shapes]
+    return [x if x.ndim == 2 else np.zeros_like(x) for x in drawn]
+
+
+def by_epoch(clients: Sequence[Network], model: Model, epochs: int) -> Iterator[list[Evaluated]]:
+    """Yield all clients' evaluations after each epoch of every client alone, from none on."""
+    models = [model] * len(clients)
+    for t in range(epochs + 1):
+        yield [one.evaluate(own, {}) for one, own in zip(clients, models, strict=True)]
+        models = [one.fit(own, {ROUND: t + 1})[0] for one, own in zip(clients, models, strict=True)]
