@@ -50,8 +50,7 @@ KERNEL_TESTS := tests/test_robust.py tests/regression/test_anchors.py \
     tests/regression/test_answers.py tests/regression/test_clustering.py \
     tests/regression/test_moments.py tests/diffusion/test_local_costs.py \
     tests/diffusion/test_topology.py $(addprefix tests/dictionary/test_, rounding.py \
-    aggregation.py atoms.py averaging.py coding.py learners.py matching.py perpca.py \
-    refinement.py)
+    aggregation.py atoms.py averaging.py coding.py learners.py matching.py perpca.py)
 test-kernels: $(venv)/.installed
 	$(python) .ci/kernels $(KERNEL_TESTS) $(ARGS)
 
