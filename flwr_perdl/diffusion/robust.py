@@ -44,7 +44,8 @@ def clipped(own: Array, received: Array, weights: Array, n_liars: int) -> Array:
     radius = kept.max(initial=0)
     far = distances > radius
     factors = np.where(far, radius / np.where(far, distances, 1), 1).astype(own.dtype)
-    return own + ((weights * factors)[:, None] * apart).sum(axis=0)
+    combined: Array = own + ((weights * factors)[:, None] * apart).sum(axis=0)
+    return combined
 
 
 def trimmed(own: Array, received: Array, weights: Array, n_liars: int) -> Array:
@@ -53,7 +54,8 @@ def trimmed(own: Array, received: Array, weights: Array, n_liars: int) -> Array:
     apart, shares = np.take_along_axis(received, order, axis=0) - own, weights[order]
     own_weight = 1 - weights.sum()
     total = own_weight + shares.sum(axis=0)
-    return own + (shares * apart).sum(axis=0) / np.where(total > 0, total, 1)
+    combined: Array = own + (shares * apart).sum(axis=0) / np.where(total > 0, total, 1)
+    return combined
 
 
 RULES: Mapping[str, Callable[[Array, Array, Array, int], Array]] = {

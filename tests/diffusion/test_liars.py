@@ -33,8 +33,7 @@ def test_clipping_by_hand() -> None:
 
 
 def test_trimmed_mean_by_hand() -> None:
-    # First: 1 (of the equal ones the later sender's), 4 are left, with the own of weight .4; second:
-    # 2 and 5.
+    # Left are 1 (the later of the equal ones) and 4, then 2 and 5, with the own of weight .4.
     expected = [
         (0.4 * 1 + 0.1 * 1 + 0.1 * 4) / 0.6,
         (0.4 * 1 + 0.2 * 2 + 0.1 * 5) / 0.7,
