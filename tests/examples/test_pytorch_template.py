@@ -133,6 +133,7 @@ def serve(grid, name, after_training=lambda: None):
     result = STRATEGIES[name]().start(
         grid=grid, initial_arrays=arrays, train_config=ConfigRecord({"lr": 0.01}), num_rounds=2
     )
+    grid.send_and_receive = receive
     Net().load_state_dict(result.arrays.to_torch_state_dict())
     return {"off": max(off), "reports": reports}
 
