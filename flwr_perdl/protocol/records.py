@@ -145,6 +145,8 @@ class Reply(NamedTuple):
     metrics: dict[str, float]
 
 
+#: How Flower writes the dtypes of models; NumPy takes long to find a dtype's name.
+_FLOATS = {dtype: str(dtype) for dtype in FLOATS}
 #: No limits but what a message can be.
 _ANY = Limits(n_bytes=2**63)
 
@@ -152,10 +154,11 @@ _ANY = Limits(n_bytes=2**63)
 def encode(array: Matrix) -> Array:
     """Return what Flower's ``Array(array)`` is, in the order of the rows."""
     array = np.asarray(array, order="C")  # ascontiguousarray would make a row of one number
-    if array.dtype not in FLOATS:
+    dtype = _FLOATS.get(array.dtype)
+    if dtype is None:
         return Array(array)
     data = file_header(array.dtype, array.shape) + array.tobytes()
-    return Array(str(array.dtype), array.shape, NPY, data)
+    return Array(dtype, array.shape, NPY, data)
 
 
 def to_record(arrays: Iterable[Matrix], names: Collection[str] = ()) -> ArrayRecord:

@@ -102,12 +102,12 @@ def arrays_in(messages: list[Message]) -> Iterator[tuple[str, np.ndarray]]:
                 yield from ((name, array.numpy()) for name, array in record.items())
 
 
-def private_values(grid: InProcessGrid) -> list[np.ndarray]:
+def private_values(grid: InProcessGrid, part: str = "head") -> list[np.ndarray]:
     """Return all private arrays in the states of a grid's clients that are not zeros."""
     found = []
     for context in grid.contexts.values():
         for record in context.state.array_records.values():
-            found += [a.numpy() for name, a in record.items() if "head" in name]
+            found += [a.numpy() for name, a in record.items() if part in name]
     return [array for array in found if array.any()]
 
 

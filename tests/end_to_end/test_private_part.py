@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flwr_perdl.simulations import InProcessGrid
-from perdl_experiments.deployment import Deployment
-from tests.engines import on_ray
+from tests.engines import killed_and_back, on_ray, project
 
 PROJECT = '''\
 import json
@@ -99,22 +94,16 @@ def main(grid, context):
     folder = Path(context.run_config["out"])
 
     def wait(report):
-        (folder / f"{report.round}-done").touch()
-        while report.round == 2 and not (folder / "restarted").exists():
-            time.sleep(0.1)
+        if report.round == 2:
+            (folder / "reached").touch()
+            while not (folder / "restarted").exists():
+                time.sleep(0.1)
 
     found = serve(grid, wait, both=False)
     (folder / "found.json").write_text(json.dumps(found))
 '''
 
 MODEL = {"body.weight": [4.5] * 4, "head.weight": [0.0] * 4}
-
-
-def project() -> dict[str, Any]:
-    """Return the project's names; Ray pickles what is of ``__main__`` by value."""
-    names: dict[str, Any] = {"__name__": "__main__"}
-    exec(PROJECT, names)
-    return names
 
 
 def check(found: dict[str, Any]) -> None:
@@ -125,7 +114,7 @@ def check(found: dict[str, Any]) -> None:
 
 
 def test_in_process() -> None:
-    app = project()
+    app = project(PROJECT)
     found = app["serve"](InProcessGrid(app["client"], 2))
     check(found)
     assert found["floats"] == [[8, 4], [4, 4], [4, 4]]
@@ -134,39 +123,13 @@ def test_in_process() -> None:
 @pytest.mark.slow
 @pytest.mark.ray
 def test_on_flowers_simulation() -> None:
-    app = project()
+    app = project(PROJECT)
     check(on_ray(app["client"], app["serve"], 2))
 
 
 @pytest.mark.slow
 @pytest.mark.deployment
 def test_a_killed_node_is_back_with_its_head(tmp_path: Path) -> None:
-    """Node 1 dies after round 2 (SIGKILL) and is started again, with its `state-dir`."""
-
-    def until(happens: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 300
-        while not happens():
-            assert time.monotonic() < deadline, "it did not happen in time"
-            time.sleep(0.1)
-
-    def disturb(deployment: Deployment) -> None:
-        until((tmp_path / "2-done").exists)
-        deployment.kill(deployment.nodes[1])
-        known = deployment.online()
-        deployment.start_node(1)
-        until(lambda: bool(deployment.online() - known))
-        (tmp_path / "restarted").touch()
-
-    def node_config(partition: int) -> dict[str, Any]:
-        return {"state-dir": str(tmp_path / "states")}
-
-    with (
-        Deployment(tmp_path / "run", 2, node_config=node_config, app=PROJECT) as deployment,
-        ThreadPoolExecutor(1) as helper,
-    ):
-        disturbed = helper.submit(disturb, deployment)
-        deployment.run({"out": str(tmp_path)}, timeout=400)
-        disturbed.result()
-    found = json.loads((tmp_path / "found.json").read_text())
+    found = killed_and_back(tmp_path, PROJECT)
     check(found)
     assert found["floats"] == [[8, 4], [4, 4], [4, 4]]
