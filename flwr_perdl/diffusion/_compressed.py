@@ -83,13 +83,15 @@ class CompressedProgram(AveragingProgram):
         """Return the compressed difference."""
         return state.values, state.codes
 
-    def readable(self, arrays: tuple[Array, ...]) -> NDArray[np.bool_]:
+    def readable(self, state: Any, arrays: tuple[Array, ...]) -> NDArray[np.bool_]:
         """Return which messages can be decoded, (s,)."""
-        return np.array([self._decoded(*sent) is not None for sent in zip(*arrays, strict=True)])
+        n = state.model.shape[1]
+        return np.array([self._decoded(*each, n) is not None for each in zip(*arrays, strict=True)])
 
     def combine(self, state: Any, inbox: Inbox) -> Any:
         """Move the public copies, and combine by their means."""
-        sent = [self._decoded(*each) for each in zip(*inbox.arrays, strict=True)]
+        n = state.model.shape[1]
+        sent = [self._decoded(*each, n) for each in zip(*inbox.arrays, strict=True)]
         copies, sums = state.copies.copy(), state.sums.copy()
         for k, own in enumerate(inbox.own):
             copies[k] += sent[own]
@@ -120,13 +122,12 @@ class CompressedProgram(AveragingProgram):
             codes.append(np.stack([pack(sent.tobytes()) for _, sent in each]))
         return np.stack(values), np.stack(codes)
 
-    def _decoded(self, values: Array, codes: Array) -> Array | None:
+    def _decoded(self, values: Array, codes: Array, n: int) -> Any:
         """Return the vectors of a message, (n_parts, n_parameters); None if there are none."""
         compression = self.learner.compression
         assert compression is not None
         try:
             packed = [np.frombuffer(unpack(part), dtype=np.uint8) for part in codes]
-            n = self._n_parameters
             each = [compression.decode(sent, n) for sent in zip(values, packed, strict=True)]
         except ValueError:
             return None

@@ -47,9 +47,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl.core.checks import brief_repr, check_choice, check_count, check_kind
+from flwr_perdl.core.checks import brief_repr, check_choice, check_count, check_kind, check_members
 from flwr_perdl.core.threads import one_blas_thread
 from flwr_perdl.diffusion.combine import Array, Inbox, run_program, weighted
+from flwr_perdl.diffusion.compression import Compression, check_fixed, check_step
 from flwr_perdl.diffusion.topology import matrices_of, rounds_to_all
 
 #: ``node -> client``; a client has Flower's ``fit``, and ``evaluate`` where models are evaluated.
@@ -61,6 +62,9 @@ METHODS = ("atc", "cta", "exact_diffusion", "gradient_tracking")
 ROUND = "server-round"
 #: The report that every method makes: how far a node's model was from its neighborhood's mean.
 DISTANCE = "neighbor-distance"
+#: What else a node reports of itself: the size of the messages that it has received in the round.
+FLOATS, BYTES = "floats-received", "bytes-received"
+_OWN = (DISTANCE, FLOATS, BYTES)
 
 #: A node leaves out values that are so many times larger than its own, which count as ``LEAST`` at
 #: least: nodes of different data may differ by much, above all when models begin at zero.
@@ -79,7 +83,10 @@ class Averaged(NamedTuple):
         the nodes.
     curves : dict of str to ndarray of shape (rounds, n_nodes)
         What the nodes reported after every round, NaN where nothing: ``"neighbor-distance"``, the
-        Euclidean distance between what a node sent and the mean of what it received;
+        Euclidean distance between what a node sent and the mean of what it received (compressed:
+        between its public copy and the mean of its neighbors'); ``"floats-received"`` and
+        ``"bytes-received"``, the size of its neighbors' messages: on a symmetric network a node
+        sends as much;
         ``"train-NAME"``, a metric of ``fit``; ``"evaluate-loss"`` and ``"evaluate-NAME"``, loss
         and metrics that ``evaluate`` returned for the node's model after the round.
     disagreement : float
@@ -87,8 +94,9 @@ class Averaged(NamedTuple):
         part in the last round; on Flower over those that show their state, NaN if none does.
     rounds : int
         Communication rounds.
-    floats_sent : float
-        Floats that reached a neighbor, counted once per link, all nodes and rounds.
+    floats_sent, bytes_sent : float
+        Floats that reached a neighbor, counted once per link, all nodes and rounds, and the bytes
+        of these arrays, before messages are sealed.
     unheard : dict of int to int
         Node -> in how many rounds its message was left out: it was not finite, or too large.
     alive : ndarray of shape (n_nodes,)
@@ -100,6 +108,7 @@ class Averaged(NamedTuple):
     disagreement: float
     rounds: int
     floats_sent: float
+    bytes_sent: float
     unheard: dict[int, int]
     alive: NDArray[np.bool_]
 
@@ -169,11 +178,17 @@ class DiffusionAveraging:
         self,
         *,
         method: str = "exact_diffusion",
+        compression: Compression | None = None,
+        consensus_step: float | None = None,
         evaluate_every: int = 1,
         metrics: Sequence[str] = (),
         config: Mapping[str, Any] | None = None,
     ) -> None:
         self.method = check_choice("method", method, METHODS)
+        if compression is not None:
+            check_members("compression", compression, "compression", "encode", "decode")
+        self.compression = compression
+        self.consensus_step = check_step(consensus_step, compression)
         self.evaluate_every = check_count("evaluate_every", evaluate_every)
         check_kind("metrics", metrics, Sequence, "a sequence of names")
         if isinstance(metrics, str) or not all(isinstance(name, str) for name in metrics):
@@ -229,6 +244,8 @@ class DiffusionAveraging:
         for matrix in matrices_of(network):
             if not matrix.doubly_stochastic:  # repeated combination would not lead to the mean
                 raise ValueError(f"network must have doubly stochastic weights, got {matrix!r}.")
+        if self.compression is not None:
+            check_fixed(network)
         if clients is None and not getattr(network, "nodes_have_programs", False):
             raise ValueError("clients may be None with a FlowerNetwork only, got None.")
         program = None if clients is None else self.program(clients, initial=initial)
@@ -247,7 +264,7 @@ class DiffusionAveraging:
             living = run.state.model[run.alive[run.state.nodes]]
             if len(living):
                 apart = float(np.linalg.norm(living - living.mean(axis=0), axis=1).max())
-        costs = run.rounds, run.floats_sent
+        costs = run.rounds, run.floats_sent, float(np.nansum(run.curves.get(BYTES, 0.0)))
         return Averaged(models, run.curves, apart, *costs, run.unheard, run.alive)
 
     def program(
@@ -257,6 +274,10 @@ class DiffusionAveraging:
 
         ``clients`` and ``initial`` are those of `fit`.
         """
+        if self.compression is not None:
+            from flwr_perdl.diffusion._compressed import CompressedProgram  # which builds on this
+
+            return CompressedProgram(self, clients, initial)
         return AveragingProgram(self, clients, initial)
 
 
@@ -309,7 +330,7 @@ class AveragingProgram:
             self._evaluated = []
         kinds = {"train": self._trained, "evaluate": self._evaluated}
         #: Names of the reports.
-        self.names = [DISTANCE, *(f"{kind}-{own}" for kind in kinds for own in kinds[kind])]
+        self.names = [*_OWN, *(f"{kind}-{own}" for kind in kinds for own in kinds[kind])]
 
     def start(self, nodes: NDArray[np.intp]) -> AveragingState:
         """Return the state before the first round."""
@@ -345,10 +366,12 @@ class AveragingProgram:
     @one_blas_thread()
     def combine(self, state: AveragingState, inbox: Inbox) -> AveragingState:
         """Average over the neighborhood; evaluate the model where it is the round for that."""
-        sent, mean = state.model, ordered_mean(inbox, 0)
+        sent, mean = state.model, self._mean(state, inbox, 0)
         method, every = self.learner.method, self.learner.evaluate_every
         reports = state.reports.copy()
         reports[:, 0] = np.linalg.norm(sent - mean, axis=1)
+        reports[:, 1] = inbox.degrees * sum(array[0].size for array in inbox.arrays)
+        reports[:, 2] = inbox.degrees * sum(array[0].nbytes for array in inbox.arrays)
         state = state._replace(model=mean, reports=reports)
         if method == "cta":
             state, w = self._train(state, mean, inbox.round)
@@ -356,8 +379,12 @@ class AveragingProgram:
         elif method == "exact_diffusion":
             state = state._replace(model=(sent + mean) / 2)
         elif method == "gradient_tracking":
-            state = state._replace(tracker=ordered_mean(inbox, 1))
+            state = state._replace(tracker=self._mean(state, inbox, 1))
         return self._evaluate(state, inbox.round) if every else state
+
+    def _mean(self, state: AveragingState, inbox: Inbox, i: int) -> Array:
+        """Return the neighborhood's mean of the ``i``-th array of the message."""
+        return ordered_mean(inbox, i)
 
     def limits(self, state: AveragingState) -> Array:
         """Return the largest absolute value that each node accepts in a message, (m,)."""
@@ -389,12 +416,13 @@ class AveragingProgram:
             parameters, _, metrics = self._client(node).fit(form.arrays(models[i]), config)
             whose = f"fit of node {node}"
             fitted[i] = form.vector(whose, parameters)
-            reports[i, 1 : 1 + len(self._trained)] = _numbers(whose, metrics, self._trained)
+            numbers = _numbers(whose, metrics, self._trained)
+            reports[i, len(_OWN) : len(_OWN) + len(self._trained)] = numbers
         return state._replace(reports=reports), fitted
 
     def _evaluate(self, state: AveragingState, round_: int) -> AveragingState:
         """Return the state with reports of ``evaluate``; NaN where this is no round for that."""
-        reports, first = state.reports.copy(), 1 + len(self._trained)
+        reports, first = state.reports.copy(), len(_OWN) + len(self._trained)
         reports[:, first:] = np.nan
         due = round_ % self.learner.evaluate_every == 0
         for i, node in enumerate(map(int, state.nodes if due else ())):

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_perdl.core.checks import check_count, check_real
+from flwr_perdl.diffusion.topology import matrices_of
 
 Array = NDArray[Any]
 #: What is sent of a vector: float32 values, and bytes.
@@ -183,3 +184,22 @@ class RandomQuantization:
 def _each(scales: Array, n: int) -> Array:
     """Return the scale of each of n entries."""
     return np.repeat(scales.astype(float), BLOCK)[:n]
+
+
+def check_step(step: float | None, compression: Compression | None) -> float:
+    """Return the consensus step, by default the one of the compression."""
+    if compression is None or step is None:
+        if step is not None:
+            raise ValueError(f"consensus_step must be None without compression, got {step!r}.")
+        return 1.0 if compression is None else 0.3
+    return check_real("consensus_step", step, 0, 1, open_low=True)
+
+
+def check_fixed(network: Any) -> None:
+    """Raise a ValueError if public copies would not stay the same at all nodes."""
+    plan = getattr(network, "plan", None)
+    if len(matrices_of(network)) > 1 or (plan is not None and plan.faults.any):
+        raise ValueError(
+            "network must stay the same and have no simulated faults with compression, "
+            f"got {network!r}."
+        )
