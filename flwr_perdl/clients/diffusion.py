@@ -55,7 +55,7 @@ ONLY_DIFFUSION = (
 )
 
 #: Why a node leaves out a message beyond its program's limit.
-OUTSIZED = "it has a value that is far larger than those of this node"
+OUTSIZED = "it has a value that is far larger than those of this node, or cannot be read"
 
 SHOWS = ("observed", "state", "nothing")
 

@@ -85,13 +85,12 @@ class CompressedProgram(AveragingProgram):
 
     def readable(self, state: Any, arrays: tuple[Array, ...]) -> NDArray[np.bool_]:
         """Return which messages can be decoded, (s,)."""
-        n = state.model.shape[1]
-        return np.array([self._decoded(*each, n) is not None for each in zip(*arrays, strict=True)])
+        sent = self._all_decoded(state, arrays)
+        return np.array([vectors is not None for vectors in sent])
 
     def combine(self, state: Any, inbox: Inbox) -> Any:
         """Move the public copies, and combine by their means."""
-        n = state.model.shape[1]
-        sent = [self._decoded(*each, n) for each in zip(*inbox.arrays, strict=True)]
+        sent = self._all_decoded(state, inbox.arrays)
         copies, sums = state.copies.copy(), state.sums.copy()
         for k, own in enumerate(inbox.own):
             copies[k] += sent[own]
@@ -121,6 +120,11 @@ class CompressedProgram(AveragingProgram):
             values.append(np.stack([sent for sent, _ in each]))
             codes.append(np.stack([pack(sent.tobytes()) for _, sent in each]))
         return np.stack(values), np.stack(codes)
+
+    def _all_decoded(self, state: Any, arrays: tuple[Array, ...]) -> list[Any]:
+        """Return the vectors of each message, (n_parts, n_parameters); None of an unreadable one."""
+        n = state.model.shape[1]
+        return [self._decoded(*each, n) for each in zip(arrays[0], arrays[1], strict=True)]
 
     def _decoded(self, values: Array, codes: Array, n: int) -> Any:
         """Return the vectors of a message, (n_parts, n_parameters); None if there are none."""

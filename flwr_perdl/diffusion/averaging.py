@@ -47,10 +47,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl.core.checks import brief_repr, check_choice, check_count, check_kind, check_members
+from flwr_perdl.core.checks import brief_repr, check_choice, check_count, check_kind
 from flwr_perdl.core.threads import one_blas_thread
 from flwr_perdl.diffusion.combine import Array, Inbox, run_program, weighted
-from flwr_perdl.diffusion.compression import Compression, check_fixed, check_step
+from flwr_perdl.diffusion.compression import Compression, check_compression, check_fixed
 from flwr_perdl.diffusion.topology import matrices_of, rounds_to_all
 
 #: ``node -> client``; a client has Flower's ``fit``, and ``evaluate`` where models are evaluated.
@@ -148,6 +148,16 @@ class DiffusionAveraging:
         tracking twice as many. After a late message (``Faults(max_delay=...)``), or where a node
         returns without its state, their corrections no longer sum to zero: both keep an error
         that does not shrink. "atc" and "cta" forget such a fault.
+    compression : TopK or RandomQuantization, optional
+        Send compressed differences from public copies, on a network that stays the same and loses
+        no message: `TopK` with any method but "exact_diffusion", `RandomQuantization` with all.
+        With "gradient_tracking" (and "exact_diffusion") nodes end where they end without; "atc" and
+        "cta" are more biased, as they average less per round. ``initial`` is the first public copy
+        and must be the same at all nodes. None: whole models are sent.
+    consensus_step : float, optional
+        How far a node moves to the mean of the public copies, above 0, at most 1; by default it
+        follows from the compression, ``2 c / (1 + c)`` where c is its ``contraction``. A larger
+        one converges faster or diverges.
     evaluate_every : int, default 1
         Rounds between two calls of ``evaluate``; 0: it is never called.
     metrics : sequence of str, default ()
@@ -185,10 +195,9 @@ class DiffusionAveraging:
         config: Mapping[str, Any] | None = None,
     ) -> None:
         self.method = check_choice("method", method, METHODS)
-        if compression is not None:
-            check_members("compression", compression, "compression", "encode", "decode")
-        self.compression = compression
-        self.consensus_step = check_step(consensus_step, compression)
+        self.compression, self.consensus_step = check_compression(
+            self.method, compression, consensus_step
+        )
         self.evaluate_every = check_count("evaluate_every", evaluate_every)
         check_kind("metrics", metrics, Sequence, "a sequence of names")
         if isinstance(metrics, str) or not all(isinstance(name, str) for name in metrics):
@@ -255,6 +264,10 @@ class DiffusionAveraging:
             if n_rounds and not any(own is not None and np.isfinite(own).any() for own in known):
                 text = f"No node returned the metric {name!r}, neither from fit nor from evaluate."
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
+        received = run.curves.get(FLOATS, np.zeros((1, 1)))
+        if self.compression is not None and not (received == received[0]).all():
+            text = "Messages were lost: with compression the models keep an error of that."
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
         if run.unheard:
             _LOG.warning("Messages were left out, in so many rounds by node: %s.", run.unheard)
         models: dict[int, list[Array]] = {}

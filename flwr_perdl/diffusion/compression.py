@@ -19,12 +19,12 @@ paper's Euclidean norm of all, as in LEAD, which is what makes four bits a contr
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl.core.checks import check_count, check_real
+from flwr_perdl.core.checks import brief_repr, check_count, check_members, check_real
 from flwr_perdl.diffusion.topology import matrices_of
 
 Array = NDArray[Any]
@@ -38,11 +38,16 @@ _MORE = 255
 
 
 class Compression(Protocol):
-    """How a vector is sent in few bytes; ``contraction`` is the paper's delta."""
+    """How a vector is sent in few bytes."""
 
     @property
     def contraction(self) -> float:
-        """The least share of the squared norm that is sent, on average."""
+        """The papers' delta: the least share of the squared norm that is sent, on average."""
+        ...
+
+    @property
+    def unbiased(self) -> bool:
+        """Whether the mean of what is sent is the vector."""
         ...
 
     def encode(self, vector: Array, rng: np.random.Generator) -> Encoded:
@@ -81,6 +86,7 @@ class TopK:
     """
 
     share: float
+    unbiased: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Check the share."""
@@ -145,6 +151,7 @@ class RandomQuantization:
 
     bits: int
     seed: int = 0
+    unbiased: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Check the arguments."""
@@ -154,7 +161,7 @@ class RandomQuantization:
     @property
     def levels(self) -> int:
         """Levels of each sign."""
-        return 2 ** (self.bits - 1) - 1
+        return (1 << (self.bits - 1)) - 1
 
     @property
     def contraction(self) -> float:
@@ -186,20 +193,40 @@ def _each(scales: Array, n: int) -> Array:
     return np.repeat(scales.astype(float), BLOCK)[:n]
 
 
-def check_step(step: float | None, compression: Compression | None) -> float:
-    """Return the consensus step, by default the one of the compression."""
-    if compression is None or step is None:
+def check_compression(
+    method: str, compression: Compression | None, step: float | None
+) -> tuple[Compression | None, float]:
+    """Return the compression and its consensus step, checked.
+
+    The step is ``2 delta / (1 + delta)`` by default, delta the contraction: one for all networks,
+    as a node knows its neighbors only. The papers' bounds are smaller by orders of magnitude; this
+    was measured. Gradient tracking, top-k with shares .01 to .5, 16 nodes, quadratics of 600
+    parameters: 3,000 rounds converge on the complete and the exponential graph at this step; at
+    twice this step a tenth and a twentieth diverge on the exponential graph.
+    """
+    if compression is None:
         if step is not None:
             raise ValueError(f"consensus_step must be None without compression, got {step!r}.")
-        return 1.0 if compression is None else 0.3
-    return check_real("consensus_step", step, 0, 1, open_low=True)
+        return None, 1.0
+    check_members(
+        "compression", compression, "compression", "encode", "decode", "contraction", "unbiased"
+    )
+    if method == "exact_diffusion" and not compression.unbiased:
+        raise ValueError(
+            f"compression must be unbiased with method 'exact_diffusion', got {compression!r}: "
+            "use 'gradient_tracking'."
+        )
+    if step is None:
+        delta = compression.contraction
+        return compression, 2 * delta / (1 + delta)
+    return compression, check_real("consensus_step", step, 0, 1, open_low=True)
 
 
 def check_fixed(network: Any) -> None:
     """Raise a ValueError if public copies would not stay the same at all nodes."""
-    plan = getattr(network, "plan", None)
-    if len(matrices_of(network)) > 1 or (plan is not None and plan.faults.any):
+    faults = getattr(getattr(network, "plan", None), "faults", None)
+    if len(matrices_of(network)) > 1 or (faults is not None and faults.any):
         raise ValueError(
             "network must stay the same and have no simulated faults with compression, "
-            f"got {network!r}."
+            f"got {brief_repr(network)}."
         )
