@@ -122,7 +122,7 @@ class CompressedProgram(AveragingProgram):
         return np.stack(values), np.stack(codes)
 
     def _all_decoded(self, state: Any, arrays: tuple[Array, ...]) -> list[Any]:
-        """Return the vectors of each message, (n_parts, n_parameters); None of an unreadable one."""
+        """Return the vectors of each message; None of one that cannot be read."""
         n = state.model.shape[1]
         return [self._decoded(*each, n) for each in zip(arrays[0], arrays[1], strict=True)]
 
