@@ -111,7 +111,7 @@ def test_quantization_is_unbiased_and_within_its_bound(bits: int) -> None:
 )
 def test_corrected_methods_end_at_the_minimum(method: str, compression: Any) -> None:
     learner = DiffusionAveraging(method=method, compression=compression, evaluate_every=0)
-    learned = learn(learner, 250)
+    learned = learn(learner, 350)
     np.testing.assert_allclose(models_of(learned), np.tile(MINIMUM, (N, 1)), rtol=0, atol=1e-6)
 
 
