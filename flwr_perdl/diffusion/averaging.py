@@ -34,6 +34,8 @@ step.
 Deviation: the papers take one gradient step of a known length where this takes the client's
 ``fit``. The two corrected methods then end where the changes that the nodes' ``fit`` would make sum
 to zero; for one full gradient step that is the minimum of the sum of the nodes' losses.
+
+Compressed messages: `flwr_perdl.diffusion._compressed`.
 """
 
 from __future__ import annotations
@@ -128,15 +130,16 @@ class DiffusionAveraging:
 
     - *A neighbor*: in every round the node's model after ``fit`` (``"cta"``: the model itself;
       ``"exact_diffusion"``: corrected by the last change; ``"gradient_tracking"``: the tracker
-      besides). From successive models, and those of all neighbors of the node, it computes the
-      change that ``fit`` has made: with one sample per step that may show the sample. Use
-      Flower's or the framework's differential privacy in ``fit`` where this matters.
+      besides; with ``compression`` a part of the changes of these). From successive models, and
+      those of all neighbors of the node, it computes the change that ``fit`` has made: with one
+      sample per step that may show the sample. Use Flower's or the framework's differential privacy
+      in ``fit`` where this matters.
     - *A node that is no neighbor*: nothing.
     - *The server* of a Flower federation: the same messages, in the clear; ciphertext with
       ``FlowerNetwork(..., sealed=True)``. In both cases, for every node and round, in the clear:
-      ``"neighbor-distance"``, the loss of ``evaluate``, and the metrics that ``metrics`` names;
-      no other metric leaves a node. A node's model only where its ``DiffusionClient`` has
-      ``shows="state"``.
+      ``"neighbor-distance"``, the size of what it has received, the loss of ``evaluate``, and the
+      metrics that ``metrics`` names; no other metric leaves a node. A node's model only where its
+      ``DiffusionClient`` has ``shows="state"``.
 
     Parameters
     ----------
