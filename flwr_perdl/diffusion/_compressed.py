@@ -37,9 +37,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from flwr_perdl.core.packing import pack, unpack
 from flwr_perdl.diffusion.averaging import AveragingProgram
 from flwr_perdl.diffusion.combine import Array, Inbox
-from flwr_perdl.network.packing import pack, unpack
 from flwr_perdl.random import spawn
 
 

@@ -11,6 +11,7 @@ from flwr.client import NumPyClient
 from numpy.typing import NDArray
 
 from flwr_perdl.clients import DiffusionClient, client_app
+from flwr_perdl.core.packing import pack
 from flwr_perdl.diffusion import (
     CombinationMatrix,
     DiffusionAveraging,
@@ -21,7 +22,6 @@ from flwr_perdl.diffusion import (
 )
 from flwr_perdl.diffusion.averaging import Averaged
 from flwr_perdl.network import Faults, FlowerNetwork, InMemoryNetwork
-from flwr_perdl.network.packing import pack
 from flwr_perdl.random import spawn
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import TooFewReplies
