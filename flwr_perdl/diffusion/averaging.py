@@ -100,7 +100,7 @@ class Averaged(NamedTuple):
         Floats that reached a neighbor, counted once per link, all nodes and rounds, and the bytes
         of these arrays, before messages are sealed.
     unheard : dict of int to int
-        Node -> in how many rounds its message was left out: it was not finite, or too large.
+        Node -> in how many rounds its message was left out: not finite, too large, or unreadable.
     alive : ndarray of shape (n_nodes,)
         Which nodes took part in the last round.
     """
