@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from flwr_perdl.clients.base import Member, PrivateState, private_shelf, step_of
 from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_flag, check_kind
 from flwr_perdl.core.files import LAST_ROUND
+from flwr_perdl.core.packing import pack_arrays, text_array, texts_of
 from flwr_perdl.core.threads import one_blas_thread
 from flwr_perdl.diffusion.combine import (
     Array,
@@ -26,7 +27,6 @@ from flwr_perdl.diffusion.combine import (
     within_limits,
 )
 from flwr_perdl.network.messages import Delivery, Rejected, finite_rows, inbox_of
-from flwr_perdl.network.packing import pack_arrays, text_array, texts_of
 from flwr_perdl.privacy.sealed import Keys, read_key, read_pinned
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.records import ANEW, ROUND, RUN, Scalar
@@ -55,7 +55,7 @@ ONLY_DIFFUSION = (
 )
 
 #: Why a node leaves out a message beyond its program's limit.
-OUTSIZED = "it has a value that is far larger than those of this node"
+OUTSIZED = "it has a value that is far larger than those of this node, or cannot be read"
 
 SHOWS = ("observed", "state", "nothing")
 

@@ -2,6 +2,7 @@
 
 from flwr_perdl.diffusion.averaging import DiffusionAveraging
 from flwr_perdl.diffusion.combine import Averaging, Inbox, Program
+from flwr_perdl.diffusion.compression import RandomQuantization, TopK
 from flwr_perdl.diffusion.data_diffusion import DataDiffusion
 from flwr_perdl.diffusion.inference import exact_dual, infer, local_costs
 from flwr_perdl.diffusion.model_diffusion import ModelDiffusion
@@ -32,7 +33,9 @@ __all__ = [
     "NonnegativeMF",
     "Objective",
     "Program",
+    "RandomQuantization",
     "SparseSVD",
+    "TopK",
     "Topology",
     "averaging_weights",
     "exact_dual",

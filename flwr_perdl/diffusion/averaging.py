@@ -35,6 +35,8 @@ step.
 Deviation: the papers take one gradient step of a known length where this takes the client's
 ``fit``. The two corrected methods then end where the changes that the nodes' ``fit`` would make sum
 to zero; for one full gradient step that is the minimum of the sum of the nodes' losses.
+
+Compressed messages: `flwr_perdl.diffusion._compressed`.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ from numpy.typing import NDArray
 from flwr_perdl.core.checks import brief_repr, check_choice, check_count, check_kind
 from flwr_perdl.core.threads import one_blas_thread
 from flwr_perdl.diffusion.combine import Array, Inbox, run_program, weighted
+from flwr_perdl.diffusion.compression import Compression, check_compression, check_fixed
 from flwr_perdl.diffusion.robust import RULES, robust_mean
 from flwr_perdl.diffusion.topology import matrices_of, rounds_to_all
 
@@ -63,6 +66,9 @@ METHODS = ("atc", "cta", "exact_diffusion", "gradient_tracking")
 ROUND = "server-round"
 #: The report that every method makes: how far a node's model was from its neighborhood's mean.
 DISTANCE = "neighbor-distance"
+#: What else a node reports of itself: the size of the messages that it has received in the round.
+FLOATS, BYTES = "floats-received", "bytes-received"
+_OWN = (DISTANCE, FLOATS, BYTES)
 
 #: A node leaves out values that are so many times larger than its own, which count as ``LEAST`` at
 #: least: nodes of different data may differ by much, above all when models begin at zero.
@@ -81,7 +87,10 @@ class Averaged(NamedTuple):
         the nodes.
     curves : dict of str to ndarray of shape (rounds, n_nodes)
         What the nodes reported after every round, NaN where nothing: ``"neighbor-distance"``, the
-        Euclidean distance between what a node sent and the mean of what it received;
+        Euclidean distance between what a node sent and the mean of what it received (compressed:
+        between its public copy and the mean of its neighbors'); ``"floats-received"`` and
+        ``"bytes-received"``, the size of its neighbors' messages: on a symmetric network a node
+        sends as much;
         ``"train-NAME"``, a metric of ``fit``; ``"evaluate-loss"`` and ``"evaluate-NAME"``, loss
         and metrics that ``evaluate`` returned for the node's model after the round.
     disagreement : float
@@ -89,10 +98,11 @@ class Averaged(NamedTuple):
         part in the last round; on Flower over those that show their state, NaN if none does.
     rounds : int
         Communication rounds.
-    floats_sent : float
-        Floats that reached a neighbor, counted once per link, all nodes and rounds.
+    floats_sent, bytes_sent : float
+        Floats that reached a neighbor, counted once per link, all nodes and rounds, and the bytes
+        of these arrays, before messages are sealed.
     unheard : dict of int to int
-        Node -> in how many rounds its message was left out: it was not finite, or too large.
+        Node -> in how many rounds its message was left out: not finite, too large, or unreadable.
     alive : ndarray of shape (n_nodes,)
         Which nodes took part in the last round.
     """
@@ -102,6 +112,7 @@ class Averaged(NamedTuple):
     disagreement: float
     rounds: int
     floats_sent: float
+    bytes_sent: float
     unheard: dict[int, int]
     alive: NDArray[np.bool_]
 
@@ -121,15 +132,16 @@ class DiffusionAveraging:
 
     - *A neighbor*: in every round the node's model after ``fit`` (``"cta"``: the model itself;
       ``"exact_diffusion"``: corrected by the last change; ``"gradient_tracking"``: the tracker
-      besides). From successive models, and those of all neighbors of the node, it computes the
-      change that ``fit`` has made: with one sample per step that may show the sample. Use
-      Flower's or the framework's differential privacy in ``fit`` where this matters.
+      besides; with ``compression`` a part of the changes of these). From successive models, and
+      those of all neighbors of the node, it computes the change that ``fit`` has made: with one
+      sample per step that may show the sample. Use Flower's or the framework's differential privacy
+      in ``fit`` where this matters.
     - *A node that is no neighbor*: nothing.
     - *The server* of a Flower federation: the same messages, in the clear; ciphertext with
       ``FlowerNetwork(..., sealed=True)``. In both cases, for every node and round, in the clear:
-      ``"neighbor-distance"``, the loss of ``evaluate``, and the metrics that ``metrics`` names;
-      no other metric leaves a node. A node's model only where its ``DiffusionClient`` has
-      ``shows="state"``.
+      ``"neighbor-distance"``, the size of what it has received, the loss of ``evaluate``, and the
+      metrics that ``metrics`` names; no other metric leaves a node. A node's model only where its
+      ``DiffusionClient`` has ``shows="state"``.
 
     Parameters
     ----------
@@ -141,6 +153,16 @@ class DiffusionAveraging:
         tracking twice as many. After a late message (``Faults(max_delay=...)``), or where a node
         returns without its state, their corrections no longer sum to zero: both keep an error
         that does not shrink. "atc" and "cta" forget such a fault.
+    compression : TopK or RandomQuantization, optional
+        Send compressed differences from public copies, on a network that stays the same and loses
+        no message: `TopK` with any method but "exact_diffusion", `RandomQuantization` with all.
+        With "gradient_tracking" (and "exact_diffusion") nodes end where they end without; "atc" and
+        "cta" are more biased, as they average less per round. ``initial`` is the first public copy
+        and must be the same at all nodes. None: whole models are sent.
+    consensus_step : float, optional
+        How far a node moves to the mean of the public copies, above 0, at most 1; by default it
+        follows from the compression, ``2 c / (1 + c)`` where c is its ``contraction``. A larger
+        one converges faster or diverges.
     evaluate_every : int, default 1
         Rounds between two calls of ``evaluate``; 0: it is never called.
     metrics : sequence of str, default ()
@@ -183,6 +205,8 @@ class DiffusionAveraging:
         self,
         *,
         method: str = "exact_diffusion",
+        compression: Compression | None = None,
+        consensus_step: float | None = None,
         evaluate_every: int = 1,
         metrics: Sequence[str] = (),
         config: Mapping[str, Any] | None = None,
@@ -190,6 +214,9 @@ class DiffusionAveraging:
         n_liars: int = 1,
     ) -> None:
         self.method = check_choice("method", method, METHODS)
+        self.compression, self.consensus_step = check_compression(
+            self.method, compression, consensus_step
+        )
         self.evaluate_every = check_count("evaluate_every", evaluate_every)
         check_kind("metrics", metrics, Sequence, "a sequence of names")
         if isinstance(metrics, str) or not all(isinstance(name, str) for name in metrics):
@@ -200,6 +227,8 @@ class DiffusionAveraging:
         )
         self.robust = None if robust is None else check_choice("robust", robust, RULES)
         self.n_liars = check_count("n_liars", n_liars, 1)
+        if robust is not None and compression is not None:
+            raise ValueError(f"robust must be None with compression, got {robust!r}.")
         if robust is not None and method not in ("atc", "cta"):
             raise ValueError(
                 "method must be 'atc' or 'cta' with robust, since what a rule takes from a message "
@@ -259,6 +288,8 @@ class DiffusionAveraging:
                     "n_liars must be less than half of every node's number of neighbors, got "
                     f"{self.n_liars} where a node has {fewest}."
                 )
+        if self.compression is not None:
+            check_fixed(network)
         if clients is None and not getattr(network, "nodes_have_programs", False):
             raise ValueError("clients may be None with a FlowerNetwork only, got None.")
         program = None if clients is None else self.program(clients, initial=initial)
@@ -268,6 +299,11 @@ class DiffusionAveraging:
             if n_rounds and not any(own is not None and np.isfinite(own).any() for own in known):
                 text = f"No node returned the metric {name!r}, neither from fit nor from evaluate."
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
+        received = run.curves.get(FLOATS, np.zeros((1, 1)))
+        lost = run.unheard or (received != received.max(axis=0, initial=0)).any()
+        if self.compression is not None and lost:
+            text = "Messages were lost: with compression the models keep an error of that."
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
         if run.unheard:
             _LOG.warning("Messages were left out, in so many rounds by node: %s.", run.unheard)
         models: dict[int, list[Array]] = {}
@@ -277,7 +313,7 @@ class DiffusionAveraging:
             living = run.state.model[run.alive[run.state.nodes]]
             if len(living):
                 apart = float(np.linalg.norm(living - living.mean(axis=0), axis=1).max())
-        costs = run.rounds, run.floats_sent
+        costs = run.rounds, run.floats_sent, float(np.nansum(run.curves.get(BYTES, 0.0)))
         return Averaged(models, run.curves, apart, *costs, run.unheard, run.alive)
 
     def program(
@@ -287,6 +323,10 @@ class DiffusionAveraging:
 
         ``clients`` and ``initial`` are those of `fit`.
         """
+        if self.compression is not None:
+            from flwr_perdl.diffusion._compressed import CompressedProgram  # which builds on this
+
+            return CompressedProgram(self, clients, initial)
         return AveragingProgram(self, clients, initial)
 
 
@@ -339,7 +379,7 @@ class AveragingProgram:
             self._evaluated = []
         kinds = {"train": self._trained, "evaluate": self._evaluated}
         #: Names of the reports.
-        self.names = [DISTANCE, *(f"{kind}-{own}" for kind in kinds for own in kinds[kind])]
+        self.names = [*_OWN, *(f"{kind}-{own}" for kind in kinds for own in kinds[kind])]
 
     def start(self, nodes: NDArray[np.intp]) -> AveragingState:
         """Return the state before the first round."""
@@ -375,12 +415,12 @@ class AveragingProgram:
     @one_blas_thread()
     def combine(self, state: AveragingState, inbox: Inbox) -> AveragingState:
         """Average over the neighborhood; evaluate the model where it is the round for that."""
+        sent, mean = state.model, self._mean(state, inbox, 0)
         method, every = self.learner.method, self.learner.evaluate_every
-        rule, n_liars = self.learner.robust, self.learner.n_liars
-        sent = state.model
-        mean = ordered_mean(inbox, 0) if rule is None else robust_mean(inbox, rule, n_liars)
         reports = state.reports.copy()
         reports[:, 0] = np.linalg.norm(sent - mean, axis=1)
+        reports[:, 1] = inbox.degrees * sum(array[0].size for array in inbox.arrays)
+        reports[:, 2] = inbox.degrees * sum(array[0].nbytes for array in inbox.arrays)
         state = state._replace(model=mean, reports=reports)
         if method == "cta":
             state, w = self._train(state, mean, inbox.round)
@@ -388,8 +428,13 @@ class AveragingProgram:
         elif method == "exact_diffusion":
             state = state._replace(model=(sent + mean) / 2)
         elif method == "gradient_tracking":
-            state = state._replace(tracker=ordered_mean(inbox, 1))
+            state = state._replace(tracker=self._mean(state, inbox, 1))
         return self._evaluate(state, inbox.round) if every else state
+
+    def _mean(self, state: AveragingState, inbox: Inbox, i: int) -> Array:
+        """Return the neighborhood's mean of the ``i``-th array of the message."""
+        rule, n_liars = self.learner.robust, self.learner.n_liars
+        return ordered_mean(inbox, i) if rule is None else robust_mean(inbox, rule, n_liars)
 
     def limits(self, state: AveragingState) -> Array:
         """Return the largest absolute value that each node accepts in a message, (m,)."""
@@ -421,12 +466,13 @@ class AveragingProgram:
             parameters, _, metrics = self._client(node).fit(form.arrays(models[i]), config)
             whose = f"fit of node {node}"
             fitted[i] = form.vector(whose, parameters)
-            reports[i, 1 : 1 + len(self._trained)] = _numbers(whose, metrics, self._trained)
+            numbers = _numbers(whose, metrics, self._trained)
+            reports[i, len(_OWN) : len(_OWN) + len(self._trained)] = numbers
         return state._replace(reports=reports), fitted
 
     def _evaluate(self, state: AveragingState, round_: int) -> AveragingState:
         """Return the state with reports of ``evaluate``; NaN where this is no round for that."""
-        reports, first = state.reports.copy(), 1 + len(self._trained)
+        reports, first = state.reports.copy(), len(_OWN) + len(self._trained)
         reports[:, first:] = np.nan
         due = round_ % self.learner.evaluate_every == 0
         for i, node in enumerate(map(int, state.nodes if due else ())):

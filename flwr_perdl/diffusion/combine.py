@@ -51,7 +51,8 @@ class Program(Protocol[State]):
     A program may have a method ``report(state)`` besides: what the operator learns after every
     round, a dict of float arrays of shape (m,), with NaN where a node has nothing to report.
     With a method ``limits(state)`` a node leaves out messages that have a larger absolute value
-    than its limit, an array of shape (m,); a message that is left out counts as one that is lost.
+    than its limit, an array of shape (m,), and with a method ``readable(state, arrays)`` those of
+    the senders for which it returns False; a message that is left out counts as one that is lost.
 
     Examples
     --------
@@ -209,7 +210,8 @@ def exchanged(
     """Make a round with all nodes here; return state, inbox, and whose messages were left out."""
     nodes = np.arange(links.shape[0])
     adapted = program.adapt(state, round_)
-    sent = Inbox(round_, nodes, nodes, program.message(adapted), weights, links, nodes)
+    message = check_message(program.message(adapted), len(nodes))
+    sent = Inbox(round_, nodes, nodes, message, weights, links, nodes)
     inbox, left_out = within_limits(program, adapted, sent)
     return program.combine(adapted, inbox), inbox, left_out
 
@@ -227,6 +229,9 @@ def within_limits(program: Program[State], state: State, inbox: Inbox) -> tuple[
     flat = [array.reshape(len(array), -1) for array in inbox.arrays]
     each = [np.maximum(a.max(axis=1, initial=0), -a.min(axis=1, initial=0)) for a in flat]
     outsized = np.max(each, axis=0)[columns] > limits(state)[rows]
+    readable = getattr(program, "readable", None)
+    if readable is not None:
+        outsized |= ~readable(state, inbox.arrays)[columns]
     if not outsized.any():
         return inbox, []
     shape, m = inbox.links.shape, len(inbox.nodes)
@@ -388,6 +393,12 @@ def check_message(message: Any, n_nodes: int) -> tuple[Array, ...]:
             f"message must return a tuple of arrays, (array,) for one, got {brief_repr(message)}."
         )
     _check_rows("message", message, n_nodes)
+    for position, array in enumerate(message):
+        if array.dtype not in FLOATS:  # which Flower's replies may have: open, sealed or in memory
+            raise ValueError(
+                f"message must return float64 or float32 arrays, got {array.dtype} at position "
+                f"{position}."
+            )
     return tuple(message)
 
 

@@ -43,9 +43,9 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from numpy.typing import NDArray
 
 from flwr_perdl.core.npy import read_files, write_files
+from flwr_perdl.core.packing import pack, unpack
 from flwr_perdl.diffusion.combine import Array
 from flwr_perdl.network.messages import Rejected
-from flwr_perdl.network.packing import pack, unpack
 
 _KEY, _NONCE = 32, 12
 _CARD = 2 * _KEY

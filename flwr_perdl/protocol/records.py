@@ -433,7 +433,7 @@ def read_parts(files: Sequence[bytes], metrics: Mapping[str, Any], limits: Limit
     arrays = [view.copy("A") for view in views]
     for position, array in enumerate(arrays):
         if array.dtype not in FLOATS:
-            raise ValueError(f"array {position} has dtype {array.dtype}")
+            raise ValueError(f"array {position} has dtype {array.dtype}, not float32 or float64")
         # The sum of squares is finite only if all are, and bounds each; beyond that all are seen.
         squares = float(np.vdot(array, array))
         if not isfinite(squares) and not np.isfinite(array).all():

@@ -69,12 +69,12 @@ from flwr_perdl.clients.diffusion import (
     STATE,
 )
 from flwr_perdl.core.checks import Matrix, check_count, check_flag, check_kind, check_real
+from flwr_perdl.core.packing import text_array, texts_of, unpack, unpack_arrays
 from flwr_perdl.diffusion.combine import Run, curves
 from flwr_perdl.diffusion.topology import CombinationMatrix, Topology
 from flwr_perdl.network.exchange import Plan, spread
 from flwr_perdl.network.faults import Faults
 from flwr_perdl.network.messages import Delivery, Message
-from flwr_perdl.network.packing import text_array, texts_of, unpack, unpack_arrays
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions, ServerSettings
 from flwr_perdl.protocol.records import ANEW, NUM_EXAMPLES, Reply, brief, check_names

@@ -20,7 +20,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flwr_perdl.core.checks import Matrix
-from flwr_perdl.diffusion import DiffusionAveraging, Topology, metropolis_weights
+from flwr_perdl.diffusion import (
+    DiffusionAveraging,
+    RandomQuantization,
+    TopK,
+    Topology,
+    metropolis_weights,
+)
 from flwr_perdl.network import InMemoryNetwork
 from flwr_perdl.random import DATA, spawn
 from perdl_experiments.data import load_images
@@ -37,6 +43,15 @@ HELD_OUT, NEAR = 0.25, 0.01
 #: Numbers of a model: weights and intercepts of ten digits of 8 x 8 pixels.
 MODEL = 650
 
+#: The compression behind each choice of ``send``; models are float32 but for the first.
+SEND: dict[str, Any] = {
+    "float64": None,
+    "float32": None,
+    "top-10%": TopK(0.1),
+    "top-1%": TopK(0.01),
+    "4-bit": RandomQuantization(4),
+}
+
 #: How a reader sees the graphs, and FedAvg, which has a server instead.
 WORDS = words("decentralized", "graph")
 GRAPHS = [name for name in WORDS if name != "fedavg"]
@@ -52,6 +67,7 @@ class Config(Common):
     shards: int
     larger: int
     larger_rounds: int
+    send: str
 
     @property
     def sizes(self) -> dict[str, Config]:
@@ -97,7 +113,8 @@ class Nodes:
     @property
     def initial(self) -> list[Matrix]:
         """The first model of all nodes: zeros."""
-        return [np.zeros((self.test[0].shape[1], 10)), np.zeros(10)]
+        dtype = np.float64 if self.config.send == "float64" else np.float32
+        return [np.zeros((self.test[0].shape[1], 10), dtype), np.zeros(10, dtype)]
 
     def accuracy(self, parameters: list[Matrix]) -> float:
         """Return a model's accuracy on the held-out images."""
@@ -210,8 +227,8 @@ class _Found(NamedTuple):
         Mean accuracy of the nodes alone after the last round.
     curves : dict of str to ndarray of shape (n_seeds, n_rounds, n_nodes)
         Every node's accuracy, by graph.
-    gaps, floats : dict of str to ndarray of shape (n_seeds,)
-        Spectral gaps, and what a node sends per round, by graph.
+    gaps, floats, sent : dict of str to ndarray of shape (n_seeds,)
+        Spectral gaps, floats that a node sends per round, and bytes in all rounds, by graph.
     """
 
     fedavg: Matrix
@@ -219,13 +236,14 @@ class _Found(NamedTuple):
     curves: dict[str, Matrix]
     gaps: dict[str, Matrix]
     floats: dict[str, Matrix]
+    sent: dict[str, Matrix]
 
     @classmethod
     def of(cls, kept: Sequence[Arrays]) -> _Found:
         """Return what was kept of each seed as one."""
         by_graph = [
             {name: np.stack([one[f"{kind}{name}"] for one in kept]) for name in GRAPHS}
-            for kind in ("", "gap/", "floats/")
+            for kind in ("", "gap/", "floats/", "bytes/")
         ]
         fedavg, alone = (np.stack([one[name] for one in kept]) for name in ("fedavg", "alone"))
         return cls(fedavg, alone.mean(axis=1), *by_graph)
@@ -250,6 +268,7 @@ class _Found(NamedTuple):
             at, rounds = {"graph": name, "size": size}, self.rounds[name]
             if name in self.gaps:
                 yield Record("gap", self.gaps[name], parameters=at)
+                yield Record("bytes", self.sent[name], parameters=at)
             yield Record("worst", worst[name], parameters=at)
             yield Record("rounds", rounds, parameters=at, unit="rounds")
             yield Record("floats", floats[name] * rounds, parameters=at)
@@ -267,11 +286,14 @@ def _one_seed(config: Config, seed: int) -> Arrays:
         alone = [nodes(k).fit(model, {})[0] for k, model in enumerate(alone)]
     kept: Arrays = {"fedavg": fedavg, "alone": np.array([nodes.accuracy(own) for own in alone])}
     for name, topology in topologies(n, seed).items():
-        learner = DiffusionAveraging(method=config.method, metrics=["accuracy"])
+        learner = DiffusionAveraging(
+            method=config.method, compression=SEND[config.send], metrics=["accuracy"]
+        )
         learned = learner.fit(nodes, topology, config.rounds, initial=nodes.initial)
         kept[name] = learned.curves["evaluate-accuracy"]
         kept[f"gap/{name}"] = np.array(metropolis_weights(topology).spectral_gap)
         kept[f"floats/{name}"] = np.array(learned.floats_sent / config.rounds / n)
+        kept[f"bytes/{name}"] = np.array(learned.bytes_sent / n)
     return kept
 
 

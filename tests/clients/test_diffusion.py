@@ -10,8 +10,8 @@ from flwr.app import Context, RecordDict
 from numpy.typing import NDArray
 
 from flwr_perdl.clients import DiffusionClient
+from flwr_perdl.core.packing import unpack_arrays
 from flwr_perdl.diffusion import Inbox
-from flwr_perdl.network.packing import unpack_arrays
 from flwr_perdl.privacy.sealed import Keys, make_key, read_key
 
 Array = NDArray[Any]

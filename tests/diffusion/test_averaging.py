@@ -457,7 +457,7 @@ def test_the_server_sees_the_metrics_that_are_named_and_models_only_where_they_a
     crossed = b"".join(grid.seen)
     assert len(models) == 3 * N
     assert all((model in crossed) != sealed for model in models)
-    told = {"neighbor-distance", "train-loss", "evaluate-loss"}
+    told = {"neighbor-distance", "floats-received", "bytes-received", "train-loss", "evaluate-loss"}
     assert grid.metrics - {"num-examples", "floats"} == told
     assert set(learned.curves) == told
     # While it runs: from the second exchange on, every node's report about the round before.

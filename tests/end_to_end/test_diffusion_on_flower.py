@@ -16,9 +16,9 @@ from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
 from flwr_perdl.clients import DiffusionClient, client_app
+from flwr_perdl.core.packing import pack, unpack, unpack_arrays
 from flwr_perdl.diffusion import Inbox, Topology, metropolis_weights
 from flwr_perdl.network import FlowerNetwork, InMemoryNetwork
-from flwr_perdl.network.packing import pack, unpack, unpack_arrays
 from flwr_perdl.privacy.sealed import Keys, Rejected, make_key
 from flwr_perdl.random import spawn
 from flwr_perdl.simulations import InProcessGrid

@@ -32,6 +32,17 @@ def test_a_larger_set_of_networks_and_images_at_random() -> None:
     assert found.metrics["accuracy_worst_torus_larger"] == last
 
 
+def test_bytes_of_what_nodes_send() -> None:
+    sent = {}
+    for send in ("float64", "float32", "top-10%"):
+        found = run_study(
+            "decentralized", clients=4, rounds=2, seeds=1, method="gradient_tracking", send=send
+        )
+        sent[send] = found.metrics["bytes_sent_ring"]
+    assert sent["float64"] == 2 * sent["float32"] == 8 * 2 * 2 * 2 * 650
+    assert sent["top-10%"] < sent["float32"] / 6
+
+
 def test_from_which_round_on_a_target_is_reached() -> None:
     assert rounds_to(np.array([0.9, 0.5, 0.9, 0.9]), 0.8) == 3
     assert rounds_to(np.array([0.9, 0.5]), 0.8) == np.inf

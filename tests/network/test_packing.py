@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flwr_perdl.core.npy import write_files
-from flwr_perdl.network.packing import pack, pack_arrays, text_array, unpack, unpack_arrays
+from flwr_perdl.core.packing import pack, pack_arrays, text_array, unpack, unpack_arrays
 
 
 @given(st.binary(max_size=100))

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from flwr_perdl.core.npy import write_files
-from flwr_perdl.network.packing import pack, unpack
+from flwr_perdl.core.packing import pack, unpack
 from flwr_perdl.privacy.sealed import Keys, Rejected, make_key, public_key, read_key, read_pinned
 
 MESSAGE = (np.arange(6.0).reshape(1, 3, 2), np.array([7.5], dtype=np.float32))

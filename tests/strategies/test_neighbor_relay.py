@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from flwr_perdl.clients import DiffusionClient, client_app
 from flwr_perdl.core.npy import write_files
+from flwr_perdl.core.packing import pack, pack_arrays, text_array
 from flwr_perdl.diffusion import (
     CombinationMatrix,
     Inbox,
@@ -21,7 +22,6 @@ from flwr_perdl.diffusion import (
     metropolis_weights,
 )
 from flwr_perdl.network import Faults, FlowerNetwork, InMemoryNetwork, Run
-from flwr_perdl.network.packing import pack, pack_arrays, text_array
 from flwr_perdl.random import spawn
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import NeighborRelay, ServerSettings, TooFewReplies, as_legacy

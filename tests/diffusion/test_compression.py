@@ -1,0 +1,312 @@
+"""Averaging with compressed messages: the compressors, where nodes end, and what is sent."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.client import NumPyClient
+from numpy.typing import NDArray
+
+from flwr_perdl.clients import DiffusionClient, client_app
+from flwr_perdl.core.packing import pack
+from flwr_perdl.diffusion import (
+    CombinationMatrix,
+    DiffusionAveraging,
+    RandomQuantization,
+    TopK,
+    Topology,
+    metropolis_weights,
+)
+from flwr_perdl.diffusion.averaging import Averaged
+from flwr_perdl.network import Faults, FlowerNetwork, InMemoryNetwork
+from flwr_perdl.random import spawn
+from flwr_perdl.simulations import InProcessGrid
+from flwr_perdl.strategies import TooFewReplies
+from perdl_experiments.studies.decentralized import Nodes
+from tests.network.programs import Consensus
+
+Array = NDArray[Any]
+
+N, SIZE = 6, 8
+RING = Topology.ring(N)
+CURVATURE = np.stack([spawn(1, k).uniform(0.3, 1, SIZE) for k in range(N)])
+TARGET = np.stack([spawn(2, k).standard_normal(SIZE) + k for k in range(N)])
+MINIMUM = (CURVATURE * TARGET).sum(axis=0) / CURVATURE.sum(axis=0)
+TRACKED = DiffusionAveraging(method="gradient_tracking", compression=TopK(0.25), evaluate_every=0)
+
+
+class Quadratic(NumPyClient):
+    """One gradient step on ``sum h (w - target)^2 / 2``."""
+
+    def __init__(self, node: int) -> None:
+        self.node = node
+
+    def fit(self, parameters: list[Array], config: Any) -> Any:
+        (w,), k = parameters, self.node
+        return [w - 0.3 * CURVATURE[k] * (w - TARGET[k])], 1, {}
+
+
+def learn(
+    learner: DiffusionAveraging, rounds: int, network: Any = RING, dtype: type = float
+) -> Averaged:
+    return learner.fit(Quadratic, network, rounds, initial=[np.zeros(SIZE, dtype)])
+
+
+def models_of(learned: Averaged) -> Array:
+    return np.stack([w for (w,) in learned.models.values()])
+
+
+# Compressors -------------------------------------------------------------------------------------
+
+
+def test_top_k_by_hand() -> None:
+    rng = np.random.default_rng(0)
+    values, gaps = TopK(0.4).encode(np.array([1.0, -5.0, 0.0, 2.0, 3.0]), rng)
+    assert (values.dtype, values.tolist()) == (np.float32, [-5.0, 3.0])
+    assert (gaps.dtype, gaps.tolist()) == (np.uint8, [1, 2])
+    assert TopK(0.4).decode((values, gaps), 5).tolist() == [0.0, -5.0, 0.0, 0.0, 3.0]
+
+
+@pytest.mark.parametrize("at", [[0, 999], [254, 255], [255, 510], [256, 999], [998, 999]])
+def test_positions_far_apart_take_a_byte_more_per_255(at: list[int]) -> None:
+    vector = np.zeros(1000)
+    vector[at] = 3.0, -4.0
+    sent = TopK(0.002).encode(vector, np.random.default_rng(0))
+    assert sent[1].nbytes == 2 + 998 // 255
+    np.testing.assert_array_equal(TopK(0.002).decode(sent, 1000), vector)
+    with pytest.raises(ValueError, match="positions"):
+        TopK(0.002).decode(sent, at[1])
+
+
+@pytest.mark.parametrize("bits", [4, 7, 8])
+def test_quantization_is_unbiased_and_within_its_bound(bits: int) -> None:
+    n, draws, compression = 70, 2000, RandomQuantization(bits)
+    vector = np.concatenate([spawn(0).standard_normal(64), np.zeros(3), [1e-3, -2e-3, 3e-3]])
+    rng = spawn(3)
+    sent = [compression.encode(vector, rng) for _ in range(draws)]
+    assert (sent[0][0].nbytes, sent[0][1].nbytes) == (8, -(-n * bits // 8))
+    received = np.stack([compression.decode(each, n) for each in sent])
+    unit = np.repeat([np.abs(vector[:64]).max(), 3e-3], [64, 6]) / (2 ** (bits - 1) - 1)
+    assert (np.abs(received - vector) <= unit * (1 + 1e-6)).all()
+    assert (np.abs(received.mean(axis=0) - vector) < 5 * unit / 2 / draws**0.5).all()
+    error = ((received - vector) ** 2).sum(axis=1).mean()
+    assert error <= (1 - compression.contraction) * (vector**2).sum()
+    zeros = compression.decode(compression.encode(np.zeros(n), rng), n)
+    assert zeros.tolist() == [0.0] * n
+
+
+# Where the nodes end -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "compression"),
+    [
+        ("gradient_tracking", TopK(0.25)),
+        ("gradient_tracking", RandomQuantization(4)),
+        ("exact_diffusion", RandomQuantization(4)),
+    ],
+)
+def test_corrected_methods_end_at_the_minimum(method: str, compression: Any) -> None:
+    learner = DiffusionAveraging(method=method, compression=compression, evaluate_every=0)
+    learned = learn(learner, 350)
+    np.testing.assert_allclose(models_of(learned), np.tile(MINIMUM, (N, 1)), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("compression", [TopK(0.25), RandomQuantization(4)])
+@pytest.mark.parametrize("method", ["atc", "cta"])
+def test_the_others_end_where_they_do_with_weights_moved_by_the_step(
+    method: str, compression: Any
+) -> None:
+    learner = DiffusionAveraging(
+        method=method, compression=compression, consensus_step=0.4, evaluate_every=0
+    )
+    moved = 0.6 * np.eye(N) + 0.4 * metropolis_weights(RING).matrix.toarray()
+    plain = DiffusionAveraging(method=method, evaluate_every=0)
+    expected = learn(plain, 150, CombinationMatrix(moved, RING))
+    np.testing.assert_allclose(models_of(learn(learner, 150)), models_of(expected), atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_tenth_of_the_values_is_as_good_as_all_on_digits_at_a_sixth_of_the_bytes() -> None:
+    options = {"shards": 2, "step": 0.5, "local_steps": 5, "send": "float32"}
+    nodes = Nodes(SimpleNamespace(clients=16, **options), seed=0)  # type: ignore[arg-type]
+    plain, small = (
+        DiffusionAveraging(
+            method="gradient_tracking",
+            compression=compression,
+            evaluate_every=200,
+            metrics=["accuracy"],
+        ).fit(nodes, Topology.exponential(16), 200, initial=nodes.initial)
+        for compression in (None, TopK(0.1))
+    )
+    worst = [learned.curves["evaluate-accuracy"][-1].min() for learned in (plain, small)]
+    assert worst[1] >= worst[0] - 0.01 > 0.94
+    assert plain.bytes_sent == 200 * 16 * 7 * 2 * 650 * 4
+    assert small.bytes_sent <= plain.bytes_sent / 6
+
+
+# What is sent ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize(
+    ("compression", "floats", "n_bytes"),
+    [
+        (None, 2 * SIZE, None),
+        # Values in float32, and bytes, seven of them in a float64 after one that says how many.
+        (TopK(0.25), 2 * (2 + 2), 2 * (2 * 4 + 2 * 8)),
+        (RandomQuantization(8), 2 * (1 + 3), 2 * (4 + 3 * 8)),
+    ],
+)
+def test_floats_and_bytes_are_counted(
+    compression: Any, floats: int, n_bytes: int | None, dtype: Any
+) -> None:
+    learner = DiffusionAveraging(
+        method="gradient_tracking", compression=compression, evaluate_every=0
+    )
+    learned = learn(learner, 3, dtype=dtype)
+    each = floats * dtype().itemsize if n_bytes is None else n_bytes
+    assert (learned.floats_sent, learned.bytes_sent) == (3 * 2 * N * floats, 3 * 2 * N * each)
+    assert (learned.curves["floats-received"] == 2 * floats).all()
+    assert (learned.curves["bytes-received"] == 2 * each).all()
+
+
+@pytest.mark.parametrize("sealed", [False, True], ids=["open", "sealed"])
+@pytest.mark.parametrize(
+    ("method", "compression"),
+    [
+        ("atc", TopK(0.25)),
+        ("gradient_tracking", TopK(0.25)),
+        ("gradient_tracking", RandomQuantization(4, seed=1)),
+        ("exact_diffusion", RandomQuantization(5)),
+    ],
+)
+def test_flower_has_the_same_bits(method: str, compression: Any, sealed: bool) -> None:
+    learner = DiffusionAveraging(method=method, compression=compression, evaluate_every=0)
+    kept: dict[int, list[Array]] = {}
+
+    def make_client(context: Any) -> DiffusionClient:
+        program = learner.program(Quadratic, initial=[np.zeros(SIZE, np.float32)])
+        return DiffusionClient(
+            program, context, on_end=lambda state: kept.update(program.models(state))
+        )
+
+    grid = InProcessGrid(client_app(make_client), N)
+    learned = learner.fit(None, FlowerNetwork(grid, RING, sealed=sealed), 5)
+    for network in (RING, InMemoryNetwork(RING)):
+        here = learn(learner, 5, network, np.float32)
+        for name, rows in here.curves.items():
+            np.testing.assert_array_equal(learned.curves[name], rows, err_msg=name)
+        assert (learned.floats_sent, learned.bytes_sent) == (here.floats_sent, here.bytes_sent)
+        assert all((kept[k][0] == w).all() for k, (w,) in here.models.items())
+
+
+def test_a_message_that_is_lost_is_warned_of() -> None:
+    class Fails(Quadratic):
+        def fit(self, parameters: list[Array], config: Any) -> Any:
+            if config["server-round"] == 2 and self.node == 1:
+                raise RuntimeError("out of memory")
+            return super().fit(parameters, config)
+
+    def make_client(context: Any) -> DiffusionClient:
+        return DiffusionClient(TRACKED.program(Fails, initial=[np.zeros(SIZE)]), context)
+
+    network = FlowerNetwork(InProcessGrid(client_app(make_client), N), RING)
+    with pytest.warns(RuntimeWarning, match="compression"):
+        TRACKED.fit(None, network, 4)
+
+
+@pytest.mark.parametrize("compression", [TopK(0.25), RandomQuantization(4)])
+@pytest.mark.parametrize("odd", ["no bytes", "other bytes"])
+def test_a_message_that_cannot_be_read_is_left_out_and_counted(compression: Any, odd: str) -> None:
+    learner = DiffusionAveraging(method="atc", compression=compression, evaluate_every=0)
+    codes = pack(b"\xf0" * (7 if compression.unbiased else 2))  # too many, or far positions
+    if odd == "no bytes":
+        codes = np.full(2, 0.25)
+
+    class Odd(DiffusionClient):
+        def fit(self, parameters: Any, config: Any) -> Any:
+            reply, *rest = super().fit(parameters, config)
+            if self.node == 2 and len(reply) == 2:
+                reply = [reply[0], codes[None, None]]
+            return reply, *rest
+
+    def make_client(context: Any) -> DiffusionClient:
+        return Odd(learner.program(Quadratic, initial=[np.zeros(SIZE)]), context)
+
+    network = FlowerNetwork(InProcessGrid(client_app(make_client), N), RING)
+    with pytest.warns(RuntimeWarning, match="compression"):
+        learned = learner.fit(None, network, 3)
+    assert learned.unheard == {2: 3}
+
+
+# What is rejected --------------------------------------------------------------------------------
+
+NOBODY = client_app(lambda context: None)  # type: ignore[arg-type,return-value]
+TWO = [metropolis_weights(RING), metropolis_weights(Topology.exponential(N))]
+
+
+@pytest.mark.parametrize(
+    "network",
+    [
+        InMemoryNetwork(RING, TWO),
+        InMemoryNetwork(RING, faults=Faults(drop=0.1)),
+        FlowerNetwork(InProcessGrid(NOBODY, N), RING, faults=Faults(sleep=0.1)),
+    ],
+    ids=["changing", "faults", "faults on Flower"],
+)
+def test_public_copies_need_one_network_without_faults(network: Any) -> None:
+    with pytest.raises(ValueError, match=r"^network must .* compression"):
+        learn(TRACKED, 3, network)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: TopK(0.0), "share"),
+        (lambda: TopK(1.5), "share"),
+        (lambda: TopK(np.nan), "share"),
+        (lambda: RandomQuantization(3), "bits"),
+        (lambda: RandomQuantization(9), "bits"),
+        (lambda: RandomQuantization(4, seed=-1), "seed"),
+        (lambda: DiffusionAveraging(compression=TopK(0.1)), "compression .* unbiased"),
+        (lambda: DiffusionAveraging(method="atc", compression="top-k"), "compression"),
+        (lambda: DiffusionAveraging(method="atc", compression=TopK), "compression"),
+        (lambda: DiffusionAveraging(consensus_step=0.5), "consensus_step"),
+        (
+            lambda: DiffusionAveraging(method="atc", compression=TopK(0.1), consensus_step=0.0),
+            "consensus_step",
+        ),
+    ],
+)
+def test_arguments_that_make_no_sense(make: Any, name: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^{name}"):
+        make()
+
+
+def test_a_compression_that_keeps_nothing_is_rejected_before_any_fit() -> None:
+    class Never(Quadratic):
+        def fit(self, parameters: list[Array], config: Any) -> Any:
+            raise AssertionError
+
+    learner = DiffusionAveraging(method="atc", compression=TopK(0.05), evaluate_every=0)
+    with pytest.raises(ValueError, match=rf"^compression must .* {SIZE} values"):
+        learner.fit(Never, RING, 1, initial=[np.zeros(SIZE)])
+
+
+@pytest.mark.parametrize("sealed", [None, False, True], ids=["in memory", "open", "sealed"])
+def test_half_floats_are_no_messages_on_any_network(sealed: bool | None) -> None:
+    def network(program: Any) -> Any:
+        if sealed is None:
+            return InMemoryNetwork(Topology.ring(3))
+        grid = InProcessGrid(client_app(lambda context: DiffusionClient(program, context)), 3)
+        return FlowerNetwork(grid, Topology.ring(3), sealed=sealed)
+
+    half, single = (Consensus(np.ones((3, 2), dtype)) for dtype in (np.float16, np.float32))
+    with pytest.raises((ValueError, TooFewReplies), match=r"float64 or float32 .* float16"):
+        network(half).run(half, 1)
+    observed = network(single).run(single, 1).observed["value"]
+    assert (observed.dtype, observed.tolist()) == (np.float32, [[1.0, 1.0]] * 3)
