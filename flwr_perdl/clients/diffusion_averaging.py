@@ -57,7 +57,7 @@ def answer_averaging(
     about = json.loads(str(config[AVERAGING]))
     forms = {name: (tuple(shape), np.dtype(dtype)) for name, shape, dtype in about["arrays"]}
     private = [] if keep is None else matched("patterns", keep.patterns, forms)
-    run = f"{config[RUN]}{INNER}"
+    run = str(config[RUN]) + INNER
     start = Delivery.from_arrays(given, bool(config.get(SEALED))).start
     if start and [(array.shape, array.dtype) for array in start] != [*forms.values()]:
         raise ValueError("arrays must end with a model of the form that config says, got others.")
