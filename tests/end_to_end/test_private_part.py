@@ -125,7 +125,7 @@ def main(grid, context):
         while report.round == 2 and not (folder / "restarted").exists():
             time.sleep(0.1)
 
-    ring = context.run_config["nodes"] == 3
+    ring = (folder / "ring").exists()
     found = serve_ring(grid, wait) if ring else serve(grid, wait, both=False)
     (folder / "found.json").write_text(json.dumps(found))
 '''
@@ -194,12 +194,14 @@ def test_a_killed_node_is_back_with_its_head(nodes: int, tmp_path: Path) -> None
     def node_config(partition: int) -> dict[str, Any]:
         return {"state-dir": str(tmp_path / "states")}
 
+    if nodes == 3:
+        (tmp_path / "ring").touch()
     with (
         Deployment(tmp_path / "run", nodes, node_config=node_config, app=PROJECT) as deployment,
         ThreadPoolExecutor(1) as helper,
     ):
         disturbed = helper.submit(disturb, deployment)
-        deployment.run({"out": str(tmp_path), "nodes": nodes}, timeout=400)
+        deployment.run({"out": str(tmp_path)}, timeout=400)
         disturbed.result()
     found = json.loads((tmp_path / "found.json").read_text())
     if nodes == 3:
