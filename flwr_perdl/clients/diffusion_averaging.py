@@ -31,7 +31,7 @@ from flwr_perdl.protocol.records import RUN, SEED, Scalar, encode, read_request,
 AVERAGING = "perdl.averaging"
 
 
-def said(
+def averaging_config(
     learner: DiffusionAveraging, max_delay: int, start: Mapping[str, Matrix]
 ) -> dict[str, Scalar]:
     """Return what a request says to the nodes besides what every diffusion's does."""

@@ -17,7 +17,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
 from flwr_perdl.clients._clusters import MEASURING
-from flwr_perdl.clients.diffusion_averaging import said
+from flwr_perdl.clients.diffusion_averaging import averaging_config
 from flwr_perdl.core.checks import Matrix, check_count
 from flwr_perdl.diffusion.averaging import Averaged, Form
 from flwr_perdl.diffusion.averaging import DiffusionAveraging as Learner
@@ -208,19 +208,19 @@ class DiffusionAveraging(NeighborRelay):
         self._names = list(names)
         return super().open(initial, names)
 
-    def first_model(self, initial: list[Matrix]) -> dict[str, Matrix]:
+    def _first_model(self, initial: list[Matrix]) -> dict[str, Matrix]:
         """Return the arrays that nodes begin with, by name."""
         names = self._names or map(str, range(len(initial)))
         return dict(zip(names, initial, strict=True))
 
-    def node_config(self, start: Mapping[str, Matrix]) -> dict[str, Scalar]:
+    def _node_config(self, start: Mapping[str, Matrix]) -> dict[str, Scalar]:
         """Return what every request says to the nodes besides."""
         model = [*start.values()]
         check_given(model)
         Form.of(model).vector("initial_arrays", model)
         evaluations = scalars(self._evaluate_config or {})
         return {
-            **said(self._learner, self.plan.faults.max_delay, start),
+            **averaging_config(self._learner, self.plan.faults.max_delay, start),
             **{f"{MEASURING}{key}": value for key, value in evaluations.items()},
         }
 

@@ -229,24 +229,24 @@ class NeighborRelay(ProtocolStrategy):
     def _least_rounds(self) -> int:
         return self.exchanges
 
-    def first_model(self, initial: list[Matrix]) -> dict[str, Matrix]:
+    def _first_model(self, initial: list[Matrix]) -> dict[str, Matrix]:
         """Return the arrays that nodes begin with, by name; here they have a start of their own."""
         if initial:
             raise ValueError(f"initial_arrays must be left out, got {len(initial)} arrays.")
         return {}
 
-    def node_config(self, start: Mapping[str, Matrix]) -> dict[str, Scalar]:
+    def _node_config(self, start: Mapping[str, Matrix]) -> dict[str, Scalar]:
         """Return what every request says to the nodes besides, if they begin with these arrays."""
         return {}
 
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """Deliver messages round by round; nothing is combined here."""
         faults, n = self.plan.faults, self.topology.n_nodes
-        held = _Held(self.plan, self.sealed, self.first_model(initial))
+        held = _Held(self.plan, self.sealed, self._first_model(initial))
         stranger = Delivery((), {} if self.sealed else None)  # for a client that is no node
         if state is not None:
             held.unpack(state)
-        besides = self.node_config(held.start)
+        besides = self._node_config(held.start)
         if state is None and self.sealed:
             check = partial(_check_reply, ANNOUNCE, 1)
             config = {SEALED: True, **besides}
