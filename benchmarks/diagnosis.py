@@ -25,7 +25,7 @@ from flwr_perdl.strategies import Diagnosis, Ditto, ServerSettings
 from perdl_experiments.studies import configure, find, personal
 
 #: Rounds of the diagnosis, and of the run that is judged; the length of a step.
-FEW, ROUNDS, STEP = 20, 60, 0.3
+FEW, ROUNDS, STEP = 40, 60, 0.3
 #: What is judged, by the candidate's name.
 CANDIDATES = {"shared": "fedavg", "head": "fedper", "body": "lg-fedavg", "clusters": "clustered"}
 #: Accuracy that a choice may cost.

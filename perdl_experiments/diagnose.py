@@ -26,7 +26,7 @@ def diagnose_app(
     initial: str,
     *,
     clients: int | None = None,
-    rounds: int = 20,
+    rounds: int = 40,
     private: Sequence[str] = (),
     metric: str = "loss",
     seed: int = 0,

@@ -14,10 +14,12 @@ attack                 what a liar sends instead of its honest answer
 =====================  ===========================================================================
 
 The last two are for regression only. Numbers of samples, losses and clusters are told truthfully.
+``NEIGHBORS`` are what nodes of `LyingAveraging` do to their neighbors.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,8 @@ from numpy.typing import NDArray
 from flwr_perdl.clients import DictionaryClient
 from flwr_perdl.clients.perma import START
 from flwr_perdl.core.checks import Matrix, check_choice
+from flwr_perdl.diffusion import DiffusionAveraging
+from flwr_perdl.diffusion.averaging import AveragingProgram, AveragingState
 from flwr_perdl.protocol.records import STEP, Scalar
 from flwr_perdl.regression import Answers, Ask, Clients, TwoPhase, simulate
 from perdl_experiments.mixed_regression_data import Mixed
@@ -34,6 +38,15 @@ MESSAGES = ("sign", "scaled", "sign-scaled", "collude", "collude-scaled")
 NUDGE = "nudge"
 DATA = ("false model", "false cluster")
 SCALE = 1e6
+#: What a node sends for its model, if its ``fit`` does not lie: of the models of the liars (m, p)
+#: and of all honest nodes. The last is their agreed small push, which no distance betrays.
+NEIGHBORS: Mapping[str, Callable[[Matrix, Matrix], Matrix]] = {
+    "huge": lambda own, honest: np.full_like(own, 1e99),
+    "nan": lambda own, honest: np.full_like(own, np.nan),
+    "bias": lambda own, honest: own + SCALE,
+    "flip": lambda own, honest: own,
+    "push": lambda own, honest: honest.mean(axis=0) - 1.5 * honest.std(axis=0),
+}
 
 
 def lie(honest: Matrix, attack: str, group: int = 0) -> Matrix:
@@ -174,3 +187,59 @@ class _Liars(Clients):
             if ask.step == "describe":  # the server rejects what is below zero
                 stack[i] = np.abs(stack[i])
         return answers._replace(stack=stack)
+
+
+class LyingAveraging(DiffusionAveraging):
+    """`DiffusionAveraging`, in memory, with nodes that lie.
+
+    Parameters
+    ----------
+    liars : sequence of int
+        Who lies.
+    attack : str
+        One of ``NEIGHBORS``; with ``"flip"`` a liar's ``fit`` goes ten times as far, backward.
+    **options
+        As for `DiffusionAveraging`.
+    """
+
+    def __init__(self, liars: list[int], attack: str, **options: Any) -> None:
+        super().__init__(**options)
+        self.liars, self.attack = liars, attack
+
+    def program(self, clients: Any, *, initial: Any = None) -> AveragingProgram:
+        """Return the program of all nodes."""
+
+        def some_lie(node: int) -> Any:
+            lies = self.attack == "flip" and node in self.liars
+            return _Backward(clients(node)) if lies else clients(node)
+
+        return _LyingProgram(self, some_lie, initial)
+
+
+class _LyingProgram(AveragingProgram):
+    """What the nodes run: some send lies."""
+
+    learner: LyingAveraging
+
+    def message(self, state: AveragingState) -> tuple[Matrix, ...]:
+        """Return all models, those of the liars replaced."""
+        liars, sent = self.learner.liars, state.model.copy()
+        lie = NEIGHBORS[self.learner.attack]
+        sent[liars] = lie(sent[liars], np.delete(sent, liars, axis=0))
+        return (sent,)
+
+
+class _Backward:
+    """A client whose ``fit`` goes the wrong way."""
+
+    def __init__(self, client: Any) -> None:
+        self.client = client
+
+    def fit(self, parameters: list[Matrix], config: Any) -> tuple[list[Matrix], int, Any]:
+        """Return the model minus ten times the honest change."""
+        fitted, *rest = self.client.fit([w.copy() for w in parameters], config)
+        return [w - 10 * (new - w) for w, new in zip(parameters, fitted, strict=True)], *rest
+
+    def evaluate(self, parameters: list[Matrix], config: Any) -> Any:
+        """Return what the client does."""
+        return self.client.evaluate(parameters, config)

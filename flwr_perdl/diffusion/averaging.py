@@ -23,6 +23,7 @@ gradient tracking                          ``method="gradient_tracking"``
 ``y_k(t) = sum_l a_kl y_l(t-1)             `AveragingProgram.adapt`, ``state.tracker``; zero at
 + g_k(t) - g_k(t-1)``                      the start
 ``w_k(t) = sum_l a_kl (w_l - y_l)``        `AveragingProgram.combine`
+clipping, trimmed mean                     ``robust``: `flwr_perdl.diffusion.robust`
 =========================================  ======================================================
 
 Sources. ATC and CTA: Sayed, "Adaptation, learning, and optimization over networks", Foundations and
@@ -50,6 +51,7 @@ from numpy.typing import NDArray
 from flwr_perdl.core.checks import brief_repr, check_choice, check_count, check_kind
 from flwr_perdl.core.threads import one_blas_thread
 from flwr_perdl.diffusion.combine import Array, Inbox, run_program, weighted
+from flwr_perdl.diffusion.robust import RULES, robust_mean
 from flwr_perdl.diffusion.topology import matrices_of, rounds_to_all
 
 #: ``node -> client``; a client has Flower's ``fit``, and ``evaluate`` where models are evaluated.
@@ -145,6 +147,18 @@ class DiffusionAveraging:
         Which metrics of ``fit`` and ``evaluate`` are kept (and, on Flower, sent to the server).
     config : mapping, optional
         Config of ``fit`` and ``evaluate``, beside the round under ``"server-round"``.
+    robust : {"clip", "trimmed"}, optional
+        What replaces the mean where neighbors may lie (`flwr_perdl.diffusion.robust`), for "atc"
+        and "cta". "clip": a node moves toward no neighbor by more than toward the farthest but
+        ``n_liars``. "trimmed": in every coordinate it leaves out the ``n_liars`` largest and
+        smallest values of its neighbors. Both cost accuracy where the nodes' data differ.
+    n_liars : int, default 1
+        How many neighbors of any node may lie: less than half. Without ``robust`` it is not used.
+
+    Raises
+    ------
+    ValueError
+        If an argument is not as described, or ``robust`` comes with another method.
 
     Examples
     --------
@@ -172,6 +186,8 @@ class DiffusionAveraging:
         evaluate_every: int = 1,
         metrics: Sequence[str] = (),
         config: Mapping[str, Any] | None = None,
+        robust: str | None = None,
+        n_liars: int = 1,
     ) -> None:
         self.method = check_choice("method", method, METHODS)
         self.evaluate_every = check_count("evaluate_every", evaluate_every)
@@ -182,6 +198,13 @@ class DiffusionAveraging:
         self.config = dict(
             check_kind("config", {} if config is None else config, Mapping, "a mapping or None")
         )
+        self.robust = None if robust is None else check_choice("robust", robust, RULES)
+        self.n_liars = check_count("n_liars", n_liars, 1)
+        if robust is not None and method not in ("atc", "cta"):
+            raise ValueError(
+                "method must be 'atc' or 'cta' with robust, since what a rule takes from a message "
+                f"would add up in the corrections of the others, got {method!r}."
+            )
 
     def fit(
         self,
@@ -218,7 +241,8 @@ class DiffusionAveraging:
         Raises
         ------
         ValueError
-            If the network is not as described, or a client returns something else than a finite
+            If the network is not as described, a node has too few neighbors for ``n_liars``, or a
+            client returns something else than a finite
             model of the form that it received.
         TooFewReplies
             On Flower, if fewer than ``min_clients`` nodes reply in a round as a `DiffusionClient`.
@@ -229,6 +253,12 @@ class DiffusionAveraging:
         for matrix in matrices_of(network):
             if not matrix.doubly_stochastic:  # repeated combination would not lead to the mean
                 raise ValueError(f"network must have doubly stochastic weights, got {matrix!r}.")
+            fewest = int(matrix.topology.degrees.min())
+            if self.robust is not None and fewest <= 2 * self.n_liars:
+                raise ValueError(
+                    "n_liars must be less than half of every node's number of neighbors, got "
+                    f"{self.n_liars} where a node has {fewest}."
+                )
         if clients is None and not getattr(network, "nodes_have_programs", False):
             raise ValueError("clients may be None with a FlowerNetwork only, got None.")
         program = None if clients is None else self.program(clients, initial=initial)
@@ -345,8 +375,10 @@ class AveragingProgram:
     @one_blas_thread()
     def combine(self, state: AveragingState, inbox: Inbox) -> AveragingState:
         """Average over the neighborhood; evaluate the model where it is the round for that."""
-        sent, mean = state.model, ordered_mean(inbox, 0)
         method, every = self.learner.method, self.learner.evaluate_every
+        rule, n_liars = self.learner.robust, self.learner.n_liars
+        sent = state.model
+        mean = ordered_mean(inbox, 0) if rule is None else robust_mean(inbox, rule, n_liars)
         reports = state.reports.copy()
         reports[:, 0] = np.linalg.norm(sent - mean, axis=1)
         state = state._replace(model=mean, reports=reports)

@@ -7,7 +7,7 @@ import json
 import os
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
@@ -174,10 +174,11 @@ class Checkpoints:
                 text = "%s is no checkpoint (%r). The checkpoint before it is used."
                 log(WARNING, text, path, error)
                 continue
-            if not _same(saved.meta["identity"], self.identity):
+            difference = _difference(saved.meta["identity"], self.identity)
+            if difference:
                 raise ValueError(
                     "checkpoint_dir must hold a run with the same options, got one in which "
-                    f"{_difference(saved.meta['identity'], self.identity)}."
+                    f"{difference}."
                 )
             if run.initial and found.initial != run.initial:
                 raise ValueError(
@@ -254,7 +255,8 @@ def _run_from(saved: files.Saved) -> Run:
 def canonical_identity(identity: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
     """Return a run's identity as its checkpoint says it, and as it is read again.
 
-    Tuples become lists, keys texts, arrays a digest, functions and classes their names.
+    Tuples become lists, keys texts, arrays a digest, functions and classes their names, values such
+    as `Adam` their repr.
 
     Raises
     ------
@@ -270,7 +272,7 @@ def canonical_identity(identity: Mapping[str, Any], *, strict: bool) -> dict[str
             return f"{value.dtype} {value.shape} {digest}"
         if hasattr(value, "__qualname__"):
             return f"{value.__module__}.{value.__qualname__}"
-        if strict:
+        if strict and not is_dataclass(value):
             raise TypeError(f"{value!r}")
         return repr(value)
 
@@ -287,7 +289,7 @@ def canonical_identity(identity: Mapping[str, Any], *, strict: bool) -> dict[str
 
 
 def _difference(found: Any, wanted: Mapping[str, Any]) -> str:
-    """Return in what two identities differ."""
+    """Return in what two identities differ; an option that one lacks is None there."""
     flat = []
     for identity in (found, wanted):
         own = dict(identity) if isinstance(identity, Mapping) else {"identity": identity}

@@ -177,11 +177,6 @@ def check_given(initial: Sequence[Matrix]) -> None:
         raise ValueError("initial_arrays must be the arrays of a model, got none.")
 
 
-def begun(optimizer: Momentum | Adam | None, model: Sequence[Matrix]) -> list[Matrix]:
-    """Return the optimizer's memory before the first round."""
-    return [] if optimizer is None else optimizer.begin(model)
-
-
 def advanced(
     optimizer: Momentum | Adam | None,
     model: Sequence[Matrix],
@@ -193,16 +188,17 @@ def advanced(
     if optimizer is None:
         return means, []
     changes = [new - old for new, old in zip(means, model, strict=True)]
-    moved, memory = optimizer.step(model, changes, unpacked(state, _MEMORY))
+    memory = unpacked(state, _MEMORY) or optimizer.begin(model)
+    moved, memory = optimizer.step(model, changes, memory)
     return [np.asarray(array) for array in moved], [np.asarray(array) for array in memory]
 
 
-def packed(model: Sequence[Matrix], memory: Sequence[Matrix]) -> dict[str, Matrix]:
+def packed(model: Sequence[Matrix], memory: Sequence[Matrix] = ()) -> dict[str, Matrix]:
     """Return the state that a checkpoint holds."""
     both = ((_MODEL, model), (_MEMORY, memory))
     return {f"{kind}/{i:06d}": array for kind, some in both for i, array in enumerate(some)}
 
 
 def unpacked(state: State, kind: str = _MODEL) -> list[Matrix]:
-    """Return the model in a state, or the optimizer's memory."""
-    return [state[name] for name in sorted(state) if name.startswith(f"{kind}/")]
+    """Return the model in a state (``models`` in older files), or the optimizer's memory."""
+    return [state[name] for name in sorted(state) if name.startswith((f"{kind}/", f"{kind}s/"))]

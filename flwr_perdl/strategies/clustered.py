@@ -79,12 +79,22 @@ from flwr_perdl.protocol.strategy import ProtocolStrategy
 from flwr_perdl.random import SERVER, spawn
 from flwr_perdl.regression.clustering import average_updates
 from flwr_perdl.regression.updates import choose_anchors, nested_groups, perturbed, smallest_as_good
-from flwr_perdl.strategies._models import as_floats, check_given, check_robust
+from flwr_perdl.strategies._models import (
+    Adam,
+    Momentum,
+    advanced,
+    as_floats,
+    check_given,
+    check_optimizer,
+    check_robust,
+    packed,
+    unpacked,
+)
 
 STARTS = ("given", "random", "one-shot", "anchors")
 _AUTO = "auto"
-#: Names in a checkpoint: a model's arrays, who chose what when, the round, each client's groups.
-_MODELS, _CHOSEN, _ROUND, _GROUPS = "models", "chosen", "round", "groups"
+#: Names in a checkpoint: who chose what when, the round, each client's groups.
+_CHOSEN, _ROUND, _GROUPS = "chosen", "round", "groups"
 
 
 class Clusters(NamedTuple):
@@ -155,6 +165,9 @@ class ClusteredFedAvg(ProtocolStrategy):
     proximal_mu : float, optional
         Sent in the config as ``"proximal-mu"``, as Flower's FedProx does, and as ``"proximal_mu"``,
         its older name; the client's ``fit`` adds the term.
+    optimizer : Momentum, Adam or Yogi, optional
+        The server's step along each cluster's mean change. By default the mean is the next model.
+        The model of a cluster that nobody has trained in a round stays as it is.
     robust : bool or str, default False
         Whether to expect clients that lie: True stands for "filtered", False for "mean"; other
         rules: see `flwr_perdl.regression.aggregate`. With any but "mean", no model starts from a
@@ -217,6 +230,7 @@ class ClusteredFedAvg(ProtocolStrategy):
         choose_every: int = 1,
         temperature: float = 0.0,
         proximal_mu: float | None = None,
+        optimizer: Momentum | Adam | None = None,
         robust: str | bool = False,
         max_clusters: int = 8,
         **options: Unpack[ServerOptions],
@@ -233,6 +247,7 @@ class ClusteredFedAvg(ProtocolStrategy):
         self.proximal_mu = proximal_mu
         if proximal_mu is not None:
             self.proximal_mu = check_real("proximal_mu", proximal_mu, 0, LARGE)
+        self.optimizer = check_optimizer(optimizer)
         self.robust = check_robust(robust)
         self.max_clusters = check_count("max_clusters", max_clusters, 2)
         alone = start in ("one-shot", "anchors")
@@ -310,7 +325,7 @@ class ClusteredFedAvg(ProtocolStrategy):
                 )
                 state = self._grouped(model, replies)
         if _GROUPS in state:
-            stacks = _unpack(state)
+            stacks = unpacked(state)
             replies = yield Request(
                 MEASURE,
                 stacks,
@@ -323,7 +338,7 @@ class ClusteredFedAvg(ProtocolStrategy):
             state = _state(self._fewest(stacks, state[_GROUPS], replies))
         while True:
             # Clients choose as in IFCA, but in every `choose_every`th round only.
-            stacks, round_, chosen = _unpack(state), int(state[_ROUND]), state[_CHOSEN]
+            stacks, round_, chosen = unpacked(state), int(state[_ROUND]), state[_CHOSEN]
             k, choice = len(stacks[0]), round_ - round_ % self.choose_every
             labels = np.arange(k, dtype=float)
             each = [[labels[[j]], *(np.asarray(stack[j]) for stack in stacks)] for j in range(k)]
@@ -346,7 +361,12 @@ class ClusteredFedAvg(ProtocolStrategy):
             # An absent client keeps the cluster that it chose last, until the next choice.
             now = {int(p): (int(j), int(at)) for p, j, at in chosen}
             now |= {p: (int(r.metrics[CLUSTER]), round_) for p, r in replies.items()}
-            state = _state(replies.combined, round_ + 1, now)
+            moved, memory = advanced(self.optimizer, stacks, replies.combined, state)
+            trained = {int(reply.metrics[CLUSTER]) for reply in replies.values()}
+            idle = [j for j in range(k) if j not in trained and not soft]
+            for new, old in zip(moved, stacks, strict=True):
+                new[idle] = old[idle]  # an optimizer's memory would move it
+            state = _state(moved, round_ + 1, now, memory)
 
     def _config(self) -> dict[str, Scalar]:
         """Return what every request says."""
@@ -455,20 +475,18 @@ def _means(group: Mapping[int, Reply]) -> dict[str, float]:
 
 
 def _state(
-    stacks: Sequence[Matrix], round_: int = 0, chosen: Mapping[int, tuple[int, int]] | None = None
+    stacks: Sequence[Matrix],
+    round_: int = 0,
+    chosen: Mapping[int, tuple[int, int]] | None = None,
+    memory: Sequence[Matrix] = (),
 ) -> State:
-    """Return the state: the models, the round, and who chose which cluster in which round."""
+    """Return the state: models, round, who chose which cluster when, and an optimizer's memory."""
     rows = [(partition, *what) for partition, what in sorted((chosen or {}).items())]
     return {
-        **{f"{_MODELS}/{i:06d}": stack for i, stack in enumerate(stacks)},
+        **packed(stacks, memory),
         _ROUND: np.array(round_),
         _CHOSEN: np.array(rows, dtype=np.int64).reshape(-1, 3),
     }
-
-
-def _unpack(state: State) -> list[Matrix]:
-    """Return the models in a state."""
-    return [state[name] for name in sorted(state) if name.startswith(_MODELS)]
 
 
 def _shifted(model: Sequence[Matrix], changes: Matrix) -> list[Matrix]:

@@ -207,7 +207,7 @@ class Diagnosis(ShownAsCalled):
         self,
         grid: Grid,
         initial_arrays: ArrayRecord,
-        num_rounds: int = 20,
+        num_rounds: int = 40,
         timeout: float = 3600,
         train_config: ConfigRecord | None = None,
         evaluate_config: ConfigRecord | None = None,
@@ -222,8 +222,9 @@ class Diagnosis(ShownAsCalled):
             The way to the clients.
         initial_arrays : ArrayRecord
             The model to start from.
-        num_rounds : int, default 20
-            Communication rounds of each candidate, at least 3.
+        num_rounds : int, default 40
+            Communication rounds of each candidate, at least 3. Clients alone learn at once what
+            they can, and a shared part later: with too few rounds they look best.
         timeout, train_config, evaluate_config, verbose
             As for every strategy (`ProtocolStrategy.start`).
 

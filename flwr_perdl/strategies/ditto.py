@@ -30,7 +30,7 @@ What each party receives:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Unpack
+from typing import ClassVar, Unpack
 
 from flwr_perdl.clients.ditto import DITTO, PULL
 from flwr_perdl.core.checks import Matrix, check_real
@@ -45,7 +45,6 @@ from flwr_perdl.strategies._models import (
     Momentum,
     advanced,
     as_floats,
-    begun,
     check_given,
     check_optimizer,
     check_robust,
@@ -122,16 +121,12 @@ class Ditto(ProtocolStrategy):
         self.optimizer = check_optimizer(optimizer)
         self.robust = check_robust(robust)
 
-    def settings(self) -> dict[str, Any]:
-        """Return the options by the names of the arguments."""
-        return {**super().settings(), "optimizer": repr(self.optimizer)}
-
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """Train both models everywhere, and average the global one."""
         if state is None:
             check_given(initial)
             model = [as_floats(array) for array in initial]
-            state = packed(model, begun(self.optimizer, model))
+            state = packed(model)
         while True:
             model = unpacked(state)
             replies = yield Request(

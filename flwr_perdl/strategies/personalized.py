@@ -52,7 +52,6 @@ from flwr_perdl.strategies._models import (
     Momentum,
     advanced,
     as_floats,
-    begun,
     check_given,
     check_optimizer,
     check_robust,
@@ -157,10 +156,6 @@ class PersonalizedFedAvg(ProtocolStrategy):
         self._known: set[int] = set()
         self._asked_now: set[int] = set()
 
-    def settings(self) -> dict[str, Any]:
-        """Return the options by the names of the arguments."""
-        return {**super().settings(), "optimizer": repr(self.optimizer)}
-
     def open(self, initial: list[Matrix], names: Iterable[str] = ()) -> Conversation:
         """Begin a run, or take it up from its checkpoint."""
         listed = list(names)
@@ -183,8 +178,7 @@ class PersonalizedFedAvg(ProtocolStrategy):
                 given if private else checked
                 for given, checked, private in zip(initial, floats, self._is_private, strict=True)
             ]
-            state = packed(model, begun(self.optimizer, self._shared(model)))
-            state[_PRIVATE] = np.array(self._is_private)
+            state = {**packed(model), _PRIVATE: np.array(self._is_private)}
         self._is_private = state[_PRIVATE].tolist()
         config = {ALTERNATE: True} if self.alternate else {}
         while True:

@@ -21,8 +21,10 @@ import numpy as np
 
 from flwr_perdl.core.checks import Matrix
 from flwr_perdl.diffusion import DiffusionAveraging, Topology, metropolis_weights
+from flwr_perdl.network import InMemoryNetwork
 from flwr_perdl.random import DATA, spawn
 from perdl_experiments.data import load_images
+from perdl_experiments.liars import LyingAveraging
 from perdl_experiments.measures import rounds_to
 from perdl_experiments.outcome import Outcome
 from perdl_experiments.render import Record
@@ -128,6 +130,21 @@ class _Softmax:
         """Return the accuracy on all nodes' common test images."""
         accuracy = self.nodes.accuracy(parameters)
         return 1 - accuracy, len(self.nodes.test[0]), {"accuracy": accuracy}
+
+
+def among_liars(config: Config, seed: int, robust: str | None, attack: str | None) -> float:
+    """Return the accuracy of the worst honest node among two liars of the exponential graph.
+
+    Without an ``attack`` it is the worst of the same nodes, and all are honest.
+    """
+    nodes, network = Nodes(config, seed), InMemoryNetwork(Topology.exponential(config.clients))
+    liars = [config.clients // 5, config.clients // 2 + 1]
+    options: dict[str, Any] = {"method": config.method, "evaluate_every": 0}
+    learner = DiffusionAveraging(robust=robust, n_liars=len(liars), **options)
+    if attack is not None:
+        learner = LyingAveraging(liars, attack, robust=robust, n_liars=len(liars), **options)
+    models = learner.fit(nodes, network, config.rounds, initial=nodes.initial).models
+    return min(nodes.accuracy(models[k]) for k in models if k not in liars)
 
 
 def topologies(n: int, seed: int) -> dict[str, Topology]:

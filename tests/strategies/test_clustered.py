@@ -20,7 +20,15 @@ from flwr_perdl.regression import model_error
 from flwr_perdl.regression.clustering import ROBUST
 from flwr_perdl.regression.updates import choose_anchors, nested_groups, smallest_as_good
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import ClusteredFedAvg, FedX, ServerSettings, TooFewReplies, as_legacy
+from flwr_perdl.strategies import (
+    Adam,
+    ClusteredFedAvg,
+    FedX,
+    Momentum,
+    ServerSettings,
+    TooFewReplies,
+    as_legacy,
+)
 from tests.bits import assert_same_bits
 from tests.strategies.test_legacy import serve
 
@@ -131,6 +139,19 @@ def test_soft_weights_by_hand() -> None:
     np.testing.assert_allclose(result.arrays["0"].numpy(), [[1.0], [11.0]], rtol=1e-12)
     assert strategy.history[0].metrics[0]["share_0"] == pytest.approx(0.75)
     assert strategy.history[0].metrics[1]["cluster"] == 1
+
+
+def test_an_optimizer_moves_the_clusters_that_are_trained() -> None:
+    app = given(
+        Given({0.0: 0.0, 10.0: 5.0, 1.0: 0.0, 11.0: 5.0}, 1),
+        Given({0.0: 5.0, 10.0: 0.0, 1.0: 0.0, 11.0: 5.0}, 1),  # in round 2 in the other cluster
+    )
+    strategy = ClusteredFedAvg(
+        2, start="given", proximal_mu=1.0, optimizer=Momentum(beta=0.5), fraction_evaluate=0.0
+    )
+    models = ArrayRecord([np.array([[0.0], [10.0]])])
+    result = strategy.start(InProcessGrid(app, 2), models, num_rounds=2)
+    np.testing.assert_array_equal(result.arrays["0"].numpy(), [[0 + 1 + 1.5], [11.0]])
 
 
 def test_one_cluster_is_fedavg() -> None:
@@ -264,8 +285,12 @@ def test_an_evaluation_of_no_cluster_is_left_out_and_named(
 
 @pytest.mark.parametrize(("k", "after"), [(3, 1), (3, 4), ("auto", 1), ("auto", 2)])
 def test_a_resumed_run_has_the_same_bits(tmp_path: Path, k: Any, after: int) -> None:
+    step = Adam() if k == 3 else None
+
     def new(**options: Any) -> ClusteredFedAvg:
-        return ClusteredFedAvg(k, choose_every=2, fraction_train=0.8, seed=3, **options)
+        return ClusteredFedAvg(
+            k, optimizer=step, choose_every=2, fraction_train=0.8, seed=3, **options
+        )
 
     whole = new()
     wanted = run(whole, 6)
