@@ -50,6 +50,8 @@ class DiffusionAveraging(NeighborRelay):
         Who hears whom, connected; node k is the client with ``partition-id`` k.
     method : {"atc", "cta", "exact_diffusion", "gradient_tracking"}, default "exact_diffusion"
         See `flwr_perdl.diffusion.DiffusionAveraging`.
+    robust, n_liars
+        Where neighbors may lie, as there.
     evaluate_every : int, default 1
         Rounds between two evaluations of a node's own model by its own ``evaluate``; 0: none.
     metrics : sequence of str, default ()
@@ -102,6 +104,8 @@ class DiffusionAveraging(NeighborRelay):
         topology: Topology,
         *,
         method: str = "exact_diffusion",
+        robust: str | None = None,
+        n_liars: int = 1,
         evaluate_every: int = 1,
         metrics: Sequence[str] = (),
         weights: Weights = None,
@@ -110,7 +114,13 @@ class DiffusionAveraging(NeighborRelay):
         **options: Unpack[ServerOptions],
     ) -> None:
         super().__init__(topology, 0, weights=weights, faults=faults, sealed=sealed, **options)
-        self._learner = Learner(method=method, evaluate_every=evaluate_every, metrics=metrics)
+        self._learner = Learner(
+            method=method,
+            robust=robust,
+            n_liars=n_liars,
+            evaluate_every=evaluate_every,
+            metrics=metrics,
+        )
         self._names: list[str] = []
         self._learned: Averaged | None = None
         nothing = Run(None, {}, 0, 0.0, None, {}, np.zeros(topology.n_nodes, bool), {})

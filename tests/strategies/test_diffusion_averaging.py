@@ -107,6 +107,16 @@ def test_the_bits_are_those_in_memory(method: str, sealed: bool) -> None:
     assert strategy.result.rounds == 1
 
 
+@pytest.mark.parametrize("robust", ["clip", "trimmed"])
+def test_robust_rules_are_those_in_memory(robust: str) -> None:
+    options: dict[str, Any] = {"method": "atc", "robust": robust, "n_liars": 1, **SHOWN}
+    net = Topology.complete(N)
+    strategy, _ = start(InProcessGrid(APP, N), topology=net, **options)
+    assert_same(strategy, Learner(**options).fit(LeastSquares, net, ROUNDS, initial=[START]))
+    plain, _ = start(InProcessGrid(APP, N), topology=net, method="atc")
+    assert (models_of(plain)[-1] != models_of(strategy)[-1]).any()
+
+
 def test_weights_faults_and_rounds_between_evaluations_are_those_in_memory() -> None:
     pairs = ([(0, 1), (2, 3)], [(1, 2), (3, 4)])
     network = {
@@ -421,6 +431,7 @@ HALVES = np.array([[0.5, 0.5, 0.0], [0.3, 0.4, 0.3], [0.0, 0.5, 0.5]])
         ({"topology": PATH, "weights": CombinationMatrix(HALVES, PATH)}, ValueError, "weights"),
         ({"topology": RING, "weights": CombinationMatrix(THIRDS, PATH)}, ValueError, "weights"),
         ({"method": "average"}, ValueError, "method"),
+        ({"method": "atc", "robust": "clip", "n_liars": 2}, ValueError, "n_liars"),
         ({"evaluate_every": -1}, ValueError, "evaluate_every"),
         ({"metrics": "loss"}, ValueError, "metrics"),
         ({"sealed": "yes"}, ValueError, "sealed"),
