@@ -37,8 +37,8 @@ def on_ray(client: ClientApp, serve: Callable[[Grid], Result], n_nodes: int) -> 
     return found[0]
 
 
-def killed_and_back(folder: Path, app: str, **run_config: Any) -> Any:
-    """Run an app on two SuperNodes, one of them killed meanwhile, and return its ``found.json``.
+def killed_and_back(folder: Path, app: str, nodes: int = 2, **run_config: Any) -> Any:
+    """Run an app on SuperNodes, one of them killed meanwhile, and return its ``found.json``.
 
     In the folder, its run config's ``out``, the app makes ``reached``. Then node 1 dies (SIGKILL),
     is started again with its ``state-dir``, and the app finds ``restarted``.
@@ -62,7 +62,7 @@ def killed_and_back(folder: Path, app: str, **run_config: Any) -> Any:
         return {"state-dir": str(folder / "states")}
 
     with (
-        Deployment(folder / "run", 2, node_config=node_config, app=app) as deployment,
+        Deployment(folder / "run", nodes, node_config=node_config, app=app) as deployment,
         ThreadPoolExecutor(1) as helper,
     ):
         disturbed = helper.submit(disturb, deployment)

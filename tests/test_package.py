@@ -83,6 +83,7 @@ PUBLIC = {
     "strategies": {
         "ClusteredFedAvg",
         "DictionaryAveraging",
+        "DiffusionAveraging",
         "Ditto",
         "FedMD",
         "FedX",

@@ -30,6 +30,7 @@ from flwr_perdl.clients._handlers import (
 from flwr_perdl.clients._own_fit import evaluate_perma, fit_perma
 from flwr_perdl.clients.base import Member, identify
 from flwr_perdl.clients.diffusion import ONLY_DIFFUSION, SEALED
+from flwr_perdl.clients.diffusion_averaging import answer_averaging, in_averaging_round
 from flwr_perdl.clients.ditto import answer_ditto, in_ditto_round
 from flwr_perdl.clients.keep_private import KeepPrivate, asked_to_keep, check_patterns
 from flwr_perdl.clients.perma import SENDS
@@ -71,9 +72,9 @@ def client_app(
     """Return the ClientApp whose train and evaluate handlers call a NumPyClient.
 
     The client may be a NumPyClient, or any other object with ``fit`` and ``evaluate``. With these
-    it takes part in `ClusteredFedAvg`, in Flower's own strategies and, where the model is a
-    dictionary, in `PerMA` with ``aggregation="mean"``. A client that answers PerMA's steps by
-    itself is a `Member`. For older projects see `client_fn`.
+    it takes part in `ClusteredFedAvg`, `DiffusionAveraging`, in Flower's own strategies and, where
+    the model is a dictionary, in `PerMA` with ``aggregation="mean"``. A client that answers PerMA's
+    steps by itself is a `Member`. For older projects see `client_fn`.
 
     Parameters
     ----------
@@ -256,8 +257,8 @@ class AnsweringApp(ClientApp):
     """A ClientApp that takes part in secure and in clustered rounds, by its own handlers."""
 
     noisy = False
-    #: Whether the app has a `keep_private` of its own.
-    keeps_itself = False
+    #: The `keep_private` that the app has of its own.
+    own_keep: KeepPrivate | None = None
 
     def __init__(self, min_clients: int, private: tuple[str, ...]) -> None:
         super().__init__()
@@ -277,6 +278,9 @@ class AnsweringApp(ClientApp):
                     call = partial(self._answer_in_parts, answer_clustered)
                 elif in_ditto_round(message):
                     call = partial(self._answer_in_parts, answer_ditto)
+                elif in_averaging_round(message):
+                    parts = partial(answer_averaging, keep=self._keep or self.own_keep)
+                    call = partial(self._answer_in_parts, parts)
                 answered = in_plain_round(message, context, call)
         except NoEvaluateError as error:  # the server is to tell it from a failure
             answered = Message(Error(NO_EVALUATE, str(error)), reply_to=message)
@@ -286,7 +290,7 @@ class AnsweringApp(ClientApp):
 
     def _answer(self, message: Message, context: Context) -> Message:
         """Answer a message by the handlers, with the client's private arrays in it."""
-        keep = self._keep or (None if self.keeps_itself else asked_to_keep(message))
+        keep = self._keep or (None if self.own_keep else asked_to_keep(message))
         if keep is None:
             return self._handle(message, context)
         return keep(message, context, self._handle)
@@ -306,7 +310,7 @@ class OtherApp(AnsweringApp):
     def __init__(self, app: ClientApp, min_clients: int, private: tuple[str, ...]) -> None:
         super().__init__(min_clients, private)
         self._app = app
-        self.keeps_itself = any(isinstance(mod, KeepPrivate) for mod in mods_of(app))
+        self.own_keep = next((m for m in mods_of(app) if isinstance(m, KeepPrivate)), None)
 
     def _handle(self, message: Message, context: Context) -> Message:
         asks_who = message.metadata.message_type == MessageType.QUERY

@@ -49,6 +49,8 @@ from flwr_perdl.protocol.records import (
 PrivateArrays = dict[str, NDArray[Any]]
 
 PREFIX = "perdl.private."
+#: What follows a run's token where an app inside a protocol keeps arrays of its own.
+INNER = "/app"
 #: Runs whose folders are kept, the newest ones; how many of them one Flower run may begin, and
 #: where ``context.state``, which lasts as long as a Flower run, has which those are.
 _RUNS, _RUNS_BEGUN = 128, 16
@@ -270,8 +272,10 @@ class PrivateState:
         self._held = {r: self._held[r] for r in before}
         self._held[round_] = {name: encode(array) for name, array in arrays.items()}
         kept = {f"{r}/{name}": own for r, some in self._held.items() for name, own in some.items()}
-        for stale in [name for name in self._records if name.startswith(PREFIX)]:
-            del self._records[stale]
+        run = self._name.removesuffix(INNER)
+        for name in [name for name in self._records if name.startswith(PREFIX)]:
+            if name == self._name or name.removesuffix(INNER) != run:
+                del self._records[name]
         self._records[self._name] = named([*kept.values()], kept)
 
     # On disk ---------------------------------------------------------------------------------

@@ -210,6 +210,13 @@ class KeepPrivate:
             numbers[ANEW] = int(kept is None)
         return reply
 
+    def begin(self, context: Context, run: str, model: Mapping[str, Array]) -> None:
+        """Keep this model's private arrays for requests without them, unless there are some."""
+        state = PrivateState(context, run, private_shelf(context, _ALGORITHM))
+        if state.newest() is None:
+            part = self._part(_record(model), None, [])
+            state.save(0, _to_keep(part, dict(model)))
+
     def _part(self, given: ArrayRecord, kept: PrivateArrays | None, left_out: list[str]) -> _Part:
         """Return what a request is about, or say what is wrong with it."""
         own = {} if kept is None else kept

@@ -48,11 +48,13 @@ class Delivery(NamedTuple):
 
     On the wire: a table with a row (sender, rounds late, weight, number of arrays) per message;
     where messages are sealed, the receivers and their cards, else None, public keys of those who
-    may hear the node's next message; then the arrays of all messages.
+    may hear the node's next message; then the arrays of all messages, and last those that a node
+    without a state begins with (``start``).
     """
 
     messages: Sequence[Message] = ()
     cards: Mapping[int, Matrix] | None = None
+    start: Sequence[Array] = ()
 
     def to_arrays(self) -> list[Matrix]:
         """Return the arrays of the request."""
@@ -61,7 +63,8 @@ class Delivery(NamedTuple):
         if self.cards is not None:
             cards = np.stack([*self.cards.values()]) if self.cards else np.zeros((0, 1))
             arrays += [np.array([*self.cards], dtype=np.float64), cards]
-        return arrays + [array for message in self.messages for array in message.arrays]
+        sent = [array for message in self.messages for array in message.arrays]
+        return [*arrays, *sent, *self.start]
 
     @classmethod
     def from_arrays(cls, arrays: Sequence[Matrix], sealed: bool) -> Delivery:
@@ -88,7 +91,7 @@ class Delivery(NamedTuple):
             end = at + int(n_arrays)
             messages.append(Message(int(sender), int(late), weight, arrays[at:end]))
             at = end
-        return cls(messages, cards)
+        return cls(messages, cards, arrays[at:])
 
 
 def inbox_of(

@@ -10,6 +10,7 @@ from flwr_perdl.strategies._models import Adam, Momentum, Yogi
 from flwr_perdl.strategies.averaging import DictionaryAveraging
 from flwr_perdl.strategies.clustered import ClusteredFedAvg, Clusters
 from flwr_perdl.strategies.diagnosis import Diagnosed, Diagnosis
+from flwr_perdl.strategies.diffusion_averaging import DiffusionAveraging
 from flwr_perdl.strategies.ditto import Ditto
 from flwr_perdl.strategies.legacy import as_legacy
 from flwr_perdl.strategies.mixed_regression import FedMD, FedX, OneShotClustering
@@ -26,6 +27,7 @@ __all__ = [
     "Diagnosed",
     "Diagnosis",
     "DictionaryAveraging",
+    "DiffusionAveraging",
     "Ditto",
     "FedMD",
     "FedX",

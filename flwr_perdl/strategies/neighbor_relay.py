@@ -77,7 +77,7 @@ from flwr_perdl.network.faults import Faults
 from flwr_perdl.network.messages import Delivery, Message
 from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.options import ServerOptions, ServerSettings
-from flwr_perdl.protocol.records import ANEW, NUM_EXAMPLES, Reply, brief, check_names
+from flwr_perdl.protocol.records import ANEW, NUM_EXAMPLES, Reply, Scalar, brief, check_names
 from flwr_perdl.protocol.report import RoundReport
 from flwr_perdl.protocol.request import Protocol, Replies, Request, State
 from flwr_perdl.protocol.strategy import ProtocolStrategy
@@ -229,19 +229,34 @@ class NeighborRelay(ProtocolStrategy):
     def _least_rounds(self) -> int:
         return self.exchanges
 
-    def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
-        """Deliver messages round by round; nothing is combined here."""
+    def _first_model(self, initial: list[Matrix]) -> dict[str, Matrix]:
+        """Return the arrays that nodes begin with, by name; here they have a start of their own."""
         if initial:
             raise ValueError(f"initial_arrays must be left out, got {len(initial)} arrays.")
+        return {}
+
+    def _node_config(self, start: Mapping[str, Matrix]) -> dict[str, Scalar]:
+        """Return what every request says to the nodes besides, if they begin with these arrays."""
+        return {}
+
+    def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
+        """Deliver messages round by round; nothing is combined here."""
         faults, n = self.plan.faults, self.topology.n_nodes
-        held = _Held(self.plan, self.sealed)
+        held = _Held(self.plan, self.sealed, self._first_model(initial))
         stranger = Delivery((), {} if self.sealed else None)  # for a client that is no node
         if state is not None:
             held.unpack(state)
-        elif self.sealed:
+        besides = self._node_config(held.start)
+        if state is None and self.sealed:
             check = partial(_check_reply, ANNOUNCE, 1)
-            config = {SEALED: True}
-            held.keep_cards((yield Request(ANNOUNCE, config=config, check=check, max_weight=None)))
+            config = {SEALED: True, **besides}
+            first = stranger._replace(start=[*held.start.values()]).to_arrays()
+            arrays = first if held.start else ()
+            replies = yield Request(
+                ANNOUNCE, arrays, config, check=check, model=(), max_weight=None
+            )
+            held.known = set(replies)
+            held.keep_cards(replies)
         for round_ in range(held.round + 1, self.n_rounds + 2):
             asleep = np.flatnonzero(~faults.awake(n, round_))
             last = round_ > self.n_rounds
@@ -250,12 +265,13 @@ class NeighborRelay(ProtocolStrategy):
                 stranger.to_arrays, {k: each.to_arrays() for k, each in deliveries.items()}
             )
             step = SHOW if last else EXCHANGE
-            besides = int(self.sealed) if len(asleep) else None  # who sleeps sends at most a card
+            silent = int(self.sealed) if len(asleep) else None  # who sleeps sends at most a card
+            config = {AT: round_, ASLEEP: " ".join(map(str, asleep)), SEALED: self.sealed}
             replies = yield Request(
                 step,
-                config={AT: round_, ASLEEP: " ".join(map(str, asleep)), SEALED: self.sealed},
+                config={**config, **besides},
                 state=held.pack(),
-                check=partial(_check_reply, step, 1 if last else besides),
+                check=partial(_check_reply, step, 1 if last else silent),
                 own=contents.__getitem__,
                 model=(),
                 max_weight=None,
@@ -461,11 +477,15 @@ class _Held:
         Who hears whom.
     sealed : bool
         Whether a node sends a message to each neighbor, or one to all.
+    start : dict of str to ndarray
+        What nodes without a state begin with.
     """
 
-    def __init__(self, plan: Plan, sealed: bool) -> None:
+    def __init__(self, plan: Plan, sealed: bool, start: dict[str, Matrix]) -> None:
         n = plan.n_nodes
-        self.plan, self.sealed = plan, sealed
+        self.plan, self.sealed, self.start = plan, sealed, start
+        #: Who has a state, as far as it is known: nodes lose it while a run is not on.
+        self.known: set[int] = set()
         self.round = 0
         self.took_part = np.zeros(n, dtype=bool)
         self.unheard = np.zeros(n)
@@ -485,13 +505,16 @@ class _Held:
                 arrays = held and held.arrays.get(receiver if self.sealed else EVERYBODY)
                 if arrays is not None and self.took_part[receiver]:
                     messages[receiver].append(Message(sender, late, weight, arrays))
+        new = [*self.start.values()]
+        starts: list[list[Matrix]] = [[] if node in self.known else new for node in range(n)]
         if not self.sealed:
-            return {node: Delivery(messages[node]) for node in range(n)}
+            return {node: Delivery(messages[node], None, starts[node]) for node in range(n)}
         hearers = sparse.csr_array(self.plan.hearing(round_).T)
         return {
             node: Delivery(
                 messages[node],
                 {to: self.cards[to] for to in _row(hearers, node) if to in self.cards},
+                starts[node],
             )
             for node in range(n)
         }
@@ -508,6 +531,7 @@ class _Held:
                     held = self.messages[self.round - message.late, message.sender]
                     received.append((node, message.sender, held.floats))
         self.unheard[list(left_out)] += 1
+        self.known = set(replies)
         if received:
             self.traffic = self.traffic + _matrix(np.array(received).T, n)
 
@@ -570,6 +594,8 @@ class _Held:
             "unheard": self.unheard.copy(),
             "traffic": _entries(self.traffic),
             "floats": np.array(floats, dtype=np.float64).reshape(-1, 3),
+            **({"names": text_array([*self.start])} if self.start else {}),
+            **{f"start/{i:06d}": array for i, array in enumerate(self.start.values())},
             **{f"card/{node}": card for node, card in self.cards.items()},
             **{
                 "/".join(map(str, ("message", *key, receiver, i))): array
@@ -584,6 +610,9 @@ class _Held:
         self.round, self.took_part = int(state["round"]), state["took_part"].astype(bool)
         self.unheard = state["unheard"].copy()
         self.traffic = _matrix(state["traffic"], self.plan.n_nodes)
+        if "names" in state:
+            arrays = [state[name] for name in sorted(state) if name.startswith("start/")]
+            self.start = dict(zip(texts_of(state["names"]), arrays, strict=True))
         for round_, sender, floats in state["floats"]:
             self.messages[int(round_), int(sender)] = _HeldMessage(float(floats), {})
         for name, array in state.items():
@@ -592,8 +621,8 @@ class _Held:
                 self.cards[int(key[0])] = array
             elif kind == "message":
                 round_, sender, receiver, _ = map(int, key)
-                arrays = self.messages[round_, sender].arrays
-                arrays[receiver] = [*arrays.get(receiver, ()), array]
+                addressed = self.messages[round_, sender].arrays
+                addressed[receiver] = [*addressed.get(receiver, ()), array]
 
 
 def _row(matrix: Any, k: int) -> list[int]:

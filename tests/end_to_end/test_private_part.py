@@ -1,4 +1,7 @@
-"""An app of the Message API keeps its head, on every engine, with FedAvg and PersonalizedFedAvg."""
+"""An app of the Message API keeps its head, on every engine.
+
+With FedAvg and PersonalizedFedAvg, and with DiffusionAveraging.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,8 @@ from flwr.serverapp import ServerApp
 from flwr.serverapp.strategy import FedAvg
 
 from flwr_perdl.clients import client_app, keep_private
-from flwr_perdl.strategies import PersonalizedFedAvg, ServerSettings
+from flwr_perdl.diffusion import Topology
+from flwr_perdl.strategies import DiffusionAveraging, PersonalizedFedAvg, ServerSettings
 
 app = ClientApp(mods=[keep_private("head.*")])
 
@@ -44,7 +48,8 @@ def evaluate(message, context):
     """Report how often the head was trained."""
     step = int(context.node_config["partition-id"]) + 1
     head = float(message.content["arrays"]["head.weight"].numpy()[0]) / 1000 / step
-    numbers = MetricRecord({"num-examples": 1, "trained": head})
+    body = float(message.content["arrays"]["body.weight"].numpy().mean())
+    numbers = MetricRecord({"num-examples": 1, "trained": head, "body": body})
     return Message(RecordDict({"metrics": numbers}), reply_to=message)
 
 
@@ -63,16 +68,33 @@ def watched(grid, largest):
             if message.has_content():
                 for record in message.content.array_records.values():
                     for array in record.values():
-                        largest.append(float(np.abs(array.numpy()).max()))
+                        largest.append(float(np.abs(array.numpy()).max(initial=0)))
         return replies
 
     grid.send_and_receive = both
 
 
+start = ArrayRecord({n: Array(np.zeros(4)) for n in ("body.weight", "head.weight")})
+
+
+def serve_ring(grid, on_round=None):
+    """Return the nodes' own models after three rounds."""
+    largest, names = [], ["trained", "body"]
+    watched(grid, largest)
+    settings = ServerSettings(on_round=on_round, node_timeout=20.0)
+    strategy = DiffusionAveraging(
+        Topology.ring(3), method="atc", metrics=names, evaluate_every=3, server=settings
+    )
+    strategy.start(grid, start, num_rounds=3)
+    curves = strategy.result.curves
+    found = {name: curves[f"evaluate-{name}"][-1].tolist() for name in names}
+    floats = [[report.floats_down, report.floats_up] for report in strategy.history]
+    return {**found, "largest": max(largest), "floats": floats}
+
+
 def serve(grid, on_round=None, both=True):
     largest, found = [], {}
     watched(grid, largest)
-    start = ArrayRecord({n: Array(np.zeros(4)) for n in ("body.weight", "head.weight")})
     settings = ServerSettings(on_round=on_round, evaluate_every=3, node_timeout=20.0)
     strategy = PersonalizedFedAvg(["head.*"], num_clients=2, server=settings)
     strategies = {"ours": strategy, **({"FedAvg": FedAvg()} if both else {})}
@@ -99,7 +121,8 @@ def main(grid, context):
             while not (folder / "restarted").exists():
                 time.sleep(0.1)
 
-    found = serve(grid, wait, both=False)
+    ring = (folder / "ring").exists()
+    found = serve_ring(grid, wait) if ring else serve(grid, wait, both=False)
     (folder / "found.json").write_text(json.dumps(found))
 '''
 
@@ -113,23 +136,40 @@ def check(found: dict[str, Any]) -> None:
     assert found["anew"] == [2, 0, 0]
 
 
+def check_ring(found: dict[str, Any]) -> None:
+    assert found["trained"] == [3, 3, 3]
+    assert found["body"] == pytest.approx([6, 6, 6])  # 1, 2 and 3 in every round
+    assert found["largest"] < 10
+    # The first model once; then of each neighbor a message, and its row in the table.
+    assert found["floats"] == [[8, 4], [16, 4], [16, 4], [16, 0]]
+
+
 def test_in_process() -> None:
     app = project(PROJECT)
     found = app["serve"](InProcessGrid(app["client"], 2))
     check(found)
     assert found["floats"] == [[8, 4], [4, 4], [4, 4]]
+    check_ring(app["serve_ring"](InProcessGrid(app["client"], 3)))
 
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_on_flowers_simulation() -> None:
+@pytest.mark.parametrize(("nodes", "serve"), [(2, "serve"), (3, "serve_ring")])
+def test_on_flowers_simulation(nodes: int, serve: str) -> None:
     app = project(PROJECT)
-    check(on_ray(app["client"], app["serve"], 2))
+    (check if nodes == 2 else check_ring)(on_ray(app["client"], app[serve], nodes))
 
 
 @pytest.mark.slow
 @pytest.mark.deployment
-def test_a_killed_node_is_back_with_its_head(tmp_path: Path) -> None:
-    found = killed_and_back(tmp_path, PROJECT)
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_a_killed_node_is_back_with_its_head(nodes: int, tmp_path: Path) -> None:
+    """Node 1 dies after round 2 (SIGKILL) and is started again, with its `state-dir`."""
+    if nodes == 3:
+        (tmp_path / "ring").touch()
+    found = killed_and_back(tmp_path, PROJECT, nodes)
+    if nodes == 3:
+        check_ring(found)
+        return
     check(found)
     assert found["floats"] == [[8, 4], [4, 4], [4, 4]]

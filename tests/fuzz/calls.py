@@ -182,7 +182,7 @@ OWN: dict[str, dict[str, Callable[[], Any]]] = {
     "model_error": {"theta": lambda: _normal(2, D)},
     "MomentDescent": {"n_anchors": lambda: 5},
     "PersonalizedFedAvg": {"private": lambda: ["head.*"]},
-    "DiffusionAveraging": {"metrics": lambda: ("loss",)},
+    "DiffusionAveraging": {"metrics": lambda: ("loss",), "fraction_evaluate": lambda: 0.0},
     "residual_moment": {"thetas": lambda: _normal(1, 1, D), "Q": lambda: np.eye(D)[None]},
     "simulate": {"centers": lambda: _normal(2, 2)},
     "simulate_rounds": {"centers": lambda: _normal(2, 2)},

@@ -1,0 +1,267 @@
+"""DiffusionAveraging: nodes train any model and average with their neighbors.
+
+The algorithms, with their sources, are in `flwr_perdl.diffusion.averaging`, whose program runs at
+the nodes (`flwr_perdl.clients.diffusion_averaging`). The server delivers messages as
+`NeighborRelay` does; it sends the initial arrays to a node that has no model yet, and never
+averages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Unpack
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result
+
+from flwr_perdl.clients._clusters import MEASURING
+from flwr_perdl.clients.diffusion_averaging import averaging_config
+from flwr_perdl.core.checks import Matrix, check_count
+from flwr_perdl.diffusion.averaging import Averaged, Form
+from flwr_perdl.diffusion.averaging import DiffusionAveraging as Learner
+from flwr_perdl.diffusion.combine import Run
+from flwr_perdl.diffusion.topology import Topology
+from flwr_perdl.network.faults import Faults
+from flwr_perdl.protocol.driver import Conversation
+from flwr_perdl.protocol.options import ServerOptions
+from flwr_perdl.protocol.records import Scalar, scalars
+from flwr_perdl.strategies._models import check_given
+from flwr_perdl.strategies.neighbor_relay import NeighborRelay, Weights
+
+_TRAINED, _EVALUATED = "train-", "evaluate-"
+
+
+class DiffusionAveraging(NeighborRelay):
+    """Train any model at nodes that average with their neighbors; no server has the model.
+
+    The nodes are those of `client_app`: a ClientApp with train and evaluate handlers, or a
+    NumPyClient, as for FedAvg. All nodes begin with the initial arrays. In every round each node
+    trains its own model and replaces it by the weighted mean of its own and its neighbors'. Arrays
+    that a node keeps private (`keep_private`) stay there; all nodes must keep the same ones.
+
+    What each party receives: see `flwr_perdl.diffusion.DiffusionAveraging`. The server sends the
+    initial arrays, and has no model afterwards; what it delivers it can read unless ``sealed``.
+
+    Parameters
+    ----------
+    topology : Topology
+        Who hears whom, connected; node k is the client with ``partition-id`` k.
+    method : {"atc", "cta", "exact_diffusion", "gradient_tracking"}, default "exact_diffusion"
+        See `flwr_perdl.diffusion.DiffusionAveraging`.
+    robust, n_liars
+        Where neighbors may lie, as there.
+    evaluate_every : int, default 1
+        Rounds between two evaluations of a node's own model by its own ``evaluate``; 0: none.
+    metrics : sequence of str, default ()
+        Which metrics of training and evaluation leave the nodes; the loss of evaluations does.
+    weights, faults, sealed
+        As in `NeighborRelay`; the weights are doubly stochastic.
+    **options
+        See `ServerOptions`; ``num_clients`` is by default the number of nodes.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an option breaks its rule, or the network is not connected.
+
+    Notes
+    -----
+    Floats per node and round: as in `NeighborRelay`. The initial arrays besides, in the first
+    exchange, and after one that the node has not answered. A node without a model, as one that was
+    restarted without a ``state-dir``, misses a round, and begins anew with the initial arrays.
+
+    An app that defines no evaluation is not evaluated.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flwr.app import ArrayRecord
+    >>> from flwr.client import NumPyClient
+    >>> from flwr_perdl.clients import client_app
+    >>> from flwr_perdl.diffusion import Topology
+    >>> from flwr_perdl.simulations import InProcessGrid
+    >>> from flwr_perdl.strategies import DiffusionAveraging
+    >>> class Client(NumPyClient):
+    ...     def __init__(self, context):
+    ...         self.target = float(context.node_config["partition-id"])
+    ...
+    ...     def fit(self, parameters, config):
+    ...         return [w - 0.5 * (w - self.target) for w in parameters], 1, {}
+    ...
+    ...     def evaluate(self, parameters, config):
+    ...         return 0.0, 1, {"model": float(parameters[0][0])}
+    >>> grid = InProcessGrid(client_app(Client), 4)
+    >>> strategy = DiffusionAveraging(Topology.ring(4), metrics=["model"])
+    >>> result = strategy.start(grid, ArrayRecord([np.zeros(1)]), num_rounds=60)
+    >>> strategy.result.curves["evaluate-model"][-1].round(6)
+    array([1.5, 1.5, 1.5, 1.5])
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        *,
+        method: str = "exact_diffusion",
+        robust: str | None = None,
+        n_liars: int = 1,
+        evaluate_every: int = 1,
+        metrics: Sequence[str] = (),
+        weights: Weights = None,
+        faults: Faults | None = None,
+        sealed: bool = False,
+        **options: Unpack[ServerOptions],
+    ) -> None:
+        super().__init__(topology, 0, weights=weights, faults=faults, sealed=sealed, **options)
+        self._learner = Learner(
+            method=method,
+            robust=robust,
+            n_liars=n_liars,
+            evaluate_every=evaluate_every,
+            metrics=metrics,
+        )
+        self._names: list[str] = []
+        self._learned: Averaged | None = None
+        nothing = Run(None, {}, 0, 0.0, None, {}, np.zeros(topology.n_nodes, bool), {})
+        self._learner.fit(None, _Network(self, nothing), 0)  # which checks the network
+
+    @property
+    def result(self) -> Averaged:
+        """What the nodes have learned: curves by node and round, floats, who took part.
+
+        Its ``models`` are empty, as models stay at the nodes.
+
+        Raises
+        ------
+        RuntimeError
+            If the run is not over.
+        """
+        if self._learned is None:
+            raise RuntimeError(f"the run must be over, which takes {self.exchanges} exchanges.")
+        return self._learned
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord | None = None,
+        num_rounds: int | None = None,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Any = None,
+        should_stop: Callable[[int, Result], bool] | None = None,
+        *,
+        verbose: str = "log",
+    ) -> Result:
+        """Run ``num_rounds`` rounds of the algorithm, by default 3.
+
+        They take one communication round more, sealed two, by which log and ``history`` count: the
+        nodes combine the messages of a round, and report on it, when the next exchange begins.
+
+        Parameters
+        ----------
+        grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, verbose
+            As in `ProtocolStrategy.start`; the initial arrays are every node's first model.
+        evaluate_fn : None
+            The server has no model that it could evaluate.
+        should_stop : callable, optional
+            ``(round, result) -> bool``, called after each round of the algorithm.
+
+        Returns
+        -------
+        Result
+            The means over the nodes of what they report on each round. ``arrays`` is empty: every
+            node has a model of its own. See also ``strategy.result``.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If an argument breaks its rule.
+        TooFewReplies
+            If fewer than ``min_clients`` good replies come in a round.
+        """
+        if evaluate_fn is not None:
+            raise ValueError(
+                f"evaluate_fn must be None, got {evaluate_fn!r}: the server has no model to "
+                "evaluate, nodes evaluate their own."
+            )
+        if should_stop is not None and not callable(should_stop):
+            raise TypeError(f"should_stop must be a function or None, got {should_stop!r}.")
+        self.n_rounds = check_count("num_rounds", 3 if num_rounds is None else num_rounds, 1)
+        self._learned = None
+
+        def stops(exchange: int, result: Result) -> bool:
+            round_ = exchange - 1 - self.sealed
+            if should_stop is None or round_ < 1:
+                return False
+            return should_stop(round_, self._reported(round_))
+
+        configs = (train_config, evaluate_config, None, stops)
+        rounds = self.exchanges
+        super().start(grid, initial_arrays, rounds, timeout, *configs, verbose=verbose)
+        if self._running().finished:
+            self._learned = self._learner.fit(None, _Network(self, self.outcome), self.n_rounds)
+        return self._reported(self.n_rounds)
+
+    def settings(self) -> dict[str, Any]:
+        """Return what makes two runs the same run."""
+        return {**super().settings(), **vars(self._learner)}
+
+    def open(self, initial: list[Matrix], names: Iterable[str] = ()) -> Conversation:
+        """Begin a run, or take it up from its checkpoint."""
+        if not self.n_rounds:
+            raise ValueError(
+                "strategy must be started with its own start, which says how many rounds there "
+                "are, got it without."
+            )
+        self._names = list(names)
+        return super().open(initial, names)
+
+    def _first_model(self, initial: list[Matrix]) -> dict[str, Matrix]:
+        """Return the arrays that nodes begin with, by name."""
+        names = self._names or map(str, range(len(initial)))
+        return dict(zip(names, initial, strict=True))
+
+    def _node_config(self, start: Mapping[str, Matrix]) -> dict[str, Scalar]:
+        """Return what every request says to the nodes besides."""
+        model = [*start.values()]
+        check_given(model)
+        Form.of(model).vector("initial_arrays", model)
+        evaluations = scalars(self._evaluate_config or {})
+        return {
+            **averaging_config(self._learner, self.plan.faults.max_delay, start),
+            **{f"{MEASURING}{key}": value for key, value in evaluations.items()},
+        }
+
+    def _reported(self, last: int) -> Result:
+        """Return Flower's result, with the means of what nodes reported up to a round."""
+        found = Result()
+        for report in self.history:
+            round_ = self.round_of(report)
+            if 0 < round_ <= last:
+                rows = self.reports_of(report)
+                means = {name: float(np.nanmean(row)) for name, row in rows.items()}
+                measured = {
+                    name.removeprefix(_EVALUATED): means.pop(name)
+                    for name in [*means]
+                    if name.startswith(_EVALUATED)
+                }
+                trained = {name.removeprefix(_TRAINED): mean for name, mean in means.items()}
+                found.train_metrics_clientapp[round_] = MetricRecord(dict(trained))
+                if measured:
+                    found.evaluate_metrics_clientapp[round_] = MetricRecord(dict(measured))
+        return found
+
+
+class _Network:
+    """A relay, and its run, as the network of `Learner.fit`."""
+
+    nodes_have_programs = True
+
+    def __init__(self, relay: NeighborRelay, over: Run) -> None:
+        self.topology, self.plan, self._over = relay.topology, relay.plan, over
+
+    def run(self, program: None, n_rounds: int, **functions: Any) -> Run:
+        """Return the run, which is over."""
+        return self._over

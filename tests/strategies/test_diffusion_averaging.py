@@ -1,0 +1,472 @@
+"""DiffusionAveraging over apps that know nothing of it: bits, names, what stays, who is absent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.client import NumPyClient
+from flwr.clientapp import ClientApp
+from numpy.typing import NDArray
+
+from flwr_perdl.clients import DiffusionClient, client_app, keep_private
+from flwr_perdl.diffusion import Averaging, CombinationMatrix, Topology, metropolis_weights
+from flwr_perdl.diffusion import DiffusionAveraging as Learner
+from flwr_perdl.diffusion.averaging import METHODS
+from flwr_perdl.network import Faults, InMemoryNetwork
+from flwr_perdl.simulations import InProcessGrid
+from flwr_perdl.strategies import DiffusionAveraging, ServerSettings, TooFewReplies, as_legacy
+from tests.bits import assert_same_bits
+from tests.clients.test_keep_private import (
+    STEPS,
+    Tapped,
+    arrays_in,
+    assert_private_stays,
+    make_app,
+    model,
+)
+
+N, FEATURES, ROUNDS = 5, 3, 6
+NET = Topology.from_edges(5, [(0, 1), (1, 2), (2, 3), (3, 4), (4, 0), (1, 3)])
+START = np.array([1.0, -2.0, 0.5])
+PARTS = [f"w{i}" for i in range(FEATURES)]
+
+
+class LeastSquares(NumPyClient):
+    """A gradient step on its own samples; its evaluation shows the whole model."""
+
+    def __init__(self, node: int) -> None:
+        rng = np.random.default_rng(node)
+        self.X, self.y = rng.standard_normal((9, FEATURES)), node + rng.standard_normal(9)
+
+    def fit(self, parameters: list[NDArray[Any]], config: Any) -> Any:
+        (w,) = parameters
+        return (
+            [w - 0.1 * self.X.T @ (self.X @ w - self.y) / 9],
+            9,
+            {"round": config["server-round"]},
+        )
+
+    def evaluate(self, parameters: list[NDArray[Any]], config: Any) -> Any:
+        (w,) = parameters
+        loss = float(np.mean((self.X @ w - self.y) ** 2))
+        return (
+            loss,
+            9,
+            {"round": config["server-round"], **dict(zip(PARTS, w.tolist(), strict=True))},
+        )
+
+
+def by_node(context: Context) -> LeastSquares:
+    return LeastSquares(int(context.node_config["partition-id"]))
+
+
+APP = client_app(by_node)
+SHOWN: dict[str, Any] = {"metrics": ["round", *PARTS]}
+
+
+def models_of(strategy: DiffusionAveraging) -> NDArray[np.floating]:
+    """Return every node's model after every round: (rounds, nodes, features)."""
+    return np.stack([strategy.result.curves[f"evaluate-{part}"] for part in PARTS], axis=-1)
+
+
+def start(grid: InProcessGrid, n: int = ROUNDS, arrays: Any = None, **options: Any) -> Any:
+    strategy = DiffusionAveraging(options.pop("topology", NET), **{**SHOWN, **options})
+    given = ArrayRecord([START]) if arrays is None else arrays
+    return strategy, strategy.start(grid, given, num_rounds=n)
+
+
+def assert_same(strategy: DiffusionAveraging, learned: Any) -> None:
+    found = strategy.result
+    # In memory a metric that no node has is a curve of NaN.
+    curves = {name: rows for name, rows in learned.curves.items() if not np.isnan(rows).all()}
+    assert found.curves.keys() == curves.keys()
+    for name, rows in curves.items():
+        assert_same_bits(found.curves[name], rows)
+    assert found[3:6] == learned[3:6]  # rounds, floats, whose messages were left out
+
+
+@pytest.mark.parametrize("sealed", [False, True], ids=["open", "sealed"])
+@pytest.mark.parametrize("method", METHODS)
+def test_the_bits_are_those_in_memory(method: str, sealed: bool) -> None:
+    strategy, result = start(InProcessGrid(APP, N), method=method, sealed=sealed)
+    here = Learner(method=method, **SHOWN).fit(LeastSquares, NET, ROUNDS, initial=[START])
+    assert_same(strategy, here)
+    assert_same_bits(models_of(strategy)[-1], np.stack([w for (w,) in here.models.values()]))
+    assert (strategy.result.models, len(result.arrays)) == ({}, 0)
+    assert [*result.evaluate_metrics_clientapp] == [*range(1, ROUNDS + 1)]
+    last = result.evaluate_metrics_clientapp[ROUNDS]
+    assert last["loss"] == pytest.approx(here.curves["evaluate-loss"][-1].mean())
+    for metrics in (last, result.train_metrics_clientapp[ROUNDS]):
+        assert metrics["round"] == ROUNDS
+    strategy.start(InProcessGrid(APP, N), ArrayRecord([START]), num_rounds=1)  # once more
+    assert strategy.result.rounds == 1
+
+
+@pytest.mark.parametrize("robust", ["clip", "trimmed"])
+def test_robust_rules_are_those_in_memory(robust: str) -> None:
+    options: dict[str, Any] = {"method": "atc", "robust": robust, "n_liars": 1, **SHOWN}
+    net = Topology.complete(N)
+    strategy, _ = start(InProcessGrid(APP, N), topology=net, **options)
+    assert_same(strategy, Learner(**options).fit(LeastSquares, net, ROUNDS, initial=[START]))
+    plain, _ = start(InProcessGrid(APP, N), topology=net, method="atc")
+    assert (models_of(plain)[-1] != models_of(strategy)[-1]).any()
+
+
+def test_weights_faults_and_rounds_between_evaluations_are_those_in_memory() -> None:
+    pairs = ([(0, 1), (2, 3)], [(1, 2), (3, 4)])
+    network = {
+        "weights": [metropolis_weights(Topology.from_edges(5, own)) for own in pairs],
+        "faults": Faults(drop=0.2, sleep=0.1, max_delay=1, corrupt={2: 3}, seed=1),
+    }
+    options: dict[str, Any] = {"evaluate_every": 2, "method": "atc"}
+    strategy, _ = start(InProcessGrid(APP, N), **options, **network)
+    here = Learner(**options, **SHOWN).fit(
+        LeastSquares, InMemoryNetwork(NET, **network), ROUNDS, initial=[START]
+    )
+    assert_same(strategy, here)
+    assert strategy.result.unheard
+
+
+# Any app -----------------------------------------------------------------------------------------
+
+#: Not in the order of the alphabet; a counter, a half float and a row of nothing.
+FORMS = {
+    "fc.weight": np.ones((2, 3), np.float32),
+    "bn.count": np.array(4),
+    "bn.bias": np.ones(2, np.float16),
+    "a.none": np.zeros(0, np.float32),
+}
+
+
+def test_an_app_of_the_message_api_sees_what_fedavg_sends() -> None:
+    seen: list[Any] = []
+
+    def noted(message: Message) -> dict[str, Any]:
+        own = {name: array.numpy() for name, array in message.content["arrays"].items()}
+        forms = [(name, array.shape, array.dtype) for name, array in own.items()]
+        config = message.content["config"]
+        seen.append((message.metadata.message_type, forms, config["server-round"], config["lr"]))
+        assert not any("averaging" in key for key in config)
+        return own
+
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        new = {
+            name: Array(np.asarray(array + 1, array.dtype))
+            for name, array in noted(message).items()
+        }
+        numbers = MetricRecord({"num-examples": 1, "train_loss": 2.0})
+        content = {"arrays": ArrayRecord(dict(reversed(new.items()))), "metrics": numbers}
+        return Message(RecordDict(content), reply_to=message)
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        own = noted(message)
+        numbers = {name: float(array.sum()) for name, array in own.items()}
+        metrics = MetricRecord({"num-examples": 1, "eval_loss": 0.5, **numbers})
+        return Message(RecordDict({"metrics": metrics}), reply_to=message)
+
+    class FallingRate(DiffusionAveraging):
+        def configure_train(self, server_round: int, arrays: Any, config: Any, grid: Any) -> Any:
+            now = ConfigRecord({**config, "lr": config["lr"] / server_round})
+            return super().configure_train(server_round, arrays, now, grid)
+
+    strategy = FallingRate(Topology.ring(3), metrics=["train_loss", *FORMS])
+    given = ArrayRecord({name: Array(array) for name, array in FORMS.items()})
+    result = strategy.start(
+        InProcessGrid(client_app(app), 3),
+        given,
+        2,
+        train_config=ConfigRecord({"lr": 1.0}),
+        evaluate_config=ConfigRecord({"lr": 7.0}),
+    )
+    forms = [(name, array.shape, array.dtype) for name, array in FORMS.items()]
+    training, evaluations = [("train", forms, t, 1 / t) for t in (1, 2)], ("evaluate", forms)
+    assert seen == [
+        *[training[0]] * 3,
+        *[(*evaluations, 1, 7.0), training[1]] * 3,
+        *[(*evaluations, 2, 7.0)] * 3,
+    ]
+    assert dict(result.evaluate_metrics_clientapp[2]) == {
+        "loss": 0.5,
+        **{name: float((array + 2).sum()) for name, array in FORMS.items()},
+    }
+    assert result.train_metrics_clientapp[2]["train_loss"] == 2
+    assert set(strategy.history[-1].metrics[0]) == {
+        "num-examples",
+        "neighbor-distance",
+        "train-train_loss",
+        "evaluate-loss",
+        *(f"evaluate-{name}" for name in FORMS),
+    }
+
+
+def test_without_an_evaluation_nodes_only_train() -> None:
+    class Adds(NumPyClient):
+        def fit(self, parameters: Any, config: Any) -> Any:
+            return [array + 1 for array in parameters], 1, {"seen": parameters[0][0]}
+
+    grid = InProcessGrid(client_app(lambda context: Adds().to_client()), N)
+    strategy, result = start(grid, 3, metrics=["seen"])
+    assert strategy.result.curves["train-seen"].tolist() == [[1.0] * N, [2.0] * N, [3.0] * N]
+    assert result.evaluate_metrics_clientapp == {}
+
+
+# What stays at the node --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sealed", [False, True], ids=["open", "sealed"])
+@pytest.mark.parametrize("mod", [True, False], ids=["mod", "private"])
+@pytest.mark.parametrize("method", ["atc", "cta"])
+def test_private_arrays_stay_and_the_rest_is_averaged(
+    method: str, mod: bool, sealed: bool, tmp_path: Path
+) -> None:
+    keep = ["head.*"]
+    app = make_app(keep_private(*keep)) if mod else make_app()
+    grid = Tapped(
+        client_app(app) if mod else client_app(app, private=keep),
+        3,
+        node_config=lambda node: {"state-dir": str(tmp_path)},
+    )
+    strategy, _ = start(
+        grid,
+        3,
+        model(),
+        topology=Topology.ring(3),
+        method=method,
+        sealed=sealed,
+        metrics=["head", "body"],
+    )
+    assert grid.errors == []
+    found = strategy.result
+    trained = np.outer([1, 2, 3], [1, 2, 3])  # (p + 1) thousands in every round
+    assert (found.curves["evaluate-head"] == trained).all()
+    mean = 2 * STEPS["body.weight"]
+    last = [3 * mean] * 3 if method == "atc" else [2 * mean + p + 1 for p in range(3)]
+    np.testing.assert_allclose(found.curves["evaluate-body"][-1], last)
+    assert_private_stays(grid)
+    assert found.floats_sent == 3 * 2 * 3 * 4  # rounds, neighbors, nodes; four of eight numbers
+    if not sealed:
+        assert {report.floats_up for report in strategy.history[:-1]} == {4}
+
+
+# Who is absent -----------------------------------------------------------------------------------
+
+
+class Late(Tapped):
+    """A grid whose last node comes before exchange ``joins``."""
+
+    joins, exchanges = 3, 0
+
+    def get_node_ids(self) -> Any:
+        nodes = sorted(super().get_node_ids())
+        return nodes if self.exchanges >= self.joins - 1 else nodes[:-1]
+
+    def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
+        sent = list(messages)
+        self.exchanges += any(message.metadata.message_type == "train" for message in sent)
+        return super().send_and_receive(sent, timeout=timeout)
+
+
+def test_a_node_that_joins_late_begins_with_the_initial_arrays() -> None:
+    grid = Late(APP, N)
+    strategy, _ = start(grid, method="atc", num_clients=N - 1)
+    w, A = np.tile(START, (N, 1)), metropolis_weights(NET).matrix.toarray()
+    clients = [LeastSquares(node) for node in range(N)]
+    found = models_of(strategy)
+    for t in range(1, ROUNDS + 1):
+        there, weights = np.arange(N) < (N if t >= Late.joins else N - 1), A.copy()
+        lost = weights * ~there[None]
+        weights += np.diag(lost.sum(axis=1)) - lost
+        psi = np.stack([clients[k].fit([w[k]], {"server-round": t})[0][0] for k in range(N)])
+        w = np.where(there[:, None], weights @ psi, w)
+        np.testing.assert_allclose(found[t - 1, there], w[there], rtol=1e-12)
+        assert np.isnan(found[t - 1, ~there]).all()
+    assert strategy.result.alive.all()
+    sent = [name for name, array in arrays_in(grid.asked) if np.array_equal(array, START)]
+    assert len(sent) == N  # once to each
+
+
+class Dying(Tapped):
+    """A grid whose node 0 loses what is in its memory before exchange 3."""
+
+    def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
+        sent = list(messages)
+        if any(message.content["config"].get("server-round") == 3 for message in sent):
+            self.contexts[1000].state = RecordDict()
+        return super().send_and_receive(sent, timeout=timeout)
+
+
+@pytest.mark.parametrize("private", [False, True], ids=["all", "private"])
+def test_a_restarted_node_goes_on_from_its_state_dir(private: bool, tmp_path: Path) -> None:
+    def run(kind: type[InProcessGrid], **options: Any) -> DiffusionAveraging:
+        app = client_app(make_app(keep_private("head.*"))) if private else APP
+        arrays, metrics = (model(), ["head", "body"]) if private else (None, SHOWN["metrics"])
+        return start(kind(app, N, **options), ROUNDS, arrays, metrics=metrics)[0]
+
+    grid = {"node_config": lambda node: {"state-dir": str(tmp_path)}}
+    assert_same(run(Dying, **grid), run(InProcessGrid).result)
+
+
+def test_without_one_it_misses_a_round_and_begins_anew() -> None:
+    grid = Dying(APP, N)
+    strategy, _ = start(grid, method="atc")
+    assert len(grid.errors) == 1
+    assert "state-dir" in grid.errors[0]
+    assert ["client 0" in report.dropped for report in strategy.history].count(True) == 1
+    assert strategy.history[3].aggregate["anew"] == 1
+    seen = strategy.result.curves["train-round"][:, 0]
+    assert np.isnan(seen).tolist() == [False, True, True, False, False, False]
+    assert strategy.result.alive.all()
+
+
+class Crashing(InProcessGrid):
+    """A grid whose server dies when all nodes have answered exchange 4."""
+
+    def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
+        sent = list(messages)
+        replies = super().send_and_receive(sent, timeout=timeout)
+        if any(message.content["config"].get("server-round") == 4 for message in sent):
+            raise KeyboardInterrupt
+        return replies
+
+
+@pytest.mark.parametrize("private", [False, True], ids=["all", "private"])
+def test_a_run_that_is_resumed_has_the_same_bits(private: bool, tmp_path: Path) -> None:
+    app = client_app(make_app(keep_private("head.*"))) if private else APP
+    initial = model() if private else ArrayRecord([START])
+    stopped: list[tuple[int, list[int]]] = []
+
+    def stop(round_: int, result: Any) -> bool:
+        stopped.append((round_, list(result.evaluate_metrics_clientapp)))
+        return round_ == 2
+
+    def run(
+        name: str,
+        given: Any,
+        kind: type[InProcessGrid] = InProcessGrid,
+        stops: Any = None,
+        **options: Any,
+    ) -> DiffusionAveraging:
+        grid = kind(app, N, state_dir=tmp_path / f"{name}-nodes")
+        metrics = ["head", "body"] if private else SHOWN["metrics"]
+        strategy = DiffusionAveraging(
+            NET, metrics=metrics, checkpoint_dir=tmp_path / name, **options
+        )
+        strategy.start(grid, given, num_rounds=ROUNDS, should_stop=stops)
+        return strategy
+
+    resume = ServerSettings(resume=True)
+    whole = run("whole", initial).result
+    first = run("parts", initial, stops=stop)
+    assert stopped == [(1, [1]), (2, [1, 2])]
+    with pytest.raises(RuntimeError, match="run must be over"):
+        _ = first.result
+    with pytest.raises(KeyboardInterrupt):
+        run("parts", None, Crashing, server=resume)
+    assert_same(run("parts", None, server=resume), whole)
+    assert_same(run("parts", None, server=resume), whole)  # nobody is asked again
+
+
+# Bad replies, bad input --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "spoiled",
+    [
+        lambda w: [w * np.nan],
+        lambda w: [w, w],
+        lambda w: [w[:2]],
+        lambda w: 1 / 0,
+        lambda w: [w * 1e40],
+    ],
+)
+def test_a_node_that_returns_nonsense_is_counted_and_left_out(spoiled: Callable[..., Any]) -> None:
+    class Liar(LeastSquares):
+        def fit(self, parameters: Any, config: Any) -> Any:
+            arrays, *rest = super().fit(parameters, config)
+            return spoiled(*arrays) if config["server-round"] == 2 else arrays, *rest
+
+    def make_client(context: Context) -> LeastSquares:
+        node = int(context.node_config["partition-id"])
+        return Liar(node) if node == 2 else LeastSquares(node)
+
+    strategy, _ = start(InProcessGrid(client_app(make_client), N), method="atc")
+    counted = strategy.result.unheard.get(2, 0)
+    counted += sum("client 2" in report.dropped for report in strategy.history)
+    assert counted >= 1
+    honest = models_of(strategy)[:, [0, 1, 3, 4]]
+    assert np.abs(honest).max() < 5
+    assert strategy.result.alive.all()
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_nodes_that_cannot_take_part_are_named(wrapped: bool) -> None:
+    def program(context: Context) -> DiffusionClient:
+        return DiffusionClient(Averaging(np.zeros(N)), context)
+
+    app = client_app(program) if wrapped else make_app()
+    with pytest.raises(TooFewReplies, match=r"perdl\.step" if wrapped else "client_app"):
+        start(InProcessGrid(app, N))
+
+
+RING = Topology.ring(4)
+PATH = Topology.from_edges(3, [(0, 1), (1, 2)])
+THIRDS = np.array([[2, 1, 0], [1, 1, 1], [0, 1, 2]]) / 3.0
+HALVES = np.array([[0.5, 0.5, 0.0], [0.3, 0.4, 0.3], [0.0, 0.5, 0.5]])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "named"),
+    [
+        ({"topology": 4}, TypeError, "topology"),
+        ({"topology": Topology.from_edges(4, [(0, 1), (2, 3)])}, ValueError, "connected"),
+        ({"topology": PATH, "weights": CombinationMatrix(HALVES, PATH)}, ValueError, "weights"),
+        ({"topology": RING, "weights": CombinationMatrix(THIRDS, PATH)}, ValueError, "weights"),
+        ({"method": "average"}, ValueError, "method"),
+        ({"method": "atc", "robust": "clip", "n_liars": 2}, ValueError, "n_liars"),
+        ({"evaluate_every": -1}, ValueError, "evaluate_every"),
+        ({"metrics": "loss"}, ValueError, "metrics"),
+        ({"sealed": "yes"}, ValueError, "sealed"),
+        ({"fraction_evaluate": 1.0}, ValueError, "fraction_evaluate"),
+        ({"optimizer": None}, TypeError, "optimizer"),
+    ],
+)
+def test_options_are_checked(options: Any, error: type[Exception], named: str) -> None:
+    with pytest.raises(error, match=named):
+        DiffusionAveraging(**{"topology": RING, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "named"),
+    [
+        ({"initial_arrays": None}, ValueError, "initial_arrays"),
+        ({"initial_arrays": ArrayRecord([np.full(2, np.inf)])}, ValueError, "initial_arrays"),
+        ({"initial_arrays": ArrayRecord([np.ones(2, bool)])}, ValueError, "initial"),
+        ({"num_rounds": 0}, ValueError, "num_rounds"),
+        ({"evaluate_fn": print}, ValueError, "evaluate_fn"),
+        ({"should_stop": 3}, TypeError, "should_stop"),
+    ],
+)
+def test_what_a_run_starts_with_is_checked(
+    options: Any, error: type[Exception], named: str
+) -> None:
+    class Silent(InProcessGrid):
+        def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
+            raise AssertionError("nobody is asked")
+
+    with pytest.raises(error, match=named):
+        DiffusionAveraging(RING).start(Silent(APP, 4), **{"initial_arrays": model(), **options})
+
+
+def test_older_projects_do_not_say_how_many_rounds_there_are() -> None:
+    older = as_legacy(DiffusionAveraging(RING), initial=[START])
+    with pytest.raises(ValueError, match="start"):
+        older.initialize_parameters(None)
