@@ -21,14 +21,17 @@ from flwr_perdl.clients._handlers import Evaluated, Fitted, Handlers, NoEvaluate
 from flwr_perdl.clients.base import INNER
 from flwr_perdl.clients.diffusion import SEALED, DiffusionClient
 from flwr_perdl.clients.keep_private import LEFT_OUT, KeepPrivate, matched
-from flwr_perdl.core.checks import Matrix
+from flwr_perdl.core.checks import Matrix, check_kind
 from flwr_perdl.diffusion.averaging import DiffusionAveraging
+from flwr_perdl.diffusion.compression import RandomQuantization, TopK
 from flwr_perdl.network.messages import Delivery
 from flwr_perdl.protocol.records import RUN, SEED, Scalar, encode, read_request, reply_to
 
 #: Marks the requests, and says as JSON: the learner's options, how late a message may be, and name,
 #: shape and dtype of every array of the model.
 AVERAGING = "perdl.averaging"
+#: What a node can make of a number and options.
+COMPRESSIONS = (TopK, RandomQuantization)
 
 
 def averaging_config(
@@ -36,6 +39,12 @@ def averaging_config(
 ) -> dict[str, Scalar]:
     """Return what a request says to the nodes besides what every diffusion's does."""
     options = {name: value for name, value in vars(learner).items() if name != "config"}
+    compression = learner.compression
+    if compression is None:
+        del options["consensus_step"]
+    else:
+        check_kind("compression", compression, COMPRESSIONS, "a TopK or RandomQuantization")
+        options["compression"] = COMPRESSIONS.index(type(compression)), vars(compression)
     arrays = [[name, array.shape, array.dtype.str] for name, array in start.items()]
     about = {"learner": options, "max_delay": max_delay, "arrays": arrays}
     return {AVERAGING: json.dumps(about)}
@@ -69,7 +78,11 @@ def answer_averaging(
     if private:
         own[LEFT_OUT] = json.dumps(private)
     client = _App(Handlers(message, context, call, shared), config, own)
-    learner = DiffusionAveraging(**about["learner"])
+    options = about["learner"]
+    if options["compression"] is not None:
+        kind, own_options = options["compression"]
+        options["compression"] = COMPRESSIONS[kind](**own_options)
+    learner = DiffusionAveraging(**options)
     program = learner.program(lambda node: client, initial=[model[name] for name in shared])
     node = _Node(program, context, max_delay=about["max_delay"])
     node.has_start = bool(start)

@@ -22,6 +22,7 @@ from flwr_perdl.core.checks import Matrix, check_count
 from flwr_perdl.diffusion.averaging import Averaged, Form
 from flwr_perdl.diffusion.averaging import DiffusionAveraging as Learner
 from flwr_perdl.diffusion.combine import Run
+from flwr_perdl.diffusion.compression import RandomQuantization, TopK
 from flwr_perdl.diffusion.topology import Topology
 from flwr_perdl.network.faults import Faults
 from flwr_perdl.protocol.driver import Conversation
@@ -52,6 +53,8 @@ class DiffusionAveraging(NeighborRelay):
         See `flwr_perdl.diffusion.DiffusionAveraging`.
     robust, n_liars
         Where neighbors may lie, as there.
+    compression, consensus_step
+        For messages of fewer bytes, as there.
     evaluate_every : int, default 1
         Rounds between two evaluations of a node's own model by its own ``evaluate``; 0: none.
     metrics : sequence of str, default ()
@@ -106,6 +109,8 @@ class DiffusionAveraging(NeighborRelay):
         method: str = "exact_diffusion",
         robust: str | None = None,
         n_liars: int = 1,
+        compression: TopK | RandomQuantization | None = None,
+        consensus_step: float | None = None,
         evaluate_every: int = 1,
         metrics: Sequence[str] = (),
         weights: Weights = None,
@@ -118,6 +123,8 @@ class DiffusionAveraging(NeighborRelay):
             method=method,
             robust=robust,
             n_liars=n_liars,
+            compression=compression,
+            consensus_step=consensus_step,
             evaluate_every=evaluate_every,
             metrics=metrics,
         )

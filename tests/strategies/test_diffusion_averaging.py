@@ -14,7 +14,14 @@ from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 
 from flwr_perdl.clients import DiffusionClient, client_app, keep_private
-from flwr_perdl.diffusion import Averaging, CombinationMatrix, Topology, metropolis_weights
+from flwr_perdl.diffusion import (
+    Averaging,
+    CombinationMatrix,
+    RandomQuantization,
+    TopK,
+    Topology,
+    metropolis_weights,
+)
 from flwr_perdl.diffusion import DiffusionAveraging as Learner
 from flwr_perdl.diffusion.averaging import METHODS
 from flwr_perdl.network import Faults, InMemoryNetwork
@@ -87,7 +94,7 @@ def assert_same(strategy: DiffusionAveraging, learned: Any) -> None:
     assert found.curves.keys() == curves.keys()
     for name, rows in curves.items():
         assert_same_bits(found.curves[name], rows)
-    assert found[3:6] == learned[3:6]  # rounds, floats, whose messages were left out
+    assert found[3:7] == learned[3:7]  # rounds, floats, bytes, whose messages were left out
 
 
 @pytest.mark.parametrize("sealed", [False, True], ids=["open", "sealed"])
@@ -107,13 +114,21 @@ def test_the_bits_are_those_in_memory(method: str, sealed: bool) -> None:
     assert strategy.result.rounds == 1
 
 
-@pytest.mark.parametrize("robust", ["clip", "trimmed"])
-def test_robust_rules_are_those_in_memory(robust: str) -> None:
-    options: dict[str, Any] = {"method": "atc", "robust": robust, "n_liars": 1, **SHOWN}
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"method": "atc", "robust": "clip"},
+        {"method": "atc", "robust": "trimmed"},
+        {"method": "gradient_tracking", "compression": TopK(0.7), "consensus_step": 0.4},
+        {"method": "exact_diffusion", "compression": RandomQuantization(5, seed=3)},
+    ],
+)
+def test_rules_and_compressions_are_those_in_memory(options: dict[str, Any]) -> None:
     net = Topology.complete(N)
     strategy, _ = start(InProcessGrid(APP, N), topology=net, **options)
-    assert_same(strategy, Learner(**options).fit(LeastSquares, net, ROUNDS, initial=[START]))
-    plain, _ = start(InProcessGrid(APP, N), topology=net, method="atc")
+    learner = Learner(**options, **SHOWN)
+    assert_same(strategy, learner.fit(LeastSquares, net, ROUNDS, initial=[START]))
+    plain, _ = start(InProcessGrid(APP, N), topology=net, method=options["method"])
     assert (models_of(plain)[-1] != models_of(strategy)[-1]).any()
 
 
