@@ -43,6 +43,7 @@ PAGES = (
     ROOT / "docs" / "use-in-your-project.md",
     ROOT / "docs" / "add-a-protocol.md",
     ROOT / "docs" / "clustered-learning.md",
+    ROOT / "docs" / "keep-a-part-private.md",
 )
 REGION = re.compile(r"(<!-- begin (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
