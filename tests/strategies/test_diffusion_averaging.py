@@ -217,6 +217,8 @@ def test_an_app_of_the_message_api_sees_what_fedavg_sends() -> None:
     assert set(strategy.history[-1].metrics[0]) == {
         "num-examples",
         "neighbor-distance",
+        "floats-received",
+        "bytes-received",
         "train-train_loss",
         "evaluate-loss",
         *(f"evaluate-{name}" for name in FORMS),
