@@ -12,11 +12,13 @@ from flwr_perdl.diffusion.objectives import (
     Objective,
     SparseSVD,
 )
+from flwr_perdl.diffusion.schedule import Schedule
 from flwr_perdl.diffusion.topology import (
     CombinationMatrix,
     Topology,
     averaging_weights,
     metropolis_weights,
+    push_weights,
     relative_degree_variance_weights,
 )
 
@@ -32,6 +34,7 @@ __all__ = [
     "NonnegativeMF",
     "Objective",
     "Program",
+    "Schedule",
     "SparseSVD",
     "Topology",
     "averaging_weights",
@@ -39,5 +42,6 @@ __all__ = [
     "infer",
     "local_costs",
     "metropolis_weights",
+    "push_weights",
     "relative_degree_variance_weights",
 ]

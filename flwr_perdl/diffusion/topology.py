@@ -10,6 +10,7 @@ paper                        here
 neighborhood N_k (with k)    ``topology.neighbours(k)`` (without k)
 a_{lk} (k combines from l)   ``W[k, l]``: the papers' A, transposed; its rows sum to one
 A 1 = 1 as well              ``CombinationMatrix.doubly_stochastic``; required for a plain average
+A 1 = 1 alone                column-stochastic, `push_weights`: push-sum on directed graphs
 degree nu_l (P3 eq. 5)       ``topology.degrees[l] + 1``: the neighborhood counts the node itself
 ===========================  ==========================================================
 """
@@ -339,10 +340,11 @@ class CombinationMatrix:
         if not np.isfinite(weights.data).all() or (weights.data < 0).any():
             raise ValueError("weights must be finite and at least 0, got one that is not.")
         sums = np.asarray(weights.sum(axis=1)).ravel()
-        if np.abs(sums - 1).max() > 1e-10:
+        if not (_are_one(sums) or _are_one(weights.sum(axis=0))):
             worst = int(np.abs(sums - 1).argmax())
             raise ValueError(
-                f"weights must sum to one in every row, got {sums[worst]:g} in {worst}."
+                f"weights must sum to one in every row, or in every column, got {sums[worst]:g} in "
+                f"row {worst}."
             )
         weights.eliminate_zeros()
         alone = sparse.coo_array(weights - weights.multiply(_with_themselves(self.topology)))
@@ -361,9 +363,23 @@ class CombinationMatrix:
 
     @cached_property
     def doubly_stochastic(self) -> bool:
-        """Whether columns sum to one as well: repeated combination then leads to the plain mean."""
-        sums = np.asarray(self.matrix.sum(axis=0)).ravel()
-        return bool(np.abs(sums - 1).max() <= 1e-10)
+        """Whether rows and columns sum to one: repeated combination leads to the plain mean."""
+        return self.row_stochastic and self.column_stochastic
+
+    @cached_property
+    def row_stochastic(self) -> bool:
+        """Whether rows sum to one: a combination is a mean of what a node receives."""
+        return _are_one(self.matrix.sum(axis=1))
+
+    @cached_property
+    def column_stochastic(self) -> bool:
+        """Whether columns sum to one: a combination keeps the sum over all nodes."""
+        return _are_one(self.matrix.sum(axis=0))
+
+    @cached_property
+    def symmetric(self) -> bool:
+        """Whether both ends of every link give the same weight to each other."""
+        return (self.matrix != self.matrix.T).nnz == 0
 
     @cached_property
     def spectral_gap(self) -> float:
@@ -374,7 +390,7 @@ class CombinationMatrix:
         n = self.topology.n_nodes
         if n == 1 or not self.is_connected:
             return float(n == 1)
-        if (self.matrix != self.matrix.T).nnz == 0:
+        if self.symmetric:
             return max(0.0, 1.0 - max(self.second, -least(self.matrix)))
         if n <= DENSE:
             values = np.linalg.eigvals(self.matrix.toarray())
@@ -394,8 +410,14 @@ class CombinationMatrix:
 
     def __repr__(self) -> str:
         """Say what the weights are like."""
-        kind = "doubly stochastic" if self.doubly_stochastic else "row stochastic"
+        kind = "row stochastic" if self.row_stochastic else "column stochastic"
+        kind = "doubly stochastic" if self.doubly_stochastic else kind
         return f"CombinationMatrix({self.topology!r}, {kind}, spectral gap {self.spectral_gap:.3g})"
+
+
+def _are_one(sums: Any) -> bool:
+    """Whether all sums are one but for rounding."""
+    return bool(np.abs(np.asarray(sums) - 1).max() <= 1e-10)
 
 
 def greatest_but(matrix: Csr, known: NDArray[np.float64]) -> float:
@@ -451,14 +473,16 @@ def metropolis_weights(topology: Topology) -> CombinationMatrix:
     """
     check_topology(topology)
     if topology.directed:
-        raise ValueError(f"metropolis_weights needs an undirected topology, got {topology!r}.")
+        raise ValueError(
+            f"topology must be undirected for metropolis_weights, got {topology!r}: push_weights "
+            "takes directed ones."
+        )
     links = sparse.coo_array(topology.adjacency)
     k, j = links.coords
     degrees = topology.degrees
     values = 1.0 / (1.0 + np.maximum(degrees[k], degrees[j]))
     weights = sparse.csr_array((values, (k, j)), shape=links.shape)
-    rows = sparse.coo_array(weights).coords[0]
-    own = 1.0 - np.bincount(rows, weights.data, minlength=topology.n_nodes)  # in order, as networks
+    own = 1.0 - received_sums(weights)  # in order, as networks
     return CombinationMatrix(weights + sparse.diags_array(own), topology)
 
 
@@ -478,6 +502,38 @@ def averaging_weights(topology: Topology) -> CombinationMatrix:
     check_topology(topology)
     scale = sparse.diags_array(1.0 / (1.0 + topology.degrees))
     return CombinationMatrix(scale @ _with_themselves(topology), topology)
+
+
+def push_weights(topology: Topology) -> CombinationMatrix:
+    """Return weights for push-sum: a node divides by one plus the number of those that hear it.
+
+    Node k weighs what it receives from l by 1 / (1 + out-degree of l). Columns sum to one, on any
+    topology, directed or not; rows only where all degrees are equal.
+
+    Examples
+    --------
+    >>> from flwr_perdl.diffusion import Topology, push_weights
+    >>> topology = Topology.from_edges(3, [(1, 0), (2, 0), (0, 2), (2, 1)], directed=True)
+    >>> push_weights(topology).matrix.toarray().round(3)  # two nodes hear node 0
+    array([[0.333, 0.   , 0.5  ],
+           [0.333, 0.5  , 0.   ],
+           [0.333, 0.5  , 0.5  ]])
+    """
+    check_topology(topology)
+    shares = 1.0 / (1.0 + np.asarray(topology.adjacency.sum(axis=0)).ravel())
+    weights = topology.adjacency @ sparse.diags_array(shares)
+    received = received_sums(weights)
+    own = (received + shares) - received  # rounded as networks do, which send the sum of both
+    return CombinationMatrix(weights + sparse.diags_array(own), topology)
+
+
+def received_sums(weights: Csr) -> NDArray[np.float64]:
+    """Return the sum of each node's weights without its own, added in the order of senders."""
+    rows, columns = sparse.coo_array(weights).coords
+    sums: NDArray[np.float64] = np.bincount(
+        rows, np.where(rows == columns, 0.0, weights.data), minlength=weights.shape[0]
+    )
+    return sums
 
 
 def relative_degree_variance_weights(topology: Topology, variances: ArrayLike) -> CombinationMatrix:
@@ -514,10 +570,10 @@ def _with_themselves(topology: Topology) -> Csr:
 
 
 def matrices_of(network: Any) -> tuple[CombinationMatrix, ...]:
-    """Return the weights of a network, one matrix per round and cycled through; none if unknown."""
+    """Return a network's weights in the rounds of its first window; none if unknown."""
     if isinstance(network, CombinationMatrix):
         return (network,)
-    return tuple(getattr(getattr(network, "plan", None), "matrices", ()))
+    return tuple(getattr(getattr(network, "plan", network), "matrices", ()))
 
 
 def rounds_to_all(network: Any) -> int:
