@@ -23,13 +23,20 @@ gradient tracking                          ``method="gradient_tracking"``
 ``y_k(t) = sum_l a_kl y_l(t-1)             `AveragingProgram.adapt`, ``state.tracker``; zero at
 + g_k(t) - g_k(t-1)``                      the start
 ``w_k(t) = sum_l a_kl (w_l - y_l)``        `AveragingProgram.combine`
+push-sum, stochastic gradient push         ``method="push_sum"``; ``a_kl = 1 / (out-degree of l
+                                           + 1)`` by `push_weights`, columns sum to one
+``x_k <- x_k + fit_k(z_k) - z_k``          `AveragingProgram.adapt`; ``z`` is ``state.model``
+``x_k <- sum_l a_kl x_l,                   `AveragingProgram.combine`, ``state.tracker``; one at
+u_k <- sum_l a_kl u_l, z_k = x_k / u_k``   the start
 =========================================  ======================================================
 
 Sources. ATC and CTA: Sayed, "Adaptation, learning, and optimization over networks", Foundations and
 Trends in Machine Learning 7, 2014. Exact diffusion: Yuan, Ying, Zhao, Sayed, IEEE TSP 67, 2019.
 Gradient tracking: Nedić, Olshevsky, Shi, "Achieving geometric convergence for distributed
 optimization over time-varying graphs", SIAM Journal on Optimization 27, 2017, combined after the
-step.
+step. Push-sum: Nedić, Olshevsky, "Distributed optimization over time-varying directed graphs", IEEE
+TAC 60, 2015, in the order of Assran, Loizou, Ballas, Rabbat, "Stochastic gradient push for
+distributed deep learning", ICML 2019: step, then push.
 
 Deviation: the papers take one gradient step of a known length where this takes the client's
 ``fit``. The two corrected methods then end where the changes that the nodes' ``fit`` would make sum
@@ -38,6 +45,7 @@ to zero; for one full gradient step that is the minimum of the sum of the nodes'
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from logging import getLogger
@@ -50,12 +58,15 @@ from numpy.typing import NDArray
 from flwr_perdl.core.checks import brief_repr, check_choice, check_count, check_kind
 from flwr_perdl.core.threads import one_blas_thread
 from flwr_perdl.diffusion.combine import Array, Inbox, run_program, weighted
-from flwr_perdl.diffusion.topology import matrices_of, rounds_to_all
+from flwr_perdl.diffusion.schedule import Schedule
+from flwr_perdl.diffusion.topology import CombinationMatrix, Topology, push_weights
 
 #: ``node -> client``; a client has Flower's ``fit``, and ``evaluate`` where models are evaluated.
 Clients = Callable[[int], Any]
 
-METHODS = ("atc", "cta", "exact_diffusion", "gradient_tracking")
+METHODS = ("atc", "cta", "exact_diffusion", "gradient_tracking", "push_sum")
+#: The method by default: where the network is fixed and symmetric, or not known.
+_FIXED = "exact_diffusion"
 
 #: The round's name in the config of ``fit`` and ``evaluate``, as Flower's own strategies call it.
 ROUND = "server-round"
@@ -119,7 +130,7 @@ class DiffusionAveraging:
 
     - *A neighbor*: in every round the node's model after ``fit`` (``"cta"``: the model itself;
       ``"exact_diffusion"``: corrected by the last change; ``"gradient_tracking"``: the tracker
-      besides). From successive models, and those of all neighbors of the node, it computes the
+      besides; ``"push_sum"``: the model times a weight, and the weight). From successive models, and those of all neighbors of the node, it computes the
       change that ``fit`` has made: with one sample per step that may show the sample. Use
       Flower's or the framework's differential privacy in ``fit`` where this matters.
     - *A node that is no neighbor*: nothing.
@@ -131,12 +142,14 @@ class DiffusionAveraging:
 
     Parameters
     ----------
-    method : {"atc", "cta", "exact_diffusion", "gradient_tracking"}, default "exact_diffusion"
-        "atc": adapt, then combine. "cta": combine, then adapt. Where the nodes' data differ both
+    method : str, optional
+        By default what suits the network: "exact_diffusion" where it is fixed and its weights are
+        symmetric, "gradient_tracking" where it changes or only rows and columns sum to one,
+        "push_sum" where only columns do (directed networks). "atc": adapt, then combine. "cta": combine, then adapt. Where the nodes' data differ both
         end near the minimum of the sum of losses, the nearer the shorter the steps.
-        "exact_diffusion" and "gradient_tracking" remove that bias, also where links drop, nodes
-        sleep or the network changes. Exact diffusion sends as many floats as "atc", gradient
-        tracking twice as many. After a late message (``Faults(max_delay=...)``), or where a node
+        "exact_diffusion" and "gradient_tracking" remove that bias, also where links drop or nodes
+        sleep, the latter where the network changes, too. Exact diffusion sends as many floats as
+        "atc", gradient tracking twice as many. "push_sum" is "atc" for directed networks. After a late message (``Faults(max_delay=...)``), or where a node
         returns without its state, their corrections no longer sum to zero: both keep an error
         that does not shrink. "atc" and "cta" forget such a fault.
     evaluate_every : int, default 1
@@ -168,12 +181,12 @@ class DiffusionAveraging:
     def __init__(
         self,
         *,
-        method: str = "exact_diffusion",
+        method: str | None = None,
         evaluate_every: int = 1,
         metrics: Sequence[str] = (),
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        self.method = check_choice("method", method, METHODS)
+        self.method = None if method is None else check_choice("method", method, METHODS)
         self.evaluate_every = check_count("evaluate_every", evaluate_every)
         check_kind("metrics", metrics, Sequence, "a sequence of names")
         if isinstance(metrics, str) or not all(isinstance(name, str) for name in metrics):
@@ -200,9 +213,10 @@ class DiffusionAveraging:
             ``node -> client``, called for every round as Flower does: a client keeps nothing
             between two calls. On Ray it is pickled: read the data in it. None on Flower, where
             nodes have their own clients (see `program`). ``client.to_client()`` may be returned.
-        network : Topology, CombinationMatrix, or a network of `flwr_perdl.network`
-            Who hears whom: connected, with doubly stochastic weights. A topology means Metropolis
-            weights, in this process and without faults.
+        network : Topology, CombinationMatrix, Schedule, or a network of `flwr_perdl.network`
+            Who hears whom: connected, with doubly stochastic weights, or column-stochastic ones
+            for "push_sum". A topology means Metropolis weights, or `push_weights` if it is
+            directed. The first three are in this process and without faults.
         n_rounds : int
             Communication rounds.
         initial : sequence of ndarray or ArrayRecord, optional
@@ -218,20 +232,25 @@ class DiffusionAveraging:
         Raises
         ------
         ValueError
-            If the network is not as described, or a client returns something else than a finite
+            If the network is not as described or does not suit the method, or a client returns something else than a finite
             model of the form that it received.
         TooFewReplies
             On Flower, if fewer than ``min_clients`` nodes reply in a round as a `DiffusionClient`.
         """
         check_count("n_rounds", n_rounds)
+        if isinstance(network, Topology) and network.directed:
+            network = push_weights(network)
         network = weighted(network)
-        rounds_to_all(network)
-        for matrix in matrices_of(network):
-            if not matrix.doubly_stochastic:  # repeated combination would not lead to the mean
-                raise ValueError(f"network must have doubly stochastic weights, got {matrix!r}.")
+        method = self._suited(network, n_rounds)
         if clients is None and not getattr(network, "nodes_have_programs", False):
             raise ValueError("clients may be None with a FlowerNetwork only, got None.")
-        program = None if clients is None else self.program(clients, initial=initial)
+        if clients is None and self.method is None and method != _FIXED:
+            raise ValueError(
+                f"method must be {method!r} for this network, and named where nodes have programs "
+                "of their own, got None."
+            )
+        learner = self._with(method)
+        program = None if clients is None else learner.program(clients, initial=initial)
         run = run_program(program, network, n_rounds, on_report=callback)
         for name in self.metrics:
             known = [run.curves.get(f"{kind}-{name}") for kind in ("train", "evaluate")]
@@ -250,6 +269,41 @@ class DiffusionAveraging:
         costs = run.rounds, run.floats_sent
         return Averaged(models, run.curves, apart, *costs, run.unheard, run.alive)
 
+    def _suited(self, network: Any, n_rounds: int) -> str:
+        """Return the method, by default what suits the network; raise if they do not match."""
+        schedule = getattr(getattr(network, "plan", None), "schedule", network)
+        if isinstance(schedule, CombinationMatrix):
+            schedule = Schedule.of(schedule)
+        if not isinstance(schedule, Schedule):  # of another kind: nothing is known
+            return self.method or _FIXED
+        schedule.check_connected(n_rounds)
+        last = schedule.window if schedule.repeats else max(n_rounds, schedule.window)
+        rounds = map(schedule.matrix, range(1, last + 1))
+        rows, columns, symmetric = (
+            all(kind)
+            for kind in zip(
+                *((m.row_stochastic, m.column_stochastic, m.symmetric) for m in rounds), strict=True
+            )
+        )
+        fixed = last == 1 and schedule.repeats and symmetric
+        suited = _FIXED if fixed else "gradient_tracking"
+        method = self.method or (suited if rows and columns else "push_sum")
+        if not (columns and (rows or method == "push_sum")):
+            kind = "column-stochastic" if method == "push_sum" else "doubly stochastic"
+            raise ValueError(f"network must have {kind} weights for {method!r}, got {schedule!r}.")
+        if method == _FIXED and not fixed:
+            raise ValueError(
+                f"network must be fixed and have symmetric weights for {method!r}, got "
+                f"{schedule!r}: 'gradient_tracking' takes any doubly stochastic ones."
+            )
+        return method
+
+    def _with(self, method: str) -> DiffusionAveraging:
+        """Return this learner with a method."""
+        learner = copy.copy(self)
+        learner.method = method
+        return learner
+
     def program(
         self, clients: Clients, *, initial: Sequence[Array] | Any = None
     ) -> AveragingProgram:
@@ -264,7 +318,8 @@ class AveragingState(NamedTuple):
     """The state of the nodes hosted here; models are vectors of all parameters.
 
     ``model`` (m, n_parameters) is ``w``, after ``adapt`` what is sent; ``last`` is ``psi`` of exact
-    diffusion or ``g`` of gradient tracking, and ``tracker`` its ``y``, each (m, 0) where not used;
+    diffusion or ``g`` of gradient tracking, and ``tracker`` its ``y``, each (m, 0) where not used,
+    or the weights of push-sum, (m, 1), where ``adapt`` leaves the numerator in ``model``;
     ``reports`` (m, n_reports) are about the last round, in the order of `AveragingProgram.names`.
     """
 
@@ -299,7 +354,7 @@ class AveragingProgram:
                 raise ValueError(
                     f"initial must be arrays, got the integer {array}: write {array}.0."
                 )
-        self.learner = learner
+        self.learner = learner if learner.method else learner._with(_FIXED)
         self.clients = clients
         self.initial = None if initial is None else [np.array(array) for array in initial]
         self._known_form: Form | None = None
@@ -319,6 +374,8 @@ class AveragingProgram:
             last = model
         elif self.learner.method == "gradient_tracking":
             last = tracker = np.zeros_like(model)
+        elif self.learner.method == "push_sum":
+            tracker = np.ones((len(nodes), 1), model.dtype)
         reports = np.full((len(nodes), len(self.names)), np.nan)
         return AveragingState(nodes, model, last, tracker, reports)
 
@@ -335,11 +392,13 @@ class AveragingProgram:
             g = w - psi
             y = state.tracker + g - state.last
             return state._replace(model=w - y, last=g, tracker=y)
+        if method == "push_sum":
+            return state._replace(model=w * state.tracker + psi - w)
         return state._replace(model=psi)
 
     def message(self, state: AveragingState) -> tuple[Array, ...]:
-        """Return the model, with gradient tracking the tracker besides."""
-        tracking = self.learner.method == "gradient_tracking"
+        """Return the model, with gradient tracking the tracker besides, with push-sum the weight."""
+        tracking = self.learner.method in ("gradient_tracking", "push_sum")
         return (state.model, state.tracker) if tracking else (state.model,)
 
     @one_blas_thread()
@@ -347,6 +406,10 @@ class AveragingProgram:
         """Average over the neighborhood; evaluate the model where it is the round for that."""
         sent, mean = state.model, ordered_mean(inbox, 0)
         method, every = self.learner.method, self.learner.evaluate_every
+        if method == "push_sum":
+            weight = ordered_mean(inbox, 1)
+            sent, mean = sent / state.tracker, mean / weight
+            state = state._replace(tracker=weight)
         reports = state.reports.copy()
         reports[:, 0] = np.linalg.norm(sent - mean, axis=1)
         state = state._replace(model=mean, reports=reports)
