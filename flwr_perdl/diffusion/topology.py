@@ -482,7 +482,8 @@ def metropolis_weights(topology: Topology) -> CombinationMatrix:
     degrees = topology.degrees
     values = 1.0 / (1.0 + np.maximum(degrees[k], degrees[j]))
     weights = sparse.csr_array((values, (k, j)), shape=links.shape)
-    own = 1.0 - received_sums(weights)  # in order, as networks
+    rows = sparse.coo_array(weights).coords[0]
+    own = 1.0 - np.bincount(rows, weights.data, minlength=topology.n_nodes)  # in order, as networks
     return CombinationMatrix(weights + sparse.diags_array(own), topology)
 
 
@@ -521,19 +522,22 @@ def push_weights(topology: Topology) -> CombinationMatrix:
     """
     check_topology(topology)
     shares = 1.0 / (1.0 + np.asarray(topology.adjacency.sum(axis=0)).ravel())
-    weights = topology.adjacency @ sparse.diags_array(shares)
-    received = received_sums(weights)
-    own = (received + shares) - received  # rounded as networks do, which send the sum of both
+    weights = sparse.coo_array(topology.adjacency @ sparse.diags_array(shares))
+    totals = kept_totals(*weights.coords, weights.data, topology.n_nodes)
+    own = totals - np.bincount(weights.coords[0], weights.data, minlength=topology.n_nodes)
     return CombinationMatrix(weights + sparse.diags_array(own), topology)
 
 
-def received_sums(weights: Csr) -> NDArray[np.float64]:
-    """Return the sum of each node's weights without its own, added in the order of senders."""
-    rows, columns = sparse.coo_array(weights).coords
-    sums: NDArray[np.float64] = np.bincount(
-        rows, np.where(rows == columns, 0.0, weights.data), minlength=weights.shape[0]
-    )
-    return sums
+def kept_totals(
+    receivers: NDArray[np.intp], senders: NDArray[np.intp], weights: NDArray[np.float64], n: int
+) -> NDArray[np.float64]:
+    """Return the sums of the nodes' weights if each keeps what it does not send, shape (n,).
+
+    Rounded as networks do, which hand these sums to the nodes.
+    """
+    received = np.bincount(receivers, weights, minlength=n)
+    totals: NDArray[np.float64] = received + (1.0 - np.bincount(senders, weights, minlength=n))
+    return totals
 
 
 def relative_degree_variance_weights(topology: Topology, variances: ArrayLike) -> CombinationMatrix:

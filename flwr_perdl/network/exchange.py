@@ -21,8 +21,8 @@ from flwr_perdl.diffusion.topology import (
     CombinationMatrix,
     Topology,
     check_topology,
+    kept_totals,
     metropolis_weights,
-    received_sums,
 )
 from flwr_perdl.network.faults import Faults
 from flwr_perdl.network.messages import cleared, finite_rows, shared_weights
@@ -92,12 +92,14 @@ class Plan:
         return self.schedule.awake(round_) & self.faults.awake(self.n_nodes, round_)
 
     def totals(self, round_: int) -> NDArray[np.float64]:
-        """Return the sum of each node's weights, its own included, shape (n_nodes,)."""
-        matrix = self.schedule.matrix(round_)
-        if matrix.row_stochastic:
+        """Return the sum of each node's weights, its own included, shape (n_nodes,).
+
+        Where only columns sum to one, a node keeps the weight of those who do not hear it.
+        """
+        if self.schedule.matrix(round_).row_stochastic:
             return np.ones(self.n_nodes)
-        totals: NDArray[np.float64] = received_sums(matrix.matrix) + matrix.matrix.diagonal()
-        return totals
+        links = self.links(round_)
+        return kept_totals(links.receivers, links.senders, links.weights, self.n_nodes)
 
     def links(self, round_: int) -> Links:
         """Return who is heard in a round if every message counts."""

@@ -32,6 +32,12 @@ UNEQUAL = Topology.from_edges(
 )
 
 
+def one_way(round_: int) -> Topology:
+    """Return the graph in which one node sends to all."""
+    hub = round_ % N
+    return Topology.from_edges(N, [(k, hub) for k in range(N) if k != hub], directed=True)
+
+
 class Quadratic(NumPyClient):
     """One gradient step on a (w - target)^2 / 2; with a = 0 the model stays as it is."""
 
@@ -102,8 +108,11 @@ def test_the_mean_moves_as_gradient_descent_on_the_sum(method: str, network: Any
 def test_push_sum_finds_the_mean_where_plain_averaging_does_not() -> None:
     mean, weights = np.mean(np.arange(N) ** 2.0), push_weights(UNEQUAL)
     assert len(set(weights.matrix.diagonal())) > 1
-    learned = learn(UNEQUAL, 200)
-    np.testing.assert_allclose(values(learned.models), mean, rtol=0, atol=1e-10)
+    lossy = InMemoryNetwork(UNEQUAL, weights, Faults(drop=0.3, sleep=0.1, seed=1))
+    changing = Schedule(N, lambda t: UNEQUAL if t % 2 else one_way(t), window=2)
+    for network in (UNEQUAL, changing, lossy):
+        learned = learn(network, 300)
+        np.testing.assert_allclose(values(learned.models), mean, rtol=0, atol=1e-10)
     plain = learn_anyway("atc", InMemoryNetwork(UNEQUAL, weights), 200)
     assert np.abs(plain - mean).max() > 1
     rows = learn_anyway("atc", InMemoryNetwork(UNEQUAL, averaging_weights(UNEQUAL)), 200)
@@ -120,18 +129,18 @@ def learn_anyway(method: str, network: Any, n_rounds: int, clients: Any = SAME) 
 def test_push_sum_ends_near_the_solution_the_nearer_the_shorter_the_steps() -> None:
     targets = np.arange(N) ** 2.0
     errors = []
-    for a in (0.1, 0.01):
-        found = values(learn(UNEQUAL, 1500, partial(Quadratic, a=a, targets=targets)).models)
+    for a in (0.1, 0.02):
+        found = values(learn(UNEQUAL, 500, partial(Quadratic, a=a, targets=targets)).models)
         errors.append(np.abs(found - targets.mean()).max())
-    assert errors[1] < 0.2 * errors[0] < 1
+    assert errors[1] < 0.3 * errors[0] < 1
 
 
 def test_exact_diffusion_diverges_where_few_links_change() -> None:
     """One pair of sixteen nodes meets in a round: why exact diffusion wants a fixed network."""
     pairs = Schedule(16, lambda t: [spawn(0, 0, t).choice(16, 2, replace=False)], window=100)
     client = partial(Quadratic, a=0.02, targets=np.arange(16.0))
-    assert np.ptp(learn_anyway("exact_diffusion", InMemoryNetwork(pairs), 600, client)) > 1e6
-    assert learn(pairs, 600, client, method="gradient_tracking").disagreement < 20
+    assert np.ptp(learn_anyway("exact_diffusion", InMemoryNetwork(pairs), 300, client)) > 1e3
+    assert learn(pairs, 300, client, method="gradient_tracking").disagreement < 20
 
 
 # The networks themselves -------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from perdl_experiments.measures import rounds_to
 from tests.studies import run_study
@@ -30,6 +31,25 @@ def test_a_larger_set_of_networks_and_images_at_random() -> None:
     assert [table.title for table in found.tables] == ["Graphs of 4 nodes", "Graphs of 8 nodes"]
     last = found.arrays["accuracy_torus_larger"][0, -1].min()
     assert found.metrics["accuracy_worst_torus_larger"] == last
+
+
+def test_networks_that_change_are_left_out_unless_wanted() -> None:
+    options = {"clients": 4, "rounds": 3, "seeds": 1, "local_steps": 1}
+    fixed = run_study("decentralized", **options)
+    found = run_study("decentralized", changing=1, **options)
+    more = set(found.arrays) - set(fixed.arrays)
+    assert more == {"accuracy_random-pairs", "accuracy_one-peer"}
+    for name, curve in fixed.arrays.items():
+        np.testing.assert_array_equal(found.arrays[name], curve)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_networks_that_change_reach_fedavg(seed: int) -> None:
+    found = run_study("decentralized", rounds=300, seed=seed, seeds=1, changing=1).metrics
+    assert found["accuracy_fedavg"] > 0.95
+    for name in ("random-pairs", "one-peer"):
+        assert found[f"accuracy_worst_{name}"] >= found["accuracy_fedavg"] - 0.01
 
 
 def test_from_which_round_on_a_target_is_reached() -> None:
