@@ -130,9 +130,10 @@ class DiffusionAveraging:
 
     - *A neighbor*: in every round the node's model after ``fit`` (``"cta"``: the model itself;
       ``"exact_diffusion"``: corrected by the last change; ``"gradient_tracking"``: the tracker
-      besides; ``"push_sum"``: the model times a weight, and the weight). From successive models, and those of all neighbors of the node, it computes the
-      change that ``fit`` has made: with one sample per step that may show the sample. Use
-      Flower's or the framework's differential privacy in ``fit`` where this matters.
+      besides; ``"push_sum"``: the model times a weight, and the weight). From successive models,
+      and those of all neighbors of the node, it computes the change that ``fit`` has made: with
+      one sample per step that may show the sample. Use Flower's or the framework's differential
+      privacy in ``fit`` where this matters.
     - *A node that is no neighbor*: nothing.
     - *The server* of a Flower federation: the same messages, in the clear; ciphertext with
       ``FlowerNetwork(..., sealed=True)``. In both cases, for every node and round, in the clear:
@@ -143,15 +144,17 @@ class DiffusionAveraging:
     Parameters
     ----------
     method : str, optional
-        By default what suits the network: "exact_diffusion" where it is fixed and its weights are
-        symmetric, "gradient_tracking" where it changes or only rows and columns sum to one,
-        "push_sum" where only columns do (directed networks). "atc": adapt, then combine. "cta": combine, then adapt. Where the nodes' data differ both
-        end near the minimum of the sum of losses, the nearer the shorter the steps.
-        "exact_diffusion" and "gradient_tracking" remove that bias, also where links drop or nodes
-        sleep, the latter where the network changes, too. Exact diffusion sends as many floats as
-        "atc", gradient tracking twice as many. "push_sum" is "atc" for directed networks. After a late message (``Faults(max_delay=...)``), or where a node
-        returns without its state, their corrections no longer sum to zero: both keep an error
-        that does not shrink. "atc" and "cta" forget such a fault.
+        "atc", "cta", "exact_diffusion", "gradient_tracking" or "push_sum"; by default what suits
+        the network: "exact_diffusion" if it is fixed and its weights are symmetric,
+        "gradient_tracking" if other weights sum to one in rows and columns, "push_sum" if they do
+        so in columns only (directed networks). "atc": adapt, then combine. "cta": combine, then
+        adapt. Where the nodes' data differ both end near the minimum of the sum of losses, the
+        nearer the shorter the steps, and so does "push_sum". "exact_diffusion" and
+        "gradient_tracking" remove that bias, also where links drop or nodes sleep. Exact diffusion
+        sends as many floats as "atc", gradient tracking twice as many. After a late message
+        (``Faults(max_delay=...)``), or where a node returns without its state, their corrections
+        no longer sum to zero: both keep an error that does not shrink, and so does "push_sum".
+        "atc" and "cta" forget such a fault.
     evaluate_every : int, default 1
         Rounds between two calls of ``evaluate``; 0: it is never called.
     metrics : sequence of str, default ()
@@ -232,8 +235,8 @@ class DiffusionAveraging:
         Raises
         ------
         ValueError
-            If the network is not as described or does not suit the method, or a client returns something else than a finite
-            model of the form that it received.
+            If the network is not as described or does not suit the method, or a client returns
+            something else than a finite model of the form that it received.
         TooFewReplies
             On Flower, if fewer than ``min_clients`` nodes reply in a round as a `DiffusionClient`.
         """
@@ -397,7 +400,7 @@ class AveragingProgram:
         return state._replace(model=psi)
 
     def message(self, state: AveragingState) -> tuple[Array, ...]:
-        """Return the model, with gradient tracking the tracker besides, with push-sum the weight."""
+        """Return the model; with gradient tracking the tracker, with push-sum the weight."""
         tracking = self.learner.method in ("gradient_tracking", "push_sum")
         return (state.model, state.tracker) if tracking else (state.model,)
 

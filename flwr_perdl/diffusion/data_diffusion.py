@@ -278,7 +278,7 @@ class DataDiffusion:
         network = weighted(network)
         for matrix in matrices_of(network):
             if not matrix.row_stochastic:
-                raise ValueError(f"network must have weights that sum to one in rows, got {matrix}.")
+                raise ValueError(f"network must have row-stochastic weights, got {matrix}.")
         agreement, n_nodes = rounds_to_all(network), network.topology.n_nodes
         if len(data) != n_nodes:
             raise ValueError(f"data must be of {n_nodes} nodes, got {len(data)}.")

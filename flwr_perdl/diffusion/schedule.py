@@ -7,7 +7,7 @@ random pairs (gossip; Boyd et al. 2006)        `Schedule.random_pairs`
 one-peer exponential graph (Assran et al.      `Schedule.one_peer_exponential`
 2019; Ying et al. 2021)
 nodes that join or leave for good              `Schedule.members`
-edges that fail with a probability             ``flwr_perdl.network.Faults(drop=...)``, on any network
+edges that fail with a probability             ``flwr_perdl.network.Faults(drop=...)``
 any other                                      `Schedule`, of a function of the round
 =============================================  ====================================================
 """
@@ -161,8 +161,8 @@ class Schedule:
         first = np.zeros(n_nodes)
         last = np.full(n_nodes, np.inf)
         for name, given, rounds in (("joins", joins, first), ("leaves", leaves, last)):
-            for node, at in node_rounds(name, given or {}, n_nodes - 1).items():
-                rounds[node] = at
+            for node, round_ in node_rounds(name, given or {}, n_nodes - 1).items():
+                rounds[node] = round_
 
         def present(round_: int) -> NDArray[np.bool_]:
             there: NDArray[np.bool_] = (first <= round_) & (round_ < last)
@@ -229,7 +229,7 @@ class Schedule:
             linked = linked or links.nnz > len(links.diagonal())
         if linked:
             raise ValueError(
-                f"network must be connected in some window of {self.window} round(s), got {self!r}, "
+                f"network must be connected in some window of {self.window} round(s), got {self!r} "
                 f"in {count} separate parts."
             )
 
@@ -241,7 +241,7 @@ class Schedule:
 
 
 def node_rounds(name: str, value: Any, most: int | None = None) -> dict[int, int]:
-    """Return a mapping of nodes, up to number ``most``, to rounds: checked, in order of the nodes."""
+    """Return a mapping of nodes, up to node ``most``, to rounds: checked, in order of the nodes."""
     given = check_kind(name, value, Mapping, "a mapping of nodes to rounds")
     rounds = {
         check_count(f"{name}: node", node, 0, most): check_count(f"{name}: round", at, 1)

@@ -379,7 +379,7 @@ class CombinationMatrix:
     @cached_property
     def symmetric(self) -> bool:
         """Whether both ends of every link give the same weight to each other."""
-        return (self.matrix != self.matrix.T).nnz == 0
+        return not (self.matrix != self.matrix.T).nnz
 
     @cached_property
     def spectral_gap(self) -> float:
@@ -523,8 +523,8 @@ def push_weights(topology: Topology) -> CombinationMatrix:
     check_topology(topology)
     shares = 1.0 / (1.0 + np.asarray(topology.adjacency.sum(axis=0)).ravel())
     weights = sparse.coo_array(topology.adjacency @ sparse.diags_array(shares))
-    totals = kept_totals(*weights.coords, weights.data, topology.n_nodes)
-    own = totals - np.bincount(weights.coords[0], weights.data, minlength=topology.n_nodes)
+    (k, j), n = weights.coords, topology.n_nodes
+    own = kept_totals(k, j, weights.data, n) - np.bincount(k, weights.data, minlength=n)
     return CombinationMatrix(weights + sparse.diags_array(own), topology)
 
 

@@ -133,22 +133,17 @@ class _Softmax:
 def networks(n: int, seed: int, changing: int) -> dict[str, Topology | Schedule]:
     """Return the graphs by name, with those that change from round to round if wanted."""
     rows = max(d for d in range(1, int(n**0.5) + 1) if n % d == 0)
-    fixed = {
+    graphs: dict[str, Topology | Schedule] = {
         "ring": Topology.ring(n),
         "torus": Topology.torus(rows, n // rows),
         "exponential": Topology.exponential(n),
         "erdos-renyi": Topology.erdos_renyi(n, min(1.0, 2 * np.log(n) / n), seed=seed),
         "complete": Topology.complete(n),
     }
-    return fixed if not changing else {**fixed, **changing_networks(n, seed)}
-
-
-def changing_networks(n: int, seed: int) -> dict[str, Schedule]:
-    """Return the networks that change from round to round by name."""
-    return {
-        "random-pairs": Schedule.random_pairs(n, seed=seed),
-        "one-peer": Schedule.one_peer_exponential(n),
-    }
+    if changing:
+        graphs["random-pairs"] = Schedule.random_pairs(n, seed=seed)
+        graphs["one-peer"] = Schedule.one_peer_exponential(n)
+    return graphs
 
 
 def run(config: Config, keep: Keep) -> Outcome:
@@ -267,13 +262,12 @@ def _one_seed(config: Config, seed: int) -> Arrays:
         alone = [nodes(k).fit(model, {})[0] for k, model in enumerate(alone)]
     kept: Arrays = {"fedavg": fedavg, "alone": np.array([nodes.accuracy(own) for own in alone])}
     for name, network in networks(n, seed, config.changing).items():
-        fixed = isinstance(network, Topology)
-        # Exact diffusion is for fixed graphs: the others have the method that suits them.
-        method = config.method if fixed or config.method != "exact_diffusion" else None
+        # Exact diffusion is for fixed graphs, where it is the default: others have theirs.
+        method = None if config.method == "exact_diffusion" else config.method
         learner = DiffusionAveraging(method=method, metrics=["accuracy"])
         learned = learner.fit(nodes, network, config.rounds, initial=nodes.initial)
         kept[name] = learned.curves["evaluate-accuracy"]
-        if fixed:
+        if isinstance(network, Topology):
             kept[f"gap/{name}"] = np.array(metropolis_weights(network).spectral_gap)
         kept[f"floats/{name}"] = np.array(learned.floats_sent / config.rounds / n)
     return kept

@@ -296,11 +296,12 @@ def test_ray_actors() -> None:
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors have no tests
     try:
-        for method, faults in (
-            ("exact_diffusion", None),
-            ("cta", FAULTS),
-            ("gradient_tracking", FAULTS),
-            ("push_sum", None),
+        for method, faults, graph in (
+            ("exact_diffusion", None, RING),
+            ("cta", FAULTS, RING),
+            ("gradient_tracking", FAULTS, RING),
+            ("gradient_tracking", None, Schedule.random_pairs(N)),
+            ("push_sum", None, Schedule(N, lambda t: Topology.star(N))),
         ):
             learner = DiffusionAveraging(method=method, evaluate_every=2, metrics=["loss"])
             told: list[int] = []
@@ -308,9 +309,9 @@ def test_ray_actors() -> None:
             def tell(round_: int, row: Any, told: list[int] = told) -> None:
                 told.append(round_)
 
-            network = RayNetwork(RING, faults=faults, agents_per_actor=4)
+            network = RayNetwork(graph, faults=faults, agents_per_actor=4)
             learned = learner.fit(LeastSquares, network, 9, initial=START, callback=tell)
-            memory = InMemoryNetwork(RING, faults=faults)
+            memory = InMemoryNetwork(graph, faults=faults)
             here = learner.fit(LeastSquares, memory, 9, initial=START)
             assert_same_bits(learned, here)
             np.testing.assert_array_equal(models_of(learned), models_of(here))

@@ -1,4 +1,4 @@
-"""Networks that change from round to round, and directed ones: what converges on them, and where."""
+"""Networks that change from round to round, and directed ones: what converges on them."""
 
 from __future__ import annotations
 
