@@ -58,8 +58,8 @@ from numpy.typing import NDArray
 from flwr_perdl.core.checks import brief_repr, check_choice, check_count, check_kind
 from flwr_perdl.core.threads import one_blas_thread
 from flwr_perdl.diffusion.combine import Array, Inbox, run_program, weighted
-from flwr_perdl.diffusion.schedule import Schedule
-from flwr_perdl.diffusion.topology import CombinationMatrix, Topology, push_weights
+from flwr_perdl.diffusion.schedule import schedule_of
+from flwr_perdl.diffusion.topology import Topology, weights_of
 
 #: ``node -> client``; a client has Flower's ``fit``, and ``evaluate`` where models are evaluated.
 Clients = Callable[[int], Any]
@@ -241,9 +241,7 @@ class DiffusionAveraging:
             On Flower, if fewer than ``min_clients`` nodes reply in a round as a `DiffusionClient`.
         """
         check_count("n_rounds", n_rounds)
-        if isinstance(network, Topology) and network.directed:
-            network = push_weights(network)
-        network = weighted(network)
+        network = weights_of(network) if isinstance(network, Topology) else weighted(network)
         method = self._suited(network, n_rounds)
         if clients is None and not getattr(network, "nodes_have_programs", False):
             raise ValueError("clients may be None with a FlowerNetwork only, got None.")
@@ -274,20 +272,14 @@ class DiffusionAveraging:
 
     def _suited(self, network: Any, n_rounds: int) -> str:
         """Return the method, by default what suits the network; raise if they do not match."""
-        schedule = getattr(getattr(network, "plan", None), "schedule", network)
-        if isinstance(schedule, CombinationMatrix):
-            schedule = Schedule.of(schedule)
-        if not isinstance(schedule, Schedule):  # of another kind: nothing is known
+        schedule = schedule_of(network)
+        if schedule is None:
             return self.method or _FIXED
         schedule.check_connected(n_rounds)
         last = schedule.window if schedule.repeats else max(n_rounds, schedule.window)
         rounds = map(schedule.matrix, range(1, last + 1))
-        rows, columns, symmetric = (
-            all(kind)
-            for kind in zip(
-                *((m.row_stochastic, m.column_stochastic, m.symmetric) for m in rounds), strict=True
-            )
-        )
+        kinds = [(m.row_stochastic, m.column_stochastic, m.symmetric) for m in rounds]
+        rows, columns, symmetric = map(all, zip(*kinds, strict=True))
         fixed = last == 1 and schedule.repeats and symmetric
         suited = _FIXED if fixed else "gradient_tracking"
         method = self.method or (suited if rows and columns else "push_sum")

@@ -29,7 +29,7 @@ from scipy import sparse
 
 from flwr_perdl.core.checks import FLOATS, brief_repr, check_members, check_real
 from flwr_perdl.core.repr import short_repr
-from flwr_perdl.diffusion.schedule import Schedule
+from flwr_perdl.diffusion.schedule import Schedule, schedule_of
 from flwr_perdl.diffusion.topology import CombinationMatrix, Topology, metropolis_weights
 
 Array = NDArray[Any]
@@ -317,13 +317,13 @@ def run_program(
         As in the networks' ``run``.
     """
     network = weighted(network)
-    if not isinstance(network, CombinationMatrix | Schedule):
+    schedule = None if hasattr(network, "run") else schedule_of(network)
+    if schedule is None:
         asked = {"callback": callback, "on_report": on_report}
         given = {name: function for name, function in asked.items() if function is not None}
         run: Run = network.run(program, n_rounds, **given)
         return run
     assert program is not None
-    schedule = network if isinstance(network, Schedule) else Schedule.of(network)
     n, first = schedule.n_nodes, schedule.matrix(1).topology.adjacency
     state, traffic, unheard = program.start(np.arange(n)), 0 * first, Counter[int]()
     on_all_links = 0.0  # nearly always all are heard, and a sparse sum takes longer than a round

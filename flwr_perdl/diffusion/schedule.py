@@ -24,14 +24,8 @@ from numpy.typing import NDArray
 from scipy import sparse
 from scipy.sparse.csgraph import connected_components
 
-from flwr_perdl.core.checks import check_count, check_flag, check_kind
-from flwr_perdl.diffusion.topology import (
-    CombinationMatrix,
-    Topology,
-    check_topology,
-    metropolis_weights,
-    push_weights,
-)
+from flwr_perdl.core.checks import check_count, check_kind
+from flwr_perdl.diffusion.topology import CombinationMatrix, Topology, check_topology, weights_of
 from flwr_perdl.random import PAIRS, spawn
 
 #: How many rounds' matrices are kept, where they do not repeat.
@@ -82,10 +76,8 @@ class Schedule:
         """Check the arguments."""
         check_count("n_nodes", self.n_nodes, 1)
         check_count("window", self.window, 1)
-        check_flag("repeats", self.repeats)
-        for name, function in (("at", self.at), ("present", self.present or len)):
-            if not callable(function):
-                raise TypeError(f"{name} must be a function of the round, got {function!r}.")
+        if not callable(self.at):
+            raise TypeError(f"at must be a function of the round, got {self.at!r}.")
 
     @classmethod
     def of(cls, *matrices: CombinationMatrix) -> Schedule:
@@ -105,7 +97,7 @@ class Schedule:
         >>> Schedule.random_pairs(4, seed=1).matrix(7).topology.degrees
         array([1, 1, 1, 1])
         """
-        check_count("n_nodes", n_nodes, 1)
+        check_count("n_nodes", n_nodes, 2)
         check_count("seed", seed)
 
         def pairs(round_: int) -> list[list[int]]:
@@ -113,7 +105,7 @@ class Schedule:
             drawn: list[list[int]] = order[: n_nodes // 2 * 2].reshape(-1, 2).tolist()
             return drawn
 
-        window = max(1, 4 * (n_nodes - 1).bit_length())
+        window = 4 * (n_nodes - 1).bit_length()  # nearly always enough to connect them
         return cls(n_nodes, pairs, window, name=f"random_pairs({n_nodes}, seed={seed})")
 
     @classmethod
@@ -123,13 +115,12 @@ class Schedule:
         Each has weight 1/2. Where the number of nodes is a power of two, the mean of all is found
         in ``log2(n_nodes)`` rounds.
         """
-        check_count("n_nodes", n_nodes, 1)
-        window = max(1, (n_nodes - 1).bit_length())
+        check_count("n_nodes", n_nodes, 2)
+        window = (n_nodes - 1).bit_length()
 
-        def peers(round_: int) -> CombinationMatrix:
+        def peers(round_: int) -> Topology:
             links = [(k, (k + 2 ** (round_ - 1)) % n_nodes) for k in range(n_nodes)]
-            links = links if n_nodes > 1 else []
-            return push_weights(Topology.from_edges(n_nodes, links, directed=True))
+            return Topology.from_edges(n_nodes, links, directed=True)
 
         return cls(n_nodes, peers, window, repeats=True, name=f"one_peer_exponential({n_nodes})")
 
@@ -158,8 +149,7 @@ class Schedule:
         """
         check_topology(topology)
         n_nodes = topology.n_nodes
-        first = np.zeros(n_nodes)
-        last = np.full(n_nodes, np.inf)
+        first, last = np.zeros(n_nodes), np.full(n_nodes, np.inf)
         for name, given, rounds in (("joins", joins, first), ("leaves", leaves, last)):
             for node, round_ in node_rounds(name, given or {}, n_nodes - 1).items():
                 rounds[node] = round_
@@ -194,7 +184,7 @@ class Schedule:
         if not isinstance(own, CombinationMatrix):
             if not isinstance(own, Topology):
                 own = Topology.from_edges(self.n_nodes, check_kind("at", own, Iterable, "edges"))
-            own = push_weights(own) if own.directed else metropolis_weights(own)
+            own = weights_of(own)
         if own.topology.n_nodes != self.n_nodes:
             raise ValueError(f"at must return {self.n_nodes} nodes, got {own!r} in round {round_}.")
         return own
@@ -238,6 +228,13 @@ class Schedule:
         if self.window == 1 and self.repeats:
             return repr(self.matrix(1))
         return f"Schedule.{self.name}" if self.name else f"Schedule({self.n_nodes} nodes)"
+
+
+def schedule_of(network: Any) -> Schedule | None:
+    """Return weights, or a network, as a schedule; None if it is not known."""
+    found = getattr(getattr(network, "plan", None), "schedule", network)
+    found = Schedule.of(found) if isinstance(found, CombinationMatrix) else found
+    return found if isinstance(found, Schedule) else None
 
 
 def node_rounds(name: str, value: Any, most: int | None = None) -> dict[int, int]:

@@ -343,8 +343,7 @@ class CombinationMatrix:
         if not (_are_one(sums) or _are_one(weights.sum(axis=0))):
             worst = int(np.abs(sums - 1).argmax())
             raise ValueError(
-                f"weights must sum to one in every row, or in every column, got {sums[worst]:g} in "
-                f"row {worst}."
+                f"weights must sum to one in every row (or column), got {sums[worst]:g} in {worst}."
             )
         weights.eliminate_zeros()
         alone = sparse.coo_array(weights - weights.multiply(_with_themselves(self.topology)))
@@ -473,10 +472,7 @@ def metropolis_weights(topology: Topology) -> CombinationMatrix:
     """
     check_topology(topology)
     if topology.directed:
-        raise ValueError(
-            f"topology must be undirected for metropolis_weights, got {topology!r}: push_weights "
-            "takes directed ones."
-        )
+        raise ValueError(f"topology must be undirected, got {topology!r}: or take push_weights.")
     links = sparse.coo_array(topology.adjacency)
     k, j = links.coords
     degrees = topology.degrees
@@ -528,6 +524,11 @@ def push_weights(topology: Topology) -> CombinationMatrix:
     return CombinationMatrix(weights + sparse.diags_array(own), topology)
 
 
+def weights_of(topology: Topology) -> CombinationMatrix:
+    """Return the weights of a topology by default: for push-sum if directed, else Metropolis."""
+    return push_weights(topology) if topology.directed else metropolis_weights(topology)
+
+
 def kept_totals(
     receivers: NDArray[np.intp], senders: NDArray[np.intp], weights: NDArray[np.float64], n: int
 ) -> NDArray[np.float64]:
@@ -577,7 +578,8 @@ def matrices_of(network: Any) -> tuple[CombinationMatrix, ...]:
     """Return a network's weights in the rounds of its first window; none if unknown."""
     if isinstance(network, CombinationMatrix):
         return (network,)
-    return tuple(getattr(getattr(network, "plan", network), "matrices", ()))
+    plan = getattr(network, "plan", network)
+    return tuple(getattr(getattr(plan, "schedule", plan), "matrices", ()))
 
 
 def rounds_to_all(network: Any) -> int:

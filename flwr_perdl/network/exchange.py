@@ -82,11 +82,6 @@ class Plan:
         """Number of nodes."""
         return self.schedule.n_nodes
 
-    @property
-    def matrices(self) -> tuple[CombinationMatrix, ...]:
-        """The combination matrices of the schedule's first window."""
-        return self.schedule.matrices
-
     def awake(self, round_: int) -> NDArray[np.bool_]:
         """Return which nodes take part in a round, shape (n_nodes,)."""
         return self.schedule.awake(round_) & self.faults.awake(self.n_nodes, round_)
@@ -118,7 +113,7 @@ class Plan:
         """Return whom these nodes may ever hear, themselves included, ascending."""
         if not self.schedule.repeats:
             return np.arange(self.n_nodes)
-        senders = [matrix.topology.adjacency[nodes].indices for matrix in self.matrices]
+        senders = [matrix.topology.adjacency[nodes].indices for matrix in self.schedule.matrices]
         return np.unique(np.concatenate([nodes, *senders])).astype(np.intp)
 
 
@@ -323,9 +318,9 @@ class Mailbox:
         elif not finite.all():
             sound = finite[self._own]
         # Without faults the routes of a round are those of any other with its matrix: kept.
-        simple = not self.plan.faults.any and bool(received.all()) and own is None
-        simple &= self.plan.schedule.repeats
-        key = self.plan.schedule.turn(round_)
+        faulty, schedule = self.plan.faults.any, self.plan.schedule
+        simple = schedule.repeats and not faulty and bool(received.all()) and own is None
+        key = schedule.turn(round_)
         if simple and key in self._routes:
             weights, links = self._routes[key]
         else:

@@ -79,9 +79,7 @@ class Delivery(NamedTuple):
         total, table = float(table[own, 2].max(initial=1.0 - own.any())), table[~own]
         weights = table[:, 2]
         if (weights < 0).any() or weights.sum() > total + 1e-9:
-            raise ValueError(
-                f"weights must be at least 0, at most {total:g} in all, got {weights}."
-            )
+            raise ValueError(f"weights must be from 0 on, {total:g} in all at most, got {weights}.")
         cards = None
         if sealed:
             receivers = check_array("receivers", arrays[1], ndim=1)
