@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["DATA", "EVALUATION", "FAILURES", "SAMPLING", "SERVER", "spawn"]
+__all__ = ["DATA", "EVALUATION", "FAILURES", "PAIRS", "SAMPLING", "SERVER", "spawn"]
 
 #: "Partitions" whose draws are not a client's: the protocol's at the server, the choice of the
-#: clients that train and that evaluate, the making and splitting of experiments' data, and who
-#: fails in an experiment's round.
+#: clients that train and that evaluate, the making and splitting of experiments' data, who
+#: fails in an experiment's round, and random pairs of nodes.
 SERVER = 2**32 - 1
 SAMPLING = 2**32 - 2
 DATA = 2**32 - 3
 EVALUATION = 2**32 - 4
 FAILURES = 2**32 - 5
+PAIRS = 2**32 - 6
 
 
 def spawn(seed: int, partition: int = SERVER, round_: int = 0) -> np.random.Generator:

@@ -221,6 +221,7 @@ class DiffusionClient(Member):
                 check_message(self.program.message(state), 1),
                 delivery.messages if pending == round_ - 1 else (),
                 max_delay=self.max_delay,
+                total=delivery.total,
                 unseal=None if keys is None else keys.open,
             )
             inbox, outsized = within_limits(self.program, state, inbox)

@@ -13,11 +13,13 @@ from flwr_perdl.diffusion.objectives import (
     Objective,
     SparseSVD,
 )
+from flwr_perdl.diffusion.schedule import Schedule
 from flwr_perdl.diffusion.topology import (
     CombinationMatrix,
     Topology,
     averaging_weights,
     metropolis_weights,
+    push_weights,
     relative_degree_variance_weights,
 )
 
@@ -34,6 +36,7 @@ __all__ = [
     "Objective",
     "Program",
     "RandomQuantization",
+    "Schedule",
     "SparseSVD",
     "TopK",
     "Topology",
@@ -42,5 +45,6 @@ __all__ = [
     "infer",
     "local_costs",
     "metropolis_weights",
+    "push_weights",
     "relative_degree_variance_weights",
 ]

@@ -24,13 +24,20 @@ gradient tracking                          ``method="gradient_tracking"``
 + g_k(t) - g_k(t-1)``                      the start
 ``w_k(t) = sum_l a_kl (w_l - y_l)``        `AveragingProgram.combine`
 clipping, trimmed mean                     ``robust``: `flwr_perdl.diffusion.robust`
+push-sum, stochastic gradient push         ``method="push_sum"``; ``a_kl = 1 / (out-degree of l
+                                           + 1)`` by `push_weights`, columns sum to one
+``x_k <- x_k + fit_k(z_k) - z_k``          `AveragingProgram.adapt`; ``z`` is ``state.model``
+``x_k <- sum_l a_kl x_l,                   `AveragingProgram.combine`, ``state.tracker``; one at
+u_k <- sum_l a_kl u_l, z_k = x_k / u_k``   the start
 =========================================  ======================================================
 
 Sources. ATC and CTA: Sayed, "Adaptation, learning, and optimization over networks", Foundations and
 Trends in Machine Learning 7, 2014. Exact diffusion: Yuan, Ying, Zhao, Sayed, IEEE TSP 67, 2019.
 Gradient tracking: Nedić, Olshevsky, Shi, "Achieving geometric convergence for distributed
 optimization over time-varying graphs", SIAM Journal on Optimization 27, 2017, combined after the
-step.
+step. Push-sum: Nedić, Olshevsky, "Distributed optimization over time-varying directed graphs", IEEE
+TAC 60, 2015, in the order of Assran, Loizou, Ballas, Rabbat, "Stochastic gradient push for
+distributed deep learning", ICML 2019: step, then push.
 
 Deviation: the papers take one gradient step of a known length where this takes the client's
 ``fit``. The two corrected methods then end where the changes that the nodes' ``fit`` would make sum
@@ -41,6 +48,7 @@ Compressed messages: `flwr_perdl.diffusion._compressed`.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from logging import getLogger
@@ -53,14 +61,17 @@ from numpy.typing import NDArray
 from flwr_perdl.core.checks import brief_repr, check_choice, check_count, check_kind
 from flwr_perdl.core.threads import one_blas_thread
 from flwr_perdl.diffusion.combine import Array, Inbox, run_program, weighted
-from flwr_perdl.diffusion.compression import Compression, check_compression, check_fixed
+from flwr_perdl.diffusion.compression import Compression, check_compression
 from flwr_perdl.diffusion.robust import RULES, robust_mean
-from flwr_perdl.diffusion.topology import matrices_of, rounds_to_all
+from flwr_perdl.diffusion.schedule import schedule_of
+from flwr_perdl.diffusion.topology import Topology, weights_of
 
 #: ``node -> client``; a client has Flower's ``fit``, and ``evaluate`` where models are evaluated.
 Clients = Callable[[int], Any]
 
-METHODS = ("atc", "cta", "exact_diffusion", "gradient_tracking")
+METHODS = ("atc", "cta", "exact_diffusion", "gradient_tracking", "push_sum")
+#: The method by default: where the network is fixed and symmetric, or not known.
+_FIXED = "exact_diffusion"
 
 #: The round's name in the config of ``fit`` and ``evaluate``, as Flower's own strategies call it.
 ROUND = "server-round"
@@ -132,10 +143,10 @@ class DiffusionAveraging:
 
     - *A neighbor*: in every round the node's model after ``fit`` (``"cta"``: the model itself;
       ``"exact_diffusion"``: corrected by the last change; ``"gradient_tracking"``: the tracker
-      besides; with ``compression`` a part of the changes of these). From successive models, and
-      those of all neighbors of the node, it computes the change that ``fit`` has made: with one
-      sample per step that may show the sample. Use Flower's or the framework's differential privacy
-      in ``fit`` where this matters.
+      besides; ``"push_sum"``: the model times a weight, and the weight; with ``compression`` a part
+      of the changes of these). From successive models, and those of all neighbors of the node, it
+      computes the change that ``fit`` has made: with one sample per step that may show the sample.
+      Use Flower's or the framework's differential privacy in ``fit`` where this matters.
     - *A node that is no neighbor*: nothing.
     - *The server* of a Flower federation: the same messages, in the clear; ciphertext with
       ``FlowerNetwork(..., sealed=True)``. In both cases, for every node and round, in the clear:
@@ -145,20 +156,25 @@ class DiffusionAveraging:
 
     Parameters
     ----------
-    method : {"atc", "cta", "exact_diffusion", "gradient_tracking"}, default "exact_diffusion"
-        "atc": adapt, then combine. "cta": combine, then adapt. Where the nodes' data differ both
-        end near the minimum of the sum of losses, the nearer the shorter the steps.
-        "exact_diffusion" and "gradient_tracking" remove that bias, also where links drop, nodes
-        sleep or the network changes. Exact diffusion sends as many floats as "atc", gradient
-        tracking twice as many. After a late message (``Faults(max_delay=...)``), or where a node
-        returns without its state, their corrections no longer sum to zero: both keep an error
-        that does not shrink. "atc" and "cta" forget such a fault.
+    method : str, optional
+        "atc", "cta", "exact_diffusion", "gradient_tracking" or "push_sum"; by default "atc" with
+        ``robust``, "gradient_tracking" with ``compression``, else what suits the network:
+        "exact_diffusion" if it is fixed and its weights are symmetric, "gradient_tracking" if other
+        weights sum to one in rows and columns, "push_sum" if they do so in columns only (directed
+        networks). "atc": adapt, then combine. "cta": combine, then adapt. Where the nodes' data
+        differ both end near the minimum of the sum of losses, the nearer the shorter the steps, and
+        so does "push_sum". "exact_diffusion" and "gradient_tracking" remove that bias, also where
+        links drop or nodes sleep. Exact diffusion sends as many floats as "atc", gradient tracking
+        twice as many. After a late message (``Faults(max_delay=...)``), or where a node returns
+        without its state, their corrections no longer sum to zero: both keep an error that does not
+        shrink, and so does "push_sum". "atc" and "cta" forget such a fault.
     compression : TopK or RandomQuantization, optional
         Send compressed differences from public copies, on a network that stays the same and loses
-        no message: `TopK` with any method but "exact_diffusion", `RandomQuantization` with all.
-        With "gradient_tracking" (and "exact_diffusion") nodes end where they end without; "atc" and
-        "cta" are more biased, as they average less per round. ``initial`` is the first public copy
-        and must be the same at all nodes. None: whole models are sent.
+        no message: `TopK` with any method but "exact_diffusion" and "push_sum",
+        `RandomQuantization` with all but "push_sum". With "gradient_tracking" (and
+        "exact_diffusion") nodes end where they end without; "atc" and "cta" are more biased, as
+        they average less per round. ``initial`` is the first public copy and must be the same at
+        all nodes. None: whole models are sent.
     consensus_step : float, optional
         How far a node moves to the mean of the public copies, above 0, at most 1; by default it
         follows from the compression, ``2 c / (1 + c)`` where c is its ``contraction``. A larger
@@ -204,7 +220,7 @@ class DiffusionAveraging:
     def __init__(
         self,
         *,
-        method: str = "exact_diffusion",
+        method: str | None = None,
         compression: Compression | None = None,
         consensus_step: float | None = None,
         evaluate_every: int = 1,
@@ -213,7 +229,10 @@ class DiffusionAveraging:
         robust: str | None = None,
         n_liars: int = 1,
     ) -> None:
-        self.method = check_choice("method", method, METHODS)
+        if method is None:
+            plain = None if compression is None else "gradient_tracking"
+            method = plain if robust is None else "atc"
+        self.method = None if method is None else check_choice("method", method, METHODS)
         self.compression, self.consensus_step = check_compression(
             self.method, compression, consensus_step
         )
@@ -229,7 +248,7 @@ class DiffusionAveraging:
         self.n_liars = check_count("n_liars", n_liars, 1)
         if robust is not None and compression is not None:
             raise ValueError(f"robust must be None with compression, got {robust!r}.")
-        if robust is not None and method not in ("atc", "cta"):
+        if robust is not None and self.method not in ("atc", "cta"):
             raise ValueError(
                 "method must be 'atc' or 'cta' with robust, since what a rule takes from a message "
                 f"would add up in the corrections of the others, got {method!r}."
@@ -252,9 +271,10 @@ class DiffusionAveraging:
             ``node -> client``, called for every round as Flower does: a client keeps nothing
             between two calls. On Ray it is pickled: read the data in it. None on Flower, where
             nodes have their own clients (see `program`). ``client.to_client()`` may be returned.
-        network : Topology, CombinationMatrix, or a network of `flwr_perdl.network`
-            Who hears whom: connected, with doubly stochastic weights. A topology means Metropolis
-            weights, in this process and without faults.
+        network : Topology, CombinationMatrix, Schedule, or a network of `flwr_perdl.network`
+            Who hears whom: connected, with doubly stochastic weights, or column-stochastic ones
+            for "push_sum". A topology means Metropolis weights, or `push_weights` if it is
+            directed. The first three are in this process and without faults.
         n_rounds : int
             Communication rounds.
         initial : sequence of ndarray or ArrayRecord, optional
@@ -270,29 +290,23 @@ class DiffusionAveraging:
         Raises
         ------
         ValueError
-            If the network is not as described, a node has too few neighbors for ``n_liars``, or a
-            client returns something else than a finite
-            model of the form that it received.
+            If the network is not as described or does not suit the method, a node has too few
+            neighbors for ``n_liars``, or a client returns something else than a finite model of the
+            form that it received.
         TooFewReplies
             On Flower, if fewer than ``min_clients`` nodes reply in a round as a `DiffusionClient`.
         """
         check_count("n_rounds", n_rounds)
-        network = weighted(network)
-        rounds_to_all(network)
-        for matrix in matrices_of(network):
-            if not matrix.doubly_stochastic:  # repeated combination would not lead to the mean
-                raise ValueError(f"network must have doubly stochastic weights, got {matrix!r}.")
-            fewest = int(matrix.topology.degrees.min())
-            if self.robust is not None and fewest <= 2 * self.n_liars:
-                raise ValueError(
-                    "n_liars must be less than half of every node's number of neighbors, got "
-                    f"{self.n_liars} where a node has {fewest}."
-                )
-        if self.compression is not None:
-            check_fixed(network)
+        network = weights_of(network) if isinstance(network, Topology) else weighted(network)
+        learner = self.suited_to(network, n_rounds)
         if clients is None and not getattr(network, "nodes_have_programs", False):
             raise ValueError("clients may be None with a FlowerNetwork only, got None.")
-        program = None if clients is None else self.program(clients, initial=initial)
+        if clients is None and self.method is None and learner.method != _FIXED:
+            raise ValueError(
+                f"method must be {learner.method!r} for this network, and named where nodes have "
+                "programs of their own, got None."
+            )
+        program = None if clients is None else learner.program(clients, initial=initial)
         run = run_program(program, network, n_rounds, on_report=callback)
         for name in self.metrics:
             known = [run.curves.get(f"{kind}-{name}") for kind in ("train", "evaluate")]
@@ -316,6 +330,56 @@ class DiffusionAveraging:
         costs = run.rounds, run.floats_sent, float(np.nansum(run.curves.get(BYTES, 0.0)))
         return Averaged(models, run.curves, apart, *costs, run.unheard, run.alive)
 
+    def suited_to(self, network: Any, n_rounds: int) -> DiffusionAveraging:
+        """Return this learner with a method: its own, or the one that suits a network.
+
+        Raises
+        ------
+        ValueError
+            If an option does not suit the network, which is as in `fit`.
+        """
+        schedule = schedule_of(network)
+        if schedule is None:
+            return self._with(self.method or _FIXED)
+        schedule.check_connected(n_rounds)
+        last = schedule.window if schedule.repeats else max(n_rounds, schedule.window)
+        rounds = map(schedule.matrix, range(1, last + 1))
+        kinds = [
+            (m.row_stochastic, m.column_stochastic, m.symmetric, m.topology.degrees.min())
+            for m in rounds
+        ]
+        *stochastic, degrees = zip(*kinds, strict=True)
+        rows, columns, symmetric = map(all, stochastic)
+        fixed = last == 1 and schedule.repeats and symmetric
+        if self.robust is not None and min(degrees) <= 2 * self.n_liars:
+            raise ValueError(
+                "n_liars must be less than half of every node's number of neighbors, got "
+                f"{self.n_liars} where a node has {min(degrees)}."
+            )
+        faults = getattr(getattr(network, "plan", None), "faults", None)
+        if self.compression is not None and not (fixed and not (faults and faults.any)):
+            raise ValueError(
+                "network must stay the same and have no simulated faults with compression, got "
+                f"{brief_repr(network)}."
+            )
+        suited = _FIXED if fixed else "gradient_tracking"
+        method = self.method or (suited if rows and columns else "push_sum")
+        if not (columns and (rows or method == "push_sum")):
+            kind = "column-stochastic" if method == "push_sum" else "doubly stochastic"
+            raise ValueError(f"network must have {kind} weights for {method!r}, got {schedule!r}.")
+        if method == _FIXED and not fixed:
+            raise ValueError(
+                f"network must be fixed and have symmetric weights for {method!r}, got "
+                f"{schedule!r}: 'gradient_tracking' takes any doubly stochastic ones."
+            )
+        return self._with(method)
+
+    def _with(self, method: str) -> DiffusionAveraging:
+        """Return this learner with a method."""
+        learner = copy.copy(self)
+        learner.method = method
+        return learner
+
     def program(
         self, clients: Clients, *, initial: Sequence[Array] | Any = None
     ) -> AveragingProgram:
@@ -334,7 +398,8 @@ class AveragingState(NamedTuple):
     """The state of the nodes hosted here; models are vectors of all parameters.
 
     ``model`` (m, n_parameters) is ``w``, after ``adapt`` what is sent; ``last`` is ``psi`` of exact
-    diffusion or ``g`` of gradient tracking, and ``tracker`` its ``y``, each (m, 0) where not used;
+    diffusion or ``g`` of gradient tracking, and ``tracker`` its ``y``, each (m, 0) where not used,
+    or the weights of push-sum, (m, 1), where ``adapt`` leaves the numerator in ``model``;
     ``reports`` (m, n_reports) are about the last round, in the order of `AveragingProgram.names`.
     """
 
@@ -369,7 +434,7 @@ class AveragingProgram:
                 raise ValueError(
                     f"initial must be arrays, got the integer {array}: write {array}.0."
                 )
-        self.learner = learner
+        self.learner = learner if learner.method else learner._with(_FIXED)
         self.clients = clients
         self.initial = None if initial is None else [np.array(array) for array in initial]
         self._known_form: Form | None = None
@@ -389,6 +454,8 @@ class AveragingProgram:
             last = model
         elif self.learner.method == "gradient_tracking":
             last = tracker = np.zeros_like(model)
+        elif self.learner.method == "push_sum":
+            tracker = np.ones((len(nodes), 1), model.dtype)
         reports = np.full((len(nodes), len(self.names)), np.nan)
         return AveragingState(nodes, model, last, tracker, reports)
 
@@ -405,11 +472,13 @@ class AveragingProgram:
             g = w - psi
             y = state.tracker + g - state.last
             return state._replace(model=w - y, last=g, tracker=y)
+        if method == "push_sum":
+            return state._replace(model=w * state.tracker + psi - w)
         return state._replace(model=psi)
 
     def message(self, state: AveragingState) -> tuple[Array, ...]:
-        """Return the model, with gradient tracking the tracker besides."""
-        tracking = self.learner.method == "gradient_tracking"
+        """Return the model; with gradient tracking the tracker, with push-sum the weight."""
+        tracking = self.learner.method in ("gradient_tracking", "push_sum")
         return (state.model, state.tracker) if tracking else (state.model,)
 
     @one_blas_thread()
@@ -417,6 +486,10 @@ class AveragingProgram:
         """Average over the neighborhood; evaluate the model where it is the round for that."""
         sent, mean = state.model, self._mean(state, inbox, 0)
         method, every = self.learner.method, self.learner.evaluate_every
+        if method == "push_sum":
+            weight = ordered_mean(inbox, 1)
+            sent, mean = sent / state.tracker, mean / weight
+            state = state._replace(tracker=weight)
         reports = state.reports.copy()
         reports[:, 0] = np.linalg.norm(sent - mean, axis=1)
         reports[:, 1] = inbox.degrees * sum(array[0].size for array in inbox.arrays)

@@ -29,6 +29,7 @@ from scipy import sparse
 
 from flwr_perdl.core.checks import FLOATS, brief_repr, check_members, check_real
 from flwr_perdl.core.repr import short_repr
+from flwr_perdl.diffusion.schedule import Schedule, schedule_of
 from flwr_perdl.diffusion.topology import CombinationMatrix, Topology, metropolis_weights
 
 Array = NDArray[Any]
@@ -297,7 +298,7 @@ def weighted(network: Any) -> Any:
         if network.directed:
             raise ValueError(f"network must be undirected, or have weights, got {network!r}.")
         return metropolis_weights(network)
-    if isinstance(network, CombinationMatrix):
+    if isinstance(network, CombinationMatrix | Schedule):
         return network
     return check_members("network", network, "Topology, weights or a network", "run", "topology")
 
@@ -315,36 +316,40 @@ def run_program(
     ----------
     program : Program or None
         With the data of all nodes; None where the network's nodes have programs of their own.
-    network : Topology, CombinationMatrix, or a network of `flwr_perdl.network`
-        The first two stand for all nodes in this process, without faults.
+    network : Topology, CombinationMatrix, Schedule, or a network of `flwr_perdl.network`
+        The first three stand for all nodes in this process, without faults.
     n_rounds, callback, on_report
         As in the networks' ``run``.
     """
     network = weighted(network)
-    if not isinstance(network, CombinationMatrix):
+    schedule = None if hasattr(network, "run") else schedule_of(network)
+    if schedule is None:
         asked = {"callback": callback, "on_report": on_report}
         given = {name: function for name, function in asked.items() if function is not None}
         run: Run = network.run(program, n_rounds, **given)
         return run
     assert program is not None
-    n, links = network.topology.n_nodes, network.topology.adjacency
-    state, traffic, unheard = program.start(np.arange(n)), 0 * links, Counter[int]()
+    n, first = schedule.n_nodes, schedule.matrix(1).topology.adjacency
+    state, traffic, unheard = program.start(np.arange(n)), 0 * first, Counter[int]()
     on_all_links = 0.0  # nearly always all are heard, and a sparse sum takes longer than a round
     rows: list[dict[str, Array]] = []
     for round_ in range(1, n_rounds + 1):
-        state, inbox, left_out = exchanged(program, state, round_, network.matrix, links)
+        matrix, before, awake = schedule.matrix(round_), state, schedule.awake(round_)
+        links = matrix.topology.adjacency
+        state, inbox, left_out = exchanged(program, state, round_, matrix.matrix, links)
+        state = step_back(state, before, ~awake)
         size = float(sum(array[0].size for array in inbox.arrays))
-        if inbox.links is links:
+        if inbox.links is first:
             on_all_links += size
         else:
             traffic = traffic + size * inbox.links
         unheard.update(left_out)
-        rows.append(reported(program, state))
+        rows.append(reported(program, state, awake))
         if callback is not None:
             callback(round_, state)
         if on_report is not None:
             on_report(round_, rows[-1])
-    traffic = traffic + on_all_links * links
+    traffic = traffic + on_all_links * first
     return Run(
         state=state,
         observed=program.observe(state),
@@ -352,7 +357,7 @@ def run_program(
         floats_sent=float(traffic.sum()),
         traffic=traffic,
         unheard=dict(sorted(unheard.items())),
-        alive=np.ones(n, dtype=bool),
+        alive=schedule.awake(max(n_rounds, 1)),
         curves=curves(rows, n),
     )
 

@@ -24,8 +24,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl.core.checks import brief_repr, check_count, check_members, check_real
-from flwr_perdl.diffusion.topology import matrices_of
+from flwr_perdl.core.checks import check_count, check_members, check_real
 
 Array = NDArray[Any]
 #: What is sent of a vector: float32 values, and bytes.
@@ -194,7 +193,7 @@ def _each(scales: Array, n: int) -> Array:
 
 
 def check_compression(
-    method: str, compression: Compression | None, step: float | None
+    method: str | None, compression: Compression | None, step: float | None
 ) -> tuple[Compression | None, float]:
     """Return the compression and its consensus step, checked.
 
@@ -217,17 +216,9 @@ def check_compression(
             f"compression must be unbiased with method 'exact_diffusion', got {compression!r}: "
             "use 'gradient_tracking'."
         )
+    if method == "push_sum":
+        raise ValueError(f"compression must be None with method 'push_sum', got {compression!r}.")
     if step is None:
         delta = compression.contraction
         return compression, 2 * delta / (1 + delta)
     return compression, check_real("consensus_step", step, 0, 1, open_low=True)
-
-
-def check_fixed(network: Any) -> None:
-    """Raise a ValueError if public copies would not stay the same at all nodes."""
-    faults = getattr(getattr(network, "plan", None), "faults", None)
-    if len(matrices_of(network)) > 1 or (faults is not None and faults.any):
-        raise ValueError(
-            "network must stay the same and have no simulated faults with compression, "
-            f"got {brief_repr(network)}."
-        )

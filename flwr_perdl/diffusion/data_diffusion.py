@@ -64,7 +64,7 @@ from flwr_perdl.diffusion._replacement import (
 )
 from flwr_perdl.diffusion.combine import Inbox, run_program, shown, weighted
 from flwr_perdl.diffusion.objectives import check_positive
-from flwr_perdl.diffusion.topology import rounds_to_all
+from flwr_perdl.diffusion.topology import matrices_of, rounds_to_all
 from flwr_perdl.random import spawn
 
 #: A node's data: all of it, or a function of the round that returns a batch.
@@ -276,6 +276,9 @@ class DataDiffusion:
         """
         check_count("n_rounds", n_rounds)
         network = weighted(network)
+        for matrix in matrices_of(network):
+            if not matrix.row_stochastic:
+                raise ValueError(f"network must have row-stochastic weights, got {matrix}.")
         agreement, n_nodes = rounds_to_all(network), network.topology.n_nodes
         if len(data) != n_nodes:
             raise ValueError(f"data must be of {n_nodes} nodes, got {len(data)}.")

@@ -477,7 +477,7 @@ def _check_sums(weights: CombinationMatrix, kind: type[DualInference]) -> None:
     """Raise a ValueError if a diffusion with these weights does not lead to the optimum."""
     if not weights.doubly_stochastic:
         raise ValueError(f"network must have doubly stochastic weights, got {weights}.")
-    if kind is ExactDiffusion and (weights.matrix != weights.matrix.T).nnz:
+    if kind is ExactDiffusion and not weights.symmetric:
         raise ValueError(
             f'network must have symmetric weights with method "exact_diffusion", got {weights}: '
             '"atc" takes any doubly stochastic ones.'

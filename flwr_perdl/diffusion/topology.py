@@ -10,6 +10,7 @@ paper                        here
 neighborhood N_k (with k)    ``topology.neighbours(k)`` (without k)
 a_{lk} (k combines from l)   ``W[k, l]``: the papers' A, transposed; its rows sum to one
 A 1 = 1 as well              ``CombinationMatrix.doubly_stochastic``; required for a plain average
+A 1 = 1 alone                column-stochastic, `push_weights`: push-sum on directed graphs
 degree nu_l (P3 eq. 5)       ``topology.degrees[l] + 1``: the neighborhood counts the node itself
 ===========================  ==========================================================
 """
@@ -339,10 +340,10 @@ class CombinationMatrix:
         if not np.isfinite(weights.data).all() or (weights.data < 0).any():
             raise ValueError("weights must be finite and at least 0, got one that is not.")
         sums = np.asarray(weights.sum(axis=1)).ravel()
-        if np.abs(sums - 1).max() > 1e-10:
+        if not (_are_one(sums) or _are_one(weights.sum(axis=0))):
             worst = int(np.abs(sums - 1).argmax())
             raise ValueError(
-                f"weights must sum to one in every row, got {sums[worst]:g} in {worst}."
+                f"weights must sum to one in every row (or column), got {sums[worst]:g} in {worst}."
             )
         weights.eliminate_zeros()
         alone = sparse.coo_array(weights - weights.multiply(_with_themselves(self.topology)))
@@ -361,9 +362,23 @@ class CombinationMatrix:
 
     @cached_property
     def doubly_stochastic(self) -> bool:
-        """Whether columns sum to one as well: repeated combination then leads to the plain mean."""
-        sums = np.asarray(self.matrix.sum(axis=0)).ravel()
-        return bool(np.abs(sums - 1).max() <= 1e-10)
+        """Whether rows and columns sum to one: repeated combination leads to the plain mean."""
+        return self.row_stochastic and self.column_stochastic
+
+    @cached_property
+    def row_stochastic(self) -> bool:
+        """Whether rows sum to one: a combination is a mean of what a node receives."""
+        return _are_one(self.matrix.sum(axis=1))
+
+    @cached_property
+    def column_stochastic(self) -> bool:
+        """Whether columns sum to one: a combination keeps the sum over all nodes."""
+        return _are_one(self.matrix.sum(axis=0))
+
+    @cached_property
+    def symmetric(self) -> bool:
+        """Whether both ends of every link give the same weight to each other."""
+        return not (self.matrix != self.matrix.T).nnz
 
     @cached_property
     def spectral_gap(self) -> float:
@@ -374,7 +389,7 @@ class CombinationMatrix:
         n = self.topology.n_nodes
         if n == 1 or not self.is_connected:
             return float(n == 1)
-        if (self.matrix != self.matrix.T).nnz == 0:
+        if self.symmetric:
             return max(0.0, 1.0 - max(self.second, -least(self.matrix)))
         if n <= DENSE:
             values = np.linalg.eigvals(self.matrix.toarray())
@@ -394,8 +409,14 @@ class CombinationMatrix:
 
     def __repr__(self) -> str:
         """Say what the weights are like."""
-        kind = "doubly stochastic" if self.doubly_stochastic else "row stochastic"
+        kind = "row stochastic" if self.row_stochastic else "column stochastic"
+        kind = "doubly stochastic" if self.doubly_stochastic else kind
         return f"CombinationMatrix({self.topology!r}, {kind}, spectral gap {self.spectral_gap:.3g})"
+
+
+def _are_one(sums: Any) -> bool:
+    """Whether all sums are one but for rounding."""
+    return bool(np.abs(np.asarray(sums) - 1).max() <= 1e-10)
 
 
 def greatest_but(matrix: Csr, known: NDArray[np.float64]) -> float:
@@ -451,7 +472,7 @@ def metropolis_weights(topology: Topology) -> CombinationMatrix:
     """
     check_topology(topology)
     if topology.directed:
-        raise ValueError(f"metropolis_weights needs an undirected topology, got {topology!r}.")
+        raise ValueError(f"topology must be undirected, got {topology!r}: or take push_weights.")
     links = sparse.coo_array(topology.adjacency)
     k, j = links.coords
     degrees = topology.degrees
@@ -478,6 +499,46 @@ def averaging_weights(topology: Topology) -> CombinationMatrix:
     check_topology(topology)
     scale = sparse.diags_array(1.0 / (1.0 + topology.degrees))
     return CombinationMatrix(scale @ _with_themselves(topology), topology)
+
+
+def push_weights(topology: Topology) -> CombinationMatrix:
+    """Return weights for push-sum: a node divides by one plus the number of those that hear it.
+
+    Node k weighs what it receives from l by 1 / (1 + out-degree of l). Columns sum to one, on any
+    topology, directed or not; rows only where all degrees are equal.
+
+    Examples
+    --------
+    >>> from flwr_perdl.diffusion import Topology, push_weights
+    >>> topology = Topology.from_edges(3, [(1, 0), (2, 0), (0, 2), (2, 1)], directed=True)
+    >>> push_weights(topology).matrix.toarray().round(3)  # two nodes hear node 0
+    array([[0.333, 0.   , 0.5  ],
+           [0.333, 0.5  , 0.   ],
+           [0.333, 0.5  , 0.5  ]])
+    """
+    check_topology(topology)
+    shares = 1.0 / (1.0 + np.asarray(topology.adjacency.sum(axis=0)).ravel())
+    weights = sparse.coo_array(topology.adjacency @ sparse.diags_array(shares))
+    (k, j), n = weights.coords, topology.n_nodes
+    own = kept_totals(k, j, weights.data, n) - np.bincount(k, weights.data, minlength=n)
+    return CombinationMatrix(weights + sparse.diags_array(own), topology)
+
+
+def weights_of(topology: Topology) -> CombinationMatrix:
+    """Return the weights of a topology by default: for push-sum if directed, else Metropolis."""
+    return push_weights(topology) if topology.directed else metropolis_weights(topology)
+
+
+def kept_totals(
+    receivers: NDArray[np.intp], senders: NDArray[np.intp], weights: NDArray[np.float64], n: int
+) -> NDArray[np.float64]:
+    """Return the sums of the nodes' weights if each keeps what it does not send, shape (n,).
+
+    Rounded as networks do, which hand these sums to the nodes.
+    """
+    received = np.bincount(receivers, weights, minlength=n)
+    totals: NDArray[np.float64] = received + (1.0 - np.bincount(senders, weights, minlength=n))
+    return totals
 
 
 def relative_degree_variance_weights(topology: Topology, variances: ArrayLike) -> CombinationMatrix:
@@ -514,10 +575,11 @@ def _with_themselves(topology: Topology) -> Csr:
 
 
 def matrices_of(network: Any) -> tuple[CombinationMatrix, ...]:
-    """Return the weights of a network, one matrix per round and cycled through; none if unknown."""
+    """Return a network's weights in the rounds of its first window; none if unknown."""
     if isinstance(network, CombinationMatrix):
         return (network,)
-    return tuple(getattr(getattr(network, "plan", None), "matrices", ()))
+    plan = getattr(network, "plan", network)
+    return tuple(getattr(getattr(plan, "schedule", plan), "matrices", ()))
 
 
 def rounds_to_all(network: Any) -> int:

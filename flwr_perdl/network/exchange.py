@@ -16,10 +16,12 @@ from scipy import sparse
 from flwr_perdl.core.checks import check_count, check_kind, check_list
 from flwr_perdl.core.repr import ShownAsCalled
 from flwr_perdl.diffusion.combine import Array, Csr, Inbox, Program, Run, State, curves
+from flwr_perdl.diffusion.schedule import Schedule
 from flwr_perdl.diffusion.topology import (
     CombinationMatrix,
     Topology,
     check_topology,
+    kept_totals,
     metropolis_weights,
 )
 from flwr_perdl.network.faults import Faults
@@ -41,22 +43,25 @@ class Links(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Who hears whom with which weight, in every round: the same in every process.
+    """Who hears whom with which weight, in every round: the same in every process."""
 
-    There is a matrix per round, and they are cycled through.
-    """
-
-    matrices: tuple[CombinationMatrix, ...]
+    schedule: Schedule
     faults: Faults
 
     @classmethod
     def make(
         cls,
-        topology: Topology,
+        topology: Topology | Schedule,
         weights: CombinationMatrix | Sequence[CombinationMatrix] | None,
         faults: Faults | None,
     ) -> Plan:
         """Return the plan of the arguments of `Network`, checked."""
+        if faults is not None:
+            check_kind("faults", faults, Faults, "Faults")
+        if isinstance(topology, Schedule):
+            if weights is not None:
+                raise ValueError(f"weights must be left out with a Schedule, got {weights!r}.")
+            return cls(topology, faults or Faults())
         check_topology(topology)
         if weights is None:
             weights = metropolis_weights(topology)
@@ -70,22 +75,30 @@ class Plan:
                 raise ValueError(
                     f"weights must be for {topology.n_nodes} nodes, got {matrix.topology!r}."
                 )
-        if faults is not None:
-            check_kind("faults", faults, Faults, "Faults")
-        return cls(matrices, faults or Faults())
+        return cls(Schedule.of(*matrices), faults or Faults())
 
     @property
     def n_nodes(self) -> int:
         """Number of nodes."""
-        return self.matrices[0].topology.n_nodes
+        return self.schedule.n_nodes
 
-    def matrix(self, round_: int) -> CombinationMatrix:
-        """Return the combination matrix of a round."""
-        return self.matrices[(round_ - 1) % len(self.matrices)]
+    def awake(self, round_: int) -> NDArray[np.bool_]:
+        """Return which nodes take part in a round, shape (n_nodes,)."""
+        return self.schedule.awake(round_) & self.faults.awake(self.n_nodes, round_)
+
+    def totals(self, round_: int) -> NDArray[np.float64]:
+        """Return the sum of each node's weights, its own included, shape (n_nodes,).
+
+        Where only columns sum to one, a node keeps the weight of those who do not hear it.
+        """
+        if self.schedule.matrix(round_).row_stochastic:
+            return np.ones(self.n_nodes)
+        links = self.links(round_)
+        return kept_totals(links.receivers, links.senders, links.weights, self.n_nodes)
 
     def links(self, round_: int) -> Links:
         """Return who is heard in a round if every message counts."""
-        matrix = self.matrix(round_)
+        matrix = self.schedule.matrix(round_)
         up = self.faults.links(matrix.topology, round_)
         k, j = sparse.coo_array(up).coords
         return Links(k, j, self.faults.delays(up, round_), _entries(matrix.matrix, k, j))
@@ -93,12 +106,14 @@ class Plan:
     def hearing(self, round_: int) -> Csr:
         """Return who may hear a message of a round, now or late: non-zero at ``[k, j]``."""
         rounds = range(round_, round_ + self.faults.max_delay + 1)
-        several = {(at - 1) % len(self.matrices): self.matrix(at).topology for at in rounds}
+        several = {self.schedule.turn(at): self.schedule.matrix(at).topology for at in rounds}
         return sum(topology.adjacency for topology in several.values())
 
     def senders_to(self, nodes: NDArray[np.intp]) -> NDArray[np.intp]:
         """Return whom these nodes may ever hear, themselves included, ascending."""
-        senders = [matrix.topology.adjacency[nodes].indices for matrix in self.matrices]
+        if not self.schedule.repeats:
+            return np.arange(self.n_nodes)
+        senders = [matrix.topology.adjacency[nodes].indices for matrix in self.schedule.matrices]
         return np.unique(np.concatenate([nodes, *senders])).astype(np.intp)
 
 
@@ -118,11 +133,11 @@ class Network(ABC, ShownAsCalled):
 
     Parameters
     ----------
-    topology : Topology
-        Who hears whom.
+    topology : Topology or Schedule
+        Who hears whom, in all rounds or in each.
     weights : CombinationMatrix, or sequence of them, optional
-        Combination weights; Metropolis weights by default. A sequence is cycled through round by
-        round, each matrix with its own topology: a network that changes in time.
+        Combination weights of a topology; Metropolis weights by default. A sequence is cycled
+        through round by round, each matrix with its own topology.
     faults : Faults, optional
         Faults to simulate; none by default.
 
@@ -132,7 +147,7 @@ class Network(ABC, ShownAsCalled):
         If weights and topology have different numbers of nodes.
     """
 
-    topology: Topology
+    topology: Topology | Schedule
     weights: CombinationMatrix | Sequence[CombinationMatrix] | None = None
     faults: Faults | None = None
 
@@ -209,7 +224,7 @@ class Network(ABC, ShownAsCalled):
             return self._run(crew.ended(), rows)
 
     def _run(self, ends: Sequence[Ended], rows: Sequence[dict[str, Array]]) -> Run:
-        n, faults = self.plan.n_nodes, self.plan.faults
+        n = self.plan.n_nodes
         there = np.zeros(n, dtype=bool)
         there[np.concatenate([end.nodes for end in ends])] = True
         traffic = sum((end.traffic for end in ends), sparse.csr_array((n, n)))
@@ -225,7 +240,7 @@ class Network(ABC, ShownAsCalled):
             floats_sent=float(traffic.sum()),
             traffic=traffic,
             unheard=dict(sorted(left_out.items())),
-            alive=faults.awake(n, max(len(rows), 1)) & there,
+            alive=self.plan.awake(max(len(rows), 1)) & there,
             curves=curves(rows, n),
         )
 
@@ -277,7 +292,7 @@ class Mailbox:
         finite = finite_rows(arrays)
         sent = np.ones(len(finite), dtype=bool) if arrived is None else arrived
         if self.plan.faults.any:  # a node that is asleep sends nothing
-            sent = sent & self.plan.faults.awake(self.plan.n_nodes, round_)[self.senders]
+            sent = sent & self.plan.awake(round_)[self.senders]
         if not finite.all():
             arrays = tuple(cleared(array, ~finite) for array in arrays)
             self.left_out |= {(round_, int(node)) for node in self.senders[~finite & sent]}
@@ -303,8 +318,9 @@ class Mailbox:
         elif not finite.all():
             sound = finite[self._own]
         # Without faults the routes of a round are those of any other with its matrix: kept.
-        simple = not self.plan.faults.any and bool(received.all()) and own is None
-        key = (round_ - 1) % len(self.plan.matrices)
+        faulty, schedule = self.plan.faults.any, self.plan.schedule
+        simple = schedule.repeats and not faulty and bool(received.all()) and own is None
+        key = schedule.turn(round_)
         if simple and key in self._routes:
             weights, links = self._routes[key]
         else:
@@ -330,7 +346,8 @@ class Mailbox:
         good = np.flatnonzero((rows >= 0) & (late < len(received)))
         good = good[received[late[good], columns[good]]]
         places = rows[good], late[good] * s + columns[good]
-        return shared_weights(links.weights[good], places, (m, n_columns), own, sound)
+        totals = self.plan.totals(round_)[self.nodes]
+        return shared_weights(links.weights[good], places, (m, n_columns), own, sound, totals)
 
     @property
     def traffic(self) -> Csr:

@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
-from flwr_perdl.core.checks import check_count, check_kind, check_real
+from flwr_perdl.core.checks import check_count, check_real
+from flwr_perdl.diffusion.schedule import node_rounds
 from flwr_perdl.diffusion.topology import Topology
 from flwr_perdl.random import spawn
 
 Csr = Any
-_ROUNDS = "a mapping of nodes to rounds"
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,7 @@ class Faults:
         for name in ("max_delay", "seed"):
             object.__setattr__(self, name, check_count(name, getattr(self, name)))
         for name in ("dead", "corrupt"):
-            rounds = {
-                check_count(f"{name}: node", node): check_count(f"{name}: round", at, 1)
-                for node, at in check_kind(name, getattr(self, name), Mapping, _ROUNDS).items()
-            }
-            object.__setattr__(self, name, dict(sorted(rounds.items())))
+            object.__setattr__(self, name, node_rounds(name, getattr(self, name)))
 
     @property
     def any(self) -> bool:

@@ -106,5 +106,4 @@ class Host:
         return [Ended(mailbox.nodes, self.state, observed, mailbox.traffic, mailbox.left_out)]
 
     def _awake(self, round_: int) -> NDArray[np.bool_]:
-        plan = self.mailbox.plan
-        return plan.faults.awake(plan.n_nodes, round_)[self.mailbox.nodes]
+        return self.mailbox.plan.awake(round_)[self.mailbox.nodes]

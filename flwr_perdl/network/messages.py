@@ -49,16 +49,19 @@ class Delivery(NamedTuple):
     On the wire: a table with a row (sender, rounds late, weight, number of arrays) per message;
     where messages are sealed, the receivers and their cards, else None, public keys of those who
     may hear the node's next message; then the arrays of all messages, and last those that a node
-    without a state begins with (``start``).
+    without a state begins with (``start``). ``total`` is what the weights sum to, the node's own
+    included; if not one, it is a row of no arrays.
     """
 
     messages: Sequence[Message] = ()
     cards: Mapping[int, Matrix] | None = None
     start: Sequence[Array] = ()
+    total: float = 1.0
 
     def to_arrays(self) -> list[Matrix]:
         """Return the arrays of the request."""
         rows = [[m.sender, m.late, m.weight, len(m.arrays)] for m in self.messages]
+        rows += [[0, 0, self.total, 0]] if self.total != 1 else []
         arrays: list[Matrix] = [np.array(rows, dtype=np.float64).reshape(-1, 4)]
         if self.cards is not None:
             cards = np.stack([*self.cards.values()]) if self.cards else np.zeros((0, 1))
@@ -75,9 +78,11 @@ class Delivery(NamedTuple):
         table = check_array("messages", arrays[0], columns=4)
         _check_whole("messages", table[:, [0, 3]])
         _check_whole("rounds late", np.abs(table[:, 1]))
+        own = table[:, 3] == 0
+        total, table = float(table[own, 2].max(initial=1.0 - own.any())), table[~own]
         weights = table[:, 2]
-        if (weights < 0).any() or weights.sum() > 1 + 1e-9:
-            raise ValueError(f"weights must be at least 0, at most 1 in all, got {weights}.")
+        if (weights < 0).any() or weights.sum() > total + 1e-9:
+            raise ValueError(f"weights must be from 0 on, {total:g} in all at most, got {weights}.")
         cards = None
         if sealed:
             receivers = check_array("receivers", arrays[1], ndim=1)
@@ -91,7 +96,7 @@ class Delivery(NamedTuple):
             end = at + int(n_arrays)
             messages.append(Message(int(sender), int(late), weight, arrays[at:end]))
             at = end
-        return cls(messages, cards, arrays[at:])
+        return cls(messages, cards, arrays[at:], total)
 
 
 def inbox_of(
@@ -101,6 +106,7 @@ def inbox_of(
     messages: Sequence[Message],
     *,
     max_delay: int = 0,
+    total: float = 1.0,
     unseal: Callable[[Array, int, int], Sequence[Array]] | None = None,
 ) -> tuple[Inbox, dict[int, str]]:
     """Return the inbox of a node from single messages, by the rules of `Mailbox`.
@@ -119,6 +125,8 @@ def inbox_of(
         What it received.
     max_delay : int, default 0
         How many rounds late a message may be.
+    total : float, default 1.0
+        What the node's weights sum to, its own included.
     unseal : callable, optional
         ``unseal(array, sender, round)`` returns the arrays of a sealed message or raises
         `Rejected`.
@@ -152,7 +160,8 @@ def inbox_of(
     where = np.flatnonzero(senders == node)
     received = np.array([message.weight for message in stack])[others]
     places = np.zeros_like(others), others
-    weights, links = shared_weights(received, places, (1, len(stack)), where, sound)
+    totals = np.array([total])
+    weights, links = shared_weights(received, places, (1, len(stack)), where, sound, totals)
     arrays = tuple(map(np.concatenate, zip(*(message.arrays for message in stack), strict=True)))
     return Inbox(round_, np.array([node]), senders, arrays, weights, links, where), left_out
 
@@ -163,6 +172,7 @@ def shared_weights(
     shape: tuple[int, int],
     own: NDArray[np.intp],
     sound: NDArray[np.bool_],
+    totals: NDArray[np.float64],
 ) -> tuple[Csr, Csr]:
     """Return the weights and links of an inbox: the rule for what is missing.
 
@@ -170,13 +180,14 @@ def shared_weights(
     not finite (``sound``) takes the mean of its neighbors' alone.
 
     ``received`` are the combination weights of the messages, ``places`` the row of the receiver,
-    ascending, and the column of each, and ``own`` the columns of the receivers' own messages.
+    ascending, and the column of each, ``own`` the columns of the receivers' own messages, and
+    ``totals`` what each receiver's weights sum to.
     """
     (rows, columns), n = places, shape[0]
-    total = np.bincount(rows, received, minlength=n)
-    lost = ~sound & (total > 0)
-    scale = np.where(lost, 1.0 / np.where(lost, total, 1.0), 1.0)
-    rest = np.where(lost, 0.0, 1.0 - total)
+    there = np.bincount(rows, received, minlength=n)
+    lost = ~sound & (there > 0)
+    scale = np.where(lost, totals / np.where(lost, there, 1.0), 1.0)
+    rest = np.where(lost, 0.0, totals - there)
     links = _by_rows(np.ones(len(received)), rows, columns, shape)
     values = np.concatenate([received * scale[rows], rest])
     rows, columns = np.concatenate([rows, np.arange(n)]), np.concatenate([columns, own])

@@ -23,6 +23,7 @@ from flwr_perdl.diffusion.averaging import Averaged, Form
 from flwr_perdl.diffusion.averaging import DiffusionAveraging as Learner
 from flwr_perdl.diffusion.combine import Run
 from flwr_perdl.diffusion.compression import RandomQuantization, TopK
+from flwr_perdl.diffusion.schedule import Schedule
 from flwr_perdl.diffusion.topology import Topology
 from flwr_perdl.network.faults import Faults
 from flwr_perdl.protocol.driver import Conversation
@@ -47,10 +48,10 @@ class DiffusionAveraging(NeighborRelay):
 
     Parameters
     ----------
-    topology : Topology
+    topology : Topology or Schedule
         Who hears whom, connected; node k is the client with ``partition-id`` k.
-    method : {"atc", "cta", "exact_diffusion", "gradient_tracking"}, default "exact_diffusion"
-        See `flwr_perdl.diffusion.DiffusionAveraging`.
+    method : {"atc", "cta", "exact_diffusion", "gradient_tracking", "push_sum"}, optional
+        See `flwr_perdl.diffusion.DiffusionAveraging`; by default what suits the network.
     robust, n_liars
         Where neighbors may lie, as there.
     compression, consensus_step
@@ -60,7 +61,7 @@ class DiffusionAveraging(NeighborRelay):
     metrics : sequence of str, default ()
         Which metrics of training and evaluation leave the nodes; the loss of evaluations does.
     weights, faults, sealed
-        As in `NeighborRelay`; the weights are doubly stochastic.
+        As in `NeighborRelay`; the weights are doubly stochastic, for "push_sum" column-stochastic.
     **options
         See `ServerOptions`; ``num_clients`` is by default the number of nodes.
 
@@ -104,9 +105,9 @@ class DiffusionAveraging(NeighborRelay):
 
     def __init__(
         self,
-        topology: Topology,
+        topology: Topology | Schedule,
         *,
-        method: str = "exact_diffusion",
+        method: str | None = None,
         robust: str | None = None,
         n_liars: int = 1,
         compression: TopK | RandomQuantization | None = None,
@@ -119,7 +120,7 @@ class DiffusionAveraging(NeighborRelay):
         **options: Unpack[ServerOptions],
     ) -> None:
         super().__init__(topology, 0, weights=weights, faults=faults, sealed=sealed, **options)
-        self._learner = Learner(
+        learner = Learner(
             method=method,
             robust=robust,
             n_liars=n_liars,
@@ -130,8 +131,7 @@ class DiffusionAveraging(NeighborRelay):
         )
         self._names: list[str] = []
         self._learned: Averaged | None = None
-        nothing = Run(None, {}, 0, 0.0, None, {}, np.zeros(topology.n_nodes, bool), {})
-        self._learner.fit(None, _Network(self, nothing), 0)  # which checks the network
+        self._learner = learner.suited_to(self, 0)
 
     @property
     def result(self) -> Averaged:

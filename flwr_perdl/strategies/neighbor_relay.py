@@ -71,6 +71,7 @@ from flwr_perdl.clients.diffusion import (
 from flwr_perdl.core.checks import Matrix, check_count, check_flag, check_kind, check_real
 from flwr_perdl.core.packing import text_array, texts_of, unpack, unpack_arrays
 from flwr_perdl.diffusion.combine import Run, curves
+from flwr_perdl.diffusion.schedule import Schedule
 from flwr_perdl.diffusion.topology import CombinationMatrix, Topology
 from flwr_perdl.network.exchange import Plan, spread
 from flwr_perdl.network.faults import Faults
@@ -93,12 +94,13 @@ class NeighborRelay(ProtocolStrategy):
 
     Parameters
     ----------
-    topology : Topology
+    topology : Topology or Schedule
         Who hears whom; node k is the client with ``partition-id`` k.
     n_rounds : int
         Rounds of the algorithm.
     weights : CombinationMatrix, or sequence of them, optional
-        Combination weights; Metropolis weights by default. A sequence is cycled through.
+        Combination weights of a topology; Metropolis weights by default. A sequence is cycled
+        through.
     faults : Faults, optional
         Faults to simulate: the relay drops or delays messages, and tells nodes when they are
         asleep; none by default. The nodes' ``max_delay`` must allow the delays.
@@ -138,7 +140,7 @@ class NeighborRelay(ProtocolStrategy):
 
     def __init__(
         self,
-        topology: Topology,
+        topology: Topology | Schedule,
         n_rounds: int,
         *,
         weights: Weights = None,
@@ -146,7 +148,7 @@ class NeighborRelay(ProtocolStrategy):
         sealed: bool = False,
         **options: Unpack[ServerOptions],
     ) -> None:
-        n = check_kind("topology", topology, Topology, "a Topology").n_nodes
+        n = check_kind("topology", topology, (Topology, Schedule), "a Topology").n_nodes
         check_kind("faults", faults, (Faults, type(None)), "a Faults or None")
         several = list(weights) if isinstance(weights, Sequence) else [weights]
         for one in [] if weights is None else several:
@@ -215,7 +217,9 @@ class NeighborRelay(ProtocolStrategy):
     def settings(self) -> dict[str, Any]:
         """Return what makes two runs the same run; the network by a digest."""
         digest = hashlib.sha256()
-        for weights in self.plan.matrices:
+        schedule = self.plan.schedule
+        for round_ in range(1, 1 + (schedule.window if schedule.repeats else self.n_rounds)):
+            weights = schedule.matrix(round_)
             for matrix in (weights.matrix, weights.topology.adjacency):
                 for part in (matrix.indptr, matrix.indices, matrix.data):
                     digest.update(np.ascontiguousarray(part).tobytes())
@@ -241,7 +245,7 @@ class NeighborRelay(ProtocolStrategy):
 
     def protocol(self, initial: list[Matrix], state: State | None) -> Protocol:
         """Deliver messages round by round; nothing is combined here."""
-        faults, n = self.plan.faults, self.topology.n_nodes
+        n = self.topology.n_nodes
         held = _Held(self.plan, self.sealed, self._first_model(initial))
         stranger = Delivery((), {} if self.sealed else None)  # for a client that is no node
         if state is not None:
@@ -258,7 +262,7 @@ class NeighborRelay(ProtocolStrategy):
             held.known = set(replies)
             held.keep_cards(replies)
         for round_ in range(held.round + 1, self.n_rounds + 2):
-            asleep = np.flatnonzero(~faults.awake(n, round_))
+            asleep = np.flatnonzero(~self.plan.awake(round_))
             last = round_ > self.n_rounds
             deliveries = held.deliveries(round_)
             contents = defaultdict(
@@ -288,7 +292,7 @@ class NeighborRelay(ProtocolStrategy):
         return _End(
             traffic=_entries(held.traffic),
             unheard=held.unheard,
-            alive=held.took_part if self.n_rounds else there & faults.awake(n, 1),
+            alive=held.took_part if self.n_rounds else there & self.plan.awake(1),
             whole=whole,
             shown={name: spread(*row) for name, row in rows.items()} | states,
         ).to_arrays()
@@ -339,7 +343,7 @@ class FlowerNetwork:
     def __init__(
         self,
         grid: Grid,
-        topology: Topology,
+        topology: Topology | Schedule,
         weights: Weights = None,
         faults: Faults | None = None,
         *,
@@ -498,7 +502,9 @@ class _Held:
         """Return what each node receives in an exchange: the messages of the round before."""
         n = self.plan.n_nodes
         messages: list[list[Message]] = [[] for _ in range(n)]
+        totals = [1.0] * n
         if self.round:
+            totals = self.plan.totals(self.round).tolist()
             links = self.plan.links(self.round)
             for receiver, sender, late, weight in zip(*(x.tolist() for x in links), strict=True):
                 held = self.messages.get((self.round - late, sender))
@@ -508,13 +514,17 @@ class _Held:
         new = [*self.start.values()]
         starts: list[list[Matrix]] = [[] if node in self.known else new for node in range(n)]
         if not self.sealed:
-            return {node: Delivery(messages[node], None, starts[node]) for node in range(n)}
+            return {
+                node: Delivery(messages[node], None, starts[node], totals[node])
+                for node in range(n)
+            }
         hearers = sparse.csr_array(self.plan.hearing(round_).T)
         return {
             node: Delivery(
                 messages[node],
                 {to: self.cards[to] for to in _row(hearers, node) if to in self.cards},
                 starts[node],
+                totals[node],
             )
             for node in range(n)
         }
@@ -541,7 +551,7 @@ class _Held:
         # Nothing is held for longer than it can be late: the server is a relay, not an archive.
         oldest = round_ - faults.max_delay
         self.messages = {key: held for key, held in self.messages.items() if key[0] >= oldest}
-        awake, broken = faults.awake(n, round_), faults.broken(n, round_)
+        awake, broken = self.plan.awake(round_), faults.broken(n, round_)
         self.round, self.took_part = round_, np.zeros(n, dtype=bool)
         if self.sealed:
             self.keep_cards(replies)

@@ -4,7 +4,7 @@ Every node has a few shards of the training images, which are sorted by label, a
 regression whose ``fit`` takes a few gradient steps on all of them. `DiffusionAveraging` trains it
 on each graph; FedAvg averages all nodes' models in every round; a node alone averages nothing.
 Accuracy is that on held-out images of all ten digits. A second, larger set of networks, over the
-same images, can be asked for.
+same images, can be asked for, and networks that change from round to round.
 
 A network has reached FedAvg from the round on in which its *worst* node stays within a hundredth of
 FedAvg's accuracy after the last round.
@@ -23,6 +23,7 @@ from flwr_perdl.core.checks import Matrix
 from flwr_perdl.diffusion import (
     DiffusionAveraging,
     RandomQuantization,
+    Schedule,
     TopK,
     Topology,
     metropolis_weights,
@@ -54,7 +55,6 @@ SEND: dict[str, Any] = {
 
 #: How a reader sees the graphs, and FedAvg, which has a server instead.
 WORDS = words("decentralized", "graph")
-GRAPHS = [name for name in WORDS if name != "fedavg"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +67,7 @@ class Config(Common):
     shards: int
     larger: int
     larger_rounds: int
+    changing: int
     send: str
 
     @property
@@ -164,16 +165,20 @@ def among_liars(config: Config, seed: int, robust: str | None, attack: str | Non
     return min(nodes.accuracy(models[k]) for k in models if k not in liars)
 
 
-def topologies(n: int, seed: int) -> dict[str, Topology]:
-    """Return the graphs by name."""
+def networks(n: int, seed: int, changing: int) -> dict[str, Topology | Schedule]:
+    """Return the graphs by name, with those that change from round to round if wanted."""
     rows = max(d for d in range(1, int(n**0.5) + 1) if n % d == 0)
-    return {
+    graphs: dict[str, Topology | Schedule] = {
         "ring": Topology.ring(n),
         "torus": Topology.torus(rows, n // rows),
         "exponential": Topology.exponential(n),
         "erdos-renyi": Topology.erdos_renyi(n, min(1.0, 2 * np.log(n) / n), seed=seed),
         "complete": Topology.complete(n),
     }
+    if changing:
+        graphs["random-pairs"] = Schedule.random_pairs(n, seed=seed)
+        graphs["one-peer"] = Schedule.one_peer_exponential(n)
+    return graphs
 
 
 def run(config: Config, keep: Keep) -> Outcome:
@@ -212,7 +217,11 @@ def run(config: Config, keep: Keep) -> Outcome:
         rounds=config.rounds,
         floats_up=float(MODEL * config.rounds),
         floats_down=float(np.median(first.floats["ring"])) * config.rounds,
-        facts={"skewed": bool(config.shards), "has_larger": bool(config.larger)},
+        facts={
+            "skewed": bool(config.shards),
+            "has_larger": bool(config.larger),
+            "changing": bool(config.changing),
+        },
     )
 
 
@@ -228,7 +237,8 @@ class _Found(NamedTuple):
     curves : dict of str to ndarray of shape (n_seeds, n_rounds, n_nodes)
         Every node's accuracy, by graph.
     gaps, floats, sent : dict of str to ndarray of shape (n_seeds,)
-        Spectral gaps, floats that a node sends per round, and bytes in all rounds, by graph.
+        Spectral gaps of fixed graphs, floats that a node sends per round, and bytes in all rounds,
+        by graph.
     """
 
     fedavg: Matrix
@@ -242,7 +252,11 @@ class _Found(NamedTuple):
     def of(cls, kept: Sequence[Arrays]) -> _Found:
         """Return what was kept of each seed as one."""
         by_graph = [
-            {name: np.stack([one[f"{kind}{name}"] for one in kept]) for name in GRAPHS}
+            {
+                name: np.stack([one[f"{kind}{name}"] for one in kept])
+                for name in WORDS
+                if f"{kind}{name}" in kept[0] and name != "fedavg"
+            }
             for kind in ("", "gap/", "floats/", "bytes/")
         ]
         fedavg, alone = (np.stack([one[name] for one in kept]) for name in ("fedavg", "alone"))
@@ -264,7 +278,7 @@ class _Found(NamedTuple):
         floats = {**self.floats, "fedavg": np.array(float(MODEL))}
         worst = {name: curve[:, -1].min(axis=1) for name, curve in self.curves.items()}
         worst["fedavg"] = self.fedavg[:, -1]
-        for name in WORDS:
+        for name in filter(worst.__contains__, WORDS):
             at, rounds = {"graph": name, "size": size}, self.rounds[name]
             if name in self.gaps:
                 yield Record("gap", self.gaps[name], parameters=at)
@@ -285,13 +299,17 @@ def _one_seed(config: Config, seed: int) -> Arrays:
         fedavg[t] = nodes.accuracy(average)
         alone = [nodes(k).fit(model, {})[0] for k, model in enumerate(alone)]
     kept: Arrays = {"fedavg": fedavg, "alone": np.array([nodes.accuracy(own) for own in alone])}
-    for name, topology in topologies(n, seed).items():
+    for name, network in networks(n, seed, config.changing).items():
+        # Exact diffusion is for fixed graphs: others have their default.
+        fixed = isinstance(network, Topology) or config.method != "exact_diffusion"
+        method = config.method if fixed else None
         learner = DiffusionAveraging(
-            method=config.method, compression=SEND[config.send], metrics=["accuracy"]
+            method=method, compression=SEND[config.send], metrics=["accuracy"]
         )
-        learned = learner.fit(nodes, topology, config.rounds, initial=nodes.initial)
+        learned = learner.fit(nodes, network, config.rounds, initial=nodes.initial)
         kept[name] = learned.curves["evaluate-accuracy"]
-        kept[f"gap/{name}"] = np.array(metropolis_weights(topology).spectral_gap)
+        if isinstance(network, Topology):
+            kept[f"gap/{name}"] = np.array(metropolis_weights(network).spectral_gap)
         kept[f"floats/{name}"] = np.array(learned.floats_sent / config.rounds / n)
         kept[f"bytes/{name}"] = np.array(learned.bytes_sent / n)
     return kept
@@ -307,7 +325,7 @@ def _figures(
         rounds = {name: float(np.median(values)) for name, values in one.rounds.items()}
         costs[size] = {
             WORDS[name]: (float(np.median(one.gaps.get(name, np.nan))), rounds[name])
-            for name in WORDS
+            for name in ["fedavg", *one.gaps]
             if np.isfinite(rounds[name])
         }
     return {

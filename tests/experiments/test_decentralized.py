@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from perdl_experiments.measures import rounds_to
 from tests.studies import run_study
@@ -41,6 +42,25 @@ def test_bytes_of_what_nodes_send() -> None:
         sent[send] = found.metrics["bytes_sent_ring"]
     assert sent["float64"] == 2 * sent["float32"] == 8 * 2 * 2 * 2 * 650
     assert sent["top-10%"] < sent["float32"] / 6
+
+
+def test_networks_that_change_are_left_out_unless_wanted() -> None:
+    options = {"clients": 4, "rounds": 3, "seeds": 1, "local_steps": 1}
+    fixed = run_study("decentralized", **options)
+    found = run_study("decentralized", changing=1, **options)
+    more = set(found.arrays) - set(fixed.arrays)
+    assert more == {"accuracy_random-pairs", "accuracy_one-peer"}
+    for name, curve in fixed.arrays.items():
+        np.testing.assert_array_equal(found.arrays[name], curve)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_networks_that_change_reach_fedavg(seed: int) -> None:
+    found = run_study("decentralized", rounds=300, seed=seed, seeds=1, changing=1).metrics
+    assert found["accuracy_fedavg"] > 0.95
+    for name in ("random-pairs", "one-peer"):
+        assert found[f"accuracy_worst_{name}"] >= found["accuracy_fedavg"] - 0.01
 
 
 def test_from_which_round_on_a_target_is_reached() -> None:
