@@ -272,7 +272,12 @@ def test_public_copies_need_one_network_without_faults(network: Any) -> None:
         (lambda: RandomQuantization(3), "bits"),
         (lambda: RandomQuantization(9), "bits"),
         (lambda: RandomQuantization(4, seed=-1), "seed"),
-        (lambda: DiffusionAveraging(compression=TopK(0.1)), "compression .* unbiased"),
+        (
+            lambda: DiffusionAveraging(method="exact_diffusion", compression=TopK(0.1)),
+            "compression .* unbiased",
+        ),
+        (lambda: DiffusionAveraging(method="push_sum", compression=TopK(0.1)), "compression"),
+        (lambda: DiffusionAveraging(robust="clip", compression=TopK(0.1)), "robust"),
         (lambda: DiffusionAveraging(method="atc", compression="top-k"), "compression"),
         (lambda: DiffusionAveraging(method="atc", compression=TopK), "compression"),
         (lambda: DiffusionAveraging(consensus_step=0.5), "consensus_step"),

@@ -99,6 +99,7 @@ VALID: dict[str, Callable[[], Any]] = {
     "y": lambda: _normal(N),
     "alpha": lambda: 0.1,
     "app": ClientApp,
+    "at": lambda: lambda round_: [(0, 1)],
     "beta": lambda: 1.0,
     "bits": lambda: 4,
     "candidates": lambda: (1, 2),
