@@ -100,6 +100,7 @@ VALID: dict[str, Callable[[], Any]] = {
     "alpha": lambda: 0.1,
     "app": ClientApp,
     "at": lambda: lambda round_: [(0, 1)],
+    "n_nodes": lambda: 2,
     "beta": lambda: 1.0,
     "bits": lambda: 4,
     "candidates": lambda: (1, 2),
