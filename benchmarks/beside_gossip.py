@@ -9,28 +9,22 @@ environments, ``.venv-fluke`` and ``.venv-gossipy``, of some gigabytes each (PyT
 from __future__ import annotations
 
 import json
-import logging
-import os
 import subprocess
 import sys
-from functools import partial
 from io import BytesIO
-from itertools import product
 from typing import Any
 
 import numpy as np
 from _measure import CORES, RESULTS
 from beside_fluke import interval
 from joblib import Parallel, delayed
-from matplotlib.figure import Figure
 from scipy import stats
 
-from flwr_perdl.core.threads import one_blas_thread
 from flwr_perdl.diffusion import DiffusionAveraging, Schedule, TopK, Topology, metropolis_weights
 from flwr_perdl.protocol.records import ROUND
 from flwr_perdl.random import DATA, spawn
 from perdl_experiments.data import load_images
-from perdl_experiments.plots import style
+from perdl_experiments.plots import panel_grid, share_legend, style
 from perdl_experiments.studies._network import NAMES, Model, Network, accuracy, random_network
 
 ROOT, PARTS = RESULTS.parent.parent, ("choose", "test")
@@ -99,26 +93,23 @@ def ours(given: dict[str, Any], method: str, step: float) -> list[tuple[float, .
     make, compression = OURS[method]
     network = make(len(given["weights"]), **{"seed": given["seed"]} if "pairs" in method else {})
     learner = DiffusionAveraging(compression=compression, metrics=PARTS, evaluate_every=EVERY)
-    initial = [given[name] for name in NAMES]
-    found = learner.fit(partial(Client, given, step), network, EPOCHS, initial=initial).curves
-    sent = np.cumsum(found["bytes-received"].mean(axis=1))  # as much as is sent
-    times = range(EVERY, EPOCHS + 1, EVERY)
-    return [
-        row(t, sent[t - 1], *(found[f"evaluate-{part}"][t - 1] for part in PARTS)) for t in times
-    ]
+    first = [given[name] for name in NAMES]
+    run = learner.fit(lambda node: Client(given, step, node), network, EPOCHS, initial=first)
+    sent = np.cumsum(run.curves["bytes-received"].mean(axis=1))  # as much as is sent
+    kept = [run.curves[f"evaluate-{part}"] for part in PARTS]
+    return [row(t + 1, sent[t], *(one[t] for one in kept)) for t in range(EVERY - 1, EPOCHS, EVERY)]
 
 
 def loop(given: dict[str, Any], method: str, step: float) -> list[tuple[float, ...]]:
     """Run FedAvg, or D-PSGD (Lian et al., 2017) with an epoch for its gradient step."""
-    weights, models, curve = given["weights"], [given[name] for name in NAMES], []
+    weights, n, curve = given["weights"], len(given["weights"]), []
     sends = np.count_nonzero(weights[0]) - 1
     if method == "FedAvg":
-        weights, sends = np.full_like(weights, 1 / len(weights)), 1
-    clients = [Client(given, step, node) for node in range(len(weights))]
-    models = [np.stack([array] * len(weights)) for array in models]
+        weights, sends = np.full_like(weights, 1 / n), 1
+    clients = [Client(given, step, node) for node in range(n)]
+    models = [np.stack([given[name]] * n) for name in NAMES]
     for t in range(1, EPOCHS + 1):
-        own = zip(*models, strict=True)
-        fitted = [one.fit(model, {ROUND: t})[0] for one, model in zip(clients, own, strict=True)]
+        fitted = [clients[k].fit([array[k] for array in models], {ROUND: t})[0] for k in range(n)]
         models = [np.tensordot(weights, arrays, 1) for arrays in zip(*fitted, strict=True)]
         if t % EVERY == 0:
             scores = [clients[0].evaluate(own, {})[2] for own in zip(*models, strict=True)]
@@ -138,13 +129,10 @@ def rival(given: dict[str, Any], method: str, step: float) -> list[tuple[float, 
 
 def measured(data: str, seeds: int, name: str, n: int, method: str) -> tuple[float, Any]:
     """Return the length of a step, best to choose by with the first seed, and all seeds' curves."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    logging.getLogger("flwr").setLevel(logging.ERROR)
     run = rival if method in RIVALS else ours if method in OURS else loop
-    with one_blas_thread():
-        curves = {step: run(dealt(name, n, 0, data), method, step) for step in STEPS}
-        step = max(STEPS, key=lambda step: curves[step][-1][2])
-        rest = [run(dealt(name, n, seed, data), method, step) for seed in range(1, seeds)]
+    curves = {step: run(dealt(name, n, 0, data), method, step) for step in STEPS}
+    step = max(STEPS, key=lambda step: curves[step][-1][2])
+    rest = [run(dealt(name, n, seed, data), method, step) for seed in range(1, seeds)]
     return step, np.array([curves[step], *rest])
 
 
@@ -164,22 +152,21 @@ def text(found: dict[Any, tuple[float, Any]], seeds: int) -> str:
     return "\n".join([*lines, "MB: megabytes that a node has sent by then.\n"])
 
 
-def picture(found: dict[Any, tuple[float, Any]]) -> Figure:
+def draw(found: dict[Any, tuple[float, Any]]) -> None:
     """Draw the last data and size: means over the seeds, with 95 % intervals."""
-    figure = Figure(figsize=(11, 5), layout="constrained")
-    for place, at, of in ((1, 0, 3), (2, 1, 3), (3, 0, 4)):
-        axes = figure.add_subplot(1, 3, place, xscale=("linear", "log")[at], ylabel="accuracy")
+    figure, grid = panel_grid(3, columns=3, height=4)
+    for axes, at, of in zip(grid, (0, 1, 0), (3, 3, 4), strict=True):
         for index, method in enumerate(METHODS):
             curves, look = found[TASKS[-1], SIZES[-1], method][1], style(index)
             x, y = curves[..., at].mean(axis=0), curves[..., of].mean(axis=0)
             half = stats.t.ppf(0.975, len(curves) - 1) * stats.sem(curves[..., of])
             axes.plot(x, y, label=method, **look)
             axes.fill_between(x, y - half, y + half, color=look["color"], alpha=0.12, lw=0)
-        axes.set_xlabel(("epochs", "bytes sent")[at] + " per node")
         axes.set_title("worst node" if of == 4 else "mean of the nodes", fontsize=10, loc="left")
-    names = axes.get_legend_handles_labels()
-    figure.legend(*names, loc="outside upper center", ncols=3, frameon=False, handlelength=3.5)
-    return figure
+        axes.set(xlabel=("epochs", "bytes sent")[at] + " per node", ylabel="accuracy")
+        axes.set_xscale(("linear", "log")[at])
+    share_legend(figure, grid)
+    figure.savefig(RESULTS / "beside_gossip.png", dpi=100)
 
 
 if __name__ == "__main__":
@@ -187,9 +174,8 @@ if __name__ == "__main__":
         if not (place := ROOT / f".venv-{library}").exists():
             subprocess.run([ROOT / ".ci" / "venv", place, *needs], check=True)
     seeds, data = int((sys.argv[1:] or "5")[0]), "".join(sys.argv[2:])
-    every = list(product(TASKS, SIZES, METHODS))
+    every = [(name, n, method) for name in TASKS for n in SIZES for method in METHODS]
     results = Parallel(CORES)(delayed(measured)(data, seeds, *one) for one in every)
     found = dict(zip(every, results, strict=True))
     (RESULTS / "beside_gossip.md").write_text(text(found, seeds))
-    picture(found).savefig(RESULTS / "beside_gossip.png", dpi=100)
-    print(text(found, seeds))
+    draw(found)
