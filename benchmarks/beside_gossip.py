@@ -1,9 +1,7 @@
 """Decentralized learning beside fluke, GossipPy and plain D-PSGD: accuracy by epochs and by bytes.
 
-Run from the repository's root: ``python benchmarks/beside_gossip.py SEEDS IMAGES``, IMAGES an
-``.npz`` file as for ``--data``, by default scikit-learn's digits; it writes
-``benchmarks/results/beside_gossip.md`` and ``.png``. The first run makes the libraries'
-environments, ``.venv-fluke`` and ``.venv-gossipy``, of some gigabytes each (PyTorch).
+``python benchmarks/beside_gossip.py SEEDS IMAGES``, IMAGES as for ``--data``, by default digits,
+writes results/beside_gossip.md and .png. The first run makes ``.venv-fluke`` and ``.venv-gossipy``.
 """
 
 from __future__ import annotations
@@ -30,7 +28,6 @@ from perdl_experiments.studies._network import NAMES, Model, Network, accuracy, 
 ROOT, PARTS = RESULTS.parent.parent, ("choose", "test")
 EPOCHS, EVERY, BATCH, HIDDEN, STEPS = 40, 4, 16, 32, (0.03, 0.1, 0.3, 1.0)
 TASKS, SIZES = ("Rotated digits", "Two shards of sorted images per node"), (16, 64)
-#: This library's runs: the network of so many nodes, and the compression.
 OURS: dict[str, tuple[Any, TopK | None]] = {
     "ours, ring": (Topology.ring, None),
     "ours, exponential": (Topology.exponential, None),
@@ -83,12 +80,7 @@ class Client(Network):
         return 0.0, len(self.y), {part: accuracy(parameters, *images[part]) for part in PARTS}
 
 
-def row(epochs: float, sent: float, choose: Any, test: Any) -> tuple[float, ...]:
-    """Return epochs, bytes, the nodes' mean to choose by, and their mean and worst in the test."""
-    return epochs, sent, float(np.mean(choose)), float(np.mean(test)), float(np.min(test))
-
-
-def ours(given: dict[str, Any], method: str, step: float) -> list[tuple[float, ...]]:
+def ours(given: dict[str, Any], method: str, step: float) -> Any:
     """Run this library."""
     make, compression = OURS[method]
     network = make(len(given["weights"]), **{"seed": given["seed"]} if "pairs" in method else {})
@@ -97,15 +89,14 @@ def ours(given: dict[str, Any], method: str, step: float) -> list[tuple[float, .
     run = learner.fit(lambda node: Client(given, step, node), network, EPOCHS, initial=first)
     sent = np.cumsum(run.curves["bytes-received"].mean(axis=1))  # as much as is sent
     kept = [run.curves[f"evaluate-{part}"] for part in PARTS]
-    return [row(t + 1, sent[t], *(one[t] for one in kept)) for t in range(EVERY - 1, EPOCHS, EVERY)]
+    return [(t + 1, sent[t], *(one[t] for one in kept)) for t in range(EVERY - 1, EPOCHS, EVERY)]
 
 
-def loop(given: dict[str, Any], method: str, step: float) -> list[tuple[float, ...]]:
+def loop(given: dict[str, Any], method: str, step: float) -> Any:
     """Run FedAvg, or D-PSGD (Lian et al., 2017) with an epoch for its gradient step."""
     weights, n, curve = given["weights"], len(given["weights"]), []
-    sends = np.count_nonzero(weights[0]) - 1
-    if method == "FedAvg":
-        weights, sends = np.full_like(weights, 1 / n), 1
+    sends = 1 if method == "FedAvg" else np.count_nonzero(weights[0]) - 1
+    weights = np.full_like(weights, 1 / n) if method == "FedAvg" else weights
     clients = [Client(given, step, node) for node in range(n)]
     models = [np.stack([given[name]] * n) for name in NAMES]
     for t in range(1, EPOCHS + 1):
@@ -114,57 +105,58 @@ def loop(given: dict[str, Any], method: str, step: float) -> list[tuple[float, .
         if t % EVERY == 0:
             scores = [clients[0].evaluate(own, {})[2] for own in zip(*models, strict=True)]
             sent = sends * t * sum(array[0].nbytes for array in models)
-            curve.append(row(t, sent, *([one[part] for one in scores] for part in PARTS)))
+            curve.append((t, sent, *([one[part] for one in scores] for part in PARTS)))
     return curve
 
 
-def rival(given: dict[str, Any], method: str, step: float) -> list[tuple[float, ...]]:
+def rival(given: dict[str, Any], method: str, step: float) -> Any:
     """Run another library in its environment."""
     np.savez(sent := BytesIO(), **given)
     run = json.dumps({"step": step, "epochs": EPOCHS, "batch": BATCH, "every": EVERY})
     command = [ROOT / f".venv-{method}/bin/python", RESULTS.parent / "_gossip.py", method, run]
     done = subprocess.run(command, check=True, input=sent.getvalue(), stdout=subprocess.PIPE)
-    return [row(*point) for point in json.loads(done.stdout)]
+    return json.loads(done.stdout)
 
 
 def measured(data: str, seeds: int, name: str, n: int, method: str) -> tuple[float, Any]:
-    """Return the length of a step, best to choose by with the first seed, and all seeds' curves."""
+    """Return the step, the best with the first seed, and curves: epochs, bytes, mean, worst."""
     run = rival if method in RIVALS else ours if method in OURS else loop
-    curves = {step: run(dealt(name, n, 0, data), method, step) for step in STEPS}
-    step = max(STEPS, key=lambda step: curves[step][-1][2])
+    tried = {step: run(dealt(name, n, 0, data), method, step) for step in STEPS}
+    step = max(STEPS, key=lambda step: np.mean(tried[step][-1][2]))
     rest = [run(dealt(name, n, seed, data), method, step) for seed in range(1, seeds)]
-    return step, np.array([curves[step], *rest])
+    curves = [tried[step], *rest]
+    return step, np.array([[(*x, np.mean(z), min(z)) for *x, _, z in one] for one in curves])
 
 
 def text(found: dict[Any, tuple[float, Any]], seeds: int) -> str:
     """Return the results as Markdown."""
     lines, head = [], " | ".join(f"{n} nodes: accuracy | worst node | MB | step" for n in SIZES)
     for name in TASKS:
-        lines += [f"{name}:\n", f"| | {head} |", f"| --- |{' ---: |' * 4 * len(SIZES)}"]
+        lines += [f"\n{name}:\n", f"| | {head} |", f"| --- |{' ---: |' * 4 * len(SIZES)}"]
         for method in METHODS:
             cells = [method]
             for step, curves in (found[name, n, method] for n in SIZES):
-                cells += [interval(curves[:, -1, 3]), interval(curves[:, -1, 4])]
+                cells += [interval(curves[:, -1, 2]), interval(curves[:, -1, 3])]
                 cells += [f"{curves[:, -1, 1].mean() / 1e6:.2f}", f"{step:g}"]
             lines.append(f"| {' | '.join(cells)} |")
-        lines.append("")
-    lines += [f"Means over {seeds} seeds after {EPOCHS} epochs per node, with 95 % intervals."]
-    return "\n".join([*lines, "MB: megabytes that a node has sent by then.\n"])
+    about = (
+        f"Means over {seeds} seeds after {EPOCHS} epochs, with 95 % intervals; MB: sent by a node."
+    )
+    return "\n".join([*lines, f"\n{about}\n"]).lstrip()
 
 
 def draw(found: dict[Any, tuple[float, Any]]) -> None:
     """Draw the last data and size: means over the seeds, with 95 % intervals."""
     figure, grid = panel_grid(3, columns=3, height=4)
-    for axes, at, of in zip(grid, (0, 1, 0), (3, 3, 4), strict=True):
+    for axes, at, of in zip(grid, (0, 1, 0), (2, 2, 3), strict=True):
         for index, method in enumerate(METHODS):
             curves, look = found[TASKS[-1], SIZES[-1], method][1], style(index)
             x, y = curves[..., at].mean(axis=0), curves[..., of].mean(axis=0)
             half = stats.t.ppf(0.975, len(curves) - 1) * stats.sem(curves[..., of])
             axes.plot(x, y, label=method, **look)
             axes.fill_between(x, y - half, y + half, color=look["color"], alpha=0.12, lw=0)
-        axes.set_title("worst node" if of == 4 else "mean of the nodes", fontsize=10, loc="left")
-        axes.set(xlabel=("epochs", "bytes sent")[at] + " per node", ylabel="accuracy")
-        axes.set_xscale(("linear", "log")[at])
+        axes.set(xlabel=("epochs", "bytes sent")[at] + " per node", xscale=("linear", "log")[at])
+        axes.set(ylabel="accuracy, " + ("worst node" if of == 3 else "mean of the nodes"))
     share_legend(figure, grid)
     figure.savefig(RESULTS / "beside_gossip.png", dpi=100)
 
@@ -175,7 +167,7 @@ if __name__ == "__main__":
             subprocess.run([ROOT / ".ci" / "venv", place, *needs], check=True)
     seeds, data = int((sys.argv[1:] or "5")[0]), "".join(sys.argv[2:])
     every = [(name, n, method) for name in TASKS for n in SIZES for method in METHODS]
-    results = Parallel(CORES)(delayed(measured)(data, seeds, *one) for one in every)
-    found = dict(zip(every, results, strict=True))
+    runs = Parallel(CORES)(delayed(measured)(data, seeds, *one) for one in every)
+    found = dict(zip(every, runs, strict=True))
     (RESULTS / "beside_gossip.md").write_text(text(found, seeds))
     draw(found)
