@@ -139,9 +139,7 @@ def text(found: dict[Any, tuple[float, Any]], seeds: int) -> str:
                 cells += [interval(curves[:, -1, 2]), interval(curves[:, -1, 3])]
                 cells += [f"{curves[:, -1, 1].mean() / 1e6:.2f}", f"{step:g}"]
             lines.append(f"| {' | '.join(cells)} |")
-    about = (
-        f"Means over {seeds} seeds after {EPOCHS} epochs, with 95 % intervals; MB: sent by a node."
-    )
+    about = f"Means over {seeds} seeds after {EPOCHS} epochs, 95 % intervals; MB: sent by a node."
     return "\n".join([*lines, f"\n{about}\n"]).lstrip()
 
 

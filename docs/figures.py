@@ -38,6 +38,7 @@ PAGES = (
     ROOT / "docs" / "inference.md",
     ROOT / "docs" / "biclustering-and-denoising.md",
     ROOT / "docs" / "data-diffusion.md",
+    ROOT / "docs" / "decentralized-learning.md",
     ROOT / "docs" / "security.md",
     ROOT / "docs" / "speed.md",
     ROOT / "docs" / "use-in-your-project.md",
