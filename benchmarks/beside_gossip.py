@@ -35,9 +35,8 @@ OURS: dict[str, tuple[Any, TopK | None]] = {
     "ours, exponential, top 10 %": (Topology.exponential, TopK(0.1)),
     "ours, exponential, top 1 %": (Topology.exponential, TopK(0.01)),
 }
-#: Other libraries, on the exponential graph, and what their environments need.
 RIVALS = {"fluke": ["fluke-fl==0.8.1"], "gossipy": ["gossipy-dfl==0.0.1", "torchvision"]}
-METHODS = ("FedAvg", *OURS, "D-PSGD, exponential", *RIVALS)
+METHODS = ("FedAvg", *OURS, "D-PSGD, exponential", *RIVALS)  # the last on the same graph
 
 
 def dealt(name: str, n: int, seed: int, data: str) -> dict[str, Any]:
@@ -121,11 +120,11 @@ def rival(given: dict[str, Any], method: str, step: float) -> Any:
 def measured(data: str, seeds: int, name: str, n: int, method: str) -> tuple[float, Any]:
     """Return the step, the best with the first seed, and curves: epochs, bytes, mean, worst."""
     run = rival if method in RIVALS else ours if method in OURS else loop
-    tried = {step: run(dealt(name, n, 0, data), method, step) for step in STEPS}
-    step = max(STEPS, key=lambda step: np.mean(tried[step][-1][2]))
+    first = {step: run(dealt(name, n, 0, data), method, step) for step in STEPS}
+    step = max(STEPS, key=lambda step: np.mean(first[step][-1][2]))
     rest = [run(dealt(name, n, seed, data), method, step) for seed in range(1, seeds)]
-    curves = [tried[step], *rest]
-    return step, np.array([[(*x, np.mean(z), min(z)) for *x, _, z in one] for one in curves])
+    every = first[step], *rest
+    return step, np.array([[(*x, np.mean(z), min(z)) for *x, _, z in one] for one in every])
 
 
 def text(found: dict[Any, tuple[float, Any]], seeds: int) -> str:
