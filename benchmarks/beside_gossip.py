@@ -28,7 +28,7 @@ from perdl_experiments.studies._network import NAMES, Model, Network, accuracy, 
 ROOT, PARTS = RESULTS.parent.parent, ("choose", "test")
 EPOCHS, EVERY, BATCH, HIDDEN, STEPS = 40, 4, 16, 32, (0.03, 0.1, 0.3, 1.0)
 TASKS, SIZES = ("Rotated digits", "Two shards of sorted images per node"), (16, 64)
-OURS: dict[str, tuple[Any, TopK | None]] = {
+OURS: dict[str, Any] = {
     "ours, ring": (Topology.ring, None),
     "ours, exponential": (Topology.exponential, None),
     "ours, random pairs": (Schedule.random_pairs, None),
@@ -53,8 +53,8 @@ def dealt(name: str, n: int, seed: int, data: str) -> dict[str, Any]:
         shards = np.array_split(train[np.argsort(y[train], kind="stable")], 2 * n)
         order = rng.permutation(2 * n)
         own = [np.concatenate([shards[i] for i in order[2 * k : 2 * k + 2]]) for k in range(n)]
-    weights = metropolis_weights(Topology.exponential(n)).matrix.toarray()
-    found = {"seed": seed, "weights": weights.astype(np.float32)}
+    weights = metropolis_weights(Topology.exponential(n)).matrix.toarray().astype(np.float32)
+    found = {"seed": seed, "weights": weights}
     first = random_network(X[0].shape[1], HIDDEN, 10, spawn(seed, DATA, 1))
     found |= {key: array.astype(np.float32) for key, array in zip(NAMES, first, strict=True)}
     for i, rows in enumerate(own):
@@ -86,8 +86,8 @@ def ours(given: dict[str, Any], method: str, step: float) -> Any:
     learner = DiffusionAveraging(compression=compression, metrics=PARTS, evaluate_every=EVERY)
     first = [given[name] for name in NAMES]
     run = learner.fit(lambda node: Client(given, step, node), network, EPOCHS, initial=first)
+    kept = [run.curves[name] for name in ("evaluate-choose", "evaluate-test")]
     sent = np.cumsum(run.curves["bytes-received"].mean(axis=1))  # as much as is sent
-    kept = [run.curves[f"evaluate-{part}"] for part in PARTS]
     return [(t + 1, sent[t], *(one[t] for one in kept)) for t in range(EVERY - 1, EPOCHS, EVERY)]
 
 
@@ -113,8 +113,7 @@ def rival(given: dict[str, Any], method: str, step: float) -> Any:
     np.savez(sent := BytesIO(), **given)
     run = json.dumps({"step": step, "epochs": EPOCHS, "batch": BATCH, "every": EVERY})
     command = [ROOT / f".venv-{method}/bin/python", RESULTS.parent / "_gossip.py", method, run]
-    done = subprocess.run(command, check=True, input=sent.getvalue(), stdout=subprocess.PIPE)
-    return json.loads(done.stdout)
+    return json.loads(subprocess.check_output(command, input=sent.getvalue()))
 
 
 def measured(data: str, seeds: int, name: str, n: int, method: str) -> tuple[float, Any]:
@@ -146,6 +145,7 @@ def draw(found: dict[Any, tuple[float, Any]]) -> None:
     """Draw the last data and size: means over the seeds, with 95 % intervals."""
     figure, grid = panel_grid(3, columns=3, height=4)
     for axes, at, of in zip(grid, (0, 1, 0), (2, 2, 3), strict=True):
+        axes.grid(alpha=0.25)
         for index, method in enumerate(METHODS):
             curves, look = found[TASKS[-1], SIZES[-1], method][1], style(index)
             x, y = curves[..., at].mean(axis=0), curves[..., of].mean(axis=0)
