@@ -487,7 +487,7 @@ class AveragingProgram:
         sent, mean = state.model, self._mean(state, inbox, 0)
         method, every = self.learner.method, self.learner.evaluate_every
         if method == "push_sum":
-            weight = ordered_mean(inbox, 1)
+            weight = inbox.mean(1, ordered=True)
             sent, mean = sent / state.tracker, mean / weight
             state = state._replace(tracker=weight)
         reports = state.reports.copy()
@@ -507,7 +507,7 @@ class AveragingProgram:
     def _mean(self, state: AveragingState, inbox: Inbox, i: int) -> Array:
         """Return the neighborhood's mean of the ``i``-th array of the message."""
         rule, n_liars = self.learner.robust, self.learner.n_liars
-        return ordered_mean(inbox, i) if rule is None else robust_mean(inbox, rule, n_liars)
+        return inbox.mean(i, ordered=True) if rule is None else robust_mean(inbox, rule, n_liars)
 
     def limits(self, state: AveragingState) -> Array:
         """Return the largest absolute value that each node accepts in a message, (m,)."""
@@ -638,16 +638,6 @@ class Form(NamedTuple):
             (part if dtype.kind == "f" else np.rint(part)).reshape(shape).astype(dtype)
             for part, shape, dtype in parts
         ]
-
-
-def ordered_mean(inbox: Inbox, i: int) -> Array:
-    """Return ``inbox.mean(i)`` with the same last bits wherever the nodes are hosted."""
-    sent = inbox.arrays[i]
-    mean = np.zeros((len(inbox.nodes), *sent.shape[1:]), dtype=sent.dtype)
-    for k in range(len(mean)):
-        for at, weight in inbox.weighed(k):
-            mean[k] += sent.dtype.type(weight) * sent[at]
-    return mean
 
 
 def _numbers(whose: str, metrics: Mapping[str, Any], names: Sequence[str]) -> list[float]:
