@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import optimize
 
 from flwr_perdl.diffusion import CombinationMatrix, Topology, metropolis_weights
 from flwr_perdl.diffusion._minimize import minimize
@@ -480,6 +481,42 @@ def test_agents_may_have_different_numbers_of_atoms() -> None:
     assert [C.shape[1] for C in found.codes] == [1, 3, 2, 3]
     for mine, theirs in zip(found.codes, exact.codes, strict=True):
         np.testing.assert_allclose(mine, theirs, atol=1e-7)
+
+
+def test_penalized_consensus_ends_at_its_fixed_point() -> None:
+    """The least of the costs plus both penalties, by SciPy; the optimum as the penalties grow."""
+    objective, topology, step, penalty = HuberNMF(0.1, 0.5, 2.0), Topology.star(3), 0.05, 2.0
+    X, D = problem(objective, n_agents=3, n_features=5, n_samples=1)
+    X[0, 0] = 9.0  # an outlier: the dual meets its bound
+    A = metropolis_weights(topology).matrix.toarray()
+
+    def cost(flat: np.ndarray) -> float:
+        w = flat.reshape(3, 5)
+        beyond = w - np.clip(w, -1, 1)
+        smooth = (w**2).sum() / 3 - (w @ X[0]).sum() / 3 + penalty / 2 * (beyond**2).sum()
+        smooth += sum(float(objective.regulariser_conjugate(w[k] @ D[k].T)) for k in range(3))
+        apart = np.square(w[:, None] - w[None]).sum(axis=2)
+        return float(smooth + (A * apart).sum() / (8 * step))
+
+    w = optimize.minimize(cost, np.zeros(15), method="BFGS", options={"gtol": 1e-9}).x.reshape(3, 5)
+    assert w.max() > 1.05
+    far, near = (
+        infer(
+            objective,
+            X,
+            D,
+            network,
+            method="consensus",
+            step=step / k,
+            penalty=k * penalty,
+            n_rounds=400 * k,
+            tolerance=0,
+        ).nu
+        for k, network in ((1, InMemoryNetwork(topology)), (20, topology))
+    )
+    np.testing.assert_allclose(far[:, 0], np.clip(w, -1, 1), atol=1e-5)
+    exact = exact_dual(objective, X, D).nu
+    assert np.abs(near - exact).max() < np.abs(far - exact).max() / 10
 
 
 @each
