@@ -271,8 +271,7 @@ class ConsensusADMM(ADMM):
 
         o, r, number = self.objective, self.relaxation, atoms.dtype.type
         return Quadratics(
-            number(o.gamma),
-            number(o.delta),
+            *map(number, (o.gamma, o.delta)),
             o.nonnegative,
             shrinkage(o, hessians(atoms, self.curvatures)).ravel(),
             (1 / self.curvatures).astype(atoms.dtype),

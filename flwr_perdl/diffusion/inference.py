@@ -210,8 +210,8 @@ def exact_dual(
 ) -> ExactDual:
     """Solve the inference problem (7) and its dual (28) in one place.
 
-    The reference for all methods, and the limit of all but ATC and consensus on any connected network,
-    whichever agents are informed.
+    The reference for all methods, and the limit of all but ATC and consensus on any connected
+    network, whichever agents are informed.
 
     Parameters
     ----------

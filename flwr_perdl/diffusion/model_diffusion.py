@@ -276,7 +276,7 @@ class ModelDiffusion:
         network = self._carrier(model, network)
         found = self._infer(model.dictionaries, X, network, self._given(model, X, network))
         counts = self.n_atoms_per_agent
-        if not isinstance(counts, tuple):
+        if isinstance(counts, int):
             return found
         own = tuple(C[:, :n] for C, n in zip(found.codes, counts, strict=True))
         return found._replace(codes=own)
@@ -294,7 +294,7 @@ class ModelDiffusion:
     def _counts(self, n_agents: int) -> tuple[int, ...]:
         """Return every agent's number of atoms."""
         n = self.n_atoms_per_agent
-        counts = n if isinstance(n, tuple) else (n,) * n_agents
+        counts = (n,) * n_agents if isinstance(n, int) else tuple(n)
         if len(counts) != n_agents:
             raise ValueError(
                 "n_atoms_per_agent must be one number, or one per agent, "
