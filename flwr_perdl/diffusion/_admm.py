@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -269,9 +269,11 @@ class ConsensusADMM(ADMM):
         """Return what the kernels know beforehand."""
         from flwr_perdl.diffusion._kernels import Quadratics
 
-        o, r, number = self.objective, self.relaxation, atoms.dtype.type
+        o, r = self.objective, self.relaxation
+        number: Any = atoms.dtype.type
         return Quadratics(
-            *map(number, (o.gamma, o.delta)),
+            number(o.gamma),
+            number(o.delta),
             o.nonnegative,
             shrinkage(o, hessians(atoms, self.curvatures)).ravel(),
             (1 / self.curvatures).astype(atoms.dtype),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import sqrt
+from typing import Any
 
 import numpy as np
 
@@ -106,7 +107,8 @@ class ATC(DualInference):
             return super().advance(state, round_, n_rounds, weights)
         from flwr_perdl.diffusion import _kernels  # compiled: Numba is imported where it is needed
 
-        o, number = self.objective, state.nu.dtype.type
+        o = self.objective
+        number: Any = state.nu.dtype.type
         atoms, linear, nu = (aligned(a) for a in (state.atoms, state.linear, state.nu))
         state = state._replace(atoms=atoms, linear=linear, nu=nu)
         change, apart = np.empty_like(state.change), np.empty_like(state.change)
@@ -116,7 +118,8 @@ class ATC(DualInference):
             atoms,
             linear,
             self._same_linear,
-            *map(number, (o.gamma, o.delta)),
+            number(o.gamma),
+            number(o.delta),
             o.nonnegative,
             number(self.mu),
             number(1 - self.mu * self.curvature),

@@ -27,7 +27,7 @@ from flwr_perdl.core.checks import (
 )
 from flwr_perdl.diffusion._minimize import correlate
 from flwr_perdl.diffusion.combine import Csr, Inbox, exchanged, is_long
-from flwr_perdl.diffusion.objectives import Objective, check_agents
+from flwr_perdl.diffusion.objectives import WEIGHTS, Objective, check_agents
 from flwr_perdl.diffusion.topology import Topology
 
 Nodes = NDArray[np.intp]
@@ -118,7 +118,7 @@ class DualInference(ABC):
         own_numbers(self)
         if self.topology.directed or not self.topology.is_connected:
             raise ValueError(f"topology must be connected and undirected, got {self.topology!r}.")
-        check_agents(self.objective, self.topology.n_nodes)
+        check_agents(self.objective, self.topology.n_nodes, *WEIGHTS)
         atoms = self.dictionaries
         hosted = list(atoms.values()) if isinstance(atoms, Mapping) else list(atoms)
         if isinstance(atoms, Sequence) and len(atoms) != self.topology.n_nodes:

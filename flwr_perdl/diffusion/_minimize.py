@@ -56,10 +56,10 @@ def minimize(
     m, n_samples, n_atoms = len(atoms), centers.shape[1], atoms.shape[1]
     if codes is None:
         codes = np.zeros((m, n_samples, n_atoms), dtype=centers.dtype)
-    if objective.own_weights and (n_atoms > 1 or np.isfinite(objective.bound)):
+    if objective.own_weights and m > 1 and (n_atoms > 1 or np.isfinite(objective.bound)):
         # Newton steps know one h: agent by agent.
         given = (atoms, centers, a, codes)
-        each = [minimize(objective.at(k), *(x[k : k + 1] for x in given)) for k in range(m)]
+        each = [minimize(objective.at([k]), *(x[k : k + 1] for x in given)) for k in range(m)]
         return np.concatenate([nu for nu, _ in each]), np.concatenate([y for _, y in each])
     scale = (1 / a).astype(centers.dtype)[:, None, None]
     hessian = hessians(atoms, a)
@@ -253,7 +253,7 @@ def _newton(
         W, inverse, start, c = atoms[agent[open_]], scale[open_], y[open_], centers[open_]
         v = _free(c, start, inverse, W)
         S = correlate(objective.project(v)[:, None], W)[:, 0]
-        away = np.abs(start - objective.code(S)) * spread(objective.delta, S)
+        away = spread(objective.delta, S) * np.abs(start - objective.code(S))
         gap = away.max(axis=1, initial=0)
         size = np.linalg.norm(objective.project(v), axis=1)
         wrong = gap > tolerance * size

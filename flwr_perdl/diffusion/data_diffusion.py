@@ -396,13 +396,7 @@ class DictionaryProgram:
 
     def adapt(self, state: DictionaryState, round_: int) -> DictionaryState:
         """Code and update at every node, or with shared observations choose which to send."""
-        batches = [self._batch(int(node), round_) for node in state.nodes]
-        for node, X in zip(state.nodes, batches, strict=True):
-            if X.shape[1] != state.dictionaries.shape[2]:
-                raise ValueError(
-                    f"data of node {node} must have {state.dictionaries.shape[2]} columns, got "
-                    f"shape {X.shape}."
-                )
+        batches = self._batches(state, round_)
         if not self.learner.shared:
             return self._updated(state, batches, round_)
         shared = np.zeros_like(state.shared)
@@ -451,7 +445,7 @@ class DictionaryProgram:
         state = self._combined(state, inbox)
         if not self.learner.shared:
             return state
-        batches = [self._batch(int(node), inbox.round) for node in state.nodes]
+        batches = self._batches(state, inbox.round)
         for k, (own, X) in enumerate(zip(inbox.own, batches, strict=True)):
             others = (inbox.arrays[-1][j] for j, _ in inbox.weighed(k) if j != own)
             batches[k] = np.concatenate([X, *(Y[Y.any(axis=1)] for Y in others)])
@@ -502,6 +496,14 @@ class DictionaryProgram:
                     other = _aligned(other, sent[own], order=self.learner.alignment != "sign")
                 mean[k] += sent.dtype.type(weight) * other
         return mean
+
+    def _batches(self, state: DictionaryState, round_: int) -> list[Matrix]:
+        """Return the nodes' data of a round."""
+        batches, d = [self._batch(int(k), round_) for k in state.nodes], state.dictionaries.shape[2]
+        for node, X in zip(state.nodes, batches, strict=True):
+            if X.shape[1] != d:
+                raise ValueError(f"data of node {node} must have {d} columns, got shape {X.shape}.")
+        return batches
 
     def _batch(self, node: int, round_: int) -> Matrix:
         own = self.data[node]

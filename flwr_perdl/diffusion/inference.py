@@ -64,12 +64,7 @@ from flwr_perdl.core.checks import (
 from flwr_perdl.core.memory import short_buffers
 from flwr_perdl.core.threads import in_threads, one_blas_thread
 from flwr_perdl.diffusion._admm import ADMM, ConsensusADMM, JacobianADMM
-from flwr_perdl.diffusion._atc import (
-    ATC,
-    ExactDiffusion,
-    PenalizedConsensus,
-    contraction_bound,
-)
+from flwr_perdl.diffusion._atc import ATC, ExactDiffusion, PenalizedConsensus, contraction_bound
 from flwr_perdl.diffusion._dual import (
     MOST_ROUNDS,
     DualInference,
@@ -81,12 +76,7 @@ from flwr_perdl.diffusion._dual import (
 from flwr_perdl.diffusion._minimize import costs, descend, minimize
 from flwr_perdl.diffusion._span import Found, in_span
 from flwr_perdl.diffusion.combine import run_program, shown, weighted
-from flwr_perdl.diffusion.objectives import (
-    Objective,
-    check_agents,
-    check_closed_forms,
-    check_objective,
-)
+from flwr_perdl.diffusion.objectives import Objective, check_closed_forms, check_objective
 from flwr_perdl.diffusion.topology import (
     CombinationMatrix,
     Topology,
@@ -156,8 +146,7 @@ def local_costs(
     dictionaries = check_array("dictionaries", dictionaries, ndim=3, min_rows=1)
     X, _ = checked_samples(X, list(dictionaries))
     n_agents = len(dictionaries)
-    check_objective(objective)
-    check_agents(objective, n_agents)
+    check_objective(objective, n_agents)
     nu = _check_nu(objective, nu, n_agents, X)
     # In the order of (29): f*'s share, h* of the own atoms, and the sample where it is known.
     costs = objective.conjugate(nu) / n_agents
@@ -237,10 +226,9 @@ def exact_dual(
     array([[1.727, 0.   ]])
     """
     X, atoms = checked_samples(X, dictionaries)
-    check_objective(objective)
+    check_objective(objective, len(atoms))
     check_closed_forms(objective)
     tolerance = check_real("tolerance", tolerance, 0)
-    check_agents(objective, len(atoms))
     dtype, W = X.dtype, np.concatenate(atoms)
     exact = tolerance == 0 or bool(np.isfinite(objective.bound))
     objective = objective.per_atom([len(D) for D in atoms], np.float64 if exact else dtype)
@@ -359,7 +347,7 @@ def infer(
     X, atoms = checked_samples(X, dictionaries)
     kind = METHODS[check_choice("method", method, METHODS)]
     tolerance = check_real("tolerance", tolerance, 0)
-    check_objective(objective)
+    check_objective(objective, len(atoms))
     return_nu = check_flag("return_nu", return_nu)
     if isinstance(network, CombinationMatrix):
         _check_sums(network, kind)

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,7 +45,6 @@ from flwr_perdl.core.checks import (
     check_array,
     check_choice,
     check_count,
-    check_list,
     check_magnitude,
     check_real,
     own_numbers,
@@ -60,7 +60,7 @@ from flwr_perdl.diffusion.inference import (
     exact_dual,
     infer,
 )
-from flwr_perdl.diffusion.objectives import Objective, check_positive
+from flwr_perdl.diffusion.objectives import Objective, check_agents, check_each, check_positive
 from flwr_perdl.diffusion.topology import CombinationMatrix, Topology
 from flwr_perdl.random import spawn
 
@@ -159,12 +159,7 @@ class ModelDiffusion:
     def __post_init__(self) -> None:
         """Check the arguments."""
         own_numbers(self)
-        name, n_atoms = "n_atoms_per_agent", self.n_atoms_per_agent
-        if np.ndim(n_atoms):
-            own = tuple(check_count(name, n, 1) for n in check_list(name, n_atoms))
-            object.__setattr__(self, name, own)
-        else:
-            check_count(name, n_atoms, 1)
+        check_each(self, "n_atoms_per_agent", partial(check_count, "n_atoms_per_agent", low=1))
         check_real("step", self.step, 0, LARGE)
         check_real("decay", self.decay, 0, LARGE)
         check_count("batch_size", self.batch_size, 1)
@@ -176,9 +171,9 @@ class ModelDiffusion:
 
     def start(self, n_agents: int, n_features: int, dtype: Any = np.float64) -> Model:
         """Return random atoms of norm 1, float64 or float32: what agents draw on their own."""
-        n_agents = check_count("n_agents", n_agents, 1)
+        agents = range(check_count("n_agents", n_agents, 1))
         check_count("n_features", n_features, 1)
-        atoms = self._first_atoms(range(n_agents), n_features, n_agents)
+        atoms = self._first_atoms(agents, n_features, n_agents)
         return Model(atoms.astype(_float("dtype", dtype)))
 
     def grow(self, model: Model, n_agents: int) -> Model:
@@ -294,13 +289,8 @@ class ModelDiffusion:
     def _counts(self, n_agents: int) -> tuple[int, ...]:
         """Return every agent's number of atoms."""
         n = self.n_atoms_per_agent
-        counts = (n,) * n_agents if isinstance(n, int) else tuple(n)
-        if len(counts) != n_agents:
-            raise ValueError(
-                "n_atoms_per_agent must be one number, or one per agent, "
-                f"{n_agents}, got {len(counts)}."
-            )
-        return counts
+        check_agents(self, n_agents, "n_atoms_per_agent")
+        return (n,) * n_agents if isinstance(n, int) else tuple(n)
 
     def _first_atoms(self, agents: Sequence[int], n_features: int, n_agents: int) -> Matrix:
         counts = self._counts(n_agents)
@@ -449,7 +439,6 @@ class Learning:
         if len(shapes) != 1:
             raise ValueError(f"X must be one stream of a known shape, got {sorted(shapes)}.")
         self.learner, self.model, self.show = learner, model, show
-        self.n_agents = topology.n_nodes
         self.n_samples, self.n_features = map(int, shapes.pop())
         dtypes = {stream.dtype for stream in self.streams.values()}
         dtypes |= set() if model is None else {np.dtype(model.dictionaries.dtype)}
@@ -472,7 +461,9 @@ class Learning:
         """Return the state before the first round."""
         first = self.model
         atoms = (
-            self.learner._first_atoms(nodes.tolist(), self.n_features, self.n_agents)
+            self.learner._first_atoms(
+                nodes.tolist(), self.n_features, self.inference.topology.n_nodes
+            )
             if first is None
             else first.dictionaries[nodes]
         )

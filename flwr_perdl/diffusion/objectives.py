@@ -34,24 +34,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_perdl.core.checks import (
-    LARGE,
-    Matrix,
-    check_count,
-    check_kind,
-    check_list,
-    check_real,
-    own_numbers,
-)
+from flwr_perdl.core.checks import LARGE, Matrix, check_count, check_kind, check_real, own_numbers
 from flwr_perdl.dictionary.coding import soft_threshold
 
 #: A weight of h: the same for all agents, or one of each agent's own.
 Weight = float | Sequence[float]
+WEIGHTS = ("gamma", "delta")
 
 
 def positive_threshold(A: Matrix, threshold: float | Matrix) -> Matrix:
@@ -60,18 +54,26 @@ def positive_threshold(A: Matrix, threshold: float | Matrix) -> Matrix:
     return lowered
 
 
-def check_objective(objective: Objective) -> None:
-    """Raise a TypeError unless this is an objective."""
+def check_objective(objective: Objective, n_agents: int) -> None:
+    """Raise a TypeError unless this is an objective, a ValueError unless it is of these agents."""
     check_kind("objective", objective, Objective, "an Objective")
+    check_agents(objective, n_agents, *WEIGHTS)
 
 
-def check_agents(objective: Objective, n_agents: int) -> None:
-    """Raise a ValueError unless the weights of agents' own are one per agent."""
-    for name in ("gamma", "delta"):
-        weights = getattr(objective, name)
-        if isinstance(weights, tuple) and len(weights) != n_agents:
+def check_each(record: Any, name: str, check: Callable[[Any], float]) -> None:
+    """Check a field that is a number, or make it a tuple of the agents' own numbers, checked."""
+    value = getattr(record, name)
+    own = isinstance(value, list | tuple) or getattr(value, "ndim", 0) == 1
+    object.__setattr__(record, name, tuple(map(check, value)) if own else check(value))
+
+
+def check_agents(record: Any, n_agents: int, *names: str) -> None:
+    """Raise a ValueError unless fields that have the agents' own numbers have one per agent."""
+    for name in names:
+        own = getattr(record, name)
+        if isinstance(own, tuple) and len(own) != n_agents:
             raise ValueError(
-                f"{name} must be one number, or one per agent, {n_agents}, got {len(weights)}."
+                f"{name} must be one number, or one per agent, {n_agents}, got {len(own)}."
             )
 
 
@@ -135,13 +137,8 @@ class Objective(ABC):
     def __post_init__(self) -> None:
         """Check the parameters."""
         own_numbers(self)
-        for name, low in (("gamma", 0), ("delta", 1 / LARGE)):
-            weight = getattr(self, name)
-            if np.ndim(weight):
-                own = tuple(check_real(name, one, low, LARGE) for one in check_list(name, weight))
-                object.__setattr__(self, name, own)
-            else:
-                check_real(name, weight, low, LARGE)
+        check_each(self, "gamma", partial(check_real, "gamma", low=0, high=LARGE))
+        check_each(self, "delta", partial(check_real, "delta", low=1 / LARGE, high=LARGE))
 
     @property
     def modulus(self) -> float:
@@ -151,12 +148,11 @@ class Objective(ABC):
     @property
     def own_weights(self) -> bool:
         """Whether agents have weights of their own."""
-        return isinstance(self.gamma, tuple) or isinstance(self.delta, tuple)
+        return any(isinstance(getattr(self, name), tuple) for name in WEIGHTS)
 
-    def at(self, agents: int | NDArray[np.intp]) -> Objective:
-        """Return the objective of an agent, or of several, in the order of the first axis."""
-        index = np.asarray(agents)
-        return self._weighing(lambda own: own[index].tolist()) if self.own_weights else self
+    def at(self, agents: Sequence[int] | NDArray[np.intp]) -> Objective:
+        """Return the objective of these agents, in the order of the first axis."""
+        return self._weighing(lambda own: tuple(own[agents].tolist()))
 
     def per_atom(self, counts: Sequence[int], dtype: Any) -> Objective:
         """Return the objective of one agent that has the atoms of all, ``counts[k]`` of agent k."""
@@ -165,10 +161,9 @@ class Objective(ABC):
     def _weighing(self, chosen: Callable[[Matrix], Any]) -> Objective:
         """Return the objective with other weights in the place of the agents' own."""
         other = copy(self)
-        for name in ("gamma", "delta"):
-            if isinstance(weight := getattr(self, name), tuple):
-                new = chosen(np.asarray(weight))
-                object.__setattr__(other, name, tuple(new) if isinstance(new, list) else new)
+        for name in WEIGHTS:
+            if isinstance(own := getattr(self, name), tuple):
+                object.__setattr__(other, name, chosen(np.asarray(own)))
         return other
 
     @property
