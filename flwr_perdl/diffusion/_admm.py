@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,7 @@ from flwr_perdl.diffusion._dual import (
 )
 from flwr_perdl.diffusion._minimize import hessians, minimize, shrinkage
 from flwr_perdl.diffusion.combine import Csr, Inbox, entries, is_sparse, product
-from flwr_perdl.diffusion.objectives import check_closed_forms
+from flwr_perdl.diffusion.objectives import check_closed_forms, spread
 from flwr_perdl.diffusion.topology import Topology, greatest_but, least
 
 if TYPE_CHECKING:
@@ -269,11 +269,10 @@ class ConsensusADMM(ADMM):
         """Return what the kernels know beforehand."""
         from flwr_perdl.diffusion._kernels import Quadratics
 
-        o, r = self.objective, self.relaxation
-        number: Any = atoms.dtype.type
+        o, r, number = self.objective, self.relaxation, atoms.dtype.type
         return Quadratics(
-            number(o.gamma),
-            number(o.delta),
+            number(spread(o.gamma, atoms)),
+            number(spread(o.delta, atoms)),
             o.nonnegative,
             shrinkage(o, hessians(atoms, self.curvatures)).ravel(),
             (1 / self.curvatures).astype(atoms.dtype),

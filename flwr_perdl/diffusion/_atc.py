@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import sqrt
-from typing import Any
 
 import numpy as np
 
@@ -19,6 +18,7 @@ from flwr_perdl.core.memory import aligned, empty_aligned
 from flwr_perdl.diffusion._dual import DualInference, DualState, Nodes, distances, due
 from flwr_perdl.diffusion._minimize import correlate, reconstruct
 from flwr_perdl.diffusion.combine import Csr, Inbox, entries, is_sparse
+from flwr_perdl.diffusion.objectives import spread
 from flwr_perdl.diffusion.topology import CombinationMatrix, Topology, metropolis_weights
 
 
@@ -107,8 +107,7 @@ class ATC(DualInference):
             return super().advance(state, round_, n_rounds, weights)
         from flwr_perdl.diffusion import _kernels  # compiled: Numba is imported where it is needed
 
-        o = self.objective
-        number: Any = state.nu.dtype.type
+        o, number = self.objective, state.nu.dtype.type
         atoms, linear, nu = (aligned(a) for a in (state.atoms, state.linear, state.nu))
         state = state._replace(atoms=atoms, linear=linear, nu=nu)
         change, apart = np.empty_like(state.change), np.empty_like(state.change)
@@ -118,8 +117,8 @@ class ATC(DualInference):
             atoms,
             linear,
             self._same_linear,
-            number(o.gamma),
-            number(o.delta),
+            number(spread(o.gamma, nu)),
+            number(spread(o.delta, nu)),
             o.nonnegative,
             number(self.mu),
             number(1 - self.mu * self.curvature),
@@ -206,12 +205,12 @@ class ExactDiffusion(ATC):
 class PenalizedConsensus(ATC):
     r"""A consensus strategy, with a penalty for leaving V_f in the place of the projection (37b).
 
-    P1 names both (Section III-C, before (29) and (37)). Neighbors hear the iterate itself:
+    P1 names both (Section III-C, before (29) and (37)). Neighbors receive the iterate itself:
 
         w_{k,i} = sum_l a_lk w_{l,i-1} - mu grad J_k(w_{k,i-1}) - mu penalty (w - Pi(w))_{k,i-1}
 
     with weights ``(I + A) / 2``, and nu is ``Pi(w)``, the projection on V_f. It ends O(mu) and
-    O(1 / penalty) away from the optimum; with symmetric weights where
+    O(1 / penalty) away from the optimum: with symmetric weights where
 
         sum_k J_k(w_k) + penalty / 2 ||w_k - Pi(w_k)||^2 + sum_kl a_lk ||w_k - w_l||^2 / (8 mu)
 
@@ -222,7 +221,7 @@ class PenalizedConsensus(ATC):
     step : float, optional
         mu; by default 0.9 of the inverse of what bounds the curvature of cost and penalty.
     penalty : float, optional
-        Weight of the squared distance from V_f; by default ``n_atoms / delta``, the largest
+        Weight of half the squared distance from V_f; by default ``n_atoms / delta``, the largest
         curvature of h* at any agent. It has no effect where V_f is all of the space.
     """
 
@@ -231,11 +230,9 @@ class PenalizedConsensus(ATC):
     @cached_property
     def strength(self) -> float:
         """The penalty; 0 where there is nothing to leave."""
-        if not np.isfinite(self.objective.bound):
-            return 0.0
-        if self.penalty is not None:
-            return check_real("penalty", self.penalty, 0, LARGE, open_low=True)
-        return (self.n_atoms or 1) / self.objective.modulus
+        most = (self.n_atoms or 1) / self.objective.modulus
+        c = most if self.penalty is None else check_real("penalty", self.penalty, 0, LARGE)
+        return c if np.isfinite(self.objective.bound) else 0.0
 
     @cached_property
     def mu(self) -> float:

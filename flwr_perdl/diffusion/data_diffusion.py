@@ -405,13 +405,11 @@ class DictionaryProgram:
             own[:n] = X[((round_ - 1) * n + np.arange(n)) % max(len(X), 1)]
         return state._replace(dictionaries=state.psi, shared=shared)
 
-    def _updated(
-        self, state: DictionaryState, batches: Sequence[Matrix], round_: int
-    ) -> DictionaryState:
+    def _updated(self, state: DictionaryState, data: list[Matrix], round_: int) -> DictionaryState:
         """Return the state to send in a round; every ``every`` rounds, propose replacements."""
         learner, copies = self.learner, {name: a.copy() for name, a in state._asdict().items()}
         after = DictionaryState(**copies)
-        for i, (node, X) in enumerate(zip(map(int, state.nodes), batches, strict=True)):
+        for i, (node, X) in enumerate(zip(map(int, state.nodes), data, strict=True)):
             D = state.dictionaries[i]
             if not len(X):
                 continue

@@ -173,8 +173,7 @@ class ModelDiffusion:
         """Return random atoms of norm 1, float64 or float32: what agents draw on their own."""
         agents = range(check_count("n_agents", n_agents, 1))
         check_count("n_features", n_features, 1)
-        atoms = self._first_atoms(agents, n_features, n_agents)
-        return Model(atoms.astype(_float("dtype", dtype)))
+        return Model(self._first_atoms(agents, n_features, n_agents).astype(_float("dtype", dtype)))
 
     def grow(self, model: Model, n_agents: int) -> Model:
         """Return the model with ``n_agents`` more agents, whose atoms are random.
@@ -270,10 +269,9 @@ class ModelDiffusion:
         X = check_array("X", X, columns=_atoms(model).shape[2])
         network = self._carrier(model, network)
         found = self._infer(model.dictionaries, X, network, self._given(model, X, network))
-        counts = self.n_atoms_per_agent
-        if isinstance(counts, int):
+        if isinstance(self.n_atoms_per_agent, int):
             return found
-        own = tuple(C[:, :n] for C, n in zip(found.codes, counts, strict=True))
+        own = tuple(C[:, :n] for C, n in zip(found.codes, self.n_atoms_per_agent, strict=True))
         return found._replace(codes=own)
 
     def program(
@@ -448,8 +446,8 @@ class Learning:
                 f"X must be of one dtype, that of model and dtype, got {sorted(map(str, dtypes))}."
             )
         self.dtype = dtypes.pop() if dtypes else np.dtype(np.float64)
-        most = max(learner._counts(topology.n_nodes))
-        blank = np.zeros((most, self.n_features), dtype=self.dtype)
+        n_atoms = max(learner._counts(topology.n_nodes))
+        blank = np.zeros((n_atoms, self.n_features), dtype=self.dtype)
         given = learner.objective, topology, {0: blank}, blank[:1], learner.informed
         self.inference: DualInference = METHODS[learner.method](*given, **learner.options)
         accuracy = learner.tolerance or _ACCURACY
