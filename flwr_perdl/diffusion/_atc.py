@@ -214,7 +214,8 @@ class PenalizedConsensus(ATC):
 
         sum_k J_k(w_k) + penalty / 2 ||w_k - Pi(w_k)||^2 + sum_kl a_lk ||w_k - w_l||^2 / (8 mu)
 
-    is least: a step is also the inverse of a penalty for disagreement.
+    is least: a step is also the inverse of a penalty for disagreement. Over 12 agents of a random
+    graph the relative error is 0.63 with the default step, 0.18 with a quarter of it (`ATC`: 0.16).
 
     Parameters
     ----------
