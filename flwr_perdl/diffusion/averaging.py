@@ -356,17 +356,23 @@ class DiffusionAveraging:
                 "n_liars must be less than half of every node's number of neighbors, got "
                 f"{self.n_liars} where a node has {min(degrees)}."
             )
-        faults = getattr(getattr(network, "plan", None), "faults", None)
-        if self.compression is not None and not (fixed and not (faults and faults.any)):
+        plan = getattr(network, "plan", None)
+        faulty, stale = bool(plan and plan.faults.any), plan.staleness if plan else 0
+        if self.compression is not None and (faulty or stale or not fixed):
             raise ValueError(
-                "network must stay the same and have no simulated faults with compression, got "
-                f"{brief_repr(network)}."
+                "network must stay the same and have no simulated faults and no staleness with "
+                f"compression, got {brief_repr(network)}."
             )
-        suited = _FIXED if fixed else "gradient_tracking"
+        suited = "atc" if stale else _FIXED if fixed else "gradient_tracking"
         method = self.method or (suited if rows and columns else "push_sum")
         if not (columns and (rows or method == "push_sum")):
             kind = "column-stochastic" if method == "push_sum" else "doubly stochastic"
             raise ValueError(f"network must have {kind} weights for {method!r}, got {schedule!r}.")
+        if stale and method not in ("atc", "cta"):
+            raise ValueError(
+                "method must be 'atc' or 'cta' with staleness, since the corrections of the others "
+                f"do not forget an old model, got {method!r} with staleness {stale}."
+            )
         if method == _FIXED and not fixed:
             raise ValueError(
                 f"network must be fixed and have symmetric weights for {method!r}, got "
