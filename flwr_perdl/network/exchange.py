@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from scipy import sparse
 
 from flwr_perdl.core.checks import check_count, check_kind, check_list
+from flwr_perdl.core.files import LAST_ROUND
 from flwr_perdl.core.repr import ShownAsCalled
 from flwr_perdl.diffusion.combine import Array, Csr, Inbox, Program, Run, State, curves
 from flwr_perdl.diffusion.schedule import Schedule
@@ -49,6 +50,15 @@ class Plan:
     faults: Faults
     staleness: int = 0
 
+    def __post_init__(self) -> None:
+        """Check that stale messages have weights that sum to one."""
+        check_count("staleness", self.staleness, 0, LAST_ROUND)
+        if self.staleness and not all(m.row_stochastic for m in self.schedule.matrices):
+            raise ValueError(
+                "staleness must be 0 where the weights of a node do not sum to one, got "
+                f"{self.staleness}."
+            )
+
     @classmethod
     def make(
         cls,
@@ -58,13 +68,12 @@ class Plan:
         staleness: int = 0,
     ) -> Plan:
         """Return the plan of the arguments of `Network`, checked."""
-        check_count("staleness", staleness)
         if faults is not None:
             check_kind("faults", faults, Faults, "Faults")
         if isinstance(topology, Schedule):
             if weights is not None:
                 raise ValueError(f"weights must be left out with a Schedule, got {weights!r}.")
-            return cls(topology, faults or Faults(), staleness)._checked()
+            return cls(topology, faults or Faults(), staleness)
         check_topology(topology)
         if weights is None:
             weights = metropolis_weights(topology)
@@ -78,16 +87,7 @@ class Plan:
                 raise ValueError(
                     f"weights must be for {topology.n_nodes} nodes, got {matrix.topology!r}."
                 )
-        return cls(Schedule.of(*matrices), faults or Faults(), staleness)._checked()
-
-    def _checked(self) -> Plan:
-        """Return this plan, whose weights must sum to one with stale messages."""
-        if self.staleness and not all(m.row_stochastic for m in self.schedule.matrices):
-            raise ValueError(
-                "staleness must be 0 where the weights of a node do not sum to one, got "
-                f"{self.staleness}."
-            )
-        return self
+        return cls(Schedule.of(*matrices), faults or Faults(), staleness)
 
     @property
     def oldest(self) -> int:
@@ -183,7 +183,8 @@ class Network(ABC, ShownAsCalled):
         Faults to simulate; none by default.
     staleness : int, default 0
         Where a neighbor sends nothing in a round, the last message that it has sent to a node
-        counts again if it is at most so many rounds old. 0: its weight falls to the node.
+        counts again if it is at most so many rounds old. 0: its weight falls to the node. For
+        programs that forget an old message, as ``DiffusionAveraging(method="atc")`` does.
 
     Raises
     ------

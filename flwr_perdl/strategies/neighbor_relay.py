@@ -20,9 +20,9 @@ the rules, are in `flwr_perdl.network.messages`.
 
 ``n_rounds`` rounds of the algorithm take ``n_rounds + 1`` communication rounds, and one more for
 the nodes' public keys where messages are sealed. A node that does not reply is silent in that
-round: the others give its weight to themselves, or use its last message (``staleness``). A node that joins late, or returns under another
-node id, is identified by its ``partition-id``, and continues from the state that it has kept, or
-from its start.
+round: the others give its weight to themselves, or use its last message (``staleness``). A node
+that joins late, or returns under another node id, is identified by its ``partition-id``, and
+continues from the state that it has kept, or from its start.
 
 What each party receives:
 
