@@ -158,17 +158,17 @@ class DiffusionAveraging:
     ----------
     method : str, optional
         "atc", "cta", "exact_diffusion", "gradient_tracking" or "push_sum"; by default "atc" with
-        ``robust`` or ``staleness`` of the network, "gradient_tracking" with ``compression``, else what suits the network:
-        "exact_diffusion" if it is fixed and its weights are symmetric, "gradient_tracking" if other
-        weights sum to one in rows and columns, "push_sum" if they do so in columns only (directed
-        networks). "atc": adapt, then combine. "cta": combine, then adapt. Where the nodes' data
-        differ both end near the minimum of the sum of losses, the nearer the shorter the steps, and
-        so does "push_sum". "exact_diffusion" and "gradient_tracking" remove that bias, also where
-        links drop or nodes sleep. Exact diffusion sends as many floats as "atc", gradient tracking
-        twice as many. After a late message (``Faults(max_delay=...)``), or where a node returns
-        without its state, their corrections no longer sum to zero: both keep an error that does not
-        shrink, and so does "push_sum". "atc" and "cta" forget such a fault, and only they take a
-        network with ``staleness``.
+        ``robust`` or a network's ``staleness``, "gradient_tracking" with ``compression``, else what
+        suits the network: "exact_diffusion" if it is fixed and its weights are symmetric,
+        "gradient_tracking" if other weights sum to one in rows and columns, "push_sum" if they do
+        so in columns only (directed networks). "atc": adapt, then combine. "cta": combine, then
+        adapt. Where the nodes' data differ both end near the minimum of the sum of losses, the
+        nearer the shorter the steps, and so does "push_sum". "exact_diffusion" and
+        "gradient_tracking" remove that bias, also where links drop or nodes sleep. Exact diffusion
+        sends as many floats as "atc", gradient tracking twice as many. After a late message
+        (``Faults(max_delay=...)``), or where a node returns without its state, their corrections no
+        longer sum to zero: both keep an error that does not shrink, and so does "push_sum". "atc"
+        and "cta" forget such a fault, and only they take a network with ``staleness``.
     compression : TopK or RandomQuantization, optional
         Send compressed differences from public copies, on a network that stays the same and loses
         no message: `TopK` with any method but "exact_diffusion" and "push_sum",

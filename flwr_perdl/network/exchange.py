@@ -140,9 +140,9 @@ class Plan:
             sent = np.isin(k * self.n_nodes + j, receivers * self.n_nodes + senders)
             ages = np.full(int(sent.sum()), age)
             candidates.append(Links(k[sent], j[sent], ages, weights[sent]))
-        every = Links(*map(np.concatenate, zip(*candidates, strict=True)))
-        order = np.lexsort((every.senders, every.receivers))
-        return Links(*(column[order] for column in every))
+        k, j, late, weights = map(np.concatenate, zip(*candidates, strict=True))
+        order = np.lexsort((j, k))  # stable
+        return Links(k[order], j[order], late[order], weights[order])
 
     def hearing(self, round_: int) -> Csr:
         """Return who may hear a message of a round, now or late: non-zero at ``[k, j]``."""

@@ -522,8 +522,8 @@ class _Held:
                 held = self.messages.get((self.round - late, sender))
                 arrays = held and held.arrays.get(receiver if self.sealed else EVERYBODY)
                 served = [message.sender for message in messages[receiver][-1:]] == [sender]
-                absent = not (self.took_part[receiver] or self.plan.staleness)
-                if not (arrays is None or served or absent):
+                here = self.took_part[receiver] or self.plan.staleness
+                if arrays is not None and here and not served:
                     messages[receiver].append(Message(sender, late, weight, arrays))
         new = [*self.start.values()]
         starts: list[list[Matrix]] = [[] if node in self.known else new for node in range(n)]

@@ -21,6 +21,7 @@ from flwr_perdl.diffusion import (
     TopK,
     Topology,
     metropolis_weights,
+    push_weights,
 )
 from flwr_perdl.diffusion import DiffusionAveraging as Learner
 from flwr_perdl.diffusion.averaging import METHODS
@@ -455,6 +456,7 @@ def test_nodes_that_cannot_take_part_are_named(wrapped: bool) -> None:
 RING = Topology.ring(4)
 PATH = Topology.from_edges(3, [(0, 1), (1, 2)])
 THIRDS = np.array([[2, 1, 0], [1, 1, 1], [0, 1, 2]]) / 3.0
+ONE_WAY = Topology.from_edges(3, [(0, 1), (1, 2), (2, 0), (0, 2)], directed=True)
 CORRECTED = ("exact_diffusion", "gradient_tracking", "push_sum")
 HALVES = np.array([[0.5, 0.5, 0.0], [0.3, 0.4, 0.3], [0.0, 0.5, 0.5]])
 
@@ -471,6 +473,11 @@ HALVES = np.array([[0.5, 0.5, 0.0], [0.3, 0.4, 0.3], [0.0, 0.5, 0.5]])
         ({"staleness": -1}, ValueError, "staleness"),
         *(({"method": own, "staleness": 1}, ValueError, "method") for own in CORRECTED),
         ({"method": "atc", "staleness": 1, "compression": TopK(0.5)}, ValueError, "network"),
+        (
+            {"topology": ONE_WAY, "weights": push_weights(ONE_WAY), "staleness": 1},
+            ValueError,
+            "staleness",
+        ),
         ({"evaluate_every": -1}, ValueError, "evaluate_every"),
         ({"metrics": "loss"}, ValueError, "metrics"),
         ({"sealed": "yes"}, ValueError, "sealed"),
