@@ -465,11 +465,13 @@ class LateSealed(Late):
     joins = 5
 
 
+@pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("sealed", [False, True], ids=["open", "sealed"])
-def test_a_node_that_comes_late_joins_in(sealed: bool) -> None:
+def test_a_node_that_comes_late_joins_in(sealed: bool, staleness: int) -> None:
     data, topology = values(4), Topology.complete(4)
-    late = grid(data, program=Consensus, kind=LateSealed if sealed else Late)
-    relay = NeighborRelay(topology, 60, sealed=sealed, num_clients=3)
+    kind, client = LateSealed if sealed else Late, {"max_delay": 1}
+    late = grid(data, program=Consensus, kind=kind, client=client)
+    relay = NeighborRelay(topology, 60, sealed=sealed, num_clients=3, staleness=staleness)
     relay.start(late)
     asked = [len(report.metrics) for report in relay.history]
     assert asked == [3] * (3 + sealed) + [4] * 58
@@ -484,6 +486,7 @@ def test_a_node_that_comes_late_joins_in(sealed: bool) -> None:
     np.testing.assert_allclose(relay.outcome.state.value, np.tile(agreed, (4, 1)), atol=1e-9)
     assert relay.outcome.unheard == {}
     assert relay.outcome.alive.all()
+    assert relay.outcome.traffic.toarray()[1, 0] == 2 * (57 - sealed)  # of rounds in which it sent
 
 
 # Checkpoints -----------------------------------------------------------------------------------
