@@ -77,7 +77,7 @@ bench: .venv/.installed
 bench-check: .venv/.installed
 	.venv/bin/python benchmarks/_check.py $(ARGS)
 
-# The measured figures in README.md and docs/.
+# The measured figures in docs/.
 docs-figures: .venv/.installed
 	.venv/bin/python docs/figures.py
 

@@ -45,7 +45,7 @@ def one(kind: str, seed: int) -> tuple[str, dict[str, float]]:
         return clients[int(context.node_config["partition-id"])]
 
     start = ArrayRecord({n: Array(a) for n, a in zip(personal.NAMES, model, strict=True)})
-    diagnosis, n = Diagnosis(metric="chosen-by", seed=seed), len(clients)
+    diagnosis, n = Diagnosis(seed=seed), len(clients)
     with one_blas_thread():
         diagnosis.start(InProcessGrid(client_app(make_client), n), start, FEW, verbose="quiet")
         strategies = {

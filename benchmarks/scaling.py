@@ -36,7 +36,13 @@ from flwr_perdl.dictionary import (
     warm_start,
 )
 from flwr_perdl.dictionary.aggregation import aggregate_statistics
-from flwr_perdl.diffusion import DataDiffusion, SparseSVD, Topology, infer
+from flwr_perdl.diffusion import (
+    DataDiffusion,
+    DiffusionAveraging,
+    SparseSVD,
+    Topology,
+    infer,
+)
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import PerMA, ServerSettings
 from perdl_experiments.plots import COLORS
@@ -57,8 +63,10 @@ AGENTS = (50, 200, 500, 1000, 2000)
 NEIGHBORS, MANY = 4, 500
 #: Features and samples of an agent, and atoms of the dictionary that agents learn.
 SMALL, FOUR, SHARED = 100, 4, 16
+#: Numbers of the model that nodes average.
+NUMBERS = 10_000
 #: A round's time is the difference of a long and a short run, of inference and of learning.
-SHORT, LONG = 1, {"inference": 41, "diffusion": 6}
+SHORT, LONG = 1, {"inference": 41, "diffusion": 6, "averaging": 6}
 #: Where nothing else is said, a time is the least of so many.
 TIMES = 2
 MILLION = 1_000_000
@@ -228,6 +236,26 @@ def diffusion(n_agents: int, degree: int) -> dict[str, float]:
     )
 
 
+class Near:
+    """Whose training costs next to nothing: a tenth of the way to a number of its own."""
+
+    def __init__(self, node: int) -> None:
+        self.own = float(node)
+
+    def fit(self, parameters: list[np.ndarray], config: Any) -> Any:
+        """Train."""
+        return [w - 0.1 * (w - self.own) for w in parameters], 1, {}
+
+
+def averaging(n_nodes: int) -> dict[str, float]:
+    """Measure the default method of any model, on an exponential graph."""
+    learner, start = DiffusionAveraging(evaluate_every=0), [np.zeros(NUMBERS)]
+    return per_round(
+        lambda n: learner.fit(Near, Topology.exponential(n_nodes), n, initial=start),
+        LONG["averaging"],
+    )
+
+
 MEASURES: dict[str, Callable[..., dict[str, float]]] = {
     "clients": perma,
     "sampled": partial(perma, fraction=FRACTION),
@@ -240,6 +268,7 @@ MEASURES: dict[str, Callable[..., dict[str, float]]] = {
     "inference, neighbors": lambda x: inference(MANY, x),
     "diffusion, agents": lambda x: diffusion(x, NEIGHBORS),
     "diffusion, neighbors": lambda x: diffusion(MANY, x),
+    "averaging, nodes": averaging,
 }
 POINTS: dict[str, Sequence[int]] = {
     "clients": CLIENTS,
@@ -253,6 +282,7 @@ POINTS: dict[str, Sequence[int]] = {
     "inference, neighbors": (4, 8, 16, 32, 64, 128),
     "diffusion, agents": AGENTS,
     "diffusion, neighbors": (4, 8, 16, 32, 64, 128),
+    "averaging, nodes": (100, 300, 1000, 3000),
 }
 
 
@@ -263,6 +293,7 @@ LINEAR = {
     "aggregation": "seconds",
     "inference, agents": "seconds",
     "diffusion, agents": "seconds",
+    "averaging, nodes": "seconds",
 }
 
 
@@ -401,7 +432,16 @@ def tables(results: dict[str, Any]) -> str:
         f"Atoms: {FEW} clients, {WIDE} features, 100 samples; features: "
         f"{FEW} clients, {ATOMS} atoms. Dual inference: {SMALL} features, {FOUR} samples, an atom "
         f"per agent; learning: {SHARED} features and atoms, 50 samples per agent. Agents have "
-        f"{NEIGHBORS} neighbors; {MANY} agents where neighbors are varied.",
+        f"{NEIGHBORS} neighbors; {MANY} agents where neighbors are varied. Averaging: models of "
+        f"{NUMBERS:,} numbers on an exponential graph, about 2 log2(nodes) neighbors, training "
+        "that costs next to nothing:",
+        "",
+        "| nodes | seconds of a round | MB |",
+        "| ---: | ---: | ---: |",
+        *(
+            f"| {row['x']:,} | {number(row['seconds'])} | {number(row['mb'])} |"
+            for row in found["averaging, nodes"]
+        ),
     ]
     return "\n".join(lines) + "\n"
 
@@ -414,6 +454,7 @@ OTHERS = {
     "inference, neighbors": ("a round of dual inference", "neighbors", "seconds"),
     "diffusion, agents": ("a round of learning over data", "agents", "seconds"),
     "diffusion, neighbors": ("a round of learning over data", "neighbors", "seconds"),
+    "averaging, nodes": ("a round of averaging models", "nodes", "seconds"),
 }
 
 
@@ -451,6 +492,7 @@ def picture(results: dict[str, Any]) -> Figure:
         ("a round between neighbors", "agents", "seconds"): {
             "dual inference": ("inference, agents", "seconds"),
             "learning over data": ("diffusion, agents", "seconds"),
+            "averaging models": ("averaging, nodes", "seconds"),
         },
         (f"a round between {MANY} agents", "neighbors of each", "seconds"): {
             "dual inference": ("inference, neighbors", "seconds"),

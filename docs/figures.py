@@ -1,4 +1,4 @@
-"""Bring measured figures into README.md and the guides: ``make docs-figures``.
+"""Bring measured figures into the guides: ``make docs-figures``.
 
 ``python docs/figures.py PAGE…`` does some of the pages.
 
@@ -29,7 +29,6 @@ from perdl_experiments.pictures import networks
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (
-    ROOT / "README.md",
     ROOT / "benchmarks" / "README.md",
     ROOT / "docs" / "perma.md",
     ROOT / "docs" / "regression.md",

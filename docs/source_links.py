@@ -1,4 +1,4 @@
-"""A hook of MkDocs: links from pages to the repository's programs lead to copies in the site.
+"""A hook of MkDocs: README.md is the home page, and links to programs lead to copies in the site.
 
 In the repository ``../../perdl_experiments/studies/patches.py`` leads to the file. The site has
 only what is below ``docs/``: each file that a page links to is copied to ``source/``, as text.
@@ -27,6 +27,15 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> str:
-    """Point the page's links to the copies."""
+    """Point the page's links to the copies; README.md takes the home page's place."""
+    if page.file.src_uri == "index.md":
+        return home((ROOT / "README.md").read_text())
     up = "../" * (len(Path(page.file.src_uri).parts) - 1)
     return LINK.sub(lambda found: f"]({up}source/{found[2]}.txt)", markdown)
+
+
+def home(text: str) -> str:
+    """Return README.md as a page of ``docs/``: without badges, and without links that leave it."""
+    text = re.sub(r"!\[[^]]+\]\(https:[^)]+\)\n", "", text)  # nothing is loaded from elsewhere
+    text = re.sub(r"\[([^]]+)\]\((?!docs/|https:)[^)]+\)", r"\1", text)
+    return text.replace("](docs/", "](")

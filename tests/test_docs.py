@@ -40,6 +40,25 @@ def test_pages_show_the_files_of_examples_as_they_are() -> None:
     assert shown > 2
 
 
+def test_the_results_of_the_readme_are_on_the_pages_that_it_links_to() -> None:
+    readme = (ROOT / "README.md").read_text()
+    rows = re.findall(r"^\| \[.+?\]\((\S+\.md)\S*\): (.+)\|$", readme, re.MULTILINE)
+    assert len(rows) == 5
+    for page, row in rows:
+        measured = [float(one) for one in re.findall(r"\d*\.\d+", (ROOT / page).read_text())]
+        for shown in re.findall(r"0\.\d+", row):
+            half = 0.5001 * 10 ** (2 - len(shown))  # of the last digit
+            assert any(abs(one - float(shown)) < half for one in measured), f"{page}: no {shown}"
+
+
+def test_the_diff_of_the_readme_is_that_of_its_example() -> None:
+    (diff,) = re.findall(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    example = (ROOT / "examples" / "quickstart-clustered" / "README.md").read_text().splitlines()
+    changed = [line for line in diff.splitlines() if line.startswith(("+", "-"))]
+    assert len(changed) == 6
+    assert set(changed) <= set(example)
+
+
 def test_every_test_that_the_security_page_names_is_there() -> None:
     page = (ROOT / "docs" / "security.md").read_text()
     named = re.findall(r"`([\w/]+\.py)::(\w+)`", page)

@@ -385,7 +385,7 @@ def test_a_foreign_project_runs_new_style_and_legacy(
 
 
 def programs(page: Path) -> list[Program]:
-    """Return a page's programs: all blocks below one command, in README.md each by itself."""
+    """Return a page's programs: all blocks below one command."""
     text = page.read_text()
     installs = list(INSTALL.finditer(text))
     examples = {block["example"] for block in BLOCK.finditer(text) if block["example"]}
@@ -394,9 +394,8 @@ def programs(page: Path) -> list[Program]:
         above = [install for install in installs if install.start() < block.start()]
         assert above, f"{page.name} does not say what to install before its first block"
         said = text[above[-1].end() : block.start()].splitlines()
-        first = block.start() if page.name == "README.md" else above[-1].start()
         program = Program(page, above[-1]["extras"] or "", [], [], examples)
-        program = found.setdefault(first, program)
+        program = found.setdefault(above[-1].start(), program)
         if block["example"]:
             continue
         program.commands[:] = [command for command in COMMANDS if command in said]

@@ -93,7 +93,8 @@ class DiffusionClient(Member):
         Whether the node refuses to send messages that the server can read. A node that pins its
         neighbors' keys always does.
     max_delay : int, default 0
-        How many rounds late a message may be; an older one is left out.
+        How many rounds late a message may be, or how old one that counts again (``staleness``
+        of the network); an older one is left out.
     on_end : callable, optional
         Called at the node with its last state; more than once if the server asks again.
     state_dir : str or Path, optional
@@ -215,6 +216,8 @@ class DiffusionClient(Member):
         metrics: dict[str, Scalar] = {ANEW: 1} if round_ > 1 and found is None else {}
         # Combination comes first: the messages of the last round have only now been delivered.
         if pending:
+            if self.max_delay:  # after an absence it takes in what its neighbors have sent since
+                pending = round_ - 1
             inbox, left_out = inbox_of(
                 self.node,
                 pending,

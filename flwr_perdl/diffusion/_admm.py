@@ -28,7 +28,7 @@ from flwr_perdl.diffusion._dual import (
 )
 from flwr_perdl.diffusion._minimize import hessians, minimize, shrinkage
 from flwr_perdl.diffusion.combine import Csr, Inbox, entries, is_sparse, product
-from flwr_perdl.diffusion.objectives import check_closed_forms
+from flwr_perdl.diffusion.objectives import check_closed_forms, spread
 from flwr_perdl.diffusion.topology import Topology, greatest_but, least
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class ADMM(DualInference):
         if self.penalty is not None:
             return check_real("penalty", self.penalty, 0, LARGE, open_low=True)
         gap, _ = self.spectrum
-        steep = 0.36 / self.objective.delta + self.objective.strong_convexity / 2
+        steep = 0.36 / self.objective.modulus + self.objective.strong_convexity / 2
         return float(np.sqrt(self.curvature * steep) / gap**0.25)
 
     @cached_property
@@ -96,7 +96,8 @@ class ADMM(DualInference):
     def adapt(self, state: DualState, round_: int) -> DualState:
         """Minimize the agent's cost and the penalties exactly, (39a)."""
         a = self.curvatures[state.nodes]
-        nu, codes = minimize(self.objective, state.atoms, state.linear, a, state.codes)
+        objective = self.objective.at(state.nodes)
+        nu, codes = minimize(objective, state.atoms, state.linear, a, state.codes)
         change = distances(nu, state.nu) if due(round_) else state.change
         return state._replace(nu=nu, sent=nu, codes=codes, change=change)
 
@@ -270,8 +271,8 @@ class ConsensusADMM(ADMM):
 
         o, r, number = self.objective, self.relaxation, atoms.dtype.type
         return Quadratics(
-            number(o.gamma),
-            number(o.delta),
+            number(spread(o.gamma, atoms)),
+            number(spread(o.delta, atoms)),
             o.nonnegative,
             shrinkage(o, hessians(atoms, self.curvatures)).ravel(),
             (1 / self.curvatures).astype(atoms.dtype),

@@ -27,7 +27,7 @@ from flwr_perdl.core.checks import (
 )
 from flwr_perdl.diffusion._minimize import correlate
 from flwr_perdl.diffusion.combine import Csr, Inbox, exchanged, is_long
-from flwr_perdl.diffusion.objectives import Objective
+from flwr_perdl.diffusion.objectives import WEIGHTS, Objective, check_agents
 from flwr_perdl.diffusion.topology import Topology
 
 Nodes = NDArray[np.intp]
@@ -118,6 +118,7 @@ class DualInference(ABC):
         own_numbers(self)
         if self.topology.directed or not self.topology.is_connected:
             raise ValueError(f"topology must be connected and undirected, got {self.topology!r}.")
+        check_agents(self.objective, self.topology.n_nodes, *WEIGHTS)
         atoms = self.dictionaries
         hosted = list(atoms.values()) if isinstance(atoms, Mapping) else list(atoms)
         if isinstance(atoms, Sequence) and len(atoms) != self.topology.n_nodes:
@@ -143,7 +144,7 @@ class DualInference(ABC):
         """
         most = self.n_atoms or 1
         directions = max(1, min(self.topology.n_nodes * most, self.X.shape[1]))
-        share: float = most / directions / self.objective.delta
+        share: float = most / directions / self.objective.modulus
         return self.curvature + share
 
     @property
@@ -215,12 +216,13 @@ class DualInference(ABC):
         """Whether rounds compile, and are faster so: one atom each, no bounds, long rows."""
         objective, one_atom = self.objective, state.atoms.shape[1] == 1
         simple = one_atom and not np.isfinite(objective.bound) and not objective.own_forms
-        return simple and is_long(state.nu)
+        return simple and not objective.own_weights and is_long(state.nu)
 
     def observe(self, state: DualState) -> dict[str, Matrix]:
         """Return codes (42), estimates and residuals."""
         S = correlate(state.nu, state.atoms)
-        return {"codes": self.objective.code(S), "nu": state.nu, "residual": state.residual}
+        codes = self.objective.at(state.nodes).code(S)
+        return {"codes": codes, "nu": state.nu, "residual": state.residual}
 
     def _residual(self, change: Matrix, apart: Matrix, nu: Matrix) -> Matrix:
         """Return the residuals from the lengths of the last steps and distances to neighbors."""

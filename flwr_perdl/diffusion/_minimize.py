@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from flwr_perdl.core.checks import Matrix
 from flwr_perdl.diffusion.combine import is_long
-from flwr_perdl.diffusion.objectives import Objective
+from flwr_perdl.diffusion.objectives import Objective, spread
 
 Rows = NDArray[np.intp]
 
@@ -56,6 +56,11 @@ def minimize(
     m, n_samples, n_atoms = len(atoms), centers.shape[1], atoms.shape[1]
     if codes is None:
         codes = np.zeros((m, n_samples, n_atoms), dtype=centers.dtype)
+    if objective.own_weights and m > 1 and (n_atoms > 1 or np.isfinite(objective.bound)):
+        # Newton steps know one h: agent by agent.
+        given = (atoms, centers, a, codes)
+        each = [minimize(objective.at([k]), *(x[k : k + 1] for x in given)) for k in range(m)]
+        return np.concatenate([nu for nu, _ in each]), np.concatenate([y for _, y in each])
     scale = (1 / a).astype(centers.dtype)[:, None, None]
     hessian = hessians(atoms, a)
     codes = _elastic_net(objective, hessian, correlate(centers, atoms), codes)
@@ -85,13 +90,15 @@ def descend(objective: Objective, W: Matrix, X: Matrix, tolerance: float) -> Mat
     lesser = gram if len(W) <= W.shape[1] else W.T @ W
     top = float(np.linalg.eigvalsh(lesser)[-1])
     forward = X.dtype.type(top) * np.eye(len(W), dtype=X.dtype) - gram
-    shrink = objective.delta / (top + objective.delta)
-    momentum = X.dtype.type((1 - np.sqrt(shrink)) / (1 + np.sqrt(shrink)))
+    delta = spread(objective.delta, products)
+    shrink = np.asarray(delta / (top + delta), dtype=X.dtype)
+    slow = np.sqrt(np.min(shrink))
+    momentum = X.dtype.type((1 - slow) / (1 + slow))
     size = np.maximum(np.linalg.norm(X, axis=1), np.finfo(X.dtype).tiny)
     codes = ahead = np.zeros_like(products)
     for n_iter in range(1, _DESCENTS + 1):
         before = codes
-        codes = objective.code(ahead @ forward + products) * X.dtype.type(shrink)
+        codes = objective.code(ahead @ forward + products) * shrink
         ahead = codes + momentum * (codes - before)
         if n_iter % _CHECK == 0:
             nu = X - codes @ W
@@ -118,7 +125,9 @@ def hessians(atoms: Matrix, a: Matrix) -> Matrix:
 
 def shrinkage(objective: Objective, hessian: Matrix) -> Matrix:
     """Return by what the code of one atom falls short of the code of its center."""
-    return objective.delta / (objective.delta + hessian)
+    delta = spread(objective.delta, hessian)
+    short: Matrix = delta / (delta + hessian)
+    return short
 
 
 def correlate(nu: Matrix, atoms: Matrix) -> Matrix:
@@ -164,14 +173,15 @@ def _elastic_net(objective: Objective, hessian: Matrix, r: Matrix, codes: Matrix
         return objective.code(r) * shrinkage(objective, hessian[..., 0])
     H = np.broadcast_to(hessian, (*r.shape, n_atoms)).reshape(-1, n_atoms, n_atoms)
     r, y = r.reshape(-1, n_atoms), codes.reshape(-1, n_atoms).copy()
-    identity = objective.delta * np.eye(n_atoms, dtype=r.dtype)
-    tolerance = _ROUNDING * np.finfo(r.dtype).eps * np.abs(r).max(axis=1) / objective.delta
+    gamma, delta = spread(objective.gamma, r), spread(objective.delta, r)
+    identity = delta * np.eye(n_atoms, dtype=r.dtype)
+    tolerance = _ROUNDING * np.finfo(r.dtype).eps * np.abs(r).max(axis=1)
     open_ = np.arange(len(y))
     for _ in range(_STEPS):
         h, start = H[open_], y[open_]
         s = r[open_] - _times(h, start)
         target = objective.code(s)
-        wrong = np.abs(target - start).max(axis=1) > tolerance[open_]
+        wrong = (delta * np.abs(target - start)).max(axis=1) > tolerance[open_]
         y[open_] = np.where(wrong[:, None], start, target)
         open_, h, s, start, target = (x[wrong] for x in (open_, h, s, start, target))
         if not len(open_):
@@ -179,7 +189,7 @@ def _elastic_net(objective: Objective, hessian: Matrix, r: Matrix, codes: Matrix
         # Where target is 0 the code does not depend on s: these leave the linear system.
         active = target != 0
         system = np.where(active[:, :, None] & active[:, None, :], h, 0) + identity
-        wanted = np.where(active, r[open_] - objective.gamma * np.sign(target), 0)
+        wanted = np.where(active, r[open_] - gamma * np.sign(target), 0)
         step = np.linalg.solve(system, wanted[..., None])[..., 0] - start
         bend = _times(h, step)
         slope = np.einsum("ni,ni->n", bend, start - target)
@@ -243,8 +253,9 @@ def _newton(
         W, inverse, start, c = atoms[agent[open_]], scale[open_], y[open_], centers[open_]
         v = _free(c, start, inverse, W)
         S = correlate(objective.project(v)[:, None], W)[:, 0]
-        gap = np.abs(start - objective.code(S)).max(axis=1, initial=0)
-        size = np.linalg.norm(objective.project(v), axis=1) / objective.delta
+        away = spread(objective.delta, S) * np.abs(start - objective.code(S))
+        gap = away.max(axis=1, initial=0)
+        size = np.linalg.norm(objective.project(v), axis=1)
         wrong = gap > tolerance * size
         open_, W, inverse, start, c, v, S = (x[wrong] for x in (open_, W, inverse, start, c, v, S))
         if not len(open_):

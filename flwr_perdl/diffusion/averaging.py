@@ -158,16 +158,17 @@ class DiffusionAveraging:
     ----------
     method : str, optional
         "atc", "cta", "exact_diffusion", "gradient_tracking" or "push_sum"; by default "atc" with
-        ``robust``, "gradient_tracking" with ``compression``, else what suits the network:
-        "exact_diffusion" if it is fixed and its weights are symmetric, "gradient_tracking" if other
-        weights sum to one in rows and columns, "push_sum" if they do so in columns only (directed
-        networks). "atc": adapt, then combine. "cta": combine, then adapt. Where the nodes' data
-        differ both end near the minimum of the sum of losses, the nearer the shorter the steps, and
-        so does "push_sum". "exact_diffusion" and "gradient_tracking" remove that bias, also where
-        links drop or nodes sleep. Exact diffusion sends as many floats as "atc", gradient tracking
-        twice as many. After a late message (``Faults(max_delay=...)``), or where a node returns
-        without its state, their corrections no longer sum to zero: both keep an error that does not
-        shrink, and so does "push_sum". "atc" and "cta" forget such a fault.
+        ``robust`` or a network's ``staleness``, "gradient_tracking" with ``compression``, else what
+        suits the network: "exact_diffusion" if it is fixed and its weights are symmetric,
+        "gradient_tracking" if other weights sum to one in rows and columns, "push_sum" if they do
+        so in columns only (directed networks). "atc": adapt, then combine. "cta": combine, then
+        adapt. Where the nodes' data differ both end near the minimum of the sum of losses, the
+        nearer the shorter the steps, and so does "push_sum". "exact_diffusion" and
+        "gradient_tracking" remove that bias, also where links drop or nodes sleep. Exact diffusion
+        sends as many floats as "atc", gradient tracking twice as many. After a late message
+        (``Faults(max_delay=...)``), or where a node returns without its state, their corrections no
+        longer sum to zero: both keep an error that does not shrink, and so does "push_sum". "atc"
+        and "cta" forget such a fault, and only they take a network with ``staleness``.
     compression : TopK or RandomQuantization, optional
         Send compressed differences from public copies, on a network that stays the same and loses
         no message: `TopK` with any method but "exact_diffusion" and "push_sum",
@@ -356,17 +357,23 @@ class DiffusionAveraging:
                 "n_liars must be less than half of every node's number of neighbors, got "
                 f"{self.n_liars} where a node has {min(degrees)}."
             )
-        faults = getattr(getattr(network, "plan", None), "faults", None)
-        if self.compression is not None and not (fixed and not (faults and faults.any)):
+        plan = getattr(network, "plan", None)
+        faulty, stale = bool(plan and plan.faults.any), plan.staleness if plan else 0
+        if self.compression is not None and (faulty or stale or not fixed):
             raise ValueError(
-                "network must stay the same and have no simulated faults with compression, got "
-                f"{brief_repr(network)}."
+                "network must stay the same and have no simulated faults and no staleness with "
+                f"compression, got {brief_repr(network)}."
             )
-        suited = _FIXED if fixed else "gradient_tracking"
+        suited = "atc" if stale else _FIXED if fixed else "gradient_tracking"
         method = self.method or (suited if rows and columns else "push_sum")
         if not (columns and (rows or method == "push_sum")):
             kind = "column-stochastic" if method == "push_sum" else "doubly stochastic"
             raise ValueError(f"network must have {kind} weights for {method!r}, got {schedule!r}.")
+        if stale and method not in ("atc", "cta"):
+            raise ValueError(
+                "method must be 'atc' or 'cta' with staleness, since the corrections of the others "
+                f"do not forget an old model, got {method!r} with staleness {stale}."
+            )
         if method == _FIXED and not fixed:
             raise ValueError(
                 f"network must be fixed and have symmetric weights for {method!r}, got "
@@ -487,7 +494,7 @@ class AveragingProgram:
         sent, mean = state.model, self._mean(state, inbox, 0)
         method, every = self.learner.method, self.learner.evaluate_every
         if method == "push_sum":
-            weight = ordered_mean(inbox, 1)
+            weight = inbox.mean(1, ordered=True)
             sent, mean = sent / state.tracker, mean / weight
             state = state._replace(tracker=weight)
         reports = state.reports.copy()
@@ -507,7 +514,7 @@ class AveragingProgram:
     def _mean(self, state: AveragingState, inbox: Inbox, i: int) -> Array:
         """Return the neighborhood's mean of the ``i``-th array of the message."""
         rule, n_liars = self.learner.robust, self.learner.n_liars
-        return ordered_mean(inbox, i) if rule is None else robust_mean(inbox, rule, n_liars)
+        return inbox.mean(i, ordered=True) if rule is None else robust_mean(inbox, rule, n_liars)
 
     def limits(self, state: AveragingState) -> Array:
         """Return the largest absolute value that each node accepts in a message, (m,)."""
@@ -638,16 +645,6 @@ class Form(NamedTuple):
             (part if dtype.kind == "f" else np.rint(part)).reshape(shape).astype(dtype)
             for part, shape, dtype in parts
         ]
-
-
-def ordered_mean(inbox: Inbox, i: int) -> Array:
-    """Return ``inbox.mean(i)`` with the same last bits wherever the nodes are hosted."""
-    sent = inbox.arrays[i]
-    mean = np.zeros((len(inbox.nodes), *sent.shape[1:]), dtype=sent.dtype)
-    for k in range(len(mean)):
-        for at, weight in inbox.weighed(k):
-            mean[k] += sent.dtype.type(weight) * sent[at]
-    return mean
 
 
 def _numbers(whose: str, metrics: Mapping[str, Any], names: Sequence[str]) -> list[float]:

@@ -126,9 +126,22 @@ class Inbox:
     links: Csr
     own: NDArray[np.intp]
 
-    def mean(self, i: int = 0) -> Array:
-        """Return the weighted mean of the ``i``-th array, a node's own included: (m, ...)."""
-        return product(self.weights, self.arrays[i])
+    def mean(self, i: int = 0, *, ordered: bool = False) -> Array:
+        """Return the weighted mean of the ``i``-th array, a node's own included: (m, ...).
+
+        With ``ordered`` messages are added by sender, and the mean has the same bits wherever the
+        nodes are hosted.
+        """
+        weights = self._by_sender if ordered else self.weights
+        return product(weights, self.arrays[i], dense=not ordered)
+
+    @cached_property
+    def _by_sender(self) -> Csr:
+        """The weights, every row's in the order of its senders."""
+        w = self.weights
+        rows = np.repeat(np.arange(w.shape[0]), np.diff(w.indptr))
+        order = np.lexsort((self.senders[w.indices], rows))
+        return sparse.csr_array((w.data[order], w.indices[order], w.indptr), shape=w.shape)
 
     def total(self, i: int = 0) -> Array:
         """Return the sum of the ``i``-th array over the neighbors' messages: (m, ...)."""
@@ -166,17 +179,18 @@ class Inbox:
         return zip(places[order], weights[order], strict=True)
 
 
-def product(weights: Csr, array: Array) -> Array:
+def product(weights: Csr, array: Array, *, dense: bool = True) -> Array:
     """Return ``weights @ array``, (m, s) by (s, ...), in the array's dtype, the fastest way.
 
-    Over long rows it is compiled, which takes half the time of SciPy's product.
+    Over long rows it is compiled, which takes half the time of SciPy's product. Without ``dense``
+    terms are added in the order in which the weights are stored.
     """
     # The weights would be rounded to integers.
     if array.dtype.kind != "f":
         raise ValueError(f"messages must be arrays of floats, got {array.dtype}.")
     flat = array.reshape(len(array), -1)
     combined: Array
-    if not is_sparse(weights):
+    if dense and not is_sparse(weights):
         combined = weights.astype(array.dtype, copy=False).toarray() @ flat
     elif is_long(flat):
         from flwr_perdl.diffusion import _kernels  # compiled: Numba is imported where it is needed

@@ -11,8 +11,12 @@ dictionary ``D_{n,i}`` (d x K)              ``state.dictionaries``, (m, n_atoms,
 2) ``psi = D + mu (Y - D X) X'``            ``update="gradient"``; or "mod", "ksvd"
 ``D_{i+1} = sum_l a_{l,n} psi_l``           ``Inbox.mean()``; weights ``a_{l,n}`` are the network's
 eq. (5), relative degree-variance           `relative_degree_variance_weights`
+observations "shared" (section 2)           ``shared`` samples per round
 ``d_k <- d_k / ||d_k||``                    :func:`flwr_perdl.dictionary.normalize_atoms`
 ==========================================  =====================================================
+
+Shared observations are in the paper a generalization without equations. Here a node takes step 2
+with its own samples and those that its neighbors have sent, as if it had observed them itself.
 
 Deviations. The combination takes the psi of the same round (printed: of the last). MOD and K-SVD
 send unit atoms. An atom to which fewer than two samples contribute is not updated
@@ -99,6 +103,9 @@ class DictionaryState(NamedTuple):
         The largest use of an atom at any node, as far as known here (see `key_of`).
     score, candidates : ndarrays of shape (m, n_slots) and (m, n_slots, n_features)
         Scores of the best candidates known here, and these, unit vectors.
+    shared, psi : ndarrays of shape (m, n_shared, n_features) and (m, n_atoms, n_features)
+        With ``shared``: the samples that neighbors receive in this round, zeros after fewer, and
+        the updated dictionary, which is sent in the next.
     """
 
     nodes: NDArray[np.intp]
@@ -109,6 +116,8 @@ class DictionaryState(NamedTuple):
     worth: Matrix
     score: Matrix
     candidates: Matrix
+    shared: Matrix
+    psi: Matrix
 
 
 class Diffused(NamedTuple):
@@ -147,9 +156,9 @@ class DataDiffusion:
     is used (the largest value of all nodes) and up to eight candidates, which nodes forward. Never
     codes. By default all that leaves a node is made from sums over at least two of its samples;
     a neighbor that lies computes samples from the answers to dictionaries of its choice
-    (docs/security.md). Two choices do show samples: with ``start="samples"``, the paper's, a node's
-    first dictionary is ``n_atoms`` of them, normalized; with ``replacement="samples"`` the worst
-    represented ones go to everyone in the network.
+    (docs/security.md). Three choices do show samples: with ``start="samples"``, the paper's, a
+    node's first dictionary is ``n_atoms`` of them, normalized; with ``replacement="samples"`` the
+    worst represented ones go to everyone in the network; with ``shared`` neighbors receive them.
 
     Parameters
     ----------
@@ -184,6 +193,10 @@ class DataDiffusion:
         users of another atom, whose users are represented badly, as if it stood for two.
     replace_every : int, default 10
         Rounds between replacements, at least as many as a value takes to reach every node.
+    shared : int, default 0
+        Samples that a node sends its neighbors in every round, in turn; all of its data if it has
+        no more. A node codes what it receives with its own dictionary, and updates this from all
+        samples together. In the first round only samples travel.
 
     Notes
     -----
@@ -216,6 +229,7 @@ class DataDiffusion:
     alignment: str = "none"
     replacement: str | None = "private"
     replace_every: int = 10
+    shared: int = 0
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -237,6 +251,7 @@ class DataDiffusion:
                     f"got {self.replacement!r}."
                 )
         check_count("replace_every", self.replace_every, 1)
+        check_count("shared", self.shared)
 
     def fit(
         self,
@@ -378,18 +393,27 @@ class DictionaryProgram:
             worth=np.zeros((m, atoms)),
             score=np.zeros((m, slots)),
             candidates=np.zeros((m, slots, d), dtype=D.dtype),
+            shared=np.zeros((m, self.learner.shared, d), dtype=D.dtype),
+            psi=D if self.learner.shared else D[:, :0],
         )
 
     def adapt(self, state: DictionaryState, round_: int) -> DictionaryState:
-        """Code and update at every node; every ``every`` rounds, propose replacements."""
+        """Code and update at every node, or with shared observations choose which to send."""
+        batches = self._batches(state, round_)
+        if not self.learner.shared:
+            return self._updated(state, batches, round_)
+        shared = np.zeros_like(state.shared)
+        for own, X in zip(shared, batches, strict=True):
+            n = min(len(own), len(X))
+            own[:n] = X[((round_ - 1) * n + np.arange(n)) % max(len(X), 1)]
+        return state._replace(dictionaries=state.psi, shared=shared)
+
+    def _updated(self, state: DictionaryState, data: list[Matrix], round_: int) -> DictionaryState:
+        """Return the state to send in a round; every ``every`` rounds, propose replacements."""
         learner, copies = self.learner, {name: a.copy() for name, a in state._asdict().items()}
         after = DictionaryState(**copies)
-        for i, node in enumerate(map(int, state.nodes)):
-            X, D = self._batch(node, round_), state.dictionaries[i]
-            if X.shape[1] != D.shape[1]:
-                raise ValueError(
-                    f"data of node {node} must have {D.shape[1]} columns, got shape {X.shape}."
-                )
+        for i, (node, X) in enumerate(zip(map(int, state.nodes), data, strict=True)):
+            D = state.dictionaries[i]
             if not len(X):
                 continue
             C = learner.code(X, D)
@@ -412,11 +436,24 @@ class DictionaryProgram:
 
     def message(self, state: DictionaryState) -> tuple[Matrix, ...]:
         """Return the dictionary, and what is known about atoms to replace."""
+        shared = (state.shared,) if self.learner.shared else ()
         if self.learner.replacement is None:
-            return (state.dictionaries,)
-        return state.dictionaries, state.worth, state.score, state.candidates
+            return (state.dictionaries, *shared)
+        return (state.dictionaries, state.worth, state.score, state.candidates, *shared)
 
     def combine(self, state: DictionaryState, inbox: Inbox) -> DictionaryState:
+        """Average the dictionaries; with shared observations, update for the next round."""
+        state = self._combined(state, inbox)
+        if not self.learner.shared:
+            return state
+        batches = self._batches(state, inbox.round)
+        for k, (own, X) in enumerate(zip(inbox.own, batches, strict=True)):
+            others = (inbox.arrays[-1][j] for j, _ in inbox.weighed(k) if j != own)
+            batches[k] = np.concatenate([X, *(Y[Y.any(axis=1)] for Y in others)])
+        after = self._updated(state, batches, inbox.round + 1)
+        return after._replace(dictionaries=state.dictionaries, psi=after.dictionaries)
+
+    def _combined(self, state: DictionaryState, inbox: Inbox) -> DictionaryState:
         """Average the dictionaries; replace atoms when all nodes know which."""
         sent = state.dictionaries
         mean = inbox.mean() if self.learner.alignment == "none" else self._aligned_mean(inbox)
@@ -460,6 +497,14 @@ class DictionaryProgram:
                     other = _aligned(other, sent[own], order=self.learner.alignment != "sign")
                 mean[k] += sent.dtype.type(weight) * other
         return mean
+
+    def _batches(self, state: DictionaryState, round_: int) -> list[Matrix]:
+        """Return the nodes' data of a round."""
+        batches, d = [self._batch(int(k), round_) for k in state.nodes], state.dictionaries.shape[2]
+        for node, X in zip(state.nodes, batches, strict=True):
+            if X.shape[1] != d:
+                raise ValueError(f"data of node {node} must have {d} columns, got shape {X.shape}.")
+        return batches
 
     def _batch(self, node: int, round_: int) -> Matrix:
         own = self.data[node]

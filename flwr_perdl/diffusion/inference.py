@@ -16,6 +16,7 @@ paper                                       here
 ``theta_k x``                               ``state.linear`` at the start
 ``W_k``                                     ``state.atoms``, (m, n_atoms, n_features)
 ATC diffusion (31), projected (37)          :class:`ATC`
+consensus strategy, penalty for V_f         :class:`PenalizedConsensus`
 Jacobian ADMM (39)                          :class:`JacobianADMM`
 (41), (42)                                  ``objective.residual(nu)``, ``objective.code(S)``
 ``J_k(nu_k; xi)`` (29), (60)                :func:`local_costs`
@@ -63,7 +64,7 @@ from flwr_perdl.core.checks import (
 from flwr_perdl.core.memory import short_buffers
 from flwr_perdl.core.threads import in_threads, one_blas_thread
 from flwr_perdl.diffusion._admm import ADMM, ConsensusADMM, JacobianADMM
-from flwr_perdl.diffusion._atc import ATC, ExactDiffusion, contraction_bound
+from flwr_perdl.diffusion._atc import ATC, ExactDiffusion, PenalizedConsensus, contraction_bound
 from flwr_perdl.diffusion._dual import (
     MOST_ROUNDS,
     DualInference,
@@ -92,6 +93,7 @@ __all__ = [
     "ExactDual",
     "Inference",
     "JacobianADMM",
+    "PenalizedConsensus",
     "exact_dual",
     "infer",
     "local_costs",
@@ -144,7 +146,7 @@ def local_costs(
     dictionaries = check_array("dictionaries", dictionaries, ndim=3, min_rows=1)
     X, _ = checked_samples(X, list(dictionaries))
     n_agents = len(dictionaries)
-    check_objective(objective)
+    check_objective(objective, n_agents)
     nu = _check_nu(objective, nu, n_agents, X)
     # In the order of (29): f*'s share, h* of the own atoms, and the sample where it is known.
     costs = objective.conjugate(nu) / n_agents
@@ -197,8 +199,8 @@ def exact_dual(
 ) -> ExactDual:
     """Solve the inference problem (7) and its dual (28) in one place.
 
-    The reference for all methods, and the limit of all but ATC on any connected network, whichever
-    agents are informed.
+    The reference for all methods, and the limit of all but ATC and consensus on any connected
+    network, whichever agents are informed.
 
     Parameters
     ----------
@@ -224,11 +226,12 @@ def exact_dual(
     array([[1.727, 0.   ]])
     """
     X, atoms = checked_samples(X, dictionaries)
-    check_objective(objective)
+    check_objective(objective, len(atoms))
     check_closed_forms(objective)
     tolerance = check_real("tolerance", tolerance, 0)
     dtype, W = X.dtype, np.concatenate(atoms)
     exact = tolerance == 0 or bool(np.isfinite(objective.bound))
+    objective = objective.per_atom([len(D) for D in atoms], np.float64 if exact else dtype)
     if exact:
         W, X = W.astype(np.float64), X.astype(np.float64, copy=False)
         a = objective.strong_convexity
@@ -251,6 +254,7 @@ METHODS: dict[str, type[DualInference]] = {
     "atc": ATC,
     "exact_diffusion": ExactDiffusion,
     "jacobian_admm": JacobianADMM,
+    "consensus": PenalizedConsensus,
 }
 
 
@@ -312,8 +316,8 @@ def infer(
         Metropolis weights; with the first two all is in memory, without faults. A network that
         changes may not have links that its ``topology`` lacks with an ADMM, which keeps a
         multiplier per link.
-    method : {"admm", "atc", "exact_diffusion", "jacobian_admm"}, default "admm"
-        `ConsensusADMM`, `ATC`, `ExactDiffusion` or `JacobianADMM`.
+    method : {"admm", "atc", "exact_diffusion", "jacobian_admm", "consensus"}, default "admm"
+        `ConsensusADMM`, `ATC`, `ExactDiffusion`, `JacobianADMM` or `PenalizedConsensus`.
     n_rounds : int, optional
         Communication rounds, at most. By default `DualInference.rounds` of the tolerance, in
         memory, where the residuals end the run, four times that; never more than 100,000.
@@ -343,7 +347,7 @@ def infer(
     X, atoms = checked_samples(X, dictionaries)
     kind = METHODS[check_choice("method", method, METHODS)]
     tolerance = check_real("tolerance", tolerance, 0)
-    check_objective(objective)
+    check_objective(objective, len(atoms))
     return_nu = check_flag("return_nu", return_nu)
     if isinstance(network, CombinationMatrix):
         _check_sums(network, kind)

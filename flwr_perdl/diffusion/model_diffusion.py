@@ -8,7 +8,9 @@ residual (55), and all that an agent needs to update its own atoms.
 ============================================ =====================================================
 paper (columns)                              here (rows)
 ============================================ =====================================================
-sub-dictionary ``W_k`` (M, N_k)              ``model.dictionaries[k]``, (n_atoms, n_features)
+sub-dictionary ``W_k`` (M, N_k)              ``model.dictionaries[k]``, (n_atoms, n_features): the
+                                             most N_k of any agent, and zeros after an agent's own
+``N_k``; ``h_{y_k}``                         ``n_atoms_per_agent[k]``; ``objective.at(k)``
 ``nu_t^o``, ``y_{k,t}^o`` (42)               ``Inference.nu[k]``, ``Inference.codes[k]``
 update (56), then (50) or (52)               :func:`update_dictionary`
 ``mu_w``                                     ``step``, falling as ``t**-decay``
@@ -28,8 +30,9 @@ estimates of the duals' errors, and the dictionary only with ``show``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,7 +60,7 @@ from flwr_perdl.diffusion.inference import (
     exact_dual,
     infer,
 )
-from flwr_perdl.diffusion.objectives import Objective, check_positive
+from flwr_perdl.diffusion.objectives import Objective, check_agents, check_each, check_positive
 from flwr_perdl.diffusion.topology import CombinationMatrix, Topology
 from flwr_perdl.random import spawn
 
@@ -73,7 +76,8 @@ class Model(NamedTuple):
     Attributes
     ----------
     dictionaries : ndarray of shape (n_agents, n_atoms, n_features)
-        Every agent's atoms, of norm at most 1; agent k keeps the k-th to itself.
+        Every agent's atoms, of norm at most 1; agent k keeps the k-th to itself. Agents with fewer
+        atoms than others have zeros at the end.
     n_samples : int
         Samples seen.
     n_updates : int
@@ -99,18 +103,18 @@ class ModelDiffusion:
     Parameters
     ----------
     objective : Objective
-        A row of Table I.
-    n_atoms_per_agent : int, default 1
-        Atoms of each agent.
+        A row of Table I, its ``gamma`` and ``delta`` the same for all, or every agent's own.
+    n_atoms_per_agent : int, or sequence of int, default 1
+        Atoms of each agent, N_k; in a sequence every agent's own number.
     step : float, default 0.1
         ``mu_w`` of (56), per sample.
     decay : float, default 0.0
         The step of the t-th batch is ``step / t**decay``; 0: constant, for streams that change.
     batch_size : int, default 10
         Samples whose duals travel together.
-    method : {"admm", "atc", "exact_diffusion", "jacobian_admm", "exact"}, default "admm"
-        How the duals are found, see `infer`; ``"exact"``: in one place by `exact_dual`, the limit
-        of all others but ATC, in memory only.
+    method : str, default "admm"
+        How the duals are found, one of those of `infer`; or ``"exact"``: in one place by
+        `exact_dual`, the limit of all others but ATC and consensus, in memory only.
     n_iterations : int, optional
         Communication rounds per batch; by default as many as the method needs for a relative error
         of ``tolerance``, or of 1e-2 (40 dB), on the topology at hand, and 100,000 at most.
@@ -140,7 +144,7 @@ class ModelDiffusion:
     """
 
     objective: Objective
-    n_atoms_per_agent: int = 1
+    n_atoms_per_agent: int | Sequence[int] = 1
     step: float = 0.1
     decay: float = 0.0
     batch_size: int = 10
@@ -155,7 +159,7 @@ class ModelDiffusion:
     def __post_init__(self) -> None:
         """Check the arguments."""
         own_numbers(self)
-        check_count("n_atoms_per_agent", self.n_atoms_per_agent, 1)
+        check_each(self, "n_atoms_per_agent", partial(check_count, "n_atoms_per_agent", low=1))
         check_real("step", self.step, 0, LARGE)
         check_real("decay", self.decay, 0, LARGE)
         check_count("batch_size", self.batch_size, 1)
@@ -169,21 +173,22 @@ class ModelDiffusion:
         """Return random atoms of norm 1, float64 or float32: what agents draw on their own."""
         agents = range(check_count("n_agents", n_agents, 1))
         check_count("n_features", n_features, 1)
-        return Model(self._first_atoms(agents, n_features).astype(_float("dtype", dtype)))
+        return Model(self._first_atoms(agents, n_features, n_agents).astype(_float("dtype", dtype)))
 
     def grow(self, model: Model, n_agents: int) -> Model:
         """Return the model with ``n_agents`` more agents, whose atoms are random.
 
-        The others keep their atoms and their numbers.
+        The others keep their atoms and their numbers. A learner with weights or numbers of atoms of
+        agents' own must have those of the new agents as well.
         """
         have, n_atoms, n_features = _atoms(model).shape
-        if n_atoms != self.n_atoms_per_agent:
-            raise ValueError(
-                f"model must have {self.n_atoms_per_agent} atoms per agent, got {n_atoms}."
-            )
-        agents = range(have, have + check_count("n_agents", n_agents, 1))
-        new = self._first_atoms(agents, n_features).astype(model.dictionaries.dtype)
-        return model._replace(dictionaries=np.concatenate([model.dictionaries, new]))
+        total = have + check_count("n_agents", n_agents, 1)
+        most = max(self._counts(total)[:have])
+        if n_atoms != most:
+            raise ValueError(f"model must have {most} atoms per agent, got {n_atoms}.")
+        new = self._first_atoms(range(have, total), n_features, total)
+        old = np.pad(model.dictionaries, ((0, 0), (0, new.shape[1] - n_atoms), (0, 0)))
+        return model._replace(dictionaries=np.concatenate([old, new.astype(old.dtype)]))
 
     def fit(self, X: Matrix, network: Any, n_rounds: int | None = None) -> Model:
         """Learn from random atoms: `start`, then `partial_fit`, which has the parameters."""
@@ -263,7 +268,11 @@ class ModelDiffusion:
         """
         X = check_array("X", X, columns=_atoms(model).shape[2])
         network = self._carrier(model, network)
-        return self._infer(model.dictionaries, X, network, self._given(model, X, network))
+        found = self._infer(model.dictionaries, X, network, self._given(model, X, network))
+        if isinstance(self.n_atoms_per_agent, int):
+            return found
+        own = tuple(C[:, :n] for C, n in zip(found.codes, self.n_atoms_per_agent, strict=True))
+        return found._replace(codes=own)
 
     def program(
         self, X: Matrix | Mapping[int, Matrix], topology: Topology, **options: Any
@@ -275,13 +284,19 @@ class ModelDiffusion:
         """Return the atoms after the update of the t-th batch."""
         return update_dictionary(self.objective, W, nu, codes, self.step / t**self.decay)
 
-    def _first_atoms(self, agents: Iterable[int], n_features: int) -> Matrix:
-        shape = self.n_atoms_per_agent, n_features
-        atoms = np.stack([spawn(self.seed, k).standard_normal(shape) for k in agents])
-        if self.objective.nonnegative:
-            atoms = np.abs(atoms)
-        unit: Matrix = atoms / np.linalg.norm(atoms, axis=-1, keepdims=True)
-        return unit
+    def _counts(self, n_agents: int) -> tuple[int, ...]:
+        """Return every agent's number of atoms."""
+        n = self.n_atoms_per_agent
+        check_agents(self, n_agents, "n_atoms_per_agent")
+        return (n,) * n_agents if isinstance(n, int) else tuple(n)
+
+    def _first_atoms(self, agents: Sequence[int], n_features: int, n_agents: int) -> Matrix:
+        counts = self._counts(n_agents)
+        atoms = np.zeros((len(agents), max(counts), n_features))
+        for i, k in enumerate(agents):
+            drawn = spawn(self.seed, k).standard_normal((counts[k], n_features))
+            atoms[i, : counts[k]] = drawn / np.linalg.norm(drawn, axis=-1, keepdims=True)
+        return np.abs(atoms) if self.objective.nonnegative else atoms
 
     def _carrier(self, model: Model, network: Any) -> Any:
         """Return what carries the messages, checked."""
@@ -289,6 +304,7 @@ class ModelDiffusion:
         agents, nodes = len(model.dictionaries), network.topology.n_nodes
         if agents != nodes:
             raise ValueError(f"network must have {agents} nodes, one per agent, got {nodes}.")
+        self._counts(agents)
         return network
 
     def _given(self, model: Model, X: Matrix, network: Any) -> dict[str, Any]:
@@ -430,7 +446,8 @@ class Learning:
                 f"X must be of one dtype, that of model and dtype, got {sorted(map(str, dtypes))}."
             )
         self.dtype = dtypes.pop() if dtypes else np.dtype(np.float64)
-        blank = np.zeros((learner.n_atoms_per_agent, self.n_features), dtype=self.dtype)
+        n_atoms = max(learner._counts(topology.n_nodes))
+        blank = np.zeros((n_atoms, self.n_features), dtype=self.dtype)
         given = learner.objective, topology, {0: blank}, blank[:1], learner.informed
         self.inference: DualInference = METHODS[learner.method](*given, **learner.options)
         accuracy = learner.tolerance or _ACCURACY
@@ -442,7 +459,9 @@ class Learning:
         """Return the state before the first round."""
         first = self.model
         atoms = (
-            self.learner._first_atoms(nodes.tolist(), self.n_features)
+            self.learner._first_atoms(
+                nodes.tolist(), self.n_features, self.inference.topology.n_nodes
+            )
             if first is None
             else first.dictionaries[nodes]
         )
@@ -473,7 +492,7 @@ class Learning:
         if within < self.n_iterations:
             return state
         count = len(self._rows(batch))
-        codes = self.learner.objective.code(correlate(state.nu, state.atoms))
+        codes = self.learner.objective.at(state.nodes).code(correlate(state.nu, state.atoms))
         t = batch + 1 + (self.model.n_updates if self.model else 0)
         atoms = self.learner._updated(state.atoms, state.nu[:, :count], codes[:, :count], t)
         return state._replace(atoms=atoms, codes=codes)

@@ -19,6 +19,7 @@ coefficients ``y_k``                       rows of ``Y``, (..., n_atoms)
 (41): argmax over u of ``nu'u - f(u)``     ``residual``
 ``h_W``, its prox (48); W's set (50), (52) ``prox_dictionary``; ``project_dictionary``
 ``T_lambda``, its one-sided form           :func:`soft_threshold`, :func:`positive_threshold`
+``h_{y_k}`` of (10), agent k's own         ``gamma[k]``, ``delta[k]``; `Objective.at`
 ========================================== ====================================================
 
 All four objectives of Table I share ``f*(nu) = strong_convexity / 2 ||nu||^2`` on a box, and an
@@ -30,23 +31,57 @@ elastic net ``h``; they differ in three properties (``strong_convexity``, ``boun
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flwr_perdl.core.checks import LARGE, Matrix, check_count, check_kind, check_real, own_numbers
 from flwr_perdl.dictionary.coding import soft_threshold
 
+#: A weight of h: the same for all agents, or one of each agent's own.
+Weight = float | Sequence[float]
+WEIGHTS = ("gamma", "delta")
 
-def positive_threshold(A: Matrix, threshold: float) -> Matrix:
+
+def positive_threshold(A: Matrix, threshold: float | Matrix) -> Matrix:
     """Lower every entry by ``threshold``, and no further than zero: the paper's one-sided T."""
     lowered: Matrix = np.maximum(A - threshold, 0)
     return lowered
 
 
-def check_objective(objective: Objective) -> None:
-    """Raise a TypeError unless this is an objective."""
+def check_objective(objective: Objective, n_agents: int) -> None:
+    """Raise a TypeError unless this is an objective, a ValueError unless it is of these agents."""
     check_kind("objective", objective, Objective, "an Objective")
+    check_agents(objective, n_agents, *WEIGHTS)
+
+
+def check_each(record: Any, name: str, check: Callable[[Any], float]) -> None:
+    """Check a field that is a number, or make it a tuple of the agents' own numbers, checked."""
+    value = getattr(record, name)
+    own = isinstance(value, list | tuple) or getattr(value, "ndim", 0) == 1
+    object.__setattr__(record, name, tuple(map(check, value)) if own else check(value))
+
+
+def check_agents(record: Any, n_agents: int, *names: str) -> None:
+    """Raise a ValueError unless fields that have the agents' own numbers have one per agent."""
+    for name in names:
+        own = getattr(record, name)
+        if isinstance(own, tuple) and len(own) != n_agents:
+            raise ValueError(
+                f"{name} must be one number, or one per agent, {n_agents}, got {len(own)}."
+            )
+
+
+def spread(weight: Weight, like: Matrix) -> Any:
+    """Return a weight to multiply ``like`` with, whose first axis is that of the agents."""
+    if not isinstance(weight, tuple):
+        return weight
+    return np.asarray(weight, dtype=like.dtype).reshape(-1, *[1] * (like.ndim - 1))
 
 
 def check_closed_forms(objective: Objective) -> None:
@@ -72,7 +107,8 @@ def check_positive(name: str, X: Matrix) -> None:
 class Objective(ABC):
     r"""A residual loss f, an elastic net h, and a constraint set for the atoms.
 
-    All methods take any number of leading axes and keep the dtype.
+    All methods take any number of leading axes and keep the dtype. If agents have weights of their
+    own, the first axis is that of the agents (of those whom `at` has chosen).
 
     A subclass may have another h, such as one that bounds the codes, (5)-(6): it overrides `code`,
     `regulariser` and `regulariser_conjugate`. h must stay strongly convex with modulus ``delta``.
@@ -80,9 +116,10 @@ class Objective(ABC):
 
     Parameters
     ----------
-    gamma : float
-        Weight of the codes' l1 norm in ``h(y) = gamma ||y||_1 + delta / 2 ||y||^2``, at least 0.
-    delta : float
+    gamma : float, or sequence of float
+        Weight of the codes' l1 norm in ``h(y) = gamma ||y||_1 + delta / 2 ||y||^2``, at least 0; in
+        a sequence every agent's own, in order.
+    delta : float, or sequence of float
         Weight of their squared l2 norm, at least 1e-30: it makes h strongly convex (Assumption 1).
 
     Examples
@@ -94,14 +131,40 @@ class Objective(ABC):
     (np.float64(12.5), np.float64(4.0))
     """
 
-    gamma: float
-    delta: float
+    gamma: Weight
+    delta: Weight
 
     def __post_init__(self) -> None:
         """Check the parameters."""
         own_numbers(self)
-        check_real("gamma", self.gamma, 0, LARGE)
-        check_real("delta", self.delta, 1 / LARGE, LARGE)
+        check_each(self, "gamma", partial(check_real, "gamma", low=0, high=LARGE))
+        check_each(self, "delta", partial(check_real, "delta", low=1 / LARGE, high=LARGE))
+
+    @property
+    def modulus(self) -> float:
+        """The least modulus of strong convexity of any agent's h."""
+        return float(np.min(self.delta))
+
+    @property
+    def own_weights(self) -> bool:
+        """Whether agents have weights of their own."""
+        return any(isinstance(getattr(self, name), tuple) for name in WEIGHTS)
+
+    def at(self, agents: Sequence[int] | NDArray[np.intp]) -> Objective:
+        """Return the objective of these agents, in the order of the first axis."""
+        return self._weighing(lambda own: tuple(own[agents].tolist()))
+
+    def per_atom(self, counts: Sequence[int], dtype: Any) -> Objective:
+        """Return the objective of one agent that has the atoms of all, ``counts[k]`` of agent k."""
+        return self._weighing(lambda own: np.repeat(own, counts).astype(dtype))
+
+    def _weighing(self, chosen: Callable[[Matrix], Any]) -> Objective:
+        """Return the objective with other weights in the place of the agents' own."""
+        other = copy(self)
+        for name in WEIGHTS:
+            if isinstance(own := getattr(self, name), tuple):
+                object.__setattr__(other, name, chosen(np.asarray(own)))
+        return other
 
     @property
     @abstractmethod
@@ -159,7 +222,7 @@ class Objective(ABC):
 
     def regulariser(self, Y: Matrix) -> Matrix:
         """Return h of every row, (...,): infinite where a code may not be negative but is."""
-        penalty = self.gamma * np.abs(Y) + self.delta / 2 * np.square(Y)
+        penalty = spread(self.gamma, Y) * np.abs(Y) + spread(self.delta, Y) / 2 * np.square(Y)
         values: Matrix = penalty.sum(axis=-1)
         if self.nonnegative:
             values = np.where((Y >= 0).all(axis=-1), values, np.inf)
@@ -170,7 +233,7 @@ class Objective(ABC):
 
         Table II's ``S(s / delta)``, (77) and (82), is ``||T_gamma(s)||^2 / (2 delta)``.
         """
-        values: Matrix = np.square(self._threshold(S)).sum(axis=-1) / (2 * self.delta)
+        values: Matrix = (np.square(self._threshold(S)) / (2 * spread(self.delta, S))).sum(axis=-1)
         return values
 
     def code(self, S: Matrix) -> Matrix:
@@ -178,10 +241,14 @@ class Objective(ABC):
 
         They are the gradient of h*.
         """
-        return self._threshold(S) / self.delta
+        codes: Matrix = self._threshold(S) / spread(self.delta, S)
+        return codes
 
     def _threshold(self, S: Matrix) -> Matrix:
-        return (positive_threshold if self.nonnegative else soft_threshold)(S, self.gamma)
+        gamma = spread(self.gamma, S)
+        if self.nonnegative:
+            return positive_threshold(S, gamma)
+        return S - np.clip(S, -gamma, gamma) if np.ndim(gamma) else soft_threshold(S, gamma)
 
     def prox_dictionary(self, W: Matrix, step: float) -> Matrix:
         """Return the proximal point of ``step * h_W``: the atoms themselves where h_W is 0 (47)."""
@@ -202,7 +269,7 @@ class Objective(ABC):
         somewhat greater bound of (33) itself, since an agent's cost (29) has its share of f* only.
         """
         n_atoms, n_agents = check_count("n_atoms", n_atoms, 1), check_count("n_agents", n_agents, 1)
-        return 1 / (self.strong_convexity / n_agents + n_atoms / self.delta)
+        return 1 / (self.strong_convexity / n_agents + n_atoms / self.modulus)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from scipy import sparse
 
 from flwr_perdl.core.checks import check_count, check_kind, check_list
+from flwr_perdl.core.files import LAST_ROUND
 from flwr_perdl.core.repr import ShownAsCalled
 from flwr_perdl.diffusion.combine import Array, Csr, Inbox, Program, Run, State, curves
 from flwr_perdl.diffusion.schedule import Schedule
@@ -47,6 +48,16 @@ class Plan:
 
     schedule: Schedule
     faults: Faults
+    staleness: int = 0
+
+    def __post_init__(self) -> None:
+        """Check that stale messages have weights that sum to one."""
+        check_count("staleness", self.staleness, 0, LAST_ROUND)
+        if self.staleness and not all(m.row_stochastic for m in self.schedule.matrices):
+            raise ValueError(
+                "staleness must be 0 where the weights of a node do not sum to one, got "
+                f"{self.staleness}."
+            )
 
     @classmethod
     def make(
@@ -54,6 +65,7 @@ class Plan:
         topology: Topology | Schedule,
         weights: CombinationMatrix | Sequence[CombinationMatrix] | None,
         faults: Faults | None,
+        staleness: int = 0,
     ) -> Plan:
         """Return the plan of the arguments of `Network`, checked."""
         if faults is not None:
@@ -61,7 +73,7 @@ class Plan:
         if isinstance(topology, Schedule):
             if weights is not None:
                 raise ValueError(f"weights must be left out with a Schedule, got {weights!r}.")
-            return cls(topology, faults or Faults())
+            return cls(topology, faults or Faults(), staleness)
         check_topology(topology)
         if weights is None:
             weights = metropolis_weights(topology)
@@ -75,7 +87,12 @@ class Plan:
                 raise ValueError(
                     f"weights must be for {topology.n_nodes} nodes, got {matrix.topology!r}."
                 )
-        return cls(Schedule.of(*matrices), faults or Faults())
+        return cls(Schedule.of(*matrices), faults or Faults(), staleness)
+
+    @property
+    def oldest(self) -> int:
+        """How many rounds old a message that counts can be."""
+        return max(self.faults.max_delay, self.staleness)
 
     @property
     def n_nodes(self) -> int:
@@ -102,6 +119,30 @@ class Plan:
         up = self.faults.links(matrix.topology, round_)
         k, j = sparse.coo_array(up).coords
         return Links(k, j, self.faults.delays(up, round_), _entries(matrix.matrix, k, j))
+
+    def sources(self, round_: int) -> Links:
+        """Return which messages may count in a round: for each link the first that was sent.
+
+        First comes the one that arrives in the round, then the last ones, up to ``staleness``
+        rounds old. A node that was asleep receives what was sent to it meanwhile; what a link that
+        was down has lost stays lost.
+        """
+        fresh, matrix = self.links(round_), self.schedule.matrix(round_)
+        if not self.staleness:
+            return fresh
+        k, j = sparse.coo_array(matrix.topology.adjacency).coords
+        awake = self.awake(round_)[k]
+        k, j = k[awake], j[awake]
+        weights, candidates = _entries(matrix.matrix, k, j), [fresh]
+        for age in range(1, min(self.staleness, round_ - 1) + 1):
+            before = self.schedule.matrix(round_ - age).topology
+            receivers, senders = self.faults.passable(before, round_ - age)
+            sent = np.isin(k * self.n_nodes + j, receivers * self.n_nodes + senders)
+            ages = np.full(int(sent.sum()), age)
+            candidates.append(Links(k[sent], j[sent], ages, weights[sent]))
+        k, j, late, weights = map(np.concatenate, zip(*candidates, strict=True))
+        order = np.lexsort((j, k))  # stable
+        return Links(k[order], j[order], late[order], weights[order])
 
     def hearing(self, round_: int) -> Csr:
         """Return who may hear a message of a round, now or late: non-zero at ``[k, j]``."""
@@ -140,20 +181,26 @@ class Network(ABC, ShownAsCalled):
         through round by round, each matrix with its own topology.
     faults : Faults, optional
         Faults to simulate; none by default.
+    staleness : int, default 0
+        Where a neighbor sends nothing in a round, the last message that it has sent to a node
+        counts again if it is at most so many rounds old. 0: its weight falls to the node. For
+        programs that forget an old message, as ``DiffusionAveraging(method="atc")`` does.
 
     Raises
     ------
     ValueError
-        If weights and topology have different numbers of nodes.
+        If weights and topology have different numbers of nodes, or ``staleness`` is not 0 where a
+        node's weights do not sum to one.
     """
 
     topology: Topology | Schedule
     weights: CombinationMatrix | Sequence[CombinationMatrix] | None = None
     faults: Faults | None = None
+    staleness: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
         """Check the arguments."""
-        self.plan = Plan.make(self.topology, self.weights, self.faults)
+        self.plan = Plan.make(self.topology, self.weights, self.faults, self.staleness)
 
     @abstractmethod
     def _crew(self, program: Program[State], state: State | None) -> AbstractContextManager[Any]:
@@ -262,7 +309,7 @@ class Mailbox:
         self._uncounted: tuple[Csr, NDArray[np.intp], int, int] | None = None
         self._own = np.searchsorted(senders, nodes)
         self._last: deque[tuple[tuple[Array, ...], NDArray[np.bool_]]] = deque(
-            maxlen=plan.faults.max_delay + 1
+            maxlen=plan.oldest + 1
         )  # messages, and which of them can be heard
         self._routes: dict[int, tuple[Csr, Csr]] = {}
 
@@ -297,7 +344,7 @@ class Mailbox:
             arrays = tuple(cleared(array, ~finite) for array in arrays)
             self.left_out |= {(round_, int(node)) for node in self.senders[~finite & sent]}
         received = finite & sent
-        # As many rounds are held as a message can be late; the newest stands first, at late = 0.
+        # As many rounds are held as a message can be old; the newest stands first, at late = 0.
         self._last.appendleft((arrays, received))
         senders, stacked = self.senders, arrays
         if len(self._last) > 1:
@@ -318,7 +365,7 @@ class Mailbox:
         elif not finite.all():
             sound = finite[self._own]
         # Without faults the routes of a round are those of any other with its matrix: kept.
-        faulty, schedule = self.plan.faults.any, self.plan.schedule
+        faulty, schedule = self.plan.faults.any or self.plan.staleness, self.plan.schedule
         simple = schedule.repeats and not faulty and bool(received.all()) and own is None
         key = schedule.turn(round_)
         if simple and key in self._routes:
@@ -337,7 +384,7 @@ class Mailbox:
     ) -> tuple[Csr, Csr]:
         """Return the round's weights and links over the stacked messages."""
         n, m, s = self.plan.n_nodes, len(self.nodes), len(self.senders)
-        links = self.plan.links(round_)
+        links = self.plan.sources(round_)
         receiver, sender = np.full(n, -1), np.full(n, -1)
         receiver[self.nodes], sender[self.senders] = np.arange(m), np.arange(s)
         rows, columns, late = receiver[links.receivers], sender[links.senders], links.late
@@ -345,6 +392,7 @@ class Mailbox:
         # A delayed message can be from before the first round: it was never sent.
         good = np.flatnonzero((rows >= 0) & (late < len(received)))
         good = good[received[late[good], columns[good]]]
+        good = good[np.unique(rows[good] * s + columns[good], return_index=True)[1]]
         places = rows[good], late[good] * s + columns[good]
         totals = self.plan.totals(round_)[self.nodes]
         return shared_weights(links.weights[good], places, (m, n_columns), own, sound, totals)

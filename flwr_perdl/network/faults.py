@@ -84,12 +84,19 @@ class Faults:
         """Return who is heard in a round: one at ``[k, j]`` if k hears j."""
         if not self.any:
             return topology.adjacency
-        links_up = sparse.coo_array(topology.adjacency)
-        k, j = links_up.coords
-        up = _per_link(k, j, spawn(self.seed, _DROP, round_)) >= self.drop
+        k, j = self.passable(topology, round_)
         awake = self.awake(topology.n_nodes, round_)
-        up &= awake[k] & awake[j]
-        return sparse.csr_array((np.ones(int(up.sum())), (k[up], j[up])), shape=links_up.shape)
+        up = awake[k] & awake[j]
+        shape = topology.adjacency.shape
+        return sparse.csr_array((np.ones(int(up.sum())), (k[up], j[up])), shape=shape)
+
+    def passable(
+        self, topology: Topology, round_: int
+    ) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        """Return receivers and senders of the links that are not down in a round, asleep or not."""
+        k, j = sparse.coo_array(topology.adjacency).coords
+        up = _per_link(k, j, spawn(self.seed, _DROP, round_)) >= self.drop
+        return k[up], j[up]
 
     def delays(self, links: Csr, round_: int) -> NDArray[np.intp]:
         """Return how many rounds late the message on each link of ``links`` is, in CSR order."""

@@ -50,7 +50,7 @@ class Delivery(NamedTuple):
     where messages are sealed, the receivers and their cards, else None, public keys of those who
     may hear the node's next message; then the arrays of all messages, and last those that a node
     without a state begins with (``start``). ``total`` is what the weights sum to, the node's own
-    included; if not one, it is a row of no arrays.
+    included; if not one, it is a row of no arrays, -1 rounds late.
     """
 
     messages: Sequence[Message] = ()
@@ -61,7 +61,7 @@ class Delivery(NamedTuple):
     def to_arrays(self) -> list[Matrix]:
         """Return the arrays of the request."""
         rows = [[m.sender, m.late, m.weight, len(m.arrays)] for m in self.messages]
-        rows += [[0, 0, self.total, 0]] if self.total != 1 else []
+        rows += [[0, -1, self.total, 0]] if self.total != 1 else []
         arrays: list[Matrix] = [np.array(rows, dtype=np.float64).reshape(-1, 4)]
         if self.cards is not None:
             cards = np.stack([*self.cards.values()]) if self.cards else np.zeros((0, 1))
@@ -78,7 +78,7 @@ class Delivery(NamedTuple):
         table = check_array("messages", arrays[0], columns=4)
         _check_whole("messages", table[:, [0, 3]])
         _check_whole("rounds late", np.abs(table[:, 1]))
-        own = table[:, 3] == 0
+        own = (table[:, 1] < 0) & (table[:, 3] == 0)
         total, table = float(table[own, 2].max(initial=1.0 - own.any())), table[~own]
         weights = table[:, 2]
         if (weights < 0).any() or weights.sum() > total + 1e-9:

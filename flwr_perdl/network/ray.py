@@ -45,7 +45,7 @@ class RayNetwork(Network):
 
     Parameters
     ----------
-    topology, weights, faults
+    topology, weights, faults, staleness
         See `Network`.
     agents_per_actor : int, optional
         Nodes per actor; by default there is one actor per processor of the cluster.

@@ -361,12 +361,19 @@ class ClusteredFedAvg(ProtocolStrategy):
             # An absent client keeps the cluster that it chose last, until the next choice.
             now = {int(p): (int(j), int(at)) for p, j, at in chosen}
             now |= {p: (int(r.metrics[CLUSTER]), round_) for p, r in replies.items()}
-            moved, memory = advanced(self.optimizer, stacks, replies.combined, state)
-            trained = {int(reply.metrics[CLUSTER]) for reply in replies.values()}
-            idle = [j for j in range(k) if j not in trained and not soft]
-            for new, old in zip(moved, stacks, strict=True):
-                new[idle] = old[idle]  # an optimizer's memory would move it
+            moved, memory = self._moved(stacks, replies, state)
             state = _state(moved, round_ + 1, now, memory)
+
+    def _moved(
+        self, stacks: list[Matrix], replies: Replies, state: State
+    ) -> tuple[list[Matrix], list[Matrix]]:
+        """Return the next models, and the optimizer's memory."""
+        moved, memory = advanced(self.optimizer, stacks, replies.combined, state)
+        trained = {int(reply.metrics[CLUSTER]) for reply in replies.values()}
+        idle = [j for j in range(len(stacks[0])) if j not in trained and not self.temperature]
+        for new, old in zip(moved, stacks, strict=True):
+            new[idle] = old[idle]  # which the memory would move
+        return moved, memory
 
     def _config(self) -> dict[str, Scalar]:
         """Return what every request says."""

@@ -60,8 +60,9 @@ class DiffusionAveraging(NeighborRelay):
         Rounds between two evaluations of a node's own model by its own ``evaluate``; 0: none.
     metrics : sequence of str, default ()
         Which metrics of training and evaluation leave the nodes; the loss of evaluations does.
-    weights, faults, sealed
+    weights, faults, staleness, sealed
         As in `NeighborRelay`; the weights are doubly stochastic, for "push_sum" column-stochastic.
+        ``staleness`` is for "atc" and "cta".
     **options
         See `ServerOptions`; ``num_clients`` is by default the number of nodes.
 
@@ -116,10 +117,12 @@ class DiffusionAveraging(NeighborRelay):
         metrics: Sequence[str] = (),
         weights: Weights = None,
         faults: Faults | None = None,
+        staleness: int = 0,
         sealed: bool = False,
         **options: Unpack[ServerOptions],
     ) -> None:
-        super().__init__(topology, 0, weights=weights, faults=faults, sealed=sealed, **options)
+        network: dict[str, Any] = {"weights": weights, "faults": faults, "staleness": staleness}
+        super().__init__(topology, 0, **network, sealed=sealed, **options)
         learner = Learner(
             method=method,
             robust=robust,
@@ -237,7 +240,7 @@ class DiffusionAveraging(NeighborRelay):
         Form.of(model).vector("initial_arrays", model)
         evaluations = scalars(self._evaluate_config or {})
         return {
-            **averaging_config(self._learner, self.plan.faults.max_delay, start),
+            **averaging_config(self._learner, self.plan.oldest, start),
             **{f"{MEASURING}{key}": value for key, value in evaluations.items()},
         }
 

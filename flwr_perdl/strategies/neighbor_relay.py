@@ -20,9 +20,9 @@ the rules, are in `flwr_perdl.network.messages`.
 
 ``n_rounds`` rounds of the algorithm take ``n_rounds + 1`` communication rounds, and one more for
 the nodes' public keys where messages are sealed. A node that does not reply is silent in that
-round: the others give its weight to themselves. A node that joins late, or returns under another
-node id, is identified by its ``partition-id``, and continues from the state that it has kept, or
-from its start.
+round: the others give its weight to themselves, or use its last message (``staleness``). A node
+that joins late, or returns under another node id, is identified by its ``partition-id``, and
+continues from the state that it has kept, or from its start.
 
 What each party receives:
 
@@ -104,6 +104,10 @@ class NeighborRelay(ProtocolStrategy):
     faults : Faults, optional
         Faults to simulate: the relay drops or delays messages, and tells nodes when they are
         asleep; none by default. The nodes' ``max_delay`` must allow the delays.
+    staleness : int, default 0
+        As in `InMemoryNetwork`: the relay holds messages for so many rounds, and a node that has
+        not replied receives its neighbors' last ones with the next request. The nodes'
+        ``max_delay`` must allow it.
     sealed : bool, default False
         Whether messages are sealed: encrypted end to end (docs/diffusion-on-flower.md).
     **options
@@ -145,6 +149,7 @@ class NeighborRelay(ProtocolStrategy):
         *,
         weights: Weights = None,
         faults: Faults | None = None,
+        staleness: int = 0,
         sealed: bool = False,
         **options: Unpack[ServerOptions],
     ) -> None:
@@ -163,7 +168,7 @@ class NeighborRelay(ProtocolStrategy):
         super().__init__(**server)
         self.topology = topology
         self.n_rounds = check_count("n_rounds", n_rounds)
-        self.plan = Plan.make(topology, weights, faults)
+        self.plan = Plan.make(topology, weights, faults, staleness)
         self.sealed = check_flag("sealed", sealed)
 
     @property
@@ -227,6 +232,7 @@ class NeighborRelay(ProtocolStrategy):
             "network": f"{self.topology!r} {digest.hexdigest()[:16]}",
             "n_rounds": self.n_rounds,
             "faults": repr(self.plan.faults),
+            "staleness": self.plan.staleness,
             "sealed": self.sealed,
         }
 
@@ -309,7 +315,7 @@ class FlowerNetwork:
     grid : Grid
         Flower's grid: what the ServerApp's main function receives, or an
         `flwr_perdl.simulations.InProcessGrid`.
-    topology, weights, faults
+    topology, weights, faults, staleness
         As in `NeighborRelay`.
     sealed : bool, default False
         Whether messages are sealed.
@@ -347,6 +353,7 @@ class FlowerNetwork:
         weights: Weights = None,
         faults: Faults | None = None,
         *,
+        staleness: int = 0,
         sealed: bool = False,
         timeout: float = 3600.0,
         **options: Unpack[ServerOptions],
@@ -354,7 +361,12 @@ class FlowerNetwork:
         self.topology = topology
         self._grid, self._timeout, self._options = grid, timeout, options
         self._relay = partial(
-            NeighborRelay, topology, weights=weights, faults=faults, sealed=sealed
+            NeighborRelay,
+            topology,
+            weights=weights,
+            faults=faults,
+            staleness=staleness,
+            sealed=sealed,
         )
         unused = self._relay(0, **options)  # refuses bad arguments at once
         self.plan = unused.plan
@@ -505,11 +517,13 @@ class _Held:
         totals = [1.0] * n
         if self.round:
             totals = self.plan.totals(self.round).tolist()
-            links = self.plan.links(self.round)
+            links = self.plan.sources(self.round)
             for receiver, sender, late, weight in zip(*(x.tolist() for x in links), strict=True):
                 held = self.messages.get((self.round - late, sender))
                 arrays = held and held.arrays.get(receiver if self.sealed else EVERYBODY)
-                if arrays is not None and self.took_part[receiver]:
+                served = [message.sender for message in messages[receiver][-1:]] == [sender]
+                here = self.took_part[receiver] or self.plan.staleness
+                if arrays is not None and here and not served:
                     messages[receiver].append(Message(sender, late, weight, arrays))
         new = [*self.start.values()]
         starts: list[list[Matrix]] = [[] if node in self.known else new for node in range(n)]
@@ -534,7 +548,9 @@ class _Held:
         n, left_out = self.plan.n_nodes, set()
         received: list[tuple[int, int, float]] = []
         for node, reply in replies.items():
-            for message in deliveries[node].messages if node in deliveries else ():
+            # A node that begins anew has no message with which it could combine those.
+            reads = node in deliveries and ANEW not in reply.metrics
+            for message in deliveries[node].messages if reads else ():
                 if f"{REJECTED}{message.sender}" in reply.metrics:
                     left_out.add(message.sender)
                 else:
@@ -548,8 +564,8 @@ class _Held:
     def take(self, replies: Replies, deliveries: Mapping[int, Delivery], round_: int) -> None:
         """Take in the messages of a round, and forget those that are too old to be delivered."""
         n, faults = self.plan.n_nodes, self.plan.faults
-        # Nothing is held for longer than it can be late: the server is a relay, not an archive.
-        oldest = round_ - faults.max_delay
+        # Nothing is held for longer than it can count: the server is a relay, not an archive.
+        oldest = round_ - self.plan.oldest
         self.messages = {key: held for key, held in self.messages.items() if key[0] >= oldest}
         awake, broken = self.plan.awake(round_), faults.broken(n, round_)
         self.round, self.took_part = round_, np.zeros(n, dtype=bool)

@@ -301,6 +301,7 @@ def test_ray_actors() -> None:
     try:
         for method, faults, graph in (
             ("exact_diffusion", None, RING),
+            ("atc", FAULTS, RING),
             ("cta", FAULTS, RING),
             ("gradient_tracking", FAULTS, RING),
             ("gradient_tracking", None, Schedule.random_pairs(N)),
@@ -312,9 +313,10 @@ def test_ray_actors() -> None:
             def tell(round_: int, row: Any, told: list[int] = told) -> None:
                 told.append(round_)
 
-            network = RayNetwork(graph, faults=faults, agents_per_actor=4)
+            stale = {"staleness": 2 if method == "atc" else 0}
+            network = RayNetwork(graph, faults=faults, agents_per_actor=4, **stale)
             learned = learner.fit(LeastSquares, network, 9, initial=START, callback=tell)
-            memory = InMemoryNetwork(graph, faults=faults)
+            memory = InMemoryNetwork(graph, faults=faults, **stale)
             here = learner.fit(LeastSquares, memory, 9, initial=START)
             assert_same_bits(learned, here)
             np.testing.assert_array_equal(models_of(learned), models_of(here))

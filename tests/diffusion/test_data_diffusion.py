@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -417,6 +418,54 @@ def test_messages_are_dictionaries_use_and_candidates_and_are_counted() -> None:
     assert set(shown) == {"dictionaries", "error"}
 
 
+# Shared observations --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("replacement", [None, "private", "samples"])
+def test_where_all_share_all_everyone_learns_as_one_place_would(replacement: str | None) -> None:
+    """A round later: in the first, only samples travel."""
+    _, data = draw(samples=50)
+    options = {"n_nonzero": 2, "step": 0.02, "replacement": replacement, "replace_every": 4}
+    learner = DataDiffusion(12, update="gradient", shared=60, **options)
+    shared = states(learner, data, Topology.complete(4), 7)[-1].dictionaries
+    if replacement is None:
+        pooled = replace(learner, shared=0).fit([np.concatenate(data)], Topology.complete(1), 6)
+        np.testing.assert_allclose(shared, np.stack([pooled.dictionaries[0]] * 4), atol=1e-10)
+    np.testing.assert_allclose(shared, np.stack([shared[0]] * 4), atol=1e-10)
+    by_messages = learner.fit(data, InMemoryNetwork(Topology.complete(4)), 7)
+    np.testing.assert_array_equal(by_messages.dictionaries, shared)
+
+
+def test_three_rounds_with_shared_observations_by_hand() -> None:
+    """The middle of a path receives from both ends; of 12 samples 8 travel per round, in turn."""
+    _, data = draw(nodes=3, samples=12)
+    data[2] = data[2][:6]  # fewer than a node may send
+    weights = averaging_weights(Topology.star(3))
+    options = {"update": "gradient", "step": 0.1, "replacement": None, "shared": 8}
+    learner = DataDiffusion(4, coder=lambda X, D: X @ D.T, **options)
+    start = np.random.default_rng(1).standard_normal((3, 4, 8))
+    start /= np.linalg.norm(start, axis=2, keepdims=True)
+    A, psi, near = weights.matrix.toarray(), start, [(1, 2), (0,), (0,)]
+    for i, state in enumerate(states(learner, data, weights, 3, start=start)):
+        D = np.einsum("kl,lam->kam", A, psi)
+        D /= np.linalg.norm(D, axis=2, keepdims=True)
+        np.testing.assert_allclose(state.dictionaries, D, atol=1e-13)
+        sent = [*(X[(8 * i + np.arange(8)) % 12] for X in data[:2]), data[2]]
+        seen = [np.concatenate([data[k], *(sent[j] for j in near[k])]) for k in range(3)]
+        steps = [(X @ E.T).T @ (X - X @ E.T @ E) for X, E in zip(seen, D, strict=True)]
+        psi = D + 0.1 * np.stack(steps)
+    assert learner.fit(data, weights, 3).floats_sent == 4 * 3 * (4 * 8 + 8 * 8)
+
+
+def test_shared_observations_help_nodes_that_have_few() -> None:
+    atoms, data = draw(seed=4, nodes=8, samples=25)
+    alone, shared = (
+        DataDiffusion(12, n_nonzero=2, shared=n).fit(data, Topology.ring(8), 60).dictionaries
+        for n in (0, 25)
+    )
+    assert sum(found(shared, atoms)) > sum(found(alone, atoms)) + 40
+
+
 # Alignment ------------------------------------------------------------------------------------
 
 
@@ -526,6 +575,7 @@ def test_data_whose_squares_leave_the_range_are_refused(scale: float) -> None:
         ("alignment", "order"),
         ("replacement", "all"),
         ("replace_every", 0),
+        ("shared", -1),
     ],
 )
 def test_bad_options_are_named(name: str, value: Any) -> None:

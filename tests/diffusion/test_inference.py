@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import optimize
 
 from flwr_perdl.diffusion import CombinationMatrix, Topology, metropolis_weights
 from flwr_perdl.diffusion._minimize import minimize
@@ -391,7 +392,7 @@ def test_whoever_is_informed_the_answer_is_the_same(objective: Objective, method
         infer(objective, X, D, topology, informed=informed, **tight).nu
         for informed in (None, [5], [2, 3])
     ]
-    bias = 0.6 if method == "atc" else 1e-7  # ATC ends where its bias says
+    bias = {"atc": 0.6, "consensus": 3.0}.get(method, 1e-7)  # these end where their bias says
     for one in answers[1:]:
         np.testing.assert_allclose(one, answers[0], atol=bias)
 
@@ -480,6 +481,42 @@ def test_agents_may_have_different_numbers_of_atoms() -> None:
     assert [C.shape[1] for C in found.codes] == [1, 3, 2, 3]
     for mine, theirs in zip(found.codes, exact.codes, strict=True):
         np.testing.assert_allclose(mine, theirs, atol=1e-7)
+
+
+def test_penalized_consensus_ends_at_its_fixed_point() -> None:
+    """The least of the costs plus both penalties, by SciPy; the optimum as the penalties grow."""
+    objective, topology, step, penalty = HuberNMF(0.1, 0.5, 2.0), Topology.star(3), 0.05, 2.0
+    X, D = problem(objective, n_agents=3, n_features=5, n_samples=1)
+    X[0, 0] = 9.0  # an outlier: the dual meets its bound
+    A = metropolis_weights(topology).matrix.toarray()
+
+    def cost(flat: np.ndarray) -> float:
+        w = flat.reshape(3, 5)
+        beyond = w - np.clip(w, -1, 1)
+        smooth = (w**2).sum() / 3 - (w @ X[0]).sum() / 3 + penalty / 2 * (beyond**2).sum()
+        smooth += sum(float(objective.regulariser_conjugate(w[k] @ D[k].T)) for k in range(3))
+        apart = np.square(w[:, None] - w[None]).sum(axis=2)
+        return float(smooth + (A * apart).sum() / (8 * step))
+
+    w = optimize.minimize(cost, np.zeros(15), method="BFGS", options={"gtol": 1e-9}).x.reshape(3, 5)
+    assert w.max() > 1.05
+    far, near = (
+        infer(
+            objective,
+            X,
+            D,
+            network,
+            method="consensus",
+            step=step / k,
+            penalty=k * penalty,
+            n_rounds=400 * k,
+            tolerance=0,
+        ).nu
+        for k, network in ((1, InMemoryNetwork(topology)), (20, topology))
+    )
+    np.testing.assert_allclose(far[:, 0], np.clip(w, -1, 1), atol=1e-5)
+    exact = exact_dual(objective, X, D).nu
+    assert np.abs(near - exact).max() < np.abs(far - exact).max() / 10
 
 
 @each
@@ -597,7 +634,7 @@ def test_a_network_may_lack_links_and_only_diffusions_may_use_others(method: str
         nu = infer(objective, X, D, network, method=method, n_rounds=n_rounds).nu
         assert nu is not None
         far[links] = np.abs(nu - exact).max()
-    assert max(far.values()) < (1.0 if method == "atc" else 1e-6)
+    assert max(far.values()) < (1.0 if method in ("atc", "consensus") else 1e-6)
     with pytest.raises(ValueError, match=r"^dictionaries"):
         infer(objective, X, D, InMemoryNetwork(Topology.complete(9)), method=method)
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy.optimize import minimize
 
-from flwr_perdl.diffusion.inference import exact_dual
+from flwr_perdl.diffusion.inference import exact_dual, infer, local_costs
 from flwr_perdl.diffusion.model_diffusion import Learning, Model, ModelDiffusion, update_dictionary
 from flwr_perdl.diffusion.objectives import (
     Biclustering,
@@ -28,7 +29,7 @@ OBJECTIVES: list[Objective] = [
     NonnegativeMF(0.05, 0.1),
     HuberNMF(0.05, 0.1, 0.1),
 ]
-METHODS = ("admm", "atc", "exact_diffusion", "jacobian_admm")
+METHODS = ("admm", "atc", "exact_diffusion", "jacobian_admm", "consensus")
 NETWORK = Topology.erdos_renyi(6, 0.5, seed=1)
 
 
@@ -253,6 +254,112 @@ def test_an_entry_that_leaves_its_bounds_comes_back() -> None:
     assert exact.nu[0, 1] == -1
     np.testing.assert_allclose(found.nu, np.broadcast_to(exact.nu, found.nu.shape), atol=1e-5)
     np.testing.assert_allclose(found.codes, exact.codes, atol=1e-4)
+
+
+# Agents that differ ---------------------------------------------------------------------------
+
+N_K = (2, 1, 3)
+
+
+def own(kind: type[Objective], repeats: Any = 1, *more: float) -> Objective:
+    """Return the objective of three agents with an h of their own, or of their atoms."""
+    gamma, delta = np.repeat([0.02, 0.3, 0.1], repeats), np.repeat([0.1, 0.4, 0.2], repeats)
+    return kind(gamma, delta, *more)
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [(SparseSVD, ()), (Biclustering, (0.01,)), (NonnegativeMF, ()), (HuberNMF, (0.1,))],
+)
+def test_an_agent_with_several_atoms_learns_as_several_agents_with_one(
+    kind: Any, more: Any
+) -> None:
+    """(10), N_k: the same atoms with the same h, however they are spread over agents."""
+    X, options = samples(4), {"step": 0.5, "batch_size": 2, "tolerance": 1e-6}
+    few = ModelDiffusion(own(kind, 1, *more), N_K, **options)
+    many = ModelDiffusion(own(kind, N_K, *more), **options)
+    start = few.start(3, 20)
+    assert (np.linalg.norm(start.dictionaries, axis=2) > 0).sum(axis=1).tolist() == list(N_K)
+    cells = [(k, j) for k, n in enumerate(N_K) for j in range(n)]
+    alone = Model(np.stack([start.dictionaries[cell] for cell in cells])[:, None])
+    expected = replace(many, method="exact").partial_fit(alone, X, NETWORK).dictionaries[:, 0]
+    ring, short = Topology.ring(3), replace(few, n_iterations=20, tolerance=0)
+    for learner, model, network, atol in (
+        (replace(few, method="exact"), start, ring, 1e-12),
+        (few, start, ring, 1e-4),
+        (many, alone, NETWORK, 1e-4),
+    ):
+        W = learner.partial_fit(model, X, network).dictionaries
+        np.testing.assert_allclose(W[np.linalg.norm(W, axis=2) > 0], expected, atol=atol)
+    carried = [short.partial_fit(start, X, by) for by in (ring, InMemoryNetwork(ring))]
+    np.testing.assert_allclose(carried[0].dictionaries, carried[1].dictionaries, atol=1e-12)
+    assert [C.shape for C in short.infer(start, X, ring).codes] == [(4, n) for n in N_K]
+
+
+@pytest.mark.parametrize("objective", [own(SparseSVD), own(NonnegativeMF), own(HuberNMF, 1, 1.0)])
+def test_agents_may_have_an_h_of_their_own(objective: Any) -> None:
+    """Problem (7) with the sum (10), solved by SciPy; all methods but those with a bias find it."""
+    X, D = 4 * samples(3, 6), [W[:n] for W, n in zip(start_atoms(objective), N_K, strict=True)]
+    W, gamma, delta = (
+        np.concatenate(D),
+        *(np.repeat(weights, N_K) for weights in (objective.gamma, objective.delta)),
+    )
+    eta = objective.strong_convexity
+    found = exact_dual(objective, X, D)
+
+    def cost(parts: Any, x: Any) -> tuple[float, Any]:
+        y = parts[:6] - parts[6:]
+        u = x - y @ W
+        value = objective.loss(u) + gamma @ parts.reshape(2, 6).sum(0) + delta @ y**2 / 2
+        slope = delta * y - W @ np.clip(u / eta, -objective.bound, objective.bound)
+        return float(value), np.concatenate([slope + gamma, -slope + gamma])
+
+    below = 0.0 if objective.nonnegative else None
+    options = {"bounds": [(0, None)] * 6 + [(0, below)] * 6, "method": "L-BFGS-B", "tol": 1e-15}
+    for i, x in enumerate(X):
+        best = minimize(cost, np.zeros(12), (x,), jac=True, **options)
+        codes = np.concatenate([C[i] for C in found.codes])
+        np.testing.assert_allclose(codes, best.x[:6] - best.x[6:], atol=1e-5)
+        assert found.cost[i] == pytest.approx(best.fun, rel=1e-8)
+    for method in ("admm", "jacobian_admm", "exact_diffusion"):
+        by = infer(objective, X, D, Topology.ring(3), method=method, tolerance=1e-6)
+        np.testing.assert_allclose(np.hstack(by.codes), np.hstack(found.codes), atol=1e-4)
+    stack = start_atoms(objective) * (np.arange(3) < np.array(N_K)[:, None])[..., None]
+    nu = np.broadcast_to(found.nu, (3, *X.shape))
+    np.testing.assert_allclose(-local_costs(objective, X, nu, stack).sum(0), found.cost, rtol=1e-9)
+    if objective.bound == np.inf:
+        close = exact_dual(objective, X, D, tolerance=1e-6)
+        np.testing.assert_allclose(close.nu, found.nu, atol=1e-5)
+
+
+def start_atoms(objective: Objective) -> Any:
+    return ModelDiffusion(objective, 3, seed=1).start(3, 6).dictionaries
+
+
+def test_new_agents_bring_an_h_and_a_number_of_atoms_of_their_own() -> None:
+    first = ModelDiffusion(SparseSVD([0.1, 0.2], 0.1), [2, 1], n_iterations=20)
+    model = first.fit(samples(4), Topology.star(2))
+    more = replace(first, objective=SparseSVD([0.1, 0.2, 0.3], 0.1), n_atoms_per_agent=[2, 1, 3])
+    grown = more.grow(model, 1)
+    np.testing.assert_array_equal(grown.dictionaries[:2, :2], model.dictionaries)
+    assert grown.dictionaries.shape == (3, 3, 20)
+    assert not grown.dictionaries[:2, 2].any()
+    assert more.partial_fit(grown, samples(4), Topology.star(3)).n_samples == 8
+    with pytest.raises(ValueError, match=r"^n_atoms_per_agent .* 3, got 2"):
+        first.grow(model, 1)
+    for bad, argument in (
+        ({"objective": SparseSVD([0.1, 0.2], 0.1)}, "gamma"),
+        ({"objective": SparseSVD(0.1, [0.1] * 4)}, "delta"),
+        ({"n_atoms_per_agent": (1, 2)}, "n_atoms_per_agent"),
+    ):
+        for network in (Topology.star(3), InMemoryNetwork(Topology.star(3))):
+            with pytest.raises(ValueError, match=f"^{argument} .* one per agent, 3, got"):
+                replace(ModelDiffusion(SparseSVD(0.1, 0.1)), **bad).fit(samples(4), network)
+    for broken in ([1, 0], ["2"]):
+        with pytest.raises(ValueError, match=r"^n_atoms_per_agent"):
+            ModelDiffusion(SparseSVD(0.1, 0.1), broken)
+        with pytest.raises(ValueError, match=r"^delta"):
+            SparseSVD(0.1, broken)
 
 
 # On a network -------------------------------------------------------------------------------

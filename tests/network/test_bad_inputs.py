@@ -35,6 +35,10 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         {"values": VALUES, "n_rounds": 3, "step": 0.5},
     ),
     "Faults": (faulty, {"drop": 0.1, "sleep": 0.1, "max_delay": 1, "seed": 0}),
+    "staleness": (
+        lambda staleness: averaged(InMemoryNetwork(RING, staleness=staleness)),
+        {"staleness": 1},
+    ),
     "Faults at nodes": (
         lambda node, at: faulty(dead={node: at}, corrupt={0: at}),
         {"node": 1, "at": 2},

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -20,6 +23,7 @@ def by_mailboxes(
     faults: Faults,
     values: NDArray[np.float64],
     n_rounds: int,
+    staleness: int = 0,
 ) -> NDArray[np.float64]:
     """The reference: one node after the other, one message per link, everything by hand."""
     dense = weights.matrix.toarray()
@@ -32,19 +36,26 @@ def by_mailboxes(
         links = faults.links(topology, round_)
         pairs = zip(*(ids.tolist() for ids in links.tocoo().coords), strict=True)
         late = dict(zip(pairs, faults.delays(links, round_).tolist(), strict=True))
+        passed = {
+            age: replace(faults, sleep=0.0, dead={}).links(topology, round_ - age).toarray()
+            for age in range(1, min(staleness, round_ - 1) + 1)
+        }
         new = values.copy()
         for k in range(n):
             if not awake[k]:
                 continue
             total, own = np.zeros(values.shape[1]), 1.0
             for j in range(n):
-                sent_in = round_ - late.get((k, j), 0)
-                if (k, j) not in late or sent_in < 1 or not faults.awake(n, sent_in)[j]:
-                    continue
-                if not np.isfinite(messages[sent_in][j]).all():
-                    continue
-                total = total + dense[k, j] * messages[sent_in][j]
-                own -= dense[k, j]
+                ages = [late[k, j]] if (k, j) in late else []
+                for age in [*ages, *(age for age, links in passed.items() if links[k, j])]:
+                    sent_in = round_ - age
+                    if sent_in < 1 or not faults.awake(n, sent_in)[j]:
+                        continue
+                    if not np.isfinite(messages[sent_in][j]).all():
+                        continue
+                    total = total + dense[k, j] * messages[sent_in][j]
+                    own -= dense[k, j]
+                    break
             new[k] = total + own * values[k]
         values = new
     return values
@@ -87,12 +98,20 @@ def test_the_largest_value_reaches_everyone_within_the_diameter() -> None:
     st.sampled_from([0.0, 0.4]),
     st.sampled_from([0.0, 0.3]),
     st.integers(0, 3),
+    st.integers(0, 3),
     st.booleans(),
     st.booleans(),
     st.integers(0, 99),
 )
 def test_stacked_products_equal_mailboxes_under_every_fault(
-    n: int, drop: float, sleep: float, max_delay: int, dead: bool, corrupt: bool, seed: int
+    n: int,
+    drop: float,
+    sleep: float,
+    max_delay: int,
+    staleness: int,
+    dead: bool,
+    corrupt: bool,
+    seed: int,
 ) -> None:
     topology = Topology.erdos_renyi(n, 0.6, seed=seed)
     weights = averaging_weights(topology)
@@ -105,9 +124,26 @@ def test_stacked_products_equal_mailboxes_under_every_fault(
         seed=seed,
     )
     values = draw(n, 2, seed)
-    run = InMemoryNetwork(topology, weights, faults).run(programs.Consensus(values), 6)
-    expected = by_mailboxes(topology, weights, faults, values, 6)
+    network = InMemoryNetwork(topology, weights, faults, staleness=staleness)
+    run = network.run(programs.Consensus(values), 6)
+    expected = by_mailboxes(topology, weights, faults, values, 6, staleness)
     np.testing.assert_allclose(run.state.value, expected, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("staleness", "expected"),
+    [(0, [22 / 9, 23 / 9, 4]), (1, [83 / 27, 29 / 9, 35 / 9]), (2, [83 / 27, 4, 35 / 9])],
+)
+def test_the_last_messages_of_sleeping_nodes_by_hand(staleness: int, expected: list[float]) -> None:
+    # A path 0 - 1 - 2, a third per link. Node 2 sleeps in rounds 2 and 3, node 1 in round 4.
+    path, faults = Topology.from_edges(3, [(0, 1), (1, 2)]), Faults(sleep=0.3, seed=791)
+    network = InMemoryNetwork(path, faults=faults, staleness=staleness)
+    values = programs.Consensus(np.array([[3.0], [0.0], [6.0]]))
+    # Round 1: 2, 3, 4. Round 2, stale: 7/3, (2 + 3 + 6)/3, 4. Round 3: 25/9, (7/3 + 11/3 + 6)/3
+    # where two rounds count, 4. Round 4: nodes 0 and 2 use the 11/3 that node 1 sent in round 3.
+    run = network.run(values, 4)
+    np.testing.assert_allclose(run.state.value.ravel(), expected)
+    assert run.floats_sent == {0: 8, 1: 11, 2: 12}[staleness]
 
 
 def test_lost_links_keep_the_mean() -> None:

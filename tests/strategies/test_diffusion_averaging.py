@@ -21,6 +21,7 @@ from flwr_perdl.diffusion import (
     TopK,
     Topology,
     metropolis_weights,
+    push_weights,
 )
 from flwr_perdl.diffusion import DiffusionAveraging as Learner
 from flwr_perdl.diffusion.averaging import METHODS
@@ -145,6 +146,24 @@ def test_weights_faults_and_rounds_between_evaluations_are_those_in_memory() -> 
     )
     assert_same(strategy, here)
     assert strategy.result.unheard
+
+
+@pytest.mark.parametrize("sealed", [False, True], ids=["open", "sealed"])
+@pytest.mark.parametrize("options", [{}, {"method": "cta"}, {"robust": "clip"}])
+def test_stale_models_count_as_in_memory(options: dict[str, Any], sealed: bool) -> None:
+    net, network = Topology.complete(N), {"faults": Faults(sleep=0.4, seed=2), "staleness": 2}
+    strategy, _ = start(InProcessGrid(APP, N), topology=net, sealed=sealed, **options, **network)
+    learner = Learner(**options, **SHOWN)
+    here = InMemoryNetwork(net, **network)
+    assert_same(strategy, learner.fit(LeastSquares, here, ROUNDS, initial=[START]))
+    method = options.get("method", "atc")  # what suits such a network
+    plain, _ = start(
+        InProcessGrid(APP, N),
+        topology=net,
+        faults=network["faults"],
+        **options | {"method": method},
+    )
+    assert strategy.result.floats_sent > plain.result.floats_sent
 
 
 # Any app -----------------------------------------------------------------------------------------
@@ -437,6 +456,8 @@ def test_nodes_that_cannot_take_part_are_named(wrapped: bool) -> None:
 RING = Topology.ring(4)
 PATH = Topology.from_edges(3, [(0, 1), (1, 2)])
 THIRDS = np.array([[2, 1, 0], [1, 1, 1], [0, 1, 2]]) / 3.0
+ONE_WAY = Topology.from_edges(3, [(0, 1), (1, 2), (2, 0), (0, 2)], directed=True)
+CORRECTED = ("exact_diffusion", "gradient_tracking", "push_sum")
 HALVES = np.array([[0.5, 0.5, 0.0], [0.3, 0.4, 0.3], [0.0, 0.5, 0.5]])
 
 
@@ -449,6 +470,14 @@ HALVES = np.array([[0.5, 0.5, 0.0], [0.3, 0.4, 0.3], [0.0, 0.5, 0.5]])
         ({"topology": RING, "weights": CombinationMatrix(THIRDS, PATH)}, ValueError, "weights"),
         ({"method": "average"}, ValueError, "method"),
         ({"method": "atc", "robust": "clip", "n_liars": 2}, ValueError, "n_liars"),
+        ({"staleness": -1}, ValueError, "staleness"),
+        *(({"method": own, "staleness": 1}, ValueError, "method") for own in CORRECTED),
+        ({"method": "atc", "staleness": 1, "compression": TopK(0.5)}, ValueError, "network"),
+        (
+            {"topology": ONE_WAY, "weights": push_weights(ONE_WAY), "staleness": 1},
+            ValueError,
+            "staleness",
+        ),
         ({"evaluate_every": -1}, ValueError, "evaluate_every"),
         ({"metrics": "loss"}, ValueError, "metrics"),
         ({"sealed": "yes"}, ValueError, "sealed"),

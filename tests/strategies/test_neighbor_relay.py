@@ -232,6 +232,25 @@ def test_a_node_that_fails_in_a_round_is_silent_in_it(fault: str) -> None:
     assert run.alive.tolist() == [True, True, False]
 
 
+@pytest.mark.parametrize("sealed", [False, True], ids=["open", "sealed"])
+@pytest.mark.parametrize(("fault", "own"), [("silence", 6), ("error", 6), ("nan", 3)])
+def test_the_last_message_of_a_node_that_fails_counts_again(
+    fault: str, own: float, sealed: bool
+) -> None:
+    # Two exchanges fail at node 2: it sends nothing in rounds 2 and 3.
+    data = {0: np.array([0.0, 1]), 1: np.array([3.0, 1]), 2: np.array([6.0, 1])}
+    faults = failing(fault, 2, 2 + sealed, 3 + sealed)
+    nodes = grid(data, program=Consensus, faults=faults, client={"max_delay": 1})
+    run = FlowerNetwork(nodes, Topology.complete(3), staleness=1, sealed=sealed).run(None, 3)
+    # Nodes 0 and 1 have 3 after round 1, and a third more of node 2's 6 after round 2; in round 3
+    # the 6 is too old. Node 2 answers again with its own last message, and twice 4 of round 3.
+    np.testing.assert_allclose(run.state.value[:, 0], [4, 4, (own + 4 + 4) / 3])
+    received = run.traffic.toarray()
+    assert received[0].tolist() == [0, 6, 4]
+    assert received[2].tolist() == [2, 2, 0]
+    assert run.alive.tolist() == [True, True, False]
+
+
 @pytest.mark.parametrize(
     "shown",
     [
@@ -446,11 +465,13 @@ class LateSealed(Late):
     joins = 5
 
 
+@pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("sealed", [False, True], ids=["open", "sealed"])
-def test_a_node_that_comes_late_joins_in(sealed: bool) -> None:
+def test_a_node_that_comes_late_joins_in(sealed: bool, staleness: int) -> None:
     data, topology = values(4), Topology.complete(4)
-    late = grid(data, program=Consensus, kind=LateSealed if sealed else Late)
-    relay = NeighborRelay(topology, 60, sealed=sealed, num_clients=3)
+    kind, client = LateSealed if sealed else Late, {"max_delay": 1}
+    late = grid(data, program=Consensus, kind=kind, client=client)
+    relay = NeighborRelay(topology, 60, sealed=sealed, num_clients=3, staleness=staleness)
     relay.start(late)
     asked = [len(report.metrics) for report in relay.history]
     assert asked == [3] * (3 + sealed) + [4] * 58
@@ -465,26 +486,32 @@ def test_a_node_that_comes_late_joins_in(sealed: bool) -> None:
     np.testing.assert_allclose(relay.outcome.state.value, np.tile(agreed, (4, 1)), atol=1e-9)
     assert relay.outcome.unheard == {}
     assert relay.outcome.alive.all()
+    assert relay.outcome.traffic.toarray()[1, 0] == 2 * (57 - sealed)  # of rounds in which it sent
 
 
 # Checkpoints -----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("staleness", [0, 3])
 @pytest.mark.parametrize("sealed", [False, True], ids=["open", "sealed"])
 @pytest.mark.parametrize("cut", [1, 2, 4, 6])
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, cut: int, sealed: bool) -> None:
+def test_a_resumed_run_is_the_uninterrupted_one(
+    tmp_path: Path, cut: int, sealed: bool, staleness: int
+) -> None:
     data, topology = values(5), Topology.erdos_renyi(5, 0.6, seed=2)
     faults = Faults(0.2, 0.2, {}, {0: 2}, 2, seed=4)
-    options: dict[str, Any] = {"faults": faults, "sealed": sealed, "checkpoint_dir": tmp_path}
-    client = {"max_delay": 2}
+    options: dict[str, Any] = {"faults": faults, "sealed": sealed, "staleness": staleness}
+    client = {"max_delay": 3}
     nodes = grid(data, client=client)
-    NeighborRelay(topology, 6, **options).start(nodes, num_rounds=cut)
-    again = NeighborRelay(topology, 6, server=RESUME, **options)
+    part = NeighborRelay(topology, 6, checkpoint_dir=tmp_path, **options)
+    part.start(nodes, num_rounds=cut)
+    again = NeighborRelay(topology, 6, checkpoint_dir=tmp_path, server=RESUME, **options)
     again.start(nodes)
-    here = InMemoryNetwork(topology, faults=faults).run(Drift(data), 6)
+    network = InMemoryNetwork(topology, faults=faults, staleness=staleness)
+    here = network.run(Drift(data), 6)
     assert_same(again.outcome, here)
     assert [report.round for report in again.history] == list(range(1, again.exchanges + 1))
-    whole = NeighborRelay(topology, 6, faults=faults, sealed=sealed)
+    whole = NeighborRelay(topology, 6, **options)
     whole.start(grid(data, client=client))
     np.testing.assert_array_equal(again.outcome.state.value, whole.outcome.state.value)
 
@@ -590,9 +617,10 @@ CROSSED = CombinationMatrix(RING.matrix, Topology.complete(4))
         (Topology.ring(4), 2, {"weights": LAZY}),
         (Topology.ring(4), 2, {"weights": CROSSED}),
         (Topology.ring(4), 2, {"faults": Faults(drop=0.1)}),
+        (Topology.ring(4), 2, {"staleness": 1}),
         (Topology.ring(4), 2, {"sealed": True}),
     ],
-    ids=["topology", "rounds", "weights", "links", "faults", "sealed"],
+    ids=["topology", "rounds", "weights", "links", "faults", "staleness", "sealed"],
 )
 def test_a_checkpoint_of_another_run_is_refused(
     tmp_path: Path, topology: Topology, n_rounds: int, options: dict[str, Any]
