@@ -153,7 +153,7 @@ def draw(found: dict[Any, tuple[float, Any]]) -> None:
             axes.plot(x, y, label=method, **look)
             axes.fill_between(x, y - half, y + half, color=look["color"], alpha=0.12, lw=0)
         axes.set(xlabel=("epochs", "bytes sent")[at] + " per node", xscale=("linear", "log")[at])
-        axes.set(ylabel="accuracy, " + ("worst node" if of == 3 else "mean of the nodes"))
+        axes.set(ylabel=f"accuracy, {('mean of the nodes', 'worst node')[of - 2]}", ylim=(0, 1))
     share_legend(figure, grid)
     figure.savefig(RESULTS / "beside_gossip.png", dpi=100)
 
@@ -163,8 +163,8 @@ if __name__ == "__main__":
         if not (place := ROOT / f".venv-{library}").exists():
             subprocess.run([ROOT / ".ci" / "venv", place, *needs], check=True)
     seeds, data = int((sys.argv[1:] or "5")[0]), "".join(sys.argv[2:])
-    every = [(name, n, method) for name in TASKS for n in SIZES for method in METHODS]
-    runs = Parallel(CORES)(delayed(measured)(data, seeds, *one) for one in every)
-    found = dict(zip(every, runs, strict=True))
+    keys = [(name, n, method) for name in TASKS for n in SIZES for method in METHODS]
+    runs = Parallel(CORES)(delayed(measured)(data, seeds, *key) for key in keys)
+    found = dict(zip(keys, runs, strict=True))
     (RESULTS / "beside_gossip.md").write_text(text(found, seeds))
     draw(found)
