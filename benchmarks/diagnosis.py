@@ -3,7 +3,7 @@
 Run from the repository's root: ``python benchmarks/diagnosis.py [SEEDS]``; it writes
 ``benchmarks/results/diagnosis.md``. About ten minutes for ten seeds. The clients are those of the
 experiment ``personal``; all candidates have the same length of a step. The choice is made on images
-that clients neither train nor are judged on.
+that clients neither train nor are judged on, by their loss, as by default.
 """
 
 from __future__ import annotations
