@@ -1,7 +1,7 @@
 """FedPer, FedRep and Ditto beside those of fluke, a library of federated learning in PyTorch.
 
 Run from the repository's root: ``python benchmarks/beside_fluke.py [SEEDS]``; it writes
-``benchmarks/results/beside_fluke.md``, in five minutes for three seeds on two cores. The first run
+``benchmarks/results/beside_fluke.md``, in six minutes for five seeds on two cores. The first run
 makes fluke's environment, ``.venv-fluke``, of some gigabytes (PyTorch).
 
 Clients, images and network are those of the experiment ``personal``, kind ``labels``. Both
@@ -142,7 +142,7 @@ Ditto's pull): {", ".join(chosen)}.
 if __name__ == "__main__":
     if not PLACE.exists():
         subprocess.run([ROOT / ".ci" / "venv", PLACE, FLUKE], check=True)
-    seeds = range(int(sys.argv[1]) if len(sys.argv) > 1 else 3)
+    seeds = range(int(sys.argv[1]) if len(sys.argv) > 1 else 5)
     result = text(Parallel(CORES)(delayed(measured)(seed) for seed in seeds))
     (RESULTS / "beside_fluke.md").write_text(result)
     print(result)
