@@ -218,20 +218,10 @@ class DiffusionClient(Member):
         if pending:
             if self.max_delay:  # after an absence it takes in what its neighbors have sent since
                 pending = round_ - 1
-            inbox, left_out = inbox_of(
-                self.node,
-                pending,
-                check_message(self.program.message(state), 1),
-                delivery.messages if pending == round_ - 1 else (),
-                max_delay=self.max_delay,
-                total=delivery.total,
-                unseal=None if keys is None else keys.open,
-            )
-            inbox, outsized = within_limits(self.program, state, inbox)
-            metrics |= self._left_out(left_out | dict.fromkeys(outsized, OUTSIZED))
-            state, pending = check_state("combine", self.program.combine(state, inbox), 1), 0
-            reports = {name: float(own) for name, (own,) in reported(self.program, state).items()}
-            metrics = {name: own for name, own in reports.items() if isfinite(own)} | metrics
+            if pending != round_ - 1:
+                delivery = delivery._replace(messages=())
+            state, more = self._combined(state, pending, delivery, keys)
+            metrics, pending = more | metrics, 0
         reply: list[Matrix] = [] if keys is None else [keys.card]
         if step == SHOW:
             reply = self._end(state)
@@ -245,6 +235,25 @@ class DiffusionClient(Member):
         kept = _Kept(state, pending, None if over else run_key, metrics if over else None)
         private.save(server_round, kept.to_arrays(), alone=over)
         return reply, 1, metrics
+
+    def _combined(
+        self, state: Any, round_: int, delivery: Delivery, keys: Keys | None
+    ) -> tuple[Any, dict[str, Scalar]]:
+        """Return the state with a round's messages taken in, and the metrics of that."""
+        inbox, left_out = inbox_of(
+            self.node,
+            round_,
+            check_message(self.program.message(state), 1),
+            delivery.messages,
+            max_delay=self.max_delay,
+            total=delivery.total,
+            unseal=None if keys is None else keys.open,
+        )
+        inbox, outsized = within_limits(self.program, state, inbox)
+        state = check_state("combine", self.program.combine(state, inbox), 1)
+        reports = {name: float(own) for name, (own,) in reported(self.program, state).items()}
+        metrics: dict[str, Scalar] = {k: own for k, own in reports.items() if isfinite(own)}
+        return state, metrics | self._left_out(left_out | dict.fromkeys(outsized, OUTSIZED))
 
     def _kept(self, arrays: Mapping[str, Array] | None) -> _Kept:
         """Return what was kept, or the program's start."""
