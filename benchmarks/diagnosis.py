@@ -35,7 +35,6 @@ KINDS = (*personal.KINDS, "none")
 
 def one(kind: str, seed: int) -> tuple[str, dict[str, float]]:
     """Return the choice, and the mean accuracy of every candidate after all rounds."""
-    logging.getLogger("flwr").setLevel(logging.ERROR)
     config = configure(find("personal"))
     own = personal.splits(config, kind, seed)
     model = personal.first_model(config, own, seed)
@@ -64,10 +63,16 @@ def one(kind: str, seed: int) -> tuple[str, dict[str, float]]:
     return diagnosis.result.choice, found
 
 
+def quietly(kind: str, seed: int) -> tuple[str, dict[str, float]]:
+    """Return the same, in a process that logs errors only."""
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    return one(kind, seed)
+
+
 def table(seeds: int) -> str:
     """Return the results as Markdown."""
     pairs = list(product(KINDS, range(seeds)))
-    computed = Parallel(n_threads())(delayed(one)(*pair) for pair in pairs)
+    computed = Parallel(n_threads())(delayed(quietly)(*pair) for pair in pairs)
     results = dict(zip(pairs, computed, strict=True))
     lines = [
         f"Choices of Diagnosis after {FEW} rounds, and what they cost of the accuracy on clients' "
