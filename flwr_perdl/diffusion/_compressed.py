@@ -32,6 +32,7 @@ the whole of ``q`` (its alpha is 1).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -90,12 +91,12 @@ class CompressedProgram(AveragingProgram):
 
     def combine(self, state: Any, inbox: Inbox) -> Any:
         """Move the public copies, and combine by their means."""
-        sent = self._all_decoded(state, inbox.arrays)
         copies, sums = state.copies.copy(), state.sums.copy()
-        for k, own in enumerate(inbox.own):
-            copies[k] += sent[own]
-            for at, weight in inbox.weighed(k):
-                sums[k] += weight * sent[at]
+        decoded = self._all_decoded(state, inbox.arrays)
+        # What cannot be read has no weight.
+        sent = np.stack([np.zeros_like(copies[0]) if own is None else own for own in decoded])
+        copies += sent[inbox.own]
+        sums += replace(inbox, arrays=(sent,)).mean(ordered=True)
         state = super().combine(state._replace(copies=copies, sums=sums), inbox)
         state.reports[:, 0] /= self.learner.consensus_step
         return state

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,7 @@ from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import TooFewReplies
 from perdl_experiments.studies.decentralized import Nodes
 from tests.network.programs import Consensus
+from tests.studies import config_of
 
 Array = NDArray[Any]
 
@@ -132,7 +132,7 @@ def test_the_others_end_where_they_do_with_weights_moved_by_the_step(
 @pytest.mark.slow
 def test_a_tenth_of_the_values_is_as_good_as_all_on_digits_at_a_sixth_of_the_bytes() -> None:
     options = {"shards": 2, "step": 0.5, "local_steps": 5, "send": "float32"}
-    nodes = Nodes(SimpleNamespace(clients=16, **options), seed=0)  # type: ignore[arg-type]
+    nodes = Nodes(config_of("decentralized", clients=16, **options), seed=0)
     plain, small = (
         DiffusionAveraging(
             method="gradient_tracking",
