@@ -72,22 +72,27 @@ SHARE = "share_"
 _LEAST_SHARE = 1e-3
 
 
-class _Configs(NamedTuple):
+def for_evaluations(config: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    """Return a config of evaluations as a request to train carries it."""
+    return {f"{MEASURING}{key}": value for key, value in config.items()}
+
+
+class Configs(NamedTuple):
     """What the client's own ``fit`` and ``evaluate`` receive of a request's config."""
 
     fit: dict[str, Scalar]
     evaluate: dict[str, Scalar]
 
 
-def _configs(config: Mapping[str, Scalar]) -> _Configs:
-    """Take a request's config apart."""
+def configs_of(config: Mapping[str, Scalar], is_ours: Callable[[str], bool]) -> Configs:
+    """Take a request's config apart; the client does not receive the keys that are ours."""
     own, more = {}, {}
     for key, value in config.items():
         if key.startswith(MEASURING):
             more[key.removeprefix(MEASURING)] = value
-        elif key not in _OURS:
+        elif not is_ours(key):
             own[key] = value
-    return _Configs(own, {**own, **more})
+    return Configs(own, {**own, **more})
 
 
 def fit_clustered(
@@ -107,7 +112,7 @@ def fit_clustered(
         keys, and ``evaluate`` with the server's ``evaluate_config`` besides.
     """
     step = config[STEP]
-    own = _configs(config)
+    own = configs_of(config, _OURS.__contains__)
     if step == ALONE:
         model = list(parameters)
         for _ in range(int(config[N_FITS])):
@@ -131,7 +136,7 @@ def evaluate_clustered(
 
     Of a single model it is taken without a loss, too.
     """
-    own = _configs(config).evaluate
+    own = configs_of(config, _OURS.__contains__).evaluate
     if all(len(stack) == 1 for stack in parameters):
         chosen, (loss, n, metrics) = 0, evaluate(_model(parameters, 0), own)
     else:
@@ -146,7 +151,7 @@ def _choose(
     evaluate: Evaluate,
     labels: Matrix,
     stacks: Sequence[Matrix],
-    config: _Configs,
+    config: Configs,
     temperature: float,
 ) -> Fitted:
     """Choose among the models, and train what is chosen."""
@@ -242,7 +247,7 @@ def answer_clustered(
     The app receives one model at a time (`Handlers`).
     """
     record, config = message.content.array_records[ARRAYS], message.content.config_records[CONFIG]
-    asked, own = scalars(config), _configs(scalars(config))
+    asked, own = scalars(config), configs_of(scalars(config), _OURS.__contains__)
     names = [name for name in record if name != LABELS]
     app = Handlers(message, context, call, names)
     if message.metadata.message_type == MessageType.EVALUATE:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from flwr.app import Context, Message
 
-from flwr_perdl.clients._clusters import MEASURING
+from flwr_perdl.clients._clusters import configs_of
 from flwr_perdl.clients._handlers import Evaluated, Fitted, Handlers, NoEvaluateError, says
 from flwr_perdl.clients.base import INNER
 from flwr_perdl.clients.diffusion import SEALED, DiffusionClient
@@ -95,13 +95,8 @@ class _App:
     def __init__(
         self, app: Handlers, config: Mapping[str, Scalar], own: Mapping[str, Scalar]
     ) -> None:
-        users = {key: value for key, value in config.items() if not key.startswith("perdl.")}
-        measuring = {
-            key.removeprefix(MEASURING): value
-            for key, value in config.items()
-            if key.startswith(MEASURING)
-        }
-        self._app, self._train, self._measure = app, {**users, **own}, {**users, **measuring, **own}
+        users = configs_of(config, lambda key: key.startswith("perdl."))
+        self._app, self._train, self._measure = app, {**users.fit, **own}, {**users.evaluate, **own}
 
     def fit(self, parameters: list[Matrix], config: dict[str, Scalar]) -> Fitted:
         """Train; ``config`` has the algorithm's round."""

@@ -54,10 +54,10 @@ from flwr_perdl.clients._clusters import (
     CLUSTERED,
     LABELS,
     MEASURE,
-    MEASURING,
     N_FITS,
     SHARE,
     TEMPERATURE,
+    for_evaluations,
 )
 from flwr_perdl.core.checks import (
     LARGE,
@@ -381,8 +381,7 @@ class ClusteredFedAvg(ProtocolStrategy):
         if self.proximal_mu is not None:
             config |= {"proximal-mu": self.proximal_mu, "proximal_mu": self.proximal_mu}
         if self._evaluate_config is not None:
-            scalar_config = scalars(self._evaluate_config)
-            config |= {f"{MEASURING}{key}": value for key, value in scalar_config.items()}
+            config |= for_evaluations(scalars(self._evaluate_config))
         return config
 
     def _checked(self, initial: list[Matrix]) -> list[Matrix]:

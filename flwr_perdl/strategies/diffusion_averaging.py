@@ -16,7 +16,7 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
-from flwr_perdl.clients._clusters import MEASURING
+from flwr_perdl.clients._clusters import for_evaluations
 from flwr_perdl.clients.diffusion_averaging import averaging_config
 from flwr_perdl.core.checks import Matrix, check_count
 from flwr_perdl.diffusion.averaging import Averaged, Form
@@ -238,11 +238,8 @@ class DiffusionAveraging(NeighborRelay):
         model = [*start.values()]
         check_given(model)
         Form.of(model).vector("initial_arrays", model)
-        evaluations = scalars(self._evaluate_config or {})
-        return {
-            **averaging_config(self._learner, self.plan.oldest, start),
-            **{f"{MEASURING}{key}": value for key, value in evaluations.items()},
-        }
+        evaluations = for_evaluations(scalars(self._evaluate_config or {}))
+        return {**averaging_config(self._learner, self.plan.oldest, start), **evaluations}
 
     def _reported(self, last: int) -> Result:
         """Return Flower's result, with the means of what nodes reported up to a round."""

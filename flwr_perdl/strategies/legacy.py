@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from flwr_perdl.clients._clusters import CLUSTERED, MEASURING
+from flwr_perdl.clients._clusters import CLUSTERED, for_evaluations
 from flwr_perdl.core.checks import Matrix, brief_repr, check_kind, plain
 from flwr_perdl.protocol.compat import older_interface
 from flwr_perdl.protocol.driver import Conversation, Plan
@@ -156,8 +156,7 @@ class LegacyStrategy:
             plan = self.conversation.plan(server_round, list(proxies), self._roster)
             own = _config("on_fit_config_fn", self._on_fit_config_fn, server_round)
             if plan is not None and CLUSTERED in plan.config:  # clients evaluate to choose
-                measuring = self._evaluation(server_round)
-                own |= {f"{MEASURING}{key}": value for key, value in measuring.items()}
+                own |= for_evaluations(self._evaluation(server_round))
             return [
                 (p, self._flower.FitIns(a, {**own, **c})) for p, a, c in self._ask(plan, proxies)
             ]
