@@ -270,9 +270,7 @@ class AnsweringApp(ClientApp):
     #: The `keep_private` that the app has of its own.
     own_keep: KeepPrivate | None = None
 
-    def __init__(
-        self, min_clients: int, private: tuple[str, ...], privacy: Noise | None
-    ) -> None:
+    def __init__(self, min_clients: int, private: tuple[str, ...], privacy: Noise | None) -> None:
         super().__init__()
         self._privacy = privacy
         self._min_clients = min_clients
@@ -280,13 +278,14 @@ class AnsweringApp(ClientApp):
 
     def __call__(self, message: Message, context: Context) -> Message:
         """Answer a message, also where a mod returned something else than a reply to it."""
+        kind = message.metadata.message_type
         try:
+            if self._privacy is not None and kind == MessageType.EVALUATE:
+                raise NoEvaluateError
             if in_secure_round(message):
                 if self.noisy:
                     raise ValueError(f"the round must not be a secure one {_NOT_BOTH}.")
-                answered = masked(
-                    message, context, self._answer, self._min_clients, self._privacy
-                )
+                answered = masked(message, context, self._answer, self._min_clients, self._privacy)
             else:
                 call = self._answer
                 if in_clustered_round(message):
@@ -296,8 +295,8 @@ class AnsweringApp(ClientApp):
                 elif in_averaging_round(message):
                     parts = partial(answer_averaging, keep=self._keep or self.own_keep)
                     call = partial(self._answer_in_parts, parts)
-                if self._privacy is not None or in_noised_round(message):
-                    call = partial(noised, call_next=call, own=self._privacy)
+                if in_noised_round(message) or (self._privacy and kind == MessageType.TRAIN):
+                    call = partial(answer_noised, call_next=call, own=self._privacy)
                 answered = in_plain_round(message, context, call)
         except NoEvaluateError as error:  # the server is to tell it from a failure
             answered = Message(Error(NO_EVALUATE, str(error)), reply_to=message)

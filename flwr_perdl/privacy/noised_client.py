@@ -13,11 +13,11 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from logging import WARNING
-from math import prod, sqrt
+from math import sqrt
 from typing import Any
 
 import numpy as np
-from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
 
 from flwr_perdl.core.checks import Matrix, brief_repr, check_choice, check_count
 from flwr_perdl.privacy.noise import Noise, Release
@@ -45,7 +45,7 @@ SUMS, CHANGES, ATOMS = "sums", "changes", "atoms"
 #: The record of a client's state with what it has spent.
 _SPENT = "perdl.noised"
 #: Maximum number of values in a sum, and steps of the grid to a sensitivity per entry's rounding.
-_MOST, _FINE = 2**26, 128
+_MOST, _FINE = 2**26, 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +108,13 @@ class Promise:
         )
 
 
+def in_noised_round(message: Message) -> bool:
+    """Whether a request is one for a sum with noise."""
+    config = message.content.get(CONFIG)
+    trains = message.metadata.message_type == MessageType.TRAIN
+    return trains and isinstance(config, ConfigRecord) and PROMISE in config
+
+
 def answer_noised(
     message: Message,
     context: Context,
@@ -163,8 +170,9 @@ def n_required(message: Message, context: Context, *, unmask: bool) -> int:
     """
     record = context.state.get(_SPENT)
     if not unmask:
-        config = message.content.get(CONFIG, {})
-        return Promise.read(config).clients if PROMISE in config else 0
+        if not in_noised_round(message):
+            return 0
+        return Promise.read(message.content.config_records[CONFIG]).clients
     if not isinstance(record, ConfigRecord) or not record["pending"]:
         return 0
     record["opened"], record["pending"] = record["round"], False

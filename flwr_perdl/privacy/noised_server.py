@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from flwr_perdl.core.checks import Matrix, check_kind
 from flwr_perdl.privacy.noise import Noise, Release, floor_eigenvalues, noise_multiplier, spent
-from flwr_perdl.privacy.noised_client import PROMISE, SUMS, Promise, flat
+from flwr_perdl.privacy.noised_client import PROMISE, SUMS, Promise
 from flwr_perdl.privacy.secure_client import MAX_WEIGHT, MIN_CLIENTS, NORM
 from flwr_perdl.privacy.secure_server import SecureMean, check_secure, largest_range
 from flwr_perdl.protocol.records import Limits, Reply, Scalar, read_reply
@@ -97,8 +97,8 @@ class NoisedSum:
     @property
     def ended(self) -> str:
         """Why the run ends before its last round; empty if it goes on."""
-        rounds = int(self.kept[_ROUNDS])
-        if int(self.kept[_SPENT]) < rounds:
+        rounds = int(self.kept.get(_ROUNDS, 1))  # before the run begins, nothing is spent
+        if int(self.kept.get(_SPENT, 0)) < rounds:
             return ""
         return f"epsilon={self.noise.epsilon:g} is spent after {rounds} rounds"
 

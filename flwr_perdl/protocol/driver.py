@@ -226,6 +226,11 @@ class Conversation:
         """Return who is asked what in ``round_``; None if there is nothing to ask."""
         if self._request is None or round_ <= self.run.done:
             return None
+        channel = self._request.secure
+        if channel is not None and channel.ended:
+            log(WARNING, "The run ends after round %d: %s.", self.run.done, channel.ended)
+            self._request = None
+            return None
         if len(partitions) < self.options.min_clients:
             raise TooFewReplies(
                 f"Round {round_} has {len(partitions)} client(s) to ask, fewer than "
@@ -464,9 +469,6 @@ class Conversation:
         self._request = asked
         self.run.model = self._lifted(asked.arrays if asked.model is None else asked.model)
         self.run.state = asked.state
-        if asked.secure is not None and asked.secure.ended:
-            self._request = None
-            log(WARNING, "The run ends after round %d: %s.", self.run.done, asked.secure.ended)
 
     def _lifted(self, model: Sequence[Matrix]) -> list[Matrix]:
         """Return a model as evaluations and the result see it."""

@@ -47,7 +47,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from logging import WARNING
-from typing import Any, ClassVar, Literal, Unpack
+from typing import ClassVar, Literal, Unpack
 
 import numpy as np
 
