@@ -41,7 +41,6 @@ from flwr_perdl.core.checks import (
     check_flag,
     check_kind,
     check_mask,
-    check_real,
     check_rng,
 )
 from flwr_perdl.core.robust import EFFECTS, average_of, far, geometric_median, reach, shortening
@@ -167,13 +166,7 @@ def finish_atoms(
 
 
 def local_statistics(
-    X: Matrix,
-    C: Matrix,
-    D: Matrix,
-    shared: NDArray[np.bool_],
-    *,
-    orthogonal: bool,
-    bound: float | None = None,
+    X: Matrix, C: Matrix, D: Matrix, shared: NDArray[np.bool_], *, orthogonal: bool
 ) -> Matrix:
     """Return what a client sends instead of its global atoms.
 
@@ -189,9 +182,6 @@ def local_statistics(
         explain is no other atom's.
     orthogonal : bool
         Whether the learner's atoms are orthonormal.
-    bound : float, optional
-        Largest Frobenius norm of what one sample adds to the result; a sample that adds more counts
-        for less.
 
     Returns
     -------
@@ -216,15 +206,8 @@ def local_statistics(
     local = np.concatenate([~shared, np.ones(len(D) - len(shared), dtype=bool)])
     # A withheld atom still explains samples, and what it explains must not become another one.
     own = C[:, : len(shared)] * shared
-    explained = X - C[:, local] @ D[local]
-    counted = own
-    if bound is not None:
-        check_real("bound", bound, 0, open_low=True)
-        other = explained if orthogonal else np.hstack([own, explained])
-        norms = np.linalg.norm(own, axis=1) * np.linalg.norm(other, axis=1)
-        counted = own * (bound / np.maximum(norms, bound))[:, None].astype(own.dtype)
-    moments = counted.T @ explained
-    return moments if orthogonal else np.hstack([counted.T @ own, moments])
+    moments = own.T @ (X - C[:, local] @ D[local])
+    return moments if orthogonal else np.hstack([own.T @ own, moments])
 
 
 def aggregate_statistics(stack: Matrix, current: Matrix, *, orthogonal: bool) -> Aggregation:
