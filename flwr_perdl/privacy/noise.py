@@ -56,7 +56,6 @@ from math import floor, log, sqrt
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import brentq
 
 from flwr_perdl.core.checks import (
@@ -71,8 +70,11 @@ from flwr_perdl.core.checks import (
 )
 from flwr_perdl.privacy.basis import PublicBasis
 
-#: The norm by which one record moves what `pack_sums` returns, in units of clip^2.
+#: The norm by which one record moves what `pack_sums` returns, in units of clip^2; and the weights
+#: of A and B in it, whose squares add up to its square. B, which has more entries and shows the
+#: atoms, gets less noise: half the error that noise adds on MNIST, against equal weights.
 SUMS_SENSITIVITY = sqrt(2.0)
+_WEIGHT_A, _WEIGHT_B = sqrt(0.25), sqrt(1.75)
 #: The share of epsilon and of delta for the difference of discrete and continuous noise; and how
 #: much larger a sensitivity is taken, for rounding errors of floats.
 _ASIDE, _SLACK = 1e-3, 1e-6
@@ -320,7 +322,9 @@ def spent(multiplier: float, delta: float, n_releases: int, sampling: float = 1.
             accountant = _needed("dp_accounting.gaussian_mechanism", "dp-accounting")
             return float(accountant.get_epsilon_gaussian(multiplier / sqrt(n_releases), delta))
         losses = _needed("dp_accounting.pld.privacy_loss_distribution", "dp-accounting")
-        one = losses.from_gaussian_mechanism(multiplier, sampling_prob=sampling)
+        one = losses.from_gaussian_mechanism(
+            multiplier, value_discretization_interval=1e-3, sampling_prob=sampling
+        )
         return float(one.self_compose(n_releases).get_epsilon_for_delta(delta))
 
 
@@ -347,34 +351,42 @@ def clip_rows(X: Matrix, clip: float) -> Matrix:
 def pack_sums(A: Matrix, B: Matrix) -> Matrix:
     """Return the sums A = C'C and B = C'X of codes and samples as one row.
 
-    A record with code c and sample x of norms at most 1 moves it by
-    sqrt(|c|^4 + |c|^2 |x|^2) <= sqrt(2): of A the upper triangle is sent, its off-diagonal entries
-    times sqrt(2), so that the norm is that of A, and their noise is halved in variance.
+    A record with code c and sample x of norms at most 1 moves it by the square root of
+    w_A^2 |c|^4 + w_B^2 |c|^2 |x|^2, at most sqrt(w_A^2 + w_B^2) = `SUMS_SENSITIVITY`, where w are
+    weights of the two. Of A the upper triangle is sent, its off-diagonal entries times sqrt(2): the
+    norm is that of A, and the noise of these entries is halved in variance.
     """
-    upper = np.triu_indices(len(A))
-    return np.concatenate([A[upper] * _weights(*upper), B.ravel()])
+    return np.concatenate([A[np.triu_indices(len(A))] * _weights(len(A)), _WEIGHT_B * B.ravel()])
 
 
 def unpack_sums(row: Matrix, n_atoms: int) -> tuple[Matrix, Matrix]:
     """Return the sums (A, B) that `pack_sums` was given; A is symmetric."""
+    weights, A = _weights(n_atoms), np.zeros((n_atoms, n_atoms))
     upper = np.triu_indices(n_atoms)
-    n_upper = len(upper[0])
-    A = np.zeros((n_atoms, n_atoms))
-    A[upper] = row[:n_upper] / _weights(*upper)
+    A[upper] = row[: len(weights)] / weights
     A.T[upper] = A[upper]
-    return A, row[n_upper:].reshape(n_atoms, -1)
+    return A, row[len(weights) :].reshape(n_atoms, -1) / _WEIGHT_B
 
 
-def _weights(rows: NDArray[Any], columns: NDArray[Any]) -> Matrix:
-    """Return the weights of a symmetric matrix' entries, so that norms stay."""
-    return np.where(rows == columns, 1.0, sqrt(2.0))
+def _weights(n_atoms: int) -> Matrix:
+    """Return the weights of the upper triangle of A in the row of `pack_sums`."""
+    rows, columns = np.triu_indices(n_atoms)
+    return _WEIGHT_A * np.where(rows == columns, 1.0, sqrt(2.0))
+
+
+def noise_floor(sigma: float, n_atoms: int) -> float:
+    """Return twice the largest eigenvalue of the noise in A, below which noise decides.
+
+    Where the row of `pack_sums` has noise of standard deviation ``sigma``, that of A is a symmetric
+    matrix whose largest eigenvalue is about sqrt(2 n_atoms) sigma / w_A.
+    """
+    return 2 * sqrt(2 * n_atoms) * sigma / _WEIGHT_A
 
 
 def floor_eigenvalues(A: Matrix, floor: float) -> Matrix:
     """Return a symmetric matrix whose eigenvalues below ``floor`` are raised to it.
 
-    Of sums with noise of standard deviation s, twice s is a good floor: below it there is noise
-    alone. It costs no privacy, as all that is computed from what was released.
+    It costs no privacy, as all that is computed from what was released.
     """
     values, vectors = np.linalg.eigh(A)
     floored: Matrix = (vectors * np.maximum(values, floor)) @ vectors.T

@@ -18,6 +18,7 @@ from flwr_perdl.privacy.noise import (
     clip_rows,
     discrete_gaussian,
     floor_eigenvalues,
+    noise_floor,
     noise_multiplier,
     pack_sums,
     remaining,
@@ -183,11 +184,11 @@ def test_the_required_shares_have_the_promised_variance(n_required: int) -> None
 
 
 def test_noise_comes_from_the_operating_system_unless_a_generator_is_given() -> None:
-    drawn = [discrete_gaussian(3.0, 4000, None) for _ in range(2)]
+    drawn = [discrete_gaussian(3.0, 1500, None) for _ in range(2)]
     assert (drawn[0] != drawn[1]).any()
-    edges = np.arange(-6, 7)
+    edges = np.arange(-5, 6)
     expected = np.exp(-(edges**2) / 18) / np.exp(-(np.arange(-60, 61) ** 2) / 18).sum()
-    for one in (*drawn, discrete_gaussian(3.0, 4000, np.random.default_rng(0))):
+    for one in (*drawn, discrete_gaussian(3.0, 1500, np.random.default_rng(0))):
         found = np.array([(one == edge).sum() for edge in edges])
         rest = [one.size - found.sum()], [one.size * (1 - expected.sum())]
         both = np.concatenate([found, rest[0]]), np.concatenate([one.size * expected, rest[1]])
@@ -195,6 +196,12 @@ def test_noise_comes_from_the_operating_system_unless_a_generator_is_given() -> 
     release = Noise(epsilon=1.0).release(1, size=3, sensitivity=1.0, reach=1.0)
     seeded = [release.noised(np.ones(3), np.random.default_rng(1)) for _ in range(2)]
     np.testing.assert_array_equal(*seeded)
+
+
+def test_the_floor_is_twice_the_noise_in_a() -> None:
+    n_atoms, rng = 32, np.random.default_rng(0)
+    noise, _ = unpack_sums(5.0 * rng.standard_normal(n_atoms * (n_atoms + 1) // 2 + 64), n_atoms)
+    assert np.linalg.eigvalsh(noise)[-1] == pytest.approx(noise_floor(5.0, 32) / 2, rel=0.1)
 
 
 def test_eigenvalues_are_floored() -> None:
