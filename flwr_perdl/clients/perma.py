@@ -43,7 +43,7 @@ from flwr_perdl.dictionary import (
     refine_local,
     update_weights,
 )
-from flwr_perdl.privacy.noised_client import BOUND
+from flwr_perdl.privacy.noised_client import BOUND, bounded_statistics
 from flwr_perdl.privacy.secure_client import MAX_WEIGHT
 
 START = "start"
@@ -153,7 +153,10 @@ class DictionaryClient(LearnerClient):
         bounded = {}
         if statistics and BOUND in config:
             bounded = {BOUND: check_real(BOUND, config[BOUND], 0, open_low=True)}
-            sent = _bounded(X, G, learner, bounded[BOUND])
+            # Each sample's term depends on that sample and on G alone: it is coded by itself, and
+            # without the local atoms, which all samples have made.
+            codes = np.vstack([learner.code(x[None], G) for x in X])
+            sent = bounded_statistics(X, codes, bounded[BOUND], orthogonal=learner.orthogonal)
         elif statistics:
             # Asked before the sums are formed, since what a withheld atom explains counts as local.
             shared = self.may_send(C[:, :r], X - reconstruct(C[:, r:], D[r:]))
@@ -188,17 +191,6 @@ def _rounded(sent: Matrix, digits: int | None) -> Matrix:
         return sent
     unit = sent.dtype.type(np.abs(sent).max(initial=0) * 10.0**-digits)
     return np.round(sent / unit) * unit if unit else sent
-
-
-def _bounded(X: Matrix, G: Matrix, learner: Learner, bound: float) -> Matrix:
-    """Return statistics of which each sample's term depends on that sample and on ``G`` alone.
-
-    So each is coded by itself, without the local atoms, which all samples have made; and none is
-    withheld, which would depend on how many there are. A term has norm ``bound`` at most.
-    """
-    C = np.vstack([learner.code(x[None], G) for x in X])
-    all_rows = np.ones(len(G), dtype=bool)
-    return local_statistics(X, C, G, all_rows, orthogonal=learner.orthogonal, bound=bound)
 
 
 def _scaled(X: Matrix, statistics: Matrix) -> Matrix:

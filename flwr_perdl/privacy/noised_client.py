@@ -44,6 +44,8 @@ BOUND = "perdl.bound"
 SUMS, CHANGES, ATOMS = "sums", "changes", "atoms"
 #: The record of a client's state with what it has spent.
 _SPENT = "perdl.noised"
+#: The weight of C'C in a sum of statistics: of the noise, C'X gets less.
+BALANCE = 7**-0.5
 #: Maximum number of values in a sum, and steps of the grid to a sensitivity per entry's rounding.
 _MOST, _FINE = 2**26, 256
 
@@ -135,7 +137,8 @@ def answer_noised(
         message, RecordDict({ARRAYS: message.content[ARRAYS], CONFIG: ConfigRecord({**config})})
     )
     spent = context.state[_SPENT]
-    values, bound = np.zeros(promise.size), promise.clip
+    values: Matrix = np.zeros(promise.size)
+    bound = promise.clip
     try:
         reply = call_next(asked, context)
         if reply.has_error():
@@ -231,17 +234,41 @@ def _spend(context: Context, promise: Promise, round_: int, *, again: bool) -> N
     )
 
 
+def bounded_statistics(X: Matrix, C: Matrix, bound: float, *, orthogonal: bool) -> Matrix:
+    """Return the statistics of samples, each of which adds ``bound`` at most to their norm.
+
+    Parameters
+    ----------
+    X, C : ndarray
+        Samples, and their codes with the global atoms alone.
+    bound : float
+        The largest norm of a sample's term; a longer one is scaled down.
+    orthogonal : bool
+        Whether the atoms are orthonormal.
+
+    Returns
+    -------
+    ndarray of shape (n_global, n_features) or (n_global, n_global + n_features)
+        ``C.T @ X``; unless orthogonal, `BALANCE` times ``C.T @ C`` comes before it.
+    """
+    rows = X if orthogonal else np.hstack([BALANCE * C, X])
+    norms = np.linalg.norm(C, axis=1) * np.linalg.norm(rows, axis=1)
+    statistics: Matrix = (C * (bound / np.maximum(norms, bound))[:, None]).T @ rows
+    return statistics
+
+
 def _flat(promise: Promise, sent: Sequence[Matrix], given: Sequence[Matrix]) -> Matrix:
     """Return what a client adds to the sum, as one vector in float64."""
     if promise.of == SUMS:
         return flat(sent)
-    changes = []
+    changes: list[Matrix] = []
     for new, old in zip(sent, given[len(given) - len(sent) :], strict=True):
         if promise.of == CHANGES:
             changes.append(new.astype(np.float64) - old)
             continue
         new = new[: len(old)]  # what is below them is no atom
-        changes.append(np.where(new.any(axis=1, keepdims=True), new.astype(np.float64) - old, 0))
+        moved = new.any(axis=1, keepdims=True)
+        changes.append(np.where(moved, new.astype(np.float64) - old, 0))
     return flat(changes)
 
 

@@ -7,11 +7,11 @@ noise is the one share that it adds itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import sqrt
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from flwr.app import Message
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from flwr_perdl.core.checks import Matrix, check_kind
 from flwr_perdl.privacy.noise import Noise, Release, floor_eigenvalues, noise_multiplier, spent
-from flwr_perdl.privacy.noised_client import PROMISE, SUMS, Promise
+from flwr_perdl.privacy.noised_client import BALANCE, PROMISE, SUMS, Promise
 from flwr_perdl.privacy.secure_client import MAX_WEIGHT, MIN_CLIENTS, NORM
 from flwr_perdl.privacy.secure_server import SecureMean, check_secure, largest_range
 from flwr_perdl.protocol.records import Limits, Reply, Scalar, read_reply
@@ -29,9 +29,8 @@ from flwr_perdl.protocol.strategy import read_replies
 
 #: The largest magnitude of a sum in steps of the grid, where the server itself adds the noise.
 _CENTRAL = 2**40
-#: The weight with which the sums of earlier rounds count in the next one, and the floor of a second
-#: moment's eigenvalues in standard deviations of the noise.
-_EARLIER, _FLOOR = 0.5, 2.0
+#: The weight with which the sums of earlier rounds count in the next one.
+_EARLIER = 0.5
 #: Where a run keeps what its channel keeps.
 _SPENT, _ROUNDS, _SUM = "spent", "rounds", "sum"
 
@@ -67,11 +66,11 @@ class NoisedSum:
     moments: int = 0
     secure: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
-    kept: MutableMapping[str, NDArray[Any]] = field(default_factory=dict)
+    kept: dict[str, NDArray[Any]] = field(default_factory=dict)
     n_required: int = 1
 
     def begin(
-        self, kept: MutableMapping[str, NDArray[Any]], rounds: int | None, min_clients: int
+        self, kept: dict[str, NDArray[Any]], rounds: int | None, min_clients: int
     ) -> NoisedSum:
         """Return the channel of a run, or raise a ValueError that says why there is none."""
         least = MIN_CLIENTS if self._distributed else 1
@@ -159,8 +158,8 @@ class NoisedSum:
         timeout: float | None,
     ) -> tuple[Matrix, list[int], dict[int, Lost]]:
         """Return the sum of the clients' noised replies, who is in it, and why others are not."""
-        release = self._release(len(sent))
-        channel = SecureMean((self._size,), release.limit, **dict(self.secure))
+        release, options = self._release(len(sent)), cast(Any, self.secure)
+        channel = SecureMean((self._size,), release.limit, **options)
         good, lost = channel.gather(grid, sent, round_, limits=limits, timeout=timeout)
         means = [reply.arrays[0] for reply in good.values()]
         return release.read(len(good) * means[0]) if good else np.zeros(0), list(good), lost
@@ -200,8 +199,11 @@ class NoisedSum:
         if self.of != SUMS:
             arrays = [old + change for old, change in zip(self.start, arrays, strict=True)]
         if self.moments:
-            A = arrays[0][:, : self.moments]
-            floor = _FLOOR * sigma / n_clients
+            weight = BALANCE if self.noise.level == "record" else 1.0
+            A = arrays[0][:, : self.moments] / weight
+            kept = (1 - _EARLIER ** (2 * int(self.kept[_SPENT]))) / (1 - _EARLIER**2)
+            # twice the largest eigenvalue of the noise, below which noise decides
+            floor = 2 * sqrt(2 * self.moments * kept) * sigma / weight / n_clients
             arrays[0][:, : self.moments] = floor_eigenvalues((A + A.T) / 2, floor)
         return [a.astype(old.dtype) for a, old in zip(arrays, self.start, strict=True)]
 
@@ -273,4 +275,4 @@ def sum_channel(
         return NoisedSum(noise=privacy, start=[start], secure=secure or {}, **options)
     if secure is None:
         return None
-    return SecureMean(start.shape, norm, max_weight, **dict(secure))
+    return SecureMean(start.shape, norm, max_weight, **cast(Any, secure))

@@ -7,7 +7,7 @@ sum. Here the workflow asks a strategy's own requests, and what comes back is ch
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from logging import INFO
 from types import SimpleNamespace
@@ -107,7 +107,7 @@ class SecureMean:
     ended = ""
 
     def begin(
-        self, kept: MutableMapping[str, NDArray[Any]], rounds: int | None, min_clients: int
+        self, kept: dict[str, NDArray[Any]], rounds: int | None, min_clients: int
     ) -> SecureMean:
         """Return the channel of a run."""
         return self

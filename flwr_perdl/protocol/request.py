@@ -19,7 +19,7 @@ started afresh, yields that same request again. That is all a checkpoint needs.
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable, Generator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import cached_property
 from numbers import Real
 from typing import Any, NamedTuple
@@ -159,14 +159,12 @@ class Channel(typing.Protocol):
         """Why the run ends before its last round; empty if it goes on."""
         ...
 
-    def begin(
-        self, kept: MutableMapping[str, NDArray[Any]], rounds: int | None, min_clients: int
-    ) -> Channel:
+    def begin(self, kept: dict[str, NDArray[Any]], rounds: int | None, min_clients: int) -> Channel:
         """Return the channel of a run, or raise a ValueError that says why there is none.
 
         Parameters
         ----------
-        kept : mutable mapping of str to ndarray
+        kept : dict of str to ndarray
             What the channel keeps, in checkpoints too; empty at first.
         rounds : int or None
             The run's rounds in all, where they are known.

@@ -174,6 +174,7 @@ class PerMA(ProtocolStrategy):
     """
 
     flags = (ANEW, "orthogonal")
+    privacy: Noise | None
     evaluation_config: ClassVar[Mapping[str, Scalar]] = {SENDS: ATOMS}  # whose evaluations they are
 
     def __init__(
