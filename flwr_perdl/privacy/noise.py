@@ -80,6 +80,8 @@ _WEIGHT_A, _WEIGHT_B = sqrt(0.25), sqrt(1.75)
 _ASIDE, _SLACK = 1e-3, 1e-6
 #: Noise is within its bounds but for exp(-10) of delta; an entry's, at up to exp(10) clients too.
 _RARE = 10.0
+#: Budgets that the accountant's floats resolve.
+_EPSILONS = 1e-7, 1e9
 #: The largest number of steps of a sum and its noise, where nothing else limits it.
 _LARGEST = 2**40
 
@@ -91,7 +93,7 @@ class Noise:
     Parameters
     ----------
     epsilon : float
-        The budget: above 0. With epsilon 1 an observer who knows all other records bets on one
+        The budget, 1e-7 to 1e9. With epsilon 1 an observer who knows all other records bets on one
         record's presence with odds of at most e : 1 more than before.
     delta : float, default 1e-5
         The probability with which that may fail, in (0, 1): well below 1 / number of records.
@@ -352,6 +354,16 @@ def pack_sums(A: Matrix, B: Matrix) -> Matrix:
     return np.concatenate([A[np.triu_indices(len(A))] * _weights(len(A)), _WEIGHT_B * B.ravel()])
 
 
+def term_norms(C: Matrix, X: Matrix) -> Matrix:
+    """Return the norm of what each record adds to the row of `pack_sums`, of shape (n_samples,).
+
+    Records whose terms are scaled down to a norm move the sums by no more than that.
+    """
+    codes, samples = (np.linalg.norm(rows, axis=1) for rows in (C, X))
+    norms: Matrix = codes * np.hypot(_WEIGHT_A * codes, _WEIGHT_B * samples)
+    return norms
+
+
 def unpack_sums(row: Matrix, n_atoms: int) -> tuple[Matrix, Matrix]:
     """Return the sums (A, B) that `pack_sums` was given; A is symmetric."""
     weights, A = _weights(n_atoms), np.zeros((n_atoms, n_atoms))
@@ -425,7 +437,7 @@ def _needed(module: str, package: str) -> Any:
 
 
 def _check_budget(epsilon: float, delta: float) -> None:
-    """Raise a ValueError unless epsilon > 0 and delta is in (0, 1)."""
-    check_real("epsilon", epsilon, 0, LARGE, open_low=True)
+    """Raise a ValueError where a budget is none, or the accountant's floats do not resolve it."""
+    check_real("epsilon", epsilon, *_EPSILONS)
     if check_real("delta", delta, 0, 1, open_low=True) == 1:
         raise ValueError("delta must be in (0, 1), got 1.")

@@ -23,6 +23,7 @@ from flwr_perdl.privacy.noise import (
     pack_sums,
     remaining,
     spent,
+    term_norms,
     unpack_sums,
 )
 
@@ -110,9 +111,12 @@ def test_a_record_moves_the_sums_by_no_more_than_the_bound(n_atoms: int) -> None
         X = clip_rows(scale * rng.standard_normal((300, 4)), 1.0)
         X[0] = np.eye(4)[1]
         A, B = codes.T @ codes, codes.T @ X
+        moved = []
         for c, x in zip(codes, X, strict=True):
             less = pack_sums(A - np.outer(c, c), B - np.outer(c, x))
-            furthest = max(furthest, float(np.linalg.norm(pack_sums(A, B) - less)))
+            moved.append(np.linalg.norm(pack_sums(A, B) - less))
+        np.testing.assert_allclose(moved, term_norms(codes, X), atol=1e-10)
+        furthest = max(furthest, *moved)
         for found, given in zip(unpack_sums(pack_sums(A, B), n_atoms), (A, B), strict=True):
             np.testing.assert_allclose(found, given, atol=1e-12)
     assert furthest == pytest.approx(SUMS_SENSITIVITY)
