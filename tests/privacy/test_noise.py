@@ -67,6 +67,34 @@ def test_an_audit_stays_below_the_promise_and_can_fail(epsilon: float) -> None:
     assert audited(release._replace(share=release.share / 4), noise.delta) > epsilon
 
 
+@pytest.mark.parametrize("epsilon", [0.5, 2.0, 8.0])
+def test_what_is_sent_keeps_the_promise(epsilon: float) -> None:
+    """On a grid that is just fine enough: the sum of the shares, and all that rounding may do."""
+    options: dict[str, Any] = {"size": 1, "sensitivity": 1.0, "reach": 0.0, "n_required": 4}
+    noise, limit = Noise(epsilon=epsilon), 64
+    while not (release := _release_or_none(noise, limit, options)):
+        limit += 4
+    cells = np.arange(-limit * 2, limit * 2 + 1)
+    share = np.exp(-(cells**2) / (2 * release.share**2))
+    share /= share.sum()
+    two = np.convolve(share, share)
+    total = np.convolve(two, two)
+    far = int(np.ceil(1 / release.step))  # 5.3 steps apart may be rounded to 6, and not to 7
+    moved = np.concatenate([np.zeros(far), total])
+    total = np.concatenate([total, np.zeros(far)])
+    delta = np.maximum(total - np.exp(epsilon) * moved, 0).sum()
+    assert delta <= noise.delta
+    # What is to spare is a fraction of epsilon: that grid's steps, and what is set aside.
+    assert np.maximum(total - np.exp(0.97 * epsilon) * moved, 0).sum() > noise.delta
+
+
+def _release_or_none(noise: Noise, limit: int, options: dict[str, Any]) -> Release | None:
+    try:
+        return noise.release(1, limit=limit, **options)
+    except ValueError:
+        return None
+
+
 @pytest.mark.parametrize(("epsilon", "n_releases"), [(8.0, 6), (2.0, 6), (0.5, 1)])
 def test_the_exact_accountant_agrees_with_the_definition(epsilon: float, n_releases: int) -> None:
     """By hand: Phi(mu / 2 - epsilon / mu) - e^epsilon Phi(-mu / 2 - epsilon / mu) = delta."""
