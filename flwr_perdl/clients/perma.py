@@ -34,7 +34,7 @@ from flwr_perdl.clients.dictionary import (
     read_local_steps,
 )
 from flwr_perdl.clients.steps import StepRequest, StepResult, step
-from flwr_perdl.core.checks import Matrix, check_choice, check_count
+from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_real
 from flwr_perdl.dictionary import (
     Learner,
     align_to_global,
@@ -43,6 +43,7 @@ from flwr_perdl.dictionary import (
     refine_local,
     update_weights,
 )
+from flwr_perdl.privacy.noised_client import BOUND, bounded_statistics
 from flwr_perdl.privacy.secure_client import MAX_WEIGHT
 
 START = "start"
@@ -149,7 +150,14 @@ class DictionaryClient(LearnerClient):
             # Lines 4-6: after a step, the atoms nearest to the global ones stand for these.
             aligned = align_to_global(learner.update(X, C, D), G)
             after = np.vstack([aligned.global_atoms, aligned.local_atoms])
-        if statistics:
+        bounded = {}
+        if statistics and BOUND in config:
+            bounded = {BOUND: check_real(BOUND, config[BOUND], 0, open_low=True)}
+            # Each sample's term depends on that sample and on G alone: it is coded by itself, and
+            # without the local atoms, which all samples have made.
+            codes = np.vstack([learner.code(x[None], G) for x in X])
+            sent = bounded_statistics(X, codes, bounded[BOUND], orthogonal=learner.orthogonal)
+        elif statistics:
             # Asked before the sums are formed, since what a withheld atom explains counts as local.
             shared = self.may_send(C[:, :r], X - reconstruct(C[:, r:], D[r:]))
             sent = local_statistics(X, C, D, shared, orthogonal=learner.orthogonal)
@@ -159,7 +167,8 @@ class DictionaryClient(LearnerClient):
             weights = update_weights(learner, X, C, D)[:, aligned.indices]
             sent = np.where(self.may_send(weights, X)[:, None], after[:r], 0)
         sent = _rounded(sent, self.digits)
-        return self.result(sent, errors[0], len(after), {LOCAL_ATOMS: after[r:]}, anew=anew)
+        result = self.result(sent, errors[0], len(after), {LOCAL_ATOMS: after[r:]}, anew=anew)
+        return result._replace(metrics={**result.metrics, **bounded})
 
     def own_atoms(self, G: Matrix, request: StepRequest) -> tuple[Matrix, bool]:
         """Return the local atoms, and whether they had to be made anew.
@@ -170,6 +179,8 @@ class DictionaryClient(LearnerClient):
         kept = request.kept
         if kept is not None and LOCAL_ATOMS in kept:
             return kept[LOCAL_ATOMS], False
+        if len(G) == self.learner.n_atoms:  # the start, which takes long, would leave none
+            return G[:0], kept is None
         D = self.first_dictionary(request) if kept is None else kept[DICTIONARY]
         return align_to_global(D, G).local_atoms, kept is None
 

@@ -51,7 +51,7 @@ simulations: who knows its seed can take the noise off, and there is no promise.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import import_module
 from math import floor, log, sqrt
@@ -108,6 +108,10 @@ class Noise:
         The largest norm of a record, or of a client's reply; longer ones are scaled down.
     basis : PublicBasis, optional
         The space in which atoms are learned; by default that of the samples.
+    rng : callable, optional
+        Makes a NumPy generator for each draw, for tests and simulations whose results shall be
+        reproducible: who knows its seed can take the noise off. By default OpenDP draws from the
+        operating system's random numbers; only then is anything promised.
 
     Raises
     ------
@@ -129,6 +133,7 @@ class Noise:
     level: str = "record"
     clip: float = 1.0
     basis: PublicBasis | None = None
+    rng: Callable[[], np.random.Generator] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Check the arguments."""
@@ -138,6 +143,8 @@ class Noise:
         check_choice("level", self.level, ("record", "client"))
         check_real("clip", self.clip, 0, LARGE, open_low=True)
         check_kind("basis", self.basis, (PublicBasis, type(None)), "a PublicBasis or None")
+        if self.rng is not None and not callable(self.rng):
+            raise TypeError(f"rng must be a function that makes a generator, got {self.rng!r}.")
 
     def release(
         self,

@@ -16,6 +16,7 @@ from typing import Any, cast
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
+from numpy.typing import NDArray
 
 from flwr_perdl.core.checks import LARGE, check_count, check_kind, check_real, own_numbers
 from flwr_perdl.core.npy import view_file
@@ -102,9 +103,17 @@ class SecureMean:
             threshold = self.reconstruction_threshold
             check_real("reconstruction_threshold in secure", threshold, 0.5, 1, open_low=True)
 
-    @property
-    def config(self) -> dict[str, Scalar]:
-        """What the clients are told."""
+    #: A run of secure sums ends with its rounds.
+    ended = ""
+
+    def begin(
+        self, kept: dict[str, NDArray[Any]], rounds: int | None, min_clients: int
+    ) -> SecureMean:
+        """Return the channel of a run."""
+        return self
+
+    def config(self, n_clients: int) -> dict[str, Scalar]:
+        """Return what the clients are told."""
         return {MAX_WEIGHT: self.max_weight, NORM: float(self.norm)}
 
     def gather(
@@ -135,7 +144,7 @@ class SecureMean:
             _THRESHOLD if self.reconstruction_threshold is None else self.reconstruction_threshold,
             max_weight=float(self.max_weight),
             clipping_range=1.0,
-            quantization_range=2 ** min(_MOST_BITS, _BITS - len(sent).bit_length()),
+            quantization_range=largest_range(len(sent)),
             modulus_range=2**_BITS,
             timeout=timeout,
         )
@@ -170,6 +179,11 @@ class SecureMean:
             lost = {partition: lost.get(partition, Lost(FAILED, why)) for partition, _ in sent}
         log(INFO, "secure sum: %d clients in it, %d not", len(good), len(lost))
         return good, lost
+
+
+def largest_range(n_clients: int) -> int:
+    """Return in how many steps a client's number is counted where so many are added up."""
+    return int(2 ** min(_MOST_BITS, _BITS - n_clients.bit_length()))
 
 
 def check_secure(secure: bool | Mapping[str, float]) -> dict[str, float] | None:
