@@ -8,8 +8,9 @@ one has a record (``level="client"``: a client) that the other lacks; *add or re
 ==============================  ====================================================================
 step                            why the promise holds
 ==============================  ====================================================================
-a record moves a sum by at      `clip_rows`; for the statistics of a dictionary `pack_sums`.
-most ``sensitivity``            Entries are cut to ``reach``, which brings no two sums further apart
+a record moves a sum by at      Its term, of that record and of what is public alone, is scaled down
+most ``sensitivity``            to a norm. Cutting a sum's entries to ``reach`` moves no two sums
+                                further apart
 the sum is rounded to a grid    By less than a step per entry: two sums are then at most
                                 sensitivity / step + sqrt(size) steps apart
 each client adds a share        Independent discrete Gaussians of variance s^2 / n_required, s the
@@ -63,7 +64,6 @@ from scipy.optimize import brentq
 from flwr_perdl.core.checks import (
     LARGE,
     Matrix,
-    check_array,
     check_choice,
     check_count,
     check_kind,
@@ -72,11 +72,6 @@ from flwr_perdl.core.checks import (
 )
 from flwr_perdl.privacy.basis import PublicBasis
 
-#: The norm by which one record moves what `pack_sums` returns, in units of clip^2; and the weights
-#: of A and B in it, whose squares add up to its square. B, which has more entries and shows the
-#: atoms, gets less noise: half the error that noise adds on MNIST, against equal weights.
-SUMS_SENSITIVITY = sqrt(2.0)
-_WEIGHT_A, _WEIGHT_B = sqrt(0.25), sqrt(1.75)
 #: The share of epsilon and of delta for the difference of discrete and continuous noise; and how
 #: much larger a sensitivity is taken, for rounding errors of floats.
 _ASIDE, _SLACK = 1e-3, 1e-6
@@ -332,75 +327,12 @@ def spent(multiplier: float, delta: float, n_releases: int, sampling: float = 1.
         return float(one.self_compose(n_releases).get_epsilon_for_delta(delta))
 
 
-def remaining(n_releases: int, n_spent: int) -> int:
-    """Return how many of a run's releases are left, after those that its state counts.
-
-    Raises
-    ------
-    ValueError
-        If more were made than the noise was for: it cannot be made larger afterwards.
-    """
-    check_count("n_releases", n_releases, n_spent)
-    return n_releases - check_count("n_spent", n_spent)
-
-
-def clip_rows(X: Matrix, clip: float) -> Matrix:
-    """Return rows as float64, those longer than ``clip`` scaled down to it."""
-    X = check_array("X", X).astype(np.float64)
-    lengths = np.linalg.norm(X, axis=1, keepdims=True)
-    clipped: Matrix = X * np.minimum(1.0, clip / np.maximum(lengths, clip))
-    return clipped
-
-
-def pack_sums(A: Matrix, B: Matrix) -> Matrix:
-    """Return the sums A = C'C and B = C'X of codes and samples as one row.
-
-    A record with code c and sample x of norms at most 1 moves it by the square root of
-    w_A^2 |c|^4 + w_B^2 |c|^2 |x|^2, at most sqrt(w_A^2 + w_B^2) = `SUMS_SENSITIVITY`, where w are
-    weights of the two. Of A the upper triangle is sent, its off-diagonal entries times sqrt(2): the
-    norm is that of A, and the noise of these entries is halved in variance.
-    """
-    return np.concatenate([A[np.triu_indices(len(A))] * _weights(len(A)), _WEIGHT_B * B.ravel()])
-
-
-def term_norms(C: Matrix, X: Matrix) -> Matrix:
-    """Return the norm of what each record adds to the row of `pack_sums`, of shape (n_samples,).
-
-    Records whose terms are scaled down to a norm move the sums by no more than that.
-    """
-    codes, samples = (np.linalg.norm(rows, axis=1) for rows in (C, X))
-    norms: Matrix = codes * np.hypot(_WEIGHT_A * codes, _WEIGHT_B * samples)
-    return norms
-
-
-def unpack_sums(row: Matrix, n_atoms: int) -> tuple[Matrix, Matrix]:
-    """Return the sums (A, B) that `pack_sums` was given; A is symmetric."""
-    weights, A = _weights(n_atoms), np.zeros((n_atoms, n_atoms))
-    upper = np.triu_indices(n_atoms)
-    A[upper] = row[: len(weights)] / weights
-    A.T[upper] = A[upper]
-    return A, row[len(weights) :].reshape(n_atoms, -1) / _WEIGHT_B
-
-
-def _weights(n_atoms: int) -> Matrix:
-    """Return the weights of the upper triangle of A in the row of `pack_sums`."""
-    rows, columns = np.triu_indices(n_atoms)
-    return _WEIGHT_A * np.where(rows == columns, 1.0, sqrt(2.0))
-
-
-def noise_floor(sigma: float, n_atoms: int) -> float:
-    """Return twice the largest eigenvalue of the noise in A, below which noise decides.
-
-    Where the row of `pack_sums` has noise of standard deviation ``sigma``, that of A is a symmetric
-    matrix whose largest eigenvalue is about sqrt(2 n_atoms) sigma / w_A.
-    """
-    return 2 * sqrt(2 * n_atoms) * sigma / _WEIGHT_A
-
-
 def floor_eigenvalues(A: Matrix, floor: float) -> Matrix:
     """Return a symmetric matrix whose eigenvalues below ``floor`` are raised to it.
 
-    It costs no privacy, as all that is computed from what was released.
+    It costs no privacy, as all that is computed from what was released. Symmetric noise whose
+    off-diagonal entries have standard deviation s has a largest eigenvalue of 2 sqrt(n) s; below
+    twice that, noise decides.
     """
     values, vectors = np.linalg.eigh(A)
     floored: Matrix = (vectors * np.maximum(values, floor)) @ vectors.T
