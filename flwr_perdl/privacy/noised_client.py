@@ -100,14 +100,20 @@ class Promise:
         reach = self.limit * self.clip / (_FINE * sqrt(self.size))
         if self.level == "client":
             reach = min(reach, self.clip)
-        return self.noise.release(
-            self.rounds,
-            size=self.size,
-            sensitivity=self.clip,
-            reach=reach,
-            n_required=self.clients if self.trust == "distributed" else 1,
-            limit=self.limit,
-        )
+        while True:
+            try:
+                return self.noise.release(
+                    self.rounds,
+                    size=self.size,
+                    sensitivity=self.clip,
+                    reach=reach,
+                    n_required=self.clients if self.trust == "distributed" else 1,
+                    limit=self.limit,
+                )
+            except ValueError:
+                if reach <= self.clip:
+                    raise
+                reach /= 4  # little noise takes a finer grid
 
 
 def in_noised_round(message: Message) -> bool:
@@ -122,12 +128,21 @@ def answer_noised(
     context: Context,
     call_next: Callable[[Message, Context], Message],
     own: Noise | None,
+    *,
+    masked: bool = False,
 ) -> Message:
-    """Answer a request with what the client adds to a noised sum, and nothing else."""
+    """Answer a request with what the client adds to a noised sum, and nothing else.
+
+    Its share of the noise is no protection by itself: with ``trust="distributed"`` the reply must
+    be ``masked``.
+    """
     arrays, config = read_request(message)
     promise = Promise.read(config)
     _check_own(promise, own)
     release, distributed = promise.release, promise.trust == "distributed"
+    if masked != distributed:
+        wanted = "distributed" if masked else "central"
+        raise ValueError(f"trust must be {wanted!r} in such a round, got {promise.trust!r}.")
     _spend(context, promise, check_count(ROUND, config.get(ROUND), 1), again=not distributed)
     del config[PROMISE]
     config.pop(BOUND, None)
@@ -166,20 +181,25 @@ def answer_noised(
     return reply_to(message, [values], 1, {})
 
 
-def n_required(message: Message, context: Context, *, unmask: bool) -> int:
-    """Return the fewest clients of which the sum at hand may be opened; 0 without a promise.
-
-    To unmask a sum is to open it: the client then takes part in no other one of that round.
-    """
-    record = context.state.get(_SPENT)
+def fewest(message: Message, context: Context, *, unmask: bool) -> int:
+    """Return the fewest clients of which the sum at hand may be opened; 0 without a promise."""
     if not unmask:
-        if not in_noised_round(message):
-            return 0
-        return Promise.read(message.content.config_records[CONFIG]).clients
-    if not isinstance(record, ConfigRecord) or not record["pending"]:
-        return 0
-    record["opened"], record["pending"] = record["round"], False
-    return int(str(record["clients"]))
+        promised = in_noised_round(message)
+        return Promise.read(message.content.config_records[CONFIG]).clients if promised else 0
+    return int(_spent(context).get("clients", 0))
+
+
+def note_opened(context: Context) -> None:
+    """Note that the client helps to open a sum: it is in no other one of that round."""
+    record = _spent(context)
+    if record.get("clients"):
+        context.state[_SPENT] = ConfigRecord({**record, "opened": record["round"], "clients": 0})
+
+
+def _spent(context: Context) -> dict[str, Any]:
+    """Return what the client has spent."""
+    record = context.state.get(_SPENT)
+    return dict(record) if isinstance(record, ConfigRecord) else {}
 
 
 def _check_own(promise: Promise, own: Noise | None) -> None:
@@ -207,8 +227,7 @@ def _spend(context: Context, promise: Promise, round_: int, *, again: bool) -> N
     """
     names = ("epsilon", "delta", "trust", "level", "rounds")
     terms = json.dumps([getattr(promise, name) for name in names])
-    record = context.state.get(_SPENT)
-    kept: dict[str, Any] = dict(record) if isinstance(record, ConfigRecord) else {}
+    kept = _spent(context)
     last, count = kept.get("round", 0), kept.get("count", 0)
     if kept.get("terms", terms) != terms:
         raise ValueError(
@@ -228,7 +247,6 @@ def _spend(context: Context, promise: Promise, round_: int, *, again: bool) -> N
             "round": round_,
             "count": count,
             "opened": kept.get("opened", 0),
-            "pending": True,
             "clients": promise.clients,
         }
     )

@@ -159,7 +159,7 @@ class NoisedSum:
     ) -> tuple[Matrix, list[int], dict[int, Lost]]:
         """Return the sum of the clients' noised replies, who is in it, and why others are not."""
         release, options = self._release(len(sent)), cast(Any, self.secure)
-        channel = SecureMean((self._size,), release.limit, **options)
+        channel = SecureMean((self._size,), release.limit, min_clients=self.n_required, **options)
         good, lost = channel.gather(grid, sent, round_, limits=limits, timeout=timeout)
         means = [reply.arrays[0] for reply in good.values()]
         return release.read(len(good) * means[0]) if good else np.zeros(0), list(good), lost

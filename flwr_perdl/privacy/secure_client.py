@@ -22,7 +22,7 @@ from flwr.app import (
 
 from flwr_perdl.core.checks import LARGE, Matrix, brief_repr, check_count, check_real
 from flwr_perdl.privacy.noise import Noise
-from flwr_perdl.privacy.noised_client import Promise, answer_noised, n_required
+from flwr_perdl.privacy.noised_client import Promise, answer_noised, fewest, note_opened
 from flwr_perdl.protocol.compat import SECAGG, secagg_client
 from flwr_perdl.protocol.records import (
     CONFIG,
@@ -66,14 +66,17 @@ def masked(
     stage, Stage = asked[secagg.Key.STAGE], secagg.Stage
     required = 0
     if stage in (Stage.COLLECT_MASKED_VECTORS, Stage.UNMASK):
-        required = n_required(message, context, unmask=stage == Stage.UNMASK)
+        required = fewest(message, context, unmask=stage == Stage.UNMASK)
     _check_step(asked, state, max(min_clients, required))
+    if stage == Stage.UNMASK:
+        note_opened(context)
 
     def summand(request: Message, context: Context) -> Message:
         if own is None and not required:
             return _summand(request, call_next(request, context))
         _check_grid(Promise.read(request.content.config_records[CONFIG]), state)
-        return _summand(request, answer_noised(request, context, call_next, own), exact=True)
+        reply = answer_noised(request, context, call_next, own, masked=True)
+        return _summand(request, reply, exact=True)
 
     answer: Message = secagg.mod(message, context, summand)
     return answer
@@ -138,11 +141,8 @@ def _check_grid(promise: Promise, state: Mapping[str, Any]) -> None:
     """Reject a secure round whose rounding, or clipping, would change a reply on a grid."""
     wanted = {"target_range": 2 * promise.limit, "clipping_range": 1.0, "max_weight": 1.0}
     given = {name: state.get(name) for name in wanted}
-    if given != wanted or promise.trust != "distributed":
-        raise ValueError(
-            f"the secure round must be one for a sum with noise, {wanted}, got {given} and "
-            f"trust={promise.trust!r}."
-        )
+    if given != wanted:
+        raise ValueError(f"the secure round must be one for noise, {wanted}, got {given}.")
 
 
 def _summand(request: Message, reply: Message, *, exact: bool = False) -> Message:

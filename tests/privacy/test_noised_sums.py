@@ -1,0 +1,299 @@
+"""Runs under a promise of privacy: what leaves, what is spent, and what is rejected."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message
+from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Stage
+from flwr.server.client_manager import SimpleClientManager
+
+from flwr_perdl.clients import DictionaryClient, Member, client_app
+from flwr_perdl.dictionary import LassoLearner, OrthogonalLearner, dictionary_distance
+from flwr_perdl.privacy import Noise, PublicBasis
+from flwr_perdl.simulations import InProcessGrid
+from flwr_perdl.strategies import PerMA, ServerSettings, TooFewReplies, as_legacy
+
+CLIENTS, ATOMS, FEATURES, ROUNDS = 5, 4, 6, 3
+RNG = np.random.default_rng(0)
+TRUTH = np.linalg.qr(RNG.standard_normal((FEATURES, FEATURES)))[0][:ATOMS]
+CODES = RNG.standard_normal((CLIENTS, 60, ATOMS)) * (RNG.random((CLIENTS, 60, ATOMS)) < 0.4)
+SAMPLES = list(CODES @ TRUTH + 0.01 * RNG.standard_normal((CLIENTS, 60, FEATURES)))
+#: Near the truth, and not orthonormal.
+START = TRUTH + 0.2 * RNG.standard_normal(TRUTH.shape)
+
+
+class Tap(InProcessGrid):
+    """Notes all replies."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.replies: list[Message] = []
+
+    def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
+        replies = list(super().send_and_receive(messages, timeout=timeout))
+        self.replies += replies
+        return replies
+
+
+def seeded(**options: Any) -> Noise:
+    """Return a promise whose noise is the same in every run."""
+    return Noise(**options, rng=lambda: np.random.default_rng(1))
+
+
+def grid_of(
+    parts: list[np.ndarray] = SAMPLES,
+    learner: Any = None,
+    app: dict[str, Any] | None = None,
+    **options: Any,
+) -> Tap:
+    """Return a grid of clients with these samples."""
+
+    own = learner or LassoLearner(ATOMS, alpha=0.05)
+
+    def make_client(context: Context) -> DictionaryClient:
+        X = parts[int(context.node_config["partition-id"])]
+        return DictionaryClient(X, own, context, min_support=0)
+
+    return Tap(client_app(make_client, **(app or {})), len(parts), **options)
+
+
+def learn(
+    privacy: Noise | None, grid: Tap | None = None, rounds: int = ROUNDS, **options: Any
+) -> tuple[np.ndarray, PerMA]:
+    """Return what PerMA learns, and the strategy."""
+    initial = options.pop("initial", START)
+    strategy = PerMA(ATOMS, privacy=privacy, **{"min_clients": 3, **options})
+    given = None if initial is None else ArrayRecord([initial])
+    result = strategy.start(grid or grid_of(), given, num_rounds=rounds)
+    return result.arrays.to_numpy_ndarrays()[0], strategy
+
+
+@pytest.mark.parametrize(
+    ("level", "aggregation"),
+    [("record", "statistics"), ("client", "statistics"), ("client", "mean")],
+)
+@pytest.mark.parametrize("trust", ["central", "distributed"])
+def test_hardly_any_noise_changes_hardly_anything(trust: str, level: str, aggregation: str) -> None:
+    # Of a client's statistics the norm is 1 at most.
+    clip = 1.0 if level == "client" and aggregation == "statistics" else 10.0
+    noise = seeded(epsilon=1e4, trust=trust, level=level, clip=clip)
+    found, strategy = learn(noise, aggregation=aggregation)
+    plain, _ = learn(None, aggregation=aggregation, fraction_evaluate=0.0)
+    assert dictionary_distance(found, TRUTH) < 1.2 * dictionary_distance(plain, TRUTH)
+    assert dictionary_distance(START, TRUTH) > 0.2
+    assert [report.step for report in strategy.history] == ["update"] * ROUNDS
+
+
+def test_orthogonal_learners_and_more_noise_for_less_epsilon() -> None:
+    start = np.linalg.qr(START.T)[0].T
+    learner = OrthogonalLearner(ATOMS)
+    errors = []
+    for epsilon in (0.3, 3.0, 1e4):
+        noise = seeded(epsilon=epsilon, trust="central")
+        found, strategy = learn(noise, grid_of(learner=learner), initial=start)
+        np.testing.assert_allclose(found @ found.T, np.eye(ATOMS), atol=1e-9)
+        errors.append(dictionary_distance(found, TRUTH))
+        last = strategy.history[-1].aggregate
+        assert last["clip"] == noise.clip
+        assert last["epsilon"] == pytest.approx(epsilon, rel=1e-6)
+    assert sorted(errors, reverse=True) == errors
+
+
+def outside_the_sum(message: Message, *, arrays: bool) -> Any:
+    """Return all bytes of a reply but those of the sum; of SecAgg+, with random keys, names."""
+    records = dict(message.content)
+    secagg: Any = records.pop(RECORD_KEY_CONFIGS, {})
+    if not arrays:
+        records.pop("arrays", None)
+    said = message.error if message.has_error() else records
+    return message.metadata.message_type, sorted(secagg), repr(said)
+
+
+@pytest.mark.parametrize(("level", "aggregation"), [("record", "statistics"), ("client", "mean")])
+@pytest.mark.parametrize("trust", ["central", "distributed"])
+def test_nothing_but_the_sum_depends_on_the_data(trust: str, level: str, aggregation: str) -> None:
+    """All replies and the reports of runs on neighboring data."""
+    noise = seeded(epsilon=2.0, trust=trust, level=level)
+    fewer = np.delete(SAMPLES[0], np.linalg.norm(SAMPLES[0], axis=1).argmax(), axis=0)
+    others = [fewer if level == "record" else 2 * SAMPLES[1] - 0.1, *SAMPLES[1:]]
+    found = []
+    for parts in (SAMPLES, others):
+        grid = grid_of(parts, app={"privacy": noise})
+        atoms, strategy = learn(noise, grid, aggregation=aggregation)
+        sent = [outside_the_sum(r, arrays=trust == "distributed") for r in grid.replies]
+        assert {kind for kind, *_ in sent} == {"query", "train"}
+        found.append((sent, repr(strategy.history), strategy.client_names, atoms))
+    (*one, atoms), (*other, moved) = found
+    assert one == other
+    assert not np.array_equal(atoms, moved)
+
+
+def test_a_client_that_fails_adds_zero_and_says_nothing(warned: Any) -> None:
+    class Failing(DictionaryClient):
+        def fit(self, parameters: Any, config: Any) -> Any:
+            if self.partition == 0:
+                raise SystemExit(f"sample {self.X[0, 0]}")
+            return super().fit(parameters, config)
+
+    def make_client(context: Context) -> DictionaryClient:
+        i = int(context.node_config["partition-id"])
+        return Failing(SAMPLES[i], LassoLearner(ATOMS), context)
+
+    grid = Tap(client_app(make_client), CLIENTS)
+    _, strategy = learn(Noise(epsilon=8.0), grid, 1)
+    assert [list(report.metrics) for report in strategy.history] == [[*range(CLIENTS)]]
+    assert "sample" in warned.text
+    assert "sample" not in repr(grid.replies) + repr(strategy.history)
+
+
+# The budget --------------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_does_not_spend_twice(tmp_path: Path) -> None:
+    noise, grid = seeded(epsilon=3.0, trust="central"), grid_of()
+    straight, _ = learn(noise, grid_of(), 4)
+
+    def rest(rounds: int, stop: int | None = None) -> tuple[np.ndarray, PerMA]:
+        settings = ServerSettings(resume=True)
+        strategy = PerMA(
+            ATOMS, privacy=noise, min_clients=3, checkpoint_dir=tmp_path, server=settings
+        )
+        ends: Any = None if stop is None else lambda round_, result: round_ == stop
+        result = strategy.start(grid, ArrayRecord([START]), num_rounds=rounds, should_stop=ends)
+        return result.arrays.to_numpy_ndarrays()[0], strategy
+
+    _, strategy = rest(4, 2)
+    assert 0 < strategy.history[-1].aggregate["epsilon"] < 3.0
+    resumed, strategy = rest(4)
+    np.testing.assert_array_equal(resumed, straight)
+    assert strategy.history[-1].aggregate["epsilon"] == pytest.approx(3.0)
+    asked = len(grid.replies)
+    later, strategy = rest(6)  # the noise was for four sums: there is no fifth
+    assert len(strategy.history) == 4
+    np.testing.assert_array_equal(later, straight)
+    assert not any(reply.metadata.message_type == "train" for reply in grid.replies[asked:])
+
+
+@pytest.mark.parametrize(
+    ("own", "asked", "named"),
+    [
+        ({"epsilon": 1.0}, {"epsilon": 2.0}, "epsilon must be at most this client's own, 1"),
+        ({"delta": 1e-7}, {}, "delta must be at most"),
+        ({"level": "client"}, {}, "level must be"),
+        ({}, {"trust": "central"}, "trust must be"),
+        ({}, None, "perdl.promise must be a promise"),
+    ],
+)
+def test_a_client_rejects_weaker_promises(
+    own: dict[str, Any], asked: dict[str, Any] | None, named: str
+) -> None:
+    privacy = None if asked is None else Noise(**{"epsilon": 2.0, **asked})
+    grid = grid_of(app={"privacy": Noise(**{"epsilon": 2.0, **own})})
+    with pytest.raises(TooFewReplies, match=named):
+        learn(privacy, grid, 1, fraction_evaluate=0.0)
+
+
+def stage(message: Message) -> str:
+    """Return which step of the secure aggregation a message asks for."""
+    record = message.content.get(RECORD_KEY_CONFIGS)
+    return str(record["stage"]) if isinstance(record, ConfigRecord) else ""
+
+
+@pytest.mark.parametrize("privacy", [None, Noise(epsilon=1e4, clip=10.0)])
+@pytest.mark.parametrize(("gone", "there"), [((3, 4), (0, 1, 2)), ((2, 3, 4), (0, 1, 2, 3, 4))])
+def test_a_sum_of_too_few_is_not_opened_but_repeated(
+    privacy: Noise | None, gone: tuple[int, ...], there: tuple[int, ...]
+) -> None:
+    """Of those who answered, where they are enough, else of all."""
+    unmasked: list[int] = []
+    times = dict.fromkeys(gone, 0)
+
+    def faults(partition: int, message: Message) -> str | None:
+        if stage(message) == Stage.UNMASK:
+            unmasked.append(partition)
+        if partition in gone and stage(message) == Stage.COLLECT_MASKED_VECTORS:
+            times[partition] += 1
+            return "error" if times[partition] == 1 else None
+        return None
+
+    grid = grid_of(faults=faults)
+    found, strategy = learn(
+        privacy,
+        grid,
+        1,
+        secure={"reconstruction_threshold": 0.9},
+        fraction_evaluate=0.0,
+    )
+    assert sorted(unmasked) == list(there)
+    (report,) = strategy.history
+    assert tuple(report.metrics) == there
+    assert dictionary_distance(found, TRUTH) < dictionary_distance(START, TRUTH)
+
+
+# Bad input ---------------------------------------------------------------------------------------
+
+
+class OwnFit(Member):
+    """A client that knows nothing of records."""
+
+    def fit(self, parameters: Any, config: Any) -> Any:
+        return [np.zeros((ATOMS, ATOMS + FEATURES))], 1, {}
+
+
+@pytest.mark.parametrize(
+    ("noise", "options", "named"),
+    [
+        ({}, {"initial": None}, "initial_arrays must"),
+        ({}, {"aggregation": "mean"}, "level in privacy must"),
+        ({}, {"aggregation": "weighted"}, "privacy must"),
+        ({}, {"robust": True}, "privacy must"),
+        ({}, {"remember": 1}, "privacy must"),
+        ({}, {"min_clients": 2}, "min_clients must"),
+        ({"trust": "central"}, {"secure": True}, "secure must"),
+        ({"basis": PublicBasis.dct((9,), 5)}, {}, "X must"),
+    ],
+)
+def test_what_a_promise_cannot_be_kept_with_is_rejected_before_round_one(
+    noise: dict[str, Any], options: dict[str, Any], named: str
+) -> None:
+    grid = grid_of()
+    with pytest.raises(ValueError, match=named):
+        learn(Noise(**{"epsilon": 1.0, **noise}), grid, 1, **options)
+    assert not grid.replies
+
+
+def test_other_interfaces_and_kinds_are_rejected() -> None:
+    wrong: Any = 8.0
+    with pytest.raises(TypeError, match="privacy must be a Noise"):
+        PerMA(ATOMS, privacy=wrong)
+    with pytest.raises(TypeError, match="privacy must be a Noise"):
+        client_app(lambda context: None, privacy=wrong)
+    noise = Noise(epsilon=1.0, trust="central")
+    with pytest.raises(ValueError, match="privacy must come with the strategy's own start"):
+        as_legacy(PerMA(ATOMS, privacy=noise), initial=[START]).initialize_parameters(
+            SimpleClientManager()
+        )
+
+
+def test_a_client_that_bounds_no_record_is_named() -> None:
+    grid = Tap(client_app(OwnFit), CLIENTS)
+    with pytest.raises(TooFewReplies, match='level must be "client" for clients that'):
+        learn(Noise(epsilon=1.0, trust="central"), grid, 1)
+
+
+# A public basis ----------------------------------------------------------------------------------
+
+
+def test_atoms_are_learned_in_the_basis_and_end_where_the_samples_are() -> None:
+    basis = PublicBasis(TRUTH)
+    noise = Noise(epsilon=1e4, clip=10.0, trust="central", basis=basis)
+    grid = grid_of([basis.project(X) for X in SAMPLES])
+    found, _ = learn(noise, grid)
+    assert found.shape == TRUTH.shape
+    np.testing.assert_allclose(found @ TRUTH.T @ TRUTH, found, atol=1e-9)
+    plain, _ = learn(None, fraction_evaluate=0.0)
+    assert dictionary_distance(found, TRUTH) < 1.1 * dictionary_distance(plain, TRUTH)
