@@ -42,7 +42,8 @@ EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 class Federation(Protocol):
     """What an engine needs of an experiment (a module with these two functions).
 
-    A module may have a third, ``initial(config)``: the arrays that the strategy starts from.
+    A module may have two more: ``initial(config)``, the arrays that the strategy starts from, and
+    ``privacy(config)``, the clients' own promise.
     """
 
     def client(self, context: Context, config: Any) -> Any:
@@ -128,7 +129,8 @@ def federate(
     if isinstance(engine, Grid):
         return run(engine)
     check_engine(engine)
-    app = client_app(partial(experiment.client, config=config))
+    promise = getattr(experiment, "privacy", lambda config: None)(config)
+    app = client_app(partial(experiment.client, config=config), privacy=promise)
     if engine == "in-process":
         return run(InProcessGrid(app, config.clients, state_dir=state_dir))
     return on_ray(run, app, config.clients)

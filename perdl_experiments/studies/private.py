@@ -10,6 +10,7 @@ error is measured on held-out images of all labels, in pixels.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import count
 from math import ceil, inf
 from typing import Any
 
@@ -34,7 +35,9 @@ from perdl_experiments.studies._experiment import Federate, Keep
 N_ATOMS, N_NONZERO, SAMPLES, DELTA = 32, 10, 500, 1e-5
 #: Share of the clients that must answer: the noise of those that do suffices.
 REQUIRED = 0.8
-EPSILONS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
+EPSILONS = (0.5, 1.0, 2.0, 4.0, 8.0)
+#: Whose draws the noise is, beside the clients' and the data's.
+NOISE = 1_000_001
 #: Frequencies at most, and their share of the pixels, where the user names no number.
 FREQUENCIES, SHARE = 144, 0.75
 
@@ -72,10 +75,22 @@ def client(context: Context, config: Config) -> DictionaryClient:
     return DictionaryClient(_unit(X, config.space), _learner(), context, state_dir=config.state_dir)
 
 
+def privacy(config: Config) -> Noise | None:
+    """Return the promise. Its noise comes from the seed: this is a simulation, to be repeated."""
+    if config.epsilon == inf:
+        return None
+    draws = count()
+    return Noise(
+        epsilon=config.epsilon,
+        delta=DELTA,
+        trust=config.trust,
+        rng=lambda: spawn(config.seed, NOISE, next(draws)),
+    )
+
+
 def strategy(config: Config, **options: Any) -> PerMA:
     """Return the strategy; ``options`` are the server's own."""
-    if config.epsilon < inf:
-        noise = Noise(epsilon=config.epsilon, delta=DELTA, trust=config.trust)
+    if noise := privacy(config):
         # As many clients must answer as the noise is for.
         options |= {"privacy": noise, "min_clients": ceil(REQUIRED * config.clients)}
         if config.trust == "distributed":
