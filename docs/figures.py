@@ -39,6 +39,7 @@ PAGES = (
     ROOT / "docs" / "data-diffusion.md",
     ROOT / "docs" / "decentralized-learning.md",
     ROOT / "docs" / "security.md",
+    ROOT / "docs" / "security-tests.md",
     ROOT / "docs" / "speed.md",
     ROOT / "docs" / "use-in-your-project.md",
     ROOT / "docs" / "add-a-protocol.md",
