@@ -98,7 +98,7 @@ class Promise:
     def release(self) -> Release:
         """How each sum is noised; its grid makes noise larger by less than a hundredth."""
         reach = self.limit * self.clip / (_FINE * sqrt(self.size))
-        if self.level == "client":
+        if self.level == "client" and self.trust == "distributed":
             reach = min(reach, self.clip)
         while True:
             try:
@@ -148,9 +148,8 @@ def answer_noised(
     config.pop(BOUND, None)
     if promise.level == "record":
         config[BOUND] = promise.clip
-    asked = like(
-        message, RecordDict({ARRAYS: message.content[ARRAYS], CONFIG: ConfigRecord({**config})})
-    )
+    records: dict[str, Any] = {**message.content, CONFIG: ConfigRecord({**config})}
+    asked = like(message, RecordDict(records))
     spent = context.state[_SPENT]
     values: Matrix = np.zeros(promise.size)
     bound = promise.clip
@@ -158,7 +157,9 @@ def answer_noised(
         reply = call_next(asked, context)
         if reply.has_error():
             raise ValueError(error_of(reply))
-        sent, _, metrics = read_reply(reply.content)
+        given = message.content.array_records[ARRAYS]
+        names = [name for name in given if name in reply.content.array_records[ARRAYS]]
+        sent, _, metrics = read_reply(reply.content, names=names)
         bound = metrics.get(BOUND, np.nan)
         found = _flat(promise, sent, arrays)
         if found.shape != values.shape:
@@ -281,12 +282,11 @@ def _flat(promise: Promise, sent: Sequence[Matrix], given: Sequence[Matrix]) -> 
         return flat(sent)
     changes: list[Matrix] = []
     for new, old in zip(sent, given[len(given) - len(sent) :], strict=True):
-        if promise.of == CHANGES:
-            changes.append(new.astype(np.float64) - old)
-            continue
-        new = new[: len(old)]  # what is below them is no atom
-        moved = new.any(axis=1, keepdims=True)
-        changes.append(np.where(moved, new.astype(np.float64) - old, 0))
+        change = np.zeros(new.shape)
+        change[: len(old)] = new[: len(old)].astype(np.float64) - old
+        if promise.of == ATOMS:  # what is below them is no atom
+            change *= new.any(axis=1, keepdims=True)
+        changes.append(change)
     return flat(changes)
 
 

@@ -50,7 +50,8 @@ class NoisedSum:
         What is summed: replies ("sums"), their changes from ``start`` ("changes"), or those of
         atoms ("atoms").
     records : bool, default False
-        Whether a reply is a sum over samples, each of which can be bounded.
+        Whether a reply is a sum over samples, each of which can be bounded; such sums of earlier
+        rounds count in the next one.
     moments : int, default 0
         So many first columns of the one array are a matrix of second moments.
     secure : mapping, optional
@@ -190,7 +191,7 @@ class NoisedSum:
 
     def _finished(self, total: Matrix, sigma: float, n_clients: int) -> list[Matrix]:
         """Return what the protocol goes on with: all that is done here costs no privacy."""
-        if self.of == SUMS:
+        if self.records:
             total = total + _EARLIER * self.kept.get(_SUM, np.zeros_like(total))
             self.kept[_SUM] = total
         ends = np.cumsum([array.size for array in self.start])[:-1]
@@ -223,7 +224,7 @@ class NoisedSum:
 
 
 def check_privacy(
-    privacy: Noise | None, secure: bool | Mapping[str, float]
+    privacy: Noise | None, secure: bool | Mapping[str, float] = False
 ) -> dict[str, float] | None:
     """Return the options of SecAgg+ for this privacy, None where it is not wanted.
 
@@ -249,9 +250,9 @@ def check_privacy(
 def sum_channel(
     secure: Mapping[str, float] | None,
     privacy: Noise | None,
-    start: Matrix,
-    norm: float,
-    max_weight: int,
+    start: Sequence[Matrix],
+    norm: float = 1.0,
+    max_weight: int = 1,
     **options: Any,
 ) -> Channel | None:
     """Return how the sum of the clients' arrays is gathered; None: in the clear.
@@ -262,17 +263,17 @@ def sum_channel(
         Options of SecAgg+.
     privacy : Noise or None
         The promise.
-    start : ndarray
-        See `NoisedSum`; without a promise its shape counts alone.
-    norm : float
+    start : sequence of ndarray
+        See `NoisedSum`; without a promise it is one array, whose shape counts alone.
+    norm : float, default 1.0
         Largest norm of a client's array, without a promise.
-    max_weight : int
+    max_weight : int, default 1
         See `SecureMean`; under a promise all count alike.
     **options
         See `NoisedSum`.
     """
     if privacy is not None:
-        return NoisedSum(noise=privacy, start=[start], secure=secure or {}, **options)
+        return NoisedSum(noise=privacy, start=start, secure=secure or {}, **options)
     if secure is None:
         return None
-    return SecureMean(start.shape, norm, max_weight, **cast(Any, secure))
+    return SecureMean(start[0].shape, norm, max_weight, **cast(Any, secure))

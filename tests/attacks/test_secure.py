@@ -31,6 +31,7 @@ from flwr_perdl.dictionary import (
     sparse_code,
     warm_start,
 )
+from flwr_perdl.privacy import Noise
 from flwr_perdl.protocol.compat import become_server
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import PerMA, ServerSettings, TooFewReplies, as_legacy
@@ -208,8 +209,17 @@ def old_objects_set_aside() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("old_objects_set_aside")
-@pytest.mark.parametrize("secure", [True, False])
-def test_the_servers_memory_holds_no_clients_statistics(secure: bool) -> None:
+@pytest.mark.parametrize(
+    ("options", "hidden"),
+    [
+        ({"secure": True}, True),
+        ({}, False),
+        ({"privacy": Noise(epsilon=100.0), "min_clients": 3}, True),
+    ],
+)
+def test_the_servers_memory_holds_no_clients_statistics(
+    options: dict[str, Any], hidden: bool
+) -> None:
     """After every exchange of messages, and where the server computes with what it has."""
     watch = Watch()
 
@@ -226,10 +236,11 @@ def test_the_servers_memory_holds_no_clients_statistics(secure: bool) -> None:
 
     parts, _ = digits()
     grid = make_grid(parts, adapt=watch.note, kind=Tap)
-    Watched(GLOBAL, secure=secure, fraction_evaluate=0.0).start(grid, num_rounds=2)
+    strategy = Watched(GLOBAL, fraction_evaluate=0.0, **options)
+    strategy.start(grid, ArrayRecord([START]), num_rounds=1)
     assert set(watch.statistics) == set(range(CLIENTS))
     assert watch.seen > CLIENTS, "arrays of that size are there: masked ones, and the sum"
-    assert watch.found == (set() if secure else set(range(CLIENTS)))
+    assert watch.found == (set() if hidden else set(range(CLIENTS)))
 
 
 def test_flowers_masks_come_from_seeds_of_32_bits() -> None:

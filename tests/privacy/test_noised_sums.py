@@ -7,15 +7,23 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message
+from flwr.client import NumPyClient
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Stage
 from flwr.server.client_manager import SimpleClientManager
 
-from flwr_perdl.clients import DictionaryClient, Member, client_app
+from flwr_perdl.clients import DictionaryAveragingClient, DictionaryClient, Member, client_app
 from flwr_perdl.dictionary import LassoLearner, OrthogonalLearner, dictionary_distance
 from flwr_perdl.privacy import Noise, PublicBasis
 from flwr_perdl.simulations import InProcessGrid
-from flwr_perdl.strategies import PerMA, ServerSettings, TooFewReplies, as_legacy
+from flwr_perdl.strategies import (
+    ClusteredFedAvg,
+    DictionaryAveraging,
+    PerMA,
+    ServerSettings,
+    TooFewReplies,
+    as_legacy,
+)
 
 CLIENTS, ATOMS, FEATURES, ROUNDS = 5, 4, 6, 3
 RNG = np.random.default_rng(0)
@@ -297,3 +305,52 @@ def test_atoms_are_learned_in_the_basis_and_end_where_the_samples_are() -> None:
     np.testing.assert_allclose(found @ TRUTH.T @ TRUTH, found, atol=1e-9)
     plain, _ = learn(None, fraction_evaluate=0.0)
     assert dictionary_distance(found, TRUTH) < 1.1 * dictionary_distance(plain, TRUTH)
+
+
+# Other strategies --------------------------------------------------------------------------------
+
+
+class Moving(NumPyClient):
+    """A client whose model moves towards its own number."""
+
+    def __init__(self, context: Context) -> None:
+        self.i = int(context.node_config["partition-id"])
+
+    def fit(self, parameters: Any, config: Any) -> Any:
+        return [array + (self.i + 1 - array) / 4 for array in parameters], 10 * self.i + 1, {"i": 1}
+
+
+@pytest.mark.parametrize("trust", ["central", "distributed"])
+def test_any_models_changes_are_summed_with_noise(trust: str) -> None:
+    """Of two arrays with names; all clients count alike, and each moves by its clip at most."""
+    noise = seeded(epsilon=1e4, level="client", trust=trust, clip=2.0)
+    grid = Tap(client_app(Moving, privacy=noise), CLIENTS)
+    strategy = ClusteredFedAvg(1, privacy=noise, min_clients=3)
+    start = ArrayRecord({"b": Array(np.zeros((2, 3))), "a": Array(np.zeros(3))})
+    found = strategy.start(grid, start, num_rounds=1).arrays
+    assert list(found) == ["b", "a"]
+    # The change of client i is (i + 1) / 4 in each of nine entries.
+    mean = np.mean([min((i + 1) / 4, 2.0 / 3) for i in range(CLIENTS)])
+    for array in found.to_numpy_ndarrays():
+        np.testing.assert_allclose(array, mean, atol=0.03)
+    assert "'i'" not in repr(strategy.history)
+
+
+def test_one_dictionary_is_averaged_with_noise() -> None:
+    def make_client(context: Context) -> DictionaryAveragingClient:
+        X = SAMPLES[int(context.node_config["partition-id"])]
+        return DictionaryAveragingClient(X, LassoLearner(ATOMS, alpha=0.05), context)
+
+    def averaged(privacy: Noise | None) -> np.ndarray:
+        strategy = DictionaryAveraging(weighted=False, fraction_evaluate=0.0, privacy=privacy)
+        grid = Tap(client_app(make_client), CLIENTS)
+        return strategy.start(grid, ArrayRecord([START])).arrays.to_numpy_ndarrays()[0]
+
+    noise = seeded(epsilon=1e4, level="client", trust="central", clip=2.0)
+    np.testing.assert_allclose(averaged(noise), averaged(None), atol=0.1)
+
+
+@pytest.mark.parametrize("options", [{"k": 2}, {"k": "auto"}, {"k": 1, "robust": True}])
+def test_a_choice_of_clusters_is_rejected_under_a_promise(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="k must be 1 and robust False with privacy"):
+        ClusteredFedAvg(**options, privacy=Noise(epsilon=1.0, level="client"))
