@@ -427,5 +427,6 @@ class NumPyClientApp(AnsweringApp):
 
     def _query(self, message: Message, context: Context) -> Message:
         private = self._privacy is not None  # what a client says of itself may be of its data
-        properties = identify(context) if private else _properties(self._made(context), context)
+        own: dict[str, Any] = {**identify(context)} if private else {}
+        properties = own or _properties(self._made(context), context)
         return Message(RecordDict({CONFIG: ConfigRecord(properties)}), reply_to=message)

@@ -39,9 +39,11 @@ PROMISE = "perdl.promise"
 #: that none does.
 BOUND = "perdl.bound"
 
-#: What is summed: the replies, their changes from the request, or those of atoms, of which a row of
-#: zeros is one that stays as it is.
-SUMS, CHANGES, ATOMS = "sums", "changes", "atoms"
+#: What is summed: the replies; their changes from the request; those of atoms, of which a row of
+#: zeros is one that stays as it is; or what follows a loss and a cluster in each row.
+SUMS, CHANGES, ATOMS, UPDATES = "sums", "changes", "atoms", "updates"
+#: The number of columns before an update.
+HEAD = 2
 #: The record of a client's state with what it has spent.
 _SPENT = "perdl.noised"
 #: The weight of C'C in a sum of statistics: of the noise, C'X gets less.
@@ -80,7 +82,7 @@ class Promise:
             raise ValueError(f"{PROMISE} must be a promise, got {brief_repr(given)}.") from None
         for name, most in (("rounds", LARGEST_INT), ("clients", LARGEST_INT), ("size", _MOST)):
             check_count(f"{name} in {PROMISE}", getattr(promise, name), 1, most)
-        check_choice(f"of in {PROMISE}", promise.of, (SUMS, CHANGES, ATOMS))
+        check_choice(f"of in {PROMISE}", promise.of, (SUMS, CHANGES, ATOMS, UPDATES))
         return promise
 
     @property
@@ -280,6 +282,8 @@ def _flat(promise: Promise, sent: Sequence[Matrix], given: Sequence[Matrix]) -> 
     """Return what a client adds to the sum, as one vector in float64."""
     if promise.of == SUMS:
         return flat(sent)
+    if promise.of == UPDATES:
+        return flat([array[:, HEAD:] for array in sent])
     changes: list[Matrix] = []
     for new, old in zip(sent, given[len(given) - len(sent) :], strict=True):
         change = np.zeros(new.shape)

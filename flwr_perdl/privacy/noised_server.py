@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from flwr_perdl.core.checks import Matrix, check_kind
 from flwr_perdl.privacy.noise import Noise, Release, floor_eigenvalues, noise_multiplier, spent
-from flwr_perdl.privacy.noised_client import BALANCE, PROMISE, SUMS, Promise
+from flwr_perdl.privacy.noised_client import BALANCE, HEAD, PROMISE, SUMS, UPDATES, Promise
 from flwr_perdl.privacy.secure_client import MAX_WEIGHT, MIN_CLIENTS, NORM
 from flwr_perdl.privacy.secure_server import SecureMean, check_secure, largest_range
 from flwr_perdl.protocol.records import Limits, Reply, Scalar, read_reply
@@ -47,8 +47,8 @@ class NoisedSum:
         The arrays of a reply: their shapes where replies are summed; where their changes are, what
         they begin from.
     of : str, default "sums"
-        What is summed: replies ("sums"), their changes from ``start`` ("changes"), or those of
-        atoms ("atoms").
+        What is summed: replies ("sums"), their changes from ``start`` ("changes"), those of atoms
+        ("atoms"), or of rows what follows a loss and a cluster ("updates").
     records : bool, default False
         Whether a reply is a sum over samples, each of which can be bounded; such sums of earlier
         rounds count in the next one.
@@ -197,7 +197,9 @@ class NoisedSum:
         ends = np.cumsum([array.size for array in self.start])[:-1]
         parts = np.split(total / n_clients, ends)
         arrays = [p.reshape(a.shape) for p, a in zip(parts, self.start, strict=True)]
-        if self.of != SUMS:
+        if self.of == UPDATES:
+            arrays = [np.pad(array, ((0, 0), (HEAD, 0))) for array in arrays]
+        elif self.of != SUMS:
             arrays = [old + change for old, change in zip(self.start, arrays, strict=True)]
         if self.moments:
             weight = BALANCE if self.noise.level == "record" else 1.0

@@ -224,6 +224,8 @@ class ClusteredFedAvg(ProtocolStrategy):
     evaluation_config: ClassVar[Mapping[str, Scalar]] = {CLUSTERED: True}
     _before_model = (LABELS,)
 
+    privacy: Noise | None
+
     def __init__(
         self,
         k: int | str,

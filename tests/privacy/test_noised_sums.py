@@ -12,13 +12,21 @@ from flwr.client import NumPyClient
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Stage
 from flwr.server.client_manager import SimpleClientManager
 
-from flwr_perdl.clients import DictionaryAveragingClient, DictionaryClient, Member, client_app
+from flwr_perdl.clients import (
+    DictionaryAveragingClient,
+    DictionaryClient,
+    Member,
+    RegressionClient,
+    client_app,
+)
 from flwr_perdl.dictionary import LassoLearner, OrthogonalLearner, dictionary_distance
 from flwr_perdl.privacy import Noise, PublicBasis
+from flwr_perdl.regression import Refinement
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
     ClusteredFedAvg,
     DictionaryAveraging,
+    FedX,
     PerMA,
     ServerSettings,
     TooFewReplies,
@@ -348,6 +356,30 @@ def test_one_dictionary_is_averaged_with_noise() -> None:
 
     noise = seeded(epsilon=1e4, level="client", trust="central", clip=2.0)
     np.testing.assert_allclose(averaged(noise), averaged(None), atol=0.1)
+
+
+def test_one_linear_model_is_learned_with_noise() -> None:
+    truth = np.array([1.0, -2.0, 0.5])
+    X = np.random.default_rng(2).standard_normal((CLIENTS, 40, 3))
+    phase = Refinement(step_size=0.5, momentum=False)
+
+    def make_client(context: Context) -> RegressionClient:
+        own = X[int(context.node_config["partition-id"])]
+        return RegressionClient(own, own @ truth, context)
+
+    noise = seeded(epsilon=1e4, level="client", clip=4.0)
+    grid = Tap(client_app(make_client, privacy=noise), CLIENTS)
+    strategy = FedX(1, phase_2=phase, privacy=noise, min_clients=3)
+    found = strategy.start(grid, ArrayRecord([np.zeros((1, 3))]), num_rounds=8)
+    np.testing.assert_allclose(found.arrays.to_numpy_ndarrays()[0], [truth], atol=0.2)
+    for wrong in (
+        {"n_clusters": 2},
+        {"n_clusters": "auto"},
+        {"robust": True},
+        {"phase_2": Refinement()},
+    ):
+        with pytest.raises(ValueError, match="n_clusters must be 1"):
+            FedX(**{"n_clusters": 1, "phase_2": phase, "privacy": noise, **wrong})
 
 
 @pytest.mark.parametrize("options", [{"k": 2}, {"k": "auto"}, {"k": 1, "robust": True}])
