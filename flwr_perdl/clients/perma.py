@@ -156,7 +156,8 @@ class DictionaryClient(LearnerClient):
             # Each sample's term depends on that sample and on G alone: it is coded by itself, and
             # without the local atoms, which all samples have made.
             codes = np.vstack([learner.code(x[None], G) for x in X])
-            sent = bounded_statistics(X, codes, bounded[BOUND], orthogonal=learner.orthogonal)
+            exact = X.astype(np.float64)  # float32's rounding errors are no small part of a bound
+            sent = bounded_statistics(exact, codes, bounded[BOUND], orthogonal=learner.orthogonal)
         elif statistics:
             # Asked before the sums are formed, since what a withheld atom explains counts as local.
             shared = self.may_send(C[:, :r], X - reconstruct(C[:, r:], D[r:]))
@@ -166,7 +167,8 @@ class DictionaryClient(LearnerClient):
         else:
             weights = update_weights(learner, X, C, D)[:, aligned.indices]
             sent = np.where(self.may_send(weights, X)[:, None], after[:r], 0)
-        sent = _rounded(sent, self.digits)
+        if not bounded:  # else rounding, in a unit of all samples, would move a sum by more
+            sent = _rounded(sent, self.digits)
         result = self.result(sent, errors[0], len(after), {LOCAL_ATOMS: after[r:]}, anew=anew)
         return result._replace(metrics={**result.metrics, **bounded})
 

@@ -66,6 +66,17 @@ def test_the_statistics_are_those_of_the_codes_by_hand() -> None:
     np.testing.assert_allclose(sent, C[:, :2].T @ (X - C[:, 2:] @ whole[2:]), atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_sample_moves_bounded_statistics_by_no_more_than_the_bound(dtype: str) -> None:
+    G, X = np.eye(2, 5), 1000 * samples(400).astype(dtype)
+    config = asks("update", 2, **{"perdl.sends": "statistics", "perdl.bound": 1.0})
+    sent = []
+    for part in (X, X[1:]):  # rounding to two digits must not come between
+        client = DictionaryClient(part, LEARNER, context(), digits=2, min_support=0)
+        sent += client.fit([G.astype(dtype)], config)[0]
+    assert np.linalg.norm(sent[1] - sent[0]) == pytest.approx(1.0, abs=1e-7)
+
+
 def test_a_request_asked_twice_has_the_same_reply() -> None:
     node = context()
     client = DictionaryClient(samples(), LEARNER, node)
