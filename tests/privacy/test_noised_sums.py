@@ -33,11 +33,11 @@ from flwr_perdl.strategies import (
     as_legacy,
 )
 
-CLIENTS, ATOMS, FEATURES, ROUNDS = 5, 4, 6, 3
+CLIENTS, ATOMS, FEATURES, ROUNDS = 5, 4, 6, 2
 RNG = np.random.default_rng(0)
 TRUTH = np.linalg.qr(RNG.standard_normal((FEATURES, FEATURES)))[0][:ATOMS]
-CODES = RNG.standard_normal((CLIENTS, 60, ATOMS)) * (RNG.random((CLIENTS, 60, ATOMS)) < 0.4)
-SAMPLES = list(CODES @ TRUTH + 0.01 * RNG.standard_normal((CLIENTS, 60, FEATURES)))
+CODES = RNG.standard_normal((CLIENTS, 30, ATOMS)) * (RNG.random((CLIENTS, 30, ATOMS)) < 0.4)
+SAMPLES = list(CODES @ TRUTH + 0.01 * RNG.standard_normal((CLIENTS, 30, FEATURES)))
 #: Near the truth, and not orthonormal.
 START = TRUTH + 0.2 * RNG.standard_normal(TRUTH.shape)
 
@@ -306,7 +306,7 @@ def test_a_client_that_bounds_no_record_is_named() -> None:
 
 def test_atoms_are_learned_in_the_basis_and_end_where_the_samples_are() -> None:
     basis = PublicBasis(TRUTH)
-    noise = Noise(epsilon=1e4, clip=10.0, trust="central", basis=basis)
+    noise = seeded(epsilon=1e4, clip=3.0, trust="central", basis=basis)
     grid = grid_of([basis.project(X) for X in SAMPLES])
     found, _ = learn(noise, grid)
     assert found.shape == TRUTH.shape
