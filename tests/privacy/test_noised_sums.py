@@ -97,7 +97,7 @@ def test_hardly_any_noise_changes_hardly_anything(trust: str, level: str, aggreg
     # Of a client's statistics the norm is 1 at most.
     clip = 1.0 if level == "client" and aggregation == "statistics" else 10.0
     noise = seeded(epsilon=1e4, trust=trust, level=level, clip=clip)
-    found, strategy = learn(noise, aggregation=aggregation)
+    found, strategy = learn(noise, grid_of(app={"privacy": noise}), aggregation=aggregation)
     plain, _ = learn(None, aggregation=aggregation, fraction_evaluate=0.0)
     assert dictionary_distance(found, TRUTH) < 1.2 * dictionary_distance(plain, TRUTH)
     assert dictionary_distance(START, TRUTH) > 0.2
@@ -219,7 +219,7 @@ def stage(message: Message) -> str:
     return str(record["stage"]) if isinstance(record, ConfigRecord) else ""
 
 
-@pytest.mark.parametrize("privacy", [None, Noise(epsilon=1e4, clip=10.0)])
+@pytest.mark.parametrize("privacy", [None, seeded(epsilon=1e4, clip=3.0)])
 @pytest.mark.parametrize(("gone", "there"), [((3, 4), (0, 1, 2)), ((2, 3, 4), (0, 1, 2, 3, 4))])
 def test_a_sum_of_too_few_is_not_opened_but_repeated(
     privacy: Noise | None, gone: tuple[int, ...], there: tuple[int, ...]
@@ -236,7 +236,7 @@ def test_a_sum_of_too_few_is_not_opened_but_repeated(
             return "error" if times[partition] == 1 else None
         return None
 
-    grid = grid_of(faults=faults)
+    grid = grid_of(faults=faults, app={"privacy": privacy})
     found, strategy = learn(
         privacy,
         grid,
@@ -312,7 +312,7 @@ def test_atoms_are_learned_in_the_basis_and_end_where_the_samples_are() -> None:
     assert found.shape == TRUTH.shape
     np.testing.assert_allclose(found @ TRUTH.T @ TRUTH, found, atol=1e-9)
     plain, _ = learn(None, fraction_evaluate=0.0)
-    assert dictionary_distance(found, TRUTH) < 1.1 * dictionary_distance(plain, TRUTH)
+    assert dictionary_distance(found, TRUTH) < 1.2 * dictionary_distance(plain, TRUTH)
 
 
 # Other strategies --------------------------------------------------------------------------------
