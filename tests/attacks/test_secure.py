@@ -6,6 +6,7 @@ import gc
 import re
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ from flwr_perdl.dictionary import (
     warm_start,
 )
 from flwr_perdl.privacy import Noise
+from flwr_perdl.privacy.noised_client import Promise
 from flwr_perdl.protocol.compat import become_server
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import PerMA, ServerSettings, TooFewReplies, as_legacy
@@ -261,6 +263,14 @@ class Lies(NamedTuple):
     sources: tuple[int, ...] = (1, 2)
     active: tuple[int, ...] = (0, 1, 2)
     dead: tuple[int, ...] = ()
+    #: The range of a promise of noise for three clients; None: there is no promise.
+    limit: int | None = None
+
+
+PROMISE = Promise(
+    **{"epsilon": 1.0, "delta": 1e-5, "trust": "distributed", "level": "client", "clip": 1.0},
+    **{"rounds": 1, "clients": 3, "limit": 2**21, "size": 3, "of": "sums"},
+)
 
 
 def play(lies: Lies, **options: Any) -> None:
@@ -274,7 +284,10 @@ def play(lies: Lies, **options: Any) -> None:
     contexts = [Context(1, k, {"partition-id": k}, RecordDict(), {}) for k in range(3)]
 
     def ask(client: int, step: str, kind: str = "train", **config: Any) -> Any:
-        summand = {"perdl.max-weight": 1, "perdl.norm": 1.0}
+        summand: dict[str, Any] = {"perdl.max-weight": 1, "perdl.norm": 1.0}
+        if lies.limit is not None:
+            promise = replace(PROMISE, limit=lies.limit)
+            summand |= {"perdl.promise": promise.text, "perdl.norm": 2.0**21, "server-round": 1}
         records = {"arrays": ArrayRecord([START]), "config": ConfigRecord(summand)}
         content = RecordDict(
             {**records, RECORD_KEY_CONFIGS: ConfigRecord({"stage": step, **config})}
@@ -318,12 +331,19 @@ def test_a_client_takes_the_steps_of_a_round_of_three() -> None:
         (Lies(active=(0, 1, 1)), "different nodes"),
         (Lies(dead=(0,)), "active or lost"),
         (Lies(kind="train.default"), "secure=True"),
+        (Lies(limit=2**20), "must be one for noise"),
     ],
 )
 def test_a_server_cannot_have_one_update_unmasked(lies: Lies, named: str) -> None:
     """Before: the first of these gave it the update."""
     with pytest.raises(ValueError, match=named):
         play(lies, secure=True)
+
+
+def test_a_sum_is_opened_of_as_many_as_its_noise_is_for() -> None:
+    play(Lies(limit=2**21), secure=True, min_clients=2)
+    with pytest.raises(ValueError, match="min_clients=3"):
+        play(Lies(active=(0, 1), dead=(2,), limit=2**21), secure=True, min_clients=2)
 
 
 def test_clients_take_part_in_sums_over_at_least_min_clients() -> None:

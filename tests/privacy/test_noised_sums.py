@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.client import NumPyClient
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Stage
 from flwr.server.client_manager import SimpleClientManager
@@ -21,6 +22,8 @@ from flwr_perdl.clients import (
 )
 from flwr_perdl.dictionary import LassoLearner, OrthogonalLearner, dictionary_distance
 from flwr_perdl.privacy import Noise, PublicBasis
+from flwr_perdl.privacy.noised_client import Promise
+from flwr_perdl.protocol.compat import become_server
 from flwr_perdl.regression import Refinement
 from flwr_perdl.simulations import InProcessGrid
 from flwr_perdl.strategies import (
@@ -53,6 +56,16 @@ class Tap(InProcessGrid):
         replies = list(super().send_and_receive(messages, timeout=timeout))
         self.replies += replies
         return replies
+
+
+class Moving(NumPyClient):
+    """A client whose model moves towards its own number."""
+
+    def __init__(self, context: Context) -> None:
+        self.i = int(context.node_config["partition-id"])
+
+    def fit(self, parameters: Any, config: Any) -> Any:
+        return [array + (self.i + 1 - array) / 4 for array in parameters], 10 * self.i + 1, {"i": 1}
 
 
 def seeded(**options: Any) -> Noise:
@@ -169,9 +182,11 @@ def test_a_client_that_fails_adds_zero_and_says_nothing(warned: Any) -> None:
 # The budget --------------------------------------------------------------------------------------
 
 
-def test_a_resumed_run_does_not_spend_twice(tmp_path: Path) -> None:
-    noise, grid = seeded(epsilon=3.0, trust="central"), grid_of()
-    straight, _ = learn(noise, grid_of(), 4)
+@pytest.mark.parametrize("trust", ["central", "distributed"])
+def test_a_resumed_run_does_not_spend_twice(trust: str, tmp_path: Path) -> None:
+    noise = seeded(epsilon=3.0, trust=trust)
+    grid = grid_of(app={"privacy": noise})
+    straight, _ = learn(noise, grid_of(app={"privacy": noise}), 4)
 
     def rest(rounds: int, stop: int | None = None) -> tuple[np.ndarray, PerMA]:
         settings = ServerSettings(resume=True)
@@ -211,6 +226,38 @@ def test_a_client_rejects_weaker_promises(
     grid = grid_of(app={"privacy": Noise(**{"epsilon": 2.0, **own})})
     with pytest.raises(TooFewReplies, match=named):
         learn(privacy, grid, 1, fraction_evaluate=0.0)
+
+
+def test_a_client_counts_what_it_spends() -> None:
+    """Of a server that asks for more sums than it says, or says something else later."""
+    app = client_app(Moving, privacy=Noise(epsilon=2.0, trust="central", level="client"))
+    context = Context(1, 1, {"partition-id": 0}, RecordDict(), {})
+    known = Promise(
+        **{"epsilon": 2.0, "delta": 1e-5, "trust": "central", "level": "client", "clip": 1.0},
+        **{"rounds": 2, "clients": 1, "limit": 2**40, "size": 2, "of": "changes"},
+    )
+
+    def ask(round_: int, **changed: Any) -> np.ndarray:
+        become_server(1)
+        promise = replace(known, **changed).text
+        config = ConfigRecord({"perdl.promise": promise, "server-round": round_})
+        content = RecordDict({"arrays": ArrayRecord([np.zeros(2)]), "config": config})
+        reply = app(Message(content, dst_node_id=1, message_type="train"), context)
+        found: np.ndarray = reply.content.array_records["arrays"]["0"].numpy()
+        return found
+
+    np.testing.assert_allclose(ask(1), [0.25, 0.25])
+    np.testing.assert_allclose(ask(1), [0.25, 0.25])  # as of a server that crashed
+    for round_, changed, named in (
+        (2, {"rounds": 3}, "must be the same in all requests"),
+        (2, {"trust": "distributed"}, "trust must be"),
+        (2, {"of": "all"}, "of in perdl.promise must be"),
+        (2, {"size": 3}, "must have 3 values"),
+        (1, {}, "server-round must be more"),
+        (3, {}, "rounds must be more to go on"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            ask(round_, **changed)
 
 
 def stage(message: Message) -> str:
@@ -316,16 +363,6 @@ def test_atoms_are_learned_in_the_basis_and_end_where_the_samples_are() -> None:
 
 
 # Other strategies --------------------------------------------------------------------------------
-
-
-class Moving(NumPyClient):
-    """A client whose model moves towards its own number."""
-
-    def __init__(self, context: Context) -> None:
-        self.i = int(context.node_config["partition-id"])
-
-    def fit(self, parameters: Any, config: Any) -> Any:
-        return [array + (self.i + 1 - array) / 4 for array in parameters], 10 * self.i + 1, {"i": 1}
 
 
 @pytest.mark.parametrize("trust", ["central", "distributed"])
