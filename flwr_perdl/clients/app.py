@@ -282,19 +282,19 @@ class AnsweringApp(ClientApp):
         try:
             if self._privacy is not None and kind == MessageType.EVALUATE:
                 raise NoEvaluateError
+            call = self._answer
+            if in_clustered_round(message):
+                call = partial(self._answer_in_parts, answer_clustered)
+            elif in_ditto_round(message):
+                call = partial(self._answer_in_parts, answer_ditto)
+            elif in_averaging_round(message):
+                parts = partial(answer_averaging, keep=self._keep or self.own_keep)
+                call = partial(self._answer_in_parts, parts)
             if in_secure_round(message):
                 if self.noisy:
                     raise ValueError(f"the round must not be a secure one {_NOT_BOTH}.")
-                answered = masked(message, context, self._answer, self._min_clients, self._privacy)
+                answered = masked(message, context, call, self._min_clients, self._privacy)
             else:
-                call = self._answer
-                if in_clustered_round(message):
-                    call = partial(self._answer_in_parts, answer_clustered)
-                elif in_ditto_round(message):
-                    call = partial(self._answer_in_parts, answer_ditto)
-                elif in_averaging_round(message):
-                    parts = partial(answer_averaging, keep=self._keep or self.own_keep)
-                    call = partial(self._answer_in_parts, parts)
                 if in_noised_round(message) or (self._privacy and kind == MessageType.TRAIN):
                     call = partial(answer_noised, call_next=call, own=self._privacy)
                 answered = in_plain_round(message, context, call)
@@ -336,7 +336,7 @@ class OtherApp(AnsweringApp):
 
     def _handle(self, message: Message, context: Context) -> Message:
         asks_who = message.metadata.message_type == MessageType.QUERY
-        if asks_who and not has_handler(self._app, "query.default"):
+        if asks_who and (self._privacy or not has_handler(self._app, "query.default")):
             who = ConfigRecord({**identify(context)})
             return Message(RecordDict({CONFIG: who}), reply_to=message)
         measures = message.metadata.message_type == MessageType.EVALUATE
@@ -426,5 +426,7 @@ class NumPyClientApp(AnsweringApp):
         return evaluation_reply(message, *client.evaluate(arrays, config))
 
     def _query(self, message: Message, context: Context) -> Message:
-        properties = _properties(self._made(context), context)
+        private = self._privacy is not None  # what a client says of itself may be of its data
+        own: dict[str, Any] = {**identify(context)} if private else {}
+        properties = own or _properties(self._made(context), context)
         return Message(RecordDict({CONFIG: ConfigRecord(properties)}), reply_to=message)

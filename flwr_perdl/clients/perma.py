@@ -34,7 +34,7 @@ from flwr_perdl.clients.dictionary import (
     read_local_steps,
 )
 from flwr_perdl.clients.steps import StepRequest, StepResult, step
-from flwr_perdl.core.checks import Matrix, check_choice, check_count, check_real
+from flwr_perdl.core.checks import Matrix, check_choice, check_count
 from flwr_perdl.dictionary import (
     Learner,
     align_to_global,
@@ -43,7 +43,7 @@ from flwr_perdl.dictionary import (
     refine_local,
     update_weights,
 )
-from flwr_perdl.privacy.noised_client import BOUND, bounded_statistics
+from flwr_perdl.privacy.noised_client import BOUND, SAMPLE_BOUND, bounded_statistics
 from flwr_perdl.privacy.secure_client import MAX_WEIGHT
 
 START = "start"
@@ -150,13 +150,14 @@ class DictionaryClient(LearnerClient):
             # Lines 4-6: after a step, the atoms nearest to the global ones stand for these.
             aligned = align_to_global(learner.update(X, C, D), G)
             after = np.vstack([aligned.global_atoms, aligned.local_atoms])
-        bounded = {}
-        if statistics and BOUND in config:
-            bounded = {BOUND: check_real(BOUND, config[BOUND], 0, open_low=True)}
+        bound = SAMPLE_BOUND.get() if statistics else None
+        bounded = {} if bound is None else {BOUND: bound}
+        if bound is not None:
             # Each sample's term depends on that sample and on G alone: it is coded by itself, and
             # without the local atoms, which all samples have made.
             codes = np.vstack([learner.code(x[None], G) for x in X])
-            sent = bounded_statistics(X, codes, bounded[BOUND], orthogonal=learner.orthogonal)
+            exact = X.astype(np.float64)  # float32's rounding errors are no small part of a bound
+            sent = bounded_statistics(exact, codes, bound, orthogonal=learner.orthogonal)
         elif statistics:
             # Asked before the sums are formed, since what a withheld atom explains counts as local.
             shared = self.may_send(C[:, :r], X - reconstruct(C[:, r:], D[r:]))
@@ -166,7 +167,8 @@ class DictionaryClient(LearnerClient):
         else:
             weights = update_weights(learner, X, C, D)[:, aligned.indices]
             sent = np.where(self.may_send(weights, X)[:, None], after[:r], 0)
-        sent = _rounded(sent, self.digits)
+        if bound is None:  # else rounding, in a unit of all samples, would move a sum by more
+            sent = _rounded(sent, self.digits)
         result = self.result(sent, errors[0], len(after), {LOCAL_ATOMS: after[r:]}, anew=anew)
         return result._replace(metrics={**result.metrics, **bounded})
 

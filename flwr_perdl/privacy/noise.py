@@ -16,10 +16,10 @@ the sum is rounded to a grid    By less than a step per entry: two sums are then
 each client adds a share        Independent discrete Gaussians of variance s^2 / n_required, s the
                                 standard deviation that is needed. Any n_required of them suffice.
                                 Kairouz, Liu and Steinke, "The Distributed Discrete Gaussian
-                                Mechanism", 2021, Corollary 12: the probabilities of a sum of n
-                                discrete Gaussians of variance v are those of one of variance n v
-                                but for a factor of exp(+-5 sum_k exp(-2 pi^2 v k / (k + 1))), which
-                                is 1 in float64 from v = 100 on
+                                Mechanism", 2021: the probabilities of a sum of n discrete Gaussians
+                                of variance v are those of one of variance n v but for a factor of
+                                exp(+-5 sum_(0<k<n) exp(-2 pi^2 v k / (k + 1))), which is 1 in
+                                float64 from v = 100 on
 one discrete Gaussian is as     Let N be the entries of all releases, s in steps of the grid, mu the
 good as a continuous one        distance of two runs' sums over s. A rounded normal distribution R
                                 has exactly the privacy of the continuous one, as data on the grid
@@ -37,16 +37,17 @@ releases are counted            `noise_multiplier`, by dp-accounting: Balle and 
                                 divergence would ask for 6 to 9 % more noise
 ==============================  ====================================================================
 
-What is not covered. A client knows its own share: towards it the noise is that of
-``n_required - 1`` shares, and towards k clients that work with the server, of ``n_required - k``.
-Floating point: noise and sums are whole numbers when they meet, so that the last bits of a reply
-say nothing (Mironov, "On Significance of the Least Significant Bits", 2012). Before that a sum over
-n records in float64 is off by at most n^2 2^-53 records, which is below the 1e-6 by which every
-sensitivity is taken larger for up to 90,000 records at a client; sums in float32 are not covered.
-Time: how long an
-answer takes may depend on the data, and OpenDP's sampler takes as long as its random numbers ask
-for; neither is hidden. ``rng`` in place of the operating system's random numbers is for tests and
-simulations: who knows its seed can take the noise off, and there is no promise.
+What is not covered. A record on which a client fails (NaN, or beyond the range that it computes in)
+takes all of that client's sum away: records are numbers that clients accept. A client knows its own
+share: towards it the noise is that of ``n_required - 1`` shares, and towards k clients that work
+with the server, of ``n_required - k``. Floating point: noise and sums are whole numbers when they
+meet, so that the last bits of a reply say nothing (Mironov, "On Significance of the Least
+Significant Bits", 2012). Before that a sum over n records in float64 is off by at most n^2 2^-53
+records, which is below the 1e-6 by which every sensitivity is taken larger for up to 90,000 records
+at a client; sums in float32 are not covered. Time: how long an answer takes may depend on the data,
+and OpenDP's sampler takes as long as its random numbers ask for; neither is hidden. ``rng`` in
+place of the operating system's random numbers is for tests and simulations: who knows its seed can
+take the noise off, and there is no promise.
 """
 
 from __future__ import annotations

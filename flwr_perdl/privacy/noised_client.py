@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from logging import WARNING
 from math import sqrt
 from typing import Any
 
 import numpy as np
-from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
+from flwr.app import ConfigRecord, Context, Message, MessageType
 
 from flwr_perdl.core.checks import Matrix, brief_repr, check_choice, check_count
 from flwr_perdl.privacy.noise import Noise, Release
-from flwr_perdl.protocol.compat import like, log
+from flwr_perdl.protocol.compat import log
 from flwr_perdl.protocol.records import (
     ARRAYS,
     CONFIG,
@@ -35,13 +36,17 @@ from flwr_perdl.protocol.records import (
 
 #: The config key of a request whose replies are summed with noise.
 PROMISE = "perdl.promise"
-#: The config key by which a sample may move a sum at most, and the metric by which a client says
-#: that none does.
+#: The norm by which a sample may move the sum at hand at most. No request can set it: under it a
+#: client withholds nothing.
+SAMPLE_BOUND: ContextVar[float | None] = ContextVar("sample_bound", default=None)
+#: The metric by which a client says that none moves it by more.
 BOUND = "perdl.bound"
 
-#: What is summed: the replies, their changes from the request, or those of atoms, of which a row of
-#: zeros is one that stays as it is.
-SUMS, CHANGES, ATOMS = "sums", "changes", "atoms"
+#: What is summed: the replies; their changes from the request; those of atoms, of which a row of
+#: zeros is one that stays as it is; or what follows a loss and a cluster in each row.
+SUMS, CHANGES, ATOMS, UPDATES = "sums", "changes", "atoms", "updates"
+#: The number of columns before an update.
+HEAD = 2
 #: The record of a client's state with what it has spent.
 _SPENT = "perdl.noised"
 #: The weight of C'C in a sum of statistics: of the noise, C'X gets less.
@@ -80,7 +85,7 @@ class Promise:
             raise ValueError(f"{PROMISE} must be a promise, got {brief_repr(given)}.") from None
         for name, most in (("rounds", LARGEST_INT), ("clients", LARGEST_INT), ("size", _MOST)):
             check_count(f"{name} in {PROMISE}", getattr(promise, name), 1, most)
-        check_choice(f"of in {PROMISE}", promise.of, (SUMS, CHANGES, ATOMS))
+        check_choice(f"of in {PROMISE}", promise.of, (SUMS, CHANGES, ATOMS, UPDATES))
         return promise
 
     @property
@@ -98,7 +103,7 @@ class Promise:
     def release(self) -> Release:
         """How each sum is noised; its grid makes noise larger by less than a hundredth."""
         reach = self.limit * self.clip / (_FINE * sqrt(self.size))
-        if self.level == "client":
+        if self.level == "client" and self.trust == "distributed":
             reach = min(reach, self.clip)
         while True:
             try:
@@ -144,34 +149,38 @@ def answer_noised(
         wanted = "distributed" if masked else "central"
         raise ValueError(f"trust must be {wanted!r} in such a round, got {promise.trust!r}.")
     _spend(context, promise, check_count(ROUND, config.get(ROUND), 1), again=not distributed)
-    del config[PROMISE]
-    config.pop(BOUND, None)
-    if promise.level == "record":
-        config[BOUND] = promise.clip
-    asked = like(
-        message, RecordDict({ARRAYS: message.content[ARRAYS], CONFIG: ConfigRecord({**config})})
-    )
     spent = context.state[_SPENT]
     values: Matrix = np.zeros(promise.size)
-    bound = promise.clip
+    found, by_record = values, promise.level == "record"
+    bound: float | None = promise.clip
+    token = SAMPLE_BOUND.set(bound if by_record else None)
     try:
-        reply = call_next(asked, context)
+        reply = call_next(message, context)
         if reply.has_error():
             raise ValueError(error_of(reply))
-        sent, _, metrics = read_reply(reply.content)
-        bound = metrics.get(BOUND, np.nan)
+        given = message.content.array_records[ARRAYS]
+        names = [name for name in given if name in reply.content.array_records[ARRAYS]]
+        sent, _, metrics = read_reply(reply.content, names=names)
+        bound = metrics.get(BOUND)
         found = _flat(promise, sent, arrays)
-        if found.shape != values.shape:
-            raise ValueError(f"size must be {promise.size}, got {found.size} values")
-        values = found if promise.level == "record" else _clipped(found, promise.clip)
+        if found.shape == values.shape:
+            values = found if by_record else _clipped(found, promise.clip)
     except KeyboardInterrupt:  # the operator's, not the data's
         raise
     # SystemExit and the panics of extension modules, which are no Exception, may depend on the
     # data as any error may.
     except BaseException as error:
         log(WARNING, "This client failed, and adds nothing to the sum: %r", error)
+    finally:
+        SAMPLE_BOUND.reset(token)
     context.state[_SPENT] = spent  # the client may have put another state in its place
-    if promise.level == "record" and bound != promise.clip:
+    # What is rejected here is so whatever the data are.
+    if found.size != promise.size:
+        raise ValueError(
+            f"a reply must have {promise.size} values for this sum, got {found.size} (orthonormal "
+            "initial_arrays are for clients with an OrthogonalLearner)."
+        )
+    if by_record and bound != promise.clip:
         raise ValueError(
             'level must be "client" for clients that do not bound what each sample adds '
             '(DictionaryClient with aggregation="statistics" does), got "record".'
@@ -279,14 +288,15 @@ def _flat(promise: Promise, sent: Sequence[Matrix], given: Sequence[Matrix]) -> 
     """Return what a client adds to the sum, as one vector in float64."""
     if promise.of == SUMS:
         return flat(sent)
+    if promise.of == UPDATES:
+        return flat([array[:, HEAD:] for array in sent])
     changes: list[Matrix] = []
     for new, old in zip(sent, given[len(given) - len(sent) :], strict=True):
-        if promise.of == CHANGES:
-            changes.append(new.astype(np.float64) - old)
-            continue
-        new = new[: len(old)]  # what is below them is no atom
-        moved = new.any(axis=1, keepdims=True)
-        changes.append(np.where(moved, new.astype(np.float64) - old, 0))
+        change = np.zeros(new.shape)
+        change[: len(old)] = new[: len(old)].astype(np.float64) - old
+        if promise.of == ATOMS:  # what is below them is no atom
+            change *= new.any(axis=1, keepdims=True)
+        changes.append(change)
     return flat(changes)
 
 

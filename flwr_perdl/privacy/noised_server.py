@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from flwr_perdl.core.checks import Matrix, check_kind
 from flwr_perdl.privacy.noise import Noise, Release, floor_eigenvalues, noise_multiplier, spent
-from flwr_perdl.privacy.noised_client import BALANCE, PROMISE, SUMS, Promise
+from flwr_perdl.privacy.noised_client import BALANCE, HEAD, PROMISE, SUMS, UPDATES, Promise
 from flwr_perdl.privacy.secure_client import MAX_WEIGHT, MIN_CLIENTS, NORM
 from flwr_perdl.privacy.secure_server import SecureMean, check_secure, largest_range
 from flwr_perdl.protocol.records import Limits, Reply, Scalar, read_reply
@@ -47,10 +47,11 @@ class NoisedSum:
         The arrays of a reply: their shapes where replies are summed; where their changes are, what
         they begin from.
     of : str, default "sums"
-        What is summed: replies ("sums"), their changes from ``start`` ("changes"), or those of
-        atoms ("atoms").
+        What is summed: replies ("sums"), their changes from ``start`` ("changes"), those of atoms
+        ("atoms"), or of rows what follows a loss and a cluster ("updates").
     records : bool, default False
-        Whether a reply is a sum over samples, each of which can be bounded.
+        Whether a reply is a sum over samples, each of which can be bounded; such sums of earlier
+        rounds count in the next one.
     moments : int, default 0
         So many first columns of the one array are a matrix of second moments.
     secure : mapping, optional
@@ -190,13 +191,15 @@ class NoisedSum:
 
     def _finished(self, total: Matrix, sigma: float, n_clients: int) -> list[Matrix]:
         """Return what the protocol goes on with: all that is done here costs no privacy."""
-        if self.of == SUMS:
+        if self.records:
             total = total + _EARLIER * self.kept.get(_SUM, np.zeros_like(total))
             self.kept[_SUM] = total
         ends = np.cumsum([array.size for array in self.start])[:-1]
         parts = np.split(total / n_clients, ends)
         arrays = [p.reshape(a.shape) for p, a in zip(parts, self.start, strict=True)]
-        if self.of != SUMS:
+        if self.of == UPDATES:
+            arrays = [np.pad(array, ((0, 0), (HEAD, 0))) for array in arrays]
+        elif self.of != SUMS:
             arrays = [old + change for old, change in zip(self.start, arrays, strict=True)]
         if self.moments:
             weight = BALANCE if self.noise.level == "record" else 1.0
@@ -223,7 +226,7 @@ class NoisedSum:
 
 
 def check_privacy(
-    privacy: Noise | None, secure: bool | Mapping[str, float]
+    privacy: Noise | None, secure: bool | Mapping[str, float] = False
 ) -> dict[str, float] | None:
     """Return the options of SecAgg+ for this privacy, None where it is not wanted.
 
@@ -249,9 +252,9 @@ def check_privacy(
 def sum_channel(
     secure: Mapping[str, float] | None,
     privacy: Noise | None,
-    start: Matrix,
-    norm: float,
-    max_weight: int,
+    start: Sequence[Matrix],
+    norm: float = 1.0,
+    max_weight: int = 1,
     **options: Any,
 ) -> Channel | None:
     """Return how the sum of the clients' arrays is gathered; None: in the clear.
@@ -262,17 +265,17 @@ def sum_channel(
         Options of SecAgg+.
     privacy : Noise or None
         The promise.
-    start : ndarray
-        See `NoisedSum`; without a promise its shape counts alone.
-    norm : float
+    start : sequence of ndarray
+        See `NoisedSum`; without a promise it is one array, whose shape counts alone.
+    norm : float, default 1.0
         Largest norm of a client's array, without a promise.
-    max_weight : int
+    max_weight : int, default 1
         See `SecureMean`; under a promise all count alike.
     **options
         See `NoisedSum`.
     """
     if privacy is not None:
-        return NoisedSum(noise=privacy, start=[start], secure=secure or {}, **options)
+        return NoisedSum(noise=privacy, start=start, secure=secure or {}, **options)
     if secure is None:
         return None
-    return SecureMean(start.shape, norm, max_weight, **cast(Any, secure))
+    return SecureMean(start[0].shape, norm, max_weight, **cast(Any, secure))

@@ -463,8 +463,8 @@ class Conversation:
             asked = asked._replace(secure=channel)
         elif self._privacy is not None:
             raise ValueError(
-                "initial_arrays must be given with privacy, public or random ones, since the step "
-                f"{asked.step!r} without them sends more than a sum, got none."
+                "initial_arrays must be given with privacy, public or random ones, so that every "
+                f"reply is a part of a sum, got none, and a step {asked.step!r} whose is not."
             )
         self._request = asked
         self.run.model = self._lifted(asked.arrays if asked.model is None else asked.model)

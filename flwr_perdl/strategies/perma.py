@@ -297,7 +297,7 @@ class PerMA(ProtocolStrategy):
         return sum_channel(
             self.secure,
             self.privacy,
-            np.zeros(shape, atoms.dtype) if statistics else atoms,
+            [np.zeros(shape, atoms.dtype) if statistics else atoms],
             # Statistics come at a scale at which 1 is their largest norm, atoms have norm 1 each.
             1.0 if statistics else shape[0] ** 0.5,
             most,

@@ -82,6 +82,27 @@ def test_what_is_sent_keeps_the_promise(epsilon: float) -> None:
     assert np.maximum(total - np.exp(0.97 * epsilon) * moved, 0).sum() > noise.delta
 
 
+@pytest.mark.parametrize("variance", [0.5, 1.0, 20.0])
+def test_discrete_noise_is_as_near_to_normal_noise_as_the_bounds_say(variance: float) -> None:
+    n, x = 4, np.arange(-200, 201)
+    one, all_of = (np.exp(-(x**2) / (2 * v)) for v in (variance, n * variance))
+    one, all_of = one / one.sum(), all_of / all_of.sum()
+    total = np.convolve(one, one)[200:-200]
+    total = np.convolve(total, total)[200:-200]
+    near = np.abs(x) < 6 * (n * variance) ** 0.5
+    k = np.arange(1, n)
+    bound = 5 * np.exp(-2 * np.pi**2 * variance * k / (k + 1)).sum() + 1e-9
+    assert np.abs(np.log(total[near] / all_of[near])).max() <= bound
+    # A rounded normal number and a discrete one of the same variance.
+    near = np.abs(x) < 6 * variance**0.5
+    far = np.abs(x[near])
+    rounded = np.diff(norm.sf([far + 0.5, far - 0.5], scale=variance**0.5), axis=0)[0]
+    ratio = np.log(rounded / one[near])
+    rest = 3 * np.exp(-2 * np.pi**2 * variance) + 1e-12  # as much are the cells' sum and 1 apart
+    assert (ratio >= -1 / (24 * variance) - rest).all()
+    assert (ratio <= far**2 / (24 * variance**2) + rest).all()
+
+
 def _release_or_none(noise: Noise, limit: int, options: dict[str, Any]) -> Release | None:
     try:
         return noise.release(1, limit=limit, **options)
