@@ -170,6 +170,8 @@ class Channel(typing.Protocol):
             The run's rounds in all, where they are known.
         min_clients : int
             The fewest good replies with which a round goes on.
+        save : callable
+            Writes a checkpoint, where the run has any.
         """
         ...
 

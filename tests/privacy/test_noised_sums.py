@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.client import NumPyClient
-from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Stage
+from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key, Stage
 from flwr.server.client_manager import SimpleClientManager
 
 from flwr_perdl.clients import (
@@ -77,6 +77,7 @@ def grid_of(
     parts: list[np.ndarray] = SAMPLES,
     learner: Any = None,
     app: dict[str, Any] | None = None,
+    kind: type[Tap] = Tap,
     **options: Any,
 ) -> Tap:
     """Return a grid of clients with these samples."""
@@ -87,7 +88,7 @@ def grid_of(
         X = parts[int(context.node_config["partition-id"])]
         return DictionaryClient(X, own, context, min_support=0)
 
-    return Tap(client_app(make_client, **(app or {})), len(parts), **options)
+    return kind(client_app(make_client, **(app or {})), len(parts), **options)
 
 
 def learn(
@@ -226,6 +227,30 @@ def test_a_client_rejects_weaker_promises(
     grid = grid_of(app={"privacy": Noise(**{"epsilon": 2.0, **own})})
     with pytest.raises(TooFewReplies, match=named):
         learn(privacy, grid, 1, fraction_evaluate=0.0)
+
+
+def test_a_crash_costs_budget_and_gives_none_back(tmp_path: Path) -> None:
+    """As the second sum has been opened, and before the round is saved."""
+    noise, opened = Noise(epsilon=3.0), [0]
+
+    class Crashing(Tap):
+        def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
+            replies = super().send_and_receive(messages, timeout=timeout)
+            if any(Key.SHARE_LIST in r.content.get(RECORD_KEY_CONFIGS, {}) for r in replies):
+                opened[0] += 1
+                if opened[0] == 2:
+                    raise KeyboardInterrupt
+            return replies
+
+    def run() -> PerMA:
+        grid, settings = grid_of(kind=Crashing), ServerSettings(resume=True)
+        strategy = learn(noise, grid, 4, checkpoint_dir=tmp_path, server=settings)[1]
+        return strategy
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert [report.round for report in run().history] == [1, 2, 3]
+    assert opened == [4]
 
 
 def test_a_client_counts_what_it_spends() -> None:
