@@ -20,7 +20,7 @@ from flwr_perdl.dictionary import (
     refine_local,
     warm_start,
 )
-from tests.hostile import arguments, right_or_refused
+from tests.hostile import check_drawn
 
 KINDS = [OrthogonalLearner, GradientLearner, MODLearner, KSVDLearner, LassoLearner]
 RNG = np.random.default_rng(0)
@@ -53,6 +53,4 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 @settings(max_examples=20)
 @given(data=st.data())
 def test_bad_input_is_served_or_rejected_in_a_sentence(name: str, data: st.DataObject) -> None:
-    call, good = CALLS[name]
-    kind, bad = data.draw(st.sampled_from(KINDS)), data.draw(arguments(good))
-    right_or_refused(lambda: call(kind, **bad))
+    check_drawn(data, *CALLS[name], {"kind": KINDS})
