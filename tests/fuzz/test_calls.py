@@ -18,7 +18,7 @@ def test_a_valid_call_succeeds(name: str) -> None:
 
 
 def test_malformed_calls_are_right_or_name_the_argument() -> None:
-    drawn = islice(calls.draws(seed=0), 1000)
+    drawn = islice(calls.draws(seed=0), 3000)
     assert [call for call in drawn if call[-1] is not None] == []
 
 
