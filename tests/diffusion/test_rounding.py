@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flwr_perdl.diffusion import HuberNMF, SparseSVD, Topology, infer
+from flwr_perdl.diffusion import DataDiffusion, HuberNMF, SparseSVD, Topology, infer
 from flwr_perdl.diffusion.inference import METHODS
 
 RNG = np.random.default_rng(3)
@@ -15,6 +15,10 @@ EDGES = [(0, 1), (1, 2), (2, 3), (3, 4), (4, 0), (0, 2)]
 ATOMS = np.abs(RNG.standard_normal((5, 1, 8)))
 ATOMS /= np.linalg.norm(ATOMS, axis=2, keepdims=True)
 SAMPLES = np.abs(RNG.standard_normal((4, 8)))
+PLANTED = RNG.standard_normal((6, 5))
+PLANTED /= np.linalg.norm(PLANTED, axis=1, keepdims=True)
+CODES = RNG.standard_normal((5, 80, 6)) * (RNG.random((5, 80, 6)).argsort(axis=2) < 2)
+DATA = CODES @ PLANTED
 
 orders = st.permutations(range(5))
 seeds = st.integers(0, 2**32 - 1)
@@ -46,3 +50,14 @@ def test_inference_converges_or_not_whatever_the_last_bits(
     assert abs(moved.rounds - plain.rounds) <= 10  # one look at the residuals
     for i, k in enumerate(order):
         np.testing.assert_allclose(moved.codes[i], plain.codes[k], atol=0.01)
+
+
+@settings(max_examples=4)
+@given(order=orders, seed=seeds)
+def test_planted_atoms_are_found_whatever_the_last_bits(order: list[int], seed: int) -> None:
+    learned = DataDiffusion(6, n_nonzero=2).fit(
+        list(ulp(DATA[order], seed)), renumbered(order), 60, seed=1
+    )
+    cosines = np.abs(learned.dictionaries @ PLANTED.T).max(axis=1)
+    np.testing.assert_array_equal((cosines > 0.99).sum(axis=1), 6)
+    assert learned.disagreement < 0.1
