@@ -159,7 +159,13 @@ class Channel(typing.Protocol):
         """Why the run ends before its last round; empty if it goes on."""
         ...
 
-    def begin(self, kept: dict[str, NDArray[Any]], rounds: int | None, min_clients: int) -> Channel:
+    def begin(
+        self,
+        kept: dict[str, NDArray[Any]],
+        rounds: int | None,
+        min_clients: int,
+        save: Callable[[], None],
+    ) -> Channel:
         """Return the channel of a run, or raise a ValueError that says why there is none.
 
         Parameters
